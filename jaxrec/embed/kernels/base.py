@@ -1,0 +1,116 @@
+"""What the embedding kernels compute: the primitives, in words every implementation obeys.
+
+A *group* is a set of tables of equal width and type stacked into one ``[num_rows, dim]`` array. A
+batch reaches the kernels as the arrays of a `KeyedJaggedArray`, untouched: ``ids`` of all keys,
+``lengths`` of all bags. `BagLayout` says, statically, where each feature of the group lies in them.
+
+The primitives:
+
+``pooled_lookup(table, ids, lengths, weights, layout, dtype)``
+    The sum or mean of each bag's rows, ``[layout.num_bags, dim]`` of ``dtype``.
+``flatten_bags(ids, lengths, weights, layout)``
+    The batch as flat `Lookups`: for every position its row, its bag and its scale.
+``row_lookup(table, rows)``
+    ``table[rows]``; zeros where ``rows`` is `num_rows` (padding), NaN at any other row outside.
+``build_runs(rows, num_rows)``
+    Stable sort of ``rows`` and the runs of equal rows in it, as `Runs`.
+``fused_update(table, state, lookups, gradients, optimizer, step)``
+    Sums the gradients of each row that occurs, applies the row optimizer, writes each row once.
+
+What holds for all of them: a position past a feature's ids is padding and contributes nothing. An id
+outside ``[0, row_count)`` never touches memory: it makes the bag NaN (so that the loss shows it)
+and updates nothing. Sums are taken in float32. Results repeat bit for bit.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+from jaxtyping import Array, Float, Int32
+
+
+@dataclasses.dataclass(frozen=True)
+class BagLayout:
+    """Where a group's features lie in the arrays of a batch; one entry a feature, all static.
+
+    Attributes:
+        id_starts: First position of the feature's segment in ``ids``.
+        capacities: Length of that segment; the feature's ids fill its front.
+        length_starts: Position of the feature's first bag in ``lengths``.
+        strides: Bags of the feature.
+        row_offsets: First row of the feature's table in the group's array.
+        row_counts: Rows of the feature's table.
+        means: Whether bags are averaged rather than summed.
+    """
+
+    id_starts: tuple[int, ...]
+    capacities: tuple[int, ...]
+    length_starts: tuple[int, ...]
+    strides: tuple[int, ...]
+    row_offsets: tuple[int, ...]
+    row_counts: tuple[int, ...]
+    means: tuple[bool, ...]
+
+    @property
+    def num_features(self) -> int:
+        return len(self.strides)
+
+    @property
+    def num_positions(self) -> int:
+        """Positions of all the features' segments, padding included."""
+        return sum(self.capacities)
+
+    @property
+    def num_bags(self) -> int:
+        return sum(self.strides)
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether all features have the same number of bags.
+
+        Then bag ``b`` of feature ``f`` is row ``b * num_features + f`` of the output (so that it
+        reshapes to ``[batch, num_features, dim]`` for free). Otherwise bags follow each other
+        feature by feature.
+        """
+        return len(set(self.strides)) <= 1
+
+    def bag_rows(self, feature: int) -> slice:
+        """Rows of the output that hold the feature's bags, in order."""
+        if self.is_uniform:
+            return slice(feature, None, self.num_features)
+        start = sum(self.strides[:feature])
+        return slice(start, start + self.strides[feature])
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Lookups:
+    """A batch as a flat list of lookups, in the order of the features' segments.
+
+    Attributes:
+        rows: Row of the group's table; ``num_rows`` or more where nothing is looked up.
+        bags: Row of the output (and of its gradient) that the lookup belongs to; in range also at
+            padding. None: lookup ``i`` belongs to output row ``i`` (per-id lookups).
+        scales: What the row is multiplied by: the weight, over the bag's length if averaged. None: 1.
+    """
+
+    rows: Int32[Array, " lookups"]
+    bags: Int32[Array, " lookups"] | None
+    scales: Float[Array, " lookups"] | None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Runs:
+    """Lookups sorted by row, cut into runs of equal rows.
+
+    Attributes:
+        order: Stable permutation that sorts the rows.
+        segments: Run that each sorted lookup belongs to, ascending.
+        unique: Row of each run, ascending; padded with ``num_rows``.
+    """
+
+    order: Int32[Array, " lookups"]
+    segments: Int32[Array, " lookups"]
+    unique: Int32[Array, " lookups"]

@@ -1,0 +1,164 @@
+"""The primitives in XLA: runs on every device, takes every type, is what the others are held to."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, DTypeLike, Float, Int, Int32
+
+from jaxrec.embed.kernels.base import BagLayout, Lookups, Runs
+from jaxrec.embed.kernels.rounding import round_rows
+from jaxrec.optim.base import RowOptimizer
+
+
+def flatten_bags(
+    ids: Int32[Array, " ids"],
+    lengths: Int32[Array, " all_bags"],
+    weights: Float[Array, " ids"] | None,
+    layout: BagLayout,
+    num_rows: int,
+) -> Lookups:
+    """The batch as flat lookups; see `jaxrec.embed.kernels.base`."""
+    positions = _segments(ids, layout.id_starts, layout.capacities)
+    bag_lengths = _segments(lengths, layout.length_starts, layout.strides)
+
+    # Padding is one more bag at the end of each feature, so that bags tile the positions exactly.
+    used = jax.ops.segment_sum(
+        bag_lengths, np.repeat(np.arange(layout.num_features), layout.strides), layout.num_features
+    )
+    padding = jnp.asarray(layout.capacities, jnp.int32) - used
+    bag_ends = np.cumsum(layout.strides)
+    extents = _insert(bag_lengths, bag_ends, padding)
+    extent = jnp.repeat(
+        jnp.arange(extents.size), extents, total_repeat_length=layout.num_positions
+    )
+    is_padding = _insert(np.zeros(layout.num_bags, bool), bag_ends, True)[extent]
+    bags = _insert(_output_rows(layout), bag_ends, 0)[extent]
+
+    feature = np.repeat(np.arange(layout.num_features), layout.capacities)
+    row_counts = np.asarray(layout.row_counts, np.int32)[feature]
+    row_offsets = np.asarray(layout.row_offsets, np.int32)[feature]
+    outside = (positions < 0) | (positions >= row_counts)
+    rows = jnp.where(outside, num_rows + 1, positions + row_offsets)
+    rows = jnp.where(is_padding, num_rows, rows)
+
+    scales = None if weights is None else _segments(weights, layout.id_starts, layout.capacities)
+    if any(layout.means):
+        is_mean = np.repeat(np.asarray(layout.means), layout.strides)
+        divisors = jnp.where(is_mean, jnp.maximum(bag_lengths, 1), 1)
+        shares = 1.0 / _insert(divisors, bag_ends, 1)[extent].astype(jnp.float32)
+        scales = shares if scales is None else scales * shares
+    return Lookups(rows, bags.astype(jnp.int32), scales)
+
+
+def pooled_lookup(
+    table: Float[Array, "rows dim"],
+    ids: Int32[Array, " ids"],
+    lengths: Int32[Array, " all_bags"],
+    weights: Float[Array, " ids"] | None,
+    layout: BagLayout,
+    dtype: DTypeLike,
+) -> Float[Array, "bags dim"]:
+    """The sum or mean of each bag's rows; see `jaxrec.embed.kernels.base`."""
+    lookups = flatten_bags(ids, lengths, weights, layout, table.shape[0])
+    rows = row_lookup(table, lookups.rows).astype(jnp.float32)
+    if lookups.scales is not None:
+        rows = rows * lookups.scales[:, None]
+        rows = jnp.where((lookups.rows == table.shape[0])[:, None], 0, rows)
+    return jax.ops.segment_sum(rows, lookups.bags, layout.num_bags).astype(dtype)
+
+
+def row_lookup(table: Float[Array, "rows dim"], rows: Int32[Array, " n"]) -> Float[Array, "n dim"]:
+    """The rows themselves; see `jaxrec.embed.kernels.base`."""
+    found = table.at[rows].get(mode="fill", fill_value=jnp.nan)
+    return jnp.where((rows == table.shape[0])[:, None], jnp.zeros((), table.dtype), found)
+
+
+def build_runs(rows: Int32[Array, " n"], num_rows: int) -> Runs:
+    """Stable sort and runs of equal rows; see `jaxrec.embed.kernels.base`."""
+    rows = jnp.where((rows < 0) | (rows > num_rows), num_rows, rows)
+    order = jnp.argsort(rows, stable=True)
+    sorted_rows = rows[order]
+    starts = jnp.concatenate([jnp.ones(1, bool), sorted_rows[1:] != sorted_rows[:-1]])
+    segments = jnp.cumsum(starts) - 1
+    unique = jnp.full(rows.shape, num_rows, jnp.int32).at[segments].set(sorted_rows)
+    return Runs(order.astype(jnp.int32), segments.astype(jnp.int32), unique)
+
+
+def fused_update(
+    table: Float[Array, "rows dim"],
+    state: dict[str, Array],
+    lookups: Lookups,
+    gradients: Float[Array, "bags dim"],
+    optimizer: RowOptimizer,
+    step: Int[Array, ""],
+    table_starts: tuple[int, ...] = (0,),
+) -> tuple[Float[Array, "rows dim"], dict[str, Array]]:
+    """One optimizer step on the rows that occur; see `jaxrec.embed.kernels.base`."""
+    runs = build_runs(lookups.rows, table.shape[0])
+    bags = runs.order if lookups.bags is None else lookups.bags[runs.order]
+    gradients = gradients[bags].astype(jnp.float32)
+    if optimizer.clip_value is not None:
+        gradients = jnp.clip(gradients, -optimizer.clip_value, optimizer.clip_value)
+    if lookups.scales is not None:
+        gradients = gradients * lookups.scales[runs.order][:, None]
+    gradients = jax.ops.segment_sum(
+        gradients, runs.segments, bags.size, indices_are_sorted=True
+    )
+    if optimizer.clip_norm is not None:
+        gradients = _clip_norm(gradients, runs.unique, optimizer.clip_norm, table_starts, table.shape[0])
+
+    def at_runs(array: Array) -> Array:
+        return array.at[runs.unique].get(mode="fill", fill_value=0, indices_are_sorted=True)
+
+    def put(array: Array, values: Array) -> Array:
+        return array.at[runs.unique].set(
+            values.astype(array.dtype), mode="drop", indices_are_sorted=True
+        )
+
+    rows, new_state = optimizer.update(
+        at_runs(table).astype(jnp.float32), gradients, jax.tree.map(at_runs, state), step
+    )
+    if optimizer.stochastic_rounding:
+        rows = round_rows(rows, runs.unique, step, table.dtype)
+    return put(table, rows), jax.tree.map(put, state, new_state)
+
+
+def _clip_norm(
+    gradients: Float[Array, "n dim"],
+    rows: Int32[Array, " n"],
+    bound: float,
+    table_starts: tuple[int, ...],
+    num_rows: int,
+) -> Float[Array, "n dim"]:
+    """Scales each table's gradient to a norm of at most ``bound``."""
+    squares = jnp.where(rows < num_rows, jnp.sum(gradients**2, axis=1), 0)
+    table = jnp.searchsorted(jnp.asarray(table_starts[1:], jnp.int32), rows, side="right")
+    norms = jnp.sqrt(jax.ops.segment_sum(squares, table, len(table_starts)))
+    factors = jnp.minimum(1, bound / (norms + 1e-6))
+    return gradients * factors[table][:, None]
+
+
+def _segments(array: Array, starts: tuple[int, ...], sizes: tuple[int, ...]) -> Array:
+    """The segments of ``array`` one after the other; no copy where they already lie so."""
+    pieces, begin = [], 0
+    ends = [start + size for start, size in zip(starts, sizes, strict=True)]
+    for i, end in enumerate(ends):
+        if i + 1 == len(ends) or starts[i + 1] != end:
+            pieces.append(array[starts[begin] : end])
+            begin = i + 1
+    return pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces)
+
+
+def _insert(array: Array | np.ndarray, places: np.ndarray, values) -> Array:
+    """`numpy.insert`: ``values`` go before ``places`` (static) of ``array``."""
+    return jnp.insert(jnp.asarray(array), places, values)
+
+
+def _output_rows(layout: BagLayout) -> np.ndarray:
+    """The output row of each bag, bags in feature order."""
+    rows = np.arange(layout.num_bags)
+    if layout.is_uniform:
+        return rows.reshape(-1, layout.num_features).T.ravel()
+    return rows

@@ -1,0 +1,54 @@
+"""Stochastic rounding to 16-bit floating point, repeatable and without a random state."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, DTypeLike, Float, Int, Int32, UInt32
+
+
+def round_rows(
+    rows: Float[Array, "n dim"], row_ids: Int32[Array, " n"], step: Int[Array, ""], dtype: DTypeLike
+) -> Float[Array, "n dim"]:
+    """Rounds float32 rows up or down at random, so that the mean of the result is the input.
+
+    The random bits of an element are a hash of its row, its column and the step: the same table
+    trained twice has the same bits. float32 tables come back as they are.
+
+    Args:
+        rows: float32 values.
+        row_ids: The row of the table that each is written to.
+        step: Number of the update.
+        dtype: The table's type; bfloat16 and float16 are rounded.
+    """
+    dropped = {jnp.dtype(jnp.bfloat16): 16, jnp.dtype(jnp.float16): 13}.get(jnp.dtype(dtype))
+    if dropped is None:
+        return rows
+    # Adding uniform bits below the last kept bit and cutting them off rounds up with the
+    # probability that the cut part is of a unit in the last place. float16 keeps 10 of float32's
+    # 23 fraction bits while it is normal; its subnormals lie on a fixed grid instead.
+    noise = _hash(row_ids, step, rows.shape[1]) >> (32 - dropped)
+    bits = jax.lax.bitcast_convert_type(rows, jnp.uint32)
+    cut = (bits + noise) & jnp.uint32((0xFFFFFFFF << dropped) & 0xFFFFFFFF)
+    rounded = jax.lax.bitcast_convert_type(cut, jnp.float32)
+    if jnp.dtype(dtype) == jnp.float16:
+        uniform = noise.astype(jnp.float32) / (1 << dropped)
+        subnormal = jnp.floor(rows * 2.0**24 + uniform) * 2.0**-24
+        rounded = jnp.where(jnp.abs(rows) < 2.0**-14, subnormal, rounded)
+        # Rounding away must not turn the largest finite value into infinity.
+        rounded = jnp.clip(rounded, -65504.0, 65504.0)
+        rounded = jnp.where(jnp.abs(rows) > 65504.0, rows, rounded)
+    return jnp.where(jnp.isfinite(rows), rounded, rows)
+
+
+def _hash(row_ids: Int32[Array, " n"], step: Int[Array, ""], dim: int) -> UInt32[Array, "n dim"]:
+    """32 well-mixed bits for each (row, column, step): two rounds of Murmur3's finalizer."""
+    rows = row_ids.astype(jnp.uint32)[:, None] * jnp.uint32(0x9E3779B1)
+    columns = jnp.arange(dim, dtype=jnp.uint32)[None] * jnp.uint32(0x85EBCA77)
+    return _mix(_mix(rows ^ _mix(step.astype(jnp.uint32))) + columns)
+
+
+def _mix(x: UInt32[Array, "*shape"]) -> UInt32[Array, "*shape"]:
+    x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
+    x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
+    return x ^ (x >> 16)

@@ -1,0 +1,72 @@
+"""What a row optimizer is."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import TypeAlias
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+Schedule: TypeAlias = Callable[[Int[Array, ""]], Float[Array, ""] | float]
+RowState: TypeAlias = Mapping[str, Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class RowOptimizer(abc.ABC):
+    """A pair of pure functions that start and advance the rows of a table.
+
+    Shaped like an optax transformation, with two differences: it sees only the rows that occur in
+    a batch, and it returns the new rows instead of updates. Instances are values: equal
+    hyperparameters make equal, hashable optimizers, and tables with equal optimizers are stored
+    together.
+
+    Attributes:
+        learning_rate: A number, or a function of the number of updates made so far (0 at the
+            first update), such as any optax schedule.
+        clip_value: Bound on the absolute value of each element of the gradient of the *looked-up*
+            embeddings, applied before the gradients of a row's occurrences are summed.
+        clip_norm: Bound on the Euclidean norm of each table's whole gradient in a step; a larger
+            one is scaled by ``clip_norm / (norm + 1e-6)``.
+        max_norm: Bound on the Euclidean norm of each updated row; a longer one is scaled down.
+        stochastic_rounding: Whether tables of 16-bit types round the new rows up or down at
+            random, so that their mean is right. Without it small updates are lost to rounding.
+    """
+
+    learning_rate: float | Schedule = 0.01
+    _: dataclasses.KW_ONLY
+    clip_value: float | None = None
+    clip_norm: float | None = None
+    max_norm: float | None = None
+    stochastic_rounding: bool = True
+
+    @abc.abstractmethod
+    def init(self, num_rows: int, dim: int) -> dict[str, Array]:
+        """The state of ``num_rows`` fresh rows: float32 arrays ``[num_rows]`` or ``[num_rows, dim]``."""
+
+    @abc.abstractmethod
+    def update(
+        self,
+        rows: Float[Array, "rows dim"],
+        gradients: Float[Array, "rows dim"],
+        state: RowState,
+        step: Int[Array, ""],
+    ) -> tuple[Float[Array, "rows dim"], dict[str, Array]]:
+        """Advances rows by one step.
+
+        Args:
+            rows: The rows, float32.
+            gradients: The gradient of each, summed over its occurrences in the batch, float32.
+            state: The rows' state, as `init` makes it.
+            step: Number of updates made before this one (0 at the first), int32.
+
+        Returns:
+            The new rows and the new state, shaped as they came.
+        """
+
+    def rate(self, step: Int[Array, ""]) -> Float[Array, ""]:
+        """The learning rate of the update after ``step`` updates."""
+        rate = self.learning_rate
+        return jnp.asarray(rate(step) if callable(rate) else rate, jnp.float32)
