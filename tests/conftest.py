@@ -1,0 +1,22 @@
+"""Every test sees eight CPU devices, strict broadcasting and checked annotations."""
+
+from __future__ import annotations
+
+import os
+
+import jax
+from jaxtyping import install_import_hook
+
+from tests.typecheck import typechecked
+
+# An environment that names a platform (JAX_PLATFORMS=cuda) runs the tests there instead.
+if "JAX_PLATFORMS" not in os.environ:
+    jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", 8)
+jax.config.update("jax_numpy_rank_promotion", "raise")
+# A program compiled by an earlier run, or by other settings, must not hide what this one compiles.
+jax.config.update("jax_enable_compilation_cache", False)
+
+# From here on each annotated function of the package is checked as it is called: the types by
+# beartype, the shapes by jaxtyping.
+install_import_hook("jaxrec", f"{typechecked.__module__}.{typechecked.__name__}")
