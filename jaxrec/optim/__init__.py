@@ -1,4 +1,24 @@
-"""Row optimizers: how the rows of a table change, given their gradients."""
+"""Row optimizers: how the rows of a table change, given their gradients.
 
+One update is made for each row that occurs in a batch; rows that do not occur keep their weights
+and their state. All take ``learning_rate`` (a number or a schedule of the step) and, by keyword,
+the bounds that `RowOptimizer` describes. Notation of their formulas: ``w`` is a row, ``g`` its
+gradient summed over its occurrences, ``lr`` the learning rate.
+"""
+
+from jaxrec.optim.adagrad import adagrad as adagrad
+from jaxrec.optim.adagrad import rowwise_adagrad as rowwise_adagrad
+from jaxrec.optim.adam import adam as adam
+from jaxrec.optim.adam import partial_rowwise_adam as partial_rowwise_adam
 from jaxrec.optim.base import RowOptimizer as RowOptimizer
 from jaxrec.optim.base import Schedule as Schedule
+from jaxrec.optim.ftrl import ftrl as ftrl
+from jaxrec.optim.lamb import lamb as lamb
+from jaxrec.optim.lamb import partial_rowwise_lamb as partial_rowwise_lamb
+from jaxrec.optim.lars import lars_sgd as lars_sgd
+from jaxrec.optim.rmsprop import rmsprop as rmsprop
+from jaxrec.optim.rmsprop import rowwise_rmsprop as rowwise_rmsprop
+from jaxrec.optim.schedules import WarmupStage as WarmupStage
+from jaxrec.optim.schedules import warmup as warmup
+from jaxrec.optim.sgd import momentum_sgd as momentum_sgd
+from jaxrec.optim.sgd import sgd as sgd

@@ -10,6 +10,8 @@ from typing import TypeAlias
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jaxrec.optim import checks
+
 Schedule: TypeAlias = Callable[[Int[Array, ""]], Float[Array, ""] | float]
 RowState: TypeAlias = Mapping[str, Array]
 
@@ -33,6 +35,9 @@ class RowOptimizer(abc.ABC):
         max_norm: Bound on the Euclidean norm of each updated row; a longer one is scaled down.
         stochastic_rounding: Whether tables of 16-bit types round the new rows up or down at
             random, so that their mean is right. Without it small updates are lost to rounding.
+
+    Raises:
+        ValueError: A rate below zero, or a bound that is not above zero.
     """
 
     learning_rate: float | Schedule = 0.01
@@ -42,9 +47,17 @@ class RowOptimizer(abc.ABC):
     max_norm: float | None = None
     stochastic_rounding: bool = True
 
+    def __post_init__(self) -> None:
+        if not callable(self.learning_rate):
+            checks.non_negative(self, "learning_rate")
+        for bound in ("clip_value", "clip_norm", "max_norm"):
+            if getattr(self, bound) is not None:
+                checks.positive(self, bound)
+        checks.boolean(self, "stochastic_rounding")
+
     @abc.abstractmethod
     def init(self, num_rows: int, dim: int) -> dict[str, Array]:
-        """The state of ``num_rows`` fresh rows: float32 arrays ``[num_rows]`` or ``[num_rows, dim]``."""
+        """The state of fresh rows: float32 arrays ``[num_rows]`` or ``[num_rows, dim]``."""
 
     @abc.abstractmethod
     def update(

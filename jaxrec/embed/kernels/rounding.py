@@ -24,21 +24,31 @@ def round_rows(
     dropped = {jnp.dtype(jnp.bfloat16): 16, jnp.dtype(jnp.float16): 13}.get(jnp.dtype(dtype))
     if dropped is None:
         return rows
-    # Adding uniform bits below the last kept bit and cutting them off rounds up with the
-    # probability that the cut part is of a unit in the last place. float16 keeps 10 of float32's
-    # 23 fraction bits while it is normal; its subnormals lie on a fixed grid instead.
-    noise = _hash(row_ids, step, rows.shape[1]) >> (32 - dropped)
+    # Adding uniform bits below the last kept bit and cutting them off rounds away from zero with the
+    # probability that the cut part is of a unit in the last place.
+    noise = _hash(row_ids, step, rows.shape[1])
     bits = jax.lax.bitcast_convert_type(rows, jnp.uint32)
-    cut = (bits + noise) & jnp.uint32((0xFFFFFFFF << dropped) & 0xFFFFFFFF)
+    cut = (bits + (noise >> (32 - dropped))) & jnp.uint32((0xFFFFFFFF << dropped) & 0xFFFFFFFF)
     rounded = jax.lax.bitcast_convert_type(cut, jnp.float32)
     if jnp.dtype(dtype) == jnp.float16:
-        uniform = noise.astype(jnp.float32) / (1 << dropped)
-        subnormal = jnp.floor(rows * 2.0**24 + uniform) * 2.0**-24
-        rounded = jnp.where(jnp.abs(rows) < 2.0**-14, subnormal, rounded)
-        # Rounding away must not turn the largest finite value into infinity.
-        rounded = jnp.clip(rounded, -65504.0, 65504.0)
+        # float16 keeps 10 of float32's 23 fraction bits while it is normal. Its subnormals lie on a
+        # fixed grid instead.
+        rounded = jnp.where(
+            jnp.abs(rows) < 2.0**-14, _round_to_grid(rows, 2.0**-24, noise), rounded
+        )
+        # Past the largest finite value there is nothing to round up to.
         rounded = jnp.where(jnp.abs(rows) > 65504.0, rows, rounded)
     return jnp.where(jnp.isfinite(rows), rounded, rows)
+
+
+def _round_to_grid(
+    rows: Float[Array, "n dim"], spacing: float, noise: UInt32[Array, "n dim"]
+) -> Float[Array, "n dim"]:
+    """Rounds to multiples of ``spacing``, a power of two, with 24 random bits."""
+    units = jnp.abs(rows) / spacing
+    whole = jnp.floor(units)
+    away = (noise >> 8).astype(jnp.float32) * 2.0**-24 < units - whole
+    return jnp.copysign((whole + away) * spacing, rows)
 
 
 def _hash(row_ids: Int32[Array, " n"], step: Int[Array, ""], dim: int) -> UInt32[Array, "n dim"]:

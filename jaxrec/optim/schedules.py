@@ -1,0 +1,183 @@
+"""Warmup in stages: TorchRec's `WarmupOptimizer` as a schedule of the learning rate."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from jaxrec.optim import checks
+
+_POLICIES = (
+    "none",
+    "linear",
+    "constant",
+    "poly",
+    "step",
+    "inv_sqrt",
+    "cosine_annealing_warm_restarts",
+    "interpolate",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class WarmupStage:
+    """One stage of a `warmup`: how the rate is scaled until update number ``max_iters``.
+
+    The factor at iteration ``it`` is ``lr_scale`` times, for each policy:
+
+    ==================================  ============================================================
+    "none"                              1
+    "linear"                            value + (1 - value) it / max_iters
+    "constant"                          value
+    "poly"                              max(0, 1 - it / decay_iters) ^ value
+    "step"                              value ^ floor(it / decay_iters)
+    "inv_sqrt"                          1 / sqrt(max(it, 1))
+    "cosine_annealing_warm_restarts"    value + (1 - value) (1 + cos(pi (it mod p) / p)) / 2,
+                                        with p = sgdr_period
+    "interpolate"                       value + (end_value - value) (it - start) /
+                                        (max_iters - start), start = start_interpolating_iters
+    ==================================  ============================================================
+
+    ``it`` is the number of updates made since training began, not since the stage did, as in
+    TorchRec's ``torchrec.optim.warmup``; the cosine is that of Loshchilov and Hutter 2017, "SGDR:
+    stochastic gradient descent with warm restarts", equation 5. Where TorchRec fails (inverse root
+    at 0) or leaves the reals (a polynomial past ``decay_iters``), the table above does not.
+
+    Attributes:
+        policy: Which formula; by its name above.
+        max_iters: Last iteration of the stage.
+        value: See above.
+        lr_scale: Factor on all of it.
+        decay_iters: See above; None: ``max_iters``, or 1 for "step".
+        sgdr_period: Iterations between restarts of the cosine.
+        start_interpolating_iters: Iteration at which "interpolate" is at ``value``.
+        end_value: What "interpolate" arrives at in iteration ``max_iters``.
+
+    Raises:
+        ValueError: An unknown policy, or a number outside its range, or "interpolate" without
+            ``start_interpolating_iters`` below ``max_iters`` and an ``end_value``.
+    """
+
+    policy: Literal[
+        "none",
+        "linear",
+        "constant",
+        "poly",
+        "step",
+        "inv_sqrt",
+        "cosine_annealing_warm_restarts",
+        "interpolate",
+    ] = "linear"
+    max_iters: int = 1
+    value: float = 1.0
+    lr_scale: float = 1.0
+    decay_iters: int | None = None
+    sgdr_period: int = 1
+    start_interpolating_iters: int | None = None
+    end_value: float | None = None
+
+    def __post_init__(self) -> None:
+        checks.one_of(self, "policy", _POLICIES)
+        checks.counts(self, "max_iters", "sgdr_period")
+        checks.non_negative(self, "value", "lr_scale")
+        if self.decay_iters is not None:
+            checks.counts(self, "decay_iters")
+        if self.policy == "interpolate":
+            checks.non_negative(self, "start_interpolating_iters", "end_value")
+            if self.start_interpolating_iters >= self.max_iters:
+                raise ValueError(
+                    f"WarmupStage: start_interpolating_iters must be below max_iters, got "
+                    f"{self.start_interpolating_iters} and {self.max_iters}"
+                )
+
+    def multiplier(self, step: Int[Array, ""]) -> Float[Array, ""]:
+        """What the learning rate is multiplied by in iteration ``step``."""
+        return self.lr_scale * self._policy_multiplier(jnp.asarray(step))
+
+    def _policy_multiplier(self, step: Int[Array, ""]) -> Float[Array, ""]:
+        iteration = step.astype(jnp.float32)
+        value = jnp.float32(self.value)
+        decay_iters = self.decay_iters or (1 if self.policy == "step" else self.max_iters)
+        match self.policy:
+            case "none":
+                return jnp.float32(1)
+            case "linear":
+                return value + (1 - value) * (iteration / self.max_iters)
+            case "constant":
+                return value
+            case "poly":
+                return jnp.maximum(0, 1 - iteration / decay_iters) ** value
+            case "step":
+                return value ** (step // decay_iters).astype(jnp.float32)
+            case "inv_sqrt":
+                return 1 / jnp.sqrt(jnp.maximum(iteration, 1))
+            case "cosine_annealing_warm_restarts":
+                phase = (step % self.sgdr_period).astype(jnp.float32) / self.sgdr_period
+                return value + (1 - value) * 0.5 * (1 + jnp.cos(jnp.pi * phase))
+            case "interpolate":
+                start = self.start_interpolating_iters
+                share = (iteration - start) / (self.max_iters - start)
+                return value + (self.end_value - value) * share
+
+
+@dataclasses.dataclass(frozen=True)
+class warmup:
+    """A learning rate that passes through stages: a schedule for row optimizers and for optax.
+
+    Iteration ``it``, the number of updates made before (0 at the first), belongs to the first stage
+    whose ``max_iters`` is not below it; after the last stage the rate is ``learning_rate``.
+    TorchRec's ``WarmupOptimizer(optimizer, stages, lr=learning_rate)``.
+
+    Instances are functions of the step, and values: equal ones make equal row optimizers.
+
+    Args:
+        learning_rate: The rate that the stages scale.
+        stages: `WarmupStage`, each with a larger ``max_iters`` than the one before.
+
+    Raises:
+        ValueError: A rate below zero, or stages out of order.
+
+    Example:
+        >>> import optax
+        >>> import jaxrec.optim
+        >>> rate = jaxrec.optim.warmup(
+        ...     0.5,
+        ...     stages=(
+        ...         jaxrec.optim.WarmupStage("linear", max_iters=4, value=0.0),
+        ...         jaxrec.optim.WarmupStage("constant", max_iters=6, value=0.5),
+        ...     ),
+        ... )
+        >>> [float(rate(step)) for step in range(8)]
+        [0.0, 0.125, 0.25, 0.375, 0.5, 0.25, 0.25, 0.5]
+        >>> for_tables = jaxrec.optim.rowwise_adagrad(learning_rate=rate)
+        >>> for_the_rest = optax.adam(rate)
+    """
+
+    learning_rate: float
+    stages: tuple[WarmupStage, ...]
+
+    def __post_init__(self) -> None:
+        checks.non_negative(self, "learning_rate")
+        object.__setattr__(self, "stages", tuple(self.stages))
+        last = 0
+        for i, stage in enumerate(self.stages):
+            if not isinstance(stage, WarmupStage):
+                raise ValueError(f"warmup: stage {i} must be a WarmupStage, got {stage!r}")
+            if stage.max_iters <= last:
+                raise ValueError(
+                    f"warmup: max_iters must grow from stage to stage, got {stage.max_iters} in "
+                    f"stage {i} after {last}"
+                )
+            last = stage.max_iters
+
+    def __call__(self, step: Int[Array, ""] | int) -> Float[Array, ""]:
+        """The learning rate of iteration ``step``: a float32 scalar. Safe under jit."""
+        step = jnp.asarray(step)
+        ends = np.asarray([stage.max_iters for stage in self.stages], np.int32)
+        stage = jnp.sum(step > ends)
+        multipliers = [stage.multiplier(step) for stage in self.stages] + [jnp.float32(1)]
+        return self.learning_rate * jnp.stack(multipliers)[stage]

@@ -1,0 +1,97 @@
+"""Stochastic gradient descent, without and with momentum."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jaxrec.optim import checks
+from jaxrec.optim.base import RowOptimizer, RowState
+from jaxrec.optim.norm import limit_norm
+
+
+@dataclasses.dataclass(frozen=True)
+class sgd(RowOptimizer):
+    """Stochastic gradient descent: ``w <- w - lr g``. FBGEMM's EXACT_SGD.
+
+    ``g`` is the gradient of a row summed over all its occurrences in the batch, so that one update
+    is made a row (here and in all other row optimizers).
+
+    State: none.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import jaxrec.optim
+        >>> optimizer = jaxrec.optim.sgd(learning_rate=0.5)
+        >>> rows, state = jnp.ones((1, 2)), optimizer.init(1, 2)
+        >>> rows, state = optimizer.update(rows, jnp.array([[0.5, -1.0]]), state, 0)
+        >>> rows.tolist(), state
+        ([[0.75, 1.5]], {})
+    """
+
+    def init(self, num_rows: int, dim: int) -> dict[str, Array]:
+        return {}
+
+    def update(
+        self,
+        rows: Float[Array, "rows dim"],
+        gradients: Float[Array, "rows dim"],
+        state: RowState,
+        step: Int[Array, ""],
+    ) -> tuple[Float[Array, "rows dim"], dict[str, Array]]:
+        return limit_norm(rows - self.rate(step) * gradients, self.max_norm), {}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class momentum_sgd(RowOptimizer):
+    """Gradient descent with heavy-ball or Nesterov momentum.
+
+    ``m <- momentum m + g``, then ``w <- w - lr m``, or with ``nesterov``
+    ``w <- w - lr (g + momentum m)``: Sutskever et al. 2013, "On the importance of initialization
+    and momentum in deep learning", section 2, in the form that optax and PyTorch give it. The
+    momentum of a row decays when the row occurs, not in between.
+
+    State: ``momentum``, 4 dim bytes a row.
+
+    Attributes:
+        momentum: Decay of the sum of past gradients, in [0, 1).
+        nesterov: Whether to look one step ahead.
+
+    Raises:
+        ValueError: A hyperparameter outside its range.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import jaxrec.optim
+        >>> optimizer = jaxrec.optim.momentum_sgd(learning_rate=0.5, momentum=0.5)
+        >>> rows, state = jnp.ones((1, 2)), optimizer.init(1, 2)
+        >>> for step in range(2):
+        ...     rows, state = optimizer.update(rows, jnp.array([[0.5, -1.0]]), state, step)
+        >>> rows.tolist(), state["momentum"].tolist()
+        ([[0.375, 2.25]], [[0.75, -1.5]])
+    """
+
+    momentum: float = 0.9
+    nesterov: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        checks.fraction(self, "momentum")
+        checks.boolean(self, "nesterov")
+
+    def init(self, num_rows: int, dim: int) -> dict[str, Array]:
+        return {"momentum": jnp.zeros((num_rows, dim), jnp.float32)}
+
+    def update(
+        self,
+        rows: Float[Array, "rows dim"],
+        gradients: Float[Array, "rows dim"],
+        state: RowState,
+        step: Int[Array, ""],
+    ) -> tuple[Float[Array, "rows dim"], dict[str, Array]]:
+        momentum = self.momentum * state["momentum"] + gradients
+        direction = gradients + self.momentum * momentum if self.nesterov else momentum
+        rows = rows - self.rate(step) * direction
+        return limit_norm(rows, self.max_norm), {"momentum": momentum}
