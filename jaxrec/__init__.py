@@ -1,0 +1,13 @@
+"""Recommender models with very large embedding tables, in JAX."""
+
+from jaxrec import optim as optim
+from jaxrec.embed import EmbeddingBagCollection as EmbeddingBagCollection
+from jaxrec.embed import EmbeddingBagConfig as EmbeddingBagConfig
+from jaxrec.embed import EmbeddingCollection as EmbeddingCollection
+from jaxrec.embed import EmbeddingConfig as EmbeddingConfig
+from jaxrec.embed import Optimizer as Optimizer
+from jaxrec.embed import mean_gradients as mean_gradients
+from jaxrec.embed import value_and_grad as value_and_grad
+from jaxrec.ragged import JaggedArray as JaggedArray
+from jaxrec.ragged import KeyedArray as KeyedArray
+from jaxrec.ragged import KeyedJaggedArray as KeyedJaggedArray

@@ -1,0 +1,262 @@
+"""Collections of tables as Flax modules."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, DTypeLike, Float, Int
+
+from jaxrec import optim
+from jaxrec.embed.config import EmbeddingBagConfig, EmbeddingConfig, TableConfig
+from jaxrec.embed.lookup import Activations, lookup
+from jaxrec.embed.tables import (
+    Tables,
+    init_tables,
+    read_state,
+    read_table,
+    write_state,
+    write_table,
+)
+from jaxrec.embed.taps import TappedModule
+from jaxrec.embed.update import RowGradients, update_rows
+from jaxrec.ragged import JaggedArray, KeyedArray, KeyedJaggedArray
+
+
+class TableVariable(nnx.Variable):
+    """Holds a collection's `Tables`. Not an `nnx.Param`: optax, weight decay and EMA pass it by."""
+
+
+class Collection(TappedModule):
+    """What `EmbeddingBagCollection` and `EmbeddingCollection` have in common.
+
+    Attributes:
+        tables: A `TableVariable` with the tables and their optimizer state.
+    """
+
+    def __init__(
+        self,
+        tables: Sequence[TableConfig],
+        *,
+        optimizer: optim.RowOptimizer | None,
+        is_weighted: bool,
+        dtype: DTypeLike,
+        rngs: nnx.Rngs,
+    ):
+        for table in tables:
+            if not isinstance(table, self._config):
+                raise TypeError(
+                    f"{type(self).__name__} takes {self._config.__name__}s, got {table!r}"
+                )
+        super().__init__()
+        optimizer = optim.rowwise_adagrad() if optimizer is None else optimizer
+        self.tables = TableVariable(init_tables(tables, optimizer, rngs.params()))
+        self.is_weighted = is_weighted
+        self.dtype = jnp.dtype(dtype).name
+
+    @property
+    def configs(self) -> tuple[TableConfig, ...]:
+        """The tables' configurations, in order."""
+        return self.tables.get_value().layout.tables
+
+    @property
+    def bounds(self) -> dict[str, int]:
+        """For each feature the number of ids that its tables have; what packing checks against."""
+        return self.tables.get_value().layout.bounds
+
+    def table(self, name: str) -> Float[Array, "num_embeddings embedding_dim"]:
+        """The rows of one table, a copy.
+
+        Raises:
+            KeyError: If there is no table of that name.
+        """
+        return read_table(self.tables.get_value(), name)
+
+    def load_table(
+        self, name: str, values: Float[Array | np.ndarray, "num_embeddings embedding_dim"]
+    ) -> None:
+        """Sets the rows of one table, in place; its optimizer state stays.
+
+        Raises:
+            KeyError: If there is no table of that name.
+            ValueError: If the shape is another.
+        """
+        self.tables.set_value(write_table(self.tables.get_value(), name, values))
+
+    def table_state(self, name: str) -> dict[str, Array]:
+        """The optimizer state of one table's rows, a copy.
+
+        Raises:
+            KeyError: If there is no table of that name.
+        """
+        return read_state(self.tables.get_value(), name)
+
+    def load_table_state(self, name: str, state: Mapping[str, Array | np.ndarray]) -> None:
+        """Sets the optimizer state of one table's rows, in place.
+
+        Raises:
+            KeyError: If there is no table of that name.
+            ValueError: If the state is not what the table's optimizer keeps.
+        """
+        self.tables.set_value(write_state(self.tables.get_value(), name, dict(state)))
+
+    def apply_gradients(
+        self, gradients: dict[str, RowGradients], step: Int[Array, ""] | int
+    ) -> None:
+        """Updates the rows that occur in ``gradients``; `jaxrec.Optimizer` calls this."""
+        self.tables.set_value(update_rows(self.tables.get_value(), gradients, step))
+
+    def _activations(self, features: KeyedJaggedArray) -> Activations:
+        tables: Tables = self.tables.get_value()
+        _check_ids(features, self.bounds)
+        activations, residuals = lookup(
+            tables, features, is_weighted=self.is_weighted, dtype=self.dtype
+        )
+        return self.tap(activations, residuals)
+
+
+class EmbeddingBagCollection(Collection):
+    """Tables whose rows are pooled over each bag of ids.
+
+    Args:
+        tables: The tables. Those of equal width, type and optimizer are stored and looked up as one.
+        optimizer: How rows change, for tables that do not say it themselves; row-wise Adagrad if
+            None. The update happens in `jaxrec.Optimizer.update`.
+        is_weighted: Whether each row is multiplied by its id's weight. The mean divides by the
+            number of ids nevertheless, as TorchRec's does.
+        dtype: Type of the pooled embeddings; sums are taken in float32.
+        rngs: Gives the random key of the tables' first values.
+
+    Raises:
+        TypeError, ValueError: If the tables cannot form a collection.
+
+    Example:
+        >>> import jaxrec
+        >>> from flax import nnx
+        >>> config = jaxrec.EmbeddingBagConfig("user", num_embeddings=100, embedding_dim=8)
+        >>> embeddings = EmbeddingBagCollection([config], rngs=nnx.Rngs(0))
+        >>> batch = jaxrec.KeyedJaggedArray.from_lists({"user": [[3, 5], [], [7]]})
+        >>> embeddings(batch)["user"].shape
+        (3, 8)
+    """
+
+    _config = EmbeddingBagConfig
+
+    def __init__(
+        self,
+        tables: Sequence[EmbeddingBagConfig],
+        *,
+        optimizer: optim.RowOptimizer | None = None,
+        is_weighted: bool = False,
+        dtype: DTypeLike = "float32",
+        rngs: nnx.Rngs,
+    ):
+        super().__init__(
+            tables, optimizer=optimizer, is_weighted=is_weighted, dtype=dtype, rngs=rngs
+        )
+
+    def __call__(self, features: KeyedJaggedArray) -> KeyedArray:
+        """The pooled embeddings of a batch.
+
+        Args:
+            features: The batch; keys that no table reads are ignored.
+
+        Returns:
+            ``[batch, sum(dims)]``, a block for each feature of each table, by table and then by
+            feature. A block is named after the feature, or ``feature@table`` where several tables
+            read the feature. Empty bags give zeros.
+
+        Raises:
+            KeyError: If the batch lacks a feature.
+            ValueError: If an id is outside its table (seen outside of `jax.jit`; inside, it makes
+                the result NaN), or the collection is weighted and the batch is not.
+        """
+        return self._activations(features)
+
+
+class EmbeddingCollection(Collection):
+    """Tables whose rows are looked up one per id, for sequences.
+
+    Args:
+        tables: The tables; they may differ in width.
+        optimizer: How rows change, for tables that do not say it themselves; row-wise Adagrad if
+            None. The update happens in `jaxrec.Optimizer.update`.
+        need_indices: Whether the result carries the ids as its weights.
+        dtype: Type of the embeddings.
+        rngs: Gives the random key of the tables' first values.
+
+    Raises:
+        TypeError, ValueError: If the tables cannot form a collection.
+
+    Example:
+        >>> import jaxrec
+        >>> from flax import nnx
+        >>> config = jaxrec.EmbeddingConfig("item", num_embeddings=100, embedding_dim=8)
+        >>> embeddings = EmbeddingCollection([config], rngs=nnx.Rngs(0))
+        >>> batch = jaxrec.KeyedJaggedArray.from_lists({"item": [[3, 5], [], [7]]})
+        >>> embeddings(batch)["item"].values.shape  # 3 ids, padded to the capacity
+        (8, 8)
+    """
+
+    _config = EmbeddingConfig
+
+    def __init__(
+        self,
+        tables: Sequence[EmbeddingConfig],
+        *,
+        optimizer: optim.RowOptimizer | None = None,
+        need_indices: bool = False,
+        dtype: DTypeLike = "float32",
+        rngs: nnx.Rngs,
+    ):
+        super().__init__(tables, optimizer=optimizer, is_weighted=False, dtype=dtype, rngs=rngs)
+        self.need_indices = need_indices
+
+    def __call__(self, features: KeyedJaggedArray) -> dict[str, JaggedArray]:
+        """The embeddings of a batch's ids.
+
+        Args:
+            features: The batch; keys that no table reads are ignored.
+
+        Returns:
+            For each feature of each table a `JaggedArray` whose ``values`` are
+            ``[capacity, embedding_dim]``, zeros at padding; named after the feature, or
+            ``feature@table`` where several tables read the feature. A feature of a batch with
+            ``inverse_indices`` has its own number of bags, not the batch's.
+
+        Raises:
+            KeyError: If the batch lacks a feature.
+            ValueError: If an id is outside its table (seen outside of `jax.jit`; inside, its
+                embedding is NaN).
+        """
+        activations = self._activations(features)
+        result = {}
+        for output in self.tables.get_value().layout.outputs:
+            column = features[output.feature]
+            indices = column.values if self.need_indices else None
+            result[output.key] = JaggedArray(activations[output.key], column.lengths, indices)
+        return result
+
+
+def _check_ids(features: KeyedJaggedArray, bounds: Mapping[str, int]) -> None:
+    """Raises at an id outside its tables; under a transformation values are not to be had."""
+    if isinstance(features.values, jax.core.Tracer) or isinstance(
+        features.lengths, jax.core.Tracer
+    ):
+        return
+    for feature, bound in bounds.items():
+        if feature not in features.keys:
+            continue  # the lookup says which table misses it
+        column = features[feature]
+        ids = np.asarray(column.values)[: int(np.sum(np.asarray(column.lengths)))]
+        bad = np.flatnonzero((ids < 0) | (ids >= bound))
+        if bad.size:
+            bag = int(np.searchsorted(np.cumsum(np.asarray(column.lengths)), bad[0], side="right"))
+            raise ValueError(
+                f"feature {feature!r}, sample {bag}: id {ids[bad[0]]} is outside its table's "
+                f"{bound} rows ({bad.size} such ids in the batch); give bounds=collection.bounds "
+                "to the batch's constructor to check ids, or to clamp them, when batches are made"
+            )

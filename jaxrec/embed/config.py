@@ -1,0 +1,153 @@
+"""What a user says of a table."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Literal, TypeAlias
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, DTypeLike
+
+from jaxrec.embed.initialize import INITIALIZERS
+from jaxrec.optim import RowOptimizer
+
+Initializer: TypeAlias = Callable[[Array, tuple[int, ...], DTypeLike], Array]
+
+TABLE_DTYPES = ("float32", "bfloat16", "float16")
+POOLINGS = ("sum", "mean")
+
+
+@dataclasses.dataclass(frozen=True)
+class TableConfig:
+    """What every table has; use `EmbeddingBagConfig` or `EmbeddingConfig`.
+
+    Attributes:
+        name: Name of the table, unique in its collection.
+        num_embeddings: Rows of the table; its ids are ``0 .. num_embeddings - 1``.
+        embedding_dim: Columns of the table, 1 or more.
+        feature_names: Keys of the batch that are looked up in this table; the table's own name if
+            none are given. A feature may be looked up in several tables.
+        dtype: "float32", "bfloat16" or "float16".
+        initializer: One of "uniform" (within ``±1/sqrt(num_embeddings)``, TorchRec's default),
+            "normal" (standard deviation ``1/sqrt(embedding_dim)``), "xavier_uniform",
+            "xavier_normal", "zeros", "ones"; or a function ``(key, shape, dtype) -> array`` as in
+            `jax.nn.initializers`. Such a function is called on blocks of rows, never on the whole
+            table, so its values must not depend on the number of rows.
+        optimizer: How this table's rows change; the collection's optimizer if None.
+    """
+
+    name: str
+    num_embeddings: int
+    embedding_dim: int
+    feature_names: Sequence[str] = ()
+    dtype: DTypeLike = "float32"
+    initializer: str | Initializer = "uniform"
+    optimizer: RowOptimizer | None = None
+
+    def __post_init__(self):
+        if not isinstance(self.name, str) or not self.name or "@" in self.name:
+            raise ValueError(
+                f"a table's name is a non-empty string without '@', got name={self.name!r}"
+            )
+        for field in ("num_embeddings", "embedding_dim"):
+            object.__setattr__(self, field, self._positive_int(field))
+        if self.num_embeddings > MAX_ROWS:
+            raise ValueError(
+                f"table {self.name!r}: row indices are int32, so a table has at most {MAX_ROWS} "
+                f"rows, got num_embeddings={self.num_embeddings}; hash its ids into fewer rows"
+            )
+        object.__setattr__(self, "feature_names", self._checked_features())
+        object.__setattr__(self, "dtype", self._checked_dtype())
+        if isinstance(self.initializer, str) and self.initializer not in INITIALIZERS:
+            raise ValueError(
+                f"table {self.name!r}: initializer={self.initializer!r} is none of "
+                f"{', '.join(INITIALIZERS)}; give one of these or a function (key, shape, dtype)"
+            )
+        if self.optimizer is not None and not isinstance(self.optimizer, RowOptimizer):
+            raise TypeError(
+                f"table {self.name!r}: optimizer is a row optimizer such as "
+                f"jaxrec.optim.rowwise_adagrad(), got {self.optimizer!r}"
+            )
+
+    def _positive_int(self, field: str) -> int:
+        value = getattr(self, field)
+        if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
+            raise ValueError(
+                f"table {self.name!r}: {field} is an integer of 1 or more, got {value!r}"
+            )
+        return int(value)
+
+    def _checked_features(self) -> tuple[str, ...]:
+        names = self.feature_names
+        if isinstance(names, str):
+            raise TypeError(
+                f"table {self.name!r}: feature_names is a sequence of names, got the string "
+                f"{names!r}; write ({names!r},)"
+            )
+        names = tuple(names) or (self.name,)
+        if not all(isinstance(name, str) and name for name in names):
+            raise ValueError(f"table {self.name!r}: feature_names are strings, got {names!r}")
+        if len(set(names)) != len(names):
+            raise ValueError(f"table {self.name!r}: a feature name occurs twice in {names!r}")
+        return names
+
+    def _checked_dtype(self) -> str:
+        try:
+            dtype = jnp.dtype(self.dtype).name
+        except TypeError:
+            dtype = None
+        if dtype not in TABLE_DTYPES:
+            raise ValueError(
+                f"table {self.name!r}: dtype is one of {', '.join(TABLE_DTYPES)}, "
+                f"got {self.dtype!r}"
+            )
+        return dtype
+
+
+# The kernels mark padding with the row after the last and bad ids with the one after that.
+MAX_ROWS = np.iinfo(np.int32).max - 2
+
+
+@dataclasses.dataclass(frozen=True)
+class EmbeddingConfig(TableConfig):
+    """A table whose rows are looked up one per id, for `EmbeddingCollection`.
+
+    See `TableConfig` for the fields.
+
+    Raises:
+        ValueError, TypeError: If a field is not what its description says.
+
+    Example:
+        >>> EmbeddingConfig("item", num_embeddings=1000, embedding_dim=16).feature_names
+        ('item',)
+    """
+
+
+@dataclasses.dataclass(frozen=True)
+class EmbeddingBagConfig(TableConfig):
+    """A table whose rows are pooled over each bag of ids, for `EmbeddingBagCollection`.
+
+    See `TableConfig` for the other fields.
+
+    Attributes:
+        pooling: "sum" or "mean". An empty bag gives zeros. The mean divides by the number of ids,
+            also where they are weighted.
+
+    Raises:
+        ValueError, TypeError: If a field is not what its description says.
+
+    Example:
+        >>> EmbeddingBagConfig("user", 4096, 64, feature_names=("user",), pooling="mean").pooling
+        'mean'
+    """
+
+    pooling: Literal["sum", "mean"] = "sum"
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.pooling not in POOLINGS:
+            raise ValueError(
+                f"table {self.name!r}: pooling is 'sum' or 'mean', got {self.pooling!r}"
+            )

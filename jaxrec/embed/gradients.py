@@ -1,0 +1,141 @@
+"""Gradients of a model with tables: dense ones as usual, those of tables as rows."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxrec.embed.taps import Tap, attach, detach, probe_activations, tapped_modules
+from jaxrec.embed.update import RowGradients, merge, row_gradients, unstack
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Gradients:
+    """What `value_and_grad` returns and `jaxrec.Optimizer.update` takes.
+
+    Attributes:
+        dense: Gradients of the parameters, as `nnx.grad` gives them.
+        tables: For each collection, by its path in the model, the gradients of each group's rows.
+            Nothing in here has the shape of a table.
+    """
+
+    dense: nnx.State
+    tables: dict[str, dict[str, RowGradients]]
+
+
+def value_and_grad(
+    loss: Callable[..., Any], *, has_aux: bool = False, wrt: Any = nnx.Param
+) -> Callable[..., tuple[Any, Gradients]]:
+    """Like `nnx.value_and_grad`, for models that look up embeddings.
+
+    The loss function may call any number of collections any number of times, also under
+    `nnx.remat`. It is traced twice (the first time for shapes alone) and evaluated once.
+
+    Args:
+        loss: Function of the model and any further arguments that returns a scalar, or with
+            ``has_aux`` a pair of a scalar and anything.
+        has_aux: Whether ``loss`` returns such a pair.
+        wrt: Filter of the variables to differentiate with respect to; tables always are, without
+            being among them.
+
+    Returns:
+        A function of the same arguments that returns the value of ``loss`` and the `Gradients`.
+
+    Example:
+        >>> import jax, jaxrec
+        >>> from flax import nnx
+        >>> config = jaxrec.EmbeddingBagConfig("user", num_embeddings=3, embedding_dim=2)
+        >>> model = jaxrec.EmbeddingBagCollection([config], rngs=nnx.Rngs(0))
+        >>> batch = jaxrec.KeyedJaggedArray.from_lists({"user": [[1], [2]]})
+        >>> loss, gradients = value_and_grad(lambda model: model(batch).values.sum())(model)
+        >>> gradients.tables[""]["float32_2"].values.tolist()
+        [[1.0, 1.0], [1.0, 1.0]]
+    """
+
+    @functools.wraps(loss)
+    def evaluate(model: nnx.Module, *args: Any, **kwargs: Any) -> tuple[Any, Gradients]:
+        attach(model, probe_activations(loss, model, args, kwargs))
+        try:
+            value, gradients = nnx.value_and_grad(
+                loss, argnums=nnx.DiffState(0, nnx.Any(wrt, Tap)), has_aux=has_aux
+            )(model, *args, **kwargs)
+            taps, dense = nnx.split_state(gradients, Tap, ...)
+            tables = _table_gradients(model, taps)
+        finally:
+            detach(model)
+        # Rows must not be written before they were read: tie the update to the loss, or XLA copies
+        # the tables of a model whose gradient does not depend on what was looked up.
+        value, gradients = jax.lax.optimization_barrier((value, Gradients(dense, tables)))
+        return value, gradients
+
+    return evaluate
+
+
+def _table_gradients(model: nnx.Module, taps: nnx.State) -> dict[str, dict[str, RowGradients]]:
+    by_path: dict[str, dict[int, Any]] = {}
+    for (*path, _, call), tap in nnx.to_flat_state(taps):
+        by_path.setdefault("/".join(map(str, path)), {})[call] = tap.get_value()
+    tables = {}
+    for path, collection in tapped_modules(model).items():
+        layout = collection.tables.get_value().layout
+        calls = [
+            row_gradients(layout, residuals.get_value(), by_path[path][call])
+            for call, residuals in enumerate(collection.residuals)
+        ]
+        if calls:
+            tables[path] = {name: merge([call[name] for call in calls]) for name in calls[0]}
+    return tables
+
+
+def mean_gradients(parts: Gradients | Sequence[Gradients]) -> Gradients:
+    """The gradient of the mean loss of several micro-batches: gradient accumulation.
+
+    Rows keep their own gradients until the update, so that each is updated once a step whatever
+    micro-batches it occurs in.
+
+    Args:
+        parts: The micro-batches' gradients, as a sequence or stacked along a leading axis (what
+            `jax.lax.scan` over micro-batches returns).
+
+    Raises:
+        ValueError: If there are none.
+
+    Example:
+        >>> import jax, jaxrec
+        >>> from flax import nnx
+        >>> config = jaxrec.EmbeddingBagConfig("user", num_embeddings=3, embedding_dim=1)
+        >>> model = jaxrec.EmbeddingBagCollection([config], rngs=nnx.Rngs(0))
+        >>> def gradient(ids):
+        ...     batch = jaxrec.KeyedJaggedArray.from_lists({"user": ids})
+        ...     return value_and_grad(lambda model: model(batch).values.sum())(model)[1]
+        >>> both = mean_gradients([gradient([[1]]), gradient([[2]])])
+        >>> both.tables[""]["float32_1"].values.tolist()
+        [[0.5], [0.5]]
+    """
+    if isinstance(parts, Gradients):
+        is_rows = lambda x: isinstance(x, RowGradients)
+        tables = jax.tree.map(unstack, parts.tables, is_leaf=is_rows)
+        count = jax.tree.leaves(parts)[0].shape[0]
+        dense = jax.tree.map(lambda x: jnp.mean(x, axis=0), parts.dense)
+    else:
+        if not parts:
+            raise ValueError("the mean of no gradients: give at least one micro-batch's")
+        count = len(parts)
+        dense = jax.tree.map(lambda *xs: sum(xs) / count, *(part.dense for part in parts))
+        tables = {
+            path: {
+                name: merge([part.tables[path][name] for part in parts])
+                for name in parts[0].tables[path]
+            }
+            for path in parts[0].tables
+        }
+    scale = lambda rows: dataclasses.replace(rows, values=rows.values / count)
+    tables = jax.tree.map(scale, tables, is_leaf=lambda x: isinstance(x, RowGradients))
+    return Gradients(dense, tables)

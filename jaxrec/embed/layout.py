@@ -1,0 +1,208 @@
+"""How tables are stored together and which features read them."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from jaxrec.embed.config import MAX_ROWS, EmbeddingBagConfig, TableConfig
+from jaxrec.embed.kernels import BagLayout
+from jaxrec.optim import RowOptimizer
+from jaxrec.ragged import KeyedJaggedArray
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """Tables of equal width, type and optimizer, stored as one ``[num_rows, dim]`` array.
+
+    Attributes:
+        name: Name of the group, such as ``"float32_64"``.
+        tables: The tables, one under the other in this order.
+        optimizer: How their rows change.
+    """
+
+    name: str
+    tables: tuple[TableConfig, ...]
+    optimizer: RowOptimizer
+
+    @property
+    def dim(self) -> int:
+        return self.tables[0].embedding_dim
+
+    @property
+    def dtype(self) -> str:
+        return self.tables[0].dtype
+
+    @property
+    def num_rows(self) -> int:
+        return sum(table.num_embeddings for table in self.tables)
+
+    @property
+    def row_offsets(self) -> tuple[int, ...]:
+        """First row of each table."""
+        counts = (table.num_embeddings for table in self.tables)
+        return tuple(itertools.accumulate(counts, initial=0))[:-1]
+
+    @property
+    def features(self) -> tuple[tuple[str, int], ...]:
+        """(feature, index of the table) of each lookup into the group, in output order."""
+        return tuple(
+            (feature, index)
+            for index, table in enumerate(self.tables)
+            for feature in table.feature_names
+        )
+
+    def bags(self, features: KeyedJaggedArray) -> BagLayout:
+        """Where the group's features lie in a batch.
+
+        Raises:
+            KeyError: If the batch lacks a feature of the group.
+        """
+        index = {key: i for i, key in enumerate(features.keys)}
+        id_starts = tuple(itertools.accumulate(features.capacities, initial=0))
+        length_starts = tuple(itertools.accumulate(features.strides, initial=0))
+        keys = []
+        for feature, table in self.features:
+            if feature not in index:
+                raise KeyError(
+                    f"table {self.tables[table].name!r} reads feature {feature!r}, which the batch "
+                    f"lacks; its keys are {', '.join(map(repr, features.keys))}"
+                )
+            keys.append(index[feature])
+        tables = [table for _, table in self.features]
+        return BagLayout(
+            id_starts=tuple(id_starts[key] for key in keys),
+            capacities=tuple(features.capacities[key] for key in keys),
+            length_starts=tuple(length_starts[key] for key in keys),
+            strides=tuple(features.strides[key] for key in keys),
+            row_offsets=tuple(self.row_offsets[table] for table in tables),
+            row_counts=tuple(self.tables[table].num_embeddings for table in tables),
+            means=tuple(
+                getattr(self.tables[table], "pooling", "sum") == "mean" for table in tables
+            ),
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Output:
+    """One block of a collection's output.
+
+    Attributes:
+        key: Name of the block: the feature, or ``feature@table`` where several tables read it.
+        feature: The feature.
+        group: Index of the group that it is looked up in.
+        position: Its place among the group's features.
+    """
+
+    key: str
+    feature: str
+    group: int
+    position: int
+
+
+@dataclasses.dataclass(frozen=True)
+class TableLayout:
+    """The tables of a collection, in groups, and its outputs, by table and then by feature."""
+
+    tables: tuple[TableConfig, ...]
+    groups: tuple[Group, ...]
+    outputs: tuple[Output, ...]
+
+    @property
+    def is_pooled(self) -> bool:
+        return isinstance(self.tables[0], EmbeddingBagConfig)
+
+    @property
+    def bounds(self) -> dict[str, int]:
+        """For each feature the number of ids that all its tables have."""
+        bounds: dict[str, int] = {}
+        for table in self.tables:
+            for feature in table.feature_names:
+                bounds[feature] = min(
+                    table.num_embeddings, bounds.get(feature, table.num_embeddings)
+                )
+        return bounds
+
+    def find(self, name: str) -> tuple[Group, int]:
+        """The group of a table and its index in there.
+
+        Raises:
+            KeyError: If there is no table of that name.
+        """
+        for group in self.groups:
+            for index, table in enumerate(group.tables):
+                if table.name == name:
+                    return group, index
+        names = ", ".join(repr(table.name) for table in self.tables)
+        raise KeyError(f"no table is named {name!r}; there are {names}")
+
+
+def layout_tables(tables: Sequence[TableConfig], optimizer: RowOptimizer) -> TableLayout:
+    """Groups tables and names the outputs of a collection.
+
+    Args:
+        tables: The tables; all of one kind.
+        optimizer: Optimizer of the tables that name none.
+
+    Raises:
+        ValueError: If there are no tables, or two of one name.
+        TypeError: If bags and per-id tables are mixed.
+    """
+    tables = tuple(tables)
+    if not tables:
+        raise ValueError("a collection has at least one table, got none")
+    if len({type(table) for table in tables}) > 1:
+        raise TypeError(
+            "a collection has tables of one kind, got both EmbeddingBagConfig and EmbeddingConfig"
+        )
+    for name, count in Counter(table.name for table in tables).items():
+        if count > 1:
+            raise ValueError(f"{count} tables are named {name!r}; names are unique")
+
+    groups = _group(tables, optimizer)
+    readers = Counter(feature for table in tables for feature in table.feature_names)
+    place = {
+        (group.tables[table].name, feature): (g, position)
+        for g, group in enumerate(groups)
+        for position, (feature, table) in enumerate(group.features)
+    }
+    outputs = tuple(
+        Output(
+            feature if readers[feature] == 1 else f"{feature}@{table.name}",
+            feature,
+            *place[table.name, feature],
+        )
+        for table in tables
+        for feature in table.feature_names
+    )
+    return TableLayout(tables, groups, outputs)
+
+
+def _group(tables: tuple[TableConfig, ...], default: RowOptimizer) -> tuple[Group, ...]:
+    members: dict[tuple, list[TableConfig]] = {}
+    for table in tables:
+        kind = (table.dtype, table.embedding_dim, table.optimizer or default)
+        members.setdefault(kind, []).append(table)
+
+    groups: list[Group] = []
+    taken: Counter[str] = Counter()
+    for (dtype, dim, optimizer), alike in members.items():
+        for part in _within_int32(alike):
+            name = f"{dtype}_{dim}"
+            taken[name] += 1
+            suffix = "" if taken[name] == 1 else f"_{taken[name]}"
+            groups.append(Group(name + suffix, part, optimizer))
+    return tuple(groups)
+
+
+def _within_int32(tables: list[TableConfig]) -> Iterator[tuple[TableConfig, ...]]:
+    """Cuts tables into parts whose rows can be numbered in int32."""
+    part: list[TableConfig] = []
+    for table in tables:
+        if sum(other.num_embeddings for other in part) + table.num_embeddings > MAX_ROWS:
+            yield tuple(part)
+            part = []
+        part.append(table)
+    yield tuple(part)

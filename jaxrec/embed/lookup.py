@@ -1,0 +1,214 @@
+"""Looking a batch up in its tables."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, DTypeLike, Float, Int32
+
+from jaxrec.embed import kernels
+from jaxrec.embed.kernels import BagLayout, Lookups
+from jaxrec.embed.layout import Group, TableLayout
+from jaxrec.embed.tables import Tables
+from jaxrec.ragged import KeyedArray, KeyedJaggedArray
+
+Activations: TypeAlias = KeyedArray | dict[str, Float[Array, "capacity dim"]]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Residuals:
+    """What the update must know of a lookup.
+
+    Attributes:
+        lookups: For each group its flat lookups.
+        bag_of_sample: For each group the bag that each sample has of each feature, as a row of the
+            pooled output; only where the batch has `inverse_indices`.
+        num_bags: For each group, in order, the rows of its pooled output.
+    """
+
+    lookups: dict[str, Lookups]
+    bag_of_sample: dict[str, Int32[Array, "batch features"]]
+    num_bags: tuple[int, ...] = dataclasses.field(metadata={"static": True})
+
+
+def lookup(
+    tables: Tables,
+    features: KeyedJaggedArray,
+    *,
+    is_weighted: bool = False,
+    dtype: DTypeLike = "float32",
+) -> tuple[Activations, Residuals]:
+    """Looks up all features of a batch.
+
+    Differentiable with respect to the batch's weights. Tables are not differentiated: give the
+    gradient of the activations to `apply_gradients`.
+
+    Args:
+        tables: The tables.
+        features: The batch; keys that no table reads are ignored.
+        is_weighted: Whether rows are multiplied by the batch's weights.
+        dtype: Type of the result.
+
+    Returns:
+        The activations and what `apply_gradients` needs with their gradient. For pooled tables the
+        activations are a `KeyedArray` of ``[batch, sum(dims)]``, blocks by table and then by
+        feature; else for each output the ``[capacity, dim]`` rows of its ids, zeros at padding.
+
+        An id outside its table gives NaN and updates nothing; `KeyedJaggedArray`'s constructors
+        check ids on the host, with an error.
+
+    Raises:
+        KeyError: If the batch lacks a feature.
+        ValueError: If ``is_weighted`` and the batch has no weights, or if features have different
+            numbers of bags and no ``inverse_indices`` say which sample has which.
+
+    Example:
+        >>> import jax, jaxrec
+        >>> config = jaxrec.EmbeddingBagConfig("user", 10, 2, initializer="ones")
+        >>> tables = jaxrec.embed.init_tables([config], jaxrec.optim.sgd(0.1), jax.random.key(0))
+        >>> batch = jaxrec.KeyedJaggedArray.from_lists({"user": [[1, 2], []]})
+        >>> activations, residuals = lookup(tables, batch)
+        >>> activations["user"].tolist()
+        [[2.0, 2.0], [0.0, 0.0]]
+    """
+    if is_weighted and features.weights is None:
+        raise ValueError(
+            "the collection is weighted and the batch has no weights; give them to the batch's "
+            "constructor or make the collection with is_weighted=False"
+        )
+    weights = features.weights if is_weighted else None
+    look_up_all = _pooled if tables.layout.is_pooled else _per_id
+    return look_up_all(tables, features, weights, jnp.dtype(dtype))
+
+
+def _pooled(
+    tables: Tables, features: KeyedJaggedArray, weights: Array | None, dtype: np.dtype
+) -> tuple[KeyedArray, Residuals]:
+    blocks, lookups, bag_of_sample, num_bags = [], {}, {}, []
+    for group in tables.layout.groups:
+        layout = group.bags(features)
+        pooled = _pool(tables.rows[group.name], features, weights, layout, dtype)
+        if features.inverse_indices is not None:
+            bag_of_sample[group.name] = _bag_of_sample(group, features, layout)
+            pooled = pooled[bag_of_sample[group.name]]
+        elif not layout.is_uniform:
+            raise ValueError(
+                f"features {', '.join(name for name, _ in group.features)} have {layout.strides} "
+                "bags; features of different numbers of bags need inverse_indices"
+            )
+        blocks.append(pooled.reshape(-1, layout.num_features * group.dim))
+        lookups[group.name] = _flatten(features, weights, layout, group)
+        num_bags.append(layout.num_bags)
+    values = _interleave(blocks, tables.layout)
+    outputs = tables.layout.outputs
+    keyed = KeyedArray(
+        values,
+        tuple(output.key for output in outputs),
+        tuple(tables.layout.groups[output.group].dim for output in outputs),
+    )
+    return keyed, Residuals(lookups, bag_of_sample, tuple(num_bags))
+
+
+def _per_id(
+    tables: Tables, features: KeyedJaggedArray, weights: Array | None, dtype: np.dtype
+) -> tuple[dict[str, Array], Residuals]:
+    rows, lookups, starts = {}, {}, {}
+    for group in tables.layout.groups:
+        layout = group.bags(features)
+        flat = _flatten(features, None, layout, group)
+        lookups[group.name] = dataclasses.replace(flat, bags=None)
+        rows[group.name] = kernels.row_lookup(tables.rows[group.name], flat.rows).astype(dtype)
+        starts[group.name] = np.cumsum((0, *layout.capacities))
+    activations = {}
+    for output in tables.layout.outputs:
+        group = tables.layout.groups[output.group].name
+        start, end = starts[group][output.position : output.position + 2]
+        activations[output.key] = rows[group][start:end]
+    return activations, Residuals(lookups, {}, ())
+
+
+def _flatten(
+    features: KeyedJaggedArray, weights: Array | None, layout: BagLayout, group: Group
+) -> Lookups:
+    weights = None if weights is None else jax.lax.stop_gradient(weights)
+    return kernels.flatten_bags(features.values, features.lengths, weights, layout, group.num_rows)
+
+
+def _pool(
+    table: Float[Array, "rows dim"],
+    features: KeyedJaggedArray,
+    weights: Array | None,
+    layout: BagLayout,
+    dtype: np.dtype,
+) -> Float[Array, "bags dim"]:
+    if weights is None:
+        return kernels.pooled_lookup(table, features.values, features.lengths, None, layout, dtype)
+    return _pool_weighted(table, features.values, features.lengths, weights, layout, dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def _pool_weighted(table, ids, lengths, weights, layout, dtype):
+    return kernels.pooled_lookup(table, ids, lengths, weights, layout, dtype)
+
+
+def _pool_weighted_forward(table, ids, lengths, weights, layout, dtype):
+    return _pool_weighted(table, ids, lengths, weights, layout, dtype), (
+        table,
+        ids,
+        lengths,
+        weights,
+    )
+
+
+def _pool_weighted_backward(layout, dtype, residuals, gradient):
+    """A weight's gradient is the dot product of its row and its bag's gradient."""
+    table, ids, lengths, weights = residuals
+    lookups = kernels.flatten_bags(ids, lengths, None, layout, table.shape[0])
+    rows = kernels.row_lookup(table, lookups.rows).astype(jnp.float32)
+    dots = jnp.sum(rows * gradient[lookups.bags].astype(jnp.float32), axis=1)
+    if lookups.scales is not None:
+        dots = dots * lookups.scales
+    dots = jnp.where(lookups.rows == table.shape[0], 0, dots)
+    pieces = jnp.split(dots, np.cumsum(layout.capacities)[:-1])
+    total = jnp.zeros(weights.shape, jnp.float32)
+    for start, piece in zip(layout.id_starts, pieces, strict=True):
+        total = total.at[start : start + piece.size].add(piece)
+    return None, None, None, total.astype(weights.dtype)
+
+
+_pool_weighted.defvjp(_pool_weighted_forward, _pool_weighted_backward)
+
+
+def _bag_of_sample(
+    group: Group, features: KeyedJaggedArray, layout: BagLayout
+) -> Int32[Array, "batch features"]:
+    columns = []
+    for position, (feature, _) in enumerate(group.features):
+        bags = np.arange(layout.num_bags, dtype=np.int32)[layout.bag_rows(position)]
+        columns.append(jnp.asarray(bags)[features.inverse_indices[features.keys.index(feature)]])
+    return jnp.stack(columns, axis=1)
+
+
+def _interleave(blocks: list[Array], layout: TableLayout) -> Float[Array, "batch columns"]:
+    """The groups' columns in output order."""
+    if len(blocks) == 1:
+        return blocks[0]
+    return jnp.concatenate([blocks[g][:, columns] for g, columns in column_runs(layout)], axis=1)
+
+
+def column_runs(layout: TableLayout) -> list[tuple[int, slice]]:
+    """The outputs in order as (group, columns of the group's block), neighbours joined."""
+    runs: list[tuple[int, slice]] = []
+    for output in layout.outputs:
+        dim = layout.groups[output.group].dim
+        columns = slice(output.position * dim, (output.position + 1) * dim)
+        if runs and runs[-1][0] == output.group and runs[-1][1].stop == columns.start:
+            columns = slice(runs.pop()[1].start, columns.stop)
+        runs.append((output.group, columns))
+    return runs

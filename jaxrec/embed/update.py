@@ -1,0 +1,150 @@
+"""From the gradient of looked-up embeddings to new tables."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jaxrec.embed import kernels
+from jaxrec.embed.kernels import Lookups
+from jaxrec.embed.layout import TableLayout
+from jaxrec.embed.lookup import Activations, Residuals, column_runs
+from jaxrec.embed.tables import Tables
+from jaxrec.ragged import KeyedArray
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class RowGradients:
+    """The gradient of one group's rows, not yet summed: no array of a table's shape.
+
+    Attributes:
+        lookups: Which row belongs to which line of ``values``, and its factor.
+        values: ``[lines, dim]`` gradient of the looked-up embeddings.
+    """
+
+    lookups: Lookups
+    values: Float[Array, "*steps lines dim"]
+
+
+def apply_gradients(
+    tables: Tables, residuals: Residuals, gradients: Activations, step: Int[Array, ""] | int
+) -> Tables:
+    """Updates the rows of one lookup: the second phase of a training step.
+
+    Every row that occurs is updated once, however often it occurs; other rows and their state are
+    left alone. Under `jax.jit` with ``tables`` donated this happens in place.
+
+    Args:
+        tables: The tables that were looked up.
+        residuals: What `lookup` returned beside the activations.
+        gradients: Gradient of the loss with respect to the activations, shaped as they are.
+        step: Number of updates made before, 0 at the first.
+
+    Returns:
+        The new tables.
+
+    Example:
+        >>> import jax, jaxrec
+        >>> config = jaxrec.EmbeddingBagConfig("user", 3, 1, initializer="ones")
+        >>> tables = jaxrec.embed.init_tables([config], jaxrec.optim.sgd(0.5), jax.random.key(0))
+        >>> batch = jaxrec.KeyedJaggedArray.from_lists({"user": [[1, 1], [2]]})
+        >>> activations, residuals = jaxrec.embed.lookup(tables, batch)
+        >>> gradients = jax.grad(lambda pooled: pooled.values.sum())(activations)
+        >>> tables = apply_gradients(tables, residuals, gradients, step=0)
+        >>> jaxrec.embed.read_table(tables, "user")[:, 0].tolist()
+        [1.0, 0.0, 0.5]
+    """
+    return update_rows(tables, row_gradients(tables.layout, residuals, gradients), step)
+
+
+def row_gradients(
+    layout: TableLayout, residuals: Residuals, gradients: Activations
+) -> dict[str, RowGradients]:
+    """The gradient of the activations as gradients of each group's rows."""
+    lines = {}
+    for i, (group, block) in enumerate(
+        zip(layout.groups, _group_blocks(layout, gradients), strict=True)
+    ):
+        lines[group.name] = block.reshape(-1, group.dim)
+        if group.name in residuals.bag_of_sample:
+            # Samples that share a bag add up.
+            bags = residuals.bag_of_sample[group.name].reshape(-1)
+            lines[group.name] = jax.ops.segment_sum(lines[group.name], bags, residuals.num_bags[i])
+    return {name: RowGradients(residuals.lookups[name], values) for name, values in lines.items()}
+
+
+def _group_blocks(layout: TableLayout, gradients: Activations) -> list[Float[Array, "..."]]:
+    """Undoes the order of the outputs: the gradient of each group's own output."""
+    if not isinstance(gradients, KeyedArray):
+        keys = [
+            [o.key for o in sorted(layout.outputs, key=lambda o: o.position) if o.group == g]
+            for g in range(len(layout.groups))
+        ]
+        return [jnp.concatenate([gradients[key] for key in group]) for group in keys]
+    if len(layout.groups) == 1:
+        return [gradients.values]
+    pieces: list[list[Array]] = [[] for _ in layout.groups]
+    start = 0
+    for group, columns in column_runs(layout):
+        width = columns.stop - columns.start
+        pieces[group].append(gradients.values[:, start : start + width])
+        start += width
+    return [jnp.concatenate(group, axis=1) for group in pieces]
+
+
+def merge(parts: Sequence[RowGradients]) -> RowGradients:
+    """One gradient of several lookups of the same tables, so that rows are updated once."""
+    if len(parts) == 1:
+        return parts[0]
+    first_line, bags = 0, []
+    for part in parts:
+        bags.append(None if part.lookups.bags is None else part.lookups.bags + first_line)
+        first_line += part.values.shape[0]
+    lookups = Lookups(
+        jnp.concatenate([part.lookups.rows for part in parts]),
+        _concatenate(bags),
+        _concatenate([part.lookups.scales for part in parts]),
+    )
+    return RowGradients(lookups, jnp.concatenate([part.values for part in parts]))
+
+
+def unstack(gradients: RowGradients) -> RowGradients:
+    """One gradient of lookups stacked along a leading axis, as `jax.lax.scan` returns them."""
+    steps, lines, dim = gradients.values.shape
+    lookups = gradients.lookups
+    bags = lookups.bags
+    if bags is not None:
+        bags = (bags + jnp.arange(steps, dtype=bags.dtype)[:, None] * lines).reshape(-1)
+    scales = None if lookups.scales is None else lookups.scales.reshape(-1)
+    return RowGradients(
+        Lookups(lookups.rows.reshape(-1), bags, scales), gradients.values.reshape(-1, dim)
+    )
+
+
+def update_rows(
+    tables: Tables, gradients: dict[str, RowGradients], step: Int[Array, ""] | int
+) -> Tables:
+    """Updates the rows that occur in ``gradients``, group by group; see `apply_gradients`."""
+    step = jnp.asarray(step, jnp.int32)
+    rows, state = {}, {}
+    for group in tables.layout.groups:
+        gradient = gradients[group.name]
+        rows[group.name], state[group.name] = kernels.fused_update(
+            tables.rows[group.name],
+            tables.state[group.name],
+            gradient.lookups,
+            gradient.values,
+            group.optimizer,
+            step,
+            group.row_offsets,
+        )
+    return dataclasses.replace(tables, rows=rows, state=state)
+
+
+def _concatenate(arrays: list[Array | None]) -> Array | None:
+    return None if arrays[0] is None else jnp.concatenate(arrays)
