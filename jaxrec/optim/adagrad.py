@@ -37,7 +37,7 @@ class adagrad(RowOptimizer):
         >>> import jaxrec.optim
         >>> optimizer = jaxrec.optim.adagrad(learning_rate=0.5)
         >>> rows, state = jnp.ones((1, 2)), optimizer.init(1, 2)
-        >>> rows, state = optimizer.update(rows, jnp.array([[0.5, -1.0]]), state, 0)
+        >>> rows, state = optimizer.update(rows, jnp.array([[0.5, -1.0]]), state, jnp.int32(0))
         >>> rows.tolist(), state["accumulator"].tolist()
         ([[0.5, 1.5]], [[0.25, 1.0]])
     """
@@ -95,7 +95,7 @@ class rowwise_adagrad(RowOptimizer):
         >>> import jaxrec.optim
         >>> optimizer = jaxrec.optim.rowwise_adagrad(learning_rate=0.5)
         >>> rows, state = jnp.ones((1, 2)), optimizer.init(1, 2)
-        >>> rows, state = optimizer.update(rows, jnp.array([[1.0, -1.0]]), state, 0)
+        >>> rows, state = optimizer.update(rows, jnp.array([[1.0, -1.0]]), state, jnp.int32(0))
         >>> rows.tolist(), state["accumulator"].tolist()
         ([[0.5, 1.5]], [1.0])
     """

@@ -43,7 +43,7 @@ class adam(RowOptimizer):
         >>> import jaxrec.optim
         >>> optimizer = jaxrec.optim.adam(learning_rate=0.5)
         >>> rows, state = jnp.ones((1, 2)), optimizer.init(1, 2)
-        >>> rows, state = optimizer.update(rows, jnp.array([[0.5, -1.0]]), state, 0)
+        >>> rows, state = optimizer.update(rows, jnp.array([[0.5, -1.0]]), state, jnp.int32(0))
         >>> rows.round(4).tolist(), sorted(state)
         ([[0.5, 1.5]], ['first_moment', 'second_moment'])
     """
@@ -112,7 +112,7 @@ class partial_rowwise_adam(RowOptimizer):
         >>> import jaxrec.optim
         >>> optimizer = jaxrec.optim.partial_rowwise_adam(learning_rate=0.5)
         >>> rows, state = jnp.ones((1, 2)), optimizer.init(1, 2)
-        >>> rows, state = optimizer.update(rows, jnp.array([[1.0, -1.0]]), state, 0)
+        >>> rows, state = optimizer.update(rows, jnp.array([[1.0, -1.0]]), state, jnp.int32(0))
         >>> rows.round(4).tolist(), state["second_moment"].shape
         ([[0.5, 1.5]], (1,))
     """

@@ -45,7 +45,7 @@ class ftrl(RowOptimizer):
         >>> import jaxrec.optim
         >>> optimizer = jaxrec.optim.ftrl(learning_rate=0.5, l1=0.25)
         >>> rows, state = jnp.zeros((1, 2)), optimizer.init(1, 2)
-        >>> rows, state = optimizer.update(rows, jnp.array([[1.0, -0.125]]), state, 0)
+        >>> rows, state = optimizer.update(rows, jnp.array([[1.0, -0.125]]), state, jnp.int32(0))
         >>> rows.tolist(), state["linear"].tolist()
         ([[-0.1875, 0.0]], [[1.0, -0.125]])
     """

@@ -39,7 +39,7 @@ class lamb(RowOptimizer):
         >>> import jaxrec.optim
         >>> optimizer = jaxrec.optim.lamb(learning_rate=0.5)
         >>> rows, state = jnp.full((1, 2), 4.0), optimizer.init(1, 2)
-        >>> rows, state = optimizer.update(rows, jnp.array([[0.5, -1.0]]), state, 0)
+        >>> rows, state = optimizer.update(rows, jnp.array([[0.5, -1.0]]), state, jnp.int32(0))
         >>> rows.round(4).tolist(), sorted(state)
         ([[2.0, 6.0]], ['first_moment', 'second_moment'])
     """
@@ -98,7 +98,7 @@ class partial_rowwise_lamb(RowOptimizer):
         >>> import jaxrec.optim
         >>> optimizer = jaxrec.optim.partial_rowwise_lamb(learning_rate=0.5)
         >>> rows, state = jnp.full((1, 2), 4.0), optimizer.init(1, 2)
-        >>> rows, state = optimizer.update(rows, jnp.array([[1.0, -1.0]]), state, 0)
+        >>> rows, state = optimizer.update(rows, jnp.array([[1.0, -1.0]]), state, jnp.int32(0))
         >>> rows.round(4).tolist(), state["second_moment"].shape
         ([[2.0, 6.0]], (1,))
     """

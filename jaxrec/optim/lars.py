@@ -36,7 +36,7 @@ class lars_sgd(RowOptimizer):
         >>> import jaxrec.optim
         >>> optimizer = jaxrec.optim.lars_sgd(learning_rate=1.0, eta=0.5)
         >>> rows, state = jnp.array([[3.0, 4.0]]), optimizer.init(1, 2)
-        >>> rows, state = optimizer.update(rows, jnp.array([[0.0, 2.0]]), state, 0)
+        >>> rows, state = optimizer.update(rows, jnp.array([[0.0, 2.0]]), state, jnp.int32(0))
         >>> rows.tolist(), state["momentum"].tolist()
         ([[3.0, 1.5]], [[0.0, 2.5]])
     """

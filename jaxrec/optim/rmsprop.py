@@ -35,7 +35,7 @@ class rmsprop(RowOptimizer):
         >>> import jaxrec.optim
         >>> optimizer = jaxrec.optim.rmsprop(learning_rate=0.5, decay=0.75)
         >>> rows, state = jnp.ones((1, 2)), optimizer.init(1, 2)
-        >>> rows, state = optimizer.update(rows, jnp.array([[0.5, -1.0]]), state, 0)
+        >>> rows, state = optimizer.update(rows, jnp.array([[0.5, -1.0]]), state, jnp.int32(0))
         >>> rows.tolist(), state["second_moment"].tolist()
         ([[0.0, 2.0]], [[0.0625, 0.25]])
     """
@@ -91,7 +91,7 @@ class rowwise_rmsprop(RowOptimizer):
         >>> import jaxrec.optim
         >>> optimizer = jaxrec.optim.rowwise_rmsprop(learning_rate=0.5, decay=0.75, ar_alpha=0.25)
         >>> rows, state = jnp.full((1, 2), 8.0), optimizer.init(1, 2)
-        >>> rows, state = optimizer.update(rows, jnp.array([[1.0, -1.0]]), state, 0)
+        >>> rows, state = optimizer.update(rows, jnp.array([[1.0, -1.0]]), state, jnp.int32(0))
         >>> rows.tolist(), state["second_moment"].tolist(), state["last_step"].tolist()
         ([[6.0, 8.0]], [0.25], [1.0])
     """

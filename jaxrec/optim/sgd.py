@@ -26,7 +26,7 @@ class sgd(RowOptimizer):
         >>> import jaxrec.optim
         >>> optimizer = jaxrec.optim.sgd(learning_rate=0.5)
         >>> rows, state = jnp.ones((1, 2)), optimizer.init(1, 2)
-        >>> rows, state = optimizer.update(rows, jnp.array([[0.5, -1.0]]), state, 0)
+        >>> rows, state = optimizer.update(rows, jnp.array([[0.5, -1.0]]), state, jnp.int32(0))
         >>> rows.tolist(), state
         ([[0.75, 1.5]], {})
     """
@@ -68,7 +68,7 @@ class momentum_sgd(RowOptimizer):
         >>> optimizer = jaxrec.optim.momentum_sgd(learning_rate=0.5, momentum=0.5)
         >>> rows, state = jnp.ones((1, 2)), optimizer.init(1, 2)
         >>> for step in range(2):
-        ...     rows, state = optimizer.update(rows, jnp.array([[0.5, -1.0]]), state, step)
+        ...     rows, state = optimizer.update(rows, jnp.array([[0.5, -1.0]]), state, jnp.int32(step))
         >>> rows.tolist(), state["momentum"].tolist()
         ([[0.375, 2.25]], [[0.75, -1.5]])
     """

@@ -24,8 +24,8 @@ def round_rows(
     dropped = {jnp.dtype(jnp.bfloat16): 16, jnp.dtype(jnp.float16): 13}.get(jnp.dtype(dtype))
     if dropped is None:
         return rows
-    # Adding uniform bits below the last kept bit and cutting them off rounds away from zero with the
-    # probability that the cut part is of a unit in the last place.
+    # Adding uniform bits below the last kept bit and cutting them off rounds away from zero with
+    # the probability that the cut part is of a unit in the last place.
     noise = _hash(row_ids, step, rows.shape[1])
     bits = jax.lax.bitcast_convert_type(rows, jnp.uint32)
     cut = (bits + (noise >> (32 - dropped))) & jnp.uint32((0xFFFFFFFF << dropped) & 0xFFFFFFFF)
@@ -36,9 +36,9 @@ def round_rows(
         rounded = jnp.where(
             jnp.abs(rows) < 2.0**-14, _round_to_grid(rows, 2.0**-24, noise), rounded
         )
-        # Past the largest finite value there is nothing to round up to.
-        rounded = jnp.where(jnp.abs(rows) > 65504.0, rows, rounded)
-    return jnp.where(jnp.isfinite(rows), rounded, rows)
+    # Past the largest finite value there is nothing to round up to; nor is there from NaN.
+    is_inside = jnp.abs(rows) <= float(jnp.finfo(dtype).max)
+    return jnp.where(is_inside, rounded, rows)
 
 
 def _round_to_grid(
