@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jaxtyping import Array, Float
 
 from jaxrec.embed.taps import Tap, attach, detach, probe_activations, tapped_modules
 from jaxrec.embed.update import RowGradients, merge, row_gradients, unstack
@@ -70,10 +71,8 @@ def value_and_grad(
             tables = _table_gradients(model, taps)
         finally:
             detach(model)
-        # Rows must not be written before they were read: tie the update to the loss, or XLA copies
-        # the tables of a model whose gradient does not depend on what was looked up.
-        value, gradients = jax.lax.optimization_barrier((value, Gradients(dense, tables)))
-        return value, gradients
+        tables = _after(value[0] if has_aux else value, tables)
+        return value, Gradients(dense, tables)
 
     return evaluate
 
@@ -92,6 +91,30 @@ def _table_gradients(model: nnx.Module, taps: nnx.State) -> dict[str, dict[str, 
         if calls:
             tables[path] = {name: merge([call[name] for call in calls]) for name in calls[0]}
     return tables
+
+
+# A NaN that no arithmetic produces.
+_NO_LOSS = 0x7FEDCBA9
+
+
+def _after(
+    loss: Float[Array, ""], tables: dict[str, dict[str, RowGradients]]
+) -> dict[str, dict[str, RowGradients]]:
+    """Makes the gradients of rows depend on the loss.
+
+    A table must not be written before all lookups have read it, or XLA reads from a copy of it. In
+    a model whose gradient does not depend on what was looked up nothing else says so, and XLA
+    removes an `optimization_barrier` before it decides.
+    """
+    is_loss = jax.lax.bitcast_convert_type(loss.astype(jnp.float32), jnp.uint32) != _NO_LOSS
+
+    def tie(gradient: RowGradients) -> RowGradients:
+        rows = jnp.where(is_loss, gradient.lookups.rows, -1)
+        return dataclasses.replace(
+            gradient, lookups=dataclasses.replace(gradient.lookups, rows=rows)
+        )
+
+    return _map_rows(tie, tables)
 
 
 def mean_gradients(parts: Gradients | Sequence[Gradients]) -> Gradients:
@@ -120,8 +143,7 @@ def mean_gradients(parts: Gradients | Sequence[Gradients]) -> Gradients:
         [[0.5], [0.5]]
     """
     if isinstance(parts, Gradients):
-        is_rows = lambda x: isinstance(x, RowGradients)
-        tables = jax.tree.map(unstack, parts.tables, is_leaf=is_rows)
+        tables = _map_rows(unstack, parts.tables)
         count = jax.tree.leaves(parts)[0].shape[0]
         dense = jax.tree.map(lambda x: jnp.mean(x, axis=0), parts.dense)
     else:
@@ -136,6 +158,14 @@ def mean_gradients(parts: Gradients | Sequence[Gradients]) -> Gradients:
             }
             for path in parts[0].tables
         }
-    scale = lambda rows: dataclasses.replace(rows, values=rows.values / count)
-    tables = jax.tree.map(scale, tables, is_leaf=lambda x: isinstance(x, RowGradients))
-    return Gradients(dense, tables)
+
+    def share(gradient: RowGradients) -> RowGradients:
+        return dataclasses.replace(gradient, values=gradient.values / count)
+
+    return Gradients(dense, _map_rows(share, tables))
+
+
+def _map_rows(
+    function: Callable[[RowGradients], RowGradients], tables: dict[str, dict[str, RowGradients]]
+) -> dict[str, dict[str, RowGradients]]:
+    return jax.tree.map(function, tables, is_leaf=lambda x: isinstance(x, RowGradients))

@@ -34,7 +34,7 @@ INITIALIZERS: dict[str, tuple[Callable, Callable[[int, int], float]]] = {
 }
 
 
-def table_key(key: Key[Array, ""] | Shaped[Array, "2"], name: str) -> Array:
+def table_key(key: Key[Array, ""] | Shaped[Array, 2], name: str) -> Array:
     """The random key of a table: depends on its name, not on its place among others."""
     return jax.random.fold_in(key, zlib.crc32(name.encode()))
 

@@ -78,7 +78,7 @@ def row_gradients(
     return {name: RowGradients(residuals.lookups[name], values) for name, values in lines.items()}
 
 
-def _group_blocks(layout: TableLayout, gradients: Activations) -> list[Float[Array, "..."]]:
+def _group_blocks(layout: TableLayout, gradients: Activations) -> list[Float[Array, ...]]:
     """Undoes the order of the outputs: the gradient of each group's own output."""
     if not isinstance(gradients, KeyedArray):
         keys = [
