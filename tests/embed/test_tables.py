@@ -1,0 +1,172 @@
+"""Tables: first values, groups, reading and writing single tables."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import jaxrec
+from jaxrec.embed import init_tables, read_state, read_table, write_state, write_table
+from jaxrec.embed.initialize import BLOCK_ELEMENTS, initialize_rows
+from jaxrec.embed.layout import MAX_ROWS, layout_tables
+
+Bag = jaxrec.EmbeddingBagConfig
+ADAM = jaxrec.optim.adam()
+SGD = jaxrec.optim.sgd(0.1)
+
+
+def test_equal_width_type_and_optimizer_make_a_group():
+    configs = [
+        Bag("a", 10, 4),
+        Bag("b", 10, 8),
+        Bag("c", 5, 4, feature_names=("c", "a")),
+        Bag("half", 10, 4, dtype="bfloat16"),
+        Bag("own", 10, 4, optimizer=ADAM),
+        Bag("same", 10, 4, optimizer=jaxrec.optim.sgd(0.1)),
+    ]
+    layout = layout_tables(configs, SGD)
+    groups = {group.name: [table.name for table in group.tables] for group in layout.groups}
+    assert groups == {
+        "float32_4": ["a", "c", "same"],
+        "float32_8": ["b"],
+        "bfloat16_4": ["half"],
+        "float32_4_2": ["own"],
+    }
+    keys = [output.key for output in layout.outputs]
+    assert keys == ["a@a", "b", "c", "a@c", "half", "own", "same"]
+    assert layout.bounds["a"] == 5
+
+
+def test_groups_stay_within_int32():
+    big = MAX_ROWS // 2 + 1
+    layout = layout_tables([Bag("a", big, 1), Bag("b", big, 1), Bag("c", 10, 1)], SGD)
+    assert [[t.name for t in group.tables] for group in layout.groups] == [["a"], ["b", "c"]]
+
+
+def test_layout_errors():
+    with pytest.raises(ValueError, match="at least one table"):
+        layout_tables([], SGD)
+    with pytest.raises(ValueError, match="2 tables are named 'a'"):
+        layout_tables([Bag("a", 1, 1), Bag("a", 1, 1)], SGD)
+    with pytest.raises(TypeError, match="tables of one kind"):
+        layout_tables([Bag("a", 1, 1), jaxrec.EmbeddingConfig("b", 1, 1)], SGD)
+
+
+@pytest.mark.parametrize(
+    ("initializer", "low", "high", "deviation"),
+    [
+        ("uniform", -(3000**-0.5), 3000**-0.5, (3000**-0.5) / 3**0.5),
+        ("normal", -4, 4, 0.5),
+        ("xavier_uniform", -((6 / 3004) ** 0.5), (6 / 3004) ** 0.5, (2 / 3004) ** 0.5),
+        ("xavier_normal", -1, 1, (2 / 3004) ** 0.5),
+        ("zeros", 0, 0, 0),
+        ("ones", 1, 1, 0),
+        (jax.nn.initializers.normal(0.3), -3, 3, 0.3),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_initializers(initializer, low, high, deviation):
+    tables = init_tables([Bag("a", 3000, 4, initializer=initializer)], SGD, jax.random.key(0))
+    values = np.asarray(read_table(tables, "a"))
+    assert values.min() >= low - 1e-7
+    assert values.max() <= high + 1e-7
+    np.testing.assert_allclose(values.std(), deviation, rtol=0.05)
+
+
+def test_first_values_depend_on_key_and_name_alone():
+    key = jax.random.key(1)
+    alone = init_tables([Bag("a", 100, 4)], SGD, key)
+    among = init_tables([Bag("z", 77, 4), Bag("a", 100, 4), Bag("b", 100, 4)], SGD, key)
+    np.testing.assert_array_equal(read_table(alone, "a"), read_table(among, "a"))
+    assert np.abs(read_table(among, "a") - read_table(among, "b")).max() > 0.01
+    other = init_tables([Bag("a", 100, 4)], SGD, jax.random.key(2))
+    assert np.abs(read_table(alone, "a") - read_table(other, "a")).max() > 0.01
+
+
+def test_blocks_of_rows_differ_and_reach_the_last_row():
+    rows = 2 * BLOCK_ELEMENTS // 64 + 5
+    table = np.asarray(
+        read_table(init_tables([Bag("a", rows, 64)], SGD, jax.random.key(0)), "a")
+    )
+    assert len(np.unique(table[:, 0])) > 0.99 * rows
+    assert np.abs(table[-5:]).min(axis=1).max() > 0
+    assert np.abs(table).max(axis=1).min() > 0
+
+
+def test_initialization_needs_no_second_copy():
+    """The compiled filling of a table works in place, with a block's worth of memory beside it."""
+    from jaxrec.embed.initialize import INITIALIZERS, _fill
+
+    rows = 40 * BLOCK_ELEMENTS // 16
+    array = jax.ShapeDtypeStruct((rows, 16), jnp.float32)
+    scalar = jax.ShapeDtypeStruct((), jnp.int32)
+    compiled = _fill.lower(
+        array,
+        jax.eval_shape(lambda: jax.random.key(0)),
+        INITIALIZERS["uniform"][0],
+        jax.ShapeDtypeStruct((), jnp.float32),
+        scalar,
+        scalar,
+    ).compile()
+    memory = compiled.memory_analysis()
+    assert memory.alias_size_in_bytes == rows * 16 * 4
+    assert memory.temp_size_in_bytes < rows * 16 * 4 / 4
+
+
+def test_rows_of_other_tables_stay():
+    array = initialize_rows(jnp.zeros((10, 2)), jax.random.key(0), "ones", 3, 4)
+    np.testing.assert_array_equal(array[:, 0], [0, 0, 0, 1, 1, 1, 1, 0, 0, 0])
+
+
+@pytest.fixture
+def collection():
+    configs = [Bag("a", 6, 2), Bag("b", 5, 2), Bag("c", 4, 3)]
+    return jaxrec.EmbeddingBagCollection(configs, optimizer=ADAM, rngs=nnx.Rngs(0))
+
+
+@pytest.mark.parametrize("as_array", [np.asarray, jnp.asarray])
+def test_load_table_sets_that_table_alone(collection, as_array):
+    values = np.arange(10, dtype=np.float32).reshape(5, 2)
+    others = {name: np.asarray(collection.table(name)) for name in "ac"}
+    collection.load_table("b", as_array(values))
+    np.testing.assert_array_equal(collection.table("b"), values)
+    for name, before in others.items():
+        np.testing.assert_array_equal(collection.table(name), before)
+
+
+def test_load_table_in_pieces(collection, monkeypatch):
+    monkeypatch.setattr("jaxrec.embed.tables._PIECE_ELEMENTS", 4)
+    values = np.arange(10, dtype=np.float64).reshape(5, 2)
+    collection.load_table("b", values)
+    np.testing.assert_array_equal(collection.table("b"), values)
+
+
+def test_state_of_one_table(collection):
+    state = collection.table_state("b")
+    assert all(array.shape[0] == 5 for array in state.values())
+    new = {name: np.full(array.shape, 2.0, np.float32) for name, array in state.items()}
+    collection.load_table_state("b", new)
+    for name, array in collection.table_state("b").items():
+        np.testing.assert_array_equal(array, new[name])
+    for array in collection.table_state("a").values():
+        assert not np.any(array)
+
+
+def test_errors_name_the_table(collection):
+    with pytest.raises(KeyError, match=r"no table is named 'd'; there are 'a', 'b', 'c'"):
+        collection.table("d")
+    with pytest.raises(ValueError, match=r"table 'b' has shape \(5, 2\), got \(2, 5\)"):
+        collection.load_table("b", np.zeros((2, 5)))
+    with pytest.raises(ValueError, match=r"table 'b': its optimizer keeps"):
+        collection.load_table_state("b", {})
+
+
+def test_the_functional_core_reads_and_writes():
+    tables = init_tables([Bag("a", 3, 2), Bag("b", 3, 2)], SGD, jax.random.key(0))
+    tables = write_table(tables, "b", np.ones((3, 2)))
+    np.testing.assert_array_equal(read_table(tables, "b"), np.ones((3, 2)))
+    assert read_state(tables, "b") == {}
+    write_state(tables, "b", {})
