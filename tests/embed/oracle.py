@@ -12,14 +12,18 @@ Lists = dict[str, list[list[int]]]
 def random_lists(rng, rows: dict[str, int], batch: int, longest: int = 4) -> Lists:
     """Bags of 0 to ``longest`` ids below ``rows[feature]``."""
     return {
-        feature: [rng.integers(0, bound, rng.integers(0, longest + 1)).tolist() for _ in range(batch)]
+        feature: [
+            rng.integers(0, bound, rng.integers(0, longest + 1)).tolist() for _ in range(batch)
+        ]
         for feature, bound in rows.items()
     }
 
 
 def random_weights(rng, lists: Lists) -> dict[str, list[list[float]]]:
     """A weight for each id."""
-    return {key: [rng.normal(size=len(bag)).tolist() for bag in bags] for key, bags in lists.items()}
+    return {
+        key: [rng.normal(size=len(bag)).tolist() for bag in bags] for key, bags in lists.items()
+    }
 
 
 def pooled(table, bags, weights=None, mean=False):

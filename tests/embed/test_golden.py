@@ -68,7 +68,9 @@ def assert_pooled_case(collection, batch, arrays, tolerance):
     np.testing.assert_array_equal(pooled.dims, arrays["out_length_per_key"])
     np.testing.assert_allclose(pooled.values, arrays["out_values"], **tolerance)
     if "grad_weights" in arrays:
-        gradient = jax.grad(lambda weights: loss(collection, weights)[0])(jnp.asarray(batch.weights))
+        gradient = jax.grad(lambda weights: loss(collection, weights)[0])(
+            jnp.asarray(batch.weights)
+        )
         packed = dataclasses.replace(batch, values=gradient)
         used = [np.concatenate([row for row in rows]) for rows in packed.to_lists().values()]
         np.testing.assert_allclose(np.concatenate(used), arrays["grad_weights"], **tolerance)

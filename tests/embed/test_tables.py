@@ -88,9 +88,7 @@ def test_first_values_depend_on_key_and_name_alone():
 
 def test_blocks_of_rows_differ_and_reach_the_last_row():
     rows = 2 * BLOCK_ELEMENTS // 64 + 5
-    table = np.asarray(
-        read_table(init_tables([Bag("a", rows, 64)], SGD, jax.random.key(0)), "a")
-    )
+    table = np.asarray(read_table(init_tables([Bag("a", rows, 64)], SGD, jax.random.key(0)), "a"))
     assert len(np.unique(table[:, 0])) > 0.99 * rows
     assert np.abs(table[-5:]).min(axis=1).max() > 0
     assert np.abs(table).max(axis=1).min() > 0
