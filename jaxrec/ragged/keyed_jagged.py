@@ -3,21 +3,31 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar, Unpack
 
 import jax
+import numpy as np
 from jaxtyping import Array, Int32, Num
 
-from jaxrec.ragged.jagged import JaggedArray, complete_cumsum
+from jaxrec.ragged import arrow, columns, nested, printing
+from jaxrec.ragged.arrays import AnyArray, namespace
+from jaxrec.ragged.bag_layout import bag_ids
+from jaxrec.ragged.jagged import JaggedArray
+from jaxrec.ragged.offsets import complete_cumsum
+from jaxrec.ragged.packing import PackOptions, pack, pinned_capacities
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class KeyedJaggedArray:
     """A batch of named ragged columns, TorchRec's KeyedJaggedTensor with static capacities.
 
     Key-major: first all of the first key, then all of the second. Each key has its own segment of
     ``values``, filled from its front and padded at its end, so that selecting, permuting and
-    splitting keys are static slices.
+    splitting keys are static slices. Built from host data its arrays are NumPy's: they move to a
+    device when they are used there, and reshaping them until then needs none.
 
     Attributes:
         values: ``[sum(capacities)]`` ids (int32 on a device), the keys' segments in order.
@@ -29,15 +39,228 @@ class KeyedJaggedArray:
         keys: Names of the columns.
         capacities: Length of each key's segment of ``values``.
         strides: Number of bags of each key.
+
+    Example:
+        >>> batch = KeyedJaggedArray.from_lists({"user": [[7], [8]], "item": [[1, 2], []]})
+        >>> batch
+        KeyedJaggedArray(batch_size=2, {
+            'user': [[7], [8]],
+            'item': [[1, 2], []],
+        })
+        >>> batch.lengths
+        array([1, 1, 2, 0], dtype=int32)
+        >>> batch["item"].to_lists()
+        [[1, 2], []]
     """
 
-    values: Num[Array, " capacity"]
-    lengths: Int32[Array, " bags"]
-    weights: Num[Array, " capacity"] | None = None
-    inverse_indices: Int32[Array, "keys batch"] | None = None
+    values: Num[AnyArray, " capacity"]
+    lengths: Int32[AnyArray, " bags"]
+    weights: Num[AnyArray, " capacity"] | None = None
+    inverse_indices: Int32[AnyArray, "keys batch"] | None = None
     keys: tuple[str, ...] = dataclasses.field(default=(), metadata={"static": True})
     capacities: tuple[int, ...] = dataclasses.field(default=(), metadata={"static": True})
     strides: tuple[int, ...] = dataclasses.field(default=(), metadata={"static": True})
+
+    # JAX rebuilds pytrees around leaves that are no arrays (axes, shardings, None).
+    __no_type_check__: ClassVar[bool] = True
+
+    @classmethod
+    def from_lists(
+        cls,
+        data: Mapping[str, Sequence[Any]],
+        weights: Mapping[str, Sequence[Any]] | None = None,
+        **options: Unpack[PackOptions],
+    ) -> KeyedJaggedArray:
+        """A batch of nested lists: for each feature a list of bags, one per sample.
+
+        Args:
+            data: Bags by feature; a bag is a list, tuple or one-dimensional array of ids.
+            weights: Weights by feature, nested like ``data``.
+            **options: `PackOptions`: ``inverse_indices``, ``capacities``, ``bounds`` and
+                ``bounds_mode``.
+
+        Returns:
+            The batch, in NumPy arrays.
+
+        Raises:
+            TypeError: An id is no integer, or the nesting is another.
+            ValueError: An id is negative, beyond its table, or beyond int32; features differ in
+                their number of samples; weights are not shaped like ids; a capacity is too small.
+
+        Example:
+            >>> KeyedJaggedArray.from_lists({"f": [[1, 2], [9]]}, bounds={"f": 9})
+            Traceback (most recent call last):
+                ...
+            ValueError: feature 'f', sample 1: id 9 is outside [0, 9), the rows of its table
+        """
+        ragged = [
+            nested.from_lists(key, rows, column_weights)
+            for key, rows, column_weights in _with_weights(data, weights)
+        ]
+        return cls(
+            *pack(
+                tuple(data),
+                ragged,
+                **options,
+            )
+        )
+
+    @classmethod
+    def from_dense(
+        cls,
+        data: Mapping[str, Any],
+        weights: Mapping[str, Any] | None = None,
+        **options: Unpack[PackOptions],
+    ) -> KeyedJaggedArray:
+        """A batch of dense arrays: one id per sample (``[batch]``) or k ids (``[batch, k]``).
+
+        Options, result and errors as for `from_lists`.
+
+        Example:
+            >>> import numpy as np
+            >>> KeyedJaggedArray.from_dense({"f": np.array([[1, 2], [3, 4]])}).lengths
+            array([2, 2], dtype=int32)
+        """
+        dense = [
+            columns.from_dense(key, array, column_weights)
+            for key, array, column_weights in _with_weights(data, weights)
+        ]
+        return cls(
+            *pack(
+                tuple(data),
+                dense,
+                **options,
+            )
+        )
+
+    @classmethod
+    def from_arrow(
+        cls,
+        data: Any,
+        weights: Any | None = None,
+        **options: Unpack[PackOptions],
+    ) -> KeyedJaggedArray:
+        """A batch of Arrow columns; needs pyarrow.
+
+        Args:
+            data: A Table, a RecordBatch, or Arrays by feature: integers (one id per sample), or
+                lists of integers of any kind of list. A null row is an empty bag.
+            weights: The same, of floating point and nested like ``data``.
+
+        Options, result and errors as for `from_lists`; a null inside a list is an error.
+
+        Example:
+            >>> import pyarrow as pa
+            >>> KeyedJaggedArray.from_arrow(pa.table({"f": [[1, 2], None]}))["f"].to_lists()
+            [[1, 2], []]
+        """
+        data = arrow.named_columns(data)
+        weights = None if weights is None else arrow.named_columns(weights)
+        flat = [
+            arrow.from_arrow(key, array, column_weights)
+            for key, array, column_weights in _with_weights(data, weights)
+        ]
+        return cls(
+            *pack(
+                tuple(data),
+                flat,
+                **options,
+            )
+        )
+
+    @classmethod
+    def from_lengths(
+        cls,
+        keys: Sequence[str],
+        values: Any,
+        lengths: Any,
+        weights: Any | None = None,
+        strides: Sequence[int] | None = None,
+        **options: Unpack[PackOptions],
+    ) -> KeyedJaggedArray:
+        """A batch of TorchRec's flat key-major arrays, which have no padding.
+
+        Args:
+            keys: Names of the features.
+            values: ``[ids]`` integers, first all ids of the first key, then of the second.
+            lengths: ``[sum(strides)]`` integers, ids of each bag.
+            weights: ``[ids]`` or None.
+            strides: Bags of each key; None: ``lengths`` divides equally among the keys.
+
+        Options, result and errors as for `from_lists`. Also raises ValueError where
+        lengths are negative, do not sum to the number of values, or do not fit the keys.
+
+        Example:
+            >>> batch = KeyedJaggedArray.from_lengths(["a", "b"], [1, 2, 3], [2, 0, 0, 1])
+            >>> batch.to_lists()
+            {'a': [[1, 2], []], 'b': [[], [3]]}
+        """
+        return cls(
+            *pack(
+                tuple(keys),
+                columns.from_flat(tuple(keys), values, lengths, weights, strides),
+                varied_strides=strides is not None,
+                **options,
+            )
+        )
+
+    @classmethod
+    def from_offsets(
+        cls,
+        keys: Sequence[str],
+        values: Any,
+        offsets: Any,
+        weights: Any | None = None,
+        strides: Sequence[int] | None = None,
+        **options: Unpack[PackOptions],
+    ) -> KeyedJaggedArray:
+        """`from_lengths` with ``offsets``, ``[sum(strides) + 1]`` ascending from 0, for lengths."""
+        return cls.from_lengths(
+            keys,
+            values,
+            columns.lengths_of_offsets(tuple(keys), offsets, strides),
+            weights,
+            strides=strides,
+            **options,
+        )
+
+    @classmethod
+    def from_dict(
+        cls,
+        columns: Mapping[str, JaggedArray],
+        *,
+        inverse_indices: Any | None = None,
+    ) -> KeyedJaggedArray:
+        """A batch of columns as they are, capacities included; the inverse of `to_dict`.
+
+        A static concatenation: it works under jit, and ids are not looked at. Columns of different
+        batch sizes make a batch of variable strides, as in TorchRec.
+
+        Args:
+            columns: One-dimensional columns by name, all with weights or none.
+            inverse_indices: ``[keys, batch]`` int32, the bag of each sample, or None.
+
+        Raises:
+            ValueError: A column has elements that are no scalars, or weights are missing.
+        """
+        if deep := [key for key, column in columns.items() if column.values.ndim != 1]:
+            raise ValueError(f"the elements of {deep} are no scalars; a keyed batch holds ids")
+        parts = tuple(columns.values())
+        return cls(
+            _concatenated([part.values for part in parts], np.int32),
+            _concatenated([part.lengths for part in parts], np.int32),
+            _concatenated_weights([part.weights for part in parts]),
+            inverse_indices,
+            tuple(columns),
+            tuple(part.capacity for part in parts),
+            tuple(part.batch_size for part in parts),
+        )
+
+    @classmethod
+    def empty(cls, *, weighted: bool = False) -> KeyedJaggedArray:
+        """A batch without keys."""
+        nothing = np.zeros(0, np.int32)
+        return cls(nothing, nothing, np.zeros(0, np.float32) if weighted else None)
 
     @property
     def batch_size(self) -> int:
@@ -47,13 +270,178 @@ class KeyedJaggedArray:
         return max(self.strides, default=0)
 
     @property
-    def offsets(self) -> Int32[Array, " bags+1"]:
-        """The running sum of ``lengths``, from 0: where bags start once padding is left out."""
+    def capacity_per_key(self) -> dict[str, int]:
+        """`capacities` by name."""
+        return dict(zip(self.keys, self.capacities, strict=True))
+
+    @property
+    def offsets(self) -> Int32[AnyArray, " offsets"]:
+        """``[bags + 1]`` running sum of ``lengths``, from 0.
+
+        Where bags start once padding is left out: TorchRec's offsets.
+        """
         return complete_cumsum(self.lengths)
 
+    @property
+    def length_per_key(self) -> Int32[AnyArray, " keys"]:
+        """Ids of each key."""
+        offset_per_key = self.offset_per_key
+        return offset_per_key[1:] - offset_per_key[:-1]
+
+    @property
+    def offset_per_key(self) -> Int32[AnyArray, " offsets"]:
+        """``[keys + 1]``: where the ids of each key start once padding is left out."""
+        return self.offsets[np.cumsum((0, *self.strides))]
+
+    @property
+    def segment_ids(self) -> Int32[Array, " capacity"]:
+        """The bag of each value, counted through all keys; ``sum(strides)`` at padding."""
+        return bag_ids(self.lengths, self.strides, self.capacities)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.keys)
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
     def __getitem__(self, key: str) -> JaggedArray:
-        """The column of ``key``; a static slice."""
-        index = self.keys.index(key)
+        """The column of ``key``; a static slice.
+
+        Raises:
+            KeyError: There is no such key.
+        """
+        if key not in self.keys:
+            raise KeyError(f"no key {key!r} among {list(self.keys)}")
+        return self._column(self.keys.index(key))
+
+    def to_dict(self) -> dict[str, JaggedArray]:
+        """All columns by name."""
+        return {key: self._column(index) for index, key in enumerate(self.keys)}
+
+    def to_lists(self) -> dict[str, list[list[Any]]]:
+        """The ids as nested lists by name; on the host."""
+        return {key: column.to_lists() for key, column in self.to_dict().items()}
+
+    def permute(self, indices: Sequence[int]) -> KeyedJaggedArray:
+        """The keys in another order; a static slice of each run of keys.
+
+        Args:
+            indices: Positions of keys; they may repeat and leave keys out. `inverse_indices` follow
+                (TorchRec drops them).
+
+        Raises:
+            IndexError: There is no key at a position.
+
+        Example:
+            >>> batch = KeyedJaggedArray.from_lists({"a": [[1]], "b": [[2, 3]]})
+            >>> batch.permute([1, 0, 0]).keys
+            ('b', 'a', 'a')
+        """
+        count = len(self.keys)
+        if wrong := [index for index in indices if not 0 <= index < count]:
+            raise IndexError(f"no key at {wrong}: the batch has {count} keys {list(self.keys)}")
+        if list(indices) == list(range(count)):
+            return self
+        ids, bags = np.cumsum((0, *self.capacities)), np.cumsum((0, *self.strides))
+        runs = _runs(indices)
+        inverse = self.inverse_indices
+        return KeyedJaggedArray(
+            _concatenated([self.values[ids[a] : ids[b]] for a, b in runs], self.values.dtype),
+            _concatenated([self.lengths[bags[a] : bags[b]] for a, b in runs], np.int32),
+            None
+            if self.weights is None
+            else _concatenated([self.weights[ids[a] : ids[b]] for a, b in runs], np.float32),
+            None if inverse is None else inverse[np.array(indices, np.int32)],
+            tuple(self.keys[index] for index in indices),
+            tuple(self.capacities[index] for index in indices),
+            tuple(self.strides[index] for index in indices),
+        )
+
+    def select(self, keys: Sequence[str]) -> KeyedJaggedArray:
+        """The named keys, in that order; names may repeat.
+
+        Raises:
+            KeyError: There is no such key.
+        """
+        if missing := [key for key in keys if key not in self.keys]:
+            raise KeyError(f"no keys {missing} among {list(self.keys)}")
+        return self.permute([self.keys.index(key) for key in keys])
+
+    def split(self, segments: Sequence[int]) -> list[KeyedJaggedArray]:
+        """Consecutive groups of keys.
+
+        Args:
+            segments: Number of keys of each group, summing to the number of keys; 0 is allowed.
+
+        Raises:
+            ValueError: They do not sum to the number of keys.
+        """
+        if sum(segments) != len(self.keys) or min(segments, default=0) < 0:
+            raise ValueError(
+                f"segments {list(segments)} must be sizes that sum to {len(self.keys)}, "
+                f"the number of keys"
+            )
+        ends = np.cumsum((0, *segments)).tolist()
+        return [self.permute(range(start, end)) for start, end in itertools.pairwise(ends)]
+
+    @staticmethod
+    def concat(batches: Sequence[KeyedJaggedArray]) -> KeyedJaggedArray:
+        """The keys of several batches of the same samples, one batch after the other.
+
+        Raises:
+            ValueError: Only some are weighted or have inverse indices, batch sizes differ, or a key
+                is in two of them.
+        """
+        batches = [batch for batch in batches if batch.keys]
+        if not batches:
+            return KeyedJaggedArray.empty()
+        keys = tuple(itertools.chain.from_iterable(batch.keys for batch in batches))
+        for first, second in itertools.combinations(batches, 2):
+            if shared := sorted(set(first.keys) & set(second.keys)):
+                raise ValueError(f"keys {shared} are in more than one of the batches")
+        if len({batch.inverse_indices is None for batch in batches}) > 1:
+            raise ValueError("some of the batches have inverse indices and some have none")
+        if len({batch.batch_size for batch in batches}) > 1:
+            sizes = [batch.batch_size for batch in batches]
+            raise ValueError(f"the batches have different numbers of samples: {sizes}")
+        inverse = [batch.inverse_indices for batch in batches]
+        return KeyedJaggedArray(
+            _concatenated([batch.values for batch in batches], np.int32),
+            _concatenated([batch.lengths for batch in batches], np.int32),
+            _concatenated_weights([batch.weights for batch in batches]),
+            None if inverse[0] is None else _concatenated(inverse, np.int32),
+            keys,
+            tuple(itertools.chain.from_iterable(batch.capacities for batch in batches)),
+            tuple(itertools.chain.from_iterable(batch.strides for batch in batches)),
+        )
+
+    def with_capacities(self, capacities: Mapping[str, int] | Sequence[int]) -> KeyedJaggedArray:
+        """The same batch with segments of other capacities; those not named keep theirs.
+
+        Under jit segments may only grow: how many ids they hold is known on the host alone.
+
+        Raises:
+            ValueError: A capacity is too small, or is given for a key that is not there.
+        """
+        if isinstance(self.lengths, jax.core.Tracer):
+            needed = self.capacities
+        else:
+            needed = np.asarray(self.length_per_key).tolist()
+        if isinstance(capacities, Mapping):
+            capacities = self.capacity_per_key | dict(capacities)
+        wanted = pinned_capacities(self.keys, needed, capacities)
+        if wanted == self.capacities:
+            return self
+        return dataclasses.replace(
+            self,
+            values=_refitted(self.values, self.capacities, wanted),
+            weights=None
+            if self.weights is None
+            else _refitted(self.weights, self.capacities, wanted),
+            capacities=wanted,
+        )
+
+    def _column(self, index: int) -> JaggedArray:
         start, bag = sum(self.capacities[:index]), sum(self.strides[:index])
         ids = slice(start, start + self.capacities[index])
         return JaggedArray(
@@ -61,3 +449,59 @@ class KeyedJaggedArray:
             self.lengths[bag : bag + self.strides[index]],
             None if self.weights is None else self.weights[ids],
         )
+
+    def __repr__(self) -> str:
+        return printing.keyed_jagged(self)
+
+
+def _with_weights(
+    data: Mapping[str, Any], weights: Mapping[str, Any] | None
+) -> Iterator[tuple[str, Any, Any]]:
+    """Each feature with its data and weights (None where there are none)."""
+    weights = {} if weights is None else weights
+    if unknown := [key for key in weights if key not in data]:
+        raise ValueError(f"weights name {unknown}, but the features are {list(data)}")
+    return ((key, rows, weights.get(key)) for key, rows in data.items())
+
+
+def _concatenated(arrays: Sequence[Any], dtype: Any) -> Any:
+    """The arrays end to end; an empty one of ``dtype`` where there are none."""
+    if len(arrays) == 1:
+        return arrays[0]
+    return namespace(*arrays).concatenate(arrays) if arrays else np.zeros(0, dtype)
+
+
+def _concatenated_weights(weights: Sequence[Any]) -> Any:
+    missing = [array is None for array in weights]
+    if all(missing):
+        return None
+    if any(missing):
+        raise ValueError(
+            f"{sum(missing)} of {len(missing)} parts have no weights; give all or none"
+        )
+    return _concatenated(weights, np.float32)
+
+
+def _refitted(array: Any, capacities: Sequence[int], wanted: Sequence[int]) -> Any:
+    """The segments of ``array`` cut or zero-padded at their ends."""
+    xp = namespace(array)
+    ends = np.cumsum((0, *capacities)).tolist()
+    return xp.concatenate(
+        [
+            xp.pad(array[start:end], (0, size - (end - start)))
+            if size > end - start
+            else array[start : start + size]
+            for (start, end), size in zip(itertools.pairwise(ends), wanted, strict=True)
+        ]
+    )
+
+
+def _runs(indices: Sequence[int]) -> list[tuple[int, int]]:
+    """Indices as runs ``[start, end)`` of consecutive ones: as few slices as will do."""
+    runs: list[tuple[int, int]] = []
+    for index in indices:
+        if runs and runs[-1][1] == index:
+            runs[-1] = (runs[-1][0], index + 1)
+        else:
+            runs.append((index, index + 1))
+    return runs

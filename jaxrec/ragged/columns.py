@@ -1,0 +1,204 @@
+"""A feature's host data as one flat column."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+
+class Column(NamedTuple):
+    """A ragged column on the host, without padding.
+
+    Attributes:
+        values: ``[ids]`` of an integer type, or object where Python ints exceed 64 bits.
+        lengths: ``[bags]`` int64, summing to the number of ids.
+        weights: ``[ids]`` floating point, or None.
+    """
+
+    values: np.ndarray
+    lengths: np.ndarray
+    weights: np.ndarray | None = None
+
+
+def from_dense(feature: str, array: Any, weights: Any | None = None) -> Column:
+    """The column of a dense array: ``[batch]`` one id per sample, or ``[batch, k]`` k of them.
+
+    Raises:
+        TypeError: The ids are no integers.
+        ValueError: The array has another rank, or the weights another shape.
+    """
+    array = integers(f"feature {feature!r}", "id", array)
+    if array.ndim not in (1, 2):
+        raise ValueError(
+            f"feature {feature!r} has ids of shape {array.shape}; expected [batch] or [batch, k]"
+        )
+    lengths = np.full(array.shape[0], 1 if array.ndim == 1 else array.shape[1], np.int64)
+    if weights is None:
+        return Column(array.reshape(-1), lengths)
+    weights = floats(f"feature {feature!r}", "weight", weights)
+    if weights.shape != array.shape:
+        raise ValueError(
+            f"feature {feature!r} has ids of shape {array.shape} but weights of shape "
+            f"{weights.shape}; each id needs one weight"
+        )
+    return Column(array.reshape(-1), lengths, weights.reshape(-1))
+
+
+def from_flat(
+    keys: Sequence[str],
+    values: Any,
+    lengths: Any,
+    weights: Any | None = None,
+    strides: Sequence[int] | None = None,
+) -> list[Column]:
+    """The columns of TorchRec's flat key-major layout, as views.
+
+    Args:
+        keys: The features.
+        values: ``[ids]``, first all ids of the first key, then of the second; no padding.
+        lengths: ``[sum(strides)]``, ids of each bag.
+        weights: ``[ids]`` or None.
+        strides: Bags of each key; None: all have the same number.
+
+    Raises:
+        TypeError: Values or lengths are no integers.
+        ValueError: Lengths are negative or do not sum to the number of values, weights have another
+            shape, or lengths do not divide among the keys.
+    """
+    values, lengths = integers("values", "id", values), integers("lengths", "length", lengths)
+    for name, array in (("values", values), ("lengths", lengths)):
+        if array.ndim != 1:
+            raise ValueError(f"{name} has shape {array.shape}; expected one dimension")
+    strides = bags_per_key(keys, lengths.size, strides)
+    if (negative := np.flatnonzero(lengths < 0)).size:
+        bag = negative[0]
+        raise ValueError(f"{_bag(keys, strides, bag)} has the negative length {lengths[bag]}")
+    lengths = lengths.astype(np.int64)
+    if lengths.sum() != values.size:
+        raise ValueError(f"lengths sum to {lengths.sum()}, but there are {values.size} values")
+    if weights is not None:
+        weights = floats("weights", "weight", weights)
+        if weights.shape != values.shape:
+            raise ValueError(
+                f"values have shape {values.shape} but weights {weights.shape}; "
+                "each id needs one weight"
+            )
+    bag_ends = np.cumsum(strides, dtype=np.int64)
+    id_ends = np.concatenate([[0], np.cumsum(lengths)])[bag_ends]
+    return [
+        Column(values[ids], lengths[bags], None if weights is None else weights[ids])
+        for bags, ids in zip(_slices(bag_ends), _slices(id_ends), strict=True)
+    ]
+
+
+def lengths_of_offsets(
+    keys: Sequence[str], offsets: Any, strides: Sequence[int] | None
+) -> np.ndarray:
+    """Lengths of the bags that start and end at ``offsets`` (``[bags + 1]``, ascending from 0).
+
+    Raises:
+        TypeError: The offsets are no integers.
+        ValueError: They do not start at 0, or descend.
+    """
+    offsets = integers("offsets", "offset", offsets)
+    if offsets.ndim != 1 or offsets.size == 0:
+        raise ValueError(f"offsets has shape {offsets.shape}; expected [bags + 1]")
+    if offsets[0] != 0:
+        raise ValueError(f"offsets start at {offsets[0]}; expected 0")
+    lengths = np.diff(offsets.astype(np.int64))
+    if (descends := np.flatnonzero(lengths < 0)).size:
+        bag = descends[0]
+        where = _bag(keys, bags_per_key(keys, lengths.size, strides), bag)
+        raise ValueError(f"{where}: offsets descend from {offsets[bag]} to {offsets[bag + 1]}")
+    return lengths
+
+
+def bags_per_key(keys: Sequence[str], bags: int, strides: Sequence[int] | None) -> tuple[int, ...]:
+    """``strides``, or the equal share of ``bags`` that falls to each key.
+
+    Raises:
+        ValueError: There is no equal share, or the strides do not sum to ``bags``.
+    """
+    if strides is None:
+        if bags % max(len(keys), 1):
+            raise ValueError(
+                f"{bags} lengths do not divide among {len(keys)} keys; give strides= if the keys "
+                "have different numbers of bags"
+            )
+        return (bags // len(keys),) * len(keys) if keys else ()
+    strides = tuple(int(stride) for stride in strides)
+    if len(strides) != len(keys) or sum(strides) != bags or min(strides, default=0) < 0:
+        raise ValueError(
+            f"strides {strides} do not fit {len(keys)} keys and {bags} lengths: they must give "
+            "the number of bags of each key"
+        )
+    return strides
+
+
+def integers(where: str, what: str, array: Any) -> np.ndarray:
+    """``array`` as a NumPy array of integers; of type object where they exceed 64 bits.
+
+    Raises:
+        TypeError: It holds something else, or is traced.
+    """
+    array = concrete(where, array)
+    if array.dtype.kind in "iu":
+        return array
+    if array.size == 0:
+        return array.astype(np.int64)
+    if array.dtype.kind == "O" and all(map(is_integer, set(map(type, array.flat)))):
+        return array
+    raise TypeError(f"{where}: {what}s must be integers, not of type {array.dtype}")
+
+
+def floats(where: str, what: str, array: Any) -> np.ndarray:
+    """``array`` as a NumPy array of a floating-point type of at most 32 bits.
+
+    Raises:
+        TypeError: It holds no real numbers, or is traced.
+    """
+    array = concrete(where, array)
+    if array.dtype.kind in "iu" or array.dtype == np.float64:
+        return array.astype(np.float32)
+    if not jax.dtypes.issubdtype(array.dtype, np.floating):
+        raise TypeError(f"{where}: {what}s must be real numbers, not of type {array.dtype}")
+    return array
+
+
+def concrete(where: str, array: Any) -> np.ndarray:
+    """``array`` on the host.
+
+    Raises:
+        TypeError: It is traced.
+    """
+    if isinstance(array, jax.core.Tracer):
+        raise TypeError(
+            f"{where}: the array is traced, but batches are packed and checked on the host, "
+            "outside jit"
+        )
+    return np.asarray(array)
+
+
+def is_integer(kind: type) -> bool:
+    """Whether values of a type are integers; bools are not."""
+    return issubclass(kind, int | np.integer) and not issubclass(kind, bool)
+
+
+def is_real(kind: type) -> bool:
+    """Whether values of a type are real numbers; bools are not."""
+    return is_integer(kind) or issubclass(kind, float | np.floating)
+
+
+def _slices(ends: np.ndarray) -> list[slice]:
+    return [slice(*pair) for pair in itertools.pairwise([0, *ends.tolist()])]
+
+
+def _bag(keys: Sequence[str], strides: Sequence[int], bag: int) -> str:
+    """Which feature and sample a bag of the flat layout belongs to, in words."""
+    ends = np.cumsum(strides)
+    key = int(np.searchsorted(ends, bag, side="right"))
+    return f"feature {keys[key]!r}, sample {bag - (ends[key] - strides[key])}"

@@ -1,0 +1,89 @@
+"""Jagged to padded dense and back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+from jaxtyping import Array, Int, Shaped
+
+from jaxrec.ragged.arrays import AnyArray
+from jaxrec.ragged.offsets import offsets_range, segment_ids
+
+Offsets = Int[AnyArray, " offsets"]
+
+
+def jagged_to_padded_dense(
+    values: Shaped[AnyArray, capacity * element],
+    offsets: Offsets | Sequence[Offsets],
+    max_lengths: int | Sequence[int],
+    padding_value: float | int | bool = 0,
+) -> Shaped[Array, ...]:
+    """Rows of a ragged array side by side in a dense one, padded or cut at their ends.
+
+    FBGEMM's op of that name (and ``jagged_1d_to_dense``, ``jagged_2d_to_dense``).
+
+    Args:
+        values: ``[capacity, ...]``; elements past the last offset are padding and never read.
+        offsets: ``[batch + 1]``. For nested rows one such array a level, outermost first: those of
+            a level count rows of the next.
+        max_lengths: Static length of the dense rows, one for each level.
+        padding_value: What stands where a row has ended.
+
+    Returns:
+        ``[batch, *max_lengths, ...]`` of the type of ``values``. Elements that were cut have no
+        gradient.
+
+    Raises:
+        ValueError: There are not as many lengths as levels.
+
+    Example:
+        >>> import numpy as np
+        >>> jagged_to_padded_dense(np.array([1, 2, 3, 0]), np.array([0, 1, 3]), 3, -1).tolist()
+        [[1, -1, -1], [2, 3, -1]]
+        >>> nested = jagged_to_padded_dense(
+        ...     np.array([1, 2, 3]), [np.array([0, 2, 2]), np.array([0, 1, 3])], [2, 2])
+        >>> nested.tolist()
+        [[[1, 0], [2, 3]], [[0, 0], [0, 0]]]
+    """
+    levels = list(offsets) if isinstance(offsets, Sequence) else [offsets]
+    sizes = list(max_lengths) if isinstance(max_lengths, Sequence) else [max_lengths]
+    if len(levels) != len(sizes):
+        raise ValueError(f"{len(levels)} levels of offsets but {len(sizes)} lengths: {sizes}")
+    rows = jnp.arange(levels[0].shape[0] - 1, dtype=jnp.int32)
+    exists = jnp.ones(rows.shape, bool)
+    for level, size in zip(levels, sizes, strict=True):
+        level = jnp.asarray(level).astype(jnp.int32)
+        within = jnp.arange(size, dtype=jnp.int32)
+        starts = level[rows][..., None]
+        exists = exists[..., None] & (within < level[rows + 1][..., None] - starts)
+        rows = jnp.where(exists, starts + within, 0)
+    # An index past the end is filled rather than read, and has no gradient to give back.
+    places = jnp.where(exists, rows, values.shape[0])
+    return jnp.asarray(values).at[places].get(mode="fill", fill_value=padding_value)
+
+
+def dense_to_jagged(
+    dense: Shaped[AnyArray, "batch length *element"],
+    offsets: Int[AnyArray, " offsets"],
+    capacity: int,
+) -> Shaped[Array, {capacity} * element]:
+    """The first elements of each row of a dense array, one row after the other.
+
+    FBGEMM's op of that name, with a static capacity in place of ``total_L``.
+
+    Args:
+        dense: ``[batch, length, ...]``.
+        offsets: ``[batch + 1]``, ascending from 0; a row longer than ``length`` goes on with zeros.
+        capacity: Length of the result, at least ``offsets[-1]``.
+
+    Returns:
+        ``[capacity, ...]``; zeros past ``offsets[-1]``.
+
+    Example:
+        >>> import numpy as np
+        >>> dense_to_jagged(np.array([[1, 2], [3, 4]]), np.array([0, 1, 3]), 4).tolist()
+        [1, 3, 4, 0]
+    """
+    rows, within = segment_ids(offsets, capacity), offsets_range(offsets, capacity)
+    return jnp.asarray(dense).at[rows, within].get(mode="fill", fill_value=0)

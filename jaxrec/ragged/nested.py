@@ -1,0 +1,141 @@
+"""Nested lists to flat columns at C speed, and back."""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxrec.ragged.columns import Column, is_integer, is_real
+
+
+def from_lists(feature: str, rows: Sequence[Any], weights: Sequence[Any] | None = None) -> Column:
+    """The column of a list of bags, each a list, tuple or one-dimensional array of ids.
+
+    Raises:
+        TypeError: An id is no integer, or a bag is no list.
+        ValueError: The weights are not shaped like the ids.
+    """
+    lengths, values = _flat(feature, "id", rows)
+    if weights is None:
+        return Column(values, lengths)
+    weight_lengths, flat_weights = _flat(feature, "weight", weights)
+    if len(weight_lengths) != len(lengths):
+        raise ValueError(
+            f"feature {feature!r} has {len(lengths)} samples but weights for {len(weight_lengths)}"
+        )
+    if (differs := np.flatnonzero(weight_lengths != lengths)).size:
+        sample = differs[0]
+        raise ValueError(
+            f"feature {feature!r}, sample {sample}: {lengths[sample]} ids but "
+            f"{weight_lengths[sample]} weights; each id needs one weight"
+        )
+    return Column(values, lengths, flat_weights)
+
+
+def flat_elements(rows: Sequence[Any]) -> tuple[np.ndarray, np.ndarray]:
+    """Concatenation and lengths of rows of numbers, or of arrays of one shape.
+
+    Returns:
+        ``[elements, ...]`` of at most 32 bits, and ``[rows]`` int64.
+
+    Raises:
+        TypeError: Elements are no numbers, or of several shapes.
+        ValueError: An integer does not fit int32.
+    """
+    lengths = np.fromiter(map(len, rows), np.int64, len(rows))
+    if filled := list(filter(len, rows)):
+        try:
+            values = np.concatenate(list(map(np.asarray, filled)))
+        except ValueError as error:
+            raise TypeError(f"the rows' elements have several shapes: {error}") from error
+    else:
+        values = np.zeros(0, np.int32)
+    if values.dtype.kind not in "iufbV" and not is_real(values.dtype.type):
+        raise TypeError(f"the rows' elements must be numbers, not of type {values.dtype}")
+    if values.dtype.kind in "iu" and values.dtype.itemsize > 2:
+        if values.size and (values.min() < -(2**31) or values.max() >= 2**31):
+            extreme = max(int(values.max()), int(values.min()), key=abs)
+            raise ValueError(f"{extreme} does not fit int32; see split_int64")
+        values = values.astype(np.int32)
+    return values.astype(np.float32) if values.dtype == np.float64 else values, lengths
+
+
+def to_lists(values: np.ndarray, lengths: np.ndarray) -> list[list[Any]]:
+    """Rows of a padded column as nested lists of Python numbers."""
+    ends = itertools.accumulate(lengths.tolist(), initial=0)
+    flat = values[: int(lengths.sum())].tolist()
+    return [flat[start:end] for start, end in itertools.pairwise(ends)]
+
+
+def _flat(feature: str, what: str, rows: Sequence[Any]) -> tuple[np.ndarray, np.ndarray]:
+    """Lengths and concatenation of rows; no Python code runs per sample or per id."""
+    if isinstance(rows, str | bytes | Mapping) or not hasattr(rows, "__len__"):
+        raise TypeError(f"feature {feature!r} is {_shown(rows)}; expected a list of lists")
+    kinds = set(map(type, rows))
+    if not all(issubclass(kind, list | tuple | np.ndarray) for kind in kinds):
+        sample, row = _first(rows, lambda row: not isinstance(row, list | tuple | np.ndarray))
+        raise TypeError(
+            f"feature {feature!r}, sample {sample} is {_shown(row)}; expected a list of {what}s "
+            "(empty where there are none; from_dense takes one id per sample)"
+        )
+    if kinds == {np.ndarray}:
+        return _flat_arrays(feature, what, rows)
+    if any(issubclass(kind, np.ndarray) for kind in kinds):
+        rows = [np.atleast_1d(row).tolist() if isinstance(row, np.ndarray) else row for row in rows]
+    accepts, dtype = (is_integer, np.int64) if what == "id" else (is_real, np.float32)
+    chain = itertools.chain.from_iterable
+    if not all(map(accepts, set(map(type, chain(rows))))):
+        sample, row = _first(rows, lambda row: not all(map(accepts, map(type, row))))
+        value = next(value for value in row if not accepts(type(value)))
+        raise TypeError(_not_accepted(feature, sample, what, _shown(value)))
+    lengths = np.fromiter(map(len, rows), np.int64, len(rows))
+    try:
+        return lengths, np.fromiter(chain(rows), dtype, lengths.sum())
+    except OverflowError:  # an int beyond 64 bits: kept whole, for the bounds check to name
+        return lengths, np.array(list(chain(rows)), object)
+
+
+def _flat_arrays(
+    feature: str, what: str, rows: Sequence[np.ndarray]
+) -> tuple[np.ndarray, np.ndarray]:
+    """`_flat` of rows that are all arrays."""
+    if set(map(operator.attrgetter("ndim"), rows)) != {1}:
+        sample, row = _first(rows, lambda row: row.ndim != 1)
+        raise TypeError(
+            f"feature {feature!r}, sample {sample} has shape {row.shape}; "
+            f"expected a one-dimensional array of {what}s"
+        )
+    lengths = np.fromiter(map(len, rows), np.int64, len(rows))
+    filled = list(filter(len, rows))  # the type of an empty array says nothing
+    if not filled:
+        return lengths, np.zeros(0, np.int64 if what == "id" else np.float32)
+    accepts = is_integer if what == "id" else is_real
+    dtypes = set(map(operator.attrgetter("dtype"), filled))
+    if not all(accepts(dtype.type) for dtype in dtypes):
+        sample, row = _first(rows, lambda row: row.size > 0 and not accepts(row.dtype.type))
+        raise TypeError(_not_accepted(feature, sample, what, f"of type {row.dtype}"))
+    dtype = np.result_type(*dtypes) if what == "id" else np.float32
+    # NumPy would make float64 of int64 with uint64, and lose digits.
+    exact = object if what == "id" and dtype.kind == "f" else dtype
+    return lengths, np.concatenate(
+        [row.astype(exact) for row in filled] if exact is object else filled,
+        dtype=exact,
+        casting="unsafe",
+    )
+
+
+def _first(rows: Sequence[Any], is_wrong: Any) -> tuple[int, Any]:
+    return next((sample, row) for sample, row in enumerate(rows) if is_wrong(row))
+
+
+def _not_accepted(feature: str, sample: int, what: str, shown: str) -> str:
+    wanted = "an integer" if what == "id" else "a real number"
+    return f"feature {feature!r}, sample {sample}: {what} {shown} is not {wanted}"
+
+
+def _shown(value: object) -> str:
+    return f"{value!r:.60} ({type(value).__name__})"

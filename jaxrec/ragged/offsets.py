@@ -1,0 +1,76 @@
+"""Lengths, offsets and what follows from them: segment ids and positions within a segment."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jaxtyping import Array, Int, Int32
+
+from jaxrec.ragged.arrays import AnyArray, namespace
+
+
+def complete_cumsum(lengths: Int[AnyArray, "*rows n"]) -> Int[AnyArray, "*rows n+1"]:
+    """``[0, l0, l0 + l1, ...]`` along the last axis: the offsets of segments of given lengths.
+
+    FBGEMM's ``asynchronous_complete_cumsum``.
+
+    Example:
+        >>> import numpy as np
+        >>> complete_cumsum(np.array([2, 0, 3], np.int32))
+        array([0, 2, 2, 5], dtype=int32)
+    """
+    xp = namespace(lengths)
+    zero = xp.zeros((*lengths.shape[:-1], 1), lengths.dtype)
+    return xp.concatenate([zero, inclusive_cumsum(lengths)], axis=-1)
+
+
+def inclusive_cumsum(lengths: Int[AnyArray, "*rows n"]) -> Int[AnyArray, "*rows n"]:
+    """``[l0, l0 + l1, ...]`` along the last axis, in the type of ``lengths``."""
+    return namespace(lengths).cumsum(lengths, axis=-1, dtype=lengths.dtype)
+
+
+def exclusive_cumsum(lengths: Int[AnyArray, "*rows n"]) -> Int[AnyArray, "*rows n"]:
+    """``[0, l0, l0 + l1, ...]`` without the total, along the last axis."""
+    return complete_cumsum(lengths)[..., :-1]
+
+
+def segment_ids(offsets: Int[AnyArray, " offsets"], capacity: int) -> Int32[Array, " {capacity}"]:
+    """The segment that each of ``capacity`` positions belongs to.
+
+    Args:
+        offsets: ``[segments + 1]``, ascending from 0.
+        capacity: Number of positions; those past ``offsets[-1]`` are padding.
+
+    Returns:
+        ``[capacity]`` int32; at padding the number of segments, which scatters leave out.
+
+    Example:
+        >>> import numpy as np
+        >>> segment_ids(np.array([0, 2, 2, 3]), 5).tolist()
+        [0, 0, 2, 3, 3]
+    """
+    ends = jnp.zeros(capacity, jnp.int32).at[offsets[1:]].add(1, mode="drop")
+    return jnp.cumsum(ends, dtype=jnp.int32)
+
+
+def offsets_range(offsets: Int[AnyArray, " offsets"], capacity: int) -> Int32[Array, " {capacity}"]:
+    """Position of each element in its own segment: 0, 1, 2, ..., from 0 again in each segment.
+
+    FBGEMM's ``offsets_range``; ``offsets`` here includes the last one, so that padding is known.
+
+    Args:
+        offsets: ``[segments + 1]``, ascending from 0.
+        capacity: Number of positions; those past ``offsets[-1]`` are padding and give 0.
+
+    Example:
+        >>> import numpy as np
+        >>> offsets_range(np.array([0, 2, 2, 5]), 6).tolist()
+        [0, 1, 0, 1, 2, 0]
+    """
+    places = jnp.arange(capacity, dtype=jnp.int32)
+    starts = jnp.asarray(offsets).astype(jnp.int32)[segment_ids(offsets, capacity)]
+    return jnp.where(places < offsets[-1], places - starts, 0)
+
+
+def lengths_range(lengths: Int[AnyArray, " n"], capacity: int) -> Int32[Array, " {capacity}"]:
+    """`offsets_range` of segments given by their lengths."""
+    return offsets_range(complete_cumsum(lengths), capacity)

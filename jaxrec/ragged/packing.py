@@ -1,0 +1,170 @@
+"""Columns on the host packed into the arrays of one padded batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, TypedDict
+
+import numpy as np
+
+from jaxrec.ragged.bounds import BoundsMode, check_ids
+from jaxrec.ragged.capacity import rung
+from jaxrec.ragged.columns import Column, integers
+
+
+class Packed(NamedTuple):
+    """The fields of a `KeyedJaggedArray`, on the host."""
+
+    values: np.ndarray
+    lengths: np.ndarray
+    weights: np.ndarray | None
+    inverse_indices: np.ndarray | None
+    keys: tuple[str, ...]
+    capacities: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+class PackOptions(TypedDict, total=False):
+    """What the constructors of a `KeyedJaggedArray` from host data have in common.
+
+    Attributes:
+        inverse_indices: ``[keys, batch]`` integers, the bag of each sample; features may then have
+            different numbers of bags. Without it bag ``b`` is sample ``b``'s.
+        capacities: Capacity of some keys' segments by name, or of all in order. Of the others the
+            `rung` that holds their ids.
+        bounds: Rows of the features' tables by name: ids must be below. Ids of a feature without a
+            bound must fit int32.
+        bounds_mode: ``"raise"`` on an id outside (the default), ``"clamp"`` it to 0 with one
+            warning that counts them, or ``"ignore"``: 0 without a word. The last two leave -1
+            alone, FBGEMM's mark of a pruned row.
+    """
+
+    inverse_indices: Any | None
+    capacities: Mapping[str, int] | Sequence[int] | None
+    bounds: Mapping[str, int] | None
+    bounds_mode: BoundsMode
+
+
+def pack(
+    keys: Sequence[str],
+    columns: Sequence[Column],
+    *,
+    varied_strides: bool = False,
+    inverse_indices: Any | None = None,
+    capacities: Mapping[str, int] | Sequence[int] | None = None,
+    bounds: Mapping[str, int] | None = None,
+    bounds_mode: str = "raise",
+) -> Packed:
+    """Checks the columns and packs them, each into its own segment of static capacity.
+
+    Args:
+        keys: Names of the features.
+        columns: Their data.
+        varied_strides: Whether the columns may have different numbers of bags without
+            ``inverse_indices``.
+        inverse_indices, capacities, bounds, bounds_mode: See `PackOptions`.
+
+    Raises:
+        ValueError: A key occurs twice, numbers of bags differ, some but not all features are
+            weighted, a capacity is too small, an inverse index or an id is out of range.
+    """
+    keys = tuple(keys)
+    if repeated := {key for key in keys if keys.count(key) > 1}:
+        raise ValueError(f"keys must differ, but {sorted(repeated)} occur more than once in {keys}")
+    strides = tuple(column.lengths.size for column in columns)
+    if inverse_indices is not None:
+        inverse_indices = _checked_inverse(keys, strides, inverse_indices)
+    elif not varied_strides and len(set(strides)) > 1:
+        raise ValueError(
+            "features have different numbers of samples: "
+            + ", ".join(f"{key!r} {stride}" for key, stride in zip(keys, strides, strict=True))
+            + "; pass inverse_indices= (the bag of each sample) if bags are shared by samples"
+        )
+    weighted = [column.weights is not None for column in columns]
+    if any(weighted) and not all(weighted):
+        bare = [key for key, has in zip(keys, weighted, strict=True) if not has]
+        raise ValueError(f"features {bare} have no weights, but others do; give all or none")
+
+    checked = check_ids(dict(zip(keys, columns, strict=True)), dict(bounds or {}), bounds_mode)
+    columns = list(checked.values())
+    needed = [column.values.size for column in columns]
+    capacities = pinned_capacities(keys, needed, capacities)
+    return Packed(
+        values=_padded([column.values for column in columns], capacities, np.int32),
+        lengths=_joined([column.lengths for column in columns], np.int32),
+        weights=_padded_weights(columns, capacities) if any(weighted) else None,
+        inverse_indices=inverse_indices,
+        keys=keys,
+        capacities=capacities,
+        strides=strides,
+    )
+
+
+def pinned_capacities(
+    keys: Sequence[str],
+    needed: Sequence[int],
+    capacities: Mapping[str, int] | Sequence[int] | None,
+) -> tuple[int, ...]:
+    """The capacity of each key: the one asked for, else the `rung` that holds what it needs.
+
+    Raises:
+        ValueError: One is too small, is given for a key that is not there, or they are too many.
+    """
+    if capacities is None:
+        capacities = {}
+    if not isinstance(capacities, Mapping):
+        if len(capacities) != len(keys):
+            raise ValueError(f"{len(capacities)} capacities for {len(keys)} keys {tuple(keys)}")
+        capacities = dict(zip(keys, capacities, strict=True))
+    if unknown := [key for key in capacities if key not in keys]:
+        raise ValueError(f"capacities name {unknown}, but the keys are {list(keys)}")
+    pinned = tuple(
+        int(capacities.get(key, rung(count))) for key, count in zip(keys, needed, strict=True)
+    )
+    for key, count, capacity in zip(keys, needed, pinned, strict=True):
+        if capacity < count:
+            raise ValueError(
+                f"feature {key!r} has {count} ids, but its capacity is {capacity}; "
+                f"give it at least {count} (on the ladder: {rung(count)})"
+            )
+    if sum(pinned) >= 2**31:
+        raise ValueError(f"a batch holds fewer than 2**31 ids, but capacities sum to {sum(pinned)}")
+    return pinned
+
+
+def _padded(
+    arrays: Sequence[np.ndarray], capacities: Sequence[int], dtype: np.typing.DTypeLike
+) -> np.ndarray:
+    """Each array at the front of its segment; zeros behind it."""
+    padded = np.zeros(sum(capacities), dtype)
+    start = 0
+    for array, capacity in zip(arrays, capacities, strict=True):
+        padded[start : start + array.size] = array
+        start += capacity
+    return padded
+
+
+def _padded_weights(columns: Sequence[Column], capacities: Sequence[int]) -> np.ndarray:
+    weights = [column.weights for column in columns]
+    dtypes = {array.dtype for array in weights}
+    return _padded(weights, capacities, dtypes.pop() if len(dtypes) == 1 else np.float32)
+
+
+def _joined(arrays: Sequence[np.ndarray], dtype: np.typing.DTypeLike) -> np.ndarray:
+    return np.concatenate([np.zeros(0, dtype), *arrays], dtype=dtype, casting="unsafe")
+
+
+def _checked_inverse(keys: Sequence[str], strides: Sequence[int], inverse: Any) -> np.ndarray:
+    inverse = integers("inverse_indices", "index", inverse)
+    if inverse.ndim != 2 or inverse.shape[0] != len(keys):
+        raise ValueError(
+            f"inverse_indices has shape {inverse.shape}; expected [{len(keys)} keys, batch]"
+        )
+    wrong = (inverse < 0) | (inverse >= np.array(strides)[:, None])
+    if wrong.any():
+        key, sample = np.argwhere(wrong)[0]
+        raise ValueError(
+            f"inverse_indices of feature {keys[key]!r}, sample {sample} is {inverse[key, sample]}, "
+            f"but the feature has {strides[key]} bags"
+        )
+    return inverse.astype(np.int32)

@@ -1,0 +1,79 @@
+"""Ragged batches as text: nested lists while they are small and their numbers are known."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+
+_LARGEST = 64
+
+
+def keyed_jagged(batch: Any) -> str:
+    """A `KeyedJaggedArray`: the bags of each key, or the shapes of its arrays."""
+    if not _is_small(batch.values, batch.lengths, batch.weights, batch.inverse_indices):
+        return (
+            f"KeyedJaggedArray(keys={_cut(batch.keys)}, values={_shape(batch.values)}, "
+            f"lengths={_shape(batch.lengths)}, weights={_shape(batch.weights)}, "
+            f"inverse_indices={_shape(batch.inverse_indices)}, "
+            f"capacities={_cut(batch.capacities)}, strides={_cut(batch.strides)})"
+        )
+    lines = [f"KeyedJaggedArray(batch_size={batch.batch_size}, {{"]
+    for index, key in enumerate(batch.keys):
+        column = batch._column(index)
+        line = f"    {key!r}: {column.to_lists()}"
+        if column.weights is not None:
+            line += f" weights {column.weights_to_lists()}"
+        if batch.inverse_indices is not None:
+            line += f" inverse {batch.inverse_indices[index].tolist()}"
+        lines.append(line + ",")
+    return "\n".join([*lines, "})"])
+
+
+def jagged(column: Any) -> str:
+    """A `JaggedArray`: its rows, or the shapes of its arrays."""
+    if not _is_small(column.values, column.lengths, column.weights):
+        return (
+            f"JaggedArray(values={_shape(column.values)}, lengths={_shape(column.lengths)}, "
+            f"weights={_shape(column.weights)})"
+        )
+    rows = f"JaggedArray({column.to_lists()}"
+    if column.weights is not None:
+        rows += f", weights={column.weights_to_lists()}"
+    return f"{rows}, capacity={column.capacity})"
+
+
+def keyed(array: Any) -> str:
+    """A `KeyedArray`: the columns of each key."""
+    dims = ", ".join(f"{key!r}: {dim}" for key, dim in zip(array.keys, array.dims, strict=True))
+    return f"KeyedArray(values={_shape(array.values)}, dims={{{dims}}})"
+
+
+def _is_small(*arrays: Any) -> bool:
+    """Whether all are arrays with known numbers here, and few of them."""
+    return all(
+        array is None
+        or (
+            isinstance(array, np.ndarray | jax.Array)
+            and not isinstance(array, jax.core.Tracer)
+            and getattr(array, "is_fully_addressable", True)
+            and not (isinstance(array, jax.Array) and array.is_deleted())
+            and array.size <= _LARGEST
+        )
+        for array in arrays
+    )
+
+
+def _shape(leaf: Any) -> str:
+    if leaf is None or not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
+        return repr(leaf)
+    return f"{leaf.dtype}{list(leaf.shape)}"
+
+
+def _cut(items: tuple[Any, ...]) -> str:
+    return (
+        repr(items)
+        if len(items) <= 8
+        else f"({', '.join(map(repr, items[:8]))}, ... {len(items)} in all)"
+    )
