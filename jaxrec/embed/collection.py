@@ -122,7 +122,8 @@ class EmbeddingBagCollection(Collection):
     """Tables whose rows are pooled over each bag of ids.
 
     Args:
-        tables: The tables. Those of equal width, type and optimizer are stored and looked up as one.
+        tables: The tables. Those of equal width, type and optimizer are stored and looked up
+            together.
         optimizer: How rows change, for tables that do not say it themselves; row-wise Adagrad if
             None. The update happens in `jaxrec.Optimizer.update`.
         is_weighted: Whether each row is multiplied by its id's weight. The mean divides by the

@@ -243,7 +243,7 @@ def list_gradients(model, batches):
 def test_micro_batches_make_one_update(accumulate):
     """Accumulated gradients update as the whole batch does, each row once."""
     whole = [make_batch(s) for s in range(3)]
-    lists = {k: sum((f.to_lists()[k] for f, _ in whole), []) for k in ROWS}
+    lists = {k: [bag for f, _ in whole for bag in f.to_lists()[k]] for k in ROWS}
     all_features = jaxrec.KeyedJaggedArray.from_lists(lists)
     all_labels = np.concatenate([labels for _, labels in whole])
 
@@ -328,7 +328,7 @@ def test_other_state_of_the_model_moves_on():
 
 def test_a_model_without_tables():
     model = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
-    loss, gradients = jaxrec.value_and_grad(lambda m: m(jnp.ones((2, 3))).sum())(model)
+    _, gradients = jaxrec.value_and_grad(lambda m: m(jnp.ones((2, 3))).sum())(model)
     assert gradients.tables == {}
     jaxrec.Optimizer(model, optax.sgd(0.1)).update(model, gradients)
 
@@ -336,7 +336,7 @@ def test_a_model_without_tables():
 def test_a_collection_that_the_loss_does_not_use():
     model = Ranker(nnx.Rngs(0))
     before = tables_of(model)
-    loss, gradients = jaxrec.value_and_grad(lambda m: m.over(jnp.ones((2, 14))).sum())(model)
+    _, gradients = jaxrec.value_and_grad(lambda m: m.over(jnp.ones((2, 14))).sum())(model)
     jaxrec.Optimizer(model, optax.sgd(0.1)).update(model, gradients)
     for name, table in tables_of(model).items():
         np.testing.assert_array_equal(table, before[name])

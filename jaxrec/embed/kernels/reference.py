@@ -113,9 +113,7 @@ def fused_update(
         return array.at[runs.unique].get(mode="fill", fill_value=0, indices_are_sorted=True)
 
     def put(array: Array, values: Array) -> Array:
-        return array.at[runs.unique].set(
-            values.astype(array.dtype), mode="drop", indices_are_sorted=True
-        )
+        return _put_rows(array, runs.unique, values.astype(array.dtype))
 
     rows, new_state = optimizer.update(
         at_runs(table).astype(jnp.float32), gradients, jax.tree.map(at_runs, state), step
@@ -123,6 +121,25 @@ def fused_update(
     if optimizer.stochastic_rounding:
         rows = round_rows(rows, runs.unique, step, table.dtype)
     return put(table, rows), jax.tree.map(put, state, new_state)
+
+
+def _put_rows(array: Array, rows: Int32[Array, " n"], values: Array) -> Array:
+    """Sets ascending rows in place; those past the end are left out."""
+
+    def scatter(array: Array) -> Array:
+        return array.at[rows].set(values, mode="drop", indices_are_sorted=True)
+
+    def one_by_one(array: Array) -> Array:
+        def put(i, array):
+            return jax.lax.dynamic_update_slice_in_dim(array, values[i][None], rows[i], 0)
+
+        used = jnp.searchsorted(rows, array.shape[0]).astype(jnp.int32)
+        return jax.lax.fori_loop(0, used, put, array)
+
+    if array.dtype.itemsize == 4:
+        return scatter(array)
+    # On CPUs XLA scatters 16-bit floats through a float32 copy of the whole table.
+    return jax.lax.platform_dependent(array, cpu=one_by_one, default=scatter)
 
 
 def _clip_norm(
