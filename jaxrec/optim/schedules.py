@@ -82,10 +82,10 @@ class WarmupStage:
 
     def __post_init__(self) -> None:
         checks.one_of(self, "policy", _POLICIES)
-        checks.counts(self, "max_iters", "sgdr_period")
+        checks.count(self, "max_iters", "sgdr_period")
         checks.non_negative(self, "value", "lr_scale")
         if self.decay_iters is not None:
-            checks.counts(self, "decay_iters")
+            checks.count(self, "decay_iters")
         if self.policy == "interpolate":
             checks.non_negative(self, "start_interpolating_iters", "end_value")
             if self.start_interpolating_iters >= self.max_iters:

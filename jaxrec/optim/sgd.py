@@ -66,9 +66,10 @@ class momentum_sgd(RowOptimizer):
         >>> import jax.numpy as jnp
         >>> import jaxrec.optim
         >>> optimizer = jaxrec.optim.momentum_sgd(learning_rate=0.5, momentum=0.5)
-        >>> rows, state = jnp.ones((1, 2)), optimizer.init(1, 2)
+        >>> rows, gradients = jnp.ones((1, 2)), jnp.array([[0.5, -1.0]])
+        >>> state = optimizer.init(1, 2)
         >>> for step in range(2):
-        ...     rows, state = optimizer.update(rows, jnp.array([[0.5, -1.0]]), state, jnp.int32(step))
+        ...     rows, state = optimizer.update(rows, gradients, state, jnp.int32(step))
         >>> rows.tolist(), state["momentum"].tolist()
         ([[0.375, 2.25]], [[0.75, -1.5]])
     """

@@ -18,7 +18,9 @@ from tests import golden
 CASES = [pytest.param(name, case, id=name) for name, case in golden.cases("optim")]
 
 # Shapes common to all cases, so that few programs are compiled.
-NUM_ROWS, BATCH, CAPACITY = 20, 8, 64
+NUM_ROWS, BATCH, NUM_IDS = 20, 8, 96
+
+flatten_bags = jax.jit(reference.flatten_bags, static_argnums=(3, 4))
 
 # FBGEMM's optimizer (or, where it has it on GPUs only, the beginning of the case's name), then
 # which of its states each of ours is.
@@ -166,21 +168,22 @@ def test_fused_update(name, case):
     optimizer, states = optimizer_of(name, case)
     for table in range(len(meta["rows"])):
         features = features_of(case, table)
+        capacity = NUM_IDS // len(features)
         layout = BagLayout(
-            id_starts=tuple(i * CAPACITY for i in range(len(features))),
-            capacities=(CAPACITY,) * len(features),
+            id_starts=tuple(i * capacity for i in range(len(features))),
+            capacities=(capacity,) * len(features),
             length_starts=tuple(i * BATCH for i in range(len(features))),
             strides=(BATCH,) * len(features),
             row_offsets=(0,) * len(features),
-            row_counts=(meta["rows"][table],) * len(features),
+            row_counts=(NUM_ROWS,) * len(features),
             means=(meta["pooling"] == "MEAN",) * len(features),
         )
         rows = first_rows(arrays, table)
         state = optimizer.init(*rows.shape)
         for step in range(1, meta["steps"] + 1):
             # Padding holds ids that exist, to show that it is not looked at.
-            ids = np.ones((len(features), CAPACITY), np.int32)
-            weights = np.ones((len(features), CAPACITY), np.float32)
+            ids = np.ones((len(features), capacity), np.int32)
+            weights = np.ones((len(features), capacity), np.float32)
             lengths = np.zeros((len(features), BATCH), np.int32)
             gradients = np.ones((BATCH, len(features), meta["dims"][table]), np.float32)
             for i, feature in enumerate(features):
@@ -190,7 +193,7 @@ def test_fused_update(name, case):
                     ids[i, start:end], weights[i, start:end] = bag[:2]
                     lengths[i, sample] = len(bag[0])
                     gradients[sample, i] = bag[2]
-            lookups = reference.flatten_bags(
+            lookups = flatten_bags(
                 jnp.asarray(ids.ravel()),
                 jnp.asarray(lengths.ravel()),
                 jnp.asarray(weights.ravel()) if meta["weighted"] else None,
