@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import jax.numpy as jnp
 import numpy as np
@@ -19,3 +19,17 @@ def namespace(*arrays: object) -> types.ModuleType:
     """
     on_host = all(isinstance(array, np.ndarray) for array in arrays if array is not None)
     return np if on_host else jnp
+
+
+def to_device(array: Any) -> Array:
+    """``array`` as a JAX array, whole.
+
+    Raises:
+        ValueError: It is NumPy's and holds integers that JAX would cut to 32 bits.
+    """
+    if isinstance(array, np.ndarray) and array.dtype.kind in "iu" and array.size:
+        bounds = jnp.iinfo(jnp.asarray(array[:0]).dtype)
+        if array.min() < bounds.min or array.max() > bounds.max:
+            extreme = max(int(array.max()), int(array.min()), key=abs)
+            raise ValueError(f"{extreme} does not fit {bounds.dtype}; see split_int64")
+    return jnp.asarray(array)

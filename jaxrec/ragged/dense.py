@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 from jaxtyping import Array, Int, Shaped
 
-from jaxrec.ragged.arrays import AnyArray
+from jaxrec.ragged.arrays import AnyArray, to_device
 from jaxrec.ragged.offsets import offsets_range, segment_ids
 
 Offsets = Int[AnyArray, " offsets"]
@@ -54,13 +54,13 @@ def jagged_to_padded_dense(
     exists = jnp.ones(rows.shape, bool)
     for level, size in zip(levels, sizes, strict=True):
         level = jnp.asarray(level).astype(jnp.int32)
-        within = jnp.arange(size, dtype=jnp.int32)
-        starts = level[rows][..., None]
-        exists = exists[..., None] & (within < level[rows + 1][..., None] - starts)
+        starts, ends = level[rows][..., None], level[rows + 1][..., None]
+        within = jnp.arange(size, dtype=jnp.int32).reshape((1,) * rows.ndim + (size,))
+        exists = exists[..., None] & (within < ends - starts)
         rows = jnp.where(exists, starts + within, 0)
     # An index past the end is filled rather than read, and has no gradient to give back.
     places = jnp.where(exists, rows, values.shape[0])
-    return jnp.asarray(values).at[places].get(mode="fill", fill_value=padding_value)
+    return to_device(values).at[places].get(mode="fill", fill_value=padding_value)
 
 
 def dense_to_jagged(
@@ -86,4 +86,4 @@ def dense_to_jagged(
         [1, 3, 4, 0]
     """
     rows, within = segment_ids(offsets, capacity), offsets_range(offsets, capacity)
-    return jnp.asarray(dense).at[rows, within].get(mode="fill", fill_value=0)
+    return to_device(dense).at[rows, within].get(mode="fill", fill_value=0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -42,9 +42,6 @@ class JaggedArray:
     values: Shaped[AnyArray, capacity * element]
     lengths: Int32[AnyArray, " batch"]
     weights: Shaped[AnyArray, capacity * weight] | None = None
-
-    # JAX rebuilds pytrees around leaves that are no arrays (axes, shardings, None).
-    __no_type_check__: ClassVar[bool] = True
 
     @classmethod
     def from_lists(

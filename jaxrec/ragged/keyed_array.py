@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from typing import ClassVar
 
 import jax
 from jaxtyping import Float
@@ -36,9 +35,6 @@ class KeyedArray:
     values: Float[AnyArray, "batch columns"]
     keys: tuple[str, ...] = dataclasses.field(default=(), metadata={"static": True})
     dims: tuple[int, ...] = dataclasses.field(default=(), metadata={"static": True})
-
-    # JAX rebuilds pytrees around leaves that are no arrays (axes, shardings, None).
-    __no_type_check__: ClassVar[bool] = True
 
     @classmethod
     def from_arrays(cls, arrays: Mapping[str, Float[AnyArray, "batch _"]]) -> KeyedArray:

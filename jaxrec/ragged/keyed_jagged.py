@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, ClassVar, Unpack
+from typing import Any, Unpack
 
 import jax
 import numpy as np
@@ -60,9 +60,6 @@ class KeyedJaggedArray:
     keys: tuple[str, ...] = dataclasses.field(default=(), metadata={"static": True})
     capacities: tuple[int, ...] = dataclasses.field(default=(), metadata={"static": True})
     strides: tuple[int, ...] = dataclasses.field(default=(), metadata={"static": True})
-
-    # JAX rebuilds pytrees around leaves that are no arrays (axes, shardings, None).
-    __no_type_check__: ClassVar[bool] = True
 
     @classmethod
     def from_lists(

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import jax.numpy as jnp
-from jaxtyping import Array, Int, Int32
+from jaxtyping import Array, Int, Int32, Shaped
 
-from jaxrec.ragged.arrays import AnyArray, namespace
+from jaxrec.ragged.arrays import AnyArray, namespace, to_device
 
 
 def complete_cumsum(lengths: Int[AnyArray, "*rows n"]) -> Int[AnyArray, "*rows n+1"]:
@@ -74,3 +74,12 @@ def offsets_range(offsets: Int[AnyArray, " offsets"], capacity: int) -> Int32[Ar
 def lengths_range(lengths: Int[AnyArray, " n"], capacity: int) -> Int32[Array, " {capacity}"]:
     """`offsets_range` of segments given by their lengths."""
     return offsets_range(complete_cumsum(lengths), capacity)
+
+
+def without_padding(
+    values: Shaped[AnyArray, capacity * element], offsets: Int[AnyArray, " offsets"]
+) -> Shaped[Array, capacity * element]:
+    """The values with zeros past the last offset, whatever stood there."""
+    used = jnp.arange(values.shape[0], dtype=jnp.int32) < offsets[-1]
+    used = used.reshape(-1, *(1,) * (values.ndim - 1))
+    return jnp.where(used, to_device(values), jnp.zeros((), values.dtype))

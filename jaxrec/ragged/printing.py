@@ -12,7 +12,8 @@ _LARGEST = 64
 
 def keyed_jagged(batch: Any) -> str:
     """A `KeyedJaggedArray`: the bags of each key, or the shapes of its arrays."""
-    if not _is_small(batch.values, batch.lengths, batch.weights, batch.inverse_indices):
+    fields = (batch.values, batch.lengths, batch.weights, batch.inverse_indices)
+    if not _is_small(*fields) or batch.values.shape != (sum(batch.capacities),):
         return (
             f"KeyedJaggedArray(keys={_cut(batch.keys)}, values={_shape(batch.values)}, "
             f"lengths={_shape(batch.lengths)}, weights={_shape(batch.weights)}, "
@@ -33,7 +34,8 @@ def keyed_jagged(batch: Any) -> str:
 
 def jagged(column: Any) -> str:
     """A `JaggedArray`: its rows, or the shapes of its arrays."""
-    if not _is_small(column.values, column.lengths, column.weights):
+    fields = (column.values, column.lengths, column.weights)
+    if not _is_small(*fields) or column.lengths.ndim != 1:
         return (
             f"JaggedArray(values={_shape(column.values)}, lengths={_shape(column.lengths)}, "
             f"weights={_shape(column.weights)})"
@@ -52,16 +54,17 @@ def keyed(array: Any) -> str:
 
 def _is_small(*arrays: Any) -> bool:
     """Whether all are arrays with known numbers here, and few of them."""
-    return all(
-        array is None
-        or (
-            isinstance(array, np.ndarray | jax.Array)
-            and not isinstance(array, jax.core.Tracer)
-            and getattr(array, "is_fully_addressable", True)
-            and not (isinstance(array, jax.Array) and array.is_deleted())
-            and array.size <= _LARGEST
-        )
-        for array in arrays
+    return all(array is None or (_is_known(array) and array.size <= _LARGEST) for array in arrays)
+
+
+def _is_known(array: Any) -> bool:
+    if isinstance(array, np.ndarray):
+        return True
+    return (
+        isinstance(array, jax.Array)
+        and not isinstance(array, jax.core.Tracer)
+        and not array.is_deleted()
+        and array.is_fully_addressable
     )
 
 
@@ -72,8 +75,6 @@ def _shape(leaf: Any) -> str:
 
 
 def _cut(items: tuple[Any, ...]) -> str:
-    return (
-        repr(items)
-        if len(items) <= 8
-        else f"({', '.join(map(repr, items[:8]))}, ... {len(items)} in all)"
-    )
+    if len(items) <= 8:
+        return repr(items)
+    return f"({', '.join(map(repr, items[:8]))}, ... {len(items)} in all)"

@@ -1,0 +1,161 @@
+"""Rows and samples picked from ragged arrays."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int, Int32, Shaped
+
+from jaxrec.ragged.arrays import AnyArray, to_device
+from jaxrec.ragged.bag_layout import bag_ids, bag_starts
+from jaxrec.ragged.keyed_jagged import KeyedJaggedArray
+from jaxrec.ragged.offsets import complete_cumsum, offsets_range, segment_ids
+from jaxrec.ragged.packing import pinned_capacities
+
+
+def jagged_index_select(
+    values: Shaped[AnyArray, capacity * element],
+    lengths: Int[AnyArray, " rows"],
+    indices: Int[AnyArray, " selected"],
+    capacity: int | None = None,
+) -> tuple[Shaped[Array, out_capacity * element], Int32[Array, " selected"]]:
+    """Rows ``indices[0], indices[1], ...`` of a ragged array, one after the other.
+
+    FBGEMM's op of that name. Differentiable with respect to the values.
+
+    Args:
+        values: ``[capacity, ...]``.
+        lengths: ``[rows]``.
+        indices: ``[selected]`` from 0 to ``rows - 1``; they may repeat.
+        capacity: Room for elements in the result. None: the `rung` that holds them; not under jit.
+
+    Returns:
+        ``[capacity, ...]`` values with zeros as padding, and ``[selected]`` lengths. Under jit,
+        where no error can be raised, an index out of range gives an empty row, and elements beyond
+        the capacity are left out: lengths then sum to more than it.
+
+    Raises:
+        IndexError: An index is out of range.
+        TypeError: The capacity is missing under jit.
+        ValueError: The capacity is too small.
+
+    Example:
+        >>> import numpy as np
+        >>> rows = np.array([1, 2, 3], np.int32), np.array([1, 2], np.int32)
+        >>> values, lengths = jagged_index_select(*rows, np.array([1, 0, 1]), capacity=6)
+        >>> values.tolist(), lengths.tolist()
+        ([2, 3, 1, 2, 3, 0], [2, 1, 2])
+    """
+    _check_indices(indices, lengths.shape[0])
+    lengths, indices = jnp.asarray(lengths).astype(jnp.int32), jnp.asarray(indices)
+    indices = jnp.where(indices < 0, lengths.shape[0], indices)
+    out_lengths = lengths.at[indices].get(mode="fill", fill_value=0)
+    (capacity,) = _checked_capacities(
+        ("values",), out_lengths[None], None if capacity is None else [capacity]
+    )
+    out_offsets = complete_cumsum(out_lengths)
+    source = complete_cumsum(lengths)[indices][segment_ids(out_offsets, capacity)]
+    source = source + offsets_range(out_offsets, capacity)
+    source = jnp.where(jnp.arange(capacity) < out_offsets[-1], source, values.shape[0])
+    return to_device(values).at[source].get(mode="fill", fill_value=0), out_lengths
+
+
+def keyed_jagged_index_select(
+    features: KeyedJaggedArray,
+    indices: Int[AnyArray, " selected"],
+    capacities: Mapping[str, int] | Sequence[int] | None = None,
+) -> KeyedJaggedArray:
+    """The samples ``indices[0], indices[1], ...`` of a batch, for every key.
+
+    FBGEMM's ``keyed_jagged_index_select_dim1``. Where samples share bags (``inverse_indices``) the
+    bags stay as they are, and only the samples' places in them are picked.
+
+    Args:
+        features: The batch.
+        indices: ``[selected]`` from 0 to ``batch_size - 1``; they may repeat.
+        capacities: Capacities of the result, by name or in order. Of the others: under jit the
+            batch's own, which hold the ids of samples that do not repeat; else the `rung` that
+            holds what there is.
+
+    Returns:
+        A batch of ``selected`` samples. Under jit, where no error can be raised, an index out of
+        range gives an empty bag, and a key whose ids exceed its capacity has the id -1 (and the
+        weight NaN) throughout, which makes its embeddings NaN.
+
+    Raises:
+        IndexError: An index is out of range.
+        ValueError: A capacity is too small, or keys have different numbers of bags and no
+            ``inverse_indices``.
+
+    Example:
+        >>> import numpy as np
+        >>> batch = KeyedJaggedArray.from_lists({"f": [[1], [2, 3], [4]]})
+        >>> keyed_jagged_index_select(batch, np.array([1, 0])).to_lists()
+        {'f': [[2, 3], [1]]}
+    """
+    _check_indices(indices, features.batch_size)
+    indices = jnp.asarray(indices)
+    if features.inverse_indices is not None:
+        picked = jnp.asarray(features.inverse_indices)[:, indices]
+        return dataclasses.replace(features, inverse_indices=picked)
+    if len(set(features.strides)) > 1:
+        raise ValueError(
+            f"keys have different numbers of bags, {features.strides}, and no inverse_indices say "
+            "which sample has which"
+        )
+    indices = jnp.where(indices < 0, features.batch_size, indices)
+    by_key = (len(features.keys), features.batch_size)
+    lengths = jnp.asarray(features.lengths).reshape(by_key)
+    lengths = lengths.at[:, indices].get(mode="fill", fill_value=0)
+    if isinstance(lengths, jax.core.Tracer) and not isinstance(capacities, Sequence):
+        capacities = features.capacity_per_key | dict(capacities or {})
+    wanted = _checked_capacities(features.keys, lengths, capacities)
+
+    room = np.array(wanted, np.int32)[:, None]
+    ends = jnp.cumsum(lengths, axis=1, dtype=jnp.int32)
+    fitting = jnp.diff(jnp.minimum(ends, room), prepend=0, axis=1).reshape(-1)
+    strides = (indices.shape[0],) * len(features.keys)
+    bags = bag_ids(fitting, strides, wanted)
+    starts = bag_starts(features.lengths, features.strides, features.capacities).reshape(by_key)
+    starts = starts[:, indices].reshape(-1)
+    within = jnp.arange(sum(wanted), dtype=jnp.int32) - bag_starts(fitting, strides, wanted)[bags]
+    source = jnp.where(bags < fitting.shape[0], starts[bags] + within, features.values.shape[0])
+    lost = jnp.repeat(ends[:, -1:] > room, indices.shape[0], axis=1).reshape(-1)
+    lost = lost.at[bags].get(mode="fill", fill_value=False)
+    values = to_device(features.values).at[source].get(mode="fill", fill_value=0)
+    weights = features.weights
+    if weights is not None:
+        weights = jnp.asarray(weights).at[source].get(mode="fill", fill_value=0)
+        weights = jnp.where(lost, jnp.asarray(jnp.nan, weights.dtype), weights)
+    return KeyedJaggedArray(
+        jnp.where(lost, -1, values), fitting, weights, None, features.keys, wanted, strides
+    )
+
+
+def _check_indices(indices: Int[AnyArray, " selected"], count: int) -> None:
+    """An error for what can be known to be out of range."""
+    if isinstance(indices, jax.core.Tracer):
+        return
+    indices = np.asarray(indices)
+    if (wrong := np.flatnonzero((indices < 0) | (indices >= count))).size:
+        raise IndexError(
+            f"indices[{wrong[0]}] is {indices[wrong[0]]}; expected 0 to {count - 1}, one of "
+            f"{count} rows"
+        )
+
+
+def _checked_capacities(
+    keys: Sequence[str],
+    lengths: Int32[Array, "keys rows"],
+    capacities: Mapping[str, int] | Sequence[int] | None,
+) -> tuple[int, ...]:
+    """A capacity for each key, large enough as far as can be known."""
+    if not isinstance(lengths, jax.core.Tracer):
+        return pinned_capacities(keys, np.asarray(lengths.sum(axis=1)).tolist(), capacities)
+    if capacities is None:
+        raise TypeError("a static capacity= is needed under jit")
+    return pinned_capacities(keys, [0] * len(keys), capacities)
