@@ -62,11 +62,14 @@ def value_and_grad(
 
     @functools.wraps(loss)
     def evaluate(model: nnx.Module, *args: Any, **kwargs: Any) -> tuple[Any, Gradients]:
-        attach(model, probe_activations(loss, model, args, kwargs))
+        def bound(model: nnx.Module, *args: Any) -> Any:
+            return loss(model, *args, **kwargs)
+
+        attach(model, probe_activations(bound, model, args))
         try:
             value, gradients = nnx.value_and_grad(
-                loss, argnums=nnx.DiffState(0, nnx.Any(wrt, Tap)), has_aux=has_aux
-            )(model, *args, **kwargs)
+                bound, argnums=nnx.DiffState(0, nnx.Any(wrt, Tap)), has_aux=has_aux
+            )(model, *args)
             taps, dense = nnx.split_state(gradients, Tap, ...)
             tables = _table_gradients(model, taps)
         finally:

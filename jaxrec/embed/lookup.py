@@ -82,6 +82,7 @@ def lookup(
             "the collection is weighted and the batch has no weights; give them to the batch's "
             "constructor or make the collection with is_weighted=False"
         )
+    features = jax.tree.map(jnp.asarray, features)
     weights = features.weights if is_weighted else None
     look_up_all = _pooled if tables.layout.is_pooled else _per_id
     return look_up_all(tables, features, weights, jnp.dtype(dtype))

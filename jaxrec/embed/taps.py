@@ -77,17 +77,17 @@ def tapped_modules(model: nnx.Module) -> dict[str, TappedModule]:
 
 
 def probe_activations(
-    loss: Callable[..., Any], model: nnx.Module, args: tuple, kwargs: dict
+    loss: Callable[..., Any], model: nnx.Module, args: tuple
 ) -> dict[str, list[Any]]:
     """The shapes that each collection looks up in one evaluation of ``loss``, call by call."""
     probes = {path: TapProbe() for path in tapped_modules(model)}
 
-    def evaluate(model: nnx.Module, args: tuple, kwargs: dict) -> None:
+    def evaluate(model: nnx.Module, args: tuple) -> None:
         for path, module in tapped_modules(model).items():
             module.probe = probes[path]
-        loss(model, *args, **kwargs)
+        loss(model, *args)
 
-    nnx.eval_shape(evaluate, model, args, kwargs)
+    nnx.eval_shape(evaluate, model, args)
     return {path: probe.activations for path, probe in probes.items()}
 
 
