@@ -77,7 +77,7 @@ def test_without_regularization_is_adagrad():
 
 def test_a_rate_of_zero_leaves_rows_and_state():
     optimizer = optim.ftrl(lambda step: jnp.where(step == 0, 0.0, 0.1))
-    rows = np.ones((2, 3))
+    rows = np.full((2, 3), 0.5)
     found, state = train(optimizer, rows, [np.ones((2, 3))])
     np.testing.assert_array_equal(found, rows)
     assert all(not np.any(array) for array in state.values())
