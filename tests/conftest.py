@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 import jax
+import jaxtyping
+import pytest
 from jaxtyping import install_import_hook
 
 from tests.typecheck import typechecked
@@ -20,3 +23,11 @@ jax.config.update("jax_enable_compilation_cache", False)
 # From here on each annotated function of the package is checked as it is called: the types by
 # beartype, the shapes by jaxtyping.
 install_import_hook("jaxrec", f"{typechecked.__module__}.{typechecked.__name__}")
+
+
+@pytest.fixture
+def unchecked() -> Iterator[None]:
+    """Turns the checks of annotations off, to see what a user sees who gives a wrong type."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)

@@ -1,0 +1,277 @@
+"""The two collections against sums taken sample by sample in NumPy."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import jaxrec
+from tests import golden
+from tests.embed import oracle
+from tests.embed.test_golden import UNIT_SGD, assert_pooled_case, load_tables
+
+Bag = jaxrec.EmbeddingBagConfig
+
+ROWS = {"f": 13, "g": 7, "h": 5}
+TABLES = (
+    Bag("t0", 13, 5, feature_names=("f",)),
+    Bag("t1", 7, 3, feature_names=("g", "h"), pooling="mean"),
+    Bag("t2", 13, 5, feature_names=("g", "f"), pooling="mean"),
+    Bag("t3", 5, 1, feature_names=("h",)),
+)
+EXPECTED_KEYS = ("f@t0", "g@t1", "h@t1", "g@t2", "f@t2", "h@t3")
+
+
+def expected_pooled(collection, lists, weights=None):
+    blocks = [
+        oracle.pooled(
+            collection.table(table.name),
+            lists[feature],
+            weights and weights[feature],
+            table.pooling == "mean",
+        )
+        for table in collection.configs
+        for feature in table.feature_names
+    ]
+    return np.concatenate(blocks, axis=1)
+
+
+@pytest.fixture(scope="module")
+def collections():
+    return {
+        is_weighted: jaxrec.EmbeddingBagCollection(
+            [dataclasses.replace(t, num_embeddings=max(t.num_embeddings, 13)) for t in TABLES],
+            optimizer=UNIT_SGD,
+            is_weighted=is_weighted,
+            rngs=nnx.Rngs(0),
+        )
+        for is_weighted in (False, True)
+    }
+
+
+look_up = nnx.jit(lambda collection, batch: collection(batch))
+
+
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+@pytest.mark.parametrize("is_weighted", [False, True], ids=["plain", "weighted"])
+def test_pooled_lookup(collections, is_weighted, data):
+    bags = st.lists(st.lists(st.integers(0, 4), max_size=4), min_size=3, max_size=3)
+    lists = {feature: data.draw(bags, label=feature) for feature in ("h", "f", "g")}
+    rng = np.random.default_rng(data.draw(st.integers(0, 9)))
+    weights = oracle.random_weights(rng, lists) if is_weighted else None
+    batch = jaxrec.KeyedJaggedArray.from_lists(
+        lists, weights=weights, capacities=dict.fromkeys(lists, 12)
+    )
+    pooled = look_up(collections[is_weighted], batch)
+    expected = expected_pooled(collections[is_weighted], lists, weights)
+    assert pooled.keys == EXPECTED_KEYS
+    np.testing.assert_allclose(pooled.values, expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(pooled["h@t3"], pooled.values[:, -1:])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_table_types_and_output_type(dtype):
+    collection = jaxrec.EmbeddingBagCollection(
+        [Bag("a", 10, 4, dtype=dtype)], dtype="bfloat16", rngs=nnx.Rngs(0)
+    )
+    assert collection.table("a").dtype == dtype
+    lists = {"a": [[1, 2, 3], [], [4]]}
+    pooled = collection(oracle.keyed(lists))
+    assert pooled.values.dtype == jnp.bfloat16
+    expected = oracle.pooled(collection.table("a"), lists["a"])
+    np.testing.assert_allclose(
+        np.asarray(pooled.values, np.float64), expected, rtol=1e-2, atol=1e-3
+    )
+
+
+VBE_CASES = [(name, case) for name, case in golden.cases("vbe") if name.startswith("ebc")]
+
+
+@pytest.mark.parametrize(("name", "case"), VBE_CASES, ids=[name for name, _ in VBE_CASES])
+def test_variable_batch_per_feature(name, case):
+    """Recorded from TorchRec: bags are pooled once, for all samples that share them."""
+    arrays = golden.load("vbe", name)
+    keys = [str(key) for key in arrays["keys"]]
+    batch = jaxrec.KeyedJaggedArray.from_lengths(
+        keys=keys,
+        values=arrays["values"],
+        lengths=arrays["lengths"],
+        weights=arrays.get("weights"),
+        strides=arrays["stride_per_key"].tolist(),
+        inverse_indices=arrays["inverse_indices"],
+    )
+    table_names = sorted(name for name in arrays if name.startswith("table_"))
+    # The manifest leaves out which features each table has: one table per key, in order.
+    tables = [
+        Bag(
+            name.removeprefix("table_"),
+            *arrays[name].shape,
+            feature_names=(str(key),),
+            pooling=case["meta"]["pooling"].lower(),
+        )
+        for name, key in zip(table_names, arrays["out_keys"], strict=True)
+    ]
+    collection = jaxrec.EmbeddingBagCollection(
+        tables, optimizer=UNIT_SGD, is_weighted=case["meta"]["weighted"], rngs=nnx.Rngs(0)
+    )
+    load_tables(collection, arrays)
+    assert_pooled_case(collection, batch, arrays, case["tolerance"])
+
+
+def test_more_bags_than_samples():
+    """Bags that no sample has are pooled in vain, and their rows are not updated."""
+    batch = jaxrec.KeyedJaggedArray.from_lists(
+        {"a": [[1], [2], [3], [1, 4]]}, inverse_indices=[[3, 1]]
+    )
+    collection = jaxrec.EmbeddingBagCollection(
+        [Bag("a", 6, 2)], optimizer=UNIT_SGD, rngs=nnx.Rngs(0)
+    )
+    before = np.asarray(collection.table("a"))
+    pooled, gradients = jaxrec.value_and_grad(lambda m: m(batch).values.sum())(collection)
+    np.testing.assert_allclose(pooled, before[[1, 4, 2]].sum(), rtol=1e-6)
+    collection.apply_gradients(gradients.tables[""], 0)
+    change = before - np.asarray(collection.table("a"))
+    np.testing.assert_allclose(change[:, 0], [0, 1, 1, 0, 1, 0], rtol=1e-6)
+
+
+def test_features_of_different_numbers_of_bags_need_inverse_indices():
+    batch = jaxrec.KeyedJaggedArray.from_lengths(["a", "b"], [1, 2, 3], [1, 1, 1], strides=[2, 1])
+    collection = jaxrec.EmbeddingBagCollection([Bag("a", 6, 2), Bag("b", 6, 2)], rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match=r"features a, b have \(2, 1\) bags"):
+        collection(batch)
+
+
+@pytest.mark.parametrize("bad", [-1, 10, 2**31 - 1], ids=["negative", "first_beyond", "largest"])
+class TestIdsOutsideTheTable:
+    """No id reaches memory outside of its table, and none passes unseen."""
+
+    def batch(self, bad):
+        good = jaxrec.KeyedJaggedArray.from_lists({"a": [[3], [1, 2]], "b": [[1], [2]]})
+        values = np.asarray(good.values).copy()
+        values[1] = bad
+        return dataclasses.replace(good, values=values)
+
+    def collection(self):
+        tables = [Bag("a", 10, 2), Bag("b", 10, 2)]
+        return jaxrec.EmbeddingBagCollection(tables, optimizer=UNIT_SGD, rngs=nnx.Rngs(0))
+
+    def test_error_outside_of_jit(self, bad):
+        message = f"feature 'a', sample 1: id {bad} is outside its table's 10 rows"
+        with pytest.raises(ValueError, match=re.escape(message)):
+            self.collection()(self.batch(bad))
+
+    def test_nan_inside_of_jit(self, bad):
+        pooled = look_up(self.collection(), self.batch(bad))
+        assert np.isnan(pooled["a"][1]).all()
+        assert np.isfinite(pooled["a"][0]).all()
+        assert np.isfinite(pooled["b"]).all()
+
+    def test_other_rows_alone_are_updated(self, bad):
+        collection = self.collection()
+        before = {name: np.asarray(collection.table(name)) for name in "ab"}
+        step = nnx.jit(
+            jaxrec.value_and_grad(lambda m, batch: jnp.nan_to_num(m(batch).values).sum())
+        )
+        _, gradients = step(collection, self.batch(bad))
+        collection.apply_gradients(gradients.tables[""], 0)
+        changed = {n: np.flatnonzero((before[n] != collection.table(n)).any(1)) for n in "ab"}
+        assert changed["a"].tolist() == [3]
+        assert changed["b"].tolist() == [1, 2]
+
+
+def test_missing_feature_and_missing_weights():
+    collection = jaxrec.EmbeddingBagCollection(
+        [Bag("a", 10, 2, feature_names=("clicks",))], is_weighted=True, rngs=nnx.Rngs(0)
+    )
+    with pytest.raises(KeyError, match=r"table 'a' reads feature 'clicks', which the batch lacks"):
+        collection(oracle.keyed({"views": [[1]]}, {"views": [[1.0]]}))
+    with pytest.raises(ValueError, match="the batch has no weights"):
+        collection(oracle.keyed({"clicks": [[1]]}))
+
+
+def test_tables_of_the_wrong_kind():
+    with pytest.raises(TypeError, match="EmbeddingCollection takes EmbeddingConfigs"):
+        jaxrec.EmbeddingCollection([Bag("a", 1, 1)], rngs=nnx.Rngs(0))
+
+
+def test_bounds_name_the_smallest_table_of_each_feature():
+    tables = [Bag("a", 10, 2, feature_names=("f", "g")), Bag("b", 5, 2, feature_names=("g",))]
+    collection = jaxrec.EmbeddingBagCollection(tables, rngs=nnx.Rngs(0))
+    assert collection.bounds == {"f": 10, "g": 5}
+    with pytest.raises(ValueError, match="id 7 is outside"):
+        jaxrec.KeyedJaggedArray.from_lists({"f": [[7]], "g": [[7]]}, bounds=collection.bounds)
+
+
+def test_embedding_collection_with_tables_of_different_widths():
+    tables = [jaxrec.EmbeddingConfig("a", 9, 3), jaxrec.EmbeddingConfig("b", 9, 5)]
+    collection = jaxrec.EmbeddingCollection(tables, rngs=nnx.Rngs(0))
+    lists = {"a": [[1, 2], [], [3]], "b": [[4], [5], [6]]}
+    embeddings = collection(oracle.keyed(lists))
+    for name, bags in lists.items():
+        rows = np.asarray(collection.table(name))[np.concatenate(bags).astype(int)]
+        np.testing.assert_array_equal(embeddings[name].values[: len(rows)], rows)
+        assert embeddings[name].lengths.tolist() == [len(bag) for bag in bags]
+
+
+def test_one_batch_size_compiles_once():
+    collection = jaxrec.EmbeddingBagCollection([Bag("a", 50, 2)], rngs=nnx.Rngs(0))
+    rng = np.random.default_rng(0)
+    step = nnx.jit(lambda collection, batch: collection(batch).values)
+    for _ in range(5):
+        lists = oracle.random_lists(rng, {"a": 50}, 8)
+        step(collection, jaxrec.KeyedJaggedArray.from_lists(lists, capacities={"a": 48}))
+    assert step.jitted_fn._cache_size() == 1
+
+
+class TestOptimizer:
+    def model(self):
+        return jaxrec.EmbeddingBagCollection([Bag("a", 6, 2)], optimizer=UNIT_SGD, rngs=nnx.Rngs(0))
+
+    def test_plain_gradients_are_refused(self, unchecked):
+        model = self.model()
+        with pytest.raises(TypeError, match=r"gradients come from jaxrec\.value_and_grad"):
+            jaxrec.Optimizer(model, optax.sgd(0.1)).update(model, nnx.State({}))
+
+    def test_gradients_of_another_model_are_refused(self):
+        model = self.model()
+        batch = oracle.keyed({"a": [[1]]})
+        _, gradients = jaxrec.value_and_grad(lambda m: m(batch).values.sum())(model)
+        other = nnx.Dict({"inner": self.model()})
+        with pytest.raises(ValueError, match=r"collections at \[''\], but the model has"):
+            jaxrec.Optimizer(other, optax.sgd(0.1)).update(other, gradients)
+
+    def test_learning_rate_schedules_see_the_step(self):
+        schedule = optax.piecewise_constant_schedule(1.0, {1: 0.1})
+        model = jaxrec.EmbeddingBagCollection(
+            [Bag("a", 6, 1)], optimizer=jaxrec.optim.sgd(schedule), rngs=nnx.Rngs(0)
+        )
+        optimizer = jaxrec.Optimizer(model, optax.sgd(0.1))
+        batch = oracle.keyed({"a": [[1]]})
+
+        @nnx.jit
+        def step(model, optimizer):
+            _, gradients = jaxrec.value_and_grad(lambda m: m(batch).values.sum())(model)
+            optimizer.update(model, gradients)
+
+        values = [float(model.table("a")[1, 0])]
+        for _ in range(3):
+            step(model, optimizer)
+            values.append(float(model.table("a")[1, 0]))
+        np.testing.assert_allclose(-np.diff(values), [1.0, 0.1, 0.1], rtol=1e-5)
+
+
+def test_state_passes_through_a_pytree_round_trip():
+    collection = jaxrec.EmbeddingBagCollection([Bag("a", 6, 2)], rngs=nnx.Rngs(0))
+    leaves, structure = jax.tree.flatten(nnx.state(collection))
+    nnx.update(collection, jax.tree.unflatten(structure, [leaf * 0 + 1 for leaf in leaves]))
+    np.testing.assert_array_equal(collection.table("a"), np.ones((6, 2)))
