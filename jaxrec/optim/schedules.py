@@ -87,12 +87,7 @@ class WarmupStage:
         if self.decay_iters is not None:
             checks.count(self, "decay_iters")
         if self.policy == "interpolate":
-            checks.non_negative(self, "start_interpolating_iters", "end_value")
-            if self.start_interpolating_iters >= self.max_iters:
-                raise ValueError(
-                    f"WarmupStage: start_interpolating_iters must be below max_iters, got "
-                    f"{self.start_interpolating_iters} and {self.max_iters}"
-                )
+            self._interpolation()
 
     def multiplier(self, step: Int[Array, ""]) -> Float[Array, ""]:
         """What the learning rate is multiplied by in iteration ``step``."""
@@ -119,9 +114,25 @@ class WarmupStage:
                 phase = (step % self.sgdr_period).astype(jnp.float32) / self.sgdr_period
                 return value + (1 - value) * 0.5 * (1 + jnp.cos(jnp.pi * phase))
             case "interpolate":
-                start = self.start_interpolating_iters
+                start, end_value = self._interpolation()
                 share = (iteration - start) / (self.max_iters - start)
-                return value + (self.end_value - value) * share
+                return value + (end_value - value) * share
+
+    def _interpolation(self) -> tuple[int, float]:
+        """Start and goal of "interpolate", which no other policy needs."""
+        start, end_value = self.start_interpolating_iters, self.end_value
+        if start is None or end_value is None:
+            raise ValueError(
+                "WarmupStage: the policy 'interpolate' needs start_interpolating_iters and "
+                f"end_value, got {start} and {end_value}"
+            )
+        checks.non_negative(self, "start_interpolating_iters", "end_value")
+        if start >= self.max_iters:
+            raise ValueError(
+                "WarmupStage: start_interpolating_iters must be below max_iters, got "
+                f"{start} and {self.max_iters}"
+            )
+        return start, end_value
 
 
 @dataclasses.dataclass(frozen=True)

@@ -208,11 +208,11 @@ def test_late_steps():
         (lambda: WarmupStage("step", sgdr_period=0), "sgdr_period must be an integer"),
         (
             lambda: WarmupStage("interpolate", max_iters=4, end_value=1.0),
-            "start_interpolating_iters must be a number >= 0, got None",
+            "needs start_interpolating_iters and end_value, got None and 1.0",
         ),
         (
             lambda: WarmupStage("interpolate", max_iters=4, start_interpolating_iters=1),
-            "end_value must be a number >= 0, got None",
+            "needs start_interpolating_iters and end_value, got 1 and None",
         ),
         (
             lambda: WarmupStage(
