@@ -51,7 +51,7 @@ def check_ids(
             outside = outside[ids[outside] != PRUNED]
         if outside.size == 0:
             continue
-        first = first or _described(feature, column, outside[0], bound)
+        first = first or _described(feature, column, int(outside[0]), bound)
         if mode == "raise":
             raise ValueError(first)
         count += outside.size

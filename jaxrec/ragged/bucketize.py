@@ -18,8 +18,8 @@ from jaxrec.ragged.offsets import complete_cumsum, segment_ids
 class Bucketized(NamedTuple):
     """A ragged batch dealt out to buckets: bucket by bucket, within each in the old order.
 
-    What else there is for each id follows by `permute`: ``weights[permute]``, ``ids[permute]`` (what
-    the ids were) or ``lengths_range(lengths, capacity)[permute]`` (their positions in their bags).
+    What else there is for each id follows by `permute`: ``weights[permute]``; ``ids[permute]``, what
+    the ids were; ``lengths_range(lengths, capacity)[permute]``, their positions in their bags.
 
     Attributes:
         lengths: ``[buckets * bags]`` int32, ids of each bag in each bucket.
@@ -41,7 +41,7 @@ def block_bucketize_sparse_features(
     num_buckets: int,
     strides: Sequence[int] | None = None,
 ) -> Bucketized:
-    """Deals each feature's ids out to equal blocks: the id ``i`` goes to bucket ``i // block_size``.
+    """Deals each feature's ids out to equal blocks: id ``i`` goes to bucket ``i // block_size``.
 
     FBGEMM's op of that name. An id in no block (``i >= block_size * num_buckets``, as raw ids may
     be) goes to bucket ``i % num_buckets`` and becomes ``i // num_buckets``; others become
@@ -151,6 +151,6 @@ def _feature_of_each(
     lengths: Int[AnyArray, " bags"], strides: Sequence[int] | None, features: int, capacity: int
 ) -> Int32[Array, " {capacity}"]:
     """The feature of each id; the last one's at padding."""
-    strides = bags_per_key(range(features), lengths.shape[0], strides)
+    strides = bags_per_key(features, lengths.shape[0], strides)
     ends = complete_cumsum(jnp.asarray(lengths).astype(jnp.int32))[np.cumsum((0, *strides))]
     return jnp.minimum(segment_ids(ends, capacity), features - 1)

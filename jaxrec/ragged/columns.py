@@ -73,7 +73,7 @@ def from_flat(
     for name, array in (("values", values), ("lengths", lengths)):
         if array.ndim != 1:
             raise ValueError(f"{name} has shape {array.shape}; expected one dimension")
-    strides = bags_per_key(keys, lengths.size, strides)
+    strides = bags_per_key(len(keys), lengths.size, strides)
     if (negative := np.flatnonzero(lengths < 0)).size:
         bag = negative[0]
         raise ValueError(f"{_bag(keys, strides, bag)} has the negative length {lengths[bag]}")
@@ -112,28 +112,28 @@ def lengths_of_offsets(
     lengths = np.diff(offsets.astype(np.int64))
     if (descends := np.flatnonzero(lengths < 0)).size:
         bag = descends[0]
-        where = _bag(keys, bags_per_key(keys, lengths.size, strides), bag)
+        where = _bag(keys, bags_per_key(len(keys), lengths.size, strides), bag)
         raise ValueError(f"{where}: offsets descend from {offsets[bag]} to {offsets[bag + 1]}")
     return lengths
 
 
-def bags_per_key(keys: Sequence[str], bags: int, strides: Sequence[int] | None) -> tuple[int, ...]:
+def bags_per_key(num_keys: int, bags: int, strides: Sequence[int] | None) -> tuple[int, ...]:
     """``strides``, or the equal share of ``bags`` that falls to each key.
 
     Raises:
         ValueError: There is no equal share, or the strides do not sum to ``bags``.
     """
     if strides is None:
-        if bags % max(len(keys), 1):
+        if bags % num_keys if num_keys else bags:
             raise ValueError(
-                f"{bags} lengths do not divide among {len(keys)} keys; give strides= if the keys "
+                f"{bags} lengths do not divide among {num_keys} keys; give strides= if the keys "
                 "have different numbers of bags"
             )
-        return (bags // len(keys),) * len(keys) if keys else ()
+        return (bags // num_keys,) * num_keys if num_keys else ()
     strides = tuple(int(stride) for stride in strides)
-    if len(strides) != len(keys) or sum(strides) != bags or min(strides, default=0) < 0:
+    if len(strides) != num_keys or sum(strides) != bags or min(strides, default=0) < 0:
         raise ValueError(
-            f"strides {strides} do not fit {len(keys)} keys and {bags} lengths: they must give "
+            f"strides {strides} do not fit {num_keys} keys and {bags} lengths: they must give "
             "the number of bags of each key"
         )
     return strides

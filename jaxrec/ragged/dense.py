@@ -1,4 +1,4 @@
-"""Jagged to padded dense and back."""
+"""Ragged rows to padded dense ones and back."""
 
 from __future__ import annotations
 
@@ -10,12 +10,10 @@ from jaxtyping import Array, Int, Shaped
 from jaxrec.ragged.arrays import AnyArray, to_device
 from jaxrec.ragged.offsets import offsets_range, segment_ids
 
-Offsets = Int[AnyArray, " offsets"]
-
 
 def jagged_to_padded_dense(
     values: Shaped[AnyArray, capacity * element],
-    offsets: Offsets | Sequence[Offsets],
+    offsets: Int[AnyArray, " _"] | Sequence[Int[AnyArray, " _"]],
     max_lengths: int | Sequence[int],
     padding_value: float | int | bool = 0,
 ) -> Shaped[Array, ...]:

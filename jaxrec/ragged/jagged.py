@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int32, Shaped
+from jaxtyping import Array, Int, Int32, Shaped
 
 from jaxrec.ragged import nested, printing
 from jaxrec.ragged.arrays import AnyArray
@@ -91,7 +91,7 @@ class JaggedArray:
     def from_dense(
         cls,
         dense: Shaped[AnyArray, "batch length *element"],
-        lengths: Int32[AnyArray, " batch"] | None = None,
+        lengths: Int[AnyArray, " batch"] | None = None,
         weights: Shaped[AnyArray, "batch length"] | None = None,
     ) -> JaggedArray:
         """The first ``lengths[b]`` elements of each row of a dense array; works under jit.

@@ -194,8 +194,8 @@ class KeyedJaggedArray:
         """
         return cls(
             *pack(
-                tuple(keys),
-                columns.from_flat(tuple(keys), values, lengths, weights, strides),
+                _names(keys),
+                columns.from_flat(_names(keys), values, lengths, weights, strides),
                 varied_strides=strides is not None,
                 **options,
             )
@@ -215,7 +215,7 @@ class KeyedJaggedArray:
         return cls.from_lengths(
             keys,
             values,
-            columns.lengths_of_offsets(tuple(keys), offsets, strides),
+            columns.lengths_of_offsets(_names(keys), offsets, strides),
             weights,
             strides=strides,
             **options,
@@ -240,6 +240,11 @@ class KeyedJaggedArray:
         Raises:
             ValueError: A column has elements that are no scalars, or weights are missing.
         """
+        if inverse_indices is not None and inverse_indices.shape[:-1] != (len(columns),):
+            raise ValueError(
+                f"inverse_indices has shape {inverse_indices.shape}; expected "
+                f"[{len(columns)} keys, batch]"
+            )
         if deep := [key for key, column in columns.items() if column.values.ndim != 1]:
             raise ValueError(f"the elements of {deep} are no scalars; a keyed batch holds ids")
         parts = tuple(columns.values())
@@ -449,6 +454,12 @@ class KeyedJaggedArray:
 
     def __repr__(self) -> str:
         return printing.keyed_jagged(self)
+
+
+def _names(keys: Sequence[str]) -> tuple[str, ...]:
+    if isinstance(keys, str):
+        raise TypeError(f"keys is the string {keys!r}; expected a sequence of names, [{keys!r}]")
+    return tuple(keys)
 
 
 def _with_weights(

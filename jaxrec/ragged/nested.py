@@ -7,6 +7,7 @@ import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from jaxrec.ragged.columns import Column, is_integer, is_real
@@ -46,6 +47,8 @@ def flat_elements(rows: Sequence[Any]) -> tuple[np.ndarray, np.ndarray]:
         TypeError: Elements are no numbers, or of several shapes.
         ValueError: An integer does not fit int32.
     """
+    if bare := [index for index, row in enumerate(rows) if not hasattr(row, "__len__")]:
+        raise TypeError(f"row {bare[0]} is {_shown(rows[bare[0]])}; expected a list of elements")
     lengths = np.fromiter(map(len, rows), np.int64, len(rows))
     if filled := list(filter(len, rows)):
         try:
@@ -54,7 +57,7 @@ def flat_elements(rows: Sequence[Any]) -> tuple[np.ndarray, np.ndarray]:
             raise TypeError(f"the rows' elements have several shapes: {error}") from error
     else:
         values = np.zeros(0, np.int32)
-    if values.dtype.kind not in "iufbV" and not is_real(values.dtype.type):
+    if values.dtype.kind not in "iub" and not jax.dtypes.issubdtype(values.dtype, np.floating):
         raise TypeError(f"the rows' elements must be numbers, not of type {values.dtype}")
     if values.dtype.kind in "iu" and values.dtype.itemsize > 2:
         if values.size and (values.min() < -(2**31) or values.max() >= 2**31):
