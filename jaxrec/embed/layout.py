@@ -102,13 +102,26 @@ class Output:
     position: int
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class TableLayout:
-    """The tables of a collection, in groups, and its outputs, by table and then by feature."""
+    """The tables of a collection, in groups, and its outputs, by table and then by feature.
+
+    Attributes:
+        tables: The tables as they were given.
+        groups: The same tables, stored together where they are alike.
+        outputs: The blocks of the collection's output, in order.
+    """
 
     tables: tuple[TableConfig, ...]
     groups: tuple[Group, ...]
     outputs: tuple[Output, ...]
+
+    def __repr__(self) -> str:
+        groups = (
+            f"{group.name}: {', '.join(table.name for table in group.tables)}"
+            for group in self.groups
+        )
+        return f"TableLayout({'; '.join(groups)})"
 
     @property
     def is_pooled(self) -> bool:
