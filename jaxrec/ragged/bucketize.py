@@ -18,8 +18,8 @@ from jaxrec.ragged.offsets import complete_cumsum, segment_ids
 class Bucketized(NamedTuple):
     """A ragged batch dealt out to buckets: bucket by bucket, within each in the old order.
 
-    What else there is for each id follows by `permute`: ``weights[permute]``; ``ids[permute]``, what
-    the ids were; ``lengths_range(lengths, capacity)[permute]``, their positions in their bags.
+    What else there is for each id follows by `permute`: ``weights[permute]``; ``ids[permute]``,
+    what the ids were; ``lengths_range(lengths, capacity)[permute]``, their positions in their bags.
 
     Attributes:
         lengths: ``[buckets * bags]`` int32, ids of each bag in each bucket.

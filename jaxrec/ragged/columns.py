@@ -75,7 +75,7 @@ def from_flat(
             raise ValueError(f"{name} has shape {array.shape}; expected one dimension")
     strides = bags_per_key(len(keys), lengths.size, strides)
     if (negative := np.flatnonzero(lengths < 0)).size:
-        bag = negative[0]
+        bag = int(negative[0])
         raise ValueError(f"{_bag(keys, strides, bag)} has the negative length {lengths[bag]}")
     lengths = lengths.astype(np.int64)
     if lengths.sum() != values.size:
@@ -111,7 +111,7 @@ def lengths_of_offsets(
         raise ValueError(f"offsets start at {offsets[0]}; expected 0")
     lengths = np.diff(offsets.astype(np.int64))
     if (descends := np.flatnonzero(lengths < 0)).size:
-        bag = descends[0]
+        bag = int(descends[0])
         where = _bag(keys, bags_per_key(len(keys), lengths.size, strides), bag)
         raise ValueError(f"{where}: offsets descend from {offsets[bag]} to {offsets[bag + 1]}")
     return lengths

@@ -64,8 +64,8 @@ class KeyedJaggedArray:
     @classmethod
     def from_lists(
         cls,
-        data: Mapping[str, Sequence[Any]],
-        weights: Mapping[str, Sequence[Any]] | None = None,
+        data: Mapping[str, Any],
+        weights: Mapping[str, Any] | None = None,
         **options: Unpack[PackOptions],
     ) -> KeyedJaggedArray:
         """A batch of nested lists: for each feature a list of bags, one per sample.

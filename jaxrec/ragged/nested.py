@@ -13,7 +13,7 @@ import numpy as np
 from jaxrec.ragged.columns import Column, is_integer, is_real
 
 
-def from_lists(feature: str, rows: Sequence[Any], weights: Sequence[Any] | None = None) -> Column:
+def from_lists(feature: str, rows: Any, weights: Any | None = None) -> Column:
     """The column of a list of bags, each a list, tuple or one-dimensional array of ids.
 
     Raises:
@@ -74,7 +74,7 @@ def to_lists(values: np.ndarray, lengths: np.ndarray) -> list[list[Any]]:
     return [flat[start:end] for start, end in itertools.pairwise(ends)]
 
 
-def _flat(feature: str, what: str, rows: Sequence[Any]) -> tuple[np.ndarray, np.ndarray]:
+def _flat(feature: str, what: str, rows: Any) -> tuple[np.ndarray, np.ndarray]:
     """Lengths and concatenation of rows; no Python code runs per sample or per id."""
     if isinstance(rows, str | bytes | Mapping) or not hasattr(rows, "__len__"):
         raise TypeError(f"feature {feature!r} is {_shown(rows)}; expected a list of lists")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from jaxtyping import Int64, UInt32
 
@@ -9,7 +11,7 @@ from jaxrec.ragged.arrays import AnyArray
 from jaxrec.ragged.columns import integers
 
 
-def split_int64(ids: np.ndarray) -> UInt32[np.ndarray, "*shape 2"]:
+def split_int64(ids: Any) -> UInt32[np.ndarray, "*shape 2"]:
     """The high and the low word of each id.
 
     JAX turns 64-bit integers into 32-bit ones without a word unless told otherwise
@@ -46,4 +48,4 @@ def join_int64(words: UInt32[AnyArray, "*shape 2"]) -> Int64[np.ndarray, "*shape
         array([           -7, 1099511627776])
     """
     words = np.asarray(words).astype(np.uint64)
-    return ((words[..., 0] << np.uint64(32)) | words[..., 1]).view(np.int64)
+    return np.asarray((words[..., 0] << np.uint64(32)) | words[..., 1]).view(np.int64)

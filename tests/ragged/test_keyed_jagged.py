@@ -1,0 +1,357 @@
+"""Keyed batches: reshaping them against nested lists, on the host, on a device and under jit."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxrec.ragged import JaggedArray, KeyedJaggedArray
+from tests.ragged.strategies import nested_batches, weights_like
+
+ROWS = {"a": [[1, 2], [], [3]], "b": [[4], [5, 6, 7], []], "c": [[], [], [8]]}
+
+ON_HOST_AND_DEVICE = pytest.mark.parametrize(
+    "place", [lambda x: x, jax.device_put], ids=["numpy", "jax"]
+)
+
+
+def make_batch(**options) -> KeyedJaggedArray:
+    return KeyedJaggedArray.from_lists(ROWS, weights_like(ROWS), **options)
+
+
+def weight_lists(batch: KeyedJaggedArray) -> dict:
+    return {key: column.weights_to_lists() for key, column in batch.to_dict().items()}
+
+
+def bags_of(batch: KeyedJaggedArray) -> list:
+    """Keys with their bags and weights, in order: repeated keys too."""
+    columns = [batch._column(index) for index in range(len(batch.keys))]
+    return [
+        (key, column.to_lists(), column.weights_to_lists())
+        for key, column in zip(batch.keys, columns, strict=True)
+    ]
+
+
+@given(nested_batches(min_keys=0))
+def test_lists_round_trip(rows):
+    batch = KeyedJaggedArray.from_lists(rows, weights_like(rows))
+    assert batch.to_lists() == rows
+    assert weight_lists(batch) == weights_like(rows)
+    assert KeyedJaggedArray.from_dict(batch.to_dict()).to_lists() == rows
+
+
+@given(st.data(), nested_batches())
+def test_permute_split_and_concat_agree_with_lists(data, rows):
+    batch = KeyedJaggedArray.from_lists(rows, weights_like(rows))
+    everything = bags_of(batch)
+
+    indices = data.draw(st.lists(st.integers(0, len(rows) - 1), max_size=6))
+    assert bags_of(batch.permute(indices)) == [everything[index] for index in indices]
+
+    cut = data.draw(st.integers(0, len(rows)))
+    first, nothing, second = batch.split([cut, 0, len(rows) - cut])
+    assert bags_of(first) == everything[:cut]
+    assert bags_of(nothing) == []
+    assert bags_of(second) == everything[cut:]
+    assert bags_of(KeyedJaggedArray.concat([second, first])) == everything[cut:] + everything[:cut]
+
+
+@ON_HOST_AND_DEVICE
+def test_reshaping_stays_where_the_batch_is(place):
+    batch = place(make_batch(inverse_indices=[[0, 1, 2, 2]] * 3))
+    results = [
+        batch,
+        batch.permute([2, 0, 1, 1]),
+        batch.select(["b"]),
+        *batch.split([1, 2]),
+        KeyedJaggedArray.concat(batch.split([1, 2])),
+        KeyedJaggedArray.from_dict(batch.to_dict()),
+        batch.with_capacities({"a": 16}),
+        batch["a"],
+        [batch.offsets, batch.length_per_key, batch.offset_per_key, batch["a"].offsets],
+    ]
+    for result in results:
+        for leaf in jax.tree.leaves(result):
+            assert isinstance(leaf, type(batch.values))
+            assert leaf.dtype in (np.int32, np.float32)
+
+
+@ON_HOST_AND_DEVICE
+def test_shapes_and_counts(place):
+    batch = place(make_batch())
+    assert batch.keys == ("a", "b", "c")
+    assert batch.capacities == (8, 8, 8)
+    assert batch.capacity_per_key == {"a": 8, "b": 8, "c": 8}
+    assert batch.strides == (3, 3, 3)
+    assert batch.batch_size == 3
+    assert list(batch) == ["a", "b", "c"]
+    assert len(batch) == 3
+    np.testing.assert_array_equal(batch.lengths, [2, 0, 1, 1, 3, 0, 0, 0, 1])
+    np.testing.assert_array_equal(batch.offsets, [0, 2, 2, 3, 4, 7, 7, 7, 7, 8])
+    np.testing.assert_array_equal(batch.length_per_key, [3, 4, 1])
+    np.testing.assert_array_equal(batch.offset_per_key, [0, 3, 7, 8])
+    np.testing.assert_array_equal(batch.values[8:16], [4, 5, 6, 7, 0, 0, 0, 0])
+    np.testing.assert_array_equal(batch.weights[8:16], [0, 1, 1 + 1 / 64, 1 + 2 / 64, 0, 0, 0, 0])
+
+
+@given(nested_batches())
+@settings(max_examples=15, deadline=None)
+def test_segment_ids(rows):
+    batch = KeyedJaggedArray.from_lists(rows)
+    num_bags = sum(batch.strides)
+    expected, bag = [], 0
+    for bags, capacity in zip(rows.values(), batch.capacities, strict=True):
+        ids = [b for b, ids in enumerate(bags, bag) for _ in ids]
+        expected += ids + [num_bags] * (capacity - len(ids))
+        bag += len(bags)
+    np.testing.assert_array_equal(batch.segment_ids, expected)
+
+
+def test_segment_ids_of_full_segments_and_variable_strides():
+    expected = [0, 0, 0, 1, 6, 6, 3, 3, 5, 5, 6]
+    batch = KeyedJaggedArray.from_lengths(
+        ["a", "b", "c"],
+        np.arange(8),
+        [3, 1, 0, 2, 0, 2],
+        strides=[2, 1, 3],
+        capacities=[4, 2, 5],
+    )
+    np.testing.assert_array_equal(batch.segment_ids, expected)
+
+
+def test_variable_batch_keeps_bags_and_samples_apart():
+    inverse = np.array([[0, 1, 1, 0], [2, 0, 1, 2]])
+    batch = KeyedJaggedArray.from_lists(
+        {"a": [[1], [2, 3]], "b": [[4], [], [5]]}, inverse_indices=inverse
+    )
+    assert batch.batch_size == 4
+    assert batch.strides == (2, 3)
+    assert batch.inverse_indices.dtype == np.int32
+    assert batch["b"].to_lists() == [[4], [], [5]]
+    permuted = batch.permute([1, 1, 0])
+    np.testing.assert_array_equal(permuted.inverse_indices, inverse[[1, 1, 0]])
+    together = KeyedJaggedArray.concat(batch.split([1, 1]))
+    np.testing.assert_array_equal(together.inverse_indices, inverse)
+    assert together.to_lists() == batch.to_lists()
+
+
+def test_same_order_is_the_same_batch():
+    batch = make_batch()
+    assert batch.permute([0, 1, 2]) is batch
+    assert batch.split([3])[0] is batch
+    assert batch.with_capacities({}) is batch
+
+
+def test_consecutive_keys_are_one_slice():
+    batch = KeyedJaggedArray.from_dense({f"f{i}": np.arange(2) for i in range(40)})
+    program = jax.make_jaxpr(lambda b: b.permute([*range(20, 40), *range(20)]))(batch)
+    slices = [equation for equation in program.eqns if "slice" in str(equation.primitive)]
+    assert len(slices) == 4  # two of values and two of lengths
+
+
+def test_empty():
+    for weighted in (False, True):
+        batch = KeyedJaggedArray.empty(weighted=weighted)
+        assert (batch.keys, batch.batch_size, batch.to_lists()) == ((), 0, {})
+        assert (batch.weights is not None) == weighted
+        np.testing.assert_array_equal(batch.offsets, [0])
+        np.testing.assert_array_equal(batch.offset_per_key, [0])
+        assert batch.length_per_key.shape == (0,)
+        assert batch.segment_ids.shape == (0,)
+    assert KeyedJaggedArray.concat([]).keys == ()
+    assert KeyedJaggedArray.concat([batch, make_batch()]).to_lists() == ROWS
+
+
+@given(nested_batches(), st.integers(0, 9))
+def test_with_capacities(rows, more):
+    batch = KeyedJaggedArray.from_lists(rows, weights_like(rows))
+    key = batch.keys[0]
+    counts = batch.length_per_key.tolist()
+    for wanted in ({key: batch.capacities[0] + more}, counts):
+        other = batch.with_capacities(wanted)
+        assert other.to_lists() == rows
+        assert weight_lists(other) == weights_like(rows)
+        assert other.values.shape == (sum(other.capacities),)
+    assert other.capacities == tuple(counts)
+
+
+def test_with_capacities_under_jit_only_grows():
+    batch = make_batch()
+    grown = jax.jit(lambda b: b.with_capacities({"b": 12}))(batch)
+    assert grown.capacities == (8, 12, 8)
+    assert grown.to_lists() == ROWS
+    with pytest.raises(ValueError, match="'b' has 8 ids, but its capacity is 4"):
+        jax.jit(lambda b: b.with_capacities({"b": 4}))(batch)
+    assert batch.with_capacities({"b": 4}).to_lists() == ROWS
+
+
+def test_from_dict_under_jit():
+    batch = jax.jit(lambda b: KeyedJaggedArray.from_dict(b.to_dict()))(make_batch())
+    assert bags_of(batch) == bags_of(make_batch())
+
+
+def test_from_dict_of_different_batch_sizes_has_variable_strides():
+    columns = {
+        "a": JaggedArray.from_lists([[1], [2]]),
+        "b": JaggedArray.from_lists([[3, 4]], capacity=2),
+    }
+    batch = KeyedJaggedArray.from_dict(columns)
+    assert batch.strides == (2, 1)
+    assert batch.capacities == (8, 2)
+    assert batch.to_lists() == {"a": [[1], [2]], "b": [[3, 4]]}
+
+
+def test_numpy_and_jax_batches_share_a_program():
+    traces = []
+
+    @jax.jit
+    def count(batch):
+        traces.append(batch.capacities)
+        return batch.lengths.sum()
+
+    batch = make_batch()
+    assert count(batch) == count(jax.device_put(batch)) == count(make_batch()) == 8
+    assert len(traces) == 1
+    count(batch.with_capacities({"a": 12}))
+    assert len(traces) == 2
+
+
+def test_scan_over_stacked_batches():
+    batches = [make_batch(), make_batch()]
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *batches)
+
+    def step(total, batch):
+        return total + batch["b"].to_padded_dense(3).sum(), batch.permute([1, 0])
+
+    total, permuted = jax.lax.scan(step, jnp.int32(0), stacked)
+    assert total == 44
+    for index in range(2):
+        one = jax.tree.map(lambda leaf, index=index: leaf[index], permuted)
+        assert one.to_lists() == {key: ROWS[key] for key in ("b", "a")}
+
+
+def test_donation():
+    batch = jax.device_put(make_batch())
+    swapped = jax.jit(lambda b: b.permute([2, 1, 0]), donate_argnums=0)(batch)
+    assert batch.values.is_deleted()
+    assert swapped.to_lists() == {key: ROWS[key] for key in ("c", "b", "a")}
+    assert "float32[24]" in repr(batch)  # what is gone can still be named
+    again = jax.jit(lambda b: b.permute([2, 1, 0]), donate_argnums=0)(make_batch())
+    assert again.to_lists() == swapped.to_lists()
+
+
+def test_vmap():
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), make_batch(), make_batch())
+    sums = jax.vmap(lambda batch: batch["a"].to_padded_dense(2).sum())(stacked)
+    np.testing.assert_array_equal(sums, [6, 6])
+
+
+def test_a_tree_of_anything():
+    batch = make_batch()
+    names = jax.tree.map(lambda leaf: None, batch)
+    assert names.values is None
+    assert names.keys == batch.keys
+    shapes = jax.eval_shape(lambda b: b.permute([0, 0]), batch)
+    assert shapes.values.shape == (16,)
+    leaves, structure = jax.tree.flatten(batch)
+    assert jax.tree.unflatten(structure, leaves).to_lists() == ROWS
+    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(batch)]
+    assert paths == [".values", ".lengths", ".weights"]
+
+
+def test_weights_are_differentiable():
+    batch = make_batch()
+
+    def loss(weights):
+        column = dataclasses.replace(batch, weights=weights).permute([1, 0])["b"]
+        return (column.to_padded_dense_weights(2) * jnp.array([[1.0, 2], [3, 4], [5, 6]])).sum()
+
+    gradient = jax.grad(loss)(jnp.asarray(batch.weights))
+    expected = np.zeros(24)
+    expected[8:11] = [1, 3, 4]  # the third id of the second bag is cut
+    np.testing.assert_array_equal(gradient, expected)
+
+
+def test_a_checkpoint_restores_a_batch(tmp_path):
+    ocp = pytest.importorskip("orbax.checkpoint")
+    batch = jax.device_put(make_batch())
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "batch", batch)
+        checkpointer.wait_until_finished()
+        restored = checkpointer.restore(tmp_path / "batch", batch)
+    assert bags_of(restored) == bags_of(batch)
+    assert restored.capacities == batch.capacities
+
+
+ERRORS = {
+    "getitem": (lambda b: b["x"], KeyError, r"no key 'x' among \['a', 'b', 'c'\]"),
+    "select": (lambda b: b.select(["a", "x"]), KeyError, r"no keys \['x'\] among"),
+    "permute": (lambda b: b.permute([0, 3]), IndexError, r"no key at \[3\]: the batch has 3"),
+    "permute_negative": (lambda b: b.permute([-1]), IndexError, r"no key at \[-1\]"),
+    "split": (lambda b: b.split([1, 1]), ValueError, r"segments \[1, 1\] .* sum to 3"),
+    "split_negative": (lambda b: b.split([4, -1]), ValueError, r"segments \[4, -1\]"),
+    "concat_shared": (
+        lambda b: KeyedJaggedArray.concat([b, b]),
+        ValueError,
+        r"keys \['a', 'b', 'c'\] are in more than one",
+    ),
+    "concat_weights": (
+        lambda b: KeyedJaggedArray.concat([b, KeyedJaggedArray.from_lists({"d": [[], [], []]})]),
+        ValueError,
+        "1 of 2 parts have no weights",
+    ),
+    "concat_sizes": (
+        lambda b: KeyedJaggedArray.concat([b, KeyedJaggedArray.from_lists({"d": [[]]})]),
+        ValueError,
+        r"different numbers of samples: \[3, 1\]",
+    ),
+    "concat_inverse": (
+        lambda b: KeyedJaggedArray.concat(
+            [b, KeyedJaggedArray.from_lists({"d": [[]]}, inverse_indices=[[0, 0, 0]])]
+        ),
+        ValueError,
+        "some of the batches have inverse indices",
+    ),
+    "with_capacities": (
+        lambda b: b.with_capacities({"b": 3}),
+        ValueError,
+        "'b' has 4 ids, but its capacity is 3; give it at least 4 .*: 8",
+    ),
+    "with_capacities_unknown": (
+        lambda b: b.with_capacities({"x": 3}),
+        ValueError,
+        r"capacities name \['x'\]",
+    ),
+    "from_dict_deep": (
+        lambda b: KeyedJaggedArray.from_dict({"a": JaggedArray.from_lists([[[1.0, 2.0]]])}),
+        ValueError,
+        r"elements of \['a'\] are no scalars",
+    ),
+    "from_dict_inverse": (
+        lambda b: KeyedJaggedArray.from_dict({"a": b["a"]}, inverse_indices=np.zeros((2, 3))),
+        ValueError,
+        r"inverse_indices has shape \(2, 3\); expected \[1 keys, batch\]",
+    ),
+}
+
+
+@pytest.mark.parametrize(("call", "error", "message"), ERRORS.values(), ids=ERRORS)
+def test_errors(call, error, message):
+    with pytest.raises(error, match=message):
+        call(make_batch())
+
+
+def test_every_order_of_three_keys():
+    batch = make_batch()
+    orders = itertools.product(range(3), repeat=3)
+    for order in orders:
+        assert [key for key, _, _ in bags_of(batch.permute(order))] == [
+            batch.keys[i] for i in order
+        ]
