@@ -104,9 +104,9 @@ class Collection(TappedModule):
         self.tables.set_value(write_state(self.tables.get_value(), name, dict(state)))
 
     def apply_gradients(
-        self, gradients: dict[str, RowGradients], step: Int[Array, ""] | int
+        self, gradients: Sequence[dict[str, RowGradients]], step: Int[Array, ""] | int
     ) -> None:
-        """Updates the rows that occur in ``gradients``; `jaxrec.Optimizer` calls this."""
+        """Updates the rows of any number of lookups; `jaxrec.Optimizer` calls this."""
         self.tables.set_value(update_rows(self.tables.get_value(), gradients, step))
 
     def _activations(self, features: KeyedJaggedArray) -> Activations:

@@ -13,7 +13,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from jaxrec.embed.taps import Tap, attach, detach, probe_activations, tapped_modules
-from jaxrec.embed.update import RowGradients, merge, row_gradients, unstack
+from jaxrec.embed.update import RowGradients, row_gradients
 
 
 @jax.tree_util.register_dataclass
@@ -23,12 +23,12 @@ class Gradients:
 
     Attributes:
         dense: Gradients of the parameters, as `nnx.grad` gives them.
-        tables: For each collection, by its path in the model, the gradients of each group's rows.
-            Nothing in here has the shape of a table.
+        tables: For each collection, by its path in the model, and for each of its calls the
+            gradients of each group's rows. Nothing in here has the shape of a table.
     """
 
     dense: nnx.State
-    tables: dict[str, dict[str, RowGradients]]
+    tables: dict[str, list[dict[str, RowGradients]]]
 
 
 def value_and_grad(
@@ -56,7 +56,7 @@ def value_and_grad(
         >>> model = jaxrec.EmbeddingBagCollection([config], rngs=nnx.Rngs(0))
         >>> batch = jaxrec.KeyedJaggedArray.from_lists({"user": [[1], [2]]})
         >>> loss, gradients = value_and_grad(lambda model: model(batch).values.sum())(model)
-        >>> gradients.tables[""]["float32_2"].values.tolist()
+        >>> gradients.tables[""][0]["float32_2"].values.tolist()
         [[1.0, 1.0], [1.0, 1.0]]
     """
 
@@ -80,19 +80,20 @@ def value_and_grad(
     return evaluate
 
 
-def _table_gradients(model: nnx.Module, taps: nnx.State) -> dict[str, dict[str, RowGradients]]:
+def _table_gradients(
+    model: nnx.Module, taps: nnx.State
+) -> dict[str, list[dict[str, RowGradients]]]:
     by_path: dict[str, dict[int, Any]] = {}
     for (*path, _, call), tap in nnx.to_flat_state(taps):
         by_path.setdefault("/".join(map(str, path)), {})[call] = tap.get_value()
     tables = {}
     for path, collection in tapped_modules(model).items():
         layout = collection.tables.get_value().layout
-        calls = [
+        if calls := [
             row_gradients(layout, residuals.get_value(), by_path[path][call])
             for call, residuals in enumerate(collection.residuals)
-        ]
-        if calls:
-            tables[path] = {name: merge([call[name] for call in calls]) for name in calls[0]}
+        ]:
+            tables[path] = calls
     return tables
 
 
@@ -101,8 +102,8 @@ _NO_LOSS = 0x7FEDCBA9
 
 
 def _after(
-    loss: Float[Array, ""], tables: dict[str, dict[str, RowGradients]]
-) -> dict[str, dict[str, RowGradients]]:
+    loss: Float[Array, ""], tables: dict[str, list[dict[str, RowGradients]]]
+) -> dict[str, list[dict[str, RowGradients]]]:
     """Makes the gradients of rows depend on the loss.
 
     A table must not be written before all lookups have read it, or XLA reads from a copy of it. In
@@ -142,33 +143,27 @@ def mean_gradients(parts: Gradients | Sequence[Gradients]) -> Gradients:
         ...     batch = jaxrec.KeyedJaggedArray.from_lists({"user": ids})
         ...     return value_and_grad(lambda model: model(batch).values.sum())(model)[1]
         >>> both = mean_gradients([gradient([[1]]), gradient([[2]])])
-        >>> both.tables[""]["float32_1"].values.tolist()
-        [[0.5], [0.5]]
+        >>> [rows["float32_1"].values.tolist() for rows in both.tables[""]]
+        [[[0.5]], [[0.5]]]
     """
     if isinstance(parts, Gradients):
-        tables = _map_rows(unstack, parts.tables)
-        count = jax.tree.leaves(parts)[0].shape[0]
-        dense = jax.tree.map(lambda x: jnp.mean(x, axis=0), parts.dense)
-    else:
-        if not parts:
-            raise ValueError("the mean of no gradients: give at least one micro-batch's")
-        count = len(parts)
-        dense = jax.tree.map(lambda *xs: sum(xs) / count, *(part.dense for part in parts))
-        tables = {
-            path: {
-                name: merge([part.tables[path][name] for part in parts])
-                for name in parts[0].tables[path]
-            }
-            for path in parts[0].tables
-        }
+        stacked, count = parts, jax.tree.leaves(parts)[0].shape[0]
+        parts = [jax.tree.map(lambda x, i=i: x[i], stacked) for i in range(count)]
+    if not parts:
+        raise ValueError("the mean of no gradients: give at least one micro-batch's")
+    dense = jax.tree.map(lambda *xs: sum(xs) / len(xs), *(part.dense for part in parts))
 
     def share(gradient: RowGradients) -> RowGradients:
-        return dataclasses.replace(gradient, values=gradient.values / count)
+        return dataclasses.replace(gradient, values=gradient.values / len(parts))
 
-    return Gradients(dense, _map_rows(share, tables))
+    calls = {
+        path: [call for part in parts for call in part.tables[path]] for path in parts[0].tables
+    }
+    return Gradients(dense, _map_rows(share, calls))
 
 
 def _map_rows(
-    function: Callable[[RowGradients], RowGradients], tables: dict[str, dict[str, RowGradients]]
-) -> dict[str, dict[str, RowGradients]]:
+    function: Callable[[RowGradients], RowGradients],
+    tables: dict[str, list[dict[str, RowGradients]]],
+) -> dict[str, list[dict[str, RowGradients]]]:
     return jax.tree.map(function, tables, is_leaf=lambda x: isinstance(x, RowGradients))

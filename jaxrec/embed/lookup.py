@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import functools
 from typing import TypeAlias
@@ -82,19 +83,69 @@ def lookup(
             "the collection is weighted and the batch has no weights; give them to the batch's "
             "constructor or make the collection with is_weighted=False"
         )
+    return look_up(LocalRows(tables.rows), tables.layout, features, is_weighted, dtype)
+
+
+class RowSource(abc.ABC):
+    """Where the rows of a lookup come from: the device's own tables, or those of a mesh."""
+
+    @abc.abstractmethod
+    def pool(
+        self,
+        group: Group,
+        features: KeyedJaggedArray,
+        weights: Float[Array, " capacity"] | None,
+        layout: BagLayout,
+        dtype: np.dtype,
+    ) -> Float[Array, "bags dim"]:
+        """The pooled rows of each bag of the group's features; differentiable in ``weights``."""
+
+    @abc.abstractmethod
+    def rows(self, group: Group, lookups: Lookups) -> Float[Array, "lookups dim"]:
+        """The row of each lookup; zeros at padding, NaN at an id outside its table."""
+
+
+@dataclasses.dataclass(frozen=True)
+class LocalRows(RowSource):
+    """Rows of tables that are whole on this device."""
+
+    tables: dict[str, Float[Array, "rows dim"]]
+
+    def pool(self, group, features, weights, layout, dtype):
+        return pool(
+            self.tables[group.name], features.values, features.lengths, weights, layout, dtype
+        )
+
+    def rows(self, group, lookups):
+        return kernels.row_lookup(self.tables[group.name], lookups.rows)
+
+
+def look_up(
+    source: RowSource,
+    layout: TableLayout,
+    features: KeyedJaggedArray,
+    is_weighted: bool,
+    dtype: DTypeLike,
+) -> tuple[Activations, Residuals]:
+    """`lookup`, with the rows from ``source``."""
     features = jax.tree.map(jnp.asarray, features)
     weights = features.weights if is_weighted else None
-    look_up_all = _pooled if tables.layout.is_pooled else _per_id
-    return look_up_all(tables, features, weights, jnp.dtype(dtype))
+    if layout.is_pooled:
+        return _pooled(source, layout, features, weights, jnp.dtype(dtype))
+    return _per_id(source, layout, features, jnp.dtype(dtype))
 
 
 def _pooled(
-    tables: Tables, features: KeyedJaggedArray, weights: Array | None, dtype: np.dtype
+    source: RowSource,
+    tables: TableLayout,
+    features: KeyedJaggedArray,
+    weights: Array | None,
+    dtype: np.dtype,
 ) -> tuple[KeyedArray, Residuals]:
     blocks, lookups, bag_of_sample, num_bags = [], {}, {}, []
-    for group in tables.layout.groups:
+    for group in tables.groups:
         layout = group.bags(features)
-        pooled = _pool(tables.rows[group.name], features, weights, layout, dtype)
+        pooled = source.pool(group, features, weights, layout, dtype)
         if features.inverse_indices is not None:
             bag_of_sample[group.name] = _bag_of_sample(group, features, layout)
             pooled = pooled[bag_of_sample[group.name]]
@@ -104,53 +155,54 @@ def _pooled(
                 "bags; features of different numbers of bags need inverse_indices"
             )
         blocks.append(pooled.reshape(-1, layout.num_features * group.dim))
-        lookups[group.name] = _flatten(features, weights, layout, group)
+        lookups[group.name] = flatten(features, weights, layout, group)
         num_bags.append(layout.num_bags)
-    values = _interleave(blocks, tables.layout)
-    outputs = tables.layout.outputs
     keyed = KeyedArray(
-        values,
-        tuple(output.key for output in outputs),
-        tuple(tables.layout.groups[output.group].dim for output in outputs),
+        _interleave(blocks, tables),
+        tuple(output.key for output in tables.outputs),
+        tuple(tables.groups[output.group].dim for output in tables.outputs),
     )
     return keyed, Residuals(lookups, bag_of_sample, tuple(num_bags))
 
 
 def _per_id(
-    tables: Tables, features: KeyedJaggedArray, weights: Array | None, dtype: np.dtype
+    source: RowSource, tables: TableLayout, features: KeyedJaggedArray, dtype: np.dtype
 ) -> tuple[dict[str, Array], Residuals]:
     rows, lookups, starts = {}, {}, {}
-    for group in tables.layout.groups:
+    for group in tables.groups:
         layout = group.bags(features)
-        flat = _flatten(features, None, layout, group)
-        lookups[group.name] = dataclasses.replace(flat, bags=None)
-        rows[group.name] = kernels.row_lookup(tables.rows[group.name], flat.rows).astype(dtype)
+        flat = dataclasses.replace(flatten(features, None, layout, group), bags=None)
+        lookups[group.name] = flat
+        rows[group.name] = source.rows(group, flat).astype(dtype)
         starts[group.name] = np.cumsum((0, *layout.capacities))
     activations = {}
-    for output in tables.layout.outputs:
-        group = tables.layout.groups[output.group].name
+    for output in tables.outputs:
+        group = tables.groups[output.group].name
         start, end = starts[group][output.position : output.position + 2]
         activations[output.key] = rows[group][start:end]
     return activations, Residuals(lookups, {}, ())
 
 
-def _flatten(
+def flatten(
     features: KeyedJaggedArray, weights: Array | None, layout: BagLayout, group: Group
 ) -> Lookups:
+    """The group's lookups in a batch, one by one."""
     weights = None if weights is None else jax.lax.stop_gradient(weights)
     return kernels.flatten_bags(features.values, features.lengths, weights, layout, group.num_rows)
 
 
-def _pool(
+def pool(
     table: Float[Array, "rows dim"],
-    features: KeyedJaggedArray,
-    weights: Array | None,
+    ids: Int32[Array, " capacity"],
+    lengths: Int32[Array, " all_bags"],
+    weights: Float[Array, " capacity"] | None,
     layout: BagLayout,
     dtype: np.dtype,
 ) -> Float[Array, "bags dim"]:
+    """`kernels.pooled_lookup`, differentiable in the weights."""
     if weights is None:
-        return kernels.pooled_lookup(table, features.values, features.lengths, None, layout, dtype)
-    return _pool_weighted(table, features.values, features.lengths, weights, layout, dtype)
+        return kernels.pooled_lookup(table, ids, lengths, None, layout, dtype)
+    return _pool_weighted(table, ids, lengths, weights, layout, dtype)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))

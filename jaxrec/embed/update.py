@@ -28,7 +28,7 @@ class RowGradients:
     """
 
     lookups: Lookups
-    values: Float[Array, "*steps lines dim"]
+    values: Float[Array, "lines dim"]
 
 
 def apply_gradients(
@@ -59,7 +59,7 @@ def apply_gradients(
         >>> jaxrec.embed.read_table(tables, "user")[:, 0].tolist()
         [1.0, 0.0, 0.5]
     """
-    return update_rows(tables, row_gradients(tables.layout, residuals, gradients), step)
+    return update_rows(tables, [row_gradients(tables.layout, residuals, gradients)], step)
 
 
 def row_gradients(
@@ -113,27 +113,20 @@ def merge(parts: Sequence[RowGradients]) -> RowGradients:
     return RowGradients(lookups, jnp.concatenate([part.values for part in parts]))
 
 
-def unstack(gradients: RowGradients) -> RowGradients:
-    """One gradient of lookups stacked along a leading axis, as `jax.lax.scan` returns them."""
-    steps, lines, dim = gradients.values.shape
-    lookups = gradients.lookups
-    bags = lookups.bags
-    if bags is not None:
-        bags = (bags + jnp.arange(steps, dtype=bags.dtype)[:, None] * lines).reshape(-1)
-    scales = None if lookups.scales is None else lookups.scales.reshape(-1)
-    return RowGradients(
-        Lookups(lookups.rows.reshape(-1), bags, scales), gradients.values.reshape(-1, dim)
-    )
-
-
 def update_rows(
-    tables: Tables, gradients: dict[str, RowGradients], step: Int[Array, ""] | int
+    tables: Tables, lookups: Sequence[dict[str, RowGradients]], step: Int[Array, ""] | int
 ) -> Tables:
-    """Updates the rows that occur in ``gradients``, group by group; see `apply_gradients`."""
+    """Updates the rows of any number of lookups, each row once; see `apply_gradients`.
+
+    Args:
+        tables: The tables.
+        lookups: For each lookup the gradients of each group's rows.
+        step: Number of updates made before.
+    """
     step = jnp.asarray(step, jnp.int32)
     rows, state = {}, {}
     for group in tables.layout.groups:
-        gradient = gradients[group.name]
+        gradient = merge([gradients[group.name] for gradients in lookups])
         rows[group.name], state[group.name] = kernels.fused_update(
             tables.rows[group.name],
             tables.state[group.name],

@@ -1,0 +1,181 @@
+// Vectors of float of the width that the including file chose, and rows of 16-bit types read and
+// written through them. Included once per instruction set, inside `namespace JAXREC_ISA`, so that
+// the linker can never hand one instruction set's code to another: for the same reason nothing here
+// uses the standard library.
+
+constexpr int kWidth = JAXREC_VECTOR_BYTES / 4;
+
+typedef float Vec __attribute__((vector_size(JAXREC_VECTOR_BYTES)));
+typedef float UnalignedVec __attribute__((vector_size(JAXREC_VECTOR_BYTES), aligned(4), may_alias));
+typedef uint32_t Bits __attribute__((vector_size(JAXREC_VECTOR_BYTES)));
+typedef int32_t Mask __attribute__((vector_size(JAXREC_VECTOR_BYTES)));
+typedef uint16_t Half __attribute__((vector_size(JAXREC_VECTOR_BYTES / 2)));
+typedef uint16_t UnalignedHalf
+    __attribute__((vector_size(JAXREC_VECTOR_BYTES / 2), aligned(2), may_alias));
+
+#define JAXREC_INLINE static inline __attribute__((always_inline))
+#define JAXREC_MEMBER inline __attribute__((always_inline))
+
+// How many elements of a vector are meant: all, or the first few at the end of a row.
+struct Whole {};
+struct Part {
+  int count;
+};
+
+JAXREC_INLINE Vec splat(float x) { return x - Vec{}; }
+JAXREC_INLINE Bits splat_bits(uint32_t x) { return x - Bits{}; }
+JAXREC_INLINE Bits as_bits(Vec x) { return reinterpret_cast<Bits>(x); }
+JAXREC_INLINE Vec as_floats(Bits x) { return reinterpret_cast<Vec>(x); }
+JAXREC_INLINE Vec select(Mask mask, Vec yes, Vec no) {
+  return as_floats((reinterpret_cast<Bits>(mask) & as_bits(yes)) |
+                   (~reinterpret_cast<Bits>(mask) & as_bits(no)));
+}
+JAXREC_INLINE Vec minimum(Vec a, Vec b) { return select(a < b, a, b); }
+JAXREC_INLINE Vec maximum(Vec a, Vec b) { return select(a > b, a, b); }
+
+JAXREC_INLINE Vec square_root(Vec x) {
+#if JAXREC_VECTOR_BYTES == 64
+  return (Vec)_mm512_sqrt_ps((__m512)x);
+#elif JAXREC_VECTOR_BYTES == 32
+  return (Vec)_mm256_sqrt_ps((__m256)x);
+#elif defined(__SSE2__)
+  return (Vec)_mm_sqrt_ps((__m128)x);
+#elif defined(__aarch64__)
+  return (Vec)vsqrtq_f32((float32x4_t)x);
+#else
+  for (int i = 0; i < kWidth; ++i) x[i] = __builtin_sqrtf(x[i]);
+  return x;
+#endif
+}
+
+// The sum of a vector's elements, in halves, which fixes the order.
+JAXREC_INLINE float total(Vec x) {
+  float lanes[kWidth];
+  __builtin_memcpy(lanes, &x, sizeof x);
+  for (int step = kWidth / 2; step > 0; step /= 2) {
+    for (int i = 0; i < step; ++i) lanes[i] += lanes[i + step];
+  }
+  return lanes[0];
+}
+
+// Types of table rows and of gradients.
+struct F32 {
+  typedef float Storage;
+  static constexpr int kDroppedBits = 0;
+};
+struct BF16 {
+  typedef uint16_t Storage;
+  static constexpr int kDroppedBits = 16;
+};
+struct F16 {
+  typedef uint16_t Storage;
+  static constexpr int kDroppedBits = 13;
+};
+
+JAXREC_INLINE Vec widen(BF16, Half x) {
+  return as_floats(__builtin_convertvector(x, Bits) << 16);
+}
+
+// Rounds to nearest, ties to even; a NaN stays one.
+JAXREC_INLINE Half narrow(BF16, Vec x) {
+  Bits bits = as_bits(x);
+  Bits rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16;
+  Bits nan = (bits >> 16) | 0x40;
+  Bits is_nan = reinterpret_cast<Bits>(x != x);
+  return __builtin_convertvector((is_nan & nan) | (~is_nan & rounded), Half);
+}
+
+#if defined(__F16C__) && JAXREC_VECTOR_BYTES == 64
+JAXREC_INLINE Vec widen(F16, Half x) { return (Vec)_mm512_cvtph_ps((__m256i)x); }
+JAXREC_INLINE Half narrow(F16, Vec x) {
+  return (Half)_mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
+#elif defined(__F16C__) && JAXREC_VECTOR_BYTES == 32
+JAXREC_INLINE Vec widen(F16, Half x) { return (Vec)_mm256_cvtph_ps((__m128i)x); }
+JAXREC_INLINE Half narrow(F16, Vec x) {
+  return (Half)_mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
+#elif defined(__aarch64__)
+JAXREC_INLINE Vec widen(F16, Half x) { return (Vec)vcvt_f32_f16((float16x4_t)x); }
+JAXREC_INLINE Half narrow(F16, Vec x) { return (Half)vcvt_f16_f32((float32x4_t)x); }
+#else
+JAXREC_INLINE Vec widen(F16, Half x) {
+  Bits bits = __builtin_convertvector(x, Bits);
+  Bits sign = (bits & 0x8000) << 16, exponent = bits & 0x7C00, rest = bits & 0x7FFF;
+  Bits normal = (rest << 13) + (112u << 23);
+  Bits special = (rest << 13) | 0x7F800000;
+  // Through an integer, since threads may treat subnormal floats as zeros.
+  Bits subnormal = as_bits(__builtin_convertvector(reinterpret_cast<Mask>(rest), Vec) * 0x1p-24f);
+  Bits is_special = reinterpret_cast<Bits>(exponent == 0x7C00);
+  Bits is_subnormal = reinterpret_cast<Bits>(exponent == 0);
+  Bits value = (is_special & special) | (is_subnormal & subnormal) |
+               (~(is_special | is_subnormal) & normal);
+  return as_floats(value | sign);
+}
+JAXREC_INLINE Half narrow(F16, Vec x) {
+  Bits bits = as_bits(x), sign = (bits >> 16) & 0x8000, size = bits & 0x7FFFFFFF;
+  Bits normal = (size - (112u << 23) + 0xFFF + ((size >> 13) & 1)) >> 13;
+  // Below 2^-14 the grid is 2^-24: adding 0.5 leaves just these bits in the fraction.
+  Bits subnormal = as_bits(as_floats(size) + 0.5f) - 0x3F000000;
+  Bits special = 0x7C00 | (reinterpret_cast<Bits>(size > 0x7F800000) & 0x200);
+  Bits is_special = reinterpret_cast<Bits>(size >= 0x477FF000);
+  Bits is_subnormal = reinterpret_cast<Bits>(size < 0x38800000);
+  Bits value = (is_special & special) | (is_subnormal & ~is_special & subnormal) |
+               (~(is_special | is_subnormal) & normal);
+  return __builtin_convertvector(value | sign, Half);
+}
+#endif
+
+JAXREC_INLINE Vec load(F32, const float* from, Whole) {
+  return *reinterpret_cast<const UnalignedVec*>(from);
+}
+JAXREC_INLINE void store(F32, float* to, Vec x, Whole) {
+  *reinterpret_cast<UnalignedVec*>(to) = x;
+}
+JAXREC_INLINE Vec load(F32, const float* from, Part part) {
+  Vec x = {};
+  for (int i = 0; i < part.count; ++i) x[i] = from[i];
+  return x;
+}
+JAXREC_INLINE void store(F32, float* to, Vec x, Part part) {
+  for (int i = 0; i < part.count; ++i) to[i] = x[i];
+}
+template <class T>
+JAXREC_INLINE Vec load(T type, const uint16_t* from, Whole) {
+  return widen(type, *reinterpret_cast<const UnalignedHalf*>(from));
+}
+template <class T>
+JAXREC_INLINE Vec load(T type, const uint16_t* from, Part part) {
+  Half x = {};
+  for (int i = 0; i < part.count; ++i) x[i] = from[i];
+  return widen(type, x);
+}
+JAXREC_INLINE void store_half(uint16_t* to, Half x, Whole) {
+  *reinterpret_cast<UnalignedHalf*>(to) = x;
+}
+JAXREC_INLINE void store_half(uint16_t* to, Half x, Part part) {
+  for (int i = 0; i < part.count; ++i) to[i] = x[i];
+}
+template <class T, class Extent>
+JAXREC_INLINE void store(T type, uint16_t* to, Vec x, Extent extent) {
+  store_half(to, narrow(type, x), extent);
+}
+
+// Calls body(first column, Whole or Part) for each vector of a row.
+template <class Body>
+JAXREC_INLINE void for_each_vector(int64_t dim, const Body& body) {
+  int64_t column = 0;
+  for (; column + kWidth <= dim; column += kWidth) body(column, Whole{});
+  if (column < dim) body(column, Part{static_cast<int>(dim - column)});
+}
+
+constexpr int kLine = 64;
+
+// Asks for the `bytes` at `address`, for reading or for writing.
+template <int kForWriting>
+JAXREC_INLINE void prefetch(const void* address, int64_t bytes) {
+  const char* from = static_cast<const char*>(address);
+  for (int64_t i = 0; i < bytes; i += kLine) __builtin_prefetch(from + i, kForWriting, 3);
+  // A row that is no multiple of a line may end one line later.
+  if (bytes % kLine != 0) __builtin_prefetch(from + bytes - 1, kForWriting, 3);
+}
