@@ -1,0 +1,3 @@
+"""The training runtime: the step, the loop, checkpoints, the command line."""
+
+from jaxrec.train.step import compile_step as compile_step
