@@ -21,6 +21,17 @@ def namespace(*arrays: object) -> types.ModuleType:
     return np if on_host else jnp
 
 
+def take(array: Array, *indices: Array, fill_value: float | int | bool = 0) -> Array:
+    """``array[indices]``, and ``fill_value`` where an index is past the end.
+
+    An index past the end is not read, and passes no gradient back.
+    """
+    if 0 in array.shape[: len(indices)]:  # a gather needs something to read
+        shape = (*indices[0].shape, *array.shape[len(indices) :])
+        return jnp.full(shape, fill_value, array.dtype)
+    return array.at[indices].get(mode="fill", fill_value=fill_value)
+
+
 def to_device(array: Any) -> Array:
     """``array`` as a JAX array, whole.
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 from jaxtyping import Array, Int, Shaped
 
-from jaxrec.ragged.arrays import AnyArray, to_device
+from jaxrec.ragged.arrays import AnyArray, take, to_device
 from jaxrec.ragged.offsets import offsets_range, segment_ids
 
 
@@ -56,9 +56,8 @@ def jagged_to_padded_dense(
         within = jnp.arange(size, dtype=jnp.int32).reshape((1,) * rows.ndim + (size,))
         exists = exists[..., None] & (within < ends - starts)
         rows = jnp.where(exists, starts + within, 0)
-    # An index past the end is filled rather than read, and has no gradient to give back.
     places = jnp.where(exists, rows, values.shape[0])
-    return to_device(values).at[places].get(mode="fill", fill_value=padding_value)
+    return take(to_device(values), places, fill_value=padding_value)
 
 
 def dense_to_jagged(
@@ -84,4 +83,4 @@ def dense_to_jagged(
         [1, 3, 4, 0]
     """
     rows, within = segment_ids(offsets, capacity), offsets_range(offsets, capacity)
-    return to_device(dense).at[rows, within].get(mode="fill", fill_value=0)
+    return take(to_device(dense), rows, within)

@@ -322,7 +322,8 @@ class KeyedJaggedArray:
 
     def to_lists(self) -> dict[str, list[list[Any]]]:
         """The ids as nested lists by name; on the host."""
-        return {key: column.to_lists() for key, column in self.to_dict().items()}
+        columns = jax.device_get(self).to_dict()
+        return {key: column.to_lists() for key, column in columns.items()}
 
     def permute(self, indices: Sequence[int]) -> KeyedJaggedArray:
         """The keys in another order; a static slice of each run of keys.
@@ -428,7 +429,7 @@ class KeyedJaggedArray:
         if isinstance(self.lengths, jax.core.Tracer):
             needed = self.capacities
         else:
-            needed = np.asarray(self.length_per_key).tolist()
+            needed = jax.device_get(self).length_per_key.tolist()
         if isinstance(capacities, Mapping):
             capacities = self.capacity_per_key | dict(capacities)
         wanted = pinned_capacities(self.keys, needed, capacities)

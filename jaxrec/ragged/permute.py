@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jaxtyping import Array, Int, Int32, Shaped
 
-from jaxrec.ragged.arrays import AnyArray
+from jaxrec.ragged.arrays import AnyArray, take
 from jaxrec.ragged.offsets import offsets_range, segment_ids
 from jaxrec.ragged.select import jagged_index_select
 
@@ -37,7 +37,7 @@ def expand_into_jagged_permute(
         ``input_offsets[-1]``, the number of elements.
     """
     starts = jnp.asarray(input_offsets).astype(jnp.int32)
-    source = starts[jnp.asarray(permute)][segment_ids(output_offsets, capacity)]
+    source = take(starts[jnp.asarray(permute)], segment_ids(output_offsets, capacity))
     source = source + offsets_range(output_offsets, capacity)
     return jnp.where(jnp.arange(capacity) < output_offsets[-1], source, starts[-1])
 

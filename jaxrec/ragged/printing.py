@@ -13,13 +13,14 @@ _LARGEST = 64
 def keyed_jagged(batch: Any) -> str:
     """A `KeyedJaggedArray`: the bags of each key, or the shapes of its arrays."""
     fields = (batch.values, batch.lengths, batch.weights, batch.inverse_indices)
-    if not _is_small(*fields) or batch.values.shape != (sum(batch.capacities),):
+    if not _is_small(*fields) or batch.lengths.shape != (sum(batch.strides),):
         return (
             f"KeyedJaggedArray(keys={_cut(batch.keys)}, values={_shape(batch.values)}, "
             f"lengths={_shape(batch.lengths)}, weights={_shape(batch.weights)}, "
             f"inverse_indices={_shape(batch.inverse_indices)}, "
             f"capacities={_cut(batch.capacities)}, strides={_cut(batch.strides)})"
         )
+    batch = jax.device_get(batch)
     lines = [f"KeyedJaggedArray(batch_size={batch.batch_size}, {{"]
     for index, key in enumerate(batch.keys):
         column = batch._column(index)
@@ -40,6 +41,7 @@ def jagged(column: Any) -> str:
             f"JaggedArray(values={_shape(column.values)}, lengths={_shape(column.lengths)}, "
             f"weights={_shape(column.weights)})"
         )
+    column = jax.device_get(column)
     rows = f"JaggedArray({column.to_lists()}"
     if column.weights is not None:
         rows += f", weights={column.weights_to_lists()}"
@@ -53,8 +55,10 @@ def keyed(array: Any) -> str:
 
 
 def _is_small(*arrays: Any) -> bool:
-    """Whether all are arrays with known numbers here, and few of them."""
-    return all(array is None or (_is_known(array) and array.size <= _LARGEST) for array in arrays)
+    """Whether they are arrays with known numbers here (or None, of the optional ones), and few."""
+    values, lengths, *optional = arrays
+    given = [values, lengths, *(array for array in optional if array is not None)]
+    return all(_is_known(array) and array.size <= _LARGEST for array in given)
 
 
 def _is_known(array: Any) -> bool:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int, Int32, Shaped
 
-from jaxrec.ragged.arrays import AnyArray, to_device
+from jaxrec.ragged.arrays import AnyArray, take, to_device
 from jaxrec.ragged.bag_layout import bag_ids, bag_starts
 from jaxrec.ragged.keyed_jagged import KeyedJaggedArray
 from jaxrec.ragged.offsets import complete_cumsum, offsets_range, segment_ids
@@ -53,15 +53,15 @@ def jagged_index_select(
     _check_indices(indices, lengths.shape[0])
     lengths, indices = jnp.asarray(lengths).astype(jnp.int32), jnp.asarray(indices)
     indices = jnp.where(indices < 0, lengths.shape[0], indices)
-    out_lengths = lengths.at[indices].get(mode="fill", fill_value=0)
+    out_lengths = take(lengths, indices)
     (capacity,) = _checked_capacities(
         ("values",), out_lengths[None], None if capacity is None else [capacity]
     )
     out_offsets = complete_cumsum(out_lengths)
-    source = complete_cumsum(lengths)[indices][segment_ids(out_offsets, capacity)]
+    source = take(complete_cumsum(lengths)[indices], segment_ids(out_offsets, capacity))
     source = source + offsets_range(out_offsets, capacity)
     source = jnp.where(jnp.arange(capacity) < out_offsets[-1], source, values.shape[0])
-    return to_device(values).at[source].get(mode="fill", fill_value=0), out_lengths
+    return take(to_device(values), source), out_lengths
 
 
 def keyed_jagged_index_select(
@@ -122,14 +122,15 @@ def keyed_jagged_index_select(
     bags = bag_ids(fitting, strides, wanted)
     starts = bag_starts(features.lengths, features.strides, features.capacities).reshape(by_key)
     starts = starts[:, indices].reshape(-1)
-    within = jnp.arange(sum(wanted), dtype=jnp.int32) - bag_starts(fitting, strides, wanted)[bags]
-    source = jnp.where(bags < fitting.shape[0], starts[bags] + within, features.values.shape[0])
+    shifts = take(starts - bag_starts(fitting, strides, wanted), bags)
+    source = jnp.arange(sum(wanted), dtype=jnp.int32) + shifts
+    source = jnp.where(bags < fitting.shape[0], source, features.values.shape[0])
     lost = jnp.repeat(ends[:, -1:] > room, indices.shape[0], axis=1).reshape(-1)
-    lost = lost.at[bags].get(mode="fill", fill_value=False)
-    values = to_device(features.values).at[source].get(mode="fill", fill_value=0)
+    lost = take(lost, bags, fill_value=False)
+    values = take(to_device(features.values), source)
     weights = features.weights
     if weights is not None:
-        weights = jnp.asarray(weights).at[source].get(mode="fill", fill_value=0)
+        weights = take(jnp.asarray(weights), source)
         weights = jnp.where(lost, jnp.asarray(jnp.nan, weights.dtype), weights)
     return KeyedJaggedArray(
         jnp.where(lost, -1, values), fitting, weights, None, features.keys, wanted, strides
