@@ -1,0 +1,39 @@
+// Kernels for x86-64 machines with AVX2.
+#include "kernels.h"
+
+#if defined(__x86_64__)
+
+#if defined(__clang__)
+#include <immintrin.h>
+#pragma clang attribute push(__attribute__((target("avx2,fma,f16c"))), apply_to = function)
+#define __F16C__ 1
+#else
+#pragma GCC target("avx2,fma,f16c")
+#include <immintrin.h>
+#endif
+
+#define JAXREC_ISA avx2
+#define JAXREC_ISA_NAME "avx2"
+#define JAXREC_VECTOR_BYTES 32
+#include "kernels_body.h"
+
+#if defined(__clang__)
+#pragma clang attribute pop
+#endif
+
+namespace jaxrec {
+const Kernels* avx2_kernels() {
+  bool has = __builtin_cpu_supports("avx2") &&
+             __builtin_cpu_supports("fma") &&
+             __builtin_cpu_supports("f16c");
+  return has ? &avx2::kKernels : nullptr;
+}
+}  // namespace jaxrec
+
+#else
+
+namespace jaxrec {
+const Kernels* avx2_kernels() { return nullptr; }
+}  // namespace jaxrec
+
+#endif

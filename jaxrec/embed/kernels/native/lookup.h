@@ -1,0 +1,39 @@
+// The lookups of a batch, in parallel.
+#ifndef JAXREC_LOOKUP_H_
+#define JAXREC_LOOKUP_H_
+
+#include <cstdint>
+#include <vector>
+
+#include "kernels.h"
+#include "team.h"
+
+namespace jaxrec {
+
+// Where a feature lies in the arrays of a batch; see BagLayout in base.py.
+struct Feature {
+  int64_t id_start;
+  int64_t capacity;
+  int64_t length_start;
+  int64_t stride;
+  int64_t row_offset;
+  int64_t row_count;
+  bool mean;
+  int64_t first_position;  // Of its segment among all the features' segments.
+  int64_t out_row;         // Row of the output that holds its first bag,
+  int64_t out_step;        // and rows from there to the next.
+};
+
+struct Batch {
+  const int32_t* ids;
+  const int32_t* lengths;
+  const float* weights;  // Or null.
+  std::vector<Feature> features;
+};
+
+// The sums or means of each bag's rows, `[bags, dim]`.
+void pooled_lookup(Team& team, const Table& table, const Batch& batch, void* out, Type out_type);
+
+}  // namespace jaxrec
+
+#endif  // JAXREC_LOOKUP_H_
