@@ -17,7 +17,7 @@ def bag_starts(
     lengths: Int32[AnyArray, " bags"], strides: Sequence[int], capacities: Sequence[int]
 ) -> Int32[Array, " bags"]:
     """First position of each bag in ``values``, padding counted."""
-    offsets = complete_cumsum(jnp.asarray(lengths))
+    offsets = jnp.asarray(complete_cumsum(lengths))
     first = offsets[np.cumsum((0, *strides))[:-1]]
     return offsets[:-1] + spread(_starts(capacities) - first, strides)
 

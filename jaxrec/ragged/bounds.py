@@ -45,13 +45,13 @@ def check_ids(
     checked = dict(columns)
     count, first = 0, ""
     for feature, column in columns.items():
-        ids, bound = column.values, bounds.get(feature)
-        outside = _outside(ids, INT32_BOUND if bound is None else bound)
+        ids, rows = column.values, bounds.get(feature)
+        outside = _outside(ids, INT32_BOUND if rows is None else rows)
         if mode != "raise":
             outside = outside[ids[outside] != PRUNED]
         if outside.size == 0:
             continue
-        first = first or _described(feature, column, int(outside[0]), bound)
+        first = first or _described(feature, column, int(outside[0]), rows)
         if mode == "raise":
             raise ValueError(first)
         count += outside.size
@@ -71,12 +71,12 @@ def _outside(ids: np.ndarray, bound: int) -> np.ndarray:
     return np.flatnonzero((ids < 0) | (ids >= bound))
 
 
-def _described(feature: str, column: Column, position: int, bound: int | None) -> str:
+def _described(feature: str, column: Column, position: int, rows: int | None) -> str:
     """Which feature and sample an id outside its bound belongs to, in words."""
     sample = np.searchsorted(np.cumsum(column.lengths), position, side="right")
     where = f"feature {feature!r}, sample {sample}: id {column.values[position]}"
-    if bound is not None:
-        return f"{where} is outside [0, {bound}), the rows of its table"
+    if rows is not None:
+        return f"{where} is outside [0, {rows}), the rows of its table"
     if column.values[position] < 0:
         return f"{where} is negative; ids are at least 0"
     return (

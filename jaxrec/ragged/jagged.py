@@ -14,6 +14,7 @@ from jaxtyping import Array, Int, Int32, Shaped
 from jaxrec.ragged import nested, printing
 from jaxrec.ragged.arrays import AnyArray
 from jaxrec.ragged.capacity import rung
+from jaxrec.ragged.columns import floats
 from jaxrec.ragged.dense import dense_to_jagged, jagged_to_padded_dense
 from jaxrec.ragged.offsets import complete_cumsum, segment_ids
 
@@ -75,16 +76,17 @@ class JaggedArray:
                 f"the rows have {len(values)} elements, but the capacity is {capacity}; "
                 f"give at least {len(values)} (on the ladder: {rung(len(values))})"
             )
-        padding = capacity - len(values)
+        padding = (0, capacity - len(values))
+        flat_weights = None
         if weights is not None:
-            weights, weight_lengths = nested.flat_elements(weights)
-            if not np.array_equal(weight_lengths, lengths) or weights.ndim != 1:
+            flat_weights, weight_lengths = nested.flat_elements(weights)
+            if not np.array_equal(weight_lengths, lengths) or flat_weights.ndim != 1:
                 raise ValueError("weights are not nested like the rows; each element needs one")
-            weights = np.pad(weights.astype(np.result_type(weights, np.float16)), (0, padding))
+            flat_weights = np.pad(floats("weights", "weight", flat_weights), padding)
         return cls(
-            np.pad(values, [(0, padding), *[(0, 0)] * (values.ndim - 1)]),
+            np.pad(values, [padding, *[(0, 0)] * (values.ndim - 1)]),
             lengths.astype(np.int32),
-            weights,
+            flat_weights,
         )
 
     @classmethod

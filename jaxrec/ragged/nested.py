@@ -121,14 +121,11 @@ def _flat_arrays(
     if not all(accepts(dtype.type) for dtype in dtypes):
         sample, row = _first(rows, lambda row: row.size > 0 and not accepts(row.dtype.type))
         raise TypeError(_not_accepted(feature, sample, what, f"of type {row.dtype}"))
-    dtype = np.result_type(*dtypes) if what == "id" else np.float32
-    # NumPy would make float64 of int64 with uint64, and lose digits.
-    exact = object if what == "id" and dtype.kind == "f" else dtype
-    return lengths, np.concatenate(
-        [row.astype(exact) for row in filled] if exact is object else filled,
-        dtype=exact,
-        casting="unsafe",
-    )
+    if what == "weight":
+        return lengths, np.concatenate(filled, dtype=np.float32, casting="unsafe")
+    if np.result_type(*dtypes).kind == "f":  # of uint64 with int64, which would lose digits
+        filled = [row.astype(object) for row in filled]
+    return lengths, np.concatenate(filled)
 
 
 def _first(rows: Sequence[Any], is_wrong: Any) -> tuple[int, Any]:

@@ -145,7 +145,7 @@ def _padded(
 
 
 def _padded_weights(columns: Sequence[Column], capacities: Sequence[int]) -> np.ndarray:
-    weights = [column.weights for column in columns]
+    weights = [column.weights for column in columns if column.weights is not None]
     dtypes = {array.dtype for array in weights}
     return _padded(weights, capacities, dtypes.pop() if len(dtypes) == 1 else np.float32)
 

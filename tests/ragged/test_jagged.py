@@ -64,6 +64,21 @@ def test_types(rows, dtype):
     assert column.to_lists() == [np.asarray(row, dtype).tolist() for row in rows]
 
 
+@pytest.mark.parametrize(
+    ("weights", "dtype"),
+    [
+        ([[1, 2]], np.float32),
+        ([[0.5, 1]], np.float32),
+        ([np.ones(2, np.float16)], np.float16),
+        ([np.ones(2, ml_dtypes.bfloat16)], ml_dtypes.bfloat16),
+    ],
+)
+def test_weight_types(weights, dtype):
+    column = JaggedArray.from_lists([[3, 4]], weights)
+    assert column.weights.dtype == dtype
+    assert column.weights_to_lists() == np.asarray(weights, np.float32).tolist()
+
+
 def test_rows_of_vectors():
     rows = [[[1.0, 2.0], [3.0, 4.0]], [], [[5.0, 6.0]]]
     column = JaggedArray.from_lists(rows, capacity=4)
@@ -161,6 +176,11 @@ ERRORS = {
         lambda: JaggedArray.from_lists([[1, 2]], [[0.5]]),
         ValueError,
         "weights are not nested like the rows",
+    ),
+    "bool_weights": (
+        lambda: JaggedArray.from_lists([[1, 2]], [[True, False]]),
+        TypeError,
+        "weights must be real numbers, not of type bool",
     ),
     "no_weights": (
         lambda: JaggedArray.from_lists([[1, 2]]).weights_to_lists(),
