@@ -79,9 +79,6 @@ class KeyedArray:
     def __iter__(self) -> Iterator[str]:
         return iter(self.keys)
 
-    def __len__(self) -> int:
-        return len(self.keys)
-
     def to_dict(self) -> dict[str, Float[AnyArray, "batch _"]]:
         """All blocks by name."""
         return {key: self[key] for key in self.keys}

@@ -12,11 +12,12 @@ import numpy as np
 from jaxtyping import Array, Int32, Num
 
 from jaxrec.ragged import arrow, columns, nested, printing
-from jaxrec.ragged.arrays import AnyArray, namespace
+from jaxrec.ragged.arrays import AnyArray
 from jaxrec.ragged.bag_layout import bag_ids
 from jaxrec.ragged.jagged import JaggedArray
 from jaxrec.ragged.offsets import complete_cumsum
-from jaxrec.ragged.packing import PackOptions, pack, pinned_capacities
+from jaxrec.ragged.packing import PackOptions, checked_values, pack, pinned_capacities
+from jaxrec.ragged.segments import concatenate, concatenate_weights, refit, runs
 
 
 @jax.tree_util.register_dataclass
@@ -223,23 +224,24 @@ class KeyedJaggedArray:
 
     @classmethod
     def from_dict(
-        cls,
-        columns: Mapping[str, JaggedArray],
-        *,
-        inverse_indices: Any | None = None,
+        cls, columns: Mapping[str, JaggedArray], **options: Unpack[PackOptions]
     ) -> KeyedJaggedArray:
         """A batch of columns as they are, capacities included; the inverse of `to_dict`.
 
-        A static concatenation: it works under jit, and ids are not looked at. Columns of different
-        batch sizes make a batch of variable strides, as in TorchRec.
+        A static concatenation that works under jit. Columns of different batch sizes make a batch
+        of variable strides, as in TorchRec.
 
         Args:
             columns: One-dimensional columns by name, all with weights or none.
-            inverse_indices: ``[keys, batch]`` int32, the bag of each sample, or None.
+            **options: `PackOptions`. With ``capacities`` the segments are refitted
+                (`with_capacities`), and only with ``bounds`` are ids looked at (`with_checked_ids`;
+                not under jit). ``inverse_indices`` are int32 arrays, taken as they are.
 
         Raises:
-            ValueError: A column has elements that are no scalars, or weights are missing.
+            ValueError: A column has elements that are no scalars, weights are missing, or as the
+                methods named.
         """
+        inverse_indices = options.get("inverse_indices")
         if inverse_indices is not None and inverse_indices.shape[:-1] != (len(columns),):
             raise ValueError(
                 f"inverse_indices has shape {inverse_indices.shape}; expected "
@@ -248,15 +250,20 @@ class KeyedJaggedArray:
         if deep := [key for key, column in columns.items() if column.values.ndim != 1]:
             raise ValueError(f"the elements of {deep} are no scalars; a keyed batch holds ids")
         parts = tuple(columns.values())
-        return cls(
-            _concatenated([part.values for part in parts], np.int32),
-            _concatenated([part.lengths for part in parts], np.int32),
-            _concatenated_weights([part.weights for part in parts]),
+        batch = cls(
+            concatenate([part.values for part in parts], np.int32),
+            concatenate([part.lengths for part in parts], np.int32),
+            concatenate_weights([part.weights for part in parts]),
             inverse_indices,
             tuple(columns),
             tuple(part.capacity for part in parts),
             tuple(part.batch_size for part in parts),
         )
+        if (capacities := options.get("capacities")) is not None:
+            batch = batch.with_capacities(capacities)
+        if (bounds := options.get("bounds")) is not None:
+            batch = batch.with_checked_ids(bounds, options.get("bounds_mode", "raise"))
+        return batch
 
     @classmethod
     def empty(cls, *, weighted: bool = False) -> KeyedJaggedArray:
@@ -303,9 +310,6 @@ class KeyedJaggedArray:
     def __iter__(self) -> Iterator[str]:
         return iter(self.keys)
 
-    def __len__(self) -> int:
-        return len(self.keys)
-
     def __getitem__(self, key: str) -> JaggedArray:
         """The column of ``key``; a static slice.
 
@@ -318,7 +322,7 @@ class KeyedJaggedArray:
 
     def to_dict(self) -> dict[str, JaggedArray]:
         """All columns by name."""
-        return {key: self._column(index) for index, key in enumerate(self.keys)}
+        return dict(zip(self.keys, self._columns(), strict=True))
 
     def to_lists(self) -> dict[str, list[list[Any]]]:
         """The ids as nested lists by name; on the host."""
@@ -346,14 +350,14 @@ class KeyedJaggedArray:
         if list(indices) == list(range(count)):
             return self
         ids, bags = np.cumsum((0, *self.capacities)), np.cumsum((0, *self.strides))
-        runs = _runs(indices)
+        spans = runs(indices)
         inverse = self.inverse_indices
         return KeyedJaggedArray(
-            _concatenated([self.values[ids[a] : ids[b]] for a, b in runs], self.values.dtype),
-            _concatenated([self.lengths[bags[a] : bags[b]] for a, b in runs], np.int32),
+            concatenate([self.values[ids[a] : ids[b]] for a, b in spans], self.values.dtype),
+            concatenate([self.lengths[bags[a] : bags[b]] for a, b in spans], np.int32),
             None
             if self.weights is None
-            else _concatenated([self.weights[ids[a] : ids[b]] for a, b in runs], np.float32),
+            else concatenate([self.weights[ids[a] : ids[b]] for a, b in spans], np.float32),
             None if inverse is None else inverse[np.array(indices, np.int32)],
             tuple(self.keys[index] for index in indices),
             tuple(self.capacities[index] for index in indices),
@@ -402,17 +406,17 @@ class KeyedJaggedArray:
         for first, second in itertools.combinations(batches, 2):
             if shared := sorted(set(first.keys) & set(second.keys)):
                 raise ValueError(f"keys {shared} are in more than one of the batches")
-        if len({batch.inverse_indices is None for batch in batches}) > 1:
+        inverse = [b.inverse_indices for b in batches if b.inverse_indices is not None]
+        if 0 < len(inverse) < len(batches):
             raise ValueError("some of the batches have inverse indices and some have none")
         if len({batch.batch_size for batch in batches}) > 1:
             sizes = [batch.batch_size for batch in batches]
             raise ValueError(f"the batches have different numbers of samples: {sizes}")
-        inverse = [batch.inverse_indices for batch in batches]
         return KeyedJaggedArray(
-            _concatenated([batch.values for batch in batches], np.int32),
-            _concatenated([batch.lengths for batch in batches], np.int32),
-            _concatenated_weights([batch.weights for batch in batches]),
-            None if inverse[0] is None else _concatenated(inverse, np.int32),
+            concatenate([batch.values for batch in batches], np.int32),
+            concatenate([batch.lengths for batch in batches], np.int32),
+            concatenate_weights([batch.weights for batch in batches]),
+            concatenate(inverse, np.int32) if inverse else None,
             keys,
             tuple(itertools.chain.from_iterable(batch.capacities for batch in batches)),
             tuple(itertools.chain.from_iterable(batch.strides for batch in batches)),
@@ -437,12 +441,33 @@ class KeyedJaggedArray:
             return self
         return dataclasses.replace(
             self,
-            values=_refitted(self.values, self.capacities, wanted),
-            weights=None
-            if self.weights is None
-            else _refitted(self.weights, self.capacities, wanted),
+            values=refit(self.values, self.capacities, wanted),
+            weights=None if self.weights is None else refit(self.weights, self.capacities, wanted),
             capacities=wanted,
         )
+
+    def with_checked_ids(
+        self, bounds: Mapping[str, int], bounds_mode: str = "raise"
+    ) -> KeyedJaggedArray:
+        """The same batch once its ids were checked, on the host, as `PackOptions` says.
+
+        Returns:
+            The batch itself if all ids are in range, else one with repaired ids in NumPy arrays.
+
+        Raises:
+            TypeError: The batch is traced.
+            ValueError: An id is out of range, or a key occurs twice.
+        """
+        host = dataclasses.replace(self, values=columns.concrete("values", self.values))
+        given = []
+        for column in host._columns():
+            lengths = np.asarray(column.lengths)
+            given.append(columns.Column(np.asarray(column.values)[: lengths.sum()], lengths))
+        values = checked_values(self.keys, given, self.capacities, bounds, bounds_mode)
+        return self if values is None else dataclasses.replace(self, values=values)
+
+    def _columns(self) -> list[JaggedArray]:
+        return [self._column(index) for index in range(len(self.keys))]
 
     def _column(self, index: int) -> JaggedArray:
         start, bag = sum(self.capacities[:index]), sum(self.strides[:index])
@@ -471,46 +496,3 @@ def _with_weights(
     if unknown := [key for key in weights if key not in data]:
         raise ValueError(f"weights name {unknown}, but the features are {list(data)}")
     return ((key, rows, weights.get(key)) for key, rows in data.items())
-
-
-def _concatenated(arrays: Sequence[Any], dtype: Any) -> Any:
-    """The arrays end to end; an empty one of ``dtype`` where there are none."""
-    if len(arrays) == 1:
-        return arrays[0]
-    return namespace(*arrays).concatenate(arrays) if arrays else np.zeros(0, dtype)
-
-
-def _concatenated_weights(weights: Sequence[Any]) -> Any:
-    missing = [array is None for array in weights]
-    if all(missing):
-        return None
-    if any(missing):
-        raise ValueError(
-            f"{sum(missing)} of {len(missing)} parts have no weights; give all or none"
-        )
-    return _concatenated(weights, np.float32)
-
-
-def _refitted(array: Any, capacities: Sequence[int], wanted: Sequence[int]) -> Any:
-    """The segments of ``array`` cut or zero-padded at their ends."""
-    xp = namespace(array)
-    ends = np.cumsum((0, *capacities)).tolist()
-    return xp.concatenate(
-        [
-            xp.pad(array[start:end], (0, size - (end - start)))
-            if size > end - start
-            else array[start : start + size]
-            for (start, end), size in zip(itertools.pairwise(ends), wanted, strict=True)
-        ]
-    )
-
-
-def _runs(indices: Sequence[int]) -> list[tuple[int, int]]:
-    """Indices as runs ``[start, end)`` of consecutive ones: as few slices as will do."""
-    runs: list[tuple[int, int]] = []
-    for index in indices:
-        if runs and runs[-1][1] == index:
-            runs[-1] = (runs[-1][0], index + 1)
-        else:
-            runs.append((index, index + 1))
-    return runs

@@ -100,6 +100,28 @@ def pack(
     )
 
 
+def checked_values(
+    keys: Sequence[str],
+    columns: Sequence[Column],
+    capacities: Sequence[int],
+    bounds: Mapping[str, int],
+    bounds_mode: str,
+) -> np.ndarray | None:
+    """The columns' values, repaired and padded; None where there was nothing to repair.
+
+    Raises:
+        ValueError: A key occurs twice, or as `check_ids`.
+    """
+    if len(set(keys)) < len(keys):
+        raise ValueError(f"keys occur more than once in {tuple(keys)}")
+    given = dict(zip(keys, columns, strict=True))
+    checked = check_ids(given, bounds, bounds_mode)
+    if all(checked[key] is given[key] for key in keys):
+        return None
+    values = [column.values for column in checked.values()]
+    return _padded(values, capacities, values[0].dtype)
+
+
 def pinned_capacities(
     keys: Sequence[str],
     needed: Sequence[int],

@@ -52,7 +52,7 @@ def flat(bags):
 
 
 @given(bags, st.sampled_from([(1, 1), (10, 3), (2**30, 7)]))
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 def test_blocks(bags, sizes):
     def place_of(feature, value):
         if value // sizes[feature] < BUCKETS:
@@ -63,7 +63,7 @@ def test_blocks(bags, sizes):
 
 
 @given(bags)
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 def test_boundaries(bags):
     boundaries = np.array([[0, 4, 4, 30], [1, 2, 20, 100]])
 
@@ -75,7 +75,7 @@ def test_boundaries(bags):
 
 
 @given(bags)
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 def test_in_turn(bags):
     check(in_turn(*flat(bags)), bags, lambda _, value: (value % BUCKETS, value // BUCKETS))
 

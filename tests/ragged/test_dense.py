@@ -22,7 +22,7 @@ to_jagged = jax.jit(dense_to_jagged, static_argnums=2)
 
 
 @given(lengths, seeds)
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 def test_there_and_back(lengths, seed):
     rows = make_rows(lengths, seed, 2)
     values, offsets = flatten(rows)
@@ -33,7 +33,7 @@ def test_there_and_back(lengths, seed):
 
 
 @given(lengths, seeds)
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 def test_gradients(lengths, seed):
     rows = make_rows(lengths, seed)
     values, offsets = flatten(rows)

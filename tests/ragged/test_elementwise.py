@@ -11,7 +11,7 @@ from tests.ragged.jagged_cases import BATCH, LENGTH, flatten, lengths, make_rows
 
 
 @given(lengths, seeds)
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 def test_elementwise(lengths, seed):
     rows = make_rows(lengths, seed, 2)
     values, offsets = flatten(rows)

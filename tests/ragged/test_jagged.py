@@ -30,7 +30,7 @@ def test_lists_round_trip(rows):
 
 
 @given(st.lists(st.lists(numbers, max_size=5), min_size=3, max_size=3), st.sampled_from([0, 2, 6]))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_padded_dense_against_lists(rows, length):
     column = JaggedArray.from_lists(rows, capacity=32)
     expected = [(row + [-7] * length)[:length] for row in rows]

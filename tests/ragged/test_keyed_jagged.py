@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxrec.ragged import JaggedArray, KeyedJaggedArray
@@ -92,7 +92,6 @@ def test_shapes_and_counts(place):
     assert batch.strides == (3, 3, 3)
     assert batch.batch_size == 3
     assert list(batch) == ["a", "b", "c"]
-    assert len(batch) == 3
     np.testing.assert_array_equal(batch.lengths, [2, 0, 1, 1, 3, 0, 0, 0, 1])
     np.testing.assert_array_equal(batch.offsets, [0, 2, 2, 3, 4, 7, 7, 7, 7, 8])
     np.testing.assert_array_equal(batch.length_per_key, [3, 4, 1])
@@ -105,7 +104,6 @@ BAGS = st.lists(st.lists(st.integers(0, 9), max_size=4), min_size=3, max_size=3)
 
 
 @given(BAGS, BAGS)
-@settings(deadline=None)
 def test_segment_ids(first, second):
     # Twelve ids fill a segment to its end.
     batch = KeyedJaggedArray.from_lists({"a": first, "b": second}, capacities=[12, 12])
@@ -211,6 +209,39 @@ def test_from_dict_of_different_batch_sizes_has_variable_strides():
     assert batch.strides == (2, 1)
     assert batch.capacities == (8, 2)
     assert batch.to_lists() == {"a": [[1], [2]], "b": [[3, 4]]}
+
+
+@ON_HOST_AND_DEVICE
+def test_with_checked_ids(place):
+    batch = place(make_batch())
+    assert batch.with_checked_ids({"a": 4, "b": 8, "c": 9}) is batch
+    with pytest.raises(ValueError, match=r"feature 'b', sample 1: id 6 is outside \[0, 6\)"):
+        batch.with_checked_ids({"b": 6})
+    with pytest.warns(UserWarning, match="2 of 8 ids became 0; the first: feature 'b', sample 1"):
+        repaired = batch.with_checked_ids({"b": 6}, "clamp")
+    assert repaired.to_lists() == ROWS | {"b": [[4], [5, 0, 0], []]}
+    assert weight_lists(repaired) == weights_like(ROWS)
+    assert batch.to_lists() == ROWS
+
+
+def test_padding_is_never_checked():
+    batch = make_batch()
+    values = np.where(batch.segment_ids == 9, -5, batch.values)
+    odd = dataclasses.replace(batch, values=values)
+    assert odd.with_checked_ids({"a": 4}) is odd
+
+
+def test_from_dict_takes_the_options_of_packing():
+    columns = make_batch().to_dict()
+    batch = KeyedJaggedArray.from_dict(
+        columns, capacities={"a": 3}, bounds={"a": 3}, bounds_mode="ignore"
+    )
+    assert batch.capacities == (3, 8, 8)
+    assert batch.to_lists() == ROWS | {"a": [[1, 2], [], [0]]}
+    with pytest.raises(ValueError, match="feature 'a', sample 2: id 3 is outside"):
+        KeyedJaggedArray.from_dict(columns, bounds={"a": 3})
+    inverse = np.zeros((3, 5), np.int32)
+    assert KeyedJaggedArray.from_dict(columns, inverse_indices=inverse).batch_size == 5
 
 
 def test_numpy_and_jax_batches_share_a_program():
@@ -333,6 +364,16 @@ ERRORS = {
         lambda b: b.with_capacities({"x": 3}),
         ValueError,
         r"capacities name \['x'\]",
+    ),
+    "checked_repeated": (
+        lambda b: b.permute([0, 0]).with_checked_ids({"a": 9}),
+        ValueError,
+        r"keys occur more than once in \('a', 'a'\)",
+    ),
+    "checked_traced": (
+        lambda b: jax.jit(lambda b: b.with_checked_ids({"a": 9}))(b),
+        TypeError,
+        "values: the array is traced, but batches are packed and checked on the host",
     ),
     "from_dict_deep": (
         lambda b: KeyedJaggedArray.from_dict({"a": JaggedArray.from_lists([[[1.0, 2.0]]])}),

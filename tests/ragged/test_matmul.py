@@ -21,7 +21,7 @@ def cut(rows: list[np.ndarray]) -> list[np.ndarray]:
 
 
 @given(lengths, seeds)
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 def test_products(lengths, seed):
     x_rows, y_rows = make_rows(lengths, seed, 2), make_rows(lengths, seed + 1, 3)
     (x, offsets), (y, _) = flatten(x_rows), flatten(y_rows)
@@ -42,7 +42,7 @@ vectors_mul = jax.jit(ragged.batched_dense_vec_jagged_2d_mul)
 
 
 @given(lengths, seeds)
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 def test_vectors_times_matrices(lengths, seed):
     rows = make_rows(lengths, seed, HEADS * DIM)
     values, offsets = flatten(rows)

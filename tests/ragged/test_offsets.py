@@ -17,7 +17,7 @@ CAPACITY = 20
 
 @pytest.mark.parametrize("place", [np.asarray, jnp.asarray], ids=["numpy", "jax"])
 @given(st.lists(st.integers(0, 9), max_size=6))
-@settings(deadline=None, max_examples=10)
+@settings(max_examples=10)
 def test_cumsums(place, lengths):
     array = place(np.array(lengths, np.int32))
     total = np.cumsum(lengths).astype(np.int32)
@@ -30,7 +30,6 @@ def test_cumsums(place, lengths):
 
 
 @given(lengths)
-@settings(deadline=None)
 def test_segments_and_positions(lengths):
     segments = [row for row, length in enumerate(lengths) for _ in range(length)]
     positions = [place for length in lengths for place in range(length)]

@@ -18,7 +18,7 @@ orders = st.lists(st.integers(0, SEGMENTS - 1), min_size=SEGMENTS, max_size=SEGM
 
 
 @given(bags, orders)
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 def test_segments(bags, order):
     flat = [value for bag in bags for value in bag]
     values = np.array(flat + [-9] * (CAPACITY - len(flat)), np.int32)
@@ -47,7 +47,7 @@ expand = jax.jit(functools.partial(ragged.expand_into_jagged_permute, capacity=C
 
 
 @given(st.permutations(range(6)))
-@settings(deadline=None, max_examples=10)
+@settings(max_examples=10)
 def test_invert(order):
     inverse = ragged.invert_permute(np.array(order))
     np.testing.assert_array_equal(np.array(order)[inverse], np.arange(6))

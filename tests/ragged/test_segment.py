@@ -20,7 +20,7 @@ def sums(values, csr_seg, batch_size):
 
 
 @given(lengths, seeds)
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 def test_sums_of_rows(lengths, seed):
     rows = make_rows(lengths, seed, 2)
     values, offsets = flatten(rows)
@@ -31,7 +31,7 @@ def test_sums_of_rows(lengths, seed):
 
 
 @given(lengths)
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 def test_sums_of_blocks(lengths):
     values = np.arange(CAPACITY, dtype=np.int32)
     csr = np.minimum(np.cumsum([0, *lengths]), CAPACITY // 2)

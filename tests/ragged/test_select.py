@@ -24,7 +24,7 @@ def select(values, lengths, indices, capacity):
 
 
 @given(lengths, picks, seeds)
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 def test_rows(lengths, indices, seed):
     rows = make_rows(lengths, seed, 2)
     values, _ = flatten(rows)
@@ -80,7 +80,7 @@ BAGS = st.lists(st.lists(st.integers(0, 99), max_size=4), min_size=BATCH, max_si
 
 
 @given(BAGS, BAGS, picks)
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 def test_samples(first, second, indices):
     rows = {"a": first, "b": second}
     batch = KeyedJaggedArray.from_lists(rows, weights_like(rows), capacities=[16, 16])

@@ -20,7 +20,7 @@ def oracle(row: np.ndarray) -> np.ndarray:
 
 
 @given(lengths, seeds)
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 def test_values_and_gradients(lengths, seed):
     rows = make_rows(lengths, seed, 2)
     values, offsets = flatten(rows)
