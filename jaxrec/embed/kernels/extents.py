@@ -1,0 +1,52 @@
+"""Where each bag's ids lie: what kernels that walk over bags start from."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int32
+
+from jaxrec.embed.kernels.base import BagLayout
+
+
+def bag_extents(
+    lengths: Int32[Array, " all_bags"], layout: BagLayout
+) -> tuple[Int32[Array, " bags"], Int32[Array, " bags"]]:
+    """First position of each bag's ids and the position after its last, in the output's order.
+
+    Bags whose lengths are wrong never reach past their feature's segment.
+    """
+    counts = [
+        lengths[start : start + stride]
+        for start, stride in zip(layout.length_starts, layout.strides, strict=True)
+    ]
+    begins = np.asarray(layout.id_starts, np.int32)
+    limits = begins + np.asarray(layout.capacities, np.int32)
+    if layout.is_uniform:
+        starts, ends = _extents(jnp.stack(counts), begins[:, None], limits[:, None])
+        return starts.T.reshape(-1), ends.T.reshape(-1)
+    extents = [_extents(*feature) for feature in zip(counts, begins, limits, strict=True)]
+    starts, ends = zip(*extents, strict=True)
+    return jnp.concatenate(starts), jnp.concatenate(ends)
+
+
+def bag_features(bags: Int32[Array, " n"], layout: BagLayout) -> Int32[Array, " n"]:
+    """The feature of each row of the output."""
+    if layout.is_uniform:
+        return jax.lax.rem(bags, jnp.int32(layout.num_features))
+    feature = jnp.zeros_like(bags)
+    for first_bag in np.cumsum(layout.strides[:-1]).tolist():
+        feature += (bags >= first_bag).astype(jnp.int32)
+    return feature
+
+
+def _extents(
+    counts: Int32[Array, "*features bags"],
+    begin: np.ndarray | np.int32,
+    limit: np.ndarray | np.int32,
+) -> tuple[Int32[Array, "*features bags"], Int32[Array, "*features bags"]]:
+    """Starts and ends of bags that follow each other from ``begin`` and stop at ``limit``."""
+    counts = jnp.maximum(counts, 0)
+    ends = begin + jnp.cumsum(counts, axis=-1, dtype=jnp.int32)
+    return jnp.minimum(ends - counts, limit), jnp.minimum(ends, limit)
