@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import operator
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -31,14 +34,13 @@ def bag_extents(
     return jnp.concatenate(starts), jnp.concatenate(ends)
 
 
-def bag_features(bags: Int32[Array, " n"], layout: BagLayout) -> Int32[Array, " n"]:
+def bag_features(bags: Int32[Array, "*n"], layout: BagLayout) -> Int32[Array, "*n"]:
     """The feature of each row of the output."""
     if layout.is_uniform:
         return jax.lax.rem(bags, jnp.int32(layout.num_features))
-    feature = jnp.zeros_like(bags)
-    for first_bag in np.cumsum(layout.strides[:-1]).tolist():
-        feature += (bags >= first_bag).astype(jnp.int32)
-    return feature
+    # Bags of differing numbers belong to two features at least.
+    past = [(bags >= bag).astype(jnp.int32) for bag in np.cumsum(layout.strides[:-1]).tolist()]
+    return functools.reduce(operator.add, past)
 
 
 def _extents(

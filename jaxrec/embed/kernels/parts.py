@@ -56,9 +56,7 @@ def split_runs(runs: Runs, num_rows: int) -> Parts:
 
     counts = jnp.diff(run_starts)
     num_parts = jnp.where(counts > size, -(-counts // size), 0)
-    first_parts = jnp.concatenate(
-        [jnp.zeros(1, jnp.int32), jnp.cumsum(num_parts, dtype=jnp.int32)]
-    )
+    first_parts = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(num_parts, dtype=jnp.int32)])
     # A run of c > size lookups has fewer than 2 c / size parts.
     part = jnp.arange(2 * num_lookups // size + 1, dtype=jnp.int32)
     run = jnp.searchsorted(first_parts[1:], part, side="right").astype(jnp.int32)
