@@ -1,10 +1,12 @@
-// The primitives as XLA calls them: attributes and buffers in, buffers out.
+// The primitives as XLA calls them: buffers and attributes in, buffers out.
 #include <algorithm>
-#include <memory>
-#include <string>
+#include <limits>
+#include <string_view>
 #include <thread>
 
 #include "lookup.h"
+#include "runs.h"
+#include "update_rows.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace ffi = xla::ffi;
@@ -12,21 +14,31 @@ namespace ffi = xla::ffi;
 namespace jaxrec {
 namespace {
 
+using Ints = ffi::Buffer<ffi::S32>;
+using Floats = ffi::Buffer<ffi::F32>;
 using Numbers = ffi::Span<const int64_t>;
 
+// A team of the threads that XLA runs the program with, but of no more than there are cores: the
+// simulated devices of a test share one pool that is larger.
 Team make_team(ffi::ThreadPool& pool) {
-  int64_t cores = std::max(1u, std::thread::hardware_concurrency());
-  int threads = static_cast<int>(std::clamp<int64_t>(pool.num_threads(), 1, cores));
+  const int64_t cores = std::max(1u, std::thread::hardware_concurrency());
+  const int threads = static_cast<int>(std::clamp<int64_t>(pool.num_threads(), 1, cores));
   return Team([&pool](std::function<void()> help) { pool.Schedule(std::move(help)); }, threads);
 }
 
-ffi::ErrorOr<Type> type_of(ffi::DataType type) {
-  switch (type) {
-    case ffi::F32: return Type::kF32;
-    case ffi::BF16: return Type::kBF16;
-    case ffi::F16: return Type::kF16;
-    default: return ffi::Unexpected(ffi::Error::InvalidArgument("rows are float32, bfloat16 or float16"));
-  }
+// The Python side asks for the types that it knows to be among these.
+Type type_of(ffi::DataType type) {
+  return type == ffi::F32 ? Type::kF32 : type == ffi::BF16 ? Type::kBF16 : Type::kF16;
+}
+
+Table table_of(void* data, ffi::DataType type, ffi::Span<const int64_t> dimensions) {
+  return {data, type_of(type), dimensions[0], dimensions[1]};
+}
+
+// An operand that is not given has no elements.
+template <class Buffer>
+auto given(Buffer& buffer) {
+  return buffer.element_count() == 0 ? nullptr : buffer.typed_data();
 }
 
 // Seven numbers a feature, in the order of BagLayout's fields in base.py.
@@ -49,35 +61,179 @@ std::vector<Feature> read_layout(Numbers numbers) {
   return features;
 }
 
-ffi::Error pooled(ffi::ThreadPool pool, ffi::AnyBuffer table, ffi::Buffer<ffi::S32> ids,
-                  ffi::Buffer<ffi::S32> lengths, ffi::Buffer<ffi::F32> weights,
-                  ffi::Result<ffi::AnyBuffer> out, Numbers layout) {
-  auto type = type_of(table.element_type());
-  auto out_type = type_of(out->element_type());
-  if (!type.has_value()) return type.error();
-  if (!out_type.has_value()) return out_type.error();
-  Batch batch = {ids.typed_data(), lengths.typed_data(),
-                 weights.element_count() == 0 ? nullptr : weights.typed_data(),
-                 read_layout(layout)};
-  Table rows = {table.untyped_data(), *type, table.dimensions()[0], table.dimensions()[1]};
+ffi::Error pooled_lookup_call(ffi::ThreadPool pool, ffi::AnyBuffer table, Ints ids, Ints lengths,
+                              Floats weights, ffi::Result<ffi::AnyBuffer> out, Numbers layout) {
   Team team = make_team(pool);
-  pooled_lookup(team, rows, batch, out->untyped_data(), *out_type);
+  const Batch batch = {ids.typed_data(), lengths.typed_data(), given(weights), read_layout(layout)};
+  pooled_lookup(team, table_of(table.untyped_data(), table.element_type(), table.dimensions()),
+                batch, out->untyped_data(), type_of(out->element_type()));
+  return ffi::Error::Success();
+}
+
+ffi::Error flatten_bags_call(ffi::ThreadPool pool, Ints ids, Ints lengths, Floats weights,
+                             ffi::Result<Ints> rows, ffi::Result<Ints> bags,
+                             ffi::Result<Floats> scales, Numbers layout, int64_t num_rows) {
+  Team team = make_team(pool);
+  const Batch batch = {ids.typed_data(), lengths.typed_data(), given(weights), read_layout(layout)};
+  flatten_bags(team, num_rows, batch, rows->typed_data(), bags->typed_data(), given(*scales));
+  return ffi::Error::Success();
+}
+
+ffi::Error row_lookup_call(ffi::ThreadPool pool, ffi::AnyBuffer table, Ints rows,
+                           ffi::Result<ffi::AnyBuffer> out) {
+  Team team = make_team(pool);
+  row_lookup(team, table_of(table.untyped_data(), table.element_type(), table.dimensions()),
+             rows.typed_data(), rows.element_count(), out->untyped_data());
+  return ffi::Error::Success();
+}
+
+ffi::Error build_runs_call(ffi::ThreadPool pool, Ints rows, ffi::Result<Ints> order,
+                           ffi::Result<Ints> segments, ffi::Result<Ints> unique,
+                           int64_t num_rows) {
+  Team team = make_team(pool);
+  build_runs(team, rows.typed_data(), rows.element_count(), num_rows, order->typed_data(),
+             segments->typed_data(), unique->typed_data());
+  return ffi::Error::Success();
+}
+
+ffi::Error bucket_call(ffi::ThreadPool pool, Ints owners, ffi::Result<Ints> order,
+                       ffi::Result<Ints> counts) {
+  Team team = make_team(pool);
+  bucket(team, owners.typed_data(), owners.element_count(), counts->element_count(),
+         order->typed_data(), counts->typed_data());
+  return ffi::Error::Success();
+}
+
+// Reads the attributes of an update: the fields of `Step`, by name. The first failure stays.
+class StepReader {
+ public:
+  explicit StepReader(ffi::Dictionary attributes) : attributes_(attributes) {}
+
+  template <class T>
+  T get(std::string_view name) {
+    auto value = attributes_.get<T>(name);
+    if (value.has_value()) return *value;
+    if (error.success()) error = value.error();
+    return T{};
+  }
+
+  ffi::Error error = ffi::Error::Success();
+
+ private:
+  ffi::Dictionary attributes_;
+};
+
+Step read_step(StepReader& reader) {
+  Step step = {};
+  step.rule = static_cast<Rule>(reader.get<int32_t>("rule"));
+  step.eps = reader.get<float>("eps");
+  step.b1 = reader.get<float>("b1");
+  step.b2 = reader.get<float>("b2");
+  step.log_b1 = reader.get<float>("log_b1");
+  step.log_b2 = reader.get<float>("log_b2");
+  step.counts_rows = reader.get<bool>("counts_rows");
+  step.weight_decay = reader.get<float>("weight_decay");
+  step.decay = static_cast<Decay>(reader.get<int32_t>("decay"));
+  step.max_norm = reader.get<float>("max_norm");
+  step.stochastic = reader.get<bool>("stochastic");
+  return step;
+}
+
+// Operands: rows, bags (or none), scales (or none), gradients, [rate, share1, share2], number of the
+// step; then the table and its state, which are the results too, in the same memory.
+ffi::Error fused_update_call(ffi::ThreadPool pool, Ints rows, Ints bags, Floats scales,
+                             ffi::AnyBuffer gradients, Floats rates, Ints number,
+                             ffi::RemainingArgs, ffi::Result<ffi::AnyBuffer> table,
+                             ffi::RemainingRets state, ffi::Dictionary attributes) {
+  StepReader reader(attributes);
+  Step step = read_step(reader);
+  const float bound = reader.get<float>("bound");
+  if (reader.error.failure()) return reader.error;
+  step.rate = rates.typed_data()[0];
+  step.share1 = rates.typed_data()[1];
+  step.share2 = rates.typed_data()[2];
+  step.step = static_cast<uint32_t>(*number.typed_data());
+  float** places[] = {&step.first, &step.second, &step.counts};
+  for (size_t i = 0; i < state.size(); ++i) {
+    auto array = state.get<Floats>(i);
+    if (!array.has_value()) return array.error();
+    *places[i] = (*array)->typed_data();
+  }
+  Team team = make_team(pool);
+  const auto shape = gradients.dimensions();
+  fused_update(team, table_of(table->untyped_data(), table->element_type(), table->dimensions()),
+               step, rows.typed_data(), rows.element_count(),
+               {gradients.untyped_data(), type_of(gradients.element_type()), shape[1], given(bags),
+                shape[0], given(scales), bound});
   return ffi::Error::Success();
 }
 
 }  // namespace
 }  // namespace jaxrec
 
-#define JAXREC_EXPORT(name, function, ...)                                                \
+#define JAXREC_EXPORT(name, function, ...)                                                   \
   extern "C" __attribute__((visibility("default"))) XLA_FFI_Error* name(XLA_FFI_CallFrame*); \
   XLA_FFI_DEFINE_HANDLER_SYMBOL(name, function, __VA_ARGS__)
 
-JAXREC_EXPORT(jaxrec_pooled_lookup, jaxrec::pooled,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::Buffer<ffi::S32>>()
-                                  .Arg<ffi::Buffer<ffi::S32>>()
-                                  .Arg<ffi::Buffer<ffi::F32>>()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .Attr<jaxrec::Numbers>("layout"));
+JAXREC_EXPORT(jaxrec_pooled_lookup, jaxrec::pooled_lookup_call,
+              ffi::Ffi::Bind()
+                  .Ctx<ffi::ThreadPool>()
+                  .Arg<ffi::AnyBuffer>()
+                  .Arg<jaxrec::Ints>()
+                  .Arg<jaxrec::Ints>()
+                  .Arg<jaxrec::Floats>()
+                  .Ret<ffi::AnyBuffer>()
+                  .Attr<jaxrec::Numbers>("layout"));
+
+JAXREC_EXPORT(jaxrec_flatten_bags, jaxrec::flatten_bags_call,
+              ffi::Ffi::Bind()
+                  .Ctx<ffi::ThreadPool>()
+                  .Arg<jaxrec::Ints>()
+                  .Arg<jaxrec::Ints>()
+                  .Arg<jaxrec::Floats>()
+                  .Ret<jaxrec::Ints>()
+                  .Ret<jaxrec::Ints>()
+                  .Ret<jaxrec::Floats>()
+                  .Attr<jaxrec::Numbers>("layout")
+                  .Attr<int64_t>("num_rows"));
+
+JAXREC_EXPORT(jaxrec_row_lookup, jaxrec::row_lookup_call,
+              ffi::Ffi::Bind()
+                  .Ctx<ffi::ThreadPool>()
+                  .Arg<ffi::AnyBuffer>()
+                  .Arg<jaxrec::Ints>()
+                  .Ret<ffi::AnyBuffer>());
+
+JAXREC_EXPORT(jaxrec_build_runs, jaxrec::build_runs_call,
+              ffi::Ffi::Bind()
+                  .Ctx<ffi::ThreadPool>()
+                  .Arg<jaxrec::Ints>()
+                  .Ret<jaxrec::Ints>()
+                  .Ret<jaxrec::Ints>()
+                  .Ret<jaxrec::Ints>()
+                  .Attr<int64_t>("num_rows"));
+
+JAXREC_EXPORT(jaxrec_bucket, jaxrec::bucket_call,
+              ffi::Ffi::Bind()
+                  .Ctx<ffi::ThreadPool>()
+                  .Arg<jaxrec::Ints>()
+                  .Ret<jaxrec::Ints>()
+                  .Ret<jaxrec::Ints>());
+
+JAXREC_EXPORT(jaxrec_fused_update, jaxrec::fused_update_call,
+              ffi::Ffi::Bind()
+                  .Ctx<ffi::ThreadPool>()
+                  .Arg<jaxrec::Ints>()
+                  .Arg<jaxrec::Ints>()
+                  .Arg<jaxrec::Floats>()
+                  .Arg<ffi::AnyBuffer>()
+                  .Arg<jaxrec::Floats>()
+                  .Arg<jaxrec::Ints>()
+                  .RemainingArgs()
+                  .Ret<ffi::AnyBuffer>()
+                  .RemainingRets()
+                  .Attrs());
+
+extern "C" __attribute__((visibility("default"))) const char* jaxrec_instruction_set() {
+  return jaxrec::kernels().name;
+}

@@ -8,12 +8,12 @@ namespace jaxrec {
 
 enum class Type { kF32, kBF16, kF16 };
 
+constexpr int64_t size_of(Type type) { return type == Type::kF32 ? 4 : 2; }
+
 // The longest rows the kernels take.
 constexpr int64_t kMaxDim = 4096;
 
-constexpr int64_t size_of(Type type) { return type == Type::kF32 ? 4 : 2; }
-
-// A group's table, `[num_rows, dim]`.
+// The table of a group or of a feature, `[num_rows, dim]`.
 struct Table {
   void* rows;
   Type type;
@@ -23,16 +23,16 @@ struct Table {
 
 // Consecutive bags of one feature.
 struct PooledBlock {
-  Table table;              // Its first row is the feature's first, its rows are the feature's.
-  const int32_t* ids;       // Of the first bag.
-  int64_t num_ids;          // From there to the end of the feature's segment.
-  const int32_t* lengths;   // Of each bag.
+  Table table;             // The feature's.
+  const int32_t* ids;      // Of the first bag,
+  int64_t num_ids;         // and how many there are to the end of the feature's segment.
+  const int32_t* lengths;  // Of each bag.
   int64_t num_bags;
-  const float* weights;     // Of each id, or null.
+  const float* weights;    // Of each id, or null.
   bool mean;
-  void* out;                // Row of the first bag.
+  void* out;               // Row of the first bag.
   Type out_type;
-  int64_t out_stride;       // Elements from one bag's row to the next.
+  int64_t out_stride;      // Elements from one bag's row to the next.
 };
 
 // Consecutive rows to copy.
@@ -43,17 +43,85 @@ struct RowBlock {
   void* out;
 };
 
+// A row and the lookup that reads it: its position, or the bag it belongs to.
+struct Entry {
+  uint32_t row;
+  uint32_t value;
+};
+
+// The gradient of each lookup: its bag's, bounded, times the lookup's scale.
+struct Gradients {
+  const void* rows;  // `[bags, dim]`
+  Type type;
+  int64_t dim;
+  const int32_t* bags;   // Of each position; null where the value of an entry is the bag itself.
+  int64_t num_bags;
+  const float* scales;   // Of each position, or null. Not null only if values are positions.
+  float bound;           // On the absolute value of an element; infinity: none.
+};
+
+enum class Rule { kSgd, kAdagrad, kRowwiseAdagrad, kAdam, kPartialRowwiseAdam };
+enum class Decay { kNone, kL2, kDecoupled };
+
+// One step of a row optimizer; see jaxrec/optim for the formulas.
+struct Step {
+  Rule rule;
+  float rate;
+  float eps;
+  float b1, b2;
+  float share1, share2;      // 1 - b^t, the same for all rows,
+  float log_b1, log_b2;      // or what it is made of for each row's own t.
+  bool counts_rows;          // Whether t is the row's own.
+  float weight_decay;
+  Decay decay;               // Of row-wise Adagrad; the others decouple it.
+  float max_norm;            // Infinity: none.
+  bool stochastic;           // Whether 16-bit rows are rounded at random,
+  uint32_t step;             // which depends on this.
+  float* first;              // The accumulator or the first moment of all rows; null: there is none.
+  float* second;             // The second moment of all rows.
+  float* counts;             // The updates of each row.
+};
+
+// A run of lookups of one row that is too long for one thread.
+struct LongRun {
+  int64_t begin;
+  int64_t end;
+};
+
+// Lookups of a row are added in pieces of this many, whatever the number of threads, so that sums
+// do not depend on it.
+constexpr int64_t kPiece = 1024;
+
+// The runs that begin within a stretch of the sorted lookups.
+struct UpdateBlock {
+  Table table;
+  Gradients gradients;
+  Step step;
+  const Entry* entries;  // All of them,
+  int64_t count;
+  int64_t begin, end;    // and the stretch.
+  LongRun* long_runs;    // Where runs of more than kPiece go that are left for later,
+  int64_t num_long_runs; // and how many there were.
+};
+
 struct Kernels {
   const char* name;
   void (*pool)(const PooledBlock&);
   void (*copy_rows)(const RowBlock&);
+  void (*update)(UpdateBlock&);
+  // The sum of the gradients of entries [begin, end), in float32.
+  void (*sum)(const Gradients&, const Entry* entries, int64_t begin, int64_t end, float* out);
+  // Updates one row by its gradient.
+  void (*apply)(const Table&, const Step&, uint32_t row, const float* gradient);
+  // Adds `count` rows of float32.
+  void (*add_rows)(const float* rows, int64_t count, int64_t dim, float* out);
 };
 
 const Kernels& portable_kernels();
-const Kernels* avx2_kernels();    // Null where the machine lacks them.
+const Kernels* avx2_kernels();  // Null where the machine lacks the instructions.
 const Kernels* avx512_kernels();
 
-// The best for this machine; JAXREC_NATIVE_ISA may name a lesser one.
+// The best for this machine, or the one named by the environment variable JAXREC_NATIVE_ISA.
 const Kernels& kernels();
 
 }  // namespace jaxrec

@@ -6,11 +6,17 @@ namespace JAXREC_ISA {
 namespace {
 
 #include "vector.h"
+#include "sums.h"
+
 #include "pool.h"
+
+#include "optimizers.h"
+
+#include "update.h"
 
 }  // namespace
 
-const Kernels kKernels = {JAXREC_ISA_NAME, pool};
+const Kernels kKernels = {JAXREC_ISA_NAME, pool, copy_rows, update, sum, apply, add_rows};
 
 }  // namespace JAXREC_ISA
 }  // namespace jaxrec

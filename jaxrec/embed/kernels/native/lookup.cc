@@ -76,4 +76,49 @@ void pooled_lookup(Team& team, const Table& table, const Batch& batch, void* out
   });
 }
 
+void flatten_bags(Team& team, int64_t num_rows, const Batch& batch, int32_t* rows, int32_t* bags,
+                  float* scales) {
+  const std::vector<Block> blocks = cut(batch, team.num_threads());
+  const int32_t padding = static_cast<int32_t>(num_rows);
+  const int32_t outside = static_cast<int32_t>(num_rows + 1);
+  team.run(static_cast<int64_t>(blocks.size()), [&](int64_t piece) {
+    const Block& block = blocks[piece];
+    const Feature& feature = batch.features[block.feature];
+    const int32_t* ids = batch.ids + feature.id_start;
+    const float* weights = batch.weights == nullptr ? nullptr : batch.weights + feature.id_start;
+    const int32_t* lengths = batch.lengths + feature.length_start;
+    int32_t* feature_rows = rows + feature.first_position;
+    int32_t* feature_bags = bags + feature.first_position;
+    float* feature_scales = scales == nullptr ? nullptr : scales + feature.first_position;
+
+    int64_t i = block.position;
+    for (int64_t bag = block.bag; bag < block.bag + block.num_bags; ++bag) {
+      const int64_t length = std::max(lengths[bag], 0);
+      const int64_t end = std::min(i + length, feature.capacity);
+      const int32_t out_row = static_cast<int32_t>(feature.out_row + bag * feature.out_step);
+      const float share = feature.mean && length > 1 ? 1.0f / static_cast<float>(length) : 1.0f;
+      for (; i < end; ++i) {
+        const bool inside = static_cast<uint32_t>(ids[i]) < feature.row_count;
+        feature_rows[i] = inside ? ids[i] + static_cast<int32_t>(feature.row_offset) : outside;
+        feature_bags[i] = out_row;
+        if (scales != nullptr) feature_scales[i] = weights == nullptr ? share : weights[i] * share;
+      }
+    }
+    if (block.bag + block.num_bags < feature.stride) return;
+    std::fill(feature_rows + i, feature_rows + feature.capacity, padding);
+    std::fill(feature_bags + i, feature_bags + feature.capacity, 0);
+    if (scales != nullptr) std::fill(feature_scales + i, feature_scales + feature.capacity, 0.0f);
+  });
+}
+
+void row_lookup(Team& team, const Table& table, const int32_t* rows, int64_t count, void* out) {
+  const int64_t row_bytes = table.dim * size_of(table.type);
+  const int64_t size = std::clamp<int64_t>(count / (team.num_threads() * 16), 16, 2048);
+  const Kernels& kernel = kernels();
+  team.run((count + size - 1) / size, [&](int64_t piece) {
+    const int64_t begin = piece * size, end = std::min(begin + size, count);
+    kernel.copy_rows({table, rows + begin, end - begin, static_cast<char*>(out) + begin * row_bytes});
+  });
+}
+
 }  // namespace jaxrec

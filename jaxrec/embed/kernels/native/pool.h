@@ -1,9 +1,7 @@
-// Pooled lookup of a block of bags. Included once per instruction set, after vector.h.
+// Lookups: bags of rows and single rows. Included once per instruction set, after sums.h.
 
-// Rows are asked for this many bytes (in whole rows) before they are needed.
-#ifndef JAXREC_AHEAD
-#define JAXREC_AHEAD 4096
-#endif
+// Rows are asked for this many bytes (in whole rows) before they are needed: enough to hide the
+// latency of memory, little enough to stay in the first-level cache.
 constexpr int64_t kBytesAhead = JAXREC_AHEAD;
 constexpr int64_t kMostRowsAhead = 64;
 
@@ -12,81 +10,18 @@ JAXREC_INLINE int64_t rows_ahead(int64_t row_bytes) {
   return rows < 2 ? 2 : rows > kMostRowsAhead ? kMostRowsAhead : rows;
 }
 
-template <class Extent>
-JAXREC_INLINE void store_as(Type type, void* row, int64_t column, Vec x, Extent extent) {
-  switch (type) {
-    case Type::kF32:
-      return store(F32{}, static_cast<float*>(row) + column, x, extent);
-    case Type::kBF16:
-      return store(BF16{}, static_cast<uint16_t*>(row) + column, x, extent);
-    case Type::kF16:
-      return store(F16{}, static_cast<uint16_t*>(row) + column, x, extent);
-  }
-}
-
-// Sums in registers: rows of `kVectors` whole vectors.
-template <int kVectors>
-struct Registers {
-  Vec sums[kVectors];
-  JAXREC_MEMBER int64_t dim(int64_t) const { return kVectors * kWidth; }
-  JAXREC_MEMBER void clear(int64_t) {
-    for (int i = 0; i < kVectors; ++i) sums[i] = Vec{};
-  }
-  template <class T>
-  JAXREC_MEMBER void add(T type, const typename T::Storage* row, int64_t) {
-    for (int i = 0; i < kVectors; ++i) sums[i] += load(type, row + i * kWidth, Whole{});
-  }
-  template <class T>
-  JAXREC_MEMBER void add_scaled(T type, const typename T::Storage* row, float scale, int64_t) {
-    for (int i = 0; i < kVectors; ++i) sums[i] += scale * load(type, row + i * kWidth, Whole{});
-  }
-  JAXREC_MEMBER void put(Type type, void* out, float scale, int64_t) {
-    for (int i = 0; i < kVectors; ++i) store_as(type, out, i * kWidth, sums[i] * scale, Whole{});
-  }
-};
-
-// Sums in the first-level cache: rows of any length up to kMaxDim.
-struct Memory {
-  alignas(64) float sums[kMaxDim];
-  JAXREC_MEMBER int64_t dim(int64_t dim) const { return dim; }
-  JAXREC_MEMBER void clear(int64_t dim) {
-    for (int64_t i = 0; i < dim; i += kWidth) store(F32{}, sums + i, Vec{}, Whole{});
-  }
-  template <class T>
-  JAXREC_MEMBER void add(T type, const typename T::Storage* row, int64_t dim) {
-    for_each_vector(dim, [&](int64_t column, auto extent) {
-      Vec sum = load(F32{}, sums + column, Whole{}) + load(type, row + column, extent);
-      store(F32{}, sums + column, sum, Whole{});
-    });
-  }
-  template <class T>
-  JAXREC_MEMBER void add_scaled(T type, const typename T::Storage* row, float scale,
-                                       int64_t dim) {
-    for_each_vector(dim, [&](int64_t column, auto extent) {
-      Vec sum = load(F32{}, sums + column, Whole{}) + scale * load(type, row + column, extent);
-      store(F32{}, sums + column, sum, Whole{});
-    });
-  }
-  JAXREC_MEMBER void put(Type type, void* out, float scale, int64_t dim) {
-    for_each_vector(dim, [&](int64_t column, auto extent) {
-      store_as(type, out, column, load(F32{}, sums + column, Whole{}) * scale, extent);
-    });
-  }
-};
-
-template <class T, class Sums, bool kWeighted>
-void pool_bags(const PooledBlock& block) {
+template <bool kWeighted, class T, class Sums>
+void pool_bags(const PooledBlock& block, T type, Sums& sums) {
   typedef typename T::Storage Storage;
   const Storage* table = static_cast<const Storage*>(block.table.rows);
   const uint32_t num_rows = static_cast<uint32_t>(block.table.num_rows);
-  Sums sums;
-  const int64_t dim = sums.dim(block.table.dim);
+  const int64_t dim = Sums::fixed(block.table.dim);
   const int64_t row_bytes = dim * static_cast<int64_t>(sizeof(Storage));
   const int64_t ahead = rows_ahead(row_bytes);
   const int64_t out_bytes = block.out_stride * size_of(block.out_type);
   char* out = static_cast<char*>(block.out);
 
-  auto ask = [&](int64_t position) {
+  auto ask = [&](int64_t position) JAXREC_ALWAYS {
     uint32_t id = static_cast<uint32_t>(block.ids[position]);
     prefetch<0>(table + (id < num_rows ? id : 0) * dim, row_bytes);
   };
@@ -107,9 +42,9 @@ void pool_bags(const PooledBlock& block) {
         continue;
       }
       if (kWeighted) {
-        sums.add_scaled(T{}, table + id * dim, block.weights[position], dim);
+        sums.add(type, table + id * dim, Scaled{block.weights[position]}, dim);
       } else {
-        sums.add(T{}, table + id * dim, dim);
+        sums.add(type, table + id * dim, AsIs{}, dim);
       }
     }
     float scale = block.mean && length > 1 ? 1.0f / static_cast<float>(length) : 1.0f;
@@ -117,32 +52,47 @@ void pool_bags(const PooledBlock& block) {
   }
 }
 
-template <class T, class Sums>
-void pool_weighted_or_not(const PooledBlock& block) {
-  if (block.weights != nullptr) {
-    pool_bags<T, Sums, true>(block);
-  } else {
-    pool_bags<T, Sums, false>(block);
-  }
+void pool(const PooledBlock& block) {
+  with_type(block.table.type, [&](auto type) JAXREC_ALWAYS {
+    with_sums(block.table.dim, [&](auto& sums) JAXREC_ALWAYS {
+      if (block.weights != nullptr) {
+        pool_bags<true>(block, type, sums);
+      } else {
+        pool_bags<false>(block, type, sums);
+      }
+    });
+  });
 }
 
 template <class T>
-void pool_dim(const PooledBlock& block) {
-  switch (block.table.dim) {
-    case 16: return pool_weighted_or_not<T, Registers<16 / kWidth>>(block);
-    case 32: return pool_weighted_or_not<T, Registers<32 / kWidth>>(block);
-    case 64: return pool_weighted_or_not<T, Registers<64 / kWidth>>(block);
-#if JAXREC_VECTOR_BYTES >= 32
-    case 128: return pool_weighted_or_not<T, Registers<128 / kWidth>>(block);
-#endif
-    default: return pool_weighted_or_not<T, Memory>(block);
+void copy_rows_of(const RowBlock& block, T type) {
+  typedef typename T::Storage Storage;
+  const Storage* table = static_cast<const Storage*>(block.table.rows);
+  Storage* out = static_cast<Storage*>(block.out);
+  const uint32_t num_rows = static_cast<uint32_t>(block.table.num_rows);
+  const int64_t dim = block.table.dim;
+  const int64_t row_bytes = dim * static_cast<int64_t>(sizeof(Storage));
+  const int64_t ahead = rows_ahead(row_bytes);
+
+  auto ask = [&](int64_t i) JAXREC_ALWAYS {
+    uint32_t row = static_cast<uint32_t>(block.rows[i]);
+    prefetch<0>(table + (row < num_rows ? row : 0) * dim, row_bytes);
+  };
+  for (int64_t i = 0; i < ahead && i < block.count; ++i) ask(i);
+  for (int64_t i = 0; i < block.count; ++i, out += dim) {
+    if (i + ahead < block.count) ask(i + ahead);
+    uint32_t row = static_cast<uint32_t>(block.rows[i]);
+    if (__builtin_expect(row < num_rows, 1)) {
+      copy(type, out, table + row * dim, dim);
+    } else {
+      Vec fill = splat(row == num_rows ? 0.0f : __builtin_nanf(""));
+      for_each_vector(dim, [&](int64_t column, auto extent) JAXREC_ALWAYS {
+        store(type, out + column, fill, extent);
+      });
+    }
   }
 }
 
-void pool(const PooledBlock& block) {
-  switch (block.table.type) {
-    case Type::kF32: return pool_dim<F32>(block);
-    case Type::kBF16: return pool_dim<BF16>(block);
-    case Type::kF16: return pool_dim<F16>(block);
-  }
+void copy_rows(const RowBlock& block) {
+  with_type(block.table.type, [&](auto type) JAXREC_ALWAYS { copy_rows_of(block, type); });
 }

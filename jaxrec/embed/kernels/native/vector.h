@@ -15,6 +15,7 @@ typedef uint16_t UnalignedHalf
 
 #define JAXREC_INLINE static inline __attribute__((always_inline))
 #define JAXREC_MEMBER inline __attribute__((always_inline))
+#define JAXREC_ALWAYS __attribute__((always_inline))
 
 // How many elements of a vector are meant: all, or the first few at the end of a row.
 struct Whole {};
@@ -169,12 +170,29 @@ JAXREC_INLINE void for_each_vector(int64_t dim, const Body& body) {
   if (column < dim) body(column, Part{static_cast<int>(dim - column)});
 }
 
+// Copies a row bit for bit.
+JAXREC_INLINE void copy(F32, float* to, const float* from, int64_t dim) {
+  for_each_vector(dim, [&](int64_t column, auto extent) JAXREC_ALWAYS {
+    store(F32{}, to + column, load(F32{}, from + column, extent), extent);
+  });
+}
+template <class T>
+JAXREC_INLINE void copy(T, uint16_t* to, const uint16_t* from, int64_t dim) {
+  int64_t column = 0;
+  for (; column + kWidth <= dim; column += kWidth) {
+    store_half(to + column, *reinterpret_cast<const UnalignedHalf*>(from + column), Whole{});
+  }
+  for (; column < dim; ++column) to[column] = from[column];
+}
+
 constexpr int kLine = 64;
 
 // Asks for the `bytes` at `address`, for reading or for writing.
 template <int kForWriting>
 JAXREC_INLINE void prefetch(const void* address, int64_t bytes) {
   const char* from = static_cast<const char*>(address);
+  // Has an effect, which GCC needs to see: it drops calls of functions that only prefetch.
+  asm volatile("");
   for (int64_t i = 0; i < bytes; i += kLine) __builtin_prefetch(from + i, kForWriting, 3);
   // A row that is no multiple of a line may end one line later.
   if (bytes % kLine != 0) __builtin_prefetch(from + bytes - 1, kForWriting, 3);

@@ -1,0 +1,188 @@
+// Row optimizers on one row. Included once per instruction set, after vector.h.
+
+JAXREC_INLINE Bits mix(Bits x) {
+  x = (x ^ (x >> 16)) * 0x85EBCA6Bu;
+  x = (x ^ (x >> 13)) * 0xC2B2AE35u;
+  return x ^ (x >> 16);
+}
+
+// Random bits for the elements of a row from `column` on: the hash of rounding.py.
+JAXREC_INLINE Bits random_bits(uint32_t row, uint32_t column, uint32_t step) {
+  Bits columns;
+  for (int i = 0; i < kWidth; ++i) columns[i] = column + static_cast<uint32_t>(i);
+  Bits rows = mix(splat_bits(row * 0x9E3779B1u) ^ mix(splat_bits(step)));
+  return mix(rows + columns * 0x85EBCA77u);
+}
+
+JAXREC_INLINE Vec absolute(Vec x) { return as_floats(as_bits(x) & 0x7FFFFFFF); }
+
+// A value of the 16-bit type T above or below x, as rounding.py chooses it.
+JAXREC_INLINE Vec round_at_random(F32, Vec x, Bits) { return x; }
+JAXREC_INLINE Vec round_at_random(BF16, Vec x, Bits random) {
+  Vec rounded = as_floats((as_bits(x) + (random >> 16)) & 0xFFFF0000);
+  return select(absolute(x) < __builtin_inff(), rounded, x);
+}
+JAXREC_INLINE Vec round_at_random(F16, Vec x, Bits random) {
+  Bits noise = random >> 19;
+  Vec rounded = as_floats((as_bits(x) + noise) & 0xFFFFE000);
+  // Subnormal numbers lie on a grid of 2^-24; the largest scaled one is small enough for int32.
+  Vec uniform = __builtin_convertvector(reinterpret_cast<Mask>(noise), Vec) * 0x1p-13f;
+  Vec is_small = reinterpret_cast<Vec>(absolute(x) < 0x1p-14f);
+  Vec scaled = select(reinterpret_cast<Mask>(is_small), x * 0x1p24f + uniform, Vec{});
+  Vec whole = __builtin_convertvector(__builtin_convertvector(scaled, Mask), Vec);
+  whole = select(whole > scaled, whole - 1.0f, whole);
+  rounded = select(reinterpret_cast<Mask>(is_small), whole * 0x1p-24f, rounded);
+  rounded = minimum(maximum(rounded, splat(-65504.0f)), splat(65504.0f));
+  return select(absolute(x) <= 65504.0f, rounded, x);
+}
+
+// Writes the elements of a new row, or keeps them until its norm is known.
+template <class T>
+struct RowWriter {
+  typename T::Storage* row;
+  uint32_t index;
+  const Step& step;
+  bool keeps;
+  Vec squares;
+  alignas(64) float kept[kMaxDim];
+
+  JAXREC_MEMBER RowWriter(typename T::Storage* row, uint32_t index, const Step& step)
+      : row(row), index(index), step(step), keeps(step.max_norm < __builtin_inff()), squares{} {}
+
+  template <class Extent>
+  JAXREC_MEMBER void write(int64_t column, Vec x, Extent extent) {
+    if (T::kDroppedBits != 0 && step.stochastic) {
+      x = round_at_random(T{}, x, random_bits(index, static_cast<uint32_t>(column), step.step));
+    }
+    store(T{}, row + column, x, extent);
+  }
+  template <class Extent>
+  JAXREC_MEMBER void put(int64_t column, Vec x, Extent extent) {
+    if (!keeps) return write(column, x, extent);
+    squares += x * x;
+    store(F32{}, kept + column, x, Whole{});
+  }
+  JAXREC_MEMBER void finish(int64_t dim) {
+    if (!keeps) return;
+    float norm = __builtin_sqrtf(total(squares));
+    float scale = norm > step.max_norm ? step.max_norm / norm : 1.0f;
+    for_each_vector(dim, [&](int64_t column, auto extent) JAXREC_ALWAYS {
+      write(column, load(F32{}, kept + column, Whole{}) * scale, extent);
+    });
+  }
+};
+
+// The mean of f(column, extent)^2 over a row.
+template <class Values>
+JAXREC_INLINE float mean_square(int64_t dim, const Values& values) {
+  Vec squares = {};
+  for_each_vector(dim, [&](int64_t column, auto extent) JAXREC_ALWAYS {
+    Vec x = values(column, extent);
+    squares += x * x;
+  });
+  return total(squares) / static_cast<float>(dim);
+}
+
+template <Rule kRule, class T>
+void apply_rule(const Table& table, const Step& step, uint32_t index, const float* gradient) {
+  typedef typename T::Storage Storage;
+  const int64_t dim = table.dim;
+  Storage* row = static_cast<Storage*>(table.rows) + index * dim;
+  RowWriter<T> writer(row, index, step);
+  auto old = [&](int64_t column, auto extent) JAXREC_ALWAYS {
+    return load(T{}, row + column, extent);
+  };
+  auto slope = [&](int64_t column, auto extent) JAXREC_ALWAYS {
+    return load(F32{}, gradient + column, extent);
+  };
+
+  if constexpr (kRule == Rule::kSgd) {
+    for_each_vector(dim, [&](int64_t column, auto extent) JAXREC_ALWAYS {
+      writer.put(column, old(column, extent) - step.rate * slope(column, extent), extent);
+    });
+  }
+
+  if constexpr (kRule == Rule::kAdagrad) {
+    float* accumulator = step.first + index * dim;
+    for_each_vector(dim, [&](int64_t column, auto extent) JAXREC_ALWAYS {
+      Vec g = slope(column, extent);
+      Vec sum = load(F32{}, accumulator + column, extent) + g * g;
+      store(F32{}, accumulator + column, sum, extent);
+      writer.put(column, old(column, extent) - step.rate * g / (square_root(sum) + step.eps),
+                 extent);
+    });
+  }
+
+  if constexpr (kRule == Rule::kRowwiseAdagrad) {
+    const float l2 = step.decay == Decay::kL2 ? step.weight_decay : 0.0f;
+    const float keep =
+        step.decay == Decay::kDecoupled ? 1.0f - step.rate * step.weight_decay : 1.0f;
+    auto decayed_slope = [&](int64_t column, auto extent) JAXREC_ALWAYS {
+      Vec g = slope(column, extent);
+      return l2 == 0.0f ? g : g + l2 * old(column, extent);
+    };
+    float sum = step.first[index] + mean_square(dim, decayed_slope);
+    step.first[index] = sum;
+    float rate = step.rate / (__builtin_sqrtf(sum) + step.eps);
+    for_each_vector(dim, [&](int64_t column, auto extent) JAXREC_ALWAYS {
+      Vec x = keep * old(column, extent) - rate * decayed_slope(column, extent);
+      writer.put(column, x, extent);
+    });
+  }
+
+  if constexpr (kRule == Rule::kAdam || kRule == Rule::kPartialRowwiseAdam) {
+    float share1 = step.share1, share2 = step.share2;
+    if (step.counts_rows) {
+      float count = step.counts[index] += 1.0f;
+      share1 = step.b1 == 0.0f ? 1.0f : -__builtin_expm1f(count * step.log_b1);
+      share2 = step.b2 == 0.0f ? 1.0f : -__builtin_expm1f(count * step.log_b2);
+    }
+    float row_second = 0.0f;
+    if (kRule == Rule::kPartialRowwiseAdam) {
+      row_second = step.b2 * step.second[index] + (1.0f - step.b2) * mean_square(dim, slope);
+      step.second[index] = row_second;
+    }
+    float* first = step.first + index * dim;
+    for_each_vector(dim, [&](int64_t column, auto extent) JAXREC_ALWAYS {
+      Vec g = slope(column, extent), w = old(column, extent);
+      Vec m = step.b1 * load(F32{}, first + column, extent) + (1.0f - step.b1) * g;
+      store(F32{}, first + column, m, extent);
+      Vec v = splat(row_second);
+      if (kRule == Rule::kAdam) {
+        float* second = step.second + index * dim;
+        v = step.b2 * load(F32{}, second + column, extent) + (1.0f - step.b2) * (g * g);
+        store(F32{}, second + column, v, extent);
+      }
+      Vec direction = m / share1 / (square_root(v / share2) + step.eps);
+      writer.put(column, w - step.rate * (direction + step.weight_decay * w), extent);
+    });
+  }
+  writer.finish(dim);
+}
+
+typedef void (*ApplyRow)(const Table&, const Step&, uint32_t index, const float* gradient);
+
+template <class T>
+ApplyRow rule_for(Rule rule) {
+  switch (rule) {
+    case Rule::kSgd: return apply_rule<Rule::kSgd, T>;
+    case Rule::kAdagrad: return apply_rule<Rule::kAdagrad, T>;
+    case Rule::kRowwiseAdagrad: return apply_rule<Rule::kRowwiseAdagrad, T>;
+    case Rule::kAdam: return apply_rule<Rule::kAdam, T>;
+    case Rule::kPartialRowwiseAdam: return apply_rule<Rule::kPartialRowwiseAdam, T>;
+  }
+  return nullptr;
+}
+
+ApplyRow choose_rule(Type type, Rule rule) {
+  switch (type) {
+    case Type::kF32: return rule_for<F32>(rule);
+    case Type::kBF16: return rule_for<BF16>(rule);
+    case Type::kF16: return rule_for<F16>(rule);
+  }
+  return nullptr;
+}
+
+void apply(const Table& table, const Step& step, uint32_t index, const float* gradient) {
+  choose_rule(table.type, step.rule)(table, step, index, gradient);
+}

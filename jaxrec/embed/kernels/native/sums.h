@@ -1,0 +1,111 @@
+// Sums of rows. Included once per instruction set, after vector.h.
+
+template <class Extent>
+JAXREC_INLINE void store_as(Type type, void* row, int64_t column, Vec x, Extent extent) {
+  switch (type) {
+    case Type::kF32:
+      return store(F32{}, static_cast<float*>(row) + column, x, extent);
+    case Type::kBF16:
+      return store(BF16{}, static_cast<uint16_t*>(row) + column, x, extent);
+    case Type::kF16:
+      return store(F16{}, static_cast<uint16_t*>(row) + column, x, extent);
+  }
+}
+
+// What becomes of an element before it is added.
+struct AsIs {
+  JAXREC_MEMBER Vec operator()(Vec x) const { return x; }
+};
+struct Scaled {
+  float scale;
+  JAXREC_MEMBER Vec operator()(Vec x) const { return x * scale; }
+};
+struct ClippedAndScaled {
+  float bound, scale;
+  JAXREC_MEMBER Vec operator()(Vec x) const {
+    // In this form a NaN stays one.
+    x = select(x > bound, splat(bound), x);
+    x = select(x < -bound, splat(-bound), x);
+    return x * scale;
+  }
+};
+
+// Sums in registers, for rows of `kVectors` whole vectors.
+template <int kVectors>
+struct Registers {
+  Vec sums[kVectors];
+
+  JAXREC_MEMBER static int64_t fixed(int64_t) { return kVectors * kWidth; }
+  JAXREC_MEMBER void clear(int64_t) {
+    for (int i = 0; i < kVectors; ++i) sums[i] = Vec{};
+  }
+  template <class T, class Change>
+  JAXREC_MEMBER void add(T type, const typename T::Storage* row, const Change& change, int64_t) {
+    for (int i = 0; i < kVectors; ++i) sums[i] += change(load(type, row + i * kWidth, Whole{}));
+  }
+  JAXREC_MEMBER void put(Type type, void* out, float scale, int64_t) const {
+    for (int i = 0; i < kVectors; ++i) store_as(type, out, i * kWidth, sums[i] * scale, Whole{});
+  }
+};
+
+// Sums in the first-level cache, for rows of any length up to kMaxDim.
+struct Memory {
+  alignas(64) float sums[kMaxDim];
+
+  JAXREC_MEMBER static int64_t fixed(int64_t dim) { return dim; }
+  JAXREC_MEMBER void clear(int64_t dim) {
+    for (int64_t i = 0; i < dim; i += kWidth) store(F32{}, sums + i, Vec{}, Whole{});
+  }
+  template <class T, class Change>
+  JAXREC_MEMBER void add(T type, const typename T::Storage* row, const Change& change,
+                         int64_t dim) {
+    for_each_vector(dim, [&](int64_t column, auto extent) JAXREC_ALWAYS {
+      Vec x = change(load(type, row + column, extent));
+      store(F32{}, sums + column, load(F32{}, sums + column, Whole{}) + x, Whole{});
+    });
+  }
+  JAXREC_MEMBER void put(Type type, void* out, float scale, int64_t dim) const {
+    for_each_vector(dim, [&](int64_t column, auto extent) JAXREC_ALWAYS {
+      store_as(type, out, column, load(F32{}, sums + column, Whole{}) * scale, extent);
+    });
+  }
+};
+
+// Calls work(sums) with the place where rows of `dim` elements are summed fastest.
+template <class Work>
+JAXREC_INLINE void with_sums(int64_t dim, const Work& work) {
+  switch (dim) {
+    case 16: {
+      Registers<16 / kWidth> sums;
+      return work(sums);
+    }
+    case 32: {
+      Registers<32 / kWidth> sums;
+      return work(sums);
+    }
+    case 64: {
+      Registers<64 / kWidth> sums;
+      return work(sums);
+    }
+#if JAXREC_VECTOR_BYTES >= 32
+    case 128: {
+      Registers<128 / kWidth> sums;
+      return work(sums);
+    }
+#endif
+    default: {
+      Memory sums;
+      return work(sums);
+    }
+  }
+}
+
+// Calls work(F32 or BF16 or F16).
+template <class Work>
+JAXREC_INLINE void with_type(Type type, const Work& work) {
+  switch (type) {
+    case Type::kF32: return work(F32{});
+    case Type::kBF16: return work(BF16{});
+    case Type::kF16: return work(F16{});
+  }
+}

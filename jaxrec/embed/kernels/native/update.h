@@ -1,0 +1,151 @@
+// Sums of gradients, and the update of the rows in a stretch of the sorted lookups. Included once
+// per instruction set, after sums.h and optimizers.h.
+
+// How many lookups before their turn the rows of gradients and of the table are asked for.
+constexpr int64_t kGradientsAhead = JAXREC_GRADS_AHEAD;
+constexpr int64_t kUpdatesAhead = JAXREC_UPDATES_AHEAD;
+
+JAXREC_INLINE int64_t bag_of(const Gradients& gradients, uint32_t value) {
+  return gradients.bags == nullptr ? value : gradients.bags[value];
+}
+
+// Adds the gradients of entries [begin, end); calls ask(i) before each is read.
+template <class G, class Sums, class Ask>
+JAXREC_INLINE void add_gradients(const Gradients& gradients, const Entry* entries, int64_t begin,
+                                 int64_t end, G type, Sums& sums, const Ask& ask) {
+  const int64_t dim = Sums::fixed(gradients.dim);
+  const typename G::Storage* rows = static_cast<const typename G::Storage*>(gradients.rows);
+  const bool plain = gradients.scales == nullptr && !(gradients.bound < __builtin_inff());
+  sums.clear(dim);
+  for (int64_t i = begin; i < end; ++i) {
+    ask(i);
+    const uint32_t value = entries[i].value;
+    const typename G::Storage* row = rows + bag_of(gradients, value) * dim;
+    if (plain) {
+      sums.add(type, row, AsIs{}, dim);
+    } else {
+      float scale = gradients.scales == nullptr ? 1.0f : gradients.scales[value];
+      sums.add(type, row, ClippedAndScaled{gradients.bound, scale}, dim);
+    }
+  }
+}
+
+// Asks for the gradient of an entry.
+template <class G>
+JAXREC_INLINE void ask_gradient(const Gradients& gradients, const Entry& entry) {
+  const int64_t row_bytes = gradients.dim * static_cast<int64_t>(sizeof(typename G::Storage));
+  const char* rows = static_cast<const char*>(gradients.rows);
+  prefetch<0>(rows + bag_of(gradients, entry.value) * row_bytes, row_bytes);
+}
+
+// Asks for a row and its state, to write them.
+JAXREC_INLINE void ask_row(const Table& table, const Step& step, uint32_t row) {
+  const int64_t row_bytes = table.dim * size_of(table.type), state_bytes = table.dim * 4;
+  prefetch<1>(static_cast<char*>(table.rows) + row * row_bytes, row_bytes);
+  switch (step.rule) {
+    case Rule::kSgd: break;
+    case Rule::kRowwiseAdagrad:
+      prefetch<1>(step.first + row, 4);
+      break;
+    case Rule::kAdagrad:
+      prefetch<1>(step.first + row * table.dim, state_bytes);
+      break;
+    case Rule::kAdam:
+      prefetch<1>(step.first + row * table.dim, state_bytes);
+      prefetch<1>(step.second + row * table.dim, state_bytes);
+      break;
+    case Rule::kPartialRowwiseAdam:
+      prefetch<1>(step.first + row * table.dim, state_bytes);
+      prefetch<1>(step.second + row, 4);
+      break;
+  }
+  if (step.counts_rows) prefetch<1>(step.counts + row, 4);
+}
+
+// The end of the run of equal rows that begins at `begin`: far ends are searched for, not walked to.
+JAXREC_INLINE int64_t run_end(const Entry* entries, int64_t begin, int64_t count) {
+  const uint32_t row = entries[begin].row;
+  // All before `low` are of the row.
+  int64_t low = begin + 1, reach = 1;
+  while (low + reach <= count && entries[low + reach - 1].row == row) {
+    low += reach;
+    reach *= 2;
+  }
+  for (; reach > 0; reach /= 2) {
+    if (low + reach <= count && entries[low + reach - 1].row == row) low += reach;
+  }
+  return low;
+}
+
+template <class G, class Sums>
+void update_runs(UpdateBlock& block, G type, Sums& sums) {
+  alignas(64) float gradient[kMaxDim];
+  const Entry* entries = block.entries;
+  const int64_t count = block.count;
+  const Gradients gradients = block.gradients;
+  const Table table = block.table;
+  const Step step = block.step;
+  const int64_t dim = Sums::fixed(table.dim);
+  const ApplyRow apply_row = choose_rule(table.type, step.rule);
+
+  auto ask = [&](int64_t i) JAXREC_ALWAYS {
+    if (i + kGradientsAhead < count) ask_gradient<G>(gradients, entries[i + kGradientsAhead]);
+    const int64_t later = i + kUpdatesAhead;
+    if (later < count && entries[later].row != entries[later - 1].row) {
+      ask_row(table, step, entries[later].row);
+    }
+  };
+
+  int64_t i = block.begin;
+  // A run that began before belongs to the stretch it began in.
+  while (i > 0 && i < block.end && entries[i].row == entries[i - 1].row) ++i;
+  for (int64_t j = i; j < i + kUpdatesAhead && j < count; ++j) ask_row(table, step, entries[j].row);
+  for (int64_t j = i; j < i + kGradientsAhead && j < count; ++j) {
+    ask_gradient<G>(gradients, entries[j]);
+  }
+  while (i < block.end) {
+    const int64_t end = run_end(entries, i, count);
+    if (end - i > kPiece) {
+      block.long_runs[block.num_long_runs++] = {i, end};
+    } else {
+      add_gradients(gradients, entries, i, end, type, sums, ask);
+      sums.put(Type::kF32, gradient, 1.0f, dim);
+      apply_row(table, step, entries[i].row, gradient);
+    }
+    i = end;
+  }
+}
+
+void update(UpdateBlock& block) {
+  with_type(block.gradients.type, [&](auto gradient_type) JAXREC_ALWAYS {
+    with_sums(block.table.dim, [&](auto& sums) JAXREC_ALWAYS {
+      update_runs(block, gradient_type, sums);
+    });
+  });
+}
+
+template <class G, class Sums>
+void sum_entries(const Gradients& gradients, const Entry* entries, int64_t begin, int64_t end,
+                 float* out, G type, Sums& sums) {
+  auto ask = [&](int64_t i) JAXREC_ALWAYS {
+    if (i + kGradientsAhead < end) ask_gradient<G>(gradients, entries[i + kGradientsAhead]);
+  };
+  add_gradients(gradients, entries, begin, end, type, sums, ask);
+  sums.put(Type::kF32, out, 1.0f, Sums::fixed(gradients.dim));
+}
+
+void sum(const Gradients& gradients, const Entry* entries, int64_t begin, int64_t end, float* out) {
+  with_type(gradients.type, [&](auto type) JAXREC_ALWAYS {
+    with_sums(gradients.dim, [&](auto& sums) JAXREC_ALWAYS {
+      sum_entries(gradients, entries, begin, end, out, type, sums);
+    });
+  });
+}
+
+void add_rows(const float* rows, int64_t count, int64_t dim, float* out) {
+  for_each_vector(dim, [&](int64_t column, auto extent) JAXREC_ALWAYS {
+    Vec sum = {};
+    for (int64_t i = 0; i < count; ++i) sum += load(F32{}, rows + i * dim + column, extent);
+    store(F32{}, out + column, sum, extent);
+  });
+}
