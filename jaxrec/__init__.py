@@ -1,6 +1,8 @@
 """Recommender models with very large embedding tables, in JAX."""
 
+from jaxrec import mesh as mesh
 from jaxrec import optim as optim
+from jaxrec import plan as plan
 from jaxrec.embed import EmbeddingBagCollection as EmbeddingBagCollection
 from jaxrec.embed import EmbeddingBagConfig as EmbeddingBagConfig
 from jaxrec.embed import EmbeddingCollection as EmbeddingCollection
@@ -8,6 +10,7 @@ from jaxrec.embed import EmbeddingConfig as EmbeddingConfig
 from jaxrec.embed import Optimizer as Optimizer
 from jaxrec.embed import mean_gradients as mean_gradients
 from jaxrec.embed import value_and_grad as value_and_grad
+from jaxrec.mesh import shard as shard
 from jaxrec.ragged import JaggedArray as JaggedArray
 from jaxrec.ragged import KeyedArray as KeyedArray
 from jaxrec.ragged import KeyedJaggedArray as KeyedJaggedArray

@@ -244,10 +244,10 @@ class EmbeddingCollection(Collection):
 
 def _check_ids(features: KeyedJaggedArray, bounds: Mapping[str, int]) -> None:
     """Raises at an id outside its tables; under a transformation values are not to be had."""
-    if isinstance(features.values, jax.core.Tracer) or isinstance(
-        features.lengths, jax.core.Tracer
-    ):
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(features)):
         return
+    if features.values.ndim > 1:
+        return  # a batch on a mesh; it was checked when it was packed
     for feature, bound in bounds.items():
         if feature not in features.keys:
             continue  # the lookup says which table misses it

@@ -88,9 +88,9 @@ def _table_gradients(
         by_path.setdefault("/".join(map(str, path)), {})[call] = tap.get_value()
     tables = {}
     for path, collection in tapped_modules(model).items():
-        layout = collection.tables.get_value().layout
+        arrays = collection.tables.get_value()
         if calls := [
-            row_gradients(layout, residuals.get_value(), by_path[path][call])
+            row_gradients(arrays, residuals.get_value(), by_path[path][call])
             for call, residuals in enumerate(collection.residuals)
         ]:
             tables[path] = calls

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 
 from jaxrec.embed.config import MAX_ROWS, EmbeddingBagConfig, TableConfig
 from jaxrec.embed.kernels import BagLayout
@@ -152,12 +152,17 @@ class TableLayout:
         raise KeyError(f"no table is named {name!r}; there are {names}")
 
 
-def layout_tables(tables: Sequence[TableConfig], optimizer: RowOptimizer) -> TableLayout:
+def layout_tables(
+    tables: Sequence[TableConfig],
+    optimizer: RowOptimizer,
+    apart: Callable[[TableConfig], Hashable] = lambda table: None,
+) -> TableLayout:
     """Groups tables and names the outputs of a collection.
 
     Args:
         tables: The tables; all of one kind.
         optimizer: Optimizer of the tables that name none.
+        apart: Tables for which this differs do not share a group.
 
     Raises:
         ValueError: If there are no tables, or two of one name.
@@ -174,7 +179,7 @@ def layout_tables(tables: Sequence[TableConfig], optimizer: RowOptimizer) -> Tab
         if count > 1:
             raise ValueError(f"{count} tables are named {name!r}; names are unique")
 
-    groups = _group(tables, optimizer)
+    groups = _group(tables, optimizer, apart)
     readers = Counter(feature for table in tables for feature in table.feature_names)
     place = {
         (group.tables[table].name, feature): (g, position)
@@ -193,15 +198,19 @@ def layout_tables(tables: Sequence[TableConfig], optimizer: RowOptimizer) -> Tab
     return TableLayout(tables, groups, outputs)
 
 
-def _group(tables: tuple[TableConfig, ...], default: RowOptimizer) -> tuple[Group, ...]:
+def _group(
+    tables: tuple[TableConfig, ...],
+    default: RowOptimizer,
+    apart: Callable[[TableConfig], Hashable],
+) -> tuple[Group, ...]:
     members: dict[tuple, list[TableConfig]] = {}
     for table in tables:
-        kind = (table.dtype, table.embedding_dim, table.optimizer or default)
+        kind = (table.dtype, table.embedding_dim, table.optimizer or default, apart(table))
         members.setdefault(kind, []).append(table)
 
     groups: list[Group] = []
     taken: Counter[str] = Counter()
-    for (dtype, dim, optimizer), alike in members.items():
+    for (dtype, dim, optimizer, _), alike in members.items():
         for part in _within_int32(alike):
             name = f"{dtype}_{dim}"
             taken[name] += 1

@@ -18,7 +18,7 @@ from jaxrec.embed.layout import Group, TableLayout
 from jaxrec.embed.tables import Tables
 from jaxrec.ragged import KeyedArray, KeyedJaggedArray
 
-Activations: TypeAlias = KeyedArray | dict[str, Float[Array, "capacity dim"]]
+Activations: TypeAlias = KeyedArray | dict[str, Float[Array, "*devices capacity dim"]]
 
 
 @jax.tree_util.register_dataclass
@@ -38,6 +38,7 @@ class Residuals:
     num_bags: tuple[int, ...] = dataclasses.field(metadata={"static": True})
 
 
+@functools.singledispatch
 def lookup(
     tables: Tables,
     features: KeyedJaggedArray,
@@ -45,7 +46,7 @@ def lookup(
     is_weighted: bool = False,
     dtype: DTypeLike = "float32",
 ) -> tuple[Activations, Residuals]:
-    """Looks up all features of a batch.
+    """Looks up all features of a batch; dispatches on the kind of tables.
 
     Differentiable with respect to the batch's weights. Tables are not differentiated: give the
     gradient of the activations to `apply_gradients`.
@@ -250,8 +251,6 @@ def _bag_of_sample(
 
 def _interleave(blocks: list[Array], layout: TableLayout) -> Float[Array, "batch columns"]:
     """The groups' columns in output order."""
-    if len(blocks) == 1:
-        return blocks[0]
     return jnp.concatenate([blocks[g][:, columns] for g, columns in column_runs(layout)], axis=1)
 
 

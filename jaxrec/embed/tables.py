@@ -69,6 +69,7 @@ def _init_group(group: Group, key: Array) -> Float[Array, "rows dim"]:
     return rows
 
 
+@functools.singledispatch
 def read_table(tables: Tables, name: str) -> Float[Array, "num_embeddings embedding_dim"]:
     """The rows of one table, a copy.
 
@@ -79,6 +80,7 @@ def read_table(tables: Tables, name: str) -> Float[Array, "num_embeddings embedd
     return tables.rows[group.name][rows]
 
 
+@functools.singledispatch
 def read_state(tables: Tables, name: str) -> dict[str, Array]:
     """The optimizer state of one table's rows, a copy; named as the optimizer names it.
 
@@ -89,6 +91,7 @@ def read_state(tables: Tables, name: str) -> dict[str, Array]:
     return {key: array[rows] for key, array in tables.state[group.name].items()}
 
 
+@functools.singledispatch
 def write_table(
     tables: Tables, name: str, values: Float[Array | np.ndarray, "num_embeddings embedding_dim"]
 ) -> Tables:
@@ -108,6 +111,7 @@ def write_table(
     return dataclasses.replace(tables, rows=tables.rows | {group.name: array})
 
 
+@functools.singledispatch
 def write_state(tables: Tables, name: str, state: dict[str, Array | np.ndarray]) -> Tables:
     """Sets the optimizer state of one table's rows, in place: ``tables`` is donated.
 

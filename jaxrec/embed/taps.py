@@ -94,9 +94,7 @@ def probe_activations(
 def attach(model: nnx.Module, shapes: dict[str, list[Any]]) -> None:
     """Gives every collection a tap for each of its calls."""
     for path, module in tapped_modules(model).items():
-        module.taps = nnx.List(
-            [Tap(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), s)) for s in shapes[path]]
-        )
+        module.taps = nnx.List([Tap(jax.tree.map(_zeros, shape)) for shape in shapes[path]])
         module.residuals = nnx.List([TapResiduals(None) for _ in shapes[path]])
 
 
@@ -105,3 +103,7 @@ def detach(model: nnx.Module) -> None:
     for module in tapped_modules(model).values():
         module.taps = nnx.List([])
         module.residuals = nnx.List([])
+
+
+def _zeros(like: jax.ShapeDtypeStruct) -> jax.Array:
+    return jnp.zeros(like.shape, like.dtype, out_sharding=like.sharding)

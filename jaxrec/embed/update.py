@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 
 import jax
@@ -59,13 +60,24 @@ def apply_gradients(
         >>> jaxrec.embed.read_table(tables, "user")[:, 0].tolist()
         [1.0, 0.0, 0.5]
     """
-    return update_rows(tables, [row_gradients(tables.layout, residuals, gradients)], step)
+    return update_rows(tables, [row_gradients(tables, residuals, gradients)], step)
 
 
+@functools.singledispatch
 def row_gradients(
+    tables: Tables, residuals: Residuals, gradients: Activations
+) -> dict[str, RowGradients]:
+    """The gradient of the activations as gradients of each group's rows.
+
+    Dispatches on the kind of tables: on a mesh each device has the gradients of its own samples.
+    """
+    return group_gradients(tables.layout, residuals, gradients)
+
+
+def group_gradients(
     layout: TableLayout, residuals: Residuals, gradients: Activations
 ) -> dict[str, RowGradients]:
-    """The gradient of the activations as gradients of each group's rows."""
+    """`row_gradients` on one device."""
     lines = {}
     for i, (group, block) in enumerate(
         zip(layout.groups, _group_blocks(layout, gradients), strict=True)
@@ -78,7 +90,7 @@ def row_gradients(
     return {name: RowGradients(residuals.lookups[name], values) for name, values in lines.items()}
 
 
-def _group_blocks(layout: TableLayout, gradients: Activations) -> list[Float[Array, ...]]:
+def _group_blocks(layout: TableLayout, gradients: Activations) -> list[Float[Array, "..."]]:
     """Undoes the order of the outputs: the gradient of each group's own output."""
     if not isinstance(gradients, KeyedArray):
         keys = [
@@ -86,15 +98,13 @@ def _group_blocks(layout: TableLayout, gradients: Activations) -> list[Float[Arr
             for g in range(len(layout.groups))
         ]
         return [jnp.concatenate([gradients[key] for key in group]) for group in keys]
-    if len(layout.groups) == 1:
-        return [gradients.values]
-    pieces: list[list[Array]] = [[] for _ in layout.groups]
+    pieces: list[dict[int, Array]] = [{} for _ in layout.groups]
     start = 0
     for group, columns in column_runs(layout):
         width = columns.stop - columns.start
-        pieces[group].append(gradients.values[:, start : start + width])
+        pieces[group][columns.start] = gradients.values[:, start : start + width]
         start += width
-    return [jnp.concatenate(group, axis=1) for group in pieces]
+    return [jnp.concatenate([group[i] for i in sorted(group)], axis=1) for group in pieces]
 
 
 def merge(parts: Sequence[RowGradients]) -> RowGradients:
@@ -113,10 +123,13 @@ def merge(parts: Sequence[RowGradients]) -> RowGradients:
     return RowGradients(lookups, jnp.concatenate([part.values for part in parts]))
 
 
+@functools.singledispatch
 def update_rows(
     tables: Tables, lookups: Sequence[dict[str, RowGradients]], step: Int[Array, ""] | int
 ) -> Tables:
     """Updates the rows of any number of lookups, each row once; see `apply_gradients`.
+
+    Dispatches on the kind of tables.
 
     Args:
         tables: The tables.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from typing import ClassVar, Literal
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -41,6 +41,8 @@ class adagrad(RowOptimizer):
         >>> rows.tolist(), state["accumulator"].tolist()
         ([[0.5, 1.5]], [[0.25, 1.0]])
     """
+
+    is_elementwise: ClassVar[bool] = True
 
     eps: float = 1e-8
     initial_accumulator_value: float = 0.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import ClassVar
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -47,6 +48,8 @@ class adam(RowOptimizer):
         >>> rows.round(4).tolist(), sorted(state)
         ([[0.5, 1.5]], ['first_moment', 'second_moment'])
     """
+
+    is_elementwise: ClassVar[bool] = True
 
     b1: float = 0.9
     b2: float = 0.999

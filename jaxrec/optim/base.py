@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import TypeAlias
+from typing import ClassVar, TypeAlias
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -46,6 +46,14 @@ class RowOptimizer(abc.ABC):
     clip_norm: float | None = None
     max_norm: float | None = None
     stochastic_rounding: bool = True
+
+    # Whether `update` treats every element of a row by itself.
+    is_elementwise: ClassVar[bool] = False
+
+    @property
+    def needs_whole_rows(self) -> bool:
+        """Whether a part of a row's columns cannot be advanced without the others."""
+        return not self.is_elementwise or self.max_norm is not None
 
     def __post_init__(self) -> None:
         if not callable(self.learning_rate):

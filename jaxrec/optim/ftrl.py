@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import ClassVar
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -49,6 +50,8 @@ class ftrl(RowOptimizer):
         >>> rows.tolist(), state["linear"].tolist()
         ([[-0.1875, 0.0]], [[1.0, -0.125]])
     """
+
+    is_elementwise: ClassVar[bool] = True
 
     learning_rate_power: float = -0.5
     beta: float = 1.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import ClassVar
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -39,6 +40,8 @@ class rmsprop(RowOptimizer):
         >>> rows.tolist(), state["second_moment"].tolist()
         ([[0.0, 2.0]], [[0.0625, 0.25]])
     """
+
+    is_elementwise: ClassVar[bool] = True
 
     decay: float = 0.9
     eps: float = 1e-8

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import ClassVar
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -30,6 +31,8 @@ class sgd(RowOptimizer):
         >>> rows.tolist(), state
         ([[0.75, 1.5]], {})
     """
+
+    is_elementwise: ClassVar[bool] = True
 
     def init(self, num_rows: int, dim: int) -> dict[str, Array]:
         return {}
@@ -73,6 +76,8 @@ class momentum_sgd(RowOptimizer):
         >>> rows.tolist(), state["momentum"].tolist()
         ([[0.375, 2.25]], [[0.75, -1.5]])
     """
+
+    is_elementwise: ClassVar[bool] = True
 
     momentum: float = 0.9
     nesterov: bool = False

@@ -12,11 +12,11 @@ from jaxrec.ragged.offsets import offsets_range, segment_ids
 
 
 def jagged_to_padded_dense(
-    values: Shaped[AnyArray, capacity * element],
+    values: Shaped[AnyArray, "capacity *element"],
     offsets: Int[AnyArray, " _"] | Sequence[Int[AnyArray, " _"]],
     max_lengths: int | Sequence[int],
     padding_value: float | int | bool = 0,
-) -> Shaped[Array, ...]:
+) -> Shaped[Array, "..."]:
     """Rows of a ragged array side by side in a dense one, padded or cut at their ends.
 
     FBGEMM's op of that name (and ``jagged_1d_to_dense``, ``jagged_2d_to_dense``).
@@ -64,7 +64,7 @@ def dense_to_jagged(
     dense: Shaped[AnyArray, "batch length *element"],
     offsets: Int[AnyArray, " offsets"],
     capacity: int,
-) -> Shaped[Array, {capacity} * element]:
+) -> Shaped[Array, "{capacity} *element"]:
     """The first elements of each row of a dense array, one row after the other.
 
     FBGEMM's op of that name, with a static capacity in place of ``total_L``.

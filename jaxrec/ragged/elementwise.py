@@ -13,7 +13,7 @@ from jaxrec.ragged.offsets import without_padding
 
 
 def jagged_dense_elementwise_add(
-    x_values: Num[AnyArray, capacity * element],
+    x_values: Num[AnyArray, "capacity *element"],
     x_offsets: Int[AnyArray, " offsets"],
     y: Num[AnyArray, "batch length *element"],
 ) -> Num[Array, "batch length *element"]:
@@ -30,10 +30,10 @@ def jagged_dense_elementwise_add(
 
 
 def jagged_dense_elementwise_add_jagged_output(
-    x_values: Num[AnyArray, capacity * element],
+    x_values: Num[AnyArray, "capacity *element"],
     x_offsets: Int[AnyArray, " offsets"],
     y: Num[AnyArray, "batch length *element"],
-) -> Num[Array, capacity * element]:
+) -> Num[Array, "capacity *element"]:
     """Ragged sum of a ragged and a dense array, with zeros as padding.
 
     FBGEMM's op of that name.
@@ -48,20 +48,20 @@ def jagged_dense_elementwise_add_jagged_output(
 
 
 def jagged_dense_dense_elementwise_add_jagged_output(
-    x_values: Num[AnyArray, capacity * element],
+    x_values: Num[AnyArray, "capacity *element"],
     x_offsets: Int[AnyArray, " offsets"],
     y_0: Num[AnyArray, "batch length *element"],
     y_1: Num[AnyArray, "batch length *element"],
-) -> Num[Array, capacity * element]:
+) -> Num[Array, "capacity *element"]:
     """`jagged_dense_elementwise_add_jagged_output` of ``y_0 + y_1``; FBGEMM's op of that name."""
     return jagged_dense_elementwise_add_jagged_output(x_values, x_offsets, y_0 + y_1)
 
 
 def jagged_dense_elementwise_mul(
-    x_values: Num[AnyArray, capacity * element],
+    x_values: Num[AnyArray, "capacity *element"],
     x_offsets: Int[AnyArray, " offsets"],
     y: Num[AnyArray, "batch length *element"],
-) -> Num[Array, capacity * element]:
+) -> Num[Array, "capacity *element"]:
     """Ragged product of a ragged and a dense array, with zeros as padding.
 
     FBGEMM's op of that name.

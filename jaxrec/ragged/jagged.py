@@ -40,9 +40,9 @@ class JaggedArray:
         [[1, 2], [-1, -1], [3, -1]]
     """
 
-    values: Shaped[AnyArray, capacity * element]
+    values: Shaped[AnyArray, "capacity *element"]
     lengths: Int32[AnyArray, " batch"]
-    weights: Shaped[AnyArray, capacity * weight] | None = None
+    weights: Shaped[AnyArray, "capacity *weight"] | None = None
 
     @classmethod
     def from_lists(

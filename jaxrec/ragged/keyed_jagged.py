@@ -471,10 +471,11 @@ class KeyedJaggedArray:
 
     def _column(self, index: int) -> JaggedArray:
         start, bag = sum(self.capacities[:index]), sum(self.strides[:index])
-        ids = slice(start, start + self.capacities[index])
+        # Also of a batch with an axis in front, one batch for each device of a mesh.
+        ids = (..., slice(start, start + self.capacities[index]))
         return JaggedArray(
             self.values[ids],
-            self.lengths[bag : bag + self.strides[index]],
+            self.lengths[..., bag : bag + self.strides[index]],
             None if self.weights is None else self.weights[ids],
         )
 

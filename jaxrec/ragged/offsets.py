@@ -77,8 +77,8 @@ def lengths_range(lengths: Int[AnyArray, " n"], capacity: int) -> Int32[Array, "
 
 
 def without_padding(
-    values: Shaped[AnyArray, capacity * element], offsets: Int[AnyArray, " offsets"]
-) -> Shaped[Array, capacity * element]:
+    values: Shaped[AnyArray, "capacity *element"], offsets: Int[AnyArray, " offsets"]
+) -> Shaped[Array, "capacity *element"]:
     """The values with zeros past the last offset, whatever stood there."""
     used = jnp.arange(values.shape[0], dtype=jnp.int32) < offsets[-1]
     used = used.reshape(-1, *(1,) * (values.ndim - 1))

@@ -44,12 +44,12 @@ def expand_into_jagged_permute(
 
 def permute_sparse_data(
     permute: Int[AnyArray, " selected"],
-    lengths: Int[AnyArray, segments * bags],
+    lengths: Int[AnyArray, "segments *bags"],
     values: Shaped[AnyArray, " capacity"],
     weights: Shaped[AnyArray, " capacity"] | None = None,
     capacity: int | None = None,
 ) -> tuple[
-    Int[Array, selected * bags],
+    Int[Array, "selected *bags"],
     Shaped[Array, " out_capacity"],
     Shaped[Array, " out_capacity"] | None,
 ]:

@@ -10,10 +10,10 @@ from jaxrec.ragged.offsets import segment_ids, without_padding
 
 
 def segment_sum_csr(
-    values: Num[AnyArray, capacity * element],
+    values: Num[AnyArray, "capacity *element"],
     csr_seg: Int[AnyArray, " offsets"],
     batch_size: int = 1,
-) -> Num[Array, segments * element]:
+) -> Num[Array, "segments *element"]:
     """``sum(values[csr_seg[i] * batch_size:csr_seg[i + 1] * batch_size])`` for each segment ``i``.
 
     FBGEMM's op of that name; with a ``batch_size`` of 1 the sum of each row of a ragged array.

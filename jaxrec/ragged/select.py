@@ -18,11 +18,11 @@ from jaxrec.ragged.packing import pinned_capacities
 
 
 def jagged_index_select(
-    values: Shaped[AnyArray, capacity * element],
+    values: Shaped[AnyArray, "capacity *element"],
     lengths: Int[AnyArray, " rows"],
     indices: Int[AnyArray, " selected"],
     capacity: int | None = None,
-) -> tuple[Shaped[Array, out_capacity * element], Int32[Array, " selected"]]:
+) -> tuple[Shaped[Array, "out_capacity *element"], Int32[Array, " selected"]]:
     """Rows ``indices[0], indices[1], ...`` of a ragged array, one after the other.
 
     FBGEMM's op of that name. Differentiable with respect to the values.

@@ -1,0 +1,13 @@
+"""Tables over many devices: where blocks of them live, how ids and rows travel."""
+
+from jaxrec.mesh.batch import shard_batch as shard_batch
+from jaxrec.mesh.placement import column_wise as column_wise
+from jaxrec.mesh.placement import data_parallel as data_parallel
+from jaxrec.mesh.placement import grid as grid
+from jaxrec.mesh.placement import row_wise as row_wise
+from jaxrec.mesh.placement import table_column_wise as table_column_wise
+from jaxrec.mesh.placement import table_row_wise as table_row_wise
+from jaxrec.mesh.placement import table_wise as table_wise
+from jaxrec.mesh.shard import shard as shard
+from jaxrec.mesh.storage import shard_tables as shard_tables
+from jaxrec.mesh.tables import ShardedTables as ShardedTables

@@ -1,0 +1,165 @@
+"""Where a table goes: the sharding types, and how each cuts a table into blocks."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from jaxrec.embed.config import TableConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshShape:
+    """Devices of a mesh, numbered host by host.
+
+    Attributes:
+        hosts: Hosts; 1 on a mesh of one axis.
+        devices_per_host: Devices of each, joined by fast links.
+    """
+
+    hosts: int
+    devices_per_host: int
+
+    @property
+    def num_devices(self) -> int:
+        return self.hosts * self.devices_per_host
+
+    def devices_of(self, host: int) -> tuple[int, ...]:
+        start = host * self.devices_per_host
+        return tuple(range(start, start + self.devices_per_host))
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """A part of a table on one device.
+
+    Attributes:
+        rows: First row and the row after the last.
+        columns: First column and the column after the last.
+        device: The device that holds it.
+    """
+
+    rows: tuple[int, int]
+    columns: tuple[int, int]
+    device: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """How a table lies on a mesh; made by `row_wise` and its siblings.
+
+    Attributes:
+        kind: Name of the sharding type.
+        places: Devices or hosts, as the type takes them; empty: all of the mesh.
+    """
+
+    kind: str
+    places: tuple[int, ...] = ()
+
+    @property
+    def is_replicated(self) -> bool:
+        return self.kind == "data_parallel"
+
+    def cut(self, table: TableConfig, mesh: MeshShape) -> tuple[Block, ...]:
+        """The table's blocks, by column and then by row; a replicated table is one on device 0.
+
+        Raises:
+            ValueError: If the mesh lacks a device or host, or the table has fewer rows or columns
+                than the blocks it is to be cut into.
+        """
+        match self.kind:
+            case "data_parallel":
+                return _grid(table, [(0,)])
+            case "table_wise" | "row_wise":
+                return _grid(table, [self._devices(table, mesh)])
+            case "column_wise":
+                return _grid(table, [(device,) for device in self._devices(table, mesh)])
+            case "table_row_wise":
+                (host,) = self._hosts(table, mesh)
+                return _grid(table, [mesh.devices_of(host)])
+            case "table_column_wise":
+                (host,) = self._hosts(table, mesh)
+                return _grid(table, [(device,) for device in mesh.devices_of(host)])
+            case "grid":
+                return _grid(table, [mesh.devices_of(host) for host in self._hosts(table, mesh)])
+        raise ValueError(f"table {table.name!r}: no sharding type is named {self.kind!r}")
+
+    def _devices(self, table: TableConfig, mesh: MeshShape) -> tuple[int, ...]:
+        return self._places(table, "device", mesh.num_devices)
+
+    def _hosts(self, table: TableConfig, mesh: MeshShape) -> tuple[int, ...]:
+        return self._places(table, "host", mesh.hosts)
+
+    def _places(self, table: TableConfig, what: str, count: int) -> tuple[int, ...]:
+        places = self.places or tuple(range(count))
+        if missing := [place for place in places if not 0 <= place < count]:
+            raise ValueError(
+                f"table {table.name!r} is placed {self.kind} on {what} {missing[0]}, but the mesh "
+                f"has {count} {what}s, numbered from 0"
+            )
+        return places
+
+
+def _grid(table: TableConfig, owners: Sequence[tuple[int, ...]]) -> tuple[Block, ...]:
+    """Cuts columns evenly among ``owners``, and the rows of each part among its devices."""
+    rows, dim = table.num_embeddings, table.embedding_dim
+    if dim < len(owners):
+        raise ValueError(
+            f"table {table.name!r} has {dim} columns, fewer than the {len(owners)} parts it is to "
+            "be cut into; name fewer devices or use row_wise()"
+        )
+    blocks = []
+    for devices, columns in zip(owners, np.array_split(np.arange(dim), len(owners)), strict=True):
+        if rows < len(devices):
+            raise ValueError(
+                f"table {table.name!r} has {rows} rows, fewer than the {len(devices)} devices it "
+                "is to be cut over; use table_wise() or data_parallel()"
+            )
+        for device, part in zip(
+            devices, np.array_split(np.arange(rows), len(devices)), strict=True
+        ):
+            blocks.append(
+                Block(
+                    (int(part[0]), int(part[-1]) + 1),
+                    (int(columns[0]), int(columns[-1]) + 1),
+                    device,
+                )
+            )
+    return tuple(blocks)
+
+
+def data_parallel() -> Placement:
+    """A copy on every device; lookups need no communication. For small tables."""
+    return Placement("data_parallel")
+
+
+def table_wise(device: int = 0) -> Placement:
+    """The whole table on one device."""
+    return Placement("table_wise", (device,))
+
+
+def row_wise(devices: Sequence[int] = ()) -> Placement:
+    """The rows in equal parts over ``devices``, all of the mesh if none are named."""
+    return Placement("row_wise", tuple(devices))
+
+
+def column_wise(devices: Sequence[int] = ()) -> Placement:
+    """The columns in equal parts over ``devices``, all of the mesh if none are named."""
+    return Placement("column_wise", tuple(devices))
+
+
+def table_row_wise(host: int = 0) -> Placement:
+    """The rows in equal parts over the devices of one host."""
+    return Placement("table_row_wise", (host,))
+
+
+def table_column_wise(host: int = 0) -> Placement:
+    """The columns in equal parts over the devices of one host."""
+    return Placement("table_column_wise", (host,))
+
+
+def grid(hosts: Sequence[int] = ()) -> Placement:
+    """The columns in equal parts over ``hosts``, and the rows of each over its devices."""
+    return Placement("grid", tuple(hosts))

@@ -1,0 +1,301 @@
+"""Tables over the devices of a mesh: lookup and update, as `jaxrec.embed` does on one device."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, DTypeLike, Float, Int
+
+from jaxrec.embed import kernels
+from jaxrec.embed.kernels import BagLayout, Lookups
+from jaxrec.embed.layout import Group
+from jaxrec.embed.lookup import (
+    Activations,
+    LocalRows,
+    Residuals,
+    RowSource,
+    look_up,
+    lookup,
+    pool,
+)
+from jaxrec.embed.update import (
+    RowGradients,
+    group_gradients,
+    merge,
+    row_gradients,
+    update_rows,
+)
+from jaxrec.mesh.exchange import fetch_rows, plan_route, send_gradients, sum_by_slot
+from jaxrec.mesh.layout import MeshLayout, PlacedGroup
+from jaxrec.ragged import KeyedArray, KeyedJaggedArray
+
+# Room for this many times the even share of a batch's rows in a round of the exchange.
+_SLACK = 1.25
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ShardedTables:
+    """Tables over a mesh; takes the place of `jaxrec.embed.Tables`.
+
+    Attributes:
+        rows: For each group of pieces ``[num_devices * local_rows, dim]``, the first axis over all
+            axes of the mesh; ``[rows, dim]`` on every device where it is replicated.
+        state: For each group its optimizer state, its first axis like that of the rows.
+        layout: Where blocks of tables live in there.
+        mesh: The devices.
+    """
+
+    rows: dict[str, Float[Array, "slots dim"]]
+    state: dict[str, dict[str, Array]]
+    layout: MeshLayout = dataclasses.field(metadata={"static": True})
+    mesh: Mesh = dataclasses.field(metadata={"static": True})
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        return tuple(self.mesh.axis_names)
+
+    def spec(self, placed: PlacedGroup) -> PartitionSpec:
+        """How a group's arrays lie."""
+        return PartitionSpec() if placed.is_replicated else PartitionSpec(self.axes)
+
+    def sharding(self, placed: PlacedGroup) -> NamedSharding:
+        return NamedSharding(self.mesh, self.spec(placed))
+
+    def specs(self) -> dict[str, PartitionSpec]:
+        return {placed.group.name: self.spec(placed) for placed in self.layout.groups}
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshRows(RowSource):
+    """Rows that are fetched from their owners."""
+
+    tables: dict[str, Float[Array, "local_rows dim"]]
+    placed: dict[str, PlacedGroup]
+    axes: tuple[str, ...]
+
+    def pool(self, group, features, weights, layout, dtype):
+        if self.placed[group.name].is_replicated:
+            return LocalRows(self.tables).pool(group, features, weights, layout, dtype)
+        lookups = kernels.flatten_bags(
+            features.values, features.lengths, None, layout, group.num_rows
+        )
+        rows, index = self._fetch(group, lookups)
+        here, weights = _rows_at_home(layout, weights, index.size)
+        return pool(rows, index, features.lengths, weights, here, dtype)
+
+    def rows(self, group, lookups):
+        if self.placed[group.name].is_replicated:
+            return LocalRows(self.tables).rows(group, lookups)
+        rows, index = self._fetch(group, lookups)
+        # Of lookups without a row, padding gives zeros and bad ids give NaN.
+        none = jnp.where(lookups.rows == group.num_rows, rows.shape[0], -1)
+        return kernels.row_lookup(rows, jnp.where(index < 0, none, index))
+
+    def _fetch(self, group: Group, lookups: Lookups) -> tuple[Array, Array]:
+        placed = self.placed[group.name]
+        route = plan_route(placed, lookups.rows)
+        room = round_capacity(route.slots.size, placed.num_devices)
+        rows = fetch_rows(placed, self.tables[group.name], route, self.axes, room)
+        return rows, route.index
+
+
+def round_capacity(lookups: int, num_devices: int) -> int:
+    """Rows that a round of the exchange carries between two devices."""
+    return max(1, min(lookups, int(np.ceil(lookups / num_devices * _SLACK))))
+
+
+def _rows_at_home(
+    layout: BagLayout, weights: Array | None, num_rows: int
+) -> tuple[BagLayout, Array | None]:
+    """The layout of a batch whose ids are rows of one array, segments in feature order."""
+    starts = tuple(itertools.accumulate(layout.capacities, initial=0))[:-1]
+    here = dataclasses.replace(
+        layout,
+        id_starts=starts,
+        row_offsets=(0,) * layout.num_features,
+        row_counts=(num_rows,) * layout.num_features,
+    )
+    if weights is not None:
+        pieces = zip(layout.id_starts, layout.capacities, strict=True)
+        weights = jnp.concatenate([weights[start : start + size] for start, size in pieces])
+    return here, weights
+
+
+@lookup.register(ShardedTables)
+def lookup_sharded(
+    tables: ShardedTables,
+    features: KeyedJaggedArray,
+    *,
+    is_weighted: bool = False,
+    dtype: DTypeLike = "float32",
+) -> tuple[Activations, Residuals]:
+    """`jaxrec.embed.lookup` of a batch that lies over the mesh (see `shard_batch`).
+
+    Pooled activations are ``[batch, sum(dims)]`` with the batch over the mesh; those of per-id
+    tables ``[devices, capacity, dim]``.
+    """
+    _check_batch(tables, features, is_weighted)
+    over_devices = PartitionSpec(tables.axes)
+    placed = {p.group.name: p for p in tables.layout.groups}
+    pieces = tables.layout.pieces
+
+    def on_device(rows, features):
+        source = MeshRows(rows, placed, tables.axes)
+        found, residuals = look_up(source, pieces, _first(features), is_weighted, dtype)
+        if isinstance(found, KeyedArray):
+            return found.values, _stack(residuals)
+        joined = {
+            key: jnp.concatenate([found[piece] for piece in pieces], axis=1)
+            for key, pieces in tables.layout.piece_keys().items()
+        }
+        return _stack((joined, residuals))
+
+    found, residuals = jax.shard_map(
+        on_device,
+        mesh=tables.mesh,
+        in_specs=(tables.specs(), over_devices),
+        out_specs=over_devices,
+        check_vma=False,
+    )(tables.rows, features)
+    if not tables.layout.is_pooled:
+        return found, residuals
+    outputs, groups = tables.layout.tables.outputs, tables.layout.tables.groups
+    keys = tuple(output.key for output in outputs)
+    return KeyedArray(found, keys, tuple(groups[o.group].dim for o in outputs)), residuals
+
+
+@row_gradients.register(ShardedTables)
+def row_gradients_sharded(
+    tables: ShardedTables, residuals: Residuals, gradients: Activations
+) -> dict[str, RowGradients]:
+    """The gradient of the activations as gradients of rows, on each device those of its samples."""
+    over_devices = PartitionSpec(tables.axes)
+    if isinstance(gradients, KeyedArray):
+        gradients = gradients.values
+
+    def on_device(residuals, gradients):
+        if tables.layout.is_pooled:
+            of_pieces = KeyedArray(gradients)
+        else:
+            of_pieces = _split_pieces(tables.layout, _first(gradients))
+        return _stack(group_gradients(tables.layout.pieces, _first(residuals), of_pieces))
+
+    return jax.shard_map(
+        on_device,
+        mesh=tables.mesh,
+        in_specs=over_devices,
+        out_specs=over_devices,
+        check_vma=False,
+    )(residuals, gradients)
+
+
+@update_rows.register(ShardedTables)
+def update_rows_sharded(
+    tables: ShardedTables, lookups: Sequence[dict[str, RowGradients]], step: Int[Array, ""] | int
+) -> ShardedTables:
+    """Brings gradients to the rows' owners, and updates each row once, there."""
+    step = jnp.asarray(step, jnp.int32)
+    specs = tables.specs()
+
+    def on_device(rows, state, lookups, step):
+        lookups = _first(lookups)
+        new = {}
+        for placed in tables.layout.groups:
+            name = placed.group.name
+            gradient = merge([gradients[name] for gradients in lookups])
+            advance = _update_replicated if placed.is_replicated else _update_owned
+            new[name] = advance(tables, placed, rows[name], state[name], gradient, step)
+        return {name: pair[0] for name, pair in new.items()}, {n: p[1] for n, p in new.items()}
+
+    state_specs = {name: dict.fromkeys(tables.state[name], spec) for name, spec in specs.items()}
+    rows, state = jax.shard_map(
+        on_device,
+        mesh=tables.mesh,
+        in_specs=(specs, state_specs, PartitionSpec(tables.axes), PartitionSpec()),
+        out_specs=(specs, state_specs),
+        check_vma=False,
+    )(tables.rows, tables.state, list(lookups), step)
+    return dataclasses.replace(tables, rows=rows, state=state)
+
+
+def _update_owned(
+    tables: ShardedTables,
+    placed: PlacedGroup,
+    rows: Array,
+    state: dict[str, Array],
+    gradient: RowGradients,
+    step: Array,
+) -> tuple[Array, dict[str, Array]]:
+    route = plan_route(placed, gradient.lookups.rows)
+    optimizer = placed.group.optimizer
+    sums = sum_by_slot(gradient.lookups, route.index, gradient.values, optimizer.clip_value)
+    room = round_capacity(route.slots.size, placed.num_devices)
+    return send_gradients(
+        placed,
+        rows,
+        state,
+        route,
+        sums,
+        dataclasses.replace(optimizer, clip_value=None),
+        step,
+        tables.axes,
+        room,
+    )
+
+
+def _update_replicated(
+    tables: ShardedTables,
+    placed: PlacedGroup,
+    rows: Array,
+    state: dict[str, Array],
+    gradient: RowGradients,
+    step: Array,
+) -> tuple[Array, dict[str, Array]]:
+    """Every device gathers all devices' gradients of rows and makes the same update."""
+    route = plan_route(placed, gradient.lookups.rows)
+    optimizer = placed.group.optimizer
+    sums = sum_by_slot(gradient.lookups, route.index, gradient.values, optimizer.clip_value)
+    slots = jax.lax.all_gather(route.slots, tables.axes, tiled=True)
+    sums = jax.lax.all_gather(sums, tables.axes, tiled=True)
+    optimizer = dataclasses.replace(optimizer, clip_value=None)
+    return kernels.fused_update(rows, state, Lookups(slots, None, None), sums, optimizer, step)
+
+
+def _split_pieces(layout: MeshLayout, gradients: dict[str, Array]) -> dict[str, Array]:
+    """The columns of each output as the outputs of its pieces."""
+    dims = {o.key: layout.pieces.groups[o.group].dim for o in layout.pieces.outputs}
+    split = {}
+    for key, pieces in layout.piece_keys().items():
+        ends = np.cumsum([dims[piece] for piece in pieces])
+        split |= dict(zip(pieces, jnp.split(gradients[key], ends[:-1], axis=1), strict=True))
+    return split
+
+
+def _check_batch(tables: ShardedTables, features: KeyedJaggedArray, is_weighted: bool) -> None:
+    devices = tables.layout.mesh.num_devices
+    if features.values.ndim != 2 or features.values.shape[0] != devices:
+        raise ValueError(
+            f"tables over {devices} devices are looked up with a batch over them, values of "
+            f"[{devices}, capacity]; got {tuple(features.values.shape)}. Put host batches on the "
+            "mesh with jaxrec.mesh.shard_batch(batch, mesh)"
+        )
+    if is_weighted and features.weights is None:
+        raise ValueError("the collection is weighted and the batch has no weights")
+
+
+def _first(tree: Any) -> Any:
+    """A device's own part of arrays with an axis over the devices."""
+    return jax.tree.map(lambda x: x[0], tree)
+
+
+def _stack(tree: Any) -> Any:
+    """The reverse of `_first`."""
+    return jax.tree.map(lambda x: x[None], tree)

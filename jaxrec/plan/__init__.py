@@ -1,0 +1,3 @@
+"""Which sharding for which table."""
+
+from jaxrec.plan.plan import ShardingPlan as ShardingPlan

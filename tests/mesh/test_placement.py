@@ -1,0 +1,111 @@
+"""How sharding types cut tables, and what they refuse."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import AxisType
+
+import jaxrec
+from jaxrec.embed.layout import layout_tables
+from jaxrec.mesh import column_wise, data_parallel, grid, row_wise, table_row_wise, table_wise
+from jaxrec.mesh.layout import layout_mesh
+from jaxrec.mesh.placement import MeshShape
+
+TABLE = jaxrec.EmbeddingBagConfig("user", num_embeddings=10, embedding_dim=7)
+MESH = MeshShape(2, 4)
+
+
+@pytest.mark.parametrize(
+    ("placement", "expected"),
+    [
+        (data_parallel(), [((0, 10), (0, 7), 0)]),
+        (table_wise(3), [((0, 10), (0, 7), 3)]),
+        (row_wise((1, 5, 7)), [((0, 4), (0, 7), 1), ((4, 7), (0, 7), 5), ((7, 10), (0, 7), 7)]),
+        (column_wise((2, 0)), [((0, 10), (0, 4), 2), ((0, 10), (4, 7), 0)]),
+        (
+            table_row_wise(1),
+            [((0, 3), (0, 7), 4), ((3, 6), (0, 7), 5), ((6, 8), (0, 7), 6), ((8, 10), (0, 7), 7)],
+        ),
+    ],
+    ids=lambda value: getattr(value, "kind", None),
+)
+def test_blocks(placement, expected):
+    blocks = [(b.rows, b.columns, b.device) for b in placement.cut(TABLE, MESH)]
+    assert blocks == expected
+
+
+def test_a_grid_covers_every_element_once():
+    seen = np.zeros((10, 7), int)
+    for block in grid().cut(TABLE, MESH):
+        seen[slice(*block.rows), slice(*block.columns)] += 1
+    assert (seen == 1).all()
+
+
+@pytest.mark.parametrize(
+    ("placements", "message"),
+    [
+        ({}, "no placement for table 'user'"),
+        ({"user": table_wise(8)}, "placed table_wise on device 8, but the mesh has 8 devices"),
+        ({"user": table_row_wise(2)}, "placed table_row_wise on host 2, but the mesh has 2 hosts"),
+        ({"user": column_wise()}, "has 7 columns, fewer than the 8 parts"),
+        ({"small": row_wise(), "user": row_wise()}, "'small' has 3 rows, fewer than the 8 devices"),
+    ],
+    ids=["missing", "no_such_device", "no_such_host", "few_columns", "few_rows"],
+)
+def test_errors(placements, message):
+    tables = [TABLE, jaxrec.EmbeddingBagConfig("small", 3, 7)]
+    layout = layout_tables(tables[: 2 if "small" in placements else 1], jaxrec.optim.sgd())
+    with pytest.raises(ValueError, match=message):
+        layout_mesh(layout, placements, MESH)
+
+
+def test_optimizers_that_need_whole_rows_refuse_cut_rows():
+    layout = layout_tables([TABLE], jaxrec.optim.rowwise_adagrad())
+    with pytest.raises(ValueError, match="rowwise_adagrad needs whole rows; use row_wise"):
+        layout_mesh(layout, {"user": column_wise((0, 1))}, MESH)
+    layout = layout_tables([TABLE], jaxrec.optim.sgd(clip_norm=1.0))
+    with pytest.raises(ValueError, match="clip_norm"):
+        layout_mesh(layout, {"user": row_wise()}, MESH)
+
+
+def test_a_plan_holds_placements_alone(unchecked):
+    with pytest.raises(TypeError, match="table 'user': a placement is made by"):
+        jaxrec.plan.ShardingPlan.from_dict({"user": "row_wise"})
+
+
+@pytest.fixture
+def mesh():
+    return jax.make_mesh((4,), ("data",), devices=jax.devices()[:4], axis_types=(AxisType.Auto,))
+
+
+def test_shard_batch_keeps_every_sample(mesh):
+    rng = np.random.default_rng(0)
+    lists = {
+        key: [rng.integers(0, 99, rng.integers(0, 5)).tolist() for _ in range(8)] for key in "ab"
+    }
+    weights = {key: [[float(i) for i in bag] for bag in bags] for key, bags in lists.items()}
+    batch = jaxrec.KeyedJaggedArray.from_lists(lists, weights=weights)
+    labels = np.arange(8.0, dtype=np.float32)
+    sharded, placed = jaxrec.mesh.shard_batch((batch, labels), mesh)
+    np.testing.assert_array_equal(placed, labels)
+    assert len(sharded.values.sharding.device_set) == 4
+    parts = [jax.tree.map(lambda x, i=i: np.asarray(x[i]), sharded) for i in range(4)]
+    for key in "ab":
+        assert [bag for part in parts for bag in part[key].to_lists()] == lists[key]
+        for part in parts:
+            used = int(part[key].lengths.sum())
+            np.testing.assert_array_equal(part[key].weights[:used], part[key].values[:used])
+
+
+def test_batches_that_do_not_fit(mesh):
+    batch = jaxrec.KeyedJaggedArray.from_lists({"user": [[1]] * 6})
+    with pytest.raises(ValueError, match="batch of 6 samples does not divide by the 4 devices"):
+        jaxrec.mesh.shard_batch(batch, mesh)
+    model = jaxrec.EmbeddingBagCollection([TABLE], rngs=nnx.Rngs(0))
+    plan = jaxrec.plan.ShardingPlan.from_dict({"user": row_wise()})
+    jaxrec.shard(model, plan, mesh)
+    with pytest.raises(ValueError, match=r"Put host batches on the mesh with jaxrec\.mesh"):
+        model(batch)

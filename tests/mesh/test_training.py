@@ -1,0 +1,179 @@
+"""A sharded model follows the same model on one device, step by step."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import AxisType
+
+import jaxrec
+from jaxrec.mesh import (
+    column_wise,
+    data_parallel,
+    grid,
+    row_wise,
+    shard_batch,
+    table_column_wise,
+    table_row_wise,
+    table_wise,
+)
+
+ROWS = {"a": 100, "b": 37, "c": 64, "d": 50}
+BATCH = 16
+
+PLACEMENTS = {
+    "every_type": {
+        "a": row_wise(),
+        "b": table_wise(3),
+        "c": column_wise((0, 1)),
+        "d": data_parallel(),
+    },
+    "one_device": dict.fromkeys(ROWS, table_wise(1)),
+    "rows": dict.fromkeys(ROWS, row_wise()),
+    "hosts": {"a": grid(), "b": table_row_wise(1), "c": table_column_wise(0), "d": data_parallel()},
+}
+
+
+class Ranker(nnx.Module):
+    def __init__(self, optimizer):
+        rngs = nnx.Rngs(0)
+        self.embeddings = jaxrec.EmbeddingBagCollection(
+            [
+                jaxrec.EmbeddingBagConfig("a", ROWS["a"], 8, feature_names=("a", "d")),
+                jaxrec.EmbeddingBagConfig("b", ROWS["b"], 8, pooling="mean"),
+                jaxrec.EmbeddingBagConfig("c", ROWS["c"], 8),
+                jaxrec.EmbeddingBagConfig("d", ROWS["d"], 6),
+            ],
+            optimizer=optimizer,
+            rngs=rngs,
+        )
+        self.over = nnx.Linear(38, 1, rngs=rngs)
+
+    def __call__(self, features):
+        return self.over(self.embeddings(features).values)[:, 0]
+
+
+def train_step(model, optimizer, features, labels):
+    def loss_fn(model):
+        return ((model(features) - labels) ** 2).mean()
+
+    loss, gradients = jaxrec.value_and_grad(loss_fn)(model)
+    optimizer.update(model, gradients)
+    return loss
+
+
+def draw_batch(seed, same_id=False):
+    rng = np.random.default_rng(seed)
+    lists = {
+        key: [
+            ([5] * 3 if same_id else rng.integers(0, min(rows, 50), rng.integers(0, 4)).tolist())
+            for _ in range(BATCH)
+        ]
+        for key, rows in ROWS.items()
+    }
+    features = jaxrec.KeyedJaggedArray.from_lists(lists, capacities=dict.fromkeys(ROWS, 48))
+    return features, rng.normal(size=BATCH).astype(np.float32)
+
+
+BATCHES = [draw_batch(0), draw_batch(1, same_id=True), draw_batch(2)]
+
+
+def run(model, place=lambda batch: batch):
+    optimizer = jaxrec.Optimizer(model, optax.sgd(0.1))
+    step = nnx.jit(train_step, donate_argnums=(0, 1))
+    return [float(step(model, optimizer, *place(batch))) for batch in BATCHES]
+
+
+MESHES = {
+    "one_axis": ((8,), ("data",), AxisType.Auto),
+    "two_axes": ((2, 4), ("host", "device"), AxisType.Auto),
+    "explicit": ((4,), ("data",), AxisType.Explicit),
+}
+
+CASES = [
+    ("adam", "every_type", "one_axis"),
+    ("rowwise_adagrad", "rows", "explicit"),
+    ("sgd", "one_device", "one_axis"),
+    ("adam", "hosts", "two_axes"),
+]
+
+
+@pytest.mark.parametrize(("name", "placements", "mesh"), CASES, ids=["-".join(c) for c in CASES])
+def test_training_equals_one_device(name, placements, mesh):
+    optimizer = getattr(jaxrec.optim, name)(0.1)
+    alone = Ranker(optimizer)
+    expected = run(alone)
+
+    shape, axes, kind = MESHES[mesh]
+    mesh = jax.make_mesh(
+        shape, axes, axis_types=(kind,) * len(shape), devices=jax.devices()[: np.prod(shape)]
+    )
+    plan = jaxrec.plan.ShardingPlan.from_dict(PLACEMENTS[placements])
+    model = jaxrec.shard(Ranker(optimizer), plan, mesh)
+    with jax.set_mesh(mesh):
+        losses = run(model, lambda batch: shard_batch(batch, mesh))
+    np.testing.assert_allclose(losses, expected, rtol=1e-6)
+    for table in ROWS:
+        np.testing.assert_allclose(
+            model.embeddings.table(table), alone.embeddings.table(table), rtol=1e-5, atol=1e-6
+        )
+        for key, array in alone.embeddings.table_state(table).items():
+            np.testing.assert_allclose(
+                model.embeddings.table_state(table)[key], array, rtol=1e-5, atol=1e-7
+            )
+
+
+def test_rows_that_need_several_rounds(monkeypatch):
+    """With room for one row a round, the exchange still brings every row and gradient home."""
+    monkeypatch.setattr("jaxrec.mesh.tables.round_capacity", lambda lookups, devices: 1)
+    optimizer = jaxrec.optim.adam(0.1)
+    alone, mesh = (
+        Ranker(optimizer),
+        jax.make_mesh((4,), ("data",), devices=jax.devices()[:4], axis_types=(AxisType.Auto,)),
+    )
+    expected = run(alone)
+    plan = jaxrec.plan.ShardingPlan.from_dict(PLACEMENTS["rows"])
+    model = jaxrec.shard(Ranker(optimizer), plan, mesh)
+    np.testing.assert_allclose(
+        run(model, lambda batch: shard_batch(batch, mesh)), expected, rtol=1e-6
+    )
+    for table in ROWS:
+        np.testing.assert_allclose(
+            model.embeddings.table(table), alone.embeddings.table(table), rtol=1e-5, atol=1e-6
+        )
+
+
+def test_embeddings_of_sequences():
+    """Per-id lookups of a table cut by rows and one cut by columns, and their update."""
+    mesh = jax.make_mesh((4,), ("data",), devices=jax.devices()[:4], axis_types=(AxisType.Auto,))
+
+    def collection():
+        tables = [jaxrec.EmbeddingConfig("a", 40, 4), jaxrec.EmbeddingConfig("c", 40, 6)]
+        return jaxrec.EmbeddingCollection(tables, optimizer=jaxrec.optim.sgd(0.1), rngs=nnx.Rngs(0))
+
+    def step(model, features):
+        def loss(model):
+            found = model(features)
+            total = sum((jnp.tanh(x.values) ** 2).sum() for x in found.values())
+            return total, {key: x.lengths for key, x in found.items()}
+
+        (value, lengths), gradients = jaxrec.value_and_grad(loss, has_aux=True)(model)
+        model.apply_gradients(gradients.tables[""], 0)
+        return value, lengths
+
+    features, _ = draw_batch(0)
+    features = features.select(("a", "c"))
+    features = jax.tree.map(lambda x: x % 40 if x.ndim and x.dtype == np.int32 else x, features)
+    alone, sharded = collection(), collection()
+    plan = jaxrec.plan.ShardingPlan.from_dict({"a": row_wise(), "c": column_wise((0, 2))})
+    jaxrec.shard(sharded, plan, mesh)
+    expected, all_lengths = nnx.jit(step)(alone, features)
+    value, lengths = nnx.jit(step)(sharded, shard_batch(features, mesh))
+    np.testing.assert_allclose(value, expected, rtol=1e-6)
+    for table in ("a", "c"):
+        np.testing.assert_array_equal(lengths[table].reshape(-1), all_lengths[table])
+        np.testing.assert_allclose(sharded.table(table), alone.table(table), rtol=1e-5, atol=1e-7)
