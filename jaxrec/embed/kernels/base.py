@@ -14,6 +14,9 @@ The primitives:
     ``table[rows]``; zeros where ``rows`` is `num_rows` (padding), NaN at any other row outside.
 ``build_runs(rows, num_rows)``
     Stable sort of ``rows`` and the runs of equal rows in it, as `Runs`.
+``bucket(owners, num_owners)``
+    Groups lookups by owner, for the exchange between devices, as `Buckets`. An owner outside
+    ``[0, num_owners)`` is none.
 ``fused_update(table, state, lookups, gradients, optimizer, step)``
     Sums the gradients of each row that occurs, applies the row optimizer, writes each row once.
 
@@ -109,8 +112,25 @@ class Runs:
         order: Stable permutation that sorts the rows.
         segments: Run that each sorted lookup belongs to, ascending.
         unique: Row of each run, ascending; padded with ``num_rows``.
+        inverse: Run that each lookup belongs to, in the order that they came in.
     """
 
     order: Int32[Array, " lookups"]
     segments: Int32[Array, " lookups"]
     unique: Int32[Array, " lookups"]
+    inverse: Int32[Array, " lookups"]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Buckets:
+    """Lookups grouped by the device that owns their row.
+
+    Attributes:
+        order: Stable permutation that brings each owner's lookups together, owner by owner; those
+            without an owner come last.
+        counts: Lookups of each owner.
+    """
+
+    order: Int32[Array, " lookups"]
+    counts: Int32[Array, " owners"]

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, DTypeLike, Float, Int, Int32
 
-from jaxrec.embed.kernels.base import BagLayout, Lookups, Runs
+from jaxrec.embed.kernels.base import BagLayout, Buckets, Lookups, Runs
 from jaxrec.embed.kernels.rounding import round_rows
 from jaxrec.optim.base import RowOptimizer
 
@@ -71,6 +71,8 @@ def pooled_lookup(
 
 def row_lookup(table: Float[Array, "rows dim"], rows: Int32[Array, " n"]) -> Float[Array, "n dim"]:
     """The rows themselves; see `jaxrec.embed.kernels.base`."""
+    # A negative row must not count from the end.
+    rows = jnp.where(rows < 0, table.shape[0] + 1, rows)
     found = table.at[rows].get(mode="fill", fill_value=jnp.nan)
     return jnp.where((rows == table.shape[0])[:, None], jnp.zeros((), table.dtype), found)
 
@@ -83,7 +85,16 @@ def build_runs(rows: Int32[Array, " n"], num_rows: int) -> Runs:
     starts = jnp.concatenate([jnp.ones(1, bool), sorted_rows[1:] != sorted_rows[:-1]])
     segments = jnp.cumsum(starts) - 1
     unique = jnp.full(rows.shape, num_rows, jnp.int32).at[segments].set(sorted_rows)
-    return Runs(order.astype(jnp.int32), segments.astype(jnp.int32), unique)
+    order, segments = order.astype(jnp.int32), segments.astype(jnp.int32)
+    inverse = jnp.zeros(rows.shape, jnp.int32).at[order].set(segments, unique_indices=True)
+    return Runs(order, segments, unique, inverse)
+
+
+def bucket(owners: Int32[Array, " n"], num_owners: int) -> Buckets:
+    """Stable grouping by owner; see `jaxrec.embed.kernels.base`."""
+    owners = jnp.where((owners < 0) | (owners > num_owners), num_owners, owners)
+    counts = jnp.zeros(num_owners, jnp.int32).at[owners].add(1, mode="drop")
+    return Buckets(jnp.argsort(owners, stable=True).astype(jnp.int32), counts)
 
 
 def fused_update(
@@ -97,6 +108,20 @@ def fused_update(
 ) -> tuple[Float[Array, "rows dim"], dict[str, Array]]:
     """One optimizer step on the rows that occur; see `jaxrec.embed.kernels.base`."""
     runs = build_runs(lookups.rows, table.shape[0])
+    return update_runs(table, state, lookups, runs, gradients, optimizer, step, table_starts)
+
+
+def update_runs(
+    table: Float[Array, "rows dim"],
+    state: dict[str, Array],
+    lookups: Lookups,
+    runs: Runs,
+    gradients: Float[Array, "bags dim"],
+    optimizer: RowOptimizer,
+    step: Int[Array, ""],
+    table_starts: tuple[int, ...],
+) -> tuple[Float[Array, "rows dim"], dict[str, Array]]:
+    """`fused_update` with runs that somebody has built."""
     bags = runs.order if lookups.bags is None else lookups.bags[runs.order]
     gradients = gradients[bags].astype(jnp.float32)
     if optimizer.clip_value is not None:

@@ -89,10 +89,10 @@ ffi::Error row_lookup_call(ffi::ThreadPool pool, ffi::AnyBuffer table, Ints rows
 
 ffi::Error build_runs_call(ffi::ThreadPool pool, Ints rows, ffi::Result<Ints> order,
                            ffi::Result<Ints> segments, ffi::Result<Ints> unique,
-                           int64_t num_rows) {
+                           ffi::Result<Ints> inverse, int64_t num_rows) {
   Team team = make_team(pool);
   build_runs(team, rows.typed_data(), rows.element_count(), num_rows, order->typed_data(),
-             segments->typed_data(), unique->typed_data());
+             segments->typed_data(), unique->typed_data(), inverse->typed_data());
   return ffi::Error::Success();
 }
 
@@ -208,6 +208,7 @@ JAXREC_EXPORT(jaxrec_build_runs, jaxrec::build_runs_call,
               ffi::Ffi::Bind()
                   .Ctx<ffi::ThreadPool>()
                   .Arg<jaxrec::Ints>()
+                  .Ret<jaxrec::Ints>()
                   .Ret<jaxrec::Ints>()
                   .Ret<jaxrec::Ints>()
                   .Ret<jaxrec::Ints>()

@@ -21,7 +21,7 @@ Sorted sort_positions(Team& team, const int32_t* rows, int64_t count, int64_t nu
 }  // namespace
 
 void build_runs(Team& team, const int32_t* rows, int64_t count, int64_t num_rows, int32_t* order,
-                int32_t* segments, int32_t* unique) {
+                int32_t* segments, int32_t* unique, int32_t* inverse) {
   const Sorted sorted = sort_positions(team, rows, count, num_rows);
   const Entry* entries = sorted.entries;
   const int64_t stretches = (count + kStretch - 1) / kStretch;
@@ -44,6 +44,7 @@ void build_runs(Team& team, const int32_t* rows, int64_t count, int64_t num_rows
       if (begins_run(entries, i)) unique[++run] = static_cast<int32_t>(entries[i].row);
       order[i] = static_cast<int32_t>(entries[i].value);
       segments[i] = static_cast<int32_t>(run);
+      inverse[entries[i].value] = static_cast<int32_t>(run);
     }
   });
   std::fill(unique + num_runs, unique + count, static_cast<int32_t>(num_rows));

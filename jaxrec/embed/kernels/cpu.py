@@ -1,0 +1,275 @@
+"""The primitives on CPUs, by a library of C++ that is built with the package.
+
+XLA calls the library's functions in the middle of a program (`jax.ffi`), on its own threads. What
+the library takes beside arrays - where features lie, an optimizer's settings - are attributes of
+the call. Tables and optimizer state are operands and results of an update in the same memory.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+import pathlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, DTypeLike, Float, Int, Int32
+
+from jaxrec.embed.kernels import reference
+from jaxrec.embed.kernels.base import BagLayout, Buckets, Lookups, Runs
+from jaxrec.optim import adagrad, adam, partial_rowwise_adam, rowwise_adagrad, sgd
+from jaxrec.optim.base import RowOptimizer
+
+_LIBRARY = pathlib.Path(__file__).parent / "native" / "libjaxrec.so"
+_TARGETS = (
+    "pooled_lookup",
+    "flatten_bags",
+    "row_lookup",
+    "build_runs",
+    "bucket",
+    "fused_update",
+)
+_ROW_TYPES = ("float32", "bfloat16", "float16")
+_MAX_DIM = 4096
+
+# The order of enum Rule in native/kernels.h, and each rule's state in the order of enum's Step.
+_RULES: dict[type[RowOptimizer], tuple[int, tuple[str, ...]]] = {
+    sgd: (0, ()),
+    adagrad: (1, ("accumulator",)),
+    rowwise_adagrad: (2, ("accumulator",)),
+    adam: (3, ("first_moment", "second_moment", "count")),
+    partial_rowwise_adam: (4, ("first_moment", "second_moment")),
+}
+_DECAYS = {"none": 0, "l2": 1, "decoupled": 2}
+
+
+@functools.cache
+def library() -> ctypes.CDLL | None:
+    """The native library, its functions known to XLA; None where it was not built."""
+    if not _LIBRARY.exists():
+        return None
+    loaded = ctypes.CDLL(str(_LIBRARY))
+    loaded.jaxrec_instruction_set.restype = ctypes.c_char_p
+    for target in _TARGETS:
+        handler = jax.ffi.pycapsule(getattr(loaded, f"jaxrec_{target}"))
+        jax.ffi.register_ffi_target(f"jaxrec_{target}", handler, platform="cpu")
+    return loaded
+
+
+def instruction_set() -> str | None:
+    """Which of its kernels the library runs on this machine, such as "avx2"; None: no library."""
+    loaded = library()
+    return None if loaded is None else loaded.jaxrec_instruction_set().decode()
+
+
+def refuse(primitive: str, arguments: dict[str, Any]) -> str | None:
+    """Why the library does not take a call of a primitive; None: it does."""
+    if library() is None:
+        return "the native library was not built"
+    table = arguments.get("table")
+    if table is None:
+        return None
+    if table.dtype.name not in _ROW_TYPES:
+        return f"rows are {', '.join(_ROW_TYPES)}, not {table.dtype.name}"
+    if table.shape[1] > _MAX_DIM:
+        return f"rows have at most {_MAX_DIM} elements, not {table.shape[1]}"
+    if 0 in table.shape:
+        return "the table is empty"
+    if primitive == "pooled_lookup" and jnp.dtype(arguments["dtype"]).name not in _ROW_TYPES:
+        return f"results are {', '.join(_ROW_TYPES)}, not {jnp.dtype(arguments['dtype']).name}"
+    if primitive == "fused_update":
+        gradients = arguments["gradients"]
+        if gradients.dtype.name not in _ROW_TYPES:
+            return f"gradients are {', '.join(_ROW_TYPES)}, not {gradients.dtype.name}"
+    return None
+
+
+def pooled_lookup(
+    table: Float[Array, "rows dim"],
+    ids: Int32[Array, " ids"],
+    lengths: Int32[Array, " all_bags"],
+    weights: Float[Array, " ids"] | None,
+    layout: BagLayout,
+    dtype: DTypeLike,
+) -> Float[Array, "bags dim"]:
+    """The sum or mean of each bag's rows; see `jaxrec.embed.kernels.base`."""
+    shape = (layout.num_bags, table.shape[1])
+    (pooled,) = _call(
+        "pooled_lookup",
+        [jax.ShapeDtypeStruct(shape, dtype)],
+        table,
+        ids,
+        lengths,
+        _optional(weights, jnp.float32),
+        layout=_layout_numbers(layout),
+    )
+    return pooled
+
+
+def flatten_bags(
+    ids: Int32[Array, " ids"],
+    lengths: Int32[Array, " all_bags"],
+    weights: Float[Array, " ids"] | None,
+    layout: BagLayout,
+    num_rows: int,
+) -> Lookups:
+    """The batch as flat lookups; see `jaxrec.embed.kernels.base`."""
+    positions = layout.num_positions
+    has_scales = weights is not None or any(layout.means)
+    rows, bags, scales = _call(
+        "flatten_bags",
+        [
+            jax.ShapeDtypeStruct((positions,), jnp.int32),
+            jax.ShapeDtypeStruct((positions,), jnp.int32),
+            jax.ShapeDtypeStruct((positions if has_scales else 0,), jnp.float32),
+        ],
+        ids,
+        lengths,
+        _optional(weights, jnp.float32),
+        layout=_layout_numbers(layout),
+        num_rows=np.int64(num_rows),
+    )
+    return Lookups(rows, bags, scales if has_scales else None)
+
+
+def row_lookup(table: Float[Array, "rows dim"], rows: Int32[Array, " n"]) -> Float[Array, "n dim"]:
+    """The rows themselves; see `jaxrec.embed.kernels.base`."""
+    result = jax.ShapeDtypeStruct((rows.size, table.shape[1]), table.dtype)
+    (found,) = _call("row_lookup", [result], table, rows)
+    return found
+
+
+def build_runs(rows: Int32[Array, " n"], num_rows: int) -> Runs:
+    """Stable sort and runs of equal rows; see `jaxrec.embed.kernels.base`."""
+    result = jax.ShapeDtypeStruct(rows.shape, jnp.int32)
+    return Runs(*_call("build_runs", [result] * 4, rows, num_rows=np.int64(num_rows)))
+
+
+def bucket(owners: Int32[Array, " n"], num_owners: int) -> Buckets:
+    """Stable grouping by owner; see `jaxrec.embed.kernels.base`."""
+    results = [
+        jax.ShapeDtypeStruct(owners.shape, jnp.int32),
+        jax.ShapeDtypeStruct((num_owners,), jnp.int32),
+    ]
+    return Buckets(*_call("bucket", results, owners))
+
+
+def fused_update(
+    table: Float[Array, "rows dim"],
+    state: dict[str, Array],
+    lookups: Lookups,
+    gradients: Float[Array, "bags dim"],
+    optimizer: RowOptimizer,
+    step: Int[Array, ""],
+    table_starts: tuple[int, ...] = (0,),
+) -> tuple[Float[Array, "rows dim"], dict[str, Array]]:
+    """One optimizer step on the rows that occur; see `jaxrec.embed.kernels.base`.
+
+    Of optimizers that the library does not know it builds the runs only; the rest is XLA's.
+    """
+    if not is_fused(optimizer):
+        runs = build_runs(lookups.rows, table.shape[0])
+        return reference.update_runs(
+            table, state, lookups, runs, gradients, optimizer, step, table_starts
+        )
+    rule, names = _RULES[type(optimizer)]
+    names = tuple(name for name in names if name in state)
+    arrays = [table, *(state[name] for name in names)]
+    operands = [
+        lookups.rows,
+        _optional(lookups.bags, jnp.int32),
+        _optional(lookups.scales, jnp.float32),
+        gradients,
+        _rates(optimizer, step),
+        step.astype(jnp.int32),
+    ]
+    new_table, *new_state = _call(
+        "fused_update",
+        [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in arrays],
+        *operands,
+        *arrays,
+        input_output_aliases={len(operands) + i: i for i in range(len(arrays))},
+        rule=np.int32(rule),
+        **_settings(optimizer),
+    )
+    return new_table, dict(zip(names, new_state, strict=True))
+
+
+def is_fused(optimizer: RowOptimizer) -> bool:
+    """Whether the library knows an optimizer with its settings."""
+    return type(optimizer) in _RULES and optimizer.clip_norm is None
+
+
+def _rates(optimizer: RowOptimizer, step: Int[Array, ""]) -> Float[Array, " 3"]:
+    """The numbers that change from step to step: the learning rate, and Adam's ``1 - b^t``."""
+    count = step.astype(jnp.float32) + 1
+    shares = [
+        -jnp.expm1(count * math.log(decay)) if decay else jnp.ones((), jnp.float32)
+        for decay in (getattr(optimizer, "b1", 0), getattr(optimizer, "b2", 0))
+    ]
+    return jnp.stack([optimizer.rate(step), *shares])
+
+
+def _settings(optimizer: RowOptimizer) -> dict[str, Any]:
+    """The fields of `Step` in native/kernels.h that an optimizer fixes."""
+
+    def setting(name: str) -> float:
+        return getattr(optimizer, name, 0.0)
+
+    def bound(name: str) -> np.float32:
+        value = getattr(optimizer, name)
+        return np.float32(math.inf if value is None else value)
+
+    b1, b2 = setting("b1"), setting("b2")
+    return {
+        "eps": np.float32(setting("eps")),
+        "b1": np.float32(b1),
+        "b2": np.float32(b2),
+        "log_b1": np.float32(math.log(b1) if b1 else 0),
+        "log_b2": np.float32(math.log(b2) if b2 else 0),
+        "counts_rows": bool(setting("rowwise_bias_correction")),
+        "weight_decay": np.float32(setting("weight_decay")),
+        "decay": np.int32(_DECAYS[getattr(optimizer, "weight_decay_mode", "none")]),
+        "max_norm": bound("max_norm"),
+        "bound": bound("clip_value"),
+        "stochastic": optimizer.stochastic_rounding,
+    }
+
+
+def _layout_numbers(layout: BagLayout) -> np.ndarray:
+    """The layout as the library reads it: seven numbers a feature."""
+    fields = (
+        layout.id_starts,
+        layout.capacities,
+        layout.length_starts,
+        layout.strides,
+        layout.row_offsets,
+        layout.row_counts,
+        layout.means,
+    )
+    return np.array(fields, np.int64).T.reshape(-1)
+
+
+def _optional(array: Array | None, dtype: DTypeLike) -> Array:
+    """An operand that may be missing: then it has no elements."""
+    return jnp.zeros(0, dtype) if array is None else array.astype(dtype)
+
+
+def _call(
+    target: str,
+    results: list[jax.ShapeDtypeStruct],
+    *operands: Array,
+    input_output_aliases: dict[int, int] | None = None,
+    **attributes: Any,
+) -> list[Array]:
+    library()
+    call = jax.ffi.ffi_call(
+        f"jaxrec_{target}",
+        results,
+        vmap_method="sequential",
+        input_output_aliases=input_output_aliases,
+    )
+    return list(call(*operands, **attributes))
