@@ -116,7 +116,7 @@ def _variables(state: Any) -> list[nnx.Variable]:
     variables = jax.tree.leaves(state, is_leaf=_is_variable)
     if bare := [leaf for leaf in variables if not _is_variable(leaf)]:
         raise TypeError(
-            f"a compiled step keeps what changes in nnx.Variables, but its modules hold {len(bare)} "
+            f"a compiled step keeps its arrays in nnx.Variables, but its modules hold {len(bare)} "
             f"bare arrays, the first {jax.typeof(bare[0])}; wrap them in nnx.Variable"
         )
     return variables

@@ -1,0 +1,75 @@
+"""Rows of a click log as batches of one static shape."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator
+
+import jax
+import numpy as np
+from jaxtyping import Array, Float
+
+from jaxrec.data.clicks import Clicks
+from jaxrec.ragged import KeyedJaggedArray
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class ClickBatch:
+    """What a training step takes.
+
+    Attributes:
+        dense: ``[batch, num_dense]`` float32.
+        features: The ids: one a sample of each feature, none in padding.
+        labels: ``[batch]`` float32.
+        weights: ``[batch]`` float32: 1, or 0 where the sample is padding.
+    """
+
+    dense: Float[Array | np.ndarray, "batch num_dense"]
+    features: KeyedJaggedArray
+    labels: Float[Array | np.ndarray, " batch"]
+    weights: Float[Array | np.ndarray, " batch"]
+
+
+def batches(
+    chunks: Iterable[Clicks], batch_size: int, keys: tuple[str, ...]
+) -> Iterator[ClickBatch]:
+    """Cuts rows into batches of equal size; the last is filled up with samples of weight 0.
+
+    Args:
+        chunks: Rows, in pieces of any size.
+        batch_size: Samples of a batch.
+        keys: Names of the categorical features, in the order of the columns of ids.
+
+    Example:
+        >>> from jaxrec.data import GeneratedLog
+        >>> rows = GeneratedLog(num_rows=10).chunks(0, 10)
+        >>> [batch.weights.sum().item() for batch in batches(rows, 4, ("a",) * 26)]
+        [4.0, 4.0, 2.0]
+    """
+    left: list[Clicks] = []
+    for chunk in chunks:
+        rows = Clicks.concatenate([*left, chunk]) if left else chunk
+        full = len(rows) - len(rows) % batch_size
+        for start in range(0, full, batch_size):
+            yield _batch(rows[start : start + batch_size], batch_size, keys)
+        left = [rows[full:]] if full < len(rows) else []
+    if left:
+        yield _batch(left[0], batch_size, keys)
+
+
+def _batch(rows: Clicks, batch_size: int, keys: tuple[str, ...]) -> ClickBatch:
+    missing = batch_size - len(rows)
+
+    def padded(array: np.ndarray) -> np.ndarray:
+        return np.pad(array, [(0, missing)] + [(0, 0)] * (array.ndim - 1)) if missing else array
+
+    weights = padded(np.ones(len(rows), np.float32))
+    features = KeyedJaggedArray(
+        np.ascontiguousarray(padded(rows.ids).T).reshape(-1),
+        np.tile(weights.astype(np.int32), len(keys)),
+        keys=keys,
+        capacities=(batch_size,) * len(keys),
+        strides=(batch_size,) * len(keys),
+    )
+    return ClickBatch(padded(rows.dense), features, padded(rows.labels), weights)

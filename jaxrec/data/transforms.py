@@ -1,0 +1,44 @@
+"""From the columns of Criteo's click logs to what a model takes."""
+
+from __future__ import annotations
+
+import numpy as np
+from jaxtyping import Float, Int
+
+NUM_DENSE = 13
+NUM_CATEGORICAL = 26
+
+DENSE_NAMES = tuple(f"int_{i}" for i in range(NUM_DENSE))
+CATEGORICAL_NAMES = tuple(f"cat_{i}" for i in range(NUM_CATEGORICAL))
+
+
+def log_counts(counts: Int[np.ndarray, "*shape"]) -> Float[np.ndarray, "*shape"]:
+    """``log(x + 3)`` of counts, of which Criteo's smallest are -2; missing ones are 0.
+
+    What TorchRec's DLRM is trained on for MLPerf. Counts below -2 are taken as -2.
+
+    Returns:
+        float32.
+
+    Example:
+        >>> import numpy as np
+        >>> log_counts(np.array([-2, 0, 17])).round(2).tolist()
+        [0.0, 1.100000023841858, 3.0]
+    """
+    return np.log(np.maximum(counts, -2).astype(np.float32) + 3)
+
+
+def table_ids(
+    hashes: Int[np.ndarray, "rows tables"], table_rows: tuple[int, ...]
+) -> Int[np.ndarray, "rows tables"]:
+    """The ids modulo the rows of their tables, as TorchRec does it; a missing one is 0.
+
+    Returns:
+        int32.
+
+    Example:
+        >>> import numpy as np
+        >>> table_ids(np.array([[0x68FD1E64, 0]]), (1000, 10)).tolist()
+        [[740, 0]]
+    """
+    return (hashes % np.array(table_rows, np.int64)).astype(np.int32)

@@ -1,0 +1,180 @@
+"""The command line: ``jaxrec train``."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import datetime
+import json
+import pathlib
+import sys
+from collections.abc import Callable, Sequence
+
+from rich.console import Console
+
+from jaxrec.data import DataError
+from jaxrec.metrics import calibration, log_loss, normalized_entropy
+from jaxrec.train import checkpoint
+from jaxrec.train.checkpoint import CheckpointError
+from jaxrec.train.config import ConfigError, TrainConfig
+from jaxrec.train.interrupt import Interrupt, interruptible
+from jaxrec.train.loop import Evaluation, NotFiniteError, evaluate, train
+from jaxrec.train.memory import keep_freed_memory
+from jaxrec.train.model import CONFIG_FILE, make_model
+from jaxrec.train.options import load_config, parse_options, write_options
+from jaxrec.train.progress import Progress
+from jaxrec.train.rows import split_rows
+
+USAGE_ERROR = 2
+FAILURE = 1
+RESULTS_FILE = "results.json"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs ``jaxrec``; returns the exit code.
+
+    0: done. 1: what was asked for failed. 2: the options are wrong. 130 and 143: stopped by SIGINT
+    or SIGTERM, after saving. Errors are one sentence on standard error.
+    """
+    command, *options = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
+    if command in ("-h", "--help"):
+        print(_usage())
+        return 0
+    if command not in COMMANDS:
+        return _complain(USAGE_ERROR, f"jaxrec: unknown command {command!r}\n{_usage()}")
+    try:
+        return COMMANDS[command](options)
+    except ConfigError as error:
+        return _complain(USAGE_ERROR, f"jaxrec {command}: {error}")
+    except (CheckpointError, DataError, NotFiniteError) as error:
+        return _complain(FAILURE, f"jaxrec {command}: {error}")
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename is not None else ""
+        return _complain(FAILURE, f"jaxrec {command}: {where}{error.strerror or error}")
+    except KeyboardInterrupt:
+        return _complain(130, f"jaxrec {command}: interrupted; nothing was saved")
+
+
+def _usage() -> str:
+    commands = "\n".join(f"  {name:8} {run.__doc__}" for name, run in COMMANDS.items())
+    return (
+        f"usage: jaxrec COMMAND [OPTIONS]\n\n{commands}\n\n`jaxrec COMMAND --help` lists options."
+    )
+
+
+def _complain(code: int, message: str) -> int:
+    print(message, file=sys.stderr)
+    return code
+
+
+def run_train(options: Sequence[str]) -> int:
+    """trains a DLRM on click logs"""
+    keep_freed_memory()
+    console = Console(highlight=False, soft_wrap=True)
+    with interruptible() as interrupt:
+        return _train(train_config(options), console, interrupt)
+
+
+def train_config(options: Sequence[str]) -> TrainConfig:
+    """The configuration of the command line, over that of a file or of a run to go on with."""
+    files = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    files.add_argument("--config", type=pathlib.Path)
+    files.add_argument("--resume", type=pathlib.Path)
+    try:
+        named, _ = files.parse_known_args(options)
+    except SystemExit:
+        raise ConfigError("--config and --resume are followed by a path") from None
+    if named.resume is not None:
+        if named.config is not None:
+            raise ConfigError("--resume goes on with a run's own options; leave --config out")
+        if not (named.resume / CONFIG_FILE).exists():
+            raise CheckpointError(f"{named.resume}: there is no saved run here")
+        default = load_config(named.resume / CONFIG_FILE)
+        return parse_options(options, dataclasses.replace(default, output=named.resume))
+    default = TrainConfig() if named.config is None else load_config(named.config)
+    return parse_options(options, default)
+
+
+def _train(config: TrainConfig, console: Console, interrupt: Interrupt) -> int:
+    output = config.output or pathlib.Path(
+        "runs", datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+    )
+    if config.resume is None and (output / CONFIG_FILE).exists():
+        raise ConfigError(
+            f"{output} holds a saved run; go on with it by --resume {output}, "
+            "or give another --output"
+        )
+    rows, held_out = split_rows(config)
+    batch_size = config.data.batch_size
+    num_steps = rows.num_batches(batch_size) * config.data.epochs
+    model, optimizer = make_model(config, num_steps)
+    if config.resume is not None:
+        checkpoint.restore(config.resume, model, optimizer)
+    # Now, not after hours of training, is the time to find out that it cannot be written to.
+    output.mkdir(parents=True, exist_ok=True)
+    write_options(config, output / CONFIG_FILE)
+
+    done = int(optimizer.step.get_value())
+    console.print(
+        f"{config.data.path or 'generated log'}: {len(rows):,} rows to train on, "
+        f"{len(held_out):,} held out; {num_steps:,} steps of {batch_size:,}"
+        + (f", {done:,} of them made before" if done else "")
+    )
+    with Progress(console, num_steps, done) as progress:
+        train(
+            model,
+            optimizer,
+            rows,
+            batch_size=batch_size,
+            epochs=config.data.epochs,
+            progress=progress,
+            stop=interrupt.__bool__,
+        )
+    checkpoint.save(output, model, optimizer)
+    if interrupt:
+        return _stopped(console, interrupt, output, int(optimizer.step.get_value()), num_steps)
+    evaluation = evaluate(model, held_out, batch_size=batch_size, stop=interrupt.__bool__)
+    if evaluation is None:
+        return _stopped(console, interrupt, output, num_steps, num_steps)
+    results = _results(evaluation) | {"samples_per_second": progress.samples_per_second}
+    (output / RESULTS_FILE).write_text(json.dumps(results, indent=2) + "\n")
+    _report(console, results, len(held_out))
+    console.print(f"model saved in {output}")
+    return 0
+
+
+def _stopped(
+    console: Console, interrupt: Interrupt, output: pathlib.Path, step: int, num_steps: int
+) -> int:
+    console.print(
+        f"stopped by {interrupt.signal.name} after step {step:,} of {num_steps:,}; model saved in "
+        f"{output}, go on with: jaxrec train --resume {output}"
+    )
+    return interrupt.exit_code
+
+
+def _results(evaluation: Evaluation) -> dict[str, float | None]:
+    return {
+        "auc": evaluation.auc,
+        "best_auc": evaluation.best_auc,
+        "normalized_entropy": normalized_entropy(evaluation.sums),
+        "log_loss": log_loss(evaluation.sums),
+        "calibration": calibration(evaluation.sums),
+    }
+
+
+def _report(console: Console, results: dict[str, float | None], rows: int) -> None:
+    best = results["best_auc"]
+    reachable = "" if best is None else f"  (best reachable {best:.4f})"
+    console.print(f"on {rows:,} held-out rows, {results['samples_per_second']:,.0f} samples/s:")
+    console.print(f"  AUC          {results['auc']:.4f}{reachable}")
+    console.print(f"  NE           {results['normalized_entropy']:.4f}")
+    console.print(f"  log loss     {results['log_loss']:.4f} nats")
+    console.print(f"  calibration  {results['calibration']:.4f}")
+
+
+COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"train": run_train}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

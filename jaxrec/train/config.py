@@ -1,0 +1,110 @@
+"""What a training run is told."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+from typing import Annotated, Any, Literal
+
+import tyro
+
+
+class ConfigError(ValueError):
+    """An option, or a file of options, that cannot be used; one sentence for the user."""
+
+
+def _positive(config: Any, *names: str) -> None:
+    for name in names:
+        if not getattr(config, name) > 0:
+            group = type(config).__name__.removesuffix("Config").lower()
+            raise ConfigError(f"{_option(group, name)} is above 0, got {getattr(config, name)}")
+
+
+def _option(group: str, name: str) -> str:
+    return f"{group}.{name.replace('_', '-')}"
+
+
+@dataclasses.dataclass(frozen=True)
+class DataConfig:
+    """Where the click log comes from."""
+
+    path: Annotated[pathlib.Path | None, tyro.conf.arg(aliases=["--data"])] = None
+    """File in Criteo's format: label, 13 integers and 26 hexadecimal ids a line, separated by tabs,
+    plain or gzip. A generated log if not given."""
+    eval_path: pathlib.Path | None = None
+    """File with the held-out rows. The last rows of the log are held out if not given."""
+    eval_fraction: float = 0.1
+    """Share of the file's rows that is held out."""
+    table_rows: int = 100_000
+    """Rows of each table; a file's ids are taken modulo this. A generated log has its own."""
+    batch_size: int = 2048
+    """Samples in a step."""
+    epochs: int = 1
+    """How often the training rows are read."""
+    generated_rows: int = 6_000_000
+    """Training rows of the generated log."""
+    generated_eval_rows: int = 200_000
+    """Held-out rows of the generated log."""
+
+    def __post_init__(self) -> None:
+        _positive(
+            self, "table_rows", "batch_size", "epochs", "generated_rows", "generated_eval_rows"
+        )
+        if not 0 < self.eval_fraction < 1:
+            raise ConfigError(f"data.eval-fraction is between 0 and 1, got {self.eval_fraction}")
+        if self.eval_path is not None and self.path is None:
+            raise ConfigError("data.eval-path holds out a file, but no file to train on is given")
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """The DLRM."""
+
+    embedding_dim: int = 16
+    """Columns of each table."""
+    bottom_layer_sizes: tuple[int, ...] = (128, 64)
+    """Hidden layers of the bottom MLP; a layer of embedding-dim follows."""
+    top_layer_sizes: tuple[int, ...] = (128, 64)
+    """Hidden layers of the top MLP; a layer of 1 follows."""
+    table_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Type of the tables."""
+
+    def __post_init__(self) -> None:
+        _positive(self, "embedding_dim")
+        for name in ("bottom_layer_sizes", "top_layer_sizes"):
+            if min(getattr(self, name), default=1) < 1:
+                raise ConfigError(f"{_option('model', name)} are 1 or more, got {self}")
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerConfig:
+    """Adam for the MLPs and row-wise Adagrad for the tables, both rates falling linearly to 0."""
+
+    learning_rate: float = 0.004
+    """Adam's first rate."""
+    table_learning_rate: float = 0.1
+    """Row-wise Adagrad's first rate."""
+
+    def __post_init__(self) -> None:
+        _positive(self, "learning_rate", "table_learning_rate")
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainConfig:
+    """Trains a DLRM on click logs and reports AUC, NE and log loss on held-out rows."""
+
+    data: DataConfig = DataConfig()
+    model: ModelConfig = ModelConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    output: pathlib.Path | None = None
+    """Directory of the saved model; a new one below runs/ if not given."""
+    seed: int = 0
+    """Of the model's first values and of the generated log."""
+    config: pathlib.Path | None = None
+    """YAML or TOML file with any of these options; those on the command line come first."""
+    resume: pathlib.Path | None = None
+    """Directory of a saved run to go on with, under its own options."""
+
+    def __post_init__(self) -> None:
+        if self.seed < 0:
+            raise ConfigError(f"seed is 0 or more, got {self.seed}")

@@ -1,0 +1,135 @@
+"""Training configurations from the command line and from files."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import itertools
+import pathlib
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import tyro
+import yaml
+
+from jaxrec.train.config import ConfigError, TrainConfig
+
+_DEFAULT = TrainConfig()
+
+
+def read_options(path: pathlib.Path) -> list[str]:
+    """The options of a YAML or TOML file, as they would stand on the command line.
+
+    Options are keys, groups are mappings of them; dashes and underscores are the same.
+
+    Raises:
+        OSError: The file cannot be read.
+        ConfigError: It is not YAML or TOML, or names an option that there is not.
+    """
+    text = path.read_text()
+    try:
+        options = tomllib.loads(text) if path.suffix == ".toml" else yaml.safe_load(text)
+    except (tomllib.TOMLDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(" ".join(str(error).split())) from None
+    if options is None:
+        return []
+    if not isinstance(options, Mapping):
+        raise ConfigError(f"expected options and their values, got {options!r}")
+    return [token for option in _tokens(TrainConfig, options, "") for token in option]
+
+
+def _tokens(config: type, options: Mapping[str, Any], prefix: str) -> Iterator[list[str]]:
+    known = {
+        field.name: field.default if dataclasses.is_dataclass(field.default) else None
+        for field in dataclasses.fields(config)
+        if field.name != "config"
+    }
+    for key, value in options.items():
+        name = str(key).replace("-", "_")
+        if name not in known:
+            raise ConfigError(
+                f"unknown option {prefix}{key}; "
+                f"{'options of ' + prefix[:-1] if prefix else 'options'} are "
+                f"{', '.join(name.replace('_', '-') for name in known)}"
+            )
+        option = f"{prefix}{name.replace('_', '-')}"
+        group = known[name]
+        if group is None:
+            values = value if isinstance(value, list) else [value]
+            yield [f"--{option}", *map(str, values)]
+        elif isinstance(value, Mapping):
+            yield from _tokens(type(group), value, f"{option}.")
+        else:
+            raise ConfigError(f"{option} is a group of options, got {value!r}")
+
+
+def load_config(path: pathlib.Path) -> TrainConfig:
+    """The configuration that a YAML or TOML file describes, everything else as it is by default.
+
+    Raises:
+        OSError: The file cannot be read.
+        ConfigError: It is not YAML or TOML, or an option is none or has a wrong value.
+    """
+    try:
+        return parse_options(read_options(path))
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+
+
+def parse_options(options: Sequence[str], default: TrainConfig = _DEFAULT) -> TrainConfig:
+    """The configuration that command-line options describe.
+
+    Args:
+        options: As they stand on the command line.
+        default: What holds where they say nothing.
+
+    Raises:
+        ConfigError: An option is unknown or has a wrong value.
+        SystemExit: They ask for help, which has been printed.
+    """
+    problem = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(problem):
+            config, unknown = tyro.cli(
+                TrainConfig,
+                prog="jaxrec train",
+                args=list(options),
+                default=default,
+                return_unknown_args=True,
+            )
+    except SystemExit as stop:
+        if not stop.code:
+            raise
+        raise ConfigError(_first_box(problem.getvalue())) from None
+    if unknown:
+        raise ConfigError(f"unknown option {unknown[0]}; `jaxrec train --help` lists all options")
+    return config
+
+
+def _first_box(text: str) -> str:
+    """What tyro says is wrong, as one sentence: the lines between its first two rules."""
+    lines = [line.strip(" │╭╮╰╯─-") for line in text.splitlines()]
+    rules = [i for i, line in enumerate(lines) if not line]
+    sections = [" ".join(lines[a + 1 : b]) for a, b in itertools.pairwise([*rules, len(lines)])]
+    return next((section for section in sections if section), " ".join(text.split()))
+
+
+def write_options(config: TrainConfig, path: pathlib.Path) -> None:
+    """Writes options so that `read_options` finds them again."""
+    options = _plain(config)
+    for own in ("config", "resume", "output"):
+        del options[own]
+    path.write_text(yaml.safe_dump(options, sort_keys=False))
+
+
+def _plain(config: Any) -> dict[str, Any]:
+    def plain(value: Any) -> Any:
+        if dataclasses.is_dataclass(value):
+            return _plain(value)
+        if isinstance(value, tuple):
+            return list(value)
+        return str(value.absolute()) if isinstance(value, pathlib.Path) else value
+
+    return {field.name: plain(getattr(config, field.name)) for field in dataclasses.fields(config)}
