@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
+import hypothesis
 import jax
 import jaxtyping
 import pytest
@@ -23,6 +24,10 @@ jax.config.update("jax_enable_compilation_cache", False)
 # From here on each annotated function of the package is checked as it is called: the types by
 # beartype, the shapes by jaxtyping.
 install_import_hook("jaxrec", f"{typechecked.__module__}.{typechecked.__name__}")
+
+# The first example compiles, and two runs of the suite test the same examples.
+hypothesis.settings.register_profile("jaxrec", deadline=None, derandomize=True)
+hypothesis.settings.load_profile("jaxrec")
 
 
 @pytest.fixture

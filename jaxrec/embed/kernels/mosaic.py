@@ -20,7 +20,7 @@ from jaxrec.embed.kernels.base import BagLayout
 from jaxrec.embed.kernels.extents import bag_extents, bag_features
 
 _LANES = 128
-# Rows of half a ring: two halves of 512-byte rows take 8 kB, so that 16 blocks fit a multiprocessor.
+# Rows of half a ring. Two halves of 512-byte rows take 8 kB; a multiprocessor holds 16 such blocks.
 _HALF = 8
 
 
@@ -61,7 +61,6 @@ def pooled_lookup(
         scratch_types=(
             plgpu.SMEM((2, _HALF, *row), table.dtype),
             plgpu.Barrier(num_arrivals=_HALF, num_barriers=2),
-            plgpu.Barrier(),
         ),
         grid=(layout.num_bags,),
         grid_names=("bag",),
@@ -72,19 +71,19 @@ def pooled_lookup(
 
 
 def _pool(ids, starts, ends, features, table, *rest, layout: BagLayout, is_weighted: bool):
-    *weights, out, ring, arrived, read = rest
+    *weights, out, ring, arrived = rest
     bag = jax.lax.axis_index("bag")
     start, end = starts[bag], ends[bag]
     feature = bag_features(bag, layout)
     offset, count, is_mean = (features[i, feature] for i in range(3))
     row_shape = ring.shape[2:]
 
-    def position(turn: Array, i: int) -> tuple[Array, Array]:
+    def position(turn: Array | int, i: int) -> tuple[Array, Array]:
         """The position of a turn's row and whether the bag has it; 0 where not."""
         place = start + turn * _HALF + i
         return jnp.where(place < end, place, 0), place < end
 
-    def fetch(turn: Array) -> None:
+    def fetch(turn: Array | int) -> None:
         """Starts the copies of a turn's rows; what is not copied has arrived."""
         half = turn % 2
         for i in range(_HALF):
@@ -101,9 +100,8 @@ def _pool(ids, starts, ends, features, table, *rest, layout: BagLayout, is_weigh
                 plgpu.barrier_arrive(arrived.at[half])
 
     def add(turn: Array, total: Array) -> Array:
-        # All warps must have read the half that the next rows go to.
-        plgpu.barrier_arrive(read)
-        plgpu.barrier_wait(read)
+        # All warps must have read the half that the next rows go to: this waits for them.
+        plgpu.commit_smem()
         pl.when((turn + 1) * _HALF < end - start)(lambda: fetch(turn + 1))
         half = turn % 2
         plgpu.barrier_wait(arrived.at[half])

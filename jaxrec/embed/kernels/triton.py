@@ -131,17 +131,20 @@ class Tile:
         """The groups of this program."""
         return pl.program_id(0) * self.groups + jnp.arange(self.groups, dtype=jnp.int32)
 
+    def elements(self, rows: Int32[Array, "*shape"], used: Array) -> tuple[Array, Array, Array]:
+        """Row and column of each element of some rows, and whether it is one to touch."""
+        shape = (*rows.shape, self.columns)
+        columns = jax.lax.broadcasted_iota(jnp.int32, shape, rows.ndim)
+        mask = jnp.broadcast_to(used[..., None], shape) & (columns < self.dim)
+        return jnp.broadcast_to(rows[..., None], shape), columns, mask
+
     def load_rows(self, source: Any, rows: Int32[Array, "*shape"], used: Array) -> Array:
         """Rows of ``source`` in float32, ``[*shape, columns]``; zeros where not ``used``."""
-        columns = jnp.arange(self.columns, dtype=jnp.int32)
-        mask = used[..., None] & (columns < self.dim)
-        rows, columns = jnp.broadcast_arrays(rows[..., None], columns)
+        rows, columns, mask = self.elements(rows, used)
         return pltriton.load(source.at[rows, columns], mask=mask, other=0).astype(jnp.float32)
 
     def store_rows(self, target: Any, rows: Int32[Array, " n"], used: Array, values: Array) -> None:
-        columns = jnp.arange(self.columns, dtype=jnp.int32)
-        mask = used[:, None] & (columns < self.dim)
-        rows, columns = jnp.broadcast_arrays(rows[:, None], columns)
+        rows, columns, mask = self.elements(rows, used)
         pltriton.store(target.at[rows, columns], values.astype(target.dtype), mask=mask)
 
     def sum_rows(
@@ -154,7 +157,7 @@ class Tile:
         lanes = jnp.arange(self.depth, dtype=jnp.int32)
 
         def add(i: Array, total: Array) -> Array:
-            positions = starts[:, None] + i * self.depth + lanes
+            positions = starts[:, None] + (i * self.depth + lanes)[None]
             return total + load(positions, positions < ends[:, None])
 
         total = jnp.zeros((self.groups, self.depth, self.columns), jnp.float32)

@@ -1,0 +1,96 @@
+"""Batches over which the kernels for GPUs are held to the reference: small, to be interpreted."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from jaxrec.embed.kernels import BagLayout
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """A group of tables and a batch of bags.
+
+    Attributes:
+        dim: Width of a row.
+        lengths: Lengths of the bags of each feature.
+        slack: Padding after each feature's ids.
+        weighted: Whether ids have weights.
+        dtype: Type of the table.
+        hot: Share of the ids that are the first row's.
+        outside: Whether some ids are outside their table.
+    """
+
+    dim: int
+    lengths: tuple[tuple[int, ...], ...]
+    slack: int = 3
+    weighted: bool = False
+    dtype: str = "float32"
+    hot: float = 0.0
+    outside: bool = False
+
+    @property
+    def layout(self) -> BagLayout:
+        strides = tuple(map(len, self.lengths))
+        capacities = tuple(sum(lengths) + self.slack for lengths in self.lengths)
+        rows = tuple(7 + 3 * i for i in range(len(self.lengths)))
+        return BagLayout(
+            id_starts=_starts(capacities),
+            capacities=capacities,
+            length_starts=_starts(strides),
+            strides=strides,
+            row_offsets=_starts(rows),
+            row_counts=rows,
+            means=tuple(i % 2 == 1 for i in range(len(self.lengths))),
+        )
+
+    def arrays(self) -> tuple[Array, Array, Array, Array | None]:
+        """Table, ids, lengths and weights; what lies at padding must not matter."""
+        rng = np.random.default_rng(0)
+        layout = self.layout
+        ids = [
+            np.where(rng.random(capacity) < self.hot, 0, rng.integers(0, rows, capacity))
+            for capacity, rows in zip(layout.capacities, layout.row_counts, strict=True)
+        ]
+        for feature, capacity in zip(ids, layout.capacities, strict=True):
+            feature[capacity - self.slack :] = [-1, 2**31 - 1, 0][: self.slack]
+            if self.outside:
+                feature[0], feature[-self.slack - 1] = -(2**31), len(feature) + 100
+        table = rng.standard_normal((sum(layout.row_counts), self.dim))
+        weights = rng.standard_normal(layout.num_positions).astype(np.float32)
+        for start, capacity in zip(layout.id_starts, layout.capacities, strict=True):
+            weights[start + capacity - self.slack : start + capacity] = np.nan
+        return (
+            jnp.asarray(table, self.dtype),
+            jnp.asarray(np.concatenate(ids), jnp.int32),
+            jnp.asarray(np.concatenate(self.lengths), jnp.int32),
+            jnp.asarray(weights) if self.weighted else None,
+        )
+
+
+def _starts(sizes: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(np.cumsum((0, *sizes[:-1])).tolist())
+
+
+def lowered_for_cuda(function: Callable, *arguments: Any) -> str:
+    """The program of a function for an NVIDIA GPU, which need not be there."""
+    with _cuda_device():
+        traced = jax.jit(function).trace(*arguments)
+        return traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+def _cuda_device() -> contextlib.AbstractContextManager:
+    """Since JAX 0.11 a Triton kernel is lowered for a certain device, which need not exist."""
+    if jax.__version_info__ < (0, 11):
+        return contextlib.nullcontext()
+    device = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
+    mesh = jax.sharding.AbstractMesh((1,), ("device",), abstract_device=device)
+    return jax.sharding.use_abstract_mesh(mesh)
