@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import ClassVar, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, DTypeLike, Float, Int
+from jaxtyping import Array, DTypeLike, Float
 
 from jaxrec import optim
 from jaxrec.embed.config import EmbeddingBagConfig, EmbeddingConfig, TableConfig
 from jaxrec.embed.lookup import Activations, lookup
 from jaxrec.embed.tables import (
-    Tables,
+    TableStore,
     init_tables,
     read_state,
     read_table,
@@ -22,7 +23,6 @@ from jaxrec.embed.tables import (
     write_table,
 )
 from jaxrec.embed.taps import TappedModule
-from jaxrec.embed.update import RowGradients, update_rows
 from jaxrec.ragged import JaggedArray, KeyedArray, KeyedJaggedArray
 
 
@@ -36,6 +36,8 @@ class Collection(TappedModule):
     Attributes:
         tables: A `TableVariable` with the tables and their optimizer state.
     """
+
+    _config: ClassVar[type[TableConfig]]
 
     def __init__(
         self,
@@ -103,14 +105,8 @@ class Collection(TappedModule):
         """
         self.tables.set_value(write_state(self.tables.get_value(), name, dict(state)))
 
-    def apply_gradients(
-        self, gradients: Sequence[dict[str, RowGradients]], step: Int[Array, ""] | int
-    ) -> None:
-        """Updates the rows of any number of lookups; `jaxrec.Optimizer` calls this."""
-        self.tables.set_value(update_rows(self.tables.get_value(), gradients, step))
-
     def _activations(self, features: KeyedJaggedArray) -> Activations:
-        tables: Tables = self.tables.get_value()
+        tables: TableStore = self.tables.get_value()
         _check_ids(features, self.bounds)
         activations, residuals = lookup(
             tables, features, is_weighted=self.is_weighted, dtype=self.dtype
@@ -144,7 +140,7 @@ class EmbeddingBagCollection(Collection):
         (3, 8)
     """
 
-    _config = EmbeddingBagConfig
+    _config: ClassVar[type[TableConfig]] = EmbeddingBagConfig
 
     def __init__(
         self,
@@ -175,7 +171,7 @@ class EmbeddingBagCollection(Collection):
             ValueError: If an id is outside its table (seen outside of `jax.jit`; inside, it makes
                 the result NaN), or the collection is weighted and the batch is not.
         """
-        return self._activations(features)
+        return cast(KeyedArray, self._activations(features))
 
 
 class EmbeddingCollection(Collection):
@@ -202,7 +198,7 @@ class EmbeddingCollection(Collection):
         (8, 8)
     """
 
-    _config = EmbeddingConfig
+    _config: ClassVar[type[TableConfig]] = EmbeddingConfig
 
     def __init__(
         self,
@@ -233,7 +229,7 @@ class EmbeddingCollection(Collection):
             ValueError: If an id is outside its table (seen outside of `jax.jit`; inside, its
                 embedding is NaN).
         """
-        activations = self._activations(features)
+        activations = cast(dict[str, Array], self._activations(features))
         result = {}
         for output in self.tables.get_value().layout.outputs:
             column = features[output.feature]

@@ -46,7 +46,7 @@ class TableConfig:
     initializer: str | Initializer = "uniform"
     optimizer: RowOptimizer | None = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name or "@" in self.name:
             raise ValueError(
                 f"a table's name is a non-empty string without '@', got name={self.name!r}"
@@ -145,7 +145,7 @@ class EmbeddingBagConfig(TableConfig):
 
     pooling: Literal["sum", "mean"] = "sum"
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         super().__post_init__()
         if self.pooling not in POOLINGS:
             raise ValueError(

@@ -83,9 +83,9 @@ def value_and_grad(
 def _table_gradients(
     model: nnx.Module, taps: nnx.State
 ) -> dict[str, list[dict[str, RowGradients]]]:
-    by_path: dict[str, dict[int, Any]] = {}
-    for (*path, _, call), tap in nnx.to_flat_state(taps):
-        by_path.setdefault("/".join(map(str, path)), {})[call] = tap.get_value()
+    by_path: dict[str, dict[Any, Any]] = {}
+    for (*parents, _, call), tap in nnx.to_flat_state(taps):
+        by_path.setdefault("/".join(map(str, parents)), {})[call] = tap.get_value()
     tables = {}
     for path, collection in tapped_modules(model).items():
         arrays = collection.tables.get_value()

@@ -7,6 +7,8 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 
+import jax.numpy as jnp
+
 from jaxrec.embed.config import MAX_ROWS, EmbeddingBagConfig, TableConfig
 from jaxrec.embed.kernels import BagLayout
 from jaxrec.optim import RowOptimizer
@@ -33,7 +35,7 @@ class Group:
 
     @property
     def dtype(self) -> str:
-        return self.tables[0].dtype
+        return jnp.dtype(self.tables[0].dtype).name
 
     @property
     def num_rows(self) -> int:

@@ -15,7 +15,7 @@ from jaxtyping import Array, DTypeLike, Float, Int32
 from jaxrec.embed import kernels
 from jaxrec.embed.kernels import BagLayout, Lookups
 from jaxrec.embed.layout import Group, TableLayout
-from jaxrec.embed.tables import Tables
+from jaxrec.embed.tables import TableStore
 from jaxrec.ragged import KeyedArray, KeyedJaggedArray
 
 Activations: TypeAlias = KeyedArray | dict[str, Float[Array, "*devices capacity dim"]]
@@ -40,7 +40,7 @@ class Residuals:
 
 @functools.singledispatch
 def lookup(
-    tables: Tables,
+    tables: TableStore,
     features: KeyedJaggedArray,
     *,
     is_weighted: bool = False,
@@ -130,7 +130,7 @@ def look_up(
 ) -> tuple[Activations, Residuals]:
     """`lookup`, with the rows from ``source``."""
     features = jax.tree.map(jnp.asarray, features)
-    weights = features.weights if is_weighted else None
+    weights = jnp.asarray(features.weights) if is_weighted else None
     if layout.is_pooled:
         return _pooled(source, layout, features, weights, jnp.dtype(dtype))
     return _per_id(source, layout, features, jnp.dtype(dtype))
@@ -178,9 +178,9 @@ def _per_id(
         starts[group.name] = np.cumsum((0, *layout.capacities))
     activations = {}
     for output in tables.outputs:
-        group = tables.groups[output.group].name
-        start, end = starts[group][output.position : output.position + 2]
-        activations[output.key] = rows[group][start:end]
+        name = tables.groups[output.group].name
+        start, end = starts[name][output.position : output.position + 2]
+        activations[output.key] = rows[name][start:end]
     return activations, Residuals(lookups, {}, ())
 
 
@@ -189,7 +189,8 @@ def flatten(
 ) -> Lookups:
     """The group's lookups in a batch, one by one."""
     weights = None if weights is None else jax.lax.stop_gradient(weights)
-    return kernels.flatten_bags(features.values, features.lengths, weights, layout, group.num_rows)
+    ids, lengths = jnp.asarray(features.values), jnp.asarray(features.lengths)
+    return kernels.flatten_bags(ids, lengths, weights, layout, group.num_rows)
 
 
 def pool(
@@ -242,10 +243,11 @@ _pool_weighted.defvjp(_pool_weighted_forward, _pool_weighted_backward)
 def _bag_of_sample(
     group: Group, features: KeyedJaggedArray, layout: BagLayout
 ) -> Int32[Array, "batch features"]:
+    inverse = jnp.asarray(features.inverse_indices)
     columns = []
     for position, (feature, _) in enumerate(group.features):
         bags = np.arange(layout.num_bags, dtype=np.int32)[layout.bag_rows(position)]
-        columns.append(jnp.asarray(bags)[features.inverse_indices[features.keys.index(feature)]])
+        columns.append(jnp.asarray(bags)[inverse[features.keys.index(feature)]])
     return jnp.stack(columns, axis=1)
 
 

@@ -46,7 +46,9 @@ class Optimizer(nnx.Optimizer):
     ):
         super().__init__(model, tx, wrt=wrt)
 
-    def update(self, model: nnx.Module, grads: Gradients, **kwargs: Any) -> None:
+    def update(  # type: ignore[override]  # takes the gradients of tables along
+        self, model: nnx.Module, grads: Gradients, **kwargs: Any
+    ) -> None:
         """Advances the dense parameters and the rows that were looked up, by one step.
 
         Args:

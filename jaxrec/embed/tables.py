@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,10 +21,28 @@ from jaxrec.optim import RowOptimizer
 _PIECE_ELEMENTS = 1 << 24
 
 
+@dataclasses.dataclass(frozen=True)
+class TableStore:
+    """Tables and their optimizer state, wherever they lie.
+
+    A pytree with a static layout: `Tables` on one device, `jaxrec.mesh.ShardedTables` over many.
+    The functions of this module, `lookup` and `update_rows` dispatch on which it is.
+
+    Attributes:
+        rows: For each group of tables its rows.
+        state: For each group the state of its row optimizer, as many rows.
+        layout: Where each table lies in there and which features read it.
+    """
+
+    rows: dict[str, Float[Array, "rows dim"]]
+    state: dict[str, dict[str, Array]]
+    layout: Any = dataclasses.field(metadata={"static": True})
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Tables:
-    """Tables and their optimizer state: a pytree with a static layout.
+class Tables(TableStore):
+    """Tables that are whole on one device.
 
     Attributes:
         rows: For each group its tables' rows, ``[num_rows, dim]`` of the group's type.
@@ -31,8 +50,6 @@ class Tables:
         layout: How the tables are grouped and which features read them.
     """
 
-    rows: dict[str, Float[Array, "rows dim"]]
-    state: dict[str, dict[str, Array]]
     layout: TableLayout = dataclasses.field(metadata={"static": True})
 
 
@@ -70,7 +87,7 @@ def _init_group(group: Group, key: Array) -> Float[Array, "rows dim"]:
 
 
 @functools.singledispatch
-def read_table(tables: Tables, name: str) -> Float[Array, "num_embeddings embedding_dim"]:
+def read_table(tables: TableStore, name: str) -> Float[Array, "num_embeddings embedding_dim"]:
     """The rows of one table, a copy.
 
     Raises:
@@ -81,7 +98,7 @@ def read_table(tables: Tables, name: str) -> Float[Array, "num_embeddings embedd
 
 
 @functools.singledispatch
-def read_state(tables: Tables, name: str) -> dict[str, Array]:
+def read_state(tables: TableStore, name: str) -> dict[str, Array]:
     """The optimizer state of one table's rows, a copy; named as the optimizer names it.
 
     Raises:
@@ -93,8 +110,8 @@ def read_state(tables: Tables, name: str) -> dict[str, Array]:
 
 @functools.singledispatch
 def write_table(
-    tables: Tables, name: str, values: Float[Array | np.ndarray, "num_embeddings embedding_dim"]
-) -> Tables:
+    tables: TableStore, name: str, values: Float[Array | np.ndarray, "num_embeddings embedding_dim"]
+) -> TableStore:
     """Sets the rows of one table, in place: the arrays of ``tables`` are donated.
 
     Args:
@@ -112,7 +129,9 @@ def write_table(
 
 
 @functools.singledispatch
-def write_state(tables: Tables, name: str, state: dict[str, Array | np.ndarray]) -> Tables:
+def write_state(
+    tables: TableStore, name: str, state: Mapping[str, Array | np.ndarray]
+) -> TableStore:
     """Sets the optimizer state of one table's rows, in place: ``tables`` is donated.
 
     Raises:

@@ -10,14 +10,16 @@ leaves it as an `nnx.Variable`, so that Flax carries it out of `nnx.remat` and t
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jaxtyping import Array, Int
 
 from jaxrec.embed.lookup import Activations, Residuals
+from jaxrec.embed.update import RowGradients, update_rows
 
 
 class Tap(nnx.Variable):
@@ -39,15 +41,29 @@ class TappedModule(nnx.Module):
     """A module that looks embeddings up and lets their gradient out.
 
     Attributes:
+        tables: A variable with the `TableStore` that it looks up in.
         taps: A `Tap` for each call, while the model is differentiated.
         residuals: A `TapResiduals` for each call, while the model is differentiated.
         probe: A `TapProbe`, while the shapes of the taps are found out.
     """
 
-    def __init__(self):
-        self.taps = nnx.List([])
-        self.residuals = nnx.List([])
-        self.probe = None
+    tables: nnx.Variable
+
+    def __init__(self) -> None:
+        self.taps: nnx.List[Tap] = nnx.List([])
+        self.residuals: nnx.List[TapResiduals] = nnx.List([])
+        self.probe: TapProbe | None = None
+
+    def apply_gradients(
+        self, gradients: Sequence[dict[str, RowGradients]], step: Int[Array, ""] | int
+    ) -> None:
+        """Updates the rows of any number of lookups, each once; `jaxrec.Optimizer` calls this.
+
+        Args:
+            gradients: For each lookup the gradients of each group's rows.
+            step: Number of updates made before, 0 at the first.
+        """
+        self.tables.set_value(update_rows(self.tables.get_value(), gradients, step))
 
     def tap(self, activations: Activations, residuals: Residuals) -> Activations:
         """The activations of a call with the call's tap added, if there is one."""

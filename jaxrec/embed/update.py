@@ -14,7 +14,7 @@ from jaxrec.embed import kernels
 from jaxrec.embed.kernels import Lookups
 from jaxrec.embed.layout import TableLayout
 from jaxrec.embed.lookup import Activations, Residuals, column_runs
-from jaxrec.embed.tables import Tables
+from jaxrec.embed.tables import TableStore
 from jaxrec.ragged import KeyedArray
 
 
@@ -33,8 +33,8 @@ class RowGradients:
 
 
 def apply_gradients(
-    tables: Tables, residuals: Residuals, gradients: Activations, step: Int[Array, ""] | int
-) -> Tables:
+    tables: TableStore, residuals: Residuals, gradients: Activations, step: Int[Array, ""] | int
+) -> TableStore:
     """Updates the rows of one lookup: the second phase of a training step.
 
     Every row that occurs is updated once, however often it occurs; other rows and their state are
@@ -65,7 +65,7 @@ def apply_gradients(
 
 @functools.singledispatch
 def row_gradients(
-    tables: Tables, residuals: Residuals, gradients: Activations
+    tables: TableStore, residuals: Residuals, gradients: Activations
 ) -> dict[str, RowGradients]:
     """The gradient of the activations as gradients of each group's rows.
 
@@ -98,11 +98,12 @@ def _group_blocks(layout: TableLayout, gradients: Activations) -> list[Float[Arr
             for g in range(len(layout.groups))
         ]
         return [jnp.concatenate([gradients[key] for key in group]) for group in keys]
+    values = jnp.asarray(gradients.values)
     pieces: list[dict[int, Array]] = [{} for _ in layout.groups]
     start = 0
     for group, columns in column_runs(layout):
         width = columns.stop - columns.start
-        pieces[group][columns.start] = gradients.values[:, start : start + width]
+        pieces[group][columns.start] = values[:, start : start + width]
         start += width
     return [jnp.concatenate([group[i] for i in sorted(group)], axis=1) for group in pieces]
 
@@ -125,8 +126,8 @@ def merge(parts: Sequence[RowGradients]) -> RowGradients:
 
 @functools.singledispatch
 def update_rows(
-    tables: Tables, lookups: Sequence[dict[str, RowGradients]], step: Int[Array, ""] | int
-) -> Tables:
+    tables: TableStore, lookups: Sequence[dict[str, RowGradients]], step: Int[Array, ""] | int
+) -> TableStore:
     """Updates the rows of any number of lookups, each row once; see `apply_gradients`.
 
     Dispatches on the kind of tables.
@@ -153,4 +154,6 @@ def update_rows(
 
 
 def _concatenate(arrays: list[Array | None]) -> Array | None:
-    return None if arrays[0] is None else jnp.concatenate(arrays)
+    """The arrays in a row; lookups of the same tables have all of them or none."""
+    present = [array for array in arrays if array is not None]
+    return jnp.concatenate(present) if present else None

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
-from jaxtyping import Array, Int
+from jaxtyping import Array, DTypeLike, Int
 
 from jaxrec.embed.tables import Tables, read_state, read_table, write_state, write_table
 from jaxrec.mesh.layout import MeshLayout, PlacedBlock, PlacedGroup, layout_mesh
@@ -39,12 +39,14 @@ def shard_tables(tables: Tables, placements: Mapping[str, Placement], mesh: Mesh
         }
         sharded.rows[name], sharded.state[name] = rows, state
     for table in tables.layout.tables:
-        sharded = write_table(sharded, table.name, read_table(tables, table.name))
-        sharded = write_state(sharded, table.name, read_state(tables, table.name))
+        sharded = write_table_sharded(sharded, table.name, read_table(tables, table.name))
+        sharded = write_state_sharded(sharded, table.name, read_state(tables, table.name))
     return sharded
 
 
-def _zeros(tables: ShardedTables, placed: PlacedGroup, shape: tuple, dtype) -> Array:
+def _zeros(
+    tables: ShardedTables, placed: PlacedGroup, shape: tuple[int, ...], dtype: DTypeLike
+) -> Array:
     return jnp.zeros((placed.num_slots, *shape), dtype, device=tables.sharding(placed))
 
 
@@ -58,10 +60,11 @@ def read_table_sharded(tables: ShardedTables, name: str) -> Array:
 def read_state_sharded(tables: ShardedTables, name: str) -> dict[str, Array]:
     """`jaxrec.embed.read_state`: the state of one table's rows, gathered from all its blocks."""
     placed, _ = tables.layout.places(name)[0]
-    return {
-        key: _read(tables.layout, name, lambda placed, k=key: tables.state[placed.group.name][k])
-        for key in tables.state[placed.group.name]
-    }
+
+    def read(key: str) -> Array:
+        return _read(tables.layout, name, lambda placed: tables.state[placed.group.name][key])
+
+    return {key: read(key) for key in tables.state[placed.group.name]}
 
 
 @write_table.register(ShardedTables)

@@ -25,6 +25,7 @@ from jaxrec.embed.lookup import (
     lookup,
     pool,
 )
+from jaxrec.embed.tables import TableStore
 from jaxrec.embed.update import (
     RowGradients,
     group_gradients,
@@ -42,7 +43,7 @@ _SLACK = 1.25
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class ShardedTables:
+class ShardedTables(TableStore):
     """Tables over a mesh; takes the place of `jaxrec.embed.Tables`.
 
     Attributes:
@@ -53,8 +54,6 @@ class ShardedTables:
         mesh: The devices.
     """
 
-    rows: dict[str, Float[Array, "slots dim"]]
-    state: dict[str, dict[str, Array]]
     layout: MeshLayout = dataclasses.field(metadata={"static": True})
     mesh: Mesh = dataclasses.field(metadata={"static": True})
 
@@ -178,13 +177,11 @@ def row_gradients_sharded(
 ) -> dict[str, RowGradients]:
     """The gradient of the activations as gradients of rows, on each device those of its samples."""
     over_devices = PartitionSpec(tables.axes)
-    if isinstance(gradients, KeyedArray):
-        gradients = gradients.values
+    cotangents = gradients.values if isinstance(gradients, KeyedArray) else gradients
 
     def on_device(residuals, gradients):
-        if tables.layout.is_pooled:
-            of_pieces = KeyedArray(gradients)
-        else:
+        of_pieces: Activations = KeyedArray(gradients)
+        if not tables.layout.is_pooled:
             of_pieces = _split_pieces(tables.layout, _first(gradients))
         return _stack(group_gradients(tables.layout.pieces, _first(residuals), of_pieces))
 
@@ -194,7 +191,7 @@ def row_gradients_sharded(
         in_specs=over_devices,
         out_specs=over_devices,
         check_vma=False,
-    )(residuals, gradients)
+    )(residuals, cotangents)
 
 
 @update_rows.register(ShardedTables)
@@ -272,7 +269,7 @@ def _update_replicated(
 def _split_pieces(layout: MeshLayout, gradients: dict[str, Array]) -> dict[str, Array]:
     """The columns of each output as the outputs of its pieces."""
     dims = {o.key: layout.pieces.groups[o.group].dim for o in layout.pieces.outputs}
-    split = {}
+    split: dict[str, Array] = {}
     for key, pieces in layout.piece_keys().items():
         ends = np.cumsum([dims[piece] for piece in pieces])
         split |= dict(zip(pieces, jnp.split(gradients[key], ends[:-1], axis=1), strict=True))
