@@ -1,0 +1,188 @@
+"""Twenty training steps of whole models follow TorchRec's."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jaxrec
+from jaxrec.nn import DLRM
+from jaxrec.ragged import jagged_to_padded_dense
+from jaxrec.train import compile_step
+from tests import golden
+
+CASES = dict(golden.cases("train"))
+
+
+def torch_adagrad(learning_rate, eps):
+    """``p -= lr g / (sqrt(sum g^2) + eps)``; optax's own has ``eps`` inside of the root."""
+
+    def update(gradients, sums, params=None):
+        sums = jax.tree.map(lambda s, g: s + g * g, sums, gradients)
+        updates = jax.tree.map(
+            lambda s, g: -learning_rate * g / (jnp.sqrt(s) + eps), sums, gradients
+        )
+        return updates, sums
+
+    return optax.GradientTransformation(lambda params: jax.tree.map(jnp.zeros_like, params), update)
+
+
+DLRM_OPTIMIZERS = {
+    "dlrm_rowwise_adagrad_dense_sgd": (
+        jaxrec.optim.rowwise_adagrad(0.05, eps=1e-8),
+        optax.sgd(0.05),
+    ),
+    "dlrm_rowwise_adagrad_dense_adagrad": (
+        jaxrec.optim.rowwise_adagrad(0.05, eps=1e-8),
+        torch_adagrad(0.05, eps=1e-4),
+    ),
+    "dlrm_adagrad_dense_adam": (
+        jaxrec.optim.adagrad(0.05, eps=1e-4),
+        optax.adam(0.01, eps=1e-5),
+    ),
+}
+
+
+class Attention(nnx.Module):
+    """The model of ``ec_attention_rowwise_adagrad``."""
+
+    def __init__(self, meta, *, rngs):
+        self.max_len, dim = meta["max_len"], meta["dim"]
+        self.embeddings = jaxrec.EmbeddingCollection(
+            [
+                jaxrec.EmbeddingConfig(f"t{i}", rows, dim, feature_names=(f"f{i}",))
+                for i, rows in enumerate(meta["rows"])
+            ],
+            optimizer=jaxrec.optim.rowwise_adagrad(0.05, eps=1e-8),
+            rngs=rngs,
+        )
+        self.att = nnx.Linear(dim, 1, rngs=rngs)
+        self.head = nnx.Linear(2 * dim, 1, rngs=rngs)
+
+    def __call__(self, features):
+        pooled = [self._pool(sequence) for sequence in self.embeddings(features).values()]
+        return self.head(jnp.concatenate(pooled, axis=1))[:, 0]
+
+    def _pool(self, sequence):
+        dense = jagged_to_padded_dense(sequence.values, sequence.offsets, self.max_len)
+        valid = jnp.arange(self.max_len)[None, :] < sequence.lengths[:, None]
+        scores = jnp.where(valid, self.att(dense)[:, :, 0], -1e9)
+        weights = jax.nn.softmax(scores, axis=1) * valid
+        return jnp.einsum("bl,bld->bd", weights, dense)
+
+
+def load_linear(layer, arrays, name):
+    layer.kernel.set_value(jnp.asarray(arrays[f"p0__{name}__weight"].T))
+    layer.bias.set_value(jnp.asarray(arrays[f"p0__{name}__bias"]))
+
+
+def assert_linear(layer, arrays, name, tolerance):
+    np.testing.assert_allclose(layer.kernel[...].T, arrays[f"pN__{name}__weight"], **tolerance)
+    np.testing.assert_allclose(layer.bias[...], arrays[f"pN__{name}__bias"], **tolerance)
+
+
+def load_tables(embeddings, arrays):
+    for table in embeddings.configs:
+        embeddings.load_table(table.name, arrays[f"table0_{table.name}"])
+
+
+def assert_tables(embeddings, arrays, tolerance):
+    for table in embeddings.configs:
+        rows, state = embeddings.table(table.name), embeddings.table_state(table.name)
+        np.testing.assert_allclose(rows, arrays[f"tableN_{table.name}"], **tolerance)
+        np.testing.assert_allclose(
+            state["accumulator"], arrays[f"state_{table.name}"], **tolerance
+        )
+
+
+def dlrm_layers(model):
+    names = [f"dense_arch__model___mlp__{i}___linear" for i in range(2)]
+    names += [f"over_arch__model__0___mlp__{i}___linear" for i in range(2)]
+    return zip(
+        [*model.bottom.layers, *model.top.layers], [*names, "over_arch__model__1"], strict=True
+    )
+
+
+def follow(model, tx, arrays, case, keys):
+    """Trains and checks the loss and the logits of each step."""
+    optimizer = jaxrec.Optimizer(model, tx)
+
+    def step(model, optimizer, inputs, labels):
+        def loss_fn(model):
+            logits = model(*inputs)
+            return optax.sigmoid_binary_cross_entropy(logits, labels).mean(), logits
+
+        (loss, logits), gradients = jaxrec.value_and_grad(loss_fn, has_aux=True)(model)
+        optimizer.update(model, gradients)
+        return loss, logits
+
+    step = compile_step(step, model, optimizer)
+    most = max(
+        arrays[f"lengths_{s}"].reshape(len(keys), -1).sum(1).max()
+        for s in range(1, case["meta"]["steps"] + 1)
+    )
+    losses, logits = [], []
+    for s in range(1, case["meta"]["steps"] + 1):
+        features = jaxrec.KeyedJaggedArray.from_lengths(
+            keys, arrays[f"values_{s}"], arrays[f"lengths_{s}"], capacities=[int(most)] * len(keys)
+        )
+        dense = (arrays[f"dense_{s}"],) if f"dense_{s}" in arrays else ()
+        loss, out = step((*dense, features), arrays[f"labels_{s}"].reshape(-1))
+        losses.append(loss)
+        logits.append(out)
+    np.testing.assert_allclose(losses, arrays["loss"], **case["tolerance"])
+    expected = arrays["model_output"].reshape(len(logits), -1)
+    np.testing.assert_allclose(logits, expected, **case["tolerance"])
+
+
+@pytest.mark.parametrize("name", DLRM_OPTIMIZERS)
+def test_dlrm(name):
+    case, arrays = CASES[name], golden.load("train", name)
+    meta = case["meta"]
+    tables, tx = DLRM_OPTIMIZERS[name]
+    rngs = nnx.Rngs(0)
+    embeddings = jaxrec.EmbeddingBagCollection(
+        [
+            jaxrec.EmbeddingBagConfig(
+                table["name"],
+                table["rows"],
+                meta["dim"],
+                feature_names=table["features"],
+                pooling=table["pooling"].lower(),
+            )
+            for table in meta["tables"]
+        ],
+        optimizer=tables,
+        rngs=rngs,
+    )
+    load_tables(embeddings, arrays)
+    model = DLRM(
+        embeddings,
+        num_dense=arrays["dense_1"].shape[1],
+        bottom_layer_sizes=(16, meta["dim"]),
+        top_layer_sizes=(16, 8, 1),
+        rngs=rngs,
+    )
+    for layer, layer_name in dlrm_layers(model):
+        load_linear(layer, arrays, layer_name)
+    follow(model, tx, arrays, case, meta["keys"])
+    assert_tables(embeddings, arrays, case["tolerance"])
+    for layer, layer_name in dlrm_layers(model):
+        assert_linear(layer, arrays, layer_name, case["tolerance"])
+
+
+def test_attention_over_sequences():
+    name = "ec_attention_rowwise_adagrad"
+    case, arrays = CASES[name], golden.load("train", name)
+    model = Attention(case["meta"], rngs=nnx.Rngs(0))
+    load_tables(model.embeddings, arrays)
+    load_linear(model.att, arrays, "att")
+    load_linear(model.head, arrays, "head")
+    follow(model, optax.sgd(0.05), arrays, case, ["f0", "f1"])
+    assert_tables(model.embeddings, arrays, case["tolerance"])
+    assert_linear(model.att, arrays, "att", case["tolerance"])
+    assert_linear(model.head, arrays, "head", case["tolerance"])
