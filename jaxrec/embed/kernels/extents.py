@@ -30,8 +30,10 @@ def bag_extents(
         starts, ends = _extents(jnp.stack(counts), begins[:, None], limits[:, None])
         return starts.T.reshape(-1), ends.T.reshape(-1)
     extents = [_extents(*feature) for feature in zip(counts, begins, limits, strict=True)]
-    starts, ends = zip(*extents, strict=True)
-    return jnp.concatenate(starts), jnp.concatenate(ends)
+    return (
+        jnp.concatenate([starts for starts, _ in extents]),
+        jnp.concatenate([ends for _, ends in extents]),
+    )
 
 
 def bag_features(bags: Int32[Array, "*n"], layout: BagLayout) -> Int32[Array, "*n"]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -32,7 +32,7 @@ class Step:
         factors: What `step_factors` gave, as scalars.
     """
 
-    optimizer: RowOptimizer
+    optimizer: Any  # one of `_RULES`' types
     dim: int
     factors: tuple[Float[Array, ""], ...]
 

@@ -70,7 +70,16 @@ def pooled_lookup(
     return pooled.reshape(layout.num_bags, dim)
 
 
-def _pool(ids, starts, ends, features, table, *rest, layout: BagLayout, is_weighted: bool):
+def _pool(
+    ids: Any,
+    starts: Any,
+    ends: Any,
+    features: Any,
+    table: Any,
+    *rest: Any,
+    layout: BagLayout,
+    is_weighted: bool,
+) -> None:
     *weights, out, ring, arrived = rest
     bag = jax.lax.axis_index("bag")
     start, end = starts[bag], ends[bag]
@@ -92,11 +101,11 @@ def _pool(ids, starts, ends, features, table, *rest, layout: BagLayout, is_weigh
             found = used & (row >= 0) & (row < count)
 
             @pl.when(found)
-            def _copy(row=row, i=i):
+            def _copy(row: Array = row, i: int = i) -> None:
                 plgpu.copy_gmem_to_smem(table.at[row + offset], ring.at[half, i], arrived.at[half])
 
             @pl.when(jnp.logical_not(found))
-            def _skip():
+            def _skip() -> None:
                 plgpu.barrier_arrive(arrived.at[half])
 
     def add(turn: Array, total: Array) -> Array:

@@ -165,7 +165,18 @@ class Tile:
         return jnp.sum(jax.lax.fori_loop(0, pl.cdiv(longest, self.depth), add, total), axis=1)
 
 
-def _pool(ids, weights, starts, ends, features, table, out, *, tile: Tile, layout: BagLayout):
+def _pool(
+    ids: Any,
+    weights: Any,
+    starts: Any,
+    ends: Any,
+    features: Any,
+    table: Any,
+    out: Any,
+    *,
+    tile: Tile,
+    layout: BagLayout,
+) -> None:
     """Each group is a bag."""
     bags = tile.group_ids()
     is_bag = bags < layout.num_bags
@@ -190,7 +201,7 @@ def _pool(ids, weights, starts, ends, features, table, out, *, tile: Tile, layou
     tile.store_rows(out, bags, is_bag, pooled / divisor[:, None])
 
 
-def _copy_rows(rows, table, out, *, tile: Tile):
+def _copy_rows(rows: Any, table: Any, out: Any, *, tile: Tile) -> None:
     """Each group is one row."""
     lines = tile.group_ids()
     used = lines < rows.shape[0]
@@ -201,7 +212,9 @@ def _copy_rows(rows, table, out, *, tile: Tile):
     tile.store_rows(out, lines, used, jnp.where(inside[:, None], found, missing[:, None]))
 
 
-def _sum_parts(starts, ends, terms, out, *, tile: Tile, clip_value: float | None):
+def _sum_parts(
+    starts: Any, ends: Any, terms: Any, out: Any, *, tile: Tile, clip_value: float | None
+) -> None:
     """Each group is a part of a long run."""
     part = tile.group_ids()
     used = part < out.shape[0]
@@ -211,19 +224,19 @@ def _sum_parts(starts, ends, terms, out, *, tile: Tile, clip_value: float | None
 
 
 def _update(
-    _inputs,
-    unique,
+    _inputs: Any,
+    unique: Any,
     parts: Parts,
-    sums,
-    terms,
-    factors,
-    step,
-    table,
-    state,
+    sums: Any,
+    terms: Any,
+    factors: Any,
+    step: Any,
+    table: Any,
+    state: dict[str, Any],
     *,
     tile: Tile,
     optimizer: RowOptimizer,
-):
+) -> None:
     """Each group is a run: sums its gradients, updates its row."""
     run = tile.group_ids()
     in_range = run < unique.shape[0]
@@ -231,7 +244,8 @@ def _update(
     used = row < table.shape[0]
 
     def bounds(starts: Any) -> tuple[Array, Array]:
-        return tuple(pltriton.load(starts.at[run + i], mask=used, other=0) for i in (0, 1))
+        first, last = (pltriton.load(starts.at[run + i], mask=used, other=0) for i in (0, 1))
+        return first, last
 
     start, end = bounds(parts.run_starts)
     is_long = end - start > parts.size
@@ -281,7 +295,7 @@ def _sum_terms(
 
 
 def _call(
-    kernel: Callable[..., None],
+    kernel: functools.partial,
     inputs: Any,
     outputs: Any,
     num_groups: int,
