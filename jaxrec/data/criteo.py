@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 import gzip
+import io
 import pathlib
 import zlib
 from collections.abc import Iterator
-from typing import BinaryIO
 
 import numpy as np
 from jaxtyping import Bool, Int, UInt8
@@ -125,7 +125,7 @@ class CriteoFile:
             yield rest + b"\n"
 
 
-def _open(path: pathlib.Path) -> BinaryIO:
+def _open(path: pathlib.Path) -> io.BufferedIOBase:
     with open(path, "rb") as file:
         compressed = file.read(2) == b"\x1f\x8b"
     return gzip.open(path, "rb") if compressed else open(path, "rb")
@@ -169,7 +169,7 @@ class Fields:
         starts = np.concatenate([[0], ends[:-1] + 1])
         return cls(text, starts.reshape(-1, COLUMNS), ends.reshape(-1, COLUMNS), path, first)
 
-    def labels(self, column: int) -> Int[np.ndarray, " rows"]:
+    def labels(self, column: int) -> UInt8[np.ndarray, " rows"]:
         """A column of zeros and ones."""
         starts, ends = self.starts[:, column], self.ends[:, column]
         values = self.text[starts] - ord("0")

@@ -41,7 +41,7 @@ class DataConfig:
     """Samples in a step."""
     epochs: int = 1
     """How often the training rows are read."""
-    generated_rows: int = 6_000_000
+    generated_rows: int = 5_000_000
     """Training rows of the generated log."""
     generated_eval_rows: int = 200_000
     """Held-out rows of the generated log."""

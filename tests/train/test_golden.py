@@ -94,9 +94,7 @@ def assert_tables(embeddings, arrays, tolerance):
     for table in embeddings.configs:
         rows, state = embeddings.table(table.name), embeddings.table_state(table.name)
         np.testing.assert_allclose(rows, arrays[f"tableN_{table.name}"], **tolerance)
-        np.testing.assert_allclose(
-            state["accumulator"], arrays[f"state_{table.name}"], **tolerance
-        )
+        np.testing.assert_allclose(state["accumulator"], arrays[f"state_{table.name}"], **tolerance)
 
 
 def dlrm_layers(model):

@@ -1,0 +1,46 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from jaxrec.data import Clicks, batches
+
+KEYS = ("a", "b")
+
+
+def rows(count, start=0):
+    number = np.arange(start, start + count)
+    return Clicks(
+        (number % 2).astype(np.float32),
+        number[:, None].astype(np.float32) * np.ones(3, np.float32),
+        np.stack([number, number + 1000], axis=1).astype(np.int32),
+    )
+
+
+@pytest.mark.parametrize("sizes", [[10], [3, 4, 3], [1] * 10, [4, 6], [8, 2]], ids=str)
+def test_every_row_once_and_in_order(sizes):
+    starts = np.cumsum([0, *sizes[:-1]])
+    got = list(batches([rows(n, s) for n, s in zip(sizes, starts, strict=True)], 4, KEYS))
+    assert len(got) == 3
+    assert {batch.dense.shape for batch in got} == {(4, 3)}
+    weights = np.concatenate([batch.weights for batch in got])
+    np.testing.assert_array_equal(weights, [1] * 10 + [0] * 2)
+    labels = np.concatenate([batch.labels for batch in got])
+    np.testing.assert_array_equal(labels, [*(np.arange(10) % 2), 0, 0])
+    ids = {key: [bag for batch in got for bag in batch.features[key].to_lists()] for key in KEYS}
+    assert ids["a"] == [[i] for i in range(10)] + [[], []]
+    assert ids["b"] == [[i + 1000] for i in range(10)] + [[], []]
+
+
+def test_no_rows_no_batches():
+    assert list(batches([], 4, KEYS)) == []
+
+
+def test_probabilities_stay_with_their_rows():
+    known = [Clicks(*_parts(rows(2)), np.array([p, p])) for p in (0.25, 0.5)]
+    assert Clicks.concatenate(known)[1:3].probabilities.tolist() == [0.25, 0.5]
+    assert Clicks.concatenate([rows(2), rows(1)]).probabilities is None
+
+
+def _parts(clicks):
+    return clicks.labels, clicks.dense, clicks.ids
