@@ -12,6 +12,7 @@ from jaxrec.embed import EmbeddingBagCollection
 from jaxrec.nn.interaction import DotInteraction
 from jaxrec.nn.mlp import MLP
 from jaxrec.ragged import KeyedJaggedArray
+from jaxrec.ragged.arrays import AnyArray
 
 
 class DLRM(nnx.Module):
@@ -89,7 +90,7 @@ class DLRM(nnx.Module):
         )
 
     def __call__(
-        self, dense: Float[Array, "batch num_dense"], features: KeyedJaggedArray
+        self, dense: Float[AnyArray, "batch num_dense"], features: KeyedJaggedArray
     ) -> Float[Array, " batch"]:
         """The logits of a batch.
 

@@ -8,6 +8,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, DTypeLike, Float
 
+from jaxrec.ragged.arrays import AnyArray
+
 
 class MLP(nnx.Module):
     """Dense layers one after the other, each followed by an activation.
@@ -68,7 +70,7 @@ class MLP(nnx.Module):
         self.activation_on_last = activation_on_last
 
     def __call__(
-        self, x: Float[Array, "*batch in_features"]
+        self, x: Float[AnyArray, "*batch in_features"]
     ) -> Float[Array, "*batch out_features"]:
         """``[..., in_features]`` to ``[..., layer_sizes[-1]]``."""
         for layer in self.layers[:-1]:

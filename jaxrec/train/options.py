@@ -102,18 +102,23 @@ def parse_options(options: Sequence[str], default: TrainConfig = _DEFAULT) -> Tr
     except SystemExit as stop:
         if not stop.code:
             raise
-        raise ConfigError(_first_box(problem.getvalue())) from None
+        raise ConfigError(_sentence(problem.getvalue())) from None
     if unknown:
         raise ConfigError(f"unknown option {unknown[0]}; `jaxrec train --help` lists all options")
     return config
 
 
-def _first_box(text: str) -> str:
-    """What tyro says is wrong, as one sentence: the lines between its first two rules."""
-    lines = [line.strip(" │╭╮╰╯─-") for line in text.splitlines()]
-    rules = [i for i, line in enumerate(lines) if not line]
-    sections = [" ".join(lines[a + 1 : b]) for a, b in itertools.pairwise([*rules, len(lines)])]
-    return next((section for section in sections if section), " ".join(text.split()))
+def _sentence(text: str) -> str:
+    """What tyro says is wrong, as one sentence: what stands between title and next rule."""
+    lines = [line.strip(" │") for line in text.strip().splitlines()][1:]
+    # Without a terminal the title has a rule of its own.
+    lines = lines[1:] if lines and _is_rule(lines[0]) else lines
+    message = " ".join(itertools.takewhile(lambda line: not _is_rule(line), lines))
+    return message or " ".join(text.split())
+
+
+def _is_rule(line: str) -> bool:
+    return set(line) <= set("-─╰╯")
 
 
 def write_options(config: TrainConfig, path: pathlib.Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from types import TracebackType
-from typing import Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
@@ -48,7 +47,7 @@ class Progress:
             "", total=num_steps, completed=done, rate="compiling", ne=""
         )
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> Progress:
         self._bar.start()
         return self
 

@@ -1,0 +1,170 @@
+"""The command line as a user meets it: real processes, their output and their exit codes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import yaml
+
+from jaxrec.train import load_model
+from jaxrec.train.cli import main
+from tests.data.test_criteo import GOOD, KAGGLE, changed, write
+
+SMALL = [
+    "--data.batch-size=16",
+    "--data.generated-rows=200",
+    "--data.generated-eval-rows=50",
+    "--data.table-rows=50",
+    "--model.embedding-dim=4",
+    "--model.bottom-layer-sizes=4",
+    "--model.top-layer-sizes=4",
+]
+PROGRAM = (sys.executable, "-m", "jaxrec.train.cli")
+
+
+def jaxrec(*arguments, cwd, prefix=()):
+    return subprocess.run(
+        [*prefix, *PROGRAM, *map(str, arguments)],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+
+
+def assert_one_sentence(done, code, *words):
+    assert done.returncode == code, done.stdout + done.stderr
+    assert done.stderr.count("\n") == 1, done.stderr
+    for word in words:
+        assert word in done.stderr
+
+
+def test_a_run_on_a_file(tmp_path):
+    done = jaxrec("train", "--data", KAGGLE, "--output", "model", *SMALL, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "45 rows to train on, 5 held out" in done.stdout
+    for word in ("AUC", "NE", "log loss", "calibration", "model saved in model"):
+        assert word in done.stdout
+    assert "best reachable" not in done.stdout
+    results = json.loads((tmp_path / "model/results.json").read_text())
+    assert results["log_loss"] > 0
+    model = load_model(tmp_path / "model")
+    assert model.embeddings.table("cat_25").shape == (50, 4)
+    assert yaml.safe_load((tmp_path / "model/config.yaml").read_text())["seed"] == 0
+
+
+def test_a_generated_run_prints_the_best_auc(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", *SMALL]) == 0
+    assert "best reachable 0." in capsys.readouterr().out
+    assert len(list((tmp_path / "runs").iterdir())) == 1
+
+
+@pytest.mark.parametrize(
+    ("number", "name", "code"),
+    [(signal.SIGINT, "SIGINT", 130), (signal.SIGTERM, "SIGTERM", 143)],
+    ids=["SIGINT", "SIGTERM"],
+)
+def test_a_signal_saves_and_says_so(tmp_path, number, name, code):
+    command = [*PROGRAM, "train", "--output=model", *SMALL, "--data.generated-rows=100000000"]
+    with subprocess.Popen(
+        command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert "rows to train on" in process.stdout.readline()
+        process.send_signal(number)
+        output, errors = process.communicate(timeout=300)
+    assert process.returncode == code, errors
+    assert errors == ""
+    assert f"stopped by {name} after step" in output
+    assert "jaxrec train --resume model" in output
+    load_model(tmp_path / "model")
+
+
+def test_stopped_and_resumed(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", "--output=model", *SMALL, "--data.epochs=1"]) == 0
+    rows = np.asarray(load_model(tmp_path / "model").embeddings.table("cat_0"))
+    # A second epoch on top of what was a whole run.
+    assert main(["train", "--resume=model", "--data.epochs=2"]) == 0
+    assert "26 steps of 16, 13 of them made before" in capsys.readouterr().out
+    again = np.asarray(load_model(tmp_path / "model").embeddings.table("cat_0"))
+    assert not np.array_equal(rows, again)
+
+
+def test_a_missing_file(tmp_path):
+    done = jaxrec("train", "--data", "missing.tsv", *SMALL, cwd=tmp_path)
+    assert_one_sentence(done, 1, "missing.tsv: No such file or directory")
+
+
+def test_a_malformed_line(tmp_path):
+    write(tmp_path / "log", [GOOD] * 20 + [changed(3, "x")] + [GOOD] * 20)
+    done = jaxrec("train", "--data", "log", *SMALL, cwd=tmp_path)
+    assert_one_sentence(done, 1, "log, line 21, column 4 (I3)", "'x'")
+
+
+def test_an_unknown_option(tmp_path):
+    assert_one_sentence(
+        jaxrec("train", "--bogus", cwd=tmp_path), 2, "unknown option --bogus", "--help"
+    )
+
+
+def test_a_full_disk(tmp_path):
+    """A real one, a file system of 200 kB; making it takes a namespace of one's own."""
+    unshare = shutil.which("unshare")
+    namespace = [unshare or "unshare", "--user", "--map-root-user", "--mount", "sh", "-c"]
+    mount = f"mount -t tmpfs -o size=200k none '{tmp_path}'"
+    allowed = (
+        unshare
+        and not subprocess.run([*namespace, mount], check=False, capture_output=True).returncode
+    )
+    if not allowed:
+        pytest.skip("this system allows no file systems in user namespaces")
+    done = jaxrec(
+        "train", "--output", tmp_path / "model", *SMALL, "--model.embedding-dim=32",
+        cwd="/", prefix=(*namespace, f'{mount} && exec "$@"', "sh"),
+    )  # fmt: skip
+    assert_one_sentence(done, 1, str(tmp_path / "model"), "No space left on device")
+
+
+IN_PROCESS = {
+    "config-missing": (["--config=missing.yaml"], 1, "missing.yaml: No such file"),
+    "config-key": (["--config=bad.yaml"], 2, "bad.yaml: unknown option data.bogus"),
+    "config-no-value": (["--config"], 2, "followed by a path"),
+    "resume-nothing": (["--resume=nothing"], 1, "nothing: there is no saved run here"),
+    "resume-and-config": (["--resume=a", "--config=b"], 2, "leave --config out"),
+    "directory": (["--data=."], 1, "Is a directory"),
+    "one-row": (["--data=one"], 1, "1 rows are too few"),
+    "empty": (["--data=empty"], 1, "the file is empty"),
+    "taken": (["--output=taken"], 2, "taken holds a saved run"),
+    "no-directory": (["--output=one/below"], 1, "one/below: Not a directory"),
+    "not-finite": (["--optimizer.learning-rate=1e30"], 1, "the loss is"),
+}
+
+
+@pytest.mark.parametrize(("options", "code", "message"), IN_PROCESS.values(), ids=IN_PROCESS)
+def test_what_goes_wrong_is_one_sentence(tmp_path, monkeypatch, capsys, options, code, message):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "one", [GOOD])
+    (tmp_path / "empty").touch()
+    (tmp_path / "bad.yaml").write_text("data: {bogus: 1}")
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken/config.yaml").touch()
+    assert main(["train", *SMALL, *options]) == code
+    error = capsys.readouterr().err
+    assert error.startswith("jaxrec train: ")
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_commands(capsys):
+    assert main([]) == 0
+    assert "train" in capsys.readouterr().out
+    assert main(["bogus"]) == 2
+    assert "unknown command 'bogus'" in capsys.readouterr().err

@@ -1,0 +1,115 @@
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+from rich.console import Console
+
+from jaxrec.metrics import auc, log_loss
+from jaxrec.train import checkpoint, loop
+from jaxrec.train.config import DataConfig, ModelConfig, OptimizerConfig, TrainConfig
+from jaxrec.train.loop import NotFiniteError, evaluate, train
+from jaxrec.train.model import make_model
+from jaxrec.train.progress import Progress
+from jaxrec.train.rows import Rows, split_rows
+from tests.data.test_criteo import KAGGLE
+
+BATCH = 64
+CONFIG = TrainConfig(
+    data=DataConfig(batch_size=BATCH, generated_rows=300, generated_eval_rows=100, epochs=2),
+    model=ModelConfig(embedding_dim=4, bottom_layer_sizes=(), top_layer_sizes=(8,)),
+)
+
+
+def run(model, optimizer, rows, *, stop=lambda: False, epochs=2):
+    progress = Progress(Console(quiet=True), num_steps=10)
+    train(model, optimizer, rows, batch_size=BATCH, epochs=epochs, progress=progress, stop=stop)
+
+
+def numbers(model):
+    return [
+        np.asarray(x, np.float32) for x in jax.tree.leaves(checkpoint._tree(model[0], model[1]))
+    ]
+
+
+def test_every_row_trains_and_one_program_serves_all(monkeypatch):
+    traced, seen = [], []
+    step = loop.train_step
+
+    def counted(model, optimizer, batch):
+        traced.append(batch.labels.shape)
+        return step(model, optimizer, batch)
+
+    class Watched(Rows):
+        def batches(self, batch_size, first=0):
+            for batch in super().batches(batch_size, first):
+                seen.append(batch.weights.sum())
+                yield batch
+
+    monkeypatch.setattr(loop, "train_step", counted)
+    rows, _ = split_rows(CONFIG)
+    model, optimizer = make_model(CONFIG, 10)
+    run(model, optimizer, Watched(rows.log, rows.start, rows.stop))
+    assert traced == [(BATCH,)]
+    assert seen == [64, 64, 64, 64, 44] * 2
+    assert int(optimizer.step.get_value()) == 10
+
+
+@pytest.mark.parametrize("steps", [3, 5, 7], ids=["first-epoch", "between", "second-epoch"])
+def test_stopped_and_resumed_is_as_never_stopped(tmp_path, steps):
+    rows, _ = split_rows(CONFIG)
+    expected = make_model(CONFIG, 10)
+    run(*expected, rows)
+
+    stopped = make_model(CONFIG, 10)
+    asked = iter(range(100))
+    # The loop asks once after each step, and once more after each epoch.
+    run(*stopped, rows, stop=lambda: next(asked) >= steps - 1 + (steps > 5))
+    assert int(stopped[1].step.get_value()) == steps
+    checkpoint.save(tmp_path, *stopped)
+    resumed = make_model(dataclasses.replace(CONFIG, seed=5), 10)
+    checkpoint.restore(tmp_path, *resumed)
+    run(*resumed, rows)
+    for got, wanted in zip(numbers(resumed), numbers(expected), strict=True):
+        np.testing.assert_array_equal(got, wanted)
+
+
+def test_loss_that_is_no_number():
+    config = dataclasses.replace(CONFIG, optimizer=OptimizerConfig(learning_rate=1e30))
+    rows, _ = split_rows(config)
+    with pytest.raises(NotFiniteError, match=r"the loss is .* at step .*lower the learning rates"):
+        run(*make_model(config, 10), rows)
+
+
+def test_evaluation_counts_each_row_once():
+    _, held_out = split_rows(CONFIG)
+    model, _ = make_model(CONFIG, 10)
+    result = evaluate(model, held_out, batch_size=BATCH)
+    (clicks,) = held_out.log.chunks(held_out.start, held_out.stop)
+    batch = next(held_out.batches(len(clicks)))
+    logits = np.asarray(model(batch.dense, batch.features), np.float64)
+    assert result.auc == pytest.approx(auc(logits, clicks.labels), abs=1e-6)
+    assert result.best_auc == auc(clicks.probabilities, clicks.labels)
+    assert result.sums.weights == 100
+    losses = np.logaddexp(0, logits) - clicks.labels * logits
+    assert log_loss(result.sums) == pytest.approx(losses.mean(), rel=1e-5)
+
+
+def test_evaluation_can_be_stopped():
+    _, held_out = split_rows(CONFIG)
+    model, _ = make_model(CONFIG, 10)
+    assert evaluate(model, held_out, batch_size=BATCH, stop=lambda: True) is None
+
+
+def test_rows_of_files():
+    def lengths(**options):
+        config = dataclasses.replace(CONFIG, data=DataConfig(path=KAGGLE, **options))
+        train_rows, held_out = split_rows(config)
+        return (train_rows.start, train_rows.stop), (held_out.start, held_out.stop)
+
+    assert lengths() == ((0, 45), (45, 50))
+    assert lengths(eval_fraction=0.5) == ((0, 25), (25, 50))
+    assert lengths(eval_fraction=0.001) == ((0, 49), (49, 50))
+    assert lengths(eval_path=KAGGLE) == ((0, 50), (0, 50))
