@@ -1,0 +1,103 @@
+"""Batches to check and to time kernels on."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from jaxrec.embed.kernels import BagLayout
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """Tables of equal size and a batch for them.
+
+    Attributes:
+        name: What the results call it.
+        tables: Tables, with a feature each.
+        rows: Rows of each.
+        dim: Width of a row.
+        batch: Bags of each feature.
+        bag: Ids of each bag; its mean where ``ragged``.
+        ids: "uniform", or "powerlaw": ``floor(rows**u)`` of uniform u, log-uniform.
+        dtype: Type of table, output and gradient.
+        ragged: Whether bags differ in length, some empty and one far too long.
+        weighted: Whether ids have weights.
+        mean: Whether bags are averaged.
+    """
+
+    name: str
+    tables: int
+    rows: int
+    dim: int
+    batch: int
+    bag: int
+    ids: str = "uniform"
+    dtype: str = "float32"
+    ragged: bool = False
+    weighted: bool = False
+    mean: bool = False
+
+    @property
+    def num_ids(self) -> int:
+        return self.tables * self.batch * self.bag
+
+    @property
+    def table_shape(self) -> tuple[int, int]:
+        return self.tables * self.rows, self.dim
+
+    @property
+    def layout(self) -> BagLayout:
+        capacity = self.batch * self.bag
+        each = range(self.tables)
+        return BagLayout(
+            id_starts=tuple(i * capacity for i in each),
+            capacities=(capacity,) * self.tables,
+            length_starts=tuple(i * self.batch for i in each),
+            strides=(self.batch,) * self.tables,
+            row_offsets=tuple(i * self.rows for i in each),
+            row_counts=(self.rows,) * self.tables,
+            means=(self.mean,) * self.tables,
+        )
+
+    def batch_arrays(self) -> tuple[Array, Array, Array | None]:
+        """Ids, lengths and weights."""
+        rng = np.random.default_rng(0)
+        if self.ids == "uniform":
+            ids = rng.integers(0, self.rows, self.num_ids)
+        else:
+            ids = np.minimum(self.rows ** rng.random(self.num_ids) - 1, self.rows - 1)
+        lengths = np.full((self.tables, self.batch), self.bag)
+        if self.ragged:
+            # Half of a feature's ids in its first bag; the second half of the bags is empty.
+            lengths[:, self.batch // 2 :] = 0
+            lengths[:, 0] = self.batch * self.bag // 2
+            lengths[:, 1 : self.batch // 2] = self.bag - 1
+        weights = rng.standard_normal(self.num_ids, dtype=np.float32)
+        return (
+            jnp.asarray(ids.astype(np.int32)),
+            jnp.asarray(lengths.reshape(-1).astype(np.int32)),
+            jnp.asarray(weights) if self.weighted else None,
+        )
+
+
+def bags_of(shape: Shape) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Position, row, output row and scale of each id that is looked up, for the oracle."""
+    ids, lengths, weights = (None if x is None else np.asarray(x) for x in shape.batch_arrays())
+    assert ids is not None
+    assert lengths is not None
+    lengths = lengths.reshape(shape.tables, shape.batch)
+    capacity = shape.batch * shape.bag
+    positions, bags = [], []
+    for table, counts in enumerate(lengths):
+        positions.append(table * capacity + np.arange(counts.sum()))
+        bags.append(np.repeat(np.arange(shape.batch), counts) * shape.tables + table)
+    position, bag = np.concatenate(positions), np.concatenate(bags)
+    rows = ids[position] + position // capacity * shape.rows
+    scales = np.ones(position.size) if weights is None else weights[position].astype(np.float64)
+    if shape.mean:
+        scales = scales / np.bincount(bag, minlength=shape.batch * shape.tables)[bag]
+    return position, rows, bag, scales

@@ -1,0 +1,178 @@
+"""Holds one implementation to sums by NumPy and updates by `jaxrec.optim`, both in float64.
+
+    python -m benchmarks.gpu.check triton [--interpret]
+
+Prints a JSON line for each primitive and shape: its largest error, relative to the sum of the
+absolute values that make up a number, and whether a second run gave the same bits and rows that do
+not occur kept theirs. The exit status says whether all is as it should be.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.gpu.batches import Shape, bags_of
+from jaxrec import optim
+from jaxrec.embed.kernels import fused_rules, mosaic, reference, triton
+
+IMPLEMENTATIONS: dict[str, ModuleType] = {
+    "reference": reference,
+    "triton": triton,
+    "mosaic": mosaic,
+}
+SHAPES = [
+    *(Shape(f"d{dim}", 2, 500, dim, 64, 5) for dim in (1, 3, 4, 16, 64, 100, 128, 256, 1024)),
+    Shape("bfloat16", 2, 500, 128, 64, 5, dtype="bfloat16"),
+    Shape("float16", 2, 500, 64, 64, 5, dtype="float16"),
+    Shape("weighted_mean", 3, 500, 128, 64, 7, weighted=True, mean=True),
+    Shape("ragged", 3, 1000, 128, 4096, 6, ragged=True),
+    Shape("hot_rows", 2, 1000, 64, 8192, 20, ids="powerlaw", weighted=True),
+]
+OPTIMIZERS: dict[str, optim.RowOptimizer] = {
+    "sgd": optim.sgd(0.1),
+    "adagrad": optim.adagrad(0.1, eps=1e-3),
+    "rowwise_adagrad": optim.rowwise_adagrad(0.1, eps=1e-3, max_norm=5.0),
+    "adam": optim.adam(0.1, eps=1e-3),
+    "partial_rowwise_adam": optim.partial_rowwise_adam(0.1, eps=1e-3),
+}
+# Sums are taken in float32; a table of 16 bits is rounded up or down to a neighbour.
+SUM_BOUND = 2e-6
+STORE_BOUND = {"float32": SUM_BOUND, "bfloat16": 2.0**-7, "float16": 2.0**-10}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("implementation", choices=IMPLEMENTATIONS)
+    parser.add_argument("--interpret", action="store_true", help="Triton where there is no GPU")
+    parser.add_argument("--shapes", nargs="*", help="names of the shapes; default all")
+    arguments = parser.parse_args()
+    options = {"interpret": True} if arguments.interpret else {}
+    failures = 0
+    for shape in SHAPES:
+        if arguments.shapes and shape.name not in arguments.shapes:
+            continue
+        for primitive, check in checks(IMPLEMENTATIONS[arguments.implementation], shape, options):
+            line = {"kind": "check", "implementation": arguments.implementation}
+            is_update = primitive.startswith("fused_update")
+            bound = STORE_BOUND[shape.dtype] if is_update else SUM_BOUND
+            line |= {"shape": shape.name, "primitive": primitive, **outcome(check, bound)}
+            print(json.dumps(line), flush=True)
+            failures += not line["passed"]
+    sys.exit(failures > 0)
+
+
+def outcome(check: Callable[[], tuple[float, bool]], bound: float) -> dict[str, Any]:
+    """What came of a check; an error of one does not keep the others from running."""
+    try:
+        error, repeats = check()
+    except Exception as exception:
+        return {"passed": False, "exception": f"{type(exception).__name__}: {exception}"[:300]}
+    return {"passed": bool(error <= bound) and repeats, "error": error, "repeats": repeats}
+
+
+def checks(
+    implementation: ModuleType, shape: Shape, options: dict[str, bool]
+) -> list[tuple[str, Callable[[], tuple[float, bool]]]]:
+    """The checks of the primitives that the implementation has for the shape."""
+    takes = getattr(implementation, "takes_table", lambda table: True)
+    table = jax.random.normal(jax.random.key(0), shape.table_shape).astype(shape.dtype)
+    if not takes(table):
+        return []
+    found = [("pooled_lookup", functools.partial(pooled, implementation, shape, table, options))]
+    if hasattr(implementation, "row_lookup"):
+        found.append(("row_lookup", functools.partial(rows, implementation, shape, table, options)))
+    if hasattr(implementation, "fused_update"):
+        for name, optimizer in OPTIMIZERS.items():
+            check = functools.partial(update, implementation, shape, table, optimizer, options)
+            found.append((f"fused_update {name}", check))
+    return found
+
+
+def pooled(
+    implementation: ModuleType, shape: Shape, table: jax.Array, options: dict[str, bool]
+) -> tuple[float, bool]:
+    kernel = jax.jit(
+        lambda table, *batch: implementation.pooled_lookup(
+            table, *batch, shape.layout, jnp.float32, **options
+        )
+    )
+    first, second = (np.asarray(kernel(table, *shape.batch_arrays())) for _ in range(2))
+    _, row, bag, scale = bags_of(shape)
+    terms = np.asarray(table, np.float64)[row] * scale[:, None]
+    expected, size = np.zeros(first.shape), np.zeros(first.shape)
+    np.add.at(expected, bag, terms)
+    np.add.at(size, bag, np.abs(terms))
+    return float(np.max(np.abs(first - expected) / (size + 1e-30))), bool((first == second).all())
+
+
+def rows(
+    implementation: ModuleType, shape: Shape, table: jax.Array, options: dict[str, bool]
+) -> tuple[float, bool]:
+    row = bags_of(shape)[1].astype(np.int32)
+    kernel = jax.jit(functools.partial(implementation.row_lookup, **options))
+    found = np.asarray(kernel(table, jnp.asarray(row)))
+    return 0.0, bool((found == np.asarray(table)[row]).all())
+
+
+def update(
+    implementation: ModuleType,
+    shape: Shape,
+    table: jax.Array,
+    optimizer: optim.RowOptimizer,
+    options: dict[str, bool],
+) -> tuple[float, bool]:
+    assert fused_rules.is_fused(optimizer)
+    state = {name: values + 1 for name, values in optimizer.init(*shape.table_shape).items()}
+    gradients = jax.random.normal(jax.random.key(1), (shape.layout.num_bags, shape.dim))
+    step = jnp.int32(3)
+
+    @jax.jit
+    def kernel(table: jax.Array, state: dict, gradients: jax.Array, *batch: Any) -> tuple:
+        lookups = reference.flatten_bags(*batch, shape.layout, table.shape[0])
+        return implementation.fused_update(
+            table, state, lookups, gradients, optimizer, step, **options
+        )
+
+    first, second = (
+        jax.tree.map(np.asarray, kernel(table, state, gradients, *shape.batch_arrays()))
+        for _ in range(2)
+    )
+    repeats = jax.tree.all(jax.tree.map(np.array_equal, first, second))
+
+    # A sum's error grows with the absolute values in it, a square's with their squares.
+    _, row, bag, scale = bags_of(shape)
+    used, run = np.unique(row, return_inverse=True)
+    terms = np.asarray(gradients, np.float64)[bag] * scale[:, None]
+    summed, size = np.zeros((used.size, shape.dim)), np.zeros((used.size, shape.dim))
+    np.add.at(summed, run, terms)
+    np.add.at(size, run, np.abs(terms))
+    arrays = jax.tree.map(lambda array: np.asarray(array, np.float64), (table, state))
+    with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]):
+        old = jax.tree.map(lambda array: jnp.asarray(array[used]), arrays)
+        new_rows, new_state = optimizer.update(old[0], jnp.asarray(summed), old[1], step)
+        expected = {"rows": np.asarray(new_rows)} | jax.tree.map(np.asarray, dict(new_state))
+
+    errors = []
+    for name, want in expected.items():
+        got = (first[0] if name == "rows" else first[1][name]).astype(np.float64)
+        spread = size if name in ("rows", "first_moment") else size**2
+        spread = spread if want.ndim == 2 else spread.mean(axis=1)
+        errors.append(np.max(np.abs(got[used] - want) / (1 + np.abs(want) + spread)))
+        before = arrays[0] if name == "rows" else arrays[1][name]
+        untouched = np.setdiff1d(np.arange(got.shape[0]), used)
+        repeats &= np.array_equal(got[untouched], before[untouched])
+    return float(max(errors)), bool(repeats)
+
+
+if __name__ == "__main__":
+    main()
