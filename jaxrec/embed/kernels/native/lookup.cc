@@ -24,7 +24,7 @@ int64_t sum_lengths(const int32_t* lengths, int64_t count) {
 std::vector<Block> cut(const Batch& batch, int num_threads) {
   int64_t num_bags = 0;
   for (const Feature& feature : batch.features) num_bags += feature.stride;
-  const int64_t size = std::clamp<int64_t>(num_bags / (num_threads * 16), 16, JAXREC_BAGS);
+  const int64_t size = std::clamp<int64_t>(num_bags / (num_threads * 16), 16, 256);
 
   std::vector<Block> blocks;
   blocks.reserve(num_bags / size + batch.features.size());

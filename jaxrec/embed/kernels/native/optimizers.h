@@ -72,7 +72,23 @@ struct RowWriter {
   }
 };
 
-// The mean of f(column, extent)^2 over a row.
+// Rows whose gradients are applied together, so that the waits for one row's square root and
+// quotient are filled with the others' work.
+constexpr int kMostTogether = 16;
+constexpr int64_t kFloatsTogether = 4096;
+JAXREC_INLINE int rows_together(int64_t dim) {
+  return dim * kMostTogether <= kFloatsTogether ? kMostTogether
+                                                : static_cast<int>(kFloatsTogether / dim);
+}
+
+// Some rows and their gradients, one after the other.
+struct Together {
+  int count;
+  uint32_t rows[kMostTogether];
+  alignas(64) float gradients[kFloatsTogether + JAXREC_VECTOR_BYTES / 4];
+};
+
+// The means of values(column, extent)^2 over each row, for all rows together.
 template <class Values>
 JAXREC_INLINE float mean_square(int64_t dim, const Values& values) {
   Vec squares = {};
@@ -83,98 +99,133 @@ JAXREC_INLINE float mean_square(int64_t dim, const Values& values) {
   return total(squares) / static_cast<float>(dim);
 }
 
-template <Rule kRule, class T>
-void apply_rule(const Table& table, const Step& step, uint32_t index, const float* gradient) {
-  typedef typename T::Storage Storage;
-  const int64_t dim = table.dim;
-  Storage* row = static_cast<Storage*>(table.rows) + index * dim;
-  RowWriter<T> writer(row, index, step);
-  auto old = [&](int64_t column, auto extent) JAXREC_ALWAYS {
-    return load(T{}, row + column, extent);
-  };
-  auto slope = [&](int64_t column, auto extent) JAXREC_ALWAYS {
-    return load(F32{}, gradient + column, extent);
-  };
+template <class T>
+JAXREC_INLINE typename T::Storage* row_at(const Table& table, uint32_t row) {
+  return static_cast<typename T::Storage*>(table.rows) + row * table.dim;
+}
 
-  if constexpr (kRule == Rule::kSgd) {
-    for_each_vector(dim, [&](int64_t column, auto extent) JAXREC_ALWAYS {
-      writer.put(column, old(column, extent) - step.rate * slope(column, extent), extent);
+template <class T>
+void apply_sgd(const Table& table, const Step& step, const Together& together) {
+  for (int r = 0; r < together.count; ++r) {
+    auto* row = row_at<T>(table, together.rows[r]);
+    const float* gradient = together.gradients + r * table.dim;
+    RowWriter<T> writer(row, together.rows[r], step);
+    for_each_vector(table.dim, [&](int64_t column, auto extent) JAXREC_ALWAYS {
+      Vec g = load(F32{}, gradient + column, extent);
+      writer.put(column, load(T{}, row + column, extent) - step.rate * g, extent);
     });
+    writer.finish(table.dim);
   }
+}
 
-  if constexpr (kRule == Rule::kAdagrad) {
-    float* accumulator = step.first + index * dim;
-    for_each_vector(dim, [&](int64_t column, auto extent) JAXREC_ALWAYS {
-      Vec g = slope(column, extent);
+template <class T>
+void apply_adagrad(const Table& table, const Step& step, const Together& together) {
+  for (int r = 0; r < together.count; ++r) {
+    auto* row = row_at<T>(table, together.rows[r]);
+    const float* gradient = together.gradients + r * table.dim;
+    float* accumulator = step.first + together.rows[r] * table.dim;
+    RowWriter<T> writer(row, together.rows[r], step);
+    for_each_vector(table.dim, [&](int64_t column, auto extent) JAXREC_ALWAYS {
+      Vec g = load(F32{}, gradient + column, extent);
       Vec sum = load(F32{}, accumulator + column, extent) + g * g;
       store(F32{}, accumulator + column, sum, extent);
-      writer.put(column, old(column, extent) - step.rate * g / (square_root(sum) + step.eps),
-                 extent);
+      Vec move = step.rate * g / (square_root(sum) + step.eps);
+      writer.put(column, load(T{}, row + column, extent) - move, extent);
     });
+    writer.finish(table.dim);
   }
+}
 
-  if constexpr (kRule == Rule::kRowwiseAdagrad) {
-    const float l2 = step.decay == Decay::kL2 ? step.weight_decay : 0.0f;
-    const float keep =
-        step.decay == Decay::kDecoupled ? 1.0f - step.rate * step.weight_decay : 1.0f;
-    auto decayed_slope = [&](int64_t column, auto extent) JAXREC_ALWAYS {
-      Vec g = slope(column, extent);
-      return l2 == 0.0f ? g : g + l2 * old(column, extent);
+template <class T>
+void apply_rowwise_adagrad(const Table& table, const Step& step, const Together& together) {
+  const int64_t dim = table.dim;
+  const float l2 = step.decay == Decay::kL2 ? step.weight_decay : 0.0f;
+  const float keep = step.decay == Decay::kDecoupled ? 1.0f - step.rate * step.weight_decay : 1.0f;
+  auto gradient_of = [&](int r) JAXREC_ALWAYS {
+    const auto* row = row_at<T>(table, together.rows[r]);
+    const float* gradient = together.gradients + r * dim;
+    return [=](int64_t column, auto extent) JAXREC_ALWAYS {
+      Vec g = load(F32{}, gradient + column, extent);
+      return l2 == 0.0f ? g : g + l2 * load(T{}, row + column, extent);
     };
-    float sum = step.first[index] + mean_square(dim, decayed_slope);
-    step.first[index] = sum;
-    float rate = step.rate / (__builtin_sqrtf(sum) + step.eps);
-    for_each_vector(dim, [&](int64_t column, auto extent) JAXREC_ALWAYS {
-      Vec x = keep * old(column, extent) - rate * decayed_slope(column, extent);
-      writer.put(column, x, extent);
-    });
+  };
+  float rates[kMostTogether];
+  for (int r = 0; r < together.count; ++r) rates[r] = mean_square(dim, gradient_of(r));
+  for (int r = 0; r < together.count; ++r) rates[r] += step.first[together.rows[r]];
+  for (int r = 0; r < together.count; ++r) step.first[together.rows[r]] = rates[r];
+  for (int r = 0; r < kMostTogether; r += kWidth) {
+    Vec sums = load(F32{}, rates + r, Whole{});
+    store(F32{}, rates + r, step.rate / (square_root(sums) + step.eps), Whole{});
   }
+  for (int r = 0; r < together.count; ++r) {
+    auto* row = row_at<T>(table, together.rows[r]);
+    auto gradient = gradient_of(r);
+    RowWriter<T> writer(row, together.rows[r], step);
+    for_each_vector(dim, [&](int64_t column, auto extent) JAXREC_ALWAYS {
+      Vec x = keep * load(T{}, row + column, extent);
+      writer.put(column, x - rates[r] * gradient(column, extent), extent);
+    });
+    writer.finish(dim);
+  }
+}
 
-  if constexpr (kRule == Rule::kAdam || kRule == Rule::kPartialRowwiseAdam) {
+// Adam and, if `kPartial`, its form with one second moment a row.
+template <class T, bool kPartial>
+void apply_adam(const Table& table, const Step& step, const Together& together) {
+  const int64_t dim = table.dim;
+  for (int r = 0; r < together.count; ++r) {
+    const uint32_t index = together.rows[r];
+    auto* row = row_at<T>(table, index);
+    const float* gradient = together.gradients + r * dim;
     float share1 = step.share1, share2 = step.share2;
     if (step.counts_rows) {
       float count = step.counts[index] += 1.0f;
       share1 = step.b1 == 0.0f ? 1.0f : -__builtin_expm1f(count * step.log_b1);
       share2 = step.b2 == 0.0f ? 1.0f : -__builtin_expm1f(count * step.log_b2);
     }
-    float row_second = 0.0f;
-    if (kRule == Rule::kPartialRowwiseAdam) {
-      row_second = step.b2 * step.second[index] + (1.0f - step.b2) * mean_square(dim, slope);
-      step.second[index] = row_second;
-    }
     float* first = step.first + index * dim;
+    float* second = step.second + (kPartial ? index : index * dim);
+    if (kPartial) {
+      float mean = mean_square(dim, [=](int64_t column, auto extent) JAXREC_ALWAYS {
+        return load(F32{}, gradient + column, extent);
+      });
+      *second = step.b2 * *second + (1.0f - step.b2) * mean;
+    }
+    RowWriter<T> writer(row, index, step);
     for_each_vector(dim, [&](int64_t column, auto extent) JAXREC_ALWAYS {
-      Vec g = slope(column, extent), w = old(column, extent);
+      Vec g = load(F32{}, gradient + column, extent), w = load(T{}, row + column, extent);
       Vec m = step.b1 * load(F32{}, first + column, extent) + (1.0f - step.b1) * g;
       store(F32{}, first + column, m, extent);
-      Vec v = splat(row_second);
-      if (kRule == Rule::kAdam) {
-        float* second = step.second + index * dim;
+      Vec v;
+      if (kPartial) {
+        v = splat(*second);
+      } else {
         v = step.b2 * load(F32{}, second + column, extent) + (1.0f - step.b2) * (g * g);
         store(F32{}, second + column, v, extent);
       }
       Vec direction = m / share1 / (square_root(v / share2) + step.eps);
       writer.put(column, w - step.rate * (direction + step.weight_decay * w), extent);
     });
+    writer.finish(dim);
   }
-  writer.finish(dim);
 }
 
-typedef void (*ApplyRow)(const Table&, const Step&, uint32_t index, const float* gradient);
+// Updates some rows by their gradients.
+typedef void (*ApplyRows)(const Table&, const Step&, const Together&);
 
 template <class T>
-ApplyRow rule_for(Rule rule) {
+ApplyRows rule_for(Rule rule) {
   switch (rule) {
-    case Rule::kSgd: return apply_rule<Rule::kSgd, T>;
-    case Rule::kAdagrad: return apply_rule<Rule::kAdagrad, T>;
-    case Rule::kRowwiseAdagrad: return apply_rule<Rule::kRowwiseAdagrad, T>;
-    case Rule::kAdam: return apply_rule<Rule::kAdam, T>;
-    case Rule::kPartialRowwiseAdam: return apply_rule<Rule::kPartialRowwiseAdam, T>;
+    case Rule::kSgd: return apply_sgd<T>;
+    case Rule::kAdagrad: return apply_adagrad<T>;
+    case Rule::kRowwiseAdagrad: return apply_rowwise_adagrad<T>;
+    case Rule::kAdam: return apply_adam<T, false>;
+    case Rule::kPartialRowwiseAdam: return apply_adam<T, true>;
   }
   return nullptr;
 }
 
-ApplyRow choose_rule(Type type, Rule rule) {
+ApplyRows choose_rule(Type type, Rule rule) {
   switch (type) {
     case Type::kF32: return rule_for<F32>(rule);
     case Type::kBF16: return rule_for<BF16>(rule);
@@ -183,6 +234,10 @@ ApplyRow choose_rule(Type type, Rule rule) {
   return nullptr;
 }
 
-void apply(const Table& table, const Step& step, uint32_t index, const float* gradient) {
-  choose_rule(table.type, step.rule)(table, step, index, gradient);
+void apply(const Table& table, const Step& step, uint32_t row, const float* gradient) {
+  Together together;
+  together.count = 1;
+  together.rows[0] = row;
+  copy(F32{}, together.gradients, gradient, table.dim);
+  choose_rule(table.type, step.rule)(table, step, together);
 }

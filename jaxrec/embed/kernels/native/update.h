@@ -2,8 +2,8 @@
 // per instruction set, after sums.h and optimizers.h.
 
 // How many lookups before their turn the rows of gradients and of the table are asked for.
-constexpr int64_t kGradientsAhead = JAXREC_GRADS_AHEAD;
-constexpr int64_t kUpdatesAhead = JAXREC_UPDATES_AHEAD;
+constexpr int64_t kGradientsAhead = 8;
+constexpr int64_t kUpdatesAhead = 24;
 
 JAXREC_INLINE int64_t bag_of(const Gradients& gradients, uint32_t value) {
   return gradients.bags == nullptr ? value : gradients.bags[value];
@@ -32,30 +32,34 @@ JAXREC_INLINE void add_gradients(const Gradients& gradients, const Entry* entrie
 
 // Asks for the gradient of an entry.
 template <class G>
-JAXREC_INLINE void ask_gradient(const Gradients& gradients, const Entry& entry) {
-  const int64_t row_bytes = gradients.dim * static_cast<int64_t>(sizeof(typename G::Storage));
+JAXREC_INLINE void ask_gradient(const Gradients& gradients, const Entry& entry, int64_t dim) {
+  const int64_t row_bytes = dim * static_cast<int64_t>(sizeof(typename G::Storage));
   const char* rows = static_cast<const char*>(gradients.rows);
   prefetch<0>(rows + bag_of(gradients, entry.value) * row_bytes, row_bytes);
 }
 
 // Asks for a row and its state, to write them.
-JAXREC_INLINE void ask_row(const Table& table, const Step& step, uint32_t row) {
-  const int64_t row_bytes = table.dim * size_of(table.type), state_bytes = table.dim * 4;
-  prefetch<1>(static_cast<char*>(table.rows) + row * row_bytes, row_bytes);
+JAXREC_INLINE void ask_row(const Table& table, const Step& step, uint32_t row, int64_t dim) {
+  char* rows = static_cast<char*>(table.rows);
+  if (table.type == Type::kF32) {
+    prefetch<1>(rows + row * dim * 4, dim * 4);
+  } else {
+    prefetch<1>(rows + row * dim * 2, dim * 2);
+  }
   switch (step.rule) {
     case Rule::kSgd: break;
     case Rule::kRowwiseAdagrad:
       prefetch<1>(step.first + row, 4);
       break;
     case Rule::kAdagrad:
-      prefetch<1>(step.first + row * table.dim, state_bytes);
+      prefetch<1>(step.first + row * dim, dim * 4);
       break;
     case Rule::kAdam:
-      prefetch<1>(step.first + row * table.dim, state_bytes);
-      prefetch<1>(step.second + row * table.dim, state_bytes);
+      prefetch<1>(step.first + row * dim, dim * 4);
+      prefetch<1>(step.second + row * dim, dim * 4);
       break;
     case Rule::kPartialRowwiseAdam:
-      prefetch<1>(step.first + row * table.dim, state_bytes);
+      prefetch<1>(step.first + row * dim, dim * 4);
       prefetch<1>(step.second + row, 4);
       break;
   }
@@ -79,41 +83,52 @@ JAXREC_INLINE int64_t run_end(const Entry* entries, int64_t begin, int64_t count
 
 template <class G, class Sums>
 void update_runs(UpdateBlock& block, G type, Sums& sums) {
-  alignas(64) float gradient[kMaxDim];
   const Entry* entries = block.entries;
   const int64_t count = block.count;
   const Gradients gradients = block.gradients;
   const Table table = block.table;
   const Step step = block.step;
   const int64_t dim = Sums::fixed(table.dim);
-  const ApplyRow apply_row = choose_rule(table.type, step.rule);
+  const ApplyRows apply_rows = choose_rule(table.type, step.rule);
+  const int most_together = rows_together(dim);
+  // Rows are read when all that are applied together have their gradients.
+  const int64_t rows_ahead = kUpdatesAhead + most_together;
 
   auto ask = [&](int64_t i) JAXREC_ALWAYS {
-    if (i + kGradientsAhead < count) ask_gradient<G>(gradients, entries[i + kGradientsAhead]);
-    const int64_t later = i + kUpdatesAhead;
+    if (i + kGradientsAhead < count) ask_gradient<G>(gradients, entries[i + kGradientsAhead], dim);
+    const int64_t later = i + rows_ahead;
     if (later < count && entries[later].row != entries[later - 1].row) {
-      ask_row(table, step, entries[later].row);
+      ask_row(table, step, entries[later].row, dim);
     }
   };
 
   int64_t i = block.begin;
   // A run that began before belongs to the stretch it began in.
   while (i > 0 && i < block.end && entries[i].row == entries[i - 1].row) ++i;
-  for (int64_t j = i; j < i + kUpdatesAhead && j < count; ++j) ask_row(table, step, entries[j].row);
-  for (int64_t j = i; j < i + kGradientsAhead && j < count; ++j) {
-    ask_gradient<G>(gradients, entries[j]);
+  for (int64_t j = i; j < i + rows_ahead && j < count; ++j) {
+    ask_row(table, step, entries[j].row, dim);
   }
+  for (int64_t j = i; j < i + kGradientsAhead && j < count; ++j) {
+    ask_gradient<G>(gradients, entries[j], dim);
+  }
+  Together together;
+  together.count = 0;
   while (i < block.end) {
     const int64_t end = run_end(entries, i, count);
     if (end - i > kPiece) {
       block.long_runs[block.num_long_runs++] = {i, end};
     } else {
       add_gradients(gradients, entries, i, end, type, sums, ask);
-      sums.put(Type::kF32, gradient, 1.0f, dim);
-      apply_row(table, step, entries[i].row, gradient);
+      sums.put(Type::kF32, together.gradients + together.count * dim, 1.0f, dim);
+      together.rows[together.count++] = entries[i].row;
+      if (together.count == most_together) {
+        apply_rows(table, step, together);
+        together.count = 0;
+      }
     }
     i = end;
   }
+  if (together.count > 0) apply_rows(table, step, together);
 }
 
 void update(UpdateBlock& block) {
@@ -128,7 +143,7 @@ template <class G, class Sums>
 void sum_entries(const Gradients& gradients, const Entry* entries, int64_t begin, int64_t end,
                  float* out, G type, Sums& sums) {
   auto ask = [&](int64_t i) JAXREC_ALWAYS {
-    if (i + kGradientsAhead < end) ask_gradient<G>(gradients, entries[i + kGradientsAhead]);
+    if (i + kGradientsAhead < end) ask_gradient<G>(gradients, entries[i + kGradientsAhead], gradients.dim);
   };
   add_gradients(gradients, entries, begin, end, type, sums, ask);
   sums.put(Type::kF32, out, 1.0f, Sums::fixed(gradients.dim));

@@ -49,15 +49,23 @@ JAXREC_INLINE Vec square_root(Vec x) {
 #endif
 }
 
-// The sum of a vector's elements, in halves, which fixes the order.
+// The sum of a vector's elements, in halves: the first half to the second until one is left.
+typedef float Vec4 __attribute__((vector_size(16)));
+JAXREC_INLINE float total4(Vec4 x) { return (x[0] + x[2]) + (x[1] + x[3]); }
+#if JAXREC_VECTOR_BYTES == 64
 JAXREC_INLINE float total(Vec x) {
-  float lanes[kWidth];
-  __builtin_memcpy(lanes, &x, sizeof x);
-  for (int step = kWidth / 2; step > 0; step /= 2) {
-    for (int i = 0; i < step; ++i) lanes[i] += lanes[i + step];
-  }
-  return lanes[0];
+  __m256 half = _mm256_add_ps(_mm512_castps512_ps256((__m512)x),
+                              _mm512_extractf32x8_ps((__m512)x, 1));
+  return total4((Vec4)_mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1)));
 }
+#elif JAXREC_VECTOR_BYTES == 32
+JAXREC_INLINE float total(Vec x) {
+  __m256 half = (__m256)x;
+  return total4((Vec4)_mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1)));
+}
+#else
+JAXREC_INLINE float total(Vec x) { return total4(x); }
+#endif
 
 // Types of table rows and of gradients.
 struct F32 {
