@@ -5,7 +5,7 @@
 
 Prints a JSON line for the card's own copy bandwidth, then one for each primitive and shape:
 milliseconds (minimum and median over rounds of calls on resident arrays; an update runs in place
-and sorts its ids inside) and the bytes that must move at the least and at the most, with all repeated
+and sorts its ids inside), and the bytes that must move at least and at most, with all repeated
 reads served by a cache or none.
 """
 
