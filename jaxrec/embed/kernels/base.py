@@ -20,8 +20,8 @@ The primitives:
 ``fused_update(table, state, lookups, gradients, optimizer, step)``
     Sums the gradients of each row that occurs, applies the row optimizer, writes each row once.
 
-What holds for all of them: a position past a feature's ids is padding and contributes nothing. An id
-outside ``[0, row_count)`` never touches memory: it makes the bag NaN (so that the loss shows it)
+What holds for all of them: a position past a feature's ids is padding and contributes nothing. An
+id outside ``[0, row_count)`` never touches memory: it makes the bag NaN (so that the loss shows it)
 and updates nothing. Sums are taken in float32. Results repeat bit for bit.
 """
 
@@ -95,7 +95,8 @@ class Lookups:
         rows: Row of the group's table; ``num_rows`` or more where nothing is looked up.
         bags: Row of the output (and of its gradient) that the lookup belongs to; in range also at
             padding. None: lookup ``i`` belongs to output row ``i`` (per-id lookups).
-        scales: What the row is multiplied by: the weight, over the bag's length if averaged. None: 1.
+        scales: What the row is multiplied by: the weight, over the bag's length if averaged.
+            None: 1.
     """
 
     rows: Int32[Array, " lookups"]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +13,11 @@ from jaxtyping import Array, DTypeLike, Float, Int, Int32
 from jaxrec.embed.kernels.base import BagLayout, Buckets, Lookups, Runs
 from jaxrec.embed.kernels.rounding import round_rows
 from jaxrec.optim.base import RowOptimizer
+
+
+def refuse(primitive: str, arguments: Mapping[str, Any]) -> str | None:
+    """Why the reference does not take a call of a primitive: it takes all."""
+    return None
 
 
 def flatten_bags(
@@ -30,9 +38,7 @@ def flatten_bags(
     padding = jnp.asarray(layout.capacities, jnp.int32) - used
     bag_ends = np.cumsum(layout.strides)
     extents = _insert(bag_lengths, bag_ends, padding)
-    extent = jnp.repeat(
-        jnp.arange(extents.size), extents, total_repeat_length=layout.num_positions
-    )
+    extent = jnp.repeat(jnp.arange(extents.size), extents, total_repeat_length=layout.num_positions)
     is_padding = _insert(np.zeros(layout.num_bags, bool), bag_ends, True)[extent]
     bags = _insert(_output_rows(layout), bag_ends, 0)[extent]
 
@@ -66,6 +72,7 @@ def pooled_lookup(
     if lookups.scales is not None:
         rows = rows * lookups.scales[:, None]
         rows = jnp.where((lookups.rows == table.shape[0])[:, None], 0, rows)
+    assert lookups.bags is not None
     return jax.ops.segment_sum(rows, lookups.bags, layout.num_bags).astype(dtype)
 
 
@@ -128,11 +135,11 @@ def update_runs(
         gradients = jnp.clip(gradients, -optimizer.clip_value, optimizer.clip_value)
     if lookups.scales is not None:
         gradients = gradients * lookups.scales[runs.order][:, None]
-    gradients = jax.ops.segment_sum(
-        gradients, runs.segments, bags.size, indices_are_sorted=True
-    )
+    gradients = jax.ops.segment_sum(gradients, runs.segments, bags.size, indices_are_sorted=True)
     if optimizer.clip_norm is not None:
-        gradients = _clip_norm(gradients, runs.unique, optimizer.clip_norm, table_starts, table.shape[0])
+        gradients = _clip_norm(
+            gradients, runs.unique, optimizer.clip_norm, table_starts, table.shape[0]
+        )
 
     def at_runs(array: Array) -> Array:
         return array.at[runs.unique].get(mode="fill", fill_value=0, indices_are_sorted=True)
@@ -193,7 +200,7 @@ def _segments(array: Array, starts: tuple[int, ...], sizes: tuple[int, ...]) -> 
     return pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces)
 
 
-def _insert(array: Array | np.ndarray, places: np.ndarray, values) -> Array:
+def _insert(array: Array | np.ndarray, places: np.ndarray, values: Any) -> Array:
     """`numpy.insert`: ``values`` go before ``places`` (static) of ``array``."""
     # jnp.insert computes these places on the device, which takes XLA seconds to fold.
     order = np.insert(np.arange(len(array)), places, len(array) + np.arange(len(places)))
