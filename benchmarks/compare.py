@@ -1,0 +1,89 @@
+"""Times jaxrec and its peers in turn, several rounds, and prints the ratios with their spread.
+
+Usage: python -m benchmarks.compare --peer-python PATH [--rounds 3] [--seconds 2] [--threads 2]
+PATH is the Python of an environment with torch and fbgemm-gpu-cpu. A ratio is jaxrec's median time
+over the peer's in the same round; below 1 jaxrec is faster.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+import subprocess
+import sys
+from collections import defaultdict
+from typing import Any
+
+import numpy as np
+import tyro
+
+_HERE = pathlib.Path(__file__).parent
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What to run.
+
+    Attributes:
+        peer_python: Python of the peers' environment.
+        rounds: How often each side is timed.
+        seconds: Time for each figure of a round.
+        threads: Processor cores to use.
+        shapes: JSON file of shapes.
+    """
+
+    peer_python: pathlib.Path
+    rounds: int = 3
+    seconds: float = 2.0
+    threads: int = 2
+    shapes: pathlib.Path = _HERE / "shapes.json"
+
+
+Key = tuple[str, str, str]  # shape, figure, peer
+
+
+def main(options: Options) -> None:
+    common = [f"--shapes={options.shapes}", f"--threads={options.threads}"]
+    common.append(f"--seconds={options.seconds}")
+    ours = [sys.executable, "-m", "benchmarks.embedding", *common]
+    theirs = [str(options.peer_python), str(_HERE / "peer_tbe.py"), *common]
+    ratios: dict[Key, list[float]] = defaultdict(list)
+    times: dict[Key, list[tuple[float, float]]] = defaultdict(list)
+    for done in range(options.rounds):
+        mine, peers = medians(run(ours)), medians(run(theirs))
+        for (shape, figure, peer), theirs_ms in peers.items():
+            ours_ms = mine[shape, figure, "jaxrec"]
+            ratios[shape, figure, peer].append(ours_ms / theirs_ms)
+            times[shape, figure, peer].append((ours_ms, theirs_ms))
+        print(f"round {done + 1} of {options.rounds} done", file=sys.stderr, flush=True)
+    print("| shape | figure | peer | jaxrec ms | peer ms | ratio (median) | min | max |")
+    print("|---|---|---|---|---|---|---|---|")
+    for key, values in ratios.items():
+        ours_ms, theirs_ms = np.median(times[key], axis=0)
+        cells = [*key, f"{ours_ms:.2f}", f"{theirs_ms:.2f}"]
+        cells += [f"{value:.2f}" for value in (np.median(values), min(values), max(values))]
+        print("| " + " | ".join(cells) + " |")
+
+
+def run(command: list[str]) -> list[dict[str, Any]]:
+    """The JSON lines that a benchmark prints."""
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"{' '.join(command)} ended with status {done.returncode}:\n{done.stderr}")
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+def medians(lines: list[dict[str, Any]]) -> dict[Key, float]:
+    """The median of each figure; the lookup's is that of both optimizers' runs."""
+    found: dict[Key, list[float]] = defaultdict(list)
+    for line in lines:
+        found[line["shape"], "lookup", line["peer"]].append(line["forward_ms"][1])
+        if "backward_ms" in line:
+            figure = f"update, {line['optimizer']}"
+            found[line["shape"], figure, line["peer"]].append(line["backward_ms"][1])
+    return {key: float(np.mean(values)) for key, values in found.items()}
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options, description=__doc__))
