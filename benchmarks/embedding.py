@@ -21,6 +21,9 @@ import numpy as np
 import tyro
 
 
+_SHAPES = pathlib.Path(__file__).with_name("shapes.json")
+
+
 @dataclasses.dataclass(frozen=True)
 class Options:
     """What to time, and how.
@@ -32,7 +35,7 @@ class Options:
         implementation: One of jaxrec.embed.kernels' implementations; None: the one it chooses.
     """
 
-    shapes: pathlib.Path = pathlib.Path(__file__).with_name("shapes.json")
+    shapes: pathlib.Path = _SHAPES
     threads: int = 2
     seconds: float = 3.0
     implementation: str | None = None

@@ -1,5 +1,6 @@
-"""Times FBGEMM's table-batched embedding and `torch.nn.EmbeddingBag` as `benchmarks.embedding` times
-jaxrec. Runs in an environment with torch and fbgemm-gpu-cpu, and imports nothing else.
+"""Times FBGEMM's table-batched embedding and torch.nn.EmbeddingBag.
+
+As `benchmarks.embedding` times jaxrec. Needs an environment with torch and fbgemm-gpu-cpu.
 
 Usage: PEER_PYTHON benchmarks/peer_tbe.py [--shapes FILE] [--threads N] [--seconds S]
 """
