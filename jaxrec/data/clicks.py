@@ -30,16 +30,24 @@ class Clicks:
         return len(self.labels)
 
     def __getitem__(self, rows: slice) -> Clicks:
-        return Clicks(*(None if x is None else x[rows] for x in self._columns()))
+        known = self.probabilities
+        return Clicks(
+            self.labels[rows],
+            self.dense[rows],
+            self.ids[rows],
+            None if known is None else known[rows],
+        )
 
     @classmethod
     def concatenate(cls, parts: Sequence[Clicks]) -> Clicks:
         """The rows of all parts, in order."""
-        columns = zip(*(part._columns() for part in parts), strict=True)
-        return cls(*(None if x[0] is None else np.concatenate(x) for x in columns))
-
-    def _columns(self) -> tuple[np.ndarray | None, ...]:
-        return tuple(getattr(self, field.name) for field in dataclasses.fields(self))
+        known = [part.probabilities for part in parts if part.probabilities is not None]
+        return cls(
+            np.concatenate([part.labels for part in parts]),
+            np.concatenate([part.dense for part in parts]),
+            np.concatenate([part.ids for part in parts]),
+            np.concatenate(known) if len(known) == len(parts) else None,
+        )
 
 
 class ClickLog(Protocol):

@@ -53,7 +53,7 @@ class CriteoFile:
         >>> log = CriteoFile(path, table_rows=(1000,) * 26)
         >>> clicks = next(log.chunks(0, log.num_rows))
         >>> clicks.labels.tolist(), clicks.ids[0, 0].item()
-        ([1.0], 740)
+        ([1.0], 852)
     """
 
     path: pathlib.Path

@@ -132,10 +132,10 @@ class Truth:
         self, dense: Float[np.ndarray, "rows num_dense"], ids: Int[np.ndarray, "rows tables"]
     ) -> Float[np.ndarray, " rows"]:
         """The log-odds of each row."""
-        return BIAS + sum(
-            self.scales[name] * (part - self.offsets[name])
-            for name, part in self.parts(dense, ids).items()
-        )
+        log_odds = np.full(len(ids), BIAS, np.float32)
+        for name, part in self.parts(dense, ids).items():
+            log_odds += self.scales[name] * (part - self.offsets[name])
+        return log_odds
 
     def parts(
         self, dense: Float[np.ndarray, "rows num_dense"], ids: Int[np.ndarray, "rows tables"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -12,7 +12,7 @@ T = TypeVar("T")
 _END = object()
 
 
-def prefetch(items: Iterable[T], size: int = 4) -> Iterator[T]:
+def prefetch(items: Iterable[T], size: int = 4) -> Generator[T, None, None]:
     """The same items, made by a thread that is up to ``size`` of them ahead.
 
     An exception of ``items`` is raised where the item would have come. The thread ends when the

@@ -39,6 +39,6 @@ def table_ids(
     Example:
         >>> import numpy as np
         >>> table_ids(np.array([[0x68FD1E64, 0]]), (1000, 10)).tolist()
-        [[740, 0]]
+        [[852, 0]]
     """
     return (hashes % np.array(table_rows, np.int64)).astype(np.int32)

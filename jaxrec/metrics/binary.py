@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from jaxtyping import Array, Float
+
+AnyArray: TypeAlias = Array | np.ndarray
+Scalar: TypeAlias = Float[Array, ""] | float
 
 
 @jax.tree_util.register_dataclass
@@ -26,10 +30,10 @@ class BinarySums:
         weights: Sum of ``w``.
     """
 
-    cross_entropy: Float[Array, ""] | float = 0.0
-    predictions: Float[Array, ""] | float = 0.0
-    positives: Float[Array, ""] | float = 0.0
-    weights: Float[Array, ""] | float = 0.0
+    cross_entropy: Scalar = 0.0
+    predictions: Scalar = 0.0
+    positives: Scalar = 0.0
+    weights: Scalar = 0.0
 
     def __add__(self, other: BinarySums) -> BinarySums:
         return jax.tree.map(lambda a, b: a + b, self, other)
@@ -41,8 +45,8 @@ class BinarySums:
 
 def binary_sums(
     logits: Float[Array, " batch"],
-    labels: Float[Array, " batch"],
-    weights: Float[Array, " batch"] | None = None,
+    labels: Float[AnyArray, " batch"],
+    weights: Float[AnyArray, " batch"] | None = None,
 ) -> BinarySums:
     """The sums of one batch.
 
@@ -57,7 +61,8 @@ def binary_sums(
         >>> round(log_loss(sums), 3), round(normalized_entropy(sums), 3), calibration(sums)
         (0.693, 1.0, 1.0)
     """
-    weights = jnp.ones_like(labels) if weights is None else weights
+    labels = jnp.asarray(labels)
+    weights = jnp.ones_like(labels) if weights is None else jnp.asarray(weights)
     return BinarySums(
         (weights * optax.sigmoid_binary_cross_entropy(logits, labels)).sum(),
         (weights * jax.nn.sigmoid(logits)).sum(),
@@ -92,5 +97,5 @@ def calibration(sums: BinarySums) -> float:
     return _ratio(sums.predictions, sums.positives)
 
 
-def _ratio(numerator: float, denominator: float) -> float:
+def _ratio(numerator: Scalar, denominator: Scalar) -> float:
     return float(numerator / denominator) if denominator > 0 else float("nan")

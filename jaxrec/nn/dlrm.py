@@ -101,7 +101,7 @@ class DLRM(nnx.Module):
         Returns:
             ``[batch]`` logits: the log-odds of a click.
         """
-        pooled = self.embeddings(features).values
+        pooled = jnp.asarray(self.embeddings(features).values)
         sparse = pooled.reshape(pooled.shape[0], -1, self.dim)
         interactions = self.interaction(self.bottom(dense), sparse)
         return self.top(interactions)[:, 0]

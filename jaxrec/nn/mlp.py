@@ -73,7 +73,8 @@ class MLP(nnx.Module):
         self, x: Float[AnyArray, "*batch in_features"]
     ) -> Float[Array, "*batch out_features"]:
         """``[..., in_features]`` to ``[..., layer_sizes[-1]]``."""
+        hidden = jnp.asarray(x)
         for layer in self.layers[:-1]:
-            x = self.activation(layer(x))
-        x = self.layers[-1](x)
-        return self.activation(x) if self.activation_on_last else x
+            hidden = self.activation(layer(hidden))
+        out = self.layers[-1](hidden)
+        return self.activation(out) if self.activation_on_last else out

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import pathlib
@@ -45,13 +46,32 @@ def save(directory: pathlib.Path, model: nnx.Module, optimizer: nnx.Optimizer) -
 
     step = int(optimizer.step.get_value())
     path = directory.absolute() / str(step)
-    directory.mkdir(parents=True, exist_ok=True)
+    # Where a write fails, those under way beside it end in tracebacks of their own.
+    require_space(directory, model, optimizer)
     with _os_errors(path), ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(path, _tree(model, optimizer), force=True)
     for older in _checkpoints(directory):
         if older != step:
             shutil.rmtree(directory / str(older))
     return path
+
+
+def require_space(directory: pathlib.Path, model: nnx.Module, optimizer: nnx.Optimizer) -> None:
+    """Makes the directory, and sees whether `save` has room in it.
+
+    Raises:
+        OSError: There is not room enough, or no directory can be made.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    arrays = jax.tree.leaves(jax.eval_shape(lambda: _tree(model, optimizer)))
+    needed = sum(array.size * array.dtype.itemsize for array in arrays)
+    free = shutil.disk_usage(directory).free
+    if free < needed:
+        raise OSError(
+            errno.ENOSPC,
+            f"{os.strerror(errno.ENOSPC)}: the model takes {needed:,} bytes, {free:,} are free",
+            str(directory),
+        )
 
 
 def restore(
@@ -117,8 +137,8 @@ def _collections(model: nnx.Module) -> dict[str, EmbeddingBagCollection | Embedd
     }
 
 
-def _variables(node: Any, *filters: Any) -> dict[str, nnx.Variable]:
-    state = nnx.state(node, *filters)
+def _variables(node: Any, wanted: Any = ...) -> dict[str, nnx.Variable]:
+    state = nnx.state(node, wanted)
     return {"/".join(map(str, path)): variable for path, variable in nnx.to_flat_state(state)}
 
 

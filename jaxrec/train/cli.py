@@ -77,12 +77,12 @@ def run_train(options: Sequence[str]) -> int:
 
 def train_config(options: Sequence[str]) -> TrainConfig:
     """The configuration of the command line, over that of a file or of a run to go on with."""
-    files = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    files = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     files.add_argument("--config", type=pathlib.Path)
     files.add_argument("--resume", type=pathlib.Path)
     try:
         named, _ = files.parse_known_args(options)
-    except SystemExit:
+    except argparse.ArgumentError:
         raise ConfigError("--config and --resume are followed by a path") from None
     if named.resume is not None:
         if named.config is not None:
@@ -111,7 +111,7 @@ def _train(config: TrainConfig, console: Console, interrupt: Interrupt) -> int:
     if config.resume is not None:
         checkpoint.restore(config.resume, model, optimizer)
     # Now, not after hours of training, is the time to find out that it cannot be written to.
-    output.mkdir(parents=True, exist_ok=True)
+    checkpoint.require_space(output, model, optimizer)
     write_options(config, output / CONFIG_FILE)
 
     done = int(optimizer.step.get_value())
@@ -146,8 +146,9 @@ def _train(config: TrainConfig, console: Console, interrupt: Interrupt) -> int:
 def _stopped(
     console: Console, interrupt: Interrupt, output: pathlib.Path, step: int, num_steps: int
 ) -> int:
+    name = "" if interrupt.signal is None else interrupt.signal.name
     console.print(
-        f"stopped by {interrupt.signal.name} after step {step:,} of {num_steps:,}; model saved in "
+        f"stopped by {name} after step {step:,} of {num_steps:,}; model saved in "
         f"{output}, go on with: jaxrec train --resume {output}"
     )
     return interrupt.exit_code

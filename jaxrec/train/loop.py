@@ -145,10 +145,19 @@ def evaluate(
         sums = sums + batch_sums.on_host()
         if stop():
             return None
-    truth = [chunk.probabilities for chunk in rows.log.chunks(rows.start, rows.stop)]
-    all_labels = np.concatenate(labels)
+    every_label = np.concatenate(labels)
+    truth = _true_probabilities(rows)
     return Evaluation(
-        auc(np.concatenate(logits), all_labels),
-        None if truth[0] is None else auc(np.concatenate(truth), all_labels),
+        auc(np.concatenate(logits), every_label),
+        None if truth is None else auc(truth, every_label),
         sums,
     )
+
+
+def _true_probabilities(rows: Rows) -> Float[np.ndarray, " rows"] | None:
+    known = []
+    for chunk in rows.log.chunks(rows.start, rows.stop):
+        if chunk.probabilities is None:
+            return None
+        known.append(chunk.probabilities)
+    return np.concatenate(known)

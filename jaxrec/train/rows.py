@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Generator
 
 from jaxrec.data import ClickBatch, ClickLog, CriteoFile, DataError, GeneratedLog, batches, prefetch
 from jaxrec.data.transforms import CATEGORICAL_NAMES
@@ -26,7 +26,7 @@ class Rows:
         """Batches that hold all rows."""
         return -(-len(self) // batch_size)
 
-    def batches(self, batch_size: int, first: int = 0) -> Iterator[ClickBatch]:
+    def batches(self, batch_size: int, first: int = 0) -> Generator[ClickBatch, None, None]:
         """The rows as batches, from batch ``first`` on, made ahead by a thread."""
         chunks = self.log.chunks(self.start + first * batch_size, self.stop)
         return prefetch(batches(chunks, batch_size, CATEGORICAL_NAMES))

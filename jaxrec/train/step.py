@@ -55,7 +55,7 @@ class CompiledStep:
         self._step = step
         self._modules = modules
         self._graph: Any = None
-        self._compiled: Callable[..., Any]
+        self._compiled: jax.stages.Wrapped
         self._variables: list[nnx.Variable]
         self._take_apart()
 

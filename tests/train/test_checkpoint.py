@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import errno
 import re
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -157,6 +158,21 @@ def test_full_disk_leaves_the_older_checkpoint(tmp_path, monkeypatch, error):
     checkpoint.restore(tmp_path, model, optimizer)
     for key, value in contents(model, optimizer).items():
         np.testing.assert_array_equal(value, saved[key])
+
+
+def test_space_is_asked_for_first(tmp_path, monkeypatch):
+    model, optimizer = make()
+    needed = sum(value.nbytes for value in contents(model, optimizer).values())
+    for free in (needed, needed - 1):
+        usage = shutil.disk_usage(tmp_path)._replace(free=free)
+        monkeypatch.setattr(shutil, "disk_usage", lambda path, usage=usage: usage)
+        if free == needed:
+            checkpoint.require_space(tmp_path, model, optimizer)
+            continue
+        message = f"No space left on device: the model takes {needed:,} bytes, {free:,} are free"
+        with pytest.raises(OSError, match=message):
+            checkpoint.save(tmp_path, model, optimizer)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_other_errors_pass(tmp_path, monkeypatch):

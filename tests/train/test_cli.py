@@ -67,22 +67,17 @@ def test_a_generated_run_prints_the_best_auc(tmp_path, capsys, monkeypatch):
     assert len(list((tmp_path / "runs").iterdir())) == 1
 
 
-@pytest.mark.parametrize(
-    ("number", "name", "code"),
-    [(signal.SIGINT, "SIGINT", 130), (signal.SIGTERM, "SIGTERM", 143)],
-    ids=["SIGINT", "SIGTERM"],
-)
-def test_a_signal_saves_and_says_so(tmp_path, number, name, code):
+def test_an_interrupt_saves_and_says_so(tmp_path):
     command = [*PROGRAM, "train", "--output=model", *SMALL, "--data.generated-rows=100000000"]
     with subprocess.Popen(
         command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
         assert "rows to train on" in process.stdout.readline()
-        process.send_signal(number)
+        process.send_signal(signal.SIGINT)
         output, errors = process.communicate(timeout=300)
-    assert process.returncode == code, errors
+    assert process.returncode == 130, errors
     assert errors == ""
-    assert f"stopped by {name} after step" in output
+    assert "stopped by SIGINT after step" in output
     assert "jaxrec train --resume model" in output
     load_model(tmp_path / "model")
 

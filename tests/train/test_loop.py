@@ -57,12 +57,17 @@ def test_every_row_trains_and_one_program_serves_all(monkeypatch):
     assert int(optimizer.step.get_value()) == 10
 
 
-@pytest.mark.parametrize("steps", [3, 5, 7], ids=["first-epoch", "between", "second-epoch"])
-def test_stopped_and_resumed_is_as_never_stopped(tmp_path, steps):
+@pytest.fixture(scope="module")
+def never_stopped():
     rows, _ = split_rows(CONFIG)
-    expected = make_model(CONFIG, 10)
-    run(*expected, rows)
+    trained = make_model(CONFIG, 10)
+    run(*trained, rows)
+    return trained
 
+
+@pytest.mark.parametrize("steps", [5, 7], ids=["between-epochs", "in-the-second"])
+def test_stopped_and_resumed_is_as_never_stopped(tmp_path, never_stopped, steps):
+    rows, _ = split_rows(CONFIG)
     stopped = make_model(CONFIG, 10)
     asked = iter(range(100))
     # The loop asks once after each step, and once more after each epoch.
@@ -72,7 +77,7 @@ def test_stopped_and_resumed_is_as_never_stopped(tmp_path, steps):
     resumed = make_model(dataclasses.replace(CONFIG, seed=5), 10)
     checkpoint.restore(tmp_path, *resumed)
     run(*resumed, rows)
-    for got, wanted in zip(numbers(resumed), numbers(expected), strict=True):
+    for got, wanted in zip(numbers(resumed), numbers(never_stopped), strict=True):
         np.testing.assert_array_equal(got, wanted)
 
 
