@@ -40,13 +40,16 @@ class Step:
         return jnp.sum(values, axis=1) / self.dim
 
 
-def is_fused(optimizer: RowOptimizer) -> bool:
-    """Whether `apply` knows the optimizer with its settings."""
-    return (
-        type(optimizer) in _RULES
-        and optimizer.clip_norm is None
-        and not getattr(optimizer, "rowwise_bias_correction", False)
-    )
+def refuse(optimizer: RowOptimizer) -> str | None:
+    """Why `apply` does not know the optimizer with its settings; None: it does."""
+    if type(optimizer) not in _RULES:
+        names = ", ".join(known.__name__ for known in _RULES)
+        return f"it fuses {names}, not {type(optimizer).__name__}"
+    if optimizer.clip_norm is not None:
+        return "it does not clip by the norm of a whole table's gradient (clip_norm)"
+    if getattr(optimizer, "rowwise_bias_correction", False):
+        return "it does not count the updates of each row (rowwise_bias_correction)"
+    return None
 
 
 def step_factors(optimizer: RowOptimizer, step: Int[Array, ""]) -> Float[Array, " factors"]:

@@ -8,6 +8,7 @@ backend have multiples of 128 elements, so rows must too.
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -27,6 +28,13 @@ _HALF = 8
 def takes_table(table: Float[Array, "rows dim"]) -> bool:
     """Whether `pooled_lookup` can read the table."""
     return table.shape[1] % _LANES == 0
+
+
+def refuse(primitive: str, arguments: Mapping[str, Any]) -> str | None:
+    """Why this kernel does not take a call of a primitive; None: it does."""
+    if takes_table(arguments["table"]):
+        return None
+    return f"rows are a multiple of {_LANES} elements, not {arguments['table'].shape[1]}"
 
 
 def pooled_lookup(

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -28,6 +28,13 @@ from jaxrec.embed.kernels.parts import Parts, split_runs
 from jaxrec.embed.kernels.reference import build_runs
 from jaxrec.embed.kernels.rounding import round_rows
 from jaxrec.optim.base import RowOptimizer
+
+
+def refuse(primitive: str, arguments: Mapping[str, Any]) -> str | None:
+    """Why these kernels do not take a call of a primitive; None: they do."""
+    if primitive == "fused_update" and not fused_rules.is_fused(arguments["optimizer"]):
+        return f"it does not fuse {arguments['optimizer']}"
+    return None
 
 
 def pooled_lookup(
