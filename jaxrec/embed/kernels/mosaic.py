@@ -25,16 +25,10 @@ _LANES = 128
 _HALF = 8
 
 
-def takes_table(table: Float[Array, "rows dim"]) -> bool:
-    """Whether `pooled_lookup` can read the table."""
-    return table.shape[1] % _LANES == 0
-
-
 def refuse(primitive: str, arguments: Mapping[str, Any]) -> str | None:
     """Why this kernel does not take a call of a primitive; None: it does."""
-    if takes_table(arguments["table"]):
-        return None
-    return f"rows are a multiple of {_LANES} elements, not {arguments['table'].shape[1]}"
+    dim = arguments["table"].shape[1]
+    return f"it takes rows of a multiple of {_LANES} elements, not {dim}" if dim % _LANES else None
 
 
 def pooled_lookup(
@@ -47,14 +41,8 @@ def pooled_lookup(
     *,
     interpret: Any = None,
 ) -> Float[Array, "bags dim"]:
-    """The sum or mean of each bag's rows; see `jaxrec.embed.kernels.base`.
-
-    Raises:
-        ValueError: If the width of a row is no multiple of 128.
-    """
+    """The sum or mean of each bag's rows; see `jaxrec.embed.kernels.base`."""
     num_rows, dim = table.shape
-    if not takes_table(table):
-        raise ValueError(f"rows of {dim} elements: this kernel needs a multiple of {_LANES}")
     if 0 in (layout.num_bags, layout.num_positions):
         return jnp.zeros((layout.num_bags, dim), dtype)
     # An asynchronous copy takes at most 256 elements along an axis.

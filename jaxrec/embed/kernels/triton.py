@@ -32,9 +32,7 @@ from jaxrec.optim.base import RowOptimizer
 
 def refuse(primitive: str, arguments: Mapping[str, Any]) -> str | None:
     """Why these kernels do not take a call of a primitive; None: they do."""
-    if primitive == "fused_update" and not fused_rules.is_fused(arguments["optimizer"]):
-        return f"it does not fuse {arguments['optimizer']}"
-    return None
+    return fused_rules.refuse(arguments["optimizer"]) if primitive == "fused_update" else None
 
 
 def pooled_lookup(
@@ -83,7 +81,7 @@ def fused_update(
 ) -> tuple[Float[Array, "rows dim"], dict[str, Array]]:
     """One optimizer step on the rows that occur; see `jaxrec.embed.kernels.base`.
 
-    Only for optimizers that `fused_rules.is_fused` knows.
+    Only for optimizers that `fused_rules` knows.
     """
     if lookups.rows.size == 0:
         return table, state
