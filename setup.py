@@ -51,12 +51,13 @@ def native_kernels() -> list[Extension]:
         say("the native CPU kernels were not built (jaxlib, whose headers they need, is missing)")
         return []
     # Instruction sets are chosen inside the sources, so that one library serves all machines.
-    flags = ["-std=c++17", "-O3", "-g0", "-fvisibility=hidden", "-fno-math-errno", "-Wno-psabi"]
+    flags = ["-std=c++17", "-O3", "-g0", "-fvisibility=hidden", "-fno-math-errno", "-w"]
     return [
         Extension(
             "jaxrec.embed.kernels.native.libjaxrec",
             sources=sorted(glob.glob(f"{NATIVE}/*.cc")),
             depends=sorted(glob.glob(f"{NATIVE}/*.h")),
+            define_macros=[("JAXREC_JAXLIB", f'"{jaxlib.__version__}"')],
             include_dirs=[os.path.join(os.path.dirname(jaxlib.__file__), "include")],
             extra_compile_args=flags,
             extra_link_args=["-pthread"],

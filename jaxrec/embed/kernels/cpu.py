@@ -11,10 +11,13 @@ import ctypes
 import functools
 import math
 import pathlib
+import re
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import jaxlib
 import numpy as np
 from jaxtyping import Array, DTypeLike, Float, Int, Int32
 
@@ -47,28 +50,40 @@ _DECAYS = {"none": 0, "l2": 1, "decoupled": 2}
 
 
 @functools.cache
-def library() -> ctypes.CDLL | None:
-    """The native library, its functions known to XLA; None where it was not built."""
+def _load() -> ctypes.CDLL | str:
+    """The native library, its functions known to XLA, or why there is none."""
     if not _LIBRARY.exists():
-        return None
-    loaded = ctypes.CDLL(str(_LIBRARY))
-    loaded.jaxrec_instruction_set.restype = ctypes.c_char_p
+        return "the native library was not built (it needs a C++17 compiler: reinstall jaxrec)"
+    library = ctypes.CDLL(str(_LIBRARY))
+    library.jaxrec_instruction_set.restype = ctypes.c_char_p
+    library.jaxrec_jaxlib.restype = ctypes.c_char_p
+    oldest = library.jaxrec_jaxlib().decode()
+    if _version(jaxlib.__version__) < _version(oldest):
+        return (
+            f"the native library was built for jaxlib {oldest} and newer, this is "
+            f"{jaxlib.__version__}: reinstall jaxrec"
+        )
     for target in _TARGETS:
-        handler = jax.ffi.pycapsule(getattr(loaded, f"jaxrec_{target}"))
+        handler = jax.ffi.pycapsule(getattr(library, f"jaxrec_{target}"))
         jax.ffi.register_ffi_target(f"jaxrec_{target}", handler, platform="cpu")
-    return loaded
+    return library
+
+
+def _version(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", version)[:3])
 
 
 def instruction_set() -> str | None:
     """Which of its kernels the library runs on this machine, such as "avx2"; None: no library."""
-    loaded = library()
-    return None if loaded is None else loaded.jaxrec_instruction_set().decode()
+    library = _load()
+    return None if isinstance(library, str) else library.jaxrec_instruction_set().decode()
 
 
-def refuse(primitive: str, arguments: dict[str, Any]) -> str | None:
+def refuse(primitive: str, arguments: Mapping[str, Any]) -> str | None:
     """Why the library does not take a call of a primitive; None: it does."""
-    if library() is None:
-        return "the native library was not built"
+    library = _load()
+    if isinstance(library, str):
+        return library
     table = arguments.get("table")
     if table is None:
         return None
@@ -265,7 +280,6 @@ def _call(
     input_output_aliases: dict[int, int] | None = None,
     **attributes: Any,
 ) -> list[Array]:
-    library()
     call = jax.ffi.ffi_call(
         f"jaxrec_{target}",
         results,

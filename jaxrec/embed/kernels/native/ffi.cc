@@ -235,6 +235,9 @@ JAXREC_EXPORT(jaxrec_fused_update, jaxrec::fused_update_call,
                   .RemainingRets()
                   .Attrs());
 
-extern "C" __attribute__((visibility("default"))) const char* jaxrec_instruction_set() {
-  return jaxrec::kernels().name;
-}
+#define JAXREC_EXPORT_TEXT(name, text) \
+  extern "C" __attribute__((visibility("default"))) const char* name() { return text; }
+
+JAXREC_EXPORT_TEXT(jaxrec_instruction_set, jaxrec::kernels().name)
+// The version of jaxlib whose headers were used, and the oldest that the library runs on.
+JAXREC_EXPORT_TEXT(jaxrec_jaxlib, JAXREC_JAXLIB)

@@ -1,0 +1,132 @@
+"""The primitives as the layers above call them; what they compute is said in `base`."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jaxtyping import Array, DTypeLike, Float, Int, Int32
+
+from jaxrec.embed.kernels import dispatch
+from jaxrec.embed.kernels.base import BagLayout, Buckets, Lookups, Runs
+from jaxrec.optim.base import RowOptimizer
+
+
+def pooled_lookup(
+    table: Float[Array, "rows dim"],
+    ids: Int32[Array, " ids"],
+    lengths: Int32[Array, " all_bags"],
+    weights: Float[Array, " ids"] | None,
+    layout: BagLayout,
+    dtype: DTypeLike,
+) -> Float[Array, "bags dim"]:
+    """The sum or mean of each bag's rows.
+
+    Args:
+        table: The group's rows.
+        ids: The ids of all keys of a batch.
+        lengths: The lengths of all its bags.
+        weights: The weight of each id; None: 1.
+        layout: Where the group's features lie in these.
+        dtype: Type of the result.
+
+    Returns:
+        One row for each bag, where `BagLayout.bag_rows` says; NaN for a bag with an id outside its
+        table.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from jaxrec.embed import kernels
+        >>> layout = kernels.BagLayout((0,), (4,), (0,), (2,), (0,), (3,), (False,))
+        >>> table = jnp.array([[1.0], [10.0], [100.0]])
+        >>> ids, lengths = jnp.array([2, 0, 1, 0]), jnp.array([2, 1])
+        >>> kernels.pooled_lookup(table, ids, lengths, None, layout, "float32").tolist()
+        [[101.0], [10.0]]
+    """
+    arrays = {"table": table, "ids": ids, "lengths": lengths, "weights": weights}
+    return dispatch.call("pooled_lookup", arrays, layout=layout, dtype=jnp.dtype(dtype))
+
+
+def flatten_bags(
+    ids: Int32[Array, " ids"],
+    lengths: Int32[Array, " all_bags"],
+    weights: Float[Array, " ids"] | None,
+    layout: BagLayout,
+    num_rows: int,
+) -> Lookups:
+    """The batch as flat lookups into a table of ``num_rows`` rows; else as `pooled_lookup`."""
+    arrays = {"ids": ids, "lengths": lengths, "weights": weights}
+    return dispatch.call("flatten_bags", arrays, layout=layout, num_rows=num_rows)
+
+
+def row_lookup(table: Float[Array, "rows dim"], rows: Int32[Array, " n"]) -> Float[Array, "n dim"]:
+    """The rows themselves: zeros where ``rows`` is ``num_rows``, NaN where it lies outside.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from jaxrec.embed import kernels
+        >>> kernels.row_lookup(jnp.array([[1.0], [2.0]]), jnp.array([1, 2, 3])).tolist()
+        [[2.0], [0.0], [nan]]
+    """
+    return dispatch.call("row_lookup", {"table": table, "rows": rows})
+
+
+def build_runs(rows: Int32[Array, " n"], num_rows: int) -> Runs:
+    """Sorts lookups by row, cut into runs of equal rows.
+
+    Args:
+        rows: Row of each lookup; one outside ``[0, num_rows)`` counts as ``num_rows``.
+        num_rows: Rows of the table.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from jaxrec.embed import kernels
+        >>> runs = kernels.build_runs(jnp.array([5, 2, 5]), num_rows=8)
+        >>> runs.order.tolist(), runs.unique.tolist(), runs.inverse.tolist()
+        ([1, 0, 2], [2, 5, 8], [1, 0, 1])
+    """
+    return dispatch.call("build_runs", {"rows": rows}, num_rows=num_rows)
+
+
+def bucket(owners: Int32[Array, " n"], num_owners: int) -> Buckets:
+    """Groups lookups by the device that owns their row.
+
+    Args:
+        owners: Owner of each lookup's row; one outside ``[0, num_owners)`` is none.
+        num_owners: Number of devices.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from jaxrec.embed import kernels
+        >>> buckets = kernels.bucket(jnp.array([1, 2, 0, 1]), num_owners=2)
+        >>> buckets.order.tolist(), buckets.counts.tolist()
+        ([2, 0, 3, 1], [1, 2])
+    """
+    return dispatch.call("bucket", {"owners": owners}, num_owners=num_owners)
+
+
+def fused_update(
+    table: Float[Array, "rows dim"],
+    state: dict[str, Array],
+    lookups: Lookups,
+    gradients: Float[Array, "bags dim"],
+    optimizer: RowOptimizer,
+    step: Int[Array, ""],
+    table_starts: tuple[int, ...] = (0,),
+) -> tuple[Float[Array, "rows dim"], dict[str, Array]]:
+    """One optimizer step on the rows that occur; in place where the table and state are donated.
+
+    Args:
+        table: The group's rows.
+        state: Their optimizer state.
+        lookups: Which row belongs to which gradient, and its factor.
+        gradients: The gradient of each bag.
+        optimizer: How rows change.
+        step: Number of updates made before this one.
+        table_starts: First row of each table of the group, for bounds on a table's gradient.
+
+    Returns:
+        The new rows and the new state.
+    """
+    arrays = {"table": table, "state": state, "lookups": lookups, "gradients": gradients}
+    return dispatch.call(
+        "fused_update", arrays | {"step": step}, optimizer=optimizer, table_starts=table_starts
+    )
