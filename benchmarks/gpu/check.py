@@ -23,7 +23,7 @@ import numpy as np
 
 from benchmarks.gpu.batches import Shape, bags_of
 from jaxrec import optim
-from jaxrec.embed.kernels import fused_rules, mosaic, reference, triton
+from jaxrec.embed.kernels import mosaic, reference, triton
 
 IMPLEMENTATIONS: dict[str, ModuleType] = {
     "reference": reference,
@@ -84,9 +84,8 @@ def checks(
     implementation: ModuleType, shape: Shape, options: dict[str, bool]
 ) -> list[tuple[str, Callable[[], tuple[float, bool]]]]:
     """The checks of the primitives that the implementation has for the shape."""
-    takes = getattr(implementation, "takes_table", lambda table: True)
     table = jax.random.normal(jax.random.key(0), shape.table_shape).astype(shape.dtype)
-    if not takes(table):
+    if refuses_table(implementation, table):
         return []
     found = [("pooled_lookup", functools.partial(pooled, implementation, shape, table, options))]
     if hasattr(implementation, "row_lookup"):
@@ -96,6 +95,11 @@ def checks(
             check = functools.partial(update, implementation, shape, table, optimizer, options)
             found.append((f"fused_update {name}", check))
     return found
+
+
+def refuses_table(implementation: ModuleType, table: jax.Array) -> bool:
+    refuse = getattr(implementation, "refuse", lambda *_: None)
+    return refuse("pooled_lookup", {"table": table}) is not None
 
 
 def pooled(
@@ -131,7 +135,6 @@ def update(
     optimizer: optim.RowOptimizer,
     options: dict[str, bool],
 ) -> tuple[float, bool]:
-    assert fused_rules.is_fused(optimizer)
     state = {name: values + 1 for name, values in optimizer.init(*shape.table_shape).items()}
     gradients = jax.random.normal(jax.random.key(1), (shape.layout.num_bags, shape.dim))
     step = jnp.int32(3)

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.gpu.batches import Shape, bags_of
-from benchmarks.gpu.check import IMPLEMENTATIONS
+from benchmarks.gpu.check import IMPLEMENTATIONS, refuses_table
 from jaxrec import optim
 from jaxrec.embed.kernels import reference
 
@@ -64,7 +64,7 @@ def measure_kernels(name: str, shape: Shape) -> list[dict[str, Any]]:
     """The lines of one implementation and shape; an error is one too."""
     implementation = IMPLEMENTATIONS[name]
     table = jnp.zeros(shape.table_shape, shape.dtype)
-    if not getattr(implementation, "takes_table", lambda table: True)(table):
+    if refuses_table(implementation, table):
         return []
     batch = shape.batch_arrays()
     traffic = Traffic(shape)

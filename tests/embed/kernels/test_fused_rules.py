@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxrec import optim
-from jaxrec.embed.kernels import fused_rules
+from jaxrec.embed.kernels import fused_rules, triton
 
 OPTIMIZERS = [
     optim.sgd(0.1),
@@ -46,12 +46,19 @@ def test_trajectory(optimizer: optim.RowOptimizer):
 
 
 @pytest.mark.parametrize(
-    "optimizer",
-    [optim.lamb(), optim.sgd(clip_norm=1.0), optim.adam(rowwise_bias_correction=True)],
+    ("optimizer", "named"),
+    [
+        (optim.lamb(), "not lamb"),
+        (optim.sgd(clip_norm=1.0), "clip_norm"),
+        (optim.adam(rowwise_bias_correction=True), "rowwise_bias_correction"),
+    ],
     ids=["lamb", "clip_norm", "rowwise_bias_correction"],
 )
-def test_what_is_not_fused(optimizer: optim.RowOptimizer):
-    assert not fused_rules.is_fused(optimizer)
+def test_what_is_refused(optimizer: optim.RowOptimizer, named: str):
+    reason = triton.refuse("fused_update", {"optimizer": optimizer})
+    assert reason is not None
+    assert named in reason
+    assert triton.refuse("row_lookup", {"optimizer": optimizer}) is None
 
 
 def test_subclasses_may_differ():
@@ -60,8 +67,8 @@ def test_subclasses_may_differ():
         def update(self, rows, gradients, state, step):
             return super().update(rows, -gradients, state, step)
 
-    assert fused_rules.is_fused(optim.sgd(0.1))
-    assert not fused_rules.is_fused(Ascent(0.1))
+    assert fused_rules.refuse(optim.sgd(0.1)) is None
+    assert fused_rules.refuse(Ascent(0.1)) is not None
 
 
 def pad(values: jax.Array, columns: int) -> jax.Array:
