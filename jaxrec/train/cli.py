@@ -167,7 +167,10 @@ def _results(evaluation: Evaluation) -> dict[str, float | None]:
 def _report(console: Console, results: dict[str, float | None], rows: int) -> None:
     best = results["best_auc"]
     reachable = "" if best is None else f"  (best reachable {best:.4f})"
-    console.print(f"on {rows:,} held-out rows, {results['samples_per_second']:,.0f} samples/s:")
+    # A run of one step has nothing but compilation to measure.
+    rate = results["samples_per_second"]
+    trained = f"; trained at {rate:,.0f} samples/s" if rate else ""
+    console.print(f"on {rows:,} held-out rows{trained}:")
     console.print(f"  AUC          {results['auc']:.4f}{reachable}")
     console.print(f"  NE           {results['normalized_entropy']:.4f}")
     console.print(f"  log loss     {results['log_loss']:.4f} nats")
