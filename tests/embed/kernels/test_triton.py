@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 
 from jaxrec import optim
-from jaxrec.embed.kernels import Lookups, reference, triton
+from jaxrec.embed import EmbeddingBagConfig, apply_gradients, init_tables, lookup
+from jaxrec.embed.kernels import Lookups, reference, triton, use_kernels
+from jaxrec.ragged import KeyedJaggedArray
 from tests.embed.kernels.gpu_cases import Batch, lowered_for_cuda
 
 BATCHES = {
@@ -150,3 +152,23 @@ def update_arguments(batch: Batch, optimizer: optim.RowOptimizer) -> tuple:
     state = {name: values + 1 for name, values in optimizer.init(*table.shape).items()}
     shape = (batch.layout.num_bags, batch.dim)
     return table, state, flat(batch), jax.random.normal(jax.random.key(0), shape)
+
+
+@deprecated
+def test_a_step_lowers_for_cuda_when_triton_is_named():
+    config = EmbeddingBagConfig("user", num_embeddings=10, embedding_dim=4)
+    tables = init_tables([config], optim.rowwise_adagrad(0.1), jax.random.key(0))
+    batch = KeyedJaggedArray.from_lists({"user": [[1, 2], []]})
+
+    def program() -> str:
+        def step(tables, batch):
+            activations, residuals = lookup(tables, batch)
+            return apply_gradients(tables, residuals, activations, step=0)
+
+        return lowered_for_cuda(step, tables, batch)
+
+    with use_kernels("triton", "reference"):
+        assert [
+            name for name in ("pool", "sum_parts", "update") if f'"{name}"' not in program()
+        ] == []
+    assert "triton" not in program()
