@@ -28,10 +28,10 @@ def read_options(path: pathlib.Path) -> list[str]:
         OSError: The file cannot be read.
         ConfigError: It is not YAML or TOML, or names an option that there is not.
     """
-    text = path.read_text()
     try:
+        text = path.read_text()
         options = tomllib.loads(text) if path.suffix == ".toml" else yaml.safe_load(text)
-    except (tomllib.TOMLDecodeError, yaml.YAMLError) as error:
+    except (tomllib.TOMLDecodeError, yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(" ".join(str(error).split())) from None
     if options is None:
         return []

@@ -118,6 +118,13 @@ def test_wrong_files_are_named(tmp_path, text, message):
     assert "\n" not in str(error.value)
 
 
+def test_no_text(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match="codec can't decode"):
+        load_config(path)
+
+
 def test_wrong_toml(tmp_path):
     path = tmp_path / "run.toml"
     path.write_text("seed = ")
