@@ -1,7 +1,7 @@
 """Times one training step of DLRM with the row counts of the Criteo Kaggle data set.
 
 Usage: python -m benchmarks.dlrm [--batch 2048] [--threads 2] [--steps 40] [--max-rows 0]
-26 tables of 16 columns; bottom MLP 512-256-64-16, top MLP 512-256-1; row-wise Adagrad on the tables,
+26 tables of 16 columns; bottom MLP 512-256-64-16, top MLP 512-256-1; row-wise Adagrad on tables,
 Adagrad on the rest. Prints one JSON line: milliseconds (minimum, median) and samples per second.
 """
 

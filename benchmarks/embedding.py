@@ -20,7 +20,6 @@ from typing import Any
 import numpy as np
 import tyro
 
-
 _SHAPES = pathlib.Path(__file__).with_name("shapes.json")
 
 
