@@ -79,6 +79,12 @@ def instruction_set() -> str | None:
     return None if isinstance(library, str) else library.jaxrec_instruction_set().decode()
 
 
+def select_instruction_set(name: str) -> bool:
+    """Has the library run lesser kernels than it could, for tests; False: it has none so named."""
+    library = _load()
+    return not isinstance(library, str) and bool(library.jaxrec_select(name.encode()))
+
+
 def refuse(primitive: str, arguments: Mapping[str, Any]) -> str | None:
     """Why the library does not take a call of a primitive; None: it does."""
     library = _load()

@@ -89,7 +89,7 @@ def build_runs(rows: Int32[Array, " n"], num_rows: int) -> Runs:
     rows = jnp.where((rows < 0) | (rows > num_rows), num_rows, rows)
     order = jnp.argsort(rows, stable=True)
     sorted_rows = rows[order]
-    starts = jnp.concatenate([jnp.ones(1, bool), sorted_rows[1:] != sorted_rows[:-1]])
+    starts = jnp.ones(rows.shape, bool).at[1:].set(sorted_rows[1:] != sorted_rows[:-1])
     segments = jnp.cumsum(starts) - 1
     unique = jnp.full(rows.shape, num_rows, jnp.int32).at[segments].set(sorted_rows)
     order, segments = order.astype(jnp.int32), segments.astype(jnp.int32)

@@ -171,8 +171,10 @@ ffi::Error fused_update_call(ffi::ThreadPool pool, Ints rows, Ints bags, Floats 
 }  // namespace
 }  // namespace jaxrec
 
-#define JAXREC_EXPORT(name, function, ...)                                                   \
-  extern "C" __attribute__((visibility("default"))) XLA_FFI_Error* name(XLA_FFI_CallFrame*); \
+#define JAXREC_VISIBLE __attribute__((visibility("default")))
+
+#define JAXREC_EXPORT(name, function, ...)                         \
+  extern "C" JAXREC_VISIBLE XLA_FFI_Error* name(XLA_FFI_CallFrame*); \
   XLA_FFI_DEFINE_HANDLER_SYMBOL(name, function, __VA_ARGS__)
 
 JAXREC_EXPORT(jaxrec_pooled_lookup, jaxrec::pooled_lookup_call,
@@ -235,9 +237,13 @@ JAXREC_EXPORT(jaxrec_fused_update, jaxrec::fused_update_call,
                   .RemainingRets()
                   .Attrs());
 
-#define JAXREC_EXPORT_TEXT(name, text) \
-  extern "C" __attribute__((visibility("default"))) const char* name() { return text; }
+extern "C" {
 
-JAXREC_EXPORT_TEXT(jaxrec_instruction_set, jaxrec::kernels().name)
-// The version of jaxlib whose headers were used, and the oldest that the library runs on.
-JAXREC_EXPORT_TEXT(jaxrec_jaxlib, JAXREC_JAXLIB)
+JAXREC_VISIBLE const char* jaxrec_instruction_set() { return jaxrec::kernels().name; }
+
+JAXREC_VISIBLE int jaxrec_select(const char* name) { return jaxrec::select_kernels(name); }
+
+// The version of jaxlib whose headers were used: the oldest that the library runs on.
+JAXREC_VISIBLE const char* jaxrec_jaxlib() { return JAXREC_JAXLIB; }
+
+}  // extern "C"

@@ -121,8 +121,11 @@ const Kernels& portable_kernels();
 const Kernels* avx2_kernels();  // Null where the machine lacks the instructions.
 const Kernels* avx512_kernels();
 
-// The best for this machine, or the one named by the environment variable JAXREC_NATIVE_ISA.
+// The best for this machine, or those selected.
 const Kernels& kernels();
+
+// Selects kernels by name, for tests; false where this machine has none of that name.
+bool select_kernels(const char* name);
 
 }  // namespace jaxrec
 

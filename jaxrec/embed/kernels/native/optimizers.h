@@ -16,24 +16,25 @@ JAXREC_INLINE Bits random_bits(uint32_t row, uint32_t column, uint32_t step) {
 
 JAXREC_INLINE Vec absolute(Vec x) { return as_floats(as_bits(x) & 0x7FFFFFFF); }
 
-// A value of the 16-bit type T above or below x, as rounding.py chooses it.
+// A value of the 16-bit type T above or below x, as rounding.py chooses it: adding random bits
+// below the last one that is kept, and cutting them off.
 JAXREC_INLINE Vec round_at_random(F32, Vec x, Bits) { return x; }
 JAXREC_INLINE Vec round_at_random(BF16, Vec x, Bits random) {
   Vec rounded = as_floats((as_bits(x) + (random >> 16)) & 0xFFFF0000);
   return select(absolute(x) < __builtin_inff(), rounded, x);
 }
 JAXREC_INLINE Vec round_at_random(F16, Vec x, Bits random) {
-  Bits noise = random >> 19;
-  Vec rounded = as_floats((as_bits(x) + noise) & 0xFFFFE000);
-  // Subnormal numbers lie on a grid of 2^-24; the largest scaled one is small enough for int32.
-  Vec uniform = __builtin_convertvector(reinterpret_cast<Mask>(noise), Vec) * 0x1p-13f;
-  Vec is_small = reinterpret_cast<Vec>(absolute(x) < 0x1p-14f);
-  Vec scaled = select(reinterpret_cast<Mask>(is_small), x * 0x1p24f + uniform, Vec{});
-  Vec whole = __builtin_convertvector(__builtin_convertvector(scaled, Mask), Vec);
-  whole = select(whole > scaled, whole - 1.0f, whole);
-  rounded = select(reinterpret_cast<Mask>(is_small), whole * 0x1p-24f, rounded);
-  rounded = minimum(maximum(rounded, splat(-65504.0f)), splat(65504.0f));
-  return select(absolute(x) <= 65504.0f, rounded, x);
+  Vec size = absolute(x);
+  Vec rounded = as_floats((as_bits(x) + (random >> 19)) & 0xFFFFE000);
+  // Subnormal numbers are multiples of 2^-24 (and as such small enough for int32).
+  Mask is_subnormal = size < 0x1p-14f;
+  Vec units = select(is_subnormal, size * 0x1p24f, Vec{});
+  Vec whole = __builtin_convertvector(__builtin_convertvector(units, Mask), Vec);
+  Vec uniform = __builtin_convertvector(reinterpret_cast<Mask>(random >> 8), Vec) * 0x1p-24f;
+  whole = select(uniform < units - whole, whole + 1.0f, whole);
+  Bits sign = as_bits(x) & 0x80000000;
+  rounded = select(is_subnormal, as_floats(as_bits(whole * 0x1p-24f) | sign), rounded);
+  return select(size <= 65504.0f, rounded, x);
 }
 
 // Writes the elements of a new row, or keeps them until its norm is known.

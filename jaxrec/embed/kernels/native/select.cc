@@ -1,26 +1,35 @@
-#include <cstdlib>
+#include <atomic>
 #include <cstring>
+#include <initializer_list>
 
 #include "kernels.h"
 
 namespace jaxrec {
 namespace {
 
-const Kernels& select() {
-  const Kernels* available[] = {avx512_kernels(), avx2_kernels(), &portable_kernels()};
-  const char* wanted = std::getenv("JAXREC_NATIVE_ISA");
-  for (const Kernels* kernels : available) {
-    if (kernels == nullptr) continue;
-    if (wanted == nullptr || std::strcmp(wanted, kernels->name) == 0) return *kernels;
-  }
-  return portable_kernels();
+const Kernels* best() {
+  if (const Kernels* kernels = avx512_kernels()) return kernels;
+  if (const Kernels* kernels = avx2_kernels()) return kernels;
+  return &portable_kernels();
+}
+
+std::atomic<const Kernels*>& selected() {
+  static std::atomic<const Kernels*> kernels{best()};
+  return kernels;
 }
 
 }  // namespace
 
-const Kernels& kernels() {
-  static const Kernels& selected = select();
-  return selected;
+const Kernels& kernels() { return *selected().load(std::memory_order_relaxed); }
+
+bool select_kernels(const char* name) {
+  for (const Kernels* kernels : {avx512_kernels(), avx2_kernels(), &portable_kernels()}) {
+    if (kernels != nullptr && std::strcmp(kernels->name, name) == 0) {
+      selected().store(kernels, std::memory_order_relaxed);
+      return true;
+    }
+  }
+  return false;
 }
 
 }  // namespace jaxrec

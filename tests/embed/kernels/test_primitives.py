@@ -1,0 +1,260 @@
+"""One suite for the primitives, which every implementation that runs here goes through."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrec import optim
+from jaxrec.embed import kernels
+from jaxrec.embed.kernels import Lookups, cpu
+from tests.embed.kernels import oracle
+from tests.embed.kernels.cases import SMALL, Case, case
+
+OPTIMIZERS = {
+    "sgd": optim.sgd(0.1),
+    "sgd_clip_value": optim.sgd(0.1, clip_value=0.3),
+    "adagrad": optim.adagrad(0.1),
+    "adagrad_max_norm": optim.adagrad(0.5, max_norm=1.5),
+    "rowwise_adagrad": optim.rowwise_adagrad(0.1),
+    "rowwise_adagrad_l2": optim.rowwise_adagrad(0.1, weight_decay=0.2, weight_decay_mode="l2"),
+    "rowwise_adagrad_decoupled": optim.rowwise_adagrad(
+        0.1, weight_decay=0.2, weight_decay_mode="decoupled", max_norm=2.0, clip_value=0.5
+    ),
+    "rowwise_adagrad_no_decay": optim.rowwise_adagrad(0.1, weight_decay=0.2),
+    "adam": optim.adam(0.1, weight_decay=0.1),
+    "adam_rowwise_bias_correction": optim.adam(0.1, b1=0.0, rowwise_bias_correction=True),
+    "partial_rowwise_adam": optim.partial_rowwise_adam(0.1, weight_decay=0.1),
+    "schedule": optim.sgd(lambda step: 0.1 * (step + 1)),
+}
+
+
+def implementations() -> list[str]:
+    native = [f"cpu-{name}" for name in ("avx512", "avx2", "portable")]
+    return ["reference", *native]
+
+
+@pytest.fixture(params=implementations())
+def implementation(request):
+    """Runs the test by one implementation; the native library by each of its instruction sets."""
+    name, _, instructions = request.param.partition("-")
+    if not instructions:
+        with kernels.use_kernels(name):
+            yield name
+        return
+    if (best := cpu.instruction_set()) is None:
+        pytest.skip("the native library was not built")
+    if not cpu.select_instruction_set(instructions):
+        pytest.skip(f"this machine does not have {instructions}")
+    with kernels.use_kernels(name):
+        yield name
+    cpu.select_instruction_set(best)
+
+
+@pytest.mark.parametrize("shape", SMALL)
+def test_pooled_lookup(implementation, shape):
+    this = case(shape)
+    result = kernels.pooled_lookup(this.table, *this.arrays, this.layout, "float32")
+    expected = oracle.pooled(this.table, found(this), this.layout.num_bags)
+    np.testing.assert_allclose(result, expected, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_type_of_pooled_lookup(implementation, dtype):
+    this = case("float16")
+    result = kernels.pooled_lookup(this.table, *this.arrays, this.layout, dtype)
+    assert result.dtype == dtype
+    expected = oracle.pooled(this.table, found(this), this.layout.num_bags)
+    expected = jnp.asarray(expected, "float32").astype(dtype)
+    # Sums that differ in the last bit of float32 may be rounded to neighbours.
+    tolerance = float(jnp.finfo(dtype).eps)
+    np.testing.assert_allclose(
+        result.astype("float32"), expected.astype("float32"), rtol=tolerance, atol=1e-5
+    )
+
+
+@pytest.mark.parametrize("shape", SMALL)
+def test_flatten_bags(implementation, shape):
+    this = case(shape)
+    flat = kernels.flatten_bags(*this.arrays, this.layout, this.num_rows)
+    rows = np.full(this.layout.num_positions, this.num_rows)
+    bags, scales = np.array(flat.bags), np.zeros(rows.shape)
+    for each in found(this):
+        rows[each.position], bags[each.position] = each.row, each.bag
+        scales[each.position] = each.scale
+    np.testing.assert_array_equal(flat.rows, rows)
+    np.testing.assert_array_equal(flat.bags, bags)
+    if flat.scales is not None:
+        used = np.where(rows == this.num_rows, 0, flat.scales)
+        np.testing.assert_allclose(used, scales, rtol=1e-6)
+    assert ((flat.bags >= 0) & (flat.bags < max(1, this.layout.num_bags))).all()
+    has_scales = this.weights is not None or any(this.layout.means)
+    assert (flat.scales is not None) == has_scales
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("dim", [1, 3, 16, 100])
+def test_row_lookup(implementation, dtype, dim):
+    table = jax.random.normal(jax.random.key(0), (7, dim)).astype(dtype)
+    rows = jnp.array([0, 6, 7, 3, 3, 8, -1, 2**31 - 1, -(2**31), 6], jnp.int32)
+    result = kernels.row_lookup(table, rows)
+    assert result.dtype == table.dtype
+    padded = np.concatenate(
+        [table.astype("float32"), np.zeros((1, dim)), np.full((1, dim), np.nan)]
+    )
+    expected = padded[[0, 6, 7, 3, 3, 8, 8, 8, 8, 6]]
+    np.testing.assert_array_equal(result.astype("float32"), expected)
+
+
+@pytest.mark.parametrize("num_rows", [1, 3, 1000, 2**31 - 2])
+@pytest.mark.parametrize("size", [0, 1, 9, 5000])
+def test_build_runs(implementation, size, num_rows):
+    rng = np.random.default_rng(0)
+    rows = rng.integers(0, num_rows, size).astype(np.int32)
+    rows[: size // 2] = num_rows - 1
+    rows[::4], rows[1::8] = -(2**31), min(num_rows + 1, 2**31 - 1)
+    runs = kernels.build_runs(jnp.asarray(rows), num_rows)
+    known = np.where((rows < 0) | (rows > num_rows), num_rows, rows)
+    order = np.argsort(known, kind="stable")
+    unique, inverse = np.unique(known, return_inverse=True)
+    np.testing.assert_array_equal(runs.order, order)
+    np.testing.assert_array_equal(runs.inverse, inverse)
+    np.testing.assert_array_equal(runs.segments, inverse[order])
+    np.testing.assert_array_equal(runs.unique[: len(unique)], unique)
+    assert (runs.unique[len(unique) :] == num_rows).all()
+
+
+@pytest.mark.parametrize("num_owners", [1, 8])
+def test_bucket(implementation, num_owners):
+    owners = np.random.default_rng(0).integers(-1, num_owners + 2, 300).astype(np.int32)
+    buckets = kernels.bucket(jnp.asarray(owners), num_owners)
+    known = np.where((owners < 0) | (owners > num_owners), num_owners, owners)
+    np.testing.assert_array_equal(buckets.order, np.argsort(known, kind="stable"))
+    np.testing.assert_array_equal(buckets.counts, np.bincount(known)[:num_owners])
+
+
+@pytest.mark.parametrize("shape", SMALL)
+def test_fused_update(implementation, shape):
+    check_update(case(shape), OPTIMIZERS["rowwise_adagrad"])
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_optimizers(implementation, optimizer):
+    check_update(case("d100"), optimizer)
+
+
+def check_update(this: Case, optimizer: optim.RowOptimizer) -> None:
+    """Two steps, so that the second begins with a state."""
+    table, state = this.table, optimizer.init(*this.table.shape)
+    lookups = kernels.flatten_bags(*this.arrays, this.layout, this.num_rows)
+    slope, occurs = oracle.gradient(
+        table.shape, found(this), this.gradient, clip_value=optimizer.clip_value
+    )
+    for step in range(2):
+        expected, expected_state = oracle.updated(table, state, slope, occurs, optimizer, step)
+        table, state = kernels.fused_update(
+            table, state, lookups, this.gradient, optimizer, jnp.int32(step)
+        )
+        assert_table_is(table, expected)
+        assert state.keys() == expected_state.keys()
+        for name, array in state.items():
+            np.testing.assert_allclose(array, expected_state[name], rtol=1e-4, atol=1e-5)
+
+
+def assert_table_is(table, expected):
+    """Rows of 16-bit types are rounded up or down at random."""
+    precision = {"float32": 1e-5}.get(table.dtype.name, float(jnp.finfo(table.dtype).eps))
+    np.testing.assert_allclose(
+        table.astype("float32"), expected, rtol=1.01 * precision, atol=precision / 8 + 1e-5
+    )
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_gradients_of_16_bits(implementation, dtype):
+    this = case("uniform")
+    optimizer = OPTIMIZERS["sgd"]
+    gradient = this.gradient.astype(dtype)
+    lookups = kernels.flatten_bags(*this.arrays, this.layout, this.num_rows)
+    table, _ = kernels.fused_update(this.table, {}, lookups, gradient, optimizer, jnp.int32(0))
+    slope, occurs = oracle.gradient(table.shape, found(this), gradient)
+    expected, _ = oracle.updated(this.table, {}, slope, occurs, optimizer, 0)
+    assert_table_is(table, expected)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_rounding_at_random(implementation, dtype):
+    """The same noise in every implementation, and to nearest without it."""
+    table = jnp.asarray(np.tile(np.logspace(-7, 4, 20), (300, 1)), dtype)
+    gradient = table.astype("float32")
+    lookups = Lookups(jnp.arange(300, dtype=jnp.int32), None, None)
+    step = jnp.int32(5)
+
+    def update(optimizer):
+        return kernels.fused_update(table, {}, lookups, gradient, optimizer, step)[0]
+
+    # A power of two makes the new row exact in float32, whether or not it is fused.
+    rounded = update(optim.sgd(2.0**-11))
+    nearest = update(optim.sgd(2.0**-11, stochastic_rounding=False))
+    with kernels.use_kernels("reference"):
+        np.testing.assert_array_equal(rounded, update(optim.sgd(2.0**-11)))
+    exact = table.astype("float32") * (1 - 2.0**-11)
+    np.testing.assert_array_equal(nearest, exact.astype(dtype))
+    assert (rounded != nearest).any()
+    # Of 300 draws of a mean the share that is rounded down is right within four deviations.
+    error = jnp.mean(rounded.astype("float32") - exact, axis=0)
+    step_size = jnp.abs(jnp.nextafter(table[0], jnp.zeros_like(table[0])) - table[0])
+    assert (jnp.abs(error) <= 4 * 0.5 / np.sqrt(300) * step_size.astype("float32")).all()
+
+
+def test_ids_outside_make_nan_and_update_nothing(implementation):
+    this = Case("d100")
+    bad = [-1, -(2**31), SMALL["d100"].V, 2**31 - 1]
+    lengths = this.lengths[: SMALL["d100"].B]
+    places = np.flatnonzero(np.cumsum(lengths) > 0)[0] + np.arange(len(bad)) * 3
+    this.ids[places] = bad
+    result = kernels.pooled_lookup(this.table, *this.arrays, this.layout, "float32")
+    expected = oracle.pooled(this.table, found(this), this.layout.num_bags)
+    assert np.isnan(expected).any()
+    np.testing.assert_allclose(result, expected, rtol=1e-5, atol=1e-5)
+    check_update(this, OPTIMIZERS["sgd"])
+
+
+def test_rows_outside_are_not_updated(implementation):
+    table = jnp.ones((4, 2))
+    rows = jnp.array([-1, 4, 5, 2**31 - 1, -(2**31), 3], jnp.int32)
+    table, _ = kernels.fused_update(
+        table, {}, Lookups(rows, None, None), jnp.ones((6, 2)), optim.sgd(1.0), jnp.int32(0)
+    )
+    assert table.tolist() == [[1, 1], [1, 1], [1, 1], [0, 0]]
+
+
+def test_nothing_to_look_up(implementation):
+    layout = kernels.BagLayout((0,), (0,), (0,), (3,), (0,), (5,), (False,))
+    ids, lengths = jnp.zeros(0, jnp.int32), jnp.zeros(3, jnp.int32)
+    table = jnp.ones((5, 4))
+    pooled = kernels.pooled_lookup(table, ids, lengths, None, layout, "float32")
+    assert pooled.tolist() == [[0.0] * 4] * 3
+    lookups = kernels.flatten_bags(ids, lengths, None, layout, 5)
+    new, _ = kernels.fused_update(table, {}, lookups, pooled, optim.sgd(1.0), jnp.int32(0))
+    assert (new == table).all()
+
+
+def test_same_bits_again(implementation):
+    this = case("half_one_row")
+    optimizer = OPTIMIZERS["rowwise_adagrad"]
+
+    def run():
+        pooled = kernels.pooled_lookup(this.table, *this.arrays, this.layout, "float32")
+        lookups = kernels.flatten_bags(*this.arrays, this.layout, this.num_rows)
+        state = optimizer.init(*this.table.shape)
+        return pooled, kernels.fused_update(
+            this.table, state, lookups, this.gradient, optimizer, jnp.int32(0)
+        )
+
+    jax.tree.map(np.testing.assert_array_equal, run(), run())
+
+
+def found(this: Case) -> list[oracle.Lookup]:
+    return oracle.lookups(this.ids, this.lengths, this.weights, this.layout)
