@@ -275,3 +275,70 @@ def test_state_passes_through_a_pytree_round_trip():
     leaves, structure = jax.tree.flatten(nnx.state(collection))
     nnx.update(collection, jax.tree.unflatten(structure, [leaf * 0 + 1 for leaf in leaves]))
     np.testing.assert_array_equal(collection.table("a"), np.ones((6, 2)))
+
+
+TBE_CASES = [(name, case) for name, case in golden.cases("vbe") if name.startswith("tbe")]
+
+
+@pytest.mark.parametrize(("name", "case"), TBE_CASES, ids=[name for name, _ in TBE_CASES])
+def test_variable_batch_follows_fbgemm(name, case):
+    """Recorded from FBGEMM: bags of each feature in rank order, its output by rank and feature."""
+    arrays = golden.load("vbe", name)
+    per_rank = arrays["batch_size_per_feature_per_rank"]
+    dims, rows = case["meta"]["dims"], case["meta"]["rows"]
+    keys = [f"f{f}" for f in range(len(dims))]
+    strides = per_rank.sum(axis=1)
+    samples = int(strides.max())
+    batch = jaxrec.KeyedJaggedArray.from_offsets(
+        keys,
+        arrays["ids"],
+        arrays["offsets"],
+        strides=strides.tolist(),
+        # Sample b has bag b of each feature; features with fewer bags repeat their last.
+        inverse_indices=np.minimum(np.arange(samples), strides[:, None] - 1),
+    )
+    kind = jaxrec.optim.sgd if "sgd" in name else jaxrec.optim.rowwise_adagrad
+    collection = jaxrec.EmbeddingBagCollection(
+        [Bag(key, n, d) for key, n, d in zip(keys, rows, dims, strict=True)],
+        optimizer=kind(case["meta"]["hyper"]["lr"]),
+        rngs=nnx.Rngs(0),
+    )
+    for f, key in enumerate(keys):
+        collection.load_table(key, arrays[f"w0_{f}"])
+
+    def by_rank(of_feature):
+        """The peer's flat order: by rank, then by feature."""
+        ends = np.cumsum(per_rank, axis=1)
+        return np.concatenate(
+            [
+                np.asarray(of_feature[f])[ends[f, r] - per_rank[f, r] : ends[f, r]].reshape(-1)
+                for r in range(per_rank.shape[1])
+                for f in range(len(keys))
+            ]
+        )
+
+    # The peer's flat gradient, put back at the place of each bag.
+    place = by_rank(
+        [
+            np.arange(n * d).reshape(n, d) + 10_000 * f
+            for f, (n, d) in enumerate(zip(strides, dims, strict=True))
+        ]
+    )
+    cotangents = [np.zeros((samples, d), np.float32) for d in dims]
+    for at, value in zip(place, arrays["grad_out"], strict=True):
+        cotangents[at // 10_000].reshape(-1)[at % 10_000] = value
+
+    def loss(model):
+        pooled = model(batch)
+        total = sum((pooled[key] * c).sum() for key, c in zip(keys, cotangents, strict=True))
+        return total, pooled
+
+    (_, pooled), gradients = nnx.jit(jaxrec.value_and_grad(loss, has_aux=True))(collection)
+    out = by_rank([pooled[key][:n] for key, n in zip(keys, strides, strict=True)])
+    np.testing.assert_allclose(out, arrays["out"], **case["tolerance"])
+    collection.apply_gradients(gradients.tables[""], 0)
+    for f, key in enumerate(keys):
+        np.testing.assert_allclose(collection.table(key), arrays[f"w_{f}"], **case["tolerance"])
+        if f"momentum1_{f}" in arrays:
+            state = collection.table_state(key)["accumulator"]
+            np.testing.assert_allclose(state, arrays[f"momentum1_{f}"], **case["tolerance"])
