@@ -21,7 +21,7 @@ JAXREC_INLINE Vec absolute(Vec x) { return as_floats(as_bits(x) & 0x7FFFFFFF); }
 JAXREC_INLINE Vec round_at_random(F32, Vec x, Bits) { return x; }
 JAXREC_INLINE Vec round_at_random(BF16, Vec x, Bits random) {
   Vec rounded = as_floats((as_bits(x) + (random >> 16)) & 0xFFFF0000);
-  return select(absolute(x) < __builtin_inff(), rounded, x);
+  return select(absolute(x) <= 0x1.FEp127f, rounded, x);
 }
 JAXREC_INLINE Vec round_at_random(F16, Vec x, Bits random) {
   Vec size = absolute(x);

@@ -1,0 +1,355 @@
+// The native kernels without XLA: every primitive on random batches with bad ids and bad lengths,
+// for each instruction set and for several numbers of threads. Results must be those of a plain
+// loop, and the same bits for any number of threads. Built with sanitizers by sanitize.sh.
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <limits>
+#include <mutex>
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "kernels.h"
+#include "lookup.h"
+#include "runs.h"
+#include "team.h"
+#include "update_rows.h"
+
+using namespace jaxrec;
+
+namespace {
+
+constexpr float kNone = std::numeric_limits<float>::infinity();
+
+void require(bool holds, const std::string& what) {
+  if (holds) return;
+  std::fprintf(stderr, "failed: %s (%s)\n", what.c_str(), kernels().name);
+  std::exit(1);
+}
+
+// Threads as XLA's pool gives them: started by the caller, some of them late.
+class Threads {
+ public:
+  ~Threads() {
+    for (std::thread& thread : threads_) thread.join();
+  }
+  Starter starter() {
+    return [this](std::function<void()> work) {
+      int number = static_cast<int>(threads_.size());
+      threads_.emplace_back([work = std::move(work), number] {
+        if (number % 3 == 2) std::this_thread::sleep_for(std::chrono::microseconds(300));
+        work();
+      });
+    };
+  }
+
+ private:
+  std::vector<std::thread> threads_;
+};
+
+template <class Work>
+void with_team(int num_threads, const Work& work) {
+  Threads threads;
+  Team team(threads.starter(), num_threads);
+  work(team);
+}
+
+float from_bits(uint32_t bits) {
+  float x;
+  std::memcpy(&x, &bits, 4);
+  return x;
+}
+
+float read(const void* rows, Type type, int64_t i) {
+  if (type == Type::kF32) return static_cast<const float*>(rows)[i];
+  uint32_t bits = static_cast<const uint16_t*>(rows)[i];
+  if (type == Type::kBF16) return from_bits(bits << 16);
+  float magnitude = (bits & 0x7C00) == 0
+                        ? static_cast<float>(bits & 0x3FF) * 0x1p-24f
+                        : from_bits(((bits & 0x7FFF) << 13) + (112u << 23));
+  return (bits & 0x8000) ? -magnitude : magnitude;
+}
+
+struct Case {
+  int64_t dim;
+  Type type;
+  bool weighted;
+  bool mean;
+  int64_t num_features;
+  int64_t num_bags;
+  int64_t most;       // Ids of a bag.
+  double hot;         // Share of the ids that are row 0.
+};
+
+// A batch in memory that ends where it ends, so that a read past the end is seen.
+struct Data {
+  Case shape;
+  int64_t num_rows_each = 37;
+  std::vector<char> table;
+  std::vector<int32_t> ids, lengths;
+  std::vector<float> weights, gradients;
+  std::vector<Feature> features;
+
+  explicit Data(const Case& shape) : shape(shape) {
+    std::mt19937 random(7);
+    const int64_t num_rows = num_rows_each * shape.num_features;
+    table.resize(num_rows * shape.dim * size_of(shape.type));
+    for (int64_t i = 0; i < num_rows * shape.dim; ++i) {
+      const float x = static_cast<float>(static_cast<int>(random() % 200) - 100) / 64.0f;
+      uint32_t bits;
+      std::memcpy(&bits, &x, 4);
+      if (shape.type == Type::kF32) reinterpret_cast<float*>(table.data())[i] = x;
+      if (shape.type == Type::kBF16) {
+        reinterpret_cast<uint16_t*>(table.data())[i] = static_cast<uint16_t>(bits >> 16);
+      }
+      if (shape.type == Type::kF16) {
+        uint32_t size = bits & 0x7FFFFFFF;
+        uint32_t half = size == 0 ? 0 : (size - (112u << 23)) >> 13;
+        reinterpret_cast<uint16_t*>(table.data())[i] =
+            static_cast<uint16_t>(half | (bits >> 16 & 0x8000));
+      }
+    }
+    for (int64_t f = 0; f < shape.num_features; ++f) {
+      Feature feature = {static_cast<int64_t>(ids.size()), 0, static_cast<int64_t>(lengths.size()),
+                         shape.num_bags, f * num_rows_each, num_rows_each, shape.mean,
+                         static_cast<int64_t>(ids.size()), f, shape.num_features};
+      int64_t used = 0;
+      for (int64_t bag = 0; bag < shape.num_bags; ++bag) {
+        lengths.push_back(static_cast<int32_t>(random() % (shape.most + 1)));
+        used += lengths.back();
+      }
+      const int64_t padding = f % 2 == 0 ? 5 : 0;
+      for (int64_t i = 0; i < used + padding; ++i) {
+        bool is_hot = static_cast<double>(random() % 1000) < 1000 * shape.hot;
+        ids.push_back(is_hot ? 0 : static_cast<int32_t>(random() % num_rows_each));
+        weights.push_back(static_cast<float>(random() % 100) / 50.0f - 1.0f);
+        if (random() % 50 == 0) ids.back() = static_cast<int32_t>(random());  // Mostly outside.
+      }
+      feature.capacity = used + padding;
+      features.push_back(feature);
+    }
+    if (!shape.weighted) weights.clear();
+    for (int64_t i = 0; i < shape.num_features * shape.num_bags * shape.dim; ++i) {
+      gradients.push_back(static_cast<float>(random() % 100) / 50.0f - 1.0f);
+    }
+  }
+
+  int64_t num_rows() const { return num_rows_each * shape.num_features; }
+  int64_t num_bags() const { return shape.num_bags * shape.num_features; }
+  Table rows(std::vector<char>& memory) const {
+    return {memory.data(), shape.type, num_rows(), shape.dim};
+  }
+  Batch batch() const {
+    return {ids.data(), lengths.data(), weights.empty() ? nullptr : weights.data(), features};
+  }
+};
+
+std::string name_of(const Case& shape) {
+  return "dim " + std::to_string(shape.dim) + " type " +
+         std::to_string(static_cast<int>(shape.type));
+}
+
+bool is_close(double x, double expected, double tolerance) {
+  return std::isnan(expected) ? std::isnan(x)
+                              : std::abs(x - expected) <= tolerance * (1 + std::abs(expected));
+}
+
+void check_pooled(Data& data) {
+  const Case& shape = data.shape;
+  std::vector<double> expected(data.num_bags() * shape.dim, 0.0);
+  for (const Feature& feature : data.features) {
+    int64_t i = feature.id_start;
+    for (int64_t bag = 0; bag < feature.stride; ++bag) {
+      const int64_t length = data.lengths[feature.length_start + bag];
+      double* out = expected.data() + (feature.out_row + bag * feature.out_step) * shape.dim;
+      for (int64_t end = i + length; i < end; ++i) {
+        const bool inside = data.ids[i] >= 0 && data.ids[i] < feature.row_count;
+        double scale = shape.weighted ? data.weights[i] : 1.0;
+        if (shape.mean) scale /= static_cast<double>(length);
+        for (int64_t d = 0; d < shape.dim; ++d) {
+          const int64_t row = feature.row_offset + data.ids[i];
+          out[d] += inside ? scale * read(data.table.data(), shape.type, row * shape.dim + d) : NAN;
+        }
+      }
+    }
+  }
+  std::vector<float> first;
+  for (int threads : {1, 2, 5}) {
+    std::vector<float> out(expected.size());
+    with_team(threads, [&](Team& team) {
+      pooled_lookup(team, data.rows(data.table), data.batch(), out.data(), Type::kF32);
+    });
+    for (size_t i = 0; i < out.size(); ++i) {
+      require(is_close(out[i], expected[i], 1e-5), "pooled lookup, " + name_of(shape));
+    }
+    if (first.empty()) first = out;
+    require(std::memcmp(first.data(), out.data(), 4 * out.size()) == 0, "bits of pooled lookup");
+  }
+}
+
+void check_rows(Data& data) {
+  std::vector<int32_t> rows(data.ids.begin(), data.ids.end());
+  rows.push_back(static_cast<int32_t>(data.num_rows()));
+  const Case& shape = data.shape;
+  std::vector<char> out(rows.size() * shape.dim * size_of(shape.type));
+  with_team(3, [&](Team& team) {
+    row_lookup(team, data.rows(data.table), rows.data(), rows.size(), out.data());
+  });
+  for (size_t i = 0; i < rows.size(); ++i) {
+    const bool inside = rows[i] >= 0 && rows[i] < data.num_rows();
+    for (int64_t d = 0; d < shape.dim && inside; ++d) {
+      require(read(out.data(), shape.type, i * shape.dim + d) ==
+                  read(data.table.data(), shape.type, rows[i] * shape.dim + d),
+              "row lookup");
+    }
+  }
+}
+
+// Lengths that do not fit their ids must not lead past the end.
+void check_bad_lengths(const Case& shape) {
+  for (int32_t bad : {-1, 1 << 30, std::numeric_limits<int32_t>::min()}) {
+    Data data(shape);
+    for (size_t i = 0; i < data.lengths.size(); i += 2) data.lengths[i] = bad;
+    std::vector<float> out(data.num_bags() * shape.dim);
+    std::vector<int32_t> rows(data.ids.size()), bags(data.ids.size());
+    std::vector<float> scales(data.ids.size());
+    with_team(2, [&](Team& team) {
+      pooled_lookup(team, data.rows(data.table), data.batch(), out.data(), Type::kF32);
+      flatten_bags(team, data.num_rows(), data.batch(), rows.data(), bags.data(), scales.data());
+    });
+    for (int32_t bag : bags) require(bag >= 0 && bag < data.num_bags(), "bag of a bad batch");
+  }
+}
+
+void check_update(Data& data, Rule rule, bool stochastic) {
+  const Case& shape = data.shape;
+  const int64_t count = static_cast<int64_t>(data.ids.size());
+  std::vector<int32_t> rows(count), bags(count);
+  const bool has_scales = shape.weighted || shape.mean;
+  std::vector<float> scales(has_scales ? count : 0);
+  with_team(2, [&](Team& team) {
+    flatten_bags(team, data.num_rows(), data.batch(), rows.data(), bags.data(),
+                 has_scales ? scales.data() : nullptr);
+  });
+  bags[0] = -1;  // A lookup of no bag is passed over.
+
+  std::vector<char> first_table;
+  std::vector<float> first_state;
+  for (int threads : {1, 2, 5}) {
+    std::vector<char> table = data.table;
+    std::vector<float> state(data.num_rows() * shape.dim, 0.5f);
+    std::vector<float> second(data.num_rows() * shape.dim, 0.25f), counts(data.num_rows(), 0.0f);
+    Step step = {};
+    step.rule = rule;
+    step.rate = 0.125f;
+    step.eps = 1e-8f;
+    step.b1 = 0.9f;
+    step.b2 = 0.999f;
+    step.share1 = 0.1f;
+    step.share2 = 0.001f;
+    step.log_b1 = std::log(0.9f);
+    step.log_b2 = std::log(0.999f);
+    step.counts_rows = rule == Rule::kAdam;
+    step.max_norm = rule == Rule::kAdagrad ? 1.5f : kNone;
+    step.stochastic = stochastic;
+    step.step = 3;
+    step.first = state.data();
+    step.second = second.data();
+    step.counts = counts.data();
+    with_team(threads, [&](Team& team) {
+      fused_update(team, data.rows(table), step, rows.data(), count,
+                   {data.gradients.data(), Type::kF32, shape.dim, bags.data(), data.num_bags(),
+                    has_scales ? scales.data() : nullptr, rule == Rule::kSgd ? 0.75f : kNone});
+    });
+    if (first_table.empty()) {
+      first_table = table;
+      first_state = state;
+    }
+    require(first_table == table && first_state == state,
+            "bits of an update, " + name_of(shape) + " rule " +
+                std::to_string(static_cast<int>(rule)));
+  }
+  if (rule != Rule::kSgd) return;
+  std::vector<double> expected(data.num_rows() * shape.dim);
+  for (size_t i = 0; i < expected.size(); ++i) {
+    expected[i] = read(data.table.data(), shape.type, i);
+  }
+  for (int64_t i = 1; i < count; ++i) {
+    if (rows[i] < 0 || rows[i] >= data.num_rows()) continue;
+    for (int64_t d = 0; d < shape.dim; ++d) {
+      double g = data.gradients[bags[i] * shape.dim + d];
+      g = std::min(std::max(g, -0.75), 0.75) * (has_scales ? scales[i] : 1.0);
+      expected[rows[i] * shape.dim + d] -= 0.125 * g;
+    }
+  }
+  // Thousands of terms are added in float32.
+  const double tolerance = shape.type == Type::kF32 ? 1e-4 : shape.type == Type::kF16 ? 2e-3 : 1e-2;
+  for (size_t i = 0; i < expected.size(); ++i) {
+    require(is_close(read(first_table.data(), shape.type, i), expected[i], tolerance),
+            "update, " + name_of(shape));
+  }
+}
+
+void check_runs() {
+  std::mt19937 random(3);
+  std::vector<int32_t> rows(20000);
+  for (int32_t& row : rows) row = random() % 3 == 0 ? 5 : static_cast<int32_t>(random() % 3000) - 9;
+  const int32_t count = static_cast<int32_t>(rows.size()), num_rows = 2900;
+  for (int threads : {1, 4}) {
+    std::vector<int32_t> order(count), segments(count), unique(count), inverse(count), counts(7);
+    std::vector<int32_t> grouped(count);
+    with_team(threads, [&](Team& team) {
+      build_runs(team, rows.data(), count, num_rows, order.data(), segments.data(), unique.data(),
+                 inverse.data());
+      bucket(team, rows.data(), count, 7, grouped.data(), counts.data());
+    });
+    auto key = [&](int32_t i) {
+      return rows[i] < 0 || rows[i] >= num_rows ? num_rows : rows[i];
+    };
+    for (int32_t i = 0; i < count; ++i) {
+      require(key(order[i]) == unique[segments[i]] && inverse[order[i]] == segments[i], "runs");
+      if (i == 0) continue;
+      require(key(order[i - 1]) < key(order[i]) ||
+                  (key(order[i - 1]) == key(order[i]) && order[i - 1] < order[i]),
+              "order of runs");
+    }
+  }
+}
+
+}  // namespace
+
+int main() {
+  const Case cases[] = {
+      {1, Type::kF32, false, false, 2, 30, 4, 0.0},
+      {3, Type::kBF16, true, false, 3, 30, 4, 0.0},
+      {16, Type::kF32, false, true, 2, 300, 9, 0.5},
+      {64, Type::kF32, false, false, 2, 400, 30, 0.6},
+      {64, Type::kBF16, true, true, 1, 50, 5, 0.0},
+      {100, Type::kF16, false, false, 2, 40, 5, 0.1},
+      {128, Type::kF16, true, false, 1, 40, 5, 0.1},
+      {257, Type::kF32, true, true, 1, 20, 5, 0.0},
+      {4096, Type::kF32, false, false, 1, 3, 3, 0.0},
+  };
+  int checked = 0;
+  for (const char* name : {"portable", "avx2", "avx512"}) {
+    if (!select_kernels(name)) continue;
+    ++checked;
+    for (const Case& shape : cases) {
+      Data data(shape);
+      check_pooled(data);
+      check_rows(data);
+      check_bad_lengths(shape);
+      for (Rule rule : {Rule::kSgd, Rule::kAdagrad, Rule::kRowwiseAdagrad, Rule::kAdam,
+                        Rule::kPartialRowwiseAdam}) {
+        check_update(data, rule, false);
+        check_update(data, rule, true);
+      }
+    }
+    check_runs();
+  }
+  std::printf("native kernels: %d instruction sets agree\n", checked);
+}
