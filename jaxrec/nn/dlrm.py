@@ -1,16 +1,18 @@
-"""The deep learning recommendation model."""
+"""The deep learning recommendation model, with three ways in which its vectors interact."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, DTypeLike, Float
 
 from jaxrec.embed import EmbeddingBagCollection
-from jaxrec.nn.interaction import DotInteraction
+from jaxrec.nn.interaction import DotInteraction, InteractionDCNArch, InteractionProjectionArch
 from jaxrec.nn.mlp import MLP
+from jaxrec.nn.tables import common_width, num_features
 from jaxrec.ragged import KeyedJaggedArray
 from jaxrec.ragged.arrays import AnyArray
 
@@ -28,6 +30,9 @@ class DLRM(nnx.Module):
         num_dense: Number of dense features.
         bottom_layer_sizes: Sizes of the bottom MLP's layers; the last is ``dim``.
         top_layer_sizes: Sizes of the top MLP's layers; the last is 1 and has no activation.
+        interaction: How the vectors interact: a function of the dense vector, ``[batch, dim]``, and
+            the pooled embeddings, ``[batch, features, dim]``, that returns ``[batch, columns]``.
+            None: `DotInteraction`.
         dtype: Type that the MLPs compute in; None: float32, unless inputs are wider.
         param_dtype: Type of the MLPs' parameters.
         rngs: Gives the random keys of the MLPs' first values.
@@ -55,15 +60,12 @@ class DLRM(nnx.Module):
         num_dense: int,
         bottom_layer_sizes: Sequence[int],
         top_layer_sizes: Sequence[int],
+        interaction: Callable[[Array, Array], Array] | None = None,
         dtype: DTypeLike | None = None,
         param_dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
     ):
-        widths = {table.name: table.embedding_dim for table in embeddings.configs}
-        if len(set(widths.values())) != 1:
-            raise ValueError(f"DLRM's tables are of one width, embedding_dim; got {widths}")
-        dim = next(iter(widths.values()))
-        features = sum(len(table.feature_names) for table in embeddings.configs)
+        dim = common_width(type(self).__name__, embeddings.configs)
         if not bottom_layer_sizes or bottom_layer_sizes[-1] != dim:
             raise ValueError(
                 f"the bottom MLP ends with the tables' width, {dim}, so that its output is one "
@@ -79,9 +81,12 @@ class DLRM(nnx.Module):
         self.bottom = MLP(
             num_dense, bottom_layer_sizes, dtype=dtype, param_dtype=param_dtype, rngs=rngs
         )
-        self.interaction = DotInteraction()
+        self.interaction = DotInteraction() if interaction is None else interaction
+        interactions = jax.eval_shape(
+            self.interaction, jnp.zeros((1, dim)), jnp.zeros((1, num_features(embeddings), dim))
+        )
         self.top = MLP(
-            self.interaction.out_features(features, dim),
+            interactions.shape[1],
             top_layer_sizes,
             activation_on_last=False,
             dtype=dtype,
@@ -105,3 +110,137 @@ class DLRM(nnx.Module):
         sparse = pooled.reshape(pooled.shape[0], -1, self.dim)
         interactions = self.interaction(self.bottom(dense), sparse)
         return self.top(interactions)[:, 0]
+
+
+class DLRM_DCN(DLRM):
+    """A `DLRM` whose vectors interact in a low-rank cross network.
+
+    MLPerf's DLRM-DCNv2 (3 layers of rank 512, width 128) and TorchRec's model of that name; Wang et
+    al. 2021, "DCN V2" (arXiv:2008.13535), over Naumov et al. 2019 (arXiv:1906.00091).
+
+    Args:
+        embeddings: The tables, all of one width, ``dim``.
+        num_dense: Number of dense features.
+        bottom_layer_sizes: Sizes of the bottom MLP's layers; the last is ``dim``.
+        top_layer_sizes: Sizes of the top MLP's layers; the last is 1 and has no activation.
+        dcn_num_layers: Layers of the cross network.
+        dcn_low_rank_dim: Its rank.
+        dtype: Type that MLPs and cross network compute in; None: float32, unless inputs are wider.
+        param_dtype: Type of their parameters.
+        rngs: Gives the random keys of their first values.
+
+    Raises:
+        ValueError: The tables differ in width, or a size is another than it should be.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import jaxrec
+        >>> rngs = nnx.Rngs(0)
+        >>> tables = [jaxrec.EmbeddingBagConfig(name, 100, 8) for name in ("user", "item")]
+        >>> model = DLRM_DCN(jaxrec.EmbeddingBagCollection(tables, rngs=rngs), num_dense=3,
+        ...                  bottom_layer_sizes=(16, 8), top_layer_sizes=(16, 1),
+        ...                  dcn_num_layers=2, dcn_low_rank_dim=4, rngs=rngs)
+        >>> ids = jaxrec.KeyedJaggedArray.from_lists({"user": [[1], [2]], "item": [[3, 4], []]})
+        >>> model(jnp.ones((2, 3)), ids).shape
+        (2,)
+    """
+
+    def __init__(
+        self,
+        embeddings: EmbeddingBagCollection,
+        *,
+        num_dense: int,
+        bottom_layer_sizes: Sequence[int],
+        top_layer_sizes: Sequence[int],
+        dcn_num_layers: int,
+        dcn_low_rank_dim: int,
+        dtype: DTypeLike | None = None,
+        param_dtype: DTypeLike = jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        super().__init__(
+            embeddings,
+            num_dense=num_dense,
+            bottom_layer_sizes=bottom_layer_sizes,
+            top_layer_sizes=top_layer_sizes,
+            interaction=InteractionDCNArch(
+                num_features(embeddings),
+                common_width("DLRM_DCN", embeddings.configs),
+                num_layers=dcn_num_layers,
+                low_rank=dcn_low_rank_dim,
+                dtype=dtype,
+                param_dtype=param_dtype,
+                rngs=rngs,
+            ),
+            dtype=dtype,
+            param_dtype=param_dtype,
+            rngs=rngs,
+        )
+
+
+class DLRM_Projection(DLRM):
+    """A `DLRM` in which two sets of projections of the vectors interact, fewer than all pairs.
+
+    TorchRec's model of that name; see `InteractionProjectionArch`.
+
+    Args:
+        embeddings: The tables, all of one width, ``dim``.
+        num_dense: Number of dense features.
+        bottom_layer_sizes: Sizes of the bottom MLP's layers; the last is ``dim``.
+        top_layer_sizes: Sizes of the top MLP's layers; the last is 1 and has no activation.
+        interaction_branch1_layer_sizes: Layers of the first projection; the last is a multiple of
+            ``dim``.
+        interaction_branch2_layer_sizes: Layers of the second; likewise.
+        dtype: Type that the MLPs compute in; None: float32, unless inputs are wider.
+        param_dtype: Type of the MLPs' parameters.
+        rngs: Gives the random keys of the MLPs' first values.
+
+    Raises:
+        ValueError: The tables differ in width, or a size is another than it should be.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import jaxrec
+        >>> rngs = nnx.Rngs(0)
+        >>> tables = [jaxrec.EmbeddingBagConfig(name, 100, 8) for name in ("user", "item")]
+        >>> model = DLRM_Projection(
+        ...     jaxrec.EmbeddingBagCollection(tables, rngs=rngs), num_dense=3,
+        ...     bottom_layer_sizes=(16, 8), top_layer_sizes=(16, 1),
+        ...     interaction_branch1_layer_sizes=(16, 2 * 8),
+        ...     interaction_branch2_layer_sizes=(16, 8 * 3), rngs=rngs)
+        >>> ids = jaxrec.KeyedJaggedArray.from_lists({"user": [[1], [2]], "item": [[3, 4], []]})
+        >>> model(jnp.ones((2, 3)), ids).shape
+        (2,)
+    """
+
+    def __init__(
+        self,
+        embeddings: EmbeddingBagCollection,
+        *,
+        num_dense: int,
+        bottom_layer_sizes: Sequence[int],
+        top_layer_sizes: Sequence[int],
+        interaction_branch1_layer_sizes: Sequence[int],
+        interaction_branch2_layer_sizes: Sequence[int],
+        dtype: DTypeLike | None = None,
+        param_dtype: DTypeLike = jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        super().__init__(
+            embeddings,
+            num_dense=num_dense,
+            bottom_layer_sizes=bottom_layer_sizes,
+            top_layer_sizes=top_layer_sizes,
+            interaction=InteractionProjectionArch(
+                num_features(embeddings),
+                common_width("DLRM_Projection", embeddings.configs),
+                branch1_layer_sizes=interaction_branch1_layer_sizes,
+                branch2_layer_sizes=interaction_branch2_layer_sizes,
+                dtype=dtype,
+                param_dtype=param_dtype,
+                rngs=rngs,
+            ),
+            dtype=dtype,
+            param_dtype=param_dtype,
+            rngs=rngs,
+        )

@@ -3,23 +3,103 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Literal, TypeAlias
 
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, DTypeLike, Float
 
+from jaxrec.nn.swish import SwishLayerNorm
 from jaxrec.ragged.arrays import AnyArray
+
+Activation: TypeAlias = Callable[[Array], Array] | Literal["relu", "sigmoid", "swish_layernorm"]
+
+_BY_NAME: dict[str, Callable[[Array], Array]] = {"relu": nnx.relu, "sigmoid": nnx.sigmoid}
+
+
+def make_activation(
+    activation: Activation,
+    size: int,
+    *,
+    dtype: DTypeLike | None,
+    param_dtype: DTypeLike,
+    rngs: nnx.Rngs,
+) -> Callable[[Array], Array]:
+    """The activation behind a layer of ``size`` columns.
+
+    Raises:
+        ValueError: There is none of that name.
+    """
+    if activation == "swish_layernorm":
+        return SwishLayerNorm(size, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+    if isinstance(activation, str):
+        if activation not in _BY_NAME:
+            raise ValueError(
+                f"activation={activation!r} is none of {', '.join(_BY_NAME)}, swish_layernorm; "
+                "give one of these or an elementwise function"
+            )
+        return _BY_NAME[activation]
+    return activation
+
+
+class Perceptron(nnx.Module):
+    """A dense layer and the activation behind it; TorchRec's module of that name.
+
+    Args:
+        in_features: Columns of the input.
+        out_features: Columns of the output.
+        activation: As for `MLP`.
+        bias: Whether it adds a bias.
+        dtype: Type that it computes in; None: the wider of the input's and ``param_dtype``.
+        param_dtype: Type of the parameters.
+        rngs: Gives the random key of the kernel's first values (LeCun's normal).
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> Perceptron(13, 4, rngs=nnx.Rngs(0))(jnp.ones((2, 13))).shape
+        (2, 4)
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        activation: Activation = nnx.relu,
+        bias: bool = True,
+        dtype: DTypeLike | None = None,
+        param_dtype: DTypeLike = jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        self.linear = nnx.Linear(
+            in_features,
+            out_features,
+            use_bias=bias,
+            dtype=dtype,
+            param_dtype=param_dtype,
+            rngs=rngs,
+        )
+        self.activation = make_activation(
+            activation, out_features, dtype=dtype, param_dtype=param_dtype, rngs=rngs
+        )
+
+    def __call__(
+        self, x: Float[AnyArray, "*batch in_features"]
+    ) -> Float[Array, "*batch out_features"]:
+        """``[..., in_features]`` to ``[..., out_features]``."""
+        return self.activation(self.linear(jnp.asarray(x)))
 
 
 class MLP(nnx.Module):
     """Dense layers one after the other, each followed by an activation.
 
-    TorchRec's MLP, its Perceptron being a layer and the activation behind it.
+    TorchRec's MLP, a stack of `Perceptron`.
 
     Args:
         in_features: Columns of the input.
         layer_sizes: Columns of each layer's output.
-        activation: What follows each layer; an elementwise function.
+        activation: What follows each layer: an elementwise function, or "relu", "sigmoid" or
+            "swish_layernorm" (a `SwishLayerNorm` of its own behind each layer).
         activation_on_last: Whether it follows the last layer too. A model's head leaves it out to
             return logits.
         bias: Whether layers add a bias.
@@ -28,7 +108,7 @@ class MLP(nnx.Module):
         rngs: Gives the random keys of the kernels' first values (LeCun's normal).
 
     Raises:
-        ValueError: A size is below 1, or there are no layers.
+        ValueError: A size is below 1, there are no layers, or no activation has that name.
 
     Example:
         >>> import jax.numpy as jnp
@@ -42,7 +122,7 @@ class MLP(nnx.Module):
         in_features: int,
         layer_sizes: Sequence[int],
         *,
-        activation: Callable[[Array], Array] = nnx.relu,
+        activation: Activation = nnx.relu,
         activation_on_last: bool = True,
         bias: bool = True,
         dtype: DTypeLike | None = None,
@@ -66,15 +146,19 @@ class MLP(nnx.Module):
             )
             for i in range(len(layer_sizes))
         )
-        self.activation = activation
-        self.activation_on_last = activation_on_last
+        activated = sizes[1:] if activation_on_last else sizes[1:-1]
+        self.activations = nnx.List(
+            make_activation(activation, size, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+            for size in activated
+        )
 
     def __call__(
         self, x: Float[AnyArray, "*batch in_features"]
     ) -> Float[Array, "*batch out_features"]:
         """``[..., in_features]`` to ``[..., layer_sizes[-1]]``."""
         hidden = jnp.asarray(x)
-        for layer in self.layers[:-1]:
-            hidden = self.activation(layer(hidden))
-        out = self.layers[-1](hidden)
-        return self.activation(out) if self.activation_on_last else out
+        for i, layer in enumerate(self.layers):
+            hidden = layer(hidden)
+            if i < len(self.activations):
+                hidden = self.activations[i](hidden)
+        return hidden

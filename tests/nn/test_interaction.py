@@ -10,17 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxrec.nn import DotInteraction, pairwise_dots
-from tests import golden
-
-
-def test_golden():
-    (case,) = [case for name, case in golden.cases("modules") if name == "interaction_arch"]
-    arrays = golden.load("modules", "interaction_arch")
-    out, vjp = jax.vjp(DotInteraction(), arrays["dense"], arrays["sparse"])
-    np.testing.assert_allclose(out, arrays["out"], **case["tolerance"])
-    dense, sparse = vjp(arrays["grad_out"])
-    np.testing.assert_allclose(dense, arrays["grad__dense"], **case["tolerance"])
-    np.testing.assert_allclose(sparse, arrays["grad__sparse"], **case["tolerance"])
 
 
 @settings(max_examples=8, deadline=None)

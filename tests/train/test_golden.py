@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 import jaxrec
-from jaxrec.nn import DLRM
+from jaxrec.nn import DLRM, DLRM_DCN, SimpleDeepFMNN
 from jaxrec.ragged import jagged_to_padded_dense
 from jaxrec.train import compile_step
 from tests import golden
@@ -105,14 +105,14 @@ def dlrm_layers(model):
     )
 
 
-def follow(model, tx, arrays, case, keys):
-    """Trains and checks the loss and the logits of each step."""
+def follow(model, tx, arrays, case, keys, loss_of=optax.sigmoid_binary_cross_entropy):
+    """Trains and checks the loss and the model's output of each step."""
     optimizer = jaxrec.Optimizer(model, tx)
 
     def step(model, optimizer, inputs, labels):
         def loss_fn(model):
             logits = model(*inputs)
-            return optax.sigmoid_binary_cross_entropy(logits, labels).mean(), logits
+            return loss_of(logits, labels).mean(), logits
 
         (loss, logits), gradients = jaxrec.value_and_grad(loss_fn, has_aux=True)(model)
         optimizer.update(model, gradients)
@@ -137,13 +137,8 @@ def follow(model, tx, arrays, case, keys):
     np.testing.assert_allclose(logits, expected, **case["tolerance"])
 
 
-@pytest.mark.parametrize("name", DLRM_OPTIMIZERS)
-def test_dlrm(name):
-    case, arrays = CASES[name], golden.load("train", name)
-    meta = case["meta"]
-    tables, tx = DLRM_OPTIMIZERS[name]
-    rngs = nnx.Rngs(0)
-    embeddings = jaxrec.EmbeddingBagCollection(
+def make_tables(meta, optimizer, rngs):
+    return jaxrec.EmbeddingBagCollection(
         [
             jaxrec.EmbeddingBagConfig(
                 table["name"],
@@ -154,9 +149,18 @@ def test_dlrm(name):
             )
             for table in meta["tables"]
         ],
-        optimizer=tables,
+        optimizer=optimizer,
         rngs=rngs,
     )
+
+
+@pytest.mark.parametrize("name", DLRM_OPTIMIZERS)
+def test_dlrm(name):
+    case, arrays = CASES[name], golden.load("train", name)
+    meta = case["meta"]
+    tables, tx = DLRM_OPTIMIZERS[name]
+    rngs = nnx.Rngs(0)
+    embeddings = make_tables(meta, tables, rngs)
     load_tables(embeddings, arrays)
     model = DLRM(
         embeddings,
@@ -170,6 +174,78 @@ def test_dlrm(name):
     follow(model, tx, arrays, case, meta["keys"])
     assert_tables(embeddings, arrays, case["tolerance"])
     for layer, layer_name in dlrm_layers(model):
+        assert_linear(layer, arrays, layer_name, case["tolerance"])
+
+
+def test_dlrm_dcn():
+    name = "dlrm_dcn_rowwise_adagrad"
+    case, arrays = CASES[name], golden.load("train", name)
+    meta, rngs = case["meta"], nnx.Rngs(0)
+    embeddings = make_tables(meta, jaxrec.optim.rowwise_adagrad(0.05, eps=1e-8), rngs)
+    load_tables(embeddings, arrays)
+    model = DLRM_DCN(
+        embeddings,
+        num_dense=arrays["dense_1"].shape[1],
+        bottom_layer_sizes=(16, meta["dim"]),
+        top_layer_sizes=(16, 8, 1),
+        dcn_num_layers=2,
+        dcn_low_rank_dim=4,
+        rngs=rngs,
+    )
+    crossnet = model.interaction.crossnet
+    for layer, layer_name in dlrm_layers(model):
+        load_linear(layer, arrays, layer_name)
+    for i in range(2):
+        prefix = "p0__inter_arch__crossnet__"
+        crossnet.down[i].kernel.set_value(jnp.asarray(arrays[f"{prefix}V_kernels__{i}"].T))
+        crossnet.up[i].kernel.set_value(jnp.asarray(arrays[f"{prefix}W_kernels__{i}"].T))
+        crossnet.up[i].bias.set_value(jnp.asarray(arrays[f"{prefix}bias__{i}"].reshape(-1)))
+    follow(model, optax.sgd(0.05), arrays, case, meta["keys"])
+    assert_tables(embeddings, arrays, case["tolerance"])
+    for layer, layer_name in dlrm_layers(model):
+        assert_linear(layer, arrays, layer_name, case["tolerance"])
+    for i in range(2):
+        prefix, tolerance = "pN__inter_arch__crossnet__", case["tolerance"]
+        down, up = crossnet.down[i], crossnet.up[i]
+        np.testing.assert_allclose(
+            down.kernel[...].T, arrays[f"{prefix}V_kernels__{i}"], **tolerance
+        )
+        np.testing.assert_allclose(up.kernel[...].T, arrays[f"{prefix}W_kernels__{i}"], **tolerance)
+        bias = arrays[f"{prefix}bias__{i}"].reshape(-1)
+        np.testing.assert_allclose(up.bias[...], bias, **tolerance)
+
+
+def binary_cross_entropy(probabilities, labels):
+    return -(labels * jnp.log(probabilities) + (1 - labels) * jnp.log1p(-probabilities))
+
+
+def test_simple_deepfm():
+    name = "simple_deepfm_sgd"
+    case, arrays = CASES[name], golden.load("train", name)
+    meta, rngs = case["meta"], nnx.Rngs(0)
+    embeddings = make_tables(meta, jaxrec.optim.sgd(0.05), rngs)
+    load_tables(embeddings, arrays)
+    model = SimpleDeepFMNN(
+        embeddings,
+        num_dense=arrays["dense_1"].shape[1],
+        hidden_layer_size=12,
+        deep_fm_dimension=6,
+        compat="torchrec",
+        rngs=rngs,
+    )
+    layers = {
+        "dense_arch__model__0": model.dense_arch.layers[0],
+        "dense_arch__model__2": model.dense_arch.layers[1],
+        "inter_arch__deep_fm__dense_module__0": model.interaction.deep.layers[0],
+        "over_arch__model__0": model.head,
+    }
+    for layer_name, layer in layers.items():
+        load_linear(layer, arrays, layer_name)
+    follow(model, optax.sgd(0.05), arrays, case, meta["keys"], binary_cross_entropy)
+    for table in embeddings.configs:
+        expected = arrays[f"tableN_{table.name}"]
+        np.testing.assert_allclose(embeddings.table(table.name), expected, **case["tolerance"])
+    for layer_name, layer in layers.items():
         assert_linear(layer, arrays, layer_name, case["tolerance"])
 
 

@@ -1,0 +1,282 @@
+"""Cross networks: explicit feature crosses of a degree that grows by one each layer.
+
+All take ``x_0`` of ``[batch, in_features]`` and give ``[batch, in_features]``. ``x_l`` is the input
+of layer ``l``, ``*`` the elementwise product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, DTypeLike, Float
+
+from jaxrec.nn.dtypes import promote
+from jaxrec.ragged.arrays import AnyArray
+
+_glorot = nnx.initializers.glorot_normal()
+
+
+def _check_sizes(**sizes: int) -> None:
+    if min(sizes.values()) < 1:
+        given = ", ".join(f"{name}={size}" for name, size in sizes.items())
+        raise ValueError(f"a cross network's sizes are 1 or more; got {given}")
+
+
+class CrossNet(nnx.Module):
+    """Cross layers of full rank: ``x_{l+1} = x_0 * (W_l x_l + b_l) + x_l``.
+
+    Wang et al. 2021, "DCN V2: Improved deep & cross network and practical lessons for web-scale
+    learning to rank systems" (arXiv:2008.13535), equation 1.
+
+    Args:
+        in_features: Columns of the input.
+        num_layers: Number of layers.
+        dtype: Type that it computes in; None: the wider of the input's and ``param_dtype``.
+        param_dtype: Type of the parameters.
+        rngs: Gives the random keys of the kernels' first values (Glorot's normal).
+
+    Raises:
+        ValueError: A size is below 1.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> CrossNet(6, num_layers=3, rngs=nnx.Rngs(0))(jnp.ones((2, 6))).shape
+        (2, 6)
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        num_layers: int,
+        *,
+        dtype: DTypeLike | None = None,
+        param_dtype: DTypeLike = jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        _check_sizes(in_features=in_features, num_layers=num_layers)
+        self.layers = nnx.List(
+            nnx.Linear(
+                in_features,
+                in_features,
+                kernel_init=_glorot,
+                dtype=dtype,
+                param_dtype=param_dtype,
+                rngs=rngs,
+            )
+            for _ in range(num_layers)
+        )
+
+    def __call__(self, x: Float[AnyArray, "batch columns"]) -> Float[Array, "batch columns"]:
+        """``[batch, in_features]`` to the same shape."""
+        first = x = jnp.asarray(x)
+        for layer in self.layers:
+            out = layer(x)
+            x = first.astype(out.dtype) * out + x.astype(out.dtype)
+        return x
+
+
+class LowRankCrossNet(nnx.Module):
+    """Cross layers of low rank: ``x_{l+1} = x_0 * (W_l (V_l x_l) + b_l) + x_l``.
+
+    Wang et al. 2021 (arXiv:2008.13535), equation 2; the interaction of MLPerf's DLRM-DCNv2.
+
+    Args:
+        in_features: Columns of the input.
+        num_layers: Number of layers.
+        low_rank: Rows of ``V_l``, columns of ``W_l``.
+        dtype: Type that it computes in; None: the wider of the input's and ``param_dtype``.
+        param_dtype: Type of the parameters.
+        rngs: Gives the random keys of the kernels' first values (Glorot's normal).
+
+    Raises:
+        ValueError: A size is below 1.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> LowRankCrossNet(6, num_layers=3, low_rank=2, rngs=nnx.Rngs(0))(jnp.ones((2, 6))).shape
+        (2, 6)
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        num_layers: int,
+        low_rank: int = 1,
+        *,
+        dtype: DTypeLike | None = None,
+        param_dtype: DTypeLike = jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        _check_sizes(in_features=in_features, num_layers=num_layers, low_rank=low_rank)
+
+        def linear(columns: int, out: int, *, use_bias: bool) -> nnx.Linear:
+            return nnx.Linear(
+                columns,
+                out,
+                use_bias=use_bias,
+                kernel_init=_glorot,
+                dtype=dtype,
+                param_dtype=param_dtype,
+                rngs=rngs,
+            )
+
+        self.down = nnx.List(
+            linear(in_features, low_rank, use_bias=False) for _ in range(num_layers)
+        )
+        self.up = nnx.List(linear(low_rank, in_features, use_bias=True) for _ in range(num_layers))
+
+    def __call__(self, x: Float[AnyArray, "batch columns"]) -> Float[Array, "batch columns"]:
+        """``[batch, in_features]`` to the same shape."""
+        first = x = jnp.asarray(x)
+        for down, up in zip(self.down, self.up, strict=True):
+            out = up(down(x))
+            x = first.astype(out.dtype) * out + x.astype(out.dtype)
+        return x
+
+
+class VectorCrossNet(nnx.Module):
+    """Cross layers of rank one: ``x_{l+1} = x_0 * (w_l . x_l + b_l) + x_l``.
+
+    A `CrossNet` whose matrices have equal rows ``w_l``: Wang et al. 2021 (arXiv:2008.13535),
+    equation 1 with ``W_l = 1 w_l^T``, as TorchRec documents it. What TorchRec computes is the layer
+    of the first paper (Wang et al. 2017, "Deep & cross network for ad click predictions",
+    arXiv:1708.05123, equation 3), ``x_{l+1} = x_0 (w_l . x_l) + b_l + x_l``: ``compat="torchrec"``.
+
+    Args:
+        in_features: Columns of the input.
+        num_layers: Number of layers.
+        compat: "torchrec" adds the bias outside of the product with ``x_0``.
+        dtype: Type that it computes in; None: the wider of the input's and ``param_dtype``.
+        param_dtype: Type of the parameters.
+        rngs: Gives the random keys of the kernels' first values (Glorot's normal).
+
+    Raises:
+        ValueError: A size is below 1.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> VectorCrossNet(6, num_layers=3, rngs=nnx.Rngs(0))(jnp.ones((2, 6))).shape
+        (2, 6)
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        num_layers: int,
+        *,
+        compat: Literal["torchrec"] | None = None,
+        dtype: DTypeLike | None = None,
+        param_dtype: DTypeLike = jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        _check_sizes(in_features=in_features, num_layers=num_layers)
+        self.compat = compat
+        self.dtype = dtype
+        self.kernels = nnx.List(
+            nnx.Param(_glorot(rngs.params(), (in_features, 1), param_dtype)[:, 0])
+            for _ in range(num_layers)
+        )
+        self.biases = nnx.List(
+            nnx.Param(jnp.zeros(in_features, param_dtype)) for _ in range(num_layers)
+        )
+
+    def __call__(self, x: Float[AnyArray, "batch columns"]) -> Float[Array, "batch columns"]:
+        """``[batch, in_features]`` to the same shape."""
+        first = x = jnp.asarray(x)
+        for kernel, bias in zip(self.kernels, self.biases, strict=True):
+            first, x, w, b = promote(self.dtype, first, x, kernel[...], bias[...])
+            dots = (x @ w)[:, None]
+            if self.compat == "torchrec":
+                x = first * dots + b[None] + x
+            else:
+                x = first * (dots + b[None]) + x
+        return x
+
+
+class LowRankMixtureCrossNet(nnx.Module):
+    """Cross layers that mix low-rank experts, with a nonlinearity in the low-rank space.
+
+    ``x_{l+1} = sum_i G_i(x_l) E_i(x_l) + x_l`` with the experts
+    ``E_i(x_l) = x_0 * (U_i g(C_i g(V_i x_l)) + b_l)``. The gates ``G`` are a softmax over experts
+    of the dot products of ``x_l`` with one vector an expert, the same vectors in all layers; a
+    single expert has no gate. Wang et al. 2021 (arXiv:2008.13535), equations 3 and 4.
+
+    Args:
+        in_features: Columns of the input.
+        num_layers: Number of layers.
+        num_experts: Number of experts of each layer.
+        low_rank: Columns of ``U_i``, rows of ``V_i``, both of ``C_i``.
+        activation: ``g``.
+        dtype: Type that it computes in; None: the wider of the input's and ``param_dtype``.
+        param_dtype: Type of the parameters.
+        rngs: Gives the random keys of the kernels' first values (Glorot's normal).
+
+    Raises:
+        ValueError: A size is below 1.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> net = LowRankMixtureCrossNet(
+        ...     6, num_layers=3, num_experts=4, low_rank=2, rngs=nnx.Rngs(0))
+        >>> net(jnp.ones((2, 6))).shape
+        (2, 6)
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        num_layers: int,
+        num_experts: int = 1,
+        low_rank: int = 1,
+        *,
+        activation: Callable[[Array], Array] = nnx.relu,
+        dtype: DTypeLike | None = None,
+        param_dtype: DTypeLike = jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        _check_sizes(
+            in_features=in_features,
+            num_layers=num_layers,
+            num_experts=num_experts,
+            low_rank=low_rank,
+        )
+        self.activation = activation
+        self.dtype = dtype
+        # Fans are those of one expert's matrix.
+        draw = nnx.initializers.glorot_normal(in_axis=2, out_axis=1, batch_axis=0)
+
+        def draw_layers(*shape: int) -> list[nnx.Param]:
+            return [nnx.Param(draw(rngs.params(), shape, param_dtype)) for _ in range(num_layers)]
+
+        self.up = nnx.List(draw_layers(num_experts, in_features, low_rank))
+        self.inner = nnx.List(draw_layers(num_experts, low_rank, low_rank))
+        self.down = nnx.List(draw_layers(num_experts, low_rank, in_features))
+        self.biases = nnx.List(
+            nnx.Param(jnp.zeros(in_features, param_dtype)) for _ in range(num_layers)
+        )
+        self.gates = nnx.data(
+            nnx.Param(_glorot(rngs.params(), (num_experts, in_features), param_dtype))
+            if num_experts > 1
+            else None
+        )
+
+    def __call__(self, x: Float[AnyArray, "batch columns"]) -> Float[Array, "batch columns"]:
+        """``[batch, in_features]`` to the same shape."""
+        first = x = jnp.asarray(x)
+        for layer in zip(self.up, self.inner, self.down, self.biases, strict=True):
+            first, x, up, inner, down, bias = promote(
+                self.dtype, first, x, *(parameter[...] for parameter in layer)
+            )
+            low = self.activation(jnp.einsum("bn,ern->ber", x, down))
+            low = self.activation(jnp.einsum("ber,esr->bes", low, inner))
+            experts = first[:, None] * (jnp.einsum("ber,enr->ben", low, up) + bias[None, None])
+            x = jnp.einsum("be,ben->bn", self._gates(x), experts) + x
+        return x
+
+    def _gates(self, x: Float[Array, "batch columns"]) -> Float[Array, "batch experts"]:
+        if self.gates is None:
+            return jnp.ones((x.shape[0], 1), x.dtype)
+        return nnx.softmax(x @ self.gates[...].astype(x.dtype).T, axis=1)

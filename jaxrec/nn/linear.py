@@ -1,0 +1,76 @@
+"""The linear part of a model over ids: one weight for each."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, DTypeLike, Float
+
+from jaxrec.embed import EmbeddingBagCollection
+from jaxrec.nn.dtypes import promote
+from jaxrec.ragged import KeyedJaggedArray
+from jaxrec.ragged.arrays import AnyArray
+
+
+class LinearPart(nnx.Module):
+    """Logistic regression over dense features and bags of ids: ``b + w . x``.
+
+    Args:
+        weights: Tables of width 1: the weight of each id.
+        num_dense: Number of dense features.
+        dtype: Type that it computes in; None: float32, unless inputs are wider.
+        param_dtype: Type of the bias and of the dense features' weights.
+        rngs: Not drawn from: the dense features' weights and the bias start as zeros.
+
+    Raises:
+        ValueError: A table is wider than 1.
+
+    Example:
+        >>> import jaxrec
+        >>> weights = jaxrec.EmbeddingBagCollection(
+        ...     [jaxrec.EmbeddingBagConfig("user", 100, 1)], rngs=nnx.Rngs(0))
+        >>> ids = jaxrec.KeyedJaggedArray.from_lists({"user": [[1], [2, 3]]})
+        >>> LinearPart(weights, rngs=nnx.Rngs(0))(ids).shape
+        (2,)
+    """
+
+    def __init__(
+        self,
+        weights: EmbeddingBagCollection,
+        *,
+        num_dense: int = 0,
+        dtype: DTypeLike | None = None,
+        param_dtype: DTypeLike = jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        if wide := {t.name: t.embedding_dim for t in weights.configs if t.embedding_dim != 1}:
+            raise ValueError(
+                f"tables of a linear part have embedding_dim=1, one weight an id; got {wide}"
+            )
+        self.weights = weights
+        self.dense_weights = nnx.Param(jnp.zeros(num_dense, param_dtype))
+        self.bias = nnx.Param(jnp.zeros((), param_dtype))
+        self.dtype = dtype
+
+    def __call__(
+        self,
+        features: KeyedJaggedArray,
+        dense: Float[AnyArray, "batch num_dense"] | None = None,
+    ) -> Float[Array, " batch"]:
+        """``[batch]`` logits.
+
+        Raises:
+            ValueError: ``dense`` is missing, or has another number of columns.
+        """
+        count = self.dense_weights.shape[0]
+        given = 0 if dense is None else dense.shape[1]
+        if given != count:
+            raise ValueError(f"the model has {count} dense features, but the batch has {given}")
+        logits, weights, bias = promote(
+            self.dtype, self.weights(features).values, self.dense_weights[...], self.bias[...]
+        )
+        logits = logits.sum(axis=1) + bias
+        if dense is not None:
+            values, weights = promote(self.dtype, dense, weights)
+            logits = logits + values @ weights
+        return logits

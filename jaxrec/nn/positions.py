@@ -1,0 +1,165 @@
+"""Learned weights by the position of an id in its bag, and feature processors before a lookup."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, DTypeLike, Float, Int32
+
+from jaxrec.embed import EmbeddingBagCollection
+from jaxrec.ragged import JaggedArray, KeyedArray, KeyedJaggedArray, lengths_range
+
+
+def positions_in_rows(column: JaggedArray) -> Int32[Array, "*devices capacity"]:
+    """The position of each element in its row: 0, 1, 2, ...; 0 at padding.
+
+    Also of a column on a mesh, which has one more axis in front, over the devices.
+
+    Example:
+        >>> positions_in_rows(JaggedArray.from_lists([[7, 8], [], [9]], capacity=4)).tolist()
+        [0, 1, 0, 0]
+    """
+    capacity = column.values.shape[column.lengths.ndim - 1]
+    lengths = jnp.asarray(column.lengths)
+    if lengths.ndim == 1:
+        return lengths_range(lengths, capacity)
+    return jax.vmap(lambda row: lengths_range(row, capacity))(lengths)
+
+
+class PositionWeightedModule(nnx.Module):
+    """Weighs each id of a column by a learned weight of its position in its bag.
+
+    TorchRec's module of that name.
+
+    Args:
+        max_feature_length: Number of positions.
+        param_dtype: Type of the weights; they start as ones.
+
+    Example:
+        >>> column = JaggedArray.from_lists([[7, 8], [9]])
+        >>> PositionWeightedModule(4)(column).weights.tolist()[:3]
+        [1.0, 1.0, 1.0]
+    """
+
+    def __init__(self, max_feature_length: int, *, param_dtype: DTypeLike = jnp.float32):
+        if max_feature_length < 1:
+            raise ValueError(f"max_feature_length is 1 or more, got {max_feature_length}")
+        self.position_weight = nnx.Param(jnp.ones(max_feature_length, param_dtype))
+
+    def __call__(self, column: JaggedArray) -> JaggedArray:
+        """The same column with weights: those of positions, times its own if it has some.
+
+        Raises:
+            ValueError: A bag is longer than there are positions (seen outside of `jax.jit`; inside,
+                the weights of the ids that are too many are NaN).
+        """
+        return dataclasses.replace(column, weights=self.weights(column, "the column"))
+
+    def weights(self, column: JaggedArray, name: str) -> Float[Array, "*devices capacity"]:
+        """The weights of a column's ids; ``name`` is what errors call it."""
+        count = self.position_weight.shape[0]
+        if not isinstance(column.lengths, jax.core.Tracer):
+            longest = int(np.max(np.asarray(column.lengths), initial=0))
+            if longest > count:
+                raise ValueError(
+                    f"{name} has a bag of {longest} ids, but position weights for {count}; cut the "
+                    "bags or give a larger max_feature_length"
+                )
+        # A position past the last has no weight, and NaN says so.
+        weights = jnp.take(self.position_weight[...], positions_in_rows(column), mode="fill")
+        return weights if column.weights is None else weights * column.weights
+
+
+class PositionWeightedModuleCollection(nnx.Module):
+    """Weighs each id of a batch by a learned weight of its position in its bag, key by key.
+
+    A feature processor: a function from batch to batch that comes before a weighted lookup (see
+    `FeatureProcessedEmbeddingBagCollection`). TorchRec's module of that name, and its
+    PositionWeightedProcessor.
+
+    Args:
+        max_feature_lengths: Number of positions by key. Ids of other keys have weight 1, or their
+            own if the batch has weights.
+        param_dtype: Type of the weights; they start as ones.
+
+    Example:
+        >>> batch = KeyedJaggedArray.from_lists({"history": [[7, 8], [9]], "user": [[1], [2]]})
+        >>> weighted = PositionWeightedModuleCollection({"history": 10})(batch)
+        >>> weighted["history"].weights.tolist()[:3]
+        [1.0, 1.0, 1.0]
+    """
+
+    def __init__(
+        self, max_feature_lengths: Mapping[str, int], *, param_dtype: DTypeLike = jnp.float32
+    ):
+        self.position_weights = nnx.Dict(
+            {
+                key: PositionWeightedModule(length, param_dtype=param_dtype)
+                for key, length in max_feature_lengths.items()
+            }
+        )
+
+    def __call__(self, features: KeyedJaggedArray) -> KeyedJaggedArray:
+        """The same batch with weights.
+
+        Raises:
+            KeyError: The batch lacks a key.
+            ValueError: A bag is longer than there are positions (seen outside of `jax.jit`; inside,
+                the weights of the ids that are too many are NaN).
+        """
+        if missing := [key for key in self.position_weights if key not in features.keys]:
+            raise KeyError(f"the batch lacks {missing}, which have position weights")
+        weights = []
+        for key, column in features.to_dict().items():
+            if key in self.position_weights:
+                own = self.position_weights[key].weights(column, f"feature {key!r}")
+            elif column.weights is not None:
+                own = jnp.asarray(column.weights)
+            else:
+                own = jnp.ones(column.values.shape, jnp.float32)
+            weights.append(own.astype(jnp.float32))
+        return dataclasses.replace(features, weights=jnp.concatenate(weights, axis=-1))
+
+
+class FeatureProcessedEmbeddingBagCollection(nnx.Module):
+    """Feature processors, then a weighted lookup; TorchRec's module of that name.
+
+    Args:
+        embeddings: A collection with ``is_weighted=True``.
+        processor: Gives the batch its weights, such as `PositionWeightedModuleCollection`.
+
+    Raises:
+        ValueError: The collection is not weighted.
+
+    Example:
+        >>> import jaxrec
+        >>> embeddings = jaxrec.EmbeddingBagCollection(
+        ...     [jaxrec.EmbeddingBagConfig("history", 100, 8)], is_weighted=True, rngs=nnx.Rngs(0))
+        >>> module = FeatureProcessedEmbeddingBagCollection(
+        ...     embeddings, PositionWeightedModuleCollection({"history": 10}))
+        >>> batch = KeyedJaggedArray.from_lists({"history": [[7, 8], [9]]})
+        >>> module(batch)["history"].shape
+        (2, 8)
+    """
+
+    def __init__(
+        self,
+        embeddings: EmbeddingBagCollection,
+        processor: Callable[[KeyedJaggedArray], KeyedJaggedArray],
+    ):
+        if not embeddings.is_weighted:
+            raise ValueError(
+                "the collection ignores the weights that feature processors give; make it with "
+                "is_weighted=True"
+            )
+        self.embeddings = embeddings
+        self.processor = processor
+
+    def __call__(self, features: KeyedJaggedArray) -> KeyedArray:
+        """The pooled embeddings of the processed batch, as `EmbeddingBagCollection` gives them."""
+        return self.embeddings(self.processor(features))

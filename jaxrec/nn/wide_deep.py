@@ -1,0 +1,116 @@
+"""Wide & deep learning."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, DTypeLike, Float
+
+from jaxrec.embed import EmbeddingBagCollection
+from jaxrec.nn.dtypes import promote
+from jaxrec.nn.linear import LinearPart
+from jaxrec.nn.mlp import MLP
+from jaxrec.nn.tables import num_columns
+from jaxrec.ragged import KeyedJaggedArray
+from jaxrec.ragged.arrays import AnyArray
+
+
+class WideDeep(nnx.Module):
+    """Predicts clicks by a linear model that remembers and a deep network that generalizes.
+
+    ``logit = w . x + b + MLP(embeddings, dense)``: Cheng et al. 2016, "Wide & deep learning for
+    recommender systems" (arXiv:1606.07792), equation 3. The wide part's features are ids and
+    crosses of ids, hashed by whoever makes the batch; the paper trains it with FTRL, which is
+    ``optimizer=jaxrec.optim.ftrl(...)`` of ``wide``.
+
+    Args:
+        wide: Tables of width 1: the weight of each id and each cross.
+        deep: Tables of the deep network's embeddings, of any widths.
+        num_dense: Number of dense features, which the deep network sees.
+        hidden_layer_sizes: Hidden layers of the deep network; a layer of 1 follows.
+        dtype: Type that the dense part computes in; None: float32, unless inputs are wider.
+        param_dtype: Type of the dense parameters.
+        rngs: Gives the random keys of first values.
+
+    Raises:
+        ValueError: A table of ``wide`` is wider than 1.
+
+    Example:
+        >>> import jaxrec
+        >>> rngs = nnx.Rngs(0)
+        >>> wide = jaxrec.EmbeddingBagCollection(
+        ...     [jaxrec.EmbeddingBagConfig("user_x_item", 1000, 1)],
+        ...     optimizer=jaxrec.optim.ftrl(0.1), rngs=rngs)
+        >>> deep = jaxrec.EmbeddingBagCollection(
+        ...     [jaxrec.EmbeddingBagConfig(name, 100, 8) for name in ("user", "item")], rngs=rngs)
+        >>> model = WideDeep(wide, deep, hidden_layer_sizes=(16,), rngs=rngs)
+        >>> ids = jaxrec.KeyedJaggedArray.from_lists(
+        ...     {"user": [[1], [2]], "item": [[3, 4], []], "user_x_item": [[17, 40], []]})
+        >>> model(ids).shape
+        (2,)
+    """
+
+    def __init__(
+        self,
+        wide: EmbeddingBagCollection,
+        deep: EmbeddingBagCollection,
+        *,
+        num_dense: int = 0,
+        hidden_layer_sizes: Sequence[int],
+        dtype: DTypeLike | None = None,
+        param_dtype: DTypeLike = jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        self.num_dense = num_dense
+        self.dtype = dtype
+        self.wide = LinearPart(wide, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+        self.embeddings = deep
+        self.deep = MLP(
+            num_columns(deep) + num_dense,
+            (*hidden_layer_sizes, 1),
+            activation_on_last=False,
+            dtype=dtype,
+            param_dtype=param_dtype,
+            rngs=rngs,
+        )
+
+    def __call__(
+        self,
+        features: KeyedJaggedArray,
+        dense: Float[AnyArray, "batch num_dense"] | None = None,
+    ) -> Float[Array, " batch"]:
+        """The logits of a batch.
+
+        Args:
+            features: The batch's ids, of every feature that the tables read.
+            dense: ``[batch, num_dense]`` dense features; None if the model has none.
+
+        Returns:
+            ``[batch]`` logits: the log-odds of a click.
+
+        Raises:
+            ValueError: ``dense`` is missing, or has another number of columns.
+        """
+        inputs = with_dense(self.embeddings(features).values, dense, self.num_dense, self.dtype)
+        return self.wide(features) + self.deep(inputs)[:, 0]
+
+
+def with_dense(
+    pooled: Float[AnyArray, "batch columns"],
+    dense: Float[AnyArray, "batch num_dense"] | None,
+    num_dense: int,
+    dtype: DTypeLike | None,
+) -> Float[Array, "batch all_columns"]:
+    """Dense features and pooled embeddings side by side, in one type.
+
+    Raises:
+        ValueError: There are not ``num_dense`` dense features.
+    """
+    given = 0 if dense is None else dense.shape[1]
+    if given != num_dense:
+        raise ValueError(f"the model has {num_dense} dense features, but the batch has {given}")
+    if dense is None:
+        return jnp.asarray(pooled)
+    return jnp.concatenate(promote(dtype, dense, pooled), axis=1)
