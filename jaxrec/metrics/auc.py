@@ -1,15 +1,20 @@
-"""The area under the ROC curve."""
+"""Areas under curves, exactly, on the host."""
 
 from __future__ import annotations
 
 import numpy as np
 from jaxtyping import Float, Shaped
 
+from jaxrec.metrics.metric import Compat
+from jaxrec.metrics.pairs import concordance, count_pairs
+
 
 def auc(
     scores: Shaped[np.ndarray, " samples"],
     labels: Shaped[np.ndarray, " samples"],
     weights: Shaped[np.ndarray, " samples"] | None = None,
+    *,
+    compat: Compat = None,
 ) -> float:
     """The area under the ROC curve, exactly, on the host.
 
@@ -19,8 +24,11 @@ def auc(
 
     Args:
         scores: ``[samples]``, probabilities or logits: only their order matters.
-        labels: ``[samples]``, 0 or 1.
+        labels: ``[samples]``, 0 or 1; a number between them is that share of a positive sample and
+            for the rest a negative one.
         weights: ``[samples]``, 0 or above; None: all 1. A pair weighs the product of its two.
+        compat: ``"torchrec"`` gives equal scores the order of the samples, and leaves out the part
+            of the curve before the highest score, which matters where its label is between 0 and 1.
 
     Returns:
         The area, computed in float64; 0.5 where all samples are of one class, as in TorchRec.
@@ -33,20 +41,112 @@ def auc(
         >>> auc(np.array([0.1, 0.4, 0.4, 0.8]), np.array([0, 0, 1, 1]))
         0.875
     """
-    if np.isnan(scores).any():
-        raise ValueError(f"{np.isnan(scores).sum()} of {scores.size} scores are NaN")
-    order = np.argsort(scores, kind="stable")
-    ranked = scores[order]
-    weighted = np.ones(scores.size) if weights is None else np.asarray(weights, np.float64)[order]
-    positives = weighted * (labels[order] > 0)
-    # Samples of one score stand together: they share one step of the curve.
-    firsts = np.flatnonzero(np.concatenate([[True], ranked[1:] != ranked[:-1]]))
-    if scores.size == 0:
-        return 0.5
-    true = np.add.reduceat(positives, firsts)
-    false: Float[np.ndarray, " steps"] = np.add.reduceat(weighted - positives, firsts)
+    true, false = _steps(scores, labels, weights, merge_ties=compat is None)
     pairs = true.sum() * false.sum()
     if pairs == 0:
         return 0.5
-    below = np.cumsum(false) - false
-    return float((true * (below + 0.5 * false)).sum() / pairs)
+    before = np.cumsum(true) - true
+    below = false * (before + 0.5 * true)
+    return float((below if compat is None else below[1:]).sum() / pairs)
+
+
+def average_precision(
+    scores: Shaped[np.ndarray, " samples"],
+    labels: Shaped[np.ndarray, " samples"],
+    weights: Shaped[np.ndarray, " samples"] | None = None,
+) -> float:
+    """The area under the precision-recall curve, without interpolation, on the host.
+
+    The sum over thresholds of the gain in recall times the precision there; equal scores share a
+    threshold. Davis and Goadrich 2006, "The relationship between precision-recall and ROC curves",
+    say why not to interpolate.
+
+    Args:
+        scores, labels, weights: As for `auc`.
+
+    Returns:
+        The area, computed in float64; 0 without positive samples, as in TorchRec.
+
+    Raises:
+        ValueError: A score is NaN.
+
+    Example:
+        >>> import numpy as np
+        >>> average_precision(np.array([0.1, 0.4, 0.6, 0.8]), np.array([0, 1, 0, 1])).__round__(3)
+        0.833
+    """
+    true, false = _steps(scores, labels, weights, merge_ties=True)
+    if true.sum() == 0:
+        return 0.0
+    found = np.cumsum(true)
+    taken = found + np.cumsum(false)
+    precision = found / np.where(taken > 0, taken, 1)
+    return float((true * precision).sum() / true.sum())
+
+
+def regression_auc(
+    scores: Shaped[np.ndarray, " samples"],
+    labels: Shaped[np.ndarray, " samples"],
+    weights: Shaped[np.ndarray, " samples"] | None = None,
+    *,
+    compat: Compat = None,
+) -> float:
+    """How often, of two samples with different labels, the higher one scores higher; on the host.
+
+    Equal scores count one half, and a pair weighs the product of its two: with labels 0 and 1 it is
+    `auc`. Known as concordance too (Harrell et al. 1996, "Multivariable prognostic models", section
+    5.5).
+
+    Args:
+        scores, weights: As for `auc`.
+        labels: ``[samples]``, any numbers.
+        compat: ``"torchrec"``: one minus the share of all pairs that is in the wrong order; equal
+            labels and equal scores are never wrong, and weights do not matter.
+
+    Returns:
+        The share, computed in float64 in ``samples log samples``; 0.5 without pairs, and under
+        ``compat="torchrec"`` 1.
+
+    Raises:
+        ValueError: A score is NaN.
+
+    Example:
+        >>> import numpy as np
+        >>> regression_auc(np.array([1.0, 2.0, 3.0]), np.array([5.0, 30.0, 20.0])).__round__(3)
+        0.667
+    """
+    _check(scores)
+    if weights is None or compat is not None:
+        weights = np.ones(scores.size)
+    pairs = count_pairs(scores, np.asarray(labels), np.asarray(weights, np.float64), np)
+    if compat is not None:
+        return float(1 - pairs.discordant / pairs.total) if pairs.total else 1.0
+    ordered, total = concordance(pairs)
+    return float(ordered / total) if total > 0 else 0.5
+
+
+def _steps(
+    scores: Shaped[np.ndarray, " samples"],
+    labels: Shaped[np.ndarray, " samples"],
+    weights: Shaped[np.ndarray, " samples"] | None,
+    *,
+    merge_ties: bool,
+) -> tuple[Float[np.ndarray, " steps"], Float[np.ndarray, " steps"]]:
+    """Weight of positive and of negative samples at each score, from the highest down."""
+    _check(scores)
+    scores = np.asarray(scores, np.float64)
+    order = np.argsort(-scores, kind="stable")
+    weighted = np.ones(scores.size) if weights is None else np.asarray(weights, np.float64)[order]
+    positives = weighted * np.asarray(labels, np.float64)[order]
+    negatives = weighted - positives
+    if not merge_ties or scores.size == 0:
+        return positives, negatives
+    ranked = scores[order]
+    # Samples of one score stand together: they share one step of the curve.
+    firsts = np.flatnonzero(np.concatenate([[True], ranked[1:] != ranked[:-1]]))
+    return np.add.reduceat(positives, firsts), np.add.reduceat(negatives, firsts)
+
+
+def _check(scores: Shaped[np.ndarray, " samples"]) -> None:
+    if np.isnan(scores).any():
+        raise ValueError(f"{np.isnan(scores).sum()} of {scores.size} scores are NaN")

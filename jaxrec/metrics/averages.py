@@ -1,0 +1,232 @@
+"""Means and sums of predictions and labels."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import ClassVar
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from jaxrec.metrics.entropy import check_coefficient, count_examples, recalibrated
+from jaxrec.metrics.metric import Batch, SumMetric, SumState, Values, ratio
+
+Sums = Mapping[str, Float[np.ndarray, "tasks ..."]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Calibration(SumMetric):
+    """Predicted over actual positives, ``sum w p / sum w y`` (``calibration``).
+
+    1 is right on average. Without positives there is no value; ``compat="torchrec"`` reports 0.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> metric = Calibration(window=None)
+        >>> state = metric.update(metric.init(), jnp.array([0.75, 0.5]), jnp.array([0.0, 1.0]))
+        >>> metric.compute(state)["lifetime_calibration"].tolist()
+        [1.25]
+    """
+
+    name: ClassVar[str] = "calibration"
+    torchrec_undefined: ClassVar[float] = 0.0
+
+    def probabilities(self, batch: Batch) -> Float[Array, "tasks batch"]:
+        """What is compared with the labels."""
+        return batch.predictions
+
+    def sums(self, batch: Batch) -> dict[str, Float[Array, "tasks ..."]]:
+        return {
+            "predictions": (batch.weights * self.probabilities(batch)).sum(axis=1),
+            "positives": (batch.weights * batch.labels).sum(axis=1),
+        }
+
+    def values(self, sums: Sums) -> Values:
+        return {self.name: ratio(sums["predictions"], sums["positives"])}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RecalibratedCalibration(Calibration):
+    """`Calibration` of ``p / (p + (1 - p) / c)``; see `RecalibratedNormalizedEntropy`.
+
+    Attributes:
+        coefficient: ``c``, above 0.
+    """
+
+    coefficient: float = 1.0
+
+    name: ClassVar[str] = "calibration"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_coefficient(self, self.coefficient)
+
+    def probabilities(self, batch: Batch) -> Float[Array, "tasks batch"]:
+        return recalibrated(batch.predictions, self.coefficient)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ServingCalibration(Calibration):
+    """`Calibration` and how many samples it is of (``calibration``, ``total_examples``).
+
+    ``total_examples`` counts the samples whose weight is above 0, over all time.
+    """
+
+    name: ClassVar[str] = "calibration"
+
+    def sums(self, batch: Batch) -> dict[str, Float[Array, "tasks ..."]]:
+        return super().sums(batch) | {"examples": count_examples(batch)}
+
+    def compute(self, state: SumState) -> Values:
+        return super().compute(state) | {"total_examples": state.lifetime["examples"].on_host()}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ClickThroughRate(SumMetric):
+    """The mean label ``sum w y / sum w`` (``ctr``); ``compat="torchrec"``: 0 of no samples."""
+
+    name: ClassVar[str] = "ctr"
+    torchrec_undefined: ClassVar[float] = 0.0
+
+    def sums(self, batch: Batch) -> dict[str, Float[Array, "tasks ..."]]:
+        return {
+            "positives": (batch.weights * batch.labels).sum(axis=1),
+            "weights": batch.weights.sum(axis=1),
+        }
+
+    def values(self, sums: Sums) -> Values:
+        return {self.name: ratio(sums["positives"], sums["weights"])}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Average(SumMetric):
+    """The mean label and the mean prediction (``label_average``, ``prediction_average``)."""
+
+    name: ClassVar[str] = "average"
+
+    def sums(self, batch: Batch) -> dict[str, Float[Array, "tasks ..."]]:
+        return {
+            "labels": (batch.weights * batch.labels).sum(axis=1),
+            "predictions": (batch.weights * batch.predictions).sum(axis=1),
+            "weights": batch.weights.sum(axis=1),
+        }
+
+    def values(self, sums: Sums) -> Values:
+        return {
+            "label_average": ratio(sums["labels"], sums["weights"]),
+            "prediction_average": ratio(sums["predictions"], sums["weights"]),
+        }
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WeightedAverage(SumMetric):
+    """The mean prediction ``sum w p / sum w`` (``weighted_avg``).
+
+    TorchRec counts each update as one sample of the window; this does not copy that, ``compat`` or
+    not.
+    """
+
+    name: ClassVar[str] = "weighted_avg"
+
+    def averaged(self, batch: Batch) -> Float[Array, "tasks batch"]:
+        """What the mean is of."""
+        return batch.predictions
+
+    def sums(self, batch: Batch) -> dict[str, Float[Array, "tasks ..."]]:
+        averaged = jnp.where(batch.real, self.averaged(batch), 0)
+        return {
+            "total": (batch.weights * averaged).sum(axis=1),
+            "weights": batch.weights.sum(axis=1),
+        }
+
+    def values(self, sums: Sums) -> Values:
+        return {self.name: ratio(sums["total"], sums["weights"])}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TensorWeightedAverage(WeightedAverage):
+    """The weighted mean of any array of numbers, one a sample (``weighted_avg``).
+
+    For the mean with all weights 1 give no weights (TorchRec's ``weighted=False``).
+
+    Attributes:
+        tensor: Name under which `update` gets the array, ``[batch]`` or ``[tasks, batch]``.
+    """
+
+    tensor: str
+
+    name: ClassVar[str] = "weighted_avg"
+
+    @property
+    def required(self) -> tuple[str, ...]:
+        return (self.tensor,)
+
+    def averaged(self, batch: Batch) -> Float[Array, "tasks batch"]:
+        return batch.inputs[self.tensor].astype(jnp.float32)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SumOfWeights(SumMetric):
+    """``sum w`` (``sum_weights``)."""
+
+    name: ClassVar[str] = "sum_weights"
+
+    def sums(self, batch: Batch) -> dict[str, Float[Array, "tasks ..."]]:
+        return {"weights": batch.weights.sum(axis=1)}
+
+    def values(self, sums: Sums) -> Values:
+        return {self.name: sums["weights"]}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WeightedSumOfPredictions(SumMetric):
+    """``sum w p`` (``weighted_sum_predictions``)."""
+
+    name: ClassVar[str] = "weighted_sum_predictions"
+
+    def sums(self, batch: Batch) -> dict[str, Float[Array, "tasks ..."]]:
+        return {"predictions": (batch.weights * batch.predictions).sum(axis=1)}
+
+    def values(self, sums: Sums) -> Values:
+        return {self.name: sums["predictions"]}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NumPositives(SumMetric):
+    """How many samples have a label above 0 (``num_positive_samples``).
+
+    A label of NaN is missing and not counted. ``compat="torchrec"`` gives ``sum w y``, a weighted
+    sum in spite of its name.
+    """
+
+    name: ClassVar[str] = "num_positive_samples"
+
+    def sums(self, batch: Batch) -> dict[str, Float[Array, "tasks ..."]]:
+        if self.compat is not None:
+            counted = batch.weights * jnp.nan_to_num(batch.labels)
+        else:
+            counted = (batch.labels > 0).astype(jnp.float32)
+        return {"positives": counted.sum(axis=1)}
+
+    def values(self, sums: Sums) -> Values:
+        return {self.name: sums["positives"]}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NumMissingLabels(SumMetric):
+    """How many labels are NaN (``num_missing_labels``).
+
+    ``compat="torchrec"`` sums their weights.
+    """
+
+    name: ClassVar[str] = "num_missing_labels"
+
+    def sums(self, batch: Batch) -> dict[str, Float[Array, "tasks ..."]]:
+        missing = jnp.isnan(batch.labels)
+        counted = jnp.where(missing, batch.weights if self.compat else 1.0, 0.0)
+        return {"missing": counted.sum(axis=1)}
+
+    def values(self, sums: Sums) -> Values:
+        return {self.name: sums["missing"]}

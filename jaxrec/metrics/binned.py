@@ -1,0 +1,269 @@
+"""AUC and its kin over all samples, from histograms, with a bound on their error."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import ClassVar, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from jaxrec.metrics.metric import Batch, SumMetric, SumState, Values, ratio
+
+Sums = Mapping[str, Float[np.ndarray, "tasks ..."]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Bins:
+    """Equal intervals of a number, or of the log-odds of a probability.
+
+    Attributes:
+        count: How many.
+        low, high: Ends of the first and the last; numbers beyond fall into these two.
+        spacing: ``"logit"``: of ``log p - log(1 - p)``, which keeps small probabilities apart.
+            ``"linear"``: of the number itself.
+    """
+
+    count: int = 8192
+    low: float = -16.0
+    high: float = 16.0
+    spacing: Literal["logit", "linear"] = "logit"
+
+    def __post_init__(self) -> None:
+        if self.count < 1 or not self.low < self.high:
+            raise ValueError(
+                f"Bins: count={self.count} must be 1 or more and low={self.low} below "
+                f"high={self.high}"
+            )
+        if self.spacing not in ("logit", "linear"):
+            raise ValueError(f"Bins: spacing={self.spacing!r} must be 'logit' or 'linear'")
+
+    def of(self, x: Float[Array, "*shape"]) -> Int[Array, "*shape"]:
+        """The number of each one's interval."""
+        if self.spacing == "logit":
+            x = jnp.log(x) - jnp.log1p(-x)
+        place = (x - self.low) * (self.count / (self.high - self.low))
+        return jnp.nan_to_num(jnp.clip(place, 0, self.count - 1)).astype(jnp.int32)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BinnedAUC(SumMetric):
+    """The area under the ROC curve over all samples, from histograms of the predictions.
+
+    Pairs of a positive and a negative sample whose predictions fall into different bins are
+    compared exactly, and those of one bin count one half. So the exact area lies within
+    ``auc_error = sum_b pos_b neg_b / (2 pos neg)``, reported along, of ``auc``; where predictions
+    spread over ``B`` bins evenly that is ``1 / 2B``. The state takes 16 bytes a task, group and
+    bin; with a window the same again for every two batches of it, so there is none by default.
+
+    With groups the mean over the groups that have samples of both labels is reported as well
+    (``grouped_auc``, ``grouped_auc_error``).
+
+    Attributes:
+        bins: Of the predictions.
+        groups: Name under which `update` gets the number of each sample's group, ``[batch]`` or
+            ``[tasks, batch]`` int32; None: no groups.
+        num_groups: Groups are numbered from 0 to this minus 1.
+
+    Raises:
+        ValueError: From `compute`, when a sample's group was not one of these.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> metric = BinnedAUC()
+        >>> state = metric.update(
+        ...     metric.init(), jnp.array([0.1, 0.4, 0.4, 0.8]), jnp.array([0.0, 0.0, 1.0, 1.0])
+        ... )
+        >>> values = metric.compute(state)
+        >>> values["lifetime_auc"].tolist(), values["lifetime_auc_error"].tolist()
+        ([0.875], [0.125])
+    """
+
+    window: int | None = None
+    bins: Bins = Bins()
+    groups: str | None = None
+    num_groups: int = 1
+
+    name: ClassVar[str] = "auc"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _no_compat(self)
+        if self.num_groups < 1 or (self.groups is None and self.num_groups > 1):
+            raise ValueError(
+                f"{type(self).__name__}: num_groups={self.num_groups} must be 1 or more, and "
+                "groups must name them"
+            )
+
+    @property
+    def required(self) -> tuple[str, ...]:
+        return () if self.groups is None else (self.groups,)
+
+    def sums(self, batch: Batch) -> dict[str, Float[Array, "tasks ..."]]:
+        if self.groups is None:
+            groups = jnp.zeros_like(batch.real, jnp.int32)
+        else:
+            groups = batch.inputs[self.groups].astype(jnp.int32)
+        inside = (groups >= 0) & (groups < self.num_groups)
+        count = self.num_groups * self.bins.count
+        place = jnp.where(inside, groups * self.bins.count + self.bins.of(batch.predictions), count)
+        # A NaN has no place in the order: it makes the sums NaN.
+        weights = jnp.where(jnp.isnan(batch.predictions), jnp.nan, batch.weights)
+        positives = weights * batch.labels
+
+        def histogram(x: Float[Array, "tasks batch"]) -> Float[Array, "tasks groups bins"]:
+            flat = jax.vmap(lambda x, p: jax.ops.segment_sum(x, p, count))(x, place)
+            return flat.reshape(self.tasks, self.num_groups, self.bins.count)
+
+        return {
+            "positives": histogram(positives),
+            "negatives": histogram(weights - positives),
+            "outside": (batch.real & ~inside).sum(axis=1).astype(jnp.float32),
+        }
+
+    def values(self, sums: Sums) -> Values:
+        positives, negatives = sums["positives"], sums["negatives"]
+        area, error, _ = self.area(positives.sum(axis=1), negatives.sum(axis=1))
+        values = {self.name: area, f"{self.name}_error": error}
+        if self.groups is None:
+            return values
+        area, error, counts = self.area(positives, negatives)
+        number = counts.sum(axis=1)
+        return values | {
+            f"grouped_{self.name}": ratio(np.where(counts, area, 0).sum(axis=1), number),
+            f"grouped_{self.name}_error": ratio(np.where(counts, error, 0).sum(axis=1), number),
+        }
+
+    def area(
+        self, positives: Float[np.ndarray, "*rows bins"], negatives: Float[np.ndarray, "*rows bins"]
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The area, its error, and whether there is one."""
+        pairs = positives.sum(axis=-1) * negatives.sum(axis=-1)
+        below = np.cumsum(negatives, axis=-1) - negatives
+        tied = (positives * negatives).sum(axis=-1) / 2
+        won = (positives * below).sum(axis=-1) + tied
+        area = np.where(pairs == 0, 0.5, won / np.where(pairs == 0, 1, pairs))
+        return area, np.where(pairs == 0, 0, tied / np.where(pairs == 0, 1, pairs)), pairs > 0
+
+    def compute(self, state: SumState) -> Values:
+        outside = state.lifetime["outside"].on_host().sum()
+        if outside:
+            raise ValueError(
+                f"{outside:.0f} samples have a number of {self.groups!r} that is not in "
+                f"[0, {self.num_groups}); raise num_groups, or give the samples weight 0"
+            )
+        return super().compute(state)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BinnedAUPRC(BinnedAUC):
+    """The area under the precision-recall curve over all samples, from the same histograms.
+
+    Each bin counts as one threshold. Whatever the order within a bin, the precision at one of its
+    positive samples lies between ``F / (F + N')`` and ``F' / (F' + N)``, with ``F`` and ``N`` the
+    positives and negatives of higher bins and ``F'`` and ``N'`` with this bin's: the larger
+    distance of the two areas that these make is reported as ``auprc_error``. Options as in
+    `BinnedAUC`.
+    """
+
+    name: ClassVar[str] = "auprc"
+
+    def area(
+        self, positives: Float[np.ndarray, "*rows bins"], negatives: Float[np.ndarray, "*rows bins"]
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        total = positives.sum(axis=-1)
+        positives, negatives = positives[..., ::-1], negatives[..., ::-1]
+        found, false = np.cumsum(positives, axis=-1), np.cumsum(negatives, axis=-1)
+
+        def mean(found: np.ndarray, false: np.ndarray) -> np.ndarray:
+            taken = found + false
+            precision = np.where(taken > 0, found / np.where(taken > 0, taken, 1), 0)
+            return (positives * precision).sum(axis=-1) / np.where(total > 0, total, 1)
+
+        area = mean(found, false)
+        best = mean(found, false - negatives)
+        worst = mean(found - positives, false)
+        return area, np.maximum(best - area, area - worst), total > 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BinnedRAUC(SumMetric):
+    """How often predictions order two samples as their labels do, over all samples.
+
+    `regression_auc` from a histogram over predictions and labels. Pairs of different bins of both
+    are compared exactly; those of one bin of predictions count one half, those of one bin of labels
+    not at all. With ``C`` the weight of the pairs in order, ``M`` of the pairs of different bins of
+    labels, ``P`` of those of them in one bin of predictions and ``L`` of the pairs of one bin of
+    labels, the exact value lies in ``[C / (M + L), (C + P + L) / (M + L)]``; ``rauc_error`` is the
+    distance of the farther end.
+
+    Attributes:
+        bins: Of the predictions.
+        label_bins: Of the labels.
+        one_label_a_bin: Says that no bin holds two different labels, as with ratings: pairs of one
+            bin of labels are then ties, and ``L`` is 0.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> stars = Bins(count=5, low=0.5, high=5.5, spacing="linear")
+        >>> metric = BinnedRAUC(bins=stars, label_bins=stars, one_label_a_bin=True)
+        >>> predictions, labels = jnp.array([1.0, 2.0, 4.0]), jnp.array([2.0, 5.0, 3.0])
+        >>> state = metric.update(metric.init(), predictions, labels)
+        >>> round(metric.compute(state)["lifetime_rauc"].item(), 3)
+        0.667
+    """
+
+    window: int | None = None
+    bins: Bins = Bins(count=256)
+    label_bins: Bins = Bins(count=256, low=0.0, high=1.0, spacing="linear")
+    one_label_a_bin: bool = False
+
+    name: ClassVar[str] = "rauc"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _no_compat(self)
+
+    def sums(self, batch: Batch) -> dict[str, Float[Array, "tasks ..."]]:
+        shape = (self.bins.count, self.label_bins.count)
+        place = self.bins.of(batch.predictions) * shape[1] + self.label_bins.of(batch.labels)
+        broken = jnp.isnan(batch.predictions) | jnp.isnan(batch.labels)
+        weights = jnp.where(broken, jnp.nan, batch.weights)
+        flat = jax.vmap(lambda x, p: jax.ops.segment_sum(x, p, shape[0] * shape[1]))(weights, place)
+        return {"weights": flat.reshape(self.tasks, *shape)}
+
+    def values(self, sums: Sums) -> Values:
+        cells = sums["weights"]
+        lower = np.cumsum(np.cumsum(cells, axis=1), axis=2)
+        both_lower = np.zeros_like(cells)
+        both_lower[:, 1:, 1:] = lower[:, :-1, :-1]
+        ordered = (cells * both_lower).sum(axis=(1, 2))
+        by_label = cells.sum(axis=1)
+        compared = _pairs(by_label, axis=1)
+        tied = _pairs(cells, axis=2).sum(axis=1)
+        unknown = np.zeros_like(compared)
+        if not self.one_label_a_bin:
+            unknown = (by_label**2).sum(axis=1) / 2
+        value = ratio(ordered + tied / 2, compared)
+        best = ratio(ordered + tied + unknown, compared + unknown)
+        worst = ratio(ordered, compared + unknown)
+        return {
+            "rauc": np.where(compared > 0, value, 0.5),
+            "rauc_error": np.where(compared > 0, np.maximum(best - value, value - worst), 0.0),
+        }
+
+
+def _pairs(x: Float[np.ndarray, "..."], axis: int) -> Float[np.ndarray, "..."]:
+    """Weight of the pairs of different places along an axis."""
+    return (x * (np.cumsum(x, axis=axis) - x)).sum(axis=axis)
+
+
+def _no_compat(metric: SumMetric) -> None:
+    if metric.compat is not None:
+        raise ValueError(
+            f"{type(metric).__name__}: TorchRec has no binned metrics; leave compat out, or take "
+            f"{type(metric).__name__.removeprefix('Binned')}"
+        )

@@ -1,0 +1,220 @@
+"""Right and wrong decisions of a classifier."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from jaxrec.metrics.metric import Batch, SumMetric, Values, ratio
+
+Sums = Mapping[str, Float[np.ndarray, "tasks ..."]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Accuracy(SumMetric):
+    """The share of samples decided right, ``sum w [(p >= threshold) = y] / sum w`` (``accuracy``).
+
+    Attributes:
+        threshold: From which prediction on a sample is taken for positive.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> metric = Accuracy(window=None)
+        >>> state = metric.update(metric.init(), jnp.array([0.9, 0.2]), jnp.array([1.0, 1.0]))
+        >>> metric.compute(state)["lifetime_accuracy"].tolist()
+        [0.5]
+    """
+
+    threshold: float = 0.5
+
+    name: ClassVar[str] = "accuracy"
+
+    def sums(self, batch: Batch) -> dict[str, Float[Array, "tasks ..."]]:
+        right = (batch.predictions >= self.threshold) == batch.labels
+        return {
+            "right": (batch.weights * right).sum(axis=1),
+            "weights": batch.weights.sum(axis=1),
+        }
+
+    def values(self, sums: Sums) -> Values:
+        return {self.name: ratio(sums["right"], sums["weights"])}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Precision(SumMetric):
+    """Of the samples taken for positive, the share that is (``precision``).
+
+    No value where none is taken for positive; ``compat="torchrec"`` reports 0.
+
+    Attributes:
+        threshold: From which prediction on a sample is taken for positive.
+    """
+
+    threshold: float = 0.5
+
+    name: ClassVar[str] = "precision"
+    torchrec_undefined: ClassVar[float] = 0.0
+
+    def sums(self, batch: Batch) -> dict[str, Float[Array, "tasks ..."]]:
+        taken = batch.weights * (batch.predictions >= self.threshold)
+        return {
+            "true_positives": (taken * batch.labels).sum(axis=1),
+            "false_positives": (taken * (1 - batch.labels)).sum(axis=1),
+        }
+
+    def values(self, sums: Sums) -> Values:
+        taken = sums["true_positives"] + sums["false_positives"]
+        return {self.name: ratio(sums["true_positives"], taken)}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Recall(SumMetric):
+    """Of the positive samples, the share that is taken for positive (``recall``).
+
+    No value without positives. ``compat="torchrec"`` reports 0 there, and counts a positive sample
+    of exactly the threshold as found and as missed both.
+
+    Attributes:
+        threshold: From which prediction on a sample is taken for positive.
+    """
+
+    threshold: float = 0.5
+
+    name: ClassVar[str] = "recall"
+    torchrec_undefined: ClassVar[float] = 0.0
+
+    def sums(self, batch: Batch) -> dict[str, Float[Array, "tasks ..."]]:
+        positive, predictions = batch.weights * batch.labels, batch.predictions
+        missed = predictions <= self.threshold if self.compat else predictions < self.threshold
+        return {
+            "true_positives": (positive * (predictions >= self.threshold)).sum(axis=1),
+            "false_negatives": (positive * missed).sum(axis=1),
+        }
+
+    def values(self, sums: Sums) -> Values:
+        positives = sums["true_positives"] + sums["false_negatives"]
+        return {self.name: ratio(sums["true_positives"], positives)}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MulticlassRecall(SumMetric):
+    """How often the label is among the ``k`` highest scores (``multiclass_recall``).
+
+    ``[tasks, num_classes]``, ``k`` from 1 on. Predictions are ``[tasks, batch, num_classes]`` and
+    labels class numbers. Of equal scores the lower class comes first.
+
+    Attributes:
+        num_classes: Classes.
+    """
+
+    num_classes: int
+
+    name: ClassVar[str] = "multiclass_recall"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.num_classes < 1:
+            raise ValueError(f"MulticlassRecall: num_classes={self.num_classes} must be 1 or more")
+
+    def sums(self, batch: Batch) -> dict[str, Float[Array, "tasks ..."]]:
+        scores, label = batch.predictions, batch.labels.astype(jnp.int32)[..., None]
+        if scores.shape[-1] != self.num_classes:
+            raise ValueError(
+                f"MulticlassRecall of {self.num_classes} classes takes predictions of [tasks, "
+                f"batch, {self.num_classes}], got {scores.shape}"
+            )
+        classes = jnp.arange(self.num_classes)[None, None]
+        of_label = jnp.take_along_axis(scores, jnp.clip(label, 0, self.num_classes - 1), axis=-1)
+        before = (scores > of_label) | ((scores == of_label) & (classes < label))
+        rank = before.sum(axis=-1)
+        # A label that is no class is never found.
+        valid = (label[..., 0] >= 0) & (label[..., 0] < self.num_classes)
+        found = (rank[..., None] <= classes) & valid[..., None]
+        return {
+            "found": (batch.weights[..., None] * found).sum(axis=1),
+            "weights": batch.weights.sum(axis=1),
+        }
+
+    def values(self, sums: Sums) -> Values:
+        return {self.name: ratio(sums["found"], sums["weights"][:, None])}
+
+    def _trailing(self) -> tuple[int, ...]:
+        return (self.num_classes,)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HindsightTargetPR(SumMetric):
+    """The lowest threshold that would have reached a precision, and the recall there.
+
+    Of the thresholds ``0, 1 / (n - 1), ..., 1`` the first at which the samples taken for positive
+    (``p >= threshold``) are so in at least the share ``target_precision``. Reports
+    ``hindsight_target_pr_threshold_index``, ``hindsight_target_precision`` and
+    ``hindsight_target_recall``; no value where no threshold gets there.
+
+    ``compat="torchrec"``: the last threshold is taken where none gets there, and a positive sample
+    of exactly the threshold counts as found and as missed both. (TorchRec hides the index in the
+    size of a tensor of arbitrary numbers.)
+
+    Attributes:
+        target_precision: In (0, 1].
+        num_thresholds: How many there are, 2 or more.
+    """
+
+    target_precision: float
+    num_thresholds: int = 1000
+
+    name: ClassVar[str] = "hindsight_target_pr"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 < self.target_precision <= 1 or self.num_thresholds < 2:
+            raise ValueError(
+                f"HindsightTargetPR: target_precision={self.target_precision} must be in (0, 1] "
+                f"and num_thresholds={self.num_thresholds} 2 or more"
+            )
+
+    def sums(self, batch: Batch) -> dict[str, Float[Array, "tasks ..."]]:
+        thresholds = jnp.linspace(0, 1, self.num_thresholds, dtype=jnp.float32)
+        # A sample is taken for positive at this many thresholds: the first ones.
+        reached = jnp.searchsorted(thresholds, batch.predictions, side="right")
+        passed = jnp.searchsorted(thresholds, batch.predictions, side="left")
+        positives = batch.weights * batch.labels
+
+        def histogram(x: Float[Array, "tasks batch"], bins: Array) -> Float[Array, "tasks bins"]:
+            count = self.num_thresholds + 1
+            return jax.vmap(lambda x, b: jax.ops.segment_sum(x, b, count))(x, bins)
+
+        return {
+            "positives": histogram(positives, reached),
+            "negatives": histogram(batch.weights - positives, reached),
+            "missed": histogram(positives, passed if self.compat else reached),
+        }
+
+    def values(self, sums: Sums) -> Values:
+        def at_or_above(histogram: Float[np.ndarray, "tasks bins"]) -> np.ndarray:
+            return np.cumsum(histogram[:, ::-1], axis=1)[:, ::-1][:, 1:]
+
+        true, false = at_or_above(sums["positives"]), at_or_above(sums["negatives"])
+        missed = np.cumsum(sums["missed"], axis=1)[:, :-1]
+        precision = np.nan_to_num(ratio(true, true + false))
+        good = precision >= self.target_precision
+        index = np.where(good.any(axis=1), good.argmax(axis=1), self.num_thresholds - 1)
+        rows = np.arange(self.tasks)
+        values = {
+            "hindsight_target_pr_threshold_index": index.astype(np.float64),
+            "hindsight_target_precision": precision[rows, index],
+            "hindsight_target_recall": ratio(
+                true[rows, index], true[rows, index] + missed[rows, index]
+            ),
+        }
+        if self.compat is not None:
+            return values | {
+                "hindsight_target_recall": np.nan_to_num(values["hindsight_target_recall"])
+            }
+        return {name: np.where(good.any(axis=1), x, np.nan) for name, x in values.items()}

@@ -1,0 +1,284 @@
+"""Cross entropy of predicted probabilities, normalized in the ways that the field uses."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from jaxrec.metrics.metric import ETA, Batch, SumMetric, SumState, Values, ratio
+
+Sums = Mapping[str, Float[np.ndarray, "tasks ..."]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NormalizedEntropy(SumMetric):
+    """Cross entropy over that of predicting the mean label for every sample (``ne``).
+
+    ``NE = sum -w (y log p + (1 - y) log(1 - p)) / (-pos log m - neg log(1 - m))`` with
+    ``pos = sum w y``, ``neg = sum w (1 - y)`` and ``m = pos / (pos + neg)``. 1 is a model that
+    knows the mean and nothing more; lower is better. He et al. 2014, "Practical lessons from
+    predicting clicks on ads at Facebook", section 3. Probabilities are clipped to
+    ``[1e-12, 1 - 1e-12]``, as in TorchRec.
+
+    It has no value where all labels are equal: there is nothing to know then.
+    ``compat="torchrec"`` clips ``m`` as well, which gives a huge number there.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> metric = NormalizedEntropy(window=None)
+        >>> state = metric.update(metric.init(), jnp.array([0.5, 0.5]), jnp.array([0.0, 1.0]))
+        >>> round(metric.compute(state)["lifetime_ne"].item(), 6)
+        1.0
+    """
+
+    name: ClassVar[str] = "ne"
+
+    def probabilities(self, batch: Batch) -> Float[Array, "tasks batch"]:
+        """What is compared with the labels."""
+        return batch.predictions
+
+    def sample_weights(self, batch: Batch) -> Float[Array, "tasks batch"]:
+        """What each sample counts."""
+        return batch.weights
+
+    def sums(self, batch: Batch) -> dict[str, Float[Array, "tasks ..."]]:
+        weights = self.sample_weights(batch)
+        loss = cross_entropy(self.probabilities(batch), batch.labels)
+        return {
+            "cross_entropy": (weights * loss).sum(axis=1),
+            "positives": (weights * batch.labels).sum(axis=1),
+            "weights": weights.sum(axis=1),
+        }
+
+    def values(self, sums: Sums) -> Values:
+        return {self.name: self.normalized(sums["cross_entropy"], sums)}
+
+    def normalized(
+        self, cross_entropy: Float[np.ndarray, "tasks ..."], sums: Sums
+    ) -> Float[np.ndarray, "tasks ..."]:
+        """A sum of losses over what predicting the mean label would have cost."""
+        norm = entropy_of_mean(sums["positives"], sums["weights"], clipped=self.compat is not None)
+        return ratio(cross_entropy, norm)
+
+
+def cross_entropy(
+    probabilities: Float[Array, "*shape"], labels: Float[Array, "*shape"]
+) -> Float[Array, "*shape"]:
+    """``-y log p - (1 - y) log(1 - p)`` in nats, with p in ``[1e-12, 1 - 1e-12]``."""
+    # In float32 1 - 1e-12 is 1: each logarithm is bounded by itself.
+    least = np.float32(np.log(ETA))
+    log_p = jnp.maximum(jnp.log(probabilities), least)
+    log_not_p = jnp.maximum(jnp.log1p(-probabilities), least)
+    return -(labels * log_p + (1 - labels) * log_not_p)
+
+
+def entropy_of_mean(
+    positives: Float[np.ndarray, "*shape"],
+    weights: Float[np.ndarray, "*shape"],
+    *,
+    clipped: bool = False,
+) -> Float[np.ndarray, "*shape"]:
+    """Cross entropy, in nats, of predicting the mean label for every sample."""
+    mean = positives / np.maximum(weights, ETA)
+    if clipped:
+        mean = np.clip(mean, ETA, 1 - ETA)
+    negatives = weights - positives
+    # 0 log 0 is 0.
+    of_positives = np.where(positives > 0, positives * np.log(np.where(mean > 0, mean, 1)), 0)
+    of_negatives = np.where(negatives > 0, negatives * np.log1p(-np.where(mean < 1, mean, 0)), 0)
+    return -of_positives - of_negatives
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LogLoss(NormalizedEntropy):
+    """The mean cross entropy, in nats (``logloss``); ``compat="torchrec"`` gives it in bits."""
+
+    name: ClassVar[str] = "logloss"
+
+    def values(self, sums: Sums) -> Values:
+        nats = ratio(sums["cross_entropy"], sums["weights"])
+        return {self.name: nats / np.log(2) if self.compat else nats}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class UnweightedNormalizedEntropy(NormalizedEntropy):
+    """`NormalizedEntropy` with all weights 1 (``unweighted_ne``).
+
+    Padding, of weight 0, stays out; under ``compat="torchrec"`` it counts like any sample.
+    """
+
+    name: ClassVar[str] = "unweighted_ne"
+
+    def sample_weights(self, batch: Batch) -> Float[Array, "tasks batch"]:
+        if self.compat is not None:
+            return jnp.ones_like(batch.weights)
+        return batch.real.astype(jnp.float32)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PositiveNormalizedEntropy(NormalizedEntropy):
+    """The part of `NormalizedEntropy` that positive labels make (``ne_positive``).
+
+    ``sum -w y log p`` over the same norm.
+    """
+
+    name: ClassVar[str] = "ne_positive"
+
+    def sums(self, batch: Batch) -> dict[str, Float[Array, "tasks ..."]]:
+        weights = self.sample_weights(batch)
+        loss = cross_entropy(batch.predictions, jnp.ones_like(batch.labels))
+        return super().sums(batch) | {
+            "cross_entropy": (weights * batch.labels * loss).sum(axis=1),
+        }
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RecalibratedNormalizedEntropy(NormalizedEntropy):
+    """`NormalizedEntropy` of recalibrated probabilities (reported as ``ne``, as in TorchRec).
+
+    ``p' = p / (p + (1 - p) / c)`` undoes that training saw only the share ``c`` of the negative
+    samples: He et al. 2014, "Practical lessons from predicting clicks on ads at Facebook", section
+    6.3.
+
+    Attributes:
+        coefficient: ``c``, above 0.
+    """
+
+    coefficient: float = 1.0
+
+    name: ClassVar[str] = "ne"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_coefficient(self, self.coefficient)
+
+    def probabilities(self, batch: Batch) -> Float[Array, "tasks batch"]:
+        return recalibrated(batch.predictions, self.coefficient)
+
+
+def recalibrated(
+    probabilities: Float[Array, "*shape"], coefficient: float
+) -> Float[Array, "*shape"]:
+    """``p / (p + (1 - p) / c)``."""
+    return probabilities / (probabilities + (1 - probabilities) / coefficient)
+
+
+def check_coefficient(metric: SumMetric, coefficient: float) -> None:
+    """Raises a ValueError for a coefficient that is not above 0."""
+    if not coefficient > 0:
+        raise ValueError(f"{type(metric).__name__}: coefficient={coefficient} must be above 0")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CalibrationFreeNormalizedEntropy(NormalizedEntropy):
+    """Cross entropy over that of always predicting the model's own mean (``cali_free_ne``).
+
+    As `NormalizedEntropy`, with the norm ``-pos log q - neg log(1 - q)``, ``q = sum w p / sum w``:
+    a model that predicts too much on the whole is not blamed for it.
+
+    ``compat="torchrec"`` divides NE, not the cross entropy, by this norm in bits: a number that
+    shrinks as samples come in.
+    """
+
+    name: ClassVar[str] = "cali_free_ne"
+
+    def sums(self, batch: Batch) -> dict[str, Float[Array, "tasks ..."]]:
+        predicted = (self.sample_weights(batch) * batch.predictions).sum(axis=1)
+        return super().sums(batch) | {"predictions": predicted}
+
+    def values(self, sums: Sums) -> Values:
+        positives, weights = sums["positives"], sums["weights"]
+        mean = ratio(sums["predictions"], weights)
+        norm = -positives * np.log(mean) - (weights - positives) * np.log1p(-mean)
+        if self.compat is None:
+            return {self.name: ratio(sums["cross_entropy"], norm)}
+        return {self.name: self.normalized(sums["cross_entropy"], sums) / (norm / np.log(2))}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ServingNormalizedEntropy(NormalizedEntropy):
+    """`NormalizedEntropy` and how many samples it is of (``ne``, ``total_examples``).
+
+    ``total_examples`` counts the samples whose weight is above 0, over all time.
+    """
+
+    name: ClassVar[str] = "ne"
+
+    def sums(self, batch: Batch) -> dict[str, Float[Array, "tasks ..."]]:
+        return super().sums(batch) | {"examples": count_examples(batch)}
+
+    def compute(self, state: SumState) -> Values:
+        return super().compute(state) | {"total_examples": state.lifetime["examples"].on_host()}
+
+
+def count_examples(batch: Batch) -> Float[Array, " tasks"]:
+    """Samples of weight above 0."""
+    return (batch.weights > 0).sum(axis=1).astype(jnp.float32)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SegmentedNormalizedEntropy(NormalizedEntropy):
+    """`NormalizedEntropy` of each group of samples (``segmented_ne``, ``[tasks, groups]``).
+
+    Attributes:
+        num_groups: Groups are numbered from 0 to this minus 1.
+        groups: Name under which `update` gets the number of each sample's group, ``[batch]`` or
+            ``[tasks, batch]`` int32.
+
+    Raises:
+        ValueError: From `compute`, when a sample's group was not one of these.
+    """
+
+    num_groups: int
+    groups: str = "groups"
+
+    name: ClassVar[str] = "segmented_ne"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.num_groups < 1:
+            raise ValueError(f"SegmentedNormalizedEntropy: num_groups={self.num_groups} must be 1+")
+
+    @property
+    def required(self) -> tuple[str, ...]:
+        return (self.groups,)
+
+    def sums(self, batch: Batch) -> dict[str, Float[Array, "tasks ..."]]:
+        weights, labels = batch.weights, batch.labels
+        loss = cross_entropy(batch.predictions, labels)
+        groups = batch.inputs[self.groups].astype(jnp.int32)
+        inside = (groups >= 0) & (groups < self.num_groups)
+
+        def by_group(x: Float[Array, "tasks batch"]) -> Float[Array, "tasks groups"]:
+            return sum_by_group(x, groups, self.num_groups)
+
+        return {
+            "cross_entropy": by_group(weights * loss),
+            "positives": by_group(weights * labels),
+            "weights": by_group(weights),
+            "outside": (batch.real & ~inside).sum(axis=1).astype(jnp.float32),
+        }
+
+    def compute(self, state: SumState) -> Values:
+        outside = state.lifetime["outside"].on_host().sum()
+        if outside:
+            raise ValueError(
+                f"{outside:.0f} samples have a number of {self.groups!r} that is not in "
+                f"[0, {self.num_groups}); raise num_groups, or give the samples weight 0"
+            )
+        return super().compute(state)
+
+
+def sum_by_group(
+    x: Float[Array, "tasks batch"], groups: Array, num_groups: int
+) -> Float[Array, "tasks groups"]:
+    """Sums over the samples of each group; samples of other groups are left out."""
+    # A negative number would count from the end.
+    groups = jnp.where(groups < 0, num_groups, groups)
+    return jax.vmap(lambda x, g: jax.ops.segment_sum(x, g, num_groups))(x, groups)

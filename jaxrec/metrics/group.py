@@ -1,0 +1,203 @@
+"""Several metrics of several tasks, updated and reported together."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Shaped
+
+from jaxrec.metrics.metric import AnyArray, Metric
+
+GroupState: TypeAlias = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Task:
+    """Where a model's outputs have the samples of one task.
+
+    Attributes:
+        name: Of the task, in reports.
+        prediction, label: Names of the outputs, ``[batch]`` or ``[batch, 1]``; predictions of a
+            multi-class metric ``[batch, classes]``.
+        weight: Name of the weights; None: all 1.
+    """
+
+    name: str
+    prediction: str
+    label: str
+    weight: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class MetricGroup:
+    """Metrics of the same tasks: one state, one update, one flat report.
+
+    Attributes:
+        tasks: The tasks, in the order of the metrics' task axis.
+        metrics: By a name of your choice, which starts their names in the report where two metrics
+            would report the same; each with ``tasks`` as many as there are.
+
+    Raises:
+        ValueError: A metric has another number of tasks, or two tasks have one name.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from jaxrec.metrics import AUC, NormalizedEntropy
+        >>> group = MetricGroup(
+        ...     tasks=(
+        ...         Task(name="click", prediction="p_click", label="click"),
+        ...         Task(name="buy", prediction="p_buy", label="buy"),
+        ...     ),
+        ...     metrics={
+        ...         "ne": NormalizedEntropy(tasks=2, window=None),
+        ...         "auc": AUC(tasks=2, window=8),
+        ...     },
+        ... )
+        >>> outputs = {
+        ...     "p_click": jnp.array([0.2, 0.8]), "click": jnp.array([0.0, 1.0]),
+        ...     "p_buy": jnp.array([0.5, 0.5]), "buy": jnp.array([1.0, 0.0]),
+        ... }
+        >>> state = jax.jit(group.update)(group.init(), outputs)
+        >>> report = group.compute(state)
+        >>> sorted(report)
+        ['buy/lifetime_ne', 'buy/window_auc', 'click/lifetime_ne', 'click/window_auc']
+        >>> report["click/window_auc"], round(report["buy/lifetime_ne"], 6)
+        (1.0, 1.0)
+    """
+
+    tasks: tuple[Task, ...]
+    metrics: Mapping[str, Metric]
+
+    def __post_init__(self) -> None:
+        names = [task.name for task in self.tasks]
+        if len(set(names)) != len(names) or not names:
+            raise ValueError(f"tasks need names of their own, one at least; got {names}")
+        for name, metric in self.metrics.items():
+            if metric.tasks != len(self.tasks):
+                raise ValueError(
+                    f"metric {name!r} has tasks={metric.tasks}, but the group has {len(self.tasks)}"
+                )
+
+    def init(self) -> GroupState:
+        """The state before any sample."""
+        return {name: metric.init() for name, metric in self.metrics.items()}
+
+    def update(
+        self, state: GroupState, outputs: Mapping[str, Shaped[AnyArray, "..."]]
+    ) -> GroupState:
+        """The state after one more batch; to be compiled with the step.
+
+        Args:
+            state: Before.
+            outputs: What the tasks name, and the arrays that metrics ask for (sessions, groups).
+
+        Raises:
+            ValueError: An output is missing or has another shape.
+        """
+        predictions = jnp.stack([self._output(outputs, t.prediction, t.name) for t in self.tasks])
+        labels = jnp.stack([self._output(outputs, t.label, t.name) for t in self.tasks])
+        weights = jnp.stack(
+            [
+                jnp.ones(labels.shape[1], jnp.float32)
+                if task.weight is None
+                else self._output(outputs, task.weight, task.name)
+                for task in self.tasks
+            ]
+        )
+        updated = {}
+        for name, metric in self.metrics.items():
+            inputs = {key: outputs[key] for key in metric.required if key in outputs}
+            updated[name] = metric.update(state[name], predictions, labels, weights, **inputs)
+        return updated
+
+    def merge(self, state: GroupState, other: GroupState) -> GroupState:
+        """The state after the samples of both."""
+        return {
+            name: metric.merge(state[name], other[name]) for name, metric in self.metrics.items()
+        }
+
+    def compute(self, state: GroupState) -> dict[str, float]:
+        """The values by ``task/metric``; one of several numbers has them as ``task/metric_0`` on.
+
+        Waits for the device.
+        """
+        report: dict[str, float] = {}
+        state = jax.device_get(state)
+        for metric_name, metric in self.metrics.items():
+            for value_name, values in metric.compute(state[metric_name]).items():
+                for task, value in zip(self.tasks, values, strict=True):
+                    for suffix, number in _numbers(value):
+                        key = f"{task.name}/{value_name}{suffix}"
+                        if key in report:
+                            key = f"{task.name}/{metric_name}/{value_name}{suffix}"
+                        report[key] = number
+        return report
+
+    def _output(
+        self, outputs: Mapping[str, Shaped[AnyArray, "..."]], name: str, task: str
+    ) -> Shaped[Array, "..."]:
+        if name not in outputs:
+            raise ValueError(
+                f"task {task!r} needs the output {name!r}; there are {', '.join(sorted(outputs))}"
+            )
+        output = jnp.asarray(outputs[name])
+        return output[:, 0] if output.ndim == 2 and output.shape[1] == 1 else output
+
+
+def _numbers(value: np.ndarray | np.floating) -> list[tuple[str, float]]:
+    if np.ndim(value) == 0:
+        return [("", float(value))]
+    return [(f"_{i}", float(number)) for i, number in enumerate(np.ravel(value))]
+
+
+def merge_all(metric: Metric | MetricGroup, states: Any) -> Any:
+    """The state after the samples of all states.
+
+    Args:
+        metric: Whose states they are.
+        states: Stacked: each array has one more axis in front, of devices or processes, as
+            `jax.lax.all_gather` and ``multihost_utils.process_allgather`` give it.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from jaxrec.metrics import ClickThroughRate
+        >>> metric = ClickThroughRate(window=8)
+        >>> clicks = jnp.array([[0.0, 1.0], [1.0, 1.0]])
+        >>> states = jax.vmap(lambda y: metric.update(metric.init(), y, y))(clicks)
+        >>> metric.compute(merge_all(metric, states))["window_ctr"].tolist()
+        [0.75]
+    """
+    number = len(jax.tree.leaves(states)[0])
+    parts = [jax.tree.map(lambda x, i=i: x[i], states) for i in range(number)]
+    return functools.reduce(metric.merge, parts)
+
+
+def merge_over_axis(metric: Metric | MetricGroup, state: Any, axis_name: str) -> Any:
+    """The state after the samples of all devices, within `jax.shard_map`.
+
+    Args:
+        metric: Whose state it is.
+        state: This device's.
+        axis_name: Mesh axis over which the devices hold different samples.
+    """
+    gathered = jax.tree.map(lambda x: jax.lax.all_gather(x, axis_name, to="invarying"), state)
+    return merge_all(metric, gathered)
+
+
+def merge_over_processes(metric: Metric | MetricGroup, state: Any) -> Any:
+    """The state after the samples of all processes of a `jax.distributed` run.
+
+    For states that each process keeps for itself, over samples of its own. (One that a step over a
+    global mesh keeps is of all processes' samples already.) Every process must call it.
+    """
+    if jax.process_count() == 1:
+        return state
+    from jax.experimental import multihost_utils
+
+    return merge_all(metric, multihost_utils.process_allgather(state))

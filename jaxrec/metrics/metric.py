@@ -1,0 +1,318 @@
+"""What every metric offers, and the metrics that are functions of sums over samples."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, ClassVar, Generic, Literal, TypeAlias, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int, Shaped
+
+from jaxrec.metrics.total import Total
+from jaxrec.metrics.window import BatchWindow
+
+AnyArray: TypeAlias = Array | np.ndarray
+Compat: TypeAlias = Literal["torchrec"] | None
+Values: TypeAlias = dict[str, Float[np.ndarray, "tasks ..."]]
+State = TypeVar("State")
+
+# TorchRec clips probabilities to this and to 1 minus this.
+ETA = 1e-12
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Batch:
+    """The samples of one step as a metric sees them.
+
+    Attributes:
+        predictions: ``[tasks, batch]`` float32, or ``[tasks, batch, classes]``.
+        labels: ``[tasks, batch]`` float32.
+        weights: ``[tasks, batch]`` float32.
+        real: ``[tasks, batch]``: which samples count, that is have a weight other than 0.
+        inputs: What else the metric asked for, by name.
+    """
+
+    predictions: Float[Array, "tasks batch ..."]
+    labels: Float[Array, "tasks batch"]
+    weights: Float[Array, "tasks batch"]
+    real: Bool[Array, "tasks batch"]
+    inputs: Mapping[str, Shaped[Array, "..."]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Metric(abc.ABC, Generic[State]):
+    """A metric: a description, and pure functions on its state.
+
+    The state is a pytree of arrays of fixed shapes. `init` makes it, `update` belongs into the
+    compiled step, `merge` joins the states of two devices or processes that saw different samples,
+    and `compute` waits for the device and gives the values in float64.
+
+    A sample of weight 0 is padding: no metric sees its prediction or label, and it takes no room in
+    a window. (Under ``compat="torchrec"`` it counts where it does in TorchRec.)
+
+    Attributes:
+        tasks: Predictions and labels are ``[tasks, batch]``; with 1 task ``[batch]`` will do.
+        compat: None: the value that the definition says. ``"torchrec"``: what TorchRec 1.8 reports
+            where the two differ; each metric says where.
+    """
+
+    tasks: int = 1
+    compat: Compat = None
+
+    def __post_init__(self) -> None:
+        if self.tasks < 1:
+            raise ValueError(f"{type(self).__name__}: tasks={self.tasks} must be 1 or more")
+        if self.compat not in (None, "torchrec"):
+            raise ValueError(
+                f"{type(self).__name__}: compat={self.compat!r} must be None or 'torchrec'"
+            )
+
+    @property
+    def required(self) -> tuple[str, ...]:
+        """Names of the arrays that `update` needs besides predictions, labels and weights."""
+        return ()
+
+    @abc.abstractmethod
+    def init(self) -> State:
+        """The state before any sample."""
+
+    @abc.abstractmethod
+    def update(
+        self,
+        state: State,
+        predictions: Shaped[AnyArray, "..."],
+        labels: Shaped[AnyArray, "..."],
+        weights: Shaped[AnyArray, "..."] | None = None,
+        **inputs: Shaped[AnyArray, "..."],
+    ) -> State:
+        """The state after one more batch; to be compiled with the step.
+
+        Args:
+            state: Before.
+            predictions: ``[tasks, batch]`` float; probabilities for a metric of clicks.
+            labels: ``[tasks, batch]``.
+            weights: ``[tasks, batch]`` or ``[batch]``, 0 or above; None: all 1.
+            **inputs: The arrays that the metric asks for by name (`required`), ``[tasks, batch]``
+                or ``[batch]``.
+
+        Raises:
+            ValueError: Shapes do not fit, or an input is missing.
+        """
+
+    @abc.abstractmethod
+    def merge(self, state: State, other: State) -> State:
+        """The state after the samples of both."""
+
+    @abc.abstractmethod
+    def compute(self, state: State) -> Values:
+        """The values ``[tasks, ...]`` by name; NaN where there is none. Waits for the device."""
+
+    def batch(
+        self,
+        predictions: Shaped[AnyArray, "..."],
+        labels: Shaped[AnyArray, "..."],
+        weights: Shaped[AnyArray, "..."] | None,
+        inputs: Mapping[str, Shaped[AnyArray, "..."]],
+    ) -> Batch:
+        """Checks a batch's shapes and hides what padding holds."""
+        labels = jnp.asarray(labels, jnp.float32)
+        predictions = jnp.asarray(predictions, jnp.float32)
+        if self.tasks == 1 and labels.ndim == 1:
+            labels, predictions = labels[None], predictions[None]
+        if labels.ndim != 2 or len(labels) != self.tasks or predictions.shape[:2] != labels.shape:
+            raise ValueError(
+                f"{type(self).__name__} of {self.tasks} task(s) takes predictions and labels of "
+                f"[{self.tasks}, batch]; got {predictions.shape} and {labels.shape}"
+            )
+        if weights is None:
+            weights = jnp.ones_like(labels)
+        weights = self._per_sample("weights", jnp.asarray(weights, jnp.float32), labels.shape)
+        missing = [name for name in self.required if name not in inputs]
+        if missing:
+            raise ValueError(
+                f"{type(self).__name__} needs {missing[0]!r}; give it to update by that name"
+            )
+        extra = {
+            name: self._per_sample(name, _fits(name, inputs[name]), labels.shape)
+            for name in self.required
+        }
+        real = weights != 0
+        if self.compat is None:
+            labels = jnp.where(real, labels, 0)
+            shown = real.reshape(real.shape + (1,) * (predictions.ndim - 2))
+            predictions = jnp.where(shown, predictions, 0)
+        return Batch(predictions, labels, weights, real, extra)
+
+    def _per_sample(
+        self, name: str, array: Shaped[Array, "..."], shape: tuple[int, ...]
+    ) -> Shaped[Array, "tasks batch"]:
+        if array.shape not in (shape, shape[1:]):
+            raise ValueError(
+                f"{type(self).__name__}: {name} must be {shape} or {shape[1:]}, got {array.shape}"
+            )
+        return jnp.broadcast_to(array if array.ndim == 2 else array[None], shape)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class SumState:
+    """The state of a `SumMetric`.
+
+    Attributes:
+        lifetime: The sums over all samples, by name.
+        window: Those of the last batches; None where the metric has no window.
+    """
+
+    lifetime: dict[str, Total]
+    window: BatchWindow | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SumMetric(Metric[SumState]):
+    """A metric that is a function of sums over samples, over all of them and over a window.
+
+    Attributes:
+        window: Samples of the window; it holds whole batches, as many of the last as have no more
+            samples than this. None: no window.
+        max_batches: The window holds no more batches than this; each takes the memory of one
+            batch's sums.
+        skip_empty: Whether a batch in which a task has no weight leaves that task's window alone
+            (TorchRec's ``should_validate_update``). None: yes, and under ``compat="torchrec"`` no.
+        undefined: What is reported where the metric has no value. None: NaN, and under
+            ``compat="torchrec"`` what TorchRec reports.
+    """
+
+    window: int | None = 10_000_000
+    max_batches: int = 1000
+    skip_empty: bool | None = None
+    undefined: float | None = None
+
+    name: ClassVar[str]
+    torchrec_undefined: ClassVar[float] = float("nan")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.max_batches < 1 or (self.window is not None and self.window < 1):
+            raise ValueError(
+                f"{type(self).__name__}: window={self.window} and max_batches={self.max_batches} "
+                "must be 1 or more"
+            )
+
+    @abc.abstractmethod
+    def sums(self, batch: Batch) -> dict[str, Float[Array, "tasks ..."]]:
+        """The sums of a batch, by name: what `values` needs of the samples."""
+
+    @abc.abstractmethod
+    def values(self, sums: Mapping[str, Float[np.ndarray, "tasks ..."]]) -> Values:
+        """The values that sums mean, by name, in float64."""
+
+    def init(self) -> SumState:
+        shapes = self._shapes()
+        slots = 0 if self.window is None else min(self.window, self.max_batches)
+        return SumState(
+            {name: Total.zeros(shape) for name, shape in shapes.items()},
+            BatchWindow.empty(slots, shapes, self.tasks) if slots else None,
+        )
+
+    def update(
+        self,
+        state: SumState,
+        predictions: Shaped[AnyArray, "..."],
+        labels: Shaped[AnyArray, "..."],
+        weights: Shaped[AnyArray, "..."] | None = None,
+        **inputs: Shaped[AnyArray, "..."],
+    ) -> SumState:
+        batch = self.batch(predictions, labels, weights, inputs)
+        sums = self.sums(batch)
+        skip = self.compat is None if self.skip_empty is None else self.skip_empty
+        counts = batch.real.any(axis=1) | (not skip)
+        lifetime = {
+            name: total + jnp.where(_along(counts, sums[name]), sums[name], 0)
+            for name, total in state.lifetime.items()
+        }
+        window = state.window
+        if window is not None:
+            window = window.append(sums, self._sizes(batch), counts)
+        return SumState(lifetime, window)
+
+    def merge(self, state: SumState, other: SumState) -> SumState:
+        window = state.window
+        if window is not None:
+            assert other.window is not None
+            window = window.merge(other.window)
+        lifetime = {name: state.lifetime[name] + other.lifetime[name] for name in state.lifetime}
+        return SumState(lifetime, window)
+
+    def compute(self, state: SumState) -> Values:
+        values = self._reported("lifetime", {n: t.on_host() for n, t in state.lifetime.items()})
+        if state.window is not None:
+            assert self.window is not None
+            values |= self._reported("window", state.window.on_host(self.window))
+        return values
+
+    def _reported(self, prefix: str, sums: Mapping[str, Float[np.ndarray, "tasks ..."]]) -> Values:
+        undefined = self.torchrec_undefined if self.compat else float("nan")
+        if self.undefined is not None:
+            undefined = self.undefined
+        with np.errstate(divide="ignore", invalid="ignore"):
+            values = self.values(sums)
+        # Sums of a NaN prediction or label are NaN: that is a value, not the lack of one.
+        sound = ~np.any(
+            [np.isnan(x).reshape(self.tasks, -1).any(axis=1) for x in sums.values()], axis=0
+        )
+        return {
+            f"{prefix}_{name}": np.where(
+                np.isnan(value) & sound.reshape(sound.shape + (1,) * (value.ndim - 1)),
+                undefined,
+                value,
+            )
+            for name, value in values.items()
+        }
+
+    def _sizes(self, batch: Batch) -> Int[Array, " tasks"]:
+        if self.compat is not None:
+            return jnp.full(self.tasks, batch.real.shape[1], jnp.int32)
+        return batch.real.sum(axis=1, dtype=jnp.int32)
+
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of the sums: those that a batch of one sample has."""
+        shape = jax.ShapeDtypeStruct((self.tasks, 1), jnp.float32)
+        predictions = jax.ShapeDtypeStruct((self.tasks, 1, *self._trailing()), jnp.float32)
+        inputs = {name: jax.ShapeDtypeStruct((self.tasks, 1), jnp.int32) for name in self.required}
+
+        def of_one(predictions: Any, samples: Any, inputs: Any) -> dict[str, Array]:
+            return self.sums(Batch(predictions, samples, samples, samples != 0, inputs))
+
+        return {n: x.shape for n, x in jax.eval_shape(of_one, predictions, shape, inputs).items()}
+
+    def _trailing(self) -> tuple[int, ...]:
+        """Axes of the predictions after the batch."""
+        return ()
+
+
+def _fits(name: str, array: Shaped[AnyArray, "..."]) -> Shaped[Array, "..."]:
+    """The array on the device, where integers have 32 bits."""
+    if isinstance(array, np.ndarray) and array.dtype.kind in "iu" and array.dtype.itemsize > 4:
+        narrow = array.astype(np.int32)
+        if (narrow != array).any():
+            raise ValueError(
+                f"{name} has {array[narrow != array][0]}, which does not fit 32 bits; number the "
+                "sessions or groups of a batch anew, by np.unique(..., return_inverse=True)"
+            )
+        return jnp.asarray(narrow)
+    return jnp.asarray(array)
+
+
+def _along(counts: Bool[Array, " tasks"], like: Float[Array, "tasks ..."]) -> Bool[Array, "..."]:
+    return counts.reshape(counts.shape + (1,) * (like.ndim - 1))
+
+
+def ratio(
+    numerator: Float[np.ndarray, "..."], denominator: Float[np.ndarray, "..."]
+) -> Float[np.ndarray, "..."]:
+    """The quotient; NaN where there is nothing to divide by."""
+    return np.where(denominator > 0, numerator / np.where(denominator > 0, denominator, 1), np.nan)

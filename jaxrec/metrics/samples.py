@@ -1,0 +1,191 @@
+"""The last samples themselves, for metrics that are no function of sums over samples."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from typing import ClassVar, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int, Shaped
+
+from jaxrec.metrics.metric import AnyArray, Metric, Values
+
+# Predictions, labels, weights and groups.
+Columns: TypeAlias = tuple[Array, Array, Array, Array | None]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class SampleWindow:
+    """A ring of the last samples of each task.
+
+    Attributes:
+        predictions, labels, weights: ``[tasks, window]`` float32.
+        groups: ``[tasks, window]`` int32, or None.
+        next: ``[tasks]`` int32, where the next sample goes.
+        filled: ``[tasks]`` int32, how many samples there are.
+    """
+
+    predictions: Float[Array, "tasks window"]
+    labels: Float[Array, "tasks window"]
+    weights: Float[Array, "tasks window"]
+    groups: Int[Array, "tasks window"] | None
+    next: Int[Array, " tasks"]
+    filled: Int[Array, " tasks"]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Samples:
+    """Samples of one task, on the host.
+
+    Attributes:
+        predictions, labels, weights: ``[samples]`` float32.
+        groups: ``[samples]`` int32, or None.
+    """
+
+    predictions: Float[np.ndarray, " samples"]
+    labels: Float[np.ndarray, " samples"]
+    weights: Float[np.ndarray, " samples"]
+    groups: Int[np.ndarray, " samples"] | None = None
+
+    def by_group(self) -> list[Samples]:
+        """The samples of each group that occurs."""
+        assert self.groups is not None
+        order = np.argsort(self.groups, kind="stable")
+        groups = self.groups[order]
+        cuts = np.flatnonzero(groups[1:] != groups[:-1]) + 1
+        columns = (self.predictions[order], self.labels[order], self.weights[order])
+        parts = [np.split(column, cuts) for column in columns]
+        return [Samples(*part) for part in zip(*parts, strict=True)] if len(groups) else []
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SampleMetric(Metric[SampleWindow]):
+    """A metric of the last samples, computed exactly on the host.
+
+    The state takes 12 bytes (16 with groups) a task and sample of the window, on the device.
+
+    Attributes:
+        window: How many samples of each task are kept.
+        groups: Name under which `update` gets the group of each sample (``[batch]`` or
+            ``[tasks, batch]`` int32), to report the mean over groups too; None: no groups.
+    """
+
+    window: int = 1_000_000
+    groups: str | None = None
+
+    name: ClassVar[str]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.window < 1:
+            raise ValueError(f"{type(self).__name__}: window={self.window} must be 1 or more")
+
+    @property
+    def required(self) -> tuple[str, ...]:
+        return () if self.groups is None else (self.groups,)
+
+    @abc.abstractmethod
+    def value(self, samples: Samples) -> float:
+        """The value of samples of one task."""
+
+    @abc.abstractmethod
+    def grouped(self, groups: list[Samples]) -> float:
+        """The mean over groups of samples of one task."""
+
+    def init(self) -> SampleWindow:
+        zeros = jnp.zeros((self.tasks, self.window), jnp.float32)
+        none = jnp.zeros(self.tasks, jnp.int32)
+        groups = None if self.groups is None else zeros.astype(jnp.int32)
+        return SampleWindow(zeros, zeros, zeros, groups, none, none)
+
+    def update(
+        self,
+        state: SampleWindow,
+        predictions: Shaped[AnyArray, "..."],
+        labels: Shaped[AnyArray, "..."],
+        weights: Shaped[AnyArray, "..."] | None = None,
+        **inputs: Shaped[AnyArray, "..."],
+    ) -> SampleWindow:
+        batch = self.batch(predictions, labels, weights, inputs)
+        counts = jnp.ones_like(batch.real) if self.compat else batch.real
+        groups = None if self.groups is None else batch.inputs[self.groups].astype(jnp.int32)
+        new = (batch.predictions, batch.labels, batch.weights, groups)
+        return self._append(state, new, counts)
+
+    def merge(self, state: SampleWindow, other: SampleWindow) -> SampleWindow:
+        """The samples of both; if they are too many, the newest of each in equal parts."""
+        half = self.window // 2
+        of_state = jnp.maximum(self.window - half, self.window - other.filled)
+        of_other = jnp.maximum(half, self.window - state.filled)
+        merged = self._append(self.init(), *_newest(state, of_state))
+        return self._append(merged, *_newest(other, of_other))
+
+    def compute(self, state: SampleWindow) -> Values:
+        window = jax.device_get(state)
+        tasks = [self._samples(window, task) for task in range(self.tasks)]
+        values = {f"window_{self.name}": np.array([self.value(samples) for samples in tasks])}
+        if self.groups is not None:
+            grouped = [self.grouped(samples.by_group()) for samples in tasks]
+            values[f"window_grouped_{self.name}"] = np.array(grouped)
+        return values
+
+    def weight(self, state: SampleWindow) -> Float[np.ndarray, " tasks"]:
+        """The total weight of the samples in the window."""
+        return np.asarray(jax.device_get(state.weights), np.float64).sum(axis=1)
+
+    def _append(
+        self,
+        state: SampleWindow,
+        new: Columns,
+        counts: Bool[Array, "tasks batch"],
+    ) -> SampleWindow:
+        number = jnp.cumsum(counts, axis=1, dtype=jnp.int32)
+        total = number[:, -1:]
+        # Of a batch larger than the window only the last samples fit.
+        counts = counts & (number > total - self.window)
+        slot = jnp.where(counts, (state.next[:, None] + number - 1) % self.window, self.window)
+        task = jnp.arange(self.tasks)[:, None]
+
+        def put(ring: Array, values: Array) -> Array:
+            return ring.at[task, slot].set(values, mode="drop")
+
+        predictions, labels, weights, groups = new
+        return SampleWindow(
+            put(state.predictions, predictions),
+            put(state.labels, labels),
+            put(state.weights, weights),
+            None if state.groups is None or groups is None else put(state.groups, groups),
+            next=(state.next + total[:, 0]) % self.window,
+            filled=jnp.minimum(state.filled + total[:, 0], self.window),
+        )
+
+    def _samples(self, window: SampleWindow, task: int) -> Samples:
+        filled, following = int(window.filled[task]), int(window.next[task])
+        newest_last = (following - filled + np.arange(filled)) % self.window
+        groups = None if window.groups is None else np.asarray(window.groups)[task, newest_last]
+        return Samples(
+            np.asarray(window.predictions)[task, newest_last],
+            np.asarray(window.labels)[task, newest_last],
+            np.asarray(window.weights)[task, newest_last],
+            groups,
+        )
+
+
+def _newest(
+    window: SampleWindow, number: Int[Array, " tasks"]
+) -> tuple[Columns, Bool[Array, "tasks window"]]:
+    """All samples from the oldest to the newest, and which of them are the newest ones."""
+    size = window.predictions.shape[1]
+    order = (window.next[:, None] + jnp.arange(size)) % size
+
+    def ordered(x: Array) -> Array:
+        return jnp.take_along_axis(x, order, axis=1)
+
+    groups = None if window.groups is None else ordered(window.groups)
+    columns = (ordered(window.predictions), ordered(window.labels), ordered(window.weights), groups)
+    number = jnp.minimum(window.filled, number)
+    return columns, jnp.arange(size) >= size - number[:, None]

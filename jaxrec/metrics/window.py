@@ -1,0 +1,103 @@
+"""The sums of the last batches, for the value of a metric over a sliding window."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class BatchWindow:
+    """A ring of the sums of the last batches, task by task.
+
+    Which of them count is settled when the window is read: nothing is ever subtracted, so a window
+    has no memory of what has left it.
+
+    Attributes:
+        sums: By name ``[slots, tasks, ...]`` float32, the sums of one batch a slot.
+        sizes: ``[slots, tasks]`` int32, samples of each of these batches; 0 in unused slots.
+        steps: ``[tasks]`` int32, batches so far. Batch ``i`` is in slot ``i % slots``.
+    """
+
+    sums: dict[str, Float[Array, "slots tasks ..."]]
+    sizes: Int[Array, "slots tasks"]
+    steps: Int[Array, " tasks"]
+
+    @classmethod
+    def empty(cls, slots: int, shapes: Mapping[str, tuple[int, ...]], tasks: int) -> BatchWindow:
+        """A window without batches, for sums of the given shapes ``[tasks, ...]``."""
+        return cls(
+            {name: jnp.zeros((slots, *shape), jnp.float32) for name, shape in shapes.items()},
+            jnp.zeros((slots, tasks), jnp.int32),
+            jnp.zeros(tasks, jnp.int32),
+        )
+
+    def append(
+        self,
+        sums: Mapping[str, Float[Array, "tasks ..."]],
+        sizes: Int[Array, " tasks"],
+        counts: Bool[Array, " tasks"],
+    ) -> BatchWindow:
+        """The window with one more batch, in the place of the oldest.
+
+        Args:
+            sums: Of the batch.
+            sizes: Samples of the batch.
+            counts: False where a task leaves this batch out; its window stays as it is.
+        """
+        tasks = jnp.arange(len(self.steps))
+        # A slot beyond the last writes nothing.
+        slot = jnp.where(counts, self.steps % len(self.sizes), len(self.sizes))
+        return BatchWindow(
+            {
+                name: ring.at[slot, tasks].set(sums[name], mode="drop")
+                for name, ring in self.sums.items()
+            },
+            self.sizes.at[slot, tasks].set(sizes, mode="drop"),
+            self.steps + counts,
+        )
+
+    def merge(self, other: BatchWindow) -> BatchWindow:
+        """The window of both: the newest batches of the two are taken as one, and so on back."""
+        slots, tasks = self.sizes.shape
+        steps = jnp.maximum(self.steps, other.steps)
+
+        def aligned(window: BatchWindow) -> BatchWindow:
+            came_from = (jnp.arange(slots)[:, None] - (steps - window.steps)[None]) % slots
+            ring, sizes = jax.tree.map(
+                lambda x: x[came_from, jnp.arange(tasks)[None]], (window.sums, window.sizes)
+            )
+            return BatchWindow(ring, sizes, steps)
+
+        a, b = aligned(self), aligned(other)
+        return BatchWindow(
+            {name: a.sums[name] + b.sums[name] for name in a.sums}, a.sizes + b.sizes, steps
+        )
+
+    def on_host(self, samples: int) -> dict[str, Float[np.ndarray, "tasks ..."]]:
+        """The sums over the last batches, in float64; waits for the device.
+
+        Args:
+            samples: As many of the newest batches are taken as have, together, no more samples
+                than this; the newest one always.
+        """
+        window = jax.device_get(self)
+        slots, tasks = window.sizes.shape
+        age = (window.steps - 1 - np.arange(slots)[:, None]) % slots
+        order = np.argsort(age, axis=0)  # the newest first
+        samples_until = np.cumsum(np.take_along_axis(window.sizes, order, 0), axis=0)
+        taken = np.zeros((slots, tasks), bool)
+        np.put_along_axis(taken, order, samples_until <= samples, 0)
+        taken |= age == 0
+        return {
+            name: np.where(taken.reshape(taken.shape + (1,) * (ring.ndim - 2)), ring, 0).sum(
+                axis=0, dtype=np.float64
+            )
+            for name, ring in window.sums.items()
+        }

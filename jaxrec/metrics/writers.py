@@ -1,0 +1,231 @@
+"""Where the values of metrics go: the console, files, TensorBoard."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import datetime
+import json
+import math
+import os
+import pathlib
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import IO, Any, Protocol
+
+from rich.console import Console
+
+
+class Writer(Protocol):
+    """Takes the values of a step; what ``jaxrec.metrics``' writers have in common."""
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Writes the values by name."""
+
+    def close(self) -> None:
+        """Writes out what is left; nothing may follow."""
+
+
+class ConsoleWriter:
+    """One line a step on the console.
+
+    Args:
+        console: Where to; None: standard output.
+        names: Values to show, in order; None: all.
+
+    Example:
+        >>> ConsoleWriter().write(7, {"click/window_ne": 0.81234, "click/window_auc": 0.75})
+        step 7  click/window_ne 0.8123  click/window_auc 0.7500
+    """
+
+    def __init__(self, console: Console | None = None, names: Sequence[str] | None = None):
+        self._console = Console(highlight=False, soft_wrap=True) if console is None else console
+        self._names = names
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Shows the values by name."""
+        names = values if self._names is None else [n for n in self._names if n in values]
+        shown = "".join(f"  {name} {_short(values[name])}" for name in names)
+        self._console.print(f"step {step:,}{shown}", markup=False)
+
+    def close(self) -> None:
+        """Nothing is left to write."""
+
+
+def _short(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4f}"
+
+
+class JSONLinesWriter:
+    """A file with one JSON object a line: ``step``, ``time`` in seconds since 1970, and the values.
+
+    NaN is written as null. Each line is on its way to the disk when `write` returns, so that a
+    killed run loses none; lines are added to a file that is there.
+
+    Args:
+        path: The file; its directory is made.
+
+    Raises:
+        OSError: The file cannot be written.
+
+    Example:
+        >>> import pathlib, tempfile
+        >>> path = pathlib.Path(tempfile.mkdtemp(), "metrics.jsonl")
+        >>> with contextlib.closing(JSONLinesWriter(path)) as writer:
+        ...     writer.write(1, {"ne": 0.9})
+        >>> json.loads(path.read_text())["ne"]
+        0.9
+    """
+
+    def __init__(self, path: str | os.PathLike[str]):
+        self._file = _append_to(path)
+        _end_last_line(self._file, path)
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Adds a line."""
+        record = {"step": step, "time": _now(), **{n: _finite(x) for n, x in values.items()}}
+        self._file.write(json.dumps(record) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._file.close()
+
+
+class CSVWriter:
+    """A table: ``step``, ``time`` in seconds since 1970, and a column for each value.
+
+    The columns are those of the first step that is written, or those of the file if there is one;
+    lines are added to it then.
+
+    Args:
+        path: The file; its directory is made.
+
+    Raises:
+        OSError: The file cannot be written.
+        ValueError: From `write`: a value has no column, or the file is no such table.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]):
+        self._path = pathlib.Path(path)
+        self._file = _append_to(path)
+        _end_last_line(self._file, path)
+        self._columns: list[str] | None = None
+        with open(path, newline="") as file:
+            header = next(csv.reader(file), None)
+        if header is not None:
+            if header[:2] != ["step", "time"]:
+                self._file.close()
+                raise ValueError(
+                    f"{self._path} is no table of metrics: its first columns are "
+                    f"{', '.join(header[:2])}, not step, time; give another file"
+                )
+            self._columns = header[2:]
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Adds a row; values that are missing leave their columns empty."""
+        rows = csv.writer(self._file, lineterminator="\n")
+        if self._columns is None:
+            self._columns = list(values)
+            rows.writerow(["step", "time", *self._columns])
+        unknown = [name for name in values if name not in self._columns]
+        if unknown:
+            raise ValueError(
+                f"{self._path} has no column for {unknown[0]!r}; its columns are those of the "
+                "first step written. Write all values from the first step on, or JSON lines"
+            )
+        rows.writerow([step, _now(), *(values.get(name, "") for name in self._columns)])
+        self._file.flush()
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._file.close()
+
+
+class TensorBoardWriter:
+    """Scalars for TensorBoard; needs the extra ``jaxrec[tensorboard]``.
+
+    Args:
+        directory: Where the event files go; it is made.
+        **options: As for `tensorboardX.SummaryWriter`.
+
+    Raises:
+        ImportError: tensorboardX is not installed.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str], **options: Any):
+        try:
+            import tensorboardX
+        except ImportError:
+            raise ImportError(
+                "TensorBoardWriter needs tensorboardX: pip install 'jaxrec[tensorboard]'"
+            ) from None
+        self._writer = tensorboardX.SummaryWriter(os.fspath(directory), **options)
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Adds one point to each value's curve."""
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        """Writes out what is left."""
+        self._writer.close()
+
+
+class Writers:
+    """Several writers as one, closed at the end of a ``with``.
+
+    Example:
+        >>> with Writers(ConsoleWriter()) as writers:
+        ...     writers.write(1, {"ne": 0.5})
+        step 1  ne 0.5000
+    """
+
+    def __init__(self, *writers: Writer):
+        self._writers = writers
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Passes the values to each."""
+        for writer in self._writers:
+            writer.write(step, values)
+
+    def close(self) -> None:
+        """Closes each, whatever happens to the others."""
+        with contextlib.ExitStack() as stack:
+            for writer in self._writers:
+                stack.callback(writer.close)
+
+    def __enter__(self) -> Writers:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _append_to(path: str | os.PathLike[str]) -> IO[str]:
+    pathlib.Path(path).parent.mkdir(parents=True, exist_ok=True)
+    return open(path, "a", newline="")
+
+
+def _end_last_line(file: IO[str], path: str | os.PathLike[str]) -> None:
+    """Gives a newline to a line that a killed run did not finish."""
+    with open(path, "rb") as existing:
+        existing.seek(0, os.SEEK_END)
+        if existing.tell() == 0:
+            return
+        existing.seek(-1, os.SEEK_END)
+        if existing.read(1) != b"\n":
+            file.write("\n")
+
+
+def _now() -> float:
+    return datetime.datetime.now(datetime.UTC).timestamp()
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
