@@ -1,0 +1,110 @@
+"""What a user says of the planning of one table."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from jaxrec.embed.config import TABLE_DTYPES
+from jaxrec.mesh.placement import Placement
+
+SHARDING_TYPES = (
+    "data_parallel",
+    "table_wise",
+    "row_wise",
+    "column_wise",
+    "table_row_wise",
+    "table_column_wise",
+    "grid",
+)
+ROW_CUT_TYPES = ("row_wise", "table_row_wise", "grid")
+STORAGES = ("device", "host", "disk")
+EXCHANGES = ("rows", "sums")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ParameterConstraints:
+    """What the plan must heed for one table; nothing is asked for by default.
+
+    Attributes:
+        sharding_types: Types to choose from, of "data_parallel", "table_wise", "row_wise",
+            "column_wise", "table_row_wise", "table_column_wise" and "grid"; None: all.
+        storages: Where rows may be kept, of "device", "host" (in host memory, with a cache on the
+            device) and "disk" (on disk, with the same cache). None: what the planner is told.
+            `jaxrec.shard` carries out "device" alone: the others are for planning ahead.
+        exchanges: How rows may travel in types that cut rows, of "rows" and "sums"; None: all that
+            `jaxrec.shard` can carry out.
+        devices: Devices that may hold a part of the table; None: all.
+        min_column_width: Narrowest part that columns may be cut into.
+        pooling_factors: Ids that a sample has, on average, for each feature of the table in order;
+            one number holds for all. None: from statistics, or 1.
+        batch_sizes: Bags of each feature in the whole batch, where that is not the batch size; one
+            number holds for all.
+        is_weighted: Whether ids have weights; None: as the collection says.
+        cache_ratio: Part of the rows that the cache of "host" and "disk" holds; None: chosen.
+        dtype: Type of the table. For planning ahead from configurations: the tables of a model have
+            theirs.
+        placement: Where the table goes, decided; made by `jaxrec.mesh.row_wise` and its siblings.
+
+    Raises:
+        ValueError, TypeError: If a value is not what its description says.
+
+    Example:
+        >>> ParameterConstraints(sharding_types=["row_wise"], pooling_factors=[20]).pooling_factors
+        (20.0,)
+    """
+
+    sharding_types: Sequence[str] | None = None
+    storages: Sequence[str] | None = None
+    exchanges: Sequence[str] | None = None
+    devices: Sequence[int] | None = None
+    min_column_width: int = 32
+    pooling_factors: Sequence[float] | float | None = None
+    batch_sizes: Sequence[int] | int | None = None
+    is_weighted: bool | None = None
+    cache_ratio: float | None = None
+    dtype: str | None = None
+    placement: Placement | None = None
+
+    def __post_init__(self) -> None:
+        self._set("sharding_types", self._names("sharding_types", SHARDING_TYPES))
+        self._set("storages", self._names("storages", STORAGES))
+        self._set("exchanges", self._names("exchanges", EXCHANGES))
+        if self.devices is not None:
+            devices = tuple(self.devices)
+            if not devices or len(set(devices)) < len(devices) or min(devices) < 0:
+                raise ValueError(f"devices are different numbers from 0, got {devices}")
+            self._set("devices", devices)
+        self._set("pooling_factors", self._numbers("pooling_factors"))
+        self._set("batch_sizes", self._numbers("batch_sizes"))
+        if self.min_column_width < 1:
+            raise ValueError(f"min_column_width is 1 or more, got {self.min_column_width}")
+        if self.cache_ratio is not None and not 0 < self.cache_ratio <= 1:
+            raise ValueError(f"cache_ratio is above 0 and at most 1, got {self.cache_ratio}")
+        if self.dtype is not None and self.dtype not in TABLE_DTYPES:
+            raise ValueError(f"dtype is one of {', '.join(TABLE_DTYPES)}, got {self.dtype!r}")
+        if self.placement is not None and not isinstance(self.placement, Placement):
+            raise TypeError(
+                "placement is made by jaxrec.mesh.row_wise() and its siblings, got "
+                f"{self.placement!r}"
+            )
+
+    def _set(self, field: str, value: object) -> None:
+        object.__setattr__(self, field, value)
+
+    def _names(self, field: str, known: Sequence[str]) -> tuple[str, ...] | None:
+        names = getattr(self, field)
+        if names is None:
+            return None
+        if isinstance(names, str) or not names or set(names) - set(known):
+            raise ValueError(f"{field} are some of {', '.join(known)}, got {names!r}")
+        return tuple(name for name in known if name in names)
+
+    def _numbers(self, field: str) -> tuple[float, ...] | float | None:
+        value = getattr(self, field)
+        if value is None:
+            return None
+        numbers = tuple(value) if isinstance(value, Sequence) else (value,)
+        if not numbers or not all(0 < number < float("inf") for number in numbers):
+            raise ValueError(f"{field} are numbers above 0, got {value!r}")
+        return tuple(map(float, numbers)) if isinstance(value, Sequence) else float(value)

@@ -1,0 +1,304 @@
+"""What a placement costs: seconds of a step and bytes of memory, in formulas.
+
+Where this follows TorchRec's estimators and where it differs is in ``docs/planner.md``.
+
+Notation, for one device and one step. A table has ``R`` rows of ``w`` columns (a part of its
+columns, if they are cut) of ``s`` bytes, and ``m`` bytes of optimizer state a row. A device's own
+samples have ``n`` ids of it, ``b`` bags, and room ``c >= n`` for ids: arrays have the size of the
+room, so sorting and pooling take ``c``. ``u`` of the ids are distinct rows; of the samples of all
+``D`` devices together, ``U`` are. Sums and gradients are float32, 4 bytes. What is written
+``gather(c, 4 w)`` below is the time to gather ``c`` rows of ``4 w`` bytes (`Topology.gather`).
+
+**Groups.** Tables of equal width, type and optimizer share arrays and travel together, and a
+collective ends when its slowest device does. So the time of a step is not that of the device with
+the largest sum, but the sum over groups of each group's slowest device. The same holds of memory:
+the arrays of a group have as many rows on every device as on the fullest.
+
+**Copies** (`data_parallel`). Every device has all rows and looks its own ids up,
+``gather(c, w s)``, writing bags of ``4 w``. Gradients are summed by row, which sorts the ids twice,
+once for the route and once for the sum: ``2 sort(c) + gather(c, 4 w)``. Everybody gets everybody's
+sums, an all-gather of ``D c (4 + 4 w)`` bytes, and makes the same update of ``U`` rows:
+``sort(D c) + gather(D c, 4 w) + update(U, w s + m)``.
+
+**Rows** (every other type, `exchange="rows"`). A device sorts its ids and drops repeats, asks the
+owners, gets rows, pools at home: ``sort(c) + gather(c, w s)`` and bags of ``4 w``. Backward, it
+sums gradients by row, ``2 sort(c) + gather(c, 4 w)``, and sends the sums to the owners.
+
+Between each two devices the exchange has room for ``C = 1.25 c / D`` rows a round, and runs rounds
+until the fullest pair is done. If owner ``d`` has a share ``q_d`` of a device's ``u`` distinct
+rows, that is ``max(1, q u / C)`` rounds with ``q = max_d q_d``, taken as a continuous number; a
+round handles ``D C`` rows on every device, so
+
+    rows through the exchange = max(1.25 c, D max_d q_d u).
+
+The sums in it go over the tables of the group. Each such row is asked for and sent,
+``all_to_all(4 + w s)``, read and put in place, ``2 gather(1, w s)``; backward it is packed, sent,
+sorted and summed, ``2 gather(1, 4 w) + all_to_all(4 + 4 w) + sort(1)``. The owner updates
+``q_d U`` rows: ``update(q_d U, w s + m)``.
+
+**Sums** (types that cut rows, `exchange="sums"`). Ids go to the owners with their repeats and the
+number of their bag, 8 bytes, 12 with weights: ``sort(c)`` to group them,
+``max(1.25 c, D max_d q_d n)`` through the exchange. The owner pools what it has of each bag of all
+devices into ``D b`` sums; a reduce-scatter of ``4 w D b`` bytes brings them home. Backward, an
+all-gather of as many bytes brings the bags' gradients, and the owner sums and updates: for each id
+``sort(1) + gather(1, 4 w)``.
+
+**Collectives.** Of ``V`` bytes to be sent to all devices alike, ``(h - 1) / D`` go to the other
+devices of a host of ``h``, and ``(D - h) / D`` to other hosts; an all-to-all sends both at once and
+takes the longer. Reduce-scatter and all-gather of ``V`` bytes go by host, ``V (h - 1) / h`` on the
+links within, and then, for each device, ``V / h (H - 1) / H`` on those between.
+
+**Caches** (storage "host" and "disk"). The device holds the hottest ``r R`` rows and their state;
+of the rows that a step updates, those not held are fetched before it and written back after:
+``2 host_link(w s + m)`` each, and for "disk" ``2 disk_link(w s + m)`` more.
+
+**Memory** of a device, in bytes: rows and state, ``w s + m`` for each row it holds (see groups);
+``12 c`` for the rows, bags and factors that the backward pass needs, ``8 b w`` for the looked-up
+embeddings and their gradients, all groups together; and while one group's exchange runs, what
+`exchange_bytes` counts, of the group that has the most.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from jaxrec.optim import RowOptimizer
+from jaxrec.plan.topology import Topology
+from jaxrec.plan.workload import TableWork, itemsize, state_bytes
+
+PHASES = (
+    "forward compute",
+    "forward exchange",
+    "backward compute",
+    "backward exchange",
+    "prefetch",
+)
+# Room of a round of the exchange, over the even share; see jaxrec.mesh.tables.
+SLACK = 1.25
+FLOAT32 = 4
+
+COPIES, ROWS, SUMS = "copies", "rows", "sums"
+
+
+def phases(**seconds: float) -> np.ndarray:
+    """Seconds of each of `PHASES`, given by name."""
+    named = {name.replace(" ", "_"): i for i, name in enumerate(PHASES)}
+    vector = np.zeros(len(PHASES))
+    for name, value in seconds.items():
+        vector[named[name]] = value
+    return vector
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupKey:
+    """What tables have in common that share arrays and travel together.
+
+    Attributes:
+        collection: Path of their collection.
+        width: Columns.
+        dtype: Type of the rows.
+        optimizer: How they change.
+        way: "copies", "rows" or "sums".
+        storage: "device", "host" or "disk".
+        is_weighted: Whether ids have weights.
+    """
+
+    collection: str
+    width: int
+    dtype: str
+    optimizer: RowOptimizer
+    way: str
+    storage: str
+    is_weighted: bool
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row and its state."""
+        return self.width * itemsize(self.dtype) + state_bytes(self.optimizer, self.width)
+
+    def __str__(self) -> str:
+        return f"{self.dtype}_{self.width} by {self.way}" + (
+            "" if self.storage == "device" else f" ({self.storage})"
+        )
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class GroupCost:
+    """What a group costs, by what happens to its rows.
+
+    Attributes:
+        launch: Seconds to start its kernels and collectives, by phase.
+        exchanged: Seconds for each row through the exchange, by phase.
+        updated: Seconds for each row that its owner updates, by phase.
+        fetched: Seconds for each row that its owner fetches from host memory or disk, by phase.
+        row_bytes: Bytes of a row and its state, on the device that holds it.
+    """
+
+    launch: np.ndarray
+    exchanged: np.ndarray
+    updated: np.ndarray
+    fetched: np.ndarray
+    row_bytes: int
+
+
+def group_cost(key: GroupKey, topology: Topology) -> GroupCost:
+    """The costs of a group's rows; see the formulas above."""
+    row, sums = key.width * itemsize(key.dtype), key.width * FLOAT32
+    gather, sort, update = topology.gather, topology.sort, topology.update
+    latency = _latency(topology)
+    update_row = update.seconds(calls=0, items=1, bytes=_granules(key.row_bytes, topology))
+    updated = phases(backward_compute=update_row)
+    fetched = np.zeros(len(PHASES))
+    if key.storage != "device":
+        fetched = phases(prefetch=_fetch_row(key, topology))
+    match key.way:
+        case "copies":
+            launch = phases(
+                forward_compute=gather.call,
+                backward_compute=3 * sort.call + 2 * gather.call + update.call,
+                backward_exchange=2 * latency,
+            )
+            exchanged = updated = np.zeros(len(PHASES))  # the same on every device: see `home`
+        case "rows":
+            launch = phases(
+                forward_compute=sort.call + 3 * gather.call,
+                forward_exchange=4 * latency,
+                backward_compute=3 * sort.call + 3 * gather.call + update.call,
+                backward_exchange=5 * latency,
+            )
+            exchanged = phases(
+                forward_compute=2 * _gather(row, topology),
+                forward_exchange=all_to_all(FLOAT32 + row, topology),
+                backward_compute=2 * _gather(sums, topology) + sort.item,
+                backward_exchange=all_to_all(FLOAT32 + sums, topology),
+            )
+        case "sums":
+            launch = phases(
+                forward_compute=2 * sort.call + 2 * gather.call,
+                forward_exchange=4 * latency,
+                backward_compute=sort.call + gather.call + update.call,
+                backward_exchange=latency,
+            )
+            exchanged = phases(
+                forward_compute=_gather(row, topology),
+                forward_exchange=all_to_all(12 if key.is_weighted else 8, topology),
+                backward_compute=_gather(sums, topology) + sort.item,
+            )
+    return GroupCost(launch, exchanged, updated, fetched, key.row_bytes)
+
+
+def home_seconds(work: TableWork, key: GroupKey, topology: Topology) -> np.ndarray:
+    """Seconds that one part of a table's columns takes on every device alike, by phase."""
+    c, devices = work.capacity, topology.num_devices
+    row, sums = key.width * itemsize(key.dtype), key.width * FLOAT32
+    bags = topology.copy.byte * work.bags * sums if work.is_pooled else 0.0
+    sort, update = topology.sort, topology.update
+    match key.way:
+        case "copies":
+            gathered = devices * c
+            update_row = update.seconds(calls=0, items=1, bytes=_granules(key.row_bytes, topology))
+            return phases(
+                forward_compute=c * _gather(row, topology) + bags,
+                backward_compute=(2 * c + gathered) * sort.item
+                + (c + gathered) * _gather(sums, topology)
+                + work.distinct(devices) * update_row,
+                backward_exchange=all_gather(gathered * (FLOAT32 + sums), topology),
+            )
+        case "rows":
+            return phases(
+                forward_compute=c * (sort.item + _gather(row, topology)) + bags,
+                backward_compute=c * (2 * sort.item + _gather(sums, topology)),
+            )
+        case _:
+            everywhere = devices * work.bags * sums
+            return phases(
+                forward_compute=c * sort.item + topology.copy.byte * everywhere,
+                forward_exchange=reduce_scatter(everywhere, topology),
+                backward_exchange=all_gather(everywhere, topology),
+            )
+
+
+def exchanged_rows(work: TableWork, key: GroupKey, topology: Topology) -> float:
+    """Rows through the exchange if one device owned the whole table."""
+    if key.way == COPIES:
+        return 0.0
+    return topology.num_devices * (work.lookups if key.way == SUMS else work.distinct())
+
+
+def exchanged_at_least(work: TableWork, key: GroupKey) -> float:
+    """Rows through the exchange in a single round, wherever the owners are."""
+    return 0.0 if key.way == COPIES else SLACK * work.capacity
+
+
+def kept_bytes(work: TableWork, key: GroupKey) -> float:
+    """Bytes that one part of a table's columns keeps from the forward to the backward pass."""
+    lines = work.bags if work.is_pooled else work.capacity
+    return 12 * work.capacity + 2 * lines * key.width * FLOAT32
+
+
+def exchange_bytes(work: TableWork, key: GroupKey, topology: Topology) -> float:
+    """Bytes of one part of a table's columns while its group is exchanged and updated.
+
+    Sums of gradients, what is sent and what is received, and eight arrays of row numbers.
+    """
+    c, devices, sums = work.capacity, topology.num_devices, key.width * FLOAT32
+    match key.way:
+        case "copies":
+            return c * (sums + 32) + devices * c * (sums + 32)
+        case "rows":
+            return c * (sums + 32) + 2 * SLACK * c * (sums + 4)
+        case _:
+            return 2 * devices * work.bags * sums + 2 * SLACK * c * 12 + 32 * c
+
+
+def all_to_all(bytes: float, topology: Topology) -> float:
+    """Seconds of an all-to-all of so many bytes a device, latency left out."""
+    devices, each = topology.num_devices, topology.devices_per_host
+    within = topology.within.all_to_all.byte * bytes * (each - 1) / devices
+    between = topology.between.all_to_all.byte * bytes * (devices - each) / devices
+    return max(within, between)
+
+
+def reduce_scatter(bytes: float, topology: Topology) -> float:
+    """Seconds to add up arrays of so many bytes, each device keeping a part; latency left out."""
+    return _by_host(
+        bytes, topology.within.reduce_scatter.byte, topology.between.reduce_scatter.byte, topology
+    )
+
+
+def all_gather(bytes: float, topology: Topology) -> float:
+    """Seconds until every device has all of so many bytes; latency left out."""
+    return _by_host(
+        bytes, topology.within.all_gather.byte, topology.between.all_gather.byte, topology
+    )
+
+
+def _by_host(bytes: float, within: float, between: float, topology: Topology) -> float:
+    hosts, each = topology.hosts, topology.devices_per_host
+    return bytes * (within * (each - 1) / each + between * (hosts - 1) / hosts / each)
+
+
+def _latency(topology: Topology) -> float:
+    """Seconds to start a collective."""
+    if topology.num_devices == 1:
+        return 0.0
+    return (topology.between if topology.hosts > 1 else topology.within).all_to_all.call
+
+
+def _gather(bytes: float, topology: Topology) -> float:
+    """Seconds for each of many gathered rows."""
+    return topology.gather.seconds(calls=0, items=1, bytes=_granules(bytes, topology))
+
+
+def _granules(bytes: float, topology: Topology) -> float:
+    return -(-bytes // topology.granule) * topology.granule
+
+
+def _fetch_row(key: GroupKey, topology: Topology) -> float:
+    """Seconds to bring a row and its state to the device and back."""
+    seconds = topology.host_link.seconds(calls=0, items=1, bytes=key.row_bytes)
+    if key.storage == "disk":
+        seconds += topology.disk_link.seconds(calls=0, items=1, bytes=key.row_bytes)
+    return 2 * seconds

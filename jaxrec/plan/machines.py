@@ -1,0 +1,167 @@
+"""Known machines, from what their makers publish.
+
+Memory and bandwidths are from data sheets; what part of them is reached is an estimate, the same
+for all: 65 % for gathered rows (FBGEMM's published forward kernels), 50 % for updated ones, 80 %
+for copies and links. `jaxrec plan --calibrate` replaces estimates by measurements.
+
+Sources:
+    A100: NVIDIA A100 datasheet (80 GB SXM: 2,039 GB/s; NVLink 600 GB/s both ways; PCIe Gen4) and
+        DGX A100 datasheet (8 x 200 Gb/s; 2 TB; 30 TB NVMe).
+    H100: NVIDIA H100 datasheet (80 GB SXM: 3.35 TB/s; NVLink 900 GB/s both ways; PCIe Gen5) and DGX
+        H100 datasheet (8 x 400 Gb/s; 2 TB; 30 TB NVMe).
+    H200: NVIDIA H200 datasheet (141 GB; 4.8 TB/s; NVLink 900 GB/s both ways) and DGX H200
+        datasheet.
+    B200: DGX B200 datasheet and user guide (1,440 GB and 64 TB/s over 8 GPUs; 14.4 TB/s NVLink
+        both ways; 8 x 400 Gb/s; 2 TB; 8 x 3.84 TB NVMe).
+    TPU v5p: cloud.google.com/tpu/docs/v5p (95 GiB; 2,765 GB/s; ICI 1,200 GB/s both ways a chip,
+        also between the hosts of a slice; 448 GB for 4 chips).
+    Sorting: Adinets and Merrill 2022, "Onesweep: a faster least significant digit radix sort for
+        GPUs" (29.4 G 32-bit keys a second on an A100); numbers with their places, runs and their
+        ends take about six times as long as keys alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jaxrec.plan.rates import Links, Rate
+
+_GATHERED, _UPDATED, _REACHED = 0.65, 0.5, 0.8
+_GB, _TB = 10**9, 10**12
+
+
+def _accelerator(
+    name: str,
+    *,
+    memory: int,
+    bandwidth: float,
+    link: float,
+    network: float,
+    host_link: float,
+    devices_per_host: int = 8,
+    host_memory: int = 2 * _TB,
+    disk: int = 30 * _TB,
+    latency: tuple[float, float] = (15e-6, 30e-6),
+    sort: float = 29.4e9 / 6 / 2.039e12,
+) -> dict[str, Any]:
+    """A machine of accelerators.
+
+    Args:
+        name: What it is called.
+        memory: Bytes of a device.
+        bandwidth: Bytes a second of its memory, read and written together.
+        link: Bytes a second that leave a device for others of its host.
+        network: Bytes a second that leave a device for other hosts.
+        host_link: Bytes a second between host and device, one way.
+        devices_per_host: Devices of a host.
+        host_memory: Bytes of a host.
+        disk: Bytes of its disks.
+        latency: Seconds that a collective takes at least, within a host and between hosts.
+        sort: Numbers sorted in the time that memory moves a byte.
+    """
+    call = 5e-6  # a kernel's start
+    return {
+        "name": name,
+        "devices_per_host": devices_per_host,
+        "memory": memory,
+        "host_memory": host_memory,
+        "disk": disk,
+        # A gathered row is read and written, an updated one read and written as well.
+        "gather": Rate(call=call, byte=2 / (bandwidth * _GATHERED)),
+        "update": Rate(call=call, byte=2 / (bandwidth * _UPDATED)),
+        "sort": Rate(call=4 * call, item=1 / (sort * bandwidth)),
+        "copy": Rate(call=call, byte=2 / (bandwidth * _REACHED)),
+        "within": Links.of(latency[0], link * _REACHED),
+        "between": Links.of(latency[1], network * _REACHED),
+        "host_link": Rate(call=10e-6, byte=1 / (host_link * _REACHED)),
+        # Eight NVMe disks of 7 GB/s, shared by the host's devices.
+        "disk_link": Rate(call=100e-6, byte=devices_per_host / (8 * 7 * _GB * _REACHED)),
+        "granule": 64,
+    }
+
+
+MACHINES: dict[str, dict[str, Any]] = {
+    "a100": _accelerator(
+        "a100",
+        memory=80 * _GB,
+        bandwidth=2.039 * _TB,
+        link=300 * _GB,
+        network=25 * _GB,
+        host_link=32 * _GB,
+    ),
+    "h100": _accelerator(
+        "h100",
+        memory=80 * _GB,
+        bandwidth=3.35 * _TB,
+        link=450 * _GB,
+        network=50 * _GB,
+        host_link=64 * _GB,
+    ),
+    "h200": _accelerator(
+        "h200",
+        memory=141 * _GB,
+        bandwidth=4.8 * _TB,
+        link=450 * _GB,
+        network=50 * _GB,
+        host_link=64 * _GB,
+    ),
+    "b200": _accelerator(
+        "b200",
+        memory=180 * _GB,
+        bandwidth=8 * _TB,
+        link=900 * _GB,
+        network=50 * _GB,
+        host_link=64 * _GB,
+    ),
+    "tpu-v5p": _accelerator(
+        "tpu-v5p",
+        memory=95 * 2**30,
+        bandwidth=2.765 * _TB,
+        link=600 * _GB,
+        network=600 * _GB,
+        host_link=32 * _GB,
+        devices_per_host=4,
+        host_memory=448 * _GB,
+        disk=0,
+        # TPUs sort by comparing, several times slower than by radix.
+        sort=29.4e9 / 24 / 2.039e12,
+    ),
+    # Simulated devices that share two cores of a server; calibrate for anything else.
+    "cpu": {
+        "name": "cpu",
+        "devices_per_host": 8,
+        "memory": 4 * _GB,
+        "host_memory": 32 * _GB,
+        "disk": 1 * _TB,
+        "gather": Rate(call=20e-6, item=20e-9, byte=1 / (4 * _GB)),
+        "update": Rate(call=20e-6, item=40e-9, byte=1 / (3 * _GB)),
+        "sort": Rate(call=50e-6, item=200e-9),
+        "copy": Rate(call=10e-6, byte=1 / (4 * _GB)),
+        "within": Links.of(300e-6, 1 * _GB),
+        "between": Links.of(300e-6, 1 * _GB),
+        "host_link": Rate(call=10e-6, byte=1 / (10 * _GB)),
+        "disk_link": Rate(call=100e-6, byte=1 / (1 * _GB)),
+        "granule": 64,
+    },
+}
+
+# Beginnings of what devices of these machines call their kind.
+_KINDS = {
+    "NVIDIA A100": "a100",
+    "NVIDIA H100": "h100",
+    "NVIDIA H200": "h200",
+    "NVIDIA B200": "b200",
+    "TPU v5p": "tpu-v5p",
+    "TPU v5": "tpu-v5p",
+}
+
+
+def find_machine(platform: str, device_kind: str) -> str | None:
+    """The machine whose devices are of a kind, as JAX names it; None: none that is known."""
+    if platform == "cpu":
+        return "cpu"
+    for beginning, machine in _KINDS.items():
+        if device_kind.startswith(beginning):
+            # "TPU v5 lite" is another machine than "TPU v5", which is v5p.
+            return None if "lite" in device_kind else machine
+    return None

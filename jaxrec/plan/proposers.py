@@ -1,0 +1,187 @@
+"""Which option for which table, where parts go left open: candidates for the partitioners.
+
+A proposer is a function from a problem to proposals, each the index of an option for every table.
+These are TorchRec's, told of our options; the exact search (`jaxrec.plan.exact`) proposes as well.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeAlias
+
+import numpy as np
+
+from jaxrec.plan.options import HELD, Option
+from jaxrec.plan.problem import Problem
+
+Proposal: TypeAlias = tuple[int, ...]
+Proposer: TypeAlias = Callable[[Problem], Iterator[Proposal]]
+
+_MOST_GRID, _BINS_PER_DEVICE, _MOST_BINS = 1000, 100, 4000
+
+
+def rate_alone(problem: Problem, option: Option) -> float:
+    """Seconds of an option if its table were the only one: its slowest device waits for nobody."""
+    rows = option.load[:3].max(axis=1)
+    return _rate(problem, option, rows)
+
+
+def rate_spread(problem: Problem, option: Option) -> float:
+    """Seconds of an option if others balanced it: its rows over all devices alike."""
+    rows = option.parts * option.load[:3].sum(axis=1) / problem.topology.num_devices
+    return _rate(problem, option, rows)
+
+
+def _rate(problem: Problem, option: Option, rows: np.ndarray) -> float:
+    rows = rows.copy()
+    rows[0] = max(rows[0], option.at_least)
+    seconds = problem.row_seconds[problem.groups[option.key]] @ rows
+    return float(option.home.sum() + seconds)
+
+
+def total_bytes(problem: Problem, option: Option) -> float:
+    """Bytes of an option on all devices together."""
+    held = option.parts * option.load[HELD].sum() * problem.row_bytes[problem.groups[option.key]]
+    return float(held + option.kept * problem.topology.num_devices)
+
+
+def propose_greedily(
+    problem: Problem, rate: Callable[[Problem, Option], float] = rate_spread, most: int = 100
+) -> Iterator[Proposal]:
+    """The fastest option of each table; then, again and again, the next fastest of the table that
+    takes most memory, of those whose next takes less."""
+    ordered = [_by(problem, options, rate) for options in problem.options]
+    sizes = [[total_bytes(problem, o) for o in options] for options in problem.options]
+    at = [0] * len(ordered)
+    for _ in range(most):
+        proposal = tuple(order[i] for order, i in zip(ordered, at, strict=True))
+        yield proposal
+        smaller = {}
+        for table, order in enumerate(ordered):
+            now = sizes[table][order[at[table]]]
+            later = (i for i in range(at[table] + 1, len(order)) if sizes[table][order[i]] < now)
+            if (index := next(later, None)) is not None:
+                smaller[table] = (now, index)
+        if not smaller:
+            return
+        table = max(smaller, key=lambda t: smaller[t][0])
+        at[table] = smaller[table][1]
+
+
+def propose_greedily_alone(problem: Problem) -> Iterator[Proposal]:
+    """`propose_greedily` by what options take with no others to balance them."""
+    return propose_greedily(problem, rate_alone)
+
+
+def propose_uniformly(problem: Problem) -> Iterator[Proposal]:
+    """One sharding type and exchange for all tables that can have it, the fastest for others."""
+    kinds = dict.fromkeys(
+        (o.sharding_type, o.exchange) for options in problem.options for o in options
+    )
+    for kind in kinds:
+        proposal = []
+        for options in problem.options:
+            order = _by(problem, options, rate_spread)
+            same = (i for i in order if (options[i].sharding_type, options[i].exchange) == kind)
+            proposal.append(next(same, order[0]))
+        yield tuple(proposal)
+
+
+def propose_grid(problem: Problem) -> Iterator[Proposal]:
+    """Every combination of options, where there are at most a thousand."""
+    if math.prod(len(options) for options in problem.options) <= _MOST_GRID:
+        yield from itertools.product(*(range(len(options)) for options in problem.options))
+
+
+def propose_by_dynamic_programming(problem: Problem) -> Iterator[Proposal]:
+    """For several amounts of memory the fastest options that take no more of it together.
+
+    The knapsack problem by dynamic programming over memory in bins (as in Bellman 1957, "Dynamic
+    programming", chapter I): ``best[t][b]`` is the least time of the first ``t`` tables in ``b``
+    bins. Time is `rate_spread`, memory that of all devices together.
+    """
+    devices = problem.topology.num_devices
+    bins = min(_BINS_PER_DEVICE * devices, _MOST_BINS)
+    unit = max(problem.capacity, 1.0) * devices / bins
+    best = np.zeros(bins + 1)
+    taken: list[np.ndarray] = []
+    for options in problem.options:
+        after, which = np.full(bins + 1, np.inf), np.full(bins + 1, -1, np.int32)
+        for index, option in enumerate(options):
+            size = math.ceil(total_bytes(problem, option) / unit)
+            if size > bins:
+                continue
+            seconds = np.full(bins + 1, np.inf)
+            seconds[size:] = best[: bins + 1 - size] + rate_spread(problem, option)
+            faster = seconds < after
+            after[faster], which[faster] = seconds[faster], index
+        best = after
+        taken.append(which)
+    for amount in np.unique(np.linspace(bins // 10, bins, 10).astype(int))[::-1]:
+        if not np.isfinite(best[amount]):
+            continue
+        proposal, left = [], int(amount)
+        for table in reversed(range(len(taken))):
+            index = int(taken[table][left])
+            proposal.append(index)
+            left -= math.ceil(total_bytes(problem, problem.options[table][index]) / unit)
+        yield tuple(reversed(proposal))
+
+
+def propose_larger_caches(problem: Problem) -> Iterator[Proposal]:
+    """The fastest options with the smallest caches, which then grow where a byte saves most time.
+
+    Only where rows may be kept in host memory or on disk.
+    """
+    if not any(o.storage != "device" for options in problem.options for o in options):
+        return
+    budget = problem.capacity * problem.topology.num_devices
+    proposal = []
+    for options in problem.options:
+        least = min(total_bytes(problem, o) for o in options)
+        smallest = [i for i, o in enumerate(options) if total_bytes(problem, o) <= 1.01 * least]
+        proposal.append(min(smallest, key=lambda i: rate_spread(problem, options[i])))
+    used = sum(
+        total_bytes(problem, options[i])
+        for options, i in zip(problem.options, proposal, strict=True)
+    )
+    steps = 0
+    while True:
+        if steps % max(1, len(proposal)) == 0:
+            yield tuple(proposal)
+        best = None
+        for table, options in enumerate(problem.options):
+            now = options[proposal[table]]
+            for index, option in enumerate(options):
+                more = total_bytes(problem, option) - total_bytes(problem, now)
+                saved = rate_spread(problem, now) - rate_spread(problem, option)
+                if saved <= 0 or used + more > budget:
+                    continue
+                worth = saved / more if more > 0 else math.inf
+                if best is None or worth > best[0]:
+                    best = (worth, table, index, more)
+        if best is None:
+            break
+        _, table, index, more = best
+        proposal[table] = index
+        used += more
+        steps += 1
+    yield tuple(proposal)
+
+
+PROPOSERS: tuple[Proposer, ...] = (
+    propose_greedily,
+    propose_greedily_alone,
+    propose_uniformly,
+    propose_grid,
+    propose_by_dynamic_programming,
+    propose_larger_caches,
+)
+
+
+def _by(
+    problem: Problem, options: Sequence[Option], rate: Callable[[Problem, Option], float]
+) -> list[int]:
+    return sorted(range(len(options)), key=lambda i: rate(problem, options[i]))

@@ -1,0 +1,200 @@
+"""The machines that a plan is for: devices, hosts, memory, and what each operation takes there."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import pathlib
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+from jax.sharding import Mesh
+
+from jaxrec.plan.machines import MACHINES, find_machine
+from jaxrec.plan.rates import Links, Rate
+
+_RATES = ("gather", "update", "sort", "copy", "host_link", "disk_link")
+_SIZES = ("hosts", "devices_per_host", "memory", "host_memory", "disk", "granule")
+
+
+@dataclasses.dataclass(frozen=True)
+class Topology:
+    """Devices of one kind on hosts of one kind.
+
+    Attributes:
+        name: What the machine is called.
+        hosts: Hosts.
+        devices_per_host: Devices of each, joined by fast links.
+        memory: Bytes of each device.
+        host_memory: Bytes of each host.
+        disk: Bytes of each host's local disks.
+        gather: Reading rows at random places and writing them one after the other; an item is a
+            row, and bytes are those of the rows.
+        update: Advancing rows and their optimizer state in place; an item is a row, and bytes are
+            those of the row and its state.
+        sort: Sorting row numbers and finding the runs of equal ones; an item is a row number.
+        copy: Moving bytes from one place of the device's memory to another.
+        within: Collectives among the devices of one host.
+        between: The same among devices of different hosts, one of each.
+        host_link: Rows between host memory and device; an item is a row.
+        disk_link: Rows between disk and host memory; an item is a row.
+        granule: Bytes that memory reads at least; a narrower row takes as long as one of these.
+
+    Raises:
+        ValueError: If a size is not above zero.
+
+    Example:
+        >>> topology = Topology.named("h100", devices=16)
+        >>> topology.hosts, topology.devices_per_host, topology.memory
+        (2, 8, 80000000000)
+    """
+
+    name: str
+    hosts: int
+    devices_per_host: int
+    memory: int
+    gather: Rate
+    update: Rate
+    sort: Rate
+    copy: Rate
+    within: Links
+    between: Links
+    host_link: Rate
+    disk_link: Rate
+    host_memory: int = 0
+    disk: int = 0
+    granule: int = 64
+
+    def __post_init__(self) -> None:
+        for field in ("hosts", "devices_per_host", "memory", "granule"):
+            value = getattr(self, field)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"topology: {field} is an integer of 1 or more, got {value!r}")
+
+    @property
+    def num_devices(self) -> int:
+        return self.hosts * self.devices_per_host
+
+    @classmethod
+    def named(cls, machine: str, *, devices: int, devices_per_host: int | None = None) -> Topology:
+        """A cluster of known machines, with their published rates.
+
+        Args:
+            machine: One of "a100", "h100", "h200", "b200", "tpu-v5p" and "cpu".
+            devices: Devices in all.
+            devices_per_host: Devices of each host; what the machine usually has if None, or all of
+                them where there are fewer.
+
+        Raises:
+            ValueError: If no machine has that name, or the devices do not fill whole hosts.
+        """
+        if machine.lower() not in MACHINES:
+            raise ValueError(
+                f"no machine is named {machine!r}; there are {', '.join(MACHINES)}, and "
+                "`jaxrec plan --calibrate` measures another"
+            )
+        known = MACHINES[machine.lower()]
+        if isinstance(devices, bool) or not isinstance(devices, int) or devices < 1:
+            raise ValueError(f"devices is an integer of 1 or more, got {devices!r}")
+        each = devices_per_host
+        if each is None:
+            each = min(devices, known["devices_per_host"])
+        if each < 1 or devices % each:
+            raise ValueError(
+                f"{devices} devices do not fill hosts of {each}; give devices_per_host a divisor"
+            )
+        return cls(**{**known, "hosts": devices // each, "devices_per_host": each})
+
+    @classmethod
+    def from_mesh(cls, mesh: Mesh, *, memory: int | None = None) -> Topology:
+        """The devices of a mesh, with the published rates of their kind.
+
+        A mesh of one axis is one host; of two axes the first counts hosts.
+
+        Args:
+            mesh: The devices.
+            memory: Bytes of each device; what it says of itself if None.
+
+        Example:
+            >>> import jax
+            >>> Topology.from_mesh(jax.make_mesh((1,), ("data",))).num_devices
+            1
+        """
+        device = mesh.devices.flat[0]
+        machine = find_machine(device.platform, device.device_kind)
+        if machine is None:
+            machine = {"cpu": "cpu", "tpu": "tpu-v5p"}.get(device.platform, "h100")
+            warnings.warn(
+                f"no rates are known for devices of kind {device.device_kind!r}; planning with "
+                f"those of {machine}. `jaxrec plan --calibrate` measures the devices at hand",
+                stacklevel=2,
+            )
+        per_host = mesh.devices.shape[-1]
+        topology = cls.named(machine, devices=mesh.devices.size, devices_per_host=per_host)
+        return dataclasses.replace(
+            topology,
+            memory=memory or _device_memory(device, per_host) or topology.memory,
+            host_memory=_host_memory() or topology.host_memory,
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """The topology as JSON has it."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any]) -> Topology:
+        """The reverse of `to_dict`.
+
+        Raises:
+            ValueError: If a field is missing, unknown or no number.
+        """
+        known = {field.name for field in dataclasses.fields(cls)}
+        if problem := known.symmetric_difference(fields):
+            what = "has no" if sorted(problem)[0] in known else "has an unknown"
+            raise ValueError(f"the topology {what} field {sorted(problem)[0]!r}")
+        values: dict[str, Any] = dict(fields)
+        try:
+            values |= {name: Rate(**fields[name]) for name in _RATES}
+            for links in ("within", "between"):
+                values[links] = Links(**{k: Rate(**rate) for k, rate in fields[links].items()})
+            values |= {name: int(fields[name]) for name in _SIZES}
+        except (TypeError, AttributeError) as error:
+            raise ValueError(
+                f"the topology is not what `jaxrec plan --calibrate` writes: {error}"
+            ) from None
+        return cls(**values)
+
+    def save(self, path: str | os.PathLike) -> None:
+        """Writes a JSON file that `load` reads."""
+        pathlib.Path(path).write_text(json.dumps(self.to_dict(), indent=2) + "\n")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike) -> Topology:
+        """A topology that was saved, say by `jaxrec plan --calibrate`.
+
+        Raises:
+            OSError: If the file cannot be read.
+            ValueError: If it holds no topology.
+        """
+        try:
+            return cls.from_dict(json.loads(pathlib.Path(path).read_text()))
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from None
+
+
+def _device_memory(device: Any, per_host: int) -> int | None:
+    """What a device says of its memory; a simulated one has its part of the host's."""
+    if device.platform == "cpu":
+        host = _host_memory()
+        return host and host // per_host
+    stats = device.memory_stats() or {}
+    return stats.get("bytes_limit")
+
+
+def _host_memory() -> int | None:
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (ValueError, OSError, AttributeError):  # not on every system
+        return None
