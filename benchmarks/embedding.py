@@ -4,7 +4,8 @@ Usage: python -m benchmarks.embedding [--shapes FILE] [--threads N] [--seconds S
                                       [--implementation NAME] [--only SHAPE ...]
 Prints one JSON line per shape and optimizer: milliseconds (minimum and median) of the pooled
 lookup, a jitted call on arrays that are on the device, and of the backward pass, from the gradient
-of the result to updated tables with the ids sorted on the way.
+of the result to updated tables with the ids sorted on the way. Memory is kept for the next step, as
+`jaxrec train` does (`jaxrec.train.keep_freed_memory`).
 """
 
 from __future__ import annotations
@@ -62,17 +63,22 @@ def measure(shape: Shape, optimizer_name: str, seconds: float) -> dict[str, Any]
 
     import jaxrec
     from jaxrec.embed import kernels
+    from jaxrec.embed.initialize import initialize_rows
 
+    jaxrec.train.keep_freed_memory()
     drawn = shape.draw()
     layout = kernels.BagLayout(**drawn.layout_fields())
     ids, lengths = jnp.asarray(drawn.ids), jnp.asarray(drawn.lengths)
     weights = None if drawn.weights is None else jnp.asarray(drawn.weights)
     batch = (ids, lengths, weights)
     num_rows = drawn.num_rows
-    table = jax.random.normal(jax.random.key(0), (num_rows, shape.D)).astype(shape.dtype)
+    # As collections make theirs.
+    table = kernels.new_rows(jnp.zeros(shape.D, shape.dtype), num_rows)
+    table = initialize_rows(table, jax.random.key(0), "normal", 0, num_rows)
     gradient = jax.random.normal(jax.random.key(1), (drawn.num_bags, shape.D))
     optimizer = getattr(jaxrec.optim, optimizer_name)(0.01)
-    state = optimizer.init(num_rows, shape.D)
+    first = optimizer.init(1, shape.D)
+    state = {key: kernels.new_rows(array[0], num_rows) for key, array in first.items()}
 
     @jax.jit
     def forward(table, batch):

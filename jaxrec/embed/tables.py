@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int32
 
+from jaxrec.embed import kernels
 from jaxrec.embed.config import TableConfig
 from jaxrec.embed.initialize import initialize_rows, table_key
 from jaxrec.embed.layout import Group, TableLayout, layout_tables
@@ -73,17 +74,22 @@ def init_tables(configs: Sequence[TableConfig], optimizer: RowOptimizer, key: Ar
     """
     layout = layout_tables(configs, optimizer)
     rows = {group.name: _init_group(group, key) for group in layout.groups}
-    state = {group.name: group.optimizer.init(group.num_rows, group.dim) for group in layout.groups}
+    state = {group.name: _init_state(group) for group in layout.groups}
     return Tables(rows, state, layout)
 
 
 def _init_group(group: Group, key: Array) -> Float[Array, "rows dim"]:
-    rows = jnp.zeros((group.num_rows, group.dim), group.dtype)
+    rows = kernels.new_rows(jnp.zeros(group.dim, group.dtype), group.num_rows)
     for table, offset in zip(group.tables, group.row_offsets, strict=True):
         rows = initialize_rows(
             rows, table_key(key, table.name), table.initializer, offset, table.num_embeddings
         )
     return rows
+
+
+def _init_state(group: Group) -> dict[str, Array]:
+    first = group.optimizer.init(1, group.dim)
+    return {key: kernels.new_rows(array[0], group.num_rows) for key, array in first.items()}
 
 
 @functools.singledispatch

@@ -65,7 +65,10 @@ class RowOptimizer(abc.ABC):
 
     @abc.abstractmethod
     def init(self, num_rows: int, dim: int) -> dict[str, Array]:
-        """The state of fresh rows: float32 arrays ``[num_rows]`` or ``[num_rows, dim]``."""
+        """The state of fresh rows: float32 arrays ``[num_rows]`` or ``[num_rows, dim]``.
+
+        All rows begin alike: a large table's state is made of what ``init(1, dim)`` gives.
+        """
 
     @abc.abstractmethod
     def update(

@@ -11,5 +11,6 @@ from jaxrec.embed.kernels.primitives import bucket as bucket
 from jaxrec.embed.kernels.primitives import build_runs as build_runs
 from jaxrec.embed.kernels.primitives import flatten_bags as flatten_bags
 from jaxrec.embed.kernels.primitives import fused_update as fused_update
+from jaxrec.embed.kernels.primitives import new_rows as new_rows
 from jaxrec.embed.kernels.primitives import pooled_lookup as pooled_lookup
 from jaxrec.embed.kernels.primitives import row_lookup as row_lookup

@@ -6,6 +6,8 @@ batch reaches the kernels as the arrays of a `KeyedJaggedArray`, untouched: ``id
 
 The primitives:
 
+``new_rows(row, num_rows)``
+    A new array of ``num_rows`` rows that all are ``row``: what tables and their state begin as.
 ``pooled_lookup(table, ids, lengths, weights, layout, dtype)``
     The sum or mean of each bag's rows, ``[layout.num_bags, dim]`` of ``dtype``.
 ``flatten_bags(ids, lengths, weights, layout)``

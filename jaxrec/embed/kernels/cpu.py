@@ -28,6 +28,7 @@ from jaxrec.optim.base import RowOptimizer
 
 _LIBRARY = pathlib.Path(__file__).parent / "native" / "libjaxrec.so"
 _TARGETS = (
+    "new_rows",
     "pooled_lookup",
     "flatten_bags",
     "row_lookup",
@@ -106,6 +107,12 @@ def refuse(primitive: str, arguments: Mapping[str, Any]) -> str | None:
         if gradients.dtype.name not in _ROW_TYPES:
             return f"gradients are {', '.join(_ROW_TYPES)}, not {gradients.dtype.name}"
     return None
+
+
+def new_rows(row: Array, num_rows: int) -> Array:
+    """Rows that are all alike, in huge pages; see `jaxrec.embed.kernels.base`."""
+    (rows,) = _call("new_rows", [jax.ShapeDtypeStruct((num_rows, *row.shape), row.dtype)], row)
+    return rows
 
 
 def pooled_lookup(

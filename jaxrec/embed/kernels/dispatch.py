@@ -228,6 +228,7 @@ def _signature(primitive: str) -> inspect.Signature:
 
 
 PRIMITIVES = (
+    "new_rows",
     "pooled_lookup",
     "flatten_bags",
     "row_lookup",

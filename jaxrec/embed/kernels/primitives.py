@@ -3,11 +3,27 @@
 from __future__ import annotations
 
 import jax.numpy as jnp
-from jaxtyping import Array, DTypeLike, Float, Int, Int32
+from jaxtyping import Array, DTypeLike, Float, Int, Int32, Shaped
 
 from jaxrec.embed.kernels import dispatch
 from jaxrec.embed.kernels.base import BagLayout, Buckets, Lookups, Runs
 from jaxrec.optim.base import RowOptimizer
+
+
+def new_rows(row: Shaped[Array, "*shape"], num_rows: int) -> Shaped[Array, "num_rows *shape"]:
+    """A new array of rows that are all alike, in memory that suits reading it at random places.
+
+    Args:
+        row: What each row is.
+        num_rows: How many.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from jaxrec.embed import kernels
+        >>> kernels.new_rows(jnp.array([1.0, 2.0]), 2).tolist()
+        [[1.0, 2.0], [1.0, 2.0]]
+    """
+    return dispatch.call("new_rows", {"row": row}, num_rows=num_rows)
 
 
 def pooled_lookup(

@@ -20,6 +20,11 @@ def refuse(primitive: str, arguments: Mapping[str, Any]) -> str | None:
     return None
 
 
+def new_rows(row: Array, num_rows: int) -> Array:
+    """Rows that are all alike; see `jaxrec.embed.kernels.base`."""
+    return jnp.broadcast_to(row, (num_rows, *row.shape))
+
+
 def flatten_bags(
     ids: Int32[Array, " ids"],
     lengths: Int32[Array, " all_bags"],

@@ -53,6 +53,23 @@ def implementation(request):
     cpu.select_instruction_set(best)
 
 
+@pytest.mark.parametrize(
+    ("row", "num_rows"),
+    [
+        (np.float32([0.5, -2, 3]), 7),
+        (np.float32(0.25), 70001),
+        (np.zeros(20000, np.float32), 3),
+        (np.arange(4, dtype=jnp.bfloat16), 5000),
+        (np.zeros(2, np.float32), 0),
+    ],
+    ids=["vector", "number", "longer_than_a_pattern", "bfloat16", "none"],
+)
+def test_new_rows(implementation, row, num_rows):
+    rows = kernels.new_rows(jnp.asarray(row), num_rows)
+    assert rows.dtype == row.dtype
+    np.testing.assert_array_equal(rows, np.broadcast_to(row, (num_rows, *row.shape)))
+
+
 @pytest.mark.parametrize("shape", SMALL)
 def test_pooled_lookup(implementation, shape):
     this = case(shape)

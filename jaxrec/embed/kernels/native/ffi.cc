@@ -5,6 +5,7 @@
 #include <thread>
 
 #include "lookup.h"
+#include "new_rows.h"
 #include "runs.h"
 #include "update_rows.h"
 #include "xla/ffi/api/ffi.h"
@@ -59,6 +60,12 @@ std::vector<Feature> read_layout(Numbers numbers) {
     features[f].out_step = count;
   }
   return features;
+}
+
+ffi::Error new_rows_call(ffi::ThreadPool pool, ffi::AnyBuffer row, ffi::Result<ffi::AnyBuffer> out) {
+  Team team = make_team(pool);
+  new_rows(team, row.untyped_data(), row.size_bytes(), out->dimensions()[0], out->untyped_data());
+  return ffi::Error::Success();
 }
 
 ffi::Error pooled_lookup_call(ffi::ThreadPool pool, ffi::AnyBuffer table, Ints ids, Ints lengths,
@@ -176,6 +183,12 @@ ffi::Error fused_update_call(ffi::ThreadPool pool, Ints rows, Ints bags, Floats 
 #define JAXREC_EXPORT(name, function, ...)                         \
   extern "C" JAXREC_VISIBLE XLA_FFI_Error* name(XLA_FFI_CallFrame*); \
   XLA_FFI_DEFINE_HANDLER_SYMBOL(name, function, __VA_ARGS__)
+
+JAXREC_EXPORT(jaxrec_new_rows, jaxrec::new_rows_call,
+              ffi::Ffi::Bind()
+                  .Ctx<ffi::ThreadPool>()
+                  .Arg<ffi::AnyBuffer>()
+                  .Ret<ffi::AnyBuffer>());
 
 JAXREC_EXPORT(jaxrec_pooled_lookup, jaxrec::pooled_lookup_call,
               ffi::Ffi::Bind()

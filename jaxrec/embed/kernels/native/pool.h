@@ -2,7 +2,7 @@
 
 // Rows are asked for this many bytes (in whole rows) before they are needed: enough to hide the
 // latency of memory, little enough to stay in the first-level cache.
-constexpr int64_t kBytesAhead = 12288;
+constexpr int64_t kBytesAhead = 16384;
 constexpr int64_t kMostRowsAhead = 64;
 
 JAXREC_INLINE int64_t rows_ahead(int64_t row_bytes) {
