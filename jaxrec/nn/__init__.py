@@ -1,5 +1,7 @@
 """Modules and models of recommender systems, as Flax NNX modules."""
 
+from jaxrec.nn.bert4rec import BERT4Rec as BERT4Rec
+from jaxrec.nn.bert4rec import BERT4RecBlock as BERT4RecBlock
 from jaxrec.nn.crossnet import CrossNet as CrossNet
 from jaxrec.nn.crossnet import LowRankCrossNet as LowRankCrossNet
 from jaxrec.nn.crossnet import LowRankMixtureCrossNet as LowRankMixtureCrossNet
@@ -13,11 +15,16 @@ from jaxrec.nn.dlrm import DLRM_DCN as DLRM_DCN
 from jaxrec.nn.dlrm import DLRM_Projection as DLRM_Projection
 from jaxrec.nn.factorization import FactorizationMachine as FactorizationMachine
 from jaxrec.nn.factorization import flatten_embeddings as flatten_embeddings
+from jaxrec.nn.hstu import HSTU as HSTU
+from jaxrec.nn.hstu import HSTUBlock as HSTUBlock
 from jaxrec.nn.interaction import DotInteraction as DotInteraction
 from jaxrec.nn.interaction import InteractionArch as InteractionArch
 from jaxrec.nn.interaction import InteractionDCNArch as InteractionDCNArch
 from jaxrec.nn.interaction import InteractionProjectionArch as InteractionProjectionArch
 from jaxrec.nn.interaction import pairwise_dots as pairwise_dots
+from jaxrec.nn.jagged_attention import hstu_attention as hstu_attention
+from jaxrec.nn.jagged_attention import jagged_attention as jagged_attention
+from jaxrec.nn.jagged_attention import time_bucket as time_bucket
 from jaxrec.nn.linear import LinearPart as LinearPart
 from jaxrec.nn.mlp import MLP as MLP
 from jaxrec.nn.mlp import Perceptron as Perceptron
@@ -27,6 +34,14 @@ from jaxrec.nn.positions import (
 from jaxrec.nn.positions import PositionWeightedModule as PositionWeightedModule
 from jaxrec.nn.positions import PositionWeightedModuleCollection as PositionWeightedModuleCollection
 from jaxrec.nn.positions import positions_in_rows as positions_in_rows
+from jaxrec.nn.retrieval import TwoTower as TwoTower
+from jaxrec.nn.retrieval import in_batch_softmax_loss as in_batch_softmax_loss
+from jaxrec.nn.retrieval import sampled_softmax_loss as sampled_softmax_loss
+from jaxrec.nn.sasrec import SASRec as SASRec
+from jaxrec.nn.sasrec import SASRecBlock as SASRecBlock
+from jaxrec.nn.sequence import JaggedSelfAttention as JaggedSelfAttention
+from jaxrec.nn.sequence import PositionEmbedding as PositionEmbedding
+from jaxrec.nn.sequence import last_states as last_states
 from jaxrec.nn.swish import SwishLayerNorm as SwishLayerNorm
 from jaxrec.nn.towers import EmbeddingTower as EmbeddingTower
 from jaxrec.nn.towers import EmbeddingTowerCollection as EmbeddingTowerCollection

@@ -1,0 +1,243 @@
+"""Hierarchical sequential transduction units."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, DTypeLike, Float
+
+from jaxrec.embed import EmbeddingCollection
+from jaxrec.nn.jagged_attention import BLOCK, hstu_attention
+from jaxrec.nn.sequence import PositionEmbedding, encode_history, item_width
+from jaxrec.ragged import JaggedArray, KeyedJaggedArray
+from jaxrec.ragged.arrays import AnyArray
+
+
+class HSTUBlock(nnx.Module):
+    """One hierarchical sequential transduction unit.
+
+    ``U, V, Q, K = split(SiLU(f1(norm(x))))``, then `hstu_attention` of Q, K and V, and the output
+    ``x + dropout(f2(norm(attended) * U))``: Zhai et al. 2024 (arXiv:2402.17152), equations 1 to 3.
+
+    Args:
+        dim: Columns of input and output.
+        num_heads: Number of heads.
+        max_length: Length of the longest sequence: as many places have a bias of their own, and the
+            attention is divided by it.
+        qk_dim: Columns of a head's queries and keys; None: ``dim / num_heads``.
+        value_dim: Columns of a head's values and gates; None: the same.
+        time_buckets: Buckets of the bias for time, see `time_bucket`; 0: no such bias.
+        dropout_rate: Share of the gated output that is dropped in training.
+        block_size: See `hstu_attention`.
+        dtype: Type that it computes in; None: the wider of the input's and ``param_dtype``.
+        param_dtype: Type of the parameters.
+        rngs: Gives the random keys of first values (Glorot's uniform; biases normal with standard
+            deviation 0.02), and of dropout.
+
+    Raises:
+        ValueError: A size is below 1.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> block = HSTUBlock(8, 2, max_length=5, rngs=nnx.Rngs(0))
+        >>> block(jnp.ones((4, 8)), jnp.array([1, 2])).shape
+        (4, 8)
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        *,
+        max_length: int,
+        qk_dim: int | None = None,
+        value_dim: int | None = None,
+        time_buckets: int = 0,
+        dropout_rate: float = 0.0,
+        block_size: int = BLOCK,
+        dtype: DTypeLike | None = None,
+        param_dtype: DTypeLike = jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        self.num_heads = num_heads
+        self.qk_dim = dim // num_heads if qk_dim is None else qk_dim
+        self.value_dim = dim // num_heads if value_dim is None else value_dim
+        if min(num_heads, self.qk_dim, self.value_dim, max_length) < 1:
+            raise ValueError(
+                f"an HSTU block's sizes are 1 or more; got num_heads={num_heads}, qk_dim="
+                f"{self.qk_dim}, value_dim={self.value_dim}, max_length={max_length}"
+            )
+        self.max_length = max_length
+        self.block_size = block_size
+        values = num_heads * self.value_dim
+
+        def dense(columns: int, out: int) -> nnx.Linear:
+            return nnx.Linear(
+                columns,
+                out,
+                kernel_init=nnx.initializers.glorot_uniform(),
+                dtype=dtype,
+                param_dtype=param_dtype,
+                rngs=rngs,
+            )
+
+        self.inputs = dense(dim, 2 * values + 2 * num_heads * self.qk_dim)
+        self.out = dense(values, dim)
+        self.norm = nnx.LayerNorm(dim, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+        self.attended_norm = nnx.LayerNorm(values, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+        draw = nnx.initializers.normal(0.02)
+        self.position_bias = nnx.Param(draw(rngs.params(), (max_length, num_heads), param_dtype))
+        self.time_bias = nnx.data(
+            nnx.Param(draw(rngs.params(), (time_buckets, num_heads), param_dtype))
+            if time_buckets
+            else None
+        )
+        self.dropout = nnx.Dropout(dropout_rate, rngs=rngs)
+
+    def __call__(
+        self,
+        states: Float[AnyArray, "*devices capacity dim"],
+        lengths: AnyArray,
+        timestamps: AnyArray | None = None,
+    ) -> Float[Array, "*devices capacity dim"]:
+        """``[capacity, dim]`` states, of rows of the given lengths, to the same shape.
+
+        Args:
+            states: ``[capacity, dim]``.
+            lengths: ``[rows]``.
+            timestamps: ``[capacity]`` integers, the elements' times, if there is a bias for them.
+
+        Raises:
+            ValueError: Timestamps are missing, or given without a bias for them.
+        """
+        states = jnp.asarray(states)
+        mixed = nnx.silu(self.inputs(self.norm(states)))
+        values, queries = self.num_heads * self.value_dim, self.num_heads * self.qk_dim
+        gate, value, query, key = jnp.split(
+            mixed, (values, 2 * values, 2 * values + queries), axis=-1
+        )
+        heads = (*states.shape[:-1], self.num_heads, -1)
+        attended = hstu_attention(
+            query.reshape(heads),
+            key.reshape(heads),
+            value.reshape(heads),
+            lengths,
+            scale=1 / self.max_length,
+            position_bias=self.position_bias[...],
+            time_bias=None if self.time_bias is None else self.time_bias[...],
+            timestamps=timestamps,
+            block_size=self.block_size,
+        )
+        gated = self.attended_norm(attended.reshape(gate.shape)) * gate
+        return states + self.out(self.dropout(gated))
+
+
+class HSTU(nnx.Module):
+    """Predicts the next item of a sequence from the items before it and their times.
+
+    Zhai et al. 2024, "Actions speak louder than words: Trillion-parameter sequential transducers
+    for generative recommendations" (arXiv:2402.17152): a stack of `HSTUBlock`. Used like `SASRec`.
+
+    Args:
+        items: Tables; one reads the history, and with it whatever else the loss and the evaluation
+            need embedded: the items that follow, negatives, candidates.
+        history: The feature with the sequences.
+        max_length: Length of the longest sequence.
+        num_blocks: Number of `HSTUBlock`.
+        num_heads: Heads of each.
+        qk_dim: Columns of a head's queries and keys; None: the items' width over ``num_heads``.
+        value_dim: Columns of a head's values and gates; None: the same.
+        time_buckets: Buckets of the bias for time, see `time_bucket`; 0: no such bias.
+        dropout_rate: Share that is dropped in training, of embeddings and of blocks' outputs.
+        block_size: See `hstu_attention`.
+        dtype: Type that it computes in; None: the wider of the embeddings' and ``param_dtype``.
+        param_dtype: Type of the dense parameters.
+        rngs: Gives the random keys of first values, and of dropout.
+
+    Raises:
+        ValueError: No table reads the history, or several do.
+
+    Example:
+        >>> import jaxrec
+        >>> rngs = nnx.Rngs(0)
+        >>> table = jaxrec.EmbeddingConfig("item", 100, 8, feature_names=("history", "next"))
+        >>> model = HSTU(jaxrec.EmbeddingCollection([table], rngs=rngs), max_length=5, rngs=rngs)
+        >>> batch = KeyedJaggedArray.from_lists(
+        ...     {"history": [[1, 2, 3], [4]], "next": [[2, 3, 7], [9]]})
+        >>> model(batch)["history"].values.shape
+        (8, 8)
+    """
+
+    def __init__(
+        self,
+        items: EmbeddingCollection,
+        *,
+        history: str = "history",
+        max_length: int,
+        num_blocks: int = 2,
+        num_heads: int = 1,
+        qk_dim: int | None = None,
+        value_dim: int | None = None,
+        time_buckets: int = 0,
+        dropout_rate: float = 0.2,
+        block_size: int = BLOCK,
+        dtype: DTypeLike | None = None,
+        param_dtype: DTypeLike = jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        dim = item_width("HSTU", items, history)
+        self.items = items
+        self.history = history
+        self.positions = PositionEmbedding(
+            max_length, dim, dtype=dtype, param_dtype=param_dtype, rngs=rngs
+        )
+        self.dropout = nnx.Dropout(dropout_rate, rngs=rngs)
+        self.blocks = nnx.List(
+            HSTUBlock(
+                dim,
+                num_heads,
+                max_length=max_length,
+                qk_dim=qk_dim,
+                value_dim=value_dim,
+                time_buckets=time_buckets,
+                dropout_rate=dropout_rate,
+                block_size=block_size,
+                dtype=dtype,
+                param_dtype=param_dtype,
+                rngs=rngs,
+            )
+            for _ in range(num_blocks)
+        )
+        self.norm = nnx.LayerNorm(dim, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+
+    def __call__(
+        self, features: KeyedJaggedArray, timestamps: AnyArray | None = None
+    ) -> dict[str, JaggedArray]:
+        """The state behind each item of each sequence, beside the other features' embeddings.
+
+        Args:
+            features: The batch.
+            timestamps: ``[capacity]`` integers, the time of each of the history's items where there
+                are ``time_buckets``; laid out as ``features[history].values``.
+
+        Returns:
+            What the collection returns, with the states in place of the history's embeddings:
+            ``[capacity, dim]`` values. The state of place ``i`` knows the items up to it.
+
+        Raises:
+            ValueError: Timestamps are missing or given without ``time_buckets``; or a sequence is
+                longer than ``max_length`` (seen outside of `jax.jit`; inside, what is past it
+                becomes NaN).
+        """
+
+        def encode(history: JaggedArray) -> JaggedArray:
+            values = history.values * history.values.shape[-1] ** 0.5
+            scaled = dataclasses.replace(history, values=values)
+            states = self.dropout(self.positions(scaled).values)
+            for block in self.blocks:
+                states = block(states, history.lengths, timestamps)
+            return dataclasses.replace(history, values=self.norm(states))
+
+        return encode_history(self.items, self.history, features, encode)

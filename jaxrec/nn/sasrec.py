@@ -1,0 +1,187 @@
+"""Self-attentive sequential recommendation."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, DTypeLike, Float
+
+from jaxrec.embed import EmbeddingCollection
+from jaxrec.nn.jagged_attention import BLOCK
+from jaxrec.nn.sequence import (
+    JaggedSelfAttention,
+    PositionEmbedding,
+    encode_history,
+    item_width,
+)
+from jaxrec.ragged import JaggedArray, KeyedJaggedArray
+from jaxrec.ragged.arrays import AnyArray
+
+
+class SASRecBlock(nnx.Module):
+    """Causal attention and two dense layers, each behind a layer norm and beside a shortcut.
+
+    Kang and McAuley 2018 (arXiv:1808.09781), equations 4 to 7: ``x + dropout(f(layer_norm(x)))``.
+    The attention has an output projection, as multi-head attention has.
+
+    Args:
+        dim: Columns.
+        num_heads: Number of heads.
+        dropout_rate: Share of a layer's output that is dropped in training.
+        block_size: See `jagged_attention`.
+        dtype: Type that it computes in; None: the wider of the input's and ``param_dtype``.
+        param_dtype: Type of the parameters.
+        rngs: Gives the random keys of first values (Glorot's uniform), and of dropout.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> block = SASRecBlock(8, 1, rngs=nnx.Rngs(0))
+        >>> block(jnp.ones((4, 8)), jnp.array([1, 2])).shape
+        (4, 8)
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        *,
+        dropout_rate: float = 0.0,
+        block_size: int = BLOCK,
+        dtype: DTypeLike | None = None,
+        param_dtype: DTypeLike = jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        def dense() -> nnx.Linear:
+            return nnx.Linear(
+                dim,
+                dim,
+                kernel_init=nnx.initializers.glorot_uniform(),
+                dtype=dtype,
+                param_dtype=param_dtype,
+                rngs=rngs,
+            )
+
+        def norm() -> nnx.LayerNorm:
+            return nnx.LayerNorm(dim, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+
+        self.attention = JaggedSelfAttention(
+            dim,
+            num_heads,
+            causal=True,
+            block_size=block_size,
+            dtype=dtype,
+            param_dtype=param_dtype,
+            rngs=rngs,
+        )
+        self.attention_norm, self.dense_norm = norm(), norm()
+        self.hidden, self.out = dense(), dense()
+        self.dropout = nnx.Dropout(dropout_rate, rngs=rngs)
+
+    def __call__(
+        self, states: Float[AnyArray, "*devices capacity dim"], lengths: AnyArray
+    ) -> Float[Array, "*devices capacity dim"]:
+        """``[capacity, dim]`` states, of rows of the given lengths, to the same shape."""
+        attended = self.attention(self.attention_norm(states), lengths)
+        states = jnp.asarray(states) + self.dropout(attended)
+        hidden = self.dropout(nnx.relu(self.hidden(self.dense_norm(states))))
+        return states + self.dropout(self.out(hidden))
+
+
+class SASRec(nnx.Module):
+    """Predicts the next item of a sequence from the items before it.
+
+    Kang and McAuley 2018, "Self-attentive sequential recommendation" (arXiv:1808.09781). The score
+    of an item is the dot product of its embedding and a sequence's last state: the item table is
+    input and output. Train it with `sampled_softmax_loss` between states and the items that follow
+    (the paper's binary loss has one negative; a softmax over more makes better rankings: Klenitskiy
+    and Vasilev 2023, arXiv:2309.07602).
+
+    Args:
+        items: Tables; one reads the history, and with it whatever else the loss and the evaluation
+            need embedded: the items that follow, negatives, candidates.
+        history: The feature with the sequences.
+        max_length: Length of the longest sequence.
+        num_blocks: Number of `SASRecBlock`.
+        num_heads: Heads of each.
+        dropout_rate: Share that is dropped in training, of embeddings and of layers' outputs.
+        block_size: See `jagged_attention`.
+        dtype: Type that it computes in; None: the wider of the embeddings' and ``param_dtype``.
+        param_dtype: Type of the dense parameters.
+        rngs: Gives the random keys of first values, and of dropout.
+
+    Raises:
+        ValueError: No table reads the history, or several do.
+
+    Example:
+        >>> import jaxrec
+        >>> rngs = nnx.Rngs(0)
+        >>> table = jaxrec.EmbeddingConfig("item", 100, 8, feature_names=("history", "next"))
+        >>> model = SASRec(jaxrec.EmbeddingCollection([table], rngs=rngs), max_length=5, rngs=rngs)
+        >>> batch = KeyedJaggedArray.from_lists(
+        ...     {"history": [[1, 2, 3], [4]], "next": [[2, 3, 7], [9]]})
+        >>> out = model(batch)
+        >>> out["history"].values.shape, out["next"].values.shape
+        ((8, 8), (8, 8))
+    """
+
+    def __init__(
+        self,
+        items: EmbeddingCollection,
+        *,
+        history: str = "history",
+        max_length: int,
+        num_blocks: int = 2,
+        num_heads: int = 1,
+        dropout_rate: float = 0.2,
+        block_size: int = BLOCK,
+        dtype: DTypeLike | None = None,
+        param_dtype: DTypeLike = jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        dim = item_width("SASRec", items, history)
+        self.items = items
+        self.history = history
+        self.positions = PositionEmbedding(
+            max_length, dim, dtype=dtype, param_dtype=param_dtype, rngs=rngs
+        )
+        self.dropout = nnx.Dropout(dropout_rate, rngs=rngs)
+        self.blocks = nnx.List(
+            SASRecBlock(
+                dim,
+                num_heads,
+                dropout_rate=dropout_rate,
+                block_size=block_size,
+                dtype=dtype,
+                param_dtype=param_dtype,
+                rngs=rngs,
+            )
+            for _ in range(num_blocks)
+        )
+        self.norm = nnx.LayerNorm(dim, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+
+    def __call__(self, features: KeyedJaggedArray) -> dict[str, JaggedArray]:
+        """The state behind each item of each sequence, beside the other features' embeddings.
+
+        Args:
+            features: The batch.
+
+        Returns:
+            What the collection returns, with the states in place of the history's embeddings:
+            ``[capacity, dim]`` values. The state of place ``i`` knows the items up to it.
+
+        Raises:
+            ValueError: A sequence is longer than ``max_length`` (seen outside of `jax.jit`; inside,
+                what is past it becomes NaN).
+        """
+        return encode_history(self.items, self.history, features, self._encode)
+
+    def _encode(self, history: JaggedArray) -> JaggedArray:
+        # As Vaswani et al. 2017 (arXiv:1706.03762), section 3.4, and SASRec's own code.
+        values = history.values * history.values.shape[-1] ** 0.5
+        scaled = dataclasses.replace(history, values=values)
+        states = self.dropout(self.positions(scaled).values)
+        for block in self.blocks:
+            states = block(states, history.lengths)
+        return dataclasses.replace(history, values=self.norm(states))

@@ -1,0 +1,187 @@
+"""What sequence models have in common: items and positions in, a state for each place out."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, DTypeLike, Float
+
+from jaxrec.embed import EmbeddingCollection
+from jaxrec.nn.dtypes import promote
+from jaxrec.nn.jagged_attention import BLOCK, jagged_attention
+from jaxrec.nn.positions import positions_in_rows
+from jaxrec.ragged import JaggedArray, KeyedJaggedArray
+from jaxrec.ragged.arrays import AnyArray
+
+_glorot = nnx.initializers.glorot_uniform()
+
+
+class PositionEmbedding(nnx.Module):
+    """A learned vector for each place of a sequence, added to its element.
+
+    Args:
+        max_length: Number of places.
+        dim: Columns.
+        dtype: Type of the result; None: the wider of the input's and ``param_dtype``.
+        param_dtype: Type of the vectors.
+        rngs: Gives the random key of their first values (normal, standard deviation 0.02).
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> column = JaggedArray(jnp.zeros((4, 8)), jnp.array([1, 2]))
+        >>> PositionEmbedding(5, 8, rngs=nnx.Rngs(0))(column).values.shape
+        (4, 8)
+    """
+
+    def __init__(
+        self,
+        max_length: int,
+        dim: int,
+        *,
+        dtype: DTypeLike | None = None,
+        param_dtype: DTypeLike = jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        if max_length < 1:
+            raise ValueError(f"max_length is 1 or more, got {max_length}")
+        draw = nnx.initializers.normal(0.02)
+        self.vectors = nnx.Param(draw(rngs.params(), (max_length, dim), param_dtype))
+        self.dtype = dtype
+
+    def __call__(self, column: JaggedArray) -> JaggedArray:
+        """The column with the vectors of places added.
+
+        Raises:
+            ValueError: A sequence is longer than ``max_length`` (seen outside of `jax.jit`; inside,
+                what is past it becomes NaN).
+        """
+        most = self.vectors.shape[0]
+        if not isinstance(column.lengths, jax.core.Tracer):
+            longest = int(np.max(np.asarray(column.lengths), initial=0))
+            if longest > most:
+                raise ValueError(
+                    f"a sequence has {longest} elements, but the model max_length={most}; cut "
+                    "sequences to their last elements or make the model longer"
+                )
+        values, vectors = promote(self.dtype, column.values, self.vectors[...])
+        places = jnp.take(vectors, positions_in_rows(column), axis=0, mode="fill")
+        return dataclasses.replace(column, values=values + places)
+
+
+class JaggedSelfAttention(nnx.Module):
+    """Multi-head attention of the elements of each row of a ragged array to each other.
+
+    Vaswani et al. 2017, "Attention is all you need" (arXiv:1706.03762), section 3.2.2, through
+    `jagged_attention`: rows are not padded, and memory is linear in their length.
+
+    Args:
+        dim: Columns of input and output.
+        num_heads: Number of heads, a divisor of ``dim``.
+        causal: Whether an element sees itself and those before it only.
+        block_size: See `jagged_attention`.
+        kernel_init: Of the projections' kernels.
+        dtype: Type that it computes in; None: the wider of the input's and ``param_dtype``.
+        param_dtype: Type of the parameters.
+        rngs: Gives the random keys of first values.
+
+    Raises:
+        ValueError: ``num_heads`` does not divide ``dim``.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> attention = JaggedSelfAttention(8, 2, causal=True, rngs=nnx.Rngs(0))
+        >>> attention(jnp.ones((4, 8)), jnp.array([1, 2])).shape
+        (4, 8)
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        *,
+        causal: bool,
+        block_size: int = BLOCK,
+        kernel_init: Callable[..., Array] = _glorot,
+        dtype: DTypeLike | None = None,
+        param_dtype: DTypeLike = jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        if num_heads < 1 or dim % num_heads:
+            raise ValueError(f"num_heads={num_heads} does not divide dim={dim}")
+
+        def project() -> nnx.Linear:
+            return nnx.Linear(
+                dim, dim, kernel_init=kernel_init, dtype=dtype, param_dtype=param_dtype, rngs=rngs
+            )
+
+        self.query, self.key, self.value, self.out = (project() for _ in range(4))
+        self.num_heads = num_heads
+        self.causal = causal
+        self.block_size = block_size
+
+    def __call__(
+        self,
+        states: Float[AnyArray, "*devices capacity dim"],
+        lengths: AnyArray,
+    ) -> Float[Array, "*devices capacity dim"]:
+        """``[capacity, dim]`` states, of rows of the given lengths, to the same shape."""
+        heads = (*states.shape[:-1], self.num_heads, -1)
+        query, key, value = (
+            layer(jnp.asarray(states)).reshape(heads)
+            for layer in (self.query, self.key, self.value)
+        )
+        attended = jagged_attention(
+            query, key, value, lengths, causal=self.causal, block_size=self.block_size
+        )
+        return self.out(attended.reshape(states.shape))
+
+
+def item_width(model: str, items: EmbeddingCollection, history: str) -> int:
+    """The width of the table that reads the history.
+
+    Raises:
+        ValueError: None does, or several do.
+    """
+    widths = [t.embedding_dim for t in items.configs if history in t.feature_names]
+    if len(widths) != 1:
+        features = sorted(f for table in items.configs for f in table.feature_names)
+        raise ValueError(
+            f"{model} reads the feature {history!r}, which {len(widths)} tables have among "
+            f"their features, of {features}; one must"
+        )
+    return widths[0]
+
+
+def encode_history(
+    items: EmbeddingCollection,
+    history: str,
+    features: KeyedJaggedArray,
+    encode: Callable[[JaggedArray], JaggedArray],
+) -> dict[str, JaggedArray]:
+    """All embeddings of a batch, the history's replaced by what ``encode`` makes of them."""
+    embedded = items(features)
+    return embedded | {history: encode(embedded[history])}
+
+
+def last_states(column: JaggedArray) -> Float[Array, "*devices rows dim"]:
+    """The state of each row's last element, what predicts the next one; zeros for empty rows.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> column = JaggedArray(jnp.array([[1.0], [2.0], [3.0], [0.0]]), jnp.array([2, 0, 1]))
+        >>> last_states(column).tolist()
+        [[2.0], [0.0], [3.0]]
+    """
+    values, lengths = jnp.asarray(column.values), jnp.asarray(column.lengths)
+
+    def last(values: Array, lengths: Array) -> Array:
+        ends = jnp.cumsum(lengths, dtype=jnp.int32) - 1
+        found = jnp.take(values, ends, axis=0, mode="clip")
+        return jnp.where(lengths[:, None] > 0, found, 0)
+
+    return last(values, lengths) if lengths.ndim == 1 else jax.vmap(last)(values, lengths)

@@ -1,0 +1,182 @@
+"""Tiled attention equals the padded dense computation, forward and backward."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrec.nn import hstu_attention, jagged_attention, time_bucket
+from jaxrec.nn.jagged_attention_reference import (
+    hstu_attention_reference,
+    jagged_attention_reference,
+)
+
+HEADS, DIM, VALUE_DIM = 2, 4, 3
+
+LENGTHS = {
+    "short": [3, 0, 1, 5, 2, 4],
+    "one-long": [1, 2, 37, 1, 0, 4],
+    "power-law": [1, 1, 2, 1, 40, 3, 1, 9, 1, 2],
+    "all-empty": [0, 0, 0],
+    "one-row": [17],
+    "full": [8, 8, 8],
+}
+EXTRA = {"short": 5, "one-long": 0, "power-law": 70, "all-empty": 9, "one-row": 0, "full": 0}
+
+
+def draw(lengths, extra, seed=0):
+    rng = np.random.default_rng(seed)
+    capacity = sum(lengths) + extra
+    shapes = [(capacity, HEADS, DIM), (capacity, HEADS, DIM), (capacity, HEADS, VALUE_DIM)]
+    q, k, v = (rng.standard_normal(shape).astype(np.float32) for shape in shapes)
+    times = np.cumsum(rng.integers(0, 5000, capacity)).astype(np.int32)
+    return q, k, v, np.array(lengths, np.int32), times
+
+
+def padded(array, lengths, longest):
+    out = np.zeros((len(lengths), longest, *array.shape[1:]), np.float64)
+    starts = np.cumsum([0, *lengths])
+    for row, length in enumerate(lengths):
+        out[row, :length] = array[starts[row] : starts[row] + length]
+    return out
+
+
+def packed(dense, lengths, capacity):
+    rows = [dense[row, :length] for row, length in enumerate(lengths)]
+    flat = np.concatenate([*rows, np.zeros((0, *dense.shape[2:]))])
+    return np.pad(flat, [(0, capacity - len(flat))] + [(0, 0)] * (flat.ndim - 1))
+
+
+def padded_attention(q, k, v, lengths, *, causal):
+    """Softmax attention in float64 over rows padded to the longest."""
+    longest = max(*lengths, 1)
+    Q, K, V = (padded(array, lengths, longest) for array in (q, k, v))
+    scores = np.einsum("rahd,rbhd->rhab", Q, K) / np.sqrt(DIM)
+    places = np.arange(longest)
+    mask = places[None, None, None, :] < np.array(lengths)[:, None, None, None]
+    if causal:
+        mask = mask & (places[:, None] >= places[None, :])[None, None]
+    scores = np.where(mask, scores, -1e30)
+    powers = np.where(mask, np.exp(scores - scores.max(-1, keepdims=True)), 0)
+    weights = powers / np.maximum(powers.sum(-1, keepdims=True), 1e-300)
+    return packed(np.einsum("rhab,rbhe->rahe", weights, V), lengths, len(q))
+
+
+def padded_hstu(q, k, v, lengths, times, position_bias, time_bias, *, scale):
+    """Pointwise attention in float64 over rows padded to the longest."""
+    longest = max(*lengths, 1)
+    Q, K, V, T = (padded(array, lengths, longest) for array in (q, k, v, times))
+    places = np.arange(longest)
+    distance = np.clip(places[:, None] - places[None, :], 0, len(position_bias) - 1)
+    elapsed = np.maximum(np.abs(T[:, :, None] - T[:, None, :]), 1)
+    buckets = np.clip(np.log(elapsed) / 0.301, 0, len(time_bias) - 1).astype(int)
+    scores = np.einsum("rahd,rbhd->rhab", Q, K)
+    scores = scores + np.moveaxis(position_bias[distance], -1, 0)[None]
+    scores = scores + np.moveaxis(time_bias[buckets], -1, 1)
+    mask = places[None, None, None, :] < np.array(lengths)[:, None, None, None]
+    mask = mask & (places[:, None] >= places[None, :])[None, None]
+    weights = np.where(mask, scale * scores / (1 + np.exp(-scores)), 0)
+    return packed(np.einsum("rhab,rbhe->rahe", weights, V), lengths, len(q))
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+@pytest.mark.parametrize("name", LENGTHS)
+def test_attention(name, causal):
+    q, k, v, lengths, _ = draw(LENGTHS[name], EXTRA[name])
+    expected = padded_attention(q, k, v, LENGTHS[name], causal=causal)
+    cotangent = np.random.default_rng(1).standard_normal(v.shape).astype(np.float32)
+    cotangent[sum(LENGTHS[name]) :] = 0
+
+    def tiled(q, k, v):
+        return jagged_attention(q, k, v, lengths, causal=causal, block_size=8)
+
+    def plain(q, k, v):
+        return jagged_attention_reference(q, k, v, jnp.asarray(lengths), causal=causal)
+
+    out, vjp = jax.jit(lambda *x: jax.vjp(tiled, *x))(q, k, v)
+    same, plain_vjp = jax.jit(lambda *x: jax.vjp(plain, *x))(q, k, v)
+    np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(same, expected, rtol=1e-5, atol=1e-5)
+    for got, want in zip(vjp(cotangent), plain_vjp(cotangent), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", LENGTHS)
+def test_hstu(name):
+    q, k, v, lengths, times = draw(LENGTHS[name], EXTRA[name])
+    rng = np.random.default_rng(2)
+    biases = [rng.standard_normal((n, HEADS)).astype(np.float32) for n in (10, 12)]
+    expected = padded_hstu(q, k, v, LENGTHS[name], times, *biases, scale=0.1)
+    cotangent = rng.standard_normal(v.shape).astype(np.float32)
+    cotangent[sum(LENGTHS[name]) :] = 0
+
+    def apply(function, **options):
+        def attend(q, k, v, position_bias, time_bias):
+            return function(
+                q,
+                k,
+                v,
+                jnp.asarray(lengths),
+                scale=0.1,
+                position_bias=position_bias,
+                time_bias=time_bias,
+                timestamps=jnp.asarray(times),
+                **options,
+            )
+
+        return jax.jit(lambda *x: jax.vjp(attend, *x))(q, k, v, *biases)
+
+    out, vjp = apply(hstu_attention, block_size=8)
+    same, plain_vjp = apply(hstu_attention_reference)
+    np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(same, expected, rtol=1e-5, atol=1e-5)
+    for got, want in zip(vjp(cotangent), plain_vjp(cotangent), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+
+
+def test_several_trips_a_step(monkeypatch):
+    """With room for two tiles a trip, every tile is still made once."""
+    monkeypatch.setattr("jaxrec.nn.jagged_tiles.PAIRS_AT_ONCE", 2 * 4 * 4 * HEADS)
+    lengths = LENGTHS["power-law"]
+    q, k, v, row_lengths, _ = draw(lengths, 3)
+    out = jagged_attention(q, k, v, row_lengths, block_size=4)
+    np.testing.assert_allclose(
+        out, padded_attention(q, k, v, lengths, causal=False), rtol=1e-5, atol=1e-5
+    )
+
+
+def test_large_scores_do_not_overflow():
+    q, k, v, lengths, _ = draw([5, 3], 0)
+    out = jagged_attention(q * 100, k * 100, v, lengths, causal=True, block_size=4)
+    expected = padded_attention(q * 100, k * 100, v, [5, 3], causal=True)
+    np.testing.assert_allclose(out, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_memory_does_not_grow_with_the_square():
+    """Ten times the elements take about ten times the memory, backward pass included."""
+
+    def bytes_of(capacity):
+        shape = jax.ShapeDtypeStruct((capacity, 1, 8), jnp.float32)
+        lengths = jax.ShapeDtypeStruct((8,), jnp.int32)
+
+        def loss(q, k, v, lengths):
+            return jagged_attention(q, k, v, lengths, causal=True).sum()
+
+        compiled = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(shape, shape, shape, lengths)
+        return compiled.compile().memory_analysis().temp_size_in_bytes
+
+    # Both have more tiles than a trip takes.
+    assert bytes_of(163840) < 12 * bytes_of(16384)
+
+
+def test_time_bias_needs_timestamps():
+    q, k, v, lengths, times = draw([2], 0)
+    for given in ({"timestamps": times}, {"time_bias": jnp.ones((3, HEADS))}):
+        with pytest.raises(ValueError, match="come together"):
+            hstu_attention(q, k, v, lengths, scale=1.0, **given)
+
+
+def test_time_buckets():
+    assert time_bucket(jnp.array([-60, 60, 2**30]), 20).tolist() == [13, 13, 19]
