@@ -1,8 +1,8 @@
 """Times jaxrec and its peers in turn, several rounds, and prints the ratios with their spread.
 
 Usage: python -m benchmarks.compare --peer-python PATH [--rounds 3] [--seconds 2] [--threads 2]
-PATH is the Python of an environment with torch and fbgemm-gpu-cpu. A ratio is jaxrec's median time
-over the peer's in the same round; below 1 jaxrec is faster.
+PATH is the Python of an environment with torch, fbgemm-gpu-cpu and torchrec. A ratio is jaxrec's
+median time over the peer's in the same round; below 1 jaxrec is faster.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import pathlib
 import subprocess
 import sys
 from collections import defaultdict
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import tyro
@@ -28,34 +28,39 @@ class Options:
     Attributes:
         peer_python: Python of the peers' environment.
         rounds: How often each side is timed.
-        seconds: Time for each figure of a round.
+        seconds: Time for each figure of a round, of lookups and updates.
+        steps: Steps of DLRM timed in a round.
         threads: Processor cores to use.
-        shapes: JSON file of shapes.
+        shapes: JSON file of shapes of lookups and updates.
+        batches: Batch sizes of DLRM.
+        what: What to compare.
     """
 
     peer_python: pathlib.Path
     rounds: int = 3
     seconds: float = 2.0
+    steps: int = 40
     threads: int = 2
     shapes: pathlib.Path = _HERE / "shapes.json"
+    batches: tuple[int, ...] = (2048, 8192)
+    what: tuple[Literal["embedding", "dlrm"], ...] = ("embedding", "dlrm")
 
 
 Key = tuple[str, str, str]  # shape, figure, peer
 
 
 def main(options: Options) -> None:
-    common = [f"--shapes={options.shapes}", f"--threads={options.threads}"]
-    common.append(f"--seconds={options.seconds}")
-    ours = [sys.executable, "-m", "benchmarks.embedding", *common]
-    theirs = [str(options.peer_python), str(_HERE / "peer_tbe.py"), *common]
     ratios: dict[Key, list[float]] = defaultdict(list)
     times: dict[Key, list[tuple[float, float]]] = defaultdict(list)
     for done in range(options.rounds):
-        mine, peers = medians(run(ours)), medians(run(theirs))
-        for (shape, figure, peer), theirs_ms in peers.items():
-            ours_ms = mine[shape, figure, "jaxrec"]
-            ratios[shape, figure, peer].append(ours_ms / theirs_ms)
-            times[shape, figure, peer].append((ours_ms, theirs_ms))
+        # The two sides of each comparison directly after each other: these machines change speed.
+        for module, peer, arguments in comparisons(options):
+            mine = medians(run([sys.executable, "-m", module, *arguments]))
+            peers = medians(run([str(options.peer_python), str(_HERE / peer), *arguments]))
+            for (shape, figure, name), theirs_ms in peers.items():
+                ours_ms = mine[shape, figure, "jaxrec"]
+                ratios[shape, figure, name].append(ours_ms / theirs_ms)
+                times[shape, figure, name].append((ours_ms, theirs_ms))
         print(f"round {done + 1} of {options.rounds} done", file=sys.stderr, flush=True)
     print("| shape | figure | peer | jaxrec ms | peer ms | ratio (median) | min | max |")
     print("|---|---|---|---|---|---|---|---|")
@@ -64,6 +69,22 @@ def main(options: Options) -> None:
         cells = [*key, f"{ours_ms:.2f}", f"{theirs_ms:.2f}"]
         cells += [f"{value:.2f}" for value in (np.median(values), min(values), max(values))]
         print("| " + " | ".join(cells) + " |")
+
+
+def comparisons(options: Options) -> list[tuple[str, str, list[str]]]:
+    """Our module, the peer's script and the arguments of both."""
+    found = []
+    threads = f"--threads={options.threads}"
+    if "embedding" in options.what:
+        common = [f"--shapes={options.shapes}", threads, f"--seconds={options.seconds}"]
+        for shape in json.loads(options.shapes.read_text())["shapes"]:
+            only = [*common, f"--only={shape['name']}"]
+            found.append(("benchmarks.embedding", "peer_tbe.py", only))
+    if "dlrm" in options.what:
+        for batch in options.batches:
+            sizes = [f"--batch={batch}", threads, f"--steps={options.steps}"]
+            found.append(("benchmarks.dlrm", "peer_dlrm.py", sizes))
+    return found
 
 
 def run(command: list[str]) -> list[dict[str, Any]]:
@@ -78,10 +99,14 @@ def medians(lines: list[dict[str, Any]]) -> dict[Key, float]:
     """The median of each figure; the lookup's is that of both optimizers' runs."""
     found: dict[Key, list[float]] = defaultdict(list)
     for line in lines:
-        found[line["shape"], "lookup", line["peer"]].append(line["forward_ms"][1])
+        peer = line["peer"].removesuffix("_dlrm")
+        if "step_ms" in line:
+            found[f"dlrm {line['batch']}", "step", peer].append(line["step_ms"][1])
+            continue
+        found[line["shape"], "lookup", peer].append(line["forward_ms"][1])
         if "backward_ms" in line:
             figure = f"update, {line['optimizer']}"
-            found[line["shape"], figure, line["peer"]].append(line["backward_ms"][1])
+            found[line["shape"], figure, peer].append(line["backward_ms"][1])
     return {key: float(np.mean(values)) for key, values in found.items()}
 
 

@@ -3,6 +3,7 @@
 As `benchmarks.embedding` times jaxrec. Needs an environment with torch and fbgemm-gpu-cpu.
 
 Usage: PEER_PYTHON benchmarks/peer_tbe.py [--shapes FILE] [--threads N] [--seconds S]
+                                            [--only SHAPE]
 """
 
 import argparse
@@ -84,9 +85,12 @@ def main():
     parser.add_argument("--shapes", default=pathlib.Path(__file__).with_name("shapes.json"))
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=3.0)
+    parser.add_argument("--only", help="name of the shape to time; all if not given")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     for shape in json.loads(pathlib.Path(options.shapes).read_text())["shapes"]:
+        if options.only not in (None, shape["name"]):
+            continue
         ids = torch.from_numpy(draw_ids(np.random.default_rng(0), shape))
         for name in OPTIMIZERS:
             figures = time_fbgemm(shape, name, ids, options.seconds)

@@ -15,6 +15,7 @@
 
 #include "kernels.h"
 #include "lookup.h"
+#include "new_rows.h"
 #include "runs.h"
 #include "team.h"
 #include "update_rows.h"
@@ -320,6 +321,22 @@ void check_runs() {
   }
 }
 
+void check_new_rows() {
+  // Smaller and larger than a piece, a pattern and a huge page.
+  for (int64_t row_bytes : {int64_t{4}, int64_t{12}, int64_t{40000}}) {
+    for (int64_t num_rows : {int64_t{0}, int64_t{1}, int64_t{101}, 5'000'000 / row_bytes}) {
+      std::vector<char> row(row_bytes), out(row_bytes * num_rows);
+      for (char& byte : row) byte = static_cast<char>(random());
+      with_team(3, [&](Team& team) {
+        new_rows(team, row.data(), row_bytes, num_rows, out.data());
+      });
+      for (int64_t i = 0; i < num_rows; ++i) {
+        require(std::memcmp(out.data() + i * row_bytes, row.data(), row_bytes) == 0, "new rows");
+      }
+    }
+  }
+}
+
 }  // namespace
 
 int main() {
@@ -350,6 +367,7 @@ int main() {
       }
     }
     check_runs();
+    check_new_rows();
   }
   std::printf("native kernels: %d instruction sets agree\n", checked);
 }
