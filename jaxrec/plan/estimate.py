@@ -166,7 +166,7 @@ def imbalance(loads: Sequence[float]) -> dict[str, float]:
     return {
         "max over mean": float(shares.max() * shares.size),
         "total variation": float(np.abs(shares - 1 / shares.size).sum() / 2),
-        "KL divergence": float((some * np.log(some * shares.size)).sum()),
+        "KL divergence": max(0.0, float((some * np.log(some * shares.size)).sum())),
     }
 
 

@@ -47,6 +47,7 @@ class Planner:
         storages: Where rows may be kept: "device", and for planning ahead "host" and "disk".
         reserve: Part of each device's memory that is left alone.
         batches: Batches on a device at once: that of the step and those put there ahead of it.
+        dense_bytes: Bytes of parameters that are no tables; those of the model if None.
         time_limit: Seconds that the search may take.
         gap: The search ends when the plan is known to be no more than this part slower than the
             best.
@@ -77,6 +78,7 @@ class Planner:
     storages: Sequence[str] = ("device",)
     reserve: float = 0.15
     batches: int = 3
+    dense_bytes: int | None = None
     time_limit: float = 30.0
     gap: float = 0.005
     proposers: Sequence[Proposer] = PROPOSERS
@@ -207,9 +209,10 @@ class Planner:
             for work in works
             for feature in work.features
         }
+        dense = tables.dense_bytes if self.dense_bytes is None else self.dense_bytes
         return {
             "batches": float(self.batches * sum(features.values())),
-            "dense": float(_DENSE_COPIES * tables.dense_bytes),
+            "dense": float(_DENSE_COPIES * dense),
             "reserve": self.reserve * self.topology.memory,
         }
 

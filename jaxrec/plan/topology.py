@@ -96,16 +96,8 @@ class Topology:
                 "`jaxrec plan --calibrate` measures another"
             )
         known = MACHINES[machine.lower()]
-        if isinstance(devices, bool) or not isinstance(devices, int) or devices < 1:
-            raise ValueError(f"devices is an integer of 1 or more, got {devices!r}")
-        each = devices_per_host
-        if each is None:
-            each = min(devices, known["devices_per_host"])
-        if each < 1 or devices % each:
-            raise ValueError(
-                f"{devices} devices do not fill hosts of {each}; give devices_per_host a divisor"
-            )
-        return cls(**{**known, "hosts": devices // each, "devices_per_host": each})
+        hosts, each = _hosts(devices, devices_per_host, known["devices_per_host"])
+        return cls(**{**known, "hosts": hosts, "devices_per_host": each})
 
     @classmethod
     def from_mesh(cls, mesh: Mesh, *, memory: int | None = None) -> Topology:
@@ -138,6 +130,20 @@ class Topology:
             memory=memory or _device_memory(device, per_host) or topology.memory,
             host_memory=_host_memory() or topology.host_memory,
         )
+
+    def with_devices(self, devices: int, devices_per_host: int | None = None) -> Topology:
+        """As many of these devices as said.
+
+        Args:
+            devices: Devices in all.
+            devices_per_host: Devices of each host; as many as here if None, or all of them where
+                there are fewer.
+
+        Raises:
+            ValueError: If the devices do not fill whole hosts.
+        """
+        hosts, each = _hosts(devices, devices_per_host, self.devices_per_host)
+        return dataclasses.replace(self, hosts=hosts, devices_per_host=each)
 
     def to_dict(self) -> dict[str, Any]:
         """The topology as JSON has it."""
@@ -182,6 +188,18 @@ class Topology:
             return cls.from_dict(json.loads(pathlib.Path(path).read_text()))
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
+
+
+def _hosts(devices: int, devices_per_host: int | None, usual: int) -> tuple[int, int]:
+    """Hosts, and devices of each."""
+    if isinstance(devices, bool) or not isinstance(devices, int) or devices < 1:
+        raise ValueError(f"devices is an integer of 1 or more, got {devices!r}")
+    each = min(devices, usual) if devices_per_host is None else devices_per_host
+    if each < 1 or devices % each:
+        raise ValueError(
+            f"{devices} devices do not fill hosts of {each}; give devices_per_host a divisor"
+        )
+    return devices // each, each
 
 
 def _device_memory(device: Any, per_host: int) -> int | None:

@@ -1,4 +1,4 @@
-"""The command line: ``jaxrec train``."""
+"""The command ``jaxrec train``."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import dataclasses
 import datetime
 import json
 import pathlib
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from rich.console import Console
 
+from jaxrec.arguments import ConfigError
 from jaxrec.data import DataError
 from jaxrec.metrics import calibration, log_loss, normalized_entropy
 from jaxrec.train import checkpoint
 from jaxrec.train.checkpoint import CheckpointError
-from jaxrec.train.config import ConfigError, TrainConfig
+from jaxrec.train.config import TrainConfig
 from jaxrec.train.interrupt import Interrupt, interruptible
 from jaxrec.train.loop import Evaluation, NotFiniteError, evaluate, train
 from jaxrec.train.memory import keep_freed_memory
@@ -25,50 +25,14 @@ from jaxrec.train.options import load_config, parse_options, write_options
 from jaxrec.train.progress import Progress
 from jaxrec.train.rows import split_rows
 
-USAGE_ERROR = 2
-FAILURE = 1
 RESULTS_FILE = "results.json"
 
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs ``jaxrec``; returns the exit code.
-
-    0: done. 1: what was asked for failed. 2: the options are wrong. 130 and 143: stopped by SIGINT
-    or SIGTERM, after saving. Errors are one sentence on standard error.
-    """
-    command, *options = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
-    if command in ("-h", "--help"):
-        print(_usage())
-        return 0
-    if command not in COMMANDS:
-        return _complain(USAGE_ERROR, f"jaxrec: unknown command {command!r}\n{_usage()}")
-    try:
-        return COMMANDS[command](options)
-    except ConfigError as error:
-        return _complain(USAGE_ERROR, f"jaxrec {command}: {error}")
-    except (CheckpointError, DataError, NotFiniteError) as error:
-        return _complain(FAILURE, f"jaxrec {command}: {error}")
-    except OSError as error:
-        where = f"{error.filename}: " if error.filename is not None else ""
-        return _complain(FAILURE, f"jaxrec {command}: {where}{error.strerror or error}")
-    except KeyboardInterrupt:
-        return _complain(130, f"jaxrec {command}: interrupted; nothing was saved")
+USAGE_ERRORS = (ConfigError,)
+FAILURES = (CheckpointError, DataError, NotFiniteError)
 
 
-def _usage() -> str:
-    commands = "\n".join(f"  {name:8} {run.__doc__}" for name, run in COMMANDS.items())
-    return (
-        f"usage: jaxrec COMMAND [OPTIONS]\n\n{commands}\n\n`jaxrec COMMAND --help` lists options."
-    )
-
-
-def _complain(code: int, message: str) -> int:
-    print(message, file=sys.stderr)
-    return code
-
-
-def run_train(options: Sequence[str]) -> int:
-    """trains a DLRM on click logs"""
+def run(options: Sequence[str]) -> int:
+    """Runs ``jaxrec train``; returns the exit code."""
     keep_freed_memory()
     console = Console(highlight=False, soft_wrap=True)
     with interruptible() as interrupt:
@@ -175,10 +139,3 @@ def _report(console: Console, results: dict[str, float | None], rows: int) -> No
     console.print(f"  NE           {results['normalized_entropy']:.4f}")
     console.print(f"  log loss     {results['log_loss']:.4f} nats")
     console.print(f"  calibration  {results['calibration']:.4f}")
-
-
-COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"train": run_train}
-
-
-if __name__ == "__main__":
-    sys.exit(main())

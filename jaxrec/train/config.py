@@ -8,9 +8,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-
-class ConfigError(ValueError):
-    """An option, or a file of options, that cannot be used; one sentence for the user."""
+from jaxrec.arguments import ConfigError
 
 
 def _positive(config: Any, *names: str) -> None:

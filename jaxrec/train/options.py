@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import io
-import itertools
 import pathlib
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import tyro
 import yaml
 
-from jaxrec.train.config import ConfigError, TrainConfig
+from jaxrec.arguments import ConfigError, parse
+from jaxrec.train.config import TrainConfig
 
 _DEFAULT = TrainConfig()
 
@@ -89,36 +86,7 @@ def parse_options(options: Sequence[str], default: TrainConfig = _DEFAULT) -> Tr
         ConfigError: An option is unknown or has a wrong value.
         SystemExit: They ask for help, which has been printed.
     """
-    problem = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(problem):
-            config, unknown = tyro.cli(
-                TrainConfig,
-                prog="jaxrec train",
-                args=list(options),
-                default=default,
-                return_unknown_args=True,
-            )
-    except SystemExit as stop:
-        if not stop.code:
-            raise
-        raise ConfigError(_sentence(problem.getvalue())) from None
-    if unknown:
-        raise ConfigError(f"unknown option {unknown[0]}; `jaxrec train --help` lists all options")
-    return config
-
-
-def _sentence(text: str) -> str:
-    """What tyro says is wrong, as one sentence: what stands between title and next rule."""
-    lines = [line.strip(" │") for line in text.strip().splitlines()][1:]
-    # Without a terminal the title has a rule of its own.
-    lines = lines[1:] if lines and _is_rule(lines[0]) else lines
-    message = " ".join(itertools.takewhile(lambda line: not _is_rule(line), lines))
-    return message or " ".join(text.split())
-
-
-def _is_rule(line: str) -> bool:
-    return set(line) <= set("-─╰╯")
+    return parse("train", options, default)
 
 
 def write_options(config: TrainConfig, path: pathlib.Path) -> None:

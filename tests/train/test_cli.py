@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import yaml
 
+from jaxrec.cli import main
 from jaxrec.train import load_model
-from jaxrec.train.cli import main
 from tests.data.test_criteo import GOOD, KAGGLE, changed, write
 
 SMALL = [
@@ -25,7 +25,7 @@ SMALL = [
     "--model.bottom-layer-sizes=4",
     "--model.top-layer-sizes=4",
 ]
-PROGRAM = (sys.executable, "-m", "jaxrec.train.cli")
+PROGRAM = (sys.executable, "-m", "jaxrec.cli")
 
 
 def jaxrec(*arguments, cwd, prefix=()):

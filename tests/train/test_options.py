@@ -4,7 +4,8 @@ import pathlib
 
 import pytest
 
-from jaxrec.train.config import ConfigError, TrainConfig
+from jaxrec.arguments import ConfigError
+from jaxrec.train.config import TrainConfig
 from jaxrec.train.options import load_config, parse_options, write_options
 
 YAML = """

@@ -1,0 +1,78 @@
+"""The command line: ``jaxrec COMMAND``.
+
+A command is a function of a module that is imported when the command is given, so that none waits
+for another's imports. Beside it the module names the errors that are the user's to mend.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import sys
+from collections.abc import Sequence
+
+USAGE_ERROR = 2
+FAILURE = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Command:
+    """One of the commands.
+
+    Attributes:
+        module: Module with a function ``run(options) -> int``, which returns the exit code, and
+            tuples of exceptions ``USAGE_ERRORS`` and ``FAILURES``, which are reported by their
+            messages.
+        summary: What it does, in a few words.
+    """
+
+    module: str
+    summary: str
+
+
+COMMANDS = {
+    "train": Command("jaxrec.train.cli", "trains a DLRM on click logs"),
+    "plan": Command("jaxrec.plan.cli", "finds the best sharding of tables over devices"),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs ``jaxrec``; returns the exit code.
+
+    0: done. 1: what was asked for failed. 2: the options are wrong. 130 and 143: stopped by SIGINT
+    or SIGTERM, after saving. Errors are one sentence on standard error.
+    """
+    name, *options = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
+    if name in ("-h", "--help"):
+        print(_usage())
+        return 0
+    if name not in COMMANDS:
+        return _complain(USAGE_ERROR, f"jaxrec: unknown command {name!r}\n{_usage()}")
+    command = importlib.import_module(COMMANDS[name].module)
+    try:
+        return command.run(options)
+    except command.USAGE_ERRORS as error:
+        return _complain(USAGE_ERROR, f"jaxrec {name}: {error}")
+    except command.FAILURES as error:
+        return _complain(FAILURE, f"jaxrec {name}: {error}")
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename is not None else ""
+        return _complain(FAILURE, f"jaxrec {name}: {where}{error.strerror or error}")
+    except KeyboardInterrupt:
+        return _complain(130, f"jaxrec {name}: interrupted; nothing was saved")
+
+
+def _usage() -> str:
+    commands = "\n".join(f"  {name:8} {command.summary}" for name, command in COMMANDS.items())
+    return (
+        f"usage: jaxrec COMMAND [OPTIONS]\n\n{commands}\n\n`jaxrec COMMAND --help` lists options."
+    )
+
+
+def _complain(code: int, message: str) -> int:
+    print(message, file=sys.stderr)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,163 @@
+"""The command ``jaxrec plan``."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pathlib
+import sys
+from collections.abc import Sequence
+from typing import Annotated, Literal
+
+import tyro
+
+from jaxrec.arguments import ConfigError, parse
+from jaxrec.plan.context import PlanMismatchError
+from jaxrec.plan.failure import PlanError
+from jaxrec.plan.model_file import read_model_file
+from jaxrec.plan.plan import ShardingPlan
+from jaxrec.plan.planner import Planner
+from jaxrec.plan.report import render
+from jaxrec.plan.statistics import Statistics
+from jaxrec.plan.topology import Topology
+
+USAGE_ERRORS = (ConfigError,)
+FAILURES = (PlanError, PlanMismatchError, ValueError, ModuleNotFoundError)
+
+
+@dataclasses.dataclass(frozen=True)
+class PlanOptions:
+    """Finds the best sharding of tables over devices, and says what it will take.
+
+    No accelerator is needed: the devices are named or described by a file. With --calibrate,
+    measures the devices at hand instead and writes such a file.
+    """
+
+    model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL.yaml")] = ""
+    """YAML file of the tables; see the documentation of jaxrec.plan.model_file."""
+    devices: int = 8
+    """Devices in all. With --calibrate: of those at hand, and on a CPU how many to simulate."""
+    devices_per_host: int | None = None
+    """Devices of each host; what the machine usually has if not given."""
+    machine: str = "h100"
+    """What devices are: a100, h100, h200, b200, tpu-v5p or cpu."""
+    topology: pathlib.Path | None = None
+    """File of measured devices, in place of --machine; --devices says how many of them."""
+    memory: float | None = None
+    """GB of each device, in place of what the machine has."""
+    batch_size: int | None = None
+    """Samples in a step, of all devices together; what the model's file says if not given."""
+    storages: tuple[Literal["device", "host", "disk"], ...] = ("device",)
+    """Where rows may be kept; host and disk are for planning ahead."""
+    statistics: pathlib.Path | None = None
+    """File of statistics of batches, written by jaxrec.plan.Statistics.save."""
+    reserve: float = 0.15
+    """Part of each device's memory that is left alone."""
+    time_limit: float = 30.0
+    """Seconds that the search may take."""
+    output: pathlib.Path | None = None
+    """JSON file to write the plan to, or with --calibrate the topology."""
+    plot: pathlib.Path | None = None
+    """Picture to draw: devices by memory and time."""
+    load: pathlib.Path | None = None
+    """Plan to show in place of a search; refused if it was made for something else."""
+    calibrate: bool = False
+    """Measure the devices at hand and write the topology to --output."""
+
+    def check(self) -> None:
+        """Checks that options go together; raises ConfigError."""
+        if self.calibrate and self.model:
+            raise ConfigError("--calibrate measures devices and takes no model")
+        if self.calibrate and self.output is None:
+            raise ConfigError("--calibrate writes a topology; say where to with --output")
+        if not self.calibrate and not self.model:
+            raise ConfigError("give the YAML file of a model, or --calibrate")
+        if self.devices < 1:
+            raise ConfigError(f"--devices is 1 or more, got {self.devices}")
+
+
+def run(options: Sequence[str]) -> int:
+    """Runs ``jaxrec plan``; returns the exit code."""
+    said = parse("plan", options, PlanOptions())
+    said.check()
+    if said.calibrate:
+        return _calibrate(said, given={option.split("=")[0] for option in options})
+    return _plan(said)
+
+
+def _plan(said: PlanOptions) -> int:
+    model = read_model_file(said.model)
+    batch_size = said.batch_size or model.batch_size
+    if batch_size is None:
+        raise ConfigError(f"{said.model} has no batch_size; give --batch-size")
+    planner = Planner(
+        _topology(said),
+        model.constraints,
+        statistics=None if said.statistics is None else Statistics.load(said.statistics),
+        storages=said.storages,
+        reserve=said.reserve,
+        time_limit=said.time_limit,
+        dense_bytes=model.dense_bytes,
+    )
+    if said.load is None:
+        plan = planner.plan(model.tables, batch_size=batch_size)
+    else:
+        made_for = planner.context(model.tables, batch_size=batch_size)
+        plan = ShardingPlan.from_json(said.load.read_text(), made_for)
+    print(plan if plan.estimate is None else render(plan.estimate))
+    if said.plot is not None:
+        plan.plot(said.plot)
+    if said.output is not None:
+        said.output.write_text(plan.to_json() + "\n")
+    return 0
+
+
+def _topology(said: PlanOptions) -> Topology:
+    try:
+        if said.topology is None:
+            topology = Topology.named(
+                said.machine, devices=said.devices, devices_per_host=said.devices_per_host
+            )
+        else:
+            measured = Topology.load(said.topology)
+            topology = measured.with_devices(said.devices, said.devices_per_host)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    if said.memory is not None:
+        topology = dataclasses.replace(topology, memory=int(said.memory * 1e9))
+    return topology
+
+
+def _calibrate(said: PlanOptions, given: set[str]) -> int:
+    # Imported here: planning alone must not start a device.
+    import jax
+
+    from jaxrec.plan.calibrate import Measurement, calibrate
+
+    if "--devices" in given and os.environ.get("JAX_PLATFORMS", "cpu") == "cpu":
+        jax.config.update("jax_num_cpu_devices", said.devices)
+    devices = jax.devices()
+    count = said.devices if "--devices" in given else len(devices)
+    if count > len(devices):
+        raise ConfigError(f"--devices {count}, but there are {len(devices)} at hand")
+    each = said.devices_per_host or max(1, count // jax.process_count())
+    if count % each:
+        raise ConfigError(f"{count} devices do not fill hosts of {each}")
+    shape, axes = ((count,), ("device",)) if each == count else ((-1, each), ("host", "device"))
+    mesh = jax.make_mesh(
+        tuple(count // each if size < 0 else size for size in shape), axes, devices=devices[:count]
+    )
+
+    def report(measured: Measurement) -> None:
+        print(
+            f"{measured.operation:16} {measured.items:8,} items {measured.bytes:12,} bytes "
+            f"{measured.seconds * 1e3:10.3f} ms",
+            file=sys.stderr,
+        )
+
+    memory = None if said.memory is None else int(said.memory * 1e9)
+    topology = calibrate(mesh, name=devices[0].device_kind, memory=memory, report=report)
+    assert said.output is not None
+    topology.save(said.output)
+    print(f"{count} devices of kind {devices[0].device_kind}: rates written to {said.output}")
+    return 0
