@@ -10,6 +10,9 @@ from jaxrec.nn.dcn import DCNv2 as DCNv2
 from jaxrec.nn.deepfm import DeepFM as DeepFM
 from jaxrec.nn.deepfm import FMInteractionArch as FMInteractionArch
 from jaxrec.nn.deepfm import SimpleDeepFMNN as SimpleDeepFMNN
+from jaxrec.nn.dice import Dice as Dice
+from jaxrec.nn.din import DIN as DIN
+from jaxrec.nn.din import TargetAttention as TargetAttention
 from jaxrec.nn.dlrm import DLRM as DLRM
 from jaxrec.nn.dlrm import DLRM_DCN as DLRM_DCN
 from jaxrec.nn.dlrm import DLRM_Projection as DLRM_Projection
@@ -28,6 +31,10 @@ from jaxrec.nn.jagged_attention import time_bucket as time_bucket
 from jaxrec.nn.linear import LinearPart as LinearPart
 from jaxrec.nn.mlp import MLP as MLP
 from jaxrec.nn.mlp import Perceptron as Perceptron
+from jaxrec.nn.multitask import PLE as PLE
+from jaxrec.nn.multitask import ExtractionLayer as ExtractionLayer
+from jaxrec.nn.multitask import Gate as Gate
+from jaxrec.nn.multitask import MMoE as MMoE
 from jaxrec.nn.positions import (
     FeatureProcessedEmbeddingBagCollection as FeatureProcessedEmbeddingBagCollection,
 )

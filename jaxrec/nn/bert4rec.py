@@ -83,9 +83,9 @@ class BERT4RecBlock(nnx.Module):
     ) -> Float[Array, "*devices capacity dim"]:
         """``[capacity, dim]`` states, of rows of the given lengths, to the same shape."""
         attended = self.attention(states, lengths)
-        states = self.attention_norm(jnp.asarray(states) + self.dropout(attended))
-        changed = self.out(nnx.gelu(self.hidden(states)))
-        return self.dense_norm(states + self.dropout(changed))
+        between = self.attention_norm(jnp.asarray(states) + self.dropout(attended))
+        changed = self.out(nnx.gelu(self.hidden(between)))
+        return self.dense_norm(between + self.dropout(changed))
 
 
 class BERT4Rec(nnx.Module):

@@ -9,6 +9,7 @@ from flax import nnx
 from jaxtyping import Array, DTypeLike, Float
 
 from jaxrec.embed import EmbeddingCollection
+from jaxrec.nn.dtypes import promote
 from jaxrec.nn.jagged_attention import BLOCK, hstu_attention
 from jaxrec.nn.sequence import PositionEmbedding, encode_history, item_width
 from jaxrec.ragged import JaggedArray, KeyedJaggedArray
@@ -95,6 +96,7 @@ class HSTUBlock(nnx.Module):
             else None
         )
         self.dropout = nnx.Dropout(dropout_rate, rngs=rngs)
+        self.dtype = dtype
 
     def __call__(
         self,
@@ -112,7 +114,7 @@ class HSTUBlock(nnx.Module):
         Raises:
             ValueError: Timestamps are missing, or given without a bias for them.
         """
-        states = jnp.asarray(states)
+        (states,) = promote(self.dtype, states)
         mixed = nnx.silu(self.inputs(self.norm(states)))
         values, queries = self.num_heads * self.value_dim, self.num_heads * self.qk_dim
         gate, value, query, key = jnp.split(

@@ -9,10 +9,13 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, DTypeLike, Float
 
+from jaxrec.nn.dice import Dice
 from jaxrec.nn.swish import SwishLayerNorm
 from jaxrec.ragged.arrays import AnyArray
 
-Activation: TypeAlias = Callable[[Array], Array] | Literal["relu", "sigmoid", "swish_layernorm"]
+Activation: TypeAlias = (
+    Callable[[Array], Array] | Literal["relu", "sigmoid", "swish_layernorm", "dice"]
+)
 
 _BY_NAME: dict[str, Callable[[Array], Array]] = {"relu": nnx.relu, "sigmoid": nnx.sigmoid}
 
@@ -32,11 +35,13 @@ def make_activation(
     """
     if activation == "swish_layernorm":
         return SwishLayerNorm(size, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+    if activation == "dice":
+        return Dice(size, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
     if isinstance(activation, str):
         if activation not in _BY_NAME:
             raise ValueError(
-                f"activation={activation!r} is none of {', '.join(_BY_NAME)}, swish_layernorm; "
-                "give one of these or an elementwise function"
+                f"activation={activation!r} is none of relu, sigmoid, swish_layernorm, dice; give "
+                "one of these or an elementwise function"
             )
         return _BY_NAME[activation]
     return activation
@@ -98,8 +103,8 @@ class MLP(nnx.Module):
     Args:
         in_features: Columns of the input.
         layer_sizes: Columns of each layer's output.
-        activation: What follows each layer: an elementwise function, or "relu", "sigmoid" or
-            "swish_layernorm" (a `SwishLayerNorm` of its own behind each layer).
+        activation: What follows each layer: an elementwise function, or "relu", "sigmoid",
+            "swish_layernorm" or "dice" (a `SwishLayerNorm` or `Dice` of its own behind each layer).
         activation_on_last: Whether it follows the last layer too. A model's head leaves it out to
             return logits.
         bias: Whether layers add a bias.

@@ -31,8 +31,8 @@ def sampled_softmax_loss(
     With negatives drawn from a distribution ``q`` and ``log_q`` given, ``s - log q`` takes the
     place of ``s``, which makes the expected gradient that of the softmax over all candidates:
     Bengio and Senecal 2008, "Adaptive importance sampling to accelerate training of a neural
-    probabilistic language model"; Yi et al. 2019, "Sampling-bias-corrected neural modeling for large corpus item
-    recommendations", equation 3.
+    probabilistic language model"; Yi et al. 2019, "Sampling-bias-corrected neural modeling for
+    large corpus item recommendations", equation 3.
 
     Args:
         queries: ``[n, dim]``.
@@ -143,7 +143,8 @@ class TwoTower(nnx.Module):
     Args:
         query: From a batch to ``[batch, dim]``, such as `EmbeddingTower`.
         candidate: Likewise, to the same width.
-        normalize: Whether vectors are scaled to length 1; use a temperature in the loss then.
+        normalize: Whether vectors are scaled to length 1; use a temperature in the loss then. A
+            vector of zeros stays one.
 
     Example:
         >>> import jaxrec
@@ -189,6 +190,7 @@ class TwoTower(nnx.Module):
         if not self.normalize:
             return vectors
         wide = vectors.astype(jnp.promote_types(vectors.dtype, jnp.float32))
-        # Below this length a vector is shortened, not blown up, and has a gradient at zero.
-        length = jnp.sqrt(jnp.maximum((wide * wide).sum(axis=1, keepdims=True), 1e-12))
-        return (wide / length).astype(vectors.dtype)
+        # A vector of zeros, of an empty bag say, has no direction: it stays, and has no gradient.
+        squares = (wide * wide).sum(axis=1, keepdims=True)
+        length = jnp.sqrt(jnp.where(squares > 0, squares, 1))
+        return jnp.where(squares > 0, wide / length, 0).astype(vectors.dtype)

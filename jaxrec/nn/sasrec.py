@@ -9,6 +9,7 @@ from flax import nnx
 from jaxtyping import Array, DTypeLike, Float
 
 from jaxrec.embed import EmbeddingCollection
+from jaxrec.nn.dtypes import promote
 from jaxrec.nn.jagged_attention import BLOCK
 from jaxrec.nn.sequence import (
     JaggedSelfAttention,
@@ -78,13 +79,15 @@ class SASRecBlock(nnx.Module):
         self.attention_norm, self.dense_norm = norm(), norm()
         self.hidden, self.out = dense(), dense()
         self.dropout = nnx.Dropout(dropout_rate, rngs=rngs)
+        self.dtype = dtype
 
     def __call__(
         self, states: Float[AnyArray, "*devices capacity dim"], lengths: AnyArray
     ) -> Float[Array, "*devices capacity dim"]:
         """``[capacity, dim]`` states, of rows of the given lengths, to the same shape."""
+        (states,) = promote(self.dtype, states)
         attended = self.attention(self.attention_norm(states), lengths)
-        states = jnp.asarray(states) + self.dropout(attended)
+        states = states + self.dropout(attended)
         hidden = self.dropout(nnx.relu(self.hidden(self.dense_norm(states))))
         return states + self.dropout(self.out(hidden))
 

@@ -23,5 +23,5 @@ def test_sizes_must_be_positive(in_features, sizes):
 
 @pytest.mark.usefixtures("unchecked")
 def test_unknown_activation():
-    with pytest.raises(ValueError, match=r"'selu' is none of relu, sigmoid, swish_layernorm"):
+    with pytest.raises(ValueError, match=r"'selu' is none of relu, sigmoid, swish_layernorm, dice"):
         MLP(3, (2,), activation="selu", rngs=nnx.Rngs(0))

@@ -1,0 +1,217 @@
+"""Deep interest networks: a history weighed by what is about to be shown."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, DTypeLike, Float
+
+from jaxrec.embed import EmbeddingBagCollection, EmbeddingCollection
+from jaxrec.nn.mlp import MLP, Activation
+from jaxrec.nn.sequence import last_states
+from jaxrec.nn.tables import num_columns
+from jaxrec.nn.wide_deep import with_dense
+from jaxrec.ragged import JaggedArray, KeyedJaggedArray, complete_cumsum, segment_ids
+from jaxrec.ragged.arrays import AnyArray
+
+
+class TargetAttention(nnx.Module):
+    """Sums a history's elements, each weighed by what it has to do with the sample's target.
+
+    ``sum_j a(e_j, t) e_j`` with ``a`` an MLP of ``[e_j, t, e_j - t, e_j * t]``. Weights are not
+    normalised, which keeps the intensity of an interest: Zhou et al. 2018 (arXiv:1706.06978),
+    equation 3 and figure 2, with the elementwise product in place of the outer one, as in the
+    authors' code. Histories are ragged and stay so.
+
+    Args:
+        dim: Columns of elements and targets.
+        layer_sizes: Hidden layers of ``a``.
+        activation: Behind each of them; one that treats elements apart from each other.
+        dtype: Type that it computes in; None: the wider of the input's and ``param_dtype``.
+        param_dtype: Type of the parameters.
+        rngs: Gives the random keys of first values.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> history = JaggedArray(jnp.ones((4, 8)), jnp.array([1, 2]))
+        >>> TargetAttention(8, rngs=nnx.Rngs(0))(history, jnp.ones((2, 8))).shape
+        (2, 8)
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        *,
+        layer_sizes: Sequence[int] = (80, 40),
+        activation: Activation = nnx.sigmoid,
+        dtype: DTypeLike | None = None,
+        param_dtype: DTypeLike = jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        self.hidden = MLP(
+            4 * dim,
+            layer_sizes,
+            activation=activation,
+            dtype=dtype,
+            param_dtype=param_dtype,
+            rngs=rngs,
+        )
+        self.score = nnx.Linear(layer_sizes[-1], 1, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+
+    def __call__(
+        self, history: JaggedArray, target: Float[AnyArray, "*devices rows dim"]
+    ) -> Float[Array, "*devices rows dim"]:
+        """The weighted sum of each row's elements.
+
+        Args:
+            history: ``[capacity, dim]`` values; on a mesh one more axis in front, over the devices.
+            target: ``[rows, dim]``, the target of each row.
+
+        Returns:
+            ``[rows, dim]``; zeros for empty rows.
+        """
+        values, lengths = jnp.asarray(history.values), jnp.asarray(history.lengths)
+        spread = _spread if lengths.ndim == 1 else jax.vmap(_spread)
+        total = _total if lengths.ndim == 1 else jax.vmap(_total)
+        targets = spread(jnp.asarray(target), lengths, values)
+        pairs = jnp.concatenate([values, targets, values - targets, values * targets], axis=-1)
+        return total(self.score(self.hidden(pairs)) * values, lengths)
+
+
+def _spread(
+    target: Float[Array, "rows dim"], lengths: Array, values: Float[Array, "capacity dim"]
+) -> Float[Array, "capacity dim"]:
+    """The target of each element's row; zeros at padding."""
+    rows = segment_ids(complete_cumsum(lengths), values.shape[0])
+    return target.at[rows].get(mode="fill", fill_value=0)
+
+
+def _total(values: Float[Array, "capacity dim"], lengths: Array) -> Float[Array, "rows dim"]:
+    """The sum of each row's elements."""
+    rows = segment_ids(complete_cumsum(lengths), values.shape[0])
+    return jax.ops.segment_sum(values, rows, lengths.shape[0], indices_are_sorted=True)
+
+
+class DIN(nnx.Module):
+    """Predicts clicks on a target from a history in which the target finds what concerns it.
+
+    Zhou et al. 2018, "Deep interest network for click-through rate prediction" (arXiv:1706.06978).
+    Several features of an item (its id, its shop, its category) stand side by side in the history
+    as in the target.
+
+    Args:
+        items: Tables that read the histories and the targets, a history and its target usually the
+            same table.
+        pairs: For each feature with histories the feature with the targets, one id a sample. The
+            histories of a sample are of one length.
+        profile: Tables of the sample's other features, pooled; None: there are none.
+        num_dense: Number of dense features.
+        attention_layer_sizes: Hidden layers of the `TargetAttention`.
+        layer_sizes: Hidden layers of the network on top; a layer of 1 follows.
+        activation: Behind the hidden layers on top; the paper's is `Dice`.
+        dtype: Type that the dense part computes in; None: float32, unless inputs are wider.
+        param_dtype: Type of the dense parameters.
+        rngs: Gives the random keys of first values.
+
+    Raises:
+        ValueError: There are no pairs, or no table reads one of their features.
+
+    Example:
+        >>> import jaxrec
+        >>> rngs = nnx.Rngs(0)
+        >>> items = jaxrec.EmbeddingCollection(
+        ...     [jaxrec.EmbeddingConfig("item", 100, 8, feature_names=("history", "target"))],
+        ...     rngs=rngs)
+        >>> profile = jaxrec.EmbeddingBagCollection(
+        ...     [jaxrec.EmbeddingBagConfig("user", 100, 4)], rngs=rngs)
+        >>> model = DIN(items, {"history": "target"}, profile=profile, layer_sizes=(16,), rngs=rngs)
+        >>> batch = KeyedJaggedArray.from_lists(
+        ...     {"history": [[1, 2, 3], []], "target": [[4], [5]], "user": [[6], [7]]})
+        >>> model(batch).shape
+        (2,)
+    """
+
+    def __init__(
+        self,
+        items: EmbeddingCollection,
+        pairs: Mapping[str, str],
+        *,
+        profile: EmbeddingBagCollection | None = None,
+        num_dense: int = 0,
+        attention_layer_sizes: Sequence[int] = (80, 40),
+        layer_sizes: Sequence[int] = (200, 80),
+        activation: Activation = "dice",
+        dtype: DTypeLike | None = None,
+        param_dtype: DTypeLike = jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        widths = {name: t.embedding_dim for t in items.configs for name in t.feature_names}
+        wanted = [*pairs, *pairs.values()]
+        if not pairs or set(wanted) - set(widths):
+            raise ValueError(
+                f"pairs name features of the item tables, {sorted(widths)}, a history and its "
+                f"target each; got {dict(pairs)}"
+            )
+        dim = sum(widths[name] for name in pairs)
+        if dim != sum(widths[name] for name in pairs.values()):
+            raise ValueError(f"histories and targets differ in width: {widths}")
+        self.items = items
+        self.pairs = tuple(pairs.items())
+        self.profile = profile
+        self.num_dense = num_dense
+        self.dtype = dtype
+        self.attention = TargetAttention(
+            dim,
+            layer_sizes=attention_layer_sizes,
+            dtype=dtype,
+            param_dtype=param_dtype,
+            rngs=rngs,
+        )
+        columns = 2 * dim + num_dense + (0 if profile is None else num_columns(profile))
+        self.hidden = MLP(
+            columns,
+            layer_sizes,
+            activation=activation,
+            dtype=dtype,
+            param_dtype=param_dtype,
+            rngs=rngs,
+        )
+        self.head = nnx.Linear(layer_sizes[-1], 1, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+
+    def __call__(
+        self,
+        features: KeyedJaggedArray,
+        dense: Float[AnyArray, "batch num_dense"] | None = None,
+    ) -> Float[Array, " batch"]:
+        """The logits of a batch.
+
+        Args:
+            features: The batch's ids: histories, targets and profile.
+            dense: ``[batch, num_dense]`` dense features; None if the model has none.
+
+        Returns:
+            ``[batch]`` logits: the log-odds of a click on the target.
+
+        Raises:
+            ValueError: Histories of one sample have different capacities, or ``dense`` has another
+                number of columns.
+        """
+        embedded = self.items(features)
+        histories = [embedded[history] for history, _ in self.pairs]
+        if len({column.values.shape[:-1] for column in histories}) > 1:
+            shapes = {name: embedded[name].values.shape for name, _ in self.pairs}
+            raise ValueError(
+                f"histories have one length and one capacity, got values of {shapes}; give the "
+                "batch's constructor capacities="
+            )
+        target = jnp.concatenate([last_states(embedded[name]) for _, name in self.pairs], axis=-1)
+        values = jnp.concatenate([column.values for column in histories], axis=-1)
+        interest = self.attention(JaggedArray(values, histories[0].lengths), target)
+        blocks = [array.reshape(-1, array.shape[-1]) for array in (interest, target)]
+        if self.profile is not None:
+            blocks.append(jnp.asarray(self.profile(features).values))
+        inputs = with_dense(jnp.concatenate(blocks, axis=1), dense, self.num_dense, self.dtype)
+        return self.head(self.hidden(inputs))[:, 0]
