@@ -15,12 +15,12 @@ from jaxrec.plan.constraints import STORAGES, ParameterConstraints
 from jaxrec.plan.context import Context
 from jaxrec.plan.estimate import estimate
 from jaxrec.plan.exact import is_small, solve, solve_averaged
-from jaxrec.plan.failure import PlanError
+from jaxrec.plan.failure import PlanError, Shortage, explain
 from jaxrec.plan.improve import improve
 from jaxrec.plan.options import Option, enumerate_options, placed_options, to_placement
 from jaxrec.plan.partitioners import Partitioner, balance_memory, place_fastest
 from jaxrec.plan.plan import ShardingPlan
-from jaxrec.plan.problem import Problem, Solution
+from jaxrec.plan.problem import Loads, Problem, Solution
 from jaxrec.plan.proposers import PROPOSERS, Proposer
 from jaxrec.plan.statistics import Statistics
 from jaxrec.plan.topology import Topology
@@ -116,8 +116,8 @@ class Planner:
         fixed = self._fixed_bytes(tables, works)
         problem = self._problem(works, fixed)
         solution, bound, search = self._search(problem, start)
-        if solution is None or not solution.fits:
-            raise PlanError("no plan fits")
+        if not solution.fits:
+            raise PlanError(self._explain(tables, works, problem, solution, bound, batch_size))
         found = estimate(
             problem,
             {work.name: work for work in works},
@@ -237,7 +237,7 @@ class Planner:
             disk_capacity=self.topology.disk * (1 - self.reserve),
         )
 
-    def _search(self, problem: Problem, start: float) -> tuple[Solution | None, float, str]:
+    def _search(self, problem: Problem, start: float) -> tuple[Solution, float, str]:
         """The best solution found, the bound on all, and what was done."""
         if not problem.tables:
             solution = Solution.of(problem, ())
@@ -247,7 +247,8 @@ class Planner:
             tried += 1
             if solution.better_than(best):
                 best = solution
-        assert best is not None
+        if best is None:
+            raise ValueError("none of the proposers made a proposal for these tables")
         done = [f"{tried} proposals"]
         bound = 0.0
         if self.is_exact:
@@ -270,7 +271,72 @@ class Planner:
             best = answer.solution or best
             bound = max(bound, answer.bound)
             done.append("whole program" + ("" if answer.is_finished else " (cut short)"))
-        return best, min(bound, best.seconds), ", ".join(done)
+        bound = min(bound, best.seconds) if best.fits else bound
+        return best, bound, ", ".join(done)
+
+    def _explain(
+        self,
+        tables: ModelTables,
+        works: Sequence[TableWork],
+        problem: Problem,
+        best: Solution,
+        bound: float,
+        batch_size: int,
+    ) -> str:
+        """Why no plan fits, and what would help."""
+        loads = Loads.of(problem, dict(enumerate(best.choices)))
+        where = max(loads.shortages, key=lambda storage: loads.shortages[storage])
+        shortage = Shortage(
+            missing=best.excess,
+            where=where,
+            is_proven=bound == float("inf"),
+            room=problem.capacity,
+            fixed=self._fixed_bytes(tables, works),
+            works=works,
+            topology=self.topology,
+            constraints=self.constraints,
+        )
+
+        def fits(
+            *,
+            topology: Topology | None = None,
+            constraints: Mapping[str, ParameterConstraints] | None = None,
+            bfloat16: Sequence[str] = (),
+        ) -> bool:
+            planner = dataclasses.replace(
+                self,
+                topology=topology or self.topology,
+                constraints=self.constraints if constraints is None else constraints,
+            )
+            return planner._fits(tables, batch_size, bfloat16)
+
+        return explain(shortage, fits, deadline=time.monotonic() + self.time_limit)
+
+    def _fits(self, tables: ModelTables, batch_size: int, bfloat16: Sequence[str]) -> bool:
+        """Whether a plan is quickly found that fits, some tables being of another type."""
+        devices = self.topology.num_devices
+        works = [
+            dataclasses.replace(work, table=dataclasses.replace(work.table, dtype="bfloat16"))
+            if work.name in bfloat16
+            else work
+            for work in self._works(tables, -(-batch_size // devices) * devices)
+        ]
+        try:
+            problem = self._problem(works, self._fixed_bytes(tables, works))
+        except ValueError:
+            return False  # a placement that is decided does not fit other devices
+        if problem.capacity <= 0:
+            return False
+        if not problem.tables:
+            return Solution.of(problem, ()).fits
+        for solution in self._proposed(problem, time.monotonic() + 1.0):
+            if solution.fits:
+                return True
+        answer = solve_averaged(problem, time_limit=2.0, gap=0.5)
+        if answer.proposal is None:
+            return False
+        best = balance_memory(problem, answer.proposal)
+        return best.fits or improve(problem, best, deadline=time.monotonic() + 1.0).fits
 
     def _proposed(self, problem: Problem, deadline: float) -> Iterator[Solution]:
         """What proposers and partitioners make of the problem, no proposal twice."""

@@ -174,14 +174,18 @@ class Loads:
     @property
     def excess(self) -> float:
         """Bytes by which the fullest device, host or disk has too little; 0 if all fits."""
+        return max(0.0, *self.shortages.values())
+
+    @property
+    def shortages(self) -> dict[str, float]:
+        """Bytes that are missing in each kind of memory; below 0 where some are free."""
         problem, hosts = self.problem, self.problem.topology.hosts
         host, disk = self.stored.reshape(2, hosts, -1).sum(axis=2).max(axis=1)
-        return max(
-            0.0,
-            self.bytes - problem.capacity,
-            host - problem.host_capacity,
-            disk - problem.disk_capacity,
-        )
+        return {
+            "device": self.bytes - problem.capacity,
+            "host": float(host) - problem.host_capacity,
+            "disk": float(disk) - problem.disk_capacity,
+        }
 
 
 @dataclasses.dataclass(frozen=True)
