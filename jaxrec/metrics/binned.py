@@ -131,7 +131,7 @@ class BinnedAUC(SumMetric):
         if self.groups is None:
             return values
         area, error, counts = self.area(positives, negatives)
-        number = counts.sum(axis=1)
+        number = counts.sum(axis=1).astype(np.float64)
         return values | {
             f"grouped_{self.name}": ratio(np.where(counts, area, 0).sum(axis=1), number),
             f"grouped_{self.name}_error": ratio(np.where(counts, error, 0).sum(axis=1), number),

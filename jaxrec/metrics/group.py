@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
@@ -173,9 +172,9 @@ def merge_all(metric: Metric | MetricGroup, states: Any) -> Any:
         >>> metric.compute(merge_all(metric, states))["window_ctr"].tolist()
         [0.75]
     """
-    number = len(jax.tree.leaves(states)[0])
-    parts = [jax.tree.map(lambda x, i=i: x[i], states) for i in range(number)]
-    return functools.reduce(metric.merge, parts)
+    first = jax.tree.map(lambda x: jnp.asarray(x[0]), states)
+    others = jax.tree.map(lambda x: jnp.asarray(x[1:]), states)
+    return jax.lax.scan(lambda a, b: (metric.merge(a, b), None), first, others)[0]
 
 
 def merge_over_axis(metric: Metric | MetricGroup, state: Any, axis_name: str) -> Any:

@@ -9,7 +9,7 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Shaped
+from jaxtyping import Array, Float, Int, Shaped
 
 from jaxrec.metrics.metric import AnyArray, Batch, Metric, SumMetric, SumState, Values, ratio
 
@@ -20,12 +20,14 @@ class Latest:
     """The newest values.
 
     Attributes:
-        values: By name ``[tasks]`` float32.
-        steps: ``[tasks]`` int32, updates so far.
+        values: By name ``[tasks]`` float32, summed over the parts of a batch.
+        parts: Float32, of how many states they are: devices or processes.
+        steps: Int32, updates so far.
     """
 
     values: dict[str, Float[Array, " tasks"]]
-    steps: Array
+    parts: Float[Array, ""]
+    steps: Int[Array, ""]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,8 +50,8 @@ class Output(Metric[Latest]):
         return self.outputs
 
     def init(self) -> Latest:
-        zeros = jnp.zeros(self.tasks, jnp.float32)
-        return Latest(dict.fromkeys(self.outputs, zeros), jnp.zeros(self.tasks, jnp.int32))
+        values = {name: jnp.zeros(self.tasks, jnp.float32) for name in self.outputs}
+        return Latest(values, jnp.zeros((), jnp.float32), jnp.zeros((), jnp.int32))
 
     def update(
         self,
@@ -61,22 +63,23 @@ class Output(Metric[Latest]):
     ) -> Latest:
         batch = self.batch(predictions, labels, weights, inputs)
         values = {name: x.astype(jnp.float32).mean(axis=1) for name, x in batch.inputs.items()}
-        return Latest(values, state.steps + 1)
+        return Latest(values, jnp.ones((), jnp.float32), state.steps + 1)
 
     def merge(self, state: Latest, other: Latest) -> Latest:
-        def newest(a: Array, b: Array) -> Array:
+        def of_newest(a: Array, b: Array) -> Array:
             newer = jnp.where(state.steps > other.steps, a, b)
-            return jnp.where(state.steps == other.steps, (a + b) / 2, newer)
+            return jnp.where(state.steps == other.steps, a + b, newer)
 
-        values = {name: newest(state.values[name], other.values[name]) for name in self.outputs}
-        return Latest(values, jnp.maximum(state.steps, other.steps))
+        return Latest(
+            {name: of_newest(state.values[name], other.values[name]) for name in self.outputs},
+            of_newest(state.parts, other.parts),
+            jnp.maximum(state.steps, other.steps),
+        )
 
     def compute(self, state: Latest) -> Values:
-        seen = jax.device_get(state.steps) > 0
-        return {
-            f"output_{name}": np.where(seen, np.asarray(x, np.float64), np.nan)
-            for name, x in jax.device_get(state.values).items()
-        }
+        latest = jax.device_get(state)
+        parts = latest.parts.astype(np.float64)
+        return {f"output_{name}": ratio(x, parts[None]) for name, x in latest.values.items()}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

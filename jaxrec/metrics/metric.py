@@ -119,8 +119,8 @@ class Metric(abc.ABC, Generic[State]):
         inputs: Mapping[str, Shaped[AnyArray, "..."]],
     ) -> Batch:
         """Checks a batch's shapes and hides what padding holds."""
-        labels = jnp.asarray(labels, jnp.float32)
-        predictions = jnp.asarray(predictions, jnp.float32)
+        labels = _on_every_device(jnp.asarray(labels, jnp.float32))
+        predictions = _on_every_device(jnp.asarray(predictions, jnp.float32))
         if self.tasks == 1 and labels.ndim == 1:
             labels, predictions = labels[None], predictions[None]
         if labels.ndim != 2 or len(labels) != self.tasks or predictions.shape[:2] != labels.shape:
@@ -154,6 +154,7 @@ class Metric(abc.ABC, Generic[State]):
             raise ValueError(
                 f"{type(self).__name__}: {name} must be {shape} or {shape[1:]}, got {array.shape}"
             )
+        array = _on_every_device(array)
         return jnp.broadcast_to(array if array.ndim == 2 else array[None], shape)
 
 
@@ -292,6 +293,18 @@ class SumMetric(Metric[SumState]):
     def _trailing(self) -> tuple[int, ...]:
         """Axes of the predictions after the batch."""
         return ()
+
+
+def _on_every_device(array: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
+    """The whole array on every device, where the mesh has explicit axes.
+
+    Sorts and scatters over samples that lie on several devices ask for that; with automatic axes
+    the compiler sees to it where it must.
+    """
+    spec = jax.typeof(array).sharding.spec
+    if all(axis is None for axis in spec):
+        return array
+    return jax.sharding.reshard(array, jax.sharding.PartitionSpec())
 
 
 def _fits(name: str, array: Shaped[AnyArray, "..."]) -> Shaped[Array, "..."]:

@@ -100,7 +100,7 @@ def _ascending(ranks: AnyArray, weights: AnyArray, xp: ModuleType) -> Any:
         ranks, weights, found = split(bits - 1 - i, ranks, weights)
         return ranks, weights, total + found
 
-    start = (ranks, weights, jnp.zeros((), weights.dtype))
+    start = (ranks, weights, jnp.zeros_like(weights[0]))
     return jax.lax.fori_loop(0, bits, step, start)[2]
 
 

@@ -97,10 +97,16 @@ class SampleMetric(Metric[SampleWindow]):
         """The mean over groups of samples of one task."""
 
     def init(self) -> SampleWindow:
-        zeros = jnp.zeros((self.tasks, self.window), jnp.float32)
-        none = jnp.zeros(self.tasks, jnp.int32)
-        groups = None if self.groups is None else zeros.astype(jnp.int32)
-        return SampleWindow(zeros, zeros, zeros, groups, none, none)
+        # Each its own array: a step that donates the state may not be given one buffer twice.
+        shape = (self.tasks, self.window)
+        return SampleWindow(
+            predictions=jnp.zeros(shape, jnp.float32),
+            labels=jnp.zeros(shape, jnp.float32),
+            weights=jnp.zeros(shape, jnp.float32),
+            groups=None if self.groups is None else jnp.zeros(shape, jnp.int32),
+            next=jnp.zeros(self.tasks, jnp.int32),
+            filled=jnp.zeros(self.tasks, jnp.int32),
+        )
 
     def update(
         self,
@@ -180,7 +186,7 @@ def _newest(
 ) -> tuple[Columns, Bool[Array, "tasks window"]]:
     """All samples from the oldest to the newest, and which of them are the newest ones."""
     size = window.predictions.shape[1]
-    order = (window.next[:, None] + jnp.arange(size)) % size
+    order = (window.next[:, None] + jnp.arange(size)[None]) % size
 
     def ordered(x: Array) -> Array:
         return jnp.take_along_axis(x, order, axis=1)
@@ -188,4 +194,4 @@ def _newest(
     groups = None if window.groups is None else ordered(window.groups)
     columns = (ordered(window.predictions), ordered(window.labels), ordered(window.weights), groups)
     number = jnp.minimum(window.filled, number)
-    return columns, jnp.arange(size) >= size - number[:, None]
+    return columns, jnp.arange(size)[None] >= size - number[:, None]

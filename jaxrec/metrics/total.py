@@ -16,12 +16,13 @@ class Total:
     """A running sum as two float32 numbers: the sum, and what rounding has taken off it.
 
     A plain float32 sum of ones stops at 16,777,216. Here the rounding error of each addition is
-    found exactly (Knuth, "The Art of Computer Programming", volume 2, section 4.2.2, theorem B) and
-    kept, so that the relative error stays near 2^-47 however many terms there are.
+    found exactly and kept (Knuth, "The Art of Computer Programming", volume 2, section 4.2.2,
+    theorem B; Dekker 1971, "A floating-point technique for extending the available precision"), so
+    that an addition is off by about 2^-48 of the sum, and not by 2^-24.
 
     Attributes:
-        high: Any shape, the rounded sum.
-        low: The same shape, the sum of all rounding errors; the exact sum is ``high + low``.
+        high: Any shape, the sum, rounded.
+        low: The same shape, what is missing: the sum is ``high + low``.
 
     Example:
         >>> total = Total.zeros(())
@@ -44,7 +45,9 @@ class Total:
         high = self.high + term
         added = high - self.high
         error = (self.high - (high - added)) + (term - added)
-        return Total(high, self.low + rest + error)
+        low = (self.low + rest) + error
+        rounded = high + low
+        return Total(rounded, low - (rounded - high))
 
     def on_host(self) -> Float[np.ndarray, "*shape"]:
         """The sum in float64; waits for the device."""

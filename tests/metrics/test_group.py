@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrec.metrics import (
+    AUC,
+    Calibration,
+    MetricGroup,
+    RecalibratedCalibration,
+    SegmentedNormalizedEntropy,
+    Task,
+    merge_over_processes,
+)
+
+CLICK = Task(name="click", prediction="p", label="y", weight="w")
+BUY = Task(name="buy", prediction="q", label="z")
+OUTPUTS = {
+    "p": jnp.array([[0.5], [0.25]]),  # a model's last layer leaves an axis of 1
+    "y": jnp.array([1.0, 0.0]),
+    "w": jnp.array([1.0, 2.0]),
+    "q": jnp.array([0.5, 0.25]),
+    "z": jnp.array([1.0, 1.0]),
+    "country": jnp.array([0, 1]),
+}
+
+
+def report(metrics, tasks=(CLICK, BUY)):
+    group = MetricGroup(tasks=tasks, metrics=metrics)
+    return group.compute(jax.jit(group.update)(group.init(), OUTPUTS))
+
+
+def test_names_and_values():
+    got = report({"calibration": Calibration(tasks=2, window=4)})
+    assert got == {
+        "click/lifetime_calibration": 1.0,
+        "click/window_calibration": 1.0,
+        "buy/lifetime_calibration": 0.375,
+        "buy/window_calibration": 0.375,
+    }
+
+
+def test_one_name_twice():
+    got = report(
+        {
+            "plain": Calibration(window=None),
+            "downsampled": RecalibratedCalibration(window=None, coefficient=0.5),
+        },
+        tasks=(CLICK,),
+    )
+    assert set(got) == {
+        "click/lifetime_calibration",
+        "click/downsampled/lifetime_calibration",
+    }
+    assert got["click/lifetime_calibration"] == 1.0
+    assert got["click/downsampled/lifetime_calibration"] == pytest.approx(1 / 3 + 2 / 7)
+
+
+def test_several_numbers():
+    got = report(
+        {"by": SegmentedNormalizedEntropy(tasks=2, num_groups=2, window=None, groups="country")}
+    )
+    assert set(got) == {
+        f"{task}/lifetime_segmented_ne_{i}" for task in ("click", "buy") for i in (0, 1)
+    }
+
+
+def test_what_is_missing_is_named():
+    group = MetricGroup(tasks=(CLICK, BUY), metrics={"auc": AUC(tasks=2, groups="region")})
+    with pytest.raises(ValueError, match="task 'buy' needs the output 'z'; there are country, p"):
+        group.update(group.init(), {k: x for k, x in OUTPUTS.items() if k != "z"})
+    with pytest.raises(ValueError, match="AUC needs 'region'"):
+        group.update(group.init(), OUTPUTS)
+
+
+def test_wrong_groups():
+    with pytest.raises(ValueError, match="metric 'ne' has tasks=1, but the group has 2"):
+        MetricGroup(tasks=(CLICK, BUY), metrics={"ne": Calibration()})
+    with pytest.raises(ValueError, match="names of their own"):
+        MetricGroup(tasks=(CLICK, CLICK), metrics={})
+
+
+def test_one_process_has_nothing_to_merge():
+    metric = Calibration()
+    state = metric.init()
+    assert merge_over_processes(metric, state) is state
+    assert np.isnan(metric.compute(state)["lifetime_calibration"]).all()
