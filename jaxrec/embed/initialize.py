@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int32, Key, Shaped
 
 # Rows are made in blocks of about this many elements, so that memory beyond the table stays small
@@ -39,6 +40,16 @@ def table_key(key: Key[Array, ""] | Shaped[Array, 2], name: str) -> Array:
     return jax.random.fold_in(key, zlib.crc32(name.encode()))
 
 
+def draw_and_scale(
+    initializer: str | Callable, num_rows: int, dim: int
+) -> tuple[Callable, np.float32]:
+    """What draws a table's values block by block, and what they are multiplied by."""
+    if not isinstance(initializer, str):
+        return initializer, np.float32(1)
+    draw, scale_of = INITIALIZERS[initializer]
+    return draw, np.float32(scale_of(num_rows, dim))
+
+
 def initialize_rows(
     array: Float[Array, "rows dim"],
     key: Array,
@@ -47,12 +58,8 @@ def initialize_rows(
     num_rows: int,
 ) -> Float[Array, "rows dim"]:
     """Fills ``num_rows`` rows of a group's array from ``first_row`` on; ``array`` is donated."""
-    if isinstance(initializer, str):
-        draw, scale_of = INITIALIZERS[initializer]
-        scale = scale_of(num_rows, array.shape[1])
-    else:
-        draw, scale = initializer, 1.0
-    return _fill(array, key, draw, jnp.float32(scale), jnp.int32(first_row), jnp.int32(num_rows))
+    draw, scale = draw_and_scale(initializer, num_rows, array.shape[1])
+    return _fill(array, key, draw, scale, np.array([0, num_rows, first_row], np.int32))
 
 
 @functools.partial(jax.jit, static_argnums=2, donate_argnums=0)
@@ -61,17 +68,43 @@ def _fill(
     key: Array,
     draw: Callable,
     scale: Float[Array, ""],
-    first_row: Int32[Array, ""],
-    num_rows: Int32[Array, ""],
+    place: Int32[Array, "3"],
 ) -> Float[Array, "rows dim"]:
-    capacity, dim = array.shape
+    return fill_rows(array, key, draw, scale, place, array.shape[1], (0, array.shape[1]))
+
+
+def fill_rows(
+    array: Float[Array, "rows width"],
+    key: Array,
+    draw: Callable,
+    scale: Float[Array, ""],
+    place: Int32[Array, "3"],
+    dim: int,
+    columns: tuple[int, int],
+) -> Float[Array, "rows width"]:
+    """Fills rows of an array with a part of a table's first values.
+
+    Args:
+        array: Where to.
+        key: The table's key.
+        draw: What draws blocks of the table.
+        scale: What they are multiplied by.
+        place: The table's first row and the row after its last, and the row of ``array`` that the
+            first goes to.
+        dim: Columns of the table.
+        columns: First column of the part, and the column after its last.
+    """
     block_rows = max(1, BLOCK_ELEMENTS // dim)
     in_block = jnp.arange(block_rows, dtype=jnp.int32)
+    first, stop, start = place
 
     def fill_block(block, array):
         values = draw(jax.random.fold_in(key, block), (block_rows, dim), jnp.float32) * scale
-        local = block * block_rows + in_block
-        rows = jnp.where(local < num_rows, first_row + local, capacity)
-        return array.at[rows].set(values.astype(array.dtype), mode="drop")
+        of_table = block * block_rows + in_block
+        is_inside = (of_table >= first) & (of_table < stop)
+        rows = jnp.where(is_inside, start + of_table - first, array.shape[0])
+        part = values[:, slice(*columns)].astype(array.dtype)
+        return array.at[rows].set(part, mode="drop")
 
-    return jax.lax.fori_loop(0, (num_rows + block_rows - 1) // block_rows, fill_block, array)
+    blocks = first // block_rows, (stop + block_rows - 1) // block_rows
+    return jax.lax.fori_loop(*blocks, fill_block, array)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -54,8 +56,26 @@ class Tables(TableStore):
     layout: TableLayout = dataclasses.field(metadata={"static": True})
 
 
-def init_tables(configs: Sequence[TableConfig], optimizer: RowOptimizer, key: Array) -> Tables:
+_make_tables: contextvars.ContextVar[Callable[[TableLayout, Array], TableStore] | None] = (
+    contextvars.ContextVar("jaxrec_make_tables", default=None)
+)
+
+
+@contextlib.contextmanager
+def making_tables(make: Callable[[TableLayout, Array], TableStore]) -> Iterator[None]:
+    """Has `init_tables` make tables by ``make(layout, key)``, which may put them elsewhere."""
+    token = _make_tables.set(make)
+    try:
+        yield
+    finally:
+        _make_tables.reset(token)
+
+
+def init_tables(configs: Sequence[TableConfig], optimizer: RowOptimizer, key: Array) -> TableStore:
     """Fresh tables, made in place: beyond them only a block of rows is ever in memory.
+
+    They are `Tables`, on one device, except in a function that `jaxrec.shard` calls, where they are
+    made on the mesh.
 
     Args:
         configs: The tables, all `EmbeddingBagConfig` or all `EmbeddingConfig`.
@@ -73,6 +93,8 @@ def init_tables(configs: Sequence[TableConfig], optimizer: RowOptimizer, key: Ar
         (10, 4)
     """
     layout = layout_tables(configs, optimizer)
+    if make := _make_tables.get():
+        return make(layout, key)
     rows = {group.name: _init_group(group, key) for group in layout.groups}
     state = {group.name: _init_state(group) for group in layout.groups}
     return Tables(rows, state, layout)

@@ -1,20 +1,33 @@
-"""Tables on and off a mesh, block by block: no device ever holds more than its own part."""
+"""Tables on and off a mesh, block by block: no device ever holds more than its own part.
+
+With several processes each calls these functions with the same arguments, and touches its own
+devices alone.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
-from jaxtyping import Array, DTypeLike, Int
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Float, Int32, Shaped
 
-from jaxrec.embed.tables import Tables, read_state, read_table, write_state, write_table
+from jaxrec.embed import kernels
+from jaxrec.embed.config import TableConfig
+from jaxrec.embed.initialize import draw_and_scale, fill_rows, table_key
+from jaxrec.embed.layout import TableLayout
+from jaxrec.embed.tables import TableStore, read_state, read_table, write_state, write_table
 from jaxrec.mesh.layout import MeshLayout, PlacedBlock, PlacedGroup, layout_mesh
 from jaxrec.mesh.placement import MeshShape, Placement
 from jaxrec.mesh.tables import ShardedTables
+
+# Tables travel in pieces of about this many elements to or from a device.
+_PIECE_ELEMENTS = 1 << 20
 
 
 def mesh_shape(mesh: Mesh) -> MeshShape:
@@ -22,49 +35,101 @@ def mesh_shape(mesh: Mesh) -> MeshShape:
     return MeshShape(mesh.devices.size // mesh.devices.shape[-1], mesh.devices.shape[-1])
 
 
-def shard_tables(tables: Tables, placements: Mapping[str, Placement], mesh: Mesh) -> ShardedTables:
+def init_on_mesh(
+    tables: TableLayout, key: Array, placements: Mapping[str, Placement], mesh: Mesh
+) -> ShardedTables:
+    """Fresh tables on a mesh, the same as `jaxrec.embed.init_tables` makes on one device.
+
+    Each device makes its own blocks: beyond them it holds one block of random numbers at most.
+
+    Raises:
+        ValueError: If the placements do not fit the tables or the mesh.
+    """
+    sharded = _new_tables(tables, placements, mesh)
+    for config in tables.tables:
+        of_table = on_every_device(table_key(key, config.name), mesh)
+        draw, scale = draw_and_scale(
+            config.initializer, config.num_embeddings, config.embedding_dim
+        )
+        for placed, columns, blocks in _pieces(sharded.layout, config.name):
+            places = np.zeros((placed.num_devices, len(blocks), 3), np.int32)
+            for device, block in _by_device(placed, blocks):
+                index = blocks.index(block)
+                places[device, index] = (*block.block.rows, block.local_row)
+            group = placed.group.name
+            sharded.rows[group] = _fill_blocks(
+                sharded.rows[group],
+                of_table,
+                scale,
+                _over_devices(sharded, placed, places),
+                draw,
+                config.embedding_dim,
+                columns,
+                sharded.sharding(placed),
+            )
+    return sharded
+
+
+def shard_tables(
+    tables: TableStore, placements: Mapping[str, Placement], mesh: Mesh
+) -> ShardedTables:
     """The same tables and optimizer state over a mesh.
 
     Raises:
         ValueError: If the placements do not fit the tables or the mesh.
     """
-    layout = layout_mesh(tables.layout, placements, mesh_shape(mesh))
-    sharded = ShardedTables({}, {}, layout, mesh)
-    for placed in layout.groups:
-        name, group = placed.group.name, placed.group
-        rows = _zeros(sharded, placed, (group.dim,), group.dtype)
-        state = {
-            key: _zeros(sharded, placed, array.shape[1:], array.dtype)
-            for key, array in jax.eval_shape(lambda g=group: g.optimizer.init(1, g.dim)).items()
-        }
-        sharded.rows[name], sharded.state[name] = rows, state
-    for table in tables.layout.tables:
-        sharded = write_table_sharded(sharded, table.name, read_table(tables, table.name))
-        sharded = write_state_sharded(sharded, table.name, read_state(tables, table.name))
+    layout = tables.layout.tables if isinstance(tables, ShardedTables) else tables.layout
+    sharded: TableStore = _new_tables(layout, placements, mesh)
+    for table in layout.tables:
+        sharded = write_table(sharded, table.name, read_table(tables, table.name))
+        sharded = write_state(sharded, table.name, read_state(tables, table.name))
     return sharded
 
 
-def _zeros(
-    tables: ShardedTables, placed: PlacedGroup, shape: tuple[int, ...], dtype: DTypeLike
-) -> Array:
-    return jnp.zeros((placed.num_slots, *shape), dtype, device=tables.sharding(placed))
+def _new_tables(
+    tables: TableLayout, placements: Mapping[str, Placement], mesh: Mesh
+) -> ShardedTables:
+    """Zeros, and each optimizer's first state."""
+    layout = layout_mesh(tables, placements, mesh_shape(mesh))
+    sharded = ShardedTables({}, {}, layout, mesh)
+    for placed in layout.groups:
+        group, sharding = placed.group, sharded.sharding(placed)
+        first = group.optimizer.init(1, group.dim)
+        zeros = np.zeros(group.dim, jnp.dtype(group.dtype))
+        sharded.rows[group.name] = _new_rows(zeros, placed.local_rows, sharding)
+        sharded.state[group.name] = {
+            key: _new_rows(np.asarray(array[0]), placed.local_rows, sharding)
+            for key, array in first.items()
+        }
+    return sharded
 
 
 @read_table.register(ShardedTables)
 def read_table_sharded(tables: ShardedTables, name: str) -> Array:
-    """`jaxrec.embed.read_table`: the rows of one table, gathered from all its blocks."""
-    return _read(tables.layout, name, lambda placed: tables.rows[placed.group.name])
+    """`jaxrec.embed.read_table`: the rows of one table, gathered from all its blocks.
+
+    With several processes all of them call it, and each gets the whole table.
+    """
+    config = _config(tables, name)
+    shape = (config.num_embeddings, config.embedding_dim)
+    return _read(tables, name, lambda placed: tables.rows[placed.group.name], shape)
 
 
 @read_state.register(ShardedTables)
 def read_state_sharded(tables: ShardedTables, name: str) -> dict[str, Array]:
-    """`jaxrec.embed.read_state`: the state of one table's rows, gathered from all its blocks."""
+    """`jaxrec.embed.read_state`: the state of one table's rows, gathered from all its blocks.
+
+    With several processes all of them call it, and each gets the whole state.
+    """
+    config = _config(tables, name)
     placed, _ = tables.layout.places(name)[0]
 
-    def read(key: str) -> Array:
-        return _read(tables.layout, name, lambda placed: tables.state[placed.group.name][key])
+    def read(key: str, array: Array) -> Array:
+        # State of one number a row is the same for all columns of the row.
+        shape = (config.num_embeddings, config.embedding_dim)[: array.ndim]
+        return _read(tables, name, lambda placed: tables.state[placed.group.name][key], shape)
 
-    return {key: read(key) for key in tables.state[placed.group.name]}
+    return {key: read(key, array) for key, array in tables.state[placed.group.name].items()}
 
 
 @write_table.register(ShardedTables)
@@ -73,9 +138,10 @@ def write_table_sharded(
 ) -> ShardedTables:
     """`jaxrec.embed.write_table`: each device writes its own blocks, in place."""
     rows = dict(tables.rows)
-    for placed, block in tables.layout.places(name):
+    for placed, columns, blocks in _pieces(tables.layout, name):
         group = placed.group.name
-        rows[group] = _write(rows[group], placed, block, values, f"table {name!r}", tables)
+        _check_shape(tables, rows[group], name, values, f"table {name!r}")
+        rows[group] = _write(tables, rows[group], placed, columns, blocks, values)
     return dataclasses.replace(tables, rows=rows)
 
 
@@ -85,69 +151,260 @@ def write_state_sharded(
 ) -> ShardedTables:
     """`jaxrec.embed.write_state`: each device writes its own blocks, in place."""
     new = {group: dict(arrays) for group, arrays in tables.state.items()}
-    for placed, block in tables.layout.places(name):
+    pieces = list(_pieces(tables.layout, name))
+    for placed, _, _ in pieces:
         arrays = new[placed.group.name]
         if set(state) != set(arrays):
             raise ValueError(
                 f"table {name!r}: its optimizer keeps {sorted(arrays)}, got {sorted(state)}"
             )
+        for key, array in arrays.items():
+            _check_shape(tables, array, name, state[key], f"state {key!r} of table {name!r}")
+    for placed, columns, blocks in pieces:
+        arrays = new[placed.group.name]
         for key in arrays:
-            what = f"state {key!r} of table {name!r}"
-            arrays[key] = _write(arrays[key], placed, block, state[key], what, tables)
+            arrays[key] = _write(tables, arrays[key], placed, columns, blocks, state[key])
     return dataclasses.replace(tables, state=new)
 
 
-def _read(layout: MeshLayout, name: str, array_of: Callable[[PlacedGroup], Array]) -> Array:
-    by_columns: dict[int, list[np.ndarray]] = {}
+def on_every_device(value: Any, mesh: Mesh) -> Array:
+    """A value that every process has, whole on every device of a mesh."""
+    return jax.device_put(value, NamedSharding(mesh, PartitionSpec()))
+
+
+def _config(tables: ShardedTables, name: str) -> TableConfig:
+    group, index = tables.layout.tables.find(name)
+    return group.tables[index]
+
+
+def _pieces(
+    layout: MeshLayout, name: str
+) -> Iterator[tuple[PlacedGroup, tuple[int, int], list[PlacedBlock]]]:
+    """The parts that a table's columns are cut into: their group, columns, and blocks by row."""
+    pieces: dict[tuple[int, int], tuple[PlacedGroup, list[PlacedBlock]]] = {}
     for placed, block in layout.places(name):
-        local = _shard_of(array_of(placed), placed, block)
-        rows = slice(block.local_row, block.local_row + block.block.rows[1] - block.block.rows[0])
-        by_columns.setdefault(block.block.columns[0], []).append(np.asarray(local[rows]))
-    columns = [np.concatenate(by_columns[start]) for start in sorted(by_columns)]
-    # State of one number a row is the same for all columns of the row.
-    return jnp.asarray(columns[0] if columns[0].ndim == 1 else np.concatenate(columns, axis=1))
+        pieces.setdefault(block.block.columns, (placed, []))[1].append(block)
+    for columns, (placed, blocks) in pieces.items():
+        yield placed, columns, blocks
 
 
-def _shard_of(array: Array, placed: PlacedGroup, block: PlacedBlock) -> Array:
-    """The part of a group's array on the block's device."""
-    for shard in array.addressable_shards:
-        if placed.is_replicated or _owner(shard, placed) == block.block.device:
-            return shard.data
-    raise ValueError(
-        f"rows {block.block.rows} of table {block.table!r} are on device {block.block.device} of "
-        "the mesh, which belongs to another process"
+def _by_device(placed: PlacedGroup, blocks: list[PlacedBlock]) -> Iterator[tuple[int, PlacedBlock]]:
+    """Each block with the index of its device's part of the group's arrays."""
+    for block in blocks:
+        yield 0 if placed.is_replicated else block.block.device, block
+
+
+def _over_devices(tables: ShardedTables, placed: PlacedGroup, values: np.ndarray) -> Array:
+    """Host values with an axis over the devices, in front, as the group's arrays lie."""
+    return jax.make_array_from_callback(
+        values.shape, tables.sharding(placed), lambda index: values[index]
     )
 
 
-def _owner(shard: jax.Shard, placed: PlacedGroup) -> int:
-    return (shard.index[0].start or 0) // placed.local_rows
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _new_rows(row: Shaped[Array, "*shape"], local_rows: int, sharding: NamedSharding) -> Array:
+    """An array whose rows, ``local_rows`` on each device, are all alike."""
+    return jax.shard_map(
+        lambda row: kernels.new_rows(row, local_rows),
+        mesh=sharding.mesh,
+        in_specs=PartitionSpec(),
+        out_specs=sharding.spec,
+        check_vma=False,
+    )(row)
 
 
-def _write(
-    array: Array,
-    placed: PlacedGroup,
-    block: PlacedBlock,
-    values: Array | np.ndarray,
-    what: str,
-    tables: ShardedTables,
-) -> Array:
-    table = tables.layout.tables.find(block.table)[0].tables
-    config = next(config for config in table if config.name == block.table)
+@functools.partial(jax.jit, static_argnums=(4, 5, 6, 7), donate_argnums=0)
+def _fill_blocks(
+    array: Float[Array, "rows width"],
+    key: Array,
+    scale: Float[Array, ""],
+    places: Int32[Array, "devices blocks 3"],
+    draw: Callable,
+    dim: int,
+    columns: tuple[int, int],
+    sharding: NamedSharding,
+) -> Float[Array, "rows width"]:
+    """Fills blocks of a table, each device its own; ``places`` as `fill_rows` takes them."""
+
+    def on_device(array, key, scale, places):
+        for place in places[0]:
+            array = fill_rows(array, key, draw, scale, place, dim, columns)
+        return array
+
+    everywhere = PartitionSpec()
+    return jax.shard_map(
+        on_device,
+        mesh=sharding.mesh,
+        in_specs=(sharding.spec, everywhere, everywhere, sharding.spec),
+        out_specs=sharding.spec,
+        check_vma=False,
+    )(array, key, scale, places)
+
+
+def _check_shape(
+    tables: ShardedTables, array: Array, name: str, values: Array | np.ndarray, what: str
+) -> None:
+    config = _config(tables, name)
     expected = (config.num_embeddings, config.embedding_dim)[: array.ndim]
     if np.shape(values) != expected:
         raise ValueError(f"{what} has shape {expected}, got {np.shape(values)}")
-    (first, last), (left, right) = block.block.rows, block.block.columns
-    part = values[first:last] if array.ndim == 1 else values[first:last, left:right]
-    shards = []
-    for shard in array.addressable_shards:
-        local = shard.data
-        if placed.is_replicated or _owner(shard, placed) == block.block.device:
-            piece = jax.device_put(jnp.asarray(part, array.dtype), shard.device)
-            local = _put(local, piece, jnp.int32(block.local_row))
-        shards.append(local)
-    return jax.make_array_from_single_device_arrays(array.shape, array.sharding, shards)
 
 
-@jax.jit
-def _put(local: Array, piece: Array, row: Int[Array, ""]) -> Array:
-    return jax.lax.dynamic_update_slice_in_dim(local, piece, row, 0)
+def _write(
+    tables: ShardedTables,
+    array: Array,
+    placed: PlacedGroup,
+    columns: tuple[int, int],
+    blocks: list[PlacedBlock],
+    values: Array | np.ndarray,
+) -> Array:
+    """Writes the blocks of a piece of a table, in steps that all devices take together."""
+    sharding = tables.sharding(placed)
+    here = {shard.index[0].start or 0 for shard in array.addressable_shards}
+    for steps in _steps(placed, blocks, _piece_rows(array)):
+        room = max(stop - start for _, _, start, stop in steps)
+        pieces = np.zeros((placed.num_devices, room, *array.shape[1:]), array.dtype)
+        places = np.zeros((placed.num_devices, 2), np.int32)
+        for device, local_row, start, stop in steps:
+            places[device] = local_row, stop - start
+            if device * placed.local_rows in here:
+                part = _rows(values, start, stop)
+                pieces[device, : stop - start] = (
+                    part if part.ndim == 1 else part[:, slice(*columns)]
+                )
+        array = _write_rows(
+            array,
+            _over_devices(tables, placed, pieces),
+            _over_devices(tables, placed, places),
+            sharding,
+        )
+    return array
+
+
+def _piece_rows(array: Array) -> int:
+    return max(1, _PIECE_ELEMENTS // max(1, int(np.prod(array.shape[1:]))))
+
+
+def _steps(
+    placed: PlacedGroup, blocks: list[PlacedBlock], most: int
+) -> Iterator[list[tuple[int, int, int, int]]]:
+    """Pieces of ``most`` rows of the blocks, one for each device at a time.
+
+    Each is (device, first row on the device, first row of the table, the row after its last).
+    """
+    waiting: dict[int, list[tuple[int, int, int, int]]] = {}
+    for device, block in _by_device(placed, blocks):
+        first, last = block.block.rows
+        for start in range(first, last, most):
+            local_row = block.local_row + start - first
+            step = (device, local_row, start, min(start + most, last))
+            waiting.setdefault(device, []).append(step)
+    for turn in range(max(map(len, waiting.values()))):
+        yield [steps[turn] for steps in waiting.values() if turn < len(steps)]
+
+
+def _rows(values: Array | np.ndarray, start: int, stop: int) -> np.ndarray:
+    """Rows of an array, on the host."""
+    if isinstance(values, jax.Array):
+        # The start is no constant of the program, so that one serves all pieces.
+        values = _slice(values, jnp.int32(start), stop - start)
+        return np.asarray(values)
+    return np.asarray(values[start:stop])
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def _slice(values: Shaped[Array, "rows ..."], start: Int32[Array, ""], size: int) -> Array:
+    return jax.lax.dynamic_slice_in_dim(values, start, size, 0)
+
+
+@functools.partial(jax.jit, static_argnums=3, donate_argnums=0)
+def _write_rows(
+    array: Shaped[Array, "rows ..."],
+    pieces: Shaped[Array, "devices room ..."],
+    places: Int32[Array, "devices 2"],
+    sharding: NamedSharding,
+) -> Shaped[Array, "rows ..."]:
+    """Each device writes its piece; ``places`` say where to, and how many rows of it."""
+
+    def on_device(array, pieces, places):
+        (piece,), ((start, count),) = pieces, places
+        index = jnp.arange(piece.shape[0], dtype=jnp.int32)
+        rows = jnp.where(index < count, start + index, array.shape[0])
+        return array.at[rows].set(piece, mode="drop")
+
+    return jax.shard_map(
+        on_device,
+        mesh=sharding.mesh,
+        in_specs=(sharding.spec,) * 3,
+        out_specs=sharding.spec,
+        check_vma=False,
+    )(array, pieces, places)
+
+
+def _read(
+    tables: ShardedTables,
+    name: str,
+    array_of: Callable[[PlacedGroup], Array],
+    shape: tuple[int, ...],
+) -> Array:
+    whole: np.ndarray | None = None
+    for placed, columns, blocks in _pieces(tables.layout, name):
+        array = array_of(placed)
+        whole = np.zeros(shape, array.dtype) if whole is None else whole
+        target = whole if whole.ndim == 1 else whole[:, slice(*columns)]
+        read = _read_here if _is_here(array) else _read_anywhere
+        for start, stop, rows in read(tables, array, placed, blocks):
+            target[start:stop] = rows
+    return jnp.asarray(whole)
+
+
+def _is_here(array: Array) -> bool:
+    """Whether this process has all of an array."""
+    return array.is_fully_addressable or array.is_fully_replicated
+
+
+def _read_here(
+    tables: ShardedTables, array: Array, placed: PlacedGroup, blocks: list[PlacedBlock]
+) -> Iterator[tuple[int, int, np.ndarray]]:
+    """Blocks of a table as (first row, the row after the last, the rows)."""
+    shards = {shard.index[0].start or 0: shard.data for shard in array.addressable_shards}
+    for device, block in _by_device(placed, blocks):
+        first, last = block.block.rows
+        local = shards[device * placed.local_rows]
+        yield first, last, _rows(local, block.local_row, block.local_row + last - first)
+
+
+def _read_anywhere(
+    tables: ShardedTables, array: Array, placed: PlacedGroup, blocks: list[PlacedBlock]
+) -> Iterator[tuple[int, int, np.ndarray]]:
+    """`_read_here` where other processes have some of the blocks; all of them take part."""
+    for steps in _steps(placed, blocks, _piece_rows(array)):
+        for device, local_row, start, stop in steps:
+            place = np.array([device, local_row], np.int32)
+            rows = _send_rows(array, place, stop - start, tables.sharding(placed))
+            yield start, stop, np.asarray(rows.addressable_data(0))
+
+
+@functools.partial(jax.jit, static_argnums=(2, 3))
+def _send_rows(
+    array: Shaped[Array, "rows ..."],
+    place: Int32[Array, "2"],
+    size: int,
+    sharding: NamedSharding,
+) -> Shaped[Array, "size ..."]:
+    """Rows of one device's part of an array, for every device."""
+    axes = sharding.spec[0]
+
+    def on_device(array, place):
+        device, start = place
+        rows = jax.lax.dynamic_slice_in_dim(array, start, size, 0)
+        is_mine = jax.lax.axis_index(axes) == device
+        return jax.lax.psum(jnp.where(is_mine, rows, jnp.zeros_like(rows)), axes)
+
+    return jax.shard_map(
+        on_device,
+        mesh=sharding.mesh,
+        in_specs=(sharding.spec, PartitionSpec()),
+        out_specs=PartitionSpec(),
+        check_vma=False,
+    )(array, place)

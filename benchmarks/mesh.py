@@ -1,0 +1,396 @@
+"""Training steps of sharded tables on eight simulated devices beside the same on one.
+
+Usage: python -m benchmarks.mesh [--types row_wise ...] [--shapes onehot bags] [--rounds 5]
+Prints one JSON line per shape and sharding type:
+
+- step time of the embedding part (lookup, a trivial loss, fused update by row-wise Adagrad) on eight
+  devices over that on one, at equal total work: medians of rounds in turn, and the least and the
+  most of the rounds' own ratios. Eight simulated devices share the machine's cores, so a ratio of 1
+  means that sharding costs nothing; this says nothing of links.
+- bytes that leave a device in a step, from the compiled program, over the least that any exchange
+  needs for these ids and this placement (formula in docs/sharding.md).
+- memory of the compiled step on a device, batch and temporaries included, over an eighth of tables
+  and optimizer state, with tables of ``memory_rows`` rows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import multiprocessing
+import time
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+import tyro
+
+DEVICES = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """Tables and a batch.
+
+    Attributes:
+        name: Name.
+        batch: Samples of a batch, over all devices.
+        tables: Tables, each read by a feature of its own.
+        bag: Ids of each bag.
+        rows: Rows of a table; half as many to twice as many in fact, evenly on a logarithmic scale.
+        dim: Columns.
+        ids: Their distribution.
+    """
+
+    name: str
+    batch: int
+    tables: int
+    bag: int
+    rows: int = 100_000
+    dim: int = 64
+    ids: str = "uniform"
+
+    @property
+    def row_counts(self) -> list[int]:
+        return [int(r) for r in self.rows * 2 ** np.linspace(-1, 1, self.tables)]
+
+    @property
+    def names(self) -> list[str]:
+        return [f"t{table}" for table in range(self.tables)]
+
+    def draw(self, seed: int) -> list[np.ndarray]:
+        """``[batch, bag]`` ids of each table."""
+        rng = np.random.default_rng(seed)
+        drawn = [rng.random((self.batch, self.bag)) for _ in range(self.tables)]
+        if self.ids == "powerlaw":
+            drawn = [(rows**u - 1) / rows for rows, u in zip(self.row_counts, drawn, strict=True)]
+        return [
+            np.minimum((u * rows).astype(np.int32), rows - 1)
+            for rows, u in zip(self.row_counts, drawn, strict=True)
+        ]
+
+
+SHAPES = {
+    "onehot": Workload("onehot", batch=8192, tables=26, bag=1),
+    "bags": Workload("bags", batch=2048, tables=8, bag=20),
+}
+
+
+def spread(workload: Workload) -> dict[str, int]:
+    """A device for each table: as many tables on each as on any other, and as many rows."""
+    most = -(-workload.tables // DEVICES)
+    rows, counts = [0] * DEVICES, [0] * DEVICES
+    devices = {}
+    for name, size in sorted(
+        zip(workload.names, workload.row_counts, strict=True), key=lambda pair: -pair[1]
+    ):
+        device = min((d for d in range(DEVICES) if counts[d] < most), key=lambda d: rows[d])
+        devices[name] = device
+        rows[device] += size
+        counts[device] += 1
+    return devices
+
+
+def placements(kind: str, workload: Workload) -> dict[str, Any]:
+    """The placement of each table."""
+    from jaxrec import mesh
+
+    name, _, exchange = kind.partition(":")
+    options = {"exchange": exchange} if exchange else {}
+    make = getattr(mesh, name)
+    if name == "table_wise":
+        return {table: make(device, **options) for table, device in spread(workload).items()}
+    if name in ("table_row_wise", "table_column_wise"):
+        return {table: make(i % 2, **options) for i, table in enumerate(workload.names)}
+    return {table: make(**options) for table in workload.names}
+
+
+KINDS = (
+    *("data_parallel", "table_wise", "row_wise:rows", "row_wise:sums", "column_wise"),
+    *("table_row_wise:rows", "table_row_wise:sums", "table_column_wise", "grid:rows", "grid:sums"),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What to time.
+
+    Attributes:
+        types: Sharding types; after a colon how rows travel.
+        shapes: Names of the workloads.
+        ids: Distribution of ids: uniform or powerlaw.
+        rounds: Rounds of both in turn.
+        seconds: Seconds of each of a round's two turns.
+        rows: Rows of a table on average; of data-parallel ones a sixteenth.
+        memory_rows: The same where memory is measured; nothing is allocated for that.
+    """
+
+    types: tuple[str, ...] = KINDS
+    shapes: tuple[str, ...] = tuple(SHAPES)
+    ids: str = "uniform"
+    rounds: int = 5
+    seconds: float = 1.5
+    rows: int = 100_000
+    memory_rows: int = 1_000_000
+
+
+def main(options: Options) -> None:
+    for name in options.shapes:
+        alone: dict[int, Worker] = {}
+        for kind in options.types:
+            rows = options.rows // 16 if kind == "data_parallel" else options.rows
+            workload = dataclasses.replace(SHAPES[name], rows=rows, ids=options.ids)
+            if rows not in alone:
+                for worker in alone.values():
+                    worker.stop()
+                alone = {rows: Worker(workload, None, 0)}
+            memory_rows = rows if kind == "data_parallel" else options.memory_rows
+            sharded = Worker(workload, kind, memory_rows)
+            print(json.dumps(compare(alone[rows], sharded, kind, options)), flush=True)
+            sharded.stop()
+        for worker in alone.values():
+            worker.stop()
+
+
+def compare(alone: Worker, sharded: Worker, kind: str, options: Options) -> dict[str, Any]:
+    """Times both in turn."""
+    times: dict[str, list[list[float]]] = {"one": [], "eight": []}
+    for _ in range(options.rounds):
+        times["one"].append(alone.time(options.seconds))
+        times["eight"].append(sharded.time(options.seconds))
+    one, eight = (float(np.median(np.concatenate(times[side]))) for side in ("one", "eight"))
+    ratios = [
+        float(np.median(b) / np.median(a))
+        for a, b in zip(times["one"], times["eight"], strict=True)
+    ]
+    return {
+        "shape": alone.workload.name,
+        "type": kind,
+        "ids": options.ids,
+        "one_ms": round(one, 2),
+        "eight_ms": round(eight, 2),
+        "ratio": round(eight / one, 2),
+        "ratios": [round(min(ratios), 2), round(max(ratios), 2)],
+        **sharded.facts,
+    }
+
+
+class Worker:
+    """A process with a number of devices of its own, which steps when it is told to."""
+
+    def __init__(self, workload: Workload, kind: str | None, memory_rows: int):
+        self.workload = workload
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(
+            target=serve, args=(theirs, workload, kind, memory_rows), daemon=True
+        )
+        self._process.start()
+        theirs.close()
+        self.facts: dict[str, Any] = self._pipe.recv()
+
+    def time(self, seconds: float) -> list[float]:
+        """Milliseconds of each step for about so many seconds."""
+        self._pipe.send(seconds)
+        return self._pipe.recv()
+
+    def stop(self) -> None:
+        self._pipe.send(None)
+        self._process.join()
+
+
+def serve(pipe: Connection, workload: Workload, kind: str | None, memory_rows: int) -> None:
+    """What a worker does."""
+    import jax
+
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", 1 if kind is None else DEVICES)
+    import jaxrec
+
+    jaxrec.train.keep_freed_memory()
+    tables, batches = make(workload, kind)
+    step = jax.jit(train_step, donate_argnums=0).lower(tables, batches[0], 0).compile()
+    pipe.send({} if kind is None else facts(workload, kind, memory_rows, step))
+
+    count = 0
+    for seconds in iter(pipe.recv, None):
+        times: list[float] = []
+        end = time.perf_counter() + seconds
+        while len(times) < 5 or time.perf_counter() < end:
+            start = time.perf_counter()
+            tables, loss = step(tables, batches[count % len(batches)], count)
+            jax.block_until_ready((tables, loss))
+            times.append((time.perf_counter() - start) * 1e3)
+            count += 1
+        pipe.send(times[1:])
+
+
+def train_step(tables: Any, features: Any, step: Any) -> tuple[Any, Any]:
+    """Lookup, the mean of squares as the loss, and update."""
+    import jax
+    import jax.numpy as jnp
+
+    from jaxrec import embed
+
+    pooled, residuals = embed.lookup(tables, features)
+    loss, gradients = jax.value_and_grad(lambda pooled: jnp.square(pooled.values).mean())(pooled)
+    return embed.apply_gradients(tables, residuals, gradients, step), loss
+
+
+def make(workload: Workload, kind: str | None) -> tuple[Any, list[Any]]:
+    """The tables and batches of a workload, on the mesh of a sharding type."""
+    import jax
+
+    import jaxrec
+    from jaxrec import embed
+
+    tables = embed.init_tables(configs(workload), optimizer(), jax.random.key(0))
+    batches = []
+    for seed in range(4):
+        ids = workload.draw(seed)
+        lengths = np.full(workload.batch * workload.tables, workload.bag, np.int32)
+        flat = np.concatenate([each.reshape(-1) for each in ids])
+        batches.append(
+            jaxrec.KeyedJaggedArray.from_lengths(
+                workload.names, flat, lengths, capacities=[ids[0].size] * workload.tables
+            )
+        )
+    if kind is None:
+        return tables, [jax.device_put(batch) for batch in batches]
+    mesh = make_mesh(kind)
+    tables = jaxrec.mesh.shard_tables(tables, placements(kind, workload), mesh)
+    return tables, [jaxrec.mesh.shard_batch(batch, mesh) for batch in batches]
+
+
+def configs(workload: Workload) -> list[Any]:
+    import jaxrec
+
+    return [
+        jaxrec.EmbeddingBagConfig(name, rows, workload.dim)
+        for name, rows in zip(workload.names, workload.row_counts, strict=True)
+    ]
+
+
+def optimizer() -> Any:
+    import jaxrec
+
+    return jaxrec.optim.rowwise_adagrad(0.01)
+
+
+def make_mesh(kind: str) -> Any:
+    import jax
+    from jax.sharding import AxisType
+
+    if kind.startswith(("table_row", "table_column", "grid")):
+        return jax.make_mesh((2, DEVICES // 2), ("host", "device"), axis_types=(AxisType.Auto,) * 2)
+    return jax.make_mesh((DEVICES,), ("data",), axis_types=(AxisType.Auto,))
+
+
+def facts(workload: Workload, kind: str, memory_rows: int, step: Any) -> dict[str, Any]:
+    """Bytes moved and memory."""
+    from jaxrec.mesh.traffic import collectives, sent_bytes
+
+    found = collectives(step)
+    sent = sent_bytes(found)
+    least = least_bytes(workload, kind)
+    return {
+        "sent_bytes": sent,
+        "least_bytes": round(least),
+        "sent_over_least": round(sent / least, 2),
+        "collectives": {k: sum(c.kind == k for c in found) for k in {c.kind for c in found}},
+        **memory(dataclasses.replace(workload, rows=memory_rows), kind),
+    }
+
+
+def least_bytes(workload: Workload, kind: str) -> float:
+    """The least bytes that must leave a device in a step, on average; see docs/sharding.md."""
+    from jaxrec.mesh.storage import mesh_shape
+
+    shape = mesh_shape(make_mesh(kind))
+    ids = dict(zip(workload.names, workload.draw(0), strict=True))
+    total = 0.0
+    for config in configs(workload):
+        placement = placements(kind, workload)[config.name]
+        by_device = ids[config.name].reshape(DEVICES, -1, workload.bag)
+        if placement.is_replicated:
+            line = 4 + 4 * config.embedding_dim
+            distinct = sum(np.unique(part).size for part in by_device) * (DEVICES - 1) * line
+            dense = 2 * (DEVICES - 1) * config.num_embeddings * config.embedding_dim * 4
+            total += min(distinct, dense)
+            continue
+        pieces: dict[tuple[int, int], list[Any]] = {}
+        for block in placement.cut(config, shape):
+            pieces.setdefault(block.columns, []).append(block)
+        for (start, stop), blocks in pieces.items():
+            total += _least_of_piece(by_device, blocks, 4 * (stop - start))
+    return total / DEVICES
+
+
+def _least_of_piece(by_device: np.ndarray, blocks: Sequence[Any], row_bytes: int) -> int:
+    """The lesser of the two exchanges."""
+    first_rows = [block.rows[0] for block in blocks]
+    of_rows = of_sums = 0
+    for device, ids in enumerate(by_device):
+        owners = np.array([block.device for block in blocks])[
+            np.searchsorted(first_rows, ids, side="right") - 1
+        ]
+        away = owners != device
+        # A row's id, the row itself, and its gradient.
+        of_rows += np.unique(ids[away]).size * (4 + 2 * row_bytes)
+        # An id; a bag's sum, added up on the way; its gradient to each owner.
+        bags, others = np.nonzero(away)
+        pairs = np.unique(bags * DEVICES + owners[bags, others]).size
+        of_sums += away.sum() * 4 + (away.any(axis=1).sum() + pairs) * row_bytes
+    return int(min(of_rows, of_sums))
+
+
+def memory(workload: Workload, kind: str) -> dict[str, Any]:
+    """Memory of the compiled step with tables of the workload's size, which are never made."""
+    import jax
+    import jax.numpy as jnp
+
+    import jaxrec
+    from jaxrec.embed.layout import layout_tables
+    from jaxrec.mesh.layout import layout_mesh
+    from jaxrec.mesh.storage import mesh_shape
+
+    mesh = make_mesh(kind)
+    tables = layout_tables(configs(workload), optimizer())
+    layout = layout_mesh(tables, placements(kind, workload), mesh_shape(mesh))
+    sharded = jaxrec.mesh.ShardedTables({}, {}, layout, mesh)
+    for placed in layout.groups:
+        group, sharding = placed.group, sharded.sharding(placed)
+        rows, state = jax.eval_shape(
+            lambda g=group, n=placed.num_slots: (jnp.zeros((n, g.dim)), g.optimizer.init(n, g.dim))
+        )
+        place = lambda x, s=sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)  # noqa: E731
+        sharded.rows[group.name] = place(rows)
+        sharded.state[group.name] = jax.tree.map(place, state)
+    _, (features, *_) = make(dataclasses.replace(workload, rows=1000), kind)
+    compiled = jax.jit(train_step, donate_argnums=0).lower(sharded, features, 0).compile()
+    stats = compiled.memory_analysis()
+    used = (
+        stats.argument_size_in_bytes
+        + stats.output_size_in_bytes
+        - stats.alias_size_in_bytes
+        + stats.temp_size_in_bytes
+    )
+    share = (
+        sum(
+            rows * (group.dim * 4 + 4)
+            for group in tables.groups
+            for rows in (table.num_embeddings for table in group.tables)
+        )
+        / DEVICES
+    )
+    return {
+        "memory_bytes": used,
+        "temp_bytes": stats.temp_size_in_bytes,
+        "share_bytes": round(share),
+        "memory_over_share": round(used / share, 3),
+    }
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options, description=__doc__))

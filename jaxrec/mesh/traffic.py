@@ -1,0 +1,139 @@
+"""What a compiled program sends between devices, read from its text."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Iterator, Sequence
+
+import jax
+
+# Bytes that leave a device, for each byte of the result, in a group of n devices; rings and direct
+# sends need as much (Thakur, Rabenseifner & Gropp 2005, "Optimization of collective communication
+# operations in MPICH").
+_SENT = {
+    "all-to-all": lambda n: (n - 1) / n,
+    "ragged-all-to-all": lambda n: (n - 1) / n,
+    "all-gather": lambda n: (n - 1) / n,
+    "reduce-scatter": lambda n: n - 1,
+    "all-reduce": lambda n: 2 * (n - 1) / n,
+    "collective-permute": lambda n: 1,
+    "collective-broadcast": lambda n: 1,
+}
+
+_COMPUTATION = re.compile(r"^(ENTRY )?%?(?P<name>[\w.-]+) \(.*\{$")
+_INSTRUCTION = re.compile(r"^\s+(ROOT )?%?[\w.-]+ = (?P<type>\(.*?\)|\S+) (?P<op>[a-z][\w-]*)\(")
+_SHAPE = re.compile(r"\b(?P<type>pred|[a-z]+(?P<bits>\d+)\w*)\[(?P<sizes>[\d,]*)\]")
+_BRANCHES = re.compile(r"(?:branch_computations=\{([^}]*)\}|(?:true|false)_computation=([^,\s]*))")
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """A collective of a compiled program.
+
+    Attributes:
+        kind: What XLA calls it, such as "all-to-all".
+        shape: Shape and type of its result on each device, as XLA writes them.
+        result_bytes: Bytes of that.
+        devices: Devices that take part in each of its groups.
+    """
+
+    kind: str
+    shape: str
+    result_bytes: int
+    devices: int
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that leave each device."""
+        return round(self.result_bytes * _SENT[self.kind](self.devices))
+
+
+def collectives(program: jax.stages.Compiled | str) -> list[Collective]:
+    """The collectives that a compiled program runs on a batch that fits.
+
+    Those in the bodies of loops, further rounds of the exchange, are left out, and so are those of
+    all branches of a conditional but the one that sends least.
+
+    Args:
+        program: The program, or its text.
+
+    Returns:
+        The collectives in the order of the text.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from jax.sharding import PartitionSpec as P
+        >>> mesh = jax.make_mesh((1,), ("data",))
+        >>> gather = jax.shard_map(
+        ...     lambda x: jax.lax.all_gather(x, "data", tiled=True),
+        ...     mesh=mesh, in_specs=P("data"), out_specs=P(), check_vma=False)
+        >>> collectives(jax.jit(gather).lower(jnp.zeros(4)).compile())
+        []
+    """
+    text = program if isinstance(program, str) else program.as_text() or ""
+    devices = math.prod(
+        int(found.group(1)) if (found := re.search(rf"{field}=(\d+)", text)) else 1
+        for field in ("num_partitions", "replica_count")
+    )
+    computations, entry = _computations(text)
+    return list(_walk(computations, entry, devices)) if entry else []
+
+
+def sent_bytes(found: Sequence[Collective]) -> int:
+    """Bytes that leave each device in all of the collectives together."""
+    return sum(collective.sent_bytes for collective in found)
+
+
+def _computations(text: str) -> tuple[dict[str, list[str]], str | None]:
+    """The lines of each computation by name, and the name of the first to run."""
+    computations: dict[str, list[str]] = {}
+    entry = None
+    lines: list[str] = []
+    for line in text.splitlines():
+        if header := _COMPUTATION.match(line):
+            lines = computations.setdefault(header["name"], [])
+            entry = header["name"] if header[1] else entry
+        else:
+            lines.append(line)
+    return computations, entry
+
+
+def _walk(computations: dict[str, list[str]], name: str, devices: int) -> Iterator[Collective]:
+    for line in computations[name]:
+        instruction = _INSTRUCTION.match(line)
+        if instruction is None:
+            continue
+        operation = instruction["op"].removesuffix("-start")
+        if operation in _SENT:
+            started = instruction["op"].endswith("-start")
+            yield _collective(operation, instruction["type"], started, line, devices)
+        elif operation == "conditional":
+            names = ",".join(several or one for several, one in _BRANCHES.findall(line)).split(",")
+            branches = [
+                list(_walk(computations, name.strip().lstrip("%"), devices)) for name in names
+            ]
+            yield from min(branches, key=sent_bytes)
+        elif operation in ("call", "fusion", "async"):
+            if called := re.search(r"(?:to_apply|calls)=%?([\w.-]+)", line):
+                yield from _walk(computations, called[1], devices)
+
+
+def _collective(kind: str, result: str, started: bool, line: str, devices: int) -> Collective:
+    shapes = list(_SHAPE.finditer(result))
+    if started and kind != "all-reduce":
+        # The result of a start is (operand, result, ...).
+        shapes = shapes[1:2]
+    sizes = [
+        math.prod(map(int, filter(None, shape["sizes"].split(",")))) * int(shape["bits"] or 8) // 8
+        for shape in shapes
+    ]
+    group = devices
+    if listed := re.search(r"replica_groups=\{\{([\d,]+)\}", line):
+        group = listed[1].count(",") + 1
+    elif tiled := re.search(r"replica_groups=\[\d+,(\d+)\]", line):
+        group = int(tiled[1])
+    names = dict.fromkeys(shape.group() for shape in shapes)
+    count = f"{len(shapes)} x " if len(shapes) > 1 and len(names) == 1 else ""
+    return Collective(kind, count + ", ".join(names), sum(sizes), group)
