@@ -1,99 +1,85 @@
-"""How rows and their gradients travel between the devices of a mesh; all inside `jax.shard_map`.
+"""The exchange of rows: each row travels once to every device that needs it, and is pooled there.
 
-A device sorts the slots its batch needs and drops repeats, so that each row travels once. The slots
-of one owner then lie together. They go out in rounds of at most ``capacity`` for each owner: shapes
-are static, nothing is dropped, and how many rounds it takes is decided together by all devices. An
-even batch takes one.
+A device sorts the slots its batch needs and drops repeats. The slots of one owner then lie
+together. They go out in rounds of at most ``capacity`` for each owner: shapes are static, nothing
+is dropped, and how many rounds it takes is decided together by all devices. An even batch takes
+one. All of this is inside `jax.shard_map`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int32
+from jaxtyping import Array, Float, Int32
 
 from jaxrec.embed import kernels
 from jaxrec.embed.kernels import Lookups
+from jaxrec.embed.kernels.reference import update_runs
+from jaxrec.embed.update import RowGradients
+from jaxrec.mesh.collectives import Channel
 from jaxrec.mesh.layout import PlacedGroup
-from jaxrec.optim import RowOptimizer
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Route:
-    """The slots that a device needs, without repeats.
-
-    Attributes:
-        slots: The slots, ascending; padded with the number of slots.
-        index: For each lookup the position of its slot in ``slots``; -1 where it has none.
-        begins: First position of each owner's slots.
-        ends: The position after its last.
-    """
-
-    slots: Int32[Array, " n"]
-    index: Int32[Array, " n"]
-    begins: Int32[Array, " devices"]
-    ends: Int32[Array, " devices"]
-
-
-def plan_route(placed: PlacedGroup, rows: Int32[Array, " n"]) -> Route:
-    """The route of lookups of the given rows of a group."""
-    slots = placed.slots(rows)
-    runs = kernels.build_runs(slots, placed.num_slots)
-    position = (
-        jnp.zeros(slots.shape, jnp.int32).at[runs.order].set(runs.segments, unique_indices=True)
-    )
-    owners = jnp.arange(placed.num_devices + 1, dtype=jnp.int32) * placed.local_rows
-    bounds = jnp.searchsorted(runs.unique, owners).astype(jnp.int32)
-    index = jnp.where(slots < placed.num_slots, position, -1)
-    return Route(runs.unique, index, bounds[:-1], bounds[1:])
+from jaxrec.mesh.norms import clip_factors, table_squares
+from jaxrec.mesh.route import Route, places, plan_route, window
+from jaxrec.optim.norm import cut_rows
 
 
 def fetch_rows(
     placed: PlacedGroup,
     table: Float[Array, "local_rows dim"],
     route: Route,
-    axes: tuple[str, ...],
+    channel: Channel,
     capacity: int,
-) -> Float[Array, "n dim"]:
-    """The rows of a route's slots, in their order.
+) -> tuple[Float[Array, "places dim"], Int32[Array, " n"]]:
+    """The rows of a route, and for each lookup the place of its row among them; -1 for none.
 
     Args:
         placed: Where the group lies.
         table: This device's rows.
         route: What this device needs.
-        axes: Names of the mesh's axes.
+        channel: The way to the other devices.
         capacity: Rows that go between each pair of devices in a round.
     """
 
-    def one_round(state):
-        begins, rows = state
-        ends = jnp.minimum(begins + capacity, route.ends)
-        positions, asked = _window(placed, route, begins, ends, capacity)
-        asked = _exchange(asked, axes)
+    def fetch(begins, ends):
+        positions, asked = window(placed, route, begins, ends, capacity)
+        asked = channel.send(asked)
         found = kernels.row_lookup(table, asked.reshape(-1)).reshape(*asked.shape, -1)
-        rows = rows.at[positions].set(_exchange(found, axes), mode="drop")
-        return ends, rows
+        return positions, channel.send_rows(found)
 
-    rows = jnp.zeros((route.slots.size, table.shape[1]), table.dtype)
-    _, rows = _until_done(one_round, (route.begins, rows), route.ends, axes)
-    return rows
+    def one_round(begins, rows):
+        ends = jnp.minimum(begins + capacity, route.ends)
+        positions, found = fetch(begins, ends)
+        return ends, rows.at[positions].set(found, mode="drop")
+
+    def all_rounds():
+        rows = jnp.zeros((max(first.shape[0], most), first.shape[1]), first.dtype)
+        return channel.until_done(one_round, route.begins, rows, route.ends), route.index
+
+    def one_is_enough():
+        # Rows stay where they came in. There is room for all lookups as it is, but for a capacity
+        # of less than an even share.
+        rows = jnp.pad(first, ((0, max(0, most - first.shape[0])), (0, 0)))
+        return rows, places(route, route.begins, route.ends, capacity)
+
+    most = route.index.size
+    first = fetch(route.begins, jnp.minimum(route.begins + capacity, route.ends))[1]
+    first = first.reshape(-1, first.shape[-1])
+    if capacity >= most:
+        return one_is_enough()
+    is_left = channel.any(jnp.any(route.ends - route.begins > capacity))
+    return jax.lax.cond(is_left, all_rounds, one_is_enough)
 
 
-def send_gradients(
+def update_rows(
     placed: PlacedGroup,
     table: Float[Array, "local_rows dim"],
     state: dict[str, Array],
-    route: Route,
-    gradients: Float[Array, "n dim"],
-    optimizer: RowOptimizer,
+    gradient: RowGradients,
     step: Int32[Array, ""],
-    axes: tuple[str, ...],
+    channel: Channel,
     capacity: int,
 ) -> tuple[Float[Array, "local_rows dim"], dict[str, Array]]:
     """Brings gradients to the rows' owners, who update each row once.
@@ -102,120 +88,95 @@ def send_gradients(
         placed: Where the group lies.
         table: This device's rows.
         state: Their optimizer state.
-        route: Which rows the gradients are of.
-        gradients: This device's gradient of each slot of the route.
-        optimizer: How rows change.
+        gradient: The gradient of this device's lookups.
         step: Number of updates made before.
-        axes: Names of the mesh's axes.
+        channel: The way to the other devices.
         capacity: Rows that go between each pair of devices in a round.
     """
+    bounded = placed.group.optimizer
+    optimizer = dataclasses.replace(bounded, clip_value=None, clip_norm=None)
+    lookups = gradient.lookups
+    route = plan_route(placed, lookups.rows)
+    keys = placed.whole_rows(route.slots) if placed.joins_pieces else route.slots
 
-    def one_round(carry):
-        begins, (table, state) = carry
-        # All gradients of a row must come in one round, so devices agree on a slot to stop at:
-        # for each owner, the first that some device cannot send any more.
-        first_left = jnp.where(
-            begins + capacity < route.ends,
-            route.slots.at[begins + capacity].get(mode="clip"),
-            placed.num_slots,
-        )
-        stop = jax.lax.pmin(first_left, axes)
-        ends = jnp.minimum(jnp.searchsorted(route.slots, stop).astype(jnp.int32), route.ends)
-        positions, rows = _window(placed, route, begins, ends, capacity)
-        sent = gradients.at[positions].get(mode="fill", fill_value=0)
-        rows, received = _exchange(rows, axes), _exchange(sent, axes)
-        new = kernels.fused_update(
-            table,
-            state,
-            Lookups(rows.reshape(-1), None, None),
-            received.reshape(-1, received.shape[-1]),
-            optimizer,
-            step,
-        )
+    def receive(begins):
+        """A round: where it ends, and the rows and gradients that come in."""
+        ends = _agree(placed, route, keys, begins, channel, capacity)
+        _, rows = window(placed, route, begins, ends, capacity)
+        at = dataclasses.replace(lookups, rows=places(route, begins, ends, capacity))
+        sums = kernels.sum_rows(at, gradient.values, rows.size, bounded.clip_value)
+        received = channel.send_gradients(sums.reshape(*rows.shape, -1))
+        return ends, channel.send(rows).reshape(-1), received.reshape(rows.size, -1)
+
+    factors = None
+    if bounded.clip_norm is not None:
+
+        def add_squares(begins, squares):
+            ends, rows, received = receive(begins)
+            flat = Lookups(rows, None, None)
+            return ends, squares + table_squares(placed, flat, received, None, channel)
+
+        squares = jnp.zeros(len(placed.tables), jnp.float32)
+        squares = channel.until_done(add_squares, route.begins, squares, route.ends)
+        factors = clip_factors(squares, bounded.clip_norm, channel)
+
+    def one_round(begins, carried):
+        table, state = carried
+        ends, rows, received = receive(begins)
+        scales = None if factors is None else factors[placed.tables_of(rows, channel.index)]
+        flat = Lookups(rows, None, scales)
+        if not placed.joins_pieces:
+            return ends, kernels.fused_update(table, state, flat, received, optimizer, step)
+        runs = kernels.build_runs(rows, placed.local_rows)
+        positions, _ = window(placed, route, begins, ends, capacity)
+        whole = keys.at[positions].get(mode="fill", fill_value=placed.group.num_rows)
+        total = functools.partial(_total, runs=runs, whole=whole, channel=channel)
+        with cut_rows(placed.whole_dim, total):
+            new = update_runs(table, state, flat, runs, received, optimizer, step, (0,))
         return ends, new
 
-    _, new = _until_done(one_round, (route.begins, (table, state)), route.ends, axes)
-    return new
+    return channel.until_done(one_round, route.begins, (table, state), route.ends)
 
 
-def sum_by_slot(
-    lookups: Lookups,
-    index: Int32[Array, " n"],
-    gradients: Float[Array, "lines dim"],
-    clip_value: float | None,
-) -> Float[Array, "n dim"]:
-    """This device's gradient of each slot: the sum over the slot's lookups.
-
-    Args:
-        lookups: The lookups and their gradients' lines.
-        index: Position of each lookup's slot, -1 for none.
-        gradients: The gradient of the looked-up embeddings.
-        clip_value: Bound on each element of it.
-    """
-    # The fused update with plain SGD of rate -1, on zeros, is that sum.
-    sums = jnp.zeros((index.size, gradients.shape[1]), jnp.float32)
-    sgd = _summing(clip_value)
-    return kernels.fused_update(
-        sums, {}, dataclasses.replace(lookups, rows=index), gradients, sgd, jnp.int32(0)
-    )[0]
-
-
-@functools.cache
-def _summing(clip_value: float | None) -> RowOptimizer:
-    return _Sum(clip_value=clip_value)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Sum(RowOptimizer):
-    """Adds the gradient to the row."""
-
-    def init(self, num_rows: int, dim: int) -> dict[str, Array]:
-        return {}
-
-    def update(self, rows, gradients, state, step):
-        return rows + gradients, state
-
-
-def _window(
+def _agree(
     placed: PlacedGroup,
     route: Route,
+    keys: Int32[Array, " n"],
     begins: Int32[Array, " devices"],
-    ends: Int32[Array, " devices"],
+    channel: Channel,
     capacity: int,
-) -> tuple[Int32[Array, "devices capacity"], Int32[Array, "devices capacity"]]:
-    """The next positions for each owner, and the rows of its array that they stand for.
+) -> Int32[Array, " devices"]:
+    """Where a round ends, so that all gradients of a row, and of its other pieces, are in it.
 
-    Unused places hold a position past the end, and the row after the owner's last.
+    Devices stop at the first row that one of them has no room for. ``keys`` number the rows that
+    must come together; those of an owner ascend.
     """
+    limits = jnp.minimum(begins + capacity, route.ends)
+    first_left = keys.at[limits].get(mode="clip")
+    stops = jnp.where(limits < route.ends, first_left, jnp.iinfo(jnp.int32).max)
+    stops = jax.lax.pmin(stops, channel.axes)
+    if placed.joins_pieces:
+        stops = jnp.broadcast_to(stops.min(), stops.shape)
     positions = begins[:, None] + jnp.arange(capacity, dtype=jnp.int32)[None]
-    is_used = positions < ends[:, None]
-    first_slots = jnp.arange(placed.num_devices, dtype=jnp.int32)[:, None] * placed.local_rows
-    slots = route.slots.at[positions].get(mode="clip")
-    return (
-        jnp.where(is_used, positions, route.slots.size),
-        jnp.where(is_used, slots - first_slots, placed.local_rows),
-    )
+    is_sent = keys.at[positions].get(mode="clip") < stops[:, None]
+    return begins + jnp.sum(is_sent & (positions < limits[:, None]), axis=1, dtype=jnp.int32)
 
 
-def _exchange(values: Array, axes: tuple[str, ...]) -> Array:
-    """Line ``d`` goes to device ``d``; line ``d`` of the result came from there."""
-    return jax.lax.all_to_all(values, axes, split_axis=0, concat_axis=0, tiled=True)
+def _total(
+    partial: Float[Array, " lines"],
+    *,
+    runs: kernels.Runs,
+    whole: Int32[Array, "devices capacity"],
+    channel: Channel,
+) -> Float[Array, " lines"]:
+    """Sums over parts of rows, one a run, as sums over whole rows.
 
-
-def _until_done(
-    one_round: Callable,
-    start: tuple[Int32[Array, " devices"], Any],
-    ends: Int32[Array, " devices"],
-    axes: tuple[str, ...],
-) -> tuple[Int32[Array, " devices"], Any]:
-    """Runs rounds until no device has anything left to send."""
-
-    def is_left(begins: Int32[Array, " devices"]) -> Bool[Array, ""]:
-        return jax.lax.pmax(jnp.any(begins < ends).astype(jnp.int32), axes) > 0
-
-    def body(carry):
-        state = one_round(carry[0])
-        return state, is_left(state[0])
-
-    state, _ = jax.lax.while_loop(lambda carry: carry[1], body, (start, is_left(start[0])))
-    return state
+    They are made where the gradients came from: that device asked for all pieces of the row. So
+    partial sums go back by the way the gradients came, and totals out again.
+    """
+    home = channel.send(partial[runs.inverse].reshape(whole.shape)).reshape(-1)
+    pieces = kernels.build_runs(whole.reshape(-1), jnp.iinfo(jnp.int32).max)
+    totals = jax.ops.segment_sum(home[pieces.order], pieces.segments, home.size)
+    # Every device that asked for a row has made the same total; any of them will do.
+    back = channel.send(totals[pieces.inverse].reshape(whole.shape)).reshape(-1)
+    return jnp.zeros(back.shape, back.dtype).at[runs.inverse].set(back)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Hashable, Mapping
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int32
 
-from jaxrec.embed.config import MAX_ROWS, TableConfig
+from jaxrec.embed import kernels
+from jaxrec.embed.config import MAX_ROWS, EmbeddingBagConfig, TableConfig
 from jaxrec.embed.layout import Group, Output, TableLayout, layout_tables
 from jaxrec.mesh.placement import Block, MeshShape, Placement
 from jaxrec.optim import RowOptimizer
@@ -44,31 +46,83 @@ class PlacedGroup:
         group: The pieces, as `jaxrec.embed` sees a group of tables.
         blocks: All blocks by first row.
         local_rows: Rows of each device's array.
-        num_devices: Devices of the mesh; 1 if replicated.
-        is_replicated: Whether every device has all rows.
+        num_devices: Devices of the mesh; 1 if every device has all rows.
+        exchange: How rows travel: "copies" (not at all), "rows" or "sums", see `Placement`.
+        whole_dim: Columns of the whole rows, of which the pieces are parts; the group's own width
+            where rows are not cut.
     """
 
     group: Group
     blocks: tuple[PlacedBlock, ...]
     local_rows: int
     num_devices: int
-    is_replicated: bool
+    exchange: str
+    whole_dim: int
+
+    @property
+    def is_replicated(self) -> bool:
+        """Whether every device has all rows."""
+        return self.exchange == "copies"
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether a row's columns lie apart."""
+        return self.whole_dim != self.group.dim
+
+    @property
+    def joins_pieces(self) -> bool:
+        """Whether the pieces of a row must be updated together."""
+        return self.is_cut and self.group.optimizer.needs_whole_rows
 
     @property
     def num_slots(self) -> int:
         return self.num_devices * self.local_rows
 
+    @property
+    def tables(self) -> tuple[str, ...]:
+        """The tables whose pieces are here."""
+        return tuple(dict.fromkeys(block.table for block in self.blocks))
+
     def slots(self, rows: Int32[Array, " n"]) -> Int32[Array, " n"]:
         """The slot of each row; `num_slots` where the row is none of the group's."""
-        first = np.array([block.first_row for block in self.blocks], np.int32)
-        slot = np.array(
-            [block.block.device * self.local_rows + block.local_row for block in self.blocks],
-            np.int32,
+        starts = tuple(block.first_row for block in self.blocks)
+        shifts = tuple(self._slot(block) - block.first_row for block in self.blocks)
+        return kernels.shift_rows(rows, starts, shifts, self.group.num_rows, self.num_slots)
+
+    def whole_rows(self, slots: Int32[Array, " n"]) -> Int32[Array, " n"]:
+        """A number for each slot's whole row, the same for all its pieces.
+
+        On a device the numbers ascend with the slots. `group.num_rows` past the last slot.
+        """
+        first_piece: dict[str, int] = {}
+        for block in self.blocks:
+            first_piece.setdefault(block.table, block.first_row - block.block.rows[0])
+        blocks = sorted(self.blocks, key=self._slot)
+        starts = tuple(self._slot(block) for block in blocks)
+        shifts = tuple(
+            first_piece[block.table] + block.block.rows[0] - self._slot(block) for block in blocks
         )
-        index = jnp.searchsorted(first, rows, side="right", method="scan_unrolled") - 1
-        shift = jnp.asarray(slot - first)[jnp.maximum(index, 0)]
-        is_row = (rows >= 0) & (rows < self.group.num_rows)
-        return jnp.where(is_row, rows + shift, self.num_slots).astype(jnp.int32)
+        # The first stretch begins at slot 0, even where the first device has no block.
+        starts, shifts = (0, *starts), (0, *shifts)
+        return kernels.shift_rows(slots, starts, shifts, self.num_slots, self.group.num_rows)
+
+    def tables_of(
+        self, local_rows: Int32[Array, " n"], device: Int32[Array, ""]
+    ) -> Int32[Array, " n"]:
+        """The index in `tables` of the table of each row of a device's array.
+
+        Any where the row is no table's.
+        """
+        blocks = sorted(self.blocks, key=self._slot)
+        starts = np.array([self._slot(block) for block in blocks], np.int32)
+        tables = np.array([self.tables.index(block.table) for block in blocks], np.int32)
+        slots = device * self.local_rows + local_rows
+        index = jnp.searchsorted(starts, slots, side="right") - 1
+        return jnp.asarray(tables)[jnp.maximum(index, 0)]
+
+    def _slot(self, block: PlacedBlock) -> int:
+        """The first slot of a block."""
+        return block.block.device * self.local_rows + block.local_row
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -143,13 +197,15 @@ class _Piece:
         table: The table.
         config: What lookups know of the piece.
         blocks: The blocks that its rows are cut into, by row.
-        is_replicated: Whether every device has it.
+        exchange: How its rows travel.
+        whole_dim: Columns of the table.
     """
 
     table: str
     config: TableConfig
     blocks: tuple[Block, ...]
-    is_replicated: bool
+    exchange: str
+    whole_dim: int
 
 
 def layout_mesh(
@@ -173,13 +229,15 @@ def layout_mesh(
         for table in group.tables
         for piece in _pieces(table, group.optimizer, placements[table.name], mesh)
     }
+    arrays = _number_arrays(pieces, mesh)
     layout = layout_tables(
         [piece.config for piece in pieces.values()],
         tables.groups[0].optimizer,
-        apart=lambda config: pieces[config.name].is_replicated,
+        apart=lambda config: (_apart(pieces[config.name]), arrays[config.name]),
     )
     layout = dataclasses.replace(layout, outputs=_outputs(tables, layout, pieces))
     groups = tuple(_place(group, pieces, mesh) for group in layout.groups)
+    _check_together(groups)
     return MeshLayout(
         tables, layout, groups, tuple(placements[table.name] for table in tables.tables), mesh
     )
@@ -191,17 +249,12 @@ def _pieces(
     by_columns: dict[tuple[int, int], list[Block]] = {}
     for block in placement.cut(table, mesh):
         by_columns.setdefault(block.columns, []).append(block)
-    if len(by_columns) > 1 and optimizer.needs_whole_rows:
+    if placement.exchange == "sums" and not isinstance(table, EmbeddingBagConfig):
         raise ValueError(
-            f"table {table.name!r} is placed {placement.kind}, which cuts its rows, but its "
-            f"optimizer {type(optimizer).__name__} needs whole rows; use row_wise() or "
-            "table_wise(), or an optimizer that treats every element by itself (sgd, adagrad, adam)"
+            f"table {table.name!r} is placed {placement.kind} with exchange='sums', but its rows "
+            "are not pooled; use exchange='rows'"
         )
-    if optimizer.clip_norm is not None:
-        raise ValueError(
-            f"table {table.name!r}: clip_norm needs the whole table's gradient, which no device of "
-            "a mesh has; use clip_value instead"
-        )
+    _check_cut(table, optimizer, placement, by_columns)
     return [
         _Piece(
             table.name,
@@ -212,10 +265,84 @@ def _pieces(
                 optimizer=optimizer,
             ),
             tuple(blocks),
-            placement.is_replicated,
+            placement.exchange,
+            table.embedding_dim,
         )
         for (start, stop), blocks in by_columns.items()
     ]
+
+
+def _apart(piece: _Piece) -> tuple[str, int | None]:
+    """Pieces for which this differs do not share a group."""
+    optimizer = piece.config.optimizer
+    joins_pieces = optimizer is not None and optimizer.needs_whole_rows
+    return piece.exchange, piece.whole_dim if joins_pieces else None
+
+
+def _number_arrays(pieces: Mapping[str, _Piece], mesh: MeshShape) -> dict[str, int]:
+    """For each piece the number of its array, of those that pieces of its kind share.
+
+    There are several where the slots of one would be more than int32 can number. Pieces take the
+    first that has room, and those of a table that are alike take it together.
+    """
+    alike: dict[tuple[Hashable, str], list[_Piece]] = {}
+    for piece in pieces.values():
+        config = piece.config
+        kind: Hashable = (config.dtype, config.embedding_dim, config.optimizer, _apart(piece))
+        alike.setdefault((kind, piece.table), []).append(piece)
+    filled: dict[Hashable, list[Counter[int]]] = {}
+    numbers: dict[str, int] = {}
+    for (kind, _), parts in alike.items():
+        rows: Counter[int] = Counter()
+        for block in (block for part in parts for block in part.blocks):
+            rows[block.device] += block.rows[1] - block.rows[0]
+        most = MAX_ROWS // (1 if parts[0].exchange == "copies" else mesh.num_devices)
+        arrays = filled.setdefault(kind, [])
+        room = (i for i, array in enumerate(arrays) if max((array + rows).values()) <= most)
+        number = next(room, len(arrays))
+        if number == len(arrays):
+            arrays.append(Counter())
+        arrays[number] += rows
+        numbers |= {part.config.name: number for part in parts}
+    return numbers
+
+
+def _check_cut(
+    table: TableConfig,
+    optimizer: RowOptimizer,
+    placement: Placement,
+    columns: Mapping[tuple[int, int], list[Block]],
+) -> None:
+    """That the optimizer can do with pieces of rows."""
+    if len(columns) == 1 or not (optimizer.needs_whole_rows or optimizer.clip_norm is not None):
+        return
+    name = type(optimizer).__name__
+    if placement.exchange == "sums":
+        raise ValueError(
+            f"table {table.name!r} is placed {placement.kind} with exchange='sums', and its "
+            f"optimizer {name} with these settings looks at whole rows, whose columns it cuts; use "
+            "exchange='rows'"
+        )
+    if not optimizer.can_cut_rows:
+        raise ValueError(
+            f"table {table.name!r} is placed {placement.kind}, which cuts its rows, but its "
+            f"optimizer {name} needs whole rows; use row_wise() or table_wise(), or let the "
+            "optimizer take its sums over rows from jaxrec.optim.mean_squares and row_norms and "
+            "say so with sums_rows = True"
+        )
+    if len({stop - start for start, stop in columns}) > 1:
+        raise ValueError(
+            f"table {table.name!r} is placed {placement.kind}, which cuts its "
+            f"{table.embedding_dim} columns into {len(columns)} unequal parts, but its optimizer "
+            f"{name} with these settings needs equal ones; name places whose number divides them"
+        )
+    devices = [device for blocks in columns.values() for device in {b.device for b in blocks}]
+    if twice := [device for device, count in Counter(devices).items() if count > 1]:
+        raise ValueError(
+            f"table {table.name!r} is placed {placement.kind} with two parts of its columns on "
+            f"device {twice[0]}, but its optimizer {name} with these settings needs them apart; "
+            "name each place once"
+        )
 
 
 def _outputs(
@@ -243,9 +370,24 @@ def _outputs(
     return tuple(ordered)
 
 
+def _check_together(groups: tuple[PlacedGroup, ...]) -> None:
+    """That tables whose pieces are updated together lie in one group."""
+    seen: set[str] = set()
+    for placed in groups:
+        clips = placed.is_cut and placed.group.optimizer.clip_norm is not None
+        if not placed.joins_pieces and not clips:
+            continue
+        if parted := seen.intersection(placed.tables):
+            raise ValueError(
+                f"table {min(parted)!r}: its pieces have more rows together than int32 can number "
+                f"({MAX_ROWS}), and its optimizer needs them together; cut it into fewer columns"
+            )
+        seen.update(placed.tables)
+
+
 def _place(group: Group, pieces: Mapping[str, _Piece], mesh: MeshShape) -> PlacedGroup:
     """Stacks the group's blocks on each device in the order of the pieces."""
-    is_replicated = pieces[group.tables[0].name].is_replicated
+    first = pieces[group.tables[0].name]
     filled = [0] * mesh.num_devices
     blocks = []
     for config, offset in zip(group.tables, group.row_offsets, strict=True):
@@ -254,8 +396,10 @@ def _place(group: Group, pieces: Mapping[str, _Piece], mesh: MeshShape) -> Place
             table = pieces[config.name].table
             blocks.append(PlacedBlock(table, block, first_row, filled[block.device]))
             filled[block.device] += block.rows[1] - block.rows[0]
-    num_devices = 1 if is_replicated else mesh.num_devices
-    placed = PlacedGroup(group, tuple(blocks), max(filled), num_devices, is_replicated)
+    num_devices = 1 if first.exchange == "copies" else mesh.num_devices
+    placed = PlacedGroup(
+        group, tuple(blocks), max(filled), num_devices, first.exchange, first.whole_dim
+    )
     if placed.num_slots > MAX_ROWS:
         raise ValueError(
             f"tables {', '.join(config.name for config in group.tables)} take {placed.num_slots} "

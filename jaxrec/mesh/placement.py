@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
-
-import numpy as np
+from typing import Literal, TypeAlias
 
 from jaxrec.embed.config import TableConfig
+
+Exchange: TypeAlias = Literal["rows", "sums"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,14 +55,25 @@ class Placement:
     Attributes:
         kind: Name of the sharding type.
         places: Devices or hosts, as the type takes them; empty: all of the mesh.
+        exchange: How rows travel. "rows": repeats are removed, rows come to the samples and are
+            pooled there. "sums": ids go to the rows, are pooled there, and what devices have of a
+            bag is added up on the way back. "copies": not at all.
     """
 
     kind: str
     places: tuple[int, ...] = ()
+    exchange: str = "rows"
+
+    def __post_init__(self) -> None:
+        wanted = ("copies",) if self.kind == "data_parallel" else ("rows", "sums")
+        if self.exchange not in wanted:
+            raise ValueError(
+                f"{self.kind}: exchange={self.exchange!r} is none of {', '.join(wanted)}"
+            )
 
     @property
     def is_replicated(self) -> bool:
-        return self.kind == "data_parallel"
+        return self.exchange == "copies"
 
     def cut(self, table: TableConfig, mesh: MeshShape) -> tuple[Block, ...]:
         """The table's blocks, by column and then by row; a replicated table is one on device 0.
@@ -111,28 +124,27 @@ def _grid(table: TableConfig, owners: Sequence[tuple[int, ...]]) -> tuple[Block,
             "be cut into; name fewer devices or use row_wise()"
         )
     blocks = []
-    for devices, columns in zip(owners, np.array_split(np.arange(dim), len(owners)), strict=True):
+    for devices, columns in zip(owners, _even(dim, len(owners)), strict=True):
         if rows < len(devices):
             raise ValueError(
                 f"table {table.name!r} has {rows} rows, fewer than the {len(devices)} devices it "
                 "is to be cut over; use table_wise() or data_parallel()"
             )
-        for device, part in zip(
-            devices, np.array_split(np.arange(rows), len(devices)), strict=True
-        ):
-            blocks.append(
-                Block(
-                    (int(part[0]), int(part[-1]) + 1),
-                    (int(columns[0]), int(columns[-1]) + 1),
-                    device,
-                )
-            )
+        parts = _even(rows, len(devices))
+        blocks += [Block(part, columns, d) for d, part in zip(devices, parts, strict=True)]
     return tuple(blocks)
+
+
+def _even(count: int, parts: int) -> list[tuple[int, int]]:
+    """First and past the last of each part, the first parts having one more where needed."""
+    size, more = divmod(count, parts)
+    starts = [part * size + min(part, more) for part in range(parts + 1)]
+    return list(itertools.pairwise(starts))
 
 
 def data_parallel() -> Placement:
     """A copy on every device; lookups need no communication. For small tables."""
-    return Placement("data_parallel")
+    return Placement("data_parallel", exchange="copies")
 
 
 def table_wise(device: int = 0) -> Placement:
@@ -140,9 +152,16 @@ def table_wise(device: int = 0) -> Placement:
     return Placement("table_wise", (device,))
 
 
-def row_wise(devices: Sequence[int] = ()) -> Placement:
-    """The rows in equal parts over ``devices``, all of the mesh if none are named."""
-    return Placement("row_wise", tuple(devices))
+def row_wise(devices: Sequence[int] = (), *, exchange: Exchange = "rows") -> Placement:
+    """The rows in equal parts over ``devices``, all of the mesh if none are named.
+
+    Args:
+        devices: The devices, by number.
+        exchange: "rows" moves each distinct row once to each device that needs it: best for short
+            bags and skewed ids. "sums" moves one sum for each bag of the whole batch: best for long
+            bags. `jaxrec.plan` costs both. Only tables that are pooled can use "sums".
+    """
+    return Placement("row_wise", tuple(devices), exchange)
 
 
 def column_wise(devices: Sequence[int] = ()) -> Placement:
@@ -150,9 +169,9 @@ def column_wise(devices: Sequence[int] = ()) -> Placement:
     return Placement("column_wise", tuple(devices))
 
 
-def table_row_wise(host: int = 0) -> Placement:
-    """The rows in equal parts over the devices of one host."""
-    return Placement("table_row_wise", (host,))
+def table_row_wise(host: int = 0, *, exchange: Exchange = "rows") -> Placement:
+    """The rows in equal parts over the devices of one host; for ``exchange`` see `row_wise`."""
+    return Placement("table_row_wise", (host,), exchange)
 
 
 def table_column_wise(host: int = 0) -> Placement:
@@ -160,6 +179,9 @@ def table_column_wise(host: int = 0) -> Placement:
     return Placement("table_column_wise", (host,))
 
 
-def grid(hosts: Sequence[int] = ()) -> Placement:
-    """The columns in equal parts over ``hosts``, and the rows of each over its devices."""
-    return Placement("grid", tuple(hosts))
+def grid(hosts: Sequence[int] = (), *, exchange: Exchange = "rows") -> Placement:
+    """The columns in equal parts over ``hosts``, and the rows of each over its devices.
+
+    For ``exchange`` see `row_wise`.
+    """
+    return Placement("grid", tuple(hosts), exchange)

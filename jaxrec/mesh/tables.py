@@ -33,8 +33,12 @@ from jaxrec.embed.update import (
     row_gradients,
     update_rows,
 )
-from jaxrec.mesh.exchange import fetch_rows, plan_route, send_gradients, sum_by_slot
+from jaxrec.mesh import exchange
+from jaxrec.mesh.collectives import Channel
 from jaxrec.mesh.layout import MeshLayout, PlacedGroup
+from jaxrec.mesh.pool import pool_at_owners, update_at_owners
+from jaxrec.mesh.precision import Precision
+from jaxrec.mesh.route import plan_route
 from jaxrec.ragged import KeyedArray, KeyedJaggedArray
 
 # Room for this many times the even share of a batch's rows in a round of the exchange.
@@ -52,14 +56,20 @@ class ShardedTables(TableStore):
         state: For each group its optimizer state, its first axis like that of the rows.
         layout: Where blocks of tables live in there.
         mesh: The devices.
+        precision: The formats of what travels between them.
     """
 
     layout: MeshLayout = dataclasses.field(metadata={"static": True})
     mesh: Mesh = dataclasses.field(metadata={"static": True})
+    precision: Precision = dataclasses.field(default=Precision(), metadata={"static": True})
 
     @property
     def axes(self) -> tuple[str, ...]:
         return tuple(self.mesh.axis_names)
+
+    @property
+    def channel(self) -> Channel:
+        return Channel(self.axes, self.precision)
 
     def spec(self, placed: PlacedGroup) -> PartitionSpec:
         """How a group's arrays lie."""
@@ -78,16 +88,32 @@ class MeshRows(RowSource):
 
     tables: dict[str, Float[Array, "local_rows dim"]]
     placed: dict[str, PlacedGroup]
-    axes: tuple[str, ...]
+    channel: Channel
 
     def pool(self, group, features, weights, layout, dtype):
-        if self.placed[group.name].is_replicated:
+        placed = self.placed[group.name]
+        if placed.is_replicated:
             return LocalRows(self.tables).pool(group, features, weights, layout, dtype)
         lookups = kernels.flatten_bags(
             features.values, features.lengths, None, layout, group.num_rows
         )
+        weights = None if weights is None else _segments(weights, layout)
+        if placed.exchange == "sums":
+            scales = lookups.scales
+            if weights is not None:
+                scales = weights if scales is None else weights * scales
+            room = round_capacity(lookups.rows.size, placed.num_devices)
+            return pool_at_owners(
+                placed,
+                self.tables[group.name],
+                lookups,
+                scales,
+                layout.num_bags,
+                self.channel,
+                room,
+            ).astype(dtype)
         rows, index = self._fetch(group, lookups)
-        here, weights = _rows_at_home(layout, weights, index.size)
+        here = _layout_at_home(layout, len(rows))
         return pool(rows, index, features.lengths, weights, here, dtype)
 
     def rows(self, group, lookups):
@@ -101,9 +127,8 @@ class MeshRows(RowSource):
     def _fetch(self, group: Group, lookups: Lookups) -> tuple[Array, Array]:
         placed = self.placed[group.name]
         route = plan_route(placed, lookups.rows)
-        room = round_capacity(route.slots.size, placed.num_devices)
-        rows = fetch_rows(placed, self.tables[group.name], route, self.axes, room)
-        return rows, route.index
+        room = round_capacity(lookups.rows.size, placed.num_devices)
+        return exchange.fetch_rows(placed, self.tables[group.name], route, self.channel, room)
 
 
 def round_capacity(lookups: int, num_devices: int) -> int:
@@ -111,21 +136,20 @@ def round_capacity(lookups: int, num_devices: int) -> int:
     return max(1, min(lookups, int(np.ceil(lookups / num_devices * _SLACK))))
 
 
-def _rows_at_home(
-    layout: BagLayout, weights: Array | None, num_rows: int
-) -> tuple[BagLayout, Array | None]:
+def _layout_at_home(layout: BagLayout, num_rows: int) -> BagLayout:
     """The layout of a batch whose ids are rows of one array, segments in feature order."""
-    starts = tuple(itertools.accumulate(layout.capacities, initial=0))[:-1]
-    here = dataclasses.replace(
+    return dataclasses.replace(
         layout,
-        id_starts=starts,
+        id_starts=tuple(itertools.accumulate(layout.capacities, initial=0))[:-1],
         row_offsets=(0,) * layout.num_features,
         row_counts=(num_rows,) * layout.num_features,
     )
-    if weights is not None:
-        pieces = zip(layout.id_starts, layout.capacities, strict=True)
-        weights = jnp.concatenate([weights[start : start + size] for start, size in pieces])
-    return here, weights
+
+
+def _segments(weights: Float[Array, " capacity"], layout: BagLayout) -> Float[Array, " positions"]:
+    """The weights of the layout's features, in their order."""
+    pieces = zip(layout.id_starts, layout.capacities, strict=True)
+    return jnp.concatenate([weights[start : start + size] for start, size in pieces])
 
 
 @lookup.register(ShardedTables)
@@ -147,7 +171,7 @@ def lookup_sharded(
     pieces = tables.layout.pieces
 
     def on_device(rows, features):
-        source = MeshRows(rows, placed, tables.axes)
+        source = MeshRows(rows, placed, tables.channel)
         found, residuals = look_up(source, pieces, _first(features), is_weighted, dtype)
         if isinstance(found, KeyedArray):
             return found.values, _stack(residuals)
@@ -208,8 +232,8 @@ def update_rows_sharded(
         for placed in tables.layout.groups:
             name = placed.group.name
             gradient = merge([gradients[name] for gradients in lookups])
-            advance = _update_replicated if placed.is_replicated else _update_owned
-            new[name] = advance(tables, placed, rows[name], state[name], gradient, step)
+            update = _update_replicated if placed.is_replicated else _update_owned
+            new[name] = update(tables, placed, rows[name], state[name], gradient, step)
         return {name: pair[0] for name, pair in new.items()}, {n: p[1] for n, p in new.items()}
 
     state_specs = {name: dict.fromkeys(tables.state[name], spec) for name, spec in specs.items()}
@@ -231,21 +255,10 @@ def _update_owned(
     gradient: RowGradients,
     step: Array,
 ) -> tuple[Array, dict[str, Array]]:
-    route = plan_route(placed, gradient.lookups.rows)
-    optimizer = placed.group.optimizer
-    sums = sum_by_slot(gradient.lookups, route.index, gradient.values, optimizer.clip_value)
-    room = round_capacity(route.slots.size, placed.num_devices)
-    return send_gradients(
-        placed,
-        rows,
-        state,
-        route,
-        sums,
-        dataclasses.replace(optimizer, clip_value=None),
-        step,
-        tables.axes,
-        room,
-    )
+    """Gradients travel to the rows' owners, as rows or as bags."""
+    update = update_at_owners if placed.exchange == "sums" else exchange.update_rows
+    room = round_capacity(gradient.lookups.rows.size, placed.num_devices)
+    return update(placed, rows, state, gradient, step, tables.channel, room)
 
 
 def _update_replicated(
@@ -257,13 +270,18 @@ def _update_replicated(
     step: Array,
 ) -> tuple[Array, dict[str, Array]]:
     """Every device gathers all devices' gradients of rows and makes the same update."""
-    route = plan_route(placed, gradient.lookups.rows)
-    optimizer = placed.group.optimizer
-    sums = sum_by_slot(gradient.lookups, route.index, gradient.values, optimizer.clip_value)
-    slots = jax.lax.all_gather(route.slots, tables.axes, tiled=True)
-    sums = jax.lax.all_gather(sums, tables.axes, tiled=True)
+    optimizer, lookups = placed.group.optimizer, gradient.lookups
+    runs = kernels.build_runs(lookups.rows, placed.num_slots)
+    is_row = (lookups.rows >= 0) & (lookups.rows < placed.num_slots)
+    at = dataclasses.replace(lookups, rows=jnp.where(is_row, runs.inverse, -1))
+    sums = kernels.sum_rows(at, gradient.values, runs.unique.size, optimizer.clip_value)
+    slots = tables.channel.gather(runs.unique)
+    sums = tables.channel.gather_gradients(sums)
     optimizer = dataclasses.replace(optimizer, clip_value=None)
-    return kernels.fused_update(rows, state, Lookups(slots, None, None), sums, optimizer, step)
+    starts = placed.group.row_offsets
+    return kernels.fused_update(
+        rows, state, Lookups(slots, None, None), sums, optimizer, step, starts
+    )
 
 
 def _split_pieces(layout: MeshLayout, gradients: dict[str, Array]) -> dict[str, Array]:

@@ -16,6 +16,8 @@ from jaxrec.optim.ftrl import ftrl as ftrl
 from jaxrec.optim.lamb import lamb as lamb
 from jaxrec.optim.lamb import partial_rowwise_lamb as partial_rowwise_lamb
 from jaxrec.optim.lars import lars_sgd as lars_sgd
+from jaxrec.optim.norm import mean_squares as mean_squares
+from jaxrec.optim.norm import row_norms as row_norms
 from jaxrec.optim.rmsprop import rmsprop as rmsprop
 from jaxrec.optim.rmsprop import rowwise_rmsprop as rowwise_rmsprop
 from jaxrec.optim.schedules import WarmupStage as WarmupStage

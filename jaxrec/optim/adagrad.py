@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxrec.optim import checks
 from jaxrec.optim.base import RowOptimizer, RowState
-from jaxrec.optim.norm import limit_norm
+from jaxrec.optim.norm import limit_norm, mean_squares
 
 _WEIGHT_DECAY_MODES = ("none", "l2", "decoupled")
 
@@ -102,6 +102,8 @@ class rowwise_adagrad(RowOptimizer):
         ([[0.5, 1.5]], [1.0])
     """
 
+    sums_rows: ClassVar[bool] = True
+
     eps: float = 1e-8
     weight_decay: float = 0.0
     weight_decay_mode: Literal["none", "l2", "decoupled"] = "none"
@@ -126,7 +128,7 @@ class rowwise_adagrad(RowOptimizer):
         rate = self.rate(step)
         if self.weight_decay_mode == "l2":
             gradients = gradients + self.weight_decay * rows
-        accumulator = state["accumulator"] + jnp.mean(gradients * gradients, axis=1)
+        accumulator = state["accumulator"] + mean_squares(gradients)
         if self.weight_decay_mode == "decoupled":
             rows = (1 - rate * self.weight_decay) * rows
         rows = rows - (rate / (jnp.sqrt(accumulator) + self.eps))[:, None] * gradients

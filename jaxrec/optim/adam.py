@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 from jaxrec.optim import checks
 from jaxrec.optim.base import RowOptimizer, RowState
 from jaxrec.optim.moments import adam_direction, moving_average
-from jaxrec.optim.norm import limit_norm
+from jaxrec.optim.norm import limit_norm, mean_squares
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -120,6 +120,8 @@ class partial_rowwise_adam(RowOptimizer):
         ([[0.5, 1.5]], (1,))
     """
 
+    sums_rows: ClassVar[bool] = True
+
     b1: float = 0.9
     b2: float = 0.999
     eps: float = 1e-8
@@ -144,7 +146,7 @@ class partial_rowwise_adam(RowOptimizer):
         state: RowState,
         step: Int[Array, ""],
     ) -> tuple[Float[Array, "rows dim"], dict[str, Array]]:
-        squares = jnp.mean(gradients * gradients, axis=1)
+        squares = mean_squares(gradients)
         first = moving_average(state["first_moment"], gradients, self.b1)
         second = moving_average(state["second_moment"], squares, self.b2)
         direction = adam_direction(

@@ -50,6 +50,14 @@ class RowOptimizer(abc.ABC):
     # Whether `update` treats every element of a row by itself.
     is_elementwise: ClassVar[bool] = False
 
+    # Whether sums over a row, where `update` needs them, are those of `jaxrec.optim.norm`.
+    sums_rows: ClassVar[bool] = False
+
+    @property
+    def can_cut_rows(self) -> bool:
+        """Whether a table's columns may lie apart."""
+        return self.is_elementwise or self.sums_rows
+
     @property
     def needs_whole_rows(self) -> bool:
         """Whether a part of a row's columns cannot be advanced without the others."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import ClassVar
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -10,7 +11,7 @@ from jaxtyping import Array, Float, Int
 from jaxrec.optim import checks
 from jaxrec.optim.base import RowOptimizer, RowState
 from jaxrec.optim.moments import adam_direction, moving_average
-from jaxrec.optim.norm import limit_norm, row_norms, trust_ratio
+from jaxrec.optim.norm import limit_norm, mean_squares, row_norms, trust_ratio
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,6 +44,8 @@ class lamb(RowOptimizer):
         >>> rows.round(4).tolist(), sorted(state)
         ([[2.0, 6.0]], ['first_moment', 'second_moment'])
     """
+
+    sums_rows: ClassVar[bool] = True
 
     b1: float = 0.9
     b2: float = 0.999
@@ -103,6 +106,8 @@ class partial_rowwise_lamb(RowOptimizer):
         ([[2.0, 6.0]], (1,))
     """
 
+    sums_rows: ClassVar[bool] = True
+
     b1: float = 0.9
     b2: float = 0.999
     eps: float = 1e-8
@@ -127,7 +132,7 @@ class partial_rowwise_lamb(RowOptimizer):
         state: RowState,
         step: Int[Array, ""],
     ) -> tuple[Float[Array, "rows dim"], dict[str, Array]]:
-        squares = jnp.mean(gradients * gradients, axis=1)
+        squares = mean_squares(gradients)
         first = moving_average(state["first_moment"], gradients, self.b1)
         second = moving_average(state["second_moment"], squares, self.b2)
         direction = adam_direction(

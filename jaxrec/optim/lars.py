@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import ClassVar
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -40,6 +41,8 @@ class lars_sgd(RowOptimizer):
         >>> rows.tolist(), state["momentum"].tolist()
         ([[3.0, 1.5]], [[0.0, 2.5]])
     """
+
+    sums_rows: ClassVar[bool] = True
 
     momentum: float = 0.9
     eta: float = 0.001

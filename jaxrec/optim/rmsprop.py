@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 from jaxrec.optim import checks
 from jaxrec.optim.base import RowOptimizer, RowState
 from jaxrec.optim.moments import moving_average
-from jaxrec.optim.norm import limit_norm
+from jaxrec.optim.norm import limit_norm, mean_squares
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -99,6 +99,8 @@ class rowwise_rmsprop(RowOptimizer):
         ([[6.0, 8.0]], [0.25], [1.0])
     """
 
+    sums_rows: ClassVar[bool] = True
+
     decay: float = 0.9
     eps: float = 1e-8
     ar_alpha: float = 0.0
@@ -125,7 +127,7 @@ class rowwise_rmsprop(RowOptimizer):
         step: Int[Array, ""],
     ) -> tuple[Float[Array, "rows dim"], dict[str, Array]]:
         rate = self.rate(step)
-        squares = jnp.mean(gradients * gradients, axis=1)
+        squares = mean_squares(gradients)
         second = moving_average(state["second_moment"], squares, self.decay)
         new_state = {"second_moment": second}
         if self.ar_alpha > 0:

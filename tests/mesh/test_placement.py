@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
@@ -10,7 +12,15 @@ from jax.sharding import AxisType
 
 import jaxrec
 from jaxrec.embed.layout import layout_tables
-from jaxrec.mesh import column_wise, data_parallel, grid, row_wise, table_row_wise, table_wise
+from jaxrec.mesh import (
+    column_wise,
+    data_parallel,
+    grid,
+    row_wise,
+    table_column_wise,
+    table_row_wise,
+    table_wise,
+)
 from jaxrec.mesh.layout import layout_mesh
 from jaxrec.mesh.placement import MeshShape
 
@@ -62,13 +72,67 @@ def test_errors(placements, message):
         layout_mesh(layout, placements, MESH)
 
 
-def test_optimizers_that_need_whole_rows_refuse_cut_rows():
-    layout = layout_tables([TABLE], jaxrec.optim.rowwise_adagrad())
-    with pytest.raises(ValueError, match="rowwise_adagrad needs whole rows; use row_wise"):
-        layout_mesh(layout, {"user": column_wise((0, 1))}, MESH)
-    layout = layout_tables([TABLE], jaxrec.optim.sgd(clip_norm=1.0))
-    with pytest.raises(ValueError, match="clip_norm"):
-        layout_mesh(layout, {"user": row_wise()}, MESH)
+@dataclasses.dataclass(frozen=True)
+class Normalized(jaxrec.optim.RowOptimizer):
+    """An optimizer of somebody's own that looks at whole rows."""
+
+    def init(self, num_rows, dim):
+        return {}
+
+    def update(self, rows, gradients, state, step):
+        return rows / (rows**2).sum(axis=1, keepdims=True), state
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "placement", "message"),
+    [
+        pytest.param(
+            Normalized(0.1),
+            table_column_wise(0),
+            "'user'.*Normalized needs whole rows; use row_wise.*sums_rows = True",
+            id="own_optimizer",
+        ),
+        pytest.param(
+            jaxrec.optim.rowwise_adagrad(),
+            column_wise((0, 1)),
+            "'user'.*7 columns into 2 unequal parts.*rowwise_adagrad.*equal ones",
+            id="unequal_parts",
+        ),
+        pytest.param(
+            jaxrec.optim.sgd(clip_norm=1.0),
+            column_wise((0, 1)),
+            "'user'.*unequal parts.*sgd with these settings",
+            id="clip_norm",
+        ),
+        pytest.param(
+            jaxrec.optim.lamb(),
+            column_wise((1,) * 7),
+            "'user'.*two parts of its columns on device 1.*lamb.*name each place once",
+            id="one_device_twice",
+        ),
+        pytest.param(
+            jaxrec.optim.rowwise_adagrad(),
+            grid((0, 1), exchange="sums"),
+            "'user'.*exchange='sums'.*rowwise_adagrad.*use exchange='rows'",
+            id="sums_of_cut_rows",
+        ),
+    ],
+)
+def test_cut_rows_that_an_optimizer_cannot_do_with(optimizer, placement, message):
+    layout = layout_tables([TABLE], optimizer)
+    with pytest.raises(ValueError, match=message):
+        layout_mesh(layout, {"user": placement}, MESH)
+
+
+def test_rows_that_are_not_pooled_have_no_sums():
+    layout = layout_tables([jaxrec.EmbeddingConfig("user", 10, 4)], jaxrec.optim.sgd())
+    with pytest.raises(ValueError, match=r"'user'.*row_wise.*not pooled; use exchange='rows'"):
+        layout_mesh(layout, {"user": row_wise(exchange="sums")}, MESH)
+
+
+def test_unknown_exchanges(unchecked):
+    with pytest.raises(ValueError, match="row_wise: exchange='bags' is none of rows, sums"):
+        row_wise(exchange="bags")
 
 
 def test_a_plan_holds_placements_alone(unchecked):

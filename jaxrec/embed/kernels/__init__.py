@@ -14,3 +14,5 @@ from jaxrec.embed.kernels.primitives import fused_update as fused_update
 from jaxrec.embed.kernels.primitives import new_rows as new_rows
 from jaxrec.embed.kernels.primitives import pooled_lookup as pooled_lookup
 from jaxrec.embed.kernels.primitives import row_lookup as row_lookup
+from jaxrec.embed.kernels.primitives import shift_rows as shift_rows
+from jaxrec.embed.kernels.primitives import sum_rows as sum_rows

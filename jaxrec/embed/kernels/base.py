@@ -19,6 +19,10 @@ The primitives:
 ``bucket(owners, num_owners)``
     Groups lookups by owner, for the exchange between devices, as `Buckets`. An owner outside
     ``[0, num_owners)`` is none.
+``shift_rows(rows, starts, shifts, num_rows, outside)``
+    ``rows`` in another numbering: each plus the shift of the stretch of rows it lies in.
+``sum_rows(lookups, gradients, num_rows, bound)``
+    The sum of the gradients of each row's lookups, ``[num_rows, dim]`` float32.
 ``fused_update(table, state, lookups, gradients, optimizer, step)``
     Sums the gradients of each row that occurs, applies the row optimizer, writes each row once.
 

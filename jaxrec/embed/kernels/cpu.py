@@ -34,6 +34,8 @@ _TARGETS = (
     "row_lookup",
     "build_runs",
     "bucket",
+    "shift_rows",
+    "sum_rows",
     "fused_update",
 )
 _ROW_TYPES = ("float32", "bfloat16", "float16")
@@ -56,6 +58,11 @@ def _load() -> ctypes.CDLL | str:
     if not _LIBRARY.exists():
         return "the native library was not built (it needs a C++17 compiler: reinstall jaxrec)"
     library = ctypes.CDLL(str(_LIBRARY))
+    if lacking := [name for name in _TARGETS if not hasattr(library, f"jaxrec_{name}")]:
+        return (
+            f"the native library lacks {', '.join(lacking)}, as it was built from another version "
+            "of jaxrec: reinstall jaxrec"
+        )
     library.jaxrec_instruction_set.restype = ctypes.c_char_p
     library.jaxrec_jaxlib.restype = ctypes.c_char_p
     oldest = library.jaxrec_jaxlib().decode()
@@ -91,6 +98,12 @@ def refuse(primitive: str, arguments: Mapping[str, Any]) -> str | None:
     library = _load()
     if isinstance(library, str):
         return library
+    gradients = arguments.get("gradients")
+    if gradients is not None:
+        if gradients.dtype.name not in _ROW_TYPES:
+            return f"gradients are {', '.join(_ROW_TYPES)}, not {gradients.dtype.name}"
+        if gradients.shape[1] > _MAX_DIM:
+            return f"rows have at most {_MAX_DIM} elements, not {gradients.shape[1]}"
     table = arguments.get("table")
     if table is None:
         return None
@@ -102,10 +115,6 @@ def refuse(primitive: str, arguments: Mapping[str, Any]) -> str | None:
         return "the table is empty"
     if primitive == "pooled_lookup" and jnp.dtype(arguments["dtype"]).name not in _ROW_TYPES:
         return f"results are {', '.join(_ROW_TYPES)}, not {jnp.dtype(arguments['dtype']).name}"
-    if primitive == "fused_update":
-        gradients = arguments["gradients"]
-        if gradients.dtype.name not in _ROW_TYPES:
-            return f"gradients are {', '.join(_ROW_TYPES)}, not {gradients.dtype.name}"
     return None
 
 
@@ -183,6 +192,42 @@ def bucket(owners: Int32[Array, " n"], num_owners: int) -> Buckets:
         jax.ShapeDtypeStruct((num_owners,), jnp.int32),
     ]
     return Buckets(*_call("bucket", results, owners))
+
+
+def shift_rows(
+    rows: Int32[Array, " n"],
+    starts: tuple[int, ...],
+    shifts: tuple[int, ...],
+    num_rows: int,
+    outside: int,
+) -> Int32[Array, " n"]:
+    """Rows in another numbering; see `jaxrec.embed.kernels.base`."""
+    (shifted,) = _call(
+        "shift_rows",
+        [jax.ShapeDtypeStruct(rows.shape, jnp.int32)],
+        rows,
+        starts=np.array(starts, np.int64),
+        shifts=np.array(shifts, np.int64),
+        num_rows=np.int64(num_rows),
+        outside=np.int64(outside),
+    )
+    return shifted
+
+
+def sum_rows(
+    lookups: Lookups, gradients: Float[Array, "bags dim"], num_rows: int, bound: float | None
+) -> Float[Array, "num_rows dim"]:
+    """The gradients of each row; see `jaxrec.embed.kernels.base`."""
+    (sums,) = _call(
+        "sum_rows",
+        [jax.ShapeDtypeStruct((num_rows, gradients.shape[1]), jnp.float32)],
+        lookups.rows,
+        _optional(lookups.bags, jnp.int32),
+        _optional(lookups.scales, jnp.float32),
+        gradients,
+        bound=np.float32(math.inf if bound is None else bound),
+    )
+    return sums
 
 
 def fused_update(

@@ -234,5 +234,7 @@ PRIMITIVES = (
     "row_lookup",
     "build_runs",
     "bucket",
+    "shift_rows",
+    "sum_rows",
     "fused_update",
 )

@@ -119,6 +119,64 @@ def bucket(owners: Int32[Array, " n"], num_owners: int) -> Buckets:
     return dispatch.call("bucket", {"owners": owners}, num_owners=num_owners)
 
 
+def shift_rows(
+    rows: Int32[Array, " n"],
+    starts: tuple[int, ...],
+    shifts: tuple[int, ...],
+    num_rows: int,
+    outside: int,
+) -> Int32[Array, " n"]:
+    """Rows in another numbering.
+
+    Args:
+        rows: Any numbers.
+        starts: First row of each stretch of rows, ascending from 0.
+        shifts: What is added to the rows of each stretch.
+        num_rows: Where the last stretch ends.
+        outside: What numbers outside ``[0, num_rows)`` become.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from jaxrec.embed import kernels
+        >>> rows = jnp.array([0, 4, 5, 9, -1])
+        >>> kernels.shift_rows(rows, (0, 5), (100, -5), num_rows=8, outside=999).tolist()
+        [100, 104, 0, 999, 999]
+    """
+    return dispatch.call(
+        "shift_rows",
+        {"rows": rows},
+        starts=starts,
+        shifts=shifts,
+        num_rows=num_rows,
+        outside=outside,
+    )
+
+
+def sum_rows(
+    lookups: Lookups,
+    gradients: Float[Array, "bags dim"],
+    num_rows: int,
+    bound: float | None = None,
+) -> Float[Array, "num_rows dim"]:
+    """The sum of the gradients of each row's lookups; `pooled_lookup` transposed.
+
+    Args:
+        lookups: Which row belongs to which gradient, and its factor; rows outside are left out.
+        gradients: The gradient of each bag.
+        num_rows: Rows of the result.
+        bound: On the absolute value of an element of a bag's gradient; None: none.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from jaxrec.embed import kernels
+        >>> lookups = kernels.Lookups(jnp.array([1, 1, 5]), jnp.array([0, 1, 1]), None)
+        >>> kernels.sum_rows(lookups, jnp.array([[1.0], [10.0]]), num_rows=2).tolist()
+        [[0.0], [11.0]]
+    """
+    arrays = {"lookups": lookups, "gradients": gradients}
+    return dispatch.call("sum_rows", arrays, num_rows=num_rows, bound=bound)
+
+
 def fused_update(
     table: Float[Array, "rows dim"],
     state: dict[str, Array],

@@ -109,6 +109,30 @@ def bucket(owners: Int32[Array, " n"], num_owners: int) -> Buckets:
     return Buckets(jnp.argsort(owners, stable=True).astype(jnp.int32), counts)
 
 
+def shift_rows(
+    rows: Int32[Array, " n"],
+    starts: tuple[int, ...],
+    shifts: tuple[int, ...],
+    num_rows: int,
+    outside: int,
+) -> Int32[Array, " n"]:
+    """Rows in another numbering; see `jaxrec.embed.kernels.base`."""
+    stretch = jnp.searchsorted(np.asarray(starts, np.int32), rows, side="right") - 1
+    shift = jnp.asarray(shifts, jnp.int32)[jnp.maximum(stretch, 0)]
+    is_row = (rows >= 0) & (rows < num_rows)
+    return jnp.where(is_row, rows + shift, outside).astype(jnp.int32)
+
+
+def sum_rows(
+    lookups: Lookups, gradients: Float[Array, "bags dim"], num_rows: int, bound: float | None
+) -> Float[Array, "num_rows dim"]:
+    """The gradients of each row; see `jaxrec.embed.kernels.base`."""
+    runs = build_runs(lookups.rows, num_rows)
+    sums = sum_runs(lookups, runs, gradients, bound)
+    zeros = jnp.zeros((num_rows, gradients.shape[1]), jnp.float32)
+    return zeros.at[runs.unique].set(sums, mode="drop", indices_are_sorted=True)
+
+
 def fused_update(
     table: Float[Array, "rows dim"],
     state: dict[str, Array],
@@ -134,13 +158,7 @@ def update_runs(
     table_starts: tuple[int, ...],
 ) -> tuple[Float[Array, "rows dim"], dict[str, Array]]:
     """`fused_update` with runs that somebody has built."""
-    bags = runs.order if lookups.bags is None else lookups.bags[runs.order]
-    gradients = gradients[bags].astype(jnp.float32)
-    if optimizer.clip_value is not None:
-        gradients = jnp.clip(gradients, -optimizer.clip_value, optimizer.clip_value)
-    if lookups.scales is not None:
-        gradients = gradients * lookups.scales[runs.order][:, None]
-    gradients = jax.ops.segment_sum(gradients, runs.segments, bags.size, indices_are_sorted=True)
+    gradients = sum_runs(lookups, runs, gradients, optimizer.clip_value)
     if optimizer.clip_norm is not None:
         gradients = _clip_norm(
             gradients, runs.unique, optimizer.clip_norm, table_starts, table.shape[0]
@@ -158,6 +176,19 @@ def update_runs(
     if optimizer.stochastic_rounding:
         rows = round_rows(rows, runs.unique, step, table.dtype)
     return put(table, rows), jax.tree.map(put, state, new_state)
+
+
+def sum_runs(
+    lookups: Lookups, runs: Runs, gradients: Float[Array, "bags dim"], bound: float | None
+) -> Float[Array, "lookups dim"]:
+    """The sum of the gradients of each run, elements of a lookup's gradient within the bound."""
+    bags = runs.order if lookups.bags is None else lookups.bags[runs.order]
+    gradients = gradients[bags].astype(jnp.float32)
+    if bound is not None:
+        gradients = jnp.clip(gradients, -bound, bound)
+    if lookups.scales is not None:
+        gradients = gradients * lookups.scales[runs.order][:, None]
+    return jax.ops.segment_sum(gradients, runs.segments, bags.size, indices_are_sorted=True)
 
 
 def _put_rows(array: Array, rows: Int32[Array, " n"], values: Array) -> Array:

@@ -17,6 +17,7 @@
 #include "lookup.h"
 #include "new_rows.h"
 #include "runs.h"
+#include "shift.h"
 #include "team.h"
 #include "update_rows.h"
 
@@ -321,6 +322,43 @@ void check_runs() {
   }
 }
 
+void check_sum_rows(const Data& data) {
+  const int64_t dim = data.shape.dim, num_rows = data.num_rows_each;
+  const int64_t count = static_cast<int64_t>(data.ids.size());
+  std::vector<int32_t> bags(count);
+  for (int64_t i = 0; i < count; ++i) bags[i] = static_cast<int32_t>(i % data.num_bags());
+  std::vector<double> expected(num_rows * dim, 0.0);
+  for (int64_t i = 0; i < count; ++i) {
+    if (data.ids[i] < 0 || data.ids[i] >= num_rows) continue;
+    for (int64_t d = 0; d < dim; ++d) {
+      expected[data.ids[i] * dim + d] += data.gradients[bags[i] * dim + d];
+    }
+  }
+  std::vector<float> sums(num_rows * dim, NAN);
+  with_team(3, [&](Team& team) {
+    sum_rows(team, {sums.data(), Type::kF32, num_rows, dim}, data.ids.data(), count,
+             {data.gradients.data(), Type::kF32, dim, bags.data(), data.num_bags(), nullptr, kNone});
+  });
+  for (size_t i = 0; i < sums.size(); ++i) {
+    require(is_close(sums[i], expected[i], 1e-4), "sums of rows, " + name_of(data.shape));
+  }
+}
+
+void check_shift_rows() {
+  const std::vector<int64_t> starts = {0, 5, 6, 40}, shifts = {10, -5, 1000, 0};
+  std::vector<int32_t> rows(20000), out(rows.size());
+  for (int32_t& row : rows) row = static_cast<int32_t>(random() % 70) - 10;
+  with_team(3, [&](Team& team) {
+    shift_rows(team, rows.data(), static_cast<int64_t>(rows.size()), starts.data(), shifts.data(),
+               4, 50, -1, out.data());
+  });
+  for (size_t i = 0; i < rows.size(); ++i) {
+    const int32_t row = rows[i];
+    const int32_t shift = row < 5 ? 10 : row < 6 ? -5 : row < 40 ? 1000 : 0;
+    require(out[i] == (row < 0 || row >= 50 ? -1 : row + shift), "shifted rows");
+  }
+}
+
 void check_new_rows() {
   // Smaller and larger than a piece, a pattern and a huge page.
   for (int64_t row_bytes : {int64_t{4}, int64_t{12}, int64_t{40000}}) {
@@ -360,6 +398,7 @@ int main() {
       check_pooled(data);
       check_rows(data);
       check_bad_lengths(shape);
+      check_sum_rows(data);
       for (Rule rule : {Rule::kSgd, Rule::kAdagrad, Rule::kRowwiseAdagrad, Rule::kAdam,
                         Rule::kPartialRowwiseAdam}) {
         check_update(data, rule, false);
@@ -367,6 +406,7 @@ int main() {
       }
     }
     check_runs();
+    check_shift_rows();
     check_new_rows();
   }
   std::printf("native kernels: %d instruction sets agree\n", checked);

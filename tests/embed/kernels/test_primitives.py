@@ -152,6 +152,31 @@ def test_bucket(implementation, num_owners):
     np.testing.assert_array_equal(buckets.counts, np.bincount(known)[:num_owners])
 
 
+def test_shift_rows(implementation):
+    rows = np.random.default_rng(0).integers(-5, 60, 20_000).astype(np.int32)
+    starts, shifts = (0, 7, 8, 30), (100, -7, 1000, 2**31 - 60)
+    shifted = kernels.shift_rows(jnp.asarray(rows), starts, shifts, 50, outside=-9)
+    expected = rows + np.array(shifts)[np.searchsorted(starts, rows, side="right") - 1]
+    np.testing.assert_array_equal(shifted, np.where((rows >= 0) & (rows < 50), expected, -9))
+
+
+@pytest.mark.parametrize("bound", [None, 0.5])
+@pytest.mark.parametrize("dim", [1, 5, 64])
+def test_sum_rows(implementation, dim, bound):
+    rng = np.random.default_rng(0)
+    rows = rng.integers(-2, 12, 5000).astype(np.int32)
+    bags, scales = rng.integers(0, 40, 5000).astype(np.int32), rng.normal(size=5000)
+    gradients = rng.normal(size=(40, dim))
+    lookups = kernels.Lookups(jnp.asarray(rows), jnp.asarray(bags), jnp.float32(scales))
+    sums = kernels.sum_rows(lookups, jnp.float32(gradients), 10, bound)
+    bounded = gradients if bound is None else np.clip(gradients, -bound, bound)
+    expected = np.zeros((10, dim))
+    is_row = (rows >= 0) & (rows < 10)
+    np.add.at(expected, rows[is_row], (bounded[bags] * scales[:, None])[is_row])
+    np.testing.assert_allclose(sums, expected, rtol=1e-4, atol=1e-4)
+    assert sums.dtype == jnp.float32
+
+
 @pytest.mark.parametrize("shape", SMALL)
 def test_fused_update(implementation, shape):
     check_update(case(shape), OPTIMIZERS["rowwise_adagrad"])

@@ -7,6 +7,7 @@
 #include "lookup.h"
 #include "new_rows.h"
 #include "runs.h"
+#include "shift.h"
 #include "update_rows.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -108,6 +109,26 @@ ffi::Error bucket_call(ffi::ThreadPool pool, Ints owners, ffi::Result<Ints> orde
   Team team = make_team(pool);
   bucket(team, owners.typed_data(), owners.element_count(), counts->element_count(),
          order->typed_data(), counts->typed_data());
+  return ffi::Error::Success();
+}
+
+ffi::Error shift_rows_call(ffi::ThreadPool pool, Ints rows, ffi::Result<Ints> out, Numbers starts,
+                           Numbers shifts, int64_t num_rows, int64_t outside) {
+  Team team = make_team(pool);
+  shift_rows(team, rows.typed_data(), rows.element_count(), starts.begin(), shifts.begin(),
+             static_cast<int64_t>(starts.size()), num_rows, static_cast<int32_t>(outside),
+             out->typed_data());
+  return ffi::Error::Success();
+}
+
+ffi::Error sum_rows_call(ffi::ThreadPool pool, Ints rows, Ints bags, Floats scales,
+                         ffi::AnyBuffer gradients, ffi::Result<Floats> out, float bound) {
+  Team team = make_team(pool);
+  const auto shape = gradients.dimensions();
+  const Table sums = {out->typed_data(), Type::kF32, out->dimensions()[0], out->dimensions()[1]};
+  sum_rows(team, sums, rows.typed_data(), rows.element_count(),
+           {gradients.untyped_data(), type_of(gradients.element_type()), shape[1], given(bags),
+            shape[0], given(scales), bound});
   return ffi::Error::Success();
 }
 
@@ -235,6 +256,26 @@ JAXREC_EXPORT(jaxrec_bucket, jaxrec::bucket_call,
                   .Arg<jaxrec::Ints>()
                   .Ret<jaxrec::Ints>()
                   .Ret<jaxrec::Ints>());
+
+JAXREC_EXPORT(jaxrec_shift_rows, jaxrec::shift_rows_call,
+              ffi::Ffi::Bind()
+                  .Ctx<ffi::ThreadPool>()
+                  .Arg<jaxrec::Ints>()
+                  .Ret<jaxrec::Ints>()
+                  .Attr<jaxrec::Numbers>("starts")
+                  .Attr<jaxrec::Numbers>("shifts")
+                  .Attr<int64_t>("num_rows")
+                  .Attr<int64_t>("outside"));
+
+JAXREC_EXPORT(jaxrec_sum_rows, jaxrec::sum_rows_call,
+              ffi::Ffi::Bind()
+                  .Ctx<ffi::ThreadPool>()
+                  .Arg<jaxrec::Ints>()
+                  .Arg<jaxrec::Ints>()
+                  .Arg<jaxrec::Floats>()
+                  .Arg<ffi::AnyBuffer>()
+                  .Ret<jaxrec::Floats>()
+                  .Attr<float>("bound"));
 
 JAXREC_EXPORT(jaxrec_fused_update, jaxrec::fused_update_call,
               ffi::Ffi::Bind()

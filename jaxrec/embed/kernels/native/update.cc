@@ -1,6 +1,8 @@
 #include "update_rows.h"
 
 #include <algorithm>
+#include <cstring>
+#include <limits>
 #include <memory>
 #include <vector>
 
@@ -69,6 +71,22 @@ void fused_update(Team& team, const Table& table, const Step& step, const int32_
     left.insert(left.end(), runs, runs + num_long_runs[s]);
   }
   if (!left.empty()) update_long_runs(team, table, step, gradients, sorted.entries, left);
+}
+
+void sum_rows(Team& team, const Table& sums, const int32_t* rows, int64_t num_lookups,
+              Gradients gradients) {
+  constexpr int64_t kRows = 1024;
+  float* out = static_cast<float*>(sums.rows);
+  team.run((sums.num_rows + kRows - 1) / kRows, [&](int64_t s) {
+    const int64_t count = std::min(kRows, sums.num_rows - s * kRows);
+    std::memset(out + s * kRows * sums.dim, 0, count * sums.dim * sizeof(float));
+  });
+  // SGD of rate -1 adds the gradient to the row.
+  Step step = {};
+  step.rule = Rule::kSgd;
+  step.rate = -1.0f;
+  step.max_norm = std::numeric_limits<float>::infinity();
+  fused_update(team, sums, step, rows, num_lookups, gradients);
 }
 
 }  // namespace jaxrec

@@ -1,0 +1,89 @@
+"""The collectives of the exchange, in a chosen format; all inside `jax.shard_map`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int32
+
+from jaxrec.mesh.precision import Format, Precision, decode, encode
+
+
+@dataclasses.dataclass(frozen=True)
+class Channel:
+    """What joins the devices that share the tables.
+
+    Attributes:
+        axes: Names of the mesh's axes.
+        precision: The formats of what travels.
+    """
+
+    axes: tuple[str, ...]
+    precision: Precision
+
+    @property
+    def index(self) -> Int32[Array, ""]:
+        """This device's number among them."""
+        return jax.lax.axis_index(self.axes)
+
+    def send(self, values: Array) -> Array:
+        """Line ``d`` goes to device ``d``; line ``d`` of the result came from there."""
+        return jax.lax.all_to_all(values, self.axes, split_axis=0, concat_axis=0, tiled=True)
+
+    def send_rows(self, rows: Float[Array, "devices n dim"]) -> Float[Array, "devices n dim"]:
+        """`send`, of rows of tables."""
+        return self._send_as(rows, self.precision.forward)
+
+    def send_gradients(self, rows: Float[Array, "devices n dim"]) -> Float[Array, "devices n dim"]:
+        """`send`, of gradients."""
+        scale = self.precision.loss_scale
+        return self._send_as(rows * scale, self.precision.backward) / scale
+
+    def sum_rows(self, rows: Float[Array, "n devices dim"]) -> Float[Array, "n dim"]:
+        """The sum of what all devices have for this one."""
+        if self.precision.forward == "float32":
+            return jax.lax.psum_scatter(rows, self.axes, scatter_dimension=1)
+        # Encoded values cannot be added on the way; as many bytes travel one by one.
+        return self.send_rows(jnp.swapaxes(rows, 0, 1)).astype(jnp.float32).sum(axis=0)
+
+    def gather(self, values: Array) -> Array:
+        """The values of all devices, one after the other."""
+        return jax.lax.all_gather(values, self.axes, tiled=True)
+
+    def gather_gradients(self, rows: Float[Array, "n dim"]) -> Float[Array, "all dim"]:
+        """`gather`, of gradients."""
+        scale = self.precision.loss_scale
+        parts = encode(rows * scale, self.precision.backward)
+        gathered = tuple(self.gather(part) for part in parts)
+        return decode(gathered, self.precision.backward) / scale
+
+    def any(self, flag: Bool[Array, ""]) -> Bool[Array, ""]:
+        """Whether some device says so."""
+        return jax.lax.pmax(flag.astype(jnp.int32), self.axes) > 0
+
+    def until_done(
+        self,
+        one_round: Callable[[Int32[Array, " devices"], Any], tuple[Int32[Array, " devices"], Any]],
+        begins: Int32[Array, " devices"],
+        carried: Any,
+        ends: Int32[Array, " devices"],
+    ) -> Any:
+        """Runs a round, and more until no device has anything left to send.
+
+        The first stands outside of the loop, where the compiler can run others beside it; an even
+        batch takes no more.
+        """
+
+        def body(state):
+            begins, carried = one_round(*state[0])
+            return (begins, carried), self.any(jnp.any(begins < ends))
+
+        first = body(((begins, carried), None))
+        return jax.lax.while_loop(lambda state: state[1], body, first)[0][1]
+
+    def _send_as(self, rows: Array, format: Format) -> Array:
+        return decode(tuple(self.send(part) for part in encode(rows, format)), format)

@@ -1,0 +1,50 @@
+"""The norm of each table's gradient, of which every device has a part."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jaxrec.embed import kernels
+from jaxrec.embed.kernels import Lookups
+from jaxrec.embed.kernels.reference import sum_runs
+from jaxrec.mesh.collectives import Channel
+from jaxrec.mesh.layout import PlacedGroup
+
+
+def table_squares(
+    placed: PlacedGroup,
+    lookups: Lookups,
+    gradients: Float[Array, "lines dim"],
+    clip_value: float | None,
+    channel: Channel,
+) -> Float[Array, " tables"]:
+    """The sum of squares of the gradients of this device's rows, table by table.
+
+    Args:
+        placed: Where the group lies.
+        lookups: Lookups of this device's rows.
+        gradients: Their gradients.
+        clip_value: Bound on an element of a lookup's gradient.
+        channel: The way to the other devices.
+    """
+    runs = kernels.build_runs(lookups.rows, placed.local_rows)
+    sums = sum_runs(lookups, runs, gradients, clip_value)
+    squares = jnp.where(runs.unique < placed.local_rows, jnp.sum(sums * sums, axis=1), 0)
+    tables = placed.tables_of(runs.unique, channel.index)
+    return jax.ops.segment_sum(squares, tables, len(placed.tables))
+
+
+def clip_factors(
+    squares: Float[Array, " tables"], clip_norm: float, channel: Channel
+) -> Float[Array, " tables"]:
+    """What brings the norm of each table's gradient down to the bound.
+
+    Args:
+        squares: This device's part of the sum of squares of each table.
+        clip_norm: The bound.
+        channel: The way to the other devices.
+    """
+    norms = jnp.sqrt(jax.lax.psum(squares, channel.axes))
+    return jnp.minimum(1, clip_norm / (norms + 1e-6))

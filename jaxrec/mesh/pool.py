@@ -1,0 +1,231 @@
+"""The exchange of sums: ids go to the rows, are pooled there, and sums of bags come home.
+
+Each device sends every id, repeats and all, to the row's owner. The owner pools what it has of each
+bag of all devices; a reduce-scatter adds the owners' parts up at the bag's home. Backward, an
+all-gather brings the gradients of all bags to all owners. That moves ``bags x dim`` numbers of the
+whole batch however long bags are, where the exchange of rows moves ``distinct ids x dim``.
+
+Between each pair of devices there is room for ``capacity`` ids. A batch that does not fit, which
+all devices find out together, runs with room for all. All of this is inside `jax.shard_map`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import TypeVar
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int32, Shaped
+
+from jaxrec.embed import kernels
+from jaxrec.embed.config import MAX_ROWS
+from jaxrec.embed.kernels import BagLayout, Lookups
+from jaxrec.embed.update import RowGradients
+from jaxrec.mesh.collectives import Channel
+from jaxrec.mesh.layout import PlacedGroup
+from jaxrec.mesh.norms import clip_factors, table_squares
+
+Result = TypeVar("Result")
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 4, 5, 6))
+def pool_at_owners(
+    placed: PlacedGroup,
+    table: Float[Array, "local_rows dim"],
+    lookups: Lookups,
+    scales: Float[Array, " n"] | None,
+    num_bags: int,
+    channel: Channel,
+    capacity: int,
+) -> Float[Array, "bags dim"]:
+    """The pooled rows of this device's bags, float32; differentiable in ``scales``.
+
+    Args:
+        placed: Where the group lies.
+        table: This device's rows.
+        lookups: This device's lookups; its scales are not looked at,
+        scales: but these.
+        num_bags: Bags of this device.
+        channel: The way to the other devices.
+        capacity: Ids that go between each pair of devices.
+    """
+    sending = _Sending.of(placed, lookups, num_bags, channel)
+
+    def pooled(capacity: int) -> Float[Array, "bags devices dim"]:
+        rows = sending.send_rows(capacity)
+        lengths = channel.send(sending.lengths).reshape(-1)
+        factors = None
+        if scales is not None:
+            factors = sending.send(scales, capacity)
+        layout = _received_layout(placed, num_bags, capacity)
+        sums = kernels.pooled_lookup(table, rows, lengths, factors, layout, "float32")
+        return sums.reshape(num_bags, placed.num_devices, -1)
+
+    return channel.sum_rows(sending.with_room(pooled, capacity))
+
+
+def _pool_forward(placed, table, lookups, scales, num_bags, channel, capacity):
+    pooled = pool_at_owners(placed, table, lookups, scales, num_bags, channel, capacity)
+    return pooled, (table, lookups, scales)
+
+
+def _pool_backward(placed, num_bags, channel, capacity, residuals, gradient):
+    """A scale's gradient is the dot product of its row and its bag's gradient, made at the row."""
+    table, lookups, scales = residuals
+    if scales is None:
+        return None, None, None
+    sending = _Sending.of(placed, lookups, num_bags, channel)
+    gradients = channel.gather_gradients(gradient)
+
+    def dots(capacity: int) -> Float[Array, " n"]:
+        rows = sending.send_rows(capacity)
+        bags = sending.send_lines(capacity)
+        found = kernels.row_lookup(table, rows).astype(jnp.float32)
+        products = jnp.sum(found * gradients[bags], axis=1)
+        home = channel.send(products.reshape(placed.num_devices, capacity))
+        positions = sending.positions(capacity)
+        return jnp.zeros(scales.shape, jnp.float32).at[positions].set(home, mode="drop")
+
+    of_scales = sending.with_room(dots, capacity)
+    return None, None, of_scales.astype(scales.dtype)
+
+
+pool_at_owners.defvjp(_pool_forward, _pool_backward)
+
+
+def update_at_owners(
+    placed: PlacedGroup,
+    table: Float[Array, "local_rows dim"],
+    state: dict[str, Array],
+    gradient: RowGradients,
+    step: Int32[Array, ""],
+    channel: Channel,
+    capacity: int,
+) -> tuple[Float[Array, "local_rows dim"], dict[str, Array]]:
+    """Brings the gradients of all bags to all devices, which update each of their rows once.
+
+    Args:
+        placed: Where the group lies.
+        table: This device's rows.
+        state: Their optimizer state.
+        gradient: The gradient of this device's lookups.
+        step: Number of updates made before.
+        channel: The way to the other devices.
+        capacity: Ids that go between each pair of devices.
+    """
+    optimizer = placed.group.optimizer
+    gradients = channel.gather_gradients(gradient.values)
+    sending = _Sending.of(placed, gradient.lookups, gradient.values.shape[0], channel)
+
+    def updated(capacity: int) -> tuple[Array, dict[str, Array]]:
+        rows = sending.send_rows(capacity)
+        bags = sending.send_lines(capacity)
+        scales = None
+        if gradient.lookups.scales is not None:
+            scales = sending.send(gradient.lookups.scales, capacity)
+        lookups = Lookups(rows, bags, scales)
+        if optimizer.clip_norm is None:
+            return kernels.fused_update(table, state, lookups, gradients, optimizer, step)
+        squares = table_squares(placed, lookups, gradients, optimizer.clip_value, channel)
+        factors = clip_factors(squares, optimizer.clip_norm, channel)[
+            placed.tables_of(rows, channel.index)
+        ]
+        lookups = Lookups(rows, bags, factors if scales is None else factors * scales)
+        unbounded = dataclasses.replace(optimizer, clip_norm=None)
+        return kernels.fused_update(table, state, lookups, gradients, unbounded, step)
+
+    return sending.with_room(updated, capacity)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Sending:
+    """A device's lookups as they leave it: by owner, and by bag within.
+
+    Attributes:
+        placed: Where the group lies.
+        channel: The way to the other devices.
+        local: For each lookup the row of its owner's array; -1 at an id outside its table.
+        bags: For each lookup its bag.
+        order: The lookups by owner and bag; those of no owner, padding, last.
+        lengths: Lookups of each bag that go to each owner.
+    """
+
+    placed: PlacedGroup
+    channel: Channel
+    local: Int32[Array, " n"]
+    bags: Int32[Array, " n"]
+    order: Int32[Array, " n"]
+    lengths: Int32[Array, "devices bags"]
+
+    @classmethod
+    def of(cls, placed: PlacedGroup, lookups: Lookups, num_bags: int, channel: Channel) -> _Sending:
+        devices = placed.num_devices
+        if devices * num_bags > MAX_ROWS:
+            raise ValueError(
+                f"tables {', '.join(placed.tables)}: {num_bags} bags of each of {devices} devices "
+                f"are more than int32 can number ({MAX_ROWS}); use smaller batches"
+            )
+        assert lookups.bags is not None
+        slots = placed.slots(lookups.rows)
+        has_row = slots < placed.num_slots
+        # An id outside its table has no owner; the first device makes its bag NaN.
+        is_padding = lookups.rows == placed.group.num_rows
+        owners = jnp.where(has_row, slots // placed.local_rows, jnp.where(is_padding, devices, 0))
+        local = jnp.where(has_row, slots - owners * placed.local_rows, -1)
+        keys = jnp.where(is_padding, devices * num_bags, owners * num_bags + lookups.bags)
+        buckets = kernels.bucket(keys, devices * num_bags)
+        lengths = buckets.counts.reshape(devices, num_bags)
+        return cls(placed, channel, local, lookups.bags, buckets.order, lengths)
+
+    @property
+    def counts(self) -> Int32[Array, " devices"]:
+        """Lookups that go to each owner."""
+        return self.lengths.sum(axis=1, dtype=jnp.int32)
+
+    def positions(self, capacity: int) -> Int32[Array, "devices capacity"]:
+        """The lookup at each place of what goes to each owner; past the last where none is."""
+        counts = self.counts
+        begins = jnp.cumsum(counts, dtype=jnp.int32) - counts
+        places = jnp.arange(capacity, dtype=jnp.int32)[None]
+        lookups = self.order.at[begins[:, None] + places].get(mode="clip")
+        return jnp.where(places < counts[:, None], lookups, self.order.size)
+
+    def send(
+        self, values: Shaped[Array, " n"], capacity: int, fill: int = 0
+    ) -> Shaped[Array, " m"]:
+        """What all devices send to this one, of a value for each lookup."""
+        packed = values.at[self.positions(capacity)].get(mode="fill", fill_value=fill)
+        return self.channel.send(packed).reshape(-1)
+
+    def send_rows(self, capacity: int) -> Int32[Array, " m"]:
+        """The rows that all devices look up here."""
+        return self.send(self.local, capacity, self.placed.local_rows)
+
+    def send_lines(self, capacity: int) -> Int32[Array, " m"]:
+        """Their bags, numbered over all devices."""
+        return self.send(self.channel.index * self.lengths.shape[1] + self.bags, capacity)
+
+    def with_room(self, run: Callable[[int], Result], capacity: int) -> Result:
+        """``run`` with the capacity given, or with one for all lookups where they do not fit."""
+        most = self.order.size
+        if capacity >= most:
+            return run(most)
+        is_left = self.channel.any(jnp.any(self.counts > capacity))
+        return jax.lax.cond(is_left, lambda: run(most), lambda: run(capacity))
+
+
+def _received_layout(placed: PlacedGroup, num_bags: int, capacity: int) -> BagLayout:
+    """What comes in from all devices, as a batch with a feature for each."""
+    devices = placed.num_devices
+    return BagLayout(
+        id_starts=tuple(range(0, devices * capacity, capacity)),
+        capacities=(capacity,) * devices,
+        length_starts=tuple(range(0, devices * num_bags, num_bags)),
+        strides=(num_bags,) * devices,
+        row_offsets=(0,) * devices,
+        row_counts=(placed.local_rows,) * devices,
+        means=(False,) * devices,
+    )
