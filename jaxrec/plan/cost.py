@@ -103,6 +103,7 @@ class GroupKey:
         way: "copies", "rows" or "sums".
         storage: "device", "host" or "disk".
         is_weighted: Whether ids have weights.
+        whole_dim: Columns of the tables, where pieces of rows are updated together; else 0.
     """
 
     collection: str
@@ -112,6 +113,22 @@ class GroupKey:
     way: str
     storage: str
     is_weighted: bool
+    whole_dim: int
+
+    @classmethod
+    def of(cls, work: TableWork, width: int, way: str, storage: str) -> GroupKey:
+        """The group of pieces of a table, of so many columns."""
+        whole_dim = work.dim if work.optimizer.needs_whole_rows else 0
+        return cls(
+            work.collection,
+            width,
+            work.dtype,
+            work.optimizer,
+            way,
+            storage,
+            work.is_weighted,
+            whole_dim,
+        )
 
     @property
     def row_bytes(self) -> int:

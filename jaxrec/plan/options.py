@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import cast
 
 import numpy as np
 
+from jaxrec.embed.config import MAX_ROWS
 from jaxrec.mesh import placement as placements
-from jaxrec.mesh.placement import Block, MeshShape, Placement
+from jaxrec.mesh.placement import Block, Exchange, MeshShape, Placement
 from jaxrec.plan.constraints import EXCHANGES, ROW_CUT_TYPES, SHARDING_TYPES, ParameterConstraints
 from jaxrec.plan.cost import (
     COPIES,
     ROWS,
+    SUMS,
     GroupKey,
     exchange_bytes,
     exchanged_at_least,
@@ -71,12 +74,6 @@ class Option:
         return self.key.way
 
 
-def executable_exchanges() -> tuple[str, ...]:
-    """The exchanges that placements of `jaxrec.mesh` can be told to use."""
-    fields = {field.name for field in dataclasses.fields(Placement)}
-    return EXCHANGES if "exchange" in fields else (ROWS,)
-
-
 def to_placement(option: Option, sites: Sequence[int], topology: Topology) -> Placement:
     """The placement of an option whose parts are on the given sites.
 
@@ -87,9 +84,7 @@ def to_placement(option: Option, sites: Sequence[int], topology: Topology) -> Pl
     """
     devices = tuple(option.sites[site][0] for site in sites)
     hosts = tuple(device // topology.devices_per_host for device in devices)
-    exchange = {}
-    if option.sharding_type in ROW_CUT_TYPES and len(executable_exchanges()) > 1:
-        exchange = {"exchange": option.exchange}
+    exchange = cast(Exchange, option.exchange)
     match option.sharding_type:
         case "data_parallel":
             return placements.data_parallel()
@@ -98,15 +93,15 @@ def to_placement(option: Option, sites: Sequence[int], topology: Topology) -> Pl
         case "row_wise":
             all_devices = tuple(range(topology.num_devices))
             named = option.sites[sites[0]]
-            return placements.row_wise(() if named == all_devices else named, **exchange)
+            return placements.row_wise(() if named == all_devices else named, exchange=exchange)
         case "column_wise":
             return placements.column_wise(devices)
         case "table_row_wise":
-            return placements.table_row_wise(hosts[0], **exchange)
+            return placements.table_row_wise(hosts[0], exchange=exchange)
         case "table_column_wise":
             return placements.table_column_wise(hosts[0])
         case _:
-            return placements.grid(hosts, **exchange)
+            return placements.grid(hosts, exchange=exchange)
 
 
 def enumerate_options(
@@ -135,18 +130,22 @@ def enumerate_options(
         if isinstance(found, str):
             reasons.append(f"{sharding_type}: {found}")
             continue
-        for storage in constraints.storages or storages:
-            if sharding_type == "data_parallel" and storage != "device":
-                reasons.append(f"{sharding_type}: copies are kept on devices")
+        for shape in found:
+            ways = _ways(shape, work, topology.num_devices, constraints)
+            if isinstance(ways, str):
+                reasons.append(f"{sharding_type}: {ways}")
                 continue
-            for shape in found:
-                for way in _ways(sharding_type, work, constraints):
+            for storage in constraints.storages or storages:
+                if sharding_type == "data_parallel" and storage != "device":
+                    reasons.append(f"{sharding_type}: copies are kept on devices")
+                    continue
+                for way in ways:
                     for ratio in _ratios(storage, constraints):
                         options.append(_option(work, topology, shape, way, storage, ratio))
     if not options:
         raise ValueError(
             f"table {work.name!r} ({work.rows} rows, {work.dim} columns) can be placed in none of "
-            f"the ways that its constraints leave: {'; '.join(reasons)}"
+            f"the ways that its constraints leave: {'; '.join(dict.fromkeys(reasons))}"
         )
     return tuple(options)
 
@@ -262,12 +261,30 @@ def _rotations(work: TableWork, devices: tuple[int, ...]) -> tuple[tuple[int, ..
     return tuple(devices[-k:] + devices[:-k] for k in range(0, count, step))
 
 
-def _ways(sharding_type: str, work: TableWork, said: ParameterConstraints) -> tuple[str, ...]:
-    if sharding_type == "data_parallel":
+def _ways(
+    shape: _Shape, work: TableWork, devices: int, said: ParameterConstraints
+) -> tuple[str, ...] | str:
+    """How rows may travel, of what `jaxrec.mesh` carries out, or why the table cannot be so cut."""
+    if shape.sharding_type == "data_parallel":
         return (COPIES,)
-    if sharding_type not in ROW_CUT_TYPES or not work.is_pooled:
+    optimizer = work.optimizer
+    if -(-work.rows // shape.row_parts) * devices > MAX_ROWS:
+        return (
+            f"{work.rows} rows on one of {devices} devices take more row numbers than the "
+            f"{MAX_ROWS} of int32"
+        )
+    joins = shape.columns > 1 and (optimizer.needs_whole_rows or optimizer.clip_norm is not None)
+    if joins and not optimizer.can_cut_rows:
+        return f"its optimizer {type(optimizer).__name__} needs whole rows"
+    if shape.sharding_type not in ROW_CUT_TYPES:
         return (ROWS,)
-    return tuple(said.exchanges or executable_exchanges())
+    ways = tuple(said.exchanges or EXCHANGES)
+    if joins or not work.is_pooled:
+        ways = tuple(way for way in ways if way != SUMS)
+    if not ways:
+        why = "its optimizer needs whole rows" if work.is_pooled else "its rows are not pooled"
+        return f"exchange 'sums' is not possible, since {why}"
+    return ways
 
 
 def _ratios(storage: str, said: ParameterConstraints) -> tuple[float, ...]:
@@ -280,9 +297,7 @@ def _option(
     work: TableWork, topology: Topology, shape: _Shape, way: str, storage: str, ratio: float
 ) -> Option:
     width = work.dim // shape.columns
-    key = GroupKey(
-        work.collection, width, work.dtype, work.optimizer, way, storage, work.is_weighted
-    )
+    key = GroupKey.of(work, width, way, storage)
     pieces = shape.columns // shape.parts
     size = len(shape.sites[0])
     if way == COPIES:
@@ -352,10 +367,8 @@ def placed_options(work: TableWork, topology: Topology, placement: Placement) ->
     by_columns: dict[tuple[int, int], list[Block]] = {}
     for block in placement.cut(work.table, mesh):
         by_columns.setdefault(block.columns, []).append(block)
-    way = COPIES if placement.is_replicated else getattr(placement, "exchange", ROWS)
-    way = way if placement.kind in ROW_CUT_TYPES or placement.is_replicated else ROWS
     return tuple(
-        _placed_piece(work, topology, placement.kind, way, stop - start, blocks)
+        _placed_piece(work, topology, placement, stop - start, blocks)
         for (start, stop), blocks in by_columns.items()
     )
 
@@ -363,14 +376,12 @@ def placed_options(work: TableWork, topology: Topology, placement: Placement) ->
 def _placed_piece(
     work: TableWork,
     topology: Topology,
-    sharding_type: str,
-    way: str,
+    placement: Placement,
     width: int,
     cut: Sequence[Block],
 ) -> Option:
-    key = GroupKey(
-        work.collection, width, work.dtype, work.optimizer, way, "device", work.is_weighted
-    )
+    way = placement.exchange
+    key = GroupKey.of(work, width, way, "device")
     devices = tuple(block.device for block in cut)
     rows = [block.rows[1] - block.rows[0] for block in cut]
     shares = work.shares(len(cut), of_rows=way == ROWS)
@@ -380,7 +391,7 @@ def _placed_piece(
     load, stored = _load(work, topology, key, list(zip(rows, shares, strict=True)), 1.0)
     return Option(
         table=work.name,
-        sharding_type=sharding_type,
+        sharding_type=placement.kind,
         storage="device",
         cache_ratio=1.0,
         key=key,

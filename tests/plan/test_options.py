@@ -1,0 +1,298 @@
+"""The ways that are offered to place a table: all of them, and none that cannot be carried out."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+import jaxrec
+from jaxrec import optim
+from jaxrec.embed.layout import layout_tables
+from jaxrec.mesh.layout import layout_mesh
+from jaxrec.mesh.placement import MeshShape
+from jaxrec.plan import ParameterConstraints, Planner, Topology
+from jaxrec.plan.options import enumerate_options, to_placement
+from jaxrec.plan.workload import itemsize, measure_work, read_model, state_bytes
+
+BAG, PER_ID = jaxrec.EmbeddingBagConfig, jaxrec.EmbeddingConfig
+
+
+def options_of(table, said=None, *, hosts=2, devices_per_host=4, storages=("device",)):
+    """The options of one table on a mesh, with the devices."""
+    said = said or ParameterConstraints()
+    topology = Topology.named(
+        "h100", devices=hosts * devices_per_host, devices_per_host=devices_per_host
+    )
+    (work,) = measure_work(
+        read_model([table]),
+        batch_size=64 * topology.num_devices,
+        num_devices=topology.num_devices,
+        constraints={table.name: said},
+        statistics=None,
+    )
+    return enumerate_options(work, topology, said, storages=storages), topology
+
+
+def kinds(table, said=None, **mesh):
+    found, _ = options_of(table, said, **mesh)
+    return {(o.sharding_type, o.exchange, o.parts) for o in found}
+
+
+def test_a_bag_table_on_two_hosts_has_every_type_and_both_exchanges():
+    assert kinds(BAG("a", 1000, 128, optimizer=optim.sgd(0.1))) == {
+        ("data_parallel", "copies", 1),
+        ("table_wise", "rows", 1),
+        ("row_wise", "rows", 1),
+        ("row_wise", "sums", 1),
+        ("column_wise", "rows", 2),
+        ("column_wise", "rows", 4),
+        ("table_row_wise", "rows", 1),
+        ("table_row_wise", "sums", 1),
+        ("table_column_wise", "rows", 1),
+        ("grid", "rows", 2),
+        ("grid", "sums", 2),
+    }
+
+
+def test_rows_that_are_not_pooled_are_not_summed():
+    assert all(way != "sums" for _, way, _ in kinds(PER_ID("a", 1000, 128)))
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        optim.rowwise_adagrad(),
+        optim.lamb(),
+        optim.sgd(0.1, max_norm=1.0),
+        optim.adam(clip_norm=1.0),
+    ],
+    ids=["rowwise", "lamb", "max_norm", "clip_norm"],
+)
+def test_where_rows_are_updated_whole_columns_go_by_rows(optimizer):
+    found = kinds(BAG("a", 1000, 128, optimizer=optimizer))
+    assert ("grid", "rows", 2) in found
+    assert ("column_wise", "rows", 4) in found
+    assert ("grid", "sums", 2) not in found
+    assert ("row_wise", "sums", 1) in found
+
+
+@dataclasses.dataclass(frozen=True)
+class WholeRows(optim.RowOptimizer):
+    """Divides by the largest element of the gradient, and cannot do so with a part of a row."""
+
+    def init(self, num_rows, dim):
+        return {}
+
+    def update(self, rows, gradients, state, step):
+        most = abs(gradients).max(axis=1, keepdims=True)
+        return rows - self.learning_rate * gradients / most, {}
+
+
+def test_an_optimizer_that_needs_whole_rows_has_them():
+    table = BAG("a", 1000, 128, optimizer=WholeRows())
+    assert {kind for kind, _, _ in kinds(table)} == {
+        "data_parallel",
+        "table_wise",
+        "row_wise",
+        "table_row_wise",
+    }
+    with pytest.raises(ValueError, match="column_wise: its optimizer WholeRows needs whole rows"):
+        kinds(table, ParameterConstraints(sharding_types=["column_wise"]))
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        ({"sharding_types": ["table_wise"]}, {("table_wise", "rows", 1)}),
+        ({"sharding_types": ["row_wise"], "exchanges": ["sums"]}, {("row_wise", "sums", 1)}),
+        ({"sharding_types": ["column_wise"], "min_column_width": 64}, {("column_wise", "rows", 2)}),
+        ({"sharding_types": ["column_wise"], "devices": [1, 6]}, {("column_wise", "rows", 2)}),
+        ({"sharding_types": ["data_parallel"]}, {("data_parallel", "copies", 1)}),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_constraints_leave_what_they_say(said, expected):
+    assert kinds(BAG("a", 1000, 128), ParameterConstraints(**said)) == expected
+
+
+@pytest.mark.parametrize("kind", ["table_wise", "row_wise", "column_wise"])
+def test_devices_are_those_allowed(kind):
+    said = ParameterConstraints(sharding_types=[kind], devices=[1, 6])
+    found, _ = options_of(BAG("a", 1000, 128), said)
+    assert {device for o in found for site in o.sites for device in site} == {1, 6}
+
+
+@pytest.mark.parametrize("kind", ["table_row_wise", "table_column_wise", "grid"])
+def test_hosts_are_those_with_all_devices_allowed(kind):
+    said = ParameterConstraints(sharding_types=[kind], devices=[0, 4, 5, 6, 7])
+    found, _ = options_of(BAG("a", 1000, 128), said)
+    assert {site for o in found for site in o.sites} == {(4, 5, 6, 7)}
+
+
+@pytest.mark.parametrize(
+    ("table", "said", "message"),
+    [
+        (
+            BAG("a", 3, 128),
+            {"sharding_types": ["row_wise"]},
+            r"table 'a' \(3 rows, 128 columns\) can be placed in none of the ways that its "
+            "constraints leave: row_wise: 3 rows are fewer than the 8 devices",
+        ),
+        (
+            BAG("a", 100, 48),
+            {"sharding_types": ["column_wise"]},
+            "48 columns do not divide into equal parts of 32 or more",
+        ),
+        (
+            BAG("a", 100, 64),
+            {"sharding_types": ["data_parallel"], "devices": [0]},
+            "it takes all devices, and only some are allowed",
+        ),
+        (
+            BAG("a", 100, 64),
+            {"sharding_types": ["table_row_wise"], "devices": [0, 7]},
+            "it takes whole hosts, and none is allowed",
+        ),
+        (BAG("a", 100, 64), {"devices": [8]}, "may be on device 8, but there are 8"),
+        (
+            PER_ID("a", 100, 64),
+            {"sharding_types": ["row_wise"], "exchanges": ["sums"]},
+            "exchange 'sums' is not possible, since its rows are not pooled",
+        ),
+        (
+            BAG("a", 100, 64),
+            {"sharding_types": ["data_parallel"], "storages": ["host"]},
+            "copies are kept on devices",
+        ),
+        (
+            BAG("a", 2**30, 64),
+            {"sharding_types": ["table_wise"]},
+            "1073741824 rows on one of 8 devices take more row numbers",
+        ),
+    ],
+    ids=["rows", "columns", "copies", "hosts", "device", "sums", "storage", "int32"],
+)
+def test_what_cannot_be_is_said(table, said, message):
+    with pytest.raises(ValueError, match=message):
+        options_of(table, ParameterConstraints(**said))
+
+
+def test_storages_other_than_the_device_come_only_when_asked_for():
+    table = BAG("a", 1000, 128)
+    assert {o.storage for o in options_of(table)[0]} == {"device"}
+    found, _ = options_of(table, storages=("device", "host"))
+    assert {o.storage for o in found} == {"device", "host"}
+    said = ParameterConstraints(storages=["disk"], cache_ratio=0.3)
+    found, _ = options_of(table, said)
+    assert {(o.storage, o.cache_ratio) for o in found} == {("disk", 0.3)}
+
+
+@pytest.mark.parametrize("optimizer", [optim.sgd(0.1), optim.rowwise_adagrad()])
+@pytest.mark.parametrize(("hosts", "each"), [(1, 1), (1, 4), (2, 2), (3, 2)])
+def test_loads_are_those_of_the_blocks_that_are_laid_out(hosts, each, optimizer):
+    """Rows held, of every option, beside the arrays of `jaxrec.mesh`."""
+    table = BAG("a", 1001, 96, optimizer=optimizer)
+    every, topology = options_of(
+        table, ParameterConstraints(min_column_width=16), hosts=hosts, devices_per_host=each
+    )
+    tables = layout_tables([table], optim.sgd(0.1))
+    for option in every:
+        sites = list(range(option.parts))
+        placement = to_placement(option, sites, topology)
+        layout = layout_mesh(tables, {"a": placement}, MeshShape(hosts, each))
+        held = np.zeros(topology.num_devices)
+        for site in sites:
+            np.add.at(held, np.array(option.sites[site]), option.load[3])
+        (group,) = layout.groups
+        assert group.local_rows == held.max()
+        assert group.group.dim == option.key.width
+        assert group.exchange == option.exchange
+        found = np.zeros(topology.num_devices)
+        for _, placed in layout.places("a"):
+            block = placed.block
+            where = slice(None) if group.is_replicated else block.device
+            found[where] += block.rows[1] - block.rows[0]
+        np.testing.assert_array_equal(held, found)
+
+
+def random_tables(random):
+    """A collection of tables of one kind with random shapes and optimizers."""
+    kind = BAG if random.random() < 0.7 else PER_ID
+    optimizers = [
+        optim.sgd(0.1),
+        optim.rowwise_adagrad(),
+        optim.adam(clip_norm=1.0),
+        optim.adagrad(max_norm=1.0),
+        WholeRows(),
+    ]
+    dims = [1, 7, 16, 48, 64, 96, 128, 256]
+    return [
+        kind(
+            f"t{i}",
+            int(10 ** random.uniform(0, 9)),
+            int(random.choice(dims)),
+            optimizer=optimizers[random.integers(5)],
+            dtype=str(random.choice(["float32", "bfloat16"])),
+        )
+        for i in range(random.integers(1, 9))
+    ]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_whatever_is_planned_is_laid_out(seed):
+    random = np.random.default_rng(seed)
+    tables = random_tables(random)
+    hosts, each = (int(n) for n in random.choice([1, 2, 4, 8], 2))
+    said = {
+        table.name: ParameterConstraints(
+            pooling_factors=float(10 ** random.uniform(0, 2)), min_column_width=8
+        )
+        for table in tables
+    }
+    topology = dataclasses.replace(
+        Topology.named("h100", devices=hosts * each, devices_per_host=each), memory=2 * 10**12
+    )
+    planner = Planner(topology, said, time_limit=2.0)
+    plan = planner.plan(tables, batch_size=64 * topology.num_devices)
+    layout = layout_mesh(
+        layout_tables(tables, optim.sgd(0.1)), plan.to_dict(), MeshShape(hosts, each)
+    )
+    # What is expected to be held is what the arrays are going to have.
+    allocated = sum(
+        group.local_rows * (group.group.dim * itemsize(group.group.dtype))
+        + group.local_rows * state_bytes(group.group.optimizer, group.group.dim)
+        for group in layout.groups
+    )
+    for device in plan.estimate.devices:
+        assert device.bytes["tables"] + device.bytes["padding"] == pytest.approx(allocated)
+
+
+def test_more_rows_than_int32_can_number_are_laid_out_in_several_arrays():
+    """On 64 devices two tables of 30 million rows on one device take 3.8 billion row numbers."""
+    tables = [BAG(f"t{i}", 30_000_000, 16, optimizer=optim.sgd(0.1)) for i in range(128)]
+    said = {t.name: ParameterConstraints(sharding_types=["table_wise"]) for t in tables}
+    topology = Topology.named("h100", devices=64)
+    plan = Planner(topology, said).plan(tables, batch_size=6400)
+    layout = layout_mesh(layout_tables(tables, optim.sgd(0.1)), plan.to_dict(), MeshShape(8, 8))
+    assert [group.local_rows for group in layout.groups] == [30_000_000, 30_000_000]
+    (most,) = {device.bytes["tables"] for device in plan.estimate.devices}
+    assert most == 2 * 30_000_000 * 64
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_whatever_is_offered_is_laid_out(seed):
+    """Any combination of options and sites, not only the fastest."""
+    random = np.random.default_rng(1000 + seed)
+    tables = random_tables(random)
+    hosts, each = (int(n) for n in random.choice([1, 2, 4, 8], 2))
+    placements = {}
+    for table in tables:
+        found, topology = options_of(
+            table, ParameterConstraints(min_column_width=4), hosts=hosts, devices_per_host=each
+        )
+        option = found[random.integers(len(found))]
+        sites = random.permutation(len(option.sites))[: option.parts]
+        placements[table.name] = to_placement(option, [int(site) for site in sites], topology)
+    layout_mesh(layout_tables(tables, optim.sgd(0.1)), placements, MeshShape(hosts, each))
