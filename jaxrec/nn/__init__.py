@@ -31,6 +31,7 @@ from jaxrec.nn.jagged_attention import time_bucket as time_bucket
 from jaxrec.nn.linear import LinearPart as LinearPart
 from jaxrec.nn.mlp import MLP as MLP
 from jaxrec.nn.mlp import Perceptron as Perceptron
+from jaxrec.nn.multi_tower import DisaggregatedMultiTower as DisaggregatedMultiTower
 from jaxrec.nn.multitask import PLE as PLE
 from jaxrec.nn.multitask import ExtractionLayer as ExtractionLayer
 from jaxrec.nn.multitask import Gate as Gate
@@ -41,6 +42,7 @@ from jaxrec.nn.positions import (
 from jaxrec.nn.positions import PositionWeightedModule as PositionWeightedModule
 from jaxrec.nn.positions import PositionWeightedModuleCollection as PositionWeightedModuleCollection
 from jaxrec.nn.positions import positions_in_rows as positions_in_rows
+from jaxrec.nn.pruning import PrunedEmbeddings as PrunedEmbeddings
 from jaxrec.nn.retrieval import TwoTower as TwoTower
 from jaxrec.nn.retrieval import in_batch_softmax_loss as in_batch_softmax_loss
 from jaxrec.nn.retrieval import sampled_softmax_loss as sampled_softmax_loss

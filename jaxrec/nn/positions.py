@@ -12,6 +12,7 @@ from flax import nnx
 from jaxtyping import Array, DTypeLike, Float, Int32
 
 from jaxrec.embed import EmbeddingBagCollection
+from jaxrec.embed.config import TableConfig
 from jaxrec.ragged import JaggedArray, KeyedArray, KeyedJaggedArray, lengths_range
 
 
@@ -159,6 +160,11 @@ class FeatureProcessedEmbeddingBagCollection(nnx.Module):
             )
         self.embeddings = embeddings
         self.processor = processor
+
+    @property
+    def configs(self) -> tuple[TableConfig, ...]:
+        """The tables' configurations, in order."""
+        return self.embeddings.configs
 
     def __call__(self, features: KeyedJaggedArray) -> KeyedArray:
         """The pooled embeddings of the processed batch, as `EmbeddingBagCollection` gives them."""

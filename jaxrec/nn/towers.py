@@ -10,6 +10,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from jaxrec.embed import EmbeddingBagCollection
+from jaxrec.embed.config import TableConfig
 from jaxrec.nn.positions import FeatureProcessedEmbeddingBagCollection
 from jaxrec.ragged import KeyedJaggedArray
 
@@ -40,6 +41,11 @@ class EmbeddingTower(nnx.Module):
     ):
         self.embeddings = embeddings
         self.interaction = interaction
+
+    @property
+    def configs(self) -> tuple[TableConfig, ...]:
+        """The tables' configurations, in order."""
+        return self.embeddings.configs
 
     def __call__(self, features: KeyedJaggedArray) -> Float[Array, "batch columns"]:
         """``[batch, columns]``, what the interaction returns."""

@@ -1,0 +1,317 @@
+"""A case of every public module: how it is made, what it takes, how it is called."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+
+import jaxrec
+from jaxrec import nn
+
+ROWS, DIM = 40, 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Dense:
+    """An input of ``[batch, *shape]``."""
+
+    shape: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Bags:
+    """An input of ragged ids."""
+
+    keys: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Column:
+    """An input of ragged vectors."""
+
+    dim: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A module: how it is made (given types and random keys), what it takes, how it is called."""
+
+    make: Callable[..., nnx.Module]
+    inputs: tuple[Any, ...]
+    call: Callable[..., Any] = lambda module, *inputs: module(*inputs)
+
+
+def bags(rngs, names=("a", "b"), dim=DIM, prefix="", weighted=False):
+    return jaxrec.EmbeddingBagCollection(
+        [jaxrec.EmbeddingBagConfig(prefix + name, ROWS, dim, (name,)) for name in names],
+        optimizer=jaxrec.optim.sgd(1.0),
+        is_weighted=weighted,
+        rngs=rngs,
+    )
+
+
+def items(rngs):
+    table = jaxrec.EmbeddingConfig("item", ROWS, DIM, ("history", "target"))
+    return jaxrec.EmbeddingCollection([table], optimizer=jaxrec.optim.sgd(1.0), rngs=rngs)
+
+
+def over_column(module, column):
+    """A block that takes states and lengths, as a function of columns."""
+    return dataclasses.replace(column, values=module(column.values, column.lengths))
+
+
+def sequence_outputs(module, features):
+    out = module(features)
+    return {"states": out["history"], "target": nn.last_states(out["target"])}
+
+
+CLICKS = {"num_dense": 3, "bottom_layer_sizes": (5, DIM), "top_layer_sizes": (5, 1)}
+DLRM_INPUTS = (Dense((3,)), Bags(("a", "b")))
+WIDE_INPUTS = (Bags(("a", "b")), Dense((3,)))
+HISTORY = (Bags(("history", "target")),)
+VECTORS = (Dense((DIM,)), Dense((3, DIM)))
+
+CASES = {
+    nn.BERT4Rec: Case(
+        lambda **t: nn.BERT4Rec(items(t["rngs"]), max_length=6, num_blocks=1, **t),
+        HISTORY,
+        sequence_outputs,
+    ),
+    nn.BERT4RecBlock: Case(lambda **t: nn.BERT4RecBlock(DIM, 2, **t), (Column(DIM),), over_column),
+    nn.CrossNet: Case(lambda **t: nn.CrossNet(6, 2, **t), (Dense((6,)),)),
+    nn.DCNv2: Case(
+        lambda **t: nn.DCNv2(
+            bags(t["rngs"]),
+            num_dense=3,
+            cross_layers=2,
+            low_rank=2,
+            num_experts=2,
+            deep_layer_sizes=(5,),
+            structure="parallel",
+            **t,
+        ),
+        WIDE_INPUTS,
+    ),
+    nn.DIN: Case(
+        lambda **t: nn.DIN(
+            items(t["rngs"]),
+            {"history": "target"},
+            profile=bags(t["rngs"], ("a",)),
+            attention_layer_sizes=(5,),
+            layer_sizes=(5,),
+            **t,
+        ),
+        (Bags(("history", "target", "a")),),
+    ),
+    nn.DLRM: Case(lambda **t: nn.DLRM(bags(t["rngs"]), **CLICKS, **t), DLRM_INPUTS),
+    nn.DLRM_DCN: Case(
+        lambda **t: nn.DLRM_DCN(
+            bags(t["rngs"]), dcn_num_layers=2, dcn_low_rank_dim=2, **CLICKS, **t
+        ),
+        DLRM_INPUTS,
+    ),
+    nn.DLRM_Projection: Case(
+        lambda **t: nn.DLRM_Projection(
+            bags(t["rngs"]),
+            interaction_branch1_layer_sizes=(5, 2 * DIM),
+            interaction_branch2_layer_sizes=(5, 3 * DIM),
+            **CLICKS,
+            **t,
+        ),
+        DLRM_INPUTS,
+    ),
+    nn.DeepFM: Case(
+        lambda **t: nn.DeepFM(
+            bags(t["rngs"]),
+            bags(t["rngs"], dim=1, prefix="w_"),
+            num_dense=3,
+            hidden_layer_sizes=(5,),
+            dropout_rate=0.5,
+            **t,
+        ),
+        WIDE_INPUTS,
+    ),
+    nn.Dice: Case(lambda **t: nn.Dice(6, **t), (Dense((6,)),)),
+    nn.DisaggregatedMultiTower: Case(
+        lambda **t: nn.DisaggregatedMultiTower(
+            [
+                nn.EmbeddingTower(bags(t["rngs"], (name,)), nn.MLP(DIM, (3,), **t))
+                for name in ("a", "b")
+            ],
+            nn.CrossNet(8, 1, **t),
+            dense=nn.Perceptron(3, 2, **t),
+        ),
+        WIDE_INPUTS,
+    ),
+    nn.DotInteraction: Case(lambda **t: nn.DotInteraction(), VECTORS),
+    nn.EmbeddingTower: Case(
+        lambda **t: nn.EmbeddingTower(bags(t["rngs"]), nn.MLP(2 * DIM, (3,), **t)),
+        (Bags(("a", "b")),),
+    ),
+    nn.EmbeddingTowerCollection: Case(
+        lambda **t: nn.EmbeddingTowerCollection(
+            nn.EmbeddingTower(bags(t["rngs"], (name,)), nn.MLP(DIM, (3,), **t))
+            for name in ("a", "b")
+        ),
+        (Bags(("a", "b")),),
+    ),
+    nn.ExtractionLayer: Case(
+        lambda **t: nn.ExtractionLayer(
+            6,
+            num_tasks=2,
+            task_experts=2,
+            shared_experts=1,
+            expert_layer_sizes=(4,),
+            gate_shared=True,
+            **t,
+        ),
+        (Dense((6,)), Dense((6,)), Dense((6,))),
+        lambda module, *inputs: module(inputs),
+    ),
+    nn.FMInteractionArch: Case(lambda **t: nn.FMInteractionArch(4 * DIM, 3, **t), VECTORS),
+    nn.FactorizationMachine: Case(
+        lambda **t: nn.FactorizationMachine(),
+        VECTORS,
+        lambda module, *inputs: module(inputs),
+    ),
+    nn.FeatureProcessedEmbeddingBagCollection: Case(
+        lambda **t: nn.FeatureProcessedEmbeddingBagCollection(
+            bags(t["rngs"], weighted=True), nn.PositionWeightedModuleCollection({"a": 6})
+        ),
+        (Bags(("a", "b")),),
+        lambda module, features: module(features).values,
+    ),
+    nn.Gate: Case(lambda **t: nn.Gate(6, 3, **t), (Dense((6,)), Dense((3, 4)))),
+    nn.HSTU: Case(
+        lambda **t: nn.HSTU(items(t["rngs"]), max_length=6, num_blocks=1, num_heads=2, **t),
+        HISTORY,
+        sequence_outputs,
+    ),
+    nn.HSTUBlock: Case(
+        lambda **t: nn.HSTUBlock(DIM, 2, max_length=6, time_buckets=8, **t),
+        (Column(DIM),),
+        lambda module, column: dataclasses.replace(
+            column,
+            values=module(
+                column.values,
+                column.lengths,
+                jnp.broadcast_to(
+                    jnp.arange(column.values.shape[-2], dtype=jnp.int32) * 7,
+                    column.values.shape[:-1],
+                ),
+            ),
+        ),
+    ),
+    nn.InteractionDCNArch: Case(
+        lambda **t: nn.InteractionDCNArch(3, DIM, num_layers=2, low_rank=2, **t), VECTORS
+    ),
+    nn.InteractionProjectionArch: Case(
+        lambda **t: nn.InteractionProjectionArch(
+            3, DIM, branch1_layer_sizes=(2 * DIM,), branch2_layer_sizes=(3 * DIM,), **t
+        ),
+        VECTORS,
+    ),
+    nn.JaggedSelfAttention: Case(
+        lambda **t: nn.JaggedSelfAttention(DIM, 2, causal=True, block_size=8, **t),
+        (Column(DIM),),
+        over_column,
+    ),
+    nn.LinearPart: Case(
+        lambda **t: nn.LinearPart(bags(t["rngs"], dim=1), num_dense=3, **t), WIDE_INPUTS
+    ),
+    nn.LowRankCrossNet: Case(lambda **t: nn.LowRankCrossNet(6, 2, 2, **t), (Dense((6,)),)),
+    nn.LowRankMixtureCrossNet: Case(
+        lambda **t: nn.LowRankMixtureCrossNet(6, 2, 3, 2, **t), (Dense((6,)),)
+    ),
+    nn.MLP: Case(lambda **t: nn.MLP(6, (5, 3), activation="swish_layernorm", **t), (Dense((6,)),)),
+    nn.MMoE: Case(
+        lambda **t: nn.MMoE(
+            6, num_tasks=2, num_experts=3, expert_layer_sizes=(4,), tower_layer_sizes=(3,), **t
+        ),
+        (Dense((6,)),),
+    ),
+    nn.PLE: Case(
+        lambda **t: nn.PLE(
+            6,
+            num_tasks=2,
+            task_experts=2,
+            shared_experts=1,
+            expert_layer_sizes=(4,),
+            tower_layer_sizes=(3,),
+            **t,
+        ),
+        (Dense((6,)),),
+    ),
+    nn.Perceptron: Case(lambda **t: nn.Perceptron(6, 3, **t), (Dense((6,)),)),
+    nn.PositionEmbedding: Case(lambda **t: nn.PositionEmbedding(6, DIM, **t), (Column(DIM),)),
+    nn.PositionWeightedModule: Case(
+        lambda **t: nn.PositionWeightedModule(6),
+        (Bags(("a",)),),
+        lambda module, features: module(features["a"]),
+    ),
+    nn.PositionWeightedModuleCollection: Case(
+        lambda **t: nn.PositionWeightedModuleCollection({"a": 6}), (Bags(("a", "b")),)
+    ),
+    nn.PrunedEmbeddings: Case(
+        lambda **t: nn.PrunedEmbeddings(bags(t["rngs"]), {"a": 2 * ROWS}),
+        (Bags(("a", "b")),),
+        lambda module, features: module(features).values,
+    ),
+    nn.SASRec: Case(
+        lambda **t: nn.SASRec(items(t["rngs"]), max_length=6, num_blocks=1, **t),
+        HISTORY,
+        sequence_outputs,
+    ),
+    nn.SASRecBlock: Case(lambda **t: nn.SASRecBlock(DIM, 2, **t), (Column(DIM),), over_column),
+    nn.SimpleDeepFMNN: Case(
+        lambda **t: nn.SimpleDeepFMNN(
+            bags(t["rngs"]), num_dense=3, hidden_layer_size=5, deep_fm_dimension=3, **t
+        ),
+        DLRM_INPUTS,
+    ),
+    nn.SwishLayerNorm: Case(lambda **t: nn.SwishLayerNorm((2, 3), **t), (Dense((2, 3)),)),
+    nn.TargetAttention: Case(
+        lambda **t: nn.TargetAttention(DIM, layer_sizes=(5,), **t),
+        (Column(DIM), Dense((DIM,))),
+        lambda module, history, target: module(
+            history, target.reshape(*history.lengths.shape, DIM)
+        ).reshape(-1, DIM),
+    ),
+    nn.TwoTower: Case(
+        lambda **t: nn.TwoTower(
+            *(
+                nn.EmbeddingTower(bags(t["rngs"], (name,)), nn.MLP(DIM, (3,), **t))
+                for name in ("a", "b")
+            )
+        ),
+        (Bags(("a", "b")),),
+    ),
+    nn.VectorCrossNet: Case(lambda **t: nn.VectorCrossNet(6, 2, **t), (Dense((6,)),)),
+    nn.WideDeep: Case(
+        lambda **t: nn.WideDeep(
+            bags(t["rngs"], dim=1, prefix="w_"),
+            bags(t["rngs"]),
+            num_dense=3,
+            hidden_layer_sizes=(5,),
+            **t,
+        ),
+        WIDE_INPUTS,
+    ),
+}
+
+# The weights of ids that a lookup takes are float32; a collection says itself what type it gives; a
+# function without parameters has the type of its input.
+FLOAT32_WEIGHTS = {
+    nn.FeatureProcessedEmbeddingBagCollection,
+    nn.PositionWeightedModule,
+    nn.PositionWeightedModuleCollection,
+}
+KEEPS_FLOAT32 = {
+    nn.DotInteraction,
+    nn.FactorizationMachine,
+    nn.PrunedEmbeddings,
+} | FLOAT32_WEIGHTS
