@@ -5,6 +5,6 @@ from jaxrec.data.batches import batches as batches
 from jaxrec.data.clicks import ClickLog as ClickLog
 from jaxrec.data.clicks import Clicks as Clicks
 from jaxrec.data.criteo import CriteoFile as CriteoFile
-from jaxrec.data.criteo import DataError as DataError
 from jaxrec.data.generated import GeneratedLog as GeneratedLog
 from jaxrec.data.prefetch import prefetch as prefetch
+from jaxrec.data.text import DataError as DataError

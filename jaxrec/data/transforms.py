@@ -28,8 +28,24 @@ def log_counts(counts: Int[np.ndarray, "*shape"]) -> Float[np.ndarray, "*shape"]
     return np.log(np.maximum(counts, -2).astype(np.float32) + 3)
 
 
+def log_counts_above(
+    counts: Int[np.ndarray, "*shape"], smallest: int
+) -> Float[np.ndarray, "*shape"]:
+    """``log(x - smallest + 2)``: TorchRec's preprocessing, with the smallest count of a file.
+
+    Returns:
+        float32.
+
+    Example:
+        >>> import numpy as np
+        >>> log_counts_above(np.array([-1, 17]), -1).round(2).tolist()
+        [0.6899999976158142, 3.0]
+    """
+    return np.log((counts.astype(np.int64) - (smallest - 2)).astype(np.float32))
+
+
 def table_ids(
-    hashes: Int[np.ndarray, "rows tables"], table_rows: tuple[int, ...]
+    hashes: Integer[np.ndarray, "rows tables"], table_rows: tuple[int, ...]
 ) -> Int[np.ndarray, "rows tables"]:
     """The ids modulo the rows of their tables, as TorchRec does it; a missing one is 0.
 
@@ -41,4 +57,4 @@ def table_ids(
         >>> table_ids(np.array([[0x68FD1E64, 0]]), (1000, 10)).tolist()
         [[852, 0]]
     """
-    return (hashes % np.array(table_rows, np.int64)).astype(np.int32)
+    return (hashes % np.array(table_rows, hashes.dtype)).astype(np.int32)

@@ -81,7 +81,7 @@ def test_ends_of_lines(tmp_path, change):
     np.testing.assert_array_equal(read(path).ids, read(KAGGLE).ids)
 
 
-_COUNTS = st.one_of(st.just(""), st.integers(-(10**6), 10**12).map(str), st.just("12.0"))
+_COUNTS = st.one_of(st.just(""), st.integers(-(2**31), 2**31 - 1).map(str), st.just("12.0"))
 _HASHES = st.one_of(st.just(""), st.integers(0, 2**32 - 1).map("{:x}".format))
 
 
@@ -124,7 +124,9 @@ MALFORMED = {
     "minus-inside": (changed(5, "1-2"), r"\(I5\).*got '1-2'"),
     "only-fraction": (changed(5, ".0"), r"\(I5\).*got '.0'"),
     "hex-integer": (changed(13, "1f"), r"column 14 \(I13\).*got '1f'"),
-    "huge-integer": (changed(1, "9" * 19), r"\(I1\): expected an integer of up to 18 digits"),
+    "huge-integer": (changed(1, str(2**31)), r"\(I1\): expected an integer of 32 bits"),
+    "prefixed": (changed(2, "0x1f"), r"\(I2\).*got '0x1f'"),
+    "plus": (changed(2, "+1"), r"\(I2\).*got '\+1'"),
     "space": (changed(1, " 1"), r"\(I1\).*got ' 1'"),
     "no-hex": (changed(14, "0g"), r"column 15 \(C1\): expected a hexadecimal id.*got '0g'"),
     "long-hex": (changed(39, "123456789"), r"column 40 \(C26\).*up to 8 digits.*'123456789'"),

@@ -1,0 +1,176 @@
+"""Row numbers for ids: contiguous, in order of first appearance, one for all rare ids."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from jaxtyping import Int, Integer
+
+from jaxrec.data.transforms import CATEGORICAL_NAMES
+
+MAPS_DIRECTORY = "maps"
+
+# As TorchRec numbers them: 0 is nobody's, 1 is for rare ids, and for those never seen.
+RARE = 1
+FIRST = 2
+
+# Ids of a column that are counted at once.
+CHUNK = 1 << 22
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Appearances:
+    """How often each id of a column appears, and where first.
+
+    Attributes:
+        ids: ``[distinct]``, ascending.
+        counts: ``[distinct]`` int64.
+        first: ``[distinct]`` int64, rows before the first appearance.
+    """
+
+    ids: Integer[np.ndarray, " distinct"]
+    counts: Int[np.ndarray, " distinct"]
+    first: Int[np.ndarray, " distinct"]
+
+    @classmethod
+    def count(cls, columns: Iterable[Integer[np.ndarray, " _"]]) -> Appearances:
+        """Counts the ids of a column that comes in pieces."""
+        start, total = 0, cls(np.empty(0, np.uint32), np.empty(0, np.int64), np.empty(0, np.int64))
+        for column in columns:
+            ids, first, counts = np.unique(column, return_index=True, return_counts=True)
+            total = total.merge(cls(ids, counts, first + start))
+            start += len(column)
+        return total
+
+    def merge(self, later: Appearances) -> Appearances:
+        """Both together, where the ids of ``later`` came after these."""
+        if not len(self.ids):
+            return later
+        # A stable sort leaves of two appearances the earlier first.
+        ids = np.concatenate([self.ids, later.ids])
+        order = np.argsort(ids, kind="stable")
+        ids = ids[order]
+        starts = np.flatnonzero(np.concatenate([[True], ids[1:] != ids[:-1]]))
+        counts = np.concatenate([self.counts, later.counts])[order]
+        first = np.concatenate([self.first, later.first])[order]
+        return Appearances(ids[starts], np.add.reduceat(counts, starts), first[starts])
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ContiguousMap:
+    """The row number of each id that is no rare one.
+
+    Attributes:
+        ids: ``[kept]``, ascending.
+        numbers: ``[kept]`` int32, a permutation of 2, 3, 4, ...
+
+    Example:
+        >>> column = np.array([7, 5, 7, 9, 5], np.uint32)
+        >>> numbers = ContiguousMap.of(Appearances.count([column]), threshold=2)
+        >>> numbers(column).tolist(), numbers.num_rows
+        ([2, 3, 2, 1, 3], 4)
+    """
+
+    ids: Integer[np.ndarray, " kept"]
+    numbers: Int[np.ndarray, " kept"]
+
+    @classmethod
+    def of(cls, seen: Appearances, threshold: int) -> ContiguousMap:
+        """Numbers the ids that appear at least ``threshold`` times, as they first appear."""
+        kept = seen.counts >= threshold
+        numbers = np.empty(int(kept.sum()), np.int32)
+        order = np.argsort(seen.first[kept])
+        numbers[order] = np.arange(FIRST, FIRST + len(order), dtype=np.int32)
+        return cls(seen.ids[kept], numbers)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the table that takes the numbers."""
+        return FIRST + len(self.ids)
+
+    def __call__(self, ids: Integer[np.ndarray, " ids"]) -> Int[np.ndarray, " ids"]:
+        """The numbers of ids, 1 for rare and for unknown ones."""
+        if not len(self.ids):
+            return np.full(len(ids), RARE, np.int32)
+        places = np.minimum(np.searchsorted(self.ids, ids), len(self.ids) - 1)
+        return np.where(self.ids[places] == ids, self.numbers[places], np.int32(RARE))
+
+    def save(self, path: pathlib.Path) -> None:
+        """Writes it as a Parquet file with columns ``id`` and ``number``."""
+        unfinished = path.with_name(f".{path.name}.unfinished")
+        pq.write_table(pa.table({"id": self.ids, "number": self.numbers}), unfinished)
+        unfinished.replace(path)
+
+    @classmethod
+    def load(cls, path: pathlib.Path) -> ContiguousMap:
+        """Reads what `save` wrote."""
+        table = pq.read_table(path)
+        return cls(table["id"].to_numpy(), table["number"].to_numpy())
+
+
+def renumber(
+    raw: pathlib.Path, output: pathlib.Path, threshold: int, compression: str
+) -> tuple[int, ...]:
+    """Writes Parquet files again with row numbers in place of raw ids.
+
+    The maps stay in ``output / "maps"``, one file a column. What is there already is kept.
+
+    Args:
+        raw: Directory of the files, in the order of their names.
+        output: Where the new ones go, under the same names.
+        threshold: How often an id appears that gets a number of its own.
+        compression: Of the new files.
+
+    Returns:
+        Rows that each column's table needs.
+    """
+    paths = sorted(raw.glob("*.parquet"))
+    (output / MAPS_DIRECTORY).mkdir(exist_ok=True)
+    maps = {}
+    for name in CATEGORICAL_NAMES:
+        path = output / MAPS_DIRECTORY / f"{name}.parquet"
+        if not path.exists():
+            ContiguousMap.of(Appearances.count(_column(paths, name)), threshold).save(path)
+        maps[name] = ContiguousMap.load(path)
+    for path in paths:
+        if not (output / path.name).exists():
+            _rewrite(path, output / path.name, maps, compression)
+    return tuple(numbers.num_rows for numbers in maps.values())
+
+
+def _column(paths: Iterable[pathlib.Path], name: str) -> Iterator[np.ndarray]:
+    pieces: list[np.ndarray] = []
+    for path in paths:
+        for batch in pq.ParquetFile(path).iter_batches(columns=[name]):
+            pieces.append(batch.column(0).to_numpy())
+            if sum(map(len, pieces)) >= CHUNK:
+                yield np.concatenate(pieces)
+                pieces = []
+    if pieces:
+        yield np.concatenate(pieces)
+
+
+def _rewrite(
+    source: pathlib.Path, target: pathlib.Path, maps: dict[str, ContiguousMap], compression: str
+) -> None:
+    file = pq.ParquetFile(source)
+    schema = file.schema_arrow
+    for name in maps:
+        schema = schema.set(schema.get_field_index(name), pa.field(name, pa.int32()))
+    unfinished = target.with_name(f".{target.name}.unfinished")
+    with pq.ParquetWriter(
+        unfinished, schema, compression=compression, use_dictionary=False, write_statistics=False
+    ) as writer:
+        for group in range(file.num_row_groups):
+            table = file.read_row_group(group)
+            columns = [
+                pa.array(maps[name](table[name].to_numpy())) if name in maps else table[name]
+                for name in schema.names
+            ]
+            writer.write_table(pa.table(columns, schema=schema), row_group_size=len(table))
+    unfinished.replace(target)

@@ -1,0 +1,205 @@
+"""Criteo's click logs, from text to Parquet: once through the text, on all cores."""
+
+from __future__ import annotations
+
+import collections
+import concurrent.futures
+import dataclasses
+import json
+import os
+import pathlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar
+
+from jaxrec.data import contiguous
+from jaxrec.data.parts import Conversion, Part, PartWriter, as_json, read_part, same_conversion
+from jaxrec.data.text import BadLine, Block, DataError, RawClicks, blocks_of_lines, parse_lines
+
+# Text that one thread parses at once, and how much of it makes a Parquet file.
+BLOCK_BYTES = 1 << 22
+PART_BLOCKS = 128
+
+SUMMARY_FILE = "summary.json"
+RAW_DIRECTORY = "raw"
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+@dataclasses.dataclass(frozen=True)
+class Summary:
+    """What came out.
+
+    Attributes:
+        rows: Rows of all Parquet files.
+        bad_lines: Lines that are no rows, and were left out.
+        smallest: The smallest count of each text file, by its name.
+        table_rows: Rows that a table needs for each column of ids; empty for raw ids.
+    """
+
+    rows: int
+    bad_lines: int
+    smallest: dict[str, int]
+    table_rows: tuple[int, ...]
+
+
+def source_files(path: pathlib.Path) -> list[pathlib.Path]:
+    """The file, or those of a directory: ``day_0.gz``, ``day_1.gz``, ... by their numbers.
+
+    Raises:
+        FileNotFoundError: There is none.
+    """
+    if not path.is_dir():
+        return [path]
+    files = [p for p in path.iterdir() if p.is_file() and not p.name.startswith(".")]
+    if not files:
+        raise FileNotFoundError(2, "No file in this directory", str(path))
+    return sorted(files, key=lambda p: [(not w.isdecimal(), w.zfill(20)) for w in _words(p.name)])
+
+
+def _words(name: str) -> list[str]:
+    digits = "".join(c if c.isdecimal() else f"\0{c}\0" for c in name)
+    return [word for word in digits.split("\0") if word]
+
+
+def convert(
+    source: pathlib.Path,
+    output: pathlib.Path,
+    conversion: Conversion,
+    *,
+    threads: int | None = None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+    report: Callable[[BadLine], None] = lambda bad: None,
+) -> Summary:
+    """Writes a log as Parquet files; a run that was stopped goes on where it was.
+
+    Each file appears under its name when it is complete. Memory is bounded by the number of
+    threads, whatever the size of the log: about 40 MB each. Contiguous ids take, on top, 24 bytes
+    for each distinct id of the column that has most.
+
+    Args:
+        source: A text file, plain or gzip, or a directory of them.
+        output: Directory of the Parquet files; it is made.
+        conversion: What becomes of the rows.
+        threads: How many parse; None: one a core.
+        progress: Told how many of how many bytes have been read.
+        report: Told of each bad line that is left out.
+
+    Raises:
+        OSError: Something cannot be read or written.
+        DataError: A line is no row, a gzip file is cut short, the log is empty, or ``output`` holds
+            the result of another conversion.
+    """
+    files = source_files(source)
+    total = sum(file.stat().st_size for file in files)
+    if (output / SUMMARY_FILE).exists():
+        return _finished(output, conversion)
+    # Contiguous ids are numbered when all have been counted.
+    parts = output / RAW_DIRECTORY if conversion.ids == "contiguous" else output
+    parts.mkdir(parents=True, exist_ok=True)
+    before = 0
+    with concurrent.futures.ThreadPoolExecutor(threads or os.cpu_count() or 1) as pool:
+        for index, file in enumerate(files):
+            for read in _convert_file(file, index, parts, conversion, pool, report):
+                progress(before + read, total)
+            before += file.stat().st_size
+    progress(total, total)
+    made = [read_part(path) for path in sorted(parts.glob("*.parquet"))]
+    rows = sum(part.rows for part in made)
+    if rows == 0:
+        raise DataError(f"{source}: there are no rows in it")
+    table_rows = conversion.rows_of_tables if conversion.ids == "hash" else ()
+    if conversion.ids == "contiguous":
+        table_rows = contiguous.renumber(
+            parts, output, conversion.threshold, conversion.compression
+        )
+    smallest: dict[str, int] = {}
+    for part in made:
+        smallest[part.source] = min(part.smallest, smallest.get(part.source, part.smallest))
+    summary = Summary(rows, sum(part.bad_lines for part in made), smallest, table_rows)
+    content = {"conversion": as_json(conversion), **dataclasses.asdict(summary)}
+    _write_text(output / SUMMARY_FILE, json.dumps(content, indent=2) + "\n")
+    if conversion.ids == "contiguous":
+        for path in parts.glob("*.parquet"):
+            path.unlink()
+        parts.rmdir()
+    return summary
+
+
+def _finished(output: pathlib.Path, conversion: Conversion) -> Summary:
+    content = json.loads((output / SUMMARY_FILE).read_text())
+    same_conversion(content.pop("conversion"), conversion, output)
+    return Summary(**content | {"table_rows": tuple(content["table_rows"])})
+
+
+def _convert_file(
+    file: pathlib.Path,
+    index: int,
+    output: pathlib.Path,
+    conversion: Conversion,
+    pool: concurrent.futures.Executor,
+    report: Callable[[BadLine], None],
+) -> Iterator[int]:
+    """Makes the Parquet files of a text file that are not there yet; yields bytes read so far."""
+    made: list[Part] = []
+    while (path := _part_path(output, file, index, len(made))).exists():
+        part = read_part(path)
+        same_conversion(part.conversion, conversion, output)
+        made.append(part)
+        yield part.read
+    if made and made[-1].last:
+        return
+    start, first = (made[-1].end, made[-1].lines) if made else (0, 0)
+    blocks = blocks_of_lines(file, BLOCK_BYTES, start, first)
+    skip = conversion.bad_rows == "skip"
+
+    def parse(block: Block) -> tuple[Block, RawClicks]:
+        return block, parse_lines(block.lines, file, block.first, skip=skip)
+
+    parsed = _ordered_map(pool, parse, blocks, ahead=2 + (os.cpu_count() or 1))
+    pending = next(parsed, None)
+    if pending is None and not made:
+        raise DataError(f"{file}: the file is empty")
+    while pending is not None:
+        path = _part_path(output, file, index, len(made))
+        writer = PartWriter(path, file.name, conversion)
+        try:
+            for _ in range(PART_BLOCKS):
+                writer.add(*pending)
+                yield pending[0].read
+                for bad in pending[1].bad:
+                    report(bad)
+                pending = next(parsed, None)
+                if pending is None:
+                    break
+            made.append(writer.finish(last=pending is None))
+        except BaseException:
+            writer.discard()
+            raise
+
+
+def _part_path(output: pathlib.Path, file: pathlib.Path, index: int, part: int) -> pathlib.Path:
+    return output / f"{index:03d}-{file.name.removesuffix('.gz')}-{part:05d}.parquet"
+
+
+def _ordered_map(
+    pool: concurrent.futures.Executor, function: Callable[[T], R], items: Iterable[T], ahead: int
+) -> Iterator[R]:
+    """Results in order, with so many items at most under way."""
+    under_way: collections.deque[concurrent.futures.Future[R]] = collections.deque()
+    try:
+        for item in items:
+            under_way.append(pool.submit(function, item))
+            if len(under_way) > ahead:
+                yield under_way.popleft().result()
+        while under_way:
+            yield under_way.popleft().result()
+    finally:
+        for future in under_way:
+            future.cancel()
+
+
+def _write_text(path: pathlib.Path, text: str) -> None:
+    unfinished = path.with_name(f".{path.name}.unfinished")
+    unfinished.write_text(text)
+    unfinished.replace(path)

@@ -1,0 +1,206 @@
+"""The Parquet files that a click log becomes, each saying where in the text it stands."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import pathlib
+from typing import Any, Literal
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from jaxrec.data.text import LABEL, Block, DataError, RawClicks
+from jaxrec.data.transforms import CATEGORICAL_NAMES, DENSE_NAMES, NUM_CATEGORICAL
+
+# Blocks of text that make a row group.
+GROUP_BLOCKS = 4
+
+# Bad lines that a file remembers by number; all are counted.
+REMEMBERED = 1000
+
+_METADATA_KEY = b"jaxrec"
+
+
+@dataclasses.dataclass(frozen=True)
+class Conversion:
+    """What becomes of a log.
+
+    The Parquet files have the columns ``label``, ``int_0`` to ``int_12`` (the counts as they stand
+    in the log, 0 where missing) and ``cat_0`` to ``cat_25``.
+
+    Attributes:
+        ids: What the hexadecimal ids become. "hash": themselves modulo ``table_rows``, int32.
+            "contiguous": row numbers from 2 in order of first appearance, 1 for ids seen fewer than
+            ``threshold`` times, int32; the maps are kept in ``maps/``. "raw": themselves, uint32.
+            A missing id is 0 in the log, and an id like any other.
+        table_rows: For "hash": rows of the tables, one number for all or one for each.
+        threshold: For "contiguous".
+        bad_rows: "fail" at the first line that is no row, or "skip", count and report them.
+        compression: Of the Parquet files.
+
+    Raises:
+        ValueError: A number is below 1, or there are neither 1 nor 26 ``table_rows``.
+    """
+
+    ids: Literal["hash", "contiguous", "raw"] = "hash"
+    table_rows: tuple[int, ...] = (100_000,)
+    threshold: int = 1
+    bad_rows: Literal["fail", "skip"] = "fail"
+    compression: Literal["lz4", "zstd", "none"] = "lz4"
+
+    def __post_init__(self) -> None:
+        rows = self.table_rows
+        if len(rows) not in (1, NUM_CATEGORICAL) or not all(1 <= n < 2**31 for n in rows):
+            raise ValueError(
+                f"table-rows is one number for all tables or one for each of {NUM_CATEGORICAL}, "
+                f"from 1 to 2^31 - 1; got {rows}"
+            )
+        if self.threshold < 1:
+            raise ValueError(f"threshold is 1 or more, got {self.threshold}")
+
+    @property
+    def rows_of_tables(self) -> tuple[int, ...]:
+        """``table_rows``, one for each table."""
+        return self.table_rows * (NUM_CATEGORICAL // len(self.table_rows))
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """What a Parquet file says about where it comes from, in its own metadata.
+
+    Attributes:
+        source: Name of the text file.
+        end: Bytes of the text (decompressed) up to its last line's end.
+        read: Bytes of the text file, as it lies on the disk, that were read by then.
+        lines: Lines of the text up to there.
+        rows: Rows of this Parquet file.
+        smallest: Its smallest count; TorchRec's preprocessing goes by that of a text file.
+        bad_lines: How many lines were left out.
+        bad: The first of them.
+        last: Whether the text ends with it.
+        conversion: How it was made.
+    """
+
+    source: str
+    end: int
+    read: int
+    lines: int
+    rows: int
+    smallest: int
+    bad_lines: int
+    bad: tuple[str, ...]
+    last: bool
+    conversion: dict[str, Any]
+
+
+def same_conversion(made: dict[str, Any], wanted: Conversion, path: pathlib.Path) -> None:
+    """Raises `DataError` if something was made in another way."""
+    if made != as_json(wanted):
+        changed = sorted(name for name, x in as_json(wanted).items() if made.get(name) != x)
+        raise DataError(
+            f"{path} holds the result of another conversion ({', '.join(changed)} differs); "
+            "give another output, or remove it"
+        )
+
+
+def as_json(conversion: Conversion) -> dict[str, Any]:
+    """The conversion as it is written down."""
+    return json.loads(json.dumps(dataclasses.asdict(conversion)))
+
+
+def read_part(path: pathlib.Path) -> Part:
+    """What a Parquet file that `convert` wrote says about itself.
+
+    Raises:
+        DataError: `convert` did not write it.
+    """
+    try:
+        metadata = pq.read_metadata(path).metadata or {}
+    except pa.ArrowInvalid as error:
+        raise DataError(f"{path} is no Parquet file ({error})") from None
+    if _METADATA_KEY not in metadata:
+        raise DataError(f"{path} was not written by `jaxrec data criteo`; give another output")
+    content = json.loads(metadata[_METADATA_KEY])
+    return Part(**content | {"bad": tuple(content["bad"])})
+
+
+class PartWriter:
+    """Writes one Parquet file, under another name until it is complete."""
+
+    def __init__(self, path: pathlib.Path, source: str, conversion: Conversion):
+        self._path, self._source, self._conversion = path, source, conversion
+        self._unfinished = path.with_name(f".{path.name}.unfinished")
+        ids = pa.uint32() if conversion.ids != "hash" else pa.int32()
+        self._schema = pa.schema(
+            [(LABEL, pa.int32())]
+            + [(name, pa.int32()) for name in DENSE_NAMES]
+            + [(name, ids) for name in CATEGORICAL_NAMES]
+        )
+        self._file = self._unfinished.open("wb")
+        self._writer = parquet_writer(self._file, self._schema, conversion.compression)
+        self._group: list[RawClicks] = []
+        self._rows = self._bad_lines = self._lines = self._end = self._read = 0
+        self._smallest = 2**31 - 1
+        self._bad: list[str] = []
+
+    def add(self, block: Block, rows: RawClicks) -> None:
+        """Adds a block of lines and the rows in it."""
+        self._group.append(rows)
+        self._rows += len(rows)
+        self._bad_lines += len(rows.bad)
+        self._bad += map(str, rows.bad[: REMEMBERED - len(self._bad)])
+        self._lines = block.first + block.lines.count(b"\n")
+        self._end, self._read = block.end, block.read
+        if len(rows):
+            self._smallest = min(self._smallest, int(rows.counts.min()))
+        if len(self._group) == GROUP_BLOCKS:
+            self._write_group()
+
+    def _write_group(self) -> None:
+        labels = np.concatenate([rows.labels for rows in self._group])
+        counts = np.concatenate([rows.counts for rows in self._group], axis=1)
+        ids = np.concatenate([rows.hashes for rows in self._group], axis=1)
+        self._group = []
+        if not len(labels):
+            return
+        if self._conversion.ids == "hash":
+            ids = ids % np.array(self._conversion.rows_of_tables, np.uint32)[:, None]
+            ids = ids.astype(np.int32)
+        table = pa.table([labels, *counts, *ids], self._schema)
+        self._writer.write_table(table, row_group_size=len(labels))
+
+    def finish(self, *, last: bool) -> Part:
+        """Gives the file its name; ``last``: the text ends here."""
+        if self._group:
+            self._write_group()
+        part = Part(
+            self._source, self._end, self._read, self._lines, self._rows, self._smallest,
+            self._bad_lines, tuple(self._bad), last, as_json(self._conversion),
+        )  # fmt: skip
+        self._writer.add_key_value_metadata(
+            {_METADATA_KEY.decode(): json.dumps(dataclasses.asdict(part))}
+        )
+        self._writer.close()
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        self._unfinished.replace(self._path)
+        return part
+
+    def discard(self) -> None:
+        """Leaves nothing behind."""
+        with contextlib.suppress(OSError):  # the disk may be full
+            self._writer.close()
+            self._file.close()
+        self._unfinished.unlink(missing_ok=True)
+
+
+def parquet_writer(file: Any, schema: pa.Schema, compression: str) -> pq.ParquetWriter:
+    """For columns of numbers that are read whole: no dictionaries, no statistics."""
+    return pq.ParquetWriter(
+        file, schema, compression=compression, use_dictionary=False, write_statistics=False
+    )

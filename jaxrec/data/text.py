@@ -1,0 +1,284 @@
+"""Lines of Criteo's click logs as columns; Arrow parses them."""
+
+from __future__ import annotations
+
+import dataclasses
+import gzip
+import pathlib
+import re
+import zlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.csv
+from jaxtyping import Int, UInt32
+
+from jaxrec.data.transforms import CATEGORICAL_NAMES, DENSE_NAMES, NUM_CATEGORICAL, NUM_DENSE
+
+LABEL = "label"
+NAMES = (LABEL, *DENSE_NAMES, *CATEGORICAL_NAMES)
+COLUMNS = len(NAMES)
+HEX_DIGITS = 8
+
+# What Arrow reads lines as. Where a field is none of these it says so, but not always which.
+_TYPES = {
+    **dict.fromkeys((LABEL, *DENSE_NAMES), pa.int32()),
+    **dict.fromkeys(CATEGORICAL_NAMES, pa.binary(HEX_DIGITS)),
+}
+
+# Within integers Arrow overlooks blanks, and reads 0x1f.
+_OVERLOOKED = (b" ", b"x", b"X")
+
+
+class DataError(ValueError):
+    """A file is not what it should be; says which file and line, and what is wrong."""
+
+
+@dataclasses.dataclass(frozen=True)
+class BadLine:
+    """A line that is no row.
+
+    Attributes:
+        path: The file.
+        number: The line, from 1.
+        problem: What is wrong with it.
+    """
+
+    path: pathlib.Path
+    number: int
+    problem: str
+
+    def __str__(self) -> str:
+        return f"{self.path}, line {self.number}{self.problem}"
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class RawClicks:
+    """Rows as they stand in the log.
+
+    Attributes:
+        labels: ``[rows]`` int32, 0 or 1.
+        counts: ``[13, rows]`` int32; missing ones are 0, as with TorchRec.
+        hashes: ``[26, rows]`` uint32; missing ones are 0, as with TorchRec.
+        bad: The lines that are missing here.
+    """
+
+    labels: Int[np.ndarray, " rows"]
+    counts: Int[np.ndarray, "num_dense rows"]
+    hashes: UInt32[np.ndarray, "num_categorical rows"]
+    bad: tuple[BadLine, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+
+def parse_lines(block: bytes, path: pathlib.Path, first: int, *, skip: bool = False) -> RawClicks:
+    """The rows of whole lines.
+
+    A line is a label, 13 integers and 26 hexadecimal ids with a tab between two of them. A missing
+    value is an empty field; integers may end in ``.0``, as pandas writes them where some are
+    missing.
+
+    Args:
+        block: Lines, each with its newline.
+        path: Their file, for messages.
+        first: Number of lines of the file before these.
+        skip: Whether to leave out lines that are no rows, and name them in ``bad``.
+
+    Raises:
+        DataError: A line is no row, and ``skip`` is not set.
+
+    Example:
+        >>> line = b"\\t".join([b"1", *[b"17"] * 13, *[b"0000001f"] * 26])
+        >>> rows = parse_lines(line + b"\\n", pathlib.Path("day_0"), 0)
+        >>> rows.counts[0].tolist(), rows.hashes[0].tolist()
+        ([17], [31])
+    """
+    table = _arrow(block)
+    if table is not None:
+        return _columns(table, ())
+    lines, bad = _examined(block, path, first)
+    if bad and not skip:
+        raise DataError(str(bad[0]))
+    if not lines:
+        return _columns(pa.schema(_TYPES).empty_table(), tuple(bad))
+    table = _arrow(b"\n".join(lines) + b"\n")
+    assert table is not None, "lines that were examined are rows"
+    return _columns(table, tuple(bad))
+
+
+def _arrow(block: bytes) -> pa.Table | None:
+    """The lines as Arrow reads them; None if any is not what it should be, or might not be."""
+    if any(sign in block for sign in _OVERLOOKED):
+        return None
+    try:
+        table = pyarrow.csv.read_csv(
+            pa.BufferReader(block),
+            read_options=pyarrow.csv.ReadOptions(
+                use_threads=False, column_names=NAMES, block_size=len(block) + 1
+            ),
+            parse_options=pyarrow.csv.ParseOptions(
+                delimiter="\t", quote_char=False, ignore_empty_lines=False
+            ),
+            convert_options=pyarrow.csv.ConvertOptions(
+                column_types=_TYPES, null_values=[""], strings_can_be_null=True, check_utf8=False
+            ),
+        )
+    except pa.ArrowInvalid:
+        return None
+    labels = table[LABEL]
+    if labels.null_count or not {0, 1}.issuperset(pc.unique(labels).to_pylist()):
+        return None
+    if not all(_are_hexadecimal(_bytes(table[name])) for name in CATEGORICAL_NAMES):
+        return None
+    return table
+
+
+def _columns(table: pa.Table, bad: tuple[BadLine, ...]) -> RawClicks:
+    counts = [table[name].fill_null(0).to_numpy() for name in DENSE_NAMES]
+    hashes = [_hexadecimals(_bytes(table[name])) for name in CATEGORICAL_NAMES]
+    return RawClicks(table[LABEL].to_numpy(), np.stack(counts), np.stack(hashes), bad)
+
+
+def _bytes(column: pa.ChunkedArray) -> np.ndarray:
+    """Eight characters a row as one number, the first in the lowest byte."""
+    array = column.fill_null(b"0" * HEX_DIGITS).combine_chunks()
+    if isinstance(array, pa.ChunkedArray):  # an empty column
+        return np.empty(0, np.uint64)
+    characters = np.frombuffer(array.buffers()[1], np.dtype("<u8"), count=len(array))
+    return characters[array.offset :] if array.offset else characters
+
+
+def _repeated(byte: int) -> np.uint64:
+    return np.uint64(int.from_bytes(bytes([byte]) * 8, "little"))
+
+
+def _are_hexadecimal(characters: np.ndarray) -> bool:
+    """Whether each byte is one of 0-9, a-f, A-F."""
+    text = np.ascontiguousarray(characters).view(np.uint8)
+    return bool(_IS_HEX[text].all())
+
+
+def _hexadecimals(characters: np.ndarray) -> UInt32[np.ndarray, " rows"]:
+    """The numbers that eight hexadecimal digits spell, all bytes of a word at once."""
+    # '0' is 0x30 and 'A' is 0x41, 'a' is 0x61: the low half of the byte, and 9 more for letters.
+    digits = (characters & _repeated(0x0F)) + ((characters >> 6) & _repeated(1)) * np.uint64(9)
+    digits = digits.byteswap()  # the first digit is the highest
+    for width, mask in ((4, 0x00FF00FF00FF00FF), (8, 0x0000FFFF0000FFFF), (16, 0xFFFFFFFF)):
+        digits = (digits | (digits >> np.uint64(width))) & np.uint64(mask)
+    return digits.astype(np.uint32)
+
+
+_IS_HEX = np.array([chr(byte) in "0123456789abcdefABCDEF" for byte in range(256)])
+_INTEGER = re.compile(rb"(-?\d+)(\.0)?")
+_HEX = re.compile(rb"[0-9a-fA-F]{0,8}")
+
+
+def _examined(block: bytes, path: pathlib.Path, first: int) -> tuple[list[bytes], list[BadLine]]:
+    """The lines that are rows, one by one, as Arrow wants them; and those that are none."""
+    good, bad = [], []
+    for number, line in enumerate(block.split(b"\n")[:-1], start=first + 1):
+        fields = line.removesuffix(b"\r").split(b"\t")
+        problem = _problem(fields)
+        if problem is not None:
+            bad.append(BadLine(path, number, problem))
+            continue
+        integers = [field.removesuffix(b".0") for field in fields[1 : 1 + NUM_DENSE]]
+        ids = [field and field.zfill(HEX_DIGITS) for field in fields[1 + NUM_DENSE :]]
+        good.append(b"\t".join([fields[0], *integers, *ids]))
+    return good, bad
+
+
+def _problem(fields: Sequence[bytes]) -> str | None:
+    if len(fields) != COLUMNS:
+        return (
+            f": {len(fields)} columns, but Criteo's format has {COLUMNS}, separated by tabs: the "
+            f"label, {NUM_DENSE} integers, {NUM_CATEGORICAL} hexadecimal ids"
+        )
+    for column, field in enumerate(fields):
+        expected = _expected(column, field)
+        if expected is not None:
+            name = "label" if column == 0 else f"I{column}"
+            name = name if column <= NUM_DENSE else f"C{column - NUM_DENSE}"
+            text = field.decode(errors="replace")
+            return f", column {column + 1} ({name}): {expected}, got {text!r}"
+    return None
+
+
+def _expected(column: int, field: bytes) -> str | None:
+    """What the field should have been; None if it is that."""
+    if column == 0:
+        return None if field in (b"0", b"1") else "a label is 0 or 1"
+    if column > NUM_DENSE:
+        good = _HEX.fullmatch(field) is not None
+        return None if good else f"expected a hexadecimal id of up to {HEX_DIGITS} digits"
+    number = _INTEGER.fullmatch(field)
+    if field == b"" or (number is not None and -(2**31) <= int(number[1]) < 2**31):
+        return None
+    return "expected an integer of 32 bits"
+
+
+def is_compressed(path: pathlib.Path) -> bool:
+    """Whether a file is in gzip's format, by its first bytes."""
+    with open(path, "rb") as file:
+        return file.read(2) == b"\x1f\x8b"
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """Whole lines of a file.
+
+    Attributes:
+        lines: Each with its newline.
+        first: Number of lines before them.
+        end: Bytes of the file up to their end, decompressed.
+        read: Bytes of the file as it lies on the disk that have been read.
+    """
+
+    lines: bytes
+    first: int
+    end: int
+    read: int
+
+
+def blocks_of_lines(
+    path: pathlib.Path, size: int, start: int = 0, first: int = 0
+) -> Iterator[Block]:
+    """A file of lines, plain or gzip, in blocks of about that many bytes.
+
+    The last line gets the newline that it may lack; line ends of Windows become plain ones.
+
+    Args:
+        path: The file.
+        size: Bytes of a block.
+        start: Where to start, counted in decompressed bytes: the ``end`` of an earlier block.
+        first: Lines before that.
+
+    Raises:
+        OSError: The file cannot be read.
+        DataError: It is no whole gzip file.
+    """
+    with open(path, "rb") as plain:
+        file: Any = gzip.GzipFile(fileobj=plain) if is_compressed(path) else plain
+        try:
+            file.seek(start)
+            end, rest = start, b""
+            # Blocks are cut at bytes that do not depend on where reading started.
+            while piece := file.read(size - len(rest) % size):
+                cut = piece.rfind(b"\n") + 1
+                if not cut:
+                    rest += piece
+                    continue
+                lines, rest = rest + piece[:cut], piece[cut:]
+                end += len(lines)
+                if b"\r" in lines:
+                    lines = lines.replace(b"\r\n", b"\n")
+                yield Block(lines, first, end, plain.tell())
+                first += lines.count(b"\n")
+        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+            raise DataError(f"{path}: the gzip file is cut short or damaged ({error})") from None
+        if rest:
+            yield Block(rest + b"\n", first, end + len(rest), plain.tell())
