@@ -87,3 +87,12 @@ class Channel:
 
     def _send_as(self, rows: Array, format: Format) -> Array:
         return decode(tuple(self.send(part) for part in encode(rows, format)), format)
+
+
+def run_if(flag: Bool[Array, ""], body: Callable[[Any], Any], carried: Any) -> Any:
+    """``body(carried)`` if the flag holds, else ``carried``; in place, as `jax.lax.cond` is not."""
+
+    def once(state: Any) -> Any:
+        return jnp.zeros((), bool), body(state[1])
+
+    return jax.lax.while_loop(lambda state: state[0], once, (flag, carried))[1]

@@ -14,17 +14,17 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int32, Shaped
+from jaxtyping import Array, Bool, Float, Int32, Shaped
 
 from jaxrec.embed import kernels
 from jaxrec.embed.config import MAX_ROWS
 from jaxrec.embed.kernels import BagLayout, Lookups
 from jaxrec.embed.update import RowGradients
-from jaxrec.mesh.collectives import Channel
+from jaxrec.mesh.collectives import Channel, run_if
 from jaxrec.mesh.layout import PlacedGroup
 from jaxrec.mesh.norms import clip_factors, table_squares
 
@@ -120,7 +120,8 @@ def update_at_owners(
     gradients = channel.gather_gradients(gradient.values)
     sending = _Sending.of(placed, gradient.lookups, gradient.values.shape[0], channel)
 
-    def updated(capacity: int) -> tuple[Array, dict[str, Array]]:
+    def updated(capacity: int, carried: Any) -> tuple[Array, dict[str, Array]]:
+        table, state = carried
         rows = sending.send_rows(capacity)
         bags = sending.send_lines(capacity)
         scales = None
@@ -137,7 +138,11 @@ def update_at_owners(
         unbounded = dataclasses.replace(optimizer, clip_norm=None)
         return kernels.fused_update(table, state, lookups, gradients, unbounded, step)
 
-    return sending.with_room(updated, capacity)
+    # Two loops of a step at most, and no `cond`: that would copy the table.
+    most = sending.order.size
+    fits = sending.fits(capacity)
+    new = run_if(fits, functools.partial(updated, min(capacity, most)), (table, state))
+    return new if capacity >= most else run_if(~fits, functools.partial(updated, most), new)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -213,8 +218,11 @@ class _Sending:
         most = self.order.size
         if capacity >= most:
             return run(most)
-        is_left = self.channel.any(jnp.any(self.counts > capacity))
-        return jax.lax.cond(is_left, lambda: run(most), lambda: run(capacity))
+        return jax.lax.cond(self.fits(capacity), lambda: run(capacity), lambda: run(most))
+
+    def fits(self, capacity: int) -> Bool[Array, ""]:
+        """Whether there is room for what every device sends."""
+        return ~self.channel.any(jnp.any(self.counts > capacity))
 
 
 def _received_layout(placed: PlacedGroup, num_bags: int, capacity: int) -> BagLayout:
