@@ -1,0 +1,217 @@
+"""GroupLens' MovieLens data sets in the formats they are published in; Arrow parses them."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+from collections.abc import Sequence
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.csv
+
+from jaxrec.data.text import DataError
+
+_RATING_TYPES = {
+    "user_id": pa.int32(),
+    "movie_id": pa.int32(),
+    "rating": pa.float32(),
+    "timestamp": pa.int64(),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Format:
+    """How a file of ratings is written.
+
+    Attributes:
+        name: The file, or for RecBole the end of its name.
+        delimiter: What stands between two values.
+        columns: Of the file; those named "" are nothing.
+        skip: Lines before the first rating.
+    """
+
+    name: str
+    delimiter: str
+    columns: tuple[str, ...]
+    skip: int = 0
+
+
+_NAMES = tuple(_RATING_TYPES)
+_FORMATS = (
+    _Format("u.data", "\t", _NAMES),  # 100K
+    # 1M and 10M write "::"; between two colons is an empty column.
+    _Format("ratings.dat", ":", ("user_id", "", "movie_id", "", "rating", "", "timestamp")),
+    _Format("ratings.csv", ",", _NAMES, skip=1),  # 20M, 25M, 32M and "latest"
+    _Format(".inter", "\t", _NAMES, skip=1),  # RecBole's copies
+)
+_GENRES = (
+    "unknown", "Action", "Adventure", "Animation", "Children's", "Comedy", "Crime", "Documentary",
+    "Drama", "Fantasy", "Film-Noir", "Horror", "Musical", "Mystery", "Romance", "Sci-Fi",
+    "Thriller", "War", "Western",
+)  # fmt: skip
+
+
+def movielens_ratings(path: pathlib.Path) -> pa.Table:
+    """The ratings of MovieLens 100K, 1M, 10M, 20M, 25M or 32M.
+
+    Args:
+        path: The data set's directory, or its file of ratings (``u.data``, ``ratings.dat``,
+            ``ratings.csv``, or a RecBole ``.inter`` file).
+
+    Returns:
+        ``user_id`` and ``movie_id`` int32, ``rating`` float32, ``timestamp`` int64 (seconds since
+        1970), in the order of the file.
+
+    Raises:
+        OSError: The file cannot be read.
+        DataError: There is no such file, a line is no rating, or a value is missing.
+
+    Example:
+        >>> import tempfile
+        >>> path = pathlib.Path(tempfile.mkdtemp(), "ratings.dat")
+        >>> _ = path.write_text("1::1193::5::978300760\\n")
+        >>> movielens_ratings(path).to_pylist()[0]["movie_id"]
+        1193
+    """
+    file, layout = _ratings_file(path)
+    names = [name or f"_{i}" for i, name in enumerate(layout.columns)]
+    table = _read(file, layout.delimiter, names, layout.skip, _RATING_TYPES)
+    table = table.select(list(_NAMES))
+    for name in _NAMES:
+        if missing := table[name].null_count:
+            row = pc.index(pc.is_null(table[name]), True).as_py()
+            raise DataError(
+                f"{file}, line {row + 1 + layout.skip}: {name} is missing ({missing} in all)"
+            )
+    return table
+
+
+def _ratings_file(path: pathlib.Path) -> tuple[pathlib.Path, _Format]:
+    candidates = sorted(path.iterdir()) if path.is_dir() else [path]
+    for layout in _FORMATS:
+        for file in candidates:
+            if file.name.endswith(layout.name):
+                return file, layout
+    if not path.is_dir() and not path.exists():
+        raise FileNotFoundError(2, "No such file or directory", str(path))
+    raise DataError(
+        f"{path}: there are no ratings of MovieLens here; they are in u.data (100K), ratings.dat "
+        "(1M) or ratings.csv (20M, 25M)"
+    )
+
+
+def movielens_movies(path: pathlib.Path) -> pa.Table:
+    """The films of a MovieLens data set.
+
+    Args:
+        path: The data set's directory, with ``u.item``, ``movies.dat`` or ``movies.csv``.
+
+    Returns:
+        ``movie_id`` int32, ``title`` string with the year, ``genres`` list of strings.
+
+    Raises:
+        OSError: The file cannot be read.
+        DataError: There is no such file, or a line is no film.
+    """
+    if (path / "u.item").exists():
+        names = ["movie_id", "title", "released", "video", "url", *_GENRES]
+        types = {"movie_id": pa.int32(), **dict.fromkeys(names[1:5], pa.string())}
+        types |= dict.fromkeys(_GENRES, pa.int8())
+        table = _read(path / "u.item", "|", names, 0, types, encoding="latin-1")
+        flags = [table[genre].to_pylist() for genre in _GENRES]
+        genres = [
+            [genre for genre, flag in zip(_GENRES, row, strict=True) if flag]
+            for row in zip(*flags, strict=True)
+        ]
+        return pa.table([table["movie_id"], table["title"], genres], _MOVIES)
+    if (path / "movies.dat").exists():
+        return _movies_of_lines(path / "movies.dat")
+    if (path / "movies.csv").exists():
+        types = {"movie_id": pa.int32(), "title": pa.string(), "genres": pa.string()}
+        table = _read(path / "movies.csv", ",", list(types), 1, types, quoted=True)
+        return pa.table(
+            [table["movie_id"], table["title"], _split(table["genres"].to_pylist())], _MOVIES
+        )
+    raise DataError(
+        f"{path}: there are no films of MovieLens here; they are in u.item (100K), movies.dat (1M) "
+        "or movies.csv (20M, 25M)"
+    )
+
+
+_MOVIES = pa.schema(
+    [("movie_id", pa.int32()), ("title", pa.string()), ("genres", pa.list_(pa.string()))]
+)
+
+
+def _movies_of_lines(file: pathlib.Path) -> pa.Table:
+    """``id::title::genres``, where titles hold colons of their own; no CSV reader takes that."""
+    ids, titles, genres = [], [], []
+    for number, line in enumerate(file.read_text("latin-1").splitlines(), start=1):
+        fields = line.split("::")
+        if len(fields) != 3 or not fields[0].isdecimal():
+            raise DataError(f"{file}, line {number}: expected id::title::genres, got {line!r}")
+        ids.append(int(fields[0]))
+        titles.append(fields[1])
+        genres.append(fields[2])
+    return pa.table([ids, titles, _split(genres)], _MOVIES)
+
+
+def _split(genres: Sequence[str | None]) -> list[list[str]]:
+    return [
+        [] if text is None or text == "(no genres listed)" else text.split("|") for text in genres
+    ]
+
+
+def movielens_users(path: pathlib.Path) -> pa.Table:
+    """The people of MovieLens 100K or 1M; later sets say nothing about them.
+
+    Args:
+        path: The data set's directory, with ``u.user`` or ``users.dat``.
+
+    Returns:
+        ``user_id`` int32, ``age`` int32 (1M: the first year of a range), ``gender`` string,
+        ``occupation`` string (1M: its number), ``zip_code`` string.
+
+    Raises:
+        OSError: The file cannot be read.
+        DataError: There is no such file, or a line is nobody.
+    """
+    types = {
+        "user_id": pa.int32(),
+        "age": pa.int32(),
+        "gender": pa.string(),
+        "occupation": pa.string(),
+        "zip_code": pa.string(),
+    }
+    if (path / "u.user").exists():
+        return _read(path / "u.user", "|", list(types), 0, types)
+    if (path / "users.dat").exists():
+        names = ["user_id", "_1", "gender", "_3", "age", "_5", "occupation", "_7", "zip_code"]
+        return _read(path / "users.dat", ":", names, 0, types).select(list(types))
+    raise DataError(f"{path}: there is neither u.user (100K) nor users.dat (1M) here")
+
+
+def _read(
+    file: pathlib.Path,
+    delimiter: str,
+    names: Sequence[str],
+    skip: int,
+    types: dict[str, pa.DataType],
+    *,
+    encoding: str = "utf-8",
+    quoted: bool = False,
+) -> pa.Table:
+    try:
+        return pyarrow.csv.read_csv(
+            file,
+            read_options=pyarrow.csv.ReadOptions(
+                column_names=list(names), skip_rows=skip, encoding=encoding, use_threads=False
+            ),
+            parse_options=pyarrow.csv.ParseOptions(
+                delimiter=delimiter, quote_char='"' if quoted else False
+            ),
+            convert_options=pyarrow.csv.ConvertOptions(column_types=types, null_values=[""]),
+        )
+    except pa.ArrowInvalid as error:
+        raise DataError(f"{file}: {' '.join(str(error).split())}") from None

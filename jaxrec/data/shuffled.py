@@ -1,0 +1,220 @@
+"""Batches of rows in random order, each found by its number: an order that needs no memory."""
+
+from __future__ import annotations
+
+import collections
+import concurrent.futures
+import dataclasses
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+import pyarrow as pa
+
+from jaxrec.data.groups import RowGroups
+from jaxrec.data.text import DataError
+
+Batch = TypeVar("Batch")
+
+# Windows of rows in memory: the one that batches are cut from, and its neighbours.
+KEPT_WINDOWS = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Shard:
+    """Which part of the rows a process reads.
+
+    Attributes:
+        index: Number of the process.
+        count: How many there are.
+    """
+
+    index: int = 0
+    count: int = 1
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.index < self.count:
+            raise ValueError(f"a shard is one of 0 to count - 1, got {self.index} of {self.count}")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class BatchSource(Generic[Batch]):
+    """All batches of a run, by number: a source for Grain, or to index oneself.
+
+    With a seed, each epoch goes through the row groups in an order of its own, ``window`` of them
+    are in memory at once, and all their rows are shuffled together. Batch ``i`` depends on the
+    arguments and on ``i`` alone, so a run goes on exactly where it was by the number of its step.
+
+    Each process reads row groups of its own, dealt out so that all have about equally many rows;
+    every process has the same number of batches (as many as the one with fewest rows can fill).
+
+    Attributes:
+        groups: Where the rows are.
+        batch_size: Rows of a batch, of this process.
+        transform: What becomes of a batch's rows.
+        seed: Of the order; None: as they are stored.
+        epochs: How often every row comes.
+        shard: This process's part.
+        window: Row groups that are shuffled together.
+        drop_remainder: Whether to leave out the last, smaller batch of an epoch. With several
+            processes it always is.
+
+    Raises:
+        ValueError: A number is below 1.
+        DataError: From `len` and on: a process has too few rows for a batch.
+
+    Example:
+        >>> import numpy as np, pathlib, tempfile
+        >>> from jaxrec.data import NpyGroups, to_numpy
+        >>> path = pathlib.Path(tempfile.mkdtemp(), "x.npy")
+        >>> np.save(path, np.arange(10))
+        >>> groups = NpyGroups({"x": path})
+        >>> source = BatchSource(groups, 4, lambda rows: to_numpy(rows["x"]), seed=0)
+        >>> sorted(np.concatenate([source[i] for i in range(len(source))]).tolist())
+        [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]
+    """
+
+    groups: RowGroups
+    batch_size: int
+    transform: Callable[[pa.Table], Batch] = lambda rows: rows
+    seed: int | None = None
+    epochs: int = 1
+    shard: Shard = Shard()
+    window: int = 8
+    drop_remainder: bool = False
+    _windows: _WindowCache = dataclasses.field(
+        default_factory=lambda: _WindowCache(), init=False, repr=False
+    )
+
+    def __post_init__(self) -> None:
+        for name in ("batch_size", "epochs", "window"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is 1 or more, got {getattr(self, name)}")
+
+    def __len__(self) -> int:
+        return self.batches_per_epoch * self.epochs
+
+    @functools.cached_property
+    def batches_per_epoch(self) -> int:
+        """Batches of each process."""
+        fewest = min(sum(self.groups.sizes[g] for g in dealt) for dealt in self._dealt)
+        drop = self.drop_remainder or self.shard.count > 1
+        batches = fewest // self.batch_size if drop else -(-fewest // self.batch_size)
+        if batches == 0:
+            raise DataError(
+                f"the rows make no batch of {self.batch_size}: a process of {self.shard.count} "
+                f"has {fewest}; take smaller batches, fewer processes or smaller row groups"
+            )
+        return batches
+
+    @functools.cached_property
+    def _dealt(self) -> tuple[tuple[int, ...], ...]:
+        """The row groups of each process: the largest first, each to who has fewest rows."""
+        if self.shard.count == 1:
+            return (tuple(range(len(self.groups.sizes))),)
+        dealt: list[list[int]] = [[] for _ in range(self.shard.count)]
+        rows = [0] * self.shard.count
+        for group in sorted(range(len(self.groups.sizes)), key=lambda g: -self.groups.sizes[g]):
+            receiver = rows.index(min(rows))
+            dealt[receiver].append(group)
+            rows[receiver] += self.groups.sizes[group]
+        return tuple(tuple(sorted(groups)) for groups in dealt)
+
+    @functools.lru_cache(maxsize=2)  # noqa: B019 - as long-lived as a run
+    def _order(self, epoch: int) -> tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]:
+        """The row groups of each window of an epoch, and the row that each window ends before."""
+        groups = np.array(self._dealt[self.shard.index])
+        if self.seed is not None:
+            groups = np.random.default_rng([self.seed, epoch]).permutation(groups)
+        windows = tuple(
+            tuple(groups[start : start + self.window].tolist())
+            for start in range(0, len(groups), self.window)
+        )
+        sizes = [sum(self.groups.sizes[g] for g in window) for window in windows]
+        return windows, tuple(np.cumsum(sizes).tolist())
+
+    def __getitem__(self, index: int) -> Batch:
+        """Batch ``index`` of the run.
+
+        Raises:
+            IndexError: There are not so many.
+            OSError, DataError: The rows cannot be read.
+        """
+        if not 0 <= index < len(self):
+            raise IndexError(f"there are {len(self)} batches, and no batch {index}")
+        epoch, batch = divmod(int(index), self.batches_per_epoch)
+        ends = self._order(epoch)[1]
+        row, stop = batch * self.batch_size, min((batch + 1) * self.batch_size, ends[-1])
+        pieces = []
+        while row < stop:
+            window = int(np.searchsorted(ends, row, side="right"))
+            start = ends[window - 1] if window else 0
+            rows = self._windows.get((epoch, window), functools.partial(self._read, epoch, window))
+            pieces.append(rows.slice(row - start, min(stop, ends[window]) - row))
+            row += len(pieces[-1])
+        return self.transform(pa.concat_tables(pieces))
+
+    def _read(self, epoch: int, window: int) -> pa.Table:
+        groups = self._order(epoch)[0][window]
+        rows = pa.concat_tables([self.groups.read(group) for group in groups])
+        if self.seed is None:
+            return rows
+        order = np.random.default_rng([self.seed, epoch, window]).permutation(len(rows))
+        return rows.take(pa.array(order))
+
+    def from_batch(self, start: int = 0, *, threads: int = 2, prefetch: int = 4) -> Iterator[Batch]:
+        """The batches from ``start`` on, made ahead by Grain's threads.
+
+        Args:
+            start: The first batch: the number of steps made before.
+            threads: Batches that are made at once.
+            prefetch: Batches that are ready and wait.
+        """
+        return iter(self.dataset(start, threads=threads, prefetch=prefetch))
+
+    def dataset(self, start: int = 0, *, threads: int = 2, prefetch: int = 4) -> Any:
+        """The same as a Grain dataset, whose iterators know and set their position.
+
+        Raises:
+            ImportError: Grain is not installed.
+        """
+        try:
+            import grain
+        except ImportError:
+            raise ImportError("reading with Grain needs it: pip install 'jaxrec[data]'") from None
+        batches = grain.MapDataset.source(self)[start:]
+        options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=prefetch)
+        return batches.to_iter_dataset(options)
+
+
+class _WindowCache:
+    """The windows used last; each is read once, however many threads ask."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._windows: collections.OrderedDict[
+            tuple[int, int], concurrent.futures.Future[pa.Table]
+        ] = collections.OrderedDict()
+
+    def get(self, key: tuple[int, int], read: Callable[[], pa.Table]) -> pa.Table:
+        with self._lock:
+            future = self._windows.get(key)
+            is_first = future is None
+            if future is None:
+                future = self._windows[key] = concurrent.futures.Future()
+                while len(self._windows) > KEPT_WINDOWS:
+                    self._windows.popitem(last=False)
+            self._windows.move_to_end(key)
+        if is_first:
+            try:
+                future.set_result(read())
+            except BaseException as error:
+                with self._lock:
+                    self._windows.pop(key, None)
+                future.set_exception(error)
+        return future.result()
+
+    def __reduce__(self) -> tuple[type[_WindowCache], tuple[()]]:
+        return _WindowCache, ()  # another process reads for itself
