@@ -3,10 +3,10 @@
 Usage: python -m benchmarks.mesh [--types row_wise ...] [--shapes onehot bags] [--rounds 5]
 Prints one JSON line per shape and sharding type:
 
-- step time of the embedding part (lookup, a trivial loss, fused update by row-wise Adagrad) on eight
-  devices over that on one, at equal total work: medians of rounds in turn, and the least and the
-  most of the rounds' own ratios. Eight simulated devices share the machine's cores, so a ratio of 1
-  means that sharding costs nothing; this says nothing of links.
+- step time of the embedding part (lookup, a trivial loss, fused update by row-wise Adagrad) on
+  eight devices over that on one, at equal total work: medians of rounds in turn, and the least and
+  the most of the rounds' own ratios. Eight simulated devices share the machine's cores, so a ratio
+  of 1 means that sharding costs nothing; it says nothing of links.
 - bytes that leave a device in a step, from the compiled program, over the least that any exchange
   needs for these ids and this placement (formula in docs/sharding.md).
 - memory of the compiled step on a device, batch and temporaries included, over an eighth of tables

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Protocol, TypeVar, runtime_checkable
+from collections.abc import Callable, Mapping
+from typing import Protocol, TypeVar, cast, runtime_checkable
 
 import jax
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
 from jaxrec.embed.collection import Collection, TableVariable
+from jaxrec.embed.tables import making_tables
 from jaxrec.embed.taps import tapped_modules
+from jaxrec.mesh.agree import require_same
 from jaxrec.mesh.placement import Placement
-from jaxrec.mesh.storage import shard_tables
+from jaxrec.mesh.storage import init_on_mesh, layout_on_mesh, on_every_device, shard_tables
 
 Model = TypeVar("Model", bound=nnx.Module)
 
@@ -24,44 +27,58 @@ class Plan(Protocol):
         """The placement of each table, by name."""
 
 
-def shard(model: Model, plan: Plan, mesh: Mesh) -> Model:
+def shard(model: Model | Callable[[], Model], plan: Plan, mesh: Mesh) -> Model:
     """Puts a model on a mesh: its tables as the plan says, everything else on every device.
 
     The same model and training loop then run on batches from `shard_batch`, with the same results:
     the loss is the mean over the whole batch, and so are gradients.
 
     Args:
-        model: The model; it is changed in place.
+        model: The model, changed in place; or a function that makes it. Tables that the function
+            makes, and their optimizer state, are made on the mesh, each block on its own device:
+            they never lie anywhere whole. Their values are the same.
         plan: Where each table goes. Tables of other models may be in it.
-        mesh: The devices, of one axis or of two, hosts first.
+        mesh: The devices, of one axis or of two, hosts first. With several processes each calls
+            this with a model and a plan of its own, which must be alike.
 
     Returns:
         The model.
 
     Raises:
-        ValueError: If a table has no placement, or one that does not fit the table or the mesh.
+        ValueError: If a table has no placement, or one that does not fit the table or the mesh; if
+            processes have different plans or tables.
 
     Example:
         >>> import jax, jaxrec
         >>> from flax import nnx
         >>> mesh = jax.make_mesh((1,), ("data",))
         >>> config = jaxrec.EmbeddingBagConfig("user", num_embeddings=8, embedding_dim=2)
-        >>> model = jaxrec.EmbeddingBagCollection([config], rngs=nnx.Rngs(0))
         >>> plan = jaxrec.plan.ShardingPlan.from_dict({"user": jaxrec.mesh.row_wise()})
-        >>> model = shard(model, plan, mesh)
+        >>> model = shard(
+        ...     lambda: jaxrec.EmbeddingBagCollection([config], rngs=nnx.Rngs(0)), plan, mesh)
         >>> batch = jaxrec.KeyedJaggedArray.from_lists({"user": [[1], [2, 3]]})
         >>> model(jaxrec.mesh.shard_batch(batch, mesh)).values.shape
         (2, 2)
     """
     placements = plan.to_dict()
-    sharded = {
-        path: shard_tables(collection.tables.get_value(), placements, mesh)
-        for path, collection in tapped_modules(model).items()
-        if isinstance(collection, Collection)
-    }
-    everywhere = NamedSharding(mesh, PartitionSpec())
-    dense = nnx.state(model, nnx.Not(TableVariable))
-    nnx.update(model, jax.tree.map(lambda x: jax.device_put(x, everywhere), dense))
-    for path, tables in sharded.items():
-        tapped_modules(model)[path].tables.set_value(tables)
-    return model
+    require_same("plan", {name: repr(placement) for name, placement in placements.items()})
+    if isinstance(model, nnx.Module):
+        made = cast(Model, model)
+        _move_tables(made, placements, mesh)
+    else:
+        with making_tables(lambda layout, key: init_on_mesh(layout, key, placements, mesh)):
+            made = model()
+    dense = nnx.state(made, nnx.Not(TableVariable))
+    nnx.update(made, jax.tree.map(lambda x: on_every_device(x, mesh), dense))
+    return made
+
+
+def _move_tables(model: nnx.Module, placements: Mapping[str, Placement], mesh: Mesh) -> None:
+    collections = [
+        module for module in tapped_modules(model).values() if isinstance(module, Collection)
+    ]
+    for collection in collections:
+        # Errors come before anything is moved.
+        layout_on_mesh(collection.tables.get_value(), placements, mesh)
+    for collection in collections:
+        collection.tables.set_value(shard_tables(collection.tables.get_value(), placements, mesh))

@@ -22,9 +22,11 @@ from jaxrec.embed.config import TableConfig
 from jaxrec.embed.initialize import draw_and_scale, fill_rows, table_key
 from jaxrec.embed.layout import TableLayout
 from jaxrec.embed.tables import TableStore, read_state, read_table, write_state, write_table
+from jaxrec.mesh.agree import require_same
 from jaxrec.mesh.layout import MeshLayout, PlacedBlock, PlacedGroup, layout_mesh
 from jaxrec.mesh.placement import MeshShape, Placement
 from jaxrec.mesh.tables import ShardedTables
+from jaxrec.ragged.capacity import rung
 
 # Tables travel in pieces of about this many elements to or from a device.
 _PIECE_ELEMENTS = 1 << 20
@@ -45,7 +47,7 @@ def init_on_mesh(
     Raises:
         ValueError: If the placements do not fit the tables or the mesh.
     """
-    sharded = _new_tables(tables, placements, mesh)
+    sharded = _new_tables(layout_mesh(tables, placements, mesh_shape(mesh)), mesh)
     for config in tables.tables:
         of_table = on_every_device(table_key(key, config.name), mesh)
         draw, scale = draw_and_scale(
@@ -78,19 +80,31 @@ def shard_tables(
     Raises:
         ValueError: If the placements do not fit the tables or the mesh.
     """
-    layout = tables.layout.tables if isinstance(tables, ShardedTables) else tables.layout
-    sharded: TableStore = _new_tables(layout, placements, mesh)
-    for table in layout.tables:
-        sharded = write_table(sharded, table.name, read_table(tables, table.name))
-        sharded = write_state(sharded, table.name, read_state(tables, table.name))
+    layout = layout_on_mesh(tables, placements, mesh)
+    sharded = _new_tables(layout, mesh)
+    for table in layout.tables.tables:
+        sharded = write_table_sharded(sharded, table.name, read_table(tables, table.name))
+        sharded = write_state_sharded(sharded, table.name, read_state(tables, table.name))
     return sharded
 
 
-def _new_tables(
-    tables: TableLayout, placements: Mapping[str, Placement], mesh: Mesh
-) -> ShardedTables:
+def layout_on_mesh(
+    tables: TableStore, placements: Mapping[str, Placement], mesh: Mesh
+) -> MeshLayout:
+    """Where the blocks of tables, which may be on a mesh already, would go."""
+    layout = tables.layout.tables if isinstance(tables, ShardedTables) else tables.layout
+    return layout_mesh(layout, placements, mesh_shape(mesh))
+
+
+def _new_tables(layout: MeshLayout, mesh: Mesh) -> ShardedTables:
     """Zeros, and each optimizer's first state."""
-    layout = layout_mesh(tables, placements, mesh_shape(mesh))
+    require_same(
+        "model",
+        {
+            f"table {table.name!r}": f"{table.num_embeddings} x {table.embedding_dim} {table.dtype}"
+            for table in layout.tables.tables
+        },
+    )
     sharded = ShardedTables({}, {}, layout, mesh)
     for placed in layout.groups:
         group, sharding = placed.group, sharded.sharding(placed)
@@ -262,7 +276,8 @@ def _write(
     sharding = tables.sharding(placed)
     here = {shard.index[0].start or 0 for shard in array.addressable_shards}
     for steps in _steps(placed, blocks, _piece_rows(array)):
-        room = max(stop - start for _, _, start, stop in steps)
+        # On the ladder, so that few programs compile.
+        room = rung(max(stop - start for _, _, start, stop in steps))
         pieces = np.zeros((placed.num_devices, room, *array.shape[1:]), array.dtype)
         places = np.zeros((placed.num_devices, 2), np.int32)
         for device, local_row, start, stop in steps:

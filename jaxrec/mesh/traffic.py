@@ -115,9 +115,10 @@ def _walk(computations: dict[str, list[str]], name: str, devices: int) -> Iterat
                 list(_walk(computations, name.strip().lstrip("%"), devices)) for name in names
             ]
             yield from min(branches, key=sent_bytes)
-        elif operation in ("call", "fusion", "async"):
-            if called := re.search(r"(?:to_apply|calls)=%?([\w.-]+)", line):
-                yield from _walk(computations, called[1], devices)
+        elif operation in ("call", "fusion", "async") and (
+            called := re.search(r"(?:to_apply|calls)=%?([\w.-]+)", line)
+        ):
+            yield from _walk(computations, called[1], devices)
 
 
 def _collective(kind: str, result: str, started: bool, line: str, devices: int) -> Collective:

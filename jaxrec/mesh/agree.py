@@ -1,0 +1,52 @@
+"""What several processes must have in common; with one there is nothing to do."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+
+def require_same(what: str, facts: Mapping[str, str]) -> None:
+    """Checks that every process has the same facts; every process calls this.
+
+    Args:
+        what: What they are facts of.
+        facts: By name.
+
+    Raises:
+        ValueError: If a process has others; all processes raise it.
+    """
+    if jax.process_count() == 1:
+        return
+    texts = gather_texts(json.dumps(dict(facts)))
+    for process, text in enumerate(texts):
+        theirs = json.loads(text)
+        first = json.loads(texts[0])
+        for name in [*first, *theirs]:
+            if first.get(name) != theirs.get(name):
+                raise ValueError(
+                    f"the {what} differs between processes: process 0 has "
+                    f"{name!r}: {first.get(name)}, process {process} has "
+                    f"{name!r}: {theirs.get(name)}; make it alike in all of them, say by sending "
+                    "it to all from one"
+                )
+
+
+def gather_texts(text: str) -> list[str]:
+    """Every process's text; every process calls this."""
+    data = np.frombuffer(text.encode(), np.uint8)
+    sizes = gather_numbers([data.size])[:, 0]
+    padded = np.zeros(sizes.max(), np.uint8)
+    padded[: data.size] = data
+    gathered = np.asarray(multihost_utils.process_allgather(padded))
+    return [row[:size].tobytes().decode() for row, size in zip(gathered, sizes, strict=True)]
+
+
+def gather_numbers(numbers: Sequence[int]) -> np.ndarray:
+    """``[processes, n]``: every process's ``n`` numbers; every process calls this."""
+    gathered = multihost_utils.process_allgather(np.asarray(numbers, np.int32))
+    return np.asarray(gathered).reshape(jax.process_count(), -1)

@@ -1,0 +1,205 @@
+"""Host batches on a mesh: every sample keeps its bags, and training on them is as on one device."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import AxisType
+
+import jaxrec
+from jaxrec.mesh import column_wise, data_parallel, row_wise, shard_batch, table_wise
+
+DEVICES = 4
+
+
+def make_mesh():
+    return jax.make_mesh(
+        (DEVICES,), ("data",), devices=jax.devices()[:DEVICES], axis_types=(AxisType.Auto,)
+    )
+
+
+@pytest.fixture
+def mesh():
+    return make_mesh()
+
+
+def draw_shared(rng, num_bags, samples=16, most=4, weighted=False):
+    """A batch whose samples share bags: for each key its number of bags."""
+    bags = {
+        key: [rng.integers(0, 40, rng.integers(0, most)).tolist() for _ in range(count)]
+        for key, count in num_bags.items()
+    }
+    weights = {key: [[(i + 1) / 64 for i in bag] for bag in of_key] for key, of_key in bags.items()}
+    inverse = np.stack([rng.integers(0, count, samples) for count in num_bags.values()])
+    return jaxrec.KeyedJaggedArray.from_lists(
+        bags, weights=weights if weighted else None, inverse_indices=inverse
+    )
+
+
+def device_parts(sharded, devices=DEVICES):
+    return [jax.tree.map(lambda x, i=i: np.asarray(x[i]), sharded) for i in range(devices)]
+
+
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    num_bags=st.dictionaries(st.sampled_from("abc"), st.integers(1, 30), min_size=1),
+    samples=st.integers(1, 5),
+    weighted=st.booleans(),
+)
+def test_every_sample_keeps_its_bags(seed, num_bags, samples, weighted):
+    rng = np.random.default_rng(seed)
+    batch = draw_shared(rng, num_bags, samples * DEVICES, weighted=weighted)
+    sharded = shard_batch(batch, make_mesh())
+    whole, parts = batch.to_lists(), device_parts(sharded)
+    for k, key in enumerate(batch.keys):
+        expected = [whole[key][bag] for bag in batch.inverse_indices[k]]
+        got = [part.to_lists()[key][bag] for part in parts for bag in part.inverse_indices[k]]
+        assert got == expected
+        for part in parts:
+            # No device has bags that none of its samples uses.
+            used = np.unique(part.inverse_indices[k])
+            assert used.tolist() == list(range(used.size))
+            assert part[key].lengths[used.size :].sum() == 0
+            if weighted:
+                count = int(part[key].lengths.sum())
+                expected_weights = (part[key].values[:count] + 1) / np.float32(64)
+                np.testing.assert_array_equal(part[key].weights[:count], expected_weights)
+
+
+def test_capacities_and_numbers_of_bags_are_of_the_ladder(mesh):
+    """So that batches of about the same size run the same program."""
+    rng = np.random.default_rng(0)
+    shapes = {
+        jax.tree.map(lambda x: x.shape, shard_batch(draw_shared(rng, {"a": count}, 256), mesh))
+        for count in (60, 61, 62, 63, 64)
+        for _ in range(3)
+    }
+    assert len({(shape.capacities, shape.strides) for shape in shapes}) <= 3
+    few = shard_batch(draw_shared(rng, {"a": 30}, 8), mesh)
+    assert few.strides == (2,)  # a device's two samples use two bags at most
+
+
+@pytest.mark.parametrize("exchange", ["rows", "sums"])
+def test_training_with_shared_bags_equals_one_device(mesh, exchange):
+    placements = {
+        "a": row_wise(exchange=exchange),
+        "b": table_wise(2),
+        "c": column_wise((0, 3)),
+        "d": data_parallel(),
+    }
+    num_bags = {"a": 9, "b": 16, "c": 3, "d": 1}
+
+    class Ranker(nnx.Module):
+        def __init__(self):
+            rngs = nnx.Rngs(0)
+            self.embeddings = jaxrec.EmbeddingBagCollection(
+                [
+                    jaxrec.EmbeddingBagConfig("a", 40, 4, feature_names=("a", "c")),
+                    jaxrec.EmbeddingBagConfig("b", 40, 4, pooling="mean"),
+                    jaxrec.EmbeddingBagConfig("c", 40, 4),
+                    jaxrec.EmbeddingBagConfig("d", 40, 4),
+                ],
+                optimizer=jaxrec.optim.adagrad(0.1),
+                is_weighted=True,
+                rngs=rngs,
+            )
+            self.over = nnx.Linear(20, 1, rngs=rngs)
+
+        def __call__(self, features):
+            return self.over(self.embeddings(features).values)[:, 0]
+
+    @nnx.jit(donate_argnums=(0, 1))
+    def step(model, optimizer, features, labels):
+        def loss_fn(model):
+            return jnp.square(model(features) - labels).mean()
+
+        loss, gradients = jaxrec.value_and_grad(loss_fn)(model)
+        optimizer.update(model, gradients)
+        return loss
+
+    rng = np.random.default_rng(0)
+    batches = [
+        (draw_shared(rng, num_bags, weighted=True), rng.normal(size=16).astype(np.float32))
+        for _ in range(3)
+    ]
+    alone = Ranker()
+    sharded = jaxrec.shard(Ranker, jaxrec.plan.ShardingPlan.from_dict(placements), mesh)
+    optimizers = [jaxrec.Optimizer(model, optax.sgd(0.1)) for model in (alone, sharded)]
+    for batch in batches:
+        expected = step(alone, optimizers[0], *batch)
+        loss = step(sharded, optimizers[1], *shard_batch(batch, mesh))
+        np.testing.assert_allclose(loss, expected, rtol=1e-6)
+    for name in placements:
+        np.testing.assert_allclose(
+            sharded.embeddings.table(name), alone.embeddings.table(name), rtol=1e-5, atol=1e-6
+        )
+        np.testing.assert_allclose(
+            sharded.embeddings.table_state(name)["accumulator"],
+            alone.embeddings.table_state(name)["accumulator"],
+            rtol=1e-5,
+            atol=1e-7,
+        )
+
+
+@pytest.mark.parametrize(
+    ("batch", "error", "message"),
+    [
+        (
+            {"x": np.zeros((6, 2))},
+            ValueError,
+            r"batch\['x'\]: a batch of 6 samples does not divide by the 4 devices of the mesh in "
+            "this process; drop 2 samples or add 2",
+        ),
+        (
+            [jaxrec.KeyedJaggedArray.from_lists({"a": [[1]] * 5})],
+            ValueError,
+            r"batch\[0\]: a batch of 5 samples does not divide by the 4 devices",
+        ),
+        (np.zeros((0, 2)), ValueError, "batch: a batch of 0 samples"),
+        (3.0, TypeError, "batch is the number 3.0; a batch has arrays of samples"),
+        (np.array(["a"] * 4), TypeError, "batch is of type <U1; a batch has arrays of numbers"),
+        (
+            np.array([1, 2, 3, 2**40]),
+            ValueError,
+            "batch: 1099511627776 does not fit int32, .* map such ids to rows on the host",
+        ),
+        (
+            jaxrec.KeyedJaggedArray.from_lengths(
+                ["a", "b"], [1, 2], [1, 0, 1, 0, 0], strides=[4, 1]
+            ),
+            ValueError,
+            r"batch: its keys have different numbers of bags, \(4, 1\), and no inverse_indices",
+        ),
+    ],
+    ids=["dense", "ragged", "empty", "number", "strings", "64_bits", "strides"],
+)
+def test_errors(mesh, batch, error, message):
+    with pytest.raises(error, match=message):
+        shard_batch(batch, mesh)
+
+
+def test_a_batch_is_put_on_a_mesh_once(mesh):
+    batch = shard_batch(jaxrec.KeyedJaggedArray.from_lists({"a": [[1]] * 8}), mesh)
+    with pytest.raises(ValueError, match="batch is on a mesh already"):
+        shard_batch(batch, mesh)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_something_else_for_a_mesh():
+    with pytest.raises(TypeError, match=r"a batch is put on a jax\.sharding\.Mesh, got 'data'"):
+        shard_batch(np.zeros(8), "data")
+
+
+def test_wide_types_are_narrowed_where_they_fit(mesh):
+    placed = shard_batch({"i": np.arange(8), "f": np.ones(8), "b": np.ones(8, bool)}, mesh)
+    assert {key: x.dtype.name for key, x in placed.items()} == {
+        "i": "int32",
+        "f": "float32",
+        "b": "bool",
+    }
