@@ -30,12 +30,12 @@ class Residuals:
         lookups: For each group its flat lookups.
         bag_of_sample: For each group the bag that each sample has of each feature, as a row of the
             pooled output; only where the batch has `inverse_indices`.
-        num_bags: For each group, in order, the rows of its pooled output.
+        layouts: For each group where its features lay in the batch.
     """
 
     lookups: dict[str, Lookups]
     bag_of_sample: dict[str, Int32[Array, "batch features"]]
-    num_bags: tuple[int, ...] = dataclasses.field(metadata={"static": True})
+    layouts: tuple[BagLayout, ...] = dataclasses.field(metadata={"static": True})
 
 
 @functools.singledispatch
@@ -98,8 +98,11 @@ class RowSource(abc.ABC):
         weights: Float[Array, " capacity"] | None,
         layout: BagLayout,
         dtype: np.dtype,
-    ) -> Float[Array, "bags dim"]:
-        """The pooled rows of each bag of the group's features; differentiable in ``weights``."""
+    ) -> tuple[Float[Array, "bags dim"], Lookups]:
+        """The pooled rows of each bag of the group's features, and what the update must know.
+
+        The pooled rows are differentiable in ``weights``.
+        """
 
     @abc.abstractmethod
     def rows(self, group: Group, lookups: Lookups) -> Float[Array, "lookups dim"]:
@@ -113,9 +116,9 @@ class LocalRows(RowSource):
     tables: dict[str, Float[Array, "rows dim"]]
 
     def pool(self, group, features, weights, layout, dtype):
-        return pool(
-            self.tables[group.name], features.values, features.lengths, weights, layout, dtype
-        )
+        table = self.tables[group.name]
+        pooled = pool(table, features.values, features.lengths, weights, layout, dtype)
+        return pooled, flatten(features, weights, layout, group)
 
     def rows(self, group, lookups):
         return kernels.row_lookup(self.tables[group.name], lookups.rows)
@@ -143,10 +146,10 @@ def _pooled(
     weights: Array | None,
     dtype: np.dtype,
 ) -> tuple[KeyedArray, Residuals]:
-    blocks, lookups, bag_of_sample, num_bags = [], {}, {}, []
+    blocks, lookups, bag_of_sample, layouts = [], {}, {}, []
     for group in tables.groups:
         layout = group.bags(features)
-        pooled = source.pool(group, features, weights, layout, dtype)
+        pooled, lookups[group.name] = source.pool(group, features, weights, layout, dtype)
         if features.inverse_indices is not None:
             bag_of_sample[group.name] = _bag_of_sample(group, features, layout)
             pooled = pooled[bag_of_sample[group.name]]
@@ -156,32 +159,32 @@ def _pooled(
                 "bags; features of different numbers of bags need inverse_indices"
             )
         blocks.append(pooled.reshape(-1, layout.num_features * group.dim))
-        lookups[group.name] = flatten(features, weights, layout, group)
-        num_bags.append(layout.num_bags)
+        layouts.append(layout)
     keyed = KeyedArray(
         _interleave(blocks, tables),
         tuple(output.key for output in tables.outputs),
         tuple(tables.groups[output.group].dim for output in tables.outputs),
     )
-    return keyed, Residuals(lookups, bag_of_sample, tuple(num_bags))
+    return keyed, Residuals(lookups, bag_of_sample, tuple(layouts))
 
 
 def _per_id(
     source: RowSource, tables: TableLayout, features: KeyedJaggedArray, dtype: np.dtype
 ) -> tuple[dict[str, Array], Residuals]:
-    rows, lookups, starts = {}, {}, {}
+    rows, lookups, starts, layouts = {}, {}, {}, []
     for group in tables.groups:
         layout = group.bags(features)
         flat = dataclasses.replace(flatten(features, None, layout, group), bags=None)
         lookups[group.name] = flat
         rows[group.name] = source.rows(group, flat).astype(dtype)
         starts[group.name] = np.cumsum((0, *layout.capacities))
+        layouts.append(layout)
     activations = {}
     for output in tables.outputs:
         name = tables.groups[output.group].name
         start, end = starts[name][output.position : output.position + 2]
         activations[output.key] = rows[name][start:end]
-    return activations, Residuals(lookups, {}, ())
+    return activations, Residuals(lookups, {}, tuple(layouts))
 
 
 def flatten(

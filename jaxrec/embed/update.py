@@ -86,7 +86,8 @@ def group_gradients(
         if group.name in residuals.bag_of_sample:
             # Samples that share a bag add up.
             bags = residuals.bag_of_sample[group.name].reshape(-1)
-            lines[group.name] = jax.ops.segment_sum(lines[group.name], bags, residuals.num_bags[i])
+            num_bags = residuals.layouts[i].num_bags
+            lines[group.name] = jax.ops.segment_sum(lines[group.name], bags, num_bags)
     return {name: RowGradients(residuals.lookups[name], values) for name, values in lines.items()}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -86,7 +87,28 @@ class Channel:
         return jax.lax.while_loop(lambda state: state[1], body, first)[0][1]
 
     def _send_as(self, rows: Array, format: Format) -> Array:
-        return decode(tuple(self.send(part) for part in encode(rows, format)), format)
+        if format == "float32":
+            return self.send(rows)
+        return _send_encoded(rows, self, format)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _send_encoded(rows: Array, channel: Channel, format: Format) -> Array:
+    """Rows sent in a format; to derivatives it is as if they were sent as they are."""
+    return decode(tuple(channel.send(part) for part in encode(rows, format)), format)
+
+
+def _send_encoded_forward(rows: Array, channel: Channel, format: Format) -> tuple[Array, None]:
+    return _send_encoded(rows, channel, format), None
+
+
+def _send_encoded_backward(
+    channel: Channel, format: Format, _: None, gradient: Array
+) -> tuple[Array]:
+    return (channel.send_gradients(gradient),)
+
+
+_send_encoded.defvjp(_send_encoded_forward, _send_encoded_backward)
 
 
 def run_if(flag: Bool[Array, ""], body: Callable[[Any], Any], carried: Any) -> Any:

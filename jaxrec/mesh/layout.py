@@ -47,7 +47,8 @@ class PlacedGroup:
         blocks: All blocks by first row.
         local_rows: Rows of each device's array.
         num_devices: Devices of the mesh; 1 if every device has all rows.
-        exchange: How rows travel: "copies" (not at all), "rows" or "sums", see `Placement`.
+        exchange: How rows travel: "copies" (not at all), "rows" or "sums", see `Placement`; or
+            "bags", which are sums where all rows of a piece are on one device.
         whole_dim: Columns of the whole rows, of which the pieces are parts; the group's own width
             where rows are not cut.
     """
@@ -249,12 +250,9 @@ def _pieces(
     by_columns: dict[tuple[int, int], list[Block]] = {}
     for block in placement.cut(table, mesh):
         by_columns.setdefault(block.columns, []).append(block)
-    if placement.exchange == "sums" and not isinstance(table, EmbeddingBagConfig):
-        raise ValueError(
-            f"table {table.name!r} is placed {placement.kind} with exchange='sums', but its rows "
-            "are not pooled; use exchange='rows'"
-        )
+    exchange = choose_exchange(placement, table, optimizer, by_columns)
     _check_cut(table, optimizer, placement, by_columns)
+    is_whole = all(len(blocks) == 1 for blocks in by_columns.values())
     return [
         _Piece(
             table.name,
@@ -265,7 +263,7 @@ def _pieces(
                 optimizer=optimizer,
             ),
             tuple(blocks),
-            placement.exchange,
+            "bags" if exchange == "sums" and is_whole else exchange,
             table.embedding_dim,
         )
         for (start, stop), blocks in by_columns.items()
@@ -307,6 +305,47 @@ def _number_arrays(pieces: Mapping[str, _Piece], mesh: MeshShape) -> dict[str, i
     return numbers
 
 
+def choose_exchange(
+    placement: Placement,
+    table: TableConfig,
+    optimizer: RowOptimizer,
+    columns: Mapping[tuple[int, int], Sequence[Block]],
+) -> str:
+    """How a table's rows travel.
+
+    Args:
+        placement: The placement, which may say it.
+        table: The table.
+        optimizer: How its rows change.
+        columns: The blocks of each part of its columns.
+
+    Raises:
+        ValueError: If the placement says what the table cannot do.
+    """
+    is_pooled = isinstance(table, EmbeddingBagConfig)
+    is_whole = all(len(blocks) == 1 for blocks in columns.values())
+    joins = _joins(optimizer, columns)
+    if placement.exchange is None:
+        return "sums" if is_pooled and is_whole and not joins else "rows"
+    if placement.exchange == "sums" and not is_pooled:
+        raise ValueError(
+            f"table {table.name!r} is placed {placement.kind} with exchange='sums', but its rows "
+            "are not pooled; use exchange='rows'"
+        )
+    if placement.exchange == "sums" and joins:
+        raise ValueError(
+            f"table {table.name!r} is placed {placement.kind} with exchange='sums', and its "
+            f"optimizer {type(optimizer).__name__} with these settings looks at whole rows, whose "
+            "columns it cuts; use exchange='rows'"
+        )
+    return placement.exchange
+
+
+def _joins(optimizer: RowOptimizer, columns: Mapping[tuple[int, int], Sequence[Block]]) -> bool:
+    """Whether parts of the columns must be updated together."""
+    return len(columns) > 1 and (optimizer.needs_whole_rows or optimizer.clip_norm is not None)
+
+
 def _check_cut(
     table: TableConfig,
     optimizer: RowOptimizer,
@@ -314,15 +353,9 @@ def _check_cut(
     columns: Mapping[tuple[int, int], list[Block]],
 ) -> None:
     """That the optimizer can do with pieces of rows."""
-    if len(columns) == 1 or not (optimizer.needs_whole_rows or optimizer.clip_norm is not None):
+    if not _joins(optimizer, columns):
         return
     name = type(optimizer).__name__
-    if placement.exchange == "sums":
-        raise ValueError(
-            f"table {table.name!r} is placed {placement.kind} with exchange='sums', and its "
-            f"optimizer {name} with these settings looks at whole rows, whose columns it cuts; use "
-            "exchange='rows'"
-        )
     if not optimizer.can_cut_rows:
         raise ValueError(
             f"table {table.name!r} is placed {placement.kind}, which cuts its rows, but its "

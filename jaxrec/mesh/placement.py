@@ -57,18 +57,19 @@ class Placement:
         places: Devices or hosts, as the type takes them; empty: all of the mesh.
         exchange: How rows travel. "rows": repeats are removed, rows come to the samples and are
             pooled there. "sums": ids go to the rows, are pooled there, and what devices have of a
-            bag is added up on the way back. "copies": not at all.
+            bag comes back, added up on the way. "copies": not at all. None: "sums" where all rows
+            are on one device and pooling needs no more, else "rows".
     """
 
     kind: str
     places: tuple[int, ...] = ()
-    exchange: str = "rows"
+    exchange: str | None = None
 
     def __post_init__(self) -> None:
-        wanted = ("copies",) if self.kind == "data_parallel" else ("rows", "sums")
+        wanted = ("copies",) if self.kind == "data_parallel" else (None, "rows", "sums")
         if self.exchange not in wanted:
             raise ValueError(
-                f"{self.kind}: exchange={self.exchange!r} is none of {', '.join(wanted)}"
+                f"{self.kind}: exchange={self.exchange!r} is none of {', '.join(map(repr, wanted))}"
             )
 
     @property
@@ -147,39 +148,45 @@ def data_parallel() -> Placement:
     return Placement("data_parallel", exchange="copies")
 
 
-def table_wise(device: int = 0) -> Placement:
-    """The whole table on one device."""
-    return Placement("table_wise", (device,))
+def table_wise(device: int = 0, *, exchange: Exchange | None = None) -> Placement:
+    """The whole table on one device; for ``exchange`` see `row_wise`."""
+    return Placement("table_wise", (device,), exchange)
 
 
-def row_wise(devices: Sequence[int] = (), *, exchange: Exchange = "rows") -> Placement:
+def row_wise(devices: Sequence[int] = (), *, exchange: Exchange | None = None) -> Placement:
     """The rows in equal parts over ``devices``, all of the mesh if none are named.
 
     Args:
         devices: The devices, by number.
         exchange: "rows" moves each distinct row once to each device that needs it: best for short
-            bags and skewed ids. "sums" moves one sum for each bag of the whole batch: best for long
-            bags. `jaxrec.plan` costs both. Only tables that are pooled can use "sums".
+            bags of skewed ids. "sums" moves bags that are pooled where the rows are: best for long
+            bags. Of tables whose rows are cut over devices each device adds its part to every bag
+            of the whole batch; where one device has them all, bags go straight home.
+            `jaxrec.plan` costs both. Only tables that are pooled can use "sums". None: "rows", but
+            "sums" for pooled tables all of whose rows are on one device.
     """
     return Placement("row_wise", tuple(devices), exchange)
 
 
-def column_wise(devices: Sequence[int] = ()) -> Placement:
-    """The columns in equal parts over ``devices``, all of the mesh if none are named."""
-    return Placement("column_wise", tuple(devices))
+def column_wise(devices: Sequence[int] = (), *, exchange: Exchange | None = None) -> Placement:
+    """The columns in equal parts over ``devices``, all of the mesh if none are named.
+
+    For ``exchange`` see `row_wise`.
+    """
+    return Placement("column_wise", tuple(devices), exchange)
 
 
-def table_row_wise(host: int = 0, *, exchange: Exchange = "rows") -> Placement:
+def table_row_wise(host: int = 0, *, exchange: Exchange | None = None) -> Placement:
     """The rows in equal parts over the devices of one host; for ``exchange`` see `row_wise`."""
     return Placement("table_row_wise", (host,), exchange)
 
 
-def table_column_wise(host: int = 0) -> Placement:
-    """The columns in equal parts over the devices of one host."""
-    return Placement("table_column_wise", (host,))
+def table_column_wise(host: int = 0, *, exchange: Exchange | None = None) -> Placement:
+    """The columns in equal parts over the devices of one host; for ``exchange`` see `row_wise`."""
+    return Placement("table_column_wise", (host,), exchange)
 
 
-def grid(hosts: Sequence[int] = (), *, exchange: Exchange = "rows") -> Placement:
+def grid(hosts: Sequence[int] = (), *, exchange: Exchange | None = None) -> Placement:
     """The columns in equal parts over ``hosts``, and the rows of each over its devices.
 
     For ``exchange`` see `row_wise`.

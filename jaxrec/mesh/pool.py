@@ -23,6 +23,7 @@ from jaxtyping import Array, Bool, Float, Int32, Shaped
 from jaxrec.embed import kernels
 from jaxrec.embed.config import MAX_ROWS
 from jaxrec.embed.kernels import BagLayout, Lookups
+from jaxrec.embed.lookup import pool
 from jaxrec.embed.update import RowGradients
 from jaxrec.mesh.collectives import Channel, run_if
 from jaxrec.mesh.layout import PlacedGroup
@@ -31,7 +32,6 @@ from jaxrec.mesh.norms import clip_factors, table_squares
 Result = TypeVar("Result")
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 4, 5, 6))
 def pool_at_owners(
     placed: PlacedGroup,
     table: Float[Array, "local_rows dim"],
@@ -46,7 +46,7 @@ def pool_at_owners(
     Args:
         placed: Where the group lies.
         table: This device's rows.
-        lookups: This device's lookups; its scales are not looked at,
+        lookups: This device's lookups; their scales are not looked at,
         scales: but these.
         num_bags: Bags of this device.
         channel: The way to the other devices.
@@ -57,43 +57,12 @@ def pool_at_owners(
     def pooled(capacity: int) -> Float[Array, "bags devices dim"]:
         rows = sending.send_rows(capacity)
         lengths = channel.send(sending.lengths).reshape(-1)
-        factors = None
-        if scales is not None:
-            factors = sending.send(scales, capacity)
+        factors = None if scales is None else sending.send(scales, capacity)
         layout = _received_layout(placed, num_bags, capacity)
-        sums = kernels.pooled_lookup(table, rows, lengths, factors, layout, "float32")
+        sums = pool(table, rows, lengths, factors, layout, jnp.dtype("float32"))
         return sums.reshape(num_bags, placed.num_devices, -1)
 
     return channel.sum_rows(sending.with_room(pooled, capacity))
-
-
-def _pool_forward(placed, table, lookups, scales, num_bags, channel, capacity):
-    pooled = pool_at_owners(placed, table, lookups, scales, num_bags, channel, capacity)
-    return pooled, (table, lookups, scales)
-
-
-def _pool_backward(placed, num_bags, channel, capacity, residuals, gradient):
-    """A scale's gradient is the dot product of its row and its bag's gradient, made at the row."""
-    table, lookups, scales = residuals
-    if scales is None:
-        return None, None, None
-    sending = _Sending.of(placed, lookups, num_bags, channel)
-    gradients = channel.gather_gradients(gradient)
-
-    def dots(capacity: int) -> Float[Array, " n"]:
-        rows = sending.send_rows(capacity)
-        bags = sending.send_lines(capacity)
-        found = kernels.row_lookup(table, rows).astype(jnp.float32)
-        products = jnp.sum(found * gradients[bags], axis=1)
-        home = channel.send(products.reshape(placed.num_devices, capacity))
-        positions = sending.positions(capacity)
-        return jnp.zeros(scales.shape, jnp.float32).at[positions].set(home, mode="drop")
-
-    of_scales = sending.with_room(dots, capacity)
-    return None, None, of_scales.astype(scales.dtype)
-
-
-pool_at_owners.defvjp(_pool_forward, _pool_backward)
 
 
 def update_at_owners(
@@ -116,33 +85,53 @@ def update_at_owners(
         channel: The way to the other devices.
         capacity: Ids that go between each pair of devices.
     """
-    optimizer = placed.group.optimizer
     gradients = channel.gather_gradients(gradient.values)
     sending = _Sending.of(placed, gradient.lookups, gradient.values.shape[0], channel)
 
     def updated(capacity: int, carried: Any) -> tuple[Array, dict[str, Array]]:
-        table, state = carried
-        rows = sending.send_rows(capacity)
-        bags = sending.send_lines(capacity)
-        scales = None
-        if gradient.lookups.scales is not None:
-            scales = sending.send(gradient.lookups.scales, capacity)
-        lookups = Lookups(rows, bags, scales)
-        if optimizer.clip_norm is None:
-            return kernels.fused_update(table, state, lookups, gradients, optimizer, step)
-        squares = table_squares(placed, lookups, gradients, optimizer.clip_value, channel)
-        factors = clip_factors(squares, optimizer.clip_norm, channel)[
-            placed.tables_of(rows, channel.index)
-        ]
-        lookups = Lookups(rows, bags, factors if scales is None else factors * scales)
-        unbounded = dataclasses.replace(optimizer, clip_norm=None)
-        return kernels.fused_update(table, state, lookups, gradients, unbounded, step)
+        scales = gradient.lookups.scales
+        lookups = Lookups(
+            sending.send_rows(capacity),
+            sending.send_lines(capacity),
+            None if scales is None else sending.send(scales, capacity),
+        )
+        here = RowGradients(lookups, gradients)
+        return update_owned(placed, *carried, here, step, channel)
 
     # Two loops of a step at most, and no `cond`: that would copy the table.
     most = sending.order.size
     fits = sending.fits(capacity)
     new = run_if(fits, functools.partial(updated, min(capacity, most)), (table, state))
     return new if capacity >= most else run_if(~fits, functools.partial(updated, most), new)
+
+
+def update_owned(
+    placed: PlacedGroup,
+    table: Float[Array, "local_rows dim"],
+    state: dict[str, Array],
+    gradient: RowGradients,
+    step: Int32[Array, ""],
+    channel: Channel,
+) -> tuple[Float[Array, "local_rows dim"], dict[str, Array]]:
+    """Updates each of this device's rows once, by all gradients that there are of them.
+
+    Args:
+        placed: Where the group lies.
+        table: This device's rows.
+        state: Their optimizer state.
+        gradient: The gradient of all devices' lookups of these rows.
+        step: Number of updates made before.
+        channel: The way to the other devices.
+    """
+    optimizer, lookups = placed.group.optimizer, gradient.lookups
+    if optimizer.clip_norm is not None:
+        squares = table_squares(placed, lookups, gradient.values, optimizer.clip_value, channel)
+        factors = clip_factors(squares, optimizer.clip_norm, channel)
+        factors = factors[placed.tables_of(lookups.rows, channel.index)]
+        scales = factors if lookups.scales is None else factors * lookups.scales
+        lookups = dataclasses.replace(lookups, scales=scales)
+        optimizer = dataclasses.replace(optimizer, clip_norm=None)
+    return kernels.fused_update(table, state, lookups, gradient.values, optimizer, step)
 
 
 @dataclasses.dataclass(frozen=True)

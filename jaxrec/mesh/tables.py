@@ -21,6 +21,7 @@ from jaxrec.embed.lookup import (
     LocalRows,
     Residuals,
     RowSource,
+    flatten,
     look_up,
     lookup,
     pool,
@@ -35,8 +36,9 @@ from jaxrec.embed.update import (
 )
 from jaxrec.mesh import exchange
 from jaxrec.mesh.collectives import Channel
+from jaxrec.mesh.lanes import pool_whole_bags, send_bag_gradients
 from jaxrec.mesh.layout import MeshLayout, PlacedGroup
-from jaxrec.mesh.pool import pool_at_owners, update_at_owners
+from jaxrec.mesh.pool import pool_at_owners, update_at_owners, update_owned
 from jaxrec.mesh.precision import Precision
 from jaxrec.mesh.route import plan_route
 from jaxrec.ragged import KeyedArray, KeyedJaggedArray
@@ -91,30 +93,29 @@ class MeshRows(RowSource):
     channel: Channel
 
     def pool(self, group, features, weights, layout, dtype):
-        placed = self.placed[group.name]
+        placed, table = self.placed[group.name], self.tables[group.name]
         if placed.is_replicated:
             return LocalRows(self.tables).pool(group, features, weights, layout, dtype)
-        lookups = kernels.flatten_bags(
-            features.values, features.lengths, None, layout, group.num_rows
-        )
-        weights = None if weights is None else _segments(weights, layout)
-        if placed.exchange == "sums":
-            scales = lookups.scales
-            if weights is not None:
-                scales = weights if scales is None else weights * scales
-            room = round_capacity(lookups.rows.size, placed.num_devices)
-            return pool_at_owners(
-                placed,
-                self.tables[group.name],
-                lookups,
-                scales,
-                layout.num_bags,
-                self.channel,
-                room,
-            ).astype(dtype)
-        rows, index = self._fetch(group, lookups)
-        here = _layout_at_home(layout, len(rows))
-        return pool(rows, index, features.lengths, weights, here, dtype)
+        if placed.exchange == "rows":
+            lookups = flatten(features, weights, layout, group)
+            rows, index = self._fetch(group, lookups)
+            weights = None if weights is None else _segments(weights, layout)
+            here = _layout_at_home(layout, len(rows))
+            return pool(rows, index, features.lengths, weights, here, dtype), lookups
+        lookups = flatten(features, None, layout, group)
+        scales = lookups.scales
+        if weights is not None:
+            weights = _segments(weights, layout)
+            scales = weights if scales is None else weights * scales
+        if placed.exchange == "bags":
+            bags, lookups = pool_whole_bags(
+                placed, table, lookups, features.lengths, scales, layout, self.channel
+            )
+            return bags.astype(dtype), lookups
+        room = round_capacity(lookups.rows.size, placed.num_devices)
+        bags = pool_at_owners(placed, table, lookups, scales, layout.num_bags, self.channel, room)
+        scales = None if scales is None else jax.lax.stop_gradient(scales)
+        return bags.astype(dtype), dataclasses.replace(lookups, scales=scales)
 
     def rows(self, group, lookups):
         if self.placed[group.name].is_replicated:
@@ -207,7 +208,14 @@ def row_gradients_sharded(
         of_pieces: Activations = KeyedArray(gradients)
         if not tables.layout.is_pooled:
             of_pieces = _split_pieces(tables.layout, _first(gradients))
-        return _stack(group_gradients(tables.layout.pieces, _first(residuals), of_pieces))
+        residuals = _first(residuals)
+        found = group_gradients(tables.layout.pieces, residuals, of_pieces)
+        for placed, layout in zip(tables.layout.groups, residuals.layouts, strict=True):
+            if placed.exchange == "bags":
+                name = placed.group.name
+                values = send_bag_gradients(placed, found[name].values, layout, tables.channel)
+                found[name] = dataclasses.replace(found[name], values=values)
+        return _stack(found)
 
     return jax.shard_map(
         on_device,
@@ -256,9 +264,12 @@ def _update_owned(
     step: Array,
 ) -> tuple[Array, dict[str, Array]]:
     """Gradients travel to the rows' owners, as rows or as bags."""
-    update = update_at_owners if placed.exchange == "sums" else exchange.update_rows
     room = round_capacity(gradient.lookups.rows.size, placed.num_devices)
-    return update(placed, rows, state, gradient, step, tables.channel, room)
+    if placed.exchange == "rows":
+        return exchange.update_rows(placed, rows, state, gradient, step, tables.channel, room)
+    if placed.exchange == "sums":
+        return update_at_owners(placed, rows, state, gradient, step, tables.channel, room)
+    return update_owned(placed, rows, state, gradient, step, tables.channel)
 
 
 def _update_replicated(

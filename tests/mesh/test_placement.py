@@ -131,7 +131,9 @@ def test_rows_that_are_not_pooled_have_no_sums():
 
 
 def test_unknown_exchanges(unchecked):
-    with pytest.raises(ValueError, match="row_wise: exchange='bags' is none of rows, sums"):
+    with pytest.raises(
+        ValueError, match="row_wise: exchange='bags' is none of None, 'rows', 'sums'"
+    ):
         row_wise(exchange="bags")
 
 

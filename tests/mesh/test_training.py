@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
@@ -48,6 +49,12 @@ PLACEMENTS = {
         "b": row_wise(exchange="sums"),
         "c": row_wise(),
         "d": table_wise(2),
+    },
+    "bags": {
+        "a": column_wise((0, 1)),
+        "b": table_wise(5),
+        "c": table_wise(0),
+        "d": table_column_wise(1),
     },
     "cut": {"a": grid(), "b": column_wise((1, 6)), "c": table_column_wise(0), "d": row_wise()},
 }
@@ -108,10 +115,10 @@ def draw_batch(seed, same_id=False):
 BATCHES = [draw_batch(0), draw_batch(1, same_id=True), draw_batch(2)]
 
 
-def run(model, place=lambda batch: batch):
+def run(model, place=lambda batch: batch, batches=BATCHES):
     optimizer = jaxrec.Optimizer(model, optax.sgd(0.1))
     step = nnx.jit(train_step, donate_argnums=(0, 1))
-    return [float(step(model, optimizer, *place(batch))) for batch in BATCHES]
+    return [float(step(model, optimizer, *place(batch))) for batch in batches]
 
 
 MESHES = {
@@ -123,7 +130,6 @@ MESHES = {
 CASES = [
     ("adam", "every_type", "one_axis"),
     ("rowwise_adagrad", "rows", "explicit"),
-    ("sgd", "one_device", "one_axis"),
     ("adam", "hosts", "two_axes"),
     ("lamb", "cut", "two_axes"),
     ("rowwise_adagrad_max_norm", "cut", "two_axes"),
@@ -132,6 +138,8 @@ CASES = [
     ("rowwise_adagrad", "sums", "two_axes"),
     ("adam", "sums_of_columns", "two_axes"),
     ("clip_norm", "sums", "two_axes"),
+    ("adam", "bags", "two_axes"),
+    ("clip_norm", "one_device", "one_axis"),
 ]
 
 
@@ -177,6 +185,42 @@ def test_rows_that_need_several_rounds(monkeypatch, name, placements):
     """With room for one row a round, the exchange still brings every row and gradient home."""
     monkeypatch.setattr("jaxrec.mesh.tables.round_capacity", lambda lookups, devices: 1)
     assert_equal_to_one_device(name, placements, "two_axes")
+
+
+class Weighted(nnx.Module):
+    """Bags whose weights are learnt."""
+
+    def __init__(self):
+        self.embeddings = jaxrec.EmbeddingBagCollection(
+            [
+                jaxrec.EmbeddingBagConfig("a", ROWS["a"], 8),
+                jaxrec.EmbeddingBagConfig("b", ROWS["b"], 8, pooling="mean"),
+            ],
+            optimizer=jaxrec.optim.sgd(0.1),
+            is_weighted=True,
+            rngs=nnx.Rngs(0),
+        )
+        self.of_ids = nnx.Param(jnp.linspace(0.5, 2, 100))
+
+    def __call__(self, features):
+        weights = self.of_ids[features.values]
+        return self.embeddings(dataclasses.replace(features, weights=weights)).values.sum(axis=1)
+
+
+@pytest.mark.parametrize(
+    "exchange", [row_wise(exchange="rows"), row_wise(exchange="sums"), table_wise(1)], ids=str
+)
+def test_weights_are_learnt(exchange):
+    features, labels = draw_batch(0)
+    features = features.select(("a", "b"))
+    alone = Weighted()
+    expected = run(alone, batches=[(features, labels)] * 2)
+    mesh = jax.make_mesh((4,), ("data",), devices=jax.devices()[:4], axis_types=(AxisType.Auto,))
+    plan = jaxrec.plan.ShardingPlan.from_dict({"a": exchange, "b": exchange})
+    model = jaxrec.shard(Weighted(), plan, mesh)
+    losses = run(model, lambda batch: shard_batch(batch, mesh), [(features, labels)] * 2)
+    np.testing.assert_allclose(losses, expected, rtol=1e-6)
+    np.testing.assert_allclose(model.of_ids[...], alone.of_ids[...], rtol=1e-5)
 
 
 def test_embeddings_of_sequences():

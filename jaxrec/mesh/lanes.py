@@ -1,0 +1,193 @@
+"""The exchange of bags: ids go to tables that lie whole on a device, whole bags come home.
+
+Which device a bag is pooled on follows from its feature alone, so nothing is sorted or counted:
+what goes where is known when the program is compiled. Each device sends the ids of a feature to the
+owner of its table, which pools them and sends the bags back; their gradients go the same way. All
+devices run one program, so each owner's features are numbered as *lanes*: lane ``k`` has as much
+room as any owner's ``k``-th feature needs, and an owner of fewer features leaves lanes empty. All
+of this is inside `jax.shard_map`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int32, Shaped
+
+from jaxrec.embed import kernels
+from jaxrec.embed.kernels import BagLayout, Lookups
+from jaxrec.embed.lookup import pool
+from jaxrec.mesh.collectives import Channel
+from jaxrec.mesh.layout import PlacedGroup
+
+
+@dataclasses.dataclass(frozen=True)
+class Lanes:
+    """Which feature each lane of each owner holds; all static.
+
+    Attributes:
+        features: For each owner its features, by number, lane by lane.
+        capacities: Ids that a lane has room for.
+        strides: Bags that it has room for.
+    """
+
+    features: tuple[tuple[int, ...], ...]
+    capacities: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    @classmethod
+    def of(
+        cls, owners: Sequence[int], capacities: Sequence[int], strides: Sequence[int], devices: int
+    ) -> Lanes:
+        """The lanes of features of given owners, the largest features first."""
+        by_size = sorted(range(len(owners)), key=lambda f: (-strides[f], -capacities[f], f))
+        features = tuple(tuple(f for f in by_size if owners[f] == d) for d in range(devices))
+        lanes = list(itertools.zip_longest(*features))
+
+        def most(sizes: Sequence[int]) -> tuple[int, ...]:
+            return tuple(max(sizes[f] for f in lane if f is not None) for lane in lanes)
+
+        return cls(features, most(capacities), most(strides))
+
+    @classmethod
+    def of_group(cls, placed: PlacedGroup, layout: BagLayout) -> Lanes:
+        """The lanes of a group's features in a batch."""
+        owner = {block.first_row: block.block.device for block in placed.blocks}
+        owners = [owner[row] for row in layout.row_offsets]
+        return cls.of(owners, layout.capacities, layout.strides, placed.num_devices)
+
+    def received(self, num_rows: int) -> BagLayout:
+        """What an owner of so many rows receives, as a batch of a feature a sender and lane."""
+        count = len(self.features) * len(self.strides)
+        sizes, bags = self.capacities * len(self.features), self.strides * len(self.features)
+        return BagLayout(
+            id_starts=tuple(itertools.accumulate(sizes, initial=0))[:-1],
+            capacities=sizes,
+            length_starts=tuple(itertools.accumulate(bags, initial=0))[:-1],
+            strides=bags,
+            row_offsets=(0,) * count,
+            row_counts=(num_rows,) * count,
+            means=(False,) * count,
+        )
+
+    def pack(
+        self, parts: Sequence[Shaped[Array, "..."]], sizes: tuple[int, ...], fill: int = 0
+    ) -> Shaped[Array, "owners places ..."]:
+        """The part of each feature in its lane, whose size is given; the rest is filled."""
+
+        def in_lane(part: Array | None, size: int) -> Array:
+            if part is None:
+                return jnp.full((size, *parts[0].shape[1:]), fill, parts[0].dtype)
+            widths = [(0, size - part.shape[0])] + [(0, 0)] * (part.ndim - 1)
+            return jnp.pad(part, widths, constant_values=fill)
+
+        def of_owner(features: tuple[int, ...]) -> Array:
+            found = [parts[f] for f in features] + [None] * (len(sizes) - len(features))
+            return jnp.concatenate([in_lane(*pair) for pair in zip(found, sizes, strict=True)])
+
+        return jnp.stack([of_owner(features) for features in self.features])
+
+    def unpack(
+        self,
+        packed: Shaped[Array, "owners places ..."],
+        sizes: tuple[int, ...],
+        wanted: Sequence[int],
+    ) -> list[Shaped[Array, "..."]]:
+        """The reverse: the part of each feature, as much of it as is wanted."""
+        starts = tuple(itertools.accumulate(sizes, initial=0))
+        places = {
+            feature: (owner, starts[lane])
+            for owner, features in enumerate(self.features)
+            for lane, feature in enumerate(features)
+        }
+        found = [(*places[feature], size) for feature, size in enumerate(wanted)]
+        return [packed[owner, start : start + size] for owner, start, size in found]
+
+
+def pool_whole_bags(
+    placed: PlacedGroup,
+    table: Float[Array, "local_rows dim"],
+    lookups: Lookups,
+    lengths: Int32[Array, " all_bags"],
+    scales: Float[Array, " n"] | None,
+    layout: BagLayout,
+    channel: Channel,
+) -> tuple[Float[Array, "bags dim"], Lookups]:
+    """The pooled rows of this device's bags, float32, and the lookups of this device's rows.
+
+    Args:
+        placed: Where the group lies.
+        table: This device's rows.
+        lookups: The lookups of this device's bags; their scales are not looked at,
+        lengths: The lengths of all bags of its batch.
+        scales: The lookups' scales; the result is differentiable in them.
+        layout: Where the group's features lie in the batch.
+        channel: The way to the other devices.
+    """
+    lanes = Lanes.of_group(placed, layout)
+    slots = placed.slots(lookups.rows)
+    rows = jnp.where(slots < placed.num_slots, slots % placed.local_rows, -1)
+    bag_lengths = [
+        lengths[start : start + stride]
+        for start, stride in zip(layout.length_starts, layout.strides, strict=True)
+    ]
+    rows = channel.send(lanes.pack(_split(rows, layout), lanes.capacities)).reshape(-1)
+    lengths = channel.send(lanes.pack(bag_lengths, lanes.strides)).reshape(-1)
+    if scales is not None:
+        scales = channel.send(lanes.pack(_split(scales, layout), lanes.capacities)).reshape(-1)
+
+    received = lanes.received(placed.local_rows)
+    pooled = pool(table, rows, lengths, scales, received, jnp.dtype("float32"))
+    home = channel.send_rows(_by_sender(pooled, received, lanes))
+    bags = _join(lanes.unpack(home, lanes.strides, layout.strides), layout)
+    scales = None if scales is None else jax.lax.stop_gradient(scales)
+    return bags, kernels.flatten_bags(rows, lengths, scales, received, placed.local_rows)
+
+
+def send_bag_gradients(
+    placed: PlacedGroup, gradients: Float[Array, "bags dim"], layout: BagLayout, channel: Channel
+) -> Float[Array, "received dim"]:
+    """The gradients of all devices' bags that were pooled here, as `pool_whole_bags` numbers them.
+
+    Args:
+        placed: Where the group lies.
+        gradients: The gradients of this device's bags.
+        layout: Where the group's features lie in the batch.
+        channel: The way to the other devices.
+    """
+    lanes = Lanes.of_group(placed, layout)
+    packed = lanes.pack(_by_feature(gradients, layout), lanes.strides)
+    parts = channel.send_gradients(packed)
+    ends = tuple(itertools.accumulate(lanes.strides))
+    split = [part for sender in parts for part in jnp.split(sender, ends[:-1])]
+    return _join(split, lanes.received(placed.local_rows))
+
+
+def _by_sender(
+    pooled: Float[Array, "received dim"], received: BagLayout, lanes: Lanes
+) -> Float[Array, "senders bags dim"]:
+    bags = jnp.concatenate(_by_feature(pooled, received))
+    return bags.reshape(len(lanes.features), -1, pooled.shape[1])
+
+
+def _split(values: Shaped[Array, " n"], layout: BagLayout) -> list[Shaped[Array, " capacity"]]:
+    """Values of lookups, feature by feature."""
+    return jnp.split(values, tuple(itertools.accumulate(layout.capacities))[:-1])
+
+
+def _by_feature(
+    lines: Float[Array, "bags dim"], layout: BagLayout
+) -> list[Float[Array, "stride dim"]]:
+    """The lines of a pooled output, feature by feature."""
+    return [lines[layout.bag_rows(feature)] for feature in range(layout.num_features)]
+
+
+def _join(parts: list[Float[Array, "stride dim"]], layout: BagLayout) -> Float[Array, "bags dim"]:
+    """The reverse of `_by_feature`."""
+    if not layout.is_uniform:
+        return jnp.concatenate(parts)
+    return jnp.stack(parts, axis=1).reshape(-1, parts[0].shape[1])
