@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -88,7 +88,10 @@ def update_at_owners(
     gradients = channel.gather_gradients(gradient.values)
     sending = _Sending.of(placed, gradient.lookups, gradient.values.shape[0], channel)
 
-    def updated(capacity: int, carried: Any) -> tuple[Array, dict[str, Array]]:
+    def updated(
+        capacity: int, carried: tuple[Array, dict[str, Array]]
+    ) -> tuple[Array, dict[str, Array]]:
+        table, state = carried
         scales = gradient.lookups.scales
         lookups = Lookups(
             sending.send_rows(capacity),
@@ -96,7 +99,7 @@ def update_at_owners(
             None if scales is None else sending.send(scales, capacity),
         )
         here = RowGradients(lookups, gradients)
-        return update_owned(placed, *carried, here, step, channel)
+        return update_owned(placed, table, state, here, step, channel)
 
     # Two loops of a step at most, and no `cond`: that would copy the table.
     most = sending.order.size

@@ -10,6 +10,7 @@ import numpy as np
 
 from jaxrec.embed.config import MAX_ROWS
 from jaxrec.mesh import placement as placements
+from jaxrec.mesh.layout import choose_exchange
 from jaxrec.mesh.placement import Block, Exchange, MeshShape, Placement
 from jaxrec.plan.constraints import EXCHANGES, ROW_CUT_TYPES, SHARDING_TYPES, ParameterConstraints
 from jaxrec.plan.cost import (
@@ -89,17 +90,17 @@ def to_placement(option: Option, sites: Sequence[int], topology: Topology) -> Pl
         case "data_parallel":
             return placements.data_parallel()
         case "table_wise":
-            return placements.table_wise(devices[0])
+            return placements.table_wise(devices[0], exchange=exchange)
         case "row_wise":
             all_devices = tuple(range(topology.num_devices))
             named = option.sites[sites[0]]
             return placements.row_wise(() if named == all_devices else named, exchange=exchange)
         case "column_wise":
-            return placements.column_wise(devices)
+            return placements.column_wise(devices, exchange=exchange)
         case "table_row_wise":
             return placements.table_row_wise(hosts[0], exchange=exchange)
         case "table_column_wise":
-            return placements.table_column_wise(hosts[0])
+            return placements.table_column_wise(hosts[0], exchange=exchange)
         case _:
             return placements.grid(hosts, exchange=exchange)
 
@@ -367,6 +368,8 @@ def placed_options(work: TableWork, topology: Topology, placement: Placement) ->
     by_columns: dict[tuple[int, int], list[Block]] = {}
     for block in placement.cut(work.table, mesh):
         by_columns.setdefault(block.columns, []).append(block)
+    exchange = choose_exchange(placement, work.table, work.optimizer, by_columns)
+    placement = dataclasses.replace(placement, exchange=exchange)
     return tuple(
         _placed_piece(work, topology, placement, stop - start, blocks)
         for (start, stop), blocks in by_columns.items()
@@ -380,6 +383,7 @@ def _placed_piece(
     width: int,
     cut: Sequence[Block],
 ) -> Option:
+    assert placement.exchange is not None
     way = placement.exchange
     key = GroupKey.of(work, width, way, "device")
     devices = tuple(block.device for block in cut)
