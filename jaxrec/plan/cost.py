@@ -5,9 +5,10 @@ Where this follows TorchRec's estimators and where it differs is in ``docs/plann
 Notation, for one device and one step. A table has ``R`` rows of ``w`` columns (a part of its
 columns, if they are cut) of ``s`` bytes, and ``m`` bytes of optimizer state a row. A device's own
 samples have ``n`` ids of it, ``b`` bags, and room ``c >= n`` for ids: arrays have the size of the
-room, so sorting and pooling take ``c``. ``u`` of the ids are distinct rows; of the samples of all
-``D`` devices together, ``U`` are. Sums and gradients are float32, 4 bytes. What is written
-``gather(c, 4 w)`` below is the time to gather ``c`` rows of ``4 w`` bytes (`Topology.gather`).
+room. ``u`` of the ids are distinct rows; of the samples of all ``D`` devices together, ``U`` are.
+Sums and gradients are float32, 4 bytes. What is written ``gather(n, 4 w)`` below is the time to
+gather ``n`` rows of ``4 w`` bytes (`Topology.gather`), ``sort(c)`` that to sort ``c`` row numbers,
+``copy(v)`` that to move ``v`` bytes.
 
 **Groups.** Tables of equal width, type and optimizer share arrays and travel together, and a
 collective ends when its slowest device does. So the time of a step is not that of the device with
@@ -15,33 +16,38 @@ the largest sum, but the sum over groups of each group's slowest device. The sam
 the arrays of a group have as many rows on every device as on the fullest.
 
 **Copies** (`data_parallel`). Every device has all rows and looks its own ids up,
-``gather(c, w s)``, writing bags of ``4 w``. Gradients are summed by row, which sorts the ids twice,
-once for the route and once for the sum: ``2 sort(c) + gather(c, 4 w)``. Everybody gets everybody's
-sums, an all-gather of ``D c (4 + 4 w)`` bytes, and makes the same update of ``U`` rows:
-``sort(D c) + gather(D c, 4 w) + update(U, w s + m)``.
+``gather(n, w s)``, writing bags of ``4 w``. Gradients are summed by row, which sorts the ids twice,
+once to number the rows and once for the sum: ``2 sort(c) + gather(n, 4 w) + copy(4 w c)``.
+Everybody gets everybody's sums, an all-gather of ``D c (4 + 4 w)`` bytes, and makes the same update
+of ``U`` rows: ``sort(D c) + gather(D u, 4 w) + update(U, w s + m)``.
 
 **Rows** (every other type, `exchange="rows"`). A device sorts its ids and drops repeats, asks the
-owners, gets rows, pools at home: ``sort(c) + gather(c, w s)`` and bags of ``4 w``. Backward, it
-sums gradients by row, ``2 sort(c) + gather(c, 4 w)``, and sends the sums to the owners.
+owners, gets rows, pools at home: ``sort(c) + gather(n, w s)`` and bags of ``4 w``. Backward, it
+sums gradients by row, ``2 sort(c) + gather(n, 4 w)``, and sends the sums to the owners.
 
-Between each two devices the exchange has room for ``C = 1.25 c / D`` rows a round, and runs rounds
-until the fullest pair is done. If owner ``d`` has a share ``q_d`` of a device's ``u`` distinct
-rows, that is ``max(1, q u / C)`` rounds with ``q = max_d q_d``, taken as a continuous number; a
-round handles ``D C`` rows on every device, so
+Between each two devices the exchange has room for ``C = 1.25 c / D`` rows a round, so a round moves
+``L = 1.25 c`` places, used or not: ``all_to_all(4 + w s) + copy(w s)`` for each forward, and
+``all_to_all(4 + 4 w) + copy(4 w) + sort`` backward. If owner ``d`` has a share ``q_d`` of a
+device's ``u`` distinct rows, it reads ``gather(D q_d u, w s)`` forward, adds up
+``gather(D q_d u, 4 w)`` backward and updates ``q_d U`` rows: ``update(q_d U, w s + m)``.
 
-    rows through the exchange = max(1.25 c, D max_d q_d u).
+What does not fit a round takes more of them. With ``A = D max_d q_d u`` that is
+``r = ceil(A / L)`` rounds backward and, where that is not 1, ``1 + r`` forward, since the first one
+starts over. The sums in ``A`` and ``L`` go over the tables of the group.
 
-The sums in it go over the tables of the group. Each such row is asked for and sent,
-``all_to_all(4 + w s)``, read and put in place, ``2 gather(1, w s)``; backward it is packed, sent,
-sorted and summed, ``2 gather(1, 4 w) + all_to_all(4 + 4 w) + sort(1)``. The owner updates
-``q_d U`` rows: ``update(q_d U, w s + m)``.
+**Sums** (types that cut rows, `exchange="sums"`). Ids go to the owners with their repeats and, for
+the backward pass, the number of their bag: ``sort(c)`` to group them in each pass,
+``all_to_all(4)`` forward and ``all_to_all(8)`` backward of ``L = 1.25 c`` places, with 4 bytes more
+where ids have weights. Owners find as many ids of each bag as devices say, ``all_to_all`` of
+``4 D b`` bytes. The owner pools what it has of each bag of all devices, ``gather(D q_d n, w s)``
+into ``D b`` sums, ``copy(8 w D b)``; a reduce-scatter of ``4 w D b`` bytes brings them home.
+Backward, an all-gather of as many bytes brings the bags' gradients, and the owner sums and updates:
+``sort(L) + gather(D q_d n, 4 w) + update(q_d U, w s + m)``. Where ``A = D max_d q_d n`` is more
+than ``L``, all of it takes room for ``D c`` places instead.
 
-**Sums** (types that cut rows, `exchange="sums"`). Ids go to the owners with their repeats and the
-number of their bag, 8 bytes, 12 with weights: ``sort(c)`` to group them,
-``max(1.25 c, D max_d q_d n)`` through the exchange. The owner pools what it has of each bag of all
-devices into ``D b`` sums; a reduce-scatter of ``4 w D b`` bytes brings them home. Backward, an
-all-gather of as many bytes brings the bags' gradients, and the owner sums and updates: for each id
-``sort(1) + gather(1, 4 w)``.
+**Whole rows.** Where columns are cut and the optimizer looks at whole rows, the rows' parts of its
+sums go back and forth, ``2 all_to_all(4) + sort`` for each place. Where the norm of a table's
+gradient is clipped (`clip_norm`), gradients travel and are added up twice.
 
 **Collectives.** Of ``V`` bytes to be sent to all devices alike, ``(h - 1) / D`` go to the other
 devices of a host of ``h``, and ``(D - h) / D`` to other hosts; an all-to-all sends both at once and
@@ -61,6 +67,7 @@ embeddings and their gradients, all groups together; and while one group's excha
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import numpy as np
 
@@ -131,6 +138,11 @@ class GroupKey:
         )
 
     @property
+    def is_cut(self) -> bool:
+        """Whether parts of rows are updated together."""
+        return self.whole_dim not in (0, self.width)
+
+    @property
     def row_bytes(self) -> int:
         """Bytes of a row and its state."""
         return self.width * itemsize(self.dtype) + state_bytes(self.optimizer, self.width)
@@ -148,6 +160,7 @@ class GroupCost:
     Attributes:
         launch: Seconds to start its kernels and collectives, by phase.
         exchanged: Seconds for each row through the exchange, by phase.
+        room: The part of it that a place for a row takes, used or not.
         updated: Seconds for each row that its owner updates, by phase.
         fetched: Seconds for each row that its owner fetches from host memory or disk, by phase.
         row_bytes: Bytes of a row and its state, on the device that holds it.
@@ -155,6 +168,7 @@ class GroupCost:
 
     launch: np.ndarray
     exchanged: np.ndarray
+    room: np.ndarray
     updated: np.ndarray
     fetched: np.ndarray
     row_bytes: int
@@ -170,6 +184,7 @@ def group_cost(key: GroupKey, topology: Topology) -> GroupCost:
     fetched = np.zeros(len(PHASES))
     if key.storage != "device":
         fetched = phases(prefetch=_fetch_row(key, topology))
+    norms = 2 if key.optimizer.clip_norm is not None else 1
     match key.way:
         case "copies":
             launch = phases(
@@ -177,62 +192,100 @@ def group_cost(key: GroupKey, topology: Topology) -> GroupCost:
                 backward_compute=3 * sort.call + 2 * gather.call + update.call,
                 backward_exchange=2 * latency,
             )
-            exchanged = updated = np.zeros(len(PHASES))  # the same on every device: see `home`
+            # The same on every device: see `home_seconds`.
+            room = touched = updated = np.zeros(len(PHASES))
         case "rows":
             launch = phases(
                 forward_compute=sort.call + 3 * gather.call,
                 forward_exchange=4 * latency,
                 backward_compute=3 * sort.call + 3 * gather.call + update.call,
-                backward_exchange=5 * latency,
+                backward_exchange=(3 + norms) * latency,
             )
-            exchanged = phases(
-                forward_compute=2 * _gather(row, topology),
+            room = phases(
+                forward_compute=topology.copy.byte * row,
                 forward_exchange=all_to_all(FLOAT32 + row, topology),
-                backward_compute=2 * _gather(sums, topology) + sort.item,
-                backward_exchange=all_to_all(FLOAT32 + sums, topology),
+                backward_compute=norms * topology.copy.byte * sums + sort.item,
+                backward_exchange=norms * all_to_all(FLOAT32 + sums, topology),
+            )
+            if key.is_cut:
+                room += phases(
+                    backward_compute=sort.item,
+                    backward_exchange=2 * all_to_all(FLOAT32, topology),
+                )
+            touched = phases(
+                forward_compute=_gather(row, topology),
+                backward_compute=norms * _gather(sums, topology),
             )
         case "sums":
             launch = phases(
                 forward_compute=2 * sort.call + 2 * gather.call,
                 forward_exchange=4 * latency,
-                backward_compute=sort.call + gather.call + update.call,
-                backward_exchange=latency,
+                backward_compute=2 * sort.call + gather.call + update.call,
+                backward_exchange=4 * latency,
             )
-            exchanged = phases(
+            scale = FLOAT32 * key.is_weighted
+            room = phases(
+                forward_exchange=all_to_all(4 + scale, topology),
+                backward_compute=sort.item,
+                backward_exchange=all_to_all(8 + scale, topology),
+            )
+            touched = phases(
                 forward_compute=_gather(row, topology),
-                forward_exchange=all_to_all(12 if key.is_weighted else 8, topology),
-                backward_compute=_gather(sums, topology) + sort.item,
+                backward_compute=norms * _gather(sums, topology),
             )
-    return GroupCost(launch, exchanged, updated, fetched, key.row_bytes)
+    return GroupCost(launch, room + touched, room, updated, fetched, key.row_bytes)
+
+
+def overflow_rooms(key: GroupKey, needed: float, room: float, devices: int) -> tuple[float, float]:
+    """Places that an exchange takes forward and backward beyond those that are needed.
+
+    Args:
+        key: The group.
+        needed: Rows through the exchange on the slowest device.
+        room: Places that there are, in one round.
+        devices: Number of devices.
+
+    Returns:
+        0 and 0 where all fits.
+    """
+    if needed <= room * (1 + 1e-9) or key.way == COPIES:
+        return 0.0, 0.0
+    if key.way == SUMS:
+        extra = max(0.0, room / SLACK * devices - needed)
+        return extra, extra
+    rounds = math.ceil(needed / room)
+    return (1 + rounds) * room - needed, rounds * room - needed
 
 
 def home_seconds(work: TableWork, key: GroupKey, topology: Topology) -> np.ndarray:
     """Seconds that one part of a table's columns takes on every device alike, by phase."""
-    c, devices = work.capacity, topology.num_devices
+    c, n, devices = work.capacity, work.lookups, topology.num_devices
     row, sums = key.width * itemsize(key.dtype), key.width * FLOAT32
-    bags = topology.copy.byte * work.bags * sums if work.is_pooled else 0.0
-    sort, update = topology.sort, topology.update
+    copy, sort, update = topology.copy.byte, topology.sort.item, topology.update
+    bags = copy * work.bags * sums if work.is_pooled else 0.0
     match key.way:
         case "copies":
-            gathered = devices * c
             update_row = update.seconds(calls=0, items=1, bytes=_granules(key.row_bytes, topology))
             return phases(
-                forward_compute=c * _gather(row, topology) + bags,
-                backward_compute=(2 * c + gathered) * sort.item
-                + (c + gathered) * _gather(sums, topology)
+                forward_compute=n * _gather(row, topology) + bags,
+                backward_compute=(2 + devices) * c * sort
+                + copy * c * sums
+                + (n + devices * work.distinct()) * _gather(sums, topology)
                 + work.distinct(devices) * update_row,
-                backward_exchange=all_gather(gathered * (FLOAT32 + sums), topology),
+                backward_exchange=all_gather(devices * c * (FLOAT32 + sums), topology),
             )
         case "rows":
             return phases(
-                forward_compute=c * (sort.item + _gather(row, topology)) + bags,
-                backward_compute=c * (2 * sort.item + _gather(sums, topology)),
+                forward_compute=c * sort + n * _gather(row, topology) + bags,
+                backward_compute=2 * c * sort + n * _gather(sums, topology),
             )
         case _:
             everywhere = devices * work.bags * sums
             return phases(
-                forward_compute=c * sort.item + topology.copy.byte * everywhere,
-                forward_exchange=reduce_scatter(everywhere, topology),
+                forward_compute=c * sort + 2 * copy * everywhere,
+                forward_exchange=reduce_scatter(everywhere, topology)
+                + all_to_all(FLOAT32 * devices * work.bags, topology),
+                backward_compute=c * sort,
                 backward_exchange=all_gather(everywhere, topology),
             )
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxrec.plan.cost import PHASES
+from jaxrec.plan.cost import PHASES, GroupCost
 from jaxrec.plan.options import EXCHANGED, HELD, Option
 from jaxrec.plan.problem import Loads, Problem, Solution
 from jaxrec.plan.workload import TableWork
@@ -194,13 +194,13 @@ def estimate(
     loads = Loads.of(problem, dict(enumerate(solution.choices)))
     chosen = _chosen(problem, solution)
     devices = _devices(problem, loads, chosen, fixed_bytes)
-    slowest = loads.slowest
+    slowest, empty = loads.slowest, loads.empty
     phases = loads.home.copy()
     for group, cost in enumerate(problem.group_costs):
         if loads.members[group]:
             phases += cost.launch
         rates = np.array([cost.exchanged, cost.updated, cost.fetched])
-        phases += slowest[group] @ rates
+        phases += slowest[group] @ rates + _empty(cost, empty[group])
     return Estimate(
         seconds=loads.seconds,
         phases=_named(phases),
@@ -247,14 +247,15 @@ def _devices(
         (cost.launch for cost, n in zip(problem.group_costs, loads.members, strict=True) if n),
         start=np.zeros(len(PHASES)),
     )
+    empty, slowest = loads.empty, loads.slowest
     estimates = []
     for device in range(problem.topology.num_devices):
         phases = loads.home + launch
         for group, cost in enumerate(problem.group_costs):
             exchanged, updated, fetched, _ = loads.rows[group, :, device]
-            # Rounds are as many as the fullest device needs, but at least one.
-            exchanged = max(exchanged, loads.at_least[group])
-            phases = phases + exchanged * cost.exchanged
+            # All devices have the places that the slowest has, and more of them are empty.
+            unused = empty[group] + slowest[group, EXCHANGED] - exchanged
+            phases = phases + exchanged * cost.exchanged + _empty(cost, unused)
             phases = phases + updated * cost.updated + fetched * cost.fetched
         estimates.append(
             DeviceEstimate(
@@ -288,9 +289,8 @@ def _table(problem: Problem, loads: Loads, work: TableWork, placed: Placed) -> T
         seconds += option.home
         slowest = loads.rows[group, :3].argmax(axis=1)
         adds = rows[np.arange(3), slowest]
-        if loads.at_least[group] >= loads.rows[group, EXCHANGED].max():
-            adds[EXCHANGED] = option.at_least
         seconds += adds @ np.array([cost.exchanged, cost.updated, cost.fetched])
+        seconds += max(0.0, option.at_least - adds[EXCHANGED]) * cost.room
         held += rows[HELD] * cost.row_bytes
         own += option.home.sum() + problem.row_seconds[group] @ rows[:3]
     devices = np.flatnonzero(held)
@@ -330,6 +330,12 @@ def _groups(
         slowest = int(work.argmax()) if uneven else None
         estimates.append(GroupEstimate(str(key), tables[group], float(seconds[group]), slowest))
     return tuple(estimates)
+
+
+def _empty(cost: GroupCost, places: np.ndarray) -> np.ndarray:
+    """Seconds of places without rows, forward and backward, by phase."""
+    is_forward = np.array([phase.startswith("forward") for phase in PHASES])
+    return cost.room * np.where(is_forward, places[0], places[1])
 
 
 def _named(vector: np.ndarray) -> dict[str, float]:

@@ -27,7 +27,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jaxrec.plan.options import HELD, Option
+from jaxrec.plan.options import EXCHANGED, HELD, Option
 from jaxrec.plan.problem import Choice, Loads, Problem, Solution
 
 # Larger programs than this are not begun: their relaxations alone take too long.
@@ -124,7 +124,8 @@ class _Program:
         """Seconds that stand for 1: about those of a step."""
         fastest = [
             min(
-                o.home.sum() + self.problem.row_seconds[self.problem.groups[o.key], 0] * o.at_least
+                o.home.sum()
+                + self.problem.place_seconds[self.problem.groups[o.key]].sum() * o.at_least
                 for o in options
             )
             for options in self.problem.options
@@ -198,10 +199,15 @@ class _Program:
                 most = self.variable(0.0 if quantity == HELD else 1.0)
                 if quantity == HELD:
                     self.held.append(most)
-                floor = unit * start.at_least[group] if quantity == 0 else 0.0
-                if quantity == 0:
-                    terms = [(y, -unit * o.at_least) for o, y, _ in members]
-                    self.constraint([(most, 1.0), *terms], low=floor)
+                if quantity == EXCHANGED:
+                    # Empty places: `E_g0` of the docstring less what the slowest device has.
+                    place = problem.place_seconds[group].sum() / self.scale
+                    empty = self.variable(1.0)
+                    terms = [(y, -place * o.at_least) for o, y, _ in members]
+                    self.constraint(
+                        [(empty, 1.0), (most, place / unit), *terms],
+                        low=place * start.at_least[group],
+                    )
                 fixed = unit * start.rows[group, quantity]
                 self._add_slowest(most, members, quantity, unit, fixed)
 

@@ -7,7 +7,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from jaxrec.plan.options import HELD, Option
+from jaxrec.plan.options import EXCHANGED, HELD, Option
 from jaxrec.plan.problem import Choice, Loads, Problem, Solution
 
 Partitioner: TypeAlias = Callable[[Problem, Sequence[int]], Solution]
@@ -101,9 +101,11 @@ def place_parts(loads: Loads, option: Option, bytes_weight: float = 0.0) -> tupl
         rows = loads.rows[group][:, sites] + option.load[:, None]  # [4, sites, devices of one]
         after = rows.max(axis=2)
         before = loads.rows[group].max(axis=1)
-        before[0] = max(before[0], loads.at_least[group])
         grown = np.maximum(after - before[:, None], 0)
+        # What fills places that there are anyway takes less.
+        free = max(0.0, float(loads.at_least[group] - before[EXCHANGED]))
         seconds = problem.row_seconds[group] @ grown[:3]
+        seconds -= problem.place_seconds[group].sum() * np.minimum(grown[EXCHANGED], free)
         bytes = problem.row_bytes[group] * grown[HELD]
         # Among sites that cost alike, the one that has least so far.
         even = problem.row_seconds[group] @ after[:3]

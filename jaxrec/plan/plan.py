@@ -129,6 +129,7 @@ class ShardingPlan:
         return "\n".join(
             f"{name}: {placement.kind}"
             + (f" on {', '.join(map(str, placement.places))}" if placement.places else "")
+            + (" by sums" if placement.exchange == "sums" else "")
             for name, placement in self.placements
         )
 

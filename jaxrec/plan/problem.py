@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from jaxrec.plan.cost import GroupCost, GroupKey, group_cost
+from jaxrec.plan.cost import PHASES, GroupCost, GroupKey, group_cost, overflow_rooms
 from jaxrec.plan.options import EXCHANGED, HELD, Option
 from jaxrec.plan.topology import Topology
 
@@ -69,6 +69,19 @@ class Problem:
         return np.array(
             [[c.exchanged.sum(), c.updated.sum(), c.fetched.sum()] for c in self.group_costs]
         )
+
+    @functools.cached_property
+    def group_keys(self) -> tuple[GroupKey, ...]:
+        return tuple(self.groups)
+
+    @functools.cached_property
+    def place_seconds(self) -> np.ndarray:
+        """Seconds for each place of the exchange, forward and backward, ``[groups, 2]``.
+
+        They are part of those for each row exchanged; empty places take them as well.
+        """
+        forward = np.array([phase.startswith("forward") for phase in PHASES])
+        return np.array([[c.room[forward].sum(), c.room[~forward].sum()] for c in self.group_costs])
 
     @functools.cached_property
     def row_bytes(self) -> np.ndarray:
@@ -150,15 +163,26 @@ class Loads:
     @property
     def slowest(self) -> np.ndarray:
         """Rows exchanged, updated and fetched by the slowest device, ``[groups, 3]``."""
-        most = self.rows[:, :3].max(axis=2)
-        most[:, EXCHANGED] = np.maximum(most[:, EXCHANGED], self.at_least)
-        return most
+        return self.rows[:, :3].max(axis=2)
+
+    @property
+    def empty(self) -> np.ndarray:
+        """Places that the exchange has forward and backward without a row, ``[groups, 2]``."""
+        needed = self.slowest[:, EXCHANGED]
+        empty = np.maximum(self.at_least - needed, 0)[:, None].repeat(2, axis=1)
+        devices = self.problem.topology.num_devices
+        for group in np.flatnonzero((self.members > 0) & (needed > self.at_least)):
+            key = self.problem.group_keys[group]
+            empty[group] = overflow_rooms(key, needed[group], self.at_least[group], devices)
+        return empty
 
     @property
     def group_seconds(self) -> np.ndarray:
         """What each group adds to a step beyond `home`."""
-        launch = self.problem.launch_seconds * (self.members > 0)
-        return launch + (self.problem.row_seconds * self.slowest).sum(axis=1)
+        problem = self.problem
+        launch = problem.launch_seconds * (self.members > 0)
+        rows = (problem.row_seconds * self.slowest).sum(axis=1)
+        return launch + rows + (problem.place_seconds * self.empty).sum(axis=1)
 
     @property
     def seconds(self) -> float:

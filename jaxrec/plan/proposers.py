@@ -13,7 +13,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from jaxrec.plan.options import HELD, Option
+from jaxrec.plan.options import EXCHANGED, HELD, Option
 from jaxrec.plan.problem import Problem
 
 Proposal: TypeAlias = tuple[int, ...]
@@ -35,9 +35,9 @@ def rate_spread(problem: Problem, option: Option) -> float:
 
 
 def _rate(problem: Problem, option: Option, rows: np.ndarray) -> float:
-    rows = rows.copy()
-    rows[0] = max(rows[0], option.at_least)
-    seconds = problem.row_seconds[problem.groups[option.key]] @ rows
+    group = problem.groups[option.key]
+    empty = max(0.0, option.at_least - rows[EXCHANGED])
+    seconds = problem.row_seconds[group] @ rows + problem.place_seconds[group].sum() * empty
     return float(option.home.sum() + seconds)
 
 
