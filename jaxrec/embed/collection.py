@@ -62,7 +62,7 @@ class Collection(TappedModule):
     @property
     def configs(self) -> tuple[TableConfig, ...]:
         """The tables' configurations, in order."""
-        return self.tables.get_value().layout.tables
+        return self.tables.get_value().layout.configs
 
     @property
     def bounds(self) -> dict[str, int]:

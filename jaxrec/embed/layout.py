@@ -126,6 +126,11 @@ class TableLayout:
         return f"TableLayout({'; '.join(groups)})"
 
     @property
+    def configs(self) -> tuple[TableConfig, ...]:
+        """The tables' configurations, in order."""
+        return self.tables
+
+    @property
     def is_pooled(self) -> bool:
         return isinstance(self.tables[0], EmbeddingBagConfig)
 

@@ -164,6 +164,11 @@ class MeshLayout:
         return self.tables.is_pooled
 
     @property
+    def configs(self) -> tuple[TableConfig, ...]:
+        """See `TableLayout.configs`."""
+        return self.tables.configs
+
+    @property
     def outputs(self) -> tuple[Output, ...]:
         """See `TableLayout.outputs`."""
         return self.tables.outputs

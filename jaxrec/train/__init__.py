@@ -1,5 +1,12 @@
 """The training runtime: the step, the loop, checkpoints, the command line."""
 
+from jaxrec.train.checkpoint import CheckpointError as CheckpointError
+from jaxrec.train.checkpoint import Run as Run
+from jaxrec.train.checkpoint import Saver as Saver
+from jaxrec.train.checkpoint import restore as restore
+from jaxrec.train.checkpoint import restore_state as restore_state
+from jaxrec.train.keep import Keep as Keep
 from jaxrec.train.memory import keep_freed_memory as keep_freed_memory
 from jaxrec.train.model import load_model as load_model
+from jaxrec.train.pipeline import Pipeline as Pipeline
 from jaxrec.train.step import compile_step as compile_step

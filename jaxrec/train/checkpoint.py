@@ -3,57 +3,182 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
+import json
 import logging
 import os
 import pathlib
 import re
 import shutil
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping
+from types import TracebackType
+from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jaxtyping import Array
 
 from jaxrec.embed import EmbeddingBagCollection, EmbeddingCollection, TableVariable
+from jaxrec.train.keep import Keep
+
+State = TypeVar("State")
+
+# What Orbax adds to the name of a checkpoint that is not complete.
+_UNFINISHED = ".orbax-checkpoint-tmp"
 
 
 class CheckpointError(ValueError):
     """There is no checkpoint, or it is of another model."""
 
 
-def save(directory: pathlib.Path, model: nnx.Module, optimizer: nnx.Optimizer) -> pathlib.Path:
-    """Saves a model and its optimizer as the newest checkpoint of a directory.
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """What a checkpoint says about the run besides the model.
 
-    The checkpoint appears under its final name once it is complete. Older ones are removed then.
+    Attributes:
+        step: Steps made.
+        batches: Batches used: where to go on in the data.
+        metrics: Values to choose the best by.
+        plan: The sharding plan, as text; the model restores to any.
+    """
+
+    step: int
+    batches: int | None = None
+    metrics: dict[str, float] = dataclasses.field(default_factory=dict)
+    plan: str | None = None
+
+
+class Saver:
+    """Writes checkpoints while training goes on.
+
+    A checkpoint appears under its name, that of its step, once it is complete: a run killed at any
+    moment leaves the last complete one.
 
     Args:
-        directory: Where checkpoints go, one folder each, named after the step.
-        model: The model; its tables are saved by name, logical rows in order, with their optimizer
-            state, so that they can be loaded into any layout.
-        optimizer: Its optimizer, with the number of steps.
+        directory: Where checkpoints go, one folder each.
+        keep: Which of them stay; None: the newest.
 
-    Returns:
-        The checkpoint's folder.
-
-    Raises:
-        OSError: It cannot be written, for instance because the disk is full. What was saved before
-            is still there.
+    Example:
+        >>> import jaxrec, optax, tempfile
+        >>> model = nnx.Linear(1, 1, rngs=nnx.Rngs(0))
+        >>> optimizer = jaxrec.Optimizer(model, optax.sgd(0.1))
+        >>> with Saver(pathlib.Path(tempfile.mkdtemp()), Keep(last=2)) as saver:
+        ...     path = saver.save(model, optimizer, batches=0)
+        >>> restore(path.parent, model, optimizer)
+        Run(step=0, batches=0, metrics={}, plan=None)
     """
-    import orbax.checkpoint as ocp
 
-    step = int(optimizer.step.get_value())
-    path = directory.absolute() / str(step)
-    # Where a write fails, those under way beside it end in tracebacks of their own.
-    require_space(directory, model, optimizer)
-    with _os_errors(path), ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(path, _tree(model, optimizer), force=True)
-    for older in _checkpoints(directory):
-        if older != step:
-            shutil.rmtree(directory / str(older))
-    return path
+    def __init__(self, directory: pathlib.Path, keep: Keep | None = None):
+        import orbax.checkpoint as ocp
+
+        self._directory, self._keep = directory.absolute(), keep or Keep()
+        self._checkpointer = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler())
+        self._under_way: pathlib.Path | None = None
+
+    def save(
+        self,
+        model: nnx.Module,
+        optimizer: nnx.Optimizer,
+        *,
+        state: Any = None,
+        batches: int | None = None,
+        metrics: Mapping[str, float] | None = None,
+        plan: str | None = None,
+    ) -> pathlib.Path:
+        """Starts to save; what is saved may change as soon as this returns.
+
+        Args:
+            model: The model; its tables are saved by name, logical rows in order, with their
+                optimizer state, so that they can be loaded into any layout.
+            optimizer: Its optimizer, with the number of steps.
+            state: Any pytree of arrays that belongs to the run, such as that of metrics.
+            batches, metrics, plan: See `Run`.
+
+        Returns:
+            The folder that the checkpoint will have.
+
+        Raises:
+            OSError: This or the checkpoint before it cannot be written, for instance because the
+                disk is full. What was saved before is still there.
+        """
+        import orbax.checkpoint as ocp
+
+        self.wait()
+        step = int(optimizer.step.get_value())
+        path = self._directory / str(step)
+        # Where a write fails, those under way beside it end in tracebacks of their own.
+        require_space(self._directory, model, optimizer)
+        if jax.process_index() == 0:
+            for unfinished in self._directory.glob(f"*{_UNFINISHED}*"):
+                shutil.rmtree(unfinished, ignore_errors=True)
+        run = Run(step, batches, dict(metrics or {}), plan)
+        tree = _tree(model, optimizer)
+        # Copies, as those of tables are: the next step takes these arrays for its results.
+        for name in ("dense", "optimizer"):
+            tree[name] = jax.tree.map(jnp.array, tree[name])
+        tree["run"] = {
+            str(i): jnp.array(_plain(jnp.asarray(x))) for i, x in enumerate(jax.tree.leaves(state))
+        }
+        with _os_errors(path):
+            self._checkpointer.save(
+                path,
+                ocp.args.Composite(
+                    state=ocp.args.StandardSave(tree),
+                    run=ocp.args.JsonSave(dataclasses.asdict(run)),
+                ),
+                force=True,
+            )
+        self._under_way = path
+        return path
+
+    def wait(self) -> None:
+        """Waits for the checkpoint that is being written, and removes those that do not stay.
+
+        Raises:
+            OSError: It could not be written.
+        """
+        if self._under_way is None:
+            return
+        path, self._under_way = self._under_way, None
+        with _os_errors(path):
+            self._checkpointer.wait_until_finished()
+        if jax.process_index() != 0:
+            return
+        metrics = {step: _read_run(self._directory, step).metrics for step in steps(path.parent)}
+        for step in set(metrics) - self._keep.chosen(metrics):
+            shutil.rmtree(self._directory / str(step))
+
+    def close(self) -> None:
+        """Waits, and ends the threads that write."""
+        try:
+            self.wait()
+        finally:
+            self._checkpointer.close()
+
+    def __enter__(self) -> Saver:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def save(
+    directory: pathlib.Path, model: nnx.Module, optimizer: nnx.Optimizer, **details: Any
+) -> pathlib.Path:
+    """Saves a model and its optimizer as the newest checkpoint of a directory, and waits.
+
+    Older ones are removed. Arguments, result and errors as for `Saver.save`.
+    """
+    with Saver(directory) as saver:
+        return saver.save(model, optimizer, **details)
 
 
 def require_space(directory: pathlib.Path, model: nnx.Module, optimizer: nnx.Optimizer) -> None:
@@ -63,8 +188,8 @@ def require_space(directory: pathlib.Path, model: nnx.Module, optimizer: nnx.Opt
         OSError: There is not room enough, or no directory can be made.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    arrays = jax.tree.leaves(jax.eval_shape(lambda: _tree(model, optimizer)))
-    needed = sum(array.size * array.dtype.itemsize for array in arrays)
+    # As they lie here: on a mesh tables may take more, where each device has a copy.
+    needed = sum(_plain(x).nbytes for x in jax.tree.leaves(nnx.state((model, optimizer))))
     free = shutil.disk_usage(directory).free
     if free < needed:
         raise OSError(
@@ -75,28 +200,33 @@ def require_space(directory: pathlib.Path, model: nnx.Module, optimizer: nnx.Opt
 
 
 def restore(
-    directory: pathlib.Path, model: nnx.Module, optimizer: nnx.Optimizer | None = None
-) -> None:
-    """Loads the newest checkpoint of a directory into a model, in place.
+    directory: pathlib.Path,
+    model: nnx.Module,
+    optimizer: nnx.Optimizer | None = None,
+    *,
+    step: int | None = None,
+    resized: bool = False,
+) -> Run:
+    """Loads a checkpoint of a directory into a model, in place.
 
     Args:
-        directory: Where `save` put it.
+        directory: Where `save` or a `Saver` put it.
         model: A model with the same tables and parameters; their layout may differ.
         optimizer: Its optimizer; None to load the model alone.
+        step: Which; None: the newest.
+        resized: Whether a table may have another number of rows than the saved one: the rows that
+            both have are loaded, with their state, and the others stay as they are. For a
+            vocabulary that grew at its end, or was cut there.
+
+    Returns:
+        What the checkpoint says about the run.
 
     Raises:
-        CheckpointError: There is no checkpoint, or the model has others than the saved variables.
+        CheckpointError: There is no such checkpoint, it is damaged, or the model has others than
+            the saved variables.
     """
-    import orbax.checkpoint as ocp
-
-    steps = _checkpoints(directory)
-    if not steps:
-        raise CheckpointError(f"{directory}: there is no saved model here")
-    path = directory.absolute() / str(steps[-1])
-    with ocp.StandardCheckpointer() as checkpointer:
-        saved = checkpointer.metadata(path).item_metadata.tree
-        target = jax.tree.map(lambda leaf: np.empty(leaf.shape, leaf.dtype), saved)
-        saved = checkpointer.restore(path, target)
+    path = _path(directory, step)
+    saved = _read(path, _WITHOUT_RUN)
     _load(_dense_variables(model), saved["dense"], path)
     collections = _collections(model)
     _match(set(collections), set(saved["tables"]), path)
@@ -104,11 +234,98 @@ def restore(
         tables = saved["tables"][name]
         _match({table.name for table in collection.configs}, set(tables), path)
         for table, content in tables.items():
-            collection.load_table(table, content["rows"])
+            rows, state = content["rows"], content.get("state") or {}
+            if resized:
+                rows = _resized(rows, collection.table(table))
+                old = collection.table_state(table)
+                state = {key: _resized(value, old[key]) for key, value in state.items()}
+            elif rows.shape != (wanted := collection.table(table).shape):
+                raise CheckpointError(
+                    f"{path}: table {table!r} was saved with shape {rows.shape}, but the model's "
+                    f"has {wanted}; load it with resized=True to keep the rows that both have"
+                )
+            collection.load_table(table, rows)
             if optimizer is not None:
-                collection.load_table_state(table, content.get("state") or {})
+                collection.load_table_state(table, state)
     if optimizer is not None:
         _load(_variables(optimizer), saved["optimizer"], path)
+    return _read_run(path.parent, int(path.name))
+
+
+def restore_state(directory: pathlib.Path, state: State, *, step: int | None = None) -> State:
+    """The pytree that was saved as `Saver.save`'s ``state``, in the form of ``state``.
+
+    Raises:
+        CheckpointError: There is no such checkpoint, or it has another state.
+    """
+    path = _path(directory, step)
+    saved = _read(path, {"run"})["run"]
+    leaves, tree = jax.tree.flatten(state)
+    found = [saved.get(str(i)) for i in range(len(saved))]
+    shapes = [np.shape(leaf) for leaf in leaves]
+    if [np.shape(x) for x in found] != shapes:
+        raise CheckpointError(
+            f"{path}: the state that was saved has arrays of {[np.shape(x) for x in found]}, but "
+            f"here it has {shapes}"
+        )
+    return jax.tree.unflatten(
+        tree, [jnp.asarray(x, leaf.dtype) for x, leaf in zip(found, leaves, strict=True)]
+    )
+
+
+def _resized(saved: np.ndarray, here: Array) -> np.ndarray:
+    """The saved rows, as many as there are here; where there are more, these."""
+    if saved.shape[1:] != here.shape[1:] or saved.ndim == 0:
+        return saved  # no rows, or of another width: loading it says so
+    rows = np.array(here)
+    common = min(len(saved), len(rows))
+    rows[:common] = saved[:common]
+    return rows
+
+
+def _path(directory: pathlib.Path, step: int | None) -> pathlib.Path:
+    complete = steps(directory)
+    if not complete:
+        raise CheckpointError(f"{directory}: there is no saved model here")
+    if step is not None and step not in complete:
+        raise CheckpointError(f"{directory}: step {step} was not saved; there are {complete}")
+    return directory.absolute() / str(complete[-1] if step is None else step)
+
+
+_WITHOUT_RUN = {"dense", "optimizer", "tables"}
+
+
+def _read(path: pathlib.Path, wanted: set[str]) -> dict[str, Any]:
+    import orbax.checkpoint as ocp
+
+    try:
+        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer, _quiet():
+            saved = checkpointer.metadata(path / "state").item_metadata.tree
+            target = {
+                name: jax.tree.map(lambda leaf: np.empty(leaf.shape, leaf.dtype), saved[name])
+                for name in wanted
+                if name in saved
+            }
+            arguments = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), target)
+            read = checkpointer.restore(
+                path / "state",
+                ocp.args.PyTreeRestore(target, restore_args=arguments, partial_restore=True),
+            )
+    except (ValueError, KeyError, FileNotFoundError, json.JSONDecodeError, AttributeError) as error:
+        older = [step for step in steps(path.parent) if str(step) != path.name]
+        raise CheckpointError(
+            f"{path}: the checkpoint is damaged ({' '.join(str(error).split())[:200]}); "
+            + (f"remove it to go on from step {older[-1]}" if older else "there is no other")
+        ) from None
+    return {name: {} for name in wanted} | read
+
+
+def _read_run(directory: pathlib.Path, step: int) -> Run:
+    path = directory / str(step) / "run" / "metadata"
+    try:
+        return Run(**json.loads(path.read_text()))
+    except (OSError, ValueError, TypeError) as error:
+        raise CheckpointError(f"{path}: the checkpoint is damaged ({error})") from None
 
 
 def _tree(model: nnx.Module, optimizer: nnx.Optimizer) -> dict[str, Any]:
@@ -177,23 +394,33 @@ def _match(wanted: set[str], saved: set[str], path: pathlib.Path) -> None:
         )
 
 
-def _checkpoints(directory: pathlib.Path) -> list[int]:
-    """Steps of the complete checkpoints of a directory, ascending."""
+def steps(directory: pathlib.Path) -> list[int]:
+    """The steps of a directory's complete checkpoints, ascending."""
     if not directory.is_dir():
         return []
     return sorted(int(entry.name) for entry in directory.iterdir() if entry.name.isdecimal())
 
 
 @contextlib.contextmanager
-def _os_errors(path: pathlib.Path) -> Iterator[None]:
-    """Orbax's errors as the errors of the operating system that they wrap, and without its log."""
+def _quiet() -> Iterator[None]:
+    """Without Orbax's log."""
     log = logging.getLogger("absl")
     level = log.level
     log.setLevel(logging.CRITICAL)
     try:
         yield
+    finally:
+        log.setLevel(level)
+
+
+@contextlib.contextmanager
+def _os_errors(path: pathlib.Path) -> Iterator[None]:
+    """Orbax's errors as the errors of the operating system that they wrap, and without its log."""
+    try:
+        with _quiet():
+            yield
     except Exception as error:
-        for unfinished in path.parent.glob(f"{path.name}.orbax-checkpoint-tmp*"):
+        for unfinished in path.parent.glob(f"{path.name}{_UNFINISHED}*"):
             shutil.rmtree(unfinished, ignore_errors=True)
         if isinstance(error, OSError):
             raise
@@ -202,5 +429,3 @@ def _os_errors(path: pathlib.Path) -> Iterator[None]:
             raise
         number = int(code.group(1))
         raise OSError(number, os.strerror(number), str(path)) from None
-    finally:
-        log.setLevel(level)

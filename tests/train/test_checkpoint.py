@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import errno
+import functools
+import math
 import re
 import shutil
 
@@ -14,7 +16,8 @@ from flax import nnx
 
 import jaxrec
 from jaxrec.train import checkpoint
-from jaxrec.train.checkpoint import CheckpointError
+from jaxrec.train.checkpoint import CheckpointError, Run, Saver
+from jaxrec.train.keep import Keep
 
 
 class Model(nnx.Module):
@@ -150,7 +153,7 @@ def test_full_disk_leaves_the_older_checkpoint(tmp_path, monkeypatch, error):
         raise error
 
     with monkeypatch.context() as patched:
-        patched.setattr(ocp.StandardCheckpointer, "save", save)
+        patched.setattr(ocp.AsyncCheckpointer, "save", save)
         with pytest.raises(OSError, match="No space left") as raised:
             checkpoint.save(tmp_path, model, optimizer)
     assert raised.value.errno == errno.ENOSPC
@@ -179,7 +182,7 @@ def test_other_errors_pass(tmp_path, monkeypatch):
     def save(self, *args, **kwargs):
         raise ValueError("something else")
 
-    monkeypatch.setattr(ocp.StandardCheckpointer, "save", save)
+    monkeypatch.setattr(ocp.AsyncCheckpointer, "save", save)
     with pytest.raises(ValueError, match=re.escape("something else")):
         checkpoint.save(tmp_path, *make())
 
@@ -191,3 +194,140 @@ def test_dtype_of_the_model_wins(tmp_path):
     other.over.kernel.set_value(other.over.kernel[...].astype(jnp.bfloat16))
     checkpoint.restore(tmp_path, other)
     assert other.over.kernel[...].dtype == jnp.bfloat16
+
+
+KEEPS = {
+    "last": (Keep(), [4]),
+    "two": (Keep(last=2), [3, 4]),
+    "best": (Keep(best=1, metric="auc"), [1, 4]),
+    "best-two": (Keep(best=2, metric="auc"), [1, 2, 4]),
+    "smallest": (Keep(best=1, metric="auc", mode="min"), [3, 4]),
+    "unknown": (Keep(best=1, metric="ne"), [4]),
+}
+
+
+@pytest.mark.parametrize(("keep", "expected"), KEEPS.values(), ids=KEEPS)
+def test_what_is_kept(keep, expected):
+    values = {0: math.nan, 1: 0.8, 2: 0.7, 3: 0.5, 4: 0.6}
+    assert sorted(keep.chosen({step: {"auc": x} for step, x in values.items()})) == expected
+
+
+@pytest.mark.parametrize("options", [{"last": 0}, {"best": 1}], ids=str)
+def test_keeping_nothing(options):
+    with pytest.raises(ValueError, match="1 or more of the last"):
+        Keep(**options)
+
+
+def test_several_are_kept_and_each_restores(tmp_path):
+    """Saved while training goes on: what is written is what it was when `save` was called."""
+    model, optimizer = make()
+    aucs, expected = (0.8, 0.5, 0.7, 0.6), []
+    state = {"sums": jnp.zeros(3), "count": jnp.zeros((), jnp.int32)}
+    with Saver(tmp_path, Keep(last=2, best=1, metric="auc")) as saver:
+        for number, auc in enumerate(aucs):
+            state = jax.tree.map(lambda x: x + 1, state)
+            metrics = {"auc": auc}
+            saver.save(model, optimizer, state=state, batches=number, metrics=metrics, plan="{}")
+            expected.append(contents(model, optimizer))
+            advance(model, optimizer)
+    assert checkpoint.steps(tmp_path) == [0, 2, 3]
+    for step in (0, 2, 3):
+        other = make(seed=3)
+        run = checkpoint.restore(tmp_path, *other, step=step)
+        assert run == Run(step, step, {"auc": aucs[step]}, "{}")
+        for key, value in contents(*other).items():
+            np.testing.assert_array_equal(value, expected[step][key], err_msg=str(key))
+        restored = checkpoint.restore_state(tmp_path, state, step=step)
+        assert restored["count"].dtype == jnp.int32
+        assert jax.tree.map(np.max, restored) == {"sums": step + 1, "count": step + 1}
+    with pytest.raises(CheckpointError, match=r"step 1 was not saved; there are \[0, 2, 3\]"):
+        checkpoint.restore(tmp_path, *make(), step=1)
+    with pytest.raises(CheckpointError, match=r"here it has \[\(2,\)\]"):
+        checkpoint.restore_state(tmp_path, jnp.zeros(2))
+
+
+@pytest.mark.parametrize("damaged", ["_METADATA", "manifest.ocdbt", "run/metadata"])
+def test_damaged(tmp_path, damaged):
+    model, optimizer = make()
+    with Saver(tmp_path, Keep(last=2)) as saver:
+        saver.save(model, optimizer)
+        advance(model, optimizer)
+        saver.save(model, optimizer)
+    files = [p for p in (tmp_path / "1").rglob("*") if str(p).endswith(damaged)]
+    assert files
+    for file in files:
+        file.write_bytes(b"\0" * 100)
+    with pytest.raises(CheckpointError, match="the checkpoint is damaged") as raised:
+        checkpoint.restore(tmp_path, *make())
+    assert str(raised.value).count("\n") == 0
+    checkpoint.restore(tmp_path, *make(), step=0)
+
+
+def test_a_vocabulary_that_changed(tmp_path):
+    class Items(nnx.Module):
+        def __init__(self, rows, seed):
+            self.bags = jaxrec.EmbeddingBagCollection(
+                [jaxrec.EmbeddingBagConfig("item", rows, 2)],
+                optimizer=jaxrec.optim.adam(0.1),
+                rngs=nnx.Rngs(seed),
+            )
+
+    def trained(rows, seed):
+        model = Items(rows, seed)
+        optimizer = jaxrec.Optimizer(model, optax.sgd(0.1))
+        batch = jaxrec.KeyedJaggedArray.from_lists({"item": [[0, 1, 2]]})
+        _, gradients = jaxrec.value_and_grad(lambda m: m.bags(batch).values.sum())(model)
+        optimizer.update(model, gradients)
+        return model, optimizer
+
+    model, optimizer = trained(5, 0)
+    checkpoint.save(tmp_path, model, optimizer)
+    saved = np.asarray(model.bags.table("item"))
+    state = {k: np.asarray(v) for k, v in model.bags.table_state("item").items()}
+    assert len(state) > 0
+    for rows in (4, 8):
+        other, other_optimizer = trained(rows, 1)
+        before = np.asarray(other.bags.table("item"))
+        with pytest.raises(CheckpointError, match=r"'item' was saved with shape \(5, 2\)"):
+            checkpoint.restore(tmp_path, other, other_optimizer)
+        checkpoint.restore(tmp_path, other, other_optimizer, resized=True)
+        got, common = np.asarray(other.bags.table("item")), min(rows, 5)
+        np.testing.assert_array_equal(got[:common], saved[:common])
+        np.testing.assert_array_equal(got[common:], before[common:])
+        for key, value in other.bags.table_state("item").items():
+            if np.ndim(value):
+                np.testing.assert_array_equal(np.asarray(value)[:common], state[key][:common])
+
+
+def test_restores_to_any_placement(tmp_path):
+    """From eight devices to two, four and one, placed in other ways."""
+    batch = jaxrec.KeyedJaggedArray.from_lists({name: [[1, 2], [3]] * 4 for name in "abc"})
+
+    def mesh_of(devices):
+        auto = (jax.sharding.AxisType.Auto,)
+        return jax.make_mesh((devices,), ("data",), auto, devices=jax.devices()[:devices])
+
+    def on(devices, placement, seed):
+        rngs = nnx.Rngs(seed)
+        tables = [jaxrec.EmbeddingBagConfig(name, 9, 4) for name in "abc"]
+        bags = jaxrec.EmbeddingBagCollection(tables, rngs=rngs)
+        if devices:
+            mesh = mesh_of(devices)
+            plan = jaxrec.plan.ShardingPlan.from_dict({name: placement() for name in "abc"})
+            bags = jaxrec.shard(bags, plan, mesh)
+        return bags, jaxrec.Optimizer(bags, optax.sgd(0.1))
+
+    bags, optimizer = on(8, jaxrec.mesh.row_wise, 0)
+    on_mesh = jaxrec.mesh.shard_batch(batch, mesh_of(8))
+    _, gradients = jaxrec.value_and_grad(lambda m: (m(on_mesh).values ** 2).mean())(bags)
+    optimizer.update(bags, gradients)
+    checkpoint.save(tmp_path, bags, optimizer)
+    for devices, placement in ((2, jaxrec.mesh.column_wise), (4, jaxrec.mesh.row_wise), (0, None)):
+        if placement is jaxrec.mesh.column_wise:
+            placement = functools.partial(placement, devices=(0, 1))
+        other = on(devices, placement, 1)
+        checkpoint.restore(tmp_path, *other)
+        for name in "abc":
+            np.testing.assert_array_equal(other[0].table(name), bags.table(name))
+            for key, value in bags.table_state(name).items():
+                np.testing.assert_array_equal(other[0].table_state(name)[key], value)
