@@ -10,3 +10,6 @@ from jaxrec.train.memory import keep_freed_memory as keep_freed_memory
 from jaxrec.train.model import load_model as load_model
 from jaxrec.train.pipeline import Pipeline as Pipeline
 from jaxrec.train.step import compile_step as compile_step
+from jaxrec.train.tables import export_table as export_table
+from jaxrec.train.tables import import_table as import_table
+from jaxrec.train.tables import load_torchrec as load_torchrec

@@ -1,0 +1,223 @@
+"""Single tables in files: out to npy and Parquet, in from them and from TorchRec's state dicts."""
+
+from __future__ import annotations
+
+import contextlib
+import pathlib
+import re
+from collections.abc import Callable, Iterator, Mapping
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from flax import nnx
+from jaxtyping import Array
+
+from jaxrec.embed import EmbeddingBagCollection, EmbeddingCollection
+from jaxrec.train.checkpoint import CheckpointError
+
+# Rows that are written or read at once.
+_ROWS = 1 << 16
+
+_ROW, _EMBEDDING = "row", "embedding"
+
+# What TorchRec's EmbeddingBagCollection and EmbeddingCollection call the rows of a table.
+_TORCHREC = re.compile(r"(?:^|.*\.)(?:embedding_bags|embeddings)\.(?P<table>.+)\.weight")
+
+Collection = EmbeddingBagCollection | EmbeddingCollection
+
+
+def export_table(collection: Collection, name: str, path: pathlib.Path) -> None:
+    """Writes the rows of a table to an npy or a Parquet file.
+
+    Args:
+        collection: Whose table it is.
+        name: The table.
+        path: ``.npy``: the array ``[num_embeddings, embedding_dim]``; bfloat16 is written as
+            float32. ``.parquet``: columns ``row`` and ``embedding``, a list of that many numbers.
+            The file appears when it is complete.
+
+    Raises:
+        KeyError: There is no table of that name.
+        ValueError: The file's name ends in something else.
+        OSError: The file cannot be written.
+
+    Example:
+        >>> import jaxrec, tempfile
+        >>> config = jaxrec.EmbeddingBagConfig("user", num_embeddings=3, embedding_dim=2)
+        >>> bags = jaxrec.EmbeddingBagCollection([config], rngs=nnx.Rngs(0))
+        >>> path = pathlib.Path(tempfile.mkdtemp(), "user.npy")
+        >>> export_table(bags, "user", path)
+        >>> np.load(path).shape
+        (3, 2)
+    """
+    if path.suffix not in (".npy", ".parquet"):
+        raise ValueError(f"a table is written to .npy or .parquet, got {path.name}")
+    rows = collection.table(name)
+    unfinished = path.with_name(f".{path.name}.unfinished")
+    write = _write_npy if path.suffix == ".npy" else _write_parquet
+    try:
+        write(unfinished, rows)
+    except BaseException:
+        unfinished.unlink(missing_ok=True)
+        raise
+    unfinished.replace(path)
+
+
+def _pieces(rows: Array) -> Iterator[tuple[int, np.ndarray]]:
+    for start in range(0, len(rows), _ROWS):
+        piece = np.asarray(rows[start : start + _ROWS])
+        yield start, piece if piece.dtype.kind == "f" else piece.astype(np.float32)
+
+
+def _write_npy(path: pathlib.Path, rows: Array) -> None:
+    dtype = np.dtype(rows.dtype) if np.dtype(rows.dtype).kind == "f" else np.dtype(np.float32)
+    array = np.lib.format.open_memmap(path, "w+", dtype, rows.shape)
+    for start, piece in _pieces(rows):
+        array[start : start + len(piece)] = piece
+    array.flush()
+
+
+def _write_parquet(path: pathlib.Path, rows: Array) -> None:
+    writer = None
+    with contextlib.ExitStack() as stack:
+        for start, piece in _pieces(rows):
+            flat = pa.array(np.ascontiguousarray(piece).reshape(-1))
+            numbers = pa.array(np.arange(start, start + len(piece)))
+            lists = pa.FixedSizeListArray.from_arrays(flat, piece.shape[1])
+            table = pa.table({_ROW: numbers, _EMBEDDING: lists})
+            if writer is None:
+                writer = stack.enter_context(pq.ParquetWriter(path, table.schema))
+            writer.write_table(table)
+
+
+def import_table(collection: Collection, name: str, path: pathlib.Path) -> None:
+    """Sets the rows of a table from an npy or a Parquet file, as `export_table` writes them.
+
+    Args:
+        collection: Whose table it is; its optimizer state stays as it is.
+        name: The table.
+        path: ``.npy`` or ``.parquet``. The rows of a Parquet file may come in any order.
+
+    Raises:
+        KeyError: There is no table of that name.
+        ValueError: The file holds no table of that shape.
+        OSError: The file cannot be read.
+    """
+    if path.suffix == ".npy":
+        rows = np.load(path, mmap_mode="r", allow_pickle=False)
+    elif path.suffix == ".parquet":
+        rows = _read_parquet(path, collection.table(name).shape)
+    else:
+        raise ValueError(f"a table is read from .npy or .parquet, got {path.name}")
+    _load(collection, name, rows, str(path))
+
+
+def _read_parquet(path: pathlib.Path, shape: tuple[int, ...]) -> np.ndarray:
+    rows, seen = np.zeros(shape, np.float32), np.zeros(shape[0], bool)
+    with pq.ParquetFile(path) as file:
+        if missing := {_ROW, _EMBEDDING} - set(file.schema_arrow.names):
+            raise ValueError(f"{path} is no table: it has no column {sorted(missing)[0]!r}")
+        for batch in file.iter_batches(_ROWS, columns=[_ROW, _EMBEDDING]):
+            numbers = batch.column(_ROW).to_numpy()
+            values = batch.column(_EMBEDDING).flatten().to_numpy().reshape(len(numbers), -1)
+            if len(numbers) and not 0 <= numbers.min() <= numbers.max() < shape[0]:
+                raise ValueError(
+                    f"{path}: rows reach from {numbers.min()} to {numbers.max()}, but the table "
+                    f"has {shape[0]}"
+                )
+            if values.shape[1:] != shape[1:]:
+                raise ValueError(
+                    f"{path}: embeddings have {values.shape[1]} numbers, the table's {shape[1]}"
+                )
+            rows[numbers] = values
+            seen[numbers] = True
+    if not seen.all():
+        raise ValueError(f"{path} lacks row {np.flatnonzero(~seen)[0]} of the table's {shape[0]}")
+    return rows
+
+
+def load_torchrec(model: nnx.Module, path: pathlib.Path) -> list[str]:
+    """Sets the tables of a model from a TorchRec ``state_dict``, by their names.
+
+    Save it with ``safetensors.torch.save_file(model.state_dict(), path)`` of an unsharded model, or
+    as the arrays of an npz file. A table is found under ``....embedding_bags.NAME.weight`` or
+    ``....embeddings.NAME.weight``; where several entries name a table, the one whose path is that
+    of the collection in the model is taken. One table at a time is in memory.
+
+    Args:
+        model: The model.
+        path: ``.safetensors`` (needs the extra ``jaxrec[torchrec]``) or ``.npz``.
+
+    Returns:
+        The names of the entries that were not used, such as those of dense layers.
+
+    Raises:
+        CheckpointError: A table of the model is not in the file, or more than once, or with another
+            shape.
+        ImportError: safetensors is not installed.
+        OSError: The file cannot be read.
+    """
+    collections = {
+        ".".join(map(str, where)): module
+        for where, module in nnx.iter_modules(model)
+        if isinstance(module, Collection)
+    }
+    with _state_dict(path) as (names, read):
+        by_table: dict[str, list[str]] = {}
+        for name in names:
+            if match := _TORCHREC.fullmatch(name):
+                by_table.setdefault(match["table"], []).append(name)
+        chosen = {
+            (where, config.name): _choose(by_table.get(config.name, []), where, config.name, path)
+            for where, collection in collections.items()
+            for config in collection.configs
+        }
+        for (where, table), name in chosen.items():
+            _load(collections[where], table, read(name), f"{path}, {name}")
+    return sorted(set(names) - set(chosen.values()))
+
+
+def _choose(names: list[str], where: str, table: str, path: pathlib.Path) -> str:
+    exact = [name for name in names if name.rsplit(f".{table}.weight")[0].startswith(f"{where}.")]
+    found = exact if len(names) > 1 else names
+    if len(found) != 1:
+        raise CheckpointError(
+            f"{path}: table {table!r} of the model's {where or 'collection'} is "
+            + (f"there {len(names)} times: {', '.join(names)}" if names else "not there")
+        )
+    return found[0]
+
+
+@contextlib.contextmanager
+def _state_dict(
+    path: pathlib.Path,
+) -> Iterator[tuple[list[str], Callable[[str], Array | np.ndarray]]]:
+    """The names of the arrays in a file, and a function that reads one."""
+    if path.suffix == ".npz":
+        with np.load(path, allow_pickle=False) as arrays:
+            mapping: Mapping[str, np.ndarray] = arrays
+            yield list(arrays), lambda name: mapping[name]
+        return
+    if path.suffix != ".safetensors":
+        raise CheckpointError(f"{path}: a state dict is read from .safetensors or .npz")
+    try:
+        import safetensors
+    except ImportError:
+        raise ImportError(
+            "reading .safetensors needs safetensors: pip install 'jaxrec[torchrec]'"
+        ) from None
+    try:
+        with safetensors.safe_open(path, framework="flax") as file:
+            yield list(file.keys()), file.get_tensor
+    except safetensors.SafetensorError as error:
+        raise CheckpointError(f"{path}: it cannot be read ({error})") from None
+
+
+def _load(collection: Collection, name: str, rows: Array | np.ndarray, where: str) -> None:
+    wanted = collection.table(name).shape
+    if tuple(rows.shape) != tuple(wanted):
+        raise CheckpointError(
+            f"{where}: table {name!r} has shape {tuple(wanted)}, the file's {tuple(rows.shape)}"
+        )
+    collection.load_table(name, rows)
