@@ -9,6 +9,7 @@ import optax
 from flax import nnx
 
 from jaxrec.embed.gradients import Gradients
+from jaxrec.embed.tables import put_beside
 from jaxrec.embed.taps import tapped_modules
 
 
@@ -45,6 +46,9 @@ class Optimizer(nnx.Optimizer):
         self, model: nnx.Module, tx: optax.GradientTransformation, *, wrt: Any = nnx.Param
     ):
         super().__init__(model, tx, wrt=wrt)
+        # On a mesh from the start, or the second step, with what the first returns, compiles anew.
+        for module in tapped_modules(model).values():
+            nnx.update(self, put_beside(module.tables.get_value(), nnx.state(self)))
 
     def update(  # type: ignore[override]  # takes the gradients of tables along
         self, model: nnx.Module, grads: Gradients, **kwargs: Any

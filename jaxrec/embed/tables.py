@@ -115,6 +115,12 @@ def _init_state(group: Group) -> dict[str, Array]:
 
 
 @functools.singledispatch
+def put_beside(tables: TableStore, tree: Any) -> Any:
+    """Arrays that are used with the tables, on all of the tables' devices."""
+    return tree
+
+
+@functools.singledispatch
 def read_table(tables: TableStore, name: str) -> Float[Array, "num_embeddings embedding_dim"]:
     """The rows of one table, a copy.
 

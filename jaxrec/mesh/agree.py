@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array
 
 
 def require_same(what: str, facts: Mapping[str, str]) -> None:
@@ -50,3 +55,33 @@ def gather_numbers(numbers: Sequence[int]) -> np.ndarray:
     """``[processes, n]``: every process's ``n`` numbers; every process calls this."""
     gathered = multihost_utils.process_allgather(np.asarray(numbers, np.int32))
     return np.asarray(gathered).reshape(jax.process_count(), -1)
+
+
+def fingerprint(value: Any) -> str:
+    """What tells arrays apart that are whole on a device of this process."""
+    host = _on_host(value)
+    return f"{host.dtype}{list(host.shape)} of checksum {zlib.crc32(host.tobytes()):08x}"
+
+
+def on_every_device(value: Any, mesh: Mesh) -> Array:
+    """A value that every process has, whole on every device of a mesh."""
+    sharding = NamedSharding(mesh, PartitionSpec())
+    if jax.process_count() == 1:
+        return jax.device_put(value, sharding)
+    host = _on_host(value)
+    placed = jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+    if _is_key(value):
+        return jax.random.wrap_key_data(placed, impl=jax.random.key_impl(value))
+    return placed
+
+
+def _on_host(value: Any) -> np.ndarray:
+    if _is_key(value):
+        value = jax.random.key_data(value)
+    if isinstance(value, jax.Array) and not value.is_fully_addressable:
+        value = value.addressable_data(0)
+    return np.asarray(value)
+
+
+def _is_key(value: Any) -> bool:
+    return isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key)

@@ -12,9 +12,9 @@ from jax.sharding import Mesh
 from jaxrec.embed.collection import Collection, TableVariable
 from jaxrec.embed.tables import making_tables
 from jaxrec.embed.taps import tapped_modules
-from jaxrec.mesh.agree import require_same
+from jaxrec.mesh.agree import fingerprint, on_every_device, require_same
 from jaxrec.mesh.placement import Placement
-from jaxrec.mesh.storage import init_on_mesh, layout_on_mesh, on_every_device, shard_tables
+from jaxrec.mesh.storage import init_on_mesh, layout_on_mesh, shard_tables
 
 Model = TypeVar("Model", bound=nnx.Module)
 
@@ -69,6 +69,9 @@ def shard(model: Model | Callable[[], Model], plan: Plan, mesh: Mesh) -> Model:
         with making_tables(lambda layout, key: init_on_mesh(layout, key, placements, mesh)):
             made = model()
     dense = nnx.state(made, nnx.Not(TableVariable))
+    if jax.process_count() > 1:
+        leaves = jax.tree_util.tree_leaves_with_path(dense)
+        require_same("model", {jax.tree_util.keystr(path): fingerprint(x) for path, x in leaves})
     nnx.update(made, jax.tree.map(lambda x: on_every_device(x, mesh), dense))
     return made
 

@@ -21,8 +21,15 @@ from jaxrec.embed import kernels
 from jaxrec.embed.config import TableConfig
 from jaxrec.embed.initialize import draw_and_scale, fill_rows, table_key
 from jaxrec.embed.layout import TableLayout
-from jaxrec.embed.tables import TableStore, read_state, read_table, write_state, write_table
-from jaxrec.mesh.agree import require_same
+from jaxrec.embed.tables import (
+    TableStore,
+    put_beside,
+    read_state,
+    read_table,
+    write_state,
+    write_table,
+)
+from jaxrec.mesh.agree import fingerprint, on_every_device, require_same
 from jaxrec.mesh.layout import MeshLayout, PlacedBlock, PlacedGroup, layout_mesh
 from jaxrec.mesh.placement import MeshShape, Placement
 from jaxrec.mesh.tables import ShardedTables
@@ -47,7 +54,9 @@ def init_on_mesh(
     Raises:
         ValueError: If the placements do not fit the tables or the mesh.
     """
-    sharded = _new_tables(layout_mesh(tables, placements, mesh_shape(mesh)), mesh)
+    layout = layout_mesh(tables, placements, mesh_shape(mesh))
+    require_same("model", {"random key of tables": fingerprint(key)})
+    sharded = _new_tables(layout, mesh)
     for config in tables.tables:
         of_table = on_every_device(table_key(key, config.name), mesh)
         draw, scale = draw_and_scale(
@@ -118,6 +127,20 @@ def _new_tables(layout: MeshLayout, mesh: Mesh) -> ShardedTables:
     return sharded
 
 
+@put_beside.register(ShardedTables)
+def put_beside_sharded(tables: ShardedTables, tree: Any) -> Any:
+    """`jaxrec.embed.tables.put_beside`: every device gets what is not on the mesh yet."""
+
+    def put(array: Any) -> Any:
+        if isinstance(array, jax.Array) and array.sharding.device_set == set(
+            tables.mesh.devices.flat
+        ):
+            return array
+        return on_every_device(array, tables.mesh)
+
+    return jax.tree.map(put, tree)
+
+
 @read_table.register(ShardedTables)
 def read_table_sharded(tables: ShardedTables, name: str) -> Array:
     """`jaxrec.embed.read_table`: the rows of one table, gathered from all its blocks.
@@ -179,11 +202,6 @@ def write_state_sharded(
         for key in arrays:
             arrays[key] = _write(tables, arrays[key], placed, columns, blocks, state[key])
     return dataclasses.replace(tables, state=new)
-
-
-def on_every_device(value: Any, mesh: Mesh) -> Array:
-    """A value that every process has, whole on every device of a mesh."""
-    return jax.device_put(value, NamedSharding(mesh, PartitionSpec()))
 
 
 def _config(tables: ShardedTables, name: str) -> TableConfig:

@@ -63,14 +63,13 @@ def collectives(program: jax.stages.Compiled | str) -> list[Collective]:
         The collectives in the order of the text.
 
     Example:
-        >>> import jax, jax.numpy as jnp
-        >>> from jax.sharding import PartitionSpec as P
-        >>> mesh = jax.make_mesh((1,), ("data",))
-        >>> gather = jax.shard_map(
-        ...     lambda x: jax.lax.all_gather(x, "data", tiled=True),
-        ...     mesh=mesh, in_specs=P("data"), out_specs=P(), check_vma=False)
-        >>> collectives(jax.jit(gather).lower(jnp.zeros(4)).compile())
-        []
+        >>> text = '''HloModule step, num_partitions=8
+        ... ENTRY %main (x: f32[4]) -> f32[32] {
+        ...   %x = f32[4]{0} parameter(0)
+        ...   ROOT %all = f32[32]{0} all-gather(%x), replica_groups={{0,1,2,3,4,5,6,7}}
+        ... }'''
+        >>> [(found.kind, found.shape, found.sent_bytes) for found in collectives(text)]
+        [('all-gather', 'f32[32]', 112)]
     """
     text = program if isinstance(program, str) else program.as_text() or ""
     devices = math.prod(

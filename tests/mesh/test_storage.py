@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 from jax.sharding import AxisType
@@ -169,3 +170,27 @@ def test_a_sharded_model_is_sharded_anew(mesh):
     assert model.tables.get_value().layout.mesh.num_devices == 2
     for name in PLACEMENTS:
         np.testing.assert_array_equal(model.table(name), alone.table(name))
+
+
+def test_a_step_compiles_once(mesh, caplog):
+    """The optimizer's own state lies on the mesh from the start, as a step returns it."""
+    table = jaxrec.EmbeddingBagConfig("a", 16, 2)
+    plan = jaxrec.plan.ShardingPlan.from_dict({"a": row_wise()})
+    model = jaxrec.shard(
+        lambda: jaxrec.EmbeddingBagCollection([table], rngs=nnx.Rngs(0)), plan, mesh
+    )
+    optimizer = jaxrec.Optimizer(model, optax.adam(0.1))
+
+    @nnx.jit(donate_argnums=(0, 1))
+    def train_step(model, optimizer, features):
+        loss, gradients = jaxrec.value_and_grad(lambda model: model(features).values.mean())(model)
+        optimizer.update(model, gradients)
+        return loss
+
+    batch = jaxrec.KeyedJaggedArray.from_lists({"a": [[1]] * 8})
+    batch = jaxrec.mesh.shard_batch(batch, mesh)
+    with jax.log_compiles():
+        for _ in range(3):
+            train_step(model, optimizer, batch)
+    compiled = [r.getMessage() for r in caplog.records if "Finished XLA" in r.getMessage()]
+    assert sum("train_step" in message for message in compiled) == 1

@@ -1,0 +1,169 @@
+"""What each of several processes runs, for test_processes.py.
+
+Usage: python processes.py SCENARIO PORT NUM_PROCESSES PROCESS
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import AxisType
+
+import jaxrec
+from jaxrec.mesh import column_wise, data_parallel, row_wise, shard_batch, table_wise
+
+SCENARIO, PORT, COUNT, PROCESS = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+
+ROWS = {"a": 40, "b": 31, "c": 24, "d": 9}
+PLACEMENTS = {
+    "a": row_wise(),
+    "b": row_wise(exchange="sums"),
+    "c": column_wise((3, 0)),
+    "d": data_parallel(),
+}
+SAMPLES = 16
+
+
+class Ranker(nnx.Module):
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.embeddings = jaxrec.EmbeddingBagCollection(
+            [jaxrec.EmbeddingBagConfig(name, rows, 4) for name, rows in ROWS.items()],
+            optimizer=jaxrec.optim.rowwise_adagrad(0.1),
+            rngs=rngs,
+        )
+        self.over = nnx.Linear(16, 1, rngs=rngs)
+
+    def __call__(self, features):
+        return self.over(self.embeddings(features).values)[:, 0]
+
+
+@nnx.jit(donate_argnums=(0, 1))
+def train_step(model, optimizer, features, labels):
+    def loss_fn(model):
+        return jnp.square(model(features) - labels).mean()
+
+    loss, gradients = jaxrec.value_and_grad(loss_fn)(model)
+    optimizer.update(model, gradients)
+    return loss
+
+
+def draw(seed, shared):
+    """Bags by key, the bag of each sample (or None), and labels, of the whole batch."""
+    # Bags are as long in every batch, so that one program serves them. The first are longer, so
+    # that processes need different capacities.
+    lengths = np.random.default_rng(0).integers(0, [[12]] * (SAMPLES // 2) + [[2]] * (SAMPLES // 2))
+    rng = np.random.default_rng(seed)
+    bags = {
+        key: [rng.integers(0, rows, size).tolist() for size in lengths[:, 0]]
+        for key, rows in ROWS.items()
+    }
+    inverse = rng.integers(0, SAMPLES, (len(ROWS), SAMPLES)) if shared else None
+    return bags, inverse, rng.normal(size=SAMPLES).astype(np.float32)
+
+
+def pack(bags, inverse, labels, part=slice(None)):
+    if inverse is None:
+        bags = {key: of_key[part] for key, of_key in bags.items()}
+        return jaxrec.KeyedJaggedArray.from_lists(bags), labels[part]
+    inverse = inverse[:, part]
+    return jaxrec.KeyedJaggedArray.from_lists(bags, inverse_indices=inverse), labels[part]
+
+
+def train():
+    """A model over all processes' devices follows one on a device of this process alone."""
+    mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
+    alone = Ranker()
+    model = jaxrec.shard(Ranker, plan(PLACEMENTS), mesh)
+    optimizers = [jaxrec.Optimizer(each, optax.sgd(0.1)) for each in (alone, model)]
+    each = SAMPLES // COUNT
+    mine = slice(PROCESS * each, (PROCESS + 1) * each)
+    for step in range(3):
+        drawn = draw(step, shared=False)
+        expected = train_step(alone, optimizers[0], *pack(*drawn))
+        loss = train_step(model, optimizers[1], *shard_batch(pack(*drawn, mine), mesh))
+        np.testing.assert_allclose(loss, expected, rtol=1e-6)
+    same_tables(model, alone)
+    shared = draw(3, shared=True)
+    expected = nnx.jit(Ranker.__call__)(alone, pack(*shared)[0])[mine]
+    outputs = nnx.jit(Ranker.__call__)(model, shard_batch(pack(*shared, mine), mesh)[0])
+    found = np.concatenate([shard.data for shard in outputs.addressable_shards])
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+    moved = jaxrec.shard(alone, plan(dict.fromkeys(ROWS, table_wise(1))), mesh)
+    same_tables(moved, model)
+    # What a process says of its own is refused on all of them.
+    theirs = PLACEMENTS | {"a": table_wise(PROCESS)}
+    refused(
+        "the plan differs between processes: process 0 has 'a': .*places=.0,.*, process 1 has 'a'",
+        lambda: jaxrec.shard(Ranker, plan(theirs), mesh),
+    )
+    keys = [f"k{PROCESS}"]
+    batch = jaxrec.KeyedJaggedArray.from_lists(dict.fromkeys(keys, [[1]] * 4))
+    refused(
+        "the batch differs between processes: process 0 has .* keys k0, process 1 has .* keys k1",
+        lambda: shard_batch(batch, mesh),
+    )
+    say("same values")
+
+
+def same_tables(model, other):
+    for name in ROWS:
+        np.testing.assert_allclose(
+            model.embeddings.table(name), other.embeddings.table(name), rtol=1e-5, atol=1e-6
+        )
+        for key, state in other.embeddings.table_state(name).items():
+            np.testing.assert_allclose(
+                model.embeddings.table_state(name)[key], state, rtol=1e-5, atol=1e-7
+            )
+
+
+def plan(placements):
+    return jaxrec.plan.ShardingPlan.from_dict(placements)
+
+
+def refused(message, call):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def die():
+    """Process 1 dies between steps, without a word to the other."""
+    mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
+    model = jaxrec.shard(Ranker, plan(PLACEMENTS), mesh)
+    optimizer = jaxrec.Optimizer(model, optax.sgd(0.1))
+    each = SAMPLES // COUNT
+    mine = slice(PROCESS * each, (PROCESS + 1) * each)
+    for step in range(1000):
+        loss = train_step(model, optimizer, *shard_batch(pack(*draw(0, False), mine), mesh))
+        loss.block_until_ready()
+        if step == 2:
+            say("stepped")
+            if PROCESS == 1:
+                os.kill(os.getpid(), 9)
+        time.sleep(0.01)
+    say("went on alone")
+
+
+def say(what):
+    print(what, flush=True)
+
+
+if __name__ == "__main__":
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", 2)
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(
+        f"localhost:{PORT}",
+        num_processes=COUNT,
+        process_id=PROCESS,
+        heartbeat_timeout_seconds=10,
+    )
+    {"train": train, "die": die}[SCENARIO]()
