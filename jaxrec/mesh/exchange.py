@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int32
 
 from jaxrec.embed import kernels
 from jaxrec.embed.kernels import Lookups
-from jaxrec.embed.kernels.reference import update_runs
+from jaxrec.embed.kernels.reference import update_unique
 from jaxrec.embed.update import RowGradients
 from jaxrec.mesh.collectives import Channel
 from jaxrec.mesh.layout import PlacedGroup
@@ -132,7 +132,8 @@ def update_rows(
         whole = keys.at[positions].get(mode="fill", fill_value=placed.group.num_rows)
         total = functools.partial(_total, runs=runs, whole=whole, channel=channel)
         with cut_rows(placed.whole_dim, total):
-            new = update_runs(table, state, flat, runs, received, optimizer, step, (0,))
+            sums = kernels.sum_rows(Lookups(runs.inverse, None, scales), received, rows.size)
+            new = update_unique(table, state, runs.unique, sums, optimizer, step, (0,))
         return ends, new
 
     return channel.until_done(one_round, route.begins, (table, state), route.ends)

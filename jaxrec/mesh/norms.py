@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxrec.embed import kernels
 from jaxrec.embed.kernels import Lookups
-from jaxrec.embed.kernels.reference import sum_runs
 from jaxrec.mesh.collectives import Channel
 from jaxrec.mesh.layout import PlacedGroup
 
@@ -30,7 +31,8 @@ def table_squares(
         channel: The way to the other devices.
     """
     runs = kernels.build_runs(lookups.rows, placed.local_rows)
-    sums = sum_runs(lookups, runs, gradients, clip_value)
+    at = dataclasses.replace(lookups, rows=runs.inverse)
+    sums = kernels.sum_rows(at, gradients, runs.unique.size, clip_value)
     squares = jnp.where(runs.unique < placed.local_rows, jnp.sum(sums * sums, axis=1), 0)
     tables = placed.tables_of(runs.unique, channel.index)
     return jax.ops.segment_sum(squares, tables, len(placed.tables))

@@ -8,6 +8,7 @@ the call. Tables and optimizer state are operands and results of an update in th
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import functools
 import math
 import pathlib
@@ -241,12 +242,14 @@ def fused_update(
 ) -> tuple[Float[Array, "rows dim"], dict[str, Array]]:
     """One optimizer step on the rows that occur; see `jaxrec.embed.kernels.base`.
 
-    Of optimizers that the library does not know it builds the runs only; the rest is XLA's.
+    Of optimizers that the library does not know it sums the gradients; the rest is XLA's.
     """
     if not is_fused(optimizer):
         runs = build_runs(lookups.rows, table.shape[0])
-        return reference.update_runs(
-            table, state, lookups, runs, gradients, optimizer, step, table_starts
+        at = dataclasses.replace(lookups, rows=runs.inverse)
+        sums = sum_rows(at, gradients, runs.unique.size, optimizer.clip_value)
+        return reference.update_unique(
+            table, state, runs.unique, sums, optimizer, step, table_starts
         )
     rule, names = _RULES[type(optimizer)]
     names = tuple(name for name in names if name in state)

@@ -128,7 +128,7 @@ def sum_rows(
 ) -> Float[Array, "num_rows dim"]:
     """The gradients of each row; see `jaxrec.embed.kernels.base`."""
     runs = build_runs(lookups.rows, num_rows)
-    sums = sum_runs(lookups, runs, gradients, bound)
+    sums = _sum_runs(lookups, runs, gradients, bound)
     zeros = jnp.zeros((num_rows, gradients.shape[1]), jnp.float32)
     return zeros.at[runs.unique].set(sums, mode="drop", indices_are_sorted=True)
 
@@ -144,41 +144,38 @@ def fused_update(
 ) -> tuple[Float[Array, "rows dim"], dict[str, Array]]:
     """One optimizer step on the rows that occur; see `jaxrec.embed.kernels.base`."""
     runs = build_runs(lookups.rows, table.shape[0])
-    return update_runs(table, state, lookups, runs, gradients, optimizer, step, table_starts)
+    sums = _sum_runs(lookups, runs, gradients, optimizer.clip_value)
+    return update_unique(table, state, runs.unique, sums, optimizer, step, table_starts)
 
 
-def update_runs(
+def update_unique(
     table: Float[Array, "rows dim"],
     state: dict[str, Array],
-    lookups: Lookups,
-    runs: Runs,
-    gradients: Float[Array, "bags dim"],
+    unique: Int32[Array, " lookups"],
+    gradients: Float[Array, "lookups dim"],
     optimizer: RowOptimizer,
     step: Int[Array, ""],
     table_starts: tuple[int, ...],
 ) -> tuple[Float[Array, "rows dim"], dict[str, Array]]:
-    """`fused_update` with runs that somebody has built."""
-    gradients = sum_runs(lookups, runs, gradients, optimizer.clip_value)
+    """`fused_update`, given each row once, as in `Runs.unique`, with the sum of its gradients."""
     if optimizer.clip_norm is not None:
-        gradients = _clip_norm(
-            gradients, runs.unique, optimizer.clip_norm, table_starts, table.shape[0]
-        )
+        gradients = _clip_norm(gradients, unique, optimizer.clip_norm, table_starts, table.shape[0])
 
     def at_runs(array: Array) -> Array:
-        return array.at[runs.unique].get(mode="fill", fill_value=0, indices_are_sorted=True)
+        return array.at[unique].get(mode="fill", fill_value=0, indices_are_sorted=True)
 
     def put(array: Array, values: Array) -> Array:
-        return _put_rows(array, runs.unique, values.astype(array.dtype))
+        return _put_rows(array, unique, values.astype(array.dtype))
 
     rows, new_state = optimizer.update(
         at_runs(table).astype(jnp.float32), gradients, jax.tree.map(at_runs, state), step
     )
     if optimizer.stochastic_rounding:
-        rows = round_rows(rows, runs.unique, step, table.dtype)
+        rows = round_rows(rows, unique, step, table.dtype)
     return put(table, rows), jax.tree.map(put, state, new_state)
 
 
-def sum_runs(
+def _sum_runs(
     lookups: Lookups, runs: Runs, gradients: Float[Array, "bags dim"], bound: float | None
 ) -> Float[Array, "lookups dim"]:
     """The sum of the gradients of each run, elements of a lookup's gradient within the bound."""
