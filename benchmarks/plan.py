@@ -24,14 +24,14 @@ import tyro
 
 # Rows, columns, ids a sample, and whether hot ids lie together: as ids by frequency, or as hashes.
 TABLES = {
-    "user": (400_000, 32, 1, False),
-    "item": (200_000, 64, 8, True),
+    "user": (200_000, 32, 1, False),
+    "item": (100_000, 64, 8, True),
     "word": (50_000, 32, 20, True),
     "shop": (20_000, 64, 2, False),
     "city": (2_000, 32, 1, False),
-    "tags": (100_000, 16, 12, False),
+    "tags": (50_000, 16, 12, False),
     "hour": (24, 16, 1, False),
-    "page": (100_000, 64, 3, True),
+    "page": (50_000, 64, 3, True),
 }
 
 

@@ -17,7 +17,6 @@ SHARDING_TYPES = (
     "table_column_wise",
     "grid",
 )
-ROW_CUT_TYPES = ("row_wise", "table_row_wise", "grid")
 STORAGES = ("device", "host", "disk")
 EXCHANGES = ("rows", "sums")
 
@@ -32,8 +31,8 @@ class ParameterConstraints:
         storages: Where rows may be kept, of "device", "host" (in host memory, with a cache on the
             device) and "disk" (on disk, with the same cache). None: what the planner is told.
             `jaxrec.shard` carries out "device" alone: the others are for planning ahead.
-        exchanges: How rows may travel in types that cut rows, of "rows" and "sums" (see
-            `jaxrec.mesh.row_wise`); None: both, where `jaxrec.shard` can carry out both.
+        exchanges: How rows may travel, of "rows" and "sums" (see `jaxrec.mesh.row_wise`); None:
+            both, where `jaxrec.shard` can carry out both.
         devices: Devices that may hold a part of the table; None: all.
         min_column_width: Narrowest part that columns may be cut into.
         pooling_factors: Ids that a sample has, on average, for each feature of the table in order;

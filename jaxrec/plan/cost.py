@@ -35,8 +35,17 @@ What does not fit a round takes more of them. With ``A = D max_d q_d u`` that is
 ``r = ceil(A / L)`` rounds backward and, where that is not 1, ``1 + r`` forward, since the first one
 starts over. The sums in ``A`` and ``L`` go over the tables of the group.
 
-**Sums** (types that cut rows, `exchange="sums"`). Ids go to the owners with their repeats and, for
-the backward pass, the number of their bag: ``sort(c)`` to group them in each pass,
+**Bags** (`exchange="sums"` where a device has whole columns). Ids go to the owner of their table,
+which pools bags and sends them home; which device that is needs no sort. Between two devices there
+is room for the ids and bags of the features that the fullest device has, since all run one program:
+if the tables of device ``d`` have room for ``c_d`` ids and ``b_d`` bags of every device, then
+``all_to_all(4)`` of ``P = D max_d c_d`` places and ``all_to_all(4 + 4 w)`` of ``B = D max_d b_d``
+bags forward, and ``all_to_all(4 w)`` of as many backward. The owner does ``gather(D n_d, w s)``
+forward, ``sort(D c_d) + gather(D n_d, 4 w) + update(U_d, w s + m)`` backward, and
+``copy(8 w D b_d)`` in each pass; at home bags are copied twice in each.
+
+**Sums** (`exchange="sums"` where rows are cut over devices). Ids go to the owners with their
+repeats and, for the backward pass, the number of their bag: ``sort(c)`` to group them in each pass,
 ``all_to_all(4)`` forward and ``all_to_all(8)`` backward of ``L = 1.25 c`` places, with 4 bytes more
 where ids have weights. Owners find as many ids of each bag as devices say, ``all_to_all`` of
 ``4 D b`` bytes. The owner pools what it has of each bag of all devices, ``gather(D q_d n, w s)``
@@ -61,7 +70,8 @@ of the rows that a step updates, those not held are fetched before it and writte
 **Memory** of a device, in bytes: rows and state, ``w s + m`` for each row it holds (see groups);
 ``12 c`` for the rows, bags and factors that the backward pass needs, ``8 b w`` for the looked-up
 embeddings and their gradients, all groups together; and while one group's exchange runs, what
-`exchange_bytes` counts, of the group that has the most.
+`exchange_bytes` counts, of the group that has the most. By bags, the fullest device's places take
+16 bytes each, and its bags ``12 w``.
 """
 
 from __future__ import annotations
@@ -86,7 +96,9 @@ PHASES = (
 SLACK = 1.25
 FLOAT32 = 4
 
-COPIES, ROWS, SUMS = "copies", "rows", "sums"
+COPIES, ROWS, SUMS, BAGS = "copies", "rows", "sums", "bags"
+# Bytes of a place for an id at its owner: as received, and as row, bag and scale of a lookup.
+PLACE_BYTES = 16
 
 
 def phases(**seconds: float) -> np.ndarray:
@@ -107,7 +119,7 @@ class GroupKey:
         width: Columns.
         dtype: Type of the rows.
         optimizer: How they change.
-        way: "copies", "rows" or "sums".
+        way: "copies", "rows", "sums" or "bags".
         storage: "device", "host" or "disk".
         is_weighted: Whether ids have weights.
         whole_dim: Columns of the tables, where pieces of rows are updated together; else 0.
@@ -163,7 +175,10 @@ class GroupCost:
         room: The part of it that a place for a row takes, used or not.
         updated: Seconds for each row that its owner updates, by phase.
         fetched: Seconds for each row that its owner fetches from host memory or disk, by phase.
+        placed: Seconds for each place for an id at the owner of its bag, by phase.
+        pooled: Seconds for each place for a bag at its owner, by phase.
         row_bytes: Bytes of a row and its state, on the device that holds it.
+        bag_bytes: Bytes of a place for a bag at its owner.
     """
 
     launch: np.ndarray
@@ -171,7 +186,16 @@ class GroupCost:
     room: np.ndarray
     updated: np.ndarray
     fetched: np.ndarray
+    placed: np.ndarray
+    pooled: np.ndarray
     row_bytes: int
+    bag_bytes: int
+
+    @property
+    def rates(self) -> np.ndarray:
+        """Seconds for one of each that `jaxrec.plan.options.Option.load` counts, but for rows held,
+        by phase."""
+        return np.array([self.exchanged, self.updated, self.fetched, self.placed, self.pooled])
 
 
 def group_cost(key: GroupKey, topology: Topology) -> GroupCost:
@@ -184,6 +208,7 @@ def group_cost(key: GroupKey, topology: Topology) -> GroupCost:
     fetched = np.zeros(len(PHASES))
     if key.storage != "device":
         fetched = phases(prefetch=_fetch_row(key, topology))
+    placed = pooled = np.zeros(len(PHASES))
     norms = 2 if key.optimizer.clip_norm is not None else 1
     match key.way:
         case "copies":
@@ -216,6 +241,29 @@ def group_cost(key: GroupKey, topology: Topology) -> GroupCost:
                 forward_compute=_gather(row, topology),
                 backward_compute=norms * _gather(sums, topology),
             )
+        case "bags":
+            launch = phases(
+                forward_compute=2 * gather.call,
+                forward_exchange=3 * latency,
+                backward_compute=sort.call + gather.call + update.call,
+                backward_exchange=latency,
+            )
+            room = np.zeros(len(PHASES))
+            touched = phases(
+                forward_compute=_gather(row, topology),
+                backward_compute=norms * _gather(sums, topology),
+            )
+            placed = phases(
+                forward_exchange=all_to_all(4 + FLOAT32 * key.is_weighted, topology),
+                backward_compute=sort.item,
+            )
+            copied = 2 * topology.copy.byte * sums
+            pooled = phases(
+                forward_compute=copied,
+                forward_exchange=all_to_all(4 + sums, topology),
+                backward_compute=copied,
+                backward_exchange=all_to_all(sums, topology),
+            )
         case "sums":
             launch = phases(
                 forward_compute=2 * sort.call + 2 * gather.call,
@@ -233,7 +281,17 @@ def group_cost(key: GroupKey, topology: Topology) -> GroupCost:
                 forward_compute=_gather(row, topology),
                 backward_compute=norms * _gather(sums, topology),
             )
-    return GroupCost(launch, room + touched, room, updated, fetched, key.row_bytes)
+    return GroupCost(
+        launch,
+        room + touched,
+        room,
+        updated,
+        fetched,
+        placed,
+        pooled,
+        key.row_bytes,
+        3 * sums if key.way == BAGS else 0,
+    )
 
 
 def overflow_rooms(key: GroupKey, needed: float, room: float, devices: int) -> tuple[float, float]:
@@ -248,7 +306,7 @@ def overflow_rooms(key: GroupKey, needed: float, room: float, devices: int) -> t
     Returns:
         0 and 0 where all fits.
     """
-    if needed <= room * (1 + 1e-9) or key.way == COPIES:
+    if needed <= room * (1 + 1e-9) or key.way in (COPIES, BAGS):
         return 0.0, 0.0
     if key.way == SUMS:
         extra = max(0.0, room / SLACK * devices - needed)
@@ -279,6 +337,8 @@ def home_seconds(work: TableWork, key: GroupKey, topology: Topology) -> np.ndarr
                 forward_compute=c * sort + n * _gather(row, topology) + bags,
                 backward_compute=2 * c * sort + n * _gather(sums, topology),
             )
+        case "bags":
+            return phases(forward_compute=2 * bags, backward_compute=2 * bags)
         case _:
             everywhere = devices * work.bags * sums
             return phases(
@@ -294,12 +354,12 @@ def exchanged_rows(work: TableWork, key: GroupKey, topology: Topology) -> float:
     """Rows through the exchange if one device owned the whole table."""
     if key.way == COPIES:
         return 0.0
-    return topology.num_devices * (work.lookups if key.way == SUMS else work.distinct())
+    return topology.num_devices * (work.distinct() if key.way == ROWS else work.lookups)
 
 
 def exchanged_at_least(work: TableWork, key: GroupKey) -> float:
     """Rows through the exchange in a single round, wherever the owners are."""
-    return 0.0 if key.way == COPIES else SLACK * work.capacity
+    return 0.0 if key.way in (COPIES, BAGS) else SLACK * work.capacity
 
 
 def kept_bytes(work: TableWork, key: GroupKey) -> float:
@@ -319,6 +379,8 @@ def exchange_bytes(work: TableWork, key: GroupKey, topology: Topology) -> float:
             return c * (sums + 32) + devices * c * (sums + 32)
         case "rows":
             return c * (sums + 32) + 2 * SLACK * c * (sums + 4)
+        case "bags":
+            return 32 * c
         case _:
             return 2 * devices * work.bags * sums + 2 * SLACK * c * 12 + 32 * c
 

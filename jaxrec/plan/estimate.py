@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from jaxrec.plan.cost import PHASES, GroupCost
-from jaxrec.plan.options import EXCHANGED, HELD, Option
+from jaxrec.plan.options import EXCHANGED, HELD, PLACED, POOLED, TIMED, Option
 from jaxrec.plan.problem import Loads, Problem, Solution
 from jaxrec.plan.workload import TableWork
 
@@ -199,8 +199,7 @@ def estimate(
     for group, cost in enumerate(problem.group_costs):
         if loads.members[group]:
             phases += cost.launch
-        rates = np.array([cost.exchanged, cost.updated, cost.fetched])
-        phases += slowest[group] @ rates + _empty(cost, empty[group])
+        phases += slowest[group] @ cost.rates + _empty(cost, empty[group])
     return Estimate(
         seconds=loads.seconds,
         phases=_named(phases),
@@ -252,18 +251,18 @@ def _devices(
     for device in range(problem.topology.num_devices):
         phases = loads.home + launch
         for group, cost in enumerate(problem.group_costs):
-            exchanged, updated, fetched, _ = loads.rows[group, :, device]
+            own = loads.rows[group, TIMED, device].copy()
             # All devices have the places that the slowest has, and more of them are empty.
-            unused = empty[group] + slowest[group, EXCHANGED] - exchanged
-            phases = phases + exchanged * cost.exchanged + _empty(cost, unused)
-            phases = phases + updated * cost.updated + fetched * cost.fetched
+            unused = empty[group] + slowest[group, EXCHANGED] - own[EXCHANGED]
+            own[[PLACED, POOLED]] = slowest[group, [PLACED, POOLED]]
+            phases = phases + own @ cost.rates + _empty(cost, unused)
         estimates.append(
             DeviceEstimate(
                 device,
                 {
                     "tables": float(used[device]),
                     "padding": allocated - float(used[device]),
-                    "embeddings": loads.kept,
+                    "embeddings": loads.kept + loads.at_owners,
                     "exchange": float(loads.temporary.max(initial=0)),
                     **fixed_bytes,
                 },
@@ -283,16 +282,16 @@ def _table(problem: Problem, loads: Loads, work: TableWork, placed: Placed) -> T
     for option, sites in placed:
         group = problem.groups[option.key]
         cost = problem.group_costs[group]
-        rows = np.zeros((4, topology.num_devices))
+        rows = np.zeros((HELD + 1, topology.num_devices))
         for site in sites:
             np.add.at(rows.T, np.array(option.sites[site]), option.load.T)
         seconds += option.home
-        slowest = loads.rows[group, :3].argmax(axis=1)
-        adds = rows[np.arange(3), slowest]
-        seconds += adds @ np.array([cost.exchanged, cost.updated, cost.fetched])
+        slowest = loads.rows[group, TIMED].argmax(axis=1)
+        adds = rows[np.arange(HELD), slowest]
+        seconds += adds @ cost.rates
         seconds += max(0.0, option.at_least - adds[EXCHANGED]) * cost.room
         held += rows[HELD] * cost.row_bytes
-        own += option.home.sum() + problem.row_seconds[group] @ rows[:3]
+        own += option.home.sum() + problem.row_seconds[group] @ rows[TIMED]
     devices = np.flatnonzero(held)
     option = placed[0][0]
     return TableEstimate(
@@ -325,7 +324,7 @@ def _groups(
     for key, group in problem.groups.items():
         if not tables[group]:
             continue
-        work = problem.row_seconds[group] @ loads.rows[group, :3]
+        work = problem.row_seconds[group] @ loads.rows[group, TIMED]
         uneven = work.max() > 1.001 * work.min()
         slowest = int(work.argmax()) if uneven else None
         estimates.append(GroupEstimate(str(key), tables[group], float(seconds[group]), slowest))

@@ -27,7 +27,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jaxrec.plan.options import EXCHANGED, HELD, Option
+from jaxrec.plan.options import EXCHANGED, HELD, PLACED, POOLED, Option
 from jaxrec.plan.problem import Choice, Loads, Problem, Solution
 
 # Larger programs than this are not begun: their relaxations alone take too long.
@@ -180,7 +180,8 @@ class _Program:
     def _add_groups(self) -> None:
         """The slowest device of each group, for what is done to its rows and what is held."""
         problem, start = self.problem, self.start
-        self.held: list[int] = []
+        # Variables that stand for memory, and how much one takes of the capacity.
+        self.held: list[tuple[int, float]] = []
         for group, members in self._members().items():
             launch = problem.launch_seconds[group] / self.scale
             if start.members[group]:
@@ -189,7 +190,7 @@ class _Program:
                 used = self.variable(launch, upper=1)
                 for _, y, _ in members:
                     self.constraint([(used, 1.0), (y, -1.0)], low=0)
-            for quantity in range(4):
+            for quantity in range(HELD + 1):
                 if quantity == HELD:
                     unit = problem.row_bytes[group] / self.capacity
                 else:
@@ -198,7 +199,10 @@ class _Program:
                     continue
                 most = self.variable(0.0 if quantity == HELD else 1.0)
                 if quantity == HELD:
-                    self.held.append(most)
+                    self.held.append((most, 1.0))
+                if quantity in (PLACED, POOLED):
+                    bytes = problem.owner_bytes[group, quantity - PLACED] / self.capacity
+                    self.held.append((most, bytes / unit))
                 if quantity == EXCHANGED:
                     # Empty places: `E_g0` of the docstring less what the slowest device has.
                     place = problem.place_seconds[group].sum() / self.scale
@@ -254,15 +258,15 @@ class _Program:
             )
             kept += [(y, o.kept / capacity) for o, y, _ in members]
         free = (problem.capacity - start.kept - self._decided_alone()) / capacity
-        self.constraint(
-            [(temporary, 1.0), *kept, *((held, 1.0) for held in self.held)], high=free - _MARGIN
-        )
+        self.constraint([(temporary, 1.0), *kept, *self.held], high=free - _MARGIN)
         self._add_stored()
 
     def _decided_alone(self) -> float:
         """Bytes of groups that decided tables have to themselves."""
         problem, members = self.problem, self._members()
-        held = self.start.rows[:, HELD].max(axis=1) * problem.row_bytes
+        most = self.start.rows.max(axis=2)
+        held = most[:, HELD] * problem.row_bytes
+        held += (most[:, [PLACED, POOLED]] * problem.owner_bytes).sum(axis=1)
         return float(sum(held[g] for g in range(len(problem.groups)) if g not in members))
 
     def _add_stored(self) -> None:

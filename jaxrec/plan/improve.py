@@ -6,6 +6,7 @@ import time
 
 import numpy as np
 
+from jaxrec.plan.options import TIMED
 from jaxrec.plan.partitioners import place_parts
 from jaxrec.plan.problem import Choice, Loads, Problem, Solution
 
@@ -72,7 +73,7 @@ def _swap_once(
     loads: Loads, choices: list[Choice], group: int, tables: list[int], deadline: float
 ) -> bool:
     problem = loads.problem
-    slowest = int(np.argmax(problem.row_seconds[group] @ loads.rows[group, :3]))
+    slowest = int(np.argmax(problem.row_seconds[group] @ loads.rows[group, TIMED]))
     parts = [(t, k) for t in tables for k in range(len(choices[t].sites))]
     here = [part for part in parts if _device(problem, choices, *part) == slowest]
     there = [part for part in parts if _device(problem, choices, *part) != slowest]

@@ -12,8 +12,9 @@ from jaxrec.embed.config import MAX_ROWS
 from jaxrec.mesh import placement as placements
 from jaxrec.mesh.layout import choose_exchange
 from jaxrec.mesh.placement import Block, Exchange, MeshShape, Placement
-from jaxrec.plan.constraints import EXCHANGES, ROW_CUT_TYPES, SHARDING_TYPES, ParameterConstraints
+from jaxrec.plan.constraints import EXCHANGES, SHARDING_TYPES, ParameterConstraints
 from jaxrec.plan.cost import (
+    BAGS,
     COPIES,
     ROWS,
     SUMS,
@@ -29,8 +30,9 @@ from jaxrec.plan.workload import TableWork
 
 CACHE_RATIOS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75)
 
-# What `Option.load` counts, in rows.
-EXCHANGED, UPDATED, FETCHED, HELD = range(4)
+# What `Option.load` counts. What takes time comes first.
+EXCHANGED, UPDATED, FETCHED, PLACED, POOLED, HELD = range(6)
+TIMED = slice(0, HELD)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -52,7 +54,8 @@ class Option:
         kept: Bytes on every device, for all parts, from the forward to the backward pass.
         temporary: Bytes on every device, for all parts, while the group is exchanged.
         at_least: Rows through the exchange, for all parts, wherever they are.
-        load: For one part ``[4, devices of a site]``: rows exchanged, updated, fetched and held.
+        load: For one part ``[6, devices of a site]``: rows exchanged, updated and fetched, places
+            for ids and for bags at their owner, and rows held.
         stored_bytes: For one part ``[devices of a site]``: bytes in host memory or on disk.
     """
 
@@ -72,7 +75,8 @@ class Option:
 
     @property
     def exchange(self) -> str:
-        return self.key.way
+        """How rows travel, as placements have it: "copies", "rows" or "sums"."""
+        return SUMS if self.key.way == BAGS else self.key.way
 
 
 def to_placement(option: Option, sites: Sequence[int], topology: Topology) -> Placement:
@@ -277,11 +281,11 @@ def _ways(
     joins = shape.columns > 1 and (optimizer.needs_whole_rows or optimizer.clip_norm is not None)
     if joins and not optimizer.can_cut_rows:
         return f"its optimizer {type(optimizer).__name__} needs whole rows"
-    if shape.sharding_type not in ROW_CUT_TYPES:
-        return (ROWS,)
     ways = tuple(said.exchanges or EXCHANGES)
     if joins or not work.is_pooled:
         ways = tuple(way for way in ways if way != SUMS)
+    if shape.row_parts == 1:
+        ways = tuple(BAGS if way == SUMS else way for way in ways)
     if not ways:
         why = "its optimizer needs whole rows" if work.is_pooled else "its rows are not pooled"
         return f"exchange 'sums' is not possible, since {why}"
@@ -346,11 +350,14 @@ def _load(
         ratio: Part of the rows that devices hold.
     """
     rows, shares = np.array([b[0] for b in blocks]), np.array([b[1] for b in blocks])
-    load = np.zeros((4, len(blocks)))
+    load = np.zeros((HELD + 1, len(blocks)))
     load[HELD] = np.ceil(rows * ratio)
     if key.way != COPIES:
         load[EXCHANGED] = exchanged_rows(work, key, topology) * shares
         load[UPDATED] = work.distinct(topology.num_devices) * shares
+    if key.way == BAGS:
+        load[PLACED] = topology.num_devices * work.capacity
+        load[POOLED] = topology.num_devices * work.bags
     stored = np.zeros(len(blocks))
     if key.storage != "device":
         load[FETCHED] = work.distinct(topology.num_devices, cached=ratio) * shares
@@ -384,7 +391,7 @@ def _placed_piece(
     cut: Sequence[Block],
 ) -> Option:
     assert placement.exchange is not None
-    way = placement.exchange
+    way = BAGS if placement.exchange == SUMS and len(cut) == 1 else placement.exchange
     key = GroupKey.of(work, width, way, "device")
     devices = tuple(block.device for block in cut)
     rows = [block.rows[1] - block.rows[0] for block in cut]

@@ -7,7 +7,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from jaxrec.plan.options import EXCHANGED, HELD, Option
+from jaxrec.plan.options import EXCHANGED, HELD, TIMED, Option
 from jaxrec.plan.problem import Choice, Loads, Problem, Solution
 
 Partitioner: TypeAlias = Callable[[Problem, Sequence[int]], Solution]
@@ -98,17 +98,17 @@ def place_parts(loads: Loads, option: Option, bytes_weight: float = 0.0) -> tupl
     sites = np.array(option.sites)
     chosen: list[int] = []
     for _ in range(option.parts):
-        rows = loads.rows[group][:, sites] + option.load[:, None]  # [4, sites, devices of one]
+        rows = loads.rows[group][:, sites] + option.load[:, None]  # [6, sites, devices of one]
         after = rows.max(axis=2)
         before = loads.rows[group].max(axis=1)
         grown = np.maximum(after - before[:, None], 0)
         # What fills places that there are anyway takes less.
         free = max(0.0, float(loads.at_least[group] - before[EXCHANGED]))
-        seconds = problem.row_seconds[group] @ grown[:3]
+        seconds = problem.row_seconds[group] @ grown[TIMED]
         seconds -= problem.place_seconds[group].sum() * np.minimum(grown[EXCHANGED], free)
         bytes = problem.row_bytes[group] * grown[HELD]
         # Among sites that cost alike, the one that has least so far.
-        even = problem.row_seconds[group] @ after[:3]
+        even = problem.row_seconds[group] @ after[TIMED]
         fill = problem.row_bytes[group] * after[HELD]
         excess = np.maximum(loads.bytes + bytes - problem.capacity, 0)
         if option.storage != "device":
@@ -136,7 +136,7 @@ def _stored_excess(loads: Loads, option: Option, sites: np.ndarray) -> np.ndarra
 def _order(problem: Problem, option: Option) -> tuple[int, float]:
     """Fewest sites first, and then largest parts."""
     group = problem.groups[option.key]
-    seconds = problem.row_seconds[group] @ option.load[:3].max(axis=1)
+    seconds = problem.row_seconds[group] @ option.load[TIMED].max(axis=1)
     return len(option.sites), -float(seconds)
 
 
@@ -144,6 +144,6 @@ def _bytes_weight(problem: Problem, options: Sequence[Option]) -> float:
     """What a byte is worth at most: as if all memory were worth a whole step."""
     total = sum(problem.row_bytes[problem.groups[o.key]] * o.load[HELD].sum() for o in options)
     seconds = sum(
-        problem.row_seconds[problem.groups[o.key]] @ o.load[:3].sum(axis=1) for o in options
+        problem.row_seconds[problem.groups[o.key]] @ o.load[TIMED].sum(axis=1) for o in options
     )
     return float(seconds / total) * 10 if total else 0.0

@@ -12,8 +12,15 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from jaxrec.plan.cost import PHASES, GroupCost, GroupKey, group_cost, overflow_rooms
-from jaxrec.plan.options import EXCHANGED, HELD, Option
+from jaxrec.plan.cost import (
+    PHASES,
+    PLACE_BYTES,
+    GroupCost,
+    GroupKey,
+    group_cost,
+    overflow_rooms,
+)
+from jaxrec.plan.options import EXCHANGED, HELD, PLACED, POOLED, TIMED, Option
 from jaxrec.plan.topology import Topology
 
 
@@ -65,10 +72,8 @@ class Problem:
 
     @functools.cached_property
     def row_seconds(self) -> np.ndarray:
-        """Seconds for each row exchanged, updated and fetched, ``[groups, 3]``."""
-        return np.array(
-            [[c.exchanged.sum(), c.updated.sum(), c.fetched.sum()] for c in self.group_costs]
-        )
+        """Seconds for one of each that `Option.load` counts but rows held, ``[groups, 5]``."""
+        return np.array([cost.rates.sum(axis=1) for cost in self.group_costs])
 
     @functools.cached_property
     def group_keys(self) -> tuple[GroupKey, ...]:
@@ -89,6 +94,11 @@ class Problem:
         return np.array([cost.row_bytes for cost in self.group_costs], float)
 
     @functools.cached_property
+    def owner_bytes(self) -> np.ndarray:
+        """Bytes of each place for an id and for a bag at its owner, ``[groups, 2]``."""
+        return np.array([[PLACE_BYTES, cost.bag_bytes] for cost in self.group_costs], float)
+
+    @functools.cached_property
     def launch_seconds(self) -> np.ndarray:
         """Seconds that a group takes if there is anything in it, ``[groups]``."""
         return np.array([cost.launch.sum() for cost in self.group_costs])
@@ -99,7 +109,7 @@ class Loads:
     """What a solution, or a part of one, asks of devices. Changed in place by `add` and `remove`.
 
     Attributes:
-        rows: ``[groups, 4, devices]``: rows exchanged, updated, fetched and held.
+        rows: ``[groups, 6, devices]``: what `Option.load` counts.
         at_least: ``[groups]``: rows through the exchange wherever they are.
         members: ``[groups]``: options in each.
         home: ``[phases]``: seconds on every device.
@@ -123,7 +133,7 @@ class Loads:
         groups, devices = len(problem.groups), problem.topology.num_devices
         loads = cls(
             problem,
-            rows=np.zeros((groups, 4, devices)),
+            rows=np.zeros((groups, HELD + 1, devices)),
             at_least=np.zeros(groups),
             members=np.zeros(groups, int),
             home=np.zeros(5),
@@ -162,8 +172,8 @@ class Loads:
 
     @property
     def slowest(self) -> np.ndarray:
-        """Rows exchanged, updated and fetched by the slowest device, ``[groups, 3]``."""
-        return self.rows[:, :3].max(axis=2)
+        """What the slowest device has of each but rows held, ``[groups, 5]``."""
+        return self.rows[:, TIMED].max(axis=2)
 
     @property
     def empty(self) -> np.ndarray:
@@ -192,8 +202,14 @@ class Loads:
     @property
     def bytes(self) -> float:
         """Bytes that each device needs."""
-        held = self.rows[:, HELD].max(axis=1)
-        return float(self.kept + self.temporary.max(initial=0) + self.problem.row_bytes @ held)
+        held = self.problem.row_bytes @ self.rows[:, HELD].max(axis=1)
+        return float(self.kept + self.at_owners + self.temporary.max(initial=0) + held)
+
+    @property
+    def at_owners(self) -> float:
+        """Bytes of each device for ids and bags of other devices, from one pass to the other."""
+        most = self.rows[:, [PLACED, POOLED]].max(axis=2)
+        return float((self.problem.owner_bytes * most).sum())
 
     @property
     def excess(self) -> float:

@@ -13,7 +13,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from jaxrec.plan.options import EXCHANGED, HELD, Option
+from jaxrec.plan.options import EXCHANGED, HELD, TIMED, Option
 from jaxrec.plan.problem import Problem
 
 Proposal: TypeAlias = tuple[int, ...]
@@ -24,13 +24,13 @@ _MOST_GRID, _BINS_PER_DEVICE, _MOST_BINS = 1000, 100, 4000
 
 def rate_alone(problem: Problem, option: Option) -> float:
     """Seconds of an option if its table were the only one: its slowest device waits for nobody."""
-    rows = option.load[:3].max(axis=1)
+    rows = option.load[TIMED].max(axis=1)
     return _rate(problem, option, rows)
 
 
 def rate_spread(problem: Problem, option: Option) -> float:
     """Seconds of an option if others balanced it: its rows over all devices alike."""
-    rows = option.parts * option.load[:3].sum(axis=1) / problem.topology.num_devices
+    rows = option.parts * option.load[TIMED].sum(axis=1) / problem.topology.num_devices
     return _rate(problem, option, rows)
 
 

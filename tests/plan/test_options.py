@@ -13,7 +13,7 @@ from jaxrec.embed.layout import layout_tables
 from jaxrec.mesh.layout import layout_mesh
 from jaxrec.mesh.placement import MeshShape
 from jaxrec.plan import ParameterConstraints, Planner, Topology
-from jaxrec.plan.options import enumerate_options, to_placement
+from jaxrec.plan.options import HELD, enumerate_options, to_placement
 from jaxrec.plan.workload import itemsize, measure_work, read_model, state_bytes
 
 BAG, PER_ID = jaxrec.EmbeddingBagConfig, jaxrec.EmbeddingConfig
@@ -44,13 +44,17 @@ def test_a_bag_table_on_two_hosts_has_every_type_and_both_exchanges():
     assert kinds(BAG("a", 1000, 128, optimizer=optim.sgd(0.1))) == {
         ("data_parallel", "copies", 1),
         ("table_wise", "rows", 1),
+        ("table_wise", "sums", 1),
         ("row_wise", "rows", 1),
         ("row_wise", "sums", 1),
         ("column_wise", "rows", 2),
         ("column_wise", "rows", 4),
+        ("column_wise", "sums", 2),
+        ("column_wise", "sums", 4),
         ("table_row_wise", "rows", 1),
         ("table_row_wise", "sums", 1),
         ("table_column_wise", "rows", 1),
+        ("table_column_wise", "sums", 1),
         ("grid", "rows", 2),
         ("grid", "sums", 2),
     }
@@ -75,6 +79,8 @@ def test_where_rows_are_updated_whole_columns_go_by_rows(optimizer):
     assert ("grid", "rows", 2) in found
     assert ("column_wise", "rows", 4) in found
     assert ("grid", "sums", 2) not in found
+    assert ("column_wise", "sums", 4) not in found
+    assert ("table_wise", "sums", 1) in found
     assert ("row_wise", "sums", 1) in found
 
 
@@ -105,7 +111,11 @@ def test_an_optimizer_that_needs_whole_rows_has_them():
 @pytest.mark.parametrize(
     ("said", "expected"),
     [
-        ({"sharding_types": ["table_wise"]}, {("table_wise", "rows", 1)}),
+        (
+            {"sharding_types": ["table_wise"]},
+            {("table_wise", "rows", 1), ("table_wise", "sums", 1)},
+        ),
+        ({"sharding_types": ["table_wise"], "exchanges": ["sums"]}, {("table_wise", "sums", 1)}),
         ({"sharding_types": ["row_wise"], "exchanges": ["sums"]}, {("row_wise", "sums", 1)}),
         ({"sharding_types": ["column_wise"], "min_column_width": 64}, {("column_wise", "rows", 2)}),
         ({"sharding_types": ["column_wise"], "devices": [1, 6]}, {("column_wise", "rows", 2)}),
@@ -204,11 +214,11 @@ def test_loads_are_those_of_the_blocks_that_are_laid_out(hosts, each, optimizer)
         layout = layout_mesh(tables, {"a": placement}, MeshShape(hosts, each))
         held = np.zeros(topology.num_devices)
         for site in sites:
-            np.add.at(held, np.array(option.sites[site]), option.load[3])
+            np.add.at(held, np.array(option.sites[site]), option.load[HELD])
         (group,) = layout.groups
         assert group.local_rows == held.max()
         assert group.group.dim == option.key.width
-        assert group.exchange == option.exchange
+        assert group.exchange == option.key.way
         found = np.zeros(topology.num_devices)
         for _, placed in layout.places("a"):
             block = placed.block
