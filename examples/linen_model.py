@@ -1,10 +1,10 @@
 """Linen, and plain JAX: the functional core of jaxrec without Flax NNX.
 
-Tables are a pytree like any other: `lookup` gives a batch's embeddings and what the update must know
-of them, the model is differentiated with respect to its parameters and to those embeddings, and
-`apply_gradients` changes the rows of the batch in place (tables are donated). The dense part is a
-Linen module, or with --plain a few lines of JAX; optax updates it. Both learn the same task; the loss
-falls from 0.69 to below 0.05.
+Tables are a pytree like any other: `lookup` gives a batch's embeddings and what the update must
+know of them, the model is differentiated with respect to its parameters and to those embeddings,
+and `apply_gradients` changes the rows of the batch in place (tables are donated). The dense part is
+a Linen module, or with --plain a few lines of JAX; optax updates it. Both learn the same task; the
+loss falls from 0.69 to below 0.05.
 
     python examples/linen_model.py
     python examples/linen_model.py --plain

@@ -1,8 +1,9 @@
 """Sharded training: eight simulated devices on a CPU, then the same file on GPUs.
 
-Trains a DLRM whose tables are placed by hand, each by another sharding type, and a second one placed
-by the planner, on the same batches. Where tables lie changes no number: both print the losses of one
-device. On a machine without accelerators eight devices are simulated; on one with them all are used.
+Trains a DLRM whose tables are placed by hand, each by another sharding type, and a second one
+placed by the planner, on the same batches. Where tables lie changes no number: both print the
+losses of one device. On a machine without accelerators eight devices are simulated; on one with
+them all are used.
 
     python examples/sharded_training.py
 """

@@ -1,8 +1,8 @@
 """Transfer learning: tables that start from pretrained vectors, frozen or trained on.
 
-A first model learns vectors of 1,000 items from what is bought together. A second task has labels of
-few items: does somebody who had these items like that one? Its model takes the item vectors from the
-first, once frozen (a row optimizer with learning rate 0), once trained on, and once starts from
+A first model learns vectors of 1,000 items from what is bought together. A second task has labels
+of few items: does somebody who had these items like that one? Its model takes the item vectors from
+the first, once frozen (a row optimizer with learning rate 0), once trained on, and once starts from
 nothing. Prints the AUC of each on items that have no labels in training: about 0.55 from nothing,
 and near 1 from pretrained vectors.
 
@@ -14,7 +14,6 @@ from __future__ import annotations
 import dataclasses
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import tyro
@@ -121,7 +120,7 @@ def finetune(settings: Settings, kinds: np.ndarray, model: Liking) -> float:
     for _ in range(settings.steps):
         compiled(*draw(rng, kinds, np.arange(half), settings.batch_size))
     features, labels = draw(rng, kinds, np.arange(half, settings.num_items), 4096)
-    return float(auc(model(features), jnp.asarray(labels), jnp.ones(4096)))
+    return auc(np.asarray(model(features)), labels)
 
 
 def main(settings: Settings) -> dict[str, float]:

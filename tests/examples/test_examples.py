@@ -1,0 +1,167 @@
+"""Each example runs at a small size and does what its first paragraph says."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import warnings
+
+import numpy as np
+import pytest
+
+from tests.examples import movielens
+from tests.examples.conftest import EXAMPLES
+
+SEQUENCES = ("sasrec", "bert4rec")
+
+
+def test_every_example_is_run_here():
+    tested = {name.removeprefix("test_") for name in globals() if name.startswith("test_")}
+    scripts = {path.stem for path in EXAMPLES.glob("*.py")}
+    assert scripts == (tested | {*SEQUENCES, "interactions"}) & scripts
+
+
+def test_every_example_says_what_it_shows():
+    for path in EXAMPLES.glob("*.py"):
+        opening = path.read_text().split('"""')[1]
+        assert len(opening.split("\n\n")[1]) > 100, path.name
+
+
+def test_quickstart(example, capsys):
+    module = example("quickstart")
+    losses = module.main(module.Settings(batch_size=64, steps=15))
+    assert losses[0] == pytest.approx(0.693, abs=0.02)
+    assert losses[-1] < 0.7 * losses[0]
+    assert "8 devices" in capsys.readouterr().out
+
+
+def test_sharded_training(example):
+    module = example("sharded_training")
+    losses = module.main(module.Settings(batch_size=32, rows=100, dim=8, steps=3))
+    assert set(losses) == {"one device", "placed by hand", "placed by the planner"}
+    for values in losses.values():
+        np.testing.assert_allclose(values, losses["one device"], rtol=1e-5)
+
+
+@pytest.mark.parametrize("plain", [False, True], ids=["linen", "plain"])
+def test_linen_model(example, plain):
+    module = example("linen_model")
+    losses = module.main(module.Settings(plain=plain, batch_size=256, steps=60))
+    assert losses[-1] < 0.1 < 0.6 < losses[0]
+
+
+def test_transfer_learning(example):
+    module = example("transfer_learning")
+    settings = module.Settings(
+        num_items=200, num_kinds=5, batch_size=128, pretraining_steps=100, steps=60
+    )
+    found = module.main(settings)
+    assert found["from nothing"] < 0.65
+    assert found["pretrained, frozen"] > 0.9
+    assert found["pretrained, trained on"] > 0.9
+
+
+def test_dlrm_criteo(example, tmp_path):
+    module = example("dlrm_criteo")
+    found = module.main(module.Settings(num_rows=30_000, batch_size=512))
+    assert found["AUC"] > 0.65
+    assert 0.5 < found["normalized entropy"] < 1
+
+    rng = np.random.default_rng(0)
+    lines = [
+        "\t".join([str(i % 2), *map(str, rng.integers(0, 9, 13)), *(f"{x:08x}" for x in row)])
+        for i, row in enumerate(rng.integers(0, 50, (200, 26)))
+    ]
+    path = tmp_path / "train.txt"
+    path.write_text("\n".join(lines) + "\n")
+    found = module.main(module.Settings(data=path, max_rows=50, batch_size=64))
+    assert np.isfinite(found["log loss"])
+
+
+def test_dlrm_mlperf(example, monkeypatch):
+    module = example("dlrm_mlperf")
+    rows = module.scaled_rows(1.0)
+    assert rows == list(module.ROWS)
+    assert sum(rows) * 128 * 4 == pytest.approx(104.5e9, rel=0.01)
+    assert sum(module.BAGS) == 214
+    # The real widths and bags, on tables of few rows.
+    monkeypatch.setattr(module, "ROWS", tuple(min(rows, 1000) for rows in module.ROWS))
+    losses = module.main(module.Settings(batch_size=64, steps=12))
+    assert losses[0] == pytest.approx(0.693, abs=0.05)
+    assert np.mean(losses[-3:]) < np.mean(losses[:3])
+
+
+def test_deepfm_movielens(example, tmp_path):
+    movielens.write(tmp_path / "ml")
+    module = example("deepfm_movielens")
+    settings = module.Settings(
+        data=tmp_path / "ml",
+        seeds=(0,),
+        batch_size=128,
+        epochs=6,
+        hidden=(16,),
+        learning_rate=0.01,
+    )
+    found = module.main(settings)
+    assert found[0] > 0.7  # 0.9 at best, by the noise of the labels
+
+
+def test_two_tower_retrieval(example):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # faiss's bindings
+        pytest.importorskip("faiss", reason="faiss-cpu is not installed (extra 'examples')")
+    module = example("two_tower_retrieval")
+    settings = module.Settings(
+        num_items=1000, num_categories=50, batch_size=256, steps=80, k=20, queries=200, lists=16,
+        probes=4,
+    )  # fmt: skip
+    found = module.main(settings)
+    assert found["index recall@20"] > 0.7
+    assert found["next item in exact top 20"] > 0.2  # 0.02 by chance
+
+
+@pytest.mark.parametrize("name", SEQUENCES)
+def test_sequences(example, name):
+    module = example(name)
+    settings = module.Settings(
+        num_users=600, num_items=60, epochs=8, batch_size=64, dim=16, num_blocks=1, max_length=20,
+        learning_rate=0.01, evaluate_every=8,
+    )  # fmt: skip
+    found = module.main(settings)
+    assert set(found) == {"HR@10", "NDCG@10", "MRR", "epoch"}
+    assert found["HR@10"] > 0.35  # chance is 10 of the 59 other items
+
+
+def test_interactions_file(example, tmp_path):
+    """What the sequence examples read."""
+    module = example("interactions")
+    path = tmp_path / "data.txt"
+    path.write_text("1 5\n2 7\n1 6\n1 7\n2 5\n3 1\n2 9\n2 1\n")
+    data = module.read(path)
+    assert [row.tolist() for row in data.sequences] == [[5, 6, 7], [7, 5, 9, 1]]
+    assert data.num_items == 9
+    np.testing.assert_allclose(data.popularity[5], 2 / 7)
+
+
+def test_rank_counts_ties_against_the_item(example):
+    module = example("interactions")
+    scores = np.array([[1.0, 0.0, 0.5], [1.0, 1.0, 0.5], [np.nan, 0.0, 0.0]])
+    found = module.ranking_metrics(scores, k=1)
+    assert found["HR@1"] == pytest.approx(1 / 3)
+    assert found["MRR"] == pytest.approx((1 + 1 / 2 + 1 / 3) / 3)
+
+
+def test_multi_process():
+    """Starts processes of its own, which know nothing of this one's settings."""
+    command = [sys.executable, str(EXAMPLES / "multi_process.py"), "--steps", "11"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=180)
+    assert done.returncode == 0, done.stderr
+    losses = {}
+    for line in done.stdout.splitlines():
+        if line.startswith("process"):
+            process, rest = line.split(", step ")
+            losses.setdefault(rest.split(":")[0], {})[process] = float(rest.split("loss ")[1])
+    for of_step in losses.values():
+        assert len(of_step) == 2
+        assert len({*of_step.values()}) == 1
+    assert losses["10"]["process 0"] < losses["0"]["process 0"]
