@@ -74,7 +74,7 @@ def value_and_grad(
             tables = _table_gradients(model, taps)
         finally:
             detach(model)
-        tables = _after(value[0] if has_aux else value, tables)
+        tables = after(value[0] if has_aux else value, tables)
         return value, Gradients(dense, tables)
 
     return evaluate
@@ -101,7 +101,7 @@ def _table_gradients(
 _NO_LOSS = 0x7FEDCBA9
 
 
-def _after(
+def after(
     loss: Float[Array, ""], tables: dict[str, list[dict[str, RowGradients]]]
 ) -> dict[str, list[dict[str, RowGradients]]]:
     """Makes the gradients of rows depend on the loss.

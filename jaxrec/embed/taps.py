@@ -9,8 +9,9 @@ leaves it as an `nnx.Variable`, so that Flax carries it out of `nnx.remat` and t
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -26,6 +27,10 @@ class Tap(nnx.Variable):
     """Zeros added to the activations of one call of a collection."""
 
 
+class LookedUp(nnx.Variable):
+    """The activations of one call of a collection, looked up a step ahead."""
+
+
 class TapResiduals(nnx.Variable):
     """The residuals of one call of a collection; None until it is called."""
 
@@ -36,6 +41,18 @@ class TapProbe:
 
     activations: list[Any] = dataclasses.field(default_factory=list)
 
+    def note(self, activations: Activations) -> None:
+        """Notes those of the next call."""
+        self.activations.append(jax.eval_shape(lambda: activations))
+
+
+class TapRecorder(TapProbe):
+    """Keeps what a collection looks up itself."""
+
+    def note(self, activations: Activations) -> None:
+        """Keeps those of the next call."""
+        self.activations.append(activations)
+
 
 class TappedModule(nnx.Module):
     """A module that looks embeddings up and lets their gradient out.
@@ -44,6 +61,7 @@ class TappedModule(nnx.Module):
         tables: A variable with the `TableStore` that it looks up in.
         taps: A `Tap` for each call, while the model is differentiated.
         residuals: A `TapResiduals` for each call, while the model is differentiated.
+        looked_up: A `LookedUp` for each call, where they are used in place of lookups.
         probe: A `TapProbe`, while the shapes of the taps are found out.
     """
 
@@ -52,6 +70,7 @@ class TappedModule(nnx.Module):
     def __init__(self) -> None:
         self.taps: nnx.List[Tap] = nnx.List([])
         self.residuals: nnx.List[TapResiduals] = nnx.List([])
+        self.looked_up: nnx.List[LookedUp] = nnx.List([])
         self.probe: TapProbe | None = None
 
     def apply_gradients(
@@ -68,11 +87,13 @@ class TappedModule(nnx.Module):
     def tap(self, activations: Activations, residuals: Residuals) -> Activations:
         """The activations of a call with the call's tap added, if there is one."""
         if self.probe is not None:
-            self.probe.activations.append(jax.eval_shape(lambda: activations))
+            self.probe.note(activations)
             return activations
-        for tap, slot in zip(self.taps, self.residuals, strict=True):
+        for call, (tap, slot) in enumerate(zip(self.taps, self.residuals, strict=True)):
             if slot.get_value() is None:
                 slot.set_value(residuals)
+                if len(self.looked_up):
+                    activations = self.looked_up[call].get_value()
                 return jax.tree.map(jnp.add, activations, tap.get_value())
         if len(self.taps):
             raise RuntimeError(
@@ -105,6 +126,31 @@ def probe_activations(
 
     nnx.eval_shape(evaluate, model, args)
     return {path: probe.activations for path, probe in probes.items()}
+
+
+def look_up(evaluate: Callable[[nnx.Module], Any], model: nnx.Module) -> dict[str, list[Any]]:
+    """What each collection looks up in one evaluation, call by call; the model stays as it is.
+
+    Of what is computed besides, XLA keeps nothing.
+    """
+    copy = nnx.merge(*nnx.split(model))
+    recorders = {path: TapRecorder() for path in tapped_modules(copy)}
+    for path, module in tapped_modules(copy).items():
+        module.probe = recorders[path]
+    evaluate(copy)
+    return {path: recorder.activations for path, recorder in recorders.items()}
+
+
+@contextlib.contextmanager
+def looked_up_ahead(model: nnx.Module, activations: Mapping[str, Sequence[Any]]) -> Iterator[None]:
+    """While it lasts, calls of collections use what `look_up` found, in the same order."""
+    for path, module in tapped_modules(model).items():
+        module.looked_up = nnx.List([LookedUp(call) for call in activations[path]])
+    try:
+        yield
+    finally:
+        for module in tapped_modules(model).values():
+            module.looked_up = nnx.List([])
 
 
 def attach(model: nnx.Module, shapes: dict[str, list[Any]]) -> None:

@@ -13,3 +13,5 @@ from jaxrec.train.step import compile_step as compile_step
 from jaxrec.train.tables import export_table as export_table
 from jaxrec.train.tables import import_table as import_table
 from jaxrec.train.tables import load_torchrec as load_torchrec
+from jaxrec.train.trainer import NotFiniteError as NotFiniteError
+from jaxrec.train.trainer import Trainer as Trainer

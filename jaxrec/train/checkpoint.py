@@ -78,6 +78,11 @@ class Saver:
         self._checkpointer = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler())
         self._under_way: pathlib.Path | None = None
 
+    @property
+    def directory(self) -> pathlib.Path:
+        """Where checkpoints go."""
+        return self._directory
+
     def save(
         self,
         model: nnx.Module,

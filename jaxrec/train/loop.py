@@ -20,14 +20,10 @@ from jaxrec.nn import DLRM
 from jaxrec.train.progress import Progress
 from jaxrec.train.rows import Rows
 from jaxrec.train.step import compile_step
+from jaxrec.train.trainer import AHEAD, NotFiniteError
 
-# Steps that may be under way at once, and over how many the running NE is taken.
-AHEAD = 2
+# Steps over which the running NE is taken.
 WINDOW = 200
-
-
-class NotFiniteError(ArithmeticError):
-    """The loss is NaN or infinite."""
 
 
 def train_step(model: DLRM, optimizer: Optimizer, batch: ClickBatch) -> BinarySums:

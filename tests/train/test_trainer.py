@@ -1,0 +1,247 @@
+from __future__ import annotations
+
+import re
+
+import jax
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jaxrec
+from jaxrec import metrics
+from jaxrec.train import CheckpointError, Keep, NotFiniteError, Saver, Trainer, compile_step
+from jaxrec.train.held import Held
+
+ROWS, DIM, BATCH = 50, 4, 8
+GROUP = metrics.MetricGroup(
+    tasks=(metrics.Task(name="click", prediction="p", label="y"),),
+    metrics={"ne": metrics.NormalizedEntropy(window=None)},
+)
+
+
+class Ranker(nnx.Module):
+    def __init__(self, seed=0):
+        rngs = nnx.Rngs(seed)
+        self.embeddings = jaxrec.EmbeddingBagCollection(
+            [jaxrec.EmbeddingBagConfig("user", ROWS, DIM)],
+            optimizer=jaxrec.optim.sgd(0.5),
+            rngs=rngs,
+        )
+        self.over = nnx.Linear(DIM, 1, rngs=rngs)
+
+    def __call__(self, features):
+        return self.over(self.embeddings(features).values)[:, 0]
+
+
+def loss(model, batch):
+    features, labels = batch
+    logits = model(features)
+    loss = optax.sigmoid_binary_cross_entropy(logits, labels).mean()
+    return loss, {"p": nnx.sigmoid(logits), "y": labels}
+
+
+def batches(count, seed=0):
+    rng = np.random.default_rng(seed)
+    return [
+        (
+            jaxrec.KeyedJaggedArray.from_dense({"user": rng.integers(0, 6, (BATCH, 2))}),
+            rng.integers(0, 2, BATCH).astype(np.float32),
+        )
+        for _ in range(count)
+    ]
+
+
+def make(**options):
+    model = Ranker()
+    optimizer = jaxrec.Optimizer(model, optax.sgd(0.5))
+    return Trainer(model=model, optimizer=optimizer, loss=loss, **options)
+
+
+def weights(trainer):
+    model = trainer.model
+    return [np.asarray(x) for x in (model.embeddings.table("user"), model.over.kernel[...])]
+
+
+def same(one, other, **tolerance):
+    for a, b in zip(weights(one), weights(other), strict=True):
+        np.testing.assert_allclose(a, b, **(tolerance or {"rtol": 0, "atol": 0}))
+
+
+class Steps:
+    """A float64 model of the trainer: stale rows on demand."""
+
+    def __init__(self, trainer):
+        self.table = weights(trainer)[0].astype(np.float64)
+        self.kernel = weights(trainer)[1][:, 0].astype(np.float64)
+        self.bias = float(np.asarray(trainer.model.over.bias[...])[0])
+
+    def pooled(self, batch):
+        ids = np.asarray(batch[0].values).reshape(BATCH, 2)
+        return self.table[ids].sum(axis=1)
+
+    def update(self, batch, pooled):
+        ids, labels = np.asarray(batch[0].values).reshape(BATCH, 2), batch[1]
+        error = (1 / (1 + np.exp(-(pooled @ self.kernel + self.bias))) - labels) / BATCH
+        rows = np.zeros_like(self.table)
+        np.add.at(rows, ids, (error[:, None] * self.kernel)[:, None])
+        self.kernel = self.kernel - 0.5 * error @ pooled
+        self.bias -= 0.5 * error.sum()
+        self.table -= 0.5 * rows
+
+
+@pytest.mark.parametrize("semi_synchronous", [False, True])
+def test_steps(semi_synchronous):
+    """Semi-synchronous rows are those of before the last update, and dense layers are current."""
+    trainer, data = make(semi_synchronous=semi_synchronous), batches(6)
+    oracle = Steps(trainer)
+    assert trainer.train(data) == 6
+    ahead = oracle.pooled(data[0])
+    for batch, following in zip(data, [*data[1:], data[0]], strict=True):
+        pooled = ahead if semi_synchronous else oracle.pooled(batch)
+        ahead = oracle.pooled(following)
+        oracle.update(batch, pooled)
+    np.testing.assert_allclose(weights(trainer)[0], oracle.table, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(weights(trainer)[1][:, 0], oracle.kernel, rtol=1e-5, atol=1e-6)
+
+
+def test_semi_synchronous_steps_differ():
+    one, other = make(), make(semi_synchronous=True)
+    one.train(batches(4)), other.train(batches(4))
+    assert not np.allclose(weights(one)[0], weights(other)[0], atol=1e-6)
+
+
+def test_semi_synchronous_steps_copy_no_table():
+    trainer, (one, other) = make(semi_synchronous=True), batches(2)
+    modules = (trainer.model, trainer.optimizer, trainer._measured)
+    ahead = Held(trainer._look_up(trainer.model, one))
+    step = compile_step(trainer._step_ahead, *modules, ahead)
+    text = step.lower(one, other).compile().as_text()
+    tables = jax.tree.leaves(trainer.model.embeddings.tables.get_value())
+    shapes = {x.shape for x in tables if x.shape[-1:] == (DIM,)}
+    assert shapes
+    for rows, dim in shapes:
+        assert f"[{rows},{dim}]" in text
+        assert not re.findall(rf"\[{rows},{dim}\]\S* copy\(", text)
+
+
+def test_accumulated_batches_are_one_large_batch():
+    data = batches(6)
+    whole = []
+    for i in range(0, 6, 3):
+        ids = np.concatenate([np.asarray(f.values).reshape(BATCH, 2) for f, _ in data[i : i + 3]])
+        features = jaxrec.KeyedJaggedArray.from_dense({"user": ids})
+        whole.append((features, np.concatenate([y for _, y in data[i : i + 3]])))
+    one, other = make(), make(accumulate=3, metrics=GROUP)
+    assert one.train(whole) == 2
+    assert other.train([*data, data[0]]) == 2  # the seventh makes no step
+    same(one, other, rtol=1e-5, atol=1e-6)
+    assert other.measured()["click/lifetime_ne"] > 0
+
+
+def test_evaluation():
+    trainer, data = make(metrics=GROUP), batches(5)
+    got = trainer.evaluate(data)
+    expected = [loss(trainer.model, batch) for batch in data]
+    assert got["loss"] == pytest.approx(np.mean([float(x) for x, _ in expected]), rel=1e-6)
+    state = GROUP.init()
+    for _, outputs in expected:
+        state = GROUP.update(state, outputs)
+    assert got["click/lifetime_ne"] == pytest.approx(GROUP.compute(state)["click/lifetime_ne"])
+    with pytest.raises(ValueError, match="no batches to evaluate on"):
+        trainer.evaluate([])
+
+
+def test_stopped_and_restored_is_as_never_stopped(tmp_path):
+    data, seen = batches(10), []
+    never = make(metrics=GROUP)
+    never.train(data)
+    with Saver(tmp_path / "a", Keep(last=2)) as saver:
+        stopped = make(metrics=GROUP, saver=saver, save_every=4, stop=lambda: len(seen) >= 5)
+        stopped.on_step = lambda step, loss: seen.append(step)
+        assert stopped.train(data) == 7  # what is under way is finished
+        assert seen == list(range(1, 8))
+        again = make(metrics=GROUP, saver=saver)
+        run = again.restore()
+        assert (run.step, run.batches) == (7, 7)
+        again.train(data[run.batches :])
+        same(again, never)
+        assert again.measured() == never.measured()
+        assert again.restore(step=7).batches == 7
+        with pytest.raises(CheckpointError, match="step 4 was not saved"):
+            again.restore(step=4)
+
+
+def test_loss_that_is_no_number(tmp_path):
+    """It names the step, and the last good checkpoint is there."""
+    data = batches(9)
+    data[5] = (data[5][0], np.full(BATCH, np.nan, np.float32))
+    with Saver(tmp_path) as saver:
+        trainer = make(saver=saver, save_every=2)
+        with pytest.raises(NotFiniteError, match="the loss is nan at step 6"):
+            trainer.train(data)
+        fresh = make(saver=saver)
+        assert fresh.restore().step == 4
+    assert np.isfinite(weights(fresh)[0]).all()
+
+
+def test_values_are_written():
+    written = []
+
+    class Writer:
+        def write(self, step, values):
+            written.append((step, values))
+
+        def close(self):
+            pass
+
+    trainer = make(metrics=GROUP, writer=Writer(), write_every=2)
+    trainer.train(batches(9), steps=5)
+    assert [step for step, _ in written] == [2, 4]
+    assert set(written[0][1]) == {"loss", "click/lifetime_ne"}
+
+
+def test_errors_of_the_reader_come_through():
+    def reader():
+        yield from batches(3)
+        raise OSError("disk on fire")
+
+    trainer = make()
+    with pytest.raises(OSError, match="disk on fire"):
+        trainer.train(reader())
+    assert int(trainer.optimizer.step.get_value()) == 3
+
+
+def test_on_a_mesh():
+    mesh = jax.make_mesh((4,), ("data",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:4])
+    data, one, other = batches(3), make(metrics=GROUP), make(metrics=GROUP)
+    plan = jaxrec.plan.ShardingPlan.from_dict({"user": jaxrec.mesh.row_wise()})
+    jaxrec.shard(other.model, plan, mesh)
+    other = Trainer(
+        model=other.model,
+        optimizer=jaxrec.Optimizer(other.model, optax.sgd(0.5)),
+        loss=loss,
+        metrics=GROUP,
+        place=lambda batch: jaxrec.mesh.shard_batch(batch, mesh),
+    )
+    with jax.set_mesh(mesh):
+        assert other.train(data) == 3
+    one.train(data)
+    same(one, other, rtol=1e-5, atol=1e-6)
+    assert other.measured() == pytest.approx(one.measured())
+
+
+@pytest.mark.parametrize(
+    "options", [{"accumulate": 0}, {"save_every": 0}, {"accumulate": 2, "semi_synchronous": True}],
+    ids=str,
+)  # fmt: skip
+def test_options_that_are_none(options):
+    with pytest.raises(ValueError, match=r"is 1 or more|one batch each"):
+        make(**options)
+
+
+def test_without_a_saver():
+    for call in (Trainer.save, Trainer.restore):
+        with pytest.raises(ValueError, match="without a saver"):
+            call(make())
+    assert make().train([]) == 0
