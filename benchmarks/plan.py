@@ -11,6 +11,7 @@ Writes the scatter plot and the figures to OUTPUT.png and OUTPUT.json.
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 import os
 import pathlib
@@ -228,6 +229,8 @@ def measure(
                 jax.block_until_ready((loss, nnx.state(model)))
                 if step >= 2:
                     least[i] = min(least[i], (time.perf_counter() - start) * 1e3)
+            del model, optimizer
+            gc.collect()  # they hold each other
             print(f"pass {number + 1}, plan {i + 1}: {least[i]:.1f} ms", file=sys.stderr)
     return least
 
