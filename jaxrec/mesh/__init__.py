@@ -9,6 +9,7 @@ from jaxrec.mesh.placement import table_column_wise as table_column_wise
 from jaxrec.mesh.placement import table_row_wise as table_row_wise
 from jaxrec.mesh.placement import table_wise as table_wise
 from jaxrec.mesh.precision import Precision as Precision
+from jaxrec.mesh.replicas import average_replicas as average_replicas
 from jaxrec.mesh.shard import shard as shard
 from jaxrec.mesh.storage import shard_tables as shard_tables
 from jaxrec.mesh.tables import ShardedTables as ShardedTables

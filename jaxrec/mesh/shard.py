@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Protocol, TypeVar, cast, runtime_checkable
 
 import jax
 from flax import nnx
 from jax.sharding import Mesh
+from jaxtyping import Array
 
 from jaxrec.embed.collection import Collection, TableVariable
+from jaxrec.embed.layout import TableLayout
 from jaxrec.embed.tables import making_tables
 from jaxrec.embed.taps import tapped_modules
 from jaxrec.mesh.agree import fingerprint, on_every_device, require_same
 from jaxrec.mesh.placement import Placement
+from jaxrec.mesh.precision import Precision
 from jaxrec.mesh.storage import init_on_mesh, layout_on_mesh, shard_tables
+from jaxrec.mesh.tables import ShardedTables
 
 Model = TypeVar("Model", bound=nnx.Module)
 
@@ -27,7 +32,14 @@ class Plan(Protocol):
         """The placement of each table, by name."""
 
 
-def shard(model: Model | Callable[[], Model], plan: Plan, mesh: Mesh) -> Model:
+def shard(
+    model: Model | Callable[[], Model],
+    plan: Plan,
+    mesh: Mesh,
+    *,
+    precision: Precision = Precision(),  # noqa: B008 (frozen)
+    replica_axis: str | None = None,
+) -> Model:
     """Puts a model on a mesh: its tables as the plan says, everything else on every device.
 
     The same model and training loop then run on batches from `shard_batch`, with the same results:
@@ -40,13 +52,17 @@ def shard(model: Model | Callable[[], Model], plan: Plan, mesh: Mesh) -> Model:
         plan: Where each table goes. Tables of other models may be in it.
         mesh: The devices, of one axis or of two, hosts first. With several processes each calls
             this with a model and a plan of its own, which must be alike.
+        precision: The formats in which embeddings and gradients travel.
+        replica_axis: An axis of the mesh over which there are whole copies of the tables, each
+            over the other axes. Copies learn from their own samples, and `average_replicas` brings
+            them together. The plan is for the devices of one copy.
 
     Returns:
         The model.
 
     Raises:
         ValueError: If a table has no placement, or one that does not fit the table or the mesh; if
-            processes have different plans or tables.
+            the mesh lacks the axis; if processes have different plans or tables.
 
     Example:
         >>> import jax, jaxrec
@@ -64,10 +80,17 @@ def shard(model: Model | Callable[[], Model], plan: Plan, mesh: Mesh) -> Model:
     require_same("plan", {name: repr(placement) for name, placement in placements.items()})
     if isinstance(model, nnx.Module):
         made = cast(Model, model)
-        _move_tables(made, placements, mesh)
+        _move_tables(made, placements, mesh, replica_axis)
     else:
-        with making_tables(lambda layout, key: init_on_mesh(layout, key, placements, mesh)):
+
+        def make(layout: TableLayout, key: Array) -> ShardedTables:
+            return init_on_mesh(layout, key, placements, mesh, replica_axis)
+
+        with making_tables(make):
             made = model()
+    for collection in _collections(made):
+        tables = dataclasses.replace(collection.tables.get_value(), precision=precision)
+        collection.tables.set_value(tables)
     dense = nnx.state(made, nnx.Not(TableVariable))
     if jax.process_count() > 1:
         leaves = jax.tree_util.tree_leaves_with_path(dense)
@@ -76,12 +99,16 @@ def shard(model: Model | Callable[[], Model], plan: Plan, mesh: Mesh) -> Model:
     return made
 
 
-def _move_tables(model: nnx.Module, placements: Mapping[str, Placement], mesh: Mesh) -> None:
-    collections = [
-        module for module in tapped_modules(model).values() if isinstance(module, Collection)
-    ]
-    for collection in collections:
+def _collections(model: nnx.Module) -> list[Collection]:
+    return [module for module in tapped_modules(model).values() if isinstance(module, Collection)]
+
+
+def _move_tables(
+    model: nnx.Module, placements: Mapping[str, Placement], mesh: Mesh, replica_axis: str | None
+) -> None:
+    stores = [(each, each.tables.get_value()) for each in _collections(model)]
+    for _, tables in stores:
         # Errors come before anything is moved.
-        layout_on_mesh(collection.tables.get_value(), placements, mesh)
-    for collection in collections:
-        collection.tables.set_value(shard_tables(collection.tables.get_value(), placements, mesh))
+        layout_on_mesh(tables, placements, mesh, replica_axis)
+    for collection, tables in stores:
+        collection.tables.set_value(shard_tables(tables, placements, mesh, replica_axis))

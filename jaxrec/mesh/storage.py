@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -39,13 +40,34 @@ from jaxrec.ragged.capacity import rung
 _PIECE_ELEMENTS = 1 << 20
 
 
-def mesh_shape(mesh: Mesh) -> MeshShape:
-    """A mesh as hosts of devices: the last axis is within a host, the others are over hosts."""
-    return MeshShape(mesh.devices.size // mesh.devices.shape[-1], mesh.devices.shape[-1])
+def mesh_shape(mesh: Mesh, replica_axis: str | None = None) -> MeshShape:
+    """A mesh as hosts of devices: the last axis is within a host, the others are over hosts.
+
+    Of a mesh with whole copies of the tables over one of its axes: the devices of a copy.
+
+    Raises:
+        ValueError: If the mesh lacks the axis, or has no other.
+    """
+    if replica_axis is not None and replica_axis not in mesh.axis_names:
+        raise ValueError(
+            f"replica_axis={replica_axis!r} is none of the mesh's axes, "
+            f"{', '.join(map(repr, mesh.axis_names))}; make the mesh with it, say "
+            f"jax.make_mesh((2, 4), ({replica_axis!r}, 'data'))"
+        )
+    sizes = [size for axis, size in mesh.shape.items() if axis != replica_axis]
+    if not sizes:
+        raise ValueError(
+            f"the mesh has no axis but replica_axis={replica_axis!r}; tables are cut over others"
+        )
+    return MeshShape(math.prod(sizes[:-1]), sizes[-1])
 
 
 def init_on_mesh(
-    tables: TableLayout, key: Array, placements: Mapping[str, Placement], mesh: Mesh
+    tables: TableLayout,
+    key: Array,
+    placements: Mapping[str, Placement],
+    mesh: Mesh,
+    replica_axis: str | None = None,
 ) -> ShardedTables:
     """Fresh tables on a mesh, the same as `jaxrec.embed.init_tables` makes on one device.
 
@@ -54,9 +76,9 @@ def init_on_mesh(
     Raises:
         ValueError: If the placements do not fit the tables or the mesh.
     """
-    layout = layout_mesh(tables, placements, mesh_shape(mesh))
+    layout = layout_mesh(tables, placements, mesh_shape(mesh, replica_axis))
     require_same("model", {"random key of tables": fingerprint(key)})
-    sharded = _new_tables(layout, mesh)
+    sharded = _new_tables(layout, mesh, replica_axis)
     for config in tables.tables:
         of_table = on_every_device(table_key(key, config.name), mesh)
         draw, scale = draw_and_scale(
@@ -82,15 +104,18 @@ def init_on_mesh(
 
 
 def shard_tables(
-    tables: TableStore, placements: Mapping[str, Placement], mesh: Mesh
+    tables: TableStore,
+    placements: Mapping[str, Placement],
+    mesh: Mesh,
+    replica_axis: str | None = None,
 ) -> ShardedTables:
     """The same tables and optimizer state over a mesh.
 
     Raises:
         ValueError: If the placements do not fit the tables or the mesh.
     """
-    layout = layout_on_mesh(tables, placements, mesh)
-    sharded = _new_tables(layout, mesh)
+    layout = layout_on_mesh(tables, placements, mesh, replica_axis)
+    sharded = _new_tables(layout, mesh, replica_axis)
     for table in layout.tables.tables:
         sharded = write_table_sharded(sharded, table.name, read_table(tables, table.name))
         sharded = write_state_sharded(sharded, table.name, read_state(tables, table.name))
@@ -98,14 +123,17 @@ def shard_tables(
 
 
 def layout_on_mesh(
-    tables: TableStore, placements: Mapping[str, Placement], mesh: Mesh
+    tables: TableStore,
+    placements: Mapping[str, Placement],
+    mesh: Mesh,
+    replica_axis: str | None = None,
 ) -> MeshLayout:
     """Where the blocks of tables, which may be on a mesh already, would go."""
     layout = tables.layout.tables if isinstance(tables, ShardedTables) else tables.layout
-    return layout_mesh(layout, placements, mesh_shape(mesh))
+    return layout_mesh(layout, placements, mesh_shape(mesh, replica_axis))
 
 
-def _new_tables(layout: MeshLayout, mesh: Mesh) -> ShardedTables:
+def _new_tables(layout: MeshLayout, mesh: Mesh, replica_axis: str | None) -> ShardedTables:
     """Zeros, and each optimizer's first state."""
     require_same(
         "model",
@@ -114,7 +142,7 @@ def _new_tables(layout: MeshLayout, mesh: Mesh) -> ShardedTables:
             for table in layout.tables.tables
         },
     )
-    sharded = ShardedTables({}, {}, layout, mesh)
+    sharded = ShardedTables({}, {}, layout, mesh, replica_axis=replica_axis)
     for placed in layout.groups:
         group, sharding = placed.group, sharded.sharding(placed)
         first = group.optimizer.init(1, group.dim)

@@ -59,19 +59,39 @@ class ShardedTables(TableStore):
         layout: Where blocks of tables live in there.
         mesh: The devices.
         precision: The formats of what travels between them.
+        replica_axis: The axis of the mesh over which there are whole copies of the tables, which
+            `jaxrec.mesh.average_replicas` brings together; None: one copy over all axes. To JAX the
+            arrays are replicated over this axis, though copies differ between two averages.
     """
 
     layout: MeshLayout = dataclasses.field(metadata={"static": True})
     mesh: Mesh = dataclasses.field(metadata={"static": True})
     precision: Precision = dataclasses.field(default=Precision(), metadata={"static": True})
+    replica_axis: str | None = dataclasses.field(default=None, metadata={"static": True})
 
     @property
     def axes(self) -> tuple[str, ...]:
+        """The axes that tables are cut over."""
+        return tuple(axis for axis in self.mesh.axis_names if axis != self.replica_axis)
+
+    @property
+    def batch_axes(self) -> tuple[str, ...]:
+        """The axes that samples lie over."""
         return tuple(self.mesh.axis_names)
 
     @property
+    def num_replicas(self) -> int:
+        return 1 if self.replica_axis is None else self.mesh.shape[self.replica_axis]
+
+    @property
     def channel(self) -> Channel:
+        """What joins the devices of a copy."""
         return Channel(self.axes, self.precision)
+
+    @property
+    def channel_of_all(self) -> Channel:
+        """What joins all devices."""
+        return Channel(self.batch_axes, self.precision)
 
     def spec(self, placed: PlacedGroup) -> PartitionSpec:
         """How a group's arrays lie."""
@@ -167,7 +187,7 @@ def lookup_sharded(
     tables ``[devices, capacity, dim]``.
     """
     _check_batch(tables, features, is_weighted)
-    over_devices = PartitionSpec(tables.axes)
+    over_devices = PartitionSpec(tables.batch_axes)
     placed = {p.group.name: p for p in tables.layout.groups}
     pieces = tables.layout.pieces
 
@@ -201,7 +221,7 @@ def row_gradients_sharded(
     tables: ShardedTables, residuals: Residuals, gradients: Activations
 ) -> dict[str, RowGradients]:
     """The gradient of the activations as gradients of rows, on each device those of its samples."""
-    over_devices = PartitionSpec(tables.axes)
+    over_devices = PartitionSpec(tables.batch_axes)
     cotangents = gradients.values if isinstance(gradients, KeyedArray) else gradients
 
     def on_device(residuals, gradients):
@@ -248,7 +268,7 @@ def update_rows_sharded(
     rows, state = jax.shard_map(
         on_device,
         mesh=tables.mesh,
-        in_specs=(specs, state_specs, PartitionSpec(tables.axes), PartitionSpec()),
+        in_specs=(specs, state_specs, PartitionSpec(tables.batch_axes), PartitionSpec()),
         out_specs=(specs, state_specs),
         check_vma=False,
     )(tables.rows, tables.state, list(lookups), step)
@@ -264,6 +284,9 @@ def _update_owned(
     step: Array,
 ) -> tuple[Array, dict[str, Array]]:
     """Gradients travel to the rows' owners, as rows or as bags."""
+    if tables.num_replicas > 1:
+        # Of the mean over a copy's own samples, not over those of all copies.
+        gradient = dataclasses.replace(gradient, values=gradient.values * tables.num_replicas)
     room = round_capacity(gradient.lookups.rows.size, placed.num_devices)
     if placed.exchange == "rows":
         return exchange.update_rows(placed, rows, state, gradient, step, tables.channel, room)
@@ -286,8 +309,8 @@ def _update_replicated(
     is_row = (lookups.rows >= 0) & (lookups.rows < placed.num_slots)
     at = dataclasses.replace(lookups, rows=jnp.where(is_row, runs.inverse, -1))
     sums = kernels.sum_rows(at, gradient.values, runs.unique.size, optimizer.clip_value)
-    slots = tables.channel.gather(runs.unique)
-    sums = tables.channel.gather_gradients(sums)
+    slots = tables.channel_of_all.gather(runs.unique)
+    sums = tables.channel_of_all.gather_gradients(sums)
     optimizer = dataclasses.replace(optimizer, clip_value=None)
     starts = placed.group.row_offsets
     return kernels.fused_update(
@@ -306,7 +329,7 @@ def _split_pieces(layout: MeshLayout, gradients: dict[str, Array]) -> dict[str, 
 
 
 def _check_batch(tables: ShardedTables, features: KeyedJaggedArray, is_weighted: bool) -> None:
-    devices = tables.layout.mesh.num_devices
+    devices = tables.mesh.size
     if features.values.ndim != 2 or features.values.shape[0] != devices:
         raise ValueError(
             f"tables over {devices} devices are looked up with a batch over them, values of "
