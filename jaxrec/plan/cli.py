@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import pathlib
@@ -135,7 +136,8 @@ def _calibrate(said: PlanOptions, given: set[str]) -> int:
     from jaxrec.plan.calibrate import Measurement, calibrate
 
     if "--devices" in given and os.environ.get("JAX_PLATFORMS", "cpu") == "cpu":
-        jax.config.update("jax_num_cpu_devices", said.devices)
+        with contextlib.suppress(RuntimeError):  # if devices are started, those are at hand
+            jax.config.update("jax_num_cpu_devices", said.devices)
     devices = jax.devices()
     count = said.devices if "--devices" in given else len(devices)
     if count > len(devices):
