@@ -108,7 +108,7 @@ def placements(kind: str, workload: Workload) -> dict[str, Any]:
 
 KINDS = (
     *("data_parallel", "table_wise", "row_wise:rows", "row_wise:sums", "column_wise"),
-    *("table_row_wise:rows", "table_row_wise:sums", "table_column_wise", "grid:rows", "grid:sums"),
+    *("table_row_wise:rows", "table_row_wise:sums", "table_column_wise", "grid"),
 )
 
 

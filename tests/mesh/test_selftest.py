@@ -1,0 +1,137 @@
+"""The check of an installation: what it says, and that it finds what is wrong."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxrec.mesh import selftest
+from jaxrec.mesh.selftest import Options
+
+QUICK = Options(types=("row_wise:sums",), samples=4, rows=20, steps=2, mebibytes=(1,))
+
+
+@pytest.fixture
+def joined(monkeypatch):
+    """These tests' devices are there already."""
+    monkeypatch.setattr(selftest, "join_processes", lambda options: None)
+
+
+@pytest.mark.usefixtures("joined")
+def test_everything_is_well(capsys):
+    assert selftest.main(QUICK) == 0
+    out = capsys.readouterr().out
+    assert "processes: 1, devices: 8" in out
+    assert "process 0: 8 cpu" in out
+    assert "row_wise:sums" in out
+    assert "reduce-scatter" in out
+    for collective in ("all_to_all", "all_gather", "psum_scatter", "psum"):
+        assert collective in out
+    assert "All 1 sharding types give what one device gives." in out
+
+
+@pytest.mark.usefixtures("joined")
+def test_a_wrong_number_is_found(capsys, monkeypatch):
+    """One element of one table on the mesh is off by a little."""
+    made = selftest.init_on_mesh
+
+    def off(*args):
+        tables = made(*args)
+        name = next(iter(tables.rows))
+        tables.rows[name] = tables.rows[name].at[3, 1].add(jnp.float32(1e-3))
+        return tables
+
+    monkeypatch.setattr(selftest, "init_on_mesh", off)
+    assert selftest.main(QUICK) == 1
+    out, err = capsys.readouterr()
+    assert "process 0: row_wise:sums FAILED:" in err
+    assert "times the difference allowed to one device's result" in err
+    assert "FAILED: 1 of 1 sharding types differ" in out
+
+
+@pytest.mark.usefixtures("joined")
+def test_an_error_is_reported_and_the_others_go_on(capsys, monkeypatch):
+    made = selftest.make_mesh
+
+    def broken(kind):
+        if kind == "data_parallel":
+            raise RuntimeError("no link to device 3\nmore of it")
+        return made(kind)
+
+    monkeypatch.setattr(selftest, "make_mesh", broken)
+    types = ("data_parallel", *QUICK.types)
+    options = Options(types=types, samples=4, rows=20, steps=1, mebibytes=())
+    assert selftest.main(options) == 1
+    out, err = capsys.readouterr()
+    assert err == "process 0: data_parallel FAILED: RuntimeError: no link to device 3\n"
+    assert "FAILED: 1 of 2 sharding types differ" in out
+
+
+@pytest.mark.parametrize("kind", selftest.TYPES)
+@pytest.mark.parametrize("devices", [(1, 1), (1, 6), (3, 2), (2, 8)], ids=str)
+def test_every_type_fits_every_mesh(kind, devices):
+    """Meshes that are not there: their shapes are enough."""
+    shape = selftest.MeshShape(*devices)
+    configs = selftest.make_configs(QUICK, shape)
+    for config in configs:
+        placement = selftest.place(kind, configs, shape)[config.name]
+        blocks = placement.cut(config, shape)
+        covered = sum(
+            (block.rows[1] - block.rows[0]) * (block.columns[1] - block.columns[0])
+            for block in blocks
+        )
+        assert covered == config.num_embeddings * config.embedding_dim
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"types": ("rows",)}, "--types: 'rows' is none of data_parallel"),
+        ({"steps": 0}, "--steps 0 is less than 1"),
+        ({"coordinator": "host:1"}, "--coordinator needs --num-processes and --process-id"),
+    ],
+    ids=["types", "steps", "coordinator"],
+)
+def test_options(fields, message):
+    with pytest.raises(ValueError, match=message):
+        Options(**fields)
+
+
+def test_processes_that_slurm_started():
+    """What JAX looks at is the environment that srun makes."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    slurm = {
+        "SLURM_JOB_ID": "1",
+        "SLURM_STEP_NODELIST": "localhost",
+        "SLURM_NTASKS": "2",
+        "JAX_COORDINATOR_PORT": str(port),
+    }
+    command = [sys.executable, "-m", "jaxrec.mesh.selftest", "--cpu-devices", "1"]
+    command += ["--types", "row_wise:rows", "--rows", "20", "--samples", "4", "--steps", "1"]
+    processes = [
+        subprocess.Popen(
+            [*command, "--mebibytes", "1"],
+            env=os.environ | slurm | {"SLURM_PROCID": rank, "SLURM_LOCALID": rank},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in "01"
+    ]
+    try:
+        outputs = [process.communicate(timeout=300) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0, 0], outputs
+    assert f"JAX {jax.__version__}; processes: 2, devices: 2" in outputs[0][0]
+    assert "All 1 sharding types give what one device gives." in outputs[0][0]
+    assert "sharding types" not in outputs[1][0]
