@@ -145,7 +145,9 @@ def _columns(table: pa.Table, bad: tuple[BadLine, ...]) -> RawClicks:
 
 def _bytes(column: pa.ChunkedArray) -> np.ndarray:
     """Eight characters a row as one number, the first in the lowest byte."""
-    array = column.fill_null(b"0" * HEX_DIGITS).combine_chunks()
+    if column.null_count:
+        column = column.fill_null(b"0" * HEX_DIGITS)
+    array = column.combine_chunks()
     if isinstance(array, pa.ChunkedArray):  # an empty column
         return np.empty(0, np.uint64)
     characters = np.frombuffer(array.buffers()[1], np.dtype("<u8"), count=len(array))
@@ -156,23 +158,35 @@ def _repeated(byte: int) -> np.uint64:
     return np.uint64(int.from_bytes(bytes([byte]) * 8, "little"))
 
 
+_ONE, _LOW, _HIGH, _CARRY = (_repeated(byte) for byte in (0x01, 0x0F, 0xF0, 0x10))
+
+
 def _are_hexadecimal(characters: np.ndarray) -> bool:
-    """Whether each byte is one of 0-9, a-f, A-F."""
-    text = np.ascontiguousarray(characters).view(np.uint8)
-    return bool(_IS_HEX[text].all())
+    """Whether each byte is one of 0-9, a-f, A-F; all bytes of a word at once.
+
+    Those are 0x30-0x39, 0x61-0x66 and 0x41-0x46.
+    """
+    letters = (characters >> np.uint64(6)) & _ONE
+    low = characters & _LOW
+    # Small letters and capitals differ in 0x20, which digits have as well.
+    wrong = ((characters | (letters << np.uint64(5))) & _HIGH) ^ (
+        _repeated(0x30) + letters * np.uint64(0x30)
+    )
+    wrong |= (low + _repeated(6) + letters * np.uint64(3)) & _CARRY  # above 9, above f
+    wrong |= ~(low + _CARRY - letters) & _CARRY  # the character before a
+    return not wrong.any()
 
 
 def _hexadecimals(characters: np.ndarray) -> UInt32[np.ndarray, " rows"]:
     """The numbers that eight hexadecimal digits spell, all bytes of a word at once."""
-    # '0' is 0x30 and 'A' is 0x41, 'a' is 0x61: the low half of the byte, and 9 more for letters.
-    digits = (characters & _repeated(0x0F)) + ((characters >> 6) & _repeated(1)) * np.uint64(9)
+    # The low half of a digit's byte is its value, of a letter's 9 less.
+    digits = (characters & _LOW) + ((characters >> np.uint64(6)) & _ONE) * np.uint64(9)
     digits = digits.byteswap()  # the first digit is the highest
     for width, mask in ((4, 0x00FF00FF00FF00FF), (8, 0x0000FFFF0000FFFF), (16, 0xFFFFFFFF)):
         digits = (digits | (digits >> np.uint64(width))) & np.uint64(mask)
     return digits.astype(np.uint32)
 
 
-_IS_HEX = np.array([chr(byte) in "0123456789abcdefABCDEF" for byte in range(256)])
 _INTEGER = re.compile(rb"(-?\d+)(\.0)?")
 _HEX = re.compile(rb"[0-9a-fA-F]{0,8}")
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxrec.data import Clicks, CriteoFile, DataError, criteo
+from jaxrec.data import Clicks, CriteoFile, DataError, criteo, text
 from tests import golden
 
 KAGGLE = pathlib.Path(golden.__file__).parent / "golden/criteo/kaggle.tsv"
@@ -75,8 +75,8 @@ def test_compressed(tmp_path):
 
 @pytest.mark.parametrize("change", [b"\r\n", b""], ids=["windows", "no-newline-at-the-end"])
 def test_ends_of_lines(tmp_path, change):
-    path, text = tmp_path / "log", KAGGLE.read_bytes()
-    path.write_bytes(text.replace(b"\n", change) if change else text.rstrip(b"\n"))
+    path, content = tmp_path / "log", KAGGLE.read_bytes()
+    path.write_bytes(content.replace(b"\n", change) if change else content.rstrip(b"\n"))
     assert CriteoFile(path, ROWS).num_rows == 50
     np.testing.assert_array_equal(read(path).ids, read(KAGGLE).ids)
 
@@ -140,6 +140,19 @@ def test_malformed_lines_are_named(tmp_path, line, message):
     with pytest.raises(DataError, match=message) as error:
         read(path)
     assert str(path) in str(error.value)
+
+
+@pytest.mark.parametrize("place", [0, 3, 7])
+def test_every_byte_is_told_from_a_digit(place):
+    """In a word of eight, whatever its neighbours."""
+    for filler in b"09afAF":
+        words = np.full((256, 8), filler, np.uint8)
+        words[:, place] = np.arange(256)
+        good = [text._are_hexadecimal(word.view("<u8")) for word in words]
+        assert good == [chr(byte) in "0123456789abcdefABCDEF" for byte in range(256)]
+        for word in words[good]:
+            (number,) = text._hexadecimals(word.view("<u8"))
+            assert number == int(word.tobytes(), 16)
 
 
 def test_lines_count_over_blocks(monkeypatch, tmp_path):
