@@ -51,7 +51,7 @@ class Options:
 
     batch: int = 2048
     """Samples of a step."""
-    small_batch: int = 64
+    small_batch: int = 256
     """Samples of a step of about 2 ms, for the host's cost."""
     steps: int = 60
     """Steps of a round."""

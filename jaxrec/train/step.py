@@ -66,7 +66,8 @@ class CompiledStep:
         values = [variable.get_raw_value() for variable in self._variables]
         values, result = self._compiled(values, *batch)
         for variable, value in zip(self._variables, values, strict=True):
-            variable.set_raw_value(value)
+            # That the call is not within a trace was seen by the compiled step.
+            variable.set_raw_value(value, _unsafe_bypass_check=True)
         return result
 
     def lower(self, *batch: Any) -> jax.stages.Lowered:
