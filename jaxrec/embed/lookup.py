@@ -18,7 +18,8 @@ from jaxrec.embed.layout import Group, TableLayout
 from jaxrec.embed.tables import TableStore
 from jaxrec.ragged import KeyedArray, KeyedJaggedArray
 
-Activations: TypeAlias = KeyedArray | dict[str, Float[Array, "*devices capacity dim"]]
+# Outputs differ in capacity and width, so the names of these axes bind nothing.
+Activations: TypeAlias = KeyedArray | dict[str, Float[Array, "*_devices _capacity _dim"]]
 
 
 @jax.tree_util.register_dataclass
