@@ -125,7 +125,10 @@ def main(settings: Settings) -> dict[str, float]:
 
     model = make_model(settings, data.num_items)
     optimizer = jaxrec.Optimizer(model, optax.adam(settings.learning_rate))
-    step, pack = compile_step(train_step, model, optimizer), interactions.Packer()
+    step, pack = (
+        compile_step(train_step, model, optimizer),
+        interactions.Packer(train, settings.batch_size),
+    )
 
     def evaluate(place: int) -> dict[str, float]:
         histories = [np.append(row[1 - settings.max_length :], mask) for row in data.at(place)]

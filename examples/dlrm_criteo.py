@@ -16,6 +16,7 @@ import pathlib
 import time
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import tyro
@@ -87,7 +88,7 @@ def evaluate(model: jaxrec.nn.DLRM, log: ClickLog, start: int, batch_size: int) 
         scores.append(np.asarray(score(model, batch))[real])
         labels.append(batch.labels[real])
     found, truth = np.concatenate(scores), np.concatenate(labels)
-    sums = metrics.binary_sums(found, truth)
+    sums = metrics.binary_sums(jnp.asarray(found), truth)
     return {
         "AUC": metrics.auc(found, truth),
         "log loss": metrics.log_loss(sums),

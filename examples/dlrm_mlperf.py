@@ -42,6 +42,8 @@ class Settings:
     batch_size: int = 256
     steps: int = 20
     learning_rate: float = 0.005
+    devices: int | None = None
+    """How many to use; all if not given."""
     bfloat16: bool = False
     """Whether the dense part computes in bfloat16; parameters and tables stay float32."""
     seed: int = 0
@@ -101,7 +103,8 @@ def train_step(model, optimizer, dense, features, labels):
 def main(settings: Settings) -> list[float]:
     rows = sum(scaled_rows(settings.scale))
     print(f"{rows:,} rows of {DIM}: {rows * DIM * 4 / 1e9:.2f} GB of tables")
-    mesh = jax.make_mesh((jax.device_count(),), ("data",))
+    devices = jax.devices()[: settings.devices]
+    mesh = jax.make_mesh((len(devices),), ("data",), devices=devices)
     model = make_model(settings)
     if mesh.size > 1:
         planner = jaxrec.plan.Planner(jaxrec.plan.Topology.from_mesh(mesh))

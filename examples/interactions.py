@@ -79,6 +79,9 @@ class Sampler:
 def candidates(data: Interactions, place: int, seed: int, others: int = 100) -> np.ndarray:
     """``[users, 1 + others]``: each sequence's item at ``place``, then items of no part in it."""
     rng, sampler = np.random.default_rng(seed), Sampler(data.popularity)
+    longest = max(len({*row.tolist()}) for row in data.sequences)
+    if np.count_nonzero(data.popularity) < longest + others:
+        raise ValueError(f"too few items to find {others} that a user with {longest} never met")
     found = np.zeros((len(data.sequences), 1 + others), np.int32)
     for user, row in enumerate(data.sequences):
         taken, chosen = {*row.tolist()}, []
@@ -92,10 +95,15 @@ def candidates(data: Interactions, place: int, seed: int, others: int = 100) -> 
 
 
 class Packer:
-    """Makes batches whose capacities only grow, so that few programs are compiled."""
+    """Makes batches whose capacities only grow, so that few programs are compiled.
 
-    def __init__(self) -> None:
-        self.capacities: dict[str, int] = {}
+    They start with room for what ``size`` sequences have together nearly always.
+    """
+
+    def __init__(self, sequences: Sequence[np.ndarray], size: int) -> None:
+        lengths = np.array([len(row) for row in sequences])
+        room = int(size * lengths.mean() + 4 * size**0.5 * lengths.std())
+        self.capacities = grown({}, dict.fromkeys(("history", "targets"), room))
 
     def __call__(self, **columns: Sequence[np.ndarray]) -> jaxrec.KeyedJaggedArray:
         size = len(next(iter(columns.values())))
@@ -128,7 +136,7 @@ def evaluate(
         found = out["candidates"].values[: last.shape[0] * chosen.shape[1]]
         return jnp.einsum("bd,bcd->bc", last, found.reshape(len(last), -1, last.shape[1]))
 
-    pack, scores = Packer(), []
+    pack, scores = Packer(histories, batch_size), []
     for start in range(0, len(histories), batch_size):
         rows = np.minimum(np.arange(start, start + batch_size), len(histories) - 1)
         batch = pack(history=[histories[row] for row in rows], candidates=chosen[rows])
