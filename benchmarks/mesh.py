@@ -7,8 +7,8 @@ Prints one JSON line per shape and sharding type:
   eight devices over that on one, at equal total work: medians of rounds in turn, and the least and
   the most of the rounds' own ratios. Eight simulated devices share the machine's cores, so a ratio
   of 1 means that sharding costs nothing; it says nothing of links.
-- bytes that leave a device in a step, from the compiled program, over the least that any exchange
-  needs for these ids and this placement (formula in docs/sharding.md).
+- bytes that leave a device in a step, from the compiled program, over the least that moving rows
+  and that moving sums of bags needs for these ids where they are (formulas in docs/sharding.md).
 - memory of the compiled step on a device, batch and temporaries included, over an eighth of tables
   and optimizer state, with tables of ``memory_rows`` rows.
 """
@@ -19,6 +19,7 @@ import dataclasses
 import json
 import multiprocessing
 import time
+from collections import Counter
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from typing import Any
@@ -38,7 +39,9 @@ class Workload:
         batch: Samples of a batch, over all devices.
         tables: Tables, each read by a feature of its own.
         bag: Ids of each bag.
-        rows: Rows of a table; half as many to twice as many in fact, evenly on a logarithmic scale.
+        skew: Rows of the largest table over those of the smallest; those between are evenly spread
+            on a logarithmic scale.
+        rows: Rows of the table in the middle.
         dim: Columns.
         ids: Their distribution.
     """
@@ -47,13 +50,14 @@ class Workload:
     batch: int
     tables: int
     bag: int
+    skew: float
     rows: int = 100_000
     dim: int = 64
     ids: str = "uniform"
 
     @property
     def row_counts(self) -> list[int]:
-        return [int(r) for r in self.rows * 2 ** np.linspace(-1, 1, self.tables)]
+        return [int(r) for r in self.rows * self.skew ** np.linspace(-0.5, 0.5, self.tables)]
 
     @property
     def names(self) -> list[str]:
@@ -72,8 +76,9 @@ class Workload:
 
 
 SHAPES = {
-    "onehot": Workload("onehot", batch=8192, tables=26, bag=1),
-    "bags": Workload("bags", batch=2048, tables=8, bag=20),
+    # 26 tables fill eight devices evenly only if they are unequal, eight only if they are equal.
+    "onehot": Workload("onehot", batch=8192, tables=26, bag=1, skew=4),
+    "bags": Workload("bags", batch=2048, tables=8, bag=20, skew=1),
 }
 
 
@@ -296,53 +301,53 @@ def facts(workload: Workload, kind: str, memory_rows: int, step: Any) -> dict[st
     least = least_bytes(workload, kind)
     return {
         "sent_bytes": sent,
-        "least_bytes": round(least),
-        "sent_over_least": round(sent / least, 2),
+        "least_bytes": {how: round(count) for how, count in least.items()},
+        "sent_over_least": round(sent / min(least.values()), 2),
         "collectives": {k: sum(c.kind == k for c in found) for k in {c.kind for c in found}},
         **memory(dataclasses.replace(workload, rows=memory_rows), kind),
     }
 
 
-def least_bytes(workload: Workload, kind: str) -> float:
-    """The least bytes that must leave a device in a step, on average; see docs/sharding.md."""
+def least_bytes(workload: Workload, kind: str) -> dict[str, float]:
+    """The least bytes that must leave a device in a step, on average, whichever way they go."""
     from jaxrec.mesh.storage import mesh_shape
 
     shape = mesh_shape(make_mesh(kind))
     ids = dict(zip(workload.names, workload.draw(0), strict=True))
-    total = 0.0
+    total: Counter[str] = Counter()
     for config in configs(workload):
         placement = placements(kind, workload)[config.name]
         by_device = ids[config.name].reshape(DEVICES, -1, workload.bag)
         if placement.is_replicated:
             line = 4 + 4 * config.embedding_dim
-            distinct = sum(np.unique(part).size for part in by_device) * (DEVICES - 1) * line
-            dense = 2 * (DEVICES - 1) * config.num_embeddings * config.embedding_dim * 4
-            total += min(distinct, dense)
+            distinct = sum(np.unique(part).size for part in by_device)
+            total["rows"] += distinct * (DEVICES - 1) * line
+            total["sums"] += 2 * (DEVICES - 1) * config.num_embeddings * config.embedding_dim * 4
             continue
         pieces: dict[tuple[int, int], list[Any]] = {}
         for block in placement.cut(config, shape):
             pieces.setdefault(block.columns, []).append(block)
         for (start, stop), blocks in pieces.items():
             total += _least_of_piece(by_device, blocks, 4 * (stop - start))
-    return total / DEVICES
+    return {how: count / DEVICES for how, count in total.items()}
 
 
-def _least_of_piece(by_device: np.ndarray, blocks: Sequence[Any], row_bytes: int) -> int:
-    """The lesser of the two exchanges."""
+def _least_of_piece(by_device: np.ndarray, blocks: Sequence[Any], row_bytes: int) -> Counter[str]:
+    """The least of either exchange, of all devices together, for columns of a table."""
     first_rows = [block.rows[0] for block in blocks]
-    of_rows = of_sums = 0
+    least: Counter[str] = Counter()
     for device, ids in enumerate(by_device):
         owners = np.array([block.device for block in blocks])[
             np.searchsorted(first_rows, ids, side="right") - 1
         ]
         away = owners != device
-        # A row's id, the row itself, and its gradient.
-        of_rows += np.unique(ids[away]).size * (4 + 2 * row_bytes)
-        # An id; a bag's sum, added up on the way; its gradient to each owner.
+        # Of a row its id, itself and its gradient.
+        least["rows"] += int(np.unique(ids[away]).size) * (4 + 2 * row_bytes)
+        # Of a lookup its id; of a bag and an owner of some of its rows the sum and the gradient.
         bags, others = np.nonzero(away)
         pairs = np.unique(bags * DEVICES + owners[bags, others]).size
-        of_sums += away.sum() * 4 + (away.any(axis=1).sum() + pairs) * row_bytes
-    return int(min(of_rows, of_sums))
+        least["sums"] += int(away.sum()) * 4 + int(pairs) * 2 * row_bytes
+    return least
 
 
 def memory(workload: Workload, kind: str) -> dict[str, Any]:
