@@ -214,6 +214,8 @@ class _Program:
                     )
                 fixed = unit * start.rows[group, quantity]
                 self._add_slowest(most, members, quantity, unit, fixed)
+                if quantity == POOLED:
+                    self._add_whole_parts(most, members, unit)
 
     def _add_slowest(
         self,
@@ -245,6 +247,19 @@ class _Program:
         for device, terms in enumerate(on_device):
             if terms or fixed[device]:
                 self.constraint([(most, 1.0), *terms], low=float(fixed[device]))
+
+    def _add_whole_parts(
+        self, most: int, members: Sequence[tuple[Option, int, list[int]]], unit: float
+    ) -> None:
+        """Of ``n`` parts some device has ``n / D`` or more, rounded up, each with bags."""
+        devices = self.problem.topology.num_devices
+        least = min(float(option.load[POOLED].min()) for option, _, _ in members)
+        if least <= 0:
+            return
+        count = self.variable(is_integer=True)
+        parts = [(y, -float(o.parts * o.load.shape[1]) / devices) for o, y, _ in members]
+        self.constraint([(count, 1.0), *parts], low=0)
+        self.constraint([(most, 1.0), (count, -unit * least)], low=0)
 
     def _add_memory(self) -> None:
         problem, start, capacity = self.problem, self.start, self.capacity

@@ -12,7 +12,7 @@ from jaxrec.plan.problem import Choice, Loads, Problem, Solution
 
 
 def improve(problem: Problem, solution: Solution, *, deadline: float) -> Solution:
-    """Places tables anew, one by one, and swaps parts of the slowest device, while that helps.
+    """Places tables anew, one by one, and swaps parts of the slowest devices, while that helps.
 
     Args:
         problem: The tables.
@@ -54,7 +54,7 @@ def _place_anew(loads: Loads, choices: list[Choice], table: int) -> bool:
 
 
 def _swap_parts(loads: Loads, choices: list[Choice], deadline: float) -> bool:
-    """Swaps a part on the slowest device of each group with one elsewhere, while that helps."""
+    """Swaps a part on a slowest device of each group with one elsewhere, while that helps."""
     problem, helped = loads.problem, False
     members: dict[int, list[int]] = {}
     for table, choice in enumerate(choices):
@@ -73,10 +73,12 @@ def _swap_once(
     loads: Loads, choices: list[Choice], group: int, tables: list[int], deadline: float
 ) -> bool:
     problem = loads.problem
-    slowest = int(np.argmax(problem.row_seconds[group] @ loads.rows[group, TIMED]))
+    by_quantity = problem.row_seconds[group][:, None] * loads.rows[group, TIMED]
+    # The slowest in each thing that is done, and in all.
+    slowest = {int(q.argmax()) for q in (*by_quantity, by_quantity.sum(axis=0)) if q.any()}
     parts = [(t, k) for t in tables for k in range(len(choices[t].sites))]
-    here = [part for part in parts if _device(problem, choices, *part) == slowest]
-    there = [part for part in parts if _device(problem, choices, *part) != slowest]
+    here = [part for part in parts if _device(problem, choices, *part) in slowest]
+    there = [part for part in parts if _device(problem, choices, *part) not in slowest]
     start = _key(loads)
     for table, part in here:
         for other, other_part in there:
