@@ -33,7 +33,12 @@ class Channel:
 
     def send(self, values: Array) -> Array:
         """Line ``d`` goes to device ``d``; line ``d`` of the result came from there."""
-        return jax.lax.all_to_all(values, self.axes, split_axis=0, concat_axis=0, tiled=True)
+        return _as_bits(
+            lambda bits: jax.lax.all_to_all(
+                bits, self.axes, split_axis=0, concat_axis=0, tiled=True
+            ),
+            values,
+        )
 
     def send_rows(self, rows: Float[Array, "devices n dim"]) -> Float[Array, "devices n dim"]:
         """`send`, of rows of tables."""
@@ -53,7 +58,7 @@ class Channel:
 
     def gather(self, values: Array) -> Array:
         """The values of all devices, one after the other."""
-        return jax.lax.all_gather(values, self.axes, tiled=True)
+        return _as_bits(lambda bits: jax.lax.all_gather(bits, self.axes, tiled=True), values)
 
     def gather_gradients(self, rows: Float[Array, "n dim"]) -> Float[Array, "all dim"]:
         """`gather`, of gradients."""
@@ -90,6 +95,15 @@ class Channel:
         if format == "float32":
             return self.send(rows)
         return _send_encoded(rows, self, format)
+
+
+def _as_bits(move: Callable[[Array], Array], values: Array) -> Array:
+    """Moves values as bits: XLA widens narrow floats where a device has no arithmetic for them."""
+    if values.dtype.itemsize >= 4 or not jnp.issubdtype(values.dtype, jnp.floating):
+        return move(values)
+    unsigned = {1: jnp.uint8, 2: jnp.uint16}[values.dtype.itemsize]
+    bits = jax.lax.bitcast_convert_type(values, unsigned)
+    return jax.lax.bitcast_convert_type(move(bits), values.dtype)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))

@@ -12,9 +12,8 @@ all devices find out together, runs with room for all. All of this is inside `ja
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -88,24 +87,27 @@ def update_at_owners(
     gradients = channel.gather_gradients(gradient.values)
     sending = _Sending.of(placed, gradient.lookups, gradient.values.shape[0], channel)
 
-    def updated(
-        capacity: int, carried: tuple[Array, dict[str, Array]]
-    ) -> tuple[Array, dict[str, Array]]:
-        table, state = carried
-        scales = gradient.lookups.scales
+    scales = gradient.lookups.scales
+
+    def received(capacity: int) -> RowGradients:
         lookups = Lookups(
             sending.send_rows(capacity),
             sending.send_lines(capacity),
             None if scales is None else sending.send(scales, capacity),
         )
-        here = RowGradients(lookups, gradients)
+        return RowGradients(lookups, gradients)
+
+    def update(carried: Any, here: RowGradients) -> Any:
+        table, state = carried
         return update_owned(placed, table, state, here, step, channel)
 
-    # Two loops of a step at most, and no `cond`: that would copy the table.
     most = sending.order.size
-    fits = sending.fits(capacity)
-    new = run_if(fits, functools.partial(updated, min(capacity, most)), (table, state))
-    return new if capacity >= most else run_if(~fits, functools.partial(updated, most), new)
+    if capacity >= most:
+        return update((table, state), received(most))
+    # Loops of one step at most, and no `cond`: that would copy the table.
+    fits, here = sending.fits(capacity), received(capacity)
+    new = run_if(fits, lambda carried: update(carried, here), (table, state))
+    return run_if(~fits, lambda carried: update(carried, received(most)), new)
 
 
 def update_owned(

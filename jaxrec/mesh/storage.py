@@ -367,9 +367,10 @@ def _steps(
 def _rows(values: Array | np.ndarray, start: int, stop: int) -> np.ndarray:
     """Rows of an array, on the host."""
     if isinstance(values, jax.Array):
-        # The start is no constant of the program, so that one serves all pieces.
-        values = _slice(values, jnp.int32(start), stop - start)
-        return np.asarray(values)
+        # Whatever mesh is set, this is about one device. The start is no constant of the program,
+        # so that one serves all pieces.
+        with jax.set_mesh(Mesh(np.array(list(values.devices())[:1]), ("device",))):
+            return np.asarray(_slice(values, np.int32(start), stop - start))
     return np.asarray(values[start:stop])
 
 
