@@ -13,7 +13,7 @@ import pytest
 from tests.examples import movielens
 from tests.examples.conftest import EXAMPLES
 
-SEQUENCES = {"sasrec": 10, "bert4rec": 40}  # epochs
+SEQUENCES = {"sasrec": 10, "bert4rec": 60}  # epochs
 
 
 def test_every_example_is_run_here():
@@ -125,12 +125,12 @@ def test_two_tower_retrieval(example):
 def test_sequences(example, name, epochs):
     module = example(name)
     settings = module.Settings(
-        num_users=600, num_items=200, epochs=epochs, batch_size=64, dim=16, num_blocks=1, max_length=20,
-        learning_rate=0.01, evaluate_every=epochs,
+        num_users=600, num_items=200, epochs=epochs, batch_size=64, dim=16, num_blocks=1,
+        max_length=20, learning_rate=0.01, evaluate_every=epochs,
     )  # fmt: skip
     found = module.main(settings)
     assert set(found) == {"HR@10", "NDCG@10", "MRR", "epoch"}
-    assert found["HR@10"] > 0.2  # 0.1 by chance
+    assert found["HR@10"] > 0.14  # 0.099 by chance, with a standard deviation of 0.012
 
 
 def test_interactions_file(example, tmp_path):
