@@ -33,8 +33,18 @@ N, BAGS = 64, BATCH // DEVICES  # room for ids of a device's batch, and its bags
 C = math.ceil(1.25 * N / DEVICES)  # room between two devices
 
 
-def compile_steps(placement, optimizer, precision=Precision()):  # noqa: B008
-    """The compiled lookup and the compiled step."""
+def lookup(tables, batch):
+    return embed.lookup(tables, batch)[0]
+
+
+def train_step(tables, batch):
+    pooled, residuals = embed.lookup(tables, batch)
+    gradients = jax.grad(lambda pooled: jnp.sin(pooled.values).sum())(pooled)
+    return embed.apply_gradients(tables, residuals, gradients, 0)
+
+
+def compile_on_mesh(function, placement, optimizer, precision=Precision()):  # noqa: B008
+    """The compiled function, and the tables that it is for."""
     config = jaxrec.EmbeddingBagConfig("table", ROWS, DIM)
     tables = embed.init_tables([config], optimizer, jax.random.key(0))
     mesh = jax.make_mesh((2, 4), ("host", "device"), axis_types=(AxisType.Auto,) * 2)
@@ -44,17 +54,8 @@ def compile_steps(placement, optimizer, precision=Precision()):  # noqa: B008
     batch = shard_batch(jaxrec.KeyedJaggedArray.from_lists({"table": ids.tolist()}), mesh)
     assert batch.capacities == (N,)
 
-    def step(tables, batch):
-        pooled, residuals = embed.lookup(tables, batch)
-        gradients = jax.grad(lambda pooled: jnp.sin(pooled.values).sum())(pooled)
-        return embed.apply_gradients(tables, residuals, gradients, 0)
-
-    lookup = jax.jit(lambda tables, batch: embed.lookup(tables, batch)[0])
-    return (
-        lookup.lower(tables, batch).compile(),
-        jax.jit(step, donate_argnums=0).lower(tables, batch).compile(),
-        tables,
-    )
+    donated = 0 if function is train_step else None
+    return jax.jit(function, donate_argnums=donated).lower(tables, batch).compile(), tables
 
 
 def rows(width, pieces=1):
@@ -96,9 +97,7 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_the_collectives_that_the_type_promises(name):
     placement, expected = CASES[name]
-    lookup, step, tables = compile_steps(placement, jaxrec.optim.adagrad(0.1))
-    if name == "data_parallel":
-        assert collectives(lookup) == []
+    step, tables = compile_on_mesh(train_step, placement, jaxrec.optim.adagrad(0.1))
     found = Counter()
     for each in collectives(step):
         # What all devices bring, or get.
@@ -109,19 +108,24 @@ def test_the_collectives_that_the_type_promises(name):
     assert_in_place(step, tables)
 
 
+def test_copies_are_looked_up_alone():
+    compiled, _ = compile_on_mesh(lookup, data_parallel(), jaxrec.optim.sgd(0.1))
+    assert collectives(compiled) == []
+
+
 @pytest.mark.parametrize("optimizer", ["rowwise_adagrad", "sgd_clip_norm"])
 def test_columns_of_one_row_are_updated_in_place(optimizer):
     optimizer = {
         "rowwise_adagrad": jaxrec.optim.rowwise_adagrad(0.1),
         "sgd_clip_norm": jaxrec.optim.sgd(0.1, clip_norm=1.0),
     }[optimizer]
-    _, step, tables = compile_steps(grid(), optimizer)
+    step, tables = compile_on_mesh(train_step, grid(), optimizer)
     assert_in_place(step, tables)
 
 
 def test_fewer_bits_are_fewer_bytes():
     precision = Precision(forward="int8", backward="bfloat16")
-    _, step, _ = compile_steps(row_wise(), jaxrec.optim.sgd(0.1), precision)
+    step, _ = compile_on_mesh(train_step, row_wise(), jaxrec.optim.sgd(0.1), precision)
     found = sum(each.result_bytes for each in collectives(step) if each.kind == "all-to-all")
     assert found == DEVICES * C * ((4 + DIM + 8) + (4 + 2 * DIM))
 
