@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import datetime
 import json
@@ -14,18 +15,24 @@ from rich.console import Console
 from jaxrec.arguments import ConfigError
 from jaxrec.data import DataError
 from jaxrec.metrics import calibration, log_loss, normalized_entropy
+from jaxrec.metrics.writers import JSONLinesWriter
 from jaxrec.train import checkpoint
-from jaxrec.train.checkpoint import CheckpointError
+from jaxrec.train.checkpoint import CheckpointError, Saver
 from jaxrec.train.config import TrainConfig
 from jaxrec.train.interrupt import Interrupt, interruptible
+from jaxrec.train.keep import Keep
 from jaxrec.train.loop import Evaluation, NotFiniteError, evaluate, train
 from jaxrec.train.memory import keep_freed_memory
 from jaxrec.train.model import CONFIG_FILE, make_model
 from jaxrec.train.options import load_config, parse_options, write_options
 from jaxrec.train.progress import Progress
 from jaxrec.train.rows import split_rows
+from jaxrec.train.summary import SUMMARY_FILE, draw_summary, read_history
+from jaxrec.train.trace import StepTrace
 
 RESULTS_FILE = "results.json"
+HISTORY_FILE = "metrics.jsonl"
+PROFILE_DIRECTORY = "profile"
 
 USAGE_ERRORS = (ConfigError,)
 FAILURES = (CheckpointError, DataError, NotFiniteError)
@@ -72,19 +79,29 @@ def _train(config: TrainConfig, console: Console, interrupt: Interrupt) -> int:
     batch_size = config.data.batch_size
     num_steps = rows.num_batches(batch_size) * config.data.epochs
     model, optimizer = make_model(config, num_steps)
-    if config.resume is not None:
+    # A run that was killed before its first checkpoint starts anew.
+    if config.resume is not None and (checkpoint.steps(config.resume) or config.eval_only):
         checkpoint.restore(config.resume, model, optimizer)
+    done = int(optimizer.step.get_value())
+    if config.eval_only:
+        evaluation = evaluate(model, held_out, batch_size=batch_size, stop=interrupt.__bool__)
+        if evaluation is not None:
+            _report(console, _results(evaluation), len(held_out))
+        return interrupt.exit_code
     # Now, not after hours of training, is the time to find out that it cannot be written to.
     checkpoint.require_space(output, model, optimizer)
     write_options(config, output / CONFIG_FILE)
 
-    done = int(optimizer.step.get_value())
     console.print(
         f"{config.data.path or 'generated log'}: {len(rows):,} rows to train on, "
         f"{len(held_out):,} held out; {num_steps:,} steps of {batch_size:,}"
         + (f", {done:,} of them made before" if done else "")
     )
-    with Progress(console, num_steps, done) as progress:
+    with contextlib.ExitStack() as stack:
+        saver = stack.enter_context(Saver(output, Keep(last=config.checkpoint.keep_last)))
+        writer = stack.enter_context(contextlib.closing(JSONLinesWriter(output / HISTORY_FILE)))
+        progress = stack.enter_context(Progress(console, num_steps, done))
+        trace = StepTrace(output / PROFILE_DIRECTORY if config.profile else None)
         train(
             model,
             optimizer,
@@ -93,8 +110,16 @@ def _train(config: TrainConfig, console: Console, interrupt: Interrupt) -> int:
             epochs=config.data.epochs,
             progress=progress,
             stop=interrupt.__bool__,
+            record=writer.write,
+            record_every=config.record_every,
+            save=lambda: saver.save(model, optimizer),
+            save_every=config.checkpoint.every,
+            trace=stack.enter_context(trace),
         )
-    checkpoint.save(output, model, optimizer)
+        saver.wait()
+        # A checkpoint that is there is not written again: while it is, there would be none.
+        if int(optimizer.step.get_value()) not in checkpoint.steps(output):
+            saver.save(model, optimizer)
     if interrupt:
         return _stopped(console, interrupt, output, int(optimizer.step.get_value()), num_steps)
     evaluation = evaluate(model, held_out, batch_size=batch_size, stop=interrupt.__bool__)
@@ -103,6 +128,10 @@ def _train(config: TrainConfig, console: Console, interrupt: Interrupt) -> int:
     results = _results(evaluation) | {"samples_per_second": progress.samples_per_second}
     (output / RESULTS_FILE).write_text(json.dumps(results, indent=2) + "\n")
     _report(console, results, len(held_out))
+    try:
+        draw_summary(read_history(output / HISTORY_FILE), results, output / SUMMARY_FILE)
+    except ImportError as error:
+        console.print(str(error), markup=False)
     console.print(f"model saved in {output}")
     return 0
 
@@ -132,7 +161,7 @@ def _report(console: Console, results: dict[str, float | None], rows: int) -> No
     best = results["best_auc"]
     reachable = "" if best is None else f"  (best reachable {best:.4f})"
     # A run of one step has nothing but compilation to measure.
-    rate = results["samples_per_second"]
+    rate = results.get("samples_per_second")
     trained = f"; trained at {rate:,.0f} samples/s" if rate else ""
     console.print(f"on {rows:,} held-out rows{trained}:")
     console.print(f"  AUC          {results['auc']:.4f}{reachable}")

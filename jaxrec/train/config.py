@@ -88,12 +88,28 @@ class OptimizerConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class CheckpointConfig:
+    """What is saved while training goes on; at its end the model is saved in any case."""
+
+    every: int = 1000
+    """Steps from checkpoint to checkpoint."""
+    keep_last: int = 1
+    """How many of the newest stay."""
+
+    def __post_init__(self) -> None:
+        _positive(self, "every", "keep_last")
+
+
+@dataclasses.dataclass(frozen=True)
 class TrainConfig:
     """Trains a DLRM on click logs and reports AUC, NE and log loss on held-out rows."""
 
     data: DataConfig = DataConfig()
     model: ModelConfig = ModelConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    record_every: int = 100
+    """Steps from line to line of metrics.jsonl, which the summary's curves are drawn from."""
     output: pathlib.Path | None = None
     """Directory of the saved model; a new one below runs/ if not given."""
     seed: int = 0
@@ -102,7 +118,15 @@ class TrainConfig:
     """YAML or TOML file with any of these options; those on the command line come first."""
     resume: pathlib.Path | None = None
     """Directory of a saved run to go on with, under its own options."""
+    eval_only: bool = False
+    """Evaluate the model of --resume on the held-out rows, and train no more."""
+    profile: bool = False
+    """Write a trace of some steps to profile/ in the output, for TensorBoard or Perfetto."""
 
     def __post_init__(self) -> None:
+        if self.record_every < 1:
+            raise ConfigError(f"record-every is above 0, got {self.record_every}")
+        if self.eval_only and self.resume is None:
+            raise ConfigError("--eval-only evaluates a saved model; say which with --resume")
         if self.seed < 0:
             raise ConfigError(f"seed is 0 or more, got {self.seed}")

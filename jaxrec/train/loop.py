@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
@@ -15,29 +16,47 @@ from jaxtyping import Array, Float
 
 from jaxrec.data import ClickBatch
 from jaxrec.embed import Optimizer, value_and_grad
-from jaxrec.metrics import BinarySums, auc, binary_sums, normalized_entropy
+from jaxrec.metrics import BinarySums, auc, binary_sums, log_loss, normalized_entropy
 from jaxrec.nn import DLRM
+from jaxrec.train.pipeline import Pipeline
 from jaxrec.train.progress import Progress
 from jaxrec.train.rows import Rows
 from jaxrec.train.step import compile_step
+from jaxrec.train.trace import StepTrace
 from jaxrec.train.trainer import AHEAD, NotFiniteError
 
-# Steps over which the running NE is taken.
+# Steps over which the running values are taken, and those of them that AUC is made of.
 WINDOW = 200
+AUC_WINDOW = 20
 
 
-def train_step(model: DLRM, optimizer: Optimizer, batch: ClickBatch) -> BinarySums:
-    """One step; returns the batch's sums, taken before the update."""
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """What a step measures on its batch, before the update.
 
-    def loss_fn(model: DLRM) -> tuple[Float[Array, ""], BinarySums]:
+    Attributes:
+        sums: For loss, normalized entropy and calibration.
+        logits: ``[batch]`` float32, NaN in padding.
+    """
+
+    sums: BinarySums
+    logits: Float[Array, " batch"]
+
+
+def train_step(model: DLRM, optimizer: Optimizer, batch: ClickBatch) -> Measured:
+    """One step."""
+
+    def loss_fn(model: DLRM) -> tuple[Float[Array, ""], Measured]:
         logits = model(batch.dense, batch.features)
         losses = optax.sigmoid_binary_cross_entropy(logits, batch.labels)
         loss = (batch.weights * losses).sum() / batch.weights.sum()
-        return loss, binary_sums(logits, batch.labels, batch.weights)
+        sums = binary_sums(logits, batch.labels, batch.weights)
+        return loss, Measured(sums, jnp.where(batch.weights > 0, logits, jnp.nan))
 
-    (_, sums), gradients = value_and_grad(loss_fn, has_aux=True)(model)
+    (_, measured), gradients = value_and_grad(loss_fn, has_aux=True)(model)
     optimizer.update(model, gradients)
-    return sums
+    return measured
 
 
 def train(
@@ -49,6 +68,11 @@ def train(
     epochs: int,
     progress: Progress,
     stop: Callable[[], Any] = lambda: False,
+    record: Callable[[int, dict[str, float]], None] = lambda step, values: None,
+    record_every: int = 100,
+    save: Callable[[], Any] = lambda: None,
+    save_every: int | None = None,
+    trace: StepTrace | None = None,
 ) -> None:
     """Trains on the rows from where the optimizer's step count says that training is.
 
@@ -59,6 +83,11 @@ def train(
         epochs: How often to go through the rows, steps made before included.
         progress: Told of every step.
         stop: Asked after each step; training ends early once it says so.
+        record: Told the step and the running values, every ``record_every`` steps.
+        record_every: See ``record``.
+        save: Called every ``save_every`` steps, when the losses of all steps so far are numbers.
+        save_every: See ``save``; None: never.
+        trace: Told of every step.
 
     Raises:
         NotFiniteError: The loss of a step is NaN or infinite.
@@ -66,40 +95,66 @@ def train(
     """
     step = compile_step(train_step, model, optimizer)
     per_epoch = rows.num_batches(batch_size)
-    done = int(optimizer.step.get_value())
+    started = done = int(optimizer.step.get_value())
     window: collections.deque[BinarySums] = collections.deque(maxlen=WINDOW)
-    under_way: collections.deque[BinarySums] = collections.deque()
+    scored: collections.deque[tuple[np.ndarray, np.ndarray]] = collections.deque(maxlen=AUC_WINDOW)
+    under_way: collections.deque[tuple[ClickBatch, Measured]] = collections.deque()
 
-    def finish_oldest() -> None:
+    def finish(left: int) -> None:
         nonlocal done
-        sums = under_way.popleft().on_host()
-        done += 1
-        if not np.isfinite(sums.cross_entropy):
-            raise NotFiniteError(
-                f"the loss is {sums.cross_entropy} at step {done}; lower the learning rates "
-                "(--optimizer.learning-rate, --optimizer.table-learning-rate)"
-            )
-        window.append(sums)
-        progress.advance(int(sums.weights))
-        if progress.is_due():
-            progress.show(done, normalized_entropy(sum(window, BinarySums())))
+        while len(under_way) > left:
+            batch, measured = under_way.popleft()
+            sums = measured.sums.on_host()
+            done += 1
+            if not np.isfinite(sums.cross_entropy):
+                raise NotFiniteError(
+                    f"the loss is {sums.cross_entropy} at step {done}; lower the learning rates "
+                    "(--optimizer.learning-rate, --optimizer.table-learning-rate)"
+                )
+            window.append(sums)
+            progress.advance(int(sums.weights))
+            scored.append((np.asarray(measured.logits), np.asarray(batch.labels)))
+            if progress.is_due():
+                progress.show(done, normalized_entropy(sum(window, BinarySums())))
+            if done % record_every == 0:
+                record(done, _running(window, scored, progress))
 
     first_epoch, first_batch = divmod(done, per_epoch)
     for epoch in range(first_epoch, epochs):
         stream = rows.batches(batch_size, first_batch if epoch == first_epoch else 0)
-        try:
-            for batch in stream:
-                under_way.append(step(batch))
-                if len(under_way) > AHEAD:
-                    finish_oldest()
+        with Pipeline(stream, jax.device_put) as placed:
+            for batch in placed:
+                if trace is not None:
+                    trace.step()
+                under_way.append((batch, step(batch)))
+                finish(AHEAD)
+                made = done + len(under_way)
+                if save_every is not None and made % save_every == 0 and made > started:
+                    finish(0)
+                    save()
                 if stop():
                     break
-        finally:
-            stream.close()
         if stop():
             break
-    while under_way:
-        finish_oldest()
+    finish(0)
+
+
+def _running(
+    window: Iterable[BinarySums],
+    scored: Iterable[tuple[np.ndarray, np.ndarray]],
+    progress: Progress,
+) -> dict[str, float]:
+    """The values of the last steps."""
+    sums = sum(window, BinarySums())
+    logits, labels = (np.concatenate(column) for column in zip(*scored, strict=True))
+    real = ~np.isnan(logits)
+    values = {
+        "log_loss": log_loss(sums),
+        "normalized_entropy": normalized_entropy(sums),
+        "auc": auc(logits[real], labels[real]),
+    }
+    rate = progress.samples_per_second
+    return values | ({"samples_per_second": rate} if rate else {})
 
 
 @dataclasses.dataclass(frozen=True)

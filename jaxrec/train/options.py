@@ -92,7 +92,7 @@ def parse_options(options: Sequence[str], default: TrainConfig = _DEFAULT) -> Tr
 def write_options(config: TrainConfig, path: pathlib.Path) -> None:
     """Writes options so that `read_options` finds them again."""
     options = _plain(config)
-    for own in ("config", "resume", "output"):
+    for own in ("config", "resume", "output", "eval_only", "profile"):
         del options[own]
     path.write_text(yaml.safe_dump(options, sort_keys=False))
 

@@ -20,6 +20,7 @@ from jaxrec.embed.taps import look_up, looked_up_ahead
 from jaxrec.metrics import MetricGroup
 from jaxrec.metrics.writers import Writer
 from jaxrec.train.checkpoint import Run, Saver, restore, restore_state
+from jaxrec.train.checkpoint import steps as steps_of
 from jaxrec.train.held import Held
 from jaxrec.train.pipeline import Pipeline
 from jaxrec.train.step import compile_step
@@ -162,9 +163,12 @@ class Trainer:
                     finish(0)
                     self.save()
         finish(0)
-        if self.saver is not None and number > first:
-            self.save()
+        if self.saver is not None:
             self.saver.wait()
+            # A checkpoint that is there is not written again: while it is, there would be none.
+            if number > first and number not in steps_of(self.saver.directory):
+                self.save()
+                self.saver.wait()
         return number - first
 
     def save(self, metrics: Mapping[str, float] | None = None) -> None:

@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -93,6 +94,88 @@ def test_stopped_and_resumed(tmp_path, capsys, monkeypatch):
     assert not np.array_equal(rows, again)
 
 
+KILLED = [*SMALL, "--data.generated-rows=800", "--data.batch-size=8", "--checkpoint.every=10"]
+
+
+@pytest.mark.parametrize("moment", ["before-the-first", "in-a-checkpoint", "between"])
+def test_killed_and_resumed_ends_with_the_same_bits(tmp_path, never_killed, moment):
+    output = tmp_path / "model"
+    begun, number = time.monotonic(), 0
+    while True:
+        options = ["--resume", output] if (output / "config.yaml").exists() else KILLED
+        if options is KILLED:
+            options = [*KILLED, "--output", output]
+        command = [*PROGRAM, "train", *map(str, options)]
+        with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as run:
+            while run.poll() is None and not (number == 0 and is_moment(output, moment)):
+                time.sleep(0.0005)
+            run.kill()
+            _, errors = run.communicate()
+        number += 1
+        if run.returncode == 0:
+            break
+        assert run.returncode == -signal.SIGKILL, errors
+        assert time.monotonic() - begun < 300
+    # A quick machine may finish a run before it is killed, but not in all of these.
+    assert number == 2
+    for name in ("cat_0", "cat_9"):
+        got = load_model(output).embeddings.table(name)
+        np.testing.assert_array_equal(got, never_killed.embeddings.table(name))
+    assert (output / "results.json").exists()
+
+
+def is_moment(output, moment):
+    if moment == "before-the-first":
+        return (output / "config.yaml").exists()
+    names = [path.name for path in output.glob("*")]
+    if moment == "in-a-checkpoint":
+        return any("checkpoint-tmp" in name for name in names)
+    return any(name.isdecimal() and int(name) >= 50 for name in names)
+
+
+@pytest.fixture(scope="module")
+def never_killed(tmp_path_factory):
+    output = tmp_path_factory.mktemp("never") / "model"
+    assert main(["train", *KILLED, "--output", str(output)]) == 0
+    return load_model(output)
+
+
+def test_only_evaluated(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", "--output=model", *SMALL]) == 0
+    report = capsys.readouterr().out
+    made = {path: path.stat().st_mtime_ns for path in (tmp_path / "model").rglob("*")}
+    assert main(["train", "--resume=model", "--eval-only"]) == 0
+    again = capsys.readouterr().out
+    assert [x for x in report.splitlines() if "NE " in x] == [
+        x for x in again.splitlines() if "NE " in x
+    ]
+    assert "rows to train on" not in again
+    assert made == {path: path.stat().st_mtime_ns for path in (tmp_path / "model").rglob("*")}
+
+
+def test_curves_picture_and_trace(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    options = [*SMALL, "--data.epochs=3", "--record-every=5", "--profile"]
+    assert main(["train", "--output=model", *options]) == 0
+    lines = map(json.loads, (tmp_path / "model/metrics.jsonl").read_text().splitlines())
+    lines = list(lines)
+    assert [line["step"] for line in lines] == list(range(5, 39, 5))
+    assert {"log_loss", "normalized_entropy", "auc", "samples_per_second"} <= set(lines[-1])
+    assert all(0 <= line["auc"] <= 1 for line in lines)
+    assert (tmp_path / "model/summary.png").read_bytes().startswith(b"\x89PNG")
+    assert list((tmp_path / "model/profile").rglob("*.xplane.pb"))
+
+
+def test_loss_that_is_no_number_keeps_the_last_good_checkpoint(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", "--output=model", *SMALL, "--checkpoint.every=4"]) == 0
+    options = ["--data.epochs=2", "--optimizer.learning-rate=1e30", "--checkpoint.every=1"]
+    assert main(["train", "--resume=model", *options]) == 1
+    assert "at step" in capsys.readouterr().err
+    assert np.isfinite(np.asarray(load_model(tmp_path / "model").embeddings.table("cat_0"))).all()
+
+
 def test_a_missing_file(tmp_path):
     done = jaxrec("train", "--data", "missing.tsv", *SMALL, cwd=tmp_path)
     assert_one_sentence(done, 1, "missing.tsv: No such file or directory")
@@ -139,6 +222,9 @@ IN_PROCESS = {
     "empty": (["--data=empty"], 1, "the file is empty"),
     "taken": (["--output=taken"], 2, "taken holds a saved run"),
     "no-directory": (["--output=one/below"], 1, "one/below: Not a directory"),
+    "eval-nothing": (["--eval-only"], 2, "say which with --resume"),
+    "record-every": (["--record-every=0"], 2, "record-every is above 0"),
+    "checkpoint": (["--checkpoint.every=0"], 2, "checkpoint.every is above 0"),
     "not-finite": (["--optimizer.learning-rate=1e30"], 1, "the loss is"),
 }
 

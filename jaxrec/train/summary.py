@@ -1,0 +1,70 @@
+"""A picture of a run: loss, normalized entropy, AUC and throughput over the steps."""
+
+from __future__ import annotations
+
+import json
+import math
+import pathlib
+from collections.abc import Mapping
+
+SUMMARY_FILE = "summary.png"
+
+# What is drawn: the value's name, its title, and its name among the results on held-out rows.
+CURVES = (
+    ("log_loss", "log loss (nats)", "log_loss"),
+    ("normalized_entropy", "normalized entropy", "normalized_entropy"),
+    ("auc", "AUC", "auc"),
+    ("samples_per_second", "samples/s", None),
+)
+
+
+def read_history(path: pathlib.Path) -> dict[int, dict[str, float]]:
+    """The values by step that `jaxrec.metrics.JSONLinesWriter` wrote; the last of a step count.
+
+    A line that a killed run did not finish is left out. Steps after the one that a resumed run went
+    back to are written again.
+    """
+    history: dict[int, dict[str, float]] = {}
+    for line in path.read_text().splitlines() if path.exists() else ():
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        step = record.pop("step")
+        history[step] = {n: math.nan if x is None else x for n, x in record.items()}
+    return dict(sorted(history.items()))
+
+
+def draw_summary(
+    history: Mapping[int, Mapping[str, float]],
+    results: Mapping[str, float | None],
+    path: pathlib.Path,
+) -> None:
+    """Draws a run.
+
+    Args:
+        history: Values by step, of those in `CURVES`.
+        results: Values on held-out rows, drawn as lines.
+        path: The picture.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+        OSError: The picture cannot be written.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ImportError(
+            "a picture of the run needs matplotlib: pip install 'jaxrec[plot]'"
+        ) from None
+    figure = Figure(figsize=(10, 7), layout="constrained")
+    for axes, (name, title, result) in zip(figure.subplots(2, 2).flat, CURVES, strict=True):
+        steps = [step for step, values in history.items() if name in values]
+        axes.plot(steps, [history[step][name] for step in steps], label="training")
+        held_out = None if result is None else results.get(result)
+        if held_out is not None:
+            axes.axhline(held_out, color="C1", linestyle="--", label=f"held out: {held_out:.4f}")
+        axes.set(title=title, xlabel="step")
+        if steps or held_out is not None:
+            axes.legend()
+    figure.savefig(path)
