@@ -6,6 +6,7 @@ from jaxrec.data.clicks import ClickLog as ClickLog
 from jaxrec.data.clicks import Clicks as Clicks
 from jaxrec.data.criteo import CriteoFile as CriteoFile
 from jaxrec.data.generated import GeneratedLog as GeneratedLog
+from jaxrec.data.groups import GroupRange as GroupRange
 from jaxrec.data.groups import NpyGroups as NpyGroups
 from jaxrec.data.groups import ParquetGroups as ParquetGroups
 from jaxrec.data.groups import RowGroups as RowGroups

@@ -9,7 +9,7 @@ import json
 import os
 import pathlib
 from collections.abc import Callable, Iterable, Iterator
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from jaxrec.data import contiguous
 from jaxrec.data.parts import Conversion, Part, PartWriter, as_json, read_part, same_conversion
@@ -93,7 +93,9 @@ def convert(
     files = source_files(source)
     total = sum(file.stat().st_size for file in files)
     if (output / SUMMARY_FILE).exists():
-        return _finished(output, conversion)
+        earlier, summary = _read_summary(output)
+        same_conversion(earlier, conversion, output)
+        return summary
     # Contiguous ids are numbered when all have been counted.
     parts = output / RAW_DIRECTORY if conversion.ids == "contiguous" else output
     parts.mkdir(parents=True, exist_ok=True)
@@ -126,10 +128,24 @@ def convert(
     return summary
 
 
-def _finished(output: pathlib.Path, conversion: Conversion) -> Summary:
-    content = json.loads((output / SUMMARY_FILE).read_text())
-    same_conversion(content.pop("conversion"), conversion, output)
-    return Summary(**content | {"table_rows": tuple(content["table_rows"])})
+def read_summary(output: pathlib.Path) -> Summary:
+    """The summary of a directory that `convert` filled.
+
+    Raises:
+        DataError: It did not, or not to the end.
+    """
+    return _read_summary(output)[1]
+
+
+def _read_summary(output: pathlib.Path) -> tuple[dict[str, Any], Summary]:
+    path = output / SUMMARY_FILE
+    if not path.exists():
+        raise DataError(
+            f"{output}: {SUMMARY_FILE} is missing; `jaxrec data criteo` writes it when it is done"
+        )
+    content = json.loads(path.read_text())
+    conversion = content.pop("conversion")
+    return conversion, Summary(**content | {"table_rows": tuple(content["table_rows"])})
 
 
 def _convert_file(

@@ -117,6 +117,49 @@ class ParquetGroups:
 
 
 @dataclasses.dataclass(frozen=True)
+class GroupRange:
+    """Some rows of others, such as those to train on and those that are held out.
+
+    Attributes:
+        groups: The others.
+        start, stop: The rows, counted over all groups.
+
+    Raises:
+        ValueError: There are no such rows.
+    """
+
+    groups: RowGroups
+    start: int
+    stop: int
+
+    def __post_init__(self) -> None:
+        total = sum(self.groups.sizes)
+        if not 0 <= self.start < self.stop <= total:
+            raise ValueError(f"rows {self.start} to {self.stop} are not among {total} rows")
+
+    @functools.cached_property
+    def _cuts(self) -> tuple[tuple[int, int, int], ...]:
+        """The groups that have some of the rows, and which of their own rows those are."""
+        cuts, first = [], 0
+        for group, rows in enumerate(self.groups.sizes):
+            low, high = max(self.start - first, 0), min(self.stop - first, rows)
+            if low < high:
+                cuts.append((group, low, high))
+            first += rows
+        return tuple(cuts)
+
+    @functools.cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """Rows of each group."""
+        return tuple(high - low for _, low, high in self._cuts)
+
+    def read(self, group: int) -> pa.Table:
+        """The rows of a group."""
+        number, low, high = self._cuts[group]
+        return self.groups.read(number).slice(low, high - low)
+
+
+@dataclasses.dataclass(frozen=True)
 class NpyGroups:
     """Arrays of npy files side by side, such as TorchRec's ``day_0_dense.npy`` and its kin.
 

@@ -28,13 +28,15 @@ class DataConfig:
 
     path: Annotated[pathlib.Path | None, tyro.conf.arg(aliases=["--data"])] = None
     """File in Criteo's format: label, 13 integers and 26 hexadecimal ids a line, separated by tabs,
-    plain or gzip. A generated log if not given."""
+    plain or gzip; or a directory that `jaxrec data criteo` wrote, which is read in random order. A
+    generated log if not given."""
     eval_path: pathlib.Path | None = None
-    """File with the held-out rows. The last rows of the log are held out if not given."""
+    """The same with the held-out rows. The last rows of the log are held out if not given."""
     eval_fraction: float = 0.1
     """Share of the file's rows that is held out."""
     table_rows: int = 100_000
-    """Rows of each table; a file's ids are taken modulo this. A generated log has its own."""
+    """Rows of each table; a file's ids are taken modulo this. A generated log has its own, and so
+    have Parquet files, unless their ids are raw."""
     batch_size: int = 2048
     """Samples in a step."""
     epochs: int = 1

@@ -20,7 +20,7 @@ from jaxrec.metrics import BinarySums, auc, binary_sums, log_loss, normalized_en
 from jaxrec.nn import DLRM
 from jaxrec.train.pipeline import Pipeline
 from jaxrec.train.progress import Progress
-from jaxrec.train.rows import Rows
+from jaxrec.train.rows import ParquetRows, Rows
 from jaxrec.train.step import compile_step
 from jaxrec.train.trace import StepTrace
 from jaxrec.train.trainer import AHEAD, NotFiniteError
@@ -62,7 +62,7 @@ def train_step(model: DLRM, optimizer: Optimizer, batch: ClickBatch) -> Measured
 def train(
     model: DLRM,
     optimizer: Optimizer,
-    rows: Rows,
+    rows: Rows | ParquetRows,
     *,
     batch_size: int,
     epochs: int,
@@ -121,7 +121,7 @@ def train(
 
     first_epoch, first_batch = divmod(done, per_epoch)
     for epoch in range(first_epoch, epochs):
-        stream = rows.batches(batch_size, first_batch if epoch == first_epoch else 0)
+        stream = rows.batches(batch_size, first_batch if epoch == first_epoch else 0, epoch)
         with Pipeline(stream, jax.device_put) as placed:
             for batch in placed:
                 if trace is not None:
@@ -173,7 +173,11 @@ class Evaluation:
 
 
 def evaluate(
-    model: DLRM, rows: Rows, *, batch_size: int, stop: Callable[[], Any] = lambda: False
+    model: DLRM,
+    rows: Rows | ParquetRows,
+    *,
+    batch_size: int,
+    stop: Callable[[], Any] = lambda: False,
 ) -> Evaluation | None:
     """Predicts the rows; None if ``stop`` said so before the last.
 
@@ -197,18 +201,9 @@ def evaluate(
         if stop():
             return None
     every_label = np.concatenate(labels)
-    truth = _true_probabilities(rows)
+    truth = rows.probabilities()
     return Evaluation(
         auc(np.concatenate(logits), every_label),
         None if truth is None else auc(truth, every_label),
         sums,
     )
-
-
-def _true_probabilities(rows: Rows) -> Float[np.ndarray, " rows"] | None:
-    known = []
-    for chunk in rows.log.chunks(rows.start, rows.stop):
-        if chunk.probabilities is None:
-            return None
-        known.append(chunk.probabilities)
-    return np.concatenate(known)

@@ -8,6 +8,7 @@ import optax
 from flax import nnx
 
 from jaxrec import optim
+from jaxrec.data.convert import read_summary
 from jaxrec.data.generated import TABLE_ROWS
 from jaxrec.data.transforms import CATEGORICAL_NAMES, NUM_CATEGORICAL, NUM_DENSE
 from jaxrec.embed import EmbeddingBagCollection, EmbeddingBagConfig, Optimizer
@@ -20,9 +21,17 @@ CONFIG_FILE = "config.yaml"
 
 
 def table_rows(config: TrainConfig) -> tuple[int, ...]:
-    """The rows of each table."""
-    if config.data.path is None:
+    """The rows of each table.
+
+    Raises:
+        OSError, DataError: A directory of Parquet files has no summary.
+    """
+    path = config.data.path
+    if path is None:
         return TABLE_ROWS
+    if path.is_dir():
+        # Raw ids need as many rows as the user gives them.
+        return read_summary(path).table_rows or (config.data.table_rows,) * NUM_CATEGORICAL
     return (config.data.table_rows,) * NUM_CATEGORICAL
 
 

@@ -3,10 +3,30 @@
 from __future__ import annotations
 
 import dataclasses
+import pathlib
 from collections.abc import Generator
 
-from jaxrec.data import ClickBatch, ClickLog, CriteoFile, DataError, GeneratedLog, batches, prefetch
-from jaxrec.data.transforms import CATEGORICAL_NAMES
+import numpy as np
+import pyarrow as pa
+from jaxtyping import Float
+
+from jaxrec.data import (
+    BatchSource,
+    ClickBatch,
+    ClickLog,
+    Clicks,
+    CriteoFile,
+    DataError,
+    GeneratedLog,
+    GroupRange,
+    ParquetGroups,
+    RowGroups,
+    batches,
+    prefetch,
+    to_numpy,
+)
+from jaxrec.data.text import LABEL
+from jaxrec.data.transforms import CATEGORICAL_NAMES, DENSE_NAMES, log_counts, table_ids
 from jaxrec.train.config import TrainConfig
 from jaxrec.train.model import table_rows
 
@@ -26,13 +46,69 @@ class Rows:
         """Batches that hold all rows."""
         return -(-len(self) // batch_size)
 
-    def batches(self, batch_size: int, first: int = 0) -> Generator[ClickBatch, None, None]:
-        """The rows as batches, from batch ``first`` on, made ahead by a thread."""
+    def batches(
+        self, batch_size: int, first: int = 0, epoch: int = 0
+    ) -> Generator[ClickBatch, None, None]:
+        """The rows as batches, from batch ``first`` on, made ahead by a thread.
+
+        They come as they are stored in every ``epoch``.
+        """
         chunks = self.log.chunks(self.start + first * batch_size, self.stop)
         return prefetch(batches(chunks, batch_size, CATEGORICAL_NAMES))
 
+    def probabilities(self) -> Float[np.ndarray, " rows"] | None:
+        """The true probability of a click in each row, where it is known."""
+        known = []
+        for chunk in self.log.chunks(self.start, self.stop):
+            if chunk.probabilities is None:
+                return None
+            known.append(chunk.probabilities)
+        return np.concatenate(known)
 
-def split_rows(config: TrainConfig) -> tuple[Rows, Rows]:
+
+@dataclasses.dataclass(frozen=True)
+class ParquetRows:
+    """Rows of what `jaxrec data criteo` wrote.
+
+    Attributes:
+        groups: The rows.
+        table_rows: Rows of each table; ids are taken modulo these.
+        seed: Of the order, another one in each epoch; None: as they are stored.
+    """
+
+    groups: RowGroups
+    table_rows: tuple[int, ...]
+    seed: int | None = None
+
+    def __len__(self) -> int:
+        return sum(self.groups.sizes)
+
+    def num_batches(self, batch_size: int) -> int:
+        """Batches that hold all rows."""
+        return -(-len(self) // batch_size)
+
+    def batches(
+        self, batch_size: int, first: int = 0, epoch: int = 0
+    ) -> Generator[ClickBatch, None, None]:
+        """The rows of an epoch as batches, from batch ``first`` on, made ahead by threads."""
+
+        def to_batch(table: pa.Table) -> ClickBatch:
+            return next(batches([self._clicks(table)], batch_size, CATEGORICAL_NAMES))
+
+        source = BatchSource(self.groups, batch_size, to_batch, self.seed, epochs=epoch + 1)
+        yield from source.from_batch(epoch * source.batches_per_epoch + first)
+
+    def _clicks(self, table: pa.Table) -> Clicks:
+        counts = np.stack([to_numpy(table[name]) for name in DENSE_NAMES], axis=1)
+        ids = np.stack([to_numpy(table[name]) for name in CATEGORICAL_NAMES], axis=1)
+        labels = to_numpy(table[LABEL]).astype(np.float32)
+        return Clicks(labels, log_counts(counts), table_ids(ids, self.table_rows))
+
+    def probabilities(self) -> None:
+        """Nobody knows them."""
+
+
+def split_rows(config: TrainConfig) -> tuple[Rows | ParquetRows, Rows | ParquetRows]:
     """The rows to train on and those that are held out: the last ones, as they come later.
 
     Raises:
@@ -43,14 +119,33 @@ def split_rows(config: TrainConfig) -> tuple[Rows, Rows]:
         rows = data.generated_rows
         log = GeneratedLog(rows + data.generated_eval_rows, config.seed, tables)
         return Rows(log, 0, rows), Rows(log, rows, log.num_rows)
-    file = CriteoFile(data.path, tables)
+    whole = _rows_of(data.path, tables)
     if data.eval_path is not None:
-        held_out = CriteoFile(data.eval_path, tables)
-        return Rows(file, 0, file.num_rows), Rows(held_out, 0, held_out.num_rows)
-    count = max(1, round(file.num_rows * data.eval_fraction))
-    if count >= file.num_rows:
+        return _shuffled(whole, config.seed), _rows_of(data.eval_path, tables)
+    count = max(1, round(len(whole) * data.eval_fraction))
+    if count >= len(whole):
         raise DataError(
-            f"{data.path}: {file.num_rows} rows are too few to train on some and hold out "
+            f"{data.path}: {len(whole)} rows are too few to train on some and hold out "
             f"{data.eval_fraction:.0%}; give more rows, or others with --data.eval-path"
         )
-    return Rows(file, 0, file.num_rows - count), Rows(file, file.num_rows - count, file.num_rows)
+    middle = len(whole) - count
+    return _shuffled(_part(whole, 0, middle), config.seed), _part(whole, middle, len(whole))
+
+
+def _rows_of(path: pathlib.Path, tables: tuple[int, ...]) -> Rows | ParquetRows:
+    if path.is_dir():
+        names = (LABEL, *DENSE_NAMES, *CATEGORICAL_NAMES)
+        return ParquetRows(ParquetGroups.of_directory(path, names), tables)
+    file = CriteoFile(path, tables)
+    return Rows(file, 0, file.num_rows)
+
+
+def _part(rows: Rows | ParquetRows, start: int, stop: int) -> Rows | ParquetRows:
+    if isinstance(rows, Rows):
+        return dataclasses.replace(rows, start=start, stop=stop)
+    return dataclasses.replace(rows, groups=GroupRange(rows.groups, start, stop))
+
+
+def _shuffled(rows: Rows | ParquetRows, seed: int) -> Rows | ParquetRows:
+    """Text can only be read in order."""
+    return rows if isinstance(rows, Rows) else dataclasses.replace(rows, seed=seed)

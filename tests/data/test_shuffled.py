@@ -8,7 +8,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from jaxrec.data import BatchSource, DataError, NpyGroups, ParquetGroups, Shard, to_numpy
+from jaxrec.data import (
+    BatchSource,
+    DataError,
+    GroupRange,
+    NpyGroups,
+    ParquetGroups,
+    Shard,
+    to_numpy,
+)
 
 
 def files(directory, sizes=(30, 7, 25), group=10):
@@ -133,6 +141,20 @@ def test_npy(tmp_path):
     for rows in source.from_batch():
         labels = to_numpy(rows["label"])
         np.testing.assert_array_equal(to_numpy(rows["dense"]), arrays["dense"][labels])
+
+
+@pytest.mark.parametrize(("start", "stop"), [(0, 62), (3, 8), (9, 41), (10, 30), (61, 62)])
+def test_some_of_the_rows(tmp_path, start, stop):
+    rows = GroupRange(files(tmp_path), start, stop)
+    got = [row for batch in every(BatchSource(rows, 7, xs)) for row in batch]
+    assert got == list(range(start, stop))
+    assert sum(rows.sizes) == stop - start
+
+
+def test_rows_that_are_not_there(tmp_path):
+    for start, stop in ((5, 5), (0, 63), (-1, 3)):
+        with pytest.raises(ValueError, match="not among 62 rows"):
+            GroupRange(files(tmp_path), start, stop)
 
 
 def test_what_cannot_be_read(tmp_path):

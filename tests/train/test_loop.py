@@ -7,6 +7,9 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from jaxrec.data import DataError
+from jaxrec.data.convert import convert
+from jaxrec.data.parts import Conversion
 from jaxrec.metrics import auc, log_loss
 from jaxrec.train import checkpoint, loop
 from jaxrec.train.config import DataConfig, ModelConfig, OptimizerConfig, TrainConfig
@@ -43,8 +46,8 @@ def test_every_row_trains_and_one_program_serves_all(monkeypatch):
         return step(model, optimizer, batch)
 
     class Watched(Rows):
-        def batches(self, batch_size, first=0):
-            for batch in super().batches(batch_size, first):
+        def batches(self, batch_size, first=0, epoch=0):
+            for batch in super().batches(batch_size, first, epoch):
                 seen.append(batch.weights.sum())
                 yield batch
 
@@ -118,3 +121,37 @@ def test_rows_of_files():
     assert lengths(eval_fraction=0.5) == ((0, 25), (25, 50))
     assert lengths(eval_fraction=0.001) == ((0, 49), (49, 50))
     assert lengths(eval_path=KAGGLE) == ((0, 50), (0, 50))
+
+
+@pytest.mark.parametrize("ids", ["hash", "contiguous", "raw"])
+def test_rows_of_parquet_files(tmp_path, ids):
+    """The same rows as of the text, each once an epoch, in another order each time."""
+    convert(KAGGLE, tmp_path, Conversion(ids=ids, table_rows=(77,)))
+    data = DataConfig(path=tmp_path, table_rows=77)
+    train_rows, held_out = split_rows(dataclasses.replace(CONFIG, data=data))
+    assert (len(train_rows), len(held_out)) == (45, 5)
+
+    def read(rows, **options):
+        found = list(rows.batches(8, **options))
+        assert len(found) == rows.num_batches(8)
+        return np.concatenate([np.asarray(batch.dense)[batch.weights > 0] for batch in found])
+
+    text, _ = split_rows(dataclasses.replace(CONFIG, data=DataConfig(path=KAGGLE, table_rows=77)))
+    epochs = [read(train_rows, epoch=epoch) for epoch in (0, 1)]
+    assert not np.array_equal(*epochs)
+    for epoch in epochs:
+        np.testing.assert_array_equal(np.sort(epoch, axis=0), np.sort(read(text), axis=0))
+    again = [batch.dense for batch in train_rows.batches(8, first=3, epoch=1)]
+    np.testing.assert_array_equal(np.concatenate(again)[: 45 - 24], epochs[1][24:])
+    if ids != "contiguous":
+        by_id = [
+            next(iter(rows.batches(50))).features["cat_2"].values for rows in (train_rows, text)
+        ]
+        np.testing.assert_array_equal(np.sort(by_id[0][:45]), np.sort(by_id[1][:45]))
+    model, _ = make_model(dataclasses.replace(CONFIG, data=data), 10)
+    assert evaluate(model, held_out, batch_size=4).best_auc is None
+
+
+def test_a_directory_that_is_not_done(tmp_path):
+    with pytest.raises(DataError, match=r"summary\.json is missing"):
+        split_rows(dataclasses.replace(CONFIG, data=DataConfig(path=tmp_path)))
