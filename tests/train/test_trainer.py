@@ -212,23 +212,38 @@ def test_errors_of_the_reader_come_through():
     assert int(trainer.optimizer.step.get_value()) == 3
 
 
-def test_on_a_mesh():
-    mesh = jax.make_mesh((4,), ("data",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:4])
-    data, one, other = batches(3), make(metrics=GROUP), make(metrics=GROUP)
-    plan = jaxrec.plan.ShardingPlan.from_dict({"user": jaxrec.mesh.row_wise()})
-    jaxrec.shard(other.model, plan, mesh)
-    other = Trainer(
-        model=other.model,
-        optimizer=jaxrec.Optimizer(other.model, optax.sgd(0.5)),
+def on_mesh(devices, placement, **options):
+    auto = (jax.sharding.AxisType.Auto,)
+    mesh = jax.make_mesh((devices,), ("data",), auto, devices=jax.devices()[:devices])
+    plan = jaxrec.plan.ShardingPlan.from_dict({"user": placement})
+    model = jaxrec.shard(Ranker(), plan, mesh)
+    return Trainer(
+        model=model,
+        optimizer=jaxrec.Optimizer(model, optax.sgd(0.5)),
         loss=loss,
         metrics=GROUP,
         place=lambda batch: jaxrec.mesh.shard_batch(batch, mesh),
+        **options,
     )
-    with jax.set_mesh(mesh):
-        assert other.train(data) == 3
-    one.train(data)
-    same(one, other, rtol=1e-5, atol=1e-6)
-    assert other.measured() == pytest.approx(one.measured())
+
+
+def test_goes_on_with_another_number_of_devices(tmp_path):
+    """Eight devices, then two, then four, each with another placement."""
+    data, never = batches(9), make(metrics=GROUP)
+    never.train(data)
+    parts = (
+        (8, jaxrec.mesh.row_wise()),
+        (2, jaxrec.mesh.column_wise(devices=(0, 1))),
+        (4, jaxrec.mesh.table_wise(device=3)),
+    )
+    for number, (devices, placement) in enumerate(parts):
+        with Saver(tmp_path) as saver:
+            trainer = on_mesh(devices, placement, saver=saver)
+            start = trainer.restore().batches if number else 0
+            assert start == 3 * number
+            assert trainer.train(data[start : start + 3]) == 3
+    same(never, trainer, rtol=1e-6, atol=1e-6)
+    assert trainer.measured() == pytest.approx(never.measured(), rel=1e-6)
 
 
 @pytest.mark.parametrize(
