@@ -59,7 +59,7 @@ def initialize_rows(
 ) -> Float[Array, "rows dim"]:
     """Fills ``num_rows`` rows of a group's array from ``first_row`` on; ``array`` is donated."""
     draw, scale = draw_and_scale(initializer, num_rows, array.shape[1])
-    return _fill(array, key, draw, scale, np.array([0, num_rows, first_row], np.int32))
+    return _fill(array, key, draw, scale, np.array([0, num_rows, first_row, 0], np.int32))
 
 
 @functools.partial(jax.jit, static_argnums=2, donate_argnums=0)
@@ -68,9 +68,9 @@ def _fill(
     key: Array,
     draw: Callable,
     scale: Float[Array, ""],
-    place: Int32[Array, "3"],
+    place: Int32[Array, "4"],
 ) -> Float[Array, "rows dim"]:
-    return fill_rows(array, key, draw, scale, place, array.shape[1], (0, array.shape[1]))
+    return fill_rows(array, key, draw, scale, place, array.shape[1])
 
 
 def fill_rows(
@@ -78,33 +78,31 @@ def fill_rows(
     key: Array,
     draw: Callable,
     scale: Float[Array, ""],
-    place: Int32[Array, "3"],
+    place: Int32[Array, "4"],
     dim: int,
-    columns: tuple[int, int],
 ) -> Float[Array, "rows width"]:
     """Fills rows of an array with a part of a table's first values.
 
     Args:
-        array: Where to.
+        array: Where to; as wide as the part.
         key: The table's key.
         draw: What draws blocks of the table.
         scale: What they are multiplied by.
-        place: The table's first row and the row after its last, and the row of ``array`` that the
-            first goes to.
+        place: The table's first row and the row after its last, the row of ``array`` that the first
+            goes to, and the table's first column.
         dim: Columns of the table.
-        columns: First column of the part, and the column after its last.
     """
     block_rows = max(1, BLOCK_ELEMENTS // dim)
     in_block = jnp.arange(block_rows, dtype=jnp.int32)
-    first, stop, start = place
+    first, stop, start, column = place
 
     def fill_block(block, array):
         values = draw(jax.random.fold_in(key, block), (block_rows, dim), jnp.float32) * scale
+        part = jax.lax.dynamic_slice_in_dim(values, column, array.shape[1], 1)
         of_table = block * block_rows + in_block
         is_inside = (of_table >= first) & (of_table < stop)
         rows = jnp.where(is_inside, start + of_table - first, array.shape[0])
-        part = values[:, slice(*columns)].astype(array.dtype)
-        return array.at[rows].set(part, mode="drop")
+        return array.at[rows].set(part.astype(array.dtype), mode="drop")
 
     blocks = first // block_rows, (stop + block_rows - 1) // block_rows
     return jax.lax.fori_loop(*blocks, fill_block, array)

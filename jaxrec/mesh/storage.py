@@ -84,20 +84,17 @@ def init_on_mesh(
         draw, scale = draw_and_scale(
             config.initializer, config.num_embeddings, config.embedding_dim
         )
-        for placed, columns, blocks in _pieces(sharded.layout, config.name):
-            places = np.zeros((placed.num_devices, len(blocks), 3), np.int32)
-            for device, block in _by_device(placed, blocks):
-                index = blocks.index(block)
-                places[device, index] = (*block.block.rows, block.local_row)
+        for placed in layout.groups:
+            if config.name not in placed.tables:
+                continue
             group = placed.group.name
             sharded.rows[group] = _fill_blocks(
                 sharded.rows[group],
                 of_table,
                 scale,
-                _over_devices(sharded, placed, places),
+                _over_devices(sharded, placed, _places(placed, config.name)),
                 draw,
                 config.embedding_dim,
-                columns,
                 sharded.sharding(placed),
             )
     return sharded
@@ -254,6 +251,21 @@ def _by_device(placed: PlacedGroup, blocks: list[PlacedBlock]) -> Iterator[tuple
         yield 0 if placed.is_replicated else block.block.device, block
 
 
+def _places(placed: PlacedGroup, table: str) -> np.ndarray:
+    """``[devices, blocks, 4]``: each device's blocks of a table, as `fill_rows` takes them.
+
+    Devices with fewer blocks have empty ones.
+    """
+    of_device: list[list[tuple[int, ...]]] = [[] for _ in range(placed.num_devices)]
+    blocks = [block for block in placed.blocks if block.table == table]
+    for device, block in _by_device(placed, blocks):
+        of_device[device].append((*block.block.rows, block.local_row, block.block.columns[0]))
+    places = np.zeros((placed.num_devices, max(map(len, of_device)), 4), np.int32)
+    for device, own in enumerate(of_device):
+        places[device, : len(own)] = np.reshape(own, (-1, 4))
+    return places
+
+
 def _over_devices(tables: ShardedTables, placed: PlacedGroup, values: np.ndarray) -> Array:
     """Host values with an axis over the devices, in front, as the group's arrays lie."""
     return jax.make_array_from_callback(
@@ -273,23 +285,23 @@ def _new_rows(row: Shaped[Array, "*shape"], local_rows: int, sharding: NamedShar
     )(row)
 
 
-@functools.partial(jax.jit, static_argnums=(4, 5, 6, 7), donate_argnums=0)
+@functools.partial(jax.jit, static_argnums=(4, 5, 6), donate_argnums=0)
 def _fill_blocks(
     array: Float[Array, "rows width"],
     key: Array,
     scale: Float[Array, ""],
-    places: Int32[Array, "devices blocks 3"],
+    places: Int32[Array, "devices blocks 4"],
     draw: Callable,
     dim: int,
-    columns: tuple[int, int],
     sharding: NamedSharding,
 ) -> Float[Array, "rows width"]:
-    """Fills blocks of a table, each device its own; ``places`` as `fill_rows` takes them."""
+    """Fills blocks of a table, each device its own; ``places`` as `_places` gives them."""
 
     def on_device(array, key, scale, places):
-        for place in places[0]:
-            array = fill_rows(array, key, draw, scale, place, dim, columns)
-        return array
+        def fill(block, array):
+            return fill_rows(array, key, draw, scale, places[0, block], dim)
+
+        return jax.lax.fori_loop(0, places.shape[1], fill, array)
 
     everywhere = PartitionSpec()
     return jax.shard_map(
