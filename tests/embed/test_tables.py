@@ -100,14 +100,12 @@ def test_initialization_needs_no_second_copy():
 
     rows = 40 * BLOCK_ELEMENTS // 16
     array = jax.ShapeDtypeStruct((rows, 16), jnp.float32)
-    scalar = jax.ShapeDtypeStruct((), jnp.int32)
     compiled = _fill.lower(
         array,
         jax.eval_shape(lambda: jax.random.key(0)),
         INITIALIZERS["uniform"][0],
         jax.ShapeDtypeStruct((), jnp.float32),
-        scalar,
-        scalar,
+        jax.ShapeDtypeStruct((4,), jnp.int32),
     ).compile()
     memory = compiled.memory_analysis()
     assert memory.alias_size_in_bytes == rows * 16 * 4
