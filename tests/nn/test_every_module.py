@@ -25,15 +25,9 @@ from tests.nn.cases import CASES, FLOAT32_WEIGHTS, KEEPS_FLOAT32, ROWS, Bags, Co
 BATCH, DEVICES = 16, 8
 ONE = {"target"}  # features with exactly one id a sample
 
+pytestmark = pytest.mark.usefixtures("compiled_fast")
+
 EVERY = pytest.mark.parametrize("kind", CASES, ids=lambda kind: kind.__name__)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compiled_fast():
-    """Each case compiles several programs and runs them once or twice."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 def test_every_public_module_has_a_case():
