@@ -71,7 +71,7 @@ of the rows that a step updates, those not held are fetched before it and writte
 ``12 c`` for the rows, bags and factors that the backward pass needs, ``8 b w`` for the looked-up
 embeddings and their gradients, all groups together; and while one group's exchange runs, what
 `exchange_bytes` counts, of the group that has the most. By bags, the fullest device's places take
-16 bytes each, and its bags ``12 w``.
+16 bytes each, and its bags ``4 w``. What compiled programs take is in ``docs/planner.md``.
 """
 
 from __future__ import annotations
@@ -290,7 +290,7 @@ def group_cost(key: GroupKey, topology: Topology) -> GroupCost:
         placed,
         pooled,
         key.row_bytes,
-        3 * sums if key.way == BAGS else 0,
+        sums if key.way == BAGS else 0,
     )
 
 
@@ -378,7 +378,7 @@ def exchange_bytes(work: TableWork, key: GroupKey, topology: Topology) -> float:
         case "copies":
             return c * (sums + 32) + devices * c * (sums + 32)
         case "rows":
-            return c * (sums + 32) + 2 * SLACK * c * (sums + 4)
+            return 2 * c * (sums + 32) + 2 * SLACK * c * (sums + 4)
         case "bags":
             return 32 * c
         case _:
