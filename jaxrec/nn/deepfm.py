@@ -162,6 +162,7 @@ class FMInteractionArch(nnx.Module):
             in_features, (deep_fm_dimension,), dtype=dtype, param_dtype=param_dtype, rngs=rngs
         )
         self.fm = FactorizationMachine(compat=compat)
+        self.dtype = dtype
 
     def __call__(
         self, dense: Float[Array, "batch dim"], sparse: Float[Array, "batch features dim"]
@@ -171,6 +172,7 @@ class FMInteractionArch(nnx.Module):
         Returns:
             ``[batch, dim + deep_fm_dimension + 1]``.
         """
+        dense, sparse = promote(self.dtype, dense, sparse)
         vectors = [dense, sparse]
         deep = self.deep(flatten_embeddings(vectors))
         return jnp.concatenate([dense, deep, self.fm(vectors)], axis=1)

@@ -10,6 +10,7 @@ from flax import nnx
 from jaxtyping import Array, DTypeLike, Float
 
 from jaxrec.embed import EmbeddingBagCollection, EmbeddingCollection
+from jaxrec.nn.dtypes import promote
 from jaxrec.nn.mlp import MLP, Activation
 from jaxrec.nn.sequence import last_states
 from jaxrec.nn.tables import num_columns
@@ -60,6 +61,7 @@ class TargetAttention(nnx.Module):
             rngs=rngs,
         )
         self.score = nnx.Linear(layer_sizes[-1], 1, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+        self.dtype = dtype
 
     def __call__(
         self, history: JaggedArray, target: Float[AnyArray, "*devices rows dim"]
@@ -73,10 +75,11 @@ class TargetAttention(nnx.Module):
         Returns:
             ``[rows, dim]``; zeros for empty rows.
         """
-        values, lengths = jnp.asarray(history.values), jnp.asarray(history.lengths)
+        values, target = promote(self.dtype, history.values, target)
+        lengths = jnp.asarray(history.lengths)
         spread = _spread if lengths.ndim == 1 else jax.vmap(_spread)
         total = _total if lengths.ndim == 1 else jax.vmap(_total)
-        targets = spread(jnp.asarray(target), lengths, values)
+        targets = spread(target, lengths, values)
         pairs = jnp.concatenate([values, targets, values - targets, values * targets], axis=-1)
         return total(self.score(self.hidden(pairs)) * values, lengths)
 

@@ -12,6 +12,7 @@ from flax import nnx
 from jaxtyping import Array, DTypeLike, Float, Int
 
 from jaxrec.nn.crossnet import LowRankCrossNet
+from jaxrec.nn.dtypes import promote
 from jaxrec.nn.mlp import MLP
 
 
@@ -214,6 +215,7 @@ class InteractionProjectionArch(nnx.Module):
         self.branch2 = MLP(
             columns, branch2_layer_sizes, dtype=dtype, param_dtype=param_dtype, rngs=rngs
         )
+        self.dtype = dtype
 
     def __call__(
         self, dense: Float[Array, "batch dim"], sparse: Float[Array, "batch features dim"]
@@ -224,6 +226,7 @@ class InteractionProjectionArch(nnx.Module):
             ``[batch, dim + n * m]``.
         """
         batch, dim = dense.shape
+        dense, sparse = promote(self.dtype, dense, sparse)
         vectors = jnp.concatenate([dense, sparse.reshape(batch, -1)], axis=1)
         first = self.branch1(vectors).reshape(batch, -1, dim)
         second = self.branch2(vectors).reshape(batch, dim, -1)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, DTypeLike, Float
 
+from jaxrec.nn.dtypes import promote
 from jaxrec.nn.mlp import MLP
 from jaxrec.ragged.arrays import AnyArray
 
@@ -45,12 +46,14 @@ class Gate(nnx.Module):
             param_dtype=param_dtype,
             rngs=rngs,
         )
+        self.dtype = dtype
 
     def __call__(
         self, x: Float[AnyArray, "batch columns"], experts: Float[Array, "batch experts dim"]
     ) -> Float[Array, "batch dim"]:
         """``[batch, in_features]`` and experts' ``[batch, experts, dim]`` to ``[batch, dim]``."""
-        weights = nnx.softmax(self.linear(jnp.asarray(x)), axis=1)
+        x, experts = promote(self.dtype, x, experts)
+        weights = nnx.softmax(self.linear(x), axis=1)
         return jnp.einsum("be,bed->bd", weights, experts)
 
 
