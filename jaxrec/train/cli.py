@@ -16,14 +16,16 @@ from jaxrec.arguments import ConfigError
 from jaxrec.data import DataError
 from jaxrec.metrics import calibration, log_loss, normalized_entropy
 from jaxrec.metrics.writers import JSONLinesWriter
+from jaxrec.plan import PlanError
 from jaxrec.train import checkpoint
 from jaxrec.train.checkpoint import CheckpointError, Saver
 from jaxrec.train.config import TrainConfig
+from jaxrec.train.devices import plan_devices, simulate_cpus
 from jaxrec.train.interrupt import Interrupt, interruptible
 from jaxrec.train.keep import Keep
 from jaxrec.train.loop import Evaluation, NotFiniteError, evaluate, train
 from jaxrec.train.memory import keep_freed_memory
-from jaxrec.train.model import CONFIG_FILE, make_model
+from jaxrec.train.model import CONFIG_FILE, make_model, table_configs
 from jaxrec.train.options import load_config, parse_options, write_options
 from jaxrec.train.progress import Progress
 from jaxrec.train.rows import split_rows
@@ -35,7 +37,7 @@ HISTORY_FILE = "metrics.jsonl"
 PROFILE_DIRECTORY = "profile"
 
 USAGE_ERRORS = (ConfigError,)
-FAILURES = (CheckpointError, DataError, NotFiniteError)
+FAILURES = (CheckpointError, DataError, NotFiniteError, PlanError)
 
 
 def run(options: Sequence[str]) -> int:
@@ -78,13 +80,18 @@ def _train(config: TrainConfig, console: Console, interrupt: Interrupt) -> int:
     rows, held_out = split_rows(config)
     batch_size = config.data.batch_size
     num_steps = rows.num_batches(batch_size) * config.data.epochs
-    model, optimizer = make_model(config, num_steps)
+    simulate_cpus(config.devices)
+    devices = plan_devices(config.devices, table_configs(config), batch_size)
+    plan = None if devices.plan is None else devices.plan.to_json()
+    model, optimizer = make_model(config, num_steps, devices)
     # A run that was killed before its first checkpoint starts anew.
     if config.resume is not None and (checkpoint.steps(config.resume) or config.eval_only):
         checkpoint.restore(config.resume, model, optimizer)
     done = int(optimizer.step.get_value())
     if config.eval_only:
-        evaluation = evaluate(model, held_out, batch_size=batch_size, stop=interrupt.__bool__)
+        evaluation = evaluate(
+            model, held_out, batch_size=batch_size, stop=interrupt.__bool__, place=devices.put_batch
+        )
         if evaluation is not None:
             _report(console, _results(evaluation), len(held_out))
         return interrupt.exit_code
@@ -112,17 +119,20 @@ def _train(config: TrainConfig, console: Console, interrupt: Interrupt) -> int:
             stop=interrupt.__bool__,
             record=writer.write,
             record_every=config.record_every,
-            save=lambda: saver.save(model, optimizer),
+            save=lambda: saver.save(model, optimizer, plan=plan),
             save_every=config.checkpoint.every,
             trace=stack.enter_context(trace),
+            place=devices.put_batch,
         )
         saver.wait()
         # A checkpoint that is there is not written again: while it is, there would be none.
         if int(optimizer.step.get_value()) not in checkpoint.steps(output):
-            saver.save(model, optimizer)
+            saver.save(model, optimizer, plan=plan)
     if interrupt:
         return _stopped(console, interrupt, output, int(optimizer.step.get_value()), num_steps)
-    evaluation = evaluate(model, held_out, batch_size=batch_size, stop=interrupt.__bool__)
+    evaluation = evaluate(
+        model, held_out, batch_size=batch_size, stop=interrupt.__bool__, place=devices.put_batch
+    )
     if evaluation is None:
         return _stopped(console, interrupt, output, num_steps, num_steps)
     results = _results(evaluation) | {"samples_per_second": progress.samples_per_second}

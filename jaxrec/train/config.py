@@ -110,6 +110,8 @@ class TrainConfig:
     model: ModelConfig = ModelConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    devices: int = 1
+    """How many to train on, with tables placed by the planner; a CPU is made to look like many."""
     record_every: int = 100
     """Steps from line to line of metrics.jsonl, which the summary's curves are drawn from."""
     output: pathlib.Path | None = None
@@ -126,8 +128,9 @@ class TrainConfig:
     """Write a trace of some steps to profile/ in the output, for TensorBoard or Perfetto."""
 
     def __post_init__(self) -> None:
-        if self.record_every < 1:
-            raise ConfigError(f"record-every is above 0, got {self.record_every}")
+        for name in ("record_every", "devices"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name.replace('_', '-')} is above 0, got {getattr(self, name)}")
         if self.eval_only and self.resume is None:
             raise ConfigError("--eval-only evaluates a saved model; say which with --resume")
         if self.seed < 0:

@@ -73,6 +73,7 @@ def train(
     save: Callable[[], Any] = lambda: None,
     save_every: int | None = None,
     trace: StepTrace | None = None,
+    place: Callable[[ClickBatch], ClickBatch] = jax.device_put,
 ) -> None:
     """Trains on the rows from where the optimizer's step count says that training is.
 
@@ -88,6 +89,7 @@ def train(
         save: Called every ``save_every`` steps, when the losses of all steps so far are numbers.
         save_every: See ``save``; None: never.
         trace: Told of every step.
+        place: Puts a batch on the devices.
 
     Raises:
         NotFiniteError: The loss of a step is NaN or infinite.
@@ -122,7 +124,7 @@ def train(
     first_epoch, first_batch = divmod(done, per_epoch)
     for epoch in range(first_epoch, epochs):
         stream = rows.batches(batch_size, first_batch if epoch == first_epoch else 0, epoch)
-        with Pipeline(stream, jax.device_put) as placed:
+        with Pipeline(stream, place) as placed:
             for batch in placed:
                 if trace is not None:
                     trace.step()
@@ -178,8 +180,9 @@ def evaluate(
     *,
     batch_size: int,
     stop: Callable[[], Any] = lambda: False,
+    place: Callable[[ClickBatch], ClickBatch] = jax.device_put,
 ) -> Evaluation | None:
-    """Predicts the rows; None if ``stop`` said so before the last.
+    """Predicts the rows; None if ``stop`` said so before the last. ``place`` is as for `train`.
 
     Raises:
         OSError, DataError: The rows cannot be read.
@@ -192,14 +195,15 @@ def evaluate(
         return logits, binary_sums(logits, batch.labels, batch.weights)
 
     logits, labels, sums = [], [], BinarySums()
-    for batch in rows.batches(batch_size):
-        batch_logits, batch_sums = predict(state, batch)
-        real = np.asarray(batch.weights) > 0
-        logits.append(np.asarray(batch_logits)[real])
-        labels.append(np.asarray(batch.labels)[real])
-        sums = sums + batch_sums.on_host()
-        if stop():
-            return None
+    with Pipeline(rows.batches(batch_size), place) as placed:
+        for batch in placed:
+            batch_logits, batch_sums = predict(state, batch)
+            real = np.asarray(batch.weights) > 0
+            logits.append(np.asarray(batch_logits)[real])
+            labels.append(np.asarray(batch.labels)[real])
+            sums = sums + batch_sums.on_host()
+            if stop():
+                return None
     every_label = np.concatenate(labels)
     truth = rows.probabilities()
     return Evaluation(

@@ -15,9 +15,12 @@ from jaxrec.embed import EmbeddingBagCollection, EmbeddingBagConfig, Optimizer
 from jaxrec.nn import DLRM
 from jaxrec.train.checkpoint import CheckpointError, restore
 from jaxrec.train.config import TrainConfig
+from jaxrec.train.devices import Devices
 from jaxrec.train.options import load_config
 
 CONFIG_FILE = "config.yaml"
+
+_ONE_DEVICE = Devices()
 
 
 def table_rows(config: TrainConfig) -> tuple[int, ...]:
@@ -35,15 +38,22 @@ def table_rows(config: TrainConfig) -> tuple[int, ...]:
     return (config.data.table_rows,) * NUM_CATEGORICAL
 
 
-def make_model(config: TrainConfig, num_steps: int) -> tuple[DLRM, Optimizer]:
+def table_configs(config: TrainConfig) -> list[EmbeddingBagConfig]:
+    """The tables."""
+    return [
+        EmbeddingBagConfig(name, rows, config.model.embedding_dim, dtype=config.model.table_dtype)
+        for name, rows in zip(CATEGORICAL_NAMES, table_rows(config), strict=True)
+    ]
+
+
+def make_model(
+    config: TrainConfig, num_steps: int, devices: Devices = _ONE_DEVICE
+) -> tuple[DLRM, Optimizer]:
     """A fresh model and its optimizer, for a run of that many steps."""
     rngs = nnx.Rngs(config.seed)
     model, rates = config.model, config.optimizer
     embeddings = EmbeddingBagCollection(
-        [
-            EmbeddingBagConfig(name, rows, model.embedding_dim, dtype=model.table_dtype)
-            for name, rows in zip(CATEGORICAL_NAMES, table_rows(config), strict=True)
-        ],
+        table_configs(config),
         optimizer=optim.rowwise_adagrad(
             optax.linear_schedule(rates.table_learning_rate, 0.0, num_steps)
         ),
@@ -56,6 +66,7 @@ def make_model(config: TrainConfig, num_steps: int) -> tuple[DLRM, Optimizer]:
         top_layer_sizes=(*model.top_layer_sizes, 1),
         rngs=rngs,
     )
+    devices.put_model(dlrm)
     schedule = optax.linear_schedule(rates.learning_rate, 0.0, num_steps)
     return dlrm, Optimizer(dlrm, optax.adam(schedule))
 

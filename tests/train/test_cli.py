@@ -140,6 +140,17 @@ def never_killed(tmp_path_factory):
     return load_model(output)
 
 
+def test_devices_and_one_device_agree(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name, devices in (("one", 1), ("many", 4)):
+        assert main(["train", f"--output={name}", *SMALL, f"--devices={devices}"]) == 0
+    one, many = (load_model(tmp_path / name).embeddings for name in ("one", "many"))
+    for config in one.configs:
+        np.testing.assert_allclose(
+            one.table(config.name), many.table(config.name), rtol=1e-4, atol=1e-5
+        )
+
+
 def test_only_evaluated(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main(["train", "--output=model", *SMALL]) == 0
@@ -217,11 +228,13 @@ IN_PROCESS = {
     "config-no-value": (["--config"], 2, "followed by a path"),
     "resume-nothing": (["--resume=nothing"], 1, "nothing: there is no saved run here"),
     "resume-and-config": (["--resume=a", "--config=b"], 2, "leave --config out"),
-    "directory": (["--data=."], 1, "Is a directory"),
+    "directory": (["--data=."], 1, "summary.json is missing"),
     "one-row": (["--data=one"], 1, "1 rows are too few"),
     "empty": (["--data=empty"], 1, "the file is empty"),
     "taken": (["--output=taken"], 2, "taken holds a saved run"),
     "no-directory": (["--output=one/below"], 1, "one/below: Not a directory"),
+    "devices": (["--devices=9", "--data.batch-size=9"], 2, "devices is 9, but there are 8"),
+    "divides": (["--devices=3"], 2, "does not divide by 3 devices"),
     "eval-nothing": (["--eval-only"], 2, "say which with --resume"),
     "record-every": (["--record-every=0"], 2, "record-every is above 0"),
     "checkpoint": (["--checkpoint.every=0"], 2, "checkpoint.every is above 0"),
