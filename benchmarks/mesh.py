@@ -6,7 +6,8 @@ Prints one JSON line per shape and sharding type:
 - step time of the embedding part (lookup, a trivial loss, fused update by row-wise Adagrad) on
   eight devices over that on one, at equal total work: medians of rounds in turn, and the least and
   the most of the rounds' own ratios. Eight simulated devices share the machine's cores, so a ratio
-  of 1 means that sharding costs nothing; it says nothing of links.
+  of 1 means that sharding costs nothing; it says nothing of links. On a machine that does other
+  work, where the side with more threads gets more of it, compare processor time, ``cpu_ratio``.
 - bytes that leave a device in a step, from the compiled program, over the least that moving rows
   and that moving sums of bags needs for these ids where they are (formulas in docs/sharding.md).
 - memory of the compiled step on a device, batch and temporaries included, over an eighth of tables
@@ -160,25 +161,35 @@ def main(options: Options) -> None:
 
 def compare(alone: Worker, sharded: Worker, kind: str, options: Options) -> dict[str, Any]:
     """Times both in turn."""
-    times: dict[str, list[list[float]]] = {"one": [], "eight": []}
+    one: list[Turn] = []
+    eight: list[Turn] = []
     for _ in range(options.rounds):
-        times["one"].append(alone.time(options.seconds))
-        times["eight"].append(sharded.time(options.seconds))
-    one, eight = (float(np.median(np.concatenate(times[side]))) for side in ("one", "eight"))
-    ratios = [
-        float(np.median(b) / np.median(a))
-        for a, b in zip(times["one"], times["eight"], strict=True)
-    ]
+        one.append(alone.time(options.seconds))
+        eight.append(sharded.time(options.seconds))
+    walls = [float(np.median([ms for turn in turns for ms in turn.wall])) for turns in (one, eight)]
+    cpus = [float(np.median([turn.cpu for turn in turns])) for turns in (one, eight)]
+    ratios = [np.median(b.wall) / np.median(a.wall) for a, b in zip(one, eight, strict=True)]
     return {
         "shape": alone.workload.name,
         "type": kind,
         "ids": options.ids,
-        "one_ms": round(one, 2),
-        "eight_ms": round(eight, 2),
-        "ratio": round(eight / one, 2),
-        "ratios": [round(min(ratios), 2), round(max(ratios), 2)],
+        "one_ms": round(walls[0], 2),
+        "eight_ms": round(walls[1], 2),
+        "ratio": round(walls[1] / walls[0], 2),
+        "ratios": [round(float(min(ratios)), 2), round(float(max(ratios)), 2)],
+        "one_cpu_ms": round(cpus[0], 2),
+        "eight_cpu_ms": round(cpus[1], 2),
+        "cpu_ratio": round(cpus[1] / cpus[0], 2),
         **sharded.facts,
     }
+
+
+@dataclasses.dataclass(frozen=True)
+class Turn:
+    """Milliseconds of each step, and of processor time in a step on average."""
+
+    wall: list[float]
+    cpu: float
 
 
 class Worker:
@@ -195,8 +206,8 @@ class Worker:
         theirs.close()
         self.facts: dict[str, Any] = self._pipe.recv()
 
-    def time(self, seconds: float) -> list[float]:
-        """Milliseconds of each step for about so many seconds."""
+    def time(self, seconds: float) -> Turn:
+        """Steps for about so many seconds."""
         self._pipe.send(seconds)
         return self._pipe.recv()
 
@@ -221,6 +232,7 @@ def serve(pipe: Connection, workload: Workload, kind: str | None, memory_rows: i
     count = 0
     for seconds in iter(pipe.recv, None):
         times: list[float] = []
+        cpu = time.process_time()
         end = time.perf_counter() + seconds
         while len(times) < 5 or time.perf_counter() < end:
             start = time.perf_counter()
@@ -228,7 +240,7 @@ def serve(pipe: Connection, workload: Workload, kind: str | None, memory_rows: i
             jax.block_until_ready((tables, loss))
             times.append((time.perf_counter() - start) * 1e3)
             count += 1
-        pipe.send(times[1:])
+        pipe.send(Turn(times[1:], (time.process_time() - cpu) * 1e3 / len(times)))
 
 
 def train_step(tables: Any, features: Any, step: Any) -> tuple[Any, Any]:
