@@ -49,7 +49,12 @@ def run(options: Sequence[str]) -> int:
 
 
 def train_config(options: Sequence[str]) -> TrainConfig:
-    """The configuration of the command line, over that of a file or of a run to go on with."""
+    """The configuration of the command line, over that of a file or of a run to go on with.
+
+    A first option that is none is the file: ``jaxrec train CONFIG`` is ``--config CONFIG``.
+    """
+    if options and not options[0].startswith("-"):
+        options = ["--config", *options]
     files = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     files.add_argument("--config", type=pathlib.Path)
     files.add_argument("--resume", type=pathlib.Path)

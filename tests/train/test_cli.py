@@ -68,19 +68,39 @@ def test_a_generated_run_prints_the_best_auc(tmp_path, capsys, monkeypatch):
     assert len(list((tmp_path / "runs").iterdir())) == 1
 
 
-def test_an_interrupt_saves_and_says_so(tmp_path):
+@pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_interrupt_saves_and_says_so(tmp_path, sent, code):
     command = [*PROGRAM, "train", "--output=model", *SMALL, "--data.generated-rows=100000000"]
     with subprocess.Popen(
         command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
         assert "rows to train on" in process.stdout.readline()
-        process.send_signal(signal.SIGINT)
+        process.send_signal(sent)
         output, errors = process.communicate(timeout=300)
-    assert process.returncode == 130, errors
+    assert process.returncode == code, errors
     assert errors == ""
-    assert "stopped by SIGINT after step" in output
+    assert f"stopped by {sent.name} after step" in output
     assert "jaxrec train --resume model" in output
     load_model(tmp_path / "model")
+
+
+def test_a_file_of_options(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.yaml").write_text("data: {generated-rows: 100, batch-size: 10}")
+    assert main(["train", "run.yaml", "--output=model", "--data.batch-size=20", *SMALL[2:]]) == 0
+    assert "100 rows to train on, 50 held out; 5 steps of 20" in capsys.readouterr().out
+
+
+def test_a_damaged_checkpoint_is_one_sentence(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", "--output=model", *SMALL]) == 0
+    for file in (tmp_path / "model").rglob("manifest.ocdbt"):
+        file.write_bytes(b"x")
+    capsys.readouterr()
+    assert main(["train", "--resume=model", "--data.epochs=2"]) == 1
+    error = capsys.readouterr().err
+    assert "model/13: the checkpoint is damaged" in error
+    assert error.count("\n") == 1
 
 
 def test_stopped_and_resumed(tmp_path, capsys, monkeypatch):
