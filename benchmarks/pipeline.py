@@ -227,8 +227,11 @@ from jaxrec.data.convert import convert
 from jaxrec.data.parts import Conversion
 before, start = time.process_time(), time.perf_counter()
 convert(pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2]), Conversion())
-print(json.dumps([time.process_time() - before, time.perf_counter() - start,
-                  resource.getrusage(resource.RUSAGE_SELF).ru_maxrss]))
+peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+status = pathlib.Path("/proc/self/status")
+if status.exists():  # there the other number is the parent's, where that is larger
+    peak = next(int(x.split()[1]) for x in status.read_text().splitlines() if "VmHWM" in x)
+print(json.dumps([time.process_time() - before, time.perf_counter() - start, peak]))
 """
 
 
