@@ -32,6 +32,8 @@ from jaxrec.plan.problem import Choice, Loads, Problem, Solution
 
 # Larger programs than this are not begun: their relaxations alone take too long.
 MAX_VARIABLES, MAX_NONZEROS = 40_000, 400_000
+# Parts of a group that each are put into a constraint of their own.
+_MOST_PARTS = 64
 # HiGHS holds constraints to within 1e-6; what it may use of memory is less by that.
 _MARGIN = 2e-6
 
@@ -232,9 +234,10 @@ class _Program:
         ]
         self.constraint([(most, 1.0), *average], low=float(fixed.mean()))
         if not self.with_sites:
-            for option, y, _ in members:
-                if option.load[quantity].max() * devices > 1.001 * option.load[quantity].sum():
-                    self.constraint([(most, 1.0), (y, -unit * option.load[quantity].max())], low=0)
+            # No less than any one part; the largest are enough to say so.
+            loads = [(float(o.load[quantity].max()), y) for o, y, _ in members]
+            for load, y in sorted(loads, reverse=True)[:_MOST_PARTS]:
+                self.constraint([(most, 1.0), (y, -unit * load)], low=0)
             if fixed.max() > 0:
                 self.constraint([(most, 1.0)], low=float(fixed.max()))
             return

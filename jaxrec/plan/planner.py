@@ -32,7 +32,7 @@ Model: TypeAlias = nnx.Module | Sequence[TableConfig]
 # the bytes of the parameters.
 _DENSE_COPIES = 6
 # Parts of the time limit that the proposers, the averaged program and improving may use.
-_PROPOSING, _AVERAGED, _IMPROVING = 0.15, 0.3, 0.25
+_PROPOSING, _AVERAGED, _IMPROVING = 0.15, 0.4, 0.25
 
 
 @dataclasses.dataclass(frozen=True)
