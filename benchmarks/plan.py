@@ -63,7 +63,7 @@ class Options:
 
 def main(options: Options) -> None:
     os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={options.devices}"
-    # XLA's threads: where a device waits in two collectives at once, as many as devices are too few.
+    # Threads of XLA: a device may wait in two collectives at once, and then one each is too few.
     os.environ["NPROC"] = str(8 * options.devices)
     # Imported here, after the environment is set.
     import jax
