@@ -63,8 +63,6 @@ class Options:
 
 def main(options: Options) -> None:
     os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={options.devices}"
-    # Threads of XLA: a device may wait in two collectives at once, and then one each is too few.
-    os.environ["NPROC"] = str(8 * options.devices)
     # Imported here, after the environment is set.
     import jax
 
