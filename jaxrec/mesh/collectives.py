@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int32
 
 from jaxrec.mesh.precision import Format, Precision, decode, encode
@@ -123,6 +124,37 @@ def _send_encoded_backward(
 
 
 _send_encoded.defvjp(_send_encoded_forward, _send_encoded_backward)
+
+
+class Turns:
+    """Has the exchanges of a program's groups take place one after the other, on CPUs.
+
+    There XLA runs collectives that do not depend on each other at the same time, and each holds a
+    thread of a pool that all simulated devices share: with many of them under way, some device
+    finds no thread to take part, and all wait for it for ever. So each exchange is made to depend
+    on the one before it. Elsewhere collectives have an order of their own.
+    """
+
+    def __init__(self, mesh: Mesh):
+        self._is_needed = mesh.devices.flat[0].platform == "cpu"
+        self._last: Int32[Array, ""] | None = None
+
+    def end(self, result: Float[Array, "n dim"]) -> None:
+        """Says what an exchange brought."""
+        if self._is_needed and result.size:
+            value = jax.lax.stop_gradient(result[0, 0]).astype(jnp.float32)
+            # Some negative number that the compiler cannot know.
+            self._last = jnp.minimum(jax.lax.bitcast_convert_type(value, jnp.int32), -1)
+
+    def begin(self, counts: Int32[Array, " n"]) -> Int32[Array, " n"]:
+        """What an exchange needs first, numbers that are not negative, once the last has ended."""
+        return counts if self._last is None else jnp.maximum(counts, self._last)
+
+    def begin_gradients(self, gradients: Float[Array, "n dim"]) -> Float[Array, "n dim"]:
+        """`begin`, of an exchange that needs nothing but gradients."""
+        if self._last is None:
+            return gradients
+        return gradients + (self._last.astype(gradients.dtype) * 0)
 
 
 def run_if(flag: Bool[Array, ""], body: Callable[[Any], Any], carried: Any) -> Any:

@@ -35,7 +35,7 @@ from jaxrec.embed.update import (
     update_rows,
 )
 from jaxrec.mesh import exchange
-from jaxrec.mesh.collectives import Channel
+from jaxrec.mesh.collectives import Channel, Turns
 from jaxrec.mesh.lanes import pool_whole_bags, send_bag_gradients
 from jaxrec.mesh.layout import MeshLayout, PlacedGroup
 from jaxrec.mesh.pool import pool_at_owners, update_at_owners, update_owned
@@ -111,11 +111,19 @@ class MeshRows(RowSource):
     tables: dict[str, Float[Array, "local_rows dim"]]
     placed: dict[str, PlacedGroup]
     channel: Channel
+    turns: Turns
 
     def pool(self, group, features, weights, layout, dtype):
-        placed, table = self.placed[group.name], self.tables[group.name]
-        if placed.is_replicated:
+        if self.placed[group.name].is_replicated:
             return LocalRows(self.tables).pool(group, features, weights, layout, dtype)
+        lengths = self.turns.begin(features.lengths)
+        features = dataclasses.replace(features, lengths=lengths)
+        bags, lookups = self._pool(group, features, weights, layout, dtype)
+        self.turns.end(bags)
+        return bags, lookups
+
+    def _pool(self, group, features, weights, layout, dtype):
+        placed, table = self.placed[group.name], self.tables[group.name]
         if placed.exchange == "rows":
             lookups = flatten(features, weights, layout, group)
             rows, index = self._fetch(group, lookups)
@@ -140,7 +148,9 @@ class MeshRows(RowSource):
     def rows(self, group, lookups):
         if self.placed[group.name].is_replicated:
             return LocalRows(self.tables).rows(group, lookups)
+        lookups = dataclasses.replace(lookups, rows=self.turns.begin(lookups.rows))
         rows, index = self._fetch(group, lookups)
+        self.turns.end(rows)
         # Of lookups without a row, padding gives zeros and bad ids give NaN.
         none = jnp.where(lookups.rows == group.num_rows, rows.shape[0], -1)
         return kernels.row_lookup(rows, jnp.where(index < 0, none, index))
@@ -192,7 +202,7 @@ def lookup_sharded(
     pieces = tables.layout.pieces
 
     def on_device(rows, features):
-        source = MeshRows(rows, placed, tables.channel)
+        source = MeshRows(rows, placed, tables.channel, Turns(tables.mesh))
         found, residuals = look_up(source, pieces, _first(features), is_weighted, dtype)
         if isinstance(found, KeyedArray):
             return found.values, _stack(residuals)
@@ -230,10 +240,13 @@ def row_gradients_sharded(
             of_pieces = _split_pieces(tables.layout, _first(gradients))
         residuals = _first(residuals)
         found = group_gradients(tables.layout.pieces, residuals, of_pieces)
+        turns = Turns(tables.mesh)
         for placed, layout in zip(tables.layout.groups, residuals.layouts, strict=True):
             if placed.exchange == "bags":
                 name = placed.group.name
-                values = send_bag_gradients(placed, found[name].values, layout, tables.channel)
+                values = turns.begin_gradients(found[name].values)
+                values = send_bag_gradients(placed, values, layout, tables.channel)
+                turns.end(values)
                 found[name] = dataclasses.replace(found[name], values=values)
         return _stack(found)
 
@@ -256,12 +269,17 @@ def update_rows_sharded(
 
     def on_device(rows, state, lookups, step):
         lookups = _first(lookups)
-        new = {}
+        new, turns = {}, Turns(tables.mesh)
         for placed in tables.layout.groups:
             name = placed.group.name
             gradient = merge([gradients[name] for gradients in lookups])
+            at = turns.begin(gradient.lookups.rows)
+            gradient = dataclasses.replace(
+                gradient, lookups=dataclasses.replace(gradient.lookups, rows=at)
+            )
             update = _update_replicated if placed.is_replicated else _update_owned
             new[name] = update(tables, placed, rows[name], state[name], gradient, step)
+            turns.end(new[name][0])
         return {name: pair[0] for name, pair in new.items()}, {n: p[1] for n, p in new.items()}
 
     state_specs = {name: dict.fromkeys(tables.state[name], spec) for name, spec in specs.items()}

@@ -123,6 +123,24 @@ def test_columns_of_one_row_are_updated_in_place(optimizer):
     assert_in_place(step, tables)
 
 
+def test_groups_take_turns_in_place():
+    """On simulated devices each group's exchange waits for the last; tables stay where they are."""
+    widths = {"rows": 8, "sums": 12, "bags": 20}
+    configs = [jaxrec.EmbeddingBagConfig(name, ROWS, width) for name, width in widths.items()]
+    tables = embed.init_tables(configs, jaxrec.optim.adagrad(0.1), jax.random.key(0))
+    mesh = jax.make_mesh((DEVICES,), ("data",), axis_types=(AxisType.Auto,))
+    placements = {
+        "rows": row_wise(),
+        "sums": row_wise(exchange="sums"),
+        "bags": table_wise(1),
+    }
+    tables = shard_tables(tables, placements, mesh)
+    bags = {name: [[1, 2]] * BATCH for name in widths}
+    batch = shard_batch(jaxrec.KeyedJaggedArray.from_lists(bags), mesh)
+    step = jax.jit(train_step, donate_argnums=0).lower(tables, batch).compile()
+    assert_in_place(step, tables)
+
+
 def test_fewer_bits_are_fewer_bytes():
     precision = Precision(forward="int8", backward="bfloat16")
     step, _ = compile_on_mesh(train_step, row_wise(), jaxrec.optim.sgd(0.1), precision)
