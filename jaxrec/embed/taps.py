@@ -168,4 +168,8 @@ def detach(model: nnx.Module) -> None:
 
 
 def _zeros(like: jax.ShapeDtypeStruct) -> jax.Array:
-    return jnp.zeros(like.shape, like.dtype, out_sharding=like.sharding)
+    zeros = jnp.zeros(like.shape, like.dtype)
+    if like.sharding is None or all(axis is None for axis in like.sharding.spec):
+        return zeros
+    # Over an explicit mesh a tap must lie as the embeddings do, or its gradient is gathered.
+    return jax.sharding.reshard(zeros, like.sharding)

@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import jax
@@ -379,9 +380,12 @@ def _steps(
 def _rows(values: Array | np.ndarray, start: int, stop: int) -> np.ndarray:
     """Rows of an array, on the host."""
     if isinstance(values, jax.Array):
-        # Whatever mesh is set, this is about one device. The start is no constant of the program,
-        # so that one serves all pieces.
-        with jax.set_mesh(Mesh(np.array(list(values.devices())[:1]), ("device",))):
+        if values.is_fully_replicated:
+            values = values.addressable_data(0)
+        devices = np.array(list(values.devices()))
+        # Whatever mesh is set. The start is no constant of the program, so that one serves all
+        # pieces.
+        with jax.set_mesh(Mesh(devices[:1], ("device",))) if devices.size == 1 else nullcontext():
             return np.asarray(_slice(values, np.int32(start), stop - start))
     return np.asarray(values[start:stop])
 
