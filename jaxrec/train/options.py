@@ -90,11 +90,13 @@ def parse_options(options: Sequence[str], default: TrainConfig = _DEFAULT) -> Tr
 
 
 def write_options(config: TrainConfig, path: pathlib.Path) -> None:
-    """Writes options so that `read_options` finds them again."""
+    """Writes options so that `read_options` finds them again, all of them or, if killed, none."""
     options = _plain(config)
     for own in ("config", "resume", "output", "eval_only", "profile"):
         del options[own]
-    path.write_text(yaml.safe_dump(options, sort_keys=False))
+    unfinished = path.with_name(f".{path.name}.unfinished")
+    unfinished.write_text(yaml.safe_dump(options, sort_keys=False))
+    unfinished.replace(path)
 
 
 def _plain(config: Any) -> dict[str, Any]:

@@ -169,7 +169,7 @@ def test_killed_and_gone_on_with(tmp_path):
         "convert.PART_BLOCKS = 4; convert.convert(*map(pathlib.Path, sys.argv[1:]),"
         "convert.Conversion())"
     )
-    command = [sys.executable, "-c", program, str(source)]
+    command = [sys.executable, "-P", "-c", program, str(source)]
     subprocess.run([*command, tmp_path / "whole"], check=True, timeout=120)
     output = tmp_path / "out"
     with subprocess.Popen([*command, output]) as process:

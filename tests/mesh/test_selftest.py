@@ -114,7 +114,7 @@ def test_processes_that_slurm_started():
         "SLURM_NTASKS": "2",
         "JAX_COORDINATOR_PORT": str(port),
     }
-    command = [sys.executable, "-m", "jaxrec.mesh.selftest", "--cpu-devices", "1"]
+    command = [sys.executable, "-P", "-m", "jaxrec.mesh.selftest", "--cpu-devices", "1"]
     command += ["--types", "row_wise:rows", "--rows", "20", "--samples", "4", "--steps", "1"]
     processes = [
         subprocess.Popen(

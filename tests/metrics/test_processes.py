@@ -63,7 +63,7 @@ def test_two_processes():
         port = str(free.getsockname()[1])
     processes = [
         subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, str(process), port],
+            [sys.executable, "-P", "-c", PROGRAM, str(process), port],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

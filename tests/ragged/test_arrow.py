@@ -128,4 +128,4 @@ def test_errors(data, weights, error, message):
 
 def test_the_package_imports_without_arrow():
     program = "import sys; import jaxrec.ragged; assert 'pyarrow' not in sys.modules"
-    subprocess.run([sys.executable, "-c", program], check=True)
+    subprocess.run([sys.executable, "-P", "-c", program], check=True)

@@ -26,7 +26,8 @@ SMALL = [
     "--model.bottom-layer-sizes=4",
     "--model.top-layer-sizes=4",
 ]
-PROGRAM = (sys.executable, "-m", "jaxrec.cli")
+# -P: the installed package, and not the checkout that the tests are started from.
+PROGRAM = (sys.executable, "-P", "-m", "jaxrec.cli")
 
 
 def jaxrec(*arguments, cwd, prefix=()):

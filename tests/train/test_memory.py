@@ -23,4 +23,4 @@ assert faults < 16, faults
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs the GNU C library")
 def test_memory_used_again_is_not_asked_for_again():
-    subprocess.run([sys.executable, "-c", TOUCH_AGAIN], check=True)
+    subprocess.run([sys.executable, "-P", "-c", TOUCH_AGAIN], check=True)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import concurrent.futures
 import pathlib
 
 import pytest
@@ -138,3 +139,14 @@ def test_help_lists_options(capsys):
         parse_options(["--help"])
     assert stop.value.code == 0
     assert "--data.batch-size" in capsys.readouterr().out
+
+
+def test_written_options_are_read_whole_or_not_at_all(tmp_path):
+    config, path = parse_options(["--data.batch-size=3", "--seed=4"]), tmp_path / "config.yaml"
+    write_options(config, path)
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        writing = pool.submit(lambda: [write_options(config, path) for _ in range(200)])
+        while not writing.done():
+            assert "seed: 4" in path.read_text()
+    writing.result()
+    assert [file.name for file in tmp_path.iterdir()] == ["config.yaml"]
