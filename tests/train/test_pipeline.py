@@ -111,7 +111,10 @@ def test_ctrl_c_ends_a_program_that_waits_for_a_slow_reader():
         "    for batch in batches:\n        print('one', flush=True)\n"
     )
     with subprocess.Popen(
-        [sys.executable, "-P", "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-P", "-c", program],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     ) as process:
         assert process.stdout.readline() == "one\n"
         start = time.monotonic()
