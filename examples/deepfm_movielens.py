@@ -5,34 +5,34 @@ age, sex and occupation, the film's year and its genres, a bag of one to six. Ra
 80/10/10 at random; the test AUC is that of the epoch that is best on the validation part. Prints it
 for three seeds and their median, about 0.79.
 
-    python examples/deepfm_movielens.py --data ml-100k     # ml-100k.inter, .item and .user
+    python examples/deepfm_movielens.py --data ml-100k
 
-The files are those of RecBole's layout (tab-separated, typed headers): https://recbole.io/dataset_list
+The directory has GroupLens's files (https://grouplens.org/datasets/movielens/100k) or RecBole's.
 """
 
 from __future__ import annotations
 
-import csv
 import dataclasses
 import pathlib
 import time
 
 import numpy as np
 import optax
+import pyarrow as pa
+import pyarrow.compute as pc
 import tyro
 from flax import nnx
 
 import jaxrec
+from jaxrec.data import movielens_movies, movielens_ratings, movielens_users
 from jaxrec.metrics import auc
 from jaxrec.train import compile_step
-
-FIELDS = ("user", "item", "age", "gender", "occupation", "year", "genres")
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
     data: pathlib.Path
-    """Path of the three files without their endings."""
+    """Directory of the data set."""
     seeds: tuple[int, ...] = (0, 1, 2)
     """Each of split, first values, order and dropout."""
     dim: int = 32
@@ -47,62 +47,28 @@ class Settings:
     """Epochs without a better validation AUC, after which training ends."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Ratings:
-    """Ratings as columns: a matrix of ids a field, negative where a bag is shorter than others."""
-
-    ids: dict[str, np.ndarray]
-    likes: np.ndarray
-    sizes: dict[str, int]
-
-    def batch(self, rows: np.ndarray) -> tuple[jaxrec.KeyedJaggedArray, np.ndarray]:
-        columns = [self.ids[field][rows] for field in FIELDS]
-        features = jaxrec.KeyedJaggedArray.from_lengths(
-            list(FIELDS),
-            np.concatenate([column[column >= 0] for column in columns]),
-            np.concatenate([(column >= 0).sum(axis=1) for column in columns]),
-            capacities={f: len(rows) * c.shape[1] for f, c in zip(FIELDS, columns, strict=True)},
-        )
-        return features, self.likes[rows]
+def number(column: pa.ChunkedArray | pa.Array) -> pa.Array:
+    """Numbers from 0 for distinct values; a missing one is a value too."""
+    whole = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
+    return whole.dictionary_encode(null_encoding="encode").indices
 
 
-def read_table(path: pathlib.Path) -> dict[str, list[str]]:
-    """The columns of a file, by their names without types."""
-    with open(path, encoding="utf-8", newline="") as file:
-        names, *rows = csv.reader(file, delimiter="\t", quoting=csv.QUOTE_NONE)
-    columns = zip(*rows, strict=True)
-    return {name.split(":")[0]: list(c) for name, c in zip(names, columns, strict=True)}
-
-
-def numbered(values: list[str]) -> np.ndarray:
-    """``[n, 1]`` numbers from 0 for distinct values."""
-    return np.unique(values, return_inverse=True)[1].astype(np.int32)[:, None]
-
-
-def read(path: pathlib.Path) -> Ratings:
-    ratings, films, users = (
-        read_table(path.with_suffix(f".{e}")) for e in ("inter", "item", "user")
-    )
-    genres = sorted({genre for film in films["class"] for genre in film.split()})
-    bags = np.full((len(films["class"]), 6), -1, np.int32)
-    for film, names in enumerate(films["class"]):
-        found = [genres.index(genre) for genre in names.split()][:6]
-        bags[film, : len(found)] = found
-    place_of_user = {user: place for place, user in enumerate(users["user_id"])}
-    place_of_film = {film: place for place, film in enumerate(films["item_id"])}
-    user = np.array([place_of_user[user] for user in ratings["user_id"]], np.int32)
-    film = np.array([place_of_film[film] for film in ratings["item_id"]], np.int32)
+def read(path: pathlib.Path) -> tuple[pa.Table, np.ndarray]:
+    """The ids of each field of each rating, of genres a list; and 1 for those that are a like."""
+    ratings, films, users = movielens_ratings(path), movielens_movies(path), movielens_users(path)
+    film = films.take(pc.index_in(ratings["movie_id"], films["movie_id"]))
+    user = users.take(pc.index_in(ratings["user_id"], users["user_id"]))
+    genres = film["genres"].combine_chunks()
     ids = {
-        "user": user[:, None],
-        "item": film[:, None],
-        "age": np.array(users["age"], np.int32)[user, None] // 5,
-        "gender": numbered(users["gender"])[user],
-        "occupation": numbered(users["occupation"])[user],
-        "year": numbered(films["release_year"])[film],
-        "genres": bags[film],
+        "user": number(user["user_id"]),
+        "item": number(film["movie_id"]),
+        "age": pc.divide(user["age"], 5),
+        "gender": number(user["gender"]),
+        "occupation": number(user["occupation"]),
+        "year": number(film["year"]),
+        "genres": pa.ListArray.from_arrays(genres.offsets, number(genres.flatten())),
     }
-    likes = (np.array(ratings["rating"], np.float32) >= 4).astype(np.float32)
-    return Ratings(ids, likes, {field: int(ids[field].max()) + 1 for field in FIELDS})
+    return pa.table(ids), (ratings["rating"].to_numpy() >= 4).astype(np.float32)
 
 
 def make_model(settings: Settings, sizes: dict[str, int], seed: int) -> jaxrec.nn.DeepFM:
@@ -120,12 +86,9 @@ def make_model(settings: Settings, sizes: dict[str, int], seed: int) -> jaxrec.n
         return jaxrec.EmbeddingBagCollection(configs, optimizer=optimizer, rngs=rngs)
 
     return jaxrec.nn.DeepFM(
-        tables("v", settings.dim),
-        tables("w", 1),
-        hidden_layer_sizes=settings.hidden,
-        dropout_rate=settings.dropout_rate,
-        rngs=rngs,
-    )
+        tables("v", settings.dim), tables("w", 1), hidden_layer_sizes=settings.hidden,
+        dropout_rate=settings.dropout_rate, rngs=rngs,
+    )  # fmt: skip
 
 
 def train_step(model, optimizer, features, labels):
@@ -137,27 +100,32 @@ def train_step(model, optimizer, features, labels):
     return loss
 
 
-def train(settings: Settings, ratings: Ratings, seed: int) -> float:
+def train(settings: Settings, ids: pa.Table, likes: np.ndarray, seed: int) -> float:
     """The test AUC at the epoch that is best in validation."""
-    rng = np.random.default_rng(seed)
-    order = rng.permutation(len(ratings.likes))
-    training, validation, test = np.split(order, [len(order) * 8 // 10, len(order) * 9 // 10])
-    model = make_model(settings, ratings.sizes, seed)
+    rng, size = np.random.default_rng(seed), settings.batch_size
+    parts = [len(likes) * 8 // 10, len(likes) * 9 // 10]
+    training, validation, test = np.split(rng.permutation(len(likes)), parts)
+    whole = jaxrec.KeyedJaggedArray.from_arrow(ids)
+    model = make_model(settings, {f: int(whole[f].values.max()) + 1 for f in whole.keys}, seed)
     optimizer = jaxrec.Optimizer(model, optax.adam(settings.learning_rate))
     step, score = compile_step(train_step, model, optimizer), nnx.jit(lambda model, x: model(x))
 
+    def pack(rows: np.ndarray) -> jaxrec.KeyedJaggedArray:
+        room = {"genres": 6 * len(rows)}  # no film has more
+        return jaxrec.KeyedJaggedArray.from_arrow(ids.take(rows), capacities=room)
+
     def evaluate(rows: np.ndarray) -> float:
         model.eval()
-        features, labels = ratings.batch(rows)
-        value = auc(np.asarray(score(model, features)), labels)
+        value = auc(np.asarray(score(model, pack(rows))), likes[rows])
         model.train()
         return value
 
     best, most, waited = 0.0, 0.0, 0
     for epoch in range(1, settings.epochs + 1):
         training = rng.permutation(training)
-        for start in range(0, len(training) - settings.batch_size + 1, settings.batch_size):
-            loss = step(*ratings.batch(training[start : start + settings.batch_size]))
+        for start in range(0, len(training) - size + 1, size):
+            rows = training[start : start + size]
+            loss = step(pack(rows), likes[rows])
         found = evaluate(validation)
         print(f"  epoch {epoch}: loss {loss:.4f}, validation AUC {found:.4f}", flush=True)
         if found > most:
@@ -168,12 +136,12 @@ def train(settings: Settings, ratings: Ratings, seed: int) -> float:
 
 
 def main(settings: Settings) -> dict[int, float]:
-    ratings, found, begun = read(settings.data), {}, time.perf_counter()
+    (ids, likes), found, begun = read(settings.data), {}, time.perf_counter()
     for seed in settings.seeds:
-        found[seed] = train(settings, ratings, seed)
+        found[seed] = train(settings, ids, likes, seed)
         print(f"seed {seed}: test AUC {found[seed]:.4f}")
-    seconds = time.perf_counter() - begun
-    print(f"median test AUC {np.median(list(found.values())):.4f} in {seconds:.0f} s")
+    median, seconds = np.median([*found.values()]), time.perf_counter() - begun
+    print(f"median test AUC {median:.4f} in {seconds:.0f} s")
     return found
 
 

@@ -21,7 +21,6 @@ import dataclasses
 import pathlib
 import time
 
-import interactions
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -29,8 +28,12 @@ import tyro
 from flax import nnx
 
 import jaxrec
-from jaxrec.nn import SASRec, sampled_softmax_loss
+from jaxrec.data import Interactions, Packer, usual_capacity
+from jaxrec.metrics import rank_metrics
+from jaxrec.nn import SASRec, candidate_scores, sampled_softmax_loss
 from jaxrec.train import compile_step
+
+FEATURES = ("history", "targets", "negatives", "candidates")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,34 +64,24 @@ class Settings:
 def make_model(settings: Settings, num_items: int) -> SASRec:
     rngs = nnx.Rngs(settings.seed)
     table = jaxrec.EmbeddingConfig(
-        "item",
-        num_items + 1,
-        settings.dim,
-        feature_names=interactions.FEATURES,
-        initializer=nnx.initializers.normal(0.02),
+        "item", num_items + 1, settings.dim, FEATURES, initializer=nnx.initializers.normal(0.02)
     )
     optimizer = jaxrec.optim.adam(settings.learning_rate)
     return SASRec(
         jaxrec.EmbeddingCollection([table], optimizer=optimizer, rngs=rngs),
-        max_length=settings.max_length,
-        num_blocks=settings.num_blocks,
-        num_heads=settings.num_heads,
-        dropout_rate=settings.dropout_rate,
-        block_size=32,
-        rngs=rngs,
-    )
+        max_length=settings.max_length, num_blocks=settings.num_blocks,
+        num_heads=settings.num_heads, dropout_rate=settings.dropout_rate,
+        block_size=32, rngs=rngs,
+    )  # fmt: skip
 
 
-def train_step(model: SASRec, optimizer: jaxrec.Optimizer, batch: jaxrec.KeyedJaggedArray):
+def train_step(model, optimizer, batch):
     def loss_fn(model):
         out = model(batch)
         losses = sampled_softmax_loss(
-            out["history"].values,
-            out["targets"].values,
-            out["negatives"].values,
-            positive_ids=batch["targets"].values,
-            negative_ids=batch["negatives"].values,
-        )
+            out["history"].values, out["targets"].values, out["negatives"].values,
+            positive_ids=batch["targets"].values, negative_ids=batch["negatives"].values,
+        )  # fmt: skip
         real = jnp.arange(losses.shape[0]) < batch["history"].lengths.sum()
         return jnp.where(real, losses, 0).sum() / real.sum()
 
@@ -97,39 +90,43 @@ def train_step(model: SASRec, optimizer: jaxrec.Optimizer, batch: jaxrec.KeyedJa
     return loss
 
 
+@nnx.jit
+def score(model, batch):
+    out = model(batch)
+    return candidate_scores(out["history"], out["candidates"].values)
+
+
 def main(settings: Settings) -> dict[str, float]:
-    data = (
-        interactions.read(settings.data)
-        if settings.data
-        else interactions.generate(settings.num_users, settings.num_items, seed=0)
-    )
+    made = Interactions.generate(settings.num_users, settings.num_items, seed=0)
+    data = Interactions.read(settings.data) if settings.data else made
     print(f"{len(data.sequences)} sequences of {data.num_items} items\n{settings}")
-    train = [row[-settings.max_length - 1 :] for row in data.at(-2) if len(row) > 1]
-    sampler, rng = interactions.Sampler(data.popularity), np.random.default_rng(settings.seed)
-    chosen = {place: interactions.candidates(data, place, seed=-place) for place in (-1, -2)}
+    train = [row[-settings.max_length - 1 :] for row in data.before(-2) if len(row) > 1]
+    candidates = {place: data.candidates(place, seed=-place) for place in (-1, -2)}
+    size = settings.batch_size
+    room = usual_capacity([len(row) for row in train], size)
+    pack = Packer(FEATURES, {"history": room, "targets": room})
+    rng, popularity = np.random.default_rng(settings.seed), data.popularity
 
     model = make_model(settings, data.num_items)
     optimizer = jaxrec.Optimizer(model, optax.adam(settings.learning_rate))
-    step, pack = (
-        compile_step(train_step, model, optimizer),
-        interactions.Packer(train, settings.batch_size),
-    )
+    step = compile_step(train_step, model, optimizer)
 
     def evaluate(place: int) -> dict[str, float]:
-        histories = [row[-settings.max_length :] for row in data.at(place)]
-        return interactions.evaluate(model, histories, chosen[place], settings.batch_size)
+        histories = [row[-settings.max_length :] for row in data.before(place)]
+        model.eval()
+        batches = pack.batches(size, history=histories, candidates=candidates[place])
+        scores = [np.asarray(score(model, batch)) for batch in batches]
+        model.train()
+        return rank_metrics(np.concatenate(scores)[: len(histories)])
 
-    best, most, begun, size = {}, -1.0, time.perf_counter(), settings.batch_size
+    best, most, begun = {}, -1.0, time.perf_counter()
     for epoch in range(1, settings.epochs + 1):
         order, losses = rng.permutation(len(train)), []
         for start in range(0, len(order) - size + 1, size):
             rows = [train[row] for row in order[start : start + size]]
-            batch = pack(
-                history=[row[:-1] for row in rows],
-                targets=[row[1:] for row in rows],
-                negatives=sampler.draw(rng, (size, settings.negatives)),
-            )
-            losses.append(step(batch))
+            negatives = rng.choice(len(popularity), (size, settings.negatives), p=popularity)
+            histories, targets = [row[:-1] for row in rows], [row[1:] for row in rows]
+            losses.append(step(pack(history=histories, targets=targets, negatives=negatives)))
         minutes = (time.perf_counter() - begun) / 60
         print(f"epoch {epoch}: loss {np.mean(losses):.4f}, {minutes:.1f} minutes", flush=True)
         last = epoch == settings.epochs or minutes > settings.minutes

@@ -105,10 +105,12 @@ def movielens_movies(path: pathlib.Path) -> pa.Table:
     """The films of a MovieLens data set.
 
     Args:
-        path: The data set's directory, with ``u.item``, ``movies.dat`` or ``movies.csv``.
+        path: The data set's directory, with ``u.item``, ``movies.dat``, ``movies.csv`` or a RecBole
+            ``.item`` file.
 
     Returns:
-        ``movie_id`` int32, ``title`` string with the year, ``genres`` list of strings.
+        ``movie_id`` int32, ``title`` string (with the year, but for RecBole's), ``genres`` list of
+        strings, ``year`` int32, null where nothing says it.
 
     Raises:
         OSError: The file cannot be read.
@@ -124,15 +126,19 @@ def movielens_movies(path: pathlib.Path) -> pa.Table:
             [genre for genre, flag in zip(_GENRES, row, strict=True) if flag]
             for row in zip(*flags, strict=True)
         ]
-        return pa.table([table["movie_id"], table["title"], genres], _MOVIES)
+        return _movies(table["movie_id"], table["title"], genres)
     if (path / "movies.dat").exists():
         return _movies_of_lines(path / "movies.dat")
     if (path / "movies.csv").exists():
         types = {"movie_id": pa.int32(), "title": pa.string(), "genres": pa.string()}
         table = _read(path / "movies.csv", ",", list(types), 1, types, quoted=True)
-        return pa.table(
-            [table["movie_id"], table["title"], _split(table["genres"].to_pylist())], _MOVIES
-        )
+        return _movies(table["movie_id"], table["title"], _split(table["genres"].to_pylist()))
+    if file := _recbole_file(path, ".item"):
+        types = {"movie_id": pa.int32(), "title": pa.string()}
+        types |= {"year": pa.string(), "genres": pa.string()}
+        table = _read(file, "\t", list(types), 1, types)
+        genres = [(text or "").split() for text in table["genres"].to_pylist()]
+        return _movies(table["movie_id"], table["title"], genres, table["year"])
     raise DataError(
         f"{path}: there are no films of MovieLens here; they are in u.item (100K), movies.dat (1M) "
         "or movies.csv (20M, 25M)"
@@ -140,8 +146,28 @@ def movielens_movies(path: pathlib.Path) -> pa.Table:
 
 
 _MOVIES = pa.schema(
-    [("movie_id", pa.int32()), ("title", pa.string()), ("genres", pa.list_(pa.string()))]
+    [
+        ("movie_id", pa.int32()),
+        ("title", pa.string()),
+        ("genres", pa.list_(pa.string())),
+        ("year", pa.int32()),
+    ]
 )
+
+
+def _movies(
+    ids: Sequence[int] | pa.ChunkedArray,
+    titles: pa.Array | pa.ChunkedArray,
+    genres: Sequence[Sequence[str]],
+    years: pa.ChunkedArray | None = None,
+) -> pa.Table:
+    """The films; years, where none are given, are those that titles end with."""
+    if years is None:
+        found = pc.extract_regex(titles, r"\((?P<year>[0-9]{4})\)\s*$")
+    else:
+        found = pc.extract_regex(years, r"^(?P<year>[0-9]{4})$")
+    found = pc.struct_field(found, "year").cast(pa.int32())
+    return pa.table([ids, titles, genres, found], _MOVIES)
 
 
 def _movies_of_lines(file: pathlib.Path) -> pa.Table:
@@ -154,7 +180,7 @@ def _movies_of_lines(file: pathlib.Path) -> pa.Table:
         ids.append(int(fields[0]))
         titles.append(fields[1])
         genres.append(fields[2])
-    return pa.table([ids, titles, _split(genres)], _MOVIES)
+    return _movies(ids, pa.array(titles, pa.string()), _split(genres))
 
 
 def _split(genres: Sequence[str | None]) -> list[list[str]]:
@@ -167,7 +193,7 @@ def movielens_users(path: pathlib.Path) -> pa.Table:
     """The people of MovieLens 100K or 1M; later sets say nothing about them.
 
     Args:
-        path: The data set's directory, with ``u.user`` or ``users.dat``.
+        path: The data set's directory, with ``u.user``, ``users.dat`` or a RecBole ``.user`` file.
 
     Returns:
         ``user_id`` int32, ``age`` int32 (1M: the first year of a range), ``gender`` string,
@@ -189,7 +215,14 @@ def movielens_users(path: pathlib.Path) -> pa.Table:
     if (path / "users.dat").exists():
         names = ["user_id", "_1", "gender", "_3", "age", "_5", "occupation", "_7", "zip_code"]
         return _read(path / "users.dat", ":", names, 0, types).select(list(types))
+    if file := _recbole_file(path, ".user"):
+        return _read(file, "\t", list(types), 1, types)
     raise DataError(f"{path}: there is neither u.user (100K) nor users.dat (1M) here")
+
+
+def _recbole_file(path: pathlib.Path, ending: str) -> pathlib.Path | None:
+    """The first file of a directory that has the ending."""
+    return min(path.glob(f"*{ending}"), default=None)
 
 
 def _read(

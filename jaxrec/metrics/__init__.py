@@ -26,6 +26,7 @@ from jaxrec.metrics.binned import BinnedAUC as BinnedAUC
 from jaxrec.metrics.binned import BinnedAUPRC as BinnedAUPRC
 from jaxrec.metrics.binned import BinnedRAUC as BinnedRAUC
 from jaxrec.metrics.binned import Bins as Bins
+from jaxrec.metrics.candidates import rank_metrics as rank_metrics
 from jaxrec.metrics.classification import Accuracy as Accuracy
 from jaxrec.metrics.classification import HindsightTargetPR as HindsightTargetPR
 from jaxrec.metrics.classification import MulticlassRecall as MulticlassRecall

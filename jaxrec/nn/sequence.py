@@ -185,3 +185,31 @@ def last_states(column: JaggedArray) -> Float[Array, "*devices rows dim"]:
         return jnp.where(lengths[:, None] > 0, found, 0)
 
     return last(values, lengths) if lengths.ndim == 1 else jax.vmap(last)(values, lengths)
+
+
+def candidate_scores(
+    column: JaggedArray, candidates: Float[AnyArray, "*devices capacity dim"]
+) -> Float[Array, "*devices rows candidates"]:
+    """The dot product of each row's last state and each of the row's candidates.
+
+    Args:
+        column: The states, ``[capacity, dim]`` values.
+        candidates: Their embeddings, row by row, equally many for each and without padding.
+
+    Raises:
+        ValueError: Candidates do not divide among the rows.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> column = JaggedArray(jnp.array([[1.0], [2.0], [3.0]]), jnp.array([2, 1]))
+        >>> candidate_scores(column, jnp.array([[1.0], [10.0], [1.0], [10.0]])).tolist()
+        [[2.0, 20.0], [3.0, 30.0]]
+    """
+    last = last_states(column)
+    if candidates.shape[-2] % last.shape[-2]:
+        raise ValueError(
+            f"{candidates.shape[-2]} candidates do not divide among {last.shape[-2]} rows; give "
+            "each row equally many, in a feature without padding"
+        )
+    of_rows = jnp.asarray(candidates).reshape(*last.shape[:-1], -1, last.shape[-1])
+    return jnp.einsum("...d,...cd->...c", last, of_rows)

@@ -40,6 +40,7 @@ def test_films_of_100k(tmp_path):
             "movie_id": 543,
             "title": "Misérables, Les (1995)",
             "genres": ["Animation", "Children's", "Comedy"],
+            "year": 1995,
         }
     ]
 
@@ -55,23 +56,45 @@ def test_films_of_1m(tmp_path):
         "Misérables (1995)",
     ]
     assert films["genres"].to_pylist() == [["Action", "Sci-Fi"], ["War"]]
+    assert films["year"].to_pylist() == [1977, 1995]
 
 
 def test_films_of_20m(tmp_path):
     (tmp_path / "movies.csv").write_text(
         'movieId,title,genres\n11,"American President, The (1995)",Comedy|Drama\n'
-        "12,Nothing (2000),(no genres listed)\n",
+        "12,Blade Runner 2049,(no genres listed)\n",
         encoding="utf-8",
     )
     films = movielens_movies(tmp_path)
-    assert films["title"].to_pylist() == ["American President, The (1995)", "Nothing (2000)"]
+    assert films["title"].to_pylist() == ["American President, The (1995)", "Blade Runner 2049"]
     assert films["genres"].to_pylist() == [["Comedy", "Drama"], []]
+    assert films["year"].to_pylist() == [1995, None]
+
+
+def test_films_of_recbole(tmp_path):
+    (tmp_path / "ml-100k.item").write_text(
+        "item_id:token\tmovie_title:token_seq\trelease_year:token\tclass:token_seq\n"
+        '1\tThe "Toy" Story\t1995\tAnimation Children\'s\n267\tunkonwn\tunkonwn\t\n'
+    )
+    assert movielens_movies(tmp_path).to_pylist() == [
+        {
+            "movie_id": 1,
+            "title": 'The "Toy" Story',
+            "genres": ["Animation", "Children's"],
+            "year": 1995,
+        },
+        {"movie_id": 267, "title": "unkonwn", "genres": [], "year": None},
+    ]
 
 
 @pytest.mark.parametrize(
     ("name", "line"),
-    [("u.user", "1|24|M|10|85711\n"), ("users.dat", "1::M::24::10::85711\n")],
-    ids=["100K", "1M"],
+    [
+        ("u.user", "1|24|M|10|85711\n"),
+        ("users.dat", "1::M::24::10::85711\n"),
+        ("ml-100k.user", "user_id:token\tage:token\t...\n1\t24\tM\t10\t85711\n"),
+    ],
+    ids=["100K", "1M", "recbole"],
 )
 def test_people(tmp_path, name, line):
     (tmp_path / name).write_text(line)

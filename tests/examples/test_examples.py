@@ -19,7 +19,7 @@ SEQUENCES = {"sasrec": 10, "bert4rec": 60}  # epochs
 def test_every_example_is_run_here():
     tested = {name.removeprefix("test_") for name in globals() if name.startswith("test_")}
     scripts = {path.stem for path in EXAMPLES.glob("*.py")}
-    assert scripts == (tested | {*SEQUENCES, "interactions"}) & scripts
+    assert scripts == (tested | {*SEQUENCES}) & scripts
 
 
 def test_every_example_says_what_it_shows():
@@ -93,10 +93,10 @@ def test_dlrm_mlperf(example, monkeypatch):
 
 
 def test_deepfm_movielens(example, tmp_path):
-    movielens.write(tmp_path / "ml")
+    movielens.write(tmp_path / "ml-100k")
     module = example("deepfm_movielens")
     settings = module.Settings(
-        data=tmp_path / "ml",
+        data=tmp_path,
         seeds=(0,),
         batch_size=128,
         epochs=6,
@@ -131,31 +131,6 @@ def test_sequences(example, name, epochs):
     found = module.main(settings)
     assert set(found) == {"HR@10", "NDCG@10", "MRR", "epoch"}
     assert found["HR@10"] > 0.14  # 0.099 by chance, with a standard deviation of 0.012
-
-
-def test_interactions_file(example, tmp_path):
-    """What the sequence examples read."""
-    module = example("interactions")
-    path = tmp_path / "data.txt"
-    path.write_text("1 5\n2 7\n1 6\n1 7\n2 5\n3 1\n2 9\n2 1\n")
-    data = module.read(path)
-    assert [row.tolist() for row in data.sequences] == [[5, 6, 7], [7, 5, 9, 1]]
-    assert data.num_items == 9
-    np.testing.assert_allclose(data.popularity[5], 2 / 7)
-
-
-def test_too_few_items_for_candidates(example):
-    module = example("interactions")
-    with pytest.raises(ValueError, match="too few items"):
-        module.candidates(module.generate(20, 60, seed=0), -1, seed=0)
-
-
-def test_rank_counts_ties_against_the_item(example):
-    module = example("interactions")
-    scores = np.array([[1.0, 0.0, 0.5], [1.0, 1.0, 0.5], [np.nan, 0.0, 0.0]])
-    found = module.ranking_metrics(scores, k=1)
-    assert found["HR@1"] == pytest.approx(1 / 3)
-    assert found["MRR"] == pytest.approx((1 + 1 / 2 + 1 / 3) / 3)
 
 
 def test_multi_process():

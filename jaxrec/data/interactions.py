@@ -1,0 +1,134 @@
+"""Who had what, in the order of time: sequences for models that predict what comes next."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import pathlib
+
+import numpy as np
+from jaxtyping import Float, Int32
+
+from jaxrec.data.text import DataError
+
+# The last item is for testing, the one before for validation, and something comes before them.
+_SHORTEST = 3
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Interactions:
+    """Sequences of items, one a user, made for leaving the last item out.
+
+    The protocol is that of Kang and McAuley 2018 (arXiv:1808.09781), section IV-A, and Sun et al.
+    2019 (arXiv:1904.06690), section 4.2: the last item of a sequence is for testing, the one before
+    it for validation, and each is ranked among itself and `candidates` that its user never met.
+
+    Attributes:
+        sequences: ``[length]`` int32 items of each user, from 1 to ``num_items``, oldest first.
+        num_items: The largest item.
+
+    Example:
+        >>> import tempfile
+        >>> path = pathlib.Path(tempfile.mkdtemp(), "interactions.txt")
+        >>> _ = path.write_text("1 5\\n2 7\\n1 6\\n1 7\\n2 5\\n2 9\\n3 1\\n")
+        >>> found = Interactions.read(path)
+        >>> [items.tolist() for items in found.sequences], found.num_items
+        ([[5, 6, 7], [7, 5, 9]], 9)
+        >>> [items.tolist() for items in found.before(-1)]
+        [[5, 6], [7, 5]]
+    """
+
+    sequences: list[Int32[np.ndarray, " length"]]
+    num_items: int
+
+    @classmethod
+    def read(cls, path: pathlib.Path) -> Interactions:
+        """A file with a line ``user item`` for each interaction, integers from 1, in time order.
+
+        Users of fewer than three interactions are left out.
+
+        Raises:
+            OSError: The file cannot be read.
+            DataError: A line is no such pair, or no user has three interactions.
+        """
+        try:
+            pairs = np.loadtxt(path, dtype=np.int64, ndmin=2)
+        except ValueError as error:
+            raise DataError(
+                f"{path}: expected two integers a line, user and item; {error}"
+            ) from None
+        least, most = pairs.min(initial=1), pairs.max(initial=1)
+        if pairs.shape[1] != 2 or least < 1 or most >= 2**31:
+            raise DataError(
+                f"{path}: expected two integers from 1 to {2**31 - 1} a line, user and item, got "
+                f"{pairs.shape[1]} columns with numbers from {least} to {most}"
+            )
+        pairs = pairs[np.argsort(pairs[:, 0], kind="stable")]
+        starts = np.flatnonzero(np.diff(pairs[:, 0], prepend=-1))
+        rows = np.split(pairs[:, 1].astype(np.int32), starts[1:])
+        rows = [row for row in rows if len(row) >= _SHORTEST]
+        if not rows:
+            raise DataError(f"{path}: no user has {_SHORTEST} interactions")
+        return cls(rows, int(pairs[:, 1].max()))
+
+    @classmethod
+    def generate(cls, num_users: int, num_items: int, seed: int) -> Interactions:
+        """Made-up sequences of power-law lengths up to 50; everything depends on the seed alone.
+
+        Two out of three items follow from the item before by a fixed rule; the third is any item.
+        """
+        rng = np.random.default_rng(seed)
+        follows = 1 + rng.permutation(num_items)
+        rows = []
+        for length in np.minimum(4 + rng.zipf(1.8, num_users), 50):
+            row = [int(rng.integers(1, num_items + 1))]
+            for _ in range(length - 1):
+                known = rng.random() < 2 / 3
+                row.append(int(follows[row[-1] - 1] if known else rng.integers(1, num_items + 1)))
+            rows.append(np.array(row, np.int32))
+        return cls(rows, num_items)
+
+    @functools.cached_property
+    def popularity(self) -> Float[np.ndarray, " num_items_and_one"]:
+        """``[num_items + 1]`` each item's share of the interactions; 0 of item 0, which is none."""
+        counts = np.bincount(np.concatenate(self.sequences), minlength=self.num_items + 1)
+        return counts / counts.sum()
+
+    def before(self, place: int) -> list[Int32[np.ndarray, " length"]]:
+        """What comes before a place of each sequence, counted from its end: -1 is the last."""
+        return [row[:place] for row in self.sequences]
+
+    def candidates(
+        self, place: int, *, others: int = 100, seed: int
+    ) -> Int32[np.ndarray, "users candidates"]:
+        """Each sequence's item at ``place``, and others by popularity that it does not have.
+
+        Args:
+            place: Counted from the end: -1 is the last.
+            others: How many; a sequence has none of them twice.
+            seed: Of what is drawn.
+
+        Returns:
+            ``[users, 1 + others]``, the sequence's own item first.
+
+        Raises:
+            ValueError: There are too few items.
+        """
+        longest = max(len({*row.tolist()}) for row in self.sequences)
+        if (count := np.count_nonzero(self.popularity)) < longest + others:
+            raise ValueError(
+                f"a user has {longest} of the {count} items, which leaves too few items to draw "
+                f"{others} others"
+            )
+        rng, cumulative = np.random.default_rng(seed), np.cumsum(self.popularity)
+        found = np.zeros((len(self.sequences), 1 + others), np.int32)
+        for user, row in enumerate(self.sequences):
+            taken, chosen = {*row.tolist()}, [row[place]]
+            while len(chosen) <= others:
+                drawn = rng.random(2 * others) * cumulative[-1]
+                for item in np.searchsorted(cumulative, drawn, "right").tolist():
+                    if item not in taken and len(chosen) <= others:
+                        taken.add(item)
+                        chosen.append(item)
+            found[user] = chosen
+        return found

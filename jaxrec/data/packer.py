@@ -1,0 +1,95 @@
+"""Rows of ids on the host as batches of few different shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+
+from jaxrec.ragged import KeyedJaggedArray, grown
+
+
+class Packer:
+    """Packs rows of ids into batches whose capacities only grow, so that few programs compile.
+
+    Args:
+        keys: The features of every batch, in this order.
+        capacities: What the first batches have room for, for some features or none; see
+            `usual_capacity`.
+
+    Example:
+        >>> pack = Packer(("history", "negatives"))
+        >>> batch = pack(history=[[1, 2], [3]], negatives=np.array([[4], [5]]))
+        >>> batch.capacity_per_key
+        {'history': 8, 'negatives': 2}
+        >>> pack(history=[list(range(9)), []]).capacity_per_key
+        {'history': 12, 'negatives': 8}
+        >>> pack(history=[[1], [2]]).capacity_per_key
+        {'history': 12, 'negatives': 8}
+    """
+
+    def __init__(self, keys: Sequence[str], capacities: Mapping[str, int] | None = None):
+        self.keys = tuple(keys)
+        self.capacities = grown({}, capacities or {})
+
+    def __call__(
+        self, **columns: Sequence[Sequence[int] | np.ndarray] | np.ndarray
+    ) -> KeyedJaggedArray:
+        """A batch of the given features; bags of the others are empty.
+
+        Args:
+            columns: For each feature the ids of each sample. Of a matrix, which has equally many
+                for each, the capacity is exactly its size, and there is no padding.
+
+        Raises:
+            ValueError: A feature is none of the keys, or numbers of samples differ.
+        """
+        if unknown := [key for key in columns if key not in self.keys]:
+            raise ValueError(f"the features of these batches are {self.keys}, got {unknown}")
+        size = len(next(iter(columns.values()), ()))
+        rows = {key: list(columns.get(key, [()] * size)) for key in self.keys}
+        exact = {
+            key: found.size
+            for key, found in columns.items()
+            if isinstance(found, np.ndarray) and found.ndim == 2
+        }
+        batch = KeyedJaggedArray.from_lists(rows, capacities=exact)
+        ragged = {k: n for k, n in batch.capacity_per_key.items() if k not in exact}
+        self.capacities = grown(self.capacities, ragged)
+        return batch.with_capacities(self.capacities | exact)
+
+    def batches(
+        self, batch_size: int, **columns: Sequence[Sequence[int] | np.ndarray] | np.ndarray
+    ) -> Iterator[KeyedJaggedArray]:
+        """All samples in order, in batches of one size; the last is filled up with its last sample.
+
+        Example:
+            >>> pack = Packer(("history",))
+            >>> [batch.lengths.tolist() for batch in pack.batches(2, history=[[1], [2, 3], []])]
+            [[1, 2], [0, 0]]
+        """
+        count = len(next(iter(columns.values()), ()))
+        for start in range(0, count, batch_size):
+            rows = np.minimum(np.arange(start, start + batch_size), count - 1)
+            yield self(
+                **{
+                    key: column[rows]
+                    if isinstance(column, np.ndarray)
+                    else [column[row] for row in rows]
+                    for key, column in columns.items()
+                }
+            )
+
+
+def usual_capacity(lengths: Sequence[int] | np.ndarray, batch_size: int) -> int:
+    """Ids that nearly every batch has room for: the mean and four standard deviations.
+
+    Args:
+        lengths: Of all rows that batches are drawn from.
+        batch_size: Rows of a batch.
+
+    Example:
+        >>> usual_capacity([1, 1, 3, 3], batch_size=100)
+        240
+    """
+    return int(batch_size * np.mean(lengths) + 4 * batch_size**0.5 * np.std(lengths))

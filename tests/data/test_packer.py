@@ -1,0 +1,45 @@
+"""Batches of rows of ids whose shapes seldom change."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from jaxrec.data import Packer, usual_capacity
+
+
+def test_capacities_only_grow():
+    pack = Packer(("a", "b"), {"a": 20})
+    first = pack(a=[[1], [2, 3]], b=np.array([[4, 5], [6, 7]]))
+    assert first.capacity_per_key == {"a": 24, "b": 4}
+    assert first["a"].to_lists() == [[1], [2, 3]]
+    assert first["b"].to_lists() == [[4, 5], [6, 7]]
+    second = pack(a=[list(range(30)), []])
+    assert second.capacity_per_key == {"a": 32, "b": 8}
+    assert second["b"].to_lists() == [[], []]
+    assert pack(a=[[1]], b=[[2]]).capacity_per_key == {"a": 32, "b": 8}
+
+
+def test_all_samples_in_order():
+    pack = Packer(("a", "b"))
+    rows, matrix = [[1], [], [2, 3], [4], [5]], np.arange(10).reshape(5, 2)
+    found = list(pack.batches(2, a=rows, b=matrix))
+    assert [batch["a"].to_lists() for batch in found] == [[[1], []], [[2, 3], [4]], [[5], [5]]]
+    assert found[2]["b"].to_lists() == [[8, 9], [8, 9]]
+    assert list(pack.batches(2, a=[])) == []
+
+
+def test_what_is_no_feature():
+    with pytest.raises(ValueError, match=r"are \('a',\), got \['c'\]"):
+        Packer(("a",))(c=[[1]])
+    with pytest.raises(ValueError, match="different numbers of samples"):
+        Packer(("a", "b"))(a=[[1]], b=[[1], [2]])
+
+
+def test_usual_capacity_holds_nearly_every_batch():
+    rng = np.random.default_rng(0)
+    lengths = np.minimum(rng.zipf(1.8, 5000), 50)
+    room = usual_capacity(lengths, 64)
+    sums = [rng.choice(lengths, 64).sum() for _ in range(1000)]
+    assert np.mean(np.array(sums) <= room) > 0.99
+    assert room < 2 * 64 * lengths.mean()
