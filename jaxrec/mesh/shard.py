@@ -15,6 +15,7 @@ from jaxrec.embed.collection import Collection, TableVariable
 from jaxrec.embed.layout import TableLayout
 from jaxrec.embed.tables import making_tables
 from jaxrec.embed.taps import tapped_modules
+from jaxrec.mesh import logical as logical  # how tables on a mesh are saved
 from jaxrec.mesh.agree import fingerprint, on_every_device, require_same
 from jaxrec.mesh.placement import Placement
 from jaxrec.mesh.precision import Precision

@@ -38,7 +38,7 @@ from jaxrec.mesh.tables import ShardedTables
 from jaxrec.ragged.capacity import rung
 
 # Tables travel in pieces of about this many elements to or from a device.
-_PIECE_ELEMENTS = 1 << 20
+PIECE_ELEMENTS = 1 << 20
 
 
 def mesh_shape(mesh: Mesh, replica_axis: str | None = None) -> MeshShape:
@@ -145,9 +145,9 @@ def _new_tables(layout: MeshLayout, mesh: Mesh, replica_axis: str | None) -> Sha
         group, sharding = placed.group, sharded.sharding(placed)
         first = group.optimizer.init(1, group.dim)
         zeros = np.zeros(group.dim, jnp.dtype(group.dtype))
-        sharded.rows[group.name] = _new_rows(zeros, placed.local_rows, sharding)
+        sharded.rows[group.name] = new_rows(zeros, placed.local_rows, sharding)
         sharded.state[group.name] = {
-            key: _new_rows(np.asarray(array[0]), placed.local_rows, sharding)
+            key: new_rows(np.asarray(array[0]), placed.local_rows, sharding)
             for key, array in first.items()
         }
     return sharded
@@ -173,7 +173,7 @@ def read_table_sharded(tables: ShardedTables, name: str) -> Array:
 
     With several processes all of them call it, and each gets the whole table.
     """
-    config = _config(tables, name)
+    config = find_config(tables, name)
     shape = (config.num_embeddings, config.embedding_dim)
     return _read(tables, name, lambda placed: tables.rows[placed.group.name], shape)
 
@@ -184,7 +184,7 @@ def read_state_sharded(tables: ShardedTables, name: str) -> dict[str, Array]:
 
     With several processes all of them call it, and each gets the whole state.
     """
-    config = _config(tables, name)
+    config = find_config(tables, name)
     placed, _ = tables.layout.places(name)[0]
 
     def read(key: str, array: Array) -> Array:
@@ -201,7 +201,7 @@ def write_table_sharded(
 ) -> ShardedTables:
     """`jaxrec.embed.write_table`: each device writes its own blocks, in place."""
     rows = dict(tables.rows)
-    for placed, columns, blocks in _pieces(tables.layout, name):
+    for placed, columns, blocks in pieces_of(tables.layout, name):
         group = placed.group.name
         _check_shape(tables, rows[group], name, values, f"table {name!r}")
         rows[group] = _write(tables, rows[group], placed, columns, blocks, values)
@@ -214,7 +214,7 @@ def write_state_sharded(
 ) -> ShardedTables:
     """`jaxrec.embed.write_state`: each device writes its own blocks, in place."""
     new = {group: dict(arrays) for group, arrays in tables.state.items()}
-    pieces = list(_pieces(tables.layout, name))
+    pieces = list(pieces_of(tables.layout, name))
     for placed, _, _ in pieces:
         arrays = new[placed.group.name]
         if set(state) != set(arrays):
@@ -230,12 +230,12 @@ def write_state_sharded(
     return dataclasses.replace(tables, state=new)
 
 
-def _config(tables: ShardedTables, name: str) -> TableConfig:
+def find_config(tables: ShardedTables, name: str) -> TableConfig:
     group, index = tables.layout.tables.find(name)
     return group.tables[index]
 
 
-def _pieces(
+def pieces_of(
     layout: MeshLayout, name: str
 ) -> Iterator[tuple[PlacedGroup, tuple[int, int], list[PlacedBlock]]]:
     """The parts that a table's columns are cut into: their group, columns, and blocks by row."""
@@ -246,7 +246,7 @@ def _pieces(
         yield placed, columns, blocks
 
 
-def _by_device(placed: PlacedGroup, blocks: list[PlacedBlock]) -> Iterator[tuple[int, PlacedBlock]]:
+def by_device(placed: PlacedGroup, blocks: list[PlacedBlock]) -> Iterator[tuple[int, PlacedBlock]]:
     """Each block with the index of its device's part of the group's arrays."""
     for block in blocks:
         yield 0 if placed.is_replicated else block.block.device, block
@@ -259,7 +259,7 @@ def _places(placed: PlacedGroup, table: str) -> np.ndarray:
     """
     of_device: list[list[tuple[int, ...]]] = [[] for _ in range(placed.num_devices)]
     blocks = [block for block in placed.blocks if block.table == table]
-    for device, block in _by_device(placed, blocks):
+    for device, block in by_device(placed, blocks):
         of_device[device].append((*block.block.rows, block.local_row, block.block.columns[0]))
     places = np.zeros((placed.num_devices, max(map(len, of_device)), 4), np.int32)
     for device, own in enumerate(of_device):
@@ -275,7 +275,7 @@ def _over_devices(tables: ShardedTables, placed: PlacedGroup, values: np.ndarray
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
-def _new_rows(row: Shaped[Array, "*shape"], local_rows: int, sharding: NamedSharding) -> Array:
+def new_rows(row: Shaped[Array, "*shape"], local_rows: int, sharding: NamedSharding) -> Array:
     """An array whose rows, ``local_rows`` on each device, are all alike."""
     return jax.shard_map(
         lambda row: kernels.new_rows(row, local_rows),
@@ -317,7 +317,7 @@ def _fill_blocks(
 def _check_shape(
     tables: ShardedTables, array: Array, name: str, values: Array | np.ndarray, what: str
 ) -> None:
-    config = _config(tables, name)
+    config = find_config(tables, name)
     expected = (config.num_embeddings, config.embedding_dim)[: array.ndim]
     if np.shape(values) != expected:
         raise ValueError(f"{what} has shape {expected}, got {np.shape(values)}")
@@ -356,7 +356,7 @@ def _write(
 
 
 def _piece_rows(array: Array) -> int:
-    return max(1, _PIECE_ELEMENTS // max(1, int(np.prod(array.shape[1:]))))
+    return max(1, PIECE_ELEMENTS // max(1, int(np.prod(array.shape[1:]))))
 
 
 def _steps(
@@ -367,7 +367,7 @@ def _steps(
     Each is (device, first row on the device, first row of the table, the row after its last).
     """
     waiting: dict[int, list[tuple[int, int, int, int]]] = {}
-    for device, block in _by_device(placed, blocks):
+    for device, block in by_device(placed, blocks):
         first, last = block.block.rows
         for start in range(first, last, most):
             local_row = block.local_row + start - first
@@ -426,7 +426,7 @@ def _read(
     shape: tuple[int, ...],
 ) -> Array:
     whole: np.ndarray | None = None
-    for placed, columns, blocks in _pieces(tables.layout, name):
+    for placed, columns, blocks in pieces_of(tables.layout, name):
         array = array_of(placed)
         whole = np.zeros(shape, array.dtype) if whole is None else whole
         target = whole if whole.ndim == 1 else whole[:, slice(*columns)]
@@ -446,7 +446,7 @@ def _read_here(
 ) -> Iterator[tuple[int, int, np.ndarray]]:
     """Blocks of a table as (first row, the row after the last, the rows)."""
     shards = {shard.index[0].start or 0: shard.data for shard in array.addressable_shards}
-    for device, block in _by_device(placed, blocks):
+    for device, block in by_device(placed, blocks):
         first, last = block.block.rows
         local = shards[device * placed.local_rows]
         yield first, last, _rows(local, block.local_row, block.local_row + last - first)

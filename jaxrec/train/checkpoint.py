@@ -1,4 +1,7 @@
-"""Saving and loading models: tables by name, their rows in order, whatever their layout."""
+"""Saving and loading models: tables by name, their rows in order, whatever their layout.
+
+Tables go between devices and files in equal parts: no host ever has more of one than its devices.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import dataclasses
 import errno
 import json
 import logging
+import math
 import os
 import pathlib
 import re
@@ -22,12 +26,22 @@ from flax import nnx
 from jaxtyping import Array
 
 from jaxrec.embed import EmbeddingBagCollection, EmbeddingCollection, TableVariable
+from jaxrec.embed.config import TableConfig
+from jaxrec.embed.logical import LogicalTable, from_logical, logical_form, to_logical
 from jaxrec.train.keep import Keep
 
 State = TypeVar("State")
 
+Collection = EmbeddingBagCollection | EmbeddingCollection
+
 # What Orbax adds to the name of a checkpoint that is not complete.
 _UNFINISHED = ".orbax-checkpoint-tmp"
+
+# Bytes of a chunk of a table's file: what is read at once by a device with other rows.
+_CHUNK_BYTES = 1 << 24
+
+# Bytes of the tables that are read together, all devices' parts.
+_READ_BYTES = 1 << 30
 
 
 class CheckpointError(ValueError):
@@ -120,18 +134,14 @@ class Saver:
             for unfinished in self._directory.glob(f"*{_UNFINISHED}*"):
                 shutil.rmtree(unfinished, ignore_errors=True)
         run = Run(step, batches, dict(metrics or {}), plan)
-        tree = _tree(model, optimizer)
-        # Copies, as those of tables are: the next step takes these arrays for its results.
-        for name in ("dense", "optimizer"):
-            tree[name] = jax.tree.map(jnp.array, tree[name])
-        tree["run"] = {
-            str(i): jnp.array(_plain(jnp.asarray(x))) for i, x in enumerate(jax.tree.leaves(state))
-        }
+        tree = _tree(model, optimizer, state)
+        chunks = ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES)
         with _os_errors(path):
             self._checkpointer.save(
                 path,
                 ocp.args.Composite(
-                    state=ocp.args.StandardSave(tree),
+                    state=ocp.args.StandardSave(tree, jax.tree.map(lambda _: chunks, tree)),
+                    tables=ocp.args.JsonSave(_table_shapes(model)),
                     run=ocp.args.JsonSave(dataclasses.asdict(run)),
                 ),
                 force=True,
@@ -231,27 +241,26 @@ def restore(
             the saved variables.
     """
     path = _path(directory, step)
-    saved = _read(path, _WITHOUT_RUN)
-    _load(_dense_variables(model), saved["dense"], path)
+    saved = _read(path, {"dense", "optimizer"})
+    shapes = _read_json(path / "tables" / "metadata")
     collections = _collections(model)
-    _match(set(collections), set(saved["tables"]), path)
+    _match(set(collections), set(shapes), path)
     for name, collection in collections.items():
-        tables = saved["tables"][name]
-        _match({table.name for table in collection.configs}, set(tables), path)
-        for table, content in tables.items():
-            rows, state = content["rows"], content.get("state") or {}
-            if resized:
-                rows = _resized(rows, collection.table(table))
-                old = collection.table_state(table)
-                state = {key: _resized(value, old[key]) for key, value in state.items()}
-            elif rows.shape != (wanted := collection.table(table).shape):
-                raise CheckpointError(
-                    f"{path}: table {table!r} was saved with shape {rows.shape}, but the model's "
-                    f"has {wanted}; load it with resized=True to keep the rows that both have"
-                )
-            collection.load_table(table, rows)
-            if optimizer is not None:
-                collection.load_table_state(table, state)
+        _match({table.name for table in collection.configs}, set(shapes[name]), path)
+        for table in collection.configs:
+            _check_shape(table, tuple(shapes[name][table.name]), resized, path)
+    _load(_dense_variables(model), saved["dense"], path)
+    for name, collection in collections.items():
+        for tables in _together(collection):
+            wanted = {
+                table.name: logical_form(collection.tables.get_value(), table.name)
+                for table in tables
+            }
+            found = _read_tables(path, name, wanted, has_state=optimizer is not None)
+            for table in tables:
+                common = min(shapes[name][table.name][0], table.num_embeddings)
+                old, logical = collection.tables.get_value(), found.pop(table.name)
+                collection.tables.set_value(from_logical(old, table.name, logical, common))
     if optimizer is not None:
         _load(_variables(optimizer), saved["optimizer"], path)
     return _read_run(path.parent, int(path.name))
@@ -274,18 +283,38 @@ def restore_state(directory: pathlib.Path, state: State, *, step: int | None = N
             f"here it has {shapes}"
         )
     return jax.tree.unflatten(
-        tree, [jnp.asarray(x, leaf.dtype) for x, leaf in zip(found, leaves, strict=True)]
+        tree, [_put_like(x.astype(leaf.dtype), leaf) for x, leaf in zip(found, leaves, strict=True)]
     )
 
 
-def _resized(saved: np.ndarray, here: Array) -> np.ndarray:
-    """The saved rows, as many as there are here; where there are more, these."""
-    if saved.shape[1:] != here.shape[1:] or saved.ndim == 0:
-        return saved  # no rows, or of another width: loading it says so
-    rows = np.array(here)
-    common = min(len(saved), len(rows))
-    rows[:common] = saved[:common]
-    return rows
+def _check_shape(
+    table: TableConfig, saved: tuple[int, ...], resized: bool, path: pathlib.Path
+) -> None:
+    wanted = (table.num_embeddings, table.embedding_dim)
+    if resized and saved[1] == wanted[1]:
+        return
+    if saved != wanted:
+        advice = "" if resized else "; load it with resized=True to keep the rows that both have"
+        raise CheckpointError(
+            f"{path}: table {table.name!r} was saved with shape {saved}, but the model's has "
+            f"{wanted}" + (advice if saved[1] == wanted[1] else "")
+        )
+
+
+def _together(collection: Collection) -> Iterator[list[TableConfig]]:
+    """The tables, as many at a time as `_READ_BYTES` hold, though one at least."""
+    group: list[TableConfig] = []
+    size = 0
+    for table in collection.configs:
+        form = logical_form(collection.tables.get_value(), table.name)
+        needed = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(form))
+        if group and size + needed > _READ_BYTES:
+            yield group
+            group, size = [], 0
+        group.append(table)
+        size += needed
+    if group:
+        yield group
 
 
 def _path(directory: pathlib.Path, step: int | None) -> pathlib.Path:
@@ -297,61 +326,144 @@ def _path(directory: pathlib.Path, step: int | None) -> pathlib.Path:
     return directory.absolute() / str(complete[-1] if step is None else step)
 
 
-_WITHOUT_RUN = {"dense", "optimizer", "tables"}
-
-
 def _read(path: pathlib.Path, wanted: set[str]) -> dict[str, Any]:
+    """Parts of what `_tree` made, on the host."""
     import orbax.checkpoint as ocp
 
-    try:
-        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer, _quiet():
-            saved = checkpointer.metadata(path / "state").item_metadata.tree
-            target = {
-                name: jax.tree.map(lambda leaf: np.empty(leaf.shape, leaf.dtype), saved[name])
-                for name in wanted
-                if name in saved
-            }
-            arguments = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), target)
-            read = checkpointer.restore(
-                path / "state",
-                ocp.args.PyTreeRestore(target, restore_args=arguments, partial_restore=True),
+    with _damaged(path), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        saved = checkpointer.metadata(path / "state").item_metadata.tree
+        target = {
+            name: jax.tree.map(lambda leaf: np.empty(leaf.shape, leaf.dtype), saved[name])
+            for name in wanted
+            if name in saved
+        }
+        arguments = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), target)
+        read = _restore(checkpointer, path, target, arguments)
+    return {name: {} for name in wanted} | read
+
+
+def _read_tables(
+    path: pathlib.Path, collection: str, wanted: dict[str, LogicalTable], *, has_state: bool
+) -> dict[str, LogicalTable]:
+    """Tables of a collection, each device's part on that device; without their state, if so."""
+    import orbax.checkpoint as ocp
+
+    with _damaged(path), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        saved = checkpointer.metadata(path / "state").item_metadata.tree["tables"][collection]
+        target = {}
+        for name, form in wanted.items():
+            target[name] = (
+                {"rows": form.rows, "state": form.state} if has_state else {"rows": form.rows}
             )
+            state = saved[name].get("state") or {}
+            if has_state and set(state) != set(form.state):
+                raise CheckpointError(
+                    f"{path}: the optimizer of table {name!r} keeps {sorted(form.state)}, but "
+                    f"{sorted(state)} was saved; load the model without its optimizer"
+                )
+        # What the rows are followed by depends on the devices: more zeros here, or fewer.
+        arguments = jax.tree.map(
+            lambda form: ocp.ArrayRestoreArgs(
+                sharding=form.sharding, global_shape=form.shape, strict=False
+            ),
+            target,
+        )
+        nested = [{"tables": {collection: tree}} for tree in (target, arguments)]
+        read = _restore(checkpointer, path, *nested)["tables"][collection]
+    return {
+        name: LogicalTable(table["rows"], table.get("state") or {}) for name, table in read.items()
+    }
+
+
+def _restore(checkpointer: Any, path: pathlib.Path, target: Any, arguments: Any) -> Any:
+    import orbax.checkpoint as ocp
+
+    return checkpointer.restore(
+        path / "state",
+        ocp.args.PyTreeRestore(target, restore_args=arguments, partial_restore=True),
+    )
+
+
+@contextlib.contextmanager
+def _damaged(path: pathlib.Path) -> Iterator[None]:
+    """Orbax's errors as one sentence, and without its log."""
+    try:
+        with _quiet():
+            yield
+    except CheckpointError:
+        raise
     except (ValueError, KeyError, FileNotFoundError, json.JSONDecodeError, AttributeError) as error:
         older = [step for step in steps(path.parent) if str(step) != path.name]
         raise CheckpointError(
             f"{path}: the checkpoint is damaged ({' '.join(str(error).split())[:200]}); "
             + (f"remove it to go on from step {older[-1]}" if older else "there is no other")
         ) from None
-    return {name: {} for name in wanted} | read
+
+
+def _read_json(path: pathlib.Path) -> Any:
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: the checkpoint is damaged ({error})") from None
 
 
 def _read_run(directory: pathlib.Path, step: int) -> Run:
     path = directory / str(step) / "run" / "metadata"
     try:
-        return Run(**json.loads(path.read_text()))
-    except (OSError, ValueError, TypeError) as error:
+        return Run(**_read_json(path))
+    except TypeError as error:
         raise CheckpointError(f"{path}: the checkpoint is damaged ({error})") from None
 
 
-def _tree(model: nnx.Module, optimizer: nnx.Optimizer) -> dict[str, Any]:
-    """What is saved: nested dictionaries of arrays, under names that layouts do not change."""
+def _tree(model: nnx.Module, optimizer: nnx.Optimizer, state: Any) -> dict[str, Any]:
+    """What is saved: nested dictionaries of arrays, under names that layouts do not change.
+
+    All are copies, as the next step takes the arrays themselves for its results.
+    """
+
+    def copies(variables: Mapping[str, nnx.Variable]) -> dict[str, Any]:
+        return {name: _copy(variable.get_value()) for name, variable in variables.items()}
+
     return {
-        "dense": {name: _plain(v.get_value()) for name, v in _dense_variables(model).items()},
-        "optimizer": {name: _plain(v.get_value()) for name, v in _variables(optimizer).items()},
+        "dense": copies(_dense_variables(model)),
+        "optimizer": copies(_variables(optimizer)),
         "tables": {
-            name: {
-                table.name: {
-                    "rows": collection.table(table.name),
-                    "state": collection.table_state(table.name),
-                }
-                for table in collection.configs
-            }
+            name: {table.name: _off_devices(collection, table.name) for table in collection.configs}
             for name, collection in _collections(model).items()
         },
+        "run": {str(i): _copy(jnp.asarray(x)) for i, x in enumerate(jax.tree.leaves(state))},
     }
 
 
-def _collections(model: nnx.Module) -> dict[str, EmbeddingBagCollection | EmbeddingCollection]:
+def _copy(value: Array) -> Array | np.ndarray:
+    plain = _plain(value)
+    # Several processes save what all have, and process 0 what each has for itself.
+    is_own = jax.process_count() > 1 and plain.is_fully_addressable
+    return np.array(plain) if is_own else jnp.array(plain)
+
+
+def _off_devices(collection: Collection, name: str) -> dict[str, Any]:
+    """A table with its state, in the memory of the devices' hosts."""
+    logical = to_logical(collection.tables.get_value(), name)
+    table = {"rows": logical.rows, "state": logical.state}
+    # One table at a time, as devices have no room for copies of all.
+    return jax.block_until_ready(
+        jax.device_put(
+            table, jax.tree.map(lambda x: x.sharding.with_memory_kind("pinned_host"), table)
+        )
+    )
+
+
+def _table_shapes(model: nnx.Module) -> dict[str, dict[str, list[int]]]:
+    return {
+        name: {
+            table.name: [table.num_embeddings, table.embedding_dim] for table in collection.configs
+        }
+        for name, collection in _collections(model).items()
+    }
+
+
+def _collections(model: nnx.Module) -> dict[str, Collection]:
     return {
         "/".join(map(str, path)) or ".": module
         for path, module in nnx.iter_modules(model)
@@ -385,10 +497,18 @@ def _load(
                 f"{path}: {name} was saved with shape {saved[name].shape}, "
                 f"but the model's has {old.shape}"
             )
-        new = jax.numpy.asarray(saved[name])
         if jax.dtypes.issubdtype(old.dtype, jax.dtypes.prng_key):
-            new = jax.random.wrap_key_data(new, impl=jax.random.key_impl(old))
-        variable.set_value(new.astype(old.dtype) if new.dtype != old.dtype else new)
+            new = _put_like(saved[name], jax.random.key_data(old))
+            variable.set_value(jax.random.wrap_key_data(new, impl=jax.random.key_impl(old)))
+        else:
+            variable.set_value(_put_like(saved[name].astype(old.dtype), old))
+
+
+def _put_like(value: np.ndarray, old: Any) -> Array:
+    """A value where the old one is, if that is on several devices."""
+    if not isinstance(old, jax.Array) or len(old.sharding.device_set) == 1:
+        return jnp.asarray(value)
+    return jax.make_array_from_callback(value.shape, old.sharding, lambda index: value[index])
 
 
 def _match(wanted: set[str], saved: set[str], path: pathlib.Path) -> None:

@@ -102,7 +102,7 @@ def test_no_device_ever_holds_more_than_its_part(mesh, monkeypatch):
 
         return call
 
-    for name in ("_new_rows", "_fill_blocks"):
+    for name in ("new_rows", "_fill_blocks"):
         monkeypatch.setattr(storage, name, spied(getattr(storage, name)))
     before = sum(array.nbytes for array in jax.live_arrays())
     plan = jaxrec.plan.ShardingPlan.from_dict({"a": row_wise(), "b": table_wise(3)})
@@ -116,7 +116,7 @@ def test_no_device_ever_holds_more_than_its_part(mesh, monkeypatch):
 
 
 def test_tables_are_written_in_place(mesh, monkeypatch):
-    monkeypatch.setattr(storage, "_PIECE_ELEMENTS", 120)
+    monkeypatch.setattr(storage, "PIECE_ELEMENTS", 120)
     names = ("rows", "columns", "copied", "twice")
     plan = jaxrec.plan.ShardingPlan.from_dict(PLACEMENTS)
     model = jaxrec.shard(lambda: make_collection(names), plan, mesh)

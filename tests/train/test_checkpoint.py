@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import errno
-import functools
 import math
 import re
 import shutil
@@ -18,6 +17,7 @@ import jaxrec
 from jaxrec.train import checkpoint
 from jaxrec.train.checkpoint import CheckpointError, Run, Saver
 from jaxrec.train.keep import Keep
+from tests.train import processes
 
 
 class Model(nnx.Module):
@@ -299,35 +299,54 @@ def test_a_vocabulary_that_changed(tmp_path):
                 np.testing.assert_array_equal(np.asarray(value)[:common], state[key][:common])
 
 
+def mesh_of(devices):
+    auto = (jax.sharding.AxisType.Auto,)
+    return jax.make_mesh((devices,), ("data",), auto, devices=jax.devices()[:devices])
+
+
+def on(devices, placement, seed):
+    """Tables on so many devices, their state none that tables begin with."""
+    tables = [jaxrec.EmbeddingBagConfig(name, 9, 4) for name in "abc"]
+    bags = jaxrec.EmbeddingBagCollection(tables, rngs=nnx.Rngs(seed))
+    state = np.random.default_rng(seed).random((3, 9))
+    for name, rows in zip("abc", state, strict=True):
+        bags.load_table_state(name, dict.fromkeys(bags.table_state(name), rows))
+    if devices:
+        plan = jaxrec.plan.ShardingPlan.from_dict(dict.fromkeys("abc", placement))
+        bags = jaxrec.shard(bags, plan, mesh_of(devices))
+    return bags, jaxrec.Optimizer(bags, optax.sgd(0.1))
+
+
 def test_restores_to_any_placement(tmp_path):
-    """From eight devices to two, four and one, placed in other ways."""
-    batch = jaxrec.KeyedJaggedArray.from_lists({name: [[1, 2], [3]] * 4 for name in "abc"})
-
-    def mesh_of(devices):
-        auto = (jax.sharding.AxisType.Auto,)
-        return jax.make_mesh((devices,), ("data",), auto, devices=jax.devices()[:devices])
-
-    def on(devices, placement, seed):
-        rngs = nnx.Rngs(seed)
-        tables = [jaxrec.EmbeddingBagConfig(name, 9, 4) for name in "abc"]
-        bags = jaxrec.EmbeddingBagCollection(tables, rngs=rngs)
-        if devices:
-            mesh = mesh_of(devices)
-            plan = jaxrec.plan.ShardingPlan.from_dict({name: placement() for name in "abc"})
-            bags = jaxrec.shard(bags, plan, mesh)
-        return bags, jaxrec.Optimizer(bags, optax.sgd(0.1))
-
-    bags, optimizer = on(8, jaxrec.mesh.row_wise, 0)
-    on_mesh = jaxrec.mesh.shard_batch(batch, mesh_of(8))
-    _, gradients = jaxrec.value_and_grad(lambda m: (m(on_mesh).values ** 2).mean())(bags)
-    optimizer.update(bags, gradients)
+    """From eight devices to two and to one; tests/mesh/test_logical.py has all placements."""
+    bags, optimizer = on(8, jaxrec.mesh.row_wise(), 0)
     checkpoint.save(tmp_path, bags, optimizer)
-    for devices, placement in ((2, jaxrec.mesh.column_wise), (4, jaxrec.mesh.row_wise), (0, None)):
-        if placement is jaxrec.mesh.column_wise:
-            placement = functools.partial(placement, devices=(0, 1))
+    for devices, placement in ((2, jaxrec.mesh.column_wise((0, 1))), (0, None)):
         other = on(devices, placement, 1)
         checkpoint.restore(tmp_path, *other)
         for name in "abc":
             np.testing.assert_array_equal(other[0].table(name), bags.table(name))
             for key, value in bags.table_state(name).items():
                 np.testing.assert_array_equal(other[0].table_state(name)[key], value)
+
+
+def test_several_processes_save_and_restore(tmp_path):
+    """One process saves, two restore and save, one restores; see processes.py."""
+    model = processes.Ranker()
+    before = checkpoint.save(tmp_path / "one", model, jaxrec.Optimizer(model, optax.adam(0.1)))
+    with processes.started("checkpoint", tmp_path) as both:
+        outputs = [process.communicate(timeout=300) for process in both]
+    for out, errors in outputs:
+        assert out.endswith("restored and saved\n"), errors
+    assert before.name == "0"
+    assert checkpoint.steps(tmp_path / "two") == [1]
+    other = processes.Ranker(seed=1)
+    optimizer = jaxrec.Optimizer(other, optax.adam(0.1))
+    assert checkpoint.restore(tmp_path / "two", other, optimizer).batches == 7
+    assert checkpoint.restore_state(tmp_path / "two", {"sum": jnp.float32(0)})["sum"] == 3
+    # The two made a step with a loss of the dense layer alone.
+    assert not np.array_equal(other.over.kernel[...], model.over.kernel[...])
+    for name in processes.ROWS:
+        np.testing.assert_array_equal(other.embeddings.table(name), model.embeddings.table(name))
+        for key, value in model.embeddings.table_state(name).items():
+            np.testing.assert_array_equal(other.embeddings.table_state(name)[key], value)
