@@ -12,6 +12,8 @@ import jaxrec
 from jaxrec import nn
 from tests import golden
 
+pytestmark = pytest.mark.usefixtures("compiled_fast")
+
 CASES = dict(golden.cases("modules"))
 
 # For each parameter of a module: its name in the recorded arrays, and how it lies there.

@@ -12,6 +12,12 @@ from hypothesis import strategies as st
 from jaxrec.nn import DotInteraction, pairwise_dots
 
 
+@jax.jit
+def with_gradient(vectors, cotangent):
+    out, vjp = jax.vjp(pairwise_dots, vectors)
+    return out, *vjp(cotangent)
+
+
 @settings(max_examples=8, deadline=None)
 @given(st.integers(0, 3), st.integers(1, 5), st.integers(1, 4), st.integers(0, 2**31))
 def test_pairwise_dots_and_gradient(batch, n, dim, seed):
@@ -23,9 +29,8 @@ def test_pairwise_dots_and_gradient(batch, n, dim, seed):
         expected[:, pair] = (vectors[:, i] * vectors[:, j]).sum(axis=1)
         gradient[:, i] += cotangent[:, pair, None] * vectors[:, j]
         gradient[:, j] += cotangent[:, pair, None] * vectors[:, i]
-    out, vjp = jax.vjp(pairwise_dots, jnp.asarray(vectors, jnp.float32))
+    out, got = with_gradient(vectors.astype(np.float32), cotangent.astype(np.float32))
     np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-5)
-    (got,) = vjp(jnp.asarray(cotangent, jnp.float32))
     np.testing.assert_allclose(got, gradient, rtol=1e-5, atol=1e-5)
 
 
@@ -39,5 +44,6 @@ def test_backward_has_no_scatter():
 @pytest.mark.parametrize(("features", "dim", "columns"), [(26, 16, 367), (1, 4, 5), (0, 4, 4)])
 def test_out_features(features, dim, columns):
     assert DotInteraction.out_features(features, dim) == columns
-    out = DotInteraction()(jnp.ones((2, dim)), jnp.ones((2, features, dim)))
+    vectors = jnp.ones((2, dim)), jnp.ones((2, features, dim))
+    out = jax.eval_shape(DotInteraction(), *vectors)
     assert out.shape == (2, columns)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,15 +17,16 @@ from jaxrec.nn.jagged_attention_reference import (
 
 HEADS, DIM, VALUE_DIM = 2, 4, 3
 
+# Those of equal numbers of rows and elements, padding included, share a compiled program.
 LENGTHS = {
     "short": [3, 0, 1, 5, 2, 4],
-    "one-long": [1, 2, 37, 1, 0, 4],
+    "one-long": [1, 2, 37, 1, 0, 7],
     "power-law": [1, 1, 2, 1, 40, 3, 1, 9, 1, 2],
-    "all-empty": [0, 0, 0],
+    "all-empty": [0] * 6,
     "one-row": [17],
-    "full": [8, 8, 8],
+    "full": [8] * 6,
 }
-EXTRA = {"short": 5, "one-long": 0, "power-law": 70, "all-empty": 9, "one-row": 0, "full": 0}
+EXTRA = {"short": 33, "one-long": 0, "power-law": 70, "all-empty": 48, "one-row": 0, "full": 0}
 
 
 def draw(lengths, extra, seed=0):
@@ -81,6 +84,56 @@ def padded_hstu(q, k, v, lengths, times, position_bias, time_bias, *, scale):
     return packed(np.einsum("rhab,rbhe->rahe", weights, V), lengths, len(q))
 
 
+@functools.cache
+def both_attentions(causal):
+    """Compiled: what the tiled and the plain form give, and their gradients."""
+
+    def run(q, k, v, lengths, cotangent):
+        def tiled(q, k, v):
+            return jagged_attention(q, k, v, lengths, causal=causal, block_size=8)
+
+        def plain(q, k, v):
+            return jagged_attention_reference(q, k, v, lengths, causal=causal)
+
+        return [with_gradients(form, cotangent, q, k, v) for form in (tiled, plain)]
+
+    return jax.jit(run)
+
+
+@functools.cache
+def both_hstu():
+    """The same of pointwise attention."""
+
+    def run(q, k, v, lengths, times, biases, cotangent):
+        def attend(function, **options):
+            def form(q, k, v, position_bias, time_bias):
+                return function(
+                    q, k, v, lengths, scale=0.1, position_bias=position_bias, time_bias=time_bias,
+                    timestamps=times, **options,
+                )  # fmt: skip
+
+            return with_gradients(form, cotangent, q, k, v, *biases)
+
+        return attend(hstu_attention, block_size=8), attend(hstu_attention_reference)
+
+    return jax.jit(run)
+
+
+def with_gradients(function, cotangent, *args):
+    out, vjp = jax.vjp(function, *args)
+    return out, vjp(cotangent)
+
+
+def check(found, expected):
+    """The tiled form's output and gradients, and the plain form's."""
+    (out, gradients), (same, plain_gradients) = found
+    np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(same, expected, rtol=1e-5, atol=1e-5)
+    for got, want in zip(gradients, plain_gradients, strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.usefixtures("compiled_fast")
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 @pytest.mark.parametrize("name", LENGTHS)
 def test_attention(name, causal):
@@ -88,21 +141,10 @@ def test_attention(name, causal):
     expected = padded_attention(q, k, v, LENGTHS[name], causal=causal)
     cotangent = np.random.default_rng(1).standard_normal(v.shape).astype(np.float32)
     cotangent[sum(LENGTHS[name]) :] = 0
-
-    def tiled(q, k, v):
-        return jagged_attention(q, k, v, lengths, causal=causal, block_size=8)
-
-    def plain(q, k, v):
-        return jagged_attention_reference(q, k, v, jnp.asarray(lengths), causal=causal)
-
-    out, vjp = jax.jit(lambda *x: jax.vjp(tiled, *x))(q, k, v)
-    same, plain_vjp = jax.jit(lambda *x: jax.vjp(plain, *x))(q, k, v)
-    np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-5)
-    np.testing.assert_allclose(same, expected, rtol=1e-5, atol=1e-5)
-    for got, want in zip(vjp(cotangent), plain_vjp(cotangent), strict=True):
-        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+    check(both_attentions(causal)(q, k, v, lengths, cotangent), expected)
 
 
+@pytest.mark.usefixtures("compiled_fast")
 @pytest.mark.parametrize("name", LENGTHS)
 def test_hstu(name):
     q, k, v, lengths, times = draw(LENGTHS[name], EXTRA[name])
@@ -111,45 +153,27 @@ def test_hstu(name):
     expected = padded_hstu(q, k, v, LENGTHS[name], times, *biases, scale=0.1)
     cotangent = rng.standard_normal(v.shape).astype(np.float32)
     cotangent[sum(LENGTHS[name]) :] = 0
-
-    def apply(function, **options):
-        def attend(q, k, v, position_bias, time_bias):
-            return function(
-                q,
-                k,
-                v,
-                jnp.asarray(lengths),
-                scale=0.1,
-                position_bias=position_bias,
-                time_bias=time_bias,
-                timestamps=jnp.asarray(times),
-                **options,
-            )
-
-        return jax.jit(lambda *x: jax.vjp(attend, *x))(q, k, v, *biases)
-
-    out, vjp = apply(hstu_attention, block_size=8)
-    same, plain_vjp = apply(hstu_attention_reference)
-    np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-5)
-    np.testing.assert_allclose(same, expected, rtol=1e-5, atol=1e-5)
-    for got, want in zip(vjp(cotangent), plain_vjp(cotangent), strict=True):
-        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+    check(both_hstu()(q, k, v, lengths, times, biases, cotangent), expected)
 
 
+@pytest.mark.usefixtures("compiled_fast")
 def test_several_trips_a_step(monkeypatch):
     """With room for two tiles a trip, every tile is still made once."""
     monkeypatch.setattr("jaxrec.nn.jagged_tiles.PAIRS_AT_ONCE", 2 * 4 * 4 * HEADS)
     lengths = LENGTHS["power-law"]
     q, k, v, row_lengths, _ = draw(lengths, 3)
-    out = jagged_attention(q, k, v, row_lengths, block_size=4)
+    attend = jax.jit(functools.partial(jagged_attention, block_size=4))
+    out = attend(q, k, v, row_lengths)
     np.testing.assert_allclose(
         out, padded_attention(q, k, v, lengths, causal=False), rtol=1e-5, atol=1e-5
     )
 
 
+@pytest.mark.usefixtures("compiled_fast")
 def test_large_scores_do_not_overflow():
     q, k, v, lengths, _ = draw([5, 3], 0)
-    out = jagged_attention(q * 100, k * 100, v, lengths, causal=True, block_size=4)
+    attend = jax.jit(functools.partial(jagged_attention, causal=True, block_size=4))
+    out = attend(q * 100, k * 100, v, lengths)
     expected = padded_attention(q * 100, k * 100, v, [5, 3], causal=True)
     np.testing.assert_allclose(out, expected, rtol=1e-4, atol=1e-5)
 

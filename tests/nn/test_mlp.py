@@ -9,9 +9,9 @@ from jaxrec.nn import MLP
 
 
 def test_leading_axes_and_types():
-    mlp = MLP(3, (4, 2), dtype=jnp.bfloat16, param_dtype=jnp.float32, rngs=nnx.Rngs(0))
-    assert mlp(jnp.ones((5, 6, 3))).shape == (5, 6, 2)
-    assert mlp(jnp.ones((5, 3))).dtype == jnp.bfloat16
+    mlp = nnx.eval_shape(lambda: MLP(3, (4, 2), dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
+    out = nnx.eval_shape(lambda mlp: mlp(jnp.ones((5, 6, 3))), mlp)
+    assert (out.shape, out.dtype) == ((5, 6, 2), jnp.bfloat16)
     assert {leaf.dtype for leaf in jax.tree.leaves(nnx.state(mlp))} == {jnp.dtype("float32")}
 
 

@@ -65,7 +65,7 @@ def test_hstu_block_is_the_paper():
     rng = np.random.default_rng(0)
     x = rng.standard_normal((5, DIM)).astype(np.float32)
     times = np.cumsum(rng.integers(0, 900, 5)).astype(np.int32)
-    found = block(x, np.array([5], np.int32), times)
+    found = nnx.jit(HSTUBlock.__call__)(block, x, np.array([5], np.int32), times)
 
     def wide(variable):
         return np.asarray(variable[...], np.float64)
