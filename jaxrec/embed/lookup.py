@@ -154,7 +154,7 @@ def _pooled(
         if features.inverse_indices is not None:
             bag_of_sample[group.name] = _bag_of_sample(group, features, layout)
             pooled = pooled[bag_of_sample[group.name]]
-        elif not layout.is_uniform:
+        elif not layout.is_interleaved:
             raise ValueError(
                 f"features {', '.join(name for name, _ in group.features)} have {layout.strides} "
                 "bags; features of different numbers of bags need inverse_indices"

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxrec.embed import kernels
-from jaxrec.embed.kernels import Lookups
+from jaxrec.embed.kernels import BagLayout, Lookups
 from jaxrec.embed.layout import TableLayout
 from jaxrec.embed.lookup import Activations, Residuals, column_runs
 from jaxrec.embed.tables import TableStore
@@ -26,10 +26,12 @@ class RowGradients:
     Attributes:
         lookups: Which row belongs to which line of ``values``, and its factor.
         values: ``[lines, dim]`` gradient of the looked-up embeddings.
+        layouts: Where the group's features lay in the batches that were looked up, in turn.
     """
 
     lookups: Lookups
     values: Float[Array, "lines dim"]
+    layouts: tuple[BagLayout, ...] = dataclasses.field(default=(), metadata={"static": True})
 
 
 def apply_gradients(
@@ -78,17 +80,16 @@ def group_gradients(
     layout: TableLayout, residuals: Residuals, gradients: Activations
 ) -> dict[str, RowGradients]:
     """`row_gradients` on one device."""
-    lines = {}
-    for i, (group, block) in enumerate(
-        zip(layout.groups, _group_blocks(layout, gradients), strict=True)
-    ):
-        lines[group.name] = block.reshape(-1, group.dim)
+    found = {}
+    blocks = _group_blocks(layout, gradients)
+    for group, bags, block in zip(layout.groups, residuals.layouts, blocks, strict=True):
+        lines = block.reshape(-1, group.dim)
         if group.name in residuals.bag_of_sample:
             # Samples that share a bag add up.
-            bags = residuals.bag_of_sample[group.name].reshape(-1)
-            num_bags = residuals.layouts[i].num_bags
-            lines[group.name] = jax.ops.segment_sum(lines[group.name], bags, num_bags)
-    return {name: RowGradients(residuals.lookups[name], values) for name, values in lines.items()}
+            bag_of_sample = residuals.bag_of_sample[group.name].reshape(-1)
+            lines = jax.ops.segment_sum(lines, bag_of_sample, bags.num_bags)
+        found[group.name] = RowGradients(residuals.lookups[group.name], lines, (bags,))
+    return found
 
 
 def _group_blocks(layout: TableLayout, gradients: Activations) -> list[Float[Array, "..."]]:
@@ -122,7 +123,8 @@ def merge(parts: Sequence[RowGradients]) -> RowGradients:
         _concatenate(bags),
         _concatenate([part.lookups.scales for part in parts]),
     )
-    return RowGradients(lookups, jnp.concatenate([part.values for part in parts]))
+    layouts = tuple(layout for part in parts for layout in part.layouts)
+    return RowGradients(lookups, jnp.concatenate([part.values for part in parts]), layouts)
 
 
 @functools.singledispatch

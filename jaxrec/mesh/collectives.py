@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int32
 
@@ -40,6 +41,11 @@ class Channel:
             ),
             values,
         )
+
+    def send_together(self, *values: Int32[Array, "devices _"]) -> list[Int32[Array, "devices _"]]:
+        """`send`, of several arrays at once: what a collective costs, it costs but once."""
+        ends = np.cumsum([each.shape[1] for each in values])
+        return jnp.split(self.send(jnp.concatenate(values, axis=1)), ends[:-1], axis=1)
 
     def send_rows(self, rows: Float[Array, "devices n dim"]) -> Float[Array, "devices n dim"]:
         """`send`, of rows of tables."""
@@ -74,23 +80,31 @@ class Channel:
 
     def until_done(
         self,
-        one_round: Callable[[Int32[Array, " devices"], Any], tuple[Int32[Array, " devices"], Any]],
+        one_round: Callable[[Int32[Array, " devices"], Any], tuple[Any, Bool[Array, ""]]],
+        advance: Callable[[Int32[Array, " devices"]], Int32[Array, " devices"]],
         begins: Int32[Array, " devices"],
         carried: Any,
-        ends: Int32[Array, " devices"],
     ) -> Any:
         """Runs a round, and more until no device has anything left to send.
 
         The first stands outside of the loop, where the compiler can run others beside it; an even
         batch takes no more.
+
+        Args:
+            one_round: What happens in a round, given where it begins and what is carried: what is
+                carried then, and whether any device has something left.
+            advance: From where a round begins to where the next one does.
+            begins: Where the first round begins.
+            carried: What it is given.
         """
 
         def body(state):
-            begins, carried = one_round(*state[0])
-            return (begins, carried), self.any(jnp.any(begins < ends))
+            begins, carried, _ = state
+            begins = advance(begins)
+            return begins, *one_round(begins, carried)
 
-        first = body(((begins, carried), None))
-        return jax.lax.while_loop(lambda state: state[1], body, first)[0][1]
+        first = (begins, *one_round(begins, carried))
+        return jax.lax.while_loop(lambda state: state[2], body, first)[1]
 
     def _send_as(self, rows: Array, format: Format) -> Array:
         if format == "float32":

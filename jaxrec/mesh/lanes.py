@@ -72,6 +72,7 @@ class Lanes:
             row_offsets=(0,) * count,
             row_counts=(num_rows,) * count,
             means=(False,) * count,
+            interleave=False,
         )
 
     def pack(
@@ -135,14 +136,19 @@ def pool_whole_bags(
         lengths[start : start + stride]
         for start, stride in zip(layout.length_starts, layout.strides, strict=True)
     ]
-    rows = channel.send(lanes.pack(_split(rows, layout), lanes.capacities)).reshape(-1)
-    lengths = channel.send(lanes.pack(bag_lengths, lanes.strides)).reshape(-1)
+    rows, lengths = (
+        part.reshape(-1)
+        for part in channel.send_together(
+            lanes.pack(_split(rows, layout), lanes.capacities),
+            lanes.pack(bag_lengths, lanes.strides),
+        )
+    )
     if scales is not None:
         scales = channel.send(lanes.pack(_split(scales, layout), lanes.capacities)).reshape(-1)
 
     received = lanes.received(placed.local_rows)
     pooled = pool(table, rows, lengths, scales, received, jnp.dtype("float32"))
-    home = channel.send_rows(_by_sender(pooled, received, lanes))
+    home = channel.send_rows(pooled.reshape(len(lanes.features), -1, pooled.shape[1]))
     bags = _join(lanes.unpack(home, lanes.strides, layout.strides), layout)
     scales = None if scales is None else jax.lax.stop_gradient(scales)
     return bags, kernels.flatten_bags(rows, lengths, scales, received, placed.local_rows)
@@ -160,18 +166,9 @@ def send_bag_gradients(
         channel: The way to the other devices.
     """
     lanes = Lanes.of_group(placed, layout)
-    packed = lanes.pack(_by_feature(gradients, layout), lanes.strides)
-    parts = channel.send_gradients(packed)
-    ends = tuple(itertools.accumulate(lanes.strides))
-    split = [part for sender in parts for part in jnp.split(sender, ends[:-1])]
-    return _join(split, lanes.received(placed.local_rows))
-
-
-def _by_sender(
-    pooled: Float[Array, "received dim"], received: BagLayout, lanes: Lanes
-) -> Float[Array, "senders bags dim"]:
-    bags = jnp.concatenate(_by_feature(pooled, received))
-    return bags.reshape(len(lanes.features), -1, pooled.shape[1])
+    by_feature = [gradients[layout.bag_rows(feature)] for feature in range(layout.num_features)]
+    received = channel.send_gradients(lanes.pack(by_feature, lanes.strides))
+    return received.reshape(-1, gradients.shape[1])
 
 
 def _split(values: Shaped[Array, " n"], layout: BagLayout) -> list[Shaped[Array, " capacity"]]:
@@ -179,15 +176,8 @@ def _split(values: Shaped[Array, " n"], layout: BagLayout) -> list[Shaped[Array,
     return jnp.split(values, tuple(itertools.accumulate(layout.capacities))[:-1])
 
 
-def _by_feature(
-    lines: Float[Array, "bags dim"], layout: BagLayout
-) -> list[Float[Array, "stride dim"]]:
-    """The lines of a pooled output, feature by feature."""
-    return [lines[layout.bag_rows(feature)] for feature in range(layout.num_features)]
-
-
 def _join(parts: list[Float[Array, "stride dim"]], layout: BagLayout) -> Float[Array, "bags dim"]:
-    """The reverse of `_by_feature`."""
-    if not layout.is_uniform:
+    """The pooled output of a batch from the bags of each feature."""
+    if not layout.is_interleaved:
         return jnp.concatenate(parts)
     return jnp.stack(parts, axis=1).reshape(-1, parts[0].shape[1])

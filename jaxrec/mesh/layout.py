@@ -329,19 +329,19 @@ def choose_exchange(
     """
     is_pooled = isinstance(table, EmbeddingBagConfig)
     is_whole = all(len(blocks) == 1 for blocks in columns.values())
-    joins = _joins(optimizer, columns)
     if placement.exchange is None:
-        return "sums" if is_pooled and is_whole and not joins else "rows"
+        return "sums" if is_pooled and is_whole else "rows"
     if placement.exchange == "sums" and not is_pooled:
         raise ValueError(
             f"table {table.name!r} is placed {placement.kind} with exchange='sums', but its rows "
             "are not pooled; use exchange='rows'"
         )
-    if placement.exchange == "sums" and joins:
+    is_cut = len(columns) > 1 and not is_whole
+    if placement.exchange == "sums" and is_cut and optimizer.needs_whole_rows:
         raise ValueError(
             f"table {table.name!r} is placed {placement.kind} with exchange='sums', and its "
-            f"optimizer {type(optimizer).__name__} with these settings looks at whole rows, whose "
-            "columns it cuts; use exchange='rows'"
+            f"optimizer {type(optimizer).__name__} with these settings looks at whole rows, which "
+            "it cuts by rows and by columns; use exchange='rows'"
         )
     return placement.exchange
 

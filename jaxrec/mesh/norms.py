@@ -10,6 +10,7 @@ from jaxtyping import Array, Float
 
 from jaxrec.embed import kernels
 from jaxrec.embed.kernels import Lookups
+from jaxrec.embed.update import RowGradients
 from jaxrec.mesh.collectives import Channel
 from jaxrec.mesh.layout import PlacedGroup
 
@@ -36,6 +37,25 @@ def table_squares(
     squares = jnp.where(runs.unique < placed.local_rows, jnp.sum(sums * sums, axis=1), 0)
     tables = placed.tables_of(runs.unique, channel.index)
     return jax.ops.segment_sum(squares, tables, len(placed.tables))
+
+
+def clip_tables(placed: PlacedGroup, gradient: RowGradients, channel: Channel) -> RowGradients:
+    """The gradient with the norm of each table's within the optimizer's bound, if it has one.
+
+    Args:
+        placed: Where the group lies.
+        gradient: The gradient of all devices' lookups of this device's rows.
+        channel: The way to the other devices.
+    """
+    optimizer, lookups = placed.group.optimizer, gradient.lookups
+    if optimizer.clip_norm is None:
+        return gradient
+    squares = table_squares(placed, lookups, gradient.values, optimizer.clip_value, channel)
+    factors = clip_factors(squares, optimizer.clip_norm, channel)
+    factors = factors[placed.tables_of(lookups.rows, channel.index)]
+    scales = factors if lookups.scales is None else factors * lookups.scales
+    lookups = dataclasses.replace(lookups, scales=scales)
+    return dataclasses.replace(gradient, lookups=lookups)
 
 
 def clip_factors(

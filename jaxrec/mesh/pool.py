@@ -6,18 +6,18 @@ all-gather brings the gradients of all bags to all owners. That moves ``bags x d
 whole batch however long bags are, where the exchange of rows moves ``distinct ids x dim``.
 
 Between each pair of devices there is room for ``capacity`` ids. A batch that does not fit, which
-all devices find out together, runs with room for all. All of this is inside `jax.shard_map`.
+each device says with the ids it sends, runs with room for all. All of this is inside
+`jax.shard_map`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int32, Shaped
+from jaxtyping import Array, Float, Int32, Shaped
 
 from jaxrec.embed import kernels
 from jaxrec.embed.config import MAX_ROWS
@@ -26,9 +26,7 @@ from jaxrec.embed.lookup import pool
 from jaxrec.embed.update import RowGradients
 from jaxrec.mesh.collectives import Channel, run_if
 from jaxrec.mesh.layout import PlacedGroup
-from jaxrec.mesh.norms import clip_factors, table_squares
-
-Result = TypeVar("Result")
+from jaxrec.mesh.norms import clip_tables
 
 
 def pool_at_owners(
@@ -52,16 +50,29 @@ def pool_at_owners(
         capacity: Ids that go between each pair of devices.
     """
     sending = _Sending.of(placed, lookups, num_bags, channel)
+    most = sending.order.size
+    capacity = min(capacity, most)
 
-    def pooled(capacity: int) -> Float[Array, "bags devices dim"]:
-        rows = sending.send_rows(capacity)
-        lengths = channel.send(sending.lengths).reshape(-1)
-        factors = None if scales is None else sending.send(scales, capacity)
-        layout = _received_layout(placed, num_bags, capacity)
-        sums = pool(table, rows, lengths, factors, layout, jnp.dtype("float32"))
+    def pooled(rows: Int32[Array, "devices _"]) -> Float[Array, "bags devices dim"]:
+        room = rows.shape[1]
+        factors = None if scales is None else channel.send(sending.pack(scales, room)).reshape(-1)
+        layout = _received_layout(placed, num_bags, room)
+        sums = pool(
+            table, rows.reshape(-1), lengths.reshape(-1), factors, layout, jnp.dtype("float32")
+        )
         return sums.reshape(num_bags, placed.num_devices, -1)
 
-    return channel.sum_rows(sending.with_room(pooled, capacity))
+    rows, lengths, is_over = channel.send_together(
+        sending.rows(capacity), sending.lengths, sending.is_over(capacity)
+    )
+    if capacity == most:
+        return channel.sum_rows(pooled(rows))
+    sums = jax.lax.cond(
+        jnp.any(is_over > 0),
+        lambda: pooled(channel.send(sending.rows(most))),
+        lambda: pooled(rows),
+    )
+    return channel.sum_rows(sums)
 
 
 def update_at_owners(
@@ -85,29 +96,31 @@ def update_at_owners(
         capacity: Ids that go between each pair of devices.
     """
     gradients = channel.gather_gradients(gradient.values)
-    sending = _Sending.of(placed, gradient.lookups, gradient.values.shape[0], channel)
-
     scales = gradient.lookups.scales
+    sending = _Sending.of(placed, gradient.lookups, gradient.values.shape[0], channel)
+    most = sending.order.size
+    capacity = min(capacity, most)
 
-    def received(capacity: int) -> RowGradients:
-        lookups = Lookups(
-            sending.send_rows(capacity),
-            sending.send_lines(capacity),
-            None if scales is None else sending.send(scales, capacity),
-        )
-        return RowGradients(lookups, gradients)
-
-    def update(carried: Any, here: RowGradients) -> Any:
+    def update(carried: Any, rows: Array, lines: Array) -> Any:
         table, state = carried
+        room = rows.shape[1]
+        factors = None if scales is None else channel.send(sending.pack(scales, room)).reshape(-1)
+        lookups = Lookups(rows.reshape(-1), lines.reshape(-1), factors)
+        here = RowGradients(lookups, gradients)
         return update_owned(placed, table, state, here, step, channel)
 
-    most = sending.order.size
-    if capacity >= most:
-        return update((table, state), received(most))
+    def update_all(carried: Any) -> Any:
+        return update(carried, *channel.send_together(sending.rows(most), sending.lines(most)))
+
+    rows, lines, is_over = channel.send_together(
+        sending.rows(capacity), sending.lines(capacity), sending.is_over(capacity)
+    )
+    if capacity == most:
+        return update((table, state), rows, lines)
     # Loops of one step at most, and no `cond`: that would copy the table.
-    fits, here = sending.fits(capacity), received(capacity)
-    new = run_if(fits, lambda carried: update(carried, here), (table, state))
-    return run_if(~fits, lambda carried: update(carried, received(most)), new)
+    is_over = jnp.any(is_over > 0)
+    new = run_if(~is_over, lambda carried: update(carried, rows, lines), (table, state))
+    return run_if(is_over, update_all, new)
 
 
 def update_owned(
@@ -128,15 +141,9 @@ def update_owned(
         step: Number of updates made before.
         channel: The way to the other devices.
     """
-    optimizer, lookups = placed.group.optimizer, gradient.lookups
-    if optimizer.clip_norm is not None:
-        squares = table_squares(placed, lookups, gradient.values, optimizer.clip_value, channel)
-        factors = clip_factors(squares, optimizer.clip_norm, channel)
-        factors = factors[placed.tables_of(lookups.rows, channel.index)]
-        scales = factors if lookups.scales is None else factors * lookups.scales
-        lookups = dataclasses.replace(lookups, scales=scales)
-        optimizer = dataclasses.replace(optimizer, clip_norm=None)
-    return kernels.fused_update(table, state, lookups, gradient.values, optimizer, step)
+    gradient = clip_tables(placed, gradient, channel)
+    optimizer = dataclasses.replace(placed.group.optimizer, clip_norm=None)
+    return kernels.fused_update(table, state, gradient.lookups, gradient.values, optimizer, step)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -192,31 +199,24 @@ class _Sending:
         lookups = self.order.at[begins[:, None] + places].get(mode="clip")
         return jnp.where(places < counts[:, None], lookups, self.order.size)
 
-    def send(
+    def pack(
         self, values: Shaped[Array, " n"], capacity: int, fill: int = 0
-    ) -> Shaped[Array, " m"]:
-        """What all devices send to this one, of a value for each lookup."""
-        packed = values.at[self.positions(capacity)].get(mode="fill", fill_value=fill)
-        return self.channel.send(packed).reshape(-1)
+    ) -> Shaped[Array, "devices capacity"]:
+        """What goes to each owner, of a value for each lookup."""
+        return values.at[self.positions(capacity)].get(mode="fill", fill_value=fill)
 
-    def send_rows(self, capacity: int) -> Int32[Array, " m"]:
-        """The rows that all devices look up here."""
-        return self.send(self.local, capacity, self.placed.local_rows)
+    def rows(self, capacity: int) -> Int32[Array, "devices capacity"]:
+        """The rows that are looked up at each owner."""
+        return self.pack(self.local, capacity, self.placed.local_rows)
 
-    def send_lines(self, capacity: int) -> Int32[Array, " m"]:
+    def lines(self, capacity: int) -> Int32[Array, "devices capacity"]:
         """Their bags, numbered over all devices."""
-        return self.send(self.channel.index * self.lengths.shape[1] + self.bags, capacity)
+        return self.pack(self.channel.index * self.lengths.shape[1] + self.bags, capacity)
 
-    def with_room(self, run: Callable[[int], Result], capacity: int) -> Result:
-        """``run`` with the capacity given, or with one for all lookups where they do not fit."""
-        most = self.order.size
-        if capacity >= most:
-            return run(most)
-        return jax.lax.cond(self.fits(capacity), lambda: run(capacity), lambda: run(most))
-
-    def fits(self, capacity: int) -> Bool[Array, ""]:
-        """Whether there is room for what every device sends."""
-        return ~self.channel.any(jnp.any(self.counts > capacity))
+    def is_over(self, capacity: int) -> Int32[Array, "devices 1"]:
+        """For every device the word whether there is less room than this one needs."""
+        is_over = jnp.any(self.counts > capacity).astype(jnp.int32)
+        return jnp.broadcast_to(is_over, (self.placed.num_devices, 1))
 
 
 def _received_layout(placed: PlacedGroup, num_bags: int, capacity: int) -> BagLayout:

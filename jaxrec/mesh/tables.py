@@ -38,6 +38,7 @@ from jaxrec.mesh import exchange
 from jaxrec.mesh.collectives import Channel, Turns
 from jaxrec.mesh.lanes import pool_whole_bags, send_bag_gradients
 from jaxrec.mesh.layout import MeshLayout, PlacedGroup
+from jaxrec.mesh.pieces import update_pieces
 from jaxrec.mesh.pool import pool_at_owners, update_at_owners, update_owned
 from jaxrec.mesh.precision import Precision
 from jaxrec.mesh.route import plan_route
@@ -310,7 +311,8 @@ def _update_owned(
         return exchange.update_rows(placed, rows, state, gradient, step, tables.channel, room)
     if placed.exchange == "sums":
         return update_at_owners(placed, rows, state, gradient, step, tables.channel, room)
-    return update_owned(placed, rows, state, gradient, step, tables.channel)
+    update = update_pieces if placed.joins_pieces else update_owned
+    return update(placed, rows, state, gradient, step, tables.channel)
 
 
 def _update_replicated(

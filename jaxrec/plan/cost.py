@@ -42,7 +42,7 @@ if the tables of device ``d`` have room for ``c_d`` ids and ``b_d`` bags of ever
 ``all_to_all(4)`` of ``P = D max_d c_d`` places and ``all_to_all(4 + 4 w)`` of ``B = D max_d b_d``
 bags forward, and ``all_to_all(4 w)`` of as many backward. The owner does ``gather(D n_d, w s)``
 forward, ``sort(D c_d) + gather(D n_d, 4 w) + update(U_d, w s + m)`` backward, and
-``copy(8 w D b_d)`` in each pass; at home bags are copied twice in each.
+``copy(4 w D b_d)`` in each pass; at home bags are copied twice in each.
 
 **Sums** (`exchange="sums"` where rows are cut over devices). Ids go to the owners with their
 repeats and, for the backward pass, the number of their bag: ``sort(c)`` to group them in each pass,
@@ -55,8 +55,10 @@ Backward, an all-gather of as many bytes brings the bags' gradients, and the own
 than ``L``, all of it takes room for ``D c`` places instead.
 
 **Whole rows.** Where columns are cut and the optimizer looks at whole rows, the rows' parts of its
-sums go back and forth, ``2 all_to_all(4) + sort`` for each place. Where the norm of a table's
-gradient is clipped (`clip_norm`), gradients travel and are added up twice.
+sums go back and forth. With rows that is ``2 all_to_all(4) + sort`` for each place; with bags an
+all-reduce of ``4 D c`` bytes for each table, a number for each lookup of all devices, and one more
+``sort`` of the owner's places. Where the norm of a table's gradient is clipped (`clip_norm`),
+gradients are added up twice, and with rows they travel twice.
 
 **Collectives.** Of ``V`` bytes to be sent to all devices alike, ``(h - 1) / D`` go to the other
 devices of a host of ``h``, and ``(D - h) / D`` to other hosts; an all-to-all sends both at once and
@@ -222,9 +224,9 @@ def group_cost(key: GroupKey, topology: Topology) -> GroupCost:
         case "rows":
             launch = phases(
                 forward_compute=sort.call + 3 * gather.call,
-                forward_exchange=4 * latency,
+                forward_exchange=2 * latency,
                 backward_compute=3 * sort.call + 3 * gather.call + update.call,
-                backward_exchange=(3 + norms) * latency,
+                backward_exchange=(3 * norms - 1) * latency,
             )
             room = phases(
                 forward_compute=topology.copy.byte * row,
@@ -244,9 +246,9 @@ def group_cost(key: GroupKey, topology: Topology) -> GroupCost:
         case "bags":
             launch = phases(
                 forward_compute=2 * gather.call,
-                forward_exchange=3 * latency,
+                forward_exchange=2 * latency,
                 backward_compute=sort.call + gather.call + update.call,
-                backward_exchange=latency,
+                backward_exchange=(norms + key.is_cut) * latency,
             )
             room = np.zeros(len(PHASES))
             touched = phases(
@@ -255,9 +257,9 @@ def group_cost(key: GroupKey, topology: Topology) -> GroupCost:
             )
             placed = phases(
                 forward_exchange=all_to_all(4 + FLOAT32 * key.is_weighted, topology),
-                backward_compute=sort.item,
+                backward_compute=(norms + key.is_cut) * sort.item,
             )
-            copied = 2 * topology.copy.byte * sums
+            copied = topology.copy.byte * sums
             pooled = phases(
                 forward_compute=copied,
                 forward_exchange=all_to_all(4 + sums, topology),
@@ -267,9 +269,9 @@ def group_cost(key: GroupKey, topology: Topology) -> GroupCost:
         case "sums":
             launch = phases(
                 forward_compute=2 * sort.call + 2 * gather.call,
-                forward_exchange=4 * latency,
+                forward_exchange=2 * latency,
                 backward_compute=2 * sort.call + gather.call + update.call,
-                backward_exchange=4 * latency,
+                backward_exchange=(1 + norms) * latency,
             )
             scale = FLOAT32 * key.is_weighted
             room = phases(
@@ -338,7 +340,13 @@ def home_seconds(work: TableWork, key: GroupKey, topology: Topology) -> np.ndarr
                 backward_compute=2 * c * sort + n * _gather(sums, topology),
             )
         case "bags":
-            return phases(forward_compute=2 * bags, backward_compute=2 * bags)
+            totals = 0.0
+            if key.is_cut:
+                every = FLOAT32 * devices * c * key.width / key.whole_dim
+                totals = reduce_scatter(every, topology) + all_gather(every, topology)
+            return phases(
+                forward_compute=2 * bags, backward_compute=2 * bags, backward_exchange=totals
+            )
         case _:
             everywhere = devices * work.bags * sums
             return phases(

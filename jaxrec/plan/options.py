@@ -282,7 +282,8 @@ def _ways(
     if joins and not optimizer.can_cut_rows:
         return f"its optimizer {type(optimizer).__name__} needs whole rows"
     ways = tuple(said.exchanges or EXCHANGES)
-    if joins or not work.is_pooled:
+    cuts_both = shape.columns > 1 and shape.row_parts > 1
+    if (cuts_both and optimizer.needs_whole_rows) or not work.is_pooled:
         ways = tuple(way for way in ways if way != SUMS)
     if shape.row_parts == 1:
         ways = tuple(BAGS if way == SUMS else way for way in ways)

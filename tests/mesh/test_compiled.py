@@ -59,15 +59,18 @@ def compile_on_mesh(function, placement, optimizer, precision=Precision()):  # n
 
 
 def rows(width, pieces=1):
-    """Bytes that a device puts into the exchange of rows: asking, rows; and back."""
+    """Bytes that a device puts into the exchange of rows: asking, rows; and back.
+
+    With what it asks for it says whether that is all; and on the way back, where it had to stop.
+    """
     room = math.ceil(1.25 * pieces * N / DEVICES)
-    return {"all-to-all": 2 * DEVICES * room * (4 + 4 * width)}
+    return {"all-to-all": 2 * DEVICES * room * (4 + 4 * width) + DEVICES * 3 * 4}
 
 
 def sums(width, pieces=1):
     room = math.ceil(1.25 * pieces * N / DEVICES)
     return {
-        "all-to-all": DEVICES * (room * 4 + pieces * BAGS * 4) + DEVICES * room * 8,
+        "all-to-all": DEVICES * (room * 4 + pieces * BAGS * 4 + 4) + DEVICES * (room * 8 + 4),
         "reduce-scatter": DEVICES * pieces * BAGS * width * 4,
         "all-gather": DEVICES * pieces * BAGS * width * 4,
     }
@@ -113,6 +116,18 @@ def test_copies_are_looked_up_alone():
     assert collectives(compiled) == []
 
 
+def test_owners_of_the_pieces_of_a_row_add_their_sums():
+    optimizer = jaxrec.optim.rowwise_adagrad(0.1)
+    step, tables = compile_on_mesh(train_step, column_wise((0, 5)), optimizer)
+    found = Counter()
+    for each in collectives(step):
+        found[each.kind] += each.result_bytes
+    # A number for each lookup of all devices, and as much beyond as a lane may be longer.
+    totals = {"all-reduce": DEVICES * 2 * N * 4}
+    assert found == bags(DIM // 2) | totals
+    assert_in_place(step, tables)
+
+
 @pytest.mark.parametrize("optimizer", ["rowwise_adagrad", "sgd_clip_norm"])
 def test_columns_of_one_row_are_updated_in_place(optimizer):
     optimizer = {
@@ -145,7 +160,7 @@ def test_fewer_bits_are_fewer_bytes():
     precision = Precision(forward="int8", backward="bfloat16")
     step, _ = compile_on_mesh(train_step, row_wise(), jaxrec.optim.sgd(0.1), precision)
     found = sum(each.result_bytes for each in collectives(step) if each.kind == "all-to-all")
-    assert found == DEVICES * C * ((4 + DIM + 8) + (4 + 2 * DIM))
+    assert found == DEVICES * C * ((4 + DIM + 8) + (4 + 2 * DIM)) + DEVICES * 3 * 4
 
 
 def assert_in_place(step, tables):

@@ -51,6 +51,7 @@ class BagLayout:
         row_offsets: First row of the feature's table in the group's array.
         row_counts: Rows of the feature's table.
         means: Whether bags are averaged rather than summed.
+        interleave: Whether bags of all features alternate in the output, if they can.
     """
 
     id_starts: tuple[int, ...]
@@ -60,6 +61,7 @@ class BagLayout:
     row_offsets: tuple[int, ...]
     row_counts: tuple[int, ...]
     means: tuple[bool, ...]
+    interleave: bool = True
 
     @property
     def num_features(self) -> int:
@@ -75,18 +77,18 @@ class BagLayout:
         return sum(self.strides)
 
     @property
-    def is_uniform(self) -> bool:
-        """Whether all features have the same number of bags.
+    def is_interleaved(self) -> bool:
+        """Whether bags of all features alternate in the output; they can if they are as many.
 
         Then bag ``b`` of feature ``f`` is row ``b * num_features + f`` of the output (so that it
         reshapes to ``[batch, num_features, dim]`` for free). Otherwise bags follow each other
         feature by feature.
         """
-        return len(set(self.strides)) <= 1
+        return self.interleave and len(set(self.strides)) <= 1
 
     def bag_rows(self, feature: int) -> slice:
         """Rows of the output that hold the feature's bags, in order."""
-        if self.is_uniform:
+        if self.is_interleaved:
             return slice(feature, None, self.num_features)
         start = sum(self.strides[:feature])
         return slice(start, start + self.strides[feature])

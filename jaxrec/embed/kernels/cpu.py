@@ -316,7 +316,8 @@ def _settings(optimizer: RowOptimizer) -> dict[str, Any]:
 
 
 def _layout_numbers(layout: BagLayout) -> np.ndarray:
-    """The layout as the library reads it: seven numbers a feature."""
+    """The layout as the library reads it: nine numbers a feature."""
+    out_rows = [layout.bag_rows(feature) for feature in range(layout.num_features)]
     fields = (
         layout.id_starts,
         layout.capacities,
@@ -325,6 +326,8 @@ def _layout_numbers(layout: BagLayout) -> np.ndarray:
         layout.row_offsets,
         layout.row_counts,
         layout.means,
+        [rows.start for rows in out_rows],
+        [rows.step or 1 for rows in out_rows],
     )
     return np.array(fields, np.int64).T.reshape(-1)
 

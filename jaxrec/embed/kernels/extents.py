@@ -26,7 +26,7 @@ def bag_extents(
     ]
     begins = np.asarray(layout.id_starts, np.int32)
     limits = begins + np.asarray(layout.capacities, np.int32)
-    if layout.is_uniform:
+    if layout.is_interleaved:
         starts, ends = _extents(jnp.stack(counts), begins[:, None], limits[:, None])
         return starts.T.reshape(-1), ends.T.reshape(-1)
     extents = [_extents(*feature) for feature in zip(counts, begins, limits, strict=True)]
@@ -38,11 +38,10 @@ def bag_extents(
 
 def bag_features(bags: Int32[Array, "*n"], layout: BagLayout) -> Int32[Array, "*n"]:
     """The feature of each row of the output."""
-    if layout.is_uniform:
+    if layout.is_interleaved:
         return jax.lax.rem(bags, jnp.int32(layout.num_features))
-    # Bags of differing numbers belong to two features at least.
     past = [(bags >= bag).astype(jnp.int32) for bag in np.cumsum(layout.strides[:-1]).tolist()]
-    return functools.reduce(operator.add, past)
+    return functools.reduce(operator.add, past, jnp.zeros_like(bags))
 
 
 def _extents(

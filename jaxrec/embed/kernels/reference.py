@@ -245,6 +245,6 @@ def _insert(array: Array | np.ndarray, places: np.ndarray, values: Any) -> Array
 def _output_rows(layout: BagLayout) -> np.ndarray:
     """The output row of each bag, bags in feature order."""
     rows = np.arange(layout.num_bags)
-    if layout.is_uniform:
+    if layout.is_interleaved:
         return rows.reshape(-1, layout.num_features).T.ravel()
     return rows

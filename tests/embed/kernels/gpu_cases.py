@@ -27,6 +27,7 @@ class Batch:
         dtype: Type of the table.
         hot: Share of the ids that are the first row's.
         outside: Whether some ids are outside their table.
+        interleave: Whether the bags of the features alternate.
     """
 
     dim: int
@@ -36,6 +37,7 @@ class Batch:
     dtype: str = "float32"
     hot: float = 0.0
     outside: bool = False
+    interleave: bool = True
 
     @property
     def layout(self) -> BagLayout:
@@ -50,6 +52,7 @@ class Batch:
             row_offsets=_starts(rows),
             row_counts=rows,
             means=tuple(i % 2 == 1 for i in range(len(self.lengths))),
+            interleave=self.interleave,
         )
 
     def arrays(self) -> tuple[Array, Array, Array, Array | None]:

@@ -9,9 +9,9 @@ from jaxrec.embed.kernels import BagLayout
 from jaxrec.embed.kernels.extents import bag_extents, bag_features
 
 
-def layout(strides: tuple[int, ...]) -> BagLayout:
+def layout(strides: tuple[int, ...], interleave: bool = True) -> BagLayout:
     """Two features, of 6 and of 4 positions; the second one's ids come first in the batch."""
-    return BagLayout((10, 3), (6, 4), (2, 0), strides, (0, 9), (9, 9), (False, False))
+    return BagLayout((10, 3), (6, 4), (2, 0), strides, (0, 9), (9, 9), (False, False), interleave)
 
 
 def test_same_number_of_bags():
@@ -29,6 +29,17 @@ def test_different_numbers_of_bags():
     np.testing.assert_array_equal(starts, [10, 3, 4])
     np.testing.assert_array_equal(ends, [14, 4, 6])
     np.testing.assert_array_equal(bag_features(jnp.arange(3, dtype=jnp.int32), uneven), [0, 1, 1])
+
+
+def test_bags_that_do_not_alternate():
+    by_feature = layout((2, 2), interleave=False)
+    starts, ends = bag_extents(jnp.array([1, 2, 4, 0], jnp.int32), by_feature)
+    np.testing.assert_array_equal(starts, [10, 14, 3, 4])
+    np.testing.assert_array_equal(ends, [14, 14, 4, 6])
+    bags = jnp.arange(4, dtype=jnp.int32)
+    np.testing.assert_array_equal(bag_features(bags, by_feature), [0, 0, 1, 1])
+    alone = BagLayout((0,), (6,), (0,), (2,), (0,), (9,), (False,), interleave=False)
+    np.testing.assert_array_equal(bag_features(bags[:2], alone), [0, 0])
 
 
 def test_wrong_lengths_stay_in_their_segment():

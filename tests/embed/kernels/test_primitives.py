@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -76,6 +78,26 @@ def test_pooled_lookup(implementation, shape):
     result = kernels.pooled_lookup(this.table, *this.arrays, this.layout, "float32")
     expected = oracle.pooled(this.table, found(this), this.layout.num_bags)
     np.testing.assert_allclose(result, expected, rtol=1e-5, atol=1e-4)
+
+
+def test_bags_by_feature(implementation):
+    """The bags of features of equally many lie feature by feature where that is asked for."""
+    this = case("uniform")
+    layout = dataclasses.replace(this.layout, interleave=False)
+    assert this.layout.is_interleaved
+    order = np.concatenate(
+        [
+            np.arange(layout.num_bags)[this.layout.bag_rows(feature)]
+            for feature in range(layout.num_features)
+        ]
+    )
+    pooled = kernels.pooled_lookup(this.table, *this.arrays, layout, "float32")
+    alternating = kernels.pooled_lookup(this.table, *this.arrays, this.layout, "float32")
+    np.testing.assert_array_equal(pooled, np.asarray(alternating)[order])
+    flat = kernels.flatten_bags(*this.arrays, layout, this.num_rows)
+    alternating = kernels.flatten_bags(*this.arrays, this.layout, this.num_rows)
+    is_used = np.asarray(flat.rows) < this.num_rows
+    np.testing.assert_array_equal(order[flat.bags[is_used]], alternating.bags[is_used])
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

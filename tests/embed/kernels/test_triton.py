@@ -17,6 +17,7 @@ from tests.embed.kernels.gpu_cases import Batch, lowered_for_cuda
 
 BATCHES = {
     "one_bag": Batch(4, ((3,),)),
+    "by_feature": Batch(8, ((1, 3), (2, 0)), interleave=False),
     "odd_dim": Batch(3, ((1, 0, 2), (2, 2, 0))),
     "dim_1_weighted": Batch(1, ((4, 1), (0, 2)), weighted=True),
     "short_bags": Batch(16, ((1, 1, 0, 1, 1, 1, 2), (1, 0, 1, 1, 1, 1, 1)), outside=True),

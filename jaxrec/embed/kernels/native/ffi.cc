@@ -43,22 +43,13 @@ auto given(Buffer& buffer) {
   return buffer.element_count() == 0 ? nullptr : buffer.typed_data();
 }
 
-// Seven numbers a feature, in the order of BagLayout's fields in base.py.
+// Nine numbers a feature: BagLayout's fields in base.py, then where its bags lie in the output.
 std::vector<Feature> read_layout(Numbers numbers) {
   std::vector<Feature> features;
-  int64_t position = 0, bag = 0;
-  for (const int64_t* n = numbers.begin(); n != numbers.end(); n += 7) {
-    features.push_back({n[0], n[1], n[2], n[3], n[4], n[5], n[6] != 0, position, bag, 1});
+  int64_t position = 0;
+  for (const int64_t* n = numbers.begin(); n != numbers.end(); n += 9) {
+    features.push_back({n[0], n[1], n[2], n[3], n[4], n[5], n[6] != 0, position, n[7], n[8]});
     position += n[1];
-    bag += n[3];
-  }
-  const int64_t count = static_cast<int64_t>(features.size());
-  const bool uniform = std::all_of(features.begin(), features.end(), [&](const Feature& feature) {
-    return feature.stride == features[0].stride;
-  });
-  for (int64_t f = 0; uniform && f < count; ++f) {
-    features[f].out_row = f;
-    features[f].out_step = count;
   }
   return features;
 }
