@@ -197,21 +197,21 @@ def lookup_sharded(
     Pooled activations are ``[batch, sum(dims)]`` with the batch over the mesh; those of per-id
     tables ``[devices, capacity, dim]``.
     """
-    _check_batch(tables, features, is_weighted)
+    check_batch(tables, features, is_weighted)
     over_devices = PartitionSpec(tables.batch_axes)
     placed = {p.group.name: p for p in tables.layout.groups}
     pieces = tables.layout.pieces
 
     def on_device(rows, features):
         source = MeshRows(rows, placed, tables.channel, Turns(tables.mesh))
-        found, residuals = look_up(source, pieces, _first(features), is_weighted, dtype)
+        found, residuals = look_up(source, pieces, first(features), is_weighted, dtype)
         if isinstance(found, KeyedArray):
-            return found.values, _stack(residuals)
+            return found.values, stack(residuals)
         joined = {
             key: jnp.concatenate([found[piece] for piece in pieces], axis=1)
             for key, pieces in tables.layout.piece_keys().items()
         }
-        return _stack((joined, residuals))
+        return stack((joined, residuals))
 
     found, residuals = jax.shard_map(
         on_device,
@@ -238,8 +238,8 @@ def row_gradients_sharded(
     def on_device(residuals, gradients):
         of_pieces: Activations = KeyedArray(gradients)
         if not tables.layout.is_pooled:
-            of_pieces = _split_pieces(tables.layout, _first(gradients))
-        residuals = _first(residuals)
+            of_pieces = _split_pieces(tables.layout, first(gradients))
+        residuals = first(residuals)
         found = group_gradients(tables.layout.pieces, residuals, of_pieces)
         turns = Turns(tables.mesh)
         for placed, layout in zip(tables.layout.groups, residuals.layouts, strict=True):
@@ -249,7 +249,7 @@ def row_gradients_sharded(
                 values = send_bag_gradients(placed, values, layout, tables.channel)
                 turns.end(values)
                 found[name] = dataclasses.replace(found[name], values=values)
-        return _stack(found)
+        return stack(found)
 
     return jax.shard_map(
         on_device,
@@ -269,7 +269,7 @@ def update_rows_sharded(
     specs = tables.specs()
 
     def on_device(rows, state, lookups, step):
-        lookups = _first(lookups)
+        lookups = first(lookups)
         new, turns = {}, Turns(tables.mesh)
         for placed in tables.layout.groups:
             name = placed.group.name
@@ -348,7 +348,8 @@ def _split_pieces(layout: MeshLayout, gradients: dict[str, Array]) -> dict[str, 
     return split
 
 
-def _check_batch(tables: ShardedTables, features: KeyedJaggedArray, is_weighted: bool) -> None:
+def check_batch(tables: ShardedTables, features: KeyedJaggedArray, is_weighted: bool) -> None:
+    """Raises where a batch does not lie over the tables' devices, or lacks weights."""
     devices = tables.mesh.size
     if features.values.ndim != 2 or features.values.shape[0] != devices:
         raise ValueError(
@@ -360,11 +361,11 @@ def _check_batch(tables: ShardedTables, features: KeyedJaggedArray, is_weighted:
         raise ValueError("the collection is weighted and the batch has no weights")
 
 
-def _first(tree: Any) -> Any:
+def first(tree: Any) -> Any:
     """A device's own part of arrays with an axis over the devices."""
     return jax.tree.map(lambda x: x[0], tree)
 
 
-def _stack(tree: Any) -> Any:
-    """The reverse of `_first`."""
+def stack(tree: Any) -> Any:
+    """The reverse of `first`."""
     return jax.tree.map(lambda x: x[None], tree)

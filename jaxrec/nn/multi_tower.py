@@ -1,17 +1,18 @@
-"""Disaggregated multi-tower models: each tower's tables on one host's devices."""
+"""Disaggregated multi-tower models: each tower on the host that has its tables."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from jaxrec.mesh import table_row_wise
+from jaxrec.embed import EmbeddingBagCollection
+from jaxrec.mesh import ShardedTables, table_row_wise
 from jaxrec.mesh.placement import Exchange, Placement
-from jaxrec.nn.towers import EmbeddingTower, EmbeddingTowerCollection
-from jaxrec.ragged import KeyedJaggedArray
+from jaxrec.mesh.towers import Tower, TowerTables, run_towers
+from jaxrec.ragged import KeyedArray, KeyedJaggedArray
 from jaxrec.ragged.arrays import AnyArray
 
 
@@ -21,54 +22,71 @@ class DisaggregatedMultiTower(nnx.Module):
     Luo et al. 2024, "Disaggregated multi-tower: Topology-aware modeling technique for efficient
     large-scale recommendation" (arXiv:2403.00877), section 3: a tower is a group of tables that lie
     on devices with fast links between them, and a tower module over what they give that hands few
-    columns on; what is on top sees the towers' outputs and the dense features. `placements` puts
-    each tower's tables on one host of a mesh of two axes, hosts first.
+    columns on; what is on top sees the towers' outputs and the dense features.
 
-    A tower's module runs where its samples are, as all dense layers do, so what travels between
-    hosts is the tower's distinct rows (or its sums, see ``exchange``), not the module's output.
+    On one device, and on a mesh after `jaxrec.shard` alone, tower modules run where the samples
+    are. After `disaggregate` they run on the hosts of their tables: between hosts travel ids and
+    the towers' outputs, ``hosts - 1`` of ``hosts`` parts of them, and no embeddings; rows travel
+    within a host. Tower modules then have parameters alone, no dropout and no batch statistics.
+    They are on every device, as all dense parameters are.
 
     Args:
-        towers: A tower for each group of features, whose interaction is the tower module.
+        embeddings: The tables of all towers.
+        towers: For each tower the names of its tables, and its module: a function of their pooled
+            embeddings side by side, ``[batch, sum(dims)]``, by table and then by feature, that
+            returns ``[batch, columns]``, such as an `MLP` or a `CrossNet`.
         over: What is on top: a function of ``[batch, columns]``, the outputs of all towers in
             order and then the dense features, such as an `MLP` or a `CrossNet` with a head.
         dense: A function of the dense features, ``[batch, num_dense]``, that returns ``[batch,
             columns]``, such as an `MLP`; None: there are no dense features.
 
     Raises:
-        ValueError: There are no towers, or two share a table.
+        ValueError: Not every table is in exactly one tower.
 
     Example:
         >>> import jaxrec
-        >>> rngs = nnx.Rngs(0)
-        >>> def tower(*names):
-        ...     tables = [jaxrec.EmbeddingBagConfig(name, 100, 8) for name in names]
-        ...     embeddings = jaxrec.EmbeddingBagCollection(tables, rngs=rngs)
-        ...     return EmbeddingTower(embeddings, jaxrec.nn.MLP(16, (4,), rngs=rngs))
-        >>> over = jaxrec.nn.MLP(8, (16, 1), activation_on_last=False, rngs=rngs)
-        >>> model = DisaggregatedMultiTower([tower("user", "city"), tower("item", "shop")], over)
-        >>> ids = {name: [[1], [2]] for name in ("user", "city", "item", "shop")}
-        >>> model(KeyedJaggedArray.from_lists(ids)).shape
+        >>> rngs, names = nnx.Rngs(0), ("user", "city", "item", "shop")
+        >>> tables = [jaxrec.EmbeddingBagConfig(name, 100, 8) for name in names]
+        >>> model = DisaggregatedMultiTower(
+        ...     EmbeddingBagCollection(tables, rngs=rngs),
+        ...     [(("user", "city"), jaxrec.nn.MLP(16, (4,), rngs=rngs)),
+        ...      (("item", "shop"), jaxrec.nn.MLP(16, (4,), rngs=rngs))],
+        ...     over=jaxrec.nn.MLP(8, (16, 1), activation_on_last=False, rngs=rngs))
+        >>> batch = KeyedJaggedArray.from_lists({name: [[1], [2]] for name in names})
+        >>> model(batch).shape
         (2, 1)
         >>> {name: placement.places for name, placement in model.placements(num_hosts=2).items()}
         {'user': (0,), 'city': (0,), 'item': (1,), 'shop': (1,)}
+
+        On two hosts of four devices: ::
+
+            mesh = jax.make_mesh((2, 4), ("host", "device"))
+            plan = jaxrec.plan.ShardingPlan.from_dict(model.placements(num_hosts=2))
+            model = jaxrec.shard(model, plan, mesh)
+            model.disaggregate()
     """
 
     def __init__(
         self,
-        towers: Iterable[EmbeddingTower],
+        embeddings: EmbeddingBagCollection,
+        towers: Sequence[tuple[Sequence[str], Callable[[Array], Array]]],
         over: Callable[[Array], Array],
         *,
         dense: Callable[[Array], Array] | None = None,
     ):
-        self.towers = EmbeddingTowerCollection(towers)
+        self.embeddings = embeddings
+        self.tables = tuple(tuple(names) for names, _ in towers)
+        self.towers = nnx.List([module for _, module in towers])
         self.over = over
         self.dense = dense
-        self.tables = tuple(
-            tuple(table.name for table in tower.configs) for tower in self.towers.towers
-        )
         names = [name for tower in self.tables for name in tower]
-        if twice := sorted({name for name in names if names.count(name) > 1}):
-            raise ValueError(f"towers have their tables to themselves, but {twice} are in two")
+        if sorted(names) != sorted(table.name for table in embeddings.configs) or not all(
+            self.tables
+        ):
+            raise ValueError(
+                f"each table is in one tower and each tower has tables; the tables are "
+                f"{[table.name for table in embeddings.configs]}, the towers {self.tables}"
+            )
 
     def __call__(
         self,
@@ -85,20 +103,81 @@ class DisaggregatedMultiTower(nnx.Module):
                 "dense features and dense=, the layers over them, come together; give both or "
                 "neither"
             )
-        outputs = [self.towers(features)]
+        pooled, tables = self.embeddings(features), self.embeddings.tables.get_value()
+        if isinstance(tables, TowerTables):
+            outputs = self._on_hosts(tables, jnp.asarray(pooled.values))
+        else:
+            outputs = self._at_samples(pooled)
         if dense is not None and self.dense is not None:
             outputs.append(self.dense(jnp.asarray(dense)))
         return self.over(jnp.concatenate(outputs, axis=1))
 
+    def _reads(self, tower: int) -> list[tuple[str, str]]:
+        """The tables and features of a tower."""
+        configs = {table.name: table for table in self.embeddings.configs}
+        return [(name, f) for name in self.tables[tower] for f in configs[name].feature_names]
+
+    def _at_samples(self, pooled: KeyedArray) -> list[Array]:
+        reads = [(t.name, f) for t in self.embeddings.configs for f in t.feature_names]
+        blocks = dict(zip(reads, (jnp.asarray(pooled[key]) for key in pooled.keys), strict=True))
+        return [
+            module(jnp.concatenate([blocks[read] for read in self._reads(tower)], axis=1))
+            for tower, module in enumerate(self.towers)
+        ]
+
+    def _on_hosts(self, tables: TowerTables, looked_up: Array) -> list[Array]:
+        places = tables.columns()
+        graph, parameters = nnx.split(self.towers)
+
+        def tower(index: int) -> tuple[int, Tower]:
+            hosts, columns = zip(*(places[read] for read in self._reads(index)), strict=True)
+
+            def run(parameters: nnx.State, values: Array) -> Array:
+                module = nnx.merge(graph, parameters)[index]
+                return module(jnp.concatenate([values[:, part] for part in columns], axis=1))
+
+            return hosts[0], run
+
+        towers = [tower(index) for index in range(len(self.towers))]
+        return run_towers(tables, looked_up, towers, parameters)
+
+    def disaggregate(self) -> None:
+        """From now on tower modules run on the hosts of their tables.
+
+        After `jaxrec.shard` by a plan of `placements`, on a mesh of two axes, hosts first.
+
+        Raises:
+            ValueError: The tables are not placed so, or a tower module has more than parameters.
+        """
+        variable = self.embeddings.tables
+        tables = variable.get_value()
+        if not isinstance(tables, ShardedTables):
+            raise ValueError("the model is on one device; put it on a mesh with jaxrec.shard first")
+        if more := nnx.to_flat_state(nnx.state(self.towers, nnx.Not(nnx.Param))):
+            names = sorted("/".join(map(str, path)) for path, _ in more)
+            raise ValueError(
+                f"modules of towers on hosts have parameters alone, and these have {names}; leave "
+                "dropout and batch statistics to what is on top"
+            )
+        tables = TowerTables.of(tables)
+        for index in range(len(self.tables)):
+            hosts = {tables.columns()[read][0] for read in self._reads(index)}
+            if len(hosts) > 1:
+                raise ValueError(
+                    f"tables {self.tables[index]} of one tower are on hosts {sorted(hosts)}; "
+                    "place them on one, as placements() does"
+                )
+        variable.set_value(tables)
+
     def placements(self, num_hosts: int, *, exchange: Exchange = "rows") -> dict[str, Placement]:
         """For each table a placement on its tower's host, by rows over the host's devices.
 
-        Towers go round the hosts in order: make as many as there are hosts. The result is what
-        `jaxrec.plan.ShardingPlan.from_dict` takes.
+        Towers go round the hosts in order: make as many as there are hosts, or a multiple. The
+        result is what `jaxrec.plan.ShardingPlan.from_dict` takes.
 
         Args:
             num_hosts: Length of the mesh's first axis.
-            exchange: See `jaxrec.mesh.row_wise`.
+            exchange: See `jaxrec.mesh.row_wise`; `disaggregate` takes "rows".
         """
         return {
             name: table_row_wise(host=index % num_hosts, exchange=exchange)

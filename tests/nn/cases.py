@@ -138,10 +138,8 @@ CASES = {
     nn.Dice: Case(lambda **t: nn.Dice(6, **t), (Dense((6,)),)),
     nn.DisaggregatedMultiTower: Case(
         lambda **t: nn.DisaggregatedMultiTower(
-            [
-                nn.EmbeddingTower(bags(t["rngs"], (name,)), nn.MLP(DIM, (3,), **t))
-                for name in ("a", "b")
-            ],
+            bags(t["rngs"]),
+            [((name,), nn.MLP(DIM, (3,), **t)) for name in ("a", "b")],
             nn.CrossNet(8, 1, **t),
             dense=nn.Perceptron(3, 2, **t),
         ),

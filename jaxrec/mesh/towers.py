@@ -1,0 +1,347 @@
+"""Lookups where the tables are: samples go to the tables' hosts, instead of rows to the samples.
+
+For towers as in Luo et al. 2024, "Disaggregated multi-tower: Topology-aware modeling technique for
+efficient large-scale recommendation" (arXiv:2403.00877), section 3.1. On a mesh of hosts and their
+devices each table lies on one host, its rows over the host's devices. Device ``d`` of a host takes
+the ids that its tables have in the samples of device ``d`` of every host, which moves small
+integers between hosts. Rows come from the host's own devices. What is looked up then stays there,
+for a tower to make less of, and the tower's output goes home (`run_towers`).
+
+All devices run one program, so the features of each host's tables are numbered as lanes, see
+`jaxrec.mesh.lanes`; lane ``k`` of a host is its ``k``-th feature.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, DTypeLike, Float, Int, Int32
+
+from jaxrec.embed import kernels
+from jaxrec.embed.kernels import BagLayout, Lookups
+from jaxrec.embed.lookup import Residuals, flatten, lookup, pool
+from jaxrec.embed.update import RowGradients, merge, row_gradients, update_rows
+from jaxrec.mesh import exchange
+from jaxrec.mesh.collectives import Channel, Turns
+from jaxrec.mesh.lanes import Lanes
+from jaxrec.mesh.layout import PlacedGroup
+from jaxrec.mesh.route import plan_route
+from jaxrec.mesh.tables import ShardedTables, check_batch, first, round_capacity, stack
+from jaxrec.ragged import KeyedArray, KeyedJaggedArray
+
+Tower: TypeAlias = Callable[[Any, Float[Array, "samples columns"]], Float[Array, "samples _"]]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TowerTables(ShardedTables):
+    """Sharded tables, each on one host, that are looked up there.
+
+    `lookup` gives ``[devices * hosts * batch, columns]``, where batch is a device's: on each device
+    the samples of its peers, the devices of the same number on all hosts, host by host, and for
+    each sample the embeddings of the features of the tables here, in `columns`.
+    """
+
+    @classmethod
+    def of(cls, tables: ShardedTables) -> TowerTables:
+        """The same tables, to be looked up where they are.
+
+        Raises:
+            ValueError: If the mesh is not of hosts and their devices, tables are not pooled, or one
+                is not by rows over the devices of one host.
+        """
+        if len(tables.mesh.axis_names) != 2 or tables.replica_axis is not None:
+            raise ValueError(
+                f"towers lie on a mesh of two axes, hosts first, got {tables.mesh.axis_names}"
+            )
+        if not tables.layout.is_pooled:
+            raise ValueError("towers are of pooled tables, got some that are looked up id by id")
+        named = zip(tables.layout.configs, tables.layout.placements, strict=True)
+        for config, placement in named:
+            if placement.kind != "table_row_wise" or placement.exchange == "sums":
+                raise ValueError(
+                    f"table {config.name!r} is placed {placement.kind} with exchange="
+                    f"{placement.exchange!r}; a tower's tables are placed table_row_wise(host)"
+                )
+        fields = {field.name: getattr(tables, field.name) for field in dataclasses.fields(tables)}
+        return cls(**fields)
+
+    @property
+    def across(self) -> Channel:
+        """What joins the devices of the same number on all hosts."""
+        return Channel(self.axes[:1], self.precision)
+
+    @property
+    def within(self) -> Channel:
+        """What joins the devices of a host."""
+        return Channel(self.axes[1:], self.precision)
+
+    @property
+    def num_hosts(self) -> int:
+        return self.layout.mesh.hosts
+
+    def columns(self) -> dict[tuple[str, str], tuple[int, slice]]:
+        """For each table and feature its host, and there its columns of what is looked up."""
+        found, start = {}, 0
+        for placed in self.layout.groups:
+            lanes, dim = _lanes(self, placed), placed.group.dim
+            name_of = {block.first_row: block.table for block in placed.blocks}
+            for host, positions in enumerate(lanes):
+                for lane, position in enumerate(positions):
+                    feature, index = placed.group.features[position]
+                    table = name_of[placed.group.row_offsets[index]]
+                    first = start + lane * dim
+                    found[table, feature] = host, slice(first, first + dim)
+            start += max(map(len, lanes)) * dim
+        return found
+
+
+@dataclasses.dataclass(frozen=True)
+class _HostGroup(PlacedGroup):
+    """A group as the devices of one host see it, the slots of whose rows count from 0.
+
+    Attributes:
+        whole: The group on all devices.
+        host: The host.
+    """
+
+    whole: PlacedGroup
+    host: Int32[Array, ""]
+
+    @classmethod
+    def of(cls, tables: TowerTables, placed: PlacedGroup) -> _HostGroup:
+        """The group on this device's host."""
+        fields = {field.name: getattr(placed, field.name) for field in dataclasses.fields(placed)}
+        fields["num_devices"] = tables.layout.mesh.devices_per_host
+        return cls(**fields, whole=placed, host=tables.across.index)
+
+    def slots(self, rows: Int32[Array, " n"]) -> Int32[Array, " n"]:
+        slots = self.whole.slots(rows) - self.host * self.num_slots
+        return jnp.where((slots >= 0) & (slots < self.num_slots), slots, self.num_slots)
+
+    def tables_of(
+        self, local_rows: Int32[Array, " n"], device: Int32[Array, ""]
+    ) -> Int32[Array, " n"]:
+        return self.whole.tables_of(local_rows, self.host * self.num_devices + device)
+
+
+def _lanes(tables: TowerTables, placed: PlacedGroup) -> list[list[int]]:
+    """For each host the features of its tables, by number, in order."""
+    devices = tables.layout.mesh.devices_per_host
+    host_of = {block.first_row: block.block.device // devices for block in placed.blocks}
+    lanes: list[list[int]] = [[] for _ in range(tables.num_hosts)]
+    for position, (_, index) in enumerate(placed.group.features):
+        lanes[host_of[placed.group.row_offsets[index]]].append(position)
+    return lanes
+
+
+@lookup.register(TowerTables)
+def lookup_at_towers(
+    tables: TowerTables,
+    features: KeyedJaggedArray,
+    *,
+    is_weighted: bool = False,
+    dtype: DTypeLike = "float32",
+) -> tuple[KeyedArray, Residuals]:
+    """`jaxrec.embed.lookup`, whose result lies as `TowerTables` says."""
+    check_batch(tables, features, is_weighted)
+    if features.inverse_indices is not None:
+        raise ValueError("towers take batches in which each sample has its own bags, not shared")
+    over_devices = PartitionSpec(tables.batch_axes)
+
+    def on_device(rows: Any, features: Any) -> Any:
+        features, turns = first(features), Turns(tables.mesh)
+        weights = features.weights if is_weighted else None
+        parts, lookups, layouts = [], {}, []
+        for placed in tables.layout.groups:
+            name = placed.group.name
+            lengths = turns.begin(features.lengths)
+            batch = dataclasses.replace(features, lengths=lengths)
+            pooled, lookups[name], layout = _pool_here(tables, placed, rows[name], batch, weights)
+            turns.end(pooled)
+            parts.append(pooled)
+            layouts.append(layout)
+        values = jnp.concatenate(parts, axis=1).astype(dtype)
+        return values, stack(Residuals(lookups, {}, tuple(layouts)))
+
+    values, residuals = jax.shard_map(
+        on_device,
+        mesh=tables.mesh,
+        in_specs=(tables.specs(), over_devices),
+        out_specs=over_devices,
+        check_vma=False,
+    )(tables.rows, features)
+    return KeyedArray(values), residuals
+
+
+def _pool_here(
+    tables: TowerTables,
+    placed: PlacedGroup,
+    table: Float[Array, "local_rows dim"],
+    features: KeyedJaggedArray,
+    weights: Float[Array, " capacity"] | None,
+) -> tuple[Float[Array, "samples columns"], Lookups, BagLayout]:
+    """What the tables of this host have for the samples of this device's peers."""
+    group = placed.group
+    layout = group.bags(features)
+    positions = _lanes(tables, placed)
+    in_lane = [[f for f in lane if f is not None] for lane in itertools.zip_longest(*positions)]
+    lanes = Lanes(
+        tuple(map(tuple, positions)),
+        tuple(max(layout.capacities[f] for f in lane) for lane in in_lane),
+        (features.batch_size,) * len(in_lane),
+    )
+    flat = flatten(features, None, layout, group)
+    scales = flat.scales
+    if weights is not None:
+        own = jnp.concatenate(_parts(weights, layout.id_starts, layout.capacities))
+        scales = own if scales is None else own * scales
+    starts = [sum(layout.capacities[:f]) for f in range(layout.num_features)]
+
+    def bring(values: Array, starts: Sequence[int], sizes: Sequence[int], room: Any) -> Array:
+        packed = lanes.pack(_parts(values, starts, sizes), room)
+        return tables.across.send(packed).reshape(-1)
+
+    rows = bring(flat.rows, starts, layout.capacities, lanes.capacities)
+    lengths = bring(
+        jnp.asarray(features.lengths), layout.length_starts, layout.strides, lanes.strides
+    )
+    if scales is not None:
+        scales = bring(scales, starts, layout.capacities, lanes.capacities)
+
+    received = lanes.received(group.num_rows)
+    constant = None if scales is None else jax.lax.stop_gradient(scales)
+    here = kernels.flatten_bags(rows, lengths, constant, received, group.num_rows)
+    on_host = _HostGroup.of(tables, placed)
+    room = round_capacity(here.rows.size, on_host.num_devices)
+    route = plan_route(on_host, here.rows)
+    found, index = exchange.fetch_rows(on_host, table, route, tables.within, room)
+    at = dataclasses.replace(received, row_counts=(len(found),) * received.num_features)
+    bags = pool(found, index, lengths, scales, at, jnp.dtype("float32"))
+    # Bags are by sample, and for each by sender and lane.
+    by_sender = bags.reshape(lanes.strides[0], tables.num_hosts, -1)
+    return by_sender.swapaxes(0, 1).reshape(-1, by_sender.shape[2]), here, received
+
+
+def _parts(values: Array, starts: Sequence[int], sizes: Sequence[int]) -> list[Array]:
+    return [values[start : start + size] for start, size in zip(starts, sizes, strict=True)]
+
+
+@row_gradients.register(TowerTables)
+def row_gradients_at_towers(
+    tables: TowerTables, residuals: Residuals, gradients: KeyedArray
+) -> dict[str, RowGradients]:
+    """The gradient of what was looked up as gradients of rows, on the devices of their host."""
+    over_devices = PartitionSpec(tables.batch_axes)
+
+    def on_device(residuals: Any, values: Any) -> Any:
+        residuals, found, start = first(residuals), {}, 0
+        for placed, layout in zip(tables.layout.groups, residuals.layouts, strict=True):
+            width = layout.num_features // tables.num_hosts * placed.group.dim
+            own = values[:, start : start + width].reshape(tables.num_hosts, -1, width)
+            lines = own.swapaxes(0, 1).reshape(-1, placed.group.dim)
+            found[placed.group.name] = RowGradients(residuals.lookups[placed.group.name], lines)
+            start += width
+        return stack(found)
+
+    return jax.shard_map(
+        on_device,
+        mesh=tables.mesh,
+        in_specs=over_devices,
+        out_specs=over_devices,
+        check_vma=False,
+    )(residuals, gradients.values)
+
+
+@update_rows.register(TowerTables)
+def update_rows_at_towers(
+    tables: TowerTables, lookups: Sequence[dict[str, RowGradients]], step: Int[Array, ""] | int
+) -> TowerTables:
+    """Brings gradients to the rows' owners on their host, and updates each row once, there."""
+    specs = tables.specs()
+
+    def on_device(rows: Any, state: Any, lookups: Any, step: Any) -> Any:
+        lookups, turns = first(lookups), Turns(tables.mesh)
+        new = {}
+        for placed in tables.layout.groups:
+            name = placed.group.name
+            gradient = merge([gradients[name] for gradients in lookups])
+            at = turns.begin(gradient.lookups.rows)
+            gradient = dataclasses.replace(
+                gradient, lookups=dataclasses.replace(gradient.lookups, rows=at)
+            )
+            on_host = _HostGroup.of(tables, placed)
+            room = round_capacity(at.size, on_host.num_devices)
+            new[name] = exchange.update_rows(
+                on_host, rows[name], state[name], gradient, step, tables.within, room
+            )
+            turns.end(new[name][0])
+        return {name: pair[0] for name, pair in new.items()}, {n: p[1] for n, p in new.items()}
+
+    state_specs = {name: dict.fromkeys(tables.state[name], spec) for name, spec in specs.items()}
+    rows, state = jax.shard_map(
+        on_device,
+        mesh=tables.mesh,
+        in_specs=(specs, state_specs, PartitionSpec(tables.batch_axes), PartitionSpec()),
+        out_specs=(specs, state_specs),
+        check_vma=False,
+    )(tables.rows, tables.state, list(lookups), jnp.asarray(step, jnp.int32))
+    return dataclasses.replace(tables, rows=rows, state=state)
+
+
+def run_towers(
+    tables: TowerTables,
+    looked_up: Float[Array, "samples columns"],
+    towers: Sequence[tuple[int, Tower]],
+    parameters: Any,
+) -> list[Float[Array, "batch _"]]:
+    """Runs each tower on its host and brings what it gives home to the samples.
+
+    Args:
+        tables: The tables.
+        looked_up: What `lookup` gave.
+        towers: For each its host, and a function of the parameters and of ``[samples, columns]``.
+        parameters: Any pytree, the same on all devices. Its gradient is the sum over devices.
+
+    Returns:
+        For each tower what it gives, ``[batch, ...]``, over the mesh as the batch is.
+    """
+    hosts = tables.num_hosts
+    over_devices = PartitionSpec(tables.batch_axes)
+
+    def on_device(values: Any, parameters: Any) -> Any:
+        shapes = [jax.eval_shape(tower, parameters, values) for _, tower in towers]
+        starts, ends = [], [0] * hosts
+        for (host, _), shape in zip(towers, shapes, strict=True):
+            starts.append(ends[host])
+            ends[host] += shape.shape[1]
+        dtype = jnp.result_type(*shapes)
+
+        def on_host(host: int) -> Any:
+            def run(values: Array) -> Array:
+                own = [tower(parameters, values) for at, tower in towers if at == host]
+                wide = jnp.zeros((len(values), max(ends) - ends[host]), dtype)
+                return jnp.concatenate([*(x.astype(dtype) for x in own), wide], axis=1)
+
+            return run
+
+        out = jax.lax.switch(tables.across.index, [on_host(h) for h in range(hosts)], values)
+        home = tables.across.send_rows(out.reshape(hosts, -1, max(ends))).astype(dtype)
+        return [
+            home[host, :, start : start + shape.shape[1]]
+            for (host, _), start, shape in zip(towers, starts, shapes, strict=True)
+        ]
+
+    return jax.shard_map(
+        on_device,
+        mesh=tables.mesh,
+        in_specs=(over_devices, PartitionSpec()),
+        out_specs=over_devices,
+        check_vma=False,
+    )(looked_up, parameters)
