@@ -1,6 +1,6 @@
 """What each of several processes runs, for test_processes.py.
 
-Usage: python processes.py SCENARIO PORT NUM_PROCESSES PROCESS
+Usage: python processes.py PORT NUM_PROCESSES PROCESS
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from jax.sharding import AxisType
 import jaxrec
 from jaxrec.mesh import column_wise, data_parallel, row_wise, shard_batch, table_wise
 
-SCENARIO, PORT, COUNT, PROCESS = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+PORT, COUNT, PROCESS = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 
 ROWS = {"a": 40, "b": 31, "c": 24, "d": 9}
 PLACEMENTS = {
@@ -30,6 +30,7 @@ PLACEMENTS = {
     "d": data_parallel(),
 }
 SAMPLES = 16
+MINE = slice(PROCESS * SAMPLES // COUNT, (PROCESS + 1) * SAMPLES // COUNT)
 
 
 class Ranker(nnx.Module):
@@ -78,23 +79,20 @@ def pack(bags, inverse, labels, part=slice(None)):
     return jaxrec.KeyedJaggedArray.from_lists(bags, inverse_indices=inverse), labels[part]
 
 
-def train():
+def train(mesh):
     """A model over all processes' devices follows one on a device of this process alone."""
-    mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
     alone = Ranker()
     model = jaxrec.shard(Ranker, plan(PLACEMENTS), mesh)
     optimizers = [jaxrec.Optimizer(each, optax.sgd(0.1)) for each in (alone, model)]
-    each = SAMPLES // COUNT
-    mine = slice(PROCESS * each, (PROCESS + 1) * each)
     for step in range(3):
         drawn = draw(step, shared=False)
         expected = train_step(alone, optimizers[0], *pack(*drawn))
-        loss = train_step(model, optimizers[1], *shard_batch(pack(*drawn, mine), mesh))
+        loss = train_step(model, optimizers[1], *shard_batch(pack(*drawn, MINE), mesh))
         np.testing.assert_allclose(loss, expected, rtol=1e-6)
     same_tables(model, alone)
     shared = draw(3, shared=True)
-    expected = nnx.jit(Ranker.__call__)(alone, pack(*shared)[0])[mine]
-    outputs = nnx.jit(Ranker.__call__)(model, shard_batch(pack(*shared, mine), mesh)[0])
+    expected = nnx.jit(Ranker.__call__)(alone, pack(*shared)[0])[MINE]
+    outputs = nnx.jit(Ranker.__call__)(model, shard_batch(pack(*shared, MINE), mesh)[0])
     found = np.concatenate([shard.data for shard in outputs.addressable_shards])
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
     moved = jaxrec.shard(alone, plan(dict.fromkeys(ROWS, table_wise(1))), mesh)
@@ -111,7 +109,7 @@ def train():
         "the batch differs between processes: process 0 has .* keys k0, process 1 has .* keys k1",
         lambda: shard_batch(batch, mesh),
     )
-    say("same values")
+    return model, optimizers[1]
 
 
 def same_tables(model, other):
@@ -134,22 +132,16 @@ def refused(message, call):
         call()
 
 
-def die():
+def die(mesh, model, optimizer):
     """Process 1 dies between steps, without a word to the other."""
-    mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
-    model = jaxrec.shard(Ranker, plan(PLACEMENTS), mesh)
-    optimizer = jaxrec.Optimizer(model, optax.sgd(0.1))
-    each = SAMPLES // COUNT
-    mine = slice(PROCESS * each, (PROCESS + 1) * each)
     for step in range(1000):
-        loss = train_step(model, optimizer, *shard_batch(pack(*draw(0, False), mine), mesh))
+        loss = train_step(model, optimizer, *shard_batch(pack(*draw(0, False), MINE), mesh))
         loss.block_until_ready()
         if step == 2:
             say("stepped")
             if PROCESS == 1:
                 os.kill(os.getpid(), 9)
         time.sleep(0.01)
-    say("went on alone")
 
 
 def say(what):
@@ -166,4 +158,8 @@ if __name__ == "__main__":
         process_id=PROCESS,
         heartbeat_timeout_seconds=10,
     )
-    {"train": train, "die": die}[SCENARIO]()
+    everywhere = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
+    trained = train(everywhere)
+    say("same values")
+    die(everywhere, *trained)
+    say("went on alone")

@@ -122,9 +122,9 @@ def on_one_device(collection, optimizer):
 WHOLE = list(itertools.product(COLLECTIONS, OPTIMIZERS, MESHES, ("auto", "explicit")))
 PART = [
     ("pooled", "rowwise_adagrad", 8, "explicit"),
-    ("pooled", "adam", 4, "auto"),
+    ("pooled", "rowwise_adagrad", 1, "auto"),
+    ("per_id", "adam", 4, "auto"),
     ("per_id", "sgd", 2, "explicit"),
-    ("per_id", "rowwise_adagrad", 1, "auto"),
 ]
 
 

@@ -11,7 +11,7 @@ from jax.sharding import AxisType
 import jaxrec
 from jaxrec.mesh import Precision, row_wise, shard_batch, table_wise
 from jaxrec.mesh.precision import decode, encode
-from tests.mesh.test_training import Ranker, draw_batch, run
+from tests.mesh.test_training import Ranker, one_device, run
 
 # Greatest error of an element, over the largest element of its row.
 ERRORS = {"float32": 0, "bfloat16": 2**-8, "float16": 2**-11, "int8": 1 / 255, "float8": 2**-4}
@@ -77,9 +77,8 @@ def test_training(precision):
     }
     plan = jaxrec.plan.ShardingPlan.from_dict(placements)
     mesh = jax.make_mesh((4,), ("data",), devices=jax.devices()[:4], axis_types=(AxisType.Auto,))
-    batches = [draw_batch(seed) for seed in range(3)]
-    expected = run(Ranker(jaxrec.optim.sgd(0.1)), batches=batches)
+    expected, _ = one_device("sgd")
     model = jaxrec.shard(Ranker(jaxrec.optim.sgd(0.1)), plan, mesh, precision=precision)
-    losses = run(model, lambda batch: shard_batch(batch, mesh), batches)
+    losses = run(model, lambda batch: shard_batch(batch, mesh))
     np.testing.assert_allclose(losses, expected, rtol=0.02)
     assert losses != expected

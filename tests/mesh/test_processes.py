@@ -2,58 +2,69 @@
 
 from __future__ import annotations
 
-import contextlib
 import pathlib
 import signal
 import socket
 import subprocess
 import sys
 import time
+from typing import NamedTuple
+
+import pytest
 
 PROGRAM = pathlib.Path(__file__).with_name("processes.py")
 
 
-@contextlib.contextmanager
-def started(scenario, count=2):
+class Ended(NamedTuple):
+    """What a process printed, how it ended, and how long after the other one."""
+
+    out: str
+    err: str
+    code: int
+    seconds: float
+
+
+@pytest.fixture(scope="module")
+def ended():
+    """The one that survives, and the one that kills itself; see processes.py."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    processes = [
+    survivor, victim = (
         subprocess.Popen(
-            [sys.executable, str(PROGRAM), scenario, str(port), str(count), str(process)],
+            [sys.executable, str(PROGRAM), str(port), "2", str(process)],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
-        for process in range(count)
-    ]
+        for process in range(2)
+    )
     try:
-        yield processes
+        ends = [Ended(*victim.communicate(timeout=300), victim.returncode, 0)]
+        start = time.monotonic()
+        out, err = survivor.communicate(timeout=60)
+        ends.insert(0, Ended(out, err, survivor.returncode, time.monotonic() - start))
+        yield ends
     finally:
-        for process in processes:
+        for process in (survivor, victim):
             process.kill()
             process.wait()
 
 
-def test_two_processes_train_as_one_device_does():
+def test_two_processes_train_as_one_device_does(ended):
     """Also that plans and batches which differ are refused; see processes.py."""
-    with started("train") as processes:
-        outputs = [process.communicate(timeout=300) for process in processes]
-    for out, err in outputs:
-        assert out.endswith("same values\n"), err
+    for each in ended:
+        assert "same values\n" in each.out, each.err
 
 
-def test_a_process_that_dies_is_reported_in_bounded_time():
+def test_a_process_that_dies_is_reported_in_bounded_time(ended):
     """The heartbeat's timeout is 10 s; the other process ends with an error, and does not hang."""
-    with started("die") as processes:
-        survivor, victim = processes
-        victim.communicate(timeout=300)
-        assert victim.returncode == -signal.SIGKILL
-        start = time.monotonic()
-        out, err = survivor.communicate(timeout=60)
-    assert out.endswith("stepped\n")
-    assert survivor.returncode != 0
-    assert time.monotonic() - start < 40
+    survivor, victim = ended
+    assert victim.code == -signal.SIGKILL, victim.err
+    assert survivor.out.endswith("stepped\n")
+    assert survivor.code != 0
+    assert survivor.seconds < 40
     assert any(
-        sign in err for sign in ("heartbeat", "Connection closed by peer", "Connection reset")
-    ), err
+        sign in survivor.err
+        for sign in ("heartbeat", "Connection closed by peer", "Connection reset")
+    ), survivor.err

@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 from jax.sharding import AxisType
@@ -12,7 +13,15 @@ from jax.sharding import AxisType
 import jaxrec
 from jaxrec import embed
 from jaxrec.mesh import average_replicas, data_parallel, row_wise, shard_batch, table_wise
-from tests.mesh.test_training import OPTIMIZERS, ROWS, Ranker, draw_batch, run
+from tests.mesh.test_training import (
+    BATCHES,
+    OPTIMIZERS,
+    ROWS,
+    Ranker,
+    draw_batch,
+    one_device,
+    train_step,
+)
 
 PLACEMENTS = {"a": row_wise(), "b": row_wise(exchange="sums"), "c": table_wise(2), "d": row_wise()}
 
@@ -22,18 +31,15 @@ def make_mesh():
 
 
 def test_an_average_after_every_step_trains_as_one():
-    alone = Ranker(OPTIMIZERS["sgd"])
-    batches = [draw_batch(seed) for seed in range(3)]
-    expected = run(alone, batches=batches)
-    mesh, plan = (
-        make_mesh(),
-        jaxrec.plan.ShardingPlan.from_dict(PLACEMENTS | {"d": data_parallel()}),
-    )
+    expected, alone = one_device("sgd")
+    mesh = make_mesh()
+    plan = jaxrec.plan.ShardingPlan.from_dict(PLACEMENTS | {"d": data_parallel()})
     model = jaxrec.shard(Ranker(OPTIMIZERS["sgd"]), plan, mesh, replica_axis="replica")
+    optimizer = jaxrec.Optimizer(model, optax.sgd(0.1))
+    step = nnx.jit(train_step, donate_argnums=(0, 1))
     losses = []
-    for batch in batches:
-        # A new optimizer each time is the same one: plain SGD has no state.
-        losses += run(model, lambda batch: shard_batch(batch, mesh), [batch])
+    for batch in BATCHES:
+        losses.append(float(step(model, optimizer, *shard_batch(batch, mesh))))
         average_replicas(model)
     np.testing.assert_allclose(losses, expected, rtol=1e-6)
     for table in ROWS:
