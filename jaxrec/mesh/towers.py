@@ -20,6 +20,7 @@ from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, DTypeLike, Float, Int, Int32
 
@@ -200,37 +201,42 @@ def _pool_here(
     flat = flatten(features, None, layout, group)
     scales = flat.scales
     if weights is not None:
-        own = jnp.concatenate(_parts(weights, layout.id_starts, layout.capacities))
-        scales = own if scales is None else own * scales
-    starts = [sum(layout.capacities[:f]) for f in range(layout.num_features)]
+        weights = _of_features(weights, layout.id_starts, layout.capacities)
+        scales = weights if scales is None else weights * scales
+    lengths = _of_features(jnp.asarray(features.lengths), layout.length_starts, layout.strides)
 
-    def bring(values: Array, starts: Sequence[int], sizes: Sequence[int], room: Any) -> Array:
-        packed = lanes.pack(_parts(values, starts, sizes), room)
-        return tables.across.send(packed).reshape(-1)
+    def pack(values: Array, sizes: Sequence[int], room: tuple[int, ...]) -> Array:
+        return lanes.pack(jnp.split(values, np.cumsum(sizes)[:-1]), room)
 
-    rows = bring(flat.rows, starts, layout.capacities, lanes.capacities)
-    lengths = bring(
-        jnp.asarray(features.lengths), layout.length_starts, layout.strides, lanes.strides
+    ids, bag_lengths = (
+        part.reshape(-1)
+        for part in tables.across.send_together(
+            pack(flat.rows, layout.capacities, lanes.capacities),
+            pack(lengths, layout.strides, lanes.strides),
+        )
     )
     if scales is not None:
-        scales = bring(scales, starts, layout.capacities, lanes.capacities)
+        packed = pack(scales, layout.capacities, lanes.capacities)
+        scales = tables.across.send(packed).reshape(-1)
 
     received = lanes.received(group.num_rows)
     constant = None if scales is None else jax.lax.stop_gradient(scales)
-    here = kernels.flatten_bags(rows, lengths, constant, received, group.num_rows)
+    here = kernels.flatten_bags(ids, bag_lengths, constant, received, group.num_rows)
     on_host = _HostGroup.of(tables, placed)
     room = round_capacity(here.rows.size, on_host.num_devices)
     route = plan_route(on_host, here.rows)
     found, index = exchange.fetch_rows(on_host, table, route, tables.within, room)
     at = dataclasses.replace(received, row_counts=(len(found),) * received.num_features)
-    bags = pool(found, index, lengths, scales, at, jnp.dtype("float32"))
-    # Bags are by sample, and for each by sender and lane.
-    by_sender = bags.reshape(lanes.strides[0], tables.num_hosts, -1)
-    return by_sender.swapaxes(0, 1).reshape(-1, by_sender.shape[2]), here, received
+    bags = pool(found, index, bag_lengths, scales, at, jnp.dtype("float32"))
+    # Bags are by sender, lane and sample.
+    by_sender = bags.reshape(tables.num_hosts, len(in_lane), -1, group.dim)
+    return by_sender.swapaxes(1, 2).reshape(-1, len(in_lane) * group.dim), here, received
 
 
-def _parts(values: Array, starts: Sequence[int], sizes: Sequence[int]) -> list[Array]:
-    return [values[start : start + size] for start, size in zip(starts, sizes, strict=True)]
+def _of_features(values: Array, starts: Sequence[int], sizes: Sequence[int]) -> Array:
+    """The segments of a group's features, one after the other."""
+    pieces = zip(starts, sizes, strict=True)
+    return jnp.concatenate([values[start : start + size] for start, size in pieces])
 
 
 @row_gradients.register(TowerTables)
@@ -243,10 +249,12 @@ def row_gradients_at_towers(
     def on_device(residuals: Any, values: Any) -> Any:
         residuals, found, start = first(residuals), {}, 0
         for placed, layout in zip(tables.layout.groups, residuals.layouts, strict=True):
-            width = layout.num_features // tables.num_hosts * placed.group.dim
-            own = values[:, start : start + width].reshape(tables.num_hosts, -1, width)
-            lines = own.swapaxes(0, 1).reshape(-1, placed.group.dim)
-            found[placed.group.name] = RowGradients(residuals.lookups[placed.group.name], lines)
+            name, dim = placed.group.name, placed.group.dim
+            width = layout.num_features // tables.num_hosts * dim
+            by_sample = values[:, start : start + width]
+            by_sample = by_sample.reshape(tables.num_hosts, -1, width // dim, dim)
+            bags = by_sample.swapaxes(1, 2).reshape(-1, dim)
+            found[name] = RowGradients(residuals.lookups[name], bags)
             start += width
         return stack(found)
 

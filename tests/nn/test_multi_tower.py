@@ -19,10 +19,10 @@ from jaxrec.nn import MLP, DisaggregatedMultiTower
 pytestmark = pytest.mark.usefixtures("compiled_fast")
 
 HOSTS, DEVICES, BATCH, OUT = 2, 4, 16, 3
-# Tables with their width and pooling; "pair" is read by two features. Of three towers two are on
-# the first host.
+# Tables with their width and pooling. Of three towers two are on the first host.
 TABLES = {"user": (8, "sum"), "city": (4, "mean"), "item": (8, "mean"), "shop": (8, "sum")}
 TOWERS = (("user", "city"), ("item",), ("shop",))
+HOST_0 = ("user", "city", "shop")
 FEATURES = {"user": ("user",), "city": ("city",), "item": ("item", "also"), "shop": ("shop",)}
 
 
@@ -43,13 +43,22 @@ def make(towers=TOWERS, **options):
     return DisaggregatedMultiTower(embeddings, [tower(names) for names in towers], over)
 
 
-def batch(weighted=False):
+def batch(kind="plain"):
+    """Skewed: what the first host's tables are asked for is all on its first device."""
     rng = np.random.default_rng(0)
     features = [feature for names in FEATURES.values() for feature in names]
-    bags = {f: [rng.integers(0, 40, (k + n) % 4).tolist() for k in range(BATCH)]
-            for n, f in enumerate(features)}  # fmt: skip
+    skewed = kind == "skewed"
+    bags = {
+        f: [
+            rng.integers(
+                0, 10 if skewed and f in HOST_0 else 40, 4 if skewed else (k + n) % 4
+            ).tolist()
+            for k in range(BATCH)
+        ]
+        for n, f in enumerate(features)
+    }
     weights = {f: [rng.random(len(bag)).tolist() for bag in rows] for f, rows in bags.items()}
-    given = jaxrec.KeyedJaggedArray.from_lists(bags, weights if weighted else None)
+    given = jaxrec.KeyedJaggedArray.from_lists(bags, weights if kind == "weighted" else None)
     return given, rng.integers(0, 2, BATCH).astype(np.float32)
 
 
@@ -96,10 +105,10 @@ def check_same(found, expected):
 
 
 @functools.cache
-def trained_alone(weighted=False):
+def trained_alone(kind="plain"):
     """A model after three steps on one device, and its losses."""
-    model = make(is_weighted=weighted)
-    return model, train(model, *batch(weighted))
+    model = make(is_weighted=kind == "weighted")
+    return model, train(model, *batch(kind))
 
 
 @pytest.mark.parametrize("exchange", ["rows", "sums"])
@@ -111,12 +120,12 @@ def test_towers_at_the_samples(exchange):
     check_same(model, alone)
 
 
-@pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
-def test_towers_on_their_hosts(weighted):
-    alone, losses = trained_alone(weighted)
-    model, mesh = on_hosts(make(is_weighted=weighted))
+@pytest.mark.parametrize("kind", ["plain", "weighted", "skewed"])
+def test_towers_on_their_hosts(kind):
+    alone, losses = trained_alone(kind)
+    model, mesh = on_hosts(make(is_weighted=kind == "weighted"))
     model.disaggregate()
-    found = train(model, *jaxrec.mesh.shard_batch(batch(weighted), mesh))
+    found = train(model, *jaxrec.mesh.shard_batch(batch(kind), mesh))
     np.testing.assert_allclose(found, losses, rtol=1e-5)
     check_same(model, alone)
 
