@@ -32,7 +32,7 @@ class ClickBatch:
 
 
 def batches(
-    chunks: Iterable[Clicks], batch_size: int, keys: tuple[str, ...]
+    chunks: Iterable[Clicks], batch_size: int, keys: tuple[str, ...], at_least: int = 0
 ) -> Iterator[ClickBatch]:
     """Cuts rows into batches of equal size; the last is filled up with samples of weight 0.
 
@@ -40,6 +40,7 @@ def batches(
         chunks: Rows, in pieces of any size.
         batch_size: Samples of a batch.
         keys: Names of the categorical features, in the order of the columns of ids.
+        at_least: Batches to make; where the rows make fewer, the last ones are padding alone.
 
     Example:
         >>> from jaxrec.data import GeneratedLog
@@ -48,14 +49,19 @@ def batches(
         [4.0, 4.0, 2.0]
     """
     left: list[Clicks] = []
+    made = 0
     for chunk in chunks:
         rows = Clicks.concatenate([*left, chunk]) if left else chunk
         full = len(rows) - len(rows) % batch_size
         for start in range(0, full, batch_size):
             yield _batch(rows[start : start + batch_size], batch_size, keys)
+        made += full // batch_size
         left = [rows[full:]] if full < len(rows) else []
     if left:
         yield _batch(left[0], batch_size, keys)
+        made += 1
+    for _ in range(made, at_least):
+        yield _batch(rows[:0], batch_size, keys)
 
 
 def _batch(rows: Clicks, batch_size: int, keys: tuple[str, ...]) -> ClickBatch:

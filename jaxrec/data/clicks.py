@@ -29,7 +29,7 @@ class Clicks:
     def __len__(self) -> int:
         return len(self.labels)
 
-    def __getitem__(self, rows: slice) -> Clicks:
+    def __getitem__(self, rows: slice | np.ndarray) -> Clicks:
         known = self.probabilities
         return Clicks(
             self.labels[rows],

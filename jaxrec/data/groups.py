@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import pathlib
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import pyarrow as pa
@@ -18,6 +18,7 @@ from jaxrec.data.text import DataError
 NPY_GROUP_ROWS = 1 << 16
 
 
+@runtime_checkable
 class RowGroups(Protocol):
     """Rows that are read group by group.
 

@@ -57,6 +57,21 @@ def gather_numbers(numbers: Sequence[int]) -> np.ndarray:
     return np.asarray(gathered).reshape(jax.process_count(), -1)
 
 
+def on_host(array: Array | np.ndarray) -> np.ndarray:
+    """The parts of an array over its first axis that this process's devices have, in order."""
+    if isinstance(array, np.ndarray) or array.is_fully_addressable or array.is_fully_replicated:
+        return np.asarray(array)
+    parts = {shard.index[0].start or 0: shard.data for shard in array.addressable_shards}
+    return np.concatenate([np.asarray(parts[start]) for start in sorted(parts)])
+
+
+def of_all_processes(values: np.ndarray) -> np.ndarray:
+    """``[processes, ...]``: every process's values, of equal shapes; every process calls this."""
+    if jax.process_count() == 1:
+        return values[None]
+    return np.asarray(multihost_utils.process_allgather(values)).reshape(-1, *values.shape)
+
+
 def fingerprint(value: Any) -> str:
     """What tells arrays apart that are whole on a device of this process."""
     host = _on_host(value)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -21,7 +21,7 @@ from jaxrec.ragged.capacity import rung
 _NUMBERS = 256
 
 
-def shard_batch(batch: Any, mesh: Mesh) -> Any:
+def shard_batch(batch: Any, mesh: Mesh, *, capacities: Mapping[str, int] | None = None) -> Any:
     """Puts a host batch on a mesh, its samples in equal parts over all devices.
 
     Where samples share bags (``inverse_indices``), each device has the bags that its own use.
@@ -31,6 +31,10 @@ def shard_batch(batch: Any, mesh: Mesh) -> Any:
             processes, this process's part of the batch; all of them call this together, in the
             same order.
         mesh: The devices.
+        capacities: Room for the ids of each key on a device; None: as much as the fullest device
+            needs, on which processes agree by a small gather. All of them give the same. They then
+            wait for no other, and a thread, such as those of `jaxrec.train.Pipeline`, may put
+            batches while others compute: gathers beside a step come in no order that all share.
 
     Returns:
         The same pytree. Arrays are ``[batch, ...]`` over the devices. A `KeyedJaggedArray` has one
@@ -40,7 +44,8 @@ def shard_batch(batch: Any, mesh: Mesh) -> Any:
     Raises:
         TypeError: If a leaf is no array of numbers, or ``mesh`` no mesh.
         ValueError: If the batch does not divide by the devices, an integer does not fit 32 bits,
-            this process has no device of the mesh, or processes pass batches of different kinds.
+            this process has no device of the mesh, processes pass batches of different kinds, or
+            the ids of a key have no room.
 
     Example:
         >>> import jax, jaxrec
@@ -62,7 +67,8 @@ def shard_batch(batch: Any, mesh: Mesh) -> Any:
     )
     names = [f"batch{jax.tree_util.keystr(path)}" for path, _ in leaves]
     cuts = [_cut(leaf, devices, name) for name, (_, leaf) in zip(names, leaves, strict=True)]
-    room = iter(_agree(dict(zip(names, cuts, strict=True))))
+    of_names = dict(zip(names, cuts, strict=True))
+    room = iter(_agree(of_names) if capacities is None else _fit(of_names, capacities))
     sharding = NamedSharding(mesh, PartitionSpec(tuple(mesh.axis_names)))
     placed = []
     for cut in cuts:
@@ -248,6 +254,24 @@ def _check_divides(samples: int, devices: int, name: str) -> None:
             f"mesh in this process; drop {samples % devices} samples or add "
             f"{-samples % devices or devices}"
         )
+
+
+def _fit(cuts: dict[str, _Cut | np.ndarray], capacities: Mapping[str, int]) -> list[int]:
+    """Room for the given capacities, in the order of the cuts."""
+    room = []
+    for name, cut in cuts.items():
+        if not isinstance(cut, _Cut):
+            continue
+        for key, column in zip(cut.keys, cut.columns, strict=True):
+            needed = int(column.lengths.sum(axis=1).max())
+            if needed > capacities.get(key, 0):
+                raise ValueError(
+                    f"{name}: a device has {needed} ids of key {key!r}, but capacities has room "
+                    f"for {capacities.get(key, 0)}"
+                )
+            # No device uses more bags than it has samples.
+            room += [capacities[key], cut.samples]
+    return room
 
 
 def _agree(cuts: dict[str, _Cut | np.ndarray]) -> list[int]:

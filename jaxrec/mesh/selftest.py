@@ -37,6 +37,7 @@ from jaxrec.mesh import placement as placements
 from jaxrec.mesh.agree import gather_numbers
 from jaxrec.mesh.batch import shard_batch
 from jaxrec.mesh.placement import MeshShape, Placement
+from jaxrec.mesh.processes import check_processes, join_processes
 from jaxrec.mesh.storage import init_on_mesh, mesh_shape
 from jaxrec.mesh.traffic import collectives, sent_bytes
 from jaxrec.ragged import KeyedJaggedArray
@@ -79,8 +80,7 @@ class Options:
         for name in ("samples", "rows", "steps"):
             if getattr(self, name) < 1:
                 raise ValueError(f"--{name} {getattr(self, name)} is less than 1")
-        if self.coordinator is not None and None in (self.num_processes, self.process_id):
-            raise ValueError("--coordinator needs --num-processes and --process-id")
+        check_processes(self.coordinator, self.num_processes, self.process_id)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,19 +115,6 @@ class Timed:
     kind: str
     sent_bytes: int
     milliseconds: float
-
-
-def join_processes(options: Options) -> None:
-    """Joins the processes that a launcher started, if one did."""
-    if options.cpu_devices:
-        jax.config.update("jax_platforms", "cpu")
-        jax.config.update("jax_num_cpu_devices", options.cpu_devices)
-    try:
-        jax.distributed.initialize(options.coordinator, options.num_processes, options.process_id)
-    except ValueError as error:
-        # What JAX says where it finds no launcher.
-        if options.num_processes is not None or "coordinator_address" not in str(error):
-            raise
 
 
 def check(kind: str, options: Options) -> Checked:
@@ -305,7 +292,10 @@ def main(options: Options) -> int:
     from rich.console import Console
     from rich.table import Table
 
-    join_processes(options)
+    if options.cpu_devices:
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", options.cpu_devices)
+    join_processes(options.coordinator, options.num_processes, options.process_id)
     console = Console(quiet=jax.process_index() != 0)
     console.print(
         f"JAX {jax.__version__}; processes: {jax.process_count()}, devices: {jax.device_count()}"

@@ -89,6 +89,9 @@ class Saver:
         import orbax.checkpoint as ocp
 
         self._directory, self._keep = directory.absolute(), keep or Keep()
+        # Also of the threads that write while training goes on.
+        self._silence = contextlib.ExitStack()
+        self._silence.enter_context(_quiet())
         self._checkpointer = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler())
         self._under_way: pathlib.Path | None = None
 
@@ -162,7 +165,7 @@ class Saver:
             self._checkpointer.wait_until_finished()
         if jax.process_index() != 0:
             return
-        metrics = {step: _read_run(self._directory, step).metrics for step in steps(path.parent)}
+        metrics = _metrics(path.parent)
         for step in set(metrics) - self._keep.chosen(metrics):
             shutil.rmtree(self._directory / str(step))
 
@@ -172,6 +175,7 @@ class Saver:
             self.wait()
         finally:
             self._checkpointer.close()
+            self._silence.close()
 
     def __enter__(self) -> Saver:
         return self
@@ -526,16 +530,29 @@ def steps(directory: pathlib.Path) -> list[int]:
     return sorted(int(entry.name) for entry in directory.iterdir() if entry.name.isdecimal())
 
 
+def best_step(directory: pathlib.Path, keep: Keep) -> int | None:
+    """The step of the best checkpoint of a directory; None if none is kept for being so."""
+    ranked = keep.ranked(_metrics(directory)) if keep.best else []
+    return ranked[0] if ranked else None
+
+
+def _metrics(directory: pathlib.Path) -> dict[int, dict[str, float]]:
+    return {step: _read_run(directory, step).metrics for step in steps(directory)}
+
+
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without Orbax's log."""
+    """Without Orbax's log: what it says in tracebacks is raised as well."""
+
+    def is_wanted(record: logging.LogRecord) -> bool:
+        return "orbax" not in record.pathname
+
     log = logging.getLogger("absl")
-    level = log.level
-    log.setLevel(logging.CRITICAL)
+    log.addFilter(is_wanted)
     try:
         yield
     finally:
-        log.setLevel(level)
+        log.removeFilter(is_wanted)
 
 
 @contextlib.contextmanager

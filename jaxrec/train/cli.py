@@ -8,12 +8,15 @@ import dataclasses
 import datetime
 import json
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+import jax
 from rich.console import Console
 
 from jaxrec.arguments import ConfigError
-from jaxrec.data import DataError
+from jaxrec.data import DataError, Shard
+from jaxrec.mesh.agree import gather_texts
+from jaxrec.mesh.processes import join_processes
 from jaxrec.metrics import calibration, log_loss, normalized_entropy
 from jaxrec.metrics.writers import JSONLinesWriter
 from jaxrec.plan import PlanError
@@ -23,13 +26,13 @@ from jaxrec.train.config import TrainConfig
 from jaxrec.train.devices import plan_devices, simulate_cpus
 from jaxrec.train.interrupt import Interrupt, interruptible
 from jaxrec.train.keep import Keep
-from jaxrec.train.loop import Evaluation, NotFiniteError, evaluate, train
+from jaxrec.train.loop import Evaluation, Evaluator, NotFiniteError, train
 from jaxrec.train.memory import keep_freed_memory
 from jaxrec.train.model import CONFIG_FILE, make_model, table_configs
 from jaxrec.train.options import load_config, parse_options, write_options
 from jaxrec.train.progress import Progress
 from jaxrec.train.rows import split_rows
-from jaxrec.train.summary import SUMMARY_FILE, draw_summary, read_history
+from jaxrec.train.summary import HELD_OUT, SUMMARY_FILE, draw_summary, read_history
 from jaxrec.train.trace import StepTrace
 
 RESULTS_FILE = "results.json"
@@ -37,15 +40,28 @@ HISTORY_FILE = "metrics.jsonl"
 PROFILE_DIRECTORY = "profile"
 
 USAGE_ERRORS = (ConfigError,)
-FAILURES = (CheckpointError, DataError, NotFiniteError, PlanError)
+
+
+class JobError(RuntimeError):
+    """The processes of a job do not find each other."""
+
+
+FAILURES = (CheckpointError, DataError, JobError, NotFiniteError, PlanError)
 
 
 def run(options: Sequence[str]) -> int:
     """Runs ``jaxrec train``; returns the exit code."""
     keep_freed_memory()
-    console = Console(highlight=False, soft_wrap=True)
+    config = train_config(options)
+    simulate_cpus(config.devices)
+    try:
+        join_processes(**dataclasses.asdict(config.job))
+    except RuntimeError as error:
+        raise JobError(f"the processes of the job do not find each other: {error}") from None
+    # One speaks for all.
+    console = Console(highlight=False, soft_wrap=True, quiet=jax.process_index() != 0)
     with interruptible() as interrupt:
-        return _train(train_config(options), console, interrupt)
+        return _train(config, console, interrupt)
 
 
 def train_config(options: Sequence[str]) -> TrainConfig:
@@ -74,46 +90,72 @@ def train_config(options: Sequence[str]) -> TrainConfig:
 
 
 def _train(config: TrainConfig, console: Console, interrupt: Interrupt) -> int:
-    output = config.output or pathlib.Path(
-        "runs", datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
-    )
-    if config.resume is None and (output / CONFIG_FILE).exists():
-        raise ConfigError(
-            f"{output} holds a saved run; go on with it by --resume {output}, "
-            "or give another --output"
-        )
-    rows, held_out = split_rows(config)
+    output = _output(config)
+    rows, held_out = split_rows(config, Shard(jax.process_index(), jax.process_count()))
     batch_size = config.data.batch_size
     num_steps = rows.num_batches(batch_size) * config.data.epochs
-    simulate_cpus(config.devices)
     devices = plan_devices(config.devices, table_configs(config), batch_size)
     plan = None if devices.plan is None else devices.plan.to_json()
     model, optimizer = make_model(config, num_steps, devices)
     # A run that was killed before its first checkpoint starts anew.
     if config.resume is not None and (checkpoint.steps(config.resume) or config.eval_only):
-        checkpoint.restore(config.resume, model, optimizer)
+        checkpoint.restore(config.resume, model, optimizer, step=config.step)
     done = int(optimizer.step.get_value())
+    evaluate = Evaluator(model, held_out, batch_size=batch_size, place=devices.put_batch)
     if config.eval_only:
-        evaluation = evaluate(
-            model, held_out, batch_size=batch_size, stop=interrupt.__bool__, place=devices.put_batch
-        )
+        evaluation = evaluate(interrupt.is_due)
         if evaluation is not None:
             _report(console, _results(evaluation), len(held_out))
         return interrupt.exit_code
+    is_first = jax.process_index() == 0
     # Now, not after hours of training, is the time to find out that it cannot be written to.
     checkpoint.require_space(output, model, optimizer)
-    write_options(config, output / CONFIG_FILE)
+    if is_first:
+        write_options(config, output / CONFIG_FILE)
 
     console.print(
         f"{config.data.path or 'generated log'}: {len(rows):,} rows to train on, "
         f"{len(held_out):,} held out; {num_steps:,} steps of {batch_size:,}"
         + (f", {done:,} of them made before" if done else "")
     )
+    kept = config.checkpoint
+    keep = Keep(
+        last=kept.keep_last,
+        best=kept.keep_best,
+        metric=kept.best_by,
+        mode="max" if kept.best_by == "auc" else "min",
+    )
+    # The evaluation of the newest step that was evaluated.
+    evaluated: dict[int, Evaluation] = {}
     with contextlib.ExitStack() as stack:
-        saver = stack.enter_context(Saver(output, Keep(last=config.checkpoint.keep_last)))
-        writer = stack.enter_context(contextlib.closing(JSONLinesWriter(output / HISTORY_FILE)))
+        saver = stack.enter_context(Saver(output, keep))
+        record = _ignore
+        if is_first:
+            writer = JSONLinesWriter(output / HISTORY_FILE)
+            record = stack.enter_context(contextlib.closing(writer)).write
         progress = stack.enter_context(Progress(console, num_steps, done))
-        trace = StepTrace(output / PROFILE_DIRECTORY if config.profile else None)
+        trace = StepTrace(output / PROFILE_DIRECTORY if config.profile and is_first else None)
+
+        def evaluate_now() -> Evaluation | None:
+            step = int(optimizer.step.get_value())
+            if step not in evaluated:
+                found = evaluate(interrupt.is_due)
+                if found is None:
+                    return None
+                evaluated.clear()
+                evaluated[step] = found
+                if not (kept.keep_best or config.evaluate_every):
+                    return found  # the report of the whole run says it
+                values = _known(_results(found))
+                record(step, {f"{HELD_OUT}{name}": value for name, value in values.items()})
+                progress.show_held_out(step, values["auc"], values["normalized_entropy"])
+            return evaluated[step]
+
+        def save() -> None:
+            found = evaluate_now() if kept.keep_best and not interrupt else None
+            metrics = {} if found is None else _known(_results(found))
+            saver.save(model, optimizer, plan=plan, metrics=metrics)
+
         train(
             model,
             optimizer,
@@ -121,34 +163,63 @@ def _train(config: TrainConfig, console: Console, interrupt: Interrupt) -> int:
             batch_size=batch_size,
             epochs=config.data.epochs,
             progress=progress,
-            stop=interrupt.__bool__,
-            record=writer.write,
+            stop=interrupt.is_due,
+            record=record,
             record_every=config.record_every,
-            save=lambda: saver.save(model, optimizer, plan=plan),
-            save_every=config.checkpoint.every,
+            save=save,
+            save_every=kept.every,
+            evaluate=evaluate_now,
+            evaluate_every=config.evaluate_every or None,
             trace=stack.enter_context(trace),
             place=devices.put_batch,
         )
         saver.wait()
         # A checkpoint that is there is not written again: while it is, there would be none.
         if int(optimizer.step.get_value()) not in checkpoint.steps(output):
-            saver.save(model, optimizer, plan=plan)
-    if interrupt:
-        return _stopped(console, interrupt, output, int(optimizer.step.get_value()), num_steps)
-    evaluation = evaluate(
-        model, held_out, batch_size=batch_size, stop=interrupt.__bool__, place=devices.put_batch
-    )
+            save()
+        evaluation = None if interrupt else evaluate_now()
     if evaluation is None:
-        return _stopped(console, interrupt, output, num_steps, num_steps)
+        return _stopped(console, interrupt, output, int(optimizer.step.get_value()), num_steps)
     results = _results(evaluation) | {"samples_per_second": progress.samples_per_second}
-    (output / RESULTS_FILE).write_text(json.dumps(results, indent=2) + "\n")
+    if (best := checkpoint.best_step(output, keep)) is not None:
+        results["best_step"] = best
+    if is_first:
+        _write_results(console, results, output)
     _report(console, results, len(held_out))
+    console.print(f"model saved in {output}")
+    return 0
+
+
+def _ignore(step: int, values: Mapping[str, float]) -> None:
+    """What processes do that write nothing."""
+
+
+def _output(config: TrainConfig) -> pathlib.Path:
+    """Where the run goes, the same on all processes."""
+    output = config.output or pathlib.Path(
+        "runs", datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+    )
+    taken = config.resume is None and (output / CONFIG_FILE).exists()
+    if jax.process_count() > 1:
+        # None writes before all have looked.
+        text, taken = json.loads(gather_texts(json.dumps([str(output), taken]))[0])
+        output = pathlib.Path(text)
+    if taken:
+        raise ConfigError(
+            f"{output} holds a saved run; go on with it by --resume {output}, "
+            "or give another --output"
+        )
+    return output
+
+
+def _write_results(
+    console: Console, results: dict[str, float | None], output: pathlib.Path
+) -> None:
+    (output / RESULTS_FILE).write_text(json.dumps(results, indent=2) + "\n")
     try:
         draw_summary(read_history(output / HISTORY_FILE), results, output / SUMMARY_FILE)
     except ImportError as error:
         console.print(str(error), markup=False)
-    console.print(f"model saved in {output}")
-    return 0
 
 
 def _stopped(
@@ -172,6 +243,10 @@ def _results(evaluation: Evaluation) -> dict[str, float | None]:
     }
 
 
+def _known(results: dict[str, float | None]) -> dict[str, float]:
+    return {name: value for name, value in results.items() if value is not None}
+
+
 def _report(console: Console, results: dict[str, float | None], rows: int) -> None:
     best = results["best_auc"]
     reachable = "" if best is None else f"  (best reachable {best:.4f})"
@@ -183,3 +258,5 @@ def _report(console: Console, results: dict[str, float | None], rows: int) -> No
     console.print(f"  NE           {results['normalized_entropy']:.4f}")
     console.print(f"  log loss     {results['log_loss']:.4f} nats")
     console.print(f"  calibration  {results['calibration']:.4f}")
+    if "best_step" in results:
+        console.print(f"best of the checkpoints that stay: step {results['best_step']:,}")

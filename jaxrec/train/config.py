@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from jaxrec.arguments import ConfigError
+from jaxrec.mesh.processes import check_processes
 
 
 def _positive(config: Any, *names: str) -> None:
@@ -97,9 +98,35 @@ class CheckpointConfig:
     """Steps from checkpoint to checkpoint."""
     keep_last: int = 1
     """How many of the newest stay."""
+    keep_best: int = 0
+    """How many of the best on the held-out rows stay besides; each is evaluated before it is
+    saved."""
+    best_by: Literal["auc", "normalized_entropy", "log_loss"] = "auc"
+    """What is best: the largest AUC, or the smallest of the others."""
 
     def __post_init__(self) -> None:
         _positive(self, "every", "keep_last")
+        if self.keep_best < 0:
+            raise ConfigError(f"checkpoint.keep-best is 0 or more, got {self.keep_best}")
+
+
+@dataclasses.dataclass(frozen=True)
+class JobConfig:
+    """How processes find each other where no launcher that JAX knows started them: Slurm, Open MPI
+    and Kubernetes need none of this."""
+
+    coordinator: Annotated[str | None, tyro.conf.arg(aliases=["--coordinator"])] = None
+    """Address of process 0, host:port."""
+    num_processes: Annotated[int | None, tyro.conf.arg(aliases=["--num-processes"])] = None
+    """How many there are; 1: this one alone, whatever the launcher."""
+    process_id: Annotated[int | None, tyro.conf.arg(aliases=["--process-id"])] = None
+    """Which this one is, from 0."""
+
+    def __post_init__(self) -> None:
+        try:
+            check_processes(self.coordinator, self.num_processes, self.process_id)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,8 +137,13 @@ class TrainConfig:
     model: ModelConfig = ModelConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    job: JobConfig = JobConfig()
     devices: int = 1
-    """How many to train on, with tables placed by the planner; a CPU is made to look like many."""
+    """How many to train on, with tables placed by the planner; a CPU is made to look like many.
+    With several processes, of each."""
+    evaluate_every: int = 0
+    """Steps from evaluation to evaluation on the held-out rows while training goes on; 0: only at
+    its end, and where a checkpoint needs it."""
     record_every: int = 100
     """Steps from line to line of metrics.jsonl, which the summary's curves are drawn from."""
     output: pathlib.Path | None = None
@@ -124,6 +156,8 @@ class TrainConfig:
     """Directory of a saved run to go on with, under its own options."""
     eval_only: bool = False
     """Evaluate the model of --resume on the held-out rows, and train no more."""
+    step: int | None = None
+    """Of which checkpoint to evaluate the model; the newest if not given."""
     profile: bool = False
     """Write a trace of some steps to profile/ in the output, for TensorBoard or Perfetto."""
 
@@ -133,5 +167,9 @@ class TrainConfig:
                 raise ConfigError(f"{name.replace('_', '-')} is above 0, got {getattr(self, name)}")
         if self.eval_only and self.resume is None:
             raise ConfigError("--eval-only evaluates a saved model; say which with --resume")
+        if self.step is not None and not self.eval_only:
+            raise ConfigError("--step says which checkpoint --eval-only evaluates")
+        if self.evaluate_every < 0:
+            raise ConfigError(f"evaluate-every is 0 or more, got {self.evaluate_every}")
         if self.seed < 0:
             raise ConfigError(f"seed is 0 or more, got {self.seed}")

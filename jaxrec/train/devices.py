@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any
+import json
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import jax
 from flax import nnx
 from jax.sharding import Mesh
 
 from jaxrec.arguments import ConfigError
+from jaxrec.data import ClickBatch
 from jaxrec.embed.config import TableConfig
 from jaxrec.mesh import shard, shard_batch
-from jaxrec.plan import Planner, ShardingPlan, Topology
+from jaxrec.mesh.agree import gather_texts
+from jaxrec.plan import PlanError, Planner, ShardingPlan, Topology
+from jaxrec.ragged.capacity import rung
+
+Model = TypeVar("Model", bound=nnx.Module)
 
 # Seconds that the search for a plan may take.
 PLAN_SECONDS = 5.0
@@ -31,14 +37,20 @@ class Devices:
     mesh: Mesh | None = None
     plan: ShardingPlan | None = None
 
-    def put_model(self, model: nnx.Module) -> None:
-        """Moves the model there."""
-        if self.mesh is not None and self.plan is not None:
-            shard(model, self.plan, self.mesh)
+    def make_model(self, make: Callable[[], Model]) -> Model:
+        """Makes a model there."""
+        if self.mesh is None or self.plan is None:
+            return make()
+        return shard(make, self.plan, self.mesh)
 
-    def put_batch(self, batch: Any) -> Any:
-        """Puts a host batch there."""
-        return jax.device_put(batch) if self.mesh is None else shard_batch(batch, self.mesh)
+    def put_batch(self, batch: ClickBatch) -> ClickBatch:
+        """Puts a host batch there; with several processes, this one's part of it."""
+        if self.mesh is None:
+            return jax.device_put(batch)
+        # A sample has an id at most. As that is known, no process need wait for another.
+        samples = batch.features.batch_size // len(self.mesh.local_devices)
+        room = dict.fromkeys(batch.features.keys, rung(samples))
+        return shard_batch(batch, self.mesh, capacities=room)
 
 
 def simulate_cpus(count: int) -> None:
@@ -51,22 +63,48 @@ def simulate_cpus(count: int) -> None:
 
 
 def plan_devices(count: int, tables: Sequence[TableConfig], batch_size: int) -> Devices:
-    """That many devices, with the fastest plan for the tables.
+    """That many devices of each process, with the fastest plan for the tables.
 
     Raises:
         ConfigError: There are not so many, or the batch does not divide by them.
         PlanError: The tables do not fit.
     """
-    if count == 1:
+    processes = jax.process_count()
+    total = processes * count
+    if total == 1:
         return Devices()
-    found = jax.devices()
-    if count > len(found):
-        raise ConfigError(f"devices is {count}, but there are {len(found)} ({found[0].platform})")
-    if batch_size % count:
+    here = jax.local_devices()
+    if count > len(here):
+        raise ConfigError(f"devices is {count}, but there are {len(here)} ({here[0].platform})")
+    if batch_size % total:
         raise ConfigError(
-            f"data.batch-size is {batch_size}, which does not divide by {count} devices"
+            f"data.batch-size is {batch_size}, which does not divide by {total} devices"
         )
-    axis_types = (jax.sharding.AxisType.Auto,)
-    mesh = jax.make_mesh((count,), ("data",), axis_types, devices=found[:count])
-    planner = Planner(Topology.from_mesh(mesh), time_limit=PLAN_SECONDS)
-    return Devices(mesh, planner.plan(tables, batch_size=batch_size))
+    mesh = _mesh(processes, count)
+    made = problem = ""
+    if jax.process_index() == 0:
+        planner = Planner(Topology.from_mesh(mesh), time_limit=PLAN_SECONDS)
+        try:
+            made = planner.plan(tables, batch_size=batch_size).to_json()
+        except PlanError as error:
+            problem = str(error)
+    if processes > 1:
+        # How far a search comes is not the same everywhere, so that one plans for all.
+        made, problem = json.loads(gather_texts(json.dumps([made, problem]))[0])
+    if problem:
+        raise PlanError(problem)
+    return Devices(mesh, ShardingPlan.from_json(made))
+
+
+def _mesh(processes: int, count: int) -> Mesh:
+    """Some devices of each process; a process of several devices is a host to the planner."""
+    devices = [
+        device
+        for process in range(processes)
+        for device in [d for d in jax.devices() if d.process_index == process][:count]
+    ]
+    axes = {"host": processes, "device": count}
+    if 1 in axes.values():
+        axes = {"data": len(devices)}
+    auto = (jax.sharding.AxisType.Auto,) * len(axes)
+    return jax.make_mesh(tuple(axes.values()), tuple(axes), auto, devices=devices)

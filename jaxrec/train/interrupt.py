@@ -8,19 +8,47 @@ import threading
 from collections.abc import Iterator
 from types import FrameType
 
+import jax
+
+from jaxrec.mesh.agree import gather_numbers
+
+# Steps between two looks at whether another process is to stop: they wait for the step under way.
+LOOK_EVERY = 16
+
 
 class Interrupt:
     """Remembers the signal that asked to stop.
 
     Attributes:
-        signal: SIGINT or SIGTERM once it has come, None before.
+        signal: SIGINT or SIGTERM once it has come, None before. With several processes: once all
+            know of it, see `is_due`.
     """
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
+        self._noted: signal.Signals | None = None
+        self._asked = 0
 
     def __bool__(self) -> bool:
         return self.signal is not None
+
+    def note(self, number: signal.Signals) -> None:
+        """Says that the signal has come, to this process."""
+        self._noted = number
+        if not jax.distributed.is_initialized():
+            self.signal = number
+
+    def is_due(self) -> bool:
+        """Whether to stop now; with several processes all of them ask equally often.
+
+        They then stop together, some calls after the first of them was asked to.
+        """
+        if jax.distributed.is_initialized():
+            self._asked += 1
+            if self._asked % LOOK_EVERY == 0 and not self:
+                found = int(gather_numbers([self._noted or 0]).max())
+                self.signal = signal.Signals(found) if found else None
+        return bool(self)
 
     @property
     def exit_code(self) -> int:
@@ -47,7 +75,7 @@ def interruptible() -> Iterator[Interrupt]:
             signal.signal(number, handler)
 
     def note(number: int, frame: FrameType | None) -> None:
-        interrupt.signal = signal.Signals(number)
+        interrupt.note(signal.Signals(number))
         restore()
 
     for number in signals:

@@ -41,6 +41,10 @@ class Keep:
             >>> sorted(Keep(best=1, metric="auc").chosen({1: {"auc": 0.7}, 2: {"auc": 0.6}, 3: {}}))
             [1, 3]
         """
+        return {*sorted(metrics)[-self.last :], *self.ranked(metrics)[: self.best]}
+
+    def ranked(self, metrics: Mapping[int, Mapping[str, float]]) -> list[int]:
+        """The steps that have the metric, the best first."""
         sign = 1 if self.mode == "max" else -1
         rated = [
             (sign * value, step)
@@ -48,5 +52,4 @@ class Keep:
             for name, value in values.items()
             if name == self.metric and not math.isnan(value)
         ]
-        best = sorted(rated, reverse=True)[: self.best]
-        return {*sorted(metrics)[-self.last :], *(step for _, step in best)}
+        return [step for _, step in sorted(rated, reverse=True)]

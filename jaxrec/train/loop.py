@@ -16,6 +16,7 @@ from jaxtyping import Array, Float
 
 from jaxrec.data import ClickBatch
 from jaxrec.embed import Optimizer, value_and_grad
+from jaxrec.mesh.agree import of_all_processes, on_host
 from jaxrec.metrics import BinarySums, auc, binary_sums, log_loss, normalized_entropy
 from jaxrec.nn import DLRM
 from jaxrec.train.pipeline import Pipeline
@@ -72,6 +73,8 @@ def train(
     record_every: int = 100,
     save: Callable[[], Any] = lambda: None,
     save_every: int | None = None,
+    evaluate: Callable[[], Any] = lambda: None,
+    evaluate_every: int | None = None,
     trace: StepTrace | None = None,
     place: Callable[[ClickBatch], ClickBatch] = jax.device_put,
 ) -> None:
@@ -88,6 +91,8 @@ def train(
         record_every: See ``record``.
         save: Called every ``save_every`` steps, when the losses of all steps so far are numbers.
         save_every: See ``save``; None: never.
+        evaluate: Called every ``evaluate_every`` steps, before ``save``.
+        evaluate_every: See ``evaluate``; None: never.
         trace: Told of every step.
         place: Puts a batch on the devices.
 
@@ -115,7 +120,7 @@ def train(
                 )
             window.append(sums)
             progress.advance(int(sums.weights))
-            scored.append((np.asarray(measured.logits), np.asarray(batch.labels)))
+            scored.append((on_host(measured.logits), on_host(batch.labels)))
             if progress.is_due():
                 progress.show(done, normalized_entropy(sum(window, BinarySums())))
             if done % record_every == 0:
@@ -131,9 +136,11 @@ def train(
                 under_way.append((batch, step(batch)))
                 finish(AHEAD)
                 made = done + len(under_way)
-                if save_every is not None and made % save_every == 0 and made > started:
-                    finish(0)
-                    save()
+                for call, every in ((evaluate, evaluate_every), (save, save_every)):
+                    if every is not None and made % every == 0 and made > started:
+                        finish(0)
+                        with progress.paused():
+                            call()
                 if stop():
                     break
         if stop():
@@ -148,7 +155,8 @@ def _running(
 ) -> dict[str, float]:
     """The values of the last steps."""
     sums = sum(window, BinarySums())
-    logits, labels = (np.concatenate(column) for column in zip(*scored, strict=True))
+    columns = (np.concatenate(column) for column in zip(*scored, strict=True))
+    logits, labels = (of_all_processes(column).reshape(-1) for column in columns)
     real = ~np.isnan(logits)
     values = {
         "log_loss": log_loss(sums),
@@ -174,40 +182,60 @@ class Evaluation:
     sums: BinarySums
 
 
-def evaluate(
-    model: DLRM,
-    rows: Rows | ParquetRows,
-    *,
-    batch_size: int,
-    stop: Callable[[], Any] = lambda: False,
-    place: Callable[[ClickBatch], ClickBatch] = jax.device_put,
-) -> Evaluation | None:
-    """Predicts the rows; None if ``stop`` said so before the last. ``place`` is as for `train`.
+class Evaluator:
+    """Predicts held-out rows, as often as asked; it compiles once.
 
-    Raises:
-        OSError, DataError: The rows cannot be read.
+    Args:
+        model: The model; each call takes it as it is then.
+        rows: What to predict.
+        batch_size: Samples at a time.
+        place: As for `train`.
     """
-    graph, state = nnx.split(model)
 
-    @jax.jit
-    def predict(state: nnx.State, batch: ClickBatch) -> tuple[Float[Array, " batch"], BinarySums]:
-        logits = nnx.merge(graph, state)(batch.dense, batch.features)
-        return logits, binary_sums(logits, batch.labels, batch.weights)
+    def __init__(
+        self,
+        model: DLRM,
+        rows: Rows | ParquetRows,
+        *,
+        batch_size: int,
+        place: Callable[[ClickBatch], ClickBatch] = jax.device_put,
+    ):
+        self._model, self._rows = model, rows
+        self._batch_size, self._place = batch_size, place
+        graph, _ = nnx.split(model)
 
-    logits, labels, sums = [], [], BinarySums()
-    with Pipeline(rows.batches(batch_size), place) as placed:
-        for batch in placed:
-            batch_logits, batch_sums = predict(state, batch)
-            real = np.asarray(batch.weights) > 0
-            logits.append(np.asarray(batch_logits)[real])
-            labels.append(np.asarray(batch.labels)[real])
-            sums = sums + batch_sums.on_host()
-            if stop():
-                return None
-    every_label = np.concatenate(labels)
-    truth = rows.probabilities()
-    return Evaluation(
-        auc(np.concatenate(logits), every_label),
-        None if truth is None else auc(truth, every_label),
-        sums,
-    )
+        def predict(
+            state: nnx.State, batch: ClickBatch
+        ) -> tuple[Float[Array, " batch"], BinarySums]:
+            logits = nnx.merge(graph, state)(batch.dense, batch.features)
+            return logits, binary_sums(logits, batch.labels, batch.weights)
+
+        self._predict = jax.jit(predict)
+
+    def __call__(self, stop: Callable[[], Any] = lambda: False) -> Evaluation | None:
+        """Predicts the rows; None if ``stop`` said so before the last.
+
+        Raises:
+            OSError, DataError: The rows cannot be read.
+        """
+        _, state = nnx.split(self._model)
+        predicted, sums = [], BinarySums()
+        with Pipeline(self._rows.batches(self._batch_size), self._place) as placed:
+            for batch in placed:
+                logits, batch_sums = self._predict(state, batch)
+                predicted.append([on_host(x) for x in (logits, batch.labels, batch.weights)])
+                sums = sums + batch_sums.on_host()
+                if stop():
+                    return None
+        # [batches, processes, samples] is the order of the rows.
+        logits, labels, weights = (
+            np.moveaxis(of_all_processes(np.stack(column)), 0, 1).reshape(-1)
+            for column in zip(*predicted, strict=True)
+        )
+        real = weights > 0
+        truth = self._rows.probabilities()
+        return Evaluation(
+            auc(logits[real], labels[real]),
+            None if truth is None else auc(truth, labels[real]),
+            sums,
+        )

@@ -50,29 +50,37 @@ def make_model(
     config: TrainConfig, num_steps: int, devices: Devices = _ONE_DEVICE
 ) -> tuple[DLRM, Optimizer]:
     """A fresh model and its optimizer, for a run of that many steps."""
-    rngs = nnx.Rngs(config.seed)
     model, rates = config.model, config.optimizer
-    embeddings = EmbeddingBagCollection(
-        table_configs(config),
-        optimizer=optim.rowwise_adagrad(
-            optax.linear_schedule(rates.table_learning_rate, 0.0, num_steps)
-        ),
-        rngs=rngs,
-    )
-    dlrm = DLRM(
-        embeddings,
-        num_dense=NUM_DENSE,
-        bottom_layer_sizes=(*model.bottom_layer_sizes, model.embedding_dim),
-        top_layer_sizes=(*model.top_layer_sizes, 1),
-        rngs=rngs,
-    )
-    devices.put_model(dlrm)
+    tables = table_configs(config)
+
+    def make() -> DLRM:
+        rngs = nnx.Rngs(config.seed)
+        embeddings = EmbeddingBagCollection(
+            tables,
+            optimizer=optim.rowwise_adagrad(
+                optax.linear_schedule(rates.table_learning_rate, 0.0, num_steps)
+            ),
+            rngs=rngs,
+        )
+        return DLRM(
+            embeddings,
+            num_dense=NUM_DENSE,
+            bottom_layer_sizes=(*model.bottom_layer_sizes, model.embedding_dim),
+            top_layer_sizes=(*model.top_layer_sizes, 1),
+            rngs=rngs,
+        )
+
+    dlrm = devices.make_model(make)
     schedule = optax.linear_schedule(rates.learning_rate, 0.0, num_steps)
     return dlrm, Optimizer(dlrm, optax.adam(schedule))
 
 
-def load_model(directory: pathlib.Path) -> DLRM:
+def load_model(directory: pathlib.Path, step: int | None = None) -> DLRM:
     """The model that `jaxrec train` saved in a directory.
+
+    Args:
+        directory: The run's.
+        step: Of which checkpoint, such as the best of `results.json`; None: the newest.
 
     Raises:
         CheckpointError: There is no saved model.
@@ -84,5 +92,5 @@ def load_model(directory: pathlib.Path) -> DLRM:
             f"{directory}: there is no saved model here ({CONFIG_FILE} is missing)"
         )
     model, _ = make_model(load_config(config_file), num_steps=1)
-    restore(directory, model)
+    restore(directory, model, step=step)
     return model

@@ -92,7 +92,7 @@ def parse_options(options: Sequence[str], default: TrainConfig = _DEFAULT) -> Tr
 def write_options(config: TrainConfig, path: pathlib.Path) -> None:
     """Writes options so that `read_options` finds them again, all of them or, if killed, none."""
     options = _plain(config)
-    for own in ("config", "resume", "output", "eval_only", "profile"):
+    for own in ("config", "resume", "output", "eval_only", "step", "profile", "job"):
         del options[own]
     unfinished = path.with_name(f".{path.name}.unfinished")
     unfinished.write_text(yaml.safe_dump(options, sort_keys=False))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections.abc import Iterator
 from types import TracebackType
 
 from rich.console import Console
@@ -38,13 +40,13 @@ class Progress:
             TextColumn("training"),
             BarColumn(),
             MofNCompleteColumn(),
-            TextColumn("{task.fields[rate]}  {task.fields[ne]}"),
+            TextColumn("{task.fields[rate]}  {task.fields[ne]}  {task.fields[held_out]}"),
             TimeRemainingColumn(),
             console=console,
             disable=not console.is_terminal,
         )
         self._task = self._bar.add_task(
-            "", total=num_steps, completed=done, rate="compiling", ne=""
+            "", total=num_steps, completed=done, rate="compiling", ne="", held_out=""
         )
 
     def __enter__(self) -> Progress:
@@ -85,3 +87,18 @@ class Progress:
             self._bar.update(self._task, completed=step, rate=rate, ne=f"NE {ne:.4f}")
         else:
             self._console.print(f"step {step} of {self._num_steps}, {rate}, NE {ne:.4f}")
+
+    def show_held_out(self, step: int, auc: float, ne: float) -> None:
+        """Shows how the model of a step does on held-out rows."""
+        values = f"held out: AUC {auc:.4f}, NE {ne:.4f}"
+        if self._console.is_terminal:
+            self._bar.update(self._task, completed=step, held_out=values)
+        else:
+            self._console.print(f"step {step} of {self._num_steps}, {values}")
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """While it lasts no training goes on; its time does not count."""
+        start = time.perf_counter()
+        yield
+        self._start += time.perf_counter() - start

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
-from collections.abc import Generator
+from collections.abc import Generator, Iterable, Iterator
 
 import numpy as np
 import pyarrow as pa
@@ -21,6 +21,7 @@ from jaxrec.data import (
     GroupRange,
     ParquetGroups,
     RowGroups,
+    Shard,
     batches,
     prefetch,
     to_numpy,
@@ -30,14 +31,24 @@ from jaxrec.data.transforms import CATEGORICAL_NAMES, DENSE_NAMES, log_counts, t
 from jaxrec.train.config import TrainConfig
 from jaxrec.train.model import table_rows
 
+_ALONE = Shard()
+
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """The rows ``[start, stop)`` of a log."""
+    """The rows ``[start, stop)`` of a log.
+
+    Attributes:
+        log: The log.
+        start, stop: Its rows.
+        shard: Which process this is: each has an equal part of every batch, so that the batches of
+            all are those of one process.
+    """
 
     log: ClickLog
     start: int
     stop: int
+    shard: Shard = _ALONE
 
     def __len__(self) -> int:
         return self.stop - self.start
@@ -51,10 +62,13 @@ class Rows:
     ) -> Generator[ClickBatch, None, None]:
         """The rows as batches, from batch ``first`` on, made ahead by a thread.
 
-        They come as they are stored in every ``epoch``.
+        They come as they are stored in every ``epoch``. With several processes, this one's parts.
         """
         chunks = self.log.chunks(self.start + first * batch_size, self.stop)
-        return prefetch(batches(chunks, batch_size, CATEGORICAL_NAMES))
+        each = batch_size // self.shard.count
+        own = _own_rows(chunks, each, self.shard)
+        left = self.num_batches(batch_size) - first
+        return prefetch(batches(own, each, CATEGORICAL_NAMES, at_least=left))
 
     def probabilities(self) -> Float[np.ndarray, " rows"] | None:
         """The true probability of a click in each row, where it is known."""
@@ -66,6 +80,15 @@ class Rows:
         return np.concatenate(known)
 
 
+def _own_rows(chunks: Iterable[Clicks], each: int, shard: Shard) -> Iterator[Clicks]:
+    """Of every ``each * shard.count`` rows a process's ``each``."""
+    first = 0
+    for chunk in chunks:
+        owners = np.arange(first, first + len(chunk)) // each % shard.count
+        first += len(chunk)
+        yield chunk if shard.count == 1 else chunk[owners == shard.index]
+
+
 @dataclasses.dataclass(frozen=True)
 class ParquetRows:
     """Rows of what `jaxrec data criteo` wrote.
@@ -74,29 +97,48 @@ class ParquetRows:
         groups: The rows.
         table_rows: Rows of each table; ids are taken modulo these.
         seed: Of the order, another one in each epoch; None: as they are stored.
+        shard: Which process this is: each reads an equal stretch of the rows, in an order of its
+            own.
     """
 
     groups: RowGroups
     table_rows: tuple[int, ...]
     seed: int | None = None
+    shard: Shard = _ALONE
 
     def __len__(self) -> int:
         return sum(self.groups.sizes)
 
     def num_batches(self, batch_size: int) -> int:
-        """Batches that hold all rows."""
-        return -(-len(self) // batch_size)
+        """Batches that hold all rows, those of the process that has most."""
+        most = -(-len(self) // self.shard.count)
+        return -(-most // (batch_size // self.shard.count))
 
     def batches(
         self, batch_size: int, first: int = 0, epoch: int = 0
     ) -> Generator[ClickBatch, None, None]:
-        """The rows of an epoch as batches, from batch ``first`` on, made ahead by threads."""
+        """The rows of an epoch as batches, from batch ``first`` on, made ahead by threads.
+
+        With several processes, this one's parts.
+        """
+        each = batch_size // self.shard.count
 
         def to_batch(table: pa.Table) -> ClickBatch:
-            return next(batches([self._clicks(table)], batch_size, CATEGORICAL_NAMES))
+            return next(batches([self._clicks(table)], each, CATEGORICAL_NAMES, at_least=1))
 
-        source = BatchSource(self.groups, batch_size, to_batch, self.seed, epochs=epoch + 1)
-        yield from source.from_batch(epoch * source.batches_per_epoch + first)
+        source = BatchSource(self._own_groups(), each, to_batch, self.seed, epochs=epoch + 1)
+        own = source.batches_per_epoch
+        yield from source.from_batch(epoch * own + min(first, own))
+        for _ in range(max(first, own), self.num_batches(batch_size)):
+            yield to_batch(source.groups.read(0)[:0])
+
+    def _own_groups(self) -> RowGroups:
+        if self.shard.count == 1:
+            return self.groups
+        start, stop = ((self.shard.index + end) * len(self) // self.shard.count for end in (0, 1))
+        if start == stop:
+            raise DataError(f"{len(self)} rows are too few for {self.shard.count} processes")
+        return GroupRange(self.groups, start, stop)
 
     def _clicks(self, table: pa.Table) -> Clicks:
         counts = np.stack([to_numpy(table[name]) for name in DENSE_NAMES], axis=1)
@@ -108,12 +150,23 @@ class ParquetRows:
         """Nobody knows them."""
 
 
-def split_rows(config: TrainConfig) -> tuple[Rows | ParquetRows, Rows | ParquetRows]:
+def split_rows(
+    config: TrainConfig, shard: Shard = _ALONE
+) -> tuple[Rows | ParquetRows, Rows | ParquetRows]:
     """The rows to train on and those that are held out: the last ones, as they come later.
+
+    Args:
+        config: Where they are.
+        shard: Which process this is, of how many.
 
     Raises:
         OSError, DataError: A file cannot be read, or has too few rows.
     """
+    training, held_out = _split(config)
+    return dataclasses.replace(training, shard=shard), dataclasses.replace(held_out, shard=shard)
+
+
+def _split(config: TrainConfig) -> tuple[Rows | ParquetRows, Rows | ParquetRows]:
     data, tables = config.data, table_rows(config)
     if data.path is None:
         rows = data.generated_rows

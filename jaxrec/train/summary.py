@@ -9,6 +9,9 @@ from collections.abc import Mapping
 
 SUMMARY_FILE = "summary.png"
 
+# What the names of values on held-out rows begin with, of evaluations while training goes on.
+HELD_OUT = "held_out_"
+
 # What is drawn: the value's name, its title, and its name among the results on held-out rows.
 CURVES = (
     ("log_loss", "log loss (nats)", "log_loss"),
@@ -31,7 +34,9 @@ def read_history(path: pathlib.Path) -> dict[int, dict[str, float]]:
         except json.JSONDecodeError:
             continue
         step = record.pop("step")
-        history[step] = {n: math.nan if x is None else x for n, x in record.items()}
+        values = {n: math.nan if x is None else x for n, x in record.items()}
+        # An evaluation has a line of its own.
+        history[step] = history.get(step, {}) | values
     return dict(sorted(history.items()))
 
 
@@ -43,7 +48,7 @@ def draw_summary(
     """Draws a run.
 
     Args:
-        history: Values by step, of those in `CURVES`.
+        history: Values by step, of those in `CURVES`, and with `HELD_OUT` before their names.
         results: Values on held-out rows, drawn as lines.
         path: The picture.
 
@@ -61,6 +66,10 @@ def draw_summary(
     for axes, (name, title, result) in zip(figure.subplots(2, 2).flat, CURVES, strict=True):
         steps = [step for step, values in history.items() if name in values]
         axes.plot(steps, [history[step][name] for step in steps], label="training")
+        evaluated = f"{HELD_OUT}{name}"
+        seen = [step for step, values in history.items() if evaluated in values]
+        if seen:
+            axes.plot(seen, [history[step][evaluated] for step in seen], "C1.-")
         held_out = None if result is None else results.get(result)
         if held_out is not None:
             axes.axhline(held_out, color="C1", linestyle="--", label=f"held out: {held_out:.4f}")

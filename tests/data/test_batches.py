@@ -32,6 +32,14 @@ def test_every_row_once_and_in_order(sizes):
     assert ids["b"] == [[i + 1000] for i in range(10)] + [[], []]
 
 
+def test_batches_of_padding_at_the_end():
+    got = list(batches([rows(5), rows(0, 5)], 4, KEYS, at_least=4))
+    assert [batch.weights.sum() for batch in got] == [4, 1, 0, 0]
+    assert {batch.dense.shape for batch in got} == {(4, 3)}
+    assert got[-1].features["b"].to_lists() == [[]] * 4
+    assert len(list(batches([rows(5)], 4, KEYS, at_least=1))) == 2
+
+
 def test_no_rows_no_batches():
     assert list(batches([], 4, KEYS)) == []
 

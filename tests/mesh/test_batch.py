@@ -85,6 +85,27 @@ def test_capacities_and_numbers_of_bags_are_of_the_ladder(mesh):
     assert few.strides == (2,)  # a device's two samples use two bags at most
 
 
+def test_capacities_that_are_given(mesh):
+    """Whatever the batch, so that processes need not agree on what it takes."""
+    few, many = (
+        jaxrec.KeyedJaggedArray.from_lists({"a": [[1] * n] * 8, "b": [[2]] * 8}) for n in (1, 5)
+    )
+    room = {"a": 24, "b": 8, "unused": 8}
+    for batch in (few, many):
+        placed = shard_batch(batch, mesh, capacities=room)
+        assert (placed.capacities, placed.values.shape) == ((24, 8), (4, 32))
+    parts = [jax.tree.map(lambda x, d=d: np.asarray(x)[d], placed) for d in range(4)]
+    assert [bag for part in parts for bag in part["a"].to_lists()] == [[1] * 5] * 8
+    message = "batch: a device has 10 ids of key 'a', but capacities has room for 8"
+    with pytest.raises(ValueError, match=message):
+        shard_batch(many, mesh, capacities={"a": 8, "b": 8})
+    with pytest.raises(ValueError, match="2 ids of key 'b', but capacities has room for 0"):
+        shard_batch(many, mesh, capacities={"a": 24})
+    shared = draw_shared(np.random.default_rng(0), {"a": 3}, 8)
+    placed = shard_batch(shared, mesh, capacities={"a": 64})
+    assert (placed.capacities, placed.strides) == ((64,), (2,))
+
+
 @pytest.mark.parametrize("exchange", ["rows", "sums"])
 def test_training_with_shared_bags_equals_one_device(mesh, exchange):
     placements = {

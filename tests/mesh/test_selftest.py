@@ -20,7 +20,7 @@ QUICK = Options(types=("row_wise:sums",), samples=4, rows=20, steps=2, mebibytes
 @pytest.fixture
 def joined(monkeypatch):
     """These tests' devices are there already."""
-    monkeypatch.setattr(selftest, "join_processes", lambda options: None)
+    monkeypatch.setattr(selftest, "join_processes", lambda *options: None)
 
 
 @pytest.mark.usefixtures("joined")

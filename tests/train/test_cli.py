@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
+import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -14,18 +18,20 @@ import pytest
 import yaml
 
 from jaxrec.cli import main
-from jaxrec.train import load_model
+from jaxrec.train import checkpoint, load_model
 from tests.data.test_criteo import GOOD, KAGGLE, changed, write
 
+# Tables of one size, so that little compiles.
 SMALL = [
-    "--data.batch-size=16",
-    "--data.generated-rows=200",
-    "--data.generated-eval-rows=50",
+    f"--data={KAGGLE}",
+    "--data.eval-fraction=0.2",
+    "--data.batch-size=4",
     "--data.table-rows=50",
     "--model.embedding-dim=4",
     "--model.bottom-layer-sizes=4",
     "--model.top-layer-sizes=4",
 ]
+STEPS = 10
 # -P: the installed package, and not the checkout that the tests are started from.
 PROGRAM = (sys.executable, "-P", "-m", "jaxrec.cli")
 
@@ -48,142 +54,190 @@ def assert_one_sentence(done, code, *words):
         assert word in done.stderr
 
 
-def test_a_run_on_a_file(tmp_path):
-    done = jaxrec("train", "--data", KAGGLE, "--output", "model", *SMALL, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "45 rows to train on, 5 held out" in done.stdout
-    for word in ("AUC", "NE", "log loss", "calibration", "model saved in model"):
-        assert word in done.stdout
-    assert "best reachable" not in done.stdout
-    results = json.loads((tmp_path / "model/results.json").read_text())
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A run and what it said."""
+    output = tmp_path_factory.mktemp("trained") / "model"
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        assert main(["train", *SMALL, f"--output={output}"]) == 0
+    return output, said.getvalue()
+
+
+@pytest.fixture
+def model(trained, tmp_path, monkeypatch):
+    """A copy of that run, in a directory of one's own."""
+    monkeypatch.chdir(tmp_path)
+    return shutil.copytree(trained[0], tmp_path / "model")
+
+
+def test_a_run_on_a_file(trained):
+    output, said = trained
+    assert "40 rows to train on, 10 held out; 10 steps of 4" in said
+    for word in ("AUC", "NE", "log loss", "calibration", f"model saved in {output}"):
+        assert word in said
+    assert "best reachable" not in said
+    results = json.loads((output / "results.json").read_text())
     assert results["log_loss"] > 0
-    model = load_model(tmp_path / "model")
-    assert model.embeddings.table("cat_25").shape == (50, 4)
-    assert yaml.safe_load((tmp_path / "model/config.yaml").read_text())["seed"] == 0
+    assert load_model(output).embeddings.table("cat_25").shape == (50, 4)
+    assert yaml.safe_load((output / "config.yaml").read_text())["seed"] == 0
 
 
 def test_a_generated_run_prints_the_best_auc(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert main(["train", *SMALL]) == 0
+    rows = ["--data.generated-rows=20", "--data.generated-eval-rows=20"]
+    assert main(["train", *SMALL[2:], *rows]) == 0
     assert "best reachable 0." in capsys.readouterr().out
     assert len(list((tmp_path / "runs").iterdir())) == 1
 
 
-@pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_an_interrupt_saves_and_says_so(tmp_path, sent, code):
-    command = [*PROGRAM, "train", "--output=model", *SMALL, "--data.generated-rows=100000000"]
+def test_an_interrupt_saves_and_says_so(tmp_path):
+    """By SIGINT; by SIGTERM one of two processes is stopped below."""
+    command = [*PROGRAM, "train", "--output=model", *SMALL, "--data.epochs=1000000"]
     with subprocess.Popen(
         command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
         assert "rows to train on" in process.stdout.readline()
-        process.send_signal(sent)
+        process.send_signal(signal.SIGINT)
         output, errors = process.communicate(timeout=300)
-    assert process.returncode == code, errors
+    assert process.returncode == 130, errors
     assert errors == ""
-    assert f"stopped by {sent.name} after step" in output
+    assert "stopped by SIGINT after step" in output
     assert "jaxrec train --resume model" in output
     load_model(tmp_path / "model")
 
 
 def test_a_file_of_options(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "run.yaml").write_text("data: {generated-rows: 100, batch-size: 10}")
-    assert main(["train", "run.yaml", "--output=model", "--data.batch-size=20", *SMALL[2:]]) == 0
-    assert "100 rows to train on, 50 held out; 5 steps of 20" in capsys.readouterr().out
+    (tmp_path / "run.yaml").write_text("data: {eval-fraction: 0.5, batch-size: 10}")
+    options = [SMALL[0], "--data.batch-size=5", *SMALL[3:]]
+    assert main(["train", "run.yaml", "--output=model", *options]) == 0
+    assert "25 rows to train on, 25 held out; 5 steps of 5" in capsys.readouterr().out
 
 
-def test_a_damaged_checkpoint_is_one_sentence(tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert main(["train", "--output=model", *SMALL]) == 0
-    for file in (tmp_path / "model").rglob("manifest.ocdbt"):
+def test_a_damaged_checkpoint_is_one_sentence(model, capsys):
+    for file in model.rglob("manifest.ocdbt"):
         file.write_bytes(b"x")
-    capsys.readouterr()
     assert main(["train", "--resume=model", "--data.epochs=2"]) == 1
     error = capsys.readouterr().err
-    assert "model/13: the checkpoint is damaged" in error
+    assert f"model/{STEPS}: the checkpoint is damaged" in error
     assert error.count("\n") == 1
 
 
-def test_stopped_and_resumed(tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert main(["train", "--output=model", *SMALL, "--data.epochs=1"]) == 0
-    rows = np.asarray(load_model(tmp_path / "model").embeddings.table("cat_0"))
-    # A second epoch on top of what was a whole run.
+def test_stopped_and_resumed(trained, model, capsys):
+    """A second epoch on top of what was a whole run."""
     assert main(["train", "--resume=model", "--data.epochs=2"]) == 0
-    assert "26 steps of 16, 13 of them made before" in capsys.readouterr().out
-    again = np.asarray(load_model(tmp_path / "model").embeddings.table("cat_0"))
+    assert "20 steps of 4, 10 of them made before" in capsys.readouterr().out
+    rows, again = (load_model(x).embeddings.table("cat_0") for x in (trained[0], model))
     assert not np.array_equal(rows, again)
 
 
-KILLED = [*SMALL, "--data.generated-rows=800", "--data.batch-size=8", "--checkpoint.every=10"]
+LONG = [*SMALL, "--data.epochs=12", "--checkpoint.every=10"]
 
 
-@pytest.mark.parametrize("moment", ["before-the-first", "in-a-checkpoint", "between"])
-def test_killed_and_resumed_ends_with_the_same_bits(tmp_path, never_killed, moment):
+@pytest.fixture(scope="module")
+def never_killed(tmp_path_factory):
+    output = tmp_path_factory.mktemp("never") / "model"
+    assert main(["train", *LONG, "--output", str(output)]) == 0
+    return load_model(output)
+
+
+def test_killed_and_resumed_ends_with_the_same_bits(tmp_path, never_killed):
+    """Killed before the first checkpoint, within one, and between two, one after the other."""
     output = tmp_path / "model"
-    begun, number = time.monotonic(), 0
+    moments = [before_the_first, in_a_checkpoint, between]
+    begun = time.monotonic()
     while True:
-        options = ["--resume", output] if (output / "config.yaml").exists() else KILLED
-        if options is KILLED:
-            options = [*KILLED, "--output", output]
+        has_options = (output / "config.yaml").exists()
+        options = ["--resume", output] if has_options else [*LONG, "--output", output]
         command = [*PROGRAM, "train", *map(str, options)]
         with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as run:
-            while run.poll() is None and not (number == 0 and is_moment(output, moment)):
+            while run.poll() is None and not (moments and moments[0](output)):
                 time.sleep(0.0005)
             run.kill()
             _, errors = run.communicate()
-        number += 1
         if run.returncode == 0:
             break
         assert run.returncode == -signal.SIGKILL, errors
         assert time.monotonic() - begun < 300
-    # A quick machine may finish a run before it is killed, but not in all of these.
-    assert number == 2
+        moments.pop(0)
+    # None has come too late for its moment.
+    assert moments == []
     for name in ("cat_0", "cat_9"):
         got = load_model(output).embeddings.table(name)
         np.testing.assert_array_equal(got, never_killed.embeddings.table(name))
     assert (output / "results.json").exists()
 
 
-def is_moment(output, moment):
-    if moment == "before-the-first":
-        return (output / "config.yaml").exists()
-    names = [path.name for path in output.glob("*")]
-    if moment == "in-a-checkpoint":
-        return any("checkpoint-tmp" in name for name in names)
-    return any(name.isdecimal() and int(name) >= 50 for name in names)
+def before_the_first(output):
+    return (output / "config.yaml").exists()
 
 
-@pytest.fixture(scope="module")
-def never_killed(tmp_path_factory):
-    output = tmp_path_factory.mktemp("never") / "model"
-    assert main(["train", *KILLED, "--output", str(output)]) == 0
-    return load_model(output)
+def in_a_checkpoint(output):
+    return any("checkpoint-tmp" in path.name for path in output.glob("*"))
 
 
-def test_devices_and_one_device_agree(tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for name, devices in (("one", 1), ("many", 4)):
-        assert main(["train", f"--output={name}", *SMALL, f"--devices={devices}"]) == 0
-    one, many = (load_model(tmp_path / name).embeddings for name in ("one", "many"))
+def between(output):
+    # Any but the first, which is there when the run goes on, or might be.
+    return any(path.name.isdecimal() and int(path.name) >= 50 for path in output.glob("*"))
+
+
+def test_two_processes_are_stopped_and_one_goes_on(tmp_path, never_killed, capsys):
+    """They train on the batches of one, stop together when one is told to, and one speaks."""
+    output = tmp_path / "model"
+    job = [f"--coordinator=localhost:{free_port()}", "--num-processes=2"]
+    running = [
+        subprocess.Popen(
+            [*PROGRAM, "train", *LONG, f"--output={output}", *job, f"--process-id={process}"],
+            env=os.environ | {"JAX_PLATFORMS": "cpu"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for process in range(2)
+    ]
+    try:
+        while not list(output.glob("[0-9]*")) and all(x.poll() is None for x in running):
+            time.sleep(0.005)
+        running[1].send_signal(signal.SIGTERM)
+        (first, errors), (second, others) = (x.communicate(timeout=300) for x in running)
+    finally:
+        for process in running:
+            process.kill()
+    assert [process.returncode for process in running] == [143, 143], errors + others
+    assert "stopped by SIGTERM after step" in first
+    assert [line for line in second.splitlines() if "[Gloo]" not in line] == []
+    assert main(["train", "--resume", str(output)]) == 0
+    assert "of them made before" in capsys.readouterr().out
+    for name in ("cat_0", "cat_9"):
+        got = load_model(output).embeddings.table(name)
+        np.testing.assert_allclose(got, never_killed.embeddings.table(name), atol=1e-6, rtol=1e-5)
+
+
+def free_port():
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        return free.getsockname()[1]
+
+
+def test_devices_and_one_device_agree(trained, tmp_path):
+    assert main(["train", f"--output={tmp_path / 'many'}", *SMALL, "--devices=4"]) == 0
+    one, many = (load_model(path).embeddings for path in (trained[0], tmp_path / "many"))
     for config in one.configs:
         np.testing.assert_allclose(
             one.table(config.name), many.table(config.name), rtol=1e-4, atol=1e-5
         )
 
 
-def test_only_evaluated(tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert main(["train", "--output=model", *SMALL]) == 0
-    report = capsys.readouterr().out
-    made = {path: path.stat().st_mtime_ns for path in (tmp_path / "model").rglob("*")}
+def test_only_evaluated(trained, model, capsys):
+    made = {path: path.stat().st_mtime_ns for path in model.rglob("*")}
     assert main(["train", "--resume=model", "--eval-only"]) == 0
     again = capsys.readouterr().out
-    assert [x for x in report.splitlines() if "NE " in x] == [
+    assert [x for x in trained[1].splitlines() if "NE " in x] == [
         x for x in again.splitlines() if "NE " in x
     ]
     assert "rows to train on" not in again
-    assert made == {path: path.stat().st_mtime_ns for path in (tmp_path / "model").rglob("*")}
+    assert made == {path: path.stat().st_mtime_ns for path in model.rglob("*")}
 
 
 def test_curves_picture_and_trace(tmp_path, monkeypatch):
@@ -192,41 +246,57 @@ def test_curves_picture_and_trace(tmp_path, monkeypatch):
     assert main(["train", "--output=model", *options]) == 0
     lines = map(json.loads, (tmp_path / "model/metrics.jsonl").read_text().splitlines())
     lines = list(lines)
-    assert [line["step"] for line in lines] == list(range(5, 39, 5))
+    assert [line["step"] for line in lines] == list(range(5, 31, 5))
     assert {"log_loss", "normalized_entropy", "auc", "samples_per_second"} <= set(lines[-1])
     assert all(0 <= line["auc"] <= 1 for line in lines)
     assert (tmp_path / "model/summary.png").read_bytes().startswith(b"\x89PNG")
     assert list((tmp_path / "model/profile").rglob("*.xplane.pb"))
 
 
-def test_loss_that_is_no_number_keeps_the_last_good_checkpoint(tmp_path, capsys, monkeypatch):
+def test_the_best_checkpoints_stay(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert main(["train", "--output=model", *SMALL, "--checkpoint.every=4"]) == 0
+    options = ["--checkpoint.every=3", "--checkpoint.keep-best=1", "--evaluate-every=2"]
+    by = ["--checkpoint.best-by=log_loss", "--optimizer.learning-rate=0.3"]
+    assert main(["train", "--output=model", *SMALL, *options, *by]) == 0
+    out = capsys.readouterr().out
+    lines = (tmp_path / "model/metrics.jsonl").read_text().splitlines()
+    seen = {x["step"]: x["held_out_log_loss"] for x in map(json.loads, lines)}
+    # Every second step, and those of checkpoints; each once.
+    assert [*seen] == [2, 3, 4, 6, 8, 9, 10]
+    assert len(lines) == len(seen)
+    for step in seen:
+        assert f"step {step} of 10, held out: AUC 0." in out
+    best = min((3, 6, 9, 10), key=seen.__getitem__)
+    assert best < 9, "so that what is best and what is last are two"
+    assert checkpoint.steps(tmp_path / "model") == [best, 10]
+    assert f"best of the checkpoints that stay: step {best}\n" in out
+    results = json.loads((tmp_path / "model/results.json").read_text())
+    assert results["best_step"] == best
+    assert results["log_loss"] == seen[10]
+    assert main(["train", "--resume=model", "--eval-only", f"--step={best}"]) == 0
+    assert f"log loss     {seen[best]:.4f} nats" in capsys.readouterr().out
+    assert main(["train", "--resume=model", "--eval-only", "--step=2"]) == 1
+    assert "step 2 was not saved" in capsys.readouterr().err
+
+
+def test_loss_that_is_no_number_keeps_the_last_good_checkpoint(model, capsys):
     options = ["--data.epochs=2", "--optimizer.learning-rate=1e30", "--checkpoint.every=1"]
     assert main(["train", "--resume=model", *options]) == 1
     assert "at step" in capsys.readouterr().err
-    assert np.isfinite(np.asarray(load_model(tmp_path / "model").embeddings.table("cat_0"))).all()
-
-
-def test_a_missing_file(tmp_path):
-    done = jaxrec("train", "--data", "missing.tsv", *SMALL, cwd=tmp_path)
-    assert_one_sentence(done, 1, "missing.tsv: No such file or directory")
+    assert np.isfinite(np.asarray(load_model(model).embeddings.table("cat_0"))).all()
 
 
 def test_a_malformed_line(tmp_path):
     write(tmp_path / "log", [GOOD] * 20 + [changed(3, "x")] + [GOOD] * 20)
-    done = jaxrec("train", "--data", "log", *SMALL, cwd=tmp_path)
+    done = jaxrec("train", *SMALL, "--data", "log", cwd=tmp_path)
     assert_one_sentence(done, 1, "log, line 21, column 4 (I3)", "'x'")
 
 
-def test_an_unknown_option(tmp_path):
-    assert_one_sentence(
-        jaxrec("train", "--bogus", cwd=tmp_path), 2, "unknown option --bogus", "--help"
-    )
-
-
 def test_a_full_disk(tmp_path):
-    """A real one, a file system of 200 kB; making it takes a namespace of one's own."""
+    """A real one, a file system of 200 kB; making it takes a namespace of one's own.
+
+    There seems to be room, and while the checkpoint is written there is none any more.
+    """
     unshare = shutil.which("unshare")
     namespace = [unshare or "unshare", "--user", "--map-root-user", "--mount", "sh", "-c"]
     mount = f"mount -t tmpfs -o size=200k none '{tmp_path}'"
@@ -244,6 +314,8 @@ def test_a_full_disk(tmp_path):
 
 
 IN_PROCESS = {
+    "missing": (["--data=missing.tsv"], 1, "missing.tsv: No such file or directory"),
+    "unknown": (["--bogus"], 2, "unknown option --bogus; `jaxrec train --help`"),
     "config-missing": (["--config=missing.yaml"], 1, "missing.yaml: No such file"),
     "config-key": (["--config=bad.yaml"], 2, "bad.yaml: unknown option data.bogus"),
     "config-no-value": (["--config"], 2, "followed by a path"),
@@ -259,6 +331,12 @@ IN_PROCESS = {
     "eval-nothing": (["--eval-only"], 2, "say which with --resume"),
     "record-every": (["--record-every=0"], 2, "record-every is above 0"),
     "checkpoint": (["--checkpoint.every=0"], 2, "checkpoint.every is above 0"),
+    "keep-best": (["--checkpoint.keep-best=-1"], 2, "keep-best is 0 or more, got -1"),
+    "evaluate-every": (["--evaluate-every=-1"], 2, "evaluate-every is 0 or more, got -1"),
+    "step": (["--step=3"], 2, "which checkpoint --eval-only evaluates"),
+    "job": (["--coordinator=a:1"], 2, "needs --num-processes and --process-id"),
+    "process-id": (["--num-processes=2", "--process-id=2"], 2, "got 2 of 2"),
+    "job-begun": (["--coordinator=a:1", "--num-processes=2", "--process-id=1"], 1, "do not find"),
     "not-finite": (["--optimizer.learning-rate=1e30"], 1, "the loss is"),
 }
 

@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from jaxrec.data import DataError
+from jaxrec.data import DataError, Shard
 from jaxrec.data.convert import convert
 from jaxrec.data.parts import Conversion
 from jaxrec.metrics import auc, log_loss
 from jaxrec.train import checkpoint, loop
 from jaxrec.train.config import DataConfig, ModelConfig, OptimizerConfig, TrainConfig
-from jaxrec.train.loop import NotFiniteError, evaluate, train
+from jaxrec.train.loop import Evaluator, NotFiniteError, train
 from jaxrec.train.model import make_model
 from jaxrec.train.progress import Progress
 from jaxrec.train.rows import Rows, split_rows
@@ -32,9 +32,7 @@ def run(model, optimizer, rows, *, stop=lambda: False, epochs=2):
 
 
 def numbers(model):
-    return [
-        np.asarray(x, np.float32) for x in jax.tree.leaves(checkpoint._tree(model[0], model[1]))
-    ]
+    return [np.asarray(x, np.float32) for x in jax.tree.leaves(checkpoint._tree(*model, None))]
 
 
 def test_every_row_trains_and_one_program_serves_all(monkeypatch):
@@ -94,7 +92,7 @@ def test_loss_that_is_no_number():
 def test_evaluation_counts_each_row_once():
     _, held_out = split_rows(CONFIG)
     model, _ = make_model(CONFIG, 10)
-    result = evaluate(model, held_out, batch_size=BATCH)
+    result = Evaluator(model, held_out, batch_size=BATCH)()
     (clicks,) = held_out.log.chunks(held_out.start, held_out.stop)
     batch = next(held_out.batches(len(clicks)))
     logits = np.asarray(model(batch.dense, batch.features), np.float64)
@@ -108,7 +106,7 @@ def test_evaluation_counts_each_row_once():
 def test_evaluation_can_be_stopped():
     _, held_out = split_rows(CONFIG)
     model, _ = make_model(CONFIG, 10)
-    assert evaluate(model, held_out, batch_size=BATCH, stop=lambda: True) is None
+    assert Evaluator(model, held_out, batch_size=BATCH)(stop=lambda: True) is None
 
 
 def test_rows_of_files():
@@ -149,7 +147,49 @@ def test_rows_of_parquet_files(tmp_path, ids):
         ]
         np.testing.assert_array_equal(np.sort(by_id[0][:45]), np.sort(by_id[1][:45]))
     model, _ = make_model(dataclasses.replace(CONFIG, data=data), 10)
-    assert evaluate(model, held_out, batch_size=4).best_auc is None
+    assert Evaluator(model, held_out, batch_size=4)().best_auc is None
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_processes_have_parts_of_the_batches_of_one(count):
+    data = DataConfig(path=KAGGLE, table_rows=77)
+    (whole, _), *parts = (
+        split_rows(dataclasses.replace(CONFIG, data=data), shard)
+        for shard in (Shard(), *(Shard(index, count) for index in range(count)))
+    )
+    for first in (0, 2):
+        expected = list(whole.batches(8, first))
+        found = [list(part.batches(8, first)) for part, _ in parts]
+        assert {len(batches) for batches in found} == {whole.num_batches(8) - first}
+        for number, batch in enumerate(expected):
+            for name in ("dense", "labels", "weights"):
+                together = [getattr(batches[number], name) for batches in found]
+                np.testing.assert_array_equal(np.concatenate(together), getattr(batch, name))
+            ids = [bag for batches in found for bag in batches[number].features["cat_2"].to_lists()]
+            assert ids == batch.features["cat_2"].to_lists()
+
+
+@pytest.mark.parametrize("count", [2, 7])
+def test_processes_share_the_rows_of_parquet_files(tmp_path, count):
+    convert(KAGGLE, tmp_path, Conversion(ids="raw", table_rows=(77,)))
+    config = dataclasses.replace(CONFIG, data=DataConfig(path=tmp_path, table_rows=77))
+    whole, _ = split_rows(config)
+    parts = [split_rows(config, Shard(index, count))[0] for index in range(count)]
+    size = 4 * count
+    seen = []
+    for part in parts:
+        for epoch, first in ((0, 0), (1, 1)):
+            found = list(part.batches(size, first, epoch))
+            assert len(found) == part.num_batches(size) - first
+            assert {batch.labels.shape for batch in found} == {(4,)}
+            if not first:
+                seen += [batch.dense[batch.weights > 0] for batch in found]
+    expected = [batch.dense[batch.weights > 0] for batch in whole.batches(8)]
+    np.testing.assert_array_equal(
+        np.sort(np.concatenate(seen), axis=0), np.sort(np.concatenate(expected), axis=0)
+    )
+    with pytest.raises(DataError, match="45 rows are too few for 46 processes"):
+        next(split_rows(config, Shard(0, 46))[0].batches(46))
 
 
 def test_a_directory_that_is_not_done(tmp_path):
