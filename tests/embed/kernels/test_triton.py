@@ -36,6 +36,16 @@ OPTIMIZERS = {
     "adam": optim.adam(0.1, weight_decay=0.1),
     "partial_rowwise_adam": optim.partial_rowwise_adam(lambda step: 0.1 / (step + 1)),
 }
+# Compiled, each is one program, and not one for each of its operations.
+flatten_bags = jax.jit(reference.flatten_bags, static_argnums=(3, 4))
+reference_lookup = jax.jit(reference.pooled_lookup, static_argnums=(4, 5))
+reference_update = jax.jit(reference.fused_update, static_argnums=4)
+interpreted_lookup = jax.jit(
+    functools.partial(triton.pooled_lookup, interpret=True), static_argnums=(4, 5)
+)
+interpreted_update = jax.jit(
+    functools.partial(triton.fused_update, interpret=True), static_argnums=4
+)
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 2e-3}
 
 deprecated = pytest.mark.filterwarnings("ignore:.*Triton.*:DeprecationWarning")
@@ -44,10 +54,8 @@ deprecated = pytest.mark.filterwarnings("ignore:.*Triton.*:DeprecationWarning")
 @pytest.mark.parametrize("batch", BATCHES.values(), ids=BATCHES)
 def test_pooled_lookup(batch: Batch):
     arguments = (*batch.arrays(), batch.layout, jnp.float32)
-    expected = reference.pooled_lookup(*arguments)
-    result = jax.jit(triton.pooled_lookup, static_argnums=(4, 5), static_argnames="interpret")(
-        *arguments, interpret=True
-    )
+    expected = reference_lookup(*arguments)
+    result = interpreted_lookup(*arguments)
     np.testing.assert_allclose(result, expected, rtol=1e-5, atol=1e-5)
 
 
@@ -68,8 +76,8 @@ def test_row_lookup(name: str):
 def test_fused_update(name: str, optimizer: str):
     table, state, lookups, gradients = update_arguments(BATCHES[name], OPTIMIZERS[optimizer])
     arguments = (table, state, lookups, gradients, OPTIMIZERS[optimizer], jnp.int32(3))
-    expected_table, expected_state = reference.fused_update(*arguments)
-    new_table, new_state = triton.fused_update(*arguments, interpret=True)
+    expected_table, expected_state = reference_update(*arguments)
+    new_table, new_state = interpreted_update(*arguments)
     assert new_table.dtype == table.dtype
     assert set(new_state) == set(expected_state)
     np.testing.assert_allclose(
@@ -83,8 +91,8 @@ def test_rows_without_lookups_keep_their_bits():
     batch = BATCHES["bfloat16"]
     optimizer = OPTIMIZERS["rowwise_adagrad"]
     table, state, lookups, gradients = update_arguments(batch, optimizer)
-    new_table, new_state = triton.fused_update(
-        table, state, lookups, gradients, optimizer, jnp.int32(0), interpret=True
+    new_table, new_state = interpreted_update(
+        table, state, lookups, gradients, optimizer, jnp.int32(0)
     )
     untouched = np.setdiff1d(np.arange(table.shape[0]), lookups.rows)
     assert untouched.size > 0
@@ -95,8 +103,8 @@ def test_rows_without_lookups_keep_their_bits():
 def test_update_without_lookups():
     optimizer = OPTIMIZERS["adagrad"]
     table, state, lookups, gradients = update_arguments(BATCHES["no_ids"], optimizer)
-    new_table, new_state = triton.fused_update(
-        table, state, lookups, gradients, optimizer, jnp.int32(0), interpret=True
+    new_table, new_state = interpreted_update(
+        table, state, lookups, gradients, optimizer, jnp.int32(0)
     )
     np.testing.assert_array_equal(new_table, table)
     np.testing.assert_array_equal(new_state["accumulator"], state["accumulator"])
@@ -107,9 +115,7 @@ def test_lookups_one_by_one():
     table = jnp.zeros((4, 2))
     lookups = Lookups(jnp.array([2, 4, 2, 0], jnp.int32), None, None)
     gradients = jnp.arange(8.0).reshape(4, 2)
-    new_table, _ = triton.fused_update(
-        table, {}, lookups, gradients, optim.sgd(1.0), jnp.int32(0), interpret=True
-    )
+    new_table, _ = interpreted_update(table, {}, lookups, gradients, optim.sgd(1.0), jnp.int32(0))
     np.testing.assert_array_equal(new_table, [[-6, -7], [0, 0], [-4, -6], [0, 0]])
 
 
@@ -144,7 +150,7 @@ def test_fused_update_lowers_for_cuda(name: str, optimizer: str):
 
 def flat(batch: Batch) -> Lookups:
     table, ids, lengths, weights = batch.arrays()
-    return reference.flatten_bags(ids, lengths, weights, batch.layout, table.shape[0])
+    return flatten_bags(ids, lengths, weights, batch.layout, table.shape[0])
 
 
 def update_arguments(batch: Batch, optimizer: optim.RowOptimizer) -> tuple:
