@@ -38,6 +38,15 @@ class Shard:
         if not 0 <= self.index < self.count:
             raise ValueError(f"a shard is one of 0 to count - 1, got {self.index} of {self.count}")
 
+    def stretch(self, rows: int) -> tuple[int, int]:
+        """First row and the row after the last of an equal part; first processes have one more.
+
+        Example:
+            >>> [Shard(index, 3).stretch(50) for index in range(3)]
+            [(0, 17), (17, 34), (34, 50)]
+        """
+        return -(-self.index * rows // self.count), -(-(self.index + 1) * rows // self.count)
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class BatchSource(Generic[Batch]):

@@ -41,8 +41,8 @@ class Rows:
     Attributes:
         log: The log.
         start, stop: Its rows.
-        shard: Which process this is: each has an equal part of every batch, so that the batches of
-            all are those of one process.
+        shard: Which process this is: each has an equal part of every batch, of the last one as
+            well, so that the batches of all are those of one process.
     """
 
     log: ClickLog
@@ -65,9 +65,9 @@ class Rows:
         They come as they are stored in every ``epoch``. With several processes, this one's parts.
         """
         chunks = self.log.chunks(self.start + first * batch_size, self.stop)
-        each = batch_size // self.shard.count
-        own = _own_rows(chunks, each, self.shard)
+        own = _own_rows(chunks, len(self) - first * batch_size, batch_size, self.shard)
         left = self.num_batches(batch_size) - first
+        each = batch_size // self.shard.count
         return prefetch(batches(own, each, CATEGORICAL_NAMES, at_least=left))
 
     def probabilities(self) -> Float[np.ndarray, " rows"] | None:
@@ -80,13 +80,19 @@ class Rows:
         return np.concatenate(known)
 
 
-def _own_rows(chunks: Iterable[Clicks], each: int, shard: Shard) -> Iterator[Clicks]:
-    """Of every ``each * shard.count`` rows a process's ``each``."""
+def _own_rows(
+    chunks: Iterable[Clicks], total: int, batch_size: int, shard: Shard
+) -> Iterator[Clicks]:
+    """A process's part of every batch of ``total`` rows."""
+    if shard.count == 1:
+        yield from chunks
+        return
     first = 0
     for chunk in chunks:
-        owners = np.arange(first, first + len(chunk)) // each % shard.count
+        batch, place = np.divmod(np.arange(first, first + len(chunk)), batch_size)
+        owners = place * shard.count // np.minimum(batch_size, total - batch * batch_size)
         first += len(chunk)
-        yield chunk if shard.count == 1 else chunk[owners == shard.index]
+        yield chunk[owners == shard.index]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,10 +141,9 @@ class ParquetRows:
     def _own_groups(self) -> RowGroups:
         if self.shard.count == 1:
             return self.groups
-        start, stop = ((self.shard.index + end) * len(self) // self.shard.count for end in (0, 1))
-        if start == stop:
+        if len(self) < self.shard.count:
             raise DataError(f"{len(self)} rows are too few for {self.shard.count} processes")
-        return GroupRange(self.groups, start, stop)
+        return GroupRange(self.groups, *self.shard.stretch(len(self)))
 
     def _clicks(self, table: pa.Table) -> Clicks:
         counts = np.stack([to_numpy(table[name]) for name in DENSE_NAMES], axis=1)

@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from jaxrec.data import DataError, Shard
+from jaxrec.data import Clicks, DataError, Shard
 from jaxrec.data.convert import convert
 from jaxrec.data.parts import Conversion
+from jaxrec.data.transforms import table_ids
 from jaxrec.metrics import auc, log_loss
 from jaxrec.train import checkpoint, loop
 from jaxrec.train.config import DataConfig, ModelConfig, OptimizerConfig, TrainConfig
@@ -17,6 +18,7 @@ from jaxrec.train.loop import Evaluator, NotFiniteError, train
 from jaxrec.train.model import make_model
 from jaxrec.train.progress import Progress
 from jaxrec.train.rows import Rows, split_rows
+from tests import golden
 from tests.data.test_criteo import KAGGLE
 
 BATCH = 64
@@ -162,11 +164,85 @@ def test_processes_have_parts_of_the_batches_of_one(count):
         found = [list(part.batches(8, first)) for part, _ in parts]
         assert {len(batches) for batches in found} == {whole.num_batches(8) - first}
         for number, batch in enumerate(expected):
-            for name in ("dense", "labels", "weights"):
-                together = [getattr(batches[number], name) for batches in found]
-                np.testing.assert_array_equal(np.concatenate(together), getattr(batch, name))
+            counts = [int(batches[number].weights.sum()) for batches in found]
+            # The last batch is shared evenly, too.
+            assert max(counts) - min(counts) <= 1
+            assert sum(counts) == batch.weights.sum()
+            for name in ("dense", "labels"):
+                together = np.concatenate(
+                    [
+                        getattr(batches[number], name)[:own]
+                        for batches, own in zip(found, counts, strict=True)
+                    ]
+                )
+                np.testing.assert_array_equal(together, getattr(batch, name)[: sum(counts)])
             ids = [bag for batches in found for bag in batches[number].features["cat_2"].to_lists()]
-            assert ids == batch.features["cat_2"].to_lists()
+            assert [x for x in ids if x] == [x for x in batch.features["cat_2"].to_lists() if x]
+
+
+@dataclasses.dataclass(frozen=True)
+class TwoFiles:
+    """The arrays of a golden case as a log, a file at a time."""
+
+    arrays: dict
+    hashes: tuple[int, ...] | None
+
+    def chunks(self, start, stop):
+        first = 0
+        for file in range(2):
+            labels, dense, ids = (
+                self.arrays[f"{name}_file_{file}"] for name in ("labels", "dense", "sparse")
+            )
+            clicks = Clicks(
+                labels[:, 0].astype(np.float32),
+                dense,
+                ids if self.hashes is None else table_ids(ids.astype(np.uint32), self.hashes),
+            )
+            yield clicks[max(start - first, 0) : max(stop - first, 0)]
+            first += len(clicks)
+
+
+IN_MEMORY = [(name, case) for name, case in golden.cases("criteo") if name.startswith("in_memory")]
+
+
+@pytest.mark.parametrize(("name", "case"), IN_MEMORY, ids=[name for name, _ in IN_MEMORY])
+def test_golden_batches_of_processes(name, case):
+    """TorchRec's InMemoryBinaryCriteoIterDataPipe; its last batch is ours without the padding."""
+    arrays, meta = golden.load("criteo", name), case["meta"]
+    hashes = meta["hashes"] and tuple(meta["hashes"])
+    shard = Shard(meta["rank"], meta["world_size"])
+    rows = Rows(TwoFiles(arrays, hashes), 0, 50, shard)
+    found = list(rows.batches(8 * shard.count))
+    if meta["drop_last"]:
+        found = [batch for batch in found if batch.weights.all()]
+    assert len(found) == arrays["n_batches"]
+    for number, batch in enumerate(found):
+        real = batch.weights > 0
+        np.testing.assert_allclose(
+            batch.dense[real], arrays[f"dense_{number}"], **case["tolerance"]
+        )
+        np.testing.assert_array_equal(batch.labels[real], arrays[f"labels_{number}"])
+        ids = np.asarray(batch.features.values).reshape(26, 8)[:, real].reshape(-1)
+        np.testing.assert_array_equal(ids, arrays[f"sparse_values_{number}"])
+        lengths = np.asarray(batch.features.lengths).reshape(26, 8)[:, real].reshape(-1)
+        np.testing.assert_array_equal(lengths, arrays[f"sparse_lengths_{number}"])
+        assert list(batch.features.keys) == arrays["keys"].tolist()
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_golden_row_ranges(count):
+    """TorchRec's get_file_row_ranges_and_remainder; a row is process, file, first and last row."""
+    expected = golden.load("criteo", f"row_ranges_{count}")
+    first_rows = np.cumsum([0, *expected["lengths"][:-1]])
+    for process in range(count):
+        start, stop = Shard(process, count).stretch(int(expected["lengths"].sum()))
+        ranges = expected["ranges"][expected["ranges"][:, 0] == process]
+        wanted = [
+            row
+            for _, file, first, last in ranges
+            for row in range(first_rows[file] + first, first_rows[file] + last + 1)
+        ]
+        assert list(range(start, stop)) == wanted
 
 
 @pytest.mark.parametrize("count", [2, 7])
