@@ -1,6 +1,8 @@
-"""Twenty training steps of whole models follow TorchRec's."""
+"""Twenty training steps of whole models follow TorchRec's, on one device and sharded over eight."""
 
 from __future__ import annotations
+
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -8,8 +10,10 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.sharding import AxisType
 
 import jaxrec
+from jaxrec.mesh import column_wise, data_parallel, row_wise, shard_batch, table_wise
 from jaxrec.nn import DLRM, DLRM_DCN, SimpleDeepFMNN
 from jaxrec.ragged import jagged_to_padded_dense
 from jaxrec.train import compile_step
@@ -68,6 +72,8 @@ class Attention(nnx.Module):
         return self.head(jnp.concatenate(pooled, axis=1))[:, 0]
 
     def _pool(self, sequence):
+        if sequence.values.ndim == 3:  # sharded, ragged for each device
+            return jax.vmap(self._pool)(sequence).reshape(-1, sequence.values.shape[2])
         dense = jagged_to_padded_dense(sequence.values, sequence.offsets, self.max_len)
         valid = jnp.arange(self.max_len)[None, :] < sequence.lengths[:, None]
         scores = jnp.where(valid, self.att(dense)[:, :, 0], -1e9)
@@ -105,8 +111,29 @@ def dlrm_layers(model):
     )
 
 
-def follow(model, tx, arrays, case, keys, loss_of=optax.sigmoid_binary_cross_entropy):
+def on_one_device(model):
+    """Leaves the model and its batches where they are."""
+    return lambda batch, capacities: batch
+
+
+def on_eight(model):
+    """Shards the model, each table by another type, and says how its batches are."""
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    types = [row_wise(), column_wise(), table_wise(3), data_parallel()]
+    if isinstance(model.embeddings, jaxrec.EmbeddingBagCollection):
+        types.append(row_wise(exchange="sums"))
+    names = [table.name for table in model.embeddings.configs]
+    plan = jaxrec.plan.ShardingPlan.from_dict(dict(zip(names, itertools.cycle(types))))
+    jaxrec.shard(model, plan, mesh)
+    return lambda batch, capacities: shard_batch(batch, mesh, capacities=capacities)
+
+
+devices = pytest.mark.parametrize("spread", [on_one_device, on_eight])
+
+
+def follow(model, spread, tx, arrays, case, keys, loss_of=optax.sigmoid_binary_cross_entropy):
     """Trains and checks the loss and the model's output of each step."""
+    place = spread(model)
     optimizer = jaxrec.Optimizer(model, tx)
 
     def step(model, optimizer, inputs, labels):
@@ -129,7 +156,8 @@ def follow(model, tx, arrays, case, keys, loss_of=optax.sigmoid_binary_cross_ent
             keys, arrays[f"values_{s}"], arrays[f"lengths_{s}"], capacities=[int(most)] * len(keys)
         )
         dense = (arrays[f"dense_{s}"],) if f"dense_{s}" in arrays else ()
-        loss, out = step((*dense, features), arrays[f"labels_{s}"].reshape(-1))
+        batch = (*dense, features), arrays[f"labels_{s}"].reshape(-1)
+        loss, out = step(*place(batch, dict.fromkeys(keys, int(most))))
         losses.append(loss)
         logits.append(out)
     np.testing.assert_allclose(losses, arrays["loss"], **case["tolerance"])
@@ -154,8 +182,9 @@ def make_tables(meta, optimizer, rngs):
     )
 
 
+@devices
 @pytest.mark.parametrize("name", DLRM_OPTIMIZERS)
-def test_dlrm(name):
+def test_dlrm(name, spread):
     case, arrays = CASES[name], golden.load("train", name)
     meta = case["meta"]
     tables, tx = DLRM_OPTIMIZERS[name]
@@ -171,13 +200,14 @@ def test_dlrm(name):
     )
     for layer, layer_name in dlrm_layers(model):
         load_linear(layer, arrays, layer_name)
-    follow(model, tx, arrays, case, meta["keys"])
+    follow(model, spread, tx, arrays, case, meta["keys"])
     assert_tables(embeddings, arrays, case["tolerance"])
     for layer, layer_name in dlrm_layers(model):
         assert_linear(layer, arrays, layer_name, case["tolerance"])
 
 
-def test_dlrm_dcn():
+@devices
+def test_dlrm_dcn(spread):
     name = "dlrm_dcn_rowwise_adagrad"
     case, arrays = CASES[name], golden.load("train", name)
     meta, rngs = case["meta"], nnx.Rngs(0)
@@ -200,7 +230,7 @@ def test_dlrm_dcn():
         crossnet.down[i].kernel.set_value(jnp.asarray(arrays[f"{prefix}V_kernels__{i}"].T))
         crossnet.up[i].kernel.set_value(jnp.asarray(arrays[f"{prefix}W_kernels__{i}"].T))
         crossnet.up[i].bias.set_value(jnp.asarray(arrays[f"{prefix}bias__{i}"].reshape(-1)))
-    follow(model, optax.sgd(0.05), arrays, case, meta["keys"])
+    follow(model, spread, optax.sgd(0.05), arrays, case, meta["keys"])
     assert_tables(embeddings, arrays, case["tolerance"])
     for layer, layer_name in dlrm_layers(model):
         assert_linear(layer, arrays, layer_name, case["tolerance"])
@@ -219,7 +249,8 @@ def binary_cross_entropy(probabilities, labels):
     return -(labels * jnp.log(probabilities) + (1 - labels) * jnp.log1p(-probabilities))
 
 
-def test_simple_deepfm():
+@devices
+def test_simple_deepfm(spread):
     name = "simple_deepfm_sgd"
     case, arrays = CASES[name], golden.load("train", name)
     meta, rngs = case["meta"], nnx.Rngs(0)
@@ -241,7 +272,7 @@ def test_simple_deepfm():
     }
     for layer_name, layer in layers.items():
         load_linear(layer, arrays, layer_name)
-    follow(model, optax.sgd(0.05), arrays, case, meta["keys"], binary_cross_entropy)
+    follow(model, spread, optax.sgd(0.05), arrays, case, meta["keys"], binary_cross_entropy)
     for table in embeddings.configs:
         expected = arrays[f"tableN_{table.name}"]
         np.testing.assert_allclose(embeddings.table(table.name), expected, **case["tolerance"])
@@ -249,14 +280,15 @@ def test_simple_deepfm():
         assert_linear(layer, arrays, layer_name, case["tolerance"])
 
 
-def test_attention_over_sequences():
+@devices
+def test_attention_over_sequences(spread):
     name = "ec_attention_rowwise_adagrad"
     case, arrays = CASES[name], golden.load("train", name)
     model = Attention(case["meta"], rngs=nnx.Rngs(0))
     load_tables(model.embeddings, arrays)
     load_linear(model.att, arrays, "att")
     load_linear(model.head, arrays, "head")
-    follow(model, optax.sgd(0.05), arrays, case, ["f0", "f1"])
+    follow(model, spread, optax.sgd(0.05), arrays, case, ["f0", "f1"])
     assert_tables(model.embeddings, arrays, case["tolerance"])
     assert_linear(model.att, arrays, "att", case["tolerance"])
     assert_linear(model.head, arrays, "head", case["tolerance"])
