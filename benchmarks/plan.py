@@ -253,6 +253,8 @@ def measure(
             del model, optimizer
             gc.collect()  # they hold each other
             print(f"pass {number + 1}, plan {i + 1}: {least[i][0]:.1f} ms", file=sys.stderr)
+        # A process has so many memory maps at most, and each compiled program takes hundreds.
+        jax.clear_caches()
         yield least
 
 
