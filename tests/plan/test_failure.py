@@ -118,7 +118,7 @@ def test_changes_that_do_not_help_are_not_named():
 
 def test_nothing_is_named_where_nothing_helps():
     said = {"large": ParameterConstraints(cache_ratio=0.5)}
-    planner = Planner(topology(host_memory=1), said, storages=["disk"])
+    planner = Planner(topology(host_memory=1), said, storages=["disk"], time_limit=600)
     message = failure(dataclasses.replace(planner, topology=none_of_disk(planner.topology)))
     assert "the disk of the fullest host lacks" in message
     assert "No change that was tried would fit: more devices" in message
