@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -103,6 +103,9 @@ class ShardedTables(TableStore):
 
     def specs(self) -> dict[str, PartitionSpec]:
         return {placed.group.name: self.spec(placed) for placed in self.layout.groups}
+
+
+Store = TypeVar("Store", bound=ShardedTables)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -265,6 +268,24 @@ def update_rows_sharded(
     tables: ShardedTables, lookups: Sequence[dict[str, RowGradients]], step: Int[Array, ""] | int
 ) -> ShardedTables:
     """Brings gradients to the rows' owners, and updates each row once, there."""
+    return update_groups(tables, lookups, step, _update)
+
+
+def update_groups(
+    tables: Store,
+    lookups: Sequence[dict[str, RowGradients]],
+    step: Int[Array, ""] | int,
+    update: Callable[..., tuple[Array, dict[str, Array]]],
+) -> Store:
+    """Updates the groups one by one.
+
+    Args:
+        tables: The tables.
+        lookups: For each lookup the gradients of each group's rows.
+        step: Number of updates made before.
+        update: Makes a device's new rows and state of a group, given the tables, the group, its
+            rows and state here, their gradient and the step.
+    """
     step = jnp.asarray(step, jnp.int32)
     specs = tables.specs()
 
@@ -278,7 +299,6 @@ def update_rows_sharded(
             gradient = dataclasses.replace(
                 gradient, lookups=dataclasses.replace(gradient.lookups, rows=at)
             )
-            update = _update_replicated if placed.is_replicated else _update_owned
             new[name] = update(tables, placed, rows[name], state[name], gradient, step)
             turns.end(new[name][0])
         return {name: pair[0] for name, pair in new.items()}, {n: p[1] for n, p in new.items()}
@@ -292,6 +312,13 @@ def update_rows_sharded(
         check_vma=False,
     )(tables.rows, tables.state, list(lookups), step)
     return dataclasses.replace(tables, rows=rows, state=state)
+
+
+def _update(
+    tables: ShardedTables, placed: PlacedGroup, *args: Any
+) -> tuple[Array, dict[str, Array]]:
+    update = _update_replicated if placed.is_replicated else _update_owned
+    return update(tables, placed, *args)
 
 
 def _update_owned(

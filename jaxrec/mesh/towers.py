@@ -27,13 +27,20 @@ from jaxtyping import Array, DTypeLike, Float, Int, Int32
 from jaxrec.embed import kernels
 from jaxrec.embed.kernels import BagLayout, Lookups
 from jaxrec.embed.lookup import Residuals, flatten, lookup, pool
-from jaxrec.embed.update import RowGradients, merge, row_gradients, update_rows
+from jaxrec.embed.update import RowGradients, row_gradients, update_rows
 from jaxrec.mesh import exchange
 from jaxrec.mesh.collectives import Channel, Turns
 from jaxrec.mesh.lanes import Lanes
 from jaxrec.mesh.layout import PlacedGroup
 from jaxrec.mesh.route import plan_route
-from jaxrec.mesh.tables import ShardedTables, check_batch, first, round_capacity, stack
+from jaxrec.mesh.tables import (
+    ShardedTables,
+    check_batch,
+    first,
+    round_capacity,
+    stack,
+    update_groups,
+)
 from jaxrec.ragged import KeyedArray, KeyedJaggedArray
 
 Tower: TypeAlias = Callable[[Any, Float[Array, "samples columns"]], Float[Array, "samples _"]]
@@ -272,35 +279,20 @@ def update_rows_at_towers(
     tables: TowerTables, lookups: Sequence[dict[str, RowGradients]], step: Int[Array, ""] | int
 ) -> TowerTables:
     """Brings gradients to the rows' owners on their host, and updates each row once, there."""
-    specs = tables.specs()
+    return update_groups(tables, lookups, step, _update)
 
-    def on_device(rows: Any, state: Any, lookups: Any, step: Any) -> Any:
-        lookups, turns = first(lookups), Turns(tables.mesh)
-        new = {}
-        for placed in tables.layout.groups:
-            name = placed.group.name
-            gradient = merge([gradients[name] for gradients in lookups])
-            at = turns.begin(gradient.lookups.rows)
-            gradient = dataclasses.replace(
-                gradient, lookups=dataclasses.replace(gradient.lookups, rows=at)
-            )
-            on_host = _HostGroup.of(tables, placed)
-            room = round_capacity(at.size, on_host.num_devices)
-            new[name] = exchange.update_rows(
-                on_host, rows[name], state[name], gradient, step, tables.within, room
-            )
-            turns.end(new[name][0])
-        return {name: pair[0] for name, pair in new.items()}, {n: p[1] for n, p in new.items()}
 
-    state_specs = {name: dict.fromkeys(tables.state[name], spec) for name, spec in specs.items()}
-    rows, state = jax.shard_map(
-        on_device,
-        mesh=tables.mesh,
-        in_specs=(specs, state_specs, PartitionSpec(tables.batch_axes), PartitionSpec()),
-        out_specs=(specs, state_specs),
-        check_vma=False,
-    )(tables.rows, tables.state, list(lookups), jnp.asarray(step, jnp.int32))
-    return dataclasses.replace(tables, rows=rows, state=state)
+def _update(
+    tables: TowerTables,
+    placed: PlacedGroup,
+    rows: Array,
+    state: dict[str, Array],
+    gradient: RowGradients,
+    step: Array,
+) -> tuple[Array, dict[str, Array]]:
+    on_host = _HostGroup.of(tables, placed)
+    room = round_capacity(gradient.lookups.rows.size, on_host.num_devices)
+    return exchange.update_rows(on_host, rows, state, gradient, step, tables.within, room)
 
 
 def run_towers(

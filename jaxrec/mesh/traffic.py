@@ -134,6 +134,9 @@ def _collective(kind: str, result: str, started: bool, line: str, devices: int) 
         group = listed[1].count(",") + 1
     elif tiled := re.search(r"replica_groups=\[\d+,(\d+)\]", line):
         group = int(tiled[1])
+    elif named := re.search(r"replica_groups=mesh\[([^]]*)\] \{([^}]*)\}", line):
+        axes = dict(re.findall(r"'([^']+)'=(\d+)", named[1]))
+        group = math.prod(int(axes[axis]) for axis in re.findall(r"'([^']+)'", named[2]))
     names = dict.fromkeys(shape.group() for shape in shapes)
     count = f"{len(shapes)} x " if len(shapes) > 1 and len(names) == 1 else ""
     return Collective(kind, count + ", ".join(names), sum(sizes), group)

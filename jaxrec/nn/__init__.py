@@ -50,6 +50,7 @@ from jaxrec.nn.sasrec import SASRec as SASRec
 from jaxrec.nn.sasrec import SASRecBlock as SASRecBlock
 from jaxrec.nn.sequence import JaggedSelfAttention as JaggedSelfAttention
 from jaxrec.nn.sequence import PositionEmbedding as PositionEmbedding
+from jaxrec.nn.sequence import SequenceOptions as SequenceOptions
 from jaxrec.nn.sequence import candidate_scores as candidate_scores
 from jaxrec.nn.sequence import last_states as last_states
 from jaxrec.nn.swish import SwishLayerNorm as SwishLayerNorm

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
+import functools
+from typing import Any, Unpack
 
 import jax.numpy as jnp
 from flax import nnx
@@ -10,12 +11,7 @@ from jaxtyping import Array, DTypeLike, Float
 
 from jaxrec.embed import EmbeddingCollection
 from jaxrec.nn.jagged_attention import BLOCK
-from jaxrec.nn.sequence import (
-    JaggedSelfAttention,
-    PositionEmbedding,
-    encode_history,
-    item_width,
-)
+from jaxrec.nn.sequence import JaggedSelfAttention, SequenceModel, SequenceOptions
 from jaxrec.ragged import JaggedArray, KeyedJaggedArray
 from jaxrec.ragged.arrays import AnyArray
 
@@ -88,7 +84,7 @@ class BERT4RecBlock(nnx.Module):
         return self.dense_norm(between + self.dropout(changed))
 
 
-class BERT4Rec(nnx.Module):
+class BERT4Rec(SequenceModel):
     """Predicts hidden items of a sequence from the items on both sides.
 
     Sun et al. 2019, "BERT4Rec: Sequential recommendation with bidirectional encoder representations
@@ -100,15 +96,8 @@ class BERT4Rec(nnx.Module):
     Args:
         items: Tables; one reads the history, and with it whatever else the loss and the evaluation
             need embedded: the hidden items, negatives, candidates.
-        history: The feature with the sequences.
-        max_length: Length of the longest sequence.
-        num_blocks: Number of `BERT4RecBlock`.
-        num_heads: Heads of each.
-        dropout_rate: Share that is dropped in training, of embeddings and of layers' outputs.
-        block_size: See `jagged_attention`.
-        dtype: Type that it computes in; None: the wider of the embeddings' and ``param_dtype``.
-        param_dtype: Type of the dense parameters.
-        rngs: Gives the random keys of first values, and of dropout.
+        num_heads: Heads of each `BERT4RecBlock`.
+        options: See `SequenceOptions`.
 
     Raises:
         ValueError: No table reads the history, or several do.
@@ -130,40 +119,17 @@ class BERT4Rec(nnx.Module):
         self,
         items: EmbeddingCollection,
         *,
-        history: str = "history",
-        max_length: int,
-        num_blocks: int = 2,
         num_heads: int = 2,
-        dropout_rate: float = 0.2,
-        block_size: int = BLOCK,
-        dtype: DTypeLike | None = None,
-        param_dtype: DTypeLike = jnp.float32,
-        rngs: nnx.Rngs,
+        **options: Unpack[SequenceOptions],
     ):
-        dim = item_width("BERT4Rec", items, history)
-        self.items = items
-        self.history = history
-        self.positions = PositionEmbedding(
-            max_length, dim, dtype=dtype, param_dtype=param_dtype, rngs=rngs
-        )
-        self.dropout = nnx.Dropout(dropout_rate, rngs=rngs)
-        self.blocks = nnx.List(
-            BERT4RecBlock(
-                dim,
-                num_heads,
-                dropout_rate=dropout_rate,
-                block_size=block_size,
-                dtype=dtype,
-                param_dtype=param_dtype,
-                rngs=rngs,
-            )
-            for _ in range(num_blocks)
-        )
-        self.embedding_norm = nnx.LayerNorm(dim, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
-        self.head = nnx.Linear(
-            dim, dim, kernel_init=_init, dtype=dtype, param_dtype=param_dtype, rngs=rngs
-        )
-        self.head_norm = nnx.LayerNorm(dim, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+        super().__init__(items, functools.partial(BERT4RecBlock, num_heads=num_heads), **options)
+        dim, rngs = self.positions.vectors.shape[1], options["rngs"]
+        types: dict[str, Any] = {
+            "dtype": options.get("dtype"),
+            "param_dtype": options.get("param_dtype", jnp.float32),
+        }
+        self.embedding_norm = nnx.LayerNorm(dim, **types, rngs=rngs)
+        self.head = nnx.Linear(dim, dim, kernel_init=_init, **types, rngs=rngs)
 
     def __call__(self, features: KeyedJaggedArray) -> dict[str, JaggedArray]:
         """The state at each place of each sequence, beside the other features' embeddings.
@@ -179,11 +145,10 @@ class BERT4Rec(nnx.Module):
             ValueError: A sequence is longer than ``max_length`` (seen outside of `jax.jit`; inside,
                 what is past it becomes NaN).
         """
-        return encode_history(self.items, self.history, features, self._encode)
+        return self.embed(features, self._encode)
 
-    def _encode(self, history: JaggedArray) -> JaggedArray:
+    def _encode(self, history: JaggedArray) -> Array:
         states = self.dropout(self.embedding_norm(self.positions(history).values))
         for block in self.blocks:
             states = block(states, history.lengths)
-        states = self.head_norm(nnx.gelu(self.head(states)))
-        return dataclasses.replace(history, values=states)
+        return self.norm(nnx.gelu(self.head(states)))

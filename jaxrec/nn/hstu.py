@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
+import functools
+from typing import Unpack
 
 import jax.numpy as jnp
 from flax import nnx
@@ -11,7 +12,7 @@ from jaxtyping import Array, DTypeLike, Float
 from jaxrec.embed import EmbeddingCollection
 from jaxrec.nn.dtypes import promote
 from jaxrec.nn.jagged_attention import BLOCK, hstu_attention
-from jaxrec.nn.sequence import PositionEmbedding, encode_history, item_width
+from jaxrec.nn.sequence import SequenceModel, SequenceOptions, scaled
 from jaxrec.ragged import JaggedArray, KeyedJaggedArray
 from jaxrec.ragged.arrays import AnyArray
 
@@ -136,7 +137,7 @@ class HSTUBlock(nnx.Module):
         return states + self.out(self.dropout(gated))
 
 
-class HSTU(nnx.Module):
+class HSTU(SequenceModel):
     """Predicts the next item of a sequence from the items before it and their times.
 
     Zhai et al. 2024, "Actions speak louder than words: Trillion-parameter sequential transducers
@@ -145,18 +146,11 @@ class HSTU(nnx.Module):
     Args:
         items: Tables; one reads the history, and with it whatever else the loss and the evaluation
             need embedded: the items that follow, negatives, candidates.
-        history: The feature with the sequences.
-        max_length: Length of the longest sequence.
-        num_blocks: Number of `HSTUBlock`.
-        num_heads: Heads of each.
+        num_heads: Heads of each `HSTUBlock`.
         qk_dim: Columns of a head's queries and keys; None: the items' width over ``num_heads``.
         value_dim: Columns of a head's values and gates; None: the same.
         time_buckets: Buckets of the bias for time, see `time_bucket`; 0: no such bias.
-        dropout_rate: Share that is dropped in training, of embeddings and of blocks' outputs.
-        block_size: See `hstu_attention`.
-        dtype: Type that it computes in; None: the wider of the embeddings' and ``param_dtype``.
-        param_dtype: Type of the dense parameters.
-        rngs: Gives the random keys of first values, and of dropout.
+        options: See `SequenceOptions`.
 
     Raises:
         ValueError: No table reads the history, or several do.
@@ -176,43 +170,21 @@ class HSTU(nnx.Module):
         self,
         items: EmbeddingCollection,
         *,
-        history: str = "history",
-        max_length: int,
-        num_blocks: int = 2,
         num_heads: int = 1,
         qk_dim: int | None = None,
         value_dim: int | None = None,
         time_buckets: int = 0,
-        dropout_rate: float = 0.2,
-        block_size: int = BLOCK,
-        dtype: DTypeLike | None = None,
-        param_dtype: DTypeLike = jnp.float32,
-        rngs: nnx.Rngs,
+        **options: Unpack[SequenceOptions],
     ):
-        dim = item_width("HSTU", items, history)
-        self.items = items
-        self.history = history
-        self.positions = PositionEmbedding(
-            max_length, dim, dtype=dtype, param_dtype=param_dtype, rngs=rngs
+        make_block = functools.partial(
+            HSTUBlock,
+            num_heads=num_heads,
+            max_length=options["max_length"],
+            qk_dim=qk_dim,
+            value_dim=value_dim,
+            time_buckets=time_buckets,
         )
-        self.dropout = nnx.Dropout(dropout_rate, rngs=rngs)
-        self.blocks = nnx.List(
-            HSTUBlock(
-                dim,
-                num_heads,
-                max_length=max_length,
-                qk_dim=qk_dim,
-                value_dim=value_dim,
-                time_buckets=time_buckets,
-                dropout_rate=dropout_rate,
-                block_size=block_size,
-                dtype=dtype,
-                param_dtype=param_dtype,
-                rngs=rngs,
-            )
-            for _ in range(num_blocks)
-        )
-        self.norm = nnx.LayerNorm(dim, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+        super().__init__(items, make_block, **options)
 
     def __call__(
         self, features: KeyedJaggedArray, timestamps: AnyArray | None = None
@@ -234,12 +206,10 @@ class HSTU(nnx.Module):
                 becomes NaN).
         """
 
-        def encode(history: JaggedArray) -> JaggedArray:
-            values = history.values * history.values.shape[-1] ** 0.5
-            scaled = dataclasses.replace(history, values=values)
-            states = self.dropout(self.positions(scaled).values)
+        def encode(history: JaggedArray) -> Array:
+            states = self.dropout(self.positions(scaled(history)).values)
             for block in self.blocks:
                 states = block(states, history.lengths, timestamps)
-            return dataclasses.replace(history, values=self.norm(states))
+            return self.norm(states)
 
-        return encode_history(self.items, self.history, features, encode)
+        return self.embed(features, encode)

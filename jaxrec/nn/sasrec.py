@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
+import functools
+from typing import Unpack
 
 import jax.numpy as jnp
 from flax import nnx
@@ -13,9 +14,9 @@ from jaxrec.nn.dtypes import promote
 from jaxrec.nn.jagged_attention import BLOCK
 from jaxrec.nn.sequence import (
     JaggedSelfAttention,
-    PositionEmbedding,
-    encode_history,
-    item_width,
+    SequenceModel,
+    SequenceOptions,
+    scaled,
 )
 from jaxrec.ragged import JaggedArray, KeyedJaggedArray
 from jaxrec.ragged.arrays import AnyArray
@@ -92,7 +93,7 @@ class SASRecBlock(nnx.Module):
         return states + self.dropout(self.out(hidden))
 
 
-class SASRec(nnx.Module):
+class SASRec(SequenceModel):
     """Predicts the next item of a sequence from the items before it.
 
     Kang and McAuley 2018, "Self-attentive sequential recommendation" (arXiv:1808.09781). The score
@@ -104,15 +105,8 @@ class SASRec(nnx.Module):
     Args:
         items: Tables; one reads the history, and with it whatever else the loss and the evaluation
             need embedded: the items that follow, negatives, candidates.
-        history: The feature with the sequences.
-        max_length: Length of the longest sequence.
-        num_blocks: Number of `SASRecBlock`.
-        num_heads: Heads of each.
-        dropout_rate: Share that is dropped in training, of embeddings and of layers' outputs.
-        block_size: See `jagged_attention`.
-        dtype: Type that it computes in; None: the wider of the embeddings' and ``param_dtype``.
-        param_dtype: Type of the dense parameters.
-        rngs: Gives the random keys of first values, and of dropout.
+        num_heads: Heads of each `SASRecBlock`.
+        options: See `SequenceOptions`.
 
     Raises:
         ValueError: No table reads the history, or several do.
@@ -133,36 +127,10 @@ class SASRec(nnx.Module):
         self,
         items: EmbeddingCollection,
         *,
-        history: str = "history",
-        max_length: int,
-        num_blocks: int = 2,
         num_heads: int = 1,
-        dropout_rate: float = 0.2,
-        block_size: int = BLOCK,
-        dtype: DTypeLike | None = None,
-        param_dtype: DTypeLike = jnp.float32,
-        rngs: nnx.Rngs,
+        **options: Unpack[SequenceOptions],
     ):
-        dim = item_width("SASRec", items, history)
-        self.items = items
-        self.history = history
-        self.positions = PositionEmbedding(
-            max_length, dim, dtype=dtype, param_dtype=param_dtype, rngs=rngs
-        )
-        self.dropout = nnx.Dropout(dropout_rate, rngs=rngs)
-        self.blocks = nnx.List(
-            SASRecBlock(
-                dim,
-                num_heads,
-                dropout_rate=dropout_rate,
-                block_size=block_size,
-                dtype=dtype,
-                param_dtype=param_dtype,
-                rngs=rngs,
-            )
-            for _ in range(num_blocks)
-        )
-        self.norm = nnx.LayerNorm(dim, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+        super().__init__(items, functools.partial(SASRecBlock, num_heads=num_heads), **options)
 
     def __call__(self, features: KeyedJaggedArray) -> dict[str, JaggedArray]:
         """The state behind each item of each sequence, beside the other features' embeddings.
@@ -178,13 +146,10 @@ class SASRec(nnx.Module):
             ValueError: A sequence is longer than ``max_length`` (seen outside of `jax.jit`; inside,
                 what is past it becomes NaN).
         """
-        return encode_history(self.items, self.history, features, self._encode)
+        return self.embed(features, self._encode)
 
-    def _encode(self, history: JaggedArray) -> JaggedArray:
-        # As Vaswani et al. 2017 (arXiv:1706.03762), section 3.4, and SASRec's own code.
-        values = history.values * history.values.shape[-1] ** 0.5
-        scaled = dataclasses.replace(history, values=values)
-        states = self.dropout(self.positions(scaled).values)
+    def _encode(self, history: JaggedArray) -> Array:
+        states = self.dropout(self.positions(scaled(history)).values)
         for block in self.blocks:
             states = block(states, history.lengths)
-        return dataclasses.replace(history, values=self.norm(states))
+        return self.norm(states)

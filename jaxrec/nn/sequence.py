@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any, Required, TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -141,12 +142,82 @@ class JaggedSelfAttention(nnx.Module):
         return self.out(attended.reshape(states.shape))
 
 
-def item_width(model: str, items: EmbeddingCollection, history: str) -> int:
-    """The width of the table that reads the history.
+class SequenceOptions(TypedDict, total=False):
+    """What `SASRec`, `BERT4Rec` and `HSTU` have in common.
+
+    Attributes:
+        history: The feature with the sequences; "history" if not given.
+        max_length: Length of the longest sequence; must be given.
+        num_blocks: Number of blocks; 2 if not given.
+        dropout_rate: Share that is dropped in training, of embeddings and of layers' outputs; 0.2
+            if not given.
+        block_size: See `jagged_attention`.
+        dtype: Type that the model computes in; if not given or None, the wider of the embeddings'
+            and ``param_dtype``.
+        param_dtype: Type of the dense parameters; float32 if not given.
+        rngs: Gives the random keys of first values, and of dropout; must be given.
+    """
+
+    history: str
+    max_length: Required[int]
+    num_blocks: int
+    dropout_rate: float
+    block_size: int
+    dtype: DTypeLike | None
+    param_dtype: DTypeLike
+    rngs: Required[nnx.Rngs]
+
+
+class SequenceModel(nnx.Module):
+    """Items and positions, a stack of blocks and a layer norm.
+
+    Args:
+        items: Tables; one reads the history.
+        make_block: Makes a block of so many columns: a module of states and lengths.
+        history, max_length, num_blocks, dropout_rate, block_size, dtype, param_dtype, rngs: See
+            `SequenceOptions`.
 
     Raises:
-        ValueError: None does, or several do.
+        ValueError: No table reads the history, or several do.
     """
+
+    def __init__(
+        self,
+        items: EmbeddingCollection,
+        make_block: Callable[..., nnx.Module],
+        *,
+        history: str = "history",
+        max_length: int,
+        num_blocks: int = 2,
+        dropout_rate: float = 0.2,
+        block_size: int = BLOCK,
+        dtype: DTypeLike | None = None,
+        param_dtype: DTypeLike = jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        dim = _item_width(type(self).__name__, items, history)
+        types: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
+        self.items = items
+        self.history = history
+        self.positions = PositionEmbedding(max_length, dim, **types)
+        self.dropout = nnx.Dropout(dropout_rate, rngs=rngs)
+        self.blocks = nnx.List(
+            make_block(dim, dropout_rate=dropout_rate, block_size=block_size, **types)
+            for _ in range(num_blocks)
+        )
+        self.norm = nnx.LayerNorm(dim, **types)
+
+    def embed(
+        self, features: KeyedJaggedArray, encode: Callable[[JaggedArray], Array]
+    ) -> dict[str, JaggedArray]:
+        """All embeddings of a batch, the history's replaced by what ``encode`` makes of them."""
+        embedded = self.items(features)
+        history = embedded[self.history]
+        return embedded | {self.history: dataclasses.replace(history, values=encode(history))}
+
+
+def _item_width(model: str, items: EmbeddingCollection, history: str) -> int:
+    """The width of the table that reads the history."""
     widths = [t.embedding_dim for t in items.configs if history in t.feature_names]
     if len(widths) != 1:
         features = sorted(f for table in items.configs for f in table.feature_names)
@@ -157,15 +228,12 @@ def item_width(model: str, items: EmbeddingCollection, history: str) -> int:
     return widths[0]
 
 
-def encode_history(
-    items: EmbeddingCollection,
-    history: str,
-    features: KeyedJaggedArray,
-    encode: Callable[[JaggedArray], JaggedArray],
-) -> dict[str, JaggedArray]:
-    """All embeddings of a batch, the history's replaced by what ``encode`` makes of them."""
-    embedded = items(features)
-    return embedded | {history: encode(embedded[history])}
+def scaled(column: JaggedArray) -> JaggedArray:
+    """Embeddings times the square root of their width, before positions are added.
+
+    Vaswani et al. 2017 (arXiv:1706.03762), section 3.4, and SASRec's own code.
+    """
+    return dataclasses.replace(column, values=column.values * column.values.shape[-1] ** 0.5)
 
 
 def last_states(column: JaggedArray) -> Float[Array, "*devices rows dim"]:

@@ -75,3 +75,16 @@ def test_what_runs_on_a_batch_that_fits():
 
 def test_a_program_without_any():
     assert collectives(jax.jit(lambda x: x + 1).lower(jnp.zeros(3)).compile()) == []
+
+
+@pytest.mark.parametrize(
+    ("axes", "devices"), [(("host",), 2), (("device",), 4), (("host", "device"), 8)]
+)
+def test_devices_of_some_axes(axes, devices):
+    mesh = jax.make_mesh((2, 4), ("host", "device"), axis_types=(AxisType.Auto,) * 2)
+    mapped = jax.shard_map(
+        lambda x: jax.lax.all_gather(x, axes, tiled=True),
+        mesh=mesh, in_specs=PartitionSpec(("host", "device")), out_specs=WHOLE, check_vma=False,
+    )  # fmt: skip
+    (found,) = collectives(jax.jit(mapped).lower(jnp.zeros(8)).compile())
+    assert (found.kind, found.devices) == ("all-gather", devices)
