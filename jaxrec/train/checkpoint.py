@@ -8,12 +8,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
-import json
-import logging
 import math
 import os
 import pathlib
-import re
 import shutil
 from collections.abc import Iterator, Mapping
 from types import TracebackType
@@ -27,42 +24,33 @@ from jaxtyping import Array
 
 from jaxrec.embed import EmbeddingBagCollection, EmbeddingCollection, TableVariable
 from jaxrec.embed.config import TableConfig
-from jaxrec.embed.logical import LogicalTable, from_logical, logical_form, to_logical
+from jaxrec.embed.logical import from_logical, logical_form, to_logical
+from jaxrec.train.files import (
+    UNFINISHED,
+    os_errors,
+    path_of,
+    quiet,
+    read_arrays,
+    read_json,
+    read_metrics,
+    read_run,
+    read_tables,
+)
+from jaxrec.train.files import CheckpointError as CheckpointError
+from jaxrec.train.files import Run as Run
+from jaxrec.train.files import best_step as best_step
+from jaxrec.train.files import steps as steps
 from jaxrec.train.keep import Keep
 
 State = TypeVar("State")
 
 Collection = EmbeddingBagCollection | EmbeddingCollection
 
-# What Orbax adds to the name of a checkpoint that is not complete.
-_UNFINISHED = ".orbax-checkpoint-tmp"
-
 # Bytes of a chunk of a table's file: what is read at once by a device with other rows.
 _CHUNK_BYTES = 1 << 24
 
 # Bytes of the tables that are read together, all devices' parts.
 _READ_BYTES = 1 << 30
-
-
-class CheckpointError(ValueError):
-    """There is no checkpoint, or it is of another model."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Run:
-    """What a checkpoint says about the run besides the model.
-
-    Attributes:
-        step: Steps made.
-        batches: Batches used: where to go on in the data.
-        metrics: Values to choose the best by.
-        plan: The sharding plan, as text; the model restores to any.
-    """
-
-    step: int
-    batches: int | None = None
-    metrics: dict[str, float] = dataclasses.field(default_factory=dict)
-    plan: str | None = None
 
 
 class Saver:
@@ -91,7 +79,7 @@ class Saver:
         self._directory, self._keep = directory.absolute(), keep or Keep()
         # Also of the threads that write while training goes on.
         self._silence = contextlib.ExitStack()
-        self._silence.enter_context(_quiet())
+        self._silence.enter_context(quiet())
         self._checkpointer = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler())
         self._under_way: pathlib.Path | None = None
 
@@ -134,12 +122,12 @@ class Saver:
         # Where a write fails, those under way beside it end in tracebacks of their own.
         require_space(self._directory, model, optimizer)
         if jax.process_index() == 0:
-            for unfinished in self._directory.glob(f"*{_UNFINISHED}*"):
+            for unfinished in self._directory.glob(f"*{UNFINISHED}*"):
                 shutil.rmtree(unfinished, ignore_errors=True)
         run = Run(step, batches, dict(metrics or {}), plan)
         tree = _tree(model, optimizer, state)
         chunks = ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES)
-        with _os_errors(path):
+        with os_errors(path):
             self._checkpointer.save(
                 path,
                 ocp.args.Composite(
@@ -161,11 +149,11 @@ class Saver:
         if self._under_way is None:
             return
         path, self._under_way = self._under_way, None
-        with _os_errors(path):
+        with os_errors(path):
             self._checkpointer.wait_until_finished()
         if jax.process_index() != 0:
             return
-        metrics = _metrics(path.parent)
+        metrics = read_metrics(path.parent)
         for step in set(metrics) - self._keep.chosen(metrics):
             shutil.rmtree(self._directory / str(step))
 
@@ -244,9 +232,9 @@ def restore(
         CheckpointError: There is no such checkpoint, it is damaged, or the model has others than
             the saved variables.
     """
-    path = _path(directory, step)
-    saved = _read(path, {"dense", "optimizer"})
-    shapes = _read_json(path / "tables" / "metadata")
+    path = path_of(directory, step)
+    saved = read_arrays(path, {"dense", "optimizer"})
+    shapes = read_json(path / "tables" / "metadata")
     collections = _collections(model)
     _match(set(collections), set(shapes), path)
     for name, collection in collections.items():
@@ -260,14 +248,14 @@ def restore(
                 table.name: logical_form(collection.tables.get_value(), table.name)
                 for table in tables
             }
-            found = _read_tables(path, name, wanted, has_state=optimizer is not None)
+            found = read_tables(path, name, wanted, has_state=optimizer is not None)
             for table in tables:
                 common = min(shapes[name][table.name][0], table.num_embeddings)
                 old, logical = collection.tables.get_value(), found.pop(table.name)
                 collection.tables.set_value(from_logical(old, table.name, logical, common))
     if optimizer is not None:
         _load(_variables(optimizer), saved["optimizer"], path)
-    return _read_run(path.parent, int(path.name))
+    return read_run(path.parent, int(path.name))
 
 
 def restore_state(directory: pathlib.Path, state: State, *, step: int | None = None) -> State:
@@ -276,8 +264,8 @@ def restore_state(directory: pathlib.Path, state: State, *, step: int | None = N
     Raises:
         CheckpointError: There is no such checkpoint, or it has another state.
     """
-    path = _path(directory, step)
-    saved = _read(path, {"run"})["run"]
+    path = path_of(directory, step)
+    saved = read_arrays(path, {"run"})["run"]
     leaves, tree = jax.tree.flatten(state)
     found = [saved.get(str(i)) for i in range(len(saved))]
     shapes = [np.shape(leaf) for leaf in leaves]
@@ -319,104 +307,6 @@ def _together(collection: Collection) -> Iterator[list[TableConfig]]:
         size += needed
     if group:
         yield group
-
-
-def _path(directory: pathlib.Path, step: int | None) -> pathlib.Path:
-    complete = steps(directory)
-    if not complete:
-        raise CheckpointError(f"{directory}: there is no saved model here")
-    if step is not None and step not in complete:
-        raise CheckpointError(f"{directory}: step {step} was not saved; there are {complete}")
-    return directory.absolute() / str(complete[-1] if step is None else step)
-
-
-def _read(path: pathlib.Path, wanted: set[str]) -> dict[str, Any]:
-    """Parts of what `_tree` made, on the host."""
-    import orbax.checkpoint as ocp
-
-    with _damaged(path), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-        saved = checkpointer.metadata(path / "state").item_metadata.tree
-        target = {
-            name: jax.tree.map(lambda leaf: np.empty(leaf.shape, leaf.dtype), saved[name])
-            for name in wanted
-            if name in saved
-        }
-        arguments = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), target)
-        read = _restore(checkpointer, path, target, arguments)
-    return {name: {} for name in wanted} | read
-
-
-def _read_tables(
-    path: pathlib.Path, collection: str, wanted: dict[str, LogicalTable], *, has_state: bool
-) -> dict[str, LogicalTable]:
-    """Tables of a collection, each device's part on that device; without their state, if so."""
-    import orbax.checkpoint as ocp
-
-    with _damaged(path), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-        saved = checkpointer.metadata(path / "state").item_metadata.tree["tables"][collection]
-        target = {}
-        for name, form in wanted.items():
-            target[name] = (
-                {"rows": form.rows, "state": form.state} if has_state else {"rows": form.rows}
-            )
-            state = saved[name].get("state") or {}
-            if has_state and set(state) != set(form.state):
-                raise CheckpointError(
-                    f"{path}: the optimizer of table {name!r} keeps {sorted(form.state)}, but "
-                    f"{sorted(state)} was saved; load the model without its optimizer"
-                )
-        # What the rows are followed by depends on the devices: more zeros here, or fewer.
-        arguments = jax.tree.map(
-            lambda form: ocp.ArrayRestoreArgs(
-                sharding=form.sharding, global_shape=form.shape, strict=False
-            ),
-            target,
-        )
-        nested = [{"tables": {collection: tree}} for tree in (target, arguments)]
-        read = _restore(checkpointer, path, *nested)["tables"][collection]
-    return {
-        name: LogicalTable(table["rows"], table.get("state") or {}) for name, table in read.items()
-    }
-
-
-def _restore(checkpointer: Any, path: pathlib.Path, target: Any, arguments: Any) -> Any:
-    import orbax.checkpoint as ocp
-
-    return checkpointer.restore(
-        path / "state",
-        ocp.args.PyTreeRestore(target, restore_args=arguments, partial_restore=True),
-    )
-
-
-@contextlib.contextmanager
-def _damaged(path: pathlib.Path) -> Iterator[None]:
-    """Orbax's errors as one sentence, and without its log."""
-    try:
-        with _quiet():
-            yield
-    except CheckpointError:
-        raise
-    except (ValueError, KeyError, FileNotFoundError, json.JSONDecodeError, AttributeError) as error:
-        older = [step for step in steps(path.parent) if str(step) != path.name]
-        raise CheckpointError(
-            f"{path}: the checkpoint is damaged ({' '.join(str(error).split())[:200]}); "
-            + (f"remove it to go on from step {older[-1]}" if older else "there is no other")
-        ) from None
-
-
-def _read_json(path: pathlib.Path) -> Any:
-    try:
-        return json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: the checkpoint is damaged ({error})") from None
-
-
-def _read_run(directory: pathlib.Path, step: int) -> Run:
-    path = directory / str(step) / "run" / "metadata"
-    try:
-        return Run(**_read_json(path))
-    except TypeError as error:
-        raise CheckpointError(f"{path}: the checkpoint is damaged ({error})") from None
 
 
 def _tree(model: nnx.Module, optimizer: nnx.Optimizer, state: Any) -> dict[str, Any]:
@@ -521,53 +411,3 @@ def _match(wanted: set[str], saved: set[str], path: pathlib.Path) -> None:
             f"{path}: the model has {sorted(wanted - saved)} that were not saved, and lacks "
             f"{sorted(saved - wanted)} that were; build it as the saved one was"
         )
-
-
-def steps(directory: pathlib.Path) -> list[int]:
-    """The steps of a directory's complete checkpoints, ascending."""
-    if not directory.is_dir():
-        return []
-    return sorted(int(entry.name) for entry in directory.iterdir() if entry.name.isdecimal())
-
-
-def best_step(directory: pathlib.Path, keep: Keep) -> int | None:
-    """The step of the best checkpoint of a directory; None if none is kept for being so."""
-    ranked = keep.ranked(_metrics(directory)) if keep.best else []
-    return ranked[0] if ranked else None
-
-
-def _metrics(directory: pathlib.Path) -> dict[int, dict[str, float]]:
-    return {step: _read_run(directory, step).metrics for step in steps(directory)}
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Without Orbax's log: what it says in tracebacks is raised as well."""
-
-    def is_wanted(record: logging.LogRecord) -> bool:
-        return "orbax" not in record.pathname
-
-    log = logging.getLogger("absl")
-    log.addFilter(is_wanted)
-    try:
-        yield
-    finally:
-        log.removeFilter(is_wanted)
-
-
-@contextlib.contextmanager
-def _os_errors(path: pathlib.Path) -> Iterator[None]:
-    """Orbax's errors as the errors of the operating system that they wrap, and without its log."""
-    try:
-        with _quiet():
-            yield
-    except Exception as error:
-        for unfinished in path.parent.glob(f"{path.name}{_UNFINISHED}*"):
-            shutil.rmtree(unfinished, ignore_errors=True)
-        if isinstance(error, OSError):
-            raise
-        code = re.search(r"os_error_code='(\d+)'", str(error))
-        if code is None:
-            raise
-        number = int(code.group(1))
-        raise OSError(number, os.strerror(number), str(path)) from None
