@@ -12,6 +12,7 @@ import pytest
 from flax import nnx
 
 import jaxrec
+from tests.users_xla import AS_USERS_DO
 
 ROWS, DIM, SMALL = 20_011, 8, 100
 
@@ -63,7 +64,7 @@ def compile_step(optimizer, loss_fn, dtype="float32"):
         optimizer.update(model, gradients)
         return nnx.state((model, optimizer)), loss
 
-    compiled = jax.jit(step, donate_argnums=0).lower(state, make_batch()).compile()
+    compiled = jax.jit(step, donate_argnums=0).lower(state, make_batch()).compile(AS_USERS_DO)
     return state, compiled
 
 

@@ -27,6 +27,7 @@ from jaxrec.mesh import (
     table_wise,
 )
 from jaxrec.mesh.traffic import collectives
+from tests.users_xla import AS_USERS_DO
 
 ROWS, DIM, DEVICES, BATCH = 4001, 8, 8, 32
 N, BAGS = 64, BATCH // DEVICES  # room for ids of a device's batch, and its bags
@@ -55,7 +56,9 @@ def compile_on_mesh(function, placement, optimizer, precision=Precision()):  # n
     assert batch.capacities == (N,)
 
     donated = 0 if function is train_step else None
-    return jax.jit(function, donate_argnums=donated).lower(tables, batch).compile(), tables
+    return jax.jit(function, donate_argnums=donated).lower(tables, batch).compile(
+        AS_USERS_DO
+    ), tables
 
 
 def rows(width, pieces=1):
@@ -152,7 +155,7 @@ def test_groups_take_turns_in_place():
     tables = shard_tables(tables, placements, mesh)
     bags = {name: [[1, 2]] * BATCH for name in widths}
     batch = shard_batch(jaxrec.KeyedJaggedArray.from_lists(bags), mesh)
-    step = jax.jit(train_step, donate_argnums=0).lower(tables, batch).compile()
+    step = jax.jit(train_step, donate_argnums=0).lower(tables, batch).compile(AS_USERS_DO)
     assert_in_place(step, tables)
 
 
