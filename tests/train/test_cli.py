@@ -286,12 +286,6 @@ def test_loss_that_is_no_number_keeps_the_last_good_checkpoint(model, capsys):
     assert np.isfinite(np.asarray(load_model(model).embeddings.table("cat_0"))).all()
 
 
-def test_a_malformed_line(tmp_path):
-    write(tmp_path / "log", [GOOD] * 20 + [changed(3, "x")] + [GOOD] * 20)
-    done = jaxrec("train", *SMALL, "--data", "log", cwd=tmp_path)
-    assert_one_sentence(done, 1, "log, line 21, column 4 (I3)", "'x'")
-
-
 def test_a_full_disk(tmp_path):
     """A real one, a file system of 200 kB; making it takes a namespace of one's own.
 
@@ -314,6 +308,7 @@ def test_a_full_disk(tmp_path):
 
 
 IN_PROCESS = {
+    "malformed": (["--data=bad.tsv"], 1, "bad.tsv, line 21, column 4 (I3)"),
     "missing": (["--data=missing.tsv"], 1, "missing.tsv: No such file or directory"),
     "unknown": (["--bogus"], 2, "unknown option --bogus; `jaxrec train --help`"),
     "config-missing": (["--config=missing.yaml"], 1, "missing.yaml: No such file"),
@@ -345,6 +340,7 @@ IN_PROCESS = {
 def test_what_goes_wrong_is_one_sentence(tmp_path, monkeypatch, capsys, options, code, message):
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "one", [GOOD])
+    write(tmp_path / "bad.tsv", [GOOD] * 20 + [changed(3, "x")] + [GOOD] * 20)
     (tmp_path / "empty").touch()
     (tmp_path / "bad.yaml").write_text("data: {bogus: 1}")
     (tmp_path / "taken").mkdir()
