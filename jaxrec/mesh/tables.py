@@ -296,9 +296,11 @@ def update_groups(
             name = placed.group.name
             gradient = merge([gradients[name] for gradients in lookups])
             at = turns.begin(gradient.lookups.rows)
-            gradient = dataclasses.replace(
-                gradient, lookups=dataclasses.replace(gradient.lookups, rows=at)
-            )
+            lookups_then = dataclasses.replace(gradient.lookups, rows=at)
+            # Sums gather gradients first, whatever the rows.
+            is_first = placed.exchange == "sums"
+            values = turns.begin_gradients(gradient.values) if is_first else gradient.values
+            gradient = dataclasses.replace(gradient, lookups=lookups_then, values=values)
             new[name] = update(tables, placed, rows[name], state[name], gradient, step)
             turns.end(new[name][0])
         return {name: pair[0] for name, pair in new.items()}, {n: p[1] for n, p in new.items()}

@@ -129,14 +129,19 @@ def _collective(kind: str, result: str, started: bool, line: str, devices: int) 
         math.prod(map(int, filter(None, shape["sizes"].split(",")))) * int(shape["bits"] or 8) // 8
         for shape in shapes
     ]
-    group = devices
-    if listed := re.search(r"replica_groups=\{\{([\d,]+)\}", line):
-        group = listed[1].count(",") + 1
-    elif tiled := re.search(r"replica_groups=\[\d+,(\d+)\]", line):
-        group = int(tiled[1])
-    elif named := re.search(r"replica_groups=mesh\[([^]]*)\] \{([^}]*)\}", line):
-        axes = dict(re.findall(r"'([^']+)'=(\d+)", named[1]))
-        group = math.prod(int(axes[axis]) for axis in re.findall(r"'([^']+)'", named[2]))
     names = dict.fromkeys(shape.group() for shape in shapes)
     count = f"{len(shapes)} x " if len(shapes) > 1 and len(names) == 1 else ""
-    return Collective(kind, count + ", ".join(names), sum(sizes), group)
+    return Collective(kind, count + ", ".join(names), sum(sizes), _group_size(line, devices))
+
+
+def _group_size(line: str, devices: int) -> int:
+    """Devices in each group of a collective: listed, tiled, or axes of a mesh or parts of them."""
+    if listed := re.search(r"replica_groups=\{\{([\d,]+)\}", line):
+        return listed[1].count(",") + 1
+    if tiled := re.search(r"replica_groups=\[\d+,(\d+)\]", line):
+        return int(tiled[1])
+    if named := re.search(r"replica_groups=mesh\[([^]]*)\] \{([^}]*)\}", line):
+        sizes = dict(re.findall(r"'([^']+)'=(\d+)", named[1]))
+        axes = re.findall(r"'([^']+)'(?::\(\d+\)(\d+))?", named[2])
+        return math.prod(int(part or sizes[axis]) for axis, part in axes)
+    return devices

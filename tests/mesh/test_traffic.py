@@ -78,6 +78,27 @@ def test_a_program_without_any():
 
 
 @pytest.mark.parametrize(
+    ("groups", "devices"),
+    [
+        ("{{0,1},{2,3},{4,5},{6,7}}", 2),
+        ("[4,2]<=[2,4]T(1,0)", 2),
+        ("mesh['host'=2,'device'=4] {'device'}", 4),
+        ("mesh['host'=2,'device'=4] {'host','device'}", 8),
+        ("mesh['axis_0'=8,'axis_1'=1] {'axis_0':(2)4}", 4),
+        ("{}", 8),
+    ],
+)
+def test_groups_of_devices(groups, devices):
+    program = f"""HloModule step, num_partitions=8
+ENTRY %main (x: f32[8]) -> f32[8] {{
+  ROOT %sum = f32[8]{{0}} all-reduce(%x), replica_groups={groups}, to_apply=%add
+}}
+"""
+    (found,) = collectives(program)
+    assert found.devices == devices
+
+
+@pytest.mark.parametrize(
     ("axes", "devices"), [(("host",), 2), (("device",), 4), (("host", "device"), 8)]
 )
 def test_devices_of_some_axes(axes, devices):
