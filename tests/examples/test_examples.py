@@ -13,7 +13,7 @@ import pytest
 from tests.examples import movielens
 from tests.examples.conftest import EXAMPLES
 
-SEQUENCES = {"sasrec": 10, "bert4rec": 60}  # epochs
+SEQUENCES = {"sasrec": 6, "bert4rec": 60}  # epochs
 
 
 def test_every_example_is_run_here():
