@@ -10,6 +10,7 @@ import os
 import pathlib
 import re
 import shutil
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -161,17 +162,28 @@ def read_run(directory: pathlib.Path, step: int) -> Run:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Without Orbax's log: what it says in tracebacks is raised as well."""
+    """Without Orbax's log: what it says in tracebacks is raised as well.
+
+    Where one write fails, Orbax closes its event loop, and each other write that ends then finds it
+    closed. Python prints that by `sys.unraisablehook`, as it does of callbacks from C++.
+    """
 
     def is_wanted(record: logging.LogRecord) -> bool:
         return "orbax" not in record.pathname
 
-    log = logging.getLogger("absl")
+    def without_late_writes(raised: Any) -> None:
+        if str(raised.exc_value) != "Event loop is closed":
+            hook(raised)
+
+    log, hook = logging.getLogger("absl"), sys.unraisablehook
     log.addFilter(is_wanted)
+    sys.unraisablehook = without_late_writes
     try:
         yield
     finally:
         log.removeFilter(is_wanted)
+        if sys.unraisablehook is without_late_writes:
+            sys.unraisablehook = hook
 
 
 @contextlib.contextmanager

@@ -105,14 +105,16 @@ class Trainer:
     def restore(self, step: int | None = None) -> Run:
         """Goes back to a checkpoint of the saver's directory, metrics included; None: the newest.
 
-        The data goes on at batch ``Run.batches``.
+        One that is still being written is waited for. The data goes on at batch ``Run.batches``.
 
         Raises:
             CheckpointError: There is no such checkpoint, or it is of another model.
+            OSError: The one that was being written could not be.
             ValueError: There is no saver.
         """
         if self.saver is None:
             raise ValueError("a trainer without a saver has nothing to restore from")
+        self.saver.wait()
         directory = self.saver.directory
         run = restore(directory, self.model, self.optimizer, step=step)
         self._measured.set(restore_state(directory, self._measured.get(), step=run.step))
