@@ -82,9 +82,9 @@ class BagLayout:
 
         Then bag ``b`` of feature ``f`` is row ``b * num_features + f`` of the output (so that it
         reshapes to ``[batch, num_features, dim]`` for free). Otherwise bags follow each other
-        feature by feature.
+        feature by feature. Of one feature that is the same.
         """
-        return self.interleave and len(set(self.strides)) <= 1
+        return len(self.strides) == 1 or (self.interleave and len(set(self.strides)) <= 1)
 
     def bag_rows(self, feature: int) -> slice:
         """Rows of the output that hold the feature's bags, in order."""

@@ -40,8 +40,9 @@ def bag_features(bags: Int32[Array, "*n"], layout: BagLayout) -> Int32[Array, "*
     """The feature of each row of the output."""
     if layout.is_interleaved:
         return jax.lax.rem(bags, jnp.int32(layout.num_features))
+    # There are two features at least.
     past = [(bags >= bag).astype(jnp.int32) for bag in np.cumsum(layout.strides[:-1]).tolist()]
-    return functools.reduce(operator.add, past, jnp.zeros_like(bags))
+    return functools.reduce(operator.add, past)
 
 
 def _extents(
