@@ -109,7 +109,8 @@ def main(settings: Settings) -> dict[str, float]:
     train = [row[-settings.max_length :] for row in data.before(-2) if len(row) > 1]
     candidates = {place: data.candidates(place, seed=-place) for place in (-1, -2)}
     room = usual_capacity([len(row) for row in train], settings.batch_size)
-    pack = Packer(FEATURES, {"history": room, "targets": room})
+    # To train, histories and targets have the same room; other batches have one of their own.
+    pack, pack_held_out = Packer(FEATURES, {"history": room, "targets": room}), Packer(FEATURES)
     rng, popularity = np.random.default_rng(settings.seed), data.popularity
     size, mask = settings.batch_size, np.int32(data.num_items + 1)
 
@@ -120,7 +121,7 @@ def main(settings: Settings) -> dict[str, float]:
     def evaluate(place: int) -> dict[str, float]:
         histories = [np.append(row[1 - settings.max_length :], mask) for row in data.before(place)]
         model.eval()
-        batches = pack.batches(size, history=histories, candidates=candidates[place])
+        batches = pack_held_out.batches(size, history=histories, candidates=candidates[place])
         scores = [np.asarray(score(model, batch)) for batch in batches]
         model.train()
         return rank_metrics(np.concatenate(scores)[: len(histories)])

@@ -104,7 +104,8 @@ def main(settings: Settings) -> dict[str, float]:
     candidates = {place: data.candidates(place, seed=-place) for place in (-1, -2)}
     size = settings.batch_size
     room = usual_capacity([len(row) for row in train], size)
-    pack = Packer(FEATURES, {"history": room, "targets": room})
+    # To train, histories and targets have the same room; other batches have one of their own.
+    pack, pack_held_out = Packer(FEATURES, {"history": room, "targets": room}), Packer(FEATURES)
     rng, popularity = np.random.default_rng(settings.seed), data.popularity
 
     model = make_model(settings, data.num_items)
@@ -114,7 +115,7 @@ def main(settings: Settings) -> dict[str, float]:
     def evaluate(place: int) -> dict[str, float]:
         histories = [row[-settings.max_length :] for row in data.before(place)]
         model.eval()
-        batches = pack.batches(size, history=histories, candidates=candidates[place])
+        batches = pack_held_out.batches(size, history=histories, candidates=candidates[place])
         scores = [np.asarray(score(model, batch)) for batch in batches]
         model.train()
         return rank_metrics(np.concatenate(scores)[: len(histories)])
