@@ -47,6 +47,14 @@ class Channel:
         ends = np.cumsum([each.shape[1] for each in values])
         return jnp.split(self.send(jnp.concatenate(values, axis=1)), ends[:-1], axis=1)
 
+    def send_with_flag(
+        self, flag: Bool[Array, ""], *values: Int32[Array, "devices _"]
+    ) -> tuple[Bool[Array, ""], list[Int32[Array, "devices _"]]]:
+        """`send_together`, and with it whether some device says so."""
+        to_all = jnp.broadcast_to(flag.astype(jnp.int32), (values[0].shape[0], 1))
+        flags, *received = self.send_together(to_all, *values)
+        return jnp.any(flags > 0), received
+
     def send_rows(self, rows: Float[Array, "devices n dim"]) -> Float[Array, "devices n dim"]:
         """`send`, of rows of tables."""
         return self._send_as(rows, self.precision.forward)
@@ -73,10 +81,6 @@ class Channel:
         parts = encode(rows * scale, self.precision.backward)
         gathered = tuple(self.gather(part) for part in parts)
         return decode(gathered, self.precision.backward) / scale
-
-    def any(self, flag: Bool[Array, ""]) -> Bool[Array, ""]:
-        """Whether some device says so."""
-        return jax.lax.pmax(flag.astype(jnp.int32), self.axes) > 0
 
     def until_done(
         self,

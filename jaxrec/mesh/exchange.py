@@ -51,10 +51,9 @@ def fetch_rows(
         """A round: its positions, the rows that come in, and whether any device needs more."""
         ends = jnp.minimum(begins + capacity, route.ends)
         positions, asked = window(placed, route, begins, ends, capacity)
-        is_left = jnp.any(ends < route.ends)
-        asked, is_left = channel.send_together(asked, _to_all(is_left, placed))
+        is_left, (asked,) = channel.send_with_flag(jnp.any(ends < route.ends), asked)
         found = kernels.row_lookup(table, asked.reshape(-1)).reshape(*asked.shape, -1)
-        return positions, channel.send_rows(found), jnp.any(is_left > 0)
+        return positions, channel.send_rows(found), is_left
 
     def one_round(begins, rows):
         positions, found, is_left = fetch(begins)
@@ -140,18 +139,19 @@ def update_rows(
     def receive(begins):
         ends = jnp.minimum(begins + capacity, route.ends)
         positions, rows = window(placed, route, begins, ends, capacity)
-        stop, is_left = stops(begins)[:, None], _to_all(jnp.any(ends < route.ends), placed)
         at = dataclasses.replace(lookups, rows=places(route, begins, ends, capacity))
         sums = kernels.sum_rows(at, gradient.values, rows.size, bounded.clip_value)
         wanted = keys.at[positions].get(mode="fill", fill_value=placed.group.num_rows)
-        asked, stop, is_left = channel.send_together(rows, stop, is_left)
+        is_left, (asked, stop) = channel.send_with_flag(
+            jnp.any(ends < route.ends), rows, stops(begins)[:, None]
+        )
         asked = asked.reshape(-1)
         is_now = keys_of(channel.index * placed.local_rows + asked) < stop.min()
         return _Received(
             jnp.where(is_now, asked, placed.local_rows),
             channel.send_gradients(sums.reshape(*rows.shape, -1)).reshape(rows.size, -1),
             wanted,
-            jnp.any(is_left > 0),
+            is_left,
         )
 
     def advance(begins):
@@ -192,10 +192,6 @@ def update_rows(
         return new, got.is_left
 
     return channel.until_done(one_round, advance, route.begins, (table, state))
-
-
-def _to_all(flag: Bool[Array, ""], placed: PlacedGroup) -> Int32[Array, "devices 1"]:
-    return jnp.broadcast_to(flag.astype(jnp.int32), (placed.num_devices, 1))
 
 
 def _total(

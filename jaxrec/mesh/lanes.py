@@ -45,13 +45,20 @@ class Lanes:
     ) -> Lanes:
         """The lanes of features of given owners, the largest features first."""
         by_size = sorted(range(len(owners)), key=lambda f: (-strides[f], -capacities[f], f))
-        features = tuple(tuple(f for f in by_size if owners[f] == d) for d in range(devices))
+        features = [[f for f in by_size if owners[f] == d] for d in range(devices)]
+        return cls.of_features(features, capacities, strides)
+
+    @classmethod
+    def of_features(
+        cls, features: Sequence[Sequence[int]], capacities: Sequence[int], strides: Sequence[int]
+    ) -> Lanes:
+        """The lanes of each owner's features, in the order given; sizes are those of all."""
         lanes = list(itertools.zip_longest(*features))
 
         def most(sizes: Sequence[int]) -> tuple[int, ...]:
             return tuple(max(sizes[f] for f in lane if f is not None) for lane in lanes)
 
-        return cls(features, most(capacities), most(strides))
+        return cls(tuple(map(tuple, features)), most(capacities), most(strides))
 
     @classmethod
     def of_group(cls, placed: PlacedGroup, layout: BagLayout) -> Lanes:
@@ -109,6 +116,36 @@ class Lanes:
         return [packed[owner, start : start + size] for owner, start, size in found]
 
 
+def send_lookups(
+    lanes: Lanes,
+    rows: Int32[Array, " n"],
+    lengths: Int32[Array, " all_bags"],
+    scales: Float[Array, " n"] | None,
+    layout: BagLayout,
+    channel: Channel,
+) -> tuple[Int32[Array, " m"], Int32[Array, " received"], Float[Array, " m"] | None]:
+    """The rows, lengths of bags and scales that all devices have for the lanes of this owner.
+
+    Args:
+        lanes: The lanes.
+        rows: For each of this device's lookups what the owner is told of it.
+        lengths: The lengths of all bags of its batch.
+        scales: The lookups' scales; the result is differentiable in them.
+        layout: Where the group's features lie in the batch.
+        channel: The way to the owners.
+    """
+    bag_lengths = [
+        lengths[start : start + stride]
+        for start, stride in zip(layout.length_starts, layout.strides, strict=True)
+    ]
+    rows, lengths = channel.send_together(
+        lanes.pack(_split(rows, layout), lanes.capacities), lanes.pack(bag_lengths, lanes.strides)
+    )
+    if scales is not None:
+        scales = channel.send(lanes.pack(_split(scales, layout), lanes.capacities)).reshape(-1)
+    return rows.reshape(-1), lengths.reshape(-1), scales
+
+
 def pool_whole_bags(
     placed: PlacedGroup,
     table: Float[Array, "local_rows dim"],
@@ -132,20 +169,7 @@ def pool_whole_bags(
     lanes = Lanes.of_group(placed, layout)
     slots = placed.slots(lookups.rows)
     rows = jnp.where(slots < placed.num_slots, slots % placed.local_rows, -1)
-    bag_lengths = [
-        lengths[start : start + stride]
-        for start, stride in zip(layout.length_starts, layout.strides, strict=True)
-    ]
-    rows, lengths = (
-        part.reshape(-1)
-        for part in channel.send_together(
-            lanes.pack(_split(rows, layout), lanes.capacities),
-            lanes.pack(bag_lengths, lanes.strides),
-        )
-    )
-    if scales is not None:
-        scales = channel.send(lanes.pack(_split(scales, layout), lanes.capacities)).reshape(-1)
-
+    rows, lengths, scales = send_lookups(lanes, rows, lengths, scales, layout, channel)
     received = lanes.received(placed.local_rows)
     pooled = pool(table, rows, lengths, scales, received, jnp.dtype("float32"))
     home = channel.send_rows(pooled.reshape(len(lanes.features), -1, pooled.shape[1]))

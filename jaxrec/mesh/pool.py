@@ -17,7 +17,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int32, Shaped
+from jaxtyping import Array, Bool, Float, Int32, Shaped
 
 from jaxrec.embed import kernels
 from jaxrec.embed.config import MAX_ROWS
@@ -62,13 +62,13 @@ def pool_at_owners(
         )
         return sums.reshape(num_bags, placed.num_devices, -1)
 
-    rows, lengths, is_over = channel.send_together(
-        sending.rows(capacity), sending.lengths, sending.is_over(capacity)
+    is_over, (rows, lengths) = channel.send_with_flag(
+        sending.is_over(capacity), sending.rows(capacity), sending.lengths
     )
     if capacity == most:
         return channel.sum_rows(pooled(rows))
     sums = jax.lax.cond(
-        jnp.any(is_over > 0),
+        is_over,
         lambda: pooled(channel.send(sending.rows(most))),
         lambda: pooled(rows),
     )
@@ -112,13 +112,12 @@ def update_at_owners(
     def update_all(carried: Any) -> Any:
         return update(carried, *channel.send_together(sending.rows(most), sending.lines(most)))
 
-    rows, lines, is_over = channel.send_together(
-        sending.rows(capacity), sending.lines(capacity), sending.is_over(capacity)
+    is_over, (rows, lines) = channel.send_with_flag(
+        sending.is_over(capacity), sending.rows(capacity), sending.lines(capacity)
     )
     if capacity == most:
         return update((table, state), rows, lines)
     # Loops of one step at most, and no `cond`: that would copy the table.
-    is_over = jnp.any(is_over > 0)
     new = run_if(~is_over, lambda carried: update(carried, rows, lines), (table, state))
     return run_if(is_over, update_all, new)
 
@@ -213,10 +212,9 @@ class _Sending:
         """Their bags, numbered over all devices."""
         return self.pack(self.channel.index * self.lengths.shape[1] + self.bags, capacity)
 
-    def is_over(self, capacity: int) -> Int32[Array, "devices 1"]:
-        """For every device the word whether there is less room than this one needs."""
-        is_over = jnp.any(self.counts > capacity).astype(jnp.int32)
-        return jnp.broadcast_to(is_over, (self.placed.num_devices, 1))
+    def is_over(self, capacity: int) -> Bool[Array, ""]:
+        """Whether there is less room than this device needs."""
+        return jnp.any(self.counts > capacity)
 
 
 def _received_layout(placed: PlacedGroup, num_bags: int, capacity: int) -> BagLayout:

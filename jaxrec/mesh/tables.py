@@ -131,13 +131,13 @@ class MeshRows(RowSource):
         if placed.exchange == "rows":
             lookups = flatten(features, weights, layout, group)
             rows, index = self._fetch(group, lookups)
-            weights = None if weights is None else _segments(weights, layout)
+            weights = None if weights is None else segments(weights, layout)
             here = _layout_at_home(layout, len(rows))
             return pool(rows, index, features.lengths, weights, here, dtype), lookups
         lookups = flatten(features, None, layout, group)
         scales = lookups.scales
         if weights is not None:
-            weights = _segments(weights, layout)
+            weights = segments(weights, layout)
             scales = weights if scales is None else weights * scales
         if placed.exchange == "bags":
             bags, lookups = pool_whole_bags(
@@ -181,7 +181,7 @@ def _layout_at_home(layout: BagLayout, num_rows: int) -> BagLayout:
     )
 
 
-def _segments(weights: Float[Array, " capacity"], layout: BagLayout) -> Float[Array, " positions"]:
+def segments(weights: Float[Array, " capacity"], layout: BagLayout) -> Float[Array, " positions"]:
     """The weights of the layout's features, in their order."""
     pieces = zip(layout.id_starts, layout.capacities, strict=True)
     return jnp.concatenate([weights[start : start + size] for start, size in pieces])

@@ -14,13 +14,11 @@ All devices run one program, so the features of each host's tables are numbered 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, DTypeLike, Float, Int, Int32
 
@@ -30,7 +28,7 @@ from jaxrec.embed.lookup import Residuals, flatten, lookup, pool
 from jaxrec.embed.update import RowGradients, row_gradients, update_rows
 from jaxrec.mesh import exchange
 from jaxrec.mesh.collectives import Channel, Turns
-from jaxrec.mesh.lanes import Lanes
+from jaxrec.mesh.lanes import Lanes, send_lookups
 from jaxrec.mesh.layout import PlacedGroup
 from jaxrec.mesh.route import plan_route
 from jaxrec.mesh.tables import (
@@ -38,6 +36,7 @@ from jaxrec.mesh.tables import (
     check_batch,
     first,
     round_capacity,
+    segments,
     stack,
     update_groups,
 )
@@ -198,34 +197,16 @@ def _pool_here(
     """What the tables of this host have for the samples of this device's peers."""
     group = placed.group
     layout = group.bags(features)
-    positions = _lanes(tables, placed)
-    in_lane = [[f for f in lane if f is not None] for lane in itertools.zip_longest(*positions)]
-    lanes = Lanes(
-        tuple(map(tuple, positions)),
-        tuple(max(layout.capacities[f] for f in lane) for lane in in_lane),
-        (features.batch_size,) * len(in_lane),
-    )
+    lanes = Lanes.of_features(_lanes(tables, placed), layout.capacities, layout.strides)
     flat = flatten(features, None, layout, group)
     scales = flat.scales
     if weights is not None:
-        weights = _of_features(weights, layout.id_starts, layout.capacities)
+        weights = segments(weights, layout)
         scales = weights if scales is None else weights * scales
-    lengths = _of_features(jnp.asarray(features.lengths), layout.length_starts, layout.strides)
-
-    def pack(values: Array, sizes: Sequence[int], room: tuple[int, ...]) -> Array:
-        return lanes.pack(jnp.split(values, np.cumsum(sizes)[:-1]), room)
-
-    ids, bag_lengths = (
-        part.reshape(-1)
-        for part in tables.across.send_together(
-            pack(flat.rows, layout.capacities, lanes.capacities),
-            pack(lengths, layout.strides, lanes.strides),
-        )
+    lengths = jnp.asarray(features.lengths)
+    ids, bag_lengths, scales = send_lookups(
+        lanes, flat.rows, lengths, scales, layout, tables.across
     )
-    if scales is not None:
-        packed = pack(scales, layout.capacities, lanes.capacities)
-        scales = tables.across.send(packed).reshape(-1)
-
     received = lanes.received(group.num_rows)
     constant = None if scales is None else jax.lax.stop_gradient(scales)
     here = kernels.flatten_bags(ids, bag_lengths, constant, received, group.num_rows)
@@ -236,14 +217,8 @@ def _pool_here(
     at = dataclasses.replace(received, row_counts=(len(found),) * received.num_features)
     bags = pool(found, index, bag_lengths, scales, at, jnp.dtype("float32"))
     # Bags are by sender, lane and sample.
-    by_sender = bags.reshape(tables.num_hosts, len(in_lane), -1, group.dim)
-    return by_sender.swapaxes(1, 2).reshape(-1, len(in_lane) * group.dim), here, received
-
-
-def _of_features(values: Array, starts: Sequence[int], sizes: Sequence[int]) -> Array:
-    """The segments of a group's features, one after the other."""
-    pieces = zip(starts, sizes, strict=True)
-    return jnp.concatenate([values[start : start + size] for start, size in pieces])
+    by_sender = bags.reshape(tables.num_hosts, len(lanes.strides), -1, group.dim)
+    return by_sender.swapaxes(1, 2).reshape(-1, len(lanes.strides) * group.dim), here, received
 
 
 @row_gradients.register(TowerTables)

@@ -220,9 +220,17 @@ def test_weights_are_learnt(exchange):
 
 def test_tables_that_are_looked_up_twice_are_updated_once():
     """By both lookups' gradients together, as row-wise Adagrad shows, whichever way rows travel."""
-    placements = {"a": row_wise(), "b": row_wise(exchange="sums"), "c": table_wise(2)}
-    configs = [jaxrec.EmbeddingBagConfig(name, ROWS[name], 8) for name in placements]
-    configs.append(jaxrec.EmbeddingBagConfig("d", ROWS["d"], 8))
+    placements = {
+        "a": row_wise(),
+        "b": row_wise(exchange="sums"),
+        "c": table_wise(2),
+        "d": data_parallel(),
+        "pieces of a": column_wise((3, 1)),
+    }
+    configs = [
+        jaxrec.EmbeddingBagConfig(name, ROWS[name[-1]], 8, feature_names=(name[-1],))
+        for name in placements
+    ]
 
     class Twice(nnx.Module):
         def __init__(self):
@@ -242,12 +250,45 @@ def test_tables_that_are_looked_up_twice_are_updated_once():
     alone = Twice()
     expected = run(alone, batches=batches)
     mesh = jax.make_mesh((4,), ("data",), devices=jax.devices()[:4], axis_types=(AxisType.Auto,))
-    plan = jaxrec.plan.ShardingPlan.from_dict(placements | {"d": data_parallel()})
+    plan = jaxrec.plan.ShardingPlan.from_dict(placements)
     model = jaxrec.shard(Twice, plan, mesh)
     losses = run(model, lambda batch: shard_batch(batch, mesh), batches)
     np.testing.assert_allclose(losses, expected, rtol=1e-6)
-    for table in ROWS:
+    for table in placements:
         assert_close(model.embeddings.table(table), alone.embeddings.table(table))
+
+
+def test_ids_outside_their_table_change_no_piece_of_a_row():
+    """On the device a bad id makes its bag NaN; owners add up sums of the others alone."""
+    mesh = jax.make_mesh((2, 2), ("host", "device"), devices=jax.devices()[:4])
+    placements = {"a": column_wise((3, 1)), "b": grid()}
+    configs = [jaxrec.EmbeddingBagConfig(name, 10, 8) for name in placements]
+    model = jaxrec.EmbeddingBagCollection(
+        configs, optimizer=jaxrec.optim.rowwise_adagrad(0.1), rngs=nnx.Rngs(0)
+    )
+    jaxrec.shard(model, jaxrec.plan.ShardingPlan.from_dict(placements), mesh)
+    before = {name: np.asarray(model.table(name)) for name in placements}
+    bags = [[1, 99], [2], [1000], [2, 2]]
+    features = jaxrec.KeyedJaggedArray.from_lists({"a": bags, "b": bags})
+
+    @nnx.jit(donate_argnums=0)
+    def step(model, features):
+        def loss(model):
+            found = model(features).values
+            return jnp.where(jnp.isnan(found), 0, found).sum(), found
+
+        (_, found), gradients = jaxrec.value_and_grad(loss, has_aux=True)(model)
+        model.apply_gradients(gradients.tables[""], 0)
+        return found
+
+    with jax.set_mesh(mesh):
+        found = step(model, shard_batch(features, mesh))
+    np.testing.assert_array_equal(np.isnan(found).all(axis=1), [True, False, True, False])
+    for name, rows in before.items():
+        changed = (np.asarray(model.table(name)) != rows).any(axis=1)
+        assert set(np.flatnonzero(changed)) <= {1, 2}
+        # The gradient is three times one, so the root of the mean square is 3 and the step 0.1.
+        np.testing.assert_allclose(model.table(name)[2], rows[2] - 0.1, rtol=1e-5)
 
 
 def test_embeddings_of_sequences():
