@@ -12,7 +12,8 @@ best of ``--repeats`` rounds in which what is compared takes turns:
 - ``host_cost``: batches that are at hand, and steps of about 2 ms: seconds of the pipelined run
   over those of the bare jitted step in a loop.
 - ``preprocessing``: ``jaxrec data criteo`` on ``--log``, or on generated text: megabytes of text a
-  second of processor time, and the most memory of the process.
+  second of processor time (on all cores, and on one), and the most memory of the process; and the
+  milliseconds of processor time that a megabyte takes to read (text to arrays) and to write.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import collections
 import dataclasses
 import json
 import pathlib
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -223,33 +225,49 @@ def _host_cost(options: Options, rows: Clicks) -> dict[str, float]:
 
 _CONVERT = """
 import json, pathlib, resource, sys, time
-from jaxrec.data.convert import convert
+from jaxrec.data.convert import BLOCK_BYTES, convert
 from jaxrec.data.parts import Conversion
+from jaxrec.data.text import blocks_of_lines, parse_lines
+source, output = map(pathlib.Path, sys.argv[1:])
 before, start = time.process_time(), time.perf_counter()
-convert(pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2]), Conversion())
+if output.name == "read":
+    for block in blocks_of_lines(source, BLOCK_BYTES):
+        parse_lines(block.lines, source, block.first)
+else:
+    convert(source, output, Conversion(), threads=1 if output.name == "one" else None)
+busy, seconds = time.process_time() - before, time.perf_counter() - start
 peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 status = pathlib.Path("/proc/self/status")
 if status.exists():  # there the other number is the parent's, where that is larger
     peak = next(int(x.split()[1]) for x in status.read_text().splitlines() if "VmHWM" in x)
-print(json.dumps([time.process_time() - before, time.perf_counter() - start, peak]))
+print(json.dumps([busy, seconds, peak]))
 """
 
 
 def _preprocessing(options: Options) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as directory:
         log = options.log or _text(pathlib.Path(directory) / "log", options.text_megabytes)
-        output = pathlib.Path(directory) / "out"
-        done = subprocess.run(
-            [sys.executable, "-c", _CONVERT, str(log), str(output)],
-            check=True,
-            capture_output=True,
-            text=True,
-        )
-        busy, seconds, peak = json.loads(done.stdout)
         size = log.stat().st_size / 1e6
+
+        def rounds(kind: str) -> tuple[float, float, float]:
+            """The least processor seconds and seconds of the rounds, and the most memory."""
+            command = [sys.executable, "-c", _CONVERT, str(log)]
+            made = []
+            for round_ in range(options.repeats):
+                output = str(pathlib.Path(directory) / str(round_) / kind)
+                done = subprocess.run([*command, output], check=True, stdout=subprocess.PIPE)
+                made.append(json.loads(done.stdout))
+                shutil.rmtree(output, ignore_errors=True)
+            busy, seconds, peaks = zip(*made, strict=True)
+            return min(busy), min(seconds), max(peaks)
+
+        read, one, (busy, seconds, peak) = rounds("read"), rounds("one"), rounds("all")
     return {
         "megabytes": size,
         "megabytes_per_core_second": size / busy,
+        "one_core_megabytes_per_core_second": size / one[0],
+        "read_ms_per_megabyte": read[0] / size * 1e3,
+        "write_ms_per_megabyte": (one[0] - read[0]) / size * 1e3,
         "megabytes_per_second": size / seconds,
         "peak_megabytes": peak / 1e3 if sys.platform != "darwin" else peak / 1e6,
     }

@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from jaxtyping import Int, Integer
 
+from jaxrec.data.parts import parquet_writer
 from jaxrec.data.transforms import CATEGORICAL_NAMES
 
 MAPS_DIRECTORY = "maps"
@@ -161,11 +162,10 @@ def _rewrite(
     file = pq.ParquetFile(source)
     schema = file.schema_arrow
     for name in maps:
-        schema = schema.set(schema.get_field_index(name), pa.field(name, pa.int32()))
+        number = pa.field(name, pa.int32(), nullable=False)
+        schema = schema.set(schema.get_field_index(name), number)
     unfinished = target.with_name(f".{target.name}.unfinished")
-    with pq.ParquetWriter(
-        unfinished, schema, compression=compression, use_dictionary=False, write_statistics=False
-    ) as writer:
+    with parquet_writer(unfinished, schema, compression) as writer:
         for group in range(file.num_row_groups):
             table = file.read_row_group(group)
             columns = [

@@ -59,7 +59,7 @@ class CriteoFile:
             DataError: It is no whole gzip file, or empty.
         """
         blocks = blocks_of_lines(self.path, BLOCK_BYTES)
-        count = sum(block.lines.count(b"\n") for block in blocks)
+        count = sum(block.count for block in blocks)
         if count == 0:
             raise DataError(f"{self.path}: the file is empty")
         return count
@@ -74,7 +74,7 @@ class CriteoFile:
         for block in blocks_of_lines(self.path, BLOCK_BYTES):
             if block.first >= stop:
                 return
-            if block.first + block.lines.count(b"\n") > start:
+            if block.first + block.count > start:
                 clicks = self._parsed(block.lines, block.first)
                 yield clicks[max(start - block.first, 0) : stop - block.first]
 

@@ -135,11 +135,10 @@ class PartWriter:
         self._path, self._source, self._conversion = path, source, conversion
         self._unfinished = path.with_name(f".{path.name}.unfinished")
         ids = pa.uint32() if conversion.ids != "hash" else pa.int32()
-        self._schema = pa.schema(
-            [(LABEL, pa.int32())]
-            + [(name, pa.int32()) for name in DENSE_NAMES]
-            + [(name, ids) for name in CATEGORICAL_NAMES]
-        )
+        types = [(LABEL, pa.int32())]
+        types += [(name, pa.int32()) for name in DENSE_NAMES]
+        types += [(name, ids) for name in CATEGORICAL_NAMES]
+        self._schema = pa.schema([pa.field(*of, nullable=False) for of in types])
         self._file = self._unfinished.open("wb")
         self._writer = parquet_writer(self._file, self._schema, conversion.compression)
         self._group: list[RawClicks] = []
@@ -153,7 +152,7 @@ class PartWriter:
         self._rows += len(rows)
         self._bad_lines += len(rows.bad)
         self._bad += map(str, rows.bad[: REMEMBERED - len(self._bad)])
-        self._lines = block.first + block.lines.count(b"\n")
+        self._lines = block.first + block.count
         self._end, self._read = block.end, block.read
         if len(rows):
             self._smallest = min(self._smallest, int(rows.counts.min()))
@@ -161,17 +160,19 @@ class PartWriter:
             self._write_group()
 
     def _write_group(self) -> None:
-        labels = np.concatenate([rows.labels for rows in self._group])
-        counts = np.concatenate([rows.counts for rows in self._group], axis=1)
-        ids = np.concatenate([rows.hashes for rows in self._group], axis=1)
+        columns = zip(*map(self._columns, self._group), strict=True)
+        table = pa.table([pa.chunked_array(pieces) for pieces in columns], self._schema)
         self._group = []
-        if not len(labels):
-            return
+        if len(table):
+            self._writer.write_table(table, row_group_size=len(table))
+
+    def _columns(self, rows: RawClicks) -> list[np.ndarray]:
+        ids = list(rows.hashes)
         if self._conversion.ids == "hash":
-            ids = ids % np.array(self._conversion.rows_of_tables, np.uint32)[:, None]
-            ids = ids.astype(np.int32)
-        table = pa.table([labels, *counts, *ids], self._schema)
-        self._writer.write_table(table, row_group_size=len(labels))
+            # The remainder; NumPy divides by one number much faster than it takes that.
+            tables = zip(ids, map(np.uint32, self._conversion.rows_of_tables), strict=True)
+            ids = [(column - column // count * count).view(np.int32) for column, count in tables]
+        return [rows.labels, *rows.counts, *ids]
 
     def finish(self, *, last: bool) -> Part:
         """Gives the file its name; ``last``: the text ends here."""
@@ -200,7 +201,16 @@ class PartWriter:
 
 
 def parquet_writer(file: Any, schema: pa.Schema, compression: str) -> pq.ParquetWriter:
-    """For columns of numbers that are read whole: no dictionaries, no statistics."""
+    """For columns of integers that are read whole: no dictionaries, no statistics.
+
+    What is compressed has the low bytes of all numbers first, then the next, and so on
+    (BYTE_STREAM_SPLIT): the high bytes are nearly all zero, which takes less time both ways.
+    """
     return pq.ParquetWriter(
-        file, schema, compression=compression, use_dictionary=False, write_statistics=False
+        file,
+        schema,
+        compression=compression,
+        use_dictionary=False,
+        write_statistics=False,
+        use_byte_stream_split=compression != "none",
     )

@@ -97,20 +97,21 @@ def parse_lines(block: bytes, path: pathlib.Path, first: int, *, skip: bool = Fa
         >>> rows.counts[0].tolist(), rows.hashes[0].tolist()
         ([17], [31])
     """
-    table = _arrow(block)
-    if table is not None:
-        return _columns(table, ())
+    rows = _arrow(block)
+    if rows is not None:
+        return rows
     lines, bad = _examined(block, path, first)
     if bad and not skip:
         raise DataError(str(bad[0]))
     if not lines:
-        return _columns(pa.schema(_TYPES).empty_table(), tuple(bad))
-    table = _arrow(b"\n".join(lines) + b"\n")
-    assert table is not None, "lines that were examined are rows"
-    return _columns(table, tuple(bad))
+        none = np.empty((COLUMNS, 0), np.int32)
+        return RawClicks(none[0], none[:NUM_DENSE], none[-NUM_CATEGORICAL:].view("u4"), tuple(bad))
+    rows = _arrow(b"\n".join(lines) + b"\n")
+    assert rows is not None, "lines that were examined are rows"
+    return dataclasses.replace(rows, bad=tuple(bad))
 
 
-def _arrow(block: bytes) -> pa.Table | None:
+def _arrow(block: bytes) -> RawClicks | None:
     """The lines as Arrow reads them; None if any is not what it should be, or might not be."""
     if any(sign in block for sign in _OVERLOOKED):
         return None
@@ -132,59 +133,47 @@ def _arrow(block: bytes) -> pa.Table | None:
     labels = table[LABEL]
     if labels.null_count or not {0, 1}.issuperset(pc.unique(labels).to_pylist()):
         return None
-    if not all(_are_hexadecimal(_bytes(table[name])) for name in CATEGORICAL_NAMES):
-        return None
-    return table
+    counts = np.stack([table[name].fill_null(0).to_numpy() for name in DENSE_NAMES])
+    hashes = np.empty((NUM_CATEGORICAL, len(table)), np.uint32)
+    for row, name in zip(hashes, CATEGORICAL_NAMES, strict=True):
+        numbers = _hexadecimals(_characters(table[name]))
+        if numbers is None:
+            return None
+        row[:] = numbers
+    return RawClicks(labels.to_numpy(), counts, hashes)
 
 
-def _columns(table: pa.Table, bad: tuple[BadLine, ...]) -> RawClicks:
-    counts = [table[name].fill_null(0).to_numpy() for name in DENSE_NAMES]
-    hashes = [_hexadecimals(_bytes(table[name])) for name in CATEGORICAL_NAMES]
-    return RawClicks(table[LABEL].to_numpy(), np.stack(counts), np.stack(hashes), bad)
-
-
-def _bytes(column: pa.ChunkedArray) -> np.ndarray:
-    """Eight characters a row as one number, the first in the lowest byte."""
-    if column.null_count:
-        column = column.fill_null(b"0" * HEX_DIGITS)
-    array = column.combine_chunks()
-    if isinstance(array, pa.ChunkedArray):  # an empty column
-        return np.empty(0, np.uint64)
-    characters = np.frombuffer(array.buffers()[1], np.dtype("<u8"), count=len(array))
-    return characters[array.offset :] if array.offset else characters
+def _characters(column: pa.ChunkedArray) -> np.ndarray:
+    """Eight characters a row as one number, the first in the lowest byte; of a missing one 0s."""
+    array = column.combine_chunks().view(pa.uint64())
+    return array.fill_null(pa.scalar(_repeated(ord("0")).item(), pa.uint64())).to_numpy()
 
 
 def _repeated(byte: int) -> np.uint64:
-    return np.uint64(int.from_bytes(bytes([byte]) * 8, "little"))
+    return np.uint64(int.from_bytes(bytes([byte]) * HEX_DIGITS, "little"))
 
 
-_ONE, _LOW, _HIGH, _CARRY = (_repeated(byte) for byte in (0x01, 0x0F, 0xF0, 0x10))
+_ONE, _SIX, _LOW, _CARRY, _ZERO = map(_repeated, (0x01, 0x06, 0x0F, 0x10, 0x30))
 
 
-def _are_hexadecimal(characters: np.ndarray) -> bool:
-    """Whether each byte is one of 0-9, a-f, A-F; all bytes of a word at once.
+def _hexadecimals(characters: np.ndarray) -> UInt32[np.ndarray, " rows"] | None:
+    """The numbers that eight hexadecimal digits spell, all bytes of a word at once.
 
-    Those are 0x30-0x39, 0x61-0x66 and 0x41-0x46.
+    None if a character is no such digit: those are 0x30-0x39, 0x41-0x46 and 0x61-0x66.
     """
     letters = (characters >> np.uint64(6)) & _ONE
-    low = characters & _LOW
-    # Small letters and capitals differ in 0x20, which digits have as well.
-    wrong = ((characters | (letters << np.uint64(5))) & _HIGH) ^ (
-        _repeated(0x30) + letters * np.uint64(0x30)
-    )
-    wrong |= (low + _repeated(6) + letters * np.uint64(3)) & _CARRY  # above 9, above f
-    wrong |= ~(low + _CARRY - letters) & _CARRY  # the character before a
-    return not wrong.any()
-
-
-def _hexadecimals(characters: np.ndarray) -> UInt32[np.ndarray, " rows"]:
-    """The numbers that eight hexadecimal digits spell, all bytes of a word at once."""
     # The low half of a digit's byte is its value, of a letter's 9 less.
-    digits = (characters & _LOW) + ((characters >> np.uint64(6)) & _ONE) * np.uint64(9)
-    digits = digits.byteswap()  # the first digit is the highest
-    for width, mask in ((4, 0x00FF00FF00FF00FF), (8, 0x0000FFFF0000FFFF), (16, 0xFFFFFFFF)):
-        digits = (digits | (digits >> np.uint64(width))) & np.uint64(mask)
-    return digits.astype(np.uint32)
+    digits = (characters & _LOW) + letters * np.uint64(9)
+    # What characters have these values; a letter is small with the bit 0x20, a capital without.
+    wrong = digits + letters * np.uint64(ord("a") - ord("0") - 10) + _ZERO
+    wrong ^= characters | letters << np.uint64(5)
+    # Letters, and they alone, are from 10 to 15.
+    wrong |= (((digits + _SIX) ^ (letters << np.uint64(4))) | digits) & _CARRY
+    if wrong.any():
+        return None
+    pairs = (digits | digits << np.uint64(12)) >> np.uint64(8) & np.uint64(0x00FF00FF00FF00FF)
+    fours = (pairs | pairs >> np.uint64(8)) & np.uint64(0x0000FFFF0000FFFF)
+    return (fours | fours >> np.uint64(16)).astype("<u4").byteswap()
 
 
 _INTEGER = re.compile(rb"(-?\d+)(\.0)?")
@@ -248,12 +237,14 @@ class Block:
     Attributes:
         lines: Each with its newline.
         first: Number of lines before them.
+        count: Number of them.
         end: Bytes of the file up to their end, decompressed.
         read: Bytes of the file as it lies on the disk that have been read.
     """
 
     lines: bytes
     first: int
+    count: int
     end: int
     read: int
 
@@ -267,7 +258,7 @@ def blocks_of_lines(
 
     Args:
         path: The file.
-        size: Bytes of a block.
+        size: Bytes of a block, but for the rest of its last line.
         start: Where to start, counted in decompressed bytes: the ``end`` of an earlier block.
         first: Lines before that.
 
@@ -279,20 +270,17 @@ def blocks_of_lines(
         file: Any = gzip.GzipFile(fileobj=plain) if is_compressed(path) else plain
         try:
             file.seek(start)
-            end, rest = start, b""
-            # Blocks are cut at bytes that do not depend on where reading started.
-            while piece := file.read(size - len(rest) % size):
-                cut = piece.rfind(b"\n") + 1
-                if not cut:
-                    rest += piece
-                    continue
-                lines, rest = rest + piece[:cut], piece[cut:]
+            end = start
+            while lines := file.read(size):
+                lines += file.readline()
                 end += len(lines)
+                if not lines.endswith(b"\n"):
+                    lines += b"\n"
                 if b"\r" in lines:
                     lines = lines.replace(b"\r\n", b"\n")
-                yield Block(lines, first, end, plain.tell())
-                first += lines.count(b"\n")
+                # Faster than bytes.count, which stops at every line.
+                count = int(np.count_nonzero(np.frombuffer(lines, np.uint8) == ord("\n")))
+                yield Block(lines, first, count, end, plain.tell())
+                first += count
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
             raise DataError(f"{path}: the gzip file is cut short or damaged ({error})") from None
-        if rest:
-            yield Block(rest + b"\n", first, end + len(rest), plain.tell())

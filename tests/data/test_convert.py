@@ -76,6 +76,19 @@ def test_hashed(tmp_path):
     assert summary.table_rows == ROWS
 
 
+@pytest.mark.parametrize("compression", ["lz4", "zstd", "none"])
+def test_compressions(tmp_path, compression):
+    to_parquet(KAGGLE, tmp_path, Conversion(table_rows=ROWS, compression=compression))
+    expected = golden.load("criteo", "tsv_to_npys")["sparse"] % np.array(ROWS)
+    np.testing.assert_array_equal(columns(tmp_path, CATEGORICAL_NAMES), expected)
+    (path,) = tmp_path.glob("*.parquet")
+    column = pq.read_metadata(path).row_group(0).column(20)
+    assert column.compression == {"lz4": "LZ4", "zstd": "ZSTD", "none": "UNCOMPRESSED"}[compression]
+    # Any reader of Parquet files reads those of "none"; the others' must know a newer encoding.
+    assert ("BYTE_STREAM_SPLIT" in column.encodings) == (compression != "none")
+    assert not pq.read_schema(path).field("cat_7").nullable
+
+
 @pytest.mark.parametrize("threshold", [1, 2, 3])
 def test_golden_contiguous(tmp_path, small_blocks, threshold):
     source, output = two_files(tmp_path / "log"), tmp_path / "out"
