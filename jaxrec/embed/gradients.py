@@ -113,10 +113,12 @@ def after(
     is_loss = jax.lax.bitcast_convert_type(loss.astype(jnp.float32), jnp.uint32) != _NO_LOSS
 
     def tie(gradient: RowGradients) -> RowGradients:
-        rows = jnp.where(is_loss, gradient.lookups.rows, -1)
-        return dataclasses.replace(
-            gradient, lookups=dataclasses.replace(gradient.lookups, rows=rows)
-        )
+        def tied(rows: Array) -> Array:
+            return jnp.where(is_loss, rows, -1)
+
+        lookups = dataclasses.replace(gradient.lookups, rows=tied(gradient.lookups.rows))
+        route = gradient.route and gradient.route.map_awaited(tied)
+        return dataclasses.replace(gradient, lookups=lookups, route=route)
 
     return _map_rows(tie, tables)
 

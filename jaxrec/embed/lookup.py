@@ -5,7 +5,8 @@ from __future__ import annotations
 import abc
 import dataclasses
 import functools
-from typing import TypeAlias
+from collections.abc import Callable
+from typing import Any, Protocol, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -32,11 +33,43 @@ class Residuals:
         bag_of_sample: For each group the bag that each sample has of each feature, as a row of the
             pooled output; only where the batch has `inverse_indices`.
         layouts: For each group where its features lay in the batch.
+        routes: For groups over a mesh what their exchange needs to know of other devices.
     """
 
     lookups: dict[str, Lookups]
     bag_of_sample: dict[str, Int32[Array, "batch features"]]
     layouts: tuple[BagLayout, ...] = dataclasses.field(metadata={"static": True})
+    routes: Routes = dataclasses.field(default_factory=dict)
+
+
+class Route(Protocol):
+    """What a group's exchange needs to know of other devices, from ids alone."""
+
+    def map_awaited(self, function: Callable[[Array], Array]) -> Any:
+        """The route with a function applied to the indices that exchanges wait for."""
+
+
+Routes: TypeAlias = dict[str, Any]
+
+
+@functools.singledispatch
+def route(tables: TableStore, features: KeyedJaggedArray) -> Routes:
+    """What a lookup of a batch has to find out from other devices before it needs any table.
+
+    A training step can do it for the next batch (see `jaxrec.train.route_ahead`). Dispatches on
+    the kind of tables; those on one device have nobody to ask.
+
+    Args:
+        tables: The tables.
+        features: The batch.
+
+    Returns:
+        By group what `lookup` takes as ``routes``.
+
+    Raises:
+        KeyError, ValueError: As `lookup` does.
+    """
+    return {}
 
 
 @functools.singledispatch
@@ -46,6 +79,7 @@ def lookup(
     *,
     is_weighted: bool = False,
     dtype: DTypeLike = "float32",
+    routes: Routes | None = None,
 ) -> tuple[Activations, Residuals]:
     """Looks up all features of a batch; dispatches on the kind of tables.
 
@@ -57,6 +91,7 @@ def lookup(
         features: The batch; keys that no table reads are ignored.
         is_weighted: Whether rows are multiplied by the batch's weights.
         dtype: Type of the result.
+        routes: What `route` found of the batch; None: it is found out now.
 
     Returns:
         The activations and what `apply_gradients` needs with their gradient. For pooled tables the

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 from jaxrec.embed import kernels
 from jaxrec.embed.kernels import BagLayout, Lookups
 from jaxrec.embed.layout import TableLayout
-from jaxrec.embed.lookup import Activations, Residuals, column_runs
+from jaxrec.embed.lookup import Activations, Residuals, Route, column_runs
 from jaxrec.embed.tables import TableStore
 from jaxrec.ragged import KeyedArray
 
@@ -27,11 +27,14 @@ class RowGradients:
         lookups: Which row belongs to which line of ``values``, and its factor.
         values: ``[lines, dim]`` gradient of the looked-up embeddings.
         layouts: Where the group's features lay in the batches that were looked up, in turn.
+        route: The route of the one lookup that this is the gradient of; None if there is none, or
+            if there were several.
     """
 
     lookups: Lookups
     values: Float[Array, "lines dim"]
     layouts: tuple[BagLayout, ...] = dataclasses.field(default=(), metadata={"static": True})
+    route: Route | None = None
 
 
 def apply_gradients(
@@ -88,7 +91,8 @@ def group_gradients(
             # Samples that share a bag add up.
             bag_of_sample = residuals.bag_of_sample[group.name].reshape(-1)
             lines = jax.ops.segment_sum(lines, bag_of_sample, bags.num_bags)
-        found[group.name] = RowGradients(residuals.lookups[group.name], lines, (bags,))
+        route = residuals.routes.get(group.name)
+        found[group.name] = RowGradients(residuals.lookups[group.name], lines, (bags,), route)
     return found
 
 

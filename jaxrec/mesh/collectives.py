@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
-from jaxtyping import Array, Bool, Float, Int32
+from jaxtyping import Array, Bool, Float, Int32, Shaped
 
 from jaxrec.mesh.precision import Format, Precision, decode, encode
 
@@ -47,13 +47,13 @@ class Channel:
         ends = np.cumsum([each.shape[1] for each in values])
         return jnp.split(self.send(jnp.concatenate(values, axis=1)), ends[:-1], axis=1)
 
-    def send_with_flag(
-        self, flag: Bool[Array, ""], *values: Int32[Array, "devices _"]
-    ) -> tuple[Bool[Array, ""], list[Int32[Array, "devices _"]]]:
-        """`send_together`, and with it whether some device says so."""
-        to_all = jnp.broadcast_to(flag.astype(jnp.int32), (values[0].shape[0], 1))
-        flags, *received = self.send_together(to_all, *values)
-        return jnp.any(flags > 0), received
+    def send_with_most(
+        self, count: Int32[Array, ""], *values: Int32[Array, "devices _"]
+    ) -> tuple[Int32[Array, ""], list[Int32[Array, "devices _"]]]:
+        """`send_together`, and with it the most that any device counts."""
+        to_all = jnp.broadcast_to(count.astype(jnp.int32), (values[0].shape[0], 1))
+        counts, *received = self.send_together(to_all, *values)
+        return jnp.max(counts), received
 
     def send_rows(self, rows: Float[Array, "devices n dim"]) -> Float[Array, "devices n dim"]:
         """`send`, of rows of tables."""
@@ -64,12 +64,12 @@ class Channel:
         scale = self.precision.loss_scale
         return self._send_as(rows * scale, self.precision.backward) / scale
 
-    def sum_rows(self, rows: Float[Array, "n devices dim"]) -> Float[Array, "n dim"]:
+    def sum_rows(self, rows: Float[Array, "devices n dim"]) -> Float[Array, "n dim"]:
         """The sum of what all devices have for this one."""
         if self.precision.forward == "float32":
-            return jax.lax.psum_scatter(rows, self.axes, scatter_dimension=1)
+            return jax.lax.psum_scatter(rows, self.axes)
         # Encoded values cannot be added on the way; as many bytes travel one by one.
-        return self.send_rows(jnp.swapaxes(rows, 0, 1)).astype(jnp.float32).sum(axis=0)
+        return self.send_rows(rows).astype(jnp.float32).sum(axis=0)
 
     def gather(self, values: Array) -> Array:
         """The values of all devices, one after the other."""
@@ -81,34 +81,6 @@ class Channel:
         parts = encode(rows * scale, self.precision.backward)
         gathered = tuple(self.gather(part) for part in parts)
         return decode(gathered, self.precision.backward) / scale
-
-    def until_done(
-        self,
-        one_round: Callable[[Int32[Array, " devices"], Any], tuple[Any, Bool[Array, ""]]],
-        advance: Callable[[Int32[Array, " devices"]], Int32[Array, " devices"]],
-        begins: Int32[Array, " devices"],
-        carried: Any,
-    ) -> Any:
-        """Runs a round, and more until no device has anything left to send.
-
-        The first stands outside of the loop, where the compiler can run others beside it; an even
-        batch takes no more.
-
-        Args:
-            one_round: What happens in a round, given where it begins and what is carried: what is
-                carried then, and whether any device has something left.
-            advance: From where a round begins to where the next one does.
-            begins: Where the first round begins.
-            carried: What it is given.
-        """
-
-        def body(state):
-            begins, carried, _ = state
-            begins = advance(begins)
-            return begins, *one_round(begins, carried)
-
-        first = (begins, *one_round(begins, carried))
-        return jax.lax.while_loop(lambda state: state[2], body, first)[1]
 
     def _send_as(self, rows: Array, format: Format) -> Array:
         if format == "float32":
@@ -157,22 +129,22 @@ class Turns:
         self._is_needed = mesh.devices.flat[0].platform == "cpu"
         self._last: Int32[Array, ""] | None = None
 
-    def end(self, result: Float[Array, "n dim"]) -> None:
+    def end(self, result: Shaped[Array, "..."]) -> None:
         """Says what an exchange brought."""
         if self._is_needed and result.size:
-            value = jax.lax.stop_gradient(result[0, 0]).astype(jnp.float32)
+            value = jax.lax.stop_gradient(result[(0,) * result.ndim])
+            if jnp.issubdtype(value.dtype, jnp.floating):
+                value = jax.lax.bitcast_convert_type(value.astype(jnp.float32), jnp.int32)
             # Some negative number that the compiler cannot know.
-            self._last = jnp.minimum(jax.lax.bitcast_convert_type(value, jnp.int32), -1)
+            self._last = jnp.minimum(value, -1)
 
-    def begin(self, counts: Int32[Array, " n"]) -> Int32[Array, " n"]:
-        """What an exchange needs first, numbers that are not negative, once the last has ended."""
-        return counts if self._last is None else jnp.maximum(counts, self._last)
-
-    def begin_gradients(self, gradients: Float[Array, "n dim"]) -> Float[Array, "n dim"]:
-        """`begin`, of an exchange that needs nothing but gradients."""
+    def begin(self, values: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
+        """What an exchange needs first, once the last has ended: floats, or integers from -1."""
         if self._last is None:
-            return gradients
-        return gradients + (self._last.astype(gradients.dtype) * 0)
+            return values
+        if jnp.issubdtype(values.dtype, jnp.floating):
+            return values + self._last.astype(values.dtype) * 0
+        return jnp.maximum(values, self._last)
 
 
 def run_if(flag: Bool[Array, ""], body: Callable[[Any], Any], carried: Any) -> Any:

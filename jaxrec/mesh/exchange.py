@@ -3,14 +3,17 @@
 A device sorts the slots its batch needs and drops repeats. The slots of one owner then lie
 together. They go out in rounds of at most ``capacity`` for each owner: shapes are static, nothing
 is dropped, and how many rounds it takes is decided together by all devices. An even batch takes
-one. Whether there is room for all travels with what is asked for. All of this is inside
-`jax.shard_map`.
+one. How much a device needs travels with what it asks for. What the first round asks for follows
+from ids alone, so that it can be sent ahead (`route_rows`); rows and gradients answer it. All of
+this is inside `jax.shard_map`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,82 +33,159 @@ from jaxrec.optim.norm import cut_rows
 _NOWHERE = jnp.iinfo(jnp.int32).max
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Round:
+    """What devices ask of each other in a round.
+
+    Attributes:
+        begins: For each owner where the round begins, among this device's slots.
+        rows: The rows that each device asks of this one; `local_rows` where there is none.
+        stop: The first row, or whole row where pieces are updated together, for which some device
+            has no room in this round.
+        most: What any device had left for one owner, at most: more than there is room for if
+            another round follows.
+    """
+
+    begins: Int32[Array, " devices"]
+    rows: Int32[Array, "devices capacity"]
+    stop: Int32[Array, ""]
+    most: Int32[Array, ""]
+
+    @property
+    def is_last(self) -> Bool[Array, ""]:
+        return self.most <= self.rows.shape[1]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class RowsRoute:
+    """What a lookup by rows needs to know of other devices, once they have asked each other.
+
+    Attributes:
+        route: What this device needs.
+        first: The first round.
+    """
+
+    route: Route
+    first: Round
+
+    @property
+    def rows(self) -> Int32[Array, "devices capacity"]:
+        """The rows that are asked of this device first."""
+        return self.first.rows
+
+    @property
+    def most(self) -> Int32[Array, ""]:
+        """Rows that any device needs of one owner, at most."""
+        return self.first.most
+
+    def map_awaited(self, function: Callable[[Array], Array]) -> RowsRoute:
+        """The route with a function applied to the indices that exchanges wait for."""
+        first = dataclasses.replace(
+            self.first, begins=function(self.first.begins), rows=function(self.first.rows)
+        )
+        return dataclasses.replace(self, first=first)
+
+
+def route_rows(
+    placed: PlacedGroup, rows: Int32[Array, " n"], channel: Channel, capacity: int
+) -> RowsRoute:
+    """Has all devices ask for the rows that they need.
+
+    Args:
+        placed: Where the group lies.
+        rows: The row of each of this device's lookups.
+        channel: The way to the other devices.
+        capacity: Rows that go between each pair of devices in a round.
+    """
+    route = plan_route(placed, rows)
+    return RowsRoute(route, _ask(placed, route, route.begins, channel, capacity))
+
+
+def _ask(
+    placed: PlacedGroup,
+    route: Route,
+    begins: Int32[Array, " devices"],
+    channel: Channel,
+    capacity: int,
+) -> Round:
+    """The round that begins there."""
+    _, rows = window(placed, route, begins, capacity)
+    stops = _stops(placed, route, begins, capacity)
+    most, (rows, stops) = channel.send_with_most(jnp.max(route.ends - begins), rows, stops[:, None])
+    return Round(begins, rows, stops.min(), most)
+
+
+def _stops(
+    placed: PlacedGroup, route: Route, begins: Int32[Array, " devices"], capacity: int
+) -> Int32[Array, " devices"]:
+    """The first row of each owner that this device has no room for in a round."""
+    limits = jnp.minimum(begins + capacity, route.ends)
+    after = _keys(placed, route.slots).at[limits].get(mode="clip")
+    stops = jnp.where(limits < route.ends, after, _NOWHERE)
+    return jnp.broadcast_to(stops.min(), stops.shape) if placed.joins_pieces else stops
+
+
+def _keys(placed: PlacedGroup, slots: Int32[Array, "..."]) -> Int32[Array, "..."]:
+    """Numbers of the rows that must come together; of an owner's slots they ascend."""
+    return placed.whole_rows(slots) if placed.joins_pieces else slots
+
+
 def fetch_rows(
     placed: PlacedGroup,
     table: Float[Array, "local_rows dim"],
-    route: Route,
+    routed: RowsRoute,
     channel: Channel,
-    capacity: int,
 ) -> tuple[Float[Array, "places dim"], Int32[Array, " n"]]:
     """The rows of a route, and for each lookup the place of its row among them; -1 for none.
 
     Args:
         placed: Where the group lies.
         table: This device's rows.
-        route: What this device needs.
+        routed: What devices need.
         channel: The way to the other devices.
-        capacity: Rows that go between each pair of devices in a round.
     """
+    route, capacity = routed.route, routed.first.rows.shape[1]
 
-    def fetch(begins):
-        """A round: its positions, the rows that come in, and whether any device needs more."""
-        ends = jnp.minimum(begins + capacity, route.ends)
-        positions, asked = window(placed, route, begins, ends, capacity)
-        is_left, (asked,) = channel.send_with_flag(jnp.any(ends < route.ends), asked)
-        found = kernels.row_lookup(table, asked.reshape(-1)).reshape(*asked.shape, -1)
-        return positions, channel.send_rows(found), is_left
+    def answer(asked: Round) -> Float[Array, "devices capacity dim"]:
+        found = kernels.row_lookup(table, asked.rows.reshape(-1))
+        return channel.send_rows(found.reshape(*asked.rows.shape, -1))
 
-    def one_round(begins, rows):
-        positions, found, is_left = fetch(begins)
-        return rows.at[positions].set(found, mode="drop"), is_left
+    def one_round(asked, rows):
+        positions, _ = window(placed, route, asked.begins, capacity)
+        return rows.at[positions].set(answer(asked), mode="drop")
 
-    def advance(begins):
-        return jnp.minimum(begins + capacity, route.ends)
+    def next_round(asked):
+        begins = jnp.minimum(asked.begins + capacity, route.ends)
+        return _ask(placed, route, begins, channel, capacity)
 
     def all_rounds():
         rows = jnp.zeros((max(first.shape[0], most), first.shape[1]), first.dtype)
-        return channel.until_done(one_round, advance, route.begins, rows), route.index
+        return _until_last(routed.first, one_round, next_round, rows), route.index
 
     def one_is_enough():
         # Rows stay where they came in. There is room for all lookups as it is, but for a capacity
         # of less than an even share.
         rows = jnp.pad(first, ((0, max(0, most - first.shape[0])), (0, 0)))
-        return rows, places(route, route.begins, route.ends, capacity)
+        return rows, places(route, route.begins, capacity)
 
     most = route.index.size
-    _, first, is_left = fetch(route.begins)
+    first = answer(routed.first)
     first = first.reshape(-1, first.shape[-1])
     if capacity >= most:
         return one_is_enough()
-    return jax.lax.cond(is_left, all_rounds, one_is_enough)
+    return jax.lax.cond(routed.first.is_last, one_is_enough, all_rounds)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Received:
-    """What comes to an owner in a round of the update.
-
-    Attributes:
-        rows: The rows, of all devices one after the other; `local_rows` where there is none, or
-            where some device has no room for the row in this round.
-        gradients: Their gradients.
-        wanted: For each place of what this device sent the number of its whole row.
-        is_left: Whether any device has something left.
-    """
-
-    rows: Int32[Array, " places"]
-    gradients: Float[Array, "places dim"]
-    wanted: Int32[Array, "devices capacity"]
-    is_left: Bool[Array, ""]
-
-
-def update_rows(
+def update_by_rows(
     placed: PlacedGroup,
     table: Float[Array, "local_rows dim"],
     state: dict[str, Array],
     gradient: RowGradients,
     step: Int32[Array, ""],
     channel: Channel,
-    capacity: int,
+    routed: RowsRoute,
 ) -> tuple[Float[Array, "local_rows dim"], dict[str, Array]]:
     """Brings gradients to the rows' owners, who update each row once.
 
@@ -120,78 +200,88 @@ def update_rows(
         gradient: The gradient of this device's lookups.
         step: Number of updates made before.
         channel: The way to the other devices.
-        capacity: Rows that go between each pair of devices in a round.
+        routed: What devices need, of these lookups.
     """
     bounded = placed.group.optimizer
     optimizer = dataclasses.replace(bounded, clip_value=None, clip_norm=None)
-    lookups = gradient.lookups
-    route = plan_route(placed, lookups.rows)
-    # What numbers the rows that must come together; of an owner's the numbers ascend.
-    keys_of = placed.whole_rows if placed.joins_pieces else lambda slots: slots
-    keys = keys_of(route.slots)
+    route, capacity = routed.route, routed.first.rows.shape[1]
 
-    def stops(begins):
-        """The first row of each owner that this device has no room for."""
-        limits = jnp.minimum(begins + capacity, route.ends)
-        stops = jnp.where(limits < route.ends, keys.at[limits].get(mode="clip"), _NOWHERE)
-        return jnp.broadcast_to(stops.min(), stops.shape) if placed.joins_pieces else stops
+    def receive(asked: Round) -> tuple[Int32[Array, " places"], Float[Array, "places dim"]]:
+        """The rows that all devices have gradients of in a round, and these."""
+        lines = places(route, asked.begins, capacity)
+        at = dataclasses.replace(gradient.lookups, rows=lines)
+        sums = kernels.sum_rows(at, gradient.values, asked.rows.size, bounded.clip_value)
+        sums = channel.send_gradients(sums.reshape(*asked.rows.shape, -1))
+        rows = asked.rows.reshape(-1)
+        is_now = _keys(placed, channel.index * placed.local_rows + rows) < asked.stop
+        return jnp.where(is_now, rows, placed.local_rows), sums.reshape(rows.size, -1)
 
-    def receive(begins):
-        ends = jnp.minimum(begins + capacity, route.ends)
-        positions, rows = window(placed, route, begins, ends, capacity)
-        at = dataclasses.replace(lookups, rows=places(route, begins, ends, capacity))
-        sums = kernels.sum_rows(at, gradient.values, rows.size, bounded.clip_value)
-        wanted = keys.at[positions].get(mode="fill", fill_value=placed.group.num_rows)
-        is_left, (asked, stop) = channel.send_with_flag(
-            jnp.any(ends < route.ends), rows, stops(begins)[:, None]
-        )
-        asked = asked.reshape(-1)
-        is_now = keys_of(channel.index * placed.local_rows + asked) < stop.min()
-        return _Received(
-            jnp.where(is_now, asked, placed.local_rows),
-            channel.send_gradients(sums.reshape(*rows.shape, -1)).reshape(rows.size, -1),
-            wanted,
-            is_left,
-        )
-
-    def advance(begins):
-        agreed = jax.lax.pmin(stops(begins), channel.axes)
-        positions = begins[:, None] + jnp.arange(capacity, dtype=jnp.int32)[None]
+    def next_round(asked):
+        stops = _stops(placed, route, asked.begins, capacity)
+        agreed = jax.lax.pmin(stops, channel.axes)
+        positions = asked.begins[:, None] + jnp.arange(capacity, dtype=jnp.int32)[None]
+        keys = _keys(placed, route.slots)
         is_done = keys.at[positions].get(mode="clip") < agreed[:, None]
-        return begins + jnp.sum(
+        begins = asked.begins + jnp.sum(
             is_done & (positions < route.ends[:, None]), axis=1, dtype=jnp.int32
         )
+        return _ask(placed, route, begins, channel, capacity)
 
     factors = None
     if bounded.clip_norm is not None:
 
-        def add_squares(begins, squares):
-            got = receive(begins)
-            flat = Lookups(got.rows, None, None)
-            squares = squares + table_squares(placed, flat, got.gradients, None, channel)
-            return squares, got.is_left
+        def add_squares(asked, squares):
+            rows, gradients = receive(asked)
+            flat = Lookups(rows, None, None)
+            return squares + table_squares(placed, flat, gradients, None, channel)
 
         squares = jnp.zeros(len(placed.tables), jnp.float32)
-        squares = channel.until_done(add_squares, advance, route.begins, squares)
+        squares = _until_last(routed.first, add_squares, next_round, squares)
         factors = clip_factors(squares, bounded.clip_norm, channel)
 
-    def one_round(begins, carried):
+    def one_round(asked, carried):
         table, state = carried
-        got = receive(begins)
-        scales = None if factors is None else factors[placed.tables_of(got.rows, channel.index)]
+        rows, gradients = receive(asked)
+        scales = None if factors is None else factors[placed.tables_of(rows, channel.index)]
         if not placed.joins_pieces:
-            flat = Lookups(got.rows, None, scales)
-            new = kernels.fused_update(table, state, flat, got.gradients, optimizer, step)
-            return new, got.is_left
-        runs = kernels.build_runs(got.rows, placed.local_rows)
-        at = Lookups(runs.inverse, None, scales)
-        sums = kernels.sum_rows(at, got.gradients, got.rows.size)
-        total = functools.partial(_total, runs=runs, wanted=got.wanted, channel=channel)
+            flat = Lookups(rows, None, scales)
+            return kernels.fused_update(table, state, flat, gradients, optimizer, step)
+        runs = kernels.build_runs(rows, placed.local_rows)
+        sums = kernels.sum_rows(Lookups(runs.inverse, None, scales), gradients, rows.size)
+        positions, _ = window(placed, route, asked.begins, capacity)
+        keys = _keys(placed, route.slots)
+        wanted = keys.at[positions].get(mode="fill", fill_value=placed.group.num_rows)
+        total = functools.partial(_total, runs=runs, wanted=wanted, channel=channel)
         with cut_rows(placed.whole_dim, total):
-            new = update_unique(table, state, runs.unique, sums, optimizer, step, (0,))
-        return new, got.is_left
+            return update_unique(table, state, runs.unique, sums, optimizer, step, (0,))
 
-    return channel.until_done(one_round, advance, route.begins, (table, state))
+    return _until_last(routed.first, one_round, next_round, (table, state))
+
+
+def _until_last(
+    first: Round,
+    one_round: Callable[[Round, Any], Any],
+    next_round: Callable[[Round], Round],
+    carried: Any,
+) -> Any:
+    """Runs a round, and more until no device has anything left to ask for.
+
+    The first stands outside of the loop, where the compiler can run others beside it; an even batch
+    takes no more.
+
+    Args:
+        first: The first round.
+        one_round: What happens in a round, given it and what is carried: what is carried then.
+        next_round: From a round to the next.
+        carried: What the first is given.
+    """
+
+    def body(state):
+        asked = next_round(state[0])
+        return asked, one_round(asked, state[1])
+
+    state = (first, one_round(first, carried))
+    return jax.lax.while_loop(lambda state: ~state[0].is_last, body, state)[1]
 
 
 def _total(

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -116,21 +116,37 @@ class Lanes:
         return [packed[owner, start : start + size] for owner, start, size in found]
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class BagsRoute:
+    """What all devices look up at this owner, lane by lane, once they have sent it.
+
+    Attributes:
+        rows: What each sender's lookups are of.
+        lengths: The lengths of their bags.
+    """
+
+    rows: Int32[Array, " received"]
+    lengths: Int32[Array, " received_bags"]
+
+    def map_awaited(self, function: Callable[[Array], Array]) -> BagsRoute:
+        """The route with a function applied to the indices that exchanges wait for."""
+        return dataclasses.replace(self, rows=function(self.rows))
+
+
 def send_lookups(
     lanes: Lanes,
     rows: Int32[Array, " n"],
     lengths: Int32[Array, " all_bags"],
-    scales: Float[Array, " n"] | None,
     layout: BagLayout,
     channel: Channel,
-) -> tuple[Int32[Array, " m"], Int32[Array, " received"], Float[Array, " m"] | None]:
-    """The rows, lengths of bags and scales that all devices have for the lanes of this owner.
+) -> BagsRoute:
+    """Sends this device's lookups to the owners of their lanes.
 
     Args:
         lanes: The lanes.
         rows: For each of this device's lookups what the owner is told of it.
         lengths: The lengths of all bags of its batch.
-        scales: The lookups' scales; the result is differentiable in them.
         layout: Where the group's features lie in the batch.
         channel: The way to the owners.
     """
@@ -141,41 +157,66 @@ def send_lookups(
     rows, lengths = channel.send_together(
         lanes.pack(_split(rows, layout), lanes.capacities), lanes.pack(bag_lengths, lanes.strides)
     )
-    if scales is not None:
-        scales = channel.send(lanes.pack(_split(scales, layout), lanes.capacities)).reshape(-1)
-    return rows.reshape(-1), lengths.reshape(-1), scales
+    return BagsRoute(rows.reshape(-1), lengths.reshape(-1))
+
+
+def send_scales(
+    lanes: Lanes, scales: Float[Array, " n"] | None, layout: BagLayout, channel: Channel
+) -> Float[Array, " received"] | None:
+    """`send_lookups`, of the lookups' scales; differentiable."""
+    if scales is None:
+        return None
+    return channel.send(lanes.pack(_split(scales, layout), lanes.capacities)).reshape(-1)
+
+
+def route_bags(
+    placed: PlacedGroup,
+    rows: Int32[Array, " n"],
+    lengths: Int32[Array, " all_bags"],
+    layout: BagLayout,
+    channel: Channel,
+) -> BagsRoute:
+    """Sends ids to the owners of their tables.
+
+    Args:
+        placed: Where the group lies.
+        rows: The row of each of this device's lookups.
+        lengths: The lengths of all bags of its batch.
+        layout: Where the group's features lie in the batch.
+        channel: The way to the other devices.
+    """
+    slots = placed.slots(rows)
+    rows = jnp.where(slots < placed.num_slots, slots % placed.local_rows, -1)
+    return send_lookups(Lanes.of_group(placed, layout), rows, lengths, layout, channel)
 
 
 def pool_whole_bags(
     placed: PlacedGroup,
     table: Float[Array, "local_rows dim"],
-    lookups: Lookups,
-    lengths: Int32[Array, " all_bags"],
     scales: Float[Array, " n"] | None,
     layout: BagLayout,
     channel: Channel,
+    routed: BagsRoute,
 ) -> tuple[Float[Array, "bags dim"], Lookups]:
     """The pooled rows of this device's bags, float32, and the lookups of this device's rows.
 
     Args:
         placed: Where the group lies.
         table: This device's rows.
-        lookups: The lookups of this device's bags; their scales are not looked at,
-        lengths: The lengths of all bags of its batch.
-        scales: The lookups' scales; the result is differentiable in them.
+        scales: The scales of this device's lookups; the result is differentiable in them.
         layout: Where the group's features lie in the batch.
         channel: The way to the other devices.
+        routed: What devices look up here.
     """
     lanes = Lanes.of_group(placed, layout)
-    slots = placed.slots(lookups.rows)
-    rows = jnp.where(slots < placed.num_slots, slots % placed.local_rows, -1)
-    rows, lengths, scales = send_lookups(lanes, rows, lengths, scales, layout, channel)
+    scales = send_scales(lanes, scales, layout, channel)
     received = lanes.received(placed.local_rows)
-    pooled = pool(table, rows, lengths, scales, received, jnp.dtype("float32"))
+    pooled = pool(table, routed.rows, routed.lengths, scales, received, jnp.dtype("float32"))
     home = channel.send_rows(pooled.reshape(len(lanes.features), -1, pooled.shape[1]))
     bags = _join(lanes.unpack(home, lanes.strides, layout.strides), layout)
     scales = None if scales is None else jax.lax.stop_gradient(scales)
-    return bags, kernels.flatten_bags(rows, lengths, scales, received, placed.local_rows)
+    lookups = kernels.flatten_bags(routed.rows, routed.lengths, scales, received, placed.local_rows)
+    return bags, lookups
 
 
 def send_bag_gradients(

@@ -6,13 +6,14 @@ all-gather brings the gradients of all bags to all owners. That moves ``bags x d
 whole batch however long bags are, where the exchange of rows moves ``distinct ids x dim``.
 
 Between each pair of devices there is room for ``capacity`` ids. A batch that does not fit, which
-each device says with the ids it sends, runs with room for all. All of this is inside
-`jax.shard_map`.
+each device says with the ids it sends, runs with room for all. Ids can be sent ahead
+(`route_sums`). All of this is inside `jax.shard_map`.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -29,48 +30,135 @@ from jaxrec.mesh.layout import PlacedGroup
 from jaxrec.mesh.norms import clip_tables
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class SumsRoute:
+    """What an exchange of sums needs to know of other devices, once they have sent each other ids.
+
+    Attributes:
+        local: For each lookup of this device the row of its owner's array; -1 at an id outside its
+            table.
+        order: These lookups by owner and bag; those of no owner, padding, last.
+        counts: How many go to each owner.
+        rows: The rows that each device looks up here; `local_rows` where there is none. Where
+            some device has more lookups for an owner than there is room for, they are of no use.
+        lengths: Lookups of each bag of each device that are of rows here.
+        most: Lookups that any device has for one owner, at most.
+    """
+
+    local: Int32[Array, " n"]
+    order: Int32[Array, " n"]
+    counts: Int32[Array, " devices"]
+    rows: Int32[Array, "devices capacity"]
+    lengths: Int32[Array, "devices bags"]
+    most: Int32[Array, ""]
+
+    def map_awaited(self, function: Callable[[Array], Array]) -> SumsRoute:
+        """The route with a function applied to the indices that exchanges wait for."""
+        return dataclasses.replace(self, rows=function(self.rows), counts=function(self.counts))
+
+    @property
+    def is_over(self) -> Bool[Array, ""]:
+        """Whether some device has more than there is room for."""
+        return self.most > self.rows.shape[1]
+
+    @property
+    def has_room_for_all(self) -> bool:
+        """Whether that cannot be."""
+        return self.rows.shape[1] == self.order.size
+
+    def pack(
+        self, values: Shaped[Array, " n"], capacity: int, fill: int = 0
+    ) -> Shaped[Array, "devices capacity"]:
+        """What goes to each owner, of a value for each lookup."""
+        return _pack(self.order, self.counts, values, capacity, fill)
+
+    def all_rows(self, placed: PlacedGroup, channel: Channel) -> Int32[Array, "devices n"]:
+        """`rows`, with room for all."""
+        return channel.send(self.pack(self.local, self.order.size, placed.local_rows))
+
+
+def route_sums(
+    placed: PlacedGroup, lookups: Lookups, num_bags: int, channel: Channel, capacity: int
+) -> SumsRoute:
+    """Has all devices send each other the ids that they look up.
+
+    Args:
+        placed: Where the group lies.
+        lookups: This device's lookups; their scales are not looked at.
+        num_bags: Bags of this device.
+        channel: The way to the other devices.
+        capacity: Ids that go between each pair of devices.
+    """
+    devices = placed.num_devices
+    if devices * num_bags > MAX_ROWS:
+        raise ValueError(
+            f"tables {', '.join(placed.tables)}: {num_bags} bags of each of {devices} devices "
+            f"are more than int32 can number ({MAX_ROWS}); use smaller batches"
+        )
+    assert lookups.bags is not None
+    slots = placed.slots(lookups.rows)
+    has_row = slots < placed.num_slots
+    # An id outside its table has no owner; the first device makes its bag NaN.
+    is_padding = lookups.rows == placed.group.num_rows
+    owners = jnp.where(has_row, slots // placed.local_rows, jnp.where(is_padding, devices, 0))
+    local = jnp.where(has_row, slots - owners * placed.local_rows, -1)
+    keys = jnp.where(is_padding, devices * num_bags, owners * num_bags + lookups.bags)
+    buckets = kernels.bucket(keys, devices * num_bags)
+    lengths = buckets.counts.reshape(devices, num_bags)
+    counts = lengths.sum(axis=1, dtype=jnp.int32)
+    capacity = min(capacity, local.size)
+    rows = _pack(buckets.order, counts, local, capacity, placed.local_rows)
+    most, (rows, lengths) = channel.send_with_most(jnp.max(counts), rows, lengths)
+    return SumsRoute(local, buckets.order, counts, rows, lengths, most)
+
+
+def _pack(
+    order: Int32[Array, " n"],
+    counts: Int32[Array, " devices"],
+    values: Shaped[Array, " n"],
+    capacity: int,
+    fill: int,
+) -> Shaped[Array, "devices capacity"]:
+    begins = jnp.cumsum(counts, dtype=jnp.int32) - counts
+    places = jnp.arange(capacity, dtype=jnp.int32)[None]
+    lookups = order.at[begins[:, None] + places].get(mode="clip")
+    lookups = jnp.where(places < counts[:, None], lookups, order.size)
+    return values.at[lookups].get(mode="fill", fill_value=fill)
+
+
 def pool_at_owners(
     placed: PlacedGroup,
     table: Float[Array, "local_rows dim"],
-    lookups: Lookups,
     scales: Float[Array, " n"] | None,
-    num_bags: int,
     channel: Channel,
-    capacity: int,
+    routed: SumsRoute,
 ) -> Float[Array, "bags dim"]:
     """The pooled rows of this device's bags, float32; differentiable in ``scales``.
 
     Args:
         placed: Where the group lies.
         table: This device's rows.
-        lookups: This device's lookups; their scales are not looked at,
-        scales: but these.
-        num_bags: Bags of this device.
+        scales: The scales of this device's lookups.
         channel: The way to the other devices.
-        capacity: Ids that go between each pair of devices.
+        routed: What devices look up here.
     """
-    sending = _Sending.of(placed, lookups, num_bags, channel)
-    most = sending.order.size
-    capacity = min(capacity, most)
+    devices, num_bags = routed.lengths.shape
 
-    def pooled(rows: Int32[Array, "devices _"]) -> Float[Array, "bags devices dim"]:
+    def pooled(rows: Int32[Array, "devices _"]) -> Float[Array, "devices bags dim"]:
         room = rows.shape[1]
-        factors = None if scales is None else channel.send(sending.pack(scales, room)).reshape(-1)
+        factors = None if scales is None else channel.send(routed.pack(scales, room)).reshape(-1)
         layout = _received_layout(placed, num_bags, room)
-        sums = pool(
-            table, rows.reshape(-1), lengths.reshape(-1), factors, layout, jnp.dtype("float32")
-        )
-        return sums.reshape(num_bags, placed.num_devices, -1)
+        lengths = routed.lengths.reshape(-1)
+        sums = pool(table, rows.reshape(-1), lengths, factors, layout, jnp.dtype("float32"))
+        return sums.reshape(devices, num_bags, -1)
 
-    is_over, (rows, lengths) = channel.send_with_flag(
-        sending.is_over(capacity), sending.rows(capacity), sending.lengths
-    )
-    if capacity == most:
-        return channel.sum_rows(pooled(rows))
+    if routed.has_room_for_all:
+        return channel.sum_rows(pooled(routed.rows))
     sums = jax.lax.cond(
-        is_over,
-        lambda: pooled(channel.send(sending.rows(most))),
-        lambda: pooled(rows),
+        routed.is_over,
+        lambda: pooled(routed.all_rows(placed, channel)),
+        lambda: pooled(routed.rows),
     )
     return channel.sum_rows(sums)
 
@@ -82,7 +170,7 @@ def update_at_owners(
     gradient: RowGradients,
     step: Int32[Array, ""],
     channel: Channel,
-    capacity: int,
+    routed: SumsRoute,
 ) -> tuple[Float[Array, "local_rows dim"], dict[str, Array]]:
     """Brings the gradients of all bags to all devices, which update each of their rows once.
 
@@ -93,33 +181,29 @@ def update_at_owners(
         gradient: The gradient of this device's lookups.
         step: Number of updates made before.
         channel: The way to the other devices.
-        capacity: Ids that go between each pair of devices.
+        routed: What devices looked up here, of these lookups.
     """
     gradients = channel.gather_gradients(gradient.values)
-    scales = gradient.lookups.scales
-    sending = _Sending.of(placed, gradient.lookups, gradient.values.shape[0], channel)
-    most = sending.order.size
-    capacity = min(capacity, most)
+    scales, num_bags = gradient.lookups.scales, routed.lengths.shape[1]
 
-    def update(carried: Any, rows: Array, lines: Array) -> Any:
+    def update(carried: Any, rows: Int32[Array, "devices _"]) -> Any:
         table, state = carried
         room = rows.shape[1]
-        factors = None if scales is None else channel.send(sending.pack(scales, room)).reshape(-1)
-        lookups = Lookups(rows.reshape(-1), lines.reshape(-1), factors)
+        factors = None if scales is None else channel.send(routed.pack(scales, room)).reshape(-1)
+        layout = _received_layout(placed, num_bags, room)
+        lookups = kernels.flatten_bags(
+            rows.reshape(-1), routed.lengths.reshape(-1), factors, layout, placed.local_rows
+        )
         here = RowGradients(lookups, gradients)
         return update_owned(placed, table, state, here, step, channel)
 
-    def update_all(carried: Any) -> Any:
-        return update(carried, *channel.send_together(sending.rows(most), sending.lines(most)))
-
-    is_over, (rows, lines) = channel.send_with_flag(
-        sending.is_over(capacity), sending.rows(capacity), sending.lines(capacity)
-    )
-    if capacity == most:
-        return update((table, state), rows, lines)
+    if routed.has_room_for_all:
+        return update((table, state), routed.rows)
     # Loops of one step at most, and no `cond`: that would copy the table.
-    new = run_if(~is_over, lambda carried: update(carried, rows, lines), (table, state))
-    return run_if(is_over, update_all, new)
+    new = run_if(~routed.is_over, lambda carried: update(carried, routed.rows), (table, state))
+    return run_if(
+        routed.is_over, lambda carried: update(carried, routed.all_rows(placed, channel)), new
+    )
 
 
 def update_owned(
@@ -145,78 +229,6 @@ def update_owned(
     return kernels.fused_update(table, state, gradient.lookups, gradient.values, optimizer, step)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Sending:
-    """A device's lookups as they leave it: by owner, and by bag within.
-
-    Attributes:
-        placed: Where the group lies.
-        channel: The way to the other devices.
-        local: For each lookup the row of its owner's array; -1 at an id outside its table.
-        bags: For each lookup its bag.
-        order: The lookups by owner and bag; those of no owner, padding, last.
-        lengths: Lookups of each bag that go to each owner.
-    """
-
-    placed: PlacedGroup
-    channel: Channel
-    local: Int32[Array, " n"]
-    bags: Int32[Array, " n"]
-    order: Int32[Array, " n"]
-    lengths: Int32[Array, "devices bags"]
-
-    @classmethod
-    def of(cls, placed: PlacedGroup, lookups: Lookups, num_bags: int, channel: Channel) -> _Sending:
-        devices = placed.num_devices
-        if devices * num_bags > MAX_ROWS:
-            raise ValueError(
-                f"tables {', '.join(placed.tables)}: {num_bags} bags of each of {devices} devices "
-                f"are more than int32 can number ({MAX_ROWS}); use smaller batches"
-            )
-        assert lookups.bags is not None
-        slots = placed.slots(lookups.rows)
-        has_row = slots < placed.num_slots
-        # An id outside its table has no owner; the first device makes its bag NaN.
-        is_padding = lookups.rows == placed.group.num_rows
-        owners = jnp.where(has_row, slots // placed.local_rows, jnp.where(is_padding, devices, 0))
-        local = jnp.where(has_row, slots - owners * placed.local_rows, -1)
-        keys = jnp.where(is_padding, devices * num_bags, owners * num_bags + lookups.bags)
-        buckets = kernels.bucket(keys, devices * num_bags)
-        lengths = buckets.counts.reshape(devices, num_bags)
-        return cls(placed, channel, local, lookups.bags, buckets.order, lengths)
-
-    @property
-    def counts(self) -> Int32[Array, " devices"]:
-        """Lookups that go to each owner."""
-        return self.lengths.sum(axis=1, dtype=jnp.int32)
-
-    def positions(self, capacity: int) -> Int32[Array, "devices capacity"]:
-        """The lookup at each place of what goes to each owner; past the last where none is."""
-        counts = self.counts
-        begins = jnp.cumsum(counts, dtype=jnp.int32) - counts
-        places = jnp.arange(capacity, dtype=jnp.int32)[None]
-        lookups = self.order.at[begins[:, None] + places].get(mode="clip")
-        return jnp.where(places < counts[:, None], lookups, self.order.size)
-
-    def pack(
-        self, values: Shaped[Array, " n"], capacity: int, fill: int = 0
-    ) -> Shaped[Array, "devices capacity"]:
-        """What goes to each owner, of a value for each lookup."""
-        return values.at[self.positions(capacity)].get(mode="fill", fill_value=fill)
-
-    def rows(self, capacity: int) -> Int32[Array, "devices capacity"]:
-        """The rows that are looked up at each owner."""
-        return self.pack(self.local, capacity, self.placed.local_rows)
-
-    def lines(self, capacity: int) -> Int32[Array, "devices capacity"]:
-        """Their bags, numbered over all devices."""
-        return self.pack(self.channel.index * self.lengths.shape[1] + self.bags, capacity)
-
-    def is_over(self, capacity: int) -> Bool[Array, ""]:
-        """Whether there is less room than this device needs."""
-        return jnp.any(self.counts > capacity)
-
-
 def _received_layout(placed: PlacedGroup, num_bags: int, capacity: int) -> BagLayout:
     """What comes in from all devices, as a batch with a feature for each."""
     devices = placed.num_devices
@@ -228,4 +240,5 @@ def _received_layout(placed: PlacedGroup, num_bags: int, capacity: int) -> BagLa
         row_offsets=(0,) * devices,
         row_counts=(placed.local_rows,) * devices,
         means=(False,) * devices,
+        interleave=False,
     )

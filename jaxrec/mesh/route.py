@@ -43,32 +43,27 @@ def plan_route(placed: PlacedGroup, rows: Int32[Array, " n"]) -> Route:
     return Route(runs.unique, index, owners, bounds[:-1], bounds[1:])
 
 
-def places(
-    route: Route, begins: Int32[Array, " devices"], ends: Int32[Array, " devices"], capacity: int
-) -> Int32[Array, " n"]:
+def places(route: Route, begins: Int32[Array, " devices"], capacity: int) -> Int32[Array, " n"]:
     """For each lookup the place of its slot among those of a round.
 
-    A round takes each owner's positions from ``begins`` to ``ends``, ``capacity`` at most; the
-    place counts owner by owner. -1 where the slot is not in the round.
+    A round takes ``capacity`` of each owner's positions, from ``begins``; the place counts owner by
+    owner. -1 where the slot is not in the round.
     """
     begin = begins[route.owners]
-    is_inside = (route.index >= begin) & (route.index < ends[route.owners])
+    end = jnp.minimum(begins + capacity, route.ends)[route.owners]
+    is_inside = (route.index >= begin) & (route.index < end)
     return jnp.where(is_inside, route.owners * capacity + route.index - begin, -1)
 
 
 def window(
-    placed: PlacedGroup,
-    route: Route,
-    begins: Int32[Array, " devices"],
-    ends: Int32[Array, " devices"],
-    capacity: int,
+    placed: PlacedGroup, route: Route, begins: Int32[Array, " devices"], capacity: int
 ) -> tuple[Int32[Array, "devices capacity"], Int32[Array, "devices capacity"]]:
     """The positions of a round for each owner, and the rows of its array that they stand for.
 
     Unused places hold a position past the end, and the row after the owner's last.
     """
     positions = begins[:, None] + jnp.arange(capacity, dtype=jnp.int32)[None]
-    is_used = positions < ends[:, None]
+    is_used = positions < route.ends[:, None]
     first_slots = jnp.arange(placed.num_devices, dtype=jnp.int32)[:, None] * placed.local_rows
     slots = route.slots.at[positions].get(mode="clip")
     return (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -15,16 +16,17 @@ from jaxtyping import Array, DTypeLike, Float, Int
 
 from jaxrec.embed import kernels
 from jaxrec.embed.kernels import BagLayout, Lookups
-from jaxrec.embed.layout import Group
 from jaxrec.embed.lookup import (
     Activations,
     LocalRows,
     Residuals,
+    Routes,
     RowSource,
     flatten,
     look_up,
     lookup,
     pool,
+    route,
 )
 from jaxrec.embed.tables import TableStore
 from jaxrec.embed.update import (
@@ -34,18 +36,24 @@ from jaxrec.embed.update import (
     row_gradients,
     update_rows,
 )
-from jaxrec.mesh import exchange
 from jaxrec.mesh.collectives import Channel, Turns
-from jaxrec.mesh.lanes import pool_whole_bags, send_bag_gradients
+from jaxrec.mesh.exchange import RowsRoute, fetch_rows, route_rows, update_by_rows
+from jaxrec.mesh.lanes import BagsRoute, pool_whole_bags, route_bags, send_bag_gradients
 from jaxrec.mesh.layout import MeshLayout, PlacedGroup
 from jaxrec.mesh.pieces import update_pieces
-from jaxrec.mesh.pool import pool_at_owners, update_at_owners, update_owned
+from jaxrec.mesh.pool import (
+    SumsRoute,
+    pool_at_owners,
+    route_sums,
+    update_at_owners,
+    update_owned,
+)
 from jaxrec.mesh.precision import Precision
-from jaxrec.mesh.route import plan_route
 from jaxrec.ragged import KeyedArray, KeyedJaggedArray
 
-# Room for this many times the even share of a batch's rows in a round of the exchange.
-_SLACK = 1.25
+# Room for this many times the even share of a batch's rows in a round of the exchange, as long as
+# nothing was measured.
+SLACK = 1.25
 
 
 @jax.tree_util.register_dataclass
@@ -63,12 +71,20 @@ class ShardedTables(TableStore):
         replica_axis: The axis of the mesh over which there are whole copies of the tables, which
             `jaxrec.mesh.average_replicas` brings together; None: one copy over all axes. To JAX the
             arrays are replicated over this axis, though copies differ between two averages.
+        slack: Pairs of a group and the room of a round of its exchange, in even shares of a batch's
+            rows; see `jaxrec.mesh.fit_rooms`.
     """
 
     layout: MeshLayout = dataclasses.field(metadata={"static": True})
     mesh: Mesh = dataclasses.field(metadata={"static": True})
     precision: Precision = dataclasses.field(default=Precision(), metadata={"static": True})
     replica_axis: str | None = dataclasses.field(default=None, metadata={"static": True})
+    slack: tuple[tuple[str, float], ...] = dataclasses.field(default=(), metadata={"static": True})
+
+    def room(self, placed: PlacedGroup, lookups: int) -> int:
+        """Rows that a round of a group's exchange carries between two devices."""
+        slack = dict(self.slack).get(placed.group.name, SLACK)
+        return max(1, min(lookups, math.ceil(lookups / placed.num_devices * slack)))
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -110,65 +126,55 @@ Store = TypeVar("Store", bound=ShardedTables)
 
 @dataclasses.dataclass(frozen=True)
 class MeshRows(RowSource):
-    """Rows that are fetched from their owners."""
+    """Rows that are fetched from their owners, who were asked for them."""
 
     tables: dict[str, Float[Array, "local_rows dim"]]
     placed: dict[str, PlacedGroup]
+    routes: Routes
     channel: Channel
     turns: Turns
 
     def pool(self, group, features, weights, layout, dtype):
         if self.placed[group.name].is_replicated:
             return LocalRows(self.tables).pool(group, features, weights, layout, dtype)
-        lengths = self.turns.begin(features.lengths)
-        features = dataclasses.replace(features, lengths=lengths)
-        bags, lookups = self._pool(group, features, weights, layout, dtype)
-        self.turns.end(bags)
-        return bags, lookups
-
-    def _pool(self, group, features, weights, layout, dtype):
         placed, table = self.placed[group.name], self.tables[group.name]
+        routed = self.routes[group.name].map_awaited(self.turns.begin)
         if placed.exchange == "rows":
             lookups = flatten(features, weights, layout, group)
-            rows, index = self._fetch(group, lookups)
+            rows, index = fetch_rows(placed, table, routed, self.channel)
             weights = None if weights is None else segments(weights, layout)
             here = _layout_at_home(layout, len(rows))
-            return pool(rows, index, features.lengths, weights, here, dtype), lookups
+            bags = pool(rows, index, features.lengths, weights, here, dtype)
+        else:
+            bags, lookups = self._pool_away(group, features, weights, layout, routed)
+        self.turns.end(bags)
+        return bags.astype(dtype), lookups
+
+    def _pool_away(self, group, features, weights, layout, routed):
+        placed, table = self.placed[group.name], self.tables[group.name]
         lookups = flatten(features, None, layout, group)
         scales = lookups.scales
         if weights is not None:
             weights = segments(weights, layout)
             scales = weights if scales is None else weights * scales
+        if scales is not None:
+            scales = self.turns.begin(scales)
         if placed.exchange == "bags":
-            bags, lookups = pool_whole_bags(
-                placed, table, lookups, features.lengths, scales, layout, self.channel
-            )
-            return bags.astype(dtype), lookups
-        room = round_capacity(lookups.rows.size, placed.num_devices)
-        bags = pool_at_owners(placed, table, lookups, scales, layout.num_bags, self.channel, room)
+            return pool_whole_bags(placed, table, scales, layout, self.channel, routed)
+        bags = pool_at_owners(placed, table, scales, self.channel, routed)
         scales = None if scales is None else jax.lax.stop_gradient(scales)
-        return bags.astype(dtype), dataclasses.replace(lookups, scales=scales)
+        return bags, dataclasses.replace(lookups, scales=scales)
 
     def rows(self, group, lookups):
         if self.placed[group.name].is_replicated:
             return LocalRows(self.tables).rows(group, lookups)
-        lookups = dataclasses.replace(lookups, rows=self.turns.begin(lookups.rows))
-        rows, index = self._fetch(group, lookups)
+        placed, table = self.placed[group.name], self.tables[group.name]
+        routed = self.routes[group.name].map_awaited(self.turns.begin)
+        rows, index = fetch_rows(placed, table, routed, self.channel)
         self.turns.end(rows)
         # Of lookups without a row, padding gives zeros and bad ids give NaN.
         none = jnp.where(lookups.rows == group.num_rows, rows.shape[0], -1)
         return kernels.row_lookup(rows, jnp.where(index < 0, none, index))
-
-    def _fetch(self, group: Group, lookups: Lookups) -> tuple[Array, Array]:
-        placed = self.placed[group.name]
-        route = plan_route(placed, lookups.rows)
-        room = round_capacity(lookups.rows.size, placed.num_devices)
-        return exchange.fetch_rows(placed, self.tables[group.name], route, self.channel, room)
-
-
-def round_capacity(lookups: int, num_devices: int) -> int:
-    """Rows that a round of the exchange carries between two devices."""
-    return max(1, min(lookups, int(np.ceil(lookups / num_devices * _SLACK))))
 
 
 def _layout_at_home(layout: BagLayout, num_rows: int) -> BagLayout:
@@ -187,6 +193,67 @@ def segments(weights: Float[Array, " capacity"], layout: BagLayout) -> Float[Arr
     return jnp.concatenate([weights[start : start + size] for start, size in pieces])
 
 
+@route.register(ShardedTables)
+def route_sharded(tables: ShardedTables, features: KeyedJaggedArray) -> Routes:
+    """`jaxrec.embed.route` of a batch that lies over the mesh: owners are asked for their rows."""
+    return route_on_devices(tables, features, _routes)
+
+
+def route_on_devices(
+    tables: Store,
+    features: KeyedJaggedArray,
+    find: Callable[[Store, KeyedJaggedArray, Turns], Routes],
+) -> Routes:
+    """Finds each device's routes of its part of a batch.
+
+    Args:
+        tables: The tables.
+        features: The batch.
+        find: Gives a device's routes; inside `jax.shard_map`.
+    """
+    check_batch(tables, features)
+    over_devices = PartitionSpec(tables.batch_axes)
+
+    def on_device(rows, features):
+        turns = Turns(tables.mesh)
+        for each in rows.values():
+            turns.end(each)  # the exchanges that led to these rows are over
+        return stack(find(tables, first(features), turns))
+
+    return jax.shard_map(
+        on_device,
+        mesh=tables.mesh,
+        in_specs=(tables.specs(), over_devices),
+        out_specs=over_devices,
+        check_vma=False,
+    )(tables.rows, features)
+
+
+def _routes(tables: ShardedTables, features: KeyedJaggedArray, turns: Turns) -> Routes:
+    """This device's routes of its batch."""
+    routes, channel = {}, tables.channel
+    for placed in tables.layout.groups:
+        if placed.is_replicated:
+            continue
+        group = placed.group
+        layout = group.bags(features)
+        lengths = turns.begin(jnp.asarray(features.lengths))
+        batch = dataclasses.replace(features, lengths=lengths)
+        lookups = flatten(batch, None, layout, group)
+        room = tables.room(placed, lookups.rows.size)
+        routed: RowsRoute | SumsRoute | BagsRoute
+        match placed.exchange:
+            case "rows":
+                routed = route_rows(placed, lookups.rows, channel, room)
+            case "sums":
+                routed = route_sums(placed, lookups, layout.num_bags, channel, room)
+            case _:
+                routed = route_bags(placed, lookups.rows, lengths, layout, channel)
+        turns.end(routed.rows)
+        routes[group.name] = routed
+    return routes
+
+
 @lookup.register(ShardedTables)
 def lookup_sharded(
     tables: ShardedTables,
@@ -194,6 +261,7 @@ def lookup_sharded(
     *,
     is_weighted: bool = False,
     dtype: DTypeLike = "float32",
+    routes: Routes | None = None,
 ) -> tuple[Activations, Residuals]:
     """`jaxrec.embed.lookup` of a batch that lies over the mesh (see `shard_batch`).
 
@@ -205,9 +273,12 @@ def lookup_sharded(
     placed = {p.group.name: p for p in tables.layout.groups}
     pieces = tables.layout.pieces
 
-    def on_device(rows, features):
-        source = MeshRows(rows, placed, tables.channel, Turns(tables.mesh))
-        found, residuals = look_up(source, pieces, first(features), is_weighted, dtype)
+    def on_device(rows, features, routes):
+        features, turns = first(features), Turns(tables.mesh)
+        routes = _routes(tables, features, turns) if routes is None else first(routes)
+        source = MeshRows(rows, placed, routes, tables.channel, turns)
+        found, residuals = look_up(source, pieces, features, is_weighted, dtype)
+        residuals = dataclasses.replace(residuals, routes=routes)
         if isinstance(found, KeyedArray):
             return found.values, stack(residuals)
         joined = {
@@ -219,10 +290,10 @@ def lookup_sharded(
     found, residuals = jax.shard_map(
         on_device,
         mesh=tables.mesh,
-        in_specs=(tables.specs(), over_devices),
+        in_specs=(tables.specs(), over_devices, over_devices),
         out_specs=over_devices,
         check_vma=False,
-    )(tables.rows, features)
+    )(tables.rows, features, routes)
     if not tables.layout.is_pooled:
         return found, residuals
     outputs, groups = tables.layout.tables.outputs, tables.layout.tables.groups
@@ -248,7 +319,7 @@ def row_gradients_sharded(
         for placed, layout in zip(tables.layout.groups, residuals.layouts, strict=True):
             if placed.exchange == "bags":
                 name = placed.group.name
-                values = turns.begin_gradients(found[name].values)
+                values = turns.begin(found[name].values)
                 values = send_bag_gradients(placed, values, layout, tables.channel)
                 turns.end(values)
                 found[name] = dataclasses.replace(found[name], values=values)
@@ -295,12 +366,7 @@ def update_groups(
         for placed in tables.layout.groups:
             name = placed.group.name
             gradient = merge([gradients[name] for gradients in lookups])
-            at = turns.begin(gradient.lookups.rows)
-            lookups_then = dataclasses.replace(gradient.lookups, rows=at)
-            # Sums gather gradients first, whatever the rows.
-            is_first = placed.exchange == "sums"
-            values = turns.begin_gradients(gradient.values) if is_first else gradient.values
-            gradient = dataclasses.replace(gradient, lookups=lookups_then, values=values)
+            gradient = _begin(placed, gradient, turns)
             new[name] = update(tables, placed, rows[name], state[name], gradient, step)
             turns.end(new[name][0])
         return {name: pair[0] for name, pair in new.items()}, {n: p[1] for n, p in new.items()}
@@ -314,6 +380,19 @@ def update_groups(
         check_vma=False,
     )(tables.rows, tables.state, list(lookups), step)
     return dataclasses.replace(tables, rows=rows, state=state)
+
+
+def _begin(placed: PlacedGroup, gradient: RowGradients, turns: Turns) -> RowGradients:
+    """The gradient, for an exchange that begins when the last has ended."""
+    rows, values = turns.begin(gradient.lookups.rows), gradient.values
+    if placed.exchange == "sums":
+        values = turns.begin(values)  # they are gathered first, whatever the rows
+    return dataclasses.replace(
+        gradient,
+        lookups=dataclasses.replace(gradient.lookups, rows=rows),
+        values=values,
+        route=gradient.route and gradient.route.map_awaited(turns.begin),
+    )
 
 
 def _update(
@@ -335,13 +414,18 @@ def _update_owned(
     if tables.num_replicas > 1:
         # Of the mean over a copy's own samples, not over those of all copies.
         gradient = dataclasses.replace(gradient, values=gradient.values * tables.num_replicas)
-    room = round_capacity(gradient.lookups.rows.size, placed.num_devices)
+    lookups, channel, routed = gradient.lookups, tables.channel, gradient.route
+    room = tables.room(placed, lookups.rows.size)
     if placed.exchange == "rows":
-        return exchange.update_rows(placed, rows, state, gradient, step, tables.channel, room)
+        if not isinstance(routed, RowsRoute):
+            routed = route_rows(placed, lookups.rows, channel, room)
+        return update_by_rows(placed, rows, state, gradient, step, channel, routed)
     if placed.exchange == "sums":
-        return update_at_owners(placed, rows, state, gradient, step, tables.channel, room)
+        if not isinstance(routed, SumsRoute):
+            routed = route_sums(placed, lookups, gradient.values.shape[0], channel, room)
+        return update_at_owners(placed, rows, state, gradient, step, channel, routed)
     update = update_pieces if placed.joins_pieces else update_owned
-    return update(placed, rows, state, gradient, step, tables.channel)
+    return update(placed, rows, state, gradient, step, channel)
 
 
 def _update_replicated(
@@ -377,7 +461,9 @@ def _split_pieces(layout: MeshLayout, gradients: dict[str, Array]) -> dict[str, 
     return split
 
 
-def check_batch(tables: ShardedTables, features: KeyedJaggedArray, is_weighted: bool) -> None:
+def check_batch(
+    tables: ShardedTables, features: KeyedJaggedArray, is_weighted: bool = False
+) -> None:
     """Raises where a batch does not lie over the tables' devices, or lacks weights."""
     devices = tables.mesh.size
     if features.values.ndim != 2 or features.values.shape[0] != devices:

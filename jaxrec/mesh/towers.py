@@ -24,18 +24,17 @@ from jaxtyping import Array, DTypeLike, Float, Int, Int32
 
 from jaxrec.embed import kernels
 from jaxrec.embed.kernels import BagLayout, Lookups
-from jaxrec.embed.lookup import Residuals, flatten, lookup, pool
+from jaxrec.embed.lookup import Residuals, Routes, flatten, lookup, pool, route
 from jaxrec.embed.update import RowGradients, row_gradients, update_rows
-from jaxrec.mesh import exchange
 from jaxrec.mesh.collectives import Channel, Turns
-from jaxrec.mesh.lanes import Lanes, send_lookups
+from jaxrec.mesh.exchange import RowsRoute, fetch_rows, route_rows, update_by_rows
+from jaxrec.mesh.lanes import BagsRoute, Lanes, send_lookups, send_scales
 from jaxrec.mesh.layout import PlacedGroup
-from jaxrec.mesh.route import plan_route
 from jaxrec.mesh.tables import (
     ShardedTables,
     check_batch,
     first,
-    round_capacity,
+    route_on_devices,
     segments,
     stack,
     update_groups,
@@ -97,7 +96,7 @@ class TowerTables(ShardedTables):
         """For each table and feature its host, and there its columns of what is looked up."""
         found, start = {}, 0
         for placed in self.layout.groups:
-            lanes, dim = _lanes(self, placed), placed.group.dim
+            lanes, dim = _features_of_hosts(self, placed), placed.group.dim
             name_of = {block.first_row: block.table for block in placed.blocks}
             for host, positions in enumerate(lanes):
                 for lane, position in enumerate(positions):
@@ -138,7 +137,13 @@ class _HostGroup(PlacedGroup):
         return self.whole.tables_of(local_rows, self.host * self.num_devices + device)
 
 
-def _lanes(tables: TowerTables, placed: PlacedGroup) -> list[list[int]]:
+def _lanes(tables: TowerTables, placed: PlacedGroup, layout: BagLayout) -> Lanes:
+    """The lanes of a batch."""
+    features = _features_of_hosts(tables, placed)
+    return Lanes.of_features(features, layout.capacities, layout.strides)
+
+
+def _features_of_hosts(tables: TowerTables, placed: PlacedGroup) -> list[list[int]]:
     """For each host the features of its tables, by number, in order."""
     devices = tables.layout.mesh.devices_per_host
     host_of = {block.first_row: block.block.device // devices for block in placed.blocks}
@@ -155,6 +160,7 @@ def lookup_at_towers(
     *,
     is_weighted: bool = False,
     dtype: DTypeLike = "float32",
+    routes: Routes | None = None,
 ) -> tuple[KeyedArray, Residuals]:
     """`jaxrec.embed.lookup`, whose result lies as `TowerTables` says."""
     check_batch(tables, features, is_weighted)
@@ -162,29 +168,95 @@ def lookup_at_towers(
         raise ValueError("towers take batches in which each sample has its own bags, not shared")
     over_devices = PartitionSpec(tables.batch_axes)
 
-    def on_device(rows: Any, features: Any) -> Any:
+    def on_device(rows: Any, features: Any, routes: Any) -> Any:
         features, turns = first(features), Turns(tables.mesh)
         weights = features.weights if is_weighted else None
+        routes = _routes(tables, features, turns) if routes is None else first(routes)
         parts, lookups, layouts = [], {}, []
         for placed in tables.layout.groups:
             name = placed.group.name
-            lengths = turns.begin(features.lengths)
-            batch = dataclasses.replace(features, lengths=lengths)
-            pooled, lookups[name], layout = _pool_here(tables, placed, rows[name], batch, weights)
+            routed = routes[name].map_awaited(turns.begin)
+            pooled, lookups[name], layout = _pool_here(
+                tables, placed, rows[name], features, weights, routed, turns
+            )
             turns.end(pooled)
             parts.append(pooled)
             layouts.append(layout)
         values = jnp.concatenate(parts, axis=1).astype(dtype)
-        return values, stack(Residuals(lookups, {}, tuple(layouts)))
+        of_rows = {name: routed.of_rows for name, routed in routes.items()}
+        return values, stack(Residuals(lookups, {}, tuple(layouts), of_rows))
 
     values, residuals = jax.shard_map(
         on_device,
         mesh=tables.mesh,
-        in_specs=(tables.specs(), over_devices),
+        in_specs=(tables.specs(), over_devices, over_devices),
         out_specs=over_devices,
         check_vma=False,
-    )(tables.rows, features)
+    )(tables.rows, features, routes)
     return KeyedArray(values), residuals
+
+
+@route.register(TowerTables)
+def route_to_towers(tables: TowerTables, features: KeyedJaggedArray) -> Routes:
+    """`jaxrec.embed.route`, to the hosts of tables and there to the devices that have the rows."""
+    return route_on_devices(tables, features, _routes)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TowerRoute:
+    """What a lookup at a tower needs to know of other devices.
+
+    Attributes:
+        asked: What is looked up at this device's tower.
+        of_rows: The way from there to the rows, which other devices of the host have.
+    """
+
+    asked: BagsRoute
+    of_rows: RowsRoute
+
+    @property
+    def most(self) -> Int32[Array, ""]:
+        """Rows that any device of the host needs of one owner, at most."""
+        return self.of_rows.most
+
+    def map_awaited(self, function: Callable[[Array], Array]) -> TowerRoute:
+        """The route with a function applied to the indices that exchanges wait for."""
+        return TowerRoute(self.asked.map_awaited(function), self.of_rows.map_awaited(function))
+
+
+def _routes(tables: TowerTables, features: KeyedJaggedArray, turns: Turns) -> Routes:
+    """This device's routes of its batch."""
+    routes = {}
+    for placed in tables.layout.groups:
+        group = placed.group
+        layout = group.bags(features)
+        lengths = turns.begin(jnp.asarray(features.lengths))
+        batch = dataclasses.replace(features, lengths=lengths)
+        rows = flatten(batch, None, layout, group).rows
+        lanes = _lanes(tables, placed, layout)
+        asked = send_lookups(lanes, rows, lengths, layout, tables.across)
+        here = _flatten_here(placed, lanes, asked, None)
+        of_rows = _route_rows(tables, placed, here)
+        turns.end(of_rows.first.rows)
+        routes[group.name] = TowerRoute(asked, of_rows)
+    return routes
+
+
+def _route_rows(tables: TowerTables, placed: PlacedGroup, lookups: Lookups) -> RowsRoute:
+    """The way from a tower's lookups to the rows of its host."""
+    on_host = _HostGroup.of(tables, placed)
+    room = tables.room(on_host, lookups.rows.size)
+    return route_rows(on_host, lookups.rows, tables.within, room)
+
+
+def _flatten_here(
+    placed: PlacedGroup, lanes: Lanes, asked: BagsRoute, scales: Float[Array, " n"] | None
+) -> Lookups:
+    """What is looked up at a tower."""
+    num_rows = placed.group.num_rows
+    received = lanes.received(num_rows)
+    return kernels.flatten_bags(asked.rows, asked.lengths, scales, received, num_rows)
 
 
 def _pool_here(
@@ -193,29 +265,26 @@ def _pool_here(
     table: Float[Array, "local_rows dim"],
     features: KeyedJaggedArray,
     weights: Float[Array, " capacity"] | None,
+    routed: TowerRoute,
+    turns: Turns,
 ) -> tuple[Float[Array, "samples columns"], Lookups, BagLayout]:
     """What the tables of this host have for the samples of this device's peers."""
     group = placed.group
     layout = group.bags(features)
-    lanes = Lanes.of_features(_lanes(tables, placed), layout.capacities, layout.strides)
-    flat = flatten(features, None, layout, group)
-    scales = flat.scales
+    lanes = _lanes(tables, placed, layout)
+    scales = flatten(features, None, layout, group).scales
     if weights is not None:
         weights = segments(weights, layout)
         scales = weights if scales is None else weights * scales
-    lengths = jnp.asarray(features.lengths)
-    ids, bag_lengths, scales = send_lookups(
-        lanes, flat.rows, lengths, scales, layout, tables.across
-    )
-    received = lanes.received(group.num_rows)
+    if scales is not None:
+        scales = send_scales(lanes, turns.begin(scales), layout, tables.across)
     constant = None if scales is None else jax.lax.stop_gradient(scales)
-    here = kernels.flatten_bags(ids, bag_lengths, constant, received, group.num_rows)
+    here = _flatten_here(placed, lanes, routed.asked, constant)
     on_host = _HostGroup.of(tables, placed)
-    room = round_capacity(here.rows.size, on_host.num_devices)
-    route = plan_route(on_host, here.rows)
-    found, index = exchange.fetch_rows(on_host, table, route, tables.within, room)
+    found, index = fetch_rows(on_host, table, routed.of_rows, tables.within)
+    received = lanes.received(group.num_rows)
     at = dataclasses.replace(received, row_counts=(len(found),) * received.num_features)
-    bags = pool(found, index, bag_lengths, scales, at, jnp.dtype("float32"))
+    bags = pool(found, index, routed.asked.lengths, scales, at, jnp.dtype("float32"))
     # Bags are by sender, lane and sample.
     by_sender = bags.reshape(tables.num_hosts, len(lanes.strides), -1, group.dim)
     return by_sender.swapaxes(1, 2).reshape(-1, len(lanes.strides) * group.dim), here, received
@@ -236,7 +305,7 @@ def row_gradients_at_towers(
             by_sample = values[:, start : start + width]
             by_sample = by_sample.reshape(tables.num_hosts, -1, width // dim, dim)
             bags = by_sample.swapaxes(1, 2).reshape(-1, dim)
-            found[name] = RowGradients(residuals.lookups[name], bags)
+            found[name] = RowGradients(residuals.lookups[name], bags, route=residuals.routes[name])
             start += width
         return stack(found)
 
@@ -266,8 +335,10 @@ def _update(
     step: Array,
 ) -> tuple[Array, dict[str, Array]]:
     on_host = _HostGroup.of(tables, placed)
-    room = round_capacity(gradient.lookups.rows.size, on_host.num_devices)
-    return exchange.update_rows(on_host, rows, state, gradient, step, tables.within, room)
+    routed = gradient.route
+    if not isinstance(routed, RowsRoute):
+        routed = _route_rows(tables, placed, gradient.lookups)
+    return update_by_rows(on_host, rows, state, gradient, step, tables.within, routed)
 
 
 def run_towers(

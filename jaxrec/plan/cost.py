@@ -23,11 +23,12 @@ of ``U`` rows: ``sort(D c) + gather(D u, 4 w) + update(U, w s + m)``.
 
 **Rows** (every other type, `exchange="rows"`). A device sorts its ids and drops repeats, asks the
 owners, gets rows, pools at home: ``sort(c) + gather(n, w s)`` and bags of ``4 w``. Backward, it
-sums gradients by row, ``2 sort(c) + gather(n, 4 w)``, and sends the sums to the owners.
+sums gradients by row, ``sort(c) + gather(n, 4 w)``, and sends the sums to the owners, who were asked
+for the rows.
 
 Between each two devices the exchange has room for ``C = 1.25 c / D`` rows a round, so a round moves
 ``L = 1.25 c`` places, used or not: ``all_to_all(4 + w s) + copy(w s)`` for each forward, and
-``all_to_all(4 + 4 w) + copy(4 w) + sort`` backward. If owner ``d`` has a share ``q_d`` of a
+``all_to_all(4 w) + copy(4 w) + sort`` backward. If owner ``d`` has a share ``q_d`` of a
 device's ``u`` distinct rows, it reads ``gather(D q_d u, w s)`` forward, adds up
 ``gather(D q_d u, 4 w)`` backward and updates ``q_d U`` rows: ``update(q_d U, w s + m)``.
 
@@ -45,9 +46,8 @@ forward, ``sort(D c_d) + gather(D n_d, 4 w) + update(U_d, w s + m)`` backward, a
 ``copy(4 w D b_d)`` in each pass; at home bags are copied twice in each.
 
 **Sums** (`exchange="sums"` where rows are cut over devices). Ids go to the owners with their
-repeats and, for the backward pass, the number of their bag: ``sort(c)`` to group them in each pass,
-``all_to_all(4)`` forward and ``all_to_all(8)`` backward of ``L = 1.25 c`` places, with 4 bytes more
-where ids have weights. Owners find as many ids of each bag as devices say, ``all_to_all`` of
+repeats: ``sort(c)`` to group them and ``all_to_all(4)`` of ``L = 1.25 c`` places, with 4 bytes more in
+each pass where ids have weights. Owners find as many ids of each bag as devices say, ``all_to_all`` of
 ``4 D b`` bytes. The owner pools what it has of each bag of all devices, ``gather(D q_d n, w s)``
 into ``D b`` sums, ``copy(8 w D b)``; a reduce-scatter of ``4 w D b`` bytes brings them home.
 Backward, an all-gather of as many bytes brings the bags' gradients, and the owner sums and updates:
@@ -70,8 +70,9 @@ of the rows that a step updates, those not held are fetched before it and writte
 ``2 host_link(w s + m)`` each, and for "disk" ``2 disk_link(w s + m)`` more.
 
 **Memory** of a device, in bytes: rows and state, ``w s + m`` for each row it holds (see groups);
-``12 c`` for the rows, bags and factors that the backward pass needs, ``8 b w`` for the looked-up
-embeddings and their gradients, all groups together; and while one group's exchange runs, what
+``12 c`` for the rows, bags and factors that the backward pass needs, ``17 c`` for the way of rows and
+``13 c + 4 D b`` for that of sums, ``8 b w`` for the looked-up embeddings and their gradients, all groups
+together; and while one group's exchange runs, what
 `exchange_bytes` counts, of the group that has the most. By bags, the fullest device's places take
 16 bytes each, and its bags ``4 w``. What compiled programs take is in ``docs/planner.md``.
 """
@@ -225,14 +226,14 @@ def group_cost(key: GroupKey, topology: Topology) -> GroupCost:
             launch = phases(
                 forward_compute=sort.call + 3 * gather.call,
                 forward_exchange=2 * latency,
-                backward_compute=3 * sort.call + 3 * gather.call + update.call,
-                backward_exchange=(3 * norms - 1) * latency,
+                backward_compute=2 * sort.call + 3 * gather.call + update.call,
+                backward_exchange=norms * latency,
             )
             room = phases(
                 forward_compute=topology.copy.byte * row,
                 forward_exchange=all_to_all(FLOAT32 + row, topology),
                 backward_compute=norms * topology.copy.byte * sums + sort.item,
-                backward_exchange=norms * all_to_all(FLOAT32 + sums, topology),
+                backward_exchange=norms * all_to_all(sums, topology),
             )
             if key.is_cut:
                 room += phases(
@@ -270,14 +271,14 @@ def group_cost(key: GroupKey, topology: Topology) -> GroupCost:
             launch = phases(
                 forward_compute=2 * sort.call + 2 * gather.call,
                 forward_exchange=2 * latency,
-                backward_compute=2 * sort.call + gather.call + update.call,
-                backward_exchange=(1 + norms) * latency,
+                backward_compute=sort.call + gather.call + update.call,
+                backward_exchange=norms * latency,
             )
             scale = FLOAT32 * key.is_weighted
             room = phases(
                 forward_exchange=all_to_all(4 + scale, topology),
                 backward_compute=sort.item,
-                backward_exchange=all_to_all(8 + scale, topology),
+                backward_exchange=all_to_all(scale, topology),
             )
             touched = phases(
                 forward_compute=_gather(row, topology),
@@ -337,7 +338,7 @@ def home_seconds(work: TableWork, key: GroupKey, topology: Topology) -> np.ndarr
         case "rows":
             return phases(
                 forward_compute=c * sort + n * _gather(row, topology) + bags,
-                backward_compute=2 * c * sort + n * _gather(sums, topology),
+                backward_compute=c * sort + n * _gather(sums, topology),
             )
         case "bags":
             totals = 0.0
@@ -353,7 +354,6 @@ def home_seconds(work: TableWork, key: GroupKey, topology: Topology) -> np.ndarr
                 forward_compute=c * sort + 2 * copy * everywhere,
                 forward_exchange=reduce_scatter(everywhere, topology)
                 + all_to_all(FLOAT32 * devices * work.bags, topology),
-                backward_compute=c * sort,
                 backward_exchange=all_gather(everywhere, topology),
             )
 
@@ -370,10 +370,16 @@ def exchanged_at_least(work: TableWork, key: GroupKey) -> float:
     return 0.0 if key.way in (COPIES, BAGS) else SLACK * work.capacity
 
 
-def kept_bytes(work: TableWork, key: GroupKey) -> float:
+def kept_bytes(work: TableWork, key: GroupKey, devices: int) -> float:
     """Bytes that one part of a table's columns keeps from the forward to the backward pass."""
     lines = work.bags if work.is_pooled else work.capacity
-    return 12 * work.capacity + 2 * lines * key.width * FLOAT32
+    route = {
+        COPIES: 0.0,
+        BAGS: 0.0,
+        ROWS: (12 + 4 * SLACK) * work.capacity,
+        SUMS: (8 + 4 * SLACK) * work.capacity + 4 * devices * work.bags,
+    }
+    return 12 * work.capacity + route[key.way] + 2 * lines * key.width * FLOAT32
 
 
 def exchange_bytes(work: TableWork, key: GroupKey, topology: Topology) -> float:
