@@ -396,7 +396,7 @@ def exchange_bytes(work: TableWork, key: GroupKey, topology: Topology) -> float:
         case "bags":
             return 32 * c
         case _:
-            return 2 * devices * work.bags * sums + 2 * SLACK * c * 12 + 32 * c
+            return devices * work.bags * sums + 2 * SLACK * c * 12 + 32 * c
 
 
 def all_to_all(bytes: float, topology: Topology) -> float:
