@@ -13,9 +13,8 @@ from jaxtyping import Array, DTypeLike, Float
 
 from jaxrec import optim
 from jaxrec.embed.config import EmbeddingBagConfig, EmbeddingConfig, TableConfig
-from jaxrec.embed.lookup import Activations, lookup
+from jaxrec.embed.lookup import Activations
 from jaxrec.embed.tables import (
-    TableStore,
     init_tables,
     read_state,
     read_table,
@@ -106,12 +105,8 @@ class Collection(TappedModule):
         self.tables.set_value(write_state(self.tables.get_value(), name, dict(state)))
 
     def _activations(self, features: KeyedJaggedArray) -> Activations:
-        tables: TableStore = self.tables.get_value()
         _check_ids(features, self.bounds)
-        activations, residuals = lookup(
-            tables, features, is_weighted=self.is_weighted, dtype=self.dtype
-        )
-        return self.tap(activations, residuals)
+        return self.look_up(features, is_weighted=self.is_weighted, dtype=self.dtype)
 
 
 class EmbeddingBagCollection(Collection):

@@ -76,9 +76,9 @@ class RowsRoute:
         return self.first.rows
 
     @property
-    def most(self) -> Int32[Array, ""]:
-        """Rows that any device needs of one owner, at most."""
-        return self.first.most
+    def load(self) -> Float[Array, "..."]:
+        """Rows that any device needs of one owner, at most, in even shares of its lookups."""
+        return self.first.most * (self.route.begins.shape[-1] / self.route.index.shape[-1])
 
     def map_awaited(self, function: Callable[[Array], Array]) -> RowsRoute:
         """The route with a function applied to the indices that exchanges wait for."""

@@ -58,6 +58,11 @@ class SumsRoute:
         return dataclasses.replace(self, rows=function(self.rows), counts=function(self.counts))
 
     @property
+    def load(self) -> Float[Array, "..."]:
+        """Lookups that any device has for one owner, at most, in even shares of its lookups."""
+        return self.most * (self.counts.shape[-1] / self.order.shape[-1])
+
+    @property
     def is_over(self) -> Bool[Array, ""]:
         """Whether some device has more than there is room for."""
         return self.most > self.rows.shape[1]

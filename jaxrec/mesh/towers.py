@@ -216,9 +216,9 @@ class TowerRoute:
     of_rows: RowsRoute
 
     @property
-    def most(self) -> Int32[Array, ""]:
-        """Rows that any device of the host needs of one owner, at most."""
-        return self.of_rows.most
+    def load(self) -> Float[Array, "..."]:
+        """`RowsRoute.load`, among the devices of the host."""
+        return self.of_rows.load
 
     def map_awaited(self, function: Callable[[Array], Array]) -> TowerRoute:
         """The route with a function applied to the indices that exchanges wait for."""

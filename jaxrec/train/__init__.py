@@ -1,5 +1,6 @@
 """The training runtime: the step, the loop, checkpoints, the command line."""
 
+from jaxrec.train.ahead import RoutedSteps as RoutedSteps
 from jaxrec.train.checkpoint import CheckpointError as CheckpointError
 from jaxrec.train.checkpoint import Run as Run
 from jaxrec.train.checkpoint import Saver as Saver

@@ -19,10 +19,10 @@ from jaxrec.embed import Optimizer, value_and_grad
 from jaxrec.mesh.agree import of_all_processes, on_host
 from jaxrec.metrics import BinarySums, auc, binary_sums, log_loss, normalized_entropy
 from jaxrec.nn import DLRM
+from jaxrec.train.ahead import RoutedSteps
 from jaxrec.train.pipeline import Pipeline
 from jaxrec.train.progress import Progress
 from jaxrec.train.rows import ParquetRows, Rows
-from jaxrec.train.step import compile_step
 from jaxrec.train.trace import StepTrace
 from jaxrec.train.trainer import AHEAD, NotFiniteError
 
@@ -58,6 +58,10 @@ def train_step(model: DLRM, optimizer: Optimizer, batch: ClickBatch) -> Measured
     (_, measured), gradients = value_and_grad(loss_fn, has_aux=True)(model)
     optimizer.update(model, gradients)
     return measured
+
+
+def _forward(model: DLRM, batch: ClickBatch) -> Float[Array, " batch"]:
+    return model(batch.dense, batch.features)
 
 
 def train(
@@ -100,7 +104,7 @@ def train(
         NotFiniteError: The loss of a step is NaN or infinite.
         OSError, DataError: The rows cannot be read.
     """
-    step = compile_step(train_step, model, optimizer)
+    steps = RoutedSteps(train_step, _forward, model, optimizer)
     per_epoch = rows.num_batches(batch_size)
     started = done = int(optimizer.step.get_value())
     window: collections.deque[BinarySums] = collections.deque(maxlen=WINDOW)
@@ -130,10 +134,10 @@ def train(
     for epoch in range(first_epoch, epochs):
         stream = rows.batches(batch_size, first_batch if epoch == first_epoch else 0, epoch)
         with Pipeline(stream, place) as placed:
-            for batch in placed:
+            for batch, measured in steps(placed):
                 if trace is not None:
                     trace.step()
-                under_way.append((batch, step(batch)))
+                under_way.append((batch, measured))
                 finish(AHEAD)
                 made = done + len(under_way)
                 for call, every in ((evaluate, evaluate_every), (save, save_every)):

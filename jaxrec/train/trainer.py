@@ -16,9 +16,10 @@ from jaxtyping import Array, Float
 
 from jaxrec.embed import Optimizer, mean_gradients, value_and_grad
 from jaxrec.embed.gradients import after
-from jaxrec.embed.taps import look_up, looked_up_ahead
+from jaxrec.embed.taps import Ahead, look_up_ahead, use_ahead
 from jaxrec.metrics import MetricGroup
 from jaxrec.metrics.writers import Writer
+from jaxrec.train.ahead import RoutedSteps
 from jaxrec.train.checkpoint import Run, Saver, restore, restore_state
 from jaxrec.train.checkpoint import steps as steps_of
 from jaxrec.train.held import Held
@@ -228,16 +229,23 @@ class Trainer:
 
     def _losses(self, batches: Iterator[Any], steps: int | None) -> Iterator[Array]:
         """Makes steps; the loss of each, not waited for."""
-        losses = self._ahead(batches) if self.semi_synchronous else self._in_order(batches)
+        losses = self._behind(batches) if self.semi_synchronous else self._in_order(batches)
         return itertools.islice(losses, steps)
 
     def _in_order(self, batches: Iterator[Any]) -> Iterator[Array]:
-        step = compile_step(self._step, self.model, self.optimizer, self._measured)
-        while len(taken := tuple(itertools.islice(batches, self.accumulate))) == self.accumulate:
-            yield step(*taken)
+        def taken() -> Iterator[tuple[Any, ...]]:
+            while len(part := tuple(itertools.islice(batches, self.accumulate))) == self.accumulate:
+                yield part
+
+        def forward(model: nnx.Module, part: tuple[Any, ...]) -> None:
+            for batch in part:
+                self.loss(model, batch)
+
+        steps = RoutedSteps(self._step, forward, self.model, self.optimizer, self._measured)
+        return (loss for _, loss in steps(taken()))
 
     def _step(
-        self, model: nnx.Module, optimizer: Optimizer, measured: Held, *batches: Any
+        self, model: nnx.Module, optimizer: Optimizer, measured: Held, batches: tuple[Any, ...]
     ) -> Float[Array, ""]:
         losses, parts = [], []
         for batch in batches:
@@ -252,38 +260,39 @@ class Trainer:
         if self.metrics is not None:
             measured.set(self.metrics.update(measured.get(), outputs))
 
-    def _ahead(self, batches: Iterator[Any]) -> Iterator[Array]:
+    def _behind(self, batches: Iterator[Any]) -> Iterator[Array]:
         batch = next(batches, None)
         if batch is None:
             return
         graph, state = nnx.split(self.model)
         first = jax.jit(lambda state, batch: self._look_up(nnx.merge(graph, state), batch))
-        ahead = Held(first(state, batch))
-        step = compile_step(self._step_ahead, self.model, self.optimizer, self._measured, ahead)
+        found = Held(first(state, batch))
+        step = compile_step(self._step_behind, self.model, self.optimizer, self._measured, found)
         for following in itertools.chain(batches, (None,)):
             # After the last there is nothing to look up; it looks itself up again.
             yield step(batch, batch if following is None else following)
             batch = following
 
-    def _look_up(self, model: nnx.Module, batch: Any) -> dict[str, list[Any]]:
-        return look_up(lambda model: self.loss(model, batch), model)
+    def _look_up(self, model: nnx.Module, batch: Any) -> dict[str, list[Ahead]]:
+        return look_up_ahead(lambda model: self.loss(model, batch), model)
 
-    def _step_ahead(
+    def _step_behind(
         self,
         model: nnx.Module,
         optimizer: Optimizer,
         measured: Held,
-        ahead: Held,
+        found: Held,
         batch: Any,
         following: Any,
     ) -> Float[Array, ""]:
-        with looked_up_ahead(model, ahead.get()):
+        with use_ahead(model, found.get()):
             (loss, outputs), gradients = value_and_grad(self.loss, has_aux=True)(model, batch)
         self._measure(measured, outputs)
-        found = self._look_up(model, following)
+        next_found = self._look_up(model, following)
         # The tables may be written when the lookups have read them, and not before.
-        read = jnp.sum(jnp.array([x.astype(jnp.float32).sum() for x in jax.tree.leaves(found)]))
+        looked_up = [call.activations for calls in next_found.values() for call in calls]
+        read = sum(x.astype(jnp.float32).sum() for x in jax.tree.leaves(looked_up))
         gradients = dataclasses.replace(gradients, tables=after(read, gradients.tables))
         optimizer.update(model, gradients)
-        ahead.set(found)
+        found.set(next_found)
         return loss

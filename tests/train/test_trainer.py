@@ -115,7 +115,7 @@ def test_semi_synchronous_steps_copy_no_table():
     trainer, (one, other) = make(semi_synchronous=True), batches(2)
     modules = (trainer.model, trainer.optimizer, trainer._measured)
     ahead = Held(trainer._look_up(trainer.model, one))
-    step = compile_step(trainer._step_ahead, *modules, ahead)
+    step = compile_step(trainer._step_behind, *modules, ahead)
     text = step.lower(one, other).compile().as_text()
     tables = jax.tree.leaves(trainer.model.embeddings.tables.get_value())
     shapes = {x.shape for x in tables if x.shape[-1:] == (DIM,)}

@@ -1,0 +1,164 @@
+"""Steps that route the next batch: the same bits, and the routing waits for nothing."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.interpreters import partial_eval
+from jax.sharding import AxisType
+
+import jaxrec
+from jaxrec.mesh import column_wise, data_parallel, grid, rooms, row_wise, table_wise
+from jaxrec.mesh.collectives import Turns
+from jaxrec.train import RoutedSteps, compile_step
+from jaxrec.train.held import Held
+
+DEVICES, BATCH, STEPS = 8, 16, 9
+ROWS = {"a": 100, "b": 40, "c": 64}
+PLACEMENTS = {
+    "rows": {"a": row_wise(), "b": row_wise(), "c": grid()},
+    "sums": {"a": row_wise(exchange="sums"), "b": row_wise(), "c": table_wise(1)},
+    "bags": {"a": column_wise((0, 1)), "b": table_wise(2), "c": data_parallel()},
+    "copies": dict.fromkeys(ROWS, data_parallel()),
+}
+
+
+class Ranker(nnx.Module):
+    """Two collections, of which one is called twice."""
+
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.bags = jaxrec.EmbeddingBagCollection(
+            [
+                jaxrec.EmbeddingBagConfig("a", ROWS["a"], 8),
+                jaxrec.EmbeddingBagConfig("c", ROWS["c"], 16, pooling="mean"),
+            ],
+            rngs=rngs,
+        )
+        self.items = jaxrec.EmbeddingCollection(
+            [jaxrec.EmbeddingConfig("b", ROWS["b"], 8)], optimizer=jaxrec.optim.adam(), rngs=rngs
+        )
+        self.over = nnx.Linear(24, 1, rngs=rngs)
+
+    def __call__(self, batch):
+        first, second = batch["first"], batch["second"]
+        pooled = self.bags(first).values + self.bags(second).values
+        items = self.items(first)["b"].values
+        return self.over(pooled)[:, 0] + jnp.square(items).mean()
+
+
+def train_step(model, optimizer, batch):
+    def loss_fn(model):
+        return jnp.square(model(batch) - 1).mean()
+
+    loss, gradients = jaxrec.value_and_grad(loss_fn)(model)
+    optimizer.update(model, gradients)
+    return loss
+
+
+def make(placements):
+    mesh = jax.make_mesh((2, 4), ("host", "device"), axis_types=(AxisType.Auto,) * 2)
+    placed = dict(placements)
+    if placed["b"].exchange == "sums" or placed["b"].kind in ("table_wise", "column_wise"):
+        placed["b"] = row_wise()  # single rows are not pooled
+    plan = jaxrec.plan.ShardingPlan.from_dict(placed)
+    model = jaxrec.shard(Ranker(), plan, mesh)
+    return model, jaxrec.Optimizer(model, optax.adam(1e-2)), mesh
+
+
+def batches(mesh):
+    """Even ones, ones of a single row, and ones of a single owner's rows."""
+    random = np.random.default_rng(0)
+    capacities = dict.fromkeys(ROWS, 8)
+    for step in range(STEPS):
+        most = {name: (rows, 1, 5)[step % 3] for name, rows in ROWS.items()}
+
+        def ids(most=most):
+            return jaxrec.KeyedJaggedArray.from_lists(
+                {name: random.integers(0, m, (BATCH, 3)).tolist() for name, m in most.items()}
+            )
+
+        host = {"first": ids(), "second": ids()}
+        yield jaxrec.mesh.shard_batch(host, mesh, capacities=capacities)
+
+
+def contents(model, optimizer):
+    return jax.tree.map(np.asarray, jax.tree.leaves(nnx.state((model, optimizer))))
+
+
+@pytest.mark.parametrize("name", PLACEMENTS)
+def test_the_same_bits_as_steps_one_by_one(name, monkeypatch):
+    monkeypatch.setattr(rooms, "WINDOW", 2)
+    model, optimizer, mesh = make(PLACEMENTS[name])
+    plain = compile_step(train_step, model, optimizer)
+    expected = [float(plain(batch)) for batch in batches(mesh)]
+    tables = contents(model, optimizer)
+    model, optimizer, mesh = make(PLACEMENTS[name])
+    steps = RoutedSteps(train_step, lambda model, batch: model(batch), model, optimizer)
+    given = list(batches(mesh))
+    found = list(steps(given[:2])) + list(steps(given[2:]))
+    assert [batch for batch, _ in found] == given
+    assert [float(loss) for _, loss in found] == expected
+    for got, wanted in zip(contents(model, optimizer), tables, strict=True):
+        np.testing.assert_array_equal(got, wanted)
+    rooms_of = dict(model.bags.tables.get_value().slack)
+    assert bool(rooms_of) == (name in ("rows", "sums"))
+
+
+def test_routing_waits_for_nothing_but_its_batch(monkeypatch):
+    """Where collectives have an order of their own, that is: simulated devices take turns."""
+    monkeypatch.setattr(Turns, "end", lambda self, result: None)
+    model, optimizer, mesh = make(PLACEMENTS["rows"])
+    steps = RoutedSteps(train_step, lambda model, batch: model(batch), model, optimizer)
+    batch = next(batches(mesh))
+    graph, state = nnx.split((model, optimizer))
+    steps._route(batch)
+    ahead = steps._ahead.get()
+
+    def ahead_of_next(state, ahead, batch, following):
+        model, optimizer = nnx.merge(graph, state)
+        held = Held(ahead)
+        steps._step_and_route(model, optimizer, held, batch, following)
+        return held.get()
+
+    traced = jax.make_jaxpr(ahead_of_next)(state, ahead, batch, batch)
+    _, used = partial_eval.dce_jaxpr(traced.jaxpr, [True] * len(traced.jaxpr.outvars))
+    ends = np.cumsum([len(jax.tree.leaves(each)) for each in (state, ahead, batch, batch)])
+    assert not any(used[: ends[2]])
+    assert any(used[ends[2] :])
+
+
+def test_no_batches():
+    model, optimizer, _ = make(PLACEMENTS["rows"])
+    steps = RoutedSteps(train_step, lambda model, batch: model(batch), model, optimizer)
+    assert list(steps([])) == []
+
+
+def test_several_parts_of_a_step_take_what_was_found_in_turn():
+    """Gradients of two batches in one step: each has the routes of its own."""
+
+    def of_both(model, optimizer, pair):
+        parts = [
+            jaxrec.value_and_grad(lambda model, part=part: jnp.square(model(part) - 1).mean())(
+                model
+            )
+            for part in pair
+        ]
+        optimizer.update(model, jaxrec.embed.gradients.mean_gradients([g for _, g in parts]))
+        return sum(loss for loss, _ in parts)
+
+    def forward(model, pair):
+        return [model(part) for part in pair]
+
+    model, optimizer, mesh = make(PLACEMENTS["sums"])
+    given = list(batches(mesh))
+    pairs = list(zip(given[::2], given[1::2], strict=False))
+    plain = compile_step(of_both, model, optimizer)
+    expected = [float(plain(pair)) for pair in pairs]
+    model, optimizer, _ = make(PLACEMENTS["sums"])
+    steps = RoutedSteps(of_both, forward, model, optimizer)
+    assert [float(loss) for _, loss in steps(pairs)] == expected
