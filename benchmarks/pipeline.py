@@ -7,10 +7,13 @@ best of ``--repeats`` rounds in which what is compared takes turns:
 
 - ``slow_reader``: a reader that sleeps as long as a step computes; seconds of the pipelined run
   over those of the plain loop (read, put, step, wait).
-- ``parquet``: the rows as Parquet files, read by `jaxrec.data.BatchSource` with a shuffle; seconds
-  of the pipelined run over those of the steps alone.
-- ``host_cost``: batches that are at hand, and steps of about 2 ms: seconds of the pipelined run
-  over those of the bare jitted step in a loop.
+- ``parquet``: rows as ``jaxrec data criteo`` writes them, read by `jaxrec.data.BatchSource` with a
+  shuffle; seconds of the pipelined run over those of the steps alone, on batches that are at hand.
+  ``busy_ratio`` is the same of processor time: what it were if no core had time to spare.
+- ``host_cost``: batches that are at hand, and of a size whose step takes about ``--host-step-ms``.
+  ``dispatched_ratio``: seconds of `jaxrec.train`'s step, on batches on the device, over those of
+  the bare jitted step in a loop; ``pipelined_ratio``: of the pipelined run, which also puts each
+  batch on the device.
 - ``preprocessing``: ``jaxrec data criteo`` on ``--log``, or on generated text: megabytes of text a
   second of processor time (on all cores, and on one), and the most memory of the process; and the
   milliseconds of processor time that a megabyte takes to read (text to arrays) and to write.
@@ -28,19 +31,19 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 import optax
 import pyarrow as pa
-import pyarrow.parquet as pq
 import tyro
 from flax import nnx
 
 import jaxrec
 from jaxrec.data import BatchSource, Clicks, GeneratedLog, ParquetGroups, batches, to_numpy
-from jaxrec.data.transforms import CATEGORICAL_NAMES, NUM_CATEGORICAL, NUM_DENSE
+from jaxrec.data.parts import parquet_writer
+from jaxrec.data.transforms import CATEGORICAL_NAMES, NUM_CATEGORICAL, NUM_DENSE, log_counts
 from jaxrec.nn import DLRM
 from jaxrec.train import Pipeline, compile_step, keep_freed_memory
 from jaxrec.train.loop import train_step
@@ -53,11 +56,11 @@ class Options:
 
     batch: int = 2048
     """Samples of a step."""
-    small_batch: int = 256
-    """Samples of a step of about 2 ms, for the host's cost."""
+    host_step_ms: float = 2.0
+    """How long the bare step takes beside which the host's cost is measured."""
     steps: int = 60
     """Steps of a round."""
-    repeats: int = 3
+    repeats: int = 5
     """Rounds."""
     log: pathlib.Path | None = None
     """Text in Criteo's format; generated if not given."""
@@ -69,7 +72,7 @@ def main(options: Options) -> None:
     keep_freed_memory()
     rows = Clicks.concatenate(list(GeneratedLog(options.batch * 16).chunks(0, options.batch * 16)))
     _print("slow_reader", _slow_reader(options, rows))
-    _print("parquet", _parquet(options, rows))
+    _print("parquet", _parquet(options))
     _print("host_cost", _host_cost(options, rows))
     _print("preprocessing", _preprocessing(options))
 
@@ -116,15 +119,28 @@ def _dispatched(step: Callable[[Any], Any], placed: Iterable[Any]) -> None:
     jax.block_until_ready(list(under_way))
 
 
-def _best(repeats: int, **runs: Callable[[], None]) -> dict[str, float]:
-    """The least seconds of each; they take turns, so that what else the machine does hits all."""
-    seconds: dict[str, float] = dict.fromkeys(runs, float("inf"))
+class Least(NamedTuple):
+    """The least of some rounds.
+
+    Attributes:
+        seconds: From the beginning to the end.
+        busy: Of processor time, of all threads; what else the machine does hardly shows in it.
+    """
+
+    seconds: float
+    busy: float
+
+
+def _best(repeats: int, **runs: Callable[[], None]) -> dict[str, Least]:
+    """The least time of each; they take turns, so that what else the machine does hits all."""
+    least = dict.fromkeys(runs, Least(float("inf"), float("inf")))
     for _ in range(repeats + 1):  # the first round compiles, and cannot be the best
         for name, run in runs.items():
-            start = time.perf_counter()
+            start, busy = time.perf_counter(), time.process_time()
             run()
-            seconds[name] = min(seconds[name], time.perf_counter() - start)
-    return seconds
+            took = (time.perf_counter() - start, time.process_time() - busy)
+            least[name] = Least(*map(min, least[name], took))
+    return least
 
 
 def _cycle(items: list[Any], count: int) -> Iterator[Any]:
@@ -135,91 +151,115 @@ def _slow_reader(options: Options, rows: Clicks) -> dict[str, float]:
     step = _step()
     made = list(batches([rows], options.batch, CATEGORICAL_NAMES))
     alone = _best(options.repeats, alone=lambda: _plain(step, _cycle(made, options.steps)))["alone"]
-    pause = alone / options.steps
+    pause = alone.seconds / options.steps
 
     def reader() -> Iterator[Any]:
         for batch in _cycle(made, options.steps):
             time.sleep(pause)
             yield batch
 
-    seconds = _best(
+    took = _best(
         options.repeats,
         plain=lambda: _plain(step, reader()),
         pipelined=lambda: _pipelined(step, reader()),
     )
     return {
         "step_ms": pause * 1e3,
-        "plain_seconds": seconds["plain"],
-        "pipelined_seconds": seconds["pipelined"],
-        "ratio": seconds["pipelined"] / seconds["plain"],
+        "plain_seconds": took["plain"].seconds,
+        "pipelined_seconds": took["pipelined"].seconds,
+        "ratio": took["pipelined"].seconds / took["plain"].seconds,
     }
 
 
-def _parquet(options: Options, rows: Clicks) -> dict[str, float]:
+def _parquet(options: Options) -> dict[str, float]:
     step = _step()
+    count = options.steps * options.batch
+    rows = Clicks.concatenate(list(GeneratedLog(count).chunks(0, count)))
+    columns = {"label": rows.labels.astype(np.int32)}
+    columns |= {f"int_{i}": np.exp(rows.dense[:, i]).astype(np.int32) for i in range(NUM_DENSE)}
+    columns |= {name: rows.ids[:, i] for i, name in enumerate(CATEGORICAL_NAMES)}
+    schema = pa.schema([pa.field(name, pa.int32(), nullable=False) for name in columns])
 
     def to_batch(table: pa.Table) -> Any:
-        clicks = Clicks(
-            to_numpy(table["label"]),
-            np.stack([to_numpy(table[f"int_{i}"]) for i in range(NUM_DENSE)], axis=1),
-            np.stack([to_numpy(table[name]) for name in CATEGORICAL_NAMES], axis=1),
-        )
+        counts = np.stack([to_numpy(table[f"int_{i}"]) for i in range(NUM_DENSE)], axis=1)
+        ids = np.stack([to_numpy(table[name]) for name in CATEGORICAL_NAMES]).T
+        clicks = Clicks(to_numpy(table["label"]).astype(np.float32), log_counts(counts), ids)
         return next(batches([clicks], options.batch, CATEGORICAL_NAMES))
 
     with tempfile.TemporaryDirectory() as directory:
-        columns = {"label": rows.labels}
-        columns |= {f"int_{i}": rows.dense[:, i] for i in range(NUM_DENSE)}
-        columns |= {name: rows.ids[:, i] for i, name in enumerate(CATEGORICAL_NAMES)}
         path = pathlib.Path(directory) / "rows.parquet"
-        pq.write_table(pa.table(columns), path, row_group_size=options.batch * 4)
-        epochs = -(-options.steps * options.batch // len(rows))
-        source = BatchSource(
-            ParquetGroups((path,)), options.batch, to_batch, seed=0, epochs=epochs, window=2
-        )
-        on_device = [jax.device_put(source[i]) for i in range(8)]
-        seconds = _best(
-            options.repeats,
-            alone=lambda: _dispatched(step, _cycle(on_device, len(source))),
-            pipelined=lambda: _pipelined(step, source.from_batch(threads=1, prefetch=2)),
-            reading=lambda: collections.deque(source.from_batch(threads=1), maxlen=0),
+        with path.open("wb") as file, parquet_writer(file, schema, "lz4") as writer:
+            table = pa.table(list(columns.values()), schema)
+            writer.write_table(table, row_group_size=options.batch * 16)
+
+        def reader() -> Iterator[Any]:
+            groups = ParquetGroups((path,))  # nothing is left of what was read before
+            source = BatchSource(groups, options.batch, to_batch, seed=0, window=2)
+            return source.from_batch(threads=1, prefetch=2)
+
+        on_device = [jax.device_put(batch) for batch, _ in zip(reader(), range(8), strict=False)]
+        took = _best(
+            options.repeats * 3,
+            alone=lambda: _dispatched(step, _cycle(on_device, options.steps)),
+            pipelined=lambda: _pipelined(step, reader()),
+            reading=lambda: collections.deque(reader(), maxlen=0),
         )
     return {
-        "steps": len(source),
-        "alone_seconds": seconds["alone"],
-        "pipelined_seconds": seconds["pipelined"],
-        "reading_seconds": seconds["reading"],
-        "ratio": seconds["pipelined"] / seconds["alone"],
+        "step_ms": took["alone"].seconds / options.steps * 1e3,
+        "alone_seconds": took["alone"].seconds,
+        "pipelined_seconds": took["pipelined"].seconds,
+        "ratio": took["pipelined"].seconds / took["alone"].seconds,
+        "reading_busy_seconds": took["reading"].busy,
+        "busy_ratio": took["pipelined"].busy / took["alone"].busy,
     }
 
 
 def _host_cost(options: Options, rows: Clicks) -> dict[str, float]:
-    step, count = _step(), options.steps * 10
-    made = list(batches([rows], options.small_batch, CATEGORICAL_NAMES))
+    step, count = _step(), options.steps
+    rounds = options.repeats * 10  # of rounds as short as these some fall into quiet moments
+
+    def bare_loop(on_device: list[Any], steps: int) -> Callable[[], None]:
+        values = [variable.get_raw_value() for variable in step._variables]
+        bare = step._compiled.lower(values, on_device[0]).compile()
+
+        def loop() -> None:
+            values = jax.tree.map(jax.numpy.array, [v.get_raw_value() for v in step._variables])
+            under_way: collections.deque[Any] = collections.deque()
+            for batch in _cycle(on_device, steps):
+                values, result = bare(values, batch)
+                under_way.append(result)
+                if len(under_way) > AHEAD:
+                    jax.block_until_ready(under_way.popleft())
+            jax.block_until_ready(values)
+
+        return loop
+
+    def bare_ms(batch_size: int) -> float:
+        batch = jax.device_put(next(batches([rows], batch_size, CATEGORICAL_NAMES)))
+        took = _best(rounds, bare=bare_loop([batch], count))
+        return took["bare"].seconds / count * 1e3
+
+    # Nearly linear in the size of the batch.
+    small, large = bare_ms(256), bare_ms(512)
+    size = 256 + (options.host_step_ms - small) / (large - small) * 256
+    made = list(batches([rows], max(16, round(size / 16) * 16), CATEGORICAL_NAMES))
     on_device = jax.device_put(made)
-    values = [variable.get_raw_value() for variable in step._variables]
-    bare = step._compiled.lower(values, on_device[0]).compile()
-
-    def loop() -> None:
-        values = jax.tree.map(jax.numpy.array, [v.get_raw_value() for v in step._variables])
-        under_way: collections.deque[Any] = collections.deque()
-        for batch in _cycle(on_device, count):
-            values, result = bare(values, batch)
-            under_way.append(result)
-            if len(under_way) > AHEAD:
-                jax.block_until_ready(under_way.popleft())
-        jax.block_until_ready(values)
-
-    seconds = _best(
-        options.repeats,
-        bare=loop,
+    took = _best(
+        rounds,
+        bare=bare_loop(on_device, count),
         dispatched=lambda: _dispatched(step, _cycle(on_device, count)),
         pipelined=lambda: _pipelined(step, _cycle(made, count)),
     )
+    bare, dispatched, pipelined = (took[k] for k in ("bare", "dispatched", "pipelined"))
     return {
-        "bare_ms": seconds["bare"] / count * 1e3,
-        "dispatched_ms": seconds["dispatched"] / count * 1e3,
-        "pipelined_ms": seconds["pipelined"] / count * 1e3,
-        "ratio": seconds["pipelined"] / seconds["bare"],
+        "batch": made[0].labels.shape[0],
+        "bare_ms": bare.seconds / count * 1e3,
+        "dispatched_ms": dispatched.seconds / count * 1e3,
+        "pipelined_ms": pipelined.seconds / count * 1e3,
+        "dispatched_ratio": dispatched.seconds / bare.seconds,
+        "pipelined_ratio": pipelined.seconds / bare.seconds,
+        "dispatched_busy_ratio": dispatched.busy / bare.busy,
+        "pipelined_busy_ratio": pipelined.busy / bare.busy,
     }
 
 

@@ -238,11 +238,12 @@ def to_numpy(column: pa.ChunkedArray) -> np.ndarray:
             f"a column has {column.null_count} missing values, which arrays cannot hold; fill "
             "them (pyarrow.compute.fill_null) before"
         )
-    if not (pa.types.is_list(column.type) or pa.types.is_fixed_size_list(column.type)):
+    kind = column.type
+    if not isinstance(kind, pa.ListType | pa.FixedSizeListType):
         return column.to_numpy()
-    flat = pa.chunked_array([chunk.flatten() for chunk in column.chunks], column.type.value_type)
+    flat = pa.chunked_array([chunk.flatten() for chunk in column.chunks], kind.value_type)
     values = flat.to_numpy()
-    if pa.types.is_list(column.type):
+    if isinstance(kind, pa.ListType):
         lengths = {len(x) for x in column.to_pylist()}
         if len(lengths) > 1:
             raise DataError("lists of different lengths are no array; KeyedJaggedArray.from_arrow")

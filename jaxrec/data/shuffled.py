@@ -12,6 +12,7 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from jaxrec.data.groups import RowGroups
 from jaxrec.data.text import DataError
@@ -171,7 +172,7 @@ class BatchSource(Generic[Batch]):
         if self.seed is None:
             return rows
         order = np.random.default_rng([self.seed, epoch, window]).permutation(len(rows))
-        return rows.take(pa.array(order))
+        return pc.take(rows, pa.array(order), boundscheck=False)
 
     def from_batch(self, start: int = 0, *, threads: int = 2, prefetch: int = 4) -> Iterator[Batch]:
         """The batches from ``start`` on, made ahead by Grain's threads.
