@@ -23,8 +23,8 @@ of ``U`` rows: ``sort(D c) + gather(D u, 4 w) + update(U, w s + m)``.
 
 **Rows** (every other type, `exchange="rows"`). A device sorts its ids and drops repeats, asks the
 owners, gets rows, pools at home: ``sort(c) + gather(n, w s)`` and bags of ``4 w``. Backward, it
-sums gradients by row, ``sort(c) + gather(n, 4 w)``, and sends the sums to the owners, who were asked
-for the rows.
+sums gradients by row, ``sort(c) + gather(n, 4 w)``, and sends the sums to the owners, who were
+asked for the rows.
 
 Between each two devices the exchange has room for ``C = 1.25 c / D`` rows a round, so a round moves
 ``L = 1.25 c`` places, used or not: ``all_to_all(4 + w s) + copy(w s)`` for each forward, and
@@ -46,10 +46,11 @@ forward, ``sort(D c_d) + gather(D n_d, 4 w) + update(U_d, w s + m)`` backward, a
 ``copy(4 w D b_d)`` in each pass; at home bags are copied twice in each.
 
 **Sums** (`exchange="sums"` where rows are cut over devices). Ids go to the owners with their
-repeats: ``sort(c)`` to group them and ``all_to_all(4)`` of ``L = 1.25 c`` places, with 4 bytes more in
-each pass where ids have weights. Owners find as many ids of each bag as devices say, ``all_to_all`` of
-``4 D b`` bytes. The owner pools what it has of each bag of all devices, ``gather(D q_d n, w s)``
-into ``D b`` sums, ``copy(8 w D b)``; a reduce-scatter of ``4 w D b`` bytes brings them home.
+repeats: ``sort(c)`` to group them and ``all_to_all(4)`` of ``L = 1.25 c`` places, with 4 bytes more
+in each pass where ids have weights. Owners find as many ids of each bag as devices say,
+``all_to_all`` of ``4 D b`` bytes. The owner pools what it has of each bag of all devices,
+``gather(D q_d n, w s)`` into ``D b`` sums, ``copy(8 w D b)``; a reduce-scatter of ``4 w D b`` bytes
+brings them home.
 Backward, an all-gather of as many bytes brings the bags' gradients, and the owner sums and updates:
 ``sort(L) + gather(D q_d n, 4 w) + update(q_d U, w s + m)``. Where ``A = D max_d q_d n`` is more
 than ``L``, all of it takes room for ``D c`` places instead.
@@ -70,10 +71,10 @@ of the rows that a step updates, those not held are fetched before it and writte
 ``2 host_link(w s + m)`` each, and for "disk" ``2 disk_link(w s + m)`` more.
 
 **Memory** of a device, in bytes: rows and state, ``w s + m`` for each row it holds (see groups);
-``12 c`` for the rows, bags and factors that the backward pass needs, ``17 c`` for the way of rows and
-``13 c + 4 D b`` for that of sums, ``8 b w`` for the looked-up embeddings and their gradients, all groups
-together; and while one group's exchange runs, what
-`exchange_bytes` counts, of the group that has the most. By bags, the fullest device's places take
+``12 c`` for the rows, bags and factors that the backward pass needs, ``17 c`` for the way of rows
+and ``13 c + 4 D b`` for that of sums, ``8 b w`` for the looked-up embeddings and their gradients,
+all groups together; and while one group's exchange runs, what `exchange_bytes` counts, of the group
+that has the most. By bags, the fullest device's places take
 16 bytes each, and its bags ``4 w``. What compiled programs take is in ``docs/planner.md``.
 """
 
@@ -314,7 +315,7 @@ def overflow_rooms(key: GroupKey, needed: float, room: float, devices: int) -> t
     if key.way == SUMS:
         extra = max(0.0, room / SLACK * devices - needed)
         return extra, extra
-    rounds = math.ceil(needed / room)
+    rounds = math.ceil(needed / room - 1e-9)
     return (1 + rounds) * room - needed, rounds * room - needed
 
 

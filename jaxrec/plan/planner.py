@@ -31,8 +31,9 @@ Model: TypeAlias = nnx.Module | Sequence[TableConfig]
 # Bytes of dense parameters, their gradients, their optimizer's state and what is in between, over
 # the bytes of the parameters.
 _DENSE_COPIES = 6
-# Parts of the time limit that the proposers, the averaged program and improving may use.
-_PROPOSING, _AVERAGED, _IMPROVING = 0.15, 0.4, 0.25
+# Parts of the time limit that the proposers, the averaged program (and where the whole one is too
+# large to follow) and improving may use.
+_PROPOSING, _AVERAGED, _AVERAGED_ALONE, _IMPROVING = 0.15, 0.4, 0.6, 0.25
 
 
 @dataclasses.dataclass(frozen=True)
@@ -252,9 +253,8 @@ class Planner:
         done = [f"{tried} proposals"]
         bound = 0.0
         if self.is_exact:
-            answer = solve_averaged(
-                problem, time_limit=_AVERAGED * self.time_limit, gap=self.gap / 4
-            )
+            share = _AVERAGED if is_small(problem) else _AVERAGED_ALONE
+            answer = solve_averaged(problem, time_limit=share * self.time_limit, gap=self.gap / 4)
             bound = answer.bound
             done.append("averaged program" + ("" if answer.is_finished else " (cut short)"))
             if answer.proposal is not None:

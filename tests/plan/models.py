@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 
 import jaxrec
-from jaxrec.plan import ParameterConstraints
+from jaxrec import optim
+from jaxrec.plan import ParameterConstraints, Topology
+from jaxrec.plan.options import enumerate_options
+from jaxrec.plan.problem import Choice, Problem, Solution
+from jaxrec.plan.workload import measure_work, read_model
 
 CRITEO_ROWS = (
     *(40000000, 39060, 17295, 7424, 20265, 3, 7122, 1543, 63, 40000000, 3067956, 405282, 10),
@@ -58,3 +64,59 @@ def random_model(seed, *, max_tables=12, types=None):
             pooling_factors=float(np.round(10 ** random.uniform(0, 2), 1)), sharding_types=types
         )
     return tables, said
+
+
+def problem_of(
+    shapes,
+    *,
+    hosts=1,
+    each=2,
+    memory=10**9,
+    types=None,
+    exchanges=None,
+    storages=("device",),
+    decided=(),
+):
+    """Tables ``(rows, dim, pooling)`` on few devices, some decided to have their first option."""
+    tables = [
+        jaxrec.EmbeddingBagConfig(f"t{i}", rows, dim, optimizer=optim.sgd(0.1))
+        for i, (rows, dim, _) in enumerate(shapes)
+    ]
+    said = {
+        f"t{i}": ParameterConstraints(
+            pooling_factors=pooling, sharding_types=types, exchanges=exchanges, min_column_width=16
+        )
+        for i, (_, _, pooling) in enumerate(shapes)
+    }
+    topology = Topology.named("h100", devices=hosts * each, devices_per_host=each)
+    works = measure_work(
+        read_model(tables),
+        batch_size=512 * hosts * each,
+        num_devices=hosts * each,
+        constraints=said,
+        statistics=None,
+    )
+    options = [enumerate_options(w, topology, said[w.name], storages=storages) for w in works]
+    return Problem(
+        topology,
+        tuple(w.name for i, w in enumerate(works) if i not in decided),
+        tuple(o for i, o in enumerate(options) if i not in decided),
+        tuple(options[i][0] for i in decided),
+        capacity=memory,
+        host_capacity=10**12,
+        disk_capacity=10**12,
+    )
+
+
+def every_solution(problem):
+    """All choices of options and sites, each as the loads that it makes."""
+    choices = [
+        [
+            Choice(index, sites)
+            for index, option in enumerate(options)
+            for sites in itertools.combinations(range(len(option.sites)), option.parts)
+        ]
+        for options in problem.options
+    ]
+    for chosen in itertools.product(*choices):
+        yield Solution.of(problem, chosen)

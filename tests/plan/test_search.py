@@ -15,9 +15,9 @@ from jaxrec import optim
 from jaxrec.plan import ParameterConstraints, PlanError, Planner, Topology, exact
 from jaxrec.plan.exact import is_small, solve, solve_averaged
 from jaxrec.plan.improve import improve
-from jaxrec.plan.options import HELD, enumerate_options
+from jaxrec.plan.options import HELD
 from jaxrec.plan.partitioners import balance_memory, place_fastest
-from jaxrec.plan.problem import Choice, Loads, Problem, Solution
+from jaxrec.plan.problem import Loads, Solution
 from jaxrec.plan.proposers import (
     PROPOSERS,
     propose_by_dynamic_programming,
@@ -28,54 +28,7 @@ from jaxrec.plan.proposers import (
     rate_spread,
     total_bytes,
 )
-from jaxrec.plan.workload import measure_work, read_model
-
-
-def problem_of(shapes, *, hosts=1, each=2, memory=10**9, types=None, storages=("device",)):
-    """Tables ``(rows, dim, pooling)`` on few devices."""
-    tables = [
-        jaxrec.EmbeddingBagConfig(f"t{i}", rows, dim, optimizer=optim.sgd(0.1))
-        for i, (rows, dim, _) in enumerate(shapes)
-    ]
-    said = {
-        f"t{i}": ParameterConstraints(
-            pooling_factors=pooling, sharding_types=types, min_column_width=16
-        )
-        for i, (_, _, pooling) in enumerate(shapes)
-    }
-    topology = Topology.named("h100", devices=hosts * each, devices_per_host=each)
-    works = measure_work(
-        read_model(tables),
-        batch_size=512 * hosts * each,
-        num_devices=hosts * each,
-        constraints=said,
-        statistics=None,
-    )
-    options = tuple(enumerate_options(w, topology, said[w.name], storages=storages) for w in works)
-    return Problem(
-        topology,
-        tuple(w.name for w in works),
-        options,
-        (),
-        capacity=memory,
-        host_capacity=10**12,
-        disk_capacity=10**12,
-    )
-
-
-def every_solution(problem):
-    """All choices of options and sites, each as the loads that it makes."""
-    choices = [
-        [
-            Choice(index, sites)
-            for index, option in enumerate(options)
-            for sites in itertools.combinations(range(len(option.sites)), option.parts)
-        ]
-        for options in problem.options
-    ]
-    for chosen in itertools.product(*choices):
-        yield Solution.of(problem, chosen)
-
+from tests.plan.models import every_solution, problem_of
 
 SMALL = {
     "two devices": {"shapes": [(1000, 64, 3), (50_000, 32, 1), (7, 64, 9)], "each": 2},
