@@ -15,6 +15,28 @@ from jaxtyping import Array, Bool, Float, Int32, Shaped
 
 from jaxrec.mesh.precision import Format, Precision, decode, encode
 
+# Where XLA has a ragged all-to-all.
+_RAGGED_PLATFORMS = ("gpu", "tpu")
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Used:
+    """How much is of use of what devices send each other.
+
+    Attributes:
+        sent: To each device, of as many places as there are.
+        received: From each device.
+    """
+
+    sent: Int32[Array, " devices"]
+    received: Int32[Array, " devices"]
+
+    @property
+    def reversed(self) -> Used:
+        """That of answers, a place for a place."""
+        return Used(self.received, self.sent)
+
 
 @dataclasses.dataclass(frozen=True)
 class Channel:
@@ -33,8 +55,13 @@ class Channel:
         """This device's number among them."""
         return jax.lax.axis_index(self.axes)
 
-    def send(self, values: Array) -> Array:
-        """Line ``d`` goes to device ``d``; line ``d`` of the result came from there."""
+    def send(self, values: Array, used: Used | None = None) -> Array:
+        """Line ``d`` goes to device ``d``; line ``d`` of the result came from there.
+
+        Args:
+            values: ``[devices, n, ...]``.
+            used: How much of each line is of use; the rest may be lost. None: all.
+        """
         return _as_bits(
             lambda bits: jax.lax.all_to_all(
                 bits, self.axes, split_axis=0, concat_axis=0, tiled=True
@@ -47,22 +74,39 @@ class Channel:
         ends = np.cumsum([each.shape[1] for each in values])
         return jnp.split(self.send(jnp.concatenate(values, axis=1)), ends[:-1], axis=1)
 
-    def send_with_most(
-        self, count: Int32[Array, ""], *values: Int32[Array, "devices _"]
-    ) -> tuple[Int32[Array, ""], list[Int32[Array, "devices _"]]]:
-        """`send_together`, and with it the most that any device counts."""
-        to_all = jnp.broadcast_to(count.astype(jnp.int32), (values[0].shape[0], 1))
-        counts, *received = self.send_together(to_all, *values)
-        return jnp.max(counts), received
+    def send_lists(
+        self,
+        lists: Int32[Array, "devices n"],
+        lengths: Int32[Array, " devices"],
+        *more: Int32[Array, "devices _"],
+        fill: int,
+    ) -> tuple[Int32[Array, "devices n"], Used, list[Int32[Array, "devices _"]]]:
+        """Sends a list to each device, and more with it.
 
-    def send_rows(self, rows: Float[Array, "devices n dim"]) -> Float[Array, "devices n dim"]:
+        Args:
+            lists: The lists, in as much room each; filled up beyond their ends.
+            lengths: Their lengths.
+            *more: What else is sent.
+            fill: What they are filled with.
+
+        Returns:
+            The lists that came in, filled up; how much is of use; and what else came.
+        """
+        lists, received, *rest = self.send_together(lists, lengths[:, None], *more)
+        return lists, Used(lengths, received[:, 0]), rest
+
+    def send_rows(
+        self, rows: Float[Array, "devices n dim"], used: Used | None = None
+    ) -> Float[Array, "devices n dim"]:
         """`send`, of rows of tables."""
-        return self._send_as(rows, self.precision.forward)
+        return self._send_as(rows, self.precision.forward, used)
 
-    def send_gradients(self, rows: Float[Array, "devices n dim"]) -> Float[Array, "devices n dim"]:
+    def send_gradients(
+        self, rows: Float[Array, "devices n dim"], used: Used | None = None
+    ) -> Float[Array, "devices n dim"]:
         """`send`, of gradients."""
         scale = self.precision.loss_scale
-        return self._send_as(rows * scale, self.precision.backward) / scale
+        return self._send_as(rows * scale, self.precision.backward, used) / scale
 
     def sum_rows(self, rows: Float[Array, "devices n dim"]) -> Float[Array, "n dim"]:
         """The sum of what all devices have for this one."""
@@ -82,10 +126,52 @@ class Channel:
         gathered = tuple(self.gather(part) for part in parts)
         return decode(gathered, self.precision.backward) / scale
 
-    def _send_as(self, rows: Array, format: Format) -> Array:
+    def _send_as(self, rows: Array, format: Format, used: Used | None) -> Array:
         if format == "float32":
-            return self.send(rows)
-        return _send_encoded(rows, self, format)
+            return self.send(rows, used)
+        return _send_encoded(rows, used, self, format)
+
+
+class RaggedChannel(Channel):
+    """A channel on which only what is of use travels, where a device knows how much that is.
+
+    It takes XLA's ragged all-to-all, which CPUs do not have.
+    """
+
+    def send(self, values: Array, used: Used | None = None) -> Array:
+        return super().send(values) if used is None else self._send_ragged(values, used, 0)
+
+    def send_lists(self, lists, lengths, *more, fill):
+        received, *rest = self.send_together(lengths[:, None], *more)
+        used = Used(lengths, received[:, 0])
+        return self._send_ragged(lists, used, fill), used, rest
+
+    def _send_ragged(self, values: Array, used: Used, fill: int) -> Array:
+        devices, room = values.shape[:2]
+
+        def move(bits: Array) -> Array:
+            begins = jnp.arange(devices, dtype=jnp.int32) * room
+            return jax.lax.ragged_all_to_all(
+                bits.reshape(-1, *bits.shape[2:]),
+                jnp.full((devices * room, *bits.shape[2:]), fill, bits.dtype),
+                begins,
+                used.sent,
+                # Each of the others puts what comes from here where this device's line is.
+                jnp.full(devices, self.index * room, jnp.int32),
+                used.received,
+                axis_name=self.axes,
+            ).reshape(bits.shape)
+
+        return _as_bits(move, values)
+
+
+def check_ragged(mesh: Mesh) -> None:
+    """Raises where a mesh's devices have no ragged all-to-all."""
+    platform = mesh.devices.flat[0].platform
+    if platform not in _RAGGED_PLATFORMS:
+        raise ValueError(
+            f"XLA has no ragged all-to-all for {platform} devices; shard with is_ragged=False there"
+        )
 
 
 def _as_bits(move: Callable[[Array], Array], values: Array) -> Array:
@@ -97,20 +183,23 @@ def _as_bits(move: Callable[[Array], Array], values: Array) -> Array:
     return jax.lax.bitcast_convert_type(move(bits), values.dtype)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def _send_encoded(rows: Array, channel: Channel, format: Format) -> Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _send_encoded(rows: Array, used: Used | None, channel: Channel, format: Format) -> Array:
     """Rows sent in a format; to derivatives it is as if they were sent as they are."""
-    return decode(tuple(channel.send(part) for part in encode(rows, format)), format)
+    parts = encode(rows, format)
+    return decode(tuple(channel.send(part, used) for part in parts), format)
 
 
-def _send_encoded_forward(rows: Array, channel: Channel, format: Format) -> tuple[Array, None]:
-    return _send_encoded(rows, channel, format), None
+def _send_encoded_forward(
+    rows: Array, used: Used | None, channel: Channel, format: Format
+) -> tuple[Array, Used | None]:
+    return _send_encoded(rows, used, channel, format), used
 
 
 def _send_encoded_backward(
-    channel: Channel, format: Format, _: None, gradient: Array
-) -> tuple[Array]:
-    return (channel.send_gradients(gradient),)
+    channel: Channel, format: Format, used: Used | None, gradient: Array
+) -> tuple[Array, None]:
+    return channel.send_gradients(gradient, used and used.reversed), None
 
 
 _send_encoded.defvjp(_send_encoded_forward, _send_encoded_backward)

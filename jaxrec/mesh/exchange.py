@@ -23,7 +23,7 @@ from jaxrec.embed import kernels
 from jaxrec.embed.kernels import Lookups
 from jaxrec.embed.kernels.reference import update_unique
 from jaxrec.embed.update import RowGradients
-from jaxrec.mesh.collectives import Channel
+from jaxrec.mesh.collectives import Channel, Used
 from jaxrec.mesh.layout import PlacedGroup
 from jaxrec.mesh.norms import clip_factors, table_squares
 from jaxrec.mesh.route import Route, places, plan_route, window
@@ -41,6 +41,7 @@ class Round:
     Attributes:
         begins: For each owner where the round begins, among this device's slots.
         rows: The rows that each device asks of this one; `local_rows` where there is none.
+        used: How many rows are asked of each device, and by each.
         stop: The first row, or whole row where pieces are updated together, for which some device
             has no room in this round.
         most: What any device had left for one owner, at most: more than there is room for if
@@ -49,6 +50,7 @@ class Round:
 
     begins: Int32[Array, " devices"]
     rows: Int32[Array, "devices capacity"]
+    used: Used
     stop: Int32[Array, ""]
     most: Int32[Array, ""]
 
@@ -113,8 +115,15 @@ def _ask(
     """The round that begins there."""
     _, rows = window(placed, route, begins, capacity)
     stops = _stops(placed, route, begins, capacity)
-    most, (rows, stops) = channel.send_with_most(jnp.max(route.ends - begins), rows, stops[:, None])
-    return Round(begins, rows, stops.min(), most)
+    left = route.ends - begins
+    rows, used, (stops, lefts) = channel.send_lists(
+        rows,
+        jnp.clip(left, 0, capacity),
+        stops[:, None],
+        jnp.broadcast_to(left.max(), (left.size, 1)),
+        fill=placed.local_rows,
+    )
+    return Round(begins, rows, used, stops.min(), lefts.max())
 
 
 def _stops(
@@ -150,7 +159,7 @@ def fetch_rows(
 
     def answer(asked: Round) -> Float[Array, "devices capacity dim"]:
         found = kernels.row_lookup(table, asked.rows.reshape(-1))
-        return channel.send_rows(found.reshape(*asked.rows.shape, -1))
+        return channel.send_rows(found.reshape(*asked.rows.shape, -1), asked.used.reversed)
 
     def one_round(asked, rows):
         positions, _ = window(placed, route, asked.begins, capacity)
@@ -211,7 +220,7 @@ def update_by_rows(
         lines = places(route, asked.begins, capacity)
         at = dataclasses.replace(gradient.lookups, rows=lines)
         sums = kernels.sum_rows(at, gradient.values, asked.rows.size, bounded.clip_value)
-        sums = channel.send_gradients(sums.reshape(*asked.rows.shape, -1))
+        sums = channel.send_gradients(sums.reshape(*asked.rows.shape, -1), asked.used)
         rows = asked.rows.reshape(-1)
         is_now = _keys(placed, channel.index * placed.local_rows + rows) < asked.stop
         return jnp.where(is_now, rows, placed.local_rows), sums.reshape(rows.size, -1)

@@ -25,7 +25,7 @@ from jaxrec.embed.config import MAX_ROWS
 from jaxrec.embed.kernels import BagLayout, Lookups
 from jaxrec.embed.lookup import pool
 from jaxrec.embed.update import RowGradients
-from jaxrec.mesh.collectives import Channel, run_if
+from jaxrec.mesh.collectives import Channel, Used, run_if
 from jaxrec.mesh.layout import PlacedGroup
 from jaxrec.mesh.norms import clip_tables
 
@@ -42,6 +42,7 @@ class SumsRoute:
         counts: How many go to each owner.
         rows: The rows that each device looks up here; `local_rows` where there is none. Where
             some device has more lookups for an owner than there is room for, they are of no use.
+        used: How many are looked up at each device, and by each.
         lengths: Lookups of each bag of each device that are of rows here.
         most: Lookups that any device has for one owner, at most.
     """
@@ -50,6 +51,7 @@ class SumsRoute:
     order: Int32[Array, " n"]
     counts: Int32[Array, " devices"]
     rows: Int32[Array, "devices capacity"]
+    used: Used
     lengths: Int32[Array, "devices bags"]
     most: Int32[Array, ""]
 
@@ -72,15 +74,19 @@ class SumsRoute:
         """Whether that cannot be."""
         return self.rows.shape[1] == self.order.size
 
-    def pack(
-        self, values: Shaped[Array, " n"], capacity: int, fill: int = 0
-    ) -> Shaped[Array, "devices capacity"]:
-        """What goes to each owner, of a value for each lookup."""
-        return _pack(self.order, self.counts, values, capacity, fill)
+    def send_scales(
+        self, scales: Float[Array, " n"] | None, capacity: int, channel: Channel
+    ) -> Float[Array, " received"] | None:
+        """The scales of the lookups that come in with so much room; differentiable."""
+        if scales is None:
+            return None
+        return channel.send(_pack(self.order, self.counts, scales, capacity, 0)).reshape(-1)
 
     def all_rows(self, placed: PlacedGroup, channel: Channel) -> Int32[Array, "devices n"]:
         """`rows`, with room for all."""
-        return channel.send(self.pack(self.local, self.order.size, placed.local_rows))
+        every = self.order.size
+        rows = _pack(self.order, self.counts, self.local, every, placed.local_rows)
+        return channel.send_lists(rows, self.counts, fill=placed.local_rows)[0]
 
 
 def route_sums(
@@ -114,8 +120,14 @@ def route_sums(
     counts = lengths.sum(axis=1, dtype=jnp.int32)
     capacity = min(capacity, local.size)
     rows = _pack(buckets.order, counts, local, capacity, placed.local_rows)
-    most, (rows, lengths) = channel.send_with_most(jnp.max(counts), rows, lengths)
-    return SumsRoute(local, buckets.order, counts, rows, lengths, most)
+    rows, used, (lengths, mosts) = channel.send_lists(
+        rows,
+        jnp.minimum(counts, capacity),
+        lengths,
+        jnp.broadcast_to(counts.max(), (devices, 1)),
+        fill=placed.local_rows,
+    )
+    return SumsRoute(local, buckets.order, counts, rows, used, lengths, mosts.max())
 
 
 def _pack(
@@ -152,7 +164,7 @@ def pool_at_owners(
 
     def pooled(rows: Int32[Array, "devices _"]) -> Float[Array, "devices bags dim"]:
         room = rows.shape[1]
-        factors = None if scales is None else channel.send(routed.pack(scales, room)).reshape(-1)
+        factors = routed.send_scales(scales, room, channel)
         layout = _received_layout(placed, num_bags, room)
         lengths = routed.lengths.reshape(-1)
         sums = pool(table, rows.reshape(-1), lengths, factors, layout, jnp.dtype("float32"))
@@ -194,7 +206,7 @@ def update_at_owners(
     def update(carried: Any, rows: Int32[Array, "devices _"]) -> Any:
         table, state = carried
         room = rows.shape[1]
-        factors = None if scales is None else channel.send(routed.pack(scales, room)).reshape(-1)
+        factors = routed.send_scales(scales, room, channel)
         layout = _received_layout(placed, num_bags, room)
         lookups = kernels.flatten_bags(
             rows.reshape(-1), routed.lengths.reshape(-1), factors, layout, placed.local_rows

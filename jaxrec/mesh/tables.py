@@ -36,7 +36,7 @@ from jaxrec.embed.update import (
     row_gradients,
     update_rows,
 )
-from jaxrec.mesh.collectives import Channel, Turns
+from jaxrec.mesh.collectives import Channel, RaggedChannel, Turns
 from jaxrec.mesh.exchange import RowsRoute, fetch_rows, route_rows, update_by_rows
 from jaxrec.mesh.lanes import BagsRoute, pool_whole_bags, route_bags, send_bag_gradients
 from jaxrec.mesh.layout import MeshLayout, PlacedGroup
@@ -71,6 +71,7 @@ class ShardedTables(TableStore):
         replica_axis: The axis of the mesh over which there are whole copies of the tables, which
             `jaxrec.mesh.average_replicas` brings together; None: one copy over all axes. To JAX the
             arrays are replicated over this axis, though copies differ between two averages.
+        is_ragged: Whether exchanges send only what is of use, by XLA's ragged all-to-all.
         slack: Pairs of a group and the room of a round of its exchange, in even shares of a batch's
             rows; see `jaxrec.mesh.fit_rooms`.
     """
@@ -79,6 +80,7 @@ class ShardedTables(TableStore):
     mesh: Mesh = dataclasses.field(metadata={"static": True})
     precision: Precision = dataclasses.field(default=Precision(), metadata={"static": True})
     replica_axis: str | None = dataclasses.field(default=None, metadata={"static": True})
+    is_ragged: bool = dataclasses.field(default=False, metadata={"static": True})
     slack: tuple[tuple[str, float], ...] = dataclasses.field(default=(), metadata={"static": True})
 
     def room(self, placed: PlacedGroup, lookups: int) -> int:
@@ -103,12 +105,17 @@ class ShardedTables(TableStore):
     @property
     def channel(self) -> Channel:
         """What joins the devices of a copy."""
-        return Channel(self.axes, self.precision)
+        return self.channel_over(self.axes)
 
     @property
     def channel_of_all(self) -> Channel:
         """What joins all devices."""
-        return Channel(self.batch_axes, self.precision)
+        return self.channel_over(self.batch_axes)
+
+    def channel_over(self, axes: tuple[str, ...]) -> Channel:
+        """What joins the devices along some axes of the mesh."""
+        kind = RaggedChannel if self.is_ragged else Channel
+        return kind(axes, self.precision)
 
     def spec(self, placed: PlacedGroup) -> PartitionSpec:
         """How a group's arrays lie."""

@@ -81,12 +81,12 @@ class TowerTables(ShardedTables):
     @property
     def across(self) -> Channel:
         """What joins the devices of the same number on all hosts."""
-        return Channel(self.axes[:1], self.precision)
+        return self.channel_over(self.axes[:1])
 
     @property
     def within(self) -> Channel:
         """What joins the devices of a host."""
-        return Channel(self.axes[1:], self.precision)
+        return self.channel_over(self.axes[1:])
 
     @property
     def num_hosts(self) -> int:
