@@ -146,3 +146,22 @@ def test_multi_process():
         assert len(of_step) == 2
         assert len({*of_step.values()}) == 1
     assert losses["10"]["0"] < losses["0"]["0"]
+
+
+@pytest.mark.parametrize("name", SEQUENCES)
+def test_training_goes_on_after_larger_batches_were_evaluated(example, tmp_path, name):
+    """Users with long histories come together when users are evaluated in order."""
+    rng = np.random.default_rng(0)
+    lengths = [40] * 32 + [6] * 96
+    lines = [
+        f"{user} {item}"
+        for user, length in enumerate(lengths, 1)
+        for item in rng.integers(1, 300, length)
+    ]
+    path = tmp_path / "interactions.txt"
+    path.write_text("\n".join(lines))
+    module = example(name)
+    settings = module.Settings(
+        data=path, epochs=2, evaluate_every=1, batch_size=32, dim=8, num_blocks=1, num_heads=1
+    )
+    assert module.main(settings)["epoch"] in (1, 2)
