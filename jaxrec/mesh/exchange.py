@@ -23,7 +23,7 @@ from jaxrec.embed import kernels
 from jaxrec.embed.kernels import Lookups
 from jaxrec.embed.kernels.reference import update_unique
 from jaxrec.embed.update import RowGradients
-from jaxrec.mesh.collectives import Channel, Used
+from jaxrec.mesh.collectives import Channel, Used, run_if
 from jaxrec.mesh.layout import PlacedGroup
 from jaxrec.mesh.norms import clip_factors, table_squares
 from jaxrec.mesh.route import Route, places, plan_route, window
@@ -169,22 +169,19 @@ def fetch_rows(
         begins = jnp.minimum(asked.begins + capacity, route.ends)
         return _ask(placed, route, begins, channel, capacity)
 
-    def all_rounds():
-        rows = jnp.zeros((max(first.shape[0], most), first.shape[1]), first.dtype)
+    def all_rounds(carried):
+        rows, _ = carried
         return _until_last(routed.first, one_round, next_round, rows), route.index
 
-    def one_is_enough():
-        # Rows stay where they came in. There is room for all lookups as it is, but for a capacity
-        # of less than an even share.
-        rows = jnp.pad(first, ((0, max(0, most - first.shape[0])), (0, 0)))
-        return rows, places(route, route.begins, capacity)
-
-    most = route.index.size
     first = answer(routed.first)
     first = first.reshape(-1, first.shape[-1])
-    if capacity >= most:
-        return one_is_enough()
-    return jax.lax.cond(routed.first.is_last, one_is_enough, all_rounds)
+    index = places(route, route.begins, capacity)
+    if capacity >= index.size:
+        return first, index
+    # Where one round is enough, rows stay where they came in. There is room for all lookups as it
+    # is, but for a capacity of less than an even share.
+    rows = jnp.pad(first, ((0, max(0, index.size - len(first))), (0, 0)))
+    return run_if(~routed.first.is_last, all_rounds, (rows, index))
 
 
 def update_by_rows(
