@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import json
@@ -129,7 +130,10 @@ def read_part(path: pathlib.Path) -> Part:
 
 
 class PartWriter:
-    """Writes one Parquet file, under another name until it is complete."""
+    """Writes one Parquet file, under another name until it is complete.
+
+    A thread writes one row group while the next is gathered: `add` and `finish` raise what it met.
+    """
 
     def __init__(self, path: pathlib.Path, source: str, conversion: Conversion):
         self._path, self._source, self._conversion = path, source, conversion
@@ -141,6 +145,8 @@ class PartWriter:
         self._schema = pa.schema([pa.field(*of, nullable=False) for of in types])
         self._file = self._unfinished.open("wb")
         self._writer = parquet_writer(self._file, self._schema, conversion.compression)
+        self._thread = concurrent.futures.ThreadPoolExecutor(1)
+        self._written: concurrent.futures.Future[None] | None = None
         self._group: list[RawClicks] = []
         self._rows = self._bad_lines = self._lines = self._end = self._read = 0
         self._smallest = 2**31 - 1
@@ -157,12 +163,20 @@ class PartWriter:
         if len(rows):
             self._smallest = min(self._smallest, int(rows.counts.min()))
         if len(self._group) == GROUP_BLOCKS:
-            self._write_group()
+            self._start_writing()
 
-    def _write_group(self) -> None:
-        columns = zip(*map(self._columns, self._group), strict=True)
-        table = pa.table([pa.chunked_array(pieces) for pieces in columns], self._schema)
+    def _start_writing(self) -> None:
+        self._wait()
+        self._written = self._thread.submit(self._write, self._group)
         self._group = []
+
+    def _wait(self) -> None:
+        if self._written is not None:
+            self._written.result()
+
+    def _write(self, group: list[RawClicks]) -> None:
+        columns = zip(*map(self._columns, group), strict=True)
+        table = pa.table([pa.chunked_array(pieces) for pieces in columns], self._schema)
         if len(table):
             self._writer.write_table(table, row_group_size=len(table))
 
@@ -177,7 +191,9 @@ class PartWriter:
     def finish(self, *, last: bool) -> Part:
         """Gives the file its name; ``last``: the text ends here."""
         if self._group:
-            self._write_group()
+            self._start_writing()
+        self._wait()
+        self._thread.shutdown()
         part = Part(
             self._source, self._end, self._read, self._lines, self._rows, self._smallest,
             self._bad_lines, tuple(self._bad), last, as_json(self._conversion),
@@ -194,6 +210,7 @@ class PartWriter:
 
     def discard(self) -> None:
         """Leaves nothing behind."""
+        self._thread.shutdown()
         with contextlib.suppress(OSError):  # the disk may be full
             self._writer.close()
             self._file.close()

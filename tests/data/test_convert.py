@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import gzip
 import json
 import os
@@ -195,6 +196,16 @@ def test_killed_and_gone_on_with(tmp_path):
     assert {p.name for p in output.iterdir() if p.suffix != ".unfinished"} == names
     for name in names:
         assert (output / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+
+
+def test_a_full_disk_leaves_nothing_unfinished(tmp_path, small_blocks, monkeypatch):
+    def write_table(*_, **__):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(pq.ParquetWriter, "write_table", write_table)
+    with pytest.raises(OSError, match="No space left on device"):
+        to_parquet(KAGGLE, tmp_path, RAW)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_another_conversion_is_refused(tmp_path, small_blocks):
