@@ -22,9 +22,10 @@ the lesser of ``A`` and ``max A v_k`` (McCormick 1976, "Computability of global 
 factorable nonconvex programs").
 
 Implied where ``y`` and ``x`` are whole numbers, and said because the solver first takes them to be
-fractions: the slowest device has no less than the average. Of ``n`` parts it has ``n / D`` or more,
-rounded up. And it has no less than the largest part: with the loads of parts ``l_1 < l_2 < ...``
-and ``w_i`` in [0, 1] for whether any is as large as ``l_i``,
+fractions: the slowest device has no less than the average. Of ``n`` parts of a load ``l`` or more
+some device has ``n / D`` or more, rounded up, so ``E_gq >= l ceil(n / D)``. And it has no less than
+the largest part: with the loads of parts ``l_1 < l_2 < ...`` and ``w_i`` in [0, 1] for whether any
+is as large as ``l_i``,
 
     E_gq >= sum_i (l_i - l_(i-1)) w_i,    w_i >= sum of y_to with load >= l_i for each table t.
 
@@ -52,6 +53,8 @@ if TYPE_CHECKING:
 
 # Sizes of parts in a group that bound what its slowest device has: so many of the largest.
 _MOST_PARTS = 64
+# The same of parts that are counted.
+_MOST_COUNTED = 8
 # HiGHS holds constraints to within 1e-6; what it may use of memory is less by that.
 _MARGIN = 2e-6
 
@@ -177,8 +180,8 @@ class Program:
                 self._add_slowest(most, tables, quantity, unit, fixed)
                 if quantity == EXCHANGED:
                     self._add_places(group, most, tables, unit)
-                if quantity == POOLED:
-                    self._add_whole_parts(most, members, unit)
+                if quantity != HELD:
+                    self._add_counts(most, members, quantity, unit)
 
     def _add_places(
         self, group: int, most: int, tables: Sequence[Sequence[Member]], unit: float
@@ -289,16 +292,18 @@ class Program:
                 ]
                 self.constraint([(reached[level], 1.0), *as_large], low=0)
 
-    def _add_whole_parts(self, most: int, members: Sequence[Member], unit: float) -> None:
-        """Of ``n`` parts some device has ``n / D`` or more, rounded up, each with bags."""
+    def _add_counts(self, most: int, members: Sequence[Member], quantity: int, unit: float) -> None:
+        """Of ``n`` parts of a size or larger some device has ``n / D`` or more, rounded up."""
         devices = self.problem.topology.num_devices
-        least = min(float(option.load[POOLED].min()) for option, _, _ in members)
-        if least <= 0:
-            return
-        count = self.variable(is_integer=True)
-        parts = [(y, -float(o.parts * o.load.shape[1]) / devices) for o, y, _ in members]
-        self.constraint([(count, 1.0), *parts], low=0)
-        self.constraint([(most, 1.0), (count, -unit * least)], low=0)
+        sizes = {float(size) for option, _, _ in members for size in option.load[quantity] if size}
+        for size in sorted(sizes)[-_MOST_COUNTED:]:
+            parts = [
+                (y, -o.parts * np.count_nonzero(o.load[quantity] >= size) / devices)
+                for o, y, _ in members
+            ]
+            count = self.variable(is_integer=True)
+            self.constraint([(count, 1.0), *parts], low=0)
+            self.constraint([(most, 1.0), (count, -unit * size)], low=0)
 
     def _add_memory(self) -> None:
         problem, start, capacity = self.problem, self.start, self.capacity
