@@ -289,27 +289,25 @@ def _preprocessing(options: Options) -> dict[str, float]:
         log = options.log or _text(pathlib.Path(directory) / "log", options.text_megabytes)
         size = log.stat().st_size / 1e6
 
-        def rounds(kind: str) -> tuple[float, float, float]:
-            """The least processor seconds and seconds of the rounds, and the most memory."""
-            command = [sys.executable, "-c", _CONVERT, str(log)]
-            made = []
-            for round_ in range(options.repeats):
-                output = str(pathlib.Path(directory) / str(round_) / kind)
-                done = subprocess.run([*command, output], check=True, stdout=subprocess.PIPE)
-                made.append(json.loads(done.stdout))
+        # Processor seconds, seconds and peak memory of each round; the kinds take turns.
+        made: dict[str, list[list[float]]] = {"read": [], "one": [], "all": []}
+        for _ in range(options.repeats):
+            for kind, rounds in made.items():
+                output = pathlib.Path(directory) / kind
+                command = [sys.executable, "-c", _CONVERT, str(log), str(output)]
+                done = subprocess.run(command, check=True, stdout=subprocess.PIPE)
+                rounds.append(json.loads(done.stdout))
                 shutil.rmtree(output, ignore_errors=True)
-            busy, seconds, peaks = zip(*made, strict=True)
-            return min(busy), min(seconds), max(peaks)
-
-        read, one, (busy, seconds, peak) = rounds("read"), rounds("one"), rounds("all")
+    read, one = (min(busy for busy, _, _ in made[kind]) for kind in ("read", "one"))
+    busy, seconds, peaks = zip(*made["all"], strict=True)
     return {
         "megabytes": size,
-        "megabytes_per_core_second": size / busy,
-        "one_core_megabytes_per_core_second": size / one[0],
-        "read_ms_per_megabyte": read[0] / size * 1e3,
-        "write_ms_per_megabyte": (one[0] - read[0]) / size * 1e3,
-        "megabytes_per_second": size / seconds,
-        "peak_megabytes": peak / 1e3 if sys.platform != "darwin" else peak / 1e6,
+        "megabytes_per_core_second": size / min(busy),
+        "one_core_megabytes_per_core_second": size / one,
+        "read_ms_per_megabyte": read / size * 1e3,
+        "write_ms_per_megabyte": (one - read) / size * 1e3,
+        "megabytes_per_second": size / min(seconds),
+        "peak_megabytes": max(peaks) / (1e3 if sys.platform != "darwin" else 1e6),
     }
 
 
