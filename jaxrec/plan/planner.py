@@ -21,7 +21,7 @@ from jaxrec.plan.options import Option, enumerate_options, placed_options, to_pl
 from jaxrec.plan.partitioners import Partitioner, balance_memory, place_fastest
 from jaxrec.plan.plan import ShardingPlan
 from jaxrec.plan.problem import Loads, Problem, Solution
-from jaxrec.plan.proposers import PROPOSERS, Proposer
+from jaxrec.plan.proposers import PROPOSERS, Proposer, propose_smallest
 from jaxrec.plan.statistics import Statistics
 from jaxrec.plan.topology import Topology
 from jaxrec.plan.workload import ModelTables, TableWork, measure_work, read_model
@@ -329,13 +329,17 @@ class Planner:
             return False
         if not problem.tables:
             return Solution.of(problem, ()).fits
-        for solution in self._proposed(problem, time.monotonic() + 1.0):
-            if solution.fits:
-                return True
+        if balance_memory(problem, next(propose_smallest(problem))).fits:
+            return True
+        # That nothing fits is sooner proven than tried.
         answer = solve_averaged(problem, time_limit=2.0, gap=0.5)
         if answer.proposal is None:
             return False
         best = balance_memory(problem, answer.proposal)
+        for solution in self._proposed(problem, time.monotonic() + 1.0):
+            if best.fits:
+                return True
+            best = solution if solution.better_than(best) else best
         return best.fits or improve(problem, best, deadline=time.monotonic() + 1.0).fits
 
     def _proposed(self, problem: Problem, deadline: float) -> Iterator[Solution]:

@@ -376,7 +376,11 @@ class Program:
             solver.setSolution(len(variables), variables, values)
         solver.run()
         status, info = solver.getModelStatus(), solver.getInfo()
-        if status == highspy.HighsModelStatus.kInfeasible:
+        # Nothing is below 0, so nothing is unbounded.
+        if status in (
+            highspy.HighsModelStatus.kInfeasible,
+            highspy.HighsModelStatus.kUnboundedOrInfeasible,
+        ):
             return None, math.inf, True
         bound = info.mip_dual_bound if math.isfinite(info.mip_dual_bound) else 0.0
         found = None
