@@ -18,7 +18,7 @@ from jaxrec.data.text import LABEL, Block, DataError, RawClicks
 from jaxrec.data.transforms import CATEGORICAL_NAMES, DENSE_NAMES, NUM_CATEGORICAL
 
 # Blocks of text that make a row group.
-GROUP_BLOCKS = 4
+GROUP_BLOCKS = 8
 
 # Bad lines that a file remembers by number; all are counted.
 REMEMBERED = 1000

@@ -40,7 +40,7 @@ TO_START, TO_RUN = 6.0, 0.8
 @pytest.mark.skipif(KILLS == 0, reason="takes minutes: JAXREC_TEST_KILLS=20 runs it")
 def test_killed_at_random_moments(tmp_path, monkeypatch):
     (tmp_path / "log").write_bytes(KAGGLE.read_bytes() * 80)
-    monkeypatch.setattr(convert, "BLOCK_BYTES", 20_000)  # row groups of 400 rows
+    monkeypatch.setattr(convert, "BLOCK_BYTES", 20_000)  # row groups of 800 rows
     convert.convert(tmp_path / "log", tmp_path / "rows", Conversion(table_rows=(50,)))
     options = [f"--data={tmp_path / 'rows'}", *LONG]
     never, output = tmp_path / "never", tmp_path / "killed"
