@@ -15,7 +15,8 @@ from jaxrec.data import contiguous
 from jaxrec.data.parts import Conversion, Part, PartWriter, as_json, read_part, same_conversion
 from jaxrec.data.text import BadLine, Block, DataError, RawClicks, blocks_of_lines, parse_lines
 
-# Text that one thread parses at once (its columns stay in caches), and how much of it makes a Parquet file.
+# Text that one thread parses at once, so little that its columns stay in caches; and how many of
+# these make a Parquet file.
 BLOCK_BYTES = 1 << 21
 PART_BLOCKS = 256
 
