@@ -69,7 +69,7 @@ class Planner:
         >>> said = {"product": ParameterConstraints(pooling_factors=20)}
         >>> plan = Planner(Topology.named("h100", devices=8), said).plan(tables, batch_size=65536)
         >>> {name: placement.kind for name, placement in plan.to_dict().items()}
-        {'product': 'row_wise', 'country': 'data_parallel'}
+        {'product': 'row_wise', 'country': 'table_wise'}
     """
 
     topology: Topology
