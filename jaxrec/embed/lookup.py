@@ -239,28 +239,28 @@ def pool(
     weights: Float[Array, " capacity"] | None,
     layout: BagLayout,
     dtype: np.dtype,
+    *,
+    parts_in: int = 1,
+    parts_out: int = 1,
 ) -> Float[Array, "bags dim"]:
     """`kernels.pooled_lookup`, differentiable in the weights."""
+    static = layout, dtype, parts_in, parts_out
     if weights is None:
-        return kernels.pooled_lookup(table, ids, lengths, None, layout, dtype)
-    return _pool_weighted(table, ids, lengths, weights, layout, dtype)
+        return kernels.pooled_lookup(table, ids, lengths, None, *static)
+    return _pool_weighted(table, ids, lengths, weights, static)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def _pool_weighted(table, ids, lengths, weights, layout, dtype):
-    return kernels.pooled_lookup(table, ids, lengths, weights, layout, dtype)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _pool_weighted(table, ids, lengths, weights, static):
+    return kernels.pooled_lookup(table, ids, lengths, weights, *static)
 
 
-def _pool_weighted_forward(table, ids, lengths, weights, layout, dtype):
-    return _pool_weighted(table, ids, lengths, weights, layout, dtype), (
-        table,
-        ids,
-        lengths,
-        weights,
-    )
+def _pool_weighted_forward(table, ids, lengths, weights, static):
+    return _pool_weighted(table, ids, lengths, weights, static), (table, ids, lengths, weights)
 
 
-def _pool_weighted_backward(layout, dtype, residuals, gradient):
+def _pool_weighted_backward(static, residuals, gradient):
+    layout = static[0]
     """A weight's gradient is the dot product of its row and its bag's gradient."""
     table, ids, lengths, weights = residuals
     lookups = kernels.flatten_bags(ids, lengths, None, layout, table.shape[0])

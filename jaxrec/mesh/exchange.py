@@ -158,7 +158,7 @@ def fetch_rows(
     route, capacity = routed.route, routed.first.rows.shape[1]
 
     def answer(asked: Round) -> Float[Array, "devices capacity dim"]:
-        found = kernels.row_lookup(table, asked.rows.reshape(-1))
+        found = kernels.row_lookup(table, asked.rows.reshape(-1), parts_out=channel.parts)
         return channel.send_rows(found.reshape(*asked.rows.shape, -1), asked.used.reversed)
 
     def one_round(asked, rows):
@@ -170,8 +170,8 @@ def fetch_rows(
         return _ask(placed, route, begins, channel, capacity)
 
     def all_rounds(carried):
-        rows, _ = carried
-        return _until_last(routed.first, one_round, next_round, rows), route.index
+        rows = _until_last(routed.first, one_round, next_round, jnp.concatenate(carried[0]))
+        return jnp.split(rows, channel.parts), route.index
 
     first = answer(routed.first)
     first = first.reshape(-1, first.shape[-1])
@@ -180,8 +180,12 @@ def fetch_rows(
         return first, index
     # Where one round is enough, rows stay where they came in. There is room for all lookups as it
     # is, but for a capacity of less than an even share.
-    rows = jnp.pad(first, ((0, max(0, index.size - len(first))), (0, 0)))
-    return run_if(~routed.first.is_last, all_rounds, (rows, index))
+    places_missing = max(0, index.size - len(first))
+    rows = jnp.pad(first, ((0, -(-places_missing // channel.parts) * channel.parts), (0, 0)))
+    # They are carried in the parts that they came in.
+    parts = jnp.split(rows, channel.parts)
+    parts, index = run_if(~routed.first.is_last, all_rounds, (parts, index))
+    return jnp.concatenate(parts), index
 
 
 def update_by_rows(
@@ -216,7 +220,9 @@ def update_by_rows(
         """The rows that all devices have gradients of in a round, and these."""
         lines = places(route, asked.begins, capacity)
         at = dataclasses.replace(gradient.lookups, rows=lines)
-        sums = kernels.sum_rows(at, gradient.values, asked.rows.size, bounded.clip_value)
+        sums = kernels.sum_rows(
+            at, gradient.values, asked.rows.size, bounded.clip_value, parts_out=channel.parts
+        )
         sums = channel.send_gradients(sums.reshape(*asked.rows.shape, -1), asked.used)
         rows = asked.rows.reshape(-1)
         is_now = _keys(placed, channel.index * placed.local_rows + rows) < asked.stop
@@ -251,7 +257,9 @@ def update_by_rows(
         scales = None if factors is None else factors[placed.tables_of(rows, channel.index)]
         if not placed.joins_pieces:
             flat = Lookups(rows, None, scales)
-            return kernels.fused_update(table, state, flat, gradients, optimizer, step)
+            return kernels.fused_update(
+                table, state, flat, gradients, optimizer, step, parts_in=channel.parts
+            )
         runs = kernels.build_runs(rows, placed.local_rows)
         sums = kernels.sum_rows(Lookups(runs.inverse, None, scales), gradients, rows.size)
         positions, _ = window(placed, route, asked.begins, capacity)

@@ -97,7 +97,9 @@ class Lanes:
             found = [parts[f] for f in features] + [None] * (len(sizes) - len(features))
             return jnp.concatenate([in_lane(*pair) for pair in zip(found, sizes, strict=True)])
 
-        return jnp.stack([of_owner(features) for features in self.features])
+        # Joined and taken apart by their first axis, XLA sees that parts need neither.
+        packed = jnp.concatenate([of_owner(features) for features in self.features])
+        return packed.reshape(len(self.features), -1, *packed.shape[1:])
 
     def unpack(
         self,
@@ -112,8 +114,9 @@ class Lanes:
             for owner, features in enumerate(self.features)
             for lane, feature in enumerate(features)
         }
+        owners = jnp.split(packed.reshape(-1, *packed.shape[2:]), len(packed))
         found = [(*places[feature], size) for feature, size in enumerate(wanted)]
-        return [packed[owner, start : start + size] for owner, start, size in found]
+        return [owners[owner][start : start + size] for owner, start, size in found]
 
 
 @jax.tree_util.register_dataclass
@@ -211,7 +214,9 @@ def pool_whole_bags(
     lanes = Lanes.of_group(placed, layout)
     scales = send_scales(lanes, scales, layout, channel)
     received = lanes.received(placed.local_rows)
-    pooled = pool(table, routed.rows, routed.lengths, scales, received, jnp.dtype("float32"))
+    float32 = jnp.dtype("float32")
+    ids, lengths = routed.rows, routed.lengths
+    pooled = pool(table, ids, lengths, scales, received, float32, parts_out=channel.parts)
     home = channel.send_rows(pooled.reshape(len(lanes.features), -1, pooled.shape[1]))
     bags = _join(lanes.unpack(home, lanes.strides, layout.strides), layout)
     scales = None if scales is None else jax.lax.stop_gradient(scales)

@@ -230,6 +230,7 @@ def update_owned(
     gradient: RowGradients,
     step: Int32[Array, ""],
     channel: Channel,
+    parts: int = 1,
 ) -> tuple[Float[Array, "local_rows dim"], dict[str, Array]]:
     """Updates each of this device's rows once, by all gradients that there are of them.
 
@@ -240,10 +241,13 @@ def update_owned(
         gradient: The gradient of all devices' lookups of these rows.
         step: Number of updates made before.
         channel: The way to the other devices.
+        parts: In how many equal parts the gradients were received.
     """
     gradient = clip_tables(placed, gradient, channel)
     optimizer = dataclasses.replace(placed.group.optimizer, clip_norm=None)
-    return kernels.fused_update(table, state, gradient.lookups, gradient.values, optimizer, step)
+    return kernels.fused_update(
+        table, state, gradient.lookups, gradient.values, optimizer, step, parts_in=parts
+    )
 
 
 def _received_layout(placed: PlacedGroup, num_bags: int, capacity: int) -> BagLayout:

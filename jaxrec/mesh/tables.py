@@ -115,7 +115,9 @@ class ShardedTables(TableStore):
     def channel_over(self, axes: tuple[str, ...]) -> Channel:
         """What joins the devices along some axes of the mesh."""
         kind = RaggedChannel if self.is_ragged else Channel
-        return kind(axes, self.precision)
+        on_cpus = self.mesh.devices.flat[0].platform == "cpu"
+        parts = math.prod(self.mesh.shape[axis] for axis in axes) if on_cpus else 1
+        return kind(axes, self.precision, parts)
 
     def spec(self, placed: PlacedGroup) -> PartitionSpec:
         """How a group's arrays lie."""
@@ -151,7 +153,8 @@ class MeshRows(RowSource):
             rows, index = fetch_rows(placed, table, routed, self.channel)
             weights = None if weights is None else segments(weights, layout)
             here = _layout_at_home(layout, len(rows))
-            bags = pool(rows, index, features.lengths, weights, here, dtype)
+            parts = self.channel.parts
+            bags = pool(rows, index, features.lengths, weights, here, dtype, parts_in=parts)
         else:
             bags, lookups = self._pool_away(group, features, weights, layout, routed)
         self.turns.end(bags)
@@ -181,7 +184,8 @@ class MeshRows(RowSource):
         self.turns.end(rows)
         # Of lookups without a row, padding gives zeros and bad ids give NaN.
         none = jnp.where(lookups.rows == group.num_rows, rows.shape[0], -1)
-        return kernels.row_lookup(rows, jnp.where(index < 0, none, index))
+        index = jnp.where(index < 0, none, index)
+        return kernels.row_lookup(rows, index, parts_in=self.channel.parts)
 
 
 def _layout_at_home(layout: BagLayout, num_rows: int) -> BagLayout:
@@ -431,8 +435,9 @@ def _update_owned(
         if not isinstance(routed, SumsRoute):
             routed = route_sums(placed, lookups, gradient.values.shape[0], channel, room)
         return update_at_owners(placed, rows, state, gradient, step, channel, routed)
-    update = update_pieces if placed.joins_pieces else update_owned
-    return update(placed, rows, state, gradient, step, channel)
+    if placed.joins_pieces:
+        return update_pieces(placed, rows, state, gradient, step, channel)
+    return update_owned(placed, rows, state, gradient, step, channel, parts=channel.parts)
 
 
 def _update_replicated(

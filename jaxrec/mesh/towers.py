@@ -284,7 +284,8 @@ def _pool_here(
     found, index = fetch_rows(on_host, table, routed.of_rows, tables.within)
     received = lanes.received(group.num_rows)
     at = dataclasses.replace(received, row_counts=(len(found),) * received.num_features)
-    bags = pool(found, index, routed.asked.lengths, scales, at, jnp.dtype("float32"))
+    lengths, parts = routed.asked.lengths, tables.within.parts
+    bags = pool(found, index, lengths, scales, at, jnp.dtype("float32"), parts_in=parts)
     # Bags are by sender, lane and sample.
     by_sender = bags.reshape(tables.num_hosts, len(lanes.strides), -1, group.dim)
     return by_sender.swapaxes(1, 2).reshape(-1, len(lanes.strides) * group.dim), here, received

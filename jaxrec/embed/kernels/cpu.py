@@ -3,6 +3,8 @@
 XLA calls the library's functions in the middle of a program (`jax.ffi`), on its own threads. What
 the library takes beside arrays - where features lie, an optimizer's settings - are attributes of
 the call. Tables and optimizer state are operands and results of an update in the same memory.
+Arrays that an exchange takes apart and joins are written and read in these parts; XLA removes the
+splits and joins between.
 """
 
 from __future__ import annotations
@@ -132,19 +134,20 @@ def pooled_lookup(
     weights: Float[Array, " ids"] | None,
     layout: BagLayout,
     dtype: DTypeLike,
+    parts_in: int = 1,
+    parts_out: int = 1,
 ) -> Float[Array, "bags dim"]:
     """The sum or mean of each bag's rows; see `jaxrec.embed.kernels.base`."""
-    shape = (layout.num_bags, table.shape[1])
-    (pooled,) = _call(
+    pooled = _call(
         "pooled_lookup",
-        [jax.ShapeDtypeStruct(shape, dtype)],
-        table,
+        _parts_of((layout.num_bags, table.shape[1]), dtype, parts_out),
         ids,
         lengths,
         _optional(weights, jnp.float32),
+        *_split(table, parts_in),
         layout=_layout_numbers(layout),
     )
-    return pooled
+    return _join(pooled)
 
 
 def flatten_bags(
@@ -173,11 +176,15 @@ def flatten_bags(
     return Lookups(rows, bags, scales if has_scales else None)
 
 
-def row_lookup(table: Float[Array, "rows dim"], rows: Int32[Array, " n"]) -> Float[Array, "n dim"]:
+def row_lookup(
+    table: Float[Array, "rows dim"],
+    rows: Int32[Array, " n"],
+    parts_in: int = 1,
+    parts_out: int = 1,
+) -> Float[Array, "n dim"]:
     """The rows themselves; see `jaxrec.embed.kernels.base`."""
-    result = jax.ShapeDtypeStruct((rows.size, table.shape[1]), table.dtype)
-    (found,) = _call("row_lookup", [result], table, rows)
-    return found
+    results = _parts_of((rows.size, table.shape[1]), table.dtype, parts_out)
+    return _join(_call("row_lookup", results, rows, *_split(table, parts_in)))
 
 
 def build_runs(rows: Int32[Array, " n"], num_rows: int) -> Runs:
@@ -216,19 +223,23 @@ def shift_rows(
 
 
 def sum_rows(
-    lookups: Lookups, gradients: Float[Array, "bags dim"], num_rows: int, bound: float | None
+    lookups: Lookups,
+    gradients: Float[Array, "bags dim"],
+    num_rows: int,
+    bound: float | None,
+    parts_out: int = 1,
 ) -> Float[Array, "num_rows dim"]:
     """The gradients of each row; see `jaxrec.embed.kernels.base`."""
-    (sums,) = _call(
+    sums = _call(
         "sum_rows",
-        [jax.ShapeDtypeStruct((num_rows, gradients.shape[1]), jnp.float32)],
+        _parts_of((num_rows, gradients.shape[1]), jnp.float32, parts_out),
         lookups.rows,
         _optional(lookups.bags, jnp.int32),
         _optional(lookups.scales, jnp.float32),
         gradients,
         bound=np.float32(math.inf if bound is None else bound),
     )
-    return sums
+    return _join(sums)
 
 
 def fused_update(
@@ -239,6 +250,7 @@ def fused_update(
     optimizer: RowOptimizer,
     step: Int[Array, ""],
     table_starts: tuple[int, ...] = (0,),
+    parts_in: int = 1,
 ) -> tuple[Float[Array, "rows dim"], dict[str, Array]]:
     """One optimizer step on the rows that occur; see `jaxrec.embed.kernels.base`.
 
@@ -258,9 +270,9 @@ def fused_update(
         lookups.rows,
         _optional(lookups.bags, jnp.int32),
         _optional(lookups.scales, jnp.float32),
-        gradients,
         _rates(optimizer, step),
         step.astype(jnp.int32),
+        *_split(gradients, parts_in),
     ]
     new_table, *new_state = _call(
         "fused_update",
@@ -268,6 +280,7 @@ def fused_update(
         *operands,
         *arrays,
         input_output_aliases={len(operands) + i: i for i in range(len(arrays))},
+        parts=np.int64(parts_in),
         rule=np.int32(rule),
         **_settings(optimizer),
     )
@@ -330,6 +343,19 @@ def _layout_numbers(layout: BagLayout) -> np.ndarray:
         [rows.step or 1 for rows in out_rows],
     )
     return np.array(fields, np.int64).T.reshape(-1)
+
+
+def _parts_of(shape: tuple[int, int], dtype: DTypeLike, count: int) -> list[jax.ShapeDtypeStruct]:
+    """Equal parts of an array, by its first axis."""
+    return [jax.ShapeDtypeStruct((shape[0] // count, shape[1]), dtype)] * count
+
+
+def _split(array: Array, count: int) -> list[Array]:
+    return [array] if count == 1 else jnp.split(array, count)
+
+
+def _join(parts: list[Array]) -> Array:
+    return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
 
 
 def _optional(array: Array | None, dtype: DTypeLike) -> Array:

@@ -20,6 +20,7 @@ from typing import Any
 import jax
 
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
+_NONE: Mapping[str, Any] = {}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,8 +28,8 @@ class Implementation:
     """Some of the primitives, as functions of a module.
 
     The module has a function for each primitive that it implements, with the name and the
-    arguments that `jaxrec.embed.kernels.reference` gives it, and a function
-    ``refuse(primitive, arguments) -> str | None``: why it does not take a call.
+    arguments that `jaxrec.embed.kernels.reference` gives it, and those hints that it makes use of;
+    and a function ``refuse(primitive, arguments) -> str | None``: why it does not take a call.
 
     Attributes:
         name: What users call it.
@@ -166,30 +167,37 @@ def choose(primitive: str, arguments: Mapping[str, Any]) -> Choice:
     return Choice(primitive, in_order, refused)
 
 
-def call(primitive: str, arrays: dict[str, Any], **static: Any) -> Any:
+def call(
+    primitive: str, arrays: dict[str, Any], hints: Mapping[str, Any] = _NONE, **static: Any
+) -> Any:
     """Calls a primitive.
 
     Args:
         primitive: Its name.
         arrays: Its arguments that are pytrees of arrays, by name.
+        hints: Arguments on which no result depends, by name; implementations need not take them.
         **static: The others; hashable.
     """
     choice = choose(primitive, arrays | static)
-    return _run(arrays, primitive, tuple(choice.chosen.items()), tuple(static.items()))
+    fixed = tuple(static.items()), tuple(hints.items())
+    return _run(arrays, primitive, tuple(choice.chosen.items()), *fixed)
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2, 3), inline=True)
+@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4), inline=True)
 def _run(
     arrays: dict[str, Any],
     primitive: str,
     chosen: tuple[tuple[str, str], ...],
     static: tuple[tuple[str, Any], ...],
+    hints: tuple[tuple[str, Any], ...],
 ) -> Any:
     """Runs what was chosen; compiled once for each choice when called outside of `jax.jit`."""
 
     def runner(name: str) -> Callable[[dict[str, Any]], Any]:
         function = getattr(_find([name])[0].module, primitive)
-        return lambda arrays: function(**arrays, **dict(static))
+        known = inspect.signature(function).parameters
+        taken = {hint: value for hint, value in hints if hint in known}
+        return lambda arrays: function(**arrays, **dict(static), **taken)
 
     names = dict.fromkeys(name for _, name in chosen)
     if len(names) == 1:

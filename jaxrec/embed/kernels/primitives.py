@@ -33,6 +33,8 @@ def pooled_lookup(
     weights: Float[Array, " ids"] | None,
     layout: BagLayout,
     dtype: DTypeLike,
+    parts_in: int = 1,
+    parts_out: int = 1,
 ) -> Float[Array, "bags dim"]:
     """The sum or mean of each bag's rows.
 
@@ -43,6 +45,8 @@ def pooled_lookup(
         weights: The weight of each id; None: 1.
         layout: Where the group's features lie in these.
         dtype: Type of the result.
+        parts_in: In how many equal parts the table was received.
+        parts_out: In how many equal parts the result is sent on; no feature's bags are in two.
 
     Returns:
         One row for each bag, where `BagLayout.bag_rows` says; NaN for a bag with an id outside its
@@ -58,7 +62,8 @@ def pooled_lookup(
         [[101.0], [10.0]]
     """
     arrays = {"table": table, "ids": ids, "lengths": lengths, "weights": weights}
-    return dispatch.call("pooled_lookup", arrays, layout=layout, dtype=jnp.dtype(dtype))
+    hints = {"parts_in": parts_in, "parts_out": parts_out}
+    return dispatch.call("pooled_lookup", arrays, hints, layout=layout, dtype=jnp.dtype(dtype))
 
 
 def flatten_bags(
@@ -73,8 +78,19 @@ def flatten_bags(
     return dispatch.call("flatten_bags", arrays, layout=layout, num_rows=num_rows)
 
 
-def row_lookup(table: Float[Array, "rows dim"], rows: Int32[Array, " n"]) -> Float[Array, "n dim"]:
+def row_lookup(
+    table: Float[Array, "rows dim"],
+    rows: Int32[Array, " n"],
+    parts_in: int = 1,
+    parts_out: int = 1,
+) -> Float[Array, "n dim"]:
     """The rows themselves: zeros where ``rows`` is ``num_rows``, NaN where it lies outside.
+
+    Args:
+        table: The rows.
+        rows: Which of them.
+        parts_in: In how many equal parts the table was received.
+        parts_out: In how many equal parts the result is sent on.
 
     Example:
         >>> import jax.numpy as jnp
@@ -82,7 +98,8 @@ def row_lookup(table: Float[Array, "rows dim"], rows: Int32[Array, " n"]) -> Flo
         >>> kernels.row_lookup(jnp.array([[1.0], [2.0]]), jnp.array([1, 2, 3])).tolist()
         [[2.0], [0.0], [nan]]
     """
-    return dispatch.call("row_lookup", {"table": table, "rows": rows})
+    hints = {"parts_in": parts_in, "parts_out": parts_out}
+    return dispatch.call("row_lookup", {"table": table, "rows": rows}, hints)
 
 
 def build_runs(rows: Int32[Array, " n"], num_rows: int) -> Runs:
@@ -157,6 +174,7 @@ def sum_rows(
     gradients: Float[Array, "bags dim"],
     num_rows: int,
     bound: float | None = None,
+    parts_out: int = 1,
 ) -> Float[Array, "num_rows dim"]:
     """The sum of the gradients of each row's lookups; `pooled_lookup` transposed.
 
@@ -165,6 +183,7 @@ def sum_rows(
         gradients: The gradient of each bag.
         num_rows: Rows of the result.
         bound: On the absolute value of an element of a bag's gradient; None: none.
+        parts_out: In how many equal parts the result is sent on.
 
     Example:
         >>> import jax.numpy as jnp
@@ -174,7 +193,8 @@ def sum_rows(
         [[0.0], [11.0]]
     """
     arrays = {"lookups": lookups, "gradients": gradients}
-    return dispatch.call("sum_rows", arrays, num_rows=num_rows, bound=bound)
+    hints = {"parts_out": parts_out}
+    return dispatch.call("sum_rows", arrays, hints, num_rows=num_rows, bound=bound)
 
 
 def fused_update(
@@ -185,6 +205,7 @@ def fused_update(
     optimizer: RowOptimizer,
     step: Int[Array, ""],
     table_starts: tuple[int, ...] = (0,),
+    parts_in: int = 1,
 ) -> tuple[Float[Array, "rows dim"], dict[str, Array]]:
     """One optimizer step on the rows that occur; in place where the table and state are donated.
 
@@ -196,11 +217,16 @@ def fused_update(
         optimizer: How rows change.
         step: Number of updates made before this one.
         table_starts: First row of each table of the group, for bounds on a table's gradient.
+        parts_in: In how many equal parts the gradients were received.
 
     Returns:
         The new rows and the new state.
     """
     arrays = {"table": table, "state": state, "lookups": lookups, "gradients": gradients}
     return dispatch.call(
-        "fused_update", arrays | {"step": step}, optimizer=optimizer, table_starts=table_starts
+        "fused_update",
+        arrays | {"step": step},
+        {"parts_in": parts_in},
+        optimizer=optimizer,
+        table_starts=table_starts,
     )

@@ -322,3 +322,56 @@ def test_same_bits_again(implementation):
 
 def found(this: Case) -> list[oracle.Lookup]:
     return oracle.lookups(this.ids, this.lengths, this.weights, this.layout)
+
+
+def test_tables_and_results_in_parts(implementation):
+    """That an array is sent on or was received in parts changes no bit of a result."""
+    rng = np.random.default_rng(0)
+    table = jnp.asarray(rng.normal(size=(48, 24)), jnp.float32)
+    rows = jnp.asarray(rng.integers(-1, 50, 80), jnp.int32)
+    expected = kernels.row_lookup(table, rows)
+    for parts in ({"parts_in": 4}, {"parts_out": 8}, {"parts_in": 3, "parts_out": 2}):
+        np.testing.assert_array_equal(kernels.row_lookup(table, rows, **parts), expected)
+    layout = kernels.BagLayout(
+        (0, 20, 40, 60), (20,) * 4, (0, 6, 12, 18), (6,) * 4, (0, 10, 0, 30), (48, 38, 20, 18),
+        (False, True, False, True), interleave=False,
+    )  # fmt: skip
+    lengths = jnp.asarray(rng.integers(0, 4, 24), jnp.int32)
+    for weights in (None, jnp.asarray(rng.random(80), jnp.float32)):
+        batch = (jnp.abs(rows), lengths, weights, layout, "float32")
+        expected = kernels.pooled_lookup(table, *batch)
+        for parts in ((4, 1), (1, 4), (2, 2)):
+            np.testing.assert_array_equal(kernels.pooled_lookup(table, *batch, *parts), expected)
+
+
+@pytest.mark.parametrize(
+    "rows", [np.full(3000, 5), np.r_[np.zeros(20), 3999], np.arange(4000), np.full(9, -1)], ids=str
+)
+def test_sums_in_parts(implementation, rows):
+    """Long runs, rows without any lookup, one lookup a row and none at all."""
+    rng = np.random.default_rng(1)
+    gradients = jnp.asarray(rng.normal(size=(len(rows), 16)), jnp.float32)
+    lookups = Lookups(jnp.asarray(rows, jnp.int32), None, None)
+    expected = np.zeros((4000, 16))
+    inside = rows >= 0
+    np.add.at(expected, rows[inside].astype(int), np.asarray(gradients, float)[inside])
+    sums = kernels.sum_rows(lookups, gradients, 4000)
+    np.testing.assert_allclose(sums, expected, rtol=1e-5, atol=1e-3)
+    np.testing.assert_array_equal(kernels.sum_rows(lookups, gradients, 4000, parts_out=8), sums)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_gradients_in_parts(implementation, dtype):
+    rng = np.random.default_rng(2)
+    gradients = jnp.asarray(rng.normal(size=(64, 24)), dtype)
+    table = jnp.asarray(rng.normal(size=(10, 24)), jnp.float32)
+    lookups = Lookups(
+        jnp.asarray(rng.integers(0, 12, 200), jnp.int32),
+        jnp.asarray(rng.integers(0, 64, 200), jnp.int32),
+        jnp.asarray(rng.random(200), jnp.float32),
+    )
+    optimizer = optim.adagrad(0.1)
+    args = (table, optimizer.init(*table.shape), lookups, gradients, optimizer, jnp.int32(3), (0,))
+    expected = kernels.fused_update(*args)
+    found = kernels.fused_update(*args, parts_in=8)
+    jax.tree.map(np.testing.assert_array_equal, found, expected)

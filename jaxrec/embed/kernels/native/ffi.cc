@@ -3,6 +3,7 @@
 #include <limits>
 #include <string_view>
 #include <thread>
+#include <vector>
 
 #include "lookup.h"
 #include "new_rows.h"
@@ -37,6 +38,47 @@ Table table_of(void* data, ffi::DataType type, ffi::Span<const int64_t> dimensio
   return {data, type_of(type), dimensions[0], dimensions[1]};
 }
 
+// Operands or results that are rows of one array, in one part or in equal parts.
+class Parts {
+ public:
+  void add(void* rows, ffi::DataType type, ffi::Span<const int64_t> dimensions) {
+    places_.push_back(rows);
+    type_ = type_of(type);
+    part_rows_ = dimensions[0];
+    dim_ = dimensions[1];
+  }
+  // Some of the remaining operands.
+  ffi::Error add(ffi::RemainingArgs operands, size_t count) {
+    for (size_t i = 0; i < count; ++i) {
+      auto part = operands.get<ffi::AnyBuffer>(i);
+      if (!part.has_value()) return part.error();
+      add(part->untyped_data(), part->element_type(), part->dimensions());
+    }
+    return ffi::Error::Success();
+  }
+  // All remaining results.
+  ffi::Error add(ffi::RemainingRets results) {
+    for (size_t i = 0; i < results.size(); ++i) {
+      auto part = results.get<ffi::AnyBuffer>(i);
+      if (!part.has_value()) return part.error();
+      add((*part)->untyped_data(), (*part)->element_type(), (*part)->dimensions());
+    }
+    return ffi::Error::Success();
+  }
+
+  Rows rows() const {
+    return {places_.data(), static_cast<int64_t>(places_.size()), part_rows_};
+  }
+  Type type() const { return type_; }
+  int64_t num_rows() const { return part_rows_ * static_cast<int64_t>(places_.size()); }
+  int64_t dim() const { return dim_; }
+
+ private:
+  std::vector<void*> places_;
+  Type type_ = Type::kF32;
+  int64_t part_rows_ = 0, dim_ = 0;
+};
+
 // An operand that is not given has no elements.
 template <class Buffer>
 auto given(Buffer& buffer) {
@@ -60,12 +102,17 @@ ffi::Error new_rows_call(ffi::ThreadPool pool, ffi::AnyBuffer row, ffi::Result<f
   return ffi::Error::Success();
 }
 
-ffi::Error pooled_lookup_call(ffi::ThreadPool pool, ffi::AnyBuffer table, Ints ids, Ints lengths,
-                              Floats weights, ffi::Result<ffi::AnyBuffer> out, Numbers layout) {
+ffi::Error pooled_lookup_call(ffi::ThreadPool pool, Ints ids, Ints lengths, Floats weights,
+                              ffi::RemainingArgs table, ffi::RemainingRets results,
+                              Numbers layout) {
+  Parts from, out;
+  if (ffi::Error error = from.add(table, table.size()); error.failure()) return error;
+  if (ffi::Error error = out.add(results); error.failure()) return error;
   Team team = make_team(pool);
   const Batch batch = {ids.typed_data(), lengths.typed_data(), given(weights), read_layout(layout)};
-  pooled_lookup(team, table_of(table.untyped_data(), table.element_type(), table.dimensions()),
-                batch, out->untyped_data(), type_of(out->element_type()));
+  const Rows rows = from.rows();
+  pooled_lookup(team, {&rows, 0, from.type(), from.num_rows(), from.dim()}, batch, out.rows(),
+                out.type());
   return ffi::Error::Success();
 }
 
@@ -78,11 +125,15 @@ ffi::Error flatten_bags_call(ffi::ThreadPool pool, Ints ids, Ints lengths, Float
   return ffi::Error::Success();
 }
 
-ffi::Error row_lookup_call(ffi::ThreadPool pool, ffi::AnyBuffer table, Ints rows,
-                           ffi::Result<ffi::AnyBuffer> out) {
+ffi::Error row_lookup_call(ffi::ThreadPool pool, Ints rows, ffi::RemainingArgs table,
+                           ffi::RemainingRets results) {
+  Parts from, out;
+  if (ffi::Error error = from.add(table, table.size()); error.failure()) return error;
+  if (ffi::Error error = out.add(results); error.failure()) return error;
   Team team = make_team(pool);
-  row_lookup(team, table_of(table.untyped_data(), table.element_type(), table.dimensions()),
-             rows.typed_data(), rows.element_count(), out->untyped_data());
+  const Rows source = from.rows();
+  row_lookup(team, {&source, 0, from.type(), from.num_rows(), from.dim()}, rows.typed_data(),
+             rows.element_count(), out.rows());
   return ffi::Error::Success();
 }
 
@@ -113,13 +164,14 @@ ffi::Error shift_rows_call(ffi::ThreadPool pool, Ints rows, ffi::Result<Ints> ou
 }
 
 ffi::Error sum_rows_call(ffi::ThreadPool pool, Ints rows, Ints bags, Floats scales,
-                         ffi::AnyBuffer gradients, ffi::Result<Floats> out, float bound) {
+                         ffi::AnyBuffer gradients, ffi::RemainingRets results, float bound) {
+  Parts from, out;
+  from.add(gradients.untyped_data(), gradients.element_type(), gradients.dimensions());
+  if (ffi::Error error = out.add(results); error.failure()) return error;
   Team team = make_team(pool);
-  const auto shape = gradients.dimensions();
-  const Table sums = {out->typed_data(), Type::kF32, out->dimensions()[0], out->dimensions()[1]};
-  sum_rows(team, sums, rows.typed_data(), rows.element_count(),
-           {gradients.untyped_data(), type_of(gradients.element_type()), shape[1], given(bags),
-            shape[0], given(scales), bound});
+  const Rows source = from.rows();
+  sum_rows(team, out.rows(), out.num_rows(), rows.typed_data(), rows.element_count(),
+           {&source, from.type(), from.dim(), given(bags), from.num_rows(), given(scales), bound});
   return ffi::Error::Success();
 }
 
@@ -158,16 +210,20 @@ Step read_step(StepReader& reader) {
   return step;
 }
 
-// Operands: rows, bags (or none), scales (or none), gradients, [rate, share1, share2], number of the
-// step; then the table and its state, which are the results too, in the same memory.
+// Operands: rows, bags (or none), scales (or none), [rate, share1, share2], number of the step; then
+// the parts of the gradients, and the table and its state, which are the results too, in the same
+// memory.
 ffi::Error fused_update_call(ffi::ThreadPool pool, Ints rows, Ints bags, Floats scales,
-                             ffi::AnyBuffer gradients, Floats rates, Ints number,
-                             ffi::RemainingArgs, ffi::Result<ffi::AnyBuffer> table,
+                             Floats rates, Ints number, ffi::RemainingArgs operands,
+                             ffi::Result<ffi::AnyBuffer> table,
                              ffi::RemainingRets state, ffi::Dictionary attributes) {
   StepReader reader(attributes);
   Step step = read_step(reader);
   const float bound = reader.get<float>("bound");
+  const int64_t num_parts = reader.get<int64_t>("parts");
   if (reader.error.failure()) return reader.error;
+  Parts gradients;
+  if (ffi::Error error = gradients.add(operands, num_parts); error.failure()) return error;
   step.rate = rates.typed_data()[0];
   step.share1 = rates.typed_data()[1];
   step.share2 = rates.typed_data()[2];
@@ -179,11 +235,11 @@ ffi::Error fused_update_call(ffi::ThreadPool pool, Ints rows, Ints bags, Floats 
     *places[i] = (*array)->typed_data();
   }
   Team team = make_team(pool);
-  const auto shape = gradients.dimensions();
+  const Rows source = gradients.rows();
   fused_update(team, table_of(table->untyped_data(), table->element_type(), table->dimensions()),
                step, rows.typed_data(), rows.element_count(),
-               {gradients.untyped_data(), type_of(gradients.element_type()), shape[1], given(bags),
-                shape[0], given(scales), bound});
+               {&source, gradients.type(), gradients.dim(), given(bags), gradients.num_rows(),
+                given(scales), bound});
   return ffi::Error::Success();
 }
 
@@ -205,11 +261,11 @@ JAXREC_EXPORT(jaxrec_new_rows, jaxrec::new_rows_call,
 JAXREC_EXPORT(jaxrec_pooled_lookup, jaxrec::pooled_lookup_call,
               ffi::Ffi::Bind()
                   .Ctx<ffi::ThreadPool>()
-                  .Arg<ffi::AnyBuffer>()
                   .Arg<jaxrec::Ints>()
                   .Arg<jaxrec::Ints>()
                   .Arg<jaxrec::Floats>()
-                  .Ret<ffi::AnyBuffer>()
+                  .RemainingArgs()
+                  .RemainingRets()
                   .Attr<jaxrec::Numbers>("layout"));
 
 JAXREC_EXPORT(jaxrec_flatten_bags, jaxrec::flatten_bags_call,
@@ -227,9 +283,9 @@ JAXREC_EXPORT(jaxrec_flatten_bags, jaxrec::flatten_bags_call,
 JAXREC_EXPORT(jaxrec_row_lookup, jaxrec::row_lookup_call,
               ffi::Ffi::Bind()
                   .Ctx<ffi::ThreadPool>()
-                  .Arg<ffi::AnyBuffer>()
                   .Arg<jaxrec::Ints>()
-                  .Ret<ffi::AnyBuffer>());
+                  .RemainingArgs()
+                  .RemainingRets());
 
 JAXREC_EXPORT(jaxrec_build_runs, jaxrec::build_runs_call,
               ffi::Ffi::Bind()
@@ -265,7 +321,7 @@ JAXREC_EXPORT(jaxrec_sum_rows, jaxrec::sum_rows_call,
                   .Arg<jaxrec::Ints>()
                   .Arg<jaxrec::Floats>()
                   .Arg<ffi::AnyBuffer>()
-                  .Ret<jaxrec::Floats>()
+                  .RemainingRets()
                   .Attr<float>("bound"));
 
 JAXREC_EXPORT(jaxrec_fused_update, jaxrec::fused_update_call,
@@ -274,7 +330,6 @@ JAXREC_EXPORT(jaxrec_fused_update, jaxrec::fused_update_call,
                   .Arg<jaxrec::Ints>()
                   .Arg<jaxrec::Ints>()
                   .Arg<jaxrec::Floats>()
-                  .Arg<ffi::AnyBuffer>()
                   .Arg<jaxrec::Floats>()
                   .Arg<jaxrec::Ints>()
                   .RemainingArgs()

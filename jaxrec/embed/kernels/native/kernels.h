@@ -13,6 +13,20 @@ constexpr int64_t size_of(Type type) { return type == Type::kF32 ? 4 : 2; }
 // The longest rows the kernels take.
 constexpr int64_t kMaxDim = 4096;
 
+// Rows that lie one after the other, or in equal parts apart.
+struct Rows {
+  void* const* parts;
+  int64_t num_parts;
+  int64_t part_rows;  // In each.
+
+  // Where a row begins.
+  char* at(int64_t row, int64_t row_bytes) const {
+    if (num_parts == 1) return static_cast<char*>(parts[0]) + row * row_bytes;
+    const uint32_t part = static_cast<uint32_t>(row) / static_cast<uint32_t>(part_rows);
+    return static_cast<char*>(parts[part]) + (row - part * part_rows) * row_bytes;
+  }
+};
+
 // The table of a group or of a feature, `[num_rows, dim]`.
 struct Table {
   void* rows;
@@ -21,9 +35,18 @@ struct Table {
   int64_t dim;
 };
 
+// A feature's rows in a table that may lie in parts.
+struct Source {
+  const Rows* rows;
+  int64_t first_row;
+  Type type;
+  int64_t num_rows;
+  int64_t dim;
+};
+
 // Consecutive bags of one feature.
 struct PooledBlock {
-  Table table;             // The feature's.
+  Source table;            // The feature's.
   const int32_t* ids;      // Of the first bag,
   int64_t num_ids;         // and how many there are to the end of the feature's segment.
   const int32_t* lengths;  // Of each bag.
@@ -37,7 +60,7 @@ struct PooledBlock {
 
 // Consecutive rows to copy.
 struct RowBlock {
-  Table table;
+  Source table;
   const int32_t* rows;
   int64_t count;
   void* out;
@@ -51,7 +74,7 @@ struct Entry {
 
 // The gradient of each lookup: its bag's, bounded, times the lookup's scale.
 struct Gradients {
-  const void* rows;  // `[bags, dim]`
+  const Rows* rows;  // `[bags, dim]`
   Type type;
   int64_t dim;
   const int32_t* bags;   // Of each position; null where the value of an entry is the bag itself.
@@ -104,11 +127,25 @@ struct UpdateBlock {
   int64_t num_long_runs; // and how many there were.
 };
 
+// The runs that begin within a stretch of the sorted lookups, to be summed: all rows of `sums` after
+// that of the lookup before, up to that of the last lookup here. Rows without a lookup become 0.
+struct SumBlock {
+  const Rows* sums;
+  int64_t num_rows;
+  Gradients gradients;
+  const Entry* entries;
+  int64_t count;
+  int64_t begin, end;
+  LongRun* long_runs;
+  int64_t num_long_runs;
+};
+
 struct Kernels {
   const char* name;
   void (*pool)(const PooledBlock&);
   void (*copy_rows)(const RowBlock&);
   void (*update)(UpdateBlock&);
+  void (*sum_runs)(SumBlock&);
   // The sum of the gradients of entries [begin, end), in float32.
   void (*sum)(const Gradients&, const Entry* entries, int64_t begin, int64_t end, float* out);
   // Updates one row by its gradient.

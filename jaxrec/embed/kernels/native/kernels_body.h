@@ -16,7 +16,7 @@ namespace {
 
 }  // namespace
 
-const Kernels kKernels = {JAXREC_ISA_NAME, pool, copy_rows, update, sum, apply, add_rows};
+const Kernels kKernels = {JAXREC_ISA_NAME, pool, copy_rows, update, sum_runs, sum, apply, add_rows};
 
 }  // namespace JAXREC_ISA
 }  // namespace jaxrec

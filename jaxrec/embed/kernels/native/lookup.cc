@@ -45,20 +45,21 @@ std::vector<Block> cut(const Batch& batch, int num_threads) {
   return blocks;
 }
 
-Table rows_of(const Table& table, const Feature& feature) {
-  char* rows = static_cast<char*>(table.rows);
-  return {rows + feature.row_offset * table.dim * size_of(table.type), table.type,
-          feature.row_count, table.dim};
+Source rows_of(const Source& table, const Feature& feature) {
+  return {table.rows, feature.row_offset, table.type, feature.row_count, table.dim};
 }
 
 }  // namespace
 
-void pooled_lookup(Team& team, const Table& table, const Batch& batch, void* out, Type out_type) {
+void pooled_lookup(Team& team, const Source& table, const Batch& batch, const Rows& out,
+                   Type out_type) {
+  const int64_t row_bytes = table.dim * size_of(out_type);
   const std::vector<Block> blocks = cut(batch, team.num_threads());
   const Kernels& kernel = kernels();
   team.run(static_cast<int64_t>(blocks.size()), [&](int64_t piece) {
     const Block& block = blocks[piece];
     const Feature& feature = batch.features[block.feature];
+    // The bags of a feature lie in one part.
     const int64_t start = feature.id_start + block.position;
     const int64_t row = feature.out_row + block.bag * feature.out_step;
     PooledBlock job;
@@ -69,7 +70,7 @@ void pooled_lookup(Team& team, const Table& table, const Batch& batch, void* out
     job.num_bags = block.num_bags;
     job.weights = batch.weights == nullptr ? nullptr : batch.weights + start;
     job.mean = feature.mean;
-    job.out = static_cast<char*>(out) + row * table.dim * size_of(out_type);
+    job.out = out.at(row, row_bytes);
     job.out_type = out_type;
     job.out_stride = feature.out_step * table.dim;
     kernel.pool(job);
@@ -111,13 +112,17 @@ void flatten_bags(Team& team, int64_t num_rows, const Batch& batch, int32_t* row
   });
 }
 
-void row_lookup(Team& team, const Table& table, const int32_t* rows, int64_t count, void* out) {
+void row_lookup(Team& team, const Source& table, const int32_t* rows, int64_t count,
+                const Rows& out) {
   const int64_t row_bytes = table.dim * size_of(table.type);
   const int64_t size = std::clamp<int64_t>(count / (team.num_threads() * 16), 16, 2048);
+  const int64_t of_part = (out.part_rows + size - 1) / size;
   const Kernels& kernel = kernels();
-  team.run((count + size - 1) / size, [&](int64_t piece) {
-    const int64_t begin = piece * size, end = std::min(begin + size, count);
-    kernel.copy_rows({table, rows + begin, end - begin, static_cast<char*>(out) + begin * row_bytes});
+  team.run(of_part * out.num_parts, [&](int64_t piece) {
+    const int64_t first = piece / of_part * out.part_rows;
+    const int64_t begin = first + piece % of_part * size;
+    const int64_t end = std::min(begin + size, first + out.part_rows);
+    kernel.copy_rows({table, rows + begin, end - begin, out.at(begin, row_bytes)});
   });
 }
 

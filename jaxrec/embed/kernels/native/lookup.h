@@ -32,14 +32,16 @@ struct Batch {
 };
 
 // The sums or means of each bag's rows, `[bags, dim]`.
-void pooled_lookup(Team& team, const Table& table, const Batch& batch, void* out, Type out_type);
+void pooled_lookup(Team& team, const Source& table, const Batch& batch, const Rows& out,
+                   Type out_type);
 
 // The batch as flat lookups; see `Lookups` in base.py. `scales` may be null.
 void flatten_bags(Team& team, int64_t num_rows, const Batch& batch, int32_t* rows, int32_t* bags,
                   float* scales);
 
 // The rows themselves; zeros where `rows` is the number of rows, NaN where it lies further outside.
-void row_lookup(Team& team, const Table& table, const int32_t* rows, int64_t count, void* out);
+void row_lookup(Team& team, const Source& table, const int32_t* rows, int64_t count,
+                const Rows& out);
 
 }  // namespace jaxrec
 

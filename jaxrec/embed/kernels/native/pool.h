@@ -10,10 +10,49 @@ JAXREC_INLINE int64_t rows_ahead(int64_t row_bytes) {
   return rows < 2 ? 2 : rows > kMostRowsAhead ? kMostRowsAhead : rows;
 }
 
-template <bool kWeighted, class T, class Sums>
-void pool_bags(const PooledBlock& block, T type, Sums& sums) {
+// Rows one after the other,
+template <class Storage>
+struct InOnePart {
+  const Storage* rows;
+  int64_t dim;
+
+  JAXREC_MEMBER explicit InOnePart(const Source& source, int64_t dim)
+      : rows(static_cast<const Storage*>(source.rows->parts[0]) + source.first_row * dim),
+        dim(dim) {}
+  JAXREC_MEMBER const Storage* operator()(uint32_t row) const { return rows + row * dim; }
+};
+
+// and in equal parts apart.
+template <class Storage>
+struct InParts {
+  void* const* parts;
+  uint32_t first_row, part_rows;
+  int64_t dim;
+
+  JAXREC_MEMBER explicit InParts(const Source& source, int64_t dim)
+      : parts(source.rows->parts),
+        first_row(static_cast<uint32_t>(source.first_row)),
+        part_rows(static_cast<uint32_t>(source.rows->part_rows)),
+        dim(dim) {}
+  JAXREC_MEMBER const Storage* operator()(uint32_t row) const {
+    const uint32_t at = row + first_row, part = at / part_rows;
+    return static_cast<const Storage*>(parts[part]) + (at - part * part_rows) * dim;
+  }
+};
+
+// Calls work(row), where row(i) is where row i of the source begins.
+template <class Storage, class Work>
+JAXREC_INLINE void with_rows(const Source& source, int64_t dim, const Work& work) {
+  if (source.rows->num_parts == 1) {
+    work(InOnePart<Storage>(source, dim));
+  } else {
+    work(InParts<Storage>(source, dim));
+  }
+}
+
+template <bool kWeighted, class T, class Sums, class RowAt>
+void pool_bags(const PooledBlock& block, T type, Sums& sums, const RowAt& row_at) {
   typedef typename T::Storage Storage;
-  const Storage* table = static_cast<const Storage*>(block.table.rows);
   const uint32_t num_rows = static_cast<uint32_t>(block.table.num_rows);
   const int64_t dim = Sums::fixed(block.table.dim);
   const int64_t row_bytes = dim * static_cast<int64_t>(sizeof(Storage));
@@ -23,7 +62,7 @@ void pool_bags(const PooledBlock& block, T type, Sums& sums) {
 
   auto ask = [&](int64_t position) JAXREC_ALWAYS {
     uint32_t id = static_cast<uint32_t>(block.ids[position]);
-    prefetch<0>(table + (id < num_rows ? id : 0) * dim, row_bytes);
+    prefetch<0>(row_at(id < num_rows ? id : 0), row_bytes);
   };
   for (int64_t i = 0; i < ahead && i < block.num_ids; ++i) ask(i);
 
@@ -42,9 +81,9 @@ void pool_bags(const PooledBlock& block, T type, Sums& sums) {
         continue;
       }
       if (kWeighted) {
-        sums.add(type, table + id * dim, Scaled{block.weights[position]}, dim);
+        sums.add(type, row_at(id), Scaled{block.weights[position]}, dim);
       } else {
-        sums.add(type, table + id * dim, AsIs{}, dim);
+        sums.add(type, row_at(id), AsIs{}, dim);
       }
     }
     float scale = block.mean && length > 1 ? 1.0f / static_cast<float>(length) : 1.0f;
@@ -55,19 +94,22 @@ void pool_bags(const PooledBlock& block, T type, Sums& sums) {
 void pool(const PooledBlock& block) {
   with_type(block.table.type, [&](auto type) JAXREC_ALWAYS {
     with_sums(block.table.dim, [&](auto& sums) JAXREC_ALWAYS {
-      if (block.weights != nullptr) {
-        pool_bags<true>(block, type, sums);
-      } else {
-        pool_bags<false>(block, type, sums);
-      }
+      typedef typename decltype(type)::Storage Storage;
+      with_rows<Storage>(block.table, sums.fixed(block.table.dim), [&](const auto& row_at)
+                                                                        JAXREC_ALWAYS {
+        if (block.weights != nullptr) {
+          pool_bags<true>(block, type, sums, row_at);
+        } else {
+          pool_bags<false>(block, type, sums, row_at);
+        }
+      });
     });
   });
 }
 
-template <class T>
-void copy_rows_of(const RowBlock& block, T type) {
+template <class T, class RowAt>
+void copy_rows_of(const RowBlock& block, T type, const RowAt& row_at) {
   typedef typename T::Storage Storage;
-  const Storage* table = static_cast<const Storage*>(block.table.rows);
   Storage* out = static_cast<Storage*>(block.out);
   const uint32_t num_rows = static_cast<uint32_t>(block.table.num_rows);
   const int64_t dim = block.table.dim;
@@ -76,14 +118,14 @@ void copy_rows_of(const RowBlock& block, T type) {
 
   auto ask = [&](int64_t i) JAXREC_ALWAYS {
     uint32_t row = static_cast<uint32_t>(block.rows[i]);
-    prefetch<0>(table + (row < num_rows ? row : 0) * dim, row_bytes);
+    prefetch<0>(row_at(row < num_rows ? row : 0), row_bytes);
   };
   for (int64_t i = 0; i < ahead && i < block.count; ++i) ask(i);
   for (int64_t i = 0; i < block.count; ++i, out += dim) {
     if (i + ahead < block.count) ask(i + ahead);
     uint32_t row = static_cast<uint32_t>(block.rows[i]);
     if (__builtin_expect(row < num_rows, 1)) {
-      copy(type, out, table + row * dim, dim);
+      copy(type, out, row_at(row), dim);
     } else {
       Vec fill = splat(row == num_rows ? 0.0f : __builtin_nanf(""));
       for_each_vector(dim, [&](int64_t column, auto extent) JAXREC_ALWAYS {
@@ -94,5 +136,10 @@ void copy_rows_of(const RowBlock& block, T type) {
 }
 
 void copy_rows(const RowBlock& block) {
-  with_type(block.table.type, [&](auto type) JAXREC_ALWAYS { copy_rows_of(block, type); });
+  with_type(block.table.type, [&](auto type) JAXREC_ALWAYS {
+    typedef typename decltype(type)::Storage Storage;
+    with_rows<Storage>(block.table, block.table.dim, [&](const auto& row_at) JAXREC_ALWAYS {
+      copy_rows_of(block, type, row_at);
+    });
+  });
 }

@@ -14,13 +14,14 @@ template <class G, class Sums, class Ask>
 JAXREC_INLINE void add_gradients(const Gradients& gradients, const Entry* entries, int64_t begin,
                                  int64_t end, G type, Sums& sums, const Ask& ask) {
   const int64_t dim = Sums::fixed(gradients.dim);
-  const typename G::Storage* rows = static_cast<const typename G::Storage*>(gradients.rows);
+  const int64_t row_bytes = dim * static_cast<int64_t>(sizeof(typename G::Storage));
   const bool plain = gradients.scales == nullptr && !(gradients.bound < __builtin_inff());
   sums.clear(dim);
   for (int64_t i = begin; i < end; ++i) {
     ask(i);
     const uint32_t value = entries[i].value;
-    const typename G::Storage* row = rows + bag_of(gradients, value) * dim;
+    const char* place = gradients.rows->at(bag_of(gradients, value), row_bytes);
+    const typename G::Storage* row = reinterpret_cast<const typename G::Storage*>(place);
     if (plain) {
       sums.add(type, row, AsIs{}, dim);
     } else {
@@ -34,8 +35,7 @@ JAXREC_INLINE void add_gradients(const Gradients& gradients, const Entry* entrie
 template <class G>
 JAXREC_INLINE void ask_gradient(const Gradients& gradients, const Entry& entry, int64_t dim) {
   const int64_t row_bytes = dim * static_cast<int64_t>(sizeof(typename G::Storage));
-  const char* rows = static_cast<const char*>(gradients.rows);
-  prefetch<0>(rows + bag_of(gradients, entry.value) * row_bytes, row_bytes);
+  prefetch<0>(gradients.rows->at(bag_of(gradients, entry.value), row_bytes), row_bytes);
 }
 
 // Asks for a row and its state, to write them.
@@ -135,6 +135,57 @@ void update(UpdateBlock& block) {
   with_type(block.gradients.type, [&](auto gradient_type) JAXREC_ALWAYS {
     with_sums(block.table.dim, [&](auto& sums) JAXREC_ALWAYS {
       update_runs(block, gradient_type, sums);
+    });
+  });
+}
+
+// Rows [begin, end) of sums become 0.
+JAXREC_INLINE void clear_rows(const Rows& sums, int64_t begin, int64_t end, int64_t dim) {
+  for (int64_t row = begin; row < end; ++row) {
+    float* out = reinterpret_cast<float*>(sums.at(row, dim * 4));
+    for_each_vector(dim, [&](int64_t column, auto extent) JAXREC_ALWAYS {
+      store(F32{}, out + column, Vec{}, extent);
+    });
+  }
+}
+
+template <class G, class Sums>
+void sum_runs_of(SumBlock& block, G type, Sums& sums) {
+  const Entry* entries = block.entries;
+  const Gradients gradients = block.gradients;
+  const Rows& out = *block.sums;
+  const int64_t count = block.count, dim = Sums::fixed(gradients.dim);
+
+  auto ask = [&](int64_t i) JAXREC_ALWAYS {
+    if (i + kGradientsAhead < count) ask_gradient<G>(gradients, entries[i + kGradientsAhead], dim);
+  };
+
+  int64_t i = block.begin;
+  // A run that began before belongs to the stretch it began in.
+  while (i > 0 && i < block.end && entries[i].row == entries[i - 1].row) ++i;
+  for (int64_t j = i; j < i + kGradientsAhead && j < count; ++j) {
+    ask_gradient<G>(gradients, entries[j], dim);
+  }
+  int64_t next = i > 0 ? entries[i - 1].row + 1 : 0;
+  while (i < block.end) {
+    const int64_t row = entries[i].row, end = run_end(entries, i, count);
+    clear_rows(out, next, row, dim);
+    if (end - i > kPiece) {
+      block.long_runs[block.num_long_runs++] = {i, end};
+    } else {
+      add_gradients(gradients, entries, i, end, type, sums, ask);
+      sums.put(Type::kF32, out.at(row, dim * 4), 1.0f, dim);
+    }
+    next = row + 1;
+    i = end;
+  }
+  if (block.end == count) clear_rows(out, next, block.num_rows, dim);
+}
+
+void sum_runs(SumBlock& block) {
+  with_type(block.gradients.type, [&](auto type) JAXREC_ALWAYS {
+    with_sums(block.gradients.dim, [&](auto& sums) JAXREC_ALWAYS {
+      sum_runs_of(block, type, sums);
     });
   });
 }

@@ -15,8 +15,8 @@ void fused_update(Team& team, const Table& table, const Step& step, const int32_
                   int64_t num_lookups, Gradients gradients);
 
 // The sum of the gradients of each row's lookups, in float32; 0 for a row without any.
-void sum_rows(Team& team, const Table& sums, const int32_t* rows, int64_t num_lookups,
-              Gradients gradients);
+void sum_rows(Team& team, const Rows& sums, int64_t num_rows, const int32_t* rows,
+              int64_t num_lookups, Gradients gradients);
 
 }  // namespace jaxrec
 
