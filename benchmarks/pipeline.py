@@ -45,7 +45,7 @@ from jaxrec.data import BatchSource, Clicks, GeneratedLog, ParquetGroups, batche
 from jaxrec.data.parts import parquet_writer
 from jaxrec.data.transforms import CATEGORICAL_NAMES, NUM_CATEGORICAL, NUM_DENSE, log_counts
 from jaxrec.nn import DLRM
-from jaxrec.train import Pipeline, compile_step, keep_freed_memory
+from jaxrec.train import Pipeline, compile_step, keep_freed_memory, put
 from jaxrec.train.loop import train_step
 from jaxrec.train.trainer import AHEAD
 
@@ -101,11 +101,11 @@ def _step() -> Callable[[Any], Any]:
 
 def _plain(step: Callable[[Any], Any], reader: Iterable[Any]) -> None:
     for batch in reader:
-        jax.block_until_ready(step(jax.device_put(batch)))
+        jax.block_until_ready(step(put(batch)))
 
 
 def _pipelined(step: Callable[[Any], Any], reader: Iterable[Any]) -> None:
-    with Pipeline(reader, jax.device_put) as placed:
+    with Pipeline(reader, put) as placed:
         _dispatched(step, placed)
 
 

@@ -10,6 +10,7 @@ from jaxrec.train.keep import Keep as Keep
 from jaxrec.train.memory import keep_freed_memory as keep_freed_memory
 from jaxrec.train.model import load_model as load_model
 from jaxrec.train.pipeline import Pipeline as Pipeline
+from jaxrec.train.place import put as put
 from jaxrec.train.step import compile_step as compile_step
 from jaxrec.train.tables import export_table as export_table
 from jaxrec.train.tables import import_table as import_table

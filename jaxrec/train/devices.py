@@ -18,6 +18,7 @@ from jaxrec.mesh import shard, shard_batch
 from jaxrec.mesh.agree import gather_texts
 from jaxrec.plan import PlanError, Planner, ShardingPlan, Topology
 from jaxrec.ragged.capacity import rung
+from jaxrec.train.place import put
 
 Model = TypeVar("Model", bound=nnx.Module)
 
@@ -46,7 +47,7 @@ class Devices:
     def put_batch(self, batch: ClickBatch) -> ClickBatch:
         """Puts a host batch there; with several processes, this one's part of it."""
         if self.mesh is None:
-            return jax.device_put(batch)
+            return put(batch)
         # A sample has an id at most. As that is known, no process need wait for another.
         samples = batch.features.batch_size // len(self.mesh.local_devices)
         room = dict.fromkeys(batch.features.keys, rung(samples))

@@ -21,6 +21,7 @@ from jaxrec.metrics import BinarySums, auc, binary_sums, log_loss, normalized_en
 from jaxrec.nn import DLRM
 from jaxrec.train.ahead import RoutedSteps
 from jaxrec.train.pipeline import Pipeline
+from jaxrec.train.place import put
 from jaxrec.train.progress import Progress
 from jaxrec.train.rows import ParquetRows, Rows
 from jaxrec.train.trace import StepTrace
@@ -80,7 +81,7 @@ def train(
     evaluate: Callable[[], Any] = lambda: None,
     evaluate_every: int | None = None,
     trace: StepTrace | None = None,
-    place: Callable[[ClickBatch], ClickBatch] = jax.device_put,
+    place: Callable[[ClickBatch], ClickBatch] = put,
 ) -> None:
     """Trains on the rows from where the optimizer's step count says that training is.
 
@@ -202,7 +203,7 @@ class Evaluator:
         rows: Rows | ParquetRows,
         *,
         batch_size: int,
-        place: Callable[[ClickBatch], ClickBatch] = jax.device_put,
+        place: Callable[[ClickBatch], ClickBatch] = put,
     ):
         self._model, self._rows = model, rows
         self._batch_size, self._place = batch_size, place

@@ -38,7 +38,7 @@ class Pipeline:
     Args:
         batches: The source; its iterator is used by one thread, and closed if it can be.
         *stages: Functions of a batch, in order, each in a thread of its own: to pack ids, to put a
-            batch on devices (`jax.device_put`, or `jaxrec.mesh.shard_batch` with a mesh).
+            batch on devices (`jaxrec.train.put`, or `jaxrec.mesh.shard_batch` with a mesh).
         ahead: Batches that wait between two stages.
 
     Raises:

@@ -24,6 +24,7 @@ from jaxrec.train.checkpoint import Run, Saver, restore, restore_state
 from jaxrec.train.checkpoint import steps as steps_of
 from jaxrec.train.held import Held
 from jaxrec.train.pipeline import Pipeline
+from jaxrec.train.place import put
 from jaxrec.train.step import compile_step
 
 # Steps that may be under way at once.
@@ -81,7 +82,7 @@ class Trainer:
     optimizer: Optimizer
     loss: Loss
     metrics: MetricGroup | None = None
-    place: Callable[[Any], Any] = jax.device_put
+    place: Callable[[Any], Any] = put
     stages: tuple[Callable[[Any], Any], ...] = ()
     accumulate: int = 1
     semi_synchronous: bool = False

@@ -1,0 +1,31 @@
+"""Batches that are put on a device are its own."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import jaxrec
+from jaxrec.train import put
+
+
+def aligned(size):
+    """Memory as XLA would use it without a copy."""
+    raw = np.zeros(4 * size + 64, np.uint8)
+    start = -raw.ctypes.data % 64
+    return raw[start : start + 4 * size].view(np.float32)
+
+
+@pytest.mark.parametrize("size", [16, 4096, 5_000_000])
+def test_host_memory_can_be_written_at_once(size):
+    host = {"x": aligned(size), "y": (np.arange(3), np.float32(2))}
+    there = put(host)
+    host["x"][:] = 1
+    assert not np.asarray(there["x"]).any()
+    np.testing.assert_array_equal(there["y"][0], [0, 1, 2])
+    assert there["y"][1] == 2
+
+
+def test_ragged_batches():
+    batch = jaxrec.KeyedJaggedArray.from_lists({"a": [[1, 2], [], [3]]})
+    assert put(batch).to_dict()["a"].to_lists() == [[1, 2], [], [3]]
