@@ -1,6 +1,7 @@
 """Training steps of sharded tables on eight simulated devices beside the same on one.
 
 Usage: python -m benchmarks.mesh [--types row_wise ...] [--shapes onehot bags] [--rounds 5]
+                                [--ids powerlaw] [--rooms measured]
 Prints one JSON line per shape and sharding type:
 
 - step time of the embedding part (lookup, a trivial loss, fused update by row-wise Adagrad) on
@@ -23,7 +24,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import tyro
@@ -45,6 +46,7 @@ class Workload:
         rows: Rows of the table in the middle.
         dim: Columns.
         ids: Their distribution.
+        rooms: Whether the exchange has room as "measured" for them, or as "given".
     """
 
     name: str
@@ -55,6 +57,7 @@ class Workload:
     rows: int = 100_000
     dim: int = 64
     ids: str = "uniform"
+    rooms: str = "given"
 
     @property
     def row_counts(self) -> list[int]:
@@ -126,6 +129,8 @@ class Options:
         types: Sharding types; after a colon how rows travel.
         shapes: Names of the workloads.
         ids: Distribution of ids: uniform or powerlaw.
+        rooms: Room of the exchange: "given", as it is without anything measured, or "measured", as
+            `jaxrec.train.RoutedSteps` would choose it for these ids.
         rounds: Rounds of both in turn.
         seconds: Seconds of each of a round's two turns.
         rows: Rows of a table on average; of data-parallel ones a sixteenth.
@@ -135,6 +140,7 @@ class Options:
     types: tuple[str, ...] = KINDS
     shapes: tuple[str, ...] = tuple(SHAPES)
     ids: str = "uniform"
+    rooms: Literal["given", "measured"] = "given"
     rounds: int = 5
     seconds: float = 1.5
     rows: int = 100_000
@@ -146,7 +152,9 @@ def main(options: Options) -> None:
         alone: dict[int, Worker] = {}
         for kind in options.types:
             rows = options.rows // 16 if kind == "data_parallel" else options.rows
-            workload = dataclasses.replace(SHAPES[name], rows=rows, ids=options.ids)
+            workload = dataclasses.replace(
+                SHAPES[name], rows=rows, ids=options.ids, rooms=options.rooms
+            )
             if rows not in alone:
                 for worker in alone.values():
                     worker.stop()
@@ -173,6 +181,7 @@ def compare(alone: Worker, sharded: Worker, kind: str, options: Options) -> dict
         "shape": alone.workload.name,
         "type": kind,
         "ids": options.ids,
+        "rooms": options.rooms,
         "one_ms": round(walls[0], 2),
         "eight_ms": round(walls[1], 2),
         "ratio": round(walls[1] / walls[0], 2),
@@ -277,7 +286,29 @@ def make(workload: Workload, kind: str | None) -> tuple[Any, list[Any]]:
         return tables, [jax.device_put(batch) for batch in batches]
     mesh = make_mesh(kind)
     tables = jaxrec.mesh.shard_tables(tables, placements(kind, workload), mesh)
-    return tables, [jaxrec.mesh.shard_batch(batch, mesh) for batch in batches]
+    # As on one device, there is room for the ids and no more.
+    room = dict.fromkeys(workload.names, workload.batch // DEVICES * workload.bag)
+    batches = [jaxrec.mesh.shard_batch(batch, mesh, capacities=room) for batch in batches]
+    if workload.rooms == "measured":
+        tables = dataclasses.replace(tables, slack=measured_slack(tables, batches))
+    return tables, batches
+
+
+def measured_slack(tables: Any, batches: Sequence[Any]) -> tuple[tuple[str, float], ...]:
+    """The room of each group's exchange that fits all batches."""
+    import jax
+
+    from jaxrec.embed.lookup import route
+    from jaxrec.embed.taps import Ahead
+    from jaxrec.mesh.rooms import measured_loads, rung
+
+    def loads(batch: Any) -> Any:
+        return measured_loads({"": [Ahead(route(tables, batch))]})
+
+    found = [jax.jit(loads)(batch) for batch in batches]
+    return tuple(
+        (name, rung(max(float(each[path, name]) for each in found))) for path, name in found[0]
+    )
 
 
 def configs(workload: Workload) -> list[Any]:
