@@ -76,6 +76,33 @@ float read(const void* rows, Type type, int64_t i) {
   return (bits & 0x8000) ? -magnitude : magnitude;
 }
 
+// A copy of rows in equal parts, each in memory that ends where it ends.
+class Apart {
+ public:
+  Apart(const void* rows, int64_t num_rows, int64_t row_bytes, int64_t num_parts)
+      : part_bytes_(num_rows / num_parts * row_bytes), part_rows_(num_rows / num_parts) {
+    for (int64_t part = 0; part < num_parts; ++part) {
+      const char* begin = static_cast<const char*>(rows) + part * part_bytes_;
+      memory_.emplace_back(begin, begin + part_bytes_);
+      places_.push_back(memory_.back().data());
+    }
+  }
+
+  Rows rows() const { return {places_.data(), static_cast<int64_t>(places_.size()), part_rows_}; }
+
+  void join(void* rows) const {
+    for (const std::vector<char>& part : memory_) {
+      std::memcpy(rows, part.data(), part.size());
+      rows = static_cast<char*>(rows) + part.size();
+    }
+  }
+
+ private:
+  int64_t part_bytes_, part_rows_;
+  std::vector<std::vector<char>> memory_;
+  std::vector<void*> places_;
+};
+
 struct Case {
   int64_t dim;
   Type type;
@@ -145,6 +172,10 @@ struct Data {
   Table rows(std::vector<char>& memory) const {
     return {memory.data(), shape.type, num_rows(), shape.dim};
   }
+  Source source(const Rows& rows) const { return {&rows, 0, shape.type, num_rows(), shape.dim}; }
+  Apart table_apart(int64_t num_parts) const {
+    return Apart(table.data(), num_rows(), shape.dim * size_of(shape.type), num_parts);
+  }
   Batch batch() const {
     return {ids.data(), lengths.data(), weights.empty() ? nullptr : weights.data(), features};
   }
@@ -160,8 +191,17 @@ bool is_close(double x, double expected, double tolerance) {
                               : std::abs(x - expected) <= tolerance * (1 + std::abs(expected));
 }
 
-void check_pooled(Data& data) {
+void check_pooled(Data data, int64_t num_parts) {
   const Case& shape = data.shape;
+  if (num_parts > 1) {
+    // Bags feature by feature, so that those of a feature lie in one part.
+    for (int64_t f = 0; f < shape.num_features; ++f) {
+      data.features[f].out_row = f * shape.num_bags;
+      data.features[f].out_step = 1;
+    }
+  }
+  const Apart table = data.table_apart(num_parts);
+  const Rows rows = table.rows();
   std::vector<double> expected(data.num_bags() * shape.dim, 0.0);
   for (const Feature& feature : data.features) {
     int64_t i = feature.id_start;
@@ -182,9 +222,11 @@ void check_pooled(Data& data) {
   std::vector<float> first;
   for (int threads : {1, 2, 5}) {
     std::vector<float> out(expected.size());
+    const Apart pooled(out.data(), data.num_bags(), shape.dim * 4, num_parts);
     with_team(threads, [&](Team& team) {
-      pooled_lookup(team, data.rows(data.table), data.batch(), out.data(), Type::kF32);
+      pooled_lookup(team, data.source(rows), data.batch(), pooled.rows(), Type::kF32);
     });
+    pooled.join(out.data());
     for (size_t i = 0; i < out.size(); ++i) {
       require(is_close(out[i], expected[i], 1e-5), "pooled lookup, " + name_of(shape));
     }
@@ -197,10 +239,20 @@ void check_rows(Data& data) {
   std::vector<int32_t> rows(data.ids.begin(), data.ids.end());
   rows.push_back(static_cast<int32_t>(data.num_rows()));
   const Case& shape = data.shape;
-  std::vector<char> out(rows.size() * shape.dim * size_of(shape.type));
-  with_team(3, [&](Team& team) {
-    row_lookup(team, data.rows(data.table), rows.data(), rows.size(), out.data());
-  });
+  while (rows.size() % 3 != 0) rows.push_back(0);
+  const int64_t row_bytes = shape.dim * size_of(shape.type);
+  std::vector<char> out(rows.size() * row_bytes);
+  for (int64_t num_parts : {1, 3}) {
+    const Apart table = data.table_apart(num_parts == 1 ? 1 : shape.num_features);
+    const Apart found(out.data(), rows.size(), row_bytes, num_parts);
+    const Rows source = table.rows();
+    with_team(3, [&](Team& team) {
+      row_lookup(team, data.source(source), rows.data(), rows.size(), found.rows());
+    });
+    std::vector<char> before = out;
+    found.join(out.data());
+    require(num_parts == 1 || before == out, "bits of rows in parts");
+  }
   for (size_t i = 0; i < rows.size(); ++i) {
     const bool inside = rows[i] >= 0 && rows[i] < data.num_rows();
     for (int64_t d = 0; d < shape.dim && inside; ++d) {
@@ -219,8 +271,11 @@ void check_bad_lengths(const Case& shape) {
     std::vector<float> out(data.num_bags() * shape.dim);
     std::vector<int32_t> rows(data.ids.size()), bags(data.ids.size());
     std::vector<float> scales(data.ids.size());
+    const Apart table = data.table_apart(1);
+    const Apart pooled(out.data(), data.num_bags(), shape.dim * 4, 1);
+    const Rows source = table.rows();
     with_team(2, [&](Team& team) {
-      pooled_lookup(team, data.rows(data.table), data.batch(), out.data(), Type::kF32);
+      pooled_lookup(team, data.source(source), data.batch(), pooled.rows(), Type::kF32);
       flatten_bags(team, data.num_rows(), data.batch(), rows.data(), bags.data(), scales.data());
     });
     for (int32_t bag : bags) require(bag >= 0 && bag < data.num_bags(), "bag of a bad batch");
@@ -262,9 +317,12 @@ void check_update(Data& data, Rule rule, bool stochastic) {
     step.first = state.data();
     step.second = second.data();
     step.counts = counts.data();
+    const Apart gradients(data.gradients.data(), data.num_bags(), shape.dim * 4,
+                          threads == 5 ? shape.num_features : 1);
+    const Rows source = gradients.rows();
     with_team(threads, [&](Team& team) {
       fused_update(team, data.rows(table), step, rows.data(), count,
-                   {data.gradients.data(), Type::kF32, shape.dim, bags.data(), data.num_bags(),
+                   {&source, Type::kF32, shape.dim, bags.data(), data.num_bags(),
                     has_scales ? scales.data() : nullptr, rule == Rule::kSgd ? 0.75f : kNone});
     });
     if (first_table.empty()) {
@@ -334,13 +392,19 @@ void check_sum_rows(const Data& data) {
       expected[data.ids[i] * dim + d] += data.gradients[bags[i] * dim + d];
     }
   }
-  std::vector<float> sums(num_rows * dim, NAN);
-  with_team(3, [&](Team& team) {
-    sum_rows(team, {sums.data(), Type::kF32, num_rows, dim}, data.ids.data(), count,
-             {data.gradients.data(), Type::kF32, dim, bags.data(), data.num_bags(), nullptr, kNone});
-  });
-  for (size_t i = 0; i < sums.size(); ++i) {
-    require(is_close(sums[i], expected[i], 1e-4), "sums of rows, " + name_of(data.shape));
+  const Apart gradients(data.gradients.data(), data.num_bags(), dim * 4, 1);
+  const Rows source = gradients.rows();
+  for (int64_t num_parts : {int64_t{1}, num_rows}) {
+    std::vector<float> sums(num_rows * dim, NAN);
+    const Apart found(sums.data(), num_rows, dim * 4, num_parts);
+    with_team(3, [&](Team& team) {
+      sum_rows(team, found.rows(), num_rows, data.ids.data(), count,
+               {&source, Type::kF32, dim, bags.data(), data.num_bags(), nullptr, kNone});
+    });
+    found.join(sums.data());
+    for (size_t i = 0; i < sums.size(); ++i) {
+      require(is_close(sums[i], expected[i], 1e-4), "sums of rows, " + name_of(data.shape));
+    }
   }
 }
 
@@ -395,7 +459,7 @@ int main() {
     ++checked;
     for (const Case& shape : cases) {
       Data data(shape);
-      check_pooled(data);
+      for (int64_t num_parts : {int64_t{1}, shape.num_features}) check_pooled(data, num_parts);
       check_rows(data);
       check_bad_lengths(shape);
       check_sum_rows(data);
