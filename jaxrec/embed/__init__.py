@@ -9,6 +9,7 @@ from jaxrec.embed.gradients import Gradients as Gradients
 from jaxrec.embed.gradients import mean_gradients as mean_gradients
 from jaxrec.embed.gradients import value_and_grad as value_and_grad
 from jaxrec.embed.lookup import lookup as lookup
+from jaxrec.embed.lookup import route as route
 from jaxrec.embed.optimizer import Optimizer as Optimizer
 from jaxrec.embed.tables import Tables as Tables
 from jaxrec.embed.tables import init_tables as init_tables

@@ -56,7 +56,7 @@ Routes: TypeAlias = dict[str, Any]
 def route(tables: TableStore, features: KeyedJaggedArray) -> Routes:
     """What a lookup of a batch has to find out from other devices before it needs any table.
 
-    A training step can do it for the next batch (see `jaxrec.train.route_ahead`). Dispatches on
+    A training step can do it for the next batch (`jaxrec.train.RoutedSteps`). Dispatches on
     the kind of tables; those on one device have nobody to ask.
 
     Args:

@@ -73,7 +73,7 @@ class ShardedTables(TableStore):
             arrays are replicated over this axis, though copies differ between two averages.
         is_ragged: Whether exchanges send only what is of use, by XLA's ragged all-to-all.
         slack: Pairs of a group and the room of a round of its exchange, in even shares of a batch's
-            rows; see `jaxrec.mesh.fit_rooms`.
+            rows; see `jaxrec.mesh.rooms`.
     """
 
     layout: MeshLayout = dataclasses.field(metadata={"static": True})
