@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import ClassVar, cast
 
 import jax
@@ -47,13 +47,17 @@ class Collection(TappedModule):
         dtype: DTypeLike,
         rngs: nnx.Rngs,
     ):
-        for table in tables:
-            if not isinstance(table, self._config):
-                raise TypeError(
-                    f"{type(self).__name__} takes {self._config.__name__}s, got {table!r}"
-                )
-        super().__init__()
+        tables = self._checked_tables(tables)
         optimizer = optim.rowwise_adagrad() if optimizer is None else optimizer
+        name = type(self).__name__
+        if not isinstance(optimizer, optim.RowOptimizer):
+            raise TypeError(
+                f"{name}: optimizer is a row optimizer such as jaxrec.optim.rowwise_adagrad(), got "
+                f"{optimizer!r}; optax transformations are for the dense part, in jaxrec.Optimizer"
+            )
+        if not isinstance(rngs, nnx.Rngs):
+            raise TypeError(f"{name}: rngs is a flax.nnx.Rngs such as nnx.Rngs(0), got {rngs!r}")
+        super().__init__()
         self.tables = TableVariable(init_tables(tables, optimizer, rngs.params()))
         self.is_weighted = is_weighted
         self.dtype = jnp.dtype(dtype).name
@@ -104,7 +108,26 @@ class Collection(TappedModule):
         """
         self.tables.set_value(write_state(self.tables.get_value(), name, dict(state)))
 
+    def _checked_tables(self, tables: Sequence[TableConfig]) -> tuple[TableConfig, ...]:
+        wanted = self._config.__name__
+        if isinstance(tables, TableConfig | str | Mapping) or not isinstance(tables, Iterable):
+            raise TypeError(
+                f"{type(self).__name__} takes a sequence of {wanted}s, such as [{wanted}(...)], "
+                f"got {tables!r}"
+            )
+        tables = tuple(tables)
+        for table in tables:
+            if not isinstance(table, self._config):
+                raise TypeError(f"{type(self).__name__} takes {wanted}s, got {table!r}")
+        return tables
+
     def _activations(self, features: KeyedJaggedArray) -> Activations:
+        if not isinstance(features, KeyedJaggedArray):
+            raise TypeError(
+                f"{type(self).__name__} is called with a KeyedJaggedArray, got "
+                f"{type(features).__name__}; make one by KeyedJaggedArray.from_lists, from_dense, "
+                "from_lengths or from_dict"
+            )
         _check_ids(features, self.bounds)
         return self.look_up(features, is_weighted=self.is_weighted, dtype=self.dtype)
 

@@ -204,6 +204,43 @@ def test_tables_of_the_wrong_kind():
         jaxrec.EmbeddingCollection([Bag("a", 1, 1)], rngs=nnx.Rngs(0))
 
 
+ONE = Bag("a", 6, 2)
+
+# Each: what the constructor is given, and what the error must say.
+WRONG_TYPES = {
+    "one_config": ({"tables": ONE}, r"takes a sequence of EmbeddingBagConfigs, such as \[Embedd"),
+    "names": ({"tables": "a"}, "takes a sequence of EmbeddingBagConfigs.* got 'a'"),
+    "by_name": ({"tables": {"a": ONE}}, "takes a sequence of EmbeddingBagConfigs"),
+    "number": ({"tables": 3}, "takes a sequence of EmbeddingBagConfigs.* got 3"),
+    "optax": (
+        {"optimizer": optax.adam(0.1)},
+        r"such as jaxrec\.optim\.rowwise_adagrad\(\), got Grad",
+    ),
+    "named_optimizer": ({"optimizer": "adam"}, r"jaxrec\.optim\..* got 'adam'"),
+    "seed": ({"rngs": 0}, r"rngs is a flax\.nnx\.Rngs such as nnx\.Rngs\(0\), got 0"),
+    "key": (
+        {"rngs": jax.random.key(0)},
+        r"rngs is a flax\.nnx\.Rngs such as nnx\.Rngs\(0\), got Arr",
+    ),
+}
+
+
+@pytest.mark.parametrize(("arguments", "message"), WRONG_TYPES.values(), ids=WRONG_TYPES)
+def test_a_wrong_type_is_named(unchecked, arguments, message):
+    with pytest.raises(TypeError, match=message):
+        jaxrec.EmbeddingBagCollection(**{"tables": [ONE], "rngs": nnx.Rngs(0)} | arguments)
+
+
+@pytest.mark.parametrize(
+    "batch", [{"a": [[1]]}, np.zeros((2, 1), np.int32), [[1]]], ids=lambda b: type(b).__name__
+)
+def test_only_keyed_batches_are_looked_up(unchecked, batch):
+    collection = jaxrec.EmbeddingBagCollection(iter([ONE]), rngs=nnx.Rngs(0))
+    message = f"KeyedJaggedArray, got {type(batch).__name__}; make one by KeyedJaggedArray.from"
+    with pytest.raises(TypeError, match=message):
+        collection(batch)
+
+
 def test_bounds_name_the_smallest_table_of_each_feature():
     tables = [Bag("a", 10, 2, feature_names=("f", "g")), Bag("b", 5, 2, feature_names=("g",))]
     collection = jaxrec.EmbeddingBagCollection(tables, rngs=nnx.Rngs(0))
