@@ -21,6 +21,7 @@ from jaxrec.ragged.elementwise import (
     jagged_dense_elementwise_add_jagged_output as jagged_dense_elementwise_add_jagged_output,
 )
 from jaxrec.ragged.elementwise import jagged_dense_elementwise_mul as jagged_dense_elementwise_mul
+from jaxrec.ragged.hashing import hash_ids as hash_ids
 from jaxrec.ragged.jagged import JaggedArray as JaggedArray
 from jaxrec.ragged.keyed_array import KeyedArray as KeyedArray
 from jaxrec.ragged.keyed_jagged import KeyedJaggedArray as KeyedJaggedArray

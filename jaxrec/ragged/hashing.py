@@ -1,0 +1,202 @@
+"""Strings and 64-bit ids of any source as row indices of a table, by a stable hash."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from jaxrec.ragged.columns import concrete, is_integer
+from jaxrec.ragged.xxh64 import hash_integers, hash_strings
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+# Function of an Arrow array without nulls and lists, that returns one number for each value.
+_Flat = Callable[[Any], np.ndarray]
+
+
+def hash_ids(values: Any, num_embeddings: int | None, seed: int = 0) -> Any:
+    """Hash ids or strings to row indices, the same on every platform and in every version.
+
+    The hash is XXH64 (https://github.com/Cyan4973/xxHash). A string is hashed as its UTF-8 bytes,
+    so it equals the hash of those bytes. An integer is hashed as its 64-bit two's complement, the
+    lowest byte first, whatever the type that holds it. The number 5 and the string "5" differ.
+
+    Different values may share a row. For ``n`` distinct values about ``n**2 / (2 *
+    num_embeddings)`` pairs do, so give a table several times as many rows as there are values, or
+    use `jaxrec.data.Vocabulary`, which shares none.
+
+    Args:
+        values: NumPy array of integers, strings or bytes, of any shape; Arrow array or chunked
+            array of integers, strings or binary values, of dictionaries or lists of them; list of
+            integers, of strings or of bytes, or list of such lists.
+        num_embeddings: Rows of the table, 1 to 2**31 - 1. None: return the 64-bit hashes.
+        seed: 0 to 2**64 - 1; another seed is another hash function.
+
+    Returns:
+        int32 row indices, ``hash % num_embeddings``, in ``[0, num_embeddings)`` (each row's share
+        of all hashes is even to 2**-33), or the uint64 hashes. They have the form of the values:
+        NumPy array of the same shape; Arrow array with the same chunks, lists and null lists;
+        NumPy array of a list; list of NumPy arrays of a list of lists.
+
+    Raises:
+        TypeError: The values are neither integers, strings nor bytes, or are traced.
+        ValueError: A value is null, an integer does not fit 64 bits, or ``num_embeddings`` or
+            ``seed`` is out of range.
+
+    Example:
+        >>> import numpy as np
+        >>> hash_ids(["anna", "bob", "anna"], num_embeddings=1000)
+        array([896,  27, 896], dtype=int32)
+        >>> hash_ids(np.array([7], np.int8), None) == hash_ids(np.array([7], np.uint64), None)
+        array([ True])
+    """
+    if num_embeddings is not None and not 1 <= num_embeddings < 2**31:
+        raise ValueError(f"num_embeddings must be from 1 to 2**31 - 1, got {num_embeddings}")
+    if not 0 <= seed < 2**64:
+        raise ValueError(f"seed must be from 0 to 2**64 - 1, got {seed}")
+    seed = int(seed)
+
+    def rows(hashes: np.ndarray) -> np.ndarray:
+        if num_embeddings is None:
+            return hashes
+        return (hashes % np.uint64(num_embeddings)).astype(np.int32)
+
+    if type(values).__module__.startswith("pyarrow"):
+        return _of_arrow(values, lambda flat: rows(_hash_flat_arrow(flat, seed)))
+    if isinstance(values, list | tuple):
+        if values and all(isinstance(value, list | tuple | np.ndarray) for value in values):
+            ends = np.cumsum([len(value) for value in values])
+            flat = [item for value in values for item in value]
+            return np.split(rows(_hash_objects(flat, seed)), ends[:-1])
+        return rows(_hash_objects(values, seed))
+    if isinstance(values, np.ma.MaskedArray) and np.ma.is_masked(values):
+        raise _null(f"value {int(np.flatnonzero(np.ma.getmaskarray(values))[0])}")
+    array = concrete("values", values)
+    if array.dtype.kind in "iu":
+        wide = array.astype(np.int64 if array.dtype.kind == "i" else np.uint64, order="C")
+        return rows(hash_integers(wide, seed)).reshape(array.shape)
+    return rows(_hash_objects(array.reshape(-1).tolist(), seed)).reshape(array.shape)
+
+
+def _hash_objects(values: Sequence[Any], seed: int) -> np.ndarray:
+    """Hash Python objects: all integers, or all strings, or all bytes."""
+    kinds = set(map(type, values))
+    if all(issubclass(kind, str) for kind in kinds):
+        text = "".join(values)
+        if text.isascii():
+            return _hash_joined(text.encode(), values, seed)
+        values = [value.encode() for value in values]
+        return _hash_joined(b"".join(values), values, seed)
+    if all(issubclass(kind, bytes) for kind in kinds):
+        return _hash_joined(b"".join(values), values, seed)
+    if all(map(is_integer, kinds)):
+        for position, value in enumerate(values):
+            if not -(2**63) <= value < 2**64:
+                raise ValueError(f"value {position} is {value}, which does not fit 64 bits")
+        words = [int(value) & (2**64 - 1) for value in values]
+        return hash_integers(np.array(words, np.uint64), seed)
+    raise _unfit(values)
+
+
+def _hash_joined(data: bytes, values: Sequence[Any], seed: int) -> np.ndarray:
+    offsets = np.zeros(len(values) + 1, np.int64)
+    np.cumsum(np.fromiter(map(len, values), np.int64, len(values)), out=offsets[1:])
+    return hash_strings(np.frombuffer(data, np.uint8), offsets, seed)
+
+
+def _unfit(values: Sequence[Any]) -> Exception:
+    """The error for the first value that is null, of no accepted type, or unlike the first."""
+    for position, value in enumerate(values):
+        if value is None or value != value:
+            return _null(f"value {position}")
+        if not (isinstance(value, str | bytes) or is_integer(type(value))):
+            return TypeError(
+                f"value {position} is of type {type(value).__name__}; expected integers, strings "
+                "or bytes"
+            )
+    names = sorted({type(value).__name__ for value in values})
+    return TypeError(f"values mix {' and '.join(names)}; hash values of one kind at a time")
+
+
+def _null(where: str) -> ValueError:
+    return ValueError(f"{where} is null, which has no hash; drop nulls or fill them with a value")
+
+
+def _of_arrow(array: Any, hash_flat: _Flat) -> Any:
+    """Replace the values of an Arrow array, in lists or not, by their numbers."""
+    import pyarrow as pa
+
+    if isinstance(array, pa.ChunkedArray):
+        chunks, first = [], 0
+        for chunk in array.chunks or [pa.array([], array.type)]:
+            chunks.append(_of_chunk(chunk, first, hash_flat))
+            first += len(chunk)
+        return pa.chunked_array(chunks)
+    if not isinstance(array, pa.Array):
+        raise TypeError(f"values are a {type(array).__name__}; expected an Arrow array of a column")
+    return _of_chunk(array, 0, hash_flat)
+
+
+def _of_chunk(array: pa.Array, first: int, hash_flat: _Flat) -> pa.Array:
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    if not hasattr(array.type, "value_type") or isinstance(array.type, pa.DictionaryType):
+        if nulls := _nulls(array):
+            raise _null(f"value {first + nulls[0]}")
+        return pa.array(hash_flat(array))
+    lengths = pc.list_value_length(array).fill_null(0).to_numpy().astype(np.int64)
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    flat = array.flatten()  # without null lists
+    if nulls := _nulls(flat):
+        row = int(np.searchsorted(offsets, nulls[0], side="right")) - 1
+        raise _null(f"value {nulls[0] - offsets[row]} of list {first + row}")
+    is_large = len(flat) >= 2**31
+    lists = pa.LargeListArray if is_large else pa.ListArray
+    starts = pa.array(offsets if is_large else offsets.astype(np.int32))
+    return lists.from_arrays(starts, pa.array(hash_flat(flat)), mask=array.is_null())
+
+
+def _nulls(array: pa.Array) -> list[int]:
+    """The position of the first null, if any."""
+    import pyarrow as pa
+
+    if isinstance(array.type, pa.DictionaryType) and array.dictionary.null_count:
+        array = array.cast(array.type.value_type)
+    return np.flatnonzero(np.asarray(array.is_null()))[:1].tolist() if array.null_count else []
+
+
+def _hash_flat_arrow(array: pa.Array, seed: int) -> np.ndarray:
+    """Hash an Arrow array without nulls and without lists."""
+    import pyarrow as pa
+
+    kind = array.type
+    if isinstance(kind, pa.DictionaryType):
+        dictionary = array.dictionary.drop_null()
+        if len(dictionary) < len(array.dictionary):
+            return _hash_flat_arrow(array.cast(kind.value_type), seed)
+        return _hash_flat_arrow(dictionary, seed)[array.indices.to_numpy()]
+    if pa.types.is_integer(kind):
+        wide = pa.int64() if pa.types.is_signed_integer(kind) else pa.uint64()
+        return hash_integers(array.cast(wide).to_numpy(), seed)
+    if pa.types.is_string_view(kind) or pa.types.is_binary_view(kind):
+        array = array.cast(pa.large_binary())
+    elif pa.types.is_fixed_size_binary(kind):
+        array = array.cast(pa.binary())
+    kinds = (pa.string(), pa.binary(), pa.large_string(), pa.large_binary())
+    if array.type not in kinds:
+        if pa.types.is_null(kind) and not len(array):
+            return np.empty(0, np.uint64)
+        raise TypeError(
+            f"values are of Arrow type {kind}; expected integers, strings or binary values, or "
+            "dictionaries or lists of them"
+        )
+    _, offsets, data = array.buffers()
+    width = np.int64 if array.type in kinds[2:] else np.int32
+    starts = np.zeros(1, width)  # an empty array may have no offsets
+    if len(array):
+        starts = np.frombuffer(offsets, width)[array.offset :][: len(array) + 1]
+    return hash_strings(np.frombuffer(data or b"", np.uint8), starts, seed)
