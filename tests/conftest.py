@@ -11,6 +11,7 @@ import jaxtyping
 import pytest
 from jaxtyping import install_import_hook
 
+from tests.fuzz import CASES
 from tests.typecheck import typechecked
 
 # An environment that names a platform (JAX_PLATFORMS=cuda) runs the tests there instead.
@@ -32,7 +33,7 @@ jax.config.update("jax_enable_compilation_cache", False)
 install_import_hook("jaxrec", f"{typechecked.__module__}.{typechecked.__name__}")
 
 # The first example compiles, and two runs of the suite test the same examples.
-hypothesis.settings.register_profile("jaxrec", deadline=None, derandomize=True)
+hypothesis.settings.register_profile("jaxrec", deadline=None, derandomize=not CASES)
 hypothesis.settings.load_profile("jaxrec")
 
 

@@ -26,12 +26,13 @@ from jaxrec.train.config import TrainConfig
 from jaxrec.train.devices import plan_devices, simulate_cpus
 from jaxrec.train.interrupt import Interrupt, interruptible
 from jaxrec.train.keep import Keep
+from jaxrec.train.lock import lock_directory
 from jaxrec.train.loop import Evaluation, Evaluator, NotFiniteError, train
 from jaxrec.train.memory import keep_freed_memory
 from jaxrec.train.model import CONFIG_FILE, make_model, table_configs
 from jaxrec.train.options import load_config, parse_options, write_options
 from jaxrec.train.progress import Progress
-from jaxrec.train.rows import split_rows
+from jaxrec.train.rows import ParquetRows, Rows, split_rows
 from jaxrec.train.summary import HELD_OUT, SUMMARY_FILE, draw_summary, read_history
 from jaxrec.train.trace import StepTrace
 
@@ -92,6 +93,18 @@ def train_config(options: Sequence[str]) -> TrainConfig:
 def _train(config: TrainConfig, console: Console, interrupt: Interrupt) -> int:
     output = _output(config)
     rows, held_out = split_rows(config, Shard(jax.process_index(), jax.process_count()))
+    with contextlib.nullcontext() if config.eval_only else lock_directory(output):
+        return _train_on(rows, held_out, output, config, console, interrupt)
+
+
+def _train_on(
+    rows: Rows | ParquetRows,
+    held_out: Rows | ParquetRows,
+    output: pathlib.Path,
+    config: TrainConfig,
+    console: Console,
+    interrupt: Interrupt,
+) -> int:
     batch_size = config.data.batch_size
     num_steps = rows.num_batches(batch_size) * config.data.epochs
     devices = plan_devices(config.devices, table_configs(config), batch_size)
