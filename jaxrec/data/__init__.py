@@ -22,3 +22,5 @@ from jaxrec.data.prefetch import prefetch as prefetch
 from jaxrec.data.shuffled import BatchSource as BatchSource
 from jaxrec.data.shuffled import Shard as Shard
 from jaxrec.data.text import DataError as DataError
+from jaxrec.data.vocabulary import ValueCounts as ValueCounts
+from jaxrec.data.vocabulary import Vocabulary as Vocabulary

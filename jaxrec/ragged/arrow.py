@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -67,14 +68,7 @@ def _flat(
     if accepts(array.type):
         lengths = np.asarray(array.is_valid()).astype(np.int64)
         return array.drop_null().to_numpy(zero_copy_only=False), lengths
-    nested = (
-        pa.types.is_list,
-        pa.types.is_large_list,
-        pa.types.is_fixed_size_list,
-        pa.types.is_list_view,
-        pa.types.is_large_list_view,
-    )
-    if not any(is_nested(array.type) for is_nested in nested) or not accepts(array.type.value_type):
+    if not _is_list(array.type) or not accepts(array.type.value_type):
         raise TypeError(
             f"feature {feature!r} is of Arrow type {array.type}; expected {wanted} or lists of them"
         )
@@ -87,6 +81,79 @@ def _flat(
             f"feature {feature!r}, sample {sample} has a null inside its list; fill or drop it"
         )
     return flat.to_numpy(zero_copy_only=False), lengths
+
+
+def map_values(
+    array: Any, function: Callable[[Any], np.ndarray], *, accepts_nulls: bool = False
+) -> Any:
+    """Replace the values of an Arrow column, in lists or not, by numbers.
+
+    Args:
+        array: Array or chunked array of values or of lists of them.
+        function: Gets an Arrow array of values and returns one number for each.
+        accepts_nulls: Whether ``function`` may get nulls.
+
+    Returns:
+        Arrow array with the same chunks and lists; a null list stays null.
+
+    Raises:
+        TypeError: It is no Arrow column.
+        ValueError: A value is null, and ``function`` does not accept nulls.
+    """
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    def of_chunk(chunk: pa.Array, first: int) -> pa.Array:
+        if not _is_list(chunk.type):
+            if not accepts_nulls and (position := _first_null(chunk)) is not None:
+                raise null_error(f"value {first + position}")
+            return pa.array(function(chunk))
+        lengths = pc.list_value_length(chunk).fill_null(0).to_numpy().astype(np.int64)
+        offsets = np.concatenate([[0], np.cumsum(lengths)])
+        flat = chunk.flatten()  # without null lists
+        if not accepts_nulls and (position := _first_null(flat)) is not None:
+            row = int(np.searchsorted(offsets, position, side="right")) - 1
+            raise null_error(f"value {position - offsets[row]} of list {first + row}")
+        is_large = len(flat) >= 2**31
+        lists = pa.LargeListArray if is_large else pa.ListArray
+        starts = pa.array(offsets if is_large else offsets.astype(np.int32))
+        return lists.from_arrays(starts, pa.array(function(flat)), mask=chunk.is_null())
+
+    if isinstance(array, pa.Array):
+        return of_chunk(array, 0)
+    if not isinstance(array, pa.ChunkedArray):
+        raise TypeError(f"expected an Arrow array or chunked array, got {type(array).__name__}")
+    chunks, first = [], 0
+    for chunk in array.chunks or [pa.array([], array.type)]:
+        chunks.append(of_chunk(chunk, first))
+        first += len(chunk)
+    return pa.chunked_array(chunks)
+
+
+def null_error(where: str) -> ValueError:
+    return ValueError(f"{where} is null; drop nulls or fill them with a value")
+
+
+def _first_null(array: pa.Array) -> int | None:
+    import pyarrow as pa
+
+    if isinstance(array.type, pa.DictionaryType) and array.dictionary.null_count:
+        array = array.cast(array.type.value_type)
+    if not array.null_count:
+        return None
+    return int(np.flatnonzero(np.asarray(array.is_null()))[0])
+
+
+def _is_list(kind: pa.DataType) -> bool:
+    import pyarrow as pa
+
+    return (
+        pa.types.is_list(kind)
+        or pa.types.is_large_list(kind)
+        or pa.types.is_fixed_size_list(kind)
+        or pa.types.is_list_view(kind)
+        or pa.types.is_large_list_view(kind)
+    )
 
 
 def _is_table(data: Any) -> bool:

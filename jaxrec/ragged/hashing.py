@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from jaxrec.ragged.arrow import map_values, null_error
 from jaxrec.ragged.columns import concrete, is_integer
 from jaxrec.ragged.xxh64 import hash_integers, hash_strings
 
 if TYPE_CHECKING:
     import pyarrow as pa
-
-# Function of an Arrow array without nulls and lists, that returns one number for each value.
-_Flat = Callable[[Any], np.ndarray]
 
 
 def hash_ids(values: Any, num_embeddings: int | None, seed: int = 0) -> Any:
@@ -65,7 +63,7 @@ def hash_ids(values: Any, num_embeddings: int | None, seed: int = 0) -> Any:
         return (hashes % np.uint64(num_embeddings)).astype(np.int32)
 
     if type(values).__module__.startswith("pyarrow"):
-        return _of_arrow(values, lambda flat: rows(_hash_flat_arrow(flat, seed)))
+        return map_values(values, lambda flat: rows(_hash_flat_arrow(flat, seed)))
     if isinstance(values, list | tuple):
         if values and all(isinstance(value, list | tuple | np.ndarray) for value in values):
             ends = np.cumsum([len(value) for value in values])
@@ -73,7 +71,7 @@ def hash_ids(values: Any, num_embeddings: int | None, seed: int = 0) -> Any:
             return np.split(rows(_hash_objects(flat, seed)), ends[:-1])
         return rows(_hash_objects(values, seed))
     if isinstance(values, np.ma.MaskedArray) and np.ma.is_masked(values):
-        raise _null(f"value {int(np.flatnonzero(np.ma.getmaskarray(values))[0])}")
+        raise null_error(f"value {int(np.flatnonzero(np.ma.getmaskarray(values))[0])}")
     array = concrete("values", values)
     if array.dtype.kind in "iu":
         wide = array.astype(np.int64 if array.dtype.kind == "i" else np.uint64, order="C")
@@ -111,7 +109,7 @@ def _unfit(values: Sequence[Any]) -> Exception:
     """The error for the first value that is null, of no accepted type, or unlike the first."""
     for position, value in enumerate(values):
         if value is None or value != value:
-            return _null(f"value {position}")
+            return null_error(f"value {position}")
         if not (isinstance(value, str | bytes) or is_integer(type(value))):
             return TypeError(
                 f"value {position} is of type {type(value).__name__}; expected integers, strings "
@@ -119,54 +117,6 @@ def _unfit(values: Sequence[Any]) -> Exception:
             )
     names = sorted({type(value).__name__ for value in values})
     return TypeError(f"values mix {' and '.join(names)}; hash values of one kind at a time")
-
-
-def _null(where: str) -> ValueError:
-    return ValueError(f"{where} is null, which has no hash; drop nulls or fill them with a value")
-
-
-def _of_arrow(array: Any, hash_flat: _Flat) -> Any:
-    """Replace the values of an Arrow array, in lists or not, by their numbers."""
-    import pyarrow as pa
-
-    if isinstance(array, pa.ChunkedArray):
-        chunks, first = [], 0
-        for chunk in array.chunks or [pa.array([], array.type)]:
-            chunks.append(_of_chunk(chunk, first, hash_flat))
-            first += len(chunk)
-        return pa.chunked_array(chunks)
-    if not isinstance(array, pa.Array):
-        raise TypeError(f"values are a {type(array).__name__}; expected an Arrow array of a column")
-    return _of_chunk(array, 0, hash_flat)
-
-
-def _of_chunk(array: pa.Array, first: int, hash_flat: _Flat) -> pa.Array:
-    import pyarrow as pa
-    import pyarrow.compute as pc
-
-    if not hasattr(array.type, "value_type") or isinstance(array.type, pa.DictionaryType):
-        if nulls := _nulls(array):
-            raise _null(f"value {first + nulls[0]}")
-        return pa.array(hash_flat(array))
-    lengths = pc.list_value_length(array).fill_null(0).to_numpy().astype(np.int64)
-    offsets = np.concatenate([[0], np.cumsum(lengths)])
-    flat = array.flatten()  # without null lists
-    if nulls := _nulls(flat):
-        row = int(np.searchsorted(offsets, nulls[0], side="right")) - 1
-        raise _null(f"value {nulls[0] - offsets[row]} of list {first + row}")
-    is_large = len(flat) >= 2**31
-    lists = pa.LargeListArray if is_large else pa.ListArray
-    starts = pa.array(offsets if is_large else offsets.astype(np.int32))
-    return lists.from_arrays(starts, pa.array(hash_flat(flat)), mask=array.is_null())
-
-
-def _nulls(array: pa.Array) -> list[int]:
-    """The position of the first null, if any."""
-    import pyarrow as pa
-
-    if isinstance(array.type, pa.DictionaryType) and array.dictionary.null_count:
-        array = array.cast(array.type.value_type)
-    return np.flatnonzero(np.asarray(array.is_null()))[:1].tolist() if array.null_count else []
 
 
 def _hash_flat_arrow(array: pa.Array, seed: int) -> np.ndarray:

@@ -148,7 +148,7 @@ WRONG = {
     "bool": ([True], TypeError, "value 0 is of type bool"),
     "mixed": (["a", 1], TypeError, "values mix int and str"),
     "arrow-floats": (pa.array([1.0]), TypeError, "values are of Arrow type double"),
-    "table": (pa.table({"f": ["a"]}), TypeError, "expected an Arrow array"),
+    "table": (pa.table({"f": ["a"]}), TypeError, "expected an Arrow array or chunked"),
     "wide": ([2**64], ValueError, "value 0 is 18446744073709551616"),
 }
 

@@ -1,0 +1,295 @@
+"""Vocabularies: strings and 64-bit ids as row indices, the most frequent first."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import os
+import pathlib
+from collections.abc import Iterable
+from typing import Any, Literal
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+from jaxtyping import Int, UInt64
+
+from jaxrec.data.text import DataError
+from jaxrec.ragged import hash_ids
+from jaxrec.ragged.arrow import map_values
+
+# Distinct values of single columns that wait to be added up.
+_PENDING = 1 << 20
+
+_METADATA_KEY = b"jaxrec.vocabulary"
+
+
+class ValueCounts:
+    """How often each value of a column appears, counted piece by piece.
+
+    Memory grows with the number of distinct values, not with the number of rows.
+
+    Example:
+        >>> counts = ValueCounts()
+        >>> counts.add(pa.array(["b", "a", None]))
+        >>> counts.add(pa.array([["c", "b"], []]))
+        >>> counts.vocabulary(min_count=2).values.to_pylist()
+        ['b']
+    """
+
+    def __init__(self) -> None:
+        self._counted: pa.Table | None = None
+        self._pending: list[pa.Table] = []
+
+    def add(self, column: Any) -> None:
+        """Count the values of one more piece; nulls do not count.
+
+        Args:
+            column: As for `Vocabulary.build`.
+
+        Raises:
+            TypeError: The values are neither strings, bytes nor integers, or differ in kind from
+                those before.
+        """
+
+        def count(values: pa.Array) -> np.ndarray:
+            counts = _plain(values).drop_null().value_counts()
+            piece = pa.table({"value": counts.field(0), "count": counts.field(1)})
+            if len(piece):
+                before = (self._pending or [self._counted or piece])[0]
+                if before.schema != piece.schema:
+                    raise TypeError(
+                        f"the column has values of Arrow type {piece['value'].type}, and before "
+                        f"of {before['value'].type}; a vocabulary has values of one kind"
+                    )
+                self._pending.append(piece)
+            return np.zeros(len(values), bool)
+
+        map_values(_as_arrow(column), count, accepts_nulls=True)
+        waiting = sum(map(len, self._pending))
+        if waiting > max(_PENDING, len(self._counted or ())):
+            self._add_up()
+
+    def _add_up(self) -> pa.Table | None:
+        pieces = [*([] if self._counted is None else [self._counted]), *self._pending]
+        if self._pending:
+            total = pa.concat_tables(pieces).group_by("value").aggregate([("count", "sum")])
+            self._counted = total.select(["value", "count_sum"]).rename_columns(["value", "count"])
+            self._pending = []
+        return self._counted
+
+    def vocabulary(
+        self, *, min_count: int = 1, max_size: int | None = None, num_unknown: int = 1
+    ) -> Vocabulary:
+        """Make a vocabulary of the values counted so far; see `Vocabulary.build`."""
+        if min_count < 1 or num_unknown < 0 or (max_size is not None and max_size < 0):
+            raise ValueError(
+                "min_count must be 1 or more, max_size and num_unknown 0 or more; got "
+                f"min_count={min_count}, max_size={max_size}, num_unknown={num_unknown}"
+            )
+        table = self._add_up()
+        if table is None:
+            raise ValueError("there are no values to make a vocabulary of")
+        table = table.filter(pc.field("count") >= min_count)
+        table = table.sort_by([("count", "descending"), ("value", "ascending")])[:max_size]
+        values = table["value"].combine_chunks()
+        return Vocabulary(values, table["count"].to_numpy(), num_unknown)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Vocabulary:
+    """The row index of each known value: strings, bytes or 64-bit ids.
+
+    The first rows of the table, ``0`` to ``num_unknown - 1``, are those of unknown values, which
+    are spread over them by their hash. The known values follow, the most frequent first.
+
+    Attributes:
+        values: ``[size]`` Arrow array of large_string, large_binary or int64, all different. Of
+            uint64 ids it holds the int64 with the same bits.
+        counts: ``[size]`` int64, how often each value appeared, descending.
+        num_unknown: Rows of unknown values; 0: an unknown value is an error.
+
+    Example:
+        >>> cities = Vocabulary.build(pa.array(["Rome", "Oslo", "Rome", "Bonn", "Bonn", "Rome"]))
+        >>> cities.values.to_pylist(), cities.num_embeddings
+        (['Rome', 'Bonn', 'Oslo'], 4)
+        >>> cities(np.array(["Oslo", "Rome", "Paris"]))
+        array([3, 1, 0], dtype=int32)
+        >>> cities(pa.array([["Oslo", "Rome"], []])).to_pylist()
+        [[3, 1], []]
+    """
+
+    values: pa.Array
+    counts: Int[np.ndarray, " size"]
+    num_unknown: int = 1
+
+    @classmethod
+    def build(
+        cls,
+        columns: Any | Iterable[Any],
+        *,
+        min_count: int = 1,
+        max_size: int | None = None,
+        num_unknown: int = 1,
+    ) -> Vocabulary:
+        """Make a vocabulary of the values of a column.
+
+        Args:
+            columns: Arrow array, chunked array or NumPy array of strings, bytes or integers, or an
+                Arrow array of lists of them; or an iterable of such arrays, which is gone through
+                once. Nulls do not count.
+            min_count: How often a value of the vocabulary appears. With 2 or more the values
+                below it train the rows of unknown values; with 1 nothing does.
+            max_size: Number of values, of which the most frequent are taken, of equally frequent
+                ones the smallest; None: all.
+            num_unknown: Rows of unknown values.
+
+        Raises:
+            TypeError: The values are neither strings, bytes nor integers, or of several kinds.
+            ValueError: A number is out of range, or there is no column.
+        """
+        counts = ValueCounts()
+        is_one = isinstance(columns, pa.Array | pa.ChunkedArray | np.ndarray)
+        for column in [columns] if is_one else columns:
+            counts.add(column)
+        return counts.vocabulary(min_count=min_count, max_size=max_size, num_unknown=num_unknown)
+
+    def __len__(self) -> int:
+        """Number of known values."""
+        return len(self.values)
+
+    @property
+    def num_embeddings(self) -> int:
+        """Rows of the table: those of unknown values and of known ones."""
+        return self.num_unknown + len(self.values)
+
+    def __call__(self, column: Any, *, nulls: Literal["unknown", "error"] = "unknown") -> Any:
+        """Look up the row indices of values.
+
+        Args:
+            column: Arrow array, chunked array or NumPy array, or an Arrow array of lists.
+            nulls: "unknown": a null has row 0. "error": it is an error. A null list stays null,
+                which `KeyedJaggedArray.from_arrow` takes as an empty bag.
+
+        Returns:
+            int32 row indices in the form of the column: an Arrow array with the same chunks and
+            lists, or a NumPy array of the same shape.
+
+        Raises:
+            TypeError: The values are of another kind than the vocabulary's.
+            ValueError: A value is null and ``nulls`` is "error", or it is unknown and there are no
+                rows for unknown values.
+        """
+        if nulls not in ("unknown", "error"):
+            raise ValueError(f"nulls must be 'unknown' or 'error', got {nulls!r}")
+        rows = map_values(_as_arrow(column), self._rows, accepts_nulls=nulls == "unknown")
+        if isinstance(column, pa.Array | pa.ChunkedArray):
+            return rows
+        return rows.to_numpy().reshape(np.shape(column))
+
+    def _rows(self, values: pa.Array) -> Int[np.ndarray, " values"]:
+        plain = _plain(values)
+        if not len(plain):
+            return np.empty(0, np.int32)
+        known = np.asarray(plain.is_valid())
+        present = plain if known.all() else plain.drop_null()
+        if present.type != self.values.type and len(present):
+            raise TypeError(
+                f"the values are of Arrow type {values.type}, those of the vocabulary of "
+                f"{self.values.type}"
+            )
+        rows = np.zeros(len(plain), np.int32)
+        rows[known] = self._rows_of_present(present)
+        if not self.num_unknown and not known.all():
+            raise ValueError("a value is null, and the vocabulary has no rows for unknown values")
+        return rows
+
+    def _rows_of_present(self, values: pa.Array) -> Int[np.ndarray, " values"]:
+        hashes, order, seed = self._index
+        wanted = np.asarray(hash_ids(values, None, seed))
+        places = np.zeros(len(values), np.int64)
+        is_known = np.zeros(len(values), bool)
+        if len(order):
+            places = order[np.minimum(np.searchsorted(hashes, wanted), len(order) - 1)]
+            is_known = np.asarray(pc.equal(self.values.take(pa.array(places)), values))
+        if not self.num_unknown:
+            if not is_known.all():
+                value = values[int(np.flatnonzero(~is_known)[0])].as_py()
+                raise ValueError(
+                    f"{value!r} is not in the vocabulary, which has no rows for unknown values; "
+                    "make it with num_unknown=1 or more"
+                )
+            return places.astype(np.int32)
+        unknown = wanted % np.uint64(self.num_unknown)
+        return np.where(is_known, places + self.num_unknown, unknown).astype(np.int32)
+
+    @functools.cached_property
+    def _index(self) -> tuple[UInt64[np.ndarray, " size"], Int[np.ndarray, " size"], int]:
+        """The values' hashes, ascending, the position of each, and a seed that parts them all."""
+        for seed in range(1 << 10):
+            hashes = np.asarray(hash_ids(self.values, None, seed))
+            order = np.argsort(hashes)
+            hashes = hashes[order]
+            if not (hashes[1:] == hashes[:-1]).any():
+                return hashes, order, seed
+        raise ValueError("the values of a vocabulary must all be different")
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write a Parquet file of columns ``value`` and ``count``, all of it or, if killed, none.
+
+        Raises:
+            OSError: It cannot be written.
+        """
+        path = pathlib.Path(path)
+        described = {_METADATA_KEY: json.dumps({"num_unknown": self.num_unknown})}
+        table = pa.table({"value": self.values, "count": self.counts})
+        unfinished = path.with_name(f".{path.name}.unfinished")
+        pq.write_table(table.replace_schema_metadata(described), unfinished)
+        unfinished.replace(path)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Vocabulary:
+        """Read what `save` wrote.
+
+        Raises:
+            OSError: The file cannot be read.
+            DataError: It holds no vocabulary.
+        """
+        try:
+            table = pq.read_table(path)
+        except pa.ArrowInvalid as error:
+            raise DataError(f"{path} is no Parquet file ({error})") from None
+        described = (table.schema.metadata or {}).get(_METADATA_KEY)
+        if described is None:
+            raise DataError(f"{path} holds no vocabulary; Vocabulary.save writes them")
+        values = table["value"].combine_chunks()
+        return cls(values, table["count"].to_numpy(), **json.loads(described))
+
+
+def _as_arrow(column: Any) -> pa.Array | pa.ChunkedArray:
+    if isinstance(column, pa.Array | pa.ChunkedArray):
+        return column
+    return pa.array(np.asarray(column).reshape(-1))
+
+
+def _plain(values: pa.Array) -> pa.Array:
+    """The values as large_string, large_binary or int64, uint64 by its bits."""
+    kind = values.type
+    if isinstance(kind, pa.DictionaryType):
+        return _plain(values.cast(kind.value_type))
+    if pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind):
+        return values.cast(pa.large_string())
+    if pa.types.is_fixed_size_binary(kind):
+        return values.cast(pa.binary()).cast(pa.large_binary())
+    if pa.types.is_binary(kind) or pa.types.is_large_binary(kind) or pa.types.is_binary_view(kind):
+        return values.cast(pa.large_binary())
+    if pa.types.is_integer(kind):
+        return values.cast(pa.int64(), safe=False)
+    if pa.types.is_null(kind):
+        return values
+    raise TypeError(
+        f"the values are of Arrow type {kind}; expected strings, binary values or integers, or "
+        "dictionaries or lists of them"
+    )
