@@ -20,9 +20,9 @@ class ClickBatch:
 
     Attributes:
         dense: ``[batch, num_dense]`` float32.
-        features: The ids: one a sample of each feature, none in padding.
+        features: The ids, none in padding.
         labels: ``[batch]`` float32.
-        weights: ``[batch]`` float32: 1, or 0 where the sample is padding.
+        weights: ``[batch]`` float32: 1 or the sample's weight, 0 where the sample is padding.
     """
 
     dense: Float[Array | np.ndarray, "batch num_dense"]

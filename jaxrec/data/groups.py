@@ -33,6 +33,14 @@ class RowGroups(Protocol):
         """The rows of a group."""
 
 
+@runtime_checkable
+class PlacedGroups(RowGroups, Protocol):
+    """Row groups that know where they stand."""
+
+    def place(self, group: int) -> tuple[pathlib.Path, int]:
+        """The file of a group, and the rows of the file before it."""
+
+
 @dataclasses.dataclass(frozen=True)
 class ParquetGroups:
     """The row groups of Parquet files.
@@ -76,8 +84,8 @@ class ParquetGroups:
         return cls(paths, None if columns is None else tuple(columns))
 
     @functools.cached_property
-    def _places(self) -> tuple[tuple[pathlib.Path, int, int], ...]:
-        """File, number within it and rows of each group."""
+    def _places(self) -> tuple[tuple[pathlib.Path, int, int, int], ...]:
+        """File, number within it, rows before it there, and rows of each group."""
         places = []
         for path in self.paths:
             try:
@@ -90,16 +98,17 @@ class ParquetGroups:
                         f"{path} has no column {name!r}; its columns are "
                         f"{', '.join(metadata.schema.to_arrow_schema().names)}"
                     )
-            places += [
-                (path, group, metadata.row_group(group).num_rows)
-                for group in range(metadata.num_row_groups)
-            ]
+            first = 0
+            for group in range(metadata.num_row_groups):
+                rows = metadata.row_group(group).num_rows
+                places.append((path, group, first, rows))
+                first += rows
         return tuple(places)
 
     @functools.cached_property
     def sizes(self) -> tuple[int, ...]:
         """Rows of each group."""
-        return tuple(rows for _, _, rows in self._places)
+        return tuple(rows for *_, rows in self._places)
 
     def read(self, group: int) -> pa.Table:
         """The rows of a group.
@@ -108,13 +117,18 @@ class ParquetGroups:
             OSError: The file cannot be read.
             DataError: It is damaged.
         """
-        path, number, _ = self._places[group]
+        path, number, *_ = self._places[group]
         columns = None if self.columns is None else list(self.columns)
         try:
             with pq.ParquetFile(path) as file:
                 return file.read_row_group(number, columns=columns, use_threads=False)
         except pa.ArrowInvalid as error:
             raise DataError(f"{path}, row group {number}: it cannot be read ({error})") from None
+
+    def place(self, group: int) -> tuple[pathlib.Path, int]:
+        """The file of a group, and the rows of the file before it."""
+        path, _, first, _ = self._places[group]
+        return path, first
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,6 +172,18 @@ class GroupRange:
         """The rows of a group."""
         number, low, high = self._cuts[group]
         return self.groups.read(number).slice(low, high - low)
+
+    def place(self, group: int) -> tuple[pathlib.Path, int]:
+        """The file of a group, and the rows of the file before it.
+
+        Raises:
+            TypeError: The others do not know.
+        """
+        if not isinstance(self.groups, PlacedGroups):
+            raise TypeError(f"{type(self.groups).__name__} does not know where its rows stand")
+        number, low, _ = self._cuts[group]
+        path, first = self.groups.place(number)
+        return path, first + low
 
 
 @dataclasses.dataclass(frozen=True)

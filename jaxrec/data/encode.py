@@ -1,0 +1,232 @@
+"""Columns of a table as what a model takes, with errors that name the row."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from jaxtyping import Bool, Float, Float32, Int
+
+from jaxrec.data.column_types import is_list
+from jaxrec.data.schema import CategoricalColumn, DenseColumn
+from jaxrec.data.text import DataError
+from jaxrec.data.transforms import log_counts
+from jaxrec.data.vocabulary import Vocabulary
+from jaxrec.ragged import hash_ids
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where rows stand, for errors.
+
+    Attributes:
+        path: The file.
+        row: Rows of the file before them.
+        column: Name of the column.
+    """
+
+    path: str | os.PathLike[str]
+    row: int
+    column: str
+
+    def error(self, row: int | np.integer, problem: str) -> DataError:
+        """The error of one of the rows."""
+        return DataError(
+            f"{self.path}, row {self.row + int(row)} (from 0), column {self.column!r}: {problem}"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Moments:
+    """Mean and variance of numbers, which can be added up.
+
+    Attributes:
+        count: How many there are.
+        mean: Their mean.
+        squares: Sum of the squares of their distances from it.
+    """
+
+    count: int = 0
+    mean: float = 0.0
+    squares: float = 0.0
+
+    @property
+    def scale(self) -> float:
+        """Their standard deviation; 1 where all are equal."""
+        return (self.squares / self.count) ** 0.5 if self.squares > 0 else 1.0
+
+    @classmethod
+    def of(cls, values: Float[np.ndarray, " values"]) -> Moments:
+        if not values.size:
+            return cls()
+        mean = float(values.mean())
+        return cls(values.size, mean, float(np.square(values - mean).sum()))
+
+    def __add__(self, other: Moments) -> Moments:
+        """Both together: Chan, Golub and LeVeque 1983, "Algorithms for computing the sample
+        variance", equation 2.1."""
+        count = self.count + other.count
+        if not count:
+            return self
+        apart, share = other.mean - self.mean, other.count / count
+        squares = self.squares + other.squares + apart**2 * self.count * share
+        return Moments(count, self.mean + apart * share, squares)
+
+
+def joined(column: pa.Array | pa.ChunkedArray) -> pa.Array:
+    """A column as one array."""
+    if isinstance(column, pa.Array):
+        return column
+    if column.num_chunks == 1:
+        return column.chunk(0)
+    return pa.concat_arrays(column.chunks) if column.num_chunks else pa.array([], column.type)
+
+
+def numbers(column: Any) -> tuple[Float[np.ndarray, " rows"], Bool[np.ndarray, " rows"]]:
+    """A column's numbers, 0 for nulls, and which are null."""
+    array = joined(column)
+    is_null = np.asarray(array.is_null())
+    return array.cast(pa.float64(), safe=False).fill_null(0).to_numpy(), is_null
+
+
+def encode_label(column: Any, place: Place) -> Float32[np.ndarray, " rows"]:
+    values, is_null = numbers(column)
+    bad = is_null | ((values != 0) & (values != 1))
+    if bad.any():
+        row = int(np.argmax(bad))
+        raise place.error(
+            row,
+            f"the label is {'null' if is_null[row] else f'{values[row]:g}'}; labels must be 0 or "
+            "1: make a column of them, or name another column as the label",
+        )
+    return values.astype(np.float32)
+
+
+def encode_weight(column: Any, place: Place) -> Float32[np.ndarray, " rows"]:
+    values, is_null = numbers(column)
+    weights = values.astype(np.float32)
+    bad = is_null | ~(weights >= 0) | np.isinf(weights)
+    if bad.any():
+        row = int(np.argmax(bad))
+        weight = "null" if is_null[row] else f"{values[row]:g}"
+        raise place.error(row, f"the weight is {weight}; weights must be 0 or above")
+    return weights
+
+
+def present_numbers(
+    column: Any, options: DenseColumn, place: Place
+) -> tuple[Float[np.ndarray, " rows"], Bool[np.ndarray, " rows"]]:
+    """The numbers of a dense column and which are null, all of them finite."""
+    values, is_null = numbers(column)
+    if options.missing == "error" and is_null.any():
+        raise place.error(
+            np.argmax(is_null), "the number is null; fill it, or give missing: zero in the schema"
+        )
+    if not (is_finite := np.isfinite(values)).all():
+        row = np.argmax(~is_finite)
+        raise place.error(
+            row, f"the number is {values[row]}; replace it, by null where it is unknown"
+        )
+    return values, is_null
+
+
+def encode_dense(
+    column: Any, options: DenseColumn, moments: Moments, place: Place
+) -> Float32[np.ndarray, " rows"]:
+    values, is_null = present_numbers(column, options, place)
+    if options.missing == "mean" and is_null.any():
+        values = np.where(is_null, moments.mean, values)
+    if options.transform == "standardize":
+        encoded = (values - moments.mean) / moments.scale
+    elif options.transform == "log1p":
+        encoded = np.copysign(np.log1p(np.abs(values)), values)
+    elif options.transform == "log_counts":
+        encoded = log_counts(values.astype(np.int64))
+    else:
+        encoded = values
+    with np.errstate(over="ignore"):
+        encoded = encoded.astype(np.float32)
+    if not (is_finite := np.isfinite(encoded)).all():
+        row = np.argmax(~is_finite)
+        raise place.error(row, f"the number {values[row]:g} does not fit float32; take its log")
+    return encoded
+
+
+def flat_values(column: Any, place: Place) -> tuple[pa.Array, Int[np.ndarray, " rows"] | None]:
+    """The values of a column without its lists, and their lengths; None without lists."""
+    array = joined(column)
+    if not is_list(array.type):
+        return array, None
+    lengths = pc.list_value_length(array).fill_null(0).to_numpy().astype(np.int64)
+    flat = array.flatten()
+    if flat.null_count:
+        position = np.argmax(np.asarray(flat.is_null()))
+        raise place.error(
+            row_of(lengths, position), "a value of the list is null; drop it or fill it"
+        )
+    return flat, lengths
+
+
+def row_of(lengths: Int[np.ndarray, " rows"] | None, position: int | np.integer) -> int:
+    """The row that a value stands in."""
+    if lengths is None:
+        return int(position)
+    return int(np.searchsorted(np.cumsum(lengths), position, side="right"))
+
+
+def encode_categorical(
+    column: Any, options: CategoricalColumn, vocabulary: Vocabulary | None, place: Place
+) -> pa.Array:
+    """The row indices of a column: int32, or lists of int32. A null is an empty bag."""
+    flat, lengths = flat_values(column, place)
+    if lengths is None and options.missing == "error" and flat.null_count:
+        position = np.argmax(np.asarray(flat.is_null()))
+        raise place.error(
+            position, "the value is null; fill it, or give missing: unknown in the schema"
+        )
+    try:
+        if vocabulary is not None:
+            rows = pa.array(vocabulary(flat))
+        else:
+            rows = _rows(flat, options, lambda at, text: place.error(row_of(lengths, at), text))
+    except (TypeError, ValueError) as error:
+        if isinstance(error, DataError):
+            raise
+        raise DataError(f"{place.path}, column {place.column!r}: {error}") from None
+    if lengths is None:
+        return rows
+    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    return pa.ListArray.from_arrays(pa.array(offsets), rows)
+
+
+def _rows(
+    flat: pa.Array, options: CategoricalColumn, error: Callable[[int, str], DataError]
+) -> pa.Array:
+    count = options.num_embeddings
+    if count is None:
+        raise ValueError("its vocabulary has not been learned")
+    if flat.null_count:
+        rows = _rows(flat.drop_null(), options, error)
+        places = np.cumsum(np.asarray(flat.is_valid())) - 1
+        return rows.take(pa.array(places, mask=np.asarray(flat.is_null())))
+    if options.encoding == "hash":
+        return pa.array(hash_ids(flat, count))
+    if isinstance(flat.type, pa.DictionaryType):
+        flat = flat.cast(flat.type.value_type)
+    ids = flat.to_numpy(zero_copy_only=False)
+    if options.encoding == "modulo":
+        wide = ids if np.iinfo(ids.dtype).max >= count else ids.astype(np.int64)
+        return pa.array((wide % wide.dtype.type(count)).astype(np.int32))
+    if (outside := (ids < 0) | (ids >= count)).any():
+        position = int(np.argmax(outside))
+        raise error(
+            position,
+            f"id {ids[position]} is outside of its table of {count} rows; give a larger "
+            "num_embeddings, or another encoding",
+        )
+    return pa.array(ids.astype(np.int32))

@@ -1,0 +1,52 @@
+"""How long the lists of a column are, and the capacities that batches of them need."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+from jaxtyping import Int
+
+from jaxrec.ragged import rung
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ListLengths:
+    """How many lists of a column have which length.
+
+    Attributes:
+        lengths: ``[distinct]`` ascending.
+        counts: ``[distinct]`` lists of each length.
+
+    Example:
+        >>> seen = ListLengths.of(np.array([1, 3, 1, 2])) + ListLengths.of(np.array([9]))
+        >>> seen.most(2), seen.usual(2)
+        (12, 24)
+    """
+
+    lengths: Int[np.ndarray, " distinct"]
+    counts: Int[np.ndarray, " distinct"]
+
+    @classmethod
+    def of(cls, lengths: Int[np.ndarray, " lists"]) -> ListLengths:
+        """Count the lengths of lists."""
+        return cls(*np.unique(lengths, return_counts=True))
+
+    def __add__(self, other: ListLengths) -> ListLengths:
+        lengths, places = np.unique(
+            np.concatenate([self.lengths, other.lengths]), return_inverse=True
+        )
+        counts = np.bincount(places, np.concatenate([self.counts, other.counts]))
+        return ListLengths(lengths, counts.astype(np.int64))
+
+    def usual(self, samples: int) -> int:
+        """The capacity that nearly every batch needs: mean and four standard deviations."""
+        total = max(int(self.counts.sum()), 1)
+        mean = float(self.lengths @ self.counts) / total
+        variance = float((self.lengths - mean) ** 2 @ self.counts) / total
+        return rung(int(samples * mean + 4 * (samples * variance) ** 0.5))
+
+    def most(self, samples: int) -> int:
+        """The capacity that no batch exceeds: that of one with the longest lists."""
+        taken = np.minimum(np.cumsum(self.counts[::-1]), samples)
+        return rung(int(np.diff(taken, prepend=0) @ self.lengths[::-1]))

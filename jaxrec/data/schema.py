@@ -1,0 +1,240 @@
+"""Schemas: which columns of a table a model reads, and what becomes of each."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, get_args, get_type_hints
+
+import yaml
+
+from jaxrec.data.text import LABEL
+from jaxrec.data.transforms import CATEGORICAL_NAMES, DENSE_NAMES
+
+
+class SchemaError(ValueError):
+    """A schema that cannot be read, or does not fit the columns of a file."""
+
+
+@dataclasses.dataclass(frozen=True)
+class DenseColumn:
+    """A column of numbers as one dense feature.
+
+    Attributes:
+        transform: "standardize" subtracts the mean of the training rows and divides by their
+            standard deviation. "log1p" is ``sign(x) * log(1 + abs(x))``. "log_counts" is
+            ``log(x + 3)``, as MLPerf takes Criteo's counts. "none" keeps the numbers.
+        missing: A null becomes the "mean" of the training rows or "zero", before the transform, or
+            is an "error".
+    """
+
+    transform: Literal["standardize", "log1p", "log_counts", "none"] = "standardize"
+    missing: Literal["mean", "zero", "error"] = "mean"
+
+    @property
+    def is_learned(self) -> bool:
+        """Whether it needs the mean of the training rows."""
+        return self.transform == "standardize" or self.missing == "mean"
+
+
+@dataclasses.dataclass(frozen=True)
+class CategoricalColumn:
+    """A column of strings, of ids or of lists of either, as the bags of one table.
+
+    Attributes:
+        encoding: "vocabulary": a row for each value of the training rows (`Vocabulary`). "hash":
+            the row of a value's hash (`jaxrec.ragged.hash_ids`). "ids": the ids are rows. "modulo":
+            the ids modulo the rows of the table.
+        num_embeddings: Rows of the table; a vocabulary has its own.
+        min_count: How often a value of a vocabulary appears in the training rows.
+        max_size: Number of values of a vocabulary; None: all.
+        num_unknown: Rows for the values that a vocabulary does not have.
+        missing: A null is "unknown": row 0 with a vocabulary, an empty bag otherwise; or an
+            "error".
+        embedding_dim: Columns of the table; None: as the model says.
+        pooling: "sum" or "mean" of a list's embeddings.
+
+    Raises:
+        SchemaError: A number is out of range, or is given or lacking for the encoding.
+    """
+
+    encoding: Literal["vocabulary", "hash", "ids", "modulo"] = "vocabulary"
+    num_embeddings: int | None = None
+    min_count: int = 2
+    max_size: int | None = None
+    num_unknown: int = 1
+    missing: Literal["unknown", "error"] = "unknown"
+    embedding_dim: int | None = None
+    pooling: Literal["sum", "mean"] = "sum"
+
+    def __post_init__(self) -> None:
+        has_vocabulary = self.encoding == "vocabulary"
+        if has_vocabulary and self.num_embeddings is not None:
+            raise SchemaError(
+                "a vocabulary has as many rows as values; give max_size, or another encoding, "
+                "instead of num_embeddings"
+            )
+        if not has_vocabulary and self.num_embeddings is None:
+            raise SchemaError(f"encoding {self.encoding} needs num_embeddings, the table's rows")
+        for name in ("num_embeddings", "min_count", "max_size", "num_unknown", "embedding_dim"):
+            value = getattr(self, name)
+            if value is not None and not 1 <= value < 2**31:
+                raise SchemaError(f"{name} must be from 1 to 2**31 - 1, got {value}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Schema:
+    """The columns of a table that a model is trained on.
+
+    Attributes:
+        label: Name of the column of labels: 0 or 1, or bool.
+        dense: Columns of numbers by name, in the order of the dense features.
+        categorical: Columns of strings or ids by name, in the order of the tables.
+        weight: Name of a column of samples' weights, 0 or above; None: all weigh 1.
+
+    Raises:
+        SchemaError: A column has two roles, or there is no categorical column.
+
+    Example:
+        >>> schema = Schema.from_dict({
+        ...     "label": "clicked",
+        ...     "dense": ["age", "price"],
+        ...     "categorical": {"city": {}, "user": {"encoding": "hash", "num_embeddings": 1000}},
+        ... })
+        >>> schema.dense["age"].transform, schema.categorical["city"].encoding
+        ('standardize', 'vocabulary')
+    """
+
+    label: str
+    dense: Mapping[str, DenseColumn]
+    categorical: Mapping[str, CategoricalColumn]
+    weight: str | None = None
+
+    def __post_init__(self) -> None:
+        names = self.columns
+        if repeated := sorted({name for name in names if names.count(name) > 1}):
+            raise SchemaError(f"column {repeated[0]!r} has two roles; give each column one")
+        if not self.categorical:
+            raise SchemaError("there is no categorical column, and so no table to train")
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The names of all columns."""
+        weight = () if self.weight is None else (self.weight,)
+        return (self.label, *weight, *self.dense, *self.categorical)
+
+    @classmethod
+    def from_dict(cls, content: Any) -> Schema:
+        """Make a schema of what a YAML file holds.
+
+        Args:
+            content: Mapping of ``label``, ``weight``, ``dense`` and ``categorical``. The last two
+                are lists of names, or mappings of names to the attributes of `DenseColumn` and
+                `CategoricalColumn`.
+
+        Raises:
+            SchemaError: A key is unknown, or a value is wrong.
+        """
+        content = _mapping("a schema", content)
+        _check_keys("a schema", content, ("label", "weight", "dense", "categorical"))
+        for key in ("label", "weight"):
+            value = content.get(key)
+            if not isinstance(value, str) and (key == "label" or value is not None):
+                raise SchemaError(f"{key} must be the name of a column, got {value!r}")
+        return cls(
+            content["label"],
+            _columns(DenseColumn, "dense", content.get("dense")),
+            _columns(CategoricalColumn, "categorical", content.get("categorical")),
+            content.get("weight"),
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """The schema as a YAML file holds it, without what is as by default."""
+
+        def plain(columns: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+            return {
+                name: {
+                    field.name: getattr(column, field.name)
+                    for field in dataclasses.fields(column)
+                    if getattr(column, field.name) != field.default
+                }
+                for name, column in columns.items()
+            }
+
+        weight = {} if self.weight is None else {"weight": self.weight}
+        columns = {"dense": plain(self.dense), "categorical": plain(self.categorical)}
+        return {"label": self.label, **weight, **columns}
+
+    def to_yaml(self) -> str:
+        """The text of a YAML file of the schema."""
+        return yaml.safe_dump(self.to_dict(), sort_keys=False, allow_unicode=True)
+
+
+def read_schema(path: str | os.PathLike[str]) -> Schema:
+    """Read a schema from a YAML file.
+
+    Raises:
+        OSError: The file cannot be read.
+        SchemaError: It holds no schema.
+    """
+    try:
+        return Schema.from_dict(yaml.safe_load(pathlib.Path(path).read_text()))
+    except (yaml.YAMLError, UnicodeDecodeError, SchemaError) as error:
+        raise SchemaError(f"{path}: {' '.join(str(error).split())}") from None
+
+
+def criteo_schema(table_rows: Sequence[int]) -> Schema:
+    """The schema of the Parquet files that `jaxrec data criteo` writes.
+
+    Args:
+        table_rows: ``[26]`` rows of each table; ids are taken modulo these.
+    """
+    return Schema(
+        LABEL,
+        {name: DenseColumn("log_counts", "error") for name in DENSE_NAMES},
+        {
+            name: CategoricalColumn("modulo", rows, missing="error")
+            for name, rows in zip(CATEGORICAL_NAMES, table_rows, strict=True)
+        },
+    )
+
+
+def _mapping(where: str, content: Any) -> Mapping[Any, Any]:
+    if not isinstance(content, Mapping):
+        raise SchemaError(f"{where} must be a mapping, got {content!r}")
+    return content
+
+
+def _check_keys(where: str, content: Mapping[Any, Any], known: Sequence[str]) -> None:
+    for key in content:
+        if key not in known:
+            raise SchemaError(f"{where} has no key {key!r}; its keys are {', '.join(known)}")
+
+
+def _columns(kind: Any, where: str, content: Any) -> dict[str, Any]:
+    if isinstance(content, Sequence) and not isinstance(content, str):
+        content = dict.fromkeys(content)
+    columns = {}
+    for name, options in _mapping(where, content or {}).items():
+        if not isinstance(name, str):
+            raise SchemaError(f"{where}: {name!r} is not the name of a column; put it in quotes")
+        try:
+            columns[name] = _column(kind, options or {})
+        except SchemaError as error:
+            raise SchemaError(f"{where} column {name!r}: {error}") from None
+    return columns
+
+
+def _column(kind: Any, options: Any) -> Any:
+    types = get_type_hints(kind)
+    options = _mapping("its options", options)
+    _check_keys("it", options, [*types])
+    for key, value in options.items():
+        if choices := [x for x in get_args(types[key]) if isinstance(x, str)]:
+            if value not in choices:
+                raise SchemaError(f"{key} must be one of {', '.join(choices)}; got {value!r}")
+        elif type(value) is not int and (value is not None or types[key] is int):
+            raise SchemaError(f"{key} must be a whole number, got {value!r}")
+    return kind(**options)

@@ -1,0 +1,147 @@
+from __future__ import annotations
+
+import pyarrow as pa
+import pytest
+
+from jaxrec.data import DataError, Schema, SchemaError, read_schema
+from jaxrec.data.column_types import check_columns, infer_schema
+from jaxrec.data.schema import CategoricalColumn, DenseColumn, criteo_schema
+
+TEXT = """
+label: clicked
+weight: importance
+dense:
+  price: {transform: log1p, missing: zero}
+  age:
+categorical:
+  city: {min_count: 5, max_size: 100, num_unknown: 3}
+  user: {encoding: hash, num_embeddings: 1000}
+  tags: {pooling: mean, embedding_dim: 8}
+"""
+SCHEMA = Schema(
+    "clicked",
+    {"price": DenseColumn("log1p", "zero"), "age": DenseColumn()},
+    {
+        "city": CategoricalColumn(min_count=5, max_size=100, num_unknown=3),
+        "user": CategoricalColumn("hash", 1000),
+        "tags": CategoricalColumn(pooling="mean", embedding_dim=8),
+    },
+    "importance",
+)
+
+
+def test_read_and_written(tmp_path):
+    path = tmp_path / "schema.yaml"
+    path.write_text(TEXT)
+    schema = read_schema(str(path))
+    assert schema == SCHEMA
+    assert schema.columns == ("clicked", "importance", "price", "age", "city", "user", "tags")
+    path.write_text(schema.to_yaml())
+    assert read_schema(path) == schema
+    path.write_text("{label: y, dense: [a, b], categorical: [c]}")
+    assert read_schema(path) == Schema(
+        "y", {"a": DenseColumn(), "b": DenseColumn()}, {"c": CategoricalColumn()}
+    )
+
+
+WRONG = {
+    "list": ("[1]", r"a schema must be a mapping, got \[1\]"),
+    "yaml": ("{", "while parsing"),
+    "key": ("{label: y, sparse: [a]}", "a schema has no key 'sparse'; its keys are label"),
+    "label": ("{categorical: [a]}", "label must be the name of a column, got None"),
+    "weight": ("{label: y, weight: 1, categorical: [a]}", "weight must be the name"),
+    "none": ("{label: y}", "no categorical column"),
+    "twice": ("{label: y, dense: [a], categorical: [a]}", "column 'a' has two roles"),
+    "number": ("{label: y, categorical: [1]}", "categorical: 1 is not the name of a column"),
+    "option": ("{label: y, categorical: {a: {size: 1}}}", "column 'a': it has no key 'size'"),
+    "choice": ("{label: y, dense: {a: {transform: log}}}", "transform must be one of standardi"),
+    "whole": ("{label: y, categorical: {a: {min_count: 1.5}}}", "min_count must be a whole number"),
+    "bool": ("{label: y, categorical: {a: {min_count: true}}}", "a whole number, got True"),
+    "range": ("{label: y, categorical: {a: {min_count: 0}}}", "min_count must be from 1 to"),
+    "rows": ("{label: y, categorical: {a: {encoding: hash}}}", "hash needs num_embeddings"),
+    "size": ("{label: y, categorical: {a: {num_embeddings: 5}}}", "as many rows as values"),
+}
+
+
+@pytest.mark.parametrize(("text", "message"), WRONG.values(), ids=WRONG)
+def test_what_is_wrong_is_named(tmp_path, text, message):
+    path = tmp_path / "schema.yaml"
+    path.write_text(text)
+    with pytest.raises(SchemaError, match=rf"schema.yaml: .*{message}"):
+        read_schema(path)
+
+
+COLUMNS = pa.schema(
+    {
+        "id": pa.int64(),
+        "click": pa.bool_(),
+        "price": pa.float64(),
+        "paid": pa.decimal128(9, 2),
+        "city": pa.dictionary(pa.int32(), pa.string()),
+        "tags": pa.list_(pa.string()),
+        "when": pa.timestamp("us"),
+        "vector": pa.list_(pa.float32(), 4),
+    }
+)
+
+
+def test_inferred_from_types():
+    schema, left_out = infer_schema(COLUMNS)
+    assert schema == Schema(
+        "click",
+        {"price": DenseColumn(), "paid": DenseColumn()},
+        {name: CategoricalColumn() for name in ("id", "city", "tags")},
+    )
+    assert left_out == {"when": "timestamp[us]", "vector": "fixed_size_list<item: float>[4]"}
+    schema, _ = infer_schema(COLUMNS, label="id")
+    assert schema.label == "id"
+    assert "click" in schema.dense
+    with pytest.raises(SchemaError, match="there is no column 'y'; the columns are id, click"):
+        infer_schema(COLUMNS, label="y")
+    with pytest.raises(SchemaError, match=r"vector is named label, click or target; .* --label"):
+        infer_schema(COLUMNS.remove(1))
+    with pytest.raises(SchemaError, match="no categorical column"):
+        infer_schema(pa.schema({"label": pa.int8(), "x": pa.float32()}))
+
+
+def of(role, **options):
+    roles = {"label": "y", "dense": {}, "categorical": {"c": {}}}
+    roles |= {role: "x"} if role in ("label", "weight") else {role: {"x": options}}
+    return Schema.from_dict(roles)
+
+
+UNFIT = {
+    "label": (of("label"), pa.string(), "expected numbers"),
+    "weight": (of("weight"), pa.string(), "expected numbers"),
+    "dense": (of("dense"), pa.list_(pa.float32()), "expected numbers"),
+    "floats": (of("categorical"), pa.float64(), "expected strings, bytes or integers, or lists"),
+    "deep": (of("categorical"), pa.list_(pa.list_(pa.int8())), "expected strings"),
+    "ids": (
+        of("categorical", encoding="ids", num_embeddings=5),
+        pa.string(),
+        "expected integers, or lists",
+    ),
+}
+
+
+@pytest.mark.parametrize(("schema", "kind", "message"), UNFIT.values(), ids=UNFIT)
+def test_types_that_do_not_fit_are_named(schema, kind, message):
+    columns = pa.schema({"y": pa.int8(), "c": pa.string(), "x": kind})
+    with pytest.raises(DataError, match="a.parquet, column 'x' is of type .*" + message):
+        check_columns(schema, columns, "a.parquet")
+
+
+def test_columns_that_are_lacking_are_named():
+    check_columns(SCHEMA, pa.schema([(name, pa.int32()) for name in SCHEMA.columns]), "a.parquet")
+    with pytest.raises(DataError, match=r"a.parquet has no columns 'clicked'; its columns are id"):
+        check_columns(SCHEMA, COLUMNS, "a.parquet")
+    twice = pa.schema([("clicked", pa.int8())] * 2)
+    with pytest.raises(DataError, match="has 2 columns 'clicked'"):
+        check_columns(SCHEMA, twice, "a.parquet")
+
+
+def test_criteo():
+    schema = criteo_schema(range(1, 27))
+    assert len(schema.columns) == 1 + 13 + 26
+    assert schema.categorical["cat_25"].num_embeddings == 26
+    assert not any(column.is_learned for column in schema.dense.values())
