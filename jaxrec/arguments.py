@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import difflib
 import io
 import itertools
-from collections.abc import Sequence
-from typing import TypeVar
+import re
+from collections.abc import Hashable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import tyro
+import yaml
 
 Options = TypeVar("Options")
 
@@ -18,12 +22,12 @@ class ConfigError(ValueError):
 
 
 def parse(command: str, options: Sequence[str], default: Options) -> Options:
-    """What command-line options say.
+    """Parse command-line options.
 
     Args:
         command: Name of the command, such as "train".
         options: As they stand on the command line.
-        default: A dataclass of what holds where they say nothing.
+        default: A dataclass with the values of options that are not given.
 
     Raises:
         ConfigError: An option is unknown or has a wrong value.
@@ -44,10 +48,61 @@ def parse(command: str, options: Sequence[str], default: Options) -> Options:
             raise
         raise ConfigError(_sentence(problem.getvalue())) from None
     if unknown:
+        option = unknown[0].partition("=")[0]
+        similar = _similar(option, list(_names(type(default))))
         raise ConfigError(
-            f"unknown option {unknown[0]}; `jaxrec {command} --help` lists all options"
+            f"unknown option {option}"
+            + (f", did you mean {' or '.join(similar)}?" if similar else ";")
+            + f" `jaxrec {command} --help` lists all options"
         )
     return found
+
+
+def read_yaml(text: str) -> Any:
+    """Read YAML in which no mapping has a key twice.
+
+    Raises:
+        yaml.YAMLError: The text is no YAML, or a key is given twice.
+
+    Example:
+        >>> read_yaml("data: {batch-size: 64}")
+        {'data': {'batch-size': 64}}
+    """
+    return yaml.load(text, _UniqueKeys)
+
+
+class _UniqueKeys(yaml.SafeLoader):
+    """YAML's own rule, which PyYAML does not check: it takes the last of two equal keys."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        for index, key in enumerate(keys):
+            if key in keys[:index] and key != "<<":
+                line = node.value[index][0].start_mark.line + 1
+                raise yaml.YAMLError(f"{key!r} is given twice, the second time in line {line}")
+        return super().construct_mapping(node, deep)
+
+
+def _names(kind: type, prefix: str = "--") -> Iterator[str]:
+    """The options of a dataclass, as they stand on the command line."""
+    for field in dataclasses.fields(kind):
+        name = f"{prefix}{field.name.replace('_', '-')}"
+        if dataclasses.is_dataclass(field.default):
+            yield from _names(type(field.default), f"{name}.")
+        else:
+            yield name
+
+
+def _similar(option: str, names: Sequence[str]) -> list[str]:
+    """The options that one may have meant: of that name in a group, or spelled alike."""
+    option = option.replace("_", "-")
+    in_groups = {name: name.rpartition(".")[2].lstrip("-") for name in names}
+    if same := [name for name, last in in_groups.items() if last == option.lstrip("-")]:
+        return same
+    if alike := difflib.get_close_matches(option, names, n=2, cutoff=0.8):
+        return alike
+    lasts = difflib.get_close_matches(option.lstrip("-"), in_groups.values(), n=1, cutoff=0.8)
+    return [name for name, last in in_groups.items() if last in lasts]
 
 
 def _sentence(text: str) -> str:
@@ -56,6 +111,8 @@ def _sentence(text: str) -> str:
     # Without a terminal the title has a rule of its own.
     lines = lines[1:] if lines and _is_rule(lines[0]) else lines
     message = " ".join(itertools.takewhile(lambda line: not _is_rule(line), lines))
+    # Options that do not go together name themselves; tyro names the group that they are in.
+    message = re.sub(r"^Error parsing (?!-)\S+( \S+)?: ", "", message)
     return message or " ".join(text.split())
 
 

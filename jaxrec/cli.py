@@ -7,7 +7,9 @@ for another's imports. Beside it the module names the errors that are the user's
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import importlib
+import importlib.metadata
 import sys
 from collections.abc import Sequence
 
@@ -38,7 +40,7 @@ COMMANDS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs ``jaxrec``; returns the exit code.
+    """Run ``jaxrec``; returns the exit code.
 
     0: done. 1: what was asked for failed. 2: the options are wrong. 130 and 143: stopped by SIGINT
     or SIGTERM, after saving. Errors are one sentence on standard error.
@@ -47,8 +49,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if name in ("-h", "--help"):
         print(_usage())
         return 0
+    if name == "--version":
+        print(f"jaxrec {importlib.metadata.version('jaxrec')}")
+        return 0
     if name not in COMMANDS:
-        return _complain(USAGE_ERROR, f"jaxrec: unknown command {name!r}\n{_usage()}")
+        similar = difflib.get_close_matches(name, COMMANDS, n=1)
+        hint = f", did you mean {similar[0]}?" if similar else ""
+        return _complain(USAGE_ERROR, f"jaxrec: unknown command {name!r}{hint}\n{_usage()}")
+    try:
+        return _run(name, options)
+    except ImportError as error:
+        return _complain(FAILURE, f"jaxrec {name}: {error}")
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename is not None else ""
+        return _complain(FAILURE, f"jaxrec {name}: {where}{error.strerror or error}")
+    except KeyboardInterrupt:
+        return _complain(130, f"jaxrec {name}: interrupted")
+
+
+def _run(name: str, options: Sequence[str]) -> int:
     command = importlib.import_module(COMMANDS[name].module)
     try:
         return command.run(options)
@@ -56,24 +75,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _complain(USAGE_ERROR, f"jaxrec {name}: {error}")
     except command.FAILURES as error:
         return _complain(FAILURE, f"jaxrec {name}: {error}")
-    except OSError as error:
-        where = f"{error.filename}: " if error.filename is not None else ""
-        return _complain(FAILURE, f"jaxrec {name}: {where}{error.strerror or error}")
-    except KeyboardInterrupt:
-        return _complain(130, f"jaxrec {name}: interrupted; nothing was saved")
 
 
 def _usage() -> str:
     commands = "\n".join(f"  {name:8} {command.summary}" for name, command in COMMANDS.items())
     return (
-        f"usage: jaxrec COMMAND [OPTIONS]\n\n{commands}\n\n`jaxrec COMMAND --help` lists options."
+        f"usage: jaxrec COMMAND [OPTIONS]\n\n{commands}\n\n"
+        "`jaxrec COMMAND --help` lists options, `jaxrec --version` says which version this is."
     )
 
 
 def _complain(code: int, message: str) -> int:
     print(message, file=sys.stderr)
     return code
-
-
-if __name__ == "__main__":
-    sys.exit(main())

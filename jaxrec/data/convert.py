@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import collections
 import concurrent.futures
 import dataclasses
+import itertools
 import json
 import os
 import pathlib
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 from jaxrec.data import contiguous
 from jaxrec.data.parts import Conversion, Part, PartWriter, as_json, read_part, same_conversion
+from jaxrec.data.prefetch import ordered_map
 from jaxrec.data.text import BadLine, Block, DataError, RawClicks, blocks_of_lines, parse_lines
 
 # Text that one thread parses at once, so little that its columns stay in caches; and how many of
@@ -22,9 +23,6 @@ PART_BLOCKS = 256
 
 SUMMARY_FILE = "summary.json"
 RAW_DIRECTORY = "raw"
-
-T = TypeVar("T")
-R = TypeVar("R")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,12 +34,15 @@ class Summary:
         bad_lines: Lines that are no rows, and were left out.
         smallest: The smallest count of each text file, by its name.
         table_rows: Rows that a table needs for each column of ids; empty for raw ids.
+        sources: Bytes of each text file, by its name; None where an earlier version did not write
+            them down.
     """
 
     rows: int
     bad_lines: int
     smallest: dict[str, int]
     table_rows: tuple[int, ...]
+    sources: dict[str, int | None] = dataclasses.field(default_factory=dict)
 
 
 def source_files(path: pathlib.Path) -> list[pathlib.Path]:
@@ -89,17 +90,20 @@ def convert(
     Raises:
         OSError: Something cannot be read or written.
         DataError: A line is no row, a gzip file is cut short, the log is empty, or ``output`` holds
-            the result of another conversion.
+            the result of another conversion or of another log.
     """
     files = source_files(source)
-    total = sum(file.stat().st_size for file in files)
-    if (output / SUMMARY_FILE).exists():
+    sizes = {file.name: file.stat().st_size for file in files}
+    total = sum(sizes.values())
+    if is_converted(output):
         earlier, summary = _read_summary(output)
         same_conversion(earlier, conversion, output)
+        _same_sources(summary.sources or dict.fromkeys(summary.smallest), sizes, output)
         return summary
     # Contiguous ids are numbered when all have been counted.
     parts = output / RAW_DIRECTORY if conversion.ids == "contiguous" else output
     parts.mkdir(parents=True, exist_ok=True)
+    _same_parts(parts, files)
     before = 0
     with concurrent.futures.ThreadPoolExecutor(threads or os.cpu_count() or 1) as pool:
         for index, file in enumerate(files):
@@ -119,7 +123,8 @@ def convert(
     smallest: dict[str, int] = {}
     for part in made:
         smallest[part.source] = min(part.smallest, smallest.get(part.source, part.smallest))
-    summary = Summary(rows, sum(part.bad_lines for part in made), smallest, table_rows)
+    bad_lines = sum(part.bad_lines for part in made)
+    summary = Summary(rows, bad_lines, smallest, table_rows, dict(sizes))
     content = {"conversion": as_json(conversion), **dataclasses.asdict(summary)}
     _write_text(output / SUMMARY_FILE, json.dumps(content, indent=2) + "\n")
     if conversion.ids == "contiguous":
@@ -127,6 +132,45 @@ def convert(
             path.unlink()
         parts.rmdir()
     return summary
+
+
+def is_converted(output: pathlib.Path) -> bool:
+    """Whether `convert` has filled a directory, to the end."""
+    return (output / SUMMARY_FILE).exists()
+
+
+def _same_sources(
+    made: Mapping[str, int | None], wanted: Mapping[str, int], output: pathlib.Path
+) -> None:
+    """Raise `DataError` if something was made of other files, by their names and sizes."""
+    if set(made) == set(wanted) and all(made[name] in (None, wanted[name]) for name in made):
+        return
+    raise DataError(
+        f"{output} holds rows of another log: of {_named(made)}, not of {_named(wanted)}; give "
+        "another output, or remove it"
+    )
+
+
+def _named(files: Mapping[str, int | None]) -> str:
+    shown = [
+        name if size is None else f"{name} ({size:,} bytes)"
+        for name, size in itertools.islice(files.items(), 3)
+    ]
+    return ", ".join(shown) + (f" and {len(files) - 3} more" if len(files) > 3 else "")
+
+
+def _same_parts(output: pathlib.Path, files: Sequence[pathlib.Path]) -> None:
+    """Raise `DataError` if a Parquet file of an unfinished run was made of other files."""
+    sources = {_part_prefix(file, index): file for index, file in enumerate(files)}
+    for path in sorted(output.glob("*.parquet")):
+        part, file = read_part(path), sources.get(path.name.rpartition("-")[0])
+        made = {part.source: part.source_bytes}
+        if file is None:
+            raise DataError(
+                f"{path} holds rows of another log ({_named(made)}); give another output, or "
+                f"remove {output}"
+            )
+        _same_sources(made, {file.name: file.stat().st_size}, output)
 
 
 def read_summary(output: pathlib.Path) -> Summary:
@@ -173,13 +217,13 @@ def _convert_file(
     def parse(block: Block) -> tuple[Block, RawClicks]:
         return block, parse_lines(block.lines, file, block.first, skip=skip)
 
-    parsed = _ordered_map(pool, parse, blocks, ahead=2 + (os.cpu_count() or 1))
+    parsed = ordered_map(parse, blocks, pool, ahead=2 + (os.cpu_count() or 1))
     pending = next(parsed, None)
     if pending is None and not made:
         raise DataError(f"{file}: the file is empty")
     while pending is not None:
         path = _part_path(output, file, index, len(made))
-        writer = PartWriter(path, file.name, conversion)
+        writer = PartWriter(path, file, conversion)
         try:
             for _ in range(PART_BLOCKS):
                 writer.add(*pending)
@@ -196,24 +240,11 @@ def _convert_file(
 
 
 def _part_path(output: pathlib.Path, file: pathlib.Path, index: int, part: int) -> pathlib.Path:
-    return output / f"{index:03d}-{file.name.removesuffix('.gz')}-{part:05d}.parquet"
+    return output / f"{_part_prefix(file, index)}-{part:05d}.parquet"
 
 
-def _ordered_map(
-    pool: concurrent.futures.Executor, function: Callable[[T], R], items: Iterable[T], ahead: int
-) -> Iterator[R]:
-    """Results in order, with so many items at most under way."""
-    under_way: collections.deque[concurrent.futures.Future[R]] = collections.deque()
-    try:
-        for item in items:
-            under_way.append(pool.submit(function, item))
-            if len(under_way) > ahead:
-                yield under_way.popleft().result()
-        while under_way:
-            yield under_way.popleft().result()
-    finally:
-        for future in under_way:
-            future.cancel()
+def _part_prefix(file: pathlib.Path, index: int) -> str:
+    return f"{index:03d}-{file.name.removesuffix('.gz')}"
 
 
 def _write_text(path: pathlib.Path, text: str) -> None:

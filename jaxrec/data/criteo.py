@@ -6,9 +6,10 @@ import dataclasses
 import functools
 import pathlib
 from collections.abc import Iterator
+from typing import Literal
 
 from jaxrec.data.clicks import Clicks
-from jaxrec.data.text import DataError, blocks_of_lines, parse_lines
+from jaxrec.data.text import Block, DataError, RawClicks, blocks_of_lines, parse_lines
 from jaxrec.data.transforms import NUM_CATEGORICAL, NUM_DENSE, log_counts, table_ids
 
 BLOCK_BYTES = 1 << 23
@@ -25,6 +26,8 @@ class CriteoFile:
     Attributes:
         path: The file.
         table_rows: Number of rows of each of the 26 tables.
+        bad_rows: "fail" at a line that is no row, or "skip" and count it (`bad_lines`); then lines
+            are parsed, not only counted, to know the number of rows.
 
     Raises:
         ValueError: There are not 26 tables, or one has no rows.
@@ -41,6 +44,7 @@ class CriteoFile:
 
     path: pathlib.Path
     table_rows: tuple[int, ...]
+    bad_rows: Literal["fail", "skip"] = "fail"
     num_dense: int = dataclasses.field(default=NUM_DENSE, init=False)
 
     def __post_init__(self) -> None:
@@ -51,18 +55,32 @@ class CriteoFile:
             )
 
     @functools.cached_property
+    def _counts(self) -> tuple[int, int]:
+        """Rows, and lines that are left out."""
+        rows = bad = 0
+        for block in blocks_of_lines(self.path, BLOCK_BYTES):
+            left_out = len(self._parse(block).bad) if self.bad_rows == "skip" else 0
+            rows += block.count - left_out
+            bad += left_out
+        if rows == 0:
+            problem = f"none of its {bad} lines is a row" if bad else "the file is empty"
+            raise DataError(f"{self.path}: {problem}")
+        return rows, bad
+
+    @property
     def num_rows(self) -> int:
-        """Lines of the file; counting them reads it once.
+        """Rows of the file; counting them reads it once.
 
         Raises:
             OSError: The file cannot be read.
-            DataError: It is no whole gzip file, or empty.
+            DataError: It is no whole gzip file, or has no rows.
         """
-        blocks = blocks_of_lines(self.path, BLOCK_BYTES)
-        count = sum(block.count for block in blocks)
-        if count == 0:
-            raise DataError(f"{self.path}: the file is empty")
-        return count
+        return self._counts[0]
+
+    @property
+    def bad_lines(self) -> int:
+        """Lines that are no rows and are left out; raises as `num_rows` does."""
+        return self._counts[1]
 
     def chunks(self, start: int, stop: int) -> Iterator[Clicks]:
         """The rows ``[start, stop)`` in order; see `ClickLog`.
@@ -71,15 +89,22 @@ class CriteoFile:
             OSError: The file cannot be read.
             DataError: A line before ``stop`` is malformed.
         """
+        first = 0
         for block in blocks_of_lines(self.path, BLOCK_BYTES):
-            if block.first >= stop:
+            if first >= stop:
                 return
-            if block.first + block.count > start:
-                clicks = self._parsed(block.lines, block.first)
-                yield clicks[max(start - block.first, 0) : stop - block.first]
+            rows = block.count
+            if first + rows > start or self.bad_rows == "skip":
+                raw = self._parse(block)
+                rows = len(raw)
+                if first + rows > start:
+                    yield self._clicks(raw)[max(start - first, 0) : stop - first]
+            first += rows
 
-    def _parsed(self, lines: bytes, first: int) -> Clicks:
-        raw = parse_lines(lines, self.path, first)
+    def _parse(self, block: Block) -> RawClicks:
+        return parse_lines(block.lines, self.path, block.first, skip=self.bad_rows == "skip")
+
+    def _clicks(self, raw: RawClicks) -> Clicks:
         return Clicks(
             labels=raw.labels.astype("float32"),
             dense=log_counts(raw.counts.T),

@@ -84,6 +84,7 @@ class Part:
         bad: The first of them.
         last: Whether the text ends with it.
         conversion: How it was made.
+        source_bytes: Size of the text file; None where an earlier version did not write it down.
     """
 
     source: str
@@ -96,6 +97,7 @@ class Part:
     bad: tuple[str, ...]
     last: bool
     conversion: dict[str, Any]
+    source_bytes: int | None = None
 
 
 def same_conversion(made: dict[str, Any], wanted: Conversion, path: pathlib.Path) -> None:
@@ -135,8 +137,9 @@ class PartWriter:
     A thread writes one row group while the next is gathered: `add` and `finish` raise what it met.
     """
 
-    def __init__(self, path: pathlib.Path, source: str, conversion: Conversion):
+    def __init__(self, path: pathlib.Path, source: pathlib.Path, conversion: Conversion):
         self._path, self._source, self._conversion = path, source, conversion
+        self._source_bytes = source.stat().st_size
         self._unfinished = path.with_name(f".{path.name}.unfinished")
         ids = pa.uint32() if conversion.ids != "hash" else pa.int32()
         types = [(LABEL, pa.int32())]
@@ -195,8 +198,8 @@ class PartWriter:
         self._wait()
         self._thread.shutdown()
         part = Part(
-            self._source, self._end, self._read, self._lines, self._rows, self._smallest,
-            self._bad_lines, tuple(self._bad), last, as_json(self._conversion),
+            self._source.name, self._end, self._read, self._lines, self._rows, self._smallest,
+            self._bad_lines, tuple(self._bad), last, as_json(self._conversion), self._source_bytes,
         )  # fmt: skip
         self._writer.add_key_value_metadata(
             {_METADATA_KEY.decode(): json.dumps(dataclasses.asdict(part))}

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import collections
+import concurrent.futures
 import queue
 import threading
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Generator, Iterable
 from typing import TypeVar
 
 T = TypeVar("T")
+R = TypeVar("R")
 
 _END = object()
 
@@ -56,3 +59,38 @@ def prefetch(items: Iterable[T], size: int = 4) -> Generator[T, None, None]:
     finally:
         closed.set()
         thread.join()
+
+
+def ordered_map(
+    function: Callable[[T], R],
+    items: Iterable[T],
+    pool: concurrent.futures.Executor,
+    ahead: int,
+) -> Generator[R, None, None]:
+    """Yield ``function(item)`` of each item in order, computed by a pool.
+
+    Args:
+        function: Called by the pool's threads.
+        items: Its arguments.
+        pool: Runs the calls.
+        ahead: Results that are computed, or wait, before they are asked for.
+
+    Raises:
+        Exception: ``function`` raised it; it comes where the result would have come.
+
+    Example:
+        >>> with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        ...     list(ordered_map(str, range(3), pool, ahead=2))
+        ['0', '1', '2']
+    """
+    under_way: collections.deque[concurrent.futures.Future[R]] = collections.deque()
+    try:
+        for item in items:
+            under_way.append(pool.submit(function, item))
+            if len(under_way) > ahead:
+                yield under_way.popleft().result()
+        while under_way:
+            yield under_way.popleft().result()
+    finally:
+        for future in under_way:
+            future.cancel()

@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from jaxrec.data.groups import RowGroups
+from jaxrec.data.prefetch import ordered_map
 from jaxrec.data.text import DataError
 
 Batch = TypeVar("Batch")
@@ -51,7 +52,7 @@ class Shard:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class BatchSource(Generic[Batch]):
-    """All batches of a run, by number: a source for Grain, or to index oneself.
+    """All batches of a run, by number: to iterate over, to index, or a source for Grain.
 
     With a seed, each epoch goes through the row groups in an order of its own, ``window`` of them
     are in memory at once, and all their rows are shuffled together. Batch ``i`` depends on the
@@ -175,14 +176,16 @@ class BatchSource(Generic[Batch]):
         return pc.take(rows, pa.array(order), boundscheck=False)
 
     def from_batch(self, start: int = 0, *, threads: int = 2, prefetch: int = 4) -> Iterator[Batch]:
-        """The batches from ``start`` on, made ahead by Grain's threads.
+        """The batches from ``start`` on, made ahead by threads.
 
         Args:
             start: The first batch: the number of steps made before.
             threads: Batches that are made at once.
             prefetch: Batches that are ready and wait.
         """
-        return iter(self.dataset(start, threads=threads, prefetch=prefetch))
+        with concurrent.futures.ThreadPoolExecutor(threads, "batches") as pool:
+            numbers = range(start, len(self))
+            yield from ordered_map(self.__getitem__, numbers, pool, ahead=prefetch)
 
     def dataset(self, start: int = 0, *, threads: int = 2, prefetch: int = 4) -> Any:
         """The same as a Grain dataset, whose iterators know and set their position.
@@ -193,7 +196,7 @@ class BatchSource(Generic[Batch]):
         try:
             import grain
         except ImportError:
-            raise ImportError("reading with Grain needs it: pip install 'jaxrec[data]'") from None
+            raise ImportError("a Grain dataset needs it: pip install 'jaxrec[data]'") from None
         batches = grain.MapDataset.source(self)[start:]
         options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=prefetch)
         return batches.to_iter_dataset(options)

@@ -254,7 +254,8 @@ def blocks_of_lines(
 ) -> Iterator[Block]:
     """A file of lines, plain or gzip, in blocks of about that many bytes.
 
-    The last line gets the newline that it may lack; line ends of Windows become plain ones.
+    The last line gets the newline that it may lack; line ends of Windows become plain ones. Blank
+    lines at the end of the file are left out.
 
     Args:
         path: The file.
@@ -273,7 +274,14 @@ def blocks_of_lines(
             end = start
             while lines := file.read(size):
                 lines += file.readline()
+                # A block ends with a blank line only where the file does.
+                while _ends_blank(lines) and (line := file.readline()):
+                    lines += line
                 end += len(lines)
+                if _ends_blank(lines):
+                    lines = lines.rstrip(b"\r\n")
+                    if not lines:
+                        return
                 if not lines.endswith(b"\n"):
                     lines += b"\n"
                 if b"\r" in lines:
@@ -284,3 +292,7 @@ def blocks_of_lines(
                 first += count
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
             raise DataError(f"{path}: the gzip file is cut short or damaged ({error})") from None
+
+
+def _ends_blank(lines: bytes) -> bool:
+    return lines.endswith((b"\n\n", b"\n\r\n")) or lines in (b"\n", b"\r\n")

@@ -30,15 +30,19 @@ from jaxrec.train.lock import lock_directory
 from jaxrec.train.loop import Evaluation, Evaluator, NotFiniteError, train
 from jaxrec.train.memory import keep_freed_memory
 from jaxrec.train.model import CONFIG_FILE, make_model, table_configs
-from jaxrec.train.options import load_config, parse_options, write_options
+from jaxrec.train.options import is_written, load_config, parse_options, write_options
 from jaxrec.train.progress import Progress
-from jaxrec.train.rows import ParquetRows, Rows, split_rows
+from jaxrec.train.rows import ParquetRows, Rows, bad_lines, split_rows
 from jaxrec.train.summary import HELD_OUT, SUMMARY_FILE, draw_summary, read_history
 from jaxrec.train.trace import StepTrace
 
 RESULTS_FILE = "results.json"
 HISTORY_FILE = "metrics.jsonl"
 PROFILE_DIRECTORY = "profile"
+
+# Steps from line to line of the history, and the fewest lines of a run that has so many steps.
+RECORD_EVERY = 100
+RECORDS = 20
 
 USAGE_ERRORS = (ConfigError,)
 
@@ -60,8 +64,13 @@ def run(options: Sequence[str]) -> int:
     except RuntimeError as error:
         raise JobError(f"the processes of the job do not find each other: {error}") from None
     # One speaks for all.
-    console = Console(highlight=False, soft_wrap=True, quiet=jax.process_index() != 0)
-    with interruptible() as interrupt:
+    quiet = jax.process_index() != 0
+    console = Console(highlight=False, markup=False, soft_wrap=True, quiet=quiet)
+
+    def announce(signal: str) -> None:
+        console.print(f"{signal}: stopping after this step")
+
+    with interruptible(announce) as interrupt:
         return _train(config, console, interrupt)
 
 
@@ -85,9 +94,27 @@ def train_config(options: Sequence[str]) -> TrainConfig:
         if not (named.resume / CONFIG_FILE).exists():
             raise CheckpointError(f"{named.resume}: there is no saved run here")
         default = load_config(named.resume / CONFIG_FILE)
-        return parse_options(options, dataclasses.replace(default, output=named.resume))
+        config = parse_options(options, dataclasses.replace(default, output=named.resume))
+        _check_resumed(config, default)
+        return config
     default = TrainConfig() if named.config is None else load_config(named.config)
     return parse_options(options, default)
+
+
+def _check_resumed(config: TrainConfig, run: TrainConfig) -> None:
+    """Check that a run is to go on with its own rows; raises ConfigError."""
+    if config.seed != run.seed:
+        drawn = "log" if config.data.path is None else "order of the rows"
+        raise ConfigError(
+            f"--seed {config.seed} makes another {drawn} than that of the run, whose seed is "
+            f"{run.seed}; leave --seed out"
+        )
+    rows = config.data.generated_rows
+    if config.eval_only and config.data.path is None and rows != run.data.generated_rows:
+        raise ConfigError(
+            f"--data.generated-rows {rows} holds out other rows than the run, which has "
+            f"{run.data.generated_rows} before them; leave it out"
+        )
 
 
 def _train(config: TrainConfig, console: Console, interrupt: Interrupt) -> int:
@@ -107,6 +134,8 @@ def _train_on(
 ) -> int:
     batch_size = config.data.batch_size
     num_steps = rows.num_batches(batch_size) * config.data.epochs
+    if (count := config.devices * jax.process_count()) > 1:
+        console.print(f"planning where the tables go on {count} devices")
     devices = plan_devices(config.devices, table_configs(config), batch_size)
     plan = None if devices.plan is None else devices.plan.to_json()
     model, optimizer = make_model(config, num_steps, devices)
@@ -124,6 +153,9 @@ def _train_on(
     # Now, not after hours of training, is the time to find out that it cannot be written to.
     checkpoint.require_space(output, model, optimizer)
     if is_first:
+        if config.resume is None and is_written(output / CONFIG_FILE):
+            # Of a run that failed before its first checkpoint.
+            (output / HISTORY_FILE).unlink(missing_ok=True)
         write_options(config, output / CONFIG_FILE)
 
     console.print(
@@ -131,6 +163,8 @@ def _train_on(
         f"{len(held_out):,} held out; {num_steps:,} steps of {batch_size:,}"
         + (f", {done:,} of them made before" if done else "")
     )
+    for path, count in bad_lines(rows, held_out).items():
+        console.print(f"{path}: {count:,} bad lines left out")
     kept = config.checkpoint
     keep = Keep(
         last=kept.keep_last,
@@ -147,7 +181,8 @@ def _train_on(
             writer = JSONLinesWriter(output / HISTORY_FILE)
             record = stack.enter_context(contextlib.closing(writer)).write
         progress = stack.enter_context(Progress(console, num_steps, done))
-        trace = StepTrace(output / PROFILE_DIRECTORY if config.profile and is_first else None)
+        traced = output / PROFILE_DIRECTORY if config.profile and is_first else None
+        trace = stack.enter_context(StepTrace(traced, progress.paused))
 
         def evaluate_now() -> Evaluation | None:
             step = int(optimizer.step.get_value())
@@ -178,12 +213,12 @@ def _train_on(
             progress=progress,
             stop=interrupt.is_due,
             record=record,
-            record_every=config.record_every,
+            record_every=config.record_every or min(RECORD_EVERY, -(-num_steps // RECORDS)),
             save=save,
             save_every=kept.every,
             evaluate=evaluate_now,
             evaluate_every=config.evaluate_every or None,
-            trace=stack.enter_context(trace),
+            trace=trace,
             place=devices.put_batch,
         )
         saver.wait()
@@ -212,17 +247,28 @@ def _output(config: TrainConfig) -> pathlib.Path:
     output = config.output or pathlib.Path(
         "runs", datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
     )
-    taken = config.resume is None and (output / CONFIG_FILE).exists()
+    problem = None if config.resume is not None else _why_taken(output)
     if jax.process_count() > 1:
         # None writes before all have looked.
-        text, taken = json.loads(gather_texts(json.dumps([str(output), taken]))[0])
+        text, problem = json.loads(gather_texts(json.dumps([str(output), problem]))[0])
         output = pathlib.Path(text)
-    if taken:
-        raise ConfigError(
+    if problem is not None:
+        raise ConfigError(problem)
+    return output
+
+
+def _why_taken(output: pathlib.Path) -> str | None:
+    """Why a new run cannot go to a directory; one that failed before its first checkpoint may."""
+    if not (output / CONFIG_FILE).exists():
+        return None
+    if checkpoint.steps(output):
+        return (
             f"{output} holds a saved run; go on with it by --resume {output}, "
             "or give another --output"
         )
-    return output
+    if is_written(output / CONFIG_FILE):
+        return None
+    return f"{output} holds a {CONFIG_FILE} that no run has written; give another --output"
 
 
 def _write_results(
@@ -232,7 +278,7 @@ def _write_results(
     try:
         draw_summary(read_history(output / HISTORY_FILE), results, output / SUMMARY_FILE)
     except ImportError as error:
-        console.print(str(error), markup=False)
+        console.print(str(error))
 
 
 def _stopped(

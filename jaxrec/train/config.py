@@ -16,7 +16,9 @@ def _positive(config: Any, *names: str) -> None:
     for name in names:
         if not getattr(config, name) > 0:
             group = type(config).__name__.removesuffix("Config").lower()
-            raise ConfigError(f"{_option(group, name)} is above 0, got {getattr(config, name)}")
+            raise ConfigError(
+                f"{_option(group, name)} must be above 0, got {getattr(config, name)}"
+            )
 
 
 def _option(group: str, name: str) -> str:
@@ -35,6 +37,8 @@ class DataConfig:
     """The same with the held-out rows. The last rows of the log are held out if not given."""
     eval_fraction: float = 0.1
     """Share of the file's rows that is held out."""
+    bad_rows: Literal["fail", "skip"] = "fail"
+    """What to do with a line of text that is no row: stop, or leave it out and count it."""
     table_rows: int = 100_000
     """Rows of each table; a file's ids are taken modulo this. A generated log has its own, and so
     have Parquet files, unless their ids are raw."""
@@ -52,7 +56,9 @@ class DataConfig:
             self, "table_rows", "batch_size", "epochs", "generated_rows", "generated_eval_rows"
         )
         if not 0 < self.eval_fraction < 1:
-            raise ConfigError(f"data.eval-fraction is between 0 and 1, got {self.eval_fraction}")
+            raise ConfigError(
+                f"data.eval-fraction must be between 0 and 1, got {self.eval_fraction}"
+            )
         if self.eval_path is not None and self.path is None:
             raise ConfigError("data.eval-path holds out a file, but no file to train on is given")
 
@@ -74,7 +80,9 @@ class ModelConfig:
         _positive(self, "embedding_dim")
         for name in ("bottom_layer_sizes", "top_layer_sizes"):
             if min(getattr(self, name), default=1) < 1:
-                raise ConfigError(f"{_option('model', name)} are 1 or more, got {self}")
+                raise ConfigError(
+                    f"{_option('model', name)} must be 1 or more, got {getattr(self, name)}"
+                )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,7 +115,7 @@ class CheckpointConfig:
     def __post_init__(self) -> None:
         _positive(self, "every", "keep_last")
         if self.keep_best < 0:
-            raise ConfigError(f"checkpoint.keep-best is 0 or more, got {self.keep_best}")
+            raise ConfigError(f"checkpoint.keep-best must be 0 or more, got {self.keep_best}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,8 +152,9 @@ class TrainConfig:
     evaluate_every: int = 0
     """Steps from evaluation to evaluation on the held-out rows while training goes on; 0: only at
     its end, and where a checkpoint needs it."""
-    record_every: int = 100
-    """Steps from line to line of metrics.jsonl, which the summary's curves are drawn from."""
+    record_every: int | None = None
+    """Steps from line to line of metrics.jsonl, which the summary's curves are drawn from; if not
+    given 100, in short runs a twentieth of the run. The last step has a line in any case."""
     output: pathlib.Path | None = None
     """Directory of the saved model; a new one below runs/ if not given."""
     seed: int = 0
@@ -163,13 +172,13 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         for name in ("record_every", "devices"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name.replace('_', '-')} is above 0, got {getattr(self, name)}")
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ConfigError(f"{name.replace('_', '-')} must be above 0, got {value}")
         if self.eval_only and self.resume is None:
             raise ConfigError("--eval-only evaluates a saved model; say which with --resume")
         if self.step is not None and not self.eval_only:
             raise ConfigError("--step says which checkpoint --eval-only evaluates")
         if self.evaluate_every < 0:
-            raise ConfigError(f"evaluate-every is 0 or more, got {self.evaluate_every}")
+            raise ConfigError(f"evaluate-every must be 0 or more, got {self.evaluate_every}")
         if self.seed < 0:
-            raise ConfigError(f"seed is 0 or more, got {self.seed}")
+            raise ConfigError(f"seed must be 0 or more, got {self.seed}")

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
 
 import jax
@@ -14,6 +15,8 @@ from jaxrec.mesh.agree import gather_numbers
 
 # Steps between two looks at whether another process is to stop: they wait for the step under way.
 LOOK_EVERY = 16
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Interrupt:
@@ -57,18 +60,21 @@ class Interrupt:
 
 
 @contextlib.contextmanager
-def interruptible() -> Iterator[Interrupt]:
+def interruptible(announce: Callable[[str], None] = lambda name: None) -> Iterator[Interrupt]:
     """While it lasts, SIGINT and SIGTERM set the `Interrupt` that it gives, and nothing else.
 
     A second signal does what it always did, for those who cannot wait. Outside of the main thread,
     where Python allows no handlers, nothing is caught.
+
+    Args:
+        announce: Called at once with the name of the first signal, by another thread: the main one
+            may be in the middle of a compilation, during which Python runs no handlers.
     """
     interrupt = Interrupt()
     if threading.current_thread() is not threading.main_thread():
         yield interrupt
         return
-    signals = (signal.SIGINT, signal.SIGTERM)
-    previous = {number: signal.getsignal(number) for number in signals}
+    previous = {number: signal.getsignal(number) for number in _SIGNALS}
 
     def restore() -> None:
         for number, handler in previous.items():
@@ -78,9 +84,35 @@ def interruptible() -> Iterator[Interrupt]:
         interrupt.note(signal.Signals(number))
         restore()
 
-    for number in signals:
+    for number in _SIGNALS:
         signal.signal(number, note)
     try:
-        yield interrupt
+        with _announced(announce):
+            yield interrupt
     finally:
         restore()
+
+
+@contextlib.contextmanager
+def _announced(announce: Callable[[str], None]) -> Iterator[None]:
+    """While it lasts, the first signal is announced by a thread."""
+    receiver, sender = socket.socketpair()
+    sender.setblocking(False)
+
+    def wait() -> None:
+        while number := receiver.recv(1):
+            if number[0] in _SIGNALS:
+                announce(signal.Signals(number[0]).name)
+                return
+
+    thread = threading.Thread(target=wait, name="signals", daemon=True)
+    thread.start()
+    # The interpreter writes the number of each signal there as soon as it comes.
+    previous = signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(previous)
+        sender.close()
+        thread.join()
+        receiver.close()

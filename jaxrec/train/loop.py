@@ -92,7 +92,7 @@ def train(
         epochs: How often to go through the rows, steps made before included.
         progress: Told of every step.
         stop: Asked after each step; training ends early once it says so.
-        record: Told the step and the running values, every ``record_every`` steps.
+        record: Told the step and the running values, every ``record_every`` steps and at the end.
         record_every: See ``record``.
         save: Called every ``save_every`` steps, when the losses of all steps so far are numbers.
         save_every: See ``save``; None: never.
@@ -107,10 +107,15 @@ def train(
     """
     steps = RoutedSteps(train_step, _forward, model, optimizer)
     per_epoch = rows.num_batches(batch_size)
-    started = done = int(optimizer.step.get_value())
+    started = done = recorded = int(optimizer.step.get_value())
     window: collections.deque[BinarySums] = collections.deque(maxlen=WINDOW)
     scored: collections.deque[tuple[np.ndarray, np.ndarray]] = collections.deque(maxlen=AUC_WINDOW)
     under_way: collections.deque[tuple[ClickBatch, Measured]] = collections.deque()
+
+    def record_now() -> None:
+        nonlocal recorded
+        recorded = done
+        record(done, _running(window, scored, progress))
 
     def finish(left: int) -> None:
         nonlocal done
@@ -129,7 +134,7 @@ def train(
             if progress.is_due():
                 progress.show(done, normalized_entropy(sum(window, BinarySums())))
             if done % record_every == 0:
-                record(done, _running(window, scored, progress))
+                record_now()
 
     first_epoch, first_batch = divmod(done, per_epoch)
     for epoch in range(first_epoch, epochs):
@@ -151,6 +156,8 @@ def train(
         if stop():
             break
     finish(0)
+    if done > recorded:
+        record_now()
 
 
 def _running(

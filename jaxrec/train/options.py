@@ -10,10 +10,13 @@ from typing import Any
 
 import yaml
 
-from jaxrec.arguments import ConfigError, parse
+from jaxrec.arguments import ConfigError, parse, read_yaml
 from jaxrec.train.config import TrainConfig
 
 _DEFAULT = TrainConfig()
+
+# The first line of the options that a run writes.
+_HEADER = "# Written by jaxrec train."
 
 
 def read_options(path: pathlib.Path) -> list[str]:
@@ -27,7 +30,7 @@ def read_options(path: pathlib.Path) -> list[str]:
     """
     try:
         text = path.read_text()
-        options = tomllib.loads(text) if path.suffix == ".toml" else yaml.safe_load(text)
+        options = tomllib.loads(text) if path.suffix == ".toml" else read_yaml(text)
     except (tomllib.TOMLDecodeError, yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(" ".join(str(error).split())) from None
     if options is None:
@@ -95,8 +98,13 @@ def write_options(config: TrainConfig, path: pathlib.Path) -> None:
     for own in ("config", "resume", "output", "eval_only", "step", "profile", "job"):
         del options[own]
     unfinished = path.with_name(f".{path.name}.unfinished")
-    unfinished.write_text(yaml.safe_dump(options, sort_keys=False))
+    unfinished.write_text(f"{_HEADER}\n{yaml.safe_dump(options, sort_keys=False)}")
     unfinished.replace(path)
+
+
+def is_written(path: pathlib.Path) -> bool:
+    """Whether a file is one that `write_options` wrote."""
+    return path.exists() and path.read_bytes().startswith(f"{_HEADER}\n".encode())
 
 
 def _plain(config: Any) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from jaxrec.data import (
 )
 from jaxrec.data.text import LABEL
 from jaxrec.data.transforms import CATEGORICAL_NAMES, DENSE_NAMES, log_counts, table_ids
-from jaxrec.train.config import TrainConfig
+from jaxrec.train.config import DataConfig, TrainConfig
 from jaxrec.train.model import table_rows
 
 _ALONE = Shard()
@@ -177,9 +177,9 @@ def _split(config: TrainConfig) -> tuple[Rows | ParquetRows, Rows | ParquetRows]
         rows = data.generated_rows
         log = GeneratedLog(rows + data.generated_eval_rows, config.seed, tables)
         return Rows(log, 0, rows), Rows(log, rows, log.num_rows)
-    whole = _rows_of(data.path, tables)
+    whole = _rows_of(data.path, tables, data)
     if data.eval_path is not None:
-        return _shuffled(whole, config.seed), _rows_of(data.eval_path, tables)
+        return _shuffled(whole, config.seed), _rows_of(data.eval_path, tables, data)
     count = max(1, round(len(whole) * data.eval_fraction))
     if count >= len(whole):
         raise DataError(
@@ -190,11 +190,18 @@ def _split(config: TrainConfig) -> tuple[Rows | ParquetRows, Rows | ParquetRows]
     return _shuffled(_part(whole, 0, middle), config.seed), _part(whole, middle, len(whole))
 
 
-def _rows_of(path: pathlib.Path, tables: tuple[int, ...]) -> Rows | ParquetRows:
+def bad_lines(*parts: Rows | ParquetRows) -> dict[pathlib.Path, int]:
+    """The number of lines that are left out, of each text file that has any."""
+    logs = {rows.log for rows in parts if isinstance(rows, Rows)}
+    files = [log for log in logs if isinstance(log, CriteoFile)]
+    return {file.path: file.bad_lines for file in files if file.bad_lines}
+
+
+def _rows_of(path: pathlib.Path, tables: tuple[int, ...], data: DataConfig) -> Rows | ParquetRows:
     if path.is_dir():
         names = (LABEL, *DENSE_NAMES, *CATEGORICAL_NAMES)
         return ParquetRows(ParquetGroups.of_directory(path, names), tables)
-    file = CriteoFile(path, tables)
+    file = CriteoFile(path, tables, data.bad_rows)
     return Rows(file, 0, file.num_rows)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import pathlib
+from collections.abc import Callable
 from types import TracebackType
 
 import jax
@@ -17,10 +19,17 @@ class StepTrace:
 
     Args:
         directory: Where the trace goes; None: nothing is traced.
+        paused: Makes a context that lasts while steps are traced: they take longer than others.
     """
 
-    def __init__(self, directory: pathlib.Path | None):
+    def __init__(
+        self,
+        directory: pathlib.Path | None,
+        paused: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+    ):
         self._directory = directory
+        self._paused = paused
+        self._pause = contextlib.ExitStack()
         self._steps = 0
         self._is_on = False
 
@@ -30,6 +39,7 @@ class StepTrace:
             return
         self._steps += 1
         if self._steps == FIRST_STEP:
+            self._pause.enter_context(self._paused())
             jax.profiler.start_trace(self._directory)
             self._is_on = True
         elif self._steps == FIRST_STEP + STEPS:
@@ -39,6 +49,7 @@ class StepTrace:
         if self._is_on:
             jax.profiler.stop_trace()
             self._is_on = False
+            self._pause.close()
 
     def __enter__(self) -> StepTrace:
         return self

@@ -119,12 +119,14 @@ def test_appearances_over_pieces():
 
 
 def test_bad_lines_are_left_out_and_reported(tmp_path, small_blocks):
-    path = write(tmp_path / "log", [GOOD] * 7 + [changed(0, "2"), GOOD[:-1]] + [GOOD] * 6 + [[]])
+    path = write(
+        tmp_path / "log", [GOOD] * 7 + [changed(0, "2"), GOOD[:-1]] + [GOOD] * 6 + [[], GOOD]
+    )
     bad = []
     summary = to_parquet(path, tmp_path / "out", Conversion(bad_rows="skip"), report=bad.append)
     assert [line.number for line in bad] == [8, 9, 16]
-    assert (summary.rows, summary.bad_lines) == (13, 3)
-    assert columns(tmp_path / "out", ["label"]).shape == (13, 1)
+    assert (summary.rows, summary.bad_lines) == (14, 3)
+    assert columns(tmp_path / "out", ["label"]).shape == (14, 1)
     remembered = [
         line for p in (tmp_path / "out").glob("*.parquet") for line in parts.read_part(p).bad
     ]
@@ -222,6 +224,50 @@ def test_another_conversion_is_refused(tmp_path, small_blocks):
         to_parquet(KAGGLE, tmp_path / "x", RAW)
 
 
+OTHER_SOURCES = {
+    "name": lambda log: log.rename(log.with_name("other.tsv")),
+    "size": lambda log: write(log, [GOOD] * 3),
+}
+
+
+@pytest.mark.parametrize("change", OTHER_SOURCES.values(), ids=OTHER_SOURCES)
+@pytest.mark.parametrize("is_finished", [True, False], ids=["finished", "unfinished"])
+def test_another_log_is_refused(tmp_path, change, is_finished):
+    """Not taken for the first, and not mixed with its rows."""
+    log, output = write(tmp_path / "log.tsv", [GOOD] * 5), tmp_path / "out"
+    to_parquet(log, output, RAW)
+    if not is_finished:
+        os.remove(output / "summary.json")
+    before = {path.name: path.read_bytes() for path in output.iterdir()}
+    other = change(log)
+    with pytest.raises(DataError, match=r"rows of another log.*log\.tsv.*give another output"):
+        to_parquet(other, output, RAW)
+    assert {path.name: path.read_bytes() for path in output.iterdir()} == before
+
+
+def test_a_file_that_comes_in_between_is_refused(tmp_path):
+    """It would be number 0, and the rows of day_1 would be written again as number 1."""
+    source, output = tmp_path / "log", tmp_path / "out"
+    source.mkdir()
+    write(source / "day_1", [GOOD] * 5)
+    to_parquet(source, output, RAW)
+    os.remove(output / "summary.json")
+    write(source / "day_0", [GOOD] * 5)
+    with pytest.raises(DataError, match=r"rows of another log \(day_1 \([\d,]+ bytes\)\)"):
+        to_parquet(source, output, RAW)
+
+
+def test_summaries_of_earlier_versions_are_read(tmp_path):
+    """They name the files, and not their sizes."""
+    summary = to_parquet(KAGGLE, tmp_path, RAW)
+    content = json.loads((tmp_path / "summary.json").read_text())
+    assert content.pop("sources") == {KAGGLE.name: KAGGLE.stat().st_size}
+    (tmp_path / "summary.json").write_text(json.dumps(content))
+    assert to_parquet(KAGGLE, tmp_path, RAW).rows == summary.rows
+    with pytest.raises(DataError, match="rows of another log"):
+        to_parquet(write(tmp_path / "log", [GOOD]), tmp_path, RAW)
+
+
 def test_days_go_by_their_numbers(tmp_path):
     for name in ("day_10", "day_2.gz", "day_1", ".hidden"):
         (tmp_path / name).touch()
@@ -244,13 +290,35 @@ def test_command(tmp_path, capsys):
     assert "3 rows in " in said
     assert "30 bad lines left out" in said
     assert said.count("left out: ") == 20
+    assert "made before" not in said
     assert json.loads((tmp_path / "out/summary.json").read_text())["rows"] == 3
+    assert main(["data", "criteo", str(path), output, "--bad-rows=skip"]) == 0
+    assert "3 rows in " in (said := capsys.readouterr().out)
+    assert "they were made before, nothing is left to do" in said
+
+
+def test_help_names_the_arguments(capsys):
+    assert main(["data", "--help"]) == 0
+    text = capsys.readouterr().out
+    assert "criteo " in text
+    assert "INPUT OUTPUT" in text
+    with pytest.raises(SystemExit):
+        main(["data", "criteo", "--help"])
+    text = capsys.readouterr().out
+    assert "INPUT OUTPUT" in text
+    assert "(default: .)" not in text
+
+
+def test_a_path_in_brackets_is_no_markup(tmp_path, capsys):
+    log = write(tmp_path / "log", [GOOD])
+    assert main(["data", "criteo", str(log), str(tmp_path / "[red]x[/b]")]) == 0
+    assert f"1 rows in {tmp_path}/[red]x[/b]" in capsys.readouterr().out
 
 
 WRONG = {
     "nothing": (["criteo"], 2, "INPUT OUTPUT"),
     "format": (["avazu"], 2, "unknown format 'avazu'"),
-    "threads": (["criteo", "log", "out", "--threads=0"], 2, "threads is 1 or more"),
+    "threads": (["criteo", "log", "out", "--threads=0"], 2, "threads must be 1 or more"),
     "rows": (["criteo", "log", "out", "--table-rows", "1", "2"], 2, "table-rows is one number"),
     "missing": (["criteo", "missing", "out"], 1, "missing: No such file"),
     "bad": (["criteo", "log", "out"], 1, "line 1: 1 columns"),

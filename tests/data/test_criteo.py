@@ -81,6 +81,41 @@ def test_ends_of_lines(tmp_path, change):
     np.testing.assert_array_equal(read(path).ids, read(KAGGLE).ids)
 
 
+@pytest.mark.parametrize("end", [b"\n", b"\r\n"], ids=["unix", "windows"])
+@pytest.mark.parametrize("block_bytes", [1, 300, 1 << 20])
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_blank_lines_at_the_end_are_none(tmp_path, monkeypatch, end, block_bytes, count):
+    monkeypatch.setattr(criteo, "BLOCK_BYTES", block_bytes)
+    path = tmp_path / "log"
+    path.write_bytes(KAGGLE.read_bytes().replace(b"\n", end) + end * count)
+    assert CriteoFile(path, ROWS).num_rows == 50
+    np.testing.assert_array_equal(read(path).ids, read(KAGGLE).ids)
+
+
+def test_blank_lines_elsewhere_are_bad(tmp_path):
+    path = write(tmp_path / "log", [GOOD, [], [], GOOD])
+    with pytest.raises(DataError, match="line 2: 1 columns"):
+        read(path)
+    with pytest.raises(DataError, match="the file is empty"):
+        CriteoFile(write(path, [[], []]), ROWS).num_rows  # noqa: B018
+
+
+@pytest.mark.parametrize("block_bytes", [1, 300, 1 << 20])
+def test_bad_lines_are_skipped(tmp_path, monkeypatch, block_bytes):
+    """Rows are numbered as if they were not there."""
+    monkeypatch.setattr(criteo, "BLOCK_BYTES", block_bytes)
+    good = [line.split("\t") for line in KAGGLE.read_text().splitlines()]
+    lines = [GOOD[:-1], *good[:20], changed(0, "2"), [], *good[20:], changed(3, "x")]
+    log = CriteoFile(write(tmp_path / "log", lines), ROWS, bad_rows="skip")
+    assert (log.num_rows, log.bad_lines) == (50, 4)
+    expected = read(KAGGLE)
+    for start, stop in ((0, 50), (19, 22), (49, 50)):
+        part = Clicks.concatenate(list(log.chunks(start, stop)))
+        np.testing.assert_array_equal(part.ids, expected.ids[start:stop])
+    with pytest.raises(DataError, match="none of its 1 lines is a row"):
+        CriteoFile(write(tmp_path / "bad", [["1"]]), ROWS, bad_rows="skip").num_rows  # noqa: B018
+
+
 _COUNTS = st.one_of(st.just(""), st.integers(-(2**31), 2**31 - 1).map(str), st.just("12.0"))
 _HASHES = st.one_of(st.just(""), st.integers(0, 2**32 - 1).map("{:x}".format))
 

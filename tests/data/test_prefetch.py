@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import concurrent.futures
 import threading
 
 import pytest
 
 from jaxrec.data import prefetch
+from jaxrec.data.prefetch import ordered_map
 
 
 def threads():
@@ -61,3 +63,37 @@ def test_runs_at_most_size_ahead():
     assert half.wait(5)  # 0 is out, 1 and 2 are ready, 3 waits for room
     assert max(made) == 3
     assert list(stream) == list(range(1, 10))
+
+
+@pytest.fixture
+def pool():
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        yield pool
+
+
+def test_results_come_in_order(pool):
+    """The first is the last to be ready."""
+    others = threading.Barrier(2)
+
+    def square(x):
+        if x < 2:
+            others.wait(5)  # 0 is computed while 1 is
+        return x * x
+
+    assert list(ordered_map(square, range(6), pool, ahead=3)) == [0, 1, 4, 9, 16, 25]
+
+
+def test_so_many_results_are_ahead(pool):
+    taken = []
+    results = ordered_map(taken.append, range(10), pool, ahead=3)
+    next(results)
+    pool.shutdown(wait=False)
+    assert taken <= [0, 1, 2, 3]
+    results.close()
+
+
+def test_an_error_comes_in_its_place(pool):
+    results = ordered_map(lambda x: 1 // x, [1, 0, 1], pool, ahead=2)
+    assert next(results) == 1
+    with pytest.raises(ZeroDivisionError):
+        next(results)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pickle
+import sys
 import threading
 
 import numpy as np
@@ -95,6 +96,22 @@ def test_goes_on_at_any_batch(tmp_path):
     other = iter(source.dataset())
     other.set_state(state)
     assert head + [batch.tolist() for batch in other] == head + rest == whole
+
+
+def test_reading_needs_no_grain(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "grain", None)  # an import of it fails
+    source = BatchSource(files(tmp_path), 9, xs, seed=0)
+    assert [batch.tolist() for batch in source.from_batch(2)] == every(source, 2)
+    with pytest.raises(ImportError, match=r"pip install 'jaxrec\[data\]'"):
+        source.dataset()
+
+
+def test_threads_end_with_the_stream(tmp_path):
+    stream = BatchSource(files(tmp_path), 9, xs, seed=0).from_batch()
+    next(stream)
+    assert any(thread.name.startswith("batches") for thread in threading.enumerate())
+    stream.close()
+    assert not any(thread.name.startswith("batches") for thread in threading.enumerate())
 
 
 def test_each_window_is_read_once(tmp_path):

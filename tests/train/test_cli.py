@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
 import io
 import json
 import os
@@ -19,6 +20,8 @@ import yaml
 
 from jaxrec.cli import main
 from jaxrec.train import checkpoint, load_model
+from jaxrec.train.config import DataConfig, TrainConfig
+from jaxrec.train.options import write_options
 from tests.data.test_criteo import GOOD, KAGGLE, changed, write
 
 # Tables of one size, so that little compiles.
@@ -33,7 +36,7 @@ SMALL = [
 ]
 STEPS = 10
 # -P: the installed package, and not the checkout that the tests are started from.
-PROGRAM = (sys.executable, "-P", "-m", "jaxrec.cli")
+PROGRAM = (sys.executable, "-P", "-m", "jaxrec")
 
 
 def jaxrec(*arguments, cwd, prefix=()):
@@ -74,6 +77,7 @@ def model(trained, tmp_path, monkeypatch):
 def test_a_run_on_a_file(trained):
     output, said = trained
     assert "40 rows to train on, 10 held out; 10 steps of 4" in said
+    assert "compiling the training step" in said
     for word in ("AUC", "NE", "log loss", "calibration", f"model saved in {output}"):
         assert word in said
     assert "best reachable" not in said
@@ -102,6 +106,7 @@ def test_an_interrupt_saves_and_says_so(tmp_path):
         output, errors = process.communicate(timeout=300)
     assert process.returncode == 130, errors
     assert errors == ""
+    assert "SIGINT: stopping after this step\n" in output
     assert "stopped by SIGINT after step" in output
     assert "jaxrec train --resume model" in output
     load_model(tmp_path / "model")
@@ -220,8 +225,9 @@ def free_port():
         return free.getsockname()[1]
 
 
-def test_devices_and_one_device_agree(trained, tmp_path):
+def test_devices_and_one_device_agree(trained, tmp_path, capsys):
     assert main(["train", f"--output={tmp_path / 'many'}", *SMALL, "--devices=4"]) == 0
+    assert "planning where the tables go on 4 devices\n" in capsys.readouterr().out
     one, many = (load_model(path).embeddings for path in (trained[0], tmp_path / "many"))
     for config in one.configs:
         np.testing.assert_allclose(
@@ -233,8 +239,8 @@ def test_only_evaluated(trained, model, capsys):
     made = {path: path.stat().st_mtime_ns for path in model.rglob("*")}
     assert main(["train", "--resume=model", "--eval-only"]) == 0
     again = capsys.readouterr().out
-    assert [x for x in trained[1].splitlines() if "NE " in x] == [
-        x for x in again.splitlines() if "NE " in x
+    assert [x for x in trained[1].splitlines() if "  NE " in x] == [
+        x for x in again.splitlines() if "  NE " in x
     ]
     assert "rows to train on" not in again
     assert made == {path: path.stat().st_mtime_ns for path in model.rglob("*")}
@@ -253,6 +259,55 @@ def test_curves_picture_and_trace(tmp_path, monkeypatch):
     assert list((tmp_path / "model/profile").rglob("*.xplane.pb"))
 
 
+def test_short_runs_have_curves(trained, tmp_path, capsys):
+    """Oftener than every 100 steps, and with the last one."""
+    lines = (trained[0] / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == list(range(1, STEPS + 1))
+    options = [*SMALL, f"--output={tmp_path / 'model'}", "--record-every=8"]
+    assert main(["train", *options]) == 0
+    lines = (tmp_path / "model/metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [8, STEPS]
+
+
+def test_a_run_that_failed_does_not_block_its_corrected_self(tmp_path, monkeypatch, capsys):
+    """Its data were malformed: there is no checkpoint to go on from."""
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "log", [GOOD] * 20 + [changed(3, "x")] + [GOOD] * 20)
+    options = ["train", *SMALL[1:], "--data=log", "--output=[red]m[/b]"]
+    assert main([*options, "--record-every=1"]) == 1
+    assert "log, line 21" in capsys.readouterr().err
+    output = tmp_path / "[red]m[/b]"
+    assert (output / "config.yaml").exists()
+    (output / "metrics.jsonl").write_text('{"step": 3, "auc": 0.5}\n')  # of its first steps
+    assert main([*options, "--data.bad-rows=skip", "--record-every=5"]) == 0
+    said = capsys.readouterr().out
+    assert "log: 1 bad lines left out" in said
+    assert "model saved in [red]m[/b]\n" in said, "brackets in a path are no markup"
+    lines = map(json.loads, (output / "metrics.jsonl").read_text().splitlines())
+    assert [line["step"] for line in lines] == [5, 8]
+    assert main(options) == 2
+    assert "holds a saved run; go on with it by --resume" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("--seed=3", "--seed 3 makes another log than that of the run, whose seed is 0"),
+        ("--data.generated-rows=30", "--data.generated-rows 30 holds out other rows"),
+    ],
+    ids=["seed", "rows"],
+)
+def test_a_generated_log_is_that_of_the_run(tmp_path, capsys, option, message):
+    write_options(TrainConfig(data=DataConfig(generated_rows=20)), tmp_path / "config.yaml")
+    assert main(["train", f"--resume={tmp_path}", "--eval-only", option]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_the_order_of_a_file_is_that_of_the_run(model, capsys):
+    assert main(["train", "--resume=model", "--data.epochs=2", "--seed=3"]) == 2
+    assert "--seed 3 makes another order of the rows" in capsys.readouterr().err
+
+
 def test_the_best_checkpoints_stay(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     options = ["--checkpoint.every=3", "--checkpoint.keep-best=1", "--evaluate-every=2"]
@@ -260,7 +315,8 @@ def test_the_best_checkpoints_stay(tmp_path, capsys, monkeypatch):
     assert main(["train", "--output=model", *SMALL, *options, *by]) == 0
     out = capsys.readouterr().out
     lines = (tmp_path / "model/metrics.jsonl").read_text().splitlines()
-    seen = {x["step"]: x["held_out_log_loss"] for x in map(json.loads, lines)}
+    lines = [x for x in map(json.loads, lines) if "held_out_log_loss" in x]
+    seen = {x["step"]: x["held_out_log_loss"] for x in lines}
     # Every second step, and those of checkpoints; each once.
     assert [*seen] == [2, 3, 4, 6, 8, 9, 10]
     assert len(lines) == len(seen)
@@ -319,15 +375,15 @@ IN_PROCESS = {
     "directory": (["--data=."], 1, "summary.json is missing"),
     "one-row": (["--data=one"], 1, "1 rows are too few"),
     "empty": (["--data=empty"], 1, "the file is empty"),
-    "taken": (["--output=taken"], 2, "taken holds a saved run"),
+    "taken": (["--output=taken"], 2, "taken holds a config.yaml that no run has written"),
     "no-directory": (["--output=one/below"], 1, "one/below: Not a directory"),
     "devices": (["--devices=9", "--data.batch-size=9"], 2, "devices is 9, but there are 8"),
     "divides": (["--devices=3"], 2, "does not divide by 3 devices"),
     "eval-nothing": (["--eval-only"], 2, "say which with --resume"),
-    "record-every": (["--record-every=0"], 2, "record-every is above 0"),
-    "checkpoint": (["--checkpoint.every=0"], 2, "checkpoint.every is above 0"),
-    "keep-best": (["--checkpoint.keep-best=-1"], 2, "keep-best is 0 or more, got -1"),
-    "evaluate-every": (["--evaluate-every=-1"], 2, "evaluate-every is 0 or more, got -1"),
+    "record-every": (["--record-every=0"], 2, "record-every must be above 0"),
+    "checkpoint": (["--checkpoint.every=0"], 2, "checkpoint.every must be above 0"),
+    "keep-best": (["--checkpoint.keep-best=-1"], 2, "keep-best must be 0 or more, got -1"),
+    "evaluate-every": (["--evaluate-every=-1"], 2, "evaluate-every must be 0 or more, got -1"),
     "step": (["--step=3"], 2, "which checkpoint --eval-only evaluates"),
     "job": (["--coordinator=a:1"], 2, "needs --num-processes and --process-id"),
     "process-id": (["--num-processes=2", "--process-id=2"], 2, "got 2 of 2"),
@@ -356,4 +412,23 @@ def test_commands(capsys):
     assert main([]) == 0
     assert "train" in capsys.readouterr().out
     assert main(["bogus"]) == 2
-    assert "unknown command 'bogus'" in capsys.readouterr().err
+    assert "unknown command 'bogus'\n" in capsys.readouterr().err
+    assert main(["trian"]) == 2
+    assert "unknown command 'trian', did you mean train?" in capsys.readouterr().err
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"jaxrec {importlib.metadata.version('jaxrec')}\n"
+
+
+def test_the_module_is_the_command(tmp_path):
+    done = jaxrec("--version", cwd=tmp_path)
+    assert (done.returncode, done.stdout.split()[0], done.stderr) == (0, "jaxrec", "")
+
+
+def test_a_package_that_is_missing_is_one_sentence(monkeypatch, capsys):
+    def run(options):
+        raise ImportError("drawing needs matplotlib: pip install 'jaxrec[plot]'")
+
+    monkeypatch.setattr("jaxrec.plan.cli.run", run)
+    assert main(["plan", "model.yaml"]) == 1
+    error = capsys.readouterr().err
+    assert error == "jaxrec plan: drawing needs matplotlib: pip install 'jaxrec[plot]'\n"

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import hashlib
 import os
 import signal
 import threading
@@ -29,6 +30,29 @@ def test_a_second_interrupt_stops_at_once():
         os.kill(os.getpid(), signal.SIGINT)
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_the_first_signal_is_announced_at_once():
+    """While the main thread is where Python runs no handlers, as in a compilation."""
+    begun, told = threading.Event(), []
+
+    def announce(name):
+        told.append((name, interrupt.signal))
+
+    def send():
+        begun.wait()
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    sender = threading.Thread(target=send)
+    sender.start()
+    with interruptible(announce) as interrupt:
+        begun.set()
+        hashlib.pbkdf2_hmac("sha256", b"long", b"call", 2_000_000)
+        assert interrupt.signal == signal.SIGTERM
+        sender.join()
+    assert told == [("SIGTERM", None)], "before the handler ran"
+    previous = signal.set_wakeup_fd(-1)
+    assert previous == -1, "all is as it was"
 
 
 def test_other_threads_get_none():

@@ -78,16 +78,21 @@ def test_an_empty_file_says_nothing(tmp_path):
 
 WRONG_OPTIONS = {
     "unknown": (["--bogus", "1"], "unknown option --bogus; `jaxrec train --help`"),
+    "in-a-group": (["--batch-size", "3"], "--batch-size, did you mean --data.batch-size\\?"),
+    "underscores": (["--batch_size=3"], "--batch_size, did you mean --data.batch-size\\?"),
+    "misspelled": (["--data.epoch=3"], "--data.epoch, did you mean --data.epochs\\?"),
+    "both": (["--epoch", "3"], "--epoch, did you mean --data.epochs\\?"),
+    "in-two-groups": (["--learning-rates", "3"], "did you mean --optimizer.learning-rate"),
     "positional": (["bogus"], "unknown option bogus"),
     "no-number": (["--seed", "x"], "--seed.*invalid literal.*'x'"),
     "no-value": (["--seed"], "--seed"),
     "choice": (["--model.table-dtype", "int8"], "invalid choice 'int8'"),
-    "negative": (["--data.batch-size", "0"], "data.batch-size is above 0, got 0"),
-    "fraction": (["--data", "x", "--data.eval-fraction", "1"], "between 0 and 1, got 1.0"),
-    "nan": (["--optimizer.learning-rate", "nan"], "learning-rate is above 0, got nan"),
-    "layers": (["--model.top-layer-sizes", "8", "0"], "model.top-layer-sizes are 1 or more"),
+    "negative": (["--data.batch-size", "0"], "^data.batch-size must be above 0, got 0$"),
+    "fraction": (["--data", "x", "--data.eval-fraction", "1"], "must be between 0 and 1, got 1.0"),
+    "nan": (["--optimizer.learning-rate", "nan"], "learning-rate must be above 0, got nan"),
+    "layers": (["--model.top-layer-sizes", "8", "0"], "sizes must be 1 or more, got .8, 0"),
     "eval-alone": (["--data.eval-path", "x"], "no file to train on"),
-    "seed": (["--seed", "-1"], "seed is 0 or more, got -1"),
+    "seed": (["--seed", "-1"], "^seed must be 0 or more, got -1"),
 }
 
 
@@ -106,6 +111,9 @@ WRONG_FILES = {
     "group": ("data: 3", "data is a group of options, got 3"),
     "list": ("- 1", "expected options and their values"),
     "yaml": ("data: [", "while parsing"),
+    "twice": ("seed: 1\ndata: {epochs: 2}\nseed: 2", "'seed' is given twice.*in line 3"),
+    "twice-in-group": ("data: {epochs: 1, epochs: 2}", "'epochs' is given twice"),
+    "twice-in-json": ('{"seed": 1,\n"seed": 2}', "'seed' is given twice.*in line 2"),
     "itself": ("config: x", "unknown option config"),
 }
 
