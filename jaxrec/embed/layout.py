@@ -38,6 +38,11 @@ class Group:
         return jnp.dtype(self.tables[0].dtype).name
 
     @property
+    def is_pooled(self) -> bool:
+        """Whether the rows of each bag are added or averaged."""
+        return isinstance(self.tables[0], EmbeddingBagConfig)
+
+    @property
     def num_rows(self) -> int:
         return sum(table.num_embeddings for table in self.tables)
 
@@ -132,7 +137,7 @@ class TableLayout:
 
     @property
     def is_pooled(self) -> bool:
-        return isinstance(self.tables[0], EmbeddingBagConfig)
+        return self.groups[0].is_pooled
 
     @property
     def bounds(self) -> dict[str, int]:

@@ -169,7 +169,8 @@ def look_up(
 ) -> tuple[Activations, Residuals]:
     """`lookup`, with the rows from ``source``."""
     features = jax.tree.map(jnp.asarray, features)
-    weights = jnp.asarray(features.weights) if is_weighted else None
+    # Kernels take weights in float32; their gradient comes out in the batch's own type.
+    weights = jnp.asarray(features.weights, jnp.float32) if is_weighted else None
     if layout.is_pooled:
         return _pooled(source, layout, features, weights, jnp.dtype(dtype))
     return _per_id(source, layout, features, jnp.dtype(dtype))
@@ -186,7 +187,7 @@ def _pooled(
     for group in tables.groups:
         layout = group.bags(features)
         pooled, lookups[group.name] = source.pool(group, features, weights, layout, dtype)
-        if features.inverse_indices is not None:
+        if _shares_bags(features, layout):
             bag_of_sample[group.name] = _bag_of_sample(group, features, layout)
             pooled = pooled[bag_of_sample[group.name]]
         elif not layout.is_interleaved:
@@ -226,10 +227,15 @@ def _per_id(
 def flatten(
     features: KeyedJaggedArray, weights: Array | None, layout: BagLayout, group: Group
 ) -> Lookups:
-    """The group's lookups in a batch, one by one."""
+    """The group's lookups in a batch, one by one; those of bags that no sample has are padding."""
     weights = None if weights is None else jax.lax.stop_gradient(weights)
     ids, lengths = jnp.asarray(features.values), jnp.asarray(features.lengths)
-    return kernels.flatten_bags(ids, lengths, weights, layout, group.num_rows)
+    lookups = kernels.flatten_bags(ids, lengths, weights, layout, group.num_rows)
+    if not (group.is_pooled and _shares_bags(features, layout)):
+        return lookups
+    is_used = jnp.zeros(layout.num_bags, bool).at[_bag_of_sample(group, features, layout)].set(True)
+    rows = jnp.where(is_used[lookups.bags], lookups.rows, group.num_rows)
+    return dataclasses.replace(lookups, rows=rows)
 
 
 def pool(
@@ -260,9 +266,11 @@ def _pool_weighted_forward(table, ids, lengths, weights, static):
 
 
 def _pool_weighted_backward(static, residuals, gradient):
-    layout = static[0]
     """A weight's gradient is the dot product of its row and its bag's gradient."""
     table, ids, lengths, weights = residuals
+    layout = static[0]
+    if layout.num_bags == 0:  # a batch without samples
+        return None, None, None, jnp.zeros_like(weights)
     lookups = kernels.flatten_bags(ids, lengths, None, layout, table.shape[0])
     rows = kernels.row_lookup(table, lookups.rows).astype(jnp.float32)
     dots = jnp.sum(rows * gradient[lookups.bags].astype(jnp.float32), axis=1)
@@ -277,6 +285,11 @@ def _pool_weighted_backward(static, residuals, gradient):
 
 
 _pool_weighted.defvjp(_pool_weighted_forward, _pool_weighted_backward)
+
+
+def _shares_bags(features: KeyedJaggedArray, layout: BagLayout) -> bool:
+    """Whether `inverse_indices` say which bag each sample has; a batch without bags has none."""
+    return features.inverse_indices is not None and layout.num_bags > 0
 
 
 def _bag_of_sample(

@@ -8,13 +8,14 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Int32
 
 from jaxrec.embed import kernels
 from jaxrec.embed.kernels import BagLayout, Lookups
 from jaxrec.embed.layout import TableLayout
 from jaxrec.embed.lookup import Activations, Residuals, Route, column_runs
 from jaxrec.embed.tables import TableStore
+from jaxrec.optim import RowOptimizer
 from jaxrec.ragged import KeyedArray
 
 
@@ -29,12 +30,16 @@ class RowGradients:
         layouts: Where the group's features lay in the batches that were looked up, in turn.
         route: The route of the one lookup that this is the gradient of; None if there is none, or
             if there were several.
+        bag_of_line: The bag of each line, where the optimizer bounds the gradients of samples
+            (``clip_value``) and samples share bags: `bound_samples` adds such lines up. None: line
+            ``i`` is the gradient of bag ``i``.
     """
 
     lookups: Lookups
     values: Float[Array, "lines dim"]
     layouts: tuple[BagLayout, ...] = dataclasses.field(default=(), metadata={"static": True})
     route: Route | None = None
+    bag_of_line: Int32[Array, " lines"] | None = None
 
 
 def apply_gradients(
@@ -86,14 +91,52 @@ def group_gradients(
     found = {}
     blocks = _group_blocks(layout, gradients)
     for group, bags, block in zip(layout.groups, residuals.layouts, blocks, strict=True):
-        lines = block.reshape(-1, group.dim)
+        lines, bag_of_line = block.reshape(-1, group.dim), None
         if group.name in residuals.bag_of_sample:
-            # Samples that share a bag add up.
-            bag_of_sample = residuals.bag_of_sample[group.name].reshape(-1)
-            lines = jax.ops.segment_sum(lines, bag_of_sample, bags.num_bags)
+            bag_of_line = residuals.bag_of_sample[group.name].reshape(-1)
         route = residuals.routes.get(group.name)
-        found[group.name] = RowGradients(residuals.lookups[group.name], lines, (bags,), route)
+        gradient = RowGradients(residuals.lookups[group.name], lines, (bags,), route, bag_of_line)
+        if group.optimizer.clip_value is None:
+            gradient = add_samples(gradient)
+        found[group.name] = gradient
     return found
+
+
+def add_samples(gradient: RowGradients, bound: float | None = None) -> RowGradients:
+    """Add the gradients of the samples that share a bag.
+
+    Args:
+        gradient: The gradient of one lookup.
+        bound: Bound on the absolute value of an element of a sample's gradient; None: none.
+    """
+    values = gradient.values
+    if bound is not None:
+        values = jnp.clip(values, -bound, bound)
+    if gradient.bag_of_line is not None:
+        (layout,) = gradient.layouts
+        values = jax.ops.segment_sum(values, gradient.bag_of_line, layout.num_bags)
+    return dataclasses.replace(gradient, values=values, bag_of_line=None)
+
+
+def bound_samples(
+    parts: Sequence[RowGradients], optimizer: RowOptimizer
+) -> tuple[list[RowGradients], RowOptimizer]:
+    """Bound the gradients of samples that share bags, and add them.
+
+    Where no bags are shared, the kernels bound gradients while they sum them, and nothing happens
+    here.
+
+    Args:
+        parts: The gradients of several lookups of a group.
+        optimizer: The group's.
+
+    Returns:
+        The gradients of bags, and the optimizer without the bound if it has been applied.
+    """
+    if all(part.bag_of_line is None for part in parts):
+        return list(parts), optimizer
+    bounded = [add_samples(part, optimizer.clip_value) for part in parts]
+    return bounded, dataclasses.replace(optimizer, clip_value=None)
 
 
 def _group_blocks(layout: TableLayout, gradients: Activations) -> list[Float[Array, "..."]]:
@@ -147,13 +190,16 @@ def update_rows(
     step = jnp.asarray(step, jnp.int32)
     rows, state = {}, {}
     for group in tables.layout.groups:
-        gradient = merge([gradients[group.name] for gradients in lookups])
+        parts, optimizer = bound_samples(
+            [gradients[group.name] for gradients in lookups], group.optimizer
+        )
+        gradient = merge(parts)
         rows[group.name], state[group.name] = kernels.fused_update(
             tables.rows[group.name],
             tables.state[group.name],
             gradient.lookups,
             gradient.values,
-            group.optimizer,
+            optimizer,
             step,
             group.row_offsets,
         )

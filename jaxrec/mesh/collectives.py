@@ -237,7 +237,8 @@ class Turns:
         if self._last is None:
             return values
         if jnp.issubdtype(values.dtype, jnp.floating):
-            return values + self._last.astype(values.dtype) * 0
+            # In float32, whose range has all int32; in float16 it would be -inf * 0, which is NaN.
+            return values + (self._last.astype(jnp.float32) * 0).astype(values.dtype)
         return jnp.maximum(values, self._last)
 
 

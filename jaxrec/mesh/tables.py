@@ -31,6 +31,7 @@ from jaxrec.embed.lookup import (
 from jaxrec.embed.tables import TableStore
 from jaxrec.embed.update import (
     RowGradients,
+    bound_samples,
     group_gradients,
     merge,
     row_gradients,
@@ -328,12 +329,9 @@ def row_gradients_sharded(
         found = group_gradients(tables.layout.pieces, residuals, of_pieces)
         turns = Turns(tables.mesh)
         for placed, layout in zip(tables.layout.groups, residuals.layouts, strict=True):
-            if placed.exchange == "bags":
-                name = placed.group.name
-                values = turns.begin(found[name].values)
-                values = send_bag_gradients(placed, values, layout, tables.channel)
-                turns.end(values)
-                found[name] = dataclasses.replace(found[name], values=values)
+            name = placed.group.name
+            if placed.exchange == "bags" and found[name].bag_of_line is None:
+                found[name] = _send_bags(tables, placed, found[name], layout, turns)
         return stack(found)
 
     return jax.shard_map(
@@ -343,6 +341,20 @@ def row_gradients_sharded(
         out_specs=over_devices,
         check_vma=False,
     )(residuals, cotangents)
+
+
+def _send_bags(
+    tables: ShardedTables,
+    placed: PlacedGroup,
+    gradient: RowGradients,
+    layout: BagLayout,
+    turns: Turns,
+) -> RowGradients:
+    """The gradients of all devices' bags at the device that pooled them."""
+    values = turns.begin(gradient.values)
+    values = send_bag_gradients(placed, values, layout, tables.channel)
+    turns.end(values)
+    return dataclasses.replace(gradient, values=values)
 
 
 @update_rows.register(ShardedTables)
@@ -376,7 +388,8 @@ def update_groups(
         new, turns = {}, Turns(tables.mesh)
         for placed in tables.layout.groups:
             name = placed.group.name
-            gradient = merge([gradients[name] for gradients in lookups])
+            placed, parts = _bound_samples(tables, placed, [g[name] for g in lookups], turns)
+            gradient = merge(parts)
             gradient = _begin(placed, gradient, turns)
             new[name] = update(tables, placed, rows[name], state[name], gradient, step)
             turns.end(new[name][0])
@@ -391,6 +404,29 @@ def update_groups(
         check_vma=False,
     )(tables.rows, tables.state, list(lookups), step)
     return dataclasses.replace(tables, rows=rows, state=state)
+
+
+def _bound_samples(
+    tables: ShardedTables, placed: PlacedGroup, parts: list[RowGradients], turns: Turns
+) -> tuple[PlacedGroup, list[RowGradients]]:
+    """`bound_samples` of a group; the group has the optimizer that is left."""
+    optimizer = placed.group.optimizer
+    if tables.num_replicas > 1 and optimizer.clip_value is not None and not placed.is_replicated:
+        # The update multiplies gradients by the number of replicas, after this.
+        bound = optimizer.clip_value / tables.num_replicas
+        optimizer = dataclasses.replace(optimizer, clip_value=bound)
+    bounded, left = bound_samples(parts, optimizer)
+    if left is optimizer:
+        return placed, parts
+    if placed.exchange == "bags":
+        bounded = [
+            after
+            if before.bag_of_line is None
+            else _send_bags(tables, placed, after, after.layouts[0], turns)
+            for before, after in zip(parts, bounded, strict=True)
+        ]
+    group = dataclasses.replace(placed.group, optimizer=left)
+    return dataclasses.replace(placed, group=group), bounded
 
 
 def _begin(placed: PlacedGroup, gradient: RowGradients, turns: Turns) -> RowGradients:

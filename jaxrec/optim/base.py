@@ -29,7 +29,9 @@ class RowOptimizer(abc.ABC):
         learning_rate: A number, or a function of the number of updates made so far (0 at the
             first update), such as any optax schedule.
         clip_value: Bound on the absolute value of each element of the gradient of the *looked-up*
-            embeddings, applied before the gradients of a row's occurrences are summed.
+            embeddings, applied before the gradients of a row's occurrences are summed. Samples that
+            share a bag (``inverse_indices``) have their gradients bounded one by one, as if each
+            had a bag of its own.
         clip_norm: Bound on the Euclidean norm of each table's whole gradient in a step; a larger
             one is scaled by ``clip_norm / (norm + 1e-6)``.
         max_norm: Bound on the Euclidean norm of each updated row; a longer one is scaled down.

@@ -83,8 +83,9 @@ class ftrl(RowOptimizer):
         safe_rate = jnp.where(trains, rate, 1)
 
         accumulator = state["accumulator"] + gradients * gradients
-        power, old_power = self._power(accumulator), self._power(state["accumulator"])
-        linear = state["linear"] + gradients - (power - old_power) / safe_rate * rows
+        power = self._power(accumulator)
+        growth = self._growth(state["accumulator"], gradients, power)
+        linear = state["linear"] + gradients - growth / safe_rate * rows
 
         curvature = (self.beta + power) / safe_rate + self.l2
         is_zero = (jnp.abs(linear) <= self.l1) | (curvature == 0)
@@ -101,3 +102,25 @@ class ftrl(RowOptimizer):
         if self.learning_rate_power == -0.5:
             return jnp.sqrt(accumulator)
         return accumulator**-self.learning_rate_power
+
+    def _growth(
+        self,
+        accumulator: Float[Array, "rows dim"],
+        gradients: Float[Array, "rows dim"],
+        power: Float[Array, "rows dim"],
+    ) -> Float[Array, "rows dim"]:
+        """``n'^p - n^p``, given ``n``, the gradients and ``n'^p``.
+
+        The difference of two numbers that are almost equal would lose their digits. For
+        ``p = 1/2`` it is ``g^2 / (sqrt(n') + sqrt(n))``, else ``n'^p (1 - (n / n')^p)`` by way of
+        the logarithm.
+        """
+        squares = gradients * gradients
+        if self.learning_rate_power == -0.5:
+            sums = power + jnp.sqrt(accumulator)
+            return squares / jnp.where(sums > 0, sums, 1)
+        if self.learning_rate_power == 0:
+            return jnp.zeros_like(power)
+        started = accumulator > 0
+        ratio = jnp.where(started, squares / jnp.where(started, accumulator, 1), jnp.inf)
+        return -power * jnp.expm1(self.learning_rate_power * jnp.log1p(ratio))

@@ -79,6 +79,36 @@ def test_pooled_lookup(collections, is_weighted, data):
     np.testing.assert_array_equal(pooled["h@t3"], pooled.values[:, -1:])
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
+def test_weights_of_other_types(dtype):
+    """Kernels take them in float32; their gradient is of their own type."""
+    with jax.enable_x64(dtype == "float64"):
+        collection = jaxrec.EmbeddingBagCollection(
+            [Bag("a", 8, 4)], optimizer=UNIT_SGD, is_weighted=True, rngs=nnx.Rngs(0)
+        )
+        weights = jnp.asarray([0.5, 2, 0, 0, 0, 0, 0, 0], dtype)
+        batch = jaxrec.KeyedJaggedArray.from_lengths(["a"], [1, 2], [1, 1], weights=[0.5, 2])
+
+        def loss(weights):
+            return collection(dataclasses.replace(batch, weights=weights)).values.sum()
+
+        sums = np.asarray(collection.table("a")[jnp.array([1, 2])], np.float64).sum(axis=1)
+        value, slope = jax.value_and_grad(loss)(weights)
+        assert (value.dtype, slope.dtype) == ("float32", dtype)
+        np.testing.assert_allclose(value, [0.5, 2] @ sums, rtol=1e-5)
+        precision = max(1e-6, float(jnp.finfo(dtype).eps))
+        np.testing.assert_allclose(np.asarray(slope[:2], np.float64), sums, rtol=precision)
+
+        def step(model):
+            return model(dataclasses.replace(batch, weights=weights)).values.sum()
+
+        before = np.asarray(collection.table("a"))
+        _, gradients = jaxrec.value_and_grad(step)(collection)
+        collection.apply_gradients(gradients.tables[""], 0)
+        change = before - np.asarray(collection.table("a"))
+        np.testing.assert_allclose(change[[1, 2], 0], [0.5, 2], rtol=1e-5)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_table_types_and_output_type(dtype):
     collection = jaxrec.EmbeddingBagCollection(
@@ -142,6 +172,90 @@ def test_more_bags_than_samples():
     collection.apply_gradients(gradients.tables[""], 0)
     change = before - np.asarray(collection.table("a"))
     np.testing.assert_allclose(change[:, 0], [0, 1, 1, 0, 1, 0], rtol=1e-6)
+
+
+def test_rows_of_bags_that_no_sample_has_keep_weights_and_state():
+    """Momentum and weight decay pass them by, as all rows that do not occur."""
+    optimizer = jaxrec.optim.adam(0.1, weight_decay=0.5)
+    collection = jaxrec.EmbeddingBagCollection(
+        [Bag("a", 4, 2)], optimizer=optimizer, rngs=nnx.Rngs(0)
+    )
+    bags = {"a": [[1], [2]]}
+
+    def step(number, inverse_indices):
+        batch = jaxrec.KeyedJaggedArray.from_lists(bags, inverse_indices=inverse_indices)
+        _, gradients = jaxrec.value_and_grad(lambda m: m(batch).values.sum())(collection)
+        collection.apply_gradients(gradients.tables[""], number)
+        arrays = {"rows": collection.table("a")} | collection.table_state("a")
+        return {name: np.asarray(array) for name, array in arrays.items()}
+
+    first, second = step(0, [[0, 1]]), step(1, [[0, 0]])
+    for name, array in second.items():
+        assert (array[1] != first[name][1]).all()
+        np.testing.assert_array_equal(array[2], first[name][2])
+
+
+def test_samples_that_share_a_bag_are_bounded_one_by_one():
+    """As if each had a bag of its own, in whichever way samples are spread over devices."""
+    collection = jaxrec.EmbeddingBagCollection(
+        [Bag("a", 4, 2)], optimizer=jaxrec.optim.sgd(1.0, clip_value=0.5), rngs=nnx.Rngs(0)
+    )
+    shared = jaxrec.KeyedJaggedArray.from_lists({"a": [[1], [2]]}, inverse_indices=[[0, 1, 0]])
+    apart = jaxrec.KeyedJaggedArray.from_lists({"a": [[3]]})
+    before = np.asarray(collection.table("a"))
+    slopes = jnp.array([[1.0, 0.25], [-1.0, 2.0], [3.0, 0.5]])
+
+    def loss(model):
+        return (model(shared).values * slopes).sum() + 2 * model(apart).values.sum()
+
+    _, gradients = jaxrec.value_and_grad(loss)(collection)
+    collection.apply_gradients(gradients.tables[""], 0)
+    change = before - np.asarray(collection.table("a"))
+    np.testing.assert_allclose(change, [[0, 0], [1, 0.75], [-0.5, 0.5], [0.5, 0.5]], atol=1e-6)
+
+
+@pytest.mark.parametrize("is_weighted", [False, True], ids=["plain", "weighted"])
+@pytest.mark.parametrize("shared", [False, True], ids=["own_bags", "shared_bags"])
+def test_a_batch_without_samples(is_weighted, shared):
+    optimizer = jaxrec.optim.rowwise_adagrad(0.1, clip_value=0.5)
+    collection = jaxrec.EmbeddingBagCollection(
+        [Bag("a", 4, 2), Bag("b", 4, 2, pooling="mean")],
+        optimizer=optimizer,
+        is_weighted=is_weighted,
+        rngs=nnx.Rngs(0),
+    )
+    lists: dict[str, list] = {"a": [], "b": []}
+    batch = jaxrec.KeyedJaggedArray.from_lists(
+        lists,
+        weights=lists if is_weighted else None,
+        inverse_indices=np.zeros((2, 0), np.int32) if shared else None,
+    )
+    before = {name: np.asarray(collection.table(name)) for name in "ab"}
+
+    def loss(model, weights):
+        pooled = model(dataclasses.replace(batch, weights=weights)).values
+        assert pooled.shape == (0, 4)
+        return pooled.sum()
+
+    value, gradients = jaxrec.value_and_grad(loss)(collection, batch.weights)
+    collection.apply_gradients(gradients.tables[""], 0)
+    assert value == 0
+    for name, rows in before.items():
+        np.testing.assert_array_equal(collection.table(name), rows)
+    if is_weighted:
+        slope = jax.grad(loss, argnums=1)(collection, jnp.asarray(batch.weights))
+        np.testing.assert_array_equal(slope, np.zeros(batch.weights.shape))
+
+
+def test_a_batch_without_samples_of_sequences():
+    collection = jaxrec.EmbeddingCollection(
+        [jaxrec.EmbeddingConfig("a", 4, 2)], optimizer=UNIT_SGD, rngs=nnx.Rngs(0)
+    )
+    batch, before = jaxrec.KeyedJaggedArray.from_lists({"a": []}), np.asarray(collection.table("a"))
+    value, gradients = jaxrec.value_and_grad(lambda m: m(batch)["a"].values.sum())(collection)
+    collection.apply_gradients(gradients.tables[""], 0)
+    assert value == 0
+    np.testing.assert_array_equal(collection.table("a"), before)
 
 
 def test_features_of_different_numbers_of_bags_need_inverse_indices():

@@ -90,3 +90,16 @@ def test_gradients_too_small_to_square():
     # Their squares are zero in float32, and so is the curvature.
     found, _ = train(optim.ftrl(0.1, beta=0.0), np.ones((1, 2)), np.full((2, 1, 2), 1e-30))
     assert np.isfinite(found).all()
+
+
+@pytest.mark.parametrize("power", [0.5, 0.3, 0.8])
+def test_small_gradients_on_a_started_accumulator(power):
+    """``n'^p - n^p`` has its digits where they are almost equal."""
+    rows, gradients = np.ones((1, 2)), np.full((3, 1, 2), [1e-3, 3e-4])
+    optimizer = optim.ftrl(0.01, learning_rate_power=-power, initial_accumulator_value=0.1)
+    found, state = train(optimizer, rows, gradients)
+    settings = {"power": power, "beta": 1.0, "l1": 0.0, "l2": 0.0, "start": np.float32(0.1)}
+    expected, _, z = ftrl_in_numpy(rows, gradients.astype(np.float32), 0.01, **settings)
+    # Half of z is made of differences of some 1e-5 of n'^p, which has 24 bits.
+    np.testing.assert_allclose(state["linear"], z, rtol=2e-6)
+    np.testing.assert_allclose(found, expected, rtol=1e-6)

@@ -317,6 +317,8 @@ def _settings(optimizer: RowOptimizer) -> dict[str, Any]:
         "eps": np.float32(setting("eps")),
         "b1": np.float32(b1),
         "b2": np.float32(b2),
+        "rest1": np.float32(1 - b1),
+        "rest2": np.float32(1 - b2),
         "log_b1": np.float32(math.log(b1) if b1 else 0),
         "log_b2": np.float32(math.log(b2) if b2 else 0),
         "counts_rows": bool(setting("rowwise_bias_correction")),

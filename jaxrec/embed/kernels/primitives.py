@@ -192,6 +192,8 @@ def sum_rows(
         >>> kernels.sum_rows(lookups, jnp.array([[1.0], [10.0]]), num_rows=2).tolist()
         [[0.0], [11.0]]
     """
+    if gradients.shape[0] == 0:  # a batch without samples
+        return jnp.zeros((num_rows, gradients.shape[1]), jnp.float32)
     arrays = {"lookups": lookups, "gradients": gradients}
     hints = {"parts_out": parts_out}
     return dispatch.call("sum_rows", arrays, hints, num_rows=num_rows, bound=bound)
@@ -222,6 +224,8 @@ def fused_update(
     Returns:
         The new rows and the new state.
     """
+    if gradients.shape[0] == 0:  # a batch without samples
+        return table, state
     arrays = {"table": table, "state": state, "lookups": lookups, "gradients": gradients}
     return dispatch.call(
         "fused_update",

@@ -308,6 +308,8 @@ void check_update(Data& data, Rule rule, bool stochastic) {
     step.b2 = 0.999f;
     step.share1 = 0.1f;
     step.share2 = 0.001f;
+    step.rest1 = 0.1f;
+    step.rest2 = 0.001f;
     step.log_b1 = std::log(0.9f);
     step.log_b2 = std::log(0.999f);
     step.counts_rows = rule == Rule::kAdam;

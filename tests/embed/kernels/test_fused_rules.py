@@ -20,6 +20,7 @@ OPTIMIZERS = [
     optim.rowwise_adagrad(0.1, weight_decay=0.1, weight_decay_mode="decoupled"),
     optim.adam(0.1, b1=0.0, weight_decay=0.1),
     optim.adam(lambda step: 0.1 * (step + 1), b2=0.99, max_norm=1.0),
+    optim.adam(0.1, b1=0.99999, b2=0.99999),
     optim.partial_rowwise_adam(0.1, weight_decay=0.1),
 ]
 

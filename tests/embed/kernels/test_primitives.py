@@ -11,7 +11,7 @@ import pytest
 
 from jaxrec import optim
 from jaxrec.embed import kernels
-from jaxrec.embed.kernels import Lookups, cpu
+from jaxrec.embed.kernels import BagLayout, Lookups, cpu
 from tests.embed.kernels import oracle
 from tests.embed.kernels.cases import SMALL, Case, case
 
@@ -133,6 +133,15 @@ def test_flatten_bags(implementation, shape):
     assert (flat.scales is not None) == has_scales
 
 
+def test_features_without_bags_are_padding(implementation):
+    layout = BagLayout((0, 4), (4, 2), (0, 0), (0, 1), (0, 5), (5, 5), (True, False))
+    ids, lengths = jnp.arange(6, dtype=jnp.int32), jnp.array([1], jnp.int32)
+    flat = kernels.flatten_bags(ids, lengths, None, layout, 10)
+    # The second feature's id is its table's row 4.
+    assert flat.rows.tolist() == [10, 10, 10, 10, 9, 10]
+    assert flat.bags.tolist() == [0] * 6
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("dim", [1, 3, 16, 100])
 def test_row_lookup(implementation, dtype, dim):
@@ -207,6 +216,31 @@ def test_fused_update(implementation, shape):
 @pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
 def test_optimizers(implementation, optimizer):
     check_update(case("d100"), optimizer)
+
+
+@pytest.mark.parametrize("decay", [0.999, 0.9999, 0.99999])
+@pytest.mark.parametrize("kind", [optim.adam, optim.partial_rowwise_adam], ids=lambda k: k.__name__)
+def test_moments_of_decays_near_one(implementation, kind, decay):
+    """``1 - b`` has all its digits: taken in float32 the last of these would be off by 1e-3."""
+    optimizer = kind(0.1, b1=decay, b2=decay)
+    table = jnp.ones((3, 4))
+    lookups = Lookups(jnp.array([1], jnp.int32), None, None)
+    _, state = kernels.fused_update(
+        table, optimizer.init(3, 4), lookups, jnp.ones((1, 4)), optimizer, jnp.int32(0)
+    )
+    for moment in state.values():
+        np.testing.assert_allclose(moment[1], 1 - decay, rtol=2e-7)
+
+
+def test_a_batch_without_samples_updates_nothing(implementation):
+    lookups = Lookups(jnp.full(8, 4, jnp.int32), jnp.zeros(8, jnp.int32), None)
+    table, optimizer = jnp.ones((4, 2)), optim.adam(0.1, weight_decay=0.1)
+    new, state = kernels.fused_update(
+        table, optimizer.init(4, 2), lookups, jnp.zeros((0, 2)), optimizer, jnp.int32(0)
+    )
+    np.testing.assert_array_equal(new, table)
+    assert not any(np.any(array) for array in state.values())
+    np.testing.assert_array_equal(kernels.sum_rows(lookups, jnp.zeros((0, 2)), 4), 0 * table)
 
 
 def check_update(this: Case, optimizer: optim.RowOptimizer) -> None:

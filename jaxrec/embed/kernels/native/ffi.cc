@@ -200,6 +200,8 @@ Step read_step(StepReader& reader) {
   step.eps = reader.get<float>("eps");
   step.b1 = reader.get<float>("b1");
   step.b2 = reader.get<float>("b2");
+  step.rest1 = reader.get<float>("rest1");
+  step.rest2 = reader.get<float>("rest2");
   step.log_b1 = reader.get<float>("log_b1");
   step.log_b2 = reader.get<float>("log_b2");
   step.counts_rows = reader.get<bool>("counts_rows");

@@ -92,6 +92,7 @@ struct Step {
   float rate;
   float eps;
   float b1, b2;
+  float rest1, rest2;        // 1 - b, taken in double: in float it loses digits where b is near 1.
   float share1, share2;      // 1 - b^t, the same for all rows,
   float log_b1, log_b2;      // or what it is made of for each row's own t.
   bool counts_rows;          // Whether t is the row's own.

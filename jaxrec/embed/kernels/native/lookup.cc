@@ -82,6 +82,17 @@ void flatten_bags(Team& team, int64_t num_rows, const Batch& batch, int32_t* row
   const std::vector<Block> blocks = cut(batch, team.num_threads());
   const int32_t padding = static_cast<int32_t>(num_rows);
   const int32_t outside = static_cast<int32_t>(num_rows + 1);
+  // Positions of a feature's segment from `i` on are padding.
+  auto pad = [&](const Feature& feature, int64_t i) {
+    const int64_t begin = feature.first_position + i;
+    const int64_t end = feature.first_position + feature.capacity;
+    std::fill(rows + begin, rows + end, padding);
+    std::fill(bags + begin, bags + end, 0);
+    if (scales != nullptr) std::fill(scales + begin, scales + end, 0.0f);
+  };
+  for (const Feature& feature : batch.features) {
+    if (feature.stride == 0) pad(feature, 0);  // No block is of a feature without bags.
+  }
   team.run(static_cast<int64_t>(blocks.size()), [&](int64_t piece) {
     const Block& block = blocks[piece];
     const Feature& feature = batch.features[block.feature];
@@ -105,10 +116,7 @@ void flatten_bags(Team& team, int64_t num_rows, const Batch& batch, int32_t* row
         if (scales != nullptr) feature_scales[i] = weights == nullptr ? share : weights[i] * share;
       }
     }
-    if (block.bag + block.num_bags < feature.stride) return;
-    std::fill(feature_rows + i, feature_rows + feature.capacity, padding);
-    std::fill(feature_bags + i, feature_bags + feature.capacity, 0);
-    if (scales != nullptr) std::fill(feature_scales + i, feature_scales + feature.capacity, 0.0f);
+    if (block.bag + block.num_bags == feature.stride) pad(feature, i);
   });
 }
 

@@ -190,18 +190,18 @@ void apply_adam(const Table& table, const Step& step, const Together& together) 
       float mean = mean_square(dim, [=](int64_t column, auto extent) JAXREC_ALWAYS {
         return load(F32{}, gradient + column, extent);
       });
-      *second = step.b2 * *second + (1.0f - step.b2) * mean;
+      *second = step.b2 * *second + step.rest2 * mean;
     }
     RowWriter<T> writer(row, index, step);
     for_each_vector(dim, [&](int64_t column, auto extent) JAXREC_ALWAYS {
       Vec g = load(F32{}, gradient + column, extent), w = load(T{}, row + column, extent);
-      Vec m = step.b1 * load(F32{}, first + column, extent) + (1.0f - step.b1) * g;
+      Vec m = step.b1 * load(F32{}, first + column, extent) + step.rest1 * g;
       store(F32{}, first + column, m, extent);
       Vec v;
       if (kPartial) {
         v = splat(*second);
       } else {
-        v = step.b2 * load(F32{}, second + column, extent) + (1.0f - step.b2) * (g * g);
+        v = step.b2 * load(F32{}, second + column, extent) + step.rest2 * (g * g);
         store(F32{}, second + column, v, extent);
       }
       Vec direction = m / share1 / (square_root(v / share2) + step.eps);
