@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 
 import jax.numpy as jnp
+import numpy as np
 
 from jaxrec.embed.config import MAX_ROWS, EmbeddingBagConfig, TableConfig
 from jaxrec.embed.kernels import BagLayout
@@ -66,7 +67,10 @@ class Group:
 
         Raises:
             KeyError: If the batch lacks a feature of the group.
+            TypeError: If the batch holds no integers.
         """
+        if not jnp.issubdtype(features.values.dtype, np.integer):
+            raise TypeError(f"ids are integers, but the batch holds {features.values.dtype}")
         index = {key: i for i, key in enumerate(features.keys)}
         id_starts = tuple(itertools.accumulate(features.capacities, initial=0))
         length_starts = tuple(itertools.accumulate(features.strides, initial=0))

@@ -7,17 +7,28 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jaxrec.ragged.columns import Column
+from jaxrec.ragged.columns import Column, by_name
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
 
 def named_columns(data: Any) -> dict[str, Any]:
-    """The columns of a table or record batch by name; a mapping as it is."""
-    return (
-        dict(zip(data.column_names, data.columns, strict=True)) if _is_table(data) else dict(data)
-    )
+    """The columns of a table or record batch by name; a mapping as it is.
+
+    Raises:
+        TypeError: It is none of these.
+        ValueError: Two columns have one name.
+    """
+    if not _is_table(data):
+        return by_name("data", data)
+    names = list(data.column_names)
+    if repeated := sorted({name for name in names if names.count(name) > 1}):
+        raise ValueError(
+            f"columns {repeated} occur more than once in the table; rename_columns() gives each a "
+            "name of its own, select() by position leaves some out"
+        )
+    return dict(zip(names, data.columns, strict=True))
 
 
 def from_arrow(feature: str, array: Any, weights: Any | None = None) -> Column:
@@ -48,8 +59,6 @@ def from_arrow(feature: str, array: Any, weights: Any | None = None) -> Column:
             f"feature {feature!r}, sample {sample}: {lengths[sample]} ids but "
             f"{weight_lengths[sample]} weights; each id needs one weight"
         )
-    if flat_weights.dtype != np.float16:
-        flat_weights = flat_weights.astype(np.float32)
     return Column(values, lengths, flat_weights)
 
 

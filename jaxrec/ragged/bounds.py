@@ -8,12 +8,11 @@ from typing import Literal, TypeAlias, get_args
 
 import numpy as np
 
-from jaxrec.ragged.columns import Column
+from jaxrec.ragged.columns import Column, whole_number
 
 BoundsMode: TypeAlias = Literal["raise", "clamp", "ignore"]
 
 INT32_BOUND = 2**31
-PRUNED = -1
 
 
 def check_ids(
@@ -26,7 +25,8 @@ def check_ids(
         bounds: Rows of the features' tables. A feature without one is held to int32.
         mode: A `BoundsMode`. ``"raise"``: an id outside is an error. ``"clamp"``: it becomes 0, and
             one warning says how many there were (FBGEMM's ``WARNING``). ``"ignore"``: it becomes 0
-            silently. The last two leave -1 alone, FBGEMM's mark of a pruned row.
+            silently. So does -1, which FBGEMM leaves alone: there it marks a row that was pruned
+            for inference, and no table that trains has such rows.
 
     Returns:
         The columns; the given ones are not written to.
@@ -40,6 +40,7 @@ def check_ids(
     for feature, bound in bounds.items():
         if feature not in columns:
             raise ValueError(f"bounds names {feature!r}, but the features are {list(columns)}")
+        whole_number(f"the bound of feature {feature!r}", bound)
         if not 1 <= bound <= INT32_BOUND:
             raise ValueError(f"the bound of feature {feature!r} is {bound}; expected 1 to 2**31")
     checked = dict(columns)
@@ -47,8 +48,6 @@ def check_ids(
     for feature, column in columns.items():
         ids, rows = column.values, bounds.get(feature)
         outside = _outside(ids, INT32_BOUND if rows is None else rows)
-        if mode != "raise":
-            outside = outside[ids[outside] != PRUNED]
         if outside.size == 0:
             continue
         first = first or _described(feature, column, int(outside[0]), rows)

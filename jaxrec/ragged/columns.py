@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -77,6 +77,12 @@ def from_flat(
     if (negative := np.flatnonzero(lengths < 0)).size:
         bag = int(negative[0])
         raise ValueError(f"{_bag(keys, strides, bag)} has the negative length {lengths[bag]}")
+    if (beyond := np.flatnonzero(lengths > values.size)).size:  # sums of such lengths may wrap
+        bag = int(beyond[0])
+        raise ValueError(
+            f"{_bag(keys, strides, bag)} has the length {lengths[bag]}, but there are "
+            f"{values.size} values in all"
+        )
     lengths = lengths.astype(np.int64)
     if lengths.sum() != values.size:
         raise ValueError(f"lengths sum to {lengths.sum()}, but there are {values.size} values")
@@ -109,12 +115,13 @@ def lengths_of_offsets(
         raise ValueError(f"offsets has shape {offsets.shape}; expected [bags + 1]")
     if offsets[0] != 0:
         raise ValueError(f"offsets start at {offsets[0]}; expected 0")
-    lengths = np.diff(offsets.astype(np.int64))
-    if (descends := np.flatnonzero(lengths < 0)).size:
+    if (descends := np.flatnonzero(offsets[1:] < offsets[:-1])).size:
         bag = int(descends[0])
-        where = _bag(keys, bags_per_key(len(keys), lengths.size, strides), bag)
+        where = _bag(keys, bags_per_key(len(keys), offsets.size - 1, strides), bag)
         raise ValueError(f"{where}: offsets descend from {offsets[bag]} to {offsets[bag + 1]}")
-    return lengths
+    if offsets[-1] >= 2**63:
+        raise ValueError(f"offsets end at {offsets[-1]}; expected the number of values")
+    return np.diff(offsets.astype(np.int64))
 
 
 def bags_per_key(num_keys: int, bags: int, strides: Sequence[int] | None) -> tuple[int, ...]:
@@ -130,7 +137,9 @@ def bags_per_key(num_keys: int, bags: int, strides: Sequence[int] | None) -> tup
                 "have different numbers of bags"
             )
         return (bags // num_keys,) * num_keys if num_keys else ()
-    strides = tuple(int(stride) for stride in strides)
+    if not isinstance(strides, Sequence | np.ndarray):
+        raise TypeError(f"strides is {strides!r}; expected the number of bags of each key")
+    strides = tuple(whole_number("strides", stride) for stride in strides)
     if len(strides) != num_keys or sum(strides) != bags or min(strides, default=0) < 0:
         raise ValueError(
             f"strides {strides} do not fit {num_keys} keys and {bags} lengths: they must give "
@@ -156,31 +165,83 @@ def integers(where: str, what: str, array: Any) -> np.ndarray:
 
 
 def floats(where: str, what: str, array: Any) -> np.ndarray:
-    """``array`` as a NumPy array of a floating-point type of at most 32 bits.
+    """``array`` as a NumPy array of real numbers.
 
     Raises:
-        TypeError: It holds no real numbers, or is traced.
+        TypeError: It holds something else, or is traced.
     """
     array = concrete(where, array)
-    if array.dtype.kind in "iu" or array.dtype == np.float64:
-        return array.astype(np.float32)
+    if array.dtype.kind in "iu":
+        return array
     if not jax.dtypes.issubdtype(array.dtype, np.floating):
         raise TypeError(f"{where}: {what}s must be real numbers, not of type {array.dtype}")
     return array
 
 
 def concrete(where: str, array: Any) -> np.ndarray:
-    """``array`` on the host.
+    """``array`` on the host, in the machine's byte order.
 
     Raises:
-        TypeError: It is traced.
+        TypeError: It is traced, or is no array, such as rows of different lengths.
+        ValueError: Elements of it are masked.
     """
     if isinstance(array, jax.core.Tracer):
         raise TypeError(
             f"{where}: the array is traced, but batches are packed and checked on the host, "
             "outside jit"
         )
-    return np.asarray(array)
+    if np.ma.is_masked(array):
+        raise ValueError(
+            f"{where}: {np.ma.count_masked(array)} elements are masked, and a mask does not go "
+            "into a batch; leave them out (from_lists takes array.compressed() of each sample) or "
+            "fill them (array.filled(0))"
+        )
+    try:
+        array = np.asarray(array)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"{where}: expected an array of numbers ({error})") from error
+    return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
+
+
+def whole_number(name: str, value: Any) -> int:
+    """``value`` as an int.
+
+    Raises:
+        TypeError: It is no integer.
+    """
+    if not is_integer(type(value)):
+        raise TypeError(f"{name}: {value!r} is no integer")
+    return int(value)
+
+
+def feature_names(keys: Any) -> tuple[str, ...]:
+    """``keys`` as names of features.
+
+    Raises:
+        TypeError: They are a string, or no sequence of strings.
+    """
+    if isinstance(keys, str):
+        raise TypeError(f"keys is the string {keys!r}; expected a sequence of names, [{keys!r}]")
+    if not isinstance(keys, Iterable):
+        raise TypeError(f"keys is {keys!r}; expected a sequence of names")
+    keys = tuple(keys)
+    if wrong := [key for key in keys if not isinstance(key, str)]:
+        raise TypeError(f"keys are names of features, strings, but {wrong[0]!r:.60} is among them")
+    return keys
+
+
+def by_name(name: str, data: Any) -> dict[str, Any]:
+    """``data`` of features by their names; None: of none.
+
+    Raises:
+        TypeError: It is no mapping.
+    """
+    if not isinstance(data, Mapping | None):
+        raise TypeError(
+            f"{name} is {data!r:.60} ({type(data).__name__}); expected a mapping by the names of "
+            "features"
+        )
+    return dict(data or {})
 
 
 def is_integer(kind: type) -> bool:

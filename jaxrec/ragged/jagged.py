@@ -83,6 +83,8 @@ class JaggedArray:
             if not np.array_equal(weight_lengths, lengths) or flat_weights.ndim != 1:
                 raise ValueError("weights are not nested like the rows; each element needs one")
             flat_weights = np.pad(floats("weights", "weight", flat_weights), padding)
+            if flat_weights.dtype.kind in "iu":
+                flat_weights = flat_weights.astype(np.float32)
         return cls(
             np.pad(values, [padding, *[(0, 0)] * (values.ndim - 1)]),
             lengths.astype(np.int32),

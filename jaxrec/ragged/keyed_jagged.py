@@ -9,18 +9,19 @@ from typing import Any, Unpack
 
 import jax
 import numpy as np
+from jax.tree_util import GetAttrKey
 from jaxtyping import Array, Int32, Num
 
 from jaxrec.ragged import arrow, columns, nested, printing
 from jaxrec.ragged.arrays import AnyArray
 from jaxrec.ragged.bag_layout import bag_ids
+from jaxrec.ragged.fields import checked_columns, checked_fields, joined
 from jaxrec.ragged.jagged import JaggedArray
 from jaxrec.ragged.offsets import complete_cumsum
 from jaxrec.ragged.packing import PackOptions, checked_values, pack, pinned_capacities
 from jaxrec.ragged.segments import concatenate, concatenate_weights, refit, runs
 
 
-@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class KeyedJaggedArray:
     """A batch of named ragged columns, TorchRec's KeyedJaggedTensor with static capacities.
@@ -29,6 +30,10 @@ class KeyedJaggedArray:
     ``values``, filled from its front and padded at its end, so that selecting, permuting and
     splitting keys are static slices. Built from host data its arrays are NumPy's: they move to a
     device when they are used there, and reshaping them until then needs none.
+
+    The constructor takes these fields. It checks those on the host, and of others, on a device or
+    traced, their shapes and types. Without ``capacities`` it takes TorchRec's arrays, which have no
+    padding, as `from_lengths` does: ``KeyedJaggedArray(keys=, values=, lengths=)``.
 
     Attributes:
         values: ``[sum(capacities)]`` ids (int32 on a device), the keys' segments in order.
@@ -40,6 +45,11 @@ class KeyedJaggedArray:
         keys: Names of the columns.
         capacities: Length of each key's segment of ``values``.
         strides: Number of bags of each key.
+
+    Raises:
+        TypeError: A field is of another type, or traced arrays come without ``capacities``.
+        ValueError: Shapes do not fit, an id is negative or beyond int32, lengths are negative or
+            exceed a capacity, a weight is not finite, an inverse index names no bag.
 
     Example:
         >>> batch = KeyedJaggedArray.from_lists({"user": [[7], [8]], "item": [[1, 2], []]})
@@ -61,6 +71,28 @@ class KeyedJaggedArray:
     keys: tuple[str, ...] = dataclasses.field(default=(), metadata={"static": True})
     capacities: tuple[int, ...] = dataclasses.field(default=(), metadata={"static": True})
     strides: tuple[int, ...] = dataclasses.field(default=(), metadata={"static": True})
+
+    def __post_init__(self) -> None:
+        vars(self).update(checked_fields(**vars(self))._asdict())
+
+    @classmethod
+    def _of(
+        cls,
+        values: Any,
+        lengths: Any,
+        weights: Any,
+        inverse_indices: Any,
+        keys: tuple[str, ...],
+        capacities: tuple[int, ...],
+        strides: tuple[int, ...],
+    ) -> KeyedJaggedArray:
+        """The batch of fields that need no check, whatever the arrays are."""
+        batch = object.__new__(cls)
+        fields = vars(batch)
+        fields["values"], fields["lengths"], fields["weights"] = values, lengths, weights
+        fields["inverse_indices"] = inverse_indices
+        fields["keys"], fields["capacities"], fields["strides"] = keys, capacities, strides
+        return batch
 
     @classmethod
     def from_lists(
@@ -95,13 +127,7 @@ class KeyedJaggedArray:
             nested.from_lists(key, rows, column_weights)
             for key, rows, column_weights in _with_weights(data, weights)
         ]
-        return cls(
-            *pack(
-                tuple(data),
-                ragged,
-                **options,
-            )
-        )
+        return cls._of(*pack(tuple(data), ragged, **options))
 
     @classmethod
     def from_dense(
@@ -123,13 +149,7 @@ class KeyedJaggedArray:
             columns.from_dense(key, array, column_weights)
             for key, array, column_weights in _with_weights(data, weights)
         ]
-        return cls(
-            *pack(
-                tuple(data),
-                dense,
-                **options,
-            )
-        )
+        return cls._of(*pack(tuple(data), dense, **options))
 
     @classmethod
     def from_arrow(
@@ -158,13 +178,7 @@ class KeyedJaggedArray:
             arrow.from_arrow(key, array, column_weights)
             for key, array, column_weights in _with_weights(data, weights)
         ]
-        return cls(
-            *pack(
-                tuple(data),
-                flat,
-                **options,
-            )
-        )
+        return cls._of(*pack(tuple(data), flat, **options))
 
     @classmethod
     def from_lengths(
@@ -193,14 +207,9 @@ class KeyedJaggedArray:
             >>> batch.to_lists()
             {'a': [[1, 2], []], 'b': [[], [3]]}
         """
-        return cls(
-            *pack(
-                _names(keys),
-                columns.from_flat(_names(keys), values, lengths, weights, strides),
-                varied_strides=strides is not None,
-                **options,
-            )
-        )
+        keys = columns.feature_names(keys)
+        flat = columns.from_flat(keys, values, lengths, weights, strides)
+        return cls._of(*pack(keys, flat, varied_strides=strides is not None, **options))
 
     @classmethod
     def from_offsets(
@@ -213,14 +222,9 @@ class KeyedJaggedArray:
         **options: Unpack[PackOptions],
     ) -> KeyedJaggedArray:
         """`from_lengths` with ``offsets``, ``[sum(strides) + 1]`` ascending from 0, for lengths."""
-        return cls.from_lengths(
-            keys,
-            values,
-            columns.lengths_of_offsets(_names(keys), offsets, strides),
-            weights,
-            strides=strides,
-            **options,
-        )
+        keys = columns.feature_names(keys)
+        lengths = columns.lengths_of_offsets(keys, offsets, strides)
+        return cls.from_lengths(keys, values, lengths, weights, strides, **options)
 
     @classmethod
     def from_dict(
@@ -238,15 +242,11 @@ class KeyedJaggedArray:
                 not under jit). ``inverse_indices`` are int32 arrays, taken as they are.
 
         Raises:
-            ValueError: A column has elements that are no scalars, weights are missing, or as the
-                methods named.
+            TypeError: A column is no `JaggedArray`.
+            ValueError: A column has elements that are no scalars, weights are missing, as the
+                constructor, or as the methods named.
         """
-        inverse_indices = options.get("inverse_indices")
-        if inverse_indices is not None and inverse_indices.shape[:-1] != (len(columns),):
-            raise ValueError(
-                f"inverse_indices has shape {inverse_indices.shape}; expected "
-                f"[{len(columns)} keys, batch]"
-            )
+        columns = checked_columns(columns)
         if deep := [key for key, column in columns.items() if column.values.ndim != 1]:
             raise ValueError(f"the elements of {deep} are no scalars; a keyed batch holds ids")
         parts = tuple(columns.values())
@@ -254,7 +254,7 @@ class KeyedJaggedArray:
             concatenate([part.values for part in parts], np.int32),
             concatenate([part.lengths for part in parts], np.int32),
             concatenate_weights([part.weights for part in parts]),
-            inverse_indices,
+            options.get("inverse_indices"),
             tuple(columns),
             tuple(part.capacity for part in parts),
             tuple(part.batch_size for part in parts),
@@ -265,11 +265,17 @@ class KeyedJaggedArray:
             batch = batch.with_checked_ids(bounds, options.get("bounds_mode", "raise"))
         return batch
 
+    # TorchRec's names.
+    from_jt_dict = from_dict
+    from_lengths_sync = from_lengths
+    from_offsets_sync = from_offsets
+
     @classmethod
     def empty(cls, *, weighted: bool = False) -> KeyedJaggedArray:
         """A batch without keys."""
         nothing = np.zeros(0, np.int32)
-        return cls(nothing, nothing, np.zeros(0, np.float32) if weighted else None)
+        weights = np.zeros(0, np.float32) if weighted else None
+        return cls._of(nothing, nothing, weights, None, (), (), ())
 
     @property
     def batch_size(self) -> int:
@@ -352,7 +358,7 @@ class KeyedJaggedArray:
         ids, bags = np.cumsum((0, *self.capacities)), np.cumsum((0, *self.strides))
         spans = runs(indices)
         inverse = self.inverse_indices
-        return KeyedJaggedArray(
+        return KeyedJaggedArray._of(
             concatenate([self.values[ids[a] : ids[b]] for a, b in spans], self.values.dtype),
             concatenate([self.lengths[bags[a] : bags[b]] for a, b in spans], np.int32),
             None
@@ -402,25 +408,7 @@ class KeyedJaggedArray:
         batches = [batch for batch in batches if batch.keys]
         if not batches:
             return KeyedJaggedArray.empty()
-        keys = tuple(itertools.chain.from_iterable(batch.keys for batch in batches))
-        for first, second in itertools.combinations(batches, 2):
-            if shared := sorted(set(first.keys) & set(second.keys)):
-                raise ValueError(f"keys {shared} are in more than one of the batches")
-        inverse = [b.inverse_indices for b in batches if b.inverse_indices is not None]
-        if 0 < len(inverse) < len(batches):
-            raise ValueError("some of the batches have inverse indices and some have none")
-        if len({batch.batch_size for batch in batches}) > 1:
-            sizes = [batch.batch_size for batch in batches]
-            raise ValueError(f"the batches have different numbers of samples: {sizes}")
-        return KeyedJaggedArray(
-            concatenate([batch.values for batch in batches], np.int32),
-            concatenate([batch.lengths for batch in batches], np.int32),
-            concatenate_weights([batch.weights for batch in batches]),
-            concatenate(inverse, np.int32) if inverse else None,
-            keys,
-            tuple(itertools.chain.from_iterable(batch.capacities for batch in batches)),
-            tuple(itertools.chain.from_iterable(batch.strides for batch in batches)),
-        )
+        return KeyedJaggedArray._of(*joined(batches))
 
     def with_capacities(self, capacities: Mapping[str, int] | Sequence[int]) -> KeyedJaggedArray:
         """The same batch with segments of other capacities; those not named keep theirs.
@@ -439,8 +427,7 @@ class KeyedJaggedArray:
         wanted = pinned_capacities(self.keys, needed, capacities)
         if wanted == self.capacities:
             return self
-        return dataclasses.replace(
-            self,
+        return self._with(
             values=refit(self.values, self.capacities, wanted),
             weights=None if self.weights is None else refit(self.weights, self.capacities, wanted),
             capacities=wanted,
@@ -458,13 +445,16 @@ class KeyedJaggedArray:
             TypeError: The batch is traced.
             ValueError: An id is out of range, or a key occurs twice.
         """
-        host = dataclasses.replace(self, values=columns.concrete("values", self.values))
+        host = self._with(values=columns.concrete("values", self.values))
         given = []
         for column in host._columns():
             lengths = np.asarray(column.lengths)
             given.append(columns.Column(np.asarray(column.values)[: lengths.sum()], lengths))
         values = checked_values(self.keys, given, self.capacities, bounds, bounds_mode)
-        return self if values is None else dataclasses.replace(self, values=values)
+        return self if values is None else self._with(values=values)
+
+    def _with(self, **fields: Any) -> KeyedJaggedArray:
+        return KeyedJaggedArray._of(**(vars(self) | fields))
 
     def _columns(self) -> list[JaggedArray]:
         return [self._column(index) for index in range(len(self.keys))]
@@ -483,17 +473,25 @@ class KeyedJaggedArray:
         return printing.keyed_jagged(self)
 
 
-def _names(keys: Sequence[str]) -> tuple[str, ...]:
-    if isinstance(keys, str):
-        raise TypeError(f"keys is the string {keys!r}; expected a sequence of names, [{keys!r}]")
-    return tuple(keys)
-
-
-def _with_weights(
-    data: Mapping[str, Any], weights: Mapping[str, Any] | None
-) -> Iterator[tuple[str, Any, Any]]:
+def _with_weights(data: Any, weights: Any) -> Iterator[tuple[str, Any, Any]]:
     """Each feature with its data and weights (None where there are none)."""
-    weights = {} if weights is None else weights
+    data, weights = columns.by_name("data", data), columns.by_name("weights", weights)
     if unknown := [key for key in weights if key not in data]:
         raise ValueError(f"weights name {unknown}, but the features are {list(data)}")
     return ((key, rows, weights.get(key)) for key, rows in data.items())
+
+
+def _flatten(batch: KeyedJaggedArray) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    arrays = (batch.values, batch.lengths, batch.weights, batch.inverse_indices)
+    return arrays, (batch.keys, batch.capacities, batch.strides)
+
+
+_PATHS = tuple(map(GetAttrKey, ("values", "lengths", "weights", "inverse_indices")))
+
+# Not by register_dataclass: JAX would rebuild batches through the constructor, which checks.
+jax.tree_util.register_pytree_with_keys(
+    KeyedJaggedArray,
+    lambda batch: (tuple(zip(_PATHS, _flatten(batch)[0], strict=True)), _flatten(batch)[1]),
+    lambda static, arrays: KeyedJaggedArray._of(*arrays, *static),
+    _flatten,
+)

@@ -12,6 +12,9 @@ import numpy as np
 
 from jaxrec.ragged.columns import Column, is_integer, is_real
 
+# Beyond it a number is infinite in float32.
+_LARGEST = int(np.finfo(np.float32).max)
+
 
 def from_lists(feature: str, rows: Any, weights: Any | None = None) -> Column:
     """The column of a list of bags, each a list, tuple or one-dimensional array of ids.
@@ -89,7 +92,7 @@ def _flat(feature: str, what: str, rows: Any) -> tuple[np.ndarray, np.ndarray]:
         return _flat_arrays(feature, what, rows)
     if any(issubclass(kind, np.ndarray) for kind in kinds):
         rows = [np.atleast_1d(row).tolist() if isinstance(row, np.ndarray) else row for row in rows]
-    accepts, dtype = (is_integer, np.int64) if what == "id" else (is_real, np.float32)
+    accepts, dtype = (is_integer, np.int64) if what == "id" else (is_real, np.float64)
     chain = itertools.chain.from_iterable
     if not all(map(accepts, set(map(type, chain(rows))))):
         sample, row = _first(rows, lambda row: not all(map(accepts, map(type, row))))
@@ -99,7 +102,13 @@ def _flat(feature: str, what: str, rows: Any) -> tuple[np.ndarray, np.ndarray]:
     try:
         return lengths, np.fromiter(chain(rows), dtype, lengths.sum())
     except OverflowError:  # an int beyond 64 bits: kept whole, for the bounds check to name
-        return lengths, np.array(list(chain(rows)), object)
+        if what == "id":
+            return lengths, np.array(list(chain(rows)), object)
+        sample, row = _first(rows, lambda row: any(abs(weight) > _LARGEST for weight in row))
+        weight = next(weight for weight in row if abs(weight) > _LARGEST)
+        raise ValueError(
+            f"feature {feature!r}, sample {sample}: weight {weight!r:.60} is not finite in float32"
+        ) from None
 
 
 def _flat_arrays(
@@ -122,7 +131,8 @@ def _flat_arrays(
         sample, row = _first(rows, lambda row: row.size > 0 and not accepts(row.dtype.type))
         raise TypeError(_not_accepted(feature, sample, what, f"of type {row.dtype}"))
     if what == "weight":
-        return lengths, np.concatenate(filled, dtype=np.float32, casting="unsafe")
+        common = dtypes.pop() if len(dtypes) == 1 else np.float64
+        return lengths, np.concatenate(filled, dtype=common, casting="unsafe")
     if np.result_type(*dtypes).kind == "f":  # of uint64 with int64, which would lose digits
         filled = [row.astype(object) for row in filled]
     return lengths, np.concatenate(filled)

@@ -7,18 +7,19 @@ from typing import Any, NamedTuple, TypedDict
 
 import numpy as np
 
+from jaxrec.ragged.arrays import AnyArray
 from jaxrec.ragged.bounds import BoundsMode, check_ids
 from jaxrec.ragged.capacity import rung
-from jaxrec.ragged.columns import Column, integers
+from jaxrec.ragged.columns import Column, by_name, feature_names, integers, whole_number
 
 
 class Packed(NamedTuple):
-    """The fields of a `KeyedJaggedArray`, on the host."""
+    """The fields of a `KeyedJaggedArray`; of `pack`, in NumPy arrays."""
 
-    values: np.ndarray
-    lengths: np.ndarray
-    weights: np.ndarray | None
-    inverse_indices: np.ndarray | None
+    values: AnyArray
+    lengths: AnyArray
+    weights: AnyArray | None
+    inverse_indices: AnyArray | None
     keys: tuple[str, ...]
     capacities: tuple[int, ...]
     strides: tuple[int, ...]
@@ -35,8 +36,8 @@ class PackOptions(TypedDict, total=False):
         bounds: Rows of the features' tables by name: ids must be below. Ids of a feature without a
             bound must fit int32.
         bounds_mode: ``"raise"`` on an id outside (the default), ``"clamp"`` it to 0 with one
-            warning that counts them, or ``"ignore"``: 0 without a word. The last two leave -1
-            alone, FBGEMM's mark of a pruned row.
+            warning that counts such ids, or ``"ignore"``: 0 without a word. Negative ids become 0
+            too, -1 among them.
     """
 
     inverse_indices: Any | None
@@ -66,14 +67,16 @@ def pack(
 
     Raises:
         ValueError: A key occurs twice, numbers of bags differ, some but not all features are
-            weighted, a capacity is too small, an inverse index or an id is out of range.
+            weighted, a weight is no finite float32, a capacity is too small, an inverse index or an
+            id is out of range.
+        TypeError: A key is no string, a capacity or a bound is no integer.
     """
-    keys = tuple(keys)
+    keys = feature_names(keys)
     if repeated := {key for key in keys if keys.count(key) > 1}:
         raise ValueError(f"keys must differ, but {sorted(repeated)} occur more than once in {keys}")
     strides = tuple(column.lengths.size for column in columns)
     if inverse_indices is not None:
-        inverse_indices = _checked_inverse(keys, strides, inverse_indices)
+        inverse_indices = checked_inverse(keys, strides, inverse_indices)
     elif not varied_strides and len(set(strides)) > 1:
         raise ValueError(
             "features have different numbers of samples: "
@@ -85,14 +88,15 @@ def pack(
         bare = [key for key, has in zip(keys, weighted, strict=True) if not has]
         raise ValueError(f"features {bare} have no weights, but others do; give all or none")
 
-    checked = check_ids(dict(zip(keys, columns, strict=True)), dict(bounds or {}), bounds_mode)
+    bounds = by_name("bounds", bounds)
+    checked = check_ids(dict(zip(keys, columns, strict=True)), bounds, bounds_mode)
     columns = list(checked.values())
     needed = [column.values.size for column in columns]
     capacities = pinned_capacities(keys, needed, capacities)
     return Packed(
         values=_padded([column.values for column in columns], capacities, np.int32),
         lengths=_joined([column.lengths for column in columns], np.int32),
-        weights=_padded_weights(columns, capacities) if any(weighted) else None,
+        weights=_padded_weights(keys, columns, capacities) if any(weighted) else None,
         inverse_indices=inverse_indices,
         keys=keys,
         capacities=capacities,
@@ -132,6 +136,11 @@ def pinned_capacities(
     Raises:
         ValueError: One is too small, is given for a key that is not there, or they are too many.
     """
+    if not isinstance(capacities, Mapping | Sequence | np.ndarray | None):
+        raise TypeError(
+            f"capacities is {capacities!r}; expected capacities by name, {{name: capacity}}, or "
+            "one for each key in order"
+        )
     if capacities is None:
         capacities = {}
     if not isinstance(capacities, Mapping):
@@ -141,7 +150,8 @@ def pinned_capacities(
     if unknown := [key for key in capacities if key not in keys]:
         raise ValueError(f"capacities name {unknown}, but the keys are {list(keys)}")
     pinned = tuple(
-        int(capacities.get(key, rung(count))) for key, count in zip(keys, needed, strict=True)
+        whole_number(f"the capacity of feature {key!r}", capacities.get(key, rung(count)))
+        for key, count in zip(keys, needed, strict=True)
     )
     for key, count, capacity in zip(keys, needed, pinned, strict=True):
         if capacity < count:
@@ -166,18 +176,47 @@ def _padded(
     return padded
 
 
-def _padded_weights(columns: Sequence[Column], capacities: Sequence[int]) -> np.ndarray:
-    weights = [column.weights for column in columns if column.weights is not None]
-    dtypes = {array.dtype for array in weights}
-    return _padded(weights, capacities, dtypes.pop() if len(dtypes) == 1 else np.float32)
+def _padded_weights(
+    keys: Sequence[str], columns: Sequence[Column], capacities: Sequence[int]
+) -> np.ndarray:
+    weights = [
+        as_float32(key, column.weights, column.lengths)
+        for key, column in zip(keys, columns, strict=True)
+        if column.weights is not None
+    ]
+    return _padded(weights, capacities, np.float32)
+
+
+def as_float32(feature: str, weights: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """The weights of a column as float32.
+
+    Raises:
+        ValueError: One is NaN, or infinite in float32.
+    """
+    with np.errstate(over="ignore"):
+        narrow = weights.astype(np.float32, copy=False)
+    if not (finite := np.isfinite(narrow)).all():
+        position = int(np.argmin(finite))
+        sample = np.searchsorted(np.cumsum(lengths), position, side="right")
+        raise ValueError(
+            f"feature {feature!r}, sample {sample}: weight {weights[position]} is not finite in "
+            "float32, the type of weights; one such weight would spoil every row of its batch"
+        )
+    return narrow
 
 
 def _joined(arrays: Sequence[np.ndarray], dtype: np.typing.DTypeLike) -> np.ndarray:
     return np.concatenate([np.zeros(0, dtype), *arrays], dtype=dtype, casting="unsafe")
 
 
-def _checked_inverse(keys: Sequence[str], strides: Sequence[int], inverse: Any) -> np.ndarray:
-    inverse = integers("inverse_indices", "index", inverse)
+def checked_inverse(keys: Sequence[str], strides: Sequence[int], inverse: Any) -> np.ndarray:
+    """The bag of each sample, ``[keys, batch]`` int32.
+
+    Raises:
+        TypeError: They are no integers.
+        ValueError: The shape is another, or a feature has no such bag.
+    """
+    inverse = integers("inverse_indices", "bag number", inverse)
     if inverse.ndim != 2 or inverse.shape[0] != len(keys):
         raise ValueError(
             f"inverse_indices has shape {inverse.shape}; expected [{len(keys)} keys, batch]"

@@ -6,16 +6,21 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
-from jaxrec.ragged.arrays import AnyArray, namespace
+from jaxrec.ragged.arrays import AnyArray, namespace, to_device
 
 
 def concatenate(arrays: Sequence[AnyArray], dtype: Any) -> AnyArray:
     """The arrays end to end; an empty one of ``dtype`` where there are none."""
     if len(arrays) == 1:
         return arrays[0]
-    return namespace(*arrays).concatenate(arrays) if arrays else np.zeros(0, dtype)
+    if not arrays:
+        return np.zeros(0, dtype)
+    if namespace(*arrays) is np:
+        return np.concatenate(arrays)
+    return jnp.concatenate([to_device(array) for array in arrays])
 
 
 def concatenate_weights(weights: Sequence[AnyArray | None]) -> AnyArray | None:

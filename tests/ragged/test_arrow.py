@@ -74,9 +74,20 @@ def test_one_id_per_row():
     assert weighted.weights.dtype == np.float32
 
 
-def test_half_precision_weights_stay():
-    halves = pa.array([np.float16(0.5)], pa.float16())
-    assert from_arrow({"f": pa.array([4])}, {"f": halves}).weights.dtype == np.float16
+@pytest.mark.parametrize("kind", [pa.float16(), pa.float64(), pa.int64()], ids=str)
+def test_weights_become_float32(kind):
+    weights = pa.array(np.array([2]), pa.int64()).cast(kind)
+    batch = from_arrow({"f": pa.array([4])}, {"f": weights})
+    assert batch.weights.dtype == np.float32
+    assert batch["f"].weights_to_lists() == [[2.0]]
+
+
+def test_columns_of_one_name():
+    table = pa.Table.from_arrays([pa.array([1]), pa.array([2]), pa.array([3])], ["f", "g", "f"])
+    with pytest.raises(ValueError, match=r"columns \['f'\] occur more than once in the table; ren"):
+        from_arrow(table)
+    with pytest.raises(ValueError, match=r"columns \['f'\] occur more than once"):
+        from_arrow(pa.table({"f": [1], "g": [2]}), table.to_batches()[0])
 
 
 def test_ids_are_checked():

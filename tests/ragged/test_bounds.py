@@ -31,7 +31,7 @@ IDS = {
         r"feature 'b', sample 1: id 7 is outside \[0, 7\), the rows of its table",
     ),
     "negative": (-2, {"b": 7}, r"feature 'b', sample 1: id -2 is outside \[0, 7\)"),
-    "pruned": (-1, {"b": 7}, r"feature 'b', sample 1: id -1 is outside \[0, 7\)"),
+    "minus_one": (-1, {"b": 7}, r"feature 'b', sample 1: id -1 is outside \[0, 7\)"),
     "negative_unbounded": (-2, {"a": 5}, "feature 'b', sample 1: id -2 is negative"),
     "beyond_int32": (2**31, {}, r"feature 'b', sample 1: id 2147483648 does not fit int32 .* hash"),
     "wraps_to_zero": (2**32, {"b": 7}, r"id 4294967296 is outside \[0, 7\)"),
@@ -50,17 +50,14 @@ def test_an_id_outside_is_named(value, bounds, message):
 
 @pytest.mark.parametrize(("value", "bounds", "message"), IDS.values(), ids=IDS)
 def test_an_id_outside_is_repaired(value, bounds, message):
-    # FBGEMM leaves -1 alone: it stands for a row that was pruned.
-    repaired = with_id(-1 if value == -1 else 0)
+    repaired = with_id(0)
     batch = KeyedJaggedArray.from_lists(with_id(value), bounds=bounds, bounds_mode="ignore")
     assert batch.to_lists() == repaired
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         batch = KeyedJaggedArray.from_lists(with_id(value), bounds=bounds, bounds_mode="clamp")
     assert batch.to_lists() == repaired
-    assert [str(w.message).split(";")[0] for w in caught] == (
-        [] if value == -1 else ["1 of 5 ids became 0"]
-    )
+    assert [str(w.message).split(";")[0] for w in caught] == ["1 of 5 ids became 0"]
 
 
 def test_the_warning_counts_and_names_the_first():
@@ -83,7 +80,7 @@ def test_ignore_agrees_with_a_loop(bags, bound):
     batch = KeyedJaggedArray.from_lengths(
         ["a"], values, [len(bag) for bag in bags], bounds={"a": bound}, bounds_mode="ignore"
     )
-    expected = [[i if 0 <= i < bound or i == -1 else 0 for i in bag] for bag in bags]
+    expected = [[i if 0 <= i < bound else 0 for i in bag] for bag in bags]
     assert batch.to_lists() == {"a": expected}
 
 
@@ -107,10 +104,13 @@ def test_every_integer_type(dtype):
         ),
         ({"bounds": {"x": 3}}, r"bounds names 'x', but the features are \['a', 'b'\]"),
         ({"bounds": {"a": 0}}, "the bound of feature 'a' is 0; expected 1 to"),
+        ({"bounds": {"a": 2.5}}, "the bound of feature 'a': 2.5 is no integer"),
+        ({"bounds": [3]}, r"bounds is \[3\] \(list\); expected a mapping by the names of features"),
         ({"bounds": {"a": 2**31 + 1}}, "the bound of feature 'a' is 2147483649"),
     ],
-    ids=["mode", "unknown", "zero", "too_large"],
+    ids=["mode", "unknown", "zero", "no_integer", "no_mapping", "too_large"],
 )
+@pytest.mark.usefixtures("unchecked")
 def test_bad_bounds(options, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, TypeError), match=message):
         KeyedJaggedArray.from_lists(ROWS, **options)

@@ -1,0 +1,252 @@
+"""The fields of a keyed batch as its constructor takes them: checked, or derived."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxrec.ragged.arrays import AnyArray
+from jaxrec.ragged.bounds import check_ids
+from jaxrec.ragged.columns import (
+    Column,
+    bags_per_key,
+    by_name,
+    concrete,
+    feature_names,
+    floats,
+    from_flat,
+    integers,
+    whole_number,
+)
+from jaxrec.ragged.jagged import JaggedArray
+from jaxrec.ragged.packing import Packed, as_float32, checked_inverse, pack, pinned_capacities
+from jaxrec.ragged.segments import concatenate, concatenate_weights
+
+
+def checked_fields(
+    values: Any,
+    lengths: Any,
+    weights: Any,
+    inverse_indices: Any,
+    keys: Sequence[str],
+    capacities: Sequence[int],
+    strides: Sequence[int],
+) -> Packed:
+    """The fields of a `KeyedJaggedArray`.
+
+    Without ``capacities`` the arrays are TorchRec's, without padding, and are packed. With them
+    arrays on the host are checked whole, and others (on a device, or traced) by shape and type.
+
+    Raises:
+        TypeError, ValueError: A field is not what the class says.
+    """
+    keys = feature_names(keys)
+    capacities = _sizes("capacities", capacities)
+    strides = _sizes("strides", strides)
+    if keys and not capacities:
+        return _packed(values, lengths, weights, inverse_indices, keys, strides)
+    if len(capacities) != len(keys):
+        raise ValueError(f"{len(capacities)} capacities for {len(keys)} keys {keys}")
+    values = _array("values", "value", values, _numbers)
+    lengths = _array("lengths", "length", lengths, integers)
+    if lengths.ndim == 0:
+        raise ValueError("lengths is a single number; expected [sum(strides)], one for each bag")
+    if not keys and (values.size or lengths.size):
+        raise ValueError(
+            f"there are {values.size} values and {lengths.size} lengths, but keys=, the names of "
+            "their features, is missing"
+        )
+    batch_axes, bags = lengths.shape[:-1], lengths.shape[-1]
+    strides = bags_per_key(len(keys), bags, strides or None)
+    total = sum(capacities)
+    _check_shape("values", values, (*batch_axes, total), f"the capacities {capacities} of its keys")
+    if weights is not None:
+        weights = _array("weights", "weight", weights, floats)
+        _check_shape("weights", weights, values.shape, "one for each value")
+    if inverse_indices is not None:
+        inverse_indices = _array("inverse_indices", "bag number", inverse_indices, integers)
+        shape = (*batch_axes, len(keys), *inverse_indices.shape[-1:])
+        _check_shape("inverse_indices", inverse_indices, shape, "[keys, batch]")
+    return _checked_on_host(
+        Packed(values, lengths, weights, inverse_indices, keys, capacities, strides)
+    )
+
+
+def checked_columns(columns: Any) -> dict[str, JaggedArray]:
+    """Columns by name.
+
+    Raises:
+        TypeError: They are something else.
+    """
+    columns = by_name("columns", columns)
+    for key, column in columns.items():
+        if not isinstance(column, JaggedArray):
+            raise TypeError(
+                f"feature {key!r} is {column!r:.60} ({type(column).__name__}); expected a "
+                "JaggedArray; from_lists takes lists, from_dense dense arrays"
+            )
+        for name in ("values", "lengths"):
+            if not hasattr(getattr(column, name), "shape"):
+                raise TypeError(
+                    f"feature {key!r}: {name} are {getattr(column, name)!r:.60}; expected an array"
+                )
+    return columns
+
+
+def joined(batches: Sequence[Any]) -> Packed:
+    """The fields of one batch with the keys of several `KeyedJaggedArray`s, one after the other.
+
+    Raises:
+        ValueError: Only some are weighted or have inverse indices, batch sizes differ, or a key is
+            in two of them.
+    """
+    keys = tuple(itertools.chain.from_iterable(batch.keys for batch in batches))
+    for first, second in itertools.combinations(batches, 2):
+        if shared := sorted(set(first.keys) & set(second.keys)):
+            raise ValueError(f"keys {shared} are in more than one of the batches")
+    inverse = [b.inverse_indices for b in batches if b.inverse_indices is not None]
+    if 0 < len(inverse) < len(batches):
+        raise ValueError("some of the batches have inverse indices and some have none")
+    if len({batch.batch_size for batch in batches}) > 1:
+        sizes = [batch.batch_size for batch in batches]
+        raise ValueError(f"the batches have different numbers of samples: {sizes}")
+    return Packed(
+        concatenate([batch.values for batch in batches], np.int32),
+        concatenate([batch.lengths for batch in batches], np.int32),
+        concatenate_weights([batch.weights for batch in batches]),
+        concatenate(inverse, np.int32) if inverse else None,
+        keys,
+        tuple(itertools.chain.from_iterable(batch.capacities for batch in batches)),
+        tuple(itertools.chain.from_iterable(batch.strides for batch in batches)),
+    )
+
+
+def _packed(
+    values: Any,
+    lengths: Any,
+    weights: Any,
+    inverse_indices: Any,
+    keys: tuple[str, ...],
+    strides: tuple[int, ...],
+) -> Packed:
+    """The fields of a batch of TorchRec's arrays."""
+    if any(_has_no_values(array) for array in (values, lengths, weights)):
+        raise TypeError(
+            "a KeyedJaggedArray of traced arrays needs capacities= and strides=, the room for the "
+            "ids of each key and its number of bags: shapes are fixed when a program is compiled"
+        )
+    return pack(
+        keys,
+        from_flat(keys, values, lengths, weights, strides or None),
+        varied_strides=bool(strides),
+        inverse_indices=inverse_indices,
+    )
+
+
+def _checked_on_host(fields: Packed) -> Packed:
+    """The fields, those on the host checked and made 32 bits wide."""
+    values, lengths, weights, inverse, keys, capacities, strides = fields
+    if isinstance(lengths, np.ndarray):
+        for index in np.ndindex(lengths.shape[:-1]):  # one, unless batches are stacked
+            bag = id_ = 0
+            for key, capacity, stride in zip(keys, capacities, strides, strict=True):
+                column_lengths = lengths[index][bag : bag + stride]
+                used = slice(id_, id_ + _count(key, column_lengths, capacity))
+                if isinstance(values, np.ndarray) and values.dtype.kind in "iuO":
+                    check_ids({key: Column(values[index][used], column_lengths)}, {}, "raise")
+                if isinstance(weights, np.ndarray):
+                    as_float32(key, weights[index][used], column_lengths)
+                bag, id_ = bag + stride, id_ + capacity
+        lengths = lengths.astype(np.int32, copy=False)
+    if isinstance(values, np.ndarray):
+        values = _narrow(values, is_checked=isinstance(lengths, np.ndarray))
+    if isinstance(weights, np.ndarray):
+        with np.errstate(over="ignore"):  # in the padding, which nothing reads
+            weights = weights.astype(np.float32, copy=False)
+    if isinstance(inverse, np.ndarray):
+        for index in np.ndindex(inverse.shape[:-2]):
+            checked_inverse(keys, strides, inverse[index])
+        inverse = inverse.astype(np.int32, copy=False)
+    return Packed(values, lengths, weights, inverse, keys, capacities, strides)
+
+
+def _count(key: str, lengths: np.ndarray, capacity: int) -> int:
+    """The ids of a key.
+
+    Raises:
+        ValueError: A length is negative, or there are more ids than the capacity.
+    """
+    if lengths.size == 0:
+        return 0
+    if lengths.min() < 0:
+        sample = int(np.argmax(lengths < 0))
+        raise ValueError(
+            f"feature {key!r}, sample {sample} has the negative length {lengths[sample]}"
+        )
+    longest = int(lengths.max())  # first: a sum of lengths beyond the capacity could wrap
+    count = longest if longest > capacity else int(lengths.sum(dtype=np.int64))
+    pinned_capacities([key], [count], [capacity])
+    return count
+
+
+def _numbers(where: str, what: str, array: Any) -> np.ndarray:
+    """Integers, as ids are, or real numbers: a keyed batch may hold something else than ids."""
+    array = concrete(where, array)
+    is_float = jax.dtypes.issubdtype(array.dtype, np.floating)
+    return (floats if is_float else integers)(where, what, array)
+
+
+def _narrow(values: np.ndarray, is_checked: bool) -> np.ndarray:
+    """Values in 32 bits at most; integers in padding may be cut, once all others were checked.
+
+    Raises:
+        ValueError: Another integer does not fit.
+    """
+    if values.dtype.kind not in "iuO":
+        return values.astype(np.float32) if values.dtype == np.float64 else values
+    if not (is_checked and values.dtype.kind in "iu") and values.dtype != np.int32 and values.size:
+        bounds = np.iinfo(np.int32)
+        if values.min() < bounds.min or values.max() > bounds.max:
+            extreme = max(int(values.max()), int(values.min()), key=abs)
+            raise ValueError(f"values: {extreme} does not fit int32, the type of ids on a device")
+    return values.astype(np.int32, copy=False)
+
+
+def _array(name: str, what: str, array: Any, convert: Callable[..., np.ndarray]) -> AnyArray:
+    """``array`` as it is where JAX has it, and else as a NumPy array.
+
+    Raises:
+        TypeError: It is no array of the wanted kind of numbers.
+    """
+    if not _is_of_jax(array):
+        return convert(name, what, array)
+    wanted = np.integer if convert is integers else np.number
+    if not jnp.issubdtype(array.dtype, wanted):
+        kind = "integers" if wanted is np.integer else "real numbers"
+        raise TypeError(f"{name}: {what}s must be {kind}, not of type {array.dtype}")
+    return array
+
+
+def _check_shape(name: str, array: AnyArray, wanted: tuple[int, ...], why: str) -> None:
+    if tuple(array.shape) != wanted:
+        raise ValueError(f"{name} has shape {tuple(array.shape)}; expected {wanted}, {why}")
+
+
+def _is_of_jax(array: Any) -> bool:
+    """Whether it lies on a device, is traced, or stands for such an array."""
+    return isinstance(array, jax.Array | jax.ShapeDtypeStruct)
+
+
+def _has_no_values(array: Any) -> bool:
+    return isinstance(array, jax.core.Tracer | jax.ShapeDtypeStruct)
+
+
+def _sizes(name: str, sizes: Any) -> tuple[int, ...]:
+    if isinstance(sizes, str | Mapping) or not isinstance(sizes, Iterable):
+        raise TypeError(f"{name} is {sizes!r}; expected a number for each key, in order")
+    return tuple(whole_number(name, size) for size in sizes)
