@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxrec.mesh.agree import gather_numbers, require_same
 from jaxrec.ragged import KeyedJaggedArray
 from jaxrec.ragged.capacity import rung
+from jaxrec.ragged.columns import concrete, whole_number
 
 # Numbers that processes tell each other at a time.
 _NUMBERS = 256
@@ -56,6 +57,8 @@ def shard_batch(batch: Any, mesh: Mesh, *, capacities: Mapping[str, int] | None 
     """
     if not isinstance(mesh, Mesh):
         raise TypeError(f"a batch is put on a jax.sharding.Mesh, got {mesh!r}")
+    if not isinstance(capacities, Mapping | None):
+        raise TypeError(f"capacities are by key, {{key: capacity}}, got {capacities!r}")
     devices = len(mesh.local_devices)
     if devices == 0:
         raise ValueError(
@@ -166,14 +169,8 @@ def _cut(leaf: Any, devices: int, name: str) -> _Cut | np.ndarray:
         return array
     if np.ndim(leaf.values) != 1:
         raise ValueError(f"{name} is on a mesh already; shard_batch takes batches on the host")
-    batch = KeyedJaggedArray(
-        _numbers(leaf.values, f"{name}.values"),
-        np.asarray(leaf.lengths),
-        None if leaf.weights is None else np.asarray(leaf.weights),
-        None if leaf.inverse_indices is None else np.asarray(leaf.inverse_indices),
-        leaf.keys,
-        leaf.capacities,
-        leaf.strides,
+    batch = jax.tree_util.tree_map_with_path(
+        lambda path, array: _numbers(array, f"{name}{jax.tree_util.keystr(path)}"), leaf
     )
     if batch.inverse_indices is None and len(set(batch.strides)) > 1:
         raise ValueError(
@@ -230,8 +227,8 @@ def _fill(
 
 
 def _numbers(leaf: Any, name: str) -> np.ndarray:
-    """An array of a type that devices have; 64 bits are never cut in silence."""
-    array = np.asarray(leaf)
+    """An array of a type that devices have; 64 bits are never cut in silence, nor masks dropped."""
+    array = concrete(name, leaf)
     if not (jnp.issubdtype(array.dtype, np.number) or array.dtype == bool):
         raise TypeError(f"{name} is of type {array.dtype}; a batch has arrays of numbers")
     dtype = jax.dtypes.canonicalize_dtype(array.dtype)
@@ -264,6 +261,7 @@ def _fit(cuts: dict[str, _Cut | np.ndarray], capacities: Mapping[str, int]) -> l
             continue
         for key, column in zip(cut.keys, cut.columns, strict=True):
             needed = int(column.lengths.sum(axis=1).max())
+            whole_number(f"capacities, key {key!r}", capacities.get(key, 0))
             if needed > capacities.get(key, 0):
                 raise ValueError(
                     f"{name}: a device has {needed} ids of key {key!r}, but capacities has room "

@@ -194,6 +194,11 @@ def test_training_with_shared_bags_equals_one_device(mesh, exchange):
             "batch: 1099511627776 does not fit int32, .* map such ids to rows on the host",
         ),
         (
+            {"x": np.ma.masked_equal([1, 2, 3, 4], 2)},
+            ValueError,
+            r"batch\['x'\]: 1 elements are masked",
+        ),
+        (
             jaxrec.KeyedJaggedArray.from_lengths(
                 ["a", "b"], [1, 2], [1, 0, 1, 0, 0], strides=[4, 1]
             ),
@@ -201,7 +206,7 @@ def test_training_with_shared_bags_equals_one_device(mesh, exchange):
             r"batch: its keys have different numbers of bags, \(4, 1\), and no inverse_indices",
         ),
     ],
-    ids=["dense", "ragged", "empty", "number", "strings", "64_bits", "strides"],
+    ids=["dense", "ragged", "empty", "number", "strings", "64_bits", "masked", "strides"],
 )
 def test_errors(mesh, batch, error, message):
     with pytest.raises(error, match=message):
@@ -218,6 +223,25 @@ def test_a_batch_is_put_on_a_mesh_once(mesh):
 def test_something_else_for_a_mesh():
     with pytest.raises(TypeError, match=r"a batch is put on a jax\.sharding\.Mesh, got 'data'"):
         shard_batch(np.zeros(8), "data")
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(
+    ("capacities", "message"),
+    [([8], r"capacities are by key, .* got \[8\]"), ({"a": 8.5}, "key 'a': 8.5 is no integer")],
+    ids=["list", "float"],
+)
+def test_capacities_of_another_type(mesh, capacities, message):
+    batch = jaxrec.KeyedJaggedArray.from_lists({"a": [[1]] * 4})
+    with pytest.raises(TypeError, match=message):
+        shard_batch(batch, mesh, capacities=capacities)
+
+
+def test_big_endian_arrays(mesh):
+    placed = shard_batch({"y": np.arange(4, dtype=">f4"), "i": np.arange(4, dtype=">i8")}, mesh)
+    np.testing.assert_array_equal(placed["y"], [0, 1, 2, 3])
+    np.testing.assert_array_equal(placed["i"], [0, 1, 2, 3])
+    assert placed["y"].dtype == np.float32
 
 
 def test_wide_types_are_narrowed_where_they_fit(mesh):

@@ -381,9 +381,11 @@ ERRORS = {
         r"elements of \['a'\] are no scalars",
     ),
     "from_dict_inverse": (
-        lambda b: KeyedJaggedArray.from_dict({"a": b["a"]}, inverse_indices=np.zeros((2, 3), np.int32)),
+        lambda b: KeyedJaggedArray.from_dict(
+            {"a": b["a"]}, inverse_indices=np.zeros((2, 3), np.int32)
+        ),
         ValueError,
-        r"inverse_indices has shape \(2, 3\); expected \[1 keys, batch\]",
+        r"inverse_indices has shape \(2, 3\); expected \(1, 3\), \[keys, batch\]",
     ),
 }
 

@@ -319,10 +319,106 @@ ERRORS = {
         ValueError,
         "different numbers of samples: 'a' 2, 'b' 3",
     ),
+    "lengths_wrap": (
+        lambda: from_lengths(TWO, [], [2**62] * 4),
+        ValueError,
+        "feature 'a', sample 0 has the length 4611686018427387904, but there are 0 values",
+    ),
+    "lengths_uint64": (
+        lambda: from_lengths(TWO, [1], np.array([2, 2**64 - 1], np.uint64)),
+        ValueError,
+        "feature 'a', sample 0 has the length 2, but there are 1 values",
+    ),
+    "offsets_wrap": (
+        lambda: from_offsets(["a"], [1], np.array([0, 2**64 - 1], np.uint64)),
+        ValueError,
+        "offsets end at 18446744073709551615",
+    ),
+    "strides_float": (
+        lambda: from_lengths(TWO, [1, 2], [1, 1], strides=[1, 1.5]),
+        TypeError,
+        "strides: 1.5 is no integer",
+    ),
+    "strides_number": (
+        lambda: from_lengths(TWO, [1, 2], [1, 1], strides=1),
+        TypeError,
+        "strides is 1; expected the number of bags of each key",
+    ),
+    "capacity_float": (
+        lambda: from_lists({"a": [[1]]}, capacities={"a": 2.7}),
+        TypeError,
+        "the capacity of feature 'a': 2.7 is no integer",
+    ),
+    "capacity_number": (
+        lambda: from_lists({"a": [[1]]}, capacities=64),
+        TypeError,
+        "capacities is 64; expected capacities by name",
+    ),
+    "masked_ids": (
+        lambda: from_lengths(["a"], np.ma.masked_equal([1, 2], 2), [2]),
+        ValueError,
+        r"values: 1 elements are masked, .*fill them \(array\.filled\(0\)\)",
+    ),
+    "masked_dense": (
+        lambda: from_dense({"a": np.ma.masked_equal([[1, 2]], 2)}),
+        ValueError,
+        "feature 'a': 1 elements are masked",
+    ),
+    "masked_rows": (
+        lambda: from_lists({"a": np.ma.masked_equal([[1, 2]], 2)}),
+        TypeError,
+        "feature 'a', sample 0: id None .* is not an integer",
+    ),
+    "weight_nan": (
+        lambda: from_lists({"a": [[1], [2, 3]]}, {"a": [[1.0], [2.0, np.nan]]}),
+        ValueError,
+        "feature 'a', sample 1: weight nan is not finite in float32",
+    ),
+    "weight_infinite": (
+        lambda: from_dense({"a": np.arange(2)}, {"a": np.array([1, -np.inf], np.float16)}),
+        ValueError,
+        "feature 'a', sample 1: weight -inf is not finite",
+    ),
+    "weight_large": (
+        lambda: from_lengths(TWO, [1, 2], [1, 1], [1.0, 1e300]),
+        ValueError,
+        r"feature 'b', sample 0: weight 1e\+300 is not finite in float32",
+    ),
+    "weight_large_in_lists": (
+        lambda: from_lists({"a": [[1]]}, {"a": [[1e39]]}),
+        ValueError,
+        r"feature 'a', sample 0: weight 1e\+39 is not finite in float32",
+    ),
+    "weight_huge_int": (
+        lambda: from_lists({"a": [[], [1]]}, {"a": [[], [10**400]]}),
+        ValueError,
+        "feature 'a', sample 1: weight 10+ is not finite in float32",
+    ),
+    "data_no_mapping": (
+        lambda: from_lists([[1]]),
+        TypeError,
+        r"data is \[\[1\]\] \(list\); expected a mapping by the names of features",
+    ),
+    "weights_no_mapping": (
+        lambda: from_dense({"a": [1]}, [1.0]),
+        TypeError,
+        r"weights is \[1.0\] \(list\); expected a mapping",
+    ),
+    "key_no_string": (
+        lambda: from_lists({1: [[1]]}),
+        TypeError,
+        "keys are names of features, strings, but 1 is among them",
+    ),
+    "ragged_array": (
+        lambda: from_lengths(["a"], [[1], [1, 2]], [1, 2]),
+        TypeError,
+        "values: expected an array of numbers",
+    ),
     "unknown_option": (lambda: from_lists({"a": [[1]]}, bound={"a": 2}), TypeError, "'bound'"),
 }
 
 
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(("call", "error", "message"), ERRORS.values(), ids=ERRORS)
 def test_errors(call, error, message):
     with pytest.raises(error, match=message):
