@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -43,7 +41,8 @@ def test_groups_of_every_exchange_with_activations_and_weights_of_a_type(dtype):
     lists = {name: [[1, 2], [2]] for name in PLACEMENTS}
     weights = {name: [[0.5, 0.25], [2.0]] for name in PLACEMENTS}
     batch = jaxrec.KeyedJaggedArray.from_lists(lists, weights=weights)
-    batch = dataclasses.replace(batch, weights=np.asarray(batch.weights, jnp.dtype(dtype)))
+    weights = np.asarray(batch.weights, jnp.dtype(dtype))
+    batch = jax.tree.unflatten(jax.tree.structure(batch), [batch.values, batch.lengths, weights])
 
     @nnx.jit(donate_argnums=0)
     def step(model, batch):
