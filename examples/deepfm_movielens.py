@@ -24,7 +24,7 @@ import tyro
 from flax import nnx
 
 import jaxrec
-from jaxrec.data import movielens_movies, movielens_ratings, movielens_users
+from jaxrec.data import DataError, movielens_movies, movielens_ratings, movielens_users
 from jaxrec.metrics import auc
 from jaxrec.train import compile_step
 
@@ -136,7 +136,11 @@ def train(settings: Settings, ids: pa.Table, likes: np.ndarray, seed: int) -> fl
 
 
 def main(settings: Settings) -> dict[int, float]:
-    (ids, likes), found, begun = read(settings.data), {}, time.perf_counter()
+    try:
+        ids, likes = read(settings.data)
+    except (OSError, DataError) as error:
+        raise SystemExit(f"MovieLens cannot be read: {error}") from None
+    found, begun = {}, time.perf_counter()
     for seed in settings.seeds:
         found[seed] = train(settings, ids, likes, seed)
         print(f"seed {seed}: test AUC {found[seed]:.4f}")

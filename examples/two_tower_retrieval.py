@@ -16,7 +16,6 @@ from __future__ import annotations
 import dataclasses
 import time
 
-import faiss
 import numpy as np
 import optax
 import tyro
@@ -122,6 +121,10 @@ def train(settings: Settings, rng: np.random.Generator) -> TwoTower:
 
 
 def main(settings: Settings) -> dict[str, float]:
+    try:
+        import faiss
+    except ImportError:
+        raise SystemExit("the index is faiss's: pip install 'jaxrec[examples]'") from None
     rng, k = np.random.default_rng(settings.seed), settings.k
     model = train(settings, rng)
     vectors = np.asarray(model.candidate(pack(settings, np.arange(settings.num_items))))

@@ -18,6 +18,7 @@ from jaxrec.plan.failure import PlanError
 from jaxrec.plan.model_file import read_model_file
 from jaxrec.plan.plan import ShardingPlan
 from jaxrec.plan.planner import Planner
+from jaxrec.plan.plot import require_matplotlib
 from jaxrec.plan.report import render
 from jaxrec.plan.statistics import Statistics
 from jaxrec.plan.topology import Topology
@@ -74,7 +75,7 @@ class PlanOptions:
         if not self.calibrate and not self.model:
             raise ConfigError("give the YAML file of a model, or --calibrate")
         if self.devices < 1:
-            raise ConfigError(f"--devices is 1 or more, got {self.devices}")
+            raise ConfigError(f"--devices must be 1 or more, got {self.devices}")
 
 
 def run(options: Sequence[str]) -> int:
@@ -87,6 +88,8 @@ def run(options: Sequence[str]) -> int:
 
 
 def _plan(said: PlanOptions) -> int:
+    if said.plot is not None:
+        require_matplotlib()  # now, not after the search
     model = read_model_file(said.model)
     batch_size = said.batch_size or model.batch_size
     if batch_size is None:

@@ -29,6 +29,7 @@ from typing import Any
 import yaml
 
 from jaxrec import optim
+from jaxrec.arguments import read_yaml
 from jaxrec.embed.config import EmbeddingBagConfig, EmbeddingConfig, TableConfig
 from jaxrec.mesh.placement import Placement
 from jaxrec.optim import RowOptimizer
@@ -61,7 +62,7 @@ def read_model_file(path: str | os.PathLike) -> ModelFile:
     """
     path = pathlib.Path(path)
     try:
-        return _model(yaml.safe_load(path.read_text()))
+        return _model(read_yaml(path.read_text()))
     except yaml.YAMLError as error:
         raise ValueError(f"{path}: {' '.join(str(error).split())}") from None
     except (ValueError, TypeError) as error:

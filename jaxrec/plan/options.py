@@ -273,10 +273,12 @@ def _ways(
     if shape.sharding_type == "data_parallel":
         return (COPIES,)
     optimizer = work.optimizer
-    if -(-work.rows // shape.row_parts) * devices > MAX_ROWS:
+    # Arrays have one shape on all devices.
+    held = -(-work.rows // shape.row_parts)
+    if held * devices > MAX_ROWS:
         return (
-            f"{work.rows} rows on one of {devices} devices take more row numbers than the "
-            f"{MAX_ROWS} of int32"
+            f"{held:,} rows on a device x {devices} devices = {held * devices:,}, more row numbers "
+            f"than the {MAX_ROWS:,} of int32; a sharding type that cuts rows takes fewer"
         )
     joins = shape.columns > 1 and (optimizer.needs_whole_rows or optimizer.clip_norm is not None)
     if joins and not optimizer.can_cut_rows:

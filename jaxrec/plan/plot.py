@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,28 +13,42 @@ from jaxrec.plan.estimate import DeviceEstimate, Estimate, TableEstimate
 # Tables beyond the largest are drawn together.
 _MOST_TABLES = 12
 
+# Colour and pattern of a table, the same in both panels; greys are for what is no table's own.
+_Look = tuple[str, str | None]
+_COLORS = tuple(f"tab:{name}" for name in (
+    "blue", "orange", "green", "red", "purple", "brown", "pink", "olive", "cyan",
+))  # fmt: skip
 
-def draw(estimate: Estimate, path: str | os.PathLike) -> None:
-    """Writes the picture; see `ShardingPlan.plot`."""
+
+def require_matplotlib() -> Any:
+    """The class of matplotlib's figures; raises ModuleNotFoundError with the remedy."""
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
             "drawing a plan needs matplotlib: pip install 'jaxrec[plot]'", name="matplotlib"
         ) from error
+    return Figure
+
+
+def draw(estimate: Estimate, path: str | os.PathLike) -> None:
+    """Writes the picture; see `ShardingPlan.plot`."""
+    figure_class = require_matplotlib()
     devices = len(estimate.devices)
-    figure = Figure(figsize=(min(24, max(8, 4 + 0.3 * devices)), 8), layout="constrained")
+    figure = figure_class(figsize=(min(24, max(8, 4 + 0.3 * devices)), 8), layout="constrained")
     memory, time = figure.subplots(2, 1, sharex=True)
+    looks = _looks(estimate)
     _stack(
         memory,
         estimate,
+        looks,
         weight=lambda table: table.bytes,
         of_table=lambda table: table.device_bytes,
         scale=1e9,
         others=[
-            ("padding", "0.8", lambda device: device.bytes["padding"]),
-            ("lookups, batches, dense", "0.6", _working_bytes),
-            ("reserve", "0.9", lambda device: device.bytes["reserve"]),
+            ("padding", ("0.85", ".."), lambda device: device.bytes["padding"]),
+            ("lookups, batches, dense", ("0.7", None), _working_bytes),
+            ("reserve", ("0.95", "//"), lambda device: device.bytes["reserve"]),
         ],
     )
     memory.axhline(estimate.capacity / 1e9, color="tab:red", linestyle="--", label="device memory")
@@ -46,10 +60,11 @@ def draw(estimate: Estimate, path: str | os.PathLike) -> None:
     _stack(
         time,
         estimate,
+        looks,
         weight=lambda table: sum(table.seconds.values()),
         of_table=lambda table: table.device_seconds,
         scale=1e-3,
-        others=[("room, launches", "0.8", lambda device: _unassigned(estimate, device))],
+        others=[("room, launches", ("0.85", ".."), lambda device: _unassigned(estimate, device))],
     )
     time.axhline(estimate.seconds * 1e3, color="tab:red", linestyle="--", label="the step")
     time.set_ylabel("time (ms)")
@@ -62,34 +77,47 @@ def draw(estimate: Estimate, path: str | os.PathLike) -> None:
     figure.savefig(path, dpi=120)
 
 
+def _looks(estimate: Estimate) -> dict[str, _Look]:
+    """The look of each table, by name: that of its place among all tables, the largest first."""
+    ordered = sorted(estimate.tables, key=lambda table: table.bytes, reverse=True)
+    patterns = (None, "xx", "++", "oo")
+    return {
+        table.name: (
+            _COLORS[index % len(_COLORS)],
+            patterns[index // len(_COLORS) % len(patterns)],
+        )
+        for index, table in enumerate(ordered)
+    }
+
+
 def _stack(
     axes: Any,
     estimate: Estimate,
+    looks: Mapping[str, _Look],
     *,
     weight: Callable[[TableEstimate], float],
     of_table: Callable[[TableEstimate], Sequence[float]],
     scale: float,
-    others: Sequence[tuple[str, str, Callable[[DeviceEstimate], float]]],
+    others: Sequence[tuple[str, _Look, Callable[[DeviceEstimate], float]]],
 ) -> None:
-    """Bars of all devices: tables, the largest first, and others on top."""
+    """Draw bars of all devices: tables, the largest first, and others on top."""
     count = len(estimate.devices)
     ordered = sorted(estimate.tables, key=weight, reverse=True)
-    layers: list[tuple[str, str, np.ndarray]] = []
+    layers: list[tuple[str, _Look, np.ndarray]] = []
     rest = np.zeros(count)
     for index, table in enumerate(ordered):
         values = np.zeros(count)
         values[list(table.devices)] = of_table(table)
         if index < _MOST_TABLES:
-            layers.append((table.name, f"C{index % 10}", values))
+            layers.append((table.name, looks[table.name], values))
         else:
             rest += values
     if len(ordered) > _MOST_TABLES:
-        layers.append((f"{len(ordered) - _MOST_TABLES} more tables", "tab:gray", rest))
-    for name, color, value_of in others:
-        layers.append((name, color, np.array([value_of(d) for d in estimate.devices])))
+        layers.append((f"{len(ordered) - _MOST_TABLES} more tables", ("0.4", None), rest))
+    for name, look, value_of in others:
+        layers.append((name, look, np.array([value_of(d) for d in estimate.devices])))
     bottom = np.zeros(count)
-    for index, (name, color, values) in enumerate(layers):
-        hatch = "//" if 10 <= index < min(_MOST_TABLES, len(ordered)) else None
+    for name, (color, pattern), values in layers:
         axes.bar(
             range(count),
             values / scale,
@@ -97,7 +125,7 @@ def _stack(
             width=0.85,
             label=name,
             color=color,
-            hatch=hatch,
+            hatch=pattern,
         )
         bottom += values
 

@@ -65,7 +65,9 @@ def draw_summary(
     figure = Figure(figsize=(10, 7), layout="constrained")
     for axes, (name, title, result) in zip(figure.subplots(2, 2).flat, CURVES, strict=True):
         steps = [step for step, values in history.items() if name in values]
-        axes.plot(steps, [history[step][name] for step in steps], label="training")
+        # A line of one point would not be seen.
+        marker = "o" if len(steps) == 1 else None
+        axes.plot(steps, [history[step][name] for step in steps], marker=marker, label="training")
         evaluated = f"{HELD_OUT}{name}"
         seen = [step for step, values in history.items() if evaluated in values]
         if seen:

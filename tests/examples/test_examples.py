@@ -107,6 +107,19 @@ def test_deepfm_movielens(example, tmp_path):
     assert found[0] > 0.7  # 0.9 at best, by the noise of the labels
 
 
+def test_without_its_data_an_example_is_one_sentence(example, tmp_path):
+    module = example("deepfm_movielens")
+    with pytest.raises(SystemExit, match=r"cannot be read: .*nothing'$"):
+        module.main(module.Settings(data=tmp_path / "nothing"))
+
+
+def test_without_its_package_an_example_is_one_sentence(example, monkeypatch):
+    monkeypatch.setitem(sys.modules, "faiss", None)  # an import of it fails
+    module = example("two_tower_retrieval")  # as does --help
+    with pytest.raises(SystemExit, match=r"pip install 'jaxrec\[examples\]'$"):
+        module.main(module.Settings())
+
+
 def test_two_tower_retrieval(example):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # faiss's bindings

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import socket
 import subprocess
@@ -9,7 +10,9 @@ import sys
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax.sharding import AxisType
 
 from jaxrec.mesh import selftest
 from jaxrec.mesh.selftest import Options
@@ -37,7 +40,20 @@ def test_everything_is_well(capsys):
 
 
 @pytest.mark.usefixtures("joined")
-def test_a_wrong_number_is_found(capsys, monkeypatch):
+@pytest.mark.parametrize("devices", [4, 8])
+def test_sums_of_cut_rows_are_well(monkeypatch, devices):
+    """By the options that a user gets: rounding is no failure."""
+    if devices < 8:
+        shape = (2, devices // 2)
+        axes = (AxisType.Auto,) * 2
+        mesh = jax.make_mesh(shape, ("host", "device"), axes, devices=jax.devices()[:devices])
+        monkeypatch.setattr(selftest, "make_mesh", lambda kind: mesh)
+    checked = selftest.check("grid:sums", Options())
+    assert checked.error is None
+    assert checked.deviation < 0.1
+
+
+def wrong_weight(monkeypatch):
     """One element of one table on the mesh is off by a little."""
     made = selftest.init_on_mesh
 
@@ -48,9 +64,38 @@ def test_a_wrong_number_is_found(capsys, monkeypatch):
         return tables
 
     monkeypatch.setattr(selftest, "init_on_mesh", off)
-    assert selftest.main(QUICK) == 1
+
+
+def wrong_row(monkeypatch):
+    """One lookup goes to the row beside its own."""
+    made = selftest.shard_batch
+
+    def shifted(batch, mesh):
+        values = np.array(batch.values)
+        values[0] ^= 1
+        return made(dataclasses.replace(batch, values=values), mesh)
+
+    monkeypatch.setattr(selftest, "shard_batch", shifted)
+
+
+def wrong_update(monkeypatch):
+    """The tables on the mesh learn a hundredth too much."""
+    made = selftest.layout_tables
+
+    def off(configs, optimizer):
+        return made(configs, dataclasses.replace(optimizer, learning_rate=0.101))
+
+    monkeypatch.setattr(selftest, "layout_tables", off)
+
+
+@pytest.mark.usefixtures("joined")
+@pytest.mark.parametrize("kind", ["row_wise:sums", "grid:sums"])
+@pytest.mark.parametrize("spoil", [wrong_weight, wrong_row, wrong_update])
+def test_what_is_wrong_is_found(capsys, monkeypatch, spoil, kind):
+    spoil(monkeypatch)
+    assert selftest.main(dataclasses.replace(QUICK, types=(kind,), mebibytes=())) == 1
     out, err = capsys.readouterr()
-    assert "process 0: row_wise:sums FAILED:" in err
+    assert f"process 0: {kind} FAILED:" in err
     assert "times the difference allowed to one device's result" in err
     assert "FAILED: 1 of 1 sharding types differ" in out
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import jax
 import pytest
@@ -113,7 +114,7 @@ def test_storages_are_asked_for(capsys, model):
         ([], "give the YAML file of a model, or --calibrate"),
         (["--calibrate"], "say where to with --output"),
         (["m.yaml", "--calibrate", "--output", "x"], "takes no model"),
-        (["m.yaml", "--devices", "0"], "--devices is 1 or more"),
+        (["m.yaml", "--devices", "0"], "--devices must be 1 or more"),
         (["m.yaml", "--devices", "12"], "12 devices do not fill hosts of 8"),
         (["m.yaml", "--machine", "z80"], "no machine is named 'z80'"),
         (["m.yaml", "--storages", "tape"], "storages"),
@@ -143,6 +144,7 @@ def test_options_that_are_wrong(capsys, model, monkeypatch, arguments, message):
         ("pooling_factors: 20", "pooling_factors: -1", "pooling_factors are numbers above 0"),
         ("dense_parameters: 1000000", "dense_parameters: many", "dense_parameters is a whole"),
         ("tables:", "tables: [", "model.yaml: while parsing"),
+        ("tables:", "batch_size: 1\ntables:", "'batch_size' is given twice, the second time in"),
         ("pooling: mean", "poolings: mean", "table 'product' has an unknown field 'poolings'"),
     ],
     ids=lambda value: "",
@@ -155,6 +157,14 @@ def test_model_files_that_are_wrong(capsys, model, old, new, message):
     assert "model.yaml: " in error
     assert message in error
     assert len(error.splitlines()) == 1
+
+
+def test_a_missing_package_is_named_before_the_search(capsys, model, monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)  # an import of it fails
+    monkeypatch.setattr(Planner, "plan", lambda *_, **__: pytest.fail("searched"))
+    code, _, error = run(capsys, model, "--plot", tmp_path / "plan.png")
+    assert code == 1
+    assert error == ("jaxrec plan: drawing a plan needs matplotlib: pip install 'jaxrec[plot]'\n")
 
 
 def test_no_such_files(capsys, tmp_path):

@@ -182,7 +182,7 @@ def test_hosts_are_those_with_all_devices_allowed(kind):
         (
             BAG("a", 2**30, 64),
             {"sharding_types": ["table_wise"]},
-            "1073741824 rows on one of 8 devices take more row numbers",
+            "1,073,741,824 rows on a device x 8 devices = 8,589,934,592, more row numbers",
         ),
     ],
     ids=["rows", "columns", "copies", "hosts", "device", "sums", "storage", "int32"],

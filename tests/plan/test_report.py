@@ -7,6 +7,7 @@ import json
 import re
 
 import pytest
+from matplotlib.figure import Figure
 
 import jaxrec
 from jaxrec import optim
@@ -183,6 +184,24 @@ def test_a_plan_made_by_hand_does_not_say_what_for(planner):
 def test_what_is_no_plan_is_said_so(text):
     with pytest.raises(ValueError, match="this is no plan that to_json wrote"):
         ShardingPlan.from_json(text)
+
+
+def test_a_table_has_one_look_in_both_panels(plan, tmp_path, monkeypatch):
+    """And no two tables, nor what is no table's own, share one."""
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
+    plan.plot(tmp_path / "plan.png")
+    memory, time = (
+        {
+            bars.get_label(): (bars[0].get_facecolor(), bars[0].get_hatch())
+            for bars in axes.containers
+        }
+        for axes in drawn[0].axes
+    )
+    tables = [table.name for table in plan.estimate.tables]
+    assert len(tables) > 1
+    assert {name: memory[name] for name in tables} == {name: time[name] for name in tables}
+    assert len(set(memory.values())) == len(memory)
 
 
 def test_plots_are_pictures(plan, tmp_path):

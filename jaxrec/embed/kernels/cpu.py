@@ -59,7 +59,10 @@ _DECAYS = {"none": 0, "l2": 1, "decoupled": 2}
 def _load() -> ctypes.CDLL | str:
     """The native library, its functions known to XLA, or why there is none."""
     if not _LIBRARY.exists():
-        return "the native library was not built (it needs a C++17 compiler: reinstall jaxrec)"
+        return (
+            "the native library was not built, which needs a C++17 compiler: install jaxrec again, "
+            "in a checkout by `pip install -e .`"
+        )
     library = ctypes.CDLL(str(_LIBRARY))
     if lacking := [name for name in _TARGETS if not hasattr(library, f"jaxrec_{name}")]:
         return (
@@ -94,6 +97,12 @@ def select_instruction_set(name: str) -> bool:
     """Has the library run lesser kernels than it could, for tests; False: it has none so named."""
     library = _load()
     return not isinstance(library, str) and bool(library.jaxrec_select(name.encode()))
+
+
+def missing() -> str | None:
+    """Why there is no native library that works here; None: there is one."""
+    library = _load()
+    return library if isinstance(library, str) else None
 
 
 def refuse(primitive: str, arguments: Mapping[str, Any]) -> str | None:

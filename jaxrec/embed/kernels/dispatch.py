@@ -14,6 +14,7 @@ import functools
 import importlib
 import inspect
 import os
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -179,8 +180,23 @@ def call(
         **static: The others; hashable.
     """
     choice = choose(primitive, arrays | static)
+    if "cpu" in choice.refused:
+        _warn_if_missing()
     fixed = tuple(static.items()), tuple(hints.items())
     return _run(arrays, primitive, tuple(choice.chosen.items()), *fixed)
+
+
+@functools.cache
+def _warn_if_missing() -> None:
+    """Say once that a CPU computes without the native library."""
+    reason = importlib.import_module("jaxrec.embed.kernels.cpu").missing()
+    if reason is not None and jax.default_backend() == "cpu":
+        warnings.warn(
+            f"lookups and updates of tables run in XLA, up to twenty times slower: {reason}. "
+            "JAXREC_KERNELS=reference chooses XLA without this warning",
+            RuntimeWarning,
+            stacklevel=2,
+        )
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3, 4), inline=True)
