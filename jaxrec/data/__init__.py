@@ -21,6 +21,8 @@ from jaxrec.data.movielens import movielens_users as movielens_users
 from jaxrec.data.multi_hot import MultiHot as MultiHot
 from jaxrec.data.packer import Packer as Packer
 from jaxrec.data.packer import usual_capacity as usual_capacity
+from jaxrec.data.padding import WeightedBatch as WeightedBatch
+from jaxrec.data.padding import pad_batch as pad_batch
 from jaxrec.data.prefetch import prefetch as prefetch
 from jaxrec.data.schema import Schema as Schema
 from jaxrec.data.schema import SchemaError as SchemaError

@@ -9,14 +9,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrec.mesh.agree import gather_numbers, require_same
 from jaxrec.ragged import KeyedJaggedArray
 from jaxrec.ragged.capacity import rung
-from jaxrec.ragged.columns import concrete, whole_number
+from jaxrec.ragged.columns import numbers, whole_number
 
 # Numbers that processes tell each other at a time.
 _NUMBERS = 256
@@ -162,7 +161,7 @@ class _Cut:
 def _cut(leaf: Any, devices: int, name: str) -> _Cut | np.ndarray:
     """A leaf of a batch as it will lie; a dense array lies as it is."""
     if not isinstance(leaf, KeyedJaggedArray):
-        array = _numbers(leaf, name)
+        array = numbers(name, leaf)
         if array.ndim == 0:
             raise TypeError(f"{name} is the number {array}; a batch has arrays of samples")
         _check_divides(array.shape[0], devices, name)
@@ -170,7 +169,7 @@ def _cut(leaf: Any, devices: int, name: str) -> _Cut | np.ndarray:
     if np.ndim(leaf.values) != 1:
         raise ValueError(f"{name} is on a mesh already; shard_batch takes batches on the host")
     batch = jax.tree_util.tree_map_with_path(
-        lambda path, array: _numbers(array, f"{name}{jax.tree_util.keystr(path)}"), leaf
+        lambda path, array: numbers(f"{name}{jax.tree_util.keystr(path)}", array), leaf
     )
     if batch.inverse_indices is None and len(set(batch.strides)) > 1:
         raise ValueError(
@@ -226,30 +225,13 @@ def _fill(
     return filled
 
 
-def _numbers(leaf: Any, name: str) -> np.ndarray:
-    """An array of a type that devices have; 64 bits are never cut in silence, nor masks dropped."""
-    array = concrete(name, leaf)
-    if not (jnp.issubdtype(array.dtype, np.number) or array.dtype == bool):
-        raise TypeError(f"{name} is of type {array.dtype}; a batch has arrays of numbers")
-    dtype = jax.dtypes.canonicalize_dtype(array.dtype)
-    if dtype != array.dtype and jnp.issubdtype(dtype, np.integer) and array.size:
-        bounds = np.iinfo(dtype)
-        least, most = int(array.min()), int(array.max())
-        if least < bounds.min or most > bounds.max:
-            wrong = least if least < bounds.min else most
-            raise ValueError(
-                f"{name}: {wrong} does not fit {dtype}, the widest integer that devices take; map "
-                "such ids to rows on the host, or split them with jaxrec.ragged.split_int64"
-            )
-    return array.astype(dtype, copy=False)
-
-
 def _check_divides(samples: int, devices: int, name: str) -> None:
     if samples == 0 or samples % devices:
         raise ValueError(
             f"{name}: a batch of {samples} samples does not divide by the {devices} devices of the "
-            f"mesh in this process; drop {samples % devices} samples or add "
-            f"{-samples % devices or devices}"
+            f"mesh in this process; add {-samples % devices or devices} samples of weight 0 with "
+            "jaxrec.data.pad_batch(batch, batch_size), which Trainer(batch_size=...) does, or drop "
+            f"{samples % devices}"
         )
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 
@@ -201,6 +202,33 @@ def concrete(where: str, array: Any) -> np.ndarray:
     except (TypeError, ValueError) as error:
         raise TypeError(f"{where}: expected an array of numbers ({error})") from error
     return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
+
+
+def numbers(where: str, array: Any) -> np.ndarray:
+    """``array`` on the host, of a type that devices have.
+
+    Raises:
+        TypeError: It is traced, or has no numbers.
+        ValueError: An integer does not fit the widest type of devices, to which JAX would cut it,
+            or elements are masked.
+    """
+    array = concrete(where, array)
+    if not (jnp.issubdtype(array.dtype, np.number) or array.dtype == bool):
+        raise TypeError(
+            f"{where} is of type {array.dtype}; a batch has arrays of numbers. Map strings and "
+            "objects to numbers on the host"
+        )
+    dtype = jax.dtypes.canonicalize_dtype(array.dtype)
+    if dtype != array.dtype and jnp.issubdtype(dtype, np.integer) and array.size:
+        bounds = np.iinfo(dtype)
+        least, most = int(array.min()), int(array.max())
+        if least < bounds.min or most > bounds.max:
+            wrong = least if least < bounds.min else most
+            raise ValueError(
+                f"{where}: {wrong} does not fit {dtype}, the widest integer that devices take; map "
+                "such ids to rows on the host, or split them with jaxrec.ragged.split_int64"
+            )
+    return array.astype(dtype, copy=False)
 
 
 def whole_number(name: str, value: Any) -> int:

@@ -20,12 +20,12 @@ from jaxrec.mesh.agree import of_all_processes, on_host
 from jaxrec.metrics import BinarySums, auc, binary_sums, log_loss, normalized_entropy
 from jaxrec.nn import DLRM
 from jaxrec.train.ahead import RoutedSteps
-from jaxrec.train.pipeline import Pipeline
+from jaxrec.train.pipeline import AHEAD, Pipeline
 from jaxrec.train.place import put
 from jaxrec.train.progress import Progress
 from jaxrec.train.rows import ParquetRows, Rows
 from jaxrec.train.trace import StepTrace
-from jaxrec.train.trainer import AHEAD, NotFiniteError
+from jaxrec.train.trainer import NotFiniteError
 
 # Steps over which the running values are taken, and those of them that AUC is made of.
 WINDOW = 200

@@ -9,6 +9,9 @@ from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
 from typing import Any
 
+# Steps that may be under way at once.
+AHEAD = 2
+
 # Seconds between two looks at whether the pipeline was closed.
 POLL_SECONDS = 0.1
 

@@ -5,6 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import numpy as np
+
+from jaxrec.ragged.columns import numbers
+
+# Most batches have these types alone, which need no check.
+_DEVICE_TYPES = frozenset(map(np.dtype, ("bool", "int32", "float32")))
 
 
 def put(batch: Any) -> Any:
@@ -14,7 +20,11 @@ def put(batch: Any) -> Any:
     anew would change under a step that is under way; and a compiled copy takes a third of its time.
 
     Args:
-        batch: Any pytree of arrays.
+        batch: Any pytree of arrays and numbers.
+
+    Raises:
+        TypeError: A leaf has no numbers, such as an array of strings.
+        ValueError: An integer does not fit 32 bits, or elements are masked.
 
     Example:
         >>> import numpy as np
@@ -24,7 +34,14 @@ def put(batch: Any) -> Any:
         >>> float(there.sum())
         0.0
     """
+    batch = jax.tree_util.tree_map_with_path(_checked, batch)
     return _copy(batch) if jax.default_backend() == "cpu" else jax.device_put(batch)
+
+
+def _checked(path: tuple[Any, ...], leaf: Any) -> Any:
+    if isinstance(leaf, jax.Array) or getattr(leaf, "dtype", None) in _DEVICE_TYPES:
+        return leaf
+    return numbers(f"batch{jax.tree_util.keystr(path)}", leaf)
 
 
 @jax.jit

@@ -14,6 +14,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
+from jaxrec.data.padding import pad_batch
 from jaxrec.embed import Optimizer, mean_gradients, value_and_grad
 from jaxrec.embed.gradients import after
 from jaxrec.embed.taps import Ahead, look_up_ahead, use_ahead
@@ -22,15 +23,12 @@ from jaxrec.metrics.writers import Writer
 from jaxrec.train.ahead import RoutedSteps
 from jaxrec.train.checkpoint import Run, Saver, restore, restore_state
 from jaxrec.train.checkpoint import steps as steps_of
+from jaxrec.train.evaluation import Evaluation
 from jaxrec.train.held import Held
-from jaxrec.train.pipeline import Pipeline
+from jaxrec.train.loss import Loss, Outputs, call_loss, sample_count
+from jaxrec.train.pipeline import AHEAD, Pipeline
 from jaxrec.train.place import put
 from jaxrec.train.step import compile_step
-
-# Steps that may be under way at once.
-AHEAD = 2
-
-Loss = Callable[[Any, Any], tuple[Float[Array, ""], Mapping[str, Array]]]
 
 
 class NotFiniteError(ArithmeticError):
@@ -44,13 +42,20 @@ class Trainer:
     Attributes:
         model: The model; on a mesh after `jaxrec.shard`.
         optimizer: Its optimizer.
-        loss: Function of model and batch that returns the loss to minimise, and by name the arrays
-            that ``metrics`` are made of.
+        loss: ``loss(model, batch)`` returns the loss to minimise, and by name the arrays that
+            ``metrics`` are made of. With ``batch_size``, or batches that are a
+            `jaxrec.data.WeightedBatch`, it is ``loss(model, batch, weights)``: a mean over samples
+            is ``(weights * losses).sum() / weights.sum()``, and the weights are among the outputs
+            where a `jaxrec.metrics.Task` names them.
         metrics: What to measure in each step; None: nothing but the loss.
+        batch_size: Samples of each batch, of this process. Smaller batches, such as the last of an
+            epoch, are padded to it with samples of weight 0 (`jaxrec.data.pad_batch`), so that all
+            samples count, once, on any number of devices. None: batches stay as they are.
         place: Puts a batch on the devices; with a mesh
             ``lambda batch: jaxrec.mesh.shard_batch(batch, mesh)``.
         stages: What else happens to a batch before that, each in a thread of its own.
-        accumulate: Batches of a step: their gradients' mean makes one update.
+        accumulate: Batches of a step: their gradients' mean, each batch with the weight of its
+            samples, makes one update.
         semi_synchronous: Whether a step looks up the embeddings of the next before it updates the
             tables: they then lack one update, and lookups need not wait for it. (TorchRec's
             ``TrainPipelineSemiSync``.) Dense layers lack none.
@@ -62,6 +67,7 @@ class Trainer:
         on_step: Told the number and the loss of each step, two steps late.
 
     Raises:
+        TypeError: The optimizer is no `jaxrec.Optimizer`.
         ValueError: A number is below 1, or semi-synchronous steps are to accumulate.
 
     Example:
@@ -82,6 +88,7 @@ class Trainer:
     optimizer: Optimizer
     loss: Loss
     metrics: MetricGroup | None = None
+    batch_size: int | None = None
     place: Callable[[Any], Any] = put
     stages: tuple[Callable[[Any], Any], ...] = ()
     accumulate: int = 1
@@ -94,15 +101,22 @@ class Trainer:
     on_step: Callable[[int, float], None] = lambda step, loss: None
 
     def __post_init__(self) -> None:
-        for name in ("accumulate", "save_every", "write_every"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is 1 or more, got {getattr(self, name)}")
+        if not isinstance(self.optimizer, Optimizer):
+            raise TypeError(
+                "optimizer must be jaxrec.Optimizer(model, optax.adam(1e-3)), which updates tables "
+                f"as well, got {type(self.optimizer).__module__}.{type(self.optimizer).__name__}"
+            )
+        for name in ("accumulate", "save_every", "write_every", "batch_size"):
+            if (number := getattr(self, name)) is not None and number < 1:
+                raise ValueError(f"{name} is {number}; it must be 1 or more")
         if self.semi_synchronous and self.accumulate > 1:
             raise ValueError(
                 "semi-synchronous steps take one batch each; accumulate batches in synchronous ones"
             )
         self._measured = Held(None if self.metrics is None else self.metrics.init())
         self._batches_used = 0
+        self._goes_on = False
+        self._evaluation = Evaluation()
 
     def restore(self, step: int | None = None) -> Run:
         """Goes back to a checkpoint of the saver's directory, metrics included; None: the newest.
@@ -121,6 +135,7 @@ class Trainer:
         run = restore(directory, self.model, self.optimizer, step=step)
         self._measured.set(restore_state(directory, self._measured.get(), step=run.step))
         self._batches_used = run.batches or 0
+        self._goes_on = True
         return run
 
     def train(self, batches: Iterable[Any], steps: int | None = None) -> int:
@@ -132,31 +147,31 @@ class Trainer:
             steps: How many to make at most; None: until the batches end.
 
         Returns:
-            Steps made.
+            Steps made; 0 where `restore` found the run at its end.
 
         Raises:
             NotFiniteError: The loss of a step is no number; what was saved before stays.
+            TypeError: The loss takes or returns something else, or a batch has no numbers.
+            ValueError: There are no batches, or too few for a step, or a batch has more samples
+                than ``batch_size``.
             Exception: What the batches, the stages or the writer raise.
         """
         number = first = int(self.optimizer.step.get_value())
-        under_way: collections.deque[tuple[int, Array]] = collections.deque()
+        under_way: collections.deque[tuple[int, Array, tuple[Any, ...]]] = collections.deque()
 
         def finish(left: int) -> None:
             while len(under_way) > left:
-                step, loss = under_way.popleft()
+                step, loss, step_batches = under_way.popleft()
                 value = float(loss)
                 if not np.isfinite(value):
-                    raise NotFiniteError(
-                        f"the loss is {value} at step {step}; lower the learning rates, or look at "
-                        "the data of that step"
-                    )
+                    raise _not_finite(step, value, step_batches)
                 self.on_step(step, value)
 
-        with Pipeline(batches, *self.stages, self.place) as placed:
-            for loss in self._losses(placed, steps):
+        with Pipeline(batches, *self.stages, self._put) as placed:
+            for step_batches, loss in self._losses(placed, steps):
                 number += 1
                 self._batches_used += self.accumulate
-                under_way.append((number, loss))
+                under_way.append((number, loss, step_batches))
                 finish(AHEAD)
                 if self.writer is not None and number % self.write_every == 0:
                     finish(0)
@@ -167,6 +182,12 @@ class Trainer:
                     finish(0)
                     self.save()
         finish(0)
+        if number == first and steps != 0 and not self._goes_on:
+            raise ValueError(
+                "there are no batches to train on; an iterator gives its batches once, so make a "
+                "new one for each epoch"
+            )
+        self._goes_on = False
         if self.saver is not None:
             self.saver.wait()
             # A checkpoint that is there is not written again: while it is, there would be none.
@@ -199,58 +220,74 @@ class Trainer:
     def evaluate(
         self, batches: Iterable[Any], metrics: MetricGroup | None = None
     ) -> dict[str, float]:
-        """The metrics of the model on other batches, and their mean loss.
+        """Measure the model on other batches: the metrics, and the mean loss over the samples.
+
+        A copy of the model in evaluation mode does it (``nnx.Module.eval``: no dropout, running
+        statistics in batch normalization), so that the model itself stays as it is. The loss of
+        each batch counts by the sum of its weights, or by its samples where it has none. Programs
+        are kept for the next call.
 
         Args:
             batches: Host batches.
             metrics: What to measure; None: what training measures.
 
         Raises:
-            ValueError: There are no batches.
+            TypeError: As for `train`.
+            ValueError: There are no batches, or a batch has more samples than ``batch_size``.
         """
         group = self.metrics if metrics is None else metrics
-        graph, model = nnx.split(self.model)
+        with Pipeline(batches, *self.stages, self._put) as placed:
+            return self._evaluation(self.model, self.loss, group, placed)
 
-        @jax.jit
-        def measure(model: nnx.State, state: Any, total: Array, batch: Any) -> tuple[Any, Array]:
-            loss, outputs = self.loss(nnx.merge(graph, model), batch)
-            return (None if group is None else group.update(state, outputs)), total + loss
+    def _put(self, batch: Any) -> Any:
+        """A host batch, padded, on the devices."""
+        return self.place(batch if self.batch_size is None else pad_batch(batch, self.batch_size))
 
-        state, total, count = None if group is None else group.init(), jnp.zeros(()), 0
-        with Pipeline(batches, *self.stages, self.place) as placed:
-            for batch in placed:
-                state, total = measure(model, state, total, batch)
-                count += 1
-                if count % AHEAD == 0:
-                    total.block_until_ready()  # no more batches on the devices than that
-        if count == 0:
-            raise ValueError("there are no batches to evaluate on")
-        values = {} if group is None or state is None else group.compute(state)
-        return {"loss": float(total) / count, **values}
+    def _loss(self, model: nnx.Module, batch: Any) -> tuple[Float[Array, ""], Outputs]:
+        return call_loss(self.loss, model, batch, has_metrics=self.metrics is not None)
 
-    def _losses(self, batches: Iterator[Any], steps: int | None) -> Iterator[Array]:
-        """Makes steps; the loss of each, not waited for."""
+    def _losses(
+        self, batches: Iterator[Any], steps: int | None
+    ) -> Iterator[tuple[tuple[Any, ...], Array]]:
+        """Makes steps; the batches and the loss of each, not waited for."""
         losses = self._behind(batches) if self.semi_synchronous else self._in_order(batches)
         return itertools.islice(losses, steps)
 
-    def _in_order(self, batches: Iterator[Any]) -> Iterator[Array]:
-        def taken() -> Iterator[tuple[Any, ...]]:
+    def _in_order(self, batches: Iterator[Any]) -> Iterator[tuple[tuple[Any, ...], Array]]:
+        def parts() -> Iterator[tuple[Any, ...]]:
+            is_first = True
             while len(part := tuple(itertools.islice(batches, self.accumulate))) == self.accumulate:
                 yield part
+                is_first = False
+            if is_first and part:
+                raise ValueError(
+                    f"a step takes accumulate={self.accumulate} batches, but there are only "
+                    f"{len(part)}"
+                )
 
         def forward(model: nnx.Module, part: tuple[Any, ...]) -> None:
             for batch in part:
-                self.loss(model, batch)
+                self._loss(model, batch)
 
         steps = RoutedSteps(self._step, forward, self.model, self.optimizer, self._measured)
-        return (loss for _, loss in steps(taken()))
+        return steps(parts())
 
     def _step(
         self, model: nnx.Module, optimizer: Optimizer, measured: Held, batches: tuple[Any, ...]
     ) -> Float[Array, ""]:
+        # The mean of the gradients divides by the number of batches, not by their samples.
+        counts = [sample_count(batch) for batch in batches] if len(batches) > 1 else [1]
         losses, parts = [], []
-        for batch in batches:
-            (loss, outputs), gradients = value_and_grad(self.loss, has_aux=True)(model, batch)
+        for batch, count in zip(batches, counts, strict=True):
+            share = count * len(counts) / sum(counts)
+
+            def loss_fn(
+                model: nnx.Module, batch: Any, share: Any = share
+            ) -> tuple[Float[Array, ""], Outputs]:
+                loss, outputs = self._loss(model, batch)
+                return loss * share, outputs
+
+            (loss, outputs), gradients = value_and_grad(loss_fn, has_aux=True)(model, batch)
             self._measure(measured, outputs)
             losses.append(loss)
             parts.append(gradients)
@@ -261,7 +298,7 @@ class Trainer:
         if self.metrics is not None:
             measured.set(self.metrics.update(measured.get(), outputs))
 
-    def _behind(self, batches: Iterator[Any]) -> Iterator[Array]:
+    def _behind(self, batches: Iterator[Any]) -> Iterator[tuple[tuple[Any, ...], Array]]:
         batch = next(batches, None)
         if batch is None:
             return
@@ -271,11 +308,11 @@ class Trainer:
         step = compile_step(self._step_behind, self.model, self.optimizer, self._measured, found)
         for following in itertools.chain(batches, (None,)):
             # After the last there is nothing to look up; it looks itself up again.
-            yield step(batch, batch if following is None else following)
+            yield (batch,), step(batch, batch if following is None else following)
             batch = following
 
     def _look_up(self, model: nnx.Module, batch: Any) -> dict[str, list[Ahead]]:
-        return look_up_ahead(lambda model: self.loss(model, batch), model)
+        return look_up_ahead(lambda model: self._loss(model, batch), model)
 
     def _step_behind(
         self,
@@ -287,7 +324,7 @@ class Trainer:
         following: Any,
     ) -> Float[Array, ""]:
         with use_ahead(model, found.get()):
-            (loss, outputs), gradients = value_and_grad(self.loss, has_aux=True)(model, batch)
+            (loss, outputs), gradients = value_and_grad(self._loss, has_aux=True)(model, batch)
         self._measure(measured, outputs)
         next_found = self._look_up(model, following)
         # The tables may be written when the lookups have read them, and not before.
@@ -297,3 +334,12 @@ class Trainer:
         optimizer.update(model, gradients)
         found.set(next_found)
         return loss
+
+
+def _not_finite(step: int, loss: float, batches: tuple[Any, ...]) -> NotFiniteError:
+    """The error of a step whose loss is no number; ``batches`` are those of the step."""
+    del batches
+    return NotFiniteError(
+        f"the loss is {loss} at step {step}; lower the learning rates, or look at the data of that "
+        "step"
+    )

@@ -178,7 +178,8 @@ def test_training_with_shared_bags_equals_one_device(mesh, exchange):
             {"x": np.zeros((6, 2))},
             ValueError,
             r"batch\['x'\]: a batch of 6 samples does not divide by the 4 devices of the mesh in "
-            "this process; drop 2 samples or add 2",
+            r"this process; add 2 samples of weight 0 with jaxrec.data.pad_batch\(batch, "
+            r"batch_size\), which Trainer\(batch_size=...\) does, or drop 2",
         ),
         (
             [jaxrec.KeyedJaggedArray.from_lists({"a": [[1]] * 5})],

@@ -42,17 +42,35 @@ def loss(model, batch):
 
 
 def batches(count, seed=0):
+    return batches_of([BATCH] * count, seed)
+
+
+def batches_of(sizes, seed=0):
     rng = np.random.default_rng(seed)
     return [
         (
-            jaxrec.KeyedJaggedArray.from_dense({"user": rng.integers(0, 6, (BATCH, 2))}),
-            rng.integers(0, 2, BATCH).astype(np.float32),
+            jaxrec.KeyedJaggedArray.from_dense({"user": rng.integers(0, 6, (size, 2))}),
+            rng.integers(0, 2, size).astype(np.float32),
         )
-        for _ in range(count)
+        for size in sizes
     ]
 
 
-def make(**options):
+def weighted_loss(model, batch, weights):
+    features, labels = batch
+    logits = model(features)
+    losses = optax.sigmoid_binary_cross_entropy(logits, labels)
+    outputs = {"p": nnx.sigmoid(logits), "y": labels, "w": weights}
+    return (weights * losses).sum() / weights.sum(), outputs
+
+
+WEIGHTED_GROUP = metrics.MetricGroup(
+    tasks=(metrics.Task(name="click", prediction="p", label="y", weight="w"),),
+    metrics={"ne": metrics.NormalizedEntropy(window=None), "auc": metrics.AUC(window=100)},
+)
+
+
+def make(loss=loss, **options):
     model = Ranker()
     optimizer = jaxrec.Optimizer(model, optax.sgd(0.5))
     return Trainer(model=model, optimizer=optimizer, loss=loss, **options)
@@ -68,6 +86,10 @@ def same(one, other, **tolerance):
         np.testing.assert_allclose(a, b, **(tolerance or {"rtol": 0, "atol": 0}))
 
 
+def ids_of(batch):
+    return np.array(batch[0]["user"].to_lists())
+
+
 class Steps:
     """A float64 model of the trainer: stale rows on demand."""
 
@@ -77,12 +99,14 @@ class Steps:
         self.bias = float(np.asarray(trainer.model.over.bias[...])[0])
 
     def pooled(self, batch):
-        ids = np.asarray(batch[0].values).reshape(BATCH, 2)
-        return self.table[ids].sum(axis=1)
+        return self.table[ids_of(batch)].sum(axis=1)
+
+    def predict(self, pooled):
+        return 1 / (1 + np.exp(-(pooled @ self.kernel + self.bias)))
 
     def update(self, batch, pooled):
-        ids, labels = np.asarray(batch[0].values).reshape(BATCH, 2), batch[1]
-        error = (1 / (1 + np.exp(-(pooled @ self.kernel + self.bias))) - labels) / BATCH
+        ids, labels = ids_of(batch), batch[1]
+        error = (self.predict(pooled) - labels) / len(labels)
         rows = np.zeros_like(self.table)
         np.add.at(rows, ids, (error[:, None] * self.kernel)[:, None])
         self.kernel = self.kernel - 0.5 * error @ pooled
@@ -134,14 +158,14 @@ def test_accumulated_batches_are_one_large_batch():
         whole.append((features, np.concatenate([y for _, y in data[i : i + 3]])))
     one, other = make(), make(accumulate=3, metrics=GROUP)
     assert one.train(whole) == 2
-    assert other.train([*data, data[0]]) == 2  # the seventh makes no step
+    assert other.train([*data, data[0]]) == 2  # the seventh makes no step of its own
     same(one, other, rtol=1e-5, atol=1e-6)
     assert other.measured()["click/lifetime_ne"] > 0
 
 
 def test_evaluation():
     trainer, data = make(metrics=GROUP), batches(5)
-    got = trainer.evaluate(data)
+    got = trainer.evaluate(iter(data))
     expected = [loss(trainer.model, batch) for batch in data]
     assert got["loss"] == pytest.approx(np.mean([float(x) for x, _ in expected]), rel=1e-6)
     state = GROUP.init()
@@ -212,7 +236,7 @@ def test_errors_of_the_reader_come_through():
     assert int(trainer.optimizer.step.get_value()) == 3
 
 
-def on_mesh(devices, placement, **options):
+def on_mesh(devices, placement, loss=loss, **options):
     auto = (jax.sharding.AxisType.Auto,)
     mesh = jax.make_mesh((devices,), ("data",), auto, devices=jax.devices()[:devices])
     plan = jaxrec.plan.ShardingPlan.from_dict({"user": placement})
@@ -221,7 +245,7 @@ def on_mesh(devices, placement, **options):
         model=model,
         optimizer=jaxrec.Optimizer(model, optax.sgd(0.5)),
         loss=loss,
-        metrics=GROUP,
+        metrics=GROUP if loss is not weighted_loss else WEIGHTED_GROUP,
         place=lambda batch: jaxrec.mesh.shard_batch(batch, mesh),
         **options,
     )
@@ -247,11 +271,17 @@ def test_goes_on_with_another_number_of_devices(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "options", [{"accumulate": 0}, {"save_every": 0}, {"accumulate": 2, "semi_synchronous": True}],
+    "options",
+    [
+        {"accumulate": 0},
+        {"save_every": 0},
+        {"batch_size": 0},
+        {"accumulate": 2, "semi_synchronous": True},
+    ],
     ids=str,
-)  # fmt: skip
+)
 def test_options_that_are_none(options):
-    with pytest.raises(ValueError, match=r"is 1 or more|one batch each"):
+    with pytest.raises(ValueError, match=r"must be 1 or more|one batch each"):
         make(**options)
 
 
@@ -259,4 +289,84 @@ def test_without_a_saver():
     for call in (Trainer.save, Trainer.restore):
         with pytest.raises(ValueError, match="without a saver"):
             call(make())
-    assert make().train([]) == 0
+
+
+def test_readers_that_give_no_step(tmp_path):
+    data = iter(batches(2))
+    with Saver(tmp_path) as saver:
+        trainer = make(saver=saver)
+        assert trainer.train(data) == 2
+        with pytest.raises(ValueError, match="no batches to train on; an iterator gives its"):
+            trainer.train(data)
+        assert trainer.train([], steps=0) == 0
+        trainer.restore()
+        assert trainer.train([]) == 0  # a run that was restored at its end
+    with pytest.raises(ValueError, match="takes accumulate=3 batches, but there are only 2"):
+        make(accumulate=3).train(batches(2))
+
+
+def pair_auc(p, y):
+    """The share of pairs of a click and no click that are in order."""
+    return np.mean(np.sign(p[y > 0][:, None] - p[y == 0][None]) / 2 + 0.5)
+
+
+@pytest.mark.parametrize("semi_synchronous", [False, True])
+@pytest.mark.parametrize("devices", [1, 8])
+def test_all_rows_count_once(devices, semi_synchronous):
+    """Ten rows by four, which eight devices cannot share, as they are in NumPy without padding."""
+    options = {"batch_size": 8, "semi_synchronous": semi_synchronous}
+    data = batches_of([4, 4, 2])
+    if devices == 1:
+        trainer = make(weighted_loss, metrics=WEIGHTED_GROUP, **options)
+    else:
+        trainer = on_mesh(devices, jaxrec.mesh.row_wise(), weighted_loss, **options)
+    oracle = Steps(trainer)
+    assert trainer.train(data) == 3
+    ahead = oracle.pooled(data[0])
+    for batch, following in zip(data, [*data[1:], data[0]], strict=True):
+        pooled = ahead if semi_synchronous else oracle.pooled(batch)
+        ahead = oracle.pooled(following)
+        oracle.update(batch, pooled)
+    np.testing.assert_allclose(weights(trainer)[0], oracle.table, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(weights(trainer)[1][:, 0], oracle.kernel, rtol=1e-5, atol=1e-6)
+    if semi_synchronous:
+        return
+    held_out = batches_of([4, 1, 3, 2], seed=1)
+    got = trainer.evaluate(held_out)
+    p = np.concatenate([oracle.predict(oracle.pooled(batch)) for batch in held_out])
+    y = np.concatenate([batch[1] for batch in held_out])
+    loss = -np.mean(y * np.log(p) + (1 - y) * np.log(1 - p))
+    rate = y.mean()
+    entropy = -(rate * np.log(rate) + (1 - rate) * np.log(1 - rate))
+    assert got["loss"] == pytest.approx(loss, rel=1e-5)
+    assert got["click/lifetime_ne"] == pytest.approx(loss / entropy, rel=1e-5)
+    assert got["click/window_auc"] == pytest.approx(pair_auc(p, y), rel=1e-6)
+
+
+def test_accumulated_batches_weigh_their_samples():
+    data = batches_of([8, 8, 2])
+    ids = np.concatenate([ids_of(batch) for batch in data])
+    whole = (
+        jaxrec.KeyedJaggedArray.from_dense({"user": ids}),
+        np.concatenate([labels for _, labels in data]),
+    )
+    expected = make()
+    assert expected.train([whole]) == 1
+    for trainer in (make(accumulate=3), make(weighted_loss, accumulate=3, batch_size=8)):
+        assert trainer.train(data) == 1
+        same(trainer, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [optax.sgd(0.1), nnx.Optimizer(Ranker(), optax.sgd(0.1), wrt=nnx.Param)],
+    ids=["optax", "nnx"],
+)
+def test_other_optimizers(optimizer):
+    with pytest.raises(TypeError, match=r"must be jaxrec.Optimizer\(model, optax.adam"):
+        Trainer(model=Ranker(), optimizer=optimizer, loss=loss)
+
+
+def test_strings_in_a_batch():
+    with pytest.raises(TypeError, match=r"batch\['name'\] is of type <U1; .* Map strings"):
+        make().train([{"name": np.array(["a"])}])

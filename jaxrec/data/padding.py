@@ -1,0 +1,154 @@
+"""Batches of fewer samples filled up with samples of weight 0."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jaxtyping import Array, Float
+
+from jaxrec.ragged import JaggedArray, KeyedJaggedArray
+
+
+class WeightedBatch(NamedTuple):
+    """A batch and the weights of its samples; a pytree like any tuple.
+
+    Attributes:
+        batch: Any pytree of `KeyedJaggedArray`s and arrays with a leading batch axis.
+        weights: ``[batch]`` float32: 1, or 0 where the sample is padding.
+    """
+
+    batch: Any
+    weights: Float[Array | np.ndarray, " batch"]
+
+
+def pad_batch(batch: Any, batch_size: int) -> WeightedBatch:
+    """Fill a host batch up to ``batch_size`` samples with padding of weight 0.
+
+    Padding has empty bags in each `KeyedJaggedArray`: it looks up no rows, updates none and needs
+    no capacity. Arrays repeat their last sample, so that a function that is finite for samples is
+    finite for padding; arrays without a sample get zeros. All batches of an epoch thus have one
+    shape, and divide by the devices of a mesh if ``batch_size`` does.
+
+    A loss that weighs its samples, ``(weights * losses).sum() / weights.sum()``, and metrics that
+    take the weights are those of the samples alone. Layers that mix samples, such as batch
+    normalization while it trains and in-batch negatives, see padding unless they are given the
+    weights.
+
+    Args:
+        batch: Any pytree of `KeyedJaggedArray`s and arrays with a leading batch axis, in host
+            memory. The weights of a `WeightedBatch` are kept; padding is added to it.
+        batch_size: Samples of the result.
+
+    Returns:
+        The padded batch, with the structure of ``batch``, and the weights of its samples. A
+        feature with equally many ids in each sample and no spare capacity keeps that form: its
+        capacity becomes ``batch_size`` times the ids of a sample.
+
+    Raises:
+        TypeError: A leaf is no array of samples, or the batch lies on a mesh.
+        ValueError: The batch has more than ``batch_size`` samples, no arrays, or arrays of
+            different numbers of samples.
+
+    Example:
+        >>> batch = KeyedJaggedArray.from_lists({"user": [[7], [8, 9]]}), np.array([1.0, 0.0])
+        >>> (features, labels), weights = pad_batch(batch, 4)
+        >>> features["user"].to_lists(), labels.tolist(), weights.tolist()
+        ([[7], [8, 9], [], []], [1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 0.0, 0.0])
+    """
+    if batch_size < 1:
+        raise ValueError(f"batch_size is {batch_size}; it must be 1 or more")
+    samples, weights = batch if isinstance(batch, WeightedBatch) else (batch, None)
+    leaves, tree = jax.tree_util.tree_flatten_with_path(samples, is_leaf=_is_ragged)
+    names = [f"batch{jax.tree_util.keystr(path)}" for path, _ in leaves]
+    sizes = {name: _host_size(leaf, name) for name, (_, leaf) in zip(names, leaves, strict=True)}
+    if len(set(sizes.values())) != 1:
+        raise ValueError(
+            "the arrays of a batch must have equally many samples, got "
+            f"{', '.join(f'{size} in {name}' for name, size in sizes.items()) or 'no arrays'}"
+        )
+    size = next(iter(sizes.values()))
+    if size > batch_size:
+        raise ValueError(
+            f"a batch of {size} samples cannot be padded to batch_size={batch_size}; make smaller "
+            "batches, or give a larger batch_size"
+        )
+    weights = np.ones(size, np.float32) if weights is None else np.asarray(weights)
+    if weights.shape != (size,):
+        raise ValueError(f"{size} samples have weights of shape {weights.shape}, not [{size}]")
+    missing = batch_size - size
+    if missing:
+        samples = jax.tree.unflatten(tree, [_padded(leaf, missing) for _, leaf in leaves])
+    return WeightedBatch(samples, np.pad(weights, (0, missing)))
+
+
+def num_samples(batch: Any) -> int:
+    """The samples of a batch: those of its first array, on the host, on a device or on a mesh.
+
+    Raises:
+        TypeError: The first leaf has no samples.
+
+    Example:
+        >>> num_samples((KeyedJaggedArray.from_lists({"user": [[7], [8, 9]]}), np.zeros(2)))
+        2
+    """
+    leaves = jax.tree.leaves(batch, is_leaf=_is_ragged)
+    if not leaves:
+        raise TypeError(f"a batch must have arrays of samples, got {batch!r}")
+    first = leaves[0]
+    if isinstance(first, KeyedJaggedArray):
+        devices = first.values.shape[0] if np.ndim(first.values) == 2 else 1
+        inverse = first.inverse_indices
+        return devices * (max(first.strides, default=0) if inverse is None else inverse.shape[-1])
+    if np.ndim(first) == 0:
+        raise TypeError(f"the first leaf of a batch must have a leading batch axis, got {first!r}")
+    return np.shape(first)[0]
+
+
+def _is_ragged(leaf: Any) -> bool:
+    return isinstance(leaf, KeyedJaggedArray | JaggedArray)
+
+
+def _host_size(leaf: Any, name: str) -> int:
+    if isinstance(leaf, JaggedArray):
+        raise TypeError(f"{name} is a JaggedArray; batches have KeyedJaggedArray.from_dict's")
+    if _is_ragged(leaf) and np.ndim(leaf.values) != 1:
+        raise TypeError(f"{name} is on a mesh; pad batches on the host, before shard_batch")
+    if not _is_ragged(leaf) and np.ndim(leaf) == 0:
+        raise TypeError(f"{name} is {leaf!r}; a batch must have arrays with a leading batch axis")
+    return num_samples(leaf)
+
+
+def _padded(leaf: Any, missing: int) -> Any:
+    if _is_ragged(leaf):
+        return _with_empty_bags(leaf, missing)
+    array = np.asarray(leaf)
+    margin = [(0, missing)] + [(0, 0)] * (array.ndim - 1)
+    return np.pad(array, margin, mode="edge" if len(array) else "constant")
+
+
+def _with_empty_bags(batch: KeyedJaggedArray, missing: int) -> KeyedJaggedArray:
+    """``missing`` samples more, without ids."""
+    size = batch.batch_size
+    lengths = np.split(np.asarray(batch.lengths), np.cumsum(batch.strides)[:-1])
+    per_sample = {
+        key: capacity // size
+        for key, capacity, bags in zip(batch.keys, batch.capacities, lengths, strict=True)
+        if size and batch.inverse_indices is None and (bags * size == capacity).all()
+    }
+    inverse = batch.inverse_indices
+    if inverse is not None:
+        # The samples of padding share one bag, the last of each key.
+        inverse = np.asarray(inverse)
+        empty = np.array(batch.strides, inverse.dtype)[:, None]
+        inverse = np.concatenate([inverse, np.repeat(empty, missing, axis=1)], axis=1)
+    bags = missing if inverse is None else 1
+    padded = dataclasses.replace(
+        batch,
+        lengths=np.concatenate([np.pad(of_key, (0, bags)) for of_key in lengths]),
+        inverse_indices=inverse,
+        strides=tuple(stride + bags for stride in batch.strides),
+    )
+    return padded.with_capacities({key: n * (size + missing) for key, n in per_sample.items()})
