@@ -116,9 +116,9 @@ def main(settings: Settings) -> dict[str, float]:
         histories = [row[-settings.max_length :] for row in data.before(place)]
         model.eval()
         batches = pack_held_out.batches(size, history=histories, candidates=candidates[place])
-        scores = [np.asarray(score(model, batch)) for batch in batches]
+        scores = [np.asarray(score(model, batch))[weights > 0] for batch, weights in batches]
         model.train()
-        return rank_metrics(np.concatenate(scores)[: len(histories)])
+        return rank_metrics(np.concatenate(scores))
 
     best, most, begun = {}, -1.0, time.perf_counter()
     for epoch in range(1, settings.epochs + 1):

@@ -10,6 +10,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from jaxrec.data.clicks import Clicks
+from jaxrec.data.padding import pad_batch
 from jaxrec.ragged import KeyedJaggedArray
 
 
@@ -34,7 +35,7 @@ class ClickBatch:
 def batches(
     chunks: Iterable[Clicks], batch_size: int, keys: tuple[str, ...], at_least: int = 0
 ) -> Iterator[ClickBatch]:
-    """Cuts rows into batches of equal size; the last is filled up with samples of weight 0.
+    """Cut rows into batches of equal size, the last one padded by `pad_batch`.
 
     Args:
         chunks: Rows, in pieces of any size.
@@ -65,17 +66,14 @@ def batches(
 
 
 def _batch(rows: Clicks, batch_size: int, keys: tuple[str, ...]) -> ClickBatch:
-    missing = batch_size - len(rows)
-
-    def padded(array: np.ndarray) -> np.ndarray:
-        return np.pad(array, [(0, missing)] + [(0, 0)] * (array.ndim - 1)) if missing else array
-
-    weights = padded(np.ones(len(rows), np.float32))
     features = KeyedJaggedArray(
-        np.ascontiguousarray(padded(rows.ids).T).reshape(-1),
-        np.tile(weights.astype(np.int32), len(keys)),
+        np.ascontiguousarray(rows.ids.T).reshape(-1),
+        np.ones(rows.ids.size, np.int32),
         keys=keys,
-        capacities=(batch_size,) * len(keys),
-        strides=(batch_size,) * len(keys),
+        capacities=(len(rows),) * len(keys),
+        strides=(len(rows),) * len(keys),
     )
-    return ClickBatch(padded(rows.dense), features, padded(rows.labels), weights)
+    if len(rows) < batch_size:
+        features = features.with_capacities((batch_size,) * len(keys))
+    (dense, features, labels), weights = pad_batch((rows.dense, features, rows.labels), batch_size)
+    return ClickBatch(dense, features, labels, weights)

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
+from jaxrec.data.padding import WeightedBatch, pad_batch
 from jaxrec.ragged import KeyedJaggedArray, grown
 
 
@@ -60,25 +61,21 @@ class Packer:
 
     def batches(
         self, batch_size: int, **columns: Sequence[Sequence[int] | np.ndarray] | np.ndarray
-    ) -> Iterator[KeyedJaggedArray]:
-        """All samples in order, in batches of one size; the last is filled up with its last sample.
+    ) -> Iterator[WeightedBatch]:
+        """All samples in order, in batches of one size, the last one padded by `pad_batch`.
 
         Example:
             >>> pack = Packer(("history",))
-            >>> [batch.lengths.tolist() for batch in pack.batches(2, history=[[1], [2, 3], []])]
-            [[1, 2], [0, 0]]
+            >>> for batch, weights in pack.batches(2, history=[[1], [2, 3], [4]]):
+            ...     print(batch["history"].to_lists(), weights)
+            [[1], [2, 3]] [1. 1.]
+            [[4], []] [1. 0.]
         """
         count = len(next(iter(columns.values()), ()))
         for start in range(0, count, batch_size):
-            rows = np.minimum(np.arange(start, start + batch_size), count - 1)
-            yield self(
-                **{
-                    key: column[rows]
-                    if isinstance(column, np.ndarray)
-                    else [column[row] for row in rows]
-                    for key, column in columns.items()
-                }
-            )
+            rows = slice(start, start + batch_size)
+            batch = self(**{key: column[rows] for key, column in columns.items()})
+            yield pad_batch(batch, batch_size)
 
 
 def usual_capacity(lengths: Sequence[int] | np.ndarray, batch_size: int) -> int:

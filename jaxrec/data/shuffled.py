@@ -58,8 +58,8 @@ class BatchSource(Generic[Batch]):
     are in memory at once, and all their rows are shuffled together. Batch ``i`` depends on the
     arguments and on ``i`` alone, so a run goes on exactly where it was by the number of its step.
 
-    Each process reads row groups of its own, dealt out so that all have about equally many rows;
-    every process has the same number of batches (as many as the one with fewest rows can fill).
+    Each process reads row groups of its own, dealt out so that all have about equally many rows,
+    and every process has the same number of batches.
 
     Attributes:
         groups: Where the rows are.
@@ -69,12 +69,14 @@ class BatchSource(Generic[Batch]):
         epochs: How often every row comes.
         shard: This process's part.
         window: Row groups that are shuffled together.
-        drop_remainder: Whether to leave out the last, smaller batch of an epoch. With several
-            processes it always is.
+        drop_remainder: Whether each batch has ``batch_size`` rows, and the rows left over at the
+            end of an epoch are left out. False: every row comes; the last batches are smaller, with
+            one row or more on each process, and `pad_batch` makes them equal again. None: False on
+            one process, True on several.
 
     Raises:
         ValueError: A number is below 1.
-        DataError: From `len` and on: a process has too few rows for a batch.
+        DataError: From `len` and on: a process has too few rows for its batches.
 
     Example:
         >>> import numpy as np, pathlib, tempfile
@@ -94,7 +96,7 @@ class BatchSource(Generic[Batch]):
     epochs: int = 1
     shard: Shard = Shard()
     window: int = 8
-    drop_remainder: bool = False
+    drop_remainder: bool | None = None
     _windows: _WindowCache = dataclasses.field(
         default_factory=lambda: _WindowCache(), init=False, repr=False
     )
@@ -110,15 +112,23 @@ class BatchSource(Generic[Batch]):
     @functools.cached_property
     def batches_per_epoch(self) -> int:
         """Batches of each process."""
-        fewest = min(sum(self.groups.sizes[g] for g in dealt) for dealt in self._dealt)
-        drop = self.drop_remainder or self.shard.count > 1
-        batches = fewest // self.batch_size if drop else -(-fewest // self.batch_size)
-        if batches == 0:
+        rows = [sum(self.groups.sizes[g] for g in dealt) for dealt in self._dealt]
+        drop = self.shard.count > 1 if self.drop_remainder is None else self.drop_remainder
+        batches = min(rows) // self.batch_size if drop else -(-max(rows) // self.batch_size)
+        if batches == 0 or min(rows) < batches:
             raise DataError(
                 f"the rows make no batch of {self.batch_size}: a process of {self.shard.count} "
-                f"has {fewest}; take smaller batches, fewer processes or smaller row groups"
+                f"has {min(rows)}; take smaller batches, fewer processes or smaller row groups"
+                if drop
+                else f"a process of {self.shard.count} has {min(rows)} rows, too few for the "
+                f"{batches} batches of {self.batch_size} of the one with {max(rows)}; take larger "
+                "batches, fewer processes or smaller row groups"
             )
         return batches
+
+    def _first_row(self, batch: int, rows: int) -> int:
+        """The row that a batch of an epoch begins with; each later batch has one at least."""
+        return min(batch * self.batch_size, rows - (self.batches_per_epoch - batch))
 
     @functools.cached_property
     def _dealt(self) -> tuple[tuple[int, ...], ...]:
@@ -157,7 +167,7 @@ class BatchSource(Generic[Batch]):
             raise IndexError(f"there are {len(self)} batches, and no batch {index}")
         epoch, batch = divmod(int(index), self.batches_per_epoch)
         ends = self._order(epoch)[1]
-        row, stop = batch * self.batch_size, min((batch + 1) * self.batch_size, ends[-1])
+        row, stop = (self._first_row(number, ends[-1]) for number in (batch, batch + 1))
         pieces = []
         while row < stop:
             window = int(np.searchsorted(ends, row, side="right"))

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Generic, Literal, TypeAlias, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from jaxrec.metrics.total import Total
@@ -301,10 +302,10 @@ def _on_every_device(array: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
     Sorts and scatters over samples that lie on several devices ask for that; with automatic axes
     the compiler sees to it where it must.
     """
-    spec = jax.typeof(array).sharding.spec
-    if all(axis is None for axis in spec):
+    sharding = jax.typeof(array).sharding
+    if all(axis is None for axis in sharding.spec):
         return array
-    return jax.sharding.reshard(array, jax.sharding.PartitionSpec())
+    return jax.sharding.reshard(array, NamedSharding(sharding.mesh, PartitionSpec()))
 
 
 def _fits(name: str, array: Shaped[AnyArray, "..."]) -> Shaped[Array, "..."]:

@@ -15,7 +15,8 @@ from jaxrec.embed.taps import Ahead, route_ahead, use_ahead
 from jaxrec.mesh.agree import on_host
 from jaxrec.mesh.rooms import Group, Rooms, measured_loads
 from jaxrec.train.held import Held
-from jaxrec.train.step import compile_step
+from jaxrec.train.pipeline import each_batch
+from jaxrec.train.step import check_step, compile_step
 
 # Steps whose needs are not waited for.
 _UNREAD = 2
@@ -36,6 +37,9 @@ class RoutedSteps:
             ``step`` does, in that order.
         *modules: The model, its optimizer and whatever else ``step`` changes; they are donated.
 
+    Raises:
+        TypeError: An argument is of another kind.
+
     Example:
         >>> import jax.numpy as jnp, jaxrec, optax
         >>> from flax import nnx
@@ -54,6 +58,16 @@ class RoutedSteps:
     def __init__(
         self, step: Callable[..., Any], forward: Callable[[Any, Any], Any], *modules: Any
     ) -> None:
+        check_step(step, modules)
+        if not callable(forward) or isinstance(forward, nnx.Pytree):
+            raise TypeError(
+                "forward must be a function forward(model, batch), such as lambda model, batch: "
+                f"model(batch), got a {type(forward).__name__}"
+            )
+        if not isinstance(modules[0], nnx.Module) or isinstance(modules[0], nnx.Optimizer):
+            raise TypeError(
+                f"the first module must be the model, got a {type(modules[0]).__name__}"
+            )
         self._step, self._forward = step, forward
         self._model = modules[0]
         self._ahead = Held(None)
@@ -72,8 +86,11 @@ class RoutedSteps:
 
         Yields:
             Each batch, and what the step returned for it, not waited for.
+
+        Raises:
+            TypeError: ``batches`` is a single batch.
         """
-        batches = iter(batches)
+        batches = each_batch(batches)
         batch = next(batches, None)
         if batch is None:
             return

@@ -5,9 +5,14 @@ from __future__ import annotations
 import dataclasses
 import queue
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import TracebackType
 from typing import Any
+
+import jax
+import numpy as np
+
+from jaxrec.ragged import KeyedJaggedArray
 
 # Steps that may be under way at once.
 AHEAD = 2
@@ -28,6 +33,21 @@ class _Result:
     error: BaseException | None = None
 
 
+def each_batch(batches: Any) -> Iterator[Any]:
+    """Iterate over batches; a single batch would give its rows or keys instead.
+
+    Raises:
+        TypeError: It is a single batch, or has no batches at all.
+    """
+    is_one = isinstance(batches, np.ndarray | jax.Array | KeyedJaggedArray | Mapping | str)
+    if is_one or not isinstance(batches, Iterable):
+        raise TypeError(
+            f"batches must be an iterable of batches, such as a list or a generator, got a "
+            f"{type(batches).__name__}"
+        )
+    return iter(batches)
+
+
 class Pipeline:
     """The batches of a source, each taken through stages by threads that run ahead.
 
@@ -46,6 +66,7 @@ class Pipeline:
 
     Raises:
         ValueError: ``ahead`` is below 1.
+        TypeError: From the first batch: ``batches`` is a single batch.
 
     Example:
         >>> with Pipeline(range(4), lambda x: x + 1, lambda x: 10 * x) as batches:
@@ -110,7 +131,7 @@ class Pipeline:
     def _read(self, batches: Iterable[Any], target: queue.Queue[_Result]) -> None:
         source: Any = None
         try:
-            source = iter(batches)
+            source = each_batch(batches)
             for item in source:
                 if not self._put(target, _Result(item)):
                     break

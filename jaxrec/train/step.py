@@ -29,7 +29,8 @@ def compile_step(step: Callable[..., Any], *modules: Any) -> CompiledStep:
 
     Raises:
         ValueError: On the first call, if ``step`` adds variables to the modules, or removes some.
-        TypeError: A module holds an array that is not in an `nnx.Variable`.
+        TypeError: ``step`` is no function, there are no modules, or a module holds an array that is
+            not in an `nnx.Variable`.
 
     Example:
         >>> import jax.numpy as jnp, jaxrec, optax
@@ -52,6 +53,7 @@ class CompiledStep:
     """What `compile_step` returns: call it with a batch."""
 
     def __init__(self, step: Callable[..., Any], modules: tuple[Any, ...]):
+        check_step(step, modules)
         self._step = step
         self._modules = modules
         self._graph: Any = None
@@ -83,6 +85,30 @@ class CompiledStep:
         if graph != self._graph:
             self._graph = graph
             self._compiled = jax.jit(_pure(self._step, graph, state), donate_argnums=0)
+
+
+def check_step(step: Any, modules: tuple[Any, ...]) -> None:
+    """Check the kinds of a step function and its modules.
+
+    Raises:
+        TypeError: They are others.
+    """
+    if not callable(step) or isinstance(step, nnx.Pytree):
+        raise TypeError(
+            "the step must be a function step(*modules, *batch), followed by its modules, got "
+            f"a {type(step).__name__}"
+        )
+    for module in modules:
+        if not isinstance(module, nnx.Pytree | nnx.Variable | jax.Array | list | dict | tuple):
+            raise TypeError(
+                "a step keeps what it changes in modules, such as the model and jaxrec.Optimizer, "
+                f"got {module!r}"
+            )
+    if not modules:
+        raise TypeError(
+            "a step needs its modules, compile_step(step, model, optimizer): changes to modules "
+            "that come with the batch would be lost"
+        )
 
 
 def _pure(step: Callable[..., Any], graph: Any, template: Any) -> Callable[..., Any]:

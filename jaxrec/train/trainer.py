@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import itertools
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -28,7 +29,17 @@ from jaxrec.train.held import Held
 from jaxrec.train.loss import Loss, Outputs, call_loss, sample_count
 from jaxrec.train.pipeline import AHEAD, Pipeline
 from jaxrec.train.place import put
-from jaxrec.train.step import compile_step
+from jaxrec.train.step import CompiledStep, compile_step
+
+# The type of an argument, and how to make one.
+_KINDS: dict[str, tuple[Any, str]] = {
+    "model": (nnx.Module, "a Flax module (flax.nnx.Module)"),
+    "optimizer": (Optimizer, "jaxrec.Optimizer(model, optax.adam(1e-3))"),
+    "loss": (Callable, "a function loss(model, batch)"),
+    "metrics": (MetricGroup | None, "jaxrec.metrics.MetricGroup(tasks, metrics)"),
+    "batch_size": (int | None, "a number of samples"),
+    "saver": (Saver | None, "jaxrec.train.Saver(directory)"),
+}
 
 
 class NotFiniteError(ArithmeticError):
@@ -67,7 +78,7 @@ class Trainer:
         on_step: Told the number and the loss of each step, two steps late.
 
     Raises:
-        TypeError: The optimizer is no `jaxrec.Optimizer`.
+        TypeError: An argument is of another type, such as an optax optimizer.
         ValueError: A number is below 1, or semi-synchronous steps are to accumulate.
 
     Example:
@@ -101,11 +112,9 @@ class Trainer:
     on_step: Callable[[int, float], None] = lambda step, loss: None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.optimizer, Optimizer):
-            raise TypeError(
-                "optimizer must be jaxrec.Optimizer(model, optax.adam(1e-3)), which updates tables "
-                f"as well, got {type(self.optimizer).__module__}.{type(self.optimizer).__name__}"
-            )
+        for name, (kind, wanted) in _KINDS.items():
+            if not isinstance(given := getattr(self, name), kind):
+                raise TypeError(f"{name} must be {wanted}, got a {type(given).__name__}")
         for name in ("accumulate", "save_every", "write_every", "batch_size"):
             if (number := getattr(self, name)) is not None and number < 1:
                 raise ValueError(f"{name} is {number}; it must be 1 or more")
@@ -117,6 +126,7 @@ class Trainer:
         self._batches_used = 0
         self._goes_on = False
         self._evaluation = Evaluation()
+        self._steps: _Steps | None = None
 
     def restore(self, step: int | None = None) -> Run:
         """Goes back to a checkpoint of the saver's directory, metrics included; None: the newest.
@@ -156,6 +166,8 @@ class Trainer:
                 than ``batch_size``.
             Exception: What the batches, the stages or the writer raise.
         """
+        if steps is not None and steps < 0:
+            raise ValueError(f"steps is {steps}; it must be 0 or more")
         number = first = int(self.optimizer.step.get_value())
         under_way: collections.deque[tuple[int, Array, tuple[Any, ...]]] = collections.deque()
 
@@ -269,8 +281,20 @@ class Trainer:
             for batch in part:
                 self._loss(model, batch)
 
-        steps = RoutedSteps(self._step, forward, self.model, self.optimizer, self._measured)
+        steps = self._compiled(
+            lambda: RoutedSteps(self._step, forward, self.model, self.optimizer, self._measured)
+        )
         return steps(parts())
+
+    def _compiled(self, make: Callable[[], Any]) -> Any:
+        """Steps made earlier, and others once a setting that they were made for has changed."""
+        settings = [
+            getattr(self, name)
+            for name in ("model", "optimizer", "loss", "metrics", "semi_synchronous")
+        ]
+        if self._steps is None or not all(map(operator.is_, self._steps.settings, settings)):
+            self._steps = _Steps(settings, make())
+        return self._steps.steps
 
     def _step(
         self, model: nnx.Module, optimizer: Optimizer, measured: Held, batches: tuple[Any, ...]
@@ -302,14 +326,22 @@ class Trainer:
         batch = next(batches, None)
         if batch is None:
             return
-        graph, state = nnx.split(self.model)
-        first = jax.jit(lambda state, batch: self._look_up(nnx.merge(graph, state), batch))
-        found = Held(first(state, batch))
-        step = compile_step(self._step_behind, self.model, self.optimizer, self._measured, found)
+        first, ahead, step = self._compiled(self._make_steps_behind)
+        ahead.set(first(*nnx.split(self.model), batch))
         for following in itertools.chain(batches, (None,)):
             # After the last there is nothing to look up; it looks itself up again.
             yield (batch,), step(batch, batch if following is None else following)
             batch = following
+
+    def _make_steps_behind(self) -> tuple[Any, Held, CompiledStep]:
+        """The lookup of the first batch, the embeddings looked up ahead, and the step."""
+        ahead = Held(None)
+        first = jax.jit(
+            lambda graph, state, batch: self._look_up(nnx.merge(graph, state), batch),
+            static_argnums=0,
+        )
+        modules = (self.model, self.optimizer, self._measured, ahead)
+        return first, ahead, compile_step(self._step_behind, *modules)
 
     def _look_up(self, model: nnx.Module, batch: Any) -> dict[str, list[Ahead]]:
         return look_up_ahead(lambda model: self._loss(model, batch), model)
@@ -334,6 +366,14 @@ class Trainer:
         optimizer.update(model, gradients)
         found.set(next_found)
         return loss
+
+
+@dataclasses.dataclass(frozen=True)
+class _Steps:
+    """Compiled steps, and the settings that they were made for."""
+
+    settings: list[Any]
+    steps: Any
 
 
 def _not_finite(step: int, loss: float, batches: tuple[Any, ...]) -> NotFiniteError:

@@ -24,8 +24,10 @@ def test_all_samples_in_order():
     pack = Packer(("a", "b"))
     rows, matrix = [[1], [], [2, 3], [4], [5]], np.arange(10).reshape(5, 2)
     found = list(pack.batches(2, a=rows, b=matrix))
-    assert [batch["a"].to_lists() for batch in found] == [[[1], []], [[2, 3], [4]], [[5], [5]]]
-    assert found[2]["b"].to_lists() == [[8, 9], [8, 9]]
+    assert [x["a"].to_lists() for x, _ in found] == [[[1], []], [[2, 3], [4]], [[5], []]]
+    assert [weights.tolist() for _, weights in found] == [[1, 1], [1, 1], [1, 0]]
+    assert found[2].batch["b"].to_lists() == [[8, 9], []]
+    assert {x.capacities for x, _ in found} == {(8, 4)}  # one shape, and no padding in the matrix
     assert list(pack.batches(2, a=[])) == []
 
 

@@ -82,6 +82,22 @@ def test_processes_share_the_rows(tmp_path, count):
     assert len(together) >= 62 - count * (5 + 10)
 
 
+@pytest.mark.parametrize(("batch_size", "count"), [(5, 3), (7, 3), (100, 2), (1, 1)])
+def test_processes_have_every_row_between_them(tmp_path, batch_size, count):
+    """Smaller batches at the end, on all processes equally many and none without a row."""
+    groups = files(tmp_path)
+    found = [
+        every(
+            BatchSource(groups, batch_size, xs, seed=3, shard=Shard(i, count), drop_remainder=False)
+        )
+        for i in range(count)
+    ]
+    assert len({len(batches) for batches in found}) == 1
+    sizes = [len(batch) for batches in found for batch in batches]
+    assert 1 <= min(sizes) <= max(sizes) <= batch_size
+    assert sorted(row for batches in found for batch in batches for row in batch) == list(range(62))
+
+
 def test_goes_on_at_any_batch(tmp_path):
     source = BatchSource(files(tmp_path), 9, xs, seed=0, epochs=3, window=2)
     whole = [batch.tolist() for batch in source.from_batch()]
@@ -193,6 +209,8 @@ def test_what_cannot_be_read(tmp_path):
         _ = NpyGroups({"a": tmp_path / "no.parquet"}).sizes
     with pytest.raises(DataError, match="make no batch of 40: a process of 2 has 3"):
         len(BatchSource(groups, 40, shard=Shard(0, 2)))
+    with pytest.raises(DataError, match=r"of 2 has 3. rows, too few for the 3. batches"):
+        len(BatchSource(groups, 1, shard=Shard(0, 2), drop_remainder=False))
     for options in ({"batch_size": 0}, {"batch_size": 1, "window": 0}):
         with pytest.raises(ValueError, match="is 1 or more"):
             BatchSource(groups, **options)

@@ -162,3 +162,17 @@ def test_several_parts_of_a_step_take_what_was_found_in_turn():
     model, optimizer, _ = make(PLACEMENTS["sums"])
     steps = RoutedSteps(of_both, forward, model, optimizer)
     assert [float(loss) for _, loss in steps(pairs)] == expected
+
+
+def test_arguments_of_other_kinds():
+    model, forward = nnx.Linear(1, 1, rngs=nnx.Rngs(0)), lambda model, x: model(x)
+    optimizer = jaxrec.Optimizer(model, optax.sgd(0.1))
+    with pytest.raises(TypeError, match="needs its modules"):
+        RoutedSteps(train_step, forward)
+    with pytest.raises(TypeError, match="the first module must be the model, got a Optimizer"):
+        RoutedSteps(train_step, forward, optimizer, model)
+    with pytest.raises(TypeError, match=r"forward must be a function forward\(model, batch\)"):
+        RoutedSteps(train_step, model, optimizer)
+    steps = RoutedSteps(train_step, forward, model, optimizer)
+    with pytest.raises(TypeError, match=r"an iterable of batches, .* got a ndarray"):
+        next(steps(np.ones((4, 1), np.float32)))

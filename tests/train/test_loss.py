@@ -23,7 +23,10 @@ def test_arguments():
         lambda m, x, weights: ((x * weights).sum(), {}), MODEL, weighted, has_metrics=True
     )
     assert found == (2, {})
-    assert call_loss(lambda *args: (1.0 * len(args), {}), MODEL, weighted, has_metrics=False) == (3, {})
+    assert call_loss(lambda *args: (1.0 * len(args), {}), MODEL, weighted, has_metrics=False) == (
+        3,
+        {},
+    )
     scaled = functools.partial(lambda scale, m, x: (scale * x.sum(), {}), 2)
     assert call_loss(scaled, MODEL, BATCH, has_metrics=False) == (6, {})
 

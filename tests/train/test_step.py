@@ -170,3 +170,18 @@ def test_bare_arrays():
 def test_lower_shows_the_program():
     model, optimizer = make()
     assert "func" in compile_step(train_step, model, optimizer).lower(*batch(0)).as_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((train_step,), r"needs its modules, compile_step\(step, model, optimizer\)"),
+        ((nnx.Dropout(0.5), nnx.Rngs(0)), r"must be a function step\(\*modules.*got a Dropout"),
+        ((None, nnx.Rngs(0)), "must be a function.*got a NoneType"),
+        ((train_step, nnx.Linear), "keeps what it changes in modules.*Linear"),
+    ],
+    ids=["no modules", "module first", "none", "class"],
+)
+def test_arguments_of_other_kinds(unchecked, arguments, message):
+    with pytest.raises(TypeError, match=message):
+        compile_step(*arguments)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import re
 
 import jax
@@ -127,6 +128,29 @@ def test_steps(semi_synchronous):
         oracle.update(batch, pooled)
     np.testing.assert_allclose(weights(trainer)[0], oracle.table, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(weights(trainer)[1][:, 0], oracle.kernel, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("semi_synchronous", [False, True])
+def test_steps_are_compiled_once(semi_synchronous):
+    """Of several epochs; another loss is seen."""
+    traced = []
+
+    def counted(model, batch):
+        traced.append(batch)
+        return loss(model, batch)
+
+    trainer, data = make(counted, semi_synchronous=semi_synchronous), batches(4)
+    trainer.train(data[:2])
+    count = len(traced)
+    trainer.train(data[2:])
+    assert len(traced) == count
+    expected = make(semi_synchronous=semi_synchronous)
+    expected.train(data[:2]), expected.train(data[2:])
+    same(trainer, expected)
+    trainer.loss = lambda model, batch: (0 * loss(model, batch)[0] + 7, {})
+    trainer.on_step = lambda step, value: traced.append(value)
+    trainer.train(data[:1])
+    assert traced[-1] == 7
 
 
 def test_semi_synchronous_steps_differ():
@@ -358,13 +382,34 @@ def test_accumulated_batches_weigh_their_samples():
 
 
 @pytest.mark.parametrize(
-    "optimizer",
-    [optax.sgd(0.1), nnx.Optimizer(Ranker(), optax.sgd(0.1), wrt=nnx.Param)],
-    ids=["optax", "nnx"],
+    ("name", "value", "wanted"),
+    [
+        (
+            "optimizer",
+            optax.sgd(0.1),
+            r"jaxrec.Optimizer\(model, optax.adam\(1e-3\)\), got a Gradient",
+        ),
+        ("model", len, "a Flax module"),
+        ("loss", None, r"a function loss\(model, batch\), got a NoneType"),
+        ("metrics", {"ne": 1}, "jaxrec.metrics.MetricGroup"),
+        ("batch_size", 8.0, "a number of samples, got a float"),
+        ("saver", "directory", r"jaxrec.train.Saver\(directory\), got a str"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_other_optimizers(optimizer):
-    with pytest.raises(TypeError, match=r"must be jaxrec.Optimizer\(model, optax.adam"):
-        Trainer(model=Ranker(), optimizer=optimizer, loss=loss)
+def test_arguments_of_other_types(unchecked, name, value, wanted):
+    with pytest.raises(TypeError, match=f"{name} must be {wanted}"):
+        dataclasses.replace(make(), **{name: value})
+
+
+def test_what_is_no_stream_of_batches(unchecked):
+    (batch,) = batches(1)
+    for wrong in (batch[0], batch[1], {"x": batch[1]}, 3):
+        for call in (Trainer.train, Trainer.evaluate):
+            with pytest.raises(TypeError, match="batches must be an iterable of batches"):
+                call(make(), wrong)
+    with pytest.raises(ValueError, match="steps is -1; it must be 0 or more"):
+        make().train([batch], steps=-1)
 
 
 def test_strings_in_a_batch():
