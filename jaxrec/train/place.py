@@ -39,7 +39,7 @@ def put(batch: Any) -> Any:
 
 
 def _checked(path: tuple[Any, ...], leaf: Any) -> Any:
-    if isinstance(leaf, jax.Array) or getattr(leaf, "dtype", None) in _DEVICE_TYPES:
+    if isinstance(leaf, jax.Array) or (type(leaf) is np.ndarray and leaf.dtype in _DEVICE_TYPES):
         return leaf
     return numbers(f"batch{jax.tree_util.keystr(path)}", leaf)
 

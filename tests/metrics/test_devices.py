@@ -89,6 +89,17 @@ def test_sharded_batches(on_one_device, axis_type):
     close(got, on_one_device)
 
 
+def test_explicit_axes_without_a_mesh_in_context():
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
+    group = MetricGroup(
+        (Task(name="a", prediction="p", label="y"),), {"auc": metrics.AUC(window=16)}
+    )
+    outputs = {"p": np.arange(16, dtype=np.float32), "y": np.arange(16) % 2 * np.float32(1)}
+    placed = jax.device_put(outputs, NamedSharding(mesh, P("data")))
+    state = jax.jit(group.update)(group.init(), placed)
+    assert group.compute(state)["a/window_auc"] == pytest.approx(36 / 64)
+
+
 def test_shard_map(on_one_device):
     """A state for each device, merged where they meet."""
     mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))

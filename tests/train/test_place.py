@@ -29,3 +29,14 @@ def test_host_memory_can_be_written_at_once(size):
 def test_ragged_batches():
     batch = jaxrec.KeyedJaggedArray.from_lists({"a": [[1, 2], [], [3]]})
     assert put(batch).to_dict()["a"].to_lists() == [[1, 2], [], [3]]
+
+
+def test_numbers_that_devices_lack():
+    there = put({"big": np.arange(3, dtype=">i8"), "y": np.array([0.5], ">f4")})
+    assert [there["big"].tolist(), there["y"].tolist()] == [[0, 1, 2], [0.5]]
+    with pytest.raises(TypeError, match=r"batch\['name'\]\[1\] is of type <U1"):
+        put({"name": (np.zeros(2), np.array(["a"]))})
+    with pytest.raises(ValueError, match=r"batch\[0\]: 1099511627776 does not fit int32"):
+        put((np.array([1, 2**40]),))
+    with pytest.raises(ValueError, match="batch: 1 elements are masked"):
+        put(np.ma.masked_array(np.float32([1, 2]), [True, False]))
