@@ -13,6 +13,7 @@ from jaxrec.metrics.averages import NumMissingLabels as NumMissingLabels
 from jaxrec.metrics.averages import NumPositives as NumPositives
 from jaxrec.metrics.averages import RecalibratedCalibration as RecalibratedCalibration
 from jaxrec.metrics.averages import ServingCalibration as ServingCalibration
+from jaxrec.metrics.averages import ServingLoss as ServingLoss
 from jaxrec.metrics.averages import SumOfWeights as SumOfWeights
 from jaxrec.metrics.averages import TensorWeightedAverage as TensorWeightedAverage
 from jaxrec.metrics.averages import WeightedAverage as WeightedAverage
@@ -51,13 +52,17 @@ from jaxrec.metrics.latest import Output as Output
 from jaxrec.metrics.latest import Scalar as Scalar
 from jaxrec.metrics.metric import Metric as Metric
 from jaxrec.metrics.metric import SumMetric as SumMetric
+from jaxrec.metrics.multilabel import MultiLabelPrecision as MultiLabelPrecision
+from jaxrec.metrics.multilabel import label_codes as label_codes
 from jaxrec.metrics.ranking import NDCG as NDCG
 from jaxrec.metrics.ranking import XAUC as XAUC
-from jaxrec.metrics.ranking import GroupedAUC as GroupedAUC
 from jaxrec.metrics.regression import MeanAbsoluteError as MeanAbsoluteError
 from jaxrec.metrics.regression import MeanSquaredError as MeanSquaredError
 from jaxrec.metrics.regression import NormalizedMeanSquaredError as NormalizedMeanSquaredError
 from jaxrec.metrics.samples import SampleMetric as SampleMetric
+from jaxrec.metrics.session_auc import GroupedAUC as GroupedAUC
+from jaxrec.metrics.session_auc import UserAUC as UserAUC
+from jaxrec.metrics.session_pairs import SessionPairwiseAUC as SessionPairwiseAUC
 from jaxrec.metrics.sessions import SessionPrecision as SessionPrecision
 from jaxrec.metrics.sessions import SessionRecall as SessionRecall
 from jaxrec.metrics.sessions import sessions_of as sessions_of

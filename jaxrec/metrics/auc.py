@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 from jaxtyping import Float, Shaped
 
+from jaxrec.metrics.domain import LABEL, NUMBER, WEIGHT, Domain, as_numbers, check_domain
 from jaxrec.metrics.metric import Compat
 from jaxrec.metrics.pairs import concordance, count_pairs
 
@@ -34,14 +35,17 @@ def auc(
         The area, computed in float64; 0.5 where all samples are of one class, as in TorchRec.
 
     Raises:
-        ValueError: A score is NaN: it has no place in the order.
+        TypeError: An array does not hold real numbers.
+        ValueError: A score is NaN (it has no place in the order), a label is not between 0 and 1, a
+            weight is negative or not finite, or the arrays differ in length.
 
     Example:
         >>> import numpy as np
         >>> auc(np.array([0.1, 0.4, 0.4, 0.8]), np.array([0, 0, 1, 1]))
         0.875
     """
-    true, false = _steps(scores, labels, weights, merge_ties=compat is None)
+    samples = _checked("auc", scores, labels, weights, LABEL)
+    true, false = _steps(*samples, merge_ties=compat is None)
     pairs = true.sum() * false.sum()
     if pairs == 0:
         return 0.5
@@ -68,14 +72,15 @@ def average_precision(
         The area, computed in float64; 0 without positive samples, as in TorchRec.
 
     Raises:
-        ValueError: A score is NaN.
+        TypeError, ValueError: As for `auc`.
 
     Example:
         >>> import numpy as np
         >>> average_precision(np.array([0.1, 0.4, 0.6, 0.8]), np.array([0, 1, 0, 1])).__round__(3)
         0.833
     """
-    true, false = _steps(scores, labels, weights, merge_ties=True)
+    samples = _checked("average_precision", scores, labels, weights, LABEL)
+    true, false = _steps(*samples, merge_ties=True)
     if true.sum() == 0:
         return 0.0
     found = np.cumsum(true)
@@ -108,17 +113,17 @@ def regression_auc(
         ``compat="torchrec"`` 1.
 
     Raises:
-        ValueError: A score is NaN.
+        TypeError, ValueError: As for `auc`, but for the labels, which must only not be NaN.
 
     Example:
         >>> import numpy as np
         >>> regression_auc(np.array([1.0, 2.0, 3.0]), np.array([5.0, 30.0, 20.0])).__round__(3)
         0.667
     """
-    _check(scores)
-    if weights is None or compat is not None:
+    scores, labels, weights = _checked("regression_auc", scores, labels, weights, NUMBER)
+    if compat is not None:
         weights = np.ones(scores.size)
-    pairs = count_pairs(scores, np.asarray(labels), np.asarray(weights, np.float64), np)
+    pairs = count_pairs(scores, labels, weights, np)
     if compat is not None:
         return float(1 - pairs.discordant / pairs.total) if pairs.total else 1.0
     ordered, total = concordance(pairs)
@@ -126,19 +131,16 @@ def regression_auc(
 
 
 def _steps(
-    scores: Shaped[np.ndarray, " samples"],
-    labels: Shaped[np.ndarray, " samples"],
-    weights: Shaped[np.ndarray, " samples"] | None,
+    scores: Float[np.ndarray, " samples"],
+    labels: Float[np.ndarray, " samples"],
+    weights: Float[np.ndarray, " samples"],
     *,
     merge_ties: bool,
 ) -> tuple[Float[np.ndarray, " steps"], Float[np.ndarray, " steps"]]:
     """Weight of positive and of negative samples at each score, from the highest down."""
-    _check(scores)
-    scores = np.asarray(scores, np.float64)
     order = np.argsort(-scores, kind="stable")
-    weighted = np.ones(scores.size) if weights is None else np.asarray(weights, np.float64)[order]
-    positives = weighted * np.asarray(labels, np.float64)[order]
-    negatives = weighted - positives
+    positives = (weights * labels)[order]
+    negatives = weights[order] - positives
     if not merge_ties or scores.size == 0:
         return positives, negatives
     ranked = scores[order]
@@ -147,6 +149,27 @@ def _steps(
     return np.add.reduceat(positives, firsts), np.add.reduceat(negatives, firsts)
 
 
-def _check(scores: Shaped[np.ndarray, " samples"]) -> None:
-    if np.isnan(scores).any():
-        raise ValueError(f"{np.isnan(scores).sum()} of {scores.size} scores are NaN")
+def _checked(
+    who: str,
+    scores: Shaped[np.ndarray, " samples"],
+    labels: Shaped[np.ndarray, " samples"],
+    weights: Shaped[np.ndarray, " samples"] | None,
+    of_labels: Domain,
+) -> tuple[Float[np.ndarray, " samples"], ...]:
+    """Scores, labels and weights in float64, all 1 if none were given."""
+    given = {"scores": scores, "labels": labels}
+    if weights is not None:
+        given["weights"] = weights
+    arrays = {name: np.asarray(as_numbers(who, name, array)) for name, array in given.items()}
+    shapes = [array.shape for array in arrays.values()]
+    if len(set(shapes)) > 1 or len(shapes[0]) != 1:
+        names = ", ".join(f"{name} of {array.shape}" for name, array in arrays.items())
+        raise ValueError(f"{who} takes arrays of one length, [samples]; got {names}")
+    columns = {name: array.astype(np.float64) for name, array in arrays.items()}
+    missing = np.isnan(columns["scores"]).sum()
+    if missing:
+        raise ValueError(f"{who}: {missing} of {shapes[0][0]} scores are NaN")
+    check_domain(who, "labels", columns["labels"], of_labels)
+    columns.setdefault("weights", np.ones(shapes[0]))
+    check_domain(who, "weights", columns["weights"], WEIGHT)
+    return columns["scores"], columns["labels"], columns["weights"]

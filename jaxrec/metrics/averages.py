@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from jaxrec.metrics.domain import AMOUNT, LABEL, NUMBER, PROBABILITY, Domain
 from jaxrec.metrics.entropy import check_coefficient, count_examples, recalibrated
 from jaxrec.metrics.metric import Batch, SumMetric, SumState, Values, ratio
 
@@ -32,6 +33,10 @@ class Calibration(SumMetric):
 
     name: ClassVar[str] = "calibration"
     torchrec_undefined: ClassVar[float] = 0.0
+
+    @property
+    def domains(self) -> tuple[Domain | None, Domain | None]:
+        return AMOUNT, AMOUNT
 
     def probabilities(self, batch: Batch) -> Float[Array, "tasks batch"]:
         """What is compared with the labels."""
@@ -63,6 +68,10 @@ class RecalibratedCalibration(Calibration):
         super().__post_init__()
         check_coefficient(self, self.coefficient)
 
+    @property
+    def domains(self) -> tuple[Domain | None, Domain | None]:
+        return PROBABILITY, AMOUNT
+
     def probabilities(self, batch: Batch) -> Float[Array, "tasks batch"]:
         return recalibrated(batch.predictions, self.coefficient)
 
@@ -89,6 +98,10 @@ class ClickThroughRate(SumMetric):
 
     name: ClassVar[str] = "ctr"
     torchrec_undefined: ClassVar[float] = 0.0
+
+    @property
+    def domains(self) -> tuple[Domain | None, Domain | None]:
+        return None, LABEL
 
     def sums(self, batch: Batch) -> dict[str, Float[Array, "tasks ..."]]:
         return {
@@ -130,6 +143,10 @@ class WeightedAverage(SumMetric):
 
     name: ClassVar[str] = "weighted_avg"
 
+    @property
+    def domains(self) -> tuple[Domain | None, Domain | None]:
+        return NUMBER, None
+
     def averaged(self, batch: Batch) -> Float[Array, "tasks batch"]:
         """What the mean is of."""
         return batch.predictions
@@ -163,8 +180,46 @@ class TensorWeightedAverage(WeightedAverage):
     def required(self) -> tuple[str, ...]:
         return (self.tensor,)
 
+    @property
+    def whole(self) -> tuple[str, ...]:
+        return ()
+
+    @property
+    def domains(self) -> tuple[Domain | None, Domain | None]:
+        return None, None
+
     def averaged(self, batch: Batch) -> Float[Array, "tasks batch"]:
         return batch.inputs[self.tensor].astype(jnp.float32)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ServingLoss(TensorWeightedAverage):
+    """The weighted mean of a loss that the model reports for each sample, and how many samples.
+
+    Reports ``serving_`` and the name of the loss, and ``total_examples``, which counts the samples
+    whose weight is above 0, over all time. TorchRec has the name ``serving_ae_loss`` for such a
+    mean, but no definition of the loss: ``ServingLoss(tensor="ae_loss")`` takes any.
+
+    Attributes:
+        tensor: Name of the loss, under which `update` gets it, ``[batch]`` or ``[tasks, batch]``.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> metric = ServingLoss(tensor="ae_loss", window=None)
+        >>> x = jnp.zeros(2)
+        >>> state = metric.update(metric.init(), x, x, ae_loss=jnp.array([1.0, 2.0]))
+        >>> metric.compute(state)["lifetime_serving_ae_loss"].tolist()
+        [1.5]
+    """
+
+    def sums(self, batch: Batch) -> dict[str, Float[Array, "tasks ..."]]:
+        return super().sums(batch) | {"examples": count_examples(batch)}
+
+    def values(self, sums: Sums) -> Values:
+        return {f"serving_{self.tensor}": ratio(sums["total"], sums["weights"])}
+
+    def compute(self, state: SumState) -> Values:
+        return super().compute(state) | {"total_examples": state.lifetime["examples"].on_host()}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -172,6 +227,10 @@ class SumOfWeights(SumMetric):
     """``sum w`` (``sum_weights``)."""
 
     name: ClassVar[str] = "sum_weights"
+
+    @property
+    def domains(self) -> tuple[Domain | None, Domain | None]:
+        return None, None
 
     def sums(self, batch: Batch) -> dict[str, Float[Array, "tasks ..."]]:
         return {"weights": batch.weights.sum(axis=1)}
@@ -185,6 +244,10 @@ class WeightedSumOfPredictions(SumMetric):
     """``sum w p`` (``weighted_sum_predictions``)."""
 
     name: ClassVar[str] = "weighted_sum_predictions"
+
+    @property
+    def domains(self) -> tuple[Domain | None, Domain | None]:
+        return NUMBER, None
 
     def sums(self, batch: Batch) -> dict[str, Float[Array, "tasks ..."]]:
         return {"predictions": (batch.weights * batch.predictions).sum(axis=1)}
@@ -202,6 +265,10 @@ class NumPositives(SumMetric):
     """
 
     name: ClassVar[str] = "num_positive_samples"
+
+    @property
+    def domains(self) -> tuple[Domain | None, Domain | None]:
+        return None, None
 
     def sums(self, batch: Batch) -> dict[str, Float[Array, "tasks ..."]]:
         if self.compat is not None:
@@ -222,6 +289,10 @@ class NumMissingLabels(SumMetric):
     """
 
     name: ClassVar[str] = "num_missing_labels"
+
+    @property
+    def domains(self) -> tuple[Domain | None, Domain | None]:
+        return None, None
 
     def sums(self, batch: Batch) -> dict[str, Float[Array, "tasks ..."]]:
         missing = jnp.isnan(batch.labels)

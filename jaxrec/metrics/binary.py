@@ -11,7 +11,8 @@ import numpy as np
 import optax
 from jaxtyping import Array, Float
 
-AnyArray: TypeAlias = Array | np.ndarray
+from jaxrec.metrics.domain import LABEL, WEIGHT, AnyArray, as_numbers, check_domain
+
 Scalar: TypeAlias = Float[Array, ""] | float
 
 
@@ -53,7 +54,12 @@ def binary_sums(
     Args:
         logits: ``[batch]`` log-odds of label 1.
         labels: ``[batch]``, 0 or 1, or probabilities.
-        weights: ``[batch]``, 0 where a sample is padding; None: all 1.
+        weights: ``[batch]``, 0 where a sample is padding, which may hold anything; None: all 1.
+
+    Raises:
+        TypeError: An array does not hold real numbers.
+        ValueError: The shapes differ, a label is not between 0 and 1, or a weight is negative or
+            not finite. Inside a compiled function such numbers make all sums NaN instead.
 
     Example:
         >>> import jax.numpy as jnp
@@ -61,13 +67,25 @@ def binary_sums(
         >>> round(log_loss(sums), 3), round(normalized_entropy(sums), 3), calibration(sums)
         (0.693, 1.0, 1.0)
     """
-    labels = jnp.asarray(labels)
-    weights = jnp.ones_like(labels) if weights is None else jnp.asarray(weights)
+    who = "binary_sums"
+    weights = np.ones(labels.shape) if weights is None else weights
+    arguments = {"logits": logits, "labels": labels, "weights": weights}
+    given = {name: as_numbers(who, name, array) for name, array in arguments.items()}
+    shapes = {name: array.shape for name, array in given.items()}
+    if len(shapes["logits"]) != 1 or len(set(shapes.values())) > 1:
+        names = ", ".join(f"{name} of {shape}" for name, shape in shapes.items())
+        raise ValueError(f"{who} takes arrays of one length, [batch]; got {names}")
+    check_domain(who, "weights", given["weights"], WEIGHT)
+    check_domain(who, "labels", given["labels"], LABEL, given["weights"], nan=True)
+    x, y, w = (jnp.asarray(array, jnp.float32) for array in given.values())
+    real = w != 0
+    broken = WEIGHT.excludes(w) | (real & LABEL.excludes(y))
+    x, y, w = jnp.where(real, x, 0), jnp.where(real, y, 0), jnp.where(broken, jnp.nan, w)
     return BinarySums(
-        (weights * optax.sigmoid_binary_cross_entropy(logits, labels)).sum(),
-        (weights * jax.nn.sigmoid(logits)).sum(),
-        (weights * labels).sum(),
-        weights.sum(),
+        (w * optax.sigmoid_binary_cross_entropy(x, y)).sum(),
+        (w * jax.nn.sigmoid(x)).sum(),
+        (w * y).sum(),
+        w.sum(),
     )
 
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from jaxrec.metrics.domain import LABEL, NUMBER, PROBABILITY, Domain
 from jaxrec.metrics.metric import Batch, SumMetric, SumState, Values, ratio
 
 Sums = Mapping[str, Float[np.ndarray, "tasks ..."]]
@@ -40,6 +41,11 @@ class Bins:
             )
         if self.spacing not in ("logit", "linear"):
             raise ValueError(f"Bins: spacing={self.spacing!r} must be 'logit' or 'linear'")
+
+    @property
+    def domain(self) -> Domain:
+        """Numbers that have an interval."""
+        return PROBABILITY if self.spacing == "logit" else NUMBER
 
     def of(self, x: Float[Array, "*shape"]) -> Int[Array, "*shape"]:
         """The number of each one's interval."""
@@ -102,6 +108,10 @@ class BinnedAUC(SumMetric):
     def required(self) -> tuple[str, ...]:
         return () if self.groups is None else (self.groups,)
 
+    @property
+    def domains(self) -> tuple[Domain | None, Domain | None]:
+        return self.bins.domain, LABEL
+
     def sums(self, batch: Batch) -> dict[str, Float[Array, "tasks ..."]]:
         if self.groups is None:
             groups = jnp.zeros_like(batch.real, jnp.int32)
@@ -110,9 +120,7 @@ class BinnedAUC(SumMetric):
         inside = (groups >= 0) & (groups < self.num_groups)
         count = self.num_groups * self.bins.count
         place = jnp.where(inside, groups * self.bins.count + self.bins.of(batch.predictions), count)
-        # A NaN has no place in the order: it makes the sums NaN.
-        weights = jnp.where(jnp.isnan(batch.predictions), jnp.nan, batch.weights)
-        positives = weights * batch.labels
+        positives = batch.weights * batch.labels
 
         def histogram(x: Float[Array, "tasks batch"]) -> Float[Array, "tasks groups bins"]:
             flat = jax.vmap(lambda x, p: jax.ops.segment_sum(x, p, count))(x, place)
@@ -120,7 +128,7 @@ class BinnedAUC(SumMetric):
 
         return {
             "positives": histogram(positives),
-            "negatives": histogram(weights - positives),
+            "negatives": histogram(batch.weights - positives),
             "outside": (batch.real & ~inside).sum(axis=1).astype(jnp.float32),
         }
 
@@ -227,12 +235,15 @@ class BinnedRAUC(SumMetric):
         super().__post_init__()
         _no_compat(self)
 
+    @property
+    def domains(self) -> tuple[Domain | None, Domain | None]:
+        return self.bins.domain, self.label_bins.domain
+
     def sums(self, batch: Batch) -> dict[str, Float[Array, "tasks ..."]]:
         shape = (self.bins.count, self.label_bins.count)
         place = self.bins.of(batch.predictions) * shape[1] + self.label_bins.of(batch.labels)
-        broken = jnp.isnan(batch.predictions) | jnp.isnan(batch.labels)
-        weights = jnp.where(broken, jnp.nan, batch.weights)
-        flat = jax.vmap(lambda x, p: jax.ops.segment_sum(x, p, shape[0] * shape[1]))(weights, place)
+        cells = shape[0] * shape[1]
+        flat = jax.vmap(lambda x, p: jax.ops.segment_sum(x, p, cells))(batch.weights, place)
         return {"weights": flat.reshape(self.tasks, *shape)}
 
     def values(self, sums: Sums) -> Values:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 from jaxtyping import Float
 
+from jaxrec.metrics.domain import as_numbers
+
 
 def rank_metrics(scores: Float[np.ndarray, "samples candidates"], k: int = 10) -> dict[str, float]:
     """Hit rate, NDCG and reciprocal rank of one wanted item among others.
@@ -21,16 +23,18 @@ def rank_metrics(scores: Float[np.ndarray, "samples candidates"], k: int = 10) -
         ``HR@k``, ``NDCG@k`` and ``MRR``.
 
     Raises:
+        TypeError: The scores are no real numbers.
         ValueError: There are no samples, no other candidates, or ``k`` is below 1.
 
     Example:
         >>> rank_metrics(np.array([[0.5, 0.1, 0.9], [0.5, 0.1, 0.2]]), k=1)
         {'HR@1': 0.5, 'NDCG@1': 0.5, 'MRR': 0.75}
     """
-    if scores.shape[0] < 1 or scores.shape[1] < 2 or k < 1:
+    scores = np.asarray(as_numbers("rank_metrics", "scores", scores))
+    if scores.ndim != 2 or scores.shape[0] < 1 or scores.shape[1] < 2 or k < 1:
         raise ValueError(
-            "ranking takes one sample or more, an item and one other or more, and k of 1 or more; "
-            f"got scores of shape {scores.shape} and k={k}"
+            "rank_metrics takes scores of [samples, candidates], of one sample or more with two or "
+            f"more candidates, and k of 1 or more; got {scores.shape} and k={k}"
         )
     rank = 1 + (~(scores[:, 1:] < scores[:, :1])).sum(axis=1)
     hit = rank <= k

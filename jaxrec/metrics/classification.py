@@ -11,6 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from jaxrec.metrics.domain import (
+    BINARY_LABEL,
+    LABEL,
+    NUMBER,
+    PROBABILITY,
+    Domain,
+)
 from jaxrec.metrics.metric import Batch, SumMetric, Values, ratio
 
 Sums = Mapping[str, Float[np.ndarray, "tasks ..."]]
@@ -34,6 +41,10 @@ class Accuracy(SumMetric):
     threshold: float = 0.5
 
     name: ClassVar[str] = "accuracy"
+
+    @property
+    def domains(self) -> tuple[Domain | None, Domain | None]:
+        return NUMBER, BINARY_LABEL
 
     def sums(self, batch: Batch) -> dict[str, Float[Array, "tasks ..."]]:
         right = (batch.predictions >= self.threshold) == batch.labels
@@ -60,6 +71,10 @@ class Precision(SumMetric):
 
     name: ClassVar[str] = "precision"
     torchrec_undefined: ClassVar[float] = 0.0
+
+    @property
+    def domains(self) -> tuple[Domain | None, Domain | None]:
+        return NUMBER, LABEL
 
     def sums(self, batch: Batch) -> dict[str, Float[Array, "tasks ..."]]:
         taken = batch.weights * (batch.predictions >= self.threshold)
@@ -89,6 +104,10 @@ class Recall(SumMetric):
     name: ClassVar[str] = "recall"
     torchrec_undefined: ClassVar[float] = 0.0
 
+    @property
+    def domains(self) -> tuple[Domain | None, Domain | None]:
+        return NUMBER, LABEL
+
     def sums(self, batch: Batch) -> dict[str, Float[Array, "tasks ..."]]:
         positive, predictions = batch.weights * batch.labels, batch.predictions
         missed = predictions <= self.threshold if self.compat else predictions < self.threshold
@@ -109,6 +128,8 @@ class MulticlassRecall(SumMetric):
     ``[tasks, num_classes]``, ``k`` from 1 on. Predictions are ``[tasks, batch, num_classes]`` and
     labels class numbers. Of equal scores the lower class comes first.
 
+    ``compat="torchrec"``: a label that is no class is never found.
+
     Attributes:
         num_classes: Classes.
     """
@@ -122,18 +143,23 @@ class MulticlassRecall(SumMetric):
         if self.num_classes < 1:
             raise ValueError(f"MulticlassRecall: num_classes={self.num_classes} must be 1 or more")
 
+    @property
+    def trailing(self) -> tuple[int, ...]:
+        return (self.num_classes,)
+
+    @property
+    def domains(self) -> tuple[Domain | None, Domain | None]:
+        if self.compat is not None:
+            return NUMBER, NUMBER
+        return NUMBER, Domain(low=0, high=self.num_classes - 1, whole=True)
+
     def sums(self, batch: Batch) -> dict[str, Float[Array, "tasks ..."]]:
         scores, label = batch.predictions, batch.labels.astype(jnp.int32)[..., None]
-        if scores.shape[-1] != self.num_classes:
-            raise ValueError(
-                f"MulticlassRecall of {self.num_classes} classes takes predictions of [tasks, "
-                f"batch, {self.num_classes}], got {scores.shape}"
-            )
         classes = jnp.arange(self.num_classes)[None, None]
         of_label = jnp.take_along_axis(scores, jnp.clip(label, 0, self.num_classes - 1), axis=-1)
         before = (scores > of_label) | ((scores == of_label) & (classes < label))
         rank = before.sum(axis=-1)
-        # A label that is no class is never found.
+        # For TorchRec a label that is no class is one that is never found.
         valid = (label[..., 0] >= 0) & (label[..., 0] < self.num_classes)
         found = (rank[..., None] <= classes) & valid[..., None]
         return {
@@ -143,9 +169,6 @@ class MulticlassRecall(SumMetric):
 
     def values(self, sums: Sums) -> Values:
         return {self.name: ratio(sums["found"], sums["weights"][:, None])}
-
-    def _trailing(self) -> tuple[int, ...]:
-        return (self.num_classes,)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -178,6 +201,10 @@ class HindsightTargetPR(SumMetric):
                 f"HindsightTargetPR: target_precision={self.target_precision} must be in (0, 1] "
                 f"and num_thresholds={self.num_thresholds} 2 or more"
             )
+
+    @property
+    def domains(self) -> tuple[Domain | None, Domain | None]:
+        return PROBABILITY, LABEL
 
     def sums(self, batch: Batch) -> dict[str, Float[Array, "tasks ..."]]:
         thresholds = jnp.linspace(0, 1, self.num_thresholds, dtype=jnp.float32)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from jaxrec.metrics.domain import LABEL, PROBABILITY, Domain
 from jaxrec.metrics.metric import ETA, Batch, SumMetric, SumState, Values, ratio
 
 Sums = Mapping[str, Float[np.ndarray, "tasks ..."]]
@@ -38,6 +39,10 @@ class NormalizedEntropy(SumMetric):
     """
 
     name: ClassVar[str] = "ne"
+
+    @property
+    def domains(self) -> tuple[Domain | None, Domain | None]:
+        return PROBABILITY, LABEL
 
     def probabilities(self, batch: Batch) -> Float[Array, "tasks batch"]:
         """What is compared with the labels."""
@@ -180,7 +185,8 @@ class CalibrationFreeNormalizedEntropy(NormalizedEntropy):
     """Cross entropy over that of always predicting the model's own mean (``cali_free_ne``).
 
     As `NormalizedEntropy`, with the norm ``-pos log q - neg log(1 - q)``, ``q = sum w p / sum w``:
-    a model that predicts too much on the whole is not blamed for it.
+    a model that predicts too much on the whole is not blamed for it. It has no value if
+    all predictions are 0 or all are 1.
 
     ``compat="torchrec"`` divides NE, not the cross entropy, by this norm in bits: a number that
     shrinks as samples come in.
@@ -195,6 +201,7 @@ class CalibrationFreeNormalizedEntropy(NormalizedEntropy):
     def values(self, sums: Sums) -> Values:
         positives, weights = sums["positives"], sums["weights"]
         mean = ratio(sums["predictions"], weights)
+        mean = np.where((mean > 0) & (mean < 1), mean, np.nan)
         norm = -positives * np.log(mean) - (weights - positives) * np.log1p(-mean)
         if self.compat is None:
             return {self.name: ratio(sums["cross_entropy"], norm)}

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Shaped
 
+from jaxrec.metrics.domain import as_numbers
 from jaxrec.metrics.metric import AnyArray, Metric
 
 GroupState: TypeAlias = dict[str, Any]
@@ -97,17 +98,14 @@ class MetricGroup:
             outputs: What the tasks name, and the arrays that metrics ask for (sessions, groups).
 
         Raises:
-            ValueError: An output is missing or has another shape.
+            TypeError, ValueError: An output is missing or has another shape than those of other
+                tasks, or a metric cannot take it (`Metric.update`).
         """
-        predictions = jnp.stack([self._output(outputs, t.prediction, t.name) for t in self.tasks])
-        labels = jnp.stack([self._output(outputs, t.label, t.name) for t in self.tasks])
-        weights = jnp.stack(
-            [
-                jnp.ones(labels.shape[1], jnp.float32)
-                if task.weight is None
-                else self._output(outputs, task.weight, task.name)
-                for task in self.tasks
-            ]
+        predictions = self._stacked(outputs, [(t.name, t.prediction) for t in self.tasks])
+        labels = self._stacked(outputs, [(t.name, t.label) for t in self.tasks])
+        ones = {None: jnp.ones(labels.shape[1:], jnp.float32)}
+        weights = self._stacked(
+            {**outputs, **ones}, [(t.name, t.weight) for t in self.tasks], labels
         )
         updated = {}
         for name, metric in self.metrics.items():
@@ -138,15 +136,27 @@ class MetricGroup:
                         report[key] = number
         return report
 
-    def _output(
-        self, outputs: Mapping[str, Shaped[AnyArray, "..."]], name: str, task: str
-    ) -> Shaped[Array, "..."]:
-        if name not in outputs:
-            raise ValueError(
-                f"task {task!r} needs the output {name!r}; there are {', '.join(sorted(outputs))}"
-            )
-        output = jnp.asarray(outputs[name])
-        return output[:, 0] if output.ndim == 2 and output.shape[1] == 1 else output
+    def _stacked(
+        self,
+        outputs: Mapping[Any, Shaped[AnyArray, "..."]],
+        names: list[tuple[str, Any]],
+        like: Shaped[Array, "tasks ..."] | None = None,
+    ) -> Shaped[Array, "tasks ..."]:
+        """The outputs of all tasks as one array, from names of tasks and of outputs."""
+        columns = []
+        for task, name in names:
+            if name not in outputs:
+                there = ", ".join(sorted(x for x in outputs if x is not None))
+                raise ValueError(f"task {task!r} needs the output {name!r}; there are {there}")
+            output = jnp.asarray(as_numbers(f"task {task!r}", repr(name), outputs[name]))
+            columns.append(output[:, 0] if output.ndim == 2 and output.shape[1] == 1 else output)
+            shape = columns[0].shape if like is None else like.shape[1:]
+            if columns[-1].shape != shape:
+                raise ValueError(
+                    f"task {task!r} has the output {name!r} of {columns[-1].shape}, but others are "
+                    f"of {shape}; metrics of one group take outputs of one shape"
+                )
+        return jnp.stack(columns)
 
 
 def _numbers(value: np.ndarray | np.floating) -> list[tuple[str, float]]:

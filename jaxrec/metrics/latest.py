@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Shaped
 
+from jaxrec.metrics.domain import NUMBER, Domain
 from jaxrec.metrics.metric import AnyArray, Batch, Metric, SumMetric, SumState, Values, ratio
 
 
@@ -20,13 +21,13 @@ class Latest:
     """The newest values.
 
     Attributes:
-        values: By name ``[tasks]`` float32, summed over the parts of a batch.
-        parts: Float32, of how many states they are: devices or processes.
+        values: By name ``[tasks]`` float32, summed over the samples that have a weight.
+        samples: ``[tasks]`` float32, number of these samples.
         steps: Int32, updates so far.
     """
 
     values: dict[str, Float[Array, " tasks"]]
-    parts: Float[Array, ""]
+    samples: Float[Array, " tasks"]
     steps: Int[Array, ""]
 
 
@@ -34,8 +35,10 @@ class Latest:
 class Output(Metric[Latest]):
     """The newest batch means of arrays that the model puts out, one value a name.
 
+    The mean is over the samples that have a weight; there is none if no sample has.
+
     TorchRec's ``output`` metric, with ``latest_imp`` and ``total_latest_imp`` for names. Merged,
-    the newer of the two states counts, and their mean where they are of the same step.
+    the newer of the two states counts, and the samples of both where they are of the same step.
 
     Attributes:
         outputs: Names under which `update` gets the arrays, ``[batch]`` or ``[tasks, batch]``.
@@ -49,9 +52,18 @@ class Output(Metric[Latest]):
     def required(self) -> tuple[str, ...]:
         return self.outputs
 
+    @property
+    def whole(self) -> tuple[str, ...]:
+        return ()
+
+    @property
+    def domains(self) -> tuple[Domain | None, Domain | None]:
+        return None, None
+
     def init(self) -> Latest:
         values = {name: jnp.zeros(self.tasks, jnp.float32) for name in self.outputs}
-        return Latest(values, jnp.zeros((), jnp.float32), jnp.zeros((), jnp.int32))
+        samples = jnp.zeros(self.tasks, jnp.float32)
+        return Latest(values, samples, jnp.zeros((), jnp.int32))
 
     def update(
         self,
@@ -62,8 +74,13 @@ class Output(Metric[Latest]):
         **inputs: Shaped[AnyArray, "..."],
     ) -> Latest:
         batch = self.batch(predictions, labels, weights, inputs)
-        values = {name: x.astype(jnp.float32).mean(axis=1) for name, x in batch.inputs.items()}
-        return Latest(values, jnp.ones((), jnp.float32), state.steps + 1)
+        if not batch.real.shape[1]:
+            return state
+        values = {
+            name: jnp.where(batch.real, x.astype(jnp.float32), 0).sum(axis=1)
+            for name, x in batch.inputs.items()
+        }
+        return Latest(values, batch.real.sum(axis=1).astype(jnp.float32), state.steps + 1)
 
     def merge(self, state: Latest, other: Latest) -> Latest:
         def of_newest(a: Array, b: Array) -> Array:
@@ -72,29 +89,35 @@ class Output(Metric[Latest]):
 
         return Latest(
             {name: of_newest(state.values[name], other.values[name]) for name in self.outputs},
-            of_newest(state.parts, other.parts),
+            of_newest(state.samples, other.samples),
             jnp.maximum(state.steps, other.steps),
         )
 
     def compute(self, state: Latest) -> Values:
         latest = jax.device_get(state)
-        parts = latest.parts.astype(np.float64)
-        return {f"output_{name}": ratio(x, parts[None]) for name, x in latest.values.items()}
+        samples = latest.samples.astype(np.float64)
+        return {f"output_{name}": ratio(x, samples) for name, x in latest.values.items()}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Scalar(SumMetric):
     """The mean of a number that is given as the label (``scalar``): a loss, a learning rate.
 
-    Over the batches of the lifetime and of the window, each counting once; weights are not used.
-    ``compat="torchrec"`` gives the newest number for the lifetime's.
+    Over the batches of the lifetime and of the window, each counting once. Samples of weight 0 are
+    left out; other weights do not matter. ``compat="torchrec"`` gives the newest number for the
+    lifetime's.
     """
 
     name: ClassVar[str] = "scalar"
 
+    @property
+    def domains(self) -> tuple[Domain | None, Domain | None]:
+        return None, NUMBER
+
     def sums(self, batch: Batch) -> dict[str, Float[Array, "tasks ..."]]:
-        means = batch.labels.mean(axis=1)
-        return {"labels": means, "batches": jnp.ones_like(means)}
+        count = batch.real.sum(axis=1)
+        means = jnp.where(batch.real, batch.labels, 0).sum(axis=1) / jnp.maximum(count, 1)
+        return {"labels": means, "batches": (count > 0).astype(jnp.float32)}
 
     def values(self, sums: Mapping[str, Float[np.ndarray, "tasks ..."]]) -> Values:
         return {self.name: ratio(sums["labels"], sums["batches"])}

@@ -13,10 +13,10 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
+from jaxrec.metrics.domain import NUMBER, WEIGHT, AnyArray, Domain, as_numbers, check_domain
 from jaxrec.metrics.total import Total
 from jaxrec.metrics.window import BatchWindow
 
-AnyArray: TypeAlias = Array | np.ndarray
 Compat: TypeAlias = Literal["torchrec"] | None
 Values: TypeAlias = dict[str, Float[np.ndarray, "tasks ..."]]
 State = TypeVar("State")
@@ -35,6 +35,8 @@ class Batch:
         weights: ``[tasks, batch]`` float32.
         real: ``[tasks, batch]``: which samples count, that is have a weight other than 0.
         inputs: What else the metric asked for, by name.
+        broken: ``[tasks, batch]``: samples that count and have a prediction, label or weight that
+            is NaN or outside of its domain. They make the values of their task NaN.
     """
 
     predictions: Float[Array, "tasks batch ..."]
@@ -42,6 +44,7 @@ class Batch:
     weights: Float[Array, "tasks batch"]
     real: Bool[Array, "tasks batch"]
     inputs: Mapping[str, Shaped[Array, "..."]]
+    broken: Bool[Array, "tasks batch"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,6 +57,10 @@ class Metric(abc.ABC, Generic[State]):
 
     A sample of weight 0 is padding: no metric sees its prediction or label, and it takes no room in
     a window. (Under ``compat="torchrec"`` it counts where it does in TorchRec.)
+
+    Numbers outside of a metric's domain, such as logits where it takes probabilities, labels of -1,
+    or negative weights, are an error where `update` sees them. Inside a compiled function it cannot
+    look at them: there they make the values of their task NaN, as NaN itself does everywhere.
 
     Attributes:
         tasks: Predictions and labels are ``[tasks, batch]``; with 1 task ``[batch]`` will do.
@@ -75,6 +82,21 @@ class Metric(abc.ABC, Generic[State]):
     @property
     def required(self) -> tuple[str, ...]:
         """Names of the arrays that `update` needs besides predictions, labels and weights."""
+        return ()
+
+    @property
+    def whole(self) -> tuple[str, ...]:
+        """Those of the `required` arrays that number sessions or groups, and hold integers."""
+        return self.required
+
+    @property
+    def domains(self) -> tuple[Domain | None, Domain | None]:
+        """Numbers that predictions and labels may be; None where the metric does not read them."""
+        return NUMBER, NUMBER
+
+    @property
+    def trailing(self) -> tuple[int, ...]:
+        """Axes of the predictions after the batch."""
         return ()
 
     @abc.abstractmethod
@@ -101,7 +123,9 @@ class Metric(abc.ABC, Generic[State]):
                 or ``[batch]``.
 
         Raises:
-            ValueError: Shapes do not fit, or an input is missing.
+            TypeError: An array does not hold real numbers, or sessions or groups are no integers.
+            ValueError: Shapes do not fit, an input is missing, or (outside of compiled functions) a
+                number is outside of its domain.
         """
 
     @abc.abstractmethod
@@ -119,44 +143,69 @@ class Metric(abc.ABC, Generic[State]):
         weights: Shaped[AnyArray, "..."] | None,
         inputs: Mapping[str, Shaped[AnyArray, "..."]],
     ) -> Batch:
-        """Checks a batch's shapes and hides what padding holds."""
-        labels = _on_every_device(jnp.asarray(labels, jnp.float32))
-        predictions = _on_every_device(jnp.asarray(predictions, jnp.float32))
+        """Check a batch, and hide what padding holds."""
+        who = type(self).__name__
+        predictions = as_numbers(who, "predictions", predictions)
+        labels = as_numbers(who, "labels", labels)
         if self.tasks == 1 and labels.ndim == 1:
             labels, predictions = labels[None], predictions[None]
-        if labels.ndim != 2 or len(labels) != self.tasks or predictions.shape[:2] != labels.shape:
+        if (
+            labels.ndim != 2
+            or len(labels) != self.tasks
+            or predictions.shape != labels.shape + self.trailing
+        ):
+            classes = "".join(f", {size}" for size in self.trailing)
             raise ValueError(
-                f"{type(self).__name__} of {self.tasks} task(s) takes predictions and labels of "
-                f"[{self.tasks}, batch]; got {predictions.shape} and {labels.shape}"
+                f"{who} of {self.tasks} task(s) takes labels of [{self.tasks}, batch] and "
+                f"predictions of [{self.tasks}, batch{classes}]; got {labels.shape} and "
+                f"{predictions.shape}"
             )
         if weights is None:
-            weights = jnp.ones_like(labels)
-        weights = self._per_sample("weights", jnp.asarray(weights, jnp.float32), labels.shape)
+            weights = np.ones(labels.shape, np.float32)
+        weights = self._per_sample("weights", as_numbers(who, "weights", weights), labels.shape)
         missing = [name for name in self.required if name not in inputs]
         if missing:
-            raise ValueError(
-                f"{type(self).__name__} needs {missing[0]!r}; give it to update by that name"
-            )
-        extra = {
-            name: self._per_sample(name, _fits(name, inputs[name]), labels.shape)
-            for name in self.required
-        }
+            raise ValueError(f"{who} needs {missing[0]!r}; give it to update by that name")
+        extra = {}
+        for name in self.required:
+            array = as_numbers(who, name, inputs[name])
+            if name in self.whole and jnp.issubdtype(array.dtype, jnp.floating):
+                raise TypeError(f"{who}: {name} must be integers, got an array of {array.dtype}")
+            extra[name] = self._per_sample(name, _fits(name, array), labels.shape)
+
+        of_predictions, of_labels = self.domains
+        check_domain(who, "weights", weights, WEIGHT)
+        if of_predictions is not None:
+            check_domain(who, "predictions", predictions, of_predictions, weights, nan=True)
+        if of_labels is not None:
+            check_domain(who, "labels", labels, of_labels, weights, nan=True)
+
+        predictions, labels, weights = (
+            _on_every_device(jnp.asarray(x, jnp.float32)) for x in (predictions, labels, weights)
+        )
+        arrays = {name: _on_every_device(jnp.asarray(x)) for name, x in extra.items()}
         real = weights != 0
+        shown = real.reshape(real.shape + (1,) * len(self.trailing))
+        broken = jnp.asarray(WEIGHT.excludes(weights))
+        if of_labels is not None:
+            broken |= real & of_labels.excludes(labels)
+        if of_predictions is not None:
+            outside = shown & of_predictions.excludes(predictions)
+            broken |= outside.any(axis=tuple(range(2, outside.ndim)))
         if self.compat is None:
             labels = jnp.where(real, labels, 0)
-            shown = real.reshape(real.shape + (1,) * (predictions.ndim - 2))
             predictions = jnp.where(shown, predictions, 0)
-        return Batch(predictions, labels, weights, real, extra)
+        return Batch(predictions, labels, weights, real, arrays, broken)
 
     def _per_sample(
-        self, name: str, array: Shaped[Array, "..."], shape: tuple[int, ...]
-    ) -> Shaped[Array, "tasks batch"]:
+        self, name: str, array: Shaped[AnyArray, "..."], shape: tuple[int, ...]
+    ) -> Shaped[AnyArray, "tasks batch"]:
         if array.shape not in (shape, shape[1:]):
             raise ValueError(
                 f"{type(self).__name__}: {name} must be {shape} or {shape[1:]}, got {array.shape}"
             )
-        array = _on_every_device(array)
-        return jnp.broadcast_to(array if array.ndim == 2 else array[None], shape)
+        stack = np if isinstance(array, np.ndarray) else jnp
+        return stack.broadcast_to(array if array.ndim == 2 else array[None], shape)
 
 
 @jax.tree_util.register_dataclass
@@ -195,6 +244,8 @@ class SumMetric(Metric[SumState]):
 
     name: ClassVar[str]
     torchrec_undefined: ClassVar[float] = float("nan")
+    # Sums that count samples, and stay what they are where others become NaN.
+    counters: ClassVar[tuple[str, ...]] = ("outside", "examples")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -229,7 +280,13 @@ class SumMetric(Metric[SumState]):
         **inputs: Shaped[AnyArray, "..."],
     ) -> SumState:
         batch = self.batch(predictions, labels, weights, inputs)
-        sums = self.sums(batch)
+        if not batch.real.shape[1]:
+            return state
+        broken = batch.broken.any(axis=1)
+        sums = {
+            name: x if name in self.counters else jnp.where(_along(broken, x), jnp.nan, x)
+            for name, x in self.sums(batch).items()
+        }
         skip = self.compat is None if self.skip_empty is None else self.skip_empty
         counts = batch.real.any(axis=1) | (not skip)
         lifetime = {
@@ -263,17 +320,15 @@ class SumMetric(Metric[SumState]):
         with np.errstate(divide="ignore", invalid="ignore"):
             values = self.values(sums)
         # Sums of a NaN prediction or label are NaN: that is a value, not the lack of one.
-        sound = ~np.any(
+        broken = np.any(
             [np.isnan(x).reshape(self.tasks, -1).any(axis=1) for x in sums.values()], axis=0
         )
-        return {
-            f"{prefix}_{name}": np.where(
-                np.isnan(value) & sound.reshape(sound.shape + (1,) * (value.ndim - 1)),
-                undefined,
-                value,
-            )
-            for name, value in values.items()
-        }
+        reported = {}
+        for name, value in values.items():
+            value = np.where(np.isnan(value), undefined, value)
+            of_task = broken.reshape(broken.shape + (1,) * (value.ndim - 1))
+            reported[f"{prefix}_{name}"] = np.where(of_task, np.nan, value)
+        return reported
 
     def _sizes(self, batch: Batch) -> Int[Array, " tasks"]:
         if self.compat is not None:
@@ -283,17 +338,14 @@ class SumMetric(Metric[SumState]):
     def _shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of the sums: those that a batch of one sample has."""
         shape = jax.ShapeDtypeStruct((self.tasks, 1), jnp.float32)
-        predictions = jax.ShapeDtypeStruct((self.tasks, 1, *self._trailing()), jnp.float32)
+        predictions = jax.ShapeDtypeStruct((self.tasks, 1, *self.trailing), jnp.float32)
         inputs = {name: jax.ShapeDtypeStruct((self.tasks, 1), jnp.int32) for name in self.required}
 
         def of_one(predictions: Any, samples: Any, inputs: Any) -> dict[str, Array]:
-            return self.sums(Batch(predictions, samples, samples, samples != 0, inputs))
+            real = samples != 0
+            return self.sums(Batch(predictions, samples, samples, real, inputs, real))
 
         return {n: x.shape for n, x in jax.eval_shape(of_one, predictions, shape, inputs).items()}
-
-    def _trailing(self) -> tuple[int, ...]:
-        """Axes of the predictions after the batch."""
-        return ()
 
 
 def _on_every_device(array: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
@@ -308,8 +360,8 @@ def _on_every_device(array: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
     return jax.sharding.reshard(array, NamedSharding(sharding.mesh, PartitionSpec()))
 
 
-def _fits(name: str, array: Shaped[AnyArray, "..."]) -> Shaped[Array, "..."]:
-    """The array on the device, where integers have 32 bits."""
+def _fits(name: str, array: Shaped[AnyArray, "..."]) -> Shaped[AnyArray, "..."]:
+    """The array with integers of 32 bits, as the device has them."""
     if isinstance(array, np.ndarray) and array.dtype.kind in "iu" and array.dtype.itemsize > 4:
         narrow = array.astype(np.int32)
         if (narrow != array).any():
@@ -317,8 +369,8 @@ def _fits(name: str, array: Shaped[AnyArray, "..."]) -> Shaped[Array, "..."]:
                 f"{name} has {array[narrow != array][0]}, which does not fit 32 bits; number the "
                 "sessions or groups of a batch anew, by np.unique(..., return_inverse=True)"
             )
-        return jnp.asarray(narrow)
-    return jnp.asarray(array)
+        return narrow
+    return array
 
 
 def _along(counts: Bool[Array, " tasks"], like: Float[Array, "tasks ..."]) -> Bool[Array, "..."]:

@@ -1,19 +1,20 @@
-"""How well predictions order the samples: of a batch (XAUC), and of each session (NDCG, GAUC)."""
+"""How well predictions order the samples: of a batch (XAUC), and of each session (NDCG)."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxrec.metrics.domain import AMOUNT, LABEL, NUMBER, Domain
 from jaxrec.metrics.metric import Batch, SumMetric, Values, ratio
 from jaxrec.metrics.pairs import concordance, count_pairs
-from jaxrec.metrics.sessions import differs_from_previous, run_starts
+from jaxrec.metrics.sessions import Sorted, sort_sessions
 
 Sums = Mapping[str, Float[np.ndarray, "tasks ..."]]
 
@@ -61,41 +62,6 @@ def _shares(
     if torchrec:
         return pairs.concordant + pairs.tied_both, pairs.total
     return concordance(pairs)
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Sorted:
-    """The samples of a batch, sorted by session and within it by a key.
-
-    Attributes:
-        order: ``[batch]`` positions in the batch.
-        session: ``[batch]`` number of the session, counted from 0; ``batch`` where left out.
-        start: ``[batch]`` where the session starts.
-        tie: ``[batch]`` number of the run of equal keys.
-        tie_start: ``[batch]`` where that run starts.
-    """
-
-    order: Int[Array, " batch"]
-    session: Int[Array, " batch"]
-    start: Int[Array, " batch"]
-    tie: Int[Array, " batch"]
-    tie_start: Int[Array, " batch"]
-
-
-def _sort(
-    key: Float[Array, " batch"], sessions: Int[Array, " batch"], kept: Bool[Array, " batch"]
-) -> _Sorted:
-    order = jnp.lexsort((key, sessions, ~kept))
-    kept, ids, key = kept[order], sessions[order], key[order]
-    new_session = differs_from_previous(ids) | differs_from_previous(kept)
-    new_key = new_session | differs_from_previous(key)
-    return _Sorted(
-        order,
-        jnp.where(kept, jnp.cumsum(new_session) - 1, len(key)),
-        run_starts(new_session),
-        jnp.cumsum(new_key) - 1,
-        run_starts(new_key),
-    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -157,6 +123,10 @@ class NDCG(SumMetric):
     def required(self) -> tuple[str, ...]:
         return (self.sessions,)
 
+    @property
+    def domains(self) -> tuple[Domain | None, Domain | None]:
+        return NUMBER, AMOUNT if self.negative_tasks is None else LABEL
+
     def sums(self, batch: Batch) -> dict[str, Float[Array, "tasks ..."]]:
         predictions, labels = batch.predictions, batch.labels
         if self.negative_tasks is not None:
@@ -183,10 +153,10 @@ class NDCG(SumMetric):
         if self.scale_by_weights:
             predictions, labels = predictions * weights, labels * weights
         gain = jnp.exp2(labels) - 1 if self.exponential_gain else labels
-        by_prediction = _sort(-predictions, sessions, kept)
-        by_label = _sort(-labels, sessions, kept)
+        by_prediction = sort_sessions(-predictions, sessions, kept)
+        by_label = sort_sessions(-labels, sessions, kept)
 
-        def of_sessions(x: Array, ranked: _Sorted) -> Float[Array, " sessions"]:
+        def of_sessions(x: Array, ranked: Sorted) -> Float[Array, " sessions"]:
             return jax.ops.segment_sum(x, ranked.session, samples)
 
         gained = gain[by_prediction.order]
@@ -209,100 +179,7 @@ class NDCG(SumMetric):
         size = jnp.ones(samples) if self.compat else weight
         return jnp.where(counts, weight * reported, 0).sum(), jnp.where(counts, size, 0).sum()
 
-    def _discount(self, ranked: _Sorted) -> Float[Array, " batch"]:
+    def _discount(self, ranked: Sorted) -> Float[Array, " batch"]:
         rank = jnp.arange(len(ranked.order)) - ranked.start + 1
         discount = 1 / jnp.log2(rank.astype(jnp.float32) + 1)
         return discount if self.k is None else jnp.where(rank <= self.k, discount, 0)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class GroupedAUC(SumMetric):
-    """The mean over sessions of the area under the ROC curve (``gauc``).
-
-    Of each session, within one batch, that has samples of both labels; pairs weigh the product of
-    their weights and equal predictions count one half. Zhou et al. 2018, "Deep interest network for
-    click-through rate prediction", section 6.2. ``gauc_num_samples`` is the number of sessions.
-
-    ``compat="torchrec"``: a positive does not rank above a negative of equal prediction that comes
-    later in the batch; sessions are left out if all predictions are equal, or if all are equal but
-    some are 0; and the mean is ``(sum + 1e-9) / (sessions + 2e-9)``, one half of no sessions.
-
-    Attributes:
-        weighted_by: What a session weighs in the mean: each the same, or the weight of its samples,
-            as Zhou et al. have it.
-        sessions: Name under which `update` gets the session of each sample, ``[batch]`` or
-            ``[tasks, batch]`` int32; `sessions_of` makes it of TorchRec's ``num_candidates``.
-    """
-
-    weighted_by: Literal["sessions", "samples"] = "sessions"
-    sessions: str = "session"
-
-    name: ClassVar[str] = "gauc"
-
-    @property
-    def required(self) -> tuple[str, ...]:
-        return (self.sessions,)
-
-    def sums(self, batch: Batch) -> dict[str, Float[Array, "tasks ..."]]:
-        sessions = batch.inputs[self.sessions].astype(jnp.int32)
-        total, size, count = jax.vmap(self._of_task)(
-            batch.predictions, batch.labels, batch.weights, sessions, batch.real
-        )
-        return {"auc": total, "size": size, "sessions": count}
-
-    def values(self, sums: Sums) -> Values:
-        mean = ratio(sums["auc"], sums["size"])
-        if self.compat is not None:
-            mean = (sums["auc"] + 1e-9) / (sums["size"] + 2e-9)
-        return {"gauc": mean, "gauc_num_samples": sums["sessions"]}
-
-    def _of_task(
-        self,
-        predictions: Float[Array, " batch"],
-        labels: Float[Array, " batch"],
-        weights: Float[Array, " batch"],
-        sessions: Int[Array, " batch"],
-        real: Bool[Array, " batch"],
-    ) -> tuple[Float[Array, ""], Float[Array, ""], Float[Array, ""]]:
-        samples = len(labels)
-        kept = jnp.ones_like(real) if self.compat else real
-        ranked = _sort(predictions, sessions, kept)
-        positive = (weights * labels)[ranked.order]
-        negative = (weights * (1 - labels))[ranked.order]
-
-        def of_sessions(x: Array) -> Float[Array, " sessions"]:
-            return jax.ops.segment_sum(x, ranked.session, samples)
-
-        before = jnp.cumsum(negative) - negative
-        if self.compat is None:
-            tied = jax.ops.segment_sum(negative, ranked.tie, samples)[ranked.tie]
-            below = before[ranked.tie_start] - before[ranked.start] + tied / 2
-        else:
-            below = before - before[ranked.start] + negative
-        positives, negatives = of_sessions(positive), of_sessions(negative)
-        counts = (positives > 0) & (negatives > 0)
-        pairs = positives * negatives
-        won = of_sessions(positive * below)
-        if self.compat is None:
-            area = won / jnp.where(counts, pairs, 1)
-        else:
-            area = won / (pairs + 1e-10)
-            counts &= ~_all_alike(predictions, ranked)
-        size = of_sessions(positive + negative) if self.weighted_by == "samples" else 1.0
-        return (
-            jnp.where(counts, size * area, 0).sum(),
-            jnp.where(counts, size, 0.0).sum(),
-            counts.sum().astype(jnp.float32),
-        )
-
-
-def _all_alike(predictions: Float[Array, " batch"], ranked: _Sorted) -> Bool[Array, " sessions"]:
-    """Sessions in which each prediction is that of the first sample, or 0."""
-    samples = len(predictions)
-    first = jax.ops.segment_min(ranked.order, ranked.session, samples)
-    of_first = predictions[jnp.clip(first, 0, samples - 1)][
-        jnp.clip(ranked.session, 0, samples - 1)
-    ]
-    own = predictions[ranked.order]
-    other = ((own != of_first) & (own != 0)).astype(jnp.int32)
-    return jax.ops.segment_max(other, ranked.session, samples) <= 0

@@ -68,10 +68,14 @@ class SampleMetric(Metric[SampleWindow]):
 
     The state takes 12 bytes (16 with groups) a task and sample of the window, on the device.
 
+    With groups, of users say, two means over groups are reported as well: ``window_grouped_...``,
+    and ``window_weighted_grouped_...``, in which a group counts by the weight of its samples. A
+    group has all its samples of the window, whatever batch they came in.
+
     Attributes:
         window: How many samples of each task are kept.
-        groups: Name under which `update` gets the group of each sample (``[batch]`` or
-            ``[tasks, batch]`` int32), to report the mean over groups too; None: no groups.
+        groups: Name under which `update` gets the group of each sample, ``[batch]`` or
+            ``[tasks, batch]`` int32; None: no groups.
     """
 
     window: int = 1_000_000
@@ -93,8 +97,8 @@ class SampleMetric(Metric[SampleWindow]):
         """The value of samples of one task."""
 
     @abc.abstractmethod
-    def grouped(self, groups: list[Samples]) -> float:
-        """The mean over groups of samples of one task."""
+    def counts(self, samples: Samples) -> bool:
+        """Whether the samples of a group have a value, which the means over groups are of."""
 
     def init(self) -> SampleWindow:
         # Each its own array: a step that donates the state may not be given one buffer twice.
@@ -117,9 +121,13 @@ class SampleMetric(Metric[SampleWindow]):
         **inputs: Shaped[AnyArray, "..."],
     ) -> SampleWindow:
         batch = self.batch(predictions, labels, weights, inputs)
+        if not batch.real.shape[1]:
+            return state
         counts = jnp.ones_like(batch.real) if self.compat else batch.real
         groups = None if self.groups is None else batch.inputs[self.groups].astype(jnp.int32)
-        new = (batch.predictions, batch.labels, batch.weights, groups)
+        # The values are NaN until this sample has left the window.
+        predictions = jnp.where(batch.broken, jnp.nan, batch.predictions)
+        new = (predictions, batch.labels, batch.weights, groups)
         return self._append(state, new, counts)
 
     def merge(self, state: SampleWindow, other: SampleWindow) -> SampleWindow:
@@ -132,16 +140,25 @@ class SampleMetric(Metric[SampleWindow]):
 
     def compute(self, state: SampleWindow) -> Values:
         window = jax.device_get(state)
-        tasks = [self._samples(window, task) for task in range(self.tasks)]
-        values = {f"window_{self.name}": np.array([self.value(samples) for samples in tasks])}
-        if self.groups is not None:
-            grouped = [self.grouped(samples.by_group()) for samples in tasks]
-            values[f"window_grouped_{self.name}"] = np.array(grouped)
-        return values
+        tasks = [self._values(self._samples(window, task)) for task in range(self.tasks)]
+        return {name: np.array([values[name] for values in tasks]) for name in tasks[0]}
 
     def weight(self, state: SampleWindow) -> Float[np.ndarray, " tasks"]:
         """The total weight of the samples in the window."""
         return np.asarray(jax.device_get(state.weights), np.float64).sum(axis=1)
+
+    def _values(self, samples: Samples) -> dict[str, float]:
+        """The values of one task by name."""
+        broken = np.isnan(samples.predictions).any()
+        values = {f"window_{self.name}": np.nan if broken else self.value(samples)}
+        if self.groups is not None:
+            groups = [] if broken else [x for x in samples.by_group() if self.counts(x)]
+            of_groups = np.array([self.value(group) for group in groups])
+            weights = np.array([group.weights.sum(dtype=np.float64) for group in groups])
+            for name, by in (("grouped", np.ones(len(groups))), ("weighted_grouped", weights)):
+                mean = (by * of_groups).sum() / by.sum() if by.sum() > 0 else np.nan
+                values[f"window_{name}_{self.name}"] = float(mean)
+        return values
 
     def _append(
         self,

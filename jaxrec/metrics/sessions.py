@@ -9,8 +9,9 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
+from jaxrec.metrics.domain import LABEL, NUMBER, Domain
 from jaxrec.metrics.metric import Batch, SumMetric, Values, ratio
 
 Sums = Mapping[str, Float[np.ndarray, "tasks ..."]]
@@ -44,6 +45,42 @@ def run_starts(first: Array) -> Int[Array, " batch"]:
 def differs_from_previous(x: Array) -> Array:
     """``[batch]`` bool: where a value differs from the one before; true at position 0."""
     return jnp.concatenate([jnp.ones(1, bool), x[1:] != x[:-1]])
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Sorted:
+    """The samples of a batch, sorted by session and within it by a key.
+
+    Attributes:
+        order: ``[batch]`` positions in the batch.
+        session: ``[batch]`` number of the session, counted from 0; ``batch`` where left out.
+        start: ``[batch]`` where the session starts.
+        tie: ``[batch]`` number of the run of equal keys.
+        tie_start: ``[batch]`` where that run starts.
+    """
+
+    order: Int[Array, " batch"]
+    session: Int[Array, " batch"]
+    start: Int[Array, " batch"]
+    tie: Int[Array, " batch"]
+    tie_start: Int[Array, " batch"]
+
+
+def sort_sessions(
+    key: Float[Array, " batch"], sessions: Int[Array, " batch"], kept: Bool[Array, " batch"]
+) -> Sorted:
+    """Sort the samples that are kept by session and key; the others come last."""
+    order = jnp.lexsort((key, sessions, ~kept))
+    kept, ids, key = kept[order], sessions[order], key[order]
+    new_session = differs_from_previous(ids) | differs_from_previous(kept)
+    new_key = new_session | differs_from_previous(key)
+    return Sorted(
+        order,
+        jnp.where(kept, jnp.cumsum(new_session) - 1, len(key)),
+        run_starts(new_session),
+        jnp.cumsum(new_key) - 1,
+        run_starts(new_key),
+    )
 
 
 def rank_in_session(
@@ -97,6 +134,10 @@ class SessionRecall(SumMetric):
     @property
     def required(self) -> tuple[str, ...]:
         return (self.sessions,)
+
+    @property
+    def domains(self) -> tuple[Domain | None, Domain | None]:
+        return NUMBER, NUMBER if self.rank_labels else LABEL
 
     def sums(self, batch: Batch) -> dict[str, Float[Array, "tasks ..."]]:
         sessions = batch.inputs[self.sessions]

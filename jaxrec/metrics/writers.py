@@ -59,8 +59,8 @@ def _short(value: float) -> str:
 class JSONLinesWriter:
     """A file with one JSON object a line: ``step``, ``time`` in seconds since 1970, and the values.
 
-    NaN is written as null. Each line is on its way to the disk when `write` returns, so that a
-    killed run loses none; lines are added to a file that is there.
+    NaN and infinite values are written as null. Each line is on its way to the disk when `write`
+    returns, so that a killed run loses none; lines are added to a file that is there.
 
     Args:
         path: The file; its directory is made.
@@ -84,7 +84,7 @@ class JSONLinesWriter:
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Adds a line."""
         record = {"step": step, "time": _now(), **{n: _finite(x) for n, x in values.items()}}
-        self._file.write(json.dumps(record) + "\n")
+        self._file.write(json.dumps(record, default=float, allow_nan=False) + "\n")
         self._file.flush()
 
     def close(self) -> None:
@@ -165,7 +165,7 @@ class TensorBoardWriter:
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Adds one point to each value's curve."""
         for name, value in values.items():
-            self._writer.add_scalar(name, value, step)
+            self._writer.add_scalar(name, float(value), step)
 
     def close(self) -> None:
         """Writes out what is left."""

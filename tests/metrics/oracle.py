@@ -68,11 +68,25 @@ def ndcg(p, y, w, s, k=None, exponential=False):
 def gauc(p, y, w, s, weighted=False):
     total = size = count = 0.0
     for ps, ys, ws in by_session(p, y, w, s):
-        right, pairs = pair_share(ps, ys, ws)
+        # A label between 0 and 1 is that share of a positive sample, and a negative one besides.
+        both = np.repeat([1.0, 0.0], len(ps)), np.concatenate([ws * ys, ws * (1 - ys)])
+        right, pairs = pair_share(np.tile(ps, 2), *both)
         if pairs > 0:
             each = ws.sum() if weighted else 1.0
             total, size, count = total + each * right / pairs, size + each, count + 1
     return total, size, count
+
+
+def session_pairs(p, y, w, s, weighted=True):
+    right = total = 0.0
+    for i in range(len(p)):
+        for j in range(i):
+            if s[i] == s[j] and y[i] != y[j]:
+                pair = w[i] + w[j] if weighted else 1.0
+                agree = (p[i] - p[j]) * (y[i] - y[j])
+                right += pair * (1.0 if agree > 0 else 0.5 if agree == 0 else 0.0)
+                total += pair
+    return right, total
 
 
 def on_top(x, s, top):
@@ -122,6 +136,8 @@ def r_squared(p, y, w):
 
 def q_norm(p, y, w):
     q = (w * p).sum() / w.sum()
+    if not 0 < q < 1:
+        return np.nan
     return (w * loss(np.full_like(y, q), y)).sum()
 
 
@@ -145,7 +161,7 @@ DEFINITIONS = {
         metrics.PositiveNormalizedEntropy,
         {},
         "clicks",
-        {"ne_positive": whole(lambda p, y, w: (-w * y * np.log(p)).sum() / norm(y, w))},
+        {"ne_positive": whole(lambda p, y, w: (w * y * loss(p, 0 * y + 1)).sum() / norm(y, w))},
     ),
     "recalibrated_ne": (
         metrics.RecalibratedNormalizedEntropy,
@@ -282,6 +298,34 @@ DEFINITIONS = {
         {"weighted_by": "samples"},
         "sessions",
         {"gauc": per_batch(lambda *batch: gauc(*batch, weighted=True))},
+    ),
+    "uauc": (
+        metrics.UserAUC,
+        {"users": "session"},
+        "sessions",
+        {
+            "uauc": per_batch(gauc),
+            "wuauc": per_batch(lambda *batch: gauc(*batch, weighted=True)),
+            "uauc_num_users": lambda batches: sum(gauc(*batch)[2] for batch in batches),
+        },
+    ),
+    "session_pairwise_auc": (
+        metrics.SessionPairwiseAUC,
+        {},
+        "sessions",
+        {"session_pairwise_auc": per_batch(session_pairs)},
+    ),
+    "session_pairwise_auc_unweighted": (
+        metrics.SessionPairwiseAUC,
+        {"weighted": False},
+        "sessions",
+        {"session_pairwise_auc": per_batch(lambda *batch: session_pairs(*batch, weighted=False))},
+    ),
+    "serving_loss": (
+        metrics.ServingLoss,
+        {"tensor": "session"},
+        "sessions",
+        {"serving_session": whole(lambda p, y, w, s: (w * s).sum() / w.sum())},
     ),
     "recall_session": (
         metrics.SessionRecall,

@@ -7,13 +7,13 @@ import pytest
 
 from jaxrec import metrics
 from tests.metrics import batches as samples
-from tests.metrics.oracle import DEFINITIONS
+from tests.metrics.oracle import DEFINITIONS, gauc
 
 BATCHES, BATCH = 4, 40
 
 
 # Of no samples they are 0; other metrics have no value.
-TOTALS = ("sum_weights", "weighted_sum_predictions", "num_positive_samples")
+TOTALS = ("sum_weights", "weighted_sum_predictions", "num_positive_samples", "uauc_num_users")
 
 
 def extra(metric, sessions):
@@ -32,12 +32,12 @@ def test_lifetime_and_window(case):
     def updated(state, predictions, labels, weights, sessions):
         return update(state, predictions, labels, weights, **extra(metric, sessions))
 
-    nothing = 0.0 if case in TOTALS else np.nan
     padding = updated(state, *(x[0] for x in columns[:2]), 0 * columns[2][0], columns[3][0])
     for empty in (state, padding):
         values = metric.compute(empty)
         for name in expected:
             for prefix in ("lifetime", "window"):
+                nothing = 0.0 if name in TOTALS else np.nan
                 np.testing.assert_array_equal(values[f"{prefix}_{name}"], [nothing, nothing])
 
     state = padding
@@ -98,19 +98,83 @@ def test_multiclass_recall():
         found = (order[:, : k + 1] == labels[0][:, None]).any(axis=1)
         assert got[k] == pytest.approx((weights[0] * found).sum() / weights.sum(), rel=1e-5)
     assert got[-1] == pytest.approx(1)
-    stray = metric.update(metric.init(), scores, labels * 0 + 7, weights)
-    assert metric.compute(stray)["lifetime_multiclass_recall"].tolist() == [[0, 0, 0, 0]]
+    theirs = metrics.MulticlassRecall(num_classes=4, window=None, compat="torchrec")
+    stray = theirs.update(theirs.init(), scores, labels * 0 + 7, weights)
+    assert theirs.compute(stray)["lifetime_multiclass_recall"].tolist() == [[0, 0, 0, 0]]
 
 
-def test_serving_metrics_count_samples():
+@pytest.mark.parametrize(
+    "metric",
+    [
+        metrics.ServingNormalizedEntropy(tasks=2),
+        metrics.ServingCalibration(tasks=2),
+        metrics.ServingLoss(tasks=2, tensor="loss"),
+    ],
+    ids=lambda metric: type(metric).__name__,
+)
+def test_serving_metrics_count_samples(metric):
     columns = samples.make("clicks", 3, 20)
-    for kind in (metrics.ServingNormalizedEntropy, metrics.ServingCalibration):
-        metric = kind(tasks=2)
-        state = metric.init()
-        for predictions, labels, weights, _ in zip(*columns, strict=True):
-            state = metric.update(state, predictions, labels, weights)
-        expected = (columns[2] > 0).sum(axis=(0, 2))
-        np.testing.assert_array_equal(metric.compute(state)["total_examples"], expected)
+    update, state = jax.jit(metric.update), metric.init()
+    for predictions, labels, weights, loss in zip(*columns, strict=True):
+        state = update(state, predictions, labels, weights, **extra(metric, loss))
+    expected = (columns[2] > 0).sum(axis=(0, 2))
+    np.testing.assert_array_equal(metric.compute(state)["total_examples"], expected)
+
+
+def test_multi_label_precision():
+    rng = np.random.default_rng(3)
+    taken, truth = rng.random((2, 2, 30, 3)) < 0.4
+    taken[1, :, 2] = False
+    weights = rng.integers(0, 3, (2, 30)).astype(np.float32)
+    for compat, nothing in ((None, np.nan), ("torchrec", 0.0)):
+        metric = metrics.MultiLabelPrecision(tasks=2, num_labels=3, compat=compat)
+        codes = metrics.label_codes(taken), metrics.label_codes(truth)
+        value = metric.compute(metric.update(metric.init(), *codes, weights))
+        weighted = weights[..., None] * taken
+        expected = (weighted * truth).sum(axis=1) / weighted.sum(axis=1).clip(1e-9)
+        expected[1, 2] = nothing
+        for prefix in ("lifetime", "window"):
+            np.testing.assert_allclose(value[f"{prefix}_multi_label_precision"], expected)
+
+
+def test_labels_are_coded_from_the_lowest_bit():
+    codes = metrics.label_codes(np.eye(24, dtype=bool))
+    np.testing.assert_array_equal(codes, 2 ** np.arange(24))
+    with pytest.raises(ValueError, match="up to 24 labels, got 25"):
+        metrics.label_codes(np.zeros((1, 25), bool))
+
+
+def test_session_pairs_without_weights_and_their_number():
+    p, y, w, s = (x[0] for x in samples.make("sessions", 1, 40))
+    metric = metrics.SessionPairwiseAUC(tasks=2, coverage=True, labels_are_ranks=True)
+    values = metric.compute(jax.jit(metric.update)(metric.init(), p, y, w, session=s))
+    straight = metrics.SessionPairwiseAUC(tasks=2)
+    opposite = straight.compute(jax.jit(straight.update)(straight.init(), p, y, w, session=s))
+    name = "lifetime_session_pairwise_auc"
+    np.testing.assert_allclose(values[name], 1 - opposite[name], rtol=1e-6)
+    for task in range(2):
+        i, j = np.triu_indices(40, 1)
+        pair = (w[task][i] * w[task][j] > 0) & (s[task][i] == s[task][j])
+        pair &= y[task][i] != y[task][j]
+        assert values["lifetime_valid_pairs_per_batch"][task] == pair.sum()
+        members = np.union1d(i[pair], j[pair])
+        assert values["window_effective_training_examples_per_batch"][task] == len(members)
+    alone = metrics.SessionPairwiseAUC(compat="torchrec", window=None)
+    assert alone.compute(alone.init())[name] == 0.5
+
+
+def test_short_sessions_keep_their_digits():
+    """Differences of sums over the whole batch would be off by thousandths of these areas."""
+    rng = np.random.default_rng(4)
+    p, w = rng.random((2, 4096)).astype(np.float32)
+    y = (rng.random(4096) < 0.5).astype(np.float32)
+    s = np.arange(4096, dtype=np.int32) // 8
+    w[:2048] *= 1000
+    metric = metrics.GroupedAUC(window=None)
+    state = jax.jit(metric.update)(metric.init(), p, y, w, session=s)
+    total, size, _ = gauc(*(x.astype(np.float64) for x in (p, y, w)), s)
+    got = metric.compute(state)["lifetime_gauc"].item()
+    assert got == pytest.approx(total / size, rel=1e-6)
 
 
 def test_missing_labels_are_counted():
@@ -196,6 +260,8 @@ WRONG = {
     "num_classes": (lambda: metrics.MulticlassRecall(num_classes=0), "num_classes=0"),
     "target": (lambda: metrics.HindsightTargetPR(target_precision=0.0), "must be in"),
     "top": (lambda: metrics.SessionRecall(top=0), "top=0 must be 1 or more"),
+    "labels": (lambda: metrics.MultiLabelPrecision(num_labels=25), "must be from 1 to 24"),
+    "user_compat": (lambda: metrics.UserAUC(compat="torchrec"), "take GroupedAUC"),
     "k": (lambda: metrics.NDCG(k=0), "k=0 must be 1 or more"),
     "negative_tasks": (lambda: metrics.NDCG(negative_tasks=(True, True)), "each of them"),
     "sample_window": (lambda: metrics.AUC(window=0), "window=0 must be 1 or more"),
@@ -218,8 +284,8 @@ def test_wrong_batches():
     metric = metrics.NDCG(tasks=2)
     good, sessions = jnp.zeros((2, 3)), jnp.zeros(3, jnp.int32)
     for arrays, message in (
-        ((jnp.zeros((3, 2)), jnp.zeros((3, 2))), r"takes predictions and labels of \[2, batch\]"),
-        ((good, jnp.zeros((2, 4))), r"got \(2, 3\) and \(2, 4\)"),
+        ((jnp.zeros((3, 2)), jnp.zeros((3, 2))), r"takes labels of \[2, batch\] and predictions"),
+        ((good, jnp.zeros((2, 4))), r"got \(2, 4\) and \(2, 3\)"),
         ((good, good, jnp.zeros(2)), r"weights must be \(2, 3\) or \(3,\), got \(2,\)"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -229,5 +295,5 @@ def test_wrong_batches():
     with pytest.raises(ValueError, match="4294967296, which does not fit 32 bits"):
         metric.update(metric.init(), good, good, session=np.array([0, 1, 2**32]))
     classes = metrics.MulticlassRecall(num_classes=3)
-    with pytest.raises(ValueError, match="MulticlassRecall of 3 classes takes predictions of"):
+    with pytest.raises(ValueError, match=r"predictions of \[1, batch, 3\]"):
         classes.update(classes.init(), jnp.zeros((1, 5, 2)), jnp.zeros((1, 5)))

@@ -29,13 +29,16 @@ GROUP = MetricGroup(
         "binned": metrics.BinnedAUC(tasks=2, bins=metrics.Bins(count=64)),
         "xauc": metrics.XAUC(tasks=2),
         "ndcg": metrics.NDCG(tasks=2),
+        "uauc": metrics.UserAUC(tasks=2, users="session"),
+        "pairs": metrics.SessionPairwiseAUC(tasks=2),
+        "loss": metrics.ServingLoss(tasks=2, tensor="p1"),
         "output": metrics.Output(tasks=2, outputs=("p0",)),
     },
 )
 # Without those made of the pairs and sessions within a batch, where it matters how it is cut.
 OF_SAMPLES = MetricGroup(
     tasks=GROUP.tasks,
-    metrics={name: GROUP.metrics[name] for name in ("ne", "auc", "binned", "output")},
+    metrics={name: GROUP.metrics[name] for name in ("ne", "auc", "binned", "loss", "output")},
 )
 
 

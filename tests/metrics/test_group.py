@@ -75,6 +75,21 @@ def test_what_is_missing_is_named():
         group.update(group.init(), OUTPUTS)
 
 
+def test_outputs_of_other_shapes():
+    group = MetricGroup(tasks=(CLICK, BUY), metrics={"calibration": Calibration(tasks=2)})
+    with pytest.raises(ValueError, match=r"task 'buy' has the output 'q' of \(3,\), but others"):
+        group.update(group.init(), OUTPUTS | {"q": jnp.ones(3)})
+    longer = OUTPUTS | {"y": jnp.ones(3), "z": jnp.ones(3)}
+    with pytest.raises(ValueError, match=r"task 'click' has the output 'w' of \(2,\), but others"):
+        group.update(group.init(), longer)
+    with pytest.raises(ValueError, match=r"labels of \[2, batch\] .* got \(2, 3\) and \(2, 2\)"):
+        group.update(group.init(), longer | {"w": jnp.ones(3)})
+    with pytest.raises(TypeError, match="task 'click': 'p' must be real numbers"):
+        group.update(group.init(), OUTPUTS | {"p": np.array(["a", "b"])})
+    with pytest.raises(ValueError, match=r"weights must be between 0 and .*, got -1.0 at \[0, 1\]"):
+        group.update(group.init(), OUTPUTS | {"w": jnp.array([1.0, -1.0])})
+
+
 def test_wrong_groups():
     with pytest.raises(ValueError, match="metric 'ne' has tasks=1, but the group has 2"):
         MetricGroup(tasks=(CLICK, BUY), metrics={"ne": Calibration()})

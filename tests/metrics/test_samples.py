@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from jaxrec.metrics import AUC, AUPRC, RAUC, auc
 
 WINDOW, BATCH = 10, 4
-METRIC = AUC(tasks=2, window=WINDOW, groups="g")
+METRIC = AUC(tasks=2, window=WINDOW, groups="g", label_threshold=1.0)
 UPDATE, MERGE = jax.jit(METRIC.update), jax.jit(METRIC.merge)
 
 
@@ -75,11 +75,39 @@ def test_groups_of_one_label_are_left_out():
         assert values["window_auc"] == pytest.approx(auc(np.array(p), np.array(y)))
 
 
+def test_means_over_users_of_several_batches():
+    rng = np.random.default_rng(7)
+    columns = rng.random(90), rng.integers(0, 2, 90), rng.random(90), rng.integers(0, 6, 90)
+    p, y, w, user = (x.astype(t) for x, t in zip(columns, ("f4", "f4", "f4", "i4"), strict=True))
+    metric = AUC(window=60, groups="user")
+    update, state = jax.jit(metric.update), metric.init()
+    for i in range(0, 90, 30):
+        part = slice(i, i + 30)
+        state = update(state, p[part], y[part], w[part], user=user[part])
+    p, y, w, user = p[30:], y[30:], w[30:], user[30:]
+    areas = [auc(p[user == u], y[user == u], w[user == u]) for u in range(6)]
+    assert all(len(np.unique(y[user == u])) == 2 for u in range(6))
+    weights = [w[user == u].sum() for u in range(6)]
+    values = metric.compute(state)
+    assert values["window_grouped_auc"] == pytest.approx(np.mean(areas))
+    assert values["window_weighted_grouped_auc"] == pytest.approx(
+        np.average(areas, weights=weights), rel=1e-6
+    )
+
+
+def test_groups_count_by_the_labels_that_the_threshold_makes():
+    metric = AUC(window=4, groups="user", label_threshold=3.0)
+    stars, user = jnp.array([5.0, 1.0, 4.0, 5.0]), jnp.array([0, 0, 1, 1])
+    state = metric.update(metric.init(), jnp.array([0.9, 0.1, 0.3, 0.2]), stars, user=user)
+    assert metric.compute(state)["window_grouped_auc"] == 1.0
+
+
 @pytest.mark.parametrize("kind", [AUC, AUPRC, RAUC])
 def test_no_samples(kind):
     metric = kind(window=4, groups="groups")
     values = metric.compute(metric.init())
     assert np.isnan(values[f"window_grouped_{metric.name}"]).all()
+    assert np.isnan(values[f"window_weighted_grouped_{metric.name}"]).all()
     assert values[f"window_{metric.name}"].item() == (0.0 if kind is AUPRC else 0.5)
 
 

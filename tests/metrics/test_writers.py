@@ -7,6 +7,7 @@ import json
 import struct
 import sys
 
+import numpy as np
 import pytest
 from rich.console import Console
 
@@ -45,6 +46,18 @@ def test_json_lines(tmp_path):
     assert records[1]["click/ne"] is None
     assert records[2]["other"] == 1.0
     assert all(record["time"] > 1.7e9 for record in records)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_values_of_numpy_and_values_that_are_not_finite(tmp_path):
+    path = str(tmp_path / "metrics.jsonl")
+    values = {"ne": np.float32(0.5), "auc": np.array(0.25), "loss": float("inf"), "n": 3}
+    write(JSONLinesWriter(path), [(1, values)])
+    (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(line)["ne"] == 0.5
+    assert json.loads(line)["loss"] is None
+    write(CSVWriter(str(tmp_path / "metrics.csv")), [(1, values)])
+    assert (tmp_path / "metrics.csv").read_text().endswith(",0.5,0.25,inf,3\n")
 
 
 def test_csv(tmp_path):
