@@ -33,7 +33,7 @@ class Command:
 
 
 COMMANDS = {
-    "train": Command("jaxrec.train.cli", "trains a DLRM on click logs"),
+    "train": Command("jaxrec.train.cli", "trains a model on Parquet files or click logs"),
     "data": Command("jaxrec.data.cli", "writes click logs as Parquet files"),
     "plan": Command("jaxrec.plan.cli", "finds the best sharding of tables over devices"),
 }

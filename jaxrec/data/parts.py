@@ -115,6 +115,18 @@ def as_json(conversion: Conversion) -> dict[str, Any]:
     return json.loads(json.dumps(dataclasses.asdict(conversion)))
 
 
+def is_part(path: pathlib.Path) -> bool:
+    """Whether `convert` wrote a file.
+
+    Raises:
+        DataError: It is no Parquet file.
+    """
+    try:
+        return _METADATA_KEY in (pq.read_metadata(path).metadata or {})
+    except pa.ArrowInvalid as error:
+        raise DataError(f"{path} is no Parquet file ({error})") from None
+
+
 def read_part(path: pathlib.Path) -> Part:
     """What a Parquet file that `convert` wrote says about itself.
 

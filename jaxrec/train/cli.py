@@ -14,7 +14,7 @@ import jax
 from rich.console import Console
 
 from jaxrec.arguments import ConfigError
-from jaxrec.data import DataError, Shard
+from jaxrec.data import DataError, SchemaError, Shard, TableEncoder
 from jaxrec.mesh.agree import gather_texts
 from jaxrec.mesh.processes import join_processes
 from jaxrec.metrics import calibration, log_loss, normalized_entropy
@@ -24,6 +24,7 @@ from jaxrec.train import checkpoint
 from jaxrec.train.checkpoint import CheckpointError, Saver
 from jaxrec.train.config import TrainConfig
 from jaxrec.train.devices import plan_devices, simulate_cpus
+from jaxrec.train.features import FEATURES_DIRECTORY, is_parquet, run_encoder
 from jaxrec.train.interrupt import Interrupt, interruptible
 from jaxrec.train.keep import Keep
 from jaxrec.train.lock import lock_directory
@@ -44,7 +45,7 @@ PROFILE_DIRECTORY = "profile"
 RECORD_EVERY = 100
 RECORDS = 20
 
-USAGE_ERRORS = (ConfigError,)
+USAGE_ERRORS = (ConfigError, SchemaError)
 
 
 class JobError(RuntimeError):
@@ -119,12 +120,17 @@ def _check_resumed(config: TrainConfig, run: TrainConfig) -> None:
 
 def _train(config: TrainConfig, console: Console, interrupt: Interrupt) -> int:
     output = _output(config)
-    rows, held_out = split_rows(config, Shard(jax.process_index(), jax.process_count()))
+    encoder = None
+    if is_parquet(config.data.path):
+        encoder = run_encoder(config.data, config.resume, console)
+    shard = Shard(jax.process_index(), jax.process_count())
+    rows, held_out = split_rows(config, shard, encoder)
     with contextlib.nullcontext() if config.eval_only else lock_directory(output):
-        return _train_on(rows, held_out, output, config, console, interrupt)
+        return _train_on(encoder, rows, held_out, output, config, console, interrupt)
 
 
 def _train_on(
+    encoder: TableEncoder | None,
     rows: Rows | ParquetRows,
     held_out: Rows | ParquetRows,
     output: pathlib.Path,
@@ -136,9 +142,10 @@ def _train_on(
     num_steps = rows.num_batches(batch_size) * config.data.epochs
     if (count := config.devices * jax.process_count()) > 1:
         console.print(f"planning where the tables go on {count} devices")
-    devices = plan_devices(config.devices, table_configs(config), batch_size)
+    tables = table_configs(config, encoder)
+    devices = dataclasses.replace(plan_devices(config.devices, tables, batch_size), encoder=encoder)
     plan = None if devices.plan is None else devices.plan.to_json()
-    model, optimizer = make_model(config, num_steps, devices)
+    model, optimizer = make_model(config, num_steps, devices, encoder)
     # A run that was killed before its first checkpoint starts anew.
     if config.resume is not None and (checkpoint.steps(config.resume) or config.eval_only):
         checkpoint.restore(config.resume, model, optimizer, step=config.step)
@@ -156,6 +163,8 @@ def _train_on(
         if config.resume is None and is_written(output / CONFIG_FILE):
             # Of a run that failed before its first checkpoint.
             (output / HISTORY_FILE).unlink(missing_ok=True)
+        if encoder is not None and (config.resume is None or output != config.resume):
+            encoder.save(output / FEATURES_DIRECTORY)
         write_options(config, output / CONFIG_FILE)
 
     console.print(

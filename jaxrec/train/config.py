@@ -30,9 +30,15 @@ class DataConfig:
     """Where the click log comes from."""
 
     path: Annotated[pathlib.Path | None, tyro.conf.arg(aliases=["--data"])] = None
-    """File in Criteo's format: label, 13 integers and 26 hexadecimal ids a line, separated by tabs,
-    plain or gzip; or a directory that `jaxrec data criteo` wrote, which is read in random order. A
-    generated log if not given."""
+    """Parquet file, or directory of Parquet files, which are read in random order: with columns of
+    your own, or as `jaxrec data criteo` wrote them. Or text in Criteo's format: label, 13 integers
+    and 26 hexadecimal ids a line, separated by tabs, plain or gzip. A generated log if not
+    given."""
+    schema: Annotated[pathlib.Path | None, tyro.conf.arg(aliases=["--schema"])] = None
+    """YAML file that says what becomes of the columns of a Parquet file, see docs/data.md. Goes by
+    the types of the columns if not given, and is printed."""
+    label: Annotated[str | None, tyro.conf.arg(aliases=["--label"])] = None
+    """Column of labels, 0 or 1, where no schema says it; label, click or target if not given."""
     eval_path: pathlib.Path | None = None
     """The same with the held-out rows. The last rows of the log are held out if not given."""
     eval_fraction: float = 0.1
@@ -59,25 +65,34 @@ class DataConfig:
             raise ConfigError(
                 f"data.eval-fraction must be between 0 and 1, got {self.eval_fraction}"
             )
+        if self.schema is not None and self.label is not None:
+            raise ConfigError("data.schema names the column of labels; leave data.label out")
+        if (self.schema is not None or self.label is not None) and self.path is None:
+            raise ConfigError("data.schema and data.label are for the Parquet file of --data")
         if self.eval_path is not None and self.path is None:
             raise ConfigError("data.eval-path holds out a file, but no file to train on is given")
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """The DLRM."""
+    """The model."""
 
+    name: Literal["dlrm", "dcn_v2", "deepfm"] = "dlrm"
+    """Which one: DLRM, DCN-v2 or DeepFM."""
     embedding_dim: int = 16
-    """Columns of each table."""
+    """Columns of each table, where its schema says no other."""
     bottom_layer_sizes: tuple[int, ...] = (128, 64)
-    """Hidden layers of the bottom MLP; a layer of embedding-dim follows."""
+    """Hidden layers of DLRM's bottom MLP; a layer of embedding-dim follows."""
     top_layer_sizes: tuple[int, ...] = (128, 64)
-    """Hidden layers of the top MLP; a layer of 1 follows."""
+    """Hidden layers of DLRM's top MLP, of DCN-v2's and of DeepFM's deep network; a layer of 1
+    follows."""
+    cross_layers: int = 3
+    """Layers of DCN-v2's cross network."""
     table_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Type of the tables."""
 
     def __post_init__(self) -> None:
-        _positive(self, "embedding_dim")
+        _positive(self, "embedding_dim", "cross_layers")
         for name in ("bottom_layer_sizes", "top_layer_sizes"):
             if min(getattr(self, name), default=1) < 1:
                 raise ConfigError(
@@ -139,7 +154,8 @@ class JobConfig:
 
 @dataclasses.dataclass(frozen=True)
 class TrainConfig:
-    """Trains a DLRM on click logs and reports AUC, NE and log loss on held-out rows."""
+    """Trains DLRM, DCN-v2 or DeepFM on Parquet files or click logs and reports AUC, NE and log loss
+    on held-out rows."""
 
     data: DataConfig = DataConfig()
     model: ModelConfig = ModelConfig()

@@ -8,16 +8,17 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import jax
+import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
 from jaxrec.arguments import ConfigError
-from jaxrec.data import ClickBatch
+from jaxrec.data import ClickBatch, DataError, TableEncoder
 from jaxrec.embed.config import TableConfig
 from jaxrec.mesh import shard, shard_batch
 from jaxrec.mesh.agree import gather_texts
 from jaxrec.plan import PlanError, Planner, ShardingPlan, Topology
-from jaxrec.ragged.capacity import rung
+from jaxrec.ragged import KeyedJaggedArray, rung
 from jaxrec.train.place import put
 
 Model = TypeVar("Model", bound=nnx.Module)
@@ -33,10 +34,12 @@ class Devices:
     Attributes:
         mesh: The devices; None: the first.
         plan: Where tables go on the mesh.
+        encoder: What batches are made by; None: a sample has an id at most of each feature.
     """
 
     mesh: Mesh | None = None
     plan: ShardingPlan | None = None
+    encoder: TableEncoder | None = None
 
     def make_model(self, make: Callable[[], Model]) -> Model:
         """Makes a model there."""
@@ -48,10 +51,32 @@ class Devices:
         """Puts a host batch there; with several processes, this one's part of it."""
         if self.mesh is None:
             return put(batch)
-        # A sample has an id at most. As that is known, no process need wait for another.
-        samples = batch.features.batch_size // len(self.mesh.local_devices)
-        room = dict.fromkeys(batch.features.keys, rung(samples))
-        return shard_batch(batch, self.mesh, capacities=room)
+        return shard_batch(batch, self.mesh, capacities=self._capacities(self.mesh, batch.features))
+
+    def _capacities(self, mesh: Mesh, features: KeyedJaggedArray) -> dict[str, int]:
+        """The capacity of each key on a device.
+
+        Raises:
+            DataError: Lists are longer than those that were learned from, and there are several
+                processes.
+        """
+        devices = len(mesh.local_devices)
+        samples = features.batch_size // devices
+        if self.encoder is None:
+            return dict.fromkeys(features.keys, rung(samples))
+        # As the capacity is known, no process need wait for another.
+        is_one = jax.process_count() == 1
+        capacities = self.encoder.capacities(samples, certain=not is_one)
+        lengths = np.asarray(features.lengths).reshape(len(features.keys), devices, samples)
+        for key, need in zip(features.keys, lengths.sum(axis=2).max(axis=1).tolist(), strict=True):
+            if is_one:
+                capacities[key] = max(capacities[key], rung(need))
+            elif need > capacities[key]:
+                raise DataError(
+                    f"column {key!r} has {need} ids in a batch on one device, more than its rows "
+                    "had when the run began; use one process, or begin a new run with them"
+                )
+        return capacities
 
 
 def simulate_cpus(count: int) -> None:

@@ -12,14 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from jaxrec.data import ClickBatch
 from jaxrec.embed import Optimizer, value_and_grad
 from jaxrec.mesh.agree import of_all_processes, on_host
 from jaxrec.metrics import BinarySums, auc, binary_sums, log_loss, normalized_entropy
-from jaxrec.nn import DLRM
 from jaxrec.train.ahead import RoutedSteps
+from jaxrec.train.model import Model, predict
 from jaxrec.train.pipeline import AHEAD, Pipeline
 from jaxrec.train.place import put
 from jaxrec.train.progress import Progress
@@ -39,34 +39,35 @@ class Measured:
 
     Attributes:
         sums: For loss, normalized entropy and calibration.
+        samples: Number of samples that are no padding.
         logits: ``[batch]`` float32, NaN in padding.
     """
 
     sums: BinarySums
+    samples: Int[Array, ""]
     logits: Float[Array, " batch"]
 
 
-def train_step(model: DLRM, optimizer: Optimizer, batch: ClickBatch) -> Measured:
+def train_step(model: Model, optimizer: Optimizer, batch: ClickBatch) -> Measured:
     """One step."""
 
-    def loss_fn(model: DLRM) -> tuple[Float[Array, ""], Measured]:
-        logits = model(batch.dense, batch.features)
+    def loss_fn(model: Model) -> tuple[Float[Array, ""], Measured]:
+        logits = predict(model, batch)
         losses = optax.sigmoid_binary_cross_entropy(logits, batch.labels)
-        loss = (batch.weights * losses).sum() / batch.weights.sum()
+        total = batch.weights.sum()
+        # All samples of a batch may have the weight 0.
+        loss = (batch.weights * losses).sum() / jnp.where(total > 0, total, 1)
         sums = binary_sums(logits, batch.labels, batch.weights)
-        return loss, Measured(sums, jnp.where(batch.weights > 0, logits, jnp.nan))
+        is_real = batch.weights > 0
+        return loss, Measured(sums, is_real.sum(), jnp.where(is_real, logits, jnp.nan))
 
     (_, measured), gradients = value_and_grad(loss_fn, has_aux=True)(model)
     optimizer.update(model, gradients)
     return measured
 
 
-def _forward(model: DLRM, batch: ClickBatch) -> Float[Array, " batch"]:
-    return model(batch.dense, batch.features)
-
-
 def train(
-    model: DLRM,
+    model: Model,
     optimizer: Optimizer,
     rows: Rows | ParquetRows,
     *,
@@ -105,11 +106,11 @@ def train(
         NotFiniteError: The loss of a step is NaN or infinite.
         OSError, DataError: The rows cannot be read.
     """
-    steps = RoutedSteps(train_step, _forward, model, optimizer)
+    steps = RoutedSteps(train_step, predict, model, optimizer)
     per_epoch = rows.num_batches(batch_size)
     started = done = recorded = int(optimizer.step.get_value())
     window: collections.deque[BinarySums] = collections.deque(maxlen=WINDOW)
-    scored: collections.deque[tuple[np.ndarray, np.ndarray]] = collections.deque(maxlen=AUC_WINDOW)
+    scored: collections.deque[list[np.ndarray]] = collections.deque(maxlen=AUC_WINDOW)
     under_way: collections.deque[tuple[ClickBatch, Measured]] = collections.deque()
 
     def record_now() -> None:
@@ -129,8 +130,8 @@ def train(
                     "(--optimizer.learning-rate, --optimizer.table-learning-rate)"
                 )
             window.append(sums)
-            progress.advance(int(sums.weights))
-            scored.append((on_host(measured.logits), on_host(batch.labels)))
+            progress.advance(int(on_host(measured.samples)))
+            scored.append([on_host(x) for x in (measured.logits, batch.labels, batch.weights)])
             if progress.is_due():
                 progress.show(done, normalized_entropy(sum(window, BinarySums())))
             if done % record_every == 0:
@@ -162,18 +163,18 @@ def train(
 
 def _running(
     window: Iterable[BinarySums],
-    scored: Iterable[tuple[np.ndarray, np.ndarray]],
+    scored: Iterable[list[np.ndarray]],
     progress: Progress,
 ) -> dict[str, float]:
     """The values of the last steps."""
     sums = sum(window, BinarySums())
     columns = (np.concatenate(column) for column in zip(*scored, strict=True))
-    logits, labels = (of_all_processes(column).reshape(-1) for column in columns)
+    logits, labels, weights = (of_all_processes(column).reshape(-1) for column in columns)
     real = ~np.isnan(logits)
     values = {
         "log_loss": log_loss(sums),
         "normalized_entropy": normalized_entropy(sums),
-        "auc": auc(logits[real], labels[real]),
+        "auc": auc(logits[real], labels[real], weights[real]),
     }
     rate = progress.samples_per_second
     return values | ({"samples_per_second": rate} if rate else {})
@@ -206,7 +207,7 @@ class Evaluator:
 
     def __init__(
         self,
-        model: DLRM,
+        model: Model,
         rows: Rows | ParquetRows,
         *,
         batch_size: int,
@@ -216,13 +217,13 @@ class Evaluator:
         self._batch_size, self._place = batch_size, place
         graph, _ = nnx.split(model)
 
-        def predict(
+        def predict_and_sum(
             state: nnx.State, batch: ClickBatch
         ) -> tuple[Float[Array, " batch"], BinarySums]:
-            logits = nnx.merge(graph, state)(batch.dense, batch.features)
+            logits = predict(nnx.merge(graph, state), batch)
             return logits, binary_sums(logits, batch.labels, batch.weights)
 
-        self._predict = jax.jit(predict)
+        self._predict = jax.jit(predict_and_sum)
 
     def __call__(self, stop: Callable[[], Any] = lambda: False) -> Evaluation | None:
         """Predicts the rows; None if ``stop`` said so before the last.
@@ -247,7 +248,7 @@ class Evaluator:
         real = weights > 0
         truth = self._rows.probabilities()
         return Evaluation(
-            auc(logits[real], labels[real]),
+            auc(logits[real], labels[real], weights[real]),
             None if truth is None else auc(truth, labels[real]),
             sums,
         )

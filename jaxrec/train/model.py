@@ -2,80 +2,168 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pathlib
+from collections.abc import Sequence
+from typing import TypeAlias
 
 import optax
 from flax import nnx
+from jaxtyping import Array, Float
 
 from jaxrec import optim
-from jaxrec.data.convert import read_summary
+from jaxrec.arguments import ConfigError
+from jaxrec.data import ClickBatch, TableEncoder
 from jaxrec.data.generated import TABLE_ROWS
 from jaxrec.data.transforms import CATEGORICAL_NAMES, NUM_CATEGORICAL, NUM_DENSE
 from jaxrec.embed import EmbeddingBagCollection, EmbeddingBagConfig, Optimizer
-from jaxrec.nn import DLRM
+from jaxrec.nn import DLRM, DCNv2, DeepFM
 from jaxrec.train.checkpoint import CheckpointError, restore
 from jaxrec.train.config import TrainConfig
 from jaxrec.train.devices import Devices
+from jaxrec.train.features import FEATURES_DIRECTORY
 from jaxrec.train.options import load_config
 
 CONFIG_FILE = "config.yaml"
 
+Model: TypeAlias = DLRM | DCNv2 | DeepFM
+
 _ONE_DEVICE = Devices()
+
+# What the names of the tables of DeepFM's linear part end with.
+_LINEAR = " (linear)"
 
 
 def table_rows(config: TrainConfig) -> tuple[int, ...]:
-    """The rows of each table.
-
-    Raises:
-        OSError, DataError: A directory of Parquet files has no summary.
-    """
-    path = config.data.path
-    if path is None:
+    """The rows of each table of Criteo's columns in text, or of a generated log."""
+    if config.data.path is None:
         return TABLE_ROWS
-    if path.is_dir():
-        # Raw ids need as many rows as the user gives them.
-        return read_summary(path).table_rows or (config.data.table_rows,) * NUM_CATEGORICAL
     return (config.data.table_rows,) * NUM_CATEGORICAL
 
 
-def table_configs(config: TrainConfig) -> list[EmbeddingBagConfig]:
-    """The tables."""
-    return [
-        EmbeddingBagConfig(name, rows, config.model.embedding_dim, dtype=config.model.table_dtype)
-        for name, rows in zip(CATEGORICAL_NAMES, table_rows(config), strict=True)
-    ]
+def table_configs(
+    config: TrainConfig, encoder: TableEncoder | None = None
+) -> list[EmbeddingBagConfig]:
+    """The tables of the model.
+
+    Args:
+        config: Which model.
+        encoder: The columns of Parquet files; None: Criteo's in text, or a generated log.
+
+    Raises:
+        ConfigError: Two tables have one name.
+    """
+    dtype, dim = config.model.table_dtype, config.model.embedding_dim
+    if encoder is None:
+        tables = [
+            EmbeddingBagConfig(name, rows, dim, dtype=dtype)
+            for name, rows in zip(CATEGORICAL_NAMES, table_rows(config), strict=True)
+        ]
+    else:
+        tables = [
+            EmbeddingBagConfig(
+                name,
+                encoder.table_rows[name],
+                options.embedding_dim or dim,
+                pooling=options.pooling,
+                dtype=dtype,
+            )
+            for name, options in encoder.schema.categorical.items()
+        ]
+    if config.model.name == "deepfm":
+        tables += [
+            dataclasses.replace(
+                table, name=f"{table.name}{_LINEAR}", embedding_dim=1, feature_names=(table.name,)
+            )
+            for table in tables
+        ]
+    names = [table.name for table in tables]
+    if repeated := {name for name in names if names.count(name) > 1}:
+        raise ConfigError(f"two tables have the name {min(repeated)!r}; rename one of the columns")
+    return tables
 
 
 def make_model(
-    config: TrainConfig, num_steps: int, devices: Devices = _ONE_DEVICE
-) -> tuple[DLRM, Optimizer]:
-    """A fresh model and its optimizer, for a run of that many steps."""
-    model, rates = config.model, config.optimizer
-    tables = table_configs(config)
+    config: TrainConfig,
+    num_steps: int,
+    devices: Devices = _ONE_DEVICE,
+    encoder: TableEncoder | None = None,
+) -> tuple[Model, Optimizer]:
+    """Make a fresh model and its optimizer, for a run of so many steps.
 
-    def make() -> DLRM:
-        rngs = nnx.Rngs(config.seed)
-        embeddings = EmbeddingBagCollection(
-            tables,
-            optimizer=optim.rowwise_adagrad(
-                optax.linear_schedule(rates.table_learning_rate, 0.0, num_steps)
-            ),
-            rngs=rngs,
-        )
-        return DLRM(
-            embeddings,
-            num_dense=NUM_DENSE,
-            bottom_layer_sizes=(*model.bottom_layer_sizes, model.embedding_dim),
-            top_layer_sizes=(*model.top_layer_sizes, 1),
-            rngs=rngs,
-        )
+    Raises:
+        ConfigError: The columns do not fit the model.
+    """
+    rates = config.optimizer
 
-    dlrm = devices.make_model(make)
+    def make() -> Model:
+        return _make(config, num_steps, encoder, nnx.Rngs(config.seed))
+
+    model = devices.make_model(make)
     schedule = optax.linear_schedule(rates.learning_rate, 0.0, num_steps)
-    return dlrm, Optimizer(dlrm, optax.adam(schedule))
+    return model, Optimizer(model, optax.adam(schedule))
 
 
-def load_model(directory: pathlib.Path, step: int | None = None) -> DLRM:
+def _make(
+    config: TrainConfig, num_steps: int, encoder: TableEncoder | None, rngs: nnx.Rngs
+) -> Model:
+    options = config.model
+    schedule = optax.linear_schedule(config.optimizer.table_learning_rate, 0.0, num_steps)
+    tables = table_configs(config, encoder)
+    num_dense = NUM_DENSE if encoder is None else len(encoder.schema.dense)
+    if options.name != "dcn_v2" and len({table.embedding_dim for table in _wide(tables)}) > 1:
+        raise ConfigError(
+            f"model.name {options.name} has tables of one width; leave embedding_dim out of the "
+            "schema, or take dcn_v2"
+        )
+
+    def collection(tables: Sequence[EmbeddingBagConfig]) -> EmbeddingBagCollection:
+        return EmbeddingBagCollection(tables, optimizer=optim.rowwise_adagrad(schedule), rngs=rngs)
+
+    embeddings = collection(_wide(tables))
+    if options.name == "dcn_v2":
+        return DCNv2(
+            embeddings,
+            num_dense=num_dense,
+            cross_layers=options.cross_layers,
+            deep_layer_sizes=options.top_layer_sizes,
+            rngs=rngs,
+        )
+    if options.name == "deepfm":
+        linear = collection(tables[len(tables) // 2 :])
+        return DeepFM(
+            embeddings,
+            linear,
+            num_dense=num_dense,
+            hidden_layer_sizes=options.top_layer_sizes,
+            rngs=rngs,
+        )
+    if not num_dense:
+        raise ConfigError(
+            "model.name dlrm needs a dense column, and there is none; take dcn_v2 or deepfm"
+        )
+    return DLRM(
+        embeddings,
+        num_dense=num_dense,
+        bottom_layer_sizes=(*options.bottom_layer_sizes, embeddings.configs[0].embedding_dim),
+        top_layer_sizes=(*options.top_layer_sizes, 1),
+        rngs=rngs,
+    )
+
+
+def _wide(tables: Sequence[EmbeddingBagConfig]) -> list[EmbeddingBagConfig]:
+    """The tables without those of DeepFM's linear part."""
+    return [table for table in tables if not table.name.endswith(_LINEAR)]
+
+
+def predict(model: Model, batch: ClickBatch) -> Float[Array, " batch"]:
+    """The logits of a batch."""
+    if isinstance(model, DLRM):
+        return model(batch.dense, batch.features)
+    return model(batch.features, batch.dense if batch.dense.shape[1] else None)
+
+
+def load_model(directory: pathlib.Path, step: int | None = None) -> Model:
     """The model that `jaxrec train` saved in a directory.
 
     Args:
@@ -91,6 +179,8 @@ def load_model(directory: pathlib.Path, step: int | None = None) -> DLRM:
         raise CheckpointError(
             f"{directory}: there is no saved model here ({CONFIG_FILE} is missing)"
         )
-    model, _ = make_model(load_config(config_file), num_steps=1)
+    features = pathlib.Path(directory, FEATURES_DIRECTORY)
+    encoder = TableEncoder.load(features) if features.is_dir() else None
+    model, _ = make_model(load_config(config_file), num_steps=1, encoder=encoder)
     restore(directory, model, step=step)
     return model

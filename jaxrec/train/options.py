@@ -97,6 +97,9 @@ def write_options(config: TrainConfig, path: pathlib.Path) -> None:
     options = _plain(config)
     for own in ("config", "resume", "output", "eval_only", "step", "profile", "job"):
         del options[own]
+    # A run has a schema of its own, in its features.
+    for own in ("schema", "label"):
+        del options["data"][own]
     unfinished = path.with_name(f".{path.name}.unfinished")
     unfinished.write_text(f"{_HEADER}\n{yaml.safe_dump(options, sort_keys=False)}")
     unfinished.replace(path)

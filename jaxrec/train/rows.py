@@ -19,19 +19,22 @@ from jaxrec.data import (
     DataError,
     GeneratedLog,
     GroupRange,
-    ParquetGroups,
-    RowGroups,
     Shard,
+    TableEncoder,
     batches,
     prefetch,
-    to_numpy,
 )
-from jaxrec.data.text import LABEL
-from jaxrec.data.transforms import CATEGORICAL_NAMES, DENSE_NAMES, log_counts, table_ids
+from jaxrec.data.encoder import EncodedGroups
+from jaxrec.data.transforms import CATEGORICAL_NAMES
 from jaxrec.train.config import DataConfig, TrainConfig
+from jaxrec.train.features import held_out_rows, is_parquet, learn_features, split_groups
 from jaxrec.train.model import table_rows
 
 _ALONE = Shard()
+
+# Row groups that are shuffled together, and the rows of these where groups are large.
+MOST_GROUPS = 8
+WINDOW_ROWS = 1 << 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,20 +98,20 @@ def _own_rows(
         yield chunk[owners == shard.index]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class ParquetRows:
-    """Rows of what `jaxrec data criteo` wrote.
+    """Rows of Parquet files.
 
     Attributes:
         groups: The rows.
-        table_rows: Rows of each table; ids are taken modulo these.
+        encoder: What becomes of their columns.
         seed: Of the order, another one in each epoch; None: as they are stored.
         shard: Which process this is: each reads an equal stretch of the rows, in an order of its
             own.
     """
 
-    groups: RowGroups
-    table_rows: tuple[int, ...]
+    groups: GroupRange
+    encoder: TableEncoder
     seed: int | None = None
     shard: Shard = _ALONE
 
@@ -128,66 +131,68 @@ class ParquetRows:
         With several processes, this one's parts.
         """
         each = batch_size // self.shard.count
+        groups = EncodedGroups(self._own_groups(), self.encoder)
+        window = min(MOST_GROUPS, max(1, WINDOW_ROWS // max(groups.sizes)))
 
-        def to_batch(table: pa.Table) -> ClickBatch:
-            return next(batches([self._clicks(table)], each, CATEGORICAL_NAMES, at_least=1))
+        def to_batch(rows: pa.Table) -> ClickBatch:
+            return self.encoder.pack(rows, each)
 
-        source = BatchSource(self._own_groups(), each, to_batch, self.seed, epochs=epoch + 1)
+        source = BatchSource(groups, each, to_batch, self.seed, epochs=epoch + 1, window=window)
         own = source.batches_per_epoch
         yield from source.from_batch(epoch * own + min(first, own))
         for _ in range(max(first, own), self.num_batches(batch_size)):
-            yield to_batch(source.groups.read(0)[:0])
+            yield to_batch(groups.read(0)[:0])
 
-    def _own_groups(self) -> RowGroups:
+    def _own_groups(self) -> GroupRange:
         if self.shard.count == 1:
             return self.groups
         if len(self) < self.shard.count:
             raise DataError(f"{len(self)} rows are too few for {self.shard.count} processes")
         return GroupRange(self.groups, *self.shard.stretch(len(self)))
 
-    def _clicks(self, table: pa.Table) -> Clicks:
-        counts = np.stack([to_numpy(table[name]) for name in DENSE_NAMES], axis=1)
-        ids = np.stack([to_numpy(table[name]) for name in CATEGORICAL_NAMES], axis=1)
-        labels = to_numpy(table[LABEL]).astype(np.float32)
-        return Clicks(labels, log_counts(counts), table_ids(ids, self.table_rows))
-
     def probabilities(self) -> None:
         """Nobody knows them."""
 
 
 def split_rows(
-    config: TrainConfig, shard: Shard = _ALONE
+    config: TrainConfig, shard: Shard = _ALONE, encoder: TableEncoder | None = None
 ) -> tuple[Rows | ParquetRows, Rows | ParquetRows]:
     """The rows to train on and those that are held out: the last ones, as they come later.
 
     Args:
         config: Where they are.
         shard: Which process this is, of how many.
+        encoder: What becomes of the columns of Parquet files; None: it is learned.
 
     Raises:
-        OSError, DataError: A file cannot be read, or has too few rows.
+        OSError, DataError, SchemaError: A file cannot be read, does not fit its schema, or has too
+            few rows.
     """
-    training, held_out = _split(config)
-    return dataclasses.replace(training, shard=shard), dataclasses.replace(held_out, shard=shard)
+    data = config.data
+    if is_parquet(data.path):
+        encoder = learn_features(data) if encoder is None else encoder
+        training, held_out = split_groups(data, encoder.schema)
+        return (
+            ParquetRows(training, encoder, config.seed, shard),
+            ParquetRows(held_out, encoder, None, shard),
+        )
+    rows, rest = _split(config)
+    return dataclasses.replace(rows, shard=shard), dataclasses.replace(rest, shard=shard)
 
 
-def _split(config: TrainConfig) -> tuple[Rows | ParquetRows, Rows | ParquetRows]:
+def _split(config: TrainConfig) -> tuple[Rows, Rows]:
     data, tables = config.data, table_rows(config)
     if data.path is None:
         rows = data.generated_rows
         log = GeneratedLog(rows + data.generated_eval_rows, config.seed, tables)
         return Rows(log, 0, rows), Rows(log, rows, log.num_rows)
-    whole = _rows_of(data.path, tables, data)
+    if data.schema is not None or data.label is not None:
+        raise DataError(f"{data.path} is no Parquet file; a schema is for the columns of one")
+    whole = _text(data.path, tables, data)
     if data.eval_path is not None:
-        return _shuffled(whole, config.seed), _rows_of(data.eval_path, tables, data)
-    count = max(1, round(len(whole) * data.eval_fraction))
-    if count >= len(whole):
-        raise DataError(
-            f"{data.path}: {len(whole)} rows are too few to train on some and hold out "
-            f"{data.eval_fraction:.0%}; give more rows, or others with --data.eval-path"
-        )
-    middle = len(whole) - count
-    return _shuffled(_part(whole, 0, middle), config.seed), _part(whole, middle, len(whole))
+        return whole, _text(data.eval_path, tables, data)
+    middle = len(whole) - held_out_rows(data, len(whole))
+    return dataclasses.replace(whole, stop=middle), dataclasses.replace(whole, start=middle)
 
 
 def bad_lines(*parts: Rows | ParquetRows) -> dict[pathlib.Path, int]:
@@ -197,20 +202,6 @@ def bad_lines(*parts: Rows | ParquetRows) -> dict[pathlib.Path, int]:
     return {file.path: file.bad_lines for file in files if file.bad_lines}
 
 
-def _rows_of(path: pathlib.Path, tables: tuple[int, ...], data: DataConfig) -> Rows | ParquetRows:
-    if path.is_dir():
-        names = (LABEL, *DENSE_NAMES, *CATEGORICAL_NAMES)
-        return ParquetRows(ParquetGroups.of_directory(path, names), tables)
+def _text(path: pathlib.Path, tables: tuple[int, ...], data: DataConfig) -> Rows:
     file = CriteoFile(path, tables, data.bad_rows)
     return Rows(file, 0, file.num_rows)
-
-
-def _part(rows: Rows | ParquetRows, start: int, stop: int) -> Rows | ParquetRows:
-    if isinstance(rows, Rows):
-        return dataclasses.replace(rows, start=start, stop=stop)
-    return dataclasses.replace(rows, groups=GroupRange(rows.groups, start, stop))
-
-
-def _shuffled(rows: Rows | ParquetRows, seed: int) -> Rows | ParquetRows:
-    """Text can only be read in order."""
-    return rows if isinstance(rows, Rows) else dataclasses.replace(rows, seed=seed)

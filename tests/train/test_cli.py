@@ -372,7 +372,7 @@ IN_PROCESS = {
     "config-no-value": (["--config"], 2, "followed by a path"),
     "resume-nothing": (["--resume=nothing"], 1, "nothing: there is no saved run here"),
     "resume-and-config": (["--resume=a", "--config=b"], 2, "leave --config out"),
-    "directory": (["--data=."], 1, "summary.json is missing"),
+    "directory": (["--data=."], 1, "there are no Parquet files in this directory"),
     "one-row": (["--data=one"], 1, "1 rows are too few"),
     "empty": (["--data=empty"], 1, "the file is empty"),
     "taken": (["--output=taken"], 2, "taken holds a config.yaml that no run has written"),

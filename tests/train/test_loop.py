@@ -269,5 +269,10 @@ def test_processes_share_the_rows_of_parquet_files(tmp_path, count):
 
 
 def test_a_directory_that_is_not_done(tmp_path):
+    config = dataclasses.replace(CONFIG, data=DataConfig(path=tmp_path))
+    with pytest.raises(DataError, match="there are no Parquet files in this directory"):
+        split_rows(config)
+    convert(KAGGLE, tmp_path, Conversion())
+    (tmp_path / "summary.json").unlink()
     with pytest.raises(DataError, match=r"summary\.json is missing"):
-        split_rows(dataclasses.replace(CONFIG, data=DataConfig(path=tmp_path)))
+        split_rows(config)

@@ -1,0 +1,254 @@
+"""`jaxrec train` on Parquet files of columns of one's own."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import jax
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import yaml
+from rich.console import Console
+
+from jaxrec.cli import main
+from jaxrec.data import Shard, TableEncoder
+from jaxrec.metrics import auc
+from jaxrec.train import checkpoint, load_model
+from jaxrec.train.config import DataConfig, ModelConfig, TrainConfig
+from jaxrec.train.features import FEATURES_DIRECTORY, learn_features
+from jaxrec.train.loop import train
+from jaxrec.train.model import make_model, predict
+from jaxrec.train.progress import Progress
+from jaxrec.train.rows import split_rows
+
+ROWS = 2000
+BATCH = 64
+SMALL = [
+    f"--data.batch-size={BATCH}",
+    "--model.embedding-dim=4",
+    "--model.bottom-layer-sizes=4",
+    "--model.top-layer-sizes=8",
+]
+SCHEMA = {
+    "label": "click",
+    "weight": "importance",
+    "dense": {"price": {"transform": "log1p"}},
+    "categorical": {
+        "city": {"min_count": 5},
+        "item": {"encoding": "hash", "num_embeddings": 64},
+        "tags": {"pooling": "mean"},
+    },
+}
+
+
+def table(rows=ROWS, seed=0):
+    """A click is likely in some cities and with some tags."""
+    rng = np.random.default_rng(seed)
+    city = rng.integers(0, 20, rows)
+    lengths = rng.poisson(2, rows)
+    tags = rng.integers(0, 30, lengths.sum())
+    of_tags = np.bincount(np.repeat(np.arange(rows), lengths), tags < 15, rows)
+    price = rng.lognormal(size=rows)
+    score = 2.0 * (city < 10) + 1.5 * (of_tags > 0) + np.log(price) - 2
+    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    columns = {
+        "click": rng.random(rows) < 1 / (1 + np.exp(-score)),
+        "importance": rng.choice([0.5, 2.0], rows),
+        "price": pa.array(price, mask=rng.random(rows) < 0.1),
+        "city": np.char.add("city ", city.astype(str)),
+        "item": rng.integers(-(2**63), 2**63, 10)[rng.integers(0, 10, rows)],
+        "tags": pa.ListArray.from_arrays(offsets, pa.array(np.char.add("t", tags.astype(str)))),
+    }
+    return pa.table(columns)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    """Two files of rows, and the schema."""
+    path = tmp_path_factory.mktemp("columns")
+    whole = table()
+    (path / "rows").mkdir()
+    pq.write_table(whole[:900], path / "rows/a.parquet", row_group_size=400)
+    pq.write_table(whole[900:], path / "rows/b.parquet")
+    (path / "schema.yaml").write_text(yaml.safe_dump(SCHEMA))
+    return path
+
+
+@pytest.fixture(scope="module")
+def trained(directory):
+    output = directory / "trained"
+    options = [f"--data={directory / 'rows'}", f"--schema={directory / 'schema.yaml'}", *SMALL]
+    assert main(["train", *options, "--data.epochs=2", f"--output={output}"]) == 0
+    return output
+
+
+def test_a_schema_and_a_directory(trained):
+    results = json.loads((trained / "results.json").read_text())
+    assert results["auc"] > 0.55
+    encoder = TableEncoder.load(trained / FEATURES_DIRECTORY)
+    assert encoder.schema.to_dict() == SCHEMA
+    # The last rows are held out, and the vocabulary is that of the others.
+    counts = table()[:1800]["city"].to_pylist()
+    known = encoder.vocabularies["city"]
+    found = dict(zip(known.values.to_pylist(), known.counts.tolist(), strict=True))
+    assert found == {city: counts.count(city) for city in set(counts)}
+    held_out = encoder.batch(table()[1800:])
+    logits = np.asarray(predict(load_model(trained), held_out))
+    assert auc(logits, held_out.labels, held_out.weights) == pytest.approx(results["auc"], abs=1e-6)
+
+
+@pytest.mark.parametrize("name", ["dcn_v2", "deepfm"])
+def test_models_on_one_file_without_a_schema(directory, tmp_path, name, capsys):
+    options = [f"--data={directory / 'rows/b.parquet'}", f"--model.name={name}", *SMALL]
+    assert main(["train", *options, "--data.epochs=2", f"--output={tmp_path / 'model'}"]) == 0
+    said = capsys.readouterr().out
+    assert "label: click\n" in said
+    assert "  city: 20 values" in said
+    assert json.loads((tmp_path / "model/results.json").read_text())["auc"] > 0.55
+    assert load_model(tmp_path / "model").embeddings.table("tags").shape == (31, 4)
+
+
+def test_evaluated_on_values_that_training_has_not_seen(trained, tmp_path, capsys):
+    later = table(100, seed=1)
+    later = later.set_column(3, "city", pa.array(["elsewhere", None] * 50))
+    longer = [["t1", "never"] * 40] * 100
+    pq.write_table(later.set_column(5, "tags", pa.array(longer)), tmp_path / "later.parquet")
+    options = ["--eval-only", f"--data.eval-path={tmp_path / 'later.parquet'}"]
+    assert main(["train", f"--resume={trained}", *options]) == 0
+    assert "on 100 held-out rows" in capsys.readouterr().out
+    other = tmp_path / "other.yaml"
+    other.write_text("{label: click, categorical: [city]}")
+    assert main(["train", f"--resume={trained}", f"--schema={other}"]) == 2
+    assert "the run has a schema of its own" in capsys.readouterr().err
+
+
+def test_devices_and_one_device_agree(trained, directory, tmp_path):
+    """Lists as well, whose capacity on a device is that of its fullest."""
+    options = [f"--data={directory / 'rows'}", f"--schema={directory / 'schema.yaml'}", *SMALL]
+    output = tmp_path / "many"
+    assert main(["train", *options, "--data.epochs=2", "--devices=2", f"--output={output}"]) == 0
+    one, many = (load_model(path).embeddings for path in (trained, output))
+    for name in SCHEMA["categorical"]:
+        np.testing.assert_allclose(one.table(name), many.table(name), rtol=1e-4, atol=1e-5)
+
+
+CONFIG = TrainConfig(
+    data=DataConfig(batch_size=200),
+    model=ModelConfig(embedding_dim=4, bottom_layer_sizes=(), top_layer_sizes=(8,)),
+)
+
+
+def test_stopped_and_resumed_is_as_never_stopped(directory, tmp_path):
+    data = dataclasses.replace(
+        CONFIG.data, path=directory / "rows", schema=directory / "schema.yaml"
+    )
+    config = dataclasses.replace(CONFIG, data=data)
+    encoder = learn_features(data)
+    encoder.save(tmp_path / FEATURES_DIRECTORY)
+
+    def run(model, optimizer, encoder, stop=lambda: False):
+        rows, _ = split_rows(config, encoder=encoder)
+        progress = Progress(Console(quiet=True), 18)
+        train(model, optimizer, rows, batch_size=200, epochs=2, progress=progress, stop=stop)
+        assert encoder.lengths["tags"].usual(200) < encoder.lengths["tags"].most(200)
+        return model, optimizer
+
+    def numbers(model):
+        return [np.asarray(x, np.float32) for x in jax.tree.leaves(checkpoint._tree(*model, None))]
+
+    whole = run(*make_model(config, 18, encoder=encoder), encoder)
+    asked = iter(range(100))
+    stopped = run(*make_model(config, 18, encoder=encoder), encoder, stop=lambda: next(asked) >= 10)
+    assert 9 < int(stopped[1].step.get_value()) < 18
+    checkpoint.save(tmp_path, *stopped)
+    loaded = TableEncoder.load(tmp_path / FEATURES_DIRECTORY)
+    resumed = make_model(dataclasses.replace(config, seed=5), 18, encoder=loaded)
+    checkpoint.restore(tmp_path, *resumed)
+    for got, wanted in zip(numbers(run(*resumed, loaded)), numbers(whole), strict=True):
+        np.testing.assert_array_equal(got, wanted)
+
+
+def test_processes_read_rows_of_their_own(directory):
+    data = dataclasses.replace(
+        CONFIG.data, path=directory / "rows", schema=directory / "schema.yaml"
+    )
+    config = dataclasses.replace(CONFIG, data=data)
+    encoder = learn_features(data)
+
+    def bags(shard):
+        rows, _ = split_rows(config, shard, encoder)
+        found = list(rows.batches(200))
+        assert len(found) == rows.num_batches(200) == 9
+        return sorted(
+            (tuple(bag), float(dense), float(weight))
+            for batch in found
+            for bag, (dense,), weight in zip(
+                batch.features["tags"].to_lists(), batch.dense, batch.weights, strict=True
+            )
+            if weight
+        )
+
+    assert sorted([*bags(Shard(0, 2)), *bags(Shard(1, 2))]) == bags(Shard())
+
+
+def without(name):
+    return lambda rows: rows.drop([name])
+
+
+def with_column(name, values):
+    return lambda rows: rows.set_column(rows.column_names.index(name), name, values(rows))
+
+
+SAME = lambda rows: rows  # noqa: E731
+BAD = {
+    "column": (without("city"), {}, [], 1, "rows.parquet has no column 'city'; its columns are cl"),
+    "label": (
+        with_column("click", lambda rows: pa.array(range(len(rows)))), {}, [], 1,
+        "rows.parquet, row 2 (from 0), column 'click': the label is 2; labels must be 0 or 1",
+    ),
+    "nan": (
+        with_column("price", lambda rows: pa.array([1.0] * 77 + [float("nan")] * (len(rows) - 77))),
+        {}, [], 1, "row 77 (from 0), column 'price': the number is nan; replace it",
+    ),
+    "nulls": (
+        with_column("tags", lambda rows: pa.array([[None]] * len(rows), pa.list_(pa.string()))),
+        {}, [], 1, "row 0 (from 0), column 'tags': a value of the list is null; drop it",
+    ),
+    "type": (
+        with_column("city", lambda rows: pa.array([1.5] * len(rows))), {}, [], 1,
+        "column 'city' is of type double; expected strings, bytes or integers, or lists of them",
+    ),
+    "no-label": (without("click"), None, [], 2, "is named label, click or target; name the label"),
+    "other-label": (SAME, None, ["--label=age"], 2, "there is no column 'age'; the columns are"),
+    "two-labels": (SAME, {}, ["--label=click"], 2, "names the column of labels; leave data.label"),
+    "schema": (SAME, {"dense": {"price": {"transform": "log"}}}, [], 2, "must be one of standard"),
+    "no-dense": (SAME, {"dense": {}}, [], 2, "dlrm needs a dense column, and there is none"),
+    "widths": (
+        SAME, {"categorical": {"city": {"embedding_dim": 2}, "tags": {}}}, [], 2,
+        "dlrm has tables of one width",
+    ),
+    "missing-schema": (SAME, None, ["--schema=never.yaml"], 1, "never.yaml: No such file"),
+    "no-file": (SAME, {}, ["--data=never.parquet"], 1, "never.parquet: No such file"),
+    "text": (SAME, {}, ["--data=schema.yaml"], 1, "schema.yaml is no Parquet file; a schema is"),
+    "few": (lambda rows: rows[:1], {}, [], 1, "1 rows are too few to train on some"),
+    "empty": (lambda rows: rows[:0], {}, [], 1, "there are no rows in it"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "schema", "options", "code", "message"), BAD.values(), ids=BAD)
+def test_what_is_wrong_is_one_sentence(
+    tmp_path, monkeypatch, capsys, change, schema, options, code, message
+):
+    monkeypatch.chdir(tmp_path)
+    pq.write_table(change(table(100)), "rows.parquet")
+    if schema is not None:
+        (tmp_path / "schema.yaml").write_text(yaml.safe_dump(SCHEMA | schema))
+        options = ["--schema=schema.yaml", *options]
+    assert main(["train", "--data=rows.parquet", *SMALL, "--output=model", *options]) == code
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+    assert not (tmp_path / "model/config.yaml").exists()
