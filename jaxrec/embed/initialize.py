@@ -43,11 +43,36 @@ def table_key(key: Key[Array, ""] | Shaped[Array, 2], name: str) -> Array:
 def draw_and_scale(
     initializer: str | Callable, num_rows: int, dim: int
 ) -> tuple[Callable, np.float32]:
-    """What draws a table's values block by block, and what they are multiplied by."""
+    """What draws a table's values block by block, and what they are multiplied by.
+
+    Raises:
+        ValueError: The values depend on the number of rows that are drawn at once.
+    """
     if not isinstance(initializer, str):
+        _check_scale(initializer, dim)
         return initializer, np.float32(1)
     draw, scale_of = INITIALIZERS[initializer]
     return draw, np.float32(scale_of(num_rows, dim))
+
+
+@functools.lru_cache(maxsize=256)
+def _check_scale(initializer: Callable, dim: int) -> None:
+    """Compares typical values of a few rows and of 32 times as many."""
+    few = max(64, 512 // dim)
+    typical = []
+    with jax.ensure_compile_time_eval():
+        for rows in (few, 32 * few):
+            values = initializer(jax.random.key(0), (rows, dim), jnp.float32)
+            if isinstance(values, jax.core.Tracer):
+                return  # it draws on something that is being traced
+            typical.append(float(np.median(np.abs(np.asarray(values, np.float32)))))
+    if min(typical) > 0 and max(typical) > 1.5 * min(typical):
+        raise ValueError(
+            f"initializer {initializer} draws values that depend on the number of rows (median "
+            f"{typical[0]:.2g} of {few} rows, {typical[1]:.2g} of {32 * few}), as initializers by "
+            "fan-in do, but tables are drawn in blocks of rows. Give the scale yourself, as in "
+            "jax.nn.initializers.normal(stddev=rows ** -0.5), or a name such as 'xavier_normal'"
+        )
 
 
 def initialize_rows(

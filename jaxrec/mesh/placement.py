@@ -7,7 +7,10 @@ import itertools
 from collections.abc import Sequence
 from typing import Literal, TypeAlias
 
+import numpy as np
+
 from jaxrec.embed.config import TableConfig
+from jaxrec.ragged.columns import is_integer
 
 Exchange: TypeAlias = Literal["rows", "sums"]
 
@@ -48,6 +51,9 @@ class Block:
     device: int
 
 
+_OVER_HOSTS = ("table_row_wise", "table_column_wise", "grid")
+
+
 @dataclasses.dataclass(frozen=True)
 class Placement:
     """How a table lies on a mesh; made by `row_wise` and its siblings.
@@ -66,6 +72,13 @@ class Placement:
     exchange: str | None = None
 
     def __post_init__(self) -> None:
+        what = "host" if self.kind in _OVER_HOSTS else "device"
+        if wrong := [place for place in self.places if not is_integer(type(place))]:
+            raise TypeError(
+                f"{self.kind}: a {what} is named by its number on the mesh, from 0, got "
+                f"{wrong[0]!r} ({type(wrong[0]).__name__})"
+            )
+        object.__setattr__(self, "places", tuple(map(int, self.places)))
         wanted = ("copies",) if self.kind == "data_parallel" else (None, "rows", "sums")
         if self.exchange not in wanted:
             raise ValueError(
@@ -136,6 +149,12 @@ def _grid(table: TableConfig, owners: Sequence[tuple[int, ...]]) -> tuple[Block,
     return tuple(blocks)
 
 
+def _several(kind: str, places: Sequence[int]) -> tuple[int, ...]:
+    if not isinstance(places, Sequence | np.ndarray):
+        raise TypeError(f"{kind}: expected a sequence of numbers, such as (0, 1), got {places!r}")
+    return tuple(places)
+
+
 def _even(count: int, parts: int) -> list[tuple[int, int]]:
     """First and past the last of each part, the first parts having one more where needed."""
     size, more = divmod(count, parts)
@@ -165,7 +184,7 @@ def row_wise(devices: Sequence[int] = (), *, exchange: Exchange | None = None) -
             `jaxrec.plan` costs both. Only tables that are pooled can use "sums". None: "rows", but
             "sums" for pooled tables all of whose rows are on one device.
     """
-    return Placement("row_wise", tuple(devices), exchange)
+    return Placement("row_wise", _several("row_wise", devices), exchange)
 
 
 def column_wise(devices: Sequence[int] = (), *, exchange: Exchange | None = None) -> Placement:
@@ -173,7 +192,7 @@ def column_wise(devices: Sequence[int] = (), *, exchange: Exchange | None = None
 
     For ``exchange`` see `row_wise`.
     """
-    return Placement("column_wise", tuple(devices), exchange)
+    return Placement("column_wise", _several("column_wise", devices), exchange)
 
 
 def table_row_wise(host: int = 0, *, exchange: Exchange | None = None) -> Placement:
@@ -191,4 +210,4 @@ def grid(hosts: Sequence[int] = (), *, exchange: Exchange | None = None) -> Plac
 
     For ``exchange`` see `row_wise`.
     """
-    return Placement("grid", tuple(hosts), exchange)
+    return Placement("grid", _several("grid", hosts), exchange)

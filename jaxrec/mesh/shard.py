@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Protocol, TypeVar, cast, runtime_checkable
+from typing import Any, Protocol, TypeVar, cast, runtime_checkable
 
 import jax
 from flax import nnx
@@ -67,9 +67,10 @@ def shard(
         The model.
 
     Raises:
+        TypeError: If the plan, the mesh or the model is of another type.
         ValueError: If exchanges are to be ragged on CPUs; if a table has no placement, or one that
-            does not fit the table or the mesh; if the mesh lacks the axis; if processes have
-            different plans or tables.
+            does not fit the table or the mesh; if the mesh lacks the axis; if the planner made the
+            plan for another number of devices; if processes have different plans or tables.
 
     Example:
         >>> import jax, jaxrec
@@ -83,6 +84,7 @@ def shard(
         >>> model(jaxrec.mesh.shard_batch(batch, mesh)).values.shape
         (2, 2)
     """
+    _check_arguments(model, plan, mesh, replica_axis)
     if is_ragged:
         check_ragged(mesh)
     placements = plan.to_dict()
@@ -108,6 +110,28 @@ def shard(
         require_same("model", {jax.tree_util.keystr(path): fingerprint(x) for path, x in leaves})
     nnx.update(made, jax.tree.map(lambda x: on_every_device(x, mesh), dense))
     return made
+
+
+def _check_arguments(model: Any, plan: Any, mesh: Any, replica_axis: str | None) -> None:
+    if not isinstance(model, nnx.Module) and not callable(model):
+        raise TypeError(f"a model is an nnx.Module, or a function that makes one, got {model!r}")
+    if not isinstance(plan, Plan):
+        raise TypeError(
+            f"a plan is made by jaxrec.plan.Planner, or of placements by table: "
+            f"ShardingPlan.from_dict({{'user': row_wise()}}), got {plan!r:.80}"
+        )
+    if not isinstance(mesh, Mesh):
+        raise TypeError(f"a model is put on a jax.sharding.Mesh, got {mesh!r}")
+    planned, devices = getattr(plan, "num_devices", None), mesh.devices.size
+    if replica_axis in mesh.axis_names:
+        devices //= mesh.shape[replica_axis]
+    if planned is not None and planned != devices:
+        raise ValueError(
+            f"the plan was made for {planned} devices, and there are {devices}"
+            f"{' in each replica' if replica_axis else ''}: plan anew by "
+            "Planner(Topology.from_mesh(mesh)), or keep the placements nevertheless by "
+            "ShardingPlan.from_dict(plan.to_dict())"
+        )
 
 
 def _collections(model: nnx.Module) -> list[Collection]:

@@ -10,6 +10,7 @@ from flax import nnx
 from jaxtyping import Array, DTypeLike, Float
 
 from jaxrec.embed import EmbeddingBagCollection
+from jaxrec.nn.dense import check_dense
 from jaxrec.nn.dtypes import promote
 from jaxrec.nn.factorization import FactorizationMachine, flatten_embeddings
 from jaxrec.nn.linear import LinearPart
@@ -225,6 +226,7 @@ class SimpleDeepFMNN(nnx.Module):
         rngs: nnx.Rngs,
     ):
         self.dim = common_width("SimpleDeepFMNN", embeddings.configs)
+        self.num_dense = num_dense
         self.compat = compat
         self.embeddings = embeddings
         self.dense_arch = MLP(
@@ -257,8 +259,12 @@ class SimpleDeepFMNN(nnx.Module):
 
         Returns:
             ``[batch]`` logits, or probabilities with ``compat="torchrec"``.
+
+        Raises:
+            ValueError: ``dense`` has another number of columns, or of samples than the ids.
         """
         pooled = jnp.asarray(self.embeddings(features).values)
+        check_dense(dense, self.num_dense, pooled.shape[0])
         sparse = pooled.reshape(pooled.shape[0], -1, self.dim)
         logits = self.head(self.interaction(self.dense_arch(dense), sparse))[:, 0]
         return nnx.sigmoid(logits) if self.compat == "torchrec" else logits

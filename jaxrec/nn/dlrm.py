@@ -10,6 +10,7 @@ from flax import nnx
 from jaxtyping import Array, DTypeLike, Float
 
 from jaxrec.embed import EmbeddingBagCollection
+from jaxrec.nn.dense import check_dense
 from jaxrec.nn.interaction import DotInteraction, InteractionDCNArch, InteractionProjectionArch
 from jaxrec.nn.mlp import MLP
 from jaxrec.nn.tables import common_width, num_features
@@ -77,6 +78,7 @@ class DLRM(nnx.Module):
                 f"got top_layer_sizes={tuple(top_layer_sizes)}"
             )
         self.dim = dim
+        self.num_dense = num_dense
         self.embeddings = embeddings
         self.bottom = MLP(
             num_dense, bottom_layer_sizes, dtype=dtype, param_dtype=param_dtype, rngs=rngs
@@ -105,8 +107,12 @@ class DLRM(nnx.Module):
 
         Returns:
             ``[batch]`` logits: the log-odds of a click.
+
+        Raises:
+            ValueError: ``dense`` has another number of columns, or of samples than the ids.
         """
         pooled = jnp.asarray(self.embeddings(features).values)
+        check_dense(dense, self.num_dense, pooled.shape[0])
         sparse = pooled.reshape(pooled.shape[0], -1, self.dim)
         interactions = self.interaction(self.bottom(dense), sparse)
         return self.top(interactions)[:, 0]

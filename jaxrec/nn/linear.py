@@ -7,6 +7,7 @@ from flax import nnx
 from jaxtyping import Array, DTypeLike, Float
 
 from jaxrec.embed import EmbeddingBagCollection
+from jaxrec.nn.dense import check_dense
 from jaxrec.nn.dtypes import promote
 from jaxrec.ragged import KeyedJaggedArray
 from jaxrec.ragged.arrays import AnyArray
@@ -62,13 +63,9 @@ class LinearPart(nnx.Module):
         Raises:
             ValueError: ``dense`` is missing, or has another number of columns.
         """
-        count = self.dense_weights.shape[0]
-        given = 0 if dense is None else dense.shape[1]
-        if given != count:
-            raise ValueError(f"the model has {count} dense features, but the batch has {given}")
-        logits, weights, bias = promote(
-            self.dtype, self.weights(features).values, self.dense_weights[...], self.bias[...]
-        )
+        terms = self.weights(features).values
+        check_dense(dense, self.dense_weights.shape[0], terms.shape[0])
+        logits, weights, bias = promote(self.dtype, terms, self.dense_weights[...], self.bias[...])
         logits = logits.sum(axis=1) + bias
         if dense is not None:
             values, weights = promote(self.dtype, dense, weights)

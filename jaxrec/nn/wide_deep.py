@@ -9,6 +9,7 @@ from flax import nnx
 from jaxtyping import Array, DTypeLike, Float
 
 from jaxrec.embed import EmbeddingBagCollection
+from jaxrec.nn.dense import check_dense
 from jaxrec.nn.dtypes import promote
 from jaxrec.nn.linear import LinearPart
 from jaxrec.nn.mlp import MLP
@@ -106,11 +107,9 @@ def with_dense(
     """Dense features and pooled embeddings side by side, in one type.
 
     Raises:
-        ValueError: There are not ``num_dense`` dense features.
+        ValueError: There are not ``num_dense`` dense features, or of other samples.
     """
-    given = 0 if dense is None else dense.shape[1]
-    if given != num_dense:
-        raise ValueError(f"the model has {num_dense} dense features, but the batch has {given}")
+    check_dense(dense, num_dense, pooled.shape[0])
     if dense is None:
         return jnp.asarray(pooled)
     return jnp.concatenate(promote(dtype, dense, pooled), axis=1)

@@ -13,6 +13,7 @@ from jaxrec.plan.context import Context, PlanMismatchError
 from jaxrec.plan.estimate import Estimate
 from jaxrec.plan.plot import draw
 from jaxrec.plan.report import render
+from jaxrec.plan.topology import Topology
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,8 +45,13 @@ class ShardingPlan:
         """A plan made by hand.
 
         Raises:
-            TypeError: If a value is no placement.
+            TypeError: If they are no mapping, or a value is no placement.
         """
+        if not isinstance(placements, Mapping):
+            raise TypeError(
+                "a plan has placements by table, {'user': jaxrec.mesh.row_wise()}, got "
+                f"{placements!r:.80}"
+            )
         for name, placement in placements.items():
             if not isinstance(placement, Placement):
                 raise TypeError(
@@ -53,6 +59,13 @@ class ShardingPlan:
                     f"siblings, got {placement!r}"
                 )
         return cls(tuple(placements.items()))
+
+    @property
+    def num_devices(self) -> int | None:
+        """Number of devices that the plan was made for; None for one made by hand."""
+        if self.context is None:
+            return None
+        return Topology.from_dict(self.context.fields["topology"]).num_devices
 
     def to_dict(self) -> dict[str, Placement]:
         """The placements by table.

@@ -196,7 +196,9 @@ def _count(key: str, lengths: np.ndarray, capacity: int) -> int:
 
 def _numbers(where: str, what: str, array: Any) -> np.ndarray:
     """Integers, as ids are, or real numbers: a keyed batch may hold something else than ids."""
-    array = concrete(where, array)
+    if not isinstance(array, np.ndarray):
+        array = concrete(where, array)
+        array = array if array.size else array.astype(np.int32)  # an empty list is of no type
     is_float = jax.dtypes.issubdtype(array.dtype, np.floating)
     return (floats if is_float else integers)(where, what, array)
 
@@ -218,7 +220,7 @@ def _narrow(values: np.ndarray, is_checked: bool) -> np.ndarray:
 
 
 def _array(name: str, what: str, array: Any, convert: Callable[..., np.ndarray]) -> AnyArray:
-    """``array`` as it is where JAX has it, and else as a NumPy array.
+    """``array`` as it is where JAX has it, integers as int32, and else as a NumPy array.
 
     Raises:
         TypeError: It is no array of the wanted kind of numbers.
@@ -229,7 +231,8 @@ def _array(name: str, what: str, array: Any, convert: Callable[..., np.ndarray])
     if not jnp.issubdtype(array.dtype, wanted):
         kind = "integers" if wanted is np.integer else "real numbers"
         raise TypeError(f"{name}: {what}s must be {kind}, not of type {array.dtype}")
-    return array
+    is_other = jnp.issubdtype(array.dtype, np.integer) and array.dtype != np.int32
+    return array.astype(np.int32) if is_other and isinstance(array, jax.Array) else array
 
 
 def _check_shape(name: str, array: AnyArray, wanted: tuple[int, ...], why: str) -> None:

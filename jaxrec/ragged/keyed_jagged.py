@@ -248,7 +248,7 @@ class KeyedJaggedArray:
         """
         columns = checked_columns(columns)
         if deep := [key for key, column in columns.items() if column.values.ndim != 1]:
-            raise ValueError(f"the elements of {deep} are no scalars; a keyed batch holds ids")
+            raise ValueError(f"features {deep} have elements that are no scalars, as ids are")
         parts = tuple(columns.values())
         batch = cls(
             concatenate([part.values for part in parts], np.int32),

@@ -48,7 +48,7 @@ def flat_elements(rows: Sequence[Any]) -> tuple[np.ndarray, np.ndarray]:
 
     Raises:
         TypeError: Elements are no numbers, or of several shapes.
-        ValueError: An integer does not fit int32.
+        ValueError: An integer does not fit int32, or a number float32.
     """
     if bare := [index for index, row in enumerate(rows) if not hasattr(row, "__len__")]:
         raise TypeError(f"row {bare[0]} is {_shown(rows[bare[0]])}; expected a list of elements")
@@ -67,7 +67,17 @@ def flat_elements(rows: Sequence[Any]) -> tuple[np.ndarray, np.ndarray]:
             extreme = max(int(values.max()), int(values.min()), key=abs)
             raise ValueError(f"{extreme} does not fit int32; see split_int64")
         values = values.astype(np.int32)
-    return values.astype(np.float32) if values.dtype == np.float64 else values, lengths
+    if values.dtype != np.float64:
+        return values, lengths
+    if all(map(is_integer, set(map(type, itertools.chain.from_iterable(filled))))):
+        # NumPy makes floats of Python ints that share no 64-bit type, and digits are lost.
+        extreme = max(itertools.chain.from_iterable(filled), key=abs)
+        raise ValueError(f"{extreme} does not fit int32; see split_int64")
+    with np.errstate(over="ignore"):
+        narrow = values.astype(np.float32)
+    if (lost := np.isinf(narrow) & ~np.isinf(values)).any():
+        raise ValueError(f"{values[lost][0]} of the rows' elements is infinite in float32")
+    return narrow, lengths
 
 
 def to_lists(values: np.ndarray, lengths: np.ndarray) -> list[list[Any]]:

@@ -119,7 +119,7 @@ def checked_values(
     if len(set(keys)) < len(keys):
         raise ValueError(f"keys occur more than once in {tuple(keys)}")
     given = dict(zip(keys, columns, strict=True))
-    checked = check_ids(given, bounds, bounds_mode)
+    checked = check_ids(given, by_name("bounds", bounds), bounds_mode)
     if all(checked[key] is given[key] for key in keys):
         return None
     values = [column.values for column in checked.values()]

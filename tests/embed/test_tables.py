@@ -10,7 +10,7 @@ from flax import nnx
 
 import jaxrec
 from jaxrec.embed import init_tables, read_state, read_table, write_state, write_table
-from jaxrec.embed.initialize import BLOCK_ELEMENTS, initialize_rows
+from jaxrec.embed.initialize import BLOCK_ELEMENTS, draw_and_scale, initialize_rows
 from jaxrec.embed.layout import MAX_ROWS, layout_tables
 
 Bag = jaxrec.EmbeddingBagConfig
@@ -53,6 +53,21 @@ def test_layout_errors():
         layout_tables([Bag("a", 1, 1), Bag("a", 1, 1)], SGD)
     with pytest.raises(TypeError, match="tables of one kind"):
         layout_tables([Bag("a", 1, 1), jaxrec.EmbeddingConfig("b", 1, 1)], SGD)
+
+
+@pytest.mark.parametrize("name", ["lecun_normal", "he_uniform", "glorot_normal", "orthogonal"])
+def test_initializers_by_fan_in_are_refused(name):
+    initializer = getattr(jax.nn.initializers, name)()
+    tables = [Bag("a", 3000, 4, initializer=initializer)]
+    with pytest.raises(ValueError, match=r"values that depend on the number of rows .*stddev="):
+        init_tables(tables, SGD, jax.random.key(0))
+
+
+@pytest.mark.parametrize("dim", [1, 600])
+def test_initializers_of_any_scale_pass(dim):
+    zeros = jax.nn.initializers.zeros
+    for initializer in (jax.random.normal, jax.random.uniform, jax.random.cauchy, zeros):
+        assert draw_and_scale(initializer, 3000, dim) == (initializer, 1)
 
 
 @pytest.mark.parametrize(

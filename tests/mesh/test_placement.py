@@ -23,6 +23,7 @@ from jaxrec.mesh import (
 )
 from jaxrec.mesh.layout import layout_mesh
 from jaxrec.mesh.placement import MeshShape
+from jaxrec.plan import Topology
 
 TABLE = jaxrec.EmbeddingBagConfig("user", num_embeddings=10, embedding_dim=7)
 MESH = MeshShape(2, 4)
@@ -135,6 +136,67 @@ def test_unknown_exchanges(unchecked):
         ValueError, match="row_wise: exchange='bags' is none of None, 'rows', 'sums'"
     ):
         row_wise(exchange="bags")
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda: table_wise(1.0),
+            r"table_wise: a device is named by its number .* got 1\.0 \(",
+        ),
+        (lambda: table_wise(jax.devices()[0]), "table_wise: a device is named by its number"),
+        (lambda: row_wise(jax.devices()[:2]), "row_wise: a device is named by its number"),
+        (lambda: row_wise(3), r"row_wise: expected a sequence of numbers, such as \(0, 1\), got 3"),
+        (lambda: column_wise("01"), "column_wise: a device is named by its number .* got '0'"),
+        (lambda: grid((0, None)), "grid: a host is named by its number on the mesh, .* got None"),
+        (lambda: table_row_wise(True), "table_row_wise: a host is named by its number .* got True"),
+    ],
+    ids=["float", "device", "devices", "number", "string", "none", "bool"],
+)
+def test_devices_are_numbers(unchecked, make, message):
+    with pytest.raises(TypeError, match=message):
+        make()
+
+
+def test_numbers_of_numpy_are_devices(unchecked):
+    assert row_wise(np.array([0, 1])) == row_wise((0, 1))
+    assert table_wise(np.int64(3)) == table_wise(3)
+
+
+def test_arguments_of_another_type(unchecked, mesh):
+    plan = jaxrec.plan.ShardingPlan.from_dict({"user": row_wise()})
+    model = jaxrec.EmbeddingBagCollection([TABLE], rngs=nnx.Rngs(0))
+    with pytest.raises(TypeError, match=r"Mesh, got None"):
+        jaxrec.shard(model, plan, None)
+    with pytest.raises(TypeError, match=r"ShardingPlan\.from_dict\(.*got {'user'"):
+        jaxrec.shard(model, {"user": row_wise()}, mesh)
+    with pytest.raises(TypeError, match=r"a model is an nnx.Module, or a function .* got 3"):
+        jaxrec.shard(3, plan, mesh)
+    with pytest.raises(TypeError, match=r"a plan has placements by table.* got None"):
+        jaxrec.plan.ShardingPlan.from_dict(None)
+
+
+@pytest.mark.parametrize("devices", [1, 16])
+def test_a_plan_for_other_devices(mesh, devices):
+    model = jaxrec.EmbeddingBagCollection([TABLE], rngs=nnx.Rngs(0))
+    topology = dataclasses.replace(Topology.from_mesh(mesh), devices_per_host=devices)
+    plan = jaxrec.plan.Planner(topology).plan(model, batch_size=16)
+    assert plan.num_devices == devices
+    message = f"the plan was made for {devices} devices, and there are 4: plan anew by Planner"
+    for given in (plan, jaxrec.plan.ShardingPlan.from_json(plan.to_json())):
+        with pytest.raises(ValueError, match=message):
+            jaxrec.shard(model, given, mesh)
+
+
+def test_a_plan_for_the_devices_of_a_replica():
+    mesh = jax.make_mesh((2, 4), ("replica", "data"), axis_types=(AxisType.Auto,) * 2)
+    model = jaxrec.EmbeddingBagCollection([TABLE], rngs=nnx.Rngs(0))
+    plan = jaxrec.plan.Planner(Topology.from_mesh(jax.make_mesh((8,), ("data",)))).plan(
+        model, batch_size=16
+    )
+    with pytest.raises(ValueError, match="made for 8 devices, and there are 4 in each replica"):
+        jaxrec.shard(model, plan, mesh, replica_axis="replica")
 
 
 def test_a_plan_holds_placements_alone(unchecked):

@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
 
 import jaxrec
 from jaxrec.nn import DLRM
+from jaxrec.nn.dense import check_dense
 
 
 def make_dlrm(*, dims=(4, 4), bottom=(6, 4), top=(5, 1)):
@@ -33,3 +36,21 @@ def make_dlrm(*, dims=(4, 4), bottom=(6, 4), top=(5, 1)):
 def test_sizes_must_fit(change, message):
     with pytest.raises(ValueError, match=message):
         make_dlrm(**change)
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [
+        ((2, 4), "the model has 3 dense features, but the batch has 4; num_dense= of the model"),
+        ((5, 3), "dense features of 5 samples, but ids of 2"),
+        ((3,), r"dense features are \[batch, num_dense\], here \[2, 3\]; got .* shape \(3,\)"),
+    ],
+    ids=["width", "samples", "rank"],
+)
+def test_dense_features_must_fit(shape, message):
+    features = jaxrec.KeyedJaggedArray.from_lists({"t0": [[1], [2]], "t1": [[3], []]})
+    with pytest.raises(ValueError, match=message):
+        make_dlrm()(jnp.ones(shape), features)
+    with pytest.raises(ValueError, match=message):
+        check_dense(np.ones(shape), 3, 2)
