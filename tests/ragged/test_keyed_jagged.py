@@ -378,7 +378,7 @@ ERRORS = {
     "from_dict_deep": (
         lambda b: KeyedJaggedArray.from_dict({"a": JaggedArray.from_lists([[[1.0, 2.0]]])}),
         ValueError,
-        r"elements of \['a'\] are no scalars",
+        r"features \['a'\] have elements that are no scalars",
     ),
     "from_dict_inverse": (
         lambda b: KeyedJaggedArray.from_dict(
