@@ -1,19 +1,15 @@
-"""Saving and loading models: tables by name, their rows in order, whatever their layout.
+"""Loading checkpoints: tables by name, their rows in order, whatever their layout.
 
 Tables go between devices and files in equal parts: no host ever has more of one than its devices.
+Everything that can be checked is checked before the first variable changes.
 """
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
-import errno
 import math
 import os
 import pathlib
-import shutil
-from collections.abc import Iterator, Mapping
-from types import TracebackType
+from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
 
 import jax
@@ -22,199 +18,39 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array
 
-from jaxrec.embed import EmbeddingBagCollection, EmbeddingCollection, TableVariable
 from jaxrec.embed.config import TableConfig
-from jaxrec.embed.logical import from_logical, logical_form, to_logical
-from jaxrec.train.files import (
-    UNFINISHED,
-    os_errors,
-    path_of,
-    quiet,
-    read_arrays,
-    read_json,
-    read_metrics,
-    read_run,
-    read_tables,
-)
+from jaxrec.embed.logical import from_logical, logical_form
+from jaxrec.train.arrays import read_arrays, read_forms, read_tables
+from jaxrec.train.contents import Collection, collections, dense_variables, plain, variables
 from jaxrec.train.files import CheckpointError as CheckpointError
 from jaxrec.train.files import Run as Run
 from jaxrec.train.files import best_step as best_step
+from jaxrec.train.files import open_checkpoint as open_checkpoint
+from jaxrec.train.files import read_json, read_run
 from jaxrec.train.files import steps as steps
-from jaxrec.train.keep import Keep
+from jaxrec.train.saver import Saver as Saver
+from jaxrec.train.saver import require_space as require_space
+from jaxrec.train.saver import save as save
 
 State = TypeVar("State")
-
-Collection = EmbeddingBagCollection | EmbeddingCollection
-
-# Bytes of a chunk of a table's file: what is read at once by a device with other rows.
-_CHUNK_BYTES = 1 << 24
 
 # Bytes of the tables that are read together, all devices' parts.
 _READ_BYTES = 1 << 30
 
 
-class Saver:
-    """Writes checkpoints while training goes on.
-
-    A checkpoint appears under its name, that of its step, once it is complete: a run killed at any
-    moment leaves the last complete one.
-
-    Args:
-        directory: Where checkpoints go, one folder each.
-        keep: Which of them stay; None: the newest.
-
-    Example:
-        >>> import jaxrec, optax, tempfile
-        >>> model = nnx.Linear(1, 1, rngs=nnx.Rngs(0))
-        >>> optimizer = jaxrec.Optimizer(model, optax.sgd(0.1))
-        >>> with Saver(pathlib.Path(tempfile.mkdtemp()), Keep(last=2)) as saver:
-        ...     path = saver.save(model, optimizer, batches=0)
-        >>> restore(path.parent, model, optimizer)
-        Run(step=0, batches=0, metrics={}, plan=None)
-    """
-
-    def __init__(self, directory: pathlib.Path, keep: Keep | None = None):
-        import orbax.checkpoint as ocp
-
-        self._directory, self._keep = directory.absolute(), keep or Keep()
-        # Also of the threads that write while training goes on.
-        self._silence = contextlib.ExitStack()
-        self._silence.enter_context(quiet())
-        self._checkpointer = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler())
-        self._under_way: pathlib.Path | None = None
-
-    @property
-    def directory(self) -> pathlib.Path:
-        """Where checkpoints go."""
-        return self._directory
-
-    def save(
-        self,
-        model: nnx.Module,
-        optimizer: nnx.Optimizer,
-        *,
-        state: Any = None,
-        batches: int | None = None,
-        metrics: Mapping[str, float] | None = None,
-        plan: str | None = None,
-    ) -> pathlib.Path:
-        """Starts to save; what is saved may change as soon as this returns.
-
-        Args:
-            model: The model; its tables are saved by name, logical rows in order, with their
-                optimizer state, so that they can be loaded into any layout.
-            optimizer: Its optimizer, with the number of steps.
-            state: Any pytree of arrays that belongs to the run, such as that of metrics.
-            batches, metrics, plan: See `Run`.
-
-        Returns:
-            The folder that the checkpoint will have.
-
-        Raises:
-            OSError: This or the checkpoint before it cannot be written, for instance because the
-                disk is full. What was saved before is still there.
-        """
-        import orbax.checkpoint as ocp
-
-        self.wait()
-        step = int(optimizer.step.get_value())
-        path = self._directory / str(step)
-        # Where a write fails, those under way beside it end in tracebacks of their own.
-        require_space(self._directory, model, optimizer)
-        if jax.process_index() == 0:
-            for unfinished in self._directory.glob(f"*{UNFINISHED}*"):
-                shutil.rmtree(unfinished, ignore_errors=True)
-        run = Run(step, batches, dict(metrics or {}), plan)
-        tree = _tree(model, optimizer, state)
-        chunks = ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES)
-        with os_errors(path):
-            self._checkpointer.save(
-                path,
-                ocp.args.Composite(
-                    state=ocp.args.StandardSave(tree, jax.tree.map(lambda _: chunks, tree)),
-                    tables=ocp.args.JsonSave(_table_shapes(model)),
-                    run=ocp.args.JsonSave(dataclasses.asdict(run)),
-                ),
-                force=True,
-            )
-        self._under_way = path
-        return path
-
-    def wait(self) -> None:
-        """Waits for the checkpoint that is being written, and removes those that do not stay.
-
-        Raises:
-            OSError: It could not be written.
-        """
-        if self._under_way is None:
-            return
-        path, self._under_way = self._under_way, None
-        with os_errors(path):
-            self._checkpointer.wait_until_finished()
-        if jax.process_index() != 0:
-            return
-        metrics = read_metrics(path.parent)
-        for step in set(metrics) - self._keep.chosen(metrics):
-            shutil.rmtree(self._directory / str(step))
-
-    def close(self) -> None:
-        """Waits, and ends the threads that write."""
-        try:
-            self.wait()
-        finally:
-            self._checkpointer.close()
-            self._silence.close()
-
-    def __enter__(self) -> Saver:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
-
-
-def save(
-    directory: pathlib.Path, model: nnx.Module, optimizer: nnx.Optimizer, **details: Any
-) -> pathlib.Path:
-    """Saves a model and its optimizer as the newest checkpoint of a directory, and waits.
-
-    Older ones are removed. Arguments, result and errors as for `Saver.save`.
-    """
-    with Saver(directory) as saver:
-        return saver.save(model, optimizer, **details)
-
-
-def require_space(directory: pathlib.Path, model: nnx.Module, optimizer: nnx.Optimizer) -> None:
-    """Makes the directory, and sees whether `save` has room in it.
-
-    Raises:
-        OSError: There is not room enough, or no directory can be made.
-    """
-    directory.mkdir(parents=True, exist_ok=True)
-    # As they lie here: on a mesh tables may take more, where each device has a copy.
-    needed = sum(_plain(x).nbytes for x in jax.tree.leaves(nnx.state((model, optimizer))))
-    free = shutil.disk_usage(directory).free
-    if free < needed:
-        raise OSError(
-            errno.ENOSPC,
-            f"{os.strerror(errno.ENOSPC)}: the model takes {needed:,} bytes, {free:,} are free",
-            str(directory),
-        )
-
-
 def restore(
-    directory: pathlib.Path,
+    directory: str | os.PathLike[str],
     model: nnx.Module,
     optimizer: nnx.Optimizer | None = None,
     *,
     step: int | None = None,
     resized: bool = False,
 ) -> Run:
-    """Loads a checkpoint of a directory into a model, in place.
+    """Load a checkpoint of a directory into a model, in place.
+
+    The checksums of all its files, and all names and shapes, are compared first: an error leaves
+    the model and the optimizer as they were. If a file cannot be read after that, for instance
+    because the disk fails, the error has a note that names the tables that are loaded already.
 
     Args:
         directory: Where `save` or a `Saver` put it.
@@ -232,39 +68,68 @@ def restore(
         CheckpointError: There is no such checkpoint, it is damaged, or the model has others than
             the saved variables.
     """
-    path = path_of(directory, step)
+    return load(open_checkpoint(directory, step), model, optimizer, resized=resized)
+
+
+def load(
+    path: pathlib.Path,
+    model: nnx.Module,
+    optimizer: nnx.Optimizer | None = None,
+    *,
+    resized: bool = False,
+) -> Run:
+    """Load a checkpoint that `open_checkpoint` has found; see `restore`."""
+    run = read_run(path)
     saved = read_arrays(path, {"dense", "optimizer"})
     shapes = read_json(path / "tables" / "metadata")
-    collections = _collections(model)
-    _match(set(collections), set(shapes), path)
-    for name, collection in collections.items():
-        _match({table.name for table in collection.configs}, set(shapes[name]), path)
+    named = collections(model)
+    _match("collections", named, shapes, path)
+    for name, collection in named.items():
+        _match("tables", [table.name for table in collection.configs], shapes[name], path)
         for table in collection.configs:
             _check_shape(table, tuple(shapes[name][table.name]), resized, path)
-    _load(_dense_variables(model), saved["dense"], path)
-    for name, collection in collections.items():
-        for tables in _together(collection):
-            wanted = {
-                table.name: logical_form(collection.tables.get_value(), table.name)
-                for table in tables
-            }
-            found = read_tables(path, name, wanted, has_state=optimizer is not None)
-            for table in tables:
-                common = min(shapes[name][table.name][0], table.num_embeddings)
-                old, logical = collection.tables.get_value(), found.pop(table.name)
-                collection.tables.set_value(from_logical(old, table.name, logical, common))
     if optimizer is not None:
-        _load(_variables(optimizer), saved["optimizer"], path)
-    return read_run(path.parent, int(path.name))
+        _check_state(named, read_forms(path), path)
+    values = _new_values("variables", dense_variables(model), saved["dense"], path)
+    if optimizer is not None:
+        values += _new_values("optimizer variables", variables(optimizer), saved["optimizer"], path)
+
+    loaded: list[str] = []
+    try:
+        for name, collection in named.items():
+            for tables in _together(collection):
+                forms = {
+                    table.name: logical_form(collection.tables.get_value(), table.name)
+                    for table in tables
+                }
+                read = read_tables(path, name, forms, has_state=optimizer is not None)
+                for table in tables:
+                    common = min(shapes[name][table.name][0], table.num_embeddings)
+                    old, logical = collection.tables.get_value(), read.pop(table.name)
+                    collection.tables.set_value(from_logical(old, table.name, logical, common))
+                    loaded.append(table.name)
+    except BaseException as error:
+        if loaded:
+            error.add_note(f"{path}: tables {_listed(loaded)} of the model are loaded, others not")
+        raise
+    for variable, value in values:
+        variable.set_value(value)
+    return run
 
 
-def restore_state(directory: pathlib.Path, state: State, *, step: int | None = None) -> State:
-    """The pytree that was saved as `Saver.save`'s ``state``, in the form of ``state``.
+def restore_state(
+    directory: str | os.PathLike[str], state: State, *, step: int | None = None
+) -> State:
+    """Read the pytree that was saved as `Saver.save`'s ``state``, in the form of ``state``.
 
     Raises:
-        CheckpointError: There is no such checkpoint, or it has another state.
+        CheckpointError: There is no such checkpoint, it is damaged, or it has another state.
     """
-    path = path_of(directory, step)
+    return load_state(open_checkpoint(directory, step), state)
+
+
+def load_state(path: pathlib.Path, state: State) -> State:
+    """Read the state of a checkpoint that `open_checkpoint` has found; see `restore_state`."""
     saved = read_arrays(path, {"run"})["run"]
     leaves, tree = jax.tree.flatten(state)
     found = [saved.get(str(i)) for i in range(len(saved))]
@@ -294,7 +159,7 @@ def _check_shape(
 
 
 def _together(collection: Collection) -> Iterator[list[TableConfig]]:
-    """The tables, as many at a time as `_READ_BYTES` hold, though one at least."""
+    """Yield the tables in turns of `_READ_BYTES` or of one table."""
     group: list[TableConfig] = []
     size = 0
     for table in collection.configs:
@@ -309,93 +174,44 @@ def _together(collection: Collection) -> Iterator[list[TableConfig]]:
         yield group
 
 
-def _tree(model: nnx.Module, optimizer: nnx.Optimizer, state: Any) -> dict[str, Any]:
-    """What is saved: nested dictionaries of arrays, under names that layouts do not change.
-
-    All are copies, as the next step takes the arrays themselves for its results.
-    """
-
-    def copies(variables: Mapping[str, nnx.Variable]) -> dict[str, Any]:
-        return {name: _copy(variable.get_value()) for name, variable in variables.items()}
-
-    return {
-        "dense": copies(_dense_variables(model)),
-        "optimizer": copies(_variables(optimizer)),
-        "tables": {
-            name: {table.name: _off_devices(collection, table.name) for table in collection.configs}
-            for name, collection in _collections(model).items()
-        },
-        "run": {str(i): _copy(jnp.asarray(x)) for i, x in enumerate(jax.tree.leaves(state))},
-    }
+def _check_state(named: dict[str, Collection], saved: dict[str, Any], path: pathlib.Path) -> None:
+    """Compare the state that row optimizers keep with the saved one."""
+    for name, collection in named.items():
+        for table in collection.configs:
+            wanted = logical_form(collection.tables.get_value(), table.name).state
+            state = saved[name][table.name].get("state") or {}
+            widths = [{key: x.shape[1:] for key, x in s.items()} for s in (wanted, state)]
+            if widths[0] != widths[1]:
+                raise CheckpointError(
+                    f"{path}: the optimizer of table {table.name!r} keeps {_kept(wanted)}, but "
+                    f"{_kept(state)} was saved; load the model without its optimizer"
+                )
 
 
-def _copy(value: Array) -> Array | np.ndarray:
-    plain = _plain(value)
-    # Several processes save what all have, and process 0 what each has for itself.
-    is_own = jax.process_count() > 1 and plain.is_fully_addressable
-    return np.array(plain) if is_own else jnp.array(plain)
+def _kept(state: dict[str, Any]) -> str:
+    return _listed([f"{key}{list(x.shape[1:]) or ''}" for key, x in sorted(state.items())])
 
 
-def _off_devices(collection: Collection, name: str) -> dict[str, Any]:
-    """A table with its state, in the memory of the devices' hosts."""
-    logical = to_logical(collection.tables.get_value(), name)
-    table = {"rows": logical.rows, "state": logical.state}
-    # One table at a time, as devices have no room for copies of all.
-    return jax.block_until_ready(
-        jax.device_put(
-            table, jax.tree.map(lambda x: x.sharding.with_memory_kind("pinned_host"), table)
-        )
-    )
-
-
-def _table_shapes(model: nnx.Module) -> dict[str, dict[str, list[int]]]:
-    return {
-        name: {
-            table.name: [table.num_embeddings, table.embedding_dim] for table in collection.configs
-        }
-        for name, collection in _collections(model).items()
-    }
-
-
-def _collections(model: nnx.Module) -> dict[str, Collection]:
-    return {
-        "/".join(map(str, path)) or ".": module
-        for path, module in nnx.iter_modules(model)
-        if isinstance(module, EmbeddingBagCollection | EmbeddingCollection)
-    }
-
-
-def _variables(node: Any, wanted: Any = ...) -> dict[str, nnx.Variable]:
-    state = nnx.state(node, wanted)
-    return {"/".join(map(str, path)): variable for path, variable in nnx.to_flat_state(state)}
-
-
-def _dense_variables(model: nnx.Module) -> dict[str, nnx.Variable]:
-    return _variables(model, nnx.Not(TableVariable))
-
-
-def _plain(value: Array) -> Array:
-    """Random keys as the numbers they are made of."""
-    is_key = jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key)
-    return jax.random.key_data(value) if is_key else value
-
-
-def _load(
-    variables: dict[str, nnx.Variable], saved: dict[str, np.ndarray], path: pathlib.Path
-) -> None:
-    _match(set(variables), set(saved), path)
-    for name, variable in variables.items():
-        old = variable.get_value()
-        if saved[name].shape != _plain(old).shape:
+def _new_values(
+    what: str, named: dict[str, nnx.Variable], saved: dict[str, np.ndarray], path: pathlib.Path
+) -> list[tuple[nnx.Variable, Array]]:
+    """Make the values that variables are to have, without setting them."""
+    _match(what, named, saved, path)
+    for name, variable in named.items():
+        wanted = plain(variable.get_value()).shape
+        if saved[name].shape != wanted:
             raise CheckpointError(
-                f"{path}: {name} was saved with shape {saved[name].shape}, "
-                f"but the model's has {old.shape}"
+                f"{path}: {name} was saved with shape {saved[name].shape}, but the model's has "
+                f"{wanted}"
             )
-        if jax.dtypes.issubdtype(old.dtype, jax.dtypes.prng_key):
-            new = _put_like(saved[name], jax.random.key_data(old))
-            variable.set_value(jax.random.wrap_key_data(new, impl=jax.random.key_impl(old)))
-        else:
-            variable.set_value(_put_like(saved[name].astype(old.dtype), old))
+    return [(v, _new_value(v.get_value(), saved[name])) for name, v in named.items()]
+
+
+def _new_value(old: Array, saved: np.ndarray) -> Array:
+    if jax.dtypes.issubdtype(old.dtype, jax.dtypes.prng_key):
+        new = _put_like(saved, jax.random.key_data(old))
+        return jax.random.wrap_key_data(new, impl=jax.random.key_impl(old))
+    return _put_like(saved.astype(old.dtype), old)
 
 
 def _put_like(value: np.ndarray, old: Any) -> Array:
@@ -405,9 +221,21 @@ def _put_like(value: np.ndarray, old: Any) -> Array:
     return jax.make_array_from_callback(value.shape, old.sharding, lambda index: value[index])
 
 
-def _match(wanted: set[str], saved: set[str], path: pathlib.Path) -> None:
-    if wanted != saved:
+def _match(what: str, wanted: Iterable[str], saved: Iterable[str], path: pathlib.Path) -> None:
+    missing, extra = sorted({*wanted} - {*saved}), sorted({*saved} - {*wanted})
+    differences = []
+    if missing:
+        differences.append(f"lacks the model's {what} {_listed(missing)}")
+    if extra:
+        differences.append(f"has {what} {_listed(extra)} that the model lacks")
+    if differences:
         raise CheckpointError(
-            f"{path}: the model has {sorted(wanted - saved)} that were not saved, and lacks "
-            f"{sorted(saved - wanted)} that were; build it as the saved one was"
+            f"{path}: the checkpoint {' and '.join(differences)}; build the model as the saved one "
+            "was"
         )
+
+
+def _listed(names: list[str], most: int = 8) -> str:
+    """Names as text, the first of many."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(map(repr, names[:most])) + more if names else "nothing"

@@ -1,31 +1,29 @@
-"""The files of checkpoints, by Orbax: which there are, what is read of them, and its errors."""
+"""The files of checkpoints: which there are, whether they are whole, what they say of the run."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
-import logging
 import os
 import pathlib
-import re
-import shutil
-import sys
-from collections.abc import Iterator
+import warnings
 from typing import Any
 
-import jax
-import numpy as np
-
-from jaxrec.embed.logical import LogicalTable
+from jaxrec.train.checksums import CHECKSUMS_FILE, find_damage
 from jaxrec.train.keep import Keep
 
 # What Orbax adds to the name of a checkpoint that is not complete.
 UNFINISHED = ".orbax-checkpoint-tmp"
 
+# What the folder of a checkpoint has.
+_ENTRIES = ("state", "tables", "run", "_CHECKPOINT_METADATA", CHECKSUMS_FILE)
+
+# Entry of run/metadata that says that the checkpoint has checksums.
+_HAS_CHECKSUMS = "has_checksums"
+
 
 class CheckpointError(ValueError):
-    """There is no checkpoint, or it is of another model."""
+    """There is no such checkpoint, it is damaged, or it is of another model."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,160 +43,92 @@ class Run:
     plan: str | None = None
 
 
-def steps(directory: pathlib.Path) -> list[int]:
-    """The steps of a directory's complete checkpoints, ascending."""
+def steps(directory: str | os.PathLike[str]) -> list[int]:
+    """The steps of a directory's complete checkpoints, ascending; other entries are left out."""
+    directory = pathlib.Path(directory)
     if not directory.is_dir():
         return []
-    return sorted(int(entry.name) for entry in directory.iterdir() if entry.name.isdecimal())
+    return sorted(int(path.name) for path in directory.iterdir() if is_checkpoint(path))
 
 
-def best_step(directory: pathlib.Path, keep: Keep) -> int | None:
+def is_checkpoint(path: pathlib.Path) -> bool:
+    """Whether a folder is named after a step and has some file of a checkpoint."""
+    is_step = path.name.isdecimal() and path.name == str(int(path.name))
+    return is_step and any((path / name).exists() for name in _ENTRIES)
+
+
+def best_step(directory: str | os.PathLike[str], keep: Keep) -> int | None:
     """The step of the best checkpoint of a directory; None if none is kept for being so."""
-    ranked = keep.ranked(read_metrics(directory)) if keep.best else []
+    directory = pathlib.Path(directory)
+    if not keep.best:
+        return None
+    ranked = keep.ranked(
+        {step: read_run(directory / str(step)).metrics for step in steps(directory)}
+    )
     return ranked[0] if ranked else None
 
 
-def read_metrics(directory: pathlib.Path) -> dict[int, dict[str, float]]:
-    return {step: read_run(directory, step).metrics for step in steps(directory)}
+def open_checkpoint(directory: str | os.PathLike[str], step: int | None) -> pathlib.Path:
+    """Find a checkpoint, the newest for None, and compare all its files with their checksums.
 
-
-def path_of(directory: pathlib.Path, step: int | None) -> pathlib.Path:
+    Raises:
+        CheckpointError: There is no such checkpoint, or it is damaged.
+    """
+    directory = pathlib.Path(directory).absolute()
     complete = steps(directory)
     if not complete:
         raise CheckpointError(f"{directory}: there is no saved model here")
     if step is not None and step not in complete:
         raise CheckpointError(f"{directory}: step {step} was not saved; there are {complete}")
-    return directory.absolute() / str(complete[-1] if step is None else step)
-
-
-def read_arrays(path: pathlib.Path, wanted: set[str]) -> dict[str, Any]:
-    """Parts of what `_tree` made, on the host."""
-    import orbax.checkpoint as ocp
-
-    with _damaged(path), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-        saved = checkpointer.metadata(path / "state").item_metadata.tree
-        target = {
-            name: jax.tree.map(lambda leaf: np.empty(leaf.shape, leaf.dtype), saved[name])
-            for name in wanted
-            if name in saved
-        }
-        arguments = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), target)
-        read = _restore(checkpointer, path, target, arguments)
-    return {name: {} for name in wanted} | read
-
-
-def read_tables(
-    path: pathlib.Path, collection: str, wanted: dict[str, LogicalTable], *, has_state: bool
-) -> dict[str, LogicalTable]:
-    """Tables of a collection, each device's part on that device; without their state, if so."""
-    import orbax.checkpoint as ocp
-
-    with _damaged(path), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-        saved = checkpointer.metadata(path / "state").item_metadata.tree["tables"][collection]
-        target = {}
-        for name, form in wanted.items():
-            target[name] = (
-                {"rows": form.rows, "state": form.state} if has_state else {"rows": form.rows}
-            )
-            state = saved[name].get("state") or {}
-            if has_state and set(state) != set(form.state):
-                raise CheckpointError(
-                    f"{path}: the optimizer of table {name!r} keeps {sorted(form.state)}, but "
-                    f"{sorted(state)} was saved; load the model without its optimizer"
-                )
-        # What the rows are followed by depends on the devices: more zeros here, or fewer.
-        arguments = jax.tree.map(
-            lambda form: ocp.ArrayRestoreArgs(
-                sharding=form.sharding, global_shape=form.shape, strict=False
-            ),
-            target,
+    path = directory / str(complete[-1] if step is None else step)
+    if not (path / CHECKSUMS_FILE).exists() and not _read_run_file(path).get(_HAS_CHECKSUMS):
+        warnings.warn(
+            f"{path}: this checkpoint was saved without checksums by an older jaxrec; damage to it "
+            "would not be noticed. Save it anew",
+            stacklevel=3,
         )
-        nested = [{"tables": {collection: tree}} for tree in (target, arguments)]
-        read = _restore(checkpointer, path, *nested)["tables"][collection]
-    return {
-        name: LogicalTable(table["rows"], table.get("state") or {}) for name, table in read.items()
-    }
+    elif damage := find_damage(path):
+        raise damaged(path, damage)
+    return path
 
 
-def _restore(checkpointer: Any, path: pathlib.Path, target: Any, arguments: Any) -> Any:
-    import orbax.checkpoint as ocp
-
-    return checkpointer.restore(
-        path / "state",
-        ocp.args.PyTreeRestore(target, restore_args=arguments, partial_restore=True),
+def damaged(path: pathlib.Path, damage: str) -> CheckpointError:
+    """Make the error that says what is wrong with a checkpoint, and what to do."""
+    older = [step for step in steps(path.parent) if step < int(path.name)]
+    return CheckpointError(
+        f"{path}: the checkpoint is damaged ({damage}); "
+        + (f"remove it to go on from step {older[-1]}" if older else "there is no older one")
     )
 
 
-@contextlib.contextmanager
-def _damaged(path: pathlib.Path) -> Iterator[None]:
-    """Orbax's errors as one sentence, and without its log."""
-    try:
-        with quiet():
-            yield
-    except CheckpointError:
-        raise
-    except (ValueError, KeyError, FileNotFoundError, json.JSONDecodeError, AttributeError) as error:
-        older = [step for step in steps(path.parent) if str(step) != path.name]
-        raise CheckpointError(
-            f"{path}: the checkpoint is damaged ({' '.join(str(error).split())[:200]}); "
-            + (f"remove it to go on from step {older[-1]}" if older else "there is no other")
-        ) from None
-
-
 def read_json(path: pathlib.Path) -> Any:
+    """Read a JSON file of a checkpoint, two folders below its directory."""
     try:
         return json.loads(path.read_text())
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: the checkpoint is damaged ({error})") from None
+        checkpoint = path.parent.parent
+        raise damaged(
+            checkpoint, f"{path.relative_to(checkpoint)} cannot be read: {error}"
+        ) from None
 
 
-def read_run(directory: pathlib.Path, step: int) -> Run:
-    path = directory / str(step) / "run" / "metadata"
+def run_file(run: Run) -> dict[str, Any]:
+    """The content of ``run/metadata``."""
+    return {**dataclasses.asdict(run), _HAS_CHECKSUMS: True}
+
+
+def read_run(path: pathlib.Path) -> Run:
+    """Read what a checkpoint says about the run."""
+    content = _read_run_file(path)
+    content.pop(_HAS_CHECKSUMS, None)
     try:
-        return Run(**read_json(path))
+        return Run(**content)
     except TypeError as error:
-        raise CheckpointError(f"{path}: the checkpoint is damaged ({error})") from None
+        raise damaged(path, f"run/metadata has other entries: {error}") from None
 
 
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Without Orbax's log: what it says in tracebacks is raised as well.
-
-    Where one write fails, Orbax closes its event loop, and each other write that ends then finds it
-    closed. Python prints that by `sys.unraisablehook`, as it does of callbacks from C++.
-    """
-
-    def is_wanted(record: logging.LogRecord) -> bool:
-        return "orbax" not in record.pathname
-
-    def without_late_writes(raised: Any) -> None:
-        if str(raised.exc_value) != "Event loop is closed":
-            hook(raised)
-
-    log, hook = logging.getLogger("absl"), sys.unraisablehook
-    log.addFilter(is_wanted)
-    sys.unraisablehook = without_late_writes
-    try:
-        yield
-    finally:
-        log.removeFilter(is_wanted)
-        if sys.unraisablehook is without_late_writes:
-            sys.unraisablehook = hook
-
-
-@contextlib.contextmanager
-def os_errors(path: pathlib.Path) -> Iterator[None]:
-    """Orbax's errors as the errors of the operating system that they wrap, and without its log."""
-    try:
-        with quiet():
-            yield
-    except Exception as error:
-        for unfinished in path.parent.glob(f"{path.name}{UNFINISHED}*"):
-            shutil.rmtree(unfinished, ignore_errors=True)
-        if isinstance(error, OSError):
-            raise
-        code = re.search(r"os_error_code='(\d+)'", str(error))
-        if code is None:
-            raise
-        number = int(code.group(1))
-        raise OSError(number, os.strerror(number), str(path)) from None
+def _read_run_file(path: pathlib.Path) -> dict[str, Any]:
+    content = read_json(path / "run" / "metadata")
+    if not isinstance(content, dict):
+        raise damaged(path, "run/metadata is no JSON object")
+    return content

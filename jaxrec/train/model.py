@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import pathlib
 from collections.abc import Sequence
 from typing import TypeAlias
@@ -163,7 +164,7 @@ def predict(model: Model, batch: ClickBatch) -> Float[Array, " batch"]:
     return model(batch.features, batch.dense if batch.dense.shape[1] else None)
 
 
-def load_model(directory: pathlib.Path, step: int | None = None) -> Model:
+def load_model(directory: str | os.PathLike[str], step: int | None = None) -> Model:
     """The model that `jaxrec train` saved in a directory.
 
     Args:
@@ -174,7 +175,7 @@ def load_model(directory: pathlib.Path, step: int | None = None) -> Model:
         CheckpointError: There is no saved model.
         OSError: It cannot be read.
     """
-    config_file = directory / CONFIG_FILE
+    config_file = pathlib.Path(directory, CONFIG_FILE)
     if not config_file.exists():
         raise CheckpointError(
             f"{directory}: there is no saved model here ({CONFIG_FILE} is missing)"

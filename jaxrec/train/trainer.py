@@ -22,7 +22,7 @@ from jaxrec.embed.taps import Ahead, look_up_ahead, use_ahead
 from jaxrec.metrics import MetricGroup
 from jaxrec.metrics.writers import Writer
 from jaxrec.train.ahead import RoutedSteps
-from jaxrec.train.checkpoint import Run, Saver, restore, restore_state
+from jaxrec.train.checkpoint import Run, Saver, load, load_state, open_checkpoint
 from jaxrec.train.checkpoint import steps as steps_of
 from jaxrec.train.evaluation import Evaluation
 from jaxrec.train.held import Held
@@ -141,9 +141,10 @@ class Trainer:
         if self.saver is None:
             raise ValueError("a trainer without a saver has nothing to restore from")
         self.saver.wait()
-        directory = self.saver.directory
-        run = restore(directory, self.model, self.optimizer, step=step)
-        self._measured.set(restore_state(directory, self._measured.get(), step=run.step))
+        path = open_checkpoint(self.saver.directory, step)
+        measured = load_state(path, self._measured.get())
+        run = load(path, self.model, self.optimizer)
+        self._measured.set(measured)
         self._batches_used = run.batches or 0
         self._goes_on = True
         return run

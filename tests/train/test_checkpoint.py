@@ -109,7 +109,8 @@ def test_only_the_newest_is_kept(tmp_path):
         checkpoint.save(tmp_path, model, optimizer)
         checkpoint.save(tmp_path, model, optimizer)  # again at the same step
         advance(model, optimizer)
-    assert [entry.name for entry in tmp_path.iterdir()] == ["2"]
+    assert checkpoint.steps(tmp_path) == [2]
+    assert {entry.name for entry in tmp_path.iterdir()} == {"2", ".lock"}
 
 
 def test_nothing_to_restore(tmp_path):
@@ -122,7 +123,7 @@ def test_nothing_to_restore(tmp_path):
     ("options", "message"),
     [
         ({"width": 4}, r"over/kernel was saved with shape \(3, 1\), but the model's has \(4, 1\)"),
-        ({"order": ("a", "b")}, r"lacks \['c'\] that were"),
+        ({"order": ("a", "b")}, r"has tables 'c' that the model lacks; build the model"),
     ],
     ids=["shape", "table"],
 )
@@ -157,7 +158,7 @@ def test_full_disk_leaves_the_older_checkpoint(tmp_path, monkeypatch, error):
         with pytest.raises(OSError, match="No space left") as raised:
             checkpoint.save(tmp_path, model, optimizer)
     assert raised.value.errno == errno.ENOSPC
-    assert [entry.name for entry in tmp_path.iterdir()] == ["1"]
+    assert {entry.name for entry in tmp_path.iterdir()} == {"1", ".lock"}
     checkpoint.restore(tmp_path, model, optimizer)
     for key, value in contents(model, optimizer).items():
         np.testing.assert_array_equal(value, saved[key])
@@ -175,7 +176,7 @@ def test_space_is_asked_for_first(tmp_path, monkeypatch):
         message = f"No space left on device: the model takes {needed:,} bytes, {free:,} are free"
         with pytest.raises(OSError, match=message):
             checkpoint.save(tmp_path, model, optimizer)
-    assert list(tmp_path.iterdir()) == []
+    assert [entry.name for entry in tmp_path.iterdir()] == [".lock"]
 
 
 def test_other_errors_pass(tmp_path, monkeypatch):
@@ -350,3 +351,53 @@ def test_several_processes_save_and_restore(tmp_path):
         np.testing.assert_array_equal(other.embeddings.table(name), model.embeddings.table(name))
         for key, value in model.embeddings.table_state(name).items():
             np.testing.assert_array_equal(other.embeddings.table_state(name)[key], value)
+
+
+def test_entries_that_are_no_checkpoints(tmp_path):
+    """Saving goes on beside them, restoring leaves them out, and none is written over."""
+    for name in ("2026", "007", "٣", "notes"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "2026" / "mine").write_text("x")
+    (tmp_path / "99").write_text("a file")
+    model, optimizer = make()
+    with Saver(str(tmp_path)) as saver:
+        saver.save(model, optimizer)
+        optimizer.step.set_value(jnp.asarray(5, optimizer.step.get_value().dtype))
+        saver.save(model, optimizer)
+    assert checkpoint.steps(tmp_path) == [5]
+    assert checkpoint.restore(str(tmp_path), *make()).step == 5
+    with pytest.raises(CheckpointError, match=r"step 2026 was not saved; there are \[5\]"):
+        checkpoint.restore(tmp_path, *make(), step=2026)
+    optimizer.step.set_value(jnp.asarray(2026, optimizer.step.get_value().dtype))
+    with pytest.raises(FileExistsError, match="move what is there") as raised:
+        checkpoint.save(tmp_path, model, optimizer)
+    assert raised.value.filename == str(tmp_path / "2026")
+    assert (tmp_path / "2026" / "mine").read_text() == "x"
+
+
+def test_saving_goes_on_beside_a_damaged_checkpoint(tmp_path):
+    model, optimizer = make()
+    path = checkpoint.save(tmp_path, model, optimizer)
+    (path / "run" / "metadata").write_text("{")
+    with pytest.raises(CheckpointError, match="run/metadata"):
+        checkpoint.best_step(tmp_path, Keep(best=1, metric="auc"))
+    advance(model, optimizer)
+    checkpoint.save(tmp_path, model, optimizer)
+    assert checkpoint.steps(tmp_path) == [1]
+
+
+def test_models_with_other_names(tmp_path):
+    """Both sides of the difference are named, and only those."""
+    checkpoint.save(tmp_path, *make())
+    other = Model()
+    other.extra = nnx.Param(jnp.zeros(2))
+    with pytest.raises(CheckpointError, match="lacks the model's variables 'extra'; build"):
+        checkpoint.restore(tmp_path, other)
+    del other.extra
+    other.final, other.over = other.over, None
+    message = (
+        "lacks the model's variables 'final/bias', 'final/kernel' and has variables 'over/bias', "
+        "'over/kernel' that the model lacks; build the model as the saved one was"
+    )
+    with pytest.raises(CheckpointError, match=re.escape(message)):
+        checkpoint.restore(tmp_path, other)

@@ -22,7 +22,8 @@ from jaxrec.data import convert
 from jaxrec.data.parts import Conversion
 from jaxrec.data.transforms import NUM_CATEGORICAL
 from jaxrec.train import checkpoint
-from jaxrec.train.files import UNFINISHED, read_arrays
+from jaxrec.train.arrays import read_arrays
+from jaxrec.train.files import UNFINISHED
 from tests.data.test_criteo import KAGGLE
 from tests.train.test_cli import PROGRAM, SMALL
 

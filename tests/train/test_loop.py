@@ -14,6 +14,7 @@ from jaxrec.data.transforms import table_ids
 from jaxrec.metrics import auc, log_loss
 from jaxrec.train import checkpoint, loop
 from jaxrec.train.config import DataConfig, ModelConfig, OptimizerConfig, TrainConfig
+from jaxrec.train.contents import saved_tree
 from jaxrec.train.loop import Evaluator, NotFiniteError, train
 from jaxrec.train.model import make_model
 from jaxrec.train.progress import Progress
@@ -34,7 +35,7 @@ def run(model, optimizer, rows, *, stop=lambda: False, epochs=2):
 
 
 def numbers(model):
-    return [np.asarray(x, np.float32) for x in jax.tree.leaves(checkpoint._tree(*model, None))]
+    return [np.asarray(x, np.float32) for x in jax.tree.leaves(saved_tree(*model, None))]
 
 
 def test_every_row_trains_and_one_program_serves_all(monkeypatch):
