@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import pathlib
 from collections.abc import Iterable, Iterator
 
@@ -101,14 +102,15 @@ class ContiguousMap:
         places = np.minimum(np.searchsorted(self.ids, ids), len(self.ids) - 1)
         return np.where(self.ids[places] == ids, self.numbers[places], np.int32(RARE))
 
-    def save(self, path: pathlib.Path) -> None:
+    def save(self, path: str | os.PathLike[str]) -> None:
         """Writes it as a Parquet file with columns ``id`` and ``number``."""
+        path = pathlib.Path(path)
         unfinished = path.with_name(f".{path.name}.unfinished")
         pq.write_table(pa.table({"id": self.ids, "number": self.numbers}), unfinished)
         unfinished.replace(path)
 
     @classmethod
-    def load(cls, path: pathlib.Path) -> ContiguousMap:
+    def load(cls, path: str | os.PathLike[str]) -> ContiguousMap:
         """Reads what `save` wrote."""
         table = pq.read_table(path)
         return cls(table["id"].to_numpy(), table["number"].to_numpy())

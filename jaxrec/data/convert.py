@@ -45,12 +45,13 @@ class Summary:
     sources: dict[str, int | None] = dataclasses.field(default_factory=dict)
 
 
-def source_files(path: pathlib.Path) -> list[pathlib.Path]:
+def source_files(path: str | os.PathLike[str]) -> list[pathlib.Path]:
     """The file, or those of a directory: ``day_0.gz``, ``day_1.gz``, ... by their numbers.
 
     Raises:
         FileNotFoundError: There is none.
     """
+    path = pathlib.Path(path)
     if not path.is_dir():
         return [path]
     files = [p for p in path.iterdir() if p.is_file() and not p.name.startswith(".")]
@@ -65,8 +66,8 @@ def _words(name: str) -> list[str]:
 
 
 def convert(
-    source: pathlib.Path,
-    output: pathlib.Path,
+    source: str | os.PathLike[str],
+    output: str | os.PathLike[str],
     conversion: Conversion,
     *,
     threads: int | None = None,
@@ -92,7 +93,7 @@ def convert(
         DataError: A line is no row, a gzip file is cut short, the log is empty, or ``output`` holds
             the result of another conversion or of another log.
     """
-    files = source_files(source)
+    files, output = source_files(source), pathlib.Path(output)
     sizes = {file.name: file.stat().st_size for file in files}
     total = sum(sizes.values())
     if is_converted(output):
@@ -134,9 +135,9 @@ def convert(
     return summary
 
 
-def is_converted(output: pathlib.Path) -> bool:
+def is_converted(output: str | os.PathLike[str]) -> bool:
     """Whether `convert` has filled a directory, to the end."""
-    return (output / SUMMARY_FILE).exists()
+    return pathlib.Path(output, SUMMARY_FILE).exists()
 
 
 def _same_sources(
@@ -173,13 +174,13 @@ def _same_parts(output: pathlib.Path, files: Sequence[pathlib.Path]) -> None:
         _same_sources(made, {file.name: file.stat().st_size}, output)
 
 
-def read_summary(output: pathlib.Path) -> Summary:
+def read_summary(output: str | os.PathLike[str]) -> Summary:
     """The summary of a directory that `convert` filled.
 
     Raises:
         DataError: It did not, or not to the end.
     """
-    return _read_summary(output)[1]
+    return _read_summary(pathlib.Path(output))[1]
 
 
 def _read_summary(output: pathlib.Path) -> tuple[dict[str, Any], Summary]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 import pathlib
 from collections.abc import Iterator
 from typing import Literal
@@ -42,7 +43,7 @@ class CriteoFile:
         ([1.0], 852)
     """
 
-    path: pathlib.Path
+    path: str | os.PathLike[str]
     table_rows: tuple[int, ...]
     bad_rows: Literal["fail", "skip"] = "fail"
     num_dense: int = dataclasses.field(default=NUM_DENSE, init=False)
@@ -58,7 +59,7 @@ class CriteoFile:
     def _counts(self) -> tuple[int, int]:
         """Rows, and lines that are left out."""
         rows = bad = 0
-        for block in blocks_of_lines(self.path, BLOCK_BYTES):
+        for block in blocks_of_lines(pathlib.Path(self.path), BLOCK_BYTES):
             left_out = len(self._parse(block).bad) if self.bad_rows == "skip" else 0
             rows += block.count - left_out
             bad += left_out
@@ -90,7 +91,7 @@ class CriteoFile:
             DataError: A line before ``stop`` is malformed.
         """
         first = 0
-        for block in blocks_of_lines(self.path, BLOCK_BYTES):
+        for block in blocks_of_lines(pathlib.Path(self.path), BLOCK_BYTES):
             if first >= stop:
                 return
             rows = block.count
@@ -102,7 +103,9 @@ class CriteoFile:
             first += rows
 
     def _parse(self, block: Block) -> RawClicks:
-        return parse_lines(block.lines, self.path, block.first, skip=self.bad_rows == "skip")
+        return parse_lines(
+            block.lines, pathlib.Path(self.path), block.first, skip=self.bad_rows == "skip"
+        )
 
     def _clicks(self, raw: RawClicks) -> Clicks:
         return Clicks(

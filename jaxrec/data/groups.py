@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Protocol, runtime_checkable
@@ -62,7 +63,7 @@ class ParquetGroups:
         ((2, 1), [3])
     """
 
-    paths: tuple[pathlib.Path, ...]
+    paths: tuple[str | os.PathLike[str], ...]
     columns: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
@@ -71,14 +72,14 @@ class ParquetGroups:
 
     @classmethod
     def of_directory(
-        cls, directory: pathlib.Path, columns: Sequence[str] | None = None
+        cls, directory: str | os.PathLike[str], columns: Sequence[str] | None = None
     ) -> ParquetGroups:
         """The Parquet files of a directory, in the order of their names.
 
         Raises:
             DataError: There is none.
         """
-        paths = tuple(sorted(directory.glob("*.parquet")))
+        paths = tuple(sorted(pathlib.Path(directory).glob("*.parquet")))
         if not paths:
             raise DataError(f"{directory}: there are no Parquet files in this directory")
         return cls(paths, None if columns is None else tuple(columns))
@@ -87,7 +88,7 @@ class ParquetGroups:
     def _places(self) -> tuple[tuple[pathlib.Path, int, int, int], ...]:
         """File, number within it, rows before it there, and rows of each group."""
         places = []
-        for path in self.paths:
+        for path in map(pathlib.Path, self.paths):
             try:
                 metadata = pq.read_metadata(path)
             except pa.ArrowInvalid as error:
@@ -210,7 +211,7 @@ class NpyGroups:
         ((2, 1), [[4.0, 5.0]])
     """
 
-    paths: Mapping[str, pathlib.Path]
+    paths: Mapping[str, str | os.PathLike[str]]
     group_rows: int = NPY_GROUP_ROWS
 
     @functools.cached_property

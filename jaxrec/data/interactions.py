@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import pathlib
+import os
 
 import numpy as np
 from jaxtyping import Float, Int32
@@ -42,7 +42,7 @@ class Interactions:
     num_items: int
 
     @classmethod
-    def read(cls, path: pathlib.Path) -> Interactions:
+    def read(cls, path: str | os.PathLike[str]) -> Interactions:
         """A file with a line ``user item`` for each interaction, integers from 1, in time order.
 
         Users of fewer than three interactions are left out.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import pathlib
 from collections.abc import Sequence
 
@@ -52,7 +53,7 @@ _GENRES = (
 )  # fmt: skip
 
 
-def movielens_ratings(path: pathlib.Path) -> pa.Table:
+def movielens_ratings(path: str | os.PathLike[str]) -> pa.Table:
     """The ratings of MovieLens 100K, 1M, 10M, 20M, 25M or 32M.
 
     Args:
@@ -74,7 +75,7 @@ def movielens_ratings(path: pathlib.Path) -> pa.Table:
         >>> movielens_ratings(path).to_pylist()[0]["movie_id"]
         1193
     """
-    file, layout = _ratings_file(path)
+    file, layout = _ratings_file(pathlib.Path(path))
     names = [name or f"_{i}" for i, name in enumerate(layout.columns)]
     table = _read(file, layout.delimiter, names, layout.skip, _RATING_TYPES)
     table = table.select(list(_NAMES))
@@ -101,7 +102,7 @@ def _ratings_file(path: pathlib.Path) -> tuple[pathlib.Path, _Format]:
     )
 
 
-def movielens_movies(path: pathlib.Path) -> pa.Table:
+def movielens_movies(path: str | os.PathLike[str]) -> pa.Table:
     """The films of a MovieLens data set.
 
     Args:
@@ -116,6 +117,7 @@ def movielens_movies(path: pathlib.Path) -> pa.Table:
         OSError: The file cannot be read.
         DataError: There is no such file, or a line is no film.
     """
+    path = pathlib.Path(path)
     if (path / "u.item").exists():
         names = ["movie_id", "title", "released", "video", "url", *_GENRES]
         types = {"movie_id": pa.int32(), **dict.fromkeys(names[1:5], pa.string())}
@@ -189,7 +191,7 @@ def _split(genres: Sequence[str | None]) -> list[list[str]]:
     ]
 
 
-def movielens_users(path: pathlib.Path) -> pa.Table:
+def movielens_users(path: str | os.PathLike[str]) -> pa.Table:
     """The people of MovieLens 100K or 1M; later sets say nothing about them.
 
     Args:
@@ -203,6 +205,7 @@ def movielens_users(path: pathlib.Path) -> pa.Table:
         OSError: The file cannot be read.
         DataError: There is no such file, or a line is nobody.
     """
+    path = pathlib.Path(path)
     types = {
         "user_id": pa.int32(),
         "age": pa.int32(),

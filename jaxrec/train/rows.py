@@ -199,7 +199,7 @@ def bad_lines(*parts: Rows | ParquetRows) -> dict[pathlib.Path, int]:
     """The number of lines that are left out, of each text file that has any."""
     logs = {rows.log for rows in parts if isinstance(rows, Rows)}
     files = [log for log in logs if isinstance(log, CriteoFile)]
-    return {file.path: file.bad_lines for file in files if file.bad_lines}
+    return {pathlib.Path(file.path): file.bad_lines for file in files if file.bad_lines}
 
 
 def _text(path: pathlib.Path, tables: tuple[int, ...], data: DataConfig) -> Rows:

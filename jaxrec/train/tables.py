@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import pathlib
 import re
 from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from flax import nnx
 from jaxtyping import Array
@@ -27,7 +29,7 @@ _TORCHREC = re.compile(r"(?:^|.*\.)(?:embedding_bags|embeddings)\.(?P<table>.+)\
 Collection = EmbeddingBagCollection | EmbeddingCollection
 
 
-def export_table(collection: Collection, name: str, path: pathlib.Path) -> None:
+def export_table(collection: Collection, name: str, path: str | os.PathLike[str]) -> None:
     """Writes the rows of a table to an npy or a Parquet file.
 
     Args:
@@ -51,6 +53,7 @@ def export_table(collection: Collection, name: str, path: pathlib.Path) -> None:
         >>> np.load(path).shape
         (3, 2)
     """
+    path = pathlib.Path(path)
     if path.suffix not in (".npy", ".parquet"):
         raise ValueError(f"a table is written to .npy or .parquet, got {path.name}")
     rows = collection.table(name)
@@ -91,7 +94,7 @@ def _write_parquet(path: pathlib.Path, rows: Array) -> None:
             writer.write_table(table)
 
 
-def import_table(collection: Collection, name: str, path: pathlib.Path) -> None:
+def import_table(collection: Collection, name: str, path: str | os.PathLike[str]) -> None:
     """Sets the rows of a table from an npy or a Parquet file, as `export_table` writes them.
 
     Args:
@@ -101,11 +104,13 @@ def import_table(collection: Collection, name: str, path: pathlib.Path) -> None:
 
     Raises:
         KeyError: There is no table of that name.
-        ValueError: The file holds no table of that shape.
+        ValueError: The file holds no table of that shape: a row is missing, there twice, null or of
+            another length.
         OSError: The file cannot be read.
     """
+    path = pathlib.Path(path)
     if path.suffix == ".npy":
-        rows = np.load(path, mmap_mode="r", allow_pickle=False)
+        rows = _read_npy(path)
     elif path.suffix == ".parquet":
         rows = _read_parquet(path, collection.table(name).shape)
     else:
@@ -113,31 +118,85 @@ def import_table(collection: Collection, name: str, path: pathlib.Path) -> None:
     _load(collection, name, rows, str(path))
 
 
+def _read_npy(path: pathlib.Path) -> np.ndarray:
+    try:
+        rows = np.load(path, mmap_mode="r", allow_pickle=False)
+    except ValueError as error:
+        raise ValueError(f"{path} is no npy file of numbers: {error}") from None
+    if not isinstance(rows, np.ndarray) or rows.dtype.kind not in "fiu":
+        raise ValueError(f"{path}: expected one array of numbers")
+    return rows
+
+
 def _read_parquet(path: pathlib.Path, shape: tuple[int, ...]) -> np.ndarray:
     rows, seen = np.zeros(shape, np.float32), np.zeros(shape[0], bool)
-    with pq.ParquetFile(path) as file:
-        if missing := {_ROW, _EMBEDDING} - set(file.schema_arrow.names):
-            raise ValueError(f"{path} is no table: it has no column {sorted(missing)[0]!r}")
-        for batch in file.iter_batches(_ROWS, columns=[_ROW, _EMBEDDING]):
-            numbers = batch.column(_ROW).to_numpy()
-            values = batch.column(_EMBEDDING).flatten().to_numpy().reshape(len(numbers), -1)
-            if len(numbers) and not 0 <= numbers.min() <= numbers.max() < shape[0]:
-                raise ValueError(
-                    f"{path}: rows reach from {numbers.min()} to {numbers.max()}, but the table "
-                    f"has {shape[0]}"
-                )
-            if values.shape[1:] != shape[1:]:
-                raise ValueError(
-                    f"{path}: embeddings have {values.shape[1]} numbers, the table's {shape[1]}"
-                )
-            rows[numbers] = values
-            seen[numbers] = True
+    try:
+        with pq.ParquetFile(path) as file:
+            if missing := {_ROW, _EMBEDDING} - set(file.schema_arrow.names):
+                raise ValueError(f"{path} is no table: it has no column {sorted(missing)[0]!r}")
+            for batch in file.iter_batches(_ROWS, columns=[_ROW, _EMBEDDING]):
+                numbers = _row_numbers(path, batch.column(_ROW), seen)
+                rows[numbers] = _embeddings(path, batch.column(_EMBEDDING), numbers, shape[1])
+    except (pa.ArrowInvalid, OSError) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
+        raise ValueError(f"{path} cannot be read as Parquet: {error}") from None
     if not seen.all():
         raise ValueError(f"{path} lacks row {np.flatnonzero(~seen)[0]} of the table's {shape[0]}")
     return rows
 
 
-def load_torchrec(model: nnx.Module, path: pathlib.Path) -> list[str]:
+def _row_numbers(path: pathlib.Path, column: pa.Array, seen: np.ndarray) -> np.ndarray:
+    """Check the row numbers of a piece of a file, and mark them in ``seen``."""
+    if not pa.types.is_integer(column.type):
+        raise ValueError(f"{path}: column {_ROW!r} holds {column.type}, expected integers")
+    if column.null_count:
+        raise ValueError(f"{path}: column {_ROW!r} has nulls")
+    numbers = column.to_numpy()
+    if len(numbers) and not 0 <= numbers.min() <= numbers.max() < len(seen):
+        raise ValueError(
+            f"{path}: rows reach from {numbers.min()} to {numbers.max()}, but the table has "
+            f"{len(seen)}"
+        )
+    # The order of sorting tells where a number comes again within the piece.
+    order = np.argsort(numbers, kind="stable")
+    again = seen[numbers]
+    again[order[1:]] |= numbers[order[1:]] == numbers[order[:-1]]
+    if again.any():
+        raise ValueError(f"{path}: row {numbers[again.argmax()]} is there more than once")
+    seen[numbers] = True
+    return numbers
+
+
+def _embeddings(
+    path: pathlib.Path, column: pa.Array, numbers: np.ndarray, width: int
+) -> np.ndarray:
+    """Check the embeddings of a piece of a file; returns ``[len(numbers), width]``."""
+    types = pa.types
+    is_list = types.is_list(column.type) or types.is_large_list(column.type)
+    is_list |= types.is_fixed_size_list(column.type)
+    if not is_list or not (
+        types.is_floating(column.type.value_type) or types.is_integer(column.type.value_type)
+    ):
+        raise ValueError(
+            f"{path}: column {_EMBEDDING!r} holds {column.type}, expected lists of numbers"
+        )
+    # The length of a null is null.
+    lengths = pc.list_value_length(column).fill_null(-1).to_numpy()
+    if (lengths != width).any():
+        place = (lengths != width).argmax()
+        has = "is null" if lengths[place] < 0 else f"has {lengths[place]} numbers"
+        raise ValueError(
+            f"{path}: the embedding of row {numbers[place]} {has}, the table's have {width}"
+        )
+    values = column.flatten()
+    if values.null_count:
+        place = values.is_null().index(True).as_py() // width
+        raise ValueError(f"{path}: the embedding of row {numbers[place]} has nulls")
+    return values.to_numpy().reshape(-1, width)
+
+
+def load_torchrec(model: nnx.Module, path: str | os.PathLike[str]) -> list[str]:
     """Sets the tables of a model from a TorchRec ``state_dict``, by their names.
 
     Save it with ``safetensors.torch.save_file(model.state_dict(), path)`` of an unsharded model, or
@@ -163,6 +222,7 @@ def load_torchrec(model: nnx.Module, path: pathlib.Path) -> list[str]:
         for where, module in nnx.iter_modules(model)
         if isinstance(module, Collection)
     }
+    path = pathlib.Path(path)
     with _state_dict(path) as (names, read):
         by_table: dict[str, list[str]] = {}
         for name in names:

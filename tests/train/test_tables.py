@@ -126,20 +126,97 @@ def test_files_that_are_none(tmp_path):
         import_table(Model().bags, "user", tmp_path / "user.npy")
 
 
-def rows(numbers, width=3):
-    return {"row": numbers, "embedding": [[0.0] * width] * len(numbers)}
+def rows(numbers, width=3, **changed):
+    """Embeddings of zeros; ``changed`` has others by row, as ``r3``."""
+    embeddings = {f"r{number}": [0.0] * width for number in numbers} | changed
+    return {"row": numbers, "embedding": [embeddings[f"r{number}"] for number in numbers]}
 
 
+ALL = list(range(7))
 PARQUETS = {
     "column": ({"row": [0]}, "no column 'embedding'"),
-    "beyond": (rows([*range(6), 7]), "rows reach from 0 to 7, but the table has 7"),
+    "beyond": (rows([*range(6), 7]), "rows reach from 7 to 7, but the table has 7"),
     "missing": (rows([0, 1, 2, 4, 5, 6]), "lacks row 3 of the table's 7"),
-    "width": (rows(list(range(7)), 2), "embeddings have 2 numbers, the table's 3"),
+    "width": (rows(ALL, 2), "the embedding of row 0 has 2 numbers, the table's have 3"),
+    # As many numbers as the table has.
+    "ragged": (
+        rows(ALL, r4=[1.0, 2.0], r5=[1.0, 2.0, 3.0, 4.0]),
+        "the embedding of row 4 has 2 numbers, the table's have 3",
+    ),
+    "empty": (rows(ALL, r4=[]), "the embedding of row 4 has 0 numbers"),
+    "null": (rows(ALL, r6=None), "the embedding of row 6 is null"),
+    "null within": (rows(ALL, r5=[1.0, None, 3.0]), "the embedding of row 5 has nulls"),
+    "null row": (
+        {"row": [0, None, 2, 3, 4, 5, 6], "embedding": [[0.0] * 3] * 7},
+        "column 'row' has nulls",
+    ),
+    "float row": (
+        {"row": [float(n) for n in ALL], "embedding": [[0.0] * 3] * 7},
+        "column 'row' holds double, expected integers",
+    ),
+    "twice": (rows([0, 1, 2, 3, 4, 5, 6, 2]), "row 2 is there more than once"),
+    "twice in one piece": (rows([0, 1, 1, 3, 4, 5, 6]), "row 1 is there more than once"),
+    "text": (
+        {"row": ALL, "embedding": ["0,0,0"] * 7},
+        "column 'embedding' holds string, expected lists of numbers",
+    ),
+    "lists of text": (
+        {"row": ALL, "embedding": [["a", "b", "c"]] * 7},
+        "holds list<.*string>, expected lists of numbers",
+    ),
 }
 
 
 @pytest.mark.parametrize(("columns", "message"), PARQUETS.values(), ids=PARQUETS)
-def test_parquet_files_that_are_no_tables(tmp_path, columns, message):
-    pq.write_table(pa.table(columns), tmp_path / "user.parquet")
+def test_parquet_files_that_are_no_tables(tmp_path, monkeypatch, columns, message):
+    assert_no_table(tmp_path / "user.parquet", monkeypatch, pa.table(columns), message)
+
+
+@pytest.mark.parametrize("case", ["null", "null within", "width"])
+def test_lists_of_one_width_that_are_no_tables(tmp_path, monkeypatch, case):
+    columns, message = PARQUETS[case]
+    lists = pa.array(columns["embedding"], pa.list_(pa.float32(), 2 if case == "width" else 3))
+    table = pa.table({"row": columns["row"], "embedding": lists})
+    assert_no_table(tmp_path / "user.parquet", monkeypatch, table, message)
+
+
+def assert_no_table(path, monkeypatch, table, message):
+    monkeypatch.setattr(tables, "_ROWS", 3)
+    pq.write_table(table, path)
+    bags = Model().bags
+    before = np.asarray(bags.table("user"))
+    with pytest.raises(ValueError, match=message) as raised:
+        import_table(bags, "user", path)
+    assert str(path) in str(raised.value)
+    np.testing.assert_array_equal(bags.table("user"), before)
+
+
+FILES = {
+    "cut.npy": (lambda path: path.write_bytes(b"\x93NUMPY\x01\x00"), "is no npy file of numbers"),
+    "objects.npy": (lambda path: np.save(path, np.array([{}] * 7)), "is no npy file of numbers"),
+    "text.npy": (lambda path: np.save(path, np.full((7, 3), "a")), "expected one array of numbers"),
+    "cut.parquet": (lambda path: path.write_bytes(b"PAR1"), "cannot be read as Parquet"),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_damaged_files(tmp_path, name):
+    write, message = FILES[name]
+    write(tmp_path / name)
     with pytest.raises(ValueError, match=message):
-        import_table(Model().bags, "user", tmp_path / "user.parquet")
+        import_table(Model().bags, "user", tmp_path / name)
+
+
+def test_paths_as_text(tmp_path):
+    one, other = Model(0), Model(1)
+    for suffix in ("npy", "parquet"):
+        path = f"{tmp_path}/user.{suffix}"
+        export_table(one.bags, "user", path)
+        import_table(other.bags, "user", path)
+        np.testing.assert_array_equal(other.bags.table("user"), one.bags.table("user"))
+    np.savez(f"{tmp_path}/x.npz", **state_dict())
+    assert load_torchrec(other, f"{tmp_path}/x.npz") == ["over.0.weight"]
+    with pytest.raises(FileNotFoundError):
+        import_table(other.bags, "user", f"{tmp_path}/missing.npy")
+    with pytest.raises(FileNotFoundError):
+        import_table(other.bags, "user", f"{tmp_path}/missing.parquet")
