@@ -159,7 +159,7 @@ def _paths(path: pathlib.Path | None) -> tuple[pathlib.Path, ...]:
     if path is None:
         raise ConfigError("give the Parquet files with --data")
     if path.is_dir():
-        return ParquetGroups.of_directory(path).paths
+        return tuple(map(pathlib.Path, ParquetGroups.of_directory(path).paths))
     if not is_parquet(path):
         raise DataError(f"{path} is no Parquet file, which columns of your own are read from")
     return (path,)
