@@ -1,33 +1,35 @@
 """Recommender models with very large embedding tables, in JAX."""
 
 import importlib
-import types
+import importlib.util
+import pkgutil
+from typing import TYPE_CHECKING, Any
 
-from jaxrec import mesh as mesh
-from jaxrec import nn as nn
-from jaxrec import optim as optim
-from jaxrec import plan as plan
-from jaxrec.embed import EmbeddingBagCollection as EmbeddingBagCollection
-from jaxrec.embed import EmbeddingBagConfig as EmbeddingBagConfig
-from jaxrec.embed import EmbeddingCollection as EmbeddingCollection
-from jaxrec.embed import EmbeddingConfig as EmbeddingConfig
-from jaxrec.embed import Optimizer as Optimizer
-from jaxrec.embed import mean_gradients as mean_gradients
-from jaxrec.embed import value_and_grad as value_and_grad
-from jaxrec.mesh import shard as shard
-from jaxrec.ragged import JaggedArray as JaggedArray
-from jaxrec.ragged import KeyedArray as KeyedArray
-from jaxrec.ragged import KeyedJaggedArray as KeyedJaggedArray
-
-# These need more than JAX, Flax, optax and NumPy, and load when they are first used.
-_ON_USE = ("data", "metrics", "train")
+if TYPE_CHECKING:
+    from jaxrec import data as data
+    from jaxrec import mesh as mesh
+    from jaxrec import metrics as metrics
+    from jaxrec import nn as nn
+    from jaxrec import optim as optim
+    from jaxrec import plan as plan
+    from jaxrec import ragged as ragged
+    from jaxrec import train as train
+    from jaxrec._names import *  # noqa: F403
 
 
-def __getattr__(name: str) -> types.ModuleType:
-    if name in _ON_USE:
-        return importlib.import_module(f"jaxrec.{name}")
+def __getattr__(name: str) -> Any:
+    """Load a package or a name when it is first used: ``jaxrec --help`` need not wait for JAX."""
+    if not name.startswith("_"):
+        if importlib.util.find_spec(f"jaxrec.{name}") is not None:
+            return importlib.import_module(f"jaxrec.{name}")
+        names = importlib.import_module("jaxrec._names")
+        if hasattr(names, name):
+            return globals().setdefault(name, getattr(names, name))
     raise AttributeError(f"module 'jaxrec' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_ON_USE])
+    modules = pkgutil.iter_modules(__spec__.submodule_search_locations)
+    names = vars(importlib.import_module("jaxrec._names"))
+    packages = {module.name for module in modules if module.ispkg}
+    return sorted(packages | {name for name in names if not name.startswith("_")})

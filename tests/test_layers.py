@@ -10,6 +10,8 @@ import sysconfig
 import grimp
 import pytest
 
+import jaxrec
+
 ROOT = pathlib.Path(__file__).parents[1]
 
 # These run wherever JAX does, so they ask for nothing that JAX's users do not have.
@@ -28,8 +30,17 @@ def test_contracts_hold():
 
 
 def test_nothing_imports_the_top_of_the_package(graph: grimp.ImportGraph):
-    # ``import jaxrec`` runs everything, so a module that needs it would be imported in a circle.
+    # A name of ``jaxrec`` imports most packages, so that a module that needs one would be imported
+    # in a circle.
     assert graph.find_modules_that_directly_import("jaxrec") == set()
+
+
+def test_names_are_there_when_they_are_used():
+    names = dir(jaxrec)
+    assert {"EmbeddingBagConfig", "KeyedJaggedArray", "shard", "optim", "train"} <= set(names)
+    assert all(hasattr(jaxrec, name) for name in names)
+    with pytest.raises(AttributeError, match="module 'jaxrec' has no attribute 'bogus'"):
+        jaxrec.bogus  # noqa: B018
 
 
 _IMPORT_WITH_ALLOWED_ALONE = """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import importlib.metadata
 import io
 import json
@@ -422,6 +423,23 @@ def test_commands(capsys):
 def test_the_module_is_the_command(tmp_path):
     done = jaxrec("--version", cwd=tmp_path)
     assert (done.returncode, done.stdout.split()[0], done.stderr) == (0, "jaxrec", "")
+
+
+def test_help_waits_for_no_imports(tmp_path):
+    program = "import sys, jaxrec.cli; jaxrec.cli.main(['--help']); print('jax' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", program], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.stdout.endswith("\nFalse\n"), done.stderr
+
+
+def test_an_interrupt_while_a_command_is_imported(monkeypatch, capsys):
+    def import_module(name):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(importlib, "import_module", import_module)
+    assert main(["train"]) == 130
+    assert capsys.readouterr().err == "jaxrec train: interrupted\n"
 
 
 def test_a_package_that_is_missing_is_one_sentence(monkeypatch, capsys):
