@@ -1,0 +1,140 @@
+#!/usr/bin/env python3
+"""Runs the commands of README.md and docs in a fresh environment with what README installs.
+
+Usage: python .ci/docs_commands.py [--keep DIRECTORY]
+A copy of the last commit is installed by ``pip install .`` into a new environment, and each command
+runs there on small data: in a directory with the files that the docs name, or in the copy if it
+starts something of the checkout. Ends with exit code 1 if one fails, or if a command of the docs is
+neither in the list here nor among those that are left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import tempfile
+import time
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+
+GENERATED = "--data.generated-rows 20000 --data.generated-eval-rows 4000"
+SMALL = "--data.batch-size 104 --data.table-rows 1000 --data.eval-fraction 0.2"
+
+# What the docs say, and what is added so that it is small. Each starts from the files of those before.
+COMMANDS = (
+    ("jaxrec train", f"{GENERATED} --output first"),
+    ("jaxrec data criteo INPUT OUTPUT", ""),
+    ("jaxrec train --data OUTPUT", f"{SMALL} --output second"),
+    ("jaxrec train [CONFIG.yaml] --data LOG --output RUN [--checkpoint.every 1000]", SMALL),
+    ("jaxrec train --resume RUN", "--data.epochs 2"),
+    ("jaxrec train --resume RUN --devices 8", "--data.epochs 3"),
+    ("jaxrec train --resume RUN --eval-only", ""),
+    ("jaxrec plan model.yaml --devices 64 --machine h200 --output plan.json", "--devices 8"),
+    ("jaxrec plan --calibrate --output here.json", "--devices 2"),
+    ("python -m jaxrec.mesh.selftest", "--cpu-devices 4 --types row_wise:rows grid:sums"),
+    (
+        "python examples/sasrec.py --data amazon-beauty.txt --dropout-rate 0.5 --minutes 58 "
+        "--epochs 200",
+        "--epochs 1 --dim 16 --num-blocks 1 --max-length 10",
+    ),
+    ("python examples/deepfm_movielens.py --data ml-100k", "--epochs 1 --seeds 0"),
+    ("python -m benchmarks.pipeline", "--text-megabytes 2 --steps 5 --repeats 1 --batch 256"),
+)
+
+# Why a command of the docs is not run.
+LEFT_OUT = {
+    "pip install": "is how the environment is made",
+    "srun": "needs Slurm",
+    "mpirun": "needs Open MPI",
+    "ssh": "needs other hosts",
+    "--peer-python PATH": "needs an environment with TorchRec",
+    "--coordinator": "is one of several processes; tests/train/test_cli.py starts them",
+    "python -m benchmarks.mesh": "takes minutes",
+    "python -m pytest": "is run by .ci/run",
+}
+
+MODEL = """
+batch_size: 8192
+tables:
+  - {name: product, num_embeddings: 4000000, embedding_dim: 64}
+  - {name: user, num_embeddings: 4096, embedding_dim: 64}
+"""
+
+
+def documented() -> list[tuple[str, str]]:
+    """The commands in shell blocks of the docs, and their files."""
+    found = []
+    for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
+        language = None  # of the block that a line is in
+        for line in path.read_text().replace("\\\n", " ").splitlines():
+            if line.startswith("```"):
+                language = line[3:] if language is None else None
+            elif language in ("", "sh", "bash"):
+                command = " ".join(line.split("#")[0].split())
+                if re.match(r"(jaxrec|python|pip|srun|mpirun|ssh)\b", command):
+                    found.append((path.name, command))
+    return found
+
+
+def write_files(work: pathlib.Path, checkout: pathlib.Path) -> None:
+    """The files that the docs name."""
+    log = (checkout / "tests/golden/criteo/kaggle.tsv").read_bytes() * 40
+    for name in ("INPUT", "LOG"):
+        (work / name).write_bytes(log)
+    (work / "model.yaml").write_text(MODEL)
+    lines = [f"{user} {1 + (user * 7 + i * i) % 50}" for user in range(1, 200) for i in range(8)]
+    (checkout / "amazon-beauty.txt").write_text("\n".join(lines) + "\n")
+    (checkout / "ml-100k").mkdir()
+    make = "import pathlib; from tests.examples.movielens import write; "
+    make += "write(pathlib.Path('ml-100k/ml-100k'))"
+    subprocess.run([sys.executable, "-c", make], cwd=checkout, check=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--keep", type=pathlib.Path, help="directory to work in, and to keep")
+    keep = parser.parse_args().keep
+    with tempfile.TemporaryDirectory() as temporary:
+        return run_all(pathlib.Path(temporary if keep is None else keep).resolve())
+
+
+def run_all(directory: pathlib.Path) -> int:
+    checkout, work, environment = (directory / x for x in ("checkout", "work", "environment"))
+    checkout.mkdir(parents=True)
+    work.mkdir()
+    archive = subprocess.run(["git", "archive", "HEAD"], cwd=ROOT, check=True, capture_output=True)
+    subprocess.run(["tar", "x"], cwd=checkout, check=True, input=archive.stdout)
+    subprocess.run([sys.executable, "-m", "venv", environment], check=True)
+    hidden = ("PYTHONPATH", "VIRTUAL_ENV")
+    env = {name: value for name, value in os.environ.items() if name not in hidden}
+    env |= {"PATH": f"{environment / 'bin'}:{env['PATH']}"}
+    subprocess.run(["pip", "install", "--quiet", "."], cwd=checkout, env=env, check=True)
+    write_files(work, checkout)
+    failed = 0
+    for command, small in COMMANDS:
+        place = checkout if re.search(r"examples/|benchmarks\.", command) else work
+        line = re.sub(r"\[CONFIG.yaml\] |\[|\]", "", command) + " " + small
+        begun = time.monotonic()
+        done = subprocess.run(
+            line.split(), cwd=place, env=env, capture_output=True, text=True, timeout=1200
+        )
+        is_good = done.returncode == 0 and "Traceback" not in done.stderr
+        failed += not is_good
+        verdict = "ok" if is_good else f"FAILED ({done.returncode})"
+        print(f"{verdict:12} {time.monotonic() - begun:4.0f} s  {line}", flush=True)
+        if not is_good:
+            print(done.stdout[-2000:], done.stderr[-4000:], flush=True)
+    known = {command for command, _ in COMMANDS}
+    for name, command in documented():
+        if command not in known and not any(words in command for words in LEFT_OUT):
+            failed += 1
+            print(f"NOT LISTED   {name}: {command}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
