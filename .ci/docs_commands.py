@@ -24,7 +24,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 GENERATED = "--data.generated-rows 20000 --data.generated-eval-rows 4000"
 SMALL = "--data.batch-size 104 --data.table-rows 1000 --data.eval-fraction 0.2"
 
-# What the docs say, and what is added so that it is small. Each starts from the files of those before.
+# What the docs say, and what is added so that it is small. Each finds the files of those before.
 COMMANDS = (
     ("jaxrec train", f"{GENERATED} --output first"),
     ("jaxrec data criteo INPUT OUTPUT", ""),

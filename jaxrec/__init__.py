@@ -1,6 +1,7 @@
 """Recommender models with very large embedding tables, in JAX."""
 
 import importlib
+import importlib.metadata
 import importlib.util
 import pkgutil
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 
 def __getattr__(name: str) -> Any:
     """Load a package or a name when it is first used: ``jaxrec --help`` need not wait for JAX."""
+    if name == "__version__":
+        return importlib.metadata.version("jaxrec")
     if not name.startswith("_"):
         if importlib.util.find_spec(f"jaxrec.{name}") is not None:
             return importlib.import_module(f"jaxrec.{name}")

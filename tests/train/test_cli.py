@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import importlib.metadata
 import io
 import json
 import os
@@ -19,6 +18,7 @@ import numpy as np
 import pytest
 import yaml
 
+import jaxrec
 from jaxrec.cli import main
 from jaxrec.train import checkpoint, load_model
 from jaxrec.train.config import DataConfig, TrainConfig
@@ -40,7 +40,7 @@ STEPS = 10
 PROGRAM = (sys.executable, "-P", "-m", "jaxrec")
 
 
-def jaxrec(*arguments, cwd, prefix=()):
+def run(*arguments, cwd, prefix=()):
     return subprocess.run(
         [*prefix, *PROGRAM, *map(str, arguments)],
         cwd=cwd,
@@ -357,7 +357,7 @@ def test_a_full_disk(tmp_path):
     )
     if not allowed:
         pytest.skip("this system allows no file systems in user namespaces")
-    done = jaxrec(
+    done = run(
         "train", "--output", tmp_path / "model", *SMALL, "--model.embedding-dim=32",
         cwd="/", prefix=(*namespace, f'{mount} && exec "$@"', "sh"),
     )  # fmt: skip
@@ -417,11 +417,11 @@ def test_commands(capsys):
     assert main(["trian"]) == 2
     assert "unknown command 'trian', did you mean train?" in capsys.readouterr().err
     assert main(["--version"]) == 0
-    assert capsys.readouterr().out == f"jaxrec {importlib.metadata.version('jaxrec')}\n"
+    assert capsys.readouterr().out == f"jaxrec {jaxrec.__version__}\n"
 
 
 def test_the_module_is_the_command(tmp_path):
-    done = jaxrec("--version", cwd=tmp_path)
+    done = run("--version", cwd=tmp_path)
     assert (done.returncode, done.stdout.split()[0], done.stderr) == (0, "jaxrec", "")
 
 
