@@ -34,7 +34,8 @@ class TableConfig:
             "normal" (standard deviation ``1/sqrt(embedding_dim)``), "xavier_uniform",
             "xavier_normal", "zeros", "ones"; or a function ``(key, shape, dtype) -> array`` as in
             `jax.nn.initializers`. Such a function is called on blocks of rows, never on the whole
-            table, so its values must not depend on the number of rows.
+            table, so its values must not depend on the number of rows: one that scales by fan-in,
+            such as ``lecun_normal()``, is refused when the table is made.
         optimizer: How this table's rows change; the collection's optimizer if None.
     """
 
