@@ -223,4 +223,7 @@ def _orbax() -> tuple[Any, type]:
     class Arguments(ocp.args.Composite):
         pass
 
-    return ocp.AsyncCheckpointer(Handler()), Arguments
+    # Otherwise threads wait for directories, for minutes if one cannot be made.
+    options = ocp.AsyncOptions(create_directories_asynchronously=False)
+    handler = Handler(composite_options=ocp.CompositeOptions(async_options=options))
+    return ocp.AsyncCheckpointer(handler, async_options=options), Arguments

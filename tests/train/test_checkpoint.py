@@ -2,8 +2,10 @@ from __future__ import annotations
 
 import errno
 import math
+import os
 import re
 import shutil
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -401,3 +403,26 @@ def test_models_with_other_names(tmp_path):
     )
     with pytest.raises(CheckpointError, match=re.escape(message)):
         checkpoint.restore(tmp_path, other)
+
+
+@pytest.mark.parametrize("number", [1, 2, 4])
+def test_a_failed_save_leaves_no_thread_that_waits(tmp_path, monkeypatch, number):
+    """A process ends when its threads do; the checkpoint before is still there."""
+    model, optimizer = make()
+    checkpoint.save(tmp_path, model, optimizer)
+    optimizer.step.set_value(jnp.asarray(1, optimizer.step.get_value().dtype))
+    before, made, mkdir = set(threading.enumerate()), [], os.mkdir
+
+    def failing(path, *arguments, **options):
+        if "orbax" in str(path):
+            made.append(path)
+            if len(made) == number:
+                raise OSError(errno.EDQUOT, "Disk quota exceeded", str(path))
+        return mkdir(path, *arguments, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "mkdir", failing)
+        with pytest.raises(OSError, match="Disk quota exceeded"):
+            checkpoint.save(tmp_path, model, optimizer)
+    assert {thread for thread in threading.enumerate() if not thread.daemon} <= before
+    assert {entry.name for entry in tmp_path.iterdir()} == {"0", ".lock"}
