@@ -103,8 +103,9 @@ def lookup(
 
     Raises:
         KeyError: If the batch lacks a feature.
-        ValueError: If ``is_weighted`` and the batch has no weights, or if features have different
-            numbers of bags and no ``inverse_indices`` say which sample has which.
+        ValueError: If ``is_weighted`` and the batch has no weights, if features have different
+            numbers of bags and no ``inverse_indices`` say which sample has which, or if the batch
+            lies over a mesh and the tables do not.
 
     Example:
         >>> import jax, jaxrec
@@ -115,6 +116,12 @@ def lookup(
         >>> activations["user"].tolist()
         [[2.0, 2.0], [0.0, 0.0]]
     """
+    if features.values.ndim != 1:
+        raise ValueError(
+            f"the batch has values of shape {tuple(features.values.shape)}, with an axis over the "
+            "devices of a mesh, but the tables are on one device; put the model on the mesh with "
+            "jaxrec.shard(model, plan, mesh), or give it the batch as it was before shard_batch"
+        )
     if is_weighted and features.weights is None:
         raise ValueError(
             "the collection is weighted and the batch has no weights; give them to the batch's "
@@ -186,10 +193,13 @@ def _pooled(
     blocks, lookups, bag_of_sample, layouts = [], {}, {}, []
     for group in tables.groups:
         layout = group.bags(features)
-        pooled, lookups[group.name] = source.pool(group, features, weights, layout, dtype)
-        if _shares_bags(features, layout):
+        is_shared = _shares_bags(features, layout)
+        # The gradients of samples that share a bag are added in float32.
+        pool_dtype = jnp.dtype("float32") if is_shared else dtype
+        pooled, lookups[group.name] = source.pool(group, features, weights, layout, pool_dtype)
+        if is_shared:
             bag_of_sample[group.name] = _bag_of_sample(group, features, layout)
-            pooled = pooled[bag_of_sample[group.name]]
+            pooled = pooled[bag_of_sample[group.name]].astype(dtype)
         elif not layout.is_interleaved:
             raise ValueError(
                 f"features {', '.join(name for name, _ in group.features)} have {layout.strides} "

@@ -109,7 +109,9 @@ def add_samples(gradient: RowGradients, bound: float | None = None) -> RowGradie
         gradient: The gradient of one lookup.
         bound: Bound on the absolute value of an element of a sample's gradient; None: none.
     """
-    values = gradient.values
+    if bound is None and gradient.bag_of_line is None:
+        return gradient
+    values = gradient.values.astype(jnp.float32)
     if bound is not None:
         values = jnp.clip(values, -bound, bound)
     if gradient.bag_of_line is not None:

@@ -32,6 +32,7 @@ from jaxrec.embed.tables import (
     write_table,
 )
 from jaxrec.mesh.agree import fingerprint, on_every_device, require_same
+from jaxrec.mesh.balance import warn_of_unused_memory
 from jaxrec.mesh.layout import MeshLayout, PlacedBlock, PlacedGroup, layout_mesh
 from jaxrec.mesh.placement import MeshShape, Placement
 from jaxrec.mesh.tables import ShardedTables
@@ -140,6 +141,7 @@ def _new_tables(layout: MeshLayout, mesh: Mesh, replica_axis: str | None) -> Sha
             for table in layout.tables.tables
         },
     )
+    warn_of_unused_memory(layout)
     sharded = ShardedTables({}, {}, layout, mesh, replica_axis=replica_axis)
     for placed in layout.groups:
         group, sharding = placed.group, sharded.sharding(placed)

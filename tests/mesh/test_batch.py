@@ -221,6 +221,15 @@ def test_a_batch_is_put_on_a_mesh_once(mesh):
 
 
 @pytest.mark.usefixtures("unchecked")
+def test_a_batch_on_a_mesh_needs_a_model_there(mesh):
+    model = jaxrec.EmbeddingBagCollection([jaxrec.EmbeddingBagConfig("a", 4, 2)], rngs=nnx.Rngs(0))
+    batch = shard_batch(jaxrec.KeyedJaggedArray.from_lists({"a": [[1]] * DEVICES}), mesh)
+    with pytest.raises(
+        ValueError, match=r"shape \(4, 8\), .*the tables are on one device; put the"
+    ):
+        model(batch)
+
+
 def test_something_else_for_a_mesh():
     with pytest.raises(TypeError, match=r"a batch is put on a jax\.sharding\.Mesh, got 'data'"):
         shard_batch(np.zeros(8), "data")

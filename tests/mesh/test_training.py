@@ -262,7 +262,14 @@ def test_tables_that_are_looked_up_twice_are_updated_once():
 def test_ids_outside_their_table_change_no_piece_of_a_row():
     """On the device a bad id makes its bag NaN; owners add up sums of the others alone."""
     mesh = jax.make_mesh((2, 2), ("host", "device"), devices=jax.devices()[:4])
-    placements = {"a": column_wise((3, 1)), "b": grid()}
+    placements = {
+        "a": column_wise((3, 1)),
+        "b": grid(),
+        "c": row_wise(),
+        "d": row_wise(exchange="sums"),
+        "e": table_wise(2),
+        "f": data_parallel(),
+    }
     configs = [jaxrec.EmbeddingBagConfig(name, 10, 8) for name in placements]
     model = jaxrec.EmbeddingBagCollection(
         configs, optimizer=jaxrec.optim.rowwise_adagrad(0.1), rngs=nnx.Rngs(0)
@@ -270,7 +277,7 @@ def test_ids_outside_their_table_change_no_piece_of_a_row():
     jaxrec.shard(model, jaxrec.plan.ShardingPlan.from_dict(placements), mesh)
     before = {name: np.asarray(model.table(name)) for name in placements}
     bags = [[1, 99], [2], [1000], [2, 2]]
-    features = jaxrec.KeyedJaggedArray.from_lists({"a": bags, "b": bags})
+    features = jaxrec.KeyedJaggedArray.from_lists(dict.fromkeys(placements, bags))
 
     @nnx.jit(donate_argnums=0)
     def step(model, features):

@@ -1,0 +1,63 @@
+"""How evenly the tables of a group lie over the devices."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+
+from jaxrec.mesh.layout import MeshLayout, PlacedGroup
+
+# A warning is due where so many bytes are allocated in vain, and more than what is in use.
+_WORTH_SAYING = 64 << 20
+
+
+def warn_of_unused_memory(layout: MeshLayout) -> None:
+    """Warn of groups whose arrays are mostly empty.
+
+    JAX's arrays over a mesh have equal parts on all devices. So each device allocates as much for a
+    group of tables as the fullest device needs.
+    """
+    for placed in layout.groups:
+        if placed.is_replicated:
+            continue
+        used = rows_by_device(placed)
+        allocated = placed.local_rows * placed.num_devices
+        unused = (allocated - sum(used)) * row_bytes(placed)
+        if unused < _WORTH_SAYING or allocated < 2 * sum(used):
+            continue
+        empty = used.count(0)
+        warnings.warn(
+            f"tables {', '.join(placed.tables)} take {_size(sum(used) * row_bytes(placed))} with "
+            f"their optimizer state, but {_size(allocated * row_bytes(placed))} are allocated: "
+            f"tables of one width, type and optimizer are one array with equal parts on all "
+            f"{placed.num_devices} devices, of which {empty} hold none of these tables. Spread "
+            "them over the devices: place single tables with row_wise(), several with table_wise() "
+            "on a device each, or let jaxrec.plan.Planner place them",
+            stacklevel=2,
+        )
+
+
+def rows_by_device(placed: PlacedGroup) -> list[int]:
+    """Rows of the group that each device holds."""
+    rows: Counter[int] = Counter()
+    for block in placed.blocks:
+        first, last = block.block.rows
+        rows[block.block.device] += last - first
+    return [rows[device] for device in range(placed.num_devices)]
+
+
+def row_bytes(placed: PlacedGroup) -> int:
+    """Bytes of a row of the group's array and of its optimizer state."""
+    group = placed.group
+    state = jax.eval_shape(lambda: group.optimizer.init(1, group.dim))
+    return group.dim * jnp.dtype(group.dtype).itemsize + sum(
+        math.prod(array.shape) * array.dtype.itemsize for array in state.values()
+    )
+
+
+def _size(count: int) -> str:
+    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"
