@@ -16,7 +16,6 @@ from jaxrec.ragged.columns import (
     Column,
     bags_per_key,
     by_name,
-    concrete,
     feature_names,
     floats,
     from_flat,
@@ -195,11 +194,8 @@ def _count(key: str, lengths: np.ndarray, capacity: int) -> int:
 
 
 def _numbers(where: str, what: str, array: Any) -> np.ndarray:
-    """Integers, as ids are, or real numbers: a keyed batch may hold something else than ids."""
-    if not isinstance(array, np.ndarray):
-        array = concrete(where, array)
-        array = array if array.size else array.astype(np.int32)  # an empty list is of no type
-    is_float = jax.dtypes.issubdtype(array.dtype, np.floating)
+    """Integers, as ids are; or real numbers, where they come as an array of such a type."""
+    is_float = isinstance(array, np.ndarray) and jax.dtypes.issubdtype(array.dtype, np.floating)
     return (floats if is_float else integers)(where, what, array)
 
 

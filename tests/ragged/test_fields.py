@@ -79,6 +79,8 @@ ERRORS = {
         "feature 'a', sample 0: id -2 is negative",
     ),
     "strings": ({"values": ["x"] * 6}, TypeError, "values: values must be integers, not of type"),
+    # NumPy makes floats of ints that share no type of 64 bits.
+    "wide_id_in_a_list": ({"values": [0, 1, 2, 3, 4, 2**63]}, TypeError, "must be integers, not"),
     "keys_first": ({"values": ["a", "b"]}, TypeError, "values: values must be integers"),
     "no_values": ({"values": None}, TypeError, "values: values must be integers"),
     "masked": (

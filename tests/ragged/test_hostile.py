@@ -342,6 +342,8 @@ def test_constructor(data):
         return out
 
     values, held = data.draw(containers(flat(ids, behind))), None
+    # Arrays of floats are batches of something else than ids.
+    assume(getattr(getattr(values, "dtype", None), "kind", "i") != "f")
     if nested is not None:
         padding = st.sampled_from([0.0, math.nan, 1e300])
         held = data.draw(containers(flat(nested, padding)))
@@ -439,7 +441,7 @@ def test_from_arrow(data):
         nested = {key: column(bags) for key, bags in nested.items()}
     table: Any = held
     if all(isinstance(array, pa.Array) for array in held.values()) and data.draw(st.booleans()):
-        names = data.draw(rarely(st.just(keys), st.just(["a"] * len(keys))))
+        names = data.draw(rarely(st.just(keys), st.just([*keys[:1], *keys[:-1]])))
         table = pa.Table.from_arrays(list(held.values()), names)
 
     def rows(array):
