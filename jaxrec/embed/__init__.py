@@ -5,9 +5,9 @@ from jaxrec.embed.collection import EmbeddingCollection as EmbeddingCollection
 from jaxrec.embed.collection import TableVariable as TableVariable
 from jaxrec.embed.config import EmbeddingBagConfig as EmbeddingBagConfig
 from jaxrec.embed.config import EmbeddingConfig as EmbeddingConfig
+from jaxrec.embed.differentiate import value_and_grad as value_and_grad
 from jaxrec.embed.gradients import Gradients as Gradients
 from jaxrec.embed.gradients import mean_gradients as mean_gradients
-from jaxrec.embed.gradients import value_and_grad as value_and_grad
 from jaxrec.embed.lookup import lookup as lookup
 from jaxrec.embed.lookup import route as route
 from jaxrec.embed.optimizer import Optimizer as Optimizer

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import ClassVar, cast
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -14,6 +13,7 @@ from jaxtyping import Array, DTypeLike, Float
 from jaxrec import optim
 from jaxrec.embed.config import EmbeddingBagConfig, EmbeddingConfig, TableConfig
 from jaxrec.embed.lookup import Activations
+from jaxrec.embed.not_finite import check_ids
 from jaxrec.embed.tables import (
     init_tables,
     read_state,
@@ -22,6 +22,7 @@ from jaxrec.embed.tables import (
     write_table,
 )
 from jaxrec.embed.taps import TappedModule
+from jaxrec.optim.ema import AVERAGE_OFFSET
 from jaxrec.ragged import JaggedArray, KeyedArray, KeyedJaggedArray
 
 
@@ -59,6 +60,9 @@ class Collection(TappedModule):
             raise TypeError(f"{name}: rngs is a flax.nnx.Rngs such as nnx.Rngs(0), got {rngs!r}")
         super().__init__()
         self.tables = TableVariable(init_tables(tables, optimizer, rngs.params()))
+        self.is_trainable = any(
+            table.trainable and (table.optimizer or optimizer).is_trained for table in tables
+        )
         self.is_weighted = is_weighted
         self.dtype = jnp.dtype(dtype).name
 
@@ -75,10 +79,31 @@ class Collection(TappedModule):
     def table(self, name: str) -> Float[Array, "num_embeddings embedding_dim"]:
         """The rows of one table, a copy.
 
+        In the loss of `jaxrec.value_and_grad` the copy is differentiated: a softmax over all items
+        or a penalty on a table trains it. The table then gets a dense gradient, and its row
+        optimizer updates every row.
+
         Raises:
-            KeyError: If there is no table of that name.
+            KeyError: There is no table of that name.
+            TypeError: A loss reads a table over a mesh, or one whose gradient exceeds a GiB.
         """
-        return read_table(self.tables.get_value(), name)
+        return self.read_table(name)
+
+    def table_average(self, name: str) -> Float[Array, "num_embeddings embedding_dim"]:
+        """The moving averages of one table's rows, a copy; its optimizer is `jaxrec.optim.ema`.
+
+        Raises:
+            KeyError: There is no table of that name.
+            ValueError: Its optimizer keeps no averages.
+        """
+        store = self.tables.get_value()
+        state = read_state(store, name)
+        if AVERAGE_OFFSET not in state:
+            raise ValueError(
+                f"table {name!r} has no averages; give it the optimizer "
+                "jaxrec.optim.ema(optimizer=..., decay=0.999)"
+            )
+        return read_table(store, name).astype(jnp.float32) + state[AVERAGE_OFFSET]
 
     def load_table(
         self, name: str, values: Float[Array | np.ndarray, "num_embeddings embedding_dim"]
@@ -128,7 +153,7 @@ class Collection(TappedModule):
                 f"{type(features).__name__}; make one by KeyedJaggedArray.from_lists, from_dense, "
                 "from_lengths or from_dict"
             )
-        _check_ids(features, self.bounds)
+        check_ids(features, self.bounds, always=self.debug)
         return self.look_up(features, is_weighted=self.is_weighted, dtype=self.dtype)
 
 
@@ -254,24 +279,3 @@ class EmbeddingCollection(Collection):
             indices = column.values if self.need_indices else None
             result[output.key] = JaggedArray(activations[output.key], column.lengths, indices)
         return result
-
-
-def _check_ids(features: KeyedJaggedArray, bounds: Mapping[str, int]) -> None:
-    """Raises at an id outside its tables; under a transformation values are not to be had."""
-    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(features)):
-        return
-    if features.values.ndim > 1:
-        return  # a batch on a mesh; it was checked when it was packed
-    for feature, bound in bounds.items():
-        if feature not in features.keys:
-            continue  # the lookup says which table misses it
-        column = features[feature]
-        ids = np.asarray(column.values)[: int(np.sum(np.asarray(column.lengths)))]
-        bad = np.flatnonzero((ids < 0) | (ids >= bound))
-        if bad.size:
-            bag = int(np.searchsorted(np.cumsum(np.asarray(column.lengths)), bad[0], side="right"))
-            raise ValueError(
-                f"feature {feature!r}, sample {bag}: id {ids[bad[0]]} is outside its table's "
-                f"{bound} rows ({bad.size} such ids in the batch); give bounds=collection.bounds "
-                "to the batch's constructor to check ids, or to clamp them, when batches are made"
-            )

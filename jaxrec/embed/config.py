@@ -37,6 +37,8 @@ class TableConfig:
             table, so its values must not depend on the number of rows: one that scales by fan-in,
             such as ``lecun_normal()``, is refused when the table is made.
         optimizer: How this table's rows change; the collection's optimizer if None.
+        trainable: Whether the table is trained. False is ``optimizer=jaxrec.optim.frozen()``: its
+            rows stay as they are, it has no optimizer state, and steps spend nothing on it.
     """
 
     name: str
@@ -46,6 +48,7 @@ class TableConfig:
     dtype: DTypeLike = "float32"
     initializer: str | Initializer = "uniform"
     optimizer: RowOptimizer | None = None
+    trainable: bool = dataclasses.field(default=True, kw_only=True)
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name or "@" in self.name:
@@ -70,6 +73,10 @@ class TableConfig:
             raise TypeError(
                 f"table {self.name!r}: optimizer is a row optimizer such as "
                 f"jaxrec.optim.rowwise_adagrad(), got {self.optimizer!r}"
+            )
+        if not isinstance(self.trainable, bool):
+            raise TypeError(
+                f"table {self.name!r}: trainable is True or False, got {self.trainable!r}"
             )
 
     def _positive_int(self, field: str) -> int:

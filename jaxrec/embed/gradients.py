@@ -4,127 +4,223 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, DTypeLike, Float, Int32
 
-from jaxrec.embed.taps import Tap, attach, detach, probe_activations, tapped_modules
-from jaxrec.embed.update import RowGradients, row_gradients
+from jaxrec.embed.gradient_norms import table_squares
+from jaxrec.embed.kernels import BagLayout, Lookups
+from jaxrec.embed.lookup import Route
+from jaxrec.embed.sealed import Sealed, seal
+from jaxrec.embed.tables import TableStore
+from jaxrec.embed.update import RowGradients
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class SealedRowGradients:
+    """The gradient of one group's rows in one call of a collection.
+
+    Attributes:
+        values: ``[lines, dim]`` gradient of the embeddings that the call looked up, line by line:
+            a bag or an id each. A row's gradient is the sum over the lines that it is part of.
+        sealed: The rows of each line with their factors, and the route of the call, out of
+            arithmetic's reach.
+        layouts: Where the group's features lay in the batches that were looked up.
+    """
+
+    values: Float[Array, "*_ lines dim"]
+    sealed: Sealed[tuple[Lookups, Route | None, Int32[Array, " lines"] | None]]
+    layouts: tuple[BagLayout, ...] = dataclasses.field(metadata={"static": True})
+
+    @classmethod
+    def of(cls, gradient: RowGradients) -> SealedRowGradients:
+        """Seal everything of a gradient but its values."""
+        content = gradient.lookups, gradient.route, gradient.bag_of_line
+        return cls(gradient.values, seal(content), gradient.layouts)
+
+    def open(self) -> RowGradients:
+        """Return the gradient as the update takes it."""
+        lookups, route, bag_of_line = self.sealed.open()
+        return RowGradients(lookups, self.values, self.layouts, route, bag_of_line)
+
+
+Calls: TypeAlias = list[dict[str, RowGradients]]
+SealedCalls: TypeAlias = list[dict[str, SealedRowGradients]]
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Gradients:
-    """What `value_and_grad` returns and `jaxrec.Optimizer.update` takes.
+    """The gradients that `value_and_grad` returns and `jaxrec.Optimizer.update` takes.
+
+    They can be scaled, added, cast, clipped and measured by the methods below and by ``+``, ``-``,
+    ``*`` and ``/``. They cross `jax.jit`, `jax.lax.scan` and the like as any pytree does; but
+    arithmetic by `jax.tree.map`, such as `optax.tree.norm`, is a TypeError, since row indices are
+    among the leaves (see `jaxrec.embed.sealed`).
 
     Attributes:
         dense: Gradients of the parameters, as `nnx.grad` gives them.
         tables: For each collection, by its path in the model, and for each of its calls the
-            gradients of each group's rows. Nothing in here has the shape of a table.
+            gradients of each group's rows. No array in here has the shape of a table, unless the
+            loss reads a whole table.
+        stores: For each collection the layout of its tables, without arrays.
+        loss_is_finite: Whether the loss was a finite number; the update is skipped if not.
+
+    Example:
+        >>> import jaxrec
+        >>> config = jaxrec.EmbeddingBagConfig("user", num_embeddings=3, embedding_dim=1)
+        >>> model = jaxrec.EmbeddingBagCollection([config], rngs=nnx.Rngs(0))
+        >>> batch = jaxrec.KeyedJaggedArray.from_lists({"user": [[1], [1], [1], [2]]})
+        >>> loss_fn = lambda model: model(batch).values.sum()
+        >>> _, gradients = jaxrec.value_and_grad(loss_fn)(model)
+        >>> [round(float(g.norm()), 2) for g in (gradients, 2 * gradients, gradients.clip(1.0))]
+        [3.16, 6.32, 1.0]
     """
 
     dense: nnx.State
-    tables: dict[str, list[dict[str, RowGradients]]]
+    tables: dict[str, SealedCalls]
+    stores: dict[str, TableStore]
+    loss_is_finite: Sealed[Bool[Array, "..."]]
 
+    @classmethod
+    def of(
+        cls,
+        dense: nnx.State,
+        tables: Mapping[str, Calls],
+        stores: Mapping[str, TableStore],
+        loss_is_finite: Bool[Array, ""],
+    ) -> Gradients:
+        """Make gradients of those of parameters and of rows."""
+        sealed = _map_calls(SealedRowGradients.of, tables)
+        return cls(dense, sealed, dict(stores), seal(loss_is_finite))
 
-def value_and_grad(
-    loss: Callable[..., Any], *, has_aux: bool = False, wrt: Any = nnx.Param
-) -> Callable[..., tuple[Any, Gradients]]:
-    """Like `nnx.value_and_grad`, for models that look up embeddings.
+    def rows(self) -> dict[str, Calls]:
+        """Return ``tables`` as the update takes them."""
+        return _map_calls(lambda gradient: gradient.open(), self.tables)
 
-    The loss function may call any number of collections any number of times, also under
-    `nnx.remat`. It is traced twice (the first time for shapes alone) and evaluated once.
+    def map(self, function: Callable[[Array], Array]) -> Gradients:
+        """Apply a function to every array of gradients.
 
-    Args:
-        loss: Function of the model and any further arguments that returns a scalar, or with
-            ``has_aux`` a pair of a scalar and anything.
-        has_aux: Whether ``loss`` returns such a pair.
-        wrt: Filter of the variables to differentiate with respect to; tables always are, without
-            being among them.
+        Args:
+            function: Takes the gradient of a parameter, or ``[lines, dim]`` gradients of embeddings
+                before they are summed by row, and returns an array of the same shape.
 
-    Returns:
-        A function of the same arguments that returns the value of ``loss`` and the `Gradients`.
+        Raises:
+            ValueError: The function changes a shape.
+        """
 
-    Example:
-        >>> import jax, jaxrec
-        >>> from flax import nnx
-        >>> config = jaxrec.EmbeddingBagConfig("user", num_embeddings=3, embedding_dim=2)
-        >>> model = jaxrec.EmbeddingBagCollection([config], rngs=nnx.Rngs(0))
-        >>> batch = jaxrec.KeyedJaggedArray.from_lists({"user": [[1], [2]]})
-        >>> loss, gradients = value_and_grad(lambda model: model(batch).values.sum())(model)
-        >>> gradients.tables[""][0]["float32_2"].values.tolist()
-        [[1.0, 1.0], [1.0, 1.0]]
-    """
+        def checked(array: Array) -> Array:
+            new = jnp.asarray(function(array))
+            if new.shape != array.shape:
+                raise ValueError(
+                    f"a function that maps gradients keeps their shapes, got {new.shape} for "
+                    f"{array.shape}"
+                )
+            return new
 
-    @functools.wraps(loss)
-    def evaluate(model: nnx.Module, *args: Any, **kwargs: Any) -> tuple[Any, Gradients]:
-        def bound(model: nnx.Module, *args: Any) -> Any:
-            return loss(model, *args, **kwargs)
+        def mapped(gradient: SealedRowGradients) -> SealedRowGradients:
+            return dataclasses.replace(gradient, values=checked(gradient.values))
 
-        attach(model, probe_activations(bound, model, args))
-        try:
-            value, gradients = nnx.value_and_grad(
-                bound, argnums=nnx.DiffState(0, nnx.Any(wrt, Tap)), has_aux=has_aux
-            )(model, *args)
-            taps, dense = nnx.split_state(gradients, Tap, ...)
-            tables = _table_gradients(model, taps)
-        finally:
-            detach(model)
-        tables = after(value[0] if has_aux else value, tables)
-        return value, Gradients(dense, tables)
+        dense = jax.tree.map(checked, self.dense)
+        return dataclasses.replace(self, dense=dense, tables=_map_calls(mapped, self.tables))
 
-    return evaluate
+    def scale(self, factor: float | Float[Array, ""]) -> Gradients:
+        """Multiply every gradient by a factor."""
+        return self.map(lambda array: array * jnp.asarray(factor, array.dtype))
 
+    def astype(self, dtype: DTypeLike) -> Gradients:
+        """Cast every gradient to a floating-point type."""
+        return self.map(lambda array: array.astype(dtype))
 
-def _table_gradients(
-    model: nnx.Module, taps: nnx.State
-) -> dict[str, list[dict[str, RowGradients]]]:
-    by_path: dict[str, dict[Any, Any]] = {}
-    for (*parents, _, call), tap in nnx.to_flat_state(taps):
-        by_path.setdefault("/".join(map(str, parents)), {})[call] = tap.get_value()
-    tables = {}
-    for path, collection in tapped_modules(model).items():
-        arrays = collection.tables.get_value()
-        if calls := [
-            row_gradients(arrays, residuals.get_value(), by_path[path][call])
-            for call, residuals in enumerate(collection.residuals)
-        ]:
-            tables[path] = calls
-    return tables
+    def table_norms(self) -> dict[str, dict[str, Float[Array, ""]]]:
+        """Return the Euclidean norm of each table's gradient, by collection and by table.
 
+        The gradients of a row are summed over all lines and calls first. Over a mesh this takes
+        the exchange of gradients that the update makes.
+        """
+        return {
+            path: {name: jnp.sqrt(square) for name, square in squares.items()}
+            for path, squares in self._table_squares().items()
+        }
 
-# A NaN that no arithmetic produces.
-_NO_LOSS = 0x7FEDCBA9
+    def norm(self) -> Float[Array, ""]:
+        """Return the Euclidean norm of all gradients together, those of rows summed by row.
 
+        Equals `optax.tree.norm` of the gradients of a model whose tables were parameters.
+        """
+        squares = [jnp.sum(jnp.square(x.astype(jnp.float32))) for x in jax.tree.leaves(self.dense)]
+        squares += [s for tables in self._table_squares().values() for s in tables.values()]
+        return jnp.sqrt(sum(squares, jnp.zeros((), jnp.float32)))
 
-def after(
-    loss: Float[Array, ""], tables: dict[str, list[dict[str, RowGradients]]]
-) -> dict[str, list[dict[str, RowGradients]]]:
-    """Makes the gradients of rows depend on the loss.
+    def clip(self, max_norm: float | Float[Array, ""]) -> Gradients:
+        """Scale the gradients down to a norm of at most ``max_norm``, tables included.
 
-    A table must not be written before all lookups have read it, or XLA reads from a copy of it. In
-    a model whose gradient does not depend on what was looked up nothing else says so, and XLA
-    removes an `optimization_barrier` before it decides.
-    """
-    is_loss = jax.lax.bitcast_convert_type(loss.astype(jnp.float32), jnp.uint32) != _NO_LOSS
+        `optax.clip_by_global_norm`, whose own norm leaves the tables out. A norm that is not
+        finite makes the gradients NaN, so that the update is skipped.
+        """
+        norm = self.norm()
+        return self.scale(jnp.where(norm < max_norm, 1, max_norm / norm))
 
-    def tie(gradient: RowGradients) -> RowGradients:
-        def tied(rows: Array) -> Array:
-            return jnp.where(is_loss, rows, -1)
+    def is_finite(self) -> Bool[Array, ""]:
+        """Return whether the loss and all gradients are finite."""
+        calls = [call for calls in self.tables.values() for call in calls]
+        rows = [gradient.values for call in calls for gradient in call.values()]
+        leaves = [*jax.tree.leaves(self.dense), *rows]
+        finite = [jnp.all(jnp.isfinite(leaf)) for leaf in leaves]
+        return functools.reduce(operator.and_, finite, jnp.all(self.loss_is_finite.open()))
 
-        lookups = dataclasses.replace(gradient.lookups, rows=tied(gradient.lookups.rows))
-        route = gradient.route and gradient.route.map_awaited(tied)
-        return dataclasses.replace(gradient, lookups=lookups, route=route)
+    def tied_to(self, value: Float[Array, ""]) -> Gradients:
+        """Make the gradients of rows depend on a value; see `tie_to`."""
+        return dataclasses.replace(
+            self, tables=_map_calls(SealedRowGradients.of, tie_to(value, self.rows()))
+        )
 
-    return _map_rows(tie, tables)
+    def __add__(self, other: Gradients) -> Gradients:
+        """Gradients of the sum of two losses; each row is still updated once."""
+        if not isinstance(other, Gradients):
+            return NotImplemented
+        if set(self.tables) != set(other.tables):
+            raise ValueError(
+                f"gradients of collections at {sorted(self.tables)} cannot be added to those at "
+                f"{sorted(other.tables)}; both come from losses that look up the same collections"
+            )
+        is_finite = self.loss_is_finite.open() & other.loss_is_finite.open()
+        return dataclasses.replace(
+            self,
+            dense=jax.tree.map(jnp.add, self.dense, other.dense),
+            tables={path: calls + other.tables[path] for path, calls in self.tables.items()},
+            loss_is_finite=seal(is_finite),
+        )
+
+    def __radd__(self, other: object) -> Gradients:
+        return self if isinstance(other, int) and other == 0 else NotImplemented  # for `sum`
+
+    def __sub__(self, other: Gradients) -> Gradients:
+        return NotImplemented if not isinstance(other, Gradients) else self + -other
+
+    def __mul__(self, factor: float | Float[Array, ""]) -> Gradients:
+        return self.scale(factor)
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, divisor: float | Float[Array, ""]) -> Gradients:
+        return self.map(lambda array: array / jnp.asarray(divisor, array.dtype))
+
+    def __neg__(self) -> Gradients:
+        return self.map(jnp.negative)
+
+    def _table_squares(self) -> dict[str, dict[str, Float[Array, ""]]]:
+        return {path: table_squares(self.stores[path], rows) for path, rows in self.rows().items()}
 
 
 def mean_gradients(parts: Gradients | Sequence[Gradients]) -> Gradients:
-    """The gradient of the mean loss of several micro-batches: gradient accumulation.
+    """Return the gradient of the mean loss of several micro-batches: gradient accumulation.
 
     Rows keep their own gradients until the update, so that each is updated once a step whatever
     micro-batches it occurs in.
@@ -134,7 +230,8 @@ def mean_gradients(parts: Gradients | Sequence[Gradients]) -> Gradients:
             `jax.lax.scan` over micro-batches returns).
 
     Raises:
-        ValueError: If there are none.
+        ValueError: There are none.
+        TypeError: A part is not `Gradients`.
 
     Example:
         >>> import jax, jaxrec
@@ -143,29 +240,53 @@ def mean_gradients(parts: Gradients | Sequence[Gradients]) -> Gradients:
         >>> model = jaxrec.EmbeddingBagCollection([config], rngs=nnx.Rngs(0))
         >>> def gradient(ids):
         ...     batch = jaxrec.KeyedJaggedArray.from_lists({"user": ids})
-        ...     return value_and_grad(lambda model: model(batch).values.sum())(model)[1]
+        ...     return jaxrec.value_and_grad(lambda model: model(batch).values.sum())(model)[1]
         >>> both = mean_gradients([gradient([[1]]), gradient([[2]])])
         >>> [rows["float32_1"].values.tolist() for rows in both.tables[""]]
         [[[0.5]], [[0.5]]]
     """
     if isinstance(parts, Gradients):
-        stacked, count = parts, jax.tree.leaves(parts)[0].shape[0]
+        stacked, count = parts, parts.loss_is_finite.open().shape[0]
         parts = [jax.tree.map(lambda x, i=i: x[i], stacked) for i in range(count)]
+    parts = list(parts)
     if not parts:
         raise ValueError("the mean of no gradients: give at least one micro-batch's")
-    dense = jax.tree.map(lambda *xs: sum(xs) / len(xs), *(part.dense for part in parts))
+    if wrong := [part for part in parts if not isinstance(part, Gradients)]:
+        raise TypeError(
+            "the mean is that of gradients from jaxrec.value_and_grad, got "
+            f"{type(wrong[0]).__name__}"
+        )
+    return functools.reduce(operator.add, parts) / len(parts)
 
-    def share(gradient: RowGradients) -> RowGradients:
-        return dataclasses.replace(gradient, values=gradient.values / len(parts))
 
-    calls = {
-        path: [call for part in parts for call in part.tables[path]] for path in parts[0].tables
+# A NaN that no arithmetic produces.
+_NO_LOSS = 0x7FEDCBA9
+
+
+def tie_to(value: Float[Array, ""], tables: Mapping[str, Calls]) -> dict[str, Calls]:
+    """Make the gradients of rows depend on a value, such as the loss.
+
+    A table must not be written before all lookups have read it, or XLA reads from a copy of it. In
+    a model whose gradient does not depend on the embeddings only this dependence says so, and XLA
+    removes an `optimization_barrier` before it decides.
+    """
+    bits = jax.lax.bitcast_convert_type(value.astype(jnp.float32), jnp.uint32)
+    is_value = bits != _NO_LOSS
+
+    def tie(gradient: RowGradients) -> RowGradients:
+        def tied(rows: Array) -> Array:
+            return jnp.where(is_value, rows, -1)
+
+        lookups = dataclasses.replace(gradient.lookups, rows=tied(gradient.lookups.rows))
+        route = gradient.route and gradient.route.map_awaited(tied)
+        return dataclasses.replace(gradient, lookups=lookups, route=route)
+
+    return _map_calls(tie, tables)
+
+
+def _map_calls(function: Callable[[Any], Any], tables: Mapping[str, Any]) -> dict[str, Any]:
+    """Apply a function to the gradients of each group."""
+    return {
+        path: [{name: function(gradient) for name, gradient in call.items()} for call in calls]
+        for path, calls in tables.items()
     }
-    return Gradients(dense, _map_rows(share, calls))
-
-
-def _map_rows(
-    function: Callable[[RowGradients], RowGradients],
-    tables: dict[str, list[dict[str, RowGradients]]],
-) -> dict[str, list[dict[str, RowGradients]]]:
-    return jax.tree.map(function, tables, is_leaf=lambda x: isinstance(x, RowGradients))

@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxrec.embed.config import MAX_ROWS, EmbeddingBagConfig, TableConfig
 from jaxrec.embed.kernels import BagLayout
-from jaxrec.optim import RowOptimizer
+from jaxrec.optim import RowOptimizer, frozen
 from jaxrec.ragged import KeyedJaggedArray
 
 
@@ -221,7 +221,8 @@ def _group(
 ) -> tuple[Group, ...]:
     members: dict[tuple, list[TableConfig]] = {}
     for table in tables:
-        kind = (table.dtype, table.embedding_dim, table.optimizer or default, apart(table))
+        optimizer = (table.optimizer or default) if table.trainable else frozen()
+        kind = (table.dtype, table.embedding_dim, optimizer, apart(table))
         members.setdefault(kind, []).append(table)
 
     groups: list[Group] = []

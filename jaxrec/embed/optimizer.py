@@ -2,29 +2,56 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
+from jaxtyping import Array, Bool
 
 from jaxrec.embed.gradients import Gradients
+from jaxrec.embed.not_finite import report_not_finite
 from jaxrec.embed.tables import put_beside
 from jaxrec.embed.taps import tapped_modules
+from jaxrec.optim import RowOptimizer, hyperparameter
+from jaxrec.optim.hyperparameter import UpdateStep, find_hyperparameters
+
+
+class Hyperparameter(nnx.Variable):
+    """The value of a `jaxrec.optim.hyperparameter`, a float32 scalar."""
+
+
+class SkipCount(nnx.Variable):
+    """A number of steps that were skipped, an int32 scalar."""
 
 
 class Optimizer(nnx.Optimizer):
     """optax for the dense parameters, each table's own row optimizer for its rows.
 
-    Use it as `nnx.Optimizer`, with the gradients of `jaxrec.value_and_grad`.
+    Use it as `nnx.Optimizer`, with the gradients of `jaxrec.value_and_grad`. A step whose loss or
+    gradients are not finite is skipped: no parameter, row or state changes, and ``step`` does not
+    advance.
 
     Args:
         model: The model; its dense parameters' optimizer state is made from it.
         tx: The optax transformation of the dense parameters.
         wrt: Filter of the dense parameters; the same as `jaxrec.value_and_grad`'s.
+        debug: Whether compiled steps check every batch and every step. An id outside its table is
+            an error that names the feature, the sample and the id; a step that is skipped is an
+            error that names what is not finite. The checks call back to the host, which costs time.
 
     Attributes:
-        step: Number of updates made, what learning-rate schedules of tables are given.
+        step: Number of updates made, given to learning-rate schedules of tables.
+        skipped: Number of steps skipped.
+        skipped_in_a_row: Number of steps skipped since the last update.
+
+    Raises:
+        TypeError: The model is no `nnx.Module`, or ``tx`` is no optax transformation.
+        ValueError: ``tx`` accumulates gradients (`optax.MultiSteps`); or two row optimizers have
+            hyperparameters of one name and different values.
 
     Example:
         >>> import jax, jaxrec, optax
@@ -43,17 +70,59 @@ class Optimizer(nnx.Optimizer):
     """
 
     def __init__(
-        self, model: nnx.Module, tx: optax.GradientTransformation, *, wrt: Any = nnx.Param
+        self,
+        model: nnx.Module,
+        tx: optax.GradientTransformation,
+        *,
+        wrt: Any = nnx.Param,
+        debug: bool = False,
     ):
+        _check_arguments(model, tx)
         super().__init__(model, tx, wrt=wrt)
+        _check_accumulates_nothing(self.opt_state)
+        self.skipped = SkipCount(jnp.zeros((), jnp.int32))
+        self.skipped_in_a_row = SkipCount(jnp.zeros((), jnp.int32))
+        self._values = nnx.Dict(_initial_hyperparameters(model))
+        self.debug = debug
+        modules = tapped_modules(model).values()
+        for module in modules:
+            module.debug = debug
         # On a mesh from the start, or the second step, with what the first returns, compiles anew.
-        for module in tapped_modules(model).values():
+        for module in modules:
             nnx.update(self, put_beside(module.tables.get_value(), nnx.state(self)))
+
+    def hyperparameters(self) -> dict[str, float]:
+        """Return the values of the row optimizers' hyperparameters by name."""
+        return {name: float(variable.get_value()) for name, variable in self._values.items()}
+
+    def set_hyperparameters(self, **values: float | np.floating | Array) -> None:
+        """Set hyperparameters of the row optimizers, without a new compilation.
+
+        Args:
+            values: The new value of each `jaxrec.optim.hyperparameter` by name, 0 or more.
+
+        Raises:
+            KeyError: No row optimizer of the model has a hyperparameter of that name.
+            ValueError: A value is not a number of 0 or more.
+        """
+        for name, value in values.items():
+            if name not in self._values:
+                raise KeyError(
+                    f"no row optimizer has a hyperparameter {name!r}; there are "
+                    f"{', '.join(map(repr, self._values)) or 'none'}. Give "
+                    f"jaxrec.optim.hyperparameter({name!r}, value) to a row optimizer as its "
+                    "learning_rate or weight_decay"
+                )
+            if not isinstance(value, jax.core.Tracer):
+                hyperparameter(name, float(value))
+            old, new = self._values[name].get_value(), jnp.asarray(value, jnp.float32)
+            is_traced = isinstance(old, jax.core.Tracer) or isinstance(new, jax.core.Tracer)
+            self._values[name].set_value(new if is_traced else jax.device_put(new, old.sharding))
 
     def update(  # type: ignore[override]  # takes the gradients of tables along
         self, model: nnx.Module, grads: Gradients, **kwargs: Any
     ) -> None:
-        """Advances the dense parameters and the rows that were looked up, by one step.
+        """Advance the dense parameters and the rows that were looked up, by one step.
 
         Args:
             model: The model.
@@ -69,13 +138,89 @@ class Optimizer(nnx.Optimizer):
                 "gradients come from jaxrec.value_and_grad, which carries those of the tables; "
                 f"got {type(grads).__name__}"
             )
-        found = tapped_modules(model)
-        if unknown := set(grads.tables) - set(found):
+        modules = tapped_modules(model)
+        if unknown := set(grads.tables) - set(modules):
             raise ValueError(
                 f"gradients of collections at {sorted(unknown)}, but the model has collections "
-                f"at {sorted(found)}; pass the model that was differentiated"
+                f"at {sorted(modules)}; pass the model that was differentiated"
             )
-        step = self.step.get_value().astype(jnp.int32)
-        super().update(model, grads.dense, **kwargs)
-        for path, gradients in grads.tables.items():
-            found[path].apply_gradients(gradients, step)
+        is_applied = grads.is_finite()
+        values = {name: variable.get_value() for name, variable in self._values.items()}
+        step = UpdateStep(self.step.get_value().astype(jnp.int32), values)
+        if self.debug:
+            report_not_finite(grads, step.count)
+        self._update_dense(model, grads.dense, is_applied, **kwargs)
+        for path, calls in grads.tables.items():
+            modules[path].apply_gradients(calls, step, is_applied)
+        is_skipped = (~is_applied).astype(jnp.int32)
+        self.skipped.set_value(self.skipped.get_value() + is_skipped)
+        in_a_row = (self.skipped_in_a_row.get_value() + is_skipped) * is_skipped
+        self.skipped_in_a_row.set_value(in_a_row)
+
+    def _update_dense(
+        self, model: nnx.Module, gradients: nnx.State, is_applied: Bool[Array, ""], **kwargs: Any
+    ) -> None:
+        """Advance the dense parameters and optax's state, unless the step is skipped."""
+        variables = [
+            *_variables(nnx.state(model, self.wrt)),
+            *_variables(self.opt_state),
+            self.step,
+        ]
+        before = [variable.get_raw_value() for variable in variables]
+        super().update(model, gradients, **kwargs)
+        for variable, old in zip(variables, before, strict=True):
+            variable.set_raw_value(_select(is_applied, variable.get_raw_value(), old))
+
+
+def _check_arguments(model: nnx.Module, tx: optax.GradientTransformation) -> None:
+    if not isinstance(model, nnx.Module):
+        raise TypeError(f"an Optimizer is made for a flax.nnx.Module, got {type(model).__name__}")
+    is_optax = callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))
+    if isinstance(tx, RowOptimizer) or not is_optax:
+        raise TypeError(
+            f"tx is an optax transformation for the dense parameters such as optax.adam(1e-3), got "
+            f"{tx!r}. Row optimizers are for tables: EmbeddingBagCollection(..., optimizer=...)"
+        )
+
+
+def _check_accumulates_nothing(opt_state: Any) -> None:
+    def is_accumulator(node: Any) -> bool:
+        return isinstance(node, optax.MultiStepsState)
+
+    if any(map(is_accumulator, jax.tree.leaves(opt_state, is_leaf=is_accumulator))):
+        raise ValueError(
+            "optax.MultiSteps accumulates the gradients of the dense parameters alone, while the "
+            "tables would move at every step. Accumulate with jaxrec.mean_gradients([...]) before "
+            "Optimizer.update, or with jaxrec.train.Trainer(accumulate=...)"
+        )
+
+
+def _initial_hyperparameters(model: nnx.Module) -> dict[str, Hyperparameter]:
+    found: dict[str, float] = {}
+    for each in _model_hyperparameters(model):
+        if found.setdefault(each.name, each.value) != each.value:
+            raise ValueError(
+                f"two row optimizers have a hyperparameter {each.name!r} with different values, "
+                f"{found[each.name]} and {each.value}; give them one value or two names"
+            )
+    return {name: Hyperparameter(jnp.asarray(v, jnp.float32)) for name, v in found.items()}
+
+
+def _model_hyperparameters(model: nnx.Module) -> Iterator[hyperparameter]:
+    for module in tapped_modules(model).values():
+        for optimizer in module.tables.get_value().row_optimizers:
+            yield from find_hyperparameters(optimizer)
+
+
+def _variables(tree: Any) -> list[nnx.Variable]:
+    leaves = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, nnx.Variable))
+    return [leaf for leaf in leaves if isinstance(leaf, nnx.Variable)]
+
+
+def _select(condition: Bool[Array, ""], new: Any, old: Any) -> Any:
+    """``new`` where the condition holds, else ``old``, leaf by leaf."""
+
+    def select(new: Array, old: Array) -> Array:
+        return new if new is old else jnp.where(condition, new, old)
+
+    return jax.tree.map(select, new, old)

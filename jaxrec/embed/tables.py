@@ -7,7 +7,7 @@ import contextvars
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,8 @@ from jaxrec.embed.config import TableConfig
 from jaxrec.embed.initialize import initialize_rows, table_key
 from jaxrec.embed.layout import Group, TableLayout, layout_tables
 from jaxrec.optim import RowOptimizer
+
+Store = TypeVar("Store", bound="TableStore")
 
 # Tables are copied in and out of groups in pieces of about this many elements.
 _PIECE_ELEMENTS = 1 << 24
@@ -40,6 +42,16 @@ class TableStore:
     rows: dict[str, Float[Array, "rows dim"]]
     state: dict[str, dict[str, Array]]
     layout: Any = dataclasses.field(metadata={"static": True})
+
+    @property
+    def row_optimizers(self) -> tuple[RowOptimizer, ...]:
+        """The optimizer of each group."""
+        return tuple(group.optimizer for group in self.layout.groups)
+
+    @property
+    def without_rows(self: Store) -> Store:
+        """The same store without arrays: a pytree without leaves that says how rows lie."""
+        return dataclasses.replace(self, rows={}, state={})
 
 
 @jax.tree_util.register_dataclass

@@ -1,33 +1,50 @@
 """How the gradient of looked-up embeddings leaves a differentiated model.
 
-A collection adds a *tap*, an array of zeros, to what it looks up. The gradient with respect to the
-tap is the gradient with respect to the embeddings, and it exists without any table being
-differentiated. Taps must have the embeddings' shapes, so the model is first traced abstractly, with
-a `TapProbe` in each collection that notes them. Everything that leaves the differentiated function
-leaves it as an `nnx.Variable`, so that Flax carries it out of `nnx.remat` and the like.
+A collection adds a *tap*, an array of zeros, to the embeddings that it looks up. The gradient with
+respect to the tap is the gradient with respect to the embeddings, and it exists without any table
+being differentiated. Taps must have the embeddings' shapes, so the model is first traced
+abstractly, with a `TapProbe` in each collection that records them. Everything that leaves the
+differentiated function leaves it as an `nnx.Variable`, so that Flax carries it out of `nnx.remat`
+and the like. A whole table that the loss reads gets a tap of the table's shape.
 """
 
 from __future__ import annotations
 
 import abc
 import contextlib
+import contextvars
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Int
+from jax._src import core as jax_core
+from jax.extend.core import get_opaque_trace_state
+from jaxtyping import Array, Bool, Float
 
 from jaxrec.embed.lookup import Activations, Routes, lookup, route
-from jaxrec.embed.tables import TableStore
+from jaxrec.embed.sealed import Sealed
+from jaxrec.embed.tables import Tables, TableStore, read_table
 from jaxrec.embed.update import RowGradients, update_rows
 from jaxrec.ragged import KeyedJaggedArray
 
+# Bytes of the largest dense gradient of a table that a loss reads whole.
+MAX_DENSE_GRADIENT_BYTES = 1 << 30
+
+_LOST = (
+    "a loss looks embeddings up inside jax.lax.scan, jax.lax.cond, jax.vmap, jax.checkpoint, "
+    "jax.jit or nnx.scan, or on a copy of its model, and the gradient of that lookup cannot leave "
+    "it. Look the ids up outside and pass the embeddings in; use nnx.remat and nnx.jit in place of "
+    "jax.checkpoint and jax.jit. For micro-batches, scan over jaxrec.value_and_grad itself and "
+    "give the stacked gradients to jaxrec.mean_gradients"
+)
+
 
 class Tap(nnx.Variable):
-    """Zeros added to the activations of one call of a collection."""
+    """Zeros added to the activations of one call of a collection, or to a table that is read."""
 
 
 class FoundAhead(nnx.Variable):
@@ -59,19 +76,28 @@ class Probe(abc.ABC):
     def look_up(
         self, tables: TableStore, features: KeyedJaggedArray, **options: Any
     ) -> Activations:
-        """What the next call gives, in place of `jaxrec.embed.lookup`."""
+        """Return the embeddings of the next call, in place of `jaxrec.embed.lookup`."""
+
+    def read(self, name: str, rows: Float[Array, "rows dim"]) -> Float[Array, "rows dim"]:
+        """Return a table that is read whole, given its rows."""
+        return rows
 
 
 @dataclasses.dataclass(eq=False)
 class TapProbe(Probe):
-    """Notes the shapes of what is looked up, call by call."""
+    """Records the shapes of the embeddings call by call, and the tables that are read whole."""
 
     activations: list[Any] = dataclasses.field(default_factory=list)
+    tables: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def look_up(self, tables, features, **options):
         activations, _ = lookup(tables, features, **options)
         self.activations.append(jax.eval_shape(lambda: activations))
         return activations
+
+    def read(self, name, rows):
+        self.tables[name] = jax.ShapeDtypeStruct(rows.shape, rows.dtype)
+        return rows
 
 
 @dataclasses.dataclass(eq=False)
@@ -105,9 +131,15 @@ class TappedModule(nnx.Module):
         tables: A variable with the `TableStore` that it looks up in.
         taps: A `Tap` for each call, while the model is differentiated.
         residuals: A `TapResiduals` for each call, while the model is differentiated.
+        table_taps: A `Tap` for each table that the loss reads whole, by name.
         ahead: A `FoundAhead` for each call, where it is to be used by the calls that are
             differentiated.
         probe: A `Probe`, while the model is evaluated for its calls.
+        deterministic: Whether the module is in evaluation mode: `nnx.Module.eval` and ``train``
+            set it. A module in training mode refuses to be differentiated by anything but
+            `jaxrec.value_and_grad`, since its tables would not be trained.
+        is_trainable: Whether any of its tables is trained.
+        debug: Whether compiled lookups check the ids of each batch on the host.
     """
 
     tables: nnx.Variable
@@ -115,23 +147,35 @@ class TappedModule(nnx.Module):
     def __init__(self) -> None:
         self.taps: nnx.List[Tap] = nnx.List([])
         self.residuals: nnx.List[TapResiduals] = nnx.List([])
+        self.table_taps: nnx.Dict[Tap] = nnx.Dict({})
         self.ahead: nnx.List[FoundAhead] = nnx.List([])
         self.probe: Probe | None = None
+        self.deterministic = False
+        self.is_trainable = True
+        self.debug = False
 
     def apply_gradients(
-        self, gradients: Sequence[dict[str, RowGradients]], step: Int[Array, ""] | int
+        self,
+        gradients: Sequence[Mapping[str, Sealed[RowGradients] | Any]],
+        step: Any,
+        is_applied: Bool[Array, ""] | None = None,
     ) -> None:
-        """Updates the rows of any number of lookups, each once; `jaxrec.Optimizer` calls this.
+        """Update the rows of any number of lookups, each once; `jaxrec.Optimizer` calls this.
 
         Args:
-            gradients: For each lookup the gradients of each group's rows.
+            gradients: For each lookup the gradients of each group's rows, as in
+                ``Gradients.tables[path]``.
             step: Number of updates made before, 0 at the first.
+            is_applied: False leaves every row and its state as it is; None: True.
         """
-        self.tables.set_value(update_rows(self.tables.get_value(), gradients, step))
+        opened = [{name: each.open() for name, each in call.items()} for call in gradients]
+        tables = self.tables.get_value()
+        self.tables.set_value(update_rows(tables, opened, step, is_applied))
 
     def look_up(self, features: KeyedJaggedArray, **options: Any) -> Activations:
         """`jaxrec.embed.lookup`, with the call's tap added if there is one."""
         tables = self.tables.get_value()
+        self._check_trace()
         if self.probe is not None:
             return self.probe.look_up(tables, features, **options)
         for tap, slot in zip(self.taps, self.residuals, strict=True):
@@ -151,14 +195,134 @@ class TappedModule(nnx.Module):
             )
         return lookup(tables, features, **options)[0]
 
+    def read_table(self, name: str) -> Float[Array, "rows dim"]:
+        """Return a copy of a table, with its tap added if there is one.
+
+        Raises:
+            KeyError: There is no table of that name.
+            TypeError: A loss reads it, and it is too large or lies over a mesh.
+        """
+        tables = self.tables.get_value()
+        if _differentiation.get() is None:
+            return read_table(tables, name)
+        self._check_trace()
+        _check_dense_gradient(tables, name)
+        rows = read_table(tables, name)
+        if self.probe is not None:
+            return self.probe.read(name, rows)
+        return rows + self.table_taps[name].get_value() if name in self.table_taps else rows
+
     def _take_ahead(self) -> Ahead:
-        """What was found ahead for the next call, which no other call gets."""
+        """Return what was found ahead for the next call, which no other call gets."""
         for variable in self.ahead:
             found: Ahead | None = variable.get_value()
             if found is not None:
                 variable.set_value(None)
                 return found
         return Ahead(None)
+
+    def _check_trace(self) -> None:
+        """Raise where the gradient of a lookup would be lost."""
+        differentiation = _differentiation.get()
+        if differentiation is not None:
+            is_tapped = self.probe is not None or len(self.taps) or len(self.table_taps)
+            if is_tapped and not differentiation.enter(self.tables):
+                raise lost_gradient()
+        elif not self.deterministic and self.is_trainable and _is_differentiated():
+            raise TypeError(
+                "a model with embedding tables is differentiated by nnx.value_and_grad, nnx.grad "
+                "or jax.grad, which leave its tables untrained; use jaxrec.value_and_grad and "
+                "jaxrec.Optimizer. Where the tables are to stay as they are, call model.eval() "
+                "first or give them trainable=False"
+            )
+
+
+@dataclasses.dataclass(eq=False)
+class Differentiation:
+    """One evaluation by `jaxrec.value_and_grad`.
+
+    Attributes:
+        trace: The state of JAX's tracing where the loss begins.
+        is_nested: Whether a lookup took place inside another transformation.
+    """
+
+    trace: Any = None
+    is_nested: bool = False
+
+    def begin(self) -> None:
+        """Record that the loss begins here."""
+        self.trace = _trace_state()
+
+    def enter(self, variable: nnx.Variable) -> bool:
+        """Record a lookup; return whether its module can be changed here."""
+        self.is_nested |= self.trace != _trace_state()
+        return can_change(variable)
+
+    @contextlib.contextmanager
+    def explain(self) -> Iterator[None]:
+        """Raise errors of a loss with lookups in other transformations with the remedy."""
+        try:
+            yield
+        except Exception as error:
+            if self.is_nested and _LOST not in str(error):
+                raise lost_gradient() from error
+            raise
+
+
+def lost_gradient() -> RuntimeError:
+    """Return the error of a loss with a lookup whose gradient cannot leave it."""
+    return RuntimeError(_LOST)
+
+
+_differentiation: contextvars.ContextVar[Differentiation | None] = contextvars.ContextVar(
+    "jaxrec_differentiation", default=None
+)
+
+
+@contextlib.contextmanager
+def differentiating() -> Iterator[Differentiation]:
+    """While this lasts, lookups are differentiated by `jaxrec.value_and_grad`."""
+    differentiation = Differentiation()
+    token = _differentiation.set(differentiation)
+    try:
+        with differentiation.explain():
+            yield differentiation
+    finally:
+        _differentiation.reset(token)
+
+
+def _trace_state() -> Any:
+    return get_opaque_trace_state(convention="nnx")
+
+
+def can_change(variable: nnx.Variable) -> bool:
+    """Whether JAX's present trace is that of a variable."""
+    return variable._can_update
+
+
+def _is_differentiated() -> bool:
+    """Whether JAX is differentiating the code that runs now."""
+    # JAX does not export its current trace. Without it this check finds nothing.
+    context = getattr(jax_core, "trace_ctx", None)
+    return type(getattr(context, "trace", None)).__name__ in ("JVPTrace", "LinearizeTrace")
+
+
+def _check_dense_gradient(tables: TableStore, name: str) -> None:
+    if not isinstance(tables, Tables):
+        raise TypeError(
+            f"a loss reads the whole table {name!r}, which lies over a mesh: its gradient would be "
+            "as large as the table on every device. Look its rows up through a feature, or read it "
+            "outside of the loss if it is not to be trained by this term"
+        )
+    group, index = tables.layout.find(name)
+    size = math.prod((group.tables[index].num_embeddings, group.dim)) * 4
+    if size > MAX_DENSE_GRADIENT_BYTES:
+        raise TypeError(
+            f"a loss reads the whole table {name!r}, whose gradient takes {size:,} bytes, more "
+            f"than {MAX_DENSE_GRADIENT_BYTES:,}. Look up the rows that the loss needs through a "
+            "feature (sampled negatives, the rows of the batch), or read the table outside of the "
+            "loss if it is not to be trained by this term"
+        )
 
 
 def tapped_modules(model: nnx.Module) -> dict[str, TappedModule]:
@@ -170,10 +334,8 @@ def tapped_modules(model: nnx.Module) -> dict[str, TappedModule]:
     }
 
 
-def probe_activations(
-    loss: Callable[..., Any], model: nnx.Module, args: tuple
-) -> dict[str, list[Any]]:
-    """The shapes that each collection looks up in one evaluation of ``loss``, call by call."""
+def probe_calls(loss: Callable[..., Any], model: nnx.Module, args: tuple) -> dict[str, TapProbe]:
+    """Return for each collection the shapes that one evaluation of ``loss`` looks up and reads."""
     probes = {path: TapProbe() for path in tapped_modules(model)}
 
     def evaluate(model: nnx.Module, args: tuple) -> None:
@@ -182,7 +344,7 @@ def probe_activations(
         loss(model, *args)
 
     nnx.eval_shape(evaluate, model, args)
-    return {path: probe.activations for path, probe in probes.items()}
+    return probes
 
 
 def look_up_ahead(
@@ -228,18 +390,22 @@ def use_ahead(model: nnx.Module, found: Mapping[str, Sequence[Ahead]]) -> Iterat
             module.ahead = nnx.List([])
 
 
-def attach(model: nnx.Module, shapes: dict[str, list[Any]]) -> None:
-    """Gives every collection a tap for each of its calls."""
+def attach(model: nnx.Module, probes: Mapping[str, TapProbe]) -> None:
+    """Give every collection a tap for each of its calls and for each table that is read."""
     for path, module in tapped_modules(model).items():
-        module.taps = nnx.List([Tap(jax.tree.map(_zeros, shape)) for shape in shapes[path]])
-        module.residuals = nnx.List([TapResiduals(None) for _ in shapes[path]])
+        probe = probes[path]
+        module.taps = nnx.List([Tap(jax.tree.map(_zeros, shape)) for shape in probe.activations])
+        module.residuals = nnx.List([TapResiduals(None) for _ in probe.activations])
+        taps = {name: Tap(_zeros(shape)) for name, shape in probe.tables.items()}
+        module.table_taps = nnx.Dict(taps)
 
 
 def detach(model: nnx.Module) -> None:
-    """Removes taps and residuals."""
+    """Remove taps and residuals."""
     for module in tapped_modules(model).values():
         module.taps = nnx.List([])
         module.residuals = nnx.List([])
+        module.table_taps = nnx.Dict({})
 
 
 def _zeros(like: jax.ShapeDtypeStruct) -> jax.Array:

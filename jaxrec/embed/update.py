@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Int32
+from jaxtyping import Array, Bool, Float, Int32
 
 from jaxrec.embed import kernels
 from jaxrec.embed.kernels import BagLayout, Lookups
@@ -16,13 +16,14 @@ from jaxrec.embed.layout import TableLayout
 from jaxrec.embed.lookup import Activations, Residuals, Route, column_runs
 from jaxrec.embed.tables import TableStore
 from jaxrec.optim import RowOptimizer
+from jaxrec.optim.hyperparameter import Step, as_step
 from jaxrec.ragged import KeyedArray
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class RowGradients:
-    """The gradient of one group's rows, not yet summed: no array of a table's shape.
+    """The gradient of one group's rows before it is summed by row.
 
     Attributes:
         lookups: Which row belongs to which line of ``values``, and its factor.
@@ -33,6 +34,7 @@ class RowGradients:
         bag_of_line: The bag of each line, where the optimizer bounds the gradients of samples
             (``clip_value``) and samples share bags: `bound_samples` adds such lines up. None: line
             ``i`` is the gradient of bag ``i``.
+        is_applied: Whether the update takes place; None: it does.
     """
 
     lookups: Lookups
@@ -40,10 +42,15 @@ class RowGradients:
     layouts: tuple[BagLayout, ...] = dataclasses.field(default=(), metadata={"static": True})
     route: Route | None = None
     bag_of_line: Int32[Array, " lines"] | None = None
+    is_applied: Bool[Array, ""] | None = None
+
+    def rows_to_write(self, rows: Int32[Array, " n"], num_rows: int) -> Int32[Array, " n"]:
+        """Return the rows that the update writes: padding where it does not take place."""
+        return rows if self.is_applied is None else jnp.where(self.is_applied, rows, num_rows)
 
 
 def apply_gradients(
-    tables: TableStore, residuals: Residuals, gradients: Activations, step: Int[Array, ""] | int
+    tables: TableStore, residuals: Residuals, gradients: Activations, step: Step | int
 ) -> TableStore:
     """Updates the rows of one lookup: the second phase of a training step.
 
@@ -160,55 +167,67 @@ def _group_blocks(layout: TableLayout, gradients: Activations) -> list[Float[Arr
 
 
 def merge(parts: Sequence[RowGradients]) -> RowGradients:
-    """One gradient of several lookups of the same tables, so that rows are updated once."""
+    """Return one gradient for several lookups of the same tables, so that rows are updated once."""
     if len(parts) == 1:
         return parts[0]
-    first_line, bags = 0, []
+    has_bags = any(part.lookups.bags is not None for part in parts)
+    has_scales = any(part.lookups.scales is not None for part in parts)
+    first_line, bags, scales = 0, [], []
     for part in parts:
-        bags.append(None if part.lookups.bags is None else part.lookups.bags + first_line)
+        lookups, count = part.lookups, part.lookups.rows.size
+        lines = jnp.arange(count, dtype=jnp.int32) if lookups.bags is None else lookups.bags
+        ones = jnp.ones(count, jnp.float32) if lookups.scales is None else lookups.scales
+        bags.append(lines + first_line)
+        scales.append(ones)
         first_line += part.values.shape[0]
     lookups = Lookups(
         jnp.concatenate([part.lookups.rows for part in parts]),
-        _concatenate(bags),
-        _concatenate([part.lookups.scales for part in parts]),
+        jnp.concatenate(bags) if has_bags else None,
+        jnp.concatenate(scales) if has_scales else None,
     )
     layouts = tuple(layout for part in parts for layout in part.layouts)
     return RowGradients(lookups, jnp.concatenate([part.values for part in parts]), layouts)
 
 
+def group_parts(calls: Sequence[dict[str, RowGradients]]) -> dict[str, list[RowGradients]]:
+    """Return the gradients of each group that any call has gradients of, call by call."""
+    names = dict.fromkeys(name for call in calls for name in call)
+    return {name: [call[name] for call in calls if name in call] for name in names}
+
+
 @functools.singledispatch
 def update_rows(
-    tables: TableStore, lookups: Sequence[dict[str, RowGradients]], step: Int[Array, ""] | int
+    tables: TableStore,
+    lookups: Sequence[dict[str, RowGradients]],
+    step: Step | int,
+    is_applied: Bool[Array, ""] | None = None,
 ) -> TableStore:
-    """Updates the rows of any number of lookups, each row once; see `apply_gradients`.
+    """Update the rows of any number of lookups, each row once; see `apply_gradients`.
 
-    Dispatches on the kind of tables.
+    Dispatches on the kind of tables. Frozen groups stay as they are.
 
     Args:
         tables: The tables.
         lookups: For each lookup the gradients of each group's rows.
         step: Number of updates made before.
+        is_applied: False leaves every row and its state as it is; None: True.
     """
-    step = jnp.asarray(step, jnp.int32)
-    rows, state = {}, {}
+    step = as_step(step)
+    rows, state = dict(tables.rows), dict(tables.state)
+    parts = group_parts(lookups)
     for group in tables.layout.groups:
-        parts, optimizer = bound_samples(
-            [gradients[group.name] for gradients in lookups], group.optimizer
-        )
-        gradient = merge(parts)
+        if group.name not in parts or not group.optimizer.is_trained:
+            continue
+        bounded, optimizer = bound_samples(parts[group.name], group.optimizer)
+        gradient = dataclasses.replace(merge(bounded), is_applied=is_applied)
+        at = gradient.lookups
         rows[group.name], state[group.name] = kernels.fused_update(
             tables.rows[group.name],
             tables.state[group.name],
-            gradient.lookups,
+            dataclasses.replace(at, rows=gradient.rows_to_write(at.rows, group.num_rows)),
             gradient.values,
             optimizer,
             step,
             group.row_offsets,
         )
     return dataclasses.replace(tables, rows=rows, state=state)
-
-
-def _concatenate(arrays: list[Array | None]) -> Array | None:
-    """The arrays in a row; lookups of the same tables have all of them or none."""
-    present = [array for array in arrays if array is not None]
-    return jnp.concatenate(present) if present else None

@@ -27,6 +27,7 @@ from jaxrec.mesh.collectives import Channel, Used, run_if
 from jaxrec.mesh.layout import PlacedGroup
 from jaxrec.mesh.norms import clip_factors, table_squares
 from jaxrec.mesh.route import Route, places, plan_route, window
+from jaxrec.optim.hyperparameter import Step
 from jaxrec.optim.norm import cut_rows
 
 # Where a round ends that has room for all that is left.
@@ -193,7 +194,7 @@ def update_by_rows(
     table: Float[Array, "local_rows dim"],
     state: dict[str, Array],
     gradient: RowGradients,
-    step: Int32[Array, ""],
+    step: Step,
     channel: Channel,
     routed: RowsRoute,
 ) -> tuple[Float[Array, "local_rows dim"], dict[str, Array]]:
@@ -214,46 +215,15 @@ def update_by_rows(
     """
     bounded = placed.group.optimizer
     optimizer = dataclasses.replace(bounded, clip_value=None, clip_norm=None)
-    route, capacity = routed.route, routed.first.rows.shape[1]
-
-    def receive(asked: Round) -> tuple[Int32[Array, " places"], Float[Array, "places dim"]]:
-        """The rows that all devices have gradients of in a round, and these."""
-        lines = places(route, asked.begins, capacity)
-        at = dataclasses.replace(gradient.lookups, rows=lines)
-        sums = kernels.sum_rows(
-            at, gradient.values, asked.rows.size, bounded.clip_value, parts_out=channel.parts
-        )
-        sums = channel.send_gradients(sums.reshape(*asked.rows.shape, -1), asked.used)
-        rows = asked.rows.reshape(-1)
-        is_now = _keys(placed, channel.index * placed.local_rows + rows) < asked.stop
-        return jnp.where(is_now, rows, placed.local_rows), sums.reshape(rows.size, -1)
-
-    def next_round(asked):
-        stops = _stops(placed, route, asked.begins, capacity)
-        agreed = jax.lax.pmin(stops, channel.axes)
-        positions = asked.begins[:, None] + jnp.arange(capacity, dtype=jnp.int32)[None]
-        keys = _keys(placed, route.slots)
-        is_done = keys.at[positions].get(mode="clip") < agreed[:, None]
-        begins = asked.begins + jnp.sum(
-            is_done & (positions < route.ends[:, None]), axis=1, dtype=jnp.int32
-        )
-        return _ask(placed, route, begins, channel, capacity)
-
+    rounds = _GradientRounds(placed, gradient, channel, routed, bounded.clip_value)
     factors = None
     if bounded.clip_norm is not None:
-
-        def add_squares(asked, squares):
-            rows, gradients = receive(asked)
-            flat = Lookups(rows, None, None)
-            return squares + table_squares(placed, flat, gradients, None, channel)
-
-        squares = jnp.zeros(len(placed.tables), jnp.float32)
-        squares = _until_last(routed.first, add_squares, next_round, squares)
-        factors = clip_factors(squares, bounded.clip_norm, channel)
+        factors = clip_factors(rounds.squares(), bounded.clip_norm, channel)
 
     def one_round(asked, carried):
         table, state = carried
-        rows, gradients = receive(asked)
+        rows, gradients = rounds.receive(asked)
+        rows = gradient.rows_to_write(rows, placed.local_rows)
         scales = None if factors is None else factors[placed.tables_of(rows, channel.index)]
         if not placed.joins_pieces:
             flat = Lookups(rows, None, scales)
@@ -262,14 +232,88 @@ def update_by_rows(
             )
         runs = kernels.build_runs(rows, placed.local_rows)
         sums = kernels.sum_rows(Lookups(runs.inverse, None, scales), gradients, rows.size)
-        positions, _ = window(placed, route, asked.begins, capacity)
-        keys = _keys(placed, route.slots)
+        positions, _ = window(placed, routed.route, asked.begins, rounds.capacity)
+        keys = _keys(placed, routed.route.slots)
         wanted = keys.at[positions].get(mode="fill", fill_value=placed.group.num_rows)
         total = functools.partial(_total, runs=runs, wanted=wanted, channel=channel)
         with cut_rows(placed.whole_dim, total):
             return update_unique(table, state, runs.unique, sums, optimizer, step, (0,))
 
-    return _until_last(routed.first, one_round, next_round, (table, state))
+    return _until_last(routed.first, one_round, rounds.next, (table, state))
+
+
+def squares_by_rows(
+    placed: PlacedGroup, gradient: RowGradients, channel: Channel, routed: RowsRoute
+) -> Float[Array, " tables"]:
+    """Return the sum of squares of the gradients of this device's rows, table by table.
+
+    Args:
+        placed: Where the group lies.
+        gradient: The gradient of this device's lookups.
+        channel: The way to the other devices.
+        routed: What devices need, of these lookups.
+    """
+    return _GradientRounds(placed, gradient, channel, routed, None).squares()
+
+
+@dataclasses.dataclass(frozen=True)
+class _GradientRounds:
+    """The rounds in which gradients travel to the rows' owners.
+
+    Attributes:
+        placed: Where the group lies.
+        gradient: The gradient of this device's lookups.
+        channel: The way to the other devices.
+        routed: What devices need, of these lookups.
+        clip_value: Bound on an element of a lookup's gradient.
+    """
+
+    placed: PlacedGroup
+    gradient: RowGradients
+    channel: Channel
+    routed: RowsRoute
+    clip_value: float | None
+
+    @property
+    def capacity(self) -> int:
+        """Rows that go between each pair of devices in a round."""
+        return self.routed.first.rows.shape[1]
+
+    def receive(self, asked: Round) -> tuple[Int32[Array, " places"], Float[Array, "places dim"]]:
+        """Return the rows that all devices have gradients of in a round, and these."""
+        placed, channel = self.placed, self.channel
+        lines = places(self.routed.route, asked.begins, self.capacity)
+        at = dataclasses.replace(self.gradient.lookups, rows=lines)
+        values, size = self.gradient.values, asked.rows.size
+        sums = kernels.sum_rows(at, values, size, self.clip_value, parts_out=channel.parts)
+        sums = channel.send_gradients(sums.reshape(*asked.rows.shape, -1), asked.used)
+        rows = asked.rows.reshape(-1)
+        is_now = _keys(placed, channel.index * placed.local_rows + rows) < asked.stop
+        return jnp.where(is_now, rows, placed.local_rows), sums.reshape(rows.size, -1)
+
+    def next(self, asked: Round) -> Round:
+        """Return the round after a round."""
+        placed, route = self.placed, self.routed.route
+        stops = _stops(placed, route, asked.begins, self.capacity)
+        agreed = jax.lax.pmin(stops, self.channel.axes)
+        positions = asked.begins[:, None] + jnp.arange(self.capacity, dtype=jnp.int32)[None]
+        keys = _keys(placed, route.slots)
+        is_done = keys.at[positions].get(mode="clip") < agreed[:, None]
+        begins = asked.begins + jnp.sum(
+            is_done & (positions < route.ends[:, None]), axis=1, dtype=jnp.int32
+        )
+        return _ask(placed, route, begins, self.channel, self.capacity)
+
+    def squares(self) -> Float[Array, " tables"]:
+        """Return the sum of squares of the gradients of this device's rows, table by table."""
+
+        def add(asked, squares):
+            rows, gradients = self.receive(asked)
+            at = Lookups(rows, None, None)
+            return squares + table_squares(self.placed, at, gradients, None, self.channel)
+
+        squares = jnp.zeros(len(self.placed.tables), jnp.float32)
+        return _until_last(self.routed.first, add, self.next, squares)
 
 
 def _until_last(

@@ -16,7 +16,7 @@ import itertools
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int32
+from jaxtyping import Array, Bool, Float
 
 from jaxrec.embed import kernels
 from jaxrec.embed.kernels import BagLayout
@@ -26,6 +26,7 @@ from jaxrec.mesh.collectives import Channel
 from jaxrec.mesh.lanes import Lanes
 from jaxrec.mesh.layout import PlacedGroup
 from jaxrec.mesh.norms import clip_tables
+from jaxrec.optim.hyperparameter import Step
 from jaxrec.optim.norm import cut_rows
 
 
@@ -34,7 +35,7 @@ def update_pieces(
     table: Float[Array, "local_rows dim"],
     state: dict[str, Array],
     gradient: RowGradients,
-    step: Int32[Array, ""],
+    step: Step,
     channel: Channel,
 ) -> tuple[Float[Array, "local_rows dim"], dict[str, Array]]:
     """Updates each of this device's rows once, by sums over the whole rows that it has a piece of.
@@ -61,7 +62,8 @@ def update_pieces(
         channel=channel,
     )
     with cut_rows(placed.whole_dim, total):
-        return update_unique(table, state, runs.unique, sums, optimizer, step, (0,))
+        rows = gradient.rows_to_write(runs.unique, placed.local_rows)
+        return update_unique(table, state, rows, sums, optimizer, step, (0,))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -27,7 +27,8 @@ from jaxrec.embed.lookup import pool
 from jaxrec.embed.update import RowGradients
 from jaxrec.mesh.collectives import Channel, Used, run_if
 from jaxrec.mesh.layout import PlacedGroup
-from jaxrec.mesh.norms import clip_tables
+from jaxrec.mesh.norms import clip_tables, table_squares
+from jaxrec.optim.hyperparameter import Step
 
 
 @jax.tree_util.register_dataclass
@@ -185,7 +186,7 @@ def update_at_owners(
     table: Float[Array, "local_rows dim"],
     state: dict[str, Array],
     gradient: RowGradients,
-    step: Int32[Array, ""],
+    step: Step,
     channel: Channel,
     routed: SumsRoute,
 ) -> tuple[Float[Array, "local_rows dim"], dict[str, Array]]:
@@ -200,19 +201,11 @@ def update_at_owners(
         channel: The way to the other devices.
         routed: What devices looked up here, of these lookups.
     """
-    gradients = channel.gather_gradients(gradient.values)
-    scales, num_bags = gradient.lookups.scales, routed.lengths.shape[1]
+    received = _received_gradients(placed, gradient, channel, routed)
 
     def update(carried: Any, rows: Int32[Array, "devices _"]) -> Any:
         table, state = carried
-        room = rows.shape[1]
-        factors = routed.send_scales(scales, room, channel)
-        layout = _received_layout(placed, num_bags, room)
-        lookups = kernels.flatten_bags(
-            rows.reshape(-1), routed.lengths.reshape(-1), factors, layout, placed.local_rows
-        )
-        here = RowGradients(lookups, gradients)
-        return update_owned(placed, table, state, here, step, channel)
+        return update_owned(placed, table, state, received(rows), step, channel)
 
     if routed.has_room_for_all:
         return update((table, state), routed.rows)
@@ -223,12 +216,61 @@ def update_at_owners(
     )
 
 
+def squares_at_owners(
+    placed: PlacedGroup, gradient: RowGradients, channel: Channel, routed: SumsRoute
+) -> Float[Array, " tables"]:
+    """Return the sum of squares of the gradients of this device's rows, table by table.
+
+    Args:
+        placed: Where the group lies.
+        gradient: The gradient of this device's lookups.
+        channel: The way to the other devices.
+        routed: What devices looked up here, of these lookups.
+    """
+    received = _received_gradients(placed, gradient, channel, routed)
+
+    def squares(rows: Int32[Array, "devices _"]) -> Float[Array, " tables"]:
+        here = received(rows)
+        return table_squares(placed, here.lookups, here.values, None, channel)
+
+    if routed.has_room_for_all:
+        return squares(routed.rows)
+    return jax.lax.cond(
+        routed.is_over,
+        lambda: squares(routed.all_rows(placed, channel)),
+        lambda: squares(routed.rows),
+    )
+
+
+def _received_gradients(
+    placed: PlacedGroup, gradient: RowGradients, channel: Channel, routed: SumsRoute
+) -> Callable[[Int32[Array, "devices _"]], RowGradients]:
+    """Bring the gradients of all bags to all devices.
+
+    Returns:
+        A function of the rows that devices looked up here, which gives their gradient.
+    """
+    gradients = channel.gather_gradients(gradient.values)
+    scales, num_bags = gradient.lookups.scales, routed.lengths.shape[1]
+
+    def received(rows: Int32[Array, "devices _"]) -> RowGradients:
+        room = rows.shape[1]
+        factors = routed.send_scales(scales, room, channel)
+        layout = _received_layout(placed, num_bags, room)
+        lookups = kernels.flatten_bags(
+            rows.reshape(-1), routed.lengths.reshape(-1), factors, layout, placed.local_rows
+        )
+        return RowGradients(lookups, gradients, is_applied=gradient.is_applied)
+
+    return received
+
+
 def update_owned(
     placed: PlacedGroup,
     table: Float[Array, "local_rows dim"],
     state: dict[str, Array],
     gradient: RowGradients,
-    step: Int32[Array, ""],
+    step: Step,
     channel: Channel,
     parts: int = 1,
 ) -> tuple[Float[Array, "local_rows dim"], dict[str, Array]]:
@@ -245,8 +287,10 @@ def update_owned(
     """
     gradient = clip_tables(placed, gradient, channel)
     optimizer = dataclasses.replace(placed.group.optimizer, clip_norm=None)
+    rows = gradient.rows_to_write(gradient.lookups.rows, placed.local_rows)
+    lookups = dataclasses.replace(gradient.lookups, rows=rows)
     return kernels.fused_update(
-        table, state, gradient.lookups, gradient.values, optimizer, step, parts_in=parts
+        table, state, lookups, gradient.values, optimizer, step, parts_in=parts
     )
 
 

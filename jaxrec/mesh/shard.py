@@ -15,7 +15,9 @@ from jaxrec.embed.collection import Collection, TableVariable
 from jaxrec.embed.layout import TableLayout
 from jaxrec.embed.tables import making_tables
 from jaxrec.embed.taps import tapped_modules
+from jaxrec.mesh import gradient_norms as gradient_norms  # norms of gradients over a mesh
 from jaxrec.mesh import logical as logical  # how tables on a mesh are saved
+from jaxrec.mesh import update as update  # how tables on a mesh are updated
 from jaxrec.mesh.agree import fingerprint, on_every_device, require_same
 from jaxrec.mesh.collectives import check_ragged
 from jaxrec.mesh.placement import Placement

@@ -5,17 +5,17 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, DTypeLike, Float, Int
+from jaxtyping import Array, DTypeLike, Float
 
 from jaxrec.embed import kernels
-from jaxrec.embed.kernels import BagLayout, Lookups
+from jaxrec.embed.kernels import BagLayout
 from jaxrec.embed.lookup import (
     Activations,
     LocalRows,
@@ -31,25 +31,24 @@ from jaxrec.embed.lookup import (
 from jaxrec.embed.tables import TableStore
 from jaxrec.embed.update import (
     RowGradients,
-    bound_samples,
     group_gradients,
-    merge,
     row_gradients,
-    update_rows,
 )
 from jaxrec.mesh.collectives import Channel, RaggedChannel, Turns
-from jaxrec.mesh.exchange import RowsRoute, fetch_rows, route_rows, update_by_rows
+from jaxrec.mesh.exchange import (
+    RowsRoute,
+    fetch_rows,
+    route_rows,
+)
 from jaxrec.mesh.lanes import BagsRoute, pool_whole_bags, route_bags, send_bag_gradients
 from jaxrec.mesh.layout import MeshLayout, PlacedGroup
-from jaxrec.mesh.pieces import update_pieces
 from jaxrec.mesh.pool import (
     SumsRoute,
     pool_at_owners,
     route_sums,
-    update_at_owners,
-    update_owned,
 )
 from jaxrec.mesh.precision import Precision
+from jaxrec.optim import RowOptimizer
 from jaxrec.ragged import KeyedArray, KeyedJaggedArray
 
 # Room for this many times the even share of a batch's rows in a round of the exchange, as long as
@@ -83,6 +82,10 @@ class ShardedTables(TableStore):
     replica_axis: str | None = dataclasses.field(default=None, metadata={"static": True})
     is_ragged: bool = dataclasses.field(default=False, metadata={"static": True})
     slack: tuple[tuple[str, float], ...] = dataclasses.field(default=(), metadata={"static": True})
+
+    @property
+    def row_optimizers(self) -> tuple[RowOptimizer, ...]:
+        return tuple(placed.group.optimizer for placed in self.layout.groups)
 
     def room(self, placed: PlacedGroup, lookups: int) -> int:
         """Rows that a round of a group's exchange carries between two devices."""
@@ -331,7 +334,7 @@ def row_gradients_sharded(
         for placed, layout in zip(tables.layout.groups, residuals.layouts, strict=True):
             name = placed.group.name
             if placed.exchange == "bags" and found[name].bag_of_line is None:
-                found[name] = _send_bags(tables, placed, found[name], layout, turns)
+                found[name] = send_bags(tables, placed, found[name], layout, turns)
         return stack(found)
 
     return jax.shard_map(
@@ -343,7 +346,7 @@ def row_gradients_sharded(
     )(residuals, cotangents)
 
 
-def _send_bags(
+def send_bags(
     tables: ShardedTables,
     placed: PlacedGroup,
     gradient: RowGradients,
@@ -355,148 +358,6 @@ def _send_bags(
     values = send_bag_gradients(placed, values, layout, tables.channel)
     turns.end(values)
     return dataclasses.replace(gradient, values=values)
-
-
-@update_rows.register(ShardedTables)
-def update_rows_sharded(
-    tables: ShardedTables, lookups: Sequence[dict[str, RowGradients]], step: Int[Array, ""] | int
-) -> ShardedTables:
-    """Brings gradients to the rows' owners, and updates each row once, there."""
-    return update_groups(tables, lookups, step, _update)
-
-
-def update_groups(
-    tables: Store,
-    lookups: Sequence[dict[str, RowGradients]],
-    step: Int[Array, ""] | int,
-    update: Callable[..., tuple[Array, dict[str, Array]]],
-) -> Store:
-    """Updates the groups one by one.
-
-    Args:
-        tables: The tables.
-        lookups: For each lookup the gradients of each group's rows.
-        step: Number of updates made before.
-        update: Makes a device's new rows and state of a group, given the tables, the group, its
-            rows and state here, their gradient and the step.
-    """
-    step = jnp.asarray(step, jnp.int32)
-    specs = tables.specs()
-
-    def on_device(rows, state, lookups, step):
-        lookups = first(lookups)
-        new, turns = {}, Turns(tables.mesh)
-        for placed in tables.layout.groups:
-            name = placed.group.name
-            placed, parts = _bound_samples(tables, placed, [g[name] for g in lookups], turns)
-            gradient = merge(parts)
-            gradient = _begin(placed, gradient, turns)
-            new[name] = update(tables, placed, rows[name], state[name], gradient, step)
-            turns.end(new[name][0])
-        return {name: pair[0] for name, pair in new.items()}, {n: p[1] for n, p in new.items()}
-
-    state_specs = {name: dict.fromkeys(tables.state[name], spec) for name, spec in specs.items()}
-    rows, state = jax.shard_map(
-        on_device,
-        mesh=tables.mesh,
-        in_specs=(specs, state_specs, PartitionSpec(tables.batch_axes), PartitionSpec()),
-        out_specs=(specs, state_specs),
-        check_vma=False,
-    )(tables.rows, tables.state, list(lookups), step)
-    return dataclasses.replace(tables, rows=rows, state=state)
-
-
-def _bound_samples(
-    tables: ShardedTables, placed: PlacedGroup, parts: list[RowGradients], turns: Turns
-) -> tuple[PlacedGroup, list[RowGradients]]:
-    """`bound_samples` of a group; the group has the optimizer that is left."""
-    optimizer = placed.group.optimizer
-    if tables.num_replicas > 1 and optimizer.clip_value is not None and not placed.is_replicated:
-        # The update multiplies gradients by the number of replicas, after this.
-        bound = optimizer.clip_value / tables.num_replicas
-        optimizer = dataclasses.replace(optimizer, clip_value=bound)
-    bounded, left = bound_samples(parts, optimizer)
-    if left is optimizer:
-        return placed, parts
-    if placed.exchange == "bags":
-        bounded = [
-            after
-            if before.bag_of_line is None
-            else _send_bags(tables, placed, after, after.layouts[0], turns)
-            for before, after in zip(parts, bounded, strict=True)
-        ]
-    group = dataclasses.replace(placed.group, optimizer=left)
-    return dataclasses.replace(placed, group=group), bounded
-
-
-def _begin(placed: PlacedGroup, gradient: RowGradients, turns: Turns) -> RowGradients:
-    """The gradient, for an exchange that begins when the last has ended."""
-    rows, values = turns.begin(gradient.lookups.rows), gradient.values
-    if placed.exchange == "sums":
-        values = turns.begin(values)  # they are gathered first, whatever the rows
-    return dataclasses.replace(
-        gradient,
-        lookups=dataclasses.replace(gradient.lookups, rows=rows),
-        values=values,
-        route=gradient.route and gradient.route.map_awaited(turns.begin),
-    )
-
-
-def _update(
-    tables: ShardedTables, placed: PlacedGroup, *args: Any
-) -> tuple[Array, dict[str, Array]]:
-    update = _update_replicated if placed.is_replicated else _update_owned
-    return update(tables, placed, *args)
-
-
-def _update_owned(
-    tables: ShardedTables,
-    placed: PlacedGroup,
-    rows: Array,
-    state: dict[str, Array],
-    gradient: RowGradients,
-    step: Array,
-) -> tuple[Array, dict[str, Array]]:
-    """Gradients travel to the rows' owners, as rows or as bags."""
-    if tables.num_replicas > 1:
-        # Of the mean over a copy's own samples, not over those of all copies.
-        gradient = dataclasses.replace(gradient, values=gradient.values * tables.num_replicas)
-    lookups, channel, routed = gradient.lookups, tables.channel, gradient.route
-    room = tables.room(placed, lookups.rows.size)
-    if placed.exchange == "rows":
-        if not isinstance(routed, RowsRoute):
-            routed = route_rows(placed, lookups.rows, channel, room)
-        return update_by_rows(placed, rows, state, gradient, step, channel, routed)
-    if placed.exchange == "sums":
-        if not isinstance(routed, SumsRoute):
-            routed = route_sums(placed, lookups, gradient.values.shape[0], channel, room)
-        return update_at_owners(placed, rows, state, gradient, step, channel, routed)
-    if placed.joins_pieces:
-        return update_pieces(placed, rows, state, gradient, step, channel)
-    return update_owned(placed, rows, state, gradient, step, channel, parts=channel.parts)
-
-
-def _update_replicated(
-    tables: ShardedTables,
-    placed: PlacedGroup,
-    rows: Array,
-    state: dict[str, Array],
-    gradient: RowGradients,
-    step: Array,
-) -> tuple[Array, dict[str, Array]]:
-    """Every device gathers all devices' gradients of rows and makes the same update."""
-    optimizer, lookups = placed.group.optimizer, gradient.lookups
-    runs = kernels.build_runs(lookups.rows, placed.num_slots)
-    is_row = (lookups.rows >= 0) & (lookups.rows < placed.num_slots)
-    at = dataclasses.replace(lookups, rows=jnp.where(is_row, runs.inverse, -1))
-    sums = kernels.sum_rows(at, gradient.values, runs.unique.size, optimizer.clip_value)
-    slots = tables.channel_of_all.gather(runs.unique)
-    sums = tables.channel_of_all.gather_gradients(sums)
-    optimizer = dataclasses.replace(optimizer, clip_value=None)
-    starts = placed.group.row_offsets
-    return kernels.fused_update(
-        rows, state, Lookups(slots, None, None), sums, optimizer, step, starts
-    )
 
 
 def _split_pieces(layout: MeshLayout, gradients: dict[str, Array]) -> dict[str, Array]:

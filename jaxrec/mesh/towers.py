@@ -20,14 +20,22 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, DTypeLike, Float, Int, Int32
+from jaxtyping import Array, Bool, DTypeLike, Float, Int32
 
 from jaxrec.embed import kernels
+from jaxrec.embed.gradient_norms import table_squares
 from jaxrec.embed.kernels import BagLayout, Lookups
 from jaxrec.embed.lookup import Residuals, Routes, flatten, lookup, pool, route
 from jaxrec.embed.update import RowGradients, row_gradients, update_rows
 from jaxrec.mesh.collectives import Channel, Turns
-from jaxrec.mesh.exchange import RowsRoute, fetch_rows, route_rows, update_by_rows
+from jaxrec.mesh.exchange import (
+    RowsRoute,
+    fetch_rows,
+    route_rows,
+    squares_by_rows,
+    update_by_rows,
+)
+from jaxrec.mesh.gradient_norms import squares_of_groups
 from jaxrec.mesh.lanes import BagsRoute, Lanes, send_lookups, send_scales
 from jaxrec.mesh.layout import PlacedGroup
 from jaxrec.mesh.tables import (
@@ -37,8 +45,9 @@ from jaxrec.mesh.tables import (
     route_on_devices,
     segments,
     stack,
-    update_groups,
 )
+from jaxrec.mesh.update import update_groups
+from jaxrec.optim.hyperparameter import Step
 from jaxrec.ragged import KeyedArray, KeyedJaggedArray
 
 Tower: TypeAlias = Callable[[Any, Float[Array, "samples columns"]], Float[Array, "samples _"]]
@@ -321,10 +330,13 @@ def row_gradients_at_towers(
 
 @update_rows.register(TowerTables)
 def update_rows_at_towers(
-    tables: TowerTables, lookups: Sequence[dict[str, RowGradients]], step: Int[Array, ""] | int
+    tables: TowerTables,
+    lookups: Sequence[dict[str, RowGradients]],
+    step: Step | int,
+    is_applied: Bool[Array, ""] | None = None,
 ) -> TowerTables:
-    """Brings gradients to the rows' owners on their host, and updates each row once, there."""
-    return update_groups(tables, lookups, step, _update)
+    """Bring gradients to the rows' owners on their host, and update each row once, there."""
+    return update_groups(tables, lookups, step, is_applied, _update)
 
 
 def _update(
@@ -333,13 +345,35 @@ def _update(
     rows: Array,
     state: dict[str, Array],
     gradient: RowGradients,
-    step: Array,
+    step: Step,
 ) -> tuple[Array, dict[str, Array]]:
-    on_host = _HostGroup.of(tables, placed)
-    routed = gradient.route
+    on_host, routed = _rows_route(tables, placed, gradient)
+    return update_by_rows(on_host, rows, state, gradient, step, tables.within, routed)
+
+
+@table_squares.register(TowerTables)
+def table_squares_at_towers(
+    tables: TowerTables, calls: Sequence[dict[str, RowGradients]]
+) -> dict[str, Float[Array, ""]]:
+    """`jaxrec.embed.gradient_norms.table_squares`, with gradients summed on the tables' hosts."""
+    return squares_of_groups(tables, calls, _squares)
+
+
+def _squares(
+    tables: TowerTables, placed: PlacedGroup, gradient: RowGradients
+) -> Float[Array, " tables"]:
+    on_host, routed = _rows_route(tables, placed, gradient)
+    return squares_by_rows(on_host, gradient, tables.within, routed)
+
+
+def _rows_route(
+    tables: TowerTables, placed: PlacedGroup, gradient: RowGradients
+) -> tuple[_HostGroup, RowsRoute]:
+    """The group on this device's host, and the route of the gradient's lookups there."""
+    on_host, routed = _HostGroup.of(tables, placed), gradient.route
     if not isinstance(routed, RowsRoute):
         routed = _route_rows(tables, placed, gradient.lookups)
-    return update_by_rows(on_host, rows, state, gradient, step, tables.within, routed)
+    return on_host, routed
 
 
 def run_towers(

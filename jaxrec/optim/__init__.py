@@ -12,7 +12,10 @@ from jaxrec.optim.adam import adam as adam
 from jaxrec.optim.adam import partial_rowwise_adam as partial_rowwise_adam
 from jaxrec.optim.base import RowOptimizer as RowOptimizer
 from jaxrec.optim.base import Schedule as Schedule
+from jaxrec.optim.ema import ema as ema
+from jaxrec.optim.frozen import frozen as frozen
 from jaxrec.optim.ftrl import ftrl as ftrl
+from jaxrec.optim.hyperparameter import hyperparameter as hyperparameter
 from jaxrec.optim.lamb import lamb as lamb
 from jaxrec.optim.lamb import partial_rowwise_lamb as partial_rowwise_lamb
 from jaxrec.optim.lars import lars_sgd as lars_sgd

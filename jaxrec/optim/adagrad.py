@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxrec.optim import checks
 from jaxrec.optim.base import RowOptimizer, RowState
+from jaxrec.optim.hyperparameter import check_weight_decay, hyperparameter
 from jaxrec.optim.norm import limit_norm, mean_squares
 
 _WEIGHT_DECAY_MODES = ("none", "l2", "decoupled")
@@ -105,14 +106,15 @@ class rowwise_adagrad(RowOptimizer):
     sums_rows: ClassVar[bool] = True
 
     eps: float = 1e-8
-    weight_decay: float = 0.0
+    weight_decay: float | hyperparameter = 0.0
     weight_decay_mode: Literal["none", "l2", "decoupled"] = "none"
     initial_accumulator_value: float = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
         checks.positive(self, "eps")
-        checks.non_negative(self, "weight_decay", "initial_accumulator_value")
+        check_weight_decay(self)
+        checks.non_negative(self, "initial_accumulator_value")
         checks.one_of(self, "weight_decay_mode", _WEIGHT_DECAY_MODES)
 
     def init(self, num_rows: int, dim: int) -> dict[str, Array]:

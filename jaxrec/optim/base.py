@@ -26,8 +26,8 @@ class RowOptimizer(abc.ABC):
     together.
 
     Attributes:
-        learning_rate: A number, or a function of the number of updates made so far (0 at the
-            first update), such as any optax schedule.
+        learning_rate: A number; a function of the number of updates made so far (0 at the first
+            update), such as any optax schedule; or a `hyperparameter`, which is set between steps.
         clip_value: Bound on the absolute value of each element of the gradient of the *looked-up*
             embeddings, applied before the gradients of a row's occurrences are summed. Samples that
             share a bag (``inverse_indices``) have their gradients bounded one by one, as if each
@@ -39,7 +39,8 @@ class RowOptimizer(abc.ABC):
             random, so that their mean is right. Without it small updates are lost to rounding.
 
     Raises:
-        ValueError: A rate below zero, or a bound that is not above zero.
+        ValueError: A rate below zero, a bound that is not above zero, or a rate that is a function
+            whose value does not depend on its argument: compiled steps would keep the first value.
     """
 
     learning_rate: float | Schedule = 0.01
@@ -51,6 +52,9 @@ class RowOptimizer(abc.ABC):
 
     # Whether `update` treats every element of a row by itself.
     is_elementwise: ClassVar[bool] = False
+
+    # Whether rows change at all; the rows of `frozen` tables need no gradient.
+    is_trained: ClassVar[bool] = True
 
     # Whether sums over a row, where `update` needs them, are those of `jaxrec.optim.norm`.
     sums_rows: ClassVar[bool] = False
@@ -66,7 +70,9 @@ class RowOptimizer(abc.ABC):
         return not self.is_elementwise or self.max_norm is not None
 
     def __post_init__(self) -> None:
-        if not callable(self.learning_rate):
+        if callable(self.learning_rate):
+            checks.schedule(self, "learning_rate")
+        else:
             checks.non_negative(self, "learning_rate")
         for bound in ("clip_value", "clip_norm", "max_norm"):
             if getattr(self, bound) is not None:

@@ -6,6 +6,8 @@ import numbers
 from collections.abc import Callable, Collection
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 # float32 has no numbers above the one, and most devices take numbers below the other for zero.
@@ -16,6 +18,30 @@ _SMALLEST = float(np.finfo(np.float32).tiny)
 def non_negative(owner: Any, *names: str) -> None:
     """Requires each of these fields of ``owner`` to be a number in [0, inf)."""
     _check_numbers(owner, names, lambda value: value >= 0, "a number >= 0")
+
+
+def schedule(owner: Any, name: str) -> None:
+    """Requires a function of the step: one whose value a compiled step does not freeze."""
+    function = getattr(owner, name)
+    if function.__class__.__module__.startswith("jaxrec."):
+        return
+    depends = True
+
+    def evaluate(step: jax.Array) -> jax.Array:
+        nonlocal depends
+        value = function(step)
+        depends = isinstance(value, jax.core.Tracer)
+        return jnp.asarray(value)
+
+    jax.eval_shape(evaluate, jax.ShapeDtypeStruct((), jnp.int32))
+    # optax writes a constant schedule as such a function, too.
+    if not depends and not getattr(function, "__module__", "").startswith("optax."):
+        raise ValueError(
+            f"{type(owner).__name__}: {name} is a function whose value does not depend on the step "
+            "that it is given, so a compiled step would keep its first value for good. Give a "
+            "number; a function of the step, such as an optax schedule; or, to set it between "
+            f"steps, jaxrec.optim.hyperparameter({name!r}, value)"
+        )
 
 
 def non_positive(owner: Any, *names: str) -> None:

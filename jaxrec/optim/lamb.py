@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxrec.optim import checks
 from jaxrec.optim.base import RowOptimizer, RowState
+from jaxrec.optim.hyperparameter import check_weight_decay, hyperparameter
 from jaxrec.optim.moments import adam_direction, moving_average
 from jaxrec.optim.norm import limit_norm, mean_squares, row_norms, trust_ratio
 
@@ -50,13 +51,13 @@ class lamb(RowOptimizer):
     b1: float = 0.9
     b2: float = 0.999
     eps: float = 1e-8
-    weight_decay: float = 0.0
+    weight_decay: float | hyperparameter = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
         checks.fraction(self, "b1", "b2")
         checks.positive(self, "eps")
-        checks.non_negative(self, "weight_decay")
+        check_weight_decay(self)
 
     def init(self, num_rows: int, dim: int) -> dict[str, Array]:
         return {
@@ -111,13 +112,13 @@ class partial_rowwise_lamb(RowOptimizer):
     b1: float = 0.9
     b2: float = 0.999
     eps: float = 1e-8
-    weight_decay: float = 0.0
+    weight_decay: float | hyperparameter = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
         checks.fraction(self, "b1", "b2")
         checks.positive(self, "eps")
-        checks.non_negative(self, "weight_decay")
+        check_weight_decay(self)
 
     def init(self, num_rows: int, dim: int) -> dict[str, Array]:
         return {

@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxrec.optim import checks
 from jaxrec.optim.base import RowOptimizer, RowState
+from jaxrec.optim.hyperparameter import check_weight_decay, hyperparameter
 from jaxrec.optim.norm import limit_norm, row_norms, trust_ratio
 
 
@@ -46,13 +47,13 @@ class lars_sgd(RowOptimizer):
 
     momentum: float = 0.9
     eta: float = 0.001
-    weight_decay: float = 0.0
+    weight_decay: float | hyperparameter = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
         checks.fraction(self, "momentum")
         checks.positive(self, "eta")
-        checks.non_negative(self, "weight_decay")
+        check_weight_decay(self)
 
     def init(self, num_rows: int, dim: int) -> dict[str, Array]:
         return {"momentum": jnp.zeros((num_rows, dim), jnp.float32)}

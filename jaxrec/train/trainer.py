@@ -17,7 +17,6 @@ from jaxtyping import Array, Float
 
 from jaxrec.data.padding import pad_batch
 from jaxrec.embed import Optimizer, mean_gradients, value_and_grad
-from jaxrec.embed.gradients import after
 from jaxrec.embed.taps import Ahead, look_up_ahead, use_ahead
 from jaxrec.metrics import MetricGroup
 from jaxrec.metrics.writers import Writer
@@ -363,7 +362,7 @@ class Trainer:
         # The tables may be written when the lookups have read them, and not before.
         looked_up = [call.activations for calls in next_found.values() for call in calls]
         read = sum(x.astype(jnp.float32).sum() for x in jax.tree.leaves(looked_up))
-        gradients = dataclasses.replace(gradients, tables=after(read, gradients.tables))
+        gradients = gradients.tied_to(jnp.asarray(read, jnp.float32))
         optimizer.update(model, gradients)
         found.set(next_found)
         return loss

@@ -28,6 +28,7 @@ from jaxrec.embed.kernels import reference
 from jaxrec.embed.kernels.base import BagLayout, Buckets, Lookups, Runs
 from jaxrec.optim import adagrad, adam, partial_rowwise_adam, rowwise_adagrad, sgd
 from jaxrec.optim.base import RowOptimizer
+from jaxrec.optim.hyperparameter import Step, hyperparameter, resolve
 
 _LIBRARY = pathlib.Path(__file__).parent / "native" / "libjaxrec.so"
 _TARGETS = (
@@ -257,7 +258,7 @@ def fused_update(
     lookups: Lookups,
     gradients: Float[Array, "bags dim"],
     optimizer: RowOptimizer,
-    step: Int[Array, ""],
+    step: Step,
     table_starts: tuple[int, ...] = (0,),
     parts_in: int = 1,
 ) -> tuple[Float[Array, "rows dim"], dict[str, Array]]:
@@ -272,6 +273,7 @@ def fused_update(
         return reference.update_unique(
             table, state, runs.unique, sums, optimizer, step, table_starts
         )
+    optimizer, step = resolve(optimizer, step)
     rule, names = _RULES[type(optimizer)]
     names = tuple(name for name in names if name in state)
     arrays = [table, *(state[name] for name in names)]
@@ -298,7 +300,9 @@ def fused_update(
 
 def is_fused(optimizer: RowOptimizer) -> bool:
     """Whether the library knows an optimizer with its settings."""
-    return type(optimizer) in _RULES and optimizer.clip_norm is None
+    settings = getattr(optimizer, "weight_decay", None)
+    is_fixed = not isinstance(settings, hyperparameter)
+    return type(optimizer) in _RULES and optimizer.clip_norm is None and is_fixed
 
 
 def _rates(optimizer: RowOptimizer, step: Int[Array, ""]) -> Float[Array, " 3"]:

@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxrec.optim import adagrad, adam, partial_rowwise_adam, rowwise_adagrad, sgd
 from jaxrec.optim.base import RowOptimizer
+from jaxrec.optim.hyperparameter import hyperparameter
 from jaxrec.optim.norm import limit_norm
 
 State: TypeAlias = Mapping[str, Array]
@@ -49,6 +50,8 @@ def refuse(optimizer: RowOptimizer) -> str | None:
         return "it does not clip by the norm of a whole table's gradient (clip_norm)"
     if getattr(optimizer, "rowwise_bias_correction", False):
         return "it does not count the updates of each row (rowwise_bias_correction)"
+    if isinstance(getattr(optimizer, "weight_decay", None), hyperparameter):
+        return "its weight_decay is fixed when it is compiled, and no hyperparameter"
     return None
 
 

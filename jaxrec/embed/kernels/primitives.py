@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import jax.numpy as jnp
-from jaxtyping import Array, DTypeLike, Float, Int, Int32, Shaped
+from jaxtyping import Array, DTypeLike, Float, Int32, Shaped
 
 from jaxrec.embed.kernels import dispatch
 from jaxrec.embed.kernels.base import BagLayout, Buckets, Lookups, Runs
 from jaxrec.optim.base import RowOptimizer
+from jaxrec.optim.hyperparameter import Step
 
 
 def new_rows(row: Shaped[Array, "*shape"], num_rows: int) -> Shaped[Array, "num_rows *shape"]:
@@ -205,7 +206,7 @@ def fused_update(
     lookups: Lookups,
     gradients: Float[Array, "bags dim"],
     optimizer: RowOptimizer,
-    step: Int[Array, ""],
+    step: Step,
     table_starts: tuple[int, ...] = (0,),
     parts_in: int = 1,
 ) -> tuple[Float[Array, "rows dim"], dict[str, Array]]:
@@ -217,7 +218,7 @@ def fused_update(
         lookups: Which row belongs to which gradient, and its factor.
         gradients: The gradient of each bag.
         optimizer: How rows change.
-        step: Number of updates made before this one.
+        step: Number of updates made before this one, and the hyperparameters that are set.
         table_starts: First row of each table of the group, for bounds on a table's gradient.
         parts_in: In how many equal parts the gradients were received.
 

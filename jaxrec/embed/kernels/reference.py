@@ -8,11 +8,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, DTypeLike, Float, Int, Int32
+from jaxtyping import Array, DTypeLike, Float, Int32
 
 from jaxrec.embed.kernels.base import BagLayout, Buckets, Lookups, Runs
 from jaxrec.embed.kernels.rounding import round_rows
 from jaxrec.optim.base import RowOptimizer
+from jaxrec.optim.hyperparameter import Step, resolve
 
 
 def refuse(primitive: str, arguments: Mapping[str, Any]) -> str | None:
@@ -139,7 +140,7 @@ def fused_update(
     lookups: Lookups,
     gradients: Float[Array, "bags dim"],
     optimizer: RowOptimizer,
-    step: Int[Array, ""],
+    step: Step,
     table_starts: tuple[int, ...] = (0,),
 ) -> tuple[Float[Array, "rows dim"], dict[str, Array]]:
     """One optimizer step on the rows that occur; see `jaxrec.embed.kernels.base`."""
@@ -154,10 +155,11 @@ def update_unique(
     unique: Int32[Array, " lookups"],
     gradients: Float[Array, "lookups dim"],
     optimizer: RowOptimizer,
-    step: Int[Array, ""],
+    step: Step,
     table_starts: tuple[int, ...],
 ) -> tuple[Float[Array, "rows dim"], dict[str, Array]]:
     """`fused_update`, given each row once, as in `Runs.unique`, with the sum of its gradients."""
+    optimizer, step = resolve(optimizer, step)
     if optimizer.clip_norm is not None:
         gradients = _clip_norm(gradients, unique, optimizer.clip_norm, table_starts, table.shape[0])
 

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
-from jaxtyping import Array, DTypeLike, Float, Int, Int32
+from jaxtyping import Array, DTypeLike, Float, Int32
 
 from jaxrec.embed.kernels import fused_rules
 from jaxrec.embed.kernels.base import BagLayout, Lookups
@@ -28,6 +28,7 @@ from jaxrec.embed.kernels.parts import Parts, split_runs
 from jaxrec.embed.kernels.reference import build_runs
 from jaxrec.embed.kernels.rounding import round_rows
 from jaxrec.optim.base import RowOptimizer
+from jaxrec.optim.hyperparameter import Step, resolve
 
 
 def refuse(primitive: str, arguments: Mapping[str, Any]) -> str | None:
@@ -74,7 +75,7 @@ def fused_update(
     lookups: Lookups,
     gradients: Float[Array, "bags dim"],
     optimizer: RowOptimizer,
-    step: Int[Array, ""],
+    step: Step,
     table_starts: tuple[int, ...] = (0,),
     *,
     interpret: bool = False,
@@ -99,7 +100,8 @@ def fused_update(
 
     tile = Tile.of(table.shape[1], 4)
     tables = (table, state)
-    factors = fused_rules.step_factors(optimizer, step)
+    set_now, step = resolve(optimizer, step)
+    factors = fused_rules.step_factors(set_now, step)
     inputs = (tables, runs.unique, parts, sums, terms, factors, jnp.reshape(step, 1))
     kernel = functools.partial(_update, tile=tile, optimizer=optimizer)
     return _call(kernel, inputs, tables, runs.unique.size, tile, interpret, in_place=True)

@@ -1,0 +1,101 @@
+"""Exponential moving averages of rows beside any row optimizer."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jaxrec.optim import checks
+from jaxrec.optim.base import RowOptimizer, RowState
+
+AVERAGE_OFFSET = "average_offset"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ema(RowOptimizer):
+    """Keep an exponential moving average of each row beside another row optimizer.
+
+    ``a <- decay a + (1 - decay) w`` with the new row ``w``, starting at the row's first value, each
+    time that the row is updated (Polyak and Juditsky 1992, "Acceleration of stochastic
+    approximation by averaging", with exponential weights). A row that no batch has keeps its
+    average, as it keeps its weights. ``collection.table_average(name)`` reads the averages.
+
+    State: that of the other optimizer, and ``average_offset``, the average less the row, 4 dim
+    bytes a row. (An offset starts at zero, so no correction for the start is needed.)
+
+    Attributes:
+        optimizer: How rows change; bounds on gradients and rows are its own.
+        decay: Weight of the average before, in [0, 1).
+
+    Raises:
+        TypeError: The optimizer is no row optimizer.
+        ValueError: The decay is outside its range, or a learning rate is given here.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import jaxrec.optim
+        >>> optimizer = jaxrec.optim.ema(optimizer=jaxrec.optim.sgd(0.5), decay=0.75)
+        >>> rows, state = jnp.ones((1, 1)), optimizer.init(1, 1)
+        >>> rows, state = optimizer.update(rows, jnp.ones((1, 1)), state, jnp.int32(0))
+        >>> rows.tolist(), (rows + state["average_offset"]).tolist()
+        ([[0.5]], [[0.875]])
+    """
+
+    optimizer: RowOptimizer
+    decay: float = 0.999
+    learning_rate: Any = None
+
+    def __post_init__(self) -> None:
+        inner = self.optimizer
+        if not isinstance(inner, RowOptimizer):
+            raise TypeError(
+                "ema: optimizer is a row optimizer such as jaxrec.optim.rowwise_adagrad(), got "
+                f"{inner!r}"
+            )
+        if self.learning_rate not in (None, inner.learning_rate):
+            raise ValueError("ema: give the learning rate to the optimizer that ema averages")
+        checks.fraction(self, "decay")
+
+        def set_field(name: str, value: Any) -> None:
+            object.__setattr__(self, name, value)
+
+        # Gradients are bounded before any `update`, so those who call it ask this optimizer.
+        for bound in ("clip_value", "clip_norm"):
+            if getattr(inner, bound) is not None:
+                set_field(bound, getattr(inner, bound))
+        set_field("optimizer", dataclasses.replace(inner, clip_value=None, clip_norm=None))
+        set_field("learning_rate", inner.learning_rate)
+        set_field("stochastic_rounding", inner.stochastic_rounding)
+        super().__post_init__()
+
+    @property
+    def can_cut_rows(self) -> bool:
+        return self.optimizer.can_cut_rows
+
+    @property
+    def needs_whole_rows(self) -> bool:
+        return self.optimizer.needs_whole_rows
+
+    @property
+    def is_trained(self) -> bool:  # type: ignore[override]  # that of the optimizer it averages
+        return self.optimizer.is_trained
+
+    def init(self, num_rows: int, dim: int) -> dict[str, Array]:
+        offset = jnp.zeros((num_rows, dim), jnp.float32)
+        return self.optimizer.init(num_rows, dim) | {AVERAGE_OFFSET: offset}
+
+    def update(
+        self,
+        rows: Float[Array, "rows dim"],
+        gradients: Float[Array, "rows dim"],
+        state: RowState,
+        step: Int[Array, ""],
+    ) -> tuple[Float[Array, "rows dim"], dict[str, Array]]:
+        inner = {name: array for name, array in state.items() if name != AVERAGE_OFFSET}
+        new_rows, inner = self.optimizer.update(rows, gradients, inner, step)
+        # a' - w' = decay a + (1 - decay) w' - w' = decay (a - w'), and a = w + offset.
+        offset = self.decay * (state[AVERAGE_OFFSET] + (rows - new_rows))
+        return new_rows, inner | {AVERAGE_OFFSET: offset}
