@@ -29,6 +29,15 @@ COMMANDS = (
     ("jaxrec train", f"{GENERATED} --output first"),
     ("jaxrec data criteo INPUT OUTPUT", ""),
     ("jaxrec train --data OUTPUT", f"{SMALL} --output second"),
+    ("jaxrec train --data clicks.parquet", "--data.batch-size 100 --output columns"),
+    (
+        "jaxrec train --data clicks.parquet --schema schema.yaml --output run",
+        "--data.batch-size 100",
+    ),
+    (
+        "jaxrec train --data clicks.parquet --schema schema.yaml --model.name deepfm",
+        "--data.batch-size 100 --output deepfm",
+    ),
     ("jaxrec train [CONFIG.yaml] --data LOG --output RUN [--checkpoint.every 1000]", SMALL),
     ("jaxrec train --resume RUN", "--data.epochs 2"),
     ("jaxrec train --resume RUN --devices 8", "--data.epochs 3"),
@@ -64,6 +73,17 @@ tables:
   - {name: user, num_embeddings: 4096, embedding_dim: 64}
 """
 
+# Writes rows with the columns of the schema in docs/data.md.
+COLUMNS = """
+import numpy as np, pyarrow as pa, pyarrow.parquet as pq
+draw = np.random.default_rng(0).integers
+columns = {"click": draw(2, size=1000), "importance": draw(1, 3, 1000)}
+columns |= {"age": draw(90, size=1000) / 2, "price": draw(100, size=1000) / 7}
+columns |= {name: draw(9, size=1000).astype(str) for name in ("city", "user")}
+columns |= {"item": draw(-(2**63), 2**63, 1000), "tags": [["a", "b"], [], ["a"], ["c"]] * 250}
+pq.write_table(pa.table(columns), "clicks.parquet")
+"""
+
 
 def documented() -> list[tuple[str, str]]:
     """The commands in shell blocks of the docs, and their files."""
@@ -89,6 +109,10 @@ def write_files(work: pathlib.Path, checkout: pathlib.Path) -> None:
     lines = [f"{user} {1 + (user * 7 + i * i) % 50}" for user in range(1, 200) for i in range(8)]
     (checkout / "amazon-beauty.txt").write_text("\n".join(lines) + "\n")
     (checkout / "ml-100k").mkdir()
+    schema = (checkout / "docs/data.md").read_text().partition("```yaml\n")[2].partition("```")[0]
+    (work / "schema.yaml").write_text(schema)
+    python = work.parent / "environment/bin/python"
+    subprocess.run([python, "-c", COLUMNS], cwd=work, check=True)
     make = "import pathlib; from tests.examples.movielens import write; "
     make += "write(pathlib.Path('ml-100k/ml-100k'))"
     subprocess.run([sys.executable, "-c", make], cwd=checkout, check=True)

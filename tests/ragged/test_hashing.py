@@ -6,7 +6,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import xxhash
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxrec.ragged import KeyedJaggedArray, hash_ids
@@ -23,6 +23,7 @@ def expected(values, seed=0):
     return [xxhash.xxh64_intdigest(data(value), seed) for value in values]
 
 
+@settings(max_examples=50)
 @given(st.lists(st.binary(max_size=80) | st.binary(min_size=60, max_size=300)), SEEDS)
 def test_bytes_agree_with_xxhash(values, seed):
     wanted = expected(values, seed)
@@ -31,6 +32,7 @@ def test_bytes_agree_with_xxhash(values, seed):
         assert hash_ids(pa.array(values, kind), None, seed).to_pylist() == wanted
 
 
+@settings(max_examples=40)
 @given(st.lists(st.text()), SEEDS)
 def test_strings_agree_with_xxhash(values, seed):
     wanted = expected(values, seed)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import pathlib
+import re
 
 import jax
 import numpy as np
@@ -13,35 +15,35 @@ import pytest
 import yaml
 from rich.console import Console
 
+import jaxrec
 from jaxrec.cli import main
-from jaxrec.data import Shard, TableEncoder
+from jaxrec.data import DataError, Schema, Shard, TableEncoder
+from jaxrec.data.list_lengths import ListLengths
 from jaxrec.metrics import auc
 from jaxrec.train import checkpoint, load_model
 from jaxrec.train.config import DataConfig, ModelConfig, TrainConfig
+from jaxrec.train.contents import saved_tree
+from jaxrec.train.devices import Devices
 from jaxrec.train.features import FEATURES_DIRECTORY, learn_features
 from jaxrec.train.loop import train
 from jaxrec.train.model import make_model, predict
 from jaxrec.train.progress import Progress
 from jaxrec.train.rows import split_rows
 
+ROOT = pathlib.Path(__file__).parents[2]
+DOCS = (ROOT / "docs/data.md").read_text()
+BLOCKS = re.findall(r"```(\w+)\n(.*?)```", DOCS, re.DOTALL)
+
 ROWS = 2000
-BATCH = 64
 SMALL = [
-    f"--data.batch-size={BATCH}",
+    "--data.batch-size=100",
     "--model.embedding-dim=4",
     "--model.bottom-layer-sizes=4",
     "--model.top-layer-sizes=8",
+    "--optimizer.table-learning-rate=0.5",
 ]
-SCHEMA = {
-    "label": "click",
-    "weight": "importance",
-    "dense": {"price": {"transform": "log1p"}},
-    "categorical": {
-        "city": {"min_count": 5},
-        "item": {"encoding": "hash", "num_embeddings": 64},
-        "tags": {"pooling": "mean"},
-    },
-}
+# That of docs/data.md.
+SCHEMA = next(yaml.safe_load(text) for language, text in BLOCKS if language == "yaml")
 
 
 def table(rows=ROWS, seed=0):
@@ -57,8 +59,10 @@ def table(rows=ROWS, seed=0):
     columns = {
         "click": rng.random(rows) < 1 / (1 + np.exp(-score)),
         "importance": rng.choice([0.5, 2.0], rows),
+        "age": rng.normal(size=rows),
         "price": pa.array(price, mask=rng.random(rows) < 0.1),
         "city": np.char.add("city ", city.astype(str)),
+        "user": rng.integers(0, 200, rows).astype(str),
         "item": rng.integers(-(2**63), 2**63, 10)[rng.integers(0, 10, rows)],
         "tags": pa.ListArray.from_arrays(offsets, pa.array(np.char.add("t", tags.astype(str)))),
     }
@@ -81,17 +85,16 @@ def directory(tmp_path_factory):
 def trained(directory):
     output = directory / "trained"
     options = [f"--data={directory / 'rows'}", f"--schema={directory / 'schema.yaml'}", *SMALL]
-    assert main(["train", *options, "--data.epochs=2", f"--output={output}"]) == 0
+    assert main(["train", *options, f"--output={output}"]) == 0
     return output
 
 
 def test_a_schema_and_a_directory(trained):
     results = json.loads((trained / "results.json").read_text())
-    assert results["auc"] > 0.55
     encoder = TableEncoder.load(trained / FEATURES_DIRECTORY)
-    assert encoder.schema.to_dict() == SCHEMA
+    assert encoder.schema == Schema.from_dict(SCHEMA)
     # The last rows are held out, and the vocabulary is that of the others.
-    counts = table()[:1800]["city"].to_pylist()
+    counts = table()["city"][:1800].to_pylist()
     known = encoder.vocabularies["city"]
     found = dict(zip(known.values.to_pylist(), known.counts.tolist(), strict=True))
     assert found == {city: counts.count(city) for city in set(counts)}
@@ -103,19 +106,33 @@ def test_a_schema_and_a_directory(trained):
 @pytest.mark.parametrize("name", ["dcn_v2", "deepfm"])
 def test_models_on_one_file_without_a_schema(directory, tmp_path, name, capsys):
     options = [f"--data={directory / 'rows/b.parquet'}", f"--model.name={name}", *SMALL]
-    assert main(["train", *options, "--data.epochs=2", f"--output={tmp_path / 'model'}"]) == 0
+    assert main(["train", *options, f"--output={tmp_path / 'model'}"]) == 0
     said = capsys.readouterr().out
     assert "label: click\n" in said
     assert "  city: 20 values" in said
-    assert json.loads((tmp_path / "model/results.json").read_text())["auc"] > 0.55
+    assert json.loads((tmp_path / "model/results.json").read_text())["auc"] > 0.5
     assert load_model(tmp_path / "model").embeddings.table("tags").shape == (31, 4)
+
+
+def test_the_code_of_the_docs(trained, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run").symlink_to(trained)
+    pq.write_table(table(10).drop(["click", "importance"]), "new.parquet")
+    names = {"jaxrec": jaxrec, "pyarrow": pa, "table": table()}
+    code = [text for language, text in BLOCKS if language == "python"]
+    for text in code[: code.index(next(text for text in code if "Vocabulary.build" in text)) + 1]:
+        exec(text, names)
+    assert np.isfinite(names["logits"]).all()
+    assert names["logits"].shape == (10,)
+    assert names["features"].keys == ("city", "tags")
+    assert len(jaxrec.data.Vocabulary.load("city.parquet")) == 20
 
 
 def test_evaluated_on_values_that_training_has_not_seen(trained, tmp_path, capsys):
     later = table(100, seed=1)
-    later = later.set_column(3, "city", pa.array(["elsewhere", None] * 50))
+    later = later.set_column(4, "city", pa.array(["elsewhere", None] * 50))
     longer = [["t1", "never"] * 40] * 100
-    pq.write_table(later.set_column(5, "tags", pa.array(longer)), tmp_path / "later.parquet")
+    pq.write_table(later.set_column(7, "tags", pa.array(longer)), tmp_path / "later.parquet")
     options = ["--eval-only", f"--data.eval-path={tmp_path / 'later.parquet'}"]
     assert main(["train", f"--resume={trained}", *options]) == 0
     assert "on 100 held-out rows" in capsys.readouterr().out
@@ -129,7 +146,7 @@ def test_devices_and_one_device_agree(trained, directory, tmp_path):
     """Lists as well, whose capacity on a device is that of its fullest."""
     options = [f"--data={directory / 'rows'}", f"--schema={directory / 'schema.yaml'}", *SMALL]
     output = tmp_path / "many"
-    assert main(["train", *options, "--data.epochs=2", "--devices=2", f"--output={output}"]) == 0
+    assert main(["train", *options, "--devices=2", f"--output={output}"]) == 0
     one, many = (load_model(path).embeddings for path in (trained, output))
     for name in SCHEMA["categorical"]:
         np.testing.assert_allclose(one.table(name), many.table(name), rtol=1e-4, atol=1e-5)
@@ -157,7 +174,7 @@ def test_stopped_and_resumed_is_as_never_stopped(directory, tmp_path):
         return model, optimizer
 
     def numbers(model):
-        return [np.asarray(x, np.float32) for x in jax.tree.leaves(checkpoint._tree(*model, None))]
+        return [np.asarray(x, np.float32) for x in jax.tree.leaves(saved_tree(*model, None))]
 
     whole = run(*make_model(config, 18, encoder=encoder), encoder)
     asked = iter(range(100))
@@ -183,15 +200,33 @@ def test_processes_read_rows_of_their_own(directory):
         found = list(rows.batches(200))
         assert len(found) == rows.num_batches(200) == 9
         return sorted(
-            (tuple(bag), float(dense), float(weight))
+            (tuple(bag), float(age), float(weight))
             for batch in found
-            for bag, (dense,), weight in zip(
+            for bag, (age, _), weight in zip(
                 batch.features["tags"].to_lists(), batch.dense, batch.weights, strict=True
             )
             if weight
         )
 
     assert sorted([*bags(Shard(0, 2)), *bags(Shard(1, 2))]) == bags(Shard())
+
+
+def test_capacities_on_devices(directory, monkeypatch):
+    """One process takes what a batch needs; of several all take what no batch exceeds."""
+    encoder = TableEncoder(
+        Schema.from_dict({"label": "click", "categorical": ["city", "tags"]}),
+        {}, {}, {"tags": ListLengths.of(np.array([1, 2, 3, 3]))},
+    )  # fmt: skip
+    mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
+    devices = Devices(mesh, encoder=encoder)
+    lists = [[1] * 9, [1], [1] * 3, [1] * 20]
+    batch = jaxrec.KeyedJaggedArray.from_lists({"city": [[1]] * 4, "tags": lists})
+    assert devices._capacities(mesh, batch) == {"city": 8, "tags": 24}
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(DataError, match="'tags' has 23 ids in a batch on one device, more than"):
+        devices._capacities(mesh, batch)
+    usual = jaxrec.KeyedJaggedArray.from_lists({"city": [[1]] * 4, "tags": [[1] * 3] * 4})
+    assert devices._capacities(mesh, usual) == {"city": 8, "tags": 8}
 
 
 def without(name):
@@ -222,7 +257,7 @@ BAD = {
         "column 'city' is of type double; expected strings, bytes or integers, or lists of them",
     ),
     "no-label": (without("click"), None, [], 2, "is named label, click or target; name the label"),
-    "other-label": (SAME, None, ["--label=age"], 2, "there is no column 'age'; the columns are"),
+    "other-label": (SAME, None, ["--label=y"], 2, "there is no column 'y'; the columns are"),
     "two-labels": (SAME, {}, ["--label=click"], 2, "names the column of labels; leave data.label"),
     "schema": (SAME, {"dense": {"price": {"transform": "log"}}}, [], 2, "must be one of standard"),
     "no-dense": (SAME, {"dense": {}}, [], 2, "dlrm needs a dense column, and there is none"),
