@@ -68,6 +68,10 @@ def shard(
     Returns:
         The model.
 
+    Warns:
+        UserWarning: If tables take far more memory than they need, since few of the devices hold
+            them: see `jaxrec.mesh.balance`.
+
     Raises:
         TypeError: If the plan, the mesh or the model is of another type.
         ValueError: If exchanges are to be ragged on CPUs; if a table has no placement, or one that
