@@ -165,7 +165,8 @@ def _cut(leaf: Any, devices: int, name: str) -> _Cut | np.ndarray:
         if array.ndim == 0:
             raise TypeError(f"{name} is the number {array}; a batch has arrays of samples")
         _check_divides(array.shape[0], devices, name)
-        return array
+        # JAX reads the host's memory later, when a reader may have filled it anew.
+        return array.copy() if np.may_share_memory(array, leaf) else array
     if np.ndim(leaf.values) != 1:
         raise ValueError(f"{name} is on a mesh already; shard_batch takes batches on the host")
     batch = jax.tree_util.tree_map_with_path(

@@ -171,6 +171,16 @@ def test_training_with_shared_bags_equals_one_device(mesh, exchange):
         )
 
 
+def test_host_memory_can_be_written_at_once():
+    mesh = jax.make_mesh((4,), ("data",), devices=jax.devices()[:4])
+    raw = np.zeros(4 * 4096 + 64, np.uint8)
+    start = -raw.ctypes.data % 64  # where XLA on CPUs would use the memory itself
+    host = raw[start : start + 4 * 4096].view(np.float32)
+    placed = jaxrec.mesh.shard_batch(host, mesh)
+    host[:] = 1
+    assert not np.asarray(placed).any()
+
+
 @pytest.mark.parametrize(
     ("batch", "error", "message"),
     [

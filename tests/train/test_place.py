@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -9,16 +10,21 @@ import jaxrec
 from jaxrec.train import put
 
 
-def aligned(size):
-    """Memory as XLA would use it without a copy."""
-    raw = np.zeros(4 * size + 64, np.uint8)
-    start = -raw.ctypes.data % 64
+def host_memory(size, offset):
+    """Memory that XLA would use without a copy, or with ``offset`` bytes would copy later."""
+    raw = np.zeros(4 * size + 128, np.uint8)
+    start = -raw.ctypes.data % 64 + offset
     return raw[start : start + 4 * size].view(np.float32)
 
 
-@pytest.mark.parametrize("size", [16, 4096, 5_000_000])
-def test_host_memory_can_be_written_at_once(size):
-    host = {"x": aligned(size), "y": (np.arange(3), np.float32(2))}
+@pytest.mark.parametrize("offset", [0, 16])
+@pytest.mark.parametrize("size", [16, 100_000, 5_000_000])
+def test_host_memory_can_be_written_at_once(size, offset):
+    """Also while the device is busy, and what is put there must wait."""
+    matrix = jnp.ones((1000, 1000))
+    for _ in range(3):
+        matrix = matrix @ matrix
+    host = {"x": host_memory(size, offset), "y": (np.arange(3), np.float32(2))}
     there = put(host)
     host["x"][:] = 1
     assert not np.asarray(there["x"]).any()
