@@ -17,6 +17,8 @@ from jaxtyping import Array, Float
 
 from jaxrec.data.padding import pad_batch
 from jaxrec.embed import Optimizer, mean_gradients, value_and_grad
+from jaxrec.embed.not_finite import NotFiniteError as NotFiniteError
+from jaxrec.embed.not_finite import bad_id_of_batch
 from jaxrec.embed.taps import Ahead, look_up_ahead, use_ahead
 from jaxrec.metrics import MetricGroup
 from jaxrec.metrics.writers import Writer
@@ -39,10 +41,6 @@ _KINDS: dict[str, tuple[Any, str]] = {
     "batch_size": (int | None, "a number of samples"),
     "saver": (Saver | None, "jaxrec.train.Saver(directory)"),
 }
-
-
-class NotFiniteError(ArithmeticError):
-    """The loss is NaN or infinite."""
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -160,7 +158,8 @@ class Trainer:
             Steps made; 0 where `restore` found the run at its end.
 
         Raises:
-            NotFiniteError: The loss of a step is no number; what was saved before stays.
+            NotFiniteError: The loss of a step is no number; the error names an id outside its table
+                if there is one. What was saved before stays.
             TypeError: The loss takes or returns something else, or a batch has no numbers.
             ValueError: There are no batches, or too few for a step, or a batch has more samples
                 than ``batch_size``.
@@ -176,7 +175,7 @@ class Trainer:
                 step, loss, step_batches = under_way.popleft()
                 value = float(loss)
                 if not np.isfinite(value):
-                    raise _not_finite(step, value, step_batches)
+                    raise _not_finite(self.model, step, value, step_batches)
                 self.on_step(step, value)
 
         with Pipeline(batches, *self.stages, self._put) as placed:
@@ -376,9 +375,18 @@ class _Steps:
     steps: Any
 
 
-def _not_finite(step: int, loss: float, batches: tuple[Any, ...]) -> NotFiniteError:
+def _not_finite(
+    model: nnx.Module, step: int, loss: float, batches: tuple[Any, ...]
+) -> NotFiniteError:
     """The error of a step whose loss is no number; ``batches`` are those of the step."""
-    del batches
+    for number, batch in enumerate(batches):
+        if (bad_id := bad_id_of_batch(model, batch)) is not None:
+            which = f", batch {number} of the step" if len(batches) > 1 else ""
+            return NotFiniteError(
+                f"the loss is {loss} at step {step}{which}: {bad_id}; give "
+                "bounds=collection.bounds to the batch's constructor to check ids, or to clamp "
+                "them, when batches are made"
+            )
     return NotFiniteError(
         f"the loss is {loss} at step {step}; lower the learning rates, or look at the data of that "
         "step"

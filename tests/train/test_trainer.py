@@ -233,6 +233,18 @@ def test_loss_that_is_no_number(tmp_path):
     assert np.isfinite(weights(fresh)[0]).all()
 
 
+def test_ids_outside_their_table():
+    data = batches(3)
+    data[1] = jaxrec.KeyedJaggedArray.from_lists({"user": [[1], [2, ROWS + 7]] * 4}), data[1][1]
+    before = weights(trainer := make())[0]
+    with pytest.raises(NotFiniteError, match=r"at step 2: .* 'user', sample 1: id 57 is outside"):
+        trainer.train(data)
+    assert np.isfinite(weights(trainer)[0]).all()
+    assert not np.array_equal(weights(trainer)[0], before)
+    with pytest.raises(NotFiniteError, match="at step 1, batch 1 of the step: feature 'user'"):
+        make(accumulate=2).train(data[:2])
+
+
 def test_values_are_written():
     written = []
 
