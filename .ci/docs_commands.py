@@ -48,7 +48,7 @@ COMMANDS = (
     (
         "python examples/sasrec.py --data amazon-beauty.txt --dropout-rate 0.5 --minutes 58 "
         "--epochs 200",
-        "--epochs 1 --dim 16 --num-blocks 1 --max-length 10",
+        "--epochs 1 --batch-size 32 --dim 16 --num-blocks 1 --max-length 10",
     ),
     ("python examples/deepfm_movielens.py --data ml-100k", "--epochs 1 --seeds 0"),
     ("python -m benchmarks.pipeline", "--text-megabytes 2 --steps 5 --repeats 1 --batch 256"),
@@ -106,7 +106,7 @@ def write_files(work: pathlib.Path, checkout: pathlib.Path) -> None:
     for name in ("INPUT", "LOG"):
         (work / name).write_bytes(log)
     (work / "model.yaml").write_text(MODEL)
-    lines = [f"{user} {1 + (user * 7 + i * i) % 50}" for user in range(1, 200) for i in range(8)]
+    lines = [f"{user} {1 + (user * 7 + 31 * i) % 400}" for user in range(1, 200) for i in range(8)]
     (checkout / "amazon-beauty.txt").write_text("\n".join(lines) + "\n")
     (checkout / "ml-100k").mkdir()
     schema = (checkout / "docs/data.md").read_text().partition("```yaml\n")[2].partition("```")[0]
