@@ -24,7 +24,7 @@ _ROWS = 1 << 16
 _ROW, _EMBEDDING = "row", "embedding"
 
 # What TorchRec's EmbeddingBagCollection and EmbeddingCollection call the rows of a table.
-_TORCHREC = re.compile(r"(?:^|.*\.)(?:embedding_bags|embeddings)\.(?P<table>.+)\.weight")
+_TORCHREC = re.compile(r"(?:.*\.)?(?:embedding_bags|embeddings)\.(?P<table>.+)\.weight")
 
 Collection = EmbeddingBagCollection | EmbeddingCollection
 

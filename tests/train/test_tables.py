@@ -88,6 +88,16 @@ def test_state_dicts(tmp_path, suffix):
         np.testing.assert_array_equal(got, jnp.asarray(arrays[name]).astype(got.dtype))
 
 
+@pytest.mark.parametrize("prefix", ["", "embeddings.", "ranker.embeddings."])
+def test_state_dicts_of_collections_called_embeddings(tmp_path, prefix):
+    rows = np.arange(6, dtype=np.float32).reshape(3, 2)
+    np.savez(tmp_path / "x.npz", **{f"{prefix}embedding_bags.user.weight": rows})
+    config = jaxrec.EmbeddingBagConfig("user", 3, 2)
+    bags = jaxrec.EmbeddingBagCollection([config], rngs=nnx.Rngs(0))
+    assert load_torchrec(bags, tmp_path / "x.npz") == []
+    np.testing.assert_array_equal(bags.table("user"), rows)
+
+
 def without(name):
     return {key: array for key, array in state_dict().items() if key != name}
 

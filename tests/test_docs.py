@@ -1,0 +1,96 @@
+"""The Python code of README.md and of the pages of docs runs, and names in them exist.
+
+Each section of a page runs by itself, after the blocks above the page's first section. A block that
+begins with ```` ```python notest ```` is a fragment: it needs names that the page does not define.
+"""
+
+from __future__ import annotations
+
+import pathlib
+import pkgutil
+import re
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[1]
+PAGES = {
+    path.stem: path.read_text()
+    for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+}
+RUN_ELSEWHERE = ("data",)  # by tests/train/test_columns.py, which has the rows that it is about
+
+
+def blocks(text: str) -> list[str]:
+    """Return the fenced blocks of Python code that run."""
+    return re.findall(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+
+
+def sections(text: str) -> dict[str, list[str]]:
+    """Return the code of each section that has any, after that above the first section."""
+    prelude, *rest = re.split(r"^##+ (.*)$", text, flags=re.MULTILINE)
+    return {
+        title: blocks(prelude) + blocks(body)
+        for title, body in zip(rest[::2], rest[1::2], strict=True)
+        if blocks(body)
+    }
+
+
+CODE = {
+    f"{page}: {title}": code
+    for page, text in PAGES.items()
+    if page not in RUN_ELSEWHERE
+    for title, code in sections(text).items()
+}
+
+
+def falls(names):
+    return names["losses"][-1] < names["losses"][0]
+
+
+def where_rows_lie(model):
+    return model.embeddings.tables.get_value().rows["float32_4"].unsafe_buffer_pointer()
+
+
+# What a section's names must hold in the end.
+SHOWN = {
+    "README: In your own model": falls,
+    "recipes: Train in a loop": falls,
+    "recipes: Copy a model before a donated step": lambda names: (
+        where_rows_lie(names["before"]) != where_rows_lie(names["model"])
+    ),
+    "recipes: Follow a learning-rate schedule": lambda names: len(names["groups"]) == 1,
+    "recipes: Set a learning rate between steps": lambda names: (
+        names["optimizer"].hyperparameters() == {"rate": 0.25}
+    ),
+    "recipes: Scale, add and change gradients": lambda names: "row indices" in names["message"],
+    "recipes: Accumulate gradients with `Trainer`": lambda names: "MultiSteps" in names["message"],
+    "recipes: Handle steps that are not finite": lambda names: names["counts"] == (1, 1),
+    "recipes: Use `nnx.value_and_grad`, or a teacher": lambda names: (
+        "jaxrec.value_and_grad" in names["message"]
+    ),
+    "recipes: Find ids that are too large": lambda names: "[0, 60)" in names["message"],
+    "recipes: Predict one sample on a mesh": lambda names: names["logits"].shape == (1,),
+    "from_torchrec: Tables of a `state_dict`": lambda names: (
+        names["unused"] == [] and (names["model"].embeddings.table("t_user") == 1).all()
+    ),
+    "training: Batches that are not full": lambda names: names["logits"][0] > 0,
+}
+
+
+@pytest.mark.parametrize("section", CODE)
+def test_code_runs(section, tmp_path, monkeypatch, unchecked):
+    monkeypatch.chdir(tmp_path)  # for the files that it writes
+    names: dict = {"__name__": "page"}
+    for block in CODE[section]:
+        exec(compile(block, section, "exec"), names)
+    assert SHOWN.get(section, bool)(names)
+
+
+def test_all_that_is_shown_is_there():
+    assert set(SHOWN) <= set(CODE)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_names_exist(page):
+    for name in sorted(set(re.findall(r"(?<![\w/.-])jaxrec(?:\.\w+)+", PAGES[page]))):
+        pkgutil.resolve_name(name)
