@@ -94,6 +94,10 @@ def checked_columns(columns: Any) -> dict[str, JaggedArray]:
                 raise TypeError(
                     f"feature {key!r}: {name} are {getattr(column, name)!r:.60}; expected an array"
                 )
+        if column.values.dtype != object and not _is_real(column.values):
+            raise TypeError(
+                f"feature {key!r}: values must be real numbers, not of type {column.values.dtype}"
+            )
     return columns
 
 
@@ -223,9 +227,9 @@ def _array(name: str, what: str, array: Any, convert: Callable[..., np.ndarray])
     """
     if not _is_of_jax(array):
         return convert(name, what, array)
-    wanted = np.integer if convert is integers else np.number
-    if not jnp.issubdtype(array.dtype, wanted):
-        kind = "integers" if wanted is np.integer else "real numbers"
+    only_integers = convert is integers
+    if not (jnp.issubdtype(array.dtype, np.integer) if only_integers else _is_real(array)):
+        kind = "integers" if only_integers else "real numbers"
         raise TypeError(f"{name}: {what}s must be {kind}, not of type {array.dtype}")
     is_other = jnp.issubdtype(array.dtype, np.integer) and array.dtype != np.int32
     return array.astype(np.int32) if is_other and isinstance(array, jax.Array) else array
@@ -234,6 +238,11 @@ def _array(name: str, what: str, array: Any, convert: Callable[..., np.ndarray])
 def _check_shape(name: str, array: AnyArray, wanted: tuple[int, ...], why: str) -> None:
     if tuple(array.shape) != wanted:
         raise ValueError(f"{name} has shape {tuple(array.shape)}; expected {wanted}, {why}")
+
+
+def _is_real(array: Any) -> bool:
+    """Whether an array has a type of real numbers; bools are none."""
+    return any(jnp.issubdtype(array.dtype, kind) for kind in (np.integer, np.floating))
 
 
 def _is_of_jax(array: Any) -> bool:

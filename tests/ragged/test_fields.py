@@ -81,6 +81,7 @@ ERRORS = {
     "strings": ({"values": ["x"] * 6}, TypeError, "values: values must be integers, not of type"),
     # NumPy makes floats of ints that share no type of 64 bits.
     "wide_id_in_a_list": ({"values": [0, 1, 2, 3, 4, 2**63]}, TypeError, "must be integers, not"),
+    "complex": ({"values": jnp.ones(6, complex)}, TypeError, "values must be real numbers, not of"),
     "keys_first": ({"values": ["a", "b"]}, TypeError, "values: values must be integers"),
     "no_values": ({"values": None}, TypeError, "values: values must be integers"),
     "masked": (
@@ -204,9 +205,13 @@ def test_a_tree_of_any_leaves_is_rebuilt(leaf):
             {"a": [[1]]},
             r"feature 'a' is \[\[1\]\] \(list\); expected a JaggedArray; from_lists takes",
         ),
+        (
+            {"a": JaggedArray.from_lists([[1]]), "b": JaggedArray.from_lists([[True]])},
+            "feature 'b': values must be real numbers, not of type bool",
+        ),
         ({"a": JaggedArray([1], [1])}, r"feature 'a': values are \[1\]; expected an array"),
     ],
-    ids=["list", "lists", "unchecked_column"],
+    ids=["list", "lists", "bools", "unchecked_column"],
 )
 def test_columns_of_another_type(columns, message):
     with pytest.raises(TypeError, match=message):

@@ -117,7 +117,7 @@ def numbers(container: Any) -> list:
 
 
 def is_id(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
 def repaired(ids: list, bound: Any, mode: str) -> list:
