@@ -188,9 +188,7 @@ class TestTransformationsInTheLoss:
         [
             lambda model: nnx.remat(sum_of)(model),
             lambda model: nnx.jit(sum_of)(model),
-            lambda model: jax.lax.cond(
-                jnp.array(True), lambda x: x, lambda x: 0.0, sum_of(model)
-            ),
+            lambda model: jax.lax.cond(jnp.array(True), lambda x: x, lambda x: 0.0, sum_of(model)),
         ],
         ids=["nnx.remat", "nnx.jit", "cond around the result"],
     )

@@ -409,7 +409,8 @@ def test_from_dict(data):
         columns[keys[0]] = data.draw(st.sampled_from([None, [[1]], JaggedArray([1], [1])]))
 
     def expected():
-        return {key: columns[key].to_lists() for key in keys}, nested or None
+        weights = nested and {key: [numbers(bag) for bag in nested[key]] for key in keys}
+        return {key: columns[key].to_lists() for key in keys}, weights or None
 
     options = data.draw(packing_options(keys))
     if "bounds" not in options:
