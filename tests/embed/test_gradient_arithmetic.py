@@ -115,7 +115,7 @@ def test_arithmetic_by_tree_map_is_an_error(gradients, function):
 
 
 def test_the_error_names_what_to_use(gradients):
-    with pytest.raises(TypeError, match="row indices of jaxrec.Gradients: use its map, scale"):
+    with pytest.raises(TypeError, match=r"row indices of jaxrec\.Gradients: use its map, scale"):
         jax.tree.map(lambda x: 2 * x, gradients)
 
 
