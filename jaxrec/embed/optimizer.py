@@ -149,7 +149,10 @@ class Optimizer(nnx.Optimizer):
         step = UpdateStep(self.step.get_value().astype(jnp.int32), values)
         if self.debug:
             report_not_finite(grads, step.count)
-        self._update_dense(model, grads.dense, is_applied, **kwargs)
+        # Gradients are computed before the updates that read them, not fused into each: programs
+        # that differ elsewhere, such as those of `RoutedSteps`, then give the same bits.
+        dense, is_applied = jax.lax.optimization_barrier((grads.dense, is_applied))
+        self._update_dense(model, dense, is_applied, **kwargs)
         for path, calls in grads.tables.items():
             modules[path].apply_gradients(calls, step, is_applied)
         is_skipped = (~is_applied).astype(jnp.int32)
