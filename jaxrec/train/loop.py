@@ -25,7 +25,8 @@ from jaxrec.train.place import put
 from jaxrec.train.progress import Progress
 from jaxrec.train.rows import ParquetRows, Rows
 from jaxrec.train.trace import StepTrace
-from jaxrec.train.trainer import NotFiniteError
+from jaxrec.train.trainer import NotFiniteError as NotFiniteError
+from jaxrec.train.trainer import not_finite
 
 # Steps over which the running values are taken, and those of them that AUC is made of.
 WINDOW = 200
@@ -41,11 +42,13 @@ class Measured:
         sums: For loss, normalized entropy and calibration.
         samples: Number of samples that are no padding.
         logits: ``[batch]`` float32, NaN in padding.
+        skipped: Steps skipped since the last update, this one included.
     """
 
     sums: BinarySums
     samples: Int[Array, ""]
     logits: Float[Array, " batch"]
+    skipped: Int[Array, ""]
 
 
 def train_step(model: Model, optimizer: Optimizer, batch: ClickBatch) -> Measured:
@@ -59,11 +62,14 @@ def train_step(model: Model, optimizer: Optimizer, batch: ClickBatch) -> Measure
         loss = (batch.weights * losses).sum() / jnp.where(total > 0, total, 1)
         sums = binary_sums(logits, batch.labels, batch.weights)
         is_real = batch.weights > 0
-        return loss, Measured(sums, is_real.sum(), jnp.where(is_real, logits, jnp.nan))
+        measured = Measured(
+            sums, is_real.sum(), jnp.where(is_real, logits, jnp.nan), jnp.zeros((), jnp.int32)
+        )
+        return loss, measured
 
     (_, measured), gradients = value_and_grad(loss_fn, has_aux=True)(model)
     optimizer.update(model, gradients)
-    return measured
+    return dataclasses.replace(measured, skipped=optimizer.skipped_in_a_row.get_value())
 
 
 def train(
@@ -124,11 +130,8 @@ def train(
             batch, measured = under_way.popleft()
             sums = measured.sums.on_host()
             done += 1
-            if not np.isfinite(sums.cross_entropy):
-                raise NotFiniteError(
-                    f"the loss is {sums.cross_entropy} at step {done}; lower the learning rates "
-                    "(--optimizer.learning-rate, --optimizer.table-learning-rate)"
-                )
+            if int(on_host(measured.skipped)):
+                raise not_finite(model, done, float(sums.cross_entropy), (batch,))
             window.append(sums)
             progress.advance(int(on_host(measured.samples)))
             scored.append([on_host(x) for x in (measured.logits, batch.labels, batch.weights)])

@@ -7,13 +7,13 @@ import dataclasses
 import itertools
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from jaxrec.data.padding import pad_batch
 from jaxrec.embed import Optimizer, mean_gradients, value_and_grad
@@ -72,7 +72,10 @@ class Trainer:
         writer: Where the metrics go; None: nowhere.
         write_every: Steps from writing to writing.
         stop: Asked after each step; training ends early, and saves, once it says so.
-        on_step: Told the number and the loss of each step, two steps late.
+        max_skipped: Steps in a row that may be skipped because their loss or a gradient is not
+            finite. Such steps change nothing, in the metrics neither; one more in a row ends
+            training. 0: the first one does.
+        on_step: Told the number and the loss of each step that is not skipped, two steps late.
 
     Raises:
         TypeError: An argument is of another type, such as an optax optimizer.
@@ -106,6 +109,7 @@ class Trainer:
     writer: Writer | None = None
     write_every: int = 100
     stop: Callable[[], Any] = lambda: False
+    max_skipped: int = 0
     on_step: Callable[[int, float], None] = lambda step, loss: None
 
     def __post_init__(self) -> None:
@@ -115,6 +119,8 @@ class Trainer:
         for name in ("accumulate", "save_every", "write_every", "batch_size"):
             if (number := getattr(self, name)) is not None and number < 1:
                 raise ValueError(f"{name} is {number}; it must be 1 or more")
+        if self.max_skipped < 0:
+            raise ValueError(f"max_skipped is {self.max_skipped}; it must be 0 or more")
         if self.semi_synchronous and self.accumulate > 1:
             raise ValueError(
                 "semi-synchronous steps take one batch each; accumulate batches in synchronous ones"
@@ -155,11 +161,12 @@ class Trainer:
             steps: How many to make at most; None: until the batches end.
 
         Returns:
-            Steps made; 0 where `restore` found the run at its end.
+            Steps made, without those that were skipped; 0 where `restore` found the run at its end.
 
         Raises:
-            NotFiniteError: The loss of a step is no number; the error names an id outside its table
-                if there is one. What was saved before stays.
+            NotFiniteError: The loss or a gradient of more than ``max_skipped`` steps in a row is
+                not finite; the error names an id outside its table if there is one. What was saved
+                before stays.
             TypeError: The loss takes or returns something else, or a batch has no numbers.
             ValueError: There are no batches, or too few for a step, or a batch has more samples
                 than ``batch_size``.
@@ -168,25 +175,26 @@ class Trainer:
         if steps is not None and steps < 0:
             raise ValueError(f"steps is {steps}; it must be 0 or more")
         number = first = int(self.optimizer.step.get_value())
-        under_way: collections.deque[tuple[int, Array, tuple[Any, ...]]] = collections.deque()
+        under_way: collections.deque[tuple[int, StepResult, tuple[Any, ...]]] = collections.deque()
 
         def finish(left: int) -> None:
             while len(under_way) > left:
-                step, loss, step_batches = under_way.popleft()
-                value = float(loss)
-                if not np.isfinite(value):
-                    raise _not_finite(self.model, step, value, step_batches)
-                self.on_step(step, value)
+                step, result, step_batches = under_way.popleft()
+                loss, skipped = float(result.loss), int(result.skipped_in_a_row)
+                if skipped > self.max_skipped:
+                    raise not_finite(self.model, step, loss, step_batches, skipped)
+                if not skipped:
+                    self.on_step(step, loss)
 
         with Pipeline(batches, *self.stages, self._put) as placed:
-            for step_batches, loss in self._losses(placed, steps):
+            for step_batches, result in self._results(placed, steps):
                 number += 1
                 self._batches_used += self.accumulate
-                under_way.append((number, loss, step_batches))
+                under_way.append((number, result, step_batches))
                 finish(AHEAD)
                 if self.writer is not None and number % self.write_every == 0:
                     finish(0)
-                    self.writer.write(number, {"loss": float(loss), **self.measured()})
+                    self.writer.write(number, {"loss": float(result.loss), **self.measured()})
                 if self.stop():
                     break
                 if self.saver is not None and number % self.save_every == 0:
@@ -199,13 +207,14 @@ class Trainer:
                 "new one for each epoch"
             )
         self._goes_on = False
+        made = int(self.optimizer.step.get_value()) - first
         if self.saver is not None:
             self.saver.wait()
             # A checkpoint that is there is not written again: while it is, there would be none.
-            if number > first and number not in steps_of(self.saver.directory):
+            if made and first + made not in steps_of(self.saver.directory):
                 self.save()
                 self.saver.wait()
-        return number - first
+        return made
 
     def save(self, metrics: Mapping[str, float] | None = None) -> None:
         """Saves now, while training goes on; ``metrics`` to choose the best checkpoints by.
@@ -257,14 +266,14 @@ class Trainer:
     def _loss(self, model: nnx.Module, batch: Any) -> tuple[Float[Array, ""], Outputs]:
         return call_loss(self.loss, model, batch, has_metrics=self.metrics is not None)
 
-    def _losses(
+    def _results(
         self, batches: Iterator[Any], steps: int | None
-    ) -> Iterator[tuple[tuple[Any, ...], Array]]:
-        """Makes steps; the batches and the loss of each, not waited for."""
-        losses = self._behind(batches) if self.semi_synchronous else self._in_order(batches)
-        return itertools.islice(losses, steps)
+    ) -> Iterator[tuple[tuple[Any, ...], StepResult]]:
+        """Make steps; yield the batches and the result of each, not waited for."""
+        results = self._behind(batches) if self.semi_synchronous else self._in_order(batches)
+        return itertools.islice(results, steps)
 
-    def _in_order(self, batches: Iterator[Any]) -> Iterator[tuple[tuple[Any, ...], Array]]:
+    def _in_order(self, batches: Iterator[Any]) -> Iterator[tuple[tuple[Any, ...], StepResult]]:
         def parts() -> Iterator[tuple[Any, ...]]:
             is_first = True
             while len(part := tuple(itertools.islice(batches, self.accumulate))) == self.accumulate:
@@ -297,10 +306,10 @@ class Trainer:
 
     def _step(
         self, model: nnx.Module, optimizer: Optimizer, measured: Held, batches: tuple[Any, ...]
-    ) -> Float[Array, ""]:
+    ) -> StepResult:
         # The mean of the gradients divides by the number of batches, not by their samples.
         counts = [sample_count(batch) for batch in batches] if len(batches) > 1 else [1]
-        losses, parts = [], []
+        losses, parts, before = [], [], measured.get()
         for batch, count in zip(batches, counts, strict=True):
             share = count * len(counts) / sum(counts)
 
@@ -315,13 +324,13 @@ class Trainer:
             losses.append(loss)
             parts.append(gradients)
         optimizer.update(model, parts[0] if len(parts) == 1 else mean_gradients(parts))
-        return sum(losses) / len(losses)
+        return _finish_step(optimizer, measured, before, sum(losses) / len(losses))
 
     def _measure(self, measured: Held, outputs: Mapping[str, Array]) -> None:
         if self.metrics is not None:
             measured.set(self.metrics.update(measured.get(), outputs))
 
-    def _behind(self, batches: Iterator[Any]) -> Iterator[tuple[tuple[Any, ...], Array]]:
+    def _behind(self, batches: Iterator[Any]) -> Iterator[tuple[tuple[Any, ...], StepResult]]:
         batch = next(batches, None)
         if batch is None:
             return
@@ -353,7 +362,8 @@ class Trainer:
         found: Held,
         batch: Any,
         following: Any,
-    ) -> Float[Array, ""]:
+    ) -> StepResult:
+        before = measured.get()
         with use_ahead(model, found.get()):
             (loss, outputs), gradients = value_and_grad(self._loss, has_aux=True)(model, batch)
         self._measure(measured, outputs)
@@ -364,7 +374,7 @@ class Trainer:
         gradients = gradients.tied_to(jnp.asarray(read, jnp.float32))
         optimizer.update(model, gradients)
         found.set(next_found)
-        return loss
+        return _finish_step(optimizer, measured, before, loss)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -375,19 +385,52 @@ class _Steps:
     steps: Any
 
 
-def _not_finite(
-    model: nnx.Module, step: int, loss: float, batches: tuple[Any, ...]
+class StepResult(NamedTuple):
+    """The result of a step.
+
+    Attributes:
+        loss: The mean loss of its batches.
+        skipped_in_a_row: Steps skipped since the last update, this one included.
+    """
+
+    loss: Float[Array, ""]
+    skipped_in_a_row: Int[Array, ""]
+
+
+def _finish_step(
+    optimizer: Optimizer, measured: Held, before: Any, loss: Float[Array, ""]
+) -> StepResult:
+    """Set the metrics back where the step was skipped, and return its result."""
+    skipped = optimizer.skipped_in_a_row.get_value()
+    keep = lambda new, old: jnp.where(skipped > 0, old, new)  # noqa: E731
+    measured.set(jax.tree.map(keep, measured.get(), before))
+    return StepResult(loss, skipped)
+
+
+def not_finite(
+    model: nnx.Module, step: int, loss: float, batches: tuple[Any, ...], skipped: int = 1
 ) -> NotFiniteError:
-    """The error of a step whose loss is no number; ``batches`` are those of the step."""
+    """Return the error of a step that was skipped.
+
+    Args:
+        model: The model.
+        step: The number of the step.
+        loss: Its loss.
+        batches: Its batches, which are looked through for ids outside their tables.
+        skipped: Steps skipped in a row, this one included.
+    """
+    subject = "a gradient is not finite" if np.isfinite(loss) else f"the loss is {loss}"
+    where = f"{subject} at step {step}"
+    if skipped > 1:
+        where += f", the last of {skipped} in a row that are skipped"
     for number, batch in enumerate(batches):
         if (bad_id := bad_id_of_batch(model, batch)) is not None:
             which = f", batch {number} of the step" if len(batches) > 1 else ""
             return NotFiniteError(
-                f"the loss is {loss} at step {step}{which}: {bad_id}; give "
-                "bounds=collection.bounds to the batch's constructor to check ids, or to clamp "
-                "them, when batches are made"
+                f"{where}{which}: {bad_id}; give bounds=collection.bounds to the batch's "
+                "constructor to check ids, or to clamp them, when batches are made"
             )
     return NotFiniteError(
-        f"the loss is {loss} at step {step}; lower the learning rates, or look at the data of that "
-        "step"
+        f"{where}; lower the learning rates, look at the data of that step, or find out by "
+        "jaxrec.Optimizer(..., debug=True) which gradient it is"
     )

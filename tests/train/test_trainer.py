@@ -4,6 +4,7 @@ import dataclasses
 import re
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -243,6 +244,39 @@ def test_ids_outside_their_table():
     assert not np.array_equal(weights(trainer)[0], before)
     with pytest.raises(NotFiniteError, match="at step 1, batch 1 of the step: feature 'user'"):
         make(accumulate=2).train(data[:2])
+
+
+@pytest.mark.parametrize("options", [{}, {"semi_synchronous": True}], ids=["in order", "behind"])
+def test_skipped_steps_change_nothing_until_there_are_too_many(options):
+    data = batches(6)
+    bad = jaxrec.KeyedJaggedArray.from_lists({"user": [[1], [2, ROWS + 7]] * 4}), data[1][1]
+    told = []
+    trainer = make(metrics=GROUP, max_skipped=2, on_step=lambda *step: told.append(step), **options)
+    if options:  # a lookup for the next batch is made before the update
+        assert trainer.train([data[0], bad, bad]) == 1
+        assert np.isfinite(list(trainer.measured().values())).all()
+    else:
+        assert trainer.train([data[0], bad, bad, data[1], bad, data[2]]) == 3
+        plain = make(metrics=GROUP)
+        plain.train(data[:3])
+        for array, expected in zip(weights(trainer), weights(plain), strict=True):
+            np.testing.assert_array_equal(array, expected)
+        assert trainer.measured() == plain.measured()
+        assert [step for step, _ in told] == [1, 4, 6]
+        assert int(trainer.optimizer.skipped[...]) == 3
+    with pytest.raises(NotFiniteError, match=r"the last of 3 in a row .* id 57 is outside"):
+        make(max_skipped=2, **options).train([bad, bad, bad, data[0]])
+
+
+def test_a_gradient_that_is_not_finite_is_named():
+    def of_norms(model, batch):
+        # The norm of zeros is finite, and its gradient is not.
+        return jnp.linalg.norm(0 * model(batch[0])), {}
+
+    trainer = make()
+    trainer.loss = of_norms
+    with pytest.raises(NotFiniteError, match=r"a gradient is not finite at step 1; .*debug=True"):
+        trainer.train(batches(2))
 
 
 def test_values_are_written():
