@@ -106,13 +106,15 @@ class ContiguousMap:
         """Writes it as a Parquet file with columns ``id`` and ``number``."""
         path = pathlib.Path(path)
         unfinished = path.with_name(f".{path.name}.unfinished")
-        pq.write_table(pa.table({"id": self.ids, "number": self.numbers}), unfinished)
+        pq.write_table(
+            pa.table({"id": self.ids, "number": self.numbers}), unfinished, write_page_checksum=True
+        )
         unfinished.replace(path)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> ContiguousMap:
         """Reads what `save` wrote."""
-        table = pq.read_table(path)
+        table = pq.read_table(path, page_checksum_verification=True)
         return cls(table["id"].to_numpy(), table["number"].to_numpy())
 
 
@@ -149,7 +151,9 @@ def renumber(
 def _column(paths: Iterable[pathlib.Path], name: str) -> Iterator[np.ndarray]:
     pieces: list[np.ndarray] = []
     for path in paths:
-        for batch in pq.ParquetFile(path).iter_batches(columns=[name]):
+        for batch in pq.ParquetFile(path, page_checksum_verification=True).iter_batches(
+            columns=[name]
+        ):
             pieces.append(batch.column(0).to_numpy())
             if sum(map(len, pieces)) >= CHUNK:
                 yield np.concatenate(pieces)
@@ -161,7 +165,7 @@ def _column(paths: Iterable[pathlib.Path], name: str) -> Iterator[np.ndarray]:
 def _rewrite(
     source: pathlib.Path, target: pathlib.Path, maps: dict[str, ContiguousMap], compression: str
 ) -> None:
-    file = pq.ParquetFile(source)
+    file = pq.ParquetFile(source, page_checksum_verification=True)
     schema = file.schema_arrow
     for name in maps:
         number = pa.field(name, pa.int32(), nullable=False)

@@ -116,14 +116,16 @@ class ParquetGroups:
 
         Raises:
             OSError: The file cannot be read.
-            DataError: It is damaged.
+            DataError: It is damaged: it is no Parquet file, or a page's checksum differs.
         """
         path, number, *_ = self._places[group]
         columns = None if self.columns is None else list(self.columns)
         try:
-            with pq.ParquetFile(path) as file:
+            with pq.ParquetFile(path, page_checksum_verification=True) as file:
                 return file.read_row_group(number, columns=columns, use_threads=False)
-        except pa.ArrowInvalid as error:
+        except (pa.ArrowInvalid, OSError) as error:
+            if isinstance(error, OSError) and error.errno is not None:
+                raise  # the system's, which names the file
             raise DataError(f"{path}, row group {number}: it cannot be read ({error})") from None
 
     def place(self, group: int) -> tuple[pathlib.Path, int]:

@@ -236,7 +236,8 @@ def parquet_writer(file: Any, schema: pa.Schema, compression: str) -> pq.Parquet
     """For columns of integers that are read whole: no dictionaries, no statistics.
 
     What is compressed has the low bytes of all numbers first, then the next, and so on
-    (BYTE_STREAM_SPLIT): the high bytes are nearly all zero, which takes less time both ways.
+    (BYTE_STREAM_SPLIT): the high bytes are nearly all zero, which takes less time both ways. Pages
+    have checksums, which readers of this package verify.
     """
     return pq.ParquetWriter(
         file,
@@ -245,4 +246,5 @@ def parquet_writer(file: Any, schema: pa.Schema, compression: str) -> pq.Parquet
         use_dictionary=False,
         write_statistics=False,
         use_byte_stream_split=compression != "none",
+        write_page_checksum=True,
     )

@@ -246,7 +246,9 @@ class Vocabulary:
         described = {_METADATA_KEY: json.dumps({"num_unknown": self.num_unknown})}
         table = pa.table({"value": self.values, "count": self.counts})
         unfinished = path.with_name(f".{path.name}.unfinished")
-        pq.write_table(table.replace_schema_metadata(described), unfinished)
+        pq.write_table(
+            table.replace_schema_metadata(described), unfinished, write_page_checksum=True
+        )
         unfinished.replace(path)
 
     @classmethod
@@ -258,9 +260,11 @@ class Vocabulary:
             DataError: It holds no vocabulary.
         """
         try:
-            table = pq.read_table(path)
-        except pa.ArrowInvalid as error:
-            raise DataError(f"{path} is no Parquet file ({error})") from None
+            table = pq.read_table(path, page_checksum_verification=True)
+        except (pa.ArrowInvalid, OSError) as error:
+            if isinstance(error, OSError) and error.errno is not None:
+                raise  # the system's, which names the file
+            raise DataError(f"{path} is no Parquet file, or damaged ({error})") from None
         described = (table.schema.metadata or {}).get(_METADATA_KEY)
         if described is None:
             raise DataError(f"{path} holds no vocabulary; Vocabulary.save writes them")

@@ -90,7 +90,9 @@ def _write_parquet(path: pathlib.Path, rows: Array) -> None:
             lists = pa.FixedSizeListArray.from_arrays(flat, piece.shape[1])
             table = pa.table({_ROW: numbers, _EMBEDDING: lists})
             if writer is None:
-                writer = stack.enter_context(pq.ParquetWriter(path, table.schema))
+                writer = stack.enter_context(
+                    pq.ParquetWriter(path, table.schema, write_page_checksum=True)
+                )
             writer.write_table(table)
 
 
@@ -131,7 +133,7 @@ def _read_npy(path: pathlib.Path) -> np.ndarray:
 def _read_parquet(path: pathlib.Path, shape: tuple[int, ...]) -> np.ndarray:
     rows, seen = np.zeros(shape, np.float32), np.zeros(shape[0], bool)
     try:
-        with pq.ParquetFile(path) as file:
+        with pq.ParquetFile(path, page_checksum_verification=True) as file:
             if missing := {_ROW, _EMBEDDING} - set(file.schema_arrow.names):
                 raise ValueError(f"{path} is no table: it has no column {sorted(missing)[0]!r}")
             for batch in file.iter_batches(_ROWS, columns=[_ROW, _EMBEDDING]):
