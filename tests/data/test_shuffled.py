@@ -18,6 +18,7 @@ from jaxrec.data import (
     Shard,
     to_numpy,
 )
+from jaxrec.data.parts import parquet_writer
 
 
 def files(directory, sizes=(30, 7, 25), group=10):
@@ -156,6 +157,20 @@ def test_errors_of_the_reader_come_through(tmp_path):
     stream = BatchSource(groups, 5, xs).from_batch()
     with pytest.raises((DataError, OSError)):
         list(stream)
+
+
+def test_a_flipped_byte_is_named(tmp_path):
+    path = tmp_path / "part.parquet"
+    table = pa.table({"x": np.arange(10_000, dtype=np.int32)})
+    with parquet_writer(path, table.schema, "none") as writer:
+        writer.write_table(table)
+    groups = ParquetGroups.of_directory(tmp_path)
+    assert groups.read(0).equals(table)
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=r"part\.parquet, row group 0: .*checksum"):
+        groups.read(0)
 
 
 def test_another_process_can_have_it(tmp_path):
