@@ -28,7 +28,7 @@ class Interactions:
         num_items: The largest item.
 
     Example:
-        >>> import tempfile
+        >>> import pathlib, tempfile
         >>> path = pathlib.Path(tempfile.mkdtemp(), "interactions.txt")
         >>> _ = path.write_text("1 5\\n2 7\\n1 6\\n1 7\\n2 5\\n2 9\\n3 1\\n")
         >>> found = Interactions.read(path)

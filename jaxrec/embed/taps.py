@@ -175,7 +175,7 @@ class TappedModule(nnx.Module):
     def look_up(self, features: KeyedJaggedArray, **options: Any) -> Activations:
         """`jaxrec.embed.lookup`, with the call's tap added if there is one."""
         tables = self.tables.get_value()
-        self._check_trace()
+        self._check_trace(features)
         if self.probe is not None:
             return self.probe.look_up(tables, features, **options)
         for tap, slot in zip(self.taps, self.residuals, strict=True):
@@ -205,7 +205,7 @@ class TappedModule(nnx.Module):
         tables = self.tables.get_value()
         if _differentiation.get() is None:
             return read_table(tables, name)
-        self._check_trace()
+        self._check_trace(None)
         _check_dense_gradient(tables, name)
         rows = read_table(tables, name)
         if self.probe is not None:
@@ -221,14 +221,14 @@ class TappedModule(nnx.Module):
                 return found
         return Ahead(None)
 
-    def _check_trace(self) -> None:
+    def _check_trace(self, features: KeyedJaggedArray | None) -> None:
         """Raise where the gradient of a lookup would be lost."""
         differentiation = _differentiation.get()
         if differentiation is not None:
             is_tapped = self.probe is not None or len(self.taps) or len(self.table_taps)
             if is_tapped and not differentiation.enter(self.tables):
                 raise lost_gradient()
-        elif not self.deterministic and self.is_trainable and _is_differentiated():
+        elif not self.deterministic and self.is_trainable and _is_differentiated(features):
             raise TypeError(
                 "a model with embedding tables is differentiated by nnx.value_and_grad, nnx.grad "
                 "or jax.grad, which leave its tables untrained; use jaxrec.value_and_grad and "
@@ -300,11 +300,13 @@ def can_change(variable: nnx.Variable) -> bool:
     return variable._can_update
 
 
-def _is_differentiated() -> bool:
-    """Whether JAX is differentiating the code that runs now."""
+def _is_differentiated(features: KeyedJaggedArray | None) -> bool:
+    """Whether JAX is differentiating the code that runs now, and not the batch's weights alone."""
     # JAX does not export its current trace. Without it this check finds nothing.
-    context = getattr(jax_core, "trace_ctx", None)
-    return type(getattr(context, "trace", None)).__name__ in ("JVPTrace", "LinearizeTrace")
+    trace = getattr(getattr(jax_core, "trace_ctx", None), "trace", None)
+    if type(trace).__name__ not in ("JVPTrace", "LinearizeTrace"):
+        return False
+    return all(getattr(leaf, "_trace", None) is not trace for leaf in jax.tree.leaves(features))
 
 
 def _check_dense_gradient(tables: TableStore, name: str) -> None:

@@ -37,6 +37,7 @@ def mesh(request):
     return jax.make_mesh((2,), ("data",), axis_types=auto, devices=jax.devices()[:2])
 
 
+@nnx.jit
 def train_step(model, optimizer, features):
     loss_fn = lambda model: model(features).values.sum()  # noqa: E731
     _, gradients = jaxrec.value_and_grad(loss_fn)(model)

@@ -240,6 +240,7 @@ def test_a_batch_on_a_mesh_needs_a_model_there(mesh):
         model(batch)
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_something_else_for_a_mesh():
     with pytest.raises(TypeError, match=r"a batch is put on a jax\.sharding\.Mesh, got 'data'"):
         shard_batch(np.zeros(8), "data")

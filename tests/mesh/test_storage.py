@@ -77,6 +77,7 @@ def test_tables_made_on_a_mesh_equal_those_made_on_a_device(mesh):
                 np.testing.assert_array_equal(model.table_state(name)[key], state, err_msg=name)
 
 
+@pytest.mark.filterwarnings("ignore:tables b take 10 MiB")  # one table alone on eight devices
 def test_no_device_ever_holds_more_than_its_part(mesh, monkeypatch):
     """While tables are made, by the arrays that live after each step and by what a step holds."""
     tables = [jaxrec.EmbeddingBagConfig(name, 80_000, 32) for name in ("a", "b")]

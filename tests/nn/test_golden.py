@@ -336,6 +336,7 @@ def test_models(name):
             return (out * arrays["grad_out"][:, 0]).sum(), out
 
         (_, out), gradients = jaxrec.value_and_grad(loss_fn, has_aux=True)(model, dense)
+        model.eval()  # the gradient of the inputs is wanted, and none of tables
         of_dense = jax.grad(lambda dense: loss_fn(model, dense)[0])(dense)
         model.embeddings.apply_gradients(gradients.tables["embeddings"], 0)
         return out, gradients.dense, of_dense

@@ -16,6 +16,7 @@ from jaxrec.plan import ParameterConstraints, Planner, ShardingPlan, Topology
 DEVICES, BATCH, POOLING = 8, 4096, 8
 
 
+@pytest.mark.filterwarnings("ignore:tables a take 10 MiB")  # one table alone on eight devices
 @pytest.mark.parametrize(
     "placement",
     [data_parallel(), row_wise(), row_wise(exchange="sums"), table_wise(3)],
