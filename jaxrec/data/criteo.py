@@ -80,7 +80,7 @@ class CriteoFile:
 
     @property
     def bad_lines(self) -> int:
-        """Lines that are no rows and are left out; raises as `num_rows` does."""
+        """The malformed lines that are left out; raises as `num_rows` does."""
         return self._counts[1]
 
     def chunks(self, start: int, stop: int) -> Iterator[Clicks]:

@@ -41,7 +41,7 @@ _FIRST = ("label", "weight")
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TableEncoder:
-    """What becomes of the columns of a table: a schema, and what was learned for it.
+    """Turns the columns of a table into batches: a schema with its vocabularies and statistics.
 
     `jaxrec train` saves it with the model, in ``features/`` of the run's directory.
 
@@ -79,10 +79,10 @@ class TableEncoder:
         }
 
     def capacities(self, samples: int, *, certain: bool = False) -> dict[str, int]:
-        """The capacity of each feature in batches of so many samples.
+        """The capacity of each feature in batches of ``samples`` samples.
 
         Args:
-            samples: Of a batch.
+            samples: Number of samples of a batch.
             certain: Whether no batch of the rows learned from exceeds it; by default hardly one.
         """
         return {

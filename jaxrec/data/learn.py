@@ -1,4 +1,4 @@
-"""What a schema needs to know of the training rows, in one pass over them."""
+"""Vocabularies and statistics of a schema, learned in one pass over the training rows."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ class ValueCounts:
             )
         table = self._add_up()
         if table is None:
-            raise ValueError("there are no values to make a vocabulary of")
+            raise ValueError("a vocabulary needs at least one value, got none")
         table = table.filter(pc.field("count") >= min_count)
         table = table.sort_by([("count", "descending"), ("value", "ascending")])[:max_size]
         values = table["value"].combine_chunks()

@@ -43,7 +43,7 @@ def table_key(key: Key[Array, ""] | Shaped[Array, 2], name: str) -> Array:
 def draw_and_scale(
     initializer: str | Callable, num_rows: int, dim: int
 ) -> tuple[Callable, np.float32]:
-    """What draws a table's values block by block, and what they are multiplied by.
+    """Return an initializer that draws values block by block, and the factor of its values.
 
     Raises:
         ValueError: The values depend on the number of rows that are drawn at once.

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from jaxrec.mesh.layout import MeshLayout, PlacedGroup
 
-# A warning is due where so many bytes are allocated in vain, and more than what is in use.
+# A group is warned of if it wastes this many bytes, and more than it uses.
 _WORTH_SAYING = 64 << 20
 
 

@@ -23,7 +23,7 @@ def rank_metrics(scores: Float[np.ndarray, "samples candidates"], k: int = 10) -
         ``HR@k``, ``NDCG@k`` and ``MRR``.
 
     Raises:
-        TypeError: The scores are no real numbers.
+        TypeError: The scores are not real numbers.
         ValueError: There are no samples, no other candidates, or ``k`` is below 1.
 
     Example:

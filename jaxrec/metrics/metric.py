@@ -86,7 +86,7 @@ class Metric(abc.ABC, Generic[State]):
 
     @property
     def whole(self) -> tuple[str, ...]:
-        """Those of the `required` arrays that number sessions or groups, and hold integers."""
+        """The `required` arrays that hold integer numbers of sessions or groups."""
         return self.required
 
     @property
