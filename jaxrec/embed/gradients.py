@@ -165,7 +165,8 @@ class Gradients:
         finite makes the gradients NaN, so that the update is skipped.
         """
         norm = self.norm()
-        return self.scale(jnp.where(norm < max_norm, 1, max_norm / norm))
+        factor = jnp.where(norm < max_norm, 1, max_norm / norm)
+        return self.scale(jnp.where(jnp.isfinite(norm), factor, jnp.nan))
 
     def is_finite(self) -> Bool[Array, ""]:
         """Return whether the loss and all gradients are finite."""

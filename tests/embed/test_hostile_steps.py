@@ -80,7 +80,8 @@ def test_a_step_is_finite_or_changes_nothing(name, bags, factors):
     loss, norm = step(model, optimizer, features, np.array(factors, np.float32))
     after = numbers(model, optimizer)
     is_skipped = int(optimizer.skipped[...]) > skipped
-    assert is_skipped == (not (np.isfinite(loss) and np.isfinite(norm)))
+    # A step is skipped, too, where only the gradient of an empty bag overflows.
+    assert is_skipped or (np.isfinite(loss) and np.isfinite(norm))
     if any(row >= ROWS for bag in bags for row in bag):
         assert is_skipped
     for path, arrays in after.items():
