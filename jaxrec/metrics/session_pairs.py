@@ -95,7 +95,7 @@ class SessionPairwiseAUC(SumMetric):
         positions = jnp.arange(samples)
 
         def in_session(distance: Int[Array, ""]) -> tuple[Int[Array, " batch"], Array]:
-            """The sample so many places on, and whether it is of the same session."""
+            """The sample at an offset, and whether it belongs to the same session."""
             other = jnp.minimum(positions + distance, samples - 1)
             same = (session == session[other]) & (session < samples)
             return other, same & (positions + distance < samples)

@@ -41,7 +41,7 @@ RESULTS_FILE = "results.json"
 HISTORY_FILE = "metrics.jsonl"
 PROFILE_DIRECTORY = "profile"
 
-# Steps from line to line of the history, and the fewest lines of a run that has so many steps.
+# Steps between lines of the history, and the fewest lines that a run of enough steps has.
 RECORD_EVERY = 100
 RECORDS = 20
 
@@ -161,7 +161,7 @@ def _train_on(
     checkpoint.require_space(output, model, optimizer)
     if is_first:
         if config.resume is None and is_written(output / CONFIG_FILE):
-            # Of a run that failed before its first checkpoint.
+            # This file was left by a run that failed before its first checkpoint.
             (output / HISTORY_FILE).unlink(missing_ok=True)
         if encoder is not None and (config.resume is None or output != config.resume):
             encoder.save(output / FEATURES_DIRECTORY)
