@@ -1,4 +1,4 @@
-"""Builds the native CPU kernels, where there is a C++17 compiler; without them XLA's serve."""
+"""Builds the native libraries where there is a C++17 compiler; without them XLA and NumPy serve."""
 
 from __future__ import annotations
 
@@ -6,22 +6,30 @@ import glob
 import os
 import platform
 import sys
+from typing import Any
 
 from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
-NATIVE = "jaxrec/embed/kernels/native"
+KERNELS = "jaxrec/embed/kernels/native"
+ID_MAPS = "jaxrec/tier/native"
 
 
 class build_library(build_ext):
-    """Builds a plain shared library, of no Python version, if it can be built."""
+    """Builds plain shared libraries, of no Python version, those that can be built."""
 
     def run(self) -> None:
         try:
             super().run()
         except Exception as error:
-            say(f"the native CPU kernels were not built ({error})")
+            say(f"the native libraries were not built ({error})")
+
+    def build_extension(self, extension: Extension) -> None:
+        try:
+            super().build_extension(extension)
+        except Exception as error:
+            say(f"{extension.name} was not built ({error})")
 
     def get_ext_filename(self, name: str) -> str:
         return name.replace(".", "/") + ".so"
@@ -38,39 +46,48 @@ class platform_wheel(bdist_wheel):
         return "py3", "none", platform_tag
 
 
-def native_kernels() -> list[Extension]:
+def native_libraries() -> list[Extension]:
     if os.environ.get("JAXREC_NO_NATIVE") == "1":
-        say("JAXREC_NO_NATIVE=1: the native CPU kernels are not built")
+        say("JAXREC_NO_NATIVE=1: the native libraries are not built")
         return []
     if platform.machine().lower() not in ("x86_64", "amd64", "arm64", "aarch64"):
-        say(f"there are no native CPU kernels for {platform.machine()}")
+        say(f"there are no native libraries for {platform.machine()}")
         return []
+    libraries = [library("jaxrec.tier.native.libjaxrec_tier", ID_MAPS)]
     try:
         import jaxlib
     except ImportError:
         say("the native CPU kernels were not built (jaxlib, whose headers they need, is missing)")
-        return []
+        return libraries
+    kernels = library(
+        "jaxrec.embed.kernels.native.libjaxrec",
+        KERNELS,
+        define_macros=[("JAXREC_JAXLIB", f'"{jaxlib.__version__}"')],
+        include_dirs=[os.path.join(os.path.dirname(jaxlib.__file__), "include")],
+    )
+    return [kernels, *libraries]
+
+
+def library(name: str, directory: str, **settings: Any) -> Extension:
     # Instruction sets are chosen inside the sources, so that one library serves all machines.
     flags = ["-std=c++17", "-O3", "-g0", "-fvisibility=hidden", "-fno-math-errno", "-w"]
-    return [
-        Extension(
-            "jaxrec.embed.kernels.native.libjaxrec",
-            sources=sorted(glob.glob(f"{NATIVE}/*.cc")),
-            depends=sorted(glob.glob(f"{NATIVE}/*.h")),
-            define_macros=[("JAXREC_JAXLIB", f'"{jaxlib.__version__}"')],
-            include_dirs=[os.path.join(os.path.dirname(jaxlib.__file__), "include")],
-            extra_compile_args=flags,
-            extra_link_args=["-pthread"],
-            language="c++",
-        )
-    ]
+    return Extension(
+        name,
+        sources=sorted(glob.glob(f"{directory}/*.cc")),
+        depends=sorted(glob.glob(f"{directory}/*.h")),
+        extra_compile_args=flags,
+        extra_link_args=["-pthread"],
+        language="c++",
+        optional=True,
+        **settings,
+    )
 
 
 def say(what: str) -> None:
-    print(f"jaxrec: {what}; lookups and updates on CPUs run in XLA", file=sys.stderr)
+    print(f"jaxrec: {what}; XLA and NumPy do the work on CPUs", file=sys.stderr)
 
 
-extensions = native_kernels()
+extensions = native_libraries()
 setup(
     ext_modules=extensions,
     cmdclass={"build_ext": build_library, "bdist_wheel": platform_wheel} if extensions else {},

@@ -26,6 +26,7 @@ SMALL = "--data.batch-size 104 --data.table-rows 1000 --data.eval-fraction 0.2"
 
 # What the docs say, and what is added so that it is small. Each finds the files of those before.
 COMMANDS = (
+    ("jaxrec doctor", ""),
     ("jaxrec train", f"{GENERATED} --output first"),
     ("jaxrec data criteo INPUT OUTPUT", ""),
     ("jaxrec train --data OUTPUT", f"{SMALL} --output second"),
@@ -38,13 +39,19 @@ COMMANDS = (
         "jaxrec train --data clicks.parquet --schema schema.yaml --model.name deepfm",
         "--data.batch-size 100 --output deepfm",
     ),
+    (
+        "jaxrec train --data clicks.parquet --vocabulary dynamic --data.table-rows 1000000 "
+        "--vocabulary.eviction lfu",
+        "--data.batch-size 100 --data.table-rows 2000 --output dynamic",
+    ),
     ("jaxrec train [CONFIG.yaml] --data LOG --output RUN [--checkpoint.every 1000]", SMALL),
     ("jaxrec train --resume RUN", "--data.epochs 2"),
     ("jaxrec train --resume RUN --devices 8", "--data.epochs 3"),
     ("jaxrec train --resume RUN --eval-only", ""),
     ("jaxrec plan model.yaml --devices 64 --machine h200 --output plan.json", "--devices 8"),
+    ("jaxrec tune model.yaml", "--batch-size 256 --seconds 0.01 --memory 0.01 --no-keep"),
     ("jaxrec plan --calibrate --output here.json", "--devices 2"),
-    ("python -m jaxrec.mesh.selftest", "--cpu-devices 4 --types row_wise:rows grid:sums"),
+    ("python -m jaxrec.mesh.selftest", "--cpu-devices 4 --types row_wise:rows grid:pooled"),
     (
         "python examples/sasrec.py --data amazon-beauty.txt --dropout-rate 0.5 --minutes 58 "
         "--epochs 200",
@@ -52,6 +59,11 @@ COMMANDS = (
     ),
     ("python examples/deepfm_movielens.py --data ml-100k", "--epochs 1 --seeds 0"),
     ("python -m benchmarks.pipeline", "--text-megabytes 2 --steps 5 --repeats 1 --batch 256"),
+    ("python -m benchmarks.tier stream", "--steps 2000 --batch 16 --interval 1000"),
+    (
+        "python -m benchmarks.tier step",
+        "--features 2 --batch 64 --bag 4 --rows 4000 --dim 8 --steps 2 --rounds 1",
+    ),
 )
 
 # Why a command of the docs is not run.
@@ -63,6 +75,8 @@ LEFT_OUT = {
     "--peer-python PATH": "needs an environment with TorchRec",
     "--coordinator": "is one of several processes; tests/train/test_cli.py starts them",
     "python -m benchmarks.mesh": "takes minutes",
+    "python -m benchmarks.tier": "takes minutes",
+    "python -m benchmarks.gpu": "needs what compiles for CUDA, 3 GB",
     "python -m pytest": "is run by .ci/run",
 }
 

@@ -92,7 +92,9 @@ def main(options: Options) -> None:
         labels = rng.integers(0, 2, options.batch).astype(np.float32)
         batches.append(jax.device_put((dense, features, labels)))
 
-    jaxrec.train.keep_freed_memory()
+    from jaxrec.train.memory import keep_freed_memory
+
+    keep_freed_memory()
     step = jaxrec.train.compile_step(train_step, model, optimizer)
     times = []
     for i in range(options.steps + 5):

@@ -27,7 +27,7 @@ export PYTHONWARNINGS="ignore::DeprecationWarning"
 lines=$(mktemp)
 trap 'rm -f "$lines"' EXIT
 status=0
-for implementation in reference triton mosaic; do
+for implementation in reference triton; do
     for part in $parts; do
         echo "== $part $implementation"
         "$python" -m "benchmarks.gpu.$part" "$implementation" | tee -a "$lines" || status=1

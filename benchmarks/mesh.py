@@ -116,8 +116,8 @@ def placements(kind: str, workload: Workload) -> dict[str, Any]:
 
 
 KINDS = (
-    *("data_parallel", "table_wise", "row_wise:rows", "row_wise:sums", "column_wise"),
-    *("table_row_wise:rows", "table_row_wise:sums", "table_column_wise", "grid"),
+    *("data_parallel", "table_wise", "row_wise:rows", "row_wise:pooled", "column_wise"),
+    *("table_row_wise:rows", "table_row_wise:pooled", "table_column_wise", "grid"),
 )
 
 
@@ -231,9 +231,10 @@ def serve(pipe: Connection, workload: Workload, kind: str | None, memory_rows: i
 
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 1 if kind is None else DEVICES)
-    import jaxrec
 
-    jaxrec.train.keep_freed_memory()
+    from jaxrec.train.memory import keep_freed_memory
+
+    keep_freed_memory()
     tables, batches = make(workload, kind)
     step = jax.jit(train_step, donate_argnums=0).lower(tables, batches[0], 0).compile()
     pipe.send({} if kind is None else facts(workload, kind, memory_rows, step))
@@ -290,24 +291,23 @@ def make(workload: Workload, kind: str | None) -> tuple[Any, list[Any]]:
     room = dict.fromkeys(workload.names, workload.batch // DEVICES * workload.bag)
     batches = [jaxrec.mesh.shard_batch(batch, mesh, capacities=room) for batch in batches]
     if workload.rooms == "measured":
-        tables = dataclasses.replace(tables, slack=measured_slack(tables, batches))
+        tables = dataclasses.replace(tables, capacity_factors=measured_factors(tables, batches))
     return tables, batches
 
 
-def measured_slack(tables: Any, batches: Sequence[Any]) -> tuple[tuple[str, float], ...]:
-    """The room of each group's exchange that fits all batches."""
+def measured_factors(tables: Any, batches: Sequence[Any]) -> tuple[tuple[str, float], ...]:
+    """Return the capacity factor of each group that fits all batches."""
     import jax
 
-    from jaxrec.embed.lookup import route
     from jaxrec.embed.taps import Ahead
-    from jaxrec.mesh.rooms import measured_loads, rung
 
-    def loads(batch: Any) -> Any:
-        return measured_loads({"": [Ahead(route(tables, batch))]})
+    def demand(batch: Any) -> Any:
+        return measure_demand({"": [Ahead(tables.route(batch))]})
 
-    found = [jax.jit(loads)(batch) for batch in batches]
+    demands = [jax.jit(demand)(batch) for batch in batches]
     return tuple(
-        (name, rung(max(float(each[path, name]) for each in found))) for path, name in found[0]
+        (name, capacity_factor(max(float(each[path, name]) for each in demands)))
+        for path, name in demands[0]
     )
 
 
@@ -353,7 +353,7 @@ def facts(workload: Workload, kind: str, memory_rows: int, step: Any) -> dict[st
 
 def least_bytes(workload: Workload, kind: str) -> dict[str, float]:
     """The least bytes that must leave a device in a step, on average, whichever way they go."""
-    from jaxrec.mesh.storage import mesh_shape
+    from jaxrec.mesh.creation import mesh_shape
 
     shape = mesh_shape(make_mesh(kind))
     ids = dict(zip(workload.names, workload.draw(0), strict=True))
@@ -400,8 +400,8 @@ def memory(workload: Workload, kind: str) -> dict[str, Any]:
 
     import jaxrec
     from jaxrec.embed.layout import layout_tables
+    from jaxrec.mesh.creation import mesh_shape
     from jaxrec.mesh.layout import layout_mesh
-    from jaxrec.mesh.storage import mesh_shape
 
     mesh = make_mesh(kind)
     tables = layout_tables(configs(workload), optimizer())

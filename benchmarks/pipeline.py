@@ -41,13 +41,22 @@ import tyro
 from flax import nnx
 
 import jaxrec
-from jaxrec.data import BatchSource, Clicks, GeneratedLog, ParquetGroups, batches, to_numpy
+from jaxrec.data import (
+    BatchSource,
+    Clicks,
+    GeneratedLog,
+    ParquetGroups,
+    Pipeline,
+    batches,
+    to_numpy,
+)
 from jaxrec.data.parts import parquet_writer
 from jaxrec.data.transforms import CATEGORICAL_NAMES, NUM_CATEGORICAL, NUM_DENSE, log_counts
 from jaxrec.nn import DLRM
-from jaxrec.train import Pipeline, compile_step, keep_freed_memory, put
-from jaxrec.train.loop import train_step
-from jaxrec.train.trainer import AHEAD
+from jaxrec.train import compile_step, put_batch
+from jaxrec.train.click_metrics import click_loss
+from jaxrec.train.memory import keep_freed_memory
+from jaxrec.train.step import MAX_PENDING_STEPS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,13 +108,20 @@ def _step() -> Callable[[Any], Any]:
     return compile_step(train_step, model, jaxrec.Optimizer(model, optax.adam(1e-3)))
 
 
+def train_step(model: DLRM, optimizer: jaxrec.Optimizer, batch: Any) -> Any:
+    """A step of ``jaxrec train``: the loss, with the outputs that running metrics read."""
+    result, gradients = jaxrec.value_and_grad(click_loss, has_aux=True)(model, batch)
+    optimizer.update(model, gradients)
+    return result
+
+
 def _plain(step: Callable[[Any], Any], reader: Iterable[Any]) -> None:
     for batch in reader:
-        jax.block_until_ready(step(put(batch)))
+        jax.block_until_ready(step(put_batch(batch)))
 
 
 def _pipelined(step: Callable[[Any], Any], reader: Iterable[Any]) -> None:
-    with Pipeline(reader, put) as placed:
+    with Pipeline(reader, put_batch) as placed:
         _dispatched(step, placed)
 
 
@@ -114,7 +130,7 @@ def _dispatched(step: Callable[[Any], Any], placed: Iterable[Any]) -> None:
     under_way: collections.deque[Any] = collections.deque()
     for batch in placed:
         under_way.append(step(batch))
-        if len(under_way) > AHEAD:
+        if len(under_way) > MAX_PENDING_STEPS:
             jax.block_until_ready(under_way.popleft())
     jax.block_until_ready(list(under_way))
 
@@ -198,7 +214,7 @@ def _parquet(options: Options) -> dict[str, float]:
             return source.from_batch(threads=1, prefetch=2)
 
         # The same batches, so that rows of tables are as often in caches.
-        on_device = [put(batch) for batch in reader()]
+        on_device = [put_batch(batch) for batch in reader()]
         took = _best(
             options.repeats * 3,
             alone=lambda: _dispatched(step, _cycle(on_device, options.steps)),
@@ -229,7 +245,7 @@ def _host_cost(options: Options, rows: Clicks) -> dict[str, float]:
             for batch in _cycle(on_device, steps):
                 values, result = bare(values, batch)
                 under_way.append(result)
-                if len(under_way) > AHEAD:
+                if len(under_way) > MAX_PENDING_STEPS:
                     jax.block_until_ready(under_way.popleft())
             jax.block_until_ready(values)
 
@@ -266,7 +282,7 @@ def _host_cost(options: Options, rows: Clicks) -> dict[str, float]:
 
 _CONVERT = """
 import json, pathlib, resource, sys, time
-from jaxrec.data.convert import BLOCK_BYTES, convert
+from jaxrec.data.conversion import BLOCK_BYTES, convert
 from jaxrec.data.parts import Conversion
 from jaxrec.data.text import blocks_of_lines, parse_lines
 source, output = map(pathlib.Path, sys.argv[1:])

@@ -66,12 +66,13 @@ def main(options: Options) -> None:
     # Imported here, after the environment is set.
     import jax
 
-    import jaxrec
     from jaxrec.plan import Planner, Topology, statistics
-    from jaxrec.plan.calibrate import calibrate
+    from jaxrec.plan.calibration import calibrate
 
     jax.config.update("jax_platforms", "cpu")
-    jaxrec.train.keep_freed_memory()
+    from jaxrec.train.memory import keep_freed_memory
+
+    keep_freed_memory()
     mesh = jax.make_mesh((options.devices,), ("data",))
     topology = calibrate(mesh) if options.topology is None else Topology.load(options.topology)
     batches = [draw_batch(options.batch, options.seed + i) for i in range(4)]
@@ -159,11 +160,12 @@ def draw_batch(batch: int, seed: int) -> Any:
 def draw_plans(planner: Any, options: Options) -> list[tuple[str, Any]]:
     """The planner's own plan, one of each sharding type, and random ones from mild to bad."""
     from jaxrec.plan import ParameterConstraints, ShardingPlan
+    from jaxrec.plan.model_tables import read_model
     from jaxrec.plan.options import enumerate_options, to_placement
-    from jaxrec.plan.workload import measure_work, read_model
+    from jaxrec.plan.workload import measure_workloads
 
     model = make_model(abstract=True)
-    works = measure_work(
+    workloads = measure_workloads(
         read_model(model),
         batch_size=options.batch,
         num_devices=options.devices,
@@ -171,9 +173,10 @@ def draw_plans(planner: Any, options: Options) -> list[tuple[str, Any]]:
         statistics=planner.statistics,
     )
     topology = planner.topology
-    said = ParameterConstraints(min_column_width=8)
+    constraint = ParameterConstraints(min_column_width=8)
     choices = {
-        work.name: enumerate_options(work, topology, said, storages=("device",)) for work in works
+        workload.name: enumerate_options(workload, topology, constraint, storages=("device",))
+        for workload in workloads
     }
     random = np.random.default_rng(options.seed)
 

@@ -159,10 +159,10 @@ def compare(case: Mapping[str, Any], answer: Mapping[str, Any], limit: float) ->
         jaxrec.EmbeddingBagConfig(t["name"], t["rows"], t["dim"], dtype=t["dtype"], optimizer=SGD)
         for t in case["tables"]
     ]
-    said = {
+    constraints = {
         t["name"]: ParameterConstraints(pooling_factors=t["pooling_factor"]) for t in case["tables"]
     }
-    planner = Planner(topology, said, time_limit=limit)
+    planner = Planner(topology, constraints, time_limit=limit)
     line: dict[str, Any] = {"case": case["name"], "tables": len(tables)}
     try:
         plan = planner.plan(tables, batch_size=case["batch_size"])
@@ -215,14 +215,14 @@ def fastest_exchanges(
         return chosen | {n: dataclasses.replace(chosen[n], exchange=exchange) for n in names}
 
     names = [name for name, placement in chosen.items() if not placement.is_replicated]
-    starts = [with_exchange(names, "rows"), with_exchange(names, "sums")]
+    starts = [with_exchange(names, "rows"), with_exchange(names, "pooled")]
     chosen = min(starts, key=lambda start: seconds(evaluate(start)))
     best = evaluate(chosen)
     helped = True
     while helped:
         helped = False
         for name in names:
-            other = "sums" if chosen[name].exchange == "rows" else "rows"
+            (other,) = {"rows", "pooled"} - {chosen[name].exchange}
             tried = with_exchange([name], other)
             made = evaluate(tried)
             if seconds(made) < seconds(best):

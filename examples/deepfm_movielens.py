@@ -86,14 +86,14 @@ def make_model(settings: Settings, sizes: dict[str, int], seed: int) -> jaxrec.n
         return jaxrec.EmbeddingBagCollection(configs, optimizer=optimizer, rngs=rngs)
 
     return jaxrec.nn.DeepFM(
-        tables("v", settings.dim), tables("w", 1), hidden_layer_sizes=settings.hidden,
+        tables("v", settings.dim), tables("w", 1), deep_layer_sizes=(*settings.hidden, 1),
         dropout_rate=settings.dropout_rate, rngs=rngs,
     )  # fmt: skip
 
 
 def train_step(model, optimizer, features, labels):
     def loss_fn(model):
-        return optax.sigmoid_binary_cross_entropy(model(features), labels).mean()
+        return optax.sigmoid_binary_cross_entropy(model(None, features), labels).mean()
 
     loss, gradients = jaxrec.value_and_grad(loss_fn)(model)
     optimizer.update(model, gradients)
@@ -108,7 +108,8 @@ def train(settings: Settings, ids: pa.Table, likes: np.ndarray, seed: int) -> fl
     whole = jaxrec.KeyedJaggedArray.from_arrow(ids)
     model = make_model(settings, {f: int(whole[f].values.max()) + 1 for f in whole.keys}, seed)
     optimizer = jaxrec.Optimizer(model, optax.adam(settings.learning_rate))
-    step, score = compile_step(train_step, model, optimizer), nnx.jit(lambda model, x: model(x))
+    step = compile_step(train_step, model, optimizer)
+    score = nnx.jit(lambda model, features: model(None, features))
 
     def pack(rows: np.ndarray) -> jaxrec.KeyedJaggedArray:
         room = {"genres": 6 * len(rows)}  # no film has more

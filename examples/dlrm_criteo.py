@@ -16,7 +16,6 @@ import pathlib
 import time
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import tyro
@@ -24,7 +23,7 @@ from flax import nnx
 
 import jaxrec
 from jaxrec import metrics
-from jaxrec.data import ClickLog, CriteoFile, GeneratedLog, batches, prefetch
+from jaxrec.data import ClickLog, CriteoFile, GeneratedLog, Pipeline, batches
 from jaxrec.train import compile_step
 
 KEYS = tuple(f"c{column}" for column in range(26))
@@ -82,17 +81,31 @@ def train_step(model, optimizer, batch):
 
 
 def evaluate(model: jaxrec.nn.DLRM, log: ClickLog, start: int, batch_size: int) -> dict[str, float]:
-    score, scores, labels = nnx.jit(lambda model, x: model(x.dense, x.features)), [], []
+    group = metrics.MetricGroup(
+        tasks=(metrics.Task(name="click", prediction="p", label="label", weight="weight"),),
+        metrics={
+            "log loss": metrics.LogLoss(window=None),
+            "normalized entropy": metrics.NormalizedEntropy(window=None),
+        },
+    )
+
+    @nnx.jit
+    def measure(model, state, batch):
+        p = nnx.sigmoid(model(batch.dense, batch.features))
+        outputs = {"p": p, "label": batch.labels, "weight": batch.weights}
+        return group.update(state, outputs), p
+
+    state, scores, labels = group.init(), [], []
     for batch in batches(log.chunks(start, log.num_rows), batch_size, KEYS):
+        state, p = measure(model, state, batch)
         real = batch.weights > 0
-        scores.append(np.asarray(score(model, batch))[real])
+        scores.append(np.asarray(p)[real])
         labels.append(batch.labels[real])
-    found, truth = np.concatenate(scores), np.concatenate(labels)
-    sums = metrics.binary_sums(jnp.asarray(found), truth)
+    values = group.compute(state)
     return {
-        "AUC": metrics.auc(found, truth),
-        "log loss": metrics.log_loss(sums),
-        "normalized entropy": metrics.normalized_entropy(sums),
+        "AUC": metrics.auc(np.concatenate(scores), np.concatenate(labels)),
+        "log loss": values["click/lifetime_logloss"],
+        "normalized entropy": values["click/lifetime_ne"],
     }
 
 
@@ -102,13 +115,13 @@ def main(settings: Settings) -> dict[str, float]:
     model = make_model(settings, log)
     optimizer = jaxrec.Optimizer(model, optax.adam(settings.learning_rate))
     step, losses, begun = compile_step(train_step, model, optimizer), [], time.perf_counter()
-    stream = prefetch(batches(log.chunks(0, end), settings.batch_size, KEYS))
-    for count, batch in enumerate(stream, 1):
-        losses.append(step(batch))
-        if count % 200 == 0:
-            rate = count * settings.batch_size / (time.perf_counter() - begun)
-            recent = np.mean(jax.device_get(losses[-200:]))
-            print(f"step {count}: loss {recent:.4f}, {rate:,.0f} samples/s", flush=True)
+    with Pipeline(batches(log.chunks(0, end), settings.batch_size, KEYS), ahead=4) as stream:
+        for count, batch in enumerate(stream, 1):
+            losses.append(step(batch))
+            if count % 200 == 0:
+                rate = count * settings.batch_size / (time.perf_counter() - begun)
+                recent = np.mean(jax.device_get(losses[-200:]))
+                print(f"step {count}: loss {recent:.4f}, {rate:,.0f} samples/s", flush=True)
     found = evaluate(model, log, end, settings.batch_size)
     print(", ".join(f"{name} {value:.4f}" for name, value in found.items()))
     return found

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from jaxrec import data as data
+    from jaxrec import embed as embed
     from jaxrec import mesh as mesh
     from jaxrec import metrics as metrics
     from jaxrec import nn as nn
@@ -17,9 +18,11 @@ if TYPE_CHECKING:
     from jaxrec import train as train
     from jaxrec._names import *  # noqa: F403
 
+    __version__: str
+
 
 def __getattr__(name: str) -> Any:
-    """Load a package or a name when it is first used: ``jaxrec --help`` need not wait for JAX."""
+    """Load a package or a name on first use, so that ``jaxrec --help`` does not wait for JAX."""
     if name == "__version__":
         return importlib.metadata.version("jaxrec")
     if not name.startswith("_"):
@@ -35,4 +38,4 @@ def __dir__() -> list[str]:
     modules = pkgutil.iter_modules(__spec__.submodule_search_locations)
     names = vars(importlib.import_module("jaxrec._names"))
     packages = {module.name for module in modules if module.ispkg}
-    return sorted(packages | {name for name in names if not name.startswith("_")})
+    return sorted(packages | {name for name in names if not name.startswith("_")} | {"__version__"})

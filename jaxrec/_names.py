@@ -1,4 +1,4 @@
-"""The names of `jaxrec` itself, beside its packages."""
+"""The names of `jaxrec` beside its packages."""
 
 from jaxrec.embed import EmbeddingBagCollection as EmbeddingBagCollection
 from jaxrec.embed import EmbeddingBagConfig as EmbeddingBagConfig

@@ -1,4 +1,4 @@
-"""Options of the command line, and what is said when they are wrong."""
+"""Command-line options and their errors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Options = TypeVar("Options")
 
 
 class ConfigError(ValueError):
-    """An option, or a file of options, that cannot be used; one sentence for the user."""
+    """An option or a file of options is wrong; the message is one sentence for the user."""
 
 
 def parse(command: str, options: Sequence[str], default: Options) -> Options:
@@ -26,17 +26,17 @@ def parse(command: str, options: Sequence[str], default: Options) -> Options:
 
     Args:
         command: Name of the command, such as "train".
-        options: As they stand on the command line.
-        default: A dataclass with the values of options that are not given.
+        options: The arguments after the command.
+        default: A dataclass of the default values.
 
     Raises:
         ConfigError: An option is unknown or has a wrong value.
-        SystemExit: They ask for help, which has been printed.
+        SystemExit: The options ask for help, which has been printed.
     """
     problem = io.StringIO()
     try:
         with contextlib.redirect_stderr(problem):
-            found, unknown = tyro.cli(
+            parsed, unknown = tyro.cli(
                 type(default),
                 prog=f"jaxrec {command}",
                 args=list(options),
@@ -55,14 +55,14 @@ def parse(command: str, options: Sequence[str], default: Options) -> Options:
             + (f", did you mean {' or '.join(similar)}?" if similar else ";")
             + f" `jaxrec {command} --help` lists all options"
         )
-    return found
+    return parsed
 
 
 def read_yaml(text: str) -> Any:
-    """Read YAML in which no mapping has a key twice.
+    """Parse YAML; refuse repeated keys.
 
     Raises:
-        yaml.YAMLError: The text is no YAML, or a key is given twice.
+        yaml.YAMLError: The text is not valid YAML, or a mapping has a key twice.
 
     Example:
         >>> read_yaml("data: {batch-size: 64}")
@@ -72,7 +72,7 @@ def read_yaml(text: str) -> Any:
 
 
 class _UniqueKeys(yaml.SafeLoader):
-    """YAML's own rule, which PyYAML does not check: it takes the last of two equal keys."""
+    """Loader that refuses repeated keys, as YAML demands; PyYAML takes the last value."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
@@ -84,7 +84,7 @@ class _UniqueKeys(yaml.SafeLoader):
 
 
 def _names(kind: type, prefix: str = "--") -> Iterator[str]:
-    """The options of a dataclass, as they stand on the command line."""
+    """Yield the names of a dataclass's options, with dashes."""
     for field in dataclasses.fields(kind):
         name = f"{prefix}{field.name.replace('_', '-')}"
         if dataclasses.is_dataclass(field.default):
@@ -94,7 +94,7 @@ def _names(kind: type, prefix: str = "--") -> Iterator[str]:
 
 
 def _similar(option: str, names: Sequence[str]) -> list[str]:
-    """The options that one may have meant: of that name in a group, or spelled alike."""
+    """Return options with the same name in a group, or with a similar name."""
     option = option.replace("_", "-")
     in_groups = {name: name.rpartition(".")[2].lstrip("-") for name in names}
     if same := [name for name, last in in_groups.items() if last == option.lstrip("-")]:
@@ -106,12 +106,12 @@ def _similar(option: str, names: Sequence[str]) -> list[str]:
 
 
 def _sentence(text: str) -> str:
-    """What tyro says is wrong, as one sentence: what stands between title and next rule."""
+    """Return tyro's error as one sentence: the lines between the title and the next rule."""
     lines = [line.strip(" │") for line in text.strip().splitlines()][1:]
-    # Without a terminal the title has a rule of its own.
+    # Without a terminal a rule follows the title.
     lines = lines[1:] if lines and _is_rule(lines[0]) else lines
     message = " ".join(itertools.takewhile(lambda line: not _is_rule(line), lines))
-    # Options that do not go together name themselves; tyro names the group that they are in.
+    # The message of incompatible options names them; drop tyro's name of their group.
     message = re.sub(r"^Error parsing (?!-)\S+( \S+)?: ", "", message)
     return message or " ".join(text.split())
 

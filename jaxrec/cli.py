@@ -1,7 +1,7 @@
 """The command line: ``jaxrec COMMAND``.
 
-A command is a function of a module that is imported when the command is given, so that none waits
-for another's imports. Beside it the module names the errors that are the user's to mend.
+Each command has a module, which is imported when the command is given, so that a command does not
+wait for the imports of others.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ FAILURE = 1
 
 @dataclasses.dataclass(frozen=True)
 class Command:
-    """One of the commands.
+    """A command of ``jaxrec``.
 
     Attributes:
-        module: Module with a function ``run(options) -> int``, which returns the exit code, and
-            tuples of exceptions ``USAGE_ERRORS`` and ``FAILURES``, which are reported by their
-            messages.
-        summary: What it does, in a few words.
+        module: Name of a module with a function ``run(options) -> int``, which returns the exit
+            code, and with tuples of exception types ``USAGE_ERRORS`` and ``FAILURES``, of which
+            only the message is printed.
+        summary: Description for the list of commands.
     """
 
     module: str
@@ -36,14 +36,16 @@ COMMANDS = {
     "train": Command("jaxrec.train.cli", "trains a model on Parquet files or click logs"),
     "data": Command("jaxrec.data.cli", "writes click logs as Parquet files"),
     "plan": Command("jaxrec.plan.cli", "finds the best sharding of tables over devices"),
+    "tune": Command("jaxrec.tune.cli", "times the kernels on your shapes and keeps the fastest"),
+    "doctor": Command("jaxrec.doctor", "says what runs on this machine, and what is missing"),
 }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run ``jaxrec``; returns the exit code.
+    """Run ``jaxrec``; return the exit code.
 
-    0: done. 1: what was asked for failed. 2: the options are wrong. 130 and 143: stopped by SIGINT
-    or SIGTERM, after saving. Errors are one sentence on standard error.
+    0: success. 1: the command failed. 2: an option is wrong. 130 and 143: stopped by SIGINT or
+    SIGTERM, after saving. An error is one sentence on standard error.
     """
     name, *options = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
     if name in ("-h", "--help"):
@@ -81,7 +83,7 @@ def _usage() -> str:
     commands = "\n".join(f"  {name:8} {command.summary}" for name, command in COMMANDS.items())
     return (
         f"usage: jaxrec COMMAND [OPTIONS]\n\n{commands}\n\n"
-        "`jaxrec COMMAND --help` lists options, `jaxrec --version` says which version this is."
+        "`jaxrec COMMAND --help` lists options, `jaxrec --version` prints the version."
     )
 
 

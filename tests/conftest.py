@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import tempfile
 from collections.abc import Iterator
 
 import hypothesis
@@ -12,21 +14,26 @@ import pytest
 from jaxtyping import install_import_hook
 
 from tests.fuzz import CASES
+from tests.quick import (
+    collect_garbage_rarely,
+    compile_quickly,
+    cores,
+    free_programs,
+    sort_slow_first,
+)
 from tests.typecheck import typechecked
 
 # An environment that names a platform (JAX_PLATFORMS=cuda) runs the tests there instead.
 if "JAX_PLATFORMS" not in os.environ:
     jax.config.update("jax_platforms", "cpu")
-# Most of a test's time is XLA's. The older of its two ways to make code for CPUs, without LLVM's
-# optimizations, takes a third of it. The newest JAX, which has only the other way, tests the very
-# programs that users run.
-if jax.__version_info__ < (0, 11) and os.environ.get("JAX_PLATFORMS", "cpu") == "cpu":
-    flags = "--xla_cpu_use_fusion_emitters=false --xla_backend_optimization_level=0"
-    os.environ["XLA_FLAGS"] = f"{flags} {os.environ.get('XLA_FLAGS', '')}"
+compile_quickly()
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 # A program compiled by an earlier run, or by other settings, must not hide what this one compiles.
 jax.config.update("jax_enable_compilation_cache", False)
+
+# Choices of `jaxrec tune` that are kept on this machine must not change what the tests run.
+os.environ["JAXREC_CACHE_DIR"] = os.path.join(tempfile.gettempdir(), "jaxrec-tests")
 
 # From here on each annotated function of the package is checked as it is called: the types by
 # beartype, the shapes by jaxtyping.
@@ -35,6 +42,27 @@ install_import_hook("jaxrec", f"{typechecked.__module__}.{typechecked.__name__}"
 # The first example compiles, and two runs of the suite test the same examples.
 hypothesis.settings.register_profile("jaxrec", deadline=None, derandomize=not CASES)
 hypothesis.settings.load_profile("jaxrec")
+
+finished_tests = itertools.count(1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    sort_slow_first(items)
+
+
+def pytest_collection_finish() -> None:
+    collect_garbage_rarely()
+
+
+def pytest_runtest_teardown() -> None:
+    if next(finished_tests) % 20 == 0:
+        free_programs()
+
+
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """One process a core, four at most for their memory; the tests of one file run in this one."""
+    is_one_file = len(config.args) == 1 and ".py" in config.args[0]
+    return 0 if is_one_file else min(cores(), 4)
 
 
 @pytest.fixture

@@ -64,7 +64,7 @@ for module in sys.argv[2:]:
 
 
 def test_lower_layers_import_with_jax_alone():
-    _run(sys.executable, "-c", _IMPORT_WITH_ALLOWED_ALONE, ",".join(ALLOWED), *LOWER_LAYERS)
+    _run(sys.executable, "-P", "-c", _IMPORT_WITH_ALLOWED_ALONE, ",".join(ALLOWED), *LOWER_LAYERS)
 
 
 def _run(*command: str | pathlib.Path) -> None:

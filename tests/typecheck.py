@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -18,4 +19,15 @@ def typechecked(function: _F) -> _F:
     JAX rebuilds a pytree through its constructor, with placeholders instead of arrays; those must
     pass. Configurations check their arguments themselves, and with better messages.
     """
-    return function if function.__name__ == "__init__" else _check(function)
+    if function.__name__ == "__init__":
+        return function
+    checked = None
+
+    # Making a check takes milliseconds, and most functions are never called in a session.
+    @functools.wraps(function)
+    def check_when_called(*args, **kwargs):
+        nonlocal checked
+        checked = checked or _check(function)
+        return checked(*args, **kwargs)
+
+    return check_when_called

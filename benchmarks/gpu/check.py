@@ -23,13 +23,9 @@ import numpy as np
 
 from benchmarks.gpu.batches import Shape, bags_of
 from jaxrec import optim
-from jaxrec.embed.kernels import mosaic, reference, triton
+from jaxrec.embed.kernels import reference, triton
 
-IMPLEMENTATIONS: dict[str, ModuleType] = {
-    "reference": reference,
-    "triton": triton,
-    "mosaic": mosaic,
-}
+IMPLEMENTATIONS: dict[str, ModuleType] = {"reference": reference, "triton": triton}
 SHAPES = [
     *(Shape(f"d{dim}", 2, 500, dim, 64, 5) for dim in (1, 3, 4, 16, 64, 100, 128, 256, 1024)),
     Shape("bfloat16", 2, 500, 128, 64, 5, dtype="bfloat16"),

@@ -1,20 +1,23 @@
-"""Data sets and readers: click logs, generated ones, MovieLens, interactions, Parquet, npy."""
+"""Readers of data sets: click logs, MovieLens, interactions, Parquet and npy files."""
 
-from jaxrec.data.batches import ClickBatch as ClickBatch
-from jaxrec.data.batches import batches as batches
+from jaxrec.data.click_batches import ClickBatch as ClickBatch
+from jaxrec.data.click_batches import batches as batches
 from jaxrec.data.clicks import ClickLog as ClickLog
 from jaxrec.data.clicks import Clicks as Clicks
 from jaxrec.data.column_types import infer_schema as infer_schema
 from jaxrec.data.criteo import CriteoFile as CriteoFile
+from jaxrec.data.encode import Moments as Moments
 from jaxrec.data.encoder import TableEncoder as TableEncoder
 from jaxrec.data.generated import GeneratedLog as GeneratedLog
 from jaxrec.data.groups import GroupRange as GroupRange
+from jaxrec.data.groups import LocatedGroups as LocatedGroups
 from jaxrec.data.groups import NpyGroups as NpyGroups
 from jaxrec.data.groups import ParquetGroups as ParquetGroups
 from jaxrec.data.groups import RowGroups as RowGroups
 from jaxrec.data.groups import to_numpy as to_numpy
 from jaxrec.data.interactions import Interactions as Interactions
 from jaxrec.data.learn import learn_encoder as learn_encoder
+from jaxrec.data.list_lengths import ListLengths as ListLengths
 from jaxrec.data.movielens import movielens_movies as movielens_movies
 from jaxrec.data.movielens import movielens_ratings as movielens_ratings
 from jaxrec.data.movielens import movielens_users as movielens_users
@@ -23,7 +26,9 @@ from jaxrec.data.packer import Packer as Packer
 from jaxrec.data.packer import usual_capacity as usual_capacity
 from jaxrec.data.padding import WeightedBatch as WeightedBatch
 from jaxrec.data.padding import pad_batch as pad_batch
-from jaxrec.data.prefetch import prefetch as prefetch
+from jaxrec.data.pipeline import Pipeline as Pipeline
+from jaxrec.data.schema import CategoricalColumn as CategoricalColumn
+from jaxrec.data.schema import DenseColumn as DenseColumn
 from jaxrec.data.schema import Schema as Schema
 from jaxrec.data.schema import SchemaError as SchemaError
 from jaxrec.data.schema import read_schema as read_schema

@@ -19,7 +19,7 @@ from rich.progress import (
 )
 
 from jaxrec.arguments import ConfigError, parse
-from jaxrec.data.convert import convert, is_converted
+from jaxrec.data.conversion import convert, is_converted
 from jaxrec.data.parts import Conversion
 from jaxrec.data.text import BadLine, DataError
 
@@ -28,10 +28,10 @@ FAILURES = (DataError,)
 
 FORMATS = ("criteo",)
 
-# Bad lines that are shown one by one.
-SHOWN = 20
+# Number of bad lines that are printed; all are counted.
+MAX_PRINTED = 20
 
-# No file has this name.
+# Default of required paths; no file has this name.
 _NOT_GIVEN = pathlib.Path("\0")
 
 USAGE = """usage: jaxrec data FORMAT INPUT OUTPUT [OPTIONS]
@@ -51,7 +51,7 @@ def _required(name: str) -> Any:
 class CriteoOptions:
     """Write Criteo's click log (Kaggle or 1TB) as Parquet files.
 
-    A run that was stopped goes on where it was when the same command is given again.
+    The same command continues a conversion that was stopped.
     """
 
     input: Annotated[pathlib.Path, tyro.conf.Positional, _required("INPUT")] = _NOT_GIVEN
@@ -59,22 +59,22 @@ class CriteoOptions:
     output: Annotated[pathlib.Path, tyro.conf.Positional, _required("OUTPUT")] = _NOT_GIVEN
     """Directory of the Parquet files."""
     ids: Literal["hash", "contiguous", "raw"] = "hash"
-    """What ids become: themselves modulo table-rows; row numbers in order of appearance, one for
-    all rare ids; or themselves."""
+    """How ids become row indices. hash: the id modulo table-rows. contiguous: the order of first
+    appearance; all rare ids share one row. raw: ids are kept."""
     table_rows: tuple[int, ...] = (100_000,)
-    """For hash: rows of the tables, one number for all or 26."""
+    """For hash: number of rows of each table, one number or 26."""
     threshold: int = 1
-    """For contiguous: how often an id appears that gets a row of its own."""
+    """For contiguous: number of appearances from which an id has its own row."""
     bad_rows: Literal["fail", "skip"] = "fail"
-    """What to do with a line that is no row: stop, or leave it out and report it."""
+    """At a malformed line stop, or skip and report it."""
     compression: Literal["lz4", "zstd", "none"] = "lz4"
-    """Of the Parquet files."""
+    """Compression of the Parquet files."""
     threads: int | None = None
-    """How many parse; one a core if not given."""
+    """Number of threads that parse; by default one per core."""
 
 
 def run(options: Sequence[str]) -> int:
-    """Runs ``jaxrec data``; returns the exit code."""
+    """Run ``jaxrec data``; return the exit code."""
     name, *rest = list(options) or ["--help"]
     if name in ("-h", "--help"):
         print(USAGE)
@@ -84,27 +84,31 @@ def run(options: Sequence[str]) -> int:
     return _criteo(parse("data criteo", rest, CriteoOptions()))
 
 
-def _criteo(said: CriteoOptions) -> int:
-    if _NOT_GIVEN in (said.input, said.output):
+def _criteo(options: CriteoOptions) -> int:
+    if _NOT_GIVEN in (options.input, options.output):
         raise ConfigError("give the log and the directory of the Parquet files: INPUT OUTPUT")
-    if said.threads is not None and said.threads < 1:
-        raise ConfigError(f"threads must be 1 or more, got {said.threads}")
+    if options.threads is not None and options.threads < 1:
+        raise ConfigError(f"threads must be 1 or more, got {options.threads}")
     try:
         conversion = Conversion(
-            said.ids, said.table_rows, said.threshold, said.bad_rows, said.compression
+            options.ids,
+            options.table_rows,
+            options.threshold,
+            options.bad_rows,
+            options.compression,
         )
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    is_done = is_converted(said.output)
+    is_done = is_converted(options.output)
     console = Console(highlight=False, markup=False, soft_wrap=True)
-    shown = 0
+    printed = 0
 
     def report(bad: BadLine) -> None:
-        nonlocal shown
-        shown += 1
-        if shown <= SHOWN:
+        nonlocal printed
+        printed += 1
+        if printed <= MAX_PRINTED:
             console.print(f"left out: {bad}")
-        elif shown == SHOWN + 1:
+        elif printed == MAX_PRINTED + 1:
             console.print("more are left out, and counted")
 
     bar = Progress(
@@ -119,15 +123,15 @@ def _criteo(said: CriteoOptions) -> int:
     with bar:
         task = bar.add_task("")
         summary = convert(
-            said.input,
-            said.output,
+            options.input,
+            options.output,
             conversion,
-            threads=said.threads,
+            threads=options.threads,
             progress=lambda done, total: bar.update(task, completed=done, total=total),
             report=report,
         )
     console.print(
-        f"{summary.rows:,} rows in {said.output}"
+        f"{summary.rows:,} rows in {options.output}"
         + (f", {summary.bad_lines:,} bad lines left out" if summary.bad_lines else "")
         + ("; they were made before, nothing is left to do" if is_done else "")
     )

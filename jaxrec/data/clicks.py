@@ -1,4 +1,4 @@
-"""Rows of a click log as columns."""
+"""Rows of click logs, as columns."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ class Clicks:
     """Rows of a click log, in host memory.
 
     Attributes:
-        labels: ``[rows]`` float32, 1 where there was a click and 0 elsewhere.
+        labels: ``[rows]`` float32, 1 for a click and 0 for none.
         dense: ``[rows, num_dense]`` float32.
-        ids: ``[rows, num_tables]`` int32, one row number of each table.
-        probabilities: ``[rows]`` float64, the true probability of a click, where it is known.
+        ids: ``[rows, num_tables]`` int32, a row index of each table; or int64, raw ids.
+        probabilities: ``[rows]`` float64, the true probabilities of a click; None: unknown.
     """
 
     labels: Float[np.ndarray, " rows"]
@@ -40,7 +40,7 @@ class Clicks:
 
     @classmethod
     def concatenate(cls, parts: Sequence[Clicks]) -> Clicks:
-        """The rows of all parts, in order."""
+        """Concatenate the rows of several parts."""
         known = [part.probabilities for part in parts if part.probabilities is not None]
         return cls(
             np.concatenate([part.labels for part in parts]),
@@ -51,12 +51,12 @@ class Clicks:
 
 
 class ClickLog(Protocol):
-    """A log that can be read from any row on.
+    """A click log that can be read from any row.
 
     Attributes:
-        num_rows: Rows of the log.
-        num_dense: Dense features of a row.
-        table_rows: For each categorical feature the number of its ids: rows of its table.
+        num_rows: Number of rows.
+        num_dense: Number of dense features.
+        table_rows: Number of rows of each categorical feature's table.
     """
 
     @property
@@ -69,4 +69,4 @@ class ClickLog(Protocol):
     def table_rows(self) -> tuple[int, ...]: ...
 
     def chunks(self, start: int, stop: int) -> Iterator[Clicks]:
-        """The rows ``[start, stop)`` in order, some ten thousands at a time."""
+        """Yield the rows ``[start, stop)`` in order, in chunks of some ten thousand rows."""

@@ -1,4 +1,4 @@
-"""Which Arrow columns fit which role of a schema."""
+"""Checks of a table's column types against a schema."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ import pyarrow as pa
 from jaxrec.data.schema import CategoricalColumn, DenseColumn, Schema, SchemaError
 from jaxrec.data.text import DataError
 
-# Names that a label column has where none is given, the first that is there.
+# Default names of the label column; the first one present is taken.
 LABEL_NAMES = ("label", "click", "target")
 
 
 def infer_schema(columns: pa.Schema, label: str | None = None) -> tuple[Schema, dict[str, str]]:
-    """Make a schema of the types of a table's columns.
+    """Make a schema from the types of a table's columns.
 
-    Columns of floating point, decimals and bools become dense features; strings, binary values and
-    integers, and lists of them, become tables with a vocabulary.
+    Columns of floats, decimals and bools become dense features. Columns of strings, bytes and
+    integers, and of lists of these, become tables with a vocabulary.
 
     Args:
-        columns: Names and types.
-        label: Name of the label column; None: the first of `LABEL_NAMES` that is there.
+        columns: Names and types of the columns.
+        label: Name of the label column; None: the first of `LABEL_NAMES` that the table has.
 
     Returns:
-        The schema, and the columns that are left out with their types.
+        The schema; and the types of the columns that are left out, by name.
 
     Raises:
         SchemaError: There is no label column, or no column for a table.
@@ -59,7 +59,7 @@ def infer_schema(columns: pa.Schema, label: str | None = None) -> tuple[Schema, 
 
 
 def is_dense(kind: pa.DataType) -> bool:
-    """Whether a column of an Arrow type can be a dense feature."""
+    """Return whether a column of an Arrow type can be a dense feature."""
     types = pa.types
     return (
         types.is_floating(kind)
@@ -70,12 +70,12 @@ def is_dense(kind: pa.DataType) -> bool:
 
 
 def is_list(kind: pa.DataType) -> bool:
-    """Whether an Arrow type is one of lists."""
+    """Return whether an Arrow type is a list type."""
     return hasattr(kind, "value_type") and not isinstance(kind, pa.DictionaryType)
 
 
 def is_categorical(kind: pa.DataType, encoding: str = "vocabulary") -> bool:
-    """Whether a column of an Arrow type can be encoded so."""
+    """Return whether a column of an Arrow type can have an encoding of `CategoricalColumn`."""
     if is_list(kind) or isinstance(kind, pa.DictionaryType):
         kind = kind.value_type
         if isinstance(kind, pa.DictionaryType):
@@ -83,7 +83,7 @@ def is_categorical(kind: pa.DataType, encoding: str = "vocabulary") -> bool:
     types = pa.types
     if types.is_integer(kind):
         return True
-    return encoding in ("vocabulary", "hash") and (
+    return encoding in ("vocabulary", "hash", "dynamic") and (
         types.is_string(kind)
         or types.is_large_string(kind)
         or types.is_string_view(kind)
@@ -103,10 +103,10 @@ def check_columns(
         schema: The schema.
         columns: The file's columns.
         path: The file.
-        has_labels: Whether the columns of labels and of weights must be there.
+        has_labels: Whether the columns of labels and weights are required.
 
     Raises:
-        DataError: One is lacking, or has a type that does not fit.
+        DataError: A column is missing or has a type that does not fit.
     """
     for name in schema.columns:
         if not has_labels and name in (schema.label, schema.weight) and name not in columns.names:

@@ -1,4 +1,4 @@
-"""Row numbers for ids: contiguous, in order of first appearance, one for all rare ids."""
+"""Contiguous row numbers of ids, in order of first appearance."""
 
 from __future__ import annotations
 
@@ -12,27 +12,28 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from jaxtyping import Int, Integer
 
+from jaxrec.atomic import write_atomically
 from jaxrec.data.parts import parquet_writer
 from jaxrec.data.transforms import CATEGORICAL_NAMES
 
 MAPS_DIRECTORY = "maps"
 
-# As TorchRec numbers them: 0 is nobody's, 1 is for rare ids, and for those never seen.
+# TorchRec's numbers: 0 is unused, 1 is the row of rare and unknown ids, 2 the first id's row.
 RARE = 1
 FIRST = 2
 
-# Ids of a column that are counted at once.
+# Number of ids of a column that are counted at once.
 CHUNK = 1 << 22
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Appearances:
-    """How often each id of a column appears, and where first.
+    """Counts and first rows of the ids of a column.
 
     Attributes:
         ids: ``[distinct]``, ascending.
-        counts: ``[distinct]`` int64.
-        first: ``[distinct]`` int64, rows before the first appearance.
+        counts: ``[distinct]`` int64, numbers of appearances.
+        first: ``[distinct]`` int64, rows of the first appearances.
     """
 
     ids: Integer[np.ndarray, " distinct"]
@@ -41,7 +42,7 @@ class Appearances:
 
     @classmethod
     def count(cls, columns: Iterable[Integer[np.ndarray, " _"]]) -> Appearances:
-        """Counts the ids of a column that comes in pieces."""
+        """Count the ids of a column that comes in chunks."""
         start, total = 0, cls(np.empty(0, np.uint32), np.empty(0, np.int64), np.empty(0, np.int64))
         for column in columns:
             ids, first, counts = np.unique(column, return_index=True, return_counts=True)
@@ -50,10 +51,10 @@ class Appearances:
         return total
 
     def merge(self, later: Appearances) -> Appearances:
-        """Both together, where the ids of ``later`` came after these."""
+        """Merge with the appearances of later rows."""
         if not len(self.ids):
             return later
-        # A stable sort leaves of two appearances the earlier first.
+        # A stable sort keeps the earlier of two appearances first.
         ids = np.concatenate([self.ids, later.ids])
         order = np.argsort(ids, kind="stable")
         ids = ids[order]
@@ -65,7 +66,7 @@ class Appearances:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ContiguousMap:
-    """The row number of each id that is no rare one.
+    """Row numbers of the ids that are not rare.
 
     Attributes:
         ids: ``[kept]``, ascending.
@@ -82,38 +83,35 @@ class ContiguousMap:
     numbers: Int[np.ndarray, " kept"]
 
     @classmethod
-    def of(cls, seen: Appearances, threshold: int) -> ContiguousMap:
-        """Numbers the ids that appear at least ``threshold`` times, as they first appear."""
-        kept = seen.counts >= threshold
+    def of(cls, appearances: Appearances, threshold: int) -> ContiguousMap:
+        """Number the ids that appear at least ``threshold`` times, by their first appearance."""
+        kept = appearances.counts >= threshold
         numbers = np.empty(int(kept.sum()), np.int32)
-        order = np.argsort(seen.first[kept])
+        order = np.argsort(appearances.first[kept])
         numbers[order] = np.arange(FIRST, FIRST + len(order), dtype=np.int32)
-        return cls(seen.ids[kept], numbers)
+        return cls(appearances.ids[kept], numbers)
 
     @property
     def num_rows(self) -> int:
-        """Rows of the table that takes the numbers."""
+        """Number of rows of the ids' table."""
         return FIRST + len(self.ids)
 
     def __call__(self, ids: Integer[np.ndarray, " ids"]) -> Int[np.ndarray, " ids"]:
-        """The numbers of ids, 1 for rare and for unknown ones."""
+        """Return the row numbers of ids; 1 for rare and unknown ids."""
         if not len(self.ids):
             return np.full(len(ids), RARE, np.int32)
-        places = np.minimum(np.searchsorted(self.ids, ids), len(self.ids) - 1)
-        return np.where(self.ids[places] == ids, self.numbers[places], np.int32(RARE))
+        positions = np.minimum(np.searchsorted(self.ids, ids), len(self.ids) - 1)
+        return np.where(self.ids[positions] == ids, self.numbers[positions], np.int32(RARE))
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes it as a Parquet file with columns ``id`` and ``number``."""
-        path = pathlib.Path(path)
-        unfinished = path.with_name(f".{path.name}.unfinished")
-        pq.write_table(
-            pa.table({"id": self.ids, "number": self.numbers}), unfinished, write_page_checksum=True
-        )
-        unfinished.replace(path)
+        """Write a Parquet file with columns ``id`` and ``number``."""
+        table = pa.table({"id": self.ids, "number": self.numbers})
+        with write_atomically(path) as unfinished:
+            pq.write_table(table, unfinished, write_page_checksum=True)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> ContiguousMap:
-        """Reads what `save` wrote."""
+        """Read a file that `save` wrote."""
         table = pq.read_table(path, page_checksum_verification=True)
         return cls(table["id"].to_numpy(), table["number"].to_numpy())
 
@@ -121,18 +119,18 @@ class ContiguousMap:
 def renumber(
     raw: pathlib.Path, output: pathlib.Path, threshold: int, compression: str
 ) -> tuple[int, ...]:
-    """Writes Parquet files again with row numbers in place of raw ids.
+    """Copy Parquet files with row numbers in place of raw ids.
 
-    The maps stay in ``output / "maps"``, one file a column. What is there already is kept.
+    The maps of the columns are saved in ``output / "maps"``. Existing files are not written again.
 
     Args:
-        raw: Directory of the files, in the order of their names.
-        output: Where the new ones go, under the same names.
-        threshold: How often an id appears that gets a number of its own.
-        compression: Of the new files.
+        raw: Directory of the files, which are read in the order of their names.
+        output: Directory of the new files, which have the same names.
+        threshold: Number of appearances from which an id has its own row.
+        compression: Compression of the new files.
 
     Returns:
-        Rows that each column's table needs.
+        Number of rows of each column's table.
     """
     paths = sorted(raw.glob("*.parquet"))
     (output / MAPS_DIRECTORY).mkdir(exist_ok=True)
@@ -170,8 +168,10 @@ def _rewrite(
     for name in maps:
         number = pa.field(name, pa.int32(), nullable=False)
         schema = schema.set(schema.get_field_index(name), number)
-    unfinished = target.with_name(f".{target.name}.unfinished")
-    with parquet_writer(unfinished, schema, compression) as writer:
+    with (
+        write_atomically(target) as unfinished,
+        parquet_writer(unfinished, schema, compression) as writer,
+    ):
         for group in range(file.num_row_groups):
             table = file.read_row_group(group)
             columns = [
@@ -179,4 +179,3 @@ def _rewrite(
                 for name in schema.names
             ]
             writer.write_table(pa.table(columns, schema=schema), row_group_size=len(table))
-    unfinished.replace(target)

@@ -1,4 +1,4 @@
-"""Criteo's click logs as they are published: tab-separated text."""
+"""Criteo's click logs in their published format, tab-separated text."""
 
 from __future__ import annotations
 
@@ -20,18 +20,20 @@ BLOCK_BYTES = 1 << 23
 class CriteoFile:
     """A click log in Criteo's format: label, 13 integers and 26 hexadecimal ids a line.
 
-    What a line may be, `jaxrec.data.text.parse_lines` says. The counts become ``log(x + 3)``
-    (`log_counts`) and the ids modulo the rows of their tables (`table_ids`). Compressed by gzip or
-    not is seen from the file's first bytes.
+    `jaxrec.data.text.parse_lines` describes a line. Counts become ``log(x + 3)`` (`log_counts`),
+    ids are taken modulo the rows of their tables (`table_ids`), or stay as they are. The file may
+    be compressed by gzip.
 
     Attributes:
         path: The file.
         table_rows: Number of rows of each of the 26 tables.
-        bad_rows: "fail" at a line that is no row, or "skip" and count it (`bad_lines`); then lines
-            are parsed, not only counted, to know the number of rows.
+        bad_rows: "fail" at a malformed line, or "skip" and count it (`bad_lines`). To count rows,
+            "skip" parses the whole file, "fail" only counts lines.
+        id_bits: 32: ids are row indices. 64: ids are raw, int64 in `Clicks`; a missing id is id 0.
 
     Raises:
-        ValueError: There are not 26 tables, or one has no rows.
+        ValueError: The number of tables is not 26, a table has no rows, or ``id_bits`` is neither
+            32 nor 64.
 
     Example:
         >>> import pathlib, tempfile
@@ -46,6 +48,7 @@ class CriteoFile:
     path: str | os.PathLike[str]
     table_rows: tuple[int, ...]
     bad_rows: Literal["fail", "skip"] = "fail"
+    id_bits: Literal[32, 64] = 32
     num_dense: int = dataclasses.field(default=NUM_DENSE, init=False)
 
     def __post_init__(self) -> None:
@@ -55,9 +58,12 @@ class CriteoFile:
                 f"1 row or more; got table_rows={self.table_rows}"
             )
 
+        if self.id_bits not in (32, 64):
+            raise ValueError(f"id_bits is {self.id_bits!r}; expected 32 or 64")
+
     @functools.cached_property
     def _counts(self) -> tuple[int, int]:
-        """Rows, and lines that are left out."""
+        """Number of rows, and of malformed lines that are left out."""
         rows = bad = 0
         for block in blocks_of_lines(pathlib.Path(self.path), BLOCK_BYTES):
             left_out = len(self._parse(block).bad) if self.bad_rows == "skip" else 0
@@ -70,21 +76,21 @@ class CriteoFile:
 
     @property
     def num_rows(self) -> int:
-        """Rows of the file; counting them reads it once.
+        """Number of rows of the file; the first use reads the file.
 
         Raises:
             OSError: The file cannot be read.
-            DataError: It is no whole gzip file, or has no rows.
+            DataError: The gzip file is cut short, or the file has no rows.
         """
         return self._counts[0]
 
     @property
     def bad_lines(self) -> int:
-        """The malformed lines that are left out; raises as `num_rows` does."""
+        """Number of malformed lines that are left out; raises as `num_rows` does."""
         return self._counts[1]
 
     def chunks(self, start: int, stop: int) -> Iterator[Clicks]:
-        """The rows ``[start, stop)`` in order; see `ClickLog`.
+        """Yield the rows ``[start, stop)`` in order; see `ClickLog`.
 
         Raises:
             OSError: The file cannot be read.
@@ -108,8 +114,6 @@ class CriteoFile:
         )
 
     def _clicks(self, raw: RawClicks) -> Clicks:
-        return Clicks(
-            labels=raw.labels.astype("float32"),
-            dense=log_counts(raw.counts.T),
-            ids=table_ids(raw.hashes.T, self.table_rows),
-        )
+        ids = raw.hashes.T
+        ids = ids.astype("int64") if self.id_bits == 64 else table_ids(ids, self.table_rows)
+        return Clicks(raw.labels.astype("float32"), log_counts(raw.counts.T), ids)

@@ -1,4 +1,4 @@
-"""Columns of a table as what a model takes, with errors that name the row."""
+"""Encoding of a table's columns for a model; errors name the row."""
 
 from __future__ import annotations
 
@@ -18,15 +18,16 @@ from jaxrec.data.text import DataError
 from jaxrec.data.transforms import log_counts
 from jaxrec.data.vocabulary import Vocabulary
 from jaxrec.ragged import hash_ids
+from jaxrec.ragged.raw_ids import RESERVED
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
-    """Where rows stand, for errors.
+class Location:
+    """Location of a column's rows in a file, for errors.
 
     Attributes:
         path: The file.
-        row: Rows of the file before them.
+        row: Number of the first row in the file, from 0.
         column: Name of the column.
     """
 
@@ -35,7 +36,7 @@ class Place:
     column: str
 
     def error(self, row: int | np.integer, problem: str) -> DataError:
-        """The error of one of the rows."""
+        """Return an error that names a row, counted from the first row."""
         return DataError(
             f"{self.path}, row {self.row + int(row)} (from 0), column {self.column!r}: {problem}"
         )
@@ -43,12 +44,12 @@ class Place:
 
 @dataclasses.dataclass(frozen=True)
 class Moments:
-    """Mean and variance of numbers, which can be added up.
+    """Mean and variance of numbers; the moments of two sets of numbers can be added.
 
     Attributes:
-        count: How many there are.
-        mean: Their mean.
-        squares: Sum of the squares of their distances from it.
+        count: Number of numbers.
+        mean: Mean of the numbers.
+        squares: Sum of squared differences from the mean.
     """
 
     count: int = 0
@@ -57,7 +58,7 @@ class Moments:
 
     @property
     def scale(self) -> float:
-        """Their standard deviation; 1 where all are equal."""
+        """Standard deviation; 1 if all numbers are equal."""
         return (self.squares / self.count) ** 0.5 if self.squares > 0 else 1.0
 
     @classmethod
@@ -68,8 +69,8 @@ class Moments:
         return cls(values.size, mean, float(np.square(values - mean).sum()))
 
     def __add__(self, other: Moments) -> Moments:
-        """Both together: Chan, Golub and LeVeque 1983, "Algorithms for computing the sample
-        variance", equation 2.1."""
+        """Return the moments of both sets (Chan, Golub and LeVeque 1983, "Algorithms for computing
+        the sample variance", equation 2.1)."""
         count = self.count + other.count
         if not count:
             return self
@@ -79,7 +80,7 @@ class Moments:
 
 
 def joined(column: pa.Array | pa.ChunkedArray) -> pa.Array:
-    """A column as one array."""
+    """Return a column as one array."""
     if isinstance(column, pa.Array):
         return column
     if column.num_chunks == 1:
@@ -88,18 +89,18 @@ def joined(column: pa.Array | pa.ChunkedArray) -> pa.Array:
 
 
 def numbers(column: Any) -> tuple[Float[np.ndarray, " rows"], Bool[np.ndarray, " rows"]]:
-    """A column's numbers, 0 for nulls, and which are null."""
+    """Return a column's numbers, with 0 for nulls, and the mask of nulls."""
     array = joined(column)
     is_null = np.asarray(array.is_null())
     return array.cast(pa.float64(), safe=False).fill_null(0).to_numpy(), is_null
 
 
-def encode_label(column: Any, place: Place) -> Float32[np.ndarray, " rows"]:
+def encode_label(column: Any, location: Location) -> Float32[np.ndarray, " rows"]:
     values, is_null = numbers(column)
     bad = is_null | ((values != 0) & (values != 1))
     if bad.any():
         row = int(np.argmax(bad))
-        raise place.error(
+        raise location.error(
             row,
             f"the label is {'null' if is_null[row] else f'{values[row]:g}'}; labels must be 0 or "
             "1: make a column of them, or name another column as the label",
@@ -107,38 +108,38 @@ def encode_label(column: Any, place: Place) -> Float32[np.ndarray, " rows"]:
     return values.astype(np.float32)
 
 
-def encode_weight(column: Any, place: Place) -> Float32[np.ndarray, " rows"]:
+def encode_weight(column: Any, location: Location) -> Float32[np.ndarray, " rows"]:
     values, is_null = numbers(column)
     weights = values.astype(np.float32)
     bad = is_null | ~(weights >= 0) | np.isinf(weights)
     if bad.any():
         row = int(np.argmax(bad))
         weight = "null" if is_null[row] else f"{values[row]:g}"
-        raise place.error(row, f"the weight is {weight}; weights must be 0 or above")
+        raise location.error(row, f"the weight is {weight}; weights must be 0 or above")
     return weights
 
 
 def present_numbers(
-    column: Any, options: DenseColumn, place: Place
+    column: Any, options: DenseColumn, location: Location
 ) -> tuple[Float[np.ndarray, " rows"], Bool[np.ndarray, " rows"]]:
-    """The numbers of a dense column and which are null, all of them finite."""
+    """Return a dense column's numbers and the mask of nulls; check that the numbers are finite."""
     values, is_null = numbers(column)
     if options.missing == "error" and is_null.any():
-        raise place.error(
+        raise location.error(
             np.argmax(is_null), "the number is null; fill it, or give missing: zero in the schema"
         )
     if not (is_finite := np.isfinite(values)).all():
         row = np.argmax(~is_finite)
-        raise place.error(
+        raise location.error(
             row, f"the number is {values[row]}; replace it, by null where it is unknown"
         )
     return values, is_null
 
 
 def encode_dense(
-    column: Any, options: DenseColumn, moments: Moments, place: Place
+    column: Any, options: DenseColumn, moments: Moments, location: Location
 ) -> Float32[np.ndarray, " rows"]:
-    values, is_null = present_numbers(column, options, place)
+    values, is_null = present_numbers(column, options, location)
     if options.missing == "mean" and is_null.any():
         values = np.where(is_null, moments.mean, values)
     if options.transform == "standardize":
@@ -153,12 +154,14 @@ def encode_dense(
         encoded = encoded.astype(np.float32)
     if not (is_finite := np.isfinite(encoded)).all():
         row = np.argmax(~is_finite)
-        raise place.error(row, f"the number {values[row]:g} does not fit float32; take its log")
+        raise location.error(row, f"the number {values[row]:g} does not fit float32; take its log")
     return encoded
 
 
-def flat_values(column: Any, place: Place) -> tuple[pa.Array, Int[np.ndarray, " rows"] | None]:
-    """The values of a column without its lists, and their lengths; None without lists."""
+def flat_values(
+    column: Any, location: Location
+) -> tuple[pa.Array, Int[np.ndarray, " rows"] | None]:
+    """Return a column's values and the lengths of its lists; None for a column without lists."""
     array = joined(column)
     if not is_list(array.type):
         return array, None
@@ -166,38 +169,41 @@ def flat_values(column: Any, place: Place) -> tuple[pa.Array, Int[np.ndarray, " 
     flat = array.flatten()
     if flat.null_count:
         position = np.argmax(np.asarray(flat.is_null()))
-        raise place.error(
+        raise location.error(
             row_of(lengths, position), "a value of the list is null; drop it or fill it"
         )
     return flat, lengths
 
 
 def row_of(lengths: Int[np.ndarray, " rows"] | None, position: int | np.integer) -> int:
-    """The row that a value stands in."""
+    """Return the row of the value at a position of the flat values."""
     if lengths is None:
         return int(position)
     return int(np.searchsorted(np.cumsum(lengths), position, side="right"))
 
 
 def encode_categorical(
-    column: Any, options: CategoricalColumn, vocabulary: Vocabulary | None, place: Place
+    column: Any, options: CategoricalColumn, vocabulary: Vocabulary | None, location: Location
 ) -> pa.Array:
-    """The row indices of a column: int32, or lists of int32. A null is an empty bag."""
-    flat, lengths = flat_values(column, place)
+    """Return a column's row indices, int32 or lists of int32; a null is an empty bag.
+
+    Raw ids of a column of encoding "dynamic" are int64.
+    """
+    flat, lengths = flat_values(column, location)
     if lengths is None and options.missing == "error" and flat.null_count:
         position = np.argmax(np.asarray(flat.is_null()))
-        raise place.error(
+        raise location.error(
             position, "the value is null; fill it, or give missing: unknown in the schema"
         )
     try:
         if vocabulary is not None:
             rows = pa.array(vocabulary(flat))
         else:
-            rows = _rows(flat, options, lambda at, text: place.error(row_of(lengths, at), text))
+            rows = _rows(flat, options, lambda at, text: location.error(row_of(lengths, at), text))
     except (TypeError, ValueError) as error:
         if isinstance(error, DataError):
             raise
-        raise DataError(f"{place.path}, column {place.column!r}: {error}") from None
+        raise DataError(f"{location.path}, column {location.column!r}: {error}") from None
     if lengths is None:
         return rows
     offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
@@ -216,6 +222,8 @@ def _rows(
         return rows.take(pa.array(places, mask=np.asarray(flat.is_null())))
     if options.encoding == "hash":
         return pa.array(hash_ids(flat, count))
+    if options.encoding == "dynamic":
+        return pa.array(_raw_ids(flat, error))
     if isinstance(flat.type, pa.DictionaryType):
         flat = flat.cast(flat.type.value_type)
     ids = flat.to_numpy(zero_copy_only=False)
@@ -230,3 +238,20 @@ def _rows(
             "num_embeddings, or another encoding",
         )
     return pa.array(ids.astype(np.int32))
+
+
+def _raw_ids(flat: pa.Array, error: Callable[[int, str], DataError]) -> Int[np.ndarray, " values"]:
+    """Return integers by their bits, and strings and bytes by their hash, as int64."""
+    kind = flat.type.value_type if isinstance(flat.type, pa.DictionaryType) else flat.type
+    if not pa.types.is_integer(kind):
+        hashes = np.asarray(hash_ids(flat, None)).view(np.int64)
+        return np.where(hashes == RESERVED, RESERVED - 1, hashes)
+    wide = pa.int64() if pa.types.is_signed_integer(kind) else pa.uint64()
+    ids = flat.cast(wide).to_numpy().view(np.int64)
+    if (reserved := ids == RESERVED).any():
+        raise error(
+            int(np.argmax(reserved)),
+            "id -1 (2**64 - 1 unsigned) is reserved, since many pipelines pad with it; make it "
+            "null, or give such ids another number",
+        )
+    return ids

@@ -1,4 +1,4 @@
-"""Tables of columns of one's own as batches that a model takes."""
+"""Encoding of tables with any columns into batches."""
 
 from __future__ import annotations
 
@@ -6,50 +6,51 @@ import dataclasses
 import json
 import os
 import pathlib
-import shutil
 import urllib.parse
 from collections.abc import Mapping
 
 import numpy as np
 import pyarrow as pa
 
-from jaxrec.data.batches import ClickBatch
+from jaxrec.atomic import write_atomically
+from jaxrec.data.click_batches import ClickBatch
 from jaxrec.data.column_types import check_columns
 from jaxrec.data.encode import (
+    Location,
     Moments,
-    Place,
     encode_categorical,
     encode_dense,
     encode_label,
     encode_weight,
     joined,
 )
-from jaxrec.data.groups import PlacedGroups
+from jaxrec.data.groups import LocatedGroups
 from jaxrec.data.list_lengths import ListLengths
 from jaxrec.data.schema import Schema, read_schema
 from jaxrec.data.text import DataError
 from jaxrec.data.vocabulary import Vocabulary
-from jaxrec.ragged import KeyedJaggedArray, rung
+from jaxrec.ragged import KeyedJaggedArray
+from jaxrec.ragged.capacity import capacity_for
 
 SCHEMA_FILE = "schema.yaml"
 STATISTICS_FILE = "statistics.json"
 VOCABULARIES = "vocabularies"
 
-# Columns of an encoded table before those of the features.
+# First columns of an encoded table; those of the features follow.
 _FIRST = ("label", "weight")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TableEncoder:
-    """Turns the columns of a table into batches: a schema with its vocabularies and statistics.
+    """Encodes the columns of tables into batches, by a schema and learned vocabularies.
 
-    `jaxrec train` saves it with the model, in ``features/`` of the run's directory.
+    `jaxrec train` saves the encoder with the model, in ``features/`` of the run's directory.
 
     Attributes:
-        schema: The columns.
-        vocabularies: Of each column with a vocabulary.
-        moments: Of each dense column that needs its mean.
-        lengths: Of each column of lists.
+        schema: The schema.
+        vocabularies: Vocabulary of each column that has one.
+        moments: Moments of each dense column that needs its mean.
+        lengths: Lengths of the lists of each column of lists.
 
     Example:
         >>> from jaxrec.data import learn_encoder
@@ -70,7 +71,7 @@ class TableEncoder:
 
     @property
     def table_rows(self) -> dict[str, int]:
-        """Rows of the table of each categorical column."""
+        """Number of rows of the table of each categorical column."""
         return {
             name: self.vocabularies[name].num_embeddings
             if options.num_embeddings is None
@@ -79,14 +80,15 @@ class TableEncoder:
         }
 
     def capacities(self, samples: int, *, certain: bool = False) -> dict[str, int]:
-        """The capacity of each feature in batches of ``samples`` samples.
+        """Return the capacity of each feature in a batch.
 
         Args:
-            samples: Number of samples of a batch.
-            certain: Whether no batch of the rows learned from exceeds it; by default hardly one.
+            samples: Number of samples of the batch.
+            certain: Whether the capacity holds any batch of the rows that the encoder was learned
+                from; by default nearly every batch.
         """
         return {
-            name: rung(samples)
+            name: capacity_for(samples)
             if name not in self.lengths
             else self.lengths[name].most(samples)
             if certain
@@ -98,12 +100,13 @@ class TableEncoder:
         """Make a batch of the rows of a table.
 
         Args:
-            table: With the columns of the schema. Without a column of labels, as rows to predict
-                have none, labels are 0; without weights they are 1.
-            batch_size: Samples of the batch, the last of them padding; None: the table's rows.
+            table: Table with the columns of the schema. Labels are 0 if their column is missing,
+                as in rows to predict, and weights are 1.
+            batch_size: Number of samples of the batch, filled up with padding; None: the number of
+                rows.
 
         Raises:
-            DataError: A column is lacking, or has a value that it must not have.
+            DataError: A column is missing or has an invalid value.
         """
         return self.pack(self.encode(table), len(table) if batch_size is None else batch_size)
 
@@ -112,34 +115,39 @@ class TableEncoder:
     ) -> pa.Table:
         """Encode the columns: numbers as float32, categories as int32 row indices or lists of them.
 
+        Columns of encoding "dynamic" become int64 ids or lists of them.
+
         Args:
-            table: With the columns of the schema.
-            path: Where it is from, for errors.
-            first_row: Rows there before its first.
+            table: Table with the columns of the schema.
+            path: The table's file, for errors.
+            first_row: Number of the table's first row in the file, for errors.
         """
         schema = self.schema
         check_columns(schema, table.schema, path, has_labels=False)
 
-        def place(name: str) -> Place:
-            return Place(path, first_row, name)
+        def location(name: str) -> Location:
+            return Location(path, first_row, name)
 
         ones = np.ones(len(table), np.float32)
         label, weight = np.zeros_like(ones), ones
         if schema.label in table.column_names:
-            label = encode_label(table[schema.label], place(schema.label))
+            label = encode_label(table[schema.label], location(schema.label))
         if schema.weight is not None and schema.weight in table.column_names:
-            weight = encode_weight(table[schema.weight], place(schema.weight))
+            weight = encode_weight(table[schema.weight], location(schema.weight))
         columns = [label, weight]
         for name, dense in schema.dense.items():
             moments = self.moments.get(name, Moments())
-            columns.append(encode_dense(table[name], dense, moments, place(name)))
+            columns.append(encode_dense(table[name], dense, moments, location(name)))
         for name, options in schema.categorical.items():
             vocabulary = self.vocabularies.get(name)
-            columns.append(encode_categorical(table[name], options, vocabulary, place(name)))
+            columns.append(encode_categorical(table[name], options, vocabulary, location(name)))
         return pa.table(columns, [*_FIRST, *schema.dense, *schema.categorical])
 
     def pack(self, encoded: pa.Table, batch_size: int) -> ClickBatch:
-        """Make a batch of encoded rows; the last samples are padding where there are too few."""
+        """Make a batch of encoded rows, filled up with padding.
+
+        With a column of encoding "dynamic" the batch has raw ids, for `jaxrec.tier.ahead`.
+        """
         missing = batch_size - len(encoded)
         columns = [joined(column) for column in encoded.columns]
 
@@ -156,33 +164,27 @@ class TableEncoder:
             flat.append(values)
             lengths.append(padded(each))
         keys = tuple(self.schema.categorical)
-        room = self.capacities(batch_size)
-        needs = {key: rung(values.size) for key, values in zip(keys, flat, strict=True)}
+        capacities = self.capacities(batch_size)
+        demand = {key: capacity_for(values.size) for key, values in zip(keys, flat, strict=True)}
         features = KeyedJaggedArray.from_lengths(
             keys,
             np.concatenate(flat),
             np.concatenate(lengths),
             capacities={
-                key: batch_size if key not in self.lengths else max(room[key], needs[key])
+                key: batch_size if key not in self.lengths else max(capacities[key], demand[key])
                 for key in keys
             },
+            id_bits=64 if self.schema.dynamic else 32,
         )
         labels, weights = (padded(column.to_numpy()) for column in (label, weight))
         return ClickBatch(dense, features, labels, weights)
 
     def save(self, directory: str | os.PathLike[str]) -> None:
-        """Write a directory, all of it or, if killed, none; one that is there is replaced.
+        """Write the encoder to a directory, which is replaced when all files are complete.
 
         Raises:
-            OSError: It cannot be written.
+            OSError: The directory cannot be written.
         """
-        directory = pathlib.Path(directory)
-        unfinished = directory.with_name(f".{directory.name}.unfinished")
-        shutil.rmtree(unfinished, ignore_errors=True)
-        (unfinished / VOCABULARIES).mkdir(parents=True)
-        (unfinished / SCHEMA_FILE).write_text(self.schema.to_yaml())
-        for name, vocabulary in self.vocabularies.items():
-            vocabulary.save(_vocabulary_file(unfinished, name))
         statistics = {
             "moments": {name: dataclasses.asdict(x) for name, x in self.moments.items()},
             "lengths": {
@@ -190,16 +192,19 @@ class TableEncoder:
                 for name, x in self.lengths.items()
             },
         }
-        (unfinished / STATISTICS_FILE).write_text(json.dumps(statistics) + "\n")
-        shutil.rmtree(directory, ignore_errors=True)
-        unfinished.replace(directory)
+        with write_atomically(directory) as unfinished:
+            (unfinished / VOCABULARIES).mkdir(parents=True)
+            (unfinished / SCHEMA_FILE).write_text(self.schema.to_yaml())
+            for name, vocabulary in self.vocabularies.items():
+                vocabulary.save(_vocabulary_file(unfinished, name))
+            (unfinished / STATISTICS_FILE).write_text(json.dumps(statistics) + "\n")
 
     @classmethod
     def load(cls, directory: str | os.PathLike[str]) -> TableEncoder:
-        """Read what `save` wrote.
+        """Read an encoder that `save` wrote.
 
         Raises:
-            OSError: A file is lacking or cannot be read.
+            OSError: A file is missing or cannot be read.
             SchemaError, DataError: A file is damaged.
         """
         directory = pathlib.Path(directory)
@@ -223,28 +228,28 @@ class TableEncoder:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class EncodedGroups:
-    """Row groups whose tables are encoded as they are read."""
+    """Row groups that are encoded when they are read."""
 
-    groups: PlacedGroups
+    groups: LocatedGroups
     encoder: TableEncoder
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Rows of each group."""
+        """Number of rows of each group."""
         return self.groups.sizes
 
     def read(self, group: int) -> pa.Table:
-        """The encoded rows of a group.
+        """Read and encode the rows of a group.
 
         Raises:
-            OSError: They cannot be read.
-            DataError: A column has a value that it must not have.
+            OSError: The rows cannot be read.
+            DataError: A column has an invalid value.
         """
-        return self.encoder.encode(self.groups.read(group), *self.groups.place(group))
+        return self.encoder.encode(self.groups.read(group), *self.groups.location(group))
 
 
 def _ragged(column: pa.Array) -> tuple[np.ndarray, np.ndarray]:
-    """The values of an encoded column and the length of each bag."""
+    """Return the values of an encoded column and the length of each bag."""
     if isinstance(column, pa.ListArray):
         return column.flatten().to_numpy(), np.diff(column.offsets.to_numpy())
     valid = np.asarray(column.is_valid()).astype(np.int32)
@@ -252,5 +257,5 @@ def _ragged(column: pa.Array) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _vocabulary_file(directory: pathlib.Path, name: str) -> pathlib.Path:
-    # The name of a column may hold what a file's must not.
+    # A column's name may hold characters that a file's name must not.
     return directory / VOCABULARIES / f"{urllib.parse.quote(name, safe=' ')}.parquet"

@@ -1,4 +1,4 @@
-"""Rows on the disk in groups that are read as a whole: of Parquet files, and of npy arrays."""
+"""Groups of rows that are read as a whole, from Parquet and npy files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 
 from jaxrec.data.text import DataError
 
-# Rows of a group where the files have none of their own.
+# Rows of a group of npy files, which have no groups of their own.
 NPY_GROUP_ROWS = 1 << 16
 
 
@@ -24,22 +24,22 @@ class RowGroups(Protocol):
     """Rows that are read group by group.
 
     Attributes:
-        sizes: Rows of each group.
+        sizes: Number of rows of each group.
     """
 
     @property
     def sizes(self) -> tuple[int, ...]: ...
 
     def read(self, group: int) -> pa.Table:
-        """The rows of a group."""
+        """Read the rows of a group."""
 
 
 @runtime_checkable
-class PlacedGroups(RowGroups, Protocol):
-    """Row groups that know where they stand."""
+class LocatedGroups(RowGroups, Protocol):
+    """Row groups with a location in a file."""
 
-    def place(self, group: int) -> tuple[pathlib.Path, int]:
-        """The file of a group, and the rows of the file before it."""
+    def location(self, group: int) -> tuple[pathlib.Path, int]:
+        """Return the file of a group and the number of the group's first row in it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,11 +48,11 @@ class ParquetGroups:
 
     Attributes:
         paths: The files, in order.
-        columns: Those that are read; None: all.
+        columns: Names of the columns that are read; None: all.
 
     Raises:
         OSError: A file cannot be read.
-        DataError: A file is no Parquet file, or lacks a column; or there is no file.
+        DataError: A file is not a Parquet file, or lacks a column; or no file is given.
 
     Example:
         >>> import tempfile
@@ -74,10 +74,10 @@ class ParquetGroups:
     def of_directory(
         cls, directory: str | os.PathLike[str], columns: Sequence[str] | None = None
     ) -> ParquetGroups:
-        """The Parquet files of a directory, in the order of their names.
+        """Return the row groups of a directory's Parquet files, in the order of their names.
 
         Raises:
-            DataError: There is none.
+            DataError: The directory has no Parquet files.
         """
         paths = tuple(sorted(pathlib.Path(directory).glob("*.parquet")))
         if not paths:
@@ -85,14 +85,14 @@ class ParquetGroups:
         return cls(paths, None if columns is None else tuple(columns))
 
     @functools.cached_property
-    def _places(self) -> tuple[tuple[pathlib.Path, int, int, int], ...]:
-        """File, number within it, rows before it there, and rows of each group."""
-        places = []
+    def _locations(self) -> tuple[tuple[pathlib.Path, int, int, int], ...]:
+        """File, number in the file, first row in the file and number of rows of each group."""
+        locations = []
         for path in map(pathlib.Path, self.paths):
             try:
                 metadata = pq.read_metadata(path)
             except pa.ArrowInvalid as error:
-                raise DataError(f"{path} is no Parquet file ({error})") from None
+                raise DataError(f"{path} is not a Parquet file ({error})") from None
             for name in self.columns or ():
                 if name not in metadata.schema.to_arrow_schema().names:
                     raise DataError(
@@ -102,48 +102,48 @@ class ParquetGroups:
             first = 0
             for group in range(metadata.num_row_groups):
                 rows = metadata.row_group(group).num_rows
-                places.append((path, group, first, rows))
+                locations.append((path, group, first, rows))
                 first += rows
-        return tuple(places)
+        return tuple(locations)
 
     @functools.cached_property
     def sizes(self) -> tuple[int, ...]:
-        """Rows of each group."""
-        return tuple(rows for *_, rows in self._places)
+        """Number of rows of each group."""
+        return tuple(rows for *_, rows in self._locations)
 
     def read(self, group: int) -> pa.Table:
-        """The rows of a group.
+        """Read the rows of a group.
 
         Raises:
             OSError: The file cannot be read.
-            DataError: It is damaged: it is no Parquet file, or a page's checksum differs.
+            DataError: The file is damaged: it is not a Parquet file, or a page's checksum differs.
         """
-        path, number, *_ = self._places[group]
+        path, number, *_ = self._locations[group]
         columns = None if self.columns is None else list(self.columns)
         try:
             with pq.ParquetFile(path, page_checksum_verification=True) as file:
                 return file.read_row_group(number, columns=columns, use_threads=False)
         except (pa.ArrowInvalid, OSError) as error:
             if isinstance(error, OSError) and error.errno is not None:
-                raise  # the system's, which names the file
+                raise  # an error of the operating system, which names the file
             raise DataError(f"{path}, row group {number}: it cannot be read ({error})") from None
 
-    def place(self, group: int) -> tuple[pathlib.Path, int]:
-        """The file of a group, and the rows of the file before it."""
-        path, _, first, _ = self._places[group]
+    def location(self, group: int) -> tuple[pathlib.Path, int]:
+        """Return the file of a group and the number of the group's first row in it."""
+        path, _, first, _ = self._locations[group]
         return path, first
 
 
 @dataclasses.dataclass(frozen=True)
 class GroupRange:
-    """Some rows of others, such as those to train on and those that are held out.
+    """The rows ``[start, stop)`` of row groups, such as the training rows or the held-out rows.
 
     Attributes:
-        groups: The others.
-        start, stop: The rows, counted over all groups.
+        groups: The row groups.
+        start, stop: First row, and row after the last, counted over all groups.
 
     Raises:
-        ValueError: There are no such rows.
+        ValueError: The range is empty or exceeds the rows.
     """
 
     groups: RowGroups
@@ -157,7 +157,7 @@ class GroupRange:
 
     @functools.cached_property
     def _cuts(self) -> tuple[tuple[int, int, int], ...]:
-        """The groups that have some of the rows, and which of their own rows those are."""
+        """Number of each group with rows of the range, and the range of its rows."""
         cuts, first = [], 0
         for group, rows in enumerate(self.groups.sizes):
             low, high = max(self.start - first, 0), min(self.stop - first, rows)
@@ -168,41 +168,41 @@ class GroupRange:
 
     @functools.cached_property
     def sizes(self) -> tuple[int, ...]:
-        """Rows of each group."""
+        """Number of rows of each group."""
         return tuple(high - low for _, low, high in self._cuts)
 
     def read(self, group: int) -> pa.Table:
-        """The rows of a group."""
+        """Read the rows of a group."""
         number, low, high = self._cuts[group]
         return self.groups.read(number).slice(low, high - low)
 
-    def place(self, group: int) -> tuple[pathlib.Path, int]:
-        """The file of a group, and the rows of the file before it.
+    def location(self, group: int) -> tuple[pathlib.Path, int]:
+        """Return the file of a group and the number of the group's first row in it.
 
         Raises:
-            TypeError: The others do not know.
+            TypeError: ``groups`` have no locations.
         """
-        if not isinstance(self.groups, PlacedGroups):
-            raise TypeError(f"{type(self.groups).__name__} does not know where its rows stand")
+        if not isinstance(self.groups, LocatedGroups):
+            raise TypeError(f"{type(self.groups).__name__} has no method location")
         number, low, _ = self._cuts[group]
-        path, first = self.groups.place(number)
+        path, first = self.groups.location(number)
         return path, first + low
 
 
 @dataclasses.dataclass(frozen=True)
 class NpyGroups:
-    """Arrays of npy files side by side, such as TorchRec's ``day_0_dense.npy`` and its kin.
+    """Rows of npy files, one file for each column, such as TorchRec's ``day_0_dense.npy``.
 
-    An array of ``[rows]`` becomes a column of numbers, one of ``[rows, k]`` a column of lists of
-    ``k`` (`to_numpy` makes arrays of them again). The files are mapped, not read.
+    An array ``[rows]`` becomes a column of numbers, an array ``[rows, k]`` a column of lists of
+    ``k`` numbers; `to_numpy` is the inverse. The files are memory-mapped.
 
     Attributes:
-        paths: The file of each column.
-        group_rows: Rows of a group.
+        paths: The file of each column by name.
+        group_rows: Number of rows of a group.
 
     Raises:
         OSError: A file cannot be read.
-        DataError: The arrays differ in their rows, or have other shapes.
+        DataError: The arrays have different numbers of rows, or more than two axes.
 
     Example:
         >>> import tempfile
@@ -223,7 +223,7 @@ class NpyGroups:
             try:
                 arrays[name] = np.load(path, mmap_mode="r", allow_pickle=False)
             except ValueError as error:
-                raise DataError(f"{path} is no npy file ({error})") from None
+                raise DataError(f"{path} is not an npy file ({error})") from None
         shapes = {name: array.shape for name, array in arrays.items()}
         if len({shape[:1] for shape in shapes.values()}) != 1 or any(
             len(shape) not in (1, 2) for shape in shapes.values()
@@ -235,14 +235,14 @@ class NpyGroups:
 
     @functools.cached_property
     def sizes(self) -> tuple[int, ...]:
-        """Rows of each group."""
+        """Number of rows of each group."""
         rows = len(next(iter(self._arrays.values())))
         return tuple(
             min(self.group_rows, rows - start) for start in range(0, rows, self.group_rows)
         )
 
     def read(self, group: int) -> pa.Table:
-        """The rows of a group."""
+        """Read the rows of a group."""
         rows = slice(group * self.group_rows, (group + 1) * self.group_rows)
         return pa.table({name: _column(array[rows]) for name, array in self._arrays.items()})
 
@@ -253,10 +253,10 @@ def _column(array: np.ndarray) -> pa.Array:
 
 
 def to_numpy(column: pa.ChunkedArray) -> np.ndarray:
-    """A column of numbers as ``[rows]``, one of lists of ``k`` as ``[rows, k]``.
+    """Convert a column of numbers to ``[rows]``, a column of lists of ``k`` to ``[rows, k]``.
 
     Raises:
-        DataError: A value is missing, or lists differ in their lengths.
+        DataError: A value is missing, or lists have different lengths.
 
     Example:
         >>> to_numpy(pa.chunked_array([[1, 2], [3]])).tolist()
@@ -275,5 +275,7 @@ def to_numpy(column: pa.ChunkedArray) -> np.ndarray:
     if isinstance(kind, pa.ListType):
         lengths = {len(x) for x in column.to_pylist()}
         if len(lengths) > 1:
-            raise DataError("lists of different lengths are no array; KeyedJaggedArray.from_arrow")
+            raise DataError(
+                "lists of different lengths are not an array; KeyedJaggedArray.from_arrow"
+            )
     return values.reshape(len(column), -1) if len(column) else values.reshape(0, 0)

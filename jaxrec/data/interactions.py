@@ -1,4 +1,4 @@
-"""Who had what, in the order of time: sequences for models that predict what comes next."""
+"""Users' items in the order of time, for models that predict the next item."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from jaxtyping import Float, Int32
 
 from jaxrec.data.text import DataError
 
-# The last item is for testing, the one before for validation, and something comes before them.
+# One item to predict from, one for validation and one for testing.
 _SHORTEST = 3
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Interactions:
-    """Sequences of items, one a user, made for leaving the last item out.
+    """Sequences of items, one for each user, with leave-one-out evaluation.
 
-    The protocol is that of Kang and McAuley 2018 (arXiv:1808.09781), section IV-A, and Sun et al.
-    2019 (arXiv:1904.06690), section 4.2: the last item of a sequence is for testing, the one before
-    it for validation, and each is ranked among itself and `candidates` that its user never met.
+    The last item of a sequence is for testing and the item before for validation. Each is ranked
+    among `candidates` that its user has never met (Kang and McAuley 2018, arXiv:1808.09781, section
+    IV-A; Sun et al. 2019, arXiv:1904.06690, section 4.2).
 
     Attributes:
-        sequences: ``[length]`` int32 items of each user, from 1 to ``num_items``, oldest first.
-        num_items: The largest item.
+        sequences: For each user ``[length]`` int32 items from 1 to ``num_items``, oldest first.
+        num_items: Largest item number.
 
     Example:
         >>> import pathlib, tempfile
@@ -43,13 +43,13 @@ class Interactions:
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Interactions:
-        """A file with a line ``user item`` for each interaction, integers from 1, in time order.
+        """Read a file with a line ``user item`` for each interaction, in the order of time.
 
-        Users of fewer than three interactions are left out.
+        Users and items are integers from 1. Users with fewer than three interactions are left out.
 
         Raises:
             OSError: The file cannot be read.
-            DataError: A line is no such pair, or no user has three interactions.
+            DataError: A line is not a pair of integers, or no user has three interactions.
         """
         try:
             pairs = np.loadtxt(path, dtype=np.int64, ndmin=2)
@@ -73,9 +73,9 @@ class Interactions:
 
     @classmethod
     def generate(cls, num_users: int, num_items: int, seed: int) -> Interactions:
-        """Made-up sequences of power-law lengths up to 50; everything depends on the seed alone.
+        """Generate sequences of random items with power-law lengths up to 50.
 
-        Two out of three items follow from the item before by a fixed rule; the third is any item.
+        In the mean, two of three items follow from the item before by a fixed permutation.
         """
         rng = np.random.default_rng(seed)
         follows = 1 + rng.permutation(num_items)
@@ -90,29 +90,29 @@ class Interactions:
 
     @functools.cached_property
     def popularity(self) -> Float[np.ndarray, " num_items_and_one"]:
-        """``[num_items + 1]`` each item's share of the interactions; 0 of item 0, which is none."""
+        """Each item's share of the interactions, ``[num_items + 1]``; item 0 does not exist."""
         counts = np.bincount(np.concatenate(self.sequences), minlength=self.num_items + 1)
         return counts / counts.sum()
 
-    def before(self, place: int) -> list[Int32[np.ndarray, " length"]]:
-        """What comes before a place of each sequence, counted from its end: -1 is the last."""
-        return [row[:place] for row in self.sequences]
+    def before(self, position: int) -> list[Int32[np.ndarray, " length"]]:
+        """Return the items before a position of each sequence; -1 is the last item."""
+        return [row[:position] for row in self.sequences]
 
     def candidates(
-        self, place: int, *, others: int = 100, seed: int
+        self, position: int, *, others: int = 100, seed: int
     ) -> Int32[np.ndarray, "users candidates"]:
-        """Each sequence's item at ``place``, and others by popularity that it does not have.
+        """Return each sequence's item at ``position`` and random items that the user never met.
 
         Args:
-            place: Counted from the end: -1 is the last.
-            others: How many; a sequence has none of them twice.
-            seed: Of what is drawn.
+            position: Position from the end; -1 is the last item.
+            others: Number of different random items, drawn by their popularity.
+            seed: Seed of the random items.
 
         Returns:
             ``[users, 1 + others]``, the sequence's own item first.
 
         Raises:
-            ValueError: There are too few items.
+            ValueError: A user has met too many of the items.
         """
         longest = max(len({*row.tolist()}) for row in self.sequences)
         if (count := np.count_nonzero(self.popularity)) < longest + others:
@@ -123,7 +123,7 @@ class Interactions:
         rng, cumulative = np.random.default_rng(seed), np.cumsum(self.popularity)
         found = np.zeros((len(self.sequences), 1 + others), np.int32)
         for user, row in enumerate(self.sequences):
-            taken, chosen = {*row.tolist()}, [row[place]]
+            taken, chosen = {*row.tolist()}, [row[position]]
             while len(chosen) <= others:
                 drawn = rng.random(2 * others) * cumulative[-1]
                 for item in np.searchsorted(cumulative, drawn, "right").tolist():

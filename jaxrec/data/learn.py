@@ -1,16 +1,16 @@
-"""Vocabularies and statistics of a schema, learned in one pass over the training rows."""
+"""Learning of a schema's vocabularies and statistics in one pass over the training rows."""
 
 from __future__ import annotations
 
 import pathlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 import pyarrow as pa
 
 from jaxrec.data.column_types import check_columns, is_list
 from jaxrec.data.encode import (
+    Location,
     Moments,
-    Place,
     encode_categorical,
     encode_label,
     encode_weight,
@@ -18,16 +18,16 @@ from jaxrec.data.encode import (
     present_numbers,
 )
 from jaxrec.data.encoder import TableEncoder
-from jaxrec.data.groups import PlacedGroups
+from jaxrec.data.groups import LocatedGroups
 from jaxrec.data.list_lengths import ListLengths
-from jaxrec.data.prefetch import prefetch
+from jaxrec.data.pipeline import Pipeline
 from jaxrec.data.schema import Schema
 from jaxrec.data.text import DataError
 from jaxrec.data.vocabulary import ValueCounts
 
 
 def needs_pass(schema: Schema, columns: pa.Schema) -> bool:
-    """Whether an encoder of columns of these types has something to learn."""
+    """Return whether an encoder of columns of these types has something to learn."""
     return (
         any(options.is_learned for options in schema.dense.values())
         or any(options.encoding == "vocabulary" for options in schema.categorical.values())
@@ -37,24 +37,24 @@ def needs_pass(schema: Schema, columns: pa.Schema) -> bool:
 
 def learn_encoder(
     schema: Schema,
-    training: PlacedGroups | Iterable[pa.Table],
-    held_out: PlacedGroups | Iterable[pa.Table] = (),
+    training: LocatedGroups | Iterable[pa.Table],
+    held_out: LocatedGroups | Iterable[pa.Table] = (),
     progress: Callable[[int], None] = lambda rows: None,
 ) -> TableEncoder:
-    """Learn the vocabularies, means and lengths of lists that a schema needs.
+    """Learn the vocabularies, the means and the lengths of lists that a schema needs.
 
-    Goes through the rows once, group by group; memory grows with the distinct values. Columns
-    without a vocabulary are checked on the way, so that training does not stop at a bad value.
+    One pass reads the rows group by group; memory grows with the number of distinct values. It also
+    checks the values of all other columns, so that training does not fail later.
 
     Args:
-        schema: The columns.
-        training: Rows to learn from.
-        held_out: Rows of which only the lengths of lists matter.
-        progress: Told the number of rows of each group that has been read.
+        schema: The schema.
+        training: The training rows.
+        held_out: The held-out rows, of which only the lengths of lists are read.
+        progress: Function of the number of rows of each group, called after the group.
 
     Raises:
         OSError: Rows cannot be read.
-        DataError: A column is lacking, has another type, or has a value that it must not have.
+        DataError: A column is missing, has another type, or has an invalid value.
     """
     counts = {n: ValueCounts() for n, x in schema.categorical.items() if x.encoding == "vocabulary"}
     moments = {name: Moments() for name, x in schema.dense.items() if x.is_learned}
@@ -65,23 +65,24 @@ def learn_encoder(
         for table, path, first in _tables(groups):
             check_columns(schema, table.schema, path)
             for name, options in schema.categorical.items():
-                place = Place(path, first, name)
-                flat, each = flat_values(table[name], place)
+                location = Location(path, first, name)
+                flat, each = flat_values(table[name], location)
                 if each is not None:
                     seen = ListLengths.of(each)
                     lengths[name] = lengths[name] + seen if name in lengths else seen
                 if not is_training:
                     continue
                 if name in counts:
-                    _count(counts[name], flat, place)
+                    _count(counts[name], flat, location)
                 else:
-                    encode_categorical(table[name], options, None, place)
+                    encode_categorical(table[name], options, None, location)
             if is_training:
-                encode_label(table[schema.label], Place(path, first, schema.label))
+                encode_label(table[schema.label], Location(path, first, schema.label))
                 if schema.weight is not None:
-                    encode_weight(table[schema.weight], Place(path, first, schema.weight))
+                    encode_weight(table[schema.weight], Location(path, first, schema.weight))
                 for name, dense in schema.dense.items():
-                    values, is_null = present_numbers(table[name], dense, Place(path, first, name))
+                    location = Location(path, first, name)
+                    values, is_null = present_numbers(table[name], dense, location)
                     if name in moments:
                         moments[name] += Moments.of(values[~is_null])
             progress(len(table))
@@ -101,18 +102,20 @@ def learn_encoder(
     return TableEncoder(schema, vocabularies, moments, lengths)
 
 
-def _count(counts: ValueCounts, flat: pa.Array, place: Place) -> None:
+def _count(counts: ValueCounts, flat: pa.Array, location: Location) -> None:
     try:
         counts.add(flat)
     except TypeError as error:
-        raise DataError(f"{place.path}, column {place.column!r}: {error}") from None
+        raise DataError(f"{location.path}, column {location.column!r}: {error}") from None
 
 
 def _tables(
-    groups: PlacedGroups | Iterable[pa.Table],
-) -> Iterable[tuple[pa.Table, str | pathlib.Path, int]]:
-    """Each group with its file and the rows of the file before it."""
-    if not isinstance(groups, PlacedGroups):
-        return ((table, "the table", 0) for table in groups)
+    groups: LocatedGroups | Iterable[pa.Table],
+) -> Iterator[tuple[pa.Table, str | pathlib.Path, int]]:
+    """Yield each group with its file and the number of rows before it in the file."""
+    if not isinstance(groups, LocatedGroups):
+        yield from ((table, "the table", 0) for table in groups)
+        return
     numbers = range(len(groups.sizes))
-    return prefetch(((groups.read(group), *groups.place(group)) for group in numbers), 1)
+    with Pipeline((groups.read(group), *groups.location(group)) for group in numbers) as tables:
+        yield from tables

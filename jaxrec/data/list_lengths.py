@@ -1,4 +1,4 @@
-"""How long the lists of a column are, and the capacities that batches of them need."""
+"""Lengths of a column's lists, and the capacities of batches of them."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import dataclasses
 import numpy as np
 from jaxtyping import Int
 
-from jaxrec.ragged import rung
+from jaxrec.ragged.capacity import capacity_for
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ListLengths:
-    """How many lists of a column have which length.
+    """Histogram of the lengths of a column's lists.
 
     Attributes:
-        lengths: ``[distinct]`` ascending.
-        counts: ``[distinct]`` lists of each length.
+        lengths: ``[distinct]`` lengths, ascending.
+        counts: ``[distinct]`` number of lists of each length.
 
     Example:
         >>> seen = ListLengths.of(np.array([1, 3, 1, 2])) + ListLengths.of(np.array([9]))
@@ -40,13 +40,13 @@ class ListLengths:
         return ListLengths(lengths, counts.astype(np.int64))
 
     def usual(self, samples: int) -> int:
-        """The capacity that nearly every batch needs: mean and four standard deviations."""
+        """Return a capacity for nearly every batch: the mean and four standard deviations."""
         total = max(int(self.counts.sum()), 1)
         mean = float(self.lengths @ self.counts) / total
         variance = float((self.lengths - mean) ** 2 @ self.counts) / total
-        return rung(int(samples * mean + 4 * (samples * variance) ** 0.5))
+        return capacity_for(int(samples * mean + 4 * (samples * variance) ** 0.5))
 
     def most(self, samples: int) -> int:
-        """The capacity that no batch exceeds: that of one with the longest lists."""
+        """Return a capacity for every batch: the length of the longest ``samples`` lists."""
         taken = np.minimum(np.cumsum(self.counts[::-1]), samples)
-        return rung(int(np.diff(taken, prepend=0) @ self.lengths[::-1]))
+        return capacity_for(int(np.diff(taken, prepend=0) @ self.lengths[::-1]))

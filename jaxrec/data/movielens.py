@@ -1,4 +1,4 @@
-"""GroupLens' MovieLens data sets in the formats they are published in; Arrow parses them."""
+"""Readers of GroupLens' MovieLens data sets in all their formats."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _RATING_TYPES = {
 
 @dataclasses.dataclass(frozen=True)
 class _Format:
-    """How a file of ratings is written.
+    """Format of a file of ratings.
 
     Attributes:
-        name: The file, or for RecBole the end of its name.
-        delimiter: What stands between two values.
-        columns: Of the file; those named "" are nothing.
-        skip: Lines before the first rating.
+        name: Name of the file, or for RecBole the end of its name.
+        delimiter: Separator of values.
+        columns: Names of the columns; "" for an empty column.
+        skip: Number of lines before the first rating.
     """
 
     name: str
@@ -41,7 +41,7 @@ class _Format:
 _NAMES = tuple(_RATING_TYPES)
 _FORMATS = (
     _Format("u.data", "\t", _NAMES),  # 100K
-    # 1M and 10M write "::"; between two colons is an empty column.
+    # 1M and 10M separate values by "::", which is an empty column between two colons.
     _Format("ratings.dat", ":", ("user_id", "", "movie_id", "", "rating", "", "timestamp")),
     _Format("ratings.csv", ",", _NAMES, skip=1),  # 20M, 25M, 32M and "latest"
     _Format(".inter", "\t", _NAMES, skip=1),  # RecBole's copies
@@ -54,7 +54,7 @@ _GENRES = (
 
 
 def movielens_ratings(path: str | os.PathLike[str]) -> pa.Table:
-    """The ratings of MovieLens 100K, 1M, 10M, 20M, 25M or 32M.
+    """Read the ratings of MovieLens 100K, 1M, 10M, 20M, 25M or 32M.
 
     Args:
         path: The data set's directory, or its file of ratings (``u.data``, ``ratings.dat``,
@@ -66,7 +66,7 @@ def movielens_ratings(path: str | os.PathLike[str]) -> pa.Table:
 
     Raises:
         OSError: The file cannot be read.
-        DataError: There is no such file, a line is no rating, or a value is missing.
+        DataError: There is no file of ratings, a line is malformed, or a value is missing.
 
     Example:
         >>> import tempfile
@@ -103,19 +103,19 @@ def _ratings_file(path: pathlib.Path) -> tuple[pathlib.Path, _Format]:
 
 
 def movielens_movies(path: str | os.PathLike[str]) -> pa.Table:
-    """The films of a MovieLens data set.
+    """Read the movies of a MovieLens data set.
 
     Args:
         path: The data set's directory, with ``u.item``, ``movies.dat``, ``movies.csv`` or a RecBole
             ``.item`` file.
 
     Returns:
-        ``movie_id`` int32, ``title`` string (with the year, but for RecBole's), ``genres`` list of
-        strings, ``year`` int32, null where nothing says it.
+        ``movie_id`` int32, ``title`` string (with the year, except in RecBole's files), ``genres``
+        list of strings, ``year`` int32, null if unknown.
 
     Raises:
         OSError: The file cannot be read.
-        DataError: There is no such file, or a line is no film.
+        DataError: There is no file of movies, or a line is malformed.
     """
     path = pathlib.Path(path)
     if (path / "u.item").exists():
@@ -142,8 +142,8 @@ def movielens_movies(path: str | os.PathLike[str]) -> pa.Table:
         genres = [(text or "").split() for text in table["genres"].to_pylist()]
         return _movies(table["movie_id"], table["title"], genres, table["year"])
     raise DataError(
-        f"{path}: there are no films of MovieLens here; they are in u.item (100K), movies.dat (1M) "
-        "or movies.csv (20M, 25M)"
+        f"{path}: there is no file of MovieLens movies here: u.item (100K), movies.dat (1M) or "
+        "movies.csv (20M, 25M)"
     )
 
 
@@ -163,7 +163,7 @@ def _movies(
     genres: Sequence[Sequence[str]],
     years: pa.ChunkedArray | None = None,
 ) -> pa.Table:
-    """The films; years, where none are given, are those that titles end with."""
+    """Make the table of movies; without ``years``, the year is taken from the end of the title."""
     if years is None:
         found = pc.extract_regex(titles, r"\((?P<year>[0-9]{4})\)\s*$")
     else:
@@ -173,7 +173,7 @@ def _movies(
 
 
 def _movies_of_lines(file: pathlib.Path) -> pa.Table:
-    """``id::title::genres``, where titles hold colons of their own; no CSV reader takes that."""
+    """Parse lines ``id::title::genres``; titles contain colons, which CSV readers cannot parse."""
     ids, titles, genres = [], [], []
     for number, line in enumerate(file.read_text("latin-1").splitlines(), start=1):
         fields = line.split("::")
@@ -192,7 +192,7 @@ def _split(genres: Sequence[str | None]) -> list[list[str]]:
 
 
 def movielens_users(path: str | os.PathLike[str]) -> pa.Table:
-    """The people of MovieLens 100K or 1M; later sets say nothing about them.
+    """Read the users of MovieLens 100K or 1M; later data sets have no file of users.
 
     Args:
         path: The data set's directory, with ``u.user``, ``users.dat`` or a RecBole ``.user`` file.
@@ -203,7 +203,7 @@ def movielens_users(path: str | os.PathLike[str]) -> pa.Table:
 
     Raises:
         OSError: The file cannot be read.
-        DataError: There is no such file, or a line is nobody.
+        DataError: There is no file of users, or a line is malformed.
     """
     path = pathlib.Path(path)
     types = {
@@ -224,7 +224,7 @@ def movielens_users(path: str | os.PathLike[str]) -> pa.Table:
 
 
 def _recbole_file(path: pathlib.Path, ending: str) -> pathlib.Path | None:
-    """The first file of a directory that has the ending."""
+    """Return the first file of a directory with an ending; None if there is none."""
     return min(path.glob(f"*{ending}"), default=None)
 
 

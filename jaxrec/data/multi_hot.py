@@ -1,4 +1,4 @@
-"""Several ids made of each one: the synthetic multi-hot data of MLPerf's DLRM benchmark."""
+"""The synthetic multi-hot data of MLPerf's DLRM benchmark: several ids made from each id."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jaxtyping import Int, Integer
 
 from jaxrec.ragged import KeyedJaggedArray
 
-# MLPerf DLRM v2 (DCN): ids a sample, and rows of the tables of Criteo 1TB, for each feature.
+# MLPerf DLRM v2 (DCN) on Criteo 1TB: ids per sample, and rows of the table, of each feature.
 MLPERF_SIZES = (
     3, 2, 1, 2, 6, 1, 1, 1, 1, 7, 3, 8, 1, 6, 9, 5, 1, 1, 1, 12, 100, 27, 10, 3, 1, 1,
 )  # fmt: skip
@@ -27,21 +27,21 @@ PARETO_SHAPE = 0.25
 
 @dataclasses.dataclass(frozen=True)
 class MultiHot:
-    """For each id of a feature the ids that stand for it: itself, and others drawn once.
+    """Replaces each id of a feature by several ids: itself and others, drawn once for all batches.
 
-    The numbers are those of MLPerf's reference (``multi_hot.py`` of facebookresearch/dlrm): one
-    stream of NumPy's legacy generator through all features, so that every process has the same.
-    All tables are made at once, ``4 * table_rows * (size - 1)`` bytes each.
+    The ids equal those of MLPerf's reference (``multi_hot.py`` of facebookresearch/dlrm): NumPy's
+    legacy generator draws them for one feature after another, so that every process has the same.
+    The tables of ids take ``4 * table_rows * size`` bytes each.
 
     Attributes:
         keys: Names of the features.
-        sizes: Ids a sample of each.
-        table_rows: Rows of each feature's table.
-        distribution: Of the ids drawn: "uniform", or "pareto" modulo the rows.
-        seed: Of the stream; MLPerf's is 0.
+        sizes: Number of ids per sample of each feature.
+        table_rows: Number of rows of each feature's table.
+        distribution: Distribution of the drawn ids: "uniform", or "pareto" modulo the rows.
+        seed: Seed of the generator; MLPerf's is 0.
 
     Raises:
-        ValueError: The three differ in length, or a number is below 1.
+        ValueError: ``keys``, ``sizes`` and ``table_rows`` differ in length, or a number is below 1.
 
     Example:
         >>> multi_hot = MultiHot(("a", "b"), sizes=(3, 1), table_rows=(10, 5))
@@ -67,7 +67,7 @@ class MultiHot:
 
     @functools.cached_property
     def tables(self) -> tuple[Int[np.ndarray, "rows size"], ...]:
-        """``[table_rows, size]`` int32 of each feature: its row ``i`` stands for id ``i``."""
+        """For each feature ``[table_rows, size]`` int32; row ``i`` holds the ids for id ``i``."""
         stream = np.random.RandomState(self.seed)
         return tuple(
             np.concatenate(
@@ -81,18 +81,18 @@ class MultiHot:
         if self.distribution == "uniform":
             return stream.randint(0, rows, size=(rows, size)).astype(np.int32)
         drawn = stream.pareto(PARETO_SHAPE, size=(rows, size))
-        # What x86 makes of numbers beyond int32, written out, as other processors do otherwise.
+        # On x86 a float beyond int32 converts to -2^31; other processors differ.
         drawn = np.where(drawn < 2**31, drawn, -(2.0**31)).astype(np.int32)
         return drawn % np.int32(rows)
 
     def __call__(self, ids: Integer[np.ndarray, "batch features"]) -> KeyedJaggedArray:
-        """The batch with several ids a sample.
+        """Make a batch with several ids per sample.
 
         Args:
-            ids: One a sample of each feature, below its ``table_rows``.
+            ids: One id per sample and feature, below ``table_rows``.
 
         Raises:
-            ValueError: An id has no row.
+            ValueError: An id is outside its table.
         """
         bags = {}
         for feature, key in enumerate(self.keys):
@@ -106,5 +106,5 @@ class MultiHot:
         return KeyedJaggedArray.from_dense(bags, capacities=self.capacities(len(ids)))
 
     def capacities(self, batch_size: int) -> Sequence[int]:
-        """Ids of each feature of a batch: every sample has all of them."""
+        """Return the capacity of each feature of a batch, which has no padding."""
         return tuple(batch_size * size for size in self.sizes)

@@ -1,22 +1,25 @@
-"""Rows of ids on the host as batches of few different shapes."""
+"""Packing of ids on the host into batches of few different shapes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal
 
 import numpy as np
 
 from jaxrec.data.padding import WeightedBatch, pad_batch
-from jaxrec.ragged import KeyedJaggedArray, grown
+from jaxrec.ragged import KeyedJaggedArray
+from jaxrec.ragged.capacity import grow_capacities
 
 
 class Packer:
-    """Packs rows of ids into batches whose capacities only grow, so that few programs compile.
+    """Packs ids into batches whose capacities only grow, so that few programs compile.
 
     Args:
-        keys: The features of every batch, in this order.
-        capacities: What the first batches have room for, for some features or none; see
-            `usual_capacity`.
+        keys: Names of the features of every batch, in order.
+        capacities: Initial capacities of some features, such as `usual_capacity`.
+        id_bits: 32: ids are row indices. 64: ids are raw, integers or strings, for
+            `jaxrec.tier.ahead`; see `jaxrec.ragged.PackOptions`.
 
     Example:
         >>> pack = Packer(("history", "negatives"))
@@ -29,21 +32,28 @@ class Packer:
         {'history': 12, 'negatives': 8}
     """
 
-    def __init__(self, keys: Sequence[str], capacities: Mapping[str, int] | None = None):
+    def __init__(
+        self,
+        keys: Sequence[str],
+        capacities: Mapping[str, int] | None = None,
+        *,
+        id_bits: Literal[32, 64] = 32,
+    ):
         self.keys = tuple(keys)
-        self.capacities = grown({}, capacities or {})
+        self.id_bits: Literal[32, 64] = id_bits
+        self.capacities = grow_capacities({}, capacities or {})
 
     def __call__(
-        self, **columns: Sequence[Sequence[int] | np.ndarray] | np.ndarray
+        self, **columns: Sequence[Sequence[Any] | np.ndarray] | np.ndarray
     ) -> KeyedJaggedArray:
-        """A batch of the given features; bags of the others are empty.
+        """Make a batch of some features; bags of the other features are empty.
 
         Args:
-            columns: For each feature the ids of each sample. Of a matrix, which has equally many
-                for each, the capacity is exactly its size, and there is no padding.
+            columns: For each feature the ids of each sample. The capacity of a matrix, which has
+                equally many ids for each sample, is exactly its size, without padding.
 
         Raises:
-            ValueError: A feature is none of the keys, or numbers of samples differ.
+            ValueError: A feature is not among the keys, or numbers of samples differ.
         """
         if unknown := [key for key in columns if key not in self.keys]:
             raise ValueError(f"the features of these batches are {self.keys}, got {unknown}")
@@ -54,15 +64,15 @@ class Packer:
             for key, found in columns.items()
             if isinstance(found, np.ndarray) and found.ndim == 2
         }
-        batch = KeyedJaggedArray.from_lists(rows, capacities=exact)
+        batch = KeyedJaggedArray.from_lists(rows, capacities=exact, id_bits=self.id_bits)
         ragged = {k: n for k, n in batch.capacity_per_key.items() if k not in exact}
-        self.capacities = grown(self.capacities, ragged)
+        self.capacities = grow_capacities(self.capacities, ragged)
         return batch.with_capacities(self.capacities | exact)
 
     def batches(
-        self, batch_size: int, **columns: Sequence[Sequence[int] | np.ndarray] | np.ndarray
+        self, batch_size: int, **columns: Sequence[Sequence[Any] | np.ndarray] | np.ndarray
     ) -> Iterator[WeightedBatch]:
-        """All samples in order, in batches of one size, the last one padded by `pad_batch`.
+        """Yield all samples in batches of one size; the last one is padded by `pad_batch`.
 
         Example:
             >>> pack = Packer(("history",))
@@ -79,11 +89,11 @@ class Packer:
 
 
 def usual_capacity(lengths: Sequence[int] | np.ndarray, batch_size: int) -> int:
-    """Ids that nearly every batch has room for: the mean and four standard deviations.
+    """Return a capacity for nearly every batch: the mean and four standard deviations.
 
     Args:
-        lengths: Of all rows that batches are drawn from.
-        batch_size: Rows of a batch.
+        lengths: Number of ids of each sample that batches are drawn from.
+        batch_size: Number of samples of a batch.
 
     Example:
         >>> usual_capacity([1, 1, 3, 3], batch_size=100)

@@ -1,4 +1,4 @@
-"""Batches of fewer samples filled up with samples of weight 0."""
+"""Padding of small batches with samples of weight 0."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jaxrec.ragged import JaggedArray, KeyedJaggedArray
 
 
 class WeightedBatch(NamedTuple):
-    """A batch and the weights of its samples; a pytree like any tuple.
+    """A batch and the weights of its samples.
 
     Attributes:
         batch: Any pytree of `KeyedJaggedArray`s and arrays with a leading batch axis.
@@ -27,28 +27,27 @@ class WeightedBatch(NamedTuple):
 def pad_batch(batch: Any, batch_size: int) -> WeightedBatch:
     """Fill a host batch up to ``batch_size`` samples with padding of weight 0.
 
-    Padding has empty bags in each `KeyedJaggedArray`: it looks up no rows, updates none and needs
-    no capacity. Arrays repeat their last sample, so that a function that is finite for samples is
-    finite for padding; arrays without a sample get zeros. All batches of an epoch thus have one
-    shape, and divide by the devices of a mesh if ``batch_size`` does.
+    Padding has empty bags in each `KeyedJaggedArray`: it reads and updates no rows and needs no
+    capacity. Arrays repeat their last sample, so that a function that is finite for samples is
+    finite for padding; arrays without a sample get zeros. All batches of an epoch then have one
+    shape, which divides by the devices of a mesh if ``batch_size`` does.
 
-    A loss that weighs its samples, ``(weights * losses).sum() / weights.sum()``, and metrics that
-    take the weights are those of the samples alone. Layers that mix samples, such as batch
-    normalization while it trains and in-batch negatives, see padding unless they are given the
-    weights.
+    Padding does not change a weighted loss ``(weights * losses).sum() / weights.sum()`` nor metrics
+    that take the weights. It changes layers that mix samples, such as batch normalization in
+    training and in-batch negatives, unless they take the weights.
 
     Args:
         batch: Any pytree of `KeyedJaggedArray`s and arrays with a leading batch axis, in host
-            memory. The weights of a `WeightedBatch` are kept; padding is added to it.
-        batch_size: Samples of the result.
+            memory. Samples of a `WeightedBatch` keep their weights.
+        batch_size: Number of samples of the result.
 
     Returns:
-        The padded batch, with the structure of ``batch``, and the weights of its samples. A
-        feature with equally many ids in each sample and no spare capacity keeps that form: its
-        capacity becomes ``batch_size`` times the ids of a sample.
+        The padded batch, with the structure of ``batch``, and the weights of its samples. The
+        capacity of a feature with equally many ids in each sample and no spare capacity becomes
+        ``batch_size`` times the ids of a sample.
 
     Raises:
-        TypeError: A leaf is no array of samples, or the batch lies on a mesh.
+        TypeError: A leaf is not an array of samples, or the batch is on a mesh.
         ValueError: The batch has more than ``batch_size`` samples, no arrays, or arrays of
             different numbers of samples.
 
@@ -85,10 +84,10 @@ def pad_batch(batch: Any, batch_size: int) -> WeightedBatch:
 
 
 def num_samples(batch: Any) -> int:
-    """The samples of a batch: those of its first array, on the host, on a device or on a mesh.
+    """Return the number of samples of a batch, on the host, a device or a mesh.
 
     Raises:
-        TypeError: The first leaf has no samples.
+        TypeError: The first leaf has no batch axis.
 
     Example:
         >>> num_samples((KeyedJaggedArray.from_lists({"user": [[7], [8, 9]]}), np.zeros(2)))
@@ -130,7 +129,7 @@ def _padded(leaf: Any, missing: int) -> Any:
 
 
 def _with_empty_bags(batch: KeyedJaggedArray, missing: int) -> KeyedJaggedArray:
-    """``missing`` samples more, without ids."""
+    """Append ``missing`` samples without ids."""
     size = batch.batch_size
     lengths = np.split(np.asarray(batch.lengths), np.cumsum(batch.strides)[:-1])
     per_sample = {

@@ -1,4 +1,4 @@
-"""The Parquet files that a click log becomes, each saying where in the text it stands."""
+"""The Parquet files of a converted click log; their metadata name their range of the text."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ import pyarrow.parquet as pq
 from jaxrec.data.text import LABEL, Block, DataError, RawClicks
 from jaxrec.data.transforms import CATEGORICAL_NAMES, DENSE_NAMES, NUM_CATEGORICAL
 
-# Blocks of text that make a row group.
+# Number of blocks of text in a row group.
 GROUP_BLOCKS = 8
 
-# Bad lines that a file remembers by number; all are counted.
+# Number of bad lines that a file's metadata list; all are counted.
 REMEMBERED = 1000
 
 _METADATA_KEY = b"jaxrec"
@@ -28,20 +28,20 @@ _METADATA_KEY = b"jaxrec"
 
 @dataclasses.dataclass(frozen=True)
 class Conversion:
-    """What becomes of a log.
+    """Options of the conversion of a log to Parquet files.
 
-    The Parquet files have the columns ``label``, ``int_0`` to ``int_12`` (the counts as they stand
-    in the log, 0 where missing) and ``cat_0`` to ``cat_25``.
+    The Parquet files have the columns ``label``, ``int_0`` to ``int_12`` (the counts of the log, 0
+    for missing ones) and ``cat_0`` to ``cat_25``.
 
     Attributes:
-        ids: What the hexadecimal ids become. "hash": themselves modulo ``table_rows``, int32.
-            "contiguous": row numbers from 2 in order of first appearance, 1 for ids seen fewer than
-            ``threshold`` times, int32; the maps are kept in ``maps/``. "raw": themselves, uint32.
-            A missing id is 0 in the log, and an id like any other.
-        table_rows: For "hash": rows of the tables, one number for all or one for each.
-        threshold: For "contiguous".
-        bad_rows: "fail" at the first line that is no row, or "skip", count and report them.
-        compression: Of the Parquet files.
+        ids: How hexadecimal ids are converted. "hash": int32, the id modulo ``table_rows``.
+            "contiguous": int32, row numbers from 2 in order of first appearance, and 1 for ids with
+            fewer than ``threshold`` appearances; ``maps/`` holds the row numbers. "raw": uint32,
+            the id itself. A missing id is id 0.
+        table_rows: For "hash": number of rows of the tables, one number for all or one for each.
+        threshold: For "contiguous": number of appearances from which an id has its own row.
+        bad_rows: "fail" at the first malformed line, or "skip", count and report malformed lines.
+        compression: Compression of the Parquet files.
 
     Raises:
         ValueError: A number is below 1, or there are neither 1 nor 26 ``table_rows``.
@@ -65,26 +65,26 @@ class Conversion:
 
     @property
     def rows_of_tables(self) -> tuple[int, ...]:
-        """``table_rows``, one for each table."""
+        """``table_rows`` with one number for each table."""
         return self.table_rows * (NUM_CATEGORICAL // len(self.table_rows))
 
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """What a Parquet file says about where it comes from, in its own metadata.
+    """Metadata of a Parquet file: its range of the text, and its conversion.
 
     Attributes:
         source: Name of the text file.
-        end: Bytes of the text (decompressed) up to its last line's end.
-        read: Bytes of the text file, as it lies on the disk, that were read by then.
-        lines: Lines of the text up to there.
-        rows: Rows of this Parquet file.
-        smallest: Its smallest count; TorchRec's preprocessing goes by that of a text file.
-        bad_lines: How many lines were left out.
-        bad: The first of them.
-        last: Whether the text ends with it.
-        conversion: How it was made.
-        source_bytes: Size of the text file; None where an earlier version did not write it down.
+        end: Number of decompressed bytes of the text up to the end of the file's last line.
+        read: Number of bytes on disk, possibly compressed, up to there.
+        lines: Number of lines of the text up to there.
+        rows: Number of rows of this Parquet file.
+        smallest: Smallest count of this file; TorchRec's preprocessing uses that of a text file.
+        bad_lines: Number of lines that were left out.
+        bad: The first of these lines.
+        last: Whether this file holds the end of the text.
+        conversion: The options of the conversion.
+        source_bytes: Size of the text file; None if an earlier version of jaxrec converted it.
     """
 
     source: str
@@ -101,7 +101,7 @@ class Part:
 
 
 def same_conversion(made: dict[str, Any], wanted: Conversion, path: pathlib.Path) -> None:
-    """Raises `DataError` if something was made in another way."""
+    """Raise `DataError` if the options of a finished conversion differ."""
     if made != as_json(wanted):
         changed = sorted(name for name, x in as_json(wanted).items() if made.get(name) != x)
         raise DataError(
@@ -111,32 +111,32 @@ def same_conversion(made: dict[str, Any], wanted: Conversion, path: pathlib.Path
 
 
 def as_json(conversion: Conversion) -> dict[str, Any]:
-    """The conversion as it is written down."""
+    """Return the options as JSON values."""
     return json.loads(json.dumps(dataclasses.asdict(conversion)))
 
 
 def is_part(path: pathlib.Path) -> bool:
-    """Whether `convert` wrote a file.
+    """Return whether `convert` wrote a Parquet file.
 
     Raises:
-        DataError: It is no Parquet file.
+        DataError: The file is not a Parquet file.
     """
     try:
         return _METADATA_KEY in (pq.read_metadata(path).metadata or {})
     except pa.ArrowInvalid as error:
-        raise DataError(f"{path} is no Parquet file ({error})") from None
+        raise DataError(f"{path} is not a Parquet file ({error})") from None
 
 
 def read_part(path: pathlib.Path) -> Part:
-    """What a Parquet file that `convert` wrote says about itself.
+    """Read the metadata of a Parquet file that `convert` wrote.
 
     Raises:
-        DataError: `convert` did not write it.
+        DataError: `convert` did not write the file.
     """
     try:
         metadata = pq.read_metadata(path).metadata or {}
     except pa.ArrowInvalid as error:
-        raise DataError(f"{path} is no Parquet file ({error})") from None
+        raise DataError(f"{path} is not a Parquet file ({error})") from None
     if _METADATA_KEY not in metadata:
         raise DataError(f"{path} was not written by `jaxrec data criteo`; give another output")
     content = json.loads(metadata[_METADATA_KEY])
@@ -144,21 +144,20 @@ def read_part(path: pathlib.Path) -> Part:
 
 
 class PartWriter:
-    """Writes one Parquet file, under another name until it is complete.
+    """Writes one Parquet file; closed at the end of its ``with`` block.
 
-    A thread writes one row group while the next is gathered: `add` and `finish` raise what it met.
+    A thread writes one row group while the next is gathered: `add` and `finish` raise its errors.
     """
 
     def __init__(self, path: pathlib.Path, source: pathlib.Path, conversion: Conversion):
-        self._path, self._source, self._conversion = path, source, conversion
+        self._source, self._conversion = source, conversion
         self._source_bytes = source.stat().st_size
-        self._unfinished = path.with_name(f".{path.name}.unfinished")
         ids = pa.uint32() if conversion.ids != "hash" else pa.int32()
         types = [(LABEL, pa.int32())]
         types += [(name, pa.int32()) for name in DENSE_NAMES]
         types += [(name, ids) for name in CATEGORICAL_NAMES]
         self._schema = pa.schema([pa.field(*of, nullable=False) for of in types])
-        self._file = self._unfinished.open("wb")
+        self._file = path.open("wb")
         self._writer = parquet_writer(self._file, self._schema, conversion.compression)
         self._thread = concurrent.futures.ThreadPoolExecutor(1)
         self._written: concurrent.futures.Future[None] | None = None
@@ -168,7 +167,7 @@ class PartWriter:
         self._bad: list[str] = []
 
     def add(self, block: Block, rows: RawClicks) -> None:
-        """Adds a block of lines and the rows in it."""
+        """Add a block of lines and its rows."""
         self._group.append(rows)
         self._rows += len(rows)
         self._bad_lines += len(rows.bad)
@@ -198,13 +197,13 @@ class PartWriter:
     def _columns(self, rows: RawClicks) -> list[np.ndarray]:
         ids = list(rows.hashes)
         if self._conversion.ids == "hash":
-            # The remainder; NumPy divides by one number much faster than it takes that.
+            # The remainder: NumPy's division by a scalar is much faster than its modulo.
             tables = zip(ids, map(np.uint32, self._conversion.rows_of_tables), strict=True)
             ids = [(column - column // count * count).view(np.int32) for column, count in tables]
         return [rows.labels, *rows.counts, *ids]
 
     def finish(self, *, last: bool) -> Part:
-        """Gives the file its name; ``last``: the text ends here."""
+        """Write what is left of the file; ``last``: the text ends here."""
         if self._group:
             self._start_writing()
         self._wait()
@@ -219,25 +218,24 @@ class PartWriter:
         self._writer.close()
         self._file.flush()
         os.fsync(self._file.fileno())
-        self._file.close()
-        self._unfinished.replace(self._path)
         return part
 
-    def discard(self) -> None:
-        """Leaves nothing behind."""
+    def __enter__(self) -> PartWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         self._thread.shutdown()
         with contextlib.suppress(OSError):  # the disk may be full
             self._writer.close()
             self._file.close()
-        self._unfinished.unlink(missing_ok=True)
 
 
 def parquet_writer(file: Any, schema: pa.Schema, compression: str) -> pq.ParquetWriter:
-    """For columns of integers that are read whole: no dictionaries, no statistics.
+    """Return a writer for columns of integers that are read as a whole.
 
-    What is compressed has the low bytes of all numbers first, then the next, and so on
-    (BYTE_STREAM_SPLIT): the high bytes are nearly all zero, which takes less time both ways. Pages
-    have checksums, which readers of this package verify.
+    Columns have neither dictionaries nor statistics. Before compression the low bytes of all
+    numbers come first, then the next bytes (BYTE_STREAM_SPLIT): the high bytes are nearly all zero,
+    so that compression and decompression are faster. Pages have checksums, which jaxrec verifies.
     """
     return pq.ParquetWriter(
         file,

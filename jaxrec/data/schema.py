@@ -1,4 +1,4 @@
-"""Schemas: which columns of a table a model reads, and what becomes of each."""
+"""Schemas: the columns of a table that a model reads, and their encodings."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from jaxrec.data.transforms import CATEGORICAL_NAMES, DENSE_NAMES
 
 
 class SchemaError(ValueError):
-    """A schema that cannot be read, or does not fit the columns of a file."""
+    """A schema cannot be read or does not fit the columns of a file."""
 
 
 @dataclasses.dataclass(frozen=True)
 class DenseColumn:
-    """A column of numbers as one dense feature.
+    """Encoding of a column of numbers as one dense feature.
 
     Attributes:
         transform: "standardize" subtracts the mean of the training rows and divides by their
             standard deviation. "log1p" is ``sign(x) * log(1 + abs(x))``. "log_counts" is
-            ``log(x + 3)``, as MLPerf takes Criteo's counts. "none" keeps the numbers.
-        missing: A null becomes the "mean" of the training rows or "zero", before the transform, or
-            is an "error".
+            ``log(x + 3)``, MLPerf's transform of Criteo's counts. "none" keeps the numbers.
+        missing: Value of a null before the transform: the "mean" of the training rows or "zero"; or
+            "error" to refuse nulls.
     """
 
     transform: Literal["standardize", "log1p", "log_counts", "none"] = "standardize"
@@ -35,32 +35,34 @@ class DenseColumn:
 
     @property
     def is_learned(self) -> bool:
-        """Whether it needs the mean of the training rows."""
+        """Whether the encoding needs the mean of the training rows."""
         return self.transform == "standardize" or self.missing == "mean"
 
 
 @dataclasses.dataclass(frozen=True)
 class CategoricalColumn:
-    """A column of strings, of ids or of lists of either, as the bags of one table.
+    """Encoding of a column of strings, ids or lists of these as the bags of one table.
 
     Attributes:
-        encoding: "vocabulary": a row for each value of the training rows (`Vocabulary`). "hash":
-            the row of a value's hash (`jaxrec.ragged.hash_ids`). "ids": the ids are rows. "modulo":
-            the ids modulo the rows of the table.
-        num_embeddings: Rows of the table; a vocabulary has its own.
-        min_count: How often a value of a vocabulary appears in the training rows.
-        max_size: Number of values of a vocabulary; None: all.
-        num_unknown: Rows for the values that a vocabulary does not have.
-        missing: A null is "unknown": row 0 with a vocabulary, an empty bag otherwise; or an
-            "error".
-        embedding_dim: Columns of the table; None: as the model says.
-        pooling: "sum" or "mean" of a list's embeddings.
+        encoding: "vocabulary": each value of the training rows has a row (`Vocabulary`). "hash":
+            the row is the value's hash (`jaxrec.ragged.hash_ids`). "ids": ids are row indices.
+            "modulo": the row is the id modulo the rows of the table. "dynamic": values get rows
+            when they come, and lose them (`jaxrec.tier`); an id is the integer itself, or the
+            64-bit hash of a string or bytes.
+        num_embeddings: Number of rows of the table; not for "vocabulary", which determines it.
+        min_count: Number of appearances from which a value is in the vocabulary.
+        max_size: Largest number of values of the vocabulary; None: no limit.
+        num_unknown: Number of rows for values outside the vocabulary.
+        missing: How a null is encoded. "unknown": as row 0 with a vocabulary, else as an empty bag.
+            "error": nulls are refused.
+        embedding_dim: Number of columns of the table; None: the model's.
+        pooling: "sum" or "mean" of the embeddings of a list.
 
     Raises:
-        SchemaError: A number is out of range, or is given or lacking for the encoding.
+        SchemaError: A number is out of range, missing, or not for this encoding.
     """
 
-    encoding: Literal["vocabulary", "hash", "ids", "modulo"] = "vocabulary"
+    encoding: Literal["vocabulary", "hash", "ids", "modulo", "dynamic"] = "vocabulary"
     num_embeddings: int | None = None
     min_count: int = 2
     max_size: int | None = None
@@ -86,16 +88,16 @@ class CategoricalColumn:
 
 @dataclasses.dataclass(frozen=True)
 class Schema:
-    """The columns of a table that a model is trained on.
+    """The columns of a table that a model is trained on, and their encodings.
 
     Attributes:
-        label: Name of the column of labels: 0 or 1, or bool.
-        dense: Columns of numbers by name, in the order of the dense features.
-        categorical: Columns of strings or ids by name, in the order of the tables.
-        weight: Name of a column of samples' weights, 0 or above; None: all weigh 1.
+        label: Name of the column of labels, 0 or 1, or bool.
+        dense: Encodings of dense features by column name, in the order of the features.
+        categorical: Encodings of categorical features by column name, in the order of the tables.
+        weight: Name of the column of sample weights, 0 or above; None: all weights are 1.
 
     Raises:
-        SchemaError: A column has two roles, or there is no categorical column.
+        SchemaError: A column is named twice, or there is no categorical column.
 
     Example:
         >>> schema = Schema.from_dict({
@@ -121,18 +123,23 @@ class Schema:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The names of all columns."""
+        """Names of all columns."""
         weight = () if self.weight is None else (self.weight,)
         return (self.label, *weight, *self.dense, *self.categorical)
 
+    @property
+    def dynamic(self) -> tuple[str, ...]:
+        """Names of the columns of encoding "dynamic"."""
+        return tuple(n for n, x in self.categorical.items() if x.encoding == "dynamic")
+
     @classmethod
     def from_dict(cls, content: Any) -> Schema:
-        """Make a schema of what a YAML file holds.
+        """Make a schema from the content of a YAML file.
 
         Args:
-            content: Mapping of ``label``, ``weight``, ``dense`` and ``categorical``. The last two
-                are lists of names, or mappings of names to the attributes of `DenseColumn` and
-                `CategoricalColumn`.
+            content: Mapping with the keys ``label``, ``weight``, ``dense`` and ``categorical``. The
+                last two are lists of column names, or mappings of column names to attributes of
+                `DenseColumn` and `CategoricalColumn`.
 
         Raises:
             SchemaError: A key is unknown, or a value is wrong.
@@ -151,7 +158,7 @@ class Schema:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """The schema as a YAML file holds it, without what is as by default."""
+        """Return the content of a YAML file, without default values."""
 
         def plain(columns: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
             return {
@@ -168,7 +175,7 @@ class Schema:
         return {"label": self.label, **weight, **columns}
 
     def to_yaml(self) -> str:
-        """The text of a YAML file of the schema."""
+        """Return the text of a YAML file."""
         return yaml.safe_dump(self.to_dict(), sort_keys=False, allow_unicode=True)
 
 
@@ -177,7 +184,7 @@ def read_schema(path: str | os.PathLike[str]) -> Schema:
 
     Raises:
         OSError: The file cannot be read.
-        SchemaError: It holds no schema.
+        SchemaError: The file holds no schema.
     """
     try:
         return Schema.from_dict(yaml.safe_load(pathlib.Path(path).read_text()))
@@ -185,17 +192,20 @@ def read_schema(path: str | os.PathLike[str]) -> Schema:
         raise SchemaError(f"{path}: {' '.join(str(error).split())}") from None
 
 
-def criteo_schema(table_rows: Sequence[int]) -> Schema:
-    """The schema of the Parquet files that `jaxrec data criteo` writes.
+def criteo_schema(table_rows: Sequence[int], *, is_dynamic: bool = False) -> Schema:
+    """Return the schema of the Parquet files that `jaxrec data criteo` writes.
 
     Args:
-        table_rows: ``[26]`` rows of each table; ids are taken modulo these.
+        table_rows: Number of rows of the 26 tables.
+        is_dynamic: Whether the tables have open vocabularies; otherwise ids are taken modulo their
+            rows.
     """
+    encoding: Literal["dynamic", "modulo"] = "dynamic" if is_dynamic else "modulo"
     return Schema(
         LABEL,
         {name: DenseColumn("log_counts", "error") for name in DENSE_NAMES},
         {
-            name: CategoricalColumn("modulo", rows, missing="error")
+            name: CategoricalColumn(encoding, rows, missing="error")
             for name, rows in zip(CATEGORICAL_NAMES, table_rows, strict=True)
         },
     )

@@ -1,4 +1,4 @@
-"""Batches of rows in random order, each found by its number: an order that needs no memory."""
+"""Batches of rows in random order, each computed from its number."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from jaxrec.data.groups import RowGroups
-from jaxrec.data.prefetch import ordered_map
+from jaxrec.data.pipeline import ordered_map
 from jaxrec.data.text import DataError
 
 Batch = TypeVar("Batch")
 
-# Windows of rows in memory: the one that batches are cut from, and its neighbours.
+# Number of windows of rows in memory: the current one and its neighbours.
 KEPT_WINDOWS = 3
 
 
 @dataclasses.dataclass(frozen=True)
 class Shard:
-    """Which part of the rows a process reads.
+    """The part of the rows that one of several processes reads.
 
     Attributes:
         index: Number of the process.
-        count: How many there are.
+        count: Number of processes.
     """
 
     index: int = 0
@@ -41,7 +41,7 @@ class Shard:
             raise ValueError(f"a shard is one of 0 to count - 1, got {self.index} of {self.count}")
 
     def stretch(self, rows: int) -> tuple[int, int]:
-        """First row and the row after the last of an equal part; first processes have one more.
+        """Return the range of rows of an equal part; the first processes may have one row more.
 
         Example:
             >>> [Shard(index, 3).stretch(50) for index in range(3)]
@@ -52,31 +52,31 @@ class Shard:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class BatchSource(Generic[Batch]):
-    """All batches of a run, by number: to iterate over, to index, or a source for Grain.
+    """The batches of a run by number: a sequence, and a source for Grain.
 
-    With a seed, each epoch goes through the row groups in an order of its own, ``window`` of them
-    are in memory at once, and all their rows are shuffled together. Batch ``i`` depends on the
-    arguments and on ``i`` alone, so a run goes on exactly where it was by the number of its step.
+    With a seed, each epoch reads the row groups in a different random order, ``window`` groups at a
+    time, and shuffles the rows of a window. Batch ``i`` depends only on the arguments and on ``i``,
+    so that a resumed run continues with the batch of its step.
 
-    Each process reads row groups of its own, dealt out so that all have about equally many rows,
-    and every process has the same number of batches.
+    With several processes each reads its own row groups. All processes have about equally many rows
+    and the same number of batches.
 
     Attributes:
-        groups: Where the rows are.
-        batch_size: Rows of a batch, of this process.
-        transform: What becomes of a batch's rows.
-        seed: Of the order; None: as they are stored.
-        epochs: How often every row comes.
-        shard: This process's part.
-        window: Row groups that are shuffled together.
-        drop_remainder: Whether each batch has ``batch_size`` rows, and the rows left over at the
-            end of an epoch are left out. False: every row comes; the last batches are smaller, with
-            one row or more on each process, and `pad_batch` makes them equal again. None: False on
-            one process, True on several.
+        groups: The row groups.
+        batch_size: Number of rows of a batch of this process.
+        transform: Function of the rows of a batch, which returns the batch.
+        seed: Seed of the order; None: the order of the files.
+        epochs: Number of epochs.
+        shard: Number of this process and of all processes.
+        window: Number of row groups that are shuffled together.
+        drop_remainder: Whether each batch has ``batch_size`` rows, and the rows that remain at the
+            end of an epoch are left out. False: the batches hold all rows; the last ones are
+            smaller, with one row or more on each process, and `pad_batch` fills them up. None:
+            False for one process, True for several.
 
     Raises:
         ValueError: A number is below 1.
-        DataError: From `len` and on: a process has too few rows for its batches.
+        DataError: A process has too few rows for its batches; raised on first use.
 
     Example:
         >>> import numpy as np, pathlib, tempfile
@@ -111,7 +111,7 @@ class BatchSource(Generic[Batch]):
 
     @functools.cached_property
     def batches_per_epoch(self) -> int:
-        """Batches of each process."""
+        """Number of batches of an epoch, the same in all processes."""
         rows = [sum(self.groups.sizes[g] for g in dealt) for dealt in self._dealt]
         drop = self.shard.count > 1 if self.drop_remainder is None else self.drop_remainder
         batches = min(rows) // self.batch_size if drop else -(-max(rows) // self.batch_size)
@@ -127,12 +127,12 @@ class BatchSource(Generic[Batch]):
         return batches
 
     def _first_row(self, batch: int, rows: int) -> int:
-        """The row that a batch of an epoch begins with; each later batch has one at least."""
+        """Return the first row of an epoch's batch, with one or more rows for each later one."""
         return min(batch * self.batch_size, rows - (self.batches_per_epoch - batch))
 
     @functools.cached_property
     def _dealt(self) -> tuple[tuple[int, ...], ...]:
-        """The row groups of each process: the largest first, each to who has fewest rows."""
+        """Row groups of each process: the largest first, to the process with the fewest rows."""
         if self.shard.count == 1:
             return (tuple(range(len(self.groups.sizes))),)
         dealt: list[list[int]] = [[] for _ in range(self.shard.count)]
@@ -145,7 +145,7 @@ class BatchSource(Generic[Batch]):
 
     @functools.lru_cache(maxsize=2)  # noqa: B019 - as long-lived as a run
     def _order(self, epoch: int) -> tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]:
-        """The row groups of each window of an epoch, and the row that each window ends before."""
+        """Return the row groups of each window of an epoch, and the first row after each window."""
         groups = np.array(self._dealt[self.shard.index])
         if self.seed is not None:
             groups = np.random.default_rng([self.seed, epoch]).permutation(groups)
@@ -157,10 +157,10 @@ class BatchSource(Generic[Batch]):
         return windows, tuple(np.cumsum(sizes).tolist())
 
     def __getitem__(self, index: int) -> Batch:
-        """Batch ``index`` of the run.
+        """Make batch ``index`` of the run.
 
         Raises:
-            IndexError: There are not so many.
+            IndexError: The run has fewer batches.
             OSError, DataError: The rows cannot be read.
         """
         if not 0 <= index < len(self):
@@ -186,19 +186,19 @@ class BatchSource(Generic[Batch]):
         return pc.take(rows, pa.array(order), boundscheck=False)
 
     def from_batch(self, start: int = 0, *, threads: int = 2, prefetch: int = 4) -> Iterator[Batch]:
-        """The batches from ``start`` on, made ahead by threads.
+        """Yield the batches from ``start`` on, which threads make ahead.
 
         Args:
-            start: The first batch: the number of steps made before.
-            threads: Batches that are made at once.
-            prefetch: Batches that are ready and wait.
+            start: Number of the first batch, such as the number of steps made before.
+            threads: Number of threads.
+            prefetch: Number of batches that are made ahead.
         """
         with concurrent.futures.ThreadPoolExecutor(threads, "batches") as pool:
             numbers = range(start, len(self))
             yield from ordered_map(self.__getitem__, numbers, pool, ahead=prefetch)
 
     def dataset(self, start: int = 0, *, threads: int = 2, prefetch: int = 4) -> Any:
-        """The same as a Grain dataset, whose iterators know and set their position.
+        """Return the batches as a Grain dataset, whose iterators save and restore their position.
 
         Raises:
             ImportError: Grain is not installed.
@@ -213,7 +213,7 @@ class BatchSource(Generic[Batch]):
 
 
 class _WindowCache:
-    """The windows used last; each is read once, however many threads ask."""
+    """Cache of the windows used last; a window is read once for all threads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -240,4 +240,4 @@ class _WindowCache:
         return future.result()
 
     def __reduce__(self) -> tuple[type[_WindowCache], tuple[()]]:
-        return _WindowCache, ()  # another process reads for itself
+        return _WindowCache, ()  # empty in another process

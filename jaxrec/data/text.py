@@ -1,4 +1,4 @@
-"""Lines of Criteo's click logs as columns; Arrow parses them."""
+"""Parsing of Criteo's click logs by Arrow."""
 
 from __future__ import annotations
 
@@ -23,28 +23,28 @@ NAMES = (LABEL, *DENSE_NAMES, *CATEGORICAL_NAMES)
 COLUMNS = len(NAMES)
 HEX_DIGITS = 8
 
-# What Arrow reads lines as. Where a field is none of these it says so, but not always which.
+# Types of the columns. Arrow refuses other values, but its errors do not always name the field.
 _TYPES = {
     **dict.fromkeys((LABEL, *DENSE_NAMES), pa.int32()),
     **dict.fromkeys(CATEGORICAL_NAMES, pa.binary(HEX_DIGITS)),
 }
 
-# Within integers Arrow overlooks blanks, and reads 0x1f.
-_OVERLOOKED = (b" ", b"x", b"X")
+# Arrow ignores blanks in integers and accepts 0x1f as one.
+_ACCEPTED_BY_ARROW = (b" ", b"x", b"X")
 
 
 class DataError(ValueError):
-    """A file is not what it should be; says which file and line, and what is wrong."""
+    """A file is malformed; the message names the file, the line and the problem."""
 
 
 @dataclasses.dataclass(frozen=True)
 class BadLine:
-    """A line that is no row.
+    """A malformed line.
 
     Attributes:
         path: The file.
-        number: The line, from 1.
-        problem: What is wrong with it.
+        number: Number of the line, from 1.
+        problem: Text that describes the problem.
     """
 
     path: pathlib.Path
@@ -57,13 +57,13 @@ class BadLine:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RawClicks:
-    """Rows as they stand in the log.
+    """Rows with the values of the log.
 
     Attributes:
         labels: ``[rows]`` int32, 0 or 1.
         counts: ``[13, rows]`` int32; missing ones are 0, as with TorchRec.
         hashes: ``[26, rows]`` uint32; missing ones are 0, as with TorchRec.
-        bad: The lines that are missing here.
+        bad: The malformed lines, which are left out.
     """
 
     labels: Int[np.ndarray, " rows"]
@@ -76,20 +76,19 @@ class RawClicks:
 
 
 def parse_lines(block: bytes, path: pathlib.Path, first: int, *, skip: bool = False) -> RawClicks:
-    """The rows of whole lines.
+    """Parse lines.
 
-    A line is a label, 13 integers and 26 hexadecimal ids with a tab between two of them. A missing
-    value is an empty field; integers may end in ``.0``, as pandas writes them where some are
-    missing.
+    A line is a label, 13 integers and 26 hexadecimal ids, separated by tabs. A missing value is an
+    empty field. Integers may end in ``.0``, as pandas writes columns with missing values.
 
     Args:
         block: Lines, each with its newline.
-        path: Their file, for messages.
-        first: Number of lines of the file before these.
-        skip: Whether to leave out lines that are no rows, and name them in ``bad``.
+        path: The lines' file, for errors.
+        first: Number of lines of the file before the block.
+        skip: Whether to leave out malformed lines and list them in ``bad``.
 
     Raises:
-        DataError: A line is no row, and ``skip`` is not set.
+        DataError: A line is malformed and ``skip`` is False.
 
     Example:
         >>> line = b"\\t".join([b"1", *[b"17"] * 13, *[b"0000001f"] * 26])
@@ -107,13 +106,13 @@ def parse_lines(block: bytes, path: pathlib.Path, first: int, *, skip: bool = Fa
         none = np.empty((COLUMNS, 0), np.int32)
         return RawClicks(none[0], none[:NUM_DENSE], none[-NUM_CATEGORICAL:].view("u4"), tuple(bad))
     rows = _arrow(b"\n".join(lines) + b"\n")
-    assert rows is not None, "lines that were examined are rows"
+    assert rows is not None, "Arrow parses lines that were checked one by one"
     return dataclasses.replace(rows, bad=tuple(bad))
 
 
 def _arrow(block: bytes) -> RawClicks | None:
-    """The lines as Arrow reads them; None if any is not what it should be, or might not be."""
-    if any(sign in block for sign in _OVERLOOKED):
+    """Parse lines by Arrow; None if a line is malformed or might be."""
+    if any(sign in block for sign in _ACCEPTED_BY_ARROW):
         return None
     try:
         table = pyarrow.csv.read_csv(
@@ -144,7 +143,7 @@ def _arrow(block: bytes) -> RawClicks | None:
 
 
 def _characters(column: pa.ChunkedArray) -> np.ndarray:
-    """Eight characters a row as one number, the first in the lowest byte; of a missing one 0s."""
+    """Return eight characters as one number, the first in the lowest byte; "00000000" for null."""
     array = column.combine_chunks().view(pa.uint64())
     return array.fill_null(pa.scalar(_repeated(ord("0")).item(), pa.uint64())).to_numpy()
 
@@ -157,17 +156,18 @@ _ONE, _SIX, _LOW, _CARRY, _ZERO = map(_repeated, (0x01, 0x06, 0x0F, 0x10, 0x30))
 
 
 def _hexadecimals(characters: np.ndarray) -> UInt32[np.ndarray, " rows"] | None:
-    """The numbers that eight hexadecimal digits spell, all bytes of a word at once.
+    """Parse eight hexadecimal digits in each word, all bytes of a word at once.
 
-    None if a character is no such digit: those are 0x30-0x39, 0x41-0x46 and 0x61-0x66.
+    Returns:
+        The numbers; None if a character is not a digit (0x30-0x39, 0x41-0x46 and 0x61-0x66).
     """
     letters = (characters >> np.uint64(6)) & _ONE
-    # The low half of a digit's byte is its value, of a letter's 9 less.
+    # The low half of the byte is the value of a digit, and the value less 9 of a letter.
     digits = (characters & _LOW) + letters * np.uint64(9)
-    # What characters have these values; a letter is small with the bit 0x20, a capital without.
+    # Compare with the characters of these values; bit 0x20 distinguishes small letters.
     wrong = digits + letters * np.uint64(ord("a") - ord("0") - 10) + _ZERO
     wrong ^= characters | letters << np.uint64(5)
-    # Letters, and they alone, are from 10 to 15.
+    # Only letters have values from 10 to 15.
     wrong |= (((digits + _SIX) ^ (letters << np.uint64(4))) | digits) & _CARRY
     if wrong.any():
         return None
@@ -181,7 +181,7 @@ _HEX = re.compile(rb"[0-9a-fA-F]{0,8}")
 
 
 def _examined(block: bytes, path: pathlib.Path, first: int) -> tuple[list[bytes], list[BadLine]]:
-    """The lines that are rows, one by one, as Arrow wants them; and those that are none."""
+    """Check lines one by one; return the good ones, as Arrow parses them, and the bad ones."""
     good, bad = [], []
     for number, line in enumerate(block.split(b"\n")[:-1], start=first + 1):
         fields = line.removesuffix(b"\r").split(b"\t")
@@ -212,7 +212,7 @@ def _problem(fields: Sequence[bytes]) -> str | None:
 
 
 def _expected(column: int, field: bytes) -> str | None:
-    """What the field should have been; None if it is that."""
+    """Return a text of what was expected of a field; None if the field is valid."""
     if column == 0:
         return None if field in (b"0", b"1") else "a label is 0 or 1"
     if column > NUM_DENSE:
@@ -225,21 +225,21 @@ def _expected(column: int, field: bytes) -> str | None:
 
 
 def is_compressed(path: pathlib.Path) -> bool:
-    """Whether a file is in gzip's format, by its first bytes."""
+    """Return whether a file begins as gzip files do."""
     with open(path, "rb") as file:
         return file.read(2) == b"\x1f\x8b"
 
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """Whole lines of a file.
+    """Some whole lines of a file.
 
     Attributes:
-        lines: Each with its newline.
-        first: Number of lines before them.
-        count: Number of them.
-        end: Bytes of the file up to their end, decompressed.
-        read: Bytes of the file as it lies on the disk that have been read.
+        lines: The lines, each with its newline.
+        first: Number of lines before the block.
+        count: Number of lines of the block.
+        end: Number of decompressed bytes of the file up to the end of the block.
+        read: Number of bytes on disk, possibly compressed, that were read.
     """
 
     lines: bytes
@@ -252,20 +252,20 @@ class Block:
 def blocks_of_lines(
     path: pathlib.Path, size: int, start: int = 0, first: int = 0
 ) -> Iterator[Block]:
-    """A file of lines, plain or gzip, in blocks of about that many bytes.
+    """Yield the lines of a file, plain or gzip, in blocks of about ``size`` bytes.
 
-    The last line gets the newline that it may lack; line ends of Windows become plain ones. Blank
-    lines at the end of the file are left out.
+    A missing newline at the end is added, and Windows' line ends are converted. Blank lines at the
+    end of the file are left out.
 
     Args:
         path: The file.
-        size: Bytes of a block, but for the rest of its last line.
-        start: Where to start, counted in decompressed bytes: the ``end`` of an earlier block.
-        first: Lines before that.
+        size: Number of bytes of a block, without the rest of its last line.
+        start: Number of decompressed bytes to skip: the ``end`` of an earlier block.
+        first: Number of lines to skip.
 
     Raises:
         OSError: The file cannot be read.
-        DataError: It is no whole gzip file.
+        DataError: The gzip file is cut short or damaged.
     """
     with open(path, "rb") as plain:
         file: Any = gzip.GzipFile(fileobj=plain) if is_compressed(path) else plain
@@ -274,7 +274,7 @@ def blocks_of_lines(
             end = start
             while lines := file.read(size):
                 lines += file.readline()
-                # A block ends with a blank line only where the file does.
+                # Only the last block may end with a blank line.
                 while _ends_blank(lines) and (line := file.readline()):
                     lines += line
                 end += len(lines)

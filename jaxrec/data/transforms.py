@@ -1,4 +1,4 @@
-"""From the columns of Criteo's click logs to what a model takes."""
+"""Transforms of the columns of Criteo's click logs for a model."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ CATEGORICAL_NAMES = tuple(f"cat_{i}" for i in range(NUM_CATEGORICAL))
 
 
 def log_counts(counts: Int[np.ndarray, "*shape"]) -> Float[np.ndarray, "*shape"]:
-    """``log(x + 3)`` of counts, of which Criteo's smallest are -2; missing ones are 0.
+    """Compute ``log(x + 3)``, with which MLPerf trains TorchRec's DLRM.
 
-    What TorchRec's DLRM is trained on for MLPerf. Counts below -2 are taken as -2.
+    Criteo's smallest count is -2, and missing counts are 0. Counts below -2 are taken as -2.
 
     Returns:
         float32.
@@ -31,7 +31,7 @@ def log_counts(counts: Int[np.ndarray, "*shape"]) -> Float[np.ndarray, "*shape"]
 def log_counts_above(
     counts: Int[np.ndarray, "*shape"], smallest: int
 ) -> Float[np.ndarray, "*shape"]:
-    """``log(x - smallest + 2)``: TorchRec's preprocessing, with the smallest count of a file.
+    """Compute ``log(x - smallest + 2)``, TorchRec's preprocessing; ``smallest`` is of a file.
 
     Returns:
         float32.
@@ -47,7 +47,7 @@ def log_counts_above(
 def table_ids(
     hashes: Integer[np.ndarray, "rows tables"], table_rows: tuple[int, ...]
 ) -> Int[np.ndarray, "rows tables"]:
-    """The ids modulo the rows of their tables, as TorchRec does it; a missing one is 0.
+    """Compute ids modulo the rows of their tables, as TorchRec does; a missing id is 0.
 
     Returns:
         int32.

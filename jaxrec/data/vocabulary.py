@@ -1,4 +1,4 @@
-"""Vocabularies: strings and 64-bit ids as row indices, the most frequent first."""
+"""Vocabularies: row indices of strings and 64-bit ids, the most frequent first."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import json
 import os
-import pathlib
 from collections.abc import Iterable
 from typing import Any, Literal
 
@@ -16,18 +15,19 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from jaxtyping import Int, UInt64
 
+from jaxrec.atomic import write_atomically
 from jaxrec.data.text import DataError
 from jaxrec.ragged import hash_ids
 from jaxrec.ragged.arrow import map_values
 
-# Distinct values of single columns that wait to be added up.
+# Number of counted values that wait to be added to the total.
 _PENDING = 1 << 20
 
 _METADATA_KEY = b"jaxrec.vocabulary"
 
 
 class ValueCounts:
-    """How often each value of a column appears, counted piece by piece.
+    """Counts of the values of a column that comes in chunks.
 
     Memory grows with the number of distinct values, not with the number of rows.
 
@@ -44,14 +44,14 @@ class ValueCounts:
         self._pending: list[pa.Table] = []
 
     def add(self, column: Any) -> None:
-        """Count the values of one more piece; nulls do not count.
+        """Count the values of one more chunk, without nulls.
 
         Args:
             column: As for `Vocabulary.build`.
 
         Raises:
-            TypeError: The values are neither strings, bytes nor integers, or differ in kind from
-                those before.
+            TypeError: The values are neither strings, bytes nor integers, or of another kind than
+                earlier values.
         """
 
         def count(values: pa.Array) -> np.ndarray:
@@ -83,7 +83,7 @@ class ValueCounts:
     def vocabulary(
         self, *, min_count: int = 1, max_size: int | None = None, num_unknown: int = 1
     ) -> Vocabulary:
-        """Make a vocabulary of the values counted so far; see `Vocabulary.build`."""
+        """Make a vocabulary from the counts so far; see `Vocabulary.build`."""
         if min_count < 1 or num_unknown < 0 or (max_size is not None and max_size < 0):
             raise ValueError(
                 "min_count must be 1 or more, max_size and num_unknown 0 or more; got "
@@ -100,16 +100,16 @@ class ValueCounts:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Vocabulary:
-    """The row index of each known value: strings, bytes or 64-bit ids.
+    """Row indices of known strings, bytes or 64-bit ids.
 
-    The first rows of the table, ``0`` to ``num_unknown - 1``, are those of unknown values, which
-    are spread over them by their hash. The known values follow, the most frequent first.
+    The first rows of the table, ``0`` to ``num_unknown - 1``, are for unknown values, which are
+    distributed by their hash. The rows of known values follow, the most frequent first.
 
     Attributes:
-        values: ``[size]`` Arrow array of large_string, large_binary or int64, all different. Of
-            uint64 ids it holds the int64 with the same bits.
-        counts: ``[size]`` int64, how often each value appeared, descending.
-        num_unknown: Rows of unknown values; 0: an unknown value is an error.
+        values: ``[size]`` Arrow array of large_string, large_binary or int64, all different.
+            uint64 ids are stored as int64 with the same bits.
+        counts: ``[size]`` int64, the count of each value, descending.
+        num_unknown: Number of rows for unknown values; 0: an unknown value is an error.
 
     Example:
         >>> cities = Vocabulary.build(pa.array(["Rome", "Oslo", "Rome", "Bonn", "Bonn", "Rome"]))
@@ -134,17 +134,17 @@ class Vocabulary:
         max_size: int | None = None,
         num_unknown: int = 1,
     ) -> Vocabulary:
-        """Make a vocabulary of the values of a column.
+        """Make a vocabulary from the values of a column.
 
         Args:
             columns: Arrow array, chunked array or NumPy array of strings, bytes or integers, or an
-                Arrow array of lists of them; or an iterable of such arrays, which is gone through
-                once. Nulls do not count.
-            min_count: How often a value of the vocabulary appears. With 2 or more the values
-                below it train the rows of unknown values; with 1 nothing does.
-            max_size: Number of values, of which the most frequent are taken, of equally frequent
-                ones the smallest; None: all.
-            num_unknown: Rows of unknown values.
+                Arrow array of lists of them; or an iterable of such arrays, which is read once.
+                Nulls do not count.
+            min_count: Number of appearances from which a value is known. Rarer values train the
+                rows for unknown values; with 1 no value does.
+            max_size: Largest number of values: the most frequent, and of equally frequent values
+                the smallest; None: no limit.
+            num_unknown: Number of rows for unknown values.
 
         Raises:
             TypeError: The values are neither strings, bytes nor integers, or of several kinds.
@@ -162,7 +162,7 @@ class Vocabulary:
 
     @property
     def num_embeddings(self) -> int:
-        """Rows of the table: those of unknown values and of known ones."""
+        """Number of rows of the table, for unknown and known values."""
         return self.num_unknown + len(self.values)
 
     def __call__(self, column: Any, *, nulls: Literal["unknown", "error"] = "unknown") -> Any:
@@ -170,8 +170,8 @@ class Vocabulary:
 
         Args:
             column: Arrow array, chunked array or NumPy array, or an Arrow array of lists.
-            nulls: "unknown": a null has row 0. "error": it is an error. A null list stays null,
-                which `KeyedJaggedArray.from_arrow` takes as an empty bag.
+            nulls: "unknown": a null has row 0. "error": a null is refused. A null list stays null,
+                which `KeyedJaggedArray.from_arrow` reads as an empty bag.
 
         Returns:
             int32 row indices in the form of the column: an Arrow array with the same chunks and
@@ -227,7 +227,7 @@ class Vocabulary:
 
     @functools.cached_property
     def _index(self) -> tuple[UInt64[np.ndarray, " size"], Int[np.ndarray, " size"], int]:
-        """The values' hashes, ascending, the position of each, and a seed that parts them all."""
+        """Sorted hashes of the values, the position of each, and a seed without collisions."""
         for seed in range(1 << 10):
             hashes = np.asarray(hash_ids(self.values, None, seed))
             order = np.argsort(hashes)
@@ -237,34 +237,32 @@ class Vocabulary:
         raise ValueError("the values of a vocabulary must all be different")
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write a Parquet file of columns ``value`` and ``count``, all of it or, if killed, none.
+        """Write a Parquet file with columns ``value`` and ``count``, complete or not at all.
 
         Raises:
-            OSError: It cannot be written.
+            OSError: The file cannot be written.
         """
-        path = pathlib.Path(path)
-        described = {_METADATA_KEY: json.dumps({"num_unknown": self.num_unknown})}
+        metadata = {_METADATA_KEY: json.dumps({"num_unknown": self.num_unknown})}
         table = pa.table({"value": self.values, "count": self.counts})
-        unfinished = path.with_name(f".{path.name}.unfinished")
-        pq.write_table(
-            table.replace_schema_metadata(described), unfinished, write_page_checksum=True
-        )
-        unfinished.replace(path)
+        with write_atomically(path) as unfinished:
+            pq.write_table(
+                table.replace_schema_metadata(metadata), unfinished, write_page_checksum=True
+            )
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Vocabulary:
-        """Read what `save` wrote.
+        """Read a file that `save` wrote.
 
         Raises:
             OSError: The file cannot be read.
-            DataError: It holds no vocabulary.
+            DataError: The file holds no vocabulary.
         """
         try:
             table = pq.read_table(path, page_checksum_verification=True)
         except (pa.ArrowInvalid, OSError) as error:
             if isinstance(error, OSError) and error.errno is not None:
-                raise  # the system's, which names the file
-            raise DataError(f"{path} is no Parquet file, or damaged ({error})") from None
+                raise  # an error of the operating system, which names the file
+            raise DataError(f"{path} is not a Parquet file, or damaged ({error})") from None
         described = (table.schema.metadata or {}).get(_METADATA_KEY)
         if described is None:
             raise DataError(f"{path} holds no vocabulary; Vocabulary.save writes them")
@@ -279,7 +277,7 @@ def _as_arrow(column: Any) -> pa.Array | pa.ChunkedArray:
 
 
 def _plain(values: pa.Array) -> pa.Array:
-    """The values as large_string, large_binary or int64, uint64 by its bits."""
+    """Convert values to large_string, large_binary or int64; uint64 keeps its bits."""
     kind = values.type
     if isinstance(kind, pa.DictionaryType):
         return _plain(values.cast(kind.value_type))

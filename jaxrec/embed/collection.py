@@ -12,26 +12,21 @@ from jaxtyping import Array, DTypeLike, Float
 
 from jaxrec import optim
 from jaxrec.embed.config import EmbeddingBagConfig, EmbeddingConfig, TableConfig
-from jaxrec.embed.lookup import Activations
+from jaxrec.embed.functional import init_tables
 from jaxrec.embed.not_finite import check_ids
-from jaxrec.embed.tables import (
-    init_tables,
-    read_state,
-    read_table,
-    write_state,
-    write_table,
-)
+from jaxrec.embed.store import StoreFactory, TableStore
 from jaxrec.embed.taps import TappedModule
 from jaxrec.optim.ema import AVERAGE_OFFSET
 from jaxrec.ragged import JaggedArray, KeyedArray, KeyedJaggedArray
+from jaxrec.ragged.raw_ids import is_raw, refuse
 
 
 class TableVariable(nnx.Variable):
-    """Holds a collection's `Tables`. Not an `nnx.Param`: optax, weight decay and EMA pass it by."""
+    """The `TableStore` of a collection. Not an `nnx.Param`, so that optax leaves it alone."""
 
 
 class Collection(TappedModule):
-    """What `EmbeddingBagCollection` and `EmbeddingCollection` have in common.
+    """Base of `EmbeddingBagCollection` and `EmbeddingCollection`.
 
     Attributes:
         tables: A `TableVariable` with the tables and their optimizer state.
@@ -47,6 +42,7 @@ class Collection(TappedModule):
         is_weighted: bool,
         dtype: DTypeLike,
         rngs: nnx.Rngs,
+        store: StoreFactory | None,
     ):
         tables = self._checked_tables(tables)
         optimizer = optim.rowwise_adagrad() if optimizer is None else optimizer
@@ -59,7 +55,7 @@ class Collection(TappedModule):
         if not isinstance(rngs, nnx.Rngs):
             raise TypeError(f"{name}: rngs is a flax.nnx.Rngs such as nnx.Rngs(0), got {rngs!r}")
         super().__init__()
-        self.tables = TableVariable(init_tables(tables, optimizer, rngs.params()))
+        self.tables = TableVariable(init_tables(tables, optimizer, rngs.params(), store))
         self.is_trainable = any(
             table.trainable and (table.optimizer or optimizer).is_trained for table in tables
         )
@@ -67,17 +63,21 @@ class Collection(TappedModule):
         self.dtype = jnp.dtype(dtype).name
 
     @property
+    def _store(self) -> TableStore:
+        return self.tables.get_value()
+
+    @property
     def configs(self) -> tuple[TableConfig, ...]:
         """The tables' configurations, in order."""
-        return self.tables.get_value().layout.configs
+        return self._store.layout.configs
 
     @property
     def bounds(self) -> dict[str, int]:
-        """For each feature the number of ids that its tables have; what packing checks against."""
-        return self.tables.get_value().layout.bounds
+        """Number of ids that the tables of each feature have; packing checks ids against it."""
+        return self._store.bounds
 
     def table(self, name: str) -> Float[Array, "num_embeddings embedding_dim"]:
-        """The rows of one table, a copy.
+        """Return the rows of one table, a copy.
 
         In the loss of `jaxrec.value_and_grad` the copy is differentiated: a softmax over all items
         or a penalty on a table trains it. The table then gets a dense gradient, and its row
@@ -90,48 +90,47 @@ class Collection(TappedModule):
         return self.read_table(name)
 
     def table_average(self, name: str) -> Float[Array, "num_embeddings embedding_dim"]:
-        """The moving averages of one table's rows, a copy; its optimizer is `jaxrec.optim.ema`.
+        """Return the moving averages of one table's rows, which `jaxrec.optim.ema` keeps, a copy.
 
         Raises:
             KeyError: There is no table of that name.
             ValueError: Its optimizer keeps no averages.
         """
-        store = self.tables.get_value()
-        state = read_state(store, name)
+        state = self._store.read_state(name)
         if AVERAGE_OFFSET not in state:
             raise ValueError(
                 f"table {name!r} has no averages; give it the optimizer "
                 "jaxrec.optim.ema(optimizer=..., decay=0.999)"
             )
-        return read_table(store, name).astype(jnp.float32) + state[AVERAGE_OFFSET]
+        return self._store.read(name).astype(jnp.float32) + state[AVERAGE_OFFSET]
 
     def load_table(
         self, name: str, values: Float[Array | np.ndarray, "num_embeddings embedding_dim"]
     ) -> None:
-        """Sets the rows of one table, in place; its optimizer state stays.
+        """Set the rows of one table, in place; its optimizer state stays.
 
         Raises:
             KeyError: If there is no table of that name.
             ValueError: If the shape is another.
         """
-        self.tables.set_value(write_table(self.tables.get_value(), name, values))
+        self.tables.set_value(self._store.write(name, values))
 
     def table_state(self, name: str) -> dict[str, Array]:
-        """The optimizer state of one table's rows, a copy.
+        """Return the optimizer state of one table's rows, a copy.
 
         Raises:
             KeyError: If there is no table of that name.
         """
-        return read_state(self.tables.get_value(), name)
+        return self._store.read_state(name)
 
     def load_table_state(self, name: str, state: Mapping[str, Array | np.ndarray]) -> None:
-        """Sets the optimizer state of one table's rows, in place.
+        """Set the optimizer state of one table's rows, in place.
 
         Raises:
             KeyError: If there is no table of that name.
             ValueError: If the state is not what the table's optimizer keeps.
         """
-        self.tables.set_value(write_state(self.tables.get_value(), name, dict(state)))
+        self.tables.set_value(self._store.write_state(name, dict(state)))
 
     def _checked_tables(self, tables: Sequence[TableConfig]) -> tuple[TableConfig, ...]:
         wanted = self._config.__name__
@@ -146,15 +145,16 @@ class Collection(TappedModule):
                 raise TypeError(f"{type(self).__name__} takes {wanted}s, got {table!r}")
         return tables
 
-    def _activations(self, features: KeyedJaggedArray) -> Activations:
+    def _check_batch(self, features: KeyedJaggedArray) -> None:
         if not isinstance(features, KeyedJaggedArray):
             raise TypeError(
                 f"{type(self).__name__} is called with a KeyedJaggedArray, got "
                 f"{type(features).__name__}; make one by KeyedJaggedArray.from_lists, from_dense, "
                 "from_lengths or from_dict"
             )
-        check_ids(features, self.bounds, always=self.debug)
-        return self.look_up(features, is_weighted=self.is_weighted, dtype=self.dtype)
+        if is_raw(features.values):
+            refuse("features")
+        check_ids(features, self._store.layout.bounds, always=self.debug)
 
 
 class EmbeddingBagCollection(Collection):
@@ -169,6 +169,8 @@ class EmbeddingBagCollection(Collection):
             number of ids nevertheless, as TorchRec's does.
         dtype: Type of the pooled embeddings; sums are taken in float32.
         rngs: Gives the random key of the tables' first values.
+        store: Makes the `TableStore` that holds the rows; None: `Tables` on one device, or on the
+            mesh in a function that `jaxrec.shard` calls.
 
     Raises:
         TypeError, ValueError: If the tables cannot form a collection.
@@ -193,13 +195,19 @@ class EmbeddingBagCollection(Collection):
         is_weighted: bool = False,
         dtype: DTypeLike = "float32",
         rngs: nnx.Rngs,
+        store: StoreFactory | None = None,
     ):
         super().__init__(
-            tables, optimizer=optimizer, is_weighted=is_weighted, dtype=dtype, rngs=rngs
+            tables,
+            optimizer=optimizer,
+            is_weighted=is_weighted,
+            dtype=dtype,
+            rngs=rngs,
+            store=store,
         )
 
     def __call__(self, features: KeyedJaggedArray) -> KeyedArray:
-        """The pooled embeddings of a batch.
+        """Return the pooled embeddings of a batch.
 
         Args:
             features: The batch; keys that no table reads are ignored.
@@ -214,7 +222,9 @@ class EmbeddingBagCollection(Collection):
             ValueError: If an id is outside its table (seen outside of `jax.jit`; inside, it makes
                 the result NaN), or the collection is weighted and the batch is not.
         """
-        return cast(KeyedArray, self._activations(features))
+        self._check_batch(features)
+        pooled = self.lookup(features, is_weighted=self.is_weighted, dtype=self.dtype)
+        return cast(KeyedArray, pooled)
 
 
 class EmbeddingCollection(Collection):
@@ -227,6 +237,8 @@ class EmbeddingCollection(Collection):
         need_indices: Whether the result carries the ids as its weights.
         dtype: Type of the embeddings.
         rngs: Gives the random key of the tables' first values.
+        store: Makes the `TableStore` that holds the rows; None: `Tables` on one device, or on the
+            mesh in a function that `jaxrec.shard` calls.
 
     Raises:
         TypeError, ValueError: If the tables cannot form a collection.
@@ -251,12 +263,15 @@ class EmbeddingCollection(Collection):
         need_indices: bool = False,
         dtype: DTypeLike = "float32",
         rngs: nnx.Rngs,
+        store: StoreFactory | None = None,
     ):
-        super().__init__(tables, optimizer=optimizer, is_weighted=False, dtype=dtype, rngs=rngs)
+        super().__init__(
+            tables, optimizer=optimizer, is_weighted=False, dtype=dtype, rngs=rngs, store=store
+        )
         self.need_indices = need_indices
 
     def __call__(self, features: KeyedJaggedArray) -> dict[str, JaggedArray]:
-        """The embeddings of a batch's ids.
+        """Return the embeddings of a batch's ids.
 
         Args:
             features: The batch; keys that no table reads are ignored.
@@ -272,9 +287,10 @@ class EmbeddingCollection(Collection):
             ValueError: If an id is outside its table (seen outside of `jax.jit`; inside, its
                 embedding is NaN).
         """
-        activations = cast(dict[str, Array], self._activations(features))
+        self._check_batch(features)
+        activations = cast(dict[str, Array], self.lookup(features, dtype=self.dtype))
         result = {}
-        for output in self.tables.get_value().layout.outputs:
+        for output in self._store.layout.outputs:
             column = features[output.feature]
             indices = column.values if self.need_indices else None
             result[output.key] = JaggedArray(activations[output.key], column.lengths, indices)

@@ -1,4 +1,4 @@
-"""What a user says of a table."""
+"""Configurations of tables."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ POOLINGS = ("sum", "mean")
 
 @dataclasses.dataclass(frozen=True)
 class TableConfig:
-    """What every table has; use `EmbeddingBagConfig` or `EmbeddingConfig`.
+    """Fields of every table; use `EmbeddingBagConfig` or `EmbeddingConfig`.
 
     Attributes:
         name: Name of the table, unique in its collection.
@@ -114,7 +114,7 @@ class TableConfig:
         return dtype
 
 
-# The kernels mark padding with the row after the last and bad ids with the one after that.
+# int32 numbers the rows, the row after the last (padding) and one beyond it.
 MAX_ROWS = np.iinfo(np.int32).max - 2
 
 

@@ -11,26 +11,16 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool
 
+from jaxrec.embed.differentiation import can_change, differentiating, lost_gradient
 from jaxrec.embed.gradients import Gradients, tie_to
-from jaxrec.embed.kernels import Lookups
-from jaxrec.embed.tables import TableStore
-from jaxrec.embed.taps import (
-    Tap,
-    attach,
-    can_change,
-    detach,
-    differentiating,
-    lost_gradient,
-    probe_calls,
-    tapped_modules,
-)
-from jaxrec.embed.update import RowGradients, row_gradients
+from jaxrec.embed.row_gradients import RowGradients
+from jaxrec.embed.taps import Tap, attach, detach, probe_calls, tapped_modules
 
 
 def value_and_grad(
     loss: Callable[..., Any], *, has_aux: bool = False, wrt: Any = nnx.Param
 ) -> Callable[..., tuple[Any, Gradients]]:
-    """Like `nnx.value_and_grad`, for models that look up embeddings.
+    """Differentiate a loss like `nnx.value_and_grad`, for models that look up embeddings.
 
     The loss function may call any number of collections any number of times, also under
     `nnx.remat` and `nnx.jit`. It is traced twice (the first time for shapes alone) and evaluated
@@ -53,8 +43,8 @@ def value_and_grad(
         changes no variable of the model.
 
     Raises:
-        TypeError: The first argument is no model; the loss reads a whole table over a mesh, or one
-            whose gradient takes more than a GiB.
+        TypeError: The first argument is not a model; the loss reads a whole table over a mesh, or
+            one whose gradient takes more than a GiB.
         RuntimeError: The loss looks embeddings up inside `jax.lax.scan`, `jax.vmap` and the like.
 
     Example:
@@ -109,7 +99,7 @@ def value_and_grad(
 
 
 def _of_this_trace(model: nnx.Module) -> nnx.Module:
-    """The model; a copy where it comes from outside of a transformation such as `jax.lax.scan`."""
+    """Return the model, or a copy if it comes from outside of a transformation such as a scan."""
     variables = jax.tree.leaves(nnx.state(model), is_leaf=_is_variable)
     if all(can_change(variable) for variable in variables):
         return model
@@ -125,7 +115,7 @@ _Values = list[tuple[nnx.Variable, Any]]
 
 
 def _values(model: nnx.Module, wrt: Any) -> _Values:
-    """The variables that a loss may change, with the values that they have now."""
+    """Return the variables that a loss may change, with their present values."""
     held = {id(module.tables) for module in tapped_modules(model).values()}
     return [
         (variable, variable.get_raw_value())
@@ -163,7 +153,7 @@ def _require_unchanged(before: _Values) -> None:
 def _table_gradients(
     model: nnx.Module, taps: nnx.State
 ) -> dict[str, list[dict[str, RowGradients]]]:
-    """The gradients of rows, by the path of the collection and call by call."""
+    """Return the gradients of rows, by path of the collection and call by call."""
     cotangents: dict[str, dict[Any, Any]] = {}
     for (*parents, kind, call), tap in nnx.to_flat_state(taps):
         cotangents.setdefault("/".join(map(str, parents)), {})[kind, call] = tap.get_value()
@@ -171,11 +161,11 @@ def _table_gradients(
     for path, module in tapped_modules(model).items():
         store, found = module.tables.get_value(), cotangents.get(path, {})
         calls = [
-            row_gradients(store, _residuals(variable), found["taps", call])
+            store.row_gradients(_residuals(variable), found["taps", call])
             for call, variable in enumerate(module.residuals)
         ]
         calls += [
-            _dense_gradient(store, name, found["table_taps", name]) for name in module.table_taps
+            store.dense_gradients(name, found["table_taps", name]) for name in module.table_taps
         ]
         if calls:
             tables[path] = calls
@@ -187,10 +177,3 @@ def _residuals(variable: nnx.Variable) -> Any:
     if residuals is None:
         raise lost_gradient()
     return residuals
-
-
-def _dense_gradient(store: TableStore, name: str, gradient: Array) -> dict[str, RowGradients]:
-    """The gradient of a table that was read whole, as that of a lookup of all its rows."""
-    group, index = store.layout.find(name)
-    rows = group.row_offsets[index] + jnp.arange(gradient.shape[0], dtype=jnp.int32)
-    return {group.name: RowGradients(Lookups(rows, None, None), gradient.astype(jnp.float32))}

@@ -13,12 +13,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, DTypeLike, Float, Int32
 
-from jaxrec.embed.gradient_norms import table_squares
-from jaxrec.embed.kernels import BagLayout, Lookups
-from jaxrec.embed.lookup import Route
+from jaxrec.embed.kernels import BAD_ROW, BagLayout, Lookups
+from jaxrec.embed.row_gradients import RowGradients
 from jaxrec.embed.sealed import Sealed, seal
-from jaxrec.embed.tables import TableStore
-from jaxrec.embed.update import RowGradients
+from jaxrec.embed.store import TableStore
 
 
 @jax.tree_util.register_dataclass
@@ -35,7 +33,7 @@ class SealedRowGradients:
     """
 
     values: Float[Array, "*_ lines dim"]
-    sealed: Sealed[tuple[Lookups, Route | None, Int32[Array, " lines"] | None]]
+    sealed: Sealed[tuple[Lookups, Any, Int32[Array, " lines"] | None]]
     layouts: tuple[BagLayout, ...] = dataclasses.field(metadata={"static": True})
 
     @classmethod
@@ -217,7 +215,7 @@ class Gradients:
         return self.map(jnp.negative)
 
     def _table_squares(self) -> dict[str, dict[str, Float[Array, ""]]]:
-        return {path: table_squares(self.stores[path], rows) for path, rows in self.rows().items()}
+        return {path: self.stores[path].table_squares(rows) for path, rows in self.rows().items()}
 
 
 def mean_gradients(parts: Gradients | Sequence[Gradients]) -> Gradients:
@@ -275,11 +273,12 @@ def tie_to(value: Float[Array, ""], tables: Mapping[str, Calls]) -> dict[str, Ca
     is_value = bits != _NO_LOSS
 
     def tie(gradient: RowGradients) -> RowGradients:
-        def tied(rows: Array) -> Array:
-            return jnp.where(is_value, rows, -1)
+        def tied(indices: Array) -> Array:
+            is_index = indices.dtype == jnp.int32
+            return jnp.where(is_value, indices, BAD_ROW) if is_index else indices
 
         lookups = dataclasses.replace(gradient.lookups, rows=tied(gradient.lookups.rows))
-        route = gradient.route and gradient.route.map_awaited(tied)
+        route = jax.tree.map(tied, gradient.route)
         return dataclasses.replace(gradient, lookups=lookups, route=route)
 
     return _map_calls(tie, tables)

@@ -1,4 +1,4 @@
-"""The first values of tables, made block by block where they stay."""
+"""First values of tables, made block by block in place."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ INITIALIZERS: dict[str, tuple[Callable, Callable[[int, int], float]]] = {
 
 
 def table_key(key: Key[Array, ""] | Shaped[Array, 2], name: str) -> Array:
-    """The random key of a table: depends on its name, not on its place among others."""
+    """Return the random key of a table, which depends on its name and not on its place."""
     return jax.random.fold_in(key, zlib.crc32(name.encode()))
 
 
@@ -57,7 +57,7 @@ def draw_and_scale(
 
 @functools.lru_cache(maxsize=256)
 def _check_scale(initializer: Callable, dim: int) -> None:
-    """Compares typical values of a few rows and of 32 times as many."""
+    """Compare typical values of a few rows and of 32 times as many."""
     few = max(64, 512 // dim)
     typical = []
     with jax.ensure_compile_time_eval():
@@ -82,7 +82,7 @@ def initialize_rows(
     first_row: int,
     num_rows: int,
 ) -> Float[Array, "rows dim"]:
-    """Fills ``num_rows`` rows of a group's array from ``first_row`` on; ``array`` is donated."""
+    """Fill ``num_rows`` rows of a group's array from ``first_row`` on; ``array`` is donated."""
     draw, scale = draw_and_scale(initializer, num_rows, array.shape[1])
     return _fill(array, key, draw, scale, np.array([0, num_rows, first_row, 0], np.int32))
 
@@ -106,7 +106,7 @@ def fill_rows(
     place: Int32[Array, "4"],
     dim: int,
 ) -> Float[Array, "rows width"]:
-    """Fills rows of an array with a part of a table's first values.
+    """Fill rows of an array with a part of a table's first values.
 
     Args:
         array: Where to; as wide as the part.

@@ -1,4 +1,4 @@
-"""How tables are stored together and which features read them."""
+"""Groups of tables that are stored together, and the features that read them."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Group:
         )
 
     def bags(self, features: KeyedJaggedArray) -> BagLayout:
-        """Where the group's features lie in a batch.
+        """Return the layout of the group's features in a batch.
 
         Raises:
             KeyError: If the batch lacks a feature of the group.
@@ -118,12 +118,12 @@ class TableLayout:
     """The tables of a collection, in groups, and its outputs, by table and then by feature.
 
     Attributes:
-        tables: The tables as they were given.
+        configs: Configurations of the tables, in the order given.
         groups: The same tables, stored together where they are alike.
-        outputs: The blocks of the collection's output, in order.
+        outputs: Blocks of the collection's output, in order.
     """
 
-    tables: tuple[TableConfig, ...]
+    configs: tuple[TableConfig, ...]
     groups: tuple[Group, ...]
     outputs: tuple[Output, ...]
 
@@ -135,19 +135,25 @@ class TableLayout:
         return f"TableLayout({'; '.join(groups)})"
 
     @property
-    def configs(self) -> tuple[TableConfig, ...]:
-        """The tables' configurations, in order."""
-        return self.tables
-
-    @property
     def is_pooled(self) -> bool:
+        """Whether bags of rows are pooled."""
         return self.groups[0].is_pooled
 
     @property
+    def output_keys(self) -> tuple[str, ...]:
+        """Names of the outputs."""
+        return tuple(output.key for output in self.outputs)
+
+    @property
+    def output_dims(self) -> tuple[int, ...]:
+        """Numbers of columns of the outputs."""
+        return tuple(self.groups[output.group].dim for output in self.outputs)
+
+    @property
     def bounds(self) -> dict[str, int]:
-        """For each feature the number of ids that all its tables have."""
+        """Number of ids that all tables of a feature have, by feature."""
         bounds: dict[str, int] = {}
-        for table in self.tables:
+        for table in self.configs:
             for feature in table.feature_names:
                 bounds[feature] = min(
                     table.num_embeddings, bounds.get(feature, table.num_embeddings)
@@ -155,7 +161,7 @@ class TableLayout:
         return bounds
 
     def find(self, name: str) -> tuple[Group, int]:
-        """The group of a table and its index in there.
+        """Return the group of a table, and the table's index in it.
 
         Raises:
             KeyError: If there is no table of that name.
@@ -164,8 +170,19 @@ class TableLayout:
             for index, table in enumerate(group.tables):
                 if table.name == name:
                     return group, index
-        names = ", ".join(repr(table.name) for table in self.tables)
+        names = ", ".join(repr(table.name) for table in self.configs)
         raise KeyError(f"no table is named {name!r}; there are {names}")
+
+    def column_runs(self) -> list[tuple[int, slice]]:
+        """Return the outputs in order as (group, columns of its block), neighbours joined."""
+        runs: list[tuple[int, slice]] = []
+        for output in self.outputs:
+            dim = self.groups[output.group].dim
+            columns = slice(output.position * dim, (output.position + 1) * dim)
+            if runs and runs[-1][0] == output.group and runs[-1][1].stop == columns.start:
+                columns = slice(runs.pop()[1].start, columns.stop)
+            runs.append((output.group, columns))
+        return runs
 
 
 def layout_tables(
@@ -173,7 +190,7 @@ def layout_tables(
     optimizer: RowOptimizer,
     apart: Callable[[TableConfig], Hashable] = lambda table: None,
 ) -> TableLayout:
-    """Groups tables and names the outputs of a collection.
+    """Group tables and name the outputs of a collection.
 
     Args:
         tables: The tables; all of one kind.
@@ -237,7 +254,7 @@ def _group(
 
 
 def _within_int32(tables: list[TableConfig]) -> Iterator[tuple[TableConfig, ...]]:
-    """Cuts tables into parts whose rows can be numbered in int32."""
+    """Cut tables into parts whose rows int32 can number."""
     part: list[TableConfig] = []
     for table in tables:
         if sum(other.num_embeddings for other in part) + table.num_embeddings > MAX_ROWS:

@@ -15,6 +15,7 @@ from jaxtyping import Array, Int
 from jaxrec.embed.gradients import Gradients
 from jaxrec.embed.taps import tapped_modules
 from jaxrec.ragged import KeyedJaggedArray
+from jaxrec.ragged.bounds import find_bad_ids
 
 
 class NotFiniteError(ArithmeticError):
@@ -79,11 +80,11 @@ def _call_back(function: Any, *arrays: Any) -> None:
 
 
 def _raise_bad_id(bounds: Mapping[str, int], features: KeyedJaggedArray) -> None:
-    message = find_bad_id(features, bounds)
+    message = _describe_bad_ids(features, bounds)
     if message is not None:
         raise ValueError(
-            f"{message}; give bounds=collection.bounds to the batch's constructor to check ids, or "
-            "to clamp them, when batches are made"
+            f"{message}; to check or clamp ids when batches are made, give bounds=module.bounds of "
+            "the module that looks them up to the batch's constructor"
         )
 
 
@@ -100,46 +101,43 @@ def bad_id_of_batch(model: nnx.Module, batch: Any) -> str | None:
         >>> config = jaxrec.EmbeddingBagConfig("user", num_embeddings=3, embedding_dim=2)
         >>> model = jaxrec.EmbeddingBagCollection([config], rngs=nnx.Rngs(0))
         >>> batch = jaxrec.KeyedJaggedArray.from_lists({"user": [[1], [2, 3]]})
-        >>> bad_id_of_batch(model, {"features": batch})
-        "feature 'user', sample 1: id 3 is outside its table's 3 rows (1 such id in the batch)"
+        >>> print(bad_id_of_batch(model, {"features": batch}).split(" (")[0])
+        feature 'user', sample 1: id 3 is outside [0, 3), the ids of its table
     """
     leaves = jax.tree.leaves(batch, is_leaf=lambda leaf: isinstance(leaf, KeyedJaggedArray))
     for features in leaves:
         if not isinstance(features, KeyedJaggedArray):
             continue
         for module in tapped_modules(model).values():
-            message = find_bad_id(features, module.tables.get_value().layout.bounds)
+            message = _describe_bad_ids(features, module.tables.get_value().layout.bounds)
             if message is not None:
                 return message
     return None
 
 
-def find_bad_id(features: KeyedJaggedArray, bounds: Mapping[str, int]) -> str | None:
+def _describe_bad_ids(features: KeyedJaggedArray, bounds: Mapping[str, int]) -> str | None:
     """Return a sentence about the first feature with an id outside its table; None: all fit."""
     parts = list(_parts(features))
     for key, feature in enumerate(features.keys):
         if feature not in bounds:
             continue
-        first, count = None, 0
-        for number, values, lengths in parts:
-            start, bags = sum(features.capacities[:key]), sum(features.strides[:key])
-            own = lengths[bags : bags + features.strides[key]]
-            ids = values[start : start + int(own.sum())]
-            bad = np.flatnonzero((ids < 0) | (ids >= bounds[feature]))
-            if bad.size and first is None:
-                bag = int(np.searchsorted(np.cumsum(own), bad[0], side="right"))
-                first = number * features.strides[key] + bag, int(ids[bad[0]])
-            count += bad.size
-        if first is not None:
-            return (
-                f"feature {feature!r}, sample {first[0]}: id {first[1]} is outside its table's "
-                f"{bounds[feature]} rows ({count} such id{'s' * (count > 1)} in the batch)"
+        start, first_bag = sum(features.capacities[:key]), sum(features.strides[:key])
+        stride = features.strides[key]
+        found = []
+        for number, values, all_lengths in parts:
+            lengths = all_lengths[first_bag : first_bag + stride]
+            ids = values[start : start + int(lengths.sum())]
+            found.append(
+                find_bad_ids(feature, ids, lengths, bounds[feature], first_sample=number * stride)
             )
+        if bad := [each for each in found if each is not None]:
+            count = sum(each.positions.size for each in bad)
+            return f"{bad[0].message} ({count} such id{'s' * (count > 1)} in the batch)"
     return None
 
 
 def _parts(features: KeyedJaggedArray) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-    """The number, ids and lengths of each device's part of a batch; the whole off a mesh."""
+    """Iterate over the number, ids and lengths of each device's part of a batch."""
     values, lengths = features.values, features.lengths
     if np.ndim(values) == 1:
         yield 0, np.asarray(values), np.asarray(lengths)

@@ -14,7 +14,6 @@ from jaxtyping import Array, Bool
 
 from jaxrec.embed.gradients import Gradients
 from jaxrec.embed.not_finite import report_not_finite
-from jaxrec.embed.tables import put_beside
 from jaxrec.embed.taps import tapped_modules
 from jaxrec.optim import RowOptimizer, hyperparameter
 from jaxrec.optim.hyperparameter import UpdateStep, find_hyperparameters
@@ -49,7 +48,7 @@ class Optimizer(nnx.Optimizer):
         skipped_in_a_row: Number of steps skipped since the last update.
 
     Raises:
-        TypeError: The model is no `nnx.Module`, or ``tx`` is no optax transformation.
+        TypeError: The model is not an `nnx.Module`, or ``tx`` is not an optax transformation.
         ValueError: ``tx`` accumulates gradients (`optax.MultiSteps`); or two row optimizers have
             hyperparameters of one name and different values.
 
@@ -89,7 +88,7 @@ class Optimizer(nnx.Optimizer):
             module.debug = debug
         # On a mesh from the start, or the second step, with what the first returns, compiles anew.
         for module in modules:
-            nnx.update(self, put_beside(module.tables.get_value(), nnx.state(self)))
+            nnx.update(self, module.tables.get_value().put_beside(nnx.state(self)))
 
     def hyperparameters(self) -> dict[str, float]:
         """Return the values of the row optimizers' hyperparameters by name."""

@@ -1,118 +1,283 @@
-"""The arrays of a collection of tables."""
+"""Tables on one device."""
 
 from __future__ import annotations
 
-import contextlib
-import contextvars
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Bool, DTypeLike, Float, Int32
 
 from jaxrec.embed import kernels
-from jaxrec.embed.config import TableConfig
+from jaxrec.embed.checkpoint_view import LogicalTable, part_rows, put_rows, take_rows
 from jaxrec.embed.initialize import initialize_rows, table_key
-from jaxrec.embed.layout import Group, TableLayout, layout_tables
+from jaxrec.embed.layout import Group, TableLayout
+from jaxrec.embed.lookup import flatten, join_pooled, lookup_weights, pool, shares_bags, split_rows
+from jaxrec.embed.row_gradients import (
+    Activations,
+    Residuals,
+    Routes,
+    RowGradients,
+    bound_samples,
+    group_gradients,
+    group_parts,
+    merge,
+    table_squares,
+)
+from jaxrec.embed.row_slots import RowSlots
+from jaxrec.embed.store import TableStore
 from jaxrec.optim import RowOptimizer
+from jaxrec.optim.hyperparameter import Step, as_step
+from jaxrec.ragged import KeyedJaggedArray
 
-Store = TypeVar("Store", bound="TableStore")
+# Number of elements of a table that are copied to the device at a time.
+_COPY_ELEMENTS = 1 << 24
 
-# Tables are copied in and out of groups in pieces of about this many elements.
-_PIECE_ELEMENTS = 1 << 24
-
-
-@dataclasses.dataclass(frozen=True)
-class TableStore:
-    """Tables and their optimizer state, wherever they lie.
-
-    A pytree with a static layout: `Tables` on one device, `jaxrec.mesh.ShardedTables` over many.
-    The functions of this module, `lookup` and `update_rows` dispatch on which it is.
-
-    Attributes:
-        rows: For each group of tables its rows.
-        state: For each group the state of its row optimizer, as many rows.
-        layout: Where each table lies in there and which features read it.
-    """
-
-    rows: dict[str, Float[Array, "rows dim"]]
-    state: dict[str, dict[str, Array]]
-    layout: Any = dataclasses.field(metadata={"static": True})
-
-    @property
-    def row_optimizers(self) -> tuple[RowOptimizer, ...]:
-        """The optimizer of each group."""
-        return tuple(group.optimizer for group in self.layout.groups)
-
-    @property
-    def without_rows(self: Store) -> Store:
-        """The same store without arrays: a pytree without leaves that says how rows lie."""
-        return dataclasses.replace(self, rows={}, state={})
+# Size in bytes of the largest dense gradient of a table that a loss reads whole.
+MAX_DENSE_GRADIENT_BYTES = 1 << 30
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Tables(TableStore):
-    """Tables that are whole on one device.
+    """Tables that lie whole on one device.
 
     Attributes:
-        rows: For each group its tables' rows, ``[num_rows, dim]`` of the group's type.
-        state: For each group the state of its row optimizer, arrays of ``num_rows`` rows.
-        layout: How the tables are grouped and which features read them.
+        rows: Rows of each group's tables, ``[num_rows, dim]`` of the group's type.
+        state: Optimizer state of each group, arrays of ``num_rows`` rows.
+        layout: The tables in groups, and which features read them.
     """
 
+    rows: dict[str, Float[Array, "rows dim"]]
+    state: dict[str, dict[str, Array]]
     layout: TableLayout = dataclasses.field(metadata={"static": True})
 
+    @classmethod
+    def init(cls, layout: TableLayout, key: Array) -> Tables:
+        """Make fresh tables in place: a `StoreFactory`.
 
-_make_tables: contextvars.ContextVar[Callable[[TableLayout, Array], TableStore] | None] = (
-    contextvars.ContextVar("jaxrec_make_tables", default=None)
-)
+        Only a block of rows beyond the tables is ever in memory.
+        """
+        rows = {group.name: _init_rows(group, key) for group in layout.groups}
+        state = {group.name: _init_state(group) for group in layout.groups}
+        return cls(rows, state, layout)
+
+    @property
+    def row_optimizers(self) -> tuple[RowOptimizer, ...]:
+        return tuple(group.optimizer for group in self.layout.groups)
+
+    @property
+    def without_rows(self) -> Tables:
+        return dataclasses.replace(self, rows={}, state={})
+
+    def lookup(
+        self,
+        features: KeyedJaggedArray,
+        *,
+        is_weighted: bool = False,
+        dtype: DTypeLike = "float32",
+        routes: Routes | None = None,
+    ) -> tuple[Activations, Residuals]:
+        _check_batch(features)
+        weights = lookup_weights(features, is_weighted)
+        layouts = {group.name: group.bags(features) for group in self.layout.groups}
+        looked_up, lookups = {}, {}
+        for group in self.layout.groups:
+            name, layout = group.name, layouts[group.name]
+            lookups[name] = flatten(features, weights, layout, group)
+            if group.is_pooled:
+                wide = "float32" if shares_bags(features, layout) else dtype
+                ids, lengths = jnp.asarray(features.values), jnp.asarray(features.lengths)
+                looked_up[name] = pool(self.rows[name], ids, lengths, weights, layout, wide)
+            else:
+                looked_up[name] = kernels.row_lookup(self.rows[name], lookups[name].rows)
+        if self.layout.is_pooled:
+            return join_pooled(self.layout, features, layouts, looked_up, lookups, dtype)
+        return split_rows(self.layout, layouts, looked_up, lookups, dtype)
+
+    def row_gradients(
+        self, residuals: Residuals, cotangents: Activations
+    ) -> dict[str, RowGradients]:
+        return group_gradients(self.layout, residuals, cotangents)
+
+    def update(
+        self,
+        calls: Sequence[dict[str, RowGradients]],
+        step: Step | int,
+        is_applied: Bool[Array, ""] | None = None,
+    ) -> Tables:
+        step = as_step(step)
+        rows, state = dict(self.rows), dict(self.state)
+        parts = group_parts(calls)
+        for group in self.layout.groups:
+            if group.name not in parts or not group.optimizer.is_trained:
+                continue
+            bounded, optimizer = bound_samples(parts[group.name], group.optimizer)
+            gradient = dataclasses.replace(merge(bounded), is_applied=is_applied)
+            lookups = gradient.lookups
+            written = gradient.rows_to_write(lookups.rows, group.num_rows)
+            rows[group.name], state[group.name] = kernels.fused_update(
+                self.rows[group.name],
+                self.state[group.name],
+                dataclasses.replace(lookups, rows=written),
+                gradient.values,
+                optimizer,
+                step,
+                group.row_offsets,
+            )
+        return dataclasses.replace(self, rows=rows, state=state)
+
+    def table_squares(
+        self, calls: Sequence[dict[str, RowGradients]]
+    ) -> dict[str, Float[Array, ""]]:
+        return table_squares(self.layout.groups, calls)
+
+    def check_dense_gradient(self, name: str) -> None:
+        group, rows = self._find(name)
+        size = (rows.stop - rows.start) * group.dim * 4
+        if size > MAX_DENSE_GRADIENT_BYTES:
+            raise TypeError(
+                f"a loss reads the whole table {name!r}, whose gradient takes {size:,} bytes, more "
+                f"than {MAX_DENSE_GRADIENT_BYTES:,}. Look up the rows that the loss needs through "
+                "a feature (sampled negatives, the rows of the batch), or read the table outside "
+                "of the loss if it is not to be trained by this term"
+            )
+
+    def read(self, name: str) -> Float[Array, "num_embeddings embedding_dim"]:
+        group, rows = self._find(name)
+        return self.rows[group.name][rows]
+
+    def write(
+        self, name: str, values: Float[Array | np.ndarray, "num_embeddings embedding_dim"]
+    ) -> Tables:
+        group, rows = self._find(name)
+        array = _write(self.rows[group.name], rows, values, f"table {name!r}")
+        return dataclasses.replace(self, rows=self.rows | {group.name: array})
+
+    def read_state(self, name: str) -> dict[str, Array]:
+        group, rows = self._find(name)
+        return {key: array[rows] for key, array in self.state[group.name].items()}
+
+    def write_state(self, name: str, state: Mapping[str, Array | np.ndarray]) -> Tables:
+        group, rows = self._find(name)
+        arrays = self.state[group.name]
+        check_state(name, arrays, state)
+        arrays = {
+            key: _write(array, rows, state[key], f"state {key!r} of table {name!r}")
+            for key, array in arrays.items()
+        }
+        return dataclasses.replace(self, state=self.state | {group.name: arrays})
+
+    def row_slots(self, name: str, rows: np.ndarray) -> list[RowSlots]:
+        group, where = self._find(name)
+        slots = (where.start + rows).astype(np.int32)
+        return [RowSlots(group.name, (0, group.dim), slots, np.arange(slots.size, dtype=np.int32))]
+
+    def read_rows(
+        self, group: str, slots: Int32[Array, " n"]
+    ) -> tuple[Float[Array, "n dim"], dict[str, Array]]:
+        return read_slots(self.rows[group], self.state[group], slots)
+
+    def write_rows(
+        self,
+        group: str,
+        slots: Int32[Array, " n"],
+        rows: Float[Array, "n dim"],
+        state: Mapping[str, Array],
+    ) -> Tables:
+        new_rows, new_state = write_slots(self.rows[group], self.state[group], slots, rows, state)
+        return dataclasses.replace(
+            self, rows=self.rows | {group: new_rows}, state=self.state | {group: new_state}
+        )
+
+    def checkpoint_shapes(self, name: str) -> LogicalTable:
+        group, index = self.layout.find(name)
+        padded_rows = part_rows(group.tables[index].num_embeddings, 1)
+
+        def shape(array: Array) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(
+                (padded_rows, *array.shape[1:]), array.dtype, sharding=array.sharding
+            )
+
+        return jax.tree.map(shape, LogicalTable(self.rows[group.name], self.state[group.name]))
+
+    def checkpoint_view(self, name: str) -> LogicalTable:
+        group, rows = self._find(name)
+        count = rows.stop - rows.start
+        take = functools.partial(
+            take_rows,
+            first=jnp.int32(rows.start),
+            count=jnp.int32(count),
+            padded_rows=part_rows(count, 1),
+        )
+        return jax.tree.map(take, LogicalTable(self.rows[group.name], self.state[group.name]))
+
+    def from_checkpoint(self, name: str, logical: LogicalTable, num_rows: int) -> Tables:
+        group, rows = self._find(name)
+        put = functools.partial(put_rows, first=jnp.int32(rows.start), count=jnp.int32(num_rows))
+        state = dict(self.state[group.name])
+        state |= {key: put(state[key], array) for key, array in logical.state.items()}
+        return dataclasses.replace(
+            self,
+            rows=self.rows | {group.name: put(self.rows[group.name], logical.rows)},
+            state=self.state | {group.name: state},
+        )
+
+    def _find(self, name: str) -> tuple[Group, slice]:
+        """Return the group of a table, and the table's rows in it."""
+        group, index = self.layout.find(name)
+        start = group.row_offsets[index]
+        return group, slice(start, start + group.tables[index].num_embeddings)
 
 
-@contextlib.contextmanager
-def making_tables(make: Callable[[TableLayout, Array], TableStore]) -> Iterator[None]:
-    """Has `init_tables` make tables by ``make(layout, key)``, which may put them elsewhere."""
-    token = _make_tables.set(make)
-    try:
-        yield
-    finally:
-        _make_tables.reset(token)
+def check_state(name: str, kept: Mapping[str, Array], given: Mapping[str, object]) -> None:
+    """Raise a ValueError where a table's state is not what its optimizer keeps."""
+    if set(given) != set(kept):
+        raise ValueError(f"table {name!r}: its optimizer keeps {sorted(kept)}, got {sorted(given)}")
 
 
-def init_tables(configs: Sequence[TableConfig], optimizer: RowOptimizer, key: Array) -> TableStore:
-    """Fresh tables, made in place: beyond them only a block of rows is ever in memory.
+def read_slots(
+    rows: Float[Array, "rows dim"], state: Mapping[str, Array], slots: Int32[Array, " n"]
+) -> tuple[Float[Array, "n dim"], dict[str, Array]]:
+    """Return some rows of an array and of its state; zeros for a slot outside."""
 
-    They are `Tables`, on one device, except in a function that `jaxrec.shard` calls, where they are
-    made on the mesh.
+    def read(array: Array) -> Array:
+        index = jnp.where(slots < 0, array.shape[0], slots)
+        return array.at[index].get(mode="fill", fill_value=0)
 
-    Args:
-        configs: The tables, all `EmbeddingBagConfig` or all `EmbeddingConfig`.
-        optimizer: Optimizer of the tables that name none.
-        key: Random key. A table's values depend on it and on the table's name alone.
-
-    Raises:
-        ValueError, TypeError: If the tables cannot form a collection (see `layout_tables`).
-
-    Example:
-        >>> import jax, jaxrec
-        >>> config = jaxrec.EmbeddingBagConfig("user", num_embeddings=10, embedding_dim=4)
-        >>> tables = init_tables([config], jaxrec.optim.sgd(0.1), jax.random.key(0))
-        >>> read_table(tables, "user").shape
-        (10, 4)
-    """
-    layout = layout_tables(configs, optimizer)
-    if make := _make_tables.get():
-        return make(layout, key)
-    rows = {group.name: _init_group(group, key) for group in layout.groups}
-    state = {group.name: _init_state(group) for group in layout.groups}
-    return Tables(rows, state, layout)
+    return read(rows), {key: read(array) for key, array in state.items()}
 
 
-def _init_group(group: Group, key: Array) -> Float[Array, "rows dim"]:
+def write_slots(
+    rows: Float[Array, "rows dim"],
+    state: Mapping[str, Array],
+    slots: Int32[Array, " n"],
+    new_rows: Float[Array, "n dim"],
+    new_state: Mapping[str, Array],
+) -> tuple[Float[Array, "rows dim"], dict[str, Array]]:
+    """Return an array and its state with some rows set; a slot outside is skipped."""
+
+    def write(array: Array, values: Array) -> Array:
+        index = jnp.where(slots < 0, array.shape[0], slots)
+        return array.at[index].set(values.astype(array.dtype), mode="drop")
+
+    written = {key: write(state[key], values) for key, values in new_state.items()}
+    return write(rows, new_rows), dict(state) | written
+
+
+def _check_batch(features: KeyedJaggedArray) -> None:
+    if features.values.ndim != 1:
+        raise ValueError(
+            f"the batch has values of shape {tuple(features.values.shape)}, with an axis over the "
+            "devices of a mesh, but the tables are on one device; put the model on the mesh with "
+            "jaxrec.shard(model, plan, mesh), or give it the batch as it was before shard_batch"
+        )
+
+
+def _init_rows(group: Group, key: Array) -> Float[Array, "rows dim"]:
     rows = kernels.new_rows(jnp.zeros(group.dim, group.dtype), group.num_rows)
     for table, offset in zip(group.tables, group.row_offsets, strict=True):
         rows = initialize_rows(
@@ -126,97 +291,20 @@ def _init_state(group: Group) -> dict[str, Array]:
     return {key: kernels.new_rows(array[0], group.num_rows) for key, array in first.items()}
 
 
-@functools.singledispatch
-def put_beside(tables: TableStore, tree: Any) -> Any:
-    """Arrays that are used with the tables, on all of the tables' devices."""
-    return tree
-
-
-@functools.singledispatch
-def read_table(tables: TableStore, name: str) -> Float[Array, "num_embeddings embedding_dim"]:
-    """The rows of one table, a copy.
-
-    Raises:
-        KeyError: If there is no table of that name.
-    """
-    group, rows = _place(tables.layout, name)
-    return tables.rows[group.name][rows]
-
-
-@functools.singledispatch
-def read_state(tables: TableStore, name: str) -> dict[str, Array]:
-    """The optimizer state of one table's rows, a copy; named as the optimizer names it.
-
-    Raises:
-        KeyError: If there is no table of that name.
-    """
-    group, rows = _place(tables.layout, name)
-    return {key: array[rows] for key, array in tables.state[group.name].items()}
-
-
-@functools.singledispatch
-def write_table(
-    tables: TableStore, name: str, values: Float[Array | np.ndarray, "num_embeddings embedding_dim"]
-) -> TableStore:
-    """Sets the rows of one table, in place: the arrays of ``tables`` are donated.
-
-    Args:
-        tables: The tables.
-        name: The table to set.
-        values: ``[num_embeddings, embedding_dim]``; converted to the table's type.
-
-    Raises:
-        KeyError: If there is no table of that name.
-        ValueError: If the shape is another.
-    """
-    group, place = _place(tables.layout, name)
-    array = _write(tables.rows[group.name], place, values, f"table {name!r}")
-    return dataclasses.replace(tables, rows=tables.rows | {group.name: array})
-
-
-@functools.singledispatch
-def write_state(
-    tables: TableStore, name: str, state: Mapping[str, Array | np.ndarray]
-) -> TableStore:
-    """Sets the optimizer state of one table's rows, in place: ``tables`` is donated.
-
-    Raises:
-        KeyError: If there is no table of that name.
-        ValueError: If the state is not what the table's optimizer keeps.
-    """
-    group, place = _place(tables.layout, name)
-    arrays = tables.state[group.name]
-    if set(state) != set(arrays):
-        raise ValueError(
-            f"table {name!r}: its optimizer keeps {sorted(arrays)}, got {sorted(state)}"
-        )
-    arrays = {
-        key: _write(array, place, state[key], f"state {key!r} of table {name!r}")
-        for key, array in arrays.items()
-    }
-    return dataclasses.replace(tables, state=tables.state | {group.name: arrays})
-
-
-def _place(layout: TableLayout, name: str) -> tuple[Group, slice]:
-    group, index = layout.find(name)
-    start = group.row_offsets[index]
-    return group, slice(start, start + group.tables[index].num_embeddings)
-
-
-def _write(array: Array, place: slice, values: Array | np.ndarray, what: str) -> Array:
-    expected = (place.stop - place.start, *array.shape[1:])
+def _write(array: Array, rows: slice, values: Array | np.ndarray, what: str) -> Array:
+    expected = (rows.stop - rows.start, *array.shape[1:])
     if np.shape(values) != expected:
         raise ValueError(f"{what} has shape {expected}, got {np.shape(values)}")
     if not isinstance(values, jax.Array):
         values = np.asarray(values)
-    # In pieces, so that a host array never stands on the device whole beside the table.
-    step = max(1, _PIECE_ELEMENTS // max(1, int(np.prod(array.shape[1:]))))
+    # A host array is copied in steps, so that it never lies whole on the device beside the table.
+    step = max(1, _COPY_ELEMENTS // max(1, int(np.prod(array.shape[1:]))))
     for start in range(0, expected[0], step):
-        piece = jnp.asarray(values[start : start + step], array.dtype)
-        array = _write_piece(array, piece, jnp.int32(place.start + start))
+        part = jnp.asarray(values[start : start + step], array.dtype)
+        array = _write_part(array, part, jnp.int32(rows.start + start))
     return array
 
 
 @functools.partial(jax.jit, donate_argnums=0)
-def _write_piece(array: Array, piece: Array, start: Int32[Array, ""]) -> Array:
-    return jax.lax.dynamic_update_slice_in_dim(array, piece, start, 0)
+def _write_part(array: Array, part: Array, start: Int32[Array, ""]) -> Array:
+    return jax.lax.dynamic_update_slice_in_dim(array, part, start, 0)

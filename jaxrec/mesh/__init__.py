@@ -1,6 +1,9 @@
-"""Tables over many devices: where blocks of them live, how ids and rows travel."""
+"""Tables over many devices: placements, shards, and exchanges of ids and rows."""
 
 from jaxrec.mesh.batch import shard_batch as shard_batch
+from jaxrec.mesh.creation import shard_tables as shard_tables
+from jaxrec.mesh.exchange import Exchange as Exchange
+from jaxrec.mesh.placement import Placement as Placement
 from jaxrec.mesh.placement import column_wise as column_wise
 from jaxrec.mesh.placement import data_parallel as data_parallel
 from jaxrec.mesh.placement import grid as grid
@@ -11,5 +14,4 @@ from jaxrec.mesh.placement import table_wise as table_wise
 from jaxrec.mesh.precision import Precision as Precision
 from jaxrec.mesh.replicas import average_replicas as average_replicas
 from jaxrec.mesh.shard import shard as shard
-from jaxrec.mesh.storage import shard_tables as shard_tables
 from jaxrec.mesh.tables import ShardedTables as ShardedTables

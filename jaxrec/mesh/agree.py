@@ -1,4 +1,4 @@
-"""What several processes must have in common; with one there is nothing to do."""
+"""Values that several processes agree on; a single process agrees with itself."""
 
 from __future__ import annotations
 
@@ -14,16 +14,18 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
+from jaxrec.ragged.capacity import capacity_for
+
 
 def require_same(what: str, facts: Mapping[str, str]) -> None:
-    """Checks that every process has the same facts; every process calls this.
+    """Check that every process has the same facts; every process calls this.
 
     Args:
-        what: What they are facts of.
-        facts: By name.
+        what: Subject of the facts, such as "plan".
+        facts: Facts by name.
 
     Raises:
-        ValueError: If a process has others; all processes raise it.
+        ValueError: A process has other facts; all processes raise it.
     """
     if jax.process_count() == 1:
         return
@@ -42,7 +44,7 @@ def require_same(what: str, facts: Mapping[str, str]) -> None:
 
 
 def gather_texts(text: str) -> list[str]:
-    """Every process's text; every process calls this."""
+    """Return the texts of all processes; every process calls this."""
     data = np.frombuffer(text.encode(), np.uint8)
     sizes = gather_numbers([data.size])[:, 0]
     padded = np.zeros(sizes.max(), np.uint8)
@@ -52,13 +54,13 @@ def gather_texts(text: str) -> list[str]:
 
 
 def gather_numbers(numbers: Sequence[int]) -> np.ndarray:
-    """``[processes, n]``: every process's ``n`` numbers; every process calls this."""
+    """Return the numbers of all processes, ``[processes, n]``; every process calls this."""
     gathered = multihost_utils.process_allgather(np.asarray(numbers, np.int32))
     return np.asarray(gathered).reshape(jax.process_count(), -1)
 
 
 def on_host(array: Array | np.ndarray) -> np.ndarray:
-    """The parts of an array over its first axis that this process's devices have, in order."""
+    """Return the parts of an array on this process's devices, in the order of the first axis."""
     if isinstance(array, np.ndarray) or array.is_fully_addressable or array.is_fully_replicated:
         return np.asarray(array)
     parts = {shard.index[0].start or 0: shard.data for shard in array.addressable_shards}
@@ -66,20 +68,41 @@ def on_host(array: Array | np.ndarray) -> np.ndarray:
 
 
 def of_all_processes(values: np.ndarray) -> np.ndarray:
-    """``[processes, ...]``: every process's values, of equal shapes; every process calls this."""
+    """Return the values of all processes, ``[processes, ...]``; every process calls this.
+
+    The values have equal shapes on all processes.
+    """
     if jax.process_count() == 1:
         return values[None]
     return np.asarray(multihost_utils.process_allgather(values)).reshape(-1, *values.shape)
 
 
+def gather_ids(ids: np.ndarray) -> list[np.ndarray]:
+    """Return the 64-bit ids of each process, which may have different numbers of them.
+
+    Every process calls this.
+    """
+    if jax.process_count() == 1:
+        return [ids]
+    sizes = gather_numbers([ids.size])[:, 0]
+    # As 32-bit words, since JAX has no 64-bit integers by default; on a ladder of sizes.
+    words = np.zeros((capacity_for(int(sizes.max())), 2), np.uint32)
+    words[: ids.size] = np.ascontiguousarray(ids).view(np.uint32).reshape(-1, 2)
+    gathered = of_all_processes(words)
+    return [
+        np.ascontiguousarray(of_process[:size]).view(np.int64)[:, 0]
+        for of_process, size in zip(gathered, sizes, strict=True)
+    ]
+
+
 def fingerprint(value: Any) -> str:
-    """What tells arrays apart that are whole on a device of this process."""
+    """Return a text that tells apart arrays that lie whole on a device of this process."""
     host = _on_host(value)
     return f"{host.dtype}{list(host.shape)} of checksum {zlib.crc32(host.tobytes()):08x}"
 
 
 def on_every_device(value: Any, mesh: Mesh) -> Array:
-    """A value that every process has, whole on every device of a mesh."""
+    """Put a value that every process has on every device of a mesh, whole."""
     sharding = NamedSharding(mesh, PartitionSpec())
     if jax.process_count() == 1:
         return jax.device_put(value, sharding)

@@ -1,4 +1,4 @@
-"""How evenly the tables of a group lie over the devices."""
+"""Memory that uneven groups of tables waste."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from collections import Counter
 import jax
 import jax.numpy as jnp
 
-from jaxrec.mesh.layout import MeshLayout, PlacedGroup
+from jaxrec.mesh.layout import MeshLayout
+from jaxrec.mesh.placed_group import PlacedGroup
 
-# A group is warned of if it wastes this many bytes, and more than it uses.
-_WORTH_SAYING = 64 << 20
+# A warning needs this many wasted bytes, and more than the group uses.
+_MIN_WASTE = 64 << 20
 
 
 def warn_of_unused_memory(layout: MeshLayout) -> None:
@@ -27,7 +28,7 @@ def warn_of_unused_memory(layout: MeshLayout) -> None:
         used = rows_by_device(placed)
         allocated = placed.local_rows * placed.num_devices
         unused = (allocated - sum(used)) * row_bytes(placed)
-        if unused < _WORTH_SAYING or allocated < 2 * sum(used):
+        if unused < _MIN_WASTE or allocated < 2 * sum(used):
             continue
         empty = used.count(0)
         warnings.warn(
@@ -42,16 +43,15 @@ def warn_of_unused_memory(layout: MeshLayout) -> None:
 
 
 def rows_by_device(placed: PlacedGroup) -> list[int]:
-    """Rows of the group that each device holds."""
+    """Return the number of the group's rows on each device."""
     rows: Counter[int] = Counter()
-    for block in placed.blocks:
-        first, last = block.block.rows
-        rows[block.block.device] += last - first
+    for each in placed.shards:
+        rows[each.shard.device] += each.shard.num_rows
     return [rows[device] for device in range(placed.num_devices)]
 
 
 def row_bytes(placed: PlacedGroup) -> int:
-    """Bytes of a row of the group's array and of its optimizer state."""
+    """Return the bytes of a row of the group's array and of its optimizer state."""
     group = placed.group
     state = jax.eval_shape(lambda: group.optimizer.init(1, group.dim))
     return group.dim * jnp.dtype(group.dtype).itemsize + sum(

@@ -14,38 +14,38 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrec.mesh.agree import gather_numbers, require_same
 from jaxrec.ragged import KeyedJaggedArray
-from jaxrec.ragged.capacity import rung
+from jaxrec.ragged.capacity import capacity_for
 from jaxrec.ragged.columns import numbers, whole_number
 
-# Numbers that processes tell each other at a time.
+# Count of the numbers that processes gather at a time.
 _NUMBERS = 256
 
 
 def shard_batch(batch: Any, mesh: Mesh, *, capacities: Mapping[str, int] | None = None) -> Any:
-    """Puts a host batch on a mesh, its samples in equal parts over all devices.
+    """Put a host batch on a mesh, its samples in equal parts over all devices.
 
-    Where samples share bags (``inverse_indices``), each device has the bags that its own use.
+    Where samples share bags (``inverse_indices``), each device gets the bags of its own samples.
 
     Args:
         batch: Any pytree of `KeyedJaggedArray`s and arrays with a leading batch axis. With several
             processes, this process's part of the batch; all of them call this together, in the
             same order.
         mesh: The devices.
-        capacities: Room for the ids of each key on a device; None: as much as the fullest device
-            needs, on which processes agree by a small gather. All of them give the same. They then
-            wait for no other, and a thread, such as those of `jaxrec.train.Pipeline`, may put
-            batches while others compute: gathers beside a step come in no order that all share.
+        capacities: Capacity of each key on a device, the same in all processes. None: the demand of
+            the fullest device, on which processes agree by a small gather. With capacities they
+            need not wait for each other, and a thread of `jaxrec.data.Pipeline` may put batches
+            while a step runs; gathers beside a step would have no common order.
 
     Returns:
         The same pytree. Arrays are ``[batch, ...]`` over the devices. A `KeyedJaggedArray` has one
-        more axis in front, over the devices: each has its own samples as a batch of its own, all
-        of equal capacities and numbers of bags.
+        more axis in front, over the devices: each device has its own samples as a batch. All have
+        equal capacities and numbers of bags.
 
     Raises:
-        TypeError: If a leaf is no array of numbers, or ``mesh`` no mesh.
-        ValueError: If the batch does not divide by the devices, an integer does not fit 32 bits,
-            this process has no device of the mesh, processes pass batches of different kinds, or
-            the ids of a key have no room.
+        TypeError: A leaf is not an array of numbers, or ``mesh`` is not a mesh.
+        ValueError: The batch does not divide by the devices; an integer does not fit 32 bits; this
+            process has no device of the mesh; processes pass batches of different kinds; a key has
+            more ids than its capacity.
 
     Example:
         >>> import jax, jaxrec
@@ -70,11 +70,11 @@ def shard_batch(batch: Any, mesh: Mesh, *, capacities: Mapping[str, int] | None 
     names = [f"batch{jax.tree_util.keystr(path)}" for path, _ in leaves]
     cuts = [_cut(leaf, devices, name) for name, (_, leaf) in zip(names, leaves, strict=True)]
     of_names = dict(zip(names, cuts, strict=True))
-    room = iter(_agree(of_names) if capacities is None else _fit(of_names, capacities))
+    sizes = iter(_agree(of_names) if capacities is None else _fit(of_names, capacities))
     sharding = NamedSharding(mesh, PartitionSpec(tuple(mesh.axis_names)))
     placed = []
     for cut in cuts:
-        host = cut if isinstance(cut, np.ndarray) else cut.padded([next(room) for _ in cut.needs])
+        host = cut if isinstance(cut, np.ndarray) else cut.padded([next(sizes) for _ in cut.demand])
         placed.append(
             jax.tree.map(lambda x: jax.make_array_from_process_local_data(sharding, x), host)
         )
@@ -98,13 +98,13 @@ class _Column:
     inverse: np.ndarray | None
 
     @property
-    def needs(self) -> tuple[int, int]:
-        """The capacity and number of bags that every device must have."""
+    def demand(self) -> tuple[int, int]:
+        """The capacity and the number of bags that the fullest device needs."""
         bags = self.lengths.shape[1]
         if self.inverse is not None:
             # No device uses more bags than it has samples.
-            bags = min(rung(bags), self.inverse.shape[1])
-        return rung(int(self.lengths.sum(axis=1).max())), bags
+            bags = min(capacity_for(bags), self.inverse.shape[1])
+        return capacity_for(int(self.lengths.sum(axis=1).max())), bags
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,15 +115,16 @@ class _Cut:
     columns: tuple[_Column, ...]
     devices: int
     samples: int
+    slot_keys: tuple[str, ...]
 
     @property
-    def needs(self) -> tuple[int, ...]:
-        """For each key its `_Column.needs`."""
-        return tuple(itertools.chain.from_iterable(column.needs for column in self.columns))
+    def demand(self) -> tuple[int, ...]:
+        """The `_Column.demand` of each key, one after the other."""
+        return tuple(itertools.chain.from_iterable(column.demand for column in self.columns))
 
     @property
     def kind(self) -> str:
-        """What must be the same on all processes."""
+        """Description of the batch that must be the same on all processes."""
         kind = ", ".join(sorted({column.ids.dtype.name for column in self.columns}))
         shared = any(column.inverse is not None for column in self.columns)
         weighted = any(column.weights is not None for column in self.columns)
@@ -131,11 +132,16 @@ class _Cut:
             f"{self.samples} samples a device of {kind} ids"
             f"{' with weights' if weighted else ''}{' and inverse_indices' if shared else ''}, "
             f"keys {', '.join(self.keys)}"
+            f"{', slots of ' + ', '.join(self.slot_keys) if self.slot_keys else ''}"
         )
 
-    def padded(self, room: Sequence[int]) -> KeyedJaggedArray:
-        """The batch with an axis over the devices, each key with room for its needs."""
-        capacities, strides = tuple(room[::2]), tuple(room[1::2])
+    def padded(self, sizes: Sequence[int]) -> KeyedJaggedArray:
+        """Return the batch with an axis over the devices.
+
+        Args:
+            sizes: Capacity and number of bags of each key, one after the other.
+        """
+        capacities, strides = tuple(sizes[::2]), tuple(sizes[1::2])
         values = _fill([column.ids for column in self.columns], self.columns, capacities)
         lengths = np.zeros((self.devices, sum(strides)), np.int32)
         for column, start in zip(self.columns, np.cumsum((0, *strides)), strict=False):
@@ -154,12 +160,13 @@ class _Cut:
             self.keys,
             capacities,
             strides,
+            self.slot_keys,
         )
         return jax.tree.unflatten(jax.tree.structure(first), arrays)
 
 
 def _cut(leaf: Any, devices: int, name: str) -> _Cut | np.ndarray:
-    """A leaf of a batch as it will lie; a dense array lies as it is."""
+    """Return a leaf of a batch cut by devices; a dense array stays whole."""
     if not isinstance(leaf, KeyedJaggedArray):
         array = numbers(name, leaf)
         if array.ndim == 0:
@@ -179,7 +186,7 @@ def _cut(leaf: Any, devices: int, name: str) -> _Cut | np.ndarray:
         )
     _check_divides(batch.batch_size, devices, name)
     columns = tuple(_column(batch, key, devices) for key in range(len(batch.keys)))
-    return _Cut(batch.keys, columns, devices, batch.batch_size // devices)
+    return _Cut(batch.keys, columns, devices, batch.batch_size // devices, batch.slot_keys)
 
 
 def _column(batch: KeyedJaggedArray, key: int, devices: int) -> _Column:
@@ -200,7 +207,7 @@ def _column(batch: KeyedJaggedArray, key: int, devices: int) -> _Column:
     taken = lengths[bags]
     cut = np.zeros((devices, int(is_used.sum(axis=1).max(initial=0))), np.int32)
     cut[owners, renumbered[owners, bags]] = taken
-    # Where each bag's ids begin, less where they will.
+    # Position where each bag's ids begin in the batch, minus that where they will begin.
     shifts = (np.cumsum(lengths) - lengths)[bags] - (np.cumsum(taken) - taken)
     source = np.repeat(shifts, taken) + np.arange(int(taken.sum()))
     return _Column(
@@ -214,7 +221,7 @@ def _column(batch: KeyedJaggedArray, key: int, devices: int) -> _Column:
 def _fill(
     arrays: Sequence[np.ndarray | None], columns: Sequence[_Column], capacities: Sequence[int]
 ) -> np.ndarray:
-    """The devices' parts of an array for each key, each in a segment of its own."""
+    """Return each device's part of an array, each key in a segment of its capacity."""
     present = [array for array in arrays if array is not None]
     devices = columns[0].lengths.shape[0]
     filled = np.zeros((devices, sum(capacities)), np.result_type(*present))
@@ -237,8 +244,8 @@ def _check_divides(samples: int, devices: int, name: str) -> None:
 
 
 def _fit(cuts: dict[str, _Cut | np.ndarray], capacities: Mapping[str, int]) -> list[int]:
-    """Room for the given capacities, in the order of the cuts."""
-    room = []
+    """Return the sizes for given capacities, in the order of the cuts."""
+    sizes = []
     for name, cut in cuts.items():
         if not isinstance(cut, _Cut):
             continue
@@ -247,26 +254,27 @@ def _fit(cuts: dict[str, _Cut | np.ndarray], capacities: Mapping[str, int]) -> l
             whole_number(f"capacities, key {key!r}", capacities.get(key, 0))
             if needed > capacities.get(key, 0):
                 raise ValueError(
-                    f"{name}: a device has {needed} ids of key {key!r}, but capacities has room "
-                    f"for {capacities.get(key, 0)}"
+                    f"{name}: a device has {needed} ids of key {key!r}, but its capacity is "
+                    f"{capacities.get(key, 0)}"
                 )
             # No device uses more bags than it has samples.
-            room += [capacities[key], cut.samples]
-    return room
+            sizes += [capacities[key], cut.samples]
+    return sizes
 
 
 def _agree(cuts: dict[str, _Cut | np.ndarray]) -> list[int]:
-    """Room for the needs of all processes, in the order of the cuts."""
-    needs = [need for cut in cuts.values() if isinstance(cut, _Cut) for need in cut.needs]
+    """Return the sizes that all processes need, in the order of the cuts."""
+    demand = [size for cut in cuts.values() if isinstance(cut, _Cut) for size in cut.demand]
     if jax.process_count() == 1:
-        return needs
+        return demand
     facts = {
         name: cut.kind if isinstance(cut, _Cut) else f"{cut.dtype}{list(cut.shape)}"
         for name, cut in cuts.items()
     }
-    # As many numbers whatever the batch, or processes that differ would wait for each other.
+    # The number of gathers must not depend on the batch, or processes with different batches would
+    # wait for each other.
     kind = zlib.crc32(repr(facts).encode()) >> 1
-    numbers = [kind, *needs]
+    numbers = [kind, *demand]
     agreed: list[int] = []
     for start in range(0, len(numbers), _NUMBERS):
         part = numbers[start : start + _NUMBERS]

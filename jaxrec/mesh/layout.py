@@ -1,265 +1,192 @@
-"""Where the blocks of tables live in the arrays of a mesh's devices."""
+"""How a collection's tables are cut and grouped over a mesh."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 
-import jax.numpy as jnp
-import numpy as np
-from jaxtyping import Array, Int32
-
-from jaxrec.embed import kernels
 from jaxrec.embed.config import MAX_ROWS, EmbeddingBagConfig, TableConfig
 from jaxrec.embed.layout import Group, Output, TableLayout, layout_tables
-from jaxrec.mesh.placement import Block, MeshShape, Placement
+from jaxrec.mesh.exchange import Cut, Exchange, choose_exchange
+from jaxrec.mesh.placed_group import PlacedGroup, PlacedShard
+from jaxrec.mesh.placement import Placement
+from jaxrec.mesh.shards import MeshShape, Shard
 from jaxrec.optim import RowOptimizer
-
-
-@dataclasses.dataclass(frozen=True)
-class PlacedBlock:
-    """A block of a table and its place.
-
-    Attributes:
-        table: The table.
-        block: Which part of the table, and the device.
-        first_row: Row of the group, as lookups number them, that the block starts with.
-        local_row: Row of the device's array that the block starts at.
-    """
-
-    table: str
-    block: Block
-    first_row: int
-    local_row: int
-
-
-@dataclasses.dataclass(frozen=True)
-class PlacedGroup:
-    """Pieces of tables of equal width, type and optimizer, cut into blocks over the devices.
-
-    The rows of the pieces, one after the other, are the group's rows; that is what lookups know. A
-    *slot* is a row of the group's global array ``[num_devices * local_rows, dim]``, whose first
-    axis lies over the devices.
-
-    Attributes:
-        group: The pieces, as `jaxrec.embed` sees a group of tables.
-        blocks: All blocks by first row.
-        local_rows: Rows of each device's array.
-        num_devices: Devices of the mesh; 1 if every device has all rows.
-        exchange: How rows travel: "copies" (not at all), "rows" or "sums", see `Placement`; or
-            "bags", which are sums where all rows of a piece are on one device.
-        whole_dim: Columns of the whole rows, of which the pieces are parts; the group's own width
-            where rows are not cut.
-    """
-
-    group: Group
-    blocks: tuple[PlacedBlock, ...]
-    local_rows: int
-    num_devices: int
-    exchange: str
-    whole_dim: int
-
-    @property
-    def is_replicated(self) -> bool:
-        """Whether every device has all rows."""
-        return self.exchange == "copies"
-
-    @property
-    def is_cut(self) -> bool:
-        """Whether a row's columns lie apart."""
-        return self.whole_dim != self.group.dim
-
-    @property
-    def joins_pieces(self) -> bool:
-        """Whether the pieces of a row must be updated together."""
-        return self.is_cut and self.group.optimizer.needs_whole_rows
-
-    @property
-    def num_slots(self) -> int:
-        return self.num_devices * self.local_rows
-
-    @property
-    def tables(self) -> tuple[str, ...]:
-        """The tables whose pieces are here."""
-        return tuple(dict.fromkeys(block.table for block in self.blocks))
-
-    def slots(self, rows: Int32[Array, " n"]) -> Int32[Array, " n"]:
-        """The slot of each row; `num_slots` where the row is none of the group's."""
-        starts = tuple(block.first_row for block in self.blocks)
-        shifts = tuple(self._slot(block) - block.first_row for block in self.blocks)
-        return kernels.shift_rows(rows, starts, shifts, self.group.num_rows, self.num_slots)
-
-    def whole_rows(self, slots: Int32[Array, " n"]) -> Int32[Array, " n"]:
-        """A number for each slot's whole row, the same for all its pieces.
-
-        On a device the numbers ascend with the slots. `group.num_rows` past the last slot.
-        """
-        first_piece: dict[str, int] = {}
-        for block in self.blocks:
-            first_piece.setdefault(block.table, block.first_row - block.block.rows[0])
-        blocks = sorted(self.blocks, key=self._slot)
-        starts = tuple(self._slot(block) for block in blocks)
-        shifts = tuple(
-            first_piece[block.table] + block.block.rows[0] - self._slot(block) for block in blocks
-        )
-        # The first stretch begins at slot 0, even where the first device has no block.
-        starts, shifts = (0, *starts), (0, *shifts)
-        return kernels.shift_rows(slots, starts, shifts, self.num_slots, self.group.num_rows)
-
-    def tables_of(
-        self, local_rows: Int32[Array, " n"], device: Int32[Array, ""]
-    ) -> Int32[Array, " n"]:
-        """The index in `tables` of the table of each row of a device's array.
-
-        Any where the row is no table's.
-        """
-        blocks = sorted(self.blocks, key=self._slot)
-        starts = np.array([self._slot(block) for block in blocks], np.int32)
-        tables = np.array([self.tables.index(block.table) for block in blocks], np.int32)
-        slots = device * self.local_rows + local_rows
-        index = jnp.searchsorted(starts, slots, side="right") - 1
-        return jnp.asarray(tables)[jnp.maximum(index, 0)]
-
-    def _slot(self, block: PlacedBlock) -> int:
-        """The first slot of a block."""
-        return block.block.device * self.local_rows + block.local_row
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class MeshLayout:
     """A collection's tables over a mesh.
 
-    A table cut by columns is several *pieces*, each a table of its own to the lookups.
+    Lookups see a table that is cut by columns as several tables, its *column slices*.
 
     Attributes:
-        tables: The collection's tables, as on one device.
-        pieces: The pieces, grouped, with the outputs in the order of the tables' outputs.
-        groups: Where the groups of pieces lie.
+        whole: The tables as they are on one device.
+        slices: The column slices in groups, with the outputs in the order of the tables' outputs.
+        groups: Places of the groups' rows.
+        exchanges: Exchange of each group.
         placements: Placement of each table.
         mesh: The devices.
     """
 
-    tables: TableLayout
-    pieces: TableLayout
+    whole: TableLayout
+    slices: TableLayout
     groups: tuple[PlacedGroup, ...]
+    exchanges: tuple[Exchange, ...]
     placements: tuple[Placement, ...]
     mesh: MeshShape
 
     def __repr__(self) -> str:
         lines = [f"{self.mesh.num_devices} devices"]
-        for placed in self.groups:
-            lines.append(f"{placed.group.name}: {placed.local_rows} rows a device")
+        for placed, exchange in self:
+            lines.append(f"{placed.name}: {placed.local_rows} rows a device, {exchange.name}")
             lines += [
-                f"  {p.table}[{p.block.rows[0]}:{p.block.rows[1]}, "
-                f"{p.block.columns[0]}:{p.block.columns[1]}] "
-                + ("everywhere" if placed.is_replicated else f"device {p.block.device}")
+                f"  {p.table}[{p.shard.rows[0]}:{p.shard.rows[1]}, "
+                f"{p.shard.columns[0]}:{p.shard.columns[1]}] "
+                + ("everywhere" if placed.is_replicated else f"device {p.shard.device}")
                 + f" row {p.local_row}"
-                for p in placed.blocks
+                for p in placed.shards
             ]
         return "\n".join(lines)
 
+    def __iter__(self) -> Iterator[tuple[PlacedGroup, Exchange]]:
+        """Iterate over the groups with their exchanges."""
+        return iter(zip(self.groups, self.exchanges, strict=True))
+
     @property
     def is_pooled(self) -> bool:
-        return self.tables.is_pooled
+        """See `TableLayout.is_pooled`."""
+        return self.whole.is_pooled
 
     @property
     def configs(self) -> tuple[TableConfig, ...]:
         """See `TableLayout.configs`."""
-        return self.tables.configs
+        return self.whole.configs
 
     @property
     def outputs(self) -> tuple[Output, ...]:
         """See `TableLayout.outputs`."""
-        return self.tables.outputs
+        return self.whole.outputs
 
     @property
     def bounds(self) -> dict[str, int]:
         """See `TableLayout.bounds`."""
-        return self.tables.bounds
+        return self.whole.bounds
 
-    def piece_keys(self) -> dict[str, list[str]]:
-        """For each output of the tables the outputs of its pieces, by column."""
+    def slice_keys(self) -> dict[str, list[str]]:
+        """Return for each output of the tables the outputs of its column slices, by column."""
         keys: dict[str, list[str]] = {}
-        for piece in self.pieces.outputs:
-            keys.setdefault(piece.key[: piece.key.rindex("[")], []).append(piece.key)
+        for output in self.slices.outputs:
+            keys.setdefault(output.key[: output.key.rindex("[")], []).append(output.key)
         return keys
 
-    def places(self, table: str) -> list[tuple[PlacedGroup, PlacedBlock]]:
-        """All blocks of a table.
+    def shards(self, table: str) -> list[tuple[PlacedGroup, PlacedShard]]:
+        """Return all shards of a table with their groups.
 
         Raises:
-            KeyError: If there is no table of that name.
+            KeyError: No table has that name.
         """
-        self.tables.find(table)
-        return [(g, block) for g in self.groups for block in g.blocks if block.table == table]
+        self.whole.find(table)
+        return [(g, placed) for g in self.groups for placed in g.shards if placed.table == table]
+
+    def column_slices(
+        self, table: str
+    ) -> Iterator[tuple[PlacedGroup, tuple[int, int], list[PlacedShard]]]:
+        """Iterate over a table's column slices: their group, columns, and shards by row.
+
+        Raises:
+            KeyError: No table has that name.
+        """
+        slices: dict[tuple[int, int], tuple[PlacedGroup, list[PlacedShard]]] = {}
+        for group, placed in self.shards(table):
+            slices.setdefault(placed.shard.columns, (group, []))[1].append(placed)
+        for columns, (group, shards) in slices.items():
+            yield group, columns, shards
 
 
 @dataclasses.dataclass(frozen=True)
-class _Piece:
+class _Slice:
     """Columns of a table, as a table of their own.
 
     Attributes:
-        table: The table.
-        config: What lookups know of the piece.
-        blocks: The blocks that its rows are cut into, by row.
-        exchange: How its rows travel.
-        whole_dim: Columns of the table.
+        table: Name of the table.
+        config: The slice's configuration for lookups.
+        shards: Shards of the slice, by row.
+        exchange: Its exchange.
+        whole_dim: Number of columns of the table.
     """
 
     table: str
     config: TableConfig
-    blocks: tuple[Block, ...]
-    exchange: str
+    shards: tuple[Shard, ...]
+    exchange: Exchange
     whole_dim: int
 
 
 def layout_mesh(
     tables: TableLayout, placements: Mapping[str, Placement], mesh: MeshShape
 ) -> MeshLayout:
-    """Cuts tables as their placements say and finds each block a place.
+    """Cut tables as their placements say, and give each shard a place.
 
     Raises:
-        ValueError: If a table has no placement, its placement does not fit the mesh, or its
-            optimizer needs whole rows and the placement cuts them.
+        ValueError: A table has no placement; its placement does not fit the mesh; its optimizer
+            needs whole rows and the placement cuts them; its exchange refuses it.
     """
-    for table in tables.tables:
+    for table in tables.configs:
         if table.name not in placements:
             raise ValueError(
                 f"the plan has no placement for table {table.name!r}; it has "
                 f"{', '.join(map(repr, placements)) or 'none'}"
             )
-    pieces = {
-        piece.config.name: piece
+    slices = {
+        each.config.name: each
         for group in tables.groups
         for table in group.tables
-        for piece in _pieces(table, group.optimizer, placements[table.name], mesh)
+        for each in _slices(table, group.optimizer, placements[table.name], mesh)
     }
-    arrays = _number_arrays(pieces, mesh)
+    arrays = _number_arrays(slices, mesh)
     layout = layout_tables(
-        [piece.config for piece in pieces.values()],
+        [each.config for each in slices.values()],
         tables.groups[0].optimizer,
-        apart=lambda config: (_apart(pieces[config.name]), arrays[config.name]),
+        apart=lambda config: (_apart(slices[config.name]), arrays[config.name]),
     )
-    layout = dataclasses.replace(layout, outputs=_outputs(tables, layout, pieces))
-    groups = tuple(_place(group, pieces, mesh) for group in layout.groups)
+    layout = dataclasses.replace(layout, outputs=_outputs(tables, layout, slices))
+    groups = tuple(_place(group, slices, mesh) for group in layout.groups)
     _check_together(groups)
     return MeshLayout(
-        tables, layout, groups, tuple(placements[table.name] for table in tables.tables), mesh
+        tables,
+        layout,
+        groups,
+        tuple(slices[group.tables[0].name].exchange for group in layout.groups),
+        tuple(placements[table.name] for table in tables.configs),
+        mesh,
     )
 
 
-def _pieces(
+def cut_of(table: TableConfig, optimizer: RowOptimizer, shards: Sequence[Shard]) -> Cut:
+    """Return a table's shards as exchanges see them."""
+    parts = Counter(shard.columns for shard in shards)
+    is_pooled = isinstance(table, EmbeddingBagConfig)
+    return Cut(is_pooled, optimizer, len(parts), max(parts.values()))
+
+
+def _slices(
     table: TableConfig, optimizer: RowOptimizer, placement: Placement, mesh: MeshShape
-) -> list[_Piece]:
-    by_columns: dict[tuple[int, int], list[Block]] = {}
-    for block in placement.cut(table, mesh):
-        by_columns.setdefault(block.columns, []).append(block)
-    exchange = choose_exchange(placement, table, optimizer, by_columns)
+) -> list[_Slice]:
+    shards = placement.cut(table, mesh)
+    by_columns: dict[tuple[int, int], list[Shard]] = {}
+    for shard in shards:
+        by_columns.setdefault(shard.columns, []).append(shard)
+    try:
+        exchange = choose_exchange(placement.exchange, cut_of(table, optimizer, shards))
+    except ValueError as error:
+        raise ValueError(
+            f"table {table.name!r} is placed {placement.kind}, and {error}; use exchange='rows'"
+        ) from None
     _check_cut(table, optimizer, placement, by_columns)
-    is_whole = all(len(blocks) == 1 for blocks in by_columns.values())
     return [
-        _Piece(
+        _Slice(
             table.name,
             dataclasses.replace(
                 table,
@@ -267,42 +194,42 @@ def _pieces(
                 embedding_dim=stop - start,
                 optimizer=optimizer,
             ),
-            tuple(blocks),
-            "bags" if exchange == "sums" and is_whole else exchange,
+            tuple(of_columns),
+            exchange,
             table.embedding_dim,
         )
-        for (start, stop), blocks in by_columns.items()
+        for (start, stop), of_columns in by_columns.items()
     ]
 
 
-def _apart(piece: _Piece) -> tuple[str, int | None]:
-    """Pieces for which this differs do not share a group."""
-    optimizer = piece.config.optimizer
-    joins_pieces = optimizer is not None and optimizer.needs_whole_rows
-    return piece.exchange, piece.whole_dim if joins_pieces else None
+def _apart(part: _Slice) -> tuple[Exchange, int | None]:
+    """Return what slices of one group have in common."""
+    optimizer = part.config.optimizer
+    joins_slices = optimizer is not None and optimizer.needs_whole_rows
+    return part.exchange, part.whole_dim if joins_slices else None
 
 
-def _number_arrays(pieces: Mapping[str, _Piece], mesh: MeshShape) -> dict[str, int]:
-    """For each piece the number of its array, of those that pieces of its kind share.
+def _number_arrays(slices: Mapping[str, _Slice], mesh: MeshShape) -> dict[str, int]:
+    """Return for each slice the number of its array, among those that slices of its kind share.
 
-    There are several where the slots of one would be more than int32 can number. Pieces take the
-    first that has room, and those of a table that are alike take it together.
+    There are several arrays where int32 cannot number the slots of one. Slices take the first that
+    has space, and equal slices of a table take it together.
     """
-    alike: dict[tuple[Hashable, str], list[_Piece]] = {}
-    for piece in pieces.values():
-        config = piece.config
-        kind: Hashable = (config.dtype, config.embedding_dim, config.optimizer, _apart(piece))
-        alike.setdefault((kind, piece.table), []).append(piece)
+    alike: dict[tuple[Hashable, str], list[_Slice]] = {}
+    for each in slices.values():
+        config = each.config
+        kind: Hashable = (config.dtype, config.embedding_dim, config.optimizer, _apart(each))
+        alike.setdefault((kind, each.table), []).append(each)
     filled: dict[Hashable, list[Counter[int]]] = {}
     numbers: dict[str, int] = {}
     for (kind, _), parts in alike.items():
         rows: Counter[int] = Counter()
-        for block in (block for part in parts for block in part.blocks):
-            rows[block.device] += block.rows[1] - block.rows[0]
-        most = MAX_ROWS // (1 if parts[0].exchange == "copies" else mesh.num_devices)
+        for shard in (shard for part in parts for shard in part.shards):
+            rows[shard.device] += shard.num_rows
+        limit = MAX_ROWS // (1 if parts[0].exchange.is_replicated else mesh.num_devices)
         arrays = filled.setdefault(kind, [])
-        room = (i for i, array in enumerate(arrays) if max((array + rows).values()) <= most)
-        number = next(room, len(arrays))
+        fitting = (i for i, array in enumerate(arrays) if max((array + rows).values()) <= limit)
+        number = next(fitting, len(arrays))
         if number == len(arrays):
             arrays.append(Counter())
         arrays[number] += rows
@@ -310,44 +237,8 @@ def _number_arrays(pieces: Mapping[str, _Piece], mesh: MeshShape) -> dict[str, i
     return numbers
 
 
-def choose_exchange(
-    placement: Placement,
-    table: TableConfig,
-    optimizer: RowOptimizer,
-    columns: Mapping[tuple[int, int], Sequence[Block]],
-) -> str:
-    """How a table's rows travel.
-
-    Args:
-        placement: The placement, which may say it.
-        table: The table.
-        optimizer: How its rows change.
-        columns: The blocks of each part of its columns.
-
-    Raises:
-        ValueError: If the placement says what the table cannot do.
-    """
-    is_pooled = isinstance(table, EmbeddingBagConfig)
-    is_whole = all(len(blocks) == 1 for blocks in columns.values())
-    if placement.exchange is None:
-        return "sums" if is_pooled and is_whole else "rows"
-    if placement.exchange == "sums" and not is_pooled:
-        raise ValueError(
-            f"table {table.name!r} is placed {placement.kind} with exchange='sums', but its rows "
-            "are not pooled; use exchange='rows'"
-        )
-    is_cut = len(columns) > 1 and not is_whole
-    if placement.exchange == "sums" and is_cut and optimizer.needs_whole_rows:
-        raise ValueError(
-            f"table {table.name!r} is placed {placement.kind} with exchange='sums', and its "
-            f"optimizer {type(optimizer).__name__} with these settings looks at whole rows, which "
-            "it cuts by rows and by columns; use exchange='rows'"
-        )
-    return placement.exchange
-
-
-def _joins(optimizer: RowOptimizer, columns: Mapping[tuple[int, int], Sequence[Block]]) -> bool:
-    """Whether parts of the columns must be updated together."""
+def _joins(optimizer: RowOptimizer, columns: Mapping[tuple[int, int], Sequence[Shard]]) -> bool:
+    """Return whether column slices must be updated together."""
     return len(columns) > 1 and (optimizer.needs_whole_rows or optimizer.clip_norm is not None)
 
 
@@ -355,9 +246,9 @@ def _check_cut(
     table: TableConfig,
     optimizer: RowOptimizer,
     placement: Placement,
-    columns: Mapping[tuple[int, int], list[Block]],
+    columns: Mapping[tuple[int, int], list[Shard]],
 ) -> None:
-    """That the optimizer can do with pieces of rows."""
+    """Raise a ValueError where the optimizer cannot update parts of rows."""
     if not _joins(optimizer, columns):
         return
     name = type(optimizer).__name__
@@ -374,7 +265,7 @@ def _check_cut(
             f"{table.embedding_dim} columns into {len(columns)} unequal parts, but its optimizer "
             f"{name} with these settings needs equal ones; name places whose number divides them"
         )
-    devices = [device for blocks in columns.values() for device in {b.device for b in blocks}]
+    devices = [device for shards in columns.values() for device in {s.device for s in shards}]
     if twice := [device for device, count in Counter(devices).items() if count > 1]:
         raise ValueError(
             f"table {table.name!r} is placed {placement.kind} with two parts of its columns on "
@@ -384,59 +275,61 @@ def _check_cut(
 
 
 def _outputs(
-    tables: TableLayout, layout: TableLayout, pieces: Mapping[str, _Piece]
+    tables: TableLayout, layout: TableLayout, slices: Mapping[str, _Slice]
 ) -> tuple[Output, ...]:
-    """The pieces' outputs in the order of the tables' own: by table, feature and column."""
-    found: dict[tuple[str, str], list[Output]] = {}
+    """Return the slices' outputs in the order of the tables' own: by table, feature and column."""
+    by_output: dict[tuple[str, str], list[Output]] = {}
     for g, group in enumerate(layout.groups):
         for position, (feature, index) in enumerate(group.features):
-            table = pieces[group.tables[index].name].table
-            found.setdefault((table, feature), []).append(Output("", feature, g, position))
+            table = slices[group.tables[index].name].table
+            by_output.setdefault((table, feature), []).append(Output("", feature, g, position))
 
     def first_column(output: Output) -> int:
         group = layout.groups[output.group]
         config = group.tables[group.features[output.position][1]]
-        return pieces[config.name].blocks[0].columns[0]
+        return slices[config.name].shards[0].columns[0]
 
     ordered = []
     for output in tables.outputs:
         group = tables.groups[output.group]
         table = group.tables[group.features[output.position][1]].name
-        for piece in sorted(found[table, output.feature], key=first_column):
-            key = f"{output.key}[{first_column(piece)}:]"
-            ordered.append(dataclasses.replace(piece, key=key))
+        for each in sorted(by_output[table, output.feature], key=first_column):
+            key = f"{output.key}[{first_column(each)}:]"
+            ordered.append(dataclasses.replace(each, key=key))
     return tuple(ordered)
 
 
 def _check_together(groups: tuple[PlacedGroup, ...]) -> None:
-    """That tables whose pieces are updated together lie in one group."""
+    """Raise a ValueError where slices that are updated together lie in several groups."""
     seen: set[str] = set()
     for placed in groups:
-        clips = placed.is_cut and placed.group.optimizer.clip_norm is not None
-        if not placed.joins_pieces and not clips:
+        clips = placed.is_sliced and placed.group.optimizer.clip_norm is not None
+        if not placed.joins_slices and not clips:
             continue
         if parted := seen.intersection(placed.tables):
             raise ValueError(
-                f"table {min(parted)!r}: its pieces have more rows together than int32 can number "
-                f"({MAX_ROWS}), and its optimizer needs them together; cut it into fewer columns"
+                f"table {min(parted)!r}: its column slices have more rows together than int32 can "
+                f"number ({MAX_ROWS}), and its optimizer needs them together; cut it into fewer "
+                "columns"
             )
         seen.update(placed.tables)
 
 
-def _place(group: Group, pieces: Mapping[str, _Piece], mesh: MeshShape) -> PlacedGroup:
-    """Stacks the group's blocks on each device in the order of the pieces."""
-    first = pieces[group.tables[0].name]
+def _place(group: Group, slices: Mapping[str, _Slice], mesh: MeshShape) -> PlacedGroup:
+    """Stack the group's shards on each device in the order of the slices."""
+    first = slices[group.tables[0].name]
     filled = [0] * mesh.num_devices
-    blocks = []
+    shards = []
     for config, offset in zip(group.tables, group.row_offsets, strict=True):
-        for block in pieces[config.name].blocks:
-            first_row = offset + block.rows[0]
-            table = pieces[config.name].table
-            blocks.append(PlacedBlock(table, block, first_row, filled[block.device]))
-            filled[block.device] += block.rows[1] - block.rows[0]
-    num_devices = 1 if first.exchange == "copies" else mesh.num_devices
+        for shard in slices[config.name].shards:
+            first_row = offset + shard.rows[0]
+            table = slices[config.name].table
+            shards.append(PlacedShard(table, shard, first_row, filled[shard.device]))
+            filled[shard.device] += shard.num_rows
+    is_replicated = first.exchange.is_replicated
+    num_devices = 1 if is_replicated else mesh.num_devices
     placed = PlacedGroup(
-        group, tuple(blocks), max(filled), num_devices, first.exchange, first.whole_dim
+        group, tuple(shards), max(filled), num_devices, is_replicated, first.whole_dim
     )
     if placed.num_slots > MAX_ROWS:
         raise ValueError(

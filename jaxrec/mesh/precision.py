@@ -1,4 +1,4 @@
-"""How exactly rows and gradients travel between devices."""
+"""Formats of rows and gradients between devices."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ _FLOAT16_MAX = 65504.0
 
 @dataclasses.dataclass(frozen=True)
 class Precision:
-    """The formats in which a mesh's devices send each other embeddings and gradients.
+    """Formats in which a mesh's devices send each other embeddings and gradients.
 
-    Ids and sums stay exact; what is received is float32 again before it is added. "float32" leaves
-    values as they are (rows of 16-bit tables travel as such). "float16" cuts values to its range.
-    "int8" and "float8" (e4m3) are scaled row by row, by a row's smallest and largest element or by
-    its largest in size; they add 8 and 4 bytes to a row. TorchRec calls these quantized
-    communications (``torchrec.distributed.fbgemm_qcomm_codec``).
+    Ids and sums stay exact: received values become float32 before they are added. "float32" leaves
+    values as they are, and rows of 16-bit tables travel in 16 bits. "float16" cuts values to its
+    range. "int8" scales each row by its smallest and largest element and adds 8 bytes to it;
+    "float8" (e4m3) scales each row by its largest absolute element and adds 4 bytes. TorchRec
+    calls these quantized communications (``torchrec.distributed.fbgemm_qcomm_codec``).
 
     Attributes:
         forward: Format of embeddings, on their way to the samples.
         backward: Format of gradients, on their way to the rows.
-        loss_scale: Gradients are multiplied by this before they travel and divided by it after, to
-            keep small ones from vanishing in "float16".
+        loss_scale: Factor of gradients while they travel, which keeps small ones from vanishing in
+            "float16".
 
     Raises:
-        ValueError: If a format is unknown or the scale is not a positive number.
+        ValueError: A format is unknown, or the scale is not a positive number.
 
     Example:
         >>> Precision(forward="bfloat16", backward="float16", loss_scale=1024.0).forward
@@ -54,7 +54,7 @@ class Precision:
 
 
 def encode(rows: Float[Array, "*lines dim"], format: Format) -> tuple[Array, ...]:
-    """Rows as they travel: arrays whose leading axes are those of ``rows``."""
+    """Return rows in a format, as arrays with the leading axes of ``rows``."""
     match format:
         case "float32":
             return (rows,)
@@ -76,7 +76,7 @@ def encode(rows: Float[Array, "*lines dim"], format: Format) -> tuple[Array, ...
 
 
 def decode(parts: tuple[Array, ...], format: Format) -> Float[Array, "*lines dim"]:
-    """The rows that `encode` made ``parts`` of; float32 if they were encoded at all."""
+    """Return the rows that `encode` was given; float32, unless the format is "float32"."""
     match format:
         case "float32":
             return parts[0]

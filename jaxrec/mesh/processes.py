@@ -1,30 +1,29 @@
-"""The processes of a job: how they find each other as they start."""
+"""The start of a job of several processes."""
 
 from __future__ import annotations
 
 import jax
 
-# Seconds that a process that ends waits for the others: one that fails must not wait for those that
-# wait for it.
+# Seconds that an ending process waits for the others: after a failure they may wait for it in turn.
 SHUTDOWN_SECONDS = 30
 
 
 def join_processes(
     coordinator: str | None = None, num_processes: int | None = None, process_id: int | None = None
 ) -> None:
-    """Joins the processes that a launcher started, if one did; before anything else of JAX.
+    """Join the processes that a launcher started, if one did.
 
-    JAX recognises Slurm, Open MPI, Kubernetes and TPU pods. Where it finds no launcher, and none of
-    the arguments says otherwise, this process stays alone.
+    Call it before anything else of JAX. JAX recognises Slurm, Open MPI, Kubernetes and TPU pods.
+    Without a launcher or arguments, this process stays alone.
 
     Args:
-        coordinator: Address of process 0, ``host:port``, where JAX cannot find it out.
-        num_processes: Processes, where JAX cannot find it out; 1: this one alone.
-        process_id: This process, from 0.
+        coordinator: Address of process 0, ``host:port``, where JAX cannot detect it.
+        num_processes: Number of processes, where JAX cannot detect it; 1: this one alone.
+        process_id: Number of this process, from 0.
 
     Raises:
         ValueError: Some arguments are given, and others that are needed are not.
-        RuntimeError: The others cannot be reached, or JAX has begun already.
+        RuntimeError: The other processes cannot be reached, or JAX has started already.
     """
     check_processes(coordinator, num_processes, process_id)
     if num_processes == 1 and coordinator is None:
@@ -35,7 +34,7 @@ def join_processes(
             coordinator, num_processes, process_id, shutdown_timeout_seconds=SHUTDOWN_SECONDS
         )
     except (ValueError, RuntimeError) as error:
-        # What JAX says where it finds no launcher, and where it has begun, in a notebook say.
+        # JAX's errors without a launcher, and where it has started already, as in a notebook.
         alone = ("coordinator_address", "must be called before")
         if by_hand or not any(reason in str(error) for reason in alone):
             raise
@@ -44,7 +43,7 @@ def join_processes(
 def check_processes(
     coordinator: str | None, num_processes: int | None, process_id: int | None
 ) -> None:
-    """Raises ValueError where the options do not go together."""
+    """Raise a ValueError where the options do not go together."""
     if coordinator is not None and None in (num_processes, process_id):
         raise ValueError("--coordinator needs --num-processes and --process-id")
     if num_processes is not None and num_processes < 1:

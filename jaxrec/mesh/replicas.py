@@ -1,4 +1,4 @@
-"""Copies of tables that learn apart for some steps, and are averaged."""
+"""Replicas of sharded tables, which learn apart for some steps and are averaged."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from flax import nnx
 from jaxtyping import Array
 
 from jaxrec.embed.taps import tapped_modules
-from jaxrec.mesh.tables import ShardedTables
+from jaxrec.mesh.store import MeshStore
 
 
 def average_replicas(model: nnx.Module) -> None:
-    """Averages tables and optimizer state over the copies that `shard`'s ``replica_axis`` made.
+    """Average tables and optimizer state over the replicas that `shard`'s ``replica_axis`` made.
 
-    Call it every few steps, inside a compiled step or outside, and before tables are read or saved:
-    what is read is one of the copies. A copy's tables move by the gradient of the mean over its own
-    samples, so that with plain SGD and an average after every step, copies train as one. Tables of
-    `data_parallel` placement and the dense part are the same everywhere at all times.
+    Call it every few steps, inside a compiled step or outside, and before tables are read or saved,
+    since reading reads one of the replicas. A replica's tables move by the gradient of the mean
+    over its own samples, so that replicas train as one with plain SGD and an average after every
+    step. Tables of `data_parallel` placement and the dense part are always the same everywhere.
 
     This is TorchRec's two-dimensional parallelism (``DMPCollection.sync``; Zhang et al. 2025,
     "Two-dimensional sparse parallelism for large scale deep learning recommendation model
@@ -30,7 +30,7 @@ def average_replicas(model: nnx.Module) -> None:
         model: The model, changed in place.
 
     Raises:
-        ValueError: If the model has no tables with copies.
+        ValueError: The model has no tables with replicas.
 
     Example:
         >>> import jax, jaxrec
@@ -45,19 +45,20 @@ def average_replicas(model: nnx.Module) -> None:
     """
     averaged = 0
     for module in tapped_modules(model).values():
-        tables = module.tables.get_value()
-        if isinstance(tables, ShardedTables) and tables.replica_axis is not None:
-            module.tables.set_value(_average(tables))
+        store = module.tables.get_value()
+        tables = store.placed
+        if isinstance(tables, MeshStore) and tables.replica_axis is not None:
+            module.tables.set_value(store.with_placed(_average(tables)))
             averaged += 1
     if not averaged:
         raise ValueError(
-            "the model has no tables with copies over an axis of a mesh; give "
+            "the model has no tables with replicas over an axis of a mesh; give "
             "jaxrec.shard(model, plan, mesh, replica_axis=...) one"
         )
 
 
 @functools.partial(jax.jit, donate_argnums=0)
-def _average(tables: ShardedTables) -> ShardedTables:
+def _average(tables: MeshStore) -> MeshStore:
     def mean(array: Array) -> Array:
         wide = jnp.promote_types(array.dtype, jnp.float32)
         return jax.lax.pmean(array.astype(wide), tables.replica_axis).astype(array.dtype)

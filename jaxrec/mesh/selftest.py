@@ -28,39 +28,44 @@ from jaxrec.embed import (
     apply_gradients,
     init_tables,
     lookup,
-    read_state,
-    read_table,
 )
 from jaxrec.embed.layout import layout_tables
-from jaxrec.embed.tables import TableStore
+from jaxrec.embed.store import TableStore
 from jaxrec.mesh import placement as placements
 from jaxrec.mesh.agree import gather_numbers
 from jaxrec.mesh.batch import shard_batch
-from jaxrec.mesh.placement import MeshShape, Placement
+from jaxrec.mesh.creation import init_on_mesh, mesh_shape
+from jaxrec.mesh.placement import Placement
 from jaxrec.mesh.processes import check_processes, join_processes
-from jaxrec.mesh.storage import init_on_mesh, mesh_shape
+from jaxrec.mesh.shards import MeshShape
 from jaxrec.mesh.traffic import collectives, sent_bytes
 from jaxrec.ragged import KeyedJaggedArray
 
 TYPES = (
-    *("data_parallel", "table_wise", "row_wise:rows", "row_wise:sums", "column_wise"),
-    *("table_row_wise:rows", "table_row_wise:sums", "table_column_wise", "grid:rows", "grid:sums"),
+    *("data_parallel", "table_wise", "row_wise:rows", "row_wise:pooled", "column_wise"),
+    *(
+        "table_row_wise:rows",
+        "table_row_wise:pooled",
+        "table_column_wise",
+        "grid:rows",
+        "grid:pooled",
+    ),
 )
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What to check.
+    """Options of the checks.
 
     Attributes:
-        coordinator: Address of process 0, ``host:port``, where JAX cannot find it out.
-        num_processes: Processes, where JAX cannot find it out; 1: this one alone.
-        process_id: This process, from 0.
-        cpu_devices: Simulated devices of each process on the CPU; 0: the devices that there are.
-        types: Sharding types; after a colon how rows travel.
-        samples: Samples of each device in a batch.
-        rows: Rows of a table, or as many as there are devices if these are more.
-        steps: Training steps.
+        coordinator: Address of process 0, ``host:port``, where JAX cannot detect it.
+        num_processes: Number of processes, where JAX cannot detect it; 1: this one alone.
+        process_id: Number of this process, from 0.
+        cpu_devices: Number of simulated CPU devices of each process; 0: the real devices.
+        types: Sharding types, each with its exchange after a colon.
+        samples: Number of samples of each device in a batch.
+        rows: Number of rows of a table, at least one for each device.
+        steps: Number of training steps.
         mebibytes: Sizes at which to time the collectives, MiB on each device.
     """
 
@@ -85,15 +90,15 @@ class Options:
 
 @dataclasses.dataclass(frozen=True)
 class Checked:
-    """How a sharding type fared.
+    """Result of the check of a sharding type.
 
     Attributes:
         kind: The type.
-        deviation: The largest difference to the run on one device, over what is allowed.
+        deviation: Largest difference to the run on one device, over the allowed one.
         sent_bytes: Bytes that leave a device in a step.
         collectives: Number of each collective in a step.
         milliseconds: Time of the fastest step.
-        error: What went wrong, or None.
+        error: The error, or None.
     """
 
     kind: str
@@ -118,7 +123,7 @@ class Timed:
 
 
 def check(kind: str, options: Options) -> Checked:
-    """Trains with tables of a sharding type, and the same on one device."""
+    """Train with tables of a sharding type, and compare with one device."""
     try:
         mesh = make_mesh(kind)
         configs = make_configs(options, mesh_shape(mesh))
@@ -131,7 +136,7 @@ def _compare(kind: str, configs: list[EmbeddingBagConfig], mesh: Mesh, options: 
     # Sums of parts of rows know no whole rows. Adagrad divides a gradient by its own size, and so
     # makes steps of the rounding of gradients near 0, but for those far below eps.
     by_element = optim.adagrad(0.1, eps=1e-3)
-    optimizer = by_element if kind == "grid:sums" else optim.rowwise_adagrad(0.1)
+    optimizer = by_element if kind == "grid:pooled" else optim.rowwise_adagrad(0.1)
     key = jax.random.key(0)
     alone: TableStore = init_tables(configs, optimizer, key)
     layout = layout_tables(configs, optimizer)
@@ -151,11 +156,9 @@ def _compare(kind: str, configs: list[EmbeddingBagConfig], mesh: Mesh, options: 
         times.append((time.perf_counter() - start) * 1e3)
         worst = max(worst, deviation(loss, expected))
     for config in configs:
-        worst = max(
-            worst, deviation(read_table(sharded, config.name), read_table(alone, config.name))
-        )
-        for name, state in read_state(alone, config.name).items():
-            worst = max(worst, deviation(read_state(sharded, config.name)[name], state))
+        worst = max(worst, deviation(sharded.read(config.name), alone.read(config.name)))
+        for name, state in alone.read_state(config.name).items():
+            worst = max(worst, deviation(sharded.read_state(config.name)[name], state))
     found = collectives(step_sharded)
     kinds = [collective.kind for collective in found]
     return Checked(
@@ -177,14 +180,14 @@ def train_step(
 
 
 def deviation(got: Array, expected: Array) -> float:
-    """The largest difference, over 1e-6 and a hundred-thousandth of the value; NaN counts."""
+    """Return the largest difference over its bound, 1e-6 plus 1e-5 of the value; NaN exceeds it."""
     wanted = np.asarray(expected, np.float64)
     over = np.abs(np.asarray(got, np.float64) - wanted) / (1e-6 + 1e-5 * np.abs(wanted))
     return float(np.where(np.isfinite(over), over, np.inf).max(initial=0))
 
 
 def make_mesh(kind: str) -> Mesh:
-    """All devices; in rows of hosts for the types that name hosts."""
+    """Return a mesh of all devices, with an axis of hosts for the types that name hosts."""
     devices = jax.device_count()
     if not kind.startswith(("table_row", "table_column", "grid")):
         return jax.make_mesh((devices,), ("data",), axis_types=(AxisType.Auto,))
@@ -197,7 +200,7 @@ def make_mesh(kind: str) -> Mesh:
 
 
 def make_configs(options: Options, mesh: MeshShape) -> list[EmbeddingBagConfig]:
-    """Some tables that every type can cut."""
+    """Return tables that every type can cut."""
     rows = max(options.rows, mesh.num_devices)
     part = math.lcm(mesh.hosts, mesh.devices_per_host)
     dim = -(-16 // part) * part
@@ -209,7 +212,7 @@ def make_configs(options: Options, mesh: MeshShape) -> list[EmbeddingBagConfig]:
 
 
 def place(kind: str, configs: list[EmbeddingBagConfig], shape: MeshShape) -> dict[str, Placement]:
-    """The placement of each table."""
+    """Return the placement of each table."""
     name, _, exchange = kind.partition(":")
     options = {"exchange": exchange} if exchange else {}
     make = functools.partial(getattr(placements, name), **options)
@@ -220,7 +223,7 @@ def place(kind: str, configs: list[EmbeddingBagConfig], shape: MeshShape) -> dic
         if name in ("table_row_wise", "table_column_wise"):
             return make(table % shape.hosts)
         if name == "column_wise":
-            # As many devices as there are equal parts.
+            # The number of devices divides the columns.
             parts = max(n for n in range(1, shape.num_devices + 1) if dim % n == 0)
             return make(range(parts))
         return make()
@@ -234,9 +237,9 @@ def place(kind: str, configs: list[EmbeddingBagConfig], shape: MeshShape) -> dic
 def draw_batch(
     configs: list[EmbeddingBagConfig], samples: int, seed: int
 ) -> tuple[KeyedJaggedArray, KeyedJaggedArray]:
-    """A batch with few frequent ids and many rare ones, whole and this process's part of it."""
+    """Return a batch of skewed ids, whole and this process's part of it."""
     rng = np.random.default_rng(seed)
-    # Bags are as long in every batch, so that one program serves all.
+    # Bags have the same lengths in every batch, so that one program serves all.
     bags = np.random.default_rng(0).integers(0, 5, samples)
     ids = {
         feature: np.minimum(
@@ -258,7 +261,7 @@ def draw_batch(
 
 
 def time_collectives(options: Options) -> Iterator[Timed]:
-    """Times each collective that sharding uses, over all devices."""
+    """Time each collective that sharding uses, over all devices."""
     mesh = make_mesh("row_wise")
     devices = mesh.devices.size
     split, everywhere = PartitionSpec("data"), PartitionSpec()
@@ -290,7 +293,7 @@ def time_collectives(options: Options) -> Iterator[Timed]:
 
 
 def main(options: Options) -> int:
-    """Runs all checks; process 0 prints. Returns the exit code."""
+    """Run all checks; process 0 prints. Return the exit code."""
     from rich.console import Console
     from rich.table import Table
 

@@ -1,4 +1,4 @@
-"""A model on a mesh."""
+"""Models on a mesh."""
 
 from __future__ import annotations
 
@@ -12,17 +12,15 @@ from jax.sharding import Mesh
 from jaxtyping import Array
 
 from jaxrec.embed.collection import Collection, TableVariable
+from jaxrec.embed.functional import default_store
 from jaxrec.embed.layout import TableLayout
-from jaxrec.embed.tables import making_tables
 from jaxrec.embed.taps import tapped_modules
-from jaxrec.mesh import gradient_norms as gradient_norms  # norms of gradients over a mesh
-from jaxrec.mesh import logical as logical  # how tables on a mesh are saved
-from jaxrec.mesh import update as update  # how tables on a mesh are updated
 from jaxrec.mesh.agree import fingerprint, on_every_device, require_same
-from jaxrec.mesh.collectives import check_ragged
+from jaxrec.mesh.channel import check_ragged
+from jaxrec.mesh.creation import init_on_mesh, layout_on_mesh, shard_tables
 from jaxrec.mesh.placement import Placement
 from jaxrec.mesh.precision import Precision
-from jaxrec.mesh.storage import init_on_mesh, layout_on_mesh, shard_tables
+from jaxrec.mesh.store import MeshStore
 from jaxrec.mesh.tables import ShardedTables
 
 Model = TypeVar("Model", bound=nnx.Module)
@@ -30,10 +28,10 @@ Model = TypeVar("Model", bound=nnx.Module)
 
 @runtime_checkable
 class Plan(Protocol):
-    """What `shard` needs of a plan; `jaxrec.plan.ShardingPlan` is one."""
+    """A plan as `shard` takes it; `jaxrec.plan.ShardingPlan` is one."""
 
     def to_dict(self) -> dict[str, Placement]:
-        """The placement of each table, by name."""
+        """Return the placement of each table, by name."""
 
 
 def shard(
@@ -45,38 +43,37 @@ def shard(
     replica_axis: str | None = None,
     is_ragged: bool = False,
 ) -> Model:
-    """Puts a model on a mesh: its tables as the plan says, everything else on every device.
+    """Put a model on a mesh: its tables as the plan says, everything else on every device.
 
     The same model and training loop then run on batches from `shard_batch`, with the same results:
     the loss is the mean over the whole batch, and so are gradients.
 
     Args:
         model: The model, changed in place; or a function that makes it. Tables that the function
-            makes, and their optimizer state, are made on the mesh, each block on its own device:
+            makes, and their optimizer state, are made on the mesh, each shard on its own device:
             they never lie anywhere whole. Their values are the same.
-        plan: Where each table goes. Tables of other models may be in it.
+        plan: The placements of the tables. It may have tables of other models, too.
         mesh: The devices, of one axis or of two, hosts first. With several processes each calls
             this with a model and a plan of its own, which must be alike.
         precision: The formats in which embeddings and gradients travel.
-        replica_axis: An axis of the mesh over which there are whole copies of the tables, each
-            over the other axes. Copies learn from their own samples, and `average_replicas` brings
-            them together. The plan is for the devices of one copy.
-        is_ragged: Whether ids, rows and their gradients travel by XLA's ragged all-to-all, which
-            sends what is of use and not the room around it (the ways "rows" and "sums"; whole bags
-            leave little room). On GPUs and TPUs; results are the same.
+        replica_axis: Axis of the mesh over which there are replicas of the sharded tables, each
+            over the other axes. Replicas learn from their own samples, and `average_replicas`
+            averages them. The plan is for the devices of one replica.
+        is_ragged: Whether the exchanges "rows" and "pooled" send lists without padding, by XLA's
+            ragged all-to-all, which GPUs and TPUs have. Results are the same.
 
     Returns:
         The model.
 
     Warns:
-        UserWarning: If tables take far more memory than they need, since few of the devices hold
-            them: see `jaxrec.mesh.balance`.
+        UserWarning: Tables take far more memory than they need, since few of the devices hold
+            them; see `jaxrec.mesh.balance`.
 
     Raises:
-        TypeError: If the plan, the mesh or the model is of another type.
-        ValueError: If exchanges are to be ragged on CPUs; if a table has no placement, or one that
-            does not fit the table or the mesh; if the mesh lacks the axis; if the planner made the
-            plan for another number of devices; if processes have different plans or tables.
+        TypeError: The plan, the mesh or the model has a wrong type.
+        ValueError: ``is_ragged`` on CPUs; a table has no placement, or one that does not fit the
+            table or the mesh; the mesh lacks the axis; the planner made the plan for another number
+            of devices; processes have different plans or tables.
 
     Example:
         >>> import jax, jaxrec
@@ -103,13 +100,14 @@ def shard(
         def make(layout: TableLayout, key: Array) -> ShardedTables:
             return init_on_mesh(layout, key, placements, mesh, replica_axis)
 
-        with making_tables(make):
+        with default_store(make):
             made = model()
     for collection in _collections(made):
-        tables = dataclasses.replace(
-            collection.tables.get_value(), precision=precision, is_ragged=is_ragged
+        tables = collection.tables.get_value()
+        placed = dataclasses.replace(
+            cast(MeshStore, tables.placed), precision=precision, is_ragged=is_ragged
         )
-        collection.tables.set_value(tables)
+        collection.tables.set_value(tables.with_placed(placed))
     dense = nnx.state(made, nnx.Not(TableVariable))
     if jax.process_count() > 1:
         leaves = jax.tree_util.tree_leaves_with_path(dense)
@@ -150,6 +148,7 @@ def _move_tables(
     stores = [(each, each.tables.get_value()) for each in _collections(model)]
     for _, tables in stores:
         # Errors come before anything is moved.
-        layout_on_mesh(tables, placements, mesh, replica_axis)
+        layout_on_mesh(tables.placed, placements, mesh, replica_axis)
     for collection, tables in stores:
-        collection.tables.set_value(shard_tables(tables, placements, mesh, replica_axis))
+        placed = shard_tables(tables.placed, placements, mesh, replica_axis)
+        collection.tables.set_value(tables.with_placed(placed))

@@ -1,4 +1,4 @@
-"""What a compiled program sends between devices, read from its text."""
+"""The collectives of a compiled program, read from its text."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 
 import jax
 
-# Bytes that leave a device, for each byte of the result, in a group of n devices; rings and direct
-# sends need as much (Thakur, Rabenseifner & Gropp 2005, "Optimization of collective communication
+# Bytes that leave a device for each byte of the result, in a group of n devices, both by rings and
+# by direct sends (Thakur, Rabenseifner & Gropp 2005, "Optimization of collective communication
 # operations in MPICH").
 _SENT = {
     "all-to-all": lambda n: (n - 1) / n,
@@ -33,10 +33,10 @@ class Collective:
     """A collective of a compiled program.
 
     Attributes:
-        kind: What XLA calls it, such as "all-to-all".
+        kind: XLA's name of it, such as "all-to-all".
         shape: Shape and type of its result on each device, as XLA writes them.
-        result_bytes: Bytes of that.
-        devices: Devices that take part in each of its groups.
+        result_bytes: Bytes of the result.
+        devices: Number of devices in each of its groups.
     """
 
     kind: str
@@ -51,10 +51,10 @@ class Collective:
 
 
 def collectives(program: jax.stages.Compiled | str) -> list[Collective]:
-    """The collectives that a compiled program runs on a batch that fits.
+    """Return the collectives that a compiled program runs on a batch that fits.
 
-    Those in the bodies of loops, further rounds of the exchange, are left out, and so are those of
-    all branches of a conditional but the one that sends least.
+    Collectives in the bodies of loops, which are further rounds of an exchange, are left out. Of a
+    conditional only the branch that sends least counts.
 
     Args:
         program: The program, or its text.
@@ -81,12 +81,12 @@ def collectives(program: jax.stages.Compiled | str) -> list[Collective]:
 
 
 def sent_bytes(found: Sequence[Collective]) -> int:
-    """Bytes that leave each device in all of the collectives together."""
+    """Return the bytes that leave each device in all of the collectives."""
     return sum(collective.sent_bytes for collective in found)
 
 
 def _computations(text: str) -> tuple[dict[str, list[str]], str | None]:
-    """The lines of each computation by name, and the name of the first to run."""
+    """Return the lines of each computation by name, and the name of the entry computation."""
     computations: dict[str, list[str]] = {}
     entry = None
     lines: list[str] = []
@@ -135,7 +135,10 @@ def _collective(kind: str, result: str, started: bool, line: str, devices: int) 
 
 
 def _group_size(line: str, devices: int) -> int:
-    """Devices in each group of a collective: listed, tiled, or axes of a mesh or parts of them."""
+    """Return the number of devices in each group of a collective.
+
+    XLA lists groups, tiles them, or names axes of a mesh or parts of them.
+    """
     if listed := re.search(r"replica_groups=\{\{([\d,]+)\}", line):
         return listed[1].count(",") + 1
     if tiled := re.search(r"replica_groups=\[\d+,(\d+)\]", line):

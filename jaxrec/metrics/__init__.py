@@ -3,9 +3,6 @@
 from jaxrec.metrics.areas import AUC as AUC
 from jaxrec.metrics.areas import AUPRC as AUPRC
 from jaxrec.metrics.areas import RAUC as RAUC
-from jaxrec.metrics.auc import auc as auc
-from jaxrec.metrics.auc import average_precision as average_precision
-from jaxrec.metrics.auc import regression_auc as regression_auc
 from jaxrec.metrics.averages import Average as Average
 from jaxrec.metrics.averages import Calibration as Calibration
 from jaxrec.metrics.averages import ClickThroughRate as ClickThroughRate
@@ -18,11 +15,6 @@ from jaxrec.metrics.averages import SumOfWeights as SumOfWeights
 from jaxrec.metrics.averages import TensorWeightedAverage as TensorWeightedAverage
 from jaxrec.metrics.averages import WeightedAverage as WeightedAverage
 from jaxrec.metrics.averages import WeightedSumOfPredictions as WeightedSumOfPredictions
-from jaxrec.metrics.binary import BinarySums as BinarySums
-from jaxrec.metrics.binary import binary_sums as binary_sums
-from jaxrec.metrics.binary import calibration as calibration
-from jaxrec.metrics.binary import log_loss as log_loss
-from jaxrec.metrics.binary import normalized_entropy as normalized_entropy
 from jaxrec.metrics.binned import BinnedAUC as BinnedAUC
 from jaxrec.metrics.binned import BinnedAUPRC as BinnedAUPRC
 from jaxrec.metrics.binned import BinnedRAUC as BinnedRAUC
@@ -33,6 +25,10 @@ from jaxrec.metrics.classification import HindsightTargetPR as HindsightTargetPR
 from jaxrec.metrics.classification import MulticlassRecall as MulticlassRecall
 from jaxrec.metrics.classification import Precision as Precision
 from jaxrec.metrics.classification import Recall as Recall
+from jaxrec.metrics.curves import auc as auc
+from jaxrec.metrics.curves import average_precision as average_precision
+from jaxrec.metrics.curves import regression_auc as regression_auc
+from jaxrec.metrics.domain import Domain as Domain
 from jaxrec.metrics.entropy import (
     CalibrationFreeNormalizedEntropy as CalibrationFreeNormalizedEntropy,
 )
@@ -43,15 +39,20 @@ from jaxrec.metrics.entropy import RecalibratedNormalizedEntropy as Recalibrated
 from jaxrec.metrics.entropy import SegmentedNormalizedEntropy as SegmentedNormalizedEntropy
 from jaxrec.metrics.entropy import ServingNormalizedEntropy as ServingNormalizedEntropy
 from jaxrec.metrics.entropy import UnweightedNormalizedEntropy as UnweightedNormalizedEntropy
+from jaxrec.metrics.group import GroupState as GroupState
 from jaxrec.metrics.group import MetricGroup as MetricGroup
 from jaxrec.metrics.group import Task as Task
 from jaxrec.metrics.group import merge_all as merge_all
 from jaxrec.metrics.group import merge_over_axis as merge_over_axis
 from jaxrec.metrics.group import merge_over_processes as merge_over_processes
-from jaxrec.metrics.latest import Output as Output
-from jaxrec.metrics.latest import Scalar as Scalar
+from jaxrec.metrics.latest import OutputMetric as OutputMetric
+from jaxrec.metrics.latest import ScalarMetric as ScalarMetric
+from jaxrec.metrics.metric import Batch as Batch
 from jaxrec.metrics.metric import Metric as Metric
 from jaxrec.metrics.metric import SumMetric as SumMetric
+from jaxrec.metrics.metric import Sums as Sums
+from jaxrec.metrics.metric import SumState as SumState
+from jaxrec.metrics.metric import Values as Values
 from jaxrec.metrics.multilabel import MultiLabelPrecision as MultiLabelPrecision
 from jaxrec.metrics.multilabel import label_codes as label_codes
 from jaxrec.metrics.ranking import NDCG as NDCG
@@ -60,6 +61,8 @@ from jaxrec.metrics.regression import MeanAbsoluteError as MeanAbsoluteError
 from jaxrec.metrics.regression import MeanSquaredError as MeanSquaredError
 from jaxrec.metrics.regression import NormalizedMeanSquaredError as NormalizedMeanSquaredError
 from jaxrec.metrics.samples import SampleMetric as SampleMetric
+from jaxrec.metrics.samples import Samples as Samples
+from jaxrec.metrics.samples import SampleWindow as SampleWindow
 from jaxrec.metrics.session_auc import GroupedAUC as GroupedAUC
 from jaxrec.metrics.session_auc import UserAUC as UserAUC
 from jaxrec.metrics.session_pairs import SessionPairwiseAUC as SessionPairwiseAUC

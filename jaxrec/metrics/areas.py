@@ -1,4 +1,4 @@
-"""AUC and its kin over the last samples, exactly."""
+"""AUC, AUPRC and RAUC over the last samples, exactly."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import ClassVar
 import numpy as np
 from jaxtyping import Float
 
-from jaxrec.metrics.auc import auc, average_precision, regression_auc
+from jaxrec.metrics.curves import auc, average_precision, regression_auc
 from jaxrec.metrics.domain import LABEL, NUMBER, Domain
 from jaxrec.metrics.samples import SampleMetric, Samples
 
@@ -17,10 +17,10 @@ from jaxrec.metrics.samples import SampleMetric, Samples
 class AUC(SampleMetric):
     """The area under the ROC curve of the last samples (``window_auc``); see `auc`.
 
-    With groups the means over groups (``window_grouped_auc``, ``window_weighted_grouped_auc``) are
-    over those that have samples of both labels, and under ``compat="torchrec"`` over all, one of a
-    single label counting 0.5. 0.5 where all labels are equal; NaN if a prediction is NaN. For the
-    area over all samples see `BinnedAUC`.
+    With groups, the means over groups (``window_grouped_auc``, ``window_weighted_grouped_auc``)
+    take the groups with samples of both labels. Under ``compat="torchrec"`` they take all groups,
+    and a group of a single label counts 0.5. The value is 0.5 where all labels are equal and NaN if
+    a prediction is NaN. For the area over all samples see `BinnedAUC`.
 
     Attributes:
         label_threshold: Labels from this on count as 1, others as 0 (TorchRec's ``apply_bin`` has
@@ -61,8 +61,8 @@ class AUC(SampleMetric):
 class AUPRC(SampleMetric):
     """The area under the precision-recall curve of the last samples (``window_auprc``).
 
-    See `average_precision`. With groups the means over groups are over those that have positive
-    samples, and under ``compat="torchrec"`` over all. NaN if a prediction is NaN.
+    See `average_precision`. With groups, the means over groups take the groups with positive
+    samples, and all groups under ``compat="torchrec"``. NaN if a prediction is NaN.
 
     TorchRec's lifetime value is the mean of the values computed so far, weighed by the weight of
     the samples then in the window. `WeightedAverage`, fed with value and `weight`, is that.
@@ -83,10 +83,10 @@ class AUPRC(SampleMetric):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RAUC(SampleMetric):
-    """How often predictions order two of the last samples as their labels do (``window_rauc``).
+    """The share of pairs of the last samples that predictions order by label (``window_rauc``).
 
-    See `regression_auc`. With groups the means over groups are over those that have two labels, and
-    under ``compat="torchrec"`` over all. NaN if a prediction is NaN.
+    See `regression_auc`. With groups, the means over groups take the groups with two labels, and
+    all groups under ``compat="torchrec"``. NaN if a prediction is NaN.
     """
 
     name: ClassVar[str] = "rauc"

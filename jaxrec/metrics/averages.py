@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from typing import ClassVar
 
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float
 
 from jaxrec.metrics.domain import AMOUNT, LABEL, NUMBER, PROBABILITY, Domain
 from jaxrec.metrics.entropy import check_coefficient, count_examples, recalibrated
-from jaxrec.metrics.metric import Batch, SumMetric, SumState, Values, ratio
-
-Sums = Mapping[str, Float[np.ndarray, "tasks ..."]]
+from jaxrec.metrics.metric import Batch, SumMetric, Sums, SumState, Values, ratio
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Calibration(SumMetric):
     """Predicted over actual positives, ``sum w p / sum w y`` (``calibration``).
 
-    1 is right on average. Without positives there is no value; ``compat="torchrec"`` reports 0.
+    1 is right on average. Without positives the value is undefined; ``compat="torchrec"`` reports
+    0.
 
     Example:
         >>> import jax.numpy as jnp
@@ -39,7 +36,7 @@ class Calibration(SumMetric):
         return AMOUNT, AMOUNT
 
     def probabilities(self, batch: Batch) -> Float[Array, "tasks batch"]:
-        """What is compared with the labels."""
+        """Return the predictions that are compared with the labels."""
         return batch.predictions
 
     def sums(self, batch: Batch) -> dict[str, Float[Array, "tasks ..."]]:
@@ -78,7 +75,7 @@ class RecalibratedCalibration(Calibration):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ServingCalibration(Calibration):
-    """`Calibration` and how many samples it is of (``calibration``, ``total_examples``).
+    """`Calibration` with its number of samples (``calibration``, ``total_examples``).
 
     ``total_examples`` counts the samples whose weight is above 0, over all time.
     """
@@ -94,7 +91,7 @@ class ServingCalibration(Calibration):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ClickThroughRate(SumMetric):
-    """The mean label ``sum w y / sum w`` (``ctr``); ``compat="torchrec"``: 0 of no samples."""
+    """The mean label ``sum w y / sum w`` (``ctr``); ``compat="torchrec"``: 0 without samples."""
 
     name: ClassVar[str] = "ctr"
     torchrec_undefined: ClassVar[float] = 0.0
@@ -148,7 +145,7 @@ class WeightedAverage(SumMetric):
         return NUMBER, None
 
     def averaged(self, batch: Batch) -> Float[Array, "tasks batch"]:
-        """What the mean is of."""
+        """Return the numbers that are averaged."""
         return batch.predictions
 
     def sums(self, batch: Batch) -> dict[str, Float[Array, "tasks ..."]]:
@@ -164,7 +161,7 @@ class WeightedAverage(SumMetric):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TensorWeightedAverage(WeightedAverage):
-    """The weighted mean of any array of numbers, one a sample (``weighted_avg``).
+    """The weighted mean of any array of numbers, one per sample (``weighted_avg``).
 
     For the mean with all weights 1 give no weights (TorchRec's ``weighted=False``).
 
@@ -194,7 +191,7 @@ class TensorWeightedAverage(WeightedAverage):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ServingLoss(TensorWeightedAverage):
-    """The weighted mean of a loss that the model reports for each sample, and how many samples.
+    """The weighted mean of a loss that the model reports per sample, with the number of samples.
 
     Reports ``serving_`` and the name of the loss, and ``total_examples``, which counts the samples
     whose weight is above 0, over all time. TorchRec has the name ``serving_ae_loss`` for such a
@@ -258,7 +255,7 @@ class WeightedSumOfPredictions(SumMetric):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NumPositives(SumMetric):
-    """How many samples have a label above 0 (``num_positive_samples``).
+    """The number of samples with a label above 0 (``num_positive_samples``).
 
     A label of NaN is missing and not counted. ``compat="torchrec"`` gives ``sum w y``, a weighted
     sum in spite of its name.
@@ -283,7 +280,7 @@ class NumPositives(SumMetric):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NumMissingLabels(SumMetric):
-    """How many labels are NaN (``num_missing_labels``).
+    """The number of labels that are NaN (``num_missing_labels``).
 
     ``compat="torchrec"`` sums their weights.
     """

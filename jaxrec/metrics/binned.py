@@ -1,9 +1,8 @@
-"""AUC and its kin over all samples, from histograms, with a bound on their error."""
+"""AUC, AUPRC and RAUC over all samples, from histograms, with a bound on their error."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from typing import ClassVar, Literal
 
 import jax
@@ -12,9 +11,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jaxrec.metrics.domain import LABEL, NUMBER, PROBABILITY, Domain
-from jaxrec.metrics.metric import Batch, SumMetric, SumState, Values, ratio
-
-Sums = Mapping[str, Float[np.ndarray, "tasks ..."]]
+from jaxrec.metrics.metric import Batch, SumMetric, Sums, SumState, Values, ratio
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,7 +45,7 @@ class Bins:
         return PROBABILITY if self.spacing == "logit" else NUMBER
 
     def of(self, x: Float[Array, "*shape"]) -> Int[Array, "*shape"]:
-        """The number of each one's interval."""
+        """Return the interval that each number lies in."""
         if self.spacing == "logit":
             x = jnp.log(x) - jnp.log1p(-x)
         place = (x - self.low) * (self.count / (self.high - self.low))
@@ -60,16 +57,17 @@ class BinnedAUC(SumMetric):
     """The area under the ROC curve over all samples, from histograms of the predictions.
 
     Pairs of a positive and a negative sample whose predictions fall into different bins are
-    compared exactly, and those of one bin count one half. So the exact area lies within
-    ``auc_error = sum_b pos_b neg_b / (2 pos neg)``, reported along, of ``auc``; where predictions
-    spread over ``B`` bins evenly that is ``1 / 2B``. The state takes 16 bytes a task, group and
-    bin; with a window the same again for every two batches of it, so there is none by default.
+    compared exactly, and pairs within a bin count one half. The exact area lies within
+    ``auc_error`` of ``auc``; ``auc_error = sum_b pos_b neg_b / (2 pos neg)`` is reported too. It is
+    ``1 / 2B`` where predictions spread evenly over ``B`` bins. The state takes 16 bytes a task,
+    group and bin; with a window the same again for every two batches of it, so there is none by
+    default.
 
     With groups the mean over the groups that have samples of both labels is reported as well
     (``grouped_auc``, ``grouped_auc_error``).
 
     Attributes:
-        bins: Of the predictions.
+        bins: Bins of the predictions.
         groups: Name under which `update` gets the number of each sample's group, ``[batch]`` or
             ``[tasks, batch]`` int32; None: no groups.
         num_groups: Groups are numbered from 0 to this minus 1.
@@ -148,7 +146,7 @@ class BinnedAUC(SumMetric):
     def area(
         self, positives: Float[np.ndarray, "*rows bins"], negatives: Float[np.ndarray, "*rows bins"]
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The area, its error, and whether there is one."""
+        """Return the area, its error, and whether there is one."""
         pairs = positives.sum(axis=-1) * negatives.sum(axis=-1)
         below = np.cumsum(negatives, axis=-1) - negatives
         tied = (positives * negatives).sum(axis=-1) / 2
@@ -184,35 +182,35 @@ class BinnedAUPRC(BinnedAUC):
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         total = positives.sum(axis=-1)
         positives, negatives = positives[..., ::-1], negatives[..., ::-1]
-        found, false = np.cumsum(positives, axis=-1), np.cumsum(negatives, axis=-1)
+        true_positives, false = np.cumsum(positives, axis=-1), np.cumsum(negatives, axis=-1)
 
-        def mean(found: np.ndarray, false: np.ndarray) -> np.ndarray:
-            taken = found + false
-            precision = np.where(taken > 0, found / np.where(taken > 0, taken, 1), 0)
+        def mean(true_positives: np.ndarray, false: np.ndarray) -> np.ndarray:
+            predicted = true_positives + false
+            precision = true_positives / np.where(predicted > 0, predicted, 1)
             return (positives * precision).sum(axis=-1) / np.where(total > 0, total, 1)
 
-        area = mean(found, false)
-        best = mean(found, false - negatives)
-        worst = mean(found - positives, false)
+        area = mean(true_positives, false)
+        best = mean(true_positives, false - negatives)
+        worst = mean(true_positives - positives, false)
         return area, np.maximum(best - area, area - worst), total > 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BinnedRAUC(SumMetric):
-    """How often predictions order two samples as their labels do, over all samples.
+    """The share of pairs of samples that predictions order by label, over all samples.
 
     `regression_auc` from a histogram over predictions and labels. Pairs of different bins of both
-    are compared exactly; those of one bin of predictions count one half, those of one bin of labels
-    not at all. With ``C`` the weight of the pairs in order, ``M`` of the pairs of different bins of
-    labels, ``P`` of those of them in one bin of predictions and ``L`` of the pairs of one bin of
-    labels, the exact value lies in ``[C / (M + L), (C + P + L) / (M + L)]``; ``rauc_error`` is the
-    distance of the farther end.
+    are compared exactly; pairs within a bin of predictions count one half, pairs within a bin of
+    labels nothing. Let ``M`` be the weight of the pairs of different label bins, ``C`` of the pairs
+    among them in the right order, ``P`` of the pairs among them in one bin of predictions, and
+    ``L`` of the pairs within a bin of labels. The exact value lies in ``[C / (M + L), (C + P + L) /
+    (M + L)]``; ``rauc_error`` is the distance to the farther end.
 
     Attributes:
-        bins: Of the predictions.
-        label_bins: Of the labels.
-        one_label_a_bin: Says that no bin holds two different labels, as with ratings: pairs of one
-            bin of labels are then ties, and ``L`` is 0.
+        bins: Bins of the predictions.
+        label_bins: Bins of the labels.
+        one_label_a_bin: Whether each bin holds a single label, as with ratings: pairs within a bin
+            of labels are then ties, and ``L`` is 0.
 
     Example:
         >>> import jax.numpy as jnp
@@ -268,7 +266,7 @@ class BinnedRAUC(SumMetric):
 
 
 def _pairs(x: Float[np.ndarray, "..."], axis: int) -> Float[np.ndarray, "..."]:
-    """Weight of the pairs of different places along an axis."""
+    """Return the weight of the pairs at different positions along an axis."""
     return (x * (np.cumsum(x, axis=axis) - x)).sum(axis=axis)
 
 

@@ -1,4 +1,4 @@
-"""How high a wanted item comes among candidates, on the host."""
+"""Metrics of the rank of a wanted item among candidates, on the host."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from jaxrec.metrics.domain import as_numbers
 
 
 def rank_metrics(scores: Float[np.ndarray, "samples candidates"], k: int = 10) -> dict[str, float]:
-    """Hit rate, NDCG and reciprocal rank of one wanted item among others.
+    """Return the hit rate, NDCG and reciprocal rank of one wanted item among others.
 
     With the item's rank ``r`` from 1: the share of samples with ``r <= k``; the mean of
     ``1 / log2(r + 1)`` where ``r <= k`` and 0 elsewhere; the mean of ``1 / r`` (Sun et al. 2019,

@@ -1,9 +1,8 @@
-"""Right and wrong decisions of a classifier."""
+"""Metrics of the decisions of a classifier."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from typing import ClassVar
 
 import jax
@@ -18,9 +17,7 @@ from jaxrec.metrics.domain import (
     PROBABILITY,
     Domain,
 )
-from jaxrec.metrics.metric import Batch, SumMetric, Values, ratio
-
-Sums = Mapping[str, Float[np.ndarray, "tasks ..."]]
+from jaxrec.metrics.metric import Batch, SumMetric, Sums, Values, ratio
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,7 +56,7 @@ class Accuracy(SumMetric):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Precision(SumMetric):
-    """Of the samples taken for positive, the share that is (``precision``).
+    """The share of positive samples among those taken for positive (``precision``).
 
     No value where none is taken for positive; ``compat="torchrec"`` reports 0.
 
@@ -77,20 +74,20 @@ class Precision(SumMetric):
         return NUMBER, LABEL
 
     def sums(self, batch: Batch) -> dict[str, Float[Array, "tasks ..."]]:
-        taken = batch.weights * (batch.predictions >= self.threshold)
+        predicted = batch.weights * (batch.predictions >= self.threshold)
         return {
-            "true_positives": (taken * batch.labels).sum(axis=1),
-            "false_positives": (taken * (1 - batch.labels)).sum(axis=1),
+            "true_positives": (predicted * batch.labels).sum(axis=1),
+            "false_positives": (predicted * (1 - batch.labels)).sum(axis=1),
         }
 
     def values(self, sums: Sums) -> Values:
-        taken = sums["true_positives"] + sums["false_positives"]
-        return {self.name: ratio(sums["true_positives"], taken)}
+        predicted = sums["true_positives"] + sums["false_positives"]
+        return {self.name: ratio(sums["true_positives"], predicted)}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Recall(SumMetric):
-    """Of the positive samples, the share that is taken for positive (``recall``).
+    """The share of the positive samples that is taken for positive (``recall``).
 
     No value without positives. ``compat="torchrec"`` reports 0 there, and counts a positive sample
     of exactly the threshold as found and as missed both.
@@ -123,15 +120,15 @@ class Recall(SumMetric):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MulticlassRecall(SumMetric):
-    """How often the label is among the ``k`` highest scores (``multiclass_recall``).
+    """The share of samples whose label is among the ``k`` highest scores (``multiclass_recall``).
 
     ``[tasks, num_classes]``, ``k`` from 1 on. Predictions are ``[tasks, batch, num_classes]`` and
-    labels class numbers. Of equal scores the lower class comes first.
+    labels are class numbers. The lower of two classes with equal scores comes first.
 
-    ``compat="torchrec"``: a label that is no class is never found.
+    Under ``compat="torchrec"`` a label outside the classes is never found.
 
     Attributes:
-        num_classes: Classes.
+        num_classes: Number of classes.
     """
 
     num_classes: int
@@ -159,11 +156,11 @@ class MulticlassRecall(SumMetric):
         of_label = jnp.take_along_axis(scores, jnp.clip(label, 0, self.num_classes - 1), axis=-1)
         before = (scores > of_label) | ((scores == of_label) & (classes < label))
         rank = before.sum(axis=-1)
-        # For TorchRec a label that is no class is one that is never found.
+        # TorchRec never finds a label outside the classes.
         valid = (label[..., 0] >= 0) & (label[..., 0] < self.num_classes)
-        found = (rank[..., None] <= classes) & valid[..., None]
+        hits = (rank[..., None] <= classes) & valid[..., None]
         return {
-            "found": (batch.weights[..., None] * found).sum(axis=1),
+            "found": (batch.weights[..., None] * hits).sum(axis=1),
             "weights": batch.weights.sum(axis=1),
         }
 
@@ -175,18 +172,18 @@ class MulticlassRecall(SumMetric):
 class HindsightTargetPR(SumMetric):
     """The lowest threshold that would have reached a precision, and the recall there.
 
-    Of the thresholds ``0, 1 / (n - 1), ..., 1`` the first at which the samples taken for positive
-    (``p >= threshold``) are so in at least the share ``target_precision``. Reports
+    The first of the thresholds ``0, 1 / (n - 1), ..., 1`` at which the samples taken for positive
+    (``p >= threshold``) have a precision of at least ``target_precision``. Reports
     ``hindsight_target_pr_threshold_index``, ``hindsight_target_precision`` and
-    ``hindsight_target_recall``; no value where no threshold gets there.
+    ``hindsight_target_recall``; undefined if no threshold reaches the precision.
 
-    ``compat="torchrec"``: the last threshold is taken where none gets there, and a positive sample
-    of exactly the threshold counts as found and as missed both. (TorchRec hides the index in the
-    size of a tensor of arbitrary numbers.)
+    Under ``compat="torchrec"`` the last threshold stands in if none reaches the precision, and a
+    positive sample of exactly the threshold counts as found and as missed. (TorchRec hides the
+    index in the size of a tensor of arbitrary numbers.)
 
     Attributes:
         target_precision: In (0, 1].
-        num_thresholds: How many there are, 2 or more.
+        num_thresholds: Number of thresholds, 2 or more.
     """
 
     target_precision: float

@@ -1,4 +1,4 @@
-"""Checks of what metrics are given: types, shapes, and ranges of numbers."""
+"""Checks of the inputs of metrics: types, shapes, and ranges of numbers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Domain:
     remedy: str = ""
 
     def excludes(self, x: Shaped[AnyArray, "*shape"]) -> Bool[AnyArray, "*shape"]:
-        """Where a number does not belong to the domain."""
+        """Return where a number lies outside the domain."""
         outside = ~((x >= self.low) & (x <= self.high))
         if self.whole:
             outside |= x != (np.floor(x) if isinstance(x, np.ndarray) else jnp.floor(x))
@@ -60,12 +60,12 @@ WEIGHT = Domain(
 
 
 def as_numbers(who: str, name: str, array: Any) -> Shaped[AnyArray, "..."]:
-    """The array, or an array of the list.
+    """Return an array or a list as an array of real numbers.
 
     Args:
-        who: Metric or function that asks, for the error message.
-        name: Of the argument.
-        array: What was given for it.
+        who: Name of the metric or function, for the error message.
+        name: Name of the argument.
+        array: Its value.
 
     Raises:
         TypeError: It does not hold real numbers or booleans, or is masked.
@@ -98,10 +98,10 @@ def check_domain(
     They are not known inside a compiled function, nor if other processes hold parts of the array.
 
     Args:
-        who: Metric or function that asks, for the error message.
-        name: Of the argument.
+        who: Name of the metric or function, for the error message.
+        name: Name of the argument.
         array: ``[samples, ...]`` or ``[tasks, samples, ...]``.
-        domain: Numbers that are allowed.
+        domain: Allowed numbers.
         real: Weights of the samples, whose shape begins the array's; samples of weight 0 may hold
             anything. None: all count.
         nan: Whether NaN is allowed.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from typing import ClassVar
 
 import jax
@@ -12,9 +11,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from jaxrec.metrics.domain import LABEL, PROBABILITY, Domain
-from jaxrec.metrics.metric import ETA, Batch, SumMetric, SumState, Values, ratio
-
-Sums = Mapping[str, Float[np.ndarray, "tasks ..."]]
+from jaxrec.metrics.metric import ETA, Batch, SumMetric, Sums, SumState, Values, ratio
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,11 +42,11 @@ class NormalizedEntropy(SumMetric):
         return PROBABILITY, LABEL
 
     def probabilities(self, batch: Batch) -> Float[Array, "tasks batch"]:
-        """What is compared with the labels."""
+        """Return the predictions that are compared with the labels."""
         return batch.predictions
 
     def sample_weights(self, batch: Batch) -> Float[Array, "tasks batch"]:
-        """What each sample counts."""
+        """Return the weight of each sample."""
         return batch.weights
 
     def sums(self, batch: Batch) -> dict[str, Float[Array, "tasks ..."]]:
@@ -67,7 +64,7 @@ class NormalizedEntropy(SumMetric):
     def normalized(
         self, cross_entropy: Float[np.ndarray, "tasks ..."], sums: Sums
     ) -> Float[np.ndarray, "tasks ..."]:
-        """A sum of losses over what predicting the mean label would have cost."""
+        """Divide a sum of losses by the loss of predicting the mean label."""
         norm = entropy_of_mean(sums["positives"], sums["weights"], clipped=self.compat is not None)
         return ratio(cross_entropy, norm)
 
@@ -75,7 +72,7 @@ class NormalizedEntropy(SumMetric):
 def cross_entropy(
     probabilities: Float[Array, "*shape"], labels: Float[Array, "*shape"]
 ) -> Float[Array, "*shape"]:
-    """``-y log p - (1 - y) log(1 - p)`` in nats, with p in ``[1e-12, 1 - 1e-12]``."""
+    """Return ``-y log p - (1 - y) log(1 - p)`` in nats, with p in ``[1e-12, 1 - 1e-12]``."""
     # In float32 1 - 1e-12 is 1: each logarithm is bounded by itself.
     least = np.float32(np.log(ETA))
     log_p = jnp.maximum(jnp.log(probabilities), least)
@@ -89,7 +86,7 @@ def entropy_of_mean(
     *,
     clipped: bool = False,
 ) -> Float[np.ndarray, "*shape"]:
-    """Cross entropy, in nats, of predicting the mean label for every sample."""
+    """Return the cross entropy, in nats, of predicting the mean label for every sample."""
     mean = positives / np.maximum(weights, ETA)
     if clipped:
         mean = np.clip(mean, ETA, 1 - ETA)
@@ -128,7 +125,7 @@ class UnweightedNormalizedEntropy(NormalizedEntropy):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PositiveNormalizedEntropy(NormalizedEntropy):
-    """The part of `NormalizedEntropy` that positive labels make (``ne_positive``).
+    """The share of positive labels in `NormalizedEntropy` (``ne_positive``).
 
     ``sum -w y log p`` over the same norm.
     """
@@ -170,12 +167,12 @@ class RecalibratedNormalizedEntropy(NormalizedEntropy):
 def recalibrated(
     probabilities: Float[Array, "*shape"], coefficient: float
 ) -> Float[Array, "*shape"]:
-    """``p / (p + (1 - p) / c)``."""
+    """Return ``p / (p + (1 - p) / c)``."""
     return probabilities / (probabilities + (1 - probabilities) / coefficient)
 
 
 def check_coefficient(metric: SumMetric, coefficient: float) -> None:
-    """Raises a ValueError for a coefficient that is not above 0."""
+    """Raise a ValueError for a coefficient that is not above 0."""
     if not coefficient > 0:
         raise ValueError(f"{type(metric).__name__}: coefficient={coefficient} must be above 0")
 
@@ -210,7 +207,7 @@ class CalibrationFreeNormalizedEntropy(NormalizedEntropy):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ServingNormalizedEntropy(NormalizedEntropy):
-    """`NormalizedEntropy` and how many samples it is of (``ne``, ``total_examples``).
+    """`NormalizedEntropy` with its number of samples (``ne``, ``total_examples``).
 
     ``total_examples`` counts the samples whose weight is above 0, over all time.
     """
@@ -225,7 +222,7 @@ class ServingNormalizedEntropy(NormalizedEntropy):
 
 
 def count_examples(batch: Batch) -> Float[Array, " tasks"]:
-    """Samples of weight above 0."""
+    """Count the samples of weight above 0."""
     return (batch.weights > 0).sum(axis=1).astype(jnp.float32)
 
 
@@ -285,7 +282,7 @@ class SegmentedNormalizedEntropy(NormalizedEntropy):
 def sum_by_group(
     x: Float[Array, "tasks batch"], groups: Array, num_groups: int
 ) -> Float[Array, "tasks groups"]:
-    """Sums over the samples of each group; samples of other groups are left out."""
-    # A negative number would count from the end.
+    """Sum the samples of each group; samples of other groups are left out."""
+    # JAX counts negative indices from the end.
     groups = jnp.where(groups < 0, num_groups, groups)
     return jax.vmap(lambda x, g: jax.ops.segment_sum(x, g, num_groups))(x, groups)

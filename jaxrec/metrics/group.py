@@ -19,10 +19,10 @@ GroupState: TypeAlias = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Task:
-    """Where a model's outputs have the samples of one task.
+    """Names of the arrays of one task among a model's outputs.
 
     Attributes:
-        name: Of the task, in reports.
+        name: Name of the task, in reports.
         prediction, label: Names of the outputs, ``[batch]`` or ``[batch, 1]``; predictions of a
             multi-class metric ``[batch, classes]``.
         weight: Name of the weights; None: all 1.
@@ -40,8 +40,8 @@ class MetricGroup:
 
     Attributes:
         tasks: The tasks, in the order of the metrics' task axis.
-        metrics: By a name of your choice, which starts their names in the report where two metrics
-            would report the same; each with ``tasks`` as many as there are.
+        metrics: Metrics, by a name that is added to the report where two metrics would report the
+            same name. The ``tasks`` of each is the number of tasks.
 
     Raises:
         ValueError: A metric has another number of tasks, or two tasks have one name.
@@ -85,21 +85,21 @@ class MetricGroup:
                 )
 
     def init(self) -> GroupState:
-        """The state before any sample."""
+        """Return the state before any sample."""
         return {name: metric.init() for name, metric in self.metrics.items()}
 
     def update(
         self, state: GroupState, outputs: Mapping[str, Shaped[AnyArray, "..."]]
     ) -> GroupState:
-        """The state after one more batch; to be compiled with the step.
+        """Add a batch to the state; compile it with the step.
 
         Args:
-            state: Before.
-            outputs: What the tasks name, and the arrays that metrics ask for (sessions, groups).
+            state: State so far.
+            outputs: The outputs that tasks name, and further inputs of metrics (sessions, groups).
 
         Raises:
-            TypeError, ValueError: An output is missing or has another shape than those of other
-                tasks, or a metric cannot take it (`Metric.update`).
+            TypeError, ValueError: An output is missing, tasks have outputs of different shapes, or
+                a metric refuses one (`Metric.update`).
         """
         predictions = self._stacked(outputs, [(t.name, t.prediction) for t in self.tasks])
         labels = self._stacked(outputs, [(t.name, t.label) for t in self.tasks])
@@ -114,15 +114,15 @@ class MetricGroup:
         return updated
 
     def merge(self, state: GroupState, other: GroupState) -> GroupState:
-        """The state after the samples of both."""
+        """Merge two states: the result has the samples of both."""
         return {
             name: metric.merge(state[name], other[name]) for name, metric in self.metrics.items()
         }
 
     def compute(self, state: GroupState) -> dict[str, float]:
-        """The values by ``task/metric``; one of several numbers has them as ``task/metric_0`` on.
+        """Return the values by ``task/metric``, and wait for the device.
 
-        Waits for the device.
+        A value of several numbers is ``task/metric_0``, ``task/metric_1``, ...
         """
         report: dict[str, float] = {}
         state = jax.device_get(state)
@@ -142,7 +142,7 @@ class MetricGroup:
         names: list[tuple[str, Any]],
         like: Shaped[Array, "tasks ..."] | None = None,
     ) -> Shaped[Array, "tasks ..."]:
-        """The outputs of all tasks as one array, from names of tasks and of outputs."""
+        """Return the outputs of all tasks as one array, from names of tasks and of outputs."""
         columns = []
         for task, name in names:
             if name not in outputs:
@@ -166,10 +166,10 @@ def _numbers(value: np.ndarray | np.floating) -> list[tuple[str, float]]:
 
 
 def merge_all(metric: Metric | MetricGroup, states: Any) -> Any:
-    """The state after the samples of all states.
+    """Merge states: the result has the samples of all.
 
     Args:
-        metric: Whose states they are.
+        metric: Metric of the states.
         states: Stacked: each array has one more axis in front, of devices or processes, as
             `jax.lax.all_gather` and ``multihost_utils.process_allgather`` give it.
 
@@ -188,11 +188,11 @@ def merge_all(metric: Metric | MetricGroup, states: Any) -> Any:
 
 
 def merge_over_axis(metric: Metric | MetricGroup, state: Any, axis_name: str) -> Any:
-    """The state after the samples of all devices, within `jax.shard_map`.
+    """Merge the states of all devices, within `jax.shard_map`.
 
     Args:
-        metric: Whose state it is.
-        state: This device's.
+        metric: Metric of the state.
+        state: State of this device.
         axis_name: Mesh axis over which the devices hold different samples.
     """
     gathered = jax.tree.map(lambda x: jax.lax.all_gather(x, axis_name, to="invarying"), state)
@@ -200,7 +200,7 @@ def merge_over_axis(metric: Metric | MetricGroup, state: Any, axis_name: str) ->
 
 
 def merge_over_processes(metric: Metric | MetricGroup, state: Any) -> Any:
-    """The state after the samples of all processes of a `jax.distributed` run.
+    """Merge the states of all processes of a `jax.distributed` run.
 
     For states that each process keeps for itself, over samples of its own. (One that a step over a
     global mesh keeps is of all processes' samples already.) Every process must call it.

@@ -1,9 +1,8 @@
-"""Numbers that are passed through to the report rather than computed from predictions."""
+"""Metrics that pass numbers of the model through to the report."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from typing import ClassVar
 
 import jax
@@ -12,7 +11,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, Shaped
 
 from jaxrec.metrics.domain import NUMBER, Domain
-from jaxrec.metrics.metric import AnyArray, Batch, Metric, SumMetric, SumState, Values, ratio
+from jaxrec.metrics.metric import AnyArray, Batch, Metric, SumMetric, Sums, SumState, Values, ratio
 
 
 @jax.tree_util.register_dataclass
@@ -32,13 +31,13 @@ class Latest:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Output(Metric[Latest]):
-    """The newest batch means of arrays that the model puts out, one value a name.
+class OutputMetric(Metric[Latest]):
+    """The newest batch means of arrays that the model outputs, one value per name.
 
-    The mean is over the samples that have a weight; there is none if no sample has.
+    The mean takes the samples with a weight other than 0; without such samples it is undefined.
 
-    TorchRec's ``output`` metric, with ``latest_imp`` and ``total_latest_imp`` for names. Merged,
-    the newer of the two states counts, and the samples of both where they are of the same step.
+    TorchRec's ``output`` metric, with ``latest_imp`` and ``total_latest_imp`` for names. Merging
+    keeps the newer of two states, or adds the two if they are of the same step.
 
     Attributes:
         outputs: Names under which `update` gets the arrays, ``[batch]`` or ``[tasks, batch]``.
@@ -100,7 +99,7 @@ class Output(Metric[Latest]):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Scalar(SumMetric):
+class ScalarMetric(SumMetric):
     """The mean of a number that is given as the label (``scalar``): a loss, a learning rate.
 
     Over the batches of the lifetime and of the window, each counting once. Samples of weight 0 are
@@ -119,13 +118,15 @@ class Scalar(SumMetric):
         means = jnp.where(batch.real, batch.labels, 0).sum(axis=1) / jnp.maximum(count, 1)
         return {"labels": means, "batches": (count > 0).astype(jnp.float32)}
 
-    def values(self, sums: Mapping[str, Float[np.ndarray, "tasks ..."]]) -> Values:
+    def values(self, sums: Sums) -> Values:
         return {self.name: ratio(sums["labels"], sums["batches"])}
 
     def compute(self, state: SumState) -> Values:
         values = super().compute(state)
         if self.compat is not None:
             if state.window is None:
-                raise ValueError("Scalar: compat='torchrec' reports the newest; give it a window")
+                raise ValueError(
+                    "ScalarMetric: compat='torchrec' reports the newest; give it a window"
+                )
             values["lifetime_scalar"] = self.values(state.window.on_host(1))[self.name]
         return values

@@ -1,4 +1,4 @@
-"""What every metric offers, and the metrics that are functions of sums over samples."""
+"""The interface of metrics, and the metrics that are functions of sums over samples."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from jaxrec.metrics.total import Total
 from jaxrec.metrics.window import BatchWindow
 
 Compat: TypeAlias = Literal["torchrec"] | None
+Sums: TypeAlias = Mapping[str, Float[np.ndarray, "tasks ..."]]
 Values: TypeAlias = dict[str, Float[np.ndarray, "tasks ..."]]
 State = TypeVar("State")
 
@@ -27,16 +28,16 @@ ETA = 1e-12
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Batch:
-    """The samples of one step as a metric sees them.
+    """The samples of one step, checked.
 
     Attributes:
         predictions: ``[tasks, batch]`` float32, or ``[tasks, batch, classes]``.
         labels: ``[tasks, batch]`` float32.
         weights: ``[tasks, batch]`` float32.
-        real: ``[tasks, batch]``: which samples count, that is have a weight other than 0.
-        inputs: What else the metric asked for, by name.
-        broken: ``[tasks, batch]``: samples that count and have a prediction, label or weight that
-            is NaN or outside of its domain. They make the values of their task NaN.
+        real: ``[tasks, batch]``, whether a sample has a weight other than 0, and so counts.
+        inputs: Further inputs of the metric, by name.
+        broken: ``[tasks, batch]``, whether a sample that counts has a prediction, label or weight
+            that is NaN or outside its domain. Such samples make the values of their task NaN.
     """
 
     predictions: Float[Array, "tasks batch ..."]
@@ -55,17 +56,17 @@ class Metric(abc.ABC, Generic[State]):
     compiled step, `merge` joins the states of two devices or processes that saw different samples,
     and `compute` waits for the device and gives the values in float64.
 
-    A sample of weight 0 is padding: no metric sees its prediction or label, and it takes no room in
-    a window. (Under ``compat="torchrec"`` it counts where it does in TorchRec.)
+    A sample of weight 0 is padding: no metric reads its prediction or label, and it takes no place
+    in a window. (Under ``compat="torchrec"`` it counts where it does in TorchRec.)
 
     Numbers outside of a metric's domain, such as logits where it takes probabilities, labels of -1,
     or negative weights, are an error where `update` sees them. Inside a compiled function it cannot
     look at them: there they make the values of their task NaN, as NaN itself does everywhere.
 
     Attributes:
-        tasks: Predictions and labels are ``[tasks, batch]``; with 1 task ``[batch]`` will do.
-        compat: None: the value that the definition says. ``"torchrec"``: what TorchRec 1.8 reports
-            where the two differ; each metric says where.
+        tasks: Predictions and labels are ``[tasks, batch]``; ``[batch]`` is enough with 1 task.
+        compat: None: the value by the definition. ``"torchrec"``: TorchRec 1.8's value where it
+            differs; each metric says where.
     """
 
     tasks: int = 1
@@ -101,7 +102,7 @@ class Metric(abc.ABC, Generic[State]):
 
     @abc.abstractmethod
     def init(self) -> State:
-        """The state before any sample."""
+        """Return the state before any sample."""
 
     @abc.abstractmethod
     def update(
@@ -112,7 +113,7 @@ class Metric(abc.ABC, Generic[State]):
         weights: Shaped[AnyArray, "..."] | None = None,
         **inputs: Shaped[AnyArray, "..."],
     ) -> State:
-        """The state after one more batch; to be compiled with the step.
+        """Add a batch to the state; compile it with the step.
 
         Args:
             state: Before.
@@ -123,18 +124,18 @@ class Metric(abc.ABC, Generic[State]):
                 or ``[batch]``.
 
         Raises:
-            TypeError: An array does not hold real numbers, or sessions or groups are no integers.
+            TypeError: An array does not hold real numbers, or sessions or groups are not integers.
             ValueError: Shapes do not fit, an input is missing, or (outside of compiled functions) a
-                number is outside of its domain.
+                number is outside its domain.
         """
 
     @abc.abstractmethod
     def merge(self, state: State, other: State) -> State:
-        """The state after the samples of both."""
+        """Merge two states: the result has the samples of both."""
 
     @abc.abstractmethod
     def compute(self, state: State) -> Values:
-        """The values ``[tasks, ...]`` by name; NaN where there is none. Waits for the device."""
+        """Return the values ``[tasks, ...]`` by name, NaN where undefined; wait for the device."""
 
     def batch(
         self,
@@ -143,7 +144,7 @@ class Metric(abc.ABC, Generic[State]):
         weights: Shaped[AnyArray, "..."] | None,
         inputs: Mapping[str, Shaped[AnyArray, "..."]],
     ) -> Batch:
-        """Check a batch, and hide what padding holds."""
+        """Check a batch, and replace the contents of padding."""
         who = type(self).__name__
         predictions = as_numbers(who, "predictions", predictions)
         labels = as_numbers(who, "labels", labels)
@@ -215,7 +216,7 @@ class SumState:
 
     Attributes:
         lifetime: The sums over all samples, by name.
-        window: Those of the last batches; None where the metric has no window.
+        window: The sums over the last batches; None where the metric has no window.
     """
 
     lifetime: dict[str, Total]
@@ -227,14 +228,14 @@ class SumMetric(Metric[SumState]):
     """A metric that is a function of sums over samples, over all of them and over a window.
 
     Attributes:
-        window: Samples of the window; it holds whole batches, as many of the last as have no more
-            samples than this. None: no window.
+        window: Size of the window in samples. It holds the last batches whose samples together do
+            not exceed this. None: no window.
         max_batches: The window holds no more batches than this; each takes the memory of one
             batch's sums.
         skip_empty: Whether a batch in which a task has no weight leaves that task's window alone
             (TorchRec's ``should_validate_update``). None: yes, and under ``compat="torchrec"`` no.
-        undefined: What is reported where the metric has no value. None: NaN, and under
-            ``compat="torchrec"`` what TorchRec reports.
+        undefined: Value to report where the metric is undefined. None: NaN, or TorchRec's value
+            under ``compat="torchrec"``.
     """
 
     window: int | None = 10_000_000
@@ -244,7 +245,7 @@ class SumMetric(Metric[SumState]):
 
     name: ClassVar[str]
     torchrec_undefined: ClassVar[float] = float("nan")
-    # Sums that count samples, and stay what they are where others become NaN.
+    # Sums that count samples; they keep their value where others become NaN.
     counters: ClassVar[tuple[str, ...]] = ("outside", "examples")
 
     def __post_init__(self) -> None:
@@ -257,11 +258,11 @@ class SumMetric(Metric[SumState]):
 
     @abc.abstractmethod
     def sums(self, batch: Batch) -> dict[str, Float[Array, "tasks ..."]]:
-        """The sums of a batch, by name: what `values` needs of the samples."""
+        """Return the sums of a batch, by name, that `values` needs."""
 
     @abc.abstractmethod
-    def values(self, sums: Mapping[str, Float[np.ndarray, "tasks ..."]]) -> Values:
-        """The values that sums mean, by name, in float64."""
+    def values(self, sums: Sums) -> Values:
+        """Return the values, by name, in float64, given the sums."""
 
     def init(self) -> SumState:
         shapes = self._shapes()
@@ -313,7 +314,7 @@ class SumMetric(Metric[SumState]):
             values |= self._reported("window", state.window.on_host(self.window))
         return values
 
-    def _reported(self, prefix: str, sums: Mapping[str, Float[np.ndarray, "tasks ..."]]) -> Values:
+    def _reported(self, prefix: str, sums: Sums) -> Values:
         undefined = self.torchrec_undefined if self.compat else float("nan")
         if self.undefined is not None:
             undefined = self.undefined
@@ -336,7 +337,7 @@ class SumMetric(Metric[SumState]):
         return batch.real.sum(axis=1, dtype=jnp.int32)
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of the sums: those that a batch of one sample has."""
+        """Return the shapes of the sums, from a batch of one sample."""
         shape = jax.ShapeDtypeStruct((self.tasks, 1), jnp.float32)
         predictions = jax.ShapeDtypeStruct((self.tasks, 1, *self.trailing), jnp.float32)
         inputs = {name: jax.ShapeDtypeStruct((self.tasks, 1), jnp.int32) for name in self.required}
@@ -349,7 +350,7 @@ class SumMetric(Metric[SumState]):
 
 
 def _on_every_device(array: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
-    """The whole array on every device, where the mesh has explicit axes.
+    """Replicate an array over the devices of a mesh with explicit axes.
 
     Sorts and scatters over samples that lie on several devices ask for that; with automatic axes
     the compiler sees to it where it must.
@@ -361,7 +362,7 @@ def _on_every_device(array: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
 
 
 def _fits(name: str, array: Shaped[AnyArray, "..."]) -> Shaped[AnyArray, "..."]:
-    """The array with integers of 32 bits, as the device has them."""
+    """Return an array with 32-bit integers, the type of integers on a device."""
     if isinstance(array, np.ndarray) and array.dtype.kind in "iu" and array.dtype.itemsize > 4:
         narrow = array.astype(np.int32)
         if (narrow != array).any():
@@ -380,5 +381,5 @@ def _along(counts: Bool[Array, " tasks"], like: Float[Array, "tasks ..."]) -> Bo
 def ratio(
     numerator: Float[np.ndarray, "..."], denominator: Float[np.ndarray, "..."]
 ) -> Float[np.ndarray, "..."]:
-    """The quotient; NaN where there is nothing to divide by."""
+    """Return the quotient; NaN where the denominator is 0."""
     return np.where(denominator > 0, numerator / np.where(denominator > 0, denominator, 1), np.nan)

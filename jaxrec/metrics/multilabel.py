@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from typing import ClassVar
 
 import jax.numpy as jnp
@@ -11,9 +10,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxrec.metrics.domain import Domain
-from jaxrec.metrics.metric import Batch, SumMetric, Values, ratio
-
-Sums = Mapping[str, Float[np.ndarray, "tasks ..."]]
+from jaxrec.metrics.metric import Batch, SumMetric, Sums, Values, ratio
 
 # Codes of more bits are not exact in float32.
 MAX_LABELS = 24
@@ -43,11 +40,10 @@ def label_codes(labels: Bool[Array | np.ndarray, "*batch labels"]) -> Int[Array,
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MultiLabelPrecision(SumMetric):
-    """For each label the share of samples taken for it that have it (``multi_label_precision``).
+    """The precision of each label (``multi_label_precision``).
 
     ``[tasks, num_labels]``. Predictions and labels are integers, as `label_codes` makes them: bit
-    ``i`` says whether a sample is taken for label ``i``, and whether it has it. No value for a
-    label that no sample is taken for.
+    ``i`` says whether the sample has label ``i``. A label that no prediction has is undefined.
 
     ``compat="torchrec"`` reports 0 there, and ignores the bits of further labels.
 
@@ -92,13 +88,13 @@ class MultiLabelPrecision(SumMetric):
             masks = 1 << jnp.arange(self.num_labels)[None, None]
             return ((codes.astype(jnp.int32)[..., None] & masks) > 0).astype(jnp.float32)
 
-        taken = batch.weights[..., None] * bits(batch.predictions)
+        predicted = batch.weights[..., None] * bits(batch.predictions)
         labels = bits(batch.labels)
         return {
-            "true_positives": (taken * labels).sum(axis=1),
-            "false_positives": (taken * (1 - labels)).sum(axis=1),
+            "true_positives": (predicted * labels).sum(axis=1),
+            "false_positives": (predicted * (1 - labels)).sum(axis=1),
         }
 
     def values(self, sums: Sums) -> Values:
-        taken = sums["true_positives"] + sums["false_positives"]
-        return {self.name: ratio(sums["true_positives"], taken)}
+        predicted = sums["true_positives"] + sums["false_positives"]
+        return {self.name: ratio(sums["true_positives"], predicted)}

@@ -17,7 +17,7 @@ AnyArray = Shaped[jax.Array | np.ndarray, " samples"]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Pairs:
-    """Weights of unordered pairs of samples; a pair weighs the product of its two.
+    """Weights of unordered pairs of samples; the weight of a pair is the product of its two.
 
     Attributes:
         concordant: Both differ, and the higher prediction has the higher label.
@@ -42,11 +42,11 @@ class Pairs:
 def count_pairs(
     predictions: AnyArray, labels: AnyArray, weights: AnyArray, xp: ModuleType
 ) -> Pairs:
-    """Counts the pairs of ``[samples]``; ``xp`` is jax.numpy or NumPy."""
+    """Count the pairs of ``[samples]``; ``xp`` is jax.numpy or NumPy."""
     if len(labels) < 2:
         zero = xp.zeros(())
         return Pairs(zero, zero, zero, zero, zero)
-    # By prediction; among equal ones from the highest label down, so that none seems concordant.
+    # Sort by prediction, equal ones by descending label, so that no tie counts as concordant.
     order = xp.lexsort((-labels, predictions))
     predictions, labels, weights = predictions[order], labels[order], weights[order]
     new_prediction = _new(predictions, xp)
@@ -65,47 +65,47 @@ def count_pairs(
 
 
 def _ascending(ranks: AnyArray, weights: AnyArray, xp: ModuleType) -> Any:
-    """Weight of the pairs ``i < j`` with ``ranks[i] < ranks[j]``.
+    """Return the weight of the pairs ``i < j`` with ``ranks[i] < ranks[j]``.
 
-    Two numbers compare as their highest different bit does. So the samples are sorted by one bit
-    after the other, from the highest down and keeping their order; at each bit the pairs are
-    counted that agree in the bits above, the first of which has a 0 and the second a 1.
+    The highest bit in which two numbers differ decides which is greater. The samples are sorted
+    stably by one bit after the other, from the highest down. At each bit this counts the pairs that
+    agree in all bits above and whose first number has a 0, the second a 1.
     """
     samples = len(ranks)
     positions = xp.arange(samples)
-    # Where in the sorted order the samples of a rank or higher begin.
+    # First position, in the sorted order, of the samples of a rank or higher.
     begins = xp.searchsorted(xp.sort(ranks), xp.arange(samples + 1))
 
     def split(bit: Any, ranks: AnyArray, weights: AnyArray) -> tuple[AnyArray, AnyArray, Any]:
         one = (ranks >> bit) & 1
         group = begins[xp.minimum((ranks >> (bit + 1)) << (bit + 1), samples)]
         lighter = _before(weights * (1 - one), xp)
-        found = (weights * one * (lighter - lighter[group])).sum()
+        weight = (weights * one * (lighter - lighter[group])).sum()
         zeros = _before(1 - one, xp)
         zeros = zeros - zeros[group]
         begin = begins[xp.minimum((ranks >> bit) << bit, samples)]
         target = begin + xp.where(one == 1, positions - group - zeros, zeros)
-        return _scatter(target, ranks, xp), _scatter(target, weights, xp), found
+        return _scatter(target, ranks, xp), _scatter(target, weights, xp), weight
 
     bits = max(samples - 1, 1).bit_length()
     if xp is np:
         total = 0.0
         for bit in reversed(range(bits)):
-            ranks, weights, found = split(bit, ranks, weights)
-            total += found
+            ranks, weights, weight = split(bit, ranks, weights)
+            total += weight
         return np.float64(total)
 
     def step(i: Any, carry: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
         ranks, weights, total = carry
-        ranks, weights, found = split(bits - 1 - i, ranks, weights)
-        return ranks, weights, total + found
+        ranks, weights, weight = split(bits - 1 - i, ranks, weights)
+        return ranks, weights, total + weight
 
     start = (ranks, weights, jnp.zeros_like(weights[0]))
     return jax.lax.fori_loop(0, bits, step, start)[2]
 
 
 def _pairs_within(new: AnyArray, weights: AnyArray, xp: ModuleType) -> Any:
-    """Weight of the pairs within runs; ``new`` says where a run starts."""
+    """Return the weight of the pairs within runs; ``new`` marks the start of each run."""
     positions = xp.arange(len(new))
     marks = xp.where(new, positions, 0)
     start = np.maximum.accumulate(marks) if xp is np else jax.lax.cummax(marks)
@@ -118,12 +118,12 @@ def _new(x: AnyArray, xp: ModuleType) -> AnyArray:
 
 
 def _before(x: AnyArray, xp: ModuleType) -> AnyArray:
-    """The sum of all elements before each."""
+    """Return the sum of the elements before each element."""
     return xp.cumsum(x) - x
 
 
 def _scatter(positions: Int[Any, " samples"], values: AnyArray, xp: ModuleType) -> AnyArray:
-    """An array with each value at its position."""
+    """Return an array with each value at its position."""
     if xp is np:
         result = np.empty_like(values)
         result[positions] = values
@@ -132,8 +132,8 @@ def _scatter(positions: Int[Any, " samples"], values: AnyArray, xp: ModuleType) 
 
 
 def concordance(pairs: Pairs) -> tuple[Any, Any]:
-    """Numerator and denominator of the share of pairs in the right order.
+    """Return the numerator and denominator of the share of pairs in the right order.
 
-    Pairs of different labels count; those of equal predictions one half.
+    Pairs of different labels count 1, or one half if their predictions are equal.
     """
     return pairs.concordant + 0.5 * pairs.tied_predictions, pairs.total - pairs.tied_labels

@@ -1,35 +1,31 @@
-"""How well predictions order the samples: of a batch (XAUC), and of each session (NDCG)."""
+"""Metrics of the order of samples: within a batch (XAUC) and within sessions (NDCG)."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxrec.metrics.domain import AMOUNT, LABEL, NUMBER, Domain
-from jaxrec.metrics.metric import Batch, SumMetric, Values, ratio
+from jaxrec.metrics.metric import Batch, SumMetric, Sums, Values, ratio
 from jaxrec.metrics.pairs import concordance, count_pairs
 from jaxrec.metrics.sessions import Sorted, sort_sessions
-
-Sums = Mapping[str, Float[np.ndarray, "tasks ..."]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class XAUC(SumMetric):
     """The share of pairs of a batch that predictions put in the order of their labels (``xauc``).
 
-    Over the pairs of samples of one batch whose labels differ, weighed by the product of their
-    weights; a pair of equal predictions counts one half. With labels 0 and 1 it is AUC. Zhan et al.
+    Pairs of samples of one batch with different labels count, with the product of their weights; a
+    pair of equal predictions counts one half. With labels 0 and 1 it is AUC. Zhan et al.
     2022, "Deconfounding duration bias in watch-time prediction for video recommendation", section
     5.1. A batch takes ``n log n``.
 
-    ``compat="torchrec"``: over all pairs; one of equal labels counts if predictions are equal too,
-    and one of equal predictions only then.
+    Under ``compat="torchrec"`` all pairs count: a pair of equal labels is in order if its
+    predictions are equal too, and a pair of equal predictions only then.
 
     Example:
         >>> import jax.numpy as jnp
@@ -85,8 +81,8 @@ class NDCG(SumMetric):
         decreasing: Reports ``1 - NDCG``, TorchRec's default.
         drop_single: Whether sessions of one sample are left out.
         scale_by_weights: Whether weights multiply labels and predictions instead of sessions.
-        negative_tasks: For each task whether it is to rank low what is good: ``1 - p`` and
-            ``1 - y`` are taken. None: no task.
+        negative_tasks: For each task whether good samples should rank low: the metric then takes
+            ``1 - p`` and ``1 - y``. None: no task.
         sessions: Name under which `update` gets the session of each sample, ``[batch]`` or
             ``[tasks, batch]`` int32.
 
@@ -115,8 +111,8 @@ class NDCG(SumMetric):
             raise ValueError(f"NDCG: k={self.k} must be 1 or more, or None for all ranks")
         if self.negative_tasks is not None and len(self.negative_tasks) != self.tasks:
             raise ValueError(
-                f"NDCG of {self.tasks} task(s): negative_tasks={self.negative_tasks} must say it "
-                "for each of them"
+                f"NDCG of {self.tasks} task(s): negative_tasks={self.negative_tasks} must have "
+                "an entry for each task"
             )
 
     @property

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from typing import ClassVar
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from jaxrec.metrics.metric import Batch, SumMetric, Values, ratio
-
-Sums = Mapping[str, Float[np.ndarray, "tasks ..."]]
+from jaxrec.metrics.metric import Batch, SumMetric, Sums, Values, ratio
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""The last samples themselves, for metrics that are no function of sums over samples."""
+"""Windows of samples, for metrics that are not functions of sums over samples."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Samples:
     groups: Int[np.ndarray, " samples"] | None = None
 
     def by_group(self) -> list[Samples]:
-        """The samples of each group that occurs."""
+        """Return the samples of each group that occurs."""
         assert self.groups is not None
         order = np.argsort(self.groups, kind="stable")
         groups = self.groups[order]
@@ -94,14 +94,14 @@ class SampleMetric(Metric[SampleWindow]):
 
     @abc.abstractmethod
     def value(self, samples: Samples) -> float:
-        """The value of samples of one task."""
+        """Return the value of samples of one task."""
 
     @abc.abstractmethod
     def counts(self, samples: Samples) -> bool:
-        """Whether the samples of a group have a value, which the means over groups are of."""
+        """Return whether a group has a value; means over groups leave out the others."""
 
     def init(self) -> SampleWindow:
-        # Each its own array: a step that donates the state may not be given one buffer twice.
+        # Separate arrays: a step that donates the state must not get one buffer twice.
         shape = (self.tasks, self.window)
         return SampleWindow(
             predictions=jnp.zeros(shape, jnp.float32),
@@ -131,7 +131,7 @@ class SampleMetric(Metric[SampleWindow]):
         return self._append(state, new, counts)
 
     def merge(self, state: SampleWindow, other: SampleWindow) -> SampleWindow:
-        """The samples of both; if they are too many, the newest of each in equal parts."""
+        """Merge two states; where the window overflows, keep the newest of each in equal parts."""
         half = self.window // 2
         of_state = jnp.maximum(self.window - half, self.window - other.filled)
         of_other = jnp.maximum(half, self.window - state.filled)
@@ -144,11 +144,11 @@ class SampleMetric(Metric[SampleWindow]):
         return {name: np.array([values[name] for values in tasks]) for name in tasks[0]}
 
     def weight(self, state: SampleWindow) -> Float[np.ndarray, " tasks"]:
-        """The total weight of the samples in the window."""
+        """Return the total weight of the samples in the window."""
         return np.asarray(jax.device_get(state.weights), np.float64).sum(axis=1)
 
     def _values(self, samples: Samples) -> dict[str, float]:
-        """The values of one task by name."""
+        """Return the values of one task by name."""
         broken = np.isnan(samples.predictions).any()
         values = {f"window_{self.name}": np.nan if broken else self.value(samples)}
         if self.groups is not None:
@@ -168,7 +168,7 @@ class SampleMetric(Metric[SampleWindow]):
     ) -> SampleWindow:
         number = jnp.cumsum(counts, axis=1, dtype=jnp.int32)
         total = number[:, -1:]
-        # Of a batch larger than the window only the last samples fit.
+        # Only the last samples of a batch larger than the window fit.
         counts = counts & (number > total - self.window)
         slot = jnp.where(counts, (state.next[:, None] + number - 1) % self.window, self.window)
         task = jnp.arange(self.tasks)[:, None]
@@ -201,7 +201,7 @@ class SampleMetric(Metric[SampleWindow]):
 def _newest(
     window: SampleWindow, number: Int[Array, " tasks"]
 ) -> tuple[Columns, Bool[Array, "tasks window"]]:
-    """All samples from the oldest to the newest, and which of them are the newest ones."""
+    """Return the samples from oldest to newest, and which of them to keep."""
     size = window.predictions.shape[1]
     order = (window.next[:, None] + jnp.arange(size)[None]) % size
 

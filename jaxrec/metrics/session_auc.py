@@ -4,36 +4,32 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
 from typing import ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxrec.metrics.domain import LABEL, NUMBER, Domain
-from jaxrec.metrics.metric import Batch, SumMetric, Values, ratio
+from jaxrec.metrics.metric import Batch, SumMetric, Sums, Values, ratio
 from jaxrec.metrics.sessions import Sorted, sort_sessions
-
-Sums = Mapping[str, Float[np.ndarray, "tasks ..."]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GroupedAUC(SumMetric):
     """The mean over sessions of the area under the ROC curve (``gauc``).
 
-    Of each session, within one batch, that has samples of both labels; pairs weigh the product of
-    their weights and equal predictions count one half. Zhou et al. 2018, "Deep interest network for
-    click-through rate prediction", section 6.2. ``gauc_num_samples`` is the number of sessions.
+    Sessions lie within one batch; those with samples of both labels count. Pairs weigh the product
+    of their weights, and equal predictions count one half. Zhou et al. 2018, "Deep interest network
+    for click-through rate prediction", section 6.2. ``gauc_num_samples`` is the number of sessions.
 
     ``compat="torchrec"``: a positive does not rank above a negative of equal prediction that comes
     later in the batch; sessions are left out if all predictions are equal, or if all are equal but
     some are 0; and the mean is ``(sum + 1e-9) / (sessions + 2e-9)``, one half of no sessions.
 
     Attributes:
-        weighted_by: What a session weighs in the mean: each the same, or the weight of its samples,
-            as Zhou et al. have it.
+        weighted_by: Weight of a session in the mean: the same for each, or the weight of its
+            samples, as in Zhou et al.
         sessions: Name under which `update` gets the session of each sample, ``[batch]`` or
             ``[tasks, batch]`` int32; `sessions_of` makes it of TorchRec's ``num_candidates``.
     """
@@ -80,7 +76,7 @@ def _areas(
     *,
     torchrec: bool = False,
 ) -> tuple[Float[Array, " sessions"], Float[Array, " sessions"], Bool[Array, " sessions"]]:
-    """Area under the ROC curve of each session, its weight, and whether it has such an area."""
+    """Return each session's area under the ROC curve, its weight, and whether it is defined."""
     samples = len(labels)
     ranked = sort_sessions(predictions, sessions, kept)
     positive = (weights * labels)[ranked.order]
@@ -108,7 +104,7 @@ def _areas(
 
 
 def _cumulate(x: Float[Array, " batch"], start: Int[Array, " batch"]) -> Float[Array, " batch"]:
-    """Sums from the start of each session on.
+    """Return cumulative sums from the start of each session.
 
     A difference of sums over the whole batch would lose the digits of a short session.
     """
@@ -120,7 +116,7 @@ def _cumulate(x: Float[Array, " batch"], start: Int[Array, " batch"]) -> Float[A
 
 
 def _all_alike(predictions: Float[Array, " batch"], ranked: Sorted) -> Bool[Array, " sessions"]:
-    """Sessions in which each prediction is that of the first sample, or 0."""
+    """Return the sessions in which each prediction equals that of the first sample, or 0."""
     samples = len(predictions)
     first = jax.ops.segment_min(ranked.order, ranked.session, samples)
     of_first = predictions[jnp.clip(first, 0, samples - 1)][
@@ -135,9 +131,9 @@ def _all_alike(predictions: Float[Array, " batch"], ranked: Sorted) -> Bool[Arra
 class UserAUC(SumMetric):
     """The area under the ROC curve of each user, and its means over users (``uauc``, ``wuauc``).
 
-    Of each user, within one batch, who has samples of both labels; pairs weigh the product of their
-    weights and equal predictions count one half. In ``uauc`` each user counts the same, in
-    ``wuauc`` as much as the weight of the user's samples: Zhou et al. 2018, "Deep interest network
+    A user's samples lie within one batch; users with samples of both labels count. Pairs weigh the
+    product of their weights, and equal predictions count one half. Users have equal weights in
+    ``uauc``, and the weight of their samples in ``wuauc``: Zhou et al. 2018, "Deep interest network
     for click-through rate prediction", section 6.2. ``uauc_num_users`` counts the users of each
     batch. For users whose samples come in several batches see `AUC` with ``groups``.
 

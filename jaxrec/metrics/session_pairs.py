@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from typing import ClassVar, TypeAlias
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxrec.metrics.metric import Batch, SumMetric, Values, ratio
+from jaxrec.metrics.metric import Batch, SumMetric, Sums, Values, ratio
 from jaxrec.metrics.sessions import sort_sessions
 
-Sums = Mapping[str, Float[np.ndarray, "tasks ..."]]
 # Distance of the samples of a pair, weight of the pairs in order and of all, number of pairs.
 Carry: TypeAlias = tuple[Array, Array, Array, Array]
 
@@ -95,7 +92,7 @@ class SessionPairwiseAUC(SumMetric):
         positions = jnp.arange(samples)
 
         def in_session(distance: Int[Array, ""]) -> tuple[Int[Array, " batch"], Array]:
-            """The sample at an offset, and whether it belongs to the same session."""
+            """Return the sample at an offset, and whether it belongs to the same session."""
             other = jnp.minimum(positions + distance, samples - 1)
             same = (session == session[other]) & (session < samples)
             return other, same & (positions + distance < samples)
@@ -103,7 +100,7 @@ class SessionPairwiseAUC(SumMetric):
         def add(carry: Carry) -> Carry:
             distance, ordered, pairs, count = carry
             other, same = in_session(distance)
-            # Sorted by label: of two, the later is never lower.
+            # Samples are sorted by label: the later of two is never lower.
             valid = same & (labels < labels[other])
             pair = weights + weights[other] if self.weighted else jnp.ones(samples)
             pair = jnp.where(valid, pair, 0)

@@ -1,9 +1,8 @@
-"""Metrics of the rank of a sample among those of its session."""
+"""Metrics of the rank of a sample within its session."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from typing import ClassVar
 
 import jax
@@ -12,13 +11,11 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxrec.metrics.domain import LABEL, NUMBER, Domain
-from jaxrec.metrics.metric import Batch, SumMetric, Values, ratio
-
-Sums = Mapping[str, Float[np.ndarray, "tasks ..."]]
+from jaxrec.metrics.metric import Batch, SumMetric, Sums, Values, ratio
 
 
 def sessions_of(lengths: Int[Array | np.ndarray, " sessions"], batch: int) -> Int[Array, " batch"]:
-    """The session of each sample, where sessions follow each other.
+    """Return the session of each sample, where sessions follow each other.
 
     Args:
         lengths: Samples of each session; 0 is allowed.
@@ -34,7 +31,7 @@ def sessions_of(lengths: Int[Array | np.ndarray, " sessions"], batch: int) -> In
 
 
 def run_starts(first: Array) -> Int[Array, " batch"]:
-    """Where the run that a position belongs to starts.
+    """Return the start of the run that each position belongs to.
 
     Args:
         first: ``[batch]`` bool, where a run starts; true at position 0.
@@ -43,7 +40,7 @@ def run_starts(first: Array) -> Int[Array, " batch"]:
 
 
 def differs_from_previous(x: Array) -> Array:
-    """``[batch]`` bool: where a value differs from the one before; true at position 0."""
+    """Return ``[batch]`` bool: where a value differs from the one before; true at position 0."""
     return jnp.concatenate([jnp.ones(1, bool), x[1:] != x[:-1]])
 
 
@@ -54,9 +51,9 @@ class Sorted:
     Attributes:
         order: ``[batch]`` positions in the batch.
         session: ``[batch]`` number of the session, counted from 0; ``batch`` where left out.
-        start: ``[batch]`` where the session starts.
+        start: ``[batch]`` start of the session.
         tie: ``[batch]`` number of the run of equal keys.
-        tie_start: ``[batch]`` where that run starts.
+        tie_start: ``[batch]`` start of that run.
     """
 
     order: Int[Array, " batch"]
@@ -86,7 +83,7 @@ def sort_sessions(
 def rank_in_session(
     scores: Float[Array, " batch"], sessions: Int[Array, " batch"]
 ) -> Int[Array, " batch"]:
-    """How many samples of the same session have a higher score; equal ones share a rank."""
+    """Count the samples of the same session with a higher score; equal scores share a rank."""
     order = jnp.lexsort((-scores, sessions))
     new_session = differs_from_previous(sessions[order])
     new_score = new_session | differs_from_previous(scores[order])
@@ -96,7 +93,7 @@ def rank_in_session(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SessionRecall(SumMetric):
-    """Of the positive samples, the share ranked high in its session (``recall_session_level``).
+    """The share of the positive samples ranked high in their session (``recall_session_level``).
 
     A sample is taken for positive if fewer than ``top`` samples of its session, within the batch,
     have a higher prediction. No value without positives. Under ``compat="torchrec"`` samples of
@@ -104,8 +101,8 @@ class SessionRecall(SumMetric):
 
     Attributes:
         top: How many ranks count.
-        rank_labels: Whether the positive samples are those whose label ranks below ``top``, instead
-            of those of label 1.
+        rank_labels: Whether samples are positive whose label ranks below ``top``, instead of the
+            samples of label 1.
         sessions: Name under which `update` gets the session of each sample, ``[batch]`` or
             ``[tasks, batch]`` int32.
 
@@ -147,13 +144,13 @@ class SessionRecall(SumMetric):
                 scores = jnp.where(batch.real, scores, -jnp.inf)
             return (jax.vmap(rank_in_session)(scores, sessions) < self.top).astype(jnp.float32)
 
-        taken = on_top(batch.predictions)
+        predicted = on_top(batch.predictions)
         labels = on_top(batch.labels) if self.rank_labels else batch.labels
         weights = batch.weights
         return {
-            "true_positives": (weights * taken * labels).sum(axis=1),
-            "false_positives": (weights * taken * (1 - labels)).sum(axis=1),
-            "false_negatives": (weights * (1 - taken) * labels).sum(axis=1),
+            "true_positives": (weights * predicted * labels).sum(axis=1),
+            "false_positives": (weights * predicted * (1 - labels)).sum(axis=1),
+            "false_negatives": (weights * (1 - predicted) * labels).sum(axis=1),
         }
 
     def values(self, sums: Sums) -> Values:
@@ -163,7 +160,7 @@ class SessionRecall(SumMetric):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SessionPrecision(SessionRecall):
-    """Of the samples ranked high in their session, the share that is positive.
+    """The share of positive samples among those ranked high in their session.
 
     Reported as ``precision_session_level``; ranks and options as in `SessionRecall`.
     """
@@ -171,5 +168,5 @@ class SessionPrecision(SessionRecall):
     name: ClassVar[str] = "precision_session_level"
 
     def values(self, sums: Sums) -> Values:
-        taken = sums["true_positives"] + sums["false_positives"]
-        return {self.name: ratio(sums["true_positives"], taken)}
+        predicted = sums["true_positives"] + sums["false_positives"]
+        return {self.name: ratio(sums["true_positives"], predicted)}

@@ -1,4 +1,4 @@
-"""Samples a second."""
+"""The throughput of training."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import math
 import time
 from collections.abc import Callable, Sequence
 
-# A longer window would say little about now.
+# A longer window would not show the current speed.
 MAX_WINDOW_SECONDS = 2 * 60 * 60
 
 
 @dataclasses.dataclass
 class Throughput:
-    """Samples a second since the start, in the last seconds, and since the run went on.
+    """Samples per second since the start, in the last seconds, and since the last restart.
 
     The first steps, which compile, are left out. `update` is called once a step, on the host.
 
@@ -53,10 +53,10 @@ class Throughput:
         self._window_seconds = 0.0
 
     def update(self, samples: int) -> None:
-        """Counts one step.
+        """Count one step.
 
         Args:
-            samples: Of the step, on all devices and processes together.
+            samples: Samples of the step, on all devices and processes together.
         """
         now = self.clock()
         self._steps += 1
@@ -76,8 +76,11 @@ class Throughput:
         self._previous = now
 
     def compute(self) -> dict[str, float]:
-        """``throughput/total_examples`` and ``attempt_examples``, and once the warm-up is over
-        ``lifetime_throughput``, ``window_throughput`` and ``attempt_throughput``, a second."""
+        """Return ``throughput/total_examples`` and ``attempt_examples``.
+
+        After the warm-up, also ``lifetime_throughput``, ``window_throughput`` and
+        ``attempt_throughput``, in examples per second.
+        """
         values = {
             "total_examples": float(self._total),
             "attempt_examples": float(self._attempt_total),
@@ -93,18 +96,18 @@ class Throughput:
         return {f"throughput/{name}": value for name, value in values.items()}
 
     def state(self) -> dict[str, float]:
-        """What a checkpoint keeps."""
+        """Return the state for a checkpoint."""
         return {"total": self._total, "warmup": self._warmup, "seconds": self._seconds}
 
     def restore(self, state: dict[str, float]) -> None:
-        """Goes on from a checkpoint: a new attempt, with a warm-up of its own."""
+        """Continue from a checkpoint: a new attempt, with a warm-up of its own."""
         self.__post_init__()
         self._total, self._warmup = int(state["total"]), int(state["warmup"])
         self._seconds = float(state["seconds"])
 
 
 def tower_qps(processes: Sequence[Throughput]) -> float:
-    """Samples a second of several processes that count their own (TorchRec's ``tower_qps``).
+    """Return the samples per second of several processes together (TorchRec's ``tower_qps``).
 
     All samples over the longest time; NaN while none is past its warm-up.
 

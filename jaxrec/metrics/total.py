@@ -1,4 +1,4 @@
-"""Sums that lose nothing over millions of steps, without 64-bit numbers on the device."""
+"""Sums over millions of steps, exact without 64-bit numbers on the device."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class Total:
-    """A running sum as two float32 numbers: the sum, and what rounding has taken off it.
+    """A running sum as two float32 numbers: the sum and its rounding error.
 
     A plain float32 sum of ones stops at 16,777,216. Here the rounding error of each addition is
     found exactly and kept (Knuth, "The Art of Computer Programming", volume 2, section 4.2.2,
@@ -22,7 +22,7 @@ class Total:
 
     Attributes:
         high: Any shape, the sum, rounded.
-        low: The same shape, what is missing: the sum is ``high + low``.
+        low: The same shape, the rounding error: the sum is ``high + low``.
 
     Example:
         >>> total = Total.zeros(())
@@ -37,7 +37,7 @@ class Total:
 
     @classmethod
     def zeros(cls, shape: tuple[int, ...]) -> Total:
-        """The sum of nothing."""
+        """Return a sum of zero terms."""
         return cls(jnp.zeros(shape, jnp.float32), jnp.zeros(shape, jnp.float32))
 
     def __add__(self, other: Total | Float[Array, "*shape"]) -> Total:
@@ -50,6 +50,6 @@ class Total:
         return Total(rounded, low - (rounded - high))
 
     def on_host(self) -> Float[np.ndarray, "*shape"]:
-        """The sum in float64; waits for the device."""
+        """Return the sum in float64; wait for the device."""
         high, low = jax.device_get((self.high, self.low))
         return np.asarray(np.float64(high) + np.float64(low))

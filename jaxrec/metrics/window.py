@@ -16,8 +16,8 @@ from jaxtyping import Array, Bool, Float, Int
 class BatchWindow:
     """A ring of the sums of the last batches, task by task.
 
-    Which of them count is settled when the window is read: nothing is ever subtracted, so a window
-    has no memory of what has left it.
+    Which of them count is settled when the window is read: nothing is subtracted, so batches
+    that left the window leave no rounding errors behind.
 
     Attributes:
         sums: By name ``[slots, tasks, ...]`` float32, the sums of one batch a slot.
@@ -31,7 +31,7 @@ class BatchWindow:
 
     @classmethod
     def empty(cls, slots: int, shapes: Mapping[str, tuple[int, ...]], tasks: int) -> BatchWindow:
-        """A window without batches, for sums of the given shapes ``[tasks, ...]``."""
+        """Return a window without batches, for sums of the given shapes ``[tasks, ...]``."""
         return cls(
             {name: jnp.zeros((slots, *shape), jnp.float32) for name, shape in shapes.items()},
             jnp.zeros((slots, tasks), jnp.int32),
@@ -44,10 +44,10 @@ class BatchWindow:
         sizes: Int[Array, " tasks"],
         counts: Bool[Array, " tasks"],
     ) -> BatchWindow:
-        """The window with one more batch, in the place of the oldest.
+        """Add a batch to the window, in place of the oldest.
 
         Args:
-            sums: Of the batch.
+            sums: Sums of the batch.
             sizes: Samples of the batch.
             counts: False where a task leaves this batch out; its window stays as it is.
         """
@@ -64,7 +64,7 @@ class BatchWindow:
         )
 
     def merge(self, other: BatchWindow) -> BatchWindow:
-        """The window of both: the newest batches of the two are taken as one, and so on back."""
+        """Merge two windows: their newest batches become one, and so on back in time."""
         slots, tasks = self.sizes.shape
         steps = jnp.maximum(self.steps, other.steps)
 
@@ -81,7 +81,7 @@ class BatchWindow:
         )
 
     def on_host(self, samples: int) -> dict[str, Float[np.ndarray, "tasks ..."]]:
-        """The sums over the last batches, in float64; waits for the device.
+        """Return the sums over the last batches, in float64; wait for the device.
 
         Args:
             samples: As many of the newest batches are taken as have, together, no more samples
@@ -92,11 +92,11 @@ class BatchWindow:
         age = (window.steps - 1 - np.arange(slots)[:, None]) % slots
         order = np.argsort(age, axis=0)  # the newest first
         samples_until = np.cumsum(np.take_along_axis(window.sizes, order, 0), axis=0)
-        taken = np.zeros((slots, tasks), bool)
-        np.put_along_axis(taken, order, samples_until <= samples, 0)
-        taken |= age == 0
+        is_used = np.zeros((slots, tasks), bool)
+        np.put_along_axis(is_used, order, samples_until <= samples, 0)
+        is_used |= age == 0
         return {
-            name: np.where(taken.reshape(taken.shape + (1,) * (ring.ndim - 2)), ring, 0).sum(
+            name: np.where(is_used.reshape(is_used.shape + (1,) * (ring.ndim - 2)), ring, 0).sum(
                 axis=0, dtype=np.float64
             )
             for name, ring in window.sums.items()

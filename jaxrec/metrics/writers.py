@@ -1,4 +1,4 @@
-"""Where the values of metrics go: the console, files, TensorBoard."""
+"""Writers of metric values: to the console, files and TensorBoard."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from rich.console import Console
 
 
 class Writer(Protocol):
-    """Takes the values of a step; what ``jaxrec.metrics``' writers have in common."""
+    """The interface of writers: takes the values of a step."""
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Writes the values by name."""
+        """Write the values by name."""
 
     def close(self) -> None:
-        """Writes out what is left; nothing may follow."""
+        """Write out buffered values; the writer must not be used afterwards."""
 
 
 class ConsoleWriter:
-    """One line a step on the console.
+    """One line per step on the console.
 
     Args:
         console: Where to; None: standard output.
@@ -43,13 +43,13 @@ class ConsoleWriter:
         self._names = names
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Shows the values by name."""
+        """Show the values by name."""
         names = values if self._names is None else [n for n in self._names if n in values]
         shown = "".join(f"  {name} {_short(values[name])}" for name in names)
         self._console.print(f"step {step:,}{shown}", markup=False)
 
     def close(self) -> None:
-        """Nothing is left to write."""
+        """Do nothing."""
 
 
 def _short(value: float) -> str:
@@ -57,7 +57,7 @@ def _short(value: float) -> str:
 
 
 class JSONLinesWriter:
-    """A file with one JSON object a line: ``step``, ``time`` in seconds since 1970, and the values.
+    """A file with one JSON object per line: ``step``, ``time`` (seconds since 1970) and the values.
 
     NaN and infinite values are written as null. Each line is on its way to the disk when `write`
     returns, so that a killed run loses none; lines are added to a file that is there.
@@ -82,28 +82,28 @@ class JSONLinesWriter:
         _end_last_line(self._file, path)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Adds a line."""
+        """Add a line."""
         record = {"step": step, "time": _now(), **{n: _finite(x) for n, x in values.items()}}
         self._file.write(json.dumps(record, default=float, allow_nan=False) + "\n")
         self._file.flush()
 
     def close(self) -> None:
-        """Closes the file."""
+        """Close the file."""
         self._file.close()
 
 
 class CSVWriter:
     """A table: ``step``, ``time`` in seconds since 1970, and a column for each value.
 
-    The columns are those of the first step that is written, or those of the file if there is one;
-    lines are added to it then.
+    The first step that is written sets the columns. If the file exists, lines are added to it and
+    its columns stay.
 
     Args:
         path: The file; its directory is made.
 
     Raises:
         OSError: The file cannot be written.
-        ValueError: From `write`: a value has no column, or the file is no such table.
+        ValueError: From `write`: a value has no column, or the file is another kind of table.
     """
 
     def __init__(self, path: str | os.PathLike[str]):
@@ -117,13 +117,13 @@ class CSVWriter:
             if header[:2] != ["step", "time"]:
                 self._file.close()
                 raise ValueError(
-                    f"{self._path} is no table of metrics: its first columns are "
+                    f"{self._path} is not a table of metrics: its first columns are "
                     f"{', '.join(header[:2])}, not step, time; give another file"
                 )
             self._columns = header[2:]
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Adds a row; values that are missing leave their columns empty."""
+        """Add a row; values that are missing leave their columns empty."""
         rows = csv.writer(self._file, lineterminator="\n")
         if self._columns is None:
             self._columns = list(values)
@@ -131,14 +131,14 @@ class CSVWriter:
         unknown = [name for name in values if name not in self._columns]
         if unknown:
             raise ValueError(
-                f"{self._path} has no column for {unknown[0]!r}; its columns are those of the "
-                "first step written. Write all values from the first step on, or JSON lines"
+                f"{self._path} has no column for {unknown[0]!r}; the first step written sets the "
+                "columns. Write all values from the first step on, or JSON lines"
             )
         rows.writerow([step, _now(), *(values.get(name, "") for name in self._columns)])
         self._file.flush()
 
     def close(self) -> None:
-        """Closes the file."""
+        """Close the file."""
         self._file.close()
 
 
@@ -163,12 +163,12 @@ class TensorBoardWriter:
         self._writer = tensorboardX.SummaryWriter(os.fspath(directory), **options)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Adds one point to each value's curve."""
+        """Add one point to each value's curve."""
         for name, value in values.items():
             self._writer.add_scalar(name, float(value), step)
 
     def close(self) -> None:
-        """Writes out what is left."""
+        """Write out buffered values."""
         self._writer.close()
 
 
@@ -185,12 +185,12 @@ class Writers:
         self._writers = writers
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Passes the values to each."""
+        """Pass the values to each writer."""
         for writer in self._writers:
             writer.write(step, values)
 
     def close(self) -> None:
-        """Closes each, whatever happens to the others."""
+        """Close each writer, also where another fails."""
         with contextlib.ExitStack() as stack:
             for writer in self._writers:
                 stack.callback(writer.close)
@@ -213,7 +213,7 @@ def _append_to(path: str | os.PathLike[str]) -> IO[str]:
 
 
 def _end_last_line(file: IO[str], path: str | os.PathLike[str]) -> None:
-    """Gives a newline to a line that a killed run did not finish."""
+    """Add a newline to a line that a killed run did not finish."""
     with open(path, "rb") as existing:
         existing.seek(0, os.SEEK_END)
         if existing.tell() == 0:

@@ -25,11 +25,9 @@ from jaxrec.nn.interaction import InteractionArch as InteractionArch
 from jaxrec.nn.interaction import InteractionDCNArch as InteractionDCNArch
 from jaxrec.nn.interaction import InteractionProjectionArch as InteractionProjectionArch
 from jaxrec.nn.interaction import pairwise_dots as pairwise_dots
-from jaxrec.nn.jagged_attention import hstu_attention as hstu_attention
-from jaxrec.nn.jagged_attention import jagged_attention as jagged_attention
-from jaxrec.nn.jagged_attention import time_bucket as time_bucket
 from jaxrec.nn.linear import LinearPart as LinearPart
 from jaxrec.nn.mlp import MLP as MLP
+from jaxrec.nn.mlp import Activation as Activation
 from jaxrec.nn.mlp import Perceptron as Perceptron
 from jaxrec.nn.multi_tower import DisaggregatedMultiTower as DisaggregatedMultiTower
 from jaxrec.nn.multitask import PLE as PLE
@@ -54,6 +52,9 @@ from jaxrec.nn.sequence import SequenceOptions as SequenceOptions
 from jaxrec.nn.sequence import candidate_scores as candidate_scores
 from jaxrec.nn.sequence import last_states as last_states
 from jaxrec.nn.swish import SwishLayerNorm as SwishLayerNorm
+from jaxrec.nn.tiled_attention import hstu_attention as hstu_attention
+from jaxrec.nn.tiled_attention import jagged_attention as jagged_attention
+from jaxrec.nn.tiled_attention import time_bucket as time_bucket
 from jaxrec.nn.towers import EmbeddingTower as EmbeddingTower
 from jaxrec.nn.towers import EmbeddingTowerCollection as EmbeddingTowerCollection
 from jaxrec.nn.wide_deep import WideDeep as WideDeep

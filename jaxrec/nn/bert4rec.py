@@ -10,8 +10,8 @@ from flax import nnx
 from jaxtyping import Array, DTypeLike, Float
 
 from jaxrec.embed import EmbeddingCollection
-from jaxrec.nn.jagged_attention import BLOCK
 from jaxrec.nn.sequence import JaggedSelfAttention, SequenceModel, SequenceOptions
+from jaxrec.nn.tiled_attention import BLOCK
 from jaxrec.ragged import JaggedArray, KeyedJaggedArray
 from jaxrec.ragged.arrays import AnyArray
 
@@ -22,10 +22,10 @@ class BERT4RecBlock(nnx.Module):
     """Attention in both directions and two dense layers, each followed by a layer norm.
 
     Sun et al. 2019 (arXiv:1904.06690), section 3.3: ``layer_norm(x + dropout(f(x)))``, with GELU
-    and four times as many hidden columns in the dense layers.
+    and ``4 * dim`` hidden columns in the dense layers.
 
     Args:
-        dim: Columns.
+        dim: Number of columns.
         num_heads: Number of heads.
         dropout_rate: Share of a layer's output that is dropped in training.
         block_size: See `jagged_attention`.
@@ -77,7 +77,7 @@ class BERT4RecBlock(nnx.Module):
     def __call__(
         self, states: Float[AnyArray, "*devices capacity dim"], lengths: AnyArray
     ) -> Float[Array, "*devices capacity dim"]:
-        """``[capacity, dim]`` states, of rows of the given lengths, to the same shape."""
+        """Map ``[capacity, dim]`` states, of rows of the given lengths, to the same shape."""
         attended = self.attention(states, lengths)
         between = self.attention_norm(jnp.asarray(states) + self.dropout(attended))
         changed = self.out(nnx.gelu(self.hidden(between)))
@@ -85,17 +85,17 @@ class BERT4RecBlock(nnx.Module):
 
 
 class BERT4Rec(SequenceModel):
-    """Predicts hidden items of a sequence from the items on both sides.
+    """Predicts masked items of a sequence from the items on both sides.
 
     Sun et al. 2019, "BERT4Rec: Sequential recommendation with bidirectional encoder representations
-    from transformer" (arXiv:1904.06690). Whoever makes the batches replaces some items by a mask,
-    an id of its own in the item table; the loss is between the states at the masks and the items
-    that were there. To predict what comes next, append the mask. The score of an item is the dot
-    product of its embedding and the state (equation 7, without its bias for each item).
+    from transformer" (arXiv:1904.06690). Batches come with some items replaced by a mask, an id of
+    its own in the item table; the loss is between the states at the masks and the items that they
+    replace. To predict the next item, append the mask. The score of an item is the dot product of
+    its embedding and the state (equation 7, without its bias for each item).
 
     Args:
-        items: Tables; one reads the history, and with it whatever else the loss and the evaluation
-            need embedded: the hidden items, negatives, candidates.
+        items: Tables; one reads the history, and the other items that the loss and the evaluation
+            need: masked items, negatives, candidates.
         num_heads: Heads of each `BERT4RecBlock`.
         options: See `SequenceOptions`.
 
@@ -132,18 +132,18 @@ class BERT4Rec(SequenceModel):
         self.head = nnx.Linear(dim, dim, kernel_init=_init, **types, rngs=rngs)
 
     def __call__(self, features: KeyedJaggedArray) -> dict[str, JaggedArray]:
-        """The state at each place of each sequence, beside the other features' embeddings.
+        """Return the state at each position of each sequence, beside other features' embeddings.
 
         Args:
             features: The batch.
 
         Returns:
-            What the collection returns, with the states in place of the history's embeddings:
+            The result of the collection, with the states in place of the history's embeddings:
             ``[capacity, dim]`` values.
 
         Raises:
             ValueError: A sequence is longer than ``max_length`` (seen outside of `jax.jit`; inside,
-                what is past it becomes NaN).
+                the states past it become NaN).
         """
         return self.embed(features, self._encode)
 

@@ -21,8 +21,8 @@ _glorot = nnx.initializers.glorot_normal()
 
 def _check_sizes(**sizes: int) -> None:
     if min(sizes.values()) < 1:
-        given = ", ".join(f"{name}={size}" for name, size in sizes.items())
-        raise ValueError(f"a cross network's sizes are 1 or more; got {given}")
+        listing = ", ".join(f"{name}={size}" for name, size in sizes.items())
+        raise ValueError(f"a cross network's sizes are 1 or more; got {listing}")
 
 
 class CrossNet(nnx.Module):
@@ -70,7 +70,7 @@ class CrossNet(nnx.Module):
         )
 
     def __call__(self, x: Float[AnyArray, "batch columns"]) -> Float[Array, "batch columns"]:
-        """``[batch, in_features]`` to the same shape."""
+        """Map ``[batch, in_features]`` to the same shape."""
         first = x = jnp.asarray(x)
         for layer in self.layers:
             out = layer(x)
@@ -129,7 +129,7 @@ class LowRankCrossNet(nnx.Module):
         self.up = nnx.List(linear(low_rank, in_features, use_bias=True) for _ in range(num_layers))
 
     def __call__(self, x: Float[AnyArray, "batch columns"]) -> Float[Array, "batch columns"]:
-        """``[batch, in_features]`` to the same shape."""
+        """Map ``[batch, in_features]`` to the same shape."""
         first = x = jnp.asarray(x)
         for down, up in zip(self.down, self.up, strict=True):
             out = up(down(x))
@@ -141,7 +141,7 @@ class VectorCrossNet(nnx.Module):
     """Cross layers of rank one: ``x_{l+1} = x_0 * (w_l . x_l + b_l) + x_l``.
 
     A `CrossNet` whose matrices have equal rows ``w_l``: Wang et al. 2021 (arXiv:2008.13535),
-    equation 1 with ``W_l = 1 w_l^T``, as TorchRec documents it. What TorchRec computes is the layer
+    equation 1 with ``W_l = 1 w_l^T``, as TorchRec documents it. TorchRec computes the layer
     of the first paper (Wang et al. 2017, "Deep & cross network for ad click predictions",
     arXiv:1708.05123, equation 3), ``x_{l+1} = x_0 (w_l . x_l) + b_l + x_l``: ``compat="torchrec"``.
 
@@ -184,7 +184,7 @@ class VectorCrossNet(nnx.Module):
         )
 
     def __call__(self, x: Float[AnyArray, "batch columns"]) -> Float[Array, "batch columns"]:
-        """``[batch, in_features]`` to the same shape."""
+        """Map ``[batch, in_features]`` to the same shape."""
         first = x = jnp.asarray(x)
         for kernel, bias in zip(self.kernels, self.biases, strict=True):
             first, x, w, b = promote(self.dtype, first, x, kernel[...], bias[...])
@@ -245,7 +245,7 @@ class LowRankMixtureCrossNet(nnx.Module):
         )
         self.activation = activation
         self.dtype = dtype
-        # Fans are those of one expert's matrix.
+        # The initializer takes the fans of one expert's matrix.
         draw = nnx.initializers.glorot_normal(in_axis=2, out_axis=1, batch_axis=0)
 
         def draw_layers(*shape: int) -> list[nnx.Param]:
@@ -264,7 +264,7 @@ class LowRankMixtureCrossNet(nnx.Module):
         )
 
     def __call__(self, x: Float[AnyArray, "batch columns"]) -> Float[Array, "batch columns"]:
-        """``[batch, in_features]`` to the same shape."""
+        """Map ``[batch, in_features]`` to the same shape."""
         first = x = jnp.asarray(x)
         for layer in zip(self.up, self.inner, self.down, self.biases, strict=True):
             first, x, up, inner, down, bias = promote(

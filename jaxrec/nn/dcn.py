@@ -31,7 +31,7 @@ class DCNv2(nnx.Module):
         low_rank: Rank of its matrices; None: full (equation 1). With a rank the layers are
             mixtures of ``num_experts`` low-rank experts (equation 4).
         num_experts: Experts of a low-rank layer.
-        deep_layer_sizes: Layers of the deep network.
+        deep_layer_sizes: Layers of the deep network; a linear head reads the last.
         structure: "stacked": the deep network sees the cross network's output. "parallel": both see
             the input, and the logit is a linear function of both outputs.
         dtype: Type that the dense part computes in; None: float32, unless inputs are wider.
@@ -51,7 +51,7 @@ class DCNv2(nnx.Module):
         ...               cross_layers=2, low_rank=4, num_experts=2, deep_layer_sizes=(16,),
         ...               rngs=rngs)
         >>> ids = jaxrec.KeyedJaggedArray.from_lists({"user": [[1], [2]], "item": [[3, 4], []]})
-        >>> model(ids, jnp.ones((2, 3))).shape
+        >>> model(jnp.ones((2, 3)), ids).shape
         (2,)
     """
 
@@ -72,9 +72,7 @@ class DCNv2(nnx.Module):
         if structure not in ("stacked", "parallel"):
             raise ValueError(f"structure is 'stacked' or 'parallel', got {structure!r}")
         if low_rank is None and num_experts != 1:
-            raise ValueError(
-                f"num_experts={num_experts} are of low rank; give low_rank= or leave them out"
-            )
+            raise ValueError(f"num_experts={num_experts} needs low_rank=; give both or neither")
         columns = num_columns(embeddings) + num_dense
         types: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype}
         self.embeddings = embeddings
@@ -93,15 +91,13 @@ class DCNv2(nnx.Module):
         self.head = nnx.Linear(last, 1, rngs=rngs, **types)
 
     def __call__(
-        self,
-        features: KeyedJaggedArray,
-        dense: Float[AnyArray, "batch num_dense"] | None = None,
+        self, dense: Float[AnyArray, "batch num_dense"] | None, features: KeyedJaggedArray
     ) -> Float[Array, " batch"]:
-        """The logits of a batch.
+        """Return the logits of a batch.
 
         Args:
-            features: The batch's ids, of every feature that the tables read.
             dense: ``[batch, num_dense]`` dense features; None if the model has none.
+            features: The batch's ids, of every feature that the tables read.
 
         Returns:
             ``[batch]`` logits: the log-odds of a click.

@@ -14,7 +14,7 @@ from jaxrec.nn.dense import check_dense
 from jaxrec.nn.dtypes import promote
 from jaxrec.nn.factorization import FactorizationMachine, flatten_embeddings
 from jaxrec.nn.linear import LinearPart
-from jaxrec.nn.mlp import MLP
+from jaxrec.nn.mlp import MLP, check_logit_layer
 from jaxrec.nn.tables import common_width, num_features
 from jaxrec.ragged import KeyedJaggedArray
 from jaxrec.ragged.arrays import AnyArray
@@ -33,14 +33,15 @@ class DeepFM(nnx.Module):
         embeddings: The tables of the fields' embeddings ``v``, all of one width, ``dim``.
         linear: Tables of width 1 for the same features: the weights of the linear part.
         num_dense: Number of dense features.
-        hidden_layer_sizes: Hidden layers of the deep network; a layer of 1 follows.
+        deep_layer_sizes: Layers of the deep network; the last is 1.
         dropout_rate: Share of the deep network's hidden units that is dropped in training.
         dtype: Type that the dense part computes in; None: float32, unless inputs are wider.
         param_dtype: Type of the dense parameters.
         rngs: Gives the random keys of first values, and of dropout.
 
     Raises:
-        ValueError: Tables differ in width, or those of the linear part are wider than 1.
+        ValueError: Tables differ in width, a table of the linear part is wider than 1, or the deep
+            network does not end with 1.
 
     Example:
         >>> import jaxrec
@@ -50,9 +51,9 @@ class DeepFM(nnx.Module):
         ...         [jaxrec.EmbeddingBagConfig(f"{prefix}_{name}", 100, dim, feature_names=[name])
         ...          for name in ("user", "item")], rngs=rngs)
         >>> model = DeepFM(
-        ...     collection("v", 8), collection("w", 1), hidden_layer_sizes=(16,), rngs=rngs)
+        ...     collection("v", 8), collection("w", 1), deep_layer_sizes=(16, 1), rngs=rngs)
         >>> ids = jaxrec.KeyedJaggedArray.from_lists({"user": [[1], [2]], "item": [[3, 4], []]})
-        >>> model(ids).shape
+        >>> model(None, ids).shape
         (2,)
     """
 
@@ -62,12 +63,13 @@ class DeepFM(nnx.Module):
         linear: EmbeddingBagCollection,
         *,
         num_dense: int = 0,
-        hidden_layer_sizes: Sequence[int],
+        deep_layer_sizes: Sequence[int],
         dropout_rate: float = 0.0,
         dtype: DTypeLike | None = None,
         param_dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
     ):
+        check_logit_layer("deep_layer_sizes", deep_layer_sizes)
         self.dim = common_width("DeepFM", embeddings.configs)
         self.embeddings = embeddings
         self.linear = LinearPart(
@@ -85,27 +87,25 @@ class DeepFM(nnx.Module):
         self.interaction = FactorizationMachine()
         self.deep = MLP(
             (num_features(embeddings) + num_dense) * self.dim,
-            hidden_layer_sizes,
+            deep_layer_sizes[:-1],
             activation=_relu_and_dropout(dropout_rate, rngs),
             dtype=dtype,
             param_dtype=param_dtype,
             rngs=rngs,
         )
         self.head = nnx.Linear(
-            hidden_layer_sizes[-1], 1, dtype=dtype, param_dtype=param_dtype, rngs=rngs
+            deep_layer_sizes[-2], 1, dtype=dtype, param_dtype=param_dtype, rngs=rngs
         )
         self.dtype = dtype
 
     def __call__(
-        self,
-        features: KeyedJaggedArray,
-        dense: Float[AnyArray, "batch num_dense"] | None = None,
+        self, dense: Float[AnyArray, "batch num_dense"] | None, features: KeyedJaggedArray
     ) -> Float[Array, " batch"]:
-        """The logits of a batch.
+        """Return the logits of a batch.
 
         Args:
-            features: The batch's ids, of every feature that the tables read.
             dense: ``[batch, num_dense]`` dense features; None if the model has none.
+            features: The batch's ids, of every feature that the tables read.
 
         Returns:
             ``[batch]`` logits: the log-odds of a click.
@@ -113,7 +113,7 @@ class DeepFM(nnx.Module):
         Raises:
             ValueError: ``dense`` is missing, or given to a model that has none.
         """
-        linear = self.linear(features, dense)
+        linear = self.linear(dense, features)
         pooled = jnp.asarray(self.embeddings(features).values)
         fields = pooled.reshape(pooled.shape[0], -1, self.dim)
         if self.dense_embeddings is not None:
@@ -168,7 +168,7 @@ class FMInteractionArch(nnx.Module):
     def __call__(
         self, dense: Float[Array, "batch dim"], sparse: Float[Array, "batch features dim"]
     ) -> Float[Array, "batch columns"]:
-        """Combines ``[batch, dim]`` and ``[batch, features, dim]``.
+        """Combine ``[batch, dim]`` and ``[batch, features, dim]``.
 
         Returns:
             ``[batch, dim + deep_fm_dimension + 1]``.
@@ -251,7 +251,7 @@ class SimpleDeepFMNN(nnx.Module):
     def __call__(
         self, dense: Float[AnyArray, "batch num_dense"], features: KeyedJaggedArray
     ) -> Float[Array, " batch"]:
-        """The logits of a batch.
+        """Return the logits of a batch.
 
         Args:
             dense: ``[batch, num_dense]`` dense features.

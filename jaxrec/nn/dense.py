@@ -1,4 +1,4 @@
-"""Dense features as the models take them."""
+"""Checks of the dense features of a batch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 
 
 def check_dense(dense: Any, num_dense: int, samples: int) -> None:
-    """Checks the dense features of a batch.
+    """Check the dense features of a batch.
 
     Args:
         dense: ``[batch, num_dense]``, or None.

@@ -52,7 +52,7 @@ class Dice(nnx.Module):
         self.dtype = dtype
 
     def __call__(self, x: Float[AnyArray, "*batch columns"]) -> Float[Array, "*batch columns"]:
-        """``[..., size]`` to the same shape."""
+        """Map ``[..., size]`` to the same shape."""
         x, slopes = promote(self.dtype, x, self.slopes[...])
         gate = nnx.sigmoid(self.normal(x))
         slopes = slopes.reshape((1,) * (x.ndim - 1) + slopes.shape)

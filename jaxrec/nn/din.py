@@ -1,4 +1,4 @@
-"""Deep interest networks: a history weighed by what is about to be shown."""
+"""Deep interest networks: a history weighed by its relevance to the target."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jaxtyping import Array, DTypeLike, Float
 
 from jaxrec.embed import EmbeddingBagCollection, EmbeddingCollection
 from jaxrec.nn.dtypes import promote
-from jaxrec.nn.mlp import MLP, Activation
+from jaxrec.nn.mlp import MLP, Activation, check_logit_layer
 from jaxrec.nn.sequence import last_states
 from jaxrec.nn.tables import num_columns
 from jaxrec.nn.wide_deep import with_dense
@@ -20,7 +20,7 @@ from jaxrec.ragged.arrays import AnyArray
 
 
 class TargetAttention(nnx.Module):
-    """Sums a history's elements, each weighed by what it has to do with the sample's target.
+    """A sum of a history's elements, each weighed by its relevance to the sample's target.
 
     ``sum_j a(e_j, t) e_j`` with ``a`` an MLP of ``[e_j, t, e_j - t, e_j * t]``. Weights are not
     normalised, which keeps the intensity of an interest: Zhou et al. 2018 (arXiv:1706.06978),
@@ -29,8 +29,8 @@ class TargetAttention(nnx.Module):
 
     Args:
         dim: Columns of elements and targets.
-        layer_sizes: Hidden layers of ``a``.
-        activation: Behind each of them; one that treats elements apart from each other.
+        layer_sizes: Columns of each layer of ``a``; the last is 1.
+        activation: Activation of each layer but the last; it must treat each element by itself.
         dtype: Type that it computes in; None: the wider of the input's and ``param_dtype``.
         param_dtype: Type of the parameters.
         rngs: Gives the random keys of first values.
@@ -46,27 +46,28 @@ class TargetAttention(nnx.Module):
         self,
         dim: int,
         *,
-        layer_sizes: Sequence[int] = (80, 40),
+        layer_sizes: Sequence[int] = (80, 40, 1),
         activation: Activation = nnx.sigmoid,
         dtype: DTypeLike | None = None,
         param_dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
     ):
+        check_logit_layer("layer_sizes", layer_sizes)
         self.hidden = MLP(
             4 * dim,
-            layer_sizes,
+            layer_sizes[:-1],
             activation=activation,
             dtype=dtype,
             param_dtype=param_dtype,
             rngs=rngs,
         )
-        self.score = nnx.Linear(layer_sizes[-1], 1, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+        self.score = nnx.Linear(layer_sizes[-2], 1, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
         self.dtype = dtype
 
     def __call__(
         self, history: JaggedArray, target: Float[AnyArray, "*devices rows dim"]
     ) -> Float[Array, "*devices rows dim"]:
-        """The weighted sum of each row's elements.
+        """Return the weighted sum of each row's elements.
 
         Args:
             history: ``[capacity, dim]`` values; on a mesh one more axis in front, over the devices.
@@ -87,19 +88,19 @@ class TargetAttention(nnx.Module):
 def _spread(
     target: Float[Array, "rows dim"], lengths: Array, values: Float[Array, "capacity dim"]
 ) -> Float[Array, "capacity dim"]:
-    """The target of each element's row; zeros at padding."""
+    """Return the target of each element's row; zeros at padding."""
     rows = segment_ids(complete_cumsum(lengths), values.shape[0])
     return target.at[rows].get(mode="fill", fill_value=0)
 
 
 def _total(values: Float[Array, "capacity dim"], lengths: Array) -> Float[Array, "rows dim"]:
-    """The sum of each row's elements."""
+    """Return the sum of each row's elements."""
     rows = segment_ids(complete_cumsum(lengths), values.shape[0])
     return jax.ops.segment_sum(values, rows, lengths.shape[0], indices_are_sorted=True)
 
 
 class DIN(nnx.Module):
-    """Predicts clicks on a target from a history in which the target finds what concerns it.
+    """Predicts clicks on a target from a history, attended to by the target.
 
     Zhou et al. 2018, "Deep interest network for click-through rate prediction" (arXiv:1706.06978).
     Several features of an item (its id, its shop, its category) stand side by side in the history
@@ -110,11 +111,11 @@ class DIN(nnx.Module):
             same table.
         pairs: For each feature with histories the feature with the targets, one id a sample. The
             histories of a sample are of one length.
-        profile: Tables of the sample's other features, pooled; None: there are none.
+        profile: Tables of the sample's other features, pooled; None: no such features.
         num_dense: Number of dense features.
-        attention_layer_sizes: Hidden layers of the `TargetAttention`.
-        layer_sizes: Hidden layers of the network on top; a layer of 1 follows.
-        activation: Behind the hidden layers on top; the paper's is `Dice`.
+        attention_layer_sizes: Layers of the `TargetAttention`; the last is 1.
+        top_layer_sizes: Layers of the network on top; the last is 1.
+        activation: Activation of the hidden layers on top; the paper's is `Dice`.
         dtype: Type that the dense part computes in; None: float32, unless inputs are wider.
         param_dtype: Type of the dense parameters.
         rngs: Gives the random keys of first values.
@@ -130,10 +131,11 @@ class DIN(nnx.Module):
         ...     rngs=rngs)
         >>> profile = jaxrec.EmbeddingBagCollection(
         ...     [jaxrec.EmbeddingBagConfig("user", 100, 4)], rngs=rngs)
-        >>> model = DIN(items, {"history": "target"}, profile=profile, layer_sizes=(16,), rngs=rngs)
+        >>> model = DIN(items, {"history": "target"}, profile=profile, top_layer_sizes=(16, 1),
+        ...             rngs=rngs)
         >>> batch = KeyedJaggedArray.from_lists(
         ...     {"history": [[1, 2, 3], []], "target": [[4], [5]], "user": [[6], [7]]})
-        >>> model(batch).shape
+        >>> model(None, batch).shape
         (2,)
     """
 
@@ -144,16 +146,16 @@ class DIN(nnx.Module):
         *,
         profile: EmbeddingBagCollection | None = None,
         num_dense: int = 0,
-        attention_layer_sizes: Sequence[int] = (80, 40),
-        layer_sizes: Sequence[int] = (200, 80),
+        attention_layer_sizes: Sequence[int] = (80, 40, 1),
+        top_layer_sizes: Sequence[int] = (200, 80, 1),
         activation: Activation = "dice",
         dtype: DTypeLike | None = None,
         param_dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
     ):
         widths = {name: t.embedding_dim for t in items.configs for name in t.feature_names}
-        wanted = [*pairs, *pairs.values()]
-        if not pairs or set(wanted) - set(widths):
+        features = [*pairs, *pairs.values()]
+        if not pairs or set(features) - set(widths):
             raise ValueError(
                 f"pairs name features of the item tables, {sorted(widths)}, a history and its "
                 f"target each; got {dict(pairs)}"
@@ -174,26 +176,27 @@ class DIN(nnx.Module):
             rngs=rngs,
         )
         columns = 2 * dim + num_dense + (0 if profile is None else num_columns(profile))
+        check_logit_layer("top_layer_sizes", top_layer_sizes)
         self.hidden = MLP(
             columns,
-            layer_sizes,
+            top_layer_sizes[:-1],
             activation=activation,
             dtype=dtype,
             param_dtype=param_dtype,
             rngs=rngs,
         )
-        self.head = nnx.Linear(layer_sizes[-1], 1, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+        self.head = nnx.Linear(
+            top_layer_sizes[-2], 1, dtype=dtype, param_dtype=param_dtype, rngs=rngs
+        )
 
     def __call__(
-        self,
-        features: KeyedJaggedArray,
-        dense: Float[AnyArray, "batch num_dense"] | None = None,
+        self, dense: Float[AnyArray, "batch num_dense"] | None, features: KeyedJaggedArray
     ) -> Float[Array, " batch"]:
-        """The logits of a batch.
+        """Return the logits of a batch.
 
         Args:
-            features: The batch's ids: histories, targets and profile.
             dense: ``[batch, num_dense]`` dense features; None if the model has none.
+            features: The batch's ids: histories, targets and profile.
 
         Returns:
             ``[batch]`` logits: the log-odds of a click on the target.

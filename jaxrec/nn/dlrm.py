@@ -12,7 +12,7 @@ from jaxtyping import Array, DTypeLike, Float
 from jaxrec.embed import EmbeddingBagCollection
 from jaxrec.nn.dense import check_dense
 from jaxrec.nn.interaction import DotInteraction, InteractionDCNArch, InteractionProjectionArch
-from jaxrec.nn.mlp import MLP
+from jaxrec.nn.mlp import MLP, check_logit_layer
 from jaxrec.nn.tables import common_width, num_features
 from jaxrec.ragged import KeyedJaggedArray
 from jaxrec.ragged.arrays import AnyArray
@@ -21,16 +21,16 @@ from jaxrec.ragged.arrays import AnyArray
 class DLRM(nnx.Module):
     """Predicts clicks from dense features and bags of ids.
 
-    A bottom MLP embeds the dense features as one vector beside those of the tables, dot products of
-    all pairs of vectors let them interact, and a top MLP makes a logit of it. Naumov et al. 2019,
-    "Deep learning recommendation model for personalization and recommendation systems"
+    A bottom MLP embeds the dense features as one more vector beside the tables' vectors, dot
+    products of all pairs of vectors let them interact, and a top MLP computes the logit. Naumov et
+    al. 2019, "Deep learning recommendation model for personalization and recommendation systems"
     (arXiv:1906.00091), figure 1; TorchRec's DLRM.
 
     Args:
         embeddings: The tables, all of one width, ``dim``.
         num_dense: Number of dense features.
-        bottom_layer_sizes: Sizes of the bottom MLP's layers; the last is ``dim``.
-        top_layer_sizes: Sizes of the top MLP's layers; the last is 1 and has no activation.
+        bottom_layer_sizes: Layers of the bottom MLP; the last is ``dim``.
+        top_layer_sizes: Layers of the top MLP; the last is 1.
         interaction: How the vectors interact: a function of the dense vector, ``[batch, dim]``, and
             the pooled embeddings, ``[batch, features, dim]``, that returns ``[batch, columns]``.
             None: `DotInteraction`.
@@ -72,11 +72,7 @@ class DLRM(nnx.Module):
                 f"the bottom MLP ends with the tables' width, {dim}, so that its output is one "
                 f"more vector; got bottom_layer_sizes={tuple(bottom_layer_sizes)}"
             )
-        if not top_layer_sizes or top_layer_sizes[-1] != 1:
-            raise ValueError(
-                "the top MLP ends with one column, the logit; "
-                f"got top_layer_sizes={tuple(top_layer_sizes)}"
-            )
+        check_logit_layer("top_layer_sizes", top_layer_sizes)
         self.dim = dim
         self.num_dense = num_dense
         self.embeddings = embeddings
@@ -99,7 +95,7 @@ class DLRM(nnx.Module):
     def __call__(
         self, dense: Float[AnyArray, "batch num_dense"], features: KeyedJaggedArray
     ) -> Float[Array, " batch"]:
-        """The logits of a batch.
+        """Return the logits of a batch.
 
         Args:
             dense: ``[batch, num_dense]`` dense features.
@@ -127,8 +123,8 @@ class DLRM_DCN(DLRM):
     Args:
         embeddings: The tables, all of one width, ``dim``.
         num_dense: Number of dense features.
-        bottom_layer_sizes: Sizes of the bottom MLP's layers; the last is ``dim``.
-        top_layer_sizes: Sizes of the top MLP's layers; the last is 1 and has no activation.
+        bottom_layer_sizes: Layers of the bottom MLP; the last is ``dim``.
+        top_layer_sizes: Layers of the top MLP; the last is 1.
         dcn_num_layers: Layers of the cross network.
         dcn_low_rank_dim: Its rank.
         dtype: Type that MLPs and cross network compute in; None: float32, unless inputs are wider.
@@ -192,8 +188,8 @@ class DLRM_Projection(DLRM):
     Args:
         embeddings: The tables, all of one width, ``dim``.
         num_dense: Number of dense features.
-        bottom_layer_sizes: Sizes of the bottom MLP's layers; the last is ``dim``.
-        top_layer_sizes: Sizes of the top MLP's layers; the last is 1 and has no activation.
+        bottom_layer_sizes: Layers of the bottom MLP; the last is ``dim``.
+        top_layer_sizes: Layers of the top MLP; the last is 1.
         interaction_branch1_layer_sizes: Layers of the first projection; the last is a multiple of
             ``dim``.
         interaction_branch2_layer_sizes: Layers of the second; likewise.

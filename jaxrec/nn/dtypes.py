@@ -9,7 +9,7 @@ from jaxtyping import Array, DTypeLike
 
 
 def promote(dtype: DTypeLike | None, *arrays: Any) -> tuple[Array, ...]:
-    """The arrays in one type: ``dtype``, or if it is None the widest that occurs among them."""
+    """Return the arrays in one type: ``dtype``, or the widest of theirs if it is None."""
     if dtype is None:
         dtype = jnp.result_type(*arrays)
     return tuple(jnp.asarray(array, dtype) for array in arrays)

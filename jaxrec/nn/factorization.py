@@ -15,7 +15,7 @@ from jaxrec.ragged.arrays import AnyArray
 def flatten_embeddings(
     embeddings: Sequence[Float[AnyArray, "batch *_"]],
 ) -> Float[Array, "batch columns"]:
-    """Embeddings side by side: each ``[batch, ...]``, flattened, into one ``[batch, columns]``.
+    """Concatenate embeddings of ``[batch, ...]``, flattened, into one ``[batch, columns]``.
 
     An `MLP` of it is TorchRec's DeepFM module, the deep half of that model.
 
@@ -60,7 +60,7 @@ class FactorizationMachine(nnx.Module):
     def __call__(
         self, embeddings: Sequence[Float[AnyArray, "batch *_"]]
     ) -> Float[Array, "batch 1"]:
-        """The second-order term of each sample.
+        """Return the second-order term of each sample.
 
         Args:
             embeddings: Arrays of ``[batch, dim]``, one feature, or ``[batch, features, dim]``.

@@ -11,8 +11,8 @@ from jaxtyping import Array, DTypeLike, Float
 
 from jaxrec.embed import EmbeddingCollection
 from jaxrec.nn.dtypes import promote
-from jaxrec.nn.jagged_attention import BLOCK, hstu_attention
 from jaxrec.nn.sequence import SequenceModel, SequenceOptions, scaled
+from jaxrec.nn.tiled_attention import BLOCK, hstu_attention
 from jaxrec.ragged import JaggedArray, KeyedJaggedArray
 from jaxrec.ragged.arrays import AnyArray
 
@@ -26,7 +26,7 @@ class HSTUBlock(nnx.Module):
     Args:
         dim: Columns of input and output.
         num_heads: Number of heads.
-        max_length: Length of the longest sequence: as many places have a bias of their own, and the
+        max_length: Length of the longest sequence. Each position up to it has its own bias, and the
             attention is divided by it.
         qk_dim: Columns of a head's queries and keys; None: ``dim / num_heads``.
         value_dim: Columns of a head's values and gates; None: the same.
@@ -105,7 +105,7 @@ class HSTUBlock(nnx.Module):
         lengths: AnyArray,
         timestamps: AnyArray | None = None,
     ) -> Float[Array, "*devices capacity dim"]:
-        """``[capacity, dim]`` states, of rows of the given lengths, to the same shape.
+        """Map ``[capacity, dim]`` states, of rows of the given lengths, to the same shape.
 
         Args:
             states: ``[capacity, dim]``.
@@ -189,7 +189,7 @@ class HSTU(SequenceModel):
     def __call__(
         self, features: KeyedJaggedArray, timestamps: AnyArray | None = None
     ) -> dict[str, JaggedArray]:
-        """The state behind each item of each sequence, beside the other features' embeddings.
+        """Return the state after each item of each sequence, beside other features' embeddings.
 
         Args:
             features: The batch.
@@ -197,13 +197,13 @@ class HSTU(SequenceModel):
                 are ``time_buckets``; laid out as ``features[history].values``.
 
         Returns:
-            What the collection returns, with the states in place of the history's embeddings:
-            ``[capacity, dim]`` values. The state of place ``i`` knows the items up to it.
+            The result of the collection, with the states in place of the history's embeddings:
+            ``[capacity, dim]`` values. The state of position ``i`` knows the items up to it.
 
         Raises:
             ValueError: Timestamps are missing or given without ``time_buckets``; or a sequence is
-                longer than ``max_length`` (seen outside of `jax.jit`; inside, what is past it
-                becomes NaN).
+                longer than ``max_length`` (seen outside of `jax.jit`; inside, the states past it
+                become NaN).
         """
 
         def encode(history: JaggedArray) -> Array:

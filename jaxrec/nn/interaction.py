@@ -1,4 +1,4 @@
-"""How the vectors of a sample meet: dot products, projections, a cross network."""
+"""Interactions of the vectors of a sample: dot products, projections, a cross network."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from jaxrec.nn.mlp import MLP
 
 @jax.custom_vjp
 def pairwise_dots(vectors: Float[Array, "batch vectors dim"]) -> Float[Array, "batch pairs"]:
-    """The dot products of all pairs of a sample's vectors.
+    """Return the dot products of all pairs of a sample's vectors.
 
     Args:
         vectors: ``[batch, n, dim]``.
@@ -45,8 +45,9 @@ def _forward(
 def _backward(
     vectors: Float[Array, "batch vectors dim"], gradient: Float[Array, "batch pairs"]
 ) -> tuple[Float[Array, "batch vectors dim"]]:
-    # What XLA derives scatters the gradients of pairs into a triangle and multiplies it twice, once
-    # transposed. Gathering them into the symmetric matrix takes one multiplication and no scatter.
+    # XLA's own derivative scatters the gradients of pairs into a triangle and multiplies it twice,
+    # once transposed. Gathering them into the symmetric matrix takes one multiplication and no
+    # scatter.
     batch, n, _ = vectors.shape
     padded = jnp.pad(gradient, ((0, 0), (0, 1)))
     symmetric = jnp.take(padded, _pairs_of_positions(n), axis=1, mode="clip").reshape(batch, n, n)
@@ -58,14 +59,14 @@ pairwise_dots.defvjp(_forward, _backward)
 
 @functools.cache
 def _positions_of_pairs(n: int) -> Int[np.ndarray, " pairs"]:
-    """Where each pair stands in the flattened ``[n, n]`` matrix."""
+    """Return the position of each pair in the flattened ``[n, n]`` matrix."""
     first, second = np.triu_indices(n, 1)
     return (first * n + second).astype(np.int32)
 
 
 @functools.cache
 def _pairs_of_positions(n: int) -> Int[np.ndarray, " positions"]:
-    """Which pair stands at each position of the flattened matrix; one past the last: none."""
+    """Return the pair at each position of the flattened matrix; the number of pairs where none."""
     pairs = np.full((n, n), n * (n - 1) // 2, np.int32)
     first, second = np.triu_indices(n, 1)
     pairs[first, second] = pairs[second, first] = np.arange(first.size)
@@ -87,7 +88,7 @@ class DotInteraction(nnx.Module):
     def __call__(
         self, dense: Float[Array, "batch dim"], sparse: Float[Array, "batch features dim"]
     ) -> Float[Array, "batch columns"]:
-        """Combines a sample's vectors.
+        """Combine a sample's vectors.
 
         Args:
             dense: ``[batch, dim]``, the embedding of the dense features.
@@ -102,7 +103,7 @@ class DotInteraction(nnx.Module):
 
     @staticmethod
     def out_features(features: int, dim: int) -> int:
-        """Columns of the output, for that many sparse features of that dimension."""
+        """Return the number of output columns for sparse features of a dimension."""
         return dim + features * (features + 1) // 2
 
 
@@ -153,7 +154,7 @@ class InteractionDCNArch(nnx.Module):
     def __call__(
         self, dense: Float[Array, "batch dim"], sparse: Float[Array, "batch features dim"]
     ) -> Float[Array, "batch columns"]:
-        """Combines ``[batch, dim]`` and ``[batch, features, dim]``.
+        """Combine ``[batch, dim]`` and ``[batch, features, dim]``.
 
         Returns:
             ``[batch, (features + 1) * dim]``.
@@ -180,7 +181,7 @@ class InteractionProjectionArch(nnx.Module):
         rngs: Gives the random keys of the kernels' first values.
 
     Raises:
-        ValueError: A last layer is no multiple of ``dim``.
+        ValueError: The size of a last layer is not a multiple of ``dim``.
 
     Example:
         >>> import jax.numpy as jnp
@@ -220,7 +221,7 @@ class InteractionProjectionArch(nnx.Module):
     def __call__(
         self, dense: Float[Array, "batch dim"], sparse: Float[Array, "batch features dim"]
     ) -> Float[Array, "batch columns"]:
-        """Combines ``[batch, dim]`` and ``[batch, features, dim]``.
+        """Combine ``[batch, dim]`` and ``[batch, features, dim]``.
 
         Returns:
             ``[batch, dim + n * m]``.

@@ -21,7 +21,7 @@ from jaxtyping import Array, Bool, Int, Int32, Shaped
 
 from jaxrec.ragged import complete_cumsum, segment_ids
 
-# Pairs that the loop looks at in one go, in all heads together.
+# Number of pairs per trip of the loop, over all heads.
 PAIRS_AT_ONCE = 1 << 19
 
 
@@ -30,21 +30,22 @@ PAIRS_AT_ONCE = 1 << 19
 class TilePlan:
     """The tiles of a ragged array, and the order in which they are done.
 
-    In step ``t`` each block of queries meets the block of keys ``t`` places before the last one
-    that it meets at all. Blocks that meet many stand first, so those that still have work in step
-    ``t`` are the first ``active[t]``; they are done some at a time, each once.
+    In step ``t`` each block of queries meets the block of keys ``t`` positions before the last
+    block that it meets. Blocks of queries are ordered by their number of steps, largest first: the
+    first ``active[t]`` have work in step ``t``, and are done a few at a time, each once.
 
     Attributes:
         segments: ``[blocks, block]`` the row of each element; the number of rows at padding.
-        order: ``[blocks]`` blocks of queries, those that meet most blocks of keys first.
+        order: ``[blocks]`` blocks of queries, by the number of blocks of keys they meet, largest
+            first.
         last: ``[blocks]`` the last block of keys that each block of queries meets.
-        active: ``[blocks + 1]`` how many blocks of queries have a tile in each step.
-        chunks: ``[blocks + 1]`` trips that the loop makes in each step.
+        active: ``[blocks + 1]`` number of blocks of queries with a tile in each step.
+        chunks: ``[blocks + 1]`` number of trips of the loop in each step.
         steps: Number of steps.
-        marks: ``[blocks, block]`` a number of each element, such as its time, or None.
+        marks: ``[blocks, block]`` a number for each element, such as its time, or None.
         num_rows: Number of rows.
-        at_once: Tiles of a trip.
-        causal: Whether a query sees only keys up to its own place.
+        at_once: Number of tiles of a trip.
+        causal: Whether a query sees only keys up to its own position.
     """
 
     segments: Int32[Array, "*devices blocks block"]
@@ -70,7 +71,7 @@ class TilePlan:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """Some tiles of a step.
+    """Tiles of one step.
 
     Attributes:
         queries: ``[tiles]`` blocks of queries, each once; the number of blocks where there is no
@@ -98,7 +99,7 @@ def plan_tiles(
     heads: int,
     causal: bool,
 ) -> TilePlan:
-    """The tiles of a ragged array of ``capacity`` elements."""
+    """Return the tiles of a ragged array of ``capacity`` elements."""
     num_blocks = max(1, -(-capacity // block))
     offsets = jnp.asarray(complete_cumsum(lengths))
     segments = segment_ids(offsets, num_blocks * block)
@@ -132,14 +133,14 @@ def plan_tiles(
 def blocks_of(
     array: Shaped[Array, "capacity *element"], num_blocks: int, block: int
 ) -> Shaped[Array, "{num_blocks} {block} *element"]:
-    """An array in blocks, with zeros at its end."""
+    """Cut an array into blocks, with zeros at its end."""
     missing = num_blocks * block - array.shape[0]
     padded = jnp.pad(array, [(0, missing)] + [(0, 0)] * (array.ndim - 1))
     return padded.reshape(num_blocks, block, *array.shape[1:])
 
 
 def over_devices(function: Callable[..., Any], plan: TilePlan, *arrays: Any) -> Any:
-    """``function(plan, *arrays)``, or of each device's part where these have an axis in front.
+    """Call ``function(plan, *arrays)``, on each device's part where a device axis is in front.
 
     All devices make the trips that the one with most of them makes, so that they stay in step.
     """
@@ -151,7 +152,7 @@ def over_devices(function: Callable[..., Any], plan: TilePlan, *arrays: Any) -> 
 
 
 def loop(plan: TilePlan, body: Callable[[Tiles, Any], Any], carry: Any) -> Any:
-    """``carry = body(tiles, carry)`` over all tiles; in a trip no block of queries occurs twice."""
+    """Run ``carry = body(tiles, carry)`` over all tiles, each query block once per trip."""
 
     def step(t: Array, carry: Any) -> Any:
         def trip(c: Array, carry: Any) -> Any:
@@ -188,11 +189,11 @@ def sum_tiles(
     queries: Any,
     keys: Any,
 ) -> Any:
-    """The sum over its tiles of what each block of queries gets from blocks of keys.
+    """Sum, for each block of queries, the contributions of its tiles.
 
     Args:
-        tile: ``tile(shared, queries, keys, tiles)``, what blocks ``[tiles, block, ...]`` of queries
-            get from the blocks of keys that they meet: arrays of ``[tiles, block, ...]``.
+        tile: ``tile(shared, queries, keys, tiles)``, the contributions of blocks of keys to blocks
+            ``[tiles, block, ...]`` of queries: arrays of ``[tiles, block, ...]``.
         plan: The tiles.
         shared: Arrays that every tile sees, such as a bias.
         queries: Arrays of ``[blocks, block, ...]``.

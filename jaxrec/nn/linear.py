@@ -31,7 +31,7 @@ class LinearPart(nnx.Module):
         >>> weights = jaxrec.EmbeddingBagCollection(
         ...     [jaxrec.EmbeddingBagConfig("user", 100, 1)], rngs=nnx.Rngs(0))
         >>> ids = jaxrec.KeyedJaggedArray.from_lists({"user": [[1], [2, 3]]})
-        >>> LinearPart(weights, rngs=nnx.Rngs(0))(ids).shape
+        >>> LinearPart(weights, rngs=nnx.Rngs(0))(None, ids).shape
         (2,)
     """
 
@@ -54,11 +54,9 @@ class LinearPart(nnx.Module):
         self.dtype = dtype
 
     def __call__(
-        self,
-        features: KeyedJaggedArray,
-        dense: Float[AnyArray, "batch num_dense"] | None = None,
+        self, dense: Float[AnyArray, "batch num_dense"] | None, features: KeyedJaggedArray
     ) -> Float[Array, " batch"]:
-        """``[batch]`` logits.
+        """Return the logits of a batch, ``[batch]``.
 
         Raises:
             ValueError: ``dense`` is missing, or has another number of columns.

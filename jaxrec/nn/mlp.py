@@ -28,7 +28,7 @@ def make_activation(
     param_dtype: DTypeLike,
     rngs: nnx.Rngs,
 ) -> Callable[[Array], Array]:
-    """The activation behind a layer of ``size`` columns.
+    """Return the activation behind a layer of ``size`` columns.
 
     Raises:
         ValueError: There is none of that name.
@@ -47,8 +47,22 @@ def make_activation(
     return activation
 
 
+def check_logit_layer(name: str, layer_sizes: Sequence[int]) -> None:
+    """Check the layer sizes of a network that ends with a logit.
+
+    Args:
+        name: Name of the argument.
+        layer_sizes: Columns of each layer's output.
+
+    Raises:
+        ValueError: The last layer has another size than 1.
+    """
+    if not layer_sizes or layer_sizes[-1] != 1:
+        raise ValueError(f"{name} ends with 1, the column of the logit; got {tuple(layer_sizes)}")
+
+
 class Perceptron(nnx.Module):
-    """A dense layer and the activation behind it; TorchRec's module of that name.
+    """A dense layer and its activation; TorchRec's module of that name.
 
     Args:
         in_features: Columns of the input.
@@ -91,7 +105,7 @@ class Perceptron(nnx.Module):
     def __call__(
         self, x: Float[AnyArray, "*batch in_features"]
     ) -> Float[Array, "*batch out_features"]:
-        """``[..., in_features]`` to ``[..., out_features]``."""
+        """Map ``[..., in_features]`` to ``[..., out_features]``."""
         return self.activation(self.linear(jnp.asarray(x)))
 
 
@@ -103,10 +117,10 @@ class MLP(nnx.Module):
     Args:
         in_features: Columns of the input.
         layer_sizes: Columns of each layer's output.
-        activation: What follows each layer: an elementwise function, or "relu", "sigmoid",
-            "swish_layernorm" or "dice" (a `SwishLayerNorm` or `Dice` of its own behind each layer).
-        activation_on_last: Whether it follows the last layer too. A model's head leaves it out to
-            return logits.
+        activation: Activation of each layer: an elementwise function, or "relu", "sigmoid",
+            "swish_layernorm" or "dice" (each layer has its own `SwishLayerNorm` or `Dice`).
+        activation_on_last: Whether the last layer has an activation too. A model's head leaves it
+            out to return logits.
         bias: Whether layers add a bias.
         dtype: Type that the layers compute in; None: the wider of the input's and ``param_dtype``.
         param_dtype: Type of the parameters.
@@ -160,7 +174,7 @@ class MLP(nnx.Module):
     def __call__(
         self, x: Float[AnyArray, "*batch in_features"]
     ) -> Float[Array, "*batch out_features"]:
-        """``[..., in_features]`` to ``[..., layer_sizes[-1]]``."""
+        """Map ``[..., in_features]`` to ``[..., layer_sizes[-1]]``."""
         hidden = jnp.asarray(x)
         for i, layer in enumerate(self.layers):
             hidden = layer(hidden)

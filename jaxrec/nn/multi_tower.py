@@ -10,7 +10,8 @@ from jaxtyping import Array, Float
 
 from jaxrec.embed import EmbeddingBagCollection
 from jaxrec.mesh import ShardedTables, table_row_wise
-from jaxrec.mesh.placement import Exchange, Placement
+from jaxrec.mesh.exchange import ExchangeLike
+from jaxrec.mesh.placement import Placement
 from jaxrec.mesh.towers import Tower, TowerTables, run_towers
 from jaxrec.ragged import KeyedArray, KeyedJaggedArray
 from jaxrec.ragged.arrays import AnyArray
@@ -20,9 +21,9 @@ class DisaggregatedMultiTower(nnx.Module):
     """Features in groups that interact among themselves first, then, compressed, across groups.
 
     Luo et al. 2024, "Disaggregated multi-tower: Topology-aware modeling technique for efficient
-    large-scale recommendation" (arXiv:2403.00877), section 3: a tower is a group of tables that lie
-    on devices with fast links between them, and a tower module over what they give that hands few
-    columns on; what is on top sees the towers' outputs and the dense features.
+    large-scale recommendation" (arXiv:2403.00877), section 3: a tower is a group of tables on
+    devices with fast links between them, and a tower module that compresses their embeddings to few
+    columns; the layers on top see the towers' outputs and the dense features.
 
     On one device, and on a mesh after `jaxrec.shard` alone, tower modules run where the samples
     are. After `disaggregate` they run on the hosts of their tables: between hosts travel ids and
@@ -35,10 +36,10 @@ class DisaggregatedMultiTower(nnx.Module):
         towers: For each tower the names of its tables, and its module: a function of their pooled
             embeddings side by side, ``[batch, sum(dims)]``, by table and then by feature, that
             returns ``[batch, columns]``, such as an `MLP` or a `CrossNet`.
-        over: What is on top: a function of ``[batch, columns]``, the outputs of all towers in
+        over: The layers on top: a function of ``[batch, columns]``, the outputs of all towers in
             order and then the dense features, such as an `MLP` or a `CrossNet` with a head.
         dense: A function of the dense features, ``[batch, num_dense]``, that returns ``[batch,
-            columns]``, such as an `MLP`; None: there are no dense features.
+            columns]``, such as an `MLP`; None: no dense features.
 
     Raises:
         ValueError: Not every table is in exactly one tower.
@@ -53,7 +54,7 @@ class DisaggregatedMultiTower(nnx.Module):
         ...      (("item", "shop"), jaxrec.nn.MLP(16, (4,), rngs=rngs))],
         ...     over=jaxrec.nn.MLP(8, (16, 1), activation_on_last=False, rngs=rngs))
         >>> batch = KeyedJaggedArray.from_lists({name: [[1], [2]] for name in names})
-        >>> model(batch).shape
+        >>> model(None, batch).shape
         (2, 1)
         >>> {name: placement.places for name, placement in model.placements(num_hosts=2).items()}
         {'user': (0,), 'city': (0,), 'item': (1,), 'shop': (1,)}
@@ -89,11 +90,9 @@ class DisaggregatedMultiTower(nnx.Module):
             )
 
     def __call__(
-        self,
-        features: KeyedJaggedArray,
-        dense: Float[AnyArray, "batch num_dense"] | None = None,
+        self, dense: Float[AnyArray, "batch num_dense"] | None, features: KeyedJaggedArray
     ) -> Float[Array, "batch columns"]:
-        """``[batch, columns]``, what ``over`` returns.
+        """Return the output of ``over``, ``[batch, columns]``.
 
         Raises:
             ValueError: There are dense features and the model takes none, or the other way round.
@@ -103,7 +102,7 @@ class DisaggregatedMultiTower(nnx.Module):
                 "dense features and dense=, the layers over them, come together; give both or "
                 "neither"
             )
-        pooled, tables = self.embeddings(features), self.embeddings.tables.get_value()
+        pooled, tables = self.embeddings(features), self.embeddings.tables.get_value().placed
         if isinstance(tables, TowerTables):
             outputs = self._on_hosts(tables, jnp.asarray(pooled.values))
         else:
@@ -113,7 +112,7 @@ class DisaggregatedMultiTower(nnx.Module):
         return self.over(jnp.concatenate(outputs, axis=1))
 
     def _reads(self, tower: int) -> list[tuple[str, str]]:
-        """The tables and features of a tower."""
+        """Return the tables and features of a tower."""
         configs = {table.name: table for table in self.embeddings.configs}
         return [(name, f) for name in self.tables[tower] for f in configs[name].feature_names]
 
@@ -142,7 +141,7 @@ class DisaggregatedMultiTower(nnx.Module):
         return run_towers(tables, looked_up, towers, parameters)
 
     def disaggregate(self) -> None:
-        """From now on tower modules run on the hosts of their tables.
+        """Run tower modules on the hosts of their tables from now on.
 
         After `jaxrec.shard` by a plan of `placements`, on a mesh of two axes, hosts first.
 
@@ -150,14 +149,15 @@ class DisaggregatedMultiTower(nnx.Module):
             ValueError: The tables are not placed so, or a tower module has more than parameters.
         """
         variable = self.embeddings.tables
-        tables = variable.get_value()
+        store = variable.get_value()
+        tables = store.placed
         if not isinstance(tables, ShardedTables):
             raise ValueError("the model is on one device; put it on a mesh with jaxrec.shard first")
         if more := nnx.to_flat_state(nnx.state(self.towers, nnx.Not(nnx.Param))):
             names = sorted("/".join(map(str, path)) for path, _ in more)
             raise ValueError(
                 f"modules of towers on hosts have parameters alone, and these have {names}; leave "
-                "dropout and batch statistics to what is on top"
+                "dropout and batch statistics to the layers on top"
             )
         tables = TowerTables.of(tables)
         for index in range(len(self.tables)):
@@ -167,13 +167,15 @@ class DisaggregatedMultiTower(nnx.Module):
                     f"tables {self.tables[index]} of one tower are on hosts {sorted(hosts)}; "
                     "place them on one, as placements() does"
                 )
-        variable.set_value(tables)
+        variable.set_value(store.with_placed(tables))
 
-    def placements(self, num_hosts: int, *, exchange: Exchange = "rows") -> dict[str, Placement]:
-        """For each table a placement on its tower's host, by rows over the host's devices.
+    def placements(
+        self, num_hosts: int, *, exchange: ExchangeLike = "rows"
+    ) -> dict[str, Placement]:
+        """Place each table on its tower's host, by rows over the host's devices.
 
-        Towers go round the hosts in order: make as many as there are hosts, or a multiple. The
-        result is what `jaxrec.plan.ShardingPlan.from_dict` takes.
+        Tower ``i`` goes to host ``i % num_hosts``. `jaxrec.plan.ShardingPlan.from_dict` takes the
+        result.
 
         Args:
             num_hosts: Length of the mesh's first axis.

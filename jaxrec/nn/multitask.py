@@ -9,7 +9,7 @@ from flax import nnx
 from jaxtyping import Array, DTypeLike, Float
 
 from jaxrec.nn.dtypes import promote
-from jaxrec.nn.mlp import MLP
+from jaxrec.nn.mlp import MLP, check_logit_layer
 from jaxrec.ragged.arrays import AnyArray
 
 
@@ -51,7 +51,7 @@ class Gate(nnx.Module):
     def __call__(
         self, x: Float[AnyArray, "batch columns"], experts: Float[Array, "batch experts dim"]
     ) -> Float[Array, "batch dim"]:
-        """``[batch, in_features]`` and experts' ``[batch, experts, dim]`` to ``[batch, dim]``."""
+        """Map ``[batch, in_features]`` and ``[batch, experts, dim]`` to ``[batch, dim]``."""
         x, experts = promote(self.dtype, x, experts)
         weights = nnx.softmax(self.linear(x), axis=1)
         return jnp.einsum("be,bed->bd", weights, experts)
@@ -68,18 +68,18 @@ class MMoE(nnx.Module):
         num_tasks: Number of tasks.
         num_experts: Number of experts.
         expert_layer_sizes: Layers of each expert.
-        tower_layer_sizes: Hidden layers of each task's tower; a layer of 1 follows.
+        tower_layer_sizes: Layers of each task's tower; the last is 1.
         dtype: Type that it computes in; None: the wider of the input's and ``param_dtype``.
         param_dtype: Type of the parameters.
         rngs: Gives the random keys of first values.
 
     Raises:
-        ValueError: A number is below 1.
+        ValueError: A number is below 1, or a tower does not end with 1.
 
     Example:
         >>> import jax.numpy as jnp
         >>> model = MMoE(8, num_tasks=2, num_experts=3, expert_layer_sizes=(16,),
-        ...              tower_layer_sizes=(4,), rngs=nnx.Rngs(0))
+        ...              tower_layer_sizes=(4, 1), rngs=nnx.Rngs(0))
         >>> model(jnp.ones((5, 8))).shape
         (5, 2)
     """
@@ -100,6 +100,7 @@ class MMoE(nnx.Module):
             raise ValueError(
                 f"num_tasks and num_experts are 1 or more, got {num_tasks} and {num_experts}"
             )
+        check_logit_layer("tower_layer_sizes", tower_layer_sizes)
         self.experts = nnx.List(
             MLP(in_features, expert_layer_sizes, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
             for _ in range(num_experts)
@@ -111,7 +112,7 @@ class MMoE(nnx.Module):
         self.towers = nnx.List(
             MLP(
                 expert_layer_sizes[-1],
-                (*tower_layer_sizes, 1),
+                tower_layer_sizes,
                 activation_on_last=False,
                 dtype=dtype,
                 param_dtype=param_dtype,
@@ -121,7 +122,7 @@ class MMoE(nnx.Module):
         )
 
     def __call__(self, x: Float[AnyArray, "batch columns"]) -> Float[Array, "batch tasks"]:
-        """``[batch, in_features]`` to ``[batch, num_tasks]`` logits."""
+        """Map ``[batch, in_features]`` to ``[batch, num_tasks]`` logits."""
         experts = jnp.stack([expert(x) for expert in self.experts], axis=1)
         logits = [
             tower(gate(x, experts)) for gate, tower in zip(self.gates, self.towers, strict=True)
@@ -184,7 +185,7 @@ class ExtractionLayer(nnx.Module):
         def gate(count: int) -> Gate:
             return Gate(in_features, count, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
 
-        # One group of experts a task, the shared group last, and so are the gates.
+        # One group of experts per task, then the shared group; the gates in the same order.
         groups = [*[group(task_experts) for _ in range(num_tasks)], group(shared_experts)]
         self.groups = nnx.List([nnx.List(experts) for experts in groups])
         gates = [gate(task_experts + shared_experts) for _ in range(num_tasks)]
@@ -195,7 +196,7 @@ class ExtractionLayer(nnx.Module):
     def __call__(
         self, inputs: Sequence[Float[AnyArray, "batch columns"]]
     ) -> list[Float[Array, "batch dim"]]:
-        """The mixtures of a batch.
+        """Return the mixtures of a batch.
 
         Args:
             inputs: ``[batch, in_features]`` of each task, then of the shared experts.
@@ -228,18 +229,18 @@ class PLE(nnx.Module):
         task_experts: Experts of each task and level.
         shared_experts: Experts that all tasks share, in each level.
         expert_layer_sizes: Layers of each expert.
-        tower_layer_sizes: Hidden layers of each task's tower; a layer of 1 follows.
+        tower_layer_sizes: Layers of each task's tower; the last is 1.
         dtype: Type that it computes in; None: the wider of the input's and ``param_dtype``.
         param_dtype: Type of the parameters.
         rngs: Gives the random keys of first values.
 
     Raises:
-        ValueError: A number is below 1.
+        ValueError: A number is below 1, or a tower does not end with 1.
 
     Example:
         >>> import jax.numpy as jnp
         >>> model = PLE(8, num_tasks=2, num_levels=2, task_experts=2, shared_experts=1,
-        ...             expert_layer_sizes=(16,), tower_layer_sizes=(4,), rngs=nnx.Rngs(0))
+        ...             expert_layer_sizes=(16,), tower_layer_sizes=(4, 1), rngs=nnx.Rngs(0))
         >>> model(jnp.ones((5, 8))).shape
         (5, 2)
     """
@@ -260,6 +261,7 @@ class PLE(nnx.Module):
     ):
         if num_levels < 1:
             raise ValueError(f"num_levels is 1 or more, got {num_levels}")
+        check_logit_layer("tower_layer_sizes", tower_layer_sizes)
         self.num_tasks = num_tasks
         self.levels = nnx.List(
             ExtractionLayer(
@@ -278,7 +280,7 @@ class PLE(nnx.Module):
         self.towers = nnx.List(
             MLP(
                 expert_layer_sizes[-1],
-                (*tower_layer_sizes, 1),
+                tower_layer_sizes,
                 activation_on_last=False,
                 dtype=dtype,
                 param_dtype=param_dtype,
@@ -288,7 +290,7 @@ class PLE(nnx.Module):
         )
 
     def __call__(self, x: Float[AnyArray, "batch columns"]) -> Float[Array, "batch tasks"]:
-        """``[batch, in_features]`` to ``[batch, num_tasks]`` logits."""
+        """Map ``[batch, in_features]`` to ``[batch, num_tasks]`` logits."""
         states = [jnp.asarray(x)] * (self.num_tasks + 1)
         for level in self.levels:
             states = level(states)

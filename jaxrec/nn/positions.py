@@ -17,7 +17,7 @@ from jaxrec.ragged import JaggedArray, KeyedArray, KeyedJaggedArray, lengths_ran
 
 
 def positions_in_rows(column: JaggedArray) -> Int32[Array, "*devices capacity"]:
-    """The position of each element in its row: 0, 1, 2, ...; 0 at padding.
+    """Return the position of each element in its row: 0, 1, 2, ...; 0 at padding.
 
     Also of a column on a mesh, which has one more axis in front, over the devices.
 
@@ -53,7 +53,7 @@ class PositionWeightedModule(nnx.Module):
         self.position_weight = nnx.Param(jnp.ones(max_feature_length, param_dtype))
 
     def __call__(self, column: JaggedArray) -> JaggedArray:
-        """The same column with weights: those of positions, times its own if it has some.
+        """Return the column with the weights of its positions, times its own weights if any.
 
         Raises:
             ValueError: A bag is longer than there are positions (seen outside of `jax.jit`; inside,
@@ -62,7 +62,7 @@ class PositionWeightedModule(nnx.Module):
         return dataclasses.replace(column, weights=self.weights(column, "the column"))
 
     def weights(self, column: JaggedArray, name: str) -> Float[Array, "*devices capacity"]:
-        """The weights of a column's ids; ``name`` is what errors call it."""
+        """Return the weights of a column's ids; ``name`` is the column's in errors."""
         count = self.position_weight.shape[0]
         if not isinstance(column.lengths, jax.core.Tracer):
             longest = int(np.max(np.asarray(column.lengths), initial=0))
@@ -71,7 +71,7 @@ class PositionWeightedModule(nnx.Module):
                     f"{name} has a bag of {longest} ids, but position weights for {count}; cut the "
                     "bags or give a larger max_feature_length"
                 )
-        # A position past the last has no weight, and NaN says so.
+        # The weight of a position past the last is NaN.
         weights = jnp.take(self.position_weight[...], positions_in_rows(column), mode="fill")
         return weights if column.weights is None else weights * column.weights
 
@@ -106,7 +106,7 @@ class PositionWeightedModuleCollection(nnx.Module):
         )
 
     def __call__(self, features: KeyedJaggedArray) -> KeyedJaggedArray:
-        """The same batch with weights.
+        """Return the batch with weights.
 
         Raises:
             KeyError: The batch lacks a key.
@@ -167,5 +167,5 @@ class FeatureProcessedEmbeddingBagCollection(nnx.Module):
         return self.embeddings.configs
 
     def __call__(self, features: KeyedJaggedArray) -> KeyedArray:
-        """The pooled embeddings of the processed batch, as `EmbeddingBagCollection` gives them."""
+        """Return the pooled embeddings of the processed batch, as `EmbeddingBagCollection` does."""
         return self.embeddings(self.processor(features))

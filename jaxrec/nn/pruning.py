@@ -7,22 +7,22 @@ from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float32, Int32
 
 from jaxrec.embed import EmbeddingBagCollection, EmbeddingCollection
+from jaxrec.embed.not_finite import check_ids
 from jaxrec.ragged import JaggedArray, KeyedArray, KeyedJaggedArray
+from jaxrec.ragged.bounds import BAD_ID
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Addresses:
-    """Which row each id of a table has, and how much each id is used.
+    """The row and the use count of each id of a table.
 
     Attributes:
-        rows: ``[num_ids]`` the row of each id; the table's last row for ids without one of their
-            own.
+        rows: ``[num_ids]`` the row of each id; the table's last row for ids without a row.
         uses: ``[num_ids]`` occurrences of each id, old ones counting less.
     """
 
@@ -35,7 +35,7 @@ class AddressVariable(nnx.Variable):
 
 
 def first_addresses(num_ids: int, num_rows: int) -> Addresses:
-    """Rows for the first ids, the shared last row for all others.
+    """Return addresses with rows for the first ids, the shared last row for all others.
 
     Example:
         >>> first_addresses(5, 3).rows.tolist()
@@ -46,7 +46,7 @@ def first_addresses(num_ids: int, num_rows: int) -> Addresses:
 
 
 def count_uses(addresses: Addresses, column: JaggedArray) -> Addresses:
-    """Adds the occurrences of a column's ids; also of a column on a mesh."""
+    """Add the occurrences of a column's ids; also of a column on a mesh."""
     places = jnp.broadcast_to(
         jnp.arange(column.values.shape[-1], dtype=jnp.int32), column.values.shape
     )
@@ -59,13 +59,13 @@ def count_uses(addresses: Addresses, column: JaggedArray) -> Addresses:
 def reassign(
     addresses: Addresses, num_rows: int, decay: float = 1.0
 ) -> tuple[Addresses, Bool[Array, " rows"]]:
-    """Gives the rows to the ids that are used most; an id that keeps its row keeps its place.
+    """Give the rows to the ids that are used most; an id that keeps a row keeps the same one.
 
-    Among equally used ids those that have a row come first, then those of lower number.
+    Among equally used ids, ids with a row come first, then lower ids.
 
     Args:
         addresses: Rows and uses so far.
-        num_rows: Rows of the table, of which the last is shared.
+        num_rows: Number of rows of the table; the last is shared.
         decay: Factor of the uses so far.
 
     Returns:
@@ -81,14 +81,14 @@ def reassign(
     rows, uses, shared = addresses.rows, addresses.uses, num_rows - 1
     has_row = rows != shared
     most_used = jnp.lexsort((~has_row, -uses))[:shared]
-    kept = jnp.zeros(rows.shape, bool).at[most_used].set(True)
-    stays, comes = kept & has_row, kept & ~has_row
-    taken = jnp.zeros(num_rows, bool).at[shared].set(True)
-    taken = taken.at[jnp.where(stays, rows, num_rows)].set(True, mode="drop")
+    gets_row = jnp.zeros(rows.shape, bool).at[most_used].set(True)
+    stays, comes = gets_row & has_row, gets_row & ~has_row
+    is_occupied = jnp.zeros(num_rows, bool).at[shared].set(True)
+    is_occupied = is_occupied.at[jnp.where(stays, rows, num_rows)].set(True, mode="drop")
     # The k-th newcomer gets the k-th free row; sorting is stable.
-    free = jnp.argsort(taken).astype(jnp.int32)
+    free_rows = jnp.argsort(is_occupied).astype(jnp.int32)
     place = jnp.cumsum(comes, dtype=jnp.int32) - 1
-    new = jnp.where(comes, free.at[place].get(mode="clip"), shared)
+    new = jnp.where(comes, free_rows.at[place].get(mode="clip"), shared)
     changed = jnp.zeros(num_rows, bool).at[jnp.where(comes, new, num_rows)].set(True, mode="drop")
     return Addresses(jnp.where(stays, rows, new), uses * decay), changed
 
@@ -99,13 +99,13 @@ class PrunedEmbeddings(nnx.Module):
     In-training embedding pruning, as TorchRec's ITEPEmbeddingBagCollection and
     ITEPEmbeddingCollection do it: the ids that occur most have rows of their own, and `prune`,
     called every thousand steps or so, decides anew which those are. Unlike there, ids without a row
-    share the table's last one, which no id has for itself (in TorchRec they share the row of id 0),
-    and an id that gets a row starts with what it had until then, the shared row (there: zeros).
+    share the table's last row, which belongs to no id (in TorchRec they share the row of id 0), and
+    an id that gets a row starts with the values of the shared row (in TorchRec with zeros).
 
     Args:
-        embeddings: The tables, with as many rows as there is room for.
+        embeddings: The tables, with as many rows as fit in memory.
         num_ids: For each pruned table the number of its ids; more than its rows. Other tables are
-            looked up as ever.
+            not pruned.
         decay: Factor of the counted uses at each `prune`, 0.98 in FBGEMM.
 
     Attributes:
@@ -138,7 +138,7 @@ class PrunedEmbeddings(nnx.Module):
         sizes = {table.name: table.num_embeddings for table in embeddings.configs}
         for name, count in num_ids.items():
             if name not in sizes:
-                raise ValueError(f"num_ids names {name!r}, which is no table of {sorted(sizes)}")
+                raise ValueError(f"num_ids names {name!r}, which is not a table of {sorted(sizes)}")
             if not 2 <= sizes[name] < count:
                 raise ValueError(
                     f"table {name!r} has {sizes[name]} rows for {count} ids; a pruned table has at "
@@ -160,7 +160,7 @@ class PrunedEmbeddings(nnx.Module):
                 for name, count in num_ids.items()
             }
         )
-        # What a fresh row's optimizer state is.
+        # The optimizer state of a fresh row.
         self.first_state = nnx.Dict(
             {
                 name: AddressVariable(
@@ -172,7 +172,7 @@ class PrunedEmbeddings(nnx.Module):
 
     @property
     def bounds(self) -> dict[str, int]:
-        """For each feature the number of its ids; what packing checks against."""
+        """For each feature the number of its ids, the bound for packing."""
         own = {
             feature: self.addresses[table].get_value().rows.shape[0]
             for feature, table in self.pruned.items()
@@ -180,30 +180,30 @@ class PrunedEmbeddings(nnx.Module):
         return self.embeddings.bounds | own
 
     def __call__(self, features: KeyedJaggedArray) -> KeyedArray | dict[str, JaggedArray]:
-        """What the collection gives for a batch; in training, the batch's ids are counted.
+        """Look a batch up in the collection; in training, count its ids.
 
         Raises:
-            ValueError: An id is outside of ``num_ids`` (seen outside of `jax.jit`; inside, it makes
+            ValueError: An id is outside ``num_ids`` (seen outside of `jax.jit`; inside, it makes
                 the result NaN).
             KeyError: If the batch lacks a feature.
         """
+        check_ids(features, self.bounds, always=False)
         values = []
         for key, column in features.to_dict().items():
             ids = jnp.asarray(column.values)
             if key in self.pruned:
                 variable = self.addresses[self.pruned[key]]
-                self._check(key, column)
                 if not self.deterministic:
                     variable.set_value(count_uses(variable.get_value(), column))
                 rows = variable.get_value().rows
-                # A negative id is outside, and does not count from the end.
+                # JAX counts negative indices from the end.
                 ids = jnp.where(ids < 0, rows.shape[0], ids)
-                ids = rows.at[ids].get(mode="fill", fill_value=-1)
+                ids = rows.at[ids].get(mode="fill", fill_value=BAD_ID)
             values.append(ids)
         return self.embeddings(dataclasses.replace(features, values=jnp.concatenate(values, -1)))
 
     def prune(self) -> dict[str, int]:
-        """Gives rows to the ids used most; outside of compiled functions, between steps.
+        """Give rows to the ids used most; call it between steps, outside of compiled functions.
 
         A row that changes hands starts as the shared row is, with fresh optimizer state. A copy of
         one pruned table at a time is made.
@@ -228,14 +228,3 @@ class PrunedEmbeddings(nnx.Module):
             }
             self.embeddings.load_table_state(name, state)
         return admitted
-
-    def _check(self, key: str, column: JaggedArray) -> None:
-        if isinstance(column.values, jax.core.Tracer) or column.values.ndim > 1:
-            return  # not to be had, or checked when it was packed
-        ids = np.asarray(column.values)[: int(np.sum(np.asarray(column.lengths)))]
-        bad = ids[(ids < 0) | (ids >= self.bounds[key])]
-        if bad.size:
-            raise ValueError(
-                f"feature {key!r}: id {bad[0]} is outside of its table's {self.bounds[key]} ids; "
-                "give bounds=module.bounds to the batch's constructor, or a larger num_ids"
-            )

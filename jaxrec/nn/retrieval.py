@@ -25,7 +25,7 @@ def sampled_softmax_loss(
     negative_ids: Int[AnyArray, "*devices m"] | None = None,
     temperature: float = 1.0,
 ) -> Float[Array, "*devices n"]:
-    """Cross-entropy of each positive against itself and all of the sampled negatives.
+    """Return the cross-entropy of each positive against itself and all of the sampled negatives.
 
     ``-log(exp(s_+) / (exp(s_+) + sum_j exp(s_j)))`` of ``s = query . candidate / temperature``.
     With negatives drawn from a distribution ``q`` and ``log_q`` given, ``s - log q`` takes the
@@ -40,7 +40,7 @@ def sampled_softmax_loss(
         negatives: ``[m, dim]`` candidates that all queries share.
         positive_log_q: ``[n]`` logarithms of the positives' sampling probabilities; a constant may
             be added to all ``log_q``. None: not corrected.
-        negative_log_q: ``[m]`` those of the negatives.
+        negative_log_q: ``[m]`` the same of the negatives.
         positive_ids: ``[n]`` ids of the positives; with ``negative_ids`` a negative that is a
             query's own positive is left out for it.
         negative_ids: ``[m]`` ids of the negatives.
@@ -88,7 +88,7 @@ def in_batch_softmax_loss(
     hard_negatives: Float[AnyArray, "batch k dim"] | None = None,
     temperature: float = 1.0,
 ) -> Float[Array, " batch"]:
-    """Cross-entropy of each query's candidate among all candidates of the batch.
+    """Return the cross-entropy of each query's candidate among all candidates of the batch.
 
     The other samples' candidates are the negatives. They occur as often as they are popular, which
     ``log_q`` corrects: Yi et al. 2019, "Sampling-bias-corrected neural modeling for large corpus
@@ -102,8 +102,8 @@ def in_batch_softmax_loss(
         ids: ``[batch]`` ids of the candidates; other samples of a query's own candidate are left
             out for it.
         hard_negatives: ``[batch, k, dim]`` further negatives of each query, such as candidates that
-            rank high and are wrong. They stand in the softmax of their own query alone, and
-            uncorrected: whoever chose them knows no ``q``.
+            rank high and are wrong. They stand in the softmax of their own query alone,
+            uncorrected, since their ``q`` is unknown.
         temperature: Divides scores.
 
     Returns:
@@ -135,7 +135,7 @@ def in_batch_softmax_loss(
 class TwoTower(nnx.Module):
     """A tower for queries and one for candidates, whose outputs meet in a dot product alone.
 
-    So candidates' vectors can be made ahead and searched by an index of nearest neighbours.
+    Candidates' vectors can be computed ahead and searched by an index of nearest neighbours.
     Covington et al. 2016, "Deep neural networks for YouTube recommendations" (RecSys); Yi et al.
     2019, "Sampling-bias-corrected neural modeling for large corpus item recommendations" (RecSys),
     section 4.
@@ -175,15 +175,15 @@ class TwoTower(nnx.Module):
     def __call__(
         self, features: KeyedJaggedArray
     ) -> tuple[Float[Array, "batch dim"], Float[Array, "batch dim"]]:
-        """The vectors of the queries and of the candidates of a batch, ``[batch, dim]`` each."""
+        """Return the vectors of a batch's queries and candidates, ``[batch, dim]`` each."""
         return self.query(features), self.candidate(features)
 
     def query(self, features: KeyedJaggedArray) -> Float[Array, "batch dim"]:
-        """``[batch, dim]`` vectors of queries."""
+        """Return the vectors of the queries, ``[batch, dim]``."""
         return self._scaled(self.query_tower(features))
 
     def candidate(self, features: KeyedJaggedArray) -> Float[Array, "batch dim"]:
-        """``[batch, dim]`` vectors of candidates."""
+        """Return the vectors of the candidates, ``[batch, dim]``."""
         return self._scaled(self.candidate_tower(features))
 
     def _scaled(self, vectors: Any) -> Array:

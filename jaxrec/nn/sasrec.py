@@ -11,13 +11,13 @@ from jaxtyping import Array, DTypeLike, Float
 
 from jaxrec.embed import EmbeddingCollection
 from jaxrec.nn.dtypes import promote
-from jaxrec.nn.jagged_attention import BLOCK
 from jaxrec.nn.sequence import (
     JaggedSelfAttention,
     SequenceModel,
     SequenceOptions,
     scaled,
 )
+from jaxrec.nn.tiled_attention import BLOCK
 from jaxrec.ragged import JaggedArray, KeyedJaggedArray
 from jaxrec.ragged.arrays import AnyArray
 
@@ -85,7 +85,7 @@ class SASRecBlock(nnx.Module):
     def __call__(
         self, states: Float[AnyArray, "*devices capacity dim"], lengths: AnyArray
     ) -> Float[Array, "*devices capacity dim"]:
-        """``[capacity, dim]`` states, of rows of the given lengths, to the same shape."""
+        """Map ``[capacity, dim]`` states, of rows of the given lengths, to the same shape."""
         (states,) = promote(self.dtype, states)
         attended = self.attention(self.attention_norm(states), lengths)
         states = states + self.dropout(attended)
@@ -133,18 +133,18 @@ class SASRec(SequenceModel):
         super().__init__(items, functools.partial(SASRecBlock, num_heads=num_heads), **options)
 
     def __call__(self, features: KeyedJaggedArray) -> dict[str, JaggedArray]:
-        """The state behind each item of each sequence, beside the other features' embeddings.
+        """Return the state after each item of each sequence, beside other features' embeddings.
 
         Args:
             features: The batch.
 
         Returns:
-            What the collection returns, with the states in place of the history's embeddings:
-            ``[capacity, dim]`` values. The state of place ``i`` knows the items up to it.
+            The result of the collection, with the states in place of the history's embeddings:
+            ``[capacity, dim]`` values. The state of position ``i`` knows the items up to it.
 
         Raises:
             ValueError: A sequence is longer than ``max_length`` (seen outside of `jax.jit`; inside,
-                what is past it becomes NaN).
+                the states past it become NaN).
         """
         return self.embed(features, self._encode)
 

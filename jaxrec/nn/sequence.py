@@ -1,4 +1,4 @@
-"""What sequence models have in common: items and positions in, a state for each place out."""
+"""The base of sequence models: from items and positions to a state for each position."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from jaxtyping import Array, DTypeLike, Float
 
 from jaxrec.embed import EmbeddingCollection
 from jaxrec.nn.dtypes import promote
-from jaxrec.nn.jagged_attention import BLOCK, jagged_attention
 from jaxrec.nn.positions import positions_in_rows
+from jaxrec.nn.tiled_attention import BLOCK, jagged_attention
 from jaxrec.ragged import JaggedArray, KeyedJaggedArray
 from jaxrec.ragged.arrays import AnyArray
 
@@ -23,7 +23,7 @@ _glorot = nnx.initializers.glorot_uniform()
 
 
 class PositionEmbedding(nnx.Module):
-    """A learned vector for each place of a sequence, added to its element.
+    """A learned vector for each position of a sequence, added to its element.
 
     Args:
         max_length: Number of places.
@@ -55,11 +55,11 @@ class PositionEmbedding(nnx.Module):
         self.dtype = dtype
 
     def __call__(self, column: JaggedArray) -> JaggedArray:
-        """The column with the vectors of places added.
+        """Add the vectors of positions to a column.
 
         Raises:
             ValueError: A sequence is longer than ``max_length`` (seen outside of `jax.jit`; inside,
-                what is past it becomes NaN).
+                the states past it become NaN).
         """
         most = self.vectors.shape[0]
         if not isinstance(column.lengths, jax.core.Tracer):
@@ -85,7 +85,7 @@ class JaggedSelfAttention(nnx.Module):
         num_heads: Number of heads, a divisor of ``dim``.
         causal: Whether an element sees itself and those before it only.
         block_size: See `jagged_attention`.
-        kernel_init: Of the projections' kernels.
+        kernel_init: Initializer of the projections' kernels.
         dtype: Type that it computes in; None: the wider of the input's and ``param_dtype``.
         param_dtype: Type of the parameters.
         rngs: Gives the random keys of first values.
@@ -130,7 +130,7 @@ class JaggedSelfAttention(nnx.Module):
         states: Float[AnyArray, "*devices capacity dim"],
         lengths: AnyArray,
     ) -> Float[Array, "*devices capacity dim"]:
-        """``[capacity, dim]`` states, of rows of the given lengths, to the same shape."""
+        """Map ``[capacity, dim]`` states, of rows of the given lengths, to the same shape."""
         heads = (*states.shape[:-1], self.num_heads, -1)
         query, key, value = (
             layer(jnp.asarray(states)).reshape(heads)
@@ -143,7 +143,7 @@ class JaggedSelfAttention(nnx.Module):
 
 
 class SequenceOptions(TypedDict, total=False):
-    """What `SASRec`, `BERT4Rec` and `HSTU` have in common.
+    """Options that `SASRec`, `BERT4Rec` and `HSTU` share.
 
     Attributes:
         history: The feature with the sequences; "history" if not given.
@@ -173,7 +173,7 @@ class SequenceModel(nnx.Module):
 
     Args:
         items: Tables; one reads the history.
-        make_block: Makes a block of so many columns: a module of states and lengths.
+        make_block: Function from a number of columns to a block: a module of states and lengths.
         history, max_length, num_blocks, dropout_rate, block_size, dtype, param_dtype, rngs: See
             `SequenceOptions`.
 
@@ -210,14 +210,14 @@ class SequenceModel(nnx.Module):
     def embed(
         self, features: KeyedJaggedArray, encode: Callable[[JaggedArray], Array]
     ) -> dict[str, JaggedArray]:
-        """All embeddings of a batch, the history's replaced by what ``encode`` makes of them."""
+        """Return all embeddings of a batch, those of the history replaced by ``encode`` of them."""
         embedded = self.items(features)
         history = embedded[self.history]
         return embedded | {self.history: dataclasses.replace(history, values=encode(history))}
 
 
 def _item_width(model: str, items: EmbeddingCollection, history: str) -> int:
-    """The width of the table that reads the history."""
+    """Return the width of the table that reads the history."""
     widths = [t.embedding_dim for t in items.configs if history in t.feature_names]
     if len(widths) != 1:
         features = sorted(f for table in items.configs for f in table.feature_names)
@@ -229,7 +229,7 @@ def _item_width(model: str, items: EmbeddingCollection, history: str) -> int:
 
 
 def scaled(column: JaggedArray) -> JaggedArray:
-    """Embeddings times the square root of their width, before positions are added.
+    """Scale embeddings by the square root of their width, before positions are added.
 
     Vaswani et al. 2017 (arXiv:1706.03762), section 3.4, and SASRec's own code.
     """
@@ -237,7 +237,7 @@ def scaled(column: JaggedArray) -> JaggedArray:
 
 
 def last_states(column: JaggedArray) -> Float[Array, "*devices rows dim"]:
-    """The state of each row's last element, what predicts the next one; zeros for empty rows.
+    """Return the state of each row's last element; zeros for empty rows.
 
     Example:
         >>> import jax.numpy as jnp
@@ -249,8 +249,8 @@ def last_states(column: JaggedArray) -> Float[Array, "*devices rows dim"]:
 
     def last(values: Array, lengths: Array) -> Array:
         ends = jnp.cumsum(lengths, dtype=jnp.int32) - 1
-        found = jnp.take(values, ends, axis=0, mode="clip")
-        return jnp.where(lengths[:, None] > 0, found, 0)
+        states = jnp.take(values, ends, axis=0, mode="clip")
+        return jnp.where(lengths[:, None] > 0, states, 0)
 
     return last(values, lengths) if lengths.ndim == 1 else jax.vmap(last)(values, lengths)
 
@@ -258,7 +258,7 @@ def last_states(column: JaggedArray) -> Float[Array, "*devices rows dim"]:
 def candidate_scores(
     column: JaggedArray, candidates: Float[AnyArray, "*devices capacity dim"]
 ) -> Float[Array, "*devices rows candidates"]:
-    """The dot product of each row's last state and each of the row's candidates.
+    """Return the dot product of each row's last state and each of the row's candidates.
 
     Args:
         column: The states, ``[capacity, dim]`` values.

@@ -47,7 +47,7 @@ class SwishLayerNorm(nnx.Module):
         self.bias = nnx.Param(jnp.zeros(self.shape, param_dtype))
 
     def __call__(self, x: Float[AnyArray, "*axes"]) -> Float[Array, "*axes"]:
-        """``[..., *shape]`` to the same shape.
+        """Map ``[..., *shape]`` to the same shape.
 
         Raises:
             ValueError: The last axes have other sizes.
@@ -56,7 +56,7 @@ class SwishLayerNorm(nnx.Module):
         if x.shape[x.ndim - rank :] != self.shape:
             raise ValueError(f"the last axes are {self.shape}, but the input is {x.shape}")
         x, scale, bias = promote(self.dtype, x, self.scale[...], self.bias[...])
-        # Moments need more than 16 bits.
+        # Moments need more than 16 bits of precision.
         wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
         axes = tuple(range(-rank, 0))
         centred = wide - wide.mean(axes, keepdims=True)

@@ -1,4 +1,4 @@
-"""What models ask of the tables that they are given."""
+"""Sizes of the tables of a model."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from jaxrec.embed.config import TableConfig
 
 
 def common_width(model: str, tables: Sequence[TableConfig]) -> int:
-    """The width of all tables.
+    """Return the width of all tables.
 
     Raises:
         ValueError: They differ.
@@ -21,10 +21,10 @@ def common_width(model: str, tables: Sequence[TableConfig]) -> int:
 
 
 def num_features(embeddings: EmbeddingBagCollection) -> int:
-    """How many blocks the pooled output has: one for each feature of each table."""
+    """Return the number of blocks of the pooled output: one for each feature of each table."""
     return sum(len(table.feature_names) for table in embeddings.configs)
 
 
 def num_columns(embeddings: EmbeddingBagCollection) -> int:
-    """How many columns the pooled output has."""
+    """Return the number of columns of the pooled output."""
     return sum(table.embedding_dim * len(table.feature_names) for table in embeddings.configs)

@@ -16,7 +16,7 @@ from jaxrec.ragged import KeyedJaggedArray
 
 
 class EmbeddingTower(nnx.Module):
-    """Tables and an interaction over what they give; TorchRec's module of that name.
+    """Tables and an interaction over their embeddings; TorchRec's module of that name.
 
     Args:
         embeddings: The tables.
@@ -48,7 +48,7 @@ class EmbeddingTower(nnx.Module):
         return self.embeddings.configs
 
     def __call__(self, features: KeyedJaggedArray) -> Float[Array, "batch columns"]:
-        """``[batch, columns]``, what the interaction returns."""
+        """Return the output of the interaction, ``[batch, columns]``."""
         return self.interaction(jnp.asarray(self.embeddings(features).values))
 
 
@@ -81,5 +81,5 @@ class EmbeddingTowerCollection(nnx.Module):
             raise ValueError("a collection of towers has at least one tower, got none")
 
     def __call__(self, features: KeyedJaggedArray) -> Float[Array, "batch columns"]:
-        """``[batch, sum of the towers' columns]``, in the towers' order."""
+        """Return the towers' outputs side by side, in order."""
         return jnp.concatenate([tower(features) for tower in self.towers], axis=1)

@@ -12,7 +12,7 @@ from jaxrec.embed import EmbeddingBagCollection
 from jaxrec.nn.dense import check_dense
 from jaxrec.nn.dtypes import promote
 from jaxrec.nn.linear import LinearPart
-from jaxrec.nn.mlp import MLP
+from jaxrec.nn.mlp import MLP, check_logit_layer
 from jaxrec.nn.tables import num_columns
 from jaxrec.ragged import KeyedJaggedArray
 from jaxrec.ragged.arrays import AnyArray
@@ -23,20 +23,20 @@ class WideDeep(nnx.Module):
 
     ``logit = w . x + b + MLP(embeddings, dense)``: Cheng et al. 2016, "Wide & deep learning for
     recommender systems" (arXiv:1606.07792), equation 3. The wide part's features are ids and
-    crosses of ids, hashed by whoever makes the batch; the paper trains it with FTRL, which is
+    crosses of ids, hashed when the batch is made; the paper trains it with FTRL, which is
     ``optimizer=jaxrec.optim.ftrl(...)`` of ``wide``.
 
     Args:
         wide: Tables of width 1: the weight of each id and each cross.
         deep: Tables of the deep network's embeddings, of any widths.
         num_dense: Number of dense features, which the deep network sees.
-        hidden_layer_sizes: Hidden layers of the deep network; a layer of 1 follows.
+        deep_layer_sizes: Layers of the deep network; the last is 1.
         dtype: Type that the dense part computes in; None: float32, unless inputs are wider.
         param_dtype: Type of the dense parameters.
         rngs: Gives the random keys of first values.
 
     Raises:
-        ValueError: A table of ``wide`` is wider than 1.
+        ValueError: A table of ``wide`` is wider than 1, or the deep network does not end with 1.
 
     Example:
         >>> import jaxrec
@@ -46,10 +46,10 @@ class WideDeep(nnx.Module):
         ...     optimizer=jaxrec.optim.ftrl(0.1), rngs=rngs)
         >>> deep = jaxrec.EmbeddingBagCollection(
         ...     [jaxrec.EmbeddingBagConfig(name, 100, 8) for name in ("user", "item")], rngs=rngs)
-        >>> model = WideDeep(wide, deep, hidden_layer_sizes=(16,), rngs=rngs)
+        >>> model = WideDeep(wide, deep, deep_layer_sizes=(16, 1), rngs=rngs)
         >>> ids = jaxrec.KeyedJaggedArray.from_lists(
         ...     {"user": [[1], [2]], "item": [[3, 4], []], "user_x_item": [[17, 40], []]})
-        >>> model(ids).shape
+        >>> model(None, ids).shape
         (2,)
     """
 
@@ -59,18 +59,19 @@ class WideDeep(nnx.Module):
         deep: EmbeddingBagCollection,
         *,
         num_dense: int = 0,
-        hidden_layer_sizes: Sequence[int],
+        deep_layer_sizes: Sequence[int],
         dtype: DTypeLike | None = None,
         param_dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
     ):
+        check_logit_layer("deep_layer_sizes", deep_layer_sizes)
         self.num_dense = num_dense
         self.dtype = dtype
         self.wide = LinearPart(wide, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
         self.embeddings = deep
         self.deep = MLP(
             num_columns(deep) + num_dense,
-            (*hidden_layer_sizes, 1),
+            deep_layer_sizes,
             activation_on_last=False,
             dtype=dtype,
             param_dtype=param_dtype,
@@ -78,15 +79,13 @@ class WideDeep(nnx.Module):
         )
 
     def __call__(
-        self,
-        features: KeyedJaggedArray,
-        dense: Float[AnyArray, "batch num_dense"] | None = None,
+        self, dense: Float[AnyArray, "batch num_dense"] | None, features: KeyedJaggedArray
     ) -> Float[Array, " batch"]:
-        """The logits of a batch.
+        """Return the logits of a batch.
 
         Args:
-            features: The batch's ids, of every feature that the tables read.
             dense: ``[batch, num_dense]`` dense features; None if the model has none.
+            features: The batch's ids, of every feature that the tables read.
 
         Returns:
             ``[batch]`` logits: the log-odds of a click.
@@ -95,7 +94,7 @@ class WideDeep(nnx.Module):
             ValueError: ``dense`` is missing, or has another number of columns.
         """
         inputs = with_dense(self.embeddings(features).values, dense, self.num_dense, self.dtype)
-        return self.wide(features) + self.deep(inputs)[:, 0]
+        return self.wide(None, features) + self.deep(inputs)[:, 0]
 
 
 def with_dense(
@@ -104,7 +103,7 @@ def with_dense(
     num_dense: int,
     dtype: DTypeLike | None,
 ) -> Float[Array, "batch all_columns"]:
-    """Dense features and pooled embeddings side by side, in one type.
+    """Concatenate dense features and pooled embeddings, in one type.
 
     Raises:
         ValueError: There are not ``num_dense`` dense features, or of other samples.

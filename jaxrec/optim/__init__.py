@@ -11,6 +11,7 @@ from jaxrec.optim.adagrad import rowwise_adagrad as rowwise_adagrad
 from jaxrec.optim.adam import adam as adam
 from jaxrec.optim.adam import partial_rowwise_adam as partial_rowwise_adam
 from jaxrec.optim.base import RowOptimizer as RowOptimizer
+from jaxrec.optim.base import RowState as RowState
 from jaxrec.optim.base import Schedule as Schedule
 from jaxrec.optim.ema import ema as ema
 from jaxrec.optim.frozen import frozen as frozen

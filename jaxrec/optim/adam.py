@@ -24,7 +24,7 @@ class adam(RowOptimizer):
     "Adam: a method for stochastic optimization", Algorithm 1; the decay is that of Loshchilov and
     Hutter 2019, "Decoupled weight decay regularization", Algorithm 2, times the rate. FBGEMM's
     ADAM. A row that does not occur keeps its weights and moments; ``t`` counts all updates of the
-    table, or with ``rowwise_bias_correction`` those of the row.
+    table, or the row's own with ``rowwise_bias_correction``.
 
     State: ``first_moment`` and ``second_moment``, 8 dim bytes a row; with
     ``rowwise_bias_correction`` also ``count``, 4 bytes a row.
@@ -97,7 +97,7 @@ class adam(RowOptimizer):
 class partial_rowwise_adam(RowOptimizer):
     """Adam with one second moment a row: ``v <- b2 v + (1 - b2) mean(g^2)``, the rest as `adam`.
 
-    The mean is over the row's elements. FBGEMM's PARTIAL_ROWWISE_ADAM; the formulas are those of
+    The mean is over the row's elements. FBGEMM's PARTIAL_ROWWISE_ADAM; the formulas are by
     Kingma and Ba 2015, Algorithm 1.
 
     State: ``first_moment``, 4 dim bytes a row, and ``second_moment``, 4 bytes a row.

@@ -1,4 +1,4 @@
-"""What a row optimizer is."""
+"""The interface of row optimizers."""
 
 from __future__ import annotations
 
@@ -56,17 +56,17 @@ class RowOptimizer(abc.ABC):
     # Whether rows change at all; the rows of `frozen` tables need no gradient.
     is_trained: ClassVar[bool] = True
 
-    # Whether sums over a row, where `update` needs them, are those of `jaxrec.optim.norm`.
+    # Whether `update` takes all sums over a row by the functions of `jaxrec.optim.norm`.
     sums_rows: ClassVar[bool] = False
 
     @property
     def can_cut_rows(self) -> bool:
-        """Whether a table's columns may lie apart."""
+        """Whether devices may hold different columns of a row."""
         return self.is_elementwise or self.sums_rows
 
     @property
     def needs_whole_rows(self) -> bool:
-        """Whether a part of a row's columns cannot be advanced without the others."""
+        """Whether advancing some columns of a row needs the others."""
         return not self.is_elementwise or self.max_norm is not None
 
     def __post_init__(self) -> None:
@@ -81,7 +81,7 @@ class RowOptimizer(abc.ABC):
 
     @abc.abstractmethod
     def init(self, num_rows: int, dim: int) -> dict[str, Array]:
-        """The state of fresh rows: float32 arrays ``[num_rows]`` or ``[num_rows, dim]``.
+        """Return the state of fresh rows: float32 arrays ``[num_rows]`` or ``[num_rows, dim]``.
 
         All rows begin alike: a large table's state is made of what ``init(1, dim)`` gives.
         """
@@ -94,7 +94,7 @@ class RowOptimizer(abc.ABC):
         state: RowState,
         step: Int[Array, ""],
     ) -> tuple[Float[Array, "rows dim"], dict[str, Array]]:
-        """Advances rows by one step.
+        """Advance rows by one step.
 
         Args:
             rows: The rows, float32.
@@ -107,6 +107,6 @@ class RowOptimizer(abc.ABC):
         """
 
     def rate(self, step: Int[Array, ""]) -> Float[Array, ""]:
-        """The learning rate of the update after ``step`` updates."""
+        """Return the learning rate of the update after ``step`` updates."""
         rate = self.learning_rate
         return jnp.asarray(rate(step) if callable(rate) else rate, jnp.float32)

@@ -10,18 +10,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-# float32 has no numbers above the one, and most devices take numbers below the other for zero.
+# The largest float32, and the smallest that most devices do not take for zero.
 _LARGEST = float(np.finfo(np.float32).max)
 _SMALLEST = float(np.finfo(np.float32).tiny)
 
 
 def non_negative(owner: Any, *names: str) -> None:
-    """Requires each of these fields of ``owner`` to be a number in [0, inf)."""
+    """Require each of these fields of ``owner`` to be a number in [0, inf)."""
     _check_numbers(owner, names, lambda value: value >= 0, "a number >= 0")
 
 
 def schedule(owner: Any, name: str) -> None:
-    """Requires a function of the step: one whose value a compiled step does not freeze."""
+    """Require a function of the step: one whose value a compiled step does not freeze."""
     function = getattr(owner, name)
     if function.__class__.__module__.startswith("jaxrec."):
         return
@@ -45,27 +45,27 @@ def schedule(owner: Any, name: str) -> None:
 
 
 def non_positive(owner: Any, *names: str) -> None:
-    """Requires each of these fields to be a number in (-inf, 0]."""
+    """Require each of these fields to be a number in (-inf, 0]."""
     _check_numbers(owner, names, lambda value: value <= 0, "a number <= 0")
 
 
 def positive(owner: Any, *names: str) -> None:
-    """Requires each of these fields to be a number in (0, inf), in float32 too."""
+    """Require each of these fields to be a number in (0, inf), in float32 too."""
     _check_numbers(owner, names, lambda value: value >= _SMALLEST, "a number > 0")
 
 
 def fraction(owner: Any, *names: str) -> None:
-    """Requires each of these fields to be a number in [0, 1)."""
+    """Require each of these fields to be a number in [0, 1)."""
     _check_numbers(owner, names, lambda value: 0 <= value < 1, "a number in [0, 1)")
 
 
 def share(owner: Any, *names: str) -> None:
-    """Requires each of these fields to be a number in [0, 1]."""
+    """Require each of these fields to be a number in [0, 1]."""
     _check_numbers(owner, names, lambda value: 0 <= value <= 1, "a number in [0, 1]")
 
 
 def count(owner: Any, *names: str) -> None:
-    """Requires each of these fields to be an integer >= 1 that an int32 holds."""
+    """Require each of these fields to be an integer >= 1 that an int32 holds."""
     for name in names:
         value = getattr(owner, name)
         is_int = isinstance(value, numbers.Integral) and not isinstance(value, bool)
@@ -74,14 +74,14 @@ def count(owner: Any, *names: str) -> None:
 
 
 def one_of(owner: Any, name: str, allowed: Collection[str]) -> None:
-    """Requires a field to be one of some words."""
+    """Require a field to be one of ``words``."""
     value = getattr(owner, name)
     if not (isinstance(value, str) and value in allowed):
         raise _error(owner, name, "one of " + ", ".join(repr(word) for word in allowed))
 
 
 def boolean(owner: Any, *names: str) -> None:
-    """Requires each of these fields to be True or False."""
+    """Require each of these fields to be True or False."""
     for name in names:
         if not isinstance(getattr(owner, name), bool):
             raise _error(owner, name, "True or False")

@@ -16,7 +16,7 @@ AVERAGE_OFFSET = "average_offset"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ema(RowOptimizer):
-    """Keep an exponential moving average of each row beside another row optimizer.
+    """A row optimizer that also keeps an exponential moving average of each row.
 
     ``a <- decay a + (1 - decay) w`` with the new row ``w``, starting at the row's first value, each
     time that the row is updated (Polyak and Juditsky 1992, "Acceleration of stochastic
@@ -31,7 +31,7 @@ class ema(RowOptimizer):
         decay: Weight of the average before, in [0, 1).
 
     Raises:
-        TypeError: The optimizer is no row optimizer.
+        TypeError: The optimizer is not a row optimizer.
         ValueError: The decay is outside its range, or a learning rate is given here.
 
     Example:
@@ -62,7 +62,7 @@ class ema(RowOptimizer):
         def set_field(name: str, value: Any) -> None:
             object.__setattr__(self, name, value)
 
-        # Gradients are bounded before any `update`, so those who call it ask this optimizer.
+        # Callers bound gradients before `update`, and ask this optimizer for the bounds.
         for bound in ("clip_value", "clip_norm"):
             if getattr(inner, bound) is not None:
                 set_field(bound, getattr(inner, bound))

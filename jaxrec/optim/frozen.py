@@ -12,7 +12,7 @@ from jaxrec.optim.base import RowOptimizer, RowState
 
 @dataclasses.dataclass(frozen=True)
 class frozen(RowOptimizer):
-    """No update: rows stay as they are, without state and without the cost of a gradient.
+    """A row optimizer that leaves rows as they are, without state or the cost of a gradient.
 
     ``trainable=False`` of a table's config gives the table this optimizer.
 

@@ -32,7 +32,7 @@ class ftrl(RowOptimizer):
     State: ``accumulator`` (n) and ``linear`` (z), 8 dim bytes a row.
 
     Attributes:
-        learning_rate_power: Exponent of the decay of the rate, at most 0; -0.5 is Adagrad's.
+        learning_rate_power: Exponent of the decay of the rate, 0 or less; -0.5 is Adagrad's.
         beta: Added to the root, above 0 for gentler first steps.
         l1: Strength of the L1 regularization.
         l2: Strength of the L2 regularization.
@@ -109,7 +109,7 @@ class ftrl(RowOptimizer):
         gradients: Float[Array, "rows dim"],
         power: Float[Array, "rows dim"],
     ) -> Float[Array, "rows dim"]:
-        """``n'^p - n^p``, given ``n``, the gradients and ``n'^p``.
+        """Return ``n'^p - n^p``, given ``n``, the gradients and ``n'^p``.
 
         The difference of two numbers that are almost equal would lose their digits. For
         ``p = 1/2`` it is ``g^2 / (sqrt(n') + sqrt(n))``, else ``n'^p (1 - (n / n')^p)`` by way of

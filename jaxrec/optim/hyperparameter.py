@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeAlias
 
 import jax
@@ -28,8 +28,8 @@ class hyperparameter:
         value: The value that it has until it is set, 0 or more.
 
     Raises:
-        TypeError: The name is no string.
-        ValueError: The name is empty, or the value is no number of 0 or more.
+        TypeError: The name is not a string.
+        ValueError: The name is empty, or the value is not a number of 0 or more.
 
     Example:
         >>> import jaxrec, optax
@@ -55,7 +55,7 @@ class hyperparameter:
         checks.non_negative(self, "value")
 
     def __call__(self, step: Int[Array, ""] | int) -> Float[Array, ""]:
-        """The value as a schedule: that it has until it is set."""
+        """Return the first value, so that the hyperparameter serves as a schedule."""
         return jnp.asarray(self.value, jnp.float32)
 
     def __mul__(self, other: Float[Array, "..."]) -> Float[Array, "..."]:
@@ -95,7 +95,7 @@ def as_step(step: Any) -> Step:
 
 
 def find_hyperparameters(optimizer: Any) -> Iterator[hyperparameter]:
-    """Yield the hyperparameters of a row optimizer, those of wrapped ones too."""
+    """Yield the hyperparameters of a row optimizer and of the optimizers that it wraps."""
     for field in dataclasses.fields(optimizer):
         value = getattr(optimizer, field.name)
         if isinstance(value, hyperparameter):
@@ -106,24 +106,64 @@ def find_hyperparameters(optimizer: Any) -> Iterator[hyperparameter]:
 
 def resolve(optimizer: Any, step: Step) -> tuple[Any, Int[Array, ""]]:
     """Return a row optimizer with the values of a step, and the number of the step."""
-    if not isinstance(step, UpdateStep):
-        return _with_values(optimizer, {}), step
-    return _with_values(optimizer, step.values), step.count
+    values, count = (step.values, step.count) if isinstance(step, UpdateStep) else ({}, step)
+
+    def set_value(_: str, value: Any) -> Any:
+        if not isinstance(value, hyperparameter):
+            return value
+        return values.get(value.name, jnp.asarray(value.value, jnp.float32))
+
+    return _replace_fields(optimizer, set_value), count
 
 
-def _with_values(optimizer: Any, values: Mapping[str, Array]) -> Any:
+def numbers_of_step(optimizer: Any, count: Int[Array, ""]) -> list[Float[Array, ""]]:
+    """Return the learning rates and hyperparameters of a row optimizer that `resolve` returned."""
+    numbers: list[Float[Array, ""]] = []
+
+    def collect(name: str, value: Any) -> Any:
+        if _is_number_of_step(name, value):
+            number = value(count) if callable(value) else value
+            numbers.append(jnp.asarray(number, jnp.float32))
+        return value
+
+    _replace_fields(optimizer, collect)
+    return numbers
+
+
+def with_numbers(optimizer: Any, numbers: Iterable[Float[Array, ""] | float]) -> Any:
+    """Return a row optimizer with what `numbers_of_step` returned, or other values, in its place.
+
+    A kernel of its own memory cannot close over arrays, nor trace any schedule: it loads these.
+    """
+    following = iter(numbers)
+
+    def put(name: str, value: Any) -> Any:
+        return next(following) if _is_number_of_step(name, value) else value
+
+    return _replace_fields(optimizer, put)
+
+
+def _is_number_of_step(name: str, value: Any) -> bool:
+    return name == "learning_rate" or callable(value) or isinstance(value, jax.Array)
+
+
+def _replace_fields(optimizer: Any, change: Callable[[str, Any], Any]) -> Any:
+    """Return a row optimizer whose fields, and those of the optimizers that it wraps, are changed.
+
+    Args:
+        optimizer: The row optimizer.
+        change: ``change(name, value)`` returns the value that a field is to have.
+    """
     changed = {}
     for field in dataclasses.fields(optimizer):
         value = getattr(optimizer, field.name)
-        if isinstance(value, hyperparameter):
-            changed[field.name] = values.get(value.name, jnp.asarray(value.value, jnp.float32))
-        elif dataclasses.is_dataclass(value) and hasattr(value, "update"):
-            inner = _with_values(value, values)
-            if inner is not value:
-                changed[field.name] = inner
+        is_optimizer = dataclasses.is_dataclass(value) and hasattr(value, "update")
+        new = _replace_fields(value, change) if is_optimizer else change(field.name, value)
+        if new is not value:
+            changed[field.name] = new
     if not changed:
         return optimizer
     bound = copy.copy(optimizer)
     for name, value in changed.items():
-        object.__setattr__(bound, name, value)  # an array is no number that the checks know
+        object.__setattr__(bound, name, value)  # the checks of __post_init__ refuse arrays
     return bound

@@ -84,7 +84,7 @@ class partial_rowwise_lamb(RowOptimizer):
     """LAMB with one second moment a row: ``v <- b2 v + (1 - b2) mean(g^2)``, the rest as `lamb`.
 
     The mean is over the row's elements. FBGEMM's PARTIAL_ROWWISE_LAMB, with the ratio 1 for norms
-    of zero as in `lamb`; the formulas are those of You et al. 2020, Algorithm 2.
+    of zero as in `lamb`; the formulas are by You et al. 2020, Algorithm 2.
 
     State: ``first_moment``, 4 dim bytes a row, and ``second_moment``, 4 bytes a row.
 
@@ -146,5 +146,5 @@ class partial_rowwise_lamb(RowOptimizer):
 def _scaled_step(
     rows: Float[Array, "rows dim"], direction: Float[Array, "rows dim"], rate: Float[Array, ""]
 ) -> Float[Array, "rows dim"]:
-    """Moves each row against ``direction`` by ``rate`` times its own length."""
+    """Move each row against ``direction`` by ``rate`` times its own length."""
     return rows - rate * trust_ratio(row_norms(rows), row_norms(direction)) * direction

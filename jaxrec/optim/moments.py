@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 def moving_average(
     average: Float[Array, "*shape"], value: Float[Array, "*shape"], decay: float
 ) -> Float[Array, "*shape"]:
-    """``decay average + (1 - decay) value``."""
+    """Return ``decay average + (1 - decay) value``."""
     return decay * average + (1 - decay) * value
 
 
@@ -24,7 +24,7 @@ def adam_direction(
     b2: float,
     eps: float,
 ) -> Float[Array, "rows dim"]:
-    """``m^ / (sqrt(v^) + eps)``: the averages without the bias of ``count`` steps from zero.
+    """Return ``m^ / (sqrt(v^) + eps)``: the averages without the bias of ``count`` steps from zero.
 
     Kingma and Ba 2015, "Adam: a method for stochastic optimization", Algorithm 1.
     """
@@ -34,7 +34,7 @@ def adam_direction(
 
 
 def _unbiased_share(decay: float, count: Array | int) -> Float[Array, "*shape"]:
-    """``1 - decay^count``: the sum of the weights of an average of ``count`` values.
+    """Return ``1 - decay^count``: the sum of the weights of an average of ``count`` values.
 
     Through expm1, since for a decay near 1 the plain form loses most of float32's digits.
     """

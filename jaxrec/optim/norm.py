@@ -1,4 +1,4 @@
-"""Sums over a row, which may be cut by columns, and what optimizers make of them."""
+"""Sums over a row, which may be cut by columns or padded, and norms of rows."""
 
 from __future__ import annotations
 
@@ -8,20 +8,22 @@ import dataclasses
 from collections.abc import Callable, Iterator
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 
 @dataclasses.dataclass(frozen=True)
 class CutRows:
-    """Rows of which `update` sees some columns.
+    """Rows that `update` does not see as they are: it sees some of their columns, or padding too.
 
     Attributes:
         dim: Columns of the whole row.
         total: From sums over the columns at hand, one a row, to those over the whole row.
+        is_column: Which of the columns at hand belong to the row and are not padding; None: all.
     """
 
     dim: int
     total: Callable[[Float[Array, " rows"]], Float[Array, " rows"]]
+    is_column: Bool[Array, " dim"] | None = None
 
 
 _cut_rows: contextvars.ContextVar[CutRows | None] = contextvars.ContextVar("cut_rows", default=None)
@@ -29,10 +31,12 @@ _cut_rows: contextvars.ContextVar[CutRows | None] = contextvars.ContextVar("cut_
 
 @contextlib.contextmanager
 def cut_rows(
-    dim: int, total: Callable[[Float[Array, " rows"]], Float[Array, " rows"]]
+    dim: int,
+    total: Callable[[Float[Array, " rows"]], Float[Array, " rows"]] = lambda sums: sums,
+    is_column: Bool[Array, " dim"] | None = None,
 ) -> Iterator[None]:
-    """While this holds, the sums below are those of whole rows, of which arrays are a part."""
-    token = _cut_rows.set(CutRows(dim, total))
+    """Make the functions below sum over whole rows; see `CutRows` for the arguments."""
+    token = _cut_rows.set(CutRows(dim, total, is_column))
     try:
         yield
     finally:
@@ -40,34 +44,38 @@ def cut_rows(
 
 
 def sums_of_squares(rows: Float[Array, "rows dim"]) -> Float[Array, " rows"]:
-    """The sum of the squares of each row's elements."""
-    sums, cut = jnp.sum(rows * rows, axis=1), _cut_rows.get()
-    return sums if cut is None else cut.total(sums)
+    """Return the sum of the squares of each row's elements."""
+    squares, cut = rows * rows, _cut_rows.get()
+    if cut is None:
+        return jnp.sum(squares, axis=1)
+    if cut.is_column is not None:
+        squares = jnp.where(cut.is_column[None], squares, 0)
+    return cut.total(jnp.sum(squares, axis=1))
 
 
 def mean_squares(rows: Float[Array, "rows dim"]) -> Float[Array, " rows"]:
-    """The mean of the squares of each row's elements."""
+    """Return the mean of the squares of each row's elements."""
     cut = _cut_rows.get()
     return sums_of_squares(rows) / (rows.shape[1] if cut is None else cut.dim)
 
 
 def limit_norm(rows: Float[Array, "rows dim"], max_norm: float | None) -> Float[Array, "rows dim"]:
-    """Scales rows whose Euclidean norm exceeds ``max_norm`` down to it; None: no bound."""
+    """Scale rows whose Euclidean norm exceeds ``max_norm`` down to it; None: no bound."""
     if max_norm is None:
         return rows
     norms = row_norms(rows)
-    # The quotient of a short row is never used, so that a row of zeros does not divide by zero.
+    # The maximum keeps a row of zeros, whose quotient is not used, from dividing by zero.
     return jnp.where(norms > max_norm, rows * (max_norm / jnp.maximum(norms, max_norm)), rows)
 
 
 def row_norms(rows: Float[Array, "rows dim"]) -> Float[Array, "rows 1"]:
-    """The Euclidean norm of each row, as a column."""
+    """Return the Euclidean norm of each row, as a column."""
     return jnp.sqrt(sums_of_squares(rows))[:, None]
 
 
 def trust_ratio(
     numerator: Float[Array, "rows 1"], denominator: Float[Array, "rows 1"]
 ) -> Float[Array, "rows 1"]:
-    """The quotient of two norms, and 1 where either is zero."""
+    """Return the quotient of two norms, and 1 where either is zero."""
     defined = (numerator > 0) & (denominator > 0)
     return jnp.where(defined, numerator / jnp.where(defined, denominator, 1), 1)

@@ -73,9 +73,9 @@ class rowwise_rmsprop(RowOptimizer):
     ``v <- decay v + (1 - decay) mean(g^2)``, ``w <- s w - lr g / (sqrt(v) + eps)``, where the mean
     is over the row's elements. The shrinkage ``s`` is 1 unless ``ar_alpha`` is above 0; then
     ``s = max(min_shrinkage, 1 - clip(lr ar_alpha gap, 0, 1))`` with ``gap`` the number of updates
-    of the table since the one that last touched the row (1 if none did): a row is decayed for the
-    steps it missed, at once. FBGEMM's ROWWISE_RMSPROP_AR, whose ``ema_beta`` is ``decay`` here;
-    RMSprop is that of Tieleman and Hinton 2012, lecture 6.5.
+    of the table since the last one that touched the row (1 at the first): a row is decayed at once
+    for all steps it missed. FBGEMM's ROWWISE_RMSPROP_AR, whose ``ema_beta`` is ``decay`` here;
+    RMSprop is by Tieleman and Hinton 2012, lecture 6.5.
 
     State: ``second_moment``, 4 bytes a row; with ``ar_alpha`` also ``last_step``, 4 bytes a row:
     the number of updates made when the row was last touched, itself included; 0: never.

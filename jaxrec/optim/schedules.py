@@ -55,7 +55,7 @@ class WarmupStage:
         decay_iters: See above; None: ``max_iters``, or 1 for "step".
         sgdr_period: Iterations between restarts of the cosine.
         start_interpolating_iters: Iteration at which "interpolate" is at ``value``.
-        end_value: What "interpolate" arrives at in iteration ``max_iters``.
+        end_value: Factor of "interpolate" in iteration ``max_iters``.
 
     Raises:
         ValueError: An unknown policy, or a number outside its range, or "interpolate" without
@@ -90,7 +90,7 @@ class WarmupStage:
             self._interpolation()
 
     def multiplier(self, step: Int[Array, ""]) -> Float[Array, ""]:
-        """What the learning rate is multiplied by in iteration ``step``."""
+        """Return the factor of the learning rate in iteration ``step``."""
         return self.lr_scale * self._policy_multiplier(jnp.asarray(step))
 
     def _policy_multiplier(self, step: Int[Array, ""]) -> Float[Array, ""]:
@@ -186,7 +186,7 @@ class warmup:
             last = stage.max_iters
 
     def __call__(self, step: Int[Array, ""] | int) -> Float[Array, ""]:
-        """The learning rate of iteration ``step``: a float32 scalar. Safe under jit."""
+        """Return the learning rate of iteration ``step``: a float32 scalar. Safe under jit."""
         step = jnp.asarray(step)
         ends = np.asarray([stage.max_iters for stage in self.stages], np.int32)
         stage = jnp.sum(step > ends)

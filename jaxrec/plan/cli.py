@@ -14,13 +14,13 @@ import tyro
 
 from jaxrec.arguments import ConfigError, parse
 from jaxrec.plan.context import PlanMismatchError
-from jaxrec.plan.failure import PlanError
+from jaxrec.plan.feature_statistics import Statistics
 from jaxrec.plan.model_file import read_model_file
 from jaxrec.plan.plan import ShardingPlan
 from jaxrec.plan.planner import Planner
 from jaxrec.plan.plot import require_matplotlib
 from jaxrec.plan.report import render
-from jaxrec.plan.statistics import Statistics
+from jaxrec.plan.shortage import PlanError
 from jaxrec.plan.topology import Topology
 
 USAGE_ERRORS = (ConfigError,)
@@ -29,7 +29,7 @@ FAILURES = (PlanError, PlanMismatchError, ValueError, ModuleNotFoundError)
 
 @dataclasses.dataclass(frozen=True)
 class PlanOptions:
-    """Finds the best sharding of tables over devices, and says what it will take.
+    """Finds the best sharding of tables over devices, and estimates its memory and time.
 
     No accelerator is needed: the devices are named or described by a file. With --calibrate,
     measures the devices at hand instead and writes such a file.
@@ -38,36 +38,36 @@ class PlanOptions:
     model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL.yaml")] = ""
     """YAML file of the tables; see the documentation of jaxrec.plan.model_file."""
     devices: int = 8
-    """Devices in all. With --calibrate: of those at hand, and on a CPU how many to simulate."""
+    """Number of devices in all. With --calibrate on a CPU: number of devices to simulate."""
     devices_per_host: int | None = None
-    """Devices of each host; what the machine usually has if not given."""
+    """Number of devices on each host; as many as the machine usually has if not given."""
     machine: str = "h100"
-    """What devices are: a100, h100, h200, b200, tpu-v5p or cpu."""
+    """Kind of devices: a100, h100, h200, b200, tpu-v5p or cpu."""
     topology: pathlib.Path | None = None
-    """File of measured devices, in place of --machine; --devices says how many of them."""
+    """File of measured devices, instead of --machine; --devices says how many of them."""
     memory: float | None = None
-    """GB of each device, in place of what the machine has."""
+    """GB of each device, instead of the machine's."""
     batch_size: int | None = None
-    """Samples in a step, of all devices together; what the model's file says if not given."""
+    """Samples of all devices in a step; the model file's batch_size if not given."""
     storages: tuple[Literal["device", "host", "disk"], ...] = ("device",)
     """Where rows may be kept; host and disk are for planning ahead."""
     statistics: pathlib.Path | None = None
     """File of statistics of batches, written by jaxrec.plan.Statistics.save."""
     reserve: float = 0.15
-    """Part of each device's memory that is left alone."""
+    """Fraction of each device's memory to leave free."""
     time_limit: float = 30.0
     """Seconds that the search may take."""
     output: pathlib.Path | None = None
     """JSON file to write the plan to, or with --calibrate the topology."""
     plot: pathlib.Path | None = None
-    """Picture to draw: devices by memory and time."""
+    """Picture to draw: memory and time of each device."""
     load: pathlib.Path | None = None
-    """Plan to show in place of a search; refused if it was made for something else."""
+    """Plan to show instead of a search; refused if it is for another model or other devices."""
     calibrate: bool = False
     """Measure the devices at hand and write the topology to --output."""
 
     def check(self) -> None:
-        """Checks that options go together; raises ConfigError."""
+        """Check that the options go together, or raise ConfigError."""
         if self.calibrate and self.model:
             raise ConfigError("--calibrate measures devices and takes no model")
         if self.calibrate and self.output is None:
@@ -79,73 +79,73 @@ class PlanOptions:
 
 
 def run(options: Sequence[str]) -> int:
-    """Runs ``jaxrec plan``; returns the exit code."""
-    said = parse("plan", options, PlanOptions())
-    said.check()
-    if said.calibrate:
-        return _calibrate(said, given={option.split("=")[0] for option in options})
-    return _plan(said)
+    """Run ``jaxrec plan``; return the exit code."""
+    parsed = parse("plan", options, PlanOptions())
+    parsed.check()
+    if parsed.calibrate:
+        return _calibrate(parsed, given={option.split("=")[0] for option in options})
+    return _plan(parsed)
 
 
-def _plan(said: PlanOptions) -> int:
-    if said.plot is not None:
-        require_matplotlib()  # now, not after the search
-    model = read_model_file(said.model)
-    batch_size = said.batch_size or model.batch_size
+def _plan(options: PlanOptions) -> int:
+    if options.plot is not None:
+        require_matplotlib()  # before the search, not after it
+    model = read_model_file(options.model)
+    batch_size = options.batch_size or model.batch_size
     if batch_size is None:
-        raise ConfigError(f"{said.model} has no batch_size; give --batch-size")
+        raise ConfigError(f"{options.model} has no batch_size; give --batch-size")
     planner = Planner(
-        _topology(said),
+        _topology(options),
         model.constraints,
-        statistics=None if said.statistics is None else Statistics.load(said.statistics),
-        storages=said.storages,
-        reserve=said.reserve,
-        time_limit=said.time_limit,
+        statistics=None if options.statistics is None else Statistics.load(options.statistics),
+        storages=options.storages,
+        reserve=options.reserve,
+        time_limit=options.time_limit,
         dense_bytes=model.dense_bytes,
     )
-    if said.load is None:
+    if options.load is None:
         plan = planner.plan(model.tables, batch_size=batch_size)
     else:
         made_for = planner.context(model.tables, batch_size=batch_size)
-        plan = ShardingPlan.from_json(said.load.read_text(), made_for)
+        plan = ShardingPlan.from_json(options.load.read_text(), made_for)
     print(plan if plan.estimate is None else render(plan.estimate))
-    if said.plot is not None:
-        plan.plot(said.plot)
-    if said.output is not None:
-        said.output.write_text(plan.to_json() + "\n")
+    if options.plot is not None:
+        plan.plot(options.plot)
+    if options.output is not None:
+        options.output.write_text(plan.to_json() + "\n")
     return 0
 
 
-def _topology(said: PlanOptions) -> Topology:
+def _topology(options: PlanOptions) -> Topology:
     try:
-        if said.topology is None:
+        if options.topology is None:
             topology = Topology.named(
-                said.machine, devices=said.devices, devices_per_host=said.devices_per_host
+                options.machine, devices=options.devices, devices_per_host=options.devices_per_host
             )
         else:
-            measured = Topology.load(said.topology)
-            topology = measured.with_devices(said.devices, said.devices_per_host)
+            measured = Topology.load(options.topology)
+            topology = measured.with_devices(options.devices, options.devices_per_host)
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    if said.memory is not None:
-        topology = dataclasses.replace(topology, memory=int(said.memory * 1e9))
+    if options.memory is not None:
+        topology = dataclasses.replace(topology, memory=int(options.memory * 1e9))
     return topology
 
 
-def _calibrate(said: PlanOptions, given: set[str]) -> int:
+def _calibrate(options: PlanOptions, given: set[str]) -> int:
     # Imported here: planning alone must not start a device.
     import jax
 
-    from jaxrec.plan.calibrate import Measurement, calibrate
+    from jaxrec.plan.calibration import Measurement, calibrate
 
     if "--devices" in given and os.environ.get("JAX_PLATFORMS", "cpu") == "cpu":
         with contextlib.suppress(RuntimeError):  # if devices are started, those are at hand
-            jax.config.update("jax_num_cpu_devices", said.devices)
+            jax.config.update("jax_num_cpu_devices", options.devices)
     devices = jax.devices()
-    count = said.devices if "--devices" in given else len(devices)
+    count = options.devices if "--devices" in given else len(devices)
     if count > len(devices):
         raise ConfigError(f"--devices {count}, but there are {len(devices)} at hand")
-    each = said.devices_per_host or max(1, count // jax.process_count())
+    each = options.devices_per_host or max(1, count // jax.process_count())
     if count % each:
         raise ConfigError(f"{count} devices do not fill hosts of {each}")
     shape, axes = ((count,), ("device",)) if each == count else ((-1, each), ("host", "device"))
@@ -160,9 +160,9 @@ def _calibrate(said: PlanOptions, given: set[str]) -> int:
             file=sys.stderr,
         )
 
-    memory = None if said.memory is None else int(said.memory * 1e9)
+    memory = None if options.memory is None else int(options.memory * 1e9)
     topology = calibrate(mesh, name=devices[0].device_kind, memory=memory, report=report)
-    assert said.output is not None
-    topology.save(said.output)
-    print(f"{count} devices of kind {devices[0].device_kind}: rates written to {said.output}")
+    assert options.output is not None
+    topology.save(options.output)
+    print(f"{count} devices of kind {devices[0].device_kind}: rates written to {options.output}")
     return 0

@@ -1,4 +1,4 @@
-"""What a user says of the planning of one table."""
+"""Constraints of a table: what a user demands of the planner."""
 
 from __future__ import annotations
 
@@ -18,35 +18,34 @@ SHARDING_TYPES = (
     "grid",
 )
 STORAGES = ("device", "host", "disk")
-EXCHANGES = ("rows", "sums")
+EXCHANGES = ("rows", "pooled")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ParameterConstraints:
-    """What the plan must heed for one table; nothing is asked for by default.
+    """Constraints of one table; by default there are none.
 
     Attributes:
-        sharding_types: Types to choose from, of "data_parallel", "table_wise", "row_wise",
-            "column_wise", "table_row_wise", "table_column_wise" and "grid"; None: all.
-        storages: Where rows may be kept, of "device", "host" (in host memory, with a cache on the
-            device) and "disk" (on disk, with the same cache). None: what the planner is told.
-            `jaxrec.shard` carries out "device" alone: the others are for planning ahead.
-        exchanges: How rows may travel, of "rows" and "sums" (see `jaxrec.mesh.row_wise`); None:
-            both, where `jaxrec.shard` can carry out both.
-        devices: Devices that may hold a part of the table; None: all.
-        min_column_width: Narrowest part that columns may be cut into.
-        pooling_factors: Ids that a sample has, on average, for each feature of the table in order;
-            one number holds for all. None: from statistics, or 1.
-        batch_sizes: Bags of each feature in the whole batch, where that is not the batch size; one
+        sharding_types: Sharding types to choose from: "data_parallel", "table_wise", "row_wise",
+            "column_wise", "table_row_wise", "table_column_wise" and "grid". None: all.
+        storages: Where rows may be kept: "device", "host" (in host memory, with a cache on the
+            device) and "disk" (on disk, with the same cache). None: the planner's storages.
+            `jaxrec.shard` supports "device" alone: the others are for planning ahead.
+        exchanges: Exchanges to choose from: "rows" and "pooled" (see `jaxrec.mesh.row_wise`). None:
+            all that `jaxrec.shard` supports for the table.
+        devices: Devices that may hold a shard of the table. None: all.
+        min_column_width: Smallest number of columns of a shard.
+        pooling_factors: Mean number of ids in a sample, for each feature of the table in order;
+            a single number holds for all. None: from statistics, or 1.
+        batch_sizes: Bags of each feature in the whole batch, if not the batch size; a single
             number holds for all.
-        is_weighted: Whether ids have weights; None: as the collection says.
-        cache_ratio: Part of the rows that the cache of "host" and "disk" holds; None: chosen.
-        dtype: Type of the table. For planning ahead from configurations: the tables of a model have
-            theirs.
-        placement: Where the table goes, decided; made by `jaxrec.mesh.row_wise` and its siblings.
+        is_weighted: Whether ids have weights. None: the collection's setting.
+        cache_ratio: Fraction of the rows in the cache of "host" and "disk". None: chosen.
+        dtype: Type of the table, for planning from configurations: a model's tables have theirs.
+        placement: A fixed placement, made by `jaxrec.mesh.row_wise` and its siblings.
 
     Raises:
-        ValueError, TypeError: If a value is not what its description says.
+        ValueError, TypeError: If a value does not fit its description.
 
     Example:
         >>> ParameterConstraints(sharding_types=["row_wise"], pooling_factors=[20]).pooling_factors

@@ -1,4 +1,4 @@
-"""What a plan was made for, so that it is not used for something else."""
+"""The context of a plan: the tables, devices and settings that it was made for."""
 
 from __future__ import annotations
 
@@ -8,23 +8,24 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from jaxrec.mesh.exchange import find_exchange
 from jaxrec.mesh.placement import Placement
 from jaxrec.plan.constraints import ParameterConstraints
 from jaxrec.plan.topology import Topology
-from jaxrec.plan.workload import TableWork, state_bytes
+from jaxrec.plan.workload import TableWorkload, state_bytes
 
 
 class PlanMismatchError(ValueError):
-    """A plan is loaded for something that it was not made for; the message says what differs."""
+    """A plan is loaded in another context than its own; the message says what differs."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Context:
-    """What a plan was made for.
+    """The tables, devices and settings that a plan was made for.
 
     Attributes:
-        fields: The tables with what a step asks of them, the devices, the batch size and all that
-            the search was told, as JSON has them.
+        fields: The tables with their workloads, the devices, the batch size, the constraints and
+            the planner's settings, as JSON has them.
     """
 
     fields: Mapping[str, Any]
@@ -32,7 +33,7 @@ class Context:
     @classmethod
     def of(
         cls,
-        works: Sequence[TableWork],
+        workloads: Sequence[TableWorkload],
         topology: Topology,
         batch_size: int,
         constraints: Mapping[str, ParameterConstraints],
@@ -41,11 +42,11 @@ class Context:
         fields = {
             "batch_size": batch_size,
             "topology": topology.to_dict(),
-            "tables": {work.name: _table(work) for work in works},
-            "constraints": {name: _plain(said) for name, said in sorted(constraints.items())},
+            "tables": {workload.name: _table(workload) for workload in workloads},
+            "constraints": {name: _plain(each) for name, each in sorted(constraints.items())},
             "settings": dict(settings),
         }
-        # As it will be read back: tuples are lists, and so on.
+        # As JSON will read it back: tuples become lists.
         return cls(json.loads(json.dumps(fields)))
 
     @property
@@ -55,33 +56,41 @@ class Context:
         return hashlib.sha256(text.encode()).hexdigest()
 
     def differences(self, other: Context) -> list[str]:
-        """What is different in the other, in words such as ``batch_size: 512, now 1024``."""
+        """Return the differences of another context, such as ``batch_size: 512, now 1024``."""
         return list(_differences("", self.fields, other.fields))
 
     def require_same(self, other: Context) -> None:
-        """Checks that the plan is used for what it was made for.
+        """Check that another context is the same.
 
         Raises:
-            PlanMismatchError: If not.
+            PlanMismatchError: If it is not.
         """
-        if different := self.differences(other):
-            more = f"; and {len(different) - 5} more differences" if len(different) > 5 else ""
+        if differences := self.differences(other):
+            count = len(differences) - 5
+            more = f"; and {count} more differences" if count > 0 else ""
             raise PlanMismatchError(
-                f"the plan was made for something else: {'; '.join(different[:5])}{more}. "
+                f"the plan was made for something else: {'; '.join(differences[:5])}{more}. "
                 "Plan anew, or load it without saying what for"
             )
 
 
-def _table(work: TableWork) -> dict[str, Any]:
+def placement_fields(placement: Placement) -> dict[str, Any]:
+    """Return a placement as JSON has it, with the name of its exchange."""
+    exchange = placement.exchange
+    name = None if exchange is None else find_exchange(exchange).name
+    return {"kind": placement.kind, "places": placement.places, "exchange": name}
+
+
+def _table(workload: TableWorkload) -> dict[str, Any]:
     return {
-        "rows": work.rows,
-        "dim": work.dim,
-        "dtype": work.dtype,
-        "collection": work.collection,
-        "optimizer": type(work.optimizer).__name__,
-        "state_bytes": state_bytes(work.optimizer, work.dim),
-        "is_pooled": work.is_pooled,
-        "is_weighted": work.is_weighted,
+        "rows": workload.rows,
+        "dim": workload.dim,
+        "dtype": workload.dtype,
+        "collection": workload.collection,
+        "optimizer": type(workload.optimizer).__name__,
+        "state_bytes": state_bytes(workload.optimizer, workload.dim),
+        "is_pooled": workload.is_pooled,
+        "is_weighted": workload.is_weighted,
         "features": {
             feature.name: {
                 "lookups": round(feature.lookups, 6),
@@ -89,18 +98,18 @@ def _table(work: TableWork) -> dict[str, Any]:
                 "bags": feature.bags,
                 "distinct": round(feature.heat.distinct(feature.lookups), 6),
             }
-            for feature in work.features
+            for feature in workload.features
         },
     }
 
 
-def _plain(said: ParameterConstraints) -> dict[str, Any]:
-    """What is said, leaving out what is not."""
+def _plain(constraint: ParameterConstraints) -> dict[str, Any]:
+    """Return the fields that differ from their defaults."""
     default = ParameterConstraints()
     return {
-        field.name: dataclasses.asdict(value) if isinstance(value, Placement) else value
-        for field in dataclasses.fields(said)
-        if (value := getattr(said, field.name)) != getattr(default, field.name)
+        field.name: placement_fields(value) if isinstance(value, Placement) else value
+        for field in dataclasses.fields(constraint)
+        if (value := getattr(constraint, field.name)) != getattr(default, field.name)
     }
 
 

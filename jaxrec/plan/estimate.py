@@ -1,35 +1,34 @@
-"""What a plan is expected to take, device by device and table by table."""
+"""Expected time and memory of a plan, by device and by table."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
-from jaxrec.plan.cost import PHASES, GroupCost
-from jaxrec.plan.options import EXCHANGED, HELD, PLACED, POOLED, TIMED, Option
-from jaxrec.plan.problem import Loads, Problem, Solution
-from jaxrec.plan.workload import TableWork
-
-MEMORY_KINDS = ("tables", "padding", "embeddings", "exchange", "batches", "dense", "reserve")
+from jaxrec.plan.load import LOADS, Load
+from jaxrec.plan.options import ShardingOption
+from jaxrec.plan.perf import Perf
+from jaxrec.plan.problem import Problem, Solution, Totals
+from jaxrec.plan.workload import TableWorkload
 
 
 @dataclasses.dataclass(frozen=True)
 class DeviceEstimate:
-    """What one device is expected to hold and to do.
+    """Memory and time of one device.
 
     Attributes:
         device: Its number.
-        bytes: Bytes by kind: "tables" and their optimizer state; "padding", rows of its arrays that
-            are there because another device needs them; "embeddings" looked up and their
-            gradients; "exchange" buffers; "batches" under way; "dense" parameters, their gradients
-            and optimizer state; "reserve".
-        seconds: Seconds of its own work by phase; see `jaxrec.plan.cost.PHASES`.
+        bytes: Bytes by kind: "tables" with their optimizer state; "padding", rows of its arrays
+            that only another device needs; "embeddings" and their gradients; "exchange" buffers;
+            "batches" on the device; "dense" parameters, their gradients and optimizer state;
+            "reserve".
+        seconds: Seconds of its own work by phase; see `jaxrec.plan.perf.PHASES`.
         waits: Seconds that it waits for slower devices.
-        shards: How many parts of tables it has, by sharding type.
+        shards: Number of shards by sharding type.
         stored_bytes: Bytes of rows that it keeps in host memory and on disk.
     """
 
@@ -43,23 +42,22 @@ class DeviceEstimate:
 
 @dataclasses.dataclass(frozen=True)
 class TableEstimate:
-    """What one table is expected to take.
+    """Memory and time of one table.
 
     Attributes:
         name: Its name.
         rows: Its rows.
         dim: Its columns.
         dtype: Its type.
-        sharding_type: How it is placed.
-        exchange: How its rows travel: "copies", "rows" or "sums".
+        sharding_type: Its sharding type.
+        exchange: Its exchange, as `jaxrec.mesh.Placement` names it.
         storage: "device", "host" or "disk".
-        cache_ratio: Part of the rows that devices hold.
-        devices: The devices that hold parts of it.
-        seconds: Its part of a step's time, by phase: of what its group's slowest device takes, as
-            much as it adds there.
+        cache_ratio: Fraction of the rows that devices hold.
+        devices: The devices that hold its shards.
+        seconds: Seconds by phase that it adds to the slowest device of its group.
         bytes: Bytes of rows and state on all devices together.
-        device_bytes: For each of `devices` the bytes there.
-        device_seconds: For each of `devices` the seconds of its own work for the table.
+        device_bytes: Bytes on each of `devices`.
+        device_seconds: Seconds of its work on each of `devices`.
         lookups: Ids that a device looks up in a step.
         distinct: Distinct rows among them.
     """
@@ -83,10 +81,10 @@ class TableEstimate:
 
 @dataclasses.dataclass(frozen=True)
 class GroupEstimate:
-    """What a group of tables that travel together is expected to take.
+    """Time of a group of tables that travel together.
 
     Attributes:
-        name: Type and width of its tables and how they travel.
+        name: Type and width of its tables, and their exchange.
         tables: Number of its tables.
         seconds: Seconds on its slowest device, beyond what all devices do alike.
         slowest: That device; None where all take the same.
@@ -100,14 +98,14 @@ class GroupEstimate:
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """What a plan is expected to take.
+    """Memory and time of a plan.
 
     Attributes:
-        seconds: Time of a step's work on tables: for each group that of its slowest device.
+        seconds: Seconds of a step's work on tables: the sum of each group's slowest device.
         phases: The same by phase: the critical path.
-        bound: No plan takes less.
+        bound: Seconds below which no plan can be.
         search: What the search did, in words.
-        search_seconds: How long it took.
+        search_seconds: Seconds that the search took.
         devices: Each device.
         tables: Each table.
         groups: Each group of tables that travel together.
@@ -126,16 +124,16 @@ class Estimate:
 
     @property
     def gap(self) -> float:
-        """How far the plan may be above the best possible one, as a part of the bound."""
+        """Largest possible distance to the best plan, as a fraction of the bound."""
         return self.seconds / self.bound - 1 if self.bound > 0 else float("inf")
 
     def to_dict(self) -> dict[str, Any]:
-        """The estimate as JSON has it."""
+        """Return the estimate as JSON has it."""
         return dataclasses.asdict(self)
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> Estimate:
-        """The reverse of `to_dict`."""
+        """Make an estimate from what `to_dict` returned."""
 
         def each(kind: type, items: Sequence[Mapping[str, Any]]) -> tuple[Any, ...]:
             lists = ("devices", "device_bytes", "device_seconds")
@@ -149,10 +147,11 @@ class Estimate:
 
 
 def imbalance(loads: Sequence[float]) -> dict[str, float]:
-    """How uneven loads are: with ``p`` their shares of the sum and ``k`` their number,
+    """Measure how uneven loads are.
 
-    "max over mean", the "total variation" ``sum |p - 1/k| / 2`` and the "KL divergence"
-    ``sum p log(p k)`` from even shares; 1, 0 and 0 where all are equal.
+    With ``p`` their shares of the sum and ``k`` their number, "max over mean" is ``k max p``,
+    "total variation" ``sum |p - 1/k| / 2``, and "KL divergence" ``sum p log(p k)`` from even
+    shares. They are 1, 0 and 0 where all loads are equal.
 
     Example:
         >>> imbalance([1.0, 3.0])["max over mean"]
@@ -162,17 +161,17 @@ def imbalance(loads: Sequence[float]) -> dict[str, float]:
     if not loads_.sum():
         return {"max over mean": 1.0, "total variation": 0.0, "KL divergence": 0.0}
     shares = loads_ / loads_.sum()
-    some = shares[shares > 0]
+    positive = shares[shares > 0]
     return {
         "max over mean": float(shares.max() * shares.size),
         "total variation": float(np.abs(shares - 1 / shares.size).sum() / 2),
-        "KL divergence": max(0.0, float((some * np.log(some * shares.size)).sum())),
+        "KL divergence": max(0.0, float((positive * np.log(positive * shares.size)).sum())),
     }
 
 
-def estimate(
+def make_estimate(
     problem: Problem,
-    works: Mapping[str, TableWork],
+    workloads: Mapping[str, TableWorkload],
     solution: Solution,
     *,
     bound: float,
@@ -180,44 +179,45 @@ def estimate(
     search_seconds: float,
     fixed_bytes: Mapping[str, float],
 ) -> Estimate:
-    """What a solution is expected to take.
+    """Return the estimate of a solution.
 
     Args:
         problem: The tables and devices.
-        works: What a step asks of each table.
+        workloads: The workload of each table.
         solution: The choices.
-        bound: Seconds that no plan falls below.
+        bound: Seconds below which no plan can be.
         search: What the search did.
-        search_seconds: How long it took.
+        search_seconds: Seconds that it took.
         fixed_bytes: Bytes of each device that do not depend on the plan, by kind.
     """
-    loads = Loads.of(problem, dict(enumerate(solution.choices)))
+    totals = Totals.of(problem, dict(enumerate(solution.choices)))
     chosen = _chosen(problem, solution)
-    devices = _devices(problem, loads, chosen, fixed_bytes)
-    slowest, empty = loads.slowest, loads.empty
-    phases = loads.home.copy()
-    for group, cost in enumerate(problem.group_costs):
-        if loads.members[group]:
-            phases += cost.launch
-        phases += slowest[group] @ cost.rates + _empty(cost, empty[group])
+    common = _common_perf(problem, totals, chosen)
+    most, empty = totals.stacked.max(axis=2), totals.empty_positions
+    path = common
+    for group, costs in enumerate(problem.costs):
+        path += costs.perf(Load(*most[:, [group]])) + costs.position().scale(*empty[:, group])
     return Estimate(
-        seconds=loads.seconds,
-        phases=_named(phases),
+        seconds=totals.seconds,
+        phases=path.to_dict(),
         bound=bound,
         search=search,
         search_seconds=search_seconds,
-        devices=devices,
-        tables=tuple(_table(problem, loads, works[name], chosen[name]) for name in works),
-        groups=_groups(problem, loads, chosen),
+        devices=_device_estimates(problem, totals, chosen, common, fixed_bytes),
+        tables=tuple(
+            _table_estimate(problem, totals, workload, chosen[name])
+            for name, workload in workloads.items()
+        ),
+        groups=_group_estimates(problem, totals, chosen),
         capacity=problem.topology.memory,
     )
 
 
-Placed = list[tuple[Option, tuple[int, ...]]]
+Placed: TypeAlias = list[tuple[ShardingOption, tuple[int, ...]]]
 
 
 def _chosen(problem: Problem, solution: Solution) -> dict[str, Placed]:
-    """For each table its options and their sites; several where columns are cut unevenly."""
+    """Return each table's options with their sites; several where columns are cut unevenly."""
     chosen: dict[str, Placed] = {}
     for option in problem.decided:
         chosen.setdefault(option.table, []).append((option, (0,)))
@@ -227,115 +227,113 @@ def _chosen(problem: Problem, solution: Solution) -> dict[str, Placed]:
     return chosen
 
 
-def _devices(
+def _common_perf(problem: Problem, totals: Totals, chosen: Mapping[str, Placed]) -> Perf:
+    """Return the seconds that every device takes alike: at home, and to launch the groups."""
+    homes = (option.home for placed in chosen.values() for option, _ in placed)
+    members = zip(problem.costs, totals.members, strict=True)
+    launches = (costs.launch() for costs, count in members if count)
+    return sum([*homes, *launches], start=Perf())
+
+
+def _device_estimates(
     problem: Problem,
-    loads: Loads,
+    totals: Totals,
     chosen: Mapping[str, Placed],
+    common: Perf,
     fixed_bytes: Mapping[str, float],
 ) -> tuple[DeviceEstimate, ...]:
-    shards: list[Counter[str]] = [Counter() for _ in range(problem.topology.num_devices)]
+    num_devices = problem.topology.num_devices
+    shards: list[Counter[str]] = [Counter() for _ in range(num_devices)]
     for placed in chosen.values():
         for option, sites in placed:
             for site in sites:
-                shards_of_part = max(1, round(option.parts / len(sites)))
                 for device in option.sites[site]:
-                    shards[device][option.sharding_type] += shards_of_part
-    used = problem.row_bytes @ loads.rows[:, HELD]
-    allocated = float(problem.row_bytes @ loads.rows[:, HELD].max(axis=1))
-    launch = sum(
-        (cost.launch for cost, n in zip(problem.group_costs, loads.members, strict=True) if n),
-        start=np.zeros(len(PHASES)),
-    )
-    empty, slowest = loads.empty, loads.slowest
-    estimates = []
-    for device in range(problem.topology.num_devices):
-        phases = loads.home + launch
-        for group, cost in enumerate(problem.group_costs):
-            own = loads.rows[group, TIMED, device].copy()
-            # All devices have the places that the slowest has, and more of them are empty.
-            unused = empty[group] + slowest[group, EXCHANGED] - own[EXCHANGED]
-            own[[PLACED, POOLED]] = slowest[group, [PLACED, POOLED]]
-            phases = phases + own @ cost.rates + _empty(cost, unused)
-        estimates.append(
-            DeviceEstimate(
-                device,
-                {
-                    "tables": float(used[device]),
-                    "padding": allocated - float(used[device]),
-                    "embeddings": loads.kept + loads.at_owners,
-                    "exchange": float(loads.temporary.max(initial=0)),
-                    **fixed_bytes,
-                },
-                _named(phases),
-                max(0.0, loads.seconds - float(phases.sum())),
-                dict(shards[device]),
-                {"host": float(loads.stored[0, device]), "disk": float(loads.stored[1, device])},
-            )
+                    shards[device][option.sharding_type] += max(1, round(option.parts / len(sites)))
+    slowest, empty, step = totals.slowest, totals.empty_positions, totals.seconds
+    # Seconds of all devices, `[devices]`.
+    perf = common + Perf(prefetch=np.zeros(num_devices))
+    for group, costs in enumerate(problem.costs):
+        load = Load(*totals.stacked[:, group])
+        # All devices have the positions of the slowest, and the others have more of them empty.
+        unused = empty[:, group, None] + slowest.exchanged[group] - load.exchanged
+        alike = {
+            name: np.full(num_devices, getattr(slowest, name)[group]) for name in ("ids", "bags")
+        }
+        perf += costs.perf(dataclasses.replace(load, **alike)) + costs.position().scale(*unused)
+    bytes, total = totals.load_bytes, perf.total * np.ones(num_devices)
+    tables = problem.unit_bytes[LOADS.index("held")] @ Load(*totals.stacked).held
+    padding, embeddings = bytes.held - tables, totals.kept + (bytes.ids + bytes.bags).item()
+    seconds = {phase: s * np.ones(num_devices) for phase, s in perf.by_phase().items()}
+    return tuple(
+        DeviceEstimate(
+            device,
+            {
+                "tables": float(tables[device]),
+                "padding": float(padding[device]),
+                "embeddings": embeddings,
+                "exchange": float(totals.temporary.max(initial=0)),
+                **fixed_bytes,
+            },
+            {phase: float(of_devices[device]) for phase, of_devices in seconds.items()},
+            max(0.0, step - float(total[device])),
+            dict(shards[device]),
+            {"host": float(totals.stored[0, device]), "disk": float(totals.stored[1, device])},
         )
-    return tuple(estimates)
+        for device in range(num_devices)
+    )
 
 
-def _table(problem: Problem, loads: Loads, work: TableWork, placed: Placed) -> TableEstimate:
-    topology = problem.topology
-    seconds, held = np.zeros(len(PHASES)), np.zeros(topology.num_devices)
-    own = np.zeros(topology.num_devices)
+def _table_estimate(
+    problem: Problem, totals: Totals, workload: TableWorkload, placed: Placed
+) -> TableEstimate:
+    num_devices = problem.topology.num_devices
+    perf, bytes, seconds = Perf(), np.zeros(num_devices), np.zeros(num_devices)
     for option, sites in placed:
-        group = problem.groups[option.key]
-        cost = problem.group_costs[group]
-        rows = np.zeros((HELD + 1, topology.num_devices))
+        group = problem.groups[option.group]
+        costs = problem.costs[group]
+        counts = np.zeros((len(LOADS), num_devices))
         for site in sites:
-            np.add.at(rows.T, np.array(option.sites[site]), option.load.T)
-        seconds += option.home
-        slowest = loads.rows[group, TIMED].argmax(axis=1)
-        adds = rows[np.arange(HELD), slowest]
-        seconds += adds @ cost.rates
-        seconds += max(0.0, option.at_least - adds[EXCHANGED]) * cost.room
-        held += rows[HELD] * cost.row_bytes
-        own += option.home.sum() + problem.row_seconds[group] @ rows[TIMED]
-    devices = np.flatnonzero(held)
+            np.add.at(counts.T, np.array(option.sites[site]), option.load.stacked.T)
+        slowest = totals.stacked[:, group].argmax(axis=1)
+        added = Load(*counts[np.arange(len(LOADS)), slowest, None])
+        empty = np.maximum(option.round_capacity - added.exchanged, 0)
+        perf += option.home + costs.perf(added) + costs.position() * empty
+        bytes += Load(*counts).held * costs.group.stored_row_bytes
+        seconds += option.home.total + problem.unit_seconds[:, group] @ counts
+    devices = np.flatnonzero(bytes)
     option = placed[0][0]
     return TableEstimate(
-        name=work.name,
-        rows=work.rows,
-        dim=work.dim,
-        dtype=work.dtype,
+        name=workload.name,
+        rows=workload.rows,
+        dim=workload.dim,
+        dtype=workload.dtype,
         sharding_type=option.sharding_type,
         exchange=option.exchange,
         storage=option.storage,
         cache_ratio=option.cache_ratio,
         devices=tuple(map(int, devices)),
-        seconds=_named(seconds),
-        bytes=float(held.sum()),
-        device_bytes=tuple(map(float, held[devices])),
-        device_seconds=tuple(map(float, own[devices])),
-        lookups=work.lookups,
-        distinct=work.distinct(),
+        seconds=perf.to_dict(),
+        bytes=float(bytes.sum()),
+        device_bytes=tuple(map(float, bytes[devices])),
+        device_seconds=tuple(map(float, seconds[devices])),
+        lookups=workload.lookups,
+        distinct=workload.distinct(),
     )
 
 
-def _groups(
-    problem: Problem, loads: Loads, chosen: Mapping[str, Placed]
+def _group_estimates(
+    problem: Problem, totals: Totals, chosen: Mapping[str, Placed]
 ) -> tuple[GroupEstimate, ...]:
     tables: Counter[int] = Counter()
     for placed in chosen.values():
-        for group in {problem.groups[option.key] for option, _ in placed}:
+        for group in {problem.groups[option.group] for option, _ in placed}:
             tables[group] += 1
-    seconds, estimates = loads.group_seconds, []
+    seconds, estimates = totals.group_seconds, []
     for key, group in problem.groups.items():
         if not tables[group]:
             continue
-        work = problem.row_seconds[group] @ loads.rows[group, TIMED]
-        uneven = work.max() > 1.001 * work.min()
-        slowest = int(work.argmax()) if uneven else None
+        by_device = problem.unit_seconds[:, group] @ totals.stacked[:, group]
+        is_uneven = by_device.max() > 1.001 * by_device.min()
+        slowest = int(by_device.argmax()) if is_uneven else None
         estimates.append(GroupEstimate(str(key), tables[group], float(seconds[group]), slowest))
     return tuple(estimates)
-
-
-def _empty(cost: GroupCost, places: np.ndarray) -> np.ndarray:
-    """Seconds of places without rows, forward and backward, by phase."""
-    is_forward = np.array([phase.startswith("forward") for phase in PHASES])
-    return cost.room * np.where(is_forward, places[0], places[1])
-
-
-def _named(vector: np.ndarray) -> dict[str, float]:
-    return {name: float(value) for name, value in zip(PHASES, vector, strict=True)}

@@ -1,8 +1,7 @@
-"""How often a table's rows are looked up: how many are distinct, how many a cache holds, and where
-in the table they lie.
+"""The heat of a table: how lookups are distributed over its rows.
 
-`EvenHeat` is the guess without statistics, every row as likely as every other: no other
-distribution has more distinct rows in a batch. `SampledHeat` is what `jaxrec.plan.statistics` saw.
+`EvenHeat`, every row as likely as every other, is the guess without statistics: no other
+distribution has more distinct rows in a batch. `SampledHeat` is from `jaxrec.plan.statistics`.
 """
 
 from __future__ import annotations
@@ -16,24 +15,24 @@ import numpy as np
 
 
 class Heat(abc.ABC):
-    """How lookups fall on the rows of one feature's table."""
+    """Distribution of one feature's lookups over the rows of its table."""
 
     @abc.abstractmethod
     def distinct(self, lookups: float, cached: float = 0.0) -> float:
-        """Expected number of distinct rows among that many lookups.
+        """Return the expected number of distinct rows among some lookups.
 
         Args:
             lookups: Number of lookups, 0 or more.
-            cached: Part of the rows that are left out, the hottest.
+            cached: Fraction of the rows to leave out, the hottest.
         """
 
     @abc.abstractmethod
     def shares(self, parts: int, *, of_rows: bool) -> np.ndarray:
-        """How lookups spread over ``parts`` equal runs of rows, ``[parts]`` that add up to 1.
+        """Return the shares of ``parts`` equal runs of rows in the lookups, ``[parts]``.
 
         Args:
-            parts: Number of runs.
-            of_rows: Whether to count each distinct row once, rather than every lookup.
+            parts: Number of runs of rows.
+            of_rows: Whether to count each distinct row once instead of every lookup.
         """
 
 
@@ -64,21 +63,21 @@ class EvenHeat(Heat):
 
 @dataclasses.dataclass(frozen=True)
 class SampledHeat(Heat):
-    """The heat of a sample of lookups.
+    """Heat from a sample of lookups.
 
     With ``f_k`` rows seen ``k`` times in a sample of ``N`` lookups, a part ``x = n / N`` of it is
     expected to have ``u(x) = sum_k f_k (1 - (1 - x)^k)`` distinct rows (rarefaction: Hurlbert 1971,
-    "The nonconcept of species diversity", in its binomial form). Beyond the sample the number goes
-    on as ``u(1) x^b`` with the slope ``b = f_1 / u(1)`` that it has at its end (Heaps' law, joined
-    to Good's 1953 estimate ``f_1 / N`` of the chance that the next row is new).
+    "The nonconcept of species diversity", in its binomial form). Beyond the sample, ``u(1) x^b``
+    continues it with its final slope ``b = f_1 / u(1)`` (Heaps' law, joined to Good's 1953 estimate
+    ``f_1 / N`` of the chance that the next row is new).
 
     Attributes:
         rows: Rows of the table.
         lookups: Size of the sample.
-        times: How often rows were seen, descending.
-        counts: How many rows were seen so often.
-        row_bins: Distinct rows seen in equal runs of rows, from the first to the last.
-        lookup_bins: Lookups of these.
+        times: Numbers of times that a row was seen, descending.
+        counts: Number of rows seen that many times.
+        row_bins: Distinct rows seen in each of equal runs of the table's rows.
+        lookup_bins: Lookups in each.
 
     Example:
         >>> heat = SampledHeat(100, 6, times=(4, 1), counts=(1, 2), row_bins=(3,), lookup_bins=(6,))
@@ -94,27 +93,28 @@ class SampledHeat(Heat):
     lookup_bins: tuple[float, ...]
 
     @functools.cached_property
-    def _seen(self) -> int:
+    def _sampled_rows(self) -> int:
         return sum(self.counts)
 
     def distinct(self, lookups: float, cached: float = 0.0) -> float:
         if not self.lookups:
             return EvenHeat(self.rows).distinct(lookups, cached)
         times, counts = np.array(self.times, float), np.array(self.counts, float)
-        # The hottest rows, by how often they were seen, are the first to be cached.
+        # The cache holds the rows seen most often.
         held = cached * self.rows
         before = np.concatenate([[0.0], np.cumsum(counts)[:-1]])
         counts = np.clip(counts - np.maximum(held - before, 0), 0, counts)
-        part = lookups / self.lookups
-        seen = float((counts * (1 - np.maximum(1 - min(part, 1.0), 0) ** times)).sum())
-        if part > 1 and seen > 0:
+        ratio = lookups / self.lookups
+        distinct = float((counts * (1 - np.maximum(1 - min(ratio, 1.0), 0) ** times)).sum())
+        if ratio > 1 and distinct > 0:
             once = float(counts[times == 1].sum())
-            seen *= part ** (once / seen)
-        unseen = max(held - self._seen, 0) / max(self.rows - self._seen, 1)
-        if part > 1 and held > self._seen:
-            # All that was seen is cached, and a part of what was not.
-            seen = (self.distinct(lookups) - self._seen) * (1 - unseen)
-        return min(seen, self.rows * (1 - cached), lookups)
+            distinct *= ratio ** (once / distinct)
+        if ratio > 1 and held > self._sampled_rows:
+            # The cache holds all sampled rows and some of the others.
+            others = max(self.rows - self._sampled_rows, 1)
+            missing = 1 - (held - self._sampled_rows) / others
+            distinct = (self.distinct(lookups) - self._sampled_rows) * missing
+        return min(distinct, self.rows * (1 - cached), lookups)
 
     def shares(self, parts: int, *, of_rows: bool) -> np.ndarray:
         bins = np.array(self.row_bins if of_rows else self.lookup_bins, float)

@@ -1,8 +1,8 @@
-"""Known machines, from what their makers publish.
+"""Known machines, by their makers' data sheets.
 
-Memory and bandwidths are from data sheets; what part of them is reached is an estimate, the same
-for all: 65 % for gathered rows (FBGEMM's published forward kernels), 50 % for updated ones, 80 %
-for copies and links. `jaxrec plan --calibrate` replaces estimates by measurements.
+Memory and bandwidths are from data sheets. The fraction of a bandwidth that kernels reach is an
+estimate, the same for all machines: 65 % for gathered rows (FBGEMM's published forward kernels),
+50 % for updated rows, 80 % for copies and links. `jaxrec plan --calibrate` measures instead.
 
 Sources:
     A100: NVIDIA A100 datasheet (80 GB SXM: 2,039 GB/s; NVLink 600 GB/s both ways; PCIe Gen4) and
@@ -16,8 +16,8 @@ Sources:
     TPU v5p: cloud.google.com/tpu/docs/v5p (95 GiB; 2,765 GB/s; ICI 1,200 GB/s both ways a chip,
         also between the hosts of a slice; 448 GB for 4 chips).
     Sorting: Adinets and Merrill 2022, "Onesweep: a faster least significant digit radix sort for
-        GPUs" (29.4 G 32-bit keys a second on an A100); numbers with their places, runs and their
-        ends take about six times as long as keys alone.
+        GPUs" (29.4 G 32-bit keys a second on an A100); row numbers with their indices and runs
+        take about six times as long as keys alone.
 """
 
 from __future__ import annotations
@@ -33,47 +33,45 @@ _GB, _TB = 10**9, 10**12
 def _accelerator(
     name: str,
     *,
-    memory: int,
+    memory: float,
     bandwidth: float,
     link: float,
     network: float,
     host_link: float,
     devices_per_host: int = 8,
-    host_memory: int = 2 * _TB,
-    disk: int = 30 * _TB,
-    latency: tuple[float, float] = (15e-6, 30e-6),
+    host_memory: int = 2000,
+    disk: int = 30_000,
     sort: float = 29.4e9 / 6 / 2.039e12,
 ) -> dict[str, Any]:
-    """A machine of accelerators.
+    """Return the fields of a machine of accelerators, from sizes in GB and GB/s.
 
     Args:
-        name: What it is called.
-        memory: Bytes of a device.
-        bandwidth: Bytes a second of its memory, read and written together.
-        link: Bytes a second that leave a device for others of its host.
-        network: Bytes a second that leave a device for other hosts.
-        host_link: Bytes a second between host and device, one way.
-        devices_per_host: Devices of a host.
-        host_memory: Bytes of a host.
-        disk: Bytes of its disks.
-        latency: Seconds that a collective takes at least, within a host and between hosts.
-        sort: Numbers sorted in the time that memory moves a byte.
+        name: Its name.
+        memory: Memory of a device.
+        bandwidth: Bandwidth of its memory in TB/s, reads and writes together.
+        link: Bandwidth from a device to others of its host.
+        network: Bandwidth from a device to other hosts.
+        host_link: Bandwidth between host and device, one way.
+        devices_per_host: Number of devices on a host.
+        host_memory: Memory of a host.
+        disk: Size of a host's disks.
+        sort: Row numbers sorted in the time that memory moves a byte.
     """
-    call = 5e-6  # a kernel's start
+    call = 5e-6  # to start a kernel
     return {
         "name": name,
         "devices_per_host": devices_per_host,
-        "memory": memory,
-        "host_memory": host_memory,
-        "disk": disk,
-        # A gathered row is read and written, an updated one read and written as well.
-        "gather": Rate(call=call, byte=2 / (bandwidth * _GATHERED)),
-        "update": Rate(call=call, byte=2 / (bandwidth * _UPDATED)),
-        "sort": Rate(call=4 * call, item=1 / (sort * bandwidth)),
-        "copy": Rate(call=call, byte=2 / (bandwidth * _REACHED)),
-        "within": Links.of(latency[0], link * _REACHED),
-        "between": Links.of(latency[1], network * _REACHED),
-        "host_link": Rate(call=10e-6, byte=1 / (host_link * _REACHED)),
+        "memory": round(memory * _GB),
+        "host_memory": round(host_memory * _GB),
+        "disk": round(disk * _GB),
+        # Gathers and updates both read and write a row.
+        "gather": Rate(call=call, byte=2 / (bandwidth * _TB * _GATHERED)),
+        "update": Rate(call=call, byte=2 / (bandwidth * _TB * _UPDATED)),
+        "sort": Rate(call=4 * call, item=1 / (sort * (bandwidth * _TB))),
+        "copy": Rate(call=call, byte=2 / (bandwidth * _TB * _REACHED)),
+        "within": Links.of(15e-6, link * _GB * _REACHED),
+        "between": Links.of(30e-6, network * _GB * _REACHED),
+        "host_link": Rate(call=10e-6, byte=1 / (host_link * _GB * _REACHED)),
         # Eight NVMe disks of 7 GB/s, shared by the host's devices.
         "disk_link": Rate(call=100e-6, byte=devices_per_host / (8 * 7 * _GB * _REACHED)),
         "granule": 64,
@@ -81,58 +79,30 @@ def _accelerator(
 
 
 MACHINES: dict[str, dict[str, Any]] = {
-    "a100": _accelerator(
-        "a100",
-        memory=80 * _GB,
-        bandwidth=2.039 * _TB,
-        link=300 * _GB,
-        network=25 * _GB,
-        host_link=32 * _GB,
-    ),
-    "h100": _accelerator(
-        "h100",
-        memory=80 * _GB,
-        bandwidth=3.35 * _TB,
-        link=450 * _GB,
-        network=50 * _GB,
-        host_link=64 * _GB,
-    ),
-    "h200": _accelerator(
-        "h200",
-        memory=141 * _GB,
-        bandwidth=4.8 * _TB,
-        link=450 * _GB,
-        network=50 * _GB,
-        host_link=64 * _GB,
-    ),
-    "b200": _accelerator(
-        "b200",
-        memory=180 * _GB,
-        bandwidth=8 * _TB,
-        link=900 * _GB,
-        network=50 * _GB,
-        host_link=64 * _GB,
-    ),
+    "a100": _accelerator("a100", memory=80, bandwidth=2.039, link=300, network=25, host_link=32),
+    "h100": _accelerator("h100", memory=80, bandwidth=3.35, link=450, network=50, host_link=64),
+    "h200": _accelerator("h200", memory=141, bandwidth=4.8, link=450, network=50, host_link=64),
+    "b200": _accelerator("b200", memory=180, bandwidth=8, link=900, network=50, host_link=64),
     "tpu-v5p": _accelerator(
         "tpu-v5p",
-        memory=95 * 2**30,
-        bandwidth=2.765 * _TB,
-        link=600 * _GB,
-        network=600 * _GB,
-        host_link=32 * _GB,
+        memory=95 * 2**30 / _GB,
+        bandwidth=2.765,
+        link=600,
+        network=600,
+        host_link=32,
         devices_per_host=4,
-        host_memory=448 * _GB,
+        host_memory=448,
         disk=0,
         # TPUs sort by comparing, several times slower than by radix.
         sort=29.4e9 / 24 / 2.039e12,
     ),
-    # Simulated devices that share two cores of a server; calibrate for anything else.
+    # Simulated devices on two cores of a server; calibrate for anything else.
     "cpu": {
         "name": "cpu",
         "devices_per_host": 8,
         "memory": 4 * _GB,
         "host_memory": 32 * _GB,
-        "disk": 1 * _TB,
+        "disk": 1000 * _GB,
         "gather": Rate(call=20e-6, item=20e-9, byte=1 / (4 * _GB)),
         "update": Rate(call=20e-6, item=40e-9, byte=1 / (3 * _GB)),
         "sort": Rate(call=50e-6, item=200e-9),
@@ -145,7 +115,7 @@ MACHINES: dict[str, dict[str, Any]] = {
     },
 }
 
-# Beginnings of what devices of these machines call their kind.
+# Machine by the beginning of `jax.Device.device_kind`.
 _KINDS = {
     "NVIDIA A100": "a100",
     "NVIDIA H100": "h100",
@@ -157,11 +127,11 @@ _KINDS = {
 
 
 def find_machine(platform: str, device_kind: str) -> str | None:
-    """The machine whose devices are of a kind, as JAX names it; None: none that is known."""
+    """Return the machine whose devices JAX gives this kind; None if unknown."""
     if platform == "cpu":
         return "cpu"
     for beginning, machine in _KINDS.items():
         if device_kind.startswith(beginning):
-            # "TPU v5 lite" is another machine than "TPU v5", which is v5p.
+            # "TPU v5" is v5p; "TPU v5 lite" is another machine.
             return None if "lite" in device_kind else machine
     return None

@@ -1,4 +1,4 @@
-"""Tables, and what is said of them, from a YAML file: for planning without a model.
+"""The YAML file of tables and constraints, for planning without a model.
 
 ::
 
@@ -38,12 +38,12 @@ from jaxrec.plan.constraints import SHARDING_TYPES, ParameterConstraints
 
 @dataclasses.dataclass(frozen=True)
 class ModelFile:
-    """What a file says.
+    """Contents of a model file.
 
     Attributes:
         tables: The tables.
-        constraints: What is said of each, by name.
-        batch_size: Samples in a step; None if not said.
+        constraints: Constraints by table.
+        batch_size: Samples in a step; None if not given.
         dense_bytes: Bytes of all other parameters.
     """
 
@@ -54,11 +54,11 @@ class ModelFile:
 
 
 def read_model_file(path: str | os.PathLike) -> ModelFile:
-    """The model that a YAML file describes.
+    """Read a YAML file of a model.
 
     Raises:
-        OSError: If it cannot be read.
-        ValueError: If it is no YAML, or says something that there is not; with the file's name.
+        OSError: If the file cannot be read.
+        ValueError: If it is not YAML or has an unknown field or value; the message names the file.
     """
     path = pathlib.Path(path)
     try:
@@ -70,17 +70,17 @@ def read_model_file(path: str | os.PathLike) -> ModelFile:
 
 
 def _model(fields: Any) -> ModelFile:
-    _known(fields, "the file", ("batch_size", "optimizer", "dense_parameters", "tables"))
+    _check_fields(fields, "the file", ("batch_size", "optimizer", "dense_parameters", "tables"))
     tables, constraints = [], {}
     default = _optimizer(fields.get("optimizer", "rowwise_adagrad"))
     if not isinstance(fields.get("tables"), list) or not fields["tables"]:
         raise ValueError("tables is a list of at least one table")
     for number, table in enumerate(fields["tables"]):
-        config, said = _table(table, f"table {number + 1}", default)
+        config, constraint = _table(table, f"table {number + 1}", default)
         if config.name in constraints:
             raise ValueError(f"two tables are named {config.name!r}; names are unique")
         tables.append(config)
-        constraints[config.name] = said
+        constraints[config.name] = constraint
     return ModelFile(
         tuple(tables),
         constraints,
@@ -100,36 +100,36 @@ def _table(
 ) -> tuple[TableConfig, ParameterConstraints]:
     if isinstance(fields, Mapping) and isinstance(fields.get("name"), str):
         where = f"table {fields['name']!r}"
-    _known(fields, where, (*_TABLE, *_CONSTRAINTS))
+    _check_fields(fields, where, (*_TABLE, *_CONSTRAINTS))
     for needed in ("name", "num_embeddings", "embedding_dim"):
         if needed not in fields:
             raise ValueError(f"{where} has no {needed}")
     config = {name: fields[name] for name in _TABLE if name in fields}
     config["optimizer"] = _optimizer(fields["optimizer"]) if "optimizer" in fields else default
-    said = {name: fields[name] for name in _CONSTRAINTS if name in fields}
-    if "placement" in said:
-        said["placement"] = _placement(said["placement"], where)
+    constraint = {name: fields[name] for name in _CONSTRAINTS if name in fields}
+    if "placement" in constraint:
+        constraint["placement"] = _placement(constraint["placement"], where)
     is_pooled = config.get("pooling") not in ("none", None) or "pooling" not in config
     kind: type[TableConfig] = EmbeddingBagConfig
     if not is_pooled:
         kind = EmbeddingConfig
         del config["pooling"]
     try:
-        return kind(**config), ParameterConstraints(**said)
+        return kind(**config), ParameterConstraints(**constraint)
     except (ValueError, TypeError) as error:
         raise ValueError(f"{where}: {error}") from None
 
 
-def _optimizer(said: Any) -> RowOptimizer:
-    name, arguments = said, {}
-    if isinstance(said, Mapping):
-        arguments = dict(said)
+def _optimizer(value: Any) -> RowOptimizer:
+    name, arguments = value, {}
+    if isinstance(value, Mapping):
+        arguments = dict(value)
         name = arguments.pop("name", None)
     kind = getattr(optim, name, None) if isinstance(name, str) else None
     if not (isinstance(kind, type) and issubclass(kind, RowOptimizer)) or kind is RowOptimizer:
         raise ValueError(
             f"optimizer is a name of jaxrec.optim such as rowwise_adagrad, or a mapping with that "
-            f"name and its arguments, got {said!r}"
+            f"name and its arguments, got {value!r}"
         )
     try:
         return kind(**arguments)
@@ -137,17 +137,17 @@ def _optimizer(said: Any) -> RowOptimizer:
         raise ValueError(f"optimizer {name}: {error}") from None
 
 
-def _placement(said: Any, where: str) -> Placement:
-    """A sharding type, or a mapping of one to its devices or hosts."""
-    kind: Any = said
+def _placement(value: Any, where: str) -> Placement:
+    """Read a sharding type, or a mapping of one to its devices or hosts."""
+    kind: Any = value
     places: tuple[Any, ...] = ()
-    if isinstance(said, Mapping) and len(said) == 1:
-        ((kind, named),) = said.items()
-        places = tuple(named) if isinstance(named, list) else (named,)
+    if isinstance(value, Mapping) and len(value) == 1:
+        ((kind, numbers),) = value.items()
+        places = tuple(numbers) if isinstance(numbers, list) else (numbers,)
     if kind not in SHARDING_TYPES or not all(isinstance(place, int) for place in places):
         raise ValueError(
             f"{where}: placement is a sharding type such as row_wise, or one with its devices or "
-            f"hosts such as {{table_wise: 3}}, got {said!r}"
+            f"hosts such as {{table_wise: 3}}, got {value!r}"
         )
     if not places and kind in ("table_wise", "table_row_wise", "table_column_wise"):
         raise ValueError(f"{where}: placement {kind} is given with where, such as {{{kind}: 0}}")
@@ -161,7 +161,7 @@ def _whole(fields: Mapping[str, Any], name: str) -> int | None:
     return value
 
 
-def _known(fields: Any, where: str, known: tuple[str, ...]) -> None:
+def _check_fields(fields: Any, where: str, known: tuple[str, ...]) -> None:
     if not isinstance(fields, Mapping):
         raise ValueError(f"{where} is a mapping of names to values, got {fields!r}")
     if unknown := [name for name in fields if name not in known]:

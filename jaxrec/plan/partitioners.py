@@ -1,149 +1,148 @@
-"""From an option for every table to devices for its parts."""
+"""Partitioners: from an option for every table to sites for its parts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 import numpy as np
 
-from jaxrec.plan.options import EXCHANGED, HELD, TIMED, Option
-from jaxrec.plan.problem import Choice, Loads, Problem, Solution
+from jaxrec.plan.load import Load
+from jaxrec.plan.options import ShardingOption
+from jaxrec.plan.problem import Choice, Problem, Solution, Totals
 
 Partitioner: TypeAlias = Callable[[Problem, Sequence[int]], Solution]
 
-# How many memory limits `balance_memory` tries, and what slowing down it accepts.
-_SEARCHES, _TOLERANCE = 8, 0.02
+# Weights of memory that `balance_memory` tries, and the slowdown that it accepts.
+_MAX_TRIALS, _TOLERANCE = 8, 0.02
 
 
 def place_fastest(problem: Problem, proposal: Sequence[int]) -> Solution:
-    """Largest parts first, each to the site where it slows the step down least.
+    """Place the largest parts first, each on the site where it slows the step down least.
 
-    What has only one place goes first, then what goes to hosts, then what goes to devices; longest
-    processing time first, after Graham 1969, "Bounds on multiprocessing timing anomalies".
+    Parts with a single possible site go first, then parts that go to hosts, then parts that go to
+    devices. Longest processing time first is Graham 1969, "Bounds on multiprocessing timing
+    anomalies".
 
     Args:
         problem: The tables.
-        proposal: For each table the index of its option.
+        proposal: Index of each table's option.
     """
-    return _place(problem, proposal, {}, by_memory=False)
+    return _place(problem, proposal, memory_weight=0.0)
 
 
 def balance_memory(problem: Problem, proposal: Sequence[int]) -> Solution:
-    """The solution of least memory among those at most 2 % slower than `place_fastest`'s.
+    """Place parts with the least memory that makes a step at most 2 % slower than `place_fastest`.
 
     Bisects between weighing time alone and memory alone.
 
     Args:
         problem: The tables.
-        proposal: For each table the index of its option.
+        proposal: Index of each table's option.
     """
     best = place_fastest(problem, proposal)
     limit = best.seconds * (1 + _TOLERANCE) if best.fits else float("inf")
     low, high = 0.0, 1.0
-    least = Loads.of(problem, dict(enumerate(best.choices))).bytes
-    for _ in range(_SEARCHES):
+    least = Totals.of(problem, dict(enumerate(best.choices))).bytes
+    for _ in range(_MAX_TRIALS):
         middle = (low + high) / 2 if low else 1.0
-        found = _place(problem, proposal, {}, by_memory=True, memory_weight=middle)
-        needed = Loads.of(problem, dict(enumerate(found.choices))).bytes
-        if found.seconds > limit:
+        solution = _place(problem, proposal, memory_weight=middle)
+        bytes = Totals.of(problem, dict(enumerate(solution.choices))).bytes
+        if solution.seconds > limit:
             high = middle
             low = low or 1e-3
             continue
-        if needed < least or found.excess < best.excess:
-            best, least = found, needed
+        if bytes < least or solution.excess < best.excess:
+            best, least = solution, bytes
         if middle == 1.0:
             break
         low = middle
     return best
 
 
-def _place(
-    problem: Problem,
-    proposal: Sequence[int],
-    kept: Mapping[int, Choice],
-    *,
-    by_memory: bool,
-    memory_weight: float = 0.0,
-) -> Solution:
+def _place(problem: Problem, proposal: Sequence[int], *, memory_weight: float) -> Solution:
     options = [options[index] for options, index in zip(problem.options, proposal, strict=True)]
-    loads = Loads.of(problem, kept)
-    choices = dict(kept)
-    weight = _bytes_weight(problem, options) * memory_weight if by_memory else 0.0
-    for table in sorted(
-        set(range(len(options))) - set(kept), key=lambda t: _order(problem, options[t])
-    ):
-        option = options[table]
-        choices[table] = Choice(proposal[table], place_parts(loads, option, weight))
+    totals = Totals.of(problem, {})
+    weight = _byte_seconds(problem, options) * memory_weight
+    choices = {
+        table: Choice(proposal[table], place_parts(totals, options[table], weight))
+        for table in sorted(range(len(options)), key=lambda t: _order(problem, options[t]))
+    }
     return Solution.of(problem, [choices[table] for table in range(len(options))])
 
 
-def place_parts(loads: Loads, option: Option, bytes_weight: float = 0.0) -> tuple[int, ...]:
-    """Adds an option to the loads, its parts where they slow the step down least.
+def place_parts(
+    totals: Totals, option: ShardingOption, byte_seconds: float = 0.0
+) -> tuple[int, ...]:
+    """Add an option to the totals, its parts where they slow the step down least.
 
     Args:
-        loads: What was placed before; changed in place.
+        totals: The tables placed before; changed in place.
         option: The option.
-        bytes_weight: Seconds that a byte of memory is worth.
+        byte_seconds: Seconds that a byte of memory is worth.
 
     Returns:
         The site of each part.
     """
-    loads.add(option, ())
+    totals.add(option, ())
     if len(option.sites) == 1:
-        loads.add_part(option, 0)
+        totals.add_part(option, 0)
         return (0,)
-    problem = loads.problem
-    group = problem.groups[option.key]
+    problem = totals.problem
+    group = problem.groups[option.group]
+    unit_seconds, unit_bytes = problem.unit_seconds[:, group], problem.unit_bytes[:, group]
     sites = np.array(option.sites)
     chosen: list[int] = []
     for _ in range(option.parts):
-        rows = loads.rows[group][:, sites] + option.load[:, None]  # [6, sites, devices of one]
-        after = rows.max(axis=2)
-        before = loads.rows[group].max(axis=1)
-        grown = np.maximum(after - before[:, None], 0)
-        # What fills places that there are anyway takes less.
-        free = max(0.0, float(loads.at_least[group] - before[EXCHANGED]))
-        seconds = problem.row_seconds[group] @ grown[TIMED]
-        seconds -= problem.place_seconds[group].sum() * np.minimum(grown[EXCHANGED], free)
-        bytes = problem.row_bytes[group] * grown[HELD]
-        # Among sites that cost alike, the one that has least so far.
-        even = problem.row_seconds[group] @ after[TIMED]
-        fill = problem.row_bytes[group] * after[HELD]
-        excess = np.maximum(loads.bytes + bytes - problem.capacity, 0)
+        # The group's load with the part on each of the sites, [6, sites, devices of one].
+        loads = totals.stacked[:, group][:, sites] + option.load.stacked[:, None]
+        after, before = loads.max(axis=2), totals.stacked[:, group].max(axis=1)
+        growth = np.maximum(after - before[:, None], 0)
+        # Rows that fill positions of a round that is moved anyway take less.
+        free = max(0.0, float(totals.round_capacity[group] - Load(*before).exchanged))
+        filled = np.minimum(Load(*growth).exchanged, free)
+        seconds = unit_seconds @ growth - problem.position_seconds[:, group].sum() * filled
+        bytes = unit_bytes @ growth
+        excess = np.maximum(totals.bytes + bytes - problem.capacity, 0)
         if option.storage != "device":
-            excess = excess + _stored_excess(loads, option, sites)
+            excess = excess + _stored_excess(totals, option, sites)
         excess[chosen] = np.inf
-        key = np.lexsort(
-            (fill, np.round(even, 12), np.round(seconds + bytes_weight * bytes, 12), excess)
+        # Among sites that cost alike, the one that has least so far.
+        order = np.lexsort(
+            (
+                unit_bytes @ after,
+                np.round(unit_seconds @ after, 12),
+                np.round(seconds + byte_seconds * bytes, 12),
+                excess,
+            )
         )
-        site = int(key[0])
+        site = int(order[0])
         chosen.append(site)
-        loads.add_part(option, site)
+        totals.add_part(option, site)
     return tuple(chosen)
 
 
-def _stored_excess(loads: Loads, option: Option, sites: np.ndarray) -> np.ndarray:
-    """Bytes that host memory or disk lacks with a part on each of the sites."""
-    problem = loads.problem
-    kind = 0 if option.storage == "host" else 1
-    capacity = problem.host_capacity if kind == 0 else problem.disk_capacity
-    used = loads.stored[kind].reshape(problem.topology.hosts, -1).sum(axis=1)
+def _stored_excess(totals: Totals, option: ShardingOption, sites: np.ndarray) -> np.ndarray:
+    """Return the bytes that host memory or disk lacks with a part on each of the sites."""
+    problem = totals.problem
+    index = 0 if option.storage == "host" else 1
+    capacity = problem.host_capacity if index == 0 else problem.disk_capacity
+    used = totals.stored[index].reshape(problem.topology.hosts, -1).sum(axis=1)
     host = sites[:, 0] // problem.topology.devices_per_host
     return np.maximum(used[host] + option.stored_bytes.sum() - capacity, 0)
 
 
-def _order(problem: Problem, option: Option) -> tuple[int, float]:
-    """Fewest sites first, and then largest parts."""
-    group = problem.groups[option.key]
-    seconds = problem.row_seconds[group] @ option.load[TIMED].max(axis=1)
-    return len(option.sites), -float(seconds)
+def _order(problem: Problem, option: ShardingOption) -> tuple[int, float]:
+    """Return a key that sorts fewest sites first, and then largest parts."""
+    seconds = problem.unit_seconds[:, problem.groups[option.group]]
+    return len(option.sites), -float(seconds @ option.load.stacked.max(axis=1))
 
 
-def _bytes_weight(problem: Problem, options: Sequence[Option]) -> float:
-    """What a byte is worth at most: as if all memory were worth a whole step."""
-    total = sum(problem.row_bytes[problem.groups[o.key]] * o.load[HELD].sum() for o in options)
-    seconds = sum(
-        problem.row_seconds[problem.groups[o.key]] @ o.load[TIMED].sum(axis=1) for o in options
-    )
-    return float(seconds / total) * 10 if total else 0.0
+def _byte_seconds(problem: Problem, options: Sequence[ShardingOption]) -> float:
+    """Return the largest worth of a byte: as if all memory were worth ten steps."""
+    seconds = bytes = 0.0
+    for option in options:
+        group, load = problem.groups[option.group], option.load.stacked.sum(axis=1)
+        seconds += problem.unit_seconds[:, group] @ load
+        bytes += problem.unit_bytes[:, group] @ load
+    return float(seconds / bytes) * 10 if bytes else 0.0

@@ -1,4 +1,4 @@
-"""A plan: which table goes where."""
+"""A sharding plan: the placement of every table."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxrec.mesh.placement import Placement
-from jaxrec.plan.context import Context, PlanMismatchError
+from jaxrec.plan.context import Context, PlanMismatchError, placement_fields
 from jaxrec.plan.estimate import Estimate
 from jaxrec.plan.plot import draw
 from jaxrec.plan.report import render
@@ -20,13 +20,13 @@ from jaxrec.plan.topology import Topology
 class ShardingPlan:
     """The placement of every table of a model.
 
-    Made by hand with `from_dict`, or by `jaxrec.plan.Planner`, whose plans know what they are
-    expected to take: ``print(plan)`` says it.
+    A plan is made by hand with `from_dict`, or by `jaxrec.plan.Planner`. The planner's have an
+    estimate, which ``print(plan)`` shows.
 
     Attributes:
-        placements: Placement of each table, by name.
-        estimate: What the plan is expected to take; None for one made by hand.
-        context: What the plan was made for; None for one made by hand.
+        placements: Name and placement of each table.
+        estimate: Expected memory and time; None if made by hand.
+        context: Tables, devices and settings that the plan is for; None if made by hand.
 
     Example:
         >>> from jaxrec.mesh import row_wise, table_wise
@@ -42,10 +42,10 @@ class ShardingPlan:
 
     @classmethod
     def from_dict(cls, placements: Mapping[str, Placement]) -> ShardingPlan:
-        """A plan made by hand.
+        """Make a plan by hand.
 
         Raises:
-            TypeError: If they are no mapping, or a value is no placement.
+            TypeError: If ``placements`` is not a mapping of names to placements.
         """
         if not isinstance(placements, Mapping):
             raise TypeError(
@@ -62,17 +62,17 @@ class ShardingPlan:
 
     @property
     def num_devices(self) -> int | None:
-        """Number of devices that the plan was made for; None for one made by hand."""
+        """Number of devices that the plan is for; None if made by hand."""
         if self.context is None:
             return None
         return Topology.from_dict(self.context.fields["topology"]).num_devices
 
     def to_dict(self) -> dict[str, Placement]:
-        """The placements by table.
+        """Return the placements by table.
 
         Raises:
-            ValueError: If the plan keeps tables in host memory or on disk, which is for planning
-                ahead alone.
+            ValueError: If the plan keeps tables in host memory or on disk, which `jaxrec.shard`
+                does not support.
         """
         tables = () if self.estimate is None else self.estimate.tables
         for table in tables:
@@ -84,11 +84,11 @@ class ShardingPlan:
         return dict(self.placements)
 
     def to_json(self) -> str:
-        """The plan with its estimate, and what it was made for, with a hash of that."""
+        """Return the plan with its estimate, its context and the context's hash as JSON."""
         fields: dict[str, Any] = {
             "format": 1,
             "placements": {
-                name: dataclasses.asdict(placement) for name, placement in self.placements
+                name: placement_fields(placement) for name, placement in self.placements
             },
         }
         if self.estimate is not None:
@@ -99,15 +99,15 @@ class ShardingPlan:
 
     @classmethod
     def from_json(cls, text: str, made_for: Context | None = None) -> ShardingPlan:
-        """The reverse of `to_json`.
+        """Make a plan from what `to_json` returned.
 
         Args:
             text: The JSON.
-            made_for: What the plan will be used for, of `Planner.context`; None: not checked.
+            made_for: Context to check the plan against, from `Planner.context`; None: no check.
 
         Raises:
-            ValueError: If it is no plan, or was changed by hand.
-            PlanMismatchError: If it was made for something else.
+            ValueError: If the text is not a plan, or its context was changed by hand.
+            PlanMismatchError: If the plan is for another context.
 
         Example:
             >>> from jaxrec.mesh import row_wise
@@ -124,11 +124,11 @@ class ShardingPlan:
             estimate = Estimate.from_dict(fields["estimate"]) if "estimate" in fields else None
             stated = fields["hash"] if context else None
         except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise ValueError(f"this is no plan that to_json wrote: {error!r}") from None
+            raise ValueError(f"this is not a plan that to_json wrote: {error!r}") from None
         if context is not None and stated != context.hash:
             raise ValueError(
-                "what the plan says that it was made for does not have the hash that it says; it "
-                "was changed by hand. Plan anew"
+                "the plan's context does not have the hash that the plan gives; it was changed by "
+                "hand. Plan anew"
             )
         if made_for is not None:
             if context is None:
@@ -139,23 +139,24 @@ class ShardingPlan:
     def __str__(self) -> str:
         if self.estimate is not None:
             return render(self.estimate)
-        return "\n".join(
-            f"{name}: {placement.kind}"
-            + (f" on {', '.join(map(str, placement.places))}" if placement.places else "")
-            + (" by sums" if placement.exchange == "sums" else "")
-            for name, placement in self.placements
-        )
+        lines = []
+        for name, placement in self.placements:
+            places, exchange = placement.places, placement_fields(placement)["exchange"]
+            where = f" on {', '.join(map(str, places))}" if places else ""
+            how = f" by {exchange}" if exchange and not placement.is_replicated else ""
+            lines.append(f"{name}: {placement.kind}{where}{how}")
+        return "\n".join(lines)
 
     def plot(self, path: str | os.PathLike) -> None:
-        """Draws devices by memory and by time, bars stacked by table, as a picture file.
+        """Draw the memory and time of devices, as bars stacked by table, into a picture file.
 
         Needs matplotlib: ``pip install 'jaxrec[plot]'``.
 
         Args:
-            path: Where to; its ending is the format, such as ``.png`` or ``.svg``.
+            path: The file; its ending says the format, such as ``.png`` or ``.svg``.
 
         Raises:
-            ValueError: If the plan was made by hand, and knows neither.
+            ValueError: If the plan was made by hand and has no estimate.
             ModuleNotFoundError: If matplotlib is not installed.
         """
         if self.estimate is None:

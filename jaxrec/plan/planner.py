@@ -1,4 +1,4 @@
-"""From a model and devices to a plan."""
+"""The planner: from a model and devices to a plan."""
 
 from __future__ import annotations
 
@@ -13,48 +13,47 @@ from flax import nnx
 from jaxrec.embed.config import TableConfig
 from jaxrec.plan.constraints import STORAGES, ParameterConstraints
 from jaxrec.plan.context import Context
-from jaxrec.plan.estimate import estimate
-from jaxrec.plan.exact import is_small, solve, solve_averaged
-from jaxrec.plan.failure import PlanError, Shortage, explain
-from jaxrec.plan.improve import improve
-from jaxrec.plan.options import Option, enumerate_options, placed_options, to_placement
+from jaxrec.plan.estimate import make_estimate
+from jaxrec.plan.feature_statistics import Statistics
+from jaxrec.plan.local_search import improve
+from jaxrec.plan.model_tables import ModelTables, read_model
+from jaxrec.plan.options import ShardingOption, enumerate_options, placed_options, to_placement
 from jaxrec.plan.partitioners import Partitioner, balance_memory, place_fastest
 from jaxrec.plan.plan import ShardingPlan
-from jaxrec.plan.problem import Loads, Problem, Solution
+from jaxrec.plan.problem import Problem, Solution, Totals
 from jaxrec.plan.proposers import PROPOSERS, Proposer, propose_smallest
-from jaxrec.plan.statistics import Statistics
+from jaxrec.plan.shortage import PlanError, Shortage, explain
+from jaxrec.plan.solver import is_small, solve, solve_averaged
 from jaxrec.plan.topology import Topology
-from jaxrec.plan.workload import ModelTables, TableWork, measure_work, read_model
+from jaxrec.plan.workload import TableWorkload, measure_workloads
 
 Model: TypeAlias = nnx.Module | Sequence[TableConfig]
 
-# Bytes of dense parameters, their gradients, their optimizer's state and what is in between, over
-# the bytes of the parameters.
-_DENSE_COPIES = 6
-# Parts of the time limit that the proposers, the averaged program (and where the whole one is too
-# large to follow) and improving may use.
+# Bytes of dense parameters, gradients, optimizer state and temporaries, over those of parameters.
+_DENSE_FACTOR = 6
+# Fractions of the time limit for the proposers, for the averaged program (with the whole program to
+# follow, or alone) and for local search.
 _PROPOSING, _AVERAGED, _AVERAGED_ALONE, _IMPROVING = 0.15, 0.4, 0.6, 0.25
 
 
 @dataclasses.dataclass(frozen=True)
 class Planner:
-    """Finds the fastest placement of a model's tables on given devices.
+    """A search for the fastest plan of a model's tables on given devices.
 
     Attributes:
         topology: The devices.
-        constraints: What is said of tables, by name.
-        statistics: What was seen of features in a sample of batches (`jaxrec.plan.statistics`);
-            without it every sample is taken to have one id, and every row to be as hot as another.
+        constraints: Constraints by table.
+        statistics: Statistics of the features in a sample of batches (`jaxrec.plan.statistics`).
+            Without them, a sample has one id per feature, and every row is as hot as another.
         storages: Where rows may be kept: "device", and for planning ahead "host" and "disk".
-        reserve: Part of each device's memory that is left alone.
-        batches: Batches on a device at once: that of the step and those put there ahead of it.
-        dense_bytes: Bytes of parameters that are no tables; those of the model if None.
+        reserve: Fraction of each device's memory to leave free.
+        batches: Batches on a device at once: the step's, and those put there ahead of it.
+        dense_bytes: Bytes of parameters other than tables; None: the model's.
         time_limit: Seconds that the search may take.
-        gap: The search ends when the plan is known to be no more than this part slower than the
-            best.
+        gap: Distance to the best possible plan at which the search ends, as a fraction of its time.
         proposers: Functions that propose options for tables; see `jaxrec.plan.proposers`.
         partitioners: Functions that place proposals; see `jaxrec.plan.partitioners`.
-        is_exact: Whether to solve mixed-integer programs, which give bounds, as well.
+        is_exact: Whether to solve mixed-integer programs too, which give bounds.
 
     Raises:
         ValueError: If a number is outside its range.
@@ -66,8 +65,9 @@ class Planner:
         ...     jaxrec.EmbeddingBagConfig("product", num_embeddings=40_000_000, embedding_dim=64),
         ...     jaxrec.EmbeddingBagConfig("country", num_embeddings=5, embedding_dim=64),
         ... ]
-        >>> said = {"product": ParameterConstraints(pooling_factors=20)}
-        >>> plan = Planner(Topology.named("h100", devices=8), said).plan(tables, batch_size=65536)
+        >>> constraints = {"product": ParameterConstraints(pooling_factors=20)}
+        >>> planner = Planner(Topology.named("h100", devices=8), constraints)
+        >>> plan = planner.plan(tables, batch_size=65536)
         >>> {name: placement.kind for name, placement in plan.to_dict().items()}
         {'product': 'row_wise', 'country': 'table_wise'}
     """
@@ -88,7 +88,9 @@ class Planner:
 
     def __post_init__(self) -> None:
         if not 0 <= self.reserve < 1:
-            raise ValueError(f"reserve is a part of memory, from 0 to below 1, got {self.reserve}")
+            raise ValueError(
+                f"reserve is a fraction of memory, from 0 to below 1, got {self.reserve}"
+            )
         if not self.storages or set(self.storages) - set(STORAGES):
             raise ValueError(f"storages are some of {', '.join(STORAGES)}, got {self.storages!r}")
         for field in ("time_limit", "gap"):
@@ -100,28 +102,28 @@ class Planner:
             raise ValueError("there is at least one proposer and one partitioner")
 
     def plan(self, model: Model, *, batch_size: int) -> ShardingPlan:
-        """The fastest plan that is found within the time limit, with a bound on any plan.
+        """Return the fastest plan found within the time limit, with a bound on all plans.
 
         Args:
             model: The model, real or abstract (`nnx.eval_shape`), or configurations of tables. It
-                is not changed: `jaxrec.shard` does that.
-            batch_size: Samples in a step, of all devices together.
+                stays as it is: `jaxrec.shard` places its tables.
+            batch_size: Samples of all devices in a step.
 
         Raises:
-            PlanError: If no plan fits, with what to change.
+            PlanError: If no plan fits; the message says what to change.
             ValueError: If constraints do not fit the tables or the devices.
         """
         start = time.monotonic()
         tables = read_model(model)
-        works = self._works(tables, batch_size)
-        fixed = self._fixed_bytes(tables, works)
-        problem = self._problem(works, fixed)
+        workloads = self._workloads(tables, batch_size)
+        fixed = self._fixed_bytes(tables, workloads)
+        problem = self._problem(workloads, fixed)
         solution, bound, search = self._search(problem, start)
         if not solution.fits:
-            raise PlanError(self._explain(tables, works, problem, solution, bound, batch_size))
-        found = estimate(
+            raise PlanError(self._explain(tables, workloads, problem, solution, bound, batch_size))
+        estimate = make_estimate(
             problem,
-            {work.name: work for work in works},
+            {workload.name: workload for workload in workloads},
             solution,
             bound=bound,
             search=search,
@@ -129,9 +131,9 @@ class Planner:
             fixed_bytes=fixed,
         )
         decided = {
-            name: said.placement
-            for name, said in self.constraints.items()
-            if said.placement is not None
+            name: constraint.placement
+            for name, constraint in self.constraints.items()
+            if constraint.placement is not None
         }
         chosen = {
             options[choice.option].table: to_placement(
@@ -139,63 +141,64 @@ class Planner:
             )
             for options, choice in zip(problem.options, solution.choices, strict=True)
         }
-        placements = tuple((work.name, (decided | chosen)[work.name]) for work in works)
-        return ShardingPlan(placements, found, self._context(works, batch_size))
+        placements = decided | chosen
+        ordered = tuple((workload.name, placements[workload.name]) for workload in workloads)
+        return ShardingPlan(ordered, estimate, self._context(workloads, batch_size))
 
     def evaluate(self, model: Model, plan: ShardingPlan, *, batch_size: int) -> ShardingPlan:
-        """A plan made by hand or elsewhere, with what it is expected to take.
+        """Return a plan, made by hand or elsewhere, with an estimate.
 
         Args:
             model: As for `plan`.
             plan: A placement for every table.
-            batch_size: Samples in a step, of all devices together.
+            batch_size: Samples of all devices in a step.
 
         Raises:
             ValueError: If a table has no placement or one that does not fit it or the devices.
         """
         tables = read_model(model)
-        works = self._works(tables, batch_size)
+        workloads = self._workloads(tables, batch_size)
         placements = plan.to_dict()
-        for work in works:
-            if work.name not in placements:
-                raise ValueError(f"the plan has no placement for table {work.name!r}")
-        fixed = self._fixed_bytes(tables, works)
-        decided = (placed_options(work, self.topology, placements[work.name]) for work in works)
+        for workload in workloads:
+            if workload.name not in placements:
+                raise ValueError(f"the plan has no placement for table {workload.name!r}")
+        fixed = self._fixed_bytes(tables, workloads)
+        decided = (placed_options(w, self.topology, placements[w.name]) for w in workloads)
         problem = dataclasses.replace(
             self._problem((), fixed), decided=tuple(itertools.chain(*decided))
         )
         solution = Solution.of(problem, ())
-        found = estimate(
+        estimate = make_estimate(
             problem,
-            {work.name: work for work in works},
+            {workload.name: workload for workload in workloads},
             solution,
             bound=0.0,
             search="evaluated as given",
             search_seconds=0.0,
             fixed_bytes=fixed,
         )
-        return ShardingPlan(plan.placements, found, self._context(works, batch_size))
+        return ShardingPlan(plan.placements, estimate, self._context(workloads, batch_size))
 
     def context(self, model: Model, *, batch_size: int) -> Context:
-        """What a plan of this planner is made for, to load one with `ShardingPlan.from_json`."""
-        return self._context(self._works(read_model(model), batch_size), batch_size)
+        """Return the context of this planner's plans, for `ShardingPlan.from_json` to check."""
+        return self._context(self._workloads(read_model(model), batch_size), batch_size)
 
-    def _context(self, works: Sequence[TableWork], batch_size: int) -> Context:
+    def _context(self, workloads: Sequence[TableWorkload], batch_size: int) -> Context:
         settings: dict[str, Any] = {
             "storages": list(self.storages),
             "reserve": self.reserve,
             "batches": self.batches,
         }
-        return Context.of(works, self.topology, batch_size, self.constraints, settings)
+        return Context.of(workloads, self.topology, batch_size, self.constraints, settings)
 
-    def _works(self, tables: ModelTables, batch_size: int) -> tuple[TableWork, ...]:
+    def _workloads(self, tables: ModelTables, batch_size: int) -> tuple[TableWorkload, ...]:
         devices = self.topology.num_devices
         if isinstance(batch_size, bool) or batch_size < 1 or batch_size % devices:
             raise ValueError(
                 f"the batch is divided among {devices} devices, got batch_size={batch_size}; give "
                 "a multiple"
             )
-        return measure_work(
+        return measure_workloads(
             tables,
             batch_size=batch_size,
             num_devices=devices,
@@ -203,31 +206,35 @@ class Planner:
             statistics=self.statistics,
         )
 
-    def _fixed_bytes(self, tables: ModelTables, works: Sequence[TableWork]) -> dict[str, float]:
-        """Bytes of each device that do not depend on where tables go."""
+    def _fixed_bytes(
+        self, tables: ModelTables, workloads: Sequence[TableWorkload]
+    ) -> dict[str, float]:
+        """Return the bytes of each device that do not depend on the plan."""
         features = {
-            feature.name: feature.capacity * (8 if work.is_weighted else 4) + 4 * feature.bags
-            for work in works
-            for feature in work.features
+            feature.name: feature.capacity * (8 if workload.is_weighted else 4) + 4 * feature.bags
+            for workload in workloads
+            for feature in workload.features
         }
         dense = tables.dense_bytes if self.dense_bytes is None else self.dense_bytes
         return {
             "batches": float(self.batches * sum(features.values())),
-            "dense": float(_DENSE_COPIES * dense),
+            "dense": float(_DENSE_FACTOR * dense),
             "reserve": self.reserve * self.topology.memory,
         }
 
-    def _problem(self, works: Sequence[TableWork], fixed: Mapping[str, float]) -> Problem:
+    def _problem(self, workloads: Sequence[TableWorkload], fixed: Mapping[str, float]) -> Problem:
         names: list[str] = []
-        options: list[tuple[Option, ...]] = []
-        decided: list[Option] = []
-        for work in works:
-            said = self.constraints.get(work.name, ParameterConstraints())
-            if said.placement is not None:
-                decided += placed_options(work, self.topology, said.placement)
+        options: list[tuple[ShardingOption, ...]] = []
+        decided: list[ShardingOption] = []
+        for workload in workloads:
+            constraint = self.constraints.get(workload.name, ParameterConstraints())
+            if constraint.placement is not None:
+                decided += placed_options(workload, self.topology, constraint.placement)
                 continue
-            names.append(work.name)
-            options.append(enumerate_options(work, self.topology, said, storages=self.storages))
+            names.append(workload.name)
+            options.append(
+                enumerate_options(workload, self.topology, constraint, storages=self.storages)
+            )
         return Problem(
             self.topology,
             tuple(names),
@@ -239,24 +246,25 @@ class Planner:
         )
 
     def _search(self, problem: Problem, start: float) -> tuple[Solution, float, str]:
-        """The best solution found, the bound on all, and what was done."""
+        """Return the best solution found, the bound on all, and what the search did."""
         if not problem.tables:
             solution = Solution.of(problem, ())
             return solution, solution.seconds, "every placement was decided"
-        best, tried = None, 0
+        best, proposals = None, 0
         for solution in self._proposed(problem, start + _PROPOSING * self.time_limit):
-            tried += 1
+            proposals += 1
             if solution.better_than(best):
                 best = solution
         if best is None:
             raise ValueError("none of the proposers made a proposal for these tables")
-        done = [f"{tried} proposals"]
+        steps = [f"{proposals} proposals"]
         bound = 0.0
         if self.is_exact:
             share = _AVERAGED if is_small(problem) else _AVERAGED_ALONE
-            answer = solve_averaged(problem, time_limit=share * self.time_limit, gap=self.gap / 4)
+            limit = share * self.time_limit
+            answer = solve_averaged(problem, time_limit=limit, gap=self.gap / 4)
             bound = answer.bound
-            done.append("averaged program" + ("" if answer.is_finished else " (cut short)"))
+            steps.append("averaged program" + ("" if answer.is_finished else " (cut short)"))
             if answer.proposal is not None:
                 for partition in self.partitioners:
                     solution = partition(problem, answer.proposal)
@@ -264,35 +272,34 @@ class Planner:
         if not self._is_close(best, bound):
             deadline = time.monotonic() + _IMPROVING * self.time_limit
             best = improve(problem, best, deadline=deadline)
-            done.append("improved one by one")
+            steps.append("improved one by one")
         left = start + self.time_limit - time.monotonic()
         if self.is_exact and not self._is_close(best, bound) and is_small(problem) and left > 0:
             answer = solve(problem, best, time_limit=left, gap=self.gap)
             best = answer.solution or best
             bound = max(bound, answer.bound)
-            done.append("whole program" + ("" if answer.is_finished else " (cut short)"))
+            steps.append("whole program" + ("" if answer.is_finished else " (cut short)"))
         bound = min(bound, best.seconds) if best.fits else bound
-        return best, bound, ", ".join(done)
+        return best, bound, ", ".join(steps)
 
     def _explain(
         self,
         tables: ModelTables,
-        works: Sequence[TableWork],
+        workloads: Sequence[TableWorkload],
         problem: Problem,
         best: Solution,
         bound: float,
         batch_size: int,
     ) -> str:
-        """Why no plan fits, and what would help."""
-        loads = Loads.of(problem, dict(enumerate(best.choices)))
-        where = max(loads.shortages, key=lambda storage: loads.shortages[storage])
+        """Return why no plan fits, and changes that would help."""
+        shortages = Totals.of(problem, dict(enumerate(best.choices))).shortages
         shortage = Shortage(
             missing=best.excess,
-            where=where,
+            where=max(shortages, key=lambda storage: shortages[storage]),
             is_proven=bound == float("inf"),
-            room=problem.capacity,
-            fixed=self._fixed_bytes(tables, works),
-            works=works,
+            capacity=problem.capacity,
+            fixed=self._fixed_bytes(tables, workloads),
+            workloads=workloads,
             topology=self.topology,
             constraints=self.constraints,
         )
@@ -313,25 +320,25 @@ class Planner:
         return explain(shortage, fits, deadline=time.monotonic() + self.time_limit)
 
     def _fits(self, tables: ModelTables, batch_size: int, bfloat16: Sequence[str]) -> bool:
-        """Whether a plan is quickly found that fits, some tables being of another type."""
+        """Return whether a plan that fits is quickly found, with some tables in bfloat16."""
         devices = self.topology.num_devices
-        works = [
-            dataclasses.replace(work, table=dataclasses.replace(work.table, dtype="bfloat16"))
-            if work.name in bfloat16
-            else work
-            for work in self._works(tables, -(-batch_size // devices) * devices)
+        workloads = [
+            dataclasses.replace(w, table=dataclasses.replace(w.table, dtype="bfloat16"))
+            if w.name in bfloat16
+            else w
+            for w in self._workloads(tables, -(-batch_size // devices) * devices)
         ]
         try:
-            problem = self._problem(works, self._fixed_bytes(tables, works))
+            problem = self._problem(workloads, self._fixed_bytes(tables, workloads))
         except ValueError:
-            return False  # a placement that is decided does not fit other devices
+            return False  # a fixed placement does not fit other devices
         if problem.capacity <= 0:
             return False
         if not problem.tables:
             return Solution.of(problem, ()).fits
         if balance_memory(problem, next(propose_smallest(problem))).fits:
             return True
-        # That nothing fits is sooner proven than tried.
+        # The program proves sooner that no plan fits than trials would.
         answer = solve_averaged(problem, time_limit=2.0, gap=0.5)
         if answer.proposal is None:
             return False
@@ -343,7 +350,7 @@ class Planner:
         return best.fits or improve(problem, best, deadline=time.monotonic() + 1.0).fits
 
     def _proposed(self, problem: Problem, deadline: float) -> Iterator[Solution]:
-        """What proposers and partitioners make of the problem, no proposal twice."""
+        """Place the proposals of all proposers by all partitioners, no proposal twice."""
         seen: set[tuple[int, ...]] = set()
         for propose in self.proposers:
             for proposal in propose(problem):

@@ -1,4 +1,4 @@
-"""A plan as a picture: devices by memory and by time, in bars by table."""
+"""The plot of a plan: memory and time of each device, in bars by table."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import numpy as np
 
 from jaxrec.plan.estimate import DeviceEstimate, Estimate, TableEstimate
 
-# Tables beyond the largest are drawn together.
-_MOST_TABLES = 12
+# Number of tables with a bar of their own; smaller ones are drawn together.
+_MAX_TABLES = 12
 
-# Colour and pattern of a table, the same in both panels; greys are for what is no table's own.
+# Colour and pattern of a table, the same in both panels; greys are for everything else.
 _Look = tuple[str, str | None]
 _COLORS = tuple(f"tab:{name}" for name in (
     "blue", "orange", "green", "red", "purple", "brown", "pink", "olive", "cyan",
@@ -21,7 +21,7 @@ _COLORS = tuple(f"tab:{name}" for name in (
 
 
 def require_matplotlib() -> Any:
-    """The class of matplotlib's figures; raises ModuleNotFoundError with the remedy."""
+    """Return matplotlib's class of figures, or raise an error that says how to install it."""
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
@@ -32,7 +32,7 @@ def require_matplotlib() -> Any:
 
 
 def draw(estimate: Estimate, path: str | os.PathLike) -> None:
-    """Writes the picture; see `ShardingPlan.plot`."""
+    """Write the picture; see `ShardingPlan.plot`."""
     figure_class = require_matplotlib()
     devices = len(estimate.devices)
     figure = figure_class(figsize=(min(24, max(8, 4 + 0.3 * devices)), 8), layout="constrained")
@@ -64,7 +64,13 @@ def draw(estimate: Estimate, path: str | os.PathLike) -> None:
         weight=lambda table: sum(table.seconds.values()),
         of_table=lambda table: table.device_seconds,
         scale=1e-3,
-        others=[("room, launches", ("0.85", ".."), lambda device: _unassigned(estimate, device))],
+        others=[
+            (
+                "launches, empty positions",
+                ("0.85", ".."),
+                lambda device: _unassigned(estimate, device),
+            )
+        ],
     )
     time.axhline(estimate.seconds * 1e3, color="tab:red", linestyle="--", label="the step")
     time.set_ylabel("time (ms)")
@@ -78,7 +84,7 @@ def draw(estimate: Estimate, path: str | os.PathLike) -> None:
 
 
 def _looks(estimate: Estimate) -> dict[str, _Look]:
-    """The look of each table, by name: that of its place among all tables, the largest first."""
+    """Return the look of each table, by its rank in size."""
     ordered = sorted(estimate.tables, key=lambda table: table.bytes, reverse=True)
     patterns = (None, "xx", "++", "oo")
     return {
@@ -108,12 +114,12 @@ def _stack(
     for index, table in enumerate(ordered):
         values = np.zeros(count)
         values[list(table.devices)] = of_table(table)
-        if index < _MOST_TABLES:
+        if index < _MAX_TABLES:
             layers.append((table.name, looks[table.name], values))
         else:
             rest += values
-    if len(ordered) > _MOST_TABLES:
-        layers.append((f"{len(ordered) - _MOST_TABLES} more tables", ("0.4", None), rest))
+    if len(ordered) > _MAX_TABLES:
+        layers.append((f"{len(ordered) - _MAX_TABLES} more tables", ("0.4", None), rest))
     for name, look, value_of in others:
         layers.append((name, look, np.array([value_of(d) for d in estimate.devices])))
     bottom = np.zeros(count)
@@ -135,7 +141,7 @@ def _working_bytes(device: DeviceEstimate) -> float:
 
 
 def _unassigned(estimate: Estimate, device: DeviceEstimate) -> float:
-    """A device's seconds that are no table's own: starting kernels, and room that nobody uses."""
+    """Return a device's seconds of no single table: launches and empty positions."""
     own = 0.0
     for table in estimate.tables:
         if device.device in table.devices:

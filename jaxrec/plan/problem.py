@@ -1,7 +1,7 @@
-"""Which option for which table, and where: the problem that the search solves.
+"""The problem that the search solves: an option and sites for each table.
 
-A solution costs what every device does alike, and for each group of tables, each of the things that
-are done to its rows by the slowest device (see `jaxrec.plan.cost`).
+A step takes what every device does alike, and for each group of tables and each count of its
+`Load`, the time of the device that has most of it.
 """
 
 from __future__ import annotations
@@ -12,25 +12,22 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from jaxrec.plan.cost import (
-    PHASES,
-    PLACE_BYTES,
-    GroupCost,
-    GroupKey,
-    group_cost,
-    overflow_rooms,
-)
-from jaxrec.plan.options import EXCHANGED, HELD, PLACED, POOLED, TIMED, Option
+from jaxrec.plan.costs import ExchangeCosts, Group, make_costs
+from jaxrec.plan.load import LOADS, Load
+from jaxrec.plan.options import ShardingOption
 from jaxrec.plan.topology import Topology
+
+# One of each count at a time.
+_UNITS = Load(*np.eye(len(LOADS)))
 
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """What is done with one table.
+    """The option of one table and the sites of its parts.
 
     Attributes:
         option: Index of the option among the table's.
-        sites: For each of its parts the index of its site.
+        sites: Index of each part's site.
     """
 
     option: int
@@ -39,186 +36,182 @@ class Choice:
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """Tables with their options, and what devices have room for.
+    """Tables with their options, and the memory of the devices.
 
     Attributes:
         topology: The devices.
         tables: Names of the tables.
-        options: For each table its options.
+        options: Options of each table.
         decided: Options that every solution has, of tables whose placement is given.
-        capacity: Bytes of each device for tables and what their lookups need.
+        capacity: Bytes of each device for tables and their lookups.
         host_capacity: Bytes of each host for rows kept there.
         disk_capacity: Bytes of each host's disks for rows kept there.
     """
 
     topology: Topology
     tables: tuple[str, ...]
-    options: tuple[tuple[Option, ...], ...]
-    decided: tuple[Option, ...]
+    options: tuple[tuple[ShardingOption, ...], ...]
+    decided: tuple[ShardingOption, ...]
     capacity: float
     host_capacity: float
     disk_capacity: float
 
     @functools.cached_property
-    def groups(self) -> dict[GroupKey, int]:
-        """All groups that a solution may have, numbered."""
+    def groups(self) -> dict[Group, int]:
+        """Index of each group that a solution may have."""
         every = (option for options in (*self.options, self.decided) for option in options)
-        keys = dict.fromkeys(option.key for option in every)
-        return {key: i for i, key in enumerate(keys)}
+        groups = dict.fromkeys(option.group for option in every)
+        return {group: i for i, group in enumerate(groups)}
 
     @functools.cached_property
-    def group_costs(self) -> tuple[GroupCost, ...]:
-        return tuple(group_cost(key, self.topology) for key in self.groups)
+    def costs(self) -> tuple[ExchangeCosts, ...]:
+        """Costs of each group."""
+        return tuple(make_costs(group, self.topology) for group in self.groups)
 
     @functools.cached_property
-    def row_seconds(self) -> np.ndarray:
-        """Seconds for one of each that `Option.load` counts but rows held, ``[groups, 5]``."""
-        return np.array([cost.rates.sum(axis=1) for cost in self.group_costs])
+    def unit_seconds(self) -> np.ndarray:
+        """Seconds for one of each count of `Load`, ``[6, groups]``."""
+        return np.stack([costs.perf(_UNITS).total for costs in self.costs], axis=1)
 
     @functools.cached_property
-    def group_keys(self) -> tuple[GroupKey, ...]:
-        return tuple(self.groups)
+    def unit_bytes(self) -> np.ndarray:
+        """Bytes for one of each count of `Load`, ``[6, groups]``."""
+        return np.stack([costs.bytes(_UNITS) for costs in self.costs], axis=1)
 
     @functools.cached_property
-    def place_seconds(self) -> np.ndarray:
-        """Seconds for each place of the exchange, forward and backward, ``[groups, 2]``.
+    def position_seconds(self) -> np.ndarray:
+        """Seconds for a position of the exchange, forward and backward, ``[2, groups]``.
 
-        They are part of those for each row exchanged; empty places take them as well.
+        They are part of the seconds for each row exchanged; empty positions take them as well.
         """
-        forward = np.array([phase.startswith("forward") for phase in PHASES])
-        return np.array([[c.room[forward].sum(), c.room[~forward].sum()] for c in self.group_costs])
-
-    @functools.cached_property
-    def row_bytes(self) -> np.ndarray:
-        """Bytes of each row held, ``[groups]``."""
-        return np.array([cost.row_bytes for cost in self.group_costs], float)
-
-    @functools.cached_property
-    def owner_bytes(self) -> np.ndarray:
-        """Bytes of each place for an id and for a bag at its owner, ``[groups, 2]``."""
-        return np.array([[PLACE_BYTES, cost.bag_bytes] for cost in self.group_costs], float)
+        positions = [costs.position() for costs in self.costs]
+        return np.array([[p.forward for p in positions], [p.backward for p in positions]])
 
     @functools.cached_property
     def launch_seconds(self) -> np.ndarray:
-        """Seconds that a group takes if there is anything in it, ``[groups]``."""
-        return np.array([cost.launch.sum() for cost in self.group_costs])
+        """Seconds that a group takes if it has any table, ``[groups]``."""
+        return np.array([costs.launch().total for costs in self.costs])
 
 
 @dataclasses.dataclass
-class Loads:
-    """What a solution, or a part of one, asks of devices. Changed in place by `add` and `remove`.
+class Totals:
+    """Sums over the tables of a solution, or of a part of one; changed by `add` and `remove`.
 
     Attributes:
-        rows: ``[groups, 6, devices]``: what `Option.load` counts.
-        at_least: ``[groups]``: rows through the exchange wherever they are.
-        members: ``[groups]``: options in each.
-        home: ``[phases]``: seconds on every device.
+        problem: The problem.
+        stacked: The load by group and device, ``[6, groups, devices]``.
+        round_capacity: Positions in a round of the exchange, ``[groups]``.
+        members: Number of options, ``[groups]``.
+        home: Seconds on every device.
         kept: Bytes on every device.
-        temporary: ``[groups]``: bytes on every device while the group is exchanged.
-        stored: ``[2, devices]``: bytes in host memory and on disk, by the device they are of.
+        temporary: Bytes on every device while the group is exchanged, ``[groups]``.
+        stored: Bytes in host memory and on disk by device, ``[2, devices]``.
     """
 
     problem: Problem
-    rows: np.ndarray
-    at_least: np.ndarray
+    stacked: np.ndarray
+    round_capacity: np.ndarray
     members: np.ndarray
-    home: np.ndarray
+    home: float
     kept: float
     temporary: np.ndarray
     stored: np.ndarray
 
     @classmethod
-    def of(cls, problem: Problem, choices: Mapping[int, Choice]) -> Loads:
-        """The loads of the tables with the given indices, and of those that are decided."""
+    def of(cls, problem: Problem, choices: Mapping[int, Choice]) -> Totals:
+        """Return the totals of the tables with the given indices, and of those decided."""
         groups, devices = len(problem.groups), problem.topology.num_devices
-        loads = cls(
+        totals = cls(
             problem,
-            rows=np.zeros((groups, HELD + 1, devices)),
-            at_least=np.zeros(groups),
+            stacked=np.zeros((len(LOADS), groups, devices)),
+            round_capacity=np.zeros(groups),
             members=np.zeros(groups, int),
-            home=np.zeros(5),
+            home=0.0,
             kept=0.0,
             temporary=np.zeros(groups),
             stored=np.zeros((2, devices)),
         )
         for option in problem.decided:
-            loads.add(option, (0,))
+            totals.add(option, (0,))
         for table, choice in choices.items():
-            loads.add(problem.options[table][choice.option], choice.sites)
-        return loads
+            totals.add(problem.options[table][choice.option], choice.sites)
+        return totals
 
-    def add(self, option: Option, sites: Sequence[int], sign: int = 1) -> None:
-        """Adds an option with its parts on the given sites."""
-        group = self.problem.groups[option.key]
-        self.home += sign * option.home
+    def add(self, option: ShardingOption, sites: Sequence[int], sign: int = 1) -> None:
+        """Add an option with its parts on the given sites."""
+        group = self.problem.groups[option.group]
+        self.home += sign * float(option.home.total)
         self.kept += sign * option.kept
         self.temporary[group] += sign * option.temporary
-        self.at_least[group] += sign * option.at_least
+        self.round_capacity[group] += sign * option.round_capacity
         self.members[group] += sign
         for site in sites:
             self.add_part(option, site, sign)
 
-    def remove(self, option: Option, sites: Sequence[int]) -> None:
-        """The reverse of `add`."""
+    def remove(self, option: ShardingOption, sites: Sequence[int]) -> None:
+        """Undo `add`."""
         self.add(option, sites, -1)
 
-    def add_part(self, option: Option, site: int, sign: int = 1) -> None:
-        """Adds one part's rows."""
-        group, devices = self.problem.groups[option.key], np.array(option.sites[site])
-        np.add.at(self.rows[group].T, devices, sign * option.load.T)
+    def add_part(self, option: ShardingOption, site: int, sign: int = 1) -> None:
+        """Add the load of one part on a site."""
+        group, devices = self.problem.groups[option.group], np.array(option.sites[site])
+        np.add.at(self.stacked[:, group].T, devices, sign * option.load.stacked.T)
         if option.storage != "device":
-            kind = 0 if option.storage == "host" else 1
-            np.add.at(self.stored[kind], devices, sign * option.stored_bytes)
+            storage = 0 if option.storage == "host" else 1
+            np.add.at(self.stored[storage], devices, sign * option.stored_bytes)
 
     @property
-    def slowest(self) -> np.ndarray:
-        """What the slowest device has of each but rows held, ``[groups, 5]``."""
-        return self.rows[:, TIMED].max(axis=2)
+    def slowest(self) -> Load:
+        """The largest count of any device, ``[groups]``."""
+        return Load(*self.stacked.max(axis=2))
 
     @property
-    def empty(self) -> np.ndarray:
-        """Places that the exchange has forward and backward without a row, ``[groups, 2]``."""
-        needed = self.slowest[:, EXCHANGED]
-        empty = np.maximum(self.at_least - needed, 0)[:, None].repeat(2, axis=1)
-        devices = self.problem.topology.num_devices
-        for group in np.flatnonzero((self.members > 0) & (needed > self.at_least)):
-            key = self.problem.group_keys[group]
-            empty[group] = overflow_rooms(key, needed[group], self.at_least[group], devices)
+    def empty_positions(self) -> np.ndarray:
+        """Positions of the exchange without a row, forward and backward, ``[2, groups]``."""
+        return self._empty(self.slowest)
+
+    def _empty(self, slowest: Load) -> np.ndarray:
+        demand, capacity = slowest.exchanged, self.round_capacity
+        empty = np.maximum(capacity - demand, 0)[None].repeat(2, axis=0)
+        for group in np.flatnonzero((self.members > 0) & (demand > capacity)):
+            costs = self.problem.costs[group]
+            empty[:, group] = costs.empty_positions(demand[group], capacity[group])
         return empty
 
     @property
     def group_seconds(self) -> np.ndarray:
-        """What each group adds to a step beyond `home`."""
-        problem = self.problem
+        """Seconds that each group adds to a step beyond `home`, ``[groups]``."""
+        problem, most = self.problem, self.stacked.max(axis=2)
         launch = problem.launch_seconds * (self.members > 0)
-        rows = (problem.row_seconds * self.slowest).sum(axis=1)
-        return launch + rows + (problem.place_seconds * self.empty).sum(axis=1)
+        empty = (problem.position_seconds * self._empty(Load(*most))).sum(axis=0)
+        return launch + (problem.unit_seconds * most).sum(axis=0) + empty
 
     @property
     def seconds(self) -> float:
-        """The time of a step."""
-        return float(self.home.sum() + self.group_seconds.sum())
+        """Seconds of a step."""
+        return float(self.home + self.group_seconds.sum())
+
+    @property
+    def load_bytes(self) -> Load:
+        """Bytes of each device for each count, all groups together, ``[1]``."""
+        return Load(
+            *(self.problem.unit_bytes * self.stacked.max(axis=2)).sum(axis=1, keepdims=True)
+        )
 
     @property
     def bytes(self) -> float:
         """Bytes that each device needs."""
-        held = self.problem.row_bytes @ self.rows[:, HELD].max(axis=1)
-        return float(self.kept + self.at_owners + self.temporary.max(initial=0) + held)
-
-    @property
-    def at_owners(self) -> float:
-        """Bytes of each device for ids and bags of other devices, from one pass to the other."""
-        most = self.rows[:, [PLACED, POOLED]].max(axis=2)
-        return float((self.problem.owner_bytes * most).sum())
+        loaded = (self.problem.unit_bytes * self.stacked.max(axis=2)).sum()
+        return float(self.kept + self.temporary.max(initial=0) + loaded)
 
     @property
     def excess(self) -> float:
-        """Bytes by which the fullest device, host or disk has too little; 0 if all fits."""
+        """Bytes that the fullest device, host or disk lacks; 0 if everything fits."""
         return max(0.0, *self.shortages.values())
 
     @property
     def shortages(self) -> dict[str, float]:
-        """Bytes that are missing in each kind of memory; below 0 where some are free."""
+        """Bytes that each kind of memory lacks; below 0 where some are free."""
         problem, hosts = self.problem, self.problem.topology.hosts
         host, disk = self.stored.reshape(2, hosts, -1).sum(axis=2).max(axis=1)
         return {
@@ -233,8 +226,8 @@ class Solution:
     """A choice for every table.
 
     Attributes:
-        choices: For each table of the problem its choice.
-        seconds: The time of a step.
+        choices: Choice of each table of the problem.
+        seconds: Seconds of a step.
         excess: Bytes that are missing; 0 if everything fits.
     """
 
@@ -244,15 +237,15 @@ class Solution:
 
     @classmethod
     def of(cls, problem: Problem, choices: Sequence[Choice]) -> Solution:
-        loads = Loads.of(problem, dict(enumerate(choices)))
-        return cls(tuple(choices), loads.seconds, loads.excess)
+        totals = Totals.of(problem, dict(enumerate(choices)))
+        return cls(tuple(choices), totals.seconds, totals.excess)
 
     @property
     def fits(self) -> bool:
         return self.excess == 0
 
     def better_than(self, other: Solution | None) -> bool:
-        """Whether it fits better or, if both fit, is faster."""
+        """Return whether this solution fits better than the other or, if both fit, is faster."""
         if other is None:
             return True
         return (self.excess, self.seconds) < (other.excess, other.seconds)

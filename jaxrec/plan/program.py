@@ -1,38 +1,40 @@
 """The search for a plan as a mixed-integer program: variables and constraints.
 
-With a variable ``y`` in {0, 1} for each option of each table (and ``x`` for each of its sites), and
-for each group ``g`` of tables and each thing ``q`` done to its rows a variable ``E`` for the time
-of the slowest device, the problem is linear:
+The problem is linear, with these variables: ``y`` in {0, 1} for each option of each table, ``x``
+in {0, 1} for each of its sites, ``z`` for whether a group is used, and ``E`` for the time of the
+slowest device of each group ``g`` for each count ``q`` of its load:
 
     minimize    sum home y + sum launch z + sum E + sum F
     subject to  sum_o y_to = 1                        each table has one option,
                 sum_s x_tos = parts y_to              whose parts are on as many sites,
                 E_gq >= sum load x                    on each device,
                 z_g >= y,
-                memory <= capacity                    with maxima of its own.
+                memory <= capacity                    as the sum of its own maxima.
 
-``F_g`` are places of the exchange that no row of the slowest device fills. With ``A = sum at_least
-y`` places in a round, and ``v_k`` in {0, 1} for whether rows overflow ``k`` times or more,
+``F_g`` is the time of positions of the exchange that stay empty on the slowest device. Let ``A`` be
+the sum of ``round_capacity y``, the positions of one round, and ``v_k`` in {0, 1} say whether rows
+overflow ``k`` times or more. Then
 
     E_g0 <= A + sum_k a_k A v_k,    F_g >= A + sum_k b_k A v_k - E_g0,
 
-in rows: by rows each time has room for one round more, by sums there is one time that has room for
-all (`jaxrec.plan.cost.overflow_rooms`). ``A v_k`` is a variable between ``A - max A (1 - v_k)`` and
-the lesser of ``A`` and ``max A v_k`` (McCormick 1976, "Computability of global solutions to
-factorable nonconvex programs").
+with ``a_k`` and ``b_k`` from `ExchangeCosts.overflow_steps` and `empty_positions`: each overflow of
+the exchange by rows adds a round, and the first overflow of the pooled exchange makes it large
+enough for any demand. ``A v_k`` is a variable between ``A - max A (1 - v_k)`` and the smaller of
+``A`` and ``max A v_k`` (McCormick 1976, "Computability of global solutions to factorable nonconvex
+programs").
 
-Implied where ``y`` and ``x`` are whole numbers, and said because the solver first takes them to be
-fractions: the slowest device has no less than the average. Of ``n`` parts of a load ``l`` or more
-some device has ``n / D`` or more, rounded up, so ``E_gq >= l ceil(n / D)``. And it has no less than
-the largest part: with the loads of parts ``l_1 < l_2 < ...`` and ``w_i`` in [0, 1] for whether any
-is as large as ``l_i``,
+Two constraints follow where ``y`` and ``x`` are whole numbers, but tighten the relaxation, in
+which the solver takes them to be fractions. The slowest device has no less than the average: of
+``n`` parts of a load ``l`` or more some device has ``n / D`` or more, rounded up, so
+``E_gq >= l ceil(n / D)``. And it has no less than the largest part: with the loads of parts
+``l_1 < l_2 < ...`` and ``w_i`` in [0, 1] for whether any is as large as ``l_i``,
 
     E_gq >= sum_i (l_i - l_(i-1)) w_i,    w_i >= sum of y_to with load >= l_i for each table t.
 
-So a large part that is only a fraction adds its fraction to what smaller ones take, and the bound
-before any branching is close to the optimum.
+So a fraction of a large part adds to what smaller parts take, and the bound before any branching is
+close to the optimum.
 
-It is solved by HiGHS (Huangfu and Hall 2018, "Parallelizing the dual revised simplex method").
+HiGHS solves the program (Huangfu and Hall 2018, "Parallelizing the dual revised simplex method").
 """
 
 from __future__ import annotations
@@ -44,31 +46,33 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
-from jaxrec.plan.cost import ROWS, SLACK, SUMS, overflow_rooms
-from jaxrec.plan.options import EXCHANGED, HELD, PLACED, POOLED, Option
-from jaxrec.plan.problem import Choice, Loads, Problem, Solution
+from jaxrec.plan.load import LOADS
+from jaxrec.plan.options import ShardingOption
+from jaxrec.plan.problem import Choice, Problem, Solution, Totals
 
 if TYPE_CHECKING:
     import highspy
 
-# Sizes of parts in a group that bound what its slowest device has: so many of the largest.
-_MOST_PARTS = 64
-# The same of parts that are counted.
-_MOST_COUNTED = 8
-# HiGHS holds constraints to within 1e-6; what it may use of memory is less by that.
+# Number of the largest loads of a part that bound a group's slowest device.
+_MAX_LARGEST = 64
+# Number of the largest loads of a part that are counted.
+_MAX_COUNTED = 8
+# HiGHS holds constraints to within 1e-6. The program leaves more of the memory than that unused.
 _MARGIN = 2e-6
 
-# An option, its variable, and those of its sites.
-Member: TypeAlias = tuple[Option, int, list[int]]
+# An option, its variable, and the variables of its sites.
+Member: TypeAlias = tuple[ShardingOption, int, list[int]]
 
 
 class Program:
-    """The program of a problem, in seconds over a scale and bytes over the capacity.
+    """The mixed-integer program of a problem.
+
+    Its unit of time is about a step, its unit of memory that of a device.
 
     Args:
         problem: The tables.
-        with_sites: Whether to say where parts go. If not, a device's load is the average of all,
-            or that of the largest part.
+        with_sites: Whether to choose sites. If not, a device's load is the average over all
+            devices, or that of the largest part.
     """
 
     def __init__(self, problem: Problem, *, with_sites: bool):
@@ -81,7 +85,7 @@ class Program:
         self.entries: list[tuple[int, int, float]] = []
         self.low: list[float] = []
         self.high: list[float] = []
-        self.start = Loads.of(problem, {})
+        self.decided = Totals.of(problem, {})
         self.scale = self._scale()
         self.capacity = problem.capacity if problem.capacity > 0 else 1.0
         self._add_choices()
@@ -89,20 +93,21 @@ class Program:
         self._add_memory()
 
     def _scale(self) -> float:
-        """Seconds that stand for 1: about those of a step."""
+        """Return the seconds that stand for 1: about those of a step."""
+        position = self.problem.position_seconds.sum(axis=0)
         fastest = [
             min(
-                o.home.sum()
-                + self.problem.place_seconds[self.problem.groups[o.key]].sum() * o.at_least
+                o.home.total + position[self.problem.groups[o.group]] * o.round_capacity
                 for o in options
             )
             for options in self.problem.options
         ]
-        return float(sum(fastest) + self.start.seconds) or 1.0
+        return float(sum(fastest) + self.decided.seconds) or 1.0
 
     def variable(
         self, cost: float = 0.0, *, upper: float = math.inf, is_integer: bool = False
     ) -> int:
+        """Add a variable of 0 or more; return its index."""
         self.costs.append(cost)
         self.upper.append(upper)
         self.is_integer.append(int(is_integer))
@@ -111,19 +116,20 @@ class Program:
     def constraint(
         self, terms: Sequence[tuple[int, float]], low: float = -math.inf, high: float = math.inf
     ) -> None:
-        """``low <= sum of factor * variable <= high``."""
+        """Add ``low <= sum of factor * variable <= high``."""
         row = len(self.low)
         self.entries += [(row, variable, factor) for variable, factor in terms if factor]
         self.low.append(low)
         self.high.append(high)
 
     def _add_choices(self) -> None:
+        """Add a variable for each option, and for each of its sites."""
         self.y: list[list[int]] = []
         self.x: list[list[list[int]]] = []
         for options in self.problem.options:
             self.y.append(
                 [
-                    self.variable(float(o.home.sum()) / self.scale, upper=1, is_integer=True)
+                    self.variable(float(o.home.total) / self.scale, upper=1, is_integer=True)
                     for o in options
                 ]
             )
@@ -139,145 +145,147 @@ class Program:
                 self.x[-1].append(sites)
 
     def _members(self) -> dict[int, list[list[Member]]]:
+        """Return each group's members, table by table."""
         members: dict[int, list[list[Member]]] = {}
         for options, ys, xs in zip(self.problem.options, self.y, self.x, strict=True):
             of_table: dict[int, list[Member]] = {}
             for option, y, sites in zip(options, ys, xs, strict=True):
-                of_table.setdefault(self.problem.groups[option.key], []).append((option, y, sites))
+                of_table.setdefault(self.problem.groups[option.group], []).append(
+                    (option, y, sites)
+                )
             for group, table in of_table.items():
                 members.setdefault(group, []).append(table)
         return members
 
     def _add_groups(self) -> None:
-        """The slowest device of each group, for what is done to its rows and what is held."""
-        problem, start = self.problem, self.start
-        # Variables that stand for memory, and how much one takes of the capacity.
-        self.held: list[tuple[int, float]] = []
+        """Add each group's slowest device, by each count of its load."""
+        problem = self.problem
+        # Variables that stand for memory, with the fraction of the capacity that one takes.
+        self.loaded: list[tuple[int, float]] = []
         for group, tables in self._members().items():
-            members = [member for table in tables for member in table]
             launch = problem.launch_seconds[group] / self.scale
-            if start.members[group]:
-                pass  # what is decided launches it already; see the constant in `solve`
-            elif launch:
+            # A group with a decided table is launched in any case; see `_constant`.
+            if launch and not self.decided.members[group]:
                 used = self.variable(launch, upper=1)
                 for table in tables:
-                    terms = [(y, -1.0) for _, y, _ in table]
-                    self.constraint([(used, 1.0), *terms], low=0)
-            for quantity in range(HELD + 1):
-                if quantity == HELD:
-                    unit = problem.row_bytes[group] / self.capacity
-                else:
-                    unit = problem.row_seconds[group, quantity] / self.scale
-                if not unit:
+                    self.constraint([(used, 1.0), *((y, -1.0) for _, y, _ in table)], low=0)
+            for count, name in enumerate(LOADS):
+                seconds = problem.unit_seconds[count, group] / self.scale
+                bytes = problem.unit_bytes[count, group] / self.capacity
+                if not (unit := seconds or bytes):
                     continue
-                most = self.variable(0.0 if quantity == HELD else 1.0)
-                if quantity == HELD:
-                    self.held.append((most, 1.0))
-                if quantity in (PLACED, POOLED):
-                    bytes = problem.owner_bytes[group, quantity - PLACED] / self.capacity
-                    self.held.append((most, bytes / unit))
-                fixed = unit * start.rows[group, quantity]
-                self._add_slowest(most, tables, quantity, unit, fixed)
-                if quantity == EXCHANGED:
-                    self._add_places(group, most, tables, unit)
-                if quantity != HELD:
-                    self._add_counts(most, members, quantity, unit)
+                most = self.variable(1.0 if seconds else 0.0)
+                if bytes:
+                    self.loaded.append((most, bytes / unit))
+                self._add_slowest(
+                    most, tables, count, unit, unit * self.decided.stacked[count, group]
+                )
+                if name == "exchanged":
+                    self._add_positions(group, most, tables, unit)
+                if seconds:
+                    self._add_counts(most, tables, count, unit)
 
-    def _add_places(
+    def _add_positions(
         self, group: int, most: int, tables: Sequence[Sequence[Member]], unit: float
     ) -> None:
-        """Places of the exchange without a row, of one round and of those that overflow it."""
-        place = float(self.problem.place_seconds[group].sum()) / self.scale
-        if not place:
+        """Add the empty positions of one round of the exchange, and of rounds that overflow it."""
+        position = float(self.problem.position_seconds[:, group].sum()) / self.scale
+        if not position:
             return
-        # All in seconds of places: those of a round, and those that rows leave empty.
-        decided = place * float(self.start.at_least[group])
-        room, empty = self.variable(), self.variable(1.0)
-        chosen = [(y, -place * o.at_least) for table in tables for o, y, _ in table]
-        self.constraint([(room, 1.0), *chosen], low=decided, high=decided)
-        filled = [(empty, 1.0), (room, -1.0), (most, place / unit)]
-        fitting = [(room, 1.0), (most, -place / unit)]
-        largest = decided + sum(place * max(o.at_least for o, _, _ in table) for table in tables)
+        # All in seconds of positions: those of one round, and the empty ones of all rounds.
+        decided = position * float(self.decided.round_capacity[group])
+        round_, empty = self.variable(), self.variable(1.0)
+        chosen = [(y, -position * o.round_capacity) for table in tables for o, y, _ in table]
+        self.constraint([(round_, 1.0), *chosen], low=decided, high=decided)
+        positions = [(empty, 1.0), (round_, -1.0), (most, position / unit)]
+        fitting = [(round_, 1.0), (most, -position / unit)]
+        largest = decided + position * sum(
+            max(o.round_capacity for o, _, _ in table) for table in tables
+        )
         before: list[tuple[int, float]] = []
-        for fit, taken in self._overflows(group, tables):
+        for fit, moved in self._overflows(group, tables):
             overflows, more = self.variable(upper=1, is_integer=True), self.variable()
-            self.constraint([(more, 1.0), (room, -1.0)], high=0)
+            self.constraint([(more, 1.0), (round_, -1.0)], high=0)
             self.constraint([(more, 1.0), (overflows, -largest)], high=0)
-            self.constraint([(more, 1.0), (room, -1.0), (overflows, -largest)], low=-largest)
+            self.constraint([(more, 1.0), (round_, -1.0), (overflows, -largest)], low=-largest)
             if before:
                 self.constraint([*before, (overflows, -1.0)], low=0)
             before = [(overflows, 1.0)]
-            filled.append((more, -taken))
+            positions.append((more, -moved))
             fitting.append((more, fit))
-        self.constraint(filled, low=0)
+        self.constraint(positions, low=0)
         if before:
             self.constraint(fitting, low=0)
 
     def _overflows(
         self, group: int, tables: Sequence[Sequence[Member]]
     ) -> list[tuple[float, float]]:
-        """For each time that rows can overflow: how many more fit then, and how many more places
-        are taken (those of forward and backward weighed by what they cost), both in rounds."""
-        problem, start = self.problem, self.start
-        rounds = [
-            float(o.load[EXCHANGED].max()) / o.at_least
+        """Return ``a_k`` and ``b_k``, in rounds, of each step of a group's overflow.
+
+        They are how much more demand fits then, and how many more positions are moved: those of
+        forward and backward weighed by what they cost.
+        """
+        problem, decided, exchanged = self.problem, self.decided, LOADS.index("exchanged")
+        demands = [
+            float(o.load.stacked[exchanged].max()) / o.round_capacity
             for table in tables
             for o, _, _ in table
-            if o.at_least
+            if o.round_capacity
         ]
-        if start.at_least[group]:
-            rounds.append(float(start.rows[group, EXCHANGED].max() / start.at_least[group]))
-        # No sum over tables is more rounds than the most of any one of them.
-        most, devices = max(rounds, default=0.0), problem.topology.num_devices
-        key, seconds = problem.group_keys[group], problem.place_seconds[group]
-        reached = {
-            ROWS: [float(k) for k in range(2, math.ceil(most - 1e-9) + 1)],
-            SUMS: [devices / SLACK] if most > 1 + 1e-9 else [],
-        }
-        found, fit, taken = [], 1.0, 1.0
-        for reach in reached.get(key.way, []):
-            places = reach + np.array(overflow_rooms(key, reach, 1.0, devices))
-            weighed = float(places @ seconds / seconds.sum())
-            found.append((reach - fit, weighed - taken))
-            fit, taken = reach, weighed
-        return found
+        if decided.round_capacity[group]:
+            demand = decided.stacked[exchanged, group].max()
+            demands.append(float(demand / decided.round_capacity[group]))
+        costs, seconds = problem.costs[group], problem.position_seconds[:, group]
+        overflows, fit, moved = [], 1.0, 1.0
+        # No sum over tables takes more rounds than the largest demand of any one of them.
+        for step in costs.overflow_steps(max(demands, default=0.0)):
+            positions = step + np.array(costs.empty_positions(step, 1.0))
+            weighed = float(positions @ seconds / seconds.sum())
+            overflows.append((step - fit, weighed - moved))
+            fit, moved = step, weighed
+        return overflows
 
     def _add_slowest(
         self,
         most: int,
         tables: Sequence[Sequence[Member]],
-        quantity: int,
+        count: int,
         unit: float,
-        fixed: np.ndarray,
+        decided: np.ndarray,
     ) -> None:
-        """``most`` is no less than the load of any device, or than the average."""
-        devices = self.problem.topology.num_devices
+        """Constrain ``most`` to be no less than any device's load, and than the average."""
+        num_devices = self.problem.topology.num_devices
         members = [member for table in tables for member in table]
         average = [
-            (y, -unit * o.parts * float(o.load[quantity].sum()) / devices) for o, y, _ in members
+            (y, -unit * o.parts * float(o.load.stacked[count].sum()) / num_devices)
+            for o, y, _ in members
         ]
-        self.constraint([(most, 1.0), *average], low=float(fixed.mean()))
-        self._add_largest(most, tables, quantity, unit)
+        self.constraint([(most, 1.0), *average], low=float(decided.mean()))
+        self._add_largest(most, tables, count, unit)
         if not self.with_sites:
-            if fixed.max() > 0:
-                self.constraint([(most, 1.0)], low=float(fixed.max()))
+            if decided.max() > 0:
+                self.constraint([(most, 1.0)], low=float(decided.max()))
             return
-        on_device: list[list[tuple[int, float]]] = [[] for _ in range(devices)]
+        by_device: list[list[tuple[int, float]]] = [[] for _ in range(num_devices)]
         for option, y, sites in members:
             for site, x in enumerate(sites or [y]):
-                for device, load in zip(option.sites[site], option.load[quantity], strict=True):
+                for device, load in zip(
+                    option.sites[site], option.load.stacked[count], strict=True
+                ):
                     if load:
-                        on_device[device].append((x, -unit * float(load)))
-        for device, terms in enumerate(on_device):
-            if terms or fixed[device]:
-                self.constraint([(most, 1.0), *terms], low=float(fixed[device]))
+                        by_device[device].append((x, -unit * float(load)))
+        for device, terms in enumerate(by_device):
+            if terms or decided[device]:
+                self.constraint([(most, 1.0), *terms], low=float(decided[device]))
 
     def _add_largest(
-        self, most: int, tables: Sequence[Sequence[Member]], quantity: int, unit: float
+        self, most: int, tables: Sequence[Sequence[Member]], count: int, unit: float
     ) -> None:
-        """``most`` is no less than the largest part."""
-        loads = [[unit * float(o.load[quantity].max()) for o, _, _ in table] for table in tables]
-        levels = sorted({load for table in loads for load in table if load})[-_MOST_PARTS:]
+        """Constrain ``most`` to be no less than the largest part's load."""
+        loads = [
+            [unit * float(o.load.stacked[count].max()) for o, _, _ in table] for table in tables
+        ]
+        levels = sorted({load for table in loads for load in table if load})[-_MAX_LARGEST:]
         if not levels:
             return
         reached = {level: self.variable(upper=1) for level in levels}
@@ -292,45 +300,44 @@ class Program:
                 ]
                 self.constraint([(reached[level], 1.0), *as_large], low=0)
 
-    def _add_counts(self, most: int, members: Sequence[Member], quantity: int, unit: float) -> None:
-        """Of ``n`` parts of a size or larger some device has ``n / D`` or more, rounded up."""
-        devices = self.problem.topology.num_devices
-        sizes = {float(size) for option, _, _ in members for size in option.load[quantity] if size}
-        for size in sorted(sizes)[-_MOST_COUNTED:]:
+    def _add_counts(
+        self, most: int, tables: Sequence[Sequence[Member]], count: int, unit: float
+    ) -> None:
+        """Constrain ``most`` by counts: some device has ``n / D`` of ``n`` parts, rounded up."""
+        num_devices = self.problem.topology.num_devices
+        members = [(option, y) for table in tables for option, y, _ in table]
+        loads = {
+            float(load) for option, _ in members for load in option.load.stacked[count] if load
+        }
+        for load in sorted(loads)[-_MAX_COUNTED:]:
             parts = [
-                (y, -o.parts * np.count_nonzero(o.load[quantity] >= size) / devices)
-                for o, y, _ in members
+                (y, -o.parts * np.count_nonzero(o.load.stacked[count] >= load) / num_devices)
+                for o, y in members
             ]
-            count = self.variable(is_integer=True)
-            self.constraint([(count, 1.0), *parts], low=0)
-            self.constraint([(most, 1.0), (count, -unit * size)], low=0)
+            number = self.variable(is_integer=True)
+            self.constraint([(number, 1.0), *parts], low=0)
+            self.constraint([(most, 1.0), (number, -unit * load)], low=0)
 
     def _add_memory(self) -> None:
-        problem, start, capacity = self.problem, self.start, self.capacity
-        temporary = self.variable()
-        self.constraint([(temporary, 1.0)], low=float(start.temporary.max(initial=0)) / capacity)
+        problem, decided, capacity = self.problem, self.decided, self.capacity
+        temporary, members = self.variable(), self._members()
+        self.constraint([(temporary, 1.0)], low=float(decided.temporary.max(initial=0)) / capacity)
         kept: list[tuple[int, float]] = []
-        for group, tables in self._members().items():
-            members = [member for table in tables for member in table]
-            terms = [(y, -o.temporary / capacity) for o, y, _ in members]
-            self.constraint(
-                [(temporary, 1.0), *terms], low=float(start.temporary[group]) / capacity
-            )
-            kept += [(y, o.kept / capacity) for o, y, _ in members]
-        free = (problem.capacity - start.kept - self._decided_alone()) / capacity
-        self.constraint([(temporary, 1.0), *kept, *self.held], high=free - _MARGIN)
+        for group, tables in members.items():
+            options = [(option, y) for table in tables for option, y, _ in table]
+            terms = [(y, -o.temporary / capacity) for o, y in options]
+            low = float(decided.temporary[group]) / capacity
+            self.constraint([(temporary, 1.0), *terms], low=low)
+            kept += [(y, o.kept / capacity) for o, y in options]
+        # Bytes of groups that decided tables have to themselves.
+        bytes = (problem.unit_bytes * decided.stacked.max(axis=2)).sum(axis=0)
+        alone = sum(bytes[group] for group in range(len(bytes)) if group not in members)
+        free = float(problem.capacity - decided.kept - alone) / capacity
+        self.constraint([(temporary, 1.0), *kept, *self.loaded], high=free - _MARGIN)
         self._add_stored()
 
-    def _decided_alone(self) -> float:
-        """Bytes of groups that decided tables have to themselves."""
-        problem, members = self.problem, self._members()
-        most = self.start.rows.max(axis=2)
-        held = most[:, HELD] * problem.row_bytes
-        held += (most[:, [PLACED, POOLED]] * problem.owner_bytes).sum(axis=1)
-        return float(sum(held[g] for g in range(len(problem.groups)) if g not in members))
-
     def _add_stored(self) -> None:
-        """Rows in host memory and on disk."""
+        """Add the capacities of host memory and disks."""
         topology = self.problem.topology
         for storage, capacity in (
             ("host", self.problem.host_capacity),
@@ -362,8 +369,18 @@ class Program:
     def solve(
         self, time_limit: float, gap: float, start: Solution | None = None
     ) -> tuple[np.ndarray | None, float, bool]:
-        """Values of the variables if any were found, the bound in seconds, and whether it ended."""
-        # HiGHS is only here, so that all else runs without it.
+        """Solve the program, by HiGHS.
+
+        Args:
+            time_limit: Seconds to take.
+            gap: Distance to the bound at which to stop, as a fraction.
+            start: A solution to start from.
+
+        Returns:
+            Values of the variables, or None if none were found; the bound in seconds; and whether
+            the search ran to its end.
+        """
+        # Imported here, so that everything else runs without HiGHS.
         import highspy
 
         solver = highspy.Highs()
@@ -372,22 +389,22 @@ class Program:
         solver.setOptionValue("mip_rel_gap", gap)
         solver.passModel(self._model())
         if start is not None:
-            variables, values = self._values(start)
-            solver.setSolution(len(variables), variables, values)
+            variables, starts = self._values(start)
+            solver.setSolution(len(variables), variables, starts)
         solver.run()
         status, info = solver.getModelStatus(), solver.getInfo()
-        # Nothing is below 0, so nothing is unbounded.
+        # No variable is below 0, so no program is unbounded.
         if status in (
             highspy.HighsModelStatus.kInfeasible,
             highspy.HighsModelStatus.kUnboundedOrInfeasible,
         ):
             return None, math.inf, True
         bound = info.mip_dual_bound if math.isfinite(info.mip_dual_bound) else 0.0
-        found = None
+        values = None
         if info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible:
-            found = np.array(solver.getSolution().col_value)
+            values = np.array(solver.getSolution().col_value)
         is_finished = status == highspy.HighsModelStatus.kOptimal
-        return found, max(0.0, bound * self.scale), is_finished
+        return values, max(0.0, bound * self.scale), is_finished
 
     def _model(self) -> highspy.HighsLp:
         import highspy
@@ -409,7 +426,7 @@ class Program:
         return model
 
     def _values(self, solution: Solution) -> tuple[np.ndarray, np.ndarray]:
-        """The variables of options and sites, and their values; those of others follow."""
+        """Return the variables of options and sites with their values; others follow from them."""
         values: dict[int, float] = {}
         for choice, ys, xs in zip(solution.choices, self.y, self.x, strict=True):
             for option, (y, sites) in enumerate(zip(ys, xs, strict=True)):
@@ -421,22 +438,25 @@ class Program:
         return np.array([*values], np.int32), np.array([*values.values()])
 
     def _constant(self) -> float:
-        """Seconds that every plan takes and that no variable stands for."""
-        problem, start, members = self.problem, self.start, self._members()
-        seconds = float(start.home.sum())
-        for group in range(len(problem.groups)):
+        """Return the seconds that every plan takes and no variable stands for."""
+        decided, members = self.decided, self._members()
+        seconds = decided.home
+        group_seconds = decided.group_seconds
+        for group, launch in enumerate(self.problem.launch_seconds):
             if group not in members:
-                seconds += float(start.group_seconds[group])
-            elif start.members[group]:
-                seconds += float(problem.launch_seconds[group])
+                seconds += float(group_seconds[group])
+            elif decided.members[group]:
+                seconds += float(launch)
         return seconds
 
     def proposal(self, values: np.ndarray | None) -> tuple[int, ...] | None:
+        """Return the index of each table's option."""
         if values is None:
             return None
         return tuple(int(np.argmax(values[ys])) for ys in self.y)
 
     def solution(self, values: np.ndarray | None) -> Solution | None:
+        """Return the solution with sites."""
         chosen = self.proposal(values)
         if values is None or chosen is None:
             return None

@@ -1,7 +1,7 @@
-"""Which option for which table, where parts go left open: candidates for the partitioners.
+"""Proposers: candidates for the option of every table, for the partitioners to place.
 
 A proposer is a function from a problem to proposals, each the index of an option for every table.
-These are TorchRec's, told of our options; the exact search (`jaxrec.plan.exact`) proposes as well.
+These are TorchRec's, for our options. The averaged program (`jaxrec.plan.solver`) proposes as well.
 """
 
 from __future__ import annotations
@@ -13,46 +13,55 @@ from typing import TypeAlias
 
 import numpy as np
 
-from jaxrec.plan.options import EXCHANGED, HELD, TIMED, Option
+from jaxrec.plan.load import Load
+from jaxrec.plan.options import ShardingOption
 from jaxrec.plan.problem import Problem
 
 Proposal: TypeAlias = tuple[int, ...]
 Proposer: TypeAlias = Callable[[Problem], Iterator[Proposal]]
 
-_MOST_GRID, _BINS_PER_DEVICE, _MOST_BINS = 1000, 100, 4000
+_MAX_GRID, _BINS_PER_DEVICE, _MAX_BINS = 1000, 100, 4000
 
 
-def rate_alone(problem: Problem, option: Option) -> float:
-    """Seconds of an option if its table were the only one: its slowest device waits for nobody."""
-    rows = option.load[TIMED].max(axis=1)
-    return _rate(problem, option, rows)
+def rate_alone(problem: Problem, option: ShardingOption) -> float:
+    """Return the seconds of an option if its table were the only one."""
+    return _rate(problem, option, option.load.stacked.max(axis=1))
 
 
-def rate_spread(problem: Problem, option: Option) -> float:
-    """Seconds of an option if others balanced it: its rows over all devices alike."""
-    rows = option.parts * option.load[TIMED].sum(axis=1) / problem.topology.num_devices
-    return _rate(problem, option, rows)
+def rate_spread(problem: Problem, option: ShardingOption) -> float:
+    """Return the seconds of an option if other tables balanced it over all devices."""
+    load = option.parts * option.load.stacked.sum(axis=1) / problem.topology.num_devices
+    return _rate(problem, option, load)
 
 
-def _rate(problem: Problem, option: Option, rows: np.ndarray) -> float:
-    group = problem.groups[option.key]
-    empty = max(0.0, option.at_least - rows[EXCHANGED])
-    seconds = problem.row_seconds[group] @ rows + problem.place_seconds[group].sum() * empty
-    return float(option.home.sum() + seconds)
+def _rate(problem: Problem, option: ShardingOption, load: np.ndarray) -> float:
+    group = problem.groups[option.group]
+    empty = max(0.0, option.round_capacity - float(Load(*load).exchanged))
+    seconds = problem.unit_seconds[:, group] @ load
+    return float(option.home.total + seconds + problem.position_seconds[:, group].sum() * empty)
 
 
-def total_bytes(problem: Problem, option: Option) -> float:
-    """Bytes of an option on all devices together."""
-    held = option.parts * option.load[HELD].sum() * problem.row_bytes[problem.groups[option.key]]
-    return float(held + option.kept * problem.topology.num_devices)
+def total_bytes(problem: Problem, option: ShardingOption) -> float:
+    """Return the bytes of an option on all devices together: rows held and bytes kept."""
+    held = float(option.load.held.sum()) * option.group.stored_row_bytes
+    return option.parts * held + option.kept * problem.topology.num_devices
 
 
 def propose_greedily(
-    problem: Problem, rate: Callable[[Problem, Option], float] = rate_spread, most: int = 100
+    problem: Problem,
+    rate: Callable[[Problem, ShardingOption], float] = rate_spread,
+    most: int = 100,
 ) -> Iterator[Proposal]:
-    """The fastest option of each table; then, again and again, the next fastest of the table that
-    takes most memory, of those whose next takes less."""
-    ordered = [_by(problem, options, rate) for options in problem.options]
+    """Propose each table's fastest option, and then smaller ones step by step.
+
+    Each step gives the table that takes most memory its next fastest option that takes less.
+
+    Args:
+        problem: The tables.
+        rate: Seconds of an option.
+        most: Number of proposals.
+    """
+    ordered = [_by_rate(problem, options, rate) for options in problem.options]
     sizes = [[total_bytes(problem, o) for o in options] for options in problem.options]
     at = [0] * len(ordered)
     for _ in range(most):
@@ -71,42 +80,45 @@ def propose_greedily(
 
 
 def propose_greedily_alone(problem: Problem) -> Iterator[Proposal]:
-    """`propose_greedily` by what options take with no others to balance them."""
+    """Run `propose_greedily` with `rate_alone`."""
     return propose_greedily(problem, rate_alone)
 
 
 def propose_uniformly(problem: Problem) -> Iterator[Proposal]:
-    """One sharding type and exchange for all tables that can have it, the fastest for others."""
+    """Propose one sharding type and exchange for all tables that can have it.
+
+    Other tables have their fastest option.
+    """
     kinds = dict.fromkeys(
         (o.sharding_type, o.exchange) for options in problem.options for o in options
     )
     for kind in kinds:
         proposal = []
         for options in problem.options:
-            order = _by(problem, options, rate_spread)
+            order = _by_rate(problem, options, rate_spread)
             same = (i for i in order if (options[i].sharding_type, options[i].exchange) == kind)
             proposal.append(next(same, order[0]))
         yield tuple(proposal)
 
 
 def propose_grid(problem: Problem) -> Iterator[Proposal]:
-    """Every combination of options, where there are at most a thousand."""
-    if math.prod(len(options) for options in problem.options) <= _MOST_GRID:
+    """Propose every combination of options, if there are at most a thousand."""
+    if math.prod(len(options) for options in problem.options) <= _MAX_GRID:
         yield from itertools.product(*(range(len(options)) for options in problem.options))
 
 
 def propose_by_dynamic_programming(problem: Problem) -> Iterator[Proposal]:
-    """For several amounts of memory the fastest options that take no more of it together.
+    """Propose the fastest options that together fit in an amount of memory, for several amounts.
 
     The knapsack problem by dynamic programming over memory in bins (as in Bellman 1957, "Dynamic
     programming", chapter I): ``best[t][b]`` is the least time of the first ``t`` tables in ``b``
     bins. Time is `rate_spread`, memory that of all devices together.
     """
     devices = problem.topology.num_devices
-    bins = min(_BINS_PER_DEVICE * devices, _MOST_BINS)
+    bins = min(_BINS_PER_DEVICE * devices, _MAX_BINS)
     unit = max(problem.capacity, 1.0) * devices / bins
     best = np.zeros(bins + 1)
-    taken: list[np.ndarray] = []
+    choices: list[np.ndarray] = []
     for options in problem.options:
         after, which = np.full(bins + 1, np.inf), np.full(bins + 1, -1, np.int32)
         for index, option in enumerate(options):
@@ -118,22 +130,22 @@ def propose_by_dynamic_programming(problem: Problem) -> Iterator[Proposal]:
             faster = seconds < after
             after[faster], which[faster] = seconds[faster], index
         best = after
-        taken.append(which)
+        choices.append(which)
     for amount in np.unique(np.linspace(bins // 10, bins, 10).astype(int))[::-1]:
         if not np.isfinite(best[amount]):
             continue
         proposal, left = [], int(amount)
-        for table in reversed(range(len(taken))):
-            index = int(taken[table][left])
+        for table in reversed(range(len(choices))):
+            index = int(choices[table][left])
             proposal.append(index)
             left -= math.ceil(total_bytes(problem, problem.options[table][index]) / unit)
         yield tuple(reversed(proposal))
 
 
 def propose_larger_caches(problem: Problem) -> Iterator[Proposal]:
-    """The fastest options with the smallest caches, which then grow where a byte saves most time.
+    """Propose the smallest caches, and then larger ones where a byte saves most time.
 
-    Only where rows may be kept in host memory or on disk.
+    Proposes nothing if all rows are kept on devices.
     """
     if not any(o.storage != "device" for options in problem.options for o in options):
         return
@@ -172,10 +184,10 @@ def propose_larger_caches(problem: Problem) -> Iterator[Proposal]:
 
 
 def propose_smallest(problem: Problem) -> Iterator[Proposal]:
-    """The option of each table that takes least memory, the fastest of several."""
+    """Propose the option of each table that takes least memory, the fastest of several."""
     proposal = []
     for options in problem.options:
-        order = _by(problem, options, rate_spread)
+        order = _by_rate(problem, options, rate_spread)
         proposal.append(min(order, key=lambda i: total_bytes(problem, options[i])))
     yield tuple(proposal)
 
@@ -191,7 +203,10 @@ PROPOSERS: tuple[Proposer, ...] = (
 )
 
 
-def _by(
-    problem: Problem, options: Sequence[Option], rate: Callable[[Problem, Option], float]
+def _by_rate(
+    problem: Problem,
+    options: Sequence[ShardingOption],
+    rate: Callable[[Problem, ShardingOption], float],
 ) -> list[int]:
+    """Return the indices of options, the fastest first."""
     return sorted(range(len(options)), key=lambda i: rate(problem, options[i]))

@@ -1,4 +1,4 @@
-"""What an operation takes: seconds by call, by item and by byte."""
+"""Rates of operations: seconds by call, by item and by byte."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Rate:
         byte: Seconds for each byte.
 
     Raises:
-        ValueError: If one is below zero or no number.
+        ValueError: If one is negative or not a number.
 
     Example:
         >>> Rate(call=1.0, byte=0.5).seconds(bytes=4)
@@ -34,17 +34,18 @@ class Rate:
                 raise ValueError(f"a rate's {field} is seconds, 0 or more, got {value!r}")
 
     def seconds(self, *, calls: float = 1, items: float = 0, bytes: float = 0) -> float:
+        """Return the seconds of ``calls`` on ``items`` and ``bytes`` in all."""
         return self.call * calls + self.item * items + self.byte * bytes
 
 
 @dataclasses.dataclass(frozen=True)
 class Links:
-    """Collectives over one kind of link; bytes are those that leave a device.
+    """Rates of collectives over one kind of link; bytes are those that leave a device.
 
     Attributes:
-        all_to_all: Every device sends a part of its array to every other.
-        reduce_scatter: Devices add up arrays of one shape and each keeps a part of the sum.
-        all_gather: Every device gets the parts of all.
+        all_to_all: Every device sends a part of its array to every other device.
+        reduce_scatter: Devices add up arrays of one shape, and each keeps a part of the sum.
+        all_gather: Every device gets the arrays of all devices.
     """
 
     all_to_all: Rate
@@ -53,10 +54,10 @@ class Links:
 
     @classmethod
     def of(cls, call: float, bandwidth: float) -> Links:
-        """Links whose collectives all take the same.
+        """Return links whose collectives all have one rate.
 
         Args:
-            call: Seconds to start one.
+            call: Seconds to start a collective.
             bandwidth: Bytes a second that leave a device.
         """
         rate = Rate(call=call, byte=1 / bandwidth)

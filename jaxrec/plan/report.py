@@ -1,4 +1,4 @@
-"""A plan in words and tables."""
+"""The report of a plan, in tables."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 
-from jaxrec.plan.cost import PHASES
 from jaxrec.plan.estimate import Estimate, TableEstimate, imbalance
-from jaxrec.plan.failure import size
+from jaxrec.plan.formatting import format_bytes, format_numbers, format_seconds
+from jaxrec.plan.perf import PHASES
 
-# Plans of more devices or tables than this are summed up.
-_MOST_DEVICES, _MOST_TABLES = 32, 100
+# Number of devices and of tables that a report lists.
+_MAX_DEVICES, _MAX_TABLES = 32, 100
 
 _SHORT = {
     "data_parallel": "DP",
@@ -22,15 +22,16 @@ _SHORT = {
     "table_column_wise": "TWCW",
     "grid": "GRID",
 }
-_COLUMNS = ("forward compute", "forward exchange", "backward compute", "backward exchange")
+_EXCHANGE_SUFFIXES = {"pooled": "/pooled"}
+_ALWAYS_SHOWN = ("forward compute", "forward exchange", "backward compute", "backward exchange")
 
 
 def render(estimate: Estimate, *, color: bool | None = None) -> str:
-    """The report that ``print(plan)`` shows.
+    """Return the report that ``print(plan)`` shows.
 
     Args:
-        estimate: What the plan is expected to take.
-        color: Whether to colour it, which takes rich; None: on a terminal, if rich is there.
+        estimate: The plan's estimate.
+        color: Whether to colour the report, which needs rich; None: on a terminal with rich.
     """
     sections = [
         _summary(estimate),
@@ -51,13 +52,15 @@ def _summary(estimate: Estimate) -> str:
     tables = [device.bytes["tables"] for device in estimate.devices]
     gap = "" if estimate.gap == float("inf") else f", {estimate.gap:.2%} above it at most"
     lines = [
-        f"Step    {seconds(estimate.seconds)} for tables; no plan takes less than "
-        f"{seconds(estimate.bound)}{gap}",
+        f"Step    {format_seconds(estimate.seconds)} for tables; no plan takes less than "
+        f"{format_seconds(estimate.bound)}{gap}",
         "Path    "
         + ", ".join(
-            f"{name} {seconds(value)}" for name, value in estimate.phases.items() if value > 0
+            f"{name} {format_seconds(value)}"
+            for name, value in estimate.phases.items()
+            if value > 0
         ),
-        f"Memory  {size(max(memory))} of {size(estimate.capacity)} on each device",
+        f"Memory  {format_bytes(max(memory))} of {format_bytes(estimate.capacity)} on each device",
         f"Balance slowest device over mean: time {imbalance(busy)['max over mean']:.3f}, "
         f"table bytes {imbalance(tables)['max over mean']:.3f} "
         f"(KL {imbalance(busy)['KL divergence']:.1e}, {imbalance(tables)['KL divergence']:.1e})",
@@ -74,7 +77,7 @@ def _types(tables: Sequence[TableEstimate]) -> str:
 
 def _kind(table: TableEstimate) -> str:
     kind = _SHORT[table.sharding_type]
-    return f"{kind}/sums" if table.exchange == "sums" else kind
+    return kind + _EXCHANGE_SUFFIXES.get(table.exchange, "")
 
 
 def _devices(estimate: Estimate) -> tuple[list[str], list[list[str]]]:
@@ -89,18 +92,18 @@ def _devices(estimate: Estimate) -> tuple[list[str], list[list[str]]]:
         "shards",
     ]
     rows = []
-    for device in estimate.devices[:_MOST_DEVICES]:
+    for device in estimate.devices[:_MAX_DEVICES]:
         held = device.bytes
         other = sum(bytes for kind, bytes in held.items() if kind not in ("tables", "padding"))
         rows.append(
             [
                 str(device.device),
-                size(held["tables"]),
-                size(held["padding"]),
-                size(other),
-                size(max(0.0, estimate.capacity - sum(held.values()))),
-                *(seconds(device.seconds[phase]) for phase in _phases(estimate)),
-                seconds(device.waits),
+                format_bytes(held["tables"]),
+                format_bytes(held["padding"]),
+                format_bytes(other),
+                format_bytes(max(0.0, estimate.capacity - sum(held.values()))),
+                *(format_seconds(device.seconds[phase]) for phase in _phases(estimate)),
+                format_seconds(device.waits),
                 " ".join(f"{_SHORT[kind]}:{n}" for kind, n in sorted(device.shards.items())),
             ]
         )
@@ -114,7 +117,7 @@ def _tables(estimate: Estimate) -> tuple[list[str], list[list[str]]]:
     header += ["ids/device", "distinct", *_headers(estimate), "cost"]
     ordered = sorted(estimate.tables, key=lambda table: -sum(table.seconds.values()))
     rows = []
-    for table in ordered[:_MOST_TABLES]:
+    for table in ordered[:_MAX_TABLES]:
         cache = "" if table.storage == "device" else f" {table.cache_ratio:.0%} cached"
         rows.append(
             [
@@ -122,12 +125,12 @@ def _tables(estimate: Estimate) -> tuple[list[str], list[list[str]]]:
                 f"{table.rows:,} x {table.dim} {_DTYPES[table.dtype]}",
                 _kind(table),
                 table.storage + cache,
-                numbers(table.devices, len(estimate.devices)),
-                size(table.bytes),
+                format_numbers(table.devices, len(estimate.devices)),
+                format_bytes(table.bytes),
                 f"{table.lookups:,.0f}",
                 f"{table.distinct:,.0f}",
-                *(seconds(table.seconds[phase]) for phase in _phases(estimate)),
-                seconds(sum(table.seconds.values())),
+                *(format_seconds(table.seconds[phase]) for phase in _phases(estimate)),
+                format_seconds(sum(table.seconds.values())),
             ]
         )
     if (left := len(ordered) - len(rows)) > 0:
@@ -143,7 +146,7 @@ def _groups(estimate: Estimate) -> tuple[list[str], list[list[str]]]:
         [
             group.name,
             str(group.tables),
-            seconds(group.seconds),
+            format_seconds(group.seconds),
             "all alike" if group.slowest is None else str(group.slowest),
         ]
         for group in sorted(estimate.groups, key=lambda group: -group.seconds)
@@ -152,7 +155,7 @@ def _groups(estimate: Estimate) -> tuple[list[str], list[list[str]]]:
 
 
 def _phases(estimate: Estimate) -> list[str]:
-    return [phase for phase in PHASES if phase in _COLUMNS or estimate.phases[phase] > 0]
+    return [phase for phase in PHASES if phase in _ALWAYS_SHOWN or estimate.phases[phase] > 0]
 
 
 def _headers(estimate: Estimate) -> list[str]:
@@ -162,41 +165,8 @@ def _headers(estimate: Estimate) -> list[str]:
     ]
 
 
-def seconds(value: float) -> str:
-    """Seconds for people.
-
-    Example:
-        >>> seconds(0.00123)
-        '1.23 ms'
-    """
-    if value == 0:
-        return "0"
-    for unit, scale in (("s", 1.0), ("ms", 1e-3)):
-        if value >= scale:
-            return f"{value / scale:.3g} {unit}" if value < 1000 * scale else f"{value:,.0f} {unit}"
-    return f"{value * 1e6:.3g} us"
-
-
-def numbers(values: Sequence[int], of: int) -> str:
-    """Numbers for people.
-
-    Example:
-        >>> numbers([0, 1, 2, 5], of=8)
-        '0-2, 5'
-    """
-    if len(values) == of and of > 1:
-        return "all"
-    runs: list[list[int]] = []
-    for value in values:
-        if runs and runs[-1][-1] == value - 1:
-            runs[-1].append(value)
-        else:
-            runs.append([value])
-    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
-
-
 def _table(title: str, header: list[str], rows: list[list[str]]) -> str:
-    """Columns side by side, the first and last to the left and numbers to the right."""
+    """Return a table of text: words are aligned to the left, numbers to the right."""
     cells = [header, *rows]
     widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
     left = {0, *(i for i, name in enumerate(header) if name in _LEFT)}
@@ -214,7 +184,7 @@ _LEFT = ("shards", "type", "storage", "devices", "group")
 
 
 def _colored(text: str) -> str:
-    """The text with headings in bold and what matters in colour; as it is without rich."""
+    """Colour headings, sharding types, times and sizes; without rich, return the text as it is."""
     try:
         from rich.console import Console
         from rich.text import Text
@@ -225,7 +195,7 @@ def _colored(text: str) -> str:
         r"(?m)^(Devices|Tables|Groups|Step|Path|Memory|Balance|Types|Search)\b", "bold cyan"
     )
     colored.highlight_regex(r"(?m)^(device|table|group) .*$", "bold")
-    colored.highlight_regex(r"\b(DP|TW|RW|CW|TWRW|TWCW|GRID)(/sums)?\b", "magenta")
+    colored.highlight_regex(r"\b(DP|TW|RW|CW|TWRW|TWCW|GRID)(/pooled)?\b", "magenta")
     colored.highlight_regex(r"\b[\d.,]+ (s|ms|us)\b", "green")
     colored.highlight_regex(r"\b[\d.,]+ (TB|GB|MB|kB|bytes)\b", "yellow")
     console = Console(force_terminal=True, width=10_000, highlight=False)

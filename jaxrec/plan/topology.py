@@ -1,4 +1,4 @@
-"""The machines that a plan is for: devices, hosts, memory, and what each operation takes there."""
+"""The topology of a machine: devices, hosts, memory and the rates of operations."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ class Topology:
     """Devices of one kind on hosts of one kind.
 
     Attributes:
-        name: What the machine is called.
-        hosts: Hosts.
-        devices_per_host: Devices of each, joined by fast links.
+        name: Name of the machine.
+        hosts: Number of hosts.
+        devices_per_host: Number of devices on each, joined by fast links.
         memory: Bytes of each device.
         host_memory: Bytes of each host.
         disk: Bytes of each host's local disks.
-        gather: Reading rows at random places and writing them one after the other; an item is a
-            row, and bytes are those of the rows.
-        update: Advancing rows and their optimizer state in place; an item is a row, and bytes are
-            those of the row and its state.
-        sort: Sorting row numbers and finding the runs of equal ones; an item is a row number.
-        copy: Moving bytes from one place of the device's memory to another.
+        gather: Reads of random rows, written one after the other; an item is a row, bytes are the
+            rows' bytes.
+        update: Updates of rows and optimizer state in place; an item is a row, bytes are those of
+            the row and its state.
+        sort: Sorts of row numbers, with the runs of equal ones; an item is a row number.
+        copy: Copies within a device's memory.
         within: Collectives among the devices of one host.
-        between: The same among devices of different hosts, one of each.
-        host_link: Rows between host memory and device; an item is a row.
-        disk_link: Rows between disk and host memory; an item is a row.
-        granule: Bytes that memory reads at least; a narrower row takes as long as one of these.
+        between: Collectives among devices of different hosts, one of each.
+        host_link: Copies of rows between host memory and device; an item is a row.
+        disk_link: Copies of rows between disk and host memory; an item is a row.
+        granule: Smallest read of memory in bytes; a narrower row takes as long.
 
     Raises:
-        ValueError: If a size is not above zero.
+        ValueError: If a size is not positive.
 
     Example:
         >>> topology = Topology.named("h100", devices=16)
@@ -79,13 +79,13 @@ class Topology:
 
     @classmethod
     def named(cls, machine: str, *, devices: int, devices_per_host: int | None = None) -> Topology:
-        """A cluster of known machines, with their published rates.
+        """Return a cluster of known machines, with their published rates.
 
         Args:
             machine: One of "a100", "h100", "h200", "b200", "tpu-v5p" and "cpu".
-            devices: Devices in all.
-            devices_per_host: Devices of each host; what the machine usually has if None, or all of
-                them where there are fewer.
+            devices: Number of devices in all.
+            devices_per_host: Number of devices on each host; None: as many as the machine usually
+                has, or all if they are fewer.
 
         Raises:
             ValueError: If no machine has that name, or the devices do not fill whole hosts.
@@ -101,13 +101,13 @@ class Topology:
 
     @classmethod
     def from_mesh(cls, mesh: Mesh, *, memory: int | None = None) -> Topology:
-        """The devices of a mesh, with the published rates of their kind.
+        """Return the devices of a mesh, with the published rates of their kind.
 
-        A mesh of one axis is one host; of two axes the first counts hosts.
+        A mesh of one axis is one host; of two axes, the first counts hosts.
 
         Args:
             mesh: The devices.
-            memory: Bytes of each device; what it says of itself if None.
+            memory: Bytes of each device; None: as many as it reports.
 
         Example:
             >>> import jax
@@ -132,12 +132,12 @@ class Topology:
         )
 
     def with_devices(self, devices: int, devices_per_host: int | None = None) -> Topology:
-        """As many of these devices as said.
+        """Return a cluster of these machines with another number of devices.
 
         Args:
-            devices: Devices in all.
-            devices_per_host: Devices of each host; as many as here if None, or all of them where
-                there are fewer.
+            devices: Number of devices in all.
+            devices_per_host: Number of devices on each host; None: as many as here, or all if
+                they are fewer.
 
         Raises:
             ValueError: If the devices do not fill whole hosts.
@@ -146,15 +146,15 @@ class Topology:
         return dataclasses.replace(self, hosts=hosts, devices_per_host=each)
 
     def to_dict(self) -> dict[str, Any]:
-        """The topology as JSON has it."""
+        """Return the topology as JSON has it."""
         return dataclasses.asdict(self)
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> Topology:
-        """The reverse of `to_dict`.
+        """Make a topology from what `to_dict` returned.
 
         Raises:
-            ValueError: If a field is missing, unknown or no number.
+            ValueError: If a field is missing, unknown or not a number.
         """
         known = {field.name for field in dataclasses.fields(cls)}
         if problem := known.symmetric_difference(fields):
@@ -173,12 +173,12 @@ class Topology:
         return cls(**values)
 
     def save(self, path: str | os.PathLike) -> None:
-        """Writes a JSON file that `load` reads."""
+        """Write a JSON file that `load` reads."""
         pathlib.Path(path).write_text(json.dumps(self.to_dict(), indent=2) + "\n")
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> Topology:
-        """A topology that was saved, say by `jaxrec plan --calibrate`.
+        """Read a topology that was saved, for example by `jaxrec plan --calibrate`.
 
         Raises:
             OSError: If the file cannot be read.
@@ -191,7 +191,7 @@ class Topology:
 
 
 def _hosts(devices: int, devices_per_host: int | None, usual: int) -> tuple[int, int]:
-    """Hosts, and devices of each."""
+    """Return the number of hosts, and of devices on each."""
     if isinstance(devices, bool) or not isinstance(devices, int) or devices < 1:
         raise ValueError(f"devices is an integer of 1 or more, got {devices!r}")
     each = min(devices, usual) if devices_per_host is None else devices_per_host
@@ -203,7 +203,7 @@ def _hosts(devices: int, devices_per_host: int | None, usual: int) -> tuple[int,
 
 
 def _device_memory(device: Any, per_host: int) -> int | None:
-    """What a device says of its memory; a simulated one has its part of the host's."""
+    """Return the bytes that a device reports; a simulated one has its part of the host's."""
     if device.platform == "cpu":
         host = _host_memory()
         return host and host // per_host

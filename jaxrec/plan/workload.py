@@ -1,4 +1,4 @@
-"""What a step asks of each table: how many ids of which features, and which rows those are."""
+"""Lookups of a step in each table, on one device."""
 
 from __future__ import annotations
 
@@ -10,30 +10,26 @@ from collections.abc import Mapping, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
-from jaxrec import optim
-from jaxrec.embed.collection import Collection
 from jaxrec.embed.config import EmbeddingBagConfig, TableConfig
-from jaxrec.embed.layout import TableLayout, layout_tables
-from jaxrec.embed.taps import tapped_modules
 from jaxrec.optim import RowOptimizer
 from jaxrec.plan.constraints import ParameterConstraints
+from jaxrec.plan.feature_statistics import Statistics
 from jaxrec.plan.heat import EvenHeat, Heat
-from jaxrec.plan.statistics import Statistics
-from jaxrec.ragged.capacity import rung
+from jaxrec.plan.model_tables import ModelTables
+from jaxrec.ragged.capacity import capacity_for
 
 
 @dataclasses.dataclass(frozen=True)
-class FeatureWork:
-    """What one feature asks of its table, on one device, in one step.
+class FeatureWorkload:
+    """Lookups of one feature on one device in one step.
 
     Attributes:
         name: The feature.
-        lookups: Ids, on average.
-        capacity: Room for them.
+        lookups: Mean number of ids.
+        capacity: Static size of the array of ids.
         bags: Bags.
-        heat: How the ids fall on the table's rows.
+        heat: Distribution of the ids over the table's rows.
     """
 
     name: str
@@ -44,23 +40,23 @@ class FeatureWork:
 
 
 @dataclasses.dataclass(frozen=True)
-class TableWork:
-    """What one table is asked, on one device, in one step.
+class TableWorkload:
+    """Lookups of one table on one device in one step.
 
     Attributes:
         table: The table.
-        optimizer: How its rows change.
-        collection: Path of the collection in the model; tables of different collections are
-            stored and looked up apart.
+        optimizer: Its row optimizer.
+        collection: Path of its collection in the model. Tables of different collections are stored
+            and looked up apart.
         is_weighted: Whether ids have weights.
-        features: The features that read it.
+        features: The features that read the table.
     """
 
     table: TableConfig
     optimizer: RowOptimizer
     collection: str
     is_weighted: bool
-    features: tuple[FeatureWork, ...]
+    features: tuple[FeatureWorkload, ...]
 
     @property
     def name(self) -> str:
@@ -100,15 +96,21 @@ class TableWork:
         return self.rows * (self.dim * itemsize(self.dtype) + state_bytes(self.optimizer, self.dim))
 
     def distinct(self, devices: int = 1, cached: float = 0.0) -> float:
-        """Expected number of distinct rows that the samples of so many devices look up.
+        """Return the expected number of distinct rows that the samples of ``devices`` look up.
 
-        Rows that several features look up are counted for each: features are taken to differ.
+        A row counts once for each feature that looks it up: features are taken to differ.
+
+        Args:
+            devices: Number of devices.
+            cached: Fraction of the rows to leave out, the hottest.
         """
-        found = sum(f.heat.distinct(f.lookups * devices, cached) for f in self.features)
-        return min(found, self.rows * (1 - cached))
+        rows = sum(f.heat.distinct(f.lookups * devices, cached) for f in self.features)
+        return min(rows, self.rows * (1 - cached))
 
     def shares(self, parts: int, *, of_rows: bool) -> np.ndarray:
-        """How lookups spread over ``parts`` equal runs of rows; see `Heat.shares`."""
+        """Return how lookups spread over ``parts`` equal runs of rows; see `Heat.shares`."""
+        if parts == 1:
+            return np.ones(1)
         weights = [f.heat.distinct(f.lookups) if of_rows else f.lookups for f in self.features]
         shares = [f.heat.shares(parts, of_rows=of_rows) for f in self.features]
         if not sum(weights):
@@ -118,163 +120,94 @@ class TableWork:
 
 @functools.cache
 def state_bytes(optimizer: RowOptimizer, width: int) -> int:
-    """Bytes of optimizer state that ``width`` columns of a row have."""
+    """Return the bytes of optimizer state for ``width`` columns of a row."""
     state = jax.eval_shape(lambda: optimizer.init(1, width))
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
 
 
 @functools.cache
 def itemsize(dtype: str) -> int:
+    """Return the bytes of an element."""
     return jnp.dtype(dtype).itemsize
 
 
-@dataclasses.dataclass(frozen=True)
-class ModelTables:
-    """The tables of a model.
-
-    Attributes:
-        collections: For each collection its path, tables and whether ids have weights.
-        dense_bytes: Bytes of the model's other parameters.
-        is_configured: Whether the tables exist already, so that their types are decided.
-    """
-
-    collections: tuple[tuple[str, TableLayout, bool], ...]
-    dense_bytes: int
-    is_configured: bool
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return tuple(table.name for _, layout, _ in self.collections for table in layout.tables)
-
-
-def read_model(model: nnx.Module | Sequence[TableConfig]) -> ModelTables:
-    """The tables of a model, real or abstract (`nnx.eval_shape`), or those of configurations.
-
-    Raises:
-        TypeError: If it is neither a model nor a sequence of configurations.
-        ValueError: If there are no tables, or two collections have tables of one name.
-    """
-    if isinstance(model, nnx.Module):
-        found = _read_module(model)
-    elif isinstance(model, Sequence) and all(isinstance(table, TableConfig) for table in model):
-        found = _read_configs(model)
-    else:
-        raise TypeError(
-            "a plan is for a Flax model with jaxrec's collections or for a sequence of table "
-            f"configurations, got {type(model).__name__}"
-        )
-    if not found.names:
-        raise ValueError("there are no tables to plan: the model has no jaxrec collection")
-    owner: dict[str, str] = {}
-    for path, layout, _ in found.collections:
-        for table in layout.tables:
-            if table.name in owner:
-                raise ValueError(
-                    f"collections {owner[table.name]!r} and {path!r} both have a table "
-                    f"{table.name!r}; a plan goes by name, so rename one of them"
-                )
-            owner[table.name] = path
-    return found
-
-
-def _read_module(model: nnx.Module) -> ModelTables:
-    collections = []
-    for path, module in tapped_modules(model).items():
-        if isinstance(module, Collection):
-            layout = module.tables.get_value().layout
-            # Tables on a mesh have the layout that they had on one device inside theirs.
-            layout = layout if isinstance(layout, TableLayout) else layout.tables
-            collections.append((path, layout, module.is_weighted))
-    dense = jax.tree.leaves(nnx.state(model, nnx.Param))
-    dense_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in dense)
-    return ModelTables(tuple(collections), dense_bytes, is_configured=True)
-
-
-def _read_configs(configs: Sequence[TableConfig]) -> ModelTables:
-    """Bags and per-id tables form a collection each."""
-    kinds: dict[type, list[TableConfig]] = {}
-    for config in configs:
-        kinds.setdefault(type(config), []).append(config)
-    collections = tuple(
-        (kind.__name__, layout_tables(tables, optim.rowwise_adagrad()), False)
-        for kind, tables in kinds.items()
-    )
-    return ModelTables(collections, 0, is_configured=False)
-
-
-def measure_work(
+def measure_workloads(
     model: ModelTables,
     *,
     batch_size: int,
     num_devices: int,
     constraints: Mapping[str, ParameterConstraints],
     statistics: Statistics | None,
-) -> tuple[TableWork, ...]:
-    """What a step asks of each table of a model.
+) -> tuple[TableWorkload, ...]:
+    """Return the workload of each table of a model, in the model's order.
 
     Args:
         model: The tables.
         batch_size: Samples of all devices together.
-        num_devices: Devices, each with an equal part of the samples.
-        constraints: What is said of tables, by name.
-        statistics: What was seen of features; None: nothing.
+        num_devices: Number of devices, each with an equal part of the samples.
+        constraints: Constraints by table.
+        statistics: Statistics of the features; without them, a sample has one id per feature.
 
     Raises:
-        ValueError: If constraints name a table that there is not, or do not fit their table.
+        ValueError: If constraints name an unknown table or do not fit their table.
     """
     if unknown := set(constraints) - set(model.names):
         raise ValueError(
             f"there are constraints for table {sorted(unknown)[0]!r}, which the model lacks; its "
             f"tables are {', '.join(map(repr, model.names))}"
         )
-    works = []
+    workloads = []
     for path, layout, is_weighted in model.collections:
         for group in layout.groups:
             for table in group.tables:
-                said = constraints.get(table.name, ParameterConstraints())
-                if said.dtype is not None and said.dtype != table.dtype:
+                constraint = constraints.get(table.name, ParameterConstraints())
+                if constraint.dtype is not None and constraint.dtype != table.dtype:
                     if model.is_configured:
                         raise ValueError(
-                            f"table {table.name!r} is {table.dtype} in the model and {said.dtype} "
-                            "in its constraints; make the model with the other dtype, or plan from "
-                            "configurations"
+                            f"table {table.name!r} is {table.dtype} in the model and "
+                            f"{constraint.dtype} in its constraints; make the model with the other "
+                            "dtype, or plan from configurations"
                         )
-                    table = dataclasses.replace(table, dtype=said.dtype)
-                weighted = is_weighted if said.is_weighted is None else said.is_weighted
-                features = _features(table, said, batch_size, num_devices, statistics)
-                works.append(TableWork(table, group.optimizer, path, weighted, features))
+                    table = dataclasses.replace(table, dtype=constraint.dtype)
+                weighted = constraint.is_weighted
+                weighted = is_weighted if weighted is None else weighted
+                features = _features(table, constraint, batch_size, num_devices, statistics)
+                workloads.append(TableWorkload(table, group.optimizer, path, weighted, features))
     order = {name: i for i, name in enumerate(model.names)}
-    return tuple(sorted(works, key=lambda work: order[work.name]))
+    return tuple(sorted(workloads, key=lambda workload: order[workload.name]))
 
 
 def _features(
     table: TableConfig,
-    said: ParameterConstraints,
+    constraint: ParameterConstraints,
     batch_size: int,
     num_devices: int,
     statistics: Statistics | None,
-) -> tuple[FeatureWork, ...]:
-    poolings = _each(table, "pooling_factors", said.pooling_factors)
-    batches = _each(table, "batch_sizes", said.batch_sizes)
-    works = []
-    for name, pooling, bags in zip(table.feature_names, poolings, batches, strict=True):
-        seen = None if statistics is None else statistics.features.get(name)
-        own = math.ceil((batch_size if bags is None else bags) / num_devices)
-        mean, deviation = (1.0, 0.0) if seen is None else (seen.mean_length, seen.length_deviation)
+) -> tuple[FeatureWorkload, ...]:
+    poolings = _by_feature(table, "pooling_factors", constraint.pooling_factors)
+    batches = _by_feature(table, "batch_sizes", constraint.batch_sizes)
+    workloads = []
+    for name, pooling, batch in zip(table.feature_names, poolings, batches, strict=True):
+        feature = None if statistics is None else statistics.features.get(name)
+        bags = math.ceil((batch_size if batch is None else batch) / num_devices)
+        mean, deviation = 1.0, 0.0
+        if feature is not None:
+            mean, deviation = feature.mean_length, feature.length_deviation
         if pooling is not None:
             deviation *= pooling / mean if mean else 0
             mean = pooling
-        # Room for all but one batch in a thousand on a device.
-        room = rung(math.ceil(own * mean + 3 * deviation * math.sqrt(own) - 1e-9))
-        heat = EvenHeat(table.num_embeddings) if seen is None else seen.heat(table.num_embeddings)
-        works.append(FeatureWork(name, own * mean, room, own, heat))
-    return tuple(works)
+        # Three deviations hold all but one batch in a thousand.
+        capacity = capacity_for(math.ceil(bags * mean + 3 * deviation * math.sqrt(bags) - 1e-9))
+        rows = table.num_embeddings
+        heat = EvenHeat(rows) if feature is None else feature.heat(rows)
+        workloads.append(FeatureWorkload(name, bags * mean, capacity, bags, heat))
+    return tuple(workloads)
 
 
-def _each(
+def _by_feature(
     table: TableConfig, field: str, value: Sequence[float] | float | None
 ) -> Sequence[float | None]:
-    """The value for each feature."""
+    """Return a value for each feature of the table."""
     if not isinstance(value, Sequence):
         return (value,) * len(table.feature_names)
     if len(value) != len(table.feature_names):

@@ -9,8 +9,6 @@ from jaxrec.ragged.bucketize import (
     boundary_bucketize_sparse_features as boundary_bucketize_sparse_features,
 )
 from jaxrec.ragged.bucketize import bucketize_sparse_features as bucketize_sparse_features
-from jaxrec.ragged.capacity import grown as grown
-from jaxrec.ragged.capacity import rung as rung
 from jaxrec.ragged.dense import dense_to_jagged as dense_to_jagged
 from jaxrec.ragged.dense import jagged_to_padded_dense as jagged_to_padded_dense
 from jaxrec.ragged.elementwise import (
@@ -38,7 +36,7 @@ from jaxrec.ragged.packing import PackOptions as PackOptions
 from jaxrec.ragged.permute import expand_into_jagged_permute as expand_into_jagged_permute
 from jaxrec.ragged.permute import invert_permute as invert_permute
 from jaxrec.ragged.permute import permute_sparse_data as permute_sparse_data
-from jaxrec.ragged.segment import segment_sum_csr as segment_sum_csr
+from jaxrec.ragged.segment_sum import segment_sum_csr as segment_sum_csr
 from jaxrec.ragged.select import jagged_index_select as jagged_index_select
 from jaxrec.ragged.select import keyed_jagged_index_select as keyed_jagged_index_select
 from jaxrec.ragged.softmax import jagged_softmax as jagged_softmax

@@ -9,11 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
+from jaxrec.ragged.raw_ids import is_raw, refuse
+
 AnyArray: TypeAlias = Array | np.ndarray
 
 
 def namespace(*arrays: object) -> types.ModuleType:
-    """``numpy`` if all the arrays (None aside) are NumPy's, else ``jax.numpy``.
+    """Return ``numpy`` if all the arrays (None aside) are NumPy's, else ``jax.numpy``.
 
     Host batches stay on the host while they are reshaped, so data workers need no device.
     """
@@ -22,7 +24,7 @@ def namespace(*arrays: object) -> types.ModuleType:
 
 
 def take(array: Array, *indices: Array, fill_value: float | int | bool = 0) -> Array:
-    """``array[indices]``, and ``fill_value`` where an index is past the end.
+    """Return ``array[indices]``, and ``fill_value`` where an index is past the end.
 
     An index past the end is not read, and passes no gradient back.
     """
@@ -33,11 +35,13 @@ def take(array: Array, *indices: Array, fill_value: float | int | bool = 0) -> A
 
 
 def to_device(array: Any) -> Array:
-    """``array`` as a JAX array, whole.
+    """Return ``array`` as a JAX array, no integer cut.
 
     Raises:
-        ValueError: It is NumPy's and holds integers that JAX would cut to 32 bits.
+        ValueError: It is NumPy's and holds integers that JAX would cut to 32 bits, or raw ids.
     """
+    if is_raw(array):
+        refuse()
     if isinstance(array, np.ndarray) and array.dtype.kind in "iu" and array.size:
         bounds = jnp.iinfo(jnp.asarray(array[:0]).dtype)
         if array.min() < bounds.min or array.max() > bounds.max:

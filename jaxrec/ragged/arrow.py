@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jaxrec.ragged.columns import Column, by_name
+from jaxrec.ragged.columns import WIDE_IDS, Column, by_name
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
 
 def named_columns(data: Any) -> dict[str, Any]:
-    """The columns of a table or record batch by name; a mapping as it is.
+    """Return the columns of a table or record batch by name; a mapping as it is.
 
     Raises:
         TypeError: It is none of these.
@@ -31,29 +31,34 @@ def named_columns(data: Any) -> dict[str, Any]:
     return dict(zip(names, data.columns, strict=True))
 
 
-def from_arrow(feature: str, array: Any, weights: Any | None = None) -> Column:
-    """The column of an Arrow array of ids or of lists of ids, chunked or not.
+def from_arrow(
+    feature: str, array: Any, weights: Any | None = None, *, id_bits: int = 32
+) -> Column:
+    """Return the column of an Arrow array of ids or of lists of ids, chunked or not.
 
     A null row is an empty bag. A null inside a list is an error: Arrow cannot say what it means.
 
     Args:
         feature: Its name, for errors.
         array: Array of integers (one id per sample) or of lists of integers: list, large list,
-            fixed size list or list view.
+            fixed size list or list view. With 64 bits also of strings, binary values, and
+            dictionaries of these or of integers.
         weights: An Array of the same nesting, of floating point.
+        id_bits: 32, or 64 for raw ids; strings and binary values stay in Arrow.
 
     Raises:
         TypeError: The array is of another type.
         ValueError: There is a null inside a list, or the weights are not shaped like the ids.
     """
-    values, lengths = _flat(feature, array, "integers", _is_integer)
+    wanted, accepts = ("integers", _is_integer) if id_bits == 32 else ("integers, strings", _is_id)
+    values, lengths = _flat(feature, array, wanted, accepts)
     if weights is None:
         return Column(values, lengths)
     flat_weights, weight_lengths = _flat(feature, weights, "floating point", _is_number)
     if not np.array_equal(weight_lengths, lengths):
         if weight_lengths.size != lengths.size:
-            where, ids, given = f"feature {feature!r}", lengths.size, weight_lengths.size
-            raise ValueError(f"{where} has {ids} samples but weights for {given}")
+            where, ids, num_weights = f"feature {feature!r}", lengths.size, weight_lengths.size
+            raise ValueError(f"{where} has {ids} samples but weights for {num_weights}")
         sample = np.flatnonzero(weight_lengths != lengths)[0]
         raise ValueError(
             f"feature {feature!r}, sample {sample}: {lengths[sample]} ids but "
@@ -64,7 +69,8 @@ def from_arrow(feature: str, array: Any, weights: Any | None = None) -> Column:
 
 def _flat(
     feature: str, array: pa.Array | pa.ChunkedArray, wanted: str, accepts: Any
-) -> tuple[np.ndarray, np.ndarray]:
+) -> tuple[Any, np.ndarray]:
+    """Return the values, in NumPy or strings in Arrow, and the lengths."""
     import pyarrow as pa
     import pyarrow.compute as pc
 
@@ -75,21 +81,29 @@ def _flat(
     if isinstance(array, pa.ChunkedArray):  # no chunks, in Arrow versions that keep them
         array = pa.concat_arrays(array.chunks) if array.num_chunks else pa.array([], array.type)
     if accepts(array.type):
+        array = _decoded(array)
         lengths = np.asarray(array.is_valid()).astype(np.int64)
-        return array.drop_null().to_numpy(zero_copy_only=False), lengths
+        return _unboxed(array.drop_null()), lengths
     if not _is_list(array.type) or not accepts(array.type.value_type):
+        hint = f"; {WIDE_IDS}" if accepts is _is_integer and _is_id(_element(array.type)) else ""
         raise TypeError(
-            f"feature {feature!r} is of Arrow type {array.type}; expected {wanted} or lists of them"
+            f"feature {feature!r} is of Arrow type {array.type}; expected {wanted} or lists of "
+            f"them{hint}"
         )
     lengths = pc.list_value_length(array).fill_null(0).to_numpy().astype(np.int64)
-    flat = array.flatten()  # without the rows that are null
+    flat = _decoded(array.flatten())  # without the rows that are null
     if flat.null_count:
         position = int(np.flatnonzero(np.asarray(flat.is_null()))[0])
         sample = np.searchsorted(np.cumsum(lengths), position, side="right")
         raise ValueError(
             f"feature {feature!r}, sample {sample} has a null inside its list; fill or drop it"
         )
-    return flat.to_numpy(zero_copy_only=False), lengths
+    return _unboxed(flat), lengths
+
+
+def _unboxed(array: pa.Array) -> Any:
+    """Return numbers as a NumPy array, and strings as they are."""
+    return array.to_numpy(zero_copy_only=False) if _is_number(array.type) else array
 
 
 def map_values(
@@ -106,7 +120,7 @@ def map_values(
         Arrow array with the same chunks and lists; a null list stays null.
 
     Raises:
-        TypeError: It is no Arrow column.
+        TypeError: It is not an Arrow column.
         ValueError: A value is null, and ``function`` does not accept nulls.
     """
     import pyarrow as pa
@@ -173,6 +187,38 @@ def _is_integer(kind: pa.DataType) -> bool:
     import pyarrow as pa
 
     return pa.types.is_integer(kind)
+
+
+def _is_id(kind: pa.DataType) -> bool:
+    """Return whether values of a type can be raw ids: integers, strings or binary values."""
+    import pyarrow as pa
+
+    if isinstance(kind, pa.DictionaryType):
+        return _is_id(kind.value_type)
+    names = "string large_string string_view binary large_binary binary_view fixed_size_binary"
+    return pa.types.is_integer(kind) or any(
+        getattr(pa.types, f"is_{name}")(kind) for name in names.split()
+    )
+
+
+def _element(kind: pa.DataType) -> pa.DataType:
+    return kind.value_type if _is_list(kind) else kind
+
+
+def _decoded(array: pa.Array) -> pa.Array:
+    """Return the values of a dictionary if they are integers or may be null, and no views.
+
+    Arrow knows nulls of a dictionary's codes only, and leaves no null out of a view.
+    """
+    import pyarrow as pa
+
+    kind = array.type
+    if pa.types.is_string_view(kind) or pa.types.is_binary_view(kind):
+        return array.cast(pa.large_binary())
+    if not isinstance(kind, pa.DictionaryType):
+        return array
+    is_plain = pa.types.is_integer(kind.value_type) or array.dictionary.null_count
+    return array.cast(kind.value_type) if is_plain else array
 
 
 def _is_number(kind: pa.DataType) -> bool:

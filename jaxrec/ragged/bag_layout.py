@@ -1,4 +1,4 @@
-"""Where the bags of a keyed batch lie in its padded arrays."""
+"""Positions of the bags of a keyed batch in its padded arrays."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jaxrec.ragged.offsets import complete_cumsum
 def bag_starts(
     lengths: Int32[AnyArray, " bags"], strides: Sequence[int], capacities: Sequence[int]
 ) -> Int32[Array, " bags"]:
-    """First position of each bag in ``values``, padding counted."""
+    """Return the first position of each bag in ``values``, padding counted."""
     offsets = jnp.asarray(complete_cumsum(lengths))
     first = offsets[np.cumsum((0, *strides))[:-1]]
     return offsets[:-1] + spread(_starts(capacities) - first, strides)
@@ -25,10 +25,10 @@ def bag_starts(
 def bag_ids(
     lengths: Int32[AnyArray, " bags"], strides: Sequence[int], capacities: Sequence[int]
 ) -> Int32[Array, " capacity"]:
-    """The bag of each position; ``sum(strides)`` at padding."""
+    """Return the bag of each position; ``sum(strides)`` at padding."""
     total, bags = sum(capacities), sum(strides)
     ends = bag_starts(lengths, strides, capacities) + lengths
-    # A position lies in the bag whose number is that of the bags which end at or before it.
+    # The bag of a position is the number of bags that end at or before it.
     ids = _count_marks(jnp.zeros(total, jnp.int32).at[ends].add(1, mode="drop"))
     per_key = jnp.diff(complete_cumsum(jnp.asarray(lengths))[np.cumsum((0, *strides))])
     starts = _starts(capacities)
@@ -39,7 +39,7 @@ def bag_ids(
 
 
 def spread(per_key: Any, strides: Sequence[int]) -> Array:
-    """One element a key repeated for each of its bags."""
+    """Repeat one element per key for each of its bags."""
     if len(set(strides)) <= 1:
         return jnp.repeat(jnp.asarray(per_key), strides[0] if strides else 0)
     return jnp.repeat(

@@ -1,39 +1,87 @@
-"""Ids against the number of rows of their table, on the host, before a device sees them."""
+"""Checks of ids against the number of ids of their table, on the host."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from typing import Literal, TypeAlias, get_args
+from typing import Literal, NamedTuple, TypeAlias, get_args
 
 import numpy as np
 
-from jaxrec.ragged.columns import Column, whole_number
+from jaxrec.ragged.columns import WIDE_IDS, Column, whole_number
+from jaxrec.ragged.raw_columns import raw_column
 
 BoundsMode: TypeAlias = Literal["raise", "clamp", "ignore"]
 
 INT32_BOUND = 2**31
+BAD_ID = -1  # an id of no table: its embedding is NaN
 
 
-def check_ids(
-    columns: Mapping[str, Column], bounds: Mapping[str, int], mode: str
+class BadIds(NamedTuple):
+    """The ids of one feature that are outside their table.
+
+    Attributes:
+        positions: Their positions among the feature's ids, ascending.
+        message: A sentence about the first of them.
+    """
+
+    positions: np.ndarray
+    message: str
+
+
+def find_bad_ids(
+    feature: str, ids: np.ndarray, lengths: np.ndarray, bound: int | None, *, first_sample: int = 0
+) -> BadIds | None:
+    """Return the ids outside ``[0, bound)``; None if there are none.
+
+    Args:
+        feature: Name of the feature.
+        ids: ``[ids]`` its ids, without padding.
+        lengths: ``[samples]`` their number for each sample.
+        bound: Number of ids of its table; None: ids must fit int32.
+        first_sample: Number of the first of these samples, for the message.
+    """
+    limit = INT32_BOUND if bound is None else bound
+    if ids.size == 0 or (ids.min() >= 0 and ids.max() < limit):
+        return None
+    positions = np.flatnonzero((ids < 0) | (ids >= limit))
+    bad = ids[positions[0]]
+    sample = first_sample + np.searchsorted(np.cumsum(lengths), positions[0], side="right")
+    message = f"feature {feature!r}, sample {sample}: id {bad} "
+    if bound is not None:
+        message += f"is outside [0, {bound}), the ids of its table"
+    elif bad < 0:
+        message += "is negative; ids are at least 0"
+        message += f"; {WIDE_IDS}" if bad < -INT32_BOUND else ""
+    else:
+        message += (
+            f"does not fit int32 (below 2**31), the type of row indices on a device; {WIDE_IDS}"
+        )
+    return BadIds(positions, message)
+
+
+def check_columns(
+    columns: Mapping[str, Column], bounds: Mapping[str, int], mode: str, id_bits: int = 32
 ) -> dict[str, Column]:
-    """The columns with every id in ``[0, bound)``; TorchRec's bounds check.
+    """Return the columns with every id in ``[0, bound)``; TorchRec's bounds check.
 
     Args:
         columns: Features with their ids.
-        bounds: Rows of the features' tables. A feature without one is held to int32.
+        bounds: Number of ids of the features' tables. The ids of a feature without a bound must fit
+            int32.
         mode: A `BoundsMode`. ``"raise"``: an id outside is an error. ``"clamp"``: it becomes 0, and
-            one warning says how many there were (FBGEMM's ``WARNING``). ``"ignore"``: it becomes 0
-            silently. So does -1, which FBGEMM leaves alone: there it marks a row that was pruned
-            for inference, and no table that trains has such rows.
+            one warning counts such ids (FBGEMM's ``WARNING``). ``"ignore"``: it becomes 0 without a
+            warning. -1 becomes 0 too. FBGEMM leaves it alone, since it marks a row that was pruned
+            for inference; a table in training has no such rows.
+        id_bits: 64: features without a bound have raw ids, `raw_column`'s.
 
     Returns:
         The columns; the given ones are not written to.
 
     Raises:
         ValueError: An id is outside (names the feature, the sample, the id and the bound), or a
-            bound is not positive, exceeds int32 or belongs to no feature.
+            bound is not positive, exceeds int32 or belongs to no feature, or an error of
+            `raw_column`.
     """
     if mode not in get_args(BoundsMode):
         raise ValueError(f"bounds_mode is {mode!r}; expected one of {get_args(BoundsMode)}")
@@ -46,39 +94,22 @@ def check_ids(
     checked = dict(columns)
     count, first = 0, ""
     for feature, column in columns.items():
-        ids, rows = column.values, bounds.get(feature)
-        outside = _outside(ids, INT32_BOUND if rows is None else rows)
-        if outside.size == 0:
+        if id_bits == 64:
+            column = raw_column(feature, column, is_bounded=feature in bounds)
+            checked[feature] = column
+            if feature not in bounds:
+                continue
+        bad = find_bad_ids(feature, column.values, column.lengths, bounds.get(feature))
+        if bad is None:
             continue
-        first = first or _described(feature, column, int(outside[0]), rows)
         if mode == "raise":
-            raise ValueError(first)
-        count += outside.size
-        ids = ids.copy()
-        ids[outside] = 0
+            raise ValueError(bad.message)
+        first = first or bad.message
+        count += bad.positions.size
+        ids = column.values.copy()
+        ids[bad.positions] = 0
         checked[feature] = column._replace(values=ids)
     if mode == "clamp" and count:
         total = sum(column.values.size for column in columns.values())
         warnings.warn(f"{count} of {total} ids became 0; the first: {first}", stacklevel=4)
     return checked
-
-
-def _outside(ids: np.ndarray, bound: int) -> np.ndarray:
-    """Positions of the ids outside ``[0, bound)``."""
-    if ids.size == 0 or (ids.min() >= 0 and ids.max() < bound):
-        return np.zeros(0, np.int64)
-    return np.flatnonzero((ids < 0) | (ids >= bound))
-
-
-def _described(feature: str, column: Column, position: int, rows: int | None) -> str:
-    """Which feature and sample an id outside its bound belongs to, in words."""
-    sample = np.searchsorted(np.cumsum(column.lengths), position, side="right")
-    where = f"feature {feature!r}, sample {sample}: id {column.values[position]}"
-    if rows is not None:
-        return f"{where} is outside [0, {rows}), the rows of its table"
-    if column.values[position] < 0:
-        return f"{where} is negative; ids are at least 0"
-    return (
-        f"{where} does not fit int32 (below 2**31), the type of ids on a device; hash or remap "
-        "such ids to rows of their table first"
-    )

@@ -1,4 +1,4 @@
-"""Ids dealt out to buckets: the first step of a row-wise exchange."""
+"""Ids distributed over buckets: the first step of a row-wise exchange."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from jaxrec.ragged.offsets import complete_cumsum, segment_ids
 
 
 class Bucketized(NamedTuple):
-    """A ragged batch dealt out to buckets: bucket by bucket, within each in the old order.
+    """A ragged batch sorted by bucket; ids within a bucket keep their order.
 
-    What else there is for each id follows by `permute`: ``weights[permute]``; ``ids[permute]``,
-    what the ids were; ``lengths_range(lengths, capacity)[permute]``, their positions in their bags.
+    `permute` reorders other arrays with an element per id: ``weights[permute]``, the original ids
+    ``ids[permute]``, the positions in their bags ``lengths_range(lengths, capacity)[permute]``.
 
     Attributes:
         lengths: ``[buckets * bags]`` int32, ids of each bag in each bucket.
@@ -41,7 +41,7 @@ def block_bucketize_sparse_features(
     num_buckets: int,
     strides: Sequence[int] | None = None,
 ) -> Bucketized:
-    """Deals each feature's ids out to equal blocks: id ``i`` goes to bucket ``i // block_size``.
+    """Distribute each feature's ids over equal blocks: id ``i`` goes to bucket ``i // block_size``.
 
     FBGEMM's op of that name. An id in no block (``i >= block_size * num_buckets``, as raw ids may
     be) goes to bucket ``i % num_buckets`` and becomes ``i // num_buckets``; others become
@@ -81,7 +81,7 @@ def boundary_bucketize_sparse_features(
     boundaries: Int[AnyArray, "features boundaries"],
     strides: Sequence[int] | None = None,
 ) -> Bucketized:
-    """Deals each feature's ids out to uneven blocks, numbered from the start of each block.
+    """Distribute each feature's ids over uneven blocks, numbered from the start of each block.
 
     FBGEMM's ``block_bucketize_sparse_features`` with ``block_bucketize_pos``.
 
@@ -107,7 +107,7 @@ def boundary_bucketize_sparse_features(
 def bucketize_sparse_features(
     lengths: Int[AnyArray, " bags"], ids: Int[AnyArray, " capacity"], num_buckets: int
 ) -> Bucketized:
-    """Deals ids out in turn: ``i`` is number ``i // num_buckets`` of bucket ``i % num_buckets``.
+    """Distribute ids in turn: ``i`` is number ``i // num_buckets`` of bucket ``i % num_buckets``.
 
     FBGEMM's op of that name.
 
@@ -129,7 +129,7 @@ def _dealt(
     buckets: Int[Array, " capacity"],
     num_buckets: int,
 ) -> Bucketized:
-    """Ids, already numbered within their buckets, in the order of the buckets."""
+    """Sort ids, already numbered within their buckets, by bucket."""
     capacity, bags = ids.shape[0], lengths.shape[0]
     offsets = complete_cumsum(jnp.asarray(lengths).astype(jnp.int32))
     is_padding = jnp.arange(capacity) >= offsets[-1]
@@ -150,7 +150,7 @@ def _dealt(
 def _feature_of_each(
     lengths: Int[AnyArray, " bags"], strides: Sequence[int] | None, features: int, capacity: int
 ) -> Int32[Array, " {capacity}"]:
-    """The feature of each id; the last one's at padding."""
+    """Return the feature of each id; the last one's at padding."""
     strides = bags_per_key(features, lengths.shape[0], strides)
     ends = complete_cumsum(jnp.asarray(lengths).astype(jnp.int32))[np.cumsum((0, *strides))]
     return jnp.minimum(segment_ids(ends, capacity), features - 1)

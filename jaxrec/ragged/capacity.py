@@ -7,14 +7,14 @@ from collections.abc import Mapping
 SMALLEST = 8
 
 
-def rung(count: int) -> int:
-    """The smallest capacity of the ladder 8, 12, 16, 24, 32, 48, 64, ... that holds ``count``.
+def capacity_for(count: int) -> int:
+    """Return the smallest capacity of the ladder 8, 12, 16, 24, 32, 48, ... that holds ``count``.
 
-    The rungs are ``2**k`` and ``3 * 2**(k - 1)``: less than a third of a capacity above the
-    smallest one is padding, and all counts up to a million fall on 35 of them.
+    The ladder has ``2**k`` and ``3 * 2**(k - 1)``: less than a third of a capacity above the
+    smallest one is padding, and the counts up to a million need 35 capacities.
 
     Example:
-        >>> [rung(n) for n in (0, 8, 9, 13, 17, 25, 1000)]
+        >>> [capacity_for(n) for n in (0, 8, 9, 13, 17, 25, 1000)]
         [8, 8, 12, 16, 24, 32, 1024]
     """
     if count < 0:
@@ -24,25 +24,25 @@ def rung(count: int) -> int:
     return three_quarters if three_quarters >= SMALLEST and count <= three_quarters else power
 
 
-def grown(capacities: Mapping[str, int], needed: Mapping[str, int]) -> dict[str, int]:
-    """Capacities that hold both what they held and what is needed now.
+def grow_capacities(capacities: Mapping[str, int], needed: Mapping[str, int]) -> dict[str, int]:
+    """Grow the capacities of a loop over batches to hold the next batch.
 
-    For loops over batches: capacities only ever grow, a rung at a time, so the step compiles a
-    handful of times in all rather than once per combination of rungs.
+    Capacities that only grow, along the ladder of `capacity_for`, let the step compile a handful of
+    times in all rather than once per combination of capacities.
 
     Args:
-        capacities: Capacity of each key so far; empty to begin with.
-        needed: Ids of each key of the batch at hand, or its capacities.
+        capacities: Capacity of each key so far; empty at first.
+        needed: Number of ids of each key of the next batch, or its capacities.
 
     Returns:
-        A new mapping: the larger of the old capacity and the `rung` of the need, for each key.
+        For each key the larger of its old capacity and `capacity_for` its need.
 
     Example:
         >>> from jaxrec.ragged import KeyedJaggedArray
         >>> capacities = {}
         >>> for rows in ([[1, 2], [3]], [list(range(9)), []], [[4], [5]]):
         ...     batch = KeyedJaggedArray.from_lists({"f": rows})
-        ...     capacities = grown(capacities, batch.capacity_per_key)
+        ...     capacities = grow_capacities(capacities, batch.capacity_per_key)
         ...     batch = batch.with_capacities(capacities)
         ...     print(batch.values.shape)
         (8,)
@@ -50,5 +50,5 @@ def grown(capacities: Mapping[str, int], needed: Mapping[str, int]) -> dict[str,
         (12,)
     """
     return dict(capacities) | {
-        key: max(capacities.get(key, 0), rung(count)) for key, count in needed.items()
+        key: max(capacities.get(key, 0), capacity_for(count)) for key, count in needed.items()
     }

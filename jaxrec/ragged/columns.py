@@ -10,12 +10,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxrec.ragged.raw_ids import is_raw, refuse
+
+# What to do with ids that are no row indices, for errors.
+WIDE_IDS = (
+    "pack raw ids with id_bits=64 for jaxrec.tier.ahead, or make row indices of them with "
+    "jaxrec.ragged.hash_ids(ids, num_embeddings)"
+)
+
 
 class Column(NamedTuple):
     """A ragged column on the host, without padding.
 
     Attributes:
-        values: ``[ids]`` of an integer type, or object where Python ints exceed 64 bits.
+        values: ``[ids]`` of an integer type, or object where Python ints exceed 64 bits. Any type,
+            Arrow's too, on the way to raw ids.
         lengths: ``[bags]`` int64, summing to the number of ids.
         weights: ``[ids]`` floating point, or None.
     """
@@ -25,14 +34,18 @@ class Column(NamedTuple):
     weights: np.ndarray | None = None
 
 
-def from_dense(feature: str, array: Any, weights: Any | None = None) -> Column:
-    """The column of a dense array: ``[batch]`` one id per sample, or ``[batch, k]`` k of them.
+def from_dense(
+    feature: str, array: Any, weights: Any | None = None, *, id_bits: int = 32
+) -> Column:
+    """Make a column of a dense array: ``[batch]`` ids, or ``[batch, k]`` with k per sample.
+
+    ``id_bits`` 64 takes ids of any type.
 
     Raises:
-        TypeError: The ids are no integers.
+        TypeError: The ids are not integers.
         ValueError: The array has another rank, or the weights another shape.
     """
-    array = integers(f"feature {feature!r}", "id", array)
+    array = _ids(f"feature {feature!r}", array, id_bits)
     if array.ndim not in (1, 2):
         raise ValueError(
             f"feature {feature!r} has ids of shape {array.shape}; expected [batch] or [batch, k]"
@@ -55,8 +68,10 @@ def from_flat(
     lengths: Any,
     weights: Any | None = None,
     strides: Sequence[int] | None = None,
+    *,
+    id_bits: int = 32,
 ) -> list[Column]:
-    """The columns of TorchRec's flat key-major layout, as views.
+    """Return the columns of TorchRec's flat key-major layout, as views.
 
     Args:
         keys: The features.
@@ -64,13 +79,14 @@ def from_flat(
         lengths: ``[sum(strides)]``, ids of each bag.
         weights: ``[ids]`` or None.
         strides: Bags of each key; None: all have the same number.
+        id_bits: 64 takes values of any type.
 
     Raises:
-        TypeError: Values or lengths are no integers.
+        TypeError: Values or lengths are not integers.
         ValueError: Lengths are negative or do not sum to the number of values, weights have another
             shape, or lengths do not divide among the keys.
     """
-    values, lengths = integers("values", "id", values), integers("lengths", "length", lengths)
+    values, lengths = _ids("values", values, id_bits), integers("lengths", "length", lengths)
     for name, array in (("values", values), ("lengths", lengths)):
         if array.ndim != 1:
             raise ValueError(f"{name} has shape {array.shape}; expected one dimension")
@@ -105,10 +121,10 @@ def from_flat(
 def lengths_of_offsets(
     keys: Sequence[str], offsets: Any, strides: Sequence[int] | None
 ) -> np.ndarray:
-    """Lengths of the bags that start and end at ``offsets`` (``[bags + 1]``, ascending from 0).
+    """Return the lengths of bags, given ``offsets`` (``[bags + 1]``, ascending from 0).
 
     Raises:
-        TypeError: The offsets are no integers.
+        TypeError: The offsets are not integers.
         ValueError: They do not start at 0, or descend.
     """
     offsets = integers("offsets", "offset", offsets)
@@ -126,7 +142,7 @@ def lengths_of_offsets(
 
 
 def bags_per_key(num_keys: int, bags: int, strides: Sequence[int] | None) -> tuple[int, ...]:
-    """``strides``, or the equal share of ``bags`` that falls to each key.
+    """Return ``strides``, or the equal share of ``bags`` that falls to each key.
 
     Raises:
         ValueError: There is no equal share, or the strides do not sum to ``bags``.
@@ -149,8 +165,21 @@ def bags_per_key(num_keys: int, bags: int, strides: Sequence[int] | None) -> tup
     return strides
 
 
+def _ids(where: str, array: Any, id_bits: int) -> np.ndarray:
+    """Return ``array`` as `integers`, or ids of any type as a NumPy array."""
+    if id_bits == 32:
+        return integers(where, "id", array)
+    found = concrete(where, array)
+    if found.dtype.kind in "iu" or isinstance(array, np.ndarray):
+        return found
+    try:  # NumPy makes strings of integers among them, and floats of integers beyond 63 bits
+        return np.asarray(array, object)
+    except ValueError as error:
+        raise TypeError(f"{where}: expected an array of ids ({error})") from error
+
+
 def integers(where: str, what: str, array: Any) -> np.ndarray:
-    """``array`` as a NumPy array of integers; of type object where they exceed 64 bits.
+    """Return ``array`` as NumPy integers, of type object where they exceed 64 bits.
 
     Raises:
         TypeError: It holds something else, or is traced.
@@ -162,11 +191,12 @@ def integers(where: str, what: str, array: Any) -> np.ndarray:
         return array.astype(np.int64)
     if array.dtype.kind == "O" and all(map(is_integer, set(map(type, array.flat)))):
         return array
-    raise TypeError(f"{where}: {what}s must be integers, not of type {array.dtype}")
+    hint = f"; {WIDE_IDS}" if what == "id" and array.dtype.kind in "USTO" else ""
+    raise TypeError(f"{where}: {what}s must be integers, not of type {array.dtype}{hint}")
 
 
 def floats(where: str, what: str, array: Any) -> np.ndarray:
-    """``array`` as a NumPy array of real numbers.
+    """Return ``array`` as a NumPy array of real numbers.
 
     Raises:
         TypeError: It holds something else, or is traced.
@@ -180,10 +210,10 @@ def floats(where: str, what: str, array: Any) -> np.ndarray:
 
 
 def concrete(where: str, array: Any) -> np.ndarray:
-    """``array`` on the host, in the machine's byte order.
+    """Return ``array`` on the host, in the machine's byte order.
 
     Raises:
-        TypeError: It is traced, or is no array, such as rows of different lengths.
+        TypeError: It is traced, or is not an array, such as rows of different lengths.
         ValueError: Elements of it are masked.
     """
     if isinstance(array, jax.core.Tracer):
@@ -205,13 +235,15 @@ def concrete(where: str, array: Any) -> np.ndarray:
 
 
 def numbers(where: str, array: Any) -> np.ndarray:
-    """``array`` on the host, of a type that devices have.
+    """Return ``array`` on the host, of a type that devices have.
 
     Raises:
         TypeError: It is traced, or has no numbers.
         ValueError: An integer does not fit the widest type of devices, to which JAX would cut it,
-            or elements are masked.
+            elements are masked, or they are raw ids.
     """
+    if is_raw(array):
+        refuse(where)
     array = concrete(where, array)
     if not (jnp.issubdtype(array.dtype, np.number) or array.dtype == bool):
         raise TypeError(
@@ -232,18 +264,18 @@ def numbers(where: str, array: Any) -> np.ndarray:
 
 
 def whole_number(name: str, value: Any) -> int:
-    """``value`` as an int.
+    """Return ``value`` as an int.
 
     Raises:
-        TypeError: It is no integer.
+        TypeError: It is not an integer.
     """
     if not is_integer(type(value)):
-        raise TypeError(f"{name}: {value!r} is no integer")
+        raise TypeError(f"{name}: {value!r} is not an integer")
     return int(value)
 
 
 def feature_names(keys: Any) -> tuple[str, ...]:
-    """``keys`` as names of features.
+    """Return ``keys`` as names of features.
 
     Raises:
         TypeError: They are a string, or no sequence of strings.
@@ -259,10 +291,10 @@ def feature_names(keys: Any) -> tuple[str, ...]:
 
 
 def by_name(name: str, data: Any) -> dict[str, Any]:
-    """``data`` of features by their names; None: of none.
+    """Return ``data``, a mapping by the names of features; None: an empty one.
 
     Raises:
-        TypeError: It is no mapping.
+        TypeError: It is not a mapping.
     """
     if not isinstance(data, Mapping | None):
         raise TypeError(
@@ -273,12 +305,12 @@ def by_name(name: str, data: Any) -> dict[str, Any]:
 
 
 def is_integer(kind: type) -> bool:
-    """Whether values of a type are integers; bools are not."""
+    """Return whether values of a type are integers; bools are not."""
     return issubclass(kind, int | np.integer) and not issubclass(kind, bool)
 
 
 def is_real(kind: type) -> bool:
-    """Whether values of a type are real numbers; bools are not."""
+    """Return whether values of a type are real numbers; bools are not."""
     return is_integer(kind) or issubclass(kind, float | np.floating)
 
 
@@ -287,7 +319,7 @@ def _slices(ends: np.ndarray) -> list[slice]:
 
 
 def _bag(keys: Sequence[str], strides: Sequence[int], bag: int) -> str:
-    """Which feature and sample a bag of the flat layout belongs to, in words."""
+    """Describe the feature and sample of a bag of the flat layout."""
     ends = np.cumsum(strides)
     key = int(np.searchsorted(ends, bag, side="right"))
     return f"feature {keys[key]!r}, sample {bag - (ends[key] - strides[key])}"

@@ -17,23 +17,23 @@ def jagged_to_padded_dense(
     max_lengths: int | Sequence[int],
     padding_value: float | int | bool = 0,
 ) -> Shaped[Array, "..."]:
-    """Rows of a ragged array side by side in a dense one, padded or cut at their ends.
+    """Copy the rows of a ragged array to a dense one, padded or cut at their ends.
 
     FBGEMM's op of that name (and ``jagged_1d_to_dense``, ``jagged_2d_to_dense``).
 
     Args:
         values: ``[capacity, ...]``; elements past the last offset are padding and never read.
-        offsets: ``[batch + 1]``. For nested rows one such array a level, outermost first: those of
-            a level count rows of the next.
+        offsets: ``[batch + 1]``. For nested rows one such array per level, outermost first; the
+            offsets of a level count rows of the next.
         max_lengths: Static length of the dense rows, one for each level.
-        padding_value: What stands where a row has ended.
+        padding_value: Value behind the end of a row.
 
     Returns:
         ``[batch, *max_lengths, ...]`` of the type of ``values``. Elements that were cut have no
         gradient.
 
     Raises:
-        ValueError: There are not as many lengths as levels.
+        ValueError: The numbers of lengths and levels differ.
 
     Example:
         >>> import numpy as np
@@ -65,7 +65,7 @@ def dense_to_jagged(
     offsets: Int[AnyArray, " offsets"],
     capacity: int,
 ) -> Shaped[Array, "{capacity} *element"]:
-    """The first elements of each row of a dense array, one row after the other.
+    """Concatenate the first elements of each row of a dense array.
 
     FBGEMM's op of that name, with a static capacity in place of ``total_L``.
 

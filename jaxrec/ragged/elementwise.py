@@ -17,7 +17,7 @@ def jagged_dense_elementwise_add(
     x_offsets: Int[AnyArray, " offsets"],
     y: Num[AnyArray, "batch length *element"],
 ) -> Num[Array, "batch length *element"]:
-    """Dense sum of a ragged and a dense array: ``padded(x) + y``, ``[batch, length, ...]``.
+    """Return the dense sum of a ragged and a dense array, ``padded(x) + y``.
 
     FBGEMM's op of that name.
 
@@ -34,14 +34,14 @@ def jagged_dense_elementwise_add_jagged_output(
     x_offsets: Int[AnyArray, " offsets"],
     y: Num[AnyArray, "batch length *element"],
 ) -> Num[Array, "capacity *element"]:
-    """Ragged sum of a ragged and a dense array, with zeros as padding.
+    """Return the ragged sum of a ragged and a dense array, with zeros as padding.
 
     FBGEMM's op of that name.
 
     Args:
         x_values: ``[capacity, ...]``.
         x_offsets: ``[batch + 1]``, ascending from 0.
-        y: ``[batch, length, ...]``; what exceeds a row of ``x`` is left out.
+        y: ``[batch, length, ...]``; elements past a row of ``x`` are left out.
     """
     y_values = dense_to_jagged(y, x_offsets, x_values.shape[0])
     return without_padding(x_values, x_offsets) + y_values
@@ -53,7 +53,7 @@ def jagged_dense_dense_elementwise_add_jagged_output(
     y_0: Num[AnyArray, "batch length *element"],
     y_1: Num[AnyArray, "batch length *element"],
 ) -> Num[Array, "capacity *element"]:
-    """`jagged_dense_elementwise_add_jagged_output` of ``y_0 + y_1``; FBGEMM's op of that name."""
+    """Compute `jagged_dense_elementwise_add_jagged_output` with ``y_0 + y_1``; FBGEMM's op."""
     return jagged_dense_elementwise_add_jagged_output(x_values, x_offsets, y_0 + y_1)
 
 
@@ -62,14 +62,14 @@ def jagged_dense_elementwise_mul(
     x_offsets: Int[AnyArray, " offsets"],
     y: Num[AnyArray, "batch length *element"],
 ) -> Num[Array, "capacity *element"]:
-    """Ragged product of a ragged and a dense array, with zeros as padding.
+    """Return the ragged product of a ragged and a dense array, with zeros as padding.
 
     FBGEMM's op of that name.
 
     Args:
         x_values: ``[capacity, ...]``.
         x_offsets: ``[batch + 1]``, ascending from 0.
-        y: ``[batch, length, ...]``; what exceeds a row of ``x`` is left out.
+        y: ``[batch, length, ...]``; elements past a row of ``x`` are left out.
     """
     y_values = dense_to_jagged(y, x_offsets, x_values.shape[0])
     return without_padding(x_values, x_offsets) * y_values

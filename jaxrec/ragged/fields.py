@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -11,11 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrec.ragged.arrays import AnyArray
-from jaxrec.ragged.bounds import check_ids
+from jaxrec.ragged.bounds import find_bad_ids
 from jaxrec.ragged.columns import (
     Column,
     bags_per_key,
     by_name,
+    concrete,
     feature_names,
     floats,
     from_flat,
@@ -23,8 +25,10 @@ from jaxrec.ragged.columns import (
     whole_number,
 )
 from jaxrec.ragged.jagged import JaggedArray
+from jaxrec.ragged.key_segments import concatenate, concatenate_weights
 from jaxrec.ragged.packing import Packed, as_float32, checked_inverse, pack, pinned_capacities
-from jaxrec.ragged.segments import concatenate, concatenate_weights
+from jaxrec.ragged.raw_columns import raw_column
+from jaxrec.ragged.raw_ids import RawIds, as_raw, is_raw
 
 
 def checked_fields(
@@ -35,23 +39,25 @@ def checked_fields(
     keys: Sequence[str],
     capacities: Sequence[int],
     strides: Sequence[int],
+    slot_keys: Sequence[str] = (),
 ) -> Packed:
-    """The fields of a `KeyedJaggedArray`.
+    """Check the fields of a `KeyedJaggedArray`.
 
     Without ``capacities`` the arrays are TorchRec's, without padding, and are packed. With them
     arrays on the host are checked whole, and others (on a device, or traced) by shape and type.
 
     Raises:
-        TypeError, ValueError: A field is not what the class says.
+        TypeError, ValueError: A field does not fit the description of the class.
     """
     keys = feature_names(keys)
     capacities = _sizes("capacities", capacities)
     strides = _sizes("strides", strides)
     if keys and not capacities:
-        return _packed(values, lengths, weights, inverse_indices, keys, strides)
+        packed = _packed(values, lengths, weights, inverse_indices, keys, strides)
+        return packed._replace(slot_keys=_checked_slot_keys(slot_keys, keys))
     if len(capacities) != len(keys):
         raise ValueError(f"{len(capacities)} capacities for {len(keys)} keys {keys}")
-    values = _array("values", "value", values, _numbers)
+    values = values if is_raw(values) else _array("values", "value", values, _numbers)
     lengths = _array("lengths", "length", lengths, integers)
     if lengths.ndim == 0:
         raise ValueError("lengths is a single number; expected [sum(strides)], one for each bag")
@@ -72,12 +78,21 @@ def checked_fields(
         shape = (*batch_axes, len(keys), *inverse_indices.shape[-1:])
         _check_shape("inverse_indices", inverse_indices, shape, "[keys, batch]")
     return _checked_on_host(
-        Packed(values, lengths, weights, inverse_indices, keys, capacities, strides)
+        Packed(
+            values,
+            lengths,
+            weights,
+            inverse_indices,
+            keys,
+            capacities,
+            strides,
+            _checked_slot_keys(slot_keys, keys),
+        )
     )
 
 
 def checked_columns(columns: Any) -> dict[str, JaggedArray]:
-    """Columns by name.
+    """Return ``data`` as columns by name.
 
     Raises:
         TypeError: They are something else.
@@ -101,8 +116,20 @@ def checked_columns(columns: Any) -> dict[str, JaggedArray]:
     return columns
 
 
+def with_raw_ids(feature: str, column: JaggedArray) -> JaggedArray:
+    """Return a column on the host with raw ids, checked, in its capacity.
+
+    Raises:
+        TypeError, ValueError: As `raw_column`, or the column is traced.
+    """
+    values, lengths = concrete(feature, column.values), concrete(feature, column.lengths)
+    ids = raw_column(feature, Column(values[: lengths.sum()], lengths)).values
+    padded = np.pad(ids, (0, len(values) - len(ids)))
+    return dataclasses.replace(column, values=as_raw(padded))
+
+
 def joined(batches: Sequence[Any]) -> Packed:
-    """The fields of one batch with the keys of several `KeyedJaggedArray`s, one after the other.
+    """Return the fields of one batch with the keys of several `KeyedJaggedArray`s.
 
     Raises:
         ValueError: Only some are weighted or have inverse indices, batch sizes differ, or a key is
@@ -126,7 +153,13 @@ def joined(batches: Sequence[Any]) -> Packed:
         keys,
         tuple(itertools.chain.from_iterable(batch.capacities for batch in batches)),
         tuple(itertools.chain.from_iterable(batch.strides for batch in batches)),
+        tuple(itertools.chain.from_iterable(batch.slot_keys for batch in batches)),
     )
+
+
+def present(slot_keys: Sequence[str], keys: Sequence[str]) -> tuple[str, ...]:
+    """Return the slot keys that are among ``keys``, each once, in the order of these."""
+    return tuple(dict.fromkeys(key for key in keys if key in slot_keys)) if slot_keys else ()
 
 
 def _packed(
@@ -137,36 +170,41 @@ def _packed(
     keys: tuple[str, ...],
     strides: tuple[int, ...],
 ) -> Packed:
-    """The fields of a batch of TorchRec's arrays."""
+    """Return the fields of a batch of TorchRec's arrays."""
     if any(_has_no_values(array) for array in (values, lengths, weights)):
         raise TypeError(
-            "a KeyedJaggedArray of traced arrays needs capacities= and strides=, the room for the "
-            "ids of each key and its number of bags: shapes are fixed when a program is compiled"
+            "a KeyedJaggedArray of traced arrays needs capacities= and strides=, the capacity "
+            "and the number of bags of each key: shapes are fixed when a program is compiled"
         )
     return pack(
         keys,
         from_flat(keys, values, lengths, weights, strides or None),
         varied_strides=bool(strides),
         inverse_indices=inverse_indices,
+        id_bits=64 if is_raw(values) else 32,
     )
 
 
 def _checked_on_host(fields: Packed) -> Packed:
-    """The fields, those on the host checked and made 32 bits wide."""
-    values, lengths, weights, inverse, keys, capacities, strides = fields
+    """Check the fields that lie on the host and make them 32 bits wide."""
+    values, lengths, weights, inverse, keys, capacities, strides, slot_keys = fields
     if isinstance(lengths, np.ndarray):
         for index in np.ndindex(lengths.shape[:-1]):  # one, unless batches are stacked
             bag = id_ = 0
             for key, capacity, stride in zip(keys, capacities, strides, strict=True):
                 column_lengths = lengths[index][bag : bag + stride]
                 used = slice(id_, id_ + _count(key, column_lengths, capacity))
-                if isinstance(values, np.ndarray) and values.dtype.kind in "iuO":
-                    check_ids({key: Column(values[index][used], column_lengths)}, {}, "raise")
+                if isinstance(values, RawIds):
+                    raw_column(key, Column(values[index][used], column_lengths))
+                elif isinstance(values, np.ndarray) and values.dtype.kind in "iuO":
+                    bad = find_bad_ids(key, values[index][used], column_lengths, None)
+                    if bad is not None:
+                        raise ValueError(bad.message)
                 if isinstance(weights, np.ndarray):
                     as_float32(key, weights[index][used], column_lengths)
                 bag, id_ = bag + stride, id_ + capacity
         lengths = lengths.astype(np.int32, copy=False)
-    if isinstance(values, np.ndarray):
+    if isinstance(values, np.ndarray) and not is_raw(values):
         values = _narrow(values, is_checked=isinstance(lengths, np.ndarray))
     if isinstance(weights, np.ndarray):
         with np.errstate(over="ignore"):  # in the padding, which nothing reads
@@ -175,11 +213,25 @@ def _checked_on_host(fields: Packed) -> Packed:
         for index in np.ndindex(inverse.shape[:-2]):
             checked_inverse(keys, strides, inverse[index])
         inverse = inverse.astype(np.int32, copy=False)
-    return Packed(values, lengths, weights, inverse, keys, capacities, strides)
+    return Packed(values, lengths, weights, inverse, keys, capacities, strides, slot_keys)
+
+
+def _checked_slot_keys(slot_keys: Any, keys: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the slot keys in the order of the keys.
+
+    Raises:
+        TypeError: They are a string.
+        ValueError: One is not among the keys.
+    """
+    if isinstance(slot_keys, str):
+        raise TypeError(f"slot_keys is the string {slot_keys!r}; expected a sequence of keys")
+    if unknown := [key for key in slot_keys if key not in keys]:
+        raise ValueError(f"slot_keys names {unknown}, but the keys are {list(keys)}")
+    return present(slot_keys, keys)
 
 
 def _count(key: str, lengths: np.ndarray, capacity: int) -> int:
-    """The ids of a key.
+    """Return the number of ids of a key.
 
     Raises:
         ValueError: A length is negative, or there are more ids than the capacity.
@@ -198,13 +250,13 @@ def _count(key: str, lengths: np.ndarray, capacity: int) -> int:
 
 
 def _numbers(where: str, what: str, array: Any) -> np.ndarray:
-    """Integers, as ids are; or real numbers, where they come as an array of such a type."""
+    """Return ids as integers, or as real numbers where they are an array of such a type."""
     is_float = isinstance(array, np.ndarray) and jax.dtypes.issubdtype(array.dtype, np.floating)
     return (floats if is_float else integers)(where, what, array)
 
 
 def _narrow(values: np.ndarray, is_checked: bool) -> np.ndarray:
-    """Values in 32 bits at most; integers in padding may be cut, once all others were checked.
+    """Return values of 32 bits at most; integers in padding may be cut if the others are checked.
 
     Raises:
         ValueError: Another integer does not fit.
@@ -220,10 +272,10 @@ def _narrow(values: np.ndarray, is_checked: bool) -> np.ndarray:
 
 
 def _array(name: str, what: str, array: Any, convert: Callable[..., np.ndarray]) -> AnyArray:
-    """``array`` as it is where JAX has it, integers as int32, and else as a NumPy array.
+    """Return a JAX array as it is, integers as int32, and anything else as a NumPy array.
 
     Raises:
-        TypeError: It is no array of the wanted kind of numbers.
+        TypeError: It is not an array of the wanted kind of numbers.
     """
     if not _is_of_jax(array):
         return convert(name, what, array)
@@ -241,12 +293,12 @@ def _check_shape(name: str, array: AnyArray, wanted: tuple[int, ...], why: str) 
 
 
 def _is_real(array: Any) -> bool:
-    """Whether an array has a type of real numbers; bools are none."""
+    """Return whether an array has a type of real numbers; bool is not one."""
     return any(jnp.issubdtype(array.dtype, kind) for kind in (np.integer, np.floating))
 
 
 def _is_of_jax(array: Any) -> bool:
-    """Whether it lies on a device, is traced, or stands for such an array."""
+    """Return whether an array lies on a device, is traced, or stands for such an array."""
     return isinstance(array, jax.Array | jax.ShapeDtypeStruct)
 
 

@@ -22,9 +22,9 @@ def hash_ids(values: Any, num_embeddings: int | None, seed: int = 0) -> Any:
     so it equals the hash of those bytes. An integer is hashed as its 64-bit two's complement, the
     lowest byte first, whatever the type that holds it. The number 5 and the string "5" differ.
 
-    Different values may share a row. For ``n`` distinct values about ``n**2 / (2 *
-    num_embeddings)`` pairs do, so give a table several times as many rows as there are values, or
-    use `jaxrec.data.Vocabulary`, which shares none.
+    Different values may share a row: among ``n`` distinct values, about
+    ``n**2 / (2 * num_embeddings)`` pairs. Give the table several times ``n`` rows, or use
+    `jaxrec.data.Vocabulary`, which shares no rows.
 
     Args:
         values: NumPy array of integers, strings or bytes, of any shape; Arrow array or chunked
@@ -106,7 +106,7 @@ def _hash_joined(data: bytes, values: Sequence[Any], seed: int) -> np.ndarray:
 
 
 def _unfit(values: Sequence[Any]) -> Exception:
-    """The error for the first value that is null, of no accepted type, or unlike the first."""
+    """Return the error for the first value that is null, or of another type than it may be."""
     for position, value in enumerate(values):
         if value is None or value != value:
             return null_error(f"value {position}")

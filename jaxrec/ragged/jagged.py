@@ -3,29 +3,32 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.tree_util import GetAttrKey
 from jaxtyping import Array, Int, Int32, Shaped
 
 from jaxrec.ragged import nested, printing
 from jaxrec.ragged.arrays import AnyArray
-from jaxrec.ragged.capacity import rung
+from jaxrec.ragged.capacity import capacity_for
 from jaxrec.ragged.columns import floats
 from jaxrec.ragged.dense import dense_to_jagged, jagged_to_padded_dense
 from jaxrec.ragged.offsets import complete_cumsum, segment_ids
+from jaxrec.ragged.packing import id_bits_of
+from jaxrec.ragged.raw_columns import raw_column
+from jaxrec.ragged.raw_ids import as_raw, is_raw
 
 
-@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class JaggedArray:
     """A ragged column: the rows' elements one after the other, then padding.
 
     TorchRec's JaggedTensor with a static capacity. Row ``b`` owns
-    ``values[offsets[b]:offsets[b + 1]]``; what lies past ``offsets[-1]`` is padding of no meaning.
+    ``values[offsets[b]:offsets[b + 1]]``; elements past ``offsets[-1]`` are padding.
 
     Attributes:
         values: ``[capacity, ...]``, ids or whatever else the rows consist of.
@@ -51,30 +54,35 @@ class JaggedArray:
         weights: Sequence[Any] | None = None,
         *,
         capacity: int | None = None,
+        id_bits: Literal[32, 64] = 32,
     ) -> JaggedArray:
-        """A column of rows on the host.
+        """Make a column of rows on the host.
 
         Args:
             rows: A list, tuple or array of elements for each row; elements are numbers or arrays of
                 one shape. Integers become int32, floating point at most float32.
             weights: One number for each element, nested like ``rows``, or None.
-            capacity: Room for elements; None: the `rung` that holds them.
+            capacity: Capacity of the column; None: `capacity_for` its elements.
+            id_bits: 64: the elements are raw ids, integers or strings; see `PackOptions`.
 
         Returns:
             The column, in NumPy arrays.
 
         Raises:
-            TypeError: Elements are no numbers, or of several shapes.
-            ValueError: An integer does not fit int32, weights are not nested like the rows, or the
-                capacity is too small.
+            TypeError: Elements are not numbers, or differ in shape.
+            ValueError: An integer does not fit int32 (a raw id: 64 bits), weights are not nested
+                like the rows, or the capacity is too small.
         """
-        values, lengths = nested.flat_elements(rows)
+        if id_bits_of({"id_bits": id_bits}) == 64:
+            values, lengths, _ = raw_column("rows", nested.from_lists("rows", rows, id_bits=64))
+        else:
+            values, lengths = nested.flat_elements(rows)
         if capacity is None:
-            capacity = rung(len(values))
+            capacity = capacity_for(len(values))
         if len(values) > capacity:
             raise ValueError(
                 f"the rows have {len(values)} elements, but the capacity is {capacity}; "
-                f"give at least {len(values)} (on the ladder: {rung(len(values))})"
+                f"give at least {len(values)} (on the ladder: {capacity_for(len(values))})"
             )
         padding = (0, capacity - len(values))
         flat_weights = None
@@ -85,8 +93,9 @@ class JaggedArray:
             flat_weights = np.pad(floats("weights", "weight", flat_weights), padding)
             if flat_weights.dtype.kind in "iu":
                 flat_weights = flat_weights.astype(np.float32)
+        padded = np.pad(values, [padding, *[(0, 0)] * (values.ndim - 1)])
         return cls(
-            np.pad(values, [padding, *[(0, 0)] * (values.ndim - 1)]),
+            as_raw(padded) if id_bits == 64 else padded,
             lengths.astype(np.int32),
             flat_weights,
         )
@@ -98,7 +107,7 @@ class JaggedArray:
         lengths: Int[AnyArray, " batch"] | None = None,
         weights: Shaped[AnyArray, "batch length"] | None = None,
     ) -> JaggedArray:
-        """The first ``lengths[b]`` elements of each row of a dense array; works under jit.
+        """Make a column of the first ``lengths[b]`` elements of each dense row; works under jit.
 
         TorchRec's ``from_dense_lengths``.
 
@@ -109,6 +118,9 @@ class JaggedArray:
 
         Returns:
             The column, of capacity ``batch * length``; in JAX arrays.
+
+        Raises:
+            ValueError: An integer on the host does not fit int32.
         """
         batch, length = dense.shape[:2]
         if lengths is None:
@@ -117,20 +129,20 @@ class JaggedArray:
         offsets = complete_cumsum(lengths)
         capacity = batch * length
         return cls(
-            dense_to_jagged(jnp.asarray(dense), offsets, capacity),
+            dense_to_jagged(dense, offsets, capacity),
             lengths,
             None if weights is None else dense_to_jagged(jnp.asarray(weights), offsets, capacity),
         )
 
     @classmethod
     def empty(cls, dtype: Any = np.int32, *, weighted: bool = False) -> JaggedArray:
-        """A column without rows."""
+        """Make a column without rows."""
         weights = np.zeros(0, np.float32) if weighted else None
         return cls(np.zeros(0, dtype), np.zeros(0, np.int32), weights)
 
     @property
     def capacity(self) -> int:
-        """Elements there is room for, padding included."""
+        """Length of ``values``, padding included."""
         return self.values.shape[0]
 
     @property
@@ -140,7 +152,7 @@ class JaggedArray:
 
     @property
     def offsets(self) -> Int32[AnyArray, " offsets"]:
-        """``[batch + 1]``: where each row starts in ``values``, and where the last one ends."""
+        """``[batch + 1]``: the start of each row in ``values``, then the end of the last."""
         return complete_cumsum(self.lengths)
 
     @property
@@ -149,11 +161,11 @@ class JaggedArray:
         return segment_ids(self.offsets, self.capacity)
 
     def to_lists(self) -> list[list[Any]]:
-        """The rows as nested lists of Python numbers; on the host."""
+        """Return the rows as nested lists of Python numbers; on the host."""
         return nested.to_lists(np.asarray(self.values), np.asarray(self.lengths))
 
     def weights_to_lists(self) -> list[list[float]]:
-        """The weights as nested lists; on the host.
+        """Return the weights as nested lists; on the host.
 
         Raises:
             ValueError: There are none.
@@ -163,11 +175,11 @@ class JaggedArray:
     def to_padded_dense(
         self, length: int | None = None, padding_value: Any = 0
     ) -> Shaped[Array, "batch length *element"]:
-        """The rows as a dense array, padded or cut at their ends.
+        """Return the rows as a dense array, padded or cut at their ends.
 
         Args:
             length: Elements of each row, static. None: the longest row's; not under jit.
-            padding_value: What stands after a row's elements.
+            padding_value: Value behind a row's elements.
 
         Raises:
             TypeError: ``length`` is missing under jit.
@@ -179,11 +191,11 @@ class JaggedArray:
     def to_padded_dense_weights(
         self, length: int | None = None, padding_value: Any = 0
     ) -> Shaped[Array, "batch length"]:
-        """`to_padded_dense` of the weights.
+        """Compute `to_padded_dense` of the weights.
 
         Raises:
             TypeError: ``length`` is missing under jit.
-            ValueError: There are no weights.
+            ValueError: The column has no weights.
         """
         return jagged_to_padded_dense(
             self._given_weights(), self.offsets, self._static_length(length), padding_value
@@ -203,3 +215,23 @@ class JaggedArray:
 
     def __repr__(self) -> str:
         return printing.jagged(self)
+
+
+def _flatten(column: JaggedArray) -> tuple[tuple[Any, ...], bool]:
+    # Raw ids have a tree of their own, as in `KeyedJaggedArray`.
+    return (column.values, column.lengths, column.weights), is_raw(column.values)
+
+
+def _unflatten(has_raw_ids: bool, arrays: Iterable[Any]) -> JaggedArray:
+    values, *others = arrays
+    return JaggedArray(as_raw(values) if has_raw_ids else values, *others)
+
+
+_PATHS = tuple(map(GetAttrKey, ("values", "lengths", "weights")))
+
+jax.tree_util.register_pytree_with_keys(
+    JaggedArray,
+    lambda column: (tuple(zip(_PATHS, _flatten(column)[0], strict=True)), is_raw(column.values)),
+    _unflatten,
+    _flatten,
+)

@@ -1,4 +1,4 @@
-"""Named blocks of columns of one dense array: what pooled lookups give."""
+"""Named blocks of columns of one dense array: the result of pooled lookups."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class KeyedArray:
 
     @classmethod
     def from_arrays(cls, arrays: Mapping[str, Float[AnyArray, "batch _"]]) -> KeyedArray:
-        """The blocks by name, each ``[batch, dim]``.
+        """Make a keyed array of blocks by name, each ``[batch, dim]``.
 
         Raises:
             ValueError: There are none, or they differ in batch size or rank.
@@ -61,11 +61,11 @@ class KeyedArray:
 
     @property
     def offset_per_key(self) -> tuple[int, ...]:
-        """Where each block starts, and where the last one ends; static."""
+        """The start of each block, then the end of the last; static."""
         return tuple(itertools.accumulate(self.dims, initial=0))
 
     def __getitem__(self, key: str) -> Float[AnyArray, "batch dim"]:
-        """The block of ``key``; a static slice.
+        """Return the block of ``key``; a static slice.
 
         Raises:
             KeyError: There is no such key.
@@ -80,14 +80,14 @@ class KeyedArray:
         return iter(self.keys)
 
     def to_dict(self) -> dict[str, Float[AnyArray, "batch _"]]:
-        """All blocks by name."""
+        """Return all blocks by name."""
         return {key: self[key] for key in self.keys}
 
     @staticmethod
     def regroup(
         arrays: Sequence[KeyedArray], groups: Sequence[Sequence[str]]
     ) -> list[Float[AnyArray, "batch _"]]:
-        """For each group of keys their blocks side by side, wherever they come from.
+        """Concatenate the blocks of each group of keys, from any of the arrays.
 
         Args:
             arrays: Keyed arrays of the same batch, with different keys.
@@ -125,7 +125,7 @@ class KeyedArray:
     def regroup_as_dict(
         arrays: Sequence[KeyedArray], groups: Mapping[str, Sequence[str]]
     ) -> dict[str, Float[AnyArray, "batch _"]]:
-        """`regroup` with named groups."""
+        """Compute `regroup` with named groups."""
         regrouped = KeyedArray.regroup(arrays, list(groups.values()))
         return dict(zip(groups, regrouped, strict=True))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Unpack
 
 import jax
@@ -15,11 +15,24 @@ from jaxtyping import Array, Int32, Num
 from jaxrec.ragged import arrow, columns, nested, printing
 from jaxrec.ragged.arrays import AnyArray
 from jaxrec.ragged.bag_layout import bag_ids
-from jaxrec.ragged.fields import checked_columns, checked_fields, joined
+from jaxrec.ragged.fields import (
+    checked_columns,
+    checked_fields,
+    joined,
+    present,
+    with_raw_ids,
+)
 from jaxrec.ragged.jagged import JaggedArray
+from jaxrec.ragged.key_segments import concatenate, concatenate_weights, refit, runs
 from jaxrec.ragged.offsets import complete_cumsum
-from jaxrec.ragged.packing import PackOptions, checked_values, pack, pinned_capacities
-from jaxrec.ragged.segments import concatenate, concatenate_weights, refit, runs
+from jaxrec.ragged.packing import (
+    PackOptions,
+    checked_values,
+    id_bits_of,
+    pack,
+    pinned_capacities,
+)
+from jaxrec.ragged.raw_ids import as_raw, is_raw
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -36,7 +49,8 @@ class KeyedJaggedArray:
     padding, as `from_lengths` does: ``KeyedJaggedArray(keys=, values=, lengths=)``.
 
     Attributes:
-        values: ``[sum(capacities)]`` ids (int32 on a device), the keys' segments in order.
+        values: ``[sum(capacities)]`` ids (int32 on a device), the keys' segments in order. Raw ids
+            (``id_bits=64``) are int64 on the host, and JAX refuses them with a ValueError.
         lengths: ``[sum(strides)]`` int32, ids of each bag; ``[keys * batch]`` where all keys have
             the same number of bags.
         weights: ``[sum(capacities)]`` a weight for each id, or None.
@@ -45,6 +59,7 @@ class KeyedJaggedArray:
         keys: Names of the columns.
         capacities: Length of each key's segment of ``values``.
         strides: Number of bags of each key.
+        slot_keys: Keys whose values are slots assigned by `jaxrec.tier`, not ids.
 
     Raises:
         TypeError: A field is of another type, or traced arrays come without ``capacities``.
@@ -71,6 +86,7 @@ class KeyedJaggedArray:
     keys: tuple[str, ...] = dataclasses.field(default=(), metadata={"static": True})
     capacities: tuple[int, ...] = dataclasses.field(default=(), metadata={"static": True})
     strides: tuple[int, ...] = dataclasses.field(default=(), metadata={"static": True})
+    slot_keys: tuple[str, ...] = dataclasses.field(default=(), metadata={"static": True})
 
     def __post_init__(self) -> None:
         vars(self).update(checked_fields(**vars(self))._asdict())
@@ -85,13 +101,15 @@ class KeyedJaggedArray:
         keys: tuple[str, ...],
         capacities: tuple[int, ...],
         strides: tuple[int, ...],
+        slot_keys: tuple[str, ...] = (),
     ) -> KeyedJaggedArray:
-        """The batch of fields that need no check, whatever the arrays are."""
+        """Make a batch of fields that need no check, whatever the arrays are."""
         batch = object.__new__(cls)
         fields = vars(batch)
         fields["values"], fields["lengths"], fields["weights"] = values, lengths, weights
         fields["inverse_indices"] = inverse_indices
         fields["keys"], fields["capacities"], fields["strides"] = keys, capacities, strides
+        fields["slot_keys"] = slot_keys
         return batch
 
     @classmethod
@@ -101,30 +119,39 @@ class KeyedJaggedArray:
         weights: Mapping[str, Any] | None = None,
         **options: Unpack[PackOptions],
     ) -> KeyedJaggedArray:
-        """A batch of nested lists: for each feature a list of bags, one per sample.
+        """Make a batch of nested lists: for each feature a list of bags, one per sample.
 
         Args:
             data: Bags by feature; a bag is a list, tuple or one-dimensional array of ids.
             weights: Weights by feature, nested like ``data``.
-            **options: `PackOptions`: ``inverse_indices``, ``capacities``, ``bounds`` and
-                ``bounds_mode``.
+            **options: `PackOptions`: ``inverse_indices``, ``capacities``, ``bounds``,
+                ``bounds_mode`` and ``id_bits``.
 
         Returns:
             The batch, in NumPy arrays.
 
         Raises:
-            TypeError: An id is no integer, or the nesting is another.
-            ValueError: An id is negative, beyond its table, or beyond int32; features differ in
-                their number of samples; weights are not shaped like ids; a capacity is too small.
+            TypeError: An id is not an integer (with 64 bits: nor a string, or the two are mixed),
+                or the nesting is wrong.
+            ValueError: An id is negative, beyond its table, or beyond int32 (with 64 bits: null, -1
+                or beyond 64 bits); features differ in their number of samples; weights are not
+                shaped like ids; a capacity is too small.
 
         Example:
             >>> KeyedJaggedArray.from_lists({"f": [[1, 2], [9]]}, bounds={"f": 9})
             Traceback (most recent call last):
                 ...
-            ValueError: feature 'f', sample 1: id 9 is outside [0, 9), the rows of its table
+            ValueError: feature 'f', sample 1: id 9 is outside [0, 9), the ids of its table
+            >>> raw = {"user": [["anna"], ["bob"]], "item": [[2**40, -7], []]}
+            >>> KeyedJaggedArray.from_lists(raw, id_bits=64)
+            KeyedJaggedArray(batch_size=2, {
+                'user': [[-5959755476600362720], [-7888184235188891589]],
+                'item': [[1099511627776, -7], []],
+            })
         """
+        id_bits = id_bits_of(options)
         ragged = [
-            nested.from_lists(key, rows, column_weights)
+            nested.from_lists(key, rows, column_weights, id_bits=id_bits)
             for key, rows, column_weights in _with_weights(data, weights)
         ]
         return cls._of(*pack(tuple(data), ragged, **options))
@@ -136,7 +163,9 @@ class KeyedJaggedArray:
         weights: Mapping[str, Any] | None = None,
         **options: Unpack[PackOptions],
     ) -> KeyedJaggedArray:
-        """A batch of dense arrays: one id per sample (``[batch]``) or k ids (``[batch, k]``).
+        """Make a batch of dense arrays: one id per sample (``[batch]``) or k ids (``[batch, k]``).
+
+        The ids are integers, or with ``id_bits=64`` strings: arrays of these or lists.
 
         Options, result and errors as for `from_lists`.
 
@@ -145,8 +174,9 @@ class KeyedJaggedArray:
             >>> KeyedJaggedArray.from_dense({"f": np.array([[1, 2], [3, 4]])}).lengths
             array([2, 2], dtype=int32)
         """
+        id_bits = id_bits_of(options)
         dense = [
-            columns.from_dense(key, array, column_weights)
+            columns.from_dense(key, array, column_weights, id_bits=id_bits)
             for key, array, column_weights in _with_weights(data, weights)
         ]
         return cls._of(*pack(tuple(data), dense, **options))
@@ -158,11 +188,12 @@ class KeyedJaggedArray:
         weights: Any | None = None,
         **options: Unpack[PackOptions],
     ) -> KeyedJaggedArray:
-        """A batch of Arrow columns; needs pyarrow.
+        """Make a batch of Arrow columns; needs pyarrow.
 
         Args:
             data: A Table, a RecordBatch, or Arrays by feature: integers (one id per sample), or
-                lists of integers of any kind of list. A null row is an empty bag.
+                lists of integers of any kind of list. With ``id_bits=64`` also strings, binary
+                values and dictionaries of them. A null row is an empty bag.
             weights: The same, of floating point and nested like ``data``.
 
         Options, result and errors as for `from_lists`; a null inside a list is an error.
@@ -172,10 +203,11 @@ class KeyedJaggedArray:
             >>> KeyedJaggedArray.from_arrow(pa.table({"f": [[1, 2], None]}))["f"].to_lists()
             [[1, 2], []]
         """
+        id_bits = id_bits_of(options)
         data = arrow.named_columns(data)
         weights = None if weights is None else arrow.named_columns(weights)
         flat = [
-            arrow.from_arrow(key, array, column_weights)
+            arrow.from_arrow(key, array, column_weights, id_bits=id_bits)
             for key, array, column_weights in _with_weights(data, weights)
         ]
         return cls._of(*pack(tuple(data), flat, **options))
@@ -190,11 +222,12 @@ class KeyedJaggedArray:
         strides: Sequence[int] | None = None,
         **options: Unpack[PackOptions],
     ) -> KeyedJaggedArray:
-        """A batch of TorchRec's flat key-major arrays, which have no padding.
+        """Make a batch of TorchRec's flat key-major arrays, which have no padding.
 
         Args:
             keys: Names of the features.
-            values: ``[ids]`` integers, first all ids of the first key, then of the second.
+            values: ``[ids]`` integers, or with ``id_bits=64`` strings; first all ids of the first
+                key, then of the second.
             lengths: ``[sum(strides)]`` integers, ids of each bag.
             weights: ``[ids]`` or None.
             strides: Bags of each key; None: ``lengths`` divides equally among the keys.
@@ -208,7 +241,8 @@ class KeyedJaggedArray:
             {'a': [[1, 2], []], 'b': [[], [3]]}
         """
         keys = columns.feature_names(keys)
-        flat = columns.from_flat(keys, values, lengths, weights, strides)
+        id_bits = id_bits_of(options)
+        flat = columns.from_flat(keys, values, lengths, weights, strides, id_bits=id_bits)
         return cls._of(*pack(keys, flat, varied_strides=strides is not None, **options))
 
     @classmethod
@@ -221,7 +255,7 @@ class KeyedJaggedArray:
         strides: Sequence[int] | None = None,
         **options: Unpack[PackOptions],
     ) -> KeyedJaggedArray:
-        """`from_lengths` with ``offsets``, ``[sum(strides) + 1]`` ascending from 0, for lengths."""
+        """Make a batch as `from_lengths` does, of ``offsets`` ``[sum(strides) + 1]`` from 0 up."""
         keys = columns.feature_names(keys)
         lengths = columns.lengths_of_offsets(keys, offsets, strides)
         return cls.from_lengths(keys, values, lengths, weights, strides, **options)
@@ -230,7 +264,7 @@ class KeyedJaggedArray:
     def from_dict(
         cls, columns: Mapping[str, JaggedArray], **options: Unpack[PackOptions]
     ) -> KeyedJaggedArray:
-        """A batch of columns as they are, capacities included; the inverse of `to_dict`.
+        """Make a batch of columns as they are, capacities included; the inverse of `to_dict`.
 
         A static concatenation that works under jit. Columns of different batch sizes make a batch
         of variable strides, as in TorchRec.
@@ -239,16 +273,19 @@ class KeyedJaggedArray:
             columns: One-dimensional columns by name, all with weights or none.
             **options: `PackOptions`. With ``capacities`` the segments are refitted
                 (`with_capacities`), and only with ``bounds`` are ids looked at (`with_checked_ids`;
-                not under jit). ``inverse_indices`` are int32 arrays, taken as they are.
+                not under jit). ``inverse_indices`` are int32 arrays, taken as they are. If one
+                column has raw ids, the batch has, whatever ``id_bits``.
 
         Raises:
-            TypeError: A column is no `JaggedArray`.
-            ValueError: A column has elements that are no scalars, weights are missing, as the
-                constructor, or as the methods named.
+            TypeError: A column is not a `JaggedArray`.
+            ValueError: The elements of a column are not scalars, weights are missing, or an error
+                of the constructor or of the methods named.
         """
         columns = checked_columns(columns)
+        if id_bits_of(options) == 64:
+            columns = {key: with_raw_ids(key, column) for key, column in columns.items()}
         if deep := [key for key, column in columns.items() if column.values.ndim != 1]:
-            raise ValueError(f"features {deep} have elements that are no scalars, as ids are")
+            raise ValueError(f"features {deep} have elements that are not scalars, as ids are")
         parts = tuple(columns.values())
         batch = cls(
             concatenate([part.values for part in parts], np.int32),
@@ -272,14 +309,14 @@ class KeyedJaggedArray:
 
     @classmethod
     def empty(cls, *, weighted: bool = False) -> KeyedJaggedArray:
-        """A batch without keys."""
+        """Make a batch without keys."""
         nothing = np.zeros(0, np.int32)
         weights = np.zeros(0, np.float32) if weighted else None
         return cls._of(nothing, nothing, weights, None, (), (), ())
 
     @property
     def batch_size(self) -> int:
-        """Samples in the batch."""
+        """Number of samples in the batch."""
         if self.inverse_indices is not None:
             return self.inverse_indices.shape[1]
         return max(self.strides, default=0)
@@ -299,13 +336,13 @@ class KeyedJaggedArray:
 
     @property
     def length_per_key(self) -> Int32[AnyArray, " keys"]:
-        """Ids of each key."""
+        """Number of ids of each key."""
         offset_per_key = self.offset_per_key
         return offset_per_key[1:] - offset_per_key[:-1]
 
     @property
     def offset_per_key(self) -> Int32[AnyArray, " offsets"]:
-        """``[keys + 1]``: where the ids of each key start once padding is left out."""
+        """``[keys + 1]``: the start of each key's ids, padding left out."""
         return self.offsets[np.cumsum((0, *self.strides))]
 
     @property
@@ -317,7 +354,7 @@ class KeyedJaggedArray:
         return iter(self.keys)
 
     def __getitem__(self, key: str) -> JaggedArray:
-        """The column of ``key``; a static slice.
+        """Return the column of ``key``; a static slice.
 
         Raises:
             KeyError: There is no such key.
@@ -327,23 +364,23 @@ class KeyedJaggedArray:
         return self._column(self.keys.index(key))
 
     def to_dict(self) -> dict[str, JaggedArray]:
-        """All columns by name."""
+        """Return all columns by name."""
         return dict(zip(self.keys, self._columns(), strict=True))
 
     def to_lists(self) -> dict[str, list[list[Any]]]:
-        """The ids as nested lists by name; on the host."""
+        """Return the ids as nested lists by name; on the host."""
         columns = jax.device_get(self).to_dict()
         return {key: column.to_lists() for key, column in columns.items()}
 
     def permute(self, indices: Sequence[int]) -> KeyedJaggedArray:
-        """The keys in another order; a static slice of each run of keys.
+        """Return the keys in another order; a static slice of each run of keys.
 
         Args:
             indices: Positions of keys; they may repeat and leave keys out. `inverse_indices` follow
                 (TorchRec drops them).
 
         Raises:
-            IndexError: There is no key at a position.
+            IndexError: A position has no key.
 
         Example:
             >>> batch = KeyedJaggedArray.from_lists({"a": [[1]], "b": [[2, 3]]})
@@ -368,10 +405,11 @@ class KeyedJaggedArray:
             tuple(self.keys[index] for index in indices),
             tuple(self.capacities[index] for index in indices),
             tuple(self.strides[index] for index in indices),
+            present(self.slot_keys, [self.keys[index] for index in indices]),
         )
 
     def select(self, keys: Sequence[str]) -> KeyedJaggedArray:
-        """The named keys, in that order; names may repeat.
+        """Return the named keys, in that order; names may repeat.
 
         Raises:
             KeyError: There is no such key.
@@ -381,7 +419,7 @@ class KeyedJaggedArray:
         return self.permute([self.keys.index(key) for key in keys])
 
     def split(self, segments: Sequence[int]) -> list[KeyedJaggedArray]:
-        """Consecutive groups of keys.
+        """Return consecutive groups of keys.
 
         Args:
             segments: Number of keys of each group, summing to the number of keys; 0 is allowed.
@@ -399,7 +437,7 @@ class KeyedJaggedArray:
 
     @staticmethod
     def concat(batches: Sequence[KeyedJaggedArray]) -> KeyedJaggedArray:
-        """The keys of several batches of the same samples, one batch after the other.
+        """Concatenate the keys of several batches of the same samples.
 
         Raises:
             ValueError: Only some are weighted or have inverse indices, batch sizes differ, or a key
@@ -411,7 +449,7 @@ class KeyedJaggedArray:
         return KeyedJaggedArray._of(*joined(batches))
 
     def with_capacities(self, capacities: Mapping[str, int] | Sequence[int]) -> KeyedJaggedArray:
-        """The same batch with segments of other capacities; those not named keep theirs.
+        """Return the batch with segments of other capacities; keys not named keep theirs.
 
         Under jit segments may only grow: how many ids they hold is known on the host alone.
 
@@ -436,7 +474,7 @@ class KeyedJaggedArray:
     def with_checked_ids(
         self, bounds: Mapping[str, int], bounds_mode: str = "raise"
     ) -> KeyedJaggedArray:
-        """The same batch once its ids were checked, on the host, as `PackOptions` says.
+        """Return the batch with its ids checked, on the host, as for `PackOptions`.
 
         Returns:
             The batch itself if all ids are in range, else one with repaired ids in NumPy arrays.
@@ -450,7 +488,14 @@ class KeyedJaggedArray:
         for column in host._columns():
             lengths = np.asarray(column.lengths)
             given.append(columns.Column(np.asarray(column.values)[: lengths.sum()], lengths))
-        values = checked_values(self.keys, given, self.capacities, bounds, bounds_mode)
+        values = checked_values(
+            self.keys,
+            given,
+            self.capacities,
+            bounds,
+            bounds_mode,
+            64 if is_raw(self.values) else 32,
+        )
         return self if values is None else self._with(values=values)
 
     def _with(self, **fields: Any) -> KeyedJaggedArray:
@@ -461,7 +506,7 @@ class KeyedJaggedArray:
 
     def _column(self, index: int) -> JaggedArray:
         start, bag = sum(self.capacities[:index]), sum(self.strides[:index])
-        # Also of a batch with an axis in front, one batch for each device of a mesh.
+        # A batch over a mesh has an axis in front, with one batch for each device.
         ids = (..., slice(start, start + self.capacities[index]))
         return JaggedArray(
             self.values[ids],
@@ -474,7 +519,7 @@ class KeyedJaggedArray:
 
 
 def _with_weights(data: Any, weights: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Each feature with its data and weights (None where there are none)."""
+    """Yield each feature with its data and weights; None without weights."""
     data, weights = columns.by_name("data", data), columns.by_name("weights", weights)
     if unknown := [key for key in weights if key not in data]:
         raise ValueError(f"weights name {unknown}, but the features are {list(data)}")
@@ -483,15 +528,24 @@ def _with_weights(data: Any, weights: Any) -> Iterator[tuple[str, Any, Any]]:
 
 def _flatten(batch: KeyedJaggedArray) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     arrays = (batch.values, batch.lengths, batch.weights, batch.inverse_indices)
-    return arrays, (batch.keys, batch.capacities, batch.strides)
+    static = (batch.keys, batch.capacities, batch.strides, batch.slot_keys)
+    # Raw ids have a tree of their own: where jit knows the tree and the shapes, it does not ask
+    # whether it takes the arrays.
+    return arrays, (static, is_raw(batch.values))
+
+
+def _unflatten(static: tuple[Any, ...], arrays: Iterable[Any]) -> KeyedJaggedArray:
+    fields, has_raw_ids = static
+    values, *others = arrays
+    return KeyedJaggedArray._of(as_raw(values) if has_raw_ids else values, *others, *fields)
 
 
 _PATHS = tuple(map(GetAttrKey, ("values", "lengths", "weights", "inverse_indices")))
 
-# Not by register_dataclass: JAX would rebuild batches through the constructor, which checks.
+# register_dataclass would rebuild batches through the constructor, with all its checks.
 jax.tree_util.register_pytree_with_keys(
     KeyedJaggedArray,
     lambda batch: (tuple(zip(_PATHS, _flatten(batch)[0], strict=True)), _flatten(batch)[1]),
-    lambda static, arrays: KeyedJaggedArray._of(*arrays, *static),
+    _unflatten,
     _flatten,
 )

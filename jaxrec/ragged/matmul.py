@@ -18,7 +18,7 @@ def jagged_dense_bmm(
     y: Float[AnyArray, "batch inner columns"],
     max_length: int,
 ) -> Float[Array, "capacity columns"]:
-    """Each row of ``x`` (``[length, inner]``) times its matrix of ``y``; ragged like ``x``.
+    """Multiply each row of ``x`` (``[length, inner]``) by its matrix of ``y``; ragged like ``x``.
 
     FBGEMM's op of that name.
 
@@ -38,7 +38,7 @@ def jagged_jagged_bmm(
     offsets: Int[AnyArray, " offsets"],
     max_length: int,
 ) -> Float[Array, "batch rows columns"]:
-    """``x_b^T y_b`` for each row ``b`` of two arrays that are ragged alike.
+    """Return ``x_b^T y_b`` for each row ``b`` of two arrays that are ragged alike.
 
     FBGEMM's op of that name.
 
@@ -58,13 +58,13 @@ def batched_dense_vec_jagged_2d_mul(
     a_values: Float[AnyArray, "capacity heads_dims"],
     a_offsets: Int[AnyArray, " offsets"],
 ) -> Float[Array, "batch_heads dim"]:
-    """Sums of each row's vectors, weighted for each head: attention's weights times its values.
+    """Sum each row's vectors, weighted for each head: attention's weights times its values.
 
     ``out[b * H + h] = sum_n v[b * H + h, n] a_b[n, h * D:(h + 1) * D]``; FBGEMM's op of that name.
 
     Args:
-        v: ``[batch * H, length]``; rows of ``a`` longer than ``length`` are cut, and what exceeds a
-            row is never read.
+        v: ``[batch * H, length]``; rows of ``a`` longer than ``length`` are cut, and elements past
+            a row are never read.
         a_values: ``[capacity, H * D]``.
         a_offsets: ``[batch + 1]``, ascending from 0.
 
@@ -72,8 +72,8 @@ def batched_dense_vec_jagged_2d_mul(
         ``[batch * H, D]``.
 
     Raises:
-        ValueError: The number of rows of ``v`` is no multiple of the batch, or the width of ``a``
-            none of the number of heads.
+        ValueError: The number of rows of ``v`` is not a multiple of the batch, or the width of
+            ``a`` not a multiple of the number of heads.
     """
     batch, length = a_offsets.shape[0] - 1, v.shape[1]
     heads, odd = divmod(v.shape[0], max(batch, 1))

@@ -10,20 +10,22 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxrec.ragged.columns import Column, is_integer, is_real
+from jaxrec.ragged.columns import WIDE_IDS, Column, is_integer, is_real
 
-# Beyond it a number is infinite in float32.
+# A number beyond this is infinite in float32.
 _LARGEST = int(np.finfo(np.float32).max)
 
 
-def from_lists(feature: str, rows: Any, weights: Any | None = None) -> Column:
-    """The column of a list of bags, each a list, tuple or one-dimensional array of ids.
+def from_lists(feature: str, rows: Any, weights: Any | None = None, *, id_bits: int = 32) -> Column:
+    """Make a column of a list of bags, each a list, tuple or one-dimensional array of ids.
+
+    ``id_bits`` 64 takes ids of any type.
 
     Raises:
-        TypeError: An id is no integer, or a bag is no list.
+        TypeError: An id is not an integer, or a bag is not a list.
         ValueError: The weights are not shaped like the ids.
     """
-    lengths, values = _flat(feature, "id", rows)
+    lengths, values = _flat(feature, "id", rows, id_bits)
     if weights is None:
         return Column(values, lengths)
     weight_lengths, flat_weights = _flat(feature, "weight", weights)
@@ -41,13 +43,13 @@ def from_lists(feature: str, rows: Any, weights: Any | None = None) -> Column:
 
 
 def flat_elements(rows: Sequence[Any]) -> tuple[np.ndarray, np.ndarray]:
-    """Concatenation and lengths of rows of numbers, or of arrays of one shape.
+    """Return the concatenation and lengths of rows of numbers, or of arrays of one shape.
 
     Returns:
         ``[elements, ...]`` of at most 32 bits, and ``[rows]`` int64.
 
     Raises:
-        TypeError: Elements are no numbers, or of several shapes.
+        TypeError: Elements are not numbers, or differ in shape.
         ValueError: An integer does not fit int32, or a number float32.
     """
     if bare := [index for index, row in enumerate(rows) if not hasattr(row, "__len__")]:
@@ -65,14 +67,14 @@ def flat_elements(rows: Sequence[Any]) -> tuple[np.ndarray, np.ndarray]:
     if values.dtype.kind in "iu" and values.dtype.itemsize > 2:
         if values.size and (values.min() < -(2**31) or values.max() >= 2**31):
             extreme = max(int(values.max()), int(values.min()), key=abs)
-            raise ValueError(f"{extreme} does not fit int32; see split_int64")
+            raise ValueError(f"{extreme} does not fit int32; id_bits=64 keeps raw ids, on the host")
         values = values.astype(np.int32)
     if values.dtype != np.float64:
         return values, lengths
     if all(map(is_integer, set(map(type, itertools.chain.from_iterable(filled))))):
-        # NumPy makes floats of Python ints that share no 64-bit type, and digits are lost.
+        # NumPy turns Python ints without a common 64-bit type into floats and loses digits.
         extreme = max(itertools.chain.from_iterable(filled), key=abs)
-        raise ValueError(f"{extreme} does not fit int32; see split_int64")
+        raise ValueError(f"{extreme} does not fit int32; id_bits=64 keeps raw ids, on the host")
     with np.errstate(over="ignore"):
         narrow = values.astype(np.float32)
     if (lost := np.isinf(narrow) & ~np.isinf(values)).any():
@@ -81,14 +83,14 @@ def flat_elements(rows: Sequence[Any]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def to_lists(values: np.ndarray, lengths: np.ndarray) -> list[list[Any]]:
-    """Rows of a padded column as nested lists of Python numbers."""
+    """Return the rows of a padded column as nested lists of Python numbers."""
     ends = itertools.accumulate(lengths.tolist(), initial=0)
     flat = values[: int(lengths.sum())].tolist()
     return [flat[start:end] for start, end in itertools.pairwise(ends)]
 
 
-def _flat(feature: str, what: str, rows: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Lengths and concatenation of rows; no Python code runs per sample or per id."""
+def _flat(feature: str, what: str, rows: Any, id_bits: int = 32) -> tuple[np.ndarray, np.ndarray]:
+    """Return the lengths and concatenation of rows; no Python code runs per sample or id."""
     if isinstance(rows, str | bytes | Mapping) or not hasattr(rows, "__len__"):
         raise TypeError(f"feature {feature!r} is {_shown(rows)}; expected a list of lists")
     kinds = set(map(type, rows))
@@ -99,16 +101,18 @@ def _flat(feature: str, what: str, rows: Any) -> tuple[np.ndarray, np.ndarray]:
             "(empty where there are none; from_dense takes one id per sample)"
         )
     if kinds == {np.ndarray}:
-        return _flat_arrays(feature, what, rows)
+        return _flat_arrays(feature, what, rows, id_bits)
     if any(issubclass(kind, np.ndarray) for kind in kinds):
         rows = [np.atleast_1d(row).tolist() if isinstance(row, np.ndarray) else row for row in rows]
     accepts, dtype = (is_integer, np.int64) if what == "id" else (is_real, np.float64)
     chain = itertools.chain.from_iterable
+    lengths = np.fromiter(map(len, rows), np.int64, len(rows))
     if not all(map(accepts, set(map(type, chain(rows))))):
+        if id_bits == 64:
+            return lengths, np.fromiter(chain(rows), object, lengths.sum())
         sample, row = _first(rows, lambda row: not all(map(accepts, map(type, row))))
         value = next(value for value in row if not accepts(type(value)))
         raise TypeError(_not_accepted(feature, sample, what, _shown(value)))
-    lengths = np.fromiter(map(len, rows), np.int64, len(rows))
     try:
         return lengths, np.fromiter(chain(rows), dtype, lengths.sum())
     except OverflowError:  # an int beyond 64 bits: kept whole, for the bounds check to name
@@ -122,9 +126,9 @@ def _flat(feature: str, what: str, rows: Any) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _flat_arrays(
-    feature: str, what: str, rows: Sequence[np.ndarray]
+    feature: str, what: str, rows: Sequence[np.ndarray], id_bits: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """`_flat` of rows that are all arrays."""
+    """Compute `_flat` of rows that are all arrays."""
     if set(map(operator.attrgetter("ndim"), rows)) != {1}:
         sample, row = _first(rows, lambda row: row.ndim != 1)
         raise TypeError(
@@ -138,6 +142,9 @@ def _flat_arrays(
     accepts = is_integer if what == "id" else is_real
     dtypes = set(map(operator.attrgetter("dtype"), filled))
     if not all(accepts(dtype.type) for dtype in dtypes):
+        if id_bits == 64:
+            flat = itertools.chain.from_iterable(row.tolist() for row in filled)
+            return lengths, np.fromiter(flat, object, lengths.sum())
         sample, row = _first(rows, lambda row: row.size > 0 and not accepts(row.dtype.type))
         raise TypeError(_not_accepted(feature, sample, what, f"of type {row.dtype}"))
     if what == "weight":
@@ -153,7 +160,7 @@ def _first(rows: Sequence[Any], is_wrong: Any) -> tuple[int, Any]:
 
 
 def _not_accepted(feature: str, sample: int, what: str, shown: str) -> str:
-    wanted = "an integer" if what == "id" else "a real number"
+    wanted = f"an integer; {WIDE_IDS}" if what == "id" else "a real number"
     return f"feature {feature!r}, sample {sample}: {what} {shown} is not {wanted}"
 
 

@@ -1,4 +1,4 @@
-"""Lengths, offsets and what follows from them: segment ids and positions within a segment."""
+"""Lengths and offsets of segments, segment ids, and positions within a segment."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from jaxrec.ragged.arrays import AnyArray, namespace, to_device
 
 
 def complete_cumsum(lengths: Int[AnyArray, "*rows n"]) -> Int[AnyArray, "*rows n+1"]:
-    """``[0, l0, l0 + l1, ...]`` along the last axis: the offsets of segments of given lengths.
+    """Return the offsets of segments of given lengths, ``[0, l0, l0 + l1, ...]``, by the last axis.
 
     FBGEMM's ``asynchronous_complete_cumsum``.
 
@@ -24,17 +24,17 @@ def complete_cumsum(lengths: Int[AnyArray, "*rows n"]) -> Int[AnyArray, "*rows n
 
 
 def inclusive_cumsum(lengths: Int[AnyArray, "*rows n"]) -> Int[AnyArray, "*rows n"]:
-    """``[l0, l0 + l1, ...]`` along the last axis, in the type of ``lengths``."""
+    """Return ``[l0, l0 + l1, ...]`` along the last axis, in the type of ``lengths``."""
     return namespace(lengths).cumsum(lengths, axis=-1, dtype=lengths.dtype)
 
 
 def exclusive_cumsum(lengths: Int[AnyArray, "*rows n"]) -> Int[AnyArray, "*rows n"]:
-    """``[0, l0, l0 + l1, ...]`` without the total, along the last axis."""
+    """Return ``[0, l0, l0 + l1, ...]`` without the total, along the last axis."""
     return complete_cumsum(lengths)[..., :-1]
 
 
 def segment_ids(offsets: Int[AnyArray, " offsets"], capacity: int) -> Int32[Array, " {capacity}"]:
-    """The segment that each of ``capacity`` positions belongs to.
+    """Return the segment that each of ``capacity`` positions belongs to.
 
     Args:
         offsets: ``[segments + 1]``, ascending from 0.
@@ -53,7 +53,7 @@ def segment_ids(offsets: Int[AnyArray, " offsets"], capacity: int) -> Int32[Arra
 
 
 def offsets_range(offsets: Int[AnyArray, " offsets"], capacity: int) -> Int32[Array, " {capacity}"]:
-    """Position of each element in its own segment: 0, 1, 2, ..., from 0 again in each segment.
+    """Return the position of each element in its own segment: 0, 1, 2, ... in each.
 
     FBGEMM's ``offsets_range``; ``offsets`` here includes the last one, so that padding is known.
 
@@ -72,14 +72,14 @@ def offsets_range(offsets: Int[AnyArray, " offsets"], capacity: int) -> Int32[Ar
 
 
 def lengths_range(lengths: Int[AnyArray, " n"], capacity: int) -> Int32[Array, " {capacity}"]:
-    """`offsets_range` of segments given by their lengths."""
+    """Return `offsets_range` of segments given by their lengths."""
     return offsets_range(complete_cumsum(lengths), capacity)
 
 
 def without_padding(
     values: Shaped[AnyArray, "capacity *element"], offsets: Int[AnyArray, " offsets"]
 ) -> Shaped[Array, "capacity *element"]:
-    """The values with zeros past the last offset, whatever stood there."""
+    """Return the values with zeros past the last offset."""
     used = jnp.arange(values.shape[0], dtype=jnp.int32) < offsets[-1]
     used = used.reshape(-1, *(1,) * (values.ndim - 1))
     return jnp.where(used, to_device(values), jnp.zeros((), values.dtype))

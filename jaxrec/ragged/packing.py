@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, Literal, NamedTuple, TypedDict
 
 import numpy as np
 
 from jaxrec.ragged.arrays import AnyArray
-from jaxrec.ragged.bounds import BoundsMode, check_ids
-from jaxrec.ragged.capacity import rung
+from jaxrec.ragged.bounds import BoundsMode, check_columns
+from jaxrec.ragged.capacity import capacity_for
 from jaxrec.ragged.columns import Column, by_name, feature_names, integers, whole_number
+from jaxrec.ragged.raw_ids import as_raw
 
 
 class Packed(NamedTuple):
-    """The fields of a `KeyedJaggedArray`; of `pack`, in NumPy arrays."""
+    """The fields of a `KeyedJaggedArray`; `pack` returns NumPy arrays."""
 
     values: AnyArray
     lengths: AnyArray
@@ -23,27 +24,47 @@ class Packed(NamedTuple):
     keys: tuple[str, ...]
     capacities: tuple[int, ...]
     strides: tuple[int, ...]
+    slot_keys: tuple[str, ...] = ()
 
 
 class PackOptions(TypedDict, total=False):
-    """What the constructors of a `KeyedJaggedArray` from host data have in common.
+    """Options of the constructors of a `KeyedJaggedArray` from host data.
 
     Attributes:
         inverse_indices: ``[keys, batch]`` integers, the bag of each sample; features may then have
             different numbers of bags. Without it bag ``b`` is sample ``b``'s.
-        capacities: Capacity of some keys' segments by name, or of all in order. Of the others the
-            `rung` that holds their ids.
-        bounds: Rows of the features' tables by name: ids must be below. Ids of a feature without a
-            bound must fit int32.
+        capacities: Capacity of some keys' segments by name, or of all in order. Other keys get
+            `capacity_for` their ids.
+        bounds: Number of ids of the features' tables, by name; ids must be below it. Ids of a
+            feature without a bound must fit int32.
         bounds_mode: ``"raise"`` on an id outside (the default), ``"clamp"`` it to 0 with one
-            warning that counts such ids, or ``"ignore"``: 0 without a word. Negative ids become 0
-            too, -1 among them.
+            warning that counts such ids, or ``"ignore"``: set it to 0 without a warning. Negative
+            ids, -1 among them, are outside too.
+        id_bits: 32 (the default): ids are row indices, from 0 to 2**31 - 1. 64: ids are raw, for
+            `jaxrec.tier.ahead`, and the batch stays on the host. A raw id is any 64-bit integer but
+            -1 (2**64 - 1), signed or not; ``values`` are int64 and keep its bits. Strings and bytes
+            become 64-bit hashes (`hash_ids`); the hash -1 becomes -2. The ids of one feature are
+            all integers, all strings or all bytes; features may differ. Ids of a feature in
+            ``bounds`` must be integers, checked as with 32 bits.
     """
 
     inverse_indices: Any | None
     capacities: Mapping[str, int] | Sequence[int] | None
     bounds: Mapping[str, int] | None
     bounds_mode: BoundsMode
+    id_bits: Literal[32, 64]
+
+
+def id_bits_of(options: PackOptions) -> int:
+    """Return the option ``id_bits``.
+
+    Raises:
+        ValueError: It is neither 32 nor 64.
+    """
+    id_bits = options.get("id_bits", 32)
+    if id_bits not in (32, 64):
+        raise ValueError(f"id_bits is {id_bits!r}; expected 32 or 64")
+    return id_bits
 
 
 def pack(
@@ -55,21 +76,22 @@ def pack(
     capacities: Mapping[str, int] | Sequence[int] | None = None,
     bounds: Mapping[str, int] | None = None,
     bounds_mode: str = "raise",
+    id_bits: int = 32,
 ) -> Packed:
-    """Checks the columns and packs them, each into its own segment of static capacity.
+    """Check columns and pack each into its own segment of static capacity.
 
     Args:
         keys: Names of the features.
         columns: Their data.
         varied_strides: Whether the columns may have different numbers of bags without
             ``inverse_indices``.
-        inverse_indices, capacities, bounds, bounds_mode: See `PackOptions`.
+        inverse_indices, capacities, bounds, bounds_mode, id_bits: See `PackOptions`.
 
     Raises:
         ValueError: A key occurs twice, numbers of bags differ, some but not all features are
-            weighted, a weight is no finite float32, a capacity is too small, an inverse index or an
-            id is out of range.
-        TypeError: A key is no string, a capacity or a bound is no integer.
+            weighted, a weight is not finite in float32, a capacity is too small, an inverse index
+            or an id is out of range.
+        TypeError: A key is not a string, or a capacity or a bound is not an integer.
     """
     keys = feature_names(keys)
     if repeated := {key for key in keys if keys.count(key) > 1}:
@@ -88,13 +110,14 @@ def pack(
         bare = [key for key, has in zip(keys, weighted, strict=True) if not has]
         raise ValueError(f"features {bare} have no weights, but others do; give all or none")
 
+    id_type = np.int64 if id_bits == 64 else np.int32
     bounds = by_name("bounds", bounds)
-    checked = check_ids(dict(zip(keys, columns, strict=True)), bounds, bounds_mode)
-    columns = list(checked.values())
+    by_key = dict(zip(keys, columns, strict=True))
+    columns = list(check_columns(by_key, bounds, bounds_mode, id_bits).values())
     needed = [column.values.size for column in columns]
     capacities = pinned_capacities(keys, needed, capacities)
     return Packed(
-        values=_padded([column.values for column in columns], capacities, np.int32),
+        values=as_raw(_padded([column.values for column in columns], capacities, id_type)),
         lengths=_joined([column.lengths for column in columns], np.int32),
         weights=_padded_weights(keys, columns, capacities) if any(weighted) else None,
         inverse_indices=inverse_indices,
@@ -110,20 +133,22 @@ def checked_values(
     capacities: Sequence[int],
     bounds: Mapping[str, int],
     bounds_mode: str,
+    id_bits: int,
 ) -> np.ndarray | None:
-    """The columns' values, repaired and padded; None where there was nothing to repair.
+    """Return the columns' values, repaired and padded; None if no id needed repair.
 
     Raises:
-        ValueError: A key occurs twice, or as `check_ids`.
+        ValueError: A key occurs twice, or as `check_columns`.
     """
     if len(set(keys)) < len(keys):
         raise ValueError(f"keys occur more than once in {tuple(keys)}")
-    given = dict(zip(keys, columns, strict=True))
-    checked = check_ids(given, by_name("bounds", bounds), bounds_mode)
-    if all(checked[key] is given[key] for key in keys):
+    by_key = dict(zip(keys, columns, strict=True))
+    checked = check_columns(by_key, by_name("bounds", bounds), bounds_mode, id_bits)
+    if all(checked[key] is by_key[key] for key in keys):
         return None
     values = [column.values for column in checked.values()]
-    return _padded(values, capacities, values[0].dtype)
+    repaired = _padded(values, capacities, values[0].dtype)
+    return as_raw(repaired) if id_bits == 64 else repaired
 
 
 def pinned_capacities(
@@ -131,7 +156,7 @@ def pinned_capacities(
     needed: Sequence[int],
     capacities: Mapping[str, int] | Sequence[int] | None,
 ) -> tuple[int, ...]:
-    """The capacity of each key: the one asked for, else the `rung` that holds what it needs.
+    """Return the capacity of each key: the given one, else `capacity_for` its ids.
 
     Raises:
         ValueError: One is too small, is given for a key that is not there, or they are too many.
@@ -150,14 +175,14 @@ def pinned_capacities(
     if unknown := [key for key in capacities if key not in keys]:
         raise ValueError(f"capacities name {unknown}, but the keys are {list(keys)}")
     pinned = tuple(
-        whole_number(f"the capacity of feature {key!r}", capacities.get(key, rung(count)))
+        whole_number(f"the capacity of feature {key!r}", capacities.get(key, capacity_for(count)))
         for key, count in zip(keys, needed, strict=True)
     )
     for key, count, capacity in zip(keys, needed, pinned, strict=True):
         if capacity < count:
             raise ValueError(
                 f"feature {key!r} has {count} ids, but its capacity is {capacity}; "
-                f"give it at least {count} (on the ladder: {rung(count)})"
+                f"give it at least {count} (on the ladder: {capacity_for(count)})"
             )
     if sum(pinned) >= 2**31:
         raise ValueError(f"a batch holds fewer than 2**31 ids, but capacities sum to {sum(pinned)}")
@@ -167,7 +192,7 @@ def pinned_capacities(
 def _padded(
     arrays: Sequence[np.ndarray], capacities: Sequence[int], dtype: np.typing.DTypeLike
 ) -> np.ndarray:
-    """Each array at the front of its segment; zeros behind it."""
+    """Put each array at the front of its segment, zeros behind it."""
     padded = np.zeros(sum(capacities), dtype)
     start = 0
     for array, capacity in zip(arrays, capacities, strict=True):
@@ -188,7 +213,7 @@ def _padded_weights(
 
 
 def as_float32(feature: str, weights: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """The weights of a column as float32.
+    """Return the weights of a column as float32.
 
     Raises:
         ValueError: One is NaN, or infinite in float32.
@@ -210,11 +235,11 @@ def _joined(arrays: Sequence[np.ndarray], dtype: np.typing.DTypeLike) -> np.ndar
 
 
 def checked_inverse(keys: Sequence[str], strides: Sequence[int], inverse: Any) -> np.ndarray:
-    """The bag of each sample, ``[keys, batch]`` int32.
+    """Return the bag of each sample, ``[keys, batch]`` int32.
 
     Raises:
-        TypeError: They are no integers.
-        ValueError: The shape is another, or a feature has no such bag.
+        TypeError: They are not integers.
+        ValueError: The shape is wrong, or a feature has no such bag.
     """
     inverse = integers("inverse_indices", "bag number", inverse)
     if inverse.ndim != 2 or inverse.shape[0] != len(keys):

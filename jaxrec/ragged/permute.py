@@ -11,7 +11,7 @@ from jaxrec.ragged.select import jagged_index_select
 
 
 def invert_permute(permute: Int[AnyArray, " n"]) -> Int[Array, " n"]:
-    """The permutation that undoes another: ``out[permute[i]] = i``; FBGEMM's op of that name."""
+    """Invert a permutation, ``out[permute[i]] = i``, as FBGEMM's op of that name does."""
     places = jnp.arange(permute.shape[0], dtype=jnp.asarray(permute).dtype)
     return jnp.zeros_like(places).at[permute].set(places)
 
@@ -22,7 +22,7 @@ def expand_into_jagged_permute(
     output_offsets: Int[AnyArray, " out_offsets"],
     capacity: int,
 ) -> Int32[Array, " {capacity}"]:
-    """A permutation of segments as one of their elements.
+    """Expand a permutation of segments to one of their elements.
 
     ``out[output_offsets[t] + i] = input_offsets[permute[t]] + i``; FBGEMM's op of that name.
 
@@ -53,7 +53,7 @@ def permute_sparse_data(
     Shaped[Array, " out_capacity"],
     Shaped[Array, " out_capacity"] | None,
 ]:
-    """Segments of ragged data in an order known at run time.
+    """Permute segments of ragged data in an order known at run time.
 
     FBGEMM's ``permute_1D_sparse_data`` and ``permute_2D_sparse_data``. Where the order is static,
     `KeyedJaggedArray.permute` costs less.
@@ -63,7 +63,7 @@ def permute_sparse_data(
         lengths: ``[segments]``, or ``[segments, bags]`` where a segment (a feature) has many bags.
         values: ``[capacity]``.
         weights: ``[capacity]`` or None.
-        capacity: Room for elements in the result. None: the `rung` that holds them; not under jit.
+        capacity: Capacity of the result. None: `capacity_for` its elements; not under jit.
 
     Returns:
         Lengths, values and weights (or None) in the new order, with zeros as padding.

@@ -1,4 +1,4 @@
-"""Ragged batches as text: nested lists while they are small and their numbers are known."""
+"""Ragged batches as text: nested lists where they are small and their numbers known."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _LARGEST = 64
 
 
 def keyed_jagged(batch: Any) -> str:
-    """A `KeyedJaggedArray`: the bags of each key, or the shapes of its arrays."""
+    """Print a `KeyedJaggedArray`: the bags of each key, or the shapes of its arrays."""
     fields = (batch.values, batch.lengths, batch.weights, batch.inverse_indices)
     if not _is_small(*fields) or batch.lengths.shape != (sum(batch.strides),):
         return (
@@ -24,7 +24,7 @@ def keyed_jagged(batch: Any) -> str:
     lines = [f"KeyedJaggedArray(batch_size={batch.batch_size}, {{"]
     for index, key in enumerate(batch.keys):
         column = batch._column(index)
-        line = f"    {key!r}: {column.to_lists()}"
+        line = f"    {key!r}: {'slots ' if key in batch.slot_keys else ''}{column.to_lists()}"
         if column.weights is not None:
             line += f" weights {column.weights_to_lists()}"
         if batch.inverse_indices is not None:
@@ -34,7 +34,7 @@ def keyed_jagged(batch: Any) -> str:
 
 
 def jagged(column: Any) -> str:
-    """A `JaggedArray`: its rows, or the shapes of its arrays."""
+    """Print a `JaggedArray`: its rows, or the shapes of its arrays."""
     fields = (column.values, column.lengths, column.weights)
     if not _is_small(*fields) or column.lengths.ndim != 1:
         return (
@@ -49,13 +49,13 @@ def jagged(column: Any) -> str:
 
 
 def keyed(array: Any) -> str:
-    """A `KeyedArray`: the columns of each key."""
+    """Print a `KeyedArray`: the columns of each key."""
     dims = ", ".join(f"{key!r}: {dim}" for key, dim in zip(array.keys, array.dims, strict=True))
     return f"KeyedArray(values={_shape(array.values)}, dims={{{dims}}})"
 
 
 def _is_small(*arrays: Any) -> bool:
-    """Whether they are arrays with known numbers here (or None, of the optional ones), and few."""
+    """Return whether arrays (or None) are small and have known numbers on this process."""
     values, lengths, *optional = arrays
     given = [values, lengths, *(array for array in optional if array is not None)]
     return all(_is_known(array) and array.size <= _LARGEST for array in given)

@@ -12,6 +12,7 @@ from jaxtyping import Array, Int, Int32, Shaped
 
 from jaxrec.ragged.arrays import AnyArray, take, to_device
 from jaxrec.ragged.bag_layout import bag_ids, bag_starts
+from jaxrec.ragged.bounds import BAD_ID
 from jaxrec.ragged.keyed_jagged import KeyedJaggedArray
 from jaxrec.ragged.offsets import complete_cumsum, offsets_range, segment_ids
 from jaxrec.ragged.packing import pinned_capacities
@@ -23,7 +24,7 @@ def jagged_index_select(
     indices: Int[AnyArray, " selected"],
     capacity: int | None = None,
 ) -> tuple[Shaped[Array, "out_capacity *element"], Int32[Array, " selected"]]:
-    """Rows ``indices[0], indices[1], ...`` of a ragged array, one after the other.
+    """Concatenate rows ``indices[0], indices[1], ...`` of a ragged array.
 
     FBGEMM's op of that name. Differentiable with respect to the values.
 
@@ -31,7 +32,7 @@ def jagged_index_select(
         values: ``[capacity, ...]``.
         lengths: ``[rows]``.
         indices: ``[selected]`` from 0 to ``rows - 1``; they may repeat.
-        capacity: Room for elements in the result. None: the `rung` that holds them; not under jit.
+        capacity: Capacity of the result. None: `capacity_for` its elements; not under jit.
 
     Returns:
         ``[capacity, ...]`` values with zeros as padding, and ``[selected]`` lengths. Under jit,
@@ -69,7 +70,7 @@ def keyed_jagged_index_select(
     indices: Int[AnyArray, " selected"],
     capacities: Mapping[str, int] | Sequence[int] | None = None,
 ) -> KeyedJaggedArray:
-    """The samples ``indices[0], indices[1], ...`` of a batch, for every key.
+    """Return the samples ``indices[0], indices[1], ...`` of a batch, for every key.
 
     FBGEMM's ``keyed_jagged_index_select_dim1``. Where samples share bags (``inverse_indices``) the
     bags stay as they are, and only the samples' places in them are picked.
@@ -77,9 +78,9 @@ def keyed_jagged_index_select(
     Args:
         features: The batch.
         indices: ``[selected]`` from 0 to ``batch_size - 1``; they may repeat.
-        capacities: Capacities of the result, by name or in order. Of the others: under jit the
-            batch's own, which hold the ids of samples that do not repeat; else the `rung` that
-            holds what there is.
+        capacities: Capacities of the result, by name or in order. Other keys keep their capacity
+            under jit, which holds the ids of samples that do not repeat; otherwise they get
+            `capacity_for` their ids.
 
     Returns:
         A batch of ``selected`` samples. Under jit, where no error can be raised, an index out of
@@ -98,10 +99,10 @@ def keyed_jagged_index_select(
         {'f': [[2, 3], [1]]}
     """
     _check_indices(indices, features.batch_size)
-    indices = jnp.asarray(indices)
+    ids, indices = to_device(features.values), jnp.asarray(indices)
     if features.inverse_indices is not None:
-        picked = jnp.asarray(features.inverse_indices)[:, indices]
-        return dataclasses.replace(features, inverse_indices=picked)
+        inverse_indices = jnp.asarray(features.inverse_indices)[:, indices]
+        return dataclasses.replace(features, inverse_indices=inverse_indices)
     if len(set(features.strides)) > 1:
         raise ValueError(
             f"keys have different numbers of bags, {features.strides}, and no inverse_indices say "
@@ -113,32 +114,39 @@ def keyed_jagged_index_select(
     lengths = lengths.at[:, indices].get(mode="fill", fill_value=0)
     if isinstance(lengths, jax.core.Tracer) and not isinstance(capacities, Sequence):
         capacities = features.capacity_per_key | dict(capacities or {})
-    wanted = _checked_capacities(features.keys, lengths, capacities)
+    new_capacities = _checked_capacities(features.keys, lengths, capacities)
 
-    room = np.array(wanted, np.int32)[:, None]
+    limits = np.array(new_capacities, np.int32)[:, None]
     ends = jnp.cumsum(lengths, axis=1, dtype=jnp.int32)
-    fitting = jnp.diff(jnp.minimum(ends, room), prepend=0, axis=1).reshape(-1)
+    fitting = jnp.diff(jnp.minimum(ends, limits), prepend=0, axis=1).reshape(-1)
     strides = (indices.shape[0],) * len(features.keys)
-    bags = bag_ids(fitting, strides, wanted)
+    bags = bag_ids(fitting, strides, new_capacities)
     starts = bag_starts(features.lengths, features.strides, features.capacities).reshape(by_key)
     starts = starts[:, indices].reshape(-1)
-    shifts = take(starts - bag_starts(fitting, strides, wanted), bags)
-    source = jnp.arange(sum(wanted), dtype=jnp.int32) + shifts
-    source = jnp.where(bags < fitting.shape[0], source, features.values.shape[0])
-    lost = jnp.repeat(ends[:, -1:] > room, indices.shape[0], axis=1).reshape(-1)
+    shifts = take(starts - bag_starts(fitting, strides, new_capacities), bags)
+    source = jnp.arange(sum(new_capacities), dtype=jnp.int32) + shifts
+    source = jnp.where(bags < fitting.shape[0], source, ids.shape[0])
+    lost = jnp.repeat(ends[:, -1:] > limits, indices.shape[0], axis=1).reshape(-1)
     lost = take(lost, bags, fill_value=False)
-    values = take(to_device(features.values), source)
+    values = take(ids, source)
     weights = features.weights
     if weights is not None:
         weights = take(jnp.asarray(weights), source)
         weights = jnp.where(lost, jnp.asarray(jnp.nan, weights.dtype), weights)
     return KeyedJaggedArray(
-        jnp.where(lost, -1, values), fitting, weights, None, features.keys, wanted, strides
+        jnp.where(lost, BAD_ID, values),
+        fitting,
+        weights,
+        None,
+        features.keys,
+        new_capacities,
+        strides,
+        features.slot_keys,
     )
 
 
 def _check_indices(indices: Int[AnyArray, " selected"], count: int) -> None:
-    """An error for what can be known to be out of range."""
+    """Raise an error for an index out of range, where indices are known."""
     if isinstance(indices, jax.core.Tracer):
         return
     indices = np.asarray(indices)
@@ -154,7 +162,7 @@ def _checked_capacities(
     lengths: Int32[Array, "keys rows"],
     capacities: Mapping[str, int] | Sequence[int] | None,
 ) -> tuple[int, ...]:
-    """A capacity for each key, large enough as far as can be known."""
+    """Return a capacity for each key, checked where lengths are known."""
     if not isinstance(lengths, jax.core.Tracer):
         return pinned_capacities(keys, np.asarray(lengths.sum(axis=1)).tolist(), capacities)
     if capacities is None:

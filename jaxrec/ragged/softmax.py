@@ -13,7 +13,7 @@ from jaxrec.ragged.offsets import segment_ids, without_padding
 def jagged_softmax(
     values: Float[AnyArray, "capacity *element"], offsets: Int[AnyArray, " offsets"]
 ) -> Float[Array, "capacity *element"]:
-    """Softmax over the elements of each row, for each column on its own.
+    """Compute the softmax over the elements of each row, column by column.
 
     FBGEMM's op of that name, exact for rows of any length.
 

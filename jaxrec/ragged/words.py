@@ -12,10 +12,10 @@ from jaxrec.ragged.columns import integers
 
 
 def split_int64(ids: Any) -> UInt32[np.ndarray, "*shape 2"]:
-    """The high and the low word of each id.
+    """Split each id into its high and its low word.
 
-    JAX turns 64-bit integers into 32-bit ones without a word unless told otherwise
-    (``jax_enable_x64``); two words of 32 bits arrive whole either way.
+    JAX cuts 64-bit integers to 32 bits silently unless ``jax_enable_x64`` is set; two words of 32
+    bits arrive whole either way.
 
     Args:
         ids: ``[...]`` int64 or uint64, on the host.
@@ -24,7 +24,7 @@ def split_int64(ids: Any) -> UInt32[np.ndarray, "*shape 2"]:
         ``[..., 2]`` uint32: high word, low word.
 
     Raises:
-        TypeError: The ids are no integers.
+        TypeError: The ids are not integers.
         ValueError: One does not fit 64 bits.
 
     Example:
@@ -40,7 +40,7 @@ def split_int64(ids: Any) -> UInt32[np.ndarray, "*shape 2"]:
 
 
 def join_int64(words: UInt32[AnyArray, "*shape 2"]) -> Int64[np.ndarray, "*shape"]:
-    """The ids of `split_int64`, on the host, as int64 (uint64 ids keep their bits).
+    """Join the words of `split_int64`, on the host, to int64 ids (uint64 ids keep their bits).
 
     Example:
         >>> import numpy as np

@@ -1,7 +1,7 @@
 """The hash function XXH64 of many byte strings at once, in NumPy.
 
-https://github.com/Cyan4973/xxHash/blob/dev/doc/xxhash_spec.md, "XXH64 algorithm description". The
-steps are those of the specification, each over all strings that are long enough for it.
+https://github.com/Cyan4973/xxHash/blob/dev/doc/xxhash_spec.md, "XXH64 algorithm description". Each
+step of the specification runs over all strings that are long enough for it.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def _hash_block(data: np.ndarray, places: np.ndarray, lengths: np.ndarray, seed:
 
 
 def _hash_stripes(data: np.ndarray, places: np.ndarray, lengths: np.ndarray, seed: int) -> Hashes:
-    """The state after the stripes of 32 bytes of strings that have one or more."""
+    """Return the state after the 32-byte stripes of strings that have at least one."""
     starts = (seed + _P1 + _P2, seed + _P2, seed, seed - _P1)
     lanes = [np.full(lengths.size, start & _U64, np.uint64) for start in starts]
     words, stripes = _windows(data, "<u8"), lengths // _STRIPE
@@ -100,7 +100,7 @@ def _hash_stripes(data: np.ndarray, places: np.ndarray, lengths: np.ndarray, see
 
 
 def _windows(data: np.ndarray, dtype: str) -> np.ndarray:
-    """The number of a type that begins at each byte."""
+    """Return the number of ``dtype`` that begins at each byte."""
     count = data.size - np.dtype(dtype).itemsize + 1
     return np.ndarray((count,), dtype, data, strides=(1,)) if count > 0 else np.empty(0, dtype)
 

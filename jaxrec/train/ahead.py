@@ -1,4 +1,4 @@
-"""Steps that do a part of the next one: they find out ahead what its batch needs."""
+"""Training steps over a mesh that route the next batch."""
 
 from __future__ import annotations
 
@@ -11,34 +11,35 @@ import jax
 from flax import nnx
 from jaxtyping import Array
 
-from jaxrec.embed.taps import Ahead, route_ahead, use_ahead
+from jaxrec.data.pipeline import each_batch
+from jaxrec.embed.taps import Ahead
 from jaxrec.mesh.agree import on_host
-from jaxrec.mesh.rooms import Group, Rooms, measured_loads
-from jaxrec.train.held import Held
-from jaxrec.train.pipeline import each_batch
+from jaxrec.mesh.ahead import route_ahead, use_ahead
+from jaxrec.mesh.capacity import Capacities, GroupPath, measure_demand
 from jaxrec.train.step import check_step, compile_step
 
-# Steps whose needs are not waited for.
-_UNREAD = 2
+# Number of steps after which the oldest measured demand is read.
+_MAX_UNREAD = 2
 
 
 class RoutedSteps:
-    """Steps over a mesh: while one computes, the batch of the next is routed between devices.
+    """Training steps over a mesh, each of which also routes the next batch.
 
-    Each step sends the ids of the batch after its own to the owners of their rows, in one program
-    with the rest of it, so that the compiler can have both under way at once. (TorchRec's
-    ``TrainPipelineSparseDist``.) What it finds also says how much room the exchange needs, see
-    `jaxrec.mesh.rooms`. Results are those of steps one by one, to the bit. On one device there is
-    nothing to route, and these are the steps of `jaxrec.train.compile_step`.
+    The program of a step sends the ids of the next batch to the owners of their rows, so that the
+    compiler can overlap this exchange with the computation. (TorchRec's
+    ``TrainPipelineSparseDist``.) The measured demand of the batches chooses the capacities of
+    the exchange (`jaxrec.mesh.capacity`). Results are the same bits as without routing ahead. On
+    one device there is no routing, and the steps are those of `jaxrec.train.compile_step`.
 
     Args:
-        step: ``step(*modules, batch)``, as `jaxrec.train.compile_step` takes it.
-        forward: ``forward(model, batch)`` calls the model with all that it looks up for a batch: as
-            ``step`` does, in that order.
-        *modules: The model, its optimizer and whatever else ``step`` changes; they are donated.
+        step: Function ``step(*modules, batch)``, as for `jaxrec.train.compile_step`.
+        forward: Function ``forward(model, batch)`` that makes all lookups of ``step``, in the same
+            order.
+        *modules: The model, its optimizer and all other modules that ``step`` changes. Their arrays
+            are donated.
 
     Raises:
-        TypeError: An argument is of another kind.
+        TypeError: An argument has another type.
 
     Example:
         >>> import jax.numpy as jnp, jaxrec, optax
@@ -70,22 +71,23 @@ class RoutedSteps:
             )
         self._step, self._forward = step, forward
         self._model = modules[0]
-        self._ahead = Held(None)
-        self._rooms = Rooms(self._model)
+        self._ahead = nnx.Variable(None)
+        self._capacities = Capacities(self._model)
         self._alone = compile_step(step, *modules)
         self._routed = compile_step(self._step_and_route, *modules, self._ahead)
-        self._find_now = jax.jit(
-            lambda graph, state, batch: self._find(nnx.merge(graph, state), batch), static_argnums=0
+        self._route_now = jax.jit(
+            lambda graph, state, batch: self._route_in_step(nnx.merge(graph, state), batch),
+            static_argnums=0,
         )
 
     def __call__(self, batches: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
-        """Makes a step with each batch.
+        """Dispatch a step for each batch.
 
         Args:
-            batches: Batches on the devices; one more is taken than there are steps made.
+            batches: Batches on the devices. The iterator is one batch ahead of the steps.
 
         Yields:
-            Each batch, and what the step returned for it, not waited for.
+            Each batch and the result of its step, which the devices may still compute.
 
         Raises:
             TypeError: ``batches`` is a single batch.
@@ -95,35 +97,37 @@ class RoutedSteps:
         if batch is None:
             return
         self._route(batch)
-        if not jax.tree.leaves(self._ahead.get()):
+        if not jax.tree.leaves(self._ahead.get_value()):
             for each in itertools.chain((batch,), batches):
                 yield each, self._alone(each)
             return
         unread: collections.deque[Any] = collections.deque()
         for following in itertools.chain(batches, (None,)):
-            # After the last there is nothing to route; it is routed again.
-            result, loads = self._routed(batch, batch if following is None else following)
+            # The last step routes its own batch again.
+            result, demand = self._routed(batch, batch if following is None else following)
             yield batch, result
             if following is None:
                 return
             batch = following
-            unread.append(loads)
-            if len(unread) > _UNREAD and self._rooms.see(jax.tree.map(on_host, unread.popleft())):
+            unread.append(demand)
+            if len(unread) > _MAX_UNREAD and self._capacities.observe(
+                jax.tree.map(on_host, unread.popleft())
+            ):
                 self._route(batch)
 
     def _route(self, batch: Any) -> None:
-        """Routes a batch by itself."""
+        """Route a batch outside of a step."""
         graph, state = nnx.split(self._model)
-        self._ahead.set(self._find_now(graph, state, batch))
+        self._ahead.set_value(self._route_now(graph, state, batch))
 
-    def _step_and_route(self, *args: Any) -> tuple[Any, dict[Group, Array]]:
+    def _step_and_route(self, *args: Any) -> tuple[Any, dict[GroupPath, Array]]:
         *modules, ahead, batch, following = args
         model = modules[0]
-        with use_ahead(model, ahead.get()):
+        with use_ahead(model, ahead.get_value()):
             result = self._step(*modules, batch)
-        found = self._find(model, following)
-        ahead.set(found)
-        return result, measured_loads(found)
+        routes = self._route_in_step(model, following)
+        ahead.set_value(routes)
+        return result, measure_demand(routes)
 
-    def _find(self, model: nnx.Module, batch: Any) -> dict[str, list[Ahead]]:
+    def _route_in_step(self, model: nnx.Module, batch: Any) -> dict[str, list[Ahead]]:
         return route_ahead(lambda model: self._forward(model, batch), model)

@@ -8,55 +8,59 @@ import dataclasses
 import datetime
 import json
 import pathlib
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import jax
 from rich.console import Console
 
 from jaxrec.arguments import ConfigError
-from jaxrec.data import DataError, SchemaError, Shard, TableEncoder
+from jaxrec.data import ClickBatch, DataError, SchemaError, Shard, TableEncoder
 from jaxrec.mesh.agree import gather_texts
 from jaxrec.mesh.processes import join_processes
-from jaxrec.metrics import calibration, log_loss, normalized_entropy
 from jaxrec.metrics.writers import JSONLinesWriter
 from jaxrec.plan import PlanError
+from jaxrec.tier.vocabulary import TableFullError
 from jaxrec.train import checkpoint
-from jaxrec.train.checkpoint import CheckpointError, Saver
-from jaxrec.train.config import TrainConfig
-from jaxrec.train.devices import plan_devices, simulate_cpus
+from jaxrec.train.callbacks import SaveCheckpoints
+from jaxrec.train.checkpoint import CheckpointError, CheckpointManager, PreservationPolicy
+from jaxrec.train.click_metrics import HeldOutEvaluation, RunningMetrics, click_loss
+from jaxrec.train.config import CheckpointConfig, TrainConfig
+from jaxrec.train.datasets import LogDataset, ParquetDataset, bad_lines, run_batches, split_datasets
+from jaxrec.train.devices import Devices, plan_devices, simulate_cpus
 from jaxrec.train.features import FEATURES_DIRECTORY, is_parquet, run_encoder
 from jaxrec.train.interrupt import Interrupt, interruptible
-from jaxrec.train.keep import Keep
 from jaxrec.train.lock import lock_directory
-from jaxrec.train.loop import Evaluation, Evaluator, NotFiniteError, train
 from jaxrec.train.memory import keep_freed_memory
 from jaxrec.train.model import CONFIG_FILE, make_model, table_configs
+from jaxrec.train.open_vocabularies import describe
 from jaxrec.train.options import is_written, load_config, parse_options, write_options
 from jaxrec.train.progress import Progress
-from jaxrec.train.rows import ParquetRows, Rows, bad_lines, split_rows
 from jaxrec.train.summary import HELD_OUT, SUMMARY_FILE, draw_summary, read_history
 from jaxrec.train.trace import StepTrace
+from jaxrec.train.trainer import NotFiniteError, Trainer
 
 RESULTS_FILE = "results.json"
 HISTORY_FILE = "metrics.jsonl"
 PROFILE_DIRECTORY = "profile"
 
-# Steps between lines of the history, and the fewest lines that a run of enough steps has.
+# Number of steps between two lines of the history, and the least number of lines of a long run.
 RECORD_EVERY = 100
-RECORDS = 20
+MIN_RECORDS = 20
 
 USAGE_ERRORS = (ConfigError, SchemaError)
 
 
 class JobError(RuntimeError):
-    """The processes of a job do not find each other."""
+    """The processes of a job cannot connect."""
 
 
 FAILURES = (CheckpointError, DataError, JobError, NotFiniteError, PlanError)
 
 
 def run(options: Sequence[str]) -> int:
-    """Runs ``jaxrec train``; returns the exit code."""
+    """Run ``jaxrec train``; return the exit code."""
     keep_freed_memory()
     config = train_config(options)
     simulate_cpus(config.devices)
@@ -64,7 +68,7 @@ def run(options: Sequence[str]) -> int:
         join_processes(**dataclasses.asdict(config.job))
     except RuntimeError as error:
         raise JobError(f"the processes of the job do not find each other: {error}") from None
-    # One speaks for all.
+    # Only process 0 prints.
     quiet = jax.process_index() != 0
     console = Console(highlight=False, markup=False, soft_wrap=True, quiet=quiet)
 
@@ -76,9 +80,9 @@ def run(options: Sequence[str]) -> int:
 
 
 def train_config(options: Sequence[str]) -> TrainConfig:
-    """The configuration of the command line, over that of a file or of a run to go on with.
+    """Parse the options, with defaults from a file or from a resumed run.
 
-    A first option that is none is the file: ``jaxrec train CONFIG`` is ``--config CONFIG``.
+    ``jaxrec train CONFIG`` is short for ``jaxrec train --config CONFIG``.
     """
     if options and not options[0].startswith("-"):
         options = ["--config", *options]
@@ -103,12 +107,17 @@ def train_config(options: Sequence[str]) -> TrainConfig:
 
 
 def _check_resumed(config: TrainConfig, run: TrainConfig) -> None:
-    """Check that a run is to go on with its own rows; raises ConfigError."""
+    """Raise ConfigError if the options of a resumed run give other rows."""
     if config.seed != run.seed:
         drawn = "log" if config.data.path is None else "order of the rows"
         raise ConfigError(
             f"--seed {config.seed} makes another {drawn} than that of the run, whose seed is "
             f"{run.seed}; leave --seed out"
+        )
+    if (kind := config.vocabulary.kind) != run.vocabulary.kind:
+        raise ConfigError(
+            f"--vocabulary {kind} is not that of the run, whose tables have "
+            f"{run.vocabulary.kind} vocabularies; leave --vocabulary out"
         )
     rows = config.data.generated_rows
     if config.eval_only and config.data.path is None and rows != run.data.generated_rows:
@@ -122,143 +131,212 @@ def _train(config: TrainConfig, console: Console, interrupt: Interrupt) -> int:
     output = _output(config)
     encoder = None
     if is_parquet(config.data.path):
-        encoder = run_encoder(config.data, config.resume, console)
+        encoder = run_encoder(config, console)
     shard = Shard(jax.process_index(), jax.process_count())
-    rows, held_out = split_rows(config, shard, encoder)
+    rows, held_out = split_datasets(config, shard, encoder)
     with contextlib.nullcontext() if config.eval_only else lock_directory(output):
-        return _train_on(encoder, rows, held_out, output, config, console, interrupt)
+        trainer, devices = _make_trainer(config, encoder, rows, console)
+        run = _Run(config, console, interrupt, output, rows, held_out, devices, trainer)
+        return run.evaluate() if config.eval_only else run.train()
 
 
-def _train_on(
-    encoder: TableEncoder | None,
-    rows: Rows | ParquetRows,
-    held_out: Rows | ParquetRows,
-    output: pathlib.Path,
+def _make_trainer(
     config: TrainConfig,
+    encoder: TableEncoder | None,
+    rows: LogDataset | ParquetDataset,
     console: Console,
-    interrupt: Interrupt,
-) -> int:
-    batch_size = config.data.batch_size
-    num_steps = rows.num_batches(batch_size) * config.data.epochs
+) -> tuple[Trainer, Devices]:
+    """Make the model on its devices, and load the checkpoint of a resumed run."""
     if (count := config.devices * jax.process_count()) > 1:
         console.print(f"planning where the tables go on {count} devices")
-    tables = table_configs(config, encoder)
-    devices = dataclasses.replace(plan_devices(config.devices, tables, batch_size), encoder=encoder)
-    plan = None if devices.plan is None else devices.plan.to_json()
-    model, optimizer = make_model(config, num_steps, devices, encoder)
+    devices = plan_devices(config.devices, table_configs(config, encoder), config.data.batch_size)
+    devices = dataclasses.replace(devices, encoder=encoder)
+    model, optimizer = make_model(config, _num_steps(config, rows), devices, encoder)
+    trainer = Trainer(model=model, optimizer=optimizer, loss=click_loss, place=devices.put_batch)
     # A run that was killed before its first checkpoint starts anew.
-    if config.resume is not None and (checkpoint.steps(config.resume) or config.eval_only):
-        checkpoint.restore(config.resume, model, optimizer, step=config.step)
-    done = int(optimizer.step.get_value())
-    evaluate = Evaluator(model, held_out, batch_size=batch_size, place=devices.put_batch)
-    if config.eval_only:
-        evaluation = evaluate(interrupt.is_due)
-        if evaluation is not None:
-            _report(console, _results(evaluation), len(held_out))
-        return interrupt.exit_code
-    is_first = jax.process_index() == 0
-    # Now, not after hours of training, is the time to find out that it cannot be written to.
-    checkpoint.require_space(output, model, optimizer)
-    if is_first:
-        if config.resume is None and is_written(output / CONFIG_FILE):
-            # This file was left by a run that failed before its first checkpoint.
-            (output / HISTORY_FILE).unlink(missing_ok=True)
-        if encoder is not None and (config.resume is None or output != config.resume):
-            encoder.save(output / FEATURES_DIRECTORY)
-        write_options(config, output / CONFIG_FILE)
+    if config.resume is not None and (checkpoint.all_steps(config.resume) or config.eval_only):
+        trainer.restore(config.resume, config.step)
+    return trainer, devices
 
-    console.print(
-        f"{config.data.path or 'generated log'}: {len(rows):,} rows to train on, "
-        f"{len(held_out):,} held out; {num_steps:,} steps of {batch_size:,}"
-        + (f", {done:,} of them made before" if done else "")
-    )
-    for path, count in bad_lines(rows, held_out).items():
-        console.print(f"{path}: {count:,} bad lines left out")
-    kept = config.checkpoint
-    keep = Keep(
-        last=kept.keep_last,
-        best=kept.keep_best,
-        metric=kept.best_by,
-        mode="max" if kept.best_by == "auc" else "min",
-    )
-    # The evaluation of the newest step that was evaluated.
-    evaluated: dict[int, Evaluation] = {}
-    with contextlib.ExitStack() as stack:
-        saver = stack.enter_context(Saver(output, keep))
-        record = _ignore
-        if is_first:
-            writer = JSONLinesWriter(output / HISTORY_FILE)
-            record = stack.enter_context(contextlib.closing(writer)).write
-        progress = stack.enter_context(Progress(console, num_steps, done))
-        traced = output / PROFILE_DIRECTORY if config.profile and is_first else None
-        trace = stack.enter_context(StepTrace(traced, progress.paused))
 
-        def evaluate_now() -> Evaluation | None:
-            step = int(optimizer.step.get_value())
-            if step not in evaluated:
-                found = evaluate(interrupt.is_due)
-                if found is None:
-                    return None
-                evaluated.clear()
-                evaluated[step] = found
-                if not (kept.keep_best or config.evaluate_every):
-                    return found  # the report of the whole run says it
-                values = _known(_results(found))
-                record(step, {f"{HELD_OUT}{name}": value for name, value in values.items()})
-                progress.show_held_out(step, values["auc"], values["normalized_entropy"])
-            return evaluated[step]
+def _num_steps(config: TrainConfig, rows: LogDataset | ParquetDataset) -> int:
+    return rows.num_batches(config.data.batch_size) * config.data.epochs
 
-        def save() -> None:
-            found = evaluate_now() if kept.keep_best and not interrupt else None
-            metrics = {} if found is None else _known(_results(found))
-            saver.save(model, optimizer, plan=plan, metrics=metrics)
 
-        train(
-            model,
-            optimizer,
-            rows,
-            batch_size=batch_size,
-            epochs=config.data.epochs,
-            progress=progress,
-            stop=interrupt.is_due,
-            record=record,
-            record_every=config.record_every or min(RECORD_EVERY, -(-num_steps // RECORDS)),
-            save=save,
-            save_every=kept.every,
-            evaluate=evaluate_now,
-            evaluate_every=config.evaluate_every or None,
-            trace=trace,
-            place=devices.put_batch,
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Run:
+    """A run of ``jaxrec train``.
+
+    Attributes:
+        output: Directory of the run.
+        rows, held_out: The training rows and the held-out rows.
+    """
+
+    config: TrainConfig
+    console: Console
+    interrupt: Interrupt
+    output: pathlib.Path
+    rows: LogDataset | ParquetDataset
+    held_out: LogDataset | ParquetDataset
+    devices: Devices
+    trainer: Trainer
+
+    def evaluate(self) -> int:
+        """Evaluate the model; return the exit code."""
+        if (values := self._evaluation()()) is not None:
+            _report(self.console, values, len(self.held_out))
+        return self.interrupt.exit_code
+
+    def train(self) -> int:
+        """Train, evaluate and save the model; return the exit code."""
+        config, console, trainer = self.config, self.console, self.trainer
+        _start_output(self.output, config, self.devices.encoder, trainer)
+        num_steps, batch_size = _num_steps(config, self.rows), config.data.batch_size
+        console.print(
+            f"{config.data.path or 'generated log'}: {len(self.rows):,} rows to train on, "
+            f"{len(self.held_out):,} held out; {num_steps:,} steps of {batch_size:,}"
+            + (f", {trainer.step:,} of them made before" if trainer.step else "")
         )
-        saver.wait()
-        # A checkpoint that is there is not written again: while it is, there would be none.
-        if int(optimizer.step.get_value()) not in checkpoint.steps(output):
-            save()
-        evaluation = None if interrupt else evaluate_now()
-    if evaluation is None:
-        return _stopped(console, interrupt, output, int(optimizer.step.get_value()), num_steps)
-    results = _results(evaluation) | {"samples_per_second": progress.samples_per_second}
-    if (best := checkpoint.best_step(output, keep)) is not None:
-        results["best_step"] = best
-    if is_first:
-        _write_results(console, results, output)
-    _report(console, results, len(held_out))
-    console.print(f"model saved in {output}")
-    return 0
+        for path, count in bad_lines(self.rows, self.held_out).items():
+            console.print(f"{path}: {count:,} bad lines left out")
+        policy = _preservation_policy(config.checkpoint)
+        with contextlib.ExitStack() as stack:
+            progress = stack.enter_context(Progress(console, num_steps, trainer.step))
+            evaluation = self._add_callbacks(progress, policy, stack)
+            self._steps(run_batches(self.rows, batch_size, config.data.epochs, first=trainer.step))
+            values = None if self.interrupt else evaluation.values_at(trainer.step)
+        if values is None:
+            return _stopped(console, self.interrupt, self.output, trainer.step, num_steps)
+        results = {
+            "auc": values["auc"],
+            "best_auc": values.get("best_auc"),
+            **values,
+            "samples_per_second": progress.samples_per_second,
+        }
+        if (best := checkpoint.best_step(self.output, policy)) is not None:
+            results["best_step"] = best
+        if jax.process_index() == 0:
+            _write_results(console, results, self.output)
+        _report(console, results, len(self.held_out))
+        if ids := describe(trainer.model):
+            console.print(f"  ids          {ids}")
+        console.print(f"model saved in {self.output}")
+        return 0
+
+    def _steps(self, batches: Iterator[ClickBatch]) -> None:
+        """Train on batches; warnings of the vocabularies are lines of the console."""
+        with warnings.catch_warnings():
+            if self.config.vocabulary.is_dynamic:
+                warnings.showwarning = self._show_warning
+            try:
+                self.trainer.train(batches)
+            except TableFullError as error:
+                raise DataError(
+                    f"{error}: --data.table-rows, --data.batch-size, --vocabulary.admit-after"
+                ) from None
+
+    def _show_warning(self, message: Warning | str, *_: Any, **__: Any) -> None:
+        self.console.print(
+            f"warning: {message}: --data.table-rows, --vocabulary.admit-after, --vocabulary.store"
+        )
+
+    def _evaluation(self, **options: Any) -> HeldOutEvaluation:
+        return HeldOutEvaluation(
+            self.trainer.model,
+            self.held_out,
+            batch_size=self.config.data.batch_size,
+            place=self.devices.put_batch,
+            stop=self.interrupt.is_due,
+            **options,
+        )
+
+    def _add_callbacks(
+        self, progress: Progress, policy: PreservationPolicy, stack: contextlib.ExitStack
+    ) -> HeldOutEvaluation:
+        """Add the trainer's callbacks; ``stack`` closes them. Return the evaluation."""
+        config, trainer, plan = self.config, self.trainer, self.devices.plan
+        manager = stack.enter_context(CheckpointManager(self.output, policy))
+        record: Callable[[int, dict[str, float]], None] = lambda step, values: None  # noqa: E731
+        if is_first := jax.process_index() == 0:
+            writer = JSONLinesWriter(self.output / HISTORY_FILE)
+            record = stack.enter_context(contextlib.closing(writer)).write
+
+        def report(step: int, values: dict[str, float]) -> None:
+            record(step, {f"{HELD_OUT}{name}": value for name, value in values.items()})
+            progress.show_held_out(step, values["auc"], values["normalized_entropy"])
+
+        evaluation = self._evaluation(
+            every=config.evaluate_every or None,
+            # An evaluation at the end alone is reported with the results.
+            report=report if config.evaluate_every or policy.best else None,
+            paused=progress.paused,
+        )
+
+        def checkpoint_metrics() -> dict[str, float]:
+            is_needed = policy.best and not self.interrupt
+            return (evaluation.values_at(trainer.step) if is_needed else None) or {}
+
+        default_every = min(RECORD_EVERY, -(-_num_steps(config, self.rows) // MIN_RECORDS))
+        trace_directory = self.output / PROFILE_DIRECTORY if config.profile and is_first else None
+        trainer.callbacks = (
+            RunningMetrics(progress, record, config.record_every or default_every),
+            stack.enter_context(StepTrace(trace_directory, progress.paused)),
+            evaluation,
+            _SaveCheckpoints(
+                manager,
+                config.checkpoint.every,
+                metrics=checkpoint_metrics,
+                plan=None if plan is None else plan.to_json(),
+                progress=progress,
+            ),
+            self.interrupt,
+        )
+        return evaluation
 
 
-def _ignore(step: int, values: Mapping[str, float]) -> None:
-    """What processes do that write nothing."""
+@dataclasses.dataclass
+class _SaveCheckpoints(SaveCheckpoints):
+    """Saves checkpoints outside of the time that the progress bar measures."""
+
+    progress: Progress = dataclasses.field(kw_only=True)
+
+    def save(self, trainer: Trainer) -> None:
+        with self.progress.paused():
+            super().save(trainer)
+
+
+def _preservation_policy(config: CheckpointConfig) -> PreservationPolicy:
+    return PreservationPolicy(
+        latest=config.keep_last,
+        best=config.keep_best,
+        metric=config.best_by,
+        mode="max" if config.best_by == "auc" else "min",
+    )
+
+
+def _start_output(
+    output: pathlib.Path, config: TrainConfig, encoder: TableEncoder | None, trainer: Trainer
+) -> None:
+    """Write the options and the encoder of a run, after a check of the disk's space."""
+    checkpoint.require_space(output, trainer.model, trainer.optimizer)
+    if jax.process_index() != 0:
+        return
+    if config.resume is None and is_written(output / CONFIG_FILE):
+        # The folder of a run that failed before its first checkpoint.
+        (output / HISTORY_FILE).unlink(missing_ok=True)
+    if encoder is not None and (config.resume is None or output != config.resume):
+        encoder.save(output / FEATURES_DIRECTORY)
+    write_options(config, output / CONFIG_FILE)
 
 
 def _output(config: TrainConfig) -> pathlib.Path:
-    """Where the run goes, the same on all processes."""
+    """Return the directory of the run, the same in all processes."""
     output = config.output or pathlib.Path(
         "runs", datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
     )
     problem = None if config.resume is not None else _why_taken(output)
     if jax.process_count() > 1:
-        # None writes before all have looked.
+        # All processes have looked before one writes.
         text, problem = json.loads(gather_texts(json.dumps([str(output), problem]))[0])
         output = pathlib.Path(text)
     if problem is not None:
@@ -267,10 +345,10 @@ def _output(config: TrainConfig) -> pathlib.Path:
 
 
 def _why_taken(output: pathlib.Path) -> str | None:
-    """Why a new run cannot go to a directory; one that failed before its first checkpoint may."""
+    """Return why a new run cannot have a directory; None if it can, as after an early failure."""
     if not (output / CONFIG_FILE).exists():
         return None
-    if checkpoint.steps(output):
+    if checkpoint.all_steps(output):
         return (
             f"{output} holds a saved run; go on with it by --resume {output}, "
             "or give another --output"
@@ -281,7 +359,7 @@ def _why_taken(output: pathlib.Path) -> str | None:
 
 
 def _write_results(
-    console: Console, results: dict[str, float | None], output: pathlib.Path
+    console: Console, results: Mapping[str, float | None], output: pathlib.Path
 ) -> None:
     (output / RESULTS_FILE).write_text(json.dumps(results, indent=2) + "\n")
     try:
@@ -301,24 +379,10 @@ def _stopped(
     return interrupt.exit_code
 
 
-def _results(evaluation: Evaluation) -> dict[str, float | None]:
-    return {
-        "auc": evaluation.auc,
-        "best_auc": evaluation.best_auc,
-        "normalized_entropy": normalized_entropy(evaluation.sums),
-        "log_loss": log_loss(evaluation.sums),
-        "calibration": calibration(evaluation.sums),
-    }
-
-
-def _known(results: dict[str, float | None]) -> dict[str, float]:
-    return {name: value for name, value in results.items() if value is not None}
-
-
-def _report(console: Console, results: dict[str, float | None], rows: int) -> None:
-    best = results["best_auc"]
+def _report(console: Console, results: Mapping[str, float | None], rows: int) -> None:
+    best = results.get("best_auc")
     reachable = "" if best is None else f"  (best reachable {best:.4f})"
-    # A run of one step has nothing but compilation to measure.
+    # A run of one step only compiles.
     rate = results.get("samples_per_second")
     trained = f"; trained at {rate:,.0f} samples/s" if rate else ""
     console.print(f"on {rows:,} held-out rows{trained}:")

@@ -1,4 +1,4 @@
-"""What a training run is told."""
+"""The configuration of a training run."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import tyro
 
 from jaxrec.arguments import ConfigError
 from jaxrec.mesh.processes import check_processes
+from jaxrec.tier.dynamic import MAX_SIGHTINGS
+from jaxrec.tier.stores import open_store
 
 
 def _positive(config: Any, *names: str) -> None:
@@ -27,35 +29,34 @@ def _option(group: str, name: str) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class DataConfig:
-    """Where the click log comes from."""
+    """Data of the run."""
 
     path: Annotated[pathlib.Path | None, tyro.conf.arg(aliases=["--data"])] = None
-    """Parquet file, or directory of Parquet files, which are read in random order: with columns of
-    your own, or as `jaxrec data criteo` wrote them. Or text in Criteo's format: label, 13 integers
-    and 26 hexadecimal ids a line, separated by tabs, plain or gzip. A generated log if not
-    given."""
+    """Parquet file or directory of Parquet files, read in random order, with any columns or written
+    by `jaxrec data criteo`. Or text in Criteo's format, plain or gzip: a label, 13 integers and 26
+    hexadecimal ids per line, separated by tabs. By default a generated log."""
     schema: Annotated[pathlib.Path | None, tyro.conf.arg(aliases=["--schema"])] = None
-    """YAML file that says what becomes of the columns of a Parquet file, see docs/data.md. Goes by
-    the types of the columns if not given, and is printed."""
+    """YAML file with the encodings of Parquet columns, see docs/data.md. By default they follow
+    from the types of the columns and are printed."""
     label: Annotated[str | None, tyro.conf.arg(aliases=["--label"])] = None
-    """Column of labels, 0 or 1, where no schema says it; label, click or target if not given."""
+    """Name of the column of labels, 0 or 1, without a schema; by default label, click or target."""
     eval_path: pathlib.Path | None = None
-    """The same with the held-out rows. The last rows of the log are held out if not given."""
+    """File or directory of the held-out rows; by default the last rows of the data."""
     eval_fraction: float = 0.1
-    """Share of the file's rows that is held out."""
+    """Share of the rows that is held out."""
     bad_rows: Literal["fail", "skip"] = "fail"
-    """What to do with a line of text that is no row: stop, or leave it out and count it."""
+    """At a malformed line of text stop, or skip and count it."""
     table_rows: int = 100_000
-    """Rows of each table; a file's ids are taken modulo this. A generated log has its own, and so
-    have Parquet files, unless their ids are raw."""
+    """Number of rows of each table, for text and for raw ids, which are taken modulo this number;
+    with --vocabulary dynamic, the rows that ids are given."""
     batch_size: int = 2048
-    """Samples in a step."""
+    """Number of samples of a step."""
     epochs: int = 1
-    """How often the training rows are read."""
+    """Number of epochs."""
     generated_rows: int = 5_000_000
-    """Training rows of the generated log."""
+    """Number of training rows of the generated log."""
     generated_eval_rows: int = 200_000
-    """Held-out rows of the generated log."""
+    """Number of held-out rows of the generated log."""
 
     def __post_init__(self) -> None:
         _positive(
@@ -74,22 +75,72 @@ class DataConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class VocabularyConfig:
+    """How ids get rows. The other options are for --vocabulary dynamic."""
+
+    kind: Annotated[Literal["fixed", "dynamic"], tyro.conf.arg(aliases=["--vocabulary"])] = "fixed"
+    """fixed: a vocabulary is learned from the columns of Parquet files before training, and raw ids
+    are taken modulo data.table-rows. dynamic: ids are 64-bit integers or strings that get one of
+    data.table-rows rows when they come, and lose it when others need it."""
+    eviction: Literal["lru", "lfu", "lfu_lru", "distance_lfu", "ttl"] = "lru"
+    """Which ids lose their rows: those used least recently, least frequently, of the lowest
+    frequency class, of the smallest frequency by age, or unused for ttl-batches."""
+    ttl_batches: int | None = None
+    """Number of steps after which eviction ttl evicts an unused id."""
+    admit_after: int = 1
+    """Number of appearances from which an id gets a row, at most 255."""
+    unknown: Literal["zeros", "default"] = "zeros"
+    """What ids without a row read: zeros, or one row that is trained."""
+    store: str | None = None
+    """Where evicted rows go and return from: memory://. By default they are lost."""
+
+    @property
+    def is_dynamic(self) -> bool:
+        """Whether tables have open vocabularies."""
+        return self.kind == "dynamic"
+
+    def __post_init__(self) -> None:
+        if not self.is_dynamic:
+            for field in dataclasses.fields(self):
+                if getattr(self, field.name) != field.default:
+                    raise ConfigError(
+                        f"{_option('vocabulary', field.name)} is for --vocabulary dynamic; give "
+                        "this too, or leave it out"
+                    )
+        if (self.ttl_batches is None) == (self.eviction == "ttl"):
+            raise ConfigError(
+                "vocabulary.eviction ttl needs vocabulary.ttl-batches, and only ttl takes them"
+            )
+        if self.ttl_batches is not None:
+            _positive(self, "ttl_batches")
+        if not 1 <= self.admit_after <= MAX_SIGHTINGS:
+            raise ConfigError(
+                f"vocabulary.admit-after must be from 1 to {MAX_SIGHTINGS}, got {self.admit_after}"
+            )
+        if self.store is not None:
+            try:
+                open_store(self.store)
+            except ValueError:
+                raise ConfigError(f"vocabulary.store is memory://, got {self.store!r}") from None
+
+
+@dataclasses.dataclass(frozen=True)
 class ModelConfig:
     """The model."""
 
     name: Literal["dlrm", "dcn_v2", "deepfm"] = "dlrm"
-    """Which one: DLRM, DCN-v2 or DeepFM."""
+    """DLRM, DCN-v2 or DeepFM."""
     embedding_dim: int = 16
-    """Columns of each table, where its schema says no other."""
+    """Number of columns of each table, unless the schema has another."""
     bottom_layer_sizes: tuple[int, ...] = (128, 64)
-    """Hidden layers of DLRM's bottom MLP; a layer of embedding-dim follows."""
+    """Sizes of the hidden layers of DLRM's bottom MLP; a layer of embedding-dim follows."""
     top_layer_sizes: tuple[int, ...] = (128, 64)
-    """Hidden layers of DLRM's top MLP, of DCN-v2's and of DeepFM's deep network; a layer of 1
-    follows."""
+    """Sizes of the hidden layers of DLRM's top MLP, or of the deep network of DCN-v2 and DeepFM; a
+    layer of size 1 follows."""
     cross_layers: int = 3
-    """Layers of DCN-v2's cross network."""
+    """Number of layers of DCN-v2's cross network."""
     table_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Type of the tables."""
+    """Data type of the tables."""
 
     def __post_init__(self) -> None:
         _positive(self, "embedding_dim", "cross_layers")
@@ -102,12 +153,12 @@ class ModelConfig:
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerConfig:
-    """Adam for the MLPs and row-wise Adagrad for the tables, both rates falling linearly to 0."""
+    """Adam for dense layers, row-wise Adagrad for tables; both rates decay linearly to 0."""
 
     learning_rate: float = 0.004
-    """Adam's first rate."""
+    """Initial learning rate of Adam."""
     table_learning_rate: float = 0.1
-    """Row-wise Adagrad's first rate."""
+    """Initial learning rate of row-wise Adagrad."""
 
     def __post_init__(self) -> None:
         _positive(self, "learning_rate", "table_learning_rate")
@@ -115,17 +166,17 @@ class OptimizerConfig:
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointConfig:
-    """What is saved while training goes on; at its end the model is saved in any case."""
+    """Checkpoints during training; the end of training is always saved."""
 
     every: int = 1000
-    """Steps from checkpoint to checkpoint."""
+    """Number of steps between two checkpoints."""
     keep_last: int = 1
-    """How many of the newest stay."""
+    """Number of newest checkpoints to keep."""
     keep_best: int = 0
-    """How many of the best on the held-out rows stay besides; each is evaluated before it is
-    saved."""
+    """Number of best checkpoints to keep besides; each checkpoint is evaluated on the held-out
+    rows."""
     best_by: Literal["auc", "normalized_entropy", "log_loss"] = "auc"
-    """What is best: the largest AUC, or the smallest of the others."""
+    """Value of the best checkpoint: the largest AUC, or the smallest of the others."""
 
     def __post_init__(self) -> None:
         _positive(self, "every", "keep_last")
@@ -135,15 +186,15 @@ class CheckpointConfig:
 
 @dataclasses.dataclass(frozen=True)
 class JobConfig:
-    """How processes find each other where no launcher that JAX knows started them: Slurm, Open MPI
-    and Kubernetes need none of this."""
+    """Processes of the job, if no launcher that JAX knows started them: Slurm, Open MPI and
+    Kubernetes need none of these options."""
 
     coordinator: Annotated[str | None, tyro.conf.arg(aliases=["--coordinator"])] = None
     """Address of process 0, host:port."""
     num_processes: Annotated[int | None, tyro.conf.arg(aliases=["--num-processes"])] = None
-    """How many there are; 1: this one alone, whatever the launcher."""
+    """Number of processes; 1: this process alone, whatever the launcher."""
     process_id: Annotated[int | None, tyro.conf.arg(aliases=["--process-id"])] = None
-    """Which this one is, from 0."""
+    """Number of this process, from 0."""
 
     def __post_init__(self) -> None:
         try:
@@ -154,37 +205,38 @@ class JobConfig:
 
 @dataclasses.dataclass(frozen=True)
 class TrainConfig:
-    """Trains DLRM, DCN-v2 or DeepFM on Parquet files or click logs and reports AUC, NE and log loss
-    on held-out rows."""
+    """Train DLRM, DCN-v2 or DeepFM on Parquet files or click logs, and report AUC, normalized
+    entropy (NE) and log loss on held-out rows."""
 
     data: DataConfig = DataConfig()
     model: ModelConfig = ModelConfig()
+    vocabulary: VocabularyConfig = VocabularyConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     job: JobConfig = JobConfig()
     devices: int = 1
-    """How many to train on, with tables placed by the planner; a CPU is made to look like many.
-    With several processes, of each."""
+    """Number of devices of each process; the planner shards the tables over all of them. A CPU
+    simulates several devices."""
     evaluate_every: int = 0
-    """Steps from evaluation to evaluation on the held-out rows while training goes on; 0: only at
-    its end, and where a checkpoint needs it."""
+    """Number of steps between two evaluations on the held-out rows; 0: only at the end, and before
+    checkpoints if checkpoint.keep-best is given."""
     record_every: int | None = None
-    """Steps from line to line of metrics.jsonl, which the summary's curves are drawn from; if not
-    given 100, in short runs a twentieth of the run. The last step has a line in any case."""
+    """Number of steps between two lines of metrics.jsonl, besides the last step; by default 100, or
+    a twentieth of a shorter run."""
     output: pathlib.Path | None = None
-    """Directory of the saved model; a new one below runs/ if not given."""
+    """Directory of the run; by default a new one in runs/."""
     seed: int = 0
-    """Of the model's first values and of the generated log."""
+    """Seed of the initial model, of the order of Parquet rows and of the generated log."""
     config: pathlib.Path | None = None
-    """YAML or TOML file with any of these options; those on the command line come first."""
+    """YAML or TOML file with any of these options; the command line takes precedence."""
     resume: pathlib.Path | None = None
-    """Directory of a saved run to go on with, under its own options."""
+    """Directory of a saved run to continue, with its own options as defaults."""
     eval_only: bool = False
-    """Evaluate the model of --resume on the held-out rows, and train no more."""
+    """Evaluate the model of --resume on the held-out rows, without training."""
     step: int | None = None
-    """Of which checkpoint to evaluate the model; the newest if not given."""
+    """Step of the checkpoint that --eval-only evaluates; by default the newest."""
     profile: bool = False
-    """Write a trace of some steps to profile/ in the output, for TensorBoard or Perfetto."""
+    """Write a trace of some steps to profile/ in the run, for TensorBoard or Perfetto."""
 
     def __post_init__(self) -> None:
         for name in ("record_every", "devices"):

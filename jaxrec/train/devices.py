@@ -1,4 +1,4 @@
-"""The devices of a run, and how models and batches get there."""
+"""The devices of a run."""
 
 from __future__ import annotations
 
@@ -18,23 +18,24 @@ from jaxrec.embed.config import TableConfig
 from jaxrec.mesh import shard, shard_batch
 from jaxrec.mesh.agree import gather_texts
 from jaxrec.plan import PlanError, Planner, ShardingPlan, Topology
-from jaxrec.ragged import KeyedJaggedArray, rung
-from jaxrec.train.place import put
+from jaxrec.ragged import KeyedJaggedArray
+from jaxrec.ragged.capacity import capacity_for
+from jaxrec.train.host_batch import put_batch
 
 Model = TypeVar("Model", bound=nnx.Module)
 
-# Seconds that the search for a plan may take.
+# Time limit of the planner in seconds.
 PLAN_SECONDS = 5.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Devices:
-    """One device, or a mesh of several.
+    """One device, or a mesh of several devices with a sharding plan.
 
     Attributes:
-        mesh: The devices; None: the first.
-        plan: Where tables go on the mesh.
-        encoder: What batches are made by; None: a sample has an id at most of each feature.
+        mesh: The mesh; None: the first device.
+        plan: The sharding plan; None without a mesh.
+        encoder: Encoder of the batches; None: each sample has at most one id of each feature.
     """
 
     mesh: Mesh | None = None
@@ -42,58 +43,59 @@ class Devices:
     encoder: TableEncoder | None = None
 
     def make_model(self, make: Callable[[], Model]) -> Model:
-        """Makes a model there."""
+        """Make a model on the devices."""
         if self.mesh is None or self.plan is None:
             return make()
         return shard(make, self.plan, self.mesh)
 
     def put_batch(self, batch: ClickBatch) -> ClickBatch:
-        """Puts a host batch there; with several processes, this one's part of it."""
+        """Put a host batch on the devices; with several processes, this process's part."""
         if self.mesh is None:
-            return put(batch)
+            return put_batch(batch)
         return shard_batch(batch, self.mesh, capacities=self._capacities(self.mesh, batch.features))
 
     def _capacities(self, mesh: Mesh, features: KeyedJaggedArray) -> dict[str, int]:
-        """The capacity of each key on a device.
+        """Return the capacity of each key on one device.
 
         Raises:
-            DataError: Lists are longer than those that were learned from, and there are several
-                processes.
+            DataError: Lists exceed the capacity that several processes have agreed on.
         """
         devices = len(mesh.local_devices)
         samples = features.batch_size // devices
         if self.encoder is None:
-            return dict.fromkeys(features.keys, rung(samples))
-        # As the capacity is known, no process need wait for another.
+            return dict.fromkeys(features.keys, capacity_for(samples))
+        # With known capacities, `shard_batch` exchanges nothing among processes.
         is_one = jax.process_count() == 1
         capacities = self.encoder.capacities(samples, certain=not is_one)
         lengths = np.asarray(features.lengths).reshape(len(features.keys), devices, samples)
-        for key, need in zip(features.keys, lengths.sum(axis=2).max(axis=1).tolist(), strict=True):
+        for key, demand in zip(
+            features.keys, lengths.sum(axis=2).max(axis=1).tolist(), strict=True
+        ):
             if is_one:
-                capacities[key] = max(capacities[key], rung(need))
-            elif need > capacities[key]:
+                capacities[key] = max(capacities[key], capacity_for(demand))
+            elif demand > capacities[key]:
                 raise DataError(
-                    f"column {key!r} has {need} ids in a batch on one device, more than its rows "
+                    f"column {key!r} has {demand} ids in a batch on one device, more than its rows "
                     "had when the run began; use one process, or begin a new run with them"
                 )
         return capacities
 
 
 def simulate_cpus(count: int) -> None:
-    """Makes a CPU that many devices, if JAX has not begun; of no effect elsewhere."""
+    """Simulate ``count`` devices on a CPU, unless JAX is already initialized."""
     if count > 1:
         try:
             jax.config.update("jax_num_cpu_devices", count)
         except RuntimeError:
-            return  # JAX has begun; `plan_devices` says if there are too few
+            return  # initialized; `plan_devices` reports too few devices
 
 
 def plan_devices(count: int, tables: Sequence[TableConfig], batch_size: int) -> Devices:
-    """That many devices of each process, with the fastest plan for the tables.
+    """Plan the tables for ``count`` devices of each process.
 
     Raises:
-        ConfigError: There are not so many, or the batch does not divide by them.
-        PlanError: The tables do not fit.
+        ConfigError: There are fewer devices, or the batch size does not divide by their number.
+        PlanError: The tables do not fit the devices.
     """
     processes = jax.process_count()
     total = processes * count
@@ -107,23 +109,23 @@ def plan_devices(count: int, tables: Sequence[TableConfig], batch_size: int) -> 
             f"data.batch-size is {batch_size}, which does not divide by {total} devices"
         )
     mesh = _mesh(processes, count)
-    made = problem = ""
+    plan = problem = ""
     if jax.process_index() == 0:
         planner = Planner(Topology.from_mesh(mesh), time_limit=PLAN_SECONDS)
         try:
-            made = planner.plan(tables, batch_size=batch_size).to_json()
+            plan = planner.plan(tables, batch_size=batch_size).to_json()
         except PlanError as error:
             problem = str(error)
     if processes > 1:
-        # How far a search comes is not the same everywhere, so that one plans for all.
-        made, problem = json.loads(gather_texts(json.dumps([made, problem]))[0])
+        # A search with a time limit may differ among processes, so that process 0 plans for all.
+        plan, problem = json.loads(gather_texts(json.dumps([plan, problem]))[0])
     if problem:
         raise PlanError(problem)
-    return Devices(mesh, ShardingPlan.from_json(made))
+    return Devices(mesh, ShardingPlan.from_json(plan))
 
 
 def _mesh(processes: int, count: int) -> Mesh:
-    """Some devices of each process; a process of several devices is a host to the planner."""
+    """Make a mesh of ``count`` devices of each process; the planner takes a process for a host."""
     devices = [
         device
         for process in range(processes)

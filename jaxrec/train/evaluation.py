@@ -1,9 +1,9 @@
-"""A model measured on batches that it is not trained on."""
+"""Evaluation of a model on batches."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -12,22 +12,22 @@ from flax import nnx
 
 from jaxrec.metrics import MetricGroup
 from jaxrec.metrics.total import Total
-from jaxrec.train.loss import Loss, call_loss, sample_count
-from jaxrec.train.pipeline import AHEAD
+from jaxrec.train.loss import Loss, Outputs, call_loss, sample_count
+from jaxrec.train.step import MAX_PENDING_STEPS
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Program:
-    """The compiled measurement of a batch, and what it was made for."""
+    """A compiled function of a batch, and the arguments that it was compiled for."""
 
     graph: Any
     loss: Loss
-    group: MetricGroup | None
-    measure: Callable[..., tuple[Any, Total, Total]]
+    kind: Any
+    run: Callable[..., Any]
 
 
 class Evaluation:
-    """Measures models; programs are kept from call to call.
+    """Evaluates models in evaluation mode; compiles once for several calls.
 
     Example:
         >>> import numpy as np
@@ -44,43 +44,24 @@ class Evaluation:
     def __call__(
         self, model: nnx.Module, loss: Loss, group: MetricGroup | None, batches: Iterable[Any]
     ) -> dict[str, float]:
-        """Measure a copy of the model in evaluation mode.
+        """Compute the mean loss and metrics over batches.
 
         Args:
-            model: The model; it stays as it is.
-            loss: Its loss function, as for `jaxrec.train.Trainer`.
-            group: The metrics; None: the loss alone.
+            model: The model; it does not change.
+            loss: The loss function, as of `jaxrec.train.Trainer`.
+            group: The metrics; None: only the loss.
             batches: Batches on the devices.
 
         Returns:
-            ``loss``, its mean over all samples, and the metrics by name.
+            ``loss``, the mean over all samples, and the metrics by name.
 
         Raises:
             TypeError: The loss takes or returns something else.
             ValueError: There are no batches.
         """
-        copy = nnx.merge(*nnx.split(model))
-        copy.eval()
-        graph, variables = nnx.split(copy)
-        measure = self._program(graph, loss, group).measure
-        state = None if group is None else group.init()
-        total = samples = Total.zeros(())
-        number = 0
-        for number, batch in enumerate(batches, 1):
-            state, total, samples = measure(variables, state, total, samples, batch)
-            if number % AHEAD == 0:
-                total.high.block_until_ready()
-        if number == 0:
-            raise ValueError("there are no batches to evaluate on")
-        values = {} if group is None or state is None else group.compute(state)
-        return {"loss": float(total.on_host() / samples.on_host()), **values}
+        graph, variables = _in_evaluation_mode(model)
 
-    def _program(self, graph: Any, loss: Loss, group: MetricGroup | None) -> Program:
-        for program in self._programs:
-            if program.group is group and program.loss == loss and program.graph == graph:
-                return program
-
-        def measure(
+        def add_batch(
             variables: Any, state: Any, total: Total, samples: Total, batch: Any
         ) -> tuple[Any, Total, Total]:
             model, has_metrics = nnx.merge(graph, variables), group is not None
@@ -91,5 +72,50 @@ class Evaluation:
             term = jnp.where(count > 0, value.astype(jnp.float32) * count, 0)
             return state, total + term, samples + count
 
-        self._programs.append(Program(graph, loss, group, jax.jit(measure)))
-        return self._programs[-1]
+        run = self._compiled(graph, loss, group, add_batch)
+        state = None if group is None else group.init()
+        total = samples = Total.zeros(())
+        number = 0
+        for number, batch in enumerate(batches, 1):
+            state, total, samples = run(variables, state, total, samples, batch)
+            if number % MAX_PENDING_STEPS == 0:
+                total.high.block_until_ready()
+        if number == 0:
+            raise ValueError("there are no batches to evaluate on")
+        values = {} if group is None or state is None else group.compute(state)
+        return {"loss": float(total.on_host() / samples.on_host()), **values}
+
+    def outputs(self, model: nnx.Module, loss: Loss, batches: Iterable[Any]) -> Iterator[Outputs]:
+        """Yield the outputs of the loss function for each batch.
+
+        Args:
+            model: The model; it does not change.
+            loss: The loss function, as of `jaxrec.train.Trainer`.
+            batches: Batches on the devices.
+
+        Raises:
+            TypeError: The loss takes or returns something else.
+        """
+        graph, variables = _in_evaluation_mode(model)
+
+        def outputs_of(variables: Any, batch: Any) -> Outputs:
+            return call_loss(loss, nnx.merge(graph, variables), batch, has_metrics=True)[1]
+
+        run = self._compiled(graph, loss, "outputs", outputs_of)
+        for batch in batches:
+            yield run(variables, batch)
+
+    def _compiled(self, graph: Any, loss: Loss, kind: Any, function: Callable[..., Any]) -> Any:
+        """Return the compiled function, or that of an earlier call with the same arguments."""
+        for program in self._programs:
+            if program.kind is kind and program.loss == loss and program.graph == graph:
+                return program.run
+        self._programs.append(Program(graph, loss, kind, jax.jit(function)))
+        return self._programs[-1].run
+
+
+def _in_evaluation_mode(model: nnx.Module) -> tuple[Any, Any]:
+    """Split a copy of the model in evaluation mode; the copy shares the model's arrays."""
+    copy = nnx.merge(*nnx.split(model))
+    copy.eval()
+    return nnx.split(copy)

@@ -1,4 +1,4 @@
-"""Parquet files of columns of one's own: their schema, and what is learned of their rows."""
+"""Schema and encoder of a run's Parquet files."""
 
 from __future__ import annotations
 
@@ -21,22 +21,23 @@ from jaxrec.data import (
     learn_encoder,
     read_schema,
 )
-from jaxrec.data.convert import SUMMARY_FILE, read_summary
+from jaxrec.data.conversion import SUMMARY_FILE, read_summary
 from jaxrec.data.learn import needs_pass
 from jaxrec.data.parts import is_part
 from jaxrec.data.schema import criteo_schema
 from jaxrec.data.transforms import NUM_CATEGORICAL
-from jaxrec.train.config import DataConfig
+from jaxrec.train.config import DataConfig, TrainConfig
+from jaxrec.train.open_vocabularies import check_fixed, with_dynamic_columns
 
-# Directory of a run's `TableEncoder`.
+# Directory of the `TableEncoder` in a run's directory.
 FEATURES_DIRECTORY = "features"
 
-# What a Parquet file begins with.
+# First bytes of a Parquet file.
 _MAGIC = b"PAR1"
 
 
 def is_parquet(path: pathlib.Path | None) -> bool:
-    """Whether the rows of a path are in Parquet files: a directory's are.
+    """Return whether a path is a Parquet file or a directory, which holds Parquet files.
 
     Raises:
         OSError: The file cannot be read.
@@ -47,22 +48,24 @@ def is_parquet(path: pathlib.Path | None) -> bool:
         return file.read(len(_MAGIC)) == _MAGIC
 
 
-def run_encoder(data: DataConfig, resume: pathlib.Path | None, console: Console) -> TableEncoder:
-    """Load the encoder of a run to go on with, or learn that of a new run.
+def run_encoder(config: TrainConfig, console: Console) -> TableEncoder:
+    """Load the encoder of a resumed run, or learn the encoder of a new run.
 
     Args:
-        data: Where the Parquet files are.
-        resume: Directory of the run to go on with; None: the run is a new one.
-        console: Told the schema, if it is inferred, and the sizes of the vocabularies.
+        config: The configuration of a run on Parquet files.
+        console: Console that shows an inferred schema and the sizes of the vocabularies.
 
     Raises:
-        OSError, DataError, SchemaError: The rows cannot be read, or do not fit the schema.
-        ConfigError: The run to go on with has another schema.
+        OSError, DataError, SchemaError: The rows cannot be read or do not fit the schema.
+        ConfigError: The resumed run has another schema; or the schema does not fit --vocabulary.
     """
+    data, resume, is_dynamic = config.data, config.resume, config.vocabulary.is_dynamic
     if resume is None or not (resume / FEATURES_DIRECTORY).is_dir():
-        return learn_features(data, console)
+        return learn_features(data, console, is_dynamic=is_dynamic)
     encoder = TableEncoder.load(resume / FEATURES_DIRECTORY)
-    schema = encoder.schema if data.schema is None else read_schema(data.schema)
+    schema = encoder.schema
+    if data.schema is not None:
+        schema = _with_vocabularies(read_schema(data.schema), data, is_dynamic)
     if schema != encoder.schema or data.label not in (None, schema.label):
         raise ConfigError(
             f"the run has a schema of its own, {resume / FEATURES_DIRECTORY}/schema.yaml; leave "
@@ -71,18 +74,26 @@ def run_encoder(data: DataConfig, resume: pathlib.Path | None, console: Console)
     return encoder
 
 
-def learn_features(data: DataConfig, console: Console | None = None) -> TableEncoder:
-    """Find the schema of a run's files and learn what it needs from the training rows.
+def learn_features(
+    data: DataConfig, console: Console | None = None, *, is_dynamic: bool = False
+) -> TableEncoder:
+    """Find the schema of a run's files and learn its encoder from the training rows.
 
-    With several processes each of them does: all come to the same.
+    With several processes each of them learns the same encoder.
+
+    Args:
+        data: The Parquet files.
+        console: Console that shows an inferred schema and the sizes of the vocabularies.
+        is_dynamic: Whether columns with a vocabulary get an open one, which is not learned.
 
     Raises:
-        OSError, DataError, SchemaError: The rows cannot be read, or do not fit the schema.
+        OSError, DataError, SchemaError: The rows cannot be read or do not fit the schema.
+        ConfigError: The schema does not fit ``is_dynamic``.
     """
     console = console or Console(quiet=True)
-    schema = _find_schema(data, console)
+    schema = _find_schema(data, console, is_dynamic)
     training, held_out = split_groups(data, schema)
-    columns = pq.read_schema(training.place(0)[0])
+    columns = pq.read_schema(training.location(0)[0])
     if not needs_pass(schema, columns):
         return TableEncoder(schema, {}, {}, {})
     started, rows = time.perf_counter(), sum(training.sizes)
@@ -108,7 +119,7 @@ def learn_features(data: DataConfig, console: Console | None = None) -> TableEnc
 
 
 def split_groups(data: DataConfig, schema: Schema) -> tuple[GroupRange, GroupRange]:
-    """The training rows and the held-out rows of Parquet files, with the columns of a schema.
+    """Return the training rows and the held-out rows of Parquet files, with a schema's columns.
 
     Raises:
         OSError, DataError: A file cannot be read, lacks a column, or has too few rows.
@@ -121,10 +132,10 @@ def split_groups(data: DataConfig, schema: Schema) -> tuple[GroupRange, GroupRan
 
 
 def held_out_rows(data: DataConfig, count: int) -> int:
-    """The number of rows that are held out, of so many.
+    """Return the number of held-out rows of ``count`` rows.
 
     Raises:
-        DataError: None would be left to train on.
+        DataError: No training rows are left.
     """
     held_out = max(1, round(count * data.eval_fraction))
     if held_out >= count:
@@ -135,17 +146,31 @@ def held_out_rows(data: DataConfig, count: int) -> int:
     return held_out
 
 
-def _find_schema(data: DataConfig, console: Console) -> Schema:
-    """The schema that is given, that of Criteo's columns, or one by the types of the columns."""
+def _with_vocabularies(schema: Schema, data: DataConfig, is_dynamic: bool) -> Schema:
+    """Return a schema with open vocabularies, or check that it has none."""
+    if is_dynamic:
+        return with_dynamic_columns(schema, data.table_rows)
+    check_fixed(schema)
+    return schema
+
+
+def _find_schema(data: DataConfig, console: Console, is_dynamic: bool) -> Schema:
+    """Return the given schema, that of Criteo's columns, or one inferred from column types."""
     if data.schema is not None:
-        return read_schema(data.schema)
+        return _with_vocabularies(read_schema(data.schema), data, is_dynamic)
     first = _paths(data.path)[0]
     directory = first.parent
     if data.path == directory and ((directory / SUMMARY_FILE).exists() or is_part(first)):
-        # Raw ids need as many rows as the user gives them.
-        rows = read_summary(directory).table_rows or (data.table_rows,) * NUM_CATEGORICAL
-        return criteo_schema(rows)
+        # The user chooses the number of rows for raw ids.
+        rows = read_summary(directory).table_rows
+        if rows and is_dynamic:
+            raise ConfigError(
+                f"{directory}: `jaxrec data criteo` has made row indices of its ids; --vocabulary "
+                "dynamic takes raw ids: convert the log with --ids raw, or leave --vocabulary out"
+            )
+        return criteo_schema(rows or (data.table_rows,) * NUM_CATEGORICAL, is_dynamic=is_dynamic)
     schema, left_out = infer_schema(pq.read_schema(first), data.label)
+    schema = _with_vocabularies(schema, data, is_dynamic)
     console.print(
         f"the schema by the types of the columns; --schema takes another:\n{schema.to_yaml()}"
     )
@@ -155,13 +180,15 @@ def _find_schema(data: DataConfig, console: Console) -> Schema:
 
 
 def _paths(path: pathlib.Path | None) -> tuple[pathlib.Path, ...]:
-    """The Parquet files of a directory, or the one that is given."""
+    """Return the Parquet files of a directory, or a single file."""
     if path is None:
         raise ConfigError("give the Parquet files with --data")
     if path.is_dir():
         return tuple(map(pathlib.Path, ParquetGroups.of_directory(path).paths))
     if not is_parquet(path):
-        raise DataError(f"{path} is no Parquet file, which columns of your own are read from")
+        raise DataError(
+            f"{path} is not a Parquet file; columns with a schema are read from Parquet files"
+        )
     return (path,)
 
 

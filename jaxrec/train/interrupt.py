@@ -1,4 +1,4 @@
-"""Stopping between two steps rather than in the middle of one."""
+"""Signals that end training after the current step."""
 
 from __future__ import annotations
 
@@ -12,19 +12,20 @@ from types import FrameType
 import jax
 
 from jaxrec.mesh.agree import gather_numbers
+from jaxrec.train.trainer import Callback, Trainer
 
-# Steps between two looks at whether another process is to stop: they wait for the step under way.
-LOOK_EVERY = 16
+# Number of steps between two exchanges of signals among processes, which wait for the devices.
+EXCHANGE_EVERY = 16
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
-class Interrupt:
-    """Remembers the signal that asked to stop.
+class Interrupt(Callback):
+    """Ends training after a signal.
 
     Attributes:
-        signal: SIGINT or SIGTERM once it has come, None before. With several processes: once all
-            know of it, see `is_due`.
+        signal: SIGINT or SIGTERM after its arrival, None before. With several processes it is set
+            once all of them know of the signal; see `is_due`.
     """
 
     def __init__(self) -> None:
@@ -36,39 +37,44 @@ class Interrupt:
         return self.signal is not None
 
     def note(self, number: signal.Signals) -> None:
-        """Says that the signal has come, to this process."""
+        """Store a signal to this process."""
         self._noted = number
         if not jax.distributed.is_initialized():
             self.signal = number
 
-    def is_due(self) -> bool:
-        """Whether to stop now; with several processes all of them ask equally often.
+    def on_step_dispatched(self, trainer: Trainer, step: int) -> None:
+        if self.is_due():
+            trainer.should_stop = True
 
-        They then stop together, some calls after the first of them was asked to.
+    def is_due(self) -> bool:
+        """Return whether to stop now.
+
+        With several processes each of them must make the same calls. All return True at the same
+        call, up to `EXCHANGE_EVERY` calls after the first process got a signal.
         """
         if jax.distributed.is_initialized():
             self._asked += 1
-            if self._asked % LOOK_EVERY == 0 and not self:
-                found = int(gather_numbers([self._noted or 0]).max())
-                self.signal = signal.Signals(found) if found else None
+            if self._asked % EXCHANGE_EVERY == 0 and not self:
+                number = int(gather_numbers([self._noted or 0]).max())
+                self.signal = signal.Signals(number) if number else None
         return bool(self)
 
     @property
     def exit_code(self) -> int:
-        """What a shell expects after a signal: 130 for SIGINT, 143 for SIGTERM."""
+        """Exit code that shells expect after a signal: 130 for SIGINT, 143 for SIGTERM; 0: none."""
         return 0 if self.signal is None else 128 + self.signal
 
 
 @contextlib.contextmanager
 def interruptible(announce: Callable[[str], None] = lambda name: None) -> Iterator[Interrupt]:
-    """While it lasts, SIGINT and SIGTERM set the `Interrupt` that it gives, and nothing else.
+    """Yield an `Interrupt` that the first SIGINT or SIGTERM sets, instead of ending the program.
 
-    A second signal does what it always did, for those who cannot wait. Outside of the main thread,
-    where Python allows no handlers, nothing is caught.
+    A second signal has its usual effect. Outside of the main thread, where Python allows no signal
+    handlers, the interrupt is never set.
 
     Args:
-        announce: Called at once with the name of the first signal, by another thread: the main one
-            may be in the middle of a compilation, during which Python runs no handlers.
+        announce: Function of the name of the first signal. Another thread calls it at once: the
+            main thread may be compiling, and runs signal handlers only afterwards.
     """
     interrupt = Interrupt()
     if threading.current_thread() is not threading.main_thread():
@@ -95,7 +101,7 @@ def interruptible(announce: Callable[[str], None] = lambda name: None) -> Iterat
 
 @contextlib.contextmanager
 def _announced(announce: Callable[[str], None]) -> Iterator[None]:
-    """While it lasts, the first signal is announced by a thread."""
+    """Announce the first signal from another thread."""
     receiver, sender = socket.socketpair()
     sender.setblocking(False)
 

@@ -1,4 +1,4 @@
-"""A lock on a run's directory: one run writes there at a time."""
+"""The lock of a run's directory against other runs."""
 
 from __future__ import annotations
 
@@ -18,19 +18,20 @@ from jaxrec.mesh.agree import gather_texts
 
 LOCK_FILE = ".lock"
 
-# Errors of file systems that have no locks.
+# Errors of file systems without locks.
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
-# The locks of this process: the open file, and how often it is locked.
-_held: dict[pathlib.Path, tuple[TextIO, int]] = {}
+# Locks of this process: the open file, and the number of times it is locked.
+_locks: dict[pathlib.Path, tuple[TextIO, int]] = {}
 
 
 @contextlib.contextmanager
 def lock_directory(directory: str | os.PathLike[str]) -> Iterator[None]:
-    """Keep other runs from writing to a directory, which is made if needed.
+    """Lock a directory against other runs; make it if needed.
 
-    The operating system drops the lock when the process ends, also by SIGKILL. One process may lock
-    a directory several times. With several processes all of them call this, and process 0 locks.
+    The operating system releases the lock when the process ends, also by SIGKILL. A process may
+    lock a directory several times. With several processes each of them calls this, and process 0
+    holds the lock.
 
     Args:
         directory: The run's directory; the lock is its file ``.lock``.
@@ -65,15 +66,15 @@ def lock_directory(directory: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def _lock(path: pathlib.Path) -> None:
-    if path in _held:
-        file, count = _held[path]
-        _held[path] = file, count + 1
+    if path in _locks:
+        file, count = _locks[path]
+        _locks[path] = file, count + 1
         return
     path.parent.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack:
         file = stack.enter_context(path.open("a+"))
         try:
-            # Unlike flock's locks, these are not inherited by forked processes that live longer.
+            # Forked processes, which may outlive this one, do not inherit these locks.
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno in (errno.EACCES, errno.EAGAIN):
@@ -95,12 +96,12 @@ def _lock(path: pathlib.Path) -> None:
         file.write(f"process {os.getpid()} on {socket.gethostname()}")
         file.flush()
         stack.pop_all()
-    _held[path] = file, 1
+    _locks[path] = file, 1
 
 
 def _unlock(path: pathlib.Path) -> None:
-    file, count = _held.pop(path)
+    file, count = _locks.pop(path)
     if count > 1:
-        _held[path] = file, count - 1
+        _locks[path] = file, count - 1
     else:
         file.close()

@@ -1,4 +1,4 @@
-"""The loss function of a `jaxrec.train.Trainer`, called and checked."""
+"""Calls and checks of a `Trainer`'s loss function."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def call_loss(
     """Call ``loss(model, batch)``, or ``loss(model, batch, weights)`` for a `WeightedBatch`.
 
     Args:
-        loss: The function.
-        model: Its model.
+        loss: The loss function.
+        model: The model.
         batch: A batch, or a `WeightedBatch`.
         has_metrics: Whether metrics read the outputs.
 
@@ -62,7 +62,7 @@ def call_loss(
 
 
 def sample_count(batch: Any) -> Float[Array, ""] | int:
-    """The sum of the weights that a batch's loss is the mean of; the samples if it has none."""
+    """Return the weight of a batch's loss: the sum of sample weights, or the number of samples."""
     return batch.weights.sum() if isinstance(batch, WeightedBatch) else num_samples(batch)
 
 

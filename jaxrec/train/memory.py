@@ -1,4 +1,4 @@
-"""Keeping memory that will be needed again."""
+"""Settings of the C library's memory allocator."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -2, -4, -8
 
 
 def keep_freed_memory() -> bool:
-    """Makes the C library keep the memory that a step frees, for the next step.
+    """Make the C library keep freed memory for later allocations.
 
-    On a CPU, XLA allocates a step's temporary arrays anew on every call. As they are large, the
-    allocator takes them from the system and gives them back each time, and the system fills every
-    page with zeros: at a batch of 8192 that is more than half of the time of a DLRM's interactions.
-    Call it once, before the first computation. The process then stays as large as it ever was.
+    On a CPU, XLA allocates the temporary arrays of a step on each call. The allocator takes such
+    large arrays from the operating system and returns them each time, and the system fills each
+    page with zeros: at batch size 8192 this is more than half of the time of a DLRM's interactions.
+    Call this once, before the first computation. The memory of the process then never shrinks.
 
     Returns:
-        Whether it could be done: with the GNU C library, that is on most Linux systems.
+        Whether the C library is GNU's, as on most Linux systems, and took the settings.
     """
     if platform.libc_ver()[0] != "glibc":
         return False

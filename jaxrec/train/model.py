@@ -1,4 +1,4 @@
-"""The model and the optimizer that a configuration describes."""
+"""The model and the optimizer of a configuration."""
 
 from __future__ import annotations
 
@@ -19,10 +19,13 @@ from jaxrec.data.generated import TABLE_ROWS
 from jaxrec.data.transforms import CATEGORICAL_NAMES, NUM_CATEGORICAL, NUM_DENSE
 from jaxrec.embed import EmbeddingBagCollection, EmbeddingBagConfig, Optimizer
 from jaxrec.nn import DLRM, DCNv2, DeepFM
+from jaxrec.ragged.raw_ids import is_raw
+from jaxrec.tier import ahead, make
 from jaxrec.train.checkpoint import CheckpointError, restore
 from jaxrec.train.config import TrainConfig
 from jaxrec.train.devices import Devices
 from jaxrec.train.features import FEATURES_DIRECTORY
+from jaxrec.train.open_vocabularies import dynamic_features, settings
 from jaxrec.train.options import load_config
 
 CONFIG_FILE = "config.yaml"
@@ -31,13 +34,13 @@ Model: TypeAlias = DLRM | DCNv2 | DeepFM
 
 _ONE_DEVICE = Devices()
 
-# What the names of the tables of DeepFM's linear part end with.
+# End of the names of the tables of DeepFM's linear part.
 _LINEAR = " (linear)"
 
 
 def table_rows(config: TrainConfig) -> tuple[int, ...]:
-    """The rows of each table of Criteo's columns in text, or of a generated log."""
-    if config.data.path is None:
+    """Return the number of rows of each table, for text in Criteo's format or a generated log."""
+    if config.data.path is None and not config.vocabulary.is_dynamic:
         return TABLE_ROWS
     return (config.data.table_rows,) * NUM_CATEGORICAL
 
@@ -45,11 +48,11 @@ def table_rows(config: TrainConfig) -> tuple[int, ...]:
 def table_configs(
     config: TrainConfig, encoder: TableEncoder | None = None
 ) -> list[EmbeddingBagConfig]:
-    """The tables of the model.
+    """Return the configurations of the model's tables.
 
     Args:
-        config: Which model.
-        encoder: The columns of Parquet files; None: Criteo's in text, or a generated log.
+        config: The configuration.
+        encoder: Encoder of Parquet files; None: the data are text in Criteo's format or generated.
 
     Raises:
         ConfigError: Two tables have one name.
@@ -90,17 +93,24 @@ def make_model(
     devices: Devices = _ONE_DEVICE,
     encoder: TableEncoder | None = None,
 ) -> tuple[Model, Optimizer]:
-    """Make a fresh model and its optimizer, for a run of so many steps.
+    """Make a model and its optimizer for a run of ``num_steps`` steps.
 
     Raises:
         ConfigError: The columns do not fit the model.
     """
     rates = config.optimizer
 
-    def make() -> Model:
-        return _make(config, num_steps, encoder, nnx.Rngs(config.seed))
+    tables = table_configs(config, encoder)
+    features = dynamic_features(config, encoder, [table.name for table in _wide(tables)])
+    dynamic = [table.name for table in tables if features.intersection(table.feature_names)]
 
-    model = devices.make_model(make)
+    def make_on_devices() -> Model:
+        model = _make(config, num_steps, encoder, nnx.Rngs(config.seed))
+        if dynamic:
+            make(model, dict.fromkeys(dynamic, settings(config.vocabulary)), seed=config.seed)
+        return model
+
+    model = devices.make_model(make_on_devices)
     schedule = optax.linear_schedule(rates.learning_rate, 0.0, num_steps)
     return model, Optimizer(model, optax.adam(schedule))
 
@@ -136,7 +146,7 @@ def _make(
             embeddings,
             linear,
             num_dense=num_dense,
-            hidden_layer_sizes=options.top_layer_sizes,
+            deep_layer_sizes=(*options.top_layer_sizes, 1),
             rngs=rngs,
         )
     if not num_dense:
@@ -153,27 +163,33 @@ def _make(
 
 
 def _wide(tables: Sequence[EmbeddingBagConfig]) -> list[EmbeddingBagConfig]:
-    """The tables without those of DeepFM's linear part."""
+    """Return the tables without those of DeepFM's linear part."""
     return [table for table in tables if not table.name.endswith(_LINEAR)]
 
 
 def predict(model: Model, batch: ClickBatch) -> Float[Array, " batch"]:
-    """The logits of a batch."""
-    if isinstance(model, DLRM):
-        return model(batch.dense, batch.features)
-    return model(batch.features, batch.dense if batch.dense.shape[1] else None)
+    """Compute the logits of a batch.
+
+    Args:
+        model: The model.
+        batch: The batch. On the host it may have raw ids, which get their rows here, as in an
+            evaluation.
+    """
+    if is_raw(batch.features.values):
+        (batch,) = ahead(model, [batch], is_training=False)
+    return model(batch.dense, batch.features)
 
 
 def load_model(directory: str | os.PathLike[str], step: int | None = None) -> Model:
-    """The model that `jaxrec train` saved in a directory.
+    """Load the model that `jaxrec train` saved in a directory.
 
     Args:
-        directory: The run's.
-        step: Of which checkpoint, such as the best of `results.json`; None: the newest.
+        directory: Directory of the run.
+        step: The checkpoint's step, such as ``best_step`` of `results.json`; None: the newest.
 
     Raises:
-        CheckpointError: There is no saved model.
-        OSError: It cannot be read.
+        CheckpointError: There is no saved model, or it is damaged.
+        OSError: The model cannot be read.
     """
     config_file = pathlib.Path(directory, CONFIG_FILE)
     if not config_file.exists():

@@ -11,22 +11,23 @@ from typing import Any
 import yaml
 
 from jaxrec.arguments import ConfigError, parse, read_yaml
+from jaxrec.atomic import write_atomically
 from jaxrec.train.config import TrainConfig
 
 _DEFAULT = TrainConfig()
 
-# The first line of the options that a run writes.
+# First line of the options file of a run.
 _HEADER = "# Written by jaxrec train."
 
 
 def read_options(path: pathlib.Path) -> list[str]:
-    """The options of a YAML or TOML file, as they would stand on the command line.
+    """Read a YAML or TOML file and return its options as command-line arguments.
 
-    Options are keys, groups are mappings of them; dashes and underscores are the same.
+    Keys are option names, groups are mappings; dashes and underscores are equivalent.
 
     Raises:
         OSError: The file cannot be read.
-        ConfigError: It is not YAML or TOML, or names an option that there is not.
+        ConfigError: The file is neither YAML nor TOML, or an option is unknown.
     """
     try:
         text = path.read_text()
@@ -66,11 +67,11 @@ def _tokens(config: type, options: Mapping[str, Any], prefix: str) -> Iterator[l
 
 
 def load_config(path: pathlib.Path) -> TrainConfig:
-    """The configuration that a YAML or TOML file describes, everything else as it is by default.
+    """Read the configuration of a YAML or TOML file; other options have their defaults.
 
     Raises:
         OSError: The file cannot be read.
-        ConfigError: It is not YAML or TOML, or an option is none or has a wrong value.
+        ConfigError: The file is neither YAML nor TOML, or an option is unknown or has a bad value.
     """
     try:
         return parse_options(read_options(path))
@@ -79,34 +80,33 @@ def load_config(path: pathlib.Path) -> TrainConfig:
 
 
 def parse_options(options: Sequence[str], default: TrainConfig = _DEFAULT) -> TrainConfig:
-    """The configuration that command-line options describe.
+    """Parse command-line arguments.
 
     Args:
-        options: As they stand on the command line.
-        default: What holds where they say nothing.
+        options: The arguments.
+        default: Values of the options that are not given.
 
     Raises:
         ConfigError: An option is unknown or has a wrong value.
-        SystemExit: They ask for help, which has been printed.
+        SystemExit: The arguments ask for help, which has been printed.
     """
     return parse("train", options, default)
 
 
 def write_options(config: TrainConfig, path: pathlib.Path) -> None:
-    """Writes options so that `read_options` finds them again, all of them or, if killed, none."""
+    """Write a configuration to a YAML file for `read_options`, complete or not at all."""
     options = _plain(config)
-    for own in ("config", "resume", "output", "eval_only", "step", "profile", "job"):
-        del options[own]
-    # A run has a schema of its own, in its features.
-    for own in ("schema", "label"):
-        del options["data"][own]
-    unfinished = path.with_name(f".{path.name}.unfinished")
-    unfinished.write_text(f"{_HEADER}\n{yaml.safe_dump(options, sort_keys=False)}")
-    unfinished.replace(path)
+    for name in ("config", "resume", "output", "eval_only", "step", "profile", "job"):
+        del options[name]
+    # The run's encoder holds the schema.
+    for name in ("schema", "label"):
+        del options["data"][name]
+    with write_atomically(path) as unfinished:
+        unfinished.write_text(f"{_HEADER}\n{yaml.safe_dump(options, sort_keys=False)}")
 
 
 def is_written(path: pathlib.Path) -> bool:
-    """Whether a file is one that `write_options` wrote."""
+    """Return whether `write_options` wrote a file."""
     return path.exists() and path.read_bytes().startswith(f"{_HEADER}\n".encode())
 
 

@@ -1,4 +1,4 @@
-"""Telling how far training is: a bar on a terminal, lines elsewhere."""
+"""Progress of training: a bar on a terminal, lines elsewhere."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemaini
 from rich.progress import Progress as Bar
 from rich.table import Column
 
-# Seconds between two updates of the bar, and between two lines.
+# Seconds between two updates of the bar, and between two printed lines.
 BAR_SECONDS = 0.2
 LINE_SECONDS = 5.0
 
 BAR_WIDTH = 20
 
-# The first steps compile; samples per second are counted from the end of this one on.
+# Number of first steps, which compile, that do not count for the samples per second.
 WARM_UP_STEPS = 1
 
 
 class Progress:
-    """Shows steps, samples per second and running NE.
+    """Shows the step, samples per second and the running normalized entropy (NE).
 
     Args:
-        console: Where to.
-        num_steps: Steps of the whole run.
-        done: Steps made before.
-        clock: Seconds since some moment.
+        console: The console.
+        num_steps: Number of steps of the whole run.
+        done: Number of steps made before.
+        clock: Function that returns a time in seconds.
     """
 
     def __init__(
@@ -46,17 +46,17 @@ class Progress:
         self._shown = clock()
         self._steps = 0
         self._samples = 0
-        # By a clock that stands still in pauses.
+        # Times of a clock that stands still in pauses.
         self._start = self._end = 0.0
-        self._pauses = 0  # that are under way, one in another
+        self._pauses = 0  # number of nested pauses
         self._paused_at = self._paused_for = 0.0
         self._bar = Bar(
             BarColumn(bar_width=BAR_WIDTH, table_column=_fixed(BAR_WIDTH)),
             MofNCompleteColumn(table_column=_fixed(2 * len(str(num_steps)) + 1)),
             TimeRemainingColumn(table_column=_fixed(len("0:00:00"))),
-            # What a narrow terminal has no room for is cut off here.
+            # A narrow terminal cuts this text.
             TextColumn(
-                "{task.fields[rate]}  {task.fields[ne]}  {task.fields[held_out]}",
+                "{task.fields[rate]}  {task.fields[ne]}  {task.fields[ids]}{task.fields[held_out]}",
                 table_column=Column(no_wrap=True, overflow="ellipsis", ratio=1),
             ),
             expand=True,
@@ -64,7 +64,7 @@ class Progress:
             disable=not console.is_terminal,
         )
         self._task = self._bar.add_task(
-            "", total=num_steps, completed=done, rate="compiling", ne="", held_out=""
+            "", total=num_steps, completed=done, rate="compiling", ne="", ids="", held_out=""
         )
 
     def __enter__(self) -> Progress:
@@ -83,12 +83,12 @@ class Progress:
 
     @property
     def samples_per_second(self) -> float:
-        """Between the end of the first step and that of the last, without pauses; 0 before."""
+        """Rate from the end of the first step to that of the last, without pauses; 0: unknown."""
         seconds = self._end - self._start
         return self._samples / seconds if self._samples and seconds > 0 else 0.0
 
     def advance(self, samples: int) -> None:
-        """Count one more step, with its samples unless it ends in a pause."""
+        """Count a step; its samples count unless it ends in a pause."""
         self._steps += 1
         now = (self._paused_at if self._pauses else self._clock()) - self._paused_for
         if self._steps <= WARM_UP_STEPS:
@@ -98,21 +98,29 @@ class Progress:
             self._end = now
 
     def is_due(self) -> bool:
-        """Whether it is time to show something again."""
+        """Return whether it is time for the next `show`."""
         return self._clock() - self._shown > self._seconds
 
-    def show(self, step: int, ne: float) -> None:
-        """Shows where training is."""
+    def show(self, step: int, ne: float, ids: str = "") -> None:
+        """Show the step and the running NE.
+
+        Args:
+            step: Number of the step.
+            ne: The running NE.
+            ids: Text about the ids of open vocabularies.
+        """
         self._shown = self._clock()
         speed = self.samples_per_second
         rate = f"{speed:,.0f} samples/s" if speed else "compiling"
         if self._console.is_terminal:
-            self._bar.update(self._task, completed=step, rate=rate, ne=f"NE {ne:.4f}")
+            shown = f"{ids}  " if ids else ""
+            self._bar.update(self._task, completed=step, rate=rate, ne=f"NE {ne:.4f}", ids=shown)
         else:
-            self._console.print(f"step {step} of {self._num_steps}, {rate}, NE {ne:.4f}")
+            shown = f", {ids}" if ids else ""
+            self._console.print(f"step {step} of {self._num_steps}, {rate}, NE {ne:.4f}{shown}")
 
     def show_held_out(self, step: int, auc: float, ne: float) -> None:
-        """Shows how the model of a step does on held-out rows."""
+        """Show the values of a step on held-out rows."""
         values = f"held out: AUC {auc:.4f}, NE {ne:.4f}"
         if self._console.is_terminal:
             self._bar.update(self._task, completed=step, held_out=values)
@@ -121,7 +129,7 @@ class Progress:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """While it lasts, neither time nor samples count for `samples_per_second`."""
+        """Exclude the time and the samples of the ``with`` block from `samples_per_second`."""
         if not self._pauses:
             self._paused_at = self._clock()
         self._pauses += 1
@@ -134,5 +142,5 @@ class Progress:
 
 
 def _fixed(width: int) -> Column:
-    """A column that a narrow terminal leaves as it is."""
+    """Return a column that a narrow terminal does not cut."""
     return Column(min_width=width, no_wrap=True)

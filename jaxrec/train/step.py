@@ -1,4 +1,4 @@
-"""A training step without the cost that `nnx.jit` has on every call."""
+"""Compiled training steps without the overhead of `nnx.jit` on each call."""
 
 from __future__ import annotations
 
@@ -9,28 +9,32 @@ from typing import Any
 import jax
 from flax import nnx
 
+# Number of dispatched steps after which a loop waits for the result of the oldest.
+MAX_PENDING_STEPS = 2
+
 
 def compile_step(step: Callable[..., Any], *modules: Any) -> CompiledStep:
-    """Compiles a training step bound to its model and optimizer.
+    """Compile a training step for its model and optimizer.
 
-    Equals ``nnx.jit(step, donate_argnums=...)`` with all modules donated, but takes them apart
-    once, not on every call: `nnx.jit` walks their graph for some tens of microseconds a variable,
-    this reads and writes the variables' values. The modules stay current and can be used as ever
-    between calls: to predict, to save, to load a table, to change a variable.
+    The compiled step equals ``nnx.jit(step, donate_argnums=...)`` with all modules donated. But
+    `nnx.jit` splits and merges the modules on each call, which takes tens of microseconds per
+    variable; the compiled step only reads and writes the variables' values. Between calls the
+    modules are up to date and can be used as usual: to predict, to save, to load a table.
 
     Args:
-        step: ``step(*modules, *batch)``, as one would give it to `nnx.jit`. It may change the
-            modules' variables; what it returns are arrays.
-        *modules: Model, optimizer and whatever else changes (metrics, random streams): anything
-            that NNX can split. Their arrays are donated to each call.
+        step: Function ``step(*modules, *batch)``, as for `nnx.jit`. It may change the variables of
+            the modules, and returns arrays.
+        *modules: Model, optimizer and all other modules that the step changes, such as random
+            streams: anything that NNX can split. Their arrays are donated to each call.
 
     Returns:
-        A function of the batch.
+        Function of the batch.
 
     Raises:
-        ValueError: On the first call, if ``step`` adds variables to the modules, or removes some.
-        TypeError: ``step`` is no function, there are no modules, or a module holds an array that is
-            not in an `nnx.Variable`.
+        ValueError: ``step`` adds variables to the modules or removes some; raised by the first
+            call.
+        TypeError: ``step`` is not a function; no module is given; or a module has an array outside
+            of its `nnx.Variable` attributes.
 
     Example:
         >>> import jax.numpy as jnp, jaxrec, optax
@@ -50,7 +54,7 @@ def compile_step(step: Callable[..., Any], *modules: Any) -> CompiledStep:
 
 
 class CompiledStep:
-    """What `compile_step` returns: call it with a batch."""
+    """A step that `compile_step` returns; call it with a batch."""
 
     def __init__(self, step: Callable[..., Any], modules: tuple[Any, ...]):
         check_step(step, modules)
@@ -62,18 +66,18 @@ class CompiledStep:
         self._take_apart()
 
     def __call__(self, *batch: Any) -> Any:
-        """Makes one step and returns what the step function returns."""
+        """Run the step; return the result of the step function."""
         if not _identical(_contents(self._nodes), self._seen):
             self._take_apart()
         values = [variable.get_raw_value() for variable in self._variables]
         values, result = self._compiled(values, *batch)
         for variable, value in zip(self._variables, values, strict=True):
-            # That the call is not within a trace was seen by the compiled step.
+            # The compiled step has checked that the call is not within a trace.
             variable.set_raw_value(value, _unsafe_bypass_check=True)
         return result
 
     def lower(self, *batch: Any) -> jax.stages.Lowered:
-        """The step lowered for such a batch, to look at what XLA makes of it."""
+        """Lower the step for a batch, to inspect its program."""
         values = [variable.get_raw_value() for variable in self._variables]
         return self._compiled.lower(values, *batch)
 
@@ -88,10 +92,10 @@ class CompiledStep:
 
 
 def check_step(step: Any, modules: tuple[Any, ...]) -> None:
-    """Check the kinds of a step function and its modules.
+    """Check the types of a step function and its modules.
 
     Raises:
-        TypeError: They are others.
+        TypeError: A type is wrong.
     """
     if not callable(step) or isinstance(step, nnx.Pytree):
         raise TypeError(
@@ -112,7 +116,7 @@ def check_step(step: Any, modules: tuple[Any, ...]) -> None:
 
 
 def _pure(step: Callable[..., Any], graph: Any, template: Any) -> Callable[..., Any]:
-    """``step`` as a function from values and batch to values and result."""
+    """Return ``step`` as a pure function from values and batch to values and result."""
     paths = _paths(template)
 
     def pure(values: list[Any], *batch: Any) -> tuple[list[Any], Any]:
@@ -124,7 +128,7 @@ def _pure(step: Callable[..., Any], graph: Any, template: Any) -> Callable[..., 
         result = step(*modules, *batch)
         graph_after, state = nnx.split(modules)
         if (paths_after := _paths(state)) != paths or graph_after != graph:
-            changed = sorted(set(paths_after) ^ set(paths)) or "attributes that are no variables"
+            changed = sorted(set(paths_after) ^ set(paths)) or "attributes that are not variables"
             raise ValueError(
                 f"the step changed the structure of its modules: {changed}. A compiled step may "
                 "change the values of variables only; create variables before compiling, and make "
@@ -158,7 +162,7 @@ def _can_change(node: Any) -> bool:
 
 
 def _contents(nodes: list[Any]) -> list[Any]:
-    """Everything the nodes of a graph refer to."""
+    """Return all attributes and items of the nodes of a graph."""
     values: list[Any] = []
     for node in nodes:
         if isinstance(node, list):

@@ -1,4 +1,4 @@
-"""A picture of a run: loss, normalized entropy, AUC and throughput over the steps."""
+"""The plot of a run: loss, normalized entropy, AUC and throughput over the steps."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from collections.abc import Mapping
 
 SUMMARY_FILE = "summary.png"
 
-# What the names of values on held-out rows begin with, of evaluations while training goes on.
+# Prefix of the names of held-out values in the history.
 HELD_OUT = "held_out_"
 
-# What is drawn: the value's name, its title, and its name among the results on held-out rows.
+# Curves of the plot: name in the history, title, and name in the results.
 CURVES = (
     ("log_loss", "log loss (nats)", "log_loss"),
     ("normalized_entropy", "normalized entropy", "normalized_entropy"),
@@ -22,10 +22,10 @@ CURVES = (
 
 
 def read_history(path: pathlib.Path) -> dict[int, dict[str, float]]:
-    """The values by step that `jaxrec.metrics.JSONLinesWriter` wrote; the last of a step count.
+    """Read the values that `jaxrec.metrics.JSONLinesWriter` wrote, by step and name.
 
-    A line that a killed run did not finish is left out. Steps after the one that a resumed run went
-    back to are written again.
+    The last value counts: a resumed run writes the steps after its checkpoint again. An incomplete
+    line of a killed run is left out.
     """
     history: dict[int, dict[str, float]] = {}
     for line in path.read_text().splitlines() if path.exists() else ():
@@ -45,16 +45,16 @@ def draw_summary(
     results: Mapping[str, float | None],
     path: pathlib.Path,
 ) -> None:
-    """Draws a run.
+    """Draw the curves of a run.
 
     Args:
-        history: Values by step, of those in `CURVES`, and with `HELD_OUT` before their names.
-        results: Values on held-out rows, drawn as lines.
-        path: The picture.
+        history: Values by step and name, as `read_history` returns them.
+        results: Values on held-out rows at the end, drawn as lines.
+        path: The picture's file.
 
     Raises:
         ImportError: matplotlib is not installed.
-        OSError: The picture cannot be written.
+        OSError: The file cannot be written.
     """
     try:
         from matplotlib.figure import Figure
@@ -65,7 +65,7 @@ def draw_summary(
     figure = Figure(figsize=(10, 7), layout="constrained")
     for axes, (name, title, result) in zip(figure.subplots(2, 2).flat, CURVES, strict=True):
         steps = [step for step, values in history.items() if name in values]
-        # A line of one point would not be seen.
+        # A curve of one point is invisible without a marker.
         marker = "o" if len(steps) == 1 else None
         axes.plot(steps, [history[step][name] for step in steps], marker=marker, label="training")
         evaluated = f"{HELD_OUT}{name}"

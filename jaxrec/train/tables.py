@@ -1,4 +1,4 @@
-"""Single tables in files: out to npy and Parquet, in from them and from TorchRec's state dicts."""
+"""Export and import of single tables: npy, Parquet and TorchRec's state dicts."""
 
 from __future__ import annotations
 
@@ -15,33 +15,34 @@ import pyarrow.parquet as pq
 from flax import nnx
 from jaxtyping import Array
 
+from jaxrec.atomic import write_atomically
 from jaxrec.embed import EmbeddingBagCollection, EmbeddingCollection
 from jaxrec.train.checkpoint import CheckpointError
 
-# Rows that are written or read at once.
+# Number of rows that are written or read at once.
 _ROWS = 1 << 16
 
 _ROW, _EMBEDDING = "row", "embedding"
 
-# What TorchRec's EmbeddingBagCollection and EmbeddingCollection call the rows of a table.
+# Names of tables in state dicts of TorchRec's EmbeddingBagCollection and EmbeddingCollection.
 _TORCHREC = re.compile(r"(?:.*\.)?(?:embedding_bags|embeddings)\.(?P<table>.+)\.weight")
 
 Collection = EmbeddingBagCollection | EmbeddingCollection
 
 
 def export_table(collection: Collection, name: str, path: str | os.PathLike[str]) -> None:
-    """Writes the rows of a table to an npy or a Parquet file.
+    """Write the rows of a table to an npy or a Parquet file.
 
     Args:
-        collection: Whose table it is.
-        name: The table.
-        path: ``.npy``: the array ``[num_embeddings, embedding_dim]``; bfloat16 is written as
-            float32. ``.parquet``: columns ``row`` and ``embedding``, a list of that many numbers.
-            The file appears when it is complete.
+        collection: The table's collection.
+        name: Name of the table.
+        path: The file, which appears when it is complete. ``.npy``: the array
+            ``[num_embeddings, embedding_dim]``, bfloat16 as float32. ``.parquet``: columns ``row``
+            and ``embedding``, a list of ``embedding_dim`` numbers.
 
     Raises:
-        KeyError: There is no table of that name.
-        ValueError: The file's name ends in something else.
+        KeyError: The collection has no such table.
+        ValueError: The file's name has another ending.
         OSError: The file cannot be written.
 
     Example:
@@ -57,14 +58,9 @@ def export_table(collection: Collection, name: str, path: str | os.PathLike[str]
     if path.suffix not in (".npy", ".parquet"):
         raise ValueError(f"a table is written to .npy or .parquet, got {path.name}")
     rows = collection.table(name)
-    unfinished = path.with_name(f".{path.name}.unfinished")
     write = _write_npy if path.suffix == ".npy" else _write_parquet
-    try:
+    with write_atomically(path) as unfinished:
         write(unfinished, rows)
-    except BaseException:
-        unfinished.unlink(missing_ok=True)
-        raise
-    unfinished.replace(path)
 
 
 def _pieces(rows: Array) -> Iterator[tuple[int, np.ndarray]]:
@@ -97,17 +93,17 @@ def _write_parquet(path: pathlib.Path, rows: Array) -> None:
 
 
 def import_table(collection: Collection, name: str, path: str | os.PathLike[str]) -> None:
-    """Sets the rows of a table from an npy or a Parquet file, as `export_table` writes them.
+    """Set the rows of a table from an npy or a Parquet file in the format of `export_table`.
 
     Args:
-        collection: Whose table it is; its optimizer state stays as it is.
-        name: The table.
-        path: ``.npy`` or ``.parquet``. The rows of a Parquet file may come in any order.
+        collection: The table's collection; its optimizer state does not change.
+        name: Name of the table.
+        path: File ``.npy`` or ``.parquet``. The rows of a Parquet file may have any order.
 
     Raises:
-        KeyError: There is no table of that name.
-        ValueError: The file holds no table of that shape: a row is missing, there twice, null or of
-            another length.
+        KeyError: The collection has no such table.
+        ValueError: The file holds another shape: a row is missing, repeated, null or has another
+            length.
         OSError: The file cannot be read.
     """
     path = pathlib.Path(path)
@@ -124,7 +120,7 @@ def _read_npy(path: pathlib.Path) -> np.ndarray:
     try:
         rows = np.load(path, mmap_mode="r", allow_pickle=False)
     except ValueError as error:
-        raise ValueError(f"{path} is no npy file of numbers: {error}") from None
+        raise ValueError(f"{path} is not an npy file of numbers: {error}") from None
     if not isinstance(rows, np.ndarray) or rows.dtype.kind not in "fiu":
         raise ValueError(f"{path}: expected one array of numbers")
     return rows
@@ -135,7 +131,7 @@ def _read_parquet(path: pathlib.Path, shape: tuple[int, ...]) -> np.ndarray:
     try:
         with pq.ParquetFile(path, page_checksum_verification=True) as file:
             if missing := {_ROW, _EMBEDDING} - set(file.schema_arrow.names):
-                raise ValueError(f"{path} is no table: it has no column {sorted(missing)[0]!r}")
+                raise ValueError(f"{path} is not a table: it has no column {sorted(missing)[0]!r}")
             for batch in file.iter_batches(_ROWS, columns=[_ROW, _EMBEDDING]):
                 numbers = _row_numbers(path, batch.column(_ROW), seen)
                 rows[numbers] = _embeddings(path, batch.column(_EMBEDDING), numbers, shape[1])
@@ -149,7 +145,7 @@ def _read_parquet(path: pathlib.Path, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def _row_numbers(path: pathlib.Path, column: pa.Array, seen: np.ndarray) -> np.ndarray:
-    """Check the row numbers of a piece of a file, and mark them in ``seen``."""
+    """Check the row numbers of a part of a file, and mark them in ``seen``."""
     if not pa.types.is_integer(column.type):
         raise ValueError(f"{path}: column {_ROW!r} holds {column.type}, expected integers")
     if column.null_count:
@@ -160,7 +156,7 @@ def _row_numbers(path: pathlib.Path, column: pa.Array, seen: np.ndarray) -> np.n
             f"{path}: rows reach from {numbers.min()} to {numbers.max()}, but the table has "
             f"{len(seen)}"
         )
-    # The order of sorting tells where a number comes again within the piece.
+    # Equal neighbours in sorted order are repeated numbers.
     order = np.argsort(numbers, kind="stable")
     again = seen[numbers]
     again[order[1:]] |= numbers[order[1:]] == numbers[order[:-1]]
@@ -173,7 +169,7 @@ def _row_numbers(path: pathlib.Path, column: pa.Array, seen: np.ndarray) -> np.n
 def _embeddings(
     path: pathlib.Path, column: pa.Array, numbers: np.ndarray, width: int
 ) -> np.ndarray:
-    """Check the embeddings of a piece of a file; returns ``[len(numbers), width]``."""
+    """Check the embeddings of a part of a file; return ``[len(numbers), width]``."""
     types = pa.types
     is_list = types.is_list(column.type) or types.is_large_list(column.type)
     is_list |= types.is_fixed_size_list(column.type)
@@ -199,22 +195,22 @@ def _embeddings(
 
 
 def load_torchrec(model: nnx.Module, path: str | os.PathLike[str]) -> list[str]:
-    """Sets the tables of a model from a TorchRec ``state_dict``, by their names.
+    """Set the tables of a model from a TorchRec ``state_dict``, by their names.
 
-    Save it with ``safetensors.torch.save_file(model.state_dict(), path)`` of an unsharded model, or
-    as the arrays of an npz file. A table is found under ``....embedding_bags.NAME.weight`` or
-    ``....embeddings.NAME.weight``; where several entries name a table, the one whose path is that
-    of the collection in the model is taken. One table at a time is in memory.
+    Save the unsharded model by ``safetensors.torch.save_file(model.state_dict(), path)``, or its
+    arrays as an npz file. The entry of a table is ``....embedding_bags.NAME.weight`` or
+    ``....embeddings.NAME.weight``. If several entries name the table, the entry whose path is the
+    collection's path in the model is read. Tables are read one at a time.
 
     Args:
         model: The model.
-        path: ``.safetensors`` (needs the extra ``jaxrec[torchrec]``) or ``.npz``.
+        path: File ``.safetensors`` (needs the extra ``jaxrec[torchrec]``) or ``.npz``.
 
     Returns:
-        The names of the entries that were not used, such as those of dense layers.
+        Names of the unused entries, such as those of dense layers.
 
     Raises:
-        CheckpointError: A table of the model is not in the file, or more than once, or with another
+        CheckpointError: A table of the model is missing in the file, ambiguous, or has another
             shape.
         ImportError: safetensors is not installed.
         OSError: The file cannot be read.
@@ -255,7 +251,7 @@ def _choose(names: list[str], where: str, table: str, path: pathlib.Path) -> str
 def _state_dict(
     path: pathlib.Path,
 ) -> Iterator[tuple[list[str], Callable[[str], Array | np.ndarray]]]:
-    """The names of the arrays in a file, and a function that reads one."""
+    """Yield the names of the arrays in a file, and a function that reads one."""
     if path.suffix == ".npz":
         with np.load(path, allow_pickle=False) as arrays:
             mapping: Mapping[str, np.ndarray] = arrays

@@ -1,4 +1,4 @@
-"""A trace of some steps, for TensorBoard's profiler or Perfetto."""
+"""A profile of some training steps."""
 
 from __future__ import annotations
 
@@ -9,17 +9,20 @@ from types import TracebackType
 
 import jax
 
-# The steps before compile, and warm up.
+from jaxrec.train.trainer import Callback, Trainer
+
+# Number of the first traced step of a run; earlier steps compile and warm up.
 FIRST_STEP = 5
 STEPS = 10
 
 
-class StepTrace:
-    """Traces some steps of a run; to be told of each.
+class StepTrace(Callback):
+    """Traces `STEPS` steps of a run for TensorBoard's profiler or Perfetto.
 
     Args:
-        directory: Where the trace goes; None: nothing is traced.
-        paused: Makes a context that lasts while steps are traced: they take longer than others.
+        directory: Directory of the trace; None: no trace.
+        paused: Function that returns a context, entered while steps are traced, since traced steps
+            are slower than others.
     """
 
     def __init__(
@@ -33,8 +36,11 @@ class StepTrace:
         self._steps = 0
         self._is_on = False
 
+    def on_step_dispatched(self, trainer: Trainer, step: int) -> None:
+        self.step()
+
     def step(self) -> None:
-        """Counts a step that begins."""
+        """Count a dispatched step; start or stop the trace."""
         if self._directory is None:
             return
         self._steps += 1

@@ -1,85 +1,156 @@
-"""A training loop for those who want one: steps, metrics, checkpoints, evaluation."""
+"""The training loop, and the callbacks that add to it."""
 
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import itertools
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, ClassVar
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float, Int
 
-from jaxrec.data.padding import pad_batch
-from jaxrec.embed import Optimizer, mean_gradients, value_and_grad
+from jaxrec.data import Pipeline, pad_batch
+from jaxrec.embed import Optimizer
 from jaxrec.embed.not_finite import NotFiniteError as NotFiniteError
 from jaxrec.embed.not_finite import bad_id_of_batch
-from jaxrec.embed.taps import Ahead, look_up_ahead, use_ahead
 from jaxrec.metrics import MetricGroup
-from jaxrec.metrics.writers import Writer
-from jaxrec.train.ahead import RoutedSteps
-from jaxrec.train.checkpoint import Run, Saver, load, load_state, open_checkpoint
-from jaxrec.train.checkpoint import steps as steps_of
+from jaxrec.tier import ahead
+from jaxrec.tier.tier import tier_of
+from jaxrec.train.checkpoint import (
+    CheckpointManager,
+    CheckpointMetadata,
+    load,
+    load_state,
+    open_checkpoint,
+)
 from jaxrec.train.evaluation import Evaluation
-from jaxrec.train.held import Held
-from jaxrec.train.loss import Loss, Outputs, call_loss, sample_count
-from jaxrec.train.pipeline import AHEAD, Pipeline
-from jaxrec.train.place import put
-from jaxrec.train.step import CompiledStep, compile_step
+from jaxrec.train.host_batch import put_batch
+from jaxrec.train.loss import Loss, Outputs
+from jaxrec.train.step import MAX_PENDING_STEPS
+from jaxrec.train.train_steps import DeviceResult, SemiSynchronousSteps, SynchronousSteps
 
-# The type of an argument, and how to make one.
+# Number of batches whose ids get their rows ahead of the steps.
+_LOOK_AHEAD = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class StepResult:
+    """Result of a training step.
+
+    Attributes:
+        step: Number of the step, from 1.
+        loss: Mean loss of its batches.
+        outputs: The outputs of the loss function, one mapping for each batch of the step; empty
+            unless a callback has ``needs_outputs``.
+    """
+
+    step: int
+    loss: float
+    outputs: tuple[Outputs, ...]
+
+
+class Callback:
+    """Actions at fixed moments of a training run.
+
+    Subclass it, override the hooks you need, and pass instances as ``Trainer(callbacks=[...])``.
+    At each moment the trainer calls the hook of all callbacks, in the order of the list, in the
+    thread that called `Trainer.train`; with several processes, in each of them.
+
+    JAX returns from a step before the devices have computed it, so that a step has two moments::
+
+        on_train_start
+        for each step:
+            on_step_dispatched      the model holds the arrays of the updated parameters
+            ...                     up to two more steps are dispatched meanwhile
+            on_step_end             the loss is known
+        on_train_end
+
+    A hook may set ``trainer.should_stop = True``: training then ends after the current step. If a
+    hook raises an exception, `Trainer.train` raises it without calling further hooks.
+
+    Attributes:
+        needs_outputs: Whether `on_step_end` reads ``result.outputs``. If no callback does, the
+            compiled step does not return them.
+
+    Example:
+        >>> class StopAtLoss(Callback):
+        ...     def on_step_end(self, trainer, result):
+        ...         trainer.should_stop |= result.loss < 0.1
+    """
+
+    needs_outputs: ClassVar[bool] = False
+
+    def on_train_start(self, trainer: Trainer) -> None:
+        """Act before the first batch is read."""
+
+    def on_step_dispatched(self, trainer: Trainer, step: int) -> None:
+        """Act after a step is dispatched; for work that is done every ``n`` steps.
+
+        Call ``trainer.wait()`` first if the action must not follow a step that fails, such as
+        saving the model.
+
+        Args:
+            trainer: The trainer.
+            step: Number of the step, from 1.
+        """
+
+    def on_step_end(self, trainer: Trainer, result: StepResult) -> None:
+        """Act on the result of a step; called in the order of steps, not for skipped steps."""
+
+    def on_train_end(self, trainer: Trainer) -> None:
+        """Act after the last step has ended without an error."""
+
+
+# For each argument its type, and how the error describes it.
 _KINDS: dict[str, tuple[Any, str]] = {
     "model": (nnx.Module, "a Flax module (flax.nnx.Module)"),
     "optimizer": (Optimizer, "jaxrec.Optimizer(model, optax.adam(1e-3))"),
     "loss": (Callable, "a function loss(model, batch)"),
     "metrics": (MetricGroup | None, "jaxrec.metrics.MetricGroup(tasks, metrics)"),
     "batch_size": (int | None, "a number of samples"),
-    "saver": (Saver | None, "jaxrec.train.Saver(directory)"),
+    "callbacks": (list | tuple, "a list of callbacks"),
 }
 
 
 @dataclasses.dataclass(kw_only=True)
 class Trainer:
-    """Trains a model on batches that are read and put on the devices while it computes.
+    """A training loop that reads batches and puts them on the devices while they compute.
 
     Attributes:
         model: The model; on a mesh after `jaxrec.shard`.
-        optimizer: Its optimizer.
-        loss: ``loss(model, batch)`` returns the loss to minimise, and by name the arrays that
-            ``metrics`` are made of. With ``batch_size``, or batches that are a
-            `jaxrec.data.WeightedBatch`, it is ``loss(model, batch, weights)``: a mean over samples
-            is ``(weights * losses).sum() / weights.sum()``, and the weights are among the outputs
-            where a `jaxrec.metrics.Task` names them.
-        metrics: What to measure in each step; None: nothing but the loss.
-        batch_size: Samples of each batch, of this process. Smaller batches, such as the last of an
-            epoch, are padded to it with samples of weight 0 (`jaxrec.data.pad_batch`), so that all
-            samples count, once, on any number of devices. None: batches stay as they are.
-        place: Puts a batch on the devices; with a mesh
+        optimizer: The model's optimizer.
+        loss: ``loss(model, batch)`` returns the loss to minimise and a mapping of output arrays by
+            name, from which ``metrics`` are computed. With ``batch_size``, or batches of type
+            `jaxrec.data.WeightedBatch`, it is called as ``loss(model, batch, weights)``; the mean
+            over samples is then ``(weights * losses).sum() / weights.sum()``, and the outputs hold
+            the weights if a `jaxrec.metrics.Task` names them.
+        metrics: Metrics of the training batches; None: only the loss.
+        batch_size: Number of samples of each batch of this process. Smaller batches, such as the
+            last of an epoch, are padded with samples of weight 0 (`jaxrec.data.pad_batch`), so that
+            each sample counts once on any number of devices. None: batches are not padded.
+        place: Function that puts a batch on the devices; with a mesh
             ``lambda batch: jaxrec.mesh.shard_batch(batch, mesh)``.
-        stages: What else happens to a batch before that, each in a thread of its own.
-        accumulate: Batches of a step: their gradients' mean, each batch with the weight of its
-            samples, makes one update.
-        semi_synchronous: Whether a step looks up the embeddings of the next before it updates the
-            tables: they then lack one update, and lookups need not wait for it. (TorchRec's
-            ``TrainPipelineSemiSync``.) Dense layers lack none.
-        saver: Where checkpoints go; None: nowhere.
-        save_every: Steps from checkpoint to checkpoint.
-        writer: Where the metrics go; None: nowhere.
-        write_every: Steps from writing to writing.
-        stop: Asked after each step; training ends early, and saves, once it says so.
-        max_skipped: Steps in a row that may be skipped because their loss or a gradient is not
-            finite. Such steps change nothing, in the metrics neither; one more in a row ends
-            training. 0: the first one does.
-        on_step: Told the number and the loss of each step that is not skipped, two steps late.
+        stages: Functions that process a batch before ``place``, each in its own thread.
+        accumulate: Number of batches of one update. The update takes the mean of their gradients,
+            weighted by their numbers of samples.
+        semi_synchronous: Whether a step looks up the embeddings of the next batch before it updates
+            the tables. Lookups then do not wait for the update, and their embeddings lack it.
+            (TorchRec's ``TrainPipelineSemiSync``.) Dense layers lack no update.
+        max_skipped: Number of steps in a row that may be skipped because their loss or a gradient
+            is not finite. A skipped step changes neither the model nor the metrics. One more in a
+            row ends training; 0: the first one does.
+        callbacks: Actions besides the steps, such as `SaveCheckpoints` and `WriteMetrics`.
+        should_stop: Set by a callback to end training after the current step.
 
     Raises:
-        TypeError: An argument is of another type, such as an optax optimizer.
-        ValueError: A number is below 1, or semi-synchronous steps are to accumulate.
+        TypeError: An argument has another type, such as an optax optimizer.
+        ValueError: A number is below 1, or ``semi_synchronous`` comes with ``accumulate``.
 
     Example:
         >>> import optax, jaxrec
@@ -100,23 +171,24 @@ class Trainer:
     loss: Loss
     metrics: MetricGroup | None = None
     batch_size: int | None = None
-    place: Callable[[Any], Any] = put
+    place: Callable[[Any], Any] = put_batch
     stages: tuple[Callable[[Any], Any], ...] = ()
     accumulate: int = 1
     semi_synchronous: bool = False
-    saver: Saver | None = None
-    save_every: int = 1000
-    writer: Writer | None = None
-    write_every: int = 100
-    stop: Callable[[], Any] = lambda: False
     max_skipped: int = 0
-    on_step: Callable[[int, float], None] = lambda step, loss: None
+    callbacks: Sequence[Callback] = ()
+    should_stop: bool = dataclasses.field(default=False, init=False)
 
     def __post_init__(self) -> None:
         for name, (kind, wanted) in _KINDS.items():
             if not isinstance(given := getattr(self, name), kind):
                 raise TypeError(f"{name} must be {wanted}, got a {type(given).__name__}")
-        for name in ("accumulate", "save_every", "write_every", "batch_size"):
+        for callback in self.callbacks:
+            if not isinstance(callback, Callback):
+                raise TypeError(
+                    f"callbacks must be jaxrec.train.Callback, got a {type(callback).__name__}"
+                )
+        for name in ("accumulate", "batch_size"):
             if (number := getattr(self, name)) is not None and number < 1:
                 raise ValueError(f"{name} is {number}; it must be 1 or more")
         if self.max_skipped < 0:
@@ -125,299 +197,228 @@ class Trainer:
             raise ValueError(
                 "semi-synchronous steps take one batch each; accumulate batches in synchronous ones"
             )
-        self._measured = Held(None if self.metrics is None else self.metrics.init())
+        self._metric_state: nnx.Variable[Any] = nnx.Variable(
+            None if self.metrics is None else self.metrics.init()
+        )
         self._batches_used = 0
-        self._goes_on = False
+        self._is_restored = False
         self._evaluation = Evaluation()
-        self._steps: _Steps | None = None
+        self._steps: SynchronousSteps | SemiSynchronousSteps | None = None
+        self._settings: tuple[Any, ...] = ()
+        self._pending: collections.deque[tuple[int, DeviceResult, tuple[Any, ...]]] = (
+            collections.deque()
+        )
 
-    def restore(self, step: int | None = None) -> Run:
-        """Goes back to a checkpoint of the saver's directory, metrics included; None: the newest.
+    @property
+    def step(self) -> int:
+        """Number of steps that have updated the model; waits for the devices."""
+        return int(self.optimizer.step.get_value())
 
-        One that is still being written is waited for. The data goes on at batch ``Run.batches``.
-
-        Raises:
-            CheckpointError: There is no such checkpoint, or it is of another model.
-            OSError: The one that was being written could not be.
-            ValueError: There is no saver.
-        """
-        if self.saver is None:
-            raise ValueError("a trainer without a saver has nothing to restore from")
-        self.saver.wait()
-        path = open_checkpoint(self.saver.directory, step)
-        measured = load_state(path, self._measured.get())
-        run = load(path, self.model, self.optimizer)
-        self._measured.set(measured)
-        self._batches_used = run.batches or 0
-        self._goes_on = True
-        return run
-
-    def train(self, batches: Iterable[Any], steps: int | None = None) -> int:
-        """Trains on the batches, in order.
+    def restore(
+        self, checkpoints: CheckpointManager | str | os.PathLike[str], step: int | None = None
+    ) -> CheckpointMetadata:
+        """Load the model, the optimizer and the state of the metrics from a checkpoint.
 
         Args:
-            batches: Host batches, all of one shape where possible, as each shape compiles a step.
-                Those of a step that is not full at the end are left out.
-            steps: How many to make at most; None: until the batches end.
+            checkpoints: Directory of the checkpoints, or their manager, which first completes the
+                checkpoint that it is writing.
+            step: The checkpoint's step; None: the newest.
 
         Returns:
-            Steps made, without those that were skipped; 0 where `restore` found the run at its end.
+            The checkpoint's metadata; training continues with batch number ``metadata.batches``.
+
+        Raises:
+            CheckpointError: There is no such checkpoint, it is damaged, or it is of another model.
+            OSError: The manager cannot write its checkpoint.
+        """
+        if isinstance(checkpoints, CheckpointManager):
+            checkpoints.wait_until_finished()
+            checkpoints = checkpoints.directory
+        path = open_checkpoint(checkpoints, step)
+        state = load_state(path, self._metric_state.get_value())
+        metadata = load(path, self.model, self.optimizer)
+        self._metric_state.set_value(state)
+        batches = metadata.batches
+        self._batches_used = metadata.step * self.accumulate if batches is None else batches
+        self._is_restored = True
+        return metadata
+
+    def save(
+        self,
+        manager: CheckpointManager,
+        *,
+        metrics: Mapping[str, float] | None = None,
+        plan: str | None = None,
+    ) -> None:
+        """Start saving a checkpoint, with the state of the metrics.
+
+        Args:
+            manager: The manager of the checkpoints.
+            metrics: Values by which the manager ranks checkpoints; None: `compute_metrics`.
+            plan: The sharding plan as JSON.
+
+        Raises:
+            OSError: The checkpoint cannot be written.
+        """
+        manager.save(
+            self.model,
+            self.optimizer,
+            state=self._metric_state.get_value(),
+            batches=self._batches_used,
+            metrics=self.compute_metrics() if metrics is None else metrics,
+            plan=plan,
+        )
+
+    def train(self, batches: Iterable[Any], steps: int | None = None) -> int:
+        """Train on batches in order.
+
+        Args:
+            batches: Host batches. Give them one shape where possible, since each shape compiles a
+                step. Too few batches for a whole step at the end are left out.
+            steps: Largest number of steps; None: until the batches end.
+
+        Returns:
+            Number of steps that updated the model, without skipped steps; 0 if `restore` loaded the
+            end of the run.
 
         Raises:
             NotFiniteError: The loss or a gradient of more than ``max_skipped`` steps in a row is
-                not finite; the error names an id outside its table if there is one. What was saved
-                before stays.
+                not finite; the error names an id outside its table if there is one.
             TypeError: The loss takes or returns something else, or a batch has no numbers.
             ValueError: There are no batches, or too few for a step, or a batch has more samples
                 than ``batch_size``.
-            Exception: What the batches, the stages or the writer raise.
+            Exception: Any exception of the batches, the stages or a callback.
         """
         if steps is not None and steps < 0:
             raise ValueError(f"steps is {steps}; it must be 0 or more")
-        number = first = int(self.optimizer.step.get_value())
-        under_way: collections.deque[tuple[int, StepResult, tuple[Any, ...]]] = collections.deque()
-
-        def finish(left: int) -> None:
-            while len(under_way) > left:
-                step, result, step_batches = under_way.popleft()
-                loss, skipped = float(result.loss), int(result.skipped_in_a_row)
-                if skipped > self.max_skipped:
-                    raise not_finite(self.model, step, loss, step_batches, skipped)
-                if not skipped:
-                    self.on_step(step, loss)
-
-        with Pipeline(batches, *self.stages, self._put) as placed:
+        number = first = self.step
+        self.should_stop = False
+        self._pending.clear()
+        for callback in self.callbacks:
+            callback.on_train_start(self)
+        with self._placed(batches, is_training=True) as placed:
             for step_batches, result in self._results(placed, steps):
                 number += 1
                 self._batches_used += self.accumulate
-                under_way.append((number, result, step_batches))
-                finish(AHEAD)
-                if self.writer is not None and number % self.write_every == 0:
-                    finish(0)
-                    self.writer.write(number, {"loss": float(result.loss), **self.measured()})
-                if self.stop():
+                self._pending.append((number, result, step_batches))
+                self._finish_steps(MAX_PENDING_STEPS)
+                for callback in self.callbacks:
+                    callback.on_step_dispatched(self, number)
+                if self.should_stop:
                     break
-                if self.saver is not None and number % self.save_every == 0:
-                    finish(0)
-                    self.save()
-        finish(0)
-        if number == first and steps != 0 and not self._goes_on:
+        self.wait()
+        if number == first and steps != 0 and not self._is_restored:
             raise ValueError(
                 "there are no batches to train on; an iterator gives its batches once, so make a "
                 "new one for each epoch"
             )
-        self._goes_on = False
-        made = int(self.optimizer.step.get_value()) - first
-        if self.saver is not None:
-            self.saver.wait()
-            # A checkpoint that is there is not written again: while it is, there would be none.
-            if made and first + made not in steps_of(self.saver.directory):
-                self.save()
-                self.saver.wait()
-        return made
+        self._is_restored = False
+        for callback in self.callbacks:
+            callback.on_train_end(self)
+        return self.step - first
 
-    def save(self, metrics: Mapping[str, float] | None = None) -> None:
-        """Saves now, while training goes on; ``metrics`` to choose the best checkpoints by.
+    def wait(self) -> None:
+        """Wait for the results of all dispatched steps; calls `Callback.on_step_end` for each.
 
         Raises:
-            OSError: It cannot be written.
-            ValueError: There is no saver.
+            NotFiniteError: As `train`.
         """
-        if self.saver is None:
-            raise ValueError("a trainer without a saver cannot save")
-        self.saver.save(
-            self.model,
-            self.optimizer,
-            state=self._measured.get(),
-            batches=self._batches_used,
-            metrics=self.measured() if metrics is None else metrics,
-        )
+        self._finish_steps(0)
 
-    def measured(self) -> dict[str, float]:
-        """The metrics of the steps so far; waits for them."""
-        return {} if self.metrics is None else self.metrics.compute(self._measured.get())
+    def _finish_steps(self, num_pending: int) -> None:
+        """Wait for results until at most the given number of steps is under way."""
+        while len(self._pending) > num_pending:
+            step, result, batches = self._pending.popleft()
+            loss, skipped = float(result.loss), int(result.skipped_in_a_row)
+            if skipped > self.max_skipped:
+                raise _not_finite_error(self.model, step, loss, batches, skipped)
+            if not skipped:
+                for callback in self.callbacks:
+                    callback.on_step_end(self, StepResult(step, loss, result.outputs))
+
+    def compute_metrics(self) -> dict[str, float]:
+        """Return the metrics of the steps so far; waits for the devices."""
+        if self.metrics is None:
+            return {}
+        return self.metrics.compute(self._metric_state.get_value())
 
     def evaluate(
         self, batches: Iterable[Any], metrics: MetricGroup | None = None
     ) -> dict[str, float]:
-        """Measure the model on other batches: the metrics, and the mean loss over the samples.
+        """Measure the metrics and the mean loss over the samples of other batches.
 
-        A copy of the model in evaluation mode does it (``nnx.Module.eval``: no dropout, running
-        statistics in batch normalization), so that the model itself stays as it is. The loss of
-        each batch counts by the sum of its weights, or by its samples where it has none. Programs
-        are kept for the next call.
+        It evaluates a copy of the model in evaluation mode (``nnx.Module.eval``: no dropout,
+        running statistics in batch normalization); the model itself does not change. The loss of a
+        batch has the sum of its sample weights as its weight, or its number of samples. A second
+        call compiles nothing.
 
         Args:
             batches: Host batches.
-            metrics: What to measure; None: what training measures.
+            metrics: The metrics; None: those of training.
+
+        Returns:
+            ``loss`` and the metrics by name.
 
         Raises:
             TypeError: As for `train`.
             ValueError: There are no batches, or a batch has more samples than ``batch_size``.
         """
         group = self.metrics if metrics is None else metrics
-        with Pipeline(batches, *self.stages, self._put) as placed:
+        with self._placed(batches, is_training=False) as placed:
             return self._evaluation(self.model, self.loss, group, placed)
 
-    def _put(self, batch: Any) -> Any:
-        """A host batch, padded, on the devices."""
-        return self.place(batch if self.batch_size is None else pad_batch(batch, self.batch_size))
+    def _placed(
+        self, batches: Iterable[Any], *, is_training: bool
+    ) -> AbstractContextManager[Iterator[Any]]:
+        """Process batches ahead of the steps, give their ids rows, and put them on the devices."""
+        if tier_of(self.model) is None:
+            return Pipeline(batches, *self.stages, lambda batch: self.place(self._padded(batch)))
+        return contextlib.closing(
+            ahead(
+                self.model,
+                Pipeline(batches, *self.stages, self._padded),
+                # A step may be dispatched after the batches of the next one were taken.
+                max(_LOOK_AHEAD, 2 * self.accumulate),
+                is_training=is_training,
+                place=self.place,
+            )
+        )
 
-    def _loss(self, model: nnx.Module, batch: Any) -> tuple[Float[Array, ""], Outputs]:
-        return call_loss(self.loss, model, batch, has_metrics=self.metrics is not None)
+    def _padded(self, batch: Any) -> Any:
+        return batch if self.batch_size is None else pad_batch(batch, self.batch_size)
 
     def _results(
         self, batches: Iterator[Any], steps: int | None
-    ) -> Iterator[tuple[tuple[Any, ...], StepResult]]:
-        """Make steps; yield the batches and the result of each, not waited for."""
-        results = self._behind(batches) if self.semi_synchronous else self._in_order(batches)
-        return itertools.islice(results, steps)
-
-    def _in_order(self, batches: Iterator[Any]) -> Iterator[tuple[tuple[Any, ...], StepResult]]:
-        def parts() -> Iterator[tuple[Any, ...]]:
-            is_first = True
-            while len(part := tuple(itertools.islice(batches, self.accumulate))) == self.accumulate:
-                yield part
-                is_first = False
-            if is_first and part:
-                raise ValueError(
-                    f"a step takes accumulate={self.accumulate} batches, but there are only "
-                    f"{len(part)}"
-                )
-
-        def forward(model: nnx.Module, part: tuple[Any, ...]) -> None:
-            for batch in part:
-                self._loss(model, batch)
-
-        steps = self._compiled(
-            lambda: RoutedSteps(self._step, forward, self.model, self.optimizer, self._measured)
+    ) -> Iterator[tuple[tuple[Any, ...], DeviceResult]]:
+        """Dispatch steps; yield the batches of each step and its result on the devices."""
+        kind = SemiSynchronousSteps if self.semi_synchronous else SynchronousSteps
+        returns_outputs = any(callback.needs_outputs for callback in self.callbacks)
+        settings = (
+            kind,
+            self.model,
+            self.optimizer,
+            self.loss,
+            self.metrics,
+            self._metric_state,
+            returns_outputs,
         )
-        return steps(parts())
-
-    def _compiled(self, make: Callable[[], Any]) -> Any:
-        """Steps made earlier, and others once a setting that they were made for has changed."""
-        settings = [
-            getattr(self, name)
-            for name in ("model", "optimizer", "loss", "metrics", "semi_synchronous")
-        ]
-        if self._steps is None or not all(map(operator.is_, self._steps.settings, settings)):
-            self._steps = _Steps(settings, make())
-        return self._steps.steps
-
-    def _step(
-        self, model: nnx.Module, optimizer: Optimizer, measured: Held, batches: tuple[Any, ...]
-    ) -> StepResult:
-        # The mean of the gradients divides by the number of batches, not by their samples.
-        counts = [sample_count(batch) for batch in batches] if len(batches) > 1 else [1]
-        losses, parts, before = [], [], measured.get()
-        for batch, count in zip(batches, counts, strict=True):
-            share = count * len(counts) / sum(counts)
-
-            def loss_fn(
-                model: nnx.Module, batch: Any, share: Any = share
-            ) -> tuple[Float[Array, ""], Outputs]:
-                loss, outputs = self._loss(model, batch)
-                return loss * share, outputs
-
-            (loss, outputs), gradients = value_and_grad(loss_fn, has_aux=True)(model, batch)
-            self._measure(measured, outputs)
-            losses.append(loss)
-            parts.append(gradients)
-        optimizer.update(model, parts[0] if len(parts) == 1 else mean_gradients(parts))
-        return _finish_step(optimizer, measured, before, sum(losses) / len(losses))
-
-    def _measure(self, measured: Held, outputs: Mapping[str, Array]) -> None:
-        if self.metrics is not None:
-            measured.set(self.metrics.update(measured.get(), outputs))
-
-    def _behind(self, batches: Iterator[Any]) -> Iterator[tuple[tuple[Any, ...], StepResult]]:
-        batch = next(batches, None)
-        if batch is None:
-            return
-        first, ahead, step = self._compiled(self._make_steps_behind)
-        ahead.set(first(*nnx.split(self.model), batch))
-        for following in itertools.chain(batches, (None,)):
-            # After the last there is nothing to look up; it looks itself up again.
-            yield (batch,), step(batch, batch if following is None else following)
-            batch = following
-
-    def _make_steps_behind(self) -> tuple[Any, Held, CompiledStep]:
-        """The lookup of the first batch, the embeddings looked up ahead, and the step."""
-        ahead = Held(None)
-        first = jax.jit(
-            lambda graph, state, batch: self._look_up(nnx.merge(graph, state), batch),
-            static_argnums=0,
-        )
-        modules = (self.model, self.optimizer, self._measured, ahead)
-        return first, ahead, compile_step(self._step_behind, *modules)
-
-    def _look_up(self, model: nnx.Module, batch: Any) -> dict[str, list[Ahead]]:
-        return look_up_ahead(lambda model: self._loss(model, batch), model)
-
-    def _step_behind(
-        self,
-        model: nnx.Module,
-        optimizer: Optimizer,
-        measured: Held,
-        found: Held,
-        batch: Any,
-        following: Any,
-    ) -> StepResult:
-        before = measured.get()
-        with use_ahead(model, found.get()):
-            (loss, outputs), gradients = value_and_grad(self._loss, has_aux=True)(model, batch)
-        self._measure(measured, outputs)
-        next_found = self._look_up(model, following)
-        # The tables may be written when the lookups have read them, and not before.
-        looked_up = [call.activations for calls in next_found.values() for call in calls]
-        read = sum(x.astype(jnp.float32).sum() for x in jax.tree.leaves(looked_up))
-        gradients = gradients.tied_to(jnp.asarray(read, jnp.float32))
-        optimizer.update(model, gradients)
-        found.set(next_found)
-        return _finish_step(optimizer, measured, before, loss)
+        # The compiled steps serve until a setting changes.
+        if self._steps is None or not all(map(operator.is_, self._settings, settings)):
+            self._steps, self._settings = kind(*settings[1:]), settings
+        return itertools.islice(self._steps(batches, self.accumulate), steps)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Steps:
-    """Compiled steps, and the settings that they were made for."""
-
-    settings: list[Any]
-    steps: Any
-
-
-class StepResult(NamedTuple):
-    """The result of a step.
-
-    Attributes:
-        loss: The mean loss of its batches.
-        skipped_in_a_row: Steps skipped since the last update, this one included.
-    """
-
-    loss: Float[Array, ""]
-    skipped_in_a_row: Int[Array, ""]
-
-
-def _finish_step(
-    optimizer: Optimizer, measured: Held, before: Any, loss: Float[Array, ""]
-) -> StepResult:
-    """Set the metrics back where the step was skipped, and return its result."""
-    skipped = optimizer.skipped_in_a_row.get_value()
-    keep = lambda new, old: jnp.where(skipped > 0, old, new)  # noqa: E731
-    measured.set(jax.tree.map(keep, measured.get(), before))
-    return StepResult(loss, skipped)
-
-
-def not_finite(
-    model: nnx.Module, step: int, loss: float, batches: tuple[Any, ...], skipped: int = 1
+def _not_finite_error(
+    model: nnx.Module, step: int, loss: float, batches: tuple[Any, ...], skipped: int
 ) -> NotFiniteError:
-    """Return the error of a step that was skipped.
+    """Return the error of a skipped step.
 
     Args:
         model: The model.
-        step: The number of the step.
-        loss: Its loss.
-        batches: Its batches, which are looked through for ids outside their tables.
-        skipped: Steps skipped in a row, this one included.
+        step: Number of the step.
+        loss: Loss of the step.
+        batches: Batches of the step, which are searched for ids outside their tables.
+        skipped: Number of steps skipped in a row, this one included.
     """
     subject = "a gradient is not finite" if np.isfinite(loss) else f"the loss is {loss}"
     where = f"{subject} at step {step}"

@@ -56,16 +56,16 @@ def test_two_of_three_items_follow(generated):
         np.testing.assert_array_equal(one, other)
 
 
-@pytest.mark.parametrize("place", [-1, -2])
-def test_candidates(generated, place):
-    found = generated.candidates(place, others=100, seed=3)
+@pytest.mark.parametrize("position", [-1, -2])
+def test_candidates(generated, position):
+    found = generated.candidates(position, others=100, seed=3)
     assert found.shape == (60, 101)
     for row, candidates in zip(generated.sequences, found.tolist(), strict=True):
-        assert candidates[0] == row[place]
+        assert candidates[0] == row[position]
         assert len({*candidates}) == 101
         assert not {*row.tolist()} & {*candidates[1:]}
-    np.testing.assert_array_equal(generated.candidates(place, others=100, seed=3), found)
-    assert (generated.candidates(place, others=100, seed=4) != found).any()
+    np.testing.assert_array_equal(generated.candidates(position, others=100, seed=3), found)
+    assert (generated.candidates(position, others=100, seed=4) != found).any()
 
 
 def test_candidates_come_by_popularity():

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from jaxrec.data import Packer, usual_capacity
+from jaxrec.ragged import hash_ids
 
 
 def test_capacities_only_grow():
@@ -45,3 +46,15 @@ def test_usual_capacity_holds_nearly_every_batch():
     sums = [rng.choice(lengths, 64).sum() for _ in range(1000)]
     assert np.mean(np.array(sums) <= room) > 0.99
     assert room < 2 * 64 * lengths.mean()
+
+
+def test_raw_ids():
+    pack = Packer(("a", "b"), id_bits=64)
+    batch = pack(a=[[2**60], [-7, 2**64 - 2]], b=[["x"], []])
+    assert batch.values.dtype == np.int64
+    assert batch["a"].to_lists() == [[2**60], [-7, -2]]
+    assert batch["b"].to_lists()[0] == [int(hash_ids(["x"], None).view(np.int64)[0])]
+    (padded,) = pack.batches(3, a=[[2**60]], b=[["x"]])
+    assert padded.batch["a"].to_lists() == [[2**60], [], []]
+    with pytest.raises(ValueError, match="does not fit int32"):
+        Packer(("a",))(a=[[2**60]])

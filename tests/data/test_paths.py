@@ -18,7 +18,7 @@ from jaxrec.data import (
     movielens_users,
 )
 from jaxrec.data.contiguous import ContiguousMap
-from jaxrec.data.convert import convert, is_converted, read_summary
+from jaxrec.data.conversion import convert, is_converted, read_summary
 from jaxrec.data.parts import Conversion
 from tests.data.test_criteo import KAGGLE
 
@@ -34,7 +34,7 @@ def test_paths_as_text(tmp_path):
     pq.write_table(pa.table({"id": [1, 2, 3]}), f"{here}/ids.parquet")
     groups = ParquetGroups((f"{here}/ids.parquet",))
     assert groups.read(0)["id"].to_pylist() == [1, 2, 3]
-    assert groups.place(0) == (tmp_path / "ids.parquet", 0)
+    assert groups.location(0) == (tmp_path / "ids.parquet", 0)
     np.save(f"{here}/x.npy", np.arange(3))
     assert NpyGroups({"x": f"{here}/x.npy"}).sizes == (3,)
     numbers = ContiguousMap(np.array([5], np.uint32), np.array([2], np.int32))

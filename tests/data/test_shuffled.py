@@ -214,13 +214,13 @@ def test_what_cannot_be_read(tmp_path):
     with pytest.raises(DataError, match=r"0.parquet has no column 'y'; its columns are x, bag"):
         _ = ParquetGroups(groups.paths, ("y",)).sizes
     (tmp_path / "no.parquet").write_bytes(b"x" * 100)
-    with pytest.raises(DataError, match="is no Parquet file"):
+    with pytest.raises(DataError, match="is not a Parquet file"):
         _ = ParquetGroups.of_directory(tmp_path).sizes
     np.save(tmp_path / "a.npy", np.zeros(3))
     np.save(tmp_path / "b.npy", np.zeros(4))
     with pytest.raises(DataError, match="with equal rows"):
         _ = NpyGroups({"a": tmp_path / "a.npy", "b": tmp_path / "b.npy"}).sizes
-    with pytest.raises(DataError, match="is no npy file"):
+    with pytest.raises(DataError, match="is not an npy file"):
         _ = NpyGroups({"a": tmp_path / "no.parquet"}).sizes
     with pytest.raises(DataError, match="make no batch of 40: a process of 2 has 3"):
         len(BatchSource(groups, 40, shard=Shard(0, 2)))

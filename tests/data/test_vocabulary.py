@@ -141,7 +141,7 @@ def test_saved_and_loaded(tmp_path):
     with pytest.raises(DataError, match="holds no vocabulary"):
         Vocabulary.load(path)
     path.write_text("x")
-    with pytest.raises(DataError, match="is no Parquet file"):
+    with pytest.raises(DataError, match="is not a Parquet file"):
         Vocabulary.load(path)
 
 

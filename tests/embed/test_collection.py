@@ -280,7 +280,7 @@ class TestIdsOutsideTheTable:
         return jaxrec.EmbeddingBagCollection(tables, optimizer=UNIT_SGD, rngs=nnx.Rngs(0))
 
     def test_error_outside_of_jit(self, bad):
-        message = f"feature 'a', sample 1: id {bad} is outside its table's 10 rows"
+        message = f"feature 'a', sample 1: id {bad} is outside [0, 10), the ids of its table"
         with pytest.raises(ValueError, match=re.escape(message)):
             self.collection()(self.batch(bad))
 

@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 import jaxrec
-from jaxrec.embed import taps
+from jaxrec.embed import tables
 
 RATE = 0.5
 
@@ -89,7 +89,7 @@ class TestWholeTables:
         np.testing.assert_allclose(after["product"], (1 - 2 * RATE) * before, atol=1e-6)
 
     def test_a_large_table_is_refused_with_the_remedy(self, monkeypatch):
-        monkeypatch.setattr(taps, "MAX_DENSE_GRADIENT_BYTES", 8 * 4 * 4 - 1)
+        monkeypatch.setattr(tables, "MAX_DENSE_GRADIENT_BYTES", 8 * 4 * 4 - 1)
         with pytest.raises(TypeError, match="'user', whose gradient takes 128 bytes"):
             jaxrec.value_and_grad(lambda model: model.table("user").sum())(make())
 
@@ -99,7 +99,7 @@ class TestWholeTables:
             {name: jaxrec.mesh.row_wise() for name in ("user", "product")}
         )
         model = jaxrec.shard(make(), plan, mesh)
-        with pytest.raises(TypeError, match="'user', which lies over a mesh"):
+        with pytest.raises(TypeError, match="'user', whose rows do not lie on one device"):
             jaxrec.value_and_grad(lambda model: model.table("user").sum())(model)
         assert model.table("user").shape == (8, 4)
 

@@ -15,7 +15,7 @@ from jaxrec.embed.not_finite import NotFiniteError, bad_id_of_batch
 PLACEMENTS = {
     "one device": None,
     "row_wise by rows": lambda: jaxrec.mesh.row_wise(exchange="rows"),
-    "row_wise by sums": lambda: jaxrec.mesh.row_wise(exchange="sums"),
+    "row_wise by sums": lambda: jaxrec.mesh.row_wise(exchange="pooled"),
     "table_wise": lambda: jaxrec.mesh.table_wise(1),
     "column_wise": lambda: jaxrec.mesh.column_wise((0, 1)),
     "data_parallel": jaxrec.mesh.data_parallel,
@@ -169,7 +169,7 @@ class TestDebug:
         optimizer = jaxrec.Optimizer(model, optax.sgd(0.1), debug=True)
         train_step(model, optimizer, jaxrec.KeyedJaggedArray.from_lists(GOOD), 1.0)
         bad = jaxrec.KeyedJaggedArray.from_lists(BAD)
-        with pytest.raises(Exception, match="'user', sample 2: id 8 is outside its table's 8 rows"):
+        with pytest.raises(Exception, match=r"'user', sample 2: id 8 is outside \[0, 8\)"):
             finish(train_step, model, optimizer, bad, 1.0)
 
     @pytest.mark.parametrize("is_compiled", [False, True], ids=["eager", "compiled"])
@@ -192,11 +192,11 @@ class TestDebug:
 class TestBadIds:
     def test_a_model_called_outside_of_jit_names_the_id(self, session):
         model, _, put = session
-        with pytest.raises(ValueError, match=r"'user', sample 2: id 8 is outside .* 8 rows"):
+        with pytest.raises(ValueError, match=r"'user', sample 2: id 8 is outside \[0, 8\)"):
             model(put(BAD))
 
     def test_the_first_bad_id_of_a_pytree_is_found(self, session):
         model, _, put = session
         assert bad_id_of_batch(model, (put(GOOD), np.ones(4))) is None
-        expected = "feature 'user', sample 2: id 8 is outside its table's 8 rows (1 such id"
+        expected = "feature 'user', sample 2: id 8 is outside [0, 8), the ids of its table (1"
         assert bad_id_of_batch(model, {"features": put(BAD)}).startswith(expected)

@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 import jaxrec
-from jaxrec.embed import init_tables, read_state, read_table, write_state, write_table
+from jaxrec.embed import init_tables
 from jaxrec.embed.initialize import BLOCK_ELEMENTS, draw_and_scale, initialize_rows
 from jaxrec.embed.layout import MAX_ROWS, layout_tables
 
@@ -85,7 +85,7 @@ def test_initializers_of_any_scale_pass(dim):
 )
 def test_initializers(initializer, low, high, deviation):
     tables = init_tables([Bag("a", 3000, 4, initializer=initializer)], SGD, jax.random.key(0))
-    values = np.asarray(read_table(tables, "a"))
+    values = np.asarray(tables.read("a"))
     assert values.min() >= low - 1e-7
     assert values.max() <= high + 1e-7
     np.testing.assert_allclose(values.std(), deviation, rtol=0.05)
@@ -95,15 +95,15 @@ def test_first_values_depend_on_key_and_name_alone():
     key = jax.random.key(1)
     alone = init_tables([Bag("a", 100, 4)], SGD, key)
     among = init_tables([Bag("z", 77, 4), Bag("a", 100, 4), Bag("b", 100, 4)], SGD, key)
-    np.testing.assert_array_equal(read_table(alone, "a"), read_table(among, "a"))
-    assert np.abs(read_table(among, "a") - read_table(among, "b")).max() > 0.01
+    np.testing.assert_array_equal(alone.read("a"), among.read("a"))
+    assert np.abs(among.read("a") - among.read("b")).max() > 0.01
     other = init_tables([Bag("a", 100, 4)], SGD, jax.random.key(2))
-    assert np.abs(read_table(alone, "a") - read_table(other, "a")).max() > 0.01
+    assert np.abs(alone.read("a") - other.read("a")).max() > 0.01
 
 
 def test_blocks_of_rows_differ_and_reach_the_last_row():
     rows = 2 * BLOCK_ELEMENTS // 64 + 5
-    table = np.asarray(read_table(init_tables([Bag("a", rows, 64)], SGD, jax.random.key(0)), "a"))
+    table = np.asarray(init_tables([Bag("a", rows, 64)], SGD, jax.random.key(0)).read("a"))
     assert len(np.unique(table[:, 0])) > 0.99 * rows
     assert np.abs(table[-5:]).min(axis=1).max() > 0
     assert np.abs(table).max(axis=1).min() > 0
@@ -149,7 +149,7 @@ def test_load_table_sets_that_table_alone(collection, as_array):
 
 
 def test_load_table_in_pieces(collection, monkeypatch):
-    monkeypatch.setattr("jaxrec.embed.tables._PIECE_ELEMENTS", 4)
+    monkeypatch.setattr("jaxrec.embed.tables._COPY_ELEMENTS", 4)
     values = np.arange(10, dtype=np.float64).reshape(5, 2)
     collection.load_table("b", values)
     np.testing.assert_array_equal(collection.table("b"), values)
@@ -177,7 +177,27 @@ def test_errors_name_the_table(collection):
 
 def test_the_functional_core_reads_and_writes():
     tables = init_tables([Bag("a", 3, 2), Bag("b", 3, 2)], SGD, jax.random.key(0))
-    tables = write_table(tables, "b", np.ones((3, 2)))
-    np.testing.assert_array_equal(read_table(tables, "b"), np.ones((3, 2)))
-    assert read_state(tables, "b") == {}
-    write_state(tables, "b", {})
+    tables = tables.write("b", np.ones((3, 2)))
+    np.testing.assert_array_equal(tables.read("b"), np.ones((3, 2)))
+    assert tables.read_state("b") == {}
+    tables.write_state("b", {})
+
+
+def test_rows_are_read_and_written_by_slot():
+    """Slots outside of the array give zeros, and are skipped."""
+    configs = [Bag("a", 3, 2), Bag("b", 4, 2)]
+    tables = init_tables(configs, jaxrec.optim.rowwise_adagrad(0.1), jax.random.key(0))
+    before = np.concatenate([tables.read("a"), tables.read("b")])
+    slots = jnp.array([4, -1, 0, 7])
+
+    @jax.jit
+    def write(tables, slots):
+        rows = jnp.arange(8.0).reshape(4, 2)
+        return tables.write_rows("float32_2", slots, rows, {"accumulator": jnp.arange(4.0)})
+
+    tables = write(tables, slots)
+    rows, state = jax.jit(lambda tables: tables.read_rows("float32_2", slots))(tables)
+    np.testing.assert_array_equal(rows, [[0, 1], [0, 0], [4, 5], [0, 0]])
+    np.testing.assert_array_equal(state["accumulator"], [0, 0, 2, 0])
+    before[4], before[0] = (0, 1), (4, 5)
+    np.testing.assert_array_equal(np.concatenate([tables.read("a"), tables.read("b")]), before)

@@ -134,6 +134,16 @@ def test_two_tower_retrieval(example):
     assert found["next item in exact top 20"] > 0.2  # 0.02 by chance
 
 
+def test_open_vocabulary(example, capsys):
+    module = example("open_vocabulary")
+    found = module.main(module.Settings(steps=150, batch_size=128, rows=2048))
+    assert found["normalized entropy"] < 0.95
+    assert 0.4 < found["item hits"] < 1
+    evicted = re.findall(r"([\d,]+) lost theirs", capsys.readouterr().out)
+    assert len(evicted) == 2
+    assert "0" not in evicted
+
+
 @pytest.mark.parametrize(("name", "epochs"), SEQUENCES.items())
 def test_sequences(example, name, epochs):
     module = example(name)

@@ -25,7 +25,7 @@ PORT, COUNT, PROCESS = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 ROWS = {"a": 40, "b": 31, "c": 24, "d": 9}
 PLACEMENTS = {
     "a": row_wise(),
-    "b": row_wise(exchange="sums"),
+    "b": row_wise(exchange="pooled"),
     "c": column_wise((3, 0)),
     "d": data_parallel(),
 }

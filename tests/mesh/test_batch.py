@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -96,17 +98,17 @@ def test_capacities_that_are_given(mesh):
         assert (placed.capacities, placed.values.shape) == ((24, 8), (4, 32))
     parts = [jax.tree.map(lambda x, d=d: np.asarray(x)[d], placed) for d in range(4)]
     assert [bag for part in parts for bag in part["a"].to_lists()] == [[1] * 5] * 8
-    message = "batch: a device has 10 ids of key 'a', but capacities has room for 8"
+    message = "batch: a device has 10 ids of key 'a', but its capacity is 8"
     with pytest.raises(ValueError, match=message):
         shard_batch(many, mesh, capacities={"a": 8, "b": 8})
-    with pytest.raises(ValueError, match="2 ids of key 'b', but capacities has room for 0"):
+    with pytest.raises(ValueError, match="2 ids of key 'b', but its capacity is 0"):
         shard_batch(many, mesh, capacities={"a": 24})
     shared = draw_shared(np.random.default_rng(0), {"a": 3}, 8)
     placed = shard_batch(shared, mesh, capacities={"a": 64})
     assert (placed.capacities, placed.strides) == ((64,), (2,))
 
 
-@pytest.mark.parametrize("exchange", ["rows", "sums"])
+@pytest.mark.parametrize("exchange", ["rows", "pooled"])
 def test_training_with_shared_bags_equals_one_device(mesh, exchange):
     placements = {
         "a": row_wise(exchange=exchange),
@@ -205,6 +207,11 @@ def test_host_memory_can_be_written_at_once():
             "batch: 1099511627776 does not fit int32, .* map such ids to rows on the host",
         ),
         (
+            {"x": jaxrec.KeyedJaggedArray.from_lists({"a": [[1]] * 4}, id_bits=64)},
+            ValueError,
+            r"batch\['x'\].values: raw 64-bit ids stay on the host, .*tier.ahead.*hash_ids",
+        ),
+        (
             {"x": np.ma.masked_equal([1, 2, 3, 4], 2)},
             ValueError,
             r"batch\['x'\]: 1 elements are masked",
@@ -217,11 +224,23 @@ def test_host_memory_can_be_written_at_once():
             r"batch: its keys have different numbers of bags, \(4, 1\), and no inverse_indices",
         ),
     ],
-    ids=["dense", "ragged", "empty", "number", "strings", "64_bits", "masked", "strides"],
+    ids=["dense", "ragged", "empty", "number", "strings", "64_bits", "raw", "masked", "strides"],
 )
 def test_errors(mesh, batch, error, message):
     with pytest.raises(error, match=message):
         shard_batch(batch, mesh)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_slot_keys_stay(mesh, shared):
+    inverse = [[0, 1, 2, 3]] * 2 if shared else None
+    batch = jaxrec.KeyedJaggedArray.from_lists(
+        {"a": [[1]] * 4, "b": [[2]] * 4}, inverse_indices=inverse
+    )
+    batch = dataclasses.replace(batch, slot_keys=("b",))
+    placed = shard_batch({"x": batch}, mesh)["x"]
+    assert placed.slot_keys == ("b",)
+    assert device_parts(placed)[3].slot_keys == ("b",)
 
 
 def test_a_batch_is_put_on_a_mesh_once(mesh):
@@ -249,7 +268,7 @@ def test_something_else_for_a_mesh():
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(
     ("capacities", "message"),
-    [([8], r"capacities are by key, .* got \[8\]"), ({"a": 8.5}, "key 'a': 8.5 is no integer")],
+    [([8], r"capacities are by key, .* got \[8\]"), ({"a": 8.5}, "key 'a': 8.5 is not an integer")],
     ids=["list", "float"],
 )
 def test_capacities_of_another_type(mesh, capacities, message):

@@ -39,8 +39,8 @@ def test_eight_devices(seed):
     model = draw_sharded(rng, case, mesh)
     # Room for one row a round, or for a share that is or is not enough.
     tables = model.embeddings.tables.get_value()
-    slack = tuple((p.group.name, float(rng.choice([0, 0.5, 1.25]))) for p in tables.layout.groups)
-    model.embeddings.tables.set_value(dataclasses.replace(tables, slack=slack))
+    factors = tuple((p.group.name, float(rng.choice([0, 0.5, 1.25]))) for p in tables.layout.groups)
+    model.embeddings.tables.set_value(dataclasses.replace(tables, capacity_factors=factors))
     with jax.set_mesh(mesh):
         differential.check(case, model, lambda case, call: place(case, call, mesh))
 
@@ -61,7 +61,7 @@ def draw_placement(rng, config, mesh):
     hosts = mesh.devices.shape[0] if mesh.devices.ndim == 2 else 1
     host = int(rng.integers(hosts))
     some = tuple(rng.permutation(DEVICES)[: rng.choice([1, 2, 4])].tolist())
-    exchange = {"exchange": str(rng.choice(["rows", "sums"]))}
+    exchange = {"exchange": str(rng.choice(["rows", "pooled"]))}
     kinds = [
         data_parallel,
         lambda: table_wise(int(rng.integers(DEVICES)), **exchange),

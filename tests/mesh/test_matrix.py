@@ -35,10 +35,10 @@ TYPES = {
     "table_wise": table_wise(0),
     "table_wise_rows": table_wise(0, exchange="rows"),
     "row_wise": row_wise(),
-    "row_wise_sums": row_wise(exchange="sums"),
+    "row_wise_sums": row_wise(exchange="pooled"),
     "column_wise": column_wise(),
     "table_row_wise": table_row_wise(0),
-    "table_row_wise_sums": table_row_wise(0, exchange="sums"),
+    "table_row_wise_sums": table_row_wise(0, exchange="pooled"),
     "table_column_wise": table_column_wise(0),
     "grid": grid(),
 }

@@ -22,7 +22,8 @@ from jaxrec.mesh import (
     table_wise,
 )
 from jaxrec.mesh.layout import layout_mesh
-from jaxrec.mesh.placement import MeshShape
+from jaxrec.mesh.placement import Placement
+from jaxrec.mesh.shards import MeshShape
 from jaxrec.plan import Topology
 
 TABLE = jaxrec.EmbeddingBagConfig("user", num_embeddings=10, embedding_dim=7)
@@ -113,8 +114,8 @@ class Normalized(jaxrec.optim.RowOptimizer):
         ),
         pytest.param(
             jaxrec.optim.rowwise_adagrad(),
-            grid((0, 1), exchange="sums"),
-            "'user'.*exchange='sums'.*rowwise_adagrad.*use exchange='rows'",
+            grid((0, 1), exchange="pooled"),
+            "'user'.*exchange 'pooled'.*rowwise_adagrad.*use exchange='rows'",
             id="sums_of_cut_rows",
         ),
     ],
@@ -128,14 +129,22 @@ def test_cut_rows_that_an_optimizer_cannot_do_with(optimizer, placement, message
 def test_rows_that_are_not_pooled_have_no_sums():
     layout = layout_tables([jaxrec.EmbeddingConfig("user", 10, 4)], jaxrec.optim.sgd())
     with pytest.raises(ValueError, match=r"'user'.*row_wise.*not pooled; use exchange='rows'"):
-        layout_mesh(layout, {"user": row_wise(exchange="sums")}, MESH)
+        layout_mesh(layout, {"user": row_wise(exchange="pooled")}, MESH)
 
 
 def test_unknown_exchanges(unchecked):
     with pytest.raises(
-        ValueError, match="row_wise: exchange='bags' is none of None, 'rows', 'sums'"
+        ValueError, match="row_wise: exchange='sums' is none of 'rows', 'pooled', 'bags'"
     ):
-        row_wise(exchange="bags")
+        row_wise(exchange="sums")
+    with pytest.raises(ValueError, match="data_parallel: exchange=None is none of 'replicated'"):
+        Placement("data_parallel")
+
+
+def test_bags_need_whole_tables():
+    layout = layout_tables([jaxrec.EmbeddingBagConfig("user", 10, 4)], jaxrec.optim.sgd())
+    with pytest.raises(ValueError, match=r"'user'.*'bags' is not possible.*rows are cut over"):
+        layout_mesh(layout, {"user": row_wise(exchange="bags")}, MESH)
 
 
 @pytest.mark.parametrize(

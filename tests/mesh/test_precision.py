@@ -71,7 +71,7 @@ def test_training(precision):
     """Every exchange, near the run on one device; and the same bits again."""
     placements = {
         "a": row_wise(),
-        "b": row_wise(exchange="sums"),
+        "b": row_wise(exchange="pooled"),
         "c": table_wise(1),
         "d": jaxrec.mesh.data_parallel(),
     }

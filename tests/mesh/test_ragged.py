@@ -20,7 +20,7 @@ from jaxrec.train import compile_step
 BATCH = 16
 PLACEMENTS = {
     "rows": {"a": row_wise(), "b": table_row_wise(1)},
-    "sums": {"a": row_wise(exchange="sums"), "b": row_wise(exchange="sums")},
+    "pooled": {"a": row_wise(exchange="pooled"), "b": row_wise(exchange="pooled")},
     "cut": {"a": grid(), "b": table_wise(3)},
 }
 
@@ -94,18 +94,18 @@ def batches(mesh):
 @pytest.fixture
 def emulated(monkeypatch):
     monkeypatch.setattr(jax.lax, "ragged_all_to_all", ragged_all_to_all)
-    monkeypatch.setattr("jaxrec.mesh.collectives._RAGGED_PLATFORMS", ("cpu",))
+    monkeypatch.setattr("jaxrec.mesh.channel._RAGGED_PLATFORMS", ("cpu",))
 
 
 @pytest.mark.parametrize(
     ("name", "optimizer", "precision"),
     [
         ("rows", jaxrec.optim.adam(), Precision()),
-        ("sums", jaxrec.optim.adam(), Precision()),
+        ("pooled", jaxrec.optim.adam(), Precision()),
         ("cut", jaxrec.optim.rowwise_adagrad(), Precision()),
         ("rows", jaxrec.optim.sgd(0.1), Precision(forward="int8", backward="bfloat16")),
     ],
-    ids=["rows", "sums", "cut", "few_bits"],
+    ids=["rows", "pooled", "cut", "few_bits"],
 )
 def test_the_same_bits_as_with_room(emulated, name, optimizer, precision):
     results = []
@@ -120,10 +120,10 @@ def test_the_same_bits_as_with_room(emulated, name, optimizer, precision):
         np.testing.assert_array_equal(table, ragged)
 
 
-@pytest.mark.parametrize("name", ["rows", "sums"])
+@pytest.mark.parametrize("name", ["rows", "pooled"])
 def test_lowered_for_gpus(monkeypatch, name):
     """What travels by all-to-all is counts; ids, rows and gradients go by the ragged one."""
-    monkeypatch.setattr("jaxrec.mesh.collectives._RAGGED_PLATFORMS", ("cpu",))
+    monkeypatch.setattr("jaxrec.mesh.channel._RAGGED_PLATFORMS", ("cpu",))
     model, dense, mesh = make(PLACEMENTS[name], True)
     graph, state = nnx.split((model, dense))
 
@@ -138,7 +138,7 @@ def test_lowered_for_gpus(monkeypatch, name):
     bags = 2 * BATCH // 8
     found = re.findall(r"stablehlo.all_to_all.*-> tensor<([0-9]+)xi32>", text)
     assert found
-    assert max(map(int, found)) <= 8 * (3 + (bags if name == "sums" else 0))
+    assert max(map(int, found)) <= 8 * (3 + (bags if name == "pooled" else 0))
     rows = re.findall(r"stablehlo.all_to_all.*-> tensor<[0-9]+x8xf32>", text)
     assert not rows
 

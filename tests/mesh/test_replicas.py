@@ -25,7 +25,12 @@ from tests.mesh.test_training import (
     train_step,
 )
 
-PLACEMENTS = {"a": row_wise(), "b": row_wise(exchange="sums"), "c": table_wise(2), "d": row_wise()}
+PLACEMENTS = {
+    "a": row_wise(),
+    "b": row_wise(exchange="pooled"),
+    "c": table_wise(2),
+    "d": row_wise(),
+}
 
 
 def make_mesh():
@@ -100,8 +105,9 @@ def test_copies_learn_apart_between_averages():
         expected = halves[0].table(table)
         np.testing.assert_allclose(model.table(table), expected, rtol=1e-5, atol=1e-6)
         state = halves[0].table_state(table)["accumulator"]
+        # Gradients of up to 0.05 are rounded by about 1e-7, and their squares by 2 * 0.05 * 1e-7.
         np.testing.assert_allclose(
-            model.table_state(table)["accumulator"], state, rtol=1e-5, atol=1e-9
+            model.table_state(table)["accumulator"], state, rtol=1e-5, atol=1e-8
         )
 
 
@@ -109,7 +115,7 @@ def test_errors():
     plan = jaxrec.plan.ShardingPlan.from_dict(PLACEMENTS)
     with pytest.raises(ValueError, match="replica_axis='pod' is none of the mesh's axes"):
         jaxrec.shard(Ranker(OPTIMIZERS["sgd"]), plan, make_mesh(), replica_axis="pod")
-    with pytest.raises(ValueError, match="no tables with copies"):
+    with pytest.raises(ValueError, match="no tables with replicas"):
         average_replicas(Ranker(OPTIMIZERS["sgd"]))
     mesh = jax.make_mesh((2,), ("replica",), devices=jax.devices()[:2])
     with pytest.raises(ValueError, match="no axis but replica_axis='replica'"):

@@ -38,14 +38,14 @@ PLACEMENTS = {
     "one_device": dict.fromkeys(ROWS, table_wise(1)),
     "rows": dict.fromkeys(ROWS, row_wise()),
     "sums": {
-        "a": row_wise(exchange="sums"),
-        "b": table_row_wise(1, exchange="sums"),
-        "c": row_wise((0, 2, 5), exchange="sums"),
+        "a": row_wise(exchange="pooled"),
+        "b": table_row_wise(1, exchange="pooled"),
+        "c": row_wise((0, 2, 5), exchange="pooled"),
         "d": data_parallel(),
     },
     "sums_of_columns": {
-        "a": grid(exchange="sums"),
-        "b": row_wise(exchange="sums"),
+        "a": grid(exchange="pooled"),
+        "b": row_wise(exchange="pooled"),
         "c": row_wise(),
         "d": table_wise(2),
     },
@@ -179,7 +179,7 @@ def assert_close(array, expected):
 )
 def test_rows_that_need_several_rounds(monkeypatch, name, placements):
     """With room for one row a round, the exchange still brings every row and gradient home."""
-    monkeypatch.setattr("jaxrec.mesh.tables.SLACK", 0.0)
+    monkeypatch.setattr("jaxrec.mesh.store.DEFAULT_CAPACITY_FACTOR", 0.0)
     assert_equal_to_one_device(name, placements, "two_axes")
 
 
@@ -204,7 +204,7 @@ class Weighted(nnx.Module):
 
 
 @pytest.mark.parametrize(
-    "exchange", [row_wise(exchange="rows"), row_wise(exchange="sums"), table_wise(1)], ids=str
+    "exchange", [row_wise(exchange="rows"), row_wise(exchange="pooled"), table_wise(1)], ids=str
 )
 def test_weights_are_learnt(exchange):
     features, labels = draw_batch(0)
@@ -223,7 +223,7 @@ def test_tables_that_are_looked_up_twice_are_updated_once():
     """By both lookups' gradients together, as row-wise Adagrad shows, whichever way rows travel."""
     placements = {
         "a": row_wise(),
-        "b": row_wise(exchange="sums"),
+        "b": row_wise(exchange="pooled"),
         "c": table_wise(2),
         "d": data_parallel(),
         "pieces of a": column_wise((3, 1)),
@@ -266,7 +266,7 @@ def test_ids_outside_their_table_change_no_piece_of_a_row():
         "a": column_wise((3, 1)),
         "b": grid(),
         "c": row_wise(),
-        "d": row_wise(exchange="sums"),
+        "d": row_wise(exchange="pooled"),
         "e": table_wise(2),
         "f": data_parallel(),
     }

@@ -198,9 +198,9 @@ def test_ndcg_of_negative_tasks():
 
 
 def test_scalar_and_output():
-    scalar = metrics.Scalar(window=2)
-    theirs = metrics.Scalar(window=2, compat="torchrec")
-    output = metrics.Output(outputs=("latest_imp",))
+    scalar = metrics.ScalarMetric(window=2)
+    theirs = metrics.ScalarMetric(window=2, compat="torchrec")
+    output = metrics.OutputMetric(outputs=("latest_imp",))
     states = [metric.init() for metric in (scalar, theirs, output)]
     assert np.isnan(output.compute(states[2])["output_latest_imp"]).all()
     for number in (1.0, 2.0, 6.0):
@@ -219,7 +219,7 @@ def test_scalar_and_output():
     assert output.compute(output.merge(states[2], ahead)) == {"output_latest_imp": 10.0}
     same = output.update(states[2], x, x, latest_imp=x * 2)
     assert output.compute(output.merge(same, ahead)) == {"output_latest_imp": 15.0}
-    without = metrics.Scalar(window=None, compat="torchrec")
+    without = metrics.ScalarMetric(window=None, compat="torchrec")
     with pytest.raises(ValueError, match="give it a window"):
         without.compute(without.init())
 
@@ -263,7 +263,7 @@ WRONG = {
     "labels": (lambda: metrics.MultiLabelPrecision(num_labels=25), "must be from 1 to 24"),
     "user_compat": (lambda: metrics.UserAUC(compat="torchrec"), "take GroupedAUC"),
     "k": (lambda: metrics.NDCG(k=0), "k=0 must be 1 or more"),
-    "negative_tasks": (lambda: metrics.NDCG(negative_tasks=(True, True)), "each of them"),
+    "negative_tasks": (lambda: metrics.NDCG(negative_tasks=(True, True)), "an entry for each task"),
     "sample_window": (lambda: metrics.AUC(window=0), "window=0 must be 1 or more"),
     "bins": (lambda: metrics.Bins(low=1.0, high=1.0), "must be 1 or more and low"),
     "spacing": (lambda: metrics.Bins(spacing="log"), "must be 'logit' or 'linear'"),

@@ -32,7 +32,7 @@ GROUP = MetricGroup(
         "uauc": metrics.UserAUC(tasks=2, users="session"),
         "pairs": metrics.SessionPairwiseAUC(tasks=2),
         "loss": metrics.ServingLoss(tasks=2, tensor="p1"),
-        "output": metrics.Output(tasks=2, outputs=("p0",)),
+        "output": metrics.OutputMetric(tasks=2, outputs=("p0",)),
     },
 )
 # Without those made of the pairs and sessions within a batch, where it matters how it is cut.

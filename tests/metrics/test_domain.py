@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxrec import metrics
-from jaxrec.metrics import auc, average_precision, binary_sums, rank_metrics, regression_auc
+from jaxrec.metrics import auc, average_precision, rank_metrics, regression_auc
 from tests.metrics.oracle import DEFINITIONS
 
 P, Y = np.array([0.25, 0.75, 0.5], np.float32), np.array([0.0, 1.0, 1.0], np.float32)
@@ -36,8 +36,8 @@ METRICS = {
     "binned_auc": metrics.BinnedAUC(bins=metrics.Bins(count=8), groups="groups"),
     "binned_auprc": metrics.BinnedAUPRC(bins=metrics.Bins(count=8), groups="groups"),
     "binned_rauc": metrics.BinnedRAUC(bins=metrics.Bins(count=8), label_bins=metrics.Bins(count=8)),
-    "scalar": metrics.Scalar(),
-    "output": metrics.Output(outputs=("x",)),
+    "scalar": metrics.ScalarMetric(),
+    "output": metrics.OutputMetric(outputs=("x",)),
 }
 COUNTS = ("total_examples",)
 
@@ -100,7 +100,7 @@ def test_right_or_an_error(name, samples):
     values = evaluated(name, shaped(metric, p), y, w)
     if wrong or missing or bad_weight:
         broken = [np.isnan(x).all() for x in values.values()]
-        assert all(broken) or isinstance(metric, metrics.Output)
+        assert all(broken) or isinstance(metric, metrics.OutputMetric)
     if wrong or bad_weight:
         message = f"{type(metric).__name__}: (predictions|labels|weights) must be "
         with pytest.raises(ValueError, match=message):
@@ -214,23 +214,6 @@ def test_areas(area):
         with pytest.raises(ValueError, match=r"got -1.0 at \[0\] .* labels > 0"):
             area(P, 2 * Y - 1)
     assert regression_auc(P, 2 * Y - 1) == regression_auc(P, Y)
-
-
-@pytest.mark.usefixtures("unchecked")
-def test_binary_sums():
-    for batch, message in (
-        ((P, Y[:2]), "of one length"),
-        ((P, 2 * Y - 1), "binary_sums: labels must be between 0 and 1, got -1.0"),
-        ((P, Y, -Y), "binary_sums: weights must be between 0"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            binary_sums(*batch)
-    inside_step = jax.jit(binary_sums)
-    for batch in ((P, 2 * Y - 1, Y + 1), (P, Y, -Y), (P, Y, Y * NAN)):
-        assert all(np.isnan(x) for x in jax.tree.leaves(inside_step(*batch)))
-    padded = inside_step(jnp.array([0.5, NAN]), jnp.array([1.0, NAN]), jnp.array([2.0, 0.0]))
-    alone = inside_step(jnp.array([0.5]), jnp.array([1.0]), jnp.array([2.0]))
-    jax.tree.map(np.testing.assert_array_equal, padded, alone)
 
 
 @pytest.mark.usefixtures("unchecked")

@@ -71,7 +71,6 @@ def sequence_outputs(module, features):
 
 CLICKS = {"num_dense": 3, "bottom_layer_sizes": (5, DIM), "top_layer_sizes": (5, 1)}
 DLRM_INPUTS = (Dense((3,)), Bags(("a", "b")))
-WIDE_INPUTS = (Bags(("a", "b")), Dense((3,)))
 HISTORY = (Bags(("history", "target")),)
 VECTORS = (Dense((DIM,)), Dense((3, DIM)))
 
@@ -94,18 +93,19 @@ CASES = {
             structure="parallel",
             **t,
         ),
-        WIDE_INPUTS,
+        DLRM_INPUTS,
     ),
     nn.DIN: Case(
         lambda **t: nn.DIN(
             items(t["rngs"]),
             {"history": "target"},
             profile=bags(t["rngs"], ("a",)),
-            attention_layer_sizes=(5,),
-            layer_sizes=(5,),
+            attention_layer_sizes=(5, 1),
+            top_layer_sizes=(5, 1),
             **t,
         ),
         (Bags(("history", "target", "a")),),
+        lambda module, features: module(None, features),
     ),
     nn.DLRM: Case(lambda **t: nn.DLRM(bags(t["rngs"]), **CLICKS, **t), DLRM_INPUTS),
     nn.DLRM_DCN: Case(
@@ -129,11 +129,11 @@ CASES = {
             bags(t["rngs"]),
             bags(t["rngs"], dim=1, prefix="w_"),
             num_dense=3,
-            hidden_layer_sizes=(5,),
+            deep_layer_sizes=(5, 1),
             dropout_rate=0.5,
             **t,
         ),
-        WIDE_INPUTS,
+        DLRM_INPUTS,
     ),
     nn.Dice: Case(lambda **t: nn.Dice(6, **t), (Dense((6,)),)),
     nn.DisaggregatedMultiTower: Case(
@@ -143,7 +143,7 @@ CASES = {
             nn.CrossNet(8, 1, **t),
             dense=nn.Perceptron(3, 2, **t),
         ),
-        WIDE_INPUTS,
+        DLRM_INPUTS,
     ),
     nn.DotInteraction: Case(lambda **t: nn.DotInteraction(), VECTORS),
     nn.EmbeddingTower: Case(
@@ -219,7 +219,7 @@ CASES = {
         over_column,
     ),
     nn.LinearPart: Case(
-        lambda **t: nn.LinearPart(bags(t["rngs"], dim=1), num_dense=3, **t), WIDE_INPUTS
+        lambda **t: nn.LinearPart(bags(t["rngs"], dim=1), num_dense=3, **t), DLRM_INPUTS
     ),
     nn.LowRankCrossNet: Case(lambda **t: nn.LowRankCrossNet(6, 2, 2, **t), (Dense((6,)),)),
     nn.LowRankMixtureCrossNet: Case(
@@ -228,7 +228,7 @@ CASES = {
     nn.MLP: Case(lambda **t: nn.MLP(6, (5, 3), activation="swish_layernorm", **t), (Dense((6,)),)),
     nn.MMoE: Case(
         lambda **t: nn.MMoE(
-            6, num_tasks=2, num_experts=3, expert_layer_sizes=(4,), tower_layer_sizes=(3,), **t
+            6, num_tasks=2, num_experts=3, expert_layer_sizes=(4,), tower_layer_sizes=(3, 1), **t
         ),
         (Dense((6,)),),
     ),
@@ -239,7 +239,7 @@ CASES = {
             task_experts=2,
             shared_experts=1,
             expert_layer_sizes=(4,),
-            tower_layer_sizes=(3,),
+            tower_layer_sizes=(3, 1),
             **t,
         ),
         (Dense((6,)),),
@@ -273,7 +273,7 @@ CASES = {
     ),
     nn.SwishLayerNorm: Case(lambda **t: nn.SwishLayerNorm((2, 3), **t), (Dense((2, 3)),)),
     nn.TargetAttention: Case(
-        lambda **t: nn.TargetAttention(DIM, layer_sizes=(5,), **t),
+        lambda **t: nn.TargetAttention(DIM, layer_sizes=(5, 1), **t),
         (Column(DIM), Dense((DIM,))),
         lambda module, history, target: module(
             history, target.reshape(*history.lengths.shape, DIM)
@@ -294,10 +294,10 @@ CASES = {
             bags(t["rngs"], dim=1, prefix="w_"),
             bags(t["rngs"]),
             num_dense=3,
-            hidden_layer_sizes=(5,),
+            deep_layer_sizes=(5, 1),
             **t,
         ),
-        WIDE_INPUTS,
+        DLRM_INPUTS,
     ),
 }
 

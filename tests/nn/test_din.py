@@ -25,7 +25,7 @@ def sigmoid(x):
 
 def test_target_attention():
     rng = np.random.default_rng(0)
-    attention = TargetAttention(DIM, layer_sizes=(6, 3), rngs=nnx.Rngs(0))
+    attention = TargetAttention(DIM, layer_sizes=(6, 3, 1), rngs=nnx.Rngs(0))
     values = rng.standard_normal((8, DIM)).astype(np.float32)  # the last two are padding
     targets = rng.standard_normal((3, DIM)).astype(np.float32)
     found = attention(jaxrec.JaggedArray(values, np.array([2, 0, 4], np.int32)), targets)
@@ -64,7 +64,7 @@ def make(pairs, tables=("item",), **options):
         for name in tables
     ]
     items = jaxrec.EmbeddingCollection(configs, rngs=rngs)
-    return DIN(items, pairs, layer_sizes=(5,), rngs=rngs, **options)
+    return DIN(items, pairs, top_layer_sizes=(5, 1), rngs=rngs, **options)
 
 
 def test_features_of_an_item_stand_side_by_side():
@@ -80,7 +80,7 @@ def test_features_of_an_item_stand_side_by_side():
         "shop_target": [[9], [10]],
     }
     batch = jaxrec.KeyedJaggedArray.from_lists(bags)
-    predict = nnx.jit(lambda model, batch: model(batch, jnp.zeros((2, 2))))
+    predict = nnx.jit(lambda model, batch: model(jnp.zeros((2, 2)), batch))
     logits = predict(model, batch)
     assert logits.shape == (2,)
     other = jaxrec.KeyedJaggedArray.from_lists(bags | {"shop_history": [[4, 5, 11], []]})
@@ -101,4 +101,4 @@ def test_what_histories_must_be():
         "shop_target": [[9]],
     }
     with pytest.raises(ValueError, match="one length and one capacity"):
-        model(jaxrec.KeyedJaggedArray.from_lists(bags))
+        model(None, jaxrec.KeyedJaggedArray.from_lists(bags))

@@ -28,8 +28,8 @@ def make_dlrm(*, dims=(4, 4), bottom=(6, 4), top=(5, 1)):
         ({"dims": (4, 8)}, r"one width.*'t0': 4, 't1': 8"),
         ({"bottom": (6, 5)}, r"tables' width, 4.*\(6, 5\)"),
         ({"bottom": ()}, "tables' width"),
-        ({"top": (5, 2)}, r"one column, the logit.*\(5, 2\)"),
-        ({"top": ()}, "one column"),
+        ({"top": (5, 2)}, r"ends with 1, the column of the logit.*\(5, 2\)"),
+        ({"top": ()}, "top_layer_sizes ends with 1"),
     ],
     ids=["widths", "bottom", "no-bottom", "top", "no-top"],
 )

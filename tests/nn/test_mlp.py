@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-from jaxrec.nn import MLP
+import jaxrec
+from jaxrec.nn import MLP, PLE, DeepFM, MMoE, TargetAttention, WideDeep
 
 
 def test_leading_axes_and_types():
@@ -25,3 +26,27 @@ def test_sizes_must_be_positive(in_features, sizes):
 def test_unknown_activation():
     with pytest.raises(ValueError, match=r"'selu' is none of relu, sigmoid, swish_layernorm, dice"):
         MLP(3, (2,), activation="selu", rngs=nnx.Rngs(0))
+
+
+def tables(dim):
+    return jaxrec.EmbeddingBagCollection([jaxrec.EmbeddingBagConfig("a", 3, dim)], rngs=nnx.Rngs(0))
+
+
+EXPERTS = {"num_tasks": 1, "expert_layer_sizes": (4,)}
+ENDS_WITH_A_LOGIT = {
+    "deep_layer_sizes DeepFM": lambda **sizes: DeepFM(tables(4), tables(1), **sizes),
+    "deep_layer_sizes WideDeep": lambda **sizes: WideDeep(tables(1), tables(4), **sizes),
+    "tower_layer_sizes MMoE": lambda **sizes: MMoE(4, num_experts=2, **EXPERTS, **sizes),
+    "tower_layer_sizes PLE": lambda **sizes: PLE(
+        4, task_experts=1, shared_experts=1, **EXPERTS, **sizes
+    ),
+    "layer_sizes TargetAttention": lambda **sizes: TargetAttention(4, **sizes),
+}
+
+
+@pytest.mark.parametrize("kind", ENDS_WITH_A_LOGIT)
+@pytest.mark.parametrize("sizes", [(), (8,)], ids=str)
+def test_layer_sizes_name_all_layers(kind, sizes):
+    argument, _ = kind.split()
+    with pytest.raises(ValueError, match=f"{argument} ends with 1, the column of the logit; got"):
+        ENDS_WITH_A_LOGIT[kind](**{argument: sizes}, rngs=nnx.Rngs(0))

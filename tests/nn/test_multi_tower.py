@@ -71,7 +71,7 @@ def on_hosts(model, exchange="rows"):
 @nnx.jit
 def step(model, optimizer, features, labels):
     def loss_fn(model):
-        return optax.sigmoid_binary_cross_entropy(model(features)[:, 0], labels).mean()
+        return optax.sigmoid_binary_cross_entropy(model(None, features)[:, 0], labels).mean()
 
     loss, gradients = jaxrec.value_and_grad(loss_fn)(model)
     optimizer.update(model, gradients)
@@ -111,7 +111,7 @@ def trained_alone(kind="plain"):
     return model, train(model, *batch(kind))
 
 
-@pytest.mark.parametrize("exchange", ["rows", "sums"])
+@pytest.mark.parametrize("exchange", ["rows", "pooled"])
 def test_towers_at_the_samples(exchange):
     alone, losses = trained_alone()
     model, mesh = on_hosts(make(), exchange)
@@ -133,8 +133,8 @@ def test_towers_on_their_hosts(kind):
     homes = {name: index % HOSTS for index, names in enumerate(TOWERS) for name in names}
     tables = model.embeddings.tables.get_value()
     for name, home in homes.items():
-        for _, block in tables.layout.places(name):
-            assert block.block.device // DEVICES == home
+        for _, block in tables.layout.shards(name):
+            assert block.shard.device // DEVICES == home
 
 
 def collectives(model, features):
@@ -144,7 +144,7 @@ def collectives(model, features):
     @jax.jit
     def run(state, features):
         model = nnx.merge(graph, state)
-        loss, gradients = jaxrec.value_and_grad(lambda model: model(features).sum())(model)
+        loss, gradients = jaxrec.value_and_grad(lambda model: model(None, features).sum())(model)
         model.embeddings.apply_gradients(gradients.tables["embeddings"], 0)
         return loss, model.embeddings.tables.get_value()
 
@@ -184,7 +184,7 @@ def test_dropout_stays_on_top():
 def test_tables_that_are_elsewhere():
     with pytest.raises(ValueError, match="on one device"):
         make().disaggregate()
-    model, _ = on_hosts(make(), "sums")
+    model, _ = on_hosts(make(), "pooled")
     with pytest.raises(ValueError, match="table 'user' is placed table_row_wise with exchange="):
         model.disaggregate()
     model = make()
@@ -206,4 +206,4 @@ def test_a_table_in_two_towers_or_none(towers):
 def test_dense_features_need_layers():
     features, _ = batch()
     with pytest.raises(ValueError, match="come together"):
-        make()(features, jnp.ones((BATCH, 3)))
+        make()(jnp.ones((BATCH, 3)), features)

@@ -33,7 +33,7 @@ def mixed(gate, x, experts):
 
 def test_mmoe():
     model = MMoE(
-        COLUMNS, num_tasks=2, num_experts=3, expert_layer_sizes=(6, 4), tower_layer_sizes=(3,),
+        COLUMNS, num_tasks=2, num_experts=3, expert_layer_sizes=(6, 4), tower_layer_sizes=(3, 1),
         rngs=nnx.Rngs(0),
     )  # fmt: skip
     experts = [dense(expert, wide(X)) for expert in model.experts]
@@ -48,7 +48,7 @@ def test_mmoe():
 def test_ple(levels):
     model = PLE(
         COLUMNS, num_tasks=2, num_levels=levels, task_experts=2, shared_experts=1,
-        expert_layer_sizes=(4,), tower_layer_sizes=(3,), rngs=nnx.Rngs(0),
+        expert_layer_sizes=(4,), tower_layer_sizes=(3, 1), rngs=nnx.Rngs(0),
     )  # fmt: skip
     states = [wide(X)] * 3
     for number, level in enumerate(model.levels):

@@ -156,7 +156,7 @@ def test_other_tables_are_looked_up_as_ever():
 def test_an_id_outside():
     module = make()
     features = jaxrec.KeyedJaggedArray.from_lists({"user": [[IDS]]})
-    with pytest.raises(ValueError, match=r"feature 'user': id 50 is outside of its table's 50 ids"):
+    with pytest.raises(ValueError, match=r"feature 'user', sample 0: id 50 is outside \[0, 50\)"):
         module(features)
     module.eval()
     assert np.isnan(nnx.jit(lambda module, x: module(x).values)(module, features)).all()
@@ -165,7 +165,7 @@ def test_an_id_outside():
 @pytest.mark.parametrize(
     ("num_ids", "message"),
     [
-        ({"item": 9}, "'item', which is no table"),
+        ({"item": 9}, "'item', which is not a table"),
         ({"user": ROWS}, "has 8 rows for 8 ids"),
     ],
     ids=["unknown-table", "no-more-ids"],

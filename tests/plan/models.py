@@ -8,10 +8,11 @@ import numpy as np
 
 import jaxrec
 from jaxrec import optim
-from jaxrec.plan import ParameterConstraints, Topology
+from jaxrec.plan import ParameterConstraints, Planner, Topology
+from jaxrec.plan.model_tables import read_model
 from jaxrec.plan.options import enumerate_options
 from jaxrec.plan.problem import Choice, Problem, Solution
-from jaxrec.plan.workload import measure_work, read_model
+from jaxrec.plan.workload import measure_workloads
 
 CRITEO_ROWS = (
     *(40000000, 39060, 17295, 7424, 20265, 3, 7122, 1543, 63, 40000000, 3067956, 405282, 10),
@@ -23,16 +24,16 @@ CRITEO_POOLING = (
 
 
 def criteo(dim=128, dtype="float32"):
-    """MLPerf's DLRM-DCNv2: tables and what is said of them."""
+    """MLPerf's DLRM-DCNv2: tables and constraints."""
     tables = [
         jaxrec.EmbeddingBagConfig(f"cat_{i}", rows, dim, dtype=dtype)
         for i, rows in enumerate(CRITEO_ROWS)
     ]
-    said = {
+    constraints = {
         f"cat_{i}": ParameterConstraints(pooling_factors=pooling)
         for i, pooling in enumerate(CRITEO_POOLING)
     }
-    return tables, said
+    return tables, constraints
 
 
 def six_tables():
@@ -46,24 +47,26 @@ def six_tables():
         "hour": (24, 16, 1),
     }
     tables = [jaxrec.EmbeddingBagConfig(name, r, d) for name, (r, d, _) in shapes.items()]
-    said = {name: ParameterConstraints(pooling_factors=p) for name, (_, _, p) in shapes.items()}
-    return tables, said
+    constraints = {
+        name: ParameterConstraints(pooling_factors=p) for name, (_, _, p) in shapes.items()
+    }
+    return tables, constraints
 
 
 def random_model(seed, *, max_tables=12, types=None):
     """Tables of random number, size, width and pooling."""
     random = np.random.default_rng(seed)
-    tables, said = [], {}
+    tables, constraints = [], {}
     optimizers = [jaxrec.optim.rowwise_adagrad(), jaxrec.optim.adam(), jaxrec.optim.sgd()]
     optimizer = optimizers[random.integers(3)]
     for i in range(random.integers(2, max_tables + 1)):
         rows = int(10 ** random.uniform(0.5, 7))
         dim = int(2 ** random.integers(3, 9))
         tables.append(jaxrec.EmbeddingBagConfig(f"t{i}", rows, dim, optimizer=optimizer))
-        said[f"t{i}"] = ParameterConstraints(
+        constraints[f"t{i}"] = ParameterConstraints(
             pooling_factors=float(np.round(10 ** random.uniform(0, 2), 1)), sharding_types=types
         )
-    return tables, said
+    return tables, constraints
 
 
 def problem_of(
@@ -82,24 +85,26 @@ def problem_of(
         jaxrec.EmbeddingBagConfig(f"t{i}", rows, dim, optimizer=optim.sgd(0.1))
         for i, (rows, dim, _) in enumerate(shapes)
     ]
-    said = {
+    constraints = {
         f"t{i}": ParameterConstraints(
             pooling_factors=pooling, sharding_types=types, exchanges=exchanges, min_column_width=16
         )
         for i, (_, _, pooling) in enumerate(shapes)
     }
     topology = Topology.named("h100", devices=hosts * each, devices_per_host=each)
-    works = measure_work(
+    workloads = measure_workloads(
         read_model(tables),
         batch_size=512 * hosts * each,
         num_devices=hosts * each,
-        constraints=said,
+        constraints=constraints,
         statistics=None,
     )
-    options = [enumerate_options(w, topology, said[w.name], storages=storages) for w in works]
+    options = [
+        enumerate_options(w, topology, constraints[w.name], storages=storages) for w in workloads
+    ]
     return Problem(
         topology,
-        tuple(w.name for i, w in enumerate(works) if i not in decided),
+        tuple(w.name for i, w in enumerate(workloads) if i not in decided),
         tuple(o for i, o in enumerate(options) if i not in decided),
         tuple(options[i][0] for i in decided),
         capacity=memory,
@@ -120,3 +125,51 @@ def every_solution(problem):
     ]
     for chosen in itertools.product(*choices):
         yield Solution.of(problem, chosen)
+
+
+TWO_TABLES = [
+    jaxrec.EmbeddingBagConfig("a", 1000, 64, feature_names=("f", "g"), optimizer=optim.sgd(0.1)),
+    jaxrec.EmbeddingBagConfig("b", 500, 64, optimizer=optim.sgd(0.1)),
+]
+
+
+def plan_on_h100(constraints=None, tables=TWO_TABLES, batch_size=400, **settings):
+    """A plan of two tables for four devices."""
+    planner = Planner(Topology.named("h100", devices=4), constraints or {}, **settings)
+    return planner.plan(tables, batch_size=batch_size)
+
+
+def batch_of(ids, lengths, name="f"):
+    return jaxrec.KeyedJaggedArray.from_lengths(
+        [name], np.asarray(ids, np.int32), np.asarray(lengths, np.int32)
+    )
+
+
+def log_uniform(random, rows, count):
+    """Few ids are frequent, many rare."""
+    return np.minimum(rows ** random.random(count), rows - 1).astype(int)
+
+
+TABLES = [
+    jaxrec.EmbeddingBagConfig("item", 3_000_000, 64),
+    jaxrec.EmbeddingBagConfig("user", 500_000, 64, dtype="bfloat16"),
+    jaxrec.EmbeddingBagConfig("day", 7, 32),
+]
+CONSTRAINTS = {"item": ParameterConstraints(pooling_factors=20)}
+
+
+MODEL = """
+batch_size: 8192
+optimizer: {name: adam, learning_rate: 0.001}
+dense_parameters: 1000000
+tables:
+  - name: product
+    num_embeddings: 4000000
+    embedding_dim: 64
+    pooling: mean
+    pooling_factors: 20
+    sharding_types: [row_wise, table_wise]
+  - {name: user, num_embeddings: 4096, embedding_dim: 64, dtype: bfloat16, optimizer: sgd}
+  - {name: page, num_embeddings: 9000, embedding_dim: 32, pooling: none, feature_names: [a, b]}
+  - {name: day, num_embeddings: 7, embedding_dim: 32, placement: {table_wise: 1}}
+"""

@@ -9,33 +9,10 @@ import jax
 import pytest
 
 from jaxrec.cli import main
-from jaxrec.mesh import row_wise, table_wise
+from jaxrec.mesh import table_wise
 from jaxrec.plan import Planner, ShardingPlan, Topology, statistics
 from jaxrec.plan.model_file import read_model_file
-from tests.plan.test_statistics import batch_of
-
-MODEL = """
-batch_size: 8192
-optimizer: {name: adam, learning_rate: 0.001}
-dense_parameters: 1000000
-tables:
-  - name: product
-    num_embeddings: 4000000
-    embedding_dim: 64
-    pooling: mean
-    pooling_factors: 20
-    sharding_types: [row_wise, table_wise]
-  - {name: user, num_embeddings: 4096, embedding_dim: 64, dtype: bfloat16, optimizer: sgd}
-  - {name: page, num_embeddings: 9000, embedding_dim: 32, pooling: none, feature_names: [a, b]}
-  - {name: day, num_embeddings: 7, embedding_dim: 32, placement: {table_wise: 1}}
-"""
-
-
-@pytest.fixture
-def model(tmp_path):
-    path = tmp_path / "model.yaml"
-    path.write_text(MODEL)
-    return path
+from tests.plan.models import MODEL, batch_of
 
 
 def run(capsys, *arguments):
@@ -43,20 +20,6 @@ def run(capsys, *arguments):
     code = main(["plan", *map(str, arguments)])
     captured = capsys.readouterr()
     return code, captured.out, captured.err
-
-
-def test_a_model_file_says_tables_and_constraints(model):
-    found = read_model_file(model)
-    product, user, page, day = found.tables
-    assert (product.pooling, product.optimizer.learning_rate) == ("mean", 0.001)
-    assert (user.dtype, type(user.optimizer).__name__) == ("bfloat16", "sgd")
-    assert page.feature_names == ("a", "b")
-    assert not hasattr(page, "pooling")
-    assert found.constraints["product"].pooling_factors == 20
-    assert found.constraints["product"].sharding_types == ("table_wise", "row_wise")
-    assert found.constraints["day"].placement == table_wise(1)
-    assert day.embedding_dim == 32
-    assert (found.batch_size, found.dense_bytes) == (8192, 4_000_000)
 
 
 def test_a_plan_is_printed_drawn_and_written(capsys, model, tmp_path):
@@ -183,15 +146,6 @@ def test_a_model_file_without_tables_or_batch_size(capsys, model):
     assert run(capsys, model, "--batch-size", 80)[0] == 0
 
 
-@pytest.mark.parametrize(
-    ("said", "expected"),
-    [("row_wise", row_wise()), ("{row_wise: [0, 1]}", row_wise((0, 1)))],
-)
-def test_placements_in_a_file(model, said, expected):
-    model.write_text(MODEL.replace("{table_wise: 1}", said))
-    assert read_model_file(model).constraints["day"].placement == expected
-
-
 def test_calibration_writes_a_file_to_plan_with(capsys, model, tmp_path, monkeypatch):
     assert jax.device_count() == 8  # and so started
     known = Topology.named("cpu", devices=2)
@@ -201,7 +155,7 @@ def test_calibration_writes_a_file_to_plan_with(capsys, model, tmp_path, monkeyp
         asked["devices"] = mesh.devices.size
         return known
 
-    monkeypatch.setattr("jaxrec.plan.calibrate.calibrate", calibrate)
+    monkeypatch.setattr("jaxrec.plan.calibration.calibrate", calibrate)
     out = tmp_path / "here.json"
     code, text, _ = run(capsys, "--calibrate", "--devices=2", "--output", out)
     assert (code, asked["devices"]) == (0, 2)

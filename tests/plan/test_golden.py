@@ -11,8 +11,9 @@ import pytest
 import jaxrec
 from jaxrec import optim
 from jaxrec.plan import ParameterConstraints, Topology
-from jaxrec.plan.options import HELD, enumerate_options
-from jaxrec.plan.workload import itemsize, measure_work, read_model
+from jaxrec.plan.model_tables import read_model
+from jaxrec.plan.options import enumerate_options
+from jaxrec.plan.workload import itemsize, measure_workloads
 from tests import golden
 
 _DTYPES = {"fp32": "float32", "fp16": "float16"}
@@ -21,7 +22,7 @@ _PER_HOST = ("table_row_wise", "table_column_wise")
 
 
 def works_of(meta):
-    """The case's tables as the planner sees them, with the devices and what is said of them."""
+    """The case's tables as the planner sees them, with the devices and constraints."""
     kind = jaxrec.EmbeddingBagConfig if meta["kind"] == "ebc" else jaxrec.EmbeddingConfig
     tables = [
         kind(
@@ -34,7 +35,7 @@ def works_of(meta):
         )
         for table in meta["tables"]
     ]
-    said = {
+    constraints = {
         table["name"]: ParameterConstraints(
             pooling_factors=table["pooling_factor"],
             is_weighted=meta["is_weighted"],
@@ -46,14 +47,14 @@ def works_of(meta):
     }
     devices = meta["world_size"]
     topology = Topology.named("h100", devices=devices, devices_per_host=devices)
-    works = measure_work(
+    works = measure_workloads(
         read_model(tables),
         batch_size=meta["batch_size"] * devices,
         num_devices=devices,
-        constraints=said,
+        constraints=constraints,
         statistics=None,
     )
-    return works, topology, said
+    return works, topology, constraints
 
 
 def their_inputs_and_outputs(meta, table, sharding_type, columns):
@@ -74,13 +75,15 @@ def their_inputs_and_outputs(meta, table, sharding_type, columns):
 @pytest.mark.parametrize(("name", "case"), golden.cases("planner"), ids=golden.names("planner"))
 def test_rows_of_every_shard(name, case):
     arrays, meta = golden.load("planner", name), case["meta"]
-    works, topology, said = works_of(meta)
+    works, topology, constraints = works_of(meta)
     compared = 0
     for index, work in enumerate(works):
         table = meta["tables"][index]
         mine = {
-            (o.sharding_type, o.key.width, o.storage): o
-            for o in enumerate_options(work, topology, said[work.name], storages=("device", "host"))
+            (o.sharding_type, o.group.width, o.storage): o
+            for o in enumerate_options(
+                work, topology, constraints[work.name], storages=("device", "host")
+            )
         }
         for shard in np.flatnonzero(arrays["table"] == index):
             kind, kernel = str(arrays["sharding_type"][shard]), str(arrays["compute_kernel"][shard])
@@ -97,8 +100,8 @@ def test_rows_of_every_shard(name, case):
                 continue
             theirs = float(arrays["storage_hbm"][shard])
             theirs -= their_inputs_and_outputs(meta, table, kind, columns)
-            part = int(arrays["shard_index"][shard]) % option.load.shape[1]
-            rows = float(option.load[HELD, part]) * row_bytes
+            part = int(arrays["shard_index"][shard]) % len(option.load.held)
+            rows = float(option.load.held[part]) * row_bytes
             if storage == "host":
                 # Their cache keeps books: 4 bytes for each row, and 16 for each that it holds.
                 theirs -= int(arrays["shard_size"][shard][0]) * (4 + 16 * 0.2)

@@ -19,7 +19,7 @@ DEVICES, BATCH, POOLING = 8, 4096, 8
 @pytest.mark.filterwarnings("ignore:tables a take 10 MiB")  # one table alone on eight devices
 @pytest.mark.parametrize(
     "placement",
-    [data_parallel(), row_wise(), row_wise(exchange="sums"), table_wise(3)],
+    [data_parallel(), row_wise(), row_wise(exchange="pooled"), table_wise(3)],
     ids=["copies", "rows", "sums", "bags"],
 )
 def test_memory_of_a_compiled_step(placement):
@@ -27,8 +27,8 @@ def test_memory_of_a_compiled_step(placement):
     tables = [jaxrec.EmbeddingBagConfig("a", 20_000, 64, optimizer=optim.adagrad())]
     mesh = jax.make_mesh((DEVICES,), ("data",))
     plan = ShardingPlan.from_dict({"a": placement})
-    said = {"a": ParameterConstraints(pooling_factors=POOLING)}
-    found = Planner(Topology.from_mesh(mesh), said).evaluate(tables, plan, batch_size=BATCH)
+    constraints = {"a": ParameterConstraints(pooling_factors=POOLING)}
+    found = Planner(Topology.from_mesh(mesh), constraints).evaluate(tables, plan, batch_size=BATCH)
     model = jaxrec.EmbeddingBagCollection(tables, rngs=nnx.Rngs(0))
     model = jaxrec.shard(model, plan, mesh)
     optimizer = jaxrec.Optimizer(model, optax.sgd(0.1))

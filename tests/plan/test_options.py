@@ -1,8 +1,9 @@
-"""The ways that are offered to place a table: all of them, and none that cannot be carried out."""
+"""Options of a table: all that `jaxrec.shard` carries out, and no others."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import numpy as np
 import pytest
@@ -11,57 +12,59 @@ import jaxrec
 from jaxrec import optim
 from jaxrec.embed.layout import layout_tables
 from jaxrec.mesh.layout import layout_mesh
-from jaxrec.mesh.placement import MeshShape
+from jaxrec.mesh.shards import MeshShape
 from jaxrec.plan import ParameterConstraints, Planner, Topology
-from jaxrec.plan.options import HELD, enumerate_options, to_placement
-from jaxrec.plan.workload import itemsize, measure_work, read_model, state_bytes
+from jaxrec.plan.model_tables import read_model
+from jaxrec.plan.options import enumerate_options, to_placement
+from jaxrec.plan.workload import itemsize, measure_workloads, state_bytes
+from tests.plan.models import problem_of
 
 BAG, PER_ID = jaxrec.EmbeddingBagConfig, jaxrec.EmbeddingConfig
 
 
-def options_of(table, said=None, *, hosts=2, devices_per_host=4, storages=("device",)):
+def options_of(table, constraints=None, *, hosts=2, devices_per_host=4, storages=("device",)):
     """The options of one table on a mesh, with the devices."""
-    said = said or ParameterConstraints()
+    constraints = constraints or ParameterConstraints()
     topology = Topology.named(
         "h100", devices=hosts * devices_per_host, devices_per_host=devices_per_host
     )
-    (work,) = measure_work(
+    (work,) = measure_workloads(
         read_model([table]),
         batch_size=64 * topology.num_devices,
         num_devices=topology.num_devices,
-        constraints={table.name: said},
+        constraints={table.name: constraints},
         statistics=None,
     )
-    return enumerate_options(work, topology, said, storages=storages), topology
+    return enumerate_options(work, topology, constraints, storages=storages), topology
 
 
-def kinds(table, said=None, **mesh):
-    found, _ = options_of(table, said, **mesh)
+def kinds(table, constraints=None, **mesh):
+    found, _ = options_of(table, constraints, **mesh)
     return {(o.sharding_type, o.exchange, o.parts) for o in found}
 
 
 def test_a_bag_table_on_two_hosts_has_every_type_and_both_exchanges():
     assert kinds(BAG("a", 1000, 128, optimizer=optim.sgd(0.1))) == {
-        ("data_parallel", "copies", 1),
+        ("data_parallel", "replicated", 1),
         ("table_wise", "rows", 1),
-        ("table_wise", "sums", 1),
+        ("table_wise", "pooled", 1),
         ("row_wise", "rows", 1),
-        ("row_wise", "sums", 1),
+        ("row_wise", "pooled", 1),
         ("column_wise", "rows", 2),
         ("column_wise", "rows", 4),
-        ("column_wise", "sums", 2),
-        ("column_wise", "sums", 4),
+        ("column_wise", "pooled", 2),
+        ("column_wise", "pooled", 4),
         ("table_row_wise", "rows", 1),
-        ("table_row_wise", "sums", 1),
+        ("table_row_wise", "pooled", 1),
         ("table_column_wise", "rows", 1),
-        ("table_column_wise", "sums", 1),
+        ("table_column_wise", "pooled", 1),
         ("grid", "rows", 2),
-        ("grid", "sums", 2),
+        ("grid", "pooled", 2),
     }
 
 
 def test_rows_that_are_not_pooled_are_not_summed():
-    assert all(way != "sums" for _, way, _ in kinds(PER_ID("a", 1000, 128)))
+    assert all(way != "pooled" for _, way, _ in kinds(PER_ID("a", 1000, 128)))
 
 
 @pytest.mark.parametrize(
@@ -71,14 +74,14 @@ def test_rows_that_are_not_pooled_are_not_summed():
 )
 def test_where_rows_are_updated_whole_none_is_cut_both_ways_and_summed(optimizer):
     found = kinds(BAG("a", 1000, 128, optimizer=optimizer))
-    assert ("grid", "sums", 2) not in found
-    every = {("grid", "rows", 2), ("column_wise", "rows", 4), ("column_wise", "sums", 4)}
-    assert every | {("table_wise", "sums", 1), ("row_wise", "sums", 1)} <= found
+    assert ("grid", "pooled", 2) not in found
+    every = {("grid", "rows", 2), ("column_wise", "rows", 4), ("column_wise", "pooled", 4)}
+    assert every | {("table_wise", "pooled", 1), ("row_wise", "pooled", 1)} <= found
 
 
 def test_gradients_of_clipped_norm_are_summed_anywhere():
     found = kinds(BAG("a", 1000, 128, optimizer=optim.adam(clip_norm=1.0)))
-    assert {("grid", "sums", 2), ("column_wise", "sums", 4), ("row_wise", "sums", 1)} <= found
+    assert {("grid", "pooled", 2), ("column_wise", "pooled", 4), ("row_wise", "pooled", 1)} <= found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,46 +109,49 @@ def test_an_optimizer_that_needs_whole_rows_has_them():
 
 
 @pytest.mark.parametrize(
-    ("said", "expected"),
+    ("constraints", "expected"),
     [
         (
             {"sharding_types": ["table_wise"]},
-            {("table_wise", "rows", 1), ("table_wise", "sums", 1)},
+            {("table_wise", "rows", 1), ("table_wise", "pooled", 1)},
         ),
-        ({"sharding_types": ["table_wise"], "exchanges": ["sums"]}, {("table_wise", "sums", 1)}),
-        ({"sharding_types": ["row_wise"], "exchanges": ["sums"]}, {("row_wise", "sums", 1)}),
+        (
+            {"sharding_types": ["table_wise"], "exchanges": ["pooled"]},
+            {("table_wise", "pooled", 1)},
+        ),
+        ({"sharding_types": ["row_wise"], "exchanges": ["pooled"]}, {("row_wise", "pooled", 1)}),
         (
             {"sharding_types": ["column_wise"], "min_column_width": 64},
-            {("column_wise", "rows", 2), ("column_wise", "sums", 2)},
+            {("column_wise", "rows", 2), ("column_wise", "pooled", 2)},
         ),
         (
             {"sharding_types": ["column_wise"], "devices": [1, 6], "exchanges": ["rows"]},
             {("column_wise", "rows", 2)},
         ),
-        ({"sharding_types": ["data_parallel"]}, {("data_parallel", "copies", 1)}),
+        ({"sharding_types": ["data_parallel"]}, {("data_parallel", "replicated", 1)}),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
-def test_constraints_leave_what_they_say(said, expected):
-    assert kinds(BAG("a", 1000, 128), ParameterConstraints(**said)) == expected
+def test_constraints_leave_their_options(constraints, expected):
+    assert kinds(BAG("a", 1000, 128), ParameterConstraints(**constraints)) == expected
 
 
 @pytest.mark.parametrize("kind", ["table_wise", "row_wise", "column_wise"])
 def test_devices_are_those_allowed(kind):
-    said = ParameterConstraints(sharding_types=[kind], devices=[1, 6])
-    found, _ = options_of(BAG("a", 1000, 128), said)
+    constraints = ParameterConstraints(sharding_types=[kind], devices=[1, 6])
+    found, _ = options_of(BAG("a", 1000, 128), constraints)
     assert {device for o in found for site in o.sites for device in site} == {1, 6}
 
 
 @pytest.mark.parametrize("kind", ["table_row_wise", "table_column_wise", "grid"])
 def test_hosts_are_those_with_all_devices_allowed(kind):
-    said = ParameterConstraints(sharding_types=[kind], devices=[0, 4, 5, 6, 7])
-    found, _ = options_of(BAG("a", 1000, 128), said)
+    constraints = ParameterConstraints(sharding_types=[kind], devices=[0, 4, 5, 6, 7])
+    found, _ = options_of(BAG("a", 1000, 128), constraints)
     assert {site for o in found for site in o.sites} == {(4, 5, 6, 7)}
 
 
 @pytest.mark.parametrize(
-    ("table", "said", "message"),
+    ("table", "constraints", "message"),
     [
         (
             BAG("a", 3, 128),
@@ -171,8 +177,8 @@ def test_hosts_are_those_with_all_devices_allowed(kind):
         (BAG("a", 100, 64), {"devices": [8]}, "may be on device 8, but there are 8"),
         (
             PER_ID("a", 100, 64),
-            {"sharding_types": ["row_wise"], "exchanges": ["sums"]},
-            "exchange 'sums' is not possible, since its rows are not pooled",
+            {"sharding_types": ["row_wise"], "exchanges": ["pooled"]},
+            "exchange 'pooled' is not possible, since its rows are not pooled",
         ),
         (
             BAG("a", 100, 64),
@@ -185,11 +191,11 @@ def test_hosts_are_those_with_all_devices_allowed(kind):
             "1,073,741,824 rows on a device x 8 devices = 8,589,934,592, more row numbers",
         ),
     ],
-    ids=["rows", "columns", "copies", "hosts", "device", "sums", "storage", "int32"],
+    ids=["rows", "columns", "copies", "hosts", "device", "pooled", "storage", "int32"],
 )
-def test_what_cannot_be_is_said(table, said, message):
+def test_an_impossible_option_is_refused_with_its_reason(table, constraints, message):
     with pytest.raises(ValueError, match=message):
-        options_of(table, ParameterConstraints(**said))
+        options_of(table, ParameterConstraints(**constraints))
 
 
 def test_storages_other_than_the_device_come_only_when_asked_for():
@@ -197,8 +203,8 @@ def test_storages_other_than_the_device_come_only_when_asked_for():
     assert {o.storage for o in options_of(table)[0]} == {"device"}
     found, _ = options_of(table, storages=("device", "host"))
     assert {o.storage for o in found} == {"device", "host"}
-    said = ParameterConstraints(storages=["disk"], cache_ratio=0.3)
-    found, _ = options_of(table, said)
+    constraints = ParameterConstraints(storages=["disk"], cache_ratio=0.3)
+    found, _ = options_of(table, constraints)
     assert {(o.storage, o.cache_ratio) for o in found} == {("disk", 0.3)}
 
 
@@ -217,16 +223,15 @@ def test_loads_are_those_of_the_blocks_that_are_laid_out(hosts, each, optimizer)
         layout = layout_mesh(tables, {"a": placement}, MeshShape(hosts, each))
         held = np.zeros(topology.num_devices)
         for site in sites:
-            np.add.at(held, np.array(option.sites[site]), option.load[HELD])
+            np.add.at(held, np.array(option.sites[site]), option.load.held)
         (group,) = layout.groups
         assert group.local_rows == held.max()
-        assert group.group.dim == option.key.width
-        assert group.exchange == option.key.way
+        assert group.group.dim == option.group.width
+        assert layout.exchanges[0] == option.group.exchange
         found = np.zeros(topology.num_devices)
-        for _, placed in layout.places("a"):
-            block = placed.block
-            where = slice(None) if group.is_replicated else block.device
-            found[where] += block.rows[1] - block.rows[0]
+        for _, placed in layout.shards("a"):
+            where = slice(None) if group.is_replicated else placed.shard.device
+            found[where] += placed.shard.num_rows
         np.testing.assert_array_equal(held, found)
 
 
@@ -258,7 +263,7 @@ def test_whatever_is_planned_is_laid_out(seed):
     random = np.random.default_rng(seed)
     tables = random_tables(random)
     hosts, each = (int(n) for n in random.choice([1, 2, 4, 8], 2))
-    said = {
+    constraints = {
         table.name: ParameterConstraints(
             pooling_factors=float(10 ** random.uniform(0, 2)), min_column_width=8
         )
@@ -267,7 +272,7 @@ def test_whatever_is_planned_is_laid_out(seed):
     topology = dataclasses.replace(
         Topology.named("h100", devices=hosts * each, devices_per_host=each), memory=2 * 10**12
     )
-    planner = Planner(topology, said, time_limit=2.0)
+    planner = Planner(topology, constraints, time_limit=2.0)
     plan = planner.plan(tables, batch_size=64 * topology.num_devices)
     layout = layout_mesh(
         layout_tables(tables, optim.sgd(0.1)), plan.to_dict(), MeshShape(hosts, each)
@@ -285,9 +290,9 @@ def test_whatever_is_planned_is_laid_out(seed):
 def test_more_rows_than_int32_can_number_are_laid_out_in_several_arrays():
     """On 64 devices two tables of 30 million rows on one device take 3.8 billion row numbers."""
     tables = [BAG(f"t{i}", 30_000_000, 16, optimizer=optim.sgd(0.1)) for i in range(128)]
-    said = {t.name: ParameterConstraints(sharding_types=["table_wise"]) for t in tables}
+    constraints = {t.name: ParameterConstraints(sharding_types=["table_wise"]) for t in tables}
     topology = Topology.named("h100", devices=64)
-    plan = Planner(topology, said).plan(tables, batch_size=6400)
+    plan = Planner(topology, constraints).plan(tables, batch_size=6400)
     layout = layout_mesh(layout_tables(tables, optim.sgd(0.1)), plan.to_dict(), MeshShape(8, 8))
     assert [group.local_rows for group in layout.groups] == [30_000_000, 30_000_000]
     (most,) = {device.bytes["tables"] for device in plan.estimate.devices}
@@ -309,3 +314,10 @@ def test_whatever_is_offered_is_laid_out(seed):
         sites = random.permutation(len(option.sites))[: option.parts]
         placements[table.name] = to_placement(option, [int(site) for site in sites], topology)
     layout_mesh(layout_tables(tables, optim.sgd(0.1)), placements, MeshShape(hosts, each))
+
+
+def test_held_rows_of_a_cache_are_its_part_of_the_rows():
+    problem = problem_of([(1001, 64, 2)], types=["table_wise"], storages=("host",))
+    for option in problem.options[0]:
+        assert option.load.held[0] == math.ceil(1001 * option.cache_ratio)
+        assert option.stored_bytes[0] == 1001 * 64 * 4

@@ -6,18 +6,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxrec.ragged import KeyedJaggedArray, grown, rung
+from jaxrec.ragged import KeyedJaggedArray
+from jaxrec.ragged.capacity import capacity_for, grow_capacities
 
 
 def test_the_first_rungs():
-    rungs = [8, 12, 16, 24, 32, 48, 64, 96, 128]
-    assert sorted({rung(count) for count in range(129)}) == rungs
-    assert [rung(count) for count in rungs] == rungs
+    ladder = [8, 12, 16, 24, 32, 48, 64, 96, 128]
+    assert sorted({capacity_for(count) for count in range(129)}) == ladder
+    assert [capacity_for(count) for count in ladder] == ladder
 
 
 @given(st.integers(0, 2**40))
 def test_a_rung_holds_its_count_and_little_more(count):
-    capacity = rung(count)
+    capacity = capacity_for(count)
     assert capacity >= count
     assert capacity <= max(8, 1.5 * count)
     power = 1 << (capacity.bit_length() - 1)
@@ -26,15 +27,15 @@ def test_a_rung_holds_its_count_and_little_more(count):
 
 def test_a_negative_count():
     with pytest.raises(ValueError, match="0 or more, not -1"):
-        rung(-1)
+        capacity_for(-1)
 
 
 def test_grown():
     start = {"a": 12}
-    assert grown(start, {"a": 9, "b": 3}) == {"a": 12, "b": 8}
-    assert grown(start, {"a": 13}) == {"a": 16}
+    assert grow_capacities(start, {"a": 9, "b": 3}) == {"a": 12, "b": 8}
+    assert grow_capacities(start, {"a": 13}) == {"a": 16}
     assert start == {"a": 12}
-    assert grown({"a": 13}, {}) == {"a": 13}
+    assert grow_capacities({"a": 13}, {}) == {"a": 13}
 
 
 @given(st.lists(st.integers(0, 200), min_size=1, max_size=30))
@@ -43,9 +44,9 @@ def test_a_loop_sees_few_shapes(counts):
     shapes = []
     for count in counts:
         batch = KeyedJaggedArray.from_lists({"f": [list(range(count))]})
-        capacities = grown(capacities, batch.capacity_per_key)
+        capacities = grow_capacities(capacities, batch.capacity_per_key)
         batch = batch.with_capacities(capacities)
         assert batch.to_lists() == {"f": [list(range(count))]}
         shapes.append(batch.values.shape[0])
     assert shapes == sorted(shapes)
-    assert shapes[-1] == rung(max(counts))
+    assert shapes[-1] == capacity_for(max(counts))

@@ -142,7 +142,7 @@ ERRORS = {
     "keys_numbers": ({"keys": (1, 2)}, TypeError, "keys are names of features, strings, but 1"),
     "keys_none": ({"keys": None}, TypeError, "keys is None"),
     "capacity_count": ({"capacities": (6,)}, ValueError, "1 capacities for 2 keys"),
-    "capacity_float": ({"capacities": (2.7, 4)}, TypeError, "capacities: 2.7 is no integer"),
+    "capacity_float": ({"capacities": (2.7, 4)}, TypeError, "capacities: 2.7 is not an integer"),
     "capacity_number": (
         {"capacities": 6},
         TypeError,

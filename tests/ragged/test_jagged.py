@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxrec.ragged import JaggedArray, rung
+from jaxrec.ragged import JaggedArray
+from jaxrec.ragged.capacity import capacity_for
 
 numbers = st.integers(-(2**31), 2**31 - 1)
 nested = st.lists(st.lists(numbers, max_size=5), max_size=5)
@@ -23,7 +24,7 @@ def test_lists_round_trip(rows):
     assert column.to_lists() == rows
     assert column.weights_to_lists() == weights
     assert column.batch_size == len(rows)
-    assert column.capacity == rung(sum(map(len, rows)))
+    assert column.capacity == capacity_for(sum(map(len, rows)))
     np.testing.assert_array_equal(column.offsets, np.cumsum([0, *map(len, rows)]))
     for leaf in jax.tree.leaves(column):
         assert isinstance(leaf, np.ndarray)

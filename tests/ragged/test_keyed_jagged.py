@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import pickle
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxrec.ragged import JaggedArray, KeyedJaggedArray
+from jaxrec.ragged import JaggedArray, KeyedJaggedArray, keyed_jagged_index_select
 from tests.ragged.strategies import nested_batches, weights_like
 
 ROWS = {"a": [[1, 2], [], [3]], "b": [[4], [5, 6, 7], []], "c": [[], [], [8]]}
@@ -378,7 +379,7 @@ ERRORS = {
     "from_dict_deep": (
         lambda b: KeyedJaggedArray.from_dict({"a": JaggedArray.from_lists([[[1.0, 2.0]]])}),
         ValueError,
-        r"features \['a'\] have elements that are no scalars",
+        r"features \['a'\] have elements that are not scalars",
     ),
     "from_dict_inverse": (
         lambda b: KeyedJaggedArray.from_dict(
@@ -403,3 +404,51 @@ def test_every_order_of_three_keys():
         assert [key for key, _, _ in bags_of(batch.permute(order))] == [
             batch.keys[i] for i in order
         ]
+
+
+def with_slots(*keys: str) -> KeyedJaggedArray:
+    return dataclasses.replace(make_batch(), slot_keys=keys)
+
+
+def test_slot_keys_follow_their_keys():
+    batch = with_slots("c", "a")
+    assert make_batch().slot_keys == ()
+    assert batch.slot_keys == ("a", "c")  # in the order of the keys, whatever was given
+    assert batch.permute([2, 1, 0, 2]).slot_keys == ("c", "a")
+    assert batch.permute([0, 1, 2]).slot_keys == ("a", "c")
+    assert batch.select(["b"]).slot_keys == ()
+    assert [part.slot_keys for part in batch.split([2, 0, 1])] == [("a",), (), ("c",)]
+    assert batch.with_capacities({"a": 16}).slot_keys == ("a", "c")
+    assert dataclasses.replace(batch, weights=None).slot_keys == ("a", "c")
+    assert batch.with_checked_ids({"a": 3}, "ignore").slot_keys == ("a", "c")
+    assert keyed_jagged_index_select(batch, np.array([1])).slot_keys == ("a", "c")
+
+
+def test_slot_keys_of_batches_are_joined():
+    first, second = with_slots("a").select(["b", "a"]), with_slots("c").select(["c"])
+    assert KeyedJaggedArray.concat([first, second]).slot_keys == ("a", "c")
+    assert KeyedJaggedArray.concat([first, make_batch().select(["c"])]).slot_keys == ("a",)
+
+
+def test_slot_keys_are_static():
+    batch = with_slots("b")
+    assert jax.tree.map(np.asarray, batch).slot_keys == ("b",)
+    assert pickle.loads(pickle.dumps(batch)).slot_keys == ("b",)
+    assert jax.jit(lambda batch: batch.select(["c", "b"]))(batch).slot_keys == ("b",)
+    assert jax.tree.structure(batch) != jax.tree.structure(make_batch())
+    assert len(jax.tree.leaves(batch)) == len(jax.tree.leaves(make_batch()))
+    packed = KeyedJaggedArray(np.arange(2), np.ones(2, int), keys=("f", "g"), slot_keys=["g"])
+    assert packed.slot_keys == ("g",)
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(
+    ("slot_keys", "error", "message"),
+    [
+        (("d",), ValueError, r"slot_keys names \['d'\], but the keys are \['a', 'b', 'c'\]"),
+        ("a", TypeError, "slot_keys is the string 'a'; expected a sequence of keys"),
+    ],
+)
+def test_wrong_slot_keys(slot_keys, error, message):
+    with pytest.raises(error, match=message):
+        dataclasses.replace(make_batch(), slot_keys=slot_keys)

@@ -337,7 +337,7 @@ ERRORS = {
     "strides_float": (
         lambda: from_lengths(TWO, [1, 2], [1, 1], strides=[1, 1.5]),
         TypeError,
-        "strides: 1.5 is no integer",
+        "strides: 1.5 is not an integer",
     ),
     "strides_number": (
         lambda: from_lengths(TWO, [1, 2], [1, 1], strides=1),
@@ -347,7 +347,7 @@ ERRORS = {
     "capacity_float": (
         lambda: from_lists({"a": [[1]]}, capacities={"a": 2.7}),
         TypeError,
-        "the capacity of feature 'a': 2.7 is no integer",
+        "the capacity of feature 'a': 2.7 is not an integer",
     ),
     "capacity_number": (
         lambda: from_lists({"a": [[1]]}, capacities=64),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -29,6 +31,11 @@ def test_small_batches_are_lists(place):
     )
     column = place(JaggedArray.from_lists([[1], [2, 3]], [[1], [2, 3]]))
     assert repr(column) == "JaggedArray([[1], [2, 3]], weights=[[1.0], [2.0, 3.0]], capacity=8)"
+
+
+def test_slots_are_marked():
+    batch = dataclasses.replace(make_batch(), slot_keys=("b",))
+    assert str(batch).splitlines()[1:3] == ["    'a': [[1], []],", "    'b': slots [[2, 3], [4]],"]
 
 
 def test_repeated_keys_are_all_there():

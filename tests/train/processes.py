@@ -19,7 +19,7 @@ import optax
 from flax import nnx
 
 import jaxrec
-from jaxrec.train import Saver, restore, restore_state
+from jaxrec.train import CheckpointManager, restore, restore_state
 
 # A large table, so that a copy of it stands out.
 ROWS = {"large": 200_003, "small": 31, "cut": 9}
@@ -82,11 +82,11 @@ def checkpoint(directory):
 
     tracemalloc.start()
     restore(directory / "one", model, optimizer)
-    with Saver(directory / "two") as saver:
+    with CheckpointManager(directory / "two") as manager:
         step(model, optimizer, jaxrec.mesh.shard_batch(np.ones((4, 4), np.float32), mesh))
         state = {"sum": jnp.float32(3)}
-        saver.save(model, optimizer, state=state, batches=7)
-        saver.wait()
+        manager.save(model, optimizer, state=state, batches=7)
+        manager.wait_until_finished()
         assert restore(directory / "two", model, optimizer).step == 1
     _, peak = tracemalloc.get_traced_memory()
     is_no_array = tracemalloc.DomainFilter(False, np.lib.tracemalloc_domain)

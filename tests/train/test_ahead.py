@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import types
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,16 +15,16 @@ from jax.interpreters import partial_eval
 from jax.sharding import AxisType
 
 import jaxrec
-from jaxrec.mesh import column_wise, data_parallel, grid, rooms, row_wise, table_wise
-from jaxrec.mesh.collectives import Turns
+from jaxrec.mesh import capacity, column_wise, data_parallel, grid, row_wise, table_wise
+from jaxrec.mesh.simulated import OneByOne
 from jaxrec.train import RoutedSteps, compile_step
-from jaxrec.train.held import Held
+from tests.users_xla import AS_USERS_DO
 
 DEVICES, BATCH, STEPS = 8, 16, 9
 ROWS = {"a": 100, "b": 40, "c": 64}
 PLACEMENTS = {
     "rows": {"a": row_wise(), "b": row_wise(), "c": grid()},
-    "sums": {"a": row_wise(exchange="sums"), "b": row_wise(), "c": table_wise(1)},
+    "pooled": {"a": row_wise(exchange="pooled"), "b": row_wise(), "c": table_wise(1)},
     "bags": {"a": column_wise((0, 1)), "b": table_wise(2), "c": data_parallel()},
     "copies": dict.fromkeys(ROWS, data_parallel()),
 }
@@ -63,7 +66,7 @@ def train_step(model, optimizer, batch):
 def make(placements):
     mesh = jax.make_mesh((2, 4), ("host", "device"), axis_types=(AxisType.Auto,) * 2)
     placed = dict(placements)
-    if placed["b"].exchange == "sums" or placed["b"].kind in ("table_wise", "column_wise"):
+    if placed["b"].exchange == "pooled" or placed["b"].kind in ("table_wise", "column_wise"):
         placed["b"] = row_wise()  # single rows are not pooled
     plan = jaxrec.plan.ShardingPlan.from_dict(placed)
     model = jaxrec.shard(Ranker(), plan, mesh)
@@ -92,7 +95,10 @@ def contents(model, optimizer):
 
 @pytest.mark.parametrize("name", PLACEMENTS)
 def test_the_same_bits_as_steps_one_by_one(name, monkeypatch):
-    monkeypatch.setattr(rooms, "WINDOW", 2)
+    as_users_do = functools.partial(jax.jit, compiler_options=AS_USERS_DO)
+    jax_as_users_do = types.SimpleNamespace(**vars(jax) | {"jit": as_users_do})
+    monkeypatch.setattr("jaxrec.train.step.jax", jax_as_users_do)
+    monkeypatch.setattr(capacity, "WINDOW", 2)
     model, optimizer, mesh = make(PLACEMENTS[name])
     plain = compile_step(train_step, model, optimizer)
     expected = [float(plain(batch)) for batch in batches(mesh)]
@@ -105,25 +111,25 @@ def test_the_same_bits_as_steps_one_by_one(name, monkeypatch):
     assert [float(loss) for _, loss in found] == expected
     for got, wanted in zip(contents(model, optimizer), tables, strict=True):
         np.testing.assert_array_equal(got, wanted)
-    rooms_of = dict(model.bags.tables.get_value().slack)
-    assert bool(rooms_of) == (name in ("rows", "sums"))
+    factors = dict(model.bags.tables.get_value().capacity_factors)
+    assert bool(factors) == (name in ("rows", "pooled"))
 
 
 def test_routing_waits_for_nothing_but_its_batch(monkeypatch):
     """Where collectives have an order of their own, that is: simulated devices take turns."""
-    monkeypatch.setattr(Turns, "end", lambda self, result: None)
+    monkeypatch.setattr(OneByOne, "_record", lambda self, result: None)
     model, optimizer, mesh = make(PLACEMENTS["rows"])
     steps = RoutedSteps(train_step, lambda model, batch: model(batch), model, optimizer)
     batch = next(batches(mesh))
     graph, state = nnx.split((model, optimizer))
     steps._route(batch)
-    ahead = steps._ahead.get()
+    ahead = steps._ahead.get_value()
 
     def ahead_of_next(state, ahead, batch, following):
         model, optimizer = nnx.merge(graph, state)
-        held = Held(ahead)
+        held = nnx.Variable(ahead)
         steps._step_and_route(model, optimizer, held, batch, following)
-        return held.get()
+        return held.get_value()
 
     traced = jax.make_jaxpr(ahead_of_next)(state, ahead, batch, batch)
     _, used = partial_eval.dce_jaxpr(traced.jaxpr, [True] * len(traced.jaxpr.outvars))
@@ -154,12 +160,12 @@ def test_several_parts_of_a_step_take_what_was_found_in_turn():
     def forward(model, pair):
         return [model(part) for part in pair]
 
-    model, optimizer, mesh = make(PLACEMENTS["sums"])
+    model, optimizer, mesh = make(PLACEMENTS["pooled"])
     given = list(batches(mesh))
     pairs = list(zip(given[::2], given[1::2], strict=False))
     plain = compile_step(of_both, model, optimizer)
     expected = [float(plain(pair)) for pair in pairs]
-    model, optimizer, _ = make(PLACEMENTS["sums"])
+    model, optimizer, _ = make(PLACEMENTS["pooled"])
     steps = RoutedSteps(of_both, forward, model, optimizer)
     assert [float(loss) for _, loss in steps(pairs)] == expected
 

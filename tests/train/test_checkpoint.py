@@ -17,8 +17,8 @@ from flax import nnx
 
 import jaxrec
 from jaxrec.train import checkpoint
-from jaxrec.train.checkpoint import CheckpointError, Run, Saver
-from jaxrec.train.keep import Keep
+from jaxrec.train.checkpoint import CheckpointError, CheckpointManager, CheckpointMetadata
+from jaxrec.train.checkpoint.preservation import PreservationPolicy
 from tests.train import processes
 
 
@@ -111,7 +111,7 @@ def test_only_the_newest_is_kept(tmp_path):
         checkpoint.save(tmp_path, model, optimizer)
         checkpoint.save(tmp_path, model, optimizer)  # again at the same step
         advance(model, optimizer)
-    assert checkpoint.steps(tmp_path) == [2]
+    assert checkpoint.all_steps(tmp_path) == [2]
     assert {entry.name for entry in tmp_path.iterdir()} == {"2", ".lock"}
 
 
@@ -200,25 +200,25 @@ def test_dtype_of_the_model_wins(tmp_path):
 
 
 KEEPS = {
-    "last": (Keep(), [4]),
-    "two": (Keep(last=2), [3, 4]),
-    "best": (Keep(best=1, metric="auc"), [1, 4]),
-    "best-two": (Keep(best=2, metric="auc"), [1, 2, 4]),
-    "smallest": (Keep(best=1, metric="auc", mode="min"), [3, 4]),
-    "unknown": (Keep(best=1, metric="ne"), [4]),
+    "last": (PreservationPolicy(), [4]),
+    "two": (PreservationPolicy(latest=2), [3, 4]),
+    "best": (PreservationPolicy(best=1, metric="auc"), [1, 4]),
+    "best-two": (PreservationPolicy(best=2, metric="auc"), [1, 2, 4]),
+    "smallest": (PreservationPolicy(best=1, metric="auc", mode="min"), [3, 4]),
+    "unknown": (PreservationPolicy(best=1, metric="ne"), [4]),
 }
 
 
 @pytest.mark.parametrize(("keep", "expected"), KEEPS.values(), ids=KEEPS)
 def test_what_is_kept(keep, expected):
     values = {0: math.nan, 1: 0.8, 2: 0.7, 3: 0.5, 4: 0.6}
-    assert sorted(keep.chosen({step: {"auc": x} for step, x in values.items()})) == expected
+    assert sorted(keep.preserved({step: {"auc": x} for step, x in values.items()})) == expected
 
 
-@pytest.mark.parametrize("options", [{"last": 0}, {"best": 1}], ids=str)
+@pytest.mark.parametrize("options", [{"latest": 0}, {"best": 1}], ids=str)
 def test_keeping_nothing(options):
-    with pytest.raises(ValueError, match="1 or more of the last"):
-        Keep(**options)
+    with pytest.raises(ValueError, match="latest must be 1 or more"):
+        PreservationPolicy(**options)
 
 
 def test_several_are_kept_and_each_restores(tmp_path):
@@ -226,18 +226,18 @@ def test_several_are_kept_and_each_restores(tmp_path):
     model, optimizer = make()
     aucs, expected = (0.8, 0.5, 0.7, 0.6), []
     state = {"sums": jnp.zeros(3), "count": jnp.zeros((), jnp.int32)}
-    with Saver(tmp_path, Keep(last=2, best=1, metric="auc")) as saver:
+    with CheckpointManager(tmp_path, PreservationPolicy(latest=2, best=1, metric="auc")) as manager:
         for number, auc in enumerate(aucs):
             state = jax.tree.map(lambda x: x + 1, state)
             metrics = {"auc": auc}
-            saver.save(model, optimizer, state=state, batches=number, metrics=metrics, plan="{}")
+            manager.save(model, optimizer, state=state, batches=number, metrics=metrics, plan="{}")
             expected.append(contents(model, optimizer))
             advance(model, optimizer)
-    assert checkpoint.steps(tmp_path) == [0, 2, 3]
+    assert checkpoint.all_steps(tmp_path) == [0, 2, 3]
     for step in (0, 2, 3):
         other = make(seed=3)
         run = checkpoint.restore(tmp_path, *other, step=step)
-        assert run == Run(step, step, {"auc": aucs[step]}, "{}")
+        assert run == CheckpointMetadata(step, step, {"auc": aucs[step]}, "{}")
         for key, value in contents(*other).items():
             np.testing.assert_array_equal(value, expected[step][key], err_msg=str(key))
         restored = checkpoint.restore_state(tmp_path, state, step=step)
@@ -252,10 +252,10 @@ def test_several_are_kept_and_each_restores(tmp_path):
 @pytest.mark.parametrize("damaged", ["_METADATA", "manifest.ocdbt", "run/metadata"])
 def test_damaged(tmp_path, damaged):
     model, optimizer = make()
-    with Saver(tmp_path, Keep(last=2)) as saver:
-        saver.save(model, optimizer)
+    with CheckpointManager(tmp_path, PreservationPolicy(latest=2)) as manager:
+        manager.save(model, optimizer)
         advance(model, optimizer)
-        saver.save(model, optimizer)
+        manager.save(model, optimizer)
     files = [p for p in (tmp_path / "1").rglob("*") if str(p).endswith(damaged)]
     assert files
     for file in files:
@@ -342,7 +342,7 @@ def test_several_processes_save_and_restore(tmp_path):
     for out, errors in outputs:
         assert out.endswith("restored and saved\n"), errors
     assert before.name == "0"
-    assert checkpoint.steps(tmp_path / "two") == [1]
+    assert checkpoint.all_steps(tmp_path / "two") == [1]
     other = processes.Ranker(seed=1)
     optimizer = jaxrec.Optimizer(other, optax.adam(0.1))
     assert checkpoint.restore(tmp_path / "two", other, optimizer).batches == 7
@@ -362,11 +362,11 @@ def test_entries_that_are_no_checkpoints(tmp_path):
     (tmp_path / "2026" / "mine").write_text("x")
     (tmp_path / "99").write_text("a file")
     model, optimizer = make()
-    with Saver(str(tmp_path)) as saver:
-        saver.save(model, optimizer)
+    with CheckpointManager(str(tmp_path)) as manager:
+        manager.save(model, optimizer)
         optimizer.step.set_value(jnp.asarray(5, optimizer.step.get_value().dtype))
-        saver.save(model, optimizer)
-    assert checkpoint.steps(tmp_path) == [5]
+        manager.save(model, optimizer)
+    assert checkpoint.all_steps(tmp_path) == [5]
     assert checkpoint.restore(str(tmp_path), *make()).step == 5
     with pytest.raises(CheckpointError, match=r"step 2026 was not saved; there are \[5\]"):
         checkpoint.restore(tmp_path, *make(), step=2026)
@@ -382,10 +382,10 @@ def test_saving_goes_on_beside_a_damaged_checkpoint(tmp_path):
     path = checkpoint.save(tmp_path, model, optimizer)
     (path / "run" / "metadata").write_text("{")
     with pytest.raises(CheckpointError, match="run/metadata"):
-        checkpoint.best_step(tmp_path, Keep(best=1, metric="auc"))
+        checkpoint.best_step(tmp_path, PreservationPolicy(best=1, metric="auc"))
     advance(model, optimizer)
     checkpoint.save(tmp_path, model, optimizer)
-    assert checkpoint.steps(tmp_path) == [1]
+    assert checkpoint.all_steps(tmp_path) == [1]
 
 
 def test_models_with_other_names(tmp_path):

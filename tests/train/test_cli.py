@@ -325,7 +325,7 @@ def test_the_best_checkpoints_stay(tmp_path, capsys, monkeypatch):
         assert f"step {step} of 10, held out: AUC 0." in out
     best = min((3, 6, 9, 10), key=seen.__getitem__)
     assert best < 9, "so that what is best and what is last are two"
-    assert checkpoint.steps(tmp_path / "model") == [best, 10]
+    assert checkpoint.all_steps(tmp_path / "model") == [best, 10]
     assert f"best of the checkpoints that stay: step {best}\n" in out
     results = json.loads((tmp_path / "model/results.json").read_text())
     assert results["best_step"] == best

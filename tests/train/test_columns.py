@@ -13,22 +13,20 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
-from rich.console import Console
 
 import jaxrec
 from jaxrec.cli import main
 from jaxrec.data import DataError, Schema, Shard, TableEncoder
 from jaxrec.data.list_lengths import ListLengths
 from jaxrec.metrics import auc
-from jaxrec.train import checkpoint, load_model
+from jaxrec.train import Trainer, checkpoint, load_model
+from jaxrec.train.checkpoint.tree import saved_tree
+from jaxrec.train.click_metrics import click_loss
 from jaxrec.train.config import DataConfig, ModelConfig, TrainConfig
-from jaxrec.train.contents import saved_tree
+from jaxrec.train.datasets import run_batches, split_datasets
 from jaxrec.train.devices import Devices
 from jaxrec.train.features import FEATURES_DIRECTORY, learn_features
-from jaxrec.train.loop import train
 from jaxrec.train.model import make_model, predict
-from jaxrec.train.progress import Progress
-from jaxrec.train.rows import split_rows
 
 ROOT = pathlib.Path(__file__).parents[2]
 DOCS = (ROOT / "docs/data.md").read_text()
@@ -166,10 +164,10 @@ def test_stopped_and_resumed_is_as_never_stopped(directory, tmp_path):
     encoder = learn_features(data)
     encoder.save(tmp_path / FEATURES_DIRECTORY)
 
-    def run(model, optimizer, encoder, stop=lambda: False):
-        rows, _ = split_rows(config, encoder=encoder)
-        progress = Progress(Console(quiet=True), 18)
-        train(model, optimizer, rows, batch_size=200, epochs=2, progress=progress, stop=stop)
+    def run(model, optimizer, encoder, steps=None):
+        rows, _ = split_datasets(config, encoder=encoder)
+        trainer = Trainer(model=model, optimizer=optimizer, loss=click_loss)
+        trainer.train(run_batches(rows, 200, 2, first=trainer.step), steps)
         assert encoder.lengths["tags"].usual(200) < encoder.lengths["tags"].most(200)
         return model, optimizer
 
@@ -177,9 +175,8 @@ def test_stopped_and_resumed_is_as_never_stopped(directory, tmp_path):
         return [np.asarray(x, np.float32) for x in jax.tree.leaves(saved_tree(*model, None))]
 
     whole = run(*make_model(config, 18, encoder=encoder), encoder)
-    asked = iter(range(100))
-    stopped = run(*make_model(config, 18, encoder=encoder), encoder, stop=lambda: next(asked) >= 10)
-    assert 9 < int(stopped[1].step.get_value()) < 18
+    stopped = run(*make_model(config, 18, encoder=encoder), encoder, steps=11)
+    assert int(stopped[1].step.get_value()) == 11
     checkpoint.save(tmp_path, *stopped)
     loaded = TableEncoder.load(tmp_path / FEATURES_DIRECTORY)
     resumed = make_model(dataclasses.replace(config, seed=5), 18, encoder=loaded)
@@ -196,7 +193,7 @@ def test_processes_read_rows_of_their_own(directory):
     encoder = learn_features(data)
 
     def bags(shard):
-        rows, _ = split_rows(config, shard, encoder)
+        rows, _ = split_datasets(config, shard, encoder)
         found = list(rows.batches(200))
         assert len(found) == rows.num_batches(200) == 9
         return sorted(
@@ -267,7 +264,7 @@ BAD = {
     ),
     "missing-schema": (SAME, None, ["--schema=never.yaml"], 1, "never.yaml: No such file"),
     "no-file": (SAME, {}, ["--data=never.parquet"], 1, "never.parquet: No such file"),
-    "text": (SAME, {}, ["--data=schema.yaml"], 1, "schema.yaml is no Parquet file; a schema is"),
+    "text": (SAME, {}, ["--data=schema.yaml"], 1, "schema.yaml is not a Parquet file; a schema is"),
     "few": (lambda rows: rows[:1], {}, [], 1, "1 rows are too few to train on some"),
     "empty": (lambda rows: rows[:0], {}, [], 1, "there are no rows in it"),
 }  # fmt: skip

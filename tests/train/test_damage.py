@@ -18,8 +18,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jaxrec
-from jaxrec.train import CheckpointError, Saver, Trainer, checkpoint, checksums, restore_state
-from jaxrec.train.checksums import CHECKSUMS_FILE
+from jaxrec.train import CheckpointError, Trainer, checkpoint, restore_state
+from jaxrec.train.checkpoint import checksums, loading
+from jaxrec.train.checkpoint.checksums import CHECKSUMS_FILE
 from tests.fuzz import max_examples
 from tests.train.test_checkpoint import contents, make
 
@@ -231,8 +232,8 @@ def test_the_disk_fails_between_tables(saved, monkeypatch):
             raise OSError(errno.EIO, "Input/output error")
         return read(*arguments, **options)
 
-    read = checkpoint.read_tables
-    monkeypatch.setattr(checkpoint, "read_tables", read_tables)
+    read = loading.read_tables
+    monkeypatch.setattr(loading, "read_tables", read_tables)
     model, optimizer = make(seed=1)
     before = contents(model, optimizer)
     with pytest.raises(OSError, match="Input/output error") as raised:
@@ -247,10 +248,10 @@ def test_the_disk_fails_between_tables(saved, monkeypatch):
 
 def test_a_trainer_restores_all_or_nothing(saved, other):
     pair, before = other
-    with Saver(saved.parent) as saver:
-        trainer = Trainer(model=pair[0], optimizer=pair[1], loss=lambda m, x: (x, {}), saver=saver)
-        with pytest.raises(CheckpointError, match=r"arrays of \[\(3,\)\], but here it has \[\]"):
-            trainer.restore()
+    model, optimizer = pair
+    trainer = Trainer(model=model, optimizer=optimizer, loss=lambda m, x: (x, {}))
+    with pytest.raises(CheckpointError, match=r"arrays of \[\(3,\)\], but here it has \[\]"):
+        trainer.restore(saved.parent)
     assert_same(contents(*pair), before)
 
 

@@ -121,7 +121,7 @@ def on_eight(model):
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     types = [row_wise(), column_wise(), table_wise(3), data_parallel()]
     if isinstance(model.embeddings, jaxrec.EmbeddingBagCollection):
-        types.append(row_wise(exchange="sums"))
+        types.append(row_wise(exchange="pooled"))
     names = [table.name for table in model.embeddings.configs]
     plan = jaxrec.plan.ShardingPlan.from_dict(dict(zip(names, itertools.cycle(types))))
     jaxrec.shard(model, plan, mesh)

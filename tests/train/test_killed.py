@@ -18,12 +18,12 @@ import jax
 import numpy as np
 import pytest
 
-from jaxrec.data import convert
+from jaxrec.data import conversion
 from jaxrec.data.parts import Conversion
 from jaxrec.data.transforms import NUM_CATEGORICAL
 from jaxrec.train import checkpoint
-from jaxrec.train.arrays import read_arrays
-from jaxrec.train.files import UNFINISHED
+from jaxrec.train.checkpoint.arrays import read_arrays
+from jaxrec.train.checkpoint.files import UNFINISHED
 from tests.data.test_criteo import KAGGLE
 from tests.train.test_cli import PROGRAM, SMALL
 
@@ -41,8 +41,8 @@ TO_START, TO_RUN = 6.0, 0.8
 @pytest.mark.skipif(KILLS == 0, reason="takes minutes: JAXREC_TEST_KILLS=20 runs it")
 def test_killed_at_random_moments(tmp_path, monkeypatch):
     (tmp_path / "log").write_bytes(KAGGLE.read_bytes() * 80)
-    monkeypatch.setattr(convert, "BLOCK_BYTES", 20_000)  # row groups of 800 rows
-    convert.convert(tmp_path / "log", tmp_path / "rows", Conversion(table_rows=(50,)))
+    monkeypatch.setattr(conversion, "BLOCK_BYTES", 20_000)  # row groups of 800 rows
+    conversion.convert(tmp_path / "log", tmp_path / "rows", Conversion(table_rows=(50,)))
     options = [f"--data={tmp_path / 'rows'}", *LONG]
     never, output = tmp_path / "never", tmp_path / "killed"
     subprocess.run([*PROGRAM, "train", *options, "--output", never], check=True, timeout=600)
@@ -112,7 +112,7 @@ def changed_at(path):
 
 def same_bits(first, second):
     """All that the last checkpoint holds, and what came out on the rows that were held out."""
-    assert checkpoint.steps(first)[-1] == checkpoint.steps(second)[-1] == STEPS
+    assert checkpoint.all_steps(first)[-1] == checkpoint.all_steps(second)[-1] == STEPS
     saved = [
         jax.tree.leaves_with_path(read_arrays(path / str(STEPS), {"dense", "optimizer", "tables"}))
         for path in (first, second)

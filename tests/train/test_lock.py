@@ -26,7 +26,7 @@ sys.stdin.read()
 
 @contextlib.contextmanager
 def other_run(directory):
-    command = [sys.executable, "-c", OTHER_RUN, str(directory / ".lock")]
+    command = [sys.executable, "-P", "-c", OTHER_RUN, str(directory / ".lock")]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout.readline() == b"locked\n"
         yield process
@@ -35,7 +35,7 @@ def other_run(directory):
 
 def is_locked(directory):
     """Whether another process finds the lock."""
-    command = [sys.executable, "-c", OTHER_RUN, str(directory / ".lock")]
+    command = [sys.executable, "-P", "-c", OTHER_RUN, str(directory / ".lock")]
     done = subprocess.run(command, input=b"", capture_output=True, check=False)
     return done.returncode != 0 and b"BlockingIOError" in done.stderr
 

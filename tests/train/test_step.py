@@ -154,7 +154,7 @@ def test_a_step_that_changes_an_attribute():
     def step_fn(model, optimizer):
         model.eval()
 
-    with pytest.raises(ValueError, match="attributes that are no variables"):
+    with pytest.raises(ValueError, match="attributes that are not variables"):
         compile_step(step_fn, model, optimizer)()
 
 

@@ -202,8 +202,14 @@ def assert_no_table(path, monkeypatch, table, message):
 
 
 FILES = {
-    "cut.npy": (lambda path: path.write_bytes(b"\x93NUMPY\x01\x00"), "is no npy file of numbers"),
-    "objects.npy": (lambda path: np.save(path, np.array([{}] * 7)), "is no npy file of numbers"),
+    "cut.npy": (
+        lambda path: path.write_bytes(b"\x93NUMPY\x01\x00"),
+        "is not an npy file of numbers",
+    ),
+    "objects.npy": (
+        lambda path: np.save(path, np.array([{}] * 7)),
+        "is not an npy file of numbers",
+    ),
     "text.npy": (lambda path: np.save(path, np.full((7, 3), "a")), "expected one array of numbers"),
     "cut.parquet": (lambda path: path.write_bytes(b"PAR1"), "cannot be read as Parquet"),
 }

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +11,19 @@ from flax import nnx
 
 import jaxrec
 from jaxrec import metrics
-from jaxrec.train import CheckpointError, Keep, NotFiniteError, Saver, Trainer, compile_step
-from jaxrec.train.held import Held
+from jaxrec.train import (
+    Callback,
+    CheckpointError,
+    CheckpointManager,
+    NotFiniteError,
+    PreservationPolicy,
+    SaveCheckpoints,
+    Trainer,
+    WriteMetrics,
+    compile_step,
+)
+from jaxrec.train.train_steps import SemiSynchronousSteps
+from tests.copies import find_copies
 
 ROWS, DIM, BATCH = 50, 4, 8
 GROUP = metrics.MetricGroup(
@@ -76,6 +86,16 @@ def make(loss=loss, **options):
     model = Ranker()
     optimizer = jaxrec.Optimizer(model, optax.sgd(0.5))
     return Trainer(model=model, optimizer=optimizer, loss=loss, **options)
+
+
+class Results(Callback):
+    """The results of all steps."""
+
+    def __init__(self):
+        self.seen = []
+
+    def on_step_end(self, trainer, result):
+        self.seen.append(result)
 
 
 def weights(trainer):
@@ -149,9 +169,10 @@ def test_steps_are_compiled_once(semi_synchronous):
     expected.train(data[:2]), expected.train(data[2:])
     same(trainer, expected)
     trainer.loss = lambda model, batch: (0 * loss(model, batch)[0] + 7, {})
-    trainer.on_step = lambda step, value: traced.append(value)
+    results = Results()
+    trainer.callbacks = [results]
     trainer.train(data[:1])
-    assert traced[-1] == 7
+    assert results.seen[-1].loss == 7
 
 
 def test_semi_synchronous_steps_differ():
@@ -162,16 +183,17 @@ def test_semi_synchronous_steps_differ():
 
 def test_semi_synchronous_steps_copy_no_table():
     trainer, (one, other) = make(semi_synchronous=True), batches(2)
-    modules = (trainer.model, trainer.optimizer, trainer._measured)
-    ahead = Held(trainer._look_up(trainer.model, one))
-    step = compile_step(trainer._step_behind, *modules, ahead)
-    text = step.lower(one, other).compile().as_text()
+    modules = (trainer.model, trainer.optimizer, trainer._metric_state)
+    steps = SemiSynchronousSteps(*modules[:2], trainer.loss, None, modules[2], False)
+    ahead = nnx.Variable(steps._look_up(trainer.model, one))
+    step = compile_step(steps._step, *modules, ahead)
+    compiled = step.lower(one, other).compile()
     tables = jax.tree.leaves(trainer.model.embeddings.tables.get_value())
     shapes = {x.shape for x in tables if x.shape[-1:] == (DIM,)}
     assert shapes
     for rows, dim in shapes:
-        assert f"[{rows},{dim}]" in text
-        assert not re.findall(rf"\[{rows},{dim}\]\S* copy\(", text)
+        assert f"[{rows},{dim}]" in compiled.as_text()
+        assert find_copies(compiled, (rows, dim)) == []
 
 
 def test_accumulated_batches_are_one_large_batch():
@@ -185,7 +207,7 @@ def test_accumulated_batches_are_one_large_batch():
     assert one.train(whole) == 2
     assert other.train([*data, data[0]]) == 2  # the seventh makes no step of its own
     same(one, other, rtol=1e-5, atol=1e-6)
-    assert other.measured()["click/lifetime_ne"] > 0
+    assert other.compute_metrics()["click/lifetime_ne"] > 0
 
 
 def test_evaluation():
@@ -202,35 +224,40 @@ def test_evaluation():
 
 
 def test_stopped_and_restored_is_as_never_stopped(tmp_path):
-    data, seen = batches(10), []
+    data = batches(10)
+
+    class StopAfterFive(Results):
+        def on_step_dispatched(self, trainer, step):
+            trainer.should_stop = len(self.seen) >= 5
+
     never = make(metrics=GROUP)
     never.train(data)
-    with Saver(tmp_path / "a", Keep(last=2)) as saver:
-        stopped = make(metrics=GROUP, saver=saver, save_every=4, stop=lambda: len(seen) >= 5)
-        stopped.on_step = lambda step, loss: seen.append(step)
+    with CheckpointManager(tmp_path / "a", PreservationPolicy(latest=2)) as manager:
+        stop = StopAfterFive()
+        stopped = make(metrics=GROUP, callbacks=[SaveCheckpoints(manager, every=4), stop])
         assert stopped.train(data) == 7  # what is under way is finished
-        assert seen == list(range(1, 8))
-        again = make(metrics=GROUP, saver=saver)
-        run = again.restore()
+        assert [result.step for result in stop.seen] == list(range(1, 8))
+        again = make(metrics=GROUP, callbacks=[SaveCheckpoints(manager)])
+        run = again.restore(tmp_path / "a")
         assert (run.step, run.batches) == (7, 7)
         again.train(data[run.batches :])
         same(again, never)
-        assert again.measured() == never.measured()
-        assert again.restore(step=7).batches == 7
+        assert again.compute_metrics() == never.compute_metrics()
+        assert again.restore(tmp_path / "a", step=7).batches == 7
         with pytest.raises(CheckpointError, match="step 4 was not saved"):
-            again.restore(step=4)
+            again.restore(tmp_path / "a", step=4)
 
 
 def test_loss_that_is_no_number(tmp_path):
     """It names the step, and the last good checkpoint is there."""
     data = batches(9)
     data[5] = (data[5][0], np.full(BATCH, np.nan, np.float32))
-    with Saver(tmp_path) as saver:
-        trainer = make(saver=saver, save_every=2)
+    with CheckpointManager(tmp_path) as manager:
+        trainer = make(callbacks=[SaveCheckpoints(manager, every=2)])
         with pytest.raises(NotFiniteError, match="the loss is nan at step 6"):
             trainer.train(data)
-        fresh = make(saver=saver)
-        assert fresh.restore().step == 4
+        fresh = make()
+        assert fresh.restore(manager).step == 4  # which is still being written
     assert np.isfinite(weights(fresh)[0]).all()
 
 
@@ -250,19 +277,19 @@ def test_ids_outside_their_table():
 def test_skipped_steps_change_nothing_until_there_are_too_many(options):
     data = batches(6)
     bad = jaxrec.KeyedJaggedArray.from_lists({"user": [[1], [2, ROWS + 7]] * 4}), data[1][1]
-    told = []
-    trainer = make(metrics=GROUP, max_skipped=2, on_step=lambda *step: told.append(step), **options)
+    results = Results()
+    trainer = make(metrics=GROUP, max_skipped=2, callbacks=[results], **options)
     if options:  # a lookup for the next batch is made before the update
         assert trainer.train([data[0], bad, bad]) == 1
-        assert np.isfinite(list(trainer.measured().values())).all()
+        assert np.isfinite(list(trainer.compute_metrics().values())).all()
     else:
         assert trainer.train([data[0], bad, bad, data[1], bad, data[2]]) == 3
         plain = make(metrics=GROUP)
         plain.train(data[:3])
         for array, expected in zip(weights(trainer), weights(plain), strict=True):
             np.testing.assert_array_equal(array, expected)
-        assert trainer.measured() == plain.measured()
-        assert [step for step, _ in told] == [1, 4, 6]
+        assert trainer.compute_metrics() == plain.compute_metrics()
+        assert [result.step for result in results.seen] == [1, 4, 6]
         assert int(trainer.optimizer.skipped[...]) == 3
     with pytest.raises(NotFiniteError, match=r"the last of 3 in a row .* id 57 is outside"):
         make(max_skipped=2, **options).train([bad, bad, bad, data[0]])
@@ -289,10 +316,56 @@ def test_values_are_written():
         def close(self):
             pass
 
-    trainer = make(metrics=GROUP, writer=Writer(), write_every=2)
+    trainer = make(metrics=GROUP, callbacks=[WriteMetrics(Writer(), every=2)])
     trainer.train(batches(9), steps=5)
     assert [step for step, _ in written] == [2, 4]
     assert set(written[0][1]) == {"loss", "click/lifetime_ne"}
+
+
+@pytest.mark.parametrize("options", [{}, {"semi_synchronous": True}, {"accumulate": 2}], ids=str)
+def test_hooks_are_called_in_order(options):
+    """Results come up to two steps late, or when they are waited for, and with the outputs."""
+    calls = []
+
+    class Watching(Callback):
+        needs_outputs = True
+
+        def on_train_start(self, trainer):
+            calls.append("start")
+
+        def on_step_dispatched(self, trainer, step):
+            calls.append(step)
+            if step == 5:
+                trainer.wait()
+
+        def on_step_end(self, trainer, result):
+            assert [set(outputs) for outputs in result.outputs] == [{"p", "y"}] * count
+            calls.append(f"end {result.step}")
+
+        def on_train_end(self, trainer):
+            calls.append("end")
+
+    count = options.get("accumulate", 1)
+    make(callbacks=[Watching()], **options).train(batches(6 * count))
+    ends = ["end 1", 3, "end 2", 4, "end 3", 5, "end 4", "end 5", 6, "end 6"]
+    assert calls == ["start", 1, 2, *ends, "end"]
+
+
+def test_errors_of_callbacks_come_through():
+    class Failing(Results):
+        def on_step_dispatched(self, trainer, step):
+            if step == 3:
+                raise OSError("disk on fire")
+
+        def on_train_end(self, trainer):
+            raise AssertionError
+
+    trainer = make(callbacks=[failing := Failing()])
+    with pytest.raises(OSError, match="disk on fire"):
+        trainer.train(batches(9))
+    assert [result.step for result in failing.seen] == [1]
+    trainer.callbacks = []
+    assert trainer.train(batches(2)) == 2  # the steps under way before are forgotten
 
 
 def test_errors_of_the_reader_come_through():
@@ -331,20 +404,19 @@ def test_goes_on_with_another_number_of_devices(tmp_path):
         (4, jaxrec.mesh.table_wise(device=3)),
     )
     for number, (devices, placement) in enumerate(parts):
-        with Saver(tmp_path) as saver:
-            trainer = on_mesh(devices, placement, saver=saver)
-            start = trainer.restore().batches if number else 0
+        with CheckpointManager(tmp_path) as manager:
+            trainer = on_mesh(devices, placement, callbacks=[SaveCheckpoints(manager)])
+            start = trainer.restore(tmp_path).batches if number else 0
             assert start == 3 * number
             assert trainer.train(data[start : start + 3]) == 3
     same(never, trainer, rtol=1e-6, atol=1e-6)
-    assert trainer.measured() == pytest.approx(never.measured(), rel=1e-6)
+    assert trainer.compute_metrics() == pytest.approx(never.compute_metrics(), rel=1e-6)
 
 
 @pytest.mark.parametrize(
     "options",
     [
         {"accumulate": 0},
-        {"save_every": 0},
         {"batch_size": 0},
         {"accumulate": 2, "semi_synchronous": True},
     ],
@@ -355,21 +427,15 @@ def test_options_that_are_none(options):
         make(**options)
 
 
-def test_without_a_saver():
-    for call in (Trainer.save, Trainer.restore):
-        with pytest.raises(ValueError, match="without a saver"):
-            call(make())
-
-
 def test_readers_that_give_no_step(tmp_path):
     data = iter(batches(2))
-    with Saver(tmp_path) as saver:
-        trainer = make(saver=saver)
+    with CheckpointManager(tmp_path) as manager:
+        trainer = make(callbacks=[SaveCheckpoints(manager)])
         assert trainer.train(data) == 2
         with pytest.raises(ValueError, match="no batches to train on; an iterator gives its"):
             trainer.train(data)
         assert trainer.train([], steps=0) == 0
-        trainer.restore()
+        trainer.restore(tmp_path)
         assert trainer.train([]) == 0  # a run that was restored at its end
     with pytest.raises(ValueError, match="takes accumulate=3 batches, but there are only 2"):
         make(accumulate=3).train(batches(2))
@@ -439,7 +505,8 @@ def test_accumulated_batches_weigh_their_samples():
         ("loss", None, r"a function loss\(model, batch\), got a NoneType"),
         ("metrics", {"ne": 1}, "jaxrec.metrics.MetricGroup"),
         ("batch_size", 8.0, "a number of samples, got a float"),
-        ("saver", "directory", r"jaxrec.train.Saver\(directory\), got a str"),
+        ("callbacks", print, "a list of callbacks, got a builtin_function_or_method"),
+        ("callbacks", [print], "jaxrec.train.Callback, got a builtin_function_or_method"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

@@ -1,18 +1,22 @@
-"""Embedding lookup and fused update: the primitives and their implementations."""
+"""Embedding lookup and fused update: the primitives, each with several implementations."""
 
+from jaxrec.embed.kernels import reference
+from jaxrec.embed.kernels.base import BAD_ROW as BAD_ROW
 from jaxrec.embed.kernels.base import BagLayout as BagLayout
 from jaxrec.embed.kernels.base import Buckets as Buckets
 from jaxrec.embed.kernels.base import Lookups as Lookups
 from jaxrec.embed.kernels.base import Runs as Runs
 from jaxrec.embed.kernels.dispatch import Choice as Choice
+from jaxrec.embed.kernels.dispatch import Primitive
 from jaxrec.embed.kernels.dispatch import describe as describe
 from jaxrec.embed.kernels.dispatch import use_kernels as use_kernels
-from jaxrec.embed.kernels.primitives import bucket as bucket
-from jaxrec.embed.kernels.primitives import build_runs as build_runs
-from jaxrec.embed.kernels.primitives import flatten_bags as flatten_bags
-from jaxrec.embed.kernels.primitives import fused_update as fused_update
-from jaxrec.embed.kernels.primitives import new_rows as new_rows
-from jaxrec.embed.kernels.primitives import pooled_lookup as pooled_lookup
-from jaxrec.embed.kernels.primitives import row_lookup as row_lookup
-from jaxrec.embed.kernels.primitives import shift_rows as shift_rows
-from jaxrec.embed.kernels.primitives import sum_rows as sum_rows
+
+new_rows = Primitive(reference.new_rows, static=("num_rows",))
+pooled_lookup = Primitive(reference.pooled_lookup, static=("layout", "dtype"))
+flatten_bags = Primitive(reference.flatten_bags, static=("layout", "num_rows"))
+row_lookup = Primitive(reference.row_lookup)
+build_runs = Primitive(reference.build_runs, static=("num_rows",))
+bucket = Primitive(reference.bucket, static=("num_owners",))
+shift_rows = Primitive(reference.shift_rows, static=("starts", "shifts", "num_rows", "outside"))
+sum_rows = Primitive(reference.sum_rows, static=("num_rows", "bound"))
+fused_update = Primitive(reference.fused_update, static=("optimizer", "table_starts"))

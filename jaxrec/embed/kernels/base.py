@@ -1,34 +1,27 @@
-"""What the embedding kernels compute: the primitives, in words every implementation obeys.
+"""The data types of the embedding kernels, and the rules that every implementation obeys.
 
 A *group* is a set of tables of equal width and type stacked into one ``[num_rows, dim]`` array. A
 batch reaches the kernels as the arrays of a `KeyedJaggedArray`, untouched: ``ids`` of all keys,
-``lengths`` of all bags. `BagLayout` says, statically, where each feature of the group lies in them.
+``lengths`` of all bags. A `BagLayout` says, statically, where each feature of the group lies in
+them. `jaxrec.embed.kernels` lists the primitives; the docstrings of `reference.py` define them.
 
-The primitives:
+Rules of all primitives:
 
-``new_rows(row, num_rows)``
-    A new array of ``num_rows`` rows that all are ``row``: what tables and their state begin as.
-``pooled_lookup(table, ids, lengths, weights, layout, dtype)``
-    The sum or mean of each bag's rows, ``[layout.num_bags, dim]`` of ``dtype``.
-``flatten_bags(ids, lengths, weights, layout)``
-    The batch as flat `Lookups`: for every position its row, its bag and its scale.
-``row_lookup(table, rows)``
-    ``table[rows]``; zeros where ``rows`` is `num_rows` (padding), NaN at any other row outside.
-``build_runs(rows, num_rows)``
-    Stable sort of ``rows`` and the runs of equal rows in it, as `Runs`.
-``bucket(owners, num_owners)``
-    Groups lookups by owner, for the exchange between devices, as `Buckets`. An owner outside
-    ``[0, num_owners)`` is none.
-``shift_rows(rows, starts, shifts, num_rows, outside)``
-    ``rows`` in another numbering: each plus the shift of the stretch of rows it lies in.
-``sum_rows(lookups, gradients, num_rows, bound)``
-    The sum of the gradients of each row's lookups, ``[num_rows, dim]`` float32.
-``fused_update(table, state, lookups, gradients, optimizer, step)``
-    Sums the gradients of each row that occurs, applies the row optimizer, writes each row once.
+* Row ``num_rows`` is padding: it contributes zeros and is never updated. So is each position behind
+  a feature's ids.
+* Any other row outside ``[0, num_rows)`` is bad and never touches memory: its lookup is NaN, which
+  makes its bag and the loss NaN, and it is never updated. ``flatten_bags`` writes
+  `BAD_ROW` for an id outside its table.
+* Sums are taken in float32, and results repeat bit for bit.
+* A primitive's keyword-only arguments are hints. Results do not depend on them, and an
+  implementation may leave them out of its signature.
 
-What holds for all of them: a position past a feature's ids is padding and contributes nothing. An
-id outside ``[0, row_count)`` never touches memory: it makes the bag NaN (so that the loss shows it)
-and updates nothing. Sums are taken in float32. Results repeat bit for bit.
+The hints ``parts_in`` and ``parts_out`` serve exchanges between simulated devices: XLA's CPU
+all-to-all takes and returns one array per device. An exchange splits the array that a primitive
+returns into ``parts_out`` equal parts, and has concatenated the array that a primitive reads from
+``parts_in`` equal parts, both along the first axis. The CPU kernels read and write the parts
+directly, and XLA removes the splits and concatenations between as dead code. No feature's bags lie
+in two parts of a result.
 """
 
 from __future__ import annotations
@@ -38,10 +31,12 @@ import dataclasses
 import jax
 from jaxtyping import Array, Float, Int32
 
+BAD_ROW = -1
+
 
 @dataclasses.dataclass(frozen=True)
 class BagLayout:
-    """Where a group's features lie in the arrays of a batch; one entry a feature, all static.
+    """Positions of a group's features in the arrays of a batch: static, one entry per feature.
 
     Attributes:
         id_starts: First position of the feature's segment in ``ids``.
@@ -51,7 +46,8 @@ class BagLayout:
         row_offsets: First row of the feature's table in the group's array.
         row_counts: Rows of the feature's table.
         means: Whether bags are averaged rather than summed.
-        interleave: Whether bags of all features alternate in the output, if they can.
+        interleave: Whether bags of all features alternate in the output, where each feature has
+            the same number of bags.
     """
 
     id_starts: tuple[int, ...]
@@ -69,7 +65,7 @@ class BagLayout:
 
     @property
     def num_positions(self) -> int:
-        """Positions of all the features' segments, padding included."""
+        """Length of all the features' segments together, padding included."""
         return sum(self.capacities)
 
     @property
@@ -78,16 +74,16 @@ class BagLayout:
 
     @property
     def is_interleaved(self) -> bool:
-        """Whether bags of all features alternate in the output; they can if they are as many.
+        """Whether bags of all features alternate in the output.
 
-        Then bag ``b`` of feature ``f`` is row ``b * num_features + f`` of the output (so that it
-        reshapes to ``[batch, num_features, dim]`` for free). Otherwise bags follow each other
-        feature by feature. Of one feature that is the same.
+        Bag ``b`` of feature ``f`` is then row ``b * num_features + f`` of the output, which
+        reshapes to ``[batch, num_features, dim]`` for free. Otherwise bags follow each other
+        feature by feature. The two orders of a single feature are equal.
         """
         return len(self.strides) == 1 or (self.interleave and len(set(self.strides)) <= 1)
 
     def bag_rows(self, feature: int) -> slice:
-        """Rows of the output that hold the feature's bags, in order."""
+        """Return the rows of the output that hold the feature's bags, in order."""
         if self.is_interleaved:
             return slice(feature, None, self.num_features)
         start = sum(self.strides[:feature])
@@ -100,11 +96,11 @@ class Lookups:
     """A batch as a flat list of lookups, in the order of the features' segments.
 
     Attributes:
-        rows: Row of the group's table; ``num_rows`` or more where nothing is looked up.
+        rows: Row of the group's table; ``num_rows`` at padding, `BAD_ROW` for an id outside its
+            table.
         bags: Row of the output (and of its gradient) that the lookup belongs to; in range also at
             padding. None: lookup ``i`` belongs to output row ``i`` (per-id lookups).
-        scales: What the row is multiplied by: the weight, over the bag's length if averaged.
-            None: 1.
+        scales: Factor of the row: the weight, divided by the bag's length if averaged. None: 1.
     """
 
     rows: Int32[Array, " lookups"]
@@ -121,7 +117,7 @@ class Runs:
         order: Stable permutation that sorts the rows.
         segments: Run that each sorted lookup belongs to, ascending.
         unique: Row of each run, ascending; padded with ``num_rows``.
-        inverse: Run that each lookup belongs to, in the order that they came in.
+        inverse: Run that each lookup belongs to, lookups in their original order.
     """
 
     order: Int32[Array, " lookups"]
@@ -136,9 +132,9 @@ class Buckets:
     """Lookups grouped by the device that owns their row.
 
     Attributes:
-        order: Stable permutation that brings each owner's lookups together, owner by owner; those
-            without an owner come last.
-        counts: Lookups of each owner.
+        order: Stable permutation that sorts the lookups by owner; lookups without an owner come
+            last.
+        counts: Number of lookups of each owner.
     """
 
     order: Int32[Array, " lookups"]

@@ -1,10 +1,8 @@
 """The primitives on CPUs, by a library of C++ that is built with the package.
 
-XLA calls the library's functions in the middle of a program (`jax.ffi`), on its own threads. What
-the library takes beside arrays - where features lie, an optimizer's settings - are attributes of
-the call. Tables and optimizer state are operands and results of an update in the same memory.
-Arrays that an exchange takes apart and joins are written and read in these parts; XLA removes the
-splits and joins between.
+XLA calls the library's functions in the middle of a program (`jax.ffi`), on its own threads.
+Layouts and optimizer settings are attributes of the call. Tables and optimizer state are operands
+and results of an update in the same memory.
 """
 
 from __future__ import annotations
@@ -15,7 +13,7 @@ import functools
 import math
 import pathlib
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -26,22 +24,12 @@ from jaxtyping import Array, DTypeLike, Float, Int, Int32
 
 from jaxrec.embed.kernels import reference
 from jaxrec.embed.kernels.base import BagLayout, Buckets, Lookups, Runs
+from jaxrec.embed.kernels.dispatch import PRIMITIVES
 from jaxrec.optim import adagrad, adam, partial_rowwise_adam, rowwise_adagrad, sgd
 from jaxrec.optim.base import RowOptimizer
 from jaxrec.optim.hyperparameter import Step, hyperparameter, resolve
 
 _LIBRARY = pathlib.Path(__file__).parent / "native" / "libjaxrec.so"
-_TARGETS = (
-    "new_rows",
-    "pooled_lookup",
-    "flatten_bags",
-    "row_lookup",
-    "build_runs",
-    "bucket",
-    "shift_rows",
-    "sum_rows",
-    "fused_update",
-)
 _ROW_TYPES = ("float32", "bfloat16", "float16")
 _MAX_DIM = 4096
 
@@ -58,14 +46,15 @@ _DECAYS = {"none": 0, "l2": 1, "decoupled": 2}
 
 @functools.cache
 def _load() -> ctypes.CDLL | str:
-    """The native library, its functions known to XLA, or why there is none."""
+    """Load the native library and register its functions with XLA, or return why there is none."""
     if not _LIBRARY.exists():
         return (
             "the native library was not built, which needs a C++17 compiler: install jaxrec again, "
             "in a checkout by `pip install -e .`"
         )
     library = ctypes.CDLL(str(_LIBRARY))
-    if lacking := [name for name in _TARGETS if not hasattr(library, f"jaxrec_{name}")]:
+    targets = [name for name in PRIMITIVES if name in globals()]
+    if lacking := [name for name in targets if not hasattr(library, f"jaxrec_{name}")]:
         return (
             f"the native library lacks {', '.join(lacking)}, as it was built from another version "
             "of jaxrec: reinstall jaxrec"
@@ -78,7 +67,7 @@ def _load() -> ctypes.CDLL | str:
             f"the native library was built for jaxlib {oldest} and newer, this is "
             f"{jaxlib.__version__}: reinstall jaxrec"
         )
-    for target in _TARGETS:
+    for target in targets:
         handler = jax.ffi.pycapsule(getattr(library, f"jaxrec_{target}"))
         jax.ffi.register_ffi_target(f"jaxrec_{target}", handler, platform="cpu")
     return library
@@ -89,25 +78,25 @@ def _version(version: str) -> tuple[int, ...]:
 
 
 def instruction_set() -> str | None:
-    """Which of its kernels the library runs on this machine, such as "avx2"; None: no library."""
+    """Return the instruction set that the library uses, such as "avx2"; None without library."""
     library = _load()
     return None if isinstance(library, str) else library.jaxrec_instruction_set().decode()
 
 
 def select_instruction_set(name: str) -> bool:
-    """Has the library run lesser kernels than it could, for tests; False: it has none so named."""
+    """Make the library use a smaller instruction set, for tests; False if it lacks the set."""
     library = _load()
     return not isinstance(library, str) and bool(library.jaxrec_select(name.encode()))
 
 
 def missing() -> str | None:
-    """Why there is no native library that works here; None: there is one."""
+    """Return the reason why no native library works here; None: one does."""
     library = _load()
     return library if isinstance(library, str) else None
 
 
 def refuse(primitive: str, arguments: Mapping[str, Any]) -> str | None:
-    """Why the library does not take a call of a primitive; None: it does."""
+    """Return the reason why the library does not take a call of a primitive; None: it does."""
     library = _load()
     if isinstance(library, str):
         return library
@@ -132,8 +121,9 @@ def refuse(primitive: str, arguments: Mapping[str, Any]) -> str | None:
 
 
 def new_rows(row: Array, num_rows: int) -> Array:
-    """Rows that are all alike, in huge pages; see `jaxrec.embed.kernels.base`."""
-    (rows,) = _call("new_rows", [jax.ShapeDtypeStruct((num_rows, *row.shape), row.dtype)], row)
+    """Return equal rows, in huge pages; see `jaxrec.embed.kernels.reference`."""
+    shape = jax.ShapeDtypeStruct((num_rows, *row.shape), row.dtype)
+    (rows,) = _native("new_rows", [shape])(row)
     return rows
 
 
@@ -144,13 +134,13 @@ def pooled_lookup(
     weights: Float[Array, " ids"] | None,
     layout: BagLayout,
     dtype: DTypeLike,
+    *,
     parts_in: int = 1,
     parts_out: int = 1,
 ) -> Float[Array, "bags dim"]:
-    """The sum or mean of each bag's rows; see `jaxrec.embed.kernels.base`."""
-    pooled = _call(
-        "pooled_lookup",
-        _parts_of((layout.num_bags, table.shape[1]), dtype, parts_out),
+    """Return the sum or mean of each bag's rows; see `jaxrec.embed.kernels.reference`."""
+    results = _parts_of((layout.num_bags, table.shape[1]), dtype, parts_out)
+    pooled = _native("pooled_lookup", results)(
         ids,
         lengths,
         _optional(weights, jnp.float32),
@@ -167,16 +157,15 @@ def flatten_bags(
     layout: BagLayout,
     num_rows: int,
 ) -> Lookups:
-    """The batch as flat lookups; see `jaxrec.embed.kernels.base`."""
+    """Return a batch as flat lookups; see `jaxrec.embed.kernels.reference`."""
     positions = layout.num_positions
     has_scales = weights is not None or any(layout.means)
-    rows, bags, scales = _call(
-        "flatten_bags",
-        [
-            jax.ShapeDtypeStruct((positions,), jnp.int32),
-            jax.ShapeDtypeStruct((positions,), jnp.int32),
-            jax.ShapeDtypeStruct((positions if has_scales else 0,), jnp.float32),
-        ],
+    results = [
+        jax.ShapeDtypeStruct((positions,), jnp.int32),
+        jax.ShapeDtypeStruct((positions,), jnp.int32),
+        jax.ShapeDtypeStruct((positions if has_scales else 0,), jnp.float32),
+    ]
+    rows, bags, scales = _native("flatten_bags", results)(
         ids,
         lengths,
         _optional(weights, jnp.float32),
@@ -189,27 +178,28 @@ def flatten_bags(
 def row_lookup(
     table: Float[Array, "rows dim"],
     rows: Int32[Array, " n"],
+    *,
     parts_in: int = 1,
     parts_out: int = 1,
 ) -> Float[Array, "n dim"]:
-    """The rows themselves; see `jaxrec.embed.kernels.base`."""
+    """Return the rows; see `jaxrec.embed.kernels.reference`."""
     results = _parts_of((rows.size, table.shape[1]), table.dtype, parts_out)
-    return _join(_call("row_lookup", results, rows, *_split(table, parts_in)))
+    return _join(_native("row_lookup", results)(rows, *_split(table, parts_in)))
 
 
 def build_runs(rows: Int32[Array, " n"], num_rows: int) -> Runs:
-    """Stable sort and runs of equal rows; see `jaxrec.embed.kernels.base`."""
-    result = jax.ShapeDtypeStruct(rows.shape, jnp.int32)
-    return Runs(*_call("build_runs", [result] * 4, rows, num_rows=np.int64(num_rows)))
+    """Sort lookups by row; see `jaxrec.embed.kernels.reference`."""
+    results = [jax.ShapeDtypeStruct(rows.shape, jnp.int32)] * 4
+    return Runs(*_native("build_runs", results)(rows, num_rows=np.int64(num_rows)))
 
 
 def bucket(owners: Int32[Array, " n"], num_owners: int) -> Buckets:
-    """Stable grouping by owner; see `jaxrec.embed.kernels.base`."""
+    """Group lookups by owner; see `jaxrec.embed.kernels.reference`."""
     results = [
         jax.ShapeDtypeStruct(owners.shape, jnp.int32),
         jax.ShapeDtypeStruct((num_owners,), jnp.int32),
     ]
-    return Buckets(*_call("bucket", results, owners))
+    return Buckets(*_native("bucket", results)(owners))
 
 
 def shift_rows(
@@ -219,10 +209,8 @@ def shift_rows(
     num_rows: int,
     outside: int,
 ) -> Int32[Array, " n"]:
-    """Rows in another numbering; see `jaxrec.embed.kernels.base`."""
-    (shifted,) = _call(
-        "shift_rows",
-        [jax.ShapeDtypeStruct(rows.shape, jnp.int32)],
+    """Number rows anew; see `jaxrec.embed.kernels.reference`."""
+    (shifted,) = _native("shift_rows", [jax.ShapeDtypeStruct(rows.shape, jnp.int32)])(
         rows,
         starts=np.array(starts, np.int64),
         shifts=np.array(shifts, np.int64),
@@ -236,13 +224,13 @@ def sum_rows(
     lookups: Lookups,
     gradients: Float[Array, "bags dim"],
     num_rows: int,
-    bound: float | None,
+    bound: float | None = None,
+    *,
     parts_out: int = 1,
 ) -> Float[Array, "num_rows dim"]:
-    """The gradients of each row; see `jaxrec.embed.kernels.base`."""
-    sums = _call(
-        "sum_rows",
-        _parts_of((num_rows, gradients.shape[1]), jnp.float32, parts_out),
+    """Return the sum of each row's gradients; see `jaxrec.embed.kernels.reference`."""
+    results = _parts_of((num_rows, gradients.shape[1]), jnp.float32, parts_out)
+    sums = _native("sum_rows", results)(
         lookups.rows,
         _optional(lookups.bags, jnp.int32),
         _optional(lookups.scales, jnp.float32),
@@ -260,11 +248,12 @@ def fused_update(
     optimizer: RowOptimizer,
     step: Step,
     table_starts: tuple[int, ...] = (0,),
+    *,
     parts_in: int = 1,
 ) -> tuple[Float[Array, "rows dim"], dict[str, Array]]:
-    """One optimizer step on the rows that occur; see `jaxrec.embed.kernels.base`.
+    """Update the rows that occur; see `jaxrec.embed.kernels.reference`.
 
-    Of optimizers that the library does not know it sums the gradients; the rest is XLA's.
+    For an optimizer that the library does not know, it sums the gradients and XLA does the rest.
     """
     if not is_fused(optimizer):
         runs = build_runs(lookups.rows, table.shape[0])
@@ -285,12 +274,11 @@ def fused_update(
         step.astype(jnp.int32),
         *_split(gradients, parts_in),
     ]
-    new_table, *new_state = _call(
-        "fused_update",
-        [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in arrays],
+    results = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in arrays]
+    in_place = {len(operands) + i: i for i in range(len(arrays))}
+    new_table, *new_state = _native("fused_update", results, in_place)(
         *operands,
         *arrays,
-        input_output_aliases={len(operands) + i: i for i in range(len(arrays))},
         parts=np.int64(parts_in),
         rule=np.int32(rule),
         **_settings(optimizer),
@@ -299,14 +287,14 @@ def fused_update(
 
 
 def is_fused(optimizer: RowOptimizer) -> bool:
-    """Whether the library knows an optimizer with its settings."""
+    """Return whether the library knows an optimizer with its settings."""
     settings = getattr(optimizer, "weight_decay", None)
     is_fixed = not isinstance(settings, hyperparameter)
     return type(optimizer) in _RULES and optimizer.clip_norm is None and is_fixed
 
 
 def _rates(optimizer: RowOptimizer, step: Int[Array, ""]) -> Float[Array, " 3"]:
-    """The numbers that change from step to step: the learning rate, and Adam's ``1 - b^t``."""
+    """Return the numbers that change every step: the learning rate, and Adam's ``1 - b^t``."""
     count = step.astype(jnp.float32) + 1
     shares = [
         -jnp.expm1(count * math.log(decay)) if decay else jnp.ones((), jnp.float32)
@@ -316,7 +304,7 @@ def _rates(optimizer: RowOptimizer, step: Int[Array, ""]) -> Float[Array, " 3"]:
 
 
 def _settings(optimizer: RowOptimizer) -> dict[str, Any]:
-    """The fields of `Step` in native/kernels.h that an optimizer fixes."""
+    """Return the fields of `Step` in native/kernels.h that an optimizer fixes."""
 
     def setting(name: str) -> float:
         return getattr(optimizer, name, 0.0)
@@ -344,7 +332,7 @@ def _settings(optimizer: RowOptimizer) -> dict[str, Any]:
 
 
 def _layout_numbers(layout: BagLayout) -> np.ndarray:
-    """The layout as the library reads it: nine numbers a feature."""
+    """Return the layout as the library reads it: nine numbers per feature."""
     out_rows = [layout.bag_rows(feature) for feature in range(layout.num_features)]
     fields = (
         layout.id_starts,
@@ -361,7 +349,7 @@ def _layout_numbers(layout: BagLayout) -> np.ndarray:
 
 
 def _parts_of(shape: tuple[int, int], dtype: DTypeLike, count: int) -> list[jax.ShapeDtypeStruct]:
-    """Equal parts of an array, by its first axis."""
+    """Return the shapes of equal parts of an array along its first axis."""
     return [jax.ShapeDtypeStruct((shape[0] // count, shape[1]), dtype)] * count
 
 
@@ -369,26 +357,19 @@ def _split(array: Array, count: int) -> list[Array]:
     return [array] if count == 1 else jnp.split(array, count)
 
 
-def _join(parts: list[Array]) -> Array:
+def _join(parts: Sequence[Array]) -> Array:
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
 
 
 def _optional(array: Array | None, dtype: DTypeLike) -> Array:
-    """An operand that may be missing: then it has no elements."""
+    """Return an operand that may be missing: an array without elements then."""
     return jnp.zeros(0, dtype) if array is None else array.astype(dtype)
 
 
-def _call(
-    target: str,
-    results: list[jax.ShapeDtypeStruct],
-    *operands: Array,
-    input_output_aliases: dict[int, int] | None = None,
-    **attributes: Any,
-) -> list[Array]:
-    call = jax.ffi.ffi_call(
-        f"jaxrec_{target}",
-        results,
-        vmap_method="sequential",
-        input_output_aliases=input_output_aliases,
+def _native(
+    target: str, results: list[jax.ShapeDtypeStruct], in_place: dict[int, int] | None = None
+) -> Callable[..., Sequence[Array]]:
+    """Return a function of the library; ``in_place`` maps operands to results in their memory."""
+    return jax.ffi.ffi_call(
+        f"jaxrec_{target}", results, vmap_method="sequential", input_output_aliases=in_place
     )
-    return list(call(*operands, **attributes))

@@ -1,8 +1,9 @@
-"""Which implementation of a primitive runs a call.
+"""Primitives, and the choice of the implementation that runs a call of one.
 
-Every implementation says which calls it takes. The first that takes a call runs it, chosen for each
-platform that the program may be lowered for; `use_kernels` or the environment variable
-JAXREC_KERNELS name others, and `describe` tells what was chosen and why.
+Each implementation says which calls it takes. The first that takes a call runs it, chosen for each
+platform that the program may be lowered for. `use_kernels` or the environment variable
+JAXREC_KERNELS name others, and `describe` tells which one was chosen and why. Kernels for GPUs that
+nobody named are tried first, on the card at hand; see `jaxrec.embed.kernels.trial`.
 """
 
 from __future__ import annotations
@@ -15,75 +16,196 @@ import importlib
 import inspect
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Generic, ParamSpec, TypeVar
 
 import jax
 
+from jaxrec.embed.kernels import trial
+from jaxrec.embed.kernels.trial import Form, Trials
+from jaxrec.embed.kernels.tuning import TunedCall, kept_for
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
-_NONE: Mapping[str, Any] = {}
+TUNED_PLATFORMS = ("cpu", "cuda")
+PRIMITIVES: dict[str, Primitive] = {}
 
 
 @dataclasses.dataclass(frozen=True)
 class Implementation:
     """Some of the primitives, as functions of a module.
 
-    The module has a function for each primitive that it implements, with the name and the
-    arguments that `jaxrec.embed.kernels.reference` gives it, and those hints that it makes use of;
-    and a function ``refuse(primitive, arguments) -> str | None``: why it does not take a call.
+    The module has a function for each primitive that it implements, with the name and the arguments
+    of the function in `jaxrec.embed.kernels.reference`, hints aside; and a function
+    ``refuse(primitive, arguments) -> str | None``, the reason why it does not take a call. It may
+    have ``OPTIONS``: by primitive, keyword arguments that change the speed alone, with the values
+    that `jaxrec tune` tries.
 
     Attributes:
-        name: What users call it.
-        platforms: Where it runs.
-        by_default: Whether it runs without being named.
+        name: Name in `use_kernels`; also the module's.
+        platforms: Platforms that it runs on.
+        is_tried: Whether it is tried on a card at hand before it runs without being named.
     """
 
     name: str
     platforms: tuple[str, ...]
-    by_default: bool = True
+    is_tried: bool = False
 
     @property
     def module(self) -> Any:
         return importlib.import_module(f"jaxrec.embed.kernels.{self.name}")
 
-    def refuse(self, primitive: str, arguments: Mapping[str, Any]) -> str | None:
-        """Why a call is not taken; None: it is."""
+    def options(self, primitive: str) -> Mapping[str, tuple[int, ...]]:
+        """Return the options of a primitive that `jaxrec tune` chooses, with their values."""
+        return getattr(self.module, "OPTIONS", {}).get(primitive, {})
+
+    def refuse(self, primitive: str, arguments: Mapping[str, Any], *, is_named: bool) -> str | None:
+        """Return the reason why a call is not taken; None: it is.
+
+        Args:
+            primitive: Name of the primitive.
+            arguments: The call's arguments by name.
+            is_named: Whether the user named the implementation, so that it is not tried.
+        """
+        trials = None
+        if self.is_tried and not is_named and (trials := _trials(self)) is None:
+            return "there is no NVIDIA GPU here to try it on"
         if not hasattr(self.module, primitive):
             return f"it has no {primitive}"
-        return self.module.refuse(primitive, arguments)
+        reason = self.module.refuse(primitive, arguments)
+        if reason is not None or trials is None:
+            return reason
+        failure = trials.failure(Form.of(primitive, arguments))
+        return None if failure is None else f"on this {trials.card.device_kind} {failure}"
 
 
 IMPLEMENTATIONS = (
     Implementation("cpu", ("cpu",)),
+    Implementation("triton", ("cuda",), is_tried=True),
     Implementation("reference", PLATFORMS),
-    # Named only, until they have been measured on a card.
-    Implementation("triton", ("cuda",), by_default=False),
-    Implementation("mosaic", ("cuda",), by_default=False),
 )
+
+
+@functools.cache
+def _trials(implementation: Implementation) -> Trials | None:
+    """Return the trials of an implementation on this process's card; None: there is no card."""
+    if not (cards := trial.cards()):
+        return None
+    module, reference = implementation.module, IMPLEMENTATIONS[-1].module
+    return Trials(implementation.name, module, reference, cards[0], trial.cache_directory())
 
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """What runs a call, platform by platform.
+    """The implementations that run a call, by platform.
 
     Attributes:
         primitive: Name of the primitive.
-        chosen: The name of the implementation for each platform.
-        refused: Why others were passed over, by name.
+        chosen: Name of the implementation for each platform.
+        refused: Reason why each other implementation was passed over, by name.
+        tuned: The choices of `jaxrec tune` that were followed, by platform.
     """
 
     primitive: str
     chosen: Mapping[str, str]
     refused: Mapping[str, str]
+    tuned: Mapping[str, TunedCall] = dataclasses.field(default_factory=dict)
+
+    def options(self, platform: str) -> Mapping[str, int]:
+        """Return the options of the implementation that runs the call on a platform."""
+        return self.tuned[platform].options if platform in self.tuned else {}
 
     def __str__(self) -> str:
         platforms: dict[str, list[str]] = {}
-        for platform, name in self.chosen.items():
-            platforms.setdefault(name, []).append(platform)
+        for platform in self.chosen:
+            platforms.setdefault(self.name(platform), []).append(platform)
         lines = [f"{self.primitive}:"]
-        lines += [f"  {name} on {', '.join(where)}" for name, where in platforms.items()]
+        lines += [f"  {name} on {', '.join(names)}" for name, names in platforms.items()]
         lines += [f"  not {name}: {reason}" for name, reason in self.refused.items()]
         return "\n".join(lines)
+
+    def name(self, platform: str) -> str:
+        """Return the implementation of a platform, and that `jaxrec tune` chose it if it did."""
+        options = "".join(f"{each} {value}, " for each, value in self.options(platform).items())
+        tuned = f" ({options}by jaxrec tune)" if platform in self.tuned else ""
+        return f"{self.chosen.get(platform, 'none')}{tuned}"
+
+
+class Primitive(Generic[P, R]):
+    """A function on arrays with several implementations.
+
+    Calling it runs the implementation that is chosen for the call. Outside of `jax.jit` the call is
+    compiled, once for each choice, shape and static argument.
+
+    Args:
+        reference: The function of `jaxrec.embed.kernels.reference` that defines it. Its name and
+            signature are the primitive's; its keyword-only parameters are hints.
+        static: Names of the parameters that are hashable values. The other parameters, hints aside,
+            are pytrees of arrays.
+    """
+
+    def __init__(self, reference: Callable[P, R], static: tuple[str, ...] = ()):
+        functools.update_wrapper(self, reference)
+        self.name = reference.__name__
+        self.signature = inspect.signature(reference)
+        parameters = self.signature.parameters.values()
+        self.static = static
+        self.hints = tuple(each.name for each in parameters if each.kind is each.KEYWORD_ONLY)
+        PRIMITIVES[self.name] = self
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        arguments = self.bind(*args, **kwargs)
+        choice = self.choose(arguments)
+        if "cpu" in choice.refused:
+            _warn_if_missing()
+        chosen = tuple(
+            (platform, (name, tuple(choice.options(platform).items())))
+            for platform, name in choice.chosen.items()
+        )
+        static = tuple((name, arguments.pop(name)) for name in self.static)
+        hints = tuple((name, arguments.pop(name)) for name in self.hints)
+        return _program(self.name, chosen, static, hints)(arguments)
+
+    def bind(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Return the arguments of a call by name, defaults included."""
+        bound = self.signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        return bound.arguments
+
+    def choose(self, arguments: Mapping[str, Any], *, is_tuned: bool = True) -> Choice:
+        """Return the implementations that run a call.
+
+        Args:
+            arguments: The call's arguments by name.
+            is_tuned: Whether to follow the choices of `jaxrec tune`.
+
+        Raises:
+            ValueError: No implementation takes the call.
+        """
+        chosen: dict[str, str] = {}
+        refused: dict[str, str] = {}
+        named = _named_implementations()
+        # Calls whose arrays are in parts, as simulated devices exchange them, were not timed.
+        is_tuned &= named is None and all(arguments.get(hint, 1) == 1 for hint in self.hints)
+        tuned = _tuned(self.name, arguments) if is_tuned else {}
+        chosen.update({platform: call.implementation for platform, call in tuned.items()})
+        for implementation in IMPLEMENTATIONS if named is None else named:
+            reason = implementation.refuse(self.name, arguments, is_named=named is not None)
+            if reason is not None:
+                refused[implementation.name] = reason
+                continue
+            for platform in implementation.platforms:
+                chosen.setdefault(platform, implementation.name)
+        if not chosen:
+            reasons = "; ".join(f"{name}: {reason}" for name, reason in refused.items())
+            raise ValueError(
+                f"no implementation named by use_kernels or JAXREC_KERNELS takes this {self.name}: "
+                f"{reasons}. Name one that does after them, such as 'reference'"
+            )
+        in_order = {platform: chosen[platform] for platform in PLATFORMS if platform in chosen}
+        return Choice(self.name, in_order, refused, tuned)
 
 
 _named: contextvars.ContextVar[tuple[str, ...] | None] = contextvars.ContextVar(
@@ -93,17 +215,17 @@ _named: contextvars.ContextVar[tuple[str, ...] | None] = contextvars.ContextVar(
 
 @contextlib.contextmanager
 def use_kernels(*names: str) -> Iterator[None]:
-    """Runs the primitives by the implementations named, in this order of preference.
+    """Run the primitives by the named implementations, in this order of preference.
 
     The environment variable JAXREC_KERNELS does the same for a whole process, its names separated
-    by commas. Functions that were compiled before keep what was chosen then.
+    by commas. Functions that were compiled before keep their implementations.
 
     Args:
         names: Names of implementations, such as "reference".
 
     Raises:
-        ValueError: If there is no implementation of such a name; in the call of a primitive, if
-            none of those named takes it.
+        ValueError: There is no implementation of such a name. The call of a primitive raises it
+            where no named implementation takes the call.
 
     Example:
         >>> import jax.numpy as jnp
@@ -122,7 +244,7 @@ def use_kernels(*names: str) -> Iterator[None]:
 
 
 def describe(primitive: str, *args: Any, **kwargs: Any) -> Choice:
-    """What would run a call of a primitive, and why.
+    """Return which implementations would run a call of a primitive, and why.
 
     Args:
         primitive: Name of the primitive, such as "pooled_lookup".
@@ -130,7 +252,7 @@ def describe(primitive: str, *args: Any, **kwargs: Any) -> Choice:
         **kwargs: See above.
 
     Raises:
-        ValueError: If there is no such primitive, or no implementation takes the call.
+        ValueError: There is no such primitive, or no implementation takes the call.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -141,124 +263,97 @@ def describe(primitive: str, *args: Any, **kwargs: Any) -> Choice:
         build_runs:
           reference on cpu, cuda, rocm, tpu
     """
-    arguments = _signature(primitive).bind(*args, **kwargs)
-    arguments.apply_defaults()
-    return choose(primitive, arguments.arguments)
-
-
-def choose(primitive: str, arguments: Mapping[str, Any]) -> Choice:
-    """`describe`, given the arguments by name."""
-    chosen: dict[str, str] = {}
-    refused: dict[str, str] = {}
-    candidates = _candidates()
-    for implementation in candidates:
-        reason = implementation.refuse(primitive, arguments)
-        if reason is not None:
-            refused[implementation.name] = reason
-            continue
-        for platform in implementation.platforms:
-            chosen.setdefault(platform, implementation.name)
-    if not chosen:
-        reasons = "; ".join(f"{name}: {reason}" for name, reason in refused.items())
-        raise ValueError(
-            f"no implementation named by use_kernels or JAXREC_KERNELS takes this {primitive}: "
-            f"{reasons}. Name one that does after them, such as 'reference'"
-        )
-    in_order = {platform: chosen[platform] for platform in PLATFORMS if platform in chosen}
-    return Choice(primitive, in_order, refused)
-
-
-def call(
-    primitive: str, arrays: dict[str, Any], hints: Mapping[str, Any] = _NONE, **static: Any
-) -> Any:
-    """Calls a primitive.
-
-    Args:
-        primitive: Its name.
-        arrays: Its arguments that are pytrees of arrays, by name.
-        hints: Arguments on which no result depends, by name; implementations need not take them.
-        **static: The others; hashable.
-    """
-    choice = choose(primitive, arrays | static)
-    if "cpu" in choice.refused:
-        _warn_if_missing()
-    fixed = tuple(static.items()), tuple(hints.items())
-    return _run(arrays, primitive, tuple(choice.chosen.items()), *fixed)
+    if primitive not in PRIMITIVES:
+        raise ValueError(f"there is no primitive {primitive!r}; there are {', '.join(PRIMITIVES)}")
+    definition = PRIMITIVES[primitive]
+    return definition.choose(definition.bind(*args, **kwargs))
 
 
 @functools.cache
 def _warn_if_missing() -> None:
-    """Say once that a CPU computes without the native library."""
+    """Warn once that a CPU computes without the native library."""
     reason = importlib.import_module("jaxrec.embed.kernels.cpu").missing()
     if reason is not None and jax.default_backend() == "cpu":
         warnings.warn(
             f"lookups and updates of tables run in XLA, up to twenty times slower: {reason}. "
             "JAXREC_KERNELS=reference chooses XLA without this warning",
             RuntimeWarning,
-            stacklevel=2,
+            stacklevel=3,
         )
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4), inline=True)
-def _run(
-    arrays: dict[str, Any],
+@functools.lru_cache(maxsize=4096)
+def _program(
     primitive: str,
-    chosen: tuple[tuple[str, str], ...],
+    chosen: tuple[tuple[str, tuple[str, tuple[tuple[str, int], ...]]], ...],
     static: tuple[tuple[str, Any], ...],
     hints: tuple[tuple[str, Any], ...],
-) -> Any:
-    """Runs what was chosen; compiled once for each choice when called outside of `jax.jit`."""
+) -> Callable[[dict[str, Any]], Any]:
+    """Return the chosen implementations as one compiled function of the arrays by name.
 
-    def runner(name: str) -> Callable[[dict[str, Any]], Any]:
+    Args:
+        primitive: Name of the primitive.
+        chosen: Implementation and its options, by platform.
+        static: Static arguments.
+        hints: Hints.
+    """
+
+    def implementation(
+        name: str, options: tuple[tuple[str, int], ...]
+    ) -> Callable[[dict[str, Any]], Any]:
         function = getattr(_find([name])[0].module, primitive)
-        known = inspect.signature(function).parameters
-        taken = {hint: value for hint, value in hints if hint in known}
-        return lambda arrays: function(**arrays, **dict(static), **taken)
+        parameters = inspect.signature(function).parameters
+        known_hints = {hint: value for hint, value in hints if hint in parameters}
+        keywords = dict(static) | known_hints | dict(options)
+        return lambda arrays: function(**arrays, **keywords)
 
-    names = dict.fromkeys(name for _, name in chosen)
-    if len(names) == 1:
-        return runner(*names)(arrays)
+    functions = {choice: implementation(*choice) for _, choice in chosen}
+    if len(functions) == 1:
+        return jax.jit(*functions.values(), inline=True)
     *_, (_, default) = chosen
-    special = {platform: runner(name) for platform, name in chosen if name != default}
-    return jax.lax.platform_dependent(arrays, default=runner(default), **special)
+    special = {platform: functions[choice] for platform, choice in chosen if choice != default}
+    by_platform = functools.partial(
+        jax.lax.platform_dependent, default=functions[default], **special
+    )
+    return jax.jit(by_platform, inline=True)
 
 
-def _candidates() -> tuple[Implementation, ...]:
+def _tuned(primitive: str, arguments: Mapping[str, Any]) -> dict[str, TunedCall]:
+    """Return the choices of `jaxrec tune` for a call that can be followed, by platform."""
+    calls = {}
+    for platform in TUNED_PLATFORMS:
+        tuning = kept_for(platform)
+        call = None if tuning is None else tuning.find(primitive, arguments)
+        if call is not None and _can_follow(call, platform, primitive, arguments):
+            calls[platform] = call
+    return calls
+
+
+def _can_follow(
+    call: TunedCall, platform: str, primitive: str, arguments: Mapping[str, Any]
+) -> bool:
+    for each in IMPLEMENTATIONS:
+        if each.name == call.implementation and platform in each.platforms:
+            values = each.options(primitive)
+            is_known = all(value in values.get(name, ()) for name, value in call.options.items())
+            return is_known and each.refuse(primitive, arguments, is_named=False) is None
+    return False
+
+
+def _named_implementations() -> tuple[Implementation, ...] | None:
+    """Return the implementations that the user named; None: none were."""
     names = _named.get()
     if names is None and (variable := os.environ.get("JAXREC_KERNELS")):
         names = tuple(name.strip() for name in variable.split(","))
-    if names is None:
-        return tuple(each for each in IMPLEMENTATIONS if each.by_default)
-    return _find(names)
+    return None if names is None else _find(names)
 
 
-def _find(names: tuple[str, ...] | list[str]) -> tuple[Implementation, ...]:
-    known = {each.name: each for each in IMPLEMENTATIONS}
+def _find(names: Sequence[str]) -> tuple[Implementation, ...]:
+    by_name = {implementation.name: implementation for implementation in IMPLEMENTATIONS}
     for name in names:
-        if name not in known:
+        if name not in by_name:
             raise ValueError(
                 f"no implementation of the embedding kernels is named {name!r}; there are "
-                f"{', '.join(map(repr, known))}"
+                f"{', '.join(map(repr, by_name))}"
             )
-    return tuple(known[name] for name in names)
-
-
-def _signature(primitive: str) -> inspect.Signature:
-    reference = importlib.import_module("jaxrec.embed.kernels.reference")
-    function = getattr(reference, primitive, None) if primitive in PRIMITIVES else None
-    if function is None:
-        raise ValueError(f"there is no primitive {primitive!r}; there are {', '.join(PRIMITIVES)}")
-    return inspect.signature(function)
-
-
-PRIMITIVES = (
-    "new_rows",
-    "pooled_lookup",
-    "flatten_bags",
-    "row_lookup",
-    "build_runs",
-    "bucket",
-    "shift_rows",
-    "sum_rows",
-    "fused_update",
-)
+    return tuple(by_name[name] for name in names)

@@ -1,4 +1,4 @@
-"""Where each bag's ids lie: what kernels that walk over bags start from."""
+"""The extent of each bag's ids, for kernels that walk over bags."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jaxrec.embed.kernels.base import BagLayout
 def bag_extents(
     lengths: Int32[Array, " all_bags"], layout: BagLayout
 ) -> tuple[Int32[Array, " bags"], Int32[Array, " bags"]]:
-    """First position of each bag's ids and the position after its last, in the output's order.
+    """Return the start and end of each bag's ids among all ids, in output order.
 
     Bags whose lengths are wrong never reach past their feature's segment.
     """
@@ -37,7 +37,7 @@ def bag_extents(
 
 
 def bag_features(bags: Int32[Array, "*n"], layout: BagLayout) -> Int32[Array, "*n"]:
-    """The feature of each row of the output."""
+    """Return the feature of each row of the output."""
     if layout.is_interleaved:
         return jax.lax.rem(bags, jnp.int32(layout.num_features))
     # There are two features at least.
@@ -50,7 +50,7 @@ def _extents(
     begin: np.ndarray | np.int32,
     limit: np.ndarray | np.int32,
 ) -> tuple[Int32[Array, "*features bags"], Int32[Array, "*features bags"]]:
-    """Starts and ends of bags that follow each other from ``begin`` and stop at ``limit``."""
+    """Return the starts and ends of consecutive bags from ``begin``, cut off at ``limit``."""
     counts = jnp.maximum(counts, 0)
     ends = begin + jnp.cumsum(counts, axis=-1, dtype=jnp.int32)
     return jnp.minimum(ends - counts, limit), jnp.minimum(ends, limit)

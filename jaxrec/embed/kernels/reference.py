@@ -1,4 +1,7 @@
-"""The primitives in XLA: runs on every device, takes every type, is what the others are held to."""
+"""The primitives, defined and computed in XLA.
+
+This implementation runs on every device and takes every type; tests compare the others with it.
+"""
 
 from __future__ import annotations
 
@@ -8,21 +11,33 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, DTypeLike, Float, Int32
+from jaxtyping import Array, DTypeLike, Float, Int32, Shaped
 
-from jaxrec.embed.kernels.base import BagLayout, Buckets, Lookups, Runs
+from jaxrec.embed.kernels.base import BAD_ROW, BagLayout, Buckets, Lookups, Runs
 from jaxrec.embed.kernels.rounding import round_rows
+from jaxrec.embed.kernels.stretches import sum_by_table, sum_stretches
 from jaxrec.optim.base import RowOptimizer
 from jaxrec.optim.hyperparameter import Step, resolve
 
 
 def refuse(primitive: str, arguments: Mapping[str, Any]) -> str | None:
-    """Why the reference does not take a call of a primitive: it takes all."""
+    """Return None: the reference takes every call of every primitive."""
     return None
 
 
-def new_rows(row: Array, num_rows: int) -> Array:
-    """Rows that are all alike; see `jaxrec.embed.kernels.base`."""
+def new_rows(row: Shaped[Array, "*shape"], num_rows: int) -> Shaped[Array, "num_rows *shape"]:
+    """Return a new array of equal rows, in memory that suits reading it at random places.
+
+    Args:
+        row: The value of each row.
+        num_rows: Number of rows.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from jaxrec.embed import kernels
+        >>> kernels.new_rows(jnp.array([1.0, 2.0]), 2).tolist()
+        [[1.0, 2.0], [1.0, 2.0]]
+    """
     return jnp.broadcast_to(row, (num_rows, *row.shape))
 
 
@@ -33,15 +48,18 @@ def flatten_bags(
     layout: BagLayout,
     num_rows: int,
 ) -> Lookups:
-    """The batch as flat lookups; see `jaxrec.embed.kernels.base`."""
+    """Return a batch as flat lookups into a table of ``num_rows`` rows.
+
+    The other arguments are those of `pooled_lookup`.
+    """
     positions = _segments(ids, layout.id_starts, layout.capacities)
     bag_lengths = _segments(lengths, layout.length_starts, layout.strides)
 
     # Padding is one more bag at the end of each feature, so that bags tile the positions exactly.
-    used = jax.ops.segment_sum(
+    num_ids = jax.ops.segment_sum(
         bag_lengths, np.repeat(np.arange(layout.num_features), layout.strides), layout.num_features
     )
-    padding = jnp.asarray(layout.capacities, jnp.int32) - used
+    padding = jnp.asarray(layout.capacities, jnp.int32) - num_ids
     bag_ends = np.cumsum(layout.strides)
     extents = _insert(bag_lengths, bag_ends, padding)
     extent = jnp.repeat(jnp.arange(extents.size), extents, total_repeat_length=layout.num_positions)
@@ -52,7 +70,7 @@ def flatten_bags(
     row_counts = np.asarray(layout.row_counts, np.int32)[feature]
     row_offsets = np.asarray(layout.row_offsets, np.int32)[feature]
     outside = (positions < 0) | (positions >= row_counts)
-    rows = jnp.where(outside, num_rows + 1, positions + row_offsets)
+    rows = jnp.where(outside, BAD_ROW, positions + row_offsets)
     rows = jnp.where(is_padding, num_rows, rows)
 
     scales = None if weights is None else _segments(weights, layout.id_starts, layout.capacities)
@@ -71,40 +89,113 @@ def pooled_lookup(
     weights: Float[Array, " ids"] | None,
     layout: BagLayout,
     dtype: DTypeLike,
+    *,
+    parts_in: int = 1,
+    parts_out: int = 1,
 ) -> Float[Array, "bags dim"]:
-    """The sum or mean of each bag's rows; see `jaxrec.embed.kernels.base`."""
-    lookups = flatten_bags(ids, lengths, weights, layout, table.shape[0])
-    rows = row_lookup(table, lookups.rows).astype(jnp.float32)
-    if lookups.scales is not None:
-        rows = rows * lookups.scales[:, None]
-        rows = jnp.where((lookups.rows == table.shape[0])[:, None], 0, rows)
+    """Return the sum or mean of each bag's rows.
+
+    Args:
+        table: The group's rows.
+        ids: The ids of all keys of a batch.
+        lengths: The lengths of all its bags.
+        weights: The weight of each id; None: 1.
+        layout: Where the group's features lie in these arrays.
+        dtype: Type of the result.
+        parts_in, parts_out: Hints for the table and the result; see `jaxrec.embed.kernels.base`.
+
+    Returns:
+        One row for each bag, at `BagLayout.bag_rows`; NaN for a bag with an id outside its table.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from jaxrec.embed import kernels
+        >>> layout = kernels.BagLayout((0,), (4,), (0,), (2,), (0,), (3,), (False,))
+        >>> table = jnp.array([[1.0], [10.0], [100.0]])
+        >>> ids, lengths = jnp.array([2, 0, 1, 0]), jnp.array([2, 1])
+        >>> kernels.pooled_lookup(table, ids, lengths, None, layout, "float32").tolist()
+        [[101.0], [10.0]]
+    """
+    num_rows = table.shape[0]
+    lookups = flatten_bags(ids, lengths, weights, layout, num_rows)
+
+    def load(terms: tuple[Array, Array | None]) -> Array:
+        row, scale = terms
+        values = row_lookup(table, row).astype(jnp.float32)
+        return values if scale is None else values * scale[:, None].astype(jnp.float32)
+
     assert lookups.bags is not None
-    return jax.ops.segment_sum(rows, lookups.bags, layout.num_bags).astype(dtype)
+    # Padding, whose scales may be NaN, belongs to no bag.
+    bags = jnp.where(lookups.rows == num_rows, layout.num_bags, lookups.bags)
+    terms = (lookups.rows, lookups.scales)
+    return sum_stretches(load, terms, bags, layout.num_bags, table.shape[1]).astype(dtype)
 
 
-def row_lookup(table: Float[Array, "rows dim"], rows: Int32[Array, " n"]) -> Float[Array, "n dim"]:
-    """The rows themselves; see `jaxrec.embed.kernels.base`."""
-    # A negative row must not count from the end.
-    rows = jnp.where(rows < 0, table.shape[0] + 1, rows)
-    found = table.at[rows].get(mode="fill", fill_value=jnp.nan)
-    return jnp.where((rows == table.shape[0])[:, None], jnp.zeros((), table.dtype), found)
+def row_lookup(
+    table: Float[Array, "rows dim"],
+    rows: Int32[Array, " n"],
+    *,
+    parts_in: int = 1,
+    parts_out: int = 1,
+) -> Float[Array, "n dim"]:
+    """Return ``table[rows]``: zeros at padding, NaN at a bad row.
+
+    Args:
+        table: The rows.
+        rows: Row of each lookup.
+        parts_in, parts_out: Hints for the table and the result; see `jaxrec.embed.kernels.base`.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from jaxrec.embed import kernels
+        >>> kernels.row_lookup(jnp.array([[1.0], [2.0]]), jnp.array([1, 2, 3])).tolist()
+        [[2.0], [0.0], [nan]]
+    """
+    # JAX counts negative indices from the end.
+    beyond = jnp.where(rows < 0, table.shape[0] + 1, rows)
+    values = table.at[beyond].get(mode="fill", fill_value=jnp.nan)
+    return jnp.where((rows == table.shape[0])[:, None], jnp.zeros((), table.dtype), values)
 
 
 def build_runs(rows: Int32[Array, " n"], num_rows: int) -> Runs:
-    """Stable sort and runs of equal rows; see `jaxrec.embed.kernels.base`."""
+    """Sort lookups by row, stably, and cut them into runs of equal rows.
+
+    Args:
+        rows: Row of each lookup; one outside ``[0, num_rows)`` counts as ``num_rows``.
+        num_rows: Number of rows of the table.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from jaxrec.embed import kernels
+        >>> runs = kernels.build_runs(jnp.array([5, 2, 5]), num_rows=8)
+        >>> runs.order.tolist(), runs.unique.tolist(), runs.inverse.tolist()
+        ([1, 0, 2], [2, 5, 8], [1, 0, 1])
+    """
     rows = jnp.where((rows < 0) | (rows > num_rows), num_rows, rows)
-    order = jnp.argsort(rows, stable=True)
-    sorted_rows = rows[order]
+    positions = jnp.arange(rows.size, dtype=jnp.int32)
+    sorted_rows, order = jax.lax.sort((rows, positions), num_keys=1, is_stable=True)
     starts = jnp.ones(rows.shape, bool).at[1:].set(sorted_rows[1:] != sorted_rows[:-1])
     segments = jnp.cumsum(starts) - 1
     unique = jnp.full(rows.shape, num_rows, jnp.int32).at[segments].set(sorted_rows)
-    order, segments = order.astype(jnp.int32), segments.astype(jnp.int32)
+    segments = segments.astype(jnp.int32)
     inverse = jnp.zeros(rows.shape, jnp.int32).at[order].set(segments, unique_indices=True)
     return Runs(order, segments, unique, inverse)
 
 
 def bucket(owners: Int32[Array, " n"], num_owners: int) -> Buckets:
-    """Stable grouping by owner; see `jaxrec.embed.kernels.base`."""
+    """Group lookups by the device that owns their row, stably.
+
+    Args:
+        owners: Owner of each lookup's row; a number outside ``[0, num_owners)`` means no owner.
+        num_owners: Number of devices.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from jaxrec.embed import kernels
+        >>> buckets = kernels.bucket(jnp.array([1, 2, 0, 1]), num_owners=2)
+        >>> buckets.order.tolist(), buckets.counts.tolist()
+        ([2, 0, 3, 1], [1, 2])
+    """
     owners = jnp.where((owners < 0) | (owners > num_owners), num_owners, owners)
     counts = jnp.zeros(num_owners, jnp.int32).at[owners].add(1, mode="drop")
     return Buckets(jnp.argsort(owners, stable=True).astype(jnp.int32), counts)
@@ -117,7 +208,22 @@ def shift_rows(
     num_rows: int,
     outside: int,
 ) -> Int32[Array, " n"]:
-    """Rows in another numbering; see `jaxrec.embed.kernels.base`."""
+    """Number rows anew: add to each the shift of the stretch of rows that it lies in.
+
+    Args:
+        rows: Any numbers.
+        starts: First row of each stretch, ascending from 0.
+        shifts: Summand of the rows of each stretch.
+        num_rows: End of the last stretch.
+        outside: Result for numbers outside ``[0, num_rows)``.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from jaxrec.embed import kernels
+        >>> rows = jnp.array([0, 4, 5, 9, -1])
+        >>> kernels.shift_rows(rows, (0, 5), (100, -5), num_rows=8, outside=999).tolist()
+        [100, 104, 0, 999, 999]
+    """
     stretch = jnp.searchsorted(np.asarray(starts, np.int32), rows, side="right") - 1
     shift = jnp.asarray(shifts, jnp.int32)[jnp.maximum(stretch, 0)]
     is_row = (rows >= 0) & (rows < num_rows)
@@ -125,9 +231,32 @@ def shift_rows(
 
 
 def sum_rows(
-    lookups: Lookups, gradients: Float[Array, "bags dim"], num_rows: int, bound: float | None
+    lookups: Lookups,
+    gradients: Float[Array, "bags dim"],
+    num_rows: int,
+    bound: float | None = None,
+    *,
+    parts_out: int = 1,
 ) -> Float[Array, "num_rows dim"]:
-    """The gradients of each row; see `jaxrec.embed.kernels.base`."""
+    """Return the sum of the gradients of each row's lookups; `pooled_lookup` transposed.
+
+    Args:
+        lookups: Row, bag and factor of each lookup; rows outside are left out.
+        gradients: The gradient of each bag.
+        num_rows: Number of rows of the result.
+        bound: Bound on the absolute value of each element of a bag's gradient; None: no bound.
+        parts_out: Hint for the result; see `jaxrec.embed.kernels.base`.
+
+    Returns:
+        ``[num_rows, dim]`` of float32.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from jaxrec.embed import kernels
+        >>> lookups = kernels.Lookups(jnp.array([1, 1, 5]), jnp.array([0, 1, 1]), None)
+        >>> kernels.sum_rows(lookups, jnp.array([[1.0], [10.0]]), num_rows=2).tolist()
+        [[0.0], [11.0]]
+    """
     runs = build_runs(lookups.rows, num_rows)
     sums = _sum_runs(lookups, runs, gradients, bound)
     zeros = jnp.zeros((num_rows, gradients.shape[1]), jnp.float32)
@@ -142,8 +271,26 @@ def fused_update(
     optimizer: RowOptimizer,
     step: Step,
     table_starts: tuple[int, ...] = (0,),
+    *,
+    parts_in: int = 1,
 ) -> tuple[Float[Array, "rows dim"], dict[str, Array]]:
-    """One optimizer step on the rows that occur; see `jaxrec.embed.kernels.base`."""
+    """Sum the gradients of each row that occurs, apply the optimizer and write each row once.
+
+    The table and its state change in place where they are donated.
+
+    Args:
+        table: The group's rows.
+        state: Their optimizer state.
+        lookups: Row, bag and factor of each lookup.
+        gradients: The gradient of each bag.
+        optimizer: The row optimizer.
+        step: Number of updates made before this one, and the current hyperparameters.
+        table_starts: First row of each table of the group, for bounds on a table's gradient.
+        parts_in: Hint for the gradients; see `jaxrec.embed.kernels.base`.
+
+    Returns:
+        The new rows and the new state.
+    """
     runs = build_runs(lookups.rows, table.shape[0])
     sums = _sum_runs(lookups, runs, gradients, optimizer.clip_value)
     return update_unique(table, state, runs.unique, sums, optimizer, step, table_starts)
@@ -158,10 +305,13 @@ def update_unique(
     step: Step,
     table_starts: tuple[int, ...],
 ) -> tuple[Float[Array, "rows dim"], dict[str, Array]]:
-    """`fused_update`, given each row once, as in `Runs.unique`, with the sum of its gradients."""
+    """Update rows as `fused_update` does, given `Runs.unique` and the gradient of each run."""
     optimizer, step = resolve(optimizer, step)
     if optimizer.clip_norm is not None:
-        gradients = _clip_norm(gradients, unique, optimizer.clip_norm, table_starts, table.shape[0])
+        squares = jnp.sum(gradients**2, axis=1)
+        clip_norm, num_rows = optimizer.clip_norm, table.shape[0]
+        factors = norm_factors(squares, unique, clip_norm, table_starts, num_rows)
+        gradients = gradients * factors[:, None]
 
     def at_runs(array: Array) -> Array:
         return array.at[unique].get(mode="fill", fill_value=0, indices_are_sorted=True)
@@ -180,28 +330,36 @@ def update_unique(
 def _sum_runs(
     lookups: Lookups, runs: Runs, gradients: Float[Array, "bags dim"], bound: float | None
 ) -> Float[Array, "lookups dim"]:
-    """The sum of the gradients of each run, elements of a lookup's gradient within the bound."""
+    """Return the sum of the gradients of each run, each element clipped to the bound."""
+    if gradients.shape[0] == 0:  # a batch without samples, which has padding only
+        return jnp.zeros((runs.order.size, gradients.shape[1]), jnp.float32)
     bags = runs.order if lookups.bags is None else lookups.bags[runs.order]
-    gradients = gradients[bags].astype(jnp.float32)
-    if bound is not None:
-        gradients = jnp.clip(gradients, -bound, bound)
-    if lookups.scales is not None:
-        gradients = gradients * lookups.scales[runs.order][:, None]
-    return jax.ops.segment_sum(gradients, runs.segments, bags.size, indices_are_sorted=True)
+    scales = None if lookups.scales is None else lookups.scales[runs.order]
+
+    def load(terms: tuple[Array, Array | None]) -> Array:
+        bag, scale = terms
+        values = gradients[bag].astype(jnp.float32)
+        if bound is not None:
+            values = jnp.clip(values, -bound, bound)
+        return values if scale is None else values * scale[:, None].astype(jnp.float32)
+
+    return sum_stretches(load, (bags, scales), runs.segments, bags.size, gradients.shape[1])
 
 
 def _put_rows(array: Array, rows: Int32[Array, " n"], values: Array) -> Array:
-    """Sets ascending rows in place; those past the end are left out."""
+    """Set ascending rows in place, those past the end left out."""
 
     def scatter(array: Array) -> Array:
-        return array.at[rows].set(values, mode="drop", indices_are_sorted=True)
+        # Rows of the table occur once. Said to be unique, 16-bit ones are stored on GPUs without
+        # loops of compare-and-swap.
+        return array.at[rows].set(values, mode="drop", indices_are_sorted=True, unique_indices=True)
 
     def one_by_one(array: Array) -> Array:
         def put(i, array):
             return jax.lax.dynamic_update_slice_in_dim(array, values[i][None], rows[i], 0)
 
-        used = jnp.searchsorted(rows, array.shape[0]).astype(jnp.int32)
-        return jax.lax.fori_loop(0, used, put, array)
+        count = jnp.searchsorted(rows, array.shape[0]).astype(jnp.int32)
+        return jax.lax.fori_loop(0, count, put, array)
 
     if array.dtype.itemsize == 4:
         return scatter(array)
@@ -209,23 +367,31 @@ def _put_rows(array: Array, rows: Int32[Array, " n"], values: Array) -> Array:
     return jax.lax.platform_dependent(array, cpu=one_by_one, default=scatter)
 
 
-def _clip_norm(
-    gradients: Float[Array, "n dim"],
+def norm_factors(
+    squares: Float[Array, " n"],
     rows: Int32[Array, " n"],
     bound: float,
     table_starts: tuple[int, ...],
     num_rows: int,
-) -> Float[Array, "n dim"]:
-    """Scales each table's gradient to a norm of at most ``bound``."""
-    squares = jnp.where(rows < num_rows, jnp.sum(gradients**2, axis=1), 0)
-    table = jnp.searchsorted(jnp.asarray(table_starts[1:], jnp.int32), rows, side="right")
-    norms = jnp.sqrt(jax.ops.segment_sum(squares, table, len(table_starts)))
-    factors = jnp.minimum(1, bound / (norms + 1e-6))
-    return gradients * factors[table][:, None]
+) -> Float[Array, " n"]:
+    """Return the factors of rows' gradients that make each table's norm at most ``bound``.
+
+    Args:
+        squares: The sum of the squares of each row's gradient.
+        rows: The rows, each once, ascending; one past the table counts for nothing.
+        bound: `RowOptimizer.clip_norm`.
+        table_starts: First row of each table.
+        num_rows: End of the last table.
+    """
+    squares = jnp.where(rows < num_rows, squares, 0)
+    starts = jnp.asarray(table_starts[1:], jnp.int32)
+    table = jnp.searchsorted(starts, rows, side="right", method="scan_unrolled")
+    norms = jnp.sqrt(sum_by_table(squares, table, len(table_starts)))
+    return jnp.minimum(1, bound / (norms + 1e-6))[table]
 
 
 def _segments(array: Array, starts: tuple[int, ...], sizes: tuple[int, ...]) -> Array:
-    """The segments of ``array`` one after the other; no copy where they already lie so."""
+    """Concatenate segments of ``array``, without a copy where they already lie end to end."""
     pieces, begin = [], 0
     ends = [start + size for start, size in zip(starts, sizes, strict=True)]
     for i, end in enumerate(ends):
@@ -235,17 +401,17 @@ def _segments(array: Array, starts: tuple[int, ...], sizes: tuple[int, ...]) -> 
     return pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces)
 
 
-def _insert(array: Array | np.ndarray, places: np.ndarray, values: Any) -> Array:
-    """`numpy.insert`: ``values`` go before ``places`` (static) of ``array``."""
-    # jnp.insert computes these places on the device, which takes XLA seconds to fold.
-    order = np.insert(np.arange(len(array)), places, len(array) + np.arange(len(places)))
+def _insert(array: Array | np.ndarray, positions: np.ndarray, values: Any) -> Array:
+    """Insert ``values`` before ``positions`` (static) of ``array``, as `numpy.insert` does."""
+    # jnp.insert computes the order on the device, and XLA takes seconds to fold it.
+    order = np.insert(np.arange(len(array)), positions, len(array) + np.arange(len(positions)))
     array = jnp.asarray(array)
-    values = jnp.broadcast_to(jnp.asarray(values, array.dtype), places.shape)
+    values = jnp.broadcast_to(jnp.asarray(values, array.dtype), positions.shape)
     return jnp.concatenate([array, values])[order]
 
 
 def _output_rows(layout: BagLayout) -> np.ndarray:
-    """The output row of each bag, bags in feature order."""
+    """Return the output row of each bag, bags in feature order."""
     rows = np.arange(layout.num_bags)
     if layout.is_interleaved:
         return rows.reshape(-1, layout.num_features).T.ravel()

@@ -10,7 +10,7 @@ from jaxtyping import Array, DTypeLike, Float, Int, Int32, UInt32
 def round_rows(
     rows: Float[Array, "n dim"], row_ids: Int32[Array, " n"], step: Int[Array, ""], dtype: DTypeLike
 ) -> Float[Array, "n dim"]:
-    """Rounds float32 rows up or down at random, so that the mean of the result is the input.
+    """Round float32 rows up or down at random, so that the mean of the result is the input.
 
     The random bits of an element are a hash of its row, its column and the step: the same table
     trained twice has the same bits. float32 tables come back as they are.
@@ -24,8 +24,8 @@ def round_rows(
     dropped = {jnp.dtype(jnp.bfloat16): 16, jnp.dtype(jnp.float16): 13}.get(jnp.dtype(dtype))
     if dropped is None:
         return rows
-    # Adding uniform bits below the last kept bit and cutting them off rounds away from zero with
-    # the probability that the cut part is of a unit in the last place.
+    # Adding uniform bits below the last kept bit and then cutting them off rounds away from zero
+    # with a probability equal to the cut part in units of the last place.
     noise = _hash(row_ids, step, rows.shape[1])
     bits = jax.lax.bitcast_convert_type(rows, jnp.uint32)
     cut = (bits + (noise >> (32 - dropped))) & jnp.uint32((0xFFFFFFFF << dropped) & 0xFFFFFFFF)
@@ -36,7 +36,7 @@ def round_rows(
         rounded = jnp.where(
             jnp.abs(rows) < 2.0**-14, _round_to_grid(rows, 2.0**-24, noise), rounded
         )
-    # Past the largest finite value there is nothing to round up to; nor is there from NaN.
+    # Infinity, NaN and values past the largest finite one are not rounded.
     is_inside = jnp.abs(rows) <= float(jnp.finfo(dtype).max)
     return jnp.where(is_inside, rounded, rows)
 
@@ -44,7 +44,7 @@ def round_rows(
 def _round_to_grid(
     rows: Float[Array, "n dim"], spacing: float, noise: UInt32[Array, "n dim"]
 ) -> Float[Array, "n dim"]:
-    """Rounds to multiples of ``spacing``, a power of two, with 24 random bits."""
+    """Round to multiples of ``spacing``, a power of two, with 24 random bits."""
     units = jnp.abs(rows) / spacing
     whole = jnp.floor(units)
     away = (noise >> 8).astype(jnp.float32) * 2.0**-24 < units - whole
@@ -52,7 +52,7 @@ def _round_to_grid(
 
 
 def _hash(row_ids: Int32[Array, " n"], step: Int[Array, ""], dim: int) -> UInt32[Array, "n dim"]:
-    """32 well-mixed bits for each (row, column, step): two rounds of Murmur3's finalizer."""
+    """Return 32 well-mixed bits for each (row, column, step): two rounds of Murmur3's finalizer."""
     rows = row_ids.astype(jnp.uint32)[:, None] * jnp.uint32(0x9E3779B1)
     columns = jnp.arange(dim, dtype=jnp.uint32)[None] * jnp.uint32(0x85EBCA77)
     return _mix(_mix(rows ^ _mix(step.astype(jnp.uint32))) + columns)

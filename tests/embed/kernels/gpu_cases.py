@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax import Array
 
-from jaxrec.embed.kernels import BagLayout
+from jaxrec.embed.kernels import BagLayout, dispatch, use_kernels
+from jaxrec.embed.kernels.triton.tile import Tile
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,6 +83,26 @@ class Batch:
 
 def _starts(sizes: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(np.cumsum((0, *sizes[:-1])).tolist())
+
+
+@contextlib.contextmanager
+def interpreted_triton() -> Iterator[None]:
+    """Runs the primitives by the Triton kernels, on CPUs by Pallas' interpreter."""
+    launch = Tile.launch
+    on_cpus = tuple(
+        dataclasses.replace(each, platforms=(*each.platforms, "cpu"))
+        if each.name == "triton"
+        else each
+        for each in dispatch.IMPLEMENTATIONS
+    )
+
+    def interpreted(*arguments: Any, interpret: bool, **options: Any) -> Any:
+        return launch(*arguments, interpret=True, **options)
+
+    with pytest.MonkeyPatch.context() as patch, use_kernels("triton", "reference"):
+        patch.setattr(dispatch, "IMPLEMENTATIONS", on_cpus)
+        patch.setattr(Tile, "launch", interpreted)
+        yield
 
 
 def lowered_for_cuda(function: Callable, *arguments: Any) -> str:

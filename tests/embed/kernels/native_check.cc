@@ -1,6 +1,6 @@
 // The native kernels without XLA: every primitive on random batches with bad ids and bad lengths,
 // for each instruction set and for several numbers of threads. Results must be those of a plain
-// loop, and the same bits for any number of threads. Built with sanitizers by sanitize.sh.
+// loop, and the same bits for any number of threads. Built with sanitizers by tests/sanitize.sh.
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>

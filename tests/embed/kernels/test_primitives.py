@@ -14,6 +14,7 @@ from jaxrec.embed import kernels
 from jaxrec.embed.kernels import BagLayout, Lookups, cpu
 from tests.embed.kernels import oracle
 from tests.embed.kernels.cases import SMALL, Case, case
+from tests.embed.kernels.gpu_cases import interpreted_triton
 
 OPTIMIZERS = {
     "sgd": optim.sgd(0.1),
@@ -33,17 +34,15 @@ OPTIMIZERS = {
 }
 
 
-def implementations() -> list[str]:
-    native = [f"cpu-{name}" for name in ("avx512", "avx2", "portable")]
-    return ["reference", *native]
+IMPLEMENTATIONS = ("reference", "triton", "cpu-avx512", "cpu-avx2", "cpu-portable")
 
 
-@pytest.fixture(params=implementations())
+@pytest.fixture(params=IMPLEMENTATIONS)
 def implementation(request):
     """Runs the test by one implementation; the native library by each of its instruction sets."""
     name, _, instructions = request.param.partition("-")
     if not instructions:
-        with kernels.use_kernels(name):
+        with interpreted_triton() if name == "triton" else kernels.use_kernels(name):
             yield name
         return
     if (best := cpu.instruction_set()) is None:
@@ -374,8 +373,8 @@ def test_tables_and_results_in_parts(implementation):
     for weights in (None, jnp.asarray(rng.random(80), jnp.float32)):
         batch = (jnp.abs(rows), lengths, weights, layout, "float32")
         expected = kernels.pooled_lookup(table, *batch)
-        for parts in ((4, 1), (1, 4), (2, 2)):
-            np.testing.assert_array_equal(kernels.pooled_lookup(table, *batch, *parts), expected)
+        for parts in ({"parts_in": 4}, {"parts_out": 4}, {"parts_in": 2, "parts_out": 2}):
+            np.testing.assert_array_equal(kernels.pooled_lookup(table, *batch, **parts), expected)
 
 
 @pytest.mark.parametrize(

@@ -81,7 +81,6 @@ void flatten_bags(Team& team, int64_t num_rows, const Batch& batch, int32_t* row
                   float* scales) {
   const std::vector<Block> blocks = cut(batch, team.num_threads());
   const int32_t padding = static_cast<int32_t>(num_rows);
-  const int32_t outside = static_cast<int32_t>(num_rows + 1);
   // Positions of a feature's segment from `i` on are padding.
   auto pad = [&](const Feature& feature, int64_t i) {
     const int64_t begin = feature.first_position + i;
@@ -111,7 +110,7 @@ void flatten_bags(Team& team, int64_t num_rows, const Batch& batch, int32_t* row
       const float share = feature.mean && length > 1 ? 1.0f / static_cast<float>(length) : 1.0f;
       for (; i < end; ++i) {
         const bool inside = static_cast<uint32_t>(ids[i]) < feature.row_count;
-        feature_rows[i] = inside ? ids[i] + static_cast<int32_t>(feature.row_offset) : outside;
+        feature_rows[i] = inside ? ids[i] + static_cast<int32_t>(feature.row_offset) : kBadRow;
         feature_bags[i] = out_row;
         if (scales != nullptr) feature_scales[i] = weights == nullptr ? share : weights[i] * share;
       }

@@ -31,6 +31,8 @@ struct Batch {
   std::vector<Feature> features;
 };
 
+constexpr int32_t kBadRow = -1;  // `BAD_ROW` of base.py: the row of an id outside its table.
+
 // The sums or means of each bag's rows, `[bags, dim]`.
 void pooled_lookup(Team& team, const Source& table, const Batch& batch, const Rows& out,
                    Type out_type);
@@ -39,7 +41,7 @@ void pooled_lookup(Team& team, const Source& table, const Batch& batch, const Ro
 void flatten_bags(Team& team, int64_t num_rows, const Batch& batch, int32_t* rows, int32_t* bags,
                   float* scales);
 
-// The rows themselves; zeros where `rows` is the number of rows, NaN where it lies further outside.
+// The rows; zeros where `rows` is the number of rows, NaN where it lies outside otherwise.
 void row_lookup(Team& team, const Source& table, const int32_t* rows, int64_t count,
                 const Rows& out);
 

@@ -1,0 +1,250 @@
+"""Compiles sharded training steps for several NVIDIA GPUs without one, and prints collectives.
+
+    python -m benchmarks.gpu.mesh [--exchange rows pooled bags] [--topology 1x8x1] [--routed]
+
+A step has eight tables of 80,000 rows of 128 columns, 1,024 samples a device, 20 ids a bag,
+row-wise Adagrad, and a small dense part. For each collective of the scheduled program it prints the
+bytes of its result on a device, the devices of a group, and what the schedule runs between its
+start and its end: matrix products, kernels of jaxrec and other kernels.
+
+docs/gpu.md says how to set this up. A run of all steps writes
+``benchmarks/results/compiled_mesh.h200.md``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import pathlib
+import re
+import warnings
+from collections.abc import Iterator
+from typing import Any, Literal
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+os.environ["XLA_FLAGS"] = (
+    "--xla_gpu_autotune_level=0 --xla_force_host_platform_device_count=16 "
+    + os.environ.get("XLA_FLAGS", "")
+)
+
+import jax
+import numpy as np
+import optax
+import tyro
+from flax import nnx
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+import jaxrec
+from benchmarks.gpu.cards import CARDS
+from jaxrec.embed.kernels import use_kernels
+from jaxrec.mesh.ahead import route_ahead, use_ahead
+
+TABLES, ROWS, DIM, SAMPLES, IDS = 8, 80_000, 128, 1024, 20
+RESULTS = pathlib.Path(__file__).parents[1] / "results"
+COLLECTIVES = "all-to-all|all-gather|reduce-scatter|all-reduce|ragged-all-to-all|collective-permute"
+HEADER = (
+    "| step | temporaries GB | collective | MB a device | devices of a group "
+    "| between start and end: matrix products, our kernels, others |",
+    "|---|---|---|---|---|---|",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What to compile.
+
+    Attributes:
+        exchange: Placements: by rows, by rows with bags pooled where the rows are, whole tables.
+        topology: Hosts x devices of a host x 1.
+        routed: Whether the step routes the next batch, as `jaxrec.train.RoutedSteps` does; None:
+            both kinds of steps.
+        kernels: Implementations that run, in order of preference.
+    """
+
+    exchange: tuple[Literal["rows", "pooled", "bags"], ...] = ("rows", "pooled", "bags")
+    topology: tuple[str, ...] = ("1x8x1", "2x8x1")
+    routed: bool | None = None
+    kernels: tuple[str, ...] = ("triton", "reference")
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """A collective of a scheduled program.
+
+    Attributes:
+        kind: Kind, such as "all-to-all".
+        num_bytes: Bytes of its result on a device.
+        groups: Its replica groups, as the program writes them.
+        under: What runs between its start and its end: numbers of matrix products, of jaxrec's
+            kernels and of other kernels; None: nothing can, since it has no start of its own.
+    """
+
+    kind: str
+    num_bytes: int
+    groups: str
+    under: tuple[int, int, int] | None
+
+
+def main(options: Options) -> None:
+    warnings.filterwarnings("ignore", category=DeprecationWarning)
+    lines = []
+    print(*HEADER, sep="\n")
+    for topology in options.topology:
+        for exchange in options.exchange:
+            for routed in (False, True) if options.routed is None else (options.routed,):
+                for line in report(exchange, topology, routed, options.kernels):
+                    lines.append(line)
+                    print(line, flush=True)
+    if options == Options():
+        path = RESULTS / "compiled_mesh.h200.md"
+        path.write_text(
+            "# Sharded steps compiled for NVIDIA H200s\n\n"
+            "Made by `python -m benchmarks.gpu.mesh` without a GPU, by JAX "
+            f"{jax.__version__}. Nothing was timed; docs/gpu.md says what the figures mean.\n\n"
+            + "\n".join((*HEADER, *lines, ""))
+        )
+        print(path)
+
+
+def report(exchange: str, topology: str, routed: bool, kernels: tuple[str, ...]) -> Iterator[str]:
+    """Yield the lines of a step."""
+    compiled = compile_step(exchange, topology, routed, kernels)
+    gigabytes = compiled.memory_analysis().temp_size_in_bytes / 1e9
+    name = f"{exchange} {topology}{' routed' if routed else ''}"
+    for each in collectives(compiled.as_text()):
+        under = "no" if each.under is None else ", ".join(map(str, each.under))
+        yield (
+            f"| {name} | {gigabytes:.2f} | {each.kind} | {each.num_bytes / 1e6:.2f} "
+            f"| {each.groups} | {under} |"
+        )
+
+
+class Model(nnx.Module):
+    """Tables and a dense part of two layers."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        configs = [
+            jaxrec.EmbeddingBagConfig(f"t{i}", ROWS, DIM, feature_names=(f"f{i}",))
+            for i in range(TABLES)
+        ]
+        optimizer = jaxrec.optim.rowwise_adagrad(0.01)
+        self.tables = jaxrec.EmbeddingBagCollection(configs, optimizer=optimizer, rngs=rngs)
+        self.hidden = nnx.Linear(TABLES * DIM, 1024, rngs=rngs)
+        self.out = nnx.Linear(1024, 1, rngs=rngs)
+
+    def __call__(self, features: Any) -> Any:
+        return self.out(jax.nn.relu(self.hidden(self.tables(features).values)))[:, 0]
+
+
+def compile_step(exchange: str, topology: str, routed: bool, kernels: tuple[str, ...]) -> Any:
+    """Return the compiled step."""
+    gpus = CARDS["h200"].topology(topology)
+    # The model is made on as many CPU devices; then arrays become shapes on the described ones.
+    mesh = Mesh(np.array(jax.devices()[: len(gpus)]), ("data",), axis_types=(AxisType.Auto,))
+    gpu_mesh = Mesh(np.array(gpus), ("data",), axis_types=(AxisType.Auto,))
+    model = jaxrec.shard(Model(nnx.Rngs(0)), plan(exchange, len(gpus)), mesh)
+    optimizer = jaxrec.Optimizer(model, optax.adam(1e-3))
+    batch = len(gpus) * SAMPLES
+    lengths = np.full(TABLES * batch, IDS, np.int32)
+    ids = np.random.default_rng(0).integers(0, ROWS, lengths.sum())
+    names = [f"f{i}" for i in range(TABLES)]
+    features = jaxrec.KeyedJaggedArray.from_lengths(names, ids, lengths)
+    features, labels = jaxrec.mesh.shard_batch((features, np.zeros(batch, np.float32)), mesh)
+    store = model.tables.tables.get_value()
+    model.tables.tables.set_value(dataclasses.replace(store, mesh=gpu_mesh))
+    graph, state = nnx.split((model, optimizer))
+
+    def described(x: Any) -> Any:
+        spec = x.sharding.spec if isinstance(x.sharding, NamedSharding) else PartitionSpec()
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(gpu_mesh, spec))
+
+    def routes(state: Any, features: Any) -> Any:
+        return route_ahead(lambda model: model(features), nnx.merge(graph, state)[0])
+
+    def step(state: Any, ahead: Any, features: Any, labels: Any, following: Any) -> Any:
+        model, optimizer = nnx.merge(graph, state)
+
+        def loss(model: Any) -> Any:
+            return optax.sigmoid_binary_cross_entropy(model(features), labels).mean()
+
+        with use_ahead(model, ahead):
+            value, gradients = jaxrec.value_and_grad(loss)(model)
+            optimizer.update(model, gradients)
+        if routed:
+            ahead = route_ahead(lambda model: model(following), model)
+        return value, nnx.state((model, optimizer)), ahead
+
+    with use_kernels(*kernels):
+        state, features, labels = jax.tree.map(described, (state, features, labels))
+        over_batch = NamedSharding(gpu_mesh, PartitionSpec("data"))
+        ahead: Any = {"tables": []}
+        if routed:
+            ahead = jax.tree.map(
+                lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=over_batch),
+                jax.eval_shape(routes, state, features),
+            )
+        traced = jax.jit(step, donate_argnums=(0, 1)).trace(
+            state, ahead, features, labels, features
+        )
+        return traced.lower(lowering_platforms=("cuda",)).compile()
+
+
+def plan(exchange: str, num_devices: int) -> Any:
+    """Return the placement of the tables."""
+    row_wise, table_wise = jaxrec.mesh.row_wise, jaxrec.mesh.table_wise
+    return jaxrec.plan.ShardingPlan.from_dict(
+        {
+            f"t{i}": table_wise(device=i * num_devices // TABLES)
+            if exchange == "bags"
+            else row_wise(exchange=exchange)
+            for i in range(TABLES)
+        }
+    )
+
+
+def collectives(program: str) -> Iterator[Collective]:
+    """Yield the collectives of a scheduled program's entry, in the order of their starts."""
+    lines = program[program.index("\nENTRY") :].splitlines()
+    for i, line in enumerate(lines):
+        found = re.match(rf"\s*(?:ROOT )?%?([\w.-]+) = (.*?) ({COLLECTIVES})(-start)?\(", line)
+        if found is None:
+            continue
+        name, shape, kind, start = found.groups()
+        groups = re.search(r"replica_groups=(\S+?\}\}|\S+)", line)
+        under, result = None, shape
+        if start:
+            end = next(
+                j for j, each in enumerate(lines) if re.search(rf"-done\(.*%?{name}\b", each)
+            )
+            under = count_work(lines[i + 1 : end])
+            result = lines[end].partition(" = ")[2].partition(f" {kind}-done(")[0]
+        text = "" if groups is None else groups[1].rstrip(",").replace("|", " ")
+        yield Collective(kind, shape_bytes(result), text, under)
+
+
+def count_work(lines: list[str]) -> tuple[int, int, int]:
+    """Return the numbers of matrix products, of jaxrec's kernels and of other kernels."""
+    products = ours = others = 0
+    for line in lines:
+        if "__cublas" in line or "gemm" in line:
+            products += 1
+        elif "xla_gpu_triton_call" in line or "__gpu$xla.gpu.triton" in line:
+            ours += 1
+        elif re.search(r" (fusion|custom-call|sort|while|conditional)\(", line):
+            others += 1
+    return products, ours, others
+
+
+def shape_bytes(shape: str) -> int:
+    """Return the bytes of the arrays of a shape, such as "(f32[8,128]{1,0}, s32[4])"."""
+    sizes = {"pred": 1, "bf16": 2, "f16": 2, "f32": 4, "s32": 4, "u32": 4, "s8": 1, "u8": 1}
+    return sum(
+        sizes[kind] * math.prod(int(n) for n in dims.split(",") if n)
+        for kind, dims in re.findall(r"(\w+)\[([\d,]*)\]", shape)
+    )
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options, description=__doc__))

@@ -1,0 +1,230 @@
+"""Calls of the kernels, and whole training steps, as programs to compile."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from types import ModuleType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+
+import jaxrec
+from benchmarks.gpu.batches import Shape
+from benchmarks.shapes import read_shapes
+from jaxrec import optim
+from jaxrec.data.multi_hot import MLPERF_SIZES, MLPERF_TABLE_ROWS
+from jaxrec.embed.kernels import Lookups, reference, triton, use_kernels
+
+OPTIMIZERS = {
+    "sgd": optim.sgd(0.1),
+    "rowwise_adagrad": optim.rowwise_adagrad(0.1),
+    "rowwise_adagrad_rounded": optim.rowwise_adagrad(0.1, stochastic_rounding=True),
+    "adagrad": optim.adagrad(0.1),
+    "adam": optim.adam(0.1),
+    "partial_rowwise_adam": optim.partial_rowwise_adam(0.1),
+    "lamb": optim.lamb(0.1),
+    "ftrl": optim.ftrl(0.1),
+    "adagrad_clip_norm": optim.adagrad(0.1, clip_norm=1.0),
+    "rowwise_adagrad_clip_norm": optim.rowwise_adagrad(0.1, clip_norm=1.0),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A function to compile.
+
+    Attributes:
+        name: What the results call it.
+        function: The function.
+        arguments: Its arguments, trees of `jax.ShapeDtypeStruct`.
+        tables: Shapes of tables and of their state, none of which may be copied.
+        donate: Arguments whose memory it takes.
+    """
+
+    name: str
+    function: Callable
+    arguments: tuple[Any, ...]
+    tables: frozenset[tuple[int, ...]]
+    donate: tuple[int, ...] = ()
+
+
+def calls(quick: bool) -> Iterator[Program]:
+    """Yield calls of each kernel at each width, row type and optimizer, and at named shapes."""
+    for dtype in ("float32", "bfloat16"):
+        for dim in (64, 128) if quick else (16, 64, 100, 128, 256, 1024):
+            for bag in (20,) if quick else (1, 20):
+                shape = Shape(f"D{dim} {dtype} L{bag}", 4, 1_000_000, dim, 2048, bag, dtype=dtype)
+                yield pooled_lookup(triton, shape)
+            yield row_lookup(shape)
+            for name in ("rowwise_adagrad",) if quick else ("sgd", "rowwise_adagrad", "adam"):
+                yield fused_update(triton, name, shape)
+        # Where a kernel does not pass its trial, and where an optimizer is not fused.
+        yield pooled_lookup(reference, shape)
+        yield fused_update(reference, "adagrad_clip_norm", shape)
+    if quick:
+        return
+    weighted = Shape("weighted", 4, 1_000_000, 128, 2048, 20, dtype="bfloat16", weighted=True)
+    yield pooled_lookup(triton, weighted)
+    for name in OPTIMIZERS:
+        yield fused_update(triton, name, weighted)
+    named = [
+        Shape(each.name, each.T, each.V, each.D, each.B, each.L, dtype=each.dtype)
+        for each in read_shapes()
+    ]
+    # Offsets of more than 2**31 elements take 64 bits.
+    for shape in [*named, Shape("40M rows", 1, 40_000_000, 128, 8192, 20)]:
+        yield pooled_lookup(triton, shape)
+        yield fused_update(triton, "rowwise_adagrad", shape)
+
+
+def pooled_lookup(module: ModuleType, shape: Shape) -> Program:
+    table, ids, lengths, weights = _batch(shape)
+
+    def function(table: Any, ids: Any, lengths: Any, weights: Any) -> Any:
+        return module.pooled_lookup(table, ids, lengths, weights, shape.layout, shape.dtype)
+
+    name = f"{_name(module)} pooled_lookup {shape.name}"
+    return Program(name, function, (table, ids, lengths, weights), frozenset([table.shape]))
+
+
+def row_lookup(shape: Shape) -> Program:
+    table, ids, _, _ = _batch(shape)
+    name = f"triton row_lookup {shape.name}"
+    return Program(name, triton.row_lookup, (table, ids), frozenset([table.shape]))
+
+
+def fused_update(module: ModuleType, optimizer: str, shape: Shape) -> Program:
+    table, ids, _, weights = _batch(shape)
+    rule = OPTIMIZERS[optimizer]
+    state = jax.eval_shape(lambda: rule.init(*shape.table_shape))
+    gradients = jax.ShapeDtypeStruct((shape.layout.num_bags, shape.dim), shape.dtype)
+
+    def function(table: Any, state: Any, lookups: Any, gradients: Any, step: Any) -> Any:
+        return module.fused_update(table, state, lookups, gradients, rule, step)
+
+    return Program(
+        f"{_name(module)} fused_update {optimizer} {shape.name}",
+        function,
+        (table, state, Lookups(ids, ids, weights), gradients, jax.ShapeDtypeStruct((), jnp.int32)),
+        frozenset(x.shape for x in jax.tree.leaves((table, state))),
+        donate=(0, 1),
+    )
+
+
+def steps() -> Iterator[Program]:
+    """Yield training steps: of tables alone, by either implementation, and of MLPerf's models."""
+    for names in (("triton", "reference"), ("reference",)):
+        yield tables_step(*names)
+    for optimizer in ("sgd", "rowwise_adagrad", "rowwise_adagrad_clip_norm"):
+        yield mlperf_step(optimizer, is_dcn=False)
+    yield mlperf_step("rowwise_adagrad", is_dcn=True)
+
+
+def tables_step(*implementations: str) -> Program:
+    """Return a step of 32 tables of a million rows of 128 columns, 8192 bags of 20 ids of each."""
+    tables, rows, dim, batch, bag = 32, 1_000_000, 128, 8192, 20
+
+    class Model(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs):
+            configs = _configs([rows] * tables, dim)
+            optimizer = optim.rowwise_adagrad(0.01)
+            self.embeddings = jaxrec.EmbeddingBagCollection(configs, optimizer=optimizer, rngs=rngs)
+            self.over = nnx.Linear(tables * dim, 1, rngs=rngs)
+
+        def __call__(self, dense: Any, features: Any) -> Any:
+            return self.over(self.embeddings(features).values)[:, 0]
+
+    shapes = frozenset([(tables * rows, dim), (tables * rows,)])
+    name = f"step {','.join(implementations)}"
+    return _training_step(name, Model, [bag] * tables, batch, shapes, implementations)
+
+
+def mlperf_step(optimizer: str, *, is_dcn: bool) -> Program:
+    """Return a step of MLPerf's DLRM, with one id a bag, or of its DLRM-DCNv2, with 214 a sample.
+
+    Both have 204 million rows of 128 columns; a step has 65,536 samples.
+    """
+    dim, rows = 128, sum(MLPERF_TABLE_ROWS)
+
+    def make(rngs: nnx.Rngs) -> nnx.Module:
+        configs = _configs(MLPERF_TABLE_ROWS, dim)
+        options: dict[str, Any] = {
+            "num_dense": 13,
+            "bottom_layer_sizes": (512, 256, dim),
+            "top_layer_sizes": (1024, 1024, 512, 256, 1),
+            "rngs": rngs,
+        }
+        tables = jaxrec.EmbeddingBagCollection(configs, optimizer=OPTIMIZERS[optimizer], rngs=rngs)
+        if is_dcn:
+            return jaxrec.nn.DLRM_DCN(tables, dcn_num_layers=3, dcn_low_rank_dim=512, **options)
+        return jaxrec.nn.DLRM(tables, **options)
+
+    shapes = frozenset([(rows, dim), (rows,)])
+    name = f"step MLPerf {'DLRM-DCNv2' if is_dcn else 'DLRM'} {optimizer}"
+    bags = MLPERF_SIZES if is_dcn else [1] * len(MLPERF_SIZES)
+    return _training_step(name, make, bags, 65536, shapes, ("triton", "reference"))
+
+
+def _configs(table_rows: Sequence[int], dim: int) -> list[jaxrec.EmbeddingBagConfig]:
+    return [
+        jaxrec.EmbeddingBagConfig(f"t{i}", rows, dim, feature_names=(f"f{i}",))
+        for i, rows in enumerate(table_rows)
+    ]
+
+
+def _training_step(
+    name: str,
+    make_model: Callable[[nnx.Rngs], Any],
+    bags: Sequence[int],
+    batch: int,
+    tables: frozenset[tuple[int, ...]],
+    implementations: tuple[str, ...],
+) -> Program:
+    """Return a step of a model of dense features and of one feature for each size of a bag."""
+
+    def make() -> Any:
+        model = make_model(nnx.Rngs(0))
+        return model, jaxrec.Optimizer(model, optax.sgd(0.01))
+
+    def function(state: Any, dense: Any, features: Any, labels: Any) -> Any:
+        model, optimizer = nnx.merge(graph, state)
+
+        def loss(model: Any) -> Any:
+            return optax.sigmoid_binary_cross_entropy(model(dense, features), labels).mean()
+
+        with use_kernels(*implementations):
+            value, gradients = jaxrec.value_and_grad(loss)(model)
+            optimizer.update(model, gradients)
+        return value, nnx.state((model, optimizer))
+
+    graph, state = nnx.split(nnx.eval_shape(make))
+    features = jax.eval_shape(
+        lambda: jaxrec.KeyedJaggedArray(
+            jnp.zeros(sum(bags) * batch, jnp.int32),
+            jnp.zeros(len(bags) * batch, jnp.int32),
+            keys=tuple(f"f{i}" for i in range(len(bags))),
+            capacities=tuple(bag * batch for bag in bags),
+            strides=(batch,) * len(bags),
+        )
+    )
+    dense = jax.ShapeDtypeStruct((batch, 13), jnp.float32)
+    labels = jax.ShapeDtypeStruct((batch,), jnp.float32)
+    return Program(name, function, (state, dense, features, labels), tables, donate=(0,))
+
+
+def _name(module: ModuleType) -> str:
+    return module.__name__.rpartition(".")[2]
+
+
+def _batch(shape: Shape) -> tuple[Any, Any, Any, Any]:
+    """Return the table, ids, lengths and weights of a shape."""
+    return (
+        jax.ShapeDtypeStruct(shape.table_shape, shape.dtype),
+        jax.ShapeDtypeStruct((shape.num_ids,), jnp.int32),
+        jax.ShapeDtypeStruct((shape.layout.num_bags,), jnp.int32),
+        jax.ShapeDtypeStruct((shape.num_ids,), jnp.float32) if shape.weighted else None,
+    )

@@ -1,0 +1,188 @@
+"""Speed and accuracy of open vocabularies.
+
+Usage: python -m benchmarks.tier ids [--resident 10_000_000] [--peer-python PATH]
+       python -m benchmarks.tier step
+       python -m benchmarks.tier stream [--output benchmarks/results/vocabulary_stream]
+
+``ids`` prints one JSON line for each measure and each contender: ids a second of processor time on
+one core, from the median of several rounds.
+
+- ``hits``: lookups of ids drawn uniformly from the resident ones. `jaxrec.tier.id_map.IdMap`,
+  pandas's ``Index.get_indexer`` where it is installed, and a ``dict`` in a list comprehension take
+  turns. TorchRec's MCHManagedCollisionModule comes last; PATH is the Python of an environment that
+  has it.
+- ``misses``: batches of new ids for a full map. Each batch is looked up, and its distinct missing
+  ids get slots; whenever there are too few free slots, the least recently used 5 % are evicted.
+  ``parts_ms`` are the milliseconds of a batch by operation. TorchRec's module evicts the least
+  recently used ids after each batch.
+- ``distinct``, ``smallest``, ``add_counts``: single operations beside NumPy's.
+
+``step`` trains 26 tables of 64 columns with open vocabularies and the same as plain tables, on
+batches of one generator, in turn. Of the lookups 1 % are of ids that never came before. The plain
+tables get row indices. It prints the milliseconds of a step, wall-clock and processor time, with
+all that makes the batch; medians of the rounds; and the ratios of the rounds.
+
+``stream`` trains on 10**9 possible ids whose popularity drifts; ids have weights of their own in
+the true model. Three models take turns, on equally many rows: with an open vocabulary that admits
+ids after two sightings, with one that admits all, and with hashed ids. It prints the memory of the
+process, the normalized entropy of predictions before each update beside that of the true
+probabilities, and step times; in the end those of the first and of the last thousand steps: the
+median of wall-clock time, and the mean of processor time. ``--output`` writes a file and a picture.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+import statistics
+import subprocess
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import tyro
+
+from benchmarks.vocabulary_step import Step
+from benchmarks.vocabulary_stream import Stream
+from jaxrec.tier import reference
+from jaxrec.tier.batch_ops import add_counts, distinct, smallest
+from jaxrec.tier.id_map import IdMap
+
+_HERE = pathlib.Path(__file__).parent
+_LARGEST = 2**63 - 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Ids:
+    """Speed of id maps and batch operations."""
+
+    resident: int = 10_000_000
+    """Ids in the map, which is full."""
+    batch: int = 500_000
+    """Ids of a batch."""
+    evicted: float = 0.05
+    """Share of the slots that is evicted at a time."""
+    rounds: int = 9
+    """Batches of each measure."""
+    peer_python: pathlib.Path | None = None
+    """Python of an environment with torch, torchrec and fbgemm-gpu-cpu."""
+
+    def run(self) -> None:
+        rng = np.random.default_rng(0)
+        resident = np.unique(rng.integers(0, _LARGEST, self.resident + self.resident // 1000))
+        resident = rng.permutation(resident)[: self.resident]
+        self.time_hits(resident, rng)
+        self.time_misses(resident, rng)
+        self.time_operations(rng)
+        if self.peer_python is not None:
+            sizes = [f"--{name}={getattr(self, name)}" for name in ("resident", "batch", "rounds")]
+            command = [str(self.peer_python), str(_HERE / "peer_ids.py"), *sizes]
+            subprocess.run(command, check=True)
+
+    def report(self, peer: str, measure: str, seconds: list[float], **others: Any) -> None:
+        line = {"peer": peer, "measure": measure, "resident": self.resident, "batch": self.batch}
+        line |= {"ids_per_second": round(self.batch / statistics.median(seconds)), **others}
+        print(json.dumps(line), flush=True)
+
+    def time_hits(self, resident: np.ndarray, rng: np.random.Generator) -> None:
+        ids = IdMap(resident.size, threads=1)
+        ids.insert(resident, np.arange(resident.size, dtype=np.int32))
+        contenders: dict[str, Callable[[np.ndarray], Any]] = {"jaxrec": ids.find}
+        try:
+            import pandas
+
+            contenders["pandas"] = pandas.Index(resident).get_indexer
+        except ImportError:
+            pass
+        slots = dict(zip(resident.tolist(), range(resident.size), strict=True))
+        contenders["dict"] = lambda batch: [slots.get(each, -1) for each in batch.tolist()]
+        times = defaultdict(list)
+        for _ in range(self.rounds + 1):  # pandas makes its hash table in the first round
+            sample = rng.integers(0, resident.size, self.batch)
+            batch = resident[sample]
+            for name, find in contenders.items():
+                found, seconds = timed(find, batch)
+                assert np.array_equal(found, sample)
+                times[name].append(seconds)
+        self.report("jaxrec", "hits", times.pop("jaxrec")[1:], bytes_per_id=ids.nbytes / len(ids))
+        for name, seconds in times.items():
+            self.report(name, "hits", seconds[1:])
+
+    def time_misses(self, resident: np.ndarray, rng: np.random.Generator) -> None:
+        ids, slot_ids = IdMap(resident.size, threads=1), resident.copy()
+        ids.insert(resident, np.arange(resident.size, dtype=np.int32))
+        last_use = np.zeros(resident.size, np.uint64)
+        free = np.empty(0, np.int32)
+        times, parts = [], defaultdict(list)
+        for step in range(1, self.rounds + 1):
+            batch = rng.integers(0, _LARGEST, self.batch)
+            took = defaultdict(float)
+
+            def call(function: Callable, *arguments: Any, took: dict = took) -> Any:
+                result, seconds = timed(function, *arguments)
+                took[function.__name__] += seconds
+                return result
+
+            start = time.process_time()
+            slots = call(ids.find, batch)
+            new = call(distinct, batch[slots < 0])[0]
+            while free.size < new.size:
+                count = max(1, round(self.evicted * resident.size))
+                victims = call(smallest, last_use, None, count)
+                call(ids.remove, slot_ids[victims])
+                last_use[victims] = _LARGEST  # free slots are not evicted again
+                free = np.concatenate([free, victims])
+            taken, free = free[: new.size], free[new.size :]
+            call(ids.insert, new, taken)
+            slot_ids[taken] = new
+            last_use[taken] = step
+            times.append(time.process_time() - start)
+            for name, seconds in took.items():
+                parts[name].append(seconds)
+        median_ms = {name: round(1e3 * statistics.median(each), 1) for name, each in parts.items()}
+        self.report("jaxrec", "misses", times, parts_ms=median_ms)
+
+    def time_operations(self, rng: np.random.Generator) -> None:
+        num_chosen = round(self.evicted * self.resident)
+        keys = rng.integers(0, 2**64, self.resident, np.uint64)
+        eligible = rng.random(self.resident) < 0.9
+        batch = (self.resident ** rng.random(self.batch)).astype(np.int64)  # few ids come often
+        slots = batch.astype(np.int32) - 1
+        counts = np.zeros(self.resident, np.uint32)
+        operations: dict[str, tuple[int, Callable[[], Any], Callable[[], Any]]] = {
+            "distinct": (
+                self.batch,
+                lambda: distinct(batch),
+                lambda: reference.distinct(batch),
+            ),
+            "smallest": (
+                self.resident,
+                lambda: smallest(keys, eligible, num_chosen),
+                lambda: reference.smallest(keys, eligible, num_chosen),
+            ),
+            "add_counts": (
+                self.batch,
+                lambda: add_counts(slots, counts),
+                lambda: np.add.at(counts, slots, np.uint32(1)),
+            ),
+        }
+        for name, (size, *contenders) in operations.items():
+            times = [[timed(each)[1] for each in contenders] for _ in range(self.rounds)]
+            for peer, seconds in zip(("jaxrec", "numpy"), np.median(times, axis=0), strict=True):
+                line = {"peer": peer, "measure": name, "size": size, "ms": round(1e3 * seconds, 2)}
+                print(json.dumps(line), flush=True)
+
+
+def timed(function: Callable, *arguments: Any) -> tuple[Any, float]:
+    """Return what a function returns, and the seconds of processor time that it takes."""
+    start = time.process_time()
+    result = function(*arguments)
+    return result, time.process_time() - start
+
+
+if __name__ == "__main__":
+    commands = {"ids": Ids, "step": Step, "stream": Stream}
+    tyro.extras.subcommand_cli_from_dict(commands, description=__doc__).run()

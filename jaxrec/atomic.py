@@ -1,0 +1,51 @@
+"""Files and directories that are complete or not there."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pathlib
+import shutil
+from collections.abc import Iterator
+
+
+@contextlib.contextmanager
+def write_atomically(path: str | os.PathLike[str]) -> Iterator[pathlib.Path]:
+    """Write a file or a directory that appears under its name when it is complete.
+
+    The ``with`` block writes to the yielded path, beside ``path``. At its end that file or
+    directory replaces ``path``. If the block raises, it is removed and ``path`` stays unchanged;
+    if the process is killed, it stays and the next call removes it.
+
+    Yields:
+        ``.NAME.unfinished`` in the directory of ``path``; nothing has this name yet.
+
+    Raises:
+        OSError: The file cannot be written.
+
+    Example:
+        >>> import tempfile
+        >>> path = pathlib.Path(tempfile.mkdtemp(), "results.txt")
+        >>> with write_atomically(path) as unfinished:
+        ...     _ = unfinished.write_text("auc 0.8")
+        >>> path.read_text(), unfinished.exists()
+        ('auc 0.8', False)
+    """
+    path = pathlib.Path(path)
+    unfinished = path.with_name(f".{path.name}.unfinished")
+    _remove(unfinished)
+    try:
+        yield unfinished
+        if unfinished.is_dir():
+            _remove(path)
+        unfinished.replace(path)
+    except BaseException:
+        _remove(unfinished)
+        raise
+
+
+def _remove(path: pathlib.Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)

@@ -1,0 +1,213 @@
+"""Batches that threads make while the devices compute."""
+
+from __future__ import annotations
+
+import collections
+import concurrent.futures
+import dataclasses
+import queue
+import threading
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from types import TracebackType
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+
+from jaxrec.ragged import KeyedJaggedArray
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+# Seconds after which a thread that waits checks whether the pipeline was closed.
+POLL_SECONDS = 0.1
+
+# Seconds that `Pipeline.close` waits for each thread. A thread that hangs ends with the program.
+CLOSE_SECONDS = 5.0
+
+
+@dataclasses.dataclass(frozen=True)
+class _Message:
+    """Message between stages: an item, or the end of the batches and the error that ended them."""
+
+    item: Any = None
+    is_end: bool = False
+    error: BaseException | None = None
+
+
+def each_batch(batches: Any) -> Iterator[Any]:
+    """Iterate over batches; refuse a single batch, whose iterator would yield rows or keys.
+
+    Raises:
+        TypeError: ``batches`` is a single batch or not iterable.
+    """
+    is_one = isinstance(batches, np.ndarray | jax.Array | KeyedJaggedArray | Mapping | str)
+    if is_one or not isinstance(batches, Iterable):
+        raise TypeError(
+            f"batches must be an iterable of batches, such as a list or a generator, got a "
+            f"{type(batches).__name__}"
+        )
+    return iter(batches)
+
+
+class Pipeline:
+    """Iterator over batches that threads read and process ahead of the consumer.
+
+    One thread reads the source and one thread runs each stage. With ``Pipeline(reader, place)``,
+    the devices compute batch ``i`` while ``place`` puts batch ``i + 1`` on the devices and
+    ``reader`` makes batch ``i + 2``.
+
+    Use the pipeline in a ``with`` block, which ends its threads also after an exception. An
+    exception of the source or of a stage is raised in place of its batch, after all batches before.
+
+    Args:
+        batches: The source. One thread iterates over it, and calls its ``close`` at the end if it
+            has one.
+        *stages: Functions of a batch, in order, such as packing ids or putting the batch on
+            devices (`jaxrec.train.put_batch`, or `jaxrec.mesh.shard_batch` with a mesh).
+        ahead: Number of batches that may wait after the reader and after each stage.
+
+    Raises:
+        ValueError: ``ahead`` is below 1.
+        TypeError: ``batches`` is a single batch; the first `next` raises it.
+
+    Example:
+        >>> with Pipeline(range(4), lambda x: x + 1, lambda x: 10 * x) as batches:
+        ...     list(batches)
+        [10, 20, 30, 40]
+    """
+
+    def __init__(
+        self, batches: Iterable[Any], *stages: Callable[[Any], Any], ahead: int = 1
+    ) -> None:
+        if ahead < 1:
+            raise ValueError(f"ahead is 1 or more, got {ahead}")
+        self._closed = threading.Event()
+        self._ended = False
+        queues: list[queue.Queue[_Message]] = [queue.Queue(ahead) for _ in range(len(stages) + 1)]
+        self._ready = queues[-1]
+        self._threads = [
+            threading.Thread(target=self._read, args=(batches, queues[0]), name="reader")
+        ]
+        for number, stage in enumerate(stages):
+            arguments = (stage, queues[number], queues[number + 1])
+            self._threads.append(
+                threading.Thread(target=self._work, args=arguments, name=f"stage {number}")
+            )
+        for thread in self._threads:
+            thread.daemon = True
+            thread.start()
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        if self._ended or self._closed.is_set():
+            raise StopIteration
+        message = self._ready.get()
+        if not message.is_end:
+            return message.item
+        self._ended = True
+        self.close()
+        if message.error is not None:
+            raise message.error
+        raise StopIteration
+
+    def close(self) -> None:
+        """End the threads and drop their batches."""
+        self._closed.set()
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(CLOSE_SECONDS)
+
+    def __enter__(self) -> Pipeline:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _read(self, batches: Iterable[Any], target: queue.Queue[_Message]) -> None:
+        source: Any = None
+        try:
+            source = each_batch(batches)
+            for item in source:
+                if not self._put(target, _Message(item)):
+                    break
+            error: BaseException | None = None
+        except BaseException as raised:  # the consumer raises it
+            error = raised
+        if hasattr(source, "close"):
+            source.close()
+        self._put(target, _Message(is_end=True, error=error))
+
+    def _work(
+        self,
+        stage: Callable[[Any], Any],
+        source: queue.Queue[_Message],
+        target: queue.Queue[_Message],
+    ) -> None:
+        while (message := self._get(source)) is not None:
+            if not message.is_end:
+                try:
+                    message = _Message(stage(message.item))
+                except BaseException as raised:
+                    message = _Message(is_end=True, error=raised)
+            if not self._put(target, message) or message.is_end:
+                return
+
+    def _put(self, target: queue.Queue[_Message], message: _Message) -> bool:
+        while not self._closed.is_set():
+            try:
+                target.put(message, timeout=POLL_SECONDS)
+            except queue.Full:
+                continue
+            return True
+        return False
+
+    def _get(self, source: queue.Queue[_Message]) -> _Message | None:
+        while not self._closed.is_set():
+            try:
+                return source.get(timeout=POLL_SECONDS)
+            except queue.Empty:
+                continue
+        return None
+
+
+def ordered_map(
+    function: Callable[[Item], Result],
+    items: Iterable[Item],
+    pool: concurrent.futures.Executor,
+    ahead: int,
+) -> Generator[Result, None, None]:
+    """Yield ``function(item)`` of each item in order, computed by a pool.
+
+    Args:
+        function: Called by the pool's threads.
+        items: Its arguments.
+        pool: The pool.
+        ahead: Number of results that the pool computes before they are asked for.
+
+    Raises:
+        Exception: An exception of ``function`` is raised in place of the result.
+
+    Example:
+        >>> with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        ...     list(ordered_map(str, range(3), pool, ahead=2))
+        ['0', '1', '2']
+    """
+    pending: collections.deque[concurrent.futures.Future[Result]] = collections.deque()
+    try:
+        for item in items:
+            pending.append(pool.submit(function, item))
+            if len(pending) > ahead:
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
+    finally:
+        for future in pending:
+            future.cancel()

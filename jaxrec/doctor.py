@@ -1,0 +1,174 @@
+"""The command ``jaxrec doctor``: what runs on this machine, and what would make it faster."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import os
+import pathlib
+import platform
+import warnings
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from jaxrec import optim
+from jaxrec.arguments import ConfigError, parse
+from jaxrec.embed import kernels
+from jaxrec.embed.kernels import BagLayout, Choice, Lookups, cpu, trial
+from jaxrec.embed.kernels.tuning import Tuning, cores, processor, tunable_device
+from jaxrec.tier import library as id_map_library
+
+USAGE_ERRORS = (ConfigError,)
+FAILURES = (RuntimeError,)
+
+PACKAGES = ("jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "flax", "optax", "numpy")
+# Older versions add floats on GPUs by loops of compare-and-swap: xla issue 46225.
+OLDEST_JAX_ON_GPUS = (0, 11, 2)
+
+
+@dataclasses.dataclass(frozen=True)
+class DoctorOptions:
+    """Says what jaxrec runs on this machine, tries the kernels for its GPU, and what is missing.
+
+    The exit status is 1 if something is wrong or slower than it need be.
+    """
+
+    dim: int = 128
+    """Width of the rows of the calls that are looked at."""
+    dtypes: tuple[str, ...] = ("float32", "bfloat16")
+    """Types of their rows."""
+
+
+def run(options: Sequence[str]) -> int:
+    """Run ``jaxrec doctor``; return the exit code."""
+    parsed = parse("doctor", options, DoctorOptions())
+    if parsed.dim < 1:
+        raise ConfigError(f"--dim must be 1 or more, got {parsed.dim}")
+    for dtype in parsed.dtypes:
+        if dtype not in ("float32", "bfloat16", "float16"):
+            raise ConfigError(f"--dtypes are float32, bfloat16 and float16, got {dtype}")
+    with warnings.catch_warnings():
+        # What these warnings say is among the problems that are printed below.
+        warnings.simplefilter("ignore", RuntimeWarning)
+        choices = [choice for dtype in parsed.dtypes for choice in choose(parsed.dim, dtype)]
+    tuning, tuning_problems = read_tuning()
+    for title, lines in {
+        f"jaxrec {importlib.metadata.version('jaxrec')}": versions(),
+        "Machine": machine(),
+        "Kernels": [line for call, choice in choices for line in describe(call, choice)],
+        "Choices of jaxrec tune": [] if tuning is None else list(map(str, tuning.calls)),
+    }.items():
+        if lines:
+            print(title, *(f"  {line}" for line in lines), sep="\n")
+    found = [*problems([choice for _, choice in choices]), *tuning_problems]
+    print("To mend" if found else "Nothing to mend.", *(f"  {each}" for each in found), sep="\n")
+    return 1 if found else 0
+
+
+def versions() -> list[str]:
+    """Return the versions of Python and of the packages that computations depend on."""
+    lines = [f"Python {platform.python_version()} on {platform.platform()}"]
+    for package in PACKAGES:
+        try:
+            lines.append(f"{package} {importlib.metadata.version(package)}")
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return lines
+
+
+def machine() -> list[str]:
+    """Return what this process computes on."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
+    lines = [f"{processor()}, {cores()} cores, {memory:.0f} GB of memory"]
+    counts: dict[str, int] = {}
+    for device in jax.local_devices():
+        counts[device.device_kind] = counts.get(device.device_kind, 0) + 1
+    devices = ", ".join(f"{count} x {kind}" for kind, count in counts.items())
+    lines.append(f"JAX computes on {jax.default_backend()}: {devices}")
+    instructions = cpu.instruction_set()
+    library = f"has {instructions} code for this processor" if instructions else "is not there"
+    return [*lines, f"The native library {library}"]
+
+
+def choose(dim: int, dtype: str) -> list[tuple[str, Choice]]:
+    """Return usual calls of the primitives, and which implementations run them.
+
+    Kernels for the GPU at hand are tried if they have not been.
+    """
+    rows, gradients = jax.ShapeDtypeStruct((1000, dim), dtype), jnp.zeros((8, dim))
+    ids, lengths, step = jnp.zeros(64, jnp.int32), jnp.zeros(8, jnp.int32), jnp.int32(0)
+    lookups, layout = Lookups(ids, ids, None), _layout()
+    rule = optim.rowwise_adagrad(0.01)
+    state = jax.eval_shape(lambda: rule.init(1000, dim))
+    calls = {
+        "pooled_lookup": (rows, ids, lengths, None, layout, "float32"),
+        "row_lookup": (rows, ids),
+        "sum_rows": (lookups, gradients, 1000),
+        "fused_update": (rows, state, lookups, gradients, rule, step),
+    }
+    return [
+        (f"{name} of {dtype} rows of {dim}", kernels.describe(name, *arguments))
+        for name, arguments in calls.items()
+    ]
+
+
+def describe(call: str, choice: Choice) -> list[str]:
+    """Return which implementation runs a call on this machine, and why no other."""
+    lines = [f"{call}: {choice.name(_platform())}"]
+    for name, reason in choice.refused.items():
+        if name != "triton" or trial.cards():
+            lines.append(f"  not {name}: {reason}")
+    return lines
+
+
+def read_tuning() -> tuple[Tuning | None, list[str]]:
+    """Return the choices that `jaxrec tune` kept for this machine, and what is wrong with them."""
+    if (device := tunable_device(_platform())) is None:
+        return None, []
+    tuning = Tuning.read(device)
+    found = [] if tuning.problem is None else [f"{tuning.problem}."]
+    if not tuning.calls and (count := tuning.of_other_versions()):
+        found.append(
+            f"{count} choices of jaxrec tune are not used, as they were made with other versions "
+            "or another driver: run `jaxrec tune` again."
+        )
+    return tuning, found
+
+
+def problems(choices: Sequence[Choice]) -> list[str]:
+    """Return what is wrong on this machine or slower than it need be, each with its remedy."""
+    found = []
+    is_gpu = bool(trial.cards())
+    if not is_gpu and pathlib.Path("/dev/nvidiactl").exists() and jax.default_backend() == "cpu":
+        found.append(
+            "There is an NVIDIA GPU that JAX does not use: pip install 'jaxrec[cuda12]' (or "
+            "'jaxrec[cuda13]'), and unset JAX_PLATFORMS."
+        )
+    if is_gpu and jax.__version_info__ < OLDEST_JAX_ON_GPUS:
+        found.append(
+            f"JAX {jax.__version__} adds floats on GPUs by loops of compare-and-swap: install "
+            f"JAX {'.'.join(map(str, OLDEST_JAX_ON_GPUS))} or later, which needs Python 3.12."
+        )
+    if not is_gpu and (missing := cpu.missing()) is not None:
+        found.append(f"Lookups and updates run in XLA, up to twenty times slower: {missing}.")
+    if (missing := id_map_library.missing()) is not None:
+        found.append(
+            f"Id maps of open vocabularies run in NumPy, up to fifty times slower: {missing}."
+        )
+    if named := os.environ.get("JAXREC_KERNELS"):
+        found.append(f"JAXREC_KERNELS={named} keeps other kernels from running: unset it.")
+    for choice in choices:
+        for name, reason in choice.refused.items():
+            if name == "triton" and is_gpu:
+                found.append(f"{choice.primitive} runs without its {name} kernel: {reason}.")
+    return found
+
+
+def _layout() -> BagLayout:
+    return BagLayout((0,), (64,), (0,), (8,), (0,), (1000,), (False,))
+
+
+def _platform() -> str:
+    return "cuda" if trial.cards() else jax.default_backend()

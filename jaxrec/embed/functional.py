@@ -1,0 +1,140 @@
+"""Tables without a module, as pytrees: for Linen, Equinox and plain JAX."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+from collections.abc import Iterator, Sequence
+
+from jaxtyping import Array, DTypeLike
+
+from jaxrec.embed.config import TableConfig
+from jaxrec.embed.layout import layout_tables
+from jaxrec.embed.row_gradients import Activations, Residuals, Routes
+from jaxrec.embed.store import StoreFactory, TableStore
+from jaxrec.embed.tables import Tables
+from jaxrec.optim import RowOptimizer
+from jaxrec.optim.hyperparameter import Step
+from jaxrec.ragged import KeyedJaggedArray
+
+# A function that makes a model takes no arguments, so `jaxrec.shard` cannot pass it a factory.
+_default_factory: contextvars.ContextVar[StoreFactory] = contextvars.ContextVar(
+    "jaxrec_store_factory", default=Tables.init
+)
+
+
+@contextlib.contextmanager
+def default_store(factory: StoreFactory) -> Iterator[None]:
+    """Make the tables of models that name no store with a factory, while this lasts."""
+    token = _default_factory.set(factory)
+    try:
+        yield
+    finally:
+        _default_factory.reset(token)
+
+
+def init_tables(
+    configs: Sequence[TableConfig],
+    optimizer: RowOptimizer,
+    key: Array,
+    store: StoreFactory | None = None,
+) -> TableStore:
+    """Make fresh tables.
+
+    Args:
+        configs: The tables, all `EmbeddingBagConfig` or all `EmbeddingConfig`.
+        optimizer: Optimizer of the tables that name none.
+        key: Random key. A table's values depend on it and on the table's name alone.
+        store: Makes the store. None: `Tables` on one device; in a function that `jaxrec.shard`
+            calls, tables on its mesh.
+
+    Raises:
+        ValueError, TypeError: The tables cannot form a collection (see `layout_tables`).
+
+    Example:
+        >>> import jax, jaxrec
+        >>> config = jaxrec.EmbeddingBagConfig("user", num_embeddings=10, embedding_dim=4)
+        >>> tables = init_tables([config], jaxrec.optim.sgd(0.1), jax.random.key(0))
+        >>> tables.read("user").shape
+        (10, 4)
+    """
+    return (store or _default_factory.get())(layout_tables(configs, optimizer), key)
+
+
+def lookup(
+    tables: TableStore,
+    features: KeyedJaggedArray,
+    *,
+    is_weighted: bool = False,
+    dtype: DTypeLike = "float32",
+    routes: Routes | None = None,
+) -> tuple[Activations, Residuals]:
+    """Look up all features of a batch.
+
+    Differentiable with respect to the batch's weights. Tables are not differentiated: give the
+    gradient of the activations to `apply_gradients`.
+
+    Args:
+        tables: The tables.
+        features: The batch; keys that no table reads are ignored.
+        is_weighted: Whether rows are multiplied by the batch's weights.
+        dtype: Type of the activations.
+        routes: What `TableStore.route` returned for the batch; None: compute it now.
+
+    Returns:
+        The activations and the residuals for `apply_gradients`. Activations of pooled tables are a
+        `KeyedArray` of ``[batch, sum(dims)]``, blocks by table and then by feature, over a mesh
+        with the batch over its devices. Those of per-id tables are for each output the
+        ``[capacity, dim]`` rows of its ids, zeros at padding, over a mesh
+        ``[devices, capacity, dim]``.
+
+        An id outside its table gives NaN and updates nothing; `KeyedJaggedArray`'s constructors
+        check ids on the host, with an error.
+
+    Raises:
+        KeyError: The batch lacks a feature.
+        ValueError: ``is_weighted`` and the batch has no weights; features have different numbers
+            of bags and no ``inverse_indices`` say which sample has which; the batch lies over a
+            mesh and the tables do not, or the reverse.
+
+    Example:
+        >>> import jax, jaxrec
+        >>> config = jaxrec.EmbeddingBagConfig("user", 10, 2, initializer="ones")
+        >>> tables = jaxrec.embed.init_tables([config], jaxrec.optim.sgd(0.1), jax.random.key(0))
+        >>> batch = jaxrec.KeyedJaggedArray.from_lists({"user": [[1, 2], []]})
+        >>> activations, residuals = lookup(tables, batch)
+        >>> activations["user"].tolist()
+        [[2.0, 2.0], [0.0, 0.0]]
+    """
+    return tables.lookup(features, is_weighted=is_weighted, dtype=dtype, routes=routes)
+
+
+def apply_gradients(
+    tables: TableStore, residuals: Residuals, gradients: Activations, step: Step | int
+) -> TableStore:
+    """Update the rows of one lookup: the second phase of a training step.
+
+    Every row that occurs is updated once, however often it occurs; other rows and their state are
+    left alone. Under `jax.jit` with ``tables`` donated this happens in place.
+
+    Args:
+        tables: The tables that were looked up.
+        residuals: What `lookup` returned beside the activations.
+        gradients: Gradient of the loss with respect to the activations, shaped as they are.
+        step: Number of updates made before, 0 at the first.
+
+    Returns:
+        The new tables.
+
+    Example:
+        >>> import jax, jaxrec
+        >>> config = jaxrec.EmbeddingBagConfig("user", 3, 1, initializer="ones")
+        >>> tables = jaxrec.embed.init_tables([config], jaxrec.optim.sgd(0.5), jax.random.key(0))
+        >>> batch = jaxrec.KeyedJaggedArray.from_lists({"user": [[1, 1], [2]]})
+        >>> activations, residuals = jaxrec.embed.lookup(tables, batch)
+        >>> gradients = jax.grad(lambda pooled: pooled.values.sum())(activations)
+        >>> tables = apply_gradients(tables, residuals, gradients, step=0)
+        >>> tables.read("user")[:, 0].tolist()
+        [1.0, 0.0, 0.5]
+    """
+    return tables.update([tables.row_gradients(residuals, gradients)], step)

@@ -1,0 +1,118 @@
+"""Pooled and plain lookups of rows, in Triton."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import triton as pltriton
+from jaxtyping import Array, DTypeLike, Float, Int32
+
+from jaxrec.embed.kernels.base import BagLayout
+from jaxrec.embed.kernels.extents import bag_extents, bag_features
+from jaxrec.embed.kernels.triton.tile import ELEMENTS, Found, Tile, cdiv
+
+
+def pooled_lookup(
+    table: Float[Array, "rows dim"],
+    ids: Int32[Array, " ids"],
+    lengths: Int32[Array, " all_bags"],
+    weights: Float[Array, " ids"] | None,
+    layout: BagLayout,
+    dtype: DTypeLike,
+    *,
+    elements: int = ELEMENTS,
+    warps: int | None = None,
+    interpret: bool = False,
+) -> Float[Array, "bags dim"]:
+    """Return the sum or mean of each bag's rows; see `jaxrec.embed.kernels.reference`.
+
+    Args:
+        elements, warps: See `Tile.of`.
+    """
+    output = jax.ShapeDtypeStruct((layout.num_bags, table.shape[1]), dtype)
+    if 0 in (layout.num_bags, layout.num_positions):
+        return jnp.zeros(output.shape, dtype)
+    mean_length = layout.num_positions / layout.num_bags
+    tile = Tile.of(table.shape[1], mean_length, elements, warps)
+    features = jnp.array([layout.row_offsets, layout.row_counts, layout.means], jnp.int32)
+    kernel = functools.partial(_pool, tile=tile, layout=layout)
+    inputs = (ids, weights, *bag_extents(lengths, layout), features, table)
+    return tile.launch(kernel, inputs, output, layout.num_bags, interpret=interpret)
+
+
+def row_lookup(
+    table: Float[Array, "rows dim"],
+    rows: Int32[Array, " n"],
+    *,
+    elements: int = ELEMENTS,
+    warps: int | None = None,
+    interpret: bool = False,
+) -> Float[Array, "n dim"]:
+    """Return the rows; see `jaxrec.embed.kernels.reference`.
+
+    Args:
+        elements, warps: See `Tile.of`.
+    """
+    output = jax.ShapeDtypeStruct((rows.size, table.shape[1]), table.dtype)
+    if rows.size == 0:
+        return jnp.zeros(output.shape, table.dtype)
+    tile = Tile.of(table.shape[1], 1, elements, warps)
+    kernel = functools.partial(_copy_rows, tile=tile)
+    return tile.launch(kernel, (rows, table), output, rows.size, interpret=interpret)
+
+
+def _pool(
+    ids: Any,
+    weights: Any,
+    starts: Any,
+    ends: Any,
+    features: Any,
+    table: Any,
+    out: Any,
+    *,
+    tile: Tile,
+    layout: BagLayout,
+) -> None:
+    """Pool one bag per group."""
+    bags = tile.group_ids()
+    is_bag = bags < layout.num_bags
+    start = pltriton.load(starts.at[bags], mask=is_bag, other=0)
+    end = pltriton.load(ends.at[bags], mask=is_bag, other=0)
+    feature = bag_features(bags, layout)
+    offset, count, is_mean = (
+        pltriton.load(features.at[i, feature], mask=is_bag, other=0) for i in range(3)
+    )
+
+    def find(turn: Array | int) -> Found:
+        positions = start[:, None] + tile.lanes(turn)
+        is_used = positions < end[:, None]
+        row = pltriton.load(ids.at[positions], mask=is_used, other=0)
+        if weights is None:
+            return (row, None), is_used
+        weight = pltriton.load(weights.at[positions], mask=is_used, other=0)
+        return (row, weight.astype(jnp.float32)), is_used
+
+    def load(found: tuple[Array, Array | None], is_used: Array) -> Array:
+        row, weight = found
+        inside = (row >= 0) & (row < count[:, None])
+        rows = tile.load_rows(table, row + offset[:, None], is_used & inside)
+        rows = jnp.where((is_used & ~inside)[..., None], jnp.nan, rows)
+        return rows if weight is None else rows * weight[..., None]
+
+    pooled = tile.sum_turns(cdiv(jnp.max(end - start), tile.depth), find, load)
+    divisor = jnp.where(is_mean > 0, jnp.maximum(end - start, 1), 1).astype(jnp.float32)
+    tile.store_rows(out, bags, is_bag, pooled / divisor[:, None])
+
+
+def _copy_rows(rows: Any, table: Any, out: Any, *, tile: Tile) -> None:
+    """Copy one row per group."""
+    positions = tile.group_ids()
+    is_used = positions < rows.shape[0]
+    row = pltriton.load(rows.at[positions], mask=is_used, other=0)
+    inside = (row >= 0) & (row < table.shape[0])
+    values = tile.load_rows(table, row, is_used & inside)
+    fill = jnp.where(row == table.shape[0], 0.0, jnp.nan)
+    tile.store_rows(out, positions, is_used, jnp.where(inside[:, None], values, fill[:, None]))

@@ -1,0 +1,194 @@
+"""Lookups sorted by row, and the sums of their gradients that hot rows need."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import triton as pltriton
+from jaxtyping import Array, Float
+
+from jaxrec.embed.kernels.base import Lookups
+from jaxrec.embed.kernels.triton.tile import Found, Tile
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class SortedLookups:
+    """Lookups in the order of their rows, and the gradients that they add.
+
+    Lookups of one row are a *run*. They are cut into *parts* at each multiple of ``cut``, so that
+    one row's many gradients are summed by many programs; the parts of a run but its first begin at
+    such a multiple. Where a batch has more than ``block`` parts, they are summed in *blocks*, again
+    cut at multiples. Where the cuts lie follows from the batch, so that results repeat bit for bit.
+
+    Attributes:
+        rows: Row of each lookup, ascending; ``num_rows`` is none.
+        bags: Bag of each.
+        scales: Factor of each; None: 1.
+        gradients: ``[bags, dim]``, the gradient of each bag.
+        num_rows: Rows of the table.
+        clip_value: Bound on the absolute value of each element of a bag's gradient.
+        cut: Lookups of a part.
+        block: Parts of a block.
+    """
+
+    rows: Any
+    bags: Any
+    scales: Any
+    gradients: Any
+    num_rows: int = dataclasses.field(metadata={"static": True})
+    clip_value: float | None = dataclasses.field(metadata={"static": True})
+    cut: int = dataclasses.field(metadata={"static": True})
+    block: int = dataclasses.field(metadata={"static": True})
+
+    @classmethod
+    def of(
+        cls,
+        lookups: Lookups,
+        gradients: Float[Array, "bags dim"],
+        num_rows: int,
+        clip_value: float | None,
+        cut: int,
+        block: int,
+    ) -> SortedLookups:
+        """Sort lookups by row, stably."""
+        rows, bags, scales = lookups.rows, lookups.bags, lookups.scales
+        rows = jnp.where((rows < 0) | (rows > num_rows), num_rows, rows)
+        positions = jnp.arange(rows.size, dtype=jnp.int32)
+        if scales is None:
+            bags = positions if bags is None else bags
+            rows, bags = jax.lax.sort((rows, bags), num_keys=1, is_stable=True)
+        else:
+            rows, order = jax.lax.sort((rows, positions), num_keys=1, is_stable=True)
+            bags, scales = order if bags is None else bags[order], scales[order]
+        return cls(rows, bags, scales, gradients, num_rows, clip_value, cut, block)
+
+    @property
+    def num_parts(self) -> int:
+        """Number of parts that begin at a multiple of ``cut``, whether or not a run goes on."""
+        return -(-self.rows.shape[0] // self.cut)
+
+    @property
+    def has_blocks(self) -> bool:
+        return self.num_parts > self.block
+
+    def load_row(self, position: Array) -> Array:
+        """Return the row of the lookup at each position; ``num_rows`` where there is none."""
+        inside = (position >= 0) & (position < self.rows.shape[0])
+        return pltriton.load(self.rows.at[position], mask=inside, other=self.num_rows)
+
+    def begin(self, position: Array) -> tuple[Array, Array]:
+        """Return the row of each lookup that is a run's first, and whether it is one."""
+        row, before = self.load_row(position), self.load_row(position - 1)
+        is_first = (row < self.num_rows) & (row != before)
+        # The interpreter writes to places that are masked, too: what it has read there.
+        return jnp.where(is_first, row, self.num_rows), is_first
+
+    def go_on(self, position: Array) -> tuple[Array, Array]:
+        """Return the row of the lookup at each position, and whether a run goes on there."""
+        row, before = self.load_row(position), self.load_row(position - 1)
+        return row, (row < self.num_rows) & (row == before)
+
+    def sum_part(
+        self, tile: Tile, start: Array, row: Array, is_used: Array
+    ) -> Float[Array, "groups columns"]:
+        """Sum the gradients of each row's lookups from ``start`` to the end of the part."""
+        end = (start // self.cut + 1) * self.cut
+
+        def find(turn: Array | int) -> Found:
+            # No mask here depends on a loaded value, so that all these loads are under way at once.
+            position = start[:, None] + tile.lanes(turn)
+            inside = position < jnp.minimum(end, self.bags.shape[0])[:, None]
+            bag = pltriton.load(self.bags.at[position], mask=inside, other=0)
+            scale = None
+            if self.scales is not None:
+                scale = pltriton.load(self.scales.at[position], mask=inside, other=0)
+                scale = scale.astype(jnp.float32)
+            is_of_row = inside & is_used[:, None] & (self.load_row(position) == row[:, None])
+            return (bag, scale), is_of_row
+
+        def load(found: tuple[Array, Array | None], is_of_row: Array) -> Array:
+            bag, scale = found
+            rows = tile.load_rows(self.gradients, bag, is_of_row)
+            if self.clip_value is not None:
+                rows = jnp.clip(rows, -self.clip_value, self.clip_value)
+            # The factors of other rows' lookups are loaded too, and may be NaN.
+            return rows if scale is None else rows * jnp.where(is_of_row, scale, 0)[..., None]
+
+        return tile.sum_while(find(0), find, load, at_least_one=True)
+
+    def find_parts(
+        self, part: Array, end: Array | int, row: Array, is_used: Array
+    ) -> tuple[Array, Array]:
+        """Return the places of sums of parts before ``end``, and whether they are of the row."""
+        inside = part < end
+        here = self.load_row(jnp.where(inside, part * self.cut, -1))
+        return part, inside & is_used[:, None] & (here == row[:, None])
+
+    def sum_run(
+        self, tile: Tile, sums: Any, position: Array, row: Array, is_first: Array
+    ) -> Float[Array, "groups columns"]:
+        """Sum the gradients of the run that begins at each position."""
+        # Single parts up to the run's first block, and then blocks, at their first parts.
+        part = position // self.cut + 1
+        block = -(-part // self.block) * self.block
+
+        def find(turn: Array | int) -> Found:
+            place = part[:, None] + tile.lanes(turn)
+            if self.has_blocks:
+                beyond = place - block[:, None]
+                place = jnp.where(beyond < 0, place, block[:, None] + beyond * self.block)
+            return self.find_parts(place, self.num_parts, row, is_first)
+
+        first = find(0)
+        total = self.sum_part(tile, position, row, is_first)
+        load = functools.partial(tile.load_rows, sums)
+        return total + tile.sum_while(first, find, load, at_least_one=False)
+
+    def sum_parts(self, *, programs: int, interpret: bool) -> Float[Array, "parts dim"]:
+        """Return the sums of parts, and of each block in the place of its first part."""
+        num_parts, dim = self.num_parts, self.gradients.shape[1]
+        output = jax.ShapeDtypeStruct((num_parts, dim), jnp.float32)
+        tile = Tile.of(dim, 16)  # Most parts are empty: several side by side.
+        launch = functools.partial(tile.launch, programs=programs, interpret=interpret)
+        sums = launch(functools.partial(_sum_part, tile=tile), (self,), output, num_parts)
+        if not self.has_blocks:
+            return sums
+        num_blocks = -(-num_parts // self.block)
+        kernel = functools.partial(_sum_block, tile=tile)
+        return launch(kernel, (sums, self), sums, num_blocks, in_place=True)
+
+
+def _sum_part(lookups: SortedLookups, out: Any, *, tile: Tile) -> None:
+    """Sum one part per group, of a run that goes on where the part begins."""
+
+    def work(part: Array) -> None:
+        start = part * lookups.cut
+        row, is_used = lookups.go_on(start)
+        tile.store_rows(out, part, is_used, lookups.sum_part(tile, start, row, is_used))
+
+    tile.share(out.shape[0], work)
+
+
+def _sum_block(_inputs: Any, lookups: SortedLookups, sums: Any, *, tile: Tile) -> None:
+    """Sum one block of parts per group, in the place of the block's first part."""
+
+    def work(block: Array) -> None:
+        part = block * lookups.block
+        row, is_used = lookups.go_on(jnp.where(part < lookups.num_parts, part * lookups.cut, -1))
+        end = jnp.minimum(part + lookups.block, lookups.num_parts)[:, None]
+
+        def find(turn: Array | int) -> Found:
+            return lookups.find_parts(part[:, None] + tile.lanes(turn), end, row, is_used)
+
+        load = functools.partial(tile.load_rows, sums)
+        total = tile.sum_while(find(0), find, load, at_least_one=False)
+        # The interpreter writes to places that are masked, too: what it has read there.
+        place = jnp.where(is_used, part, sums.shape[0])
+        tile.store_rows(sums, place, is_used, total)
+
+    tile.share(-(-sums.shape[0] // lookups.block), work)

@@ -1,0 +1,212 @@
+"""Tiles of rows: what one program of a Triton kernel loads at once."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as pltriton
+from jaxtyping import Array, Bool, Float, Int32
+
+LANES = 32  # of a warp
+ELEMENTS = 16  # of a lane, in a tile that sums groups
+RUN_ELEMENTS = 8  # of a lane, in a tile that updates rows
+
+Found: TypeAlias = tuple[Any, Array]  # what tells rows, and whether there is each of them
+Find: TypeAlias = Callable[[Array | int], Found]
+Load: TypeAlias = Callable[[Any, Array], Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    """Shape of the rows that one program loads at once.
+
+    Attributes:
+        dim: Width of a row.
+        columns: Width padded to a power of two.
+        groups: Number of groups of rows (bags, runs) side by side.
+        depth: Number of rows of each group.
+        warps: Number of warps of the program.
+    """
+
+    dim: int
+    columns: int
+    groups: int
+    depth: int
+    warps: int
+
+    @classmethod
+    def of(
+        cls, dim: int, mean_length: float, elements: int = ELEMENTS, warps: int | None = None
+    ) -> Tile:
+        """Return the tile that sums groups of a mean length.
+
+        Compiled for an H200 by JAX 0.11 and 0.12 at 64 to 256 columns of 4 or 2 bytes, the default
+        tile has at most three round trips in a turn and at least 30 KB under way. No other choice
+        of 16 or 32 elements and one or two warps has both throughout.
+
+        Args:
+            dim: Width of a row.
+            mean_length: Mean number of rows of a group.
+            elements: Elements of a lane; more where a row has more.
+            warps: Number of warps; None: 2, or more for rows of more than 512 columns.
+        """
+        columns = pl.next_power_of_2(dim)
+        warps = warps or min(max(columns // 256, 2), 8)
+        rows = max(LANES * elements * warps // columns, 1)
+        depth = min(pl.next_power_of_2(max(math.ceil(mean_length), 1)), rows)
+        return cls(dim, columns, rows // depth, depth, warps)
+
+    @classmethod
+    def of_runs(cls, dim: int, elements: int = RUN_ELEMENTS, warps: int | None = None) -> Tile:
+        """Return the tile that updates rows; see `of` for the arguments.
+
+        A lane holds elements of the row and its state beside those of the gradient. Most runs are
+        short, so that a tile has eight of them before it has several lookups of each.
+        """
+        columns = pl.next_power_of_2(dim)
+        warps = warps or min(max(columns // 256, 2), 8)
+        rows = max(LANES * elements * warps // columns, 1)
+        depth = min(max(rows // 8, 1), 4)
+        return cls(dim, columns, rows // depth, depth, warps)
+
+    def launch(
+        self,
+        kernel: functools.partial,
+        inputs: Any,
+        outputs: Any,
+        num_groups: int,
+        *,
+        interpret: bool,
+        programs: int | None = None,
+        in_place: bool = False,
+    ) -> Any:
+        """Run a kernel on tiles of groups.
+
+        Args:
+            kernel: The kernel.
+            inputs: Tree of its input arrays.
+            outputs: Tree of arrays of the shapes and types of its outputs.
+            num_groups: Most groups.
+            interpret: Whether to run without a GPU.
+            programs: Most programs, which then `share` the tiles; None: one for each tile.
+            in_place: Whether the outputs take the memory of the first inputs.
+        """
+        whole = pl.BlockSpec(memory_space=pl.ANY)
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), outputs)
+        num_aliased = len(jax.tree.leaves(outputs)) if in_place else 0
+        tiles = pl.cdiv(num_groups, self.groups)
+        return pl.pallas_call(
+            kernel,
+            out_shape=shapes,
+            grid=(tiles if programs is None else min(tiles, programs),),
+            in_specs=jax.tree.map(lambda _: whole, inputs),
+            out_specs=jax.tree.map(lambda _: whole, shapes),
+            input_output_aliases={i: i for i in range(num_aliased)},
+            compiler_params=pltriton.CompilerParams(num_warps=self.warps),
+            interpret=interpret,
+            name=kernel.func.__name__.strip("_"),
+        )(*inputs)
+
+    def group_ids(self, tile: Array | int | None = None) -> Int32[Array, " groups"]:
+        """Return the groups of a tile, by default of the program's own."""
+        tile = pl.program_id(0) if tile is None else tile
+        return tile * self.groups + jnp.arange(self.groups, dtype=jnp.int32)
+
+    def lanes(self, turn: Array | int) -> Int32[Array, "1 depth"]:
+        """Return the places of a turn's rows in their group."""
+        return (turn * self.depth + jnp.arange(self.depth, dtype=jnp.int32))[None]
+
+    def share(self, num_groups: int, work: Callable[[Array], None]) -> None:
+        """Do ``work`` on the groups of every tile that is this program's to do."""
+        program, programs = pl.program_id(0), pl.num_programs(0)
+        tiles = pl.cdiv(num_groups, self.groups)
+        turns = cdiv(jnp.maximum(tiles - program, 0), programs)
+
+        def turn(i: Array, _: None) -> None:
+            work(self.group_ids(program + i * programs))
+
+        jax.lax.fori_loop(0, turns, turn, None)
+
+    def is_column(self) -> Bool[Array, " columns"] | None:
+        """Return which columns belong to the row and are not padding; None: all do."""
+        if self.columns == self.dim:
+            return None
+        return jnp.arange(self.columns, dtype=jnp.int32) < self.dim
+
+    def elements(self, rows: Int32[Array, "*shape"], is_used: Array) -> tuple[Array, Array, Array]:
+        """Return the row and column of each element of ``rows``, and whether to touch it."""
+        shape = (*rows.shape, self.columns)
+        columns = jax.lax.broadcasted_iota(jnp.int32, shape, rows.ndim)
+        mask = jnp.broadcast_to(is_used[..., None], shape) & (columns < self.dim)
+        return jnp.broadcast_to(rows[..., None], shape), columns, mask
+
+    def load_rows(self, source: Any, rows: Int32[Array, "*shape"], is_used: Array) -> Array:
+        """Load rows of ``source`` as float32, ``[*shape, columns]``; zeros where not ``used``."""
+        rows, columns, mask = self.elements(rows, is_used)
+        return pltriton.load(source.at[rows, columns], mask=mask, other=0).astype(jnp.float32)
+
+    def store_rows(
+        self, target: Any, rows: Int32[Array, " n"], is_used: Array, values: Array
+    ) -> None:
+        rows, columns, mask = self.elements(rows, is_used)
+        pltriton.store(target.at[rows, columns], values.astype(target.dtype), mask=mask)
+
+    def sum_turns(self, turns: Array, find: Find, load: Load) -> Float[Array, "groups columns"]:
+        """Sum rows of each group over a number of turns of `depth` rows.
+
+        Args:
+            turns: Number of turns.
+            find: ``find(turn)`` loads what tells a turn's rows, and whether there is each of them;
+                that of the next turn is called before the rows of a turn are loaded.
+            load: ``load(found, is_used)`` loads the rows, ``[groups, depth, columns]``.
+        """
+
+        def add(i: Array, carry: tuple[Array, Found]) -> tuple[Array, Found]:
+            total, found = carry
+            following = find(i + 1)
+            return total + load(*found), following
+
+        zeros = jnp.zeros((self.groups, self.depth, self.columns), jnp.float32)
+        total, _ = jax.lax.fori_loop(0, turns, add, (zeros, find(0)))
+        return jnp.sum(total, axis=1)
+
+    def sum_while(
+        self, first: Found, find: Find, load: Load, *, at_least_one: bool
+    ) -> Float[Array, "groups columns"]:
+        """Do what `sum_turns` does until a turn has no row.
+
+        Args:
+            first: ``find(0)``.
+            find: See `sum_turns`.
+            load: See `sum_turns`.
+            at_least_one: Whether to take the first turn without asking whether it has a row.
+        """
+
+        def add(carry: tuple[Array, Array, Found]) -> tuple[Array, Array, Found]:
+            i, total, found = carry
+            following = find(i)
+            return i + 1, total + load(*found), following
+
+        def goes_on(carry: tuple[Array, Array, Found]) -> Array:
+            *_, (_, is_used) = carry
+            # One axis at a time: JAX 0.12 cannot lower a maximum over two where a mesh is set.
+            return jnp.max(jnp.max(is_used.astype(jnp.int32), axis=1)) > 0
+
+        zeros = jnp.zeros((self.groups, self.depth, self.columns), jnp.float32)
+        carry = jnp.int32(1), zeros, first
+        if at_least_one:
+            carry = jnp.int32(2), load(*first), find(1)
+        return jnp.sum(jax.lax.while_loop(goes_on, add, carry)[1], axis=1)
+
+
+def cdiv(dividend: Array, divisor: Array | int) -> Array:
+    """Return the quotient of int32 numbers, rounded up; `pl.cdiv` fails where JAX has int64."""
+    divisor = jnp.broadcast_to(jnp.asarray(divisor, jnp.int32), dividend.shape)
+    return jax.lax.div(dividend + (divisor - 1), divisor)

@@ -1,0 +1,192 @@
+"""Updates of rows, and the sums of their gradients, in Triton."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import triton as pltriton
+from jaxtyping import Array, Float
+
+from jaxrec.embed.kernels import reference
+from jaxrec.embed.kernels.base import Lookups
+from jaxrec.embed.kernels.rounding import round_rows
+from jaxrec.embed.kernels.triton.sorted_lookups import SortedLookups
+from jaxrec.embed.kernels.triton.tile import RUN_ELEMENTS, Tile
+from jaxrec.optim.base import RowOptimizer
+from jaxrec.optim.hyperparameter import Step, numbers_of_step, resolve, with_numbers
+from jaxrec.optim.norm import cut_rows
+
+# Programs of an update: 16 on each of an H200's 132 multiprocessors. More would have to wait.
+PROGRAMS = 16 * 132
+
+# Most lookups, and most sums of as many, that a program adds up one by one.
+CUT = 64
+BLOCK = 256
+
+
+def refuse(primitive: str, arguments: Mapping[str, Any]) -> str | None:
+    """Return the reason why these kernels do not take a call; None: they do."""
+    if primitive != "fused_update" or arguments["optimizer"].can_cut_rows:
+        return None
+    # Kernels hold rows padded with columns that a sum must leave out.
+    return f"{type(arguments['optimizer']).__name__} has neither is_elementwise nor sums_rows"
+
+
+def fused_update(
+    table: Float[Array, "rows dim"],
+    state: dict[str, Array],
+    lookups: Lookups,
+    gradients: Float[Array, "bags dim"],
+    optimizer: RowOptimizer,
+    step: Step,
+    table_starts: tuple[int, ...] = (0,),
+    *,
+    elements: int = RUN_ELEMENTS,
+    warps: int | None = None,
+    programs: int = PROGRAMS,
+    cut: int = CUT,
+    block: int = BLOCK,
+    interpret: bool = False,
+) -> tuple[Float[Array, "rows dim"], dict[str, Array]]:
+    """Update the rows that occur; see `jaxrec.embed.kernels.reference`.
+
+    Only for optimizers with `RowOptimizer.can_cut_rows`, whose own `update` runs in the kernel.
+
+    Args:
+        elements, warps: See `Tile.of_runs`.
+        programs: Most programs of a launch, which share the lookups.
+        cut, block: Most lookups, and most sums of as many, that a program adds up one by one.
+    """
+    if 0 in (lookups.rows.size, gradients.shape[0]):
+        return table, state
+    num_rows, dim = table.shape
+    bound, size = optimizer.clip_value, lookups.rows.size
+    by_row = SortedLookups.of(lookups, gradients, num_rows, bound, cut, block)
+    sums = by_row.sum_parts(programs=programs, interpret=interpret)
+    tile = Tile.of_runs(dim, elements, warps)
+    launch = functools.partial(tile.launch, programs=programs, interpret=interpret)
+    factors = None
+    if optimizer.clip_norm is not None:
+        kernel = functools.partial(_square_runs, tile=tile)
+        output = jax.ShapeDtypeStruct((size,), jnp.float32)
+        squares = launch(kernel, (by_row, sums), output, size)
+        clip_norm = optimizer.clip_norm
+        factors = reference.norm_factors(squares, by_row.rows, clip_norm, table_starts, num_rows)
+
+    set_now, step = resolve(optimizer, step)
+    numbers = (jnp.stack(numbers_of_step(set_now, step)), jnp.reshape(step, 1))
+    tables = (table, state)
+    kernel = functools.partial(_update, tile=tile, optimizer=set_now)
+    inputs = (tables, by_row, sums, factors, numbers)
+    return launch(kernel, inputs, tables, size, in_place=True)
+
+
+def sum_rows(
+    lookups: Lookups,
+    gradients: Float[Array, "bags dim"],
+    num_rows: int,
+    bound: float | None = None,
+    *,
+    elements: int = RUN_ELEMENTS,
+    warps: int | None = None,
+    programs: int = PROGRAMS,
+    cut: int = CUT,
+    block: int = BLOCK,
+    interpret: bool = False,
+) -> Float[Array, "num_rows dim"]:
+    """Return the sum of each row's gradients; see `jaxrec.embed.kernels.reference`.
+
+    Args:
+        elements, warps, programs, cut, block: See `fused_update`.
+    """
+    result = jnp.zeros((num_rows, gradients.shape[1]), jnp.float32)
+    if 0 in (lookups.rows.size, gradients.shape[0], num_rows):
+        return result
+    by_row = SortedLookups.of(lookups, gradients, num_rows, bound, cut, block)
+    sums = by_row.sum_parts(programs=programs, interpret=interpret)
+    tile = Tile.of_runs(gradients.shape[1], elements, warps)
+    kernel = functools.partial(_write_sums, tile=tile)
+    inputs = (result, by_row, sums)
+    return tile.launch(
+        kernel,
+        inputs,
+        result,
+        lookups.rows.size,
+        programs=programs,
+        interpret=interpret,
+        in_place=True,
+    )
+
+
+def _square_runs(lookups: SortedLookups, sums: Any, out: Any, *, tile: Tile) -> None:
+    """Sum the squares of the gradient of one lookup per group, if a run begins there; else 0."""
+
+    def work(position: Array) -> None:
+        row, is_first = lookups.begin(position)
+        gradients = lookups.sum_run(tile, sums, position, row, is_first)
+        squares = jnp.sum(gradients * gradients, axis=1)
+        pltriton.store(out.at[position], squares, mask=position < out.shape[0])
+
+    tile.share(out.shape[0], work)
+
+
+def _write_sums(_inputs: Any, lookups: SortedLookups, sums: Any, out: Any, *, tile: Tile) -> None:
+    """Write the gradient of the run that begins at one lookup per group to its row."""
+
+    def work(position: Array) -> None:
+        row, is_first = lookups.begin(position)
+        gradients = lookups.sum_run(tile, sums, position, row, is_first)
+        tile.store_rows(out, row, is_first, gradients)
+
+    tile.share(lookups.rows.shape[0], work)
+
+
+def _update(
+    _inputs: Any,
+    lookups: SortedLookups,
+    sums: Any,
+    factors: Any,
+    numbers: tuple[Any, Any],
+    table: Any,
+    state: dict[str, Any],
+    *,
+    tile: Tile,
+    optimizer: RowOptimizer,
+) -> None:
+    """Update the row of one lookup per group, if a run begins there."""
+    rule = with_numbers(optimizer, [numbers[0][i] for i in range(numbers[0].shape[0])])
+    step = numbers[1][0]
+
+    def work(position: Array) -> None:
+        row, is_first = lookups.begin(position)
+
+        def load(array: Any) -> Array:
+            if array.ndim == 1:
+                return pltriton.load(array.at[row], mask=is_first, other=0)
+            return tile.load_rows(array, row, is_first)
+
+        def store(array: Any, values: Array) -> None:
+            if array.ndim == 1:
+                pltriton.store(array.at[row], values, mask=is_first)
+            else:
+                tile.store_rows(array, row, is_first, values)
+
+        old_rows = load(table)
+        old_state = {name: load(array) for name, array in state.items()}
+        gradients = lookups.sum_run(tile, sums, position, row, is_first)
+        if factors is not None:
+            factor = pltriton.load(factors.at[position], mask=is_first, other=0)
+            gradients *= factor[:, None]
+        with cut_rows(tile.dim, is_column=tile.is_column()):
+            rows, new_state = rule.update(old_rows, gradients, old_state, step)
+        if optimizer.stochastic_rounding:
+            rows = round_rows(rows, row, step, table.dtype)
+        store(table, rows)
+        for name, values in new_state.items():
+            store(state[name], values)
+
+    tile.share(lookups.rows.shape[0], work)

@@ -1,0 +1,231 @@
+"""Gradients of looked-up embeddings as gradients of rows."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int32
+
+from jaxrec.embed import kernels
+from jaxrec.embed.kernels import BagLayout, Lookups
+from jaxrec.embed.kernels.stretches import sum_by_table
+from jaxrec.embed.layout import Group, TableLayout
+from jaxrec.optim import RowOptimizer
+from jaxrec.ragged import KeyedArray
+
+# Outputs differ in capacity and width, so the names of these axes bind nothing.
+Activations: TypeAlias = KeyedArray | dict[str, Float[Array, "*_devices _capacity _dim"]]
+"""Looked-up embeddings: pooled, or by output the rows of each id."""
+
+Routes: TypeAlias = dict[str, Any]
+"""Routes of one batch by group: what an exchange learns from ids alone. A pytree."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Residuals:
+    """Data of a lookup that its update needs.
+
+    Attributes:
+        lookups: Flat lookups of each group.
+        bag_of_sample: For each group the bag of each sample and feature, as a row of the pooled
+            output; only where the batch has `inverse_indices`.
+        layouts: Layout of each group's features in the batch.
+        routes: Routes of the groups that lie over a mesh.
+    """
+
+    lookups: dict[str, Lookups]
+    bag_of_sample: dict[str, Int32[Array, "batch features"]]
+    layouts: tuple[BagLayout, ...] = dataclasses.field(metadata={"static": True})
+    routes: Routes = dataclasses.field(default_factory=dict)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class RowGradients:
+    """Gradients of one group's rows before they are summed by row.
+
+    Attributes:
+        lookups: The row and the factor of each line of ``values``.
+        values: ``[lines, dim]`` gradient of the looked-up embeddings.
+        layouts: Layouts of the group's features in the batches that were looked up, in turn.
+        route: Route of the lookup; None if there is none, or if there were several lookups.
+        bag_of_line: The bag of each line, where the optimizer bounds the gradients of samples
+            (``clip_value``) and samples share bags: `bound_samples` adds such lines up. None: line
+            ``i`` is the gradient of bag ``i``.
+        is_applied: Whether the update takes place; None: it does.
+    """
+
+    lookups: Lookups
+    values: Float[Array, "lines dim"]
+    layouts: tuple[BagLayout, ...] = dataclasses.field(default=(), metadata={"static": True})
+    route: Any = None
+    bag_of_line: Int32[Array, " lines"] | None = None
+    is_applied: Bool[Array, ""] | None = None
+
+    def rows_to_write(self, rows: Int32[Array, " n"], num_rows: int) -> Int32[Array, " n"]:
+        """Return the rows that the update writes: padding where it does not take place."""
+        return rows if self.is_applied is None else jnp.where(self.is_applied, rows, num_rows)
+
+    def sum_by_row(
+        self, num_rows: int, clip_value: float | None = None, **hints: Any
+    ) -> tuple[kernels.Runs, Float[Array, "lookups dim"]]:
+        """Sum the gradients of each row.
+
+        Args:
+            num_rows: Number of rows of the array that ``lookups`` index.
+            clip_value: Bound on the absolute value of an element of a line; None: no bound.
+            **hints: Hints to `jaxrec.embed.kernels.sum_rows`.
+
+        Returns:
+            The runs of equal rows, and the sum of each run.
+        """
+        runs = kernels.build_runs(self.lookups.rows, num_rows)
+        by_run = dataclasses.replace(self.lookups, rows=runs.inverse)
+        return runs, kernels.sum_rows(by_run, self.values, runs.unique.size, clip_value, **hints)
+
+
+def group_gradients(
+    layout: TableLayout, residuals: Residuals, cotangents: Activations
+) -> dict[str, RowGradients]:
+    """Return the gradients of each group's rows.
+
+    Args:
+        layout: The tables.
+        residuals: What the lookup returned beside the activations.
+        cotangents: The gradient of the loss with respect to the activations.
+    """
+    gradients = {}
+    blocks = _group_blocks(layout, cotangents)
+    for group, bags, block in zip(layout.groups, residuals.layouts, blocks, strict=True):
+        lines, bag_of_line = block.reshape(-1, group.dim), None
+        if group.name in residuals.bag_of_sample:
+            bag_of_line = residuals.bag_of_sample[group.name].reshape(-1)
+        route = residuals.routes.get(group.name)
+        gradient = RowGradients(residuals.lookups[group.name], lines, (bags,), route, bag_of_line)
+        if group.optimizer.clip_value is None:
+            gradient = add_samples(gradient)
+        gradients[group.name] = gradient
+    return gradients
+
+
+def table_gradient(
+    layout: TableLayout, name: str, gradient: Float[Array, "rows dim"]
+) -> dict[str, RowGradients]:
+    """Return the gradient of a whole table as that of a lookup of all its rows."""
+    group, index = layout.find(name)
+    rows = group.row_offsets[index] + jnp.arange(gradient.shape[0], dtype=jnp.int32)
+    return {group.name: RowGradients(Lookups(rows, None, None), gradient.astype(jnp.float32))}
+
+
+def add_samples(gradient: RowGradients, bound: float | None = None) -> RowGradients:
+    """Add the gradients of the samples that share a bag.
+
+    Args:
+        gradient: The gradient of one lookup.
+        bound: Bound on the absolute value of an element of a sample's gradient; None: no bound.
+    """
+    if bound is None and gradient.bag_of_line is None:
+        return gradient
+    if gradient.bag_of_line is None:
+        assert bound is not None
+        values = jnp.clip(gradient.values.astype(jnp.float32), -bound, bound)
+    else:
+        (layout,) = gradient.layouts
+        lines = Lookups(gradient.bag_of_line, None, None)
+        values = kernels.sum_rows(lines, gradient.values, layout.num_bags, bound)
+    return dataclasses.replace(gradient, values=values, bag_of_line=None)
+
+
+def bound_samples(
+    parts: Sequence[RowGradients], optimizer: RowOptimizer
+) -> tuple[list[RowGradients], RowOptimizer]:
+    """Bound the gradients of samples that share bags, and add them.
+
+    Where no bags are shared, the kernels bound gradients while they sum them, and the gradients
+    are returned as they are.
+
+    Args:
+        parts: The gradients of several lookups of a group.
+        optimizer: The group's optimizer.
+
+    Returns:
+        The gradients of bags, and the optimizer without the bound if it has been applied.
+    """
+    if all(part.bag_of_line is None for part in parts):
+        return list(parts), optimizer
+    bounded = [add_samples(part, optimizer.clip_value) for part in parts]
+    return bounded, dataclasses.replace(optimizer, clip_value=None)
+
+
+def merge(parts: Sequence[RowGradients]) -> RowGradients:
+    """Return one gradient for several lookups of the same tables, so that rows are updated once."""
+    if len(parts) == 1:
+        return parts[0]
+    has_bags = any(part.lookups.bags is not None for part in parts)
+    has_scales = any(part.lookups.scales is not None for part in parts)
+    first_line, bags, scales = 0, [], []
+    for part in parts:
+        lookups, count = part.lookups, part.lookups.rows.size
+        lines = jnp.arange(count, dtype=jnp.int32) if lookups.bags is None else lookups.bags
+        ones = jnp.ones(count, jnp.float32) if lookups.scales is None else lookups.scales
+        bags.append(lines + first_line)
+        scales.append(ones)
+        first_line += part.values.shape[0]
+    lookups = Lookups(
+        jnp.concatenate([part.lookups.rows for part in parts]),
+        jnp.concatenate(bags) if has_bags else None,
+        jnp.concatenate(scales) if has_scales else None,
+    )
+    layouts = tuple(layout for part in parts for layout in part.layouts)
+    return RowGradients(lookups, jnp.concatenate([part.values for part in parts]), layouts)
+
+
+def group_parts(calls: Sequence[dict[str, RowGradients]]) -> dict[str, list[RowGradients]]:
+    """Return the gradients of each group that any call has gradients of, call by call."""
+    names = dict.fromkeys(name for call in calls for name in call)
+    return {name: [call[name] for call in calls if name in call] for name in names}
+
+
+def table_squares(
+    groups: Sequence[Group], calls: Sequence[dict[str, RowGradients]]
+) -> dict[str, Float[Array, ""]]:
+    """Return the sum of squares of each trained table's gradient, by name.
+
+    The gradients of a row are summed first. Bounds of optimizers are not applied.
+    """
+    squares: dict[str, Array] = {}
+    parts = group_parts(calls)
+    for group in groups:
+        if group.name not in parts or not group.optimizer.is_trained:
+            continue
+        gradient = merge([add_samples(part) for part in parts[group.name]])
+        runs, sums = gradient.sum_by_row(group.num_rows)
+        by_row = jnp.where(runs.unique < group.num_rows, jnp.sum(sums * sums, axis=1), 0)
+        starts = jnp.asarray(group.row_offsets[1:], jnp.int32)
+        table = jnp.searchsorted(starts, runs.unique, side="right")
+        by_table = sum_by_table(by_row, table, len(group.tables))
+        squares |= {each.name: by_table[i] for i, each in enumerate(group.tables)}
+    return squares
+
+
+def _group_blocks(layout: TableLayout, cotangents: Activations) -> list[Float[Array, "..."]]:
+    """Return the gradient of each group's own output: undo the order of the outputs."""
+    if not isinstance(cotangents, KeyedArray):
+        keys = [
+            [o.key for o in sorted(layout.outputs, key=lambda o: o.position) if o.group == g]
+            for g in range(len(layout.groups))
+        ]
+        return [jnp.concatenate([cotangents[key] for key in group]) for group in keys]
+    values = jnp.asarray(cotangents.values)
+    blocks: list[dict[int, Array]] = [{} for _ in layout.groups]
+    start = 0
+    for group, columns in layout.column_runs():
+        width = columns.stop - columns.start
+        blocks[group][columns.start] = values[:, start : start + width]
+        start += width
+    return [jnp.concatenate([block[i] for i in sorted(block)], axis=1) for block in blocks]

@@ -1,0 +1,117 @@
+"""Capacities of exchanges, from the demand of measured batches.
+
+Before anything is measured, a message between two devices has space for 1.25 even shares of a
+device's lookups (`DEFAULT_CAPACITY_FACTOR`). Rows that repeat within a batch travel once, so a
+batch may need much less. Where requests to owners are uneven it needs more, and an exchange of rows
+then takes several rounds. Both cost time only: whatever the capacity, the exchange is exact.
+
+Capacity factors come from a ladder, so that few programs compile.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import TypeAlias
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float
+
+from jaxrec.embed.taps import Ahead, tapped_modules
+from jaxrec.mesh.exchange import DEFAULT_CAPACITY_FACTOR
+from jaxrec.mesh.store import MeshStore
+
+# Steps of the ladder are powers of 2 ** (1 / 4): less than a fifth above the demand.
+_STEPS_PER_DOUBLING = 4
+# Safety margin over the measured demand.
+_MARGIN = 1.05
+# Number of batches in a row that must need less before a capacity shrinks.
+WINDOW = 32
+
+GroupPath: TypeAlias = tuple[str, str]
+"""Path of a collection in its model, and the name of a group of its tables."""
+
+
+def measure_demand(ahead: Mapping[str, list[Ahead]]) -> dict[GroupPath, Float[Array, ""]]:
+    """Return the capacity factors that a batch needs.
+
+    Args:
+        ahead: What `jaxrec.mesh.ahead.route_ahead` returned for the batch.
+
+    Returns:
+        Largest demand over all calls of each group whose exchange has a capacity, the same on all
+        devices.
+    """
+    demands: dict[GroupPath, Array] = {}
+    for path, calls in ahead.items():
+        for call in calls:
+            for name, group_route in (call.routes or {}).items():
+                demand = getattr(group_route.route, "demand", None)
+                if demand is not None:
+                    largest, key = jnp.max(demand), (path, name)
+                    before = demands.get(key, largest)
+                    demands[key] = jnp.maximum(before, largest)
+    return demands
+
+
+def capacity_factor(demand: float) -> float:
+    """Return the smallest capacity factor of the ladder for a demand, with a margin.
+
+    Example:
+        >>> [round(capacity_factor(demand), 2) for demand in (0.3, 0.95, 1.0, 7.9)]
+        [0.35, 1.0, 1.19, 9.51]
+    """
+    steps = math.log2(max(demand, 1e-3) * _MARGIN) * _STEPS_PER_DOUBLING
+    return 2.0 ** (math.ceil(steps - 1e-9) / _STEPS_PER_DOUBLING)
+
+
+@dataclasses.dataclass
+class Capacities:
+    """Chooses the capacity factors of a model's exchanges, batch by batch.
+
+    A capacity grows when a batch needs more, and shrinks when `WINDOW` batches in a row needed
+    less. All processes see the same demands and choose alike.
+
+    Attributes:
+        model: The model; its tables' `MeshStore.capacity_factors` are changed.
+    """
+
+    model: nnx.Module
+
+    def __post_init__(self) -> None:
+        self._seen: dict[GroupPath, collections.deque[float]] = {}
+
+    def observe(self, demands: Mapping[GroupPath, float | np.ndarray | Array]) -> bool:
+        """Record a batch's demands; return whether a factor changed, which takes a new program."""
+        changed: dict[GroupPath, float] = {}
+        for group, demand in demands.items():
+            seen = self._seen.setdefault(group, collections.deque(maxlen=WINDOW))
+            seen.append(float(demand))
+            wanted, factor = capacity_factor(max(seen)), self._factor(group)
+            if seen[-1] > factor or (len(seen) == WINDOW and wanted < factor):
+                changed[group] = wanted
+        self._set(changed)
+        return bool(changed)
+
+    def _factor(self, group: GroupPath) -> float:
+        path, name = group
+        factors = dict(self._tables(path).capacity_factors)
+        return factors.get(name, DEFAULT_CAPACITY_FACTOR)
+
+    def _set(self, factors: Mapping[GroupPath, float]) -> None:
+        for path, module in tapped_modules(self.model).items():
+            of_module = {name: factor for (at, name), factor in factors.items() if at == path}
+            if of_module:
+                store, tables = module.tables.get_value(), self._tables(path)
+                all_factors = tuple((dict(tables.capacity_factors) | of_module).items())
+                tables = dataclasses.replace(tables, capacity_factors=all_factors)
+                module.tables.set_value(store.with_placed(tables))
+
+    def _tables(self, path: str) -> MeshStore:
+        tables = tapped_modules(self.model)[path].tables.get_value().placed
+        assert isinstance(tables, MeshStore)
+        return tables

@@ -1,0 +1,257 @@
+"""Channels: how arrays travel between the devices of a mesh; all inside `jax.shard_map`."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import Array, Bool, Float, Int32
+
+from jaxrec.mesh.precision import Format, Precision, decode, encode
+
+# Where XLA has a ragged all-to-all.
+_RAGGED_PLATFORMS = ("gpu", "tpu")
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ListLengths:
+    """Lengths of the lists that a device exchanges with each other device.
+
+    Attributes:
+        sent: Length of the list for each device; the rest of the list is padding.
+        received: Length of the list from each device.
+    """
+
+    sent: Int32[Array, " devices"]
+    received: Int32[Array, " devices"]
+
+    @property
+    def reversed(self) -> ListLengths:
+        """The lengths of answers, one for each entry."""
+        return ListLengths(self.received, self.sent)
+
+
+class Turns:
+    """Order of the exchanges of one program; here each runs as soon as its data is ready."""
+
+    def run(
+        self, exchange: Callable[..., Any], awaited: Any, *args: Any, floats: bool = True
+    ) -> Any:
+        """Return ``exchange(awaited, *args)``.
+
+        Args:
+            exchange: Function that communicates.
+            awaited: Pytree that all communication depends on.
+            *args: Further arguments.
+            floats: Whether communication depends on the floating-point leaves of ``awaited``, too.
+        """
+        return exchange(awaited, *args)
+
+
+@dataclasses.dataclass(frozen=True)
+class Channel:
+    """Collectives between the devices that share tables.
+
+    Attributes:
+        axes: Names of the mesh's axes that the devices lie along.
+        precision: Formats of rows and gradients under way.
+    """
+
+    axes: tuple[str, ...]
+    precision: Precision
+
+    @property
+    def turns(self) -> Turns:
+        """An order for the exchanges of one program."""
+        return Turns()
+
+    @property
+    def sent(self) -> dict[str, int]:
+        """Hints for a kernel whose result is sent over this channel."""
+        return {}
+
+    @property
+    def received(self) -> dict[str, int]:
+        """Hints for a kernel whose rows or gradients came over this channel."""
+        return {}
+
+    def split(self, values: Array) -> list[Array]:
+        """Return received values as the arrays that they came in."""
+        return [values]
+
+    @property
+    def index(self) -> Int32[Array, ""]:
+        """This device's number among the devices."""
+        return jax.lax.axis_index(self.axes)
+
+    def send(self, values: Array, lengths: ListLengths | None = None) -> Array:
+        """Send line ``d`` to device ``d``; line ``d`` of the result came from there.
+
+        Args:
+            values: ``[devices, n, ...]``.
+            lengths: Lengths of the lines; what follows may be lost. None: ``n``.
+        """
+
+        def move(bits: Array) -> Array:
+            # In this shape XLA sees that parts are joined to be taken apart, and does neither.
+            flat = bits.reshape(-1, *bits.shape[2:])
+            moved = jax.lax.all_to_all(flat, self.axes, split_axis=0, concat_axis=0, tiled=True)
+            return moved.reshape(bits.shape)
+
+        return _as_bits(move, values)
+
+    def send_together(self, *values: Int32[Array, "devices _"]) -> list[Int32[Array, "devices _"]]:
+        """Send several arrays by one collective."""
+        ends = np.cumsum([each.shape[1] for each in values])
+        return jnp.split(self.send(jnp.concatenate(values, axis=1)), ends[:-1], axis=1)
+
+    def send_lists(
+        self,
+        lists: Int32[Array, "devices n"],
+        lengths: Int32[Array, " devices"],
+        *more: Int32[Array, "devices _"],
+        fill: int,
+    ) -> tuple[Int32[Array, "devices n"], ListLengths, list[Int32[Array, "devices _"]]]:
+        """Send a list to each device, and further arrays with it.
+
+        Args:
+            lists: The lists, padded with ``fill``.
+            lengths: Lengths of the lists.
+            *more: Further arrays, line by line.
+            fill: The padding.
+
+        Returns:
+            The lists that came in, padded; their lengths; and the further arrays that came in.
+        """
+        lists, received, *rest = self.send_together(lists, lengths[:, None], *more)
+        return lists, ListLengths(lengths, received[:, 0]), rest
+
+    def send_rows(
+        self, rows: Float[Array, "devices n dim"], lengths: ListLengths | None = None
+    ) -> Float[Array, "devices n dim"]:
+        """Send rows of tables, in their format."""
+        return self._send_as(rows, self.precision.forward, lengths)
+
+    def send_gradients(
+        self, rows: Float[Array, "devices n dim"], lengths: ListLengths | None = None
+    ) -> Float[Array, "devices n dim"]:
+        """Send gradients, in their format."""
+        scale = self.precision.loss_scale
+        return self._send_as(rows * scale, self.precision.backward, lengths) / scale
+
+    def sum_rows(self, rows: Float[Array, "devices n dim"]) -> Float[Array, "n dim"]:
+        """Return the sum of the rows that all devices have for this one."""
+        if self.precision.forward == "float32":
+            return jax.lax.psum_scatter(rows, self.axes)
+        # A collective cannot add encoded values; sending them one by one moves as many bytes.
+        return self.send_rows(rows).astype(jnp.float32).sum(axis=0)
+
+    def gather(self, values: Array) -> Array:
+        """Return the values of all devices, one after the other."""
+        return _as_bits(lambda bits: jax.lax.all_gather(bits, self.axes, tiled=True), values)
+
+    def gather_gradients(self, rows: Float[Array, "n dim"]) -> Float[Array, "all dim"]:
+        """Return the gradients of all devices, one after the other."""
+        scale = self.precision.loss_scale
+        parts = encode(rows * scale, self.precision.backward)
+        gathered = tuple(self.gather(part) for part in parts)
+        return decode(gathered, self.precision.backward) / scale
+
+    def _send_as(self, rows: Array, format: Format, lengths: ListLengths | None) -> Array:
+        if format == "float32":
+            return self.send(rows, lengths)
+        return _send_encoded(rows, lengths, self, format)
+
+
+class RaggedChannel(Channel):
+    """A channel that sends lists without their padding, where a device knows their lengths.
+
+    It uses XLA's ragged all-to-all, which CPUs lack.
+    """
+
+    def send(self, values: Array, lengths: ListLengths | None = None) -> Array:
+        return super().send(values) if lengths is None else self._send_ragged(values, lengths, 0)
+
+    def send_lists(self, lists, lengths, *more, fill):
+        received, *rest = self.send_together(lengths[:, None], *more)
+        both = ListLengths(lengths, received[:, 0])
+        return self._send_ragged(lists, both, fill), both, rest
+
+    def _send_ragged(self, values: Array, lengths: ListLengths, fill: int) -> Array:
+        devices, capacity = values.shape[:2]
+
+        def move(bits: Array) -> Array:
+            starts = jnp.arange(devices, dtype=jnp.int32) * capacity
+            return jax.lax.ragged_all_to_all(
+                bits.reshape(-1, *bits.shape[2:]),
+                jnp.full((devices * capacity, *bits.shape[2:]), fill, bits.dtype),
+                starts,
+                lengths.sent,
+                # Every other device stores the list from here at this device's line.
+                jnp.full(devices, self.index * capacity, jnp.int32),
+                lengths.received,
+                axis_name=self.axes,
+            ).reshape(bits.shape)
+
+        return _as_bits(move, values)
+
+
+def check_ragged(mesh: Mesh) -> None:
+    """Raise a ValueError where a mesh's devices have no ragged all-to-all."""
+    platform = mesh.devices.flat[0].platform
+    if platform not in _RAGGED_PLATFORMS:
+        raise ValueError(
+            f"XLA has no ragged all-to-all for {platform} devices; shard with is_ragged=False there"
+        )
+
+
+def _as_bits(move: Callable[[Array], Array], values: Array) -> Array:
+    """Move values as bits: XLA widens narrow floats where a device has no arithmetic for them."""
+    if values.dtype.itemsize >= 4 or not jnp.issubdtype(values.dtype, jnp.floating):
+        return move(values)
+    unsigned = {1: jnp.uint8, 2: jnp.uint16}[values.dtype.itemsize]
+    bits = jax.lax.bitcast_convert_type(values, unsigned)
+    return jax.lax.bitcast_convert_type(move(bits), values.dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _send_encoded(
+    rows: Array, lengths: ListLengths | None, channel: Channel, format: Format
+) -> Array:
+    """Send rows in a format; derivatives treat them as sent unchanged."""
+    parts = encode(rows, format)
+    return decode(tuple(channel.send(part, lengths) for part in parts), format)
+
+
+def _send_encoded_forward(
+    rows: Array, lengths: ListLengths | None, channel: Channel, format: Format
+) -> tuple[Array, ListLengths | None]:
+    return _send_encoded(rows, lengths, channel, format), lengths
+
+
+def _send_encoded_backward(
+    channel: Channel, format: Format, lengths: ListLengths | None, gradient: Array
+) -> tuple[Array, None]:
+    return channel.send_gradients(gradient, lengths and lengths.reversed), None
+
+
+_send_encoded.defvjp(_send_encoded_forward, _send_encoded_backward)
+
+
+def run_if(flag: Bool[Array, ""], body: Callable[[Any], Any], carried: Any) -> Any:
+    """Return ``body(carried)`` if the flag holds, else ``carried``.
+
+    It works in place, where `jax.lax.cond` copies.
+    """
+
+    def once(state: Any) -> Any:
+        return jnp.zeros((), bool), body(state[1])
+
+    return jax.lax.while_loop(lambda state: state[0], once, (flag, carried))[1]

@@ -1,0 +1,186 @@
+"""Fresh tables on a mesh, and tables moved to one.
+
+With several processes each calls these functions with the same arguments, and touches its own
+devices alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Float, Int32
+
+from jaxrec.embed.initialize import draw_and_scale, fill_rows, table_key
+from jaxrec.embed.layout import TableLayout
+from jaxrec.embed.store import TableStore
+from jaxrec.mesh.agree import fingerprint, on_every_device, require_same
+from jaxrec.mesh.balance import warn_of_unused_memory
+from jaxrec.mesh.layout import MeshLayout, layout_mesh
+from jaxrec.mesh.placed_group import PlacedGroup
+from jaxrec.mesh.placement import Placement
+from jaxrec.mesh.shard_access import new_rows, over_devices, owners
+from jaxrec.mesh.shards import MeshShape
+from jaxrec.mesh.store import MeshStore
+from jaxrec.mesh.tables import ShardedTables
+
+
+def mesh_shape(mesh: Mesh, replica_axis: str | None = None) -> MeshShape:
+    """Return a mesh as hosts of devices: the last axis is within a host, the others are over hosts.
+
+    With a ``replica_axis`` these are the devices of one replica of the sharded tables.
+
+    Raises:
+        ValueError: The mesh lacks the axis, or has no other.
+    """
+    if replica_axis is not None and replica_axis not in mesh.axis_names:
+        raise ValueError(
+            f"replica_axis={replica_axis!r} is none of the mesh's axes, "
+            f"{', '.join(map(repr, mesh.axis_names))}; make the mesh with it, say "
+            f"jax.make_mesh((2, 4), ({replica_axis!r}, 'data'))"
+        )
+    sizes = [size for axis, size in mesh.shape.items() if axis != replica_axis]
+    if not sizes:
+        raise ValueError(
+            f"the mesh has no axis but replica_axis={replica_axis!r}; tables are cut over others"
+        )
+    return MeshShape(math.prod(sizes[:-1]), sizes[-1])
+
+
+def init_on_mesh(
+    tables: TableLayout,
+    key: Array,
+    placements: Mapping[str, Placement],
+    mesh: Mesh,
+    replica_axis: str | None = None,
+) -> ShardedTables:
+    """Make fresh tables on a mesh, equal to those of `jaxrec.embed.init_tables` on one device.
+
+    Each device makes its own shards; beyond them it holds at most one block of random numbers.
+
+    Raises:
+        ValueError: The placements do not fit the tables or the mesh.
+    """
+    layout = layout_mesh(tables, placements, mesh_shape(mesh, replica_axis))
+    require_same("model", {"random key of tables": fingerprint(key)})
+    sharded = _zeros(layout, mesh, replica_axis)
+    for config in tables.configs:
+        of_table = on_every_device(table_key(key, config.name), mesh)
+        draw, scale = draw_and_scale(
+            config.initializer, config.num_embeddings, config.embedding_dim
+        )
+        for placed in layout.groups:
+            if config.name not in placed.tables:
+                continue
+            sharding = sharded.sharding(placed)
+            sharded.rows[placed.name] = _fill_shards(
+                sharded.rows[placed.name],
+                of_table,
+                scale,
+                over_devices(_ranges(placed, config.name), sharding),
+                draw,
+                config.embedding_dim,
+                sharding,
+            )
+    return sharded
+
+
+def shard_tables(
+    tables: TableStore,
+    placements: Mapping[str, Placement],
+    mesh: Mesh,
+    replica_axis: str | None = None,
+) -> ShardedTables:
+    """Return the same tables and optimizer state over a mesh.
+
+    Raises:
+        ValueError: The placements do not fit the tables or the mesh.
+    """
+    layout = layout_on_mesh(tables, placements, mesh, replica_axis)
+    sharded = _zeros(layout, mesh, replica_axis)
+    for config in layout.configs:
+        sharded = sharded.write(config.name, tables.read(config.name))
+        sharded = sharded.write_state(config.name, tables.read_state(config.name))
+    return sharded
+
+
+def layout_on_mesh(
+    tables: TableStore,
+    placements: Mapping[str, Placement],
+    mesh: Mesh,
+    replica_axis: str | None = None,
+) -> MeshLayout:
+    """Return the layout that tables, which may be on a mesh already, would have."""
+    whole = tables.layout.whole if isinstance(tables, MeshStore) else tables.layout
+    return layout_mesh(whole, placements, mesh_shape(mesh, replica_axis))
+
+
+def _zeros(layout: MeshLayout, mesh: Mesh, replica_axis: str | None) -> ShardedTables:
+    """Return tables of zeros, with each optimizer's first state."""
+    require_same(
+        "model",
+        {
+            f"table {table.name!r}": f"{table.num_embeddings} x {table.embedding_dim} {table.dtype}"
+            for table in layout.configs
+        },
+    )
+    warn_of_unused_memory(layout)
+    sharded = ShardedTables({}, {}, layout, mesh, replica_axis=replica_axis)
+    for placed in layout.groups:
+        group, sharding = placed.group, sharded.sharding(placed)
+        first = group.optimizer.init(1, group.dim)
+        zeros = np.zeros(group.dim, jnp.dtype(group.dtype))
+        sharded.rows[group.name] = new_rows(zeros, placed.local_rows, sharding)
+        sharded.state[group.name] = {
+            key: new_rows(np.asarray(array[0]), placed.local_rows, sharding)
+            for key, array in first.items()
+        }
+    return sharded
+
+
+def _ranges(placed: PlacedGroup, table: str) -> np.ndarray:
+    """Return each device's shards of a table as `fill_rows` takes them, ``[devices, shards, 4]``.
+
+    Devices with fewer shards have empty ones.
+    """
+    of_device: list[list[tuple[int, ...]]] = [[] for _ in range(placed.num_devices)]
+    shards = [shard for shard in placed.shards if shard.table == table]
+    for device, shard in owners(placed, shards):
+        of_device[device].append((*shard.shard.rows, shard.local_row, shard.shard.columns[0]))
+    ranges = np.zeros((placed.num_devices, max(map(len, of_device)), 4), np.int32)
+    for device, own in enumerate(of_device):
+        ranges[device, : len(own)] = np.reshape(own, (-1, 4))
+    return ranges
+
+
+@functools.partial(jax.jit, static_argnums=(4, 5, 6), donate_argnums=0)
+def _fill_shards(
+    array: Float[Array, "rows width"],
+    key: Array,
+    scale: Float[Array, ""],
+    ranges: Int32[Array, "devices shards 4"],
+    draw: Callable,
+    dim: int,
+    sharding: NamedSharding,
+) -> Float[Array, "rows width"]:
+    """Fill the shards of a table, each device its own; for ``ranges`` see `_ranges`."""
+
+    def on_device(array, key, scale, ranges):
+        def fill(shard, array):
+            return fill_rows(array, key, draw, scale, ranges[0, shard], dim)
+
+        return jax.lax.fori_loop(0, ranges.shape[1], fill, array)
+
+    everywhere = PartitionSpec()
+    return jax.shard_map(
+        on_device,
+        mesh=sharding.mesh,
+        in_specs=(sharding.spec, everywhere, everywhere, sharding.spec),
+        out_specs=sharding.spec,
+        check_vma=False,
+    )(array, key, scale, ranges)

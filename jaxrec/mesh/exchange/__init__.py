@@ -1,0 +1,60 @@
+"""Exchanges: how ids, rows and gradients of sharded tables travel between devices."""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+from jaxrec.mesh.exchange.bags import Bags
+from jaxrec.mesh.exchange.base import DEFAULT_CAPACITY_FACTOR as DEFAULT_CAPACITY_FACTOR
+from jaxrec.mesh.exchange.base import Cut as Cut
+from jaxrec.mesh.exchange.base import Exchange as Exchange
+from jaxrec.mesh.exchange.base import Request as Request
+from jaxrec.mesh.exchange.base import Workload as Workload
+from jaxrec.mesh.exchange.pooled import Pooled
+from jaxrec.mesh.exchange.replicated import Replicated
+from jaxrec.mesh.exchange.rows import Rows
+
+ROWS, POOLED, BAGS, REPLICATED = Rows(), Pooled(), Bags(), Replicated()
+
+EXCHANGES: dict[str, Exchange] = {each.name: each for each in (ROWS, POOLED, BAGS, REPLICATED)}
+"""The exchanges by name."""
+
+ExchangeLike: TypeAlias = str | Exchange
+"""An exchange, or its name in `EXCHANGES`."""
+
+
+def find_exchange(exchange: ExchangeLike) -> Exchange:
+    """Return the exchange of a name; an `Exchange` as it is.
+
+    Raises:
+        ValueError: No exchange has that name.
+    """
+    if isinstance(exchange, Exchange):
+        return exchange
+    if exchange not in EXCHANGES:
+        raise ValueError(
+            f"no exchange is named {exchange!r}; there are {', '.join(map(repr, EXCHANGES))}"
+        )
+    return EXCHANGES[exchange]
+
+
+def choose_exchange(wanted: ExchangeLike | None, cut: Cut) -> Exchange:
+    """Return the exchange of a table.
+
+    Args:
+        wanted: The placement's exchange. None: "bags" for pooled tables whose rows are on one
+            device, else "rows". "pooled" becomes "bags" where the rows are on one device, since
+            whole bags need no sums over devices.
+        cut: The table as its placement cuts it.
+
+    Raises:
+        ValueError: The exchange refuses the table.
+    """
+    if wanted is None:
+        return ROWS if BAGS.refuse(cut) else BAGS
+    exchange = find_exchange(wanted)
+    if exchange is POOLED and not BAGS.refuse(cut):
+        return BAGS
+    if reason := exchange.refuse(cut):
+        raise ValueError(f"exchange {exchange.name!r} is not possible, since {reason}")
+    return exchange

@@ -1,0 +1,185 @@
+"""Features by the owner that pools them, in arrays of equal shapes on all owners."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int32, Shaped
+
+from jaxrec.embed.kernels import BagLayout
+from jaxrec.mesh.channel import Channel
+from jaxrec.mesh.placed_group import PlacedGroup
+
+
+@dataclasses.dataclass(frozen=True)
+class OwnerFeatures:
+    """The features that each owner pools; all static.
+
+    All devices run one program, so each owner's features are numbered: column ``k`` holds the
+    ``k``-th feature of every owner and has the largest size of these. An owner with fewer features
+    leaves columns empty.
+
+    Attributes:
+        features: Features of each owner, by number, column by column.
+        capacities: Number of ids of each column.
+        strides: Number of bags of each column.
+    """
+
+    features: tuple[tuple[int, ...], ...]
+    capacities: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    @classmethod
+    def of(
+        cls, features: Sequence[Sequence[int]], capacities: Sequence[int], strides: Sequence[int]
+    ) -> OwnerFeatures:
+        """Return the columns of each owner's features, in the order given.
+
+        Args:
+            features: Features of each owner, by number.
+            capacities: Number of ids of each feature.
+            strides: Number of bags of each feature.
+        """
+        columns = list(itertools.zip_longest(*features))
+
+        def largest(sizes: Sequence[int]) -> tuple[int, ...]:
+            return tuple(max(sizes[f] for f in column if f is not None) for column in columns)
+
+        return cls(tuple(map(tuple, features)), largest(capacities), largest(strides))
+
+    @classmethod
+    def of_group(cls, placed: PlacedGroup, layout: BagLayout) -> OwnerFeatures:
+        """Return the columns of a group whose tables lie whole on their owners, largest first."""
+        owner = {placed.first_row: placed.shard.device for placed in placed.shards}
+        owners = [owner[row] for row in layout.row_offsets]
+        capacities, strides = layout.capacities, layout.strides
+        by_size = sorted(range(len(owners)), key=lambda f: (-strides[f], -capacities[f], f))
+        devices = range(placed.num_devices)
+        return cls.of(
+            [[f for f in by_size if owners[f] == d] for d in devices], capacities, strides
+        )
+
+    def received(self, num_rows: int) -> BagLayout:
+        """Return the layout of what an owner of ``num_rows`` rows receives.
+
+        It is a batch with a feature for each sender and column.
+        """
+        count = len(self.features) * len(self.strides)
+        sizes, bags = self.capacities * len(self.features), self.strides * len(self.features)
+        return BagLayout(
+            id_starts=tuple(itertools.accumulate(sizes, initial=0))[:-1],
+            capacities=sizes,
+            length_starts=tuple(itertools.accumulate(bags, initial=0))[:-1],
+            strides=bags,
+            row_offsets=(0,) * count,
+            row_counts=(num_rows,) * count,
+            means=(False,) * count,
+            interleave=False,
+        )
+
+    def pack(
+        self, parts: Sequence[Shaped[Array, "..."]], sizes: tuple[int, ...], fill: int = 0
+    ) -> Shaped[Array, "owners positions ..."]:
+        """Return the part of each feature in its owner's column, padded with ``fill``.
+
+        Args:
+            parts: An array for each feature.
+            sizes: Size of each column.
+            fill: The padding.
+        """
+
+        def in_column(part: Array | None, size: int) -> Array:
+            if part is None:
+                return jnp.full((size, *parts[0].shape[1:]), fill, parts[0].dtype)
+            widths = [(0, size - part.shape[0])] + [(0, 0)] * (part.ndim - 1)
+            return jnp.pad(part, widths, constant_values=fill)
+
+        def of_owner(features: tuple[int, ...]) -> Array:
+            own = [parts[f] for f in features] + [None] * (len(sizes) - len(features))
+            return jnp.concatenate([in_column(*pair) for pair in zip(own, sizes, strict=True)])
+
+        # Joined and taken apart along the first axis, XLA sees that the parts need neither.
+        packed = jnp.concatenate([of_owner(features) for features in self.features])
+        return packed.reshape(len(self.features), -1, *packed.shape[1:])
+
+    def unpack(
+        self,
+        packed: Shaped[Array, "owners positions ..."],
+        sizes: tuple[int, ...],
+        wanted: Sequence[int],
+    ) -> list[Shaped[Array, "..."]]:
+        """Return the part of each feature without its padding: the reverse of `pack`.
+
+        Args:
+            packed: The columns of all owners.
+            sizes: Size of each column.
+            wanted: Size of each feature's part.
+        """
+        starts = tuple(itertools.accumulate(sizes, initial=0))
+        place = {
+            feature: (owner, starts[column])
+            for owner, features in enumerate(self.features)
+            for column, feature in enumerate(features)
+        }
+        owners = jnp.split(packed.reshape(-1, *packed.shape[2:]), len(packed))
+        places = [(*place[feature], size) for feature, size in enumerate(wanted)]
+        return [owners[owner][start : start + size] for owner, start, size in places]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class BagsRoute:
+    """Lookups of all devices at this owner, column by column.
+
+    Attributes:
+        rows: The row of each lookup.
+        lengths: Lengths of the bags.
+    """
+
+    rows: Int32[Array, " received"]
+    lengths: Int32[Array, " received_bags"]
+
+
+def send_lookups(
+    owned: OwnerFeatures,
+    rows: Int32[Array, " n"],
+    lengths: Int32[Array, " all_bags"],
+    layout: BagLayout,
+    channel: Channel,
+) -> BagsRoute:
+    """Send this device's lookups to the owners of their features.
+
+    Args:
+        owned: The features of each owner.
+        rows: The row that the owner looks up, for each lookup.
+        lengths: Lengths of all bags of this device's batch.
+        layout: Layout of the group's features in the batch.
+        channel: Channel to the owners.
+    """
+    bag_lengths = [
+        lengths[start : start + stride]
+        for start, stride in zip(layout.length_starts, layout.strides, strict=True)
+    ]
+    rows, lengths = channel.send_together(
+        owned.pack(_by_feature(rows, layout), owned.capacities),
+        owned.pack(bag_lengths, owned.strides),
+    )
+    return BagsRoute(rows.reshape(-1), lengths.reshape(-1))
+
+
+def send_scales(
+    owned: OwnerFeatures, scales: Float[Array, " n"] | None, layout: BagLayout, channel: Channel
+) -> Float[Array, " received"] | None:
+    """Send the scales of this device's lookups as `send_lookups` sends rows; differentiable."""
+    if scales is None:
+        return None
+    return channel.send(owned.pack(_by_feature(scales, layout), owned.capacities)).reshape(-1)
+
+
+def _by_feature(values: Shaped[Array, " n"], layout: BagLayout) -> list[Shaped[Array, " capacity"]]:
+    """Return values of lookups, feature by feature."""
+    return jnp.split(values, tuple(itertools.accumulate(layout.capacities))[:-1])

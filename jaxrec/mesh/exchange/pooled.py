@@ -1,0 +1,273 @@
+"""The pooled exchange: ids travel to the rows, are pooled there, and sums of bags travel back.
+
+Each device sends every id, repeats included, to the row's owner. The owner pools its rows of each
+bag of all devices; a reduce-scatter adds the owners' sums at the bag's home. Backward, an
+all-gather brings the gradients of all bags to all owners. That moves ``bags x dim`` numbers of the
+whole batch however long bags are, where the exchange of rows moves ``distinct ids x dim``.
+
+A message between two devices has space for ``capacity`` ids. A batch whose demand is higher, which
+each device announces with its ids, runs a second program with space for all. Ids can be sent ahead.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int32, Shaped
+
+from jaxrec.embed import kernels
+from jaxrec.embed.config import MAX_ROWS
+from jaxrec.embed.kernels import BagLayout, Lookups
+from jaxrec.embed.lookup import pool
+from jaxrec.embed.row_gradients import RowGradients
+from jaxrec.mesh.channel import Channel, ListLengths, run_if
+from jaxrec.mesh.exchange.base import Cut, Exchange, update_owned
+from jaxrec.mesh.exchange.clipping import table_squares
+from jaxrec.mesh.placed_group import PlacedGroup
+
+
+@dataclasses.dataclass(frozen=True)
+class Pooled(Exchange):
+    """Ids travel to the rows, and sums of bags come back."""
+
+    name: ClassVar[str] = "pooled"
+    sends_gradients_first: ClassVar[bool] = True
+
+    def refuse(self, cut: Cut) -> str | None:
+        if not cut.is_pooled:
+            return "its rows are not pooled"
+        if cut.column_parts > 1 and cut.row_parts > 1 and cut.optimizer.needs_whole_rows:
+            return (
+                f"its optimizer {type(cut.optimizer).__name__} with these settings needs whole "
+                "rows, and it is cut by rows and by columns"
+            )
+        return None
+
+    def traffic(self, work):
+        # Ids and bag lengths; the length of each list and the demand; bags and their gradients.
+        bags = 4 * work.dim * work.bags
+        return {
+            "all-to-all": work.devices * (4 * work.capacity + 4 * work.bags + 2 * 4),
+            "reduce-scatter": work.devices * bags,
+            "all-gather": work.devices * bags,
+        }
+
+    def route(self, placed, request, channel, capacity):
+        return route_ids(placed, request.lookups, request.layout.num_bags, channel, capacity)
+
+    def pool(self, placed, table, request, route, channel, dtype):
+        scales = request.scales
+        devices, num_bags = route.lengths.shape
+
+        def pooled(rows: Int32[Array, "devices _"]) -> Float[Array, "devices bags dim"]:
+            capacity = rows.shape[1]
+            received = route.send_scales(scales, capacity, channel)
+            layout = _received_layout(placed, num_bags, capacity)
+            ids, lengths = rows.reshape(-1), route.lengths.reshape(-1)
+            sums = pool(table, ids, lengths, received, layout, jnp.dtype("float32"))
+            return sums.reshape(devices, num_bags, -1)
+
+        if route.has_space_for_all:
+            sums = pooled(route.rows)
+        else:
+            sums = jax.lax.cond(
+                route.overflows,
+                lambda: pooled(route.all_rows(placed, channel)),
+                lambda: pooled(route.rows),
+            )
+        return channel.sum_rows(sums), request.scaled_lookups
+
+    def update(self, placed, table, state, gradient, step, channel, capacity):
+        route = _route_of(placed, gradient, channel, capacity)
+        owned = _gather_gradients(placed, gradient, channel, route)
+
+        def update(carried: Any, rows: Int32[Array, "devices _"]) -> Any:
+            table, state = carried
+            return update_owned(placed, table, state, owned(rows), step, channel)
+
+        if route.has_space_for_all:
+            return update((table, state), route.rows)
+        # Loops of at most one step, since `cond` would copy the table.
+        new = run_if(~route.overflows, lambda carried: update(carried, route.rows), (table, state))
+        return run_if(
+            route.overflows, lambda carried: update(carried, route.all_rows(placed, channel)), new
+        )
+
+    def squares(self, placed, gradient, channel, capacity):
+        route = _route_of(placed, gradient, channel, capacity)
+        owned = _gather_gradients(placed, gradient, channel, route)
+
+        def squares(rows: Int32[Array, "devices _"]) -> Float[Array, " tables"]:
+            return table_squares(placed, owned(rows), None, channel)
+
+        if route.has_space_for_all:
+            return squares(route.rows)
+        return jax.lax.cond(
+            route.overflows,
+            lambda: squares(route.all_rows(placed, channel)),
+            lambda: squares(route.rows),
+        )
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PooledRoute:
+    """Route of a pooled exchange.
+
+    Attributes:
+        local_rows: Row of each of this device's lookups in its owner's array; `BAD_ROW` for a bad
+            id.
+        order: These lookups by owner and bag, padding last.
+        counts: Number of lookups of each owner.
+        rows: The rows that each device looks up here; padded with `local_rows`. Not to be used if
+            the route overflows.
+        list_lengths: Numbers of lookups at each device, and by each.
+        lengths: Numbers of lookups of rows here in each bag of each device.
+        largest: Largest number of lookups that a device has of one owner.
+    """
+
+    local_rows: Int32[Array, " n"]
+    order: Int32[Array, " n"]
+    counts: Int32[Array, " devices"]
+    rows: Int32[Array, "devices capacity"]
+    list_lengths: ListLengths
+    lengths: Int32[Array, "devices bags"]
+    largest: Int32[Array, ""]
+
+    @property
+    def demand(self) -> Float[Array, "..."]:
+        """Largest number of lookups that a device has of one owner, in even shares."""
+        return self.largest * (self.counts.shape[-1] / self.order.shape[-1])
+
+    @property
+    def overflows(self) -> Bool[Array, ""]:
+        """Whether some device has more lookups than a message has space for."""
+        return self.largest > self.rows.shape[1]
+
+    @property
+    def has_space_for_all(self) -> bool:
+        """Whether a route of this capacity can never overflow."""
+        return self.rows.shape[1] == self.order.size
+
+    def send_scales(
+        self, scales: Float[Array, " n"] | None, capacity: int, channel: Channel
+    ) -> Float[Array, " received"] | None:
+        """Send the scales of the lookups in messages of a capacity; differentiable."""
+        if scales is None:
+            return None
+        return channel.send(_pack(self.order, self.counts, scales, capacity, 0)).reshape(-1)
+
+    def all_rows(self, placed: PlacedGroup, channel: Channel) -> Int32[Array, "devices n"]:
+        """Return `rows`, from messages with space for all."""
+        capacity = self.order.size
+        rows = _pack(self.order, self.counts, self.local_rows, capacity, placed.local_rows)
+        return channel.send_lists(rows, self.counts, fill=placed.local_rows)[0]
+
+
+def route_ids(
+    placed: PlacedGroup, lookups: Lookups, num_bags: int, channel: Channel, capacity: int
+) -> PooledRoute:
+    """Send each owner the ids of its rows.
+
+    Args:
+        placed: The group.
+        lookups: This device's lookups.
+        num_bags: Number of this device's bags.
+        channel: Channel to the other devices.
+        capacity: Number of ids that a message between two devices has space for.
+    """
+    devices = placed.num_devices
+    if devices * num_bags > MAX_ROWS:
+        raise ValueError(
+            f"tables {', '.join(placed.tables)}: {num_bags} bags of each of {devices} devices "
+            f"are more than int32 can number ({MAX_ROWS}); use smaller batches"
+        )
+    assert lookups.bags is not None
+    slots = placed.slots(lookups.rows)
+    has_row = slots < placed.num_slots
+    # An id outside its table has no owner; the first device makes its bag NaN.
+    is_padding = lookups.rows == placed.group.num_rows
+    owners = jnp.where(has_row, slots // placed.local_rows, jnp.where(is_padding, devices, 0))
+    local_rows = jnp.where(has_row, slots - owners * placed.local_rows, kernels.BAD_ROW)
+    keys = jnp.where(is_padding, devices * num_bags, owners * num_bags + lookups.bags)
+    buckets = kernels.bucket(keys, devices * num_bags)
+    lengths = buckets.counts.reshape(devices, num_bags)
+    counts = lengths.sum(axis=1, dtype=jnp.int32)
+    capacity = min(capacity, local_rows.size)
+    rows = _pack(buckets.order, counts, local_rows, capacity, placed.local_rows)
+    rows, list_lengths, (lengths, largest) = channel.send_lists(
+        rows,
+        jnp.minimum(counts, capacity),
+        lengths,
+        jnp.broadcast_to(counts.max(), (devices, 1)),
+        fill=placed.local_rows,
+    )
+    return PooledRoute(
+        local_rows, buckets.order, counts, rows, list_lengths, lengths, largest.max()
+    )
+
+
+def _route_of(
+    placed: PlacedGroup, gradient: RowGradients, channel: Channel, capacity: int
+) -> PooledRoute:
+    """Return the route of a gradient's lookups; that of merged lookups is computed now."""
+    if gradient.route is not None:
+        return gradient.route
+    return route_ids(placed, gradient.lookups, gradient.values.shape[0], channel, capacity)
+
+
+def _pack(
+    order: Int32[Array, " n"],
+    counts: Int32[Array, " devices"],
+    values: Shaped[Array, " n"],
+    capacity: int,
+    fill: int,
+) -> Shaped[Array, "devices capacity"]:
+    """Return the values of each owner's lookups, padded with ``fill``."""
+    begins = jnp.cumsum(counts, dtype=jnp.int32) - counts
+    index = jnp.arange(capacity, dtype=jnp.int32)[None]
+    lookups = order.at[begins[:, None] + index].get(mode="clip")
+    lookups = jnp.where(index < counts[:, None], lookups, order.size)
+    return values.at[lookups].get(mode="fill", fill_value=fill)
+
+
+def _gather_gradients(
+    placed: PlacedGroup, gradient: RowGradients, channel: Channel, route: PooledRoute
+) -> Callable[[Int32[Array, "devices _"]], RowGradients]:
+    """Gather the gradients of all devices' bags.
+
+    Returns:
+        A function from the rows that devices looked up here to the gradient of these rows.
+    """
+    gradients = channel.gather_gradients(gradient.values)
+    scales, num_bags = gradient.lookups.scales, route.lengths.shape[1]
+
+    def owned(rows: Int32[Array, "devices _"]) -> RowGradients:
+        capacity = rows.shape[1]
+        received = route.send_scales(scales, capacity, channel)
+        layout = _received_layout(placed, num_bags, capacity)
+        lookups = kernels.flatten_bags(
+            rows.reshape(-1), route.lengths.reshape(-1), received, layout, placed.local_rows
+        )
+        return dataclasses.replace(gradient, lookups=lookups, values=gradients)
+
+    return owned
+
+
+def _received_layout(placed: PlacedGroup, num_bags: int, capacity: int) -> BagLayout:
+    """Return the layout of the ids of all devices, as a batch with a feature for each."""
+    devices = placed.num_devices
+    return BagLayout(
+        id_starts=tuple(range(0, devices * capacity, capacity)),
+        capacities=(capacity,) * devices,
+        length_starts=tuple(range(0, devices * num_bags, num_bags)),
+        strides=(num_bags,) * devices,
+        row_offsets=(0,) * devices,
+        row_counts=(placed.local_rows,) * devices,
+        means=(False,) * devices,
+        interleave=False,
+    )

@@ -1,0 +1,192 @@
+"""Moves of rows between the order of a checkpoint and that of shards.
+
+A device sends rows straight to the one that has them in the other order. No device ever holds more
+than its parts and the rows that are under way.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterable, Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Array, Int32, Shaped
+
+from jaxrec.mesh.channel import Channel
+from jaxrec.mesh.placed_group import PlacedGroup, PlacedShard
+from jaxrec.mesh.shard_access import COPY_ELEMENTS, over_devices, owners
+from jaxrec.ragged.capacity import capacity_for
+
+
+@dataclasses.dataclass(frozen=True)
+class Move:
+    """Consecutive rows of a device that go to consecutive rows of a device.
+
+    Attributes:
+        source: The device that has the rows.
+        first: The first of them there.
+        target: The device that gets them.
+        start: The first of them there.
+        count: Number of rows.
+    """
+
+    source: int
+    first: int
+    target: int
+    start: int
+    count: int
+
+    def reversed(self) -> Move:
+        """Return the move back."""
+        return Move(self.target, self.start, self.source, self.first, self.count)
+
+
+@dataclasses.dataclass(frozen=True)
+class RowMover:
+    """Moves rows between the devices of one replica.
+
+    Attributes:
+        sharding: Sharding of arrays in the order of a checkpoint.
+        channel: Channel between the devices.
+    """
+
+    sharding: NamedSharding
+    channel: Channel
+
+    @property
+    def devices(self) -> int:
+        """Number of devices."""
+        return math.prod(self.sharding.mesh.shape[axis] for axis in self.channel.axes)
+
+    def moves(
+        self,
+        placed: PlacedGroup,
+        shards: list[PlacedShard],
+        part: int,
+        num_rows: int | None = None,
+        replica: int | None = None,
+    ) -> Iterator[Move]:
+        """Iterate over the moves from the shards of a column slice to a checkpoint's parts.
+
+        Args:
+            placed: The group.
+            shards: The shards of the slice.
+            part: Number of rows of each device's part.
+            num_rows: Number of rows to move; None: all.
+            replica: The device that rows come from where every device has all; None: the target.
+        """
+        for device, shard in owners(placed, shards):
+            first, last = shard.shard.rows
+            last = last if num_rows is None else min(last, num_rows)
+            for target in range(self.devices):
+                begin, end = max(first, target * part), min(last, (target + 1) * part)
+                if begin < end:
+                    own = target if replica is None else replica
+                    source = own if placed.is_replicated else device
+                    local_row = shard.local_row + begin - first
+                    yield Move(source, local_row, target, begin - target * part, end - begin)
+
+    def move(
+        self,
+        source: Array,
+        target: Array,
+        moves: Iterable[Move],
+        out_of: tuple[int, int] | None = None,
+        into: tuple[int, int] | None = None,
+    ) -> Array:
+        """Copy rows into the target, in place.
+
+        Args:
+            source: Array that the rows come from.
+            target: Array that they go to; donated.
+            moves: The moves.
+            out_of: First column of the source and the column after the last; None: all.
+            into: The same of the target.
+        """
+        # State of one number a row is the same for all columns of the row.
+        if source.ndim == 1 or source.shape[1:] == target.shape[1:]:
+            out_of = into = None
+        devices, moves = self.devices, list(moves)
+        width = math.prod(target.shape[1:] if out_of is None else source.shape[1:])
+        longest = capacity_for(max((move.count for move in moves), default=0))
+        size = max(1, min(longest, COPY_ELEMENTS // (devices * max(1, width))))
+        # Rows that each device sends to each other in each turn, and the rows that they become.
+        turns = [[0] * devices for _ in range(devices)]
+        steps = []
+        for move in moves:
+            for done in range(0, move.count, size):
+                turn = turns[move.source][move.target]
+                turns[move.source][move.target] += 1
+                steps.append((turn, move, done))
+        num_turns = max(map(max, turns))
+        sent = np.zeros((devices, capacity_for(num_turns), devices), np.int32)
+        received = np.zeros((devices, capacity_for(num_turns), devices, 2), np.int32)
+        for turn, move, done in steps:
+            sent[move.source, turn, move.target] = move.first + done
+            rows = move.start + done, min(size, move.count - done)
+            received[move.target, turn, move.source] = rows
+        moved = _exchange(
+            target,
+            source,
+            over_devices(sent, self.sharding),
+            over_devices(received, self.sharding),
+            np.int32(num_turns),
+            size,
+            out_of,
+            into,
+            self.channel,
+            (target.sharding, source.sharding, self.sharding),
+        )
+        # On simulated devices programs with collectives must not wait for each other.
+        return jax.block_until_ready(moved)
+
+
+@functools.partial(jax.jit, static_argnums=(5, 6, 7, 8, 9), donate_argnums=0)
+def _exchange(
+    target: Shaped[Array, "rows ..."],
+    source: Shaped[Array, "others ..."],
+    sent: Int32[Array, "devices turns devices"],
+    received: Int32[Array, "devices turns devices 2"],
+    num_turns: Int32[Array, ""],
+    size: int,
+    out_of: tuple[int, int] | None,
+    into: tuple[int, int] | None,
+    channel: Channel,
+    shardings: tuple[NamedSharding, NamedSharding, NamedSharding],
+) -> Shaped[Array, "rows ..."]:
+    """Send ``size`` rows from every device to every device in each turn."""
+    of_target, of_source, of_places = shardings
+
+    def on_device(target, source, sent, received, num_turns):
+        index = jnp.arange(size, dtype=jnp.int32)[None]
+
+        def one_turn(turn, target):
+            rows = source.at[sent[0, turn][:, None] + index].get(mode="clip")
+            if out_of is not None:
+                rows = rows[..., slice(*out_of)]
+            rows = channel.send(rows).astype(target.dtype)
+            start, count = received[0, turn][:, :1], received[0, turn][:, 1:]
+            places = jnp.where(index < count, start + index, target.shape[0])
+            place = target.at[places] if into is None else target.at[places, slice(*into)]
+            return place.set(rows, mode="drop")
+
+        return jax.lax.fori_loop(0, num_turns, one_turn, target)
+
+    return jax.shard_map(
+        on_device,
+        mesh=of_target.mesh,
+        in_specs=(
+            of_target.spec,
+            of_source.spec,
+            of_places.spec,
+            of_places.spec,
+            PartitionSpec(),
+        ),
+        out_specs=of_target.spec,
+        check_vma=False,
+    )(target, source, sent, received, num_turns)

@@ -1,0 +1,194 @@
+"""Rows of shards between the arrays of a mesh and the host.
+
+No device holds more than its own part.
+
+With several processes each calls these functions with the same arguments, and touches its own
+devices alone.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import nullcontext
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Int32, Shaped
+
+from jaxrec.embed import kernels
+from jaxrec.mesh.placed_group import PlacedGroup, PlacedShard
+from jaxrec.ragged.capacity import capacity_for
+
+# Number of elements that travel to or from a device at a time.
+COPY_ELEMENTS = 1 << 20
+
+
+def owners(placed: PlacedGroup, shards: list[PlacedShard]) -> Iterator[tuple[int, PlacedShard]]:
+    """Iterate over shards with the index of their owner's part of the group's arrays."""
+    for shard in shards:
+        yield 0 if placed.is_replicated else shard.shard.device, shard
+
+
+def over_devices(values: np.ndarray, sharding: NamedSharding) -> Array:
+    """Put host values with an axis over the devices, in front, on these."""
+    return jax.make_array_from_callback(values.shape, sharding, lambda index: values[index])
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def new_rows(row: Shaped[Array, "*shape"], local_rows: int, sharding: NamedSharding) -> Array:
+    """Return an array with ``local_rows`` equal rows on each device."""
+    return jax.shard_map(
+        lambda row: kernels.new_rows(row, local_rows),
+        mesh=sharding.mesh,
+        in_specs=PartitionSpec(),
+        out_specs=sharding.spec,
+        check_vma=False,
+    )(row)
+
+
+def write_shards(
+    array: Array,
+    sharding: NamedSharding,
+    placed: PlacedGroup,
+    columns: tuple[int, int],
+    shards: list[PlacedShard],
+    values: Array | np.ndarray,
+) -> Array:
+    """Write the shards of a column slice in place, in steps that all devices take together.
+
+    Args:
+        array: The group's rows or state.
+        sharding: Its sharding.
+        placed: The group.
+        columns: First column of the slice and the column after the last.
+        shards: The shards of the slice.
+        values: The whole table, or its state.
+    """
+    here = {shard.index[0].start or 0 for shard in array.addressable_shards}
+    for steps in _steps(placed, shards, _rows_at_a_time(array)):
+        # On a ladder of sizes, so that few programs compile.
+        size = capacity_for(max(stop - start for _, _, start, stop in steps))
+        parts = np.zeros((placed.num_devices, size, *array.shape[1:]), array.dtype)
+        ranges = np.zeros((placed.num_devices, 2), np.int32)
+        for device, local_row, start, stop in steps:
+            ranges[device] = local_row, stop - start
+            if device * placed.local_rows in here:
+                rows = _host_rows(values, start, stop)
+                parts[device, : stop - start] = rows if rows.ndim == 1 else rows[:, slice(*columns)]
+        array = _write_rows(
+            array, over_devices(parts, sharding), over_devices(ranges, sharding), sharding
+        )
+    return array
+
+
+def read_shards(
+    array: Array, sharding: NamedSharding, placed: PlacedGroup, shards: list[PlacedShard]
+) -> Iterator[tuple[int, int, np.ndarray]]:
+    """Iterate over shards as (first row of the table, the row after the last, the rows).
+
+    Where other processes have some of the shards, all of them take part.
+    """
+    if array.is_fully_addressable or array.is_fully_replicated:
+        parts = {part.index[0].start or 0: part.data for part in array.addressable_shards}
+        for device, shard in owners(placed, shards):
+            first, last = shard.shard.rows
+            part = parts[device * placed.local_rows]
+            yield first, last, _host_rows(part, shard.local_row, shard.local_row + last - first)
+        return
+    for steps in _steps(placed, shards, _rows_at_a_time(array)):
+        for device, local_row, start, stop in steps:
+            place = np.array([device, local_row], np.int32)
+            rows = _send_rows(array, place, stop - start, sharding)
+            yield start, stop, np.asarray(rows.addressable_data(0))
+
+
+def _rows_at_a_time(array: Array) -> int:
+    return max(1, COPY_ELEMENTS // max(1, int(np.prod(array.shape[1:]))))
+
+
+def _steps(
+    placed: PlacedGroup, shards: list[PlacedShard], num_rows: int
+) -> Iterator[list[tuple[int, int, int, int]]]:
+    """Cut shards into ``num_rows`` rows at a time, one range for each device at a time.
+
+    Each is (device, first row on the device, first row of the table, the row after its last).
+    """
+    waiting: dict[int, list[tuple[int, int, int, int]]] = {}
+    for device, shard in owners(placed, shards):
+        first, last = shard.shard.rows
+        for start in range(first, last, num_rows):
+            local_row = shard.local_row + start - first
+            step = (device, local_row, start, min(start + num_rows, last))
+            waiting.setdefault(device, []).append(step)
+    for turn in range(max(map(len, waiting.values()))):
+        yield [steps[turn] for steps in waiting.values() if turn < len(steps)]
+
+
+def _host_rows(values: Array | np.ndarray, start: int, stop: int) -> np.ndarray:
+    """Return rows of an array, on the host."""
+    if isinstance(values, jax.Array):
+        if values.is_fully_replicated:
+            values = values.addressable_data(0)
+        devices = np.array(list(values.devices()))
+        # This holds whatever mesh is set. The start is an argument of the program, so that one
+        # program serves all ranges.
+        with jax.set_mesh(Mesh(devices[:1], ("device",))) if devices.size == 1 else nullcontext():
+            return np.asarray(_slice(values, np.int32(start), stop - start))
+    return np.asarray(values[start:stop])
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def _slice(values: Shaped[Array, "rows ..."], start: Int32[Array, ""], size: int) -> Array:
+    return jax.lax.dynamic_slice_in_dim(values, start, size, 0)
+
+
+@functools.partial(jax.jit, static_argnums=3, donate_argnums=0)
+def _write_rows(
+    array: Shaped[Array, "rows ..."],
+    parts: Shaped[Array, "devices size ..."],
+    ranges: Int32[Array, "devices 2"],
+    sharding: NamedSharding,
+) -> Shaped[Array, "rows ..."]:
+    """Write each device's part to its range: the first row and the number of rows."""
+
+    def on_device(array, parts, ranges):
+        (part,), ((start, count),) = parts, ranges
+        index = jnp.arange(part.shape[0], dtype=jnp.int32)
+        rows = jnp.where(index < count, start + index, array.shape[0])
+        return array.at[rows].set(part, mode="drop")
+
+    return jax.shard_map(
+        on_device,
+        mesh=sharding.mesh,
+        in_specs=(sharding.spec,) * 3,
+        out_specs=sharding.spec,
+        check_vma=False,
+    )(array, parts, ranges)
+
+
+@functools.partial(jax.jit, static_argnums=(2, 3))
+def _send_rows(
+    array: Shaped[Array, "rows ..."],
+    place: Int32[Array, "2"],
+    size: int,
+    sharding: NamedSharding,
+) -> Shaped[Array, "size ..."]:
+    """Return rows of one device's part of an array on every device."""
+    axes = sharding.spec[0]
+
+    def on_device(array, place):
+        device, start = place
+        rows = jax.lax.dynamic_slice_in_dim(array, start, size, 0)
+        is_mine = jax.lax.axis_index(axes) == device
+        return jax.lax.psum(jnp.where(is_mine, rows, jnp.zeros_like(rows)), axes)
+
+    return jax.shard_map(
+        on_device,
+        mesh=sharding.mesh,
+        in_specs=(sharding.spec, PartitionSpec()),
+        out_specs=PartitionSpec(),
+        check_vma=False,
+    )(array, place)

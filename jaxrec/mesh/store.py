@@ -1,0 +1,371 @@
+"""Arrays of tables over the devices of a mesh."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Float, Int32
+
+from jaxrec.embed.checkpoint_view import LogicalTable, part_rows
+from jaxrec.embed.config import TableConfig
+from jaxrec.embed.layout import Group
+from jaxrec.embed.row_slots import RowSlots
+from jaxrec.embed.store import TableStore
+from jaxrec.embed.tables import check_state, read_slots, write_slots
+from jaxrec.mesh.agree import on_every_device
+from jaxrec.mesh.channel import Channel, RaggedChannel
+from jaxrec.mesh.exchange import DEFAULT_CAPACITY_FACTOR
+from jaxrec.mesh.layout import MeshLayout
+from jaxrec.mesh.placed_group import PlacedGroup
+from jaxrec.mesh.precision import Precision
+from jaxrec.mesh.row_mover import RowMover
+from jaxrec.mesh.shard_access import new_rows, over_devices, read_shards, write_shards
+from jaxrec.mesh.simulated import SimulatedChannel
+from jaxrec.optim import RowOptimizer
+
+Store = TypeVar("Store", bound="MeshStore")
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshStore(TableStore):
+    """A store whose rows lie over a mesh: everything but the training step.
+
+    Attributes:
+        rows: Rows of each group, ``[num_devices * local_rows, dim]`` with the first axis over all
+            axes of the mesh; ``[rows, dim]`` on every device where they are replicated.
+        state: Optimizer state of each group, with a first axis like that of the rows.
+        layout: Places of the tables' shards, and their exchanges.
+        mesh: The devices.
+        precision: Formats of rows and gradients between devices.
+        replica_axis: Axis of the mesh over which there are replicas of the sharded tables, which
+            `jaxrec.mesh.average_replicas` averages; None: a single one over all axes. To JAX the
+            arrays are replicated over this axis, though replicas differ between two averages.
+        is_ragged: Whether exchanges send lists without padding, by XLA's ragged all-to-all.
+        capacity_factors: Pairs of a group and its capacity factor; see `jaxrec.mesh.capacity`.
+    """
+
+    rows: dict[str, Float[Array, "rows dim"]]
+    state: dict[str, dict[str, Array]]
+    layout: MeshLayout = dataclasses.field(metadata={"static": True})
+    mesh: Mesh = dataclasses.field(metadata={"static": True})
+    precision: Precision = dataclasses.field(default=Precision(), metadata={"static": True})
+    replica_axis: str | None = dataclasses.field(default=None, metadata={"static": True})
+    is_ragged: bool = dataclasses.field(default=False, metadata={"static": True})
+    capacity_factors: tuple[tuple[str, float], ...] = dataclasses.field(
+        default=(), metadata={"static": True}
+    )
+
+    @property
+    def row_optimizers(self) -> tuple[RowOptimizer, ...]:
+        return tuple(placed.group.optimizer for placed in self.layout.groups)
+
+    @property
+    def groups(self) -> dict[str, Group]:
+        return {placed.name: placed.group for placed in self.layout.groups}
+
+    @property
+    def without_rows(self: Store) -> Store:
+        return dataclasses.replace(self, rows={}, state={})
+
+    def capacity(self, placed: PlacedGroup, lookups: int) -> int:
+        """Return the capacity of a message between two devices, in rows or ids."""
+        factor = dict(self.capacity_factors).get(placed.name, DEFAULT_CAPACITY_FACTOR)
+        return max(1, min(lookups, math.ceil(lookups / placed.num_devices * factor)))
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """Axes that tables are cut over."""
+        return tuple(axis for axis in self.mesh.axis_names if axis != self.replica_axis)
+
+    @property
+    def batch_axes(self) -> tuple[str, ...]:
+        """Axes that samples lie over."""
+        return tuple(self.mesh.axis_names)
+
+    @property
+    def num_replicas(self) -> int:
+        """Number of replicas of the sharded tables."""
+        return 1 if self.replica_axis is None else self.mesh.shape[self.replica_axis]
+
+    @property
+    def channel(self) -> Channel:
+        """Channel between the devices of a replica."""
+        return self.channel_over(self.axes)
+
+    def channel_over(self, axes: tuple[str, ...]) -> Channel:
+        """Return the channel between the devices along some axes of the mesh."""
+        if self.is_ragged:
+            return RaggedChannel(axes, self.precision)
+        if self.mesh.devices.flat[0].platform == "cpu":
+            devices = math.prod(self.mesh.shape[axis] for axis in axes)
+            return SimulatedChannel(axes, self.precision, devices)
+        return Channel(axes, self.precision)
+
+    def channel_of(self, placed: PlacedGroup) -> Channel:
+        """Return the channel between the devices that keep a group's rows equal or share them."""
+        return self.channel_over(self.batch_axes if placed.is_replicated else self.axes)
+
+    @property
+    def _mover(self) -> RowMover:
+        return RowMover(NamedSharding(self.mesh, PartitionSpec(self.axes)), self.channel)
+
+    def spec(self, placed: PlacedGroup) -> PartitionSpec:
+        """Return the sharding of a group's arrays over the mesh's axes."""
+        return PartitionSpec() if placed.is_replicated else PartitionSpec(self.axes)
+
+    def sharding(self, placed: PlacedGroup) -> NamedSharding:
+        """Return the sharding of a group's arrays."""
+        return NamedSharding(self.mesh, self.spec(placed))
+
+    def specs(self) -> dict[str, PartitionSpec]:
+        """Return `spec` of each group."""
+        return {placed.name: self.spec(placed) for placed in self.layout.groups}
+
+    def shard_map(
+        self, function: Callable[..., Any], in_specs: Any, out_specs: Any
+    ) -> Callable[..., Any]:
+        """`jax.shard_map` over the mesh."""
+        return jax.shard_map(
+            function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
+        )
+
+    # Rows.
+
+    def row_slots(self, name: str, rows: np.ndarray) -> list[RowSlots]:
+        result = []
+        for placed, columns, shards in self.layout.column_slices(name):
+            shards = [each for each in shards if each.shard.num_rows]
+            shards.sort(key=lambda each: each.shard.rows[0])
+            firsts = np.array([each.shard.rows[0] for each in shards])
+            local_rows = np.array([each.local_row for each in shards])
+            devices = np.array([each.shard.device for each in shards])
+            shard = np.searchsorted(firsts, rows, side="right") - 1
+            local = (local_rows[shard] + rows - firsts[shard]).astype(np.int32)
+            everywhere = math.prod(self.mesh.shape[axis] for axis in self.axes)
+            if placed.is_replicated:
+                index = np.tile(np.arange(rows.size, dtype=np.int32), (everywhere, 1))
+            else:
+                index = _by_device(devices[shard], everywhere)
+            slots = np.where(index < 0, np.int32(-1), local[index] if rows.size else index)
+            result.append(RowSlots(placed.name, columns, slots, index))
+        return result
+
+    def put_rows(self, tree: Any) -> Any:
+        sharding = NamedSharding(self.mesh, PartitionSpec(self.axes))
+        return jax.tree.map(lambda array: over_devices(array, sharding), tree)
+
+    def spread_rows(self, tree: Any) -> Any:
+        def on_device(tree):
+            device = jax.lax.axis_index(self.axes)
+            return jax.tree.map(lambda array: array[device][None], tree)
+
+        spread = self.shard_map(on_device, PartitionSpec(), PartitionSpec(self.axes))
+        return spread(jax.tree.map(jnp.asarray, tree))
+
+    def on_every_process(self, tree: Any) -> Any:
+        if jax.process_count() == 1:
+            return tree
+        gather = self.shard_map(
+            lambda tree: jax.tree.map(
+                lambda array: jax.lax.all_gather(array, self.axes, tiled=True), tree
+            ),
+            PartitionSpec(self.axes),
+            PartitionSpec(),
+        )
+        return gather(tree)
+
+    def map_slots(self, function: Callable[[Any, Any], Any], per_slot: Any, shared: Any) -> Any:
+        over, everywhere = PartitionSpec(self.axes), PartitionSpec()
+        on_device = self.shard_map(
+            lambda per_slot, shared: stack(function(first(per_slot), shared)),
+            (over, everywhere),
+            over,
+        )
+        return on_device(per_slot, shared)
+
+    def read_rows(
+        self, group: str, slots: Int32[Array, "devices n"]
+    ) -> tuple[Float[Array, "devices n dim"], dict[str, Array]]:
+        spec, over = self.specs()[group], PartitionSpec(self.axes)
+
+        def on_device(rows, state, slots):
+            return stack(read_slots(rows, state, slots[0]))
+
+        read = self.shard_map(on_device, (spec, spec, over), over)
+        return read(self.rows[group], self.state[group], slots)
+
+    def write_rows(
+        self: Store,
+        group: str,
+        slots: Int32[Array, "devices n"],
+        rows: Float[Array, "devices n dim"],
+        state: Mapping[str, Array],
+    ) -> Store:
+        spec, over = self.specs()[group], PartitionSpec(self.axes)
+
+        def on_device(old_rows, old_state, slots, rows, state):
+            return write_slots(old_rows, old_state, slots[0], rows[0], first(dict(state)))
+
+        write = self.shard_map(on_device, (spec, spec, over, over, over), spec)
+        new_rows, new_state = write(self.rows[group], self.state[group], slots, rows, dict(state))
+        return dataclasses.replace(
+            self, rows=self.rows | {group: new_rows}, state=self.state | {group: new_state}
+        )
+
+    # Whole tables.
+
+    def read(self, name: str) -> Float[Array, "num_embeddings embedding_dim"]:
+        config = self._config(name)
+        shape = config.num_embeddings, config.embedding_dim
+        return self._read(name, lambda placed: self.rows[placed.name], shape)
+
+    def write(
+        self: Store, name: str, values: Float[Array | np.ndarray, "num_embeddings embedding_dim"]
+    ) -> Store:
+        rows = dict(self.rows)
+        for placed, columns, shards in self.layout.column_slices(name):
+            self._check_shape(name, rows[placed.name], values, f"table {name!r}")
+            rows[placed.name] = write_shards(
+                rows[placed.name], self.sharding(placed), placed, columns, shards, values
+            )
+        return dataclasses.replace(self, rows=rows)
+
+    def read_state(self, name: str) -> dict[str, Array]:
+        config = self._config(name)
+        placed, _ = self.layout.shards(name)[0]
+
+        def read(key: str, array: Array) -> Array:
+            # State of one number a row is the same for all columns of the row.
+            shape = (config.num_embeddings, config.embedding_dim)[: array.ndim]
+            return self._read(name, lambda placed: self.state[placed.name][key], shape)
+
+        return {key: read(key, array) for key, array in self.state[placed.name].items()}
+
+    def write_state(self: Store, name: str, state: Mapping[str, Array | np.ndarray]) -> Store:
+        new = {group: dict(arrays) for group, arrays in self.state.items()}
+        slices = list(self.layout.column_slices(name))
+        for placed, _, _ in slices:
+            arrays = new[placed.name]
+            check_state(name, arrays, state)
+            for key, array in arrays.items():
+                self._check_shape(name, array, state[key], f"state {key!r} of table {name!r}")
+        for placed, columns, shards in slices:
+            arrays, sharding = new[placed.name], self.sharding(placed)
+            for key in arrays:
+                arrays[key] = write_shards(
+                    arrays[key], sharding, placed, columns, shards, state[key]
+                )
+        return dataclasses.replace(self, state=new)
+
+    def _read(
+        self, name: str, array_of: Callable[[PlacedGroup], Array], shape: tuple[int, ...]
+    ) -> Array:
+        whole: np.ndarray | None = None
+        for placed, columns, shards in self.layout.column_slices(name):
+            array = array_of(placed)
+            whole = np.zeros(shape, array.dtype) if whole is None else whole
+            target = whole if whole.ndim == 1 else whole[:, slice(*columns)]
+            for start, stop, rows in read_shards(array, self.sharding(placed), placed, shards):
+                target[start:stop] = rows
+        return jnp.asarray(whole)
+
+    def _config(self, name: str) -> TableConfig:
+        group, index = self.layout.whole.find(name)
+        return group.tables[index]
+
+    def _check_shape(self, name: str, array: Array, values: Array | np.ndarray, what: str) -> None:
+        config = self._config(name)
+        expected = (config.num_embeddings, config.embedding_dim)[: array.ndim]
+        if np.shape(values) != expected:
+            raise ValueError(f"{what} has shape {expected}, got {np.shape(values)}")
+
+    # Checkpoints.
+
+    def checkpoint_shapes(self, name: str) -> LogicalTable:
+        config, mover = self._config(name), self._mover
+        padded_rows = mover.devices * part_rows(config.num_embeddings, mover.devices)
+        placed, _ = self.layout.shards(name)[0]
+
+        def shape(array: Array) -> jax.ShapeDtypeStruct:
+            # State of a table that is cut by columns may be one number a row all the same.
+            sizes = (padded_rows, config.embedding_dim)[: array.ndim]
+            return jax.ShapeDtypeStruct(sizes, array.dtype, sharding=mover.sharding)
+
+        return jax.tree.map(shape, LogicalTable(self.rows[placed.name], self.state[placed.name]))
+
+    def checkpoint_view(self, name: str) -> LogicalTable:
+        shapes, mover = self.checkpoint_shapes(name), self._mover
+        part = shapes.rows.shape[0] // mover.devices
+        logical = jax.tree.map(
+            lambda shape: new_rows(np.zeros(shape.shape[1:], shape.dtype), part, mover.sharding),
+            shapes,
+        )
+        rows, state = logical.rows, dict(logical.state)
+        for placed, columns, shards in self.layout.column_slices(name):
+            moves = list(mover.moves(placed, shards, part))
+            rows = mover.move(self.rows[placed.name], rows, moves, into=columns)
+            for key, array in self.state[placed.name].items():
+                state[key] = mover.move(array, state[key], moves, into=columns)
+        return LogicalTable(rows, state)
+
+    def from_checkpoint(self: Store, name: str, logical: LogicalTable, num_rows: int) -> Store:
+        rows = dict(self.rows)
+        state = {group: dict(arrays) for group, arrays in self.state.items()}
+        mover = self._mover
+        part = logical.rows.shape[0] // mover.devices
+        for placed, columns, shards in self.layout.column_slices(name):
+            group = placed.name
+            moves = [
+                move.reversed()
+                for replica in range(mover.devices if placed.is_replicated else 1)
+                for move in mover.moves(placed, shards, part, num_rows, replica)
+            ]
+            rows[group] = mover.move(logical.rows, rows[group], moves, out_of=columns)
+            for key, array in logical.state.items():
+                state[group][key] = mover.move(array, state[group][key], moves, out_of=columns)
+        return dataclasses.replace(self, rows=rows, state=state)
+
+    def put_beside(self, tree: Any) -> Any:
+        devices = set(self.mesh.devices.flat)
+
+        def put(array: Any) -> Any:
+            if isinstance(array, jax.Array) and array.sharding.device_set == devices:
+                return array
+            return on_every_device(array, self.mesh)
+
+        return jax.tree.map(put, tree)
+
+
+def _by_device(devices: np.ndarray, num_devices: int) -> np.ndarray:
+    """Return the positions that each device has in an array, in order, with -1 at padding.
+
+    Args:
+        devices: Device of each position, ``[n]``.
+        num_devices: Number of devices.
+
+    Returns:
+        int32 ``[num_devices, m]`` with the fullest device's number of positions ``m``.
+    """
+    order = np.argsort(devices, kind="stable")
+    counts = np.bincount(devices, minlength=num_devices)
+    index = np.full((num_devices, counts.max()), -1, np.int32)
+    place = np.arange(devices.size) - (np.cumsum(counts) - counts)[devices[order]]
+    index[devices[order], place] = order
+    return index
+
+
+def first(tree: Any) -> Any:
+    """Return a device's own part of arrays with an axis over the devices."""
+    return jax.tree.map(lambda x: x[0], tree)
+
+
+def stack(tree: Any) -> Any:
+    """Add an axis over the devices: the reverse of `first`."""
+    return jax.tree.map(lambda x: x[None], tree)

@@ -1,0 +1,297 @@
+"""Calibration: measured rates of the planner's operations on the devices at hand.
+
+Every operation runs on all devices at once, as in a training step, so that they share memory and
+links as they do there. Times of several sizes are fitted by ``call + item * items + byte * bytes``
+with factors of 0 or more and the smallest relative error (Lawson and Hanson 1974, "Solving least
+squares problems", chapter 23).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+import pathlib
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxrec.embed import kernels
+from jaxrec.embed.kernels import Lookups
+from jaxrec.optim import rowwise_adagrad
+from jaxrec.plan.rates import Links, Rate
+from jaxrec.plan.topology import Topology
+
+# Rows of the table: too many for a processor's cache.
+_TABLE_ROWS = 1 << 18
+_WIDTHS = (16, 64, 256)
+_LOOKUPS = (1 << 11, 1 << 13, 1 << 15)
+_BYTES = (1 << 12, 1 << 18, 1 << 22)
+# On a CPU, larger arrays are returned to the system after each call, which takes time.
+_MAX_BYTES = 1 << 23
+
+
+@dataclasses.dataclass(frozen=True)
+class Measurement:
+    """Time of an operation.
+
+    Attributes:
+        operation: Its name, a field of `Topology`.
+        items: Number of items.
+        bytes: Number of bytes.
+        seconds: The shortest of several times.
+        known: Seconds of them for other operations, measured before.
+    """
+
+    operation: str
+    items: int
+    bytes: int
+    seconds: float
+    known: float = 0.0
+
+
+def calibrate(
+    mesh: Mesh,
+    *,
+    name: str = "measured",
+    memory: int | None = None,
+    seconds: float = 0.1,
+    report: Callable[[Measurement], Any] = lambda measurement: None,
+) -> Topology:
+    """Return the topology of a mesh, with measured rates.
+
+    Links between hosts are measured if the mesh has two axes; else they have the rates of those
+    within the host.
+
+    Args:
+        mesh: The devices.
+        name: Name of the topology.
+        memory: Bytes of each device; None: as many as it reports.
+        seconds: Time for each measurement.
+        report: Called with each measurement.
+
+    Example:
+        >>> import jax
+        >>> mesh = jax.make_mesh((1,), ("data",))
+        >>> calibrate(mesh, seconds=0.001).gather.byte > 0
+        True
+    """
+    bench = _Bench(mesh, seconds, report)
+    sort = bench.sort()
+    gather = bench.gather()
+    update = bench.update(sort, gather)
+    within = bench.links((mesh.axis_names[-1],))
+    between = bench.links(mesh.axis_names[:-1]) if len(mesh.axis_names) > 1 else within
+    known = Topology.from_mesh(mesh, memory=memory)
+    return dataclasses.replace(
+        known,
+        name=name,
+        gather=gather,
+        update=update,
+        sort=sort,
+        copy=bench.copy(),
+        within=within,
+        between=between,
+        host_link=bench.host_link(),
+        disk_link=bench.disk_link(),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Bench:
+    """Measurements on the devices of a mesh; see `calibrate` for the attributes."""
+
+    mesh: Mesh
+    budget: float
+    report: Callable[[Measurement], Any]
+
+    def gather(self) -> Rate:
+        """Gather random rows of a table."""
+        measurements = []
+        for width in _WIDTHS:
+            table = self.on_each(np.zeros((_TABLE_ROWS, width), np.float32))
+            for lookups in _lookups(width):
+                seconds = self.time(kernels.row_lookup, table, self.on_each(_random_rows(lookups)))
+                bytes = lookups * width * 4
+                measurements.append(self.note("gather", lookups, bytes, seconds))
+        return _fit(measurements)
+
+    def update(self, sort: Rate, gather: Rate) -> Rate:
+        """Update rows by row-wise Adagrad; subtract the sort and the sum of gradients."""
+        optimizer = rowwise_adagrad()
+
+        def advance(table, state, rows, gradients):
+            lookups = Lookups(rows, None, None)
+            return kernels.fused_update(table, state, lookups, gradients, optimizer, jnp.int32(0))
+
+        measurements = []
+        for width in _WIDTHS:
+            table = self.on_each(np.zeros((_TABLE_ROWS, width), np.float32))
+            state = {"accumulator": self.on_each(np.zeros(_TABLE_ROWS, np.float32))}
+            for lookups in _lookups(width):
+                rows = self.on_each(_random_rows(lookups))
+                gradients = self.on_each(np.ones((lookups, width), np.float32))
+                arrays = (table, state), rows, gradients
+                seconds, (table, state) = self.time_in_place(advance, *arrays)
+                known = sort.seconds(items=lookups)
+                known += gather.seconds(items=lookups, bytes=lookups * width * 4)
+                bytes = lookups * (width + 1) * 4
+                measurements.append(self.note("update", lookups, bytes, seconds, known))
+        return _fit(measurements)
+
+    def sort(self) -> Rate:
+        """Sort row numbers and find their runs."""
+
+        def seconds(lookups: int) -> float:
+            rows = self.on_each(_random_rows(lookups))
+            return self.time(lambda rows: kernels.build_runs(rows, _TABLE_ROWS), rows)
+
+        return _fit([self.note("sort", lookups, 0, seconds(lookups)) for lookups in _LOOKUPS])
+
+    def copy(self) -> Rate:
+        """Copy arrays within memory."""
+
+        def seconds(bytes: int) -> float:
+            return self.time(lambda x: x + 1, self.on_each(np.zeros(bytes // 4, np.float32)))
+
+        return self._fit_bytes("copy", seconds)
+
+    def links(self, axes: Sequence[str]) -> Links:
+        """Run collectives over some axes of the mesh."""
+        axes = tuple(axes)
+        count = int(np.prod([self.mesh.shape[axis] for axis in axes]))
+        if count == 1:
+            return Links.of(0.0, 1e12)
+
+        def all_to_all(x):
+            return jax.lax.all_to_all(x, axes, 0, 0, tiled=True)
+
+        def reduce_scatter(x):
+            return jax.lax.psum_scatter(x, axes, scatter_dimension=0, tiled=True)
+
+        def all_gather(x):
+            return jax.lax.all_gather(x[: x.shape[0] // count], axes, tiled=True)
+
+        rates = {}
+        for collective in (all_to_all, reduce_scatter, all_gather):
+            measurements = []
+            for bytes in _BYTES:
+                words = max(1, bytes // 4 // count)
+                seconds = self.time(collective, self.on_each(np.zeros(words * count, np.float32)))
+                sent = words * (count - 1) * 4
+                measurements.append(self.note(collective.__name__, 0, sent, seconds))
+            rates[collective.__name__] = _fit(measurements)
+        return Links(**rates)
+
+    def host_link(self) -> Rate:
+        """Put host arrays on all devices; the bytes are those of one device."""
+        sharding = NamedSharding(self.mesh, PartitionSpec(tuple(self.mesh.axis_names)))
+
+        def seconds(bytes: int) -> float:
+            host = np.zeros((self.mesh.devices.size, bytes // 4), np.float32)
+            return self._shortest(functools.partial(_put, host, sharding))
+
+        return self._fit_bytes("host_link", seconds)
+
+    def disk_link(self) -> Rate:
+        """Write files to disk, past the system's cache."""
+
+        def seconds(bytes: int) -> float:
+            contents = os.urandom(bytes)
+
+            def write() -> None:
+                with open(path, "wb") as file:
+                    file.write(contents)
+                    file.flush()
+                    os.fsync(file.fileno())
+
+            return self._shortest(write)
+
+        with tempfile.TemporaryDirectory() as directory:
+            path = pathlib.Path(directory, "rows")
+            return self._fit_bytes("disk_link", seconds)
+
+    def _fit_bytes(self, operation: str, seconds: Callable[[int], float]) -> Rate:
+        """Return the rate of an operation on bytes alone, given its seconds for some bytes."""
+        return _fit([self.note(operation, 0, bytes, seconds(bytes)) for bytes in _BYTES])
+
+    def on_each(self, array: np.ndarray) -> jax.Array:
+        """Put an array on every device, as the parts of one array."""
+        spec = PartitionSpec(tuple(self.mesh.axis_names))
+        one = NamedSharding(self.mesh, spec)
+        count = self.mesh.devices.size
+        return jax.make_array_from_callback(
+            (count * array.shape[0], *array.shape[1:]), one, lambda index: array
+        )
+
+    def time(self, operation: Callable, *arrays: Any) -> float:
+        """Return the shortest time of an operation on each device's arrays."""
+        run = jax.jit(self._mapped(operation))
+        return self._shortest(lambda: jax.block_until_ready(run(*arrays)))
+
+    def time_in_place(self, operation: Callable, state: Any, *arrays: Any) -> tuple[float, Any]:
+        """Return the shortest time of an operation that updates ``state``, and the last state."""
+        run = jax.jit(self._mapped(operation), donate_argnums=tuple(range(len(state))))
+
+        def once() -> None:
+            nonlocal state
+            state = jax.block_until_ready(run(*state, *arrays))
+
+        return self._shortest(once), state
+
+    def _mapped(self, operation: Callable) -> Callable:
+        spec = PartitionSpec(tuple(self.mesh.axis_names))
+        return jax.shard_map(
+            operation, mesh=self.mesh, in_specs=spec, out_specs=spec, check_vma=False
+        )
+
+    def _shortest(self, call: Callable[[], Any]) -> float:
+        call()  # compiles
+        least, end = float("inf"), time.perf_counter() + self.budget
+        while True:
+            start = time.perf_counter()
+            call()
+            now = time.perf_counter()
+            least = min(least, now - start)
+            if now >= end:
+                return least
+
+    def note(
+        self, operation: str, items: int, bytes: int, seconds: float, known: float = 0.0
+    ) -> Measurement:
+        measurement = Measurement(operation, items, bytes, seconds, known)
+        self.report(measurement)
+        return measurement
+
+
+def _put(host: np.ndarray, sharding: NamedSharding) -> jax.Array:
+    # A new array each time, since a CPU device may share the host's memory.
+    return jax.block_until_ready(jax.device_put(host + 0, sharding, may_alias=False))
+
+
+def _lookups(width: int) -> list[int]:
+    return [lookups for lookups in _LOOKUPS if lookups * width * 4 <= _MAX_BYTES]
+
+
+def _random_rows(lookups: int) -> np.ndarray:
+    random = np.random.default_rng(0)
+    return random.choice(_TABLE_ROWS, lookups, replace=False).astype(np.int32)
+
+
+def _fit(measurements: Sequence[Measurement]) -> Rate:
+    """Return the rate that fits measurements best."""
+    from scipy.optimize import nnls  # imported here as HiGHS is in `jaxrec.plan.program`
+
+    sizes = np.array([[1.0, m.items, m.bytes] for m in measurements])
+    times = np.array([m.seconds for m in measurements])
+    own = 1 - np.array([m.known for m in measurements]) / times
+    scale = np.maximum(sizes.max(axis=0), 1.0)
+    factors, _ = nnls(sizes / scale / times[:, None], own)
+    call, item, byte = factors / scale
+    return Rate(float(call), float(item), float(byte))

@@ -1,0 +1,32 @@
+"""Seconds and bytes of each exchange, one class each behind one interface.
+
+Where this follows TorchRec's estimators and where it differs is in ``docs/planner.md``.
+"""
+
+from __future__ import annotations
+
+from jaxrec.mesh.exchange import Exchange
+from jaxrec.plan.costs.bags import BagsCosts
+from jaxrec.plan.costs.base import ExchangeCosts, Group
+from jaxrec.plan.costs.pooled import PooledCosts
+from jaxrec.plan.costs.replicated import ReplicatedCosts
+from jaxrec.plan.costs.rows import RowsCosts
+from jaxrec.plan.topology import Topology
+
+_COSTS: dict[Exchange, type[ExchangeCosts]] = {
+    costs.exchange: costs for costs in (RowsCosts, PooledCosts, BagsCosts, ReplicatedCosts)
+}
+
+
+def make_costs(group: Group, topology: Topology) -> ExchangeCosts:
+    """Return the costs of a group's exchange on the given devices.
+
+    Raises:
+        ValueError: If the planner does not know the exchange.
+    """
+    if group.exchange not in _COSTS:
+        names = ", ".join(exchange.name for exchange in _COSTS)
+        raise ValueError(
+            f"the planner has no costs for exchange {group.exchange.name!r}, only for {names}"
+        )
+    return _COSTS[group.exchange](group, topology)

@@ -1,0 +1,274 @@
+"""The interface of an exchange's costs, and what all exchanges have in common."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from typing import ClassVar
+
+import numpy as np
+
+from jaxrec.mesh.exchange import Exchange
+from jaxrec.optim import RowOptimizer
+from jaxrec.plan.costs.collectives import latency
+from jaxrec.plan.load import Load
+from jaxrec.plan.perf import Perf
+from jaxrec.plan.topology import Topology
+from jaxrec.plan.workload import TableWorkload, itemsize, state_bytes
+
+# Bytes of an id, of a weight, and of an element of pooled embeddings and gradients.
+WORD = 4
+# Bytes of a position for an id at the owner of its bag: as received, and as row, bag and scale.
+_ID_POSITION_BYTES = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """Tables that share arrays and travel together.
+
+    Attributes:
+        collection: Path of their collection in the model.
+        width: Columns; fewer than the tables' own where these are cut.
+        dtype: Type of the rows.
+        optimizer: Row optimizer.
+        exchange: How their rows travel.
+        storage: "device", "host" or "disk".
+        is_weighted: Whether ids have weights.
+        whole_width: Columns of the tables, if the optimizer needs whole rows; else 0.
+    """
+
+    collection: str
+    width: int
+    dtype: str
+    optimizer: RowOptimizer
+    exchange: Exchange
+    storage: str
+    is_weighted: bool
+    whole_width: int
+
+    @classmethod
+    def of(cls, workload: TableWorkload, width: int, exchange: Exchange, storage: str) -> Group:
+        """Return the group of a table's shards of ``width`` columns."""
+        return cls(
+            workload.collection,
+            width,
+            workload.dtype,
+            workload.optimizer,
+            exchange,
+            storage,
+            workload.is_weighted,
+            workload.dim if workload.optimizer.needs_whole_rows else 0,
+        )
+
+    @property
+    def joins_columns(self) -> bool:
+        """Whether column shards of a row exchange partial sums, so that it is updated as one."""
+        return self.whole_width not in (0, self.width)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row, ``w s``."""
+        return self.width * itemsize(self.dtype)
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of a pooled embedding or of a row's gradient, ``4 w``."""
+        return self.width * WORD
+
+    @property
+    def stored_row_bytes(self) -> int:
+        """Bytes of a row with its optimizer state, ``w s + m``."""
+        return self.row_bytes + state_bytes(self.optimizer, self.width)
+
+    def __str__(self) -> str:
+        storage = "" if self.storage == "device" else f" ({self.storage})"
+        return f"{self.dtype}_{self.width} by {self.exchange.name}{storage}"
+
+
+@dataclasses.dataclass(frozen=True)
+class ExchangeCosts(abc.ABC):
+    """Seconds and bytes of one group of tables under one exchange.
+
+    A collective ends when its slowest device does. So a step takes the sum over groups of each
+    group's slowest device, not the largest sum over devices. The same holds for memory: a group's
+    arrays have as many rows on every device as on the fullest.
+
+    Costs are of three kinds. A subclass gives each exchange's own:
+
+    - once for a group: `launch`;
+    - on every device alike, for each column shard of a table: `home`, `round_capacity`,
+      `route_bytes` and `temporary_bytes`;
+    - for what a device owns: `load` counts it, `perf` and `bytes` say what the counts cost. Where
+      a device gets more rows than a round of the exchange has capacity for, `empty_positions` says
+      which positions are moved without a row.
+
+    The formulas are for one device and one step. A table has ``R`` rows of ``w`` columns of ``s``
+    bytes, and ``m`` bytes of optimizer state a row. A device's own samples have ``n`` ids of it in
+    arrays of capacity ``c >= n``, and ``b`` bags. ``u`` of the ids are distinct rows; over the
+    samples of all ``D`` devices, ``U`` are. Pooled embeddings and gradients are float32, 4 bytes.
+    ``gather(n, 4 w)`` is the time to gather ``n`` rows of ``4 w`` bytes, ``update(n, v)`` to update
+    ``n`` rows of ``v`` bytes, ``sort(c)`` to sort ``c`` row numbers, ``copy(v)`` to move ``v``
+    bytes; each takes `Topology`'s rate. Starting them is counted by `launch` alone.
+
+    Attributes:
+        group: The tables.
+        topology: The devices.
+    """
+
+    exchange: ClassVar[Exchange]
+    group: Group
+    topology: Topology
+
+    @abc.abstractmethod
+    def launch(self) -> Perf:
+        """Return the seconds to start the group's kernels and collectives in a step."""
+
+    @abc.abstractmethod
+    def home(self, workload: TableWorkload) -> Perf:
+        """Return the seconds that a column shard of a table takes on every device alike."""
+
+    @abc.abstractmethod
+    def temporary_bytes(self, workload: TableWorkload) -> float:
+        """Return the bytes on every device while the group is exchanged and updated.
+
+        They are sums of gradients, what is sent and received, and eight arrays of row numbers.
+        """
+
+    def route_bytes(self, workload: TableWorkload) -> float:
+        """Return the bytes of a table's route, kept from the forward to the backward pass."""
+        return 0.0
+
+    def round_capacity(self, workload: TableWorkload) -> float:
+        """Return the positions for rows that a table adds to one round of the exchange."""
+        return 0.0
+
+    def position(self) -> Perf:
+        """Return the seconds of a position: space for one row or id in a message, used or not."""
+        return Perf()
+
+    def empty_positions(self, demand: float, capacity: float) -> tuple[float, float]:
+        """Return the positions moved without a row, forward and backward, if rounds overflow.
+
+        Args:
+            demand: Rows through the exchange on the slowest device.
+            capacity: Positions in one round.
+
+        Returns:
+            0 and 0 where all rows fit one round.
+        """
+        return 0.0, 0.0
+
+    def overflow_steps(self, rounds: float) -> list[float]:
+        """Return the demands, in rounds, up to which overflowing rows take the same positions.
+
+        Args:
+            rounds: The largest demand to cover.
+        """
+        return []
+
+    def shares(self, workload: TableWorkload, row_parts: int) -> np.ndarray:
+        """Return the shares of a table's exchanged rows by row part, ``[row_parts]``."""
+        return workload.shares(row_parts, of_rows=False)
+
+    def exchanged_rows(self, workload: TableWorkload) -> float:
+        """Return the rows of a table that all devices together read: ``D n``, each lookup one."""
+        return self.topology.num_devices * workload.lookups
+
+    def load(self, workload: TableWorkload, rows: np.ndarray, cache_ratio: float) -> Load:
+        """Return the load of shards that hold a table's rows part by part, ``[row_parts]``.
+
+        The owner of a share ``q`` of the rows reads ``q D n`` of them and updates ``q U``.
+
+        Args:
+            workload: The table.
+            rows: Rows of each part.
+            cache_ratio: Fraction of the rows that devices hold; the others are fetched.
+        """
+        shares, devices = self.shares(workload, len(rows)), self.topology.num_devices
+        load = Load.zeros(len(rows))
+        load.exchanged[:] = self.exchanged_rows(workload) * shares
+        load.updated[:] = workload.distinct(devices) * shares
+        if self.group.storage != "device":
+            load.fetched[:] = workload.distinct(devices, cached=cache_ratio) * shares
+        load.held[:] = np.ceil(rows * cache_ratio)
+        return load
+
+    def perf(self, load: Load) -> Perf:
+        """Return the seconds of a device's load.
+
+        The owner of ``r`` exchanged rows takes ``gather(r, w s)`` forward and sums gradients in
+        ``gather(r, 4 w)`` backward, twice where the norm of a table's gradient is clipped. Rows
+        updated take ``update(1, w s + m)`` each.
+        """
+        gradient = self.gradient_passes * self.gather(self.group.gradient_bytes)
+        return self.position() * load.exchanged + Perf(
+            forward_compute=self.gather(self.group.row_bytes) * load.exchanged,
+            backward_compute=gradient * load.exchanged + self.update * load.updated,
+            prefetch=self.fetch * load.fetched,
+        )
+
+    def bytes(self, load: Load) -> np.ndarray:
+        """Return the bytes of a device's load.
+
+        They are ``w s + m`` for each row held, 16 for each position for an id and ``4 w`` for each
+        bag.
+        """
+        return (
+            self.group.stored_row_bytes * load.held
+            + _ID_POSITION_BYTES * load.ids
+            + self.group.gradient_bytes * load.bags
+        )
+
+    def kept_bytes(self, workload: TableWorkload) -> float:
+        """Return the bytes that every device keeps from the forward to the backward pass.
+
+        They are ``12 c`` for rows, bags and factors, ``8 b w`` for the embeddings and their
+        gradients (``8 c w`` where they are not pooled), and the route.
+        """
+        embeddings = workload.bags if workload.is_pooled else workload.capacity
+        kept = 12 * workload.capacity + 2 * embeddings * self.group.gradient_bytes
+        return kept + self.route_bytes(workload)
+
+    @property
+    def gradient_passes(self) -> int:
+        """Number of times that gradients are summed: 2 where a table's norm is clipped, else 1."""
+        return 2 if self.group.optimizer.clip_norm is not None else 1
+
+    @property
+    def latency(self) -> float:
+        """Seconds to start a collective."""
+        return latency(self.topology)
+
+    @property
+    def update(self) -> float:
+        """Seconds to update a row, ``update(1, w s + m)``."""
+        bytes = self._granules(self.group.stored_row_bytes)
+        return self.topology.update.seconds(calls=0, items=1, bytes=bytes)
+
+    @property
+    def fetch(self) -> float:
+        """Seconds to bring a row and its state to the device before a step and back after it.
+
+        ``2 host_link(w s + m)``, and for "disk" ``2 disk_link(w s + m)`` more.
+        """
+        links = {
+            "device": (),
+            "host": (self.topology.host_link,),
+            "disk": (self.topology.host_link, self.topology.disk_link),
+        }
+        bytes = self.group.stored_row_bytes
+        each = (link.seconds(calls=0, items=1, bytes=bytes) for link in links[self.group.storage])
+        return 2 * sum(each)
+
+    def gather(self, bytes: float) -> float:
+        """Return the seconds for each of many gathered rows of ``bytes``."""
+        return self.topology.gather.seconds(calls=0, items=1, bytes=self._granules(bytes))
+
+    def pool(self, workload: TableWorkload) -> float:
+        """Return the seconds to write a device's own bags, ``copy(4 w b)``; 0 if not pooled."""
+        if not workload.is_pooled:
+            return 0.0
+        return self.topology.copy.byte * workload.bags * self.group.gradient_bytes
+
+    def _granules(self, bytes: float) -> float:
+        return -(-bytes // self.topology.granule) * self.topology.granule

@@ -1,0 +1,103 @@
+"""Costs of the exchange that sends distinct rows to the samples."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import numpy as np
+
+from jaxrec.mesh.exchange import DEFAULT_CAPACITY_FACTOR, ROWS
+from jaxrec.plan.costs.base import WORD, ExchangeCosts
+from jaxrec.plan.costs.collectives import all_to_all
+from jaxrec.plan.perf import Perf
+from jaxrec.plan.workload import TableWorkload
+
+
+@dataclasses.dataclass(frozen=True)
+class RowsCosts(ExchangeCosts):
+    """Costs of distinct rows sent to the samples.
+
+    A device drops repeated ids, requests rows from their owners and pools them at home. Backward,
+    it sums gradients by row and sends the sums to the owners. Between each two devices a round has
+    capacity for ``1.25 c / D`` rows; rows that do not fit take more rounds.
+    """
+
+    exchange = ROWS
+
+    def launch(self) -> Perf:
+        gather, sort, update = self.topology.gather, self.topology.sort, self.topology.update
+        return Perf(
+            forward_compute=sort.call + 3 * gather.call,
+            forward_exchange=2 * self.latency,
+            backward_compute=2 * sort.call + 3 * gather.call + update.call,
+            backward_exchange=self.gradient_passes * self.latency,
+        )
+
+    def home(self, workload: TableWorkload) -> Perf:
+        """Return ``sort(c) + gather(n, w s) + copy(4 w b)`` forward, to drop repeats and pool, and
+        ``sort(c) + gather(n, 4 w)`` backward, to sum gradients."""
+        sort = self.topology.sort.item * workload.capacity
+        return Perf(
+            forward_compute=sort
+            + workload.lookups * self.gather(self.group.row_bytes)
+            + self.pool(workload),
+            backward_compute=sort + workload.lookups * self.gather(self.group.gradient_bytes),
+        )
+
+    def position(self) -> Perf:
+        """Return ``all_to_all(4 + w s) + copy(w s)`` forward, for a request and a row, and
+        ``all_to_all(4 w) + copy(4 w) + sort(1)`` backward, for a gradient.
+
+        Gradients travel twice where a table's norm is clipped. Where column shards of a row are
+        updated as one, ``2 all_to_all(4) + sort(1)`` are added backward.
+        """
+        copy, sort = self.topology.copy.byte, self.topology.sort.item
+        row, gradient = self.group.row_bytes, self.group.gradient_bytes
+        position = Perf(
+            forward_compute=copy * row,
+            forward_exchange=all_to_all(WORD + row, self.topology),
+            backward_compute=self.gradient_passes * copy * gradient + sort,
+            backward_exchange=self.gradient_passes * all_to_all(gradient, self.topology),
+        )
+        if self.group.joins_columns:
+            position += Perf(
+                backward_compute=sort, backward_exchange=2 * all_to_all(WORD, self.topology)
+            )
+        return position
+
+    def shares(self, workload: TableWorkload, row_parts: int) -> np.ndarray:
+        """Return the shares of the distinct rows: repeats travel once."""
+        return workload.shares(row_parts, of_rows=True)
+
+    def exchanged_rows(self, workload: TableWorkload) -> float:
+        """Return ``D u``: each device requests a row once."""
+        return self.topology.num_devices * workload.distinct()
+
+    def round_capacity(self, workload: TableWorkload) -> float:
+        """Return ``L = 1.25 c``, the positions for rows of all owners."""
+        return DEFAULT_CAPACITY_FACTOR * workload.capacity
+
+    def empty_positions(self, demand: float, capacity: float) -> tuple[float, float]:
+        """Return ``(1 + r) L - A`` and ``r L - A``, for ``A`` rows in ``r = ceil(A / L)`` rounds.
+
+        Forward takes one round more, since the first round starts over.
+        """
+        if demand <= capacity * (1 + 1e-9):
+            return 0.0, 0.0
+        rounds = math.ceil(demand / capacity - 1e-9)
+        return (1 + rounds) * capacity - demand, rounds * capacity - demand
+
+    def overflow_steps(self, rounds: float) -> list[float]:
+        """Return 2, 3, ... rounds."""
+        return [float(count) for count in range(2, math.ceil(rounds - 1e-9) + 1)]
+
+    def route_bytes(self, workload: TableWorkload) -> float:
+        """Return ``17 c``."""
+        return (12 + 4 * DEFAULT_CAPACITY_FACTOR) * workload.capacity
+
+    def temporary_bytes(self, workload: TableWorkload) -> float:
+        """Return ``2 c (4 w + 32) + 2 L (4 w + 4)``."""
+        gradient = self.group.gradient_bytes
+        rows = 2 * workload.capacity * (gradient + 32)
+        return rows + 2 * self.round_capacity(workload) * (gradient + WORD)

@@ -1,0 +1,169 @@
+"""Statistics of the features in a sample of batches: lengths, repeats and hot rows."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import pathlib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxrec.plan.heat import Heat, SampledHeat
+from jaxrec.ragged import KeyedJaggedArray
+
+# Number of runs of rows that lookups are counted in.
+_BINS = 256
+
+
+@dataclasses.dataclass(frozen=True)
+class FeatureStatistics:
+    """Statistics of one feature in a sample of batches.
+
+    Attributes:
+        bags: Number of bags.
+        mean_length: Mean number of ids in a bag.
+        length_deviation: Standard deviation of that number.
+        lookups: Number of ids.
+        largest_id: The largest id; -1 without ids.
+        times: Numbers of times that a row was seen, descending.
+        counts: Number of rows seen that many times.
+        row_bins: Distinct rows in each of equal runs of ``0 .. largest_id``.
+        lookup_bins: Lookups in each.
+    """
+
+    bags: int
+    mean_length: float
+    length_deviation: float
+    lookups: int
+    largest_id: int
+    times: tuple[int, ...]
+    counts: tuple[int, ...]
+    row_bins: tuple[int, ...]
+    lookup_bins: tuple[int, ...]
+
+    @property
+    def distinct(self) -> int:
+        """Number of distinct rows."""
+        return sum(self.counts)
+
+    def heat(self, rows: int) -> Heat:
+        """Return the heat of a table with ``rows`` rows that this feature reads."""
+        return SampledHeat(
+            rows,
+            self.lookups,
+            self.times,
+            self.counts,
+            _rebin(self.row_bins, self.largest_id + 1, rows),
+            _rebin(self.lookup_bins, self.largest_id + 1, rows),
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Statistics:
+    """Statistics of features, by name; made by `statistics`."""
+
+    features: Mapping[str, FeatureStatistics]
+
+    def __str__(self) -> str:
+        lines = [f"{'feature':24} {'ids/bag':>8} {'ids':>12} {'distinct':>12} {'distinct/ids':>12}"]
+        lines += [
+            f"{name:24} {f.mean_length:8.2f} {f.lookups:12,} {f.distinct:12,} "
+            f"{f.distinct / max(f.lookups, 1):12.3f}"
+            for name, f in self.features.items()
+        ]
+        return "\n".join(lines)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the statistics as JSON has them."""
+        return {name: dataclasses.asdict(feature) for name, feature in self.features.items()}
+
+    def save(self, path: str | os.PathLike) -> None:
+        """Write a JSON file that `load` reads."""
+        pathlib.Path(path).write_text(json.dumps(self.to_dict()) + "\n")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike) -> Statistics:
+        """Read statistics that were saved.
+
+        Raises:
+            OSError: If the file cannot be read.
+            ValueError: If it holds no statistics.
+        """
+        try:
+            features = json.loads(pathlib.Path(path).read_text())
+            return cls({name: _feature(fields) for name, fields in features.items()})
+        except (ValueError, TypeError, AttributeError) as error:
+            raise ValueError(f"{path}: these are not saved statistics: {error}") from None
+
+
+def statistics(batches: Iterable[Any]) -> Statistics:
+    """Count lengths, repeats and hot rows in batches, for `Planner(topology, statistics=...)`.
+
+    The batches should have at least the samples of a step, better several times as many: the
+    number of repeats within a batch is then interpolated, not extrapolated.
+
+    Args:
+        batches: Host batches: pytrees that contain `KeyedJaggedArray`s.
+
+    Raises:
+        ValueError: If they contain none.
+
+    Example:
+        >>> import jaxrec
+        >>> batch = jaxrec.KeyedJaggedArray.from_lists({"user": [[3, 5], [], [3]]})
+        >>> user = statistics([batch]).features["user"]
+        >>> user.mean_length, user.lookups, user.distinct
+        (1.0, 3, 2)
+    """
+    ids: dict[str, list[np.ndarray]] = {}
+    lengths: dict[str, list[np.ndarray]] = {}
+    for batch in batches:
+        leaves = jax.tree.leaves(batch, is_leaf=lambda x: isinstance(x, KeyedJaggedArray))
+        for leaf in leaves:
+            if not isinstance(leaf, KeyedJaggedArray):
+                continue
+            for key in leaf.keys:
+                column = leaf[key]
+                length = np.asarray(column.lengths)
+                lengths.setdefault(key, []).append(length)
+                ids.setdefault(key, []).append(np.asarray(column.values)[: length.sum()])
+    if not ids:
+        raise ValueError("statistics are taken from batches with KeyedJaggedArrays; got none")
+    return Statistics(
+        {key: _count(np.concatenate(ids[key]), np.concatenate(lengths[key])) for key in ids}
+    )
+
+
+def _count(ids: np.ndarray, lengths: np.ndarray) -> FeatureStatistics:
+    rows, times = np.unique(ids, return_counts=True)
+    repeats, counts = np.unique(times, return_counts=True)
+    span = int(rows[-1]) + 1 if rows.size else 1
+    edges = np.linspace(0, span, min(span, _BINS) + 1)
+    return FeatureStatistics(
+        bags=lengths.size,
+        mean_length=float(lengths.mean()) if lengths.size else 0.0,
+        length_deviation=float(lengths.std()) if lengths.size else 0.0,
+        lookups=int(ids.size),
+        largest_id=int(rows[-1]) if rows.size else -1,
+        times=tuple(map(int, repeats[::-1])),
+        counts=tuple(map(int, counts[::-1])),
+        row_bins=tuple(map(int, np.histogram(rows, edges)[0])),
+        lookup_bins=tuple(map(int, np.histogram(rows, edges, weights=times)[0])),
+    )
+
+
+def _feature(fields: Mapping[str, Any]) -> FeatureStatistics:
+    lists = {name: tuple(value) for name, value in fields.items() if isinstance(value, list)}
+    return FeatureStatistics(**{**fields, **lists})
+
+
+def _rebin(bins: tuple[int, ...], span: int, rows: int) -> tuple[float, ...]:
+    """Convert counts in equal runs of ``0 .. span - 1`` to counts in runs of a table's rows."""
+    cumulative = np.concatenate([[0.0], np.cumsum(bins)])
+    at = np.linspace(0, rows, _BINS + 1)
+    edges = np.linspace(0, span, len(bins) + 1)
+    return tuple(map(float, np.diff(np.interp(at, edges, cumulative))))

@@ -1,0 +1,236 @@
+"""The error of a model that does not fit: bytes that are missing, and changes that would help."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Protocol, runtime_checkable
+
+from jaxrec.plan.constraints import ParameterConstraints
+from jaxrec.plan.formatting import format_bytes
+from jaxrec.plan.topology import Topology
+from jaxrec.plan.workload import TableWorkload
+
+# Number of tables that a message names; of more, it gives their number.
+_MAX_NAMED = 3
+_MAX_HOSTS = 64
+_RELAXED = (
+    "placement",
+    "sharding_types",
+    "exchanges",
+    "devices",
+    "storages",
+    "cache_ratio",
+    "min_column_width",
+)
+_LACKING = {
+    "device": "each device",
+    "host": "the memory of the fullest host",
+    "disk": "the disk of the fullest host",
+}
+
+
+class PlanError(ValueError):
+    """No plan fits the devices; the message says how much is missing and what would help."""
+
+
+@runtime_checkable
+class Fits(Protocol):
+    """A test of whether a plan fits with some changes; an argument left out changes nothing."""
+
+    def __call__(
+        self,
+        *,
+        topology: Topology | None = None,
+        constraints: Mapping[str, ParameterConstraints] | None = None,
+        bfloat16: Sequence[str] = (),
+    ) -> bool: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Shortage:
+    """Memory that the best plan lacks.
+
+    Attributes:
+        missing: Bytes that the best plan lacks.
+        where: The memory that lacks them: "device", "host" or "disk".
+        is_proven: Whether it is proven that no plan fits.
+        capacity: Bytes of a device for tables and their lookups.
+        fixed: Bytes of a device that do not depend on the plan, by kind.
+        workloads: The tables.
+        topology: The devices.
+        constraints: Constraints by table.
+    """
+
+    missing: float
+    where: str
+    is_proven: bool
+    capacity: float
+    fixed: Mapping[str, float]
+    workloads: Sequence[TableWorkload]
+    topology: Topology
+    constraints: Mapping[str, ParameterConstraints]
+
+
+def explain(shortage: Shortage, fits: Fits, *, deadline: float) -> str:
+    """Return the message of a `PlanError`.
+
+    Args:
+        shortage: What does not fit.
+        fits: Test of whether a change helps; called a few dozen times at most.
+        deadline: Time to stop trying changes, by `time.monotonic`.
+    """
+    largest = sorted(shortage.workloads, key=lambda workload: -workload.table_bytes)[:_MAX_NAMED]
+    total = sum(workload.table_bytes for workload in shortage.workloads)
+    topology = shortage.topology
+    lines = [
+        f"no plan fits {_devices(topology)}"
+        + (": " if shortage.is_proven else ", or none was found: ")
+        + f"{_LACKING[shortage.where]} lacks {format_bytes(shortage.missing)} in the best one.",
+        f"Tables and optimizer state take {format_bytes(total)} in all. A device has "
+        f"{format_bytes(topology.memory)}, of which "
+        + ", ".join(f"{format_bytes(b)} are {kind}" for kind, b in shortage.fixed.items() if b)
+        + f", and {format_bytes(max(0, shortage.capacity))} are left for tables and their lookups.",
+        "Largest tables: "
+        + ", ".join(f"{w.name!r} {format_bytes(w.table_bytes)}" for w in largest)
+        + ".",
+    ]
+    if binding := list(_binding(shortage, fits, deadline)):
+        lines.append(f"What binds: it would fit without {'; or without '.join(binding)}.")
+    changes = list(_changes(shortage, fits, deadline))
+    if changes:
+        lines.append(f"Smallest changes that would fit: {'; or '.join(changes)}.")
+    elif time.monotonic() >= deadline:
+        lines.append("Time was up before a change was found that would fit; raise time_limit.")
+    elif not binding:
+        lines.append(
+            "No change that was tried would fit: more devices, 16-bit rows, host memory. Fewer "
+            "rows or columns are needed, or a smaller batch."
+        )
+    return "\n".join(lines)
+
+
+def _binding(shortage: Shortage, fits: Fits, deadline: float) -> Iterator[str]:
+    """Name the constraints without which a plan fits, each of as few tables as possible."""
+    default = ParameterConstraints()
+    for field in _RELAXED:
+        bound = [
+            workload.name
+            for workload in sorted(shortage.workloads, key=lambda workload: -workload.table_bytes)
+            if workload.name in shortage.constraints
+            and getattr(shortage.constraints[workload.name], field) != getattr(default, field)
+        ]
+        if not bound or time.monotonic() >= deadline:
+            continue
+
+        def without(names: Sequence[str], field: str = field) -> dict[str, ParameterConstraints]:
+            value = getattr(default, field)
+            relaxed = dict(shortage.constraints)
+            for name in names:
+                relaxed[name] = dataclasses.replace(relaxed[name], **{field: value})
+            return relaxed
+
+        def enough(count: int, bound: Sequence[str] = bound, without: Callable = without) -> bool:
+            return fits(constraints=without(bound[:count]))
+
+        count = smallest_number(enough, 1, len(bound), deadline)
+        if count is not None:
+            yield f"the constraint {field} of {_tables(bound[:count])}"
+
+
+def _changes(shortage: Shortage, fits: Fits, deadline: float) -> Iterator[str]:
+    """Name the smallest changes with which a plan fits."""
+    topology = shortage.topology
+    if (more := _more_devices(topology, fits, deadline)) is not None:
+        yield f"{_devices(more)}"
+    if time.monotonic() >= deadline:
+        return
+    fields = {"device": "memory", "host": "host_memory"}
+    if field := fields.get(shortage.where):
+        # The reserve takes a fraction of the added memory, too.
+        used = 1 - shortage.fixed.get("reserve", 0.0) / topology.memory
+        larger = math.ceil((getattr(topology, field) + 1.001 * shortage.missing / used) / 1e9)
+        if fits(topology=dataclasses.replace(topology, **{field: larger * 10**9})):
+            yield f"{shortage.where}s of {larger} GB"
+    by_size = sorted(shortage.workloads, key=lambda workload: -workload.table_bytes)
+    wide = [workload.name for workload in by_size if workload.dtype == "float32"]
+    count = (
+        smallest_number(lambda k: fits(bfloat16=wide[:k]), 1, len(wide), deadline) if wide else None
+    )
+    if count is not None:
+        yield f"dtype bfloat16 for {_tables(wide[:count])}"
+    names = [workload.name for workload in by_size]
+    if topology.host_memory:
+
+        def in_host_memory(count: int) -> bool:
+            constraints = dict(shortage.constraints)
+            for name in names[:count]:
+                constraints[name] = dataclasses.replace(
+                    constraints.get(name, ParameterConstraints()),
+                    storages=("device", "host"),
+                    placement=None,
+                    sharding_types=None,
+                )
+            return fits(constraints=constraints)
+
+        count = smallest_number(in_host_memory, 1, len(names), deadline)
+        if count is not None:
+            yield f"storage host for {_tables(names[:count])} (to plan ahead)"
+
+
+def _more_devices(topology: Topology, fits: Fits, deadline: float) -> Topology | None:
+    """Return the fewest devices that are enough: more on the one host, else more hosts."""
+
+    def of(hosts: int, each: int) -> Topology:
+        return dataclasses.replace(topology, hosts=hosts, devices_per_host=each)
+
+    each = topology.devices_per_host
+    if topology.hosts == 1:
+        for more in (count for count in (2, 4, 8) if count > each):
+            if time.monotonic() < deadline and fits(topology=of(1, more)):
+                return of(1, more)
+        each = max(each, 8)
+    hosts = smallest_number(
+        lambda count: fits(topology=of(count, each)), topology.hosts + 1, _MAX_HOSTS, deadline
+    )
+    return None if hosts is None else of(hosts, each)
+
+
+def _devices(topology: Topology) -> str:
+    if topology.hosts == 1:
+        return f"{topology.num_devices} device{'s' * (topology.num_devices > 1)}"
+    return f"{topology.num_devices} devices on {topology.hosts} hosts"
+
+
+def _tables(names: Sequence[str]) -> str:
+    if len(names) <= _MAX_NAMED:
+        *first, last = map(repr, names)
+        return f"{', '.join(first)} and {last}" if first else last
+    return f"the {len(names)} largest tables"
+
+
+def smallest_number(
+    enough: Callable[[int], bool], start: int, most: int, deadline: float = math.inf
+) -> int | None:
+    """Return the smallest number from ``start`` to ``most`` that is enough.
+
+    Doubles, then bisects: any larger number must be enough, too. Returns None if no number is
+    enough, or the deadline passes first.
+
+    Example:
+        >>> smallest_number(lambda n: n >= 5, 1, 100)
+        5
+    """
+    low, high = start - 1, start
+    while time.monotonic() < deadline and not enough(high):
+        if high >= most:
+            return None
+        low, high = high, min(max(2 * high, high + 1), most)
+    if time.monotonic() >= deadline:
+        return None
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if enough(middle) else (middle, high)
+    return high

@@ -1,0 +1,79 @@
+"""The best plan and a bound on all plans, from the programs of `jaxrec.plan.program`.
+
+`solve_averaged` leaves sites out: each device has the average load, which is no more than the
+slowest device's. Its optimum is a bound on every plan. It is quickly found for thousands of tables,
+and it proposes options that `jaxrec.plan.partitioners` then places. `solve` is the whole program,
+for models that are small enough; its optimum is the best plan. Either gives a bound even if it is
+cut short.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from jaxrec.plan.problem import Problem, Solution
+from jaxrec.plan.program import Program
+
+# Larger programs are not begun: their relaxations alone take too long.
+MAX_VARIABLES, MAX_NONZEROS = 40_000, 400_000
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """Result of a program.
+
+    Attributes:
+        proposal: Index of each table's option; None if there is no solution.
+        solution: The proposal with sites, of a whole program.
+        bound: Seconds below which no plan can be; infinite if no plan fits.
+        is_finished: Whether the search ran to its end.
+    """
+
+    proposal: tuple[int, ...] | None
+    solution: Solution | None
+    bound: float
+    is_finished: bool
+
+
+def solve_averaged(problem: Problem, *, time_limit: float, gap: float) -> Answer:
+    """Find the best options for the average load of all devices, and so a bound on every plan.
+
+    Args:
+        problem: The tables.
+        time_limit: Seconds to take.
+        gap: Distance to the bound at which to stop, as a fraction.
+    """
+    program = Program(problem, with_sites=False)
+    values, bound, is_finished = program.solve(time_limit, gap)
+    return Answer(program.proposal(values), None, bound, is_finished)
+
+
+def solve(problem: Problem, incumbent: Solution | None, *, time_limit: float, gap: float) -> Answer:
+    """Find the best plan.
+
+    Args:
+        problem: The tables.
+        incumbent: A plan to improve on; the search starts from it if it fits.
+        time_limit: Seconds to take.
+        gap: Distance to the bound at which to stop, as a fraction.
+    """
+    program = Program(problem, with_sites=True)
+    start = incumbent if incumbent is not None and incumbent.fits else None
+    values, bound, is_finished = program.solve(time_limit, gap, start)
+    solution = program.solution(values)
+    if incumbent is not None and (solution is None or not solution.better_than(incumbent)):
+        solution = incumbent
+    return Answer(program.proposal(values), solution, bound, is_finished)
+
+
+def is_small(problem: Problem) -> bool:
+    """Return whether the whole program is small enough for `solve`."""
+    variables = nonzeros = 0
+    for options in problem.options:
+        for option in options:
+            sites = len(option.sites)
+            variables += 1 + (sites if sites > 1 else 0)
+            nonzeros += int(np.count_nonzero(option.load.stacked)) * sites
+    return variables <= MAX_VARIABLES and nonzeros <= MAX_NONZEROS

@@ -1,0 +1,64 @@
+"""Arrays made of the keys' segments end to end, on the host or on a device: static reshaping."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxrec.ragged.arrays import AnyArray, namespace, to_device
+from jaxrec.ragged.raw_ids import like
+
+
+def concatenate(arrays: Sequence[AnyArray], dtype: Any) -> AnyArray:
+    """Concatenate arrays; without any, return an empty one of ``dtype``."""
+    if len(arrays) == 1:
+        return arrays[0]
+    if not arrays:
+        return np.zeros(0, dtype)
+    if namespace(*arrays) is np:
+        return like(np.concatenate(arrays), *arrays)
+    return jnp.concatenate([to_device(array) for array in arrays])
+
+
+def concatenate_weights(weights: Sequence[AnyArray | None]) -> AnyArray | None:
+    """Concatenate weights; None where all are None.
+
+    Raises:
+        ValueError: Only some of them are None.
+    """
+    arrays = [array for array in weights if array is not None]
+    if arrays and len(arrays) < len(weights):
+        num_missing = len(weights) - len(arrays)
+        raise ValueError(f"{num_missing} of {len(weights)} parts have no weights, but others do")
+    return concatenate(arrays, np.float32) if arrays else None
+
+
+def refit(array: AnyArray, capacities: Sequence[int], wanted: Sequence[int]) -> AnyArray:
+    """Cut or zero-pad segments at their ends, from ``capacities`` to those ``wanted``."""
+    xp = namespace(array)
+    ends = itertools.accumulate(capacities, initial=0)
+    parts = [
+        xp.pad(array[start:end][:size], (0, max(size - (end - start), 0)))
+        for (start, end), size in zip(itertools.pairwise(ends), wanted, strict=True)
+    ]
+    return like(concatenate(parts, array.dtype), array)
+
+
+def runs(indices: Sequence[int]) -> list[tuple[int, int]]:
+    """Return indices as the fewest runs ``[start, end)`` of consecutive ones.
+
+    Example:
+        >>> runs([2, 3, 0, 0, 1])
+        [(2, 4), (0, 1), (0, 2)]
+    """
+    result: list[tuple[int, int]] = []
+    for index in indices:
+        if result and result[-1][1] == index:
+            result[-1] = (result[-1][0], index + 1)
+        else:
+            result.append((index, index + 1))
+    return result

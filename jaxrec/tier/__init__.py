@@ -1,0 +1,50 @@
+"""Vocabularies beyond the rows of a table, and tables beyond device memory."""
+
+from jaxrec.tier.ahead import ahead as ahead
+from jaxrec.tier.dynamic import Dynamic as Dynamic
+from jaxrec.tier.dynamic import default_row as default_row
+from jaxrec.tier.dynamic import shared as shared
+from jaxrec.tier.dynamic import zeros as zeros
+from jaxrec.tier.eviction import Eviction as Eviction
+from jaxrec.tier.eviction import by_score as by_score
+from jaxrec.tier.eviction import distance_lfu as distance_lfu
+from jaxrec.tier.eviction import lfu as lfu
+from jaxrec.tier.eviction import lfu_lru as lfu_lru
+from jaxrec.tier.eviction import lru as lru
+from jaxrec.tier.eviction import ttl as ttl
+from jaxrec.tier.make import make as make
+from jaxrec.tier.managed_collision.evicted import EvictedSlots as EvictedSlots
+from jaxrec.tier.managed_collision.id_words import IdWords as IdWords
+from jaxrec.tier.managed_collision.id_words import id_words as id_words
+from jaxrec.tier.managed_collision.modules import (
+    ManagedCollisionEmbeddingBagCollection as ManagedCollisionEmbeddingBagCollection,
+)
+from jaxrec.tier.managed_collision.modules import (
+    ManagedCollisionEmbeddingCollection as ManagedCollisionEmbeddingCollection,
+)
+from jaxrec.tier.managed_collision.multi_probe import MultiProbeConfig as MultiProbeConfig
+from jaxrec.tier.managed_collision.multi_probe import MultiProbeMap as MultiProbeMap
+from jaxrec.tier.managed_collision.murmur import murmur_hash3 as murmur_hash3
+from jaxrec.tier.managed_collision.policies import AverageThreshold as AverageThreshold
+from jaxrec.tier.managed_collision.policies import (
+    DistanceLFUEvictionPolicy as DistanceLFUEvictionPolicy,
+)
+from jaxrec.tier.managed_collision.policies import DynamicThreshold as DynamicThreshold
+from jaxrec.tier.managed_collision.policies import EvictionPolicy as EvictionPolicy
+from jaxrec.tier.managed_collision.policies import LFUEvictionPolicy as LFUEvictionPolicy
+from jaxrec.tier.managed_collision.policies import LRUEvictionPolicy as LRUEvictionPolicy
+from jaxrec.tier.managed_collision.policies import ProbabilisticThreshold as ProbabilisticThreshold
+from jaxrec.tier.managed_collision.policies import ThresholdFilter as ThresholdFilter
+from jaxrec.tier.managed_collision.sorted_map import SortedMap as SortedMap
+from jaxrec.tier.managed_collision.sorted_map import SortedMapConfig as SortedMapConfig
+from jaxrec.tier.managed_collision.time_to_live import LRUEviction as LRUEviction
+from jaxrec.tier.managed_collision.time_to_live import (
+    PerFeatureTTLEviction as PerFeatureTTLEviction,
+)
+from jaxrec.tier.managed_collision.time_to_live import SingleTTLEviction as SingleTTLEviction
+from jaxrec.tier.managed_collision.time_to_live import TTLEviction as TTLEviction
+from jaxrec.tier.model_statistics import statistics as statistics
+from jaxrec.tier.records import Records as Records
+from jaxrec.tier.row_file import export_rows as export_rows
+from jaxrec.tier.row_file import import_rows as import_rows
+from jaxrec.tier.row_store import RowStore as RowStore

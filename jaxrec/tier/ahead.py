@@ -1,0 +1,135 @@
+"""Batches whose ids have their rows, planned a few batches ahead of the training loop."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+from collections.abc import Callable, Generator, Iterable, Iterator
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.sharding import Mesh
+
+from jaxrec.data.pipeline import Pipeline
+from jaxrec.mesh.agree import gather_ids
+from jaxrec.mesh.batch import shard_batch
+from jaxrec.mesh.store import MeshStore
+from jaxrec.tier.model_tables import collections_of
+from jaxrec.tier.tier import PlannedBatch, tier_of
+
+
+def ahead(
+    model: nnx.Module,
+    batches: Iterable[Any],
+    look_ahead: int = 4,
+    *,
+    is_training: bool = True,
+    place: Callable[[Any], Any] | None = None,
+) -> Generator[Any, None, None]:
+    """Iterate over batches with the rows of their ids, for the training loop.
+
+    A thread reads batches and gives their ids rows in the order of the batches. Before a batch is
+    yielded the model's tables are changed in place: rows of new ids get their first values, and
+    with a row store evicted rows go there and others return. So take a batch, train with it, then
+    take the next, in the thread that calls `ahead`. If an update sums the gradients of ``n``
+    batches, let ``look_ahead`` be at least ``2 * n``.
+
+    A loop may end early, or the process may be killed and restarted from a checkpoint: a later
+    `ahead` that begins with the same batches continues as if nothing had happened.
+
+    Args:
+        model: A model of `jaxrec.tier.make`.
+        batches: Host batches, any pytrees with `KeyedJaggedArray`s; features with an open
+            vocabulary hold raw ids (``id_bits=64``) or 32-bit ids.
+        look_ahead: Number of batches that wait, ready, for the training loop. The rows of the
+            ``look_ahead + 2`` batches before a batch are not evicted for it.
+        is_training: Whether ids get rows. False, for evaluation: nothing changes; ids without a row
+            read what `Dynamic.unknown` says.
+        place: Function that puts a batch with rows on the devices; None: it stays on the host, or,
+            if the tables are on a mesh, `jaxrec.mesh.shard_batch`.
+
+    Yields:
+        The batches with rows in the place of ids.
+
+    Raises:
+        TypeError: The model has no open vocabulary, or a batch is none of ids on the host.
+        ValueError: ``look_ahead`` is below 1; more distinct ids are in use than there are rows.
+        RuntimeError: Another thread takes a batch; another loop over `ahead` trains the model; a
+            row store failed.
+
+    Example:
+        >>> import jaxrec
+        >>> from flax import nnx
+        >>> config = jaxrec.EmbeddingBagConfig("item", num_embeddings=100, embedding_dim=4)
+        >>> model = jaxrec.tier.make(
+        ...     lambda: jaxrec.EmbeddingBagCollection([config], rngs=nnx.Rngs(0)),
+        ...     {"item": jaxrec.tier.Dynamic()})
+        >>> batch = jaxrec.KeyedJaggedArray.from_lists({"item": [[2**60, 7], []]}, id_bits=64)
+        >>> [model(features).values.shape for features in ahead(model, [batch])]
+        [(2, 4)]
+    """
+    tier = tier_of(model)
+    if tier is None:
+        raise TypeError(
+            "the model has no table with an open vocabulary; make it with jaxrec.tier.make(model, "
+            "{table: jaxrec.tier.Dynamic()})"
+        )
+    if isinstance(look_ahead, bool) or not isinstance(look_ahead, int) or look_ahead < 1:
+        raise ValueError(f"look_ahead is an integer of 1 or more, got {look_ahead!r}")
+    if place is None:
+        mesh = _mesh(model)
+        place = (lambda batch: batch) if mesh is None else functools.partial(shard_batch, mesh=mesh)
+    is_shared = jax.process_count() > 1 and _mesh(model) is not None
+    gather = gather_ids if is_shared else None
+    plan = functools.partial(tier.plan, held=look_ahead + 2, gather=gather)
+
+    def prepare(batch: Any) -> tuple[PlannedBatch, Any]:
+        planned = plan(batch) if is_training else tier.look_up(batch)
+        return planned, place(planned.batch)
+
+    # Processes gather ids in one order with their steps, hence in the thread that trains.
+    stages = () if is_shared else (prepare,)
+
+    def take(pipeline: Pipeline) -> Iterator[Any]:
+        for planned, placed in map(prepare, pipeline) if is_shared else pipeline:
+            _check_thread(thread)
+            batch = tier.apply(model, planned)
+            yield placed if batch is planned.batch else place(batch)
+
+    def iterate() -> Generator[Any, None, None]:
+        _check_thread(thread)
+        if is_training:
+            tier.begin()
+        pipeline = Pipeline(batches, *stages, ahead=look_ahead)
+        try:
+            yield from take(pipeline)
+        finally:
+            # A global iterator is closed as Python ends, when modules are gone.
+            if not is_finalizing():
+                pipeline.close()
+                if is_training:
+                    tier.settle(model)
+
+    is_finalizing = sys.is_finalizing
+    thread = threading.get_ident()
+    return iterate()
+
+
+def _check_thread(thread: int) -> None:
+    if threading.get_ident() != thread:
+        raise RuntimeError(
+            "jaxrec.tier.ahead changes the model's tables between two steps, so that only the "
+            "thread that called it may take batches; let other threads make the batches that are "
+            "given to it"
+        )
+
+
+def _mesh(model: nnx.Module) -> Mesh | None:
+    """Return the mesh of the tables; None if they are on one device."""
+    for collection in collections_of(model).values():
+        placed = collection.tables.get_value().placed
+        if isinstance(placed, MeshStore):
+            return placed.mesh
+    return None

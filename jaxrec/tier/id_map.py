@@ -1,0 +1,114 @@
+"""A map from 64-bit ids to slots."""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+from jaxtyping import Int32, Int64
+
+from jaxrec.tier import implementation
+from jaxrec.tier.arrays import checked
+
+MAX_CAPACITY = 2**31 - 1
+
+
+class IdMap:
+    """Map from 64-bit ids to slots, for whole batches of ids.
+
+    Ids are any int64 but -1. Slots are int32 from 0 on; several ids may have the same slot. The map
+    may be used by several threads: methods that change it wait for the others.
+
+    Args:
+        capacity: Number of ids that the map has room for. Its memory is taken at once.
+        threads: Number of threads that search for the ids of a large batch; default: one for each
+            processor core of this process.
+
+    Raises:
+        ValueError: ``capacity`` or ``threads`` is outside of its range.
+        MemoryError: The map does not fit in memory.
+
+    Example:
+        >>> import numpy as np
+        >>> from jaxrec.tier.id_map import IdMap
+        >>> ids = IdMap(capacity=1000)
+        >>> ids.insert(np.array([2**60, -5]), np.array([0, 1], np.int32))
+        >>> ids.find(np.array([-5, 7, 2**60]))
+        array([ 1, -1,  0], dtype=int32)
+    """
+
+    def __init__(self, capacity: int, threads: int | None = None):
+        if not 0 <= capacity <= MAX_CAPACITY:
+            raise ValueError(f"capacity must be from 0 to {MAX_CAPACITY:,}, not {capacity:,}")
+        if threads is not None and threads < 1:
+            raise ValueError(f"threads must be 1 or more, not {threads}")
+        self.capacity = capacity
+        self.threads = _cores() if threads is None else threads
+        self._map = implementation.current().Map(capacity)
+
+    def __len__(self) -> int:
+        return len(self._map)
+
+    def __repr__(self) -> str:
+        return f"IdMap(capacity={self.capacity}, threads={self.threads}), {len(self)} ids"
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the map."""
+        return self._map.nbytes
+
+    def find(self, ids: Int64[np.ndarray, " n"]) -> Int32[np.ndarray, " n"]:
+        """Return the slot of each id, -1 where it is absent. Ids may repeat."""
+        return self._map.find(checked(ids, np.int64, "ids"), self.threads)
+
+    def insert(self, ids: Int64[np.ndarray, " n"], slots: Int32[np.ndarray, " n"]) -> None:
+        """Add ids with their slots.
+
+        Raises:
+            ValueError: An id is in the map or occurs twice or is -1, a slot is negative, or there
+                is no room. The map is as before.
+        """
+        ids = checked(ids, np.int64, "ids")
+        slots = checked(slots, np.int32, "slots", ids.size)
+        if (ids == -1).any():
+            raise ValueError(f"id -1 at position {(ids == -1).argmax()}: maps cannot hold it")
+        if (slots < 0).any():
+            position = (slots < 0).argmax()
+            raise ValueError(f"slot {slots[position]} at position {position}: it must be 0 or more")
+        inserted = self._map.insert(ids, slots)
+        if inserted < 0:
+            raise ValueError(
+                f"no room for {ids.size:,} ids: the map has {len(self):,} of {self.capacity:,}"
+            )
+        if inserted < ids.size:
+            why = "occurs twice" if _repeats(ids, inserted) else "is in the map already"
+            raise ValueError(f"id {ids[inserted]} at position {inserted} {why}")
+
+    def remove(self, ids: Int64[np.ndarray, " n"]) -> Int32[np.ndarray, " n"]:
+        """Remove ids and return the slots that they had.
+
+        Raises:
+            KeyError: An id is absent or occurs twice. The map is as before.
+        """
+        ids = checked(ids, np.int64, "ids")
+        slots, removed = self._map.remove(ids)
+        if removed < ids.size:
+            why = "occurs twice" if _repeats(ids, removed) else "is not in the map"
+            raise KeyError(f"id {ids[removed]} at position {removed} {why}")
+        return slots
+
+    def items(self) -> tuple[Int64[np.ndarray, " n"], Int32[np.ndarray, " n"]]:
+        """Return all ids in ascending order, and the slot of each."""
+        return self._map.items()
+
+
+def _repeats(ids: np.ndarray, position: int) -> bool:
+    """Return whether the id at a position occurs before."""
+    return bool((ids[:position] == ids[position]).any())
+
+
+def _cores() -> int:
+    """Return the number of processor cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

@@ -1,0 +1,162 @@
+"""Id maps and batch operations in C++, by a library that is built with the package.
+
+`jaxrec.tier.reference` has the same functions and classes; its docstrings say what they do. ctypes
+releases the GIL while the library computes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import pathlib
+import secrets
+import weakref
+
+import numpy as np
+
+_LIBRARY = pathlib.Path(__file__).parent / "native" / "libjaxrec_tier.so"
+_INTERFACE = 1  # of native/library.cc
+
+_COUNT, _POINTER = ctypes.c_int64, ctypes.c_void_p
+
+# By function of the library, the types of its arguments. Those that are not listed under _RESULTS
+# return a count.
+_ARGUMENTS = {
+    "id_map_new": (_COUNT, ctypes.c_uint64),
+    "id_map_delete": (_POINTER,),
+    "id_map_num_bytes": (_POINTER,),
+    "id_map_size": (_POINTER,),
+    "id_map_find": (_POINTER, _POINTER, _COUNT, _POINTER, _COUNT),
+    "id_map_insert": (_POINTER, _POINTER, _POINTER, _COUNT),
+    "id_map_remove": (_POINTER, _POINTER, _COUNT, _POINTER),
+    "id_map_items": (_POINTER, _COUNT, _POINTER, _POINTER),
+    "distinct": (_POINTER, _COUNT, ctypes.c_uint64, _POINTER, _POINTER, _POINTER),
+    "smallest": (_POINTER, _POINTER, _COUNT, _COUNT, _POINTER),
+    "add_counts": (_POINTER, _POINTER, _COUNT, _POINTER, _COUNT),
+}
+_RESULTS = {"id_map_new": _POINTER, "id_map_delete": None, "id_map_find": None}
+
+
+@functools.cache
+def _load() -> ctypes.CDLL | str:
+    """Load the library, or return why there is none."""
+    if not _LIBRARY.exists():
+        return (
+            "the native library was not built, which needs a C++17 compiler: install jaxrec again, "
+            "in a checkout by `pip install -e .`"
+        )
+    library = ctypes.CDLL(str(_LIBRARY))
+    library.jaxrec_tier_interface.restype = _COUNT
+    if library.jaxrec_tier_interface() != _INTERFACE:
+        return "the native library was built from another version of jaxrec: reinstall jaxrec"
+    for name, arguments in _ARGUMENTS.items():
+        function = getattr(library, f"jaxrec_{name}")
+        function.argtypes = arguments
+        function.restype = _RESULTS.get(name, _COUNT)
+    return library
+
+
+def missing() -> str | None:
+    """Return the reason why no native library works here; None: one does."""
+    library = _load()
+    return library if isinstance(library, str) else None
+
+
+def _library() -> ctypes.CDLL:
+    library = _load()
+    if isinstance(library, str):
+        raise RuntimeError(library)
+    return library
+
+
+def _seed() -> int:
+    """Draw what a map's hash depends on. Results do not depend on it."""
+    return secrets.randbits(64)
+
+
+class Map:
+    """See `jaxrec.tier.reference.Map`."""
+
+    def __init__(self, capacity: int):
+        self._handle = ctypes.c_void_p(_library().jaxrec_id_map_new(capacity, _seed()))
+        if not self._handle:
+            raise MemoryError(f"no memory for a map of {capacity:,} ids")
+        weakref.finalize(self, _library().jaxrec_id_map_delete, self._handle)
+
+    def __len__(self) -> int:
+        return _library().jaxrec_id_map_size(self._handle)
+
+    @property
+    def nbytes(self) -> int:
+        return _library().jaxrec_id_map_num_bytes(self._handle)
+
+    def find(self, ids: np.ndarray, threads: int) -> np.ndarray:
+        slots = np.empty(ids.size, np.int32)
+        _library().jaxrec_id_map_find(
+            self._handle, ids.ctypes.data, ids.size, slots.ctypes.data, threads
+        )
+        return slots
+
+    def insert(self, ids: np.ndarray, slots: np.ndarray) -> int:
+        return _library().jaxrec_id_map_insert(
+            self._handle, ids.ctypes.data, slots.ctypes.data, ids.size
+        )
+
+    def remove(self, ids: np.ndarray) -> tuple[np.ndarray, int]:
+        slots = np.empty(ids.size, np.int32)
+        removed = _library().jaxrec_id_map_remove(
+            self._handle, ids.ctypes.data, ids.size, slots.ctypes.data
+        )
+        return slots, removed
+
+    def items(self) -> tuple[np.ndarray, np.ndarray]:
+        size, room = len(self), -1
+        while size > room:  # Another thread may add ids between the calls.
+            room = size
+            ids, slots = np.empty(room, np.int64), np.empty(room, np.int32)
+            size = _library().jaxrec_id_map_items(
+                self._handle, room, ids.ctypes.data, slots.ctypes.data
+            )
+        order = np.argsort(ids[:size])
+        return ids[order], slots[order]
+
+
+def distinct(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """See `jaxrec.tier.reference.distinct`."""
+    unique, inverse = np.empty(ids.size, np.int64), np.empty(ids.size, np.int32)
+    counts = np.empty(ids.size, np.int32)
+    size = _checked(
+        _library().jaxrec_distinct(
+            ids.ctypes.data,
+            ids.size,
+            _seed(),
+            unique.ctypes.data,
+            inverse.ctypes.data,
+            counts.ctypes.data,
+        )
+    )
+    return unique[:size].copy(), inverse, counts[:size].copy()
+
+
+def smallest(keys: np.ndarray, eligible: np.ndarray | None, k: int) -> np.ndarray:
+    """See `jaxrec.tier.reference.smallest`."""
+    indices = np.empty(k, np.int32)
+    flags = None if eligible is None else eligible.ctypes.data
+    size = _checked(
+        _library().jaxrec_smallest(keys.ctypes.data, flags, keys.size, k, indices.ctypes.data)
+    )
+    return indices[:size]
+
+
+def add_counts(slots: np.ndarray, amounts: np.ndarray | None, counts: np.ndarray) -> int:
+    """See `jaxrec.tier.reference.add_counts`."""
+    numbers = None if amounts is None else amounts.ctypes.data
+    return _library().jaxrec_add_counts(
+        slots.ctypes.data, numbers, slots.size, counts.ctypes.data, counts.size
+    )
+
+
+def _checked(size: int) -> int:
+    if size < 0:
+        raise MemoryError("no memory for the operation")
+    return size

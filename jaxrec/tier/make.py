@@ -1,0 +1,192 @@
+"""Models with open vocabularies."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar, cast
+
+import jax
+from flax import nnx
+
+from jaxrec.embed.collection import Collection
+from jaxrec.embed.taps import tapped_modules
+from jaxrec.tier.dynamic import Dynamic
+from jaxrec.tier.model_tables import TableVocabulary, TieredTable
+from jaxrec.tier.store import TierStore, with_zeros
+from jaxrec.tier.stores import open_store
+from jaxrec.tier.tier import Tier
+from jaxrec.tier.transfer import RecordLayout, RowTransfer
+from jaxrec.tier.vocabulary import Vocabulary
+
+Model = TypeVar("Model", bound=nnx.Module)
+
+
+def make(
+    model: Model | Callable[[], Model], tables: Mapping[str, Dynamic], *, seed: int = 0
+) -> Model:
+    """Give tables of a model open vocabularies.
+
+    The model is then called with the batches of `jaxrec.tier.ahead`; all else stays as it is. Over
+    a mesh make it in the function that `jaxrec.shard` calls:
+    ``jaxrec.shard(lambda: jaxrec.tier.make(make_model, tables), plan, mesh)``.
+
+    Args:
+        model: The model, changed in place; or a function that makes it.
+        tables: Settings by name of table. A name that several collections have means all of these
+            tables. Tables that read the same features have the same settings.
+        seed: Seed of the first rows of ids.
+
+    Returns:
+        The model.
+
+    Raises:
+        TypeError: An argument has another type.
+        ValueError: No table has that name; tables that share a feature differ in their settings or
+            in ``num_embeddings``, or some of them have none; the model has vocabularies already.
+
+    Example:
+        >>> import jaxrec
+        >>> from flax import nnx
+        >>> config = jaxrec.EmbeddingBagConfig("item", num_embeddings=1000, embedding_dim=8)
+        >>> model = make(
+        ...     lambda: jaxrec.EmbeddingBagCollection([config], rngs=nnx.Rngs(0)),
+        ...     {"item": jaxrec.tier.Dynamic(eviction=jaxrec.tier.lfu(), admit_after=2)})
+    """
+    _check_arguments(model, tables)
+    made = model if isinstance(model, nnx.Module) else model()
+    found = {
+        path: module
+        for path, module in tapped_modules(made).items()
+        if isinstance(module, Collection)
+    }
+    all_tables = [
+        TieredTable(path, config) for path, module in found.items() for config in module.configs
+    ]
+    _check_names(tables, all_tables, found)
+    parts = _by_feature(all_tables, tables)
+    vocabularies = [_vocabulary(part, tables, found) for part in parts]
+    tier = Tier(vocabularies, seed)
+    for path, module in found.items():
+        features = {
+            feature
+            for each in vocabularies
+            for table in each.tables
+            if table.collection == path
+            for feature in table.config.feature_names
+        }
+        if features:
+            zeros = tuple(
+                table.config.name
+                for each in vocabularies
+                if each.vocabulary.settings.unknown.kind == "zeros"
+                for table in each.tables
+                if table.collection == path
+            )
+            set_zeros = jax.jit(with_zeros, static_argnums=1, donate_argnums=0)
+            store = set_zeros(module.tables.get_value(), zeros)
+            module.tables.set_value(TierStore(store, tier, tuple(sorted(features)), zeros))
+    return cast(Model, made)
+
+
+def _check_arguments(model: object, tables: object) -> None:
+    if not isinstance(model, nnx.Module) and not callable(model):
+        raise TypeError(f"a model is an nnx.Module, or a function that makes one, got {model!r}")
+    if not isinstance(tables, Mapping) or not all(
+        isinstance(name, str) and isinstance(each, Dynamic) for name, each in tables.items()
+    ):
+        raise TypeError(
+            "tables are settings by name, such as {'item': jaxrec.tier.Dynamic()}, got "
+            f"{tables!r}"
+        )
+    if not tables:
+        raise ValueError("tables names no table; give {'item': jaxrec.tier.Dynamic()}")
+
+
+def _check_names(
+    tables: Mapping[str, Dynamic],
+    all_tables: Sequence[TieredTable],
+    found: Mapping[str, Collection],
+) -> None:
+    names = {table.config.name for table in all_tables}
+    if unknown := sorted(set(tables) - names):
+        raise ValueError(
+            f"the model has no table {unknown[0]!r}; it has {', '.join(map(repr, sorted(names)))}"
+        )
+    if any(isinstance(module.tables.get_value(), TierStore) for module in found.values()):
+        raise ValueError(
+            "the model has open vocabularies already; name all their tables in one call of "
+            "jaxrec.tier.make"
+        )
+
+
+def _by_feature(
+    all_tables: Sequence[TieredTable], tables: Mapping[str, Dynamic]
+) -> list[list[TieredTable]]:
+    """Return the tables with settings, those together that features connect.
+
+    Raises:
+        ValueError: A feature is read by tables that cannot share rows.
+    """
+    readers: dict[str, list[TieredTable]] = collections.defaultdict(list)
+    for table in all_tables:
+        for feature in table.config.feature_names:
+            readers[feature].append(table)
+    parts: dict[TieredTable, list[TieredTable]] = {
+        table: [table] for table in all_tables if table.config.name in tables
+    }
+    for feature, of_feature in readers.items():
+        dynamic = [table for table in of_feature if table in parts]
+        for table in of_feature:
+            if dynamic and table not in parts:
+                raise ValueError(
+                    f"feature {feature!r} is read by table {dynamic[0].config.name!r}, which has "
+                    f"an open vocabulary, and by {table.config.name!r}, which has none; give both "
+                    "jaxrec.tier.Dynamic, or each a feature of its own"
+                )
+        for table in dynamic[1:]:
+            _check_alike(feature, dynamic[0], table, tables)
+            if parts[table] is not parts[dynamic[0]]:
+                joined = parts[dynamic[0]] + parts[table]
+                parts.update(dict.fromkeys(joined, joined))
+    return list({id(part): part for part in parts.values()}.values())
+
+
+def _check_alike(
+    feature: str, first: TieredTable, second: TieredTable, tables: Mapping[str, Dynamic]
+) -> None:
+    names = first.config.name, second.config.name
+    rows = first.config.num_embeddings, second.config.num_embeddings
+    if tables[names[0]] != tables[names[1]]:
+        raise ValueError(
+            f"tables {names[0]!r} and {names[1]!r} both read feature {feature!r}, so that an id "
+            "has the same row in both, but their settings differ; give both the same Dynamic"
+        )
+    if rows[0] != rows[1]:
+        raise ValueError(
+            f"tables {names[0]!r} and {names[1]!r} both read feature {feature!r}, so that an id "
+            f"has the same row in both, but they have {rows[0]} and {rows[1]} rows; give both the "
+            "same num_embeddings"
+        )
+
+
+def _vocabulary(
+    part: Sequence[TieredTable], tables: Mapping[str, Dynamic], found: Mapping[str, Collection]
+) -> TableVocabulary:
+    settings = tables[part[0].config.name]
+    name = "+".join(dict.fromkeys(table.config.name for table in part))
+    features = dict.fromkeys(f for table in part for f in table.config.feature_names)
+    try:
+        vocabulary = Vocabulary(part[0].config.num_embeddings, settings)
+    except ValueError as error:
+        raise ValueError(f"table {name}: {error}") from None
+    transfer = None
+    if settings.store is not None:
+        layout = RecordLayout.of(
+            [
+                found[table.collection].tables.get_value().checkpoint_shapes(table.config.name)
+                for table in part
+            ]
+        )
+        transfer = RowTransfer(open_store(settings.store), layout)
+    return TableVocabulary(name, tuple(features), tuple(part), vocabulary, transfer)

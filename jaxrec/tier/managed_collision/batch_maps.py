@@ -1,0 +1,251 @@
+"""Maps of ids to slots for the features of a batch."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Bool, Int32, UInt32
+
+from jaxrec.mesh.store import MeshStore, first, stack
+from jaxrec.ragged import KeyedJaggedArray
+from jaxrec.ragged.bag_layout import bag_ids
+from jaxrec.tier.managed_collision.evicted import EvictedSlots
+from jaxrec.tier.managed_collision.id_words import IdWords
+from jaxrec.tier.managed_collision.multi_probe import MultiProbeConfig, MultiProbeMap
+from jaxrec.tier.managed_collision.murmur import murmur_hash3
+from jaxrec.tier.managed_collision.sorted_map import SortedMap, SortedMapConfig
+from jaxrec.tier.managed_collision.uint64 import UInt64, remainder
+
+MapConfig: TypeAlias = SortedMapConfig | MultiProbeConfig
+IdMap: TypeAlias = SortedMap | MultiProbeMap
+
+
+@dataclasses.dataclass(frozen=True)
+class MappedTables:
+    """Tables whose ids one map gives slots to.
+
+    Attributes:
+        tables: Names of the tables.
+        features: Features that they read, in the order in which their ids are counted.
+        num_slots: Number of rows of each table.
+        config: Settings of the map.
+    """
+
+    tables: tuple[str, ...]
+    features: tuple[str, ...]
+    num_slots: int
+    config: MapConfig
+
+    @property
+    def name(self) -> str:
+        """Name of the map."""
+        return "+".join(self.tables)
+
+    @property
+    def drops_ids(self) -> bool:
+        """Whether ids without a slot are dropped from their bags."""
+        return isinstance(self.config, MultiProbeConfig) and self.config.disable_fallback
+
+    def update(
+        self,
+        id_map: IdMap,
+        ids: UInt32[Array, "n 2"],
+        is_valid: Bool[Array, " n"],
+        hours: Int32[Array, " n"] | None,
+        hour: Int32[Array, ""],
+        key: Array,
+    ) -> tuple[IdMap, Int32[Array, " n"], EvictedSlots]:
+        """Return the map after a batch, the slots of the ids, and the evicted slots.
+
+        Args:
+            id_map: The map.
+            ids: Ids of all features, one feature after the other.
+            is_valid: False at padding.
+            hours: Time to live of each id; None without one.
+            hour: The hour of the batch.
+            key: Random key of the batch.
+        """
+        if isinstance(id_map, SortedMap):
+            updated, evicted = id_map.update(ids, is_valid, key)
+            return updated, updated.remap(ids), evicted
+        expiry = None if hours is None else hour + hours
+        rolls = None
+        if self.config.opt_in_prob not in (None, 100):  # type: ignore[union-attr]
+            rolls = _rolls(is_valid, key)
+        return id_map.update(ids, is_valid, expiry, hour, rolls)
+
+
+class Mapped(NamedTuple):
+    """Result of maps for a batch.
+
+    Attributes:
+        maps: The maps after the batch.
+        values: Slots of the ids of mapped features; other ids as they are.
+        lengths: Lengths of the bags, without ids that were dropped.
+        weights: Weights of the values, or None.
+        evicted: The evicted slots of each map.
+    """
+
+    maps: tuple[IdMap, ...]
+    values: Int32[Array, "*devices capacity"]
+    lengths: Int32[Array, "*devices bags"]
+    weights: Array | None
+    evicted: tuple[EvictedSlots, ...]
+
+
+def map_batch(
+    mapped: Sequence[MappedTables],
+    maps: Sequence[IdMap],
+    batch: IdWords,
+    key: Array,
+    *,
+    is_training: bool,
+    store: MeshStore | None = None,
+) -> Mapped:
+    """Replace the ids of a batch by slots; in training, update the maps by it.
+
+    Over a mesh every device has all maps, gathers the ids of all devices in training, and computes
+    the same update. The order of the ids is that of the whole batch, so that maps and slots are
+    those of one device.
+
+    Args:
+        mapped: The tables of each map.
+        maps: The maps.
+        batch: The batch.
+        key: Random key of the batch.
+        is_training: Whether the maps change.
+        store: The tables over a mesh; None: on one device.
+    """
+    if store is None:
+        return _map_part(mapped, maps, batch, key, is_training, lambda values: values[None], 0)
+    channel = store.channel_over(store.batch_axes)
+
+    def on_device(maps: tuple[IdMap, ...], arrays: Any, hour: Array, key: Array) -> Mapped:
+        words, lengths, weights, inverse_indices = first(arrays)
+        own = dataclasses.replace(
+            batch,
+            words=words,
+            lengths=lengths,
+            weights=weights,
+            inverse_indices=inverse_indices,
+            hour=hour,
+        )
+
+        def gather(values: Array) -> Array:
+            return channel.gather(values).reshape(-1, *values.shape)
+
+        result = _map_part(mapped, maps, own, key, is_training, gather, channel.index)
+        values, lengths, weights = stack((result.values, result.lengths, result.weights))
+        return Mapped(result.maps, values, lengths, weights, result.evicted)
+
+    over_batch, everywhere = PartitionSpec(store.batch_axes), PartitionSpec()
+    specs = Mapped(everywhere, over_batch, over_batch, over_batch, everywhere)  # type: ignore[arg-type]
+    run = store.shard_map(on_device, (everywhere, over_batch, everywhere, everywhere), specs)
+    arrays = batch.words, batch.lengths, batch.weights, batch.inverse_indices
+    return run(tuple(maps), arrays, batch.hour, key)
+
+
+def _map_part(
+    mapped: Sequence[MappedTables],
+    maps: Sequence[IdMap],
+    batch: IdWords,
+    key: Array,
+    is_training: bool,
+    gather: Callable[[Array], Array],
+    device: Int32[Array, ""] | int,
+) -> Mapped:
+    """Map the part of a batch that one device has.
+
+    Args:
+        mapped, maps, batch, key, is_training: See `map_batch`.
+        gather: Returns an array of each device, ``[devices, ...]``.
+        device: This device's number.
+    """
+    words, segments, is_valid = jnp.asarray(batch.words), batch.segments, batch.is_valid
+    values = _small_ids(words)
+    new_maps, evicted = list(maps), []
+    if is_training:
+        # One message: the words of each id, and whether it is one.
+        all_ids = gather(jnp.concatenate([words, is_valid[:, None].astype(jnp.uint32)], axis=1))
+    for number, (each, id_map) in enumerate(zip(mapped, maps, strict=True)):
+        parts = [segments[feature] for feature in each.features]
+        if not is_training:
+            for part in parts:
+                values = values.at[part].set(id_map.remap(words[part]))
+            continue
+        blocks = [all_ids[:, part].reshape(-1, 3) for part in parts]
+        ids = jnp.concatenate(blocks)
+        hours = _hours(each, [block.shape[0] for block in blocks])
+        new_maps[number], slots, dropped = each.update(
+            id_map, ids[:, :2], ids[:, 2] != 0, hours, jnp.asarray(batch.hour), key
+        )
+        evicted.append(dropped)
+        ends = np.cumsum([block.shape[0] for block in blocks])
+        for part, of_feature in zip(parts, jnp.split(slots, ends[:-1]), strict=True):
+            own = of_feature.reshape(all_ids.shape[0], -1)[device]
+            values = values.at[part].set(own)
+    lengths, weights = jnp.asarray(batch.lengths), batch.weights
+    values = jnp.where(is_valid, values, 0)
+    if any(each.drops_ids for each in mapped):
+        is_dropped = jnp.zeros(values.shape, bool)
+        for each in mapped:
+            for feature in each.features if each.drops_ids else ():
+                part = segments[feature]
+                is_dropped = is_dropped.at[part].set(values[part] < 0)
+        values, lengths, weights = _drop(batch, values, is_valid & ~is_dropped)
+    return Mapped(tuple(new_maps), values, lengths, weights, tuple(evicted))
+
+
+def _small_ids(words: UInt32[Array, "n 2"]) -> Int32[Array, " n"]:
+    """Return ids as int32; -1 for one that does not fit, as no table has it."""
+    low = jax.lax.bitcast_convert_type(words[:, 1], jnp.int32)
+    return jnp.where((words[:, 0] == 0) & (low >= 0), low, -1)
+
+
+def _hours(mapped: MappedTables, counts: Sequence[int]) -> Int32[Array, " n"] | None:
+    """Return the time to live of each id; None without one."""
+    if isinstance(mapped.config, SortedMapConfig) or mapped.config.eviction is None:
+        return None
+    hours = mapped.config.eviction.hours(mapped.features)
+    return jnp.concatenate(
+        [jnp.full(count, each, jnp.int32) for each, count in zip(hours, counts, strict=True)]
+    )
+
+
+def _rolls(is_valid: Bool[Array, " n"], key: Array) -> Int32[Array, " n"]:
+    """Return a random number from 0 to 99 for each id, whatever padding is between them."""
+    seed = jax.random.key_data(key)
+    place = jnp.cumsum(is_valid, dtype=jnp.uint32)
+    hashes = murmur_hash3(jnp.stack([jnp.broadcast_to(seed[0], place.shape), seed[1] ^ place], -1))
+    return remainder(UInt64(hashes[:, 0], hashes[:, 1]), 100)
+
+
+def _drop(
+    batch: IdWords, values: Int32[Array, " n"], is_kept: Bool[Array, " n"]
+) -> tuple[Int32[Array, " n"], Int32[Array, " bags"], Array | None]:
+    """Return values, lengths and weights without some ids."""
+    bags = bag_ids(batch.lengths, batch.strides, batch.capacities)
+    lengths = jnp.zeros(sum(batch.strides), jnp.int32)
+    lengths = lengths.at[bags].add(is_kept.astype(jnp.int32), mode="drop")
+    before = jnp.cumsum(is_kept, dtype=jnp.int32) - is_kept.astype(jnp.int32)
+    starts = np.repeat(
+        np.array([part.start for part in batch.segments.values()], np.int32), batch.capacities
+    )
+    place = jnp.where(is_kept, starts + before - before[starts], values.shape[0])
+
+    def move(array: Array) -> Array:
+        return jnp.zeros_like(array).at[place].set(array, mode="drop")
+
+    weights = None if batch.weights is None else move(jnp.asarray(batch.weights))
+    return move(values), lengths, weights
+
+
+def remapped_features(batch: IdWords, mapped: Mapped) -> KeyedJaggedArray:
+    """Return a batch with slots in the place of its ids."""
+    return batch.with_values(mapped.values, mapped.lengths, mapped.weights)

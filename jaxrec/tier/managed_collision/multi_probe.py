@@ -1,0 +1,309 @@
+"""Maps of ids to slots by hashing and probing: TorchRec's MPZCH."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Int32, UInt32
+
+from jaxrec.tier.managed_collision.evicted import EvictedSlots
+from jaxrec.tier.managed_collision.id_order import IdRuns, equal, find_runs, search_ids
+from jaxrec.tier.managed_collision.matching import match_slots
+from jaxrec.tier.managed_collision.murmur import murmur_hash3
+from jaxrec.tier.managed_collision.probing import NEVER, NO_SLOT, Windows
+from jaxrec.tier.managed_collision.time_to_live import TTLEviction
+from jaxrec.tier.managed_collision.uint64 import UInt64, remainder
+
+# The id of an empty slot, -1.
+EMPTY_ID = (0xFFFFFFFF, 0xFFFFFFFF)
+
+
+@dataclasses.dataclass(frozen=True)
+class MultiProbeConfig:
+    """Settings of a `MultiProbeMap`, by the names of TorchRec's HashZchManagedCollisionModule.
+
+    Attributes:
+        total_num_buckets: Number of equal parts of the slots. An id stays in its bucket.
+        max_probe: Number of slots that an id may take, from its hash on.
+        eviction: When an id loses its slot; None: never.
+        input_hash_size: 0: the bucket of an id is ``id % total_num_buckets``. Otherwise ids are
+            below this number, and equal ranges of ids belong to each bucket.
+        opt_in_prob: Percentage of new ids that get a slot at each occurrence, 1 to 100. Others
+            share the reserved slots. None: all, without reserved slots.
+        percent_reserved_slots: Percentage of slots that are reserved for ids without a slot, only
+            with ``opt_in_prob``.
+        disable_fallback: Whether an id that finds no slot is dropped from its bag. False: it uses
+            the slot of its hash, which another id has, or a reserved slot.
+
+    Raises:
+        ValueError: A number is out of its range.
+
+    Example:
+        >>> MultiProbeConfig(max_probe=64).init(num_slots=1000).identities.shape
+        (1000, 2)
+    """
+
+    total_num_buckets: int = 1
+    max_probe: int = 128
+    eviction: TTLEviction | None = None
+    input_hash_size: int = 0
+    opt_in_prob: int | None = None
+    percent_reserved_slots: float = 0
+    disable_fallback: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("total_num_buckets", "max_probe"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be 1 or more, got {getattr(self, name)}")
+        if not 0 <= self.input_hash_size < 2**63:
+            raise ValueError(f"input_hash_size must be 0 to 2**63-1, got {self.input_hash_size}")
+        if not 0 <= self.percent_reserved_slots < 100:
+            raise ValueError(
+                f"percent_reserved_slots must be 0 to below 100, got {self.percent_reserved_slots}"
+            )
+        if self.opt_in_prob is not None and not 1 <= self.opt_in_prob <= 100:
+            raise ValueError(f"opt_in_prob must be None or 1 to 100, got {self.opt_in_prob}")
+        if (self.opt_in_prob is not None) != (self.percent_reserved_slots > 0):
+            raise ValueError(
+                "opt_in_prob and percent_reserved_slots go together: ids without a slot share the "
+                f"reserved ones; got {self.opt_in_prob} and {self.percent_reserved_slots}"
+            )
+
+    def reserved_slots(self, num_slots: int) -> int:
+        """Return the number of reserved slots of each bucket."""
+        percentage = self.percent_reserved_slots
+        return math.floor(num_slots * percentage / 100 / self.total_num_buckets)
+
+    def init(self, num_slots: int) -> MultiProbeMap:
+        """Return an empty map.
+
+        Args:
+            num_slots: Number of slots, rows of the table.
+
+        Raises:
+            ValueError: The buckets do not divide the slots, or leave none beside reserved ones.
+        """
+        if num_slots < 1 or num_slots % self.total_num_buckets:
+            raise ValueError(
+                f"{num_slots} slots do not divide into total_num_buckets={self.total_num_buckets}; "
+                "choose num_embeddings as a multiple"
+            )
+        reserved = self.reserved_slots(num_slots)
+        if self.opt_in_prob is not None and not 0 < reserved < num_slots // self.total_num_buckets:
+            raise ValueError(
+                f"percent_reserved_slots={self.percent_reserved_slots} reserves {reserved} of the "
+                f"{num_slots // self.total_num_buckets} slots of a bucket; it must reserve 1 or "
+                "more and leave 1 or more"
+            )
+        return MultiProbeMap(
+            identities=jnp.full((num_slots, 2), EMPTY_ID[0], jnp.uint32),
+            metadata=jnp.full(num_slots, -1, jnp.int32) if self.eviction else None,
+            config=self,
+        )
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class MultiProbeMap:
+    """A map of ids to slots in which an id takes the first free slot from its hash on.
+
+    TorchRec's multi-probe zero-collision hashing (``hash_mc_modules.py``) with FBGEMM's
+    ``zero_collision_hash`` (``faster_hash.cu``). A batch has the result that FBGEMM's kernel has if
+    it processes one id after the other; FBGEMM's own result depends on the order of its threads.
+    Methods are pure functions for `jax.jit`; ids are ``[n, 2]`` uint32 words as
+    `jaxrec.ragged.split_int64` makes them. The id -1 marks empty slots and never gets one.
+
+    Attributes:
+        identities: Id of each slot, -1 in an empty one.
+        metadata: Hour after which the slot's id may be evicted, -1 in an empty one; None without
+            eviction.
+        config: The settings.
+
+    Example:
+        >>> import jax.numpy as jnp, numpy as np
+        >>> from jaxrec.ragged import split_int64
+        >>> ids = jnp.asarray(split_int64(np.array([10**12, 7, 7])))
+        >>> probed = MultiProbeConfig(max_probe=4).init(num_slots=8)
+        >>> probed, slots, _ = probed.update(ids, jnp.ones(3, bool))
+        >>> slots.tolist() == probed.remap(ids).tolist()
+        True
+    """
+
+    identities: UInt32[Array, "slots 2"]
+    metadata: Int32[Array, " slots"] | None
+    config: MultiProbeConfig = dataclasses.field(metadata={"static": True})
+
+    @property
+    def num_slots(self) -> int:
+        """Number of slots, reserved ones included."""
+        return self.identities.shape[0]
+
+    @property
+    def open_slots(self) -> Int32[Array, ""]:
+        """Number of slots without an id that an id can get."""
+        reserved = self.config.reserved_slots(self.num_slots) * self.config.total_num_buckets
+        return jnp.sum(self._is_empty, dtype=jnp.int32) - reserved
+
+    @jax.jit  # for callers outside of jit, where XLA would compile the loops anew at each call
+    def remap(self, ids: UInt32[Array, "n 2"]) -> Int32[Array, " n"]:
+        """Return the slot of each id, for evaluation.
+
+        An id without a slot gets the slot that `MultiProbeConfig.disable_fallback` says; -1: none.
+        """
+        probed = self._probe(ids)
+        found = probed.windows.find(self.identities, ids)
+        return jnp.where(found == NO_SLOT, probed.fallback, found)
+
+    def update(
+        self,
+        ids: UInt32[Array, "n 2"],
+        is_valid: Bool[Array, " n"],
+        expiry: Int32[Array, " n"] | None = None,
+        hour: Int32[Array, ""] | None = None,
+        rolls: Int32[Array, " n"] | None = None,
+    ) -> tuple[MultiProbeMap, Int32[Array, " n"], EvictedSlots]:
+        """Give slots to the ids of a batch.
+
+        Args:
+            ids: The ids.
+            is_valid: False at padding.
+            expiry: Hour after which each id may be evicted, not before ``hour``; only with
+                eviction.
+            hour: The present hour. Ids whose hour is before it may be evicted.
+            rolls: A number from 0 to 99 for each id: one that has no slot may get one where the
+                number is below ``opt_in_prob``. None: every id may.
+
+        Returns:
+            The new map; the slot of each id, -1 for none and arbitrary at padding; and the slots
+            that were taken from another id, in the order of the ids that took them.
+
+        Raises:
+            ValueError: Hours are missing and the map evicts.
+        """
+        if (self.config.eviction is not None) and (expiry is None or hour is None):
+            raise ValueError("a map with eviction needs the hours: expiry= and hour=")
+        return self._update(ids, is_valid, expiry, hour, rolls)
+
+    @property
+    def _is_empty(self) -> Bool[Array, " slots"]:
+        return equal(self.identities, jnp.array(EMPTY_ID, jnp.uint32))
+
+    def _probe(self, ids: UInt32[Array, "n 2"]) -> _Probed:
+        """Return the slots that each id may take."""
+        config = self.config
+        size = self.num_slots // config.total_num_buckets
+        reserved = 0 if config.opt_in_prob is None else config.reserved_slots(self.num_slots)
+        first = _bucket(ids, config) * size
+        hashes = UInt64(*jnp.moveaxis(murmur_hash3(ids), -1, 0))
+        start = remainder(hashes, size - reserved)
+        windows = Windows(first, start, size - reserved, min(config.max_probe, size - reserved))
+        shared = first + start
+        if reserved:
+            shared = first + size - reserved + remainder(hashes, reserved)
+        fallback = jnp.full_like(shared, NO_SLOT) if config.disable_fallback else shared
+        return _Probed(windows, shared, fallback)
+
+    @jax.jit
+    def _update(
+        self,
+        ids: UInt32[Array, "n 2"],
+        is_valid: Bool[Array, " n"],
+        expiry: Int32[Array, " n"] | None,
+        hour: Int32[Array, ""] | None,
+        rolls: Int32[Array, " n"] | None,
+    ) -> tuple[MultiProbeMap, Int32[Array, " n"], EvictedSlots]:
+        count, num_slots, config = ids.shape[0], self.num_slots, self.config
+        if count == 0:
+            return self, jnp.zeros(0, jnp.int32), EvictedSlots.none(0, num_slots)
+        probed = self._probe(ids)
+        is_valid &= ~equal(ids, jnp.array(EMPTY_ID, jnp.uint32))
+        position = jnp.arange(count, dtype=jnp.int32)
+        is_admitted = jnp.ones(count, bool)
+        if rolls is not None and config.opt_in_prob is not None:
+            is_admitted = rolls < config.opt_in_prob
+        runs = find_runs(ids, is_valid)
+        first = _first_positions(runs, position)
+        first_admitted = _first_positions(runs, jnp.where(is_admitted, position, count))
+        windows = probed.windows.take(first)
+        own = windows.find(self.identities, runs.ids, until=self._is_empty)
+        own = jnp.where(position < runs.count, own, NO_SLOT)
+        taken = match_slots(windows, self._preferences(hour), own, first, first_admitted)
+
+        is_new = (taken < num_slots) & (taken != own)
+        target = jnp.where(is_new, taken, num_slots)
+        is_evicted = is_new & ~self._is_empty.at[taken].get(mode="clip")
+        turn = jnp.where(is_evicted, first_admitted, count)
+        order = jnp.argsort(turn)[: min(count, num_slots)]
+        listed = is_evicted[order]
+        evicted = EvictedSlots(
+            jnp.where(listed, taken[order], num_slots),
+            jnp.where(listed[:, None], runs.ids[order], jnp.uint32(0)),
+            jnp.sum(is_evicted, dtype=jnp.int32),
+        )
+
+        of_id = jnp.minimum(runs.run, count - 1)
+        # An id that was not there has its slot from the occurrence on that was admitted.
+        has_slot = (taken == own)[of_id] | (position >= first_admitted[of_id])
+        has_slot &= is_valid & (taken < num_slots)[of_id]
+        is_shared = is_valid & ~has_slot & ~is_admitted
+        result = jnp.where(is_shared, probed.shared, probed.fallback)
+        result = jnp.where(has_slot, taken[of_id], result)
+        metadata = self.metadata
+        if metadata is not None and expiry is not None:
+            touched = jnp.where(has_slot | is_shared, result, num_slots)
+            metadata = metadata.at[touched].max(expiry, mode="drop")
+        identities = self.identities.at[target].set(runs.ids, mode="drop")
+        return dataclasses.replace(self, identities=identities, metadata=metadata), result, evicted
+
+    def _preferences(self, hour: Int32[Array, ""] | None) -> Int32[Array, " slots"]:
+        """Return how early a new id takes each slot: see `match_slots`."""
+        preference = jnp.where(self._is_empty, jnp.int32(-1), NEVER)
+        metadata, eviction = self.metadata, self.config.eviction
+        if hour is None or metadata is None or eviction is None:
+            return preference
+        key = metadata if eviction.is_lru else jnp.full_like(metadata, -1)
+        return jnp.where(~self._is_empty & (metadata < hour), key, preference)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Probed:
+    """Slots that ids may take.
+
+    Attributes:
+        windows: The slots that are probed.
+        shared: The slot of an id that gets none: a reserved one, or the slot of its hash.
+        fallback: The same, or `NO_SLOT` where there is no fallback.
+    """
+
+    windows: Windows
+    shared: Int32[Array, " n"]
+    fallback: Int32[Array, " n"]
+
+
+def _first_positions(runs: IdRuns, position: Int32[Array, " n"]) -> Int32[Array, " n"]:
+    """Return the least position of each distinct id; ``n`` where there is none."""
+    size = position.shape[0]
+    return jnp.full(size, size, jnp.int32).at[runs.run].min(position, mode="drop")
+
+
+def _bucket(ids: UInt32[Array, "n 2"], config: MultiProbeConfig) -> Int32[Array, " n"]:
+    """Return the bucket of each id."""
+    buckets = config.total_num_buckets
+    if buckets == 1:
+        return jnp.zeros(ids.shape[0], jnp.int32)
+    if config.input_hash_size:
+        size = -(-config.input_hash_size // buckets)
+        starts = np.array([size * i for i in range(1, buckets)], np.uint64)
+        words = np.stack([starts >> np.uint64(32), starts & np.uint64(0xFFFFFFFF)], -1)
+        # The number of starts at or below an id: those below the id after it.
+        low = ids[:, 1] + np.uint32(1)
+        after = jnp.stack([ids[:, 0] + (low == 0).astype(jnp.uint32), low], -1)
+        return search_ids(jnp.asarray(words.astype(np.uint32)), after)
+    # A negative id has 2**64 too much as an unsigned one.
+    rest = remainder(UInt64(ids[:, 0], ids[:, 1]), buckets)
+    is_negative = ids[:, 0] >> np.uint32(31) == 1
+    return jnp.where(is_negative, (rest + buckets - 2**64 % buckets) % buckets, rest)

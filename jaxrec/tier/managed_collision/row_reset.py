@@ -1,0 +1,169 @@
+"""Fresh rows and optimizer state in slots that got another id."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float, Int32, UInt32
+
+from jaxrec.embed.config import TableConfig
+from jaxrec.embed.initialize import draw_and_scale, table_key
+from jaxrec.embed.layout import Group
+from jaxrec.embed.store import TableStore
+from jaxrec.embed.tables import Tables, write_slots
+from jaxrec.mesh.placed_group import PlacedGroup
+from jaxrec.mesh.store import MeshStore
+from jaxrec.tier.managed_collision.evicted import EvictedSlots
+
+# Rows that are written at once.
+_ROWS = 1024
+
+# Rows and state of a group.
+_Arrays: TypeAlias = tuple[Array, dict[str, Array]]
+
+
+def reset_rows(
+    store: TableStore, tables: Sequence[str], evicted: EvictedSlots, key: Array
+) -> TableStore:
+    """Reset the rows of evicted slots: first values and first optimizer state; traced.
+
+    A row is drawn by the table's initializer, from a key that depends on ``key``, the name of the
+    table and the new id. It is the same on one device and over a mesh.
+
+    No copy of a table is made: a loop writes `_ROWS` rows at a time in place, as often as there are
+    evicted slots, and not once where there are none.
+
+    Args:
+        store: The tables, on one device or over a mesh.
+        tables: Names of the tables whose rows the slots are.
+        evicted: The slots.
+        key: Random key of all rows, always the same one.
+
+    Raises:
+        TypeError: The store is of another kind.
+    """
+    if evicted.slots.shape[0] == 0:
+        return store
+    for name in tables:
+        if isinstance(store, MeshStore):
+            store = _reset_on_mesh(store, name, evicted, key)
+        elif isinstance(store, Tables):
+            store = _reset(store, name, evicted, key)
+        else:
+            raise TypeError(
+                f"managed collisions reset rows of jaxrec's tables on one device or over a mesh, "
+                f"but {name!r} is in a {type(store).__name__}"
+            )
+    return store
+
+
+def _reset(store: Tables, name: str, evicted: EvictedSlots, key: Array) -> Tables:
+    group, index = store.layout.find(name)
+    config, offset = group.tables[index], group.row_offsets[index]
+
+    def write(store: Tables, slots: Array, ids: Array) -> Tables:
+        outside = slots >= config.num_embeddings
+        slots = jnp.where(outside, group.num_rows, offset + slots)
+        state = _first_state(group, slots.shape[0])
+        return store.write_rows(group.name, slots, _first_rows(config, ids, key), state)
+
+    return _in_parts(write, store, evicted)
+
+
+def _reset_on_mesh(store: MeshStore, name: str, evicted: EvictedSlots, key: Array) -> MeshStore:
+    whole, index = store.layout.whole.find(name)
+    for placed, columns, shards in store.layout.column_slices(name):
+        first_row = shards[0].first_row - shards[0].shard.rows[0]
+        part = _Slice(whole.tables[index], placed, columns, first_row, store.axes)
+        spec, everywhere = store.spec(placed), PartitionSpec()
+        reset = store.shard_map(part.reset, (spec, everywhere, everywhere), spec)
+        arrays = store.rows[placed.name], store.state[placed.name]
+        rows, state = reset(arrays, evicted, key)
+        store = dataclasses.replace(
+            store,
+            rows=store.rows | {placed.name: rows},
+            state=store.state | {placed.name: state},
+        )
+    return store
+
+
+@dataclasses.dataclass(frozen=True)
+class _Slice:
+    """A column slice of a table over a mesh.
+
+    Attributes:
+        config: The table.
+        placed: The slice's group.
+        columns: First column of the slice and the column after its last.
+        first_row: Row of the group that is the table's first.
+        axes: Axes of the mesh that tables are cut over.
+    """
+
+    config: TableConfig
+    placed: PlacedGroup
+    columns: tuple[int, int]
+    first_row: int
+    axes: tuple[str, ...]
+
+    def reset(self, arrays: _Arrays, evicted: EvictedSlots, key: Array) -> _Arrays:
+        """Return a device's rows and state of the group after the reset; inside `jax.shard_map`."""
+        group = self.placed.group
+
+        def write(arrays: _Arrays, slots: Array, ids: Array) -> _Arrays:
+            outside = slots >= self.config.num_embeddings
+            rows = jnp.where(outside, group.num_rows, self.first_row + slots)
+            local = self.placed.slots(rows)
+            if not self.placed.is_replicated:
+                local = local - jax.lax.axis_index(self.axes) * self.placed.local_rows
+            new = _first_rows(self.config, ids, key)[:, slice(*self.columns)]
+            # It skips slots that are not within this device's rows.
+            return write_slots(
+                arrays[0], arrays[1], local, new, _first_state(group, slots.shape[0])
+            )
+
+        return _in_parts(write, arrays, evicted)
+
+
+def _in_parts(write: Callable[[Any, Array, Array], Any], arrays: Any, evicted: EvictedSlots) -> Any:
+    """Return ``write(arrays, slots, ids)`` after it was called with all evicted slots in turn."""
+    size = min(_ROWS, evicted.slots.shape[0])
+    more = -evicted.slots.shape[0] % size
+    # A slot that is no row.
+    slots = jnp.pad(evicted.slots, (0, more), constant_values=jnp.iinfo(jnp.int32).max)
+    ids = jnp.pad(evicted.ids, ((0, more), (0, 0)))
+
+    def step(part: Int32[Array, ""], arrays: Any) -> Any:
+        first = part * size
+        return write(
+            arrays,
+            jax.lax.dynamic_slice_in_dim(slots, first, size),
+            jax.lax.dynamic_slice_in_dim(ids, first, size),
+        )
+
+    return jax.lax.fori_loop(0, (evicted.count + size - 1) // size, step, arrays)
+
+
+def _first_rows(
+    config: TableConfig, ids: UInt32[Array, "n 2"], key: Array
+) -> Float[Array, "n dim"]:
+    """Return the first row of each id."""
+    dim = config.embedding_dim
+    draw, scale = draw_and_scale(config.initializer, config.num_embeddings, dim)
+    of_table = table_key(key, config.name)
+
+    @functools.partial(jax.vmap)
+    def first_row(words: UInt32[Array, "2"]) -> Float[Array, " dim"]:
+        of_id = jax.random.fold_in(jax.random.fold_in(of_table, words[1]), words[0])
+        return draw(of_id, (1, dim), jnp.float32)[0] * scale
+
+    return first_row(ids)
+
+
+def _first_state(group: Group, count: int) -> dict[str, Array]:
+    return dict(group.optimizer.init(count, group.dim))

@@ -1,0 +1,297 @@
+"""Maps of ids to slots that are sorted by id: TorchRec's managed collisions (MCH)."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Int32, Num, UInt32
+
+from jaxrec.tier.managed_collision.evicted import EvictedSlots
+from jaxrec.tier.managed_collision.id_order import argsort_ids, equal, find_runs, search_ids
+from jaxrec.tier.managed_collision.policies import (
+    COUNTS,
+    LAST_ACCESS,
+    EvictionPolicy,
+    LFUEvictionPolicy,
+)
+
+# The id of an empty slot, 2**63 - 1.
+EMPTY_ID = (0x7FFFFFFF, 0xFFFFFFFF)
+
+# What TorchRec writes as 2**63 - 1: the count of the last slot after an update.
+MAX_COUNT = np.iinfo(np.int32).max
+
+
+@dataclasses.dataclass(frozen=True)
+class SortedMapConfig:
+    """Settings of a `SortedMap`.
+
+    Attributes:
+        history_size: Number of ids that are kept between two updates; later ids are not counted.
+            TorchRec's default is ``int(1.25 * eviction_interval * ids of the first batch)``. An id
+            takes 8 bytes, with policies that use ``last_access_iter`` 12.
+        policy: Which ids keep a slot.
+        eviction_interval: Number of batches between two updates.
+
+    Raises:
+        ValueError: A number is less than 1.
+
+    Example:
+        >>> SortedMapConfig(history_size=int(1.25 * 10 * 65536), eviction_interval=10).policy
+        LFUEvictionPolicy(threshold_filter=None)
+    """
+
+    history_size: int
+    policy: EvictionPolicy = LFUEvictionPolicy()  # noqa: RUF009 (frozen)
+    eviction_interval: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("history_size", "eviction_interval"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be 1 or more, got {getattr(self, name)}")
+
+    def init(self, num_slots: int) -> SortedMap:
+        """Return an empty map.
+
+        Args:
+            num_slots: Number of slots, rows of the table. The last slot is for unknown ids.
+        """
+        if num_slots < 1:
+            raise ValueError(f"a map has 1 slot or more, got {num_slots}")
+        uses_last = LAST_ACCESS in self.policy.metadata
+        return SortedMap(
+            ids=jnp.tile(jnp.array(EMPTY_ID, jnp.uint32), (num_slots, 1)),
+            slots=jnp.arange(num_slots, dtype=jnp.int32),
+            metadata={name: jnp.zeros(num_slots, jnp.int32) for name in self.policy.metadata},
+            history=jnp.zeros((self.history_size, 2), jnp.uint32),
+            history_iters=jnp.zeros(self.history_size, jnp.int32) if uses_last else None,
+            history_length=jnp.int32(0),
+            iteration=jnp.int32(0),
+            config=self,
+        )
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class SortedMap:
+    """A map of ids to slots, sorted by id, that is updated every few batches.
+
+    TorchRec's ``MCHManagedCollisionModule`` (``mc_modules.py``). An update coalesces the ids of the
+    batches since the last one. Ids of the map and new ids compete for the slots by the policy's
+    scores, and the last slot is never given to an id. A slot that changes hands keeps its number.
+    Methods are pure functions for `jax.jit`; ids are ``[n, 2]`` uint32 words as
+    `jaxrec.ragged.split_int64` makes them. The id ``2**63 - 1`` marks empty slots and is always
+    unknown.
+
+    Attributes:
+        ids: Ids of the slots, ascending as signed integers; empty slots are last.
+        slots: Slot of each id of ``ids``.
+        metadata: Numbers of each id of ``ids`` that the policy uses. Counts stay below
+            ``2**31 - 1``, which the last slot has.
+        history: Ids since the last update.
+        history_iters: The ``iteration`` of each; None where the policy does not use it.
+        history_length: Number of ids in the history.
+        iteration: Number of batches so far.
+        config: The settings.
+
+    Example:
+        >>> import jax.numpy as jnp, numpy as np
+        >>> from jaxrec.ragged import split_int64
+        >>> ids = jnp.asarray(split_int64(np.array([10**12, 7, 7])))
+        >>> ids_map = SortedMapConfig(history_size=8).init(num_slots=3)
+        >>> ids_map, evicted = ids_map.update(ids, jnp.ones(3, bool))
+        >>> ids_map.remap(ids).tolist(), evicted.count.item()
+        ([1, 0, 0], 2)
+    """
+
+    ids: UInt32[Array, "slots 2"]
+    slots: Int32[Array, " slots"]
+    metadata: dict[str, Int32[Array, " slots"]]
+    history: UInt32[Array, "history 2"]
+    history_iters: Int32[Array, " history"] | None
+    history_length: Int32[Array, ""]
+    iteration: Int32[Array, ""]
+    config: SortedMapConfig = dataclasses.field(metadata={"static": True})
+
+    @property
+    def num_slots(self) -> int:
+        """Number of slots, the one for unknown ids among them."""
+        return self.ids.shape[0]
+
+    @property
+    def open_slots(self) -> Int32[Array, ""]:
+        """Number of slots that no id has, without the last."""
+        is_empty = equal(self.ids, jnp.array(EMPTY_ID, jnp.uint32))
+        return jnp.sum(is_empty, dtype=jnp.int32) - 1
+
+    @jax.jit
+    def remap(self, ids: UInt32[Array, "n 2"]) -> Int32[Array, " n"]:
+        """Return the slot of each id; the last slot for an unknown one."""
+        position, is_known = self._find(ids)
+        return jnp.where(is_known, self.slots.at[position].get(mode="clip"), self.num_slots - 1)
+
+    @jax.jit  # for callers outside of jit, where XLA would compile the loops anew at each call
+    def update(
+        self, ids: UInt32[Array, "n 2"], is_valid: Bool[Array, " n"], key: Array | None = None
+    ) -> tuple[SortedMap, EvictedSlots]:
+        """Record the ids of a batch, and update the map if it is time.
+
+        Args:
+            ids: The ids of the batch, all features one after the other.
+            is_valid: False at padding.
+            key: Random key of this batch, for `ProbabilisticThreshold`.
+
+        Returns:
+            The new map, and the slots that got another id, empty ones included, in the order in
+            which TorchRec evicts them.
+        """
+        recorded = self._record(ids, is_valid)
+        if self.config.eviction_interval == 1:
+            return recorded._evict(key)
+        is_due = recorded.iteration % self.config.eviction_interval == 0
+        return jax.lax.cond(is_due, SortedMap._evict, SortedMap._keep, recorded, key)
+
+    def _keep(self, key: Array | None) -> tuple[SortedMap, EvictedSlots]:
+        """Return the map as it is."""
+        return self, EvictedSlots.none(self._max_evicted, self.num_slots)
+
+    @property
+    def _max_evicted(self) -> int:
+        return min(self.num_slots - 1, self.history.shape[0])
+
+    def _find(self, ids: UInt32[Array, "n 2"]) -> tuple[Int32[Array, " n"], Bool[Array, " n"]]:
+        """Return the position of each id in ``ids``, and whether it is there."""
+        position = search_ids(self.ids[:-1], ids)
+        found = equal(self.ids.at[position].get(mode="clip"), ids)
+        return position, found & ~equal(ids, jnp.array(EMPTY_ID, jnp.uint32))
+
+    def _record(self, ids: UInt32[Array, "n 2"], is_valid: Bool[Array, " n"]) -> SortedMap:
+        """Return the map with the ids in its history."""
+        iteration, size = self.iteration + 1, self.history.shape[0]
+        is_kept = is_valid & ~equal(ids, jnp.array(EMPTY_ID, jnp.uint32))
+        place = self.history_length + jnp.cumsum(is_kept, dtype=jnp.int32) - 1
+        place = jnp.where(is_kept, place, size)
+        count = self.history_length + jnp.sum(is_kept, dtype=jnp.int32)
+        history_iters = self.history_iters
+        if history_iters is not None:
+            history_iters = history_iters.at[place].set(iteration, mode="drop")
+        return dataclasses.replace(
+            self,
+            history=self.history.at[place].set(ids, mode="drop"),
+            history_iters=history_iters,
+            history_length=jnp.minimum(count, size),
+            iteration=iteration,
+        )
+
+    def _candidates(
+        self, key: Array | None
+    ) -> tuple[UInt32[Array, "history 2"], dict[str, Int32[Array, " history"]]]:
+        """Return the distinct ids of the history and their numbers, those most frequent first.
+
+        Ids that the filter rejects, and padding, have a count of 0 and come last.
+        """
+        size = self.history.shape[0]
+        is_valid = jnp.arange(size, dtype=jnp.int32) < self.history_length
+        runs = find_runs(self.history, is_valid)
+        counts = jnp.zeros(size, jnp.int32).at[runs.run].add(1, mode="drop")
+        if self.config.policy.threshold_filter is not None:
+            admitted = self.config.policy.threshold_filter.admit(counts, runs.count, key)
+            counts = jnp.where(admitted, counts, 0)
+        order = jnp.argsort(-counts, stable=True)
+        numbers = {COUNTS: counts}
+        if self.history_iters is not None:
+            last = jnp.zeros(size, jnp.int32).at[runs.run].max(self.history_iters, mode="drop")
+            numbers[LAST_ACCESS] = last
+        return runs.ids[order], {name: each[order] for name, each in numbers.items()}
+
+    def _evict(self, key: Array | None) -> tuple[SortedMap, EvictedSlots]:
+        """Return the map after an update by its history."""
+        num_slots, policy = self.num_slots, self.config.policy
+        ids, numbers = self._candidates(key)
+        is_candidate = numbers[COUNTS] > 0
+        position, is_known = self._find(ids)
+        is_known &= is_candidate
+        known = jnp.where(is_known, position, num_slots)
+        metadata = {
+            name: _join(name, self.metadata[name], known, numbers[name], self.iteration)
+            for name in policy.metadata
+        }
+        both = {name: jnp.concatenate([metadata[name], numbers[name]]) for name in policy.metadata}
+        scores = policy.scores(both, self.iteration)
+        competes = jnp.concatenate([jnp.ones(num_slots, bool), is_candidate & ~is_known])
+        order = _ranking(scores, competes, num_slots - 1)
+        stays, falls = order[:num_slots], order[num_slots:]
+        size = self._max_evicted
+        entering = _pack(stays >= num_slots, stays - num_slots, size, ids.shape[0])
+        leaving = _pack(falls < num_slots, falls, size, num_slots)
+        count = jnp.sum(stays >= num_slots, dtype=jnp.int32)
+
+        def replace(old: Array, new: Array) -> Array:
+            return old.at[leaving].set(new.at[entering].get(mode="clip"), mode="drop")
+
+        evicted = EvictedSlots(
+            self.slots.at[leaving].get(mode="fill", fill_value=num_slots),
+            ids.at[entering].get(mode="fill", fill_value=0),
+            count,
+        )
+        new_ids = replace(self.ids, ids)
+        metadata = {name: replace(metadata[name], numbers[name]) for name in policy.metadata}
+        by_id = argsort_ids(new_ids)
+        updated = dataclasses.replace(
+            self,
+            ids=new_ids[by_id],
+            slots=self.slots[by_id],
+            metadata={name: each[by_id] for name, each in metadata.items()},
+            history_length=jnp.int32(0),
+        )
+        return updated, evicted
+
+
+def _join(
+    name: str,
+    old: Int32[Array, " slots"],
+    known: Int32[Array, " history"],
+    new: Int32[Array, " history"],
+    iteration: Int32[Array, ""],
+) -> Int32[Array, " slots"]:
+    """Return numbers of the map with those of the history's known ids.
+
+    Args:
+        name: Name of the numbers.
+        old: The map's numbers.
+        known: Position in the map of each id of the history, past the end for other ids.
+        new: The history's numbers.
+        iteration: Number of batches so far.
+    """
+    if name == COUNTS:
+        more = jnp.zeros_like(old).at[known].add(new, mode="drop")
+        return jnp.minimum(old, MAX_COUNT - 1 - more).at[-1].set(0) + more.at[-1].set(MAX_COUNT)
+    return old.at[known].set(new, mode="drop").at[-1].set(iteration)
+
+
+def _ranking(
+    scores: Num[Array, " n"], competes: Bool[Array, " n"], safe: int
+) -> Int32[Array, " n"]:
+    """Return the order of scores, the highest first, stable.
+
+    Args:
+        scores: The scores.
+        competes: False for what comes last.
+        safe: Position of what comes first.
+    """
+    # ~score orders integers from the highest to the lowest without overflow.
+    descending = -scores if jnp.issubdtype(scores.dtype, jnp.floating) else ~scores
+    rank = jnp.where(competes, jnp.int32(1), jnp.int32(2)).at[safe].set(0)
+    position = jnp.arange(scores.shape[0], dtype=jnp.int32)
+    return jax.lax.sort((rank, descending, position), num_keys=2, is_stable=True)[-1]
+
+
+def _pack(
+    is_wanted: Bool[Array, " n"], values: Int32[Array, " n"], size: int, fill: int
+) -> Int32[Array, " _size"]:
+    """Return the wanted values in their order, padded with ``fill`` to ``size``."""
+    place = jnp.where(is_wanted, jnp.cumsum(is_wanted, dtype=jnp.int32) - 1, size)
+    return jnp.full(size, fill, jnp.int32).at[place].set(values, mode="drop")

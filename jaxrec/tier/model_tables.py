@@ -1,0 +1,55 @@
+"""The tables of a model that have open vocabularies."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from flax import nnx
+
+from jaxrec.embed.collection import Collection
+from jaxrec.embed.config import TableConfig
+from jaxrec.embed.taps import tapped_modules
+from jaxrec.tier.store import TierStore
+from jaxrec.tier.transfer import RowTransfer
+from jaxrec.tier.vocabulary import Vocabulary
+
+
+@dataclasses.dataclass(frozen=True)
+class TieredTable:
+    """A table with an open vocabulary.
+
+    Attributes:
+        collection: Path of its collection in the model.
+        config: The table.
+    """
+
+    collection: str
+    config: TableConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class TableVocabulary:
+    """A vocabulary, the features whose ids it has, and the tables whose rows it assigns.
+
+    Attributes:
+        name: Names of the tables, joined by "+".
+        features: Keys of the batch.
+        tables: The tables; they have equally many rows.
+        vocabulary: The assignment of rows.
+        transfer: Moves evicted rows to a store and back; None: they are lost.
+    """
+
+    name: str
+    features: tuple[str, ...]
+    tables: tuple[TieredTable, ...]
+    vocabulary: Vocabulary
+    transfer: RowTransfer | None
+
+
+def collections_of(model: nnx.Module) -> dict[str, Collection]:
+    """Return the collections with open vocabularies by path."""
+    return {
+        path: module
+        for path, module in tapped_modules(model).items()
+        if isinstance(module, Collection) and isinstance(module.tables.get_value(), TierStore)
+    }

@@ -1,0 +1,108 @@
+"""Rows that come and go in the tables of a model with open vocabularies."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+
+import numpy as np
+from flax import nnx
+
+from jaxrec.embed.row_access import RowsOnDevices, TableRows, read, write
+from jaxrec.tier.first_rows import NewRows, reset
+from jaxrec.tier.model_tables import TableVocabulary, collections_of
+from jaxrec.tier.transfer import EvictedRows, StoredRows
+from jaxrec.tier.vocabulary import NO_CHANGE, Assignment
+
+
+@dataclasses.dataclass(frozen=True)
+class Move:
+    """Changes of a batch to the rows of one vocabulary's tables.
+
+    Attributes:
+        assignment: The changes.
+        evicted: The rows on their way to the store; None without a store.
+        fetched: Rows that come from there; None without a store.
+    """
+
+    assignment: Assignment
+    evicted: EvictedRows | None
+    fetched: StoredRows | None
+
+
+NO_MOVE = Move(NO_CHANGE, None, None)
+
+
+def begin_move(each: TableVocabulary, assignment: Assignment) -> Move:
+    """Announce the rows that leave for a store, and start to read those that return."""
+    if each.transfer is None:
+        return Move(assignment, None, None)
+    # An id that comes back is looked for before those that leave now.
+    fetched = each.transfer.fetch(assignment.new_ids) if assignment.new_ids.size else None
+    evicted = (
+        each.transfer.announce(assignment.evicted_ids) if assignment.evicted_ids.size else None
+    )
+    return Move(assignment, evicted, fetched)
+
+
+def move_rows(
+    model: nnx.Module,
+    vocabularies: Sequence[TableVocabulary],
+    moves: Sequence[Move],
+    seed: int,
+) -> None:
+    """Move rows out of a model's tables and into them.
+
+    Args:
+        model: The model.
+        vocabularies: Its vocabularies.
+        moves: What a batch changes, for each of them.
+        seed: Seed of first rows.
+
+    Raises:
+        RuntimeError: A row store failed.
+    """
+    if not any(m.assignment.new_ids.size or m.assignment.evicted_ids.size for m in moves):
+        return
+    fetched = [None if move.fetched is None else move.fetched.result() for move in moves]
+    evicted: dict[tuple[int, str, str], tuple[RowsOnDevices, int]] = {}
+    for path, collection in collections_of(model).items():
+        here = [
+            (v, t, table.config)
+            for v, each in enumerate(vocabularies)
+            for t, table in enumerate(each.tables)
+            if table.collection == path
+        ]
+        store = collection.tables.get_value()
+        placed = store.placed
+        leaving = [(v, config) for v, _, config in here if moves[v].evicted is not None]
+        if leaving:
+            rows = read(
+                placed,
+                [TableRows(c.name, moves[v].assignment.evicted_rows) for v, c in leaving],
+            )
+            for number, (v, config) in enumerate(leaving):
+                evicted[v, path, config.name] = rows, number
+        fresh, returning, values = [], [], []
+        for v, t, config in here:
+            new_rows, new_ids = moves[v].assignment.new_rows, moves[v].assignment.new_ids
+            if (stored := fetched[v]) is not None:
+                found, of_tables = stored
+                returning.append(TableRows(config.name, new_rows[found]))
+                values.append(of_tables[t])
+                new_rows, new_ids = new_rows[~found], new_ids[~found]
+            fresh.append(NewRows(config, new_rows, new_ids))
+        placed = reset(placed, fresh, seed)
+        placed = write(placed, returning, values)
+        collection.tables.set_value(store.with_placed(placed))
+    for v, (each, move) in enumerate(zip(vocabularies, moves, strict=True)):
+        if each.transfer is not None and move.evicted is not None:
+            each.transfer.check()
+            parts = [evicted[v, table.collection, table.config.name] for table in each.tables]
+            each.transfer.send(move.evicted, functools.partial(_to_host, parts))
+
+
+def _to_host(parts: Sequence[tuple[RowsOnDevices, int]]) -> list[dict[str, np.ndarray]]:
+    hosts = {id(rows): rows.to_host() for rows, _ in parts}
+    return [hosts[id(rows)][number] for rows, number in parts]

@@ -1,0 +1,148 @@
+#include "batch_ops.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "id_map.h"
+
+namespace jaxrec {
+namespace {
+
+constexpr int64_t kBlock = 4096;
+constexpr uint64_t kLargest = std::numeric_limits<uint64_t>::max();
+
+struct Keyed {
+  uint64_t key;
+  int32_t index;
+};
+
+// Sorts by key, and leaves equal keys in their order: by 11 bits at a time, from the lowest on.
+void sort_by_key(std::vector<Keyed>& entries, std::vector<Keyed>& spare) {
+  constexpr int kBits = 11;
+  constexpr uint64_t kDigits = uint64_t{1} << kBits;
+  if (entries.empty()) return;
+  uint64_t least = kLargest, most = 0;
+  for (const Keyed& entry : entries) {
+    least = std::min(least, entry.key);
+    most = std::max(most, entry.key);
+  }
+  spare.resize(entries.size());
+  std::vector<int64_t> starts(kDigits);
+  for (int shift = 0; shift < 64 && (most - least) >> shift != 0; shift += kBits) {
+    auto digit = [&](const Keyed& entry) { return (entry.key - least) >> shift & (kDigits - 1); };
+    std::fill(starts.begin(), starts.end(), 0);
+    for (const Keyed& entry : entries) ++starts[digit(entry)];
+    int64_t start = 0;
+    for (int64_t& here : starts) start += std::exchange(here, start);
+    for (const Keyed& entry : entries) spare[starts[digit(entry)]++] = entry;
+    entries.swap(spare);
+  }
+}
+
+// A key that about k of the keys do not exceed, rather more than fewer, from a sample of them.
+uint64_t likely_bound(const uint64_t* keys, const uint8_t* eligible, int64_t count, int64_t k) {
+  constexpr int64_t kSample = 16384;
+  if (count < 8 * kSample) return kLargest;
+  std::vector<uint64_t> sample;
+  sample.reserve(kSample);
+  for (uint64_t i = 1; i <= kSample; ++i) {
+    const uint64_t at = (i * 0x9E3779B97F4A7C15ull >> 32) * static_cast<uint64_t>(count) >> 32;
+    if (eligible == nullptr || eligible[at] != 0) sample.push_back(keys[at]);
+  }
+  const double share = static_cast<double>(kSample) * k / count;
+  const size_t rank = static_cast<size_t>(share + 4 * std::sqrt(share) + 4);
+  if (rank >= sample.size()) return kLargest;
+  std::nth_element(sample.begin(), sample.begin() + rank, sample.end());
+  return sample[rank];
+}
+
+// Returns the k smallest of the keys up to `bound`, in the order of (key, index).
+std::vector<Keyed> smallest_within(const uint64_t* keys, const uint8_t* eligible, int64_t count,
+                                   int64_t k, uint64_t bound) {
+  const int64_t room = std::min(count, 2 * k);
+  std::vector<Keyed> entries(room + kBlock), spare;
+  int64_t size = 0;
+  auto shrink = [&] {
+    entries.resize(size);
+    sort_by_key(entries, spare);
+    size = std::min(size, k);
+  };
+  for (int64_t begin = 0; begin < count; begin += kBlock) {
+    const int64_t end = std::min(begin + kBlock, count);
+    for (int64_t i = begin; i < end; ++i) {
+      entries[size] = {keys[i], static_cast<int32_t>(i)};
+      size += keys[i] <= bound && (eligible == nullptr || eligible[i] != 0);
+    }
+    if (size <= room || end == count) continue;
+    // Of the keys to come, only those below the k-th smallest so far can be among the k smallest.
+    shrink();
+    if (entries[k - 1].key == 0) break;
+    bound = entries[k - 1].key - 1;
+    entries.resize(room + kBlock);
+  }
+  shrink();
+  entries.resize(size);
+  return entries;
+}
+
+}  // namespace
+
+int64_t distinct(const int64_t* ids, int64_t count, uint64_t seed, int64_t* unique,
+                 int32_t* inverse, int32_t* counts) {
+  int32_t num_unique = 0, none = kNoSlot;
+  auto map = std::make_unique<IdMap>(std::min(count, 4 * kBlock), seed);
+  for (int64_t begin = 0; begin < count; begin += kBlock) {
+    const int64_t size = std::min(kBlock, count - begin);
+    // A small map stays in the cache, and most batches have many repeats: it grows when it must.
+    if (num_unique + size > map->capacity()) {
+      map = std::make_unique<IdMap>(std::min(count, 4 * map->capacity()), seed);
+      int32_t slots[kBlock];
+      for (int32_t first = 0; first < num_unique;) {
+        const int64_t some = std::min<int64_t>(kBlock, num_unique - first);
+        int32_t again = none;
+        first = map->find_or_insert(unique + first, some, first, again, slots);
+      }
+    }
+    const int32_t after =
+        map->find_or_insert(ids + begin, size, num_unique, none, inverse + begin);
+    std::fill(counts + num_unique, counts + after, 0);
+    for (int64_t i = begin; i < begin + size; ++i) {
+      if (inverse[i] == num_unique) unique[num_unique++] = ids[i];
+      ++counts[inverse[i]];
+    }
+  }
+  return num_unique;
+}
+
+int64_t smallest(const uint64_t* keys, const uint8_t* eligible, int64_t count, int64_t k,
+                 int32_t* indices) {
+  k = std::min(k, count);
+  if (k == 0) return 0;
+  const uint64_t bound = likely_bound(keys, eligible, count, k);
+  std::vector<Keyed> entries = smallest_within(keys, eligible, count, k, bound);
+  if (static_cast<int64_t>(entries.size()) < k && bound != kLargest) {
+    entries = smallest_within(keys, eligible, count, k, kLargest);
+  }
+  for (const Keyed& entry : entries) *indices++ = entry.index;
+  return static_cast<int64_t>(entries.size());
+}
+
+int64_t add_counts(const int32_t* slots, const int32_t* amounts, int64_t count, uint32_t* counts,
+                   int64_t num_slots) {
+  for (int64_t i = 0; i < count; ++i) {
+    if (slots[i] >= num_slots || (amounts != nullptr && amounts[i] < 0)) return i;
+  }
+  for (int64_t i = 0; i < count; ++i) {
+    if (slots[i] < 0) continue;
+    uint32_t& number = counts[slots[i]];
+    const uint32_t sum = number + (amounts == nullptr ? 1 : static_cast<uint32_t>(amounts[i]));
+    number = sum < number ? std::numeric_limits<uint32_t>::max() : sum;
+  }
+  return count;
+}
+
+}  // namespace jaxrec

@@ -1,0 +1,27 @@
+// Functions of whole batches of ids, slots or keys.
+#ifndef JAXREC_TIER_BATCH_OPS_H_
+#define JAXREC_TIER_BATCH_OPS_H_
+
+#include <cstdint>
+
+namespace jaxrec {
+
+// Writes the distinct ids in the order of their first occurrence, how often each occurs, and for
+// each id its position among the distinct ones. Returns their number. `seed` as of IdMap.
+int64_t distinct(const int64_t* ids, int64_t count, uint64_t seed, int64_t* unique,
+                 int32_t* inverse, int32_t* counts);
+
+// Writes the indices of the k smallest keys, in the order of (key, index), or of all if there are
+// fewer. Keys count whose `eligible` is not 0; all if it is null. Returns how many were written.
+int64_t smallest(const uint64_t* keys, const uint8_t* eligible, int64_t count, int64_t k,
+                 int32_t* indices);
+
+// Adds amounts[i], or 1 if amounts is null, to the count of each slot; counts stay at their largest
+// number. Slots below 0 are skipped. Returns `count`, or the position of the first slot or amount
+// that is outside of its range; nothing is added then.
+int64_t add_counts(const int32_t* slots, const int32_t* amounts, int64_t count, uint32_t* counts,
+                   int64_t num_slots);
+
+}  // namespace jaxrec
+
+#endif  // JAXREC_TIER_BATCH_OPS_H_

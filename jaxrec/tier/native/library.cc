@@ -1,0 +1,112 @@
+// What Python calls, through ctypes. Memory is the caller's, and arguments were checked there.
+#include <algorithm>
+#include <exception>
+#include <mutex>
+#include <new>
+#include <shared_mutex>
+#include <thread>
+#include <vector>
+
+#include "batch_ops.h"
+#include "id_map.h"
+
+#define JAXREC_EXPORT extern "C" __attribute__((visibility("default")))
+
+namespace {
+
+using jaxrec::IdMap;
+
+using Reading = std::shared_lock<std::shared_mutex>;
+using Writing = std::unique_lock<std::shared_mutex>;
+
+constexpr int64_t kOutOfMemory = -1;
+// Ids that make up for starting a thread.
+constexpr int64_t kIdsOfThread = 16384;
+
+}  // namespace
+
+// Raised by each change of the functions below, so that Python refuses a library of other sources.
+JAXREC_EXPORT int64_t jaxrec_tier_interface() { return 1; }
+
+JAXREC_EXPORT IdMap* jaxrec_id_map_new(int64_t capacity, uint64_t seed) {
+  try {
+    return new IdMap(capacity, seed);
+  } catch (const std::bad_alloc&) {
+    return nullptr;
+  }
+}
+
+JAXREC_EXPORT void jaxrec_id_map_delete(IdMap* map) { delete map; }
+
+JAXREC_EXPORT int64_t jaxrec_id_map_num_bytes(const IdMap* map) { return map->num_bytes(); }
+
+JAXREC_EXPORT int64_t jaxrec_id_map_size(const IdMap* map) {
+  Reading reading(map->mutex);
+  return map->size();
+}
+
+JAXREC_EXPORT void jaxrec_id_map_find(const IdMap* map, const int64_t* ids, int64_t count,
+                                      int32_t* slots, int64_t max_threads) {
+  Reading reading(map->mutex);
+  const int64_t threads = std::clamp<int64_t>(count / kIdsOfThread, 1, max_threads);
+  const int64_t part = (count + threads - 1) / threads;
+  auto find_part = [=](int64_t begin) {
+    map->find(ids + begin, std::min(part, count - begin), slots + begin);
+  };
+  std::vector<std::thread> helpers;
+  int64_t begin = part;
+  try {
+    helpers.reserve(threads);
+    for (; begin < count; begin += part) helpers.emplace_back(find_part, begin);
+  } catch (const std::exception&) {
+    // There are no more threads: this one does the rest.
+  }
+  map->find(ids, std::min(part, count), slots);
+  for (; begin < count; begin += part) find_part(begin);
+  for (std::thread& helper : helpers) helper.join();
+}
+
+// Returns `count`, the position of the id that was refused, or -1 without room.
+JAXREC_EXPORT int64_t jaxrec_id_map_insert(IdMap* map, const int64_t* ids, const int32_t* slots,
+                                           int64_t count) {
+  Writing writing(map->mutex);
+  if (count > map->capacity() - map->size()) return -1;
+  return map->insert(ids, slots, count);
+}
+
+JAXREC_EXPORT int64_t jaxrec_id_map_remove(IdMap* map, const int64_t* ids, int64_t count,
+                                           int32_t* slots) {
+  Writing writing(map->mutex);
+  return map->remove(ids, count, slots);
+}
+
+// Writes at most `room` items, and returns how many there are.
+JAXREC_EXPORT int64_t jaxrec_id_map_items(const IdMap* map, int64_t room, int64_t* ids,
+                                          int32_t* slots) {
+  Reading reading(map->mutex);
+  if (map->size() <= room) map->items(ids, slots);
+  return map->size();
+}
+
+JAXREC_EXPORT int64_t jaxrec_distinct(const int64_t* ids, int64_t count, uint64_t seed,
+                                      int64_t* unique, int32_t* inverse, int32_t* counts) {
+  try {
+    return jaxrec::distinct(ids, count, seed, unique, inverse, counts);
+  } catch (const std::bad_alloc&) {
+    return kOutOfMemory;
+  }
+}
+
+JAXREC_EXPORT int64_t jaxrec_smallest(const uint64_t* keys, const uint8_t* eligible, int64_t count,
+                                      int64_t k, int32_t* indices) {
+  try {
+    return jaxrec::smallest(keys, eligible, count, k, indices);
+  } catch (const std::bad_alloc&) {
+    return kOutOfMemory;
+  }
+}
+
+JAXREC_EXPORT int64_t jaxrec_add_counts(const int32_t* slots, const int32_t* amounts, int64_t count,
+                                        uint32_t* counts, int64_t num_slots) {
+  return jaxrec::add_counts(slots, amounts, count, counts, num_slots);
+}

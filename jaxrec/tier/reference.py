@@ -1,0 +1,129 @@
+"""Id maps and batch operations in NumPy.
+
+They define what `jaxrec.tier.library` computes, and serve where the library is missing. Arguments
+were checked by the callers, `jaxrec.tier.id_map` and `jaxrec.tier.batch_ops`.
+"""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+
+_MAX_COUNT = np.iinfo(np.uint32).max
+
+
+class Map:
+    """Map from ids to slots: the ids in ascending order, and the slot of each."""
+
+    def __init__(self, capacity: int):
+        self._capacity = capacity
+        # Replaced as one, so that a reader in another thread sees both of one state.
+        self._items = np.empty(0, np.int64), np.empty(0, np.int32)
+        self._changing = threading.Lock()
+
+    def __len__(self) -> int:
+        return self._items[0].size
+
+    @property
+    def nbytes(self) -> int:
+        return sum(array.nbytes for array in self._items)
+
+    def find(self, ids: np.ndarray, threads: int) -> np.ndarray:
+        """Return the slot of each id, -1 where it is absent."""
+        return _find(*self._items, ids)
+
+    def insert(self, ids: np.ndarray, slots: np.ndarray) -> int:
+        """Add ids with their slots.
+
+        Returns:
+            The number of ids; or the position of the first id that the map has or that occurs
+            before, or -1 without room. The map is as before in these cases.
+        """
+        with self._changing:
+            if ids.size > self._capacity - len(self):
+                return -1
+            taken = (_find(*self._items, ids) >= 0) | _occurs_before(ids)
+            if taken.any():
+                return int(taken.argmax())
+            order = np.argsort(ids)
+            sorted_ids, their_slots = self._items
+            places = np.searchsorted(sorted_ids, ids[order])
+            self._items = (
+                np.insert(sorted_ids, places, ids[order]),
+                np.insert(their_slots, places, slots[order]),
+            )
+            return ids.size
+
+    def remove(self, ids: np.ndarray) -> tuple[np.ndarray, int]:
+        """Remove ids.
+
+        Returns:
+            The slots that they had and the number of ids; or, in its place, the position of the
+            first id that is absent or occurs before. The map is as before in this case.
+        """
+        with self._changing:
+            slots = _find(*self._items, ids)
+            absent = (slots < 0) | _occurs_before(ids)
+            if absent.any():
+                return slots, int(absent.argmax())
+            sorted_ids, their_slots = self._items
+            places = np.searchsorted(sorted_ids, ids)
+            self._items = np.delete(sorted_ids, places), np.delete(their_slots, places)
+            return slots, ids.size
+
+    def items(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return the ids in ascending order, and the slot of each."""
+        ids, slots = self._items
+        return ids.copy(), slots.copy()
+
+
+def _find(sorted_ids: np.ndarray, slots: np.ndarray, ids: np.ndarray) -> np.ndarray:
+    if sorted_ids.size == 0:
+        return np.full(ids.size, -1, np.int32)
+    places = np.minimum(np.searchsorted(sorted_ids, ids), sorted_ids.size - 1)
+    return np.where(sorted_ids[places] == ids, slots[places], np.int32(-1))
+
+
+def _occurs_before(ids: np.ndarray) -> np.ndarray:
+    """Return whether each id repeats an earlier one."""
+    repeats = np.ones(ids.size, bool)
+    repeats[np.unique(ids, return_index=True)[1]] = False
+    return repeats
+
+
+def distinct(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the distinct ids, the position of each id among them, and their counts."""
+    unique, first, inverse, counts = np.unique(
+        ids, return_index=True, return_inverse=True, return_counts=True
+    )
+    order = np.argsort(first)
+    rank = np.empty(order.size, np.int32)
+    rank[order] = np.arange(order.size, dtype=np.int32)
+    return unique[order], rank[inverse], counts[order].astype(np.int32)
+
+
+def smallest(keys: np.ndarray, eligible: np.ndarray | None, k: int) -> np.ndarray:
+    """Return the indices of the k smallest keys among the eligible, ordered by (key, index)."""
+    indices = np.arange(keys.size) if eligible is None else np.flatnonzero(eligible)
+    order = np.argsort(keys[indices], kind="stable")[:k]
+    return indices[order].astype(np.int32)
+
+
+def add_counts(slots: np.ndarray, amounts: np.ndarray | None, counts: np.ndarray) -> int:
+    """Add to the counts of slots, in place, up to the largest uint32.
+
+    Returns:
+        The number of slots; or the position of the first slot or amount that is outside of its
+        range. Nothing is added in this case.
+    """
+    outside = slots >= counts.size
+    if amounts is not None:
+        outside |= amounts < 0
+    if outside.any():
+        return int(outside.argmax())
+    is_used = slots >= 0
+    weights = None if amounts is None else amounts[is_used]
+    sums = np.bincount(slots[is_used], weights, counts.size)
+    np.minimum(counts + sums, _MAX_COUNT, out=counts, casting="unsafe")
+    return slots.size

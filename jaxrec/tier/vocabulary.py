@@ -1,0 +1,361 @@
+"""The rows of the ids of a vocabulary: who has one, who gets one, and who loses it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import numpy as np
+
+from jaxrec.tier.batch_ops import add_counts, distinct, smallest
+from jaxrec.tier.dynamic import Dynamic
+from jaxrec.tier.eviction import FIRST_POWER, MAX_POWER
+from jaxrec.tier.id_map import IdMap
+from jaxrec.tier.mixing import mix
+from jaxrec.tier.records import Records
+from jaxrec.tier.sightings import Sightings
+from jaxrec.tier.statistics import Statistics
+
+# Seeds of draws are beyond those of the sketch's hashes.
+_ADMISSION_SEED = 1 << 20
+_POWER_SEED = 1 << 21
+
+_NO_IDS = np.zeros(0, np.int64)
+_NO_ROWS = np.zeros(0, np.int32)
+
+
+class VocabularyFullError(ValueError):
+    """The batches under way have more distinct ids than there are rows."""
+
+    def __init__(self, needed: int, available: int, room: int, first_id: int) -> None:
+        super().__init__(needed, available, room, first_id)
+        self.needed, self.available, self.room, self.first_id = needed, available, room, first_id
+
+
+class TableFullError(ValueError):
+    """A batch cannot be planned for want of rows; the message is one sentence for the user."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Assignment:
+    """The rows of one batch's ids, and what changes for them.
+
+    Attributes:
+        rows: int32 row of each id, ``[n]``.
+        new_ids: Ids that got a row, int64 ``[m]``.
+        new_rows: Their rows, int32 ``[m]``.
+        evicted_ids: Ids that lost their row, int64 ``[e]``. A row may be given to a new id at once.
+        evicted_rows: The rows that they had, int32 ``[e]``.
+    """
+
+    rows: np.ndarray
+    new_ids: np.ndarray
+    new_rows: np.ndarray
+    evicted_ids: np.ndarray
+    evicted_rows: np.ndarray
+
+
+NO_CHANGE = Assignment(_NO_ROWS, _NO_IDS, _NO_ROWS, _NO_IDS, _NO_ROWS)
+
+
+@dataclasses.dataclass(frozen=True)
+class Proposal:
+    """Changes that a batch would make to a vocabulary.
+
+    Attributes:
+        ids: The ids of the batch, ``[n]``.
+        batch: Number of the batch.
+        rows: Row of each id, -1 where it has none.
+        is_miss: Whether an id has no row.
+        missing: Distinct ids without a row, ``[m]``.
+        inverse: For each id without a row its place in ``missing``.
+        sightings: Number of sightings of each of ``missing``.
+        admitted: Whether each of ``missing`` gets a row.
+        victims: Rows to evict.
+    """
+
+    ids: np.ndarray
+    batch: int
+    rows: np.ndarray
+    is_miss: np.ndarray
+    missing: np.ndarray
+    inverse: np.ndarray
+    sightings: np.ndarray
+    admitted: np.ndarray
+    victims: np.ndarray
+
+
+class Vocabulary:
+    """Assigns the rows of a table to 64-bit ids, in batches.
+
+    Everything follows from the sequence of batches alone (and from the clock, with a policy that
+    uses it), so that two runs over the same batches assign the same rows.
+
+    Args:
+        num_rows: Rows of the table. The first ones, as many as ``settings.unknown`` says, are for
+            ids without a row of their own.
+        settings: Which ids get a row and which lose it.
+
+    Raises:
+        ValueError: There is no row for ids.
+    """
+
+    def __init__(self, num_rows: int, settings: Dynamic) -> None:
+        self.num_rows, self.settings = num_rows, settings
+        self.first_row = settings.unknown.rows
+        self.room = num_rows - self.first_row
+        if self.room < 1:
+            raise ValueError(
+                f"num_embeddings is {num_rows}, but {self.first_row} rows are kept for unknown ids"
+            )
+        self.records = Records.empty(num_rows)
+        self.map = IdMap(self.room)
+        self.sightings = None
+        if settings.admit_after > 1:
+            self.sightings = Sightings(settings.counters or num_rows)
+        self.statistics = Statistics(self.room)
+        # Fresh rows are given in steps of about the golden ratio, so that any shards of consecutive
+        # rows fill evenly.
+        self._stride = _coprime_near(self.room, 0.618)
+        self._num_fresh_given = 0
+        self._freed = _NO_ROWS
+
+    def __len__(self) -> int:
+        """Return the number of ids that have a row."""
+        return len(self.map)
+
+    def find(self, ids: np.ndarray, batch: int) -> np.ndarray:
+        """Return the row that each id had after a batch, int32 ``[n]``; -1 for none.
+
+        Args:
+            ids: int64 ``[n]``, with repeats.
+            batch: Number of the batch. Ids that were evicted later have no row.
+        """
+        rows = self.map.find(ids)
+        rows[(rows >= 0) & (self.records.born[rows] > batch)] = -1
+        return rows
+
+    def with_unknown(self, ids: np.ndarray, rows: np.ndarray) -> np.ndarray:
+        """Return rows with those of unknown ids in the place of -1."""
+        unknown = rows < 0
+        if unknown.any():
+            rows[unknown] = self.settings.unknown.rows_of(ids[unknown])
+        return rows
+
+    def propose(self, ids: np.ndarray, batch: int, held: int) -> Proposal:
+        """Decide which rows the ids of a batch get, changing nothing.
+
+        Args:
+            ids: int64 ``[n]``, with repeats.
+            batch: Number of the batch; larger than that of any batch before.
+            held: Rows that the last ``held`` batches before this one use are not evicted.
+
+        Raises:
+            VocabularyFullError: The ids of these batches do not fit the rows.
+        """
+        rows = self.map.find(ids)
+        is_miss = rows < 0
+        missing, inverse, counts = distinct(ids[is_miss])
+        sightings = counts if self.sightings is None else self.sightings.count(missing, counts)
+        admitted = self._admit(missing, sightings, batch)
+        victims = self._choose_victims(missing[admitted], batch, held, rows)
+        return Proposal(ids, batch, rows, is_miss, missing, inverse, sightings, admitted, victims)
+
+    def commit(self, proposal: Proposal) -> Assignment:
+        """Carry out the last proposal, with nothing in between."""
+        ids, batch, rows = proposal.ids, proposal.batch, proposal.rows
+        missing, admitted = proposal.missing, proposal.admitted
+        if self.sightings is not None:
+            self.sightings.record(missing, proposal.sightings)
+        evicted_ids = self._evict(proposal.victims)
+        new_ids = missing[admitted]
+        new_rows = self._take_free(new_ids.size)
+        self._insert(new_ids, new_rows, batch)
+        of_missing = np.full(missing.size, -1, np.int32)
+        of_missing[admitted] = new_rows
+        rows[proposal.is_miss] = of_missing[proposal.inverse]
+        self._touch(rows, batch)
+        num_misses = int(proposal.is_miss.sum())
+        self.statistics.add(
+            lookups=ids.size,
+            hits=ids.size - num_misses,
+            new=missing.size,
+            admitted=new_ids.size,
+            evicted=proposal.victims.size,
+            refused=int(np.count_nonzero(rows < 0)),
+            resident=len(self.map),
+        )
+        rows = self.with_unknown(ids, rows)
+        return Assignment(rows, new_ids, new_rows, evicted_ids, proposal.victims)
+
+    def give_rows(self, ids: np.ndarray, batch: int) -> Assignment:
+        """Give free rows to ids, whatever is demanded for admission.
+
+        Args:
+            ids: Distinct ids without a row, int64 ``[n]``, not more than there are free rows.
+            batch: Number of the batch after which they have them.
+        """
+        new_rows = self._take_free(ids.size)
+        self._insert(ids, new_rows, batch)
+        self._touch(new_rows, batch)
+        self.statistics.resident = len(self.map)
+        return Assignment(new_rows, ids, new_rows, _NO_IDS, _NO_ROWS)
+
+    def _admit(self, ids: np.ndarray, sightings: np.ndarray, batch: int) -> np.ndarray:
+        """Return whether each id gets a row, bool ``[n]``."""
+        admitted = sightings >= self.settings.admit_after
+        if self.settings.admit_probability < 1:
+            draws = mix(ids, _ADMISSION_SEED + batch).astype(np.float64) / 2.0**64
+            admitted &= draws < self.settings.admit_probability
+        return admitted
+
+    def _choose_victims(
+        self, new_ids: np.ndarray, batch: int, held: int, hits: np.ndarray
+    ) -> np.ndarray:
+        """Return the rows to evict: those that have outlived their time, and for want of room.
+
+        Args:
+            new_ids: Ids that need a row.
+            batch: Number of the batch.
+            held: Number of batches whose rows stay.
+            hits: Rows of the batch's ids, -1 where there is none.
+        """
+        policy, free = self.settings.eviction, self.room - len(self.map)
+        is_due = batch % policy.expiry_interval == 0
+        if new_ids.size <= free and not is_due:
+            return _NO_ROWS
+        eligible = (self.records.born >= 0) & (self.records.last_use < batch - held)
+        eligible[hits[hits >= 0]] = False
+        expired = policy.expired(self.records, batch) if is_due else None
+        victims = _NO_ROWS
+        if expired is not None:
+            victims = np.flatnonzero(expired & eligible).astype(np.int32)
+            eligible[victims] = False
+        lacking = new_ids.size - free - victims.size
+        if lacking <= 0:
+            return victims
+        available = int(np.count_nonzero(eligible))
+        if lacking > available:
+            fitting = free + victims.size + available
+            raise VocabularyFullError(new_ids.size, fitting, self.room, int(new_ids[fitting]))
+        count = min(max(lacking, int(self.settings.evict_fraction * self.room)), available)
+        chosen = smallest(policy.keys(self.records, batch), eligible, count)
+        return np.concatenate([victims, chosen])
+
+    def _evict(self, rows: np.ndarray) -> np.ndarray:
+        """Free rows; return the ids that had them."""
+        ids = self.records.ids[rows]
+        self.map.remove(ids)
+        self.records.born[rows] = -1
+        self._freed = np.concatenate([self._freed, rows])
+        return ids
+
+    def _take_free(self, count: int) -> np.ndarray:
+        """Return rows that no id has had, then those that were freed first."""
+        num_fresh = min(count, self.room - self._num_fresh_given)
+        steps = np.arange(self._num_fresh_given, self._num_fresh_given + num_fresh, dtype=np.int64)
+        fresh = (self.first_row + steps * self._stride % self.room).astype(np.int32)
+        self._num_fresh_given += num_fresh
+        reused, self._freed = np.split(self._freed, [count - num_fresh])
+        return np.concatenate([fresh, reused])
+
+    def _insert(self, ids: np.ndarray, rows: np.ndarray, batch: int) -> None:
+        self.map.insert(ids, rows)
+        self.records.ids[rows] = ids
+        self.records.born[rows] = batch
+        self.records.count[rows] = 0
+        self.records.power[rows] = FIRST_POWER
+
+    def _touch(self, rows: np.ndarray, batch: int) -> None:
+        """Record the use of rows, with repeats; -1 is no row."""
+        records, policy = self.records, self.settings.eviction
+        add_counts(rows, records.count)
+        used = rows if rows.size == 0 or rows.min() >= 0 else rows[rows >= 0]
+        if policy.uses_power:
+            once = distinct(used.astype(np.int64))[0]
+            power = records.power[once]
+            # As many low bits of the draw as the class are zero with probability 2**-power.
+            draws = mix(records.ids[once], _POWER_SEED + batch)
+            masks = (np.uint64(1) << power.astype(np.uint64)) - np.uint64(1)
+            raised = ((draws & masks) == 0) & (records.last_use[once] != batch)
+            # The class of an id that is new in this batch stays.
+            raised &= records.born[once] != batch
+            records.power[once] = np.minimum(power + raised, MAX_POWER).astype(np.uint8)
+        if policy.uses_seconds:
+            records.last_seconds[used] = int(policy.seconds())
+        records.last_use[used] = batch
+
+    # State, for checkpoints.
+
+    def state(self) -> dict[str, np.ndarray]:
+        """Return all that the assignment of later batches depends on, as arrays."""
+        rows = np.flatnonzero(self.records.born >= 0).astype(np.int32)
+        state = {f"record_{name}": x for name, x in self.records.take(rows).arrays().items()}
+        state |= {
+            "rows": rows,
+            "freed": self._freed.copy(),
+            "numbers": np.array([self.num_rows, self.first_row, self._num_fresh_given], np.int64),
+        }
+        if self.sightings is not None:
+            state["sightings"] = self.sightings.lines.copy()
+            state["sightings_new_ids"] = np.array([self.sightings.new_ids], np.int64)
+        return state
+
+    def load_state(self, state: dict[str, np.ndarray], batch: int) -> tuple[np.ndarray, np.ndarray]:
+        """Take over the ids of a saved vocabulary, which may have had another number of rows.
+
+        A vocabulary with fewer rows keeps the ids that its policy would evict last.
+
+        Args:
+            state: What `state` returned.
+            batch: Number of the last batch before it was saved.
+
+        Returns:
+            The row that each kept id had and the row that it has, both int32 ``[n]``.
+        """
+        saved_rows, first_saved, num_fresh_given = map(int, state["numbers"])
+        old_rows = state["rows"].astype(np.int32)
+        records = Records(
+            **{
+                name: state[f"record_{name}"].astype(empty.dtype)
+                for name, empty in self.records.arrays().items()
+            }
+        )
+        if old_rows.size > self.room:
+            keys = self.settings.eviction.keys(records, batch)
+            gone = smallest(keys, None, old_rows.size - self.room)
+            kept = np.setdiff1d(np.arange(old_rows.size), gone)
+            old_rows, records = old_rows[kept], records.take(kept)
+        if (saved_rows, first_saved) == (self.num_rows, self.first_row):
+            rows = old_rows
+            self._num_fresh_given, self._freed = num_fresh_given, state["freed"].astype(np.int32)
+        else:
+            self._num_fresh_given, self._freed = 0, _NO_ROWS
+            is_free = np.ones(self.num_rows, np.bool_)
+            stays = (old_rows >= self.first_row) & (old_rows < self.num_rows)
+            is_free[old_rows[stays]] = False
+            in_order = self._take_free(self.room)
+            free = in_order[is_free[in_order]]
+            rows = old_rows.copy()
+            rows[~stays], self._freed = np.split(free, [np.count_nonzero(~stays)])
+        self.map = IdMap(self.room)
+        self.map.insert(records.ids, rows)
+        self.records = Records.empty(self.num_rows)
+        for name, array in self.records.arrays().items():
+            array[rows] = getattr(records, name)
+        lines = state.get("sightings")
+        if self.sightings is not None:
+            self.sightings = Sightings(self.sightings.lines.shape[1])
+            if lines is not None and lines.shape == self.sightings.lines.shape:
+                self.sightings.lines[:] = lines
+                self.sightings.new_ids = int(state["sightings_new_ids"][0])
+        self.statistics = Statistics(self.room, resident=len(self.map))
+        return old_rows, rows
+
+
+def _coprime_near(number: int, share: float) -> int:
+    """Return a number near a share of another that has no common divisor with it."""
+    candidate = max(1, round(number * share))
+    while math.gcd(candidate, number) > 1:
+        candidate += 1
+    return candidate

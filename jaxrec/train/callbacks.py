@@ -1,0 +1,97 @@
+"""Callbacks that save checkpoints and write metrics."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+
+from jaxrec.metrics.writers import Writer
+from jaxrec.train.checkpoint import CheckpointManager, all_steps
+from jaxrec.train.open_vocabularies import scalars
+from jaxrec.train.trainer import Callback, StepResult, Trainer
+
+
+def _check_interval(callback: Callback, every: int) -> None:
+    if every < 1:
+        raise ValueError(f"{type(callback).__name__}: every={every} must be 1 or more")
+
+
+@dataclasses.dataclass
+class SaveCheckpoints(Callback):
+    """Saves a checkpoint every ``every`` steps and at the end of training.
+
+    Attributes:
+        manager: The manager of the checkpoints.
+        every: Number of steps between two checkpoints.
+        metrics: Function that returns the values by which the manager ranks a checkpoint; None:
+            the metrics of training.
+        plan: The sharding plan as JSON, for the checkpoints' metadata.
+
+    Raises:
+        TypeError: ``manager`` is not a `CheckpointManager`.
+        ValueError: ``every`` is below 1.
+    """
+
+    manager: CheckpointManager
+    every: int = 1000
+    metrics: Callable[[], Mapping[str, float]] | None = None
+    plan: str | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.manager, CheckpointManager):
+            raise TypeError(
+                "manager must be jaxrec.train.CheckpointManager(directory), got a "
+                f"{type(self.manager).__name__}"
+            )
+        _check_interval(self, self.every)
+
+    def on_step_dispatched(self, trainer: Trainer, step: int) -> None:
+        if step % self.every == 0:
+            trainer.wait()
+            self.save(trainer)
+
+    def on_train_end(self, trainer: Trainer) -> None:
+        self.manager.wait_until_finished()
+        # Saving a step again would delete its checkpoint until the new one is complete.
+        if trainer.step not in all_steps(self.manager.directory):
+            self.save(trainer)
+            self.manager.wait_until_finished()
+
+    def save(self, trainer: Trainer) -> None:
+        """Start saving a checkpoint."""
+        metrics = None if self.metrics is None else self.metrics()
+        trainer.save(self.manager, metrics=metrics, plan=self.plan)
+
+
+@dataclasses.dataclass
+class WriteMetrics(Callback):
+    """Writes the loss and the metrics of training every ``every`` steps.
+
+    Open vocabularies add the values of `jaxrec.tier.statistics`, such as
+    ``vocabulary/item/hit_rate`` of the table ``item``.
+
+    Attributes:
+        writer: The writer, such as `jaxrec.metrics.JSONLinesWriter`.
+        every: Number of steps between two writes.
+
+    Raises:
+        ValueError: ``every`` is below 1.
+    """
+
+    writer: Writer
+    every: int = 100
+
+    def __post_init__(self) -> None:
+        _check_interval(self, self.every)
+        self._loss = float("nan")
+
+    def on_step_end(self, trainer: Trainer, result: StepResult) -> None:
+        self._loss = result.loss
+
+    def on_step_dispatched(self, trainer: Trainer, step: int) -> None:
+        if step % self.every == 0:
+            trainer.wait()
+            self.writer.write(
+                step,
+                {"loss": self._loss, **trainer.compute_metrics(), **scalars(trainer.model)},
+            )

@@ -1,0 +1,162 @@
+"""Reading the arrays of checkpoints by Orbax, whose errors become one sentence."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import pathlib
+import re
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxrec.embed.checkpoint_view import LogicalTable
+from jaxrec.train.checkpoint.files import UNFINISHED, CheckpointError, damaged
+
+# Errors by which Orbax and its metadata fail over damaged files.
+_READ_ERRORS = (ValueError, KeyError, TypeError, AttributeError, FileNotFoundError)
+
+
+def read_arrays(path: pathlib.Path, wanted: set[str]) -> dict[str, Any]:
+    """Read top-level parts of the tree that `tree.saved_tree` made, to the host."""
+    import orbax.checkpoint as ocp
+
+    with _reader(path) as (saved, restore):
+        target = {
+            name: jax.tree.map(lambda leaf: np.empty(leaf.shape, leaf.dtype), saved[name])
+            for name in wanted
+            if name in saved
+        }
+        read = restore(
+            target, jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), target)
+        )
+    return {name: {} for name in wanted} | read
+
+
+def read_forms(path: pathlib.Path) -> dict[str, Any]:
+    """Read the shapes of tables and of their state, by collection and table."""
+    with _reader(path) as (saved, _):
+        return saved.get("tables", {})
+
+
+def read_tables(
+    path: pathlib.Path, collection: str, wanted: dict[str, LogicalTable], *, has_state: bool
+) -> dict[str, LogicalTable]:
+    """Read tables of a collection to their devices; ``has_state``: with optimizer state."""
+    import orbax.checkpoint as ocp
+
+    target = {
+        name: {"rows": form.rows} | ({"state": form.state} if has_state else {})
+        for name, form in wanted.items()
+    }
+    with _reader(path) as (_, restore):
+        # The number of zeros after the rows depends on the devices.
+        arguments = jax.tree.map(
+            lambda form: ocp.ArrayRestoreArgs(
+                sharding=form.sharding, global_shape=form.shape, strict=False
+            ),
+            target,
+        )
+        nested = [{"tables": {collection: tree}} for tree in (target, arguments)]
+        read = restore(*nested)["tables"][collection]
+    return {
+        name: LogicalTable(table["rows"], table.get("state") or {}) for name, table in read.items()
+    }
+
+
+def read_table(
+    path: pathlib.Path, collection: str, name: str, *, has_state: bool
+) -> dict[str, np.ndarray]:
+    """Read one table to the host: its rows under "rows", and the arrays of its state by name."""
+    import orbax.checkpoint as ocp
+
+    with _reader(path) as (saved, restore):
+        form = saved["tables"][collection][name]
+        wanted = {"rows": form["rows"]} | ({"state": form.get("state") or {}} if has_state else {})
+        target = jax.tree.map(lambda leaf: np.empty(leaf.shape, leaf.dtype), wanted)
+        arguments = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), target)
+        nested = [{"tables": {collection: {name: tree}}} for tree in (target, arguments)]
+        read = restore(*nested)["tables"][collection][name]
+    return {"rows": read["rows"], **(read.get("state") or {})}
+
+
+@contextlib.contextmanager
+def _reader(path: pathlib.Path) -> Iterator[tuple[dict[str, Any], Callable[[Any, Any], Any]]]:
+    """Yield the tree of a checkpoint's arrays and a function that reads some of them.
+
+    An error of Orbax becomes a `CheckpointError` of one sentence; Orbax logs nothing.
+    """
+    import orbax.checkpoint as ocp
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(quiet())
+        try:
+            checkpointer = stack.enter_context(ocp.Checkpointer(ocp.PyTreeCheckpointHandler()))
+            metadata = checkpointer.metadata(path / "state").item_metadata
+            if metadata is None:
+                raise damaged(path, "state/_METADATA cannot be read")
+
+            def restore(target: Any, arguments: Any) -> Any:
+                return checkpointer.restore(
+                    path / "state",
+                    ocp.args.PyTreeRestore(target, restore_args=arguments, partial_restore=True),
+                )
+
+            yield metadata.tree, restore
+        except CheckpointError:
+            raise
+        except Exception as error:
+            # Orbax raises a plain Exception where TensorStore cannot read.
+            if type(error) is not Exception and not isinstance(error, _READ_ERRORS):
+                raise
+            raise damaged(path, " ".join(str(error).split())[:200]) from None
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Silence Orbax's log, which repeats the errors that Orbax raises.
+
+    After a failed write Orbax closes its event loop, and each concurrent write that ends later
+    raises "Event loop is closed" in a callback from C++. Python would print these errors by
+    `sys.unraisablehook`.
+    """
+
+    def is_wanted(record: logging.LogRecord) -> bool:
+        return "orbax" not in record.pathname
+
+    def without_late_writes(raised: Any) -> None:
+        if str(raised.exc_value) != "Event loop is closed":
+            hook(raised)
+
+    log, hook = logging.getLogger("absl"), sys.unraisablehook
+    log.addFilter(is_wanted)
+    sys.unraisablehook = without_late_writes
+    try:
+        yield
+    finally:
+        log.removeFilter(is_wanted)
+        if sys.unraisablehook is without_late_writes:
+            sys.unraisablehook = hook
+
+
+@contextlib.contextmanager
+def os_errors(path: pathlib.Path) -> Iterator[None]:
+    """Raise the operating system's error that an error of Orbax wraps; silence its log."""
+    try:
+        with quiet():
+            yield
+    except Exception as error:
+        for unfinished in path.parent.glob(f"{path.name}{UNFINISHED}*"):
+            shutil.rmtree(unfinished, ignore_errors=True)
+        if isinstance(error, OSError):
+            raise
+        code = re.search(r"os_error_code='(\d+)'", str(error))
+        if code is None:
+            raise
+        number = int(code.group(1))
+        raise OSError(number, os.strerror(number), str(path)) from None

@@ -1,0 +1,141 @@
+"""The files of a checkpoint: their names, checks and metadata."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import pathlib
+import warnings
+from typing import Any
+
+from jaxrec.train.checkpoint.checksums import CHECKSUMS_FILE, find_damage
+from jaxrec.train.checkpoint.preservation import PreservationPolicy
+
+# Orbax adds this to the name of an incomplete checkpoint.
+UNFINISHED = ".orbax-checkpoint-tmp"
+
+# Entries of a checkpoint's folder.
+_ENTRIES = ("state", "tables", "run", "_CHECKPOINT_METADATA", CHECKSUMS_FILE)
+
+# Key of run/metadata: the checkpoint was saved with checksums.
+_HAS_CHECKSUMS = "has_checksums"
+
+
+class CheckpointError(ValueError):
+    """A checkpoint is missing, damaged, or was saved from another model."""
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckpointMetadata:
+    """Facts about the run that a checkpoint holds besides the model.
+
+    Attributes:
+        step: Number of training steps.
+        batches: Number of batches used; a resumed run continues with the next one.
+        metrics: Metrics by name, by which a `PreservationPolicy` ranks checkpoints.
+        plan: The sharding plan as JSON. The model restores to any other plan as well.
+    """
+
+    step: int
+    batches: int | None = None
+    metrics: dict[str, float] = dataclasses.field(default_factory=dict)
+    plan: str | None = None
+
+
+def all_steps(directory: str | os.PathLike[str]) -> list[int]:
+    """Return the steps of the complete checkpoints in a directory, ascending."""
+    directory = pathlib.Path(directory)
+    if not directory.is_dir():
+        return []
+    return sorted(int(path.name) for path in directory.iterdir() if is_checkpoint(path))
+
+
+def is_checkpoint(path: pathlib.Path) -> bool:
+    """Return whether a folder is named after a step and has a file of a checkpoint."""
+    is_step = path.name.isdecimal() and path.name == str(int(path.name))
+    return is_step and any((path / name).exists() for name in _ENTRIES)
+
+
+def best_step(directory: str | os.PathLike[str], policy: PreservationPolicy) -> int | None:
+    """Return the step of the best checkpoint in a directory; None if the policy keeps no best."""
+    directory = pathlib.Path(directory)
+    if not policy.best:
+        return None
+    ranked = policy.ranked(
+        {step: read_run(directory / str(step)).metrics for step in all_steps(directory)}
+    )
+    return ranked[0] if ranked else None
+
+
+def open_checkpoint(directory: str | os.PathLike[str], step: int | None) -> pathlib.Path:
+    """Find a checkpoint and compare all its files with their checksums.
+
+    Args:
+        directory: Directory of the checkpoints.
+        step: The checkpoint's step; None: the newest.
+
+    Returns:
+        The checkpoint's folder.
+
+    Raises:
+        CheckpointError: There is no such checkpoint, or it is damaged.
+    """
+    directory = pathlib.Path(directory).absolute()
+    complete = all_steps(directory)
+    if not complete:
+        raise CheckpointError(f"{directory}: there is no saved model here")
+    if step is not None and step not in complete:
+        raise CheckpointError(f"{directory}: step {step} was not saved; there are {complete}")
+    path = directory / str(complete[-1] if step is None else step)
+    if not (path / CHECKSUMS_FILE).exists() and not _read_run_file(path).get(_HAS_CHECKSUMS):
+        warnings.warn(
+            f"{path}: this checkpoint was saved without checksums by an older jaxrec; damage to it "
+            "would not be noticed. Save it anew",
+            stacklevel=3,
+        )
+    elif damage := find_damage(path):
+        raise damaged(path, damage)
+    return path
+
+
+def damaged(path: pathlib.Path, damage: str) -> CheckpointError:
+    """Return an error that names the damage of a checkpoint and what to do."""
+    older = [step for step in all_steps(path.parent) if step < int(path.name)]
+    return CheckpointError(
+        f"{path}: the checkpoint is damaged ({damage}); "
+        + (f"remove it to go on from step {older[-1]}" if older else "there is no older one")
+    )
+
+
+def read_json(path: pathlib.Path) -> Any:
+    """Read a JSON file of a checkpoint, two folders below its directory."""
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        checkpoint = path.parent.parent
+        raise damaged(
+            checkpoint, f"{path.relative_to(checkpoint)} cannot be read: {error}"
+        ) from None
+
+
+def run_file(run: CheckpointMetadata) -> dict[str, Any]:
+    """Return the content of ``run/metadata``."""
+    return {**dataclasses.asdict(run), _HAS_CHECKSUMS: True}
+
+
+def read_run(path: pathlib.Path) -> CheckpointMetadata:
+    """Read the metadata of a checkpoint."""
+    content = _read_run_file(path)
+    content.pop(_HAS_CHECKSUMS, None)
+    try:
+        return CheckpointMetadata(**content)
+    except TypeError as error:
+        raise damaged(path, f"run/metadata has other entries: {error}") from None
+
+
+def _read_run_file(path: pathlib.Path) -> dict[str, Any]:
+    content = read_json(path / "run" / "metadata")
+    if not isinstance(content, dict):
+        raise damaged(path, "run/metadata is not a JSON object")
+    return content

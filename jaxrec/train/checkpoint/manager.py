@@ -1,0 +1,235 @@
+"""Saving checkpoints while training goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import pathlib
+import shutil
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any
+
+import jax
+from flax import nnx
+
+from jaxrec.train.checkpoint.arrays import os_errors, quiet
+from jaxrec.train.checkpoint.checksums import write_checksums
+from jaxrec.train.checkpoint.files import (
+    UNFINISHED,
+    CheckpointError,
+    CheckpointMetadata,
+    all_steps,
+    is_checkpoint,
+    read_run,
+    run_file,
+)
+from jaxrec.train.checkpoint.preservation import PreservationPolicy
+from jaxrec.train.checkpoint.tree import plain, saved_tree, table_shapes
+from jaxrec.train.lock import lock_directory
+
+# Bytes of a chunk of a table's file: the least that a device reads.
+_CHUNK_BYTES = 1 << 24
+
+
+class CheckpointManager:
+    """Saves the checkpoints of a directory while training goes on, and deletes old ones.
+
+    The folder of a checkpoint gets its name, the step, when it is complete with the checksums of
+    all its data: a run killed at any moment leaves the last complete checkpoint.
+
+    With several processes each of them makes a manager and calls its methods.
+
+    Args:
+        directory: Directory of the checkpoints, one folder each. The manager locks it against other
+            runs until it is closed (`jaxrec.train.lock.lock_directory`).
+        preservation_policy: Which checkpoints are kept; None: the newest.
+
+    Raises:
+        BlockingIOError: Another run writes to the directory.
+        OSError: The directory cannot be written.
+
+    Example:
+        >>> import jaxrec, optax, tempfile
+        >>> model = nnx.Linear(1, 1, rngs=nnx.Rngs(0))
+        >>> optimizer = jaxrec.Optimizer(model, optax.sgd(0.1))
+        >>> with CheckpointManager(tempfile.mkdtemp(), PreservationPolicy(latest=2)) as manager:
+        ...     path = manager.save(model, optimizer, batches=0)
+        >>> jaxrec.train.restore(path.parent, model, optimizer)
+        CheckpointMetadata(step=0, batches=0, metrics={}, plan=None)
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        preservation_policy: PreservationPolicy | None = None,
+    ):
+        self._directory = pathlib.Path(directory).absolute()
+        self._policy = preservation_policy or PreservationPolicy()
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(lock_directory(self._directory))
+            # Also for the threads that write while training goes on.
+            stack.enter_context(quiet())
+            self._checkpointer, self._arguments = _orbax()
+            stack.callback(self._checkpointer.close)
+            self._resources = stack.pop_all()
+        self._under_way: pathlib.Path | None = None
+
+    @property
+    def directory(self) -> pathlib.Path:
+        """Directory of the checkpoints."""
+        return self._directory
+
+    def save(
+        self,
+        model: nnx.Module,
+        optimizer: nnx.Optimizer,
+        *,
+        state: Any = None,
+        batches: int | None = None,
+        metrics: Mapping[str, float] | None = None,
+        plan: str | None = None,
+    ) -> pathlib.Path:
+        """Start saving a checkpoint; the model may change as soon as this returns.
+
+        Args:
+            model: The model. Its tables are saved by name, rows in logical order, with their
+                optimizer state, so that they load into any placement.
+            optimizer: The model's optimizer; its step names the checkpoint.
+            state: A pytree of arrays of the run, such as the state of metrics.
+            batches, metrics, plan: See `CheckpointMetadata`.
+
+        Returns:
+            The folder of the checkpoint, which exists once it is complete.
+
+        Raises:
+            FileExistsError: Something else than a checkpoint has the name of the step.
+            OSError: This checkpoint or the one before cannot be written, such as on a full disk.
+                Earlier checkpoints stay.
+        """
+        import orbax.checkpoint as ocp
+
+        self.wait_until_finished()
+        step = int(optimizer.step.get_value())
+        path = self._directory / str(step)
+        if path.exists() and not is_checkpoint(path):
+            raise FileExistsError(
+                errno.EEXIST, "the checkpoint needs this name; move what is there", str(path)
+            )
+        # A write that fails for lack of space makes concurrent writes print tracebacks.
+        require_space(self._directory, model, optimizer)
+        if jax.process_index() == 0:
+            for unfinished in self._directory.glob(f"*{UNFINISHED}*"):
+                shutil.rmtree(unfinished, ignore_errors=True)
+        run = CheckpointMetadata(step, batches, dict(metrics or {}), plan)
+        tree = saved_tree(model, optimizer, state)
+        chunks = ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES)
+        with os_errors(path):
+            self._checkpointer.save(
+                path,
+                self._arguments(
+                    state=ocp.args.StandardSave(tree, jax.tree.map(lambda _: chunks, tree)),
+                    tables=ocp.args.JsonSave(table_shapes(model)),
+                    run=ocp.args.JsonSave(run_file(run)),
+                ),
+                force=True,
+            )
+        self._under_way = path
+        return path
+
+    def wait_until_finished(self) -> None:
+        """Wait for the checkpoint that is being written, and delete those the policy drops.
+
+        Raises:
+            OSError: The checkpoint could not be written.
+        """
+        if self._under_way is None:
+            return
+        path, self._under_way = self._under_way, None
+        with os_errors(path):
+            self._checkpointer.wait_until_finished()
+        if jax.process_index() != 0:
+            return
+        saved = all_steps(self._directory)
+        metrics = {step: _metrics(self._directory / str(step)) for step in saved}
+        for step in set(metrics) - self._policy.preserved(metrics):
+            # Under its own name a checkpoint is whole at any moment.
+            leftover = self._directory / f"{step}{UNFINISHED}-removed"
+            shutil.rmtree((self._directory / str(step)).rename(leftover))
+
+    def close(self) -> None:
+        """Wait for the checkpoint that is being written, and end the threads that write."""
+        with self._resources:
+            self.wait_until_finished()
+
+    def __enter__(self) -> CheckpointManager:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def save(
+    directory: str | os.PathLike[str], model: nnx.Module, optimizer: nnx.Optimizer, **details: Any
+) -> pathlib.Path:
+    """Save a model and its optimizer, wait, and delete the directory's older checkpoints.
+
+    Arguments, result and errors are those of `CheckpointManager.save`.
+    """
+    with CheckpointManager(directory) as manager:
+        return manager.save(model, optimizer, **details)
+
+
+def require_space(
+    directory: str | os.PathLike[str], model: nnx.Module, optimizer: nnx.Optimizer
+) -> None:
+    """Make the directory and check that its disk has space for a checkpoint.
+
+    Raises:
+        OSError: The disk has too little space, or the directory cannot be made.
+    """
+    directory = pathlib.Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    # An upper bound: on a mesh, replicated tables count once for each device.
+    needed = sum(plain(x).nbytes for x in jax.tree.leaves(nnx.state((model, optimizer))))
+    free = shutil.disk_usage(directory).free
+    if free < needed:
+        raise OSError(
+            errno.ENOSPC,
+            f"{os.strerror(errno.ENOSPC)}: the model takes {needed:,} bytes, {free:,} are free",
+            str(directory),
+        )
+
+
+def _metrics(path: pathlib.Path) -> dict[str, float]:
+    """Return the metrics of a checkpoint; none if it is damaged, so that saving can go on."""
+    try:
+        return read_run(path).metrics
+    except CheckpointError:
+        return {}
+
+
+def _orbax() -> tuple[Any, type]:
+    """Return a checkpointer that writes checksums last, and the class of its arguments."""
+    import orbax.checkpoint as ocp
+
+    class Handler(ocp.CompositeCheckpointHandler):
+        def finalize(self, directory: Any) -> None:
+            """Write the checksums. Process 0 calls this after all processes have written."""
+            super().finalize(directory)
+            write_checksums(pathlib.Path(directory))
+
+    @ocp.args.register_with_handler(Handler, for_save=True, for_restore=True)
+    class Arguments(ocp.args.Composite):
+        pass
+
+    # Otherwise threads wait for directories, for minutes if one cannot be made.
+    options = ocp.AsyncOptions(create_directories_asynchronously=False)
+    handler = Handler(composite_options=ocp.CompositeOptions(async_options=options))
+    return ocp.AsyncCheckpointer(handler, async_options=options), Arguments

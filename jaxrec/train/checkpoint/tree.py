@@ -1,0 +1,114 @@
+"""The arrays of a model and its optimizer, under names that are the same for all placements."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array
+
+from jaxrec.embed import EmbeddingBagCollection, EmbeddingCollection, TableVariable
+from jaxrec.tier.tier import tier_of
+
+Collection = EmbeddingBagCollection | EmbeddingCollection
+
+
+def saved_tree(model: nnx.Module, optimizer: nnx.Optimizer, state: Any) -> dict[str, Any]:
+    """Copy all arrays into the nested dictionaries of a checkpoint.
+
+    Copies, since the next training step donates the arrays themselves.
+    """
+    tier = tier_of(model)
+    if tier is None:
+        return _saved_tree(model, optimizer, state)
+    with tier.settled(model):
+        vocabularies = {
+            name: {key: _with_end(array) for key, array in arrays.items()}
+            for name, arrays in tier.state().items()
+        }
+        return {**_saved_tree(model, optimizer, state), "vocabularies": vocabularies}
+
+
+def _with_end(array: np.ndarray) -> np.ndarray:
+    """Append an element, since files hold no empty arrays."""
+    return np.concatenate([array, np.zeros((1, *array.shape[1:]), array.dtype)])
+
+
+def without_end(array: np.ndarray) -> np.ndarray:
+    """Remove the element that was appended to an array of ``vocabularies`` for the file."""
+    return array[:-1]
+
+
+def _saved_tree(model: nnx.Module, optimizer: nnx.Optimizer, state: Any) -> dict[str, Any]:
+
+    def copies(named: Mapping[str, nnx.Variable]) -> dict[str, Any]:
+        return {name: _copy(variable.get_value()) for name, variable in named.items()}
+
+    return {
+        "dense": copies(dense_variables(model)),
+        "optimizer": copies(variables(optimizer)),
+        "tables": {
+            name: {table.name: _off_devices(collection, table.name) for table in collection.configs}
+            for name, collection in collections(model).items()
+        },
+        "run": {str(i): _copy(jnp.asarray(x)) for i, x in enumerate(jax.tree.leaves(state))},
+    }
+
+
+def _copy(value: Array) -> Array | np.ndarray:
+    array = plain(value)
+    # Orbax saves global arrays by all processes, and NumPy arrays by process 0.
+    is_own = jax.process_count() > 1 and array.is_fully_addressable
+    return np.array(array) if is_own else jnp.array(array)
+
+
+def _off_devices(collection: Collection, name: str) -> dict[str, Any]:
+    """Copy a table and its optimizer state to host memory."""
+    logical = collection.tables.get_value().checkpoint_view(name)
+    table = {"rows": logical.rows, "state": logical.state}
+    # One table at a time: copies of all tables may not fit the devices.
+    return jax.block_until_ready(
+        jax.device_put(
+            table, jax.tree.map(lambda x: x.sharding.with_memory_kind("pinned_host"), table)
+        )
+    )
+
+
+def table_shapes(model: nnx.Module) -> dict[str, dict[str, list[int]]]:
+    """Return ``[num_embeddings, embedding_dim]`` by collection and table."""
+    return {
+        name: {
+            table.name: [table.num_embeddings, table.embedding_dim] for table in collection.configs
+        }
+        for name, collection in collections(model).items()
+    }
+
+
+def collections(model: nnx.Module) -> dict[str, Collection]:
+    """Return the model's collections by their paths."""
+    return {
+        "/".join(map(str, path)) or ".": module
+        for path, module in nnx.iter_modules(model)
+        if isinstance(module, EmbeddingBagCollection | EmbeddingCollection)
+    }
+
+
+def variables(node: Any, wanted: Any = ...) -> dict[str, nnx.Variable]:
+    """Return the variables of a module or an optimizer by their paths."""
+    state = nnx.state(node, wanted)
+    return {"/".join(map(str, path)): variable for path, variable in nnx.to_flat_state(state)}
+
+
+def dense_variables(model: nnx.Module) -> dict[str, nnx.Variable]:
+    """Return all variables of a model except its tables."""
+    return variables(model, nnx.Not(TableVariable))
+
+
+def plain(value: Array) -> Array:
+    """Return the data of a random key, and any other array as it is."""
+    is_key = jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key)
+    return jax.random.key_data(value) if is_key else value

@@ -1,0 +1,202 @@
+"""Loss and metrics of models that predict clicks."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+from collections.abc import Callable, Mapping
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jaxtyping import Array, Float
+
+from jaxrec.data import ClickBatch
+from jaxrec.mesh.agree import of_all_processes, on_host
+from jaxrec.metrics import Calibration, LogLoss, NormalizedEntropy, auc
+from jaxrec.train.datasets import LogDataset, ParquetDataset
+from jaxrec.train.evaluation import Evaluation
+from jaxrec.train.host_batch import put_batch
+from jaxrec.train.model import Model, predict
+from jaxrec.train.open_vocabularies import describe, placed_for_evaluation, scalars
+from jaxrec.train.progress import Progress
+from jaxrec.train.trainer import Callback, StepResult, Trainer
+
+# Names of the sums in the outputs of `click_loss`, and of its arrays of samples.
+SUMS = ("samples", "cross_entropy", "predictions", "positives", "weights")
+SAMPLES = ("logits", "labels", "weights")
+
+# Numbers of steps over which running values and their AUC are taken.
+WINDOW = 200
+AUC_WINDOW = 20
+
+
+def click_loss(model: Model, batch: ClickBatch) -> tuple[Float[Array, ""], Mapping[str, Array]]:
+    """Compute the weighted mean cross entropy of a batch.
+
+    Returns:
+        The loss; and the outputs: ``logits``, ``labels`` and ``weights``, each ``[batch]``, and
+        ``sums``, the sums over the batch that `SUMS` names.
+    """
+    logits = predict(model, batch)
+    labels, weights = jnp.asarray(batch.labels), jnp.asarray(batch.weights)
+    cross_entropy = (weights * optax.sigmoid_binary_cross_entropy(logits, labels)).sum()
+    total = weights.sum()
+    predictions, positives = (weights * jax.nn.sigmoid(logits)).sum(), (weights * labels).sum()
+    samples = (weights > 0).sum().astype(jnp.float32)
+    sums = jnp.stack([samples, cross_entropy, predictions, positives, total])
+    outputs = {"logits": logits, "labels": labels, "weights": weights, "sums": sums}
+    # All samples of a batch may have weight 0.
+    return cross_entropy / jnp.where(total > 0, total, 1), outputs
+
+
+def click_metrics(sums: Float[np.ndarray, " sums"]) -> dict[str, float]:
+    """Return normalized entropy, log loss and calibration.
+
+    Args:
+        sums: The sums that `SUMS` names, in float64.
+    """
+    by_name = {name: sums[[i]] for i, name in enumerate(SUMS)}
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return {
+            "normalized_entropy": NormalizedEntropy().values(by_name)["ne"].item(),
+            "log_loss": LogLoss().values(by_name)["logloss"].item(),
+            "calibration": Calibration().values(by_name)["calibration"].item(),
+        }
+
+
+class RunningMetrics(Callback):
+    """Shows and records the metrics of the last steps.
+
+    Args:
+        progress: Progress bar that counts the steps.
+        record: Function of the step and the values by name, called every ``every`` steps and after
+            the last step.
+        every: Number of steps between two records.
+    """
+
+    needs_outputs = True
+
+    def __init__(
+        self, progress: Progress, record: Callable[[int, dict[str, float]], None], every: int = 100
+    ):
+        self._progress, self._record, self._every = progress, record, every
+        self._sums: collections.deque[np.ndarray] = collections.deque(maxlen=WINDOW)
+        self._samples: collections.deque[list[np.ndarray]] = collections.deque(maxlen=AUC_WINDOW)
+
+    def on_train_start(self, trainer: Trainer) -> None:
+        self._model = trainer.model
+        self._step = self._recorded_step = trainer.step
+
+    def on_step_end(self, trainer: Trainer, result: StepResult) -> None:
+        (outputs,) = result.outputs
+        self._step = result.step
+        self._sums.append(on_host(outputs["sums"]).astype(np.float64))
+        self._progress.advance(int(self._sums[-1][SUMS.index("samples")]))
+        self._samples.append([on_host(outputs[name]) for name in SAMPLES])
+        if self._progress.is_due():
+            values = click_metrics(np.sum(self._sums, axis=0))
+            ne = values["normalized_entropy"]
+            self._progress.show(result.step, ne, describe(self._model))
+        if result.step % self._every == 0:
+            self._record_values()
+
+    def on_train_end(self, trainer: Trainer) -> None:
+        if self._step > self._recorded_step:
+            self._record_values()
+
+    def _record_values(self) -> None:
+        self._recorded_step = self._step
+        values = click_metrics(np.sum(self._sums, axis=0))
+        del values["calibration"]
+        columns = (np.concatenate(column) for column in zip(*self._samples, strict=True))
+        logits, labels, weights = (of_all_processes(column).reshape(-1) for column in columns)
+        is_real = weights > 0
+        values["auc"] = auc(logits[is_real], labels[is_real], weights[is_real])
+        if rate := self._progress.samples_per_second:
+            values["samples_per_second"] = rate
+        self._record(self._step, values | scalars(self._model))
+
+
+class HeldOutEvaluation(Callback):
+    """Evaluates a model on held-out rows, every ``every`` steps and on demand.
+
+    Args:
+        model: The model.
+        dataset: The held-out rows.
+        batch_size: Number of samples of a batch, over all processes.
+        place: Function that puts a batch on the devices.
+        stop: Function that returns whether to stop; asked after each batch.
+        every: Number of steps between two evaluations in training; None: no evaluations.
+        report: Function of the step and the values by name, called after each evaluation; None:
+            no report.
+        paused: Function that returns a context for the time of an evaluation, such as
+            `Progress.paused`.
+    """
+
+    def __init__(
+        self,
+        model: nnx.Module,
+        dataset: LogDataset | ParquetDataset,
+        *,
+        batch_size: int,
+        place: Callable[[ClickBatch], ClickBatch] = put_batch,
+        stop: Callable[[], bool] = lambda: False,
+        every: int | None = None,
+        report: Callable[[int, dict[str, float]], None] | None = None,
+        paused: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+    ):
+        self._model, self._dataset, self._batch_size = model, dataset, batch_size
+        self._place, self._stop, self._every, self._report = place, stop, every, report
+        self._paused = paused
+        self._evaluation = Evaluation()
+        self._latest: tuple[int, dict[str, float]] | None = None
+
+    def on_step_dispatched(self, trainer: Trainer, step: int) -> None:
+        if self._every is not None and step % self._every == 0:
+            trainer.wait()
+            self.values_at(step)
+
+    def values_at(self, step: int) -> dict[str, float] | None:
+        """Return the values of the current model; they are computed once for a step."""
+        if self._latest is None or self._latest[0] != step:
+            with self._paused():
+                values = self()
+            if values is None:
+                return None
+            self._latest = step, values
+            if self._report is not None:
+                self._report(step, values)
+        return self._latest[1]
+
+    def __call__(self) -> dict[str, float] | None:
+        """Evaluate the current model; None if ``stop`` ended the evaluation.
+
+        Returns:
+            ``auc``, the values of `click_metrics`, and ``best_auc``, the AUC of the true
+            probabilities, where they are known.
+
+        Raises:
+            OSError, DataError: The rows cannot be read.
+        """
+        columns, sums = [], np.zeros(len(SUMS))
+        host_batches = self._dataset.batches(self._batch_size)
+        with placed_for_evaluation(self._model, host_batches, self._place) as batches:
+            for outputs in self._evaluation.outputs(self._model, click_loss, batches):
+                columns.append([on_host(outputs[name]) for name in SAMPLES])
+                sums += on_host(outputs["sums"])
+                if self._stop():
+                    return None
+        # [batches, processes, samples] is the order of the rows.
+        logits, labels, weights = (
+            np.moveaxis(of_all_processes(np.stack(column)), 0, 1).reshape(-1)
+            for column in zip(*columns, strict=True)
+        )
+        is_real = weights > 0
+        values = {"auc": auc(logits[is_real], labels[is_real], weights[is_real])}
+        probabilities = self._dataset.probabilities()
+        if probabilities is not None:
+            values["best_auc"] = auc(probabilities, labels[is_real])
+        return values | click_metrics(sums)

@@ -1,0 +1,231 @@
+"""The training rows and the held-out rows of a run."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+from collections.abc import Generator, Iterable, Iterator
+from typing import Literal
+
+import numpy as np
+import pyarrow as pa
+from jaxtyping import Float
+
+from jaxrec.data import (
+    BatchSource,
+    ClickBatch,
+    ClickLog,
+    Clicks,
+    CriteoFile,
+    DataError,
+    GeneratedLog,
+    GroupRange,
+    Pipeline,
+    Shard,
+    TableEncoder,
+    batches,
+)
+from jaxrec.data.encoder import EncodedGroups
+from jaxrec.data.transforms import CATEGORICAL_NAMES, NUM_CATEGORICAL
+from jaxrec.train.config import DataConfig, TrainConfig
+from jaxrec.train.features import held_out_rows, is_parquet, learn_features, split_groups
+
+_ALONE = Shard()
+
+# Largest numbers of row groups, and of rows, that are shuffled together.
+MAX_WINDOW_GROUPS = 8
+MAX_WINDOW_ROWS = 1 << 20
+
+
+@dataclasses.dataclass(frozen=True)
+class LogDataset:
+    """The rows ``[start, stop)`` of a log.
+
+    Attributes:
+        log: The log.
+        start, stop: First row, and row after the last.
+        shard: Number of this process and of all processes. Each has an equal part of every batch,
+            also of the last one, so that all together have the batches of one process.
+        id_bits: 64: the ids of the log are raw, for `jaxrec.tier.ahead`.
+    """
+
+    log: ClickLog
+    start: int
+    stop: int
+    shard: Shard = _ALONE
+    id_bits: Literal[32, 64] = 32
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    def num_batches(self, batch_size: int) -> int:
+        """Return the number of batches of an epoch."""
+        return -(-len(self) // batch_size)
+
+    def batches(
+        self, batch_size: int, first: int = 0, epoch: int = 0
+    ) -> Generator[ClickBatch, None, None]:
+        """Yield this process's batches from batch ``first`` on, which a thread makes ahead.
+
+        The order is that of the log in every ``epoch``.
+        """
+        chunks = self.log.chunks(self.start + first * batch_size, self.stop)
+        own = _own_rows(chunks, len(self) - first * batch_size, batch_size, self.shard)
+        left = self.num_batches(batch_size) - first
+        each = batch_size // self.shard.count
+        stream = batches(own, each, CATEGORICAL_NAMES, at_least=left, id_bits=self.id_bits)
+        # A chunk of rows makes many batches at once: four wait while the next chunk is made.
+        with Pipeline(stream, ahead=4) as ready:
+            yield from ready
+
+    def probabilities(self) -> Float[np.ndarray, " rows"] | None:
+        """Return the true probability of a click in each row; None: unknown."""
+        known = []
+        for chunk in self.log.chunks(self.start, self.stop):
+            if chunk.probabilities is None:
+                return None
+            known.append(chunk.probabilities)
+        return np.concatenate(known)
+
+
+def _own_rows(
+    chunks: Iterable[Clicks], total: int, batch_size: int, shard: Shard
+) -> Iterator[Clicks]:
+    """Yield a process's part of every batch of ``total`` rows."""
+    if shard.count == 1:
+        yield from chunks
+        return
+    first = 0
+    for chunk in chunks:
+        batch, sample = np.divmod(np.arange(first, first + len(chunk)), batch_size)
+        process = sample * shard.count // np.minimum(batch_size, total - batch * batch_size)
+        first += len(chunk)
+        yield chunk[process == shard.index]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ParquetDataset:
+    """Rows of Parquet files.
+
+    Attributes:
+        groups: The rows.
+        encoder: Encoder of their columns.
+        seed: Seed of the order, which differs in each epoch; None: the order of the files.
+        shard: Number of this process and of all processes. Each reads an equal range of the rows in
+            its own order.
+    """
+
+    groups: GroupRange
+    encoder: TableEncoder
+    seed: int | None = None
+    shard: Shard = _ALONE
+
+    def __len__(self) -> int:
+        return sum(self.groups.sizes)
+
+    def num_batches(self, batch_size: int) -> int:
+        """Return the number of batches of an epoch, of the process with the most rows."""
+        rows = -(-len(self) // self.shard.count)
+        return -(-rows // (batch_size // self.shard.count))
+
+    def batches(
+        self, batch_size: int, first: int = 0, epoch: int = 0
+    ) -> Generator[ClickBatch, None, None]:
+        """Yield this process's batches of an epoch from batch ``first`` on.
+
+        Threads make them ahead.
+        """
+        each = batch_size // self.shard.count
+        groups = EncodedGroups(self._own_groups(), self.encoder)
+        window = min(MAX_WINDOW_GROUPS, max(1, MAX_WINDOW_ROWS // max(groups.sizes)))
+
+        def to_batch(rows: pa.Table) -> ClickBatch:
+            return self.encoder.pack(rows, each)
+
+        source = BatchSource(groups, each, to_batch, self.seed, epochs=epoch + 1, window=window)
+        own = source.batches_per_epoch
+        yield from source.from_batch(epoch * own + min(first, own))
+        for _ in range(max(first, own), self.num_batches(batch_size)):
+            yield to_batch(groups.read(0)[:0])
+
+    def _own_groups(self) -> GroupRange:
+        if self.shard.count == 1:
+            return self.groups
+        if len(self) < self.shard.count:
+            raise DataError(f"{len(self)} rows are too few for {self.shard.count} processes")
+        return GroupRange(self.groups, *self.shard.stretch(len(self)))
+
+    def probabilities(self) -> None:
+        """Return None: the probabilities are unknown."""
+
+
+def run_batches(
+    dataset: LogDataset | ParquetDataset, batch_size: int, epochs: int, first: int = 0
+) -> Iterator[ClickBatch]:
+    """Yield the batches of a run of several epochs.
+
+    Args:
+        dataset: The rows.
+        batch_size: Number of samples of a batch, over all processes.
+        epochs: Number of epochs of the whole run.
+        first: Number of batches of the run that were used before, which are left out.
+    """
+    per_epoch = dataset.num_batches(batch_size)
+    for epoch in range(first // per_epoch, epochs):
+        yield from dataset.batches(batch_size, max(first - epoch * per_epoch, 0), epoch)
+
+
+def split_datasets(
+    config: TrainConfig, shard: Shard = _ALONE, encoder: TableEncoder | None = None
+) -> tuple[LogDataset | ParquetDataset, LogDataset | ParquetDataset]:
+    """Return the training rows and the held-out rows, which are the last ones, as the latest.
+
+    Args:
+        config: The configuration.
+        shard: Number of this process and of all processes.
+        encoder: Encoder of Parquet files; None: it is learned.
+
+    Raises:
+        OSError, DataError, SchemaError: A file cannot be read, does not fit its schema, or has too
+            few rows.
+    """
+    data = config.data
+    if is_parquet(data.path):
+        if encoder is None:
+            encoder = learn_features(data, is_dynamic=config.vocabulary.is_dynamic)
+        training, held_out = split_groups(data, encoder.schema)
+        return (
+            ParquetDataset(training, encoder, config.seed, shard),
+            ParquetDataset(held_out, encoder, None, shard),
+        )
+    rows, rest = _split(config)
+    return dataclasses.replace(rows, shard=shard), dataclasses.replace(rest, shard=shard)
+
+
+def _split(config: TrainConfig) -> tuple[LogDataset, LogDataset]:
+    data = config.data
+    id_bits: Literal[32, 64] = 64 if config.vocabulary.is_dynamic else 32
+    if data.path is None:
+        rows = data.generated_rows
+        log = GeneratedLog(rows + data.generated_eval_rows, config.seed, id_bits=id_bits)
+        whole = LogDataset(log, 0, log.num_rows, id_bits=id_bits)
+        return dataclasses.replace(whole, stop=rows), dataclasses.replace(whole, start=rows)
+    if data.schema is not None or data.label is not None:
+        raise DataError(f"{data.path} is not a Parquet file; a schema is for the columns of one")
+    whole = _text(data.path, data, id_bits)
+    if data.eval_path is not None:
+        return whole, _text(data.eval_path, data, id_bits)
+    middle = len(whole) - held_out_rows(data, len(whole))
+    return dataclasses.replace(whole, stop=middle), dataclasses.replace(whole, start=middle)
+
+
+def bad_lines(*parts: LogDataset | ParquetDataset) -> dict[pathlib.Path, int]:
+    """Return the number of malformed lines of each text file that has any."""
+    logs = {rows.log for rows in parts if isinstance(rows, LogDataset)}
+    files = [log for log in logs if isinstance(log, CriteoFile)]
+    return {pathlib.Path(file.path): file.bad_lines for file in files if file.bad_lines}
+
+
+def _text(path: pathlib.Path, data: DataConfig, id_bits: Literal[32, 64]) -> LogDataset:
+    file = CriteoFile(path, (data.table_rows,) * NUM_CATEGORICAL, data.bad_rows, id_bits)
+    return LogDataset(file, 0, file.num_rows, id_bits=id_bits)

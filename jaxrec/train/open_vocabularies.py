@@ -1,0 +1,148 @@
+"""Open vocabularies of a run: settings, batches and figures of tables keyed by raw ids."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+from flax import nnx
+
+from jaxrec.arguments import ConfigError
+from jaxrec.data import CategoricalColumn, Pipeline, Schema, TableEncoder
+from jaxrec.tier import (
+    Dynamic,
+    Eviction,
+    ahead,
+    default_row,
+    distance_lfu,
+    lfu,
+    lfu_lru,
+    lru,
+    ttl,
+    zeros,
+)
+from jaxrec.tier.model_statistics import statistics, totals
+from jaxrec.tier.tier import tier_of
+from jaxrec.train.config import TrainConfig, VocabularyConfig
+
+# Prefix of the names of a table's statistics in the history: "vocabulary/cat_0/hits".
+PREFIX = "vocabulary/"
+
+_POLICIES: dict[str, Callable[[], Eviction]] = {
+    "lru": lru,
+    "lfu": lfu,
+    "lfu_lru": lfu_lru,
+    "distance_lfu": distance_lfu,
+}
+
+_OF_LEARNED_VOCABULARIES = ("min_count", "max_size", "num_unknown")
+
+
+def settings(config: VocabularyConfig) -> Dynamic:
+    """Return the settings of the tables."""
+    return Dynamic(
+        eviction=ttl(batches=config.ttl_batches)
+        if config.eviction == "ttl"
+        else _POLICIES[config.eviction](),
+        admit_after=config.admit_after,
+        unknown=default_row() if config.unknown == "default" else zeros(),
+        store=config.store,
+    )
+
+
+def dynamic_features(
+    config: TrainConfig, encoder: TableEncoder | None, names: Iterable[str]
+) -> set[str]:
+    """Return the features whose tables have open vocabularies.
+
+    Args:
+        config: The configuration.
+        encoder: Encoder of Parquet files; None: the data are text in Criteo's format or generated.
+        names: Names of all features.
+    """
+    if encoder is not None:
+        return set(encoder.schema.dynamic)
+    return set(names) if config.vocabulary.is_dynamic else set()
+
+
+def with_dynamic_columns(schema: Schema, rows: int) -> Schema:
+    """Return a schema in which columns of encoding "vocabulary" are of encoding "dynamic".
+
+    Args:
+        schema: The schema.
+        rows: Number of rows of the tables of these columns.
+
+    Raises:
+        ConfigError: No column would have an open vocabulary, or one has options that only a learned
+            vocabulary has.
+    """
+    columns = {}
+    for name, column in schema.categorical.items():
+        if column.encoding == "vocabulary":
+            _check_options(name, column)
+            column = dataclasses.replace(column, encoding="dynamic", num_embeddings=rows)
+        columns[name] = column
+    changed = dataclasses.replace(schema, categorical=columns)
+    if not changed.dynamic:
+        encodings = ", ".join(f"{name} {x.encoding}" for name, x in columns.items())
+        raise ConfigError(
+            "--vocabulary dynamic is for columns of encoding dynamic or vocabulary, and the schema "
+            f"has none ({encodings}); change the schema, or leave --vocabulary out"
+        )
+    return changed
+
+
+def _check_options(name: str, column: CategoricalColumn) -> None:
+    defaults = CategoricalColumn()
+    for option in _OF_LEARNED_VOCABULARIES:
+        if getattr(column, option) != getattr(defaults, option):
+            raise ConfigError(
+                f"column {name!r} of the schema has {option}, which is for learned vocabularies; "
+                "leave it out, or give the column encoding: dynamic and num_embeddings"
+            )
+
+
+def check_fixed(schema: Schema) -> None:
+    """Check that no column of a schema has an open vocabulary.
+
+    Raises:
+        ConfigError: A column has one.
+    """
+    if schema.dynamic:
+        raise ConfigError(
+            f"column {schema.dynamic[0]!r} of the schema has encoding dynamic; give --vocabulary "
+            "dynamic"
+        )
+
+
+def placed_for_evaluation(
+    model: nnx.Module, batches: Iterable[Any], place: Callable[[Any], Any]
+) -> AbstractContextManager[Iterator[Any]]:
+    """Put batches on the devices ahead of an evaluation, with the rows of their ids."""
+    if tier_of(model) is None:
+        return Pipeline(batches, place)
+    return contextlib.closing(ahead(model, batches, is_training=False, place=place))
+
+
+def scalars(model: nnx.Module) -> dict[str, float]:
+    """Return the statistics of each table by name, for a writer; empty without vocabularies."""
+    if tier_of(model) is None:
+        return {}
+    return {
+        f"{PREFIX}{table}/{name}": value
+        for table, values in statistics(model).items()
+        for name, value in values.items()
+    }
+
+
+def describe(model: nnx.Module) -> str:
+    """Return a text with the hit rate, evictions and load of all tables; empty without any."""
+    if tier_of(model) is None:
+        return ""
+    values = totals(model)
+    return (
+        f"hits {values['hit_rate']:.1%}, evicted {values['evicted']:,}, load {values['load']:.1%}"
+    )

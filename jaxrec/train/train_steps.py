@@ -1,0 +1,188 @@
+"""The compiled steps of a `Trainer`."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from jaxrec.embed import Optimizer, mean_gradients, value_and_grad
+from jaxrec.embed.taps import Ahead
+from jaxrec.mesh.ahead import look_up_ahead, use_ahead
+from jaxrec.metrics import MetricGroup
+from jaxrec.train.ahead import RoutedSteps
+from jaxrec.train.loss import Loss, Outputs, call_loss, sample_count
+from jaxrec.train.step import compile_step
+
+
+class DeviceResult(NamedTuple):
+    """Result of a step, on the devices.
+
+    Attributes:
+        loss: Mean loss of the batches.
+        skipped_in_a_row: Number of steps skipped since the last update, this one included.
+        outputs: Outputs of the loss function for each batch; empty if they are not returned.
+    """
+
+    loss: Float[Array, ""]
+    skipped_in_a_row: Int[Array, ""]
+    outputs: tuple[Outputs, ...]
+
+
+@dataclasses.dataclass(eq=False)
+class _TrainSteps:
+    """Base of synchronous and semi-synchronous steps.
+
+    Attributes:
+        model, optimizer, loss, metrics: As of `Trainer`.
+        metric_state: State of the metrics, which each step updates.
+        returns_outputs: Whether steps return the outputs of the loss function.
+    """
+
+    model: nnx.Module
+    optimizer: Optimizer
+    loss: Loss
+    metrics: MetricGroup | None
+    metric_state: nnx.Variable
+    returns_outputs: bool
+
+    def call_loss(self, model: nnx.Module, batch: Any) -> tuple[Float[Array, ""], Outputs]:
+        return call_loss(self.loss, model, batch, has_metrics=self.metrics is not None)
+
+    def update_metrics(self, metric_state: nnx.Variable, outputs: Outputs) -> None:
+        if self.metrics is not None:
+            metric_state.set_value(self.metrics.update(metric_state.get_value(), outputs))
+
+    def result(
+        self,
+        optimizer: Optimizer,
+        metric_state: nnx.Variable,
+        before: Any,
+        loss: Float[Array, ""],
+        outputs: list[Outputs],
+    ) -> DeviceResult:
+        """Restore the metrics' state from before a skipped step, and return the step's result."""
+        skipped = optimizer.skipped_in_a_row.get_value()
+        state = jax.tree.map(
+            lambda new, old: jnp.where(skipped > 0, old, new), metric_state.get_value(), before
+        )
+        metric_state.set_value(state)
+        return DeviceResult(loss, skipped, tuple(outputs) if self.returns_outputs else ())
+
+
+@dataclasses.dataclass(eq=False)
+class SynchronousSteps(_TrainSteps):
+    """Steps whose lookups read the tables after all earlier updates."""
+
+    def __post_init__(self) -> None:
+        self._steps = RoutedSteps(
+            self._step, self._forward, self.model, self.optimizer, self.metric_state
+        )
+
+    def __call__(
+        self, batches: Iterator[Any], accumulate: int
+    ) -> Iterator[tuple[tuple[Any, ...], DeviceResult]]:
+        """Dispatch a step for each ``accumulate`` batches; yield these and the step's result."""
+
+        def parts() -> Iterator[tuple[Any, ...]]:
+            is_first = True
+            while len(part := tuple(itertools.islice(batches, accumulate))) == accumulate:
+                yield part
+                is_first = False
+            if is_first and part:
+                raise ValueError(
+                    f"a step takes accumulate={accumulate} batches, but there are only {len(part)}"
+                )
+
+        return self._steps(parts())
+
+    def _forward(self, model: nnx.Module, batches: tuple[Any, ...]) -> None:
+        for batch in batches:
+            self.call_loss(model, batch)
+
+    def _step(
+        self,
+        model: nnx.Module,
+        optimizer: Optimizer,
+        metric_state: nnx.Variable,
+        batches: tuple[Any, ...],
+    ) -> DeviceResult:
+        # The mean of the gradients divides by the number of batches, not by their samples.
+        counts = [sample_count(batch) for batch in batches] if len(batches) > 1 else [1]
+        losses, gradients, outputs, before = [], [], [], metric_state.get_value()
+        for batch, count in zip(batches, counts, strict=True):
+            share = count * len(counts) / sum(counts)
+
+            def loss_fn(
+                model: nnx.Module, batch: Any, share: Any = share
+            ) -> tuple[Float[Array, ""], Outputs]:
+                loss, outputs = self.call_loss(model, batch)
+                return loss * share, outputs
+
+            (loss, batch_outputs), batch_gradients = value_and_grad(loss_fn, has_aux=True)(
+                model, batch
+            )
+            self.update_metrics(metric_state, batch_outputs)
+            losses.append(loss)
+            outputs.append(batch_outputs)
+            gradients.append(batch_gradients)
+        optimizer.update(model, gradients[0] if len(batches) == 1 else mean_gradients(gradients))
+        return self.result(optimizer, metric_state, before, sum(losses) / len(losses), outputs)
+
+
+@dataclasses.dataclass(eq=False)
+class SemiSynchronousSteps(_TrainSteps):
+    """Steps that look up the embeddings of the next batch before they update the tables."""
+
+    def __post_init__(self) -> None:
+        self._embeddings = nnx.Variable(None)
+        self._first_lookup = jax.jit(
+            lambda graph, state, batch: self._look_up(nnx.merge(graph, state), batch),
+            static_argnums=0,
+        )
+        modules = (self.model, self.optimizer, self.metric_state, self._embeddings)
+        self._compiled = compile_step(self._step, *modules)
+
+    def __call__(
+        self, batches: Iterator[Any], accumulate: int = 1
+    ) -> Iterator[tuple[tuple[Any, ...], DeviceResult]]:
+        """Dispatch a step for each batch; yield the batch and the step's result."""
+        batch = next(batches, None)
+        if batch is None:
+            return
+        self._embeddings.set_value(self._first_lookup(*nnx.split(self.model), batch))
+        for following in itertools.chain(batches, (None,)):
+            # The last step looks up its own batch again.
+            yield (batch,), self._compiled(batch, batch if following is None else following)
+            batch = following
+
+    def _look_up(self, model: nnx.Module, batch: Any) -> dict[str, list[Ahead]]:
+        return look_up_ahead(lambda model: self.call_loss(model, batch), model)
+
+    def _step(
+        self,
+        model: nnx.Module,
+        optimizer: Optimizer,
+        metric_state: nnx.Variable,
+        embeddings: nnx.Variable,
+        batch: Any,
+        following: Any,
+    ) -> DeviceResult:
+        before = metric_state.get_value()
+        with use_ahead(model, embeddings.get_value()):
+            (loss, outputs), gradients = value_and_grad(self.call_loss, has_aux=True)(model, batch)
+        self.update_metrics(metric_state, outputs)
+        next_embeddings = self._look_up(model, following)
+        # The update must write the tables after these lookups have read them.
+        looked_up = [call.activations for calls in next_embeddings.values() for call in calls]
+        read = sum(x.astype(jnp.float32).sum() for x in jax.tree.leaves(looked_up))
+        gradients = gradients.tied_to(jnp.asarray(read, jnp.float32))
+        optimizer.update(model, gradients)
+        embeddings.set_value(next_embeddings)
+        return self.result(optimizer, metric_state, before, loss, [outputs])

@@ -1,0 +1,109 @@
+"""The choice of implementations, and the warning where the native library is missing."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxrec import optim
+from jaxrec.embed import kernels
+from jaxrec.embed.kernels import cpu, dispatch, reference, triton
+
+ROWS = jnp.array([3, 1, 3], jnp.int32)
+
+
+@pytest.fixture
+def no_library(monkeypatch):
+    """A checkout in which nothing was built."""
+    monkeypatch.setattr(cpu, "_load", lambda: "the native library was not built")
+    monkeypatch.delenv("JAXREC_KERNELS", raising=False)
+    dispatch._warn_if_missing.cache_clear()
+    yield
+    dispatch._warn_if_missing.cache_clear()
+
+
+@pytest.mark.usefixtures("no_library")
+def test_it_is_said_once():
+    with pytest.warns(RuntimeWarning, match="twenty times slower: the native library was not"):
+        assert kernels.build_runs(ROWS, num_rows=4).unique.tolist() == [1, 3, 4]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        kernels.build_runs(ROWS, num_rows=4)
+
+
+@pytest.mark.usefixtures("no_library")
+@pytest.mark.parametrize("how", ["variable", "context"])
+def test_who_asks_for_the_reference_gets_it_without_a_word(monkeypatch, how):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        if how == "variable":
+            monkeypatch.setenv("JAXREC_KERNELS", "reference")
+            kernels.build_runs(ROWS, num_rows=4)
+        else:
+            with kernels.use_kernels("reference"):
+                kernels.build_runs(ROWS, num_rows=4)
+
+
+LAYOUT = kernels.BagLayout((0,), (4,), (0,), (2,), (0,), (3,), (False,))
+BATCH = (
+    jax.ShapeDtypeStruct((3, 64), jnp.float32),
+    jax.ShapeDtypeStruct((4,), jnp.int32),
+    jax.ShapeDtypeStruct((2,), jnp.int32),
+    None,
+    LAYOUT,
+    "float32",
+)
+
+
+class Own(optim.sgd):
+    is_elementwise = False
+
+
+def test_a_description_says_who_runs_a_call_and_why():
+    lookups = kernels.Lookups(BATCH[1], BATCH[1], None)
+    gradients, step = jax.ShapeDtypeStruct((2, 64), jnp.float32), jnp.int32(0)
+    with kernels.use_kernels("triton", "reference"):
+        choice = kernels.describe("fused_update", BATCH[0], {}, lookups, gradients, Own(), step)
+    assert str(choice).splitlines() == [
+        "fused_update:",
+        "  reference on cpu, cuda, rocm, tpu",
+        "  not triton: Own has neither is_elementwise nor sums_rows",
+    ]
+
+
+def test_unknown_names():
+    with pytest.raises(ValueError, match="there is no primitive 'pool'; there are new_rows"):
+        kernels.describe("pool")
+    with (
+        pytest.raises(ValueError, match="is named 'tpu'; there are 'cpu', 'triton'"),
+        kernels.use_kernels("tpu"),
+    ):
+        pass
+
+
+def test_a_call_that_no_implementation_takes():
+    with (
+        kernels.use_kernels("triton"),
+        pytest.raises(ValueError, match="takes this build_runs: triton: it has no build_runs"),
+    ):
+        kernels.build_runs(ROWS, num_rows=4)
+
+
+@pytest.mark.parametrize("module", [cpu, triton], ids=lambda module: module.__name__)
+def test_implementations_have_the_parameters_of_the_reference(module):
+    """Hints may be missing, and GPU kernels add options with defaults, such as ``interpret``."""
+    functions = [name for name in dispatch.PRIMITIVES if hasattr(module, name)]
+    assert functions
+    for name in functions:
+        wanted = inspect.signature(getattr(reference, name)).parameters
+        given = inspect.signature(getattr(module, name)).parameters
+        hints = dispatch.PRIMITIVES[name].hints
+        options = [name for name, x in given.items() if x.kind is x.KEYWORD_ONLY]
+        assert all(given[name].default is not inspect.Parameter.empty for name in options)
+        names = [x for x in given if x not in options]
+        assert names == [x for x in wanted if x not in hints]
+        assert all(given[x].default == wanted[x].default for x in given if x in wanted)

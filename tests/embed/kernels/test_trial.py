@@ -1,0 +1,245 @@
+"""Trials of kernels on the card at hand: here the CPU stands for it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import types
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+from jaxrec import optim
+from jaxrec.embed import kernels
+from jaxrec.embed.kernels import dispatch, reference, trial, triton
+from jaxrec.embed.kernels.trial import Form, Trials, compare
+
+COPY = Form("row_lookup", "float32", 16)
+RULES = {
+    "sgd": optim.sgd(0.01),
+    "momentum_sgd": optim.momentum_sgd(0.01),
+    "adagrad": optim.adagrad(0.01),
+    "rowwise_adagrad": optim.rowwise_adagrad(0.01),
+    "adam": optim.adam(0.01),
+    "lamb": optim.lamb(0.01, clip_norm=1.0),
+}
+FORMS = [
+    COPY,
+    Form("row_lookup", "bfloat16", 100),
+    Form("pooled_lookup", "float32", 64, "float32"),
+    Form("pooled_lookup", "float16", 24, "bfloat16", weighted=True),
+    Form("sum_rows", "float32", 16),
+    Form("sum_rows", "bfloat16", 40, weighted=True, bounded=True),
+    Form("fused_update", "bfloat16", 16, "bfloat16", True, RULES["rowwise_adagrad"]),
+    *(Form("fused_update", "float32", 20, "float32", False, rule) for rule in RULES.values()),
+]
+
+
+def module(**functions) -> types.ModuleType:
+    made = types.ModuleType("made_up")
+    vars(made).update(functions)
+    return made
+
+
+class Card:
+    """Stands for a GPU."""
+
+    device_kind = "Test card"
+    client = types.SimpleNamespace(platform_version="driver 1")
+
+
+@pytest.fixture
+def trials(tmp_path, monkeypatch):
+    """Makes trials of an implementation whose functions are given."""
+    monkeypatch.setattr(Trials, "_try", lambda self, form: compare(form, self.kernels, reference))
+
+    def make(card: type = Card, **functions) -> Trials:
+        return Trials("made_up", module(**functions), reference, card(), tmp_path)
+
+    return make
+
+
+def wrong(table, rows):
+    return reference.row_lookup(table, rows) + 0.25
+
+
+def broken(table, rows):
+    raise NotImplementedError("no rule for\n  this operation")
+
+
+def restless(table, rows, _calls=[]):  # noqa: B006
+    _calls.append(None)
+    return reference.row_lookup(table, rows) * (1 + 1e-6 * len(_calls))
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_right_kernels_pass(form: Form):
+    functions = {
+        name: functools.partial(getattr(triton, name), interpret=True)
+        for name in ("pooled_lookup", "row_lookup", "sum_rows", "fused_update")
+    }
+    assert compare(form, module(**functions), reference) is None
+
+
+def test_each_primitive_of_the_kernels_is_tried():
+    tried = {form.primitive for form in FORMS}
+    assert {name for name in dispatch.PRIMITIVES if hasattr(triton, name)} == tried
+
+
+@pytest.mark.parametrize(
+    ("kernel", "reason"),
+    [
+        (wrong, "results differ from the reference's, by up to 0.25"),
+        (broken, "it fails: NotImplementedError: no rule for this operation"),
+        (restless, "it gives other bits when it is run again"),
+    ],
+    ids=["wrong", "does_not_compile", "does_not_repeat"],
+)
+def test_a_failure_is_said_once_a_process(trials, kernel, reason):
+    for _ in range(2):  # processes
+        found = trials(row_lookup=kernel)
+        with pytest.warns(RuntimeWarning, match=r"row_lookup D16 float32 by XLA on this Test card"):
+            assert reason in found.failure(COPY)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert reason in found.failure(COPY)
+
+
+def test_a_failure_is_not_kept(trials):
+    with pytest.warns(RuntimeWarning, match="did not pass"):
+        assert trials(row_lookup=broken).failure(COPY) is not None
+    assert trials(row_lookup=reference.row_lookup).failure(COPY) is None
+
+
+def test_warnings_are_no_failure(trials):
+    def deprecated(table, rows):
+        warnings.warn("deprecated", DeprecationWarning, stacklevel=1)
+        return reference.row_lookup(table, rows)
+
+    assert trials(row_lookup=deprecated).failure(COPY) is None
+
+
+def test_a_success_is_kept(trials):
+    assert trials(row_lookup=reference.row_lookup).failure(COPY) is None
+    assert trials(row_lookup=broken).failure(COPY) is None
+
+
+def test_another_card_is_tried_anew(trials):
+    class Newer(Card):
+        device_kind = "Newer card"
+
+    assert trials(row_lookup=reference.row_lookup).failure(COPY) is None
+    with pytest.warns(RuntimeWarning, match="Newer card"):
+        assert trials(Newer, row_lookup=broken).failure(COPY) is not None
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"{", b"[]", b"\xff\xfe", b'{"passed": 3}', b'{"passed": [1]}'],
+    ids=["empty", "cut", "list", "bytes", "number", "values"],
+)
+def test_a_damaged_file_is_written_anew(trials, content):
+    found = trials(row_lookup=reference.row_lookup)
+    found.path.write_bytes(content)
+    assert found.failure(COPY) is None
+    assert json.loads(found.path.read_text())["passed"] == [str(COPY)]
+
+
+def test_a_directory_that_cannot_be_written(trials, tmp_path):
+    found = trials(row_lookup=reference.row_lookup)
+    (tmp_path / "file").touch()
+    found.path = tmp_path / "file" / "results.json"
+    assert found.failure(COPY) is None
+
+
+def test_rates_are_no_part_of_a_form():
+    def form(optimizer):
+        table, lookups = jnp.ones((3, 4)), kernels.Lookups(jnp.zeros(2, int), None, None)
+        arguments = {"table": table, "gradients": table, "lookups": lookups}
+        return Form.of("fused_update", arguments | {"optimizer": optimizer})
+
+    rate = optim.hyperparameter("rate", 0.5)
+    rates = [0.1, rate, lambda step: 0.1 / (step + 1)]
+    assert len({form(optim.adam(each, weight_decay=rate)) for each in rates}) == 1
+    assert form(optim.adam(0.1)) != form(optim.adam(0.1, b1=0.5))
+    assert form(optim.adam(0.1)).is_lasting
+
+
+def test_optimizers_of_others_are_tried_by_each_process(trials):
+    @dataclasses.dataclass(frozen=True)
+    class Own(optim.sgd):
+        pass
+
+    found = trials(fused_update=reference.fused_update)
+    for optimizer in (Own(0.01), optim.ema(optimizer=Own(0.01))):
+        form = Form("fused_update", "float32", 4, "float32", False, optimizer)
+        assert found.failure(form) is None
+        assert not found.path.exists()
+
+
+@pytest.fixture
+def tried_here(monkeypatch, tmp_path):
+    """An implementation for this platform that is wrong, tried before it runs by default."""
+
+    class MadeUp(dispatch.Implementation):
+        @property
+        def module(self) -> types.ModuleType:
+            return module(row_lookup=wrong, refuse=lambda *_: None)
+
+    implementations = (MadeUp("made_up", ("cpu",), is_tried=True), dispatch.IMPLEMENTATIONS[-1])
+    monkeypatch.setattr(dispatch, "IMPLEMENTATIONS", implementations)
+    monkeypatch.setattr(trial, "cards", lambda: jax.devices("cpu")[1:])
+    monkeypatch.setenv("JAXREC_CACHE_DIR", str(tmp_path))
+    monkeypatch.delenv("JAXREC_KERNELS", raising=False)
+    dispatch._trials.cache_clear()
+    yield
+    dispatch._trials.cache_clear()
+
+
+@pytest.mark.usefixtures("tried_here")
+@pytest.mark.parametrize("how", ["eagerly", "in_jit", "in_shard_map"])
+def test_wrong_kernels_do_not_run(how):
+    table, rows = jnp.arange(16.0).reshape(8, 2), jnp.arange(8, dtype=jnp.int32)
+    lookup = kernels.row_lookup
+    if how == "in_jit":
+        lookup = jax.jit(lookup)
+    if how == "in_shard_map":
+        mesh = jax.sharding.Mesh(jax.devices(), ("x",))
+        lookup = jax.shard_map(
+            lookup, mesh=mesh, in_specs=(PartitionSpec(), PartitionSpec("x")),
+            out_specs=PartitionSpec("x"),
+        )  # fmt: skip
+    with pytest.warns(RuntimeWarning, match="made_up kernel did not pass the trial"):
+        np.testing.assert_array_equal(lookup(table, rows), table)
+    choice = kernels.describe("row_lookup", table, rows)
+    assert choice.chosen["cpu"] == "reference"
+    assert "its results differ from the reference's" in choice.refused["made_up"]
+
+
+@pytest.mark.usefixtures("tried_here")
+def test_who_names_a_kernel_gets_it():
+    table, rows = jnp.arange(16.0).reshape(8, 2), jnp.arange(8, dtype=jnp.int32)
+    with kernels.use_kernels("made_up", "reference"):
+        choice = kernels.describe("row_lookup", table, rows)
+    assert choice.chosen["cpu"] == "made_up"
+
+
+def test_without_a_card_nothing_is_tried():
+    assert trial.cards() == []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("JAXREC_KERNELS", raising=False)
+        choice = kernels.describe("row_lookup", jnp.ones((8, 2)), jnp.zeros(3, jnp.int32))
+    assert choice.chosen["cuda"] == "reference"
+    assert choice.refused["triton"] == "there is no NVIDIA GPU here to try it on"
+
+
+def test_the_directory_can_be_named(monkeypatch, tmp_path):
+    monkeypatch.setenv("JAXREC_CACHE_DIR", str(tmp_path))
+    assert trial.cache_directory() == tmp_path
+    monkeypatch.delenv("JAXREC_CACHE_DIR")
+    assert trial.cache_directory().name == "jaxrec"

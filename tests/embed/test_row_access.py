@@ -1,0 +1,222 @@
+"""Some rows of tables, on one device and in every placement over eight, compared with NumPy."""
+
+from __future__ import annotations
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import jaxrec
+from jaxrec import mesh as m
+from jaxrec.embed import row_access
+from jaxrec.embed.row_access import TableRows, group_slots, read, write
+from tests.copies import find_copies
+from tests.users_xla import AS_USERS_DO
+
+OPTIMIZERS = {
+    "sgd": jaxrec.optim.sgd(0.1),
+    "rowwise_adagrad": jaxrec.optim.rowwise_adagrad(0.1),
+    "adam": jaxrec.optim.adam(0.1),
+}
+PLACEMENTS = {
+    "one_device": None,
+    "data_parallel": m.data_parallel(),
+    "table_wise": m.table_wise(device=5),
+    "row_wise": m.row_wise(),
+    "row_wise_some": m.row_wise(devices=(1, 5, 6)),
+    "column_wise": m.column_wise(devices=(2, 7)),
+    "table_row_wise": m.table_row_wise(host=1),
+    "table_column_wise": m.table_column_wise(host=1),
+    "grid": m.grid(),
+}
+CASES = [
+    *itertools.product(PLACEMENTS, ["rowwise_adagrad"]),
+    ("one_device", "adam"),
+    ("one_device", "sgd"),
+    ("row_wise", "adam"),
+    ("row_wise", "sgd"),
+    ("grid", "adam"),
+]
+
+
+def make_store(placement, optimizer):
+    """Three tables, two of them of one width, with random rows and state; and these in NumPy."""
+    configs = [
+        jaxrec.EmbeddingBagConfig("user", 70, 8),
+        jaxrec.EmbeddingBagConfig("item", 101, 8),
+        jaxrec.EmbeddingBagConfig("wide", 33, 16),
+    ]
+
+    def made():
+        return jaxrec.EmbeddingBagCollection(
+            configs, optimizer=OPTIMIZERS[optimizer], rngs=nnx.Rngs(0)
+        )
+
+    if PLACEMENTS[placement] is None:
+        store = made().tables.get_value()
+    else:
+        plan = jaxrec.plan.ShardingPlan.from_dict(
+            {config.name: PLACEMENTS[placement] for config in configs}
+        )
+        mesh = jax.make_mesh((2, 4), ("host", "device"))
+        store = jaxrec.shard(made, plan, mesh).tables.get_value()
+    rng = np.random.default_rng(0)
+    tables = {}
+    for config in configs:
+        shape = config.num_embeddings, config.embedding_dim
+        tables[config.name] = {"rows": rng.normal(size=shape).astype(np.float32)}
+        store = store.write(config.name, tables[config.name]["rows"])
+        state = {
+            name: rng.normal(size=array.shape).astype(array.dtype)
+            for name, array in store.read_state(config.name).items()
+        }
+        store = store.write_state(config.name, state)
+        tables[config.name] |= state
+    return store, tables
+
+
+def assert_tables(store, tables):
+    for name, arrays in tables.items():
+        np.testing.assert_array_equal(store.read(name), arrays["rows"], err_msg=name)
+        for key, array in store.read_state(name).items():
+            np.testing.assert_array_equal(array, arrays[key], err_msg=f"{name} {key}")
+
+
+def some_rows(rng, tables, counts):
+    return [
+        TableRows(name, rng.permutation(len(tables[name]["rows"]))[:count].astype(np.int32))
+        for name, count in counts.items()
+    ]
+
+
+@pytest.mark.parametrize(("placement", "optimizer"), CASES)
+def test_read_and_write(placement, optimizer):
+    store, tables = make_store(placement, optimizer)
+    rng = np.random.default_rng(1)
+    for counts in ({"user": 5, "item": 7, "wide": 3}, {"wide": 33, "user": 0, "item": 101}):
+        requests = some_rows(rng, tables, counts)
+        found = read(store, requests).to_host()
+        values = []
+        for request, arrays in zip(requests, found, strict=True):
+            expected = tables[request.table]
+            if len(request.rows):
+                assert arrays.keys() == expected.keys()
+            for key, array in arrays.items():
+                np.testing.assert_array_equal(array, expected[key][request.rows])
+                assert array.dtype == expected[key].dtype
+            values.append({k: rng.normal(size=a.shape).astype(a.dtype) for k, a in arrays.items()})
+        store = write(store, requests, values)
+        for request, arrays in zip(requests, values, strict=True):
+            for key, array in arrays.items():
+                tables[request.table][key][request.rows] = array
+        assert_tables(store, tables)
+
+
+@pytest.mark.parametrize("placement", ["one_device", "row_wise", "column_wise"])
+def test_state_that_is_missing_stays(placement):
+    store, tables = make_store(placement, "adam")
+    rows = np.array([69, 0, 30], np.int32)
+    values = np.ones((3, 8), np.float32)
+    store = write(store, [TableRows("user", rows)], [{"rows": values}])
+    tables["user"]["rows"][rows] = values
+    assert_tables(store, tables)
+
+
+@pytest.mark.parametrize("placement", ["one_device", "row_wise", "data_parallel"])
+def test_rows_may_be_read_twice(placement):
+    store, tables = make_store(placement, "rowwise_adagrad")
+    rows = np.array([3, 3, 69, 3], np.int32)
+    requests = [TableRows("user", rows), TableRows("user", rows[:1])]
+    first, second = read(store, requests).to_host()
+    np.testing.assert_array_equal(first["rows"], tables["user"]["rows"][rows])
+    np.testing.assert_array_equal(second["rows"], tables["user"]["rows"][rows[:1]])
+
+
+@pytest.mark.parametrize("placement", ["one_device", "row_wise"])
+def test_no_rows(placement):
+    store, tables = make_store(placement, "sgd")
+    nothing = TableRows("user", np.zeros(0, np.int32))
+    assert group_slots(store, [nothing]) == {}
+    assert read(store, [nothing]).to_host() == [{}]
+    assert read(store, []).to_host() == []
+    assert write(store, [nothing], [{"rows": np.zeros((0, 8), np.float32)}]) is store
+    assert_tables(store, tables)
+
+
+@pytest.mark.parametrize("placement", ["one_device", "row_wise"])
+def test_tables_that_are_not_there(placement):
+    store, _ = make_store(placement, "sgd")
+    request = TableRows("nowhere", np.array([1], np.int32))
+    with pytest.raises(KeyError, match="nowhere"):
+        read(store, [request])
+    with pytest.raises(KeyError, match="nowhere"):
+        write(store, [request], [{"rows": np.zeros((1, 8), np.float32)}])
+
+
+@pytest.mark.parametrize(
+    ("count", "size"), [(1, 64), (64, 64), (65, 128), (128, 128), (129, 256), (1025, 2048)]
+)
+def test_ladder_of_sizes(count, size):
+    config = jaxrec.EmbeddingBagConfig("big", 5000, 4)
+    store = jaxrec.EmbeddingBagCollection([config], rngs=nnx.Rngs(0)).tables.get_value()
+    (slots,) = group_slots(store, [TableRows("big", np.arange(count))]).values()
+    assert slots.slots.shape == (size,)
+    assert slots.slots[:count].tolist() == list(range(count))
+    assert (slots.slots[count:] == -1).all()
+
+
+@pytest.mark.parametrize("placement", ["one_device", "row_wise", "column_wise"])
+def test_few_programs_compile(placement, caplog):
+    store, tables = make_store(placement, "rowwise_adagrad")
+    rng = np.random.default_rng(2)
+    with jax.log_compiles():
+        for number in range(12):
+            if number == 1:
+                caplog.clear()
+            counts = {name: int(rng.integers(1, 16)) for name in ("user", "item", "wide")}
+            requests = some_rows(rng, tables, counts)
+            store = write(store, requests, read(store, requests).to_host())
+    compiled = [r.getMessage() for r in caplog.records if "Finished XLA" in r.getMessage()]
+    assert compiled == []
+    assert_tables(store, tables)
+
+
+@pytest.mark.parametrize("placement", [None, m.row_wise()], ids=["one_device", "row_wise"])
+def test_no_copy_of_a_table(placement):
+    rows, dim, devices = 80_008, 8, 1 if placement is None else 8
+    config = jaxrec.EmbeddingBagConfig("big", rows, dim)
+
+    def made():
+        return jaxrec.EmbeddingBagCollection(
+            [config], optimizer=OPTIMIZERS["adam"], rngs=nnx.Rngs(0)
+        )
+
+    if placement is None:
+        store = made().tables.get_value()
+    else:
+        plan = jaxrec.plan.ShardingPlan.from_dict({"big": placement})
+        store = jaxrec.shard(made, plan, jax.make_mesh((8,), ("data",))).tables.get_value()
+    ((group, slots),) = group_slots(store, [TableRows("big", np.arange(0, rows, 5000))]).items()
+    on_devices = store.put_rows(slots.slots)
+    reading = row_access._read.lower(store, on_devices, group).compile(AS_USERS_DO)
+    values, state = row_access._read(store, on_devices, group)
+    writing = row_access._write.lower(store, on_devices, values, state, group).compile(AS_USERS_DO)
+    local = rows // devices, dim
+    for compiled in (reading, writing):
+        assert find_copies(compiled, local) == []
+        assert compiled.memory_analysis().temp_size_in_bytes < local[0] * dim * 4 / 10
+
+    def pointers(store):
+        return [
+            shard.data.unsafe_buffer_pointer()
+            for array in jax.tree.leaves(store)
+            for shard in array.addressable_shards
+        ]
+
+    before = pointers(store)
+    store = row_access._write(store, on_devices, jnp.zeros_like(values), state, group)
+    assert pointers(store) == before

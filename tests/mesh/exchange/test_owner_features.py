@@ -1,0 +1,38 @@
+"""Features of owners in columns of equal sizes, by hand."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxrec.mesh.exchange.owner_features import OwnerFeatures
+
+# Feature 0 on owner 1; features 1 and 2 on owner 0; none on owner 2.
+OWNED = OwnerFeatures.of([[2, 1], [0], []], capacities=(3, 2, 4), strides=(1, 2, 1))
+
+
+def test_columns_have_the_largest_size_of_their_features():
+    assert OWNED.features == ((2, 1), (0,), ())
+    assert OWNED.capacities == (4, 2)
+    assert OWNED.strides == (1, 2)
+
+
+def test_packing():
+    parts = [jnp.array([1, 1, 1]), jnp.array([2, 2]), jnp.array([3, 3, 3, 3])]
+    packed = OWNED.pack(parts, OWNED.capacities, fill=-1)
+    np.testing.assert_array_equal(
+        packed, [[3, 3, 3, 3, 2, 2], [1, 1, 1, -1, -1, -1], [-1, -1, -1, -1, -1, -1]]
+    )
+    for part, unpacked in zip(
+        parts, OWNED.unpack(packed, OWNED.capacities, (3, 2, 4)), strict=True
+    ):
+        np.testing.assert_array_equal(unpacked, part)
+
+
+def test_the_batch_that_an_owner_receives():
+    layout = OWNED.received(num_rows=7)
+    assert layout.capacities == (4, 2) * 3
+    assert layout.id_starts == (0, 4, 6, 10, 12, 16)
+    assert layout.strides == (1, 2) * 3
+    assert layout.row_counts == (7,) * 6
+    assert not layout.is_interleaved

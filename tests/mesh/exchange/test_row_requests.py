@@ -1,0 +1,45 @@
+"""Requests of rows by hand: two owners of four rows each."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxrec
+from jaxrec.embed.layout import layout_tables
+from jaxrec.mesh import row_wise
+from jaxrec.mesh.exchange.row_requests import RowRequests
+from jaxrec.mesh.layout import layout_mesh
+from jaxrec.mesh.shards import MeshShape
+
+TABLES = layout_tables([jaxrec.EmbeddingBagConfig("t", 8, 2)], jaxrec.optim.sgd(0.1))
+(PLACED,) = layout_mesh(TABLES, {"t": row_wise()}, MeshShape(1, 2)).groups
+
+
+@pytest.fixture
+def requests():
+    # Row 8 is padding, row -1 a bad id.
+    return RowRequests.of(PLACED, jnp.array([5, 1, 5, 8, 7, -1, 4], jnp.int32))
+
+
+def test_slots_without_repeats(requests):
+    np.testing.assert_array_equal(requests.slots, [1, 4, 5, 7, 8, 8, 8])
+    np.testing.assert_array_equal(requests.index, [2, 0, 2, -1, 3, -1, 1])
+    np.testing.assert_array_equal(requests.begins, [0, 1])
+    np.testing.assert_array_equal(requests.ends, [1, 4])
+
+
+def test_rounds_of_two_rows(requests):
+    first = requests.positions(requests.begins, 2)
+    np.testing.assert_array_equal(first, [[0, 7], [1, 2]])
+    np.testing.assert_array_equal(requests.local_rows(PLACED, first), [[1, 4], [0, 1]])
+    np.testing.assert_array_equal(
+        requests.index_in_round(requests.begins, 2), [3, 0, 3, -1, -1, -1, 2]
+    )
+    second = requests.positions(jnp.array([1, 3]), 2)
+    np.testing.assert_array_equal(second, [[7, 7], [3, 7]])
+    np.testing.assert_array_equal(requests.local_rows(PLACED, second), [[4, 4], [3, 4]])
+    np.testing.assert_array_equal(
+        requests.index_in_round(jnp.array([1, 3]), 2), [-1, -1, -1, -1, 2, -1, -1]
+    )

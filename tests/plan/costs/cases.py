@@ -1,0 +1,62 @@
+"""Devices and tables whose costs can be counted by hand."""
+
+from __future__ import annotations
+
+import jaxrec
+from jaxrec import optim
+from jaxrec.mesh.exchange import EXCHANGES
+from jaxrec.plan import ParameterConstraints, Planner, ShardingPlan, Topology
+from jaxrec.plan.costs import Group, make_costs
+from jaxrec.plan.model_tables import read_model
+from jaxrec.plan.rates import Links, Rate
+from jaxrec.plan.workload import measure_workloads
+
+FREE = Rate()
+
+
+def topology(*, hosts=1, each=4, **rates):
+    """Devices on which everything is free but the given rates."""
+    free = dict.fromkeys(("gather", "update", "sort", "copy", "host_link", "disk_link"), FREE)
+    links = {"within": Links(FREE, FREE, FREE), "between": Links(FREE, FREE, FREE)}
+    known = {"name": "test", "memory": 10**12, "granule": 1, "host_memory": 10**13}
+    return Topology(hosts=hosts, devices_per_host=each, **{**free, **links, **known, **rates})
+
+
+def linked(within=0.0, between=0.0, call=0.0):
+    """Rates of links, in seconds a byte."""
+    return {
+        name: Links(*[Rate(call=call, byte=byte)] * 3)
+        for name, byte in (("within", within), ("between", between))
+    }
+
+
+def workload_of(topology, *, rows=1000, dim=8, pooling=1, batch=4, is_weighted=False, **config):
+    """The workload of one table with ``batch`` samples a device."""
+    kind = config.pop("kind", jaxrec.EmbeddingBagConfig)
+    table = kind("a", rows, dim, **{"optimizer": optim.sgd(0.1), "dtype": "float32", **config})
+    constraint = ParameterConstraints(pooling_factors=pooling, is_weighted=is_weighted)
+    (workload,) = measure_workloads(
+        read_model([table]),
+        batch_size=batch * topology.num_devices,
+        num_devices=topology.num_devices,
+        constraints={"a": constraint},
+        statistics=None,
+    )
+    return workload
+
+
+def costs_of(exchange, workload, topology, *, width=None, storage="device"):
+    """The costs of a table's group under an exchange."""
+    group = Group.of(workload, width or workload.dim, EXCHANGES[exchange], storage)
+    return make_costs(group, topology)
+
+
+def evaluate(placement, topology, *, rows=1000, dim=8, pooling=1, batch=4, **config):
+    """The estimate of one table under a placement."""
+    table = jaxrec.EmbeddingBagConfig(
+        "a", rows, dim, **{"optimizer": optim.sgd(0.1), "dtype": "float32", **config}
+    )
+    constraints = {"a": ParameterConstraints(pooling_factors=pooling)}
+    plan = ShardingPlan.from_dict({"a": placement})
+    batch_size = batch * topology.num_devices
+    return Planner(topology, constraints).evaluate([table], plan, batch_size=batch_size).estimate

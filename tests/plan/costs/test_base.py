@@ -1,0 +1,127 @@
+"""Costs that all exchanges share, beside counts by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+import jaxrec
+from jaxrec import optim
+from jaxrec.mesh import column_wise, data_parallel, row_wise, table_wise
+from jaxrec.mesh.exchange import EXCHANGES, ROWS
+from jaxrec.mesh.exchange.base import Workload
+from jaxrec.mesh.exchange.rows import Rows
+from jaxrec.plan import ParameterConstraints, Planner, ShardingPlan
+from jaxrec.plan.costs import Group, make_costs
+from jaxrec.plan.rates import Rate
+from tests.plan.costs.cases import costs_of, evaluate, linked, topology, workload_of
+
+
+def test_weights_travel_with_ids():
+    sent = topology(**linked(within=1.0))
+    table = jaxrec.EmbeddingBagConfig("a", 1000, 8, optimizer=optim.sgd(0.1))
+    found = {}
+    for weighted in (False, True):
+        constraints = {"a": ParameterConstraints(pooling_factors=100, is_weighted=weighted)}
+        plan = ShardingPlan.from_dict({"a": row_wise(exchange="pooled")})
+        made = Planner(sent, constraints).evaluate([table], plan, batch_size=64)
+        found[weighted] = made.estimate.phases["forward exchange"]
+    assert found[True] - found[False] == pytest.approx(1.25 * 2048 * 4 * 3 / 4)
+
+
+@pytest.mark.parametrize(
+    ("placement", "updated"),
+    [(data_parallel(), 1000), (table_wise(1), 1000), (row_wise(), 250), (column_wise(), 1000)],
+    ids=["copies", "one owner", "rows", "columns"],
+)
+def test_every_row_that_is_looked_up_is_updated_by_its_owners(placement, updated):
+    """A batch of so many ids that all rows are among them."""
+    counted = topology(update=Rate(item=1.0))
+    found = evaluate(placement, counted, pooling=5000, batch=4)
+    assert found.phases["backward compute"] == pytest.approx(updated, rel=1e-3)
+
+
+def test_state_is_read_and_written_with_rows():
+    bytes = {}
+    for name, optimizer in (("sgd", optim.sgd(0.1)), ("adam", optim.adam())):
+        counted = topology(update=Rate(byte=1.0))
+        found = evaluate(row_wise(), counted, pooling=5000, optimizer=optimizer, dim=16)
+        bytes[name] = found.phases["backward compute"]
+        assert sum(d.bytes["tables"] for d in found.devices) == found.tables[0].bytes
+    assert bytes["adam"] == pytest.approx(3 * bytes["sgd"])
+
+
+def test_narrow_rows_take_as_long_as_a_granule():
+    coarse = dataclasses.replace(topology(gather=Rate(byte=1.0)), granule=64)
+    narrow = evaluate(data_parallel(), coarse, dim=4)
+    wide = evaluate(data_parallel(), coarse, dim=16)
+    assert narrow.phases["forward compute"] == wide.phases["forward compute"]
+
+
+def test_tables_of_a_group_start_its_kernels_once():
+    started = topology(sort=Rate(call=1.0))
+    tables = [jaxrec.EmbeddingBagConfig(f"t{i}", 100, 8) for i in range(5)]
+    plan = ShardingPlan.from_dict({table.name: row_wise() for table in tables})
+    together = Planner(started).evaluate(tables, plan, batch_size=16).estimate
+    assert len(together.groups) == 1
+    alone = Planner(started).evaluate(tables[:1], plan, batch_size=16).estimate
+    assert together.seconds == alone.seconds == pytest.approx(3)
+
+
+def test_a_plan_on_one_device_sends_nothing():
+    sent = topology(each=1, **linked(within=1.0, between=1.0))
+    found = evaluate(table_wise(0), sent)
+    assert found.phases["forward exchange"] == found.phases["backward exchange"] == 0
+
+
+def test_a_cached_row_is_fetched_and_written_back():
+    links = {"host_link": Rate(byte=1.0), "disk_link": Rate(byte=10.0)}
+    devices = topology(**links)
+    workload = workload_of(devices, optimizer=optim.adagrad())
+    seconds = {
+        storage: costs_of("rows", workload, devices, storage=storage).fetch
+        for storage in ("device", "host", "disk")
+    }
+    # 8 columns of a row and of its state.
+    assert seconds == {"device": 0, "host": 2 * 64, "disk": 2 * 64 * 11}
+
+
+@dataclasses.dataclass(frozen=True)
+class Pigeons(Rows):
+    """An exchange of another package."""
+
+    name = "pigeons"
+
+
+def test_groups_are_of_one_width_exchange_and_storage():
+    devices = topology()
+    workload = workload_of(devices, optimizer=optim.rowwise_adagrad())
+    whole, half = (Group.of(workload, width, ROWS, "device") for width in (8, 4))
+    assert (whole.joins_columns, half.joins_columns) == (False, True)
+    assert str(dataclasses.replace(half, storage="host")) == "float32_4 by rows (host)"
+    assert whole.stored_row_bytes == 8 * 4 + 4
+    with pytest.raises(ValueError, match="no costs for exchange 'pigeons', only for rows, pooled"):
+        make_costs(dataclasses.replace(whole, exchange=Pigeons()), devices)
+
+
+@pytest.mark.parametrize(
+    ("placement", "exchange"),
+    [
+        (data_parallel(), "replicated"),
+        (row_wise(exchange="rows"), "rows"),
+        (row_wise(exchange="pooled"), "pooled"),
+        (table_wise(0), "bags"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_bytes_on_links_are_those_that_the_exchange_sends(placement, exchange):
+    """Beside `Exchange.traffic`, but for the numbers of rows that it sends with them."""
+    sent = topology(**linked(within=1.0))
+    found = evaluate(placement, sent, rows=10_000_000, pooling=4)
+    lookups, bags = 16, 4
+    # A message has space for 1.25 x 16 / 4 rows.
+    work = Workload(4, 8, lookups, bags, capacity=5, owner_lookups=lookups, owner_bags=bags)
+    expected = sum(EXCHANGES[exchange].traffic(work).values())
+    bytes = found.phases["forward exchange"] + found.phases["backward exchange"]
+    assert bytes * 4 / 3 == pytest.approx(expected, abs=4 * 3 * 4)

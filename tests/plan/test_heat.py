@@ -1,0 +1,73 @@
+"""Expected lookups of rows beside drawing and counting."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from jaxrec.plan import statistics
+from jaxrec.plan.heat import EvenHeat, SampledHeat
+from tests.plan.models import batch_of, log_uniform
+
+
+@pytest.mark.parametrize("rows", [1, 10, 1000])
+@pytest.mark.parametrize("lookups", [0, 1, 50, 2000])
+def test_even_heat_beside_drawing(rows, lookups):
+    random = np.random.default_rng(0)
+    drawn = [np.unique(random.integers(0, rows, lookups)).size for _ in range(300)]
+    error = 4 * np.std(drawn) / np.sqrt(300) + 1e-9
+    assert EvenHeat(rows).distinct(lookups) == pytest.approx(np.mean(drawn), abs=error)
+
+
+@pytest.mark.parametrize("part", [0.1, 0.5, 1.0])
+def test_distinct_rows_of_a_part_of_the_sample_beside_drawing(part):
+    random = np.random.default_rng(0)
+    ids = log_uniform(random, 10_000, 5000)
+    heat = statistics([batch_of(ids, [1] * 5000)]).features["f"].heat(10_000)
+    count = int(5000 * part)
+    drawn = [np.unique(random.permutation(ids)[:count]).size for _ in range(50)]
+    assert heat.distinct(count) == pytest.approx(np.mean(drawn), rel=0.01)
+
+
+@pytest.mark.parametrize("times", [2, 8])
+def test_distinct_rows_of_more_than_the_sample_beside_drawing(times):
+    random = np.random.default_rng(0)
+    sample = log_uniform(random, 100_000, 20_000)
+    heat = statistics([batch_of(sample, [1] * 20_000)]).features["f"].heat(100_000)
+    drawn = np.unique(log_uniform(random, 100_000, 20_000 * times)).size
+    assert heat.distinct(20_000 * times) == pytest.approx(drawn, rel=0.2)
+
+
+def test_lookups_that_a_cache_leaves_beside_counting():
+    random = np.random.default_rng(0)
+    ids = log_uniform(random, 1000, 20_000)
+    heat = statistics([batch_of(ids, [1] * 20_000)]).features["f"].heat(1000)
+    found, counts = np.unique(ids, return_counts=True)
+    for ratio in (0.05, 0.2, 0.5):
+        cached = found[np.argsort(-counts)][: int(1000 * ratio)]
+        left = np.setdiff1d(ids, cached).size
+        assert heat.distinct(20_000, ratio) == pytest.approx(left, abs=1)
+    assert heat.distinct(20_000, 1.0) == 0
+    assert heat.distinct(20_000) >= heat.distinct(20_000, 0.1) >= heat.distinct(20_000, 0.2)
+
+
+def test_shares_of_runs_of_rows_beside_counting():
+    random = np.random.default_rng(0)
+    ids = log_uniform(random, 1024, 50_000)
+    heat = statistics([batch_of(ids, [1] * 50_000)]).features["f"].heat(1024)
+    for parts in (2, 8):
+        expected = np.bincount(ids * parts // 1024, minlength=parts) / ids.size
+        np.testing.assert_allclose(heat.shares(parts, of_rows=False), expected, atol=0.01)
+        rows = np.bincount(np.unique(ids) * parts // 1024, minlength=parts)
+        np.testing.assert_allclose(heat.shares(parts, of_rows=True), rows / rows.sum(), atol=0.02)
+
+
+def test_a_table_larger_than_the_ids_seen():
+    heat = statistics([batch_of([0, 1, 2, 3], [4])]).features["f"].heat(8)
+    np.testing.assert_allclose(heat.shares(2, of_rows=True), [1, 0])
+
+
+def test_heat_is_never_more_than_there_is():
+    heat = SampledHeat(10, 8, (1,), (8,), (8.0,), (8.0,))
+    assert heat.distinct(1_000_000) <= 10
+    assert heat.distinct(4) <= 4

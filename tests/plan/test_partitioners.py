@@ -1,0 +1,47 @@
+"""Placed proposals beside the best of all solutions."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from jaxrec.plan.partitioners import balance_memory, place_fastest
+from jaxrec.plan.problem import Solution, Totals
+from jaxrec.plan.proposers import (
+    PROPOSERS,
+)
+from tests.plan.models import problem_of
+
+
+@pytest.mark.parametrize("partition", [place_fastest, balance_memory])
+@pytest.mark.parametrize("propose", PROPOSERS, ids=lambda f: f.__name__)
+def test_proposals_are_solutions_and_none_is_better_than_the_best(counted, propose, partition):
+    problem, best = counted
+    for proposal in itertools.islice(propose(problem), 30):
+        solution = partition(problem, proposal)
+        assert [choice.option for choice in solution.choices] == list(proposal)
+        for options, choice in zip(problem.options, solution.choices, strict=True):
+            option = options[choice.option]
+            assert len(set(choice.sites)) == option.parts
+            assert set(choice.sites) <= set(range(len(option.sites)))
+        assert solution == Solution.of(problem, solution.choices)
+        assert not solution.fits or solution.seconds >= best.seconds * (1 - 1e-9)
+
+
+def test_balanced_memory_is_no_more_and_costs_at_most_two_percent():
+    random = np.random.default_rng(0)
+    shapes = [
+        (int(10 ** random.uniform(3, 6)), 64, float(10 ** random.uniform(0, 1.5)))
+        for _ in range(20)
+    ]
+    problem = problem_of(shapes, each=4, types=["table_wise"])
+    fastest = place_fastest(problem, (0,) * 20)
+    balanced = balance_memory(problem, (0,) * 20)
+
+    def bytes(solution):
+        return Totals.of(problem, dict(enumerate(solution.choices))).bytes
+
+    assert bytes(balanced) < bytes(fastest)
+    assert balanced.seconds <= 1.02 * fastest.seconds

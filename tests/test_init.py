@@ -1,0 +1,34 @@
+"""The names of `jaxrec` itself."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import pkgutil
+import subprocess
+import sys
+
+import pytest
+
+import jaxrec
+
+PACKAGES = {module.name for module in pkgutil.iter_modules(jaxrec.__path__) if module.ispkg}
+
+
+def test_names_are_listed_and_exist():
+    names = dir(jaxrec)
+    assert PACKAGES | {"EmbeddingBagCollection", "shard", "__version__"} <= set(names)
+    assert all(hasattr(jaxrec, name) for name in names)
+    assert jaxrec.__version__ == importlib.metadata.version("jaxrec")
+    with pytest.raises(AttributeError, match="module 'jaxrec' has no attribute 'nonsense'"):
+        jaxrec.nonsense  # noqa: B018
+
+
+def test_packages_load_on_first_use():
+    program = (
+        "import sys, jaxrec; assert 'jax' not in sys.modules; "
+        f"print([getattr(jaxrec, name).__name__ for name in {sorted(PACKAGES)}])"
+    )
+    run = subprocess.run(
+        [sys.executable, "-P", "-c", program], capture_output=True, text=True, check=True
+    )
+    assert run.stdout.strip() == str([f"jaxrec.{name}" for name in sorted(PACKAGES)])

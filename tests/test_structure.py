@@ -1,0 +1,202 @@
+"""Where each module is tested.
+
+``jaxrec/x/y.py`` is tested by ``tests/x/test_y.py``, and a package within a package either so or as
+a whole: ``jaxrec/x/y/z.py`` by ``tests/x/test_y.py``. A module that is tested through another one
+is listed here, with the file that tests it.
+"""
+
+from __future__ import annotations
+
+import ast
+import pathlib
+import re
+
+import pytest
+
+from tests.quick import SLOW
+
+ROOT = pathlib.Path(__file__).parents[1]
+
+# By test file, the modules that it tests beside its own.
+TESTED_BY = {
+    "data/test_click_batches": ("data/clicks",),
+    "data/test_conversion": (
+        "data/cli",
+        "data/contiguous",
+        "data/encode",
+        "data/groups",
+        "data/learn",
+        "data/parts",
+        "data/text",
+    ),
+    "data/test_encoder": ("data/list_lengths",),
+    "data/test_schema": ("data/column_types",),
+    "embed/kernels/test_primitives": (
+        "embed/kernels/base",
+        "embed/kernels/cpu",
+        "embed/kernels/reference",
+    ),
+    "embed/test_collection": (
+        "embed/functional",
+        "embed/initialize",
+        "embed/layout",
+        "embed/lookup",
+    ),
+    "embed/test_differentiate": (
+        "embed/differentiation",
+        "embed/taps",
+    ),
+    "embed/test_gradients": (
+        "embed/optimizer",
+        "embed/row_gradients",
+    ),
+    "embed/test_hyperparameters": ("optim/hyperparameter",),
+    "embed/test_skipped_steps": ("embed/not_finite",),
+    "mesh/test_capacity": ("mesh/ahead",),
+    "mesh/test_channel": ("mesh/simulated",),
+    "mesh/test_processes": ("mesh/agree",),
+    "mesh/exchange/test_base": (
+        "mesh/exchange/bags",
+        "mesh/exchange/clipping",
+        "mesh/exchange/pooled",
+        "mesh/exchange/replicated",
+        "mesh/exchange/rows",
+    ),
+    "mesh/test_training": (
+        "mesh/layout",
+        "mesh/placed_group",
+        "mesh/shard",
+        "mesh/shard_access",
+        "mesh/shards",
+        "mesh/tables",
+    ),
+    "metrics/test_definitions": (
+        "metrics/areas",
+        "metrics/averages",
+        "metrics/classification",
+        "metrics/entropy",
+        "metrics/latest",
+        "metrics/metric",
+        "metrics/multilabel",
+        "metrics/ranking",
+        "metrics/regression",
+    ),
+    "metrics/test_golden": (
+        "metrics/session_auc",
+        "metrics/session_pairs",
+        "metrics/sessions",
+    ),
+    "nn/test_every_module": (
+        "nn/bert4rec",
+        "nn/crossnet",
+        "nn/dcn",
+        "nn/deepfm",
+        "nn/dense",
+        "nn/dice",
+        "nn/factorization",
+        "nn/hstu",
+        "nn/linear",
+        "nn/positions",
+        "nn/sasrec",
+        "nn/swish",
+        "nn/wide_deep",
+    ),
+    "nn/test_multi_tower": (
+        "mesh/towers",
+        "nn/towers",
+    ),
+    "nn/test_tiled_attention": ("nn/jagged_tiles",),
+    "optim/test_base": (
+        "optim/checks",
+        "optim/ema",
+        "optim/frozen",
+    ),
+    "plan/test_plan": ("plan/context",),
+    "plan/test_solver": ("plan/program",),
+    "ragged/test_hashing": ("ragged/xxh64",),
+    "ragged/test_keyed_jagged": (
+        "ragged/arrays",
+        "ragged/columns",
+        "ragged/key_segments",
+    ),
+    "tier/test_id_map": (
+        "tier/arrays",
+        "tier/implementation",
+        "tier/library",
+        "tier/reference",
+    ),
+    "tier/managed_collision/test_modules": ("tier/managed_collision/row_reset",),
+    "tier/managed_collision/test_multi_probe": (
+        "tier/managed_collision/matching",
+        "tier/managed_collision/probing",
+    ),
+    "tier/managed_collision/test_sorted_map": ("tier/managed_collision/evicted",),
+    "tier/test_row_file": ("tier/row_columns",),
+    "tier/test_row_store": ("tier/stores",),
+    "tier/test_tier": (
+        "tier/model_tables",
+        "tier/moves",
+    ),
+    "train/test_checkpoint": (
+        "embed/checkpoint_view",
+        "train/devices",
+    ),
+    "train/test_cli": (
+        "arguments",
+        "cli",
+    ),
+    "train/test_columns": (
+        "train/features",
+        "train/model",
+    ),
+    "train/test_options": ("train/config",),
+    "train/test_trainer": ("train/train_steps",),
+    "train/test_progress": (
+        "train/summary",
+        "train/trace",
+    ),
+}
+LISTED = [module for modules in TESTED_BY.values() for module in modules]
+
+
+def has_logic(path: pathlib.Path) -> bool:
+    tree = ast.parse(path.read_text())
+    return any(isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) for node in ast.walk(tree))
+
+
+MODULES = {
+    path.relative_to(ROOT / "jaxrec").with_suffix("").as_posix()
+    for path in (ROOT / "jaxrec").rglob("*.py")
+    if path.stem != "__init__" and has_logic(path)
+}
+
+
+def has_mirror(module: str) -> bool:
+    *packages, name = module.split("/")
+    mirrors = ["/".join([*packages, f"test_{name}.py"])]
+    if len(packages) > 1:
+        mirrors.append("/".join([*packages[:-1], f"test_{packages[-1]}.py"]))
+    return any((ROOT / "tests" / mirror).exists() for mirror in mirrors)
+
+
+def test_every_module_with_logic_is_tested():
+    untested = {module for module in MODULES if not has_mirror(module)} - set(LISTED)
+    assert untested == set(), "write tests/x/test_y.py for jaxrec/x/y.py, or list it in TESTED_BY"
+
+
+def test_only_modules_without_a_mirror_are_listed():
+    assert len(LISTED) == len(set(LISTED))
+    assert {module for module in LISTED if has_mirror(module)} == set()
+    assert set(LISTED) - MODULES == set(), "these modules are gone, or have no logic"
+
+
+@pytest.mark.parametrize("path", [*SLOW, *(f"tests/{test}.py" for test in TESTED_BY)])
+def test_listed_test_files_exist(path):
+    assert (ROOT / path).exists()
+
+
+def test_programs_import_what_is_installed():
+    """Without ``-P`` Python would import the checkout, which need not have the native libraries."""
+    starts = re.compile(r'sys\.executable, "-[cm]"')
+    found = [path for path in (ROOT / "tests").rglob("*.py") if starts.search(path.read_text())]
+    assert found == [], 'start the program by [sys.executable, "-P", ...]'

@@ -1,0 +1,218 @@
+// The native id map and batch operations without Python: random programs, compared with the
+// standard library. Built with sanitizers by tests/sanitize.sh.
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <limits>
+#include <numeric>
+#include <random>
+#include <string>
+#include <thread>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "batch_ops.h"
+#include "id_map.h"
+
+using namespace jaxrec;
+
+// What Python calls; library.cc has no header.
+extern "C" {
+IdMap* jaxrec_id_map_new(int64_t, uint64_t);
+void jaxrec_id_map_delete(IdMap*);
+int64_t jaxrec_id_map_size(const IdMap*);
+void jaxrec_id_map_find(const IdMap*, const int64_t*, int64_t, int32_t*, int64_t);
+int64_t jaxrec_id_map_insert(IdMap*, const int64_t*, const int32_t*, int64_t);
+int64_t jaxrec_id_map_remove(IdMap*, const int64_t*, int64_t, int32_t*);
+int64_t jaxrec_id_map_items(const IdMap*, int64_t, int64_t*, int32_t*);
+}
+
+namespace {
+
+using Random = std::mt19937_64;
+using Expected = std::unordered_map<int64_t, int32_t>;
+
+void require(bool holds, const std::string& what) {
+  if (holds) return;
+  std::fprintf(stderr, "failed: %s\n", what.c_str());
+  std::exit(1);
+}
+
+// The id whose hash, with seed 0, is given.
+int64_t unhash(uint64_t hash) {
+  hash ^= hash >> 33;
+  hash *= 0x9CB4B2F8129337DBull;
+  hash ^= hash >> 33;
+  hash *= 0x4F74430C22A54005ull;
+  return static_cast<int64_t>(hash ^ hash >> 33);
+}
+
+void require_equal(const IdMap& map, const Expected& expected) {
+  const size_t size = expected.size();
+  require(map.size() == static_cast<int64_t>(size), "size");
+  std::vector<int64_t> ids(size);
+  std::vector<int32_t> slots(size), found(size);
+  map.items(ids.data(), slots.data());
+  map.find(ids.data(), static_cast<int64_t>(size), found.data());
+  require(found == slots, "the slots of all ids");
+  for (size_t i = 0; i < size; ++i) {
+    auto item = expected.find(ids[i]);
+    require(item != expected.end() && item->second == slots[i], "items");
+  }
+}
+
+// Ids of all homes, ids in a row, or ids whose home is the last bucket.
+enum Shape { kSpread, kSequential, kOneHome };
+
+// Batches that are inserted and removed, some of them with an id that is refused.
+void check_program(int64_t capacity, Shape shape, Random& random) {
+  IdMap map(capacity, shape == kOneHome ? 0 : random());
+  Expected expected;
+  auto draw_id = [&]() -> int64_t {
+    const uint64_t number = random() % (2 * capacity + 1);
+    if (shape == kOneHome) return unhash(~number);
+    return static_cast<int64_t>(shape == kSequential ? number - 5 : number * 0x9E3779B97F4A7C15);
+  };
+  for (int batch = 0; batch < 60; ++batch) {
+    const bool inserts = random() % 2 == 0, is_clean = random() % 4 != 0;
+    const int64_t most = inserts ? capacity - map.size() : map.size();
+    std::vector<int64_t> ids;
+    Expected after = expected;
+    int64_t refused = -1;
+    for (int64_t tries = random() % (2 * capacity + 1); tries > 0; --tries) {
+      if (static_cast<int64_t>(ids.size()) == most) break;
+      const int64_t id = draw_id();
+      if (id == kNoId) continue;
+      const bool fits = (after.count(id) == 0) == inserts;
+      if (!fits && is_clean) continue;
+      if (!fits && refused < 0) refused = static_cast<int64_t>(ids.size());
+      if (inserts) after.emplace(id, static_cast<int32_t>(ids.size() + 7));
+      else after.erase(id);
+      ids.push_back(id);
+    }
+    const int64_t count = static_cast<int64_t>(ids.size());
+    std::vector<int32_t> slots(count);
+    std::iota(slots.begin(), slots.end(), 7);
+    const int64_t done = inserts ? map.insert(ids.data(), slots.data(), count)
+                                 : map.remove(ids.data(), count, slots.data());
+    require(done == (refused < 0 ? count : refused), "the position of the refused id");
+    if (refused < 0 && !inserts) {
+      for (int64_t i = 0; i < count; ++i) require(slots[i] == expected[ids[i]], "removed slots");
+    }
+    if (refused < 0) expected = std::move(after);
+    require_equal(map, expected);
+    for (int i = 0; i < 20; ++i) {
+      const int64_t id = i == 0 ? kNoId : draw_id();
+      int32_t slot;
+      map.find(&id, 1, &slot);
+      require(slot == (expected.count(id) ? expected[id] : kNoSlot), "find");
+    }
+  }
+}
+
+void check_threads() {
+  constexpr int64_t kCount = 40000;
+  IdMap* map = jaxrec_id_map_new(4 * kCount, 1);
+  std::vector<int64_t> ids(kCount);
+  std::vector<int32_t> slots(kCount);
+  std::iota(ids.begin(), ids.end(), 0);
+  std::iota(slots.begin(), slots.end(), 0);
+  require(jaxrec_id_map_insert(map, ids.data(), slots.data(), kCount) == kCount, "insert");
+  std::vector<std::thread> threads;
+  for (int64_t thread = 1; thread <= 3; ++thread) {
+    threads.emplace_back([&, thread] {
+      std::vector<int64_t> others = ids;
+      for (int64_t& id : others) id += thread * kCount;
+      std::vector<int32_t> found(kCount);
+      for (int round = 0; round < 5; ++round) {
+        jaxrec_id_map_insert(map, others.data(), slots.data(), kCount);
+        jaxrec_id_map_find(map, ids.data(), kCount, found.data(), 3);
+        require(found == slots, "find beside insertions");
+        require(jaxrec_id_map_size(map) >= 2 * kCount, "size beside insertions");
+        jaxrec_id_map_remove(map, others.data(), kCount, found.data());
+        require(found == slots, "remove");
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  require(jaxrec_id_map_items(map, kCount, ids.data(), slots.data()) == kCount, "items");
+  require(jaxrec_id_map_items(map, 0, nullptr, nullptr) == kCount, "items without room");
+  const std::vector<int64_t> many(4 * kCount);
+  require(jaxrec_id_map_insert(map, many.data(), slots.data(), 4 * kCount) == -1, "no room");
+  jaxrec_id_map_delete(map);
+}
+
+void check_distinct(int64_t count, uint64_t num_ids, Random& random) {
+  std::vector<int64_t> ids(count), unique(count);
+  std::vector<int32_t> inverse(count), counts(count);
+  for (int64_t& id : ids) id = static_cast<int64_t>(random() % num_ids) - 1;
+  const int64_t size =
+      distinct(ids.data(), count, random(), unique.data(), inverse.data(), counts.data());
+  std::unordered_map<int64_t, int32_t> first;
+  std::vector<int32_t> expected_counts;
+  for (int64_t i = 0; i < count; ++i) {
+    const auto next = static_cast<int32_t>(first.size());
+    const int32_t number = first.emplace(ids[i], next).first->second;
+    if (number == next) expected_counts.push_back(0);
+    ++expected_counts[number];
+    require(inverse[i] == number && unique[number] == ids[i], "inverse");
+  }
+  counts.resize(size);
+  require(counts == expected_counts, "counts");
+}
+
+void check_smallest(int64_t count, int64_t k, int kind, Random& random) {
+  std::vector<uint64_t> keys(count);
+  for (int64_t i = 0; i < count; ++i) {
+    const uint64_t draws[] = {random(), random() % 10, 0, ~uint64_t{0},
+                              static_cast<uint64_t>(count - i)};
+    keys[i] = draws[kind];
+  }
+  std::vector<uint8_t> eligible(count);
+  for (uint8_t& flag : eligible) flag = random() % 2;
+  for (const uint8_t* flags : {static_cast<const uint8_t*>(nullptr),
+                               static_cast<const uint8_t*>(eligible.data())}) {
+    std::vector<int32_t> expected;
+    for (int64_t i = 0; i < count; ++i) {
+      if (flags == nullptr || flags[i]) expected.push_back(static_cast<int32_t>(i));
+    }
+    std::stable_sort(expected.begin(), expected.end(),
+                     [&](int32_t a, int32_t b) { return keys[a] < keys[b]; });
+    if (static_cast<int64_t>(expected.size()) > k) expected.resize(k);
+    std::vector<int32_t> indices(expected.size());
+    require(smallest(keys.data(), flags, count, k, indices.data()) ==
+                static_cast<int64_t>(expected.size()), "number of smallest keys");
+    require(indices == expected, "smallest keys");
+  }
+}
+
+void check_add_counts() {
+  constexpr uint32_t kMost = std::numeric_limits<uint32_t>::max();
+  const std::vector<int32_t> slots = {0, -1, 2, 0, 1}, amounts = {5, 9, 2, 0, 1}, bad = {2, 3};
+  std::vector<uint32_t> counts = {1, kMost, kMost - 1};
+  require(add_counts(slots.data(), amounts.data(), 5, counts.data(), 3) == 5, "add_counts");
+  require(counts == std::vector<uint32_t>({6, kMost, kMost}), "counts");
+  require(add_counts(bad.data(), nullptr, 2, counts.data(), 3) == 1, "a slot without a count");
+}
+
+}  // namespace
+
+int main() {
+  Random random(7);
+  for (Shape shape : {kSpread, kSequential, kOneHome}) {
+    for (int64_t capacity : {0, 1, 2, 3, 4, 5, 7, 8, 10, 14, 20, 50, 200}) {
+      for (int round = 0; round < 5; ++round) check_program(capacity, shape, random);
+    }
+  }
+  check_threads();
+  for (int64_t count : {0, 1, 4096, 30000}) {
+    for (uint64_t num_ids : {1u, 100u, 4000000000u}) check_distinct(count, num_ids, random);
+  }
+  for (int kind = 0; kind < 5; ++kind) {
+    for (int64_t k : {0, 1, 700}) check_smallest(1000, k, kind, random);
+    for (int64_t k : {10, 9000, 190000}) check_smallest(200000, k, kind, random);
+  }
+  check_add_counts();
+  std::printf("native id maps agree\n");
+}

@@ -1,0 +1,93 @@
+"""What each of two processes runs, for test_processes.py.
+
+Arguments: PORT PROCESS SCENARIO DIRECTORY
+
+Scenarios: "killed" trains all steps, saves in the middle, and kills itself at the end; "resumed"
+restores and trains the steps after the checkpoint. The end of a run is written to the directory.
+"""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import sys
+
+import jax
+import numpy as np
+import optax
+from jax.sharding import AxisType
+
+import jaxrec
+from jaxrec.tier import Dynamic, ahead, lfu, make, shared
+from jaxrec.tier.tier import tier_of
+from jaxrec.train.checkpoint import CheckpointManager, restore
+from tests.tier import models
+
+STEPS, SAVED_AFTER, SAMPLES = 16, 8, 16
+NAMES = ("item", "query", "item_wide")
+SETTINGS = Dynamic(
+    eviction=lfu(), admit_after=2, unknown=shared(5), counters=1 << 14, store="memory://"
+)
+
+
+def make_model(mesh):
+    def made():
+        tables = dict.fromkeys(NAMES, SETTINGS)
+        return make(lambda: models.Ranker(215, "adam"), tables)
+
+    if mesh is None:
+        return made()
+    placements = dict.fromkeys((*NAMES, "age"), jaxrec.mesh.row_wise())
+    return jaxrec.shard(made, jaxrec.plan.ShardingPlan.from_dict(placements), mesh)
+
+
+def part_of(batch, process: int):
+    """A process's half of a batch; the halves have different numbers of ids."""
+    features, labels = batch
+    half = slice(process * SAMPLES // 2, (process + 1) * SAMPLES // 2)
+    data = {key: features[key].to_lists()[half] for key in features.keys}
+    capacities = dict.fromkeys(data, 3 * SAMPLES // 2)
+    packed = jaxrec.KeyedJaggedArray.from_lists(data, id_bits=64, capacities=capacities)
+    return packed, labels[half]
+
+
+def result(model, losses):
+    """Losses, and the rows of ids with their state."""
+    arrays = {"losses": np.array(losses)}
+    for each in tier_of(model).vocabularies:
+        ids, rows = each.vocabulary.map.items()
+        for table in each.tables:
+            collection = getattr(model, table.collection)
+            name = table.config.name
+            arrays[f"{name}.ids"] = ids
+            arrays[f"{name}.rows"] = np.asarray(collection.table(name))[rows]
+            for key, state in collection.table_state(name).items():
+                arrays[f"{name}.{key}"] = np.asarray(state)[rows]
+    return arrays
+
+
+def main():
+    port, process, scenario, directory = sys.argv[1:]
+    directory, process = pathlib.Path(directory), int(process)
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", 2)
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(
+        f"localhost:{port}", num_processes=2, process_id=process, heartbeat_timeout_seconds=10
+    )
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+    batches, _ = models.stream(STEPS, 450, samples=SAMPLES)
+    batches = [part_of(batch, process) for batch in batches]
+    model = make_model(mesh)
+    optimizer = jaxrec.Optimizer(model, optax.adam(1e-2))
+    if scenario == "resumed":
+        batches = batches[restore(directory / "saved", model, optimizer).batches :]
+    losses = []
+    for number, (x, y) in enumerate(ahead(model, batches, look_ahead=2), 1):
+        losses.append(float(models.train_step(model, optimizer, x, y)))
+        if scenario == "killed" and number == SAVED_AFTER:
+            with CheckpointManager(directory / "saved") as manager:
+                manager.save(model, optimizer, batches=number)
+    np.savez(directory / f"{scenario}{process}.npz", **result(model, losses))
+    if scenario == "killed":
+        os.kill(os.getpid(), 9)

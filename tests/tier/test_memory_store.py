@@ -1,0 +1,148 @@
+"""Rows in the memory of the host, compared with a dict."""
+
+from __future__ import annotations
+
+import concurrent.futures
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxrec.tier.memory_store import MemoryStore
+from tests.fuzz import max_examples
+
+WIDTH = 3
+IDS = st.lists(
+    st.one_of(st.integers(0, 12), st.sampled_from([-(2**63), 2**63 - 1, -2])),
+    unique=True,
+    max_size=8,
+)
+STEPS = st.lists(st.tuples(st.sampled_from(["put", "delete", "get"]), IDS), max_size=30)
+
+
+def opened(width: int = WIDTH) -> MemoryStore:
+    store = MemoryStore()
+    store.open(width)
+    return store
+
+
+def records_of(ids: list[int], number: int) -> np.ndarray:
+    """A record of each id, another one for each number."""
+    return np.array([[i % 251, number % 256, 7] for i in ids], np.uint8).reshape(-1, WIDTH)
+
+
+def contents(store: MemoryStore, size: int = 1 << 16) -> dict[int, list[int]]:
+    return {
+        i: record
+        for ids, records in store.scan(size)
+        for i, record in zip(ids.tolist(), records.tolist(), strict=True)
+    }
+
+
+@settings(max_examples=max_examples(60))
+@given(STEPS)
+def test_agrees_with_a_dict(steps):
+    store, expected = opened(), {}
+    for number, (step, ids) in enumerate(steps):
+        array = np.array(ids, np.int64)
+        if step == "put":
+            records = records_of(ids, number)
+            store.put(array, records)
+            expected |= dict(zip(ids, records.tolist(), strict=True))
+        elif step == "delete":
+            store.delete(array)
+            expected = {i: record for i, record in expected.items() if i not in ids}
+        else:
+            found, records = store.get(array)
+            assert found.tolist() == [i in expected for i in ids]
+            assert records.tolist() == [expected.get(i, [0] * WIDTH) for i in ids]
+            assert records.dtype == np.uint8
+        assert len(store) == len(expected)
+    assert contents(store) == expected
+
+
+def test_it_grows():
+    store = opened()
+    for first in range(0, 10_000, 2500):
+        ids = np.arange(first, first + 2500)
+        store.put(ids, records_of(ids.tolist(), first))
+    assert len(store) == 10_000
+    found, records = store.get(np.arange(10_000))
+    assert found.all()
+    for first in range(0, 10_000, 2500):
+        ids = list(range(first, first + 2500))
+        np.testing.assert_array_equal(records[ids], records_of(ids, first))
+
+
+def test_room_of_deleted_records_is_used_again():
+    store = opened()
+    for first in range(0, 50_000, 1000):
+        ids = np.arange(first, first + 1000)
+        store.put(ids, records_of(ids.tolist(), 1))
+        store.delete(ids)
+    assert len(store) == 0
+    assert len(store._records) == 1024
+
+
+@pytest.mark.parametrize("size", [1, 3, 10, 11], ids="size_{}".format)
+def test_scan_in_parts(size):
+    store = opened()
+    ids = list(range(10))
+    store.put(np.array(ids), records_of(ids, 3))
+    sizes = [len(part) for part, _ in store.scan(size)]
+    assert sizes == [size] * (10 // size) + [10 % size] * (10 % size > 0)
+    assert contents(store, size) == dict(zip(ids, records_of(ids, 3).tolist(), strict=True))
+
+
+def test_an_empty_store():
+    assert len(MemoryStore()) == 0
+    store = opened()
+    assert list(store.scan()) == []
+    found, records = store.get(np.zeros(0, np.int64))
+    assert found.shape == (0,)
+    assert records.shape == (0, WIDTH)
+
+
+def test_records_are_copies():
+    store = opened()
+    records = records_of([1], 5)
+    store.put(np.array([1]), records)
+    records[:] = 0
+    _, read = store.get(np.array([1]))
+    read[:] = 9
+    assert contents(store) == {1: [1, 5, 7]}
+
+
+def test_misuse():
+    store = MemoryStore()
+    with pytest.raises(ValueError, match="the store is not open"):
+        store.get(np.array([1]))
+    store.open(4)
+    with pytest.raises(ValueError, match="a memory store serves one vocabulary; give each its own"):
+        store.open(4)
+
+
+def test_it_is_lost_with_the_process():
+    assert not MemoryStore().is_durable
+
+
+def test_threads():
+    """Records are never torn, lost or another id's, while the store grows and others delete."""
+    store = opened(64)
+
+    def work(thread: int) -> int:
+        rng = np.random.default_rng(thread)
+        bad = 0
+        for _ in range(40):
+            ids = np.unique(rng.integers(0, 2000, 100)) * 4 + thread
+            store.put(ids, np.repeat(ids.astype(np.uint8)[:, None], 64, 1))
+            found, records = store.get(ids)
+            bad += int((~found).sum() + (records != ids.astype(np.uint8)[:, None]).any(1).sum())
+            for scanned, of_scanned in store.scan(500):
+                bad += int((of_scanned != scanned.astype(np.uint8)[:, None]).any(1).sum())
+            store.delete(ids[::2])
+        return bad
+
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(work, range(4))) == [0] * 4

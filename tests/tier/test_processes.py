@@ -1,0 +1,87 @@
+"""Two real processes on this machine, joined by gloo, share open vocabularies."""
+
+from __future__ import annotations
+
+import pathlib
+import signal
+import socket
+import subprocess
+import sys
+
+import numpy as np
+import optax
+import pytest
+
+import jaxrec
+from jaxrec.tier import ahead
+from jaxrec.tier.tier import tier_of
+from tests.tier import models, processes
+
+# The checkout comes last, so that the installed package is tested.
+START = (
+    f"import sys; sys.path.append({str(pathlib.Path(processes.__file__).parents[2])!r})\n"
+    "from tests.tier.processes import main; main()"
+)
+
+
+def run(scenario: str, directory: pathlib.Path) -> list[int]:
+    """Run two processes to their end; return their exit codes."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = str(free.getsockname()[1])
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-P", "-c", START, port, str(process), scenario, str(directory)],
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for process in range(2)
+    ]
+    try:
+        errors = [each.communicate(timeout=600)[1] for each in started]
+    finally:
+        for each in started:
+            each.kill()
+            each.wait()
+    codes = [each.returncode for each in started]
+    assert 1 not in codes, errors
+    return codes
+
+
+@pytest.fixture(scope="module")
+def ends(tmp_path_factory):
+    """Arrays of each process at the end, by the scenarios of processes.py."""
+    directory = tmp_path_factory.mktemp("ends")
+    assert run("killed", directory) == [-signal.SIGKILL] * 2
+    assert run("resumed", directory) == [0, 0]
+    return {
+        scenario: [dict(np.load(directory / f"{scenario}{process}.npz")) for process in range(2)]
+        for scenario in ("killed", "resumed")
+    }
+
+
+def test_a_killed_run_that_is_resumed_ends_as_an_undisturbed_one(ends):
+    for undisturbed, resumed in zip(ends["killed"], ends["resumed"], strict=True):
+        assert resumed.keys() == undisturbed.keys()
+        assert len(resumed["losses"]) == processes.STEPS - processes.SAVED_AFTER
+        for name, array in undisturbed.items():
+            last = array[-len(resumed["losses"]) :] if name == "losses" else array
+            np.testing.assert_array_equal(resumed[name], last, err_msg=name)
+
+
+def test_processes_end_alike(ends):
+    first, second = ends["killed"]
+    for name in first:
+        np.testing.assert_array_equal(first[name], second[name], err_msg=name)
+
+
+def test_they_train_as_one_device_does(ends):
+    model = processes.make_model(None)
+    optimizer = jaxrec.Optimizer(model, optax.adam(1e-2))
+    batches, _ = models.stream(processes.STEPS, 450, samples=processes.SAMPLES)
+    losses = [
+        float(models.train_step(model, optimizer, x, y))
+        for x, y in ahead(model, batches, look_ahead=2)
+    ]
+    assert tier_of(model).statistics()["query"]["evicted"] > 0
+    np.testing.assert_allclose(ends["killed"][0]["losses"], losses, rtol=1e-5)
