@@ -119,6 +119,7 @@ TESTED_BY = {
         "ragged/columns",
         "ragged/key_segments",
     ),
+    "tier/test_cached": ("tier/cached_tables",),
     "tier/test_id_map": (
         "tier/arrays",
         "tier/implementation",
@@ -136,6 +137,7 @@ TESTED_BY = {
     "tier/test_tier": (
         "tier/model_tables",
         "tier/moves",
+        "tier/pending_moves",
     ),
     "train/test_checkpoint": (
         "embed/checkpoint_view",

@@ -69,7 +69,7 @@ class Collection(TappedModule):
     @property
     def configs(self) -> tuple[TableConfig, ...]:
         """The tables' configurations, in order."""
-        return self._store.layout.configs
+        return self._store.configs
 
     @property
     def bounds(self) -> dict[str, int]:

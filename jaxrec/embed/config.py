@@ -25,7 +25,8 @@ class TableConfig:
 
     Attributes:
         name: Name of the table, unique in its collection.
-        num_embeddings: Rows of the table; its ids are ``0 .. num_embeddings - 1``.
+        num_embeddings: Rows of the table; its ids are ``0 .. num_embeddings - 1``. Tables with more
+            than 2**31 rows need `jaxrec.tier.Cached`.
         embedding_dim: Columns of the table, 1 or more.
         feature_names: Keys of the batch that are looked up in this table; the table's own name if
             none are given. A feature may be looked up in several tables.
@@ -57,11 +58,6 @@ class TableConfig:
             )
         for field in ("num_embeddings", "embedding_dim"):
             object.__setattr__(self, field, self._positive_int(field))
-        if self.num_embeddings > MAX_ROWS:
-            raise ValueError(
-                f"table {self.name!r}: row indices are int32, so a table has at most {MAX_ROWS} "
-                f"rows, got num_embeddings={self.num_embeddings}; hash its ids into fewer rows"
-            )
         object.__setattr__(self, "feature_names", self._checked_features())
         object.__setattr__(self, "dtype", self._checked_dtype())
         if isinstance(self.initializer, str) and self.initializer not in INITIALIZERS:
@@ -116,6 +112,21 @@ class TableConfig:
 
 # int32 numbers the rows, the row after the last (padding) and one beyond it.
 MAX_ROWS = np.iinfo(np.int32).max - 2
+
+
+def check_num_rows(tables: Sequence[TableConfig]) -> None:
+    """Check that int32 can number the rows of each table, which are to be on devices.
+
+    Raises:
+        ValueError: A table has more rows.
+    """
+    for table in tables:
+        if table.num_embeddings > MAX_ROWS:
+            raise ValueError(
+                f"table {table.name!r}: row indices on devices are int32, so that a table has at "
+                f"most {MAX_ROWS} rows there, got num_embeddings={table.num_embeddings}; keep most "
+                "of its rows elsewhere by jaxrec.tier.Cached, or hash its ids into fewer rows"
+            )
 
 
 @dataclasses.dataclass(frozen=True)

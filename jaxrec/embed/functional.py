@@ -33,6 +33,11 @@ def default_store(factory: StoreFactory) -> Iterator[None]:
         _default_factory.reset(token)
 
 
+def store_factory() -> StoreFactory:
+    """Return the factory that makes the tables of models that name no store."""
+    return _default_factory.get()
+
+
 def init_tables(
     configs: Sequence[TableConfig],
     optimizer: RowOptimizer,

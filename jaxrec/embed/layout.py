@@ -257,7 +257,8 @@ def _within_int32(tables: list[TableConfig]) -> Iterator[tuple[TableConfig, ...]
     """Cut tables into parts whose rows int32 can number."""
     part: list[TableConfig] = []
     for table in tables:
-        if sum(other.num_embeddings for other in part) + table.num_embeddings > MAX_ROWS:
+        num_rows = sum(other.num_embeddings for other in [*part, table])
+        if part and num_rows > MAX_ROWS:
             yield tuple(part)
             part = []
         part.append(table)

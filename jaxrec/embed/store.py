@@ -79,6 +79,11 @@ class TableStore(abc.ABC):
         return {group.name: group for group in self.layout.groups}
 
     @property
+    def configs(self) -> tuple[TableConfig, ...]:
+        """Configurations of the tables as the user gave them, in order."""
+        return self.layout.configs
+
+    @property
     def bounds(self) -> dict[str, int]:
         """Number of ids of each feature that all its tables have; packing checks ids against it."""
         return self.layout.bounds

@@ -13,6 +13,7 @@ from jaxtyping import Array, Bool, DTypeLike, Float, Int32
 
 from jaxrec.embed import kernels
 from jaxrec.embed.checkpoint_view import LogicalTable, part_rows, put_rows, take_rows
+from jaxrec.embed.config import check_num_rows
 from jaxrec.embed.initialize import initialize_rows, table_key
 from jaxrec.embed.layout import Group, TableLayout
 from jaxrec.embed.lookup import flatten, join_pooled, lookup_weights, pool, shares_bags, split_rows
@@ -60,7 +61,11 @@ class Tables(TableStore):
         """Make fresh tables in place: a `StoreFactory`.
 
         Only a block of rows beyond the tables is ever in memory.
+
+        Raises:
+            ValueError: int32 cannot number the rows of a table.
         """
+        check_num_rows(layout.configs)
         rows = {group.name: _init_rows(group, key) for group in layout.groups}
         state = {group.name: _init_state(group) for group in layout.groups}
         return cls(rows, state, layout)

@@ -6,7 +6,7 @@ import dataclasses
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 
-from jaxrec.embed.config import MAX_ROWS, EmbeddingBagConfig, TableConfig
+from jaxrec.embed.config import MAX_ROWS, EmbeddingBagConfig, TableConfig, check_num_rows
 from jaxrec.embed.layout import Group, Output, TableLayout, layout_tables
 from jaxrec.mesh.exchange import Cut, Exchange, choose_exchange
 from jaxrec.mesh.placed_group import PlacedGroup, PlacedShard
@@ -131,8 +131,10 @@ def layout_mesh(
 
     Raises:
         ValueError: A table has no placement; its placement does not fit the mesh; its optimizer
-            needs whole rows and the placement cuts them; its exchange refuses it.
+            needs whole rows and the placement cuts them; its exchange refuses it; int32 cannot
+            number its rows.
     """
+    check_num_rows(tables.configs)
     for table in tables.configs:
         if table.name not in placements:
             raise ValueError(

@@ -1,6 +1,7 @@
 """Vocabularies beyond the rows of a table, and tables beyond device memory."""
 
 from jaxrec.tier.ahead import ahead as ahead
+from jaxrec.tier.cached import Cached as Cached
 from jaxrec.tier.dynamic import Dynamic as Dynamic
 from jaxrec.tier.dynamic import default_row as default_row
 from jaxrec.tier.dynamic import shared as shared

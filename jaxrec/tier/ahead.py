@@ -26,6 +26,7 @@ def ahead(
     look_ahead: int = 4,
     *,
     is_training: bool = True,
+    accumulate: int = 1,
     place: Callable[[Any], Any] | None = None,
 ) -> Generator[Any, None, None]:
     """Iterate over batches with the rows of their ids, for the training loop.
@@ -33,8 +34,8 @@ def ahead(
     A thread reads batches and gives their ids rows in the order of the batches. Before a batch is
     yielded the model's tables are changed in place: rows of new ids get their first values, and
     with a row store evicted rows go there and others return. So take a batch, train with it, then
-    take the next, in the thread that calls `ahead`. If an update sums the gradients of ``n``
-    batches, let ``look_ahead`` be at least ``2 * n``.
+    take the next, in the thread that calls `ahead`. Where the rows of so many batches do not fit
+    a table, fewer batches wait.
 
     A loop may end early, or the process may be killed and restarted from a checkpoint: a later
     `ahead` that begins with the same batches continues as if nothing had happened.
@@ -44,9 +45,10 @@ def ahead(
         batches: Host batches, any pytrees with `KeyedJaggedArray`s; features with an open
             vocabulary hold raw ids (``id_bits=64``) or 32-bit ids.
         look_ahead: Number of batches that wait, ready, for the training loop. The rows of the
-            ``look_ahead + 2`` batches before a batch are not evicted for it.
-        is_training: Whether ids get rows. False, for evaluation: nothing changes; ids without a row
-            read what `Dynamic.unknown` says.
+            ``look_ahead + 2`` batches before a batch are not evicted for it, if there is room.
+        is_training: Whether ids get rows. False, for evaluation: ids whose rows are in a store read
+            these, others without a row read what `Dynamic.unknown` says, and no row changes.
+        accumulate: Number of batches whose gradients one update sums.
         place: Function that puts a batch with rows on the devices; None: it stays on the host, or,
             if the tables are on a mesh, `jaxrec.mesh.shard_batch`.
 
@@ -54,8 +56,10 @@ def ahead(
         The batches with rows in the place of ids.
 
     Raises:
-        TypeError: The model has no open vocabulary, or a batch is none of ids on the host.
-        ValueError: ``look_ahead`` is below 1; more distinct ids are in use than there are rows.
+        TypeError: The model has no table of `jaxrec.tier.make`, or a batch is none of ids on the
+            host.
+        ValueError: ``look_ahead`` or ``accumulate`` is below 1; a batch has more distinct ids than
+            fit a table; an id is beyond a table of fixed size.
         RuntimeError: Another thread takes a batch; another loop over `ahead` trains the model; a
             row store failed.
 
@@ -73,20 +77,25 @@ def ahead(
     tier = tier_of(model)
     if tier is None:
         raise TypeError(
-            "the model has no table with an open vocabulary; make it with jaxrec.tier.make(model, "
-            "{table: jaxrec.tier.Dynamic()})"
+            "the model has no table with an open vocabulary or a cache; make it with "
+            "jaxrec.tier.make(model, {table: jaxrec.tier.Dynamic()})"
         )
-    if isinstance(look_ahead, bool) or not isinstance(look_ahead, int) or look_ahead < 1:
-        raise ValueError(f"look_ahead is an integer of 1 or more, got {look_ahead!r}")
+    for name, number in {"look_ahead": look_ahead, "accumulate": accumulate}.items():
+        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+            raise ValueError(f"{name} is an integer of 1 or more, got {number!r}")
     if place is None:
         mesh = _mesh(model)
         place = (lambda batch: batch) if mesh is None else functools.partial(shard_batch, mesh=mesh)
     is_shared = jax.process_count() > 1 and _mesh(model) is not None
     gather = gather_ids if is_shared else None
-    plan = functools.partial(tier.plan, held=look_ahead + 2, gather=gather)
+    # A step may be dispatched after the batches of the next one were taken.
+    undispatched = 2 * accumulate
 
     def prepare(batch: Any) -> tuple[PlannedBatch, Any]:
-        planned = plan(batch) if is_training else tier.look_up(batch)
+        if is_training:
+            planned = tier.plan(batch, look_ahead + undispatched, gather)
+        else:
+            planned = tier.look_up(batch, gather if tier.has_stores else None)
         return planned, place(planned.batch)
 
     # Processes gather ids in one order with their steps, hence in the thread that trains.
@@ -101,13 +110,15 @@ def ahead(
     def iterate() -> Generator[Any, None, None]:
         _check_thread(thread)
         if is_training:
-            tier.begin()
+            tier.begin(undispatched)
         pipeline = Pipeline(batches, *stages, ahead=look_ahead)
         try:
             yield from take(pipeline)
         finally:
             # A global iterator is closed as Python ends, when modules are gone.
             if not is_finalizing():
+                if is_training:
+                    tier.end()
                 pipeline.close()
                 if is_training:
                     tier.settle(model)

@@ -22,7 +22,7 @@ class Unknown:
     """Rows that ids without a row of their own read.
 
     Attributes:
-        kind: "zeros", "default" or "shared".
+        kind: "zeros", "default", "shared" or "none".
         rows: Number of rows that are kept for such ids, the first ones of the table.
     """
 
@@ -30,11 +30,14 @@ class Unknown:
     rows: int
 
     def __post_init__(self) -> None:
-        if isinstance(self.rows, bool) or not isinstance(self.rows, int) or self.rows < 1:
+        least = 0 if self.kind == "none" else 1
+        if isinstance(self.rows, bool) or not isinstance(self.rows, int) or self.rows < least:
             raise ValueError(f"shared: rows is an integer of 1 or more, got {self.rows!r}")
 
     def rows_of(self, ids: np.ndarray) -> np.ndarray:
         """Return the row that each id reads, int32."""
+        if self.kind == "none" and ids.size:
+            raise AssertionError(f"id {ids[0]} of a table of fixed size has no row")
         if self.kind == "shared":
             return (mix(ids, _SHARED_SEED) % np.uint64(self.rows)).astype(np.int32)
         return np.zeros(ids.shape, np.int32)
@@ -57,6 +60,10 @@ def shared(rows: int) -> Unknown:
         rows: Number of rows that are kept for this, of the table's ``num_embeddings``.
     """
     return Unknown("shared", rows)
+
+
+# For tables in which each id has a row.
+NO_UNKNOWN = Unknown("none", 0)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,16 +1,19 @@
-"""Models with open vocabularies."""
+"""Models with open vocabularies and with tables whose rows are mostly elsewhere."""
 
 from __future__ import annotations
 
 import collections
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar, cast
+from typing import TypeAlias, TypeVar, cast
 
 import jax
 from flax import nnx
 
 from jaxrec.embed.collection import Collection
+from jaxrec.embed.config import TableConfig
 from jaxrec.embed.taps import tapped_modules
+from jaxrec.tier.cached import Cached
+from jaxrec.tier.cached_tables import cached_tables
 from jaxrec.tier.dynamic import Dynamic
 from jaxrec.tier.model_tables import TableVocabulary, TieredTable
 from jaxrec.tier.store import TierStore, with_zeros
@@ -21,18 +24,19 @@ from jaxrec.tier.vocabulary import Vocabulary
 
 Model = TypeVar("Model", bound=nnx.Module)
 
+Settings: TypeAlias = Mapping[str, Dynamic | Cached]
 
-def make(
-    model: Model | Callable[[], Model], tables: Mapping[str, Dynamic], *, seed: int = 0
-) -> Model:
-    """Give tables of a model open vocabularies.
+
+def make(model: Model | Callable[[], Model], tables: Settings, *, seed: int = 0) -> Model:
+    """Give tables of a model open vocabularies, or keep most of their rows in a store.
 
     The model is then called with the batches of `jaxrec.tier.ahead`; all else stays as it is. Over
     a mesh make it in the function that `jaxrec.shard` calls:
     ``jaxrec.shard(lambda: jaxrec.tier.make(make_model, tables), plan, mesh)``.
 
     Args:
-        model: The model, changed in place; or a function that makes it.
+        model: The model, changed in place; or a function that makes it, which tables with `Cached`
+            need.
         tables: Settings by name of table. A name that several collections have means all of these
             tables. Tables that read the same features have the same settings.
         seed: Seed of the first rows of ids.
@@ -41,7 +45,7 @@ def make(
         The model.
 
     Raises:
-        TypeError: An argument has another type.
+        TypeError: An argument has another type; the model is made already and a table has `Cached`.
         ValueError: No table has that name; tables that share a feature differ in their settings or
             in ``num_embeddings``, or some of them have none; the model has vocabularies already.
 
@@ -54,16 +58,29 @@ def make(
         ...     {"item": jaxrec.tier.Dynamic(eviction=jaxrec.tier.lfu(), admit_after=2)})
     """
     _check_arguments(model, tables)
-    made = model if isinstance(model, nnx.Module) else model()
+    sizes = {name: each.rows for name, each in tables.items() if isinstance(each, Cached)}
+    if not isinstance(model, nnx.Module):
+        with cached_tables(sizes) as whole:
+            made = model()
+    elif sizes:
+        raise TypeError(
+            f"table {next(iter(sizes))!r} has jaxrec.tier.Cached, but the model is made already, "
+            "with all of the table's rows; give jaxrec.tier.make a function that makes the model"
+        )
+    else:
+        made, whole = cast(Model, model), {}
     found = {
         path: module
         for path, module in tapped_modules(made).items()
         if isinstance(module, Collection)
     }
     all_tables = [
-        TieredTable(path, config) for path, module in found.items() for config in module.configs
+        TieredTable(path, whole.get(config.name, config))
+        for path, module in found.items()
+        for config in module.configs
     ]
     _check_names(tables, all_tables, found)
+    _check_factories(sizes, whole)
     parts = _by_feature(all_tables, tables)
     vocabularies = [_vocabulary(part, tables, found) for part in parts]
     tier = Tier(vocabularies, seed)
@@ -85,15 +102,17 @@ def make(
             )
             set_zeros = jax.jit(with_zeros, static_argnums=1, donate_argnums=0)
             store = set_zeros(module.tables.get_value(), zeros)
-            module.tables.set_value(TierStore(store, tier, tuple(sorted(features)), zeros))
-    return cast(Model, made)
+            configs = tuple(table.config for table in all_tables if table.collection == path)
+            module.tables.set_value(TierStore(store, tier, tuple(sorted(features)), zeros, configs))
+    return made
 
 
 def _check_arguments(model: object, tables: object) -> None:
     if not isinstance(model, nnx.Module) and not callable(model):
         raise TypeError(f"a model is an nnx.Module, or a function that makes one, got {model!r}")
     if not isinstance(tables, Mapping) or not all(
-        isinstance(name, str) and isinstance(each, Dynamic) for name, each in tables.items()
+        isinstance(name, str) and isinstance(each, Dynamic | Cached)
+        for name, each in tables.items()
     ):
         raise TypeError(
             "tables are settings by name, such as {'item': jaxrec.tier.Dynamic()}, got "
@@ -103,8 +122,17 @@ def _check_arguments(model: object, tables: object) -> None:
         raise ValueError("tables names no table; give {'item': jaxrec.tier.Dynamic()}")
 
 
+def _check_factories(sizes: Mapping[str, int], whole: Mapping[str, TableConfig]) -> None:
+    for name in sizes:
+        if name not in whole:
+            raise ValueError(
+                f"table {name!r} has jaxrec.tier.Cached, but its collection was made with a store "
+                "of its own, or before; make it in the function, without store="
+            )
+
+
 def _check_names(
-    tables: Mapping[str, Dynamic],
+    tables: Settings,
     all_tables: Sequence[TieredTable],
     found: Mapping[str, Collection],
 ) -> None:
@@ -120,9 +148,7 @@ def _check_names(
         )
 
 
-def _by_feature(
-    all_tables: Sequence[TieredTable], tables: Mapping[str, Dynamic]
-) -> list[list[TieredTable]]:
+def _by_feature(all_tables: Sequence[TieredTable], tables: Settings) -> list[list[TieredTable]]:
     """Return the tables with settings, those together that features connect.
 
     Raises:
@@ -141,8 +167,8 @@ def _by_feature(
             if dynamic and table not in parts:
                 raise ValueError(
                     f"feature {feature!r} is read by table {dynamic[0].config.name!r}, which has "
-                    f"an open vocabulary, and by {table.config.name!r}, which has none; give both "
-                    "jaxrec.tier.Dynamic, or each a feature of its own"
+                    f"{_kind(tables[dynamic[0].config.name])}, and by {table.config.name!r}, which "
+                    "has not; give both the same settings, or each a feature of its own"
                 )
         for table in dynamic[1:]:
             _check_alike(feature, dynamic[0], table, tables)
@@ -152,15 +178,13 @@ def _by_feature(
     return list({id(part): part for part in parts.values()}.values())
 
 
-def _check_alike(
-    feature: str, first: TieredTable, second: TieredTable, tables: Mapping[str, Dynamic]
-) -> None:
+def _check_alike(feature: str, first: TieredTable, second: TieredTable, tables: Settings) -> None:
     names = first.config.name, second.config.name
     rows = first.config.num_embeddings, second.config.num_embeddings
     if tables[names[0]] != tables[names[1]]:
         raise ValueError(
             f"tables {names[0]!r} and {names[1]!r} both read feature {feature!r}, so that an id "
-            "has the same row in both, but their settings differ; give both the same Dynamic"
+            "has the same row in both, but their settings differ; give both the same"
         )
     if rows[0] != rows[1]:
         raise ValueError(
@@ -171,13 +195,18 @@ def _check_alike(
 
 
 def _vocabulary(
-    part: Sequence[TieredTable], tables: Mapping[str, Dynamic], found: Mapping[str, Collection]
+    part: Sequence[TieredTable], tables: Settings, found: Mapping[str, Collection]
 ) -> TableVocabulary:
-    settings = tables[part[0].config.name]
+    given = tables[part[0].config.name]
+    num_embeddings = part[0].config.num_embeddings
+    if isinstance(given, Cached):
+        settings, num_ids, rows = given.vocabulary, num_embeddings, min(given.rows, num_embeddings)
+    else:
+        settings, num_ids, rows = given, None, num_embeddings
     name = "+".join(dict.fromkeys(table.config.name for table in part))
     features = dict.fromkeys(f for table in part for f in table.config.feature_names)
     try:
-        vocabulary = Vocabulary(part[0].config.num_embeddings, settings)
+        vocabulary = Vocabulary(rows, settings)
     except ValueError as error:
         raise ValueError(f"table {name}: {error}") from None
     transfer = None
@@ -189,4 +218,8 @@ def _vocabulary(
             ]
         )
         transfer = RowTransfer(open_store(settings.store), layout)
-    return TableVocabulary(name, tuple(features), tuple(part), vocabulary, transfer)
+    return TableVocabulary(name, tuple(features), tuple(part), vocabulary, transfer, num_ids)
+
+
+def _kind(settings: Dynamic | Cached) -> str:
+    return "an open vocabulary" if isinstance(settings, Dynamic) else "jaxrec.tier.Cached"

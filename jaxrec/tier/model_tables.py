@@ -20,7 +20,7 @@ class TieredTable:
 
     Attributes:
         collection: Path of its collection in the model.
-        config: The table.
+        config: The table as the user gave it.
     """
 
     collection: str
@@ -37,6 +37,7 @@ class TableVocabulary:
         tables: The tables; they have equally many rows.
         vocabulary: The assignment of rows.
         transfer: Moves evicted rows to a store and back; None: they are lost.
+        num_ids: Number of ids of tables of fixed size (`jaxrec.tier.Cached`); None: any id.
     """
 
     name: str
@@ -44,6 +45,7 @@ class TableVocabulary:
     tables: tuple[TieredTable, ...]
     vocabulary: Vocabulary
     transfer: RowTransfer | None
+    num_ids: int | None = None
 
 
 def collections_of(model: nnx.Module) -> dict[str, Collection]:

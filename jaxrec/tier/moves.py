@@ -36,6 +36,8 @@ NO_MOVE = Move(NO_CHANGE, None, None)
 
 def begin_move(each: TableVocabulary, assignment: Assignment) -> Move:
     """Announce the rows that leave for a store, and start to read those that return."""
+    if not assignment.new_ids.size and not assignment.evicted_ids.size:
+        return NO_MOVE
     if each.transfer is None:
         return Move(assignment, None, None)
     # An id that comes back is looked for before those that leave now.
@@ -63,7 +65,7 @@ def move_rows(
     Raises:
         RuntimeError: A row store failed.
     """
-    if not any(m.assignment.new_ids.size or m.assignment.evicted_ids.size for m in moves):
+    if all(move is NO_MOVE for move in moves):
         return
     fetched = [None if move.fetched is None else move.fetched.result() for move in moves]
     evicted: dict[tuple[int, str, str], tuple[RowsOnDevices, int]] = {}

@@ -12,6 +12,7 @@ import numpy as np
 from jaxtyping import Array, Bool, DTypeLike, Float, Int32
 
 from jaxrec.embed.checkpoint_view import LogicalTable
+from jaxrec.embed.config import TableConfig
 from jaxrec.embed.layout import Group
 from jaxrec.embed.row_access import TableRows, group_slots
 from jaxrec.embed.row_gradients import Activations, Residuals, Routes, RowGradients
@@ -53,16 +54,23 @@ class TierStore(TableStore):
         tier: The `jaxrec.tier.tier.Tier` of the model, its vocabularies on the host.
         features: Features whose ids the tier replaces.
         zero_tables: Tables whose first row stays zero, for ids without a row of their own.
+        whole: Configurations of the tables as the user gave them; ``inner`` has fewer rows of
+            those with `jaxrec.tier.Cached`.
     """
 
     inner: TableStore
     tier: Hashable = dataclasses.field(metadata={"static": True})
     features: tuple[str, ...] = dataclasses.field(metadata={"static": True})
     zero_tables: tuple[str, ...] = dataclasses.field(default=(), metadata={"static": True})
+    whole: tuple[TableConfig, ...] = dataclasses.field(default=(), metadata={"static": True})
 
     @property
     def layout(self) -> Any:
         return self.inner.layout
+
+    @property
+    def configs(self) -> tuple[TableConfig, ...]:
+        return self.whole
 
     @property
     def groups(self) -> dict[str, Group]:

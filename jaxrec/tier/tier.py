@@ -14,11 +14,17 @@ import jax
 import numpy as np
 from flax import nnx
 
+from jaxrec.tier.batch_ops import distinct
 from jaxrec.tier.batches import HostBatch, Segment, fingerprint
 from jaxrec.tier.model_tables import TableVocabulary, collections_of
 from jaxrec.tier.moves import NO_MOVE, Move, begin_move, move_rows
+from jaxrec.tier.pending_moves import PendingMoves
 from jaxrec.tier.store import TierStore
-from jaxrec.tier.vocabulary import Proposal, TableFullError, VocabularyFullError
+from jaxrec.tier.transfer import RowTransfer
+from jaxrec.tier.vocabulary import LoadedRows, Proposal, TableFullError, VocabularyFullError
+
+# In the place of a row: the id reads what `Dynamic.unknown` says. -1: it has no row yet.
+_UNKNOWN = -2
 
 # Key of the state of the whole run; no table has this name.
 _RUN = "@run"
@@ -30,15 +36,25 @@ class PlannedBatch:
 
     Attributes:
         batch: The batch, with rows.
-        number: Its number; of a batch of an evaluation, that of the last batch before.
-        is_training: Whether rows were given to its ids.
+        number: Its number; of a batch of an evaluation, that of the last training batch before.
+        sequence: Its place in the order of planning (`PendingMoves`).
+        is_training: Whether it is a training batch.
         source: The batch as it was.
     """
 
     batch: Any
     number: int
+    sequence: int
     is_training: bool
     source: Any
+
+
+class _MustWaitError(Exception):
+    """A batch can be planned only after a batch before it was taken."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
 
 
 Gather: TypeAlias = Callable[[np.ndarray], list[np.ndarray]]
@@ -83,9 +99,12 @@ class Tier:
         # Held by whoever reads or changes the vocabularies; the training loop takes the other one.
         self._planning = threading.Lock()
         self._lock = threading.Lock()
+        self._is_taken = threading.Condition(self._lock)
         self._last_planned = 0
         self._last_taken = 0
-        self._waiting: collections.deque[tuple[int, tuple[Move, ...]]] = collections.deque()
+        self._undispatched = 0
+        self._is_ended = False
+        self._pending = PendingMoves()
         # Fingerprints of batches that were planned and not taken, in this run or in an earlier one.
         self._planned: collections.deque[tuple[int, tuple[int, int, int]]] = collections.deque()
         self._replayed: collections.deque[tuple[int, tuple[int, int, int]]] = collections.deque()
@@ -95,6 +114,21 @@ class Tier:
         """Features whose ids the vocabularies have."""
         return tuple(feature for each in self.vocabularies for feature in each.features)
 
+    @property
+    def has_stores(self) -> bool:
+        """Whether evicted rows of some table go to a store."""
+        return any(each.transfer is not None for each in self.vocabularies)
+
+    @property
+    def cached_tables(self) -> set[str]:
+        """Names of the tables of fixed size, most of whose rows are in a store."""
+        return {
+            table.config.name
+            for each in self.vocabularies
+            if each.num_ids is not None
+            for table in each.tables
+        }
+
     def statistics(self) -> dict[str, dict[str, float]]:
         """Return the statistics of each vocabulary by name."""
         with self._planning:
@@ -102,15 +136,29 @@ class Tier:
 
     # Planning: on the host.
 
-    def begin(self) -> None:
-        """Prepare for a new sequence of batches, which may begin with those planned before."""
+    def begin(self, undispatched: int) -> None:
+        """Prepare for a new sequence of batches, which may begin with those planned before.
+
+        Args:
+            undispatched: Number of batches that may be taken before the step of the first of them
+                is dispatched.
+        """
         with self._planning, self._lock:
+            self._undispatched, self._is_ended = undispatched, False
             # Those planned again come before those that are yet to be.
             self._replayed.extendleft(reversed(self._planned))
             self._planned.clear()
 
+    def end(self) -> None:
+        """End the sequence of batches: `plan` no longer waits."""
+        with self._lock:
+            self._undispatched, self._is_ended = 0, True
+            self._is_taken.notify_all()
+
     def plan(self, batch: Any, held: int, gather: Gather | None = None) -> PlannedBatch:
         """Give the ids of a training batch their rows.
+
+        If the batch does not fit beside the batches under way, this waits until fewer of them are.
 
         Args:
             batch: A host batch; with several processes this process's part of it.
@@ -119,53 +167,93 @@ class Tier:
                 then plan the same, each for itself. None: the batch is whole.
 
         Raises:
-            ValueError: More distinct ids are in use than there are rows; nothing has changed.
+            ValueError: More distinct ids are in use than there are rows, or an id is none of a
+                table of fixed size; nothing has changed.
             TypeError: The batch is none of ids on the host.
         """
         host = HostBatch.of(batch)
         parts = self._parts(host)
         ids = [GatheredIds.of(_joined(part), gather) for part in parts]
         mark = fingerprint([each.ids for each in ids])
-        with self._planning:
-            if self._replayed and self._replayed[0][1] != mark:
-                self._replayed.clear()  # these are other batches than those planned before
-            if self._replayed:
-                number, _ = self._replayed.popleft()
-                rows = self._rows_after([each.ids for each in ids], number)
-            else:
-                number = self._last_planned + 1
-                proposals = [
-                    _propose(each, part, of_all, number, held)
-                    for each, part, of_all in zip(self.vocabularies, parts, ids, strict=True)
-                ]
-                assignments = [
-                    each.vocabulary.commit(proposal)
-                    for each, proposal in zip(self.vocabularies, proposals, strict=True)
-                ]
-                rows = [assignment.rows for assignment in assignments]
-                moves = map(begin_move, self.vocabularies, assignments)
-                self._last_planned = number
-                with self._lock:
-                    self._waiting.append((number, tuple(moves)))
-            with self._lock:
-                self._planned.append((number, mark))
+        while True:
+            try:
+                with self._planning:
+                    rows, number, sequence = self._plan(parts, ids, mark, held)
+                break
+            except _MustWaitError as wait:
+                self._wait_for(wait.number)
         for each in self.vocabularies:
             if each.transfer is None:
                 each.vocabulary.statistics.warn_if_thrashing(each.name)
         mine = [of_all[each.mine] for of_all, each in zip(rows, ids, strict=True)]
-        return PlannedBatch(_translated(host, parts, mine), number, True, batch)
+        return PlannedBatch(_translated(host, parts, mine), number, sequence, True, batch)
 
-    def look_up(self, batch: Any) -> PlannedBatch:
-        """Replace the ids of a batch of an evaluation by their rows; nothing changes.
+    def _plan(
+        self,
+        parts: list[list[Segment]],
+        ids: list[GatheredIds],
+        mark: tuple[int, int, int],
+        held: int,
+    ) -> tuple[list[np.ndarray], int, int]:
+        """Return the rows of a training batch's ids, its number and its place in the order."""
+        if self._replayed and self._replayed[0][1] != mark:
+            self._replayed.clear()  # these are other batches than those planned before
+        if self._replayed:
+            number, _ = self._replayed.popleft()
+            pending, sequence = self._pending.after(number), self._pending.last
+            rows = [self._rows_after(v, each.ids, number, pending) for v, each in enumerate(ids)]
+        else:
+            number = self._last_planned + 1
+            proposals = self._propose(parts, ids, number, held)
+            assignments = [
+                each.vocabulary.commit(proposal)
+                for each, proposal in zip(self.vocabularies, proposals, strict=True)
+            ]
+            rows = [assignment.rows for assignment in assignments]
+            moves = map(begin_move, self.vocabularies, assignments)
+            sequence = self._pending.add(number, list(moves))
+            self._last_planned = number
+        with self._lock:
+            self._planned.append((number, mark))
+        return rows, number, sequence
 
-        Rows are those that the ids had when the last training batch was taken.
+    def look_up(self, batch: Any, gather: Gather | None = None) -> PlannedBatch:
+        """Replace the ids of a batch of an evaluation by their rows.
+
+        Rows are those that the ids had when the last training batch was taken. Ids whose rows are
+        in a store get rows, and other rows may go to the store; else nothing changes.
+
+        Args:
+            batch: A host batch; with several processes this process's part of it.
+            gather: As for `plan`.
+
+        Raises:
+            ValueError: More distinct ids are in use than there are rows, or an id is none of a
+                table of fixed size.
+            TypeError: The batch is none of ids on the host.
         """
         host = HostBatch.of(batch)
         parts = self._parts(host)
+        ids = [GatheredIds.of(_joined(part), gather) for part in parts]
+        moves = [NO_MOVE] * len(ids)
         with self._planning:
             number = self._last_taken
-            rows = self._rows_after([_joined(part) for part in parts], number)
-        return PlannedBatch(_translated(host, parts, rows), number, False, batch)
+            pending = self._pending.after(number)
+            rows = []
+            try:
+                for v, (each, part, of_all) in enumerate(
+                    zip(self.vocabularies, parts, ids, strict=True)
+                ):
+                    if each.transfer is None:
+                        rows.append(self._rows_after(v, of_all.ids, number, pending))
+                    else:
+                        brought = self._bring(each, each.transfer, part, of_all.ids, number)
+                        moves[v] = brought[1]
+                        rows.append(brought[0])
+            finally:
+                sequence = self._pending.add(self._last_planned, moves)
+        mine = [of_all[each.mine] for of_all, each in zip(rows, ids, strict=True)]
+        return PlannedBatch(_translated(host, parts, mine), number, sequence, False, batch)
 
     def _parts(self, host: HostBatch) -> list[list[Segment]]:
         """Return the segments of each vocabulary."""
@@ -173,6 +261,9 @@ class Tier:
             [segment for segment in host.segments if segment.key in each.features]
             for each in self.vocabularies
         ]
+        for each, part in zip(self.vocabularies, parts, strict=True):
+            for segment in part:
+                _check_range(each, segment)
         for segment in itertools.chain.from_iterable(parts):
             if segment.key in host.features[segment.batch].slot_keys:
                 raise ValueError(
@@ -181,26 +272,103 @@ class Tier:
                 )
         return parts
 
-    def _rows_after(self, ids: Sequence[np.ndarray], number: int) -> list[np.ndarray]:
-        """Return the row that each id had after a batch; later changes are not yet applied.
+    def _propose(
+        self, parts: list[list[Segment]], ids: list[GatheredIds], number: int, held: int
+    ) -> list[Proposal]:
+        """Decide which rows the ids of a batch get, beside as many batches before it as fit.
+
+        Raises:
+            TableFullError: The batch does not fit beside those whose steps are not dispatched.
+            _MustWaitError: It fits after fewer batches are under way.
+        """
+        least = min(held, self._undispatched)
+        for fewer in range(held, least, -1):
+            with contextlib.suppress(TableFullError):
+                proposals = self._propose_beside(parts, ids, number, fewer)
+                last_before = number - 1 - fewer + least
+                if fewer < held and self._last_taken < last_before:
+                    raise _MustWaitError(last_before)
+                return proposals
+        proposals = self._propose_beside(parts, ids, number, least)
+        if least < held and self._last_taken < number - 1:
+            raise _MustWaitError(number - 1)
+        return proposals
+
+    def _propose_beside(
+        self, parts: list[list[Segment]], ids: list[GatheredIds], number: int, held: int
+    ) -> list[Proposal]:
+        """Decide which rows the ids of a batch get, beside some batches before it."""
+        return [
+            _propose(each, part, of_all, number, held)
+            for each, part, of_all in zip(self.vocabularies, parts, ids, strict=True)
+        ]
+
+    def _wait_for(self, number: int) -> None:
+        """Wait until a training batch was taken.
+
+        Raises:
+            RuntimeError: The sequence of batches was ended.
+        """
+        with self._is_taken:
+            self._is_taken.wait_for(lambda: self._last_taken >= number or self._is_ended)
+            if self._is_ended:
+                raise RuntimeError("the iterator over jaxrec.tier.ahead was closed")
+
+    def _rows_after(
+        self, v: int, ids: np.ndarray, number: int, pending: Sequence[tuple[Move, ...]]
+    ) -> np.ndarray:
+        """Return the row that each id had after a training batch.
 
         Args:
-            ids: Ids of each vocabulary.
+            v: Index of the vocabulary.
+            ids: Its ids.
             number: Number of the batch.
+            pending: Later changes that are not yet carried out.
         """
-        with self._lock:
-            waiting = tuple(self._waiting)
-        result = []
-        for v, (each, of_vocabulary) in enumerate(zip(self.vocabularies, ids, strict=True)):
-            rows = each.vocabulary.find(of_vocabulary, number)
-            for later, moves in waiting:
-                if later > number:
-                    assignment = moves[v].assignment
-                    _restore_rows(
-                        of_vocabulary, rows, assignment.evicted_ids, assignment.evicted_rows
-                    )
-            result.append(each.vocabulary.with_unknown(of_vocabulary, rows))
-        return result
+        vocabulary = self.vocabularies[v].vocabulary
+        rows = vocabulary.find(ids, number)
+        for moves in pending:
+            assignment = moves[v].assignment
+            _restore_rows(ids, rows, assignment.evicted_ids, assignment.evicted_rows)
+        return vocabulary.with_unknown(ids, rows)
+
+    def _bring(
+        self,
+        each: TableVocabulary,
+        transfer: RowTransfer,
+        part: list[Segment],
+        ids: np.ndarray,
+        number: int,
+    ) -> tuple[np.ndarray, Move]:
+        """Return the rows of an evaluation's ids; those that a store has get one.
+
+        Args:
+            each: A vocabulary with a store.
+            transfer: Its transfer.
+            part: Segments of the batch, for errors.
+            ids: Its ids.
+            number: Number of the last training batch that was taken.
+        """
+        vocabulary = each.vocabulary
+        rows = vocabulary.map.find(ids)
+        if each.num_ids is None:
+            # Ids that were admitted for a batch to come are unknown, if the store has none of them.
+            is_unsure = (rows < 0) | (vocabulary.records.born[rows] > number)
+            unsure, index, _ = distinct(ids[is_unsure])
+            are_stored = transfer.fetch(unsure).are_stored()
+            rows[np.flatnonzero(is_unsure)[~are_stored[index]]] = _UNKNOWN
+        is_missing = rows == -1
+        move = NO_MOVE
+        if is_missing.any():
+            missing = distinct(ids[is_missing])[0]
+            last_use = max(0, number - self._undispatched)
+            try:
+                assignment = vocabulary.bring(missing, rows, last_use, self._last_planned + 1)
+            except VocabularyFullError as error:
+                raise _table_full(each, part, error, self._last_planned - last_use) from None
+            move = begin_move(each, assignment)
+            rows[is_missing] = vocabulary.map.find(ids[is_missing])
+        return vocabulary.with_unknown(ids, rows), move
 
     # Application: on the devices.
 
@@ -216,19 +384,23 @@ class Tier:
         Raises:
             RuntimeError: A row store failed, or two loops train at once.
         """
-        if not planned.is_training and planned.number != self._last_taken:
-            planned = self.look_up(planned.source)
-        if planned.is_training:
-            with self._lock:
-                if not self._planned or self._planned[0][0] != planned.number:
-                    raise RuntimeError(
-                        "another jaxrec.tier.ahead was begun, or a checkpoint restored, while "
-                        "this one gives batches; end one training loop before the next"
-                    )
-            self._settle(model, planned.number)
-            with self._lock:
-                self._last_taken = planned.number
-                self._planned.popleft()
+        if not planned.is_training:
+            if planned.number != self._last_taken or planned.sequence < self._pending.settled:
+                planned = self.look_up(planned.source)
+            has_store = [each.transfer is not None for each in self.vocabularies]
+            self._settle(model, planned.sequence, has_store)
+            return planned.batch
+        with self._lock:
+            if not self._planned or self._planned[0][0] != planned.number:
+                raise RuntimeError(
+                    "another jaxrec.tier.ahead was begun, or a checkpoint restored, while "
+                    "this one gives batches; end one training loop before the next"
+                )
+        self._settle(model, planned.sequence)
+        with self._is_taken:
+            self._last_taken = planned.number
+            self._planned.popleft()
+            self._is_taken.notify_all()
         return planned.batch
 
     def settle(self, model: nnx.Module) -> None:
@@ -241,16 +413,13 @@ class Tier:
             if each.transfer is not None:
                 each.transfer.wait()
 
-    def _settle(self, model: nnx.Module, number: int | None) -> None:
-        """Apply the changes of batches up to a number, None: of all."""
-        while True:
-            with self._lock:
-                if not self._waiting or (number is not None and self._waiting[0][0] > number):
-                    return
-                _, moves = self._waiting[0]
+    def _settle(
+        self, model: nnx.Module, sequence: int | None, wanted: Sequence[bool] | None = None
+    ) -> None:
+        def move(moves: Sequence[Move]) -> None:
             move_rows(model, self.vocabularies, moves, self.seed)
-            with self._lock:
-                self._waiting.popleft()
+
+        self._pending.carry_out(move, sequence, wanted)
 
     # Checkpoints.
 
@@ -292,7 +461,13 @@ class Tier:
                 "planned": np.array(marks, np.int64).reshape(-1, 4),
                 "numbers": np.array([self._last_planned, self._last_taken], np.int64),
             }
-            vocabularies = {each.name: each.vocabulary.state() for each in self.vocabularies}
+            vocabularies = {
+                each.name: {
+                    **each.vocabulary.state(),
+                    "num_ids": np.array([each.num_ids or 0], np.int64),
+                }
+                for each in self.vocabularies
+            }
         for each in self.vocabularies:
             if each.transfer is not None and not each.transfer.store.is_durable:
                 vocabularies[each.name] |= each.transfer.state()
@@ -307,9 +482,19 @@ class Tier:
         """Check that `load_state` can take over a state.
 
         Raises:
-            ValueError: The records of evicted rows are those of other tables.
+            ValueError: The records of evicted rows are those of other tables, or a table with a
+                cache had another number of rows.
         """
         for each in self.vocabularies:
+            saved, wanted = int(state[each.name]["num_ids"][0]), each.num_ids or 0
+            if saved != wanted:
+                saved_as, is_now = (
+                    f"jaxrec.tier.Cached and num_embeddings={x}" if x else "jaxrec.tier.Dynamic"
+                    for x in (saved, wanted)
+                )
+                raise ValueError(
+                    f"table {each.name} was saved with {saved_as}, but the model's has {is_now}"
+                )
             records = state[each.name].get("stored_records")
             if each.transfer is None or records is None:
                 continue
@@ -320,18 +505,17 @@ class Tier:
                     f"{each.transfer.layout.width}"
                 )
 
-    def load_state(
-        self, state: Mapping[str, Mapping[str, np.ndarray]]
-    ) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    def load_state(self, state: Mapping[str, Mapping[str, np.ndarray]]) -> dict[str, LoadedRows]:
         """Take over what `state` returned; tables may have had other numbers of rows.
 
         Returns:
-            For each vocabulary the row that each id had and the row that it has.
+            For each vocabulary the rows of its ids before and after. The caller moves the rows
+            themselves, and brings those of dropped ids to the store.
         """
         rows = {}
         with self._planning, self._lock:
             self._last_planned, self._last_taken = map(int, state[_RUN]["numbers"])
-            self._waiting.clear()
+            self._pending.clear()
             self._planned.clear()
             self._replayed = collections.deque(
                 (int(number), (int(count), int(total), int(mixed)))
@@ -340,6 +524,8 @@ class Tier:
             for each in self.vocabularies:
                 saved = dict(state[each.name])
                 rows[each.name] = each.vocabulary.load_state(saved, self._last_planned)
+            if any(each.dropped_ids.size for each in rows.values()):
+                self._replayed.clear()  # planned batches may have used dropped rows
         for each in self.vocabularies:
             if each.transfer is not None and not each.transfer.store.is_durable:
                 each.transfer.load_state(state[each.name])
@@ -359,19 +545,46 @@ def _propose(
     try:
         return each.vocabulary.propose(ids.ids, number, held)
     except VocabularyFullError as error:
-        where = "the part of the batch of another process"
-        for segment in part:
-            is_first = segment.ids == error.first_id
-            if is_first.any():
-                where = segment.describe(int(np.argmax(is_first)))
-                break
-        raise TableFullError(
-            f"{where}: no row of table {each.name} is left for id "
-            f"{error.first_id}: the batch has {error.needed:,} new ids, and {error.available:,} of "
-            f"the {error.room:,} rows for ids are not in use by it or by the {held} batches under "
-            "way. Give the table more rows (num_embeddings), make batches smaller, lower "
-            "look_ahead, or admit ids later (Dynamic(admit_after=...))"
-        ) from None
+        raise _table_full(each, part, error, held) from None
+
+
+def _table_full(
+    each: TableVocabulary, part: list[Segment], error: VocabularyFullError, held: int
+) -> TableFullError:
+    """Describe that a batch does not fit beside some batches under way."""
+    where = "the part of the batch of another process"
+    for segment in part:
+        is_first = segment.ids == error.first_id
+        if is_first.any():
+            where = segment.describe(int(np.argmax(is_first)))
+            break
+    rows = each.vocabulary.num_rows + error.needed - error.available
+    more = "num_embeddings" if each.num_ids is None else "jaxrec.tier.Cached(rows=...)"
+    later = ", or admit ids later (Dynamic(admit_after=...))" if each.num_ids is None else ""
+    return TableFullError(
+        f"{where}: no row of table {each.name} is left for id "
+        f"{error.first_id}: the batch has {error.needed:,} new ids, and {error.available:,} of "
+        f"the {error.room:,} rows for ids are not in use by it or by the {held} batches under "
+        f"way. Give the table {rows:,} rows or more ({more}), or make batches smaller{later}"
+    )
+
+
+def _check_range(each: TableVocabulary, segment: Segment) -> None:
+    """Check the ids of a table of fixed size.
+
+    Raises:
+        ValueError: An id is none of the table's.
+    """
+    if each.num_ids is None or not segment.ids.size:
+        return
+    if segment.ids.min() >= 0 and segment.ids.max() < each.num_ids:
+        return
+    position = int(np.argmax((segment.ids < 0) | (segment.ids >= each.num_ids)))
+    raise ValueError(
+        f"{segment.describe(position)}: id {segment.ids[position]} is not in table {each.name}, "
+        f"whose ids are 0 to {each.num_ids - 1}; give the table more rows (num_embeddings), or "
+        "hash the feature's ids with jaxrec.ragged.hash_ids(ids, num_embeddings)"
+    )
 
 
 def _translated(

@@ -89,6 +89,17 @@ class StoredRows:
     stored: concurrent.futures.Future[tuple[np.ndarray, np.ndarray]]
     under_way: tuple[EvictedRows, ...]
 
+    def are_stored(self) -> np.ndarray:
+        """Wait for the store alone; return whether each id has a row there or on its way, bool.
+
+        Raises:
+            RuntimeError: A row could not be read.
+        """
+        stored = self._read()[0].copy()
+        for evicted in self.under_way:
+            stored |= np.isin(self.ids, evicted.ids)
+        return stored
+
     def result(self) -> tuple[np.ndarray, list[dict[str, np.ndarray]]]:
         """Wait for the rows; call it after `RowTransfer.send` of all evictions before.
 
@@ -99,13 +110,7 @@ class StoredRows:
         Raises:
             RuntimeError: A row could not be read, or not be written before.
         """
-        try:
-            found, records = self.stored.result()
-        except Exception as error:
-            raise RuntimeError(
-                f"rows of ids that return could not be read from {self.transfer.store!r}: "
-                f"{error!r}; the last checkpoint is whole"
-            ) from error
+        found, records = self._read()
         for evicted in self.under_way:  # the latest eviction of an id comes last
             _, here, there = np.intersect1d(self.ids, evicted.ids, return_indices=True)
             if here.size:
@@ -114,6 +119,15 @@ class StoredRows:
                 records[here] = evicted.records.result()[there]
                 found[here] = True
         return found, self.transfer.layout.unpack(records[found])
+
+    def _read(self) -> tuple[np.ndarray, np.ndarray]:
+        try:
+            return self.stored.result()
+        except Exception as error:
+            raise RuntimeError(
+                f"rows of ids that return could not be read from {self.transfer.store!r}: "
+                f"{error!r}; the last checkpoint is whole"
+            ) from error
 
 
 class RowTransfer:
@@ -164,6 +178,15 @@ class RowTransfer:
             self._error = error
             if not evicted.records.done():
                 evicted.records.set_exception(error)
+
+    def put(self, ids: np.ndarray, tables: Sequence[Mapping[str, np.ndarray]]) -> None:
+        """Bring rows that are on the host to the store.
+
+        Args:
+            ids: Distinct ids, int64 ``[n]``.
+            tables: For each table its rows, under ``"rows"``, and their state by name.
+        """
+        self.store.put(ids, self.layout.pack(tables))
 
     def fetch(self, ids: np.ndarray) -> StoredRows:
         """Start to read the rows of distinct ids."""

@@ -55,6 +55,23 @@ class Assignment:
     evicted_rows: np.ndarray
 
 
+@dataclasses.dataclass(frozen=True)
+class LoadedRows:
+    """Rows of ids before and after a vocabulary took over another's state.
+
+    Attributes:
+        old_rows: The row that each id had, int32 ``[n]``.
+        rows: The row that it has, int32 ``[n]``.
+        dropped_ids: Ids for which there was no room, int64 ``[m]``.
+        dropped_rows: The rows that they had, int32 ``[m]``.
+    """
+
+    old_rows: np.ndarray
+    rows: np.ndarray
+    dropped_ids: np.ndarray
+    dropped_rows: np.ndarray
+
+
 NO_CHANGE = Assignment(_NO_ROWS, _NO_IDS, _NO_ROWS, _NO_IDS, _NO_ROWS)
 
 
@@ -188,6 +205,32 @@ class Vocabulary:
         rows = self.with_unknown(ids, rows)
         return Assignment(rows, new_ids, new_rows, evicted_ids, proposal.victims)
 
+    def bring(self, ids: np.ndarray, hits: np.ndarray, last_use: int, batch: int) -> Assignment:
+        """Give rows to stored ids for an evaluation; rows of other ids may be evicted to the store.
+
+        Args:
+            ids: Distinct ids without a row, int64 ``[n]``.
+            hits: Rows of the batch's other ids, -1 where there is none; they stay.
+            last_use: Rows that were used after this training batch stay.
+            batch: Number of the next training batch; the ids count as unknown before it.
+
+        Raises:
+            VocabularyFullError: There are too few such rows; nothing has changed.
+        """
+        free, victims = self.room - len(self.map), _NO_ROWS
+        if ids.size > free:
+            eligible = (self.records.born >= 0) & (self.records.last_use <= last_use)
+            eligible[hits[hits >= 0]] = False
+            victims = self._least_used(ids, free, eligible, batch)
+        evicted_ids = self._evict(victims)
+        rows = self._take_free(ids.size)
+        self._insert(ids, rows, batch)
+        self.records.last_use[rows] = last_use
+        if self.settings.eviction.uses_seconds:
+            self.records.last_seconds[rows] = int(self.settings.eviction.seconds())
+        self.statistics.resident = len(self.map)
+        return Assignment(_NO_ROWS, ids, rows, evicted_ids, victims)
+
     def give_rows(self, ids: np.ndarray, batch: int) -> Assignment:
         """Give free rows to ids, whatever is demanded for admission.
 
@@ -231,16 +274,25 @@ class Vocabulary:
         if expired is not None:
             victims = np.flatnonzero(expired & eligible).astype(np.int32)
             eligible[victims] = False
-        lacking = new_ids.size - free - victims.size
-        if lacking <= 0:
+        free += victims.size
+        if new_ids.size <= free:
             return victims
-        available = int(np.count_nonzero(eligible))
+        return np.concatenate([victims, self._least_used(new_ids, free, eligible, batch)])
+
+    def _least_used(
+        self, new_ids: np.ndarray, free: int, eligible: np.ndarray, batch: int
+    ) -> np.ndarray:
+        """Return rows to evict by the policy, at least as many as lack.
+
+        Raises:
+            VocabularyFullError: Fewer rows are eligible.
+        """
+        lacking, available = new_ids.size - free, int(np.count_nonzero(eligible))
         if lacking > available:
-            fitting = free + victims.size + available
+            fitting = free + available
             raise VocabularyFullError(new_ids.size, fitting, self.room, int(new_ids[fitting]))
         count = min(max(lacking, int(self.settings.evict_fraction * self.room)), available)
-        chosen = smallest(policy.keys(self.records, batch), eligible, count)
-        return np.concatenate([victims, chosen])
+        return smallest(self.settings.eviction.keys(self.records, batch), eligible, count)
 
     def _evict(self, rows: np.ndarray) -> np.ndarray:
         """Free rows; return the ids that had them."""
@@ -301,7 +353,7 @@ class Vocabulary:
             state["sightings_new_ids"] = np.array([self.sightings.new_ids], np.int64)
         return state
 
-    def load_state(self, state: dict[str, np.ndarray], batch: int) -> tuple[np.ndarray, np.ndarray]:
+    def load_state(self, state: dict[str, np.ndarray], batch: int) -> LoadedRows:
         """Take over the ids of a saved vocabulary, which may have had another number of rows.
 
         A vocabulary with fewer rows keeps the ids that its policy would evict last.
@@ -309,9 +361,6 @@ class Vocabulary:
         Args:
             state: What `state` returned.
             batch: Number of the last batch before it was saved.
-
-        Returns:
-            The row that each kept id had and the row that it has, both int32 ``[n]``.
         """
         saved_rows, first_saved, num_fresh_given = map(int, state["numbers"])
         old_rows = state["rows"].astype(np.int32)
@@ -321,10 +370,12 @@ class Vocabulary:
                 for name, empty in self.records.arrays().items()
             }
         )
+        dropped_ids, dropped_rows = _NO_IDS, _NO_ROWS
         if old_rows.size > self.room:
             keys = self.settings.eviction.keys(records, batch)
             gone = smallest(keys, None, old_rows.size - self.room)
             kept = np.setdiff1d(np.arange(old_rows.size), gone)
+            dropped_ids, dropped_rows = records.ids[gone], old_rows[gone]
             old_rows, records = old_rows[kept], records.take(kept)
         if (saved_rows, first_saved) == (self.num_rows, self.first_row):
             rows = old_rows
@@ -350,7 +401,7 @@ class Vocabulary:
                 self.sightings.lines[:] = lines
                 self.sightings.new_ids = int(state["sightings_new_ids"][0])
         self.statistics = Statistics(self.room, resident=len(self.map))
-        return old_rows, rows
+        return LoadedRows(old_rows, rows, dropped_ids, dropped_rows)
 
 
 def _coprime_near(number: int, share: float) -> int:

@@ -377,9 +377,9 @@ class Trainer:
             ahead(
                 self.model,
                 Pipeline(batches, *self.stages, self._padded),
-                # A step may be dispatched after the batches of the next one were taken.
-                max(_LOOK_AHEAD, 2 * self.accumulate),
+                _LOOK_AHEAD,
                 is_training=is_training,
+                accumulate=self.accumulate,
                 place=self.place,
             )
         )

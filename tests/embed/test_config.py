@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 import jaxrec
-from jaxrec.embed.config import MAX_ROWS
 
 GOOD = {"name": "user", "num_embeddings": 10, "embedding_dim": 4}
 
@@ -18,7 +17,6 @@ BAD = {
     "no_rows": ({"num_embeddings": 0}, "num_embeddings is an integer of 1 or more, got 0"),
     "float_rows": ({"num_embeddings": 10.0}, "num_embeddings is an integer"),
     "bool_rows": ({"num_embeddings": True}, "num_embeddings is an integer"),
-    "too_many_rows": ({"num_embeddings": MAX_ROWS + 1}, "row indices are int32"),
     "no_columns": ({"embedding_dim": 0}, "embedding_dim is an integer of 1 or more, got 0"),
     "repeated_feature": ({"feature_names": ("f", "f")}, "occurs twice"),
     "empty_feature": ({"feature_names": ("",)}, "feature_names are strings"),

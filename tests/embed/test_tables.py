@@ -12,6 +12,7 @@ import jaxrec
 from jaxrec.embed import init_tables
 from jaxrec.embed.initialize import BLOCK_ELEMENTS, draw_and_scale, initialize_rows
 from jaxrec.embed.layout import MAX_ROWS, layout_tables
+from jaxrec.embed.tables import Tables
 
 Bag = jaxrec.EmbeddingBagConfig
 ADAM = jaxrec.optim.adam()
@@ -44,6 +45,12 @@ def test_groups_stay_within_int32():
     big = MAX_ROWS // 2 + 1
     layout = layout_tables([Bag("a", big, 1), Bag("b", big, 1), Bag("c", 10, 1)], SGD)
     assert [[t.name for t in group.tables] for group in layout.groups] == [["a"], ["b", "c"]]
+
+
+def test_rows_beyond_int32_are_refused():
+    layout = layout_tables([Bag("a", 5, 1), Bag("big", MAX_ROWS + 1, 1)], SGD)
+    with pytest.raises(ValueError, match=r"'big': row indices on devices are int32.*tier.Cached"):
+        Tables.init(layout, jax.random.key(0))
 
 
 def test_layout_errors():

@@ -280,7 +280,9 @@ def test_training_within_evaluation():
 
 
 def test_a_model_without_vocabulary():
-    with pytest.raises(TypeError, match=r"the model has no table with an open vocabulary; .*make"):
+    with pytest.raises(
+        TypeError, match=r"the model has no table with an open vocabulary or a cache; .*make"
+    ):
         ahead(sums.Sums(66), [])
 
 
@@ -339,8 +341,8 @@ def test_more_ids_than_rows():
     before, rows = vocabulary.state(), resident_rows(model)
     message = (
         "feature 'item', sample 4: no row of table item is left for id 24: the batch has 8 new "
-        "ids, and 4 of the 20 rows for ids are not in use by it or by the 3 batches under way. "
-        "Give the table more rows .*num_embeddings.*look_ahead.*admit_after"
+        "ids, and 4 of the 20 rows for ids are not in use by it or by the 2 batches under way. "
+        r"Give the table 25 rows or more \(num_embeddings\), or .*admit_after"
     )
     with pytest.raises(ValueError, match=message):
         list(ahead(model, good[2:], 1))
@@ -453,7 +455,7 @@ def test_an_error_of_the_batches_comes_in_its_place():
     with pytest.raises(OSError, match="no such file"):
         taken.extend(None for _ in ahead(model, batches()))
     tier_of(model).settle(model)
-    assert tier_of(model)._waiting == type(tier_of(model)._waiting)()
+    assert tier_of(model)._pending.after(0) == []
 
 
 @pytest.mark.filterwarnings("always")

@@ -123,13 +123,13 @@ ERRORS = {
         PAIR,
         {"b": Dynamic()},
         "feature 'f' is read by table 'b', which has an open vocabulary, and by 'a', which has "
-        "none; give both jaxrec.tier.Dynamic, or each a feature of its own",
+        "not; give both the same settings, or each a feature of its own",
     ),
     "other_settings": (
         PAIR,
         {"a": Dynamic(), "b": Dynamic(eviction=lfu())},
         "tables 'a' and 'b' both read feature 'f', so that an id has the same row in both, but "
-        "their settings differ; give both the same Dynamic",
+        "their settings differ; give both the same",
     ),
     "other_rows": (
         [config("a", 20, 4, ["f"]), config("b", 30, 4, ["f"])],

@@ -167,8 +167,9 @@ def test_a_loaded_vocabulary_goes_on_alike(name: str, choices: dict, num_rows: i
     loaded = Vocabulary(num_rows, dynamic)
     # What it had before is gone.
     loaded.commit(loaded.propose(np.arange(2), 1, 0))
-    before, after = loaded.load_state(state, stream.batch)
-    np.testing.assert_array_equal(before, after)
+    taken_over = loaded.load_state(state, stream.batch)
+    np.testing.assert_array_equal(taken_over.old_rows, taken_over.rows)
+    assert taken_over.dropped_ids.size == 0
     assert loaded.statistics.resident == len(oracle.residents)
     run(loaded, oracle, stream, 30)
     # The state is a copy: what came later did not change it.
@@ -193,14 +194,17 @@ def test_a_vocabulary_of_another_size(
     run(vocabulary, oracle, stream, 30)
     other_rows = max(8, int(num_rows * factor))
     other = Vocabulary(other_rows, dynamic)
-    before, after = other.load_state(vocabulary.state(), stream.batch)
+    loaded = other.load_state(vocabulary.state(), stream.batch)
     resized = oracle.resized(other_rows, stream.batch)
     rows = {
         r.row: resized.residents[r.id].row
         for r in oracle.residents.values()
         if r.id in resized.residents
     }
-    assert dict(zip(before.tolist(), after.tolist(), strict=True)) == rows
+    assert dict(zip(loaded.old_rows.tolist(), loaded.rows.tolist(), strict=True)) == rows
+    dropped = {r.id: r.row for r in oracle.residents.values() if r.id not in resized.residents}
+    pairs = zip(loaded.dropped_ids.tolist(), loaded.dropped_rows.tolist(), strict=True)
+    assert dict(pairs) == dropped
     run(other, resized, stream, 30)
 
 

@@ -21,6 +21,7 @@ from jaxtyping import Array
 from jaxrec.embed.config import TableConfig
 from jaxrec.embed.row_access import TableRows, write
 from jaxrec.tier.tier import Tier, tier_of
+from jaxrec.tier.vocabulary import LoadedRows
 from jaxrec.train.checkpoint.arrays import read_arrays, read_forms, read_table, read_tables
 from jaxrec.train.checkpoint.files import (
     CheckpointError,
@@ -33,6 +34,7 @@ from jaxrec.train.checkpoint.tree import (
     Collection,
     collections,
     dense_variables,
+    placed_configs,
     plain,
     variables,
     without_end,
@@ -88,12 +90,14 @@ def load(
     run = read_run(path)
     saved = read_arrays(path, {"dense", "optimizer", "vocabularies"})
     shapes = read_json(path / "tables" / "metadata")
-    named = collections(model)
+    named, tier = collections(model), tier_of(model)
     _match("collections", named, shapes, path)
     for name, collection in named.items():
         _match("tables", [table.name for table in collection.configs], shapes[name], path)
-        for table in collection.configs:
-            _check_shape(table, tuple(shapes[name][table.name]), resized, path)
+        cached = [] if tier is None else tier.cached_tables
+        for table in placed_configs(collection):
+            may_differ = resized or table.name in cached
+            _check_shape(table, tuple(shapes[name][table.name]), may_differ, path)
     if optimizer is not None:
         _check_state(named, read_forms(path), path)
     vocabularies = _new_vocabularies(model, saved["vocabularies"], path)
@@ -115,7 +119,7 @@ def load(
                     old, logical = collection.tables.get_value(), read.pop(table.name)
                     collection.tables.set_value(old.from_checkpoint(table.name, logical, common))
                     loaded.append(table.name)
-        if (tier := tier_of(model)) is not None:
+        if tier is not None:
             _move_rows(model, tier, tier.load_state(vocabularies), path, optimizer is not None)
     except BaseException as error:
         if loaded:
@@ -176,7 +180,7 @@ def _together(collection: Collection) -> Iterator[list[TableConfig]]:
     """Yield groups of tables of up to `_READ_BYTES`, or of one larger table."""
     group: list[TableConfig] = []
     size = 0
-    for table in collection.configs:
+    for table in placed_configs(collection):
         form = collection.tables.get_value().checkpoint_shapes(table.name)
         needed = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(form))
         if group and size + needed > _READ_BYTES:
@@ -227,23 +231,33 @@ def _new_vocabularies(
 def _move_rows(
     model: nnx.Module,
     tier: Tier,
-    places: Mapping[str, tuple[np.ndarray, np.ndarray]],
+    places: Mapping[str, LoadedRows],
     path: pathlib.Path,
     has_state: bool,
 ) -> None:
-    """Load the rows of ids whose row in the table is not the one that was saved."""
+    """Load the rows of ids whose row in the table is not the one that was saved.
+
+    Rows of ids without room go to the store.
+    """
     for each in tier.vocabularies:
-        old, new = places[each.name]
-        moved = old != new
-        if not moved.any():
+        loaded = places[each.name]
+        moved = loaded.old_rows != loaded.rows
+        is_kept = loaded.dropped_ids.size > 0 and each.transfer is not None
+        if not moved.any() and not is_kept:
             continue
+        dropped = []
         for table in each.tables:
             collection = collections(model)[table.collection or "."]
             store = collection.tables.get_value()
-            read = read_table(path, table.collection or ".", table.config.name, has_state=has_state)
-            rows = {key: array[old[moved]] for key, array in read.items()}
-            placed = write(store.placed, [TableRows(table.config.name, new[moved])], [rows])
+            read = read_table(
+                path, table.collection or ".", table.config.name, has_state=has_state or is_kept
+            )
+            rows = {key: array[loaded.old_rows[moved]] for key, array in read.items()}
+            placed = write(store.placed, [TableRows(table.config.name, loaded.rows[moved])], [rows])
             collection.tables.set_value(store.with_placed(placed))
+            dropped.append({key: array[loaded.dropped_rows] for key, array in read.items()})
+        if each.transfer is not None and is_kept:
+            each.transfer.put(loaded.dropped_ids, dropped)
 
 
 def _new_values(

@@ -12,6 +12,7 @@ from flax import nnx
 from jaxtyping import Array
 
 from jaxrec.embed import EmbeddingBagCollection, EmbeddingCollection, TableVariable
+from jaxrec.embed.config import TableConfig
 from jaxrec.tier.tier import tier_of
 
 Collection = EmbeddingBagCollection | EmbeddingCollection
@@ -79,13 +80,19 @@ def _off_devices(collection: Collection, name: str) -> dict[str, Any]:
 
 
 def table_shapes(model: nnx.Module) -> dict[str, dict[str, list[int]]]:
-    """Return ``[num_embeddings, embedding_dim]`` by collection and table."""
+    """Return the rows on the devices and the columns by collection and table."""
     return {
         name: {
-            table.name: [table.num_embeddings, table.embedding_dim] for table in collection.configs
+            table.name: [table.num_embeddings, table.embedding_dim]
+            for table in placed_configs(collection)
         }
         for name, collection in collections(model).items()
     }
+
+
+def placed_configs(collection: Collection) -> tuple[TableConfig, ...]:
+    """Return the tables with the number of rows that they have on the devices."""
+    return collection.tables.get_value().layout.configs
 
 
 def collections(model: nnx.Module) -> dict[str, Collection]:
