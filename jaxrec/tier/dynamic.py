@@ -76,8 +76,8 @@ class Dynamic:
             `by_score`.
         admit_after: Number of sightings after which an id gets a row, 1 to 255. Above 1 the
             sightings of ids without a row are counted in a sketch of bounded size, which rarely
-            counts too many. Sightings from before an eviction count
-            until the sketch forgets them.
+            counts too many. An evicted id gets a row with its next sighting, unless the sketch has
+            forgotten earlier ones.
         admit_probability: Probability with which an id that has enough sightings gets a row, at
             each batch. The draw depends on the id and the number of the batch alone.
         unknown: What ids without a row read: `zeros`, `default_row` or ``shared(rows)``. In
