@@ -63,10 +63,9 @@ def shared(rows: int) -> Unknown:
 class Dynamic:
     """A table keyed by any 64-bit id or string: ids get rows when they come, and lose them.
 
-    Of the table's ``num_embeddings`` rows the first ones, one by default, are what ids without a
-    row of their own read (``unknown``); all others are for ids. An id that is admitted gets a free
-    row, with the values of the table's initializer for that id and a fresh optimizer state. If
-    there is none, rows are evicted.
+    The first rows of the table, one by default, are for ids without a row of their own
+    (``unknown``). An admitted id gets one of the other rows, with the values of the table's
+    initializer for that id and a fresh optimizer state. When no row is free, rows are evicted.
 
     Several tables that read the same features share the assignment of rows. They have the same
     ``num_embeddings`` and the same `Dynamic`.

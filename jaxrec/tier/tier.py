@@ -105,7 +105,7 @@ class Tier:
     def begin(self) -> None:
         """Prepare for a new sequence of batches, which may begin with those planned before."""
         with self._planning, self._lock:
-            # Those planned again come before those that are yet to be.
+            # Batches planned by the last loop come before batches still to be replayed.
             self._replayed.extendleft(reversed(self._planned))
             self._planned.clear()
 
