@@ -4,8 +4,9 @@
 Usage: python .ci/docs_commands.py [--keep DIRECTORY]
 A copy of the last commit is installed by ``pip install .`` into a new environment, and each command
 runs there on small data: in a directory with the files that the docs name, or in the copy if it
-starts something of the checkout. Ends with exit code 1 if one fails, or if a command of the docs is
-neither in the list here nor among those that are left out.
+starts something of the checkout. Each command of the docs must be in one of the two lists here, in
+the same words: of those that run, or of those that are left out. Ends with exit code 1 if a command
+fails, or if the docs have a command that the lists lack, or the lists one that the docs lack.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 GENERATED = "--data.generated-rows 20000 --data.generated-eval-rows 4000"
 SMALL = "--data.batch-size 104 --data.table-rows 1000 --data.eval-fraction 0.2"
 
-# What the docs say, and what is added so that it is small. Each finds the files of those before.
+# Commands of the docs, and the options that make them small. Each finds the files of those before.
 COMMANDS = (
     ("jaxrec doctor", ""),
     ("jaxrec train", f"{GENERATED} --output first"),
@@ -59,6 +60,8 @@ COMMANDS = (
     ),
     ("python examples/deepfm_movielens.py --data ml-100k", "--epochs 1 --seeds 0"),
     ("python -m benchmarks.pipeline", "--text-megabytes 2 --steps 5 --repeats 1 --batch 256"),
+    ("python -m benchmarks.hstu", "--length 64 --timed-length 32 --rows 2 --seconds 0.01"),
+    ("python -m benchmarks.tier ids", "--resident 20000 --batch 1000 --rounds 2"),
     ("python -m benchmarks.tier stream", "--steps 2000 --batch 16 --interval 1000"),
     (
         "python -m benchmarks.tier step",
@@ -66,18 +69,40 @@ COMMANDS = (
     ),
 )
 
-# Why a command of the docs is not run.
+SELFTEST = "python -m jaxrec.mesh.selftest"
+RUN_ON_HOSTS = "jaxrec train run.yaml --output /shared/run"
+PEER = "needs an environment with TorchRec"
+CUDA = "needs what compiles for CUDA, 3 GB"
+
+# Commands of the docs that are not run, and why.
 LEFT_OUT = {
-    "pip install": "is how the environment is made",
-    "srun": "needs Slurm",
-    "mpirun": "needs Open MPI",
-    "ssh": "needs other hosts",
-    "--peer-python PATH": "needs an environment with TorchRec",
-    "--coordinator": "is one of several processes; tests/train/test_cli.py starts them",
+    "pip install . && jaxrec train": "both are run, each by itself",
+    "pip install .": "is how the environment is made",
+    "pip install '.[test]' && pytest": "is run by .ci/run",
+    "pip install '.[data,plot]'": "installs what README does not",
+    "pip install '.[plot]'": "installs what README does not",
+    "pip install 'jax[k8s]'": "installs what README does not",
+    "pip install 'jaxrec[cuda12]'": "needs a GPU",
+    f"srun {SELFTEST} && srun python train.py": "needs Slurm",
+    f"srun --nodes=4 --ntasks-per-node=8 --gpus-per-node=8 {RUN_ON_HOSTS}": "needs Slurm",
+    "mpirun -n 8 --hostfile hosts python train.py": "needs Open MPI",
+    f"mpirun -n 8 --hostfile hosts {RUN_ON_HOSTS}": "needs Open MPI",
+    f'ssh "${{hosts[$i]}}" "cd job && {SELFTEST} --coordinator ${{hosts[0]}}:8476 '
+    '--num-processes ${#hosts[@]} --process-id $i" &': "needs other hosts",
+    f"{RUN_ON_HOSTS} --devices 8 --coordinator host0:8476 --num-processes 4 "
+    "--process-id $i": "is one of several processes; tests/train/test_cli.py starts them",
+    "python -m benchmarks.compare --peer-python PATH --rounds 5": PEER,
+    "python -m benchmarks.plan_versus_torchrec --peer-python PATH": PEER,
+    "python -m benchmarks.plan --plans 32 --passes 2": "needs matplotlib",
     "python -m benchmarks.mesh": "takes minutes",
-    "python -m benchmarks.tier": "takes minutes",
-    "python -m benchmarks.gpu": "needs what compiles for CUDA, 3 GB",
-    "python -m pytest": "is run by .ci/run",
+    "python -m benchmarks.mesh --types table_wise row_wise:rows row_wise:pooled column_wise "
+    "--rounds 3 --seconds 1": "takes minutes",
+    "python -m benchmarks.gpu.compile": CUDA,
+    "python -m benchmarks.gpu.compile --quick --no-steps": CUDA,
+    "python -m benchmarks.gpu.compile --only 'fused_update .* D128'": CUDA,
+    "python -m benchmarks.gpu.mesh": CUDA,
+    "python -m benchmarks.gpu.mesh --exchange rows --topology 1x8x1 --routed": CUDA,
+    "python -m pytest tests/plan/test_golden.py": "is run by .ci/run",
 }
 
 MODEL = """
@@ -99,19 +124,27 @@ pq.write_table(pa.table(columns), "clicks.parquet")
 """
 
 
-def documented() -> list[tuple[str, str]]:
-    """The commands in shell blocks of the docs, and their files."""
-    found = []
+def documented() -> tuple[set[tuple[str, str]], set[str]]:
+    """The files and commands that must be listed, and all commands of the docs.
+
+    Code within a sentence must be listed if it is a whole command for a shell: it begins with
+    ``python -m`` or ``pip install``. What begins with ``jaxrec`` is often only a command's name.
+    """
+    to_list, commands = set(), set()
     for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
-        language = None  # of the block that a line is in
-        for line in path.read_text().replace("\\\n", " ").splitlines():
-            if line.startswith("```"):
-                language = line[3:] if language is None else None
-            elif language in ("", "sh", "bash"):
-                command = " ".join(line.split("#")[0].split())
-                if re.match(r"(jaxrec|python|pip|srun|mpirun|ssh)\b", command):
-                    found.append((path.name, command))
-    return found
+        text = path.read_text().replace("\\\n", " ")
+        blocks = re.findall(r"^```(.*)\n((?s:.*?))^```$", text, re.MULTILINE)
+        shell = [body for language, body in blocks if language in ("", "sh", "bash")]
+        lines = [re.sub(r"\s#.*", "", line) for line in "\n".join(shell).splitlines()]
+        lines = [" ".join(line.split()) for line in lines]
+        programs = r"(jaxrec|python|pip|srun|mpirun|ssh) "
+        in_blocks = {line for line in lines if re.match(programs, line)}
+        prose = re.sub(r"^```.*\n(?s:.*?)^```$|``[^`]+``", "", text, flags=re.MULTILINE)
+        in_prose = {" ".join(code.split()) for code in re.findall(r"`([^`]+)`", prose)}
+        whole = {code for code in in_prose if re.match(r"python -m |pip install ", code)}
+        to_list |= {(path.name, command) for command in in_blocks | whole}
+        commands |= in_blocks | in_prose
+    return to_list, commands
 
 
 def write_files(work: pathlib.Path, checkout: pathlib.Path) -> None:
@@ -166,12 +199,19 @@ def run_all(directory: pathlib.Path) -> int:
         print(f"{verdict:12} {time.monotonic() - begun:4.0f} s  {line}", flush=True)
         if not is_good:
             print(done.stdout[-2000:], done.stderr[-4000:], flush=True)
-    known = {command for command, _ in COMMANDS}
-    for name, command in documented():
-        if command not in known and not any(words in command for words in LEFT_OUT):
-            failed += 1
-            print(f"NOT LISTED   {name}: {command}")
-    return 1 if failed else 0
+    return 1 if failed + wrong_entries() else 0
+
+
+def wrong_entries() -> int:
+    """Print the commands that are missing in the lists, twice there, or not in the docs."""
+    listed = [*(command for command, _ in COMMANDS), *LEFT_OUT]
+    to_list, commands = documented()
+    wrong = [f"NOT LISTED   {name}: {x}" for name, x in sorted(to_list) if x not in listed]
+    wrong += [f"NOT IN DOCS  {x}" for x in listed if x not in commands]
+    wrong += [f"LISTED TWICE {x}" for x in sorted(set(listed)) if listed.count(x) > 1]
+    for line in wrong:
+        print(line, flush=True)
+    return len(wrong)
 
 
 if __name__ == "__main__":

@@ -50,7 +50,7 @@ def run(options: Sequence[str]) -> int:
         if dtype not in ("float32", "bfloat16", "float16"):
             raise ConfigError(f"--dtypes are float32, bfloat16 and float16, got {dtype}")
     with warnings.catch_warnings():
-        # What these warnings say is among the problems that are printed below.
+        # `problems` reports the reasons that these warnings give.
         warnings.simplefilter("ignore", RuntimeWarning)
         choices = [choice for dtype in parsed.dtypes for choice in choose(parsed.dim, dtype)]
     tuning, tuning_problems = read_tuning()

@@ -15,3 +15,4 @@ from jaxrec.embed.optimizer import Optimizer as Optimizer
 from jaxrec.embed.store import StoreFactory as StoreFactory
 from jaxrec.embed.store import TableStore as TableStore
 from jaxrec.embed.tables import Tables as Tables
+from jaxrec.embed.wrapping_store import WrappingStore as WrappingStore

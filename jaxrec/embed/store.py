@@ -62,6 +62,8 @@ class TableStore(abc.ABC):
     4. Override `route` if a lookup has to communicate before it needs any row, and `put_beside` if
        arrays that are used with the tables must lie on several devices.
 
+    A store that changes a few methods of another one derives from `jaxrec.embed.WrappingStore`.
+
     Attributes:
         layout: The tables, and which features read them; see `StoreLayout`.
     """
@@ -344,7 +346,7 @@ class TableStore(abc.ABC):
 
     @property
     def placed(self) -> TableStore:
-        """The store that has the rows' arrays: this one, or one that it wraps."""
+        """The store that has the rows' arrays: this one, or the one within a `WrappingStore`."""
         return self
 
     def with_placed(self, placed: TableStore) -> TableStore:

@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxrec.ragged.raw_ids import is_raw, refuse
 
-# What to do with ids that are no row indices, for errors.
+# Remedy for ids that are not row indices, the end of error messages.
 WIDE_IDS = (
     "pack raw ids with id_bits=64 for jaxrec.tier.ahead, or make row indices of them with "
     "jaxrec.ragged.hash_ids(ids, num_embeddings)"

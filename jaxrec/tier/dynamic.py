@@ -70,10 +70,9 @@ NO_UNKNOWN = Unknown("none", 0)
 class Dynamic:
     """A table keyed by any 64-bit id or string: ids get rows when they come, and lose them.
 
-    Of the table's ``num_embeddings`` rows the first ones, one by default, are what ids without a
-    row of their own read (``unknown``); all others are for ids. An id that is admitted gets a free
-    row, with the values of the table's initializer for that id and a fresh optimizer state. If
-    there is none, rows are evicted.
+    The first rows of the table, one by default, are for ids without a row of their own
+    (``unknown``). An admitted id gets one of the other rows, with the values of the table's
+    initializer for that id and a fresh optimizer state. When no row is free, rows are evicted.
 
     Several tables that read the same features share the assignment of rows. They have the same
     ``num_embeddings`` and the same `Dynamic`.
@@ -83,8 +82,8 @@ class Dynamic:
             `by_score`.
         admit_after: Number of sightings after which an id gets a row, 1 to 255. Above 1 the
             sightings of ids without a row are counted in a sketch of bounded size, which rarely
-            counts too many. Sightings from before an eviction count
-            until the sketch forgets them.
+            counts too many. An evicted id gets a row with its next sighting, unless the sketch has
+            forgotten earlier ones.
         admit_probability: Probability with which an id that has enough sightings gets a row, at
             each batch. The draw depends on the id and the number of the batch alone.
         unknown: What ids without a row read: `zeros`, `default_row` or ``shared(rows)``. In

@@ -181,7 +181,8 @@ def lru() -> Eviction:
 def lfu() -> Eviction:
     """Evict the rows with the fewest lookups since their ids were admitted.
 
-    Of equally frequent rows, the least recently used goes first. Counts above 16 million are equal.
+    Among equally frequent rows, the least recently used are evicted first. Counts above 16 million
+    are equal.
     """
     return Lfu()
 

@@ -145,7 +145,7 @@ class Tier:
         """
         with self._planning, self._lock:
             self._undispatched, self._is_ended = undispatched, False
-            # Those planned again come before those that are yet to be.
+            # Batches planned by the last loop come before batches still to be replayed.
             self._replayed.extendleft(reversed(self._planned))
             self._planned.clear()
 

@@ -20,7 +20,8 @@ from jaxrec.train.datasets import LogDataset, ParquetDataset
 from jaxrec.train.evaluation import Evaluation
 from jaxrec.train.host_batch import put_batch
 from jaxrec.train.model import Model, predict
-from jaxrec.train.open_vocabularies import describe, placed_for_evaluation, scalars
+from jaxrec.train.open_vocabularies import describe, scalars
+from jaxrec.train.placed_batches import placed_batches
 from jaxrec.train.progress import Progress
 from jaxrec.train.trainer import Callback, StepResult, Trainer
 
@@ -183,7 +184,9 @@ class HeldOutEvaluation(Callback):
         """
         columns, sums = [], np.zeros(len(SUMS))
         host_batches = self._dataset.batches(self._batch_size)
-        with placed_for_evaluation(self._model, host_batches, self._place) as batches:
+        with placed_batches(
+            self._model, host_batches, place=self._place, is_training=False
+        ) as batches:
             for outputs in self._evaluation.outputs(self._model, click_loss, batches):
                 columns.append([on_host(outputs[name]) for name in SAMPLES])
                 sums += on_host(outputs["sums"])

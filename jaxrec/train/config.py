@@ -90,7 +90,7 @@ class VocabularyConfig:
     admit_after: int = 1
     """Number of appearances from which an id gets a row, at most 255."""
     unknown: Literal["zeros", "default"] = "zeros"
-    """What ids without a row read: zeros, or one row that is trained."""
+    """Values that ids without a row read: zeros, or one row that is trained."""
     store: str | None = None
     """Where evicted rows go and return from: memory://. By default they are lost."""
 

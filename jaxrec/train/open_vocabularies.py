@@ -1,21 +1,17 @@
-"""Open vocabularies of a run: settings, batches and figures of tables keyed by raw ids."""
+"""Open vocabularies of a run: settings and figures of tables keyed by raw ids."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
-from typing import Any
+from collections.abc import Callable, Iterable
 
 from flax import nnx
 
 from jaxrec.arguments import ConfigError
-from jaxrec.data import CategoricalColumn, Pipeline, Schema, TableEncoder
+from jaxrec.data import CategoricalColumn, Schema, TableEncoder
 from jaxrec.tier import (
     Dynamic,
     Eviction,
-    ahead,
     default_row,
     distance_lfu,
     lfu,
@@ -116,15 +112,6 @@ def check_fixed(schema: Schema) -> None:
             f"column {schema.dynamic[0]!r} of the schema has encoding dynamic; give --vocabulary "
             "dynamic"
         )
-
-
-def placed_for_evaluation(
-    model: nnx.Module, batches: Iterable[Any], place: Callable[[Any], Any]
-) -> AbstractContextManager[Iterator[Any]]:
-    """Put batches on the devices ahead of an evaluation, with the rows of their ids."""
-    if tier_of(model) is None:
-        return Pipeline(batches, place)
-    return contextlib.closing(ahead(model, batches, is_training=False, place=place))
 
 
 def scalars(model: nnx.Module) -> dict[str, float]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import collections
-import contextlib
 import dataclasses
+import functools
 import itertools
 import operator
 import os
@@ -15,13 +15,11 @@ from typing import Any, ClassVar
 import numpy as np
 from flax import nnx
 
-from jaxrec.data import Pipeline, pad_batch
+from jaxrec.data import pad_batch
 from jaxrec.embed import Optimizer
 from jaxrec.embed.not_finite import NotFiniteError as NotFiniteError
 from jaxrec.embed.not_finite import bad_id_of_batch
 from jaxrec.metrics import MetricGroup
-from jaxrec.tier import ahead
-from jaxrec.tier.tier import tier_of
 from jaxrec.train.checkpoint import (
     CheckpointManager,
     CheckpointMetadata,
@@ -32,11 +30,9 @@ from jaxrec.train.checkpoint import (
 from jaxrec.train.evaluation import Evaluation
 from jaxrec.train.host_batch import put_batch
 from jaxrec.train.loss import Loss, Outputs
+from jaxrec.train.placed_batches import placed_batches
 from jaxrec.train.step import MAX_PENDING_STEPS
 from jaxrec.train.train_steps import DeviceResult, SemiSynchronousSteps, SynchronousSteps
-
-# Number of batches whose ids get their rows ahead of the steps.
-_LOOK_AHEAD = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -370,22 +366,18 @@ class Trainer:
     def _placed(
         self, batches: Iterable[Any], *, is_training: bool
     ) -> AbstractContextManager[Iterator[Any]]:
-        """Process batches ahead of the steps, give their ids rows, and put them on the devices."""
-        if tier_of(self.model) is None:
-            return Pipeline(batches, *self.stages, lambda batch: self.place(self._padded(batch)))
-        return contextlib.closing(
-            ahead(
-                self.model,
-                Pipeline(batches, *self.stages, self._padded),
-                _LOOK_AHEAD,
-                is_training=is_training,
-                accumulate=self.accumulate,
-                place=self.place,
-            )
+        """Process batches ahead of the steps, and put them on the devices with full size."""
+        stages = self.stages
+        if self.batch_size is not None:
+            stages = (*stages, functools.partial(pad_batch, batch_size=self.batch_size))
+        return placed_batches(
+            self.model,
+            batches,
+            *stages,
+            place=self.place,
+            is_training=is_training,
+            accumulate=self.accumulate,
         )
-
-    def _padded(self, batch: Any) -> Any:
-        return batch if self.batch_size is None else pad_batch(batch, self.batch_size)
 
     def _results(
         self, batches: Iterator[Any], steps: int | None

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 
 from jaxrec.tier import Dynamic, default_row, lfu, lru, shared, zeros
 from jaxrec.tier.memory_store import MemoryStore
+from jaxrec.tier.vocabulary import Vocabulary
 from tests.tier.vocabulary_oracle import mix
 
 
@@ -72,6 +75,26 @@ def test_rows_of_unknown_ids():
     rows = shared(10).rows_of(ids)
     assert rows.tolist() == [mix(i, 101) % 10 for i in ids.tolist()]
     assert rows.dtype == np.int32
+
+
+@pytest.mark.parametrize(("halvings", "sightings"), list(enumerate([1, 4, 6, 7, 8, 8])))
+def test_sightings_from_before_an_eviction_count(halvings, sightings):
+    vocabulary = Vocabulary(3, Dynamic(admit_after=8, counters=1000))
+    batches = itertools.count(1)
+
+    def evicted_and_admitted(*ids):
+        changes = vocabulary.commit(vocabulary.propose(np.array(ids), next(batches), held=0))
+        return changes.evicted_ids.tolist(), changes.new_ids.tolist()
+
+    for _ in range(7):
+        assert evicted_and_admitted(1) == ([], [])
+    assert evicted_and_admitted(1) == ([], [1])
+    assert evicted_and_admitted(*[2] * 8) == ([], [2])
+    assert evicted_and_admitted(*[3] * 8) == ([1], [3])
+    vocabulary.sightings.lines >>= halvings
+    for _ in range(sightings - 1):
+        assert evicted_and_admitted(1) == ([], [])
+    assert evicted_and_admitted(1) == ([2], [1])
 
 
 def test_shared_rows_are_shared_evenly():

@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 import jaxrec
-from jaxrec.embed import Tables, TableStore
+from jaxrec.embed import Tables
 from jaxrec.ragged import KeyedJaggedArray
 from jaxrec.tier.store import TierStore
 
@@ -31,14 +31,6 @@ def inner() -> Tables:
 @pytest.fixture
 def store(inner) -> TierStore:
     return TierStore(inner, "the tier", ("f",))
-
-
-def test_every_method_is_passed_on():
-    """A method of the interface with a default of its own would hide that of the inner store."""
-    # Which the inner store, `placed`, is asked for.
-    inherited = {"map_slots", "on_every_process", "spread_rows"}
-    methods = {name for name in vars(TableStore) if not name.startswith("_")}
-    assert methods - set(vars(TierStore)) - {"layout"} <= inherited
 
 
 def test_whole_tables(store, inner):

@@ -4,7 +4,7 @@ import pytest
 
 from jaxrec.train import CheckpointManager, SaveCheckpoints, WriteMetrics
 from jaxrec.train.checkpoint import PreservationPolicy, all_steps, restore
-from tests.train.test_trainer import GROUP, batches, make
+from tests.train.ranker import GROUP, batches, make
 
 
 class Writer:

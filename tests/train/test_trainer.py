@@ -1,21 +1,18 @@
+"""The training loop: its steps beside those of NumPy, its evaluation and its hooks."""
+
 from __future__ import annotations
 
-import dataclasses
-
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from flax import nnx
 
 import jaxrec
-from jaxrec import metrics
 from jaxrec.train import (
     Callback,
     CheckpointError,
     CheckpointManager,
-    NotFiniteError,
     PreservationPolicy,
     SaveCheckpoints,
     Trainer,
@@ -24,116 +21,23 @@ from jaxrec.train import (
 )
 from jaxrec.train.train_steps import SemiSynchronousSteps
 from tests.copies import find_copies
-
-ROWS, DIM, BATCH = 50, 4, 8
-GROUP = metrics.MetricGroup(
-    tasks=(metrics.Task(name="click", prediction="p", label="y"),),
-    metrics={"ne": metrics.NormalizedEntropy(window=None)},
+from tests.train.ranker import (
+    BATCH,
+    DIM,
+    GROUP,
+    WEIGHTED_GROUP,
+    Ranker,
+    Results,
+    Steps,
+    batches,
+    batches_of,
+    ids_of,
+    loss,
+    make,
+    same,
+    weighted_loss,
+    weights,
 )
-
-
-class Ranker(nnx.Module):
-    def __init__(self, seed=0):
-        rngs = nnx.Rngs(seed)
-        self.embeddings = jaxrec.EmbeddingBagCollection(
-            [jaxrec.EmbeddingBagConfig("user", ROWS, DIM)],
-            optimizer=jaxrec.optim.sgd(0.5),
-            rngs=rngs,
-        )
-        self.over = nnx.Linear(DIM, 1, rngs=rngs)
-
-    def __call__(self, features):
-        return self.over(self.embeddings(features).values)[:, 0]
-
-
-def loss(model, batch):
-    features, labels = batch
-    logits = model(features)
-    loss = optax.sigmoid_binary_cross_entropy(logits, labels).mean()
-    return loss, {"p": nnx.sigmoid(logits), "y": labels}
-
-
-def batches(count, seed=0):
-    return batches_of([BATCH] * count, seed)
-
-
-def batches_of(sizes, seed=0):
-    rng = np.random.default_rng(seed)
-    return [
-        (
-            jaxrec.KeyedJaggedArray.from_dense({"user": rng.integers(0, 6, (size, 2))}),
-            rng.integers(0, 2, size).astype(np.float32),
-        )
-        for size in sizes
-    ]
-
-
-def weighted_loss(model, batch, weights):
-    features, labels = batch
-    logits = model(features)
-    losses = optax.sigmoid_binary_cross_entropy(logits, labels)
-    outputs = {"p": nnx.sigmoid(logits), "y": labels, "w": weights}
-    return (weights * losses).sum() / weights.sum(), outputs
-
-
-WEIGHTED_GROUP = metrics.MetricGroup(
-    tasks=(metrics.Task(name="click", prediction="p", label="y", weight="w"),),
-    metrics={"ne": metrics.NormalizedEntropy(window=None), "auc": metrics.AUC(window=100)},
-)
-
-
-def make(loss=loss, **options):
-    model = Ranker()
-    optimizer = jaxrec.Optimizer(model, optax.sgd(0.5))
-    return Trainer(model=model, optimizer=optimizer, loss=loss, **options)
-
-
-class Results(Callback):
-    """The results of all steps."""
-
-    def __init__(self):
-        self.seen = []
-
-    def on_step_end(self, trainer, result):
-        self.seen.append(result)
-
-
-def weights(trainer):
-    model = trainer.model
-    return [np.asarray(x) for x in (model.embeddings.table("user"), model.over.kernel[...])]
-
-
-def same(one, other, **tolerance):
-    for a, b in zip(weights(one), weights(other), strict=True):
-        np.testing.assert_allclose(a, b, **(tolerance or {"rtol": 0, "atol": 0}))
-
-
-def ids_of(batch):
-    return np.array(batch[0]["user"].to_lists())
-
-
-class Steps:
-    """A float64 model of the trainer: stale rows on demand."""
-
-    def __init__(self, trainer):
-        self.table = weights(trainer)[0].astype(np.float64)
-        self.kernel = weights(trainer)[1][:, 0].astype(np.float64)
-        self.bias = float(np.asarray(trainer.model.over.bias[...])[0])
-
-    def pooled(self, batch):
-        return self.table[ids_of(batch)].sum(axis=1)
-
-    def predict(self, pooled):
-        return 1 / (1 + np.exp(-(pooled @ self.kernel + self.bias)))
-
-    def update(self, batch, pooled):
-        ids, labels = ids_of(batch), batch[1]
-        error = (self.predict(pooled) - labels) / len(labels)
-        rows = np.zeros_like(self.table)
-        np.add.at(rows, ids, (error[:, None] * self.kernel)[:, None])
-        self.kernel = self.kernel - 0.5 * error @ pooled
-        self.bias -= 0.5 * error.sum()
-        self.table -= 0.5 * rows
 
 
 @pytest.mark.parametrize("semi_synchronous", [False, True])
@@ -248,64 +152,6 @@ def test_stopped_and_restored_is_as_never_stopped(tmp_path):
             again.restore(tmp_path / "a", step=4)
 
 
-def test_loss_that_is_no_number(tmp_path):
-    """It names the step, and the last good checkpoint is there."""
-    data = batches(9)
-    data[5] = (data[5][0], np.full(BATCH, np.nan, np.float32))
-    with CheckpointManager(tmp_path) as manager:
-        trainer = make(callbacks=[SaveCheckpoints(manager, every=2)])
-        with pytest.raises(NotFiniteError, match="the loss is nan at step 6"):
-            trainer.train(data)
-        fresh = make()
-        assert fresh.restore(manager).step == 4  # which is still being written
-    assert np.isfinite(weights(fresh)[0]).all()
-
-
-def test_ids_outside_their_table():
-    data = batches(3)
-    data[1] = jaxrec.KeyedJaggedArray.from_lists({"user": [[1], [2, ROWS + 7]] * 4}), data[1][1]
-    before = weights(trainer := make())[0]
-    with pytest.raises(NotFiniteError, match=r"at step 2: .* 'user', sample 1: id 57 is outside"):
-        trainer.train(data)
-    assert np.isfinite(weights(trainer)[0]).all()
-    assert not np.array_equal(weights(trainer)[0], before)
-    with pytest.raises(NotFiniteError, match="at step 1, batch 1 of the step: feature 'user'"):
-        make(accumulate=2).train(data[:2])
-
-
-@pytest.mark.parametrize("options", [{}, {"semi_synchronous": True}], ids=["in order", "behind"])
-def test_skipped_steps_change_nothing_until_there_are_too_many(options):
-    data = batches(6)
-    bad = jaxrec.KeyedJaggedArray.from_lists({"user": [[1], [2, ROWS + 7]] * 4}), data[1][1]
-    results = Results()
-    trainer = make(metrics=GROUP, max_skipped=2, callbacks=[results], **options)
-    if options:  # a lookup for the next batch is made before the update
-        assert trainer.train([data[0], bad, bad]) == 1
-        assert np.isfinite(list(trainer.compute_metrics().values())).all()
-    else:
-        assert trainer.train([data[0], bad, bad, data[1], bad, data[2]]) == 3
-        plain = make(metrics=GROUP)
-        plain.train(data[:3])
-        for array, expected in zip(weights(trainer), weights(plain), strict=True):
-            np.testing.assert_array_equal(array, expected)
-        assert trainer.compute_metrics() == plain.compute_metrics()
-        assert [result.step for result in results.seen] == [1, 4, 6]
-        assert int(trainer.optimizer.skipped[...]) == 3
-    with pytest.raises(NotFiniteError, match=r"the last of 3 in a row .* id 57 is outside"):
-        make(max_skipped=2, **options).train([bad, bad, bad, data[0]])
-
-
-def test_a_gradient_that_is_not_finite_is_named():
-    def of_norms(model, batch):
-        # The norm of zeros is finite, and its gradient is not.
-        return jnp.linalg.norm(0 * model(batch[0])), {}
-
-    trainer = make()
-    trainer.loss = of_norms
-    with pytest.raises(NotFiniteError, match=r"a gradient is not finite at step 1; .*debug=True"):
-        trainer.train(batches(2))
-
-
 def test_values_are_written():
     written = []
 
@@ -351,34 +197,6 @@ def test_hooks_are_called_in_order(options):
     assert calls == ["start", 1, 2, *ends, "end"]
 
 
-def test_errors_of_callbacks_come_through():
-    class Failing(Results):
-        def on_step_dispatched(self, trainer, step):
-            if step == 3:
-                raise OSError("disk on fire")
-
-        def on_train_end(self, trainer):
-            raise AssertionError
-
-    trainer = make(callbacks=[failing := Failing()])
-    with pytest.raises(OSError, match="disk on fire"):
-        trainer.train(batches(9))
-    assert [result.step for result in failing.seen] == [1]
-    trainer.callbacks = []
-    assert trainer.train(batches(2)) == 2  # the steps under way before are forgotten
-
-
-def test_errors_of_the_reader_come_through():
-    def reader():
-        yield from batches(3)
-        raise OSError("disk on fire")
-
-    trainer = make()
-    with pytest.raises(OSError, match="disk on fire"):
-        trainer.train(reader())
-    assert int(trainer.optimizer.step.get_value()) == 3
-
-
 def on_mesh(devices, placement, loss=loss, **options):
     auto = (jax.sharding.AxisType.Auto,)
     mesh = jax.make_mesh((devices,), ("data",), auto, devices=jax.devices()[:devices])
@@ -411,34 +229,6 @@ def test_goes_on_with_another_number_of_devices(tmp_path):
             assert trainer.train(data[start : start + 3]) == 3
     same(never, trainer, rtol=1e-6, atol=1e-6)
     assert trainer.compute_metrics() == pytest.approx(never.compute_metrics(), rel=1e-6)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"accumulate": 0},
-        {"batch_size": 0},
-        {"accumulate": 2, "semi_synchronous": True},
-    ],
-    ids=str,
-)
-def test_options_that_are_none(options):
-    with pytest.raises(ValueError, match=r"must be 1 or more|one batch each"):
-        make(**options)
-
-
-def test_readers_that_give_no_step(tmp_path):
-    data = iter(batches(2))
-    with CheckpointManager(tmp_path) as manager:
-        trainer = make(callbacks=[SaveCheckpoints(manager)])
-        assert trainer.train(data) == 2
-        with pytest.raises(ValueError, match="no batches to train on; an iterator gives its"):
-            trainer.train(data)
-        assert trainer.train([], steps=0) == 0
-        trainer.restore(tmp_path)
-        assert trainer.train([]) == 0  # a run that was restored at its end
-    with pytest.raises(ValueError, match="takes accumulate=3 batches, but there are only 2"):
-        make(accumulate=3).train(batches(2))
 
 
 def pair_auc(p, y):
@@ -491,40 +281,3 @@ def test_accumulated_batches_weigh_their_samples():
     for trainer in (make(accumulate=3), make(weighted_loss, accumulate=3, batch_size=8)):
         assert trainer.train(data) == 1
         same(trainer, expected, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "wanted"),
-    [
-        (
-            "optimizer",
-            optax.sgd(0.1),
-            r"jaxrec.Optimizer\(model, optax.adam\(1e-3\)\), got a Gradient",
-        ),
-        ("model", len, "a Flax module"),
-        ("loss", None, r"a function loss\(model, batch\), got a NoneType"),
-        ("metrics", {"ne": 1}, "jaxrec.metrics.MetricGroup"),
-        ("batch_size", 8.0, "a number of samples, got a float"),
-        ("callbacks", print, "a list of callbacks, got a builtin_function_or_method"),
-        ("callbacks", [print], "jaxrec.train.Callback, got a builtin_function_or_method"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_arguments_of_other_types(unchecked, name, value, wanted):
-    with pytest.raises(TypeError, match=f"{name} must be {wanted}"):
-        dataclasses.replace(make(), **{name: value})
-
-
-def test_what_is_no_stream_of_batches(unchecked):
-    (batch,) = batches(1)
-    for wrong in (batch[0], batch[1], {"x": batch[1]}, 3):
-        for call in (Trainer.train, Trainer.evaluate):
-            with pytest.raises(TypeError, match="batches must be an iterable of batches"):
-                call(make(), wrong)
-    with pytest.raises(ValueError, match="steps is -1; it must be 0 or more"):
-        make().train([batch], steps=-1)
-
-
-def test_strings_in_a_batch():
-    with pytest.raises(TypeError, match=r"batch\['name'\] is of type <U1; .* Map strings"):
-        make().train([{"name": np.array(["a"])}])

@@ -68,7 +68,7 @@ class IdRuns:
 
 @jax.jit
 def find_runs(ids: UInt32[Array, "n 2"], is_valid: Bool[Array, " n"]) -> IdRuns:
-    """Find the distinct ids among those that are no padding."""
+    """Find the distinct ids of a list, without its padding."""
     size = ids.shape[0]
     position = jnp.arange(size, dtype=jnp.int32)
     if size == 0:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias, cast
+from typing import Any, ClassVar, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
@@ -46,6 +47,8 @@ class ManagedCollisions(nnx.Module):
             ``nnx.Module.eval`` and ``train`` set it.
     """
 
+    _collection_type: ClassVar[type[EmbeddingBagCollection | EmbeddingCollection]]
+
     def __init__(
         self,
         collection: EmbeddingBagCollection | EmbeddingCollection,
@@ -53,6 +56,11 @@ class ManagedCollisions(nnx.Module):
         return_remapped_features: bool,
         rngs: nnx.Rngs,
     ):
+        if not isinstance(collection, self._collection_type):
+            raise TypeError(
+                f"{type(self).__name__} takes an {self._collection_type.__name__}, got "
+                f"{type(collection).__name__}"
+            )
         self._mapped = _mapped_tables(collection, managed_collisions)
         self.maps = nnx.Dict(
             {
@@ -71,8 +79,9 @@ class ManagedCollisions(nnx.Module):
         self.deterministic = False
 
     @property
+    @abc.abstractmethod
     def _collection(self) -> EmbeddingBagCollection | EmbeddingCollection:
-        raise NotImplementedError
+        """The collection that has the tables."""
 
     @property
     def bounds(self) -> dict[str, int]:
@@ -213,6 +222,8 @@ class ManagedCollisionEmbeddingBagCollection(ManagedCollisions):
         97
     """
 
+    _collection_type = EmbeddingBagCollection
+
     def __init__(
         self,
         embedding_bag_collection: EmbeddingBagCollection,
@@ -221,11 +232,10 @@ class ManagedCollisionEmbeddingBagCollection(ManagedCollisions):
         return_remapped_features: bool = False,
         rngs: nnx.Rngs,
     ):
-        _check_collection(self, embedding_bag_collection, EmbeddingBagCollection)
-        self.embedding_bag_collection = embedding_bag_collection
         super().__init__(
             embedding_bag_collection, managed_collisions, return_remapped_features, rngs
         )
+        self.embedding_bag_collection = embedding_bag_collection
 
     @property
     def _collection(self) -> EmbeddingBagCollection:
@@ -237,7 +247,7 @@ class ManagedCollisionEmbeddingBagCollection(ManagedCollisions):
         """Return the pooled embeddings of a batch.
 
         Args:
-            features: The batch: what `id_words` makes, a raw batch on the host (outside of
+            features: The batch: the result of `id_words`, a raw batch on the host (outside of
                 `jax.jit`), or one of 32-bit ids.
 
         Returns:
@@ -272,6 +282,8 @@ class ManagedCollisionEmbeddingCollection(ManagedCollisions):
         ((8, 8), [1, 1])
     """
 
+    _collection_type = EmbeddingCollection
+
     def __init__(
         self,
         embedding_collection: EmbeddingCollection,
@@ -280,9 +292,8 @@ class ManagedCollisionEmbeddingCollection(ManagedCollisions):
         return_remapped_features: bool = False,
         rngs: nnx.Rngs,
     ):
-        _check_collection(self, embedding_collection, EmbeddingCollection)
-        self.embedding_collection = embedding_collection
         super().__init__(embedding_collection, managed_collisions, return_remapped_features, rngs)
+        self.embedding_collection = embedding_collection
 
     @property
     def _collection(self) -> EmbeddingCollection:
@@ -297,13 +308,6 @@ class ManagedCollisionEmbeddingCollection(ManagedCollisions):
         `EmbeddingCollection`.
         """
         return self._look_up(features)
-
-
-def _check_collection(module: nnx.Module, collection: Any, wanted: type) -> None:
-    if not isinstance(collection, wanted):
-        raise TypeError(
-            f"{type(module).__name__} takes an {wanted.__name__}, got {type(collection).__name__}"
-        )
 
 
 def _mapped_tables(

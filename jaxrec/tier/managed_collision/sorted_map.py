@@ -21,7 +21,7 @@ from jaxrec.tier.managed_collision.policies import (
 # The id of an empty slot, 2**63 - 1.
 EMPTY_ID = (0x7FFFFFFF, 0xFFFFFFFF)
 
-# What TorchRec writes as 2**63 - 1: the count of the last slot after an update.
+# The count of the last slot after an update; TorchRec's is 2**63 - 1.
 MAX_COUNT = np.iinfo(np.int32).max
 
 
