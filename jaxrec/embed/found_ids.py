@@ -57,6 +57,9 @@ def as_ids(table: str, ids: Any) -> np.ndarray:
         raise ValueError(
             f"table {table!r}: ids have one axis, got an array of shape {list(array.shape)}"
         )
+    # NumPy makes floats of a list with integers below and above 2**63.
+    if array.dtype.kind == "f" and all(type(value) is int for value in ids):
+        return np.array(ids, object)
     return array
 
 

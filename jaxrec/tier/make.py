@@ -85,7 +85,7 @@ def make(
             )
             set_zeros = jax.jit(with_zeros, static_argnums=1, donate_argnums=0)
             store = set_zeros(module.tables.get_value(), zeros)
-            module.tables.set_value(TierStore(store, tier, tuple(sorted(features)), zeros))
+            module.tables.set_value(TierStore(store, tier, tuple(sorted(features)), zeros, path))
     return cast(Model, made)
 
 

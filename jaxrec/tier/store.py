@@ -12,6 +12,7 @@ import numpy as np
 from jaxtyping import Array, Bool, DTypeLike, Float, Int32
 
 from jaxrec.embed.checkpoint_view import LogicalTable
+from jaxrec.embed.found_ids import FoundIds
 from jaxrec.embed.layout import Group
 from jaxrec.embed.row_access import TableRows, group_slots
 from jaxrec.embed.row_gradients import Activations, Residuals, Routes, RowGradients
@@ -53,12 +54,14 @@ class TierStore(TableStore):
         tier: The `jaxrec.tier.tier.Tier` of the model, its vocabularies on the host.
         features: Features whose ids the tier replaces.
         zero_tables: Tables whose first row stays zero, for ids without a row of their own.
+        path: Path of the collection in the model that the tier is of.
     """
 
     inner: TableStore
     tier: Hashable = dataclasses.field(metadata={"static": True})
     features: tuple[str, ...] = dataclasses.field(metadata={"static": True})
     zero_tables: tuple[str, ...] = dataclasses.field(default=(), metadata={"static": True})
+    path: str = dataclasses.field(default="", metadata={"static": True})
 
     @property
     def layout(self) -> Any:
@@ -143,6 +146,13 @@ class TierStore(TableStore):
 
     def write_state(self, name: str, state: Mapping[str, Array | np.ndarray]) -> TierStore:
         return self.with_placed(self.inner.write_state(name, state))
+
+    def find_ids(self, name: str, ids: Any, *, is_written: bool = False) -> FoundIds:
+        features = {config.name: config.feature_names for config in self.layout.configs}
+        if features.get(name, ("",))[0] not in self.features:
+            return self.inner.find_ids(name, ids, is_written=is_written)
+        tier: Any = self.tier
+        return tier.find_ids(self.path, name, ids, is_written=is_written)
 
     def row_slots(self, name: str, rows: np.ndarray) -> list[RowSlots]:
         return self.inner.row_slots(name, rows)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import functools
 import itertools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,7 +15,9 @@ import jax
 import numpy as np
 from flax import nnx
 
+from jaxrec.embed.found_ids import FoundIds, check_distinct
 from jaxrec.tier.batches import HostBatch, Segment, fingerprint
+from jaxrec.tier.id_rows import RowsInStore, raw_ids
 from jaxrec.tier.model_tables import TableVocabulary, collections_of
 from jaxrec.tier.moves import NO_MOVE, Move, begin_move, move_rows
 from jaxrec.tier.store import TierStore
@@ -192,15 +195,79 @@ class Tier:
             waiting = tuple(self._waiting)
         result = []
         for v, (each, of_vocabulary) in enumerate(zip(self.vocabularies, ids, strict=True)):
-            rows = each.vocabulary.find(of_vocabulary, number)
-            for later, moves in waiting:
-                if later > number:
-                    assignment = moves[v].assignment
-                    _restore_rows(
-                        of_vocabulary, rows, assignment.evicted_ids, assignment.evicted_rows
-                    )
+            rows = self._own_rows_after(v, of_vocabulary, number, waiting)
             result.append(each.vocabulary.with_unknown(of_vocabulary, rows))
         return result
+
+    def _own_rows_after(
+        self,
+        v: int,
+        ids: np.ndarray,
+        number: int,
+        waiting: Sequence[tuple[int, tuple[Move, ...]]],
+    ) -> np.ndarray:
+        """Return the row that each id of a vocabulary had after a batch, -1 where it had none."""
+        rows = self.vocabularies[v].vocabulary.find(ids, number)
+        for later, moves in waiting:
+            if later > number:
+                assignment = moves[v].assignment
+                _restore_rows(ids, rows, assignment.evicted_ids, assignment.evicted_rows)
+        return rows
+
+    # Rows by id.
+
+    def find_ids(
+        self, collection: str, table: str, ids: Any, *, is_written: bool = False
+    ) -> FoundIds:
+        """`jaxrec.embed.TableStore.find_ids` of a table with an open vocabulary.
+
+        Rows are those of the tables as they are now. Call it in the thread that trains.
+
+        Args:
+            collection: Path of the table's collection.
+            table: Name of the table.
+            ids: Integers of 64 bits, or strings, ``[n]``.
+            is_written: Whether the rows are to be set.
+        """
+        v, each, number = next(
+            (v, each, number)
+            for v, each in enumerate(self.vocabularies)
+            for number, of_table in enumerate(each.tables)
+            if (of_table.collection, of_table.config.name) == (collection, table)
+        )
+        raw = raw_ids(each.tables[number].config, ids)
+        if is_written:
+            check_distinct(table, raw)
+        with self._planning, self._lock:
+            waiting = tuple(self._waiting)
+            applied = waiting[0][0] - 1 if waiting else self._last_planned
+            rows = self._own_rows_after(v, raw, applied, waiting)
+        outside = None
+        is_missing = rows < 0
+        if each.transfer is not None and is_missing.any():
+            outside = RowsInStore(
+                table,
+                number,
+                each.transfer,
+                raw[is_missing],
+                np.flatnonzero(is_missing),
+                functools.partial(self._returning, v),
+            )
+            is_missing[outside.positions] = False
+        if is_written and is_missing.any():
+            raise ValueError(
+                f"table {table!r}: id {np.asarray(ids)[np.argmax(is_missing)]} has no row; an id "
+                "gets one in a training batch, or from a file by jaxrec.tier.import_rows"
+            )
+        rows[is_missing] = each.vocabulary.settings.unknown.rows_of(raw[is_missing])
+        return FoundIds(rows, outside)
+
+    @contextlib.contextmanager
+    def _returning(self, v: int) -> Iterator[np.ndarray]:
+        """Give ids that later batches bring to a vocabulary's tables; no batch is planned now."""
+        with self._planning:
+            ids = [moves[v].assignment.new_ids for _, moves in self._waiting]
+            yield np.concatenate([np.zeros(0, np.int64), *ids])
 
     # Application: on the devices.
 
