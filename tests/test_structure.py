@@ -51,6 +51,11 @@ TESTED_BY = {
         "embed/row_gradients",
     ),
     "embed/test_hyperparameters": ("optim/hyperparameter",),
+    "embed/test_rows": (
+        "embed/found_ids",
+        "embed/some_rows",
+        "embed/table_access",
+    ),
     "embed/test_skipped_steps": ("embed/not_finite",),
     "mesh/test_capacity": ("mesh/ahead",),
     "mesh/test_channel": ("mesh/simulated",),

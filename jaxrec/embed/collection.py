@@ -6,17 +6,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import ClassVar, cast
 
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
-from jaxtyping import Array, DTypeLike, Float
+from jaxtyping import Array, DTypeLike
 
 from jaxrec import optim
 from jaxrec.embed.config import EmbeddingBagConfig, EmbeddingConfig, TableConfig
 from jaxrec.embed.functional import init_tables
 from jaxrec.embed.not_finite import check_ids
-from jaxrec.embed.store import StoreFactory, TableStore
-from jaxrec.embed.taps import TappedModule
-from jaxrec.optim.ema import AVERAGE_OFFSET
+from jaxrec.embed.store import StoreFactory
+from jaxrec.embed.table_access import TableAccess
 from jaxrec.ragged import JaggedArray, KeyedArray, KeyedJaggedArray
 from jaxrec.ragged.raw_ids import is_raw, refuse
 
@@ -25,7 +23,7 @@ class TableVariable(nnx.Variable):
     """The `TableStore` of a collection. Not an `nnx.Param`, so that optax leaves it alone."""
 
 
-class Collection(TappedModule):
+class Collection(TableAccess):
     """Base of `EmbeddingBagCollection` and `EmbeddingCollection`.
 
     Attributes:
@@ -63,10 +61,6 @@ class Collection(TappedModule):
         self.dtype = jnp.dtype(dtype).name
 
     @property
-    def _store(self) -> TableStore:
-        return self.tables.get_value()
-
-    @property
     def configs(self) -> tuple[TableConfig, ...]:
         """The tables' configurations, in order."""
         return self._store.configs
@@ -75,62 +69,6 @@ class Collection(TappedModule):
     def bounds(self) -> dict[str, int]:
         """Number of ids that the tables of each feature have; packing checks ids against it."""
         return self._store.bounds
-
-    def table(self, name: str) -> Float[Array, "num_embeddings embedding_dim"]:
-        """Return the rows of one table, a copy.
-
-        In the loss of `jaxrec.value_and_grad` the copy is differentiated: a softmax over all items
-        or a penalty on a table trains it. The table then gets a dense gradient, and its row
-        optimizer updates every row.
-
-        Raises:
-            KeyError: There is no table of that name.
-            TypeError: A loss reads a table over a mesh, or one whose gradient exceeds a GiB.
-        """
-        return self.read_table(name)
-
-    def table_average(self, name: str) -> Float[Array, "num_embeddings embedding_dim"]:
-        """Return the moving averages of one table's rows, which `jaxrec.optim.ema` keeps, a copy.
-
-        Raises:
-            KeyError: There is no table of that name.
-            ValueError: Its optimizer keeps no averages.
-        """
-        state = self._store.read_state(name)
-        if AVERAGE_OFFSET not in state:
-            raise ValueError(
-                f"table {name!r} has no averages; give it the optimizer "
-                "jaxrec.optim.ema(optimizer=..., decay=0.999)"
-            )
-        return self._store.read(name).astype(jnp.float32) + state[AVERAGE_OFFSET]
-
-    def load_table(
-        self, name: str, values: Float[Array | np.ndarray, "num_embeddings embedding_dim"]
-    ) -> None:
-        """Set the rows of one table, in place; its optimizer state stays.
-
-        Raises:
-            KeyError: If there is no table of that name.
-            ValueError: If the shape is another.
-        """
-        self.tables.set_value(self._store.write(name, values))
-
-    def table_state(self, name: str) -> dict[str, Array]:
-        """Return the optimizer state of one table's rows, a copy.
-
-        Raises:
-            KeyError: If there is no table of that name.
-        """
-        return self._store.read_state(name)
-
-    def load_table_state(self, name: str, state: Mapping[str, Array | np.ndarray]) -> None:
-        """Set the optimizer state of one table's rows, in place.
-
-        Raises:
-            KeyError: If there is no table of that name.
-            ValueError: If the state is not what the table's optimizer keeps.
-        """
-        self.tables.set_value(self._store.write_state(name, dict(state)))
 
     def _checked_tables(self, tables: Sequence[TableConfig]) -> tuple[TableConfig, ...]:
         wanted = self._config.__name__

@@ -90,11 +90,12 @@ def can_change(variable: nnx.Variable) -> bool:
     return variable._can_update
 
 
-def require_jaxrec_gradient(features: KeyedJaggedArray) -> None:
+def require_jaxrec_gradient(features: KeyedJaggedArray | None) -> None:
     """Raise where something else than `jaxrec.value_and_grad` differentiates a lookup.
 
     Args:
-        features: The batch; the gradient of its weights alone is allowed.
+        features: The batch; the gradient of its weights alone is allowed. None: the rows are read
+            without a batch.
 
     Raises:
         TypeError: `nnx.grad`, `jax.grad` or the like is at work.

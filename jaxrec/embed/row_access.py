@@ -92,7 +92,7 @@ def group_slots(store: TableStore, requests: Sequence[TableRows]) -> dict[str, G
     result = {}
     for group, of_group in parts.items():
         leading = of_group[0][1].slots.shape[:-1]
-        slots = np.full((*leading, _size_for(sizes[group])), -1, np.int32)
+        slots = np.full((*leading, size_for(sizes[group])), -1, np.int32)
         for _, part, start in of_group:
             slots[..., start : start + part.slots.shape[-1]] = part.slots
         result[group] = GroupSlots(slots, tuple(of_group))
@@ -146,19 +146,23 @@ class RowsOnDevices:
         target[part.index[is_row]] = values[is_row]
 
 
-def read(store: TableStore, requests: Sequence[TableRows]) -> RowsOnDevices:
+def read(
+    store: TableStore, requests: Sequence[TableRows], *, with_state: bool = True
+) -> RowsOnDevices:
     """Gather rows of tables with their optimizer state; the devices may still compute them.
 
     Args:
         store: The store that has the arrays (`TableStore.placed`).
         requests: The rows.
+        with_state: Whether the state is gathered too.
 
     Raises:
         KeyError: The store has no such table.
     """
     groups = group_slots(store, requests)
     arrays = {
-        group: _read(store, store.put_rows(slots.slots), group) for group, slots in groups.items()
+        group: _read(store, store.put_rows(slots.slots), group, with_state)
+        for group, slots in groups.items()
     }
     dims = {config.name: config.embedding_dim for config in store.layout.configs}
     return RowsOnDevices(
@@ -174,8 +178,8 @@ def write(
     Args:
         store: The store that has the arrays (`TableStore.placed`).
         requests: The rows; a row must not occur twice.
-        values: For each request its rows, under ``"rows"``, and state by name. State that is
-            missing stays as it is.
+        values: For each request its rows, under ``"rows"``, and state by name. What is missing
+            stays as it is.
 
     Raises:
         KeyError: The store has no such table.
@@ -189,24 +193,29 @@ def write(
             )
             for name in names
         }
-        on_devices = store.put_rows((slots.slots, arrays.pop("rows"), arrays))
+        on_devices = store.put_rows((slots.slots, arrays.pop("rows", None), arrays))
         store = _write(store, *on_devices, group)
     return store
 
 
-@functools.partial(jax.jit, static_argnums=2)
-def _read(store: TableStore, slots: Array, group: str) -> tuple[Array, dict[str, Array]]:
-    return store.on_every_process(store.read_rows(group, slots))
+@functools.partial(jax.jit, static_argnums=(2, 3))
+def _read(
+    store: TableStore, slots: Array, group: str, with_state: bool = True
+) -> tuple[Array, dict[str, Array]]:
+    rows, state = store.read_rows(group, slots)
+    return store.on_every_process((rows, state if with_state else {}))
 
 
 @functools.partial(jax.jit, static_argnums=4, donate_argnums=0)
 def _write(
-    store: TableStore, slots: Array, rows: Array, state: dict[str, Array], group: str
+    store: TableStore, slots: Array, rows: Array | None, state: dict[str, Array], group: str
 ) -> TableStore:
+    if rows is None:
+        rows, _ = store.read_rows(group, slots)
     return store.write_rows(group, slots, rows, state)
 
 
-def _size_for(count: int) -> int:
+def size_for(count: int) -> int:
     """Return the smallest size of the ladder 64, 128, 256, ... that holds a count."""
     size = _SMALLEST_SIZE
     while size < count:

@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool, DTypeLike, Float, Int32
 
 from jaxrec.embed.checkpoint_view import LogicalTable
 from jaxrec.embed.config import TableConfig
+from jaxrec.embed.found_ids import FoundIds, check_distinct, row_indices
 from jaxrec.embed.layout import Group, Output, TableLayout
 from jaxrec.embed.row_gradients import (
     Activations,
@@ -59,8 +60,9 @@ class TableStore(abc.ABC):
        buffers. The other methods run outside of `jax.jit`.
     3. Write each row once a step in `update`, however many lookups read it, and leave every row
        alone where ``is_applied`` is False.
-    4. Override `route` if a lookup has to communicate before it needs any row, and `put_beside` if
-       arrays that are used with the tables must lie on several devices.
+    4. Override `route` if a lookup has to communicate before it needs any row, `put_beside` if
+       arrays that are used with the tables must lie on several devices, and `find_ids` if the ids
+       of a table are not its row indices.
 
     A store that changes a few methods of another one derives from `jaxrec.embed.WrappingStore`.
 
@@ -238,6 +240,31 @@ class TableStore(abc.ABC):
         """
 
     # Rows.
+
+    def find_ids(self, name: str, ids: Any, *, is_written: bool = False) -> FoundIds:
+        """Return where the rows of some ids of a table are, for reads and writes of some rows.
+
+        The ids of a plain table are its row indices. A store whose ids are something else, or that
+        keeps rows outside of its arrays, overrides this.
+
+        Args:
+            name: Name of the table.
+            ids: The ids as users know them, any array-like ``[n]``.
+            is_written: Whether the rows are to be set; each id must then have a row of its own and
+                occur once.
+
+        Raises:
+            KeyError: No table has that name.
+            TypeError: The ids are of another type.
+            ValueError: The table has no such id, or an id to be written is repeated.
+        """
+        sizes = {config.name: config.num_embeddings for config in self.layout.configs}
+        if name not in sizes:
+            raise KeyError(f"no table is named {name!r}; there are {', '.join(map(repr, sizes))}")
+        rows = row_indices(name, ids, sizes[name])
+        if is_written:
+            check_distinct(name, rows)
+        return FoundIds(rows)
 
     @abc.abstractmethod
     def row_slots(self, name: str, rows: np.ndarray) -> list[RowSlots]:

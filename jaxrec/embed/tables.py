@@ -238,7 +238,7 @@ class Tables(TableStore):
         return group, slice(start, start + group.tables[index].num_embeddings)
 
 
-def check_state(name: str, kept: Mapping[str, Array], given: Mapping[str, object]) -> None:
+def check_state(name: str, kept: Mapping[str, object], given: Mapping[str, object]) -> None:
     """Raise a ValueError where a table's state is not what its optimizer keeps."""
     if set(given) != set(kept):
         raise ValueError(f"table {name!r}: its optimizer keeps {sorted(kept)}, got {sorted(given)}")

@@ -9,12 +9,15 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int32, Shaped, UInt32
+from jaxtyping import Array, Int32, Int64, Shaped, UInt32
 
 from jaxrec.embed.config import TableConfig
 from jaxrec.embed.initialize import draw_and_scale, table_key
-from jaxrec.embed.row_access import TableRows, group_slots
+from jaxrec.embed.layout import layout_tables
+from jaxrec.embed.row_access import TableRows, group_slots, read, size_for
 from jaxrec.embed.store import TableStore
+from jaxrec.embed.tables import Tables
+from jaxrec.optim import RowOptimizer
 from jaxrec.tier.row_keys import row_key
 
 
@@ -72,6 +75,29 @@ def reset(store: TableStore, tables: Sequence[NewRows], seed: int) -> TableStore
             on_devices = store.put_rows((slots.slots, per_slot))
             store = _reset(store, *on_devices, keys, group, *kind)
     return store
+
+
+def first_rows(
+    config: TableConfig, optimizer: RowOptimizer, seed: int, ids: Int64[np.ndarray, " n"]
+) -> dict[str, np.ndarray]:
+    """Return the rows that `reset` gives to ids, on the host, and their optimizer state.
+
+    Args:
+        config: The table.
+        optimizer: Its row optimizer.
+        seed: Seed of the draws.
+        ids: The ids.
+
+    Returns:
+        The rows ``[n, embedding_dim]`` under ``"rows"``, and the state ``[n, ...]`` by name.
+    """
+    # The same compiled function as in training, for the same bits.
+    table = dataclasses.replace(config, num_embeddings=size_for(ids.size))
+    store: TableStore = Tables.init(layout_tables([table], optimizer), jax.random.key(0))
+    rows = np.arange(ids.size)
+    store = reset(store, [NewRows(config, rows, ids)], seed)
+    (first,) = read(store, [TableRows(config.name, rows)]).to_host()
+    return first
 
 
 @functools.lru_cache(maxsize=64)

@@ -11,7 +11,9 @@ from flax import nnx
 
 from jaxrec.embed.collection import Collection
 from jaxrec.embed.config import TableConfig
+from jaxrec.embed.layout import TableLayout
 from jaxrec.embed.taps import tapped_modules
+from jaxrec.optim import RowOptimizer
 from jaxrec.tier.cached import Cached
 from jaxrec.tier.cached_tables import cached_tables
 from jaxrec.tier.dynamic import Dynamic
@@ -75,7 +77,7 @@ def make(model: Model | Callable[[], Model], tables: Settings, *, seed: int = 0)
         if isinstance(module, Collection)
     }
     all_tables = [
-        TieredTable(path, whole.get(config.name, config))
+        TieredTable(path, whole.get(config.name, config), _optimizer(module, config.name))
         for path, module in found.items()
         for config in module.configs
     ]
@@ -103,7 +105,9 @@ def make(model: Model | Callable[[], Model], tables: Settings, *, seed: int = 0)
             set_zeros = jax.jit(with_zeros, static_argnums=1, donate_argnums=0)
             store = set_zeros(module.tables.get_value(), zeros)
             configs = tuple(table.config for table in all_tables if table.collection == path)
-            module.tables.set_value(TierStore(store, tier, tuple(sorted(features)), zeros, configs))
+            module.tables.set_value(
+                TierStore(store, tier, tuple(sorted(features)), zeros, configs, path)
+            )
     return made
 
 
@@ -219,6 +223,13 @@ def _vocabulary(
         )
         transfer = RowTransfer(open_store(settings.store), layout)
     return TableVocabulary(name, tuple(features), tuple(part), vocabulary, transfer, num_ids)
+
+
+def _optimizer(collection: Collection, table: str) -> RowOptimizer:
+    layout = collection.tables.get_value().layout
+    # The layout of tables on a mesh contains the one that they had on one device.
+    whole = layout if isinstance(layout, TableLayout) else layout.whole
+    return whole.find(table)[0].optimizer
 
 
 def _kind(settings: Dynamic | Cached) -> str:

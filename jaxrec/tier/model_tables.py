@@ -9,6 +9,7 @@ from flax import nnx
 from jaxrec.embed.collection import Collection
 from jaxrec.embed.config import TableConfig
 from jaxrec.embed.taps import tapped_modules
+from jaxrec.optim import RowOptimizer
 from jaxrec.tier.store import TierStore
 from jaxrec.tier.transfer import RowTransfer
 from jaxrec.tier.vocabulary import Vocabulary
@@ -21,10 +22,12 @@ class TieredTable:
     Attributes:
         collection: Path of its collection in the model.
         config: The table as the user gave it.
+        optimizer: Its row optimizer.
     """
 
     collection: str
     config: TableConfig
+    optimizer: RowOptimizer
 
 
 @dataclasses.dataclass(frozen=True)

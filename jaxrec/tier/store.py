@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, DTypeLike
+from jaxtyping import Array, Bool, DTypeLike, Float
 
 from jaxrec.embed.config import TableConfig
+from jaxrec.embed.found_ids import FoundIds
 from jaxrec.embed.row_access import TableRows, group_slots
 from jaxrec.embed.row_gradients import Activations, Residuals, Routes, RowGradients
+from jaxrec.embed.some_rows import read_ids, write_ids
 from jaxrec.embed.store import TableStore
+from jaxrec.embed.tables import check_state
 from jaxrec.embed.wrapping_store import WrappingStore
 from jaxrec.optim.hyperparameter import Step
 from jaxrec.ragged import KeyedJaggedArray
+
+# Bytes of the largest table with a cache that is read or written as a whole.
+_MAX_WHOLE_BYTES = 1 << 32
 
 
 def with_zeros(store: TableStore, tables: Sequence[str]) -> TableStore:
@@ -51,12 +58,14 @@ class TierStore(WrappingStore):
         zero_tables: Tables whose first row stays zero, for ids without a row of their own.
         whole: Configurations of the tables as the user gave them; ``inner`` has fewer rows of
             those with `jaxrec.tier.Cached`.
+        path: Path of the collection in the model that the tier is of.
     """
 
     tier: Hashable = dataclasses.field(metadata={"static": True})
     features: tuple[str, ...] = dataclasses.field(metadata={"static": True})
     zero_tables: tuple[str, ...] = dataclasses.field(default=(), metadata={"static": True})
     whole: tuple[TableConfig, ...] = dataclasses.field(default=(), metadata={"static": True})
+    path: str = dataclasses.field(default="", metadata={"static": True})
 
     @property
     def configs(self) -> tuple[TableConfig, ...]:
@@ -90,6 +99,69 @@ class TierStore(WrappingStore):
     ) -> TierStore:
         updated = self.inner.update(calls, step, is_applied)
         return self.with_inner(with_zeros(updated, self.zero_tables))
+
+    def check_dense_gradient(self, name: str) -> None:
+        if name in self._cached:
+            raise TypeError(
+                f"table {name!r} has jaxrec.tier.Cached, and a loss that reads all of its rows "
+                "cannot be differentiated; look up the rows that the loss needs as a feature"
+            )
+        self.inner.check_dense_gradient(name)
+
+    def read(self, name: str) -> Float[Array, "num_embeddings embedding_dim"]:
+        if name not in self._cached:
+            return self.inner.read(name)
+        return jnp.asarray(self._read_all(name)["rows"])
+
+    def write(
+        self, name: str, values: Float[Array | np.ndarray, "num_embeddings embedding_dim"]
+    ) -> TierStore:
+        if name not in self._cached:
+            return self.with_inner(self.inner.write(name, values))
+        return self._write_all(name, {"rows": values})
+
+    def read_state(self, name: str) -> dict[str, Array]:
+        if name not in self._cached:
+            return self.inner.read_state(name)
+        state = self._read_all(name)
+        del state["rows"]
+        return {key: jnp.asarray(array) for key, array in state.items()}
+
+    def write_state(self, name: str, state: Mapping[str, Array | np.ndarray]) -> TierStore:
+        if name not in self._cached:
+            return self.with_inner(self.inner.write_state(name, state))
+        check_state(name, self.inner.checkpoint_shapes(name).state, state)
+        return self._write_all(name, state)
+
+    def find_ids(self, name: str, ids: Any, *, is_written: bool = False) -> FoundIds:
+        features = {config.name: config.feature_names for config in self.configs}
+        if features.get(name, ("",))[0] not in self.features:
+            return self.inner.find_ids(name, ids, is_written=is_written)
+        tier: Any = self.tier
+        return tier.find_ids(self.path, name, ids, is_written=is_written)
+
+    @property
+    def _cached(self) -> dict[str, TableConfig]:
+        """Tables of which ``inner`` has a part of the rows."""
+        tier: Any = self.tier
+        return {config.name: config for config in self.whole if config.name in tier.cached_tables}
+
+    def _read_all(self, name: str) -> dict[str, np.ndarray]:
+        return read_ids(self, name, self._all_ids(name), with_state=True)
+
+    def _write_all(self, name: str, values: Mapping[str, Array | np.ndarray]) -> TierStore:
+        return cast(TierStore, write_ids(self, name, self._all_ids(name), values))
+
+    def _all_ids(self, name: str) -> np.ndarray:
+        config = self._cached[name]
+        size = config.num_embeddings * config.embedding_dim * jnp.dtype(config.dtype).itemsize
+        if size > _MAX_WHOLE_BYTES:
+            raise ValueError(
+                f"table {name!r} has {config.num_embeddings:,} rows of {config.embedding_dim} "
+                f"columns, {size / 2**30:.0f} GiB; read and write some of its rows by "
+                "collection.rows(name, ids) and load_rows(name, ids, values)"
+            )
+        return np.arange(config.num_embeddings)
 
     def _check(self, features: KeyedJaggedArray) -> None:
         """Raise a TypeError where ids would be taken for rows."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import functools
 import itertools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,8 +15,10 @@ import jax
 import numpy as np
 from flax import nnx
 
+from jaxrec.embed.found_ids import FoundIds
 from jaxrec.tier.batch_ops import distinct
 from jaxrec.tier.batches import HostBatch, Segment, fingerprint
+from jaxrec.tier.id_rows import find_rows, raw_ids
 from jaxrec.tier.model_tables import TableVocabulary, collections_of
 from jaxrec.tier.moves import NO_MOVE, Move, begin_move, move_rows
 from jaxrec.tier.pending_moves import PendingMoves
@@ -369,6 +372,49 @@ class Tier:
             move = begin_move(each, assignment)
             rows[is_missing] = vocabulary.map.find(ids[is_missing])
         return vocabulary.with_unknown(ids, rows), move
+
+    # Rows by id.
+
+    def find_ids(
+        self, collection: str, table: str, ids: Any, *, is_written: bool = False
+    ) -> FoundIds:
+        """`jaxrec.embed.TableStore.find_ids` of a table whose rows a vocabulary assigns.
+
+        Rows are those of the tables as they are now. Call it in the thread that trains.
+
+        Args:
+            collection: Path of the table's collection.
+            table: Name of the table.
+            ids: Ids as batches have them, ``[n]``.
+            is_written: Whether the rows are to be set.
+        """
+        v, each, number = next(
+            (v, each, number)
+            for v, each in enumerate(self.vocabularies)
+            for number, of_table in enumerate(each.tables)
+            if (of_table.collection, of_table.config.name) == (collection, table)
+        )
+        raw = raw_ids(each.tables[number].config, ids, each.num_ids)
+        with self._planning:
+            rows = self._rows_now(v, raw)
+        returning = functools.partial(self._returning, v)
+        return find_rows(each, number, raw, rows, self.seed, returning, is_written=is_written)
+
+    def _rows_now(self, v: int, ids: np.ndarray) -> np.ndarray:
+        """Return the row that each id has on the devices, -1 where it has none."""
+        rows = self.vocabularies[v].vocabulary.map.find(ids)
+        for moves in reversed(self._pending.after(-1)):
+            assignment = moves[v].assignment
+            rows[np.isin(ids, assignment.new_ids)] = -1
+            _restore_rows(ids, rows, assignment.evicted_ids, assignment.evicted_rows)
+        return rows
+
+    @contextlib.contextmanager
+    def _returning(self, v: int) -> Iterator[np.ndarray]:
+        """Give ids that later batches bring to a vocabulary's tables; no batch is planned now."""
+        with self._planning:
+            ids = [moves[v].assignment.new_ids for moves in self._pending.after(-1)]
+            yield np.concatenate([np.zeros(0, np.int64), *ids])
 
     # Application: on the devices.
 

@@ -189,6 +189,14 @@ def test_training_equals_tables_on_the_device():
         np.testing.assert_allclose(own.table_state("item")[name], state, rtol=1e-5)
 
 
+def test_some_rows_are_read():
+    model = make_model(HostTables.init)
+    expected = np.asarray(model.table("item"))[[5, 0, 5]]
+    np.testing.assert_array_equal(model.rows("item", [5, 0, 5]), expected)
+    with pytest.raises(ValueError, match="got id 16"):
+        model.rows("item", [16])
+
+
 def test_a_loss_must_not_read_its_whole_table():
     model = make_model(HostTables.init)
     with pytest.raises(TypeError, match="reads the whole table 'item'"):

@@ -56,28 +56,21 @@ def make_stream(steps: int, samples: int = 8, seed: int = 0):
     return batches
 
 
-def all_rows(model) -> dict[str, dict[str, np.ndarray]]:
-    """Rows and state of all ids, by table: what the store has, beneath what the devices have."""
-    tier = tier_of(model)
+def all_rows(model) -> dict[str, np.ndarray]:
+    """Rows and optimizer state of all ids of all tables."""
     result = {}
-    with tier.settled(model):
-        for each in tier.vocabularies:
-            ids, rows = each.vocabulary.map.items()
-            stored, records = each.transfer.store.get(np.arange(NUM_IDS))
-            of_tables = each.transfer.layout.unpack(records)
-            for table, values in zip(each.tables, of_tables, strict=True):
-                collection = model.wide if table.collection == "wide" else model.embeddings
-                store = collection.tables.get_value()
-                on_devices = {
-                    "rows": store.read(table.config.name),
-                    **store.read_state(table.config.name),
-                }
-                for name, array in on_devices.items():
-                    values[name][ids] = np.asarray(array)[rows]
-                stored[ids] = True
-                values["is_used"] = stored
-                result[table.config.name] = values
+    for name in NAMES:
+        collection = model.wide if name == "item_wide" else model.embeddings
+        result[name] = np.asarray(collection.table(name))
+        for key, array in collection.table_state(name).items():
+            result[f"{name}/{key}"] = np.asarray(array)
     return result
+
+
+def assert_same(found: dict[str, np.ndarray], expected: dict[str, np.ndarray], rtol: float = 0):
+    assert found.keys() == expected.keys()
+    for name, array in expected.items():
+        np.testing.assert_allclose(found[name], array, rtol, rtol, err_msg=name)
 
 
 @pytest.mark.parametrize("optimizer", models.OPTIMIZERS)
@@ -87,13 +80,28 @@ def test_the_same_bits_as_whole_tables(optimizer: str):
     losses = models.train(model, ahead(model, batches, look_ahead=2))
     np.testing.assert_array_equal(losses, models.train(whole, batches))
     assert tier_of(model).statistics()["item+item_wide"]["evicted"] > 300
-    for name, values in all_rows(model).items():
-        is_used = values.pop("is_used")
-        collection = whole.wide if name == "item_wide" else whole.embeddings
-        expected = {"rows": collection.table(name), **collection.table_state(name)}
-        assert values.keys() == expected.keys()
-        for key, array in expected.items():
-            np.testing.assert_array_equal(values[key][is_used], np.asarray(array)[is_used])
+    assert_same(all_rows(model), all_rows(whole))
+
+
+def test_whole_tables_are_read_and_written():
+    model, whole = make_cached("rowwise_adagrad"), make_whole("rowwise_adagrad")
+    assert_same(all_rows(model), all_rows(whole))
+    batches = make_stream(50)
+    models.train(model, ahead(model, batches, look_ahead=2))
+    rng = np.random.default_rng(0)
+    rows, sums = rng.normal(size=(NUM_IDS, 8)).astype(np.float32), rng.random(NUM_IDS, np.float32)
+    for each in (model, whole):
+        each.embeddings.load_table("query", rows)
+        each.embeddings.load_table_state("query", {"accumulator": sums})
+    np.testing.assert_array_equal(model.embeddings.table("query"), rows)
+    np.testing.assert_array_equal(model.embeddings.table_state("query")["accumulator"], sums)
+    ids = rng.integers(0, NUM_IDS, 50)
+    np.testing.assert_array_equal(model.embeddings.rows("query", ids), rows[ids])
+    values = np.ones((3, 8), np.float32)
+    model.embeddings.load_rows("query", [5, 5999, 7], values)
+    np.testing.assert_array_equal(model.embeddings.rows("query", [7, 5, 5999]), values)
+    with pytest.raises(ValueError, match=r"table 'query' has the rows 0 to 5,999, got id 6000"):
+        model.embeddings.rows("query", [6000])
 
 
 @pytest.mark.parametrize(
@@ -190,12 +198,7 @@ def test_a_restored_run_goes_on(tmp_path, rows: int, placement: str | None):
     ]
     rtol = 0 if placement is None else 1e-5
     np.testing.assert_allclose(again, losses[30:], rtol=rtol)
-    expected, found = all_rows(model), all_rows(other)
-    for name, values in expected.items():
-        np.testing.assert_array_equal(found[name]["is_used"], values["is_used"])
-        for key, array in values.items():
-            is_used = values["is_used"]
-            np.testing.assert_allclose(found[name][key][is_used], array[is_used], rtol, rtol)
+    assert_same(all_rows(other), all_rows(model), rtol)
 
 
 def test_a_checkpoint_of_another_kind_is_refused(tmp_path):
