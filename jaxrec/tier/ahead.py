@@ -54,7 +54,7 @@ def ahead(
         The batches with rows in the place of ids.
 
     Raises:
-        TypeError: The model has no open vocabulary, or a batch is none of ids on the host.
+        TypeError: The model has no open vocabulary, or a batch has no ids on the host.
         ValueError: ``look_ahead`` is below 1; more distinct ids are in use than there are rows.
         RuntimeError: Another thread takes a batch; another loop over `ahead` trains the model; a
             row store failed.

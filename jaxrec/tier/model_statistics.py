@@ -8,9 +8,9 @@ from jaxrec.tier.tier import Tier, tier_of
 
 
 def statistics(model: nnx.Module) -> dict[str, dict[str, float]]:
-    """Return what the vocabularies of a model have done since the start of the process.
+    """Return counts of what the vocabularies of a model did since the start of the process.
 
-    Counts are of training batches; those that `ahead` has planned but not yielded are among them.
+    Counts are of training batches, and include batches that `ahead` has planned but not yielded.
     Tables that read the same features have the same statistics.
 
     Args:

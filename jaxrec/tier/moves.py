@@ -38,7 +38,7 @@ def begin_move(each: TableVocabulary, assignment: Assignment) -> Move:
     """Announce the rows that leave for a store, and start to read those that return."""
     if each.transfer is None:
         return Move(assignment, None, None)
-    # An id that comes back is looked for before those that leave now.
+    # Fetch before announcing: rows that return were evicted by earlier batches.
     fetched = each.transfer.fetch(assignment.new_ids) if assignment.new_ids.size else None
     evicted = (
         each.transfer.announce(assignment.evicted_ids) if assignment.evicted_ids.size else None

@@ -1,4 +1,4 @@
-"""The vocabularies of a model on the host, and what they change on the devices."""
+"""The vocabularies of a model on the host, and their changes to its tables."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Tier:
 
     `plan` works on the host alone, in any thread, a few batches ahead. `apply` changes the model's
     tables, in the thread that trains, before the step of the batch. Changes may be applied earlier
-    than that: the rows that they overwrite are in use by no batch that is planned before.
+    than that: no batch that was planned before uses the rows that they overwrite.
 
     Args:
         vocabularies: The vocabularies.
@@ -120,7 +120,7 @@ class Tier:
 
         Raises:
             ValueError: More distinct ids are in use than there are rows; nothing has changed.
-            TypeError: The batch is none of ids on the host.
+            TypeError: The batch has no `KeyedJaggedArray` on the host.
         """
         host = HostBatch.of(batch)
         parts = self._parts(host)
@@ -158,7 +158,7 @@ class Tier:
     def look_up(self, batch: Any) -> PlannedBatch:
         """Replace the ids of a batch of an evaluation by their rows; nothing changes.
 
-        Rows are those that the ids had when the last training batch was taken.
+        Ids read the rows that they had when the last training batch was taken.
         """
         host = HostBatch.of(batch)
         parts = self._parts(host)
@@ -390,7 +390,7 @@ def _translated(
 def _restore_rows(
     ids: np.ndarray, rows: np.ndarray, evicted_ids: np.ndarray, evicted_rows: np.ndarray
 ) -> None:
-    """Set the rows of ids that were evicted, where there is none."""
+    """Set the rows of evicted ids, where ids have none."""
     missing = np.flatnonzero(rows < 0)
     if not missing.size or not evicted_ids.size:
         return

@@ -48,7 +48,7 @@ class TuneOptions:
     """Mean number of ids of each feature in a sample, instead of the model file's
     pooling_factors."""
     skew: Literal["powerlaw", "uniform"] = "powerlaw"
-    """Distribution of the ids: a few rows have most of the lookups, or all have as many."""
+    """Distribution of the ids: a few rows have most of the lookups, or all have equally many."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Type of the embeddings and of their gradients: the collection's dtype."""
     memory: float = 1.0

@@ -28,7 +28,7 @@ IdMap: TypeAlias = SortedMap | MultiProbeMap
 
 @dataclasses.dataclass(frozen=True)
 class MappedTables:
-    """Tables whose ids one map gives slots to.
+    """Tables that share a map of ids to slots.
 
     Attributes:
         tables: Names of the tables.
@@ -111,8 +111,8 @@ def map_batch(
     """Replace the ids of a batch by slots; in training, update the maps by it.
 
     Over a mesh every device has all maps, gathers the ids of all devices in training, and computes
-    the same update. The order of the ids is that of the whole batch, so that maps and slots are
-    those of one device.
+    the same update. The ids have the order of the whole batch, so that maps and slots equal those
+    on one device.
 
     Args:
         mapped: The tables of each map.

@@ -112,8 +112,9 @@ class MultiProbeMap:
     """A map of ids to slots in which an id takes the first free slot from its hash on.
 
     TorchRec's multi-probe zero-collision hashing (``hash_mc_modules.py``) with FBGEMM's
-    ``zero_collision_hash`` (``faster_hash.cu``). A batch has the result that FBGEMM's kernel has if
-    it processes one id after the other; FBGEMM's own result depends on the order of its threads.
+    ``zero_collision_hash`` (``faster_hash.cu``). The result for a batch is that of FBGEMM's kernel
+    when it processes one id after the other; FBGEMM's own result depends on the order of its
+    threads.
     Methods are pure functions for `jax.jit`; ids are ``[n, 2]`` uint32 words as
     `jaxrec.ragged.split_int64` makes them. The id -1 marks empty slots and never gets one.
 
@@ -276,7 +277,7 @@ class _Probed:
     Attributes:
         windows: The slots that are probed.
         shared: The slot of an id that gets none: a reserved one, or the slot of its hash.
-        fallback: The same, or `NO_SLOT` where there is no fallback.
+        fallback: ``shared``, or `NO_SLOT` where there is no fallback.
     """
 
     windows: Windows
