@@ -46,7 +46,7 @@ def ahead(
         look_ahead: Number of batches that wait, ready, for the training loop. The rows of the
             ``look_ahead + 2`` batches before a batch are not evicted for it.
         is_training: Whether ids get rows. False, for evaluation: nothing changes; ids without a row
-            read what `Dynamic.unknown` says.
+            read the rows of `Dynamic.unknown`.
         place: Function that puts a batch with rows on the devices; None: it stays on the host, or,
             if the tables are on a mesh, `jaxrec.mesh.shard_batch`.
 

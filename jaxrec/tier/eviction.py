@@ -244,7 +244,7 @@ def by_score(score: Callable[[Records, int], np.ndarray]) -> Eviction:
 
 
 def ordered(scores: np.ndarray) -> np.ndarray:
-    """Return uint64 keys in the order of float64 scores, none of which is NaN."""
+    """Return uint64 keys in the order of float64 scores, which must not be NaN."""
     bits = (scores + 0.0).view(np.uint64)  # -0.0 becomes 0.0
     sign = np.uint64(1 << 63)
     return np.where(bits & sign, ~bits, bits | sign)

@@ -24,7 +24,7 @@ def statistics(model: nnx.Module) -> dict[str, dict[str, float]]:
         - ``new``: distinct ids of each batch without a row, summed over batches;
         - ``admitted``: number of ids that got a row;
         - ``evicted``: number of ids that lost their row;
-        - ``refused``: lookups that read what `Dynamic.unknown` says;
+        - ``refused``: lookups that read the rows of `Dynamic.unknown`;
         - ``resident``: number of ids that have a row now;
         - ``load``: ``resident`` divided by the number of rows for ids;
         - ``hit_rate``: ``hits`` divided by ``lookups``.

@@ -57,7 +57,7 @@ def move_rows(
     Args:
         model: The model.
         vocabularies: Its vocabularies.
-        moves: What a batch changes, for each of them.
+        moves: The changes of a batch to each of them.
         seed: Seed of first rows.
 
     Raises:

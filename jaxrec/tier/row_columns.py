@@ -136,7 +136,7 @@ def check_columns(path: pathlib.Path, columns: pa.Schema, shapes: TableShapes) -
 
 
 def _fits(kind: pa.DataType, wanted: pa.DataType) -> bool:
-    """Return whether a column of a type can be read for the wanted one, whatever its names."""
+    """Return whether a column of a type can be read as the wanted type; names do not matter."""
     if not pa.types.is_fixed_size_list(wanted):
         return kind == wanted
     return (

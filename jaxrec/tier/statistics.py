@@ -1,4 +1,4 @@
-"""Counts of what a vocabulary does."""
+"""Counts of a vocabulary's lookups, admissions and evictions."""
 
 from __future__ import annotations
 

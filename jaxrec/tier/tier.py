@@ -80,7 +80,7 @@ class Tier:
 
     def __init__(self, vocabularies: Sequence[TableVocabulary], seed: int) -> None:
         self.vocabularies, self.seed = tuple(vocabularies), seed
-        # Held by whoever reads or changes the vocabularies; the training loop takes the other one.
+        # `_planning` guards the vocabularies, and `_lock` the numbers and queues below.
         self._planning = threading.Lock()
         self._lock = threading.Lock()
         self._last_planned = 0
@@ -103,7 +103,7 @@ class Tier:
     # Planning: on the host.
 
     def begin(self) -> None:
-        """Prepare for a new sequence of batches, which may begin with those planned before."""
+        """Prepare for a new sequence of batches, which may begin with batches planned before."""
         with self._planning, self._lock:
             # Batches planned by the last loop come before batches still to be replayed.
             self._replayed.extendleft(reversed(self._planned))
@@ -128,7 +128,7 @@ class Tier:
         mark = fingerprint([each.ids for each in ids])
         with self._planning:
             if self._replayed and self._replayed[0][1] != mark:
-                self._replayed.clear()  # these are other batches than those planned before
+                self._replayed.clear()  # the batches differ from the planned ones
             if self._replayed:
                 number, _ = self._replayed.popleft()
                 rows = self._rows_after([each.ids for each in ids], number)
@@ -323,7 +323,7 @@ class Tier:
     def load_state(
         self, state: Mapping[str, Mapping[str, np.ndarray]]
     ) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-        """Take over what `state` returned; tables may have had other numbers of rows.
+        """Take over the result of `state`; tables may have had other numbers of rows.
 
         Returns:
             For each vocabulary the row that each id had and the row that it has.

@@ -38,7 +38,7 @@ class TableFullError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Assignment:
-    """The rows of one batch's ids, and what changes for them.
+    """The rows of one batch's ids, and the changes of rows for them.
 
     Attributes:
         rows: int32 row of each id, ``[n]``.
@@ -307,7 +307,7 @@ class Vocabulary:
         A vocabulary with fewer rows keeps the ids that its policy would evict last.
 
         Args:
-            state: What `state` returned.
+            state: The result of `state`.
             batch: Number of the last batch before it was saved.
 
         Returns:

@@ -55,7 +55,7 @@ class TuneOptions:
     """GB of the rows and state of tables of one kind; larger tables are cut. About four times as
     much memory is needed."""
     seconds: float = 0.5
-    """Time for each implementation and each of its options, beside compiling."""
+    """Seconds of timing each implementation with each of its options, without compiling."""
     keep: bool = True
     """Whether to keep the choices for later processes."""
     output: pathlib.Path | None = None

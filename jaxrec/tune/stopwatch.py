@@ -118,7 +118,7 @@ class Stopwatch:
 
 @jax.jit
 def _agree(expected: jax.Array, result: jax.Array) -> jax.Array:
-    """Return whether results are equal but for roundings."""
+    """Return whether results are equal up to rounding."""
     precision = max(1e-5, float(jnp.finfo(result.dtype).eps))
     wide, narrow = expected.astype(jnp.float32), result.astype(jnp.float32)
     return jnp.allclose(narrow, wide, rtol=precision, atol=precision, equal_nan=True)

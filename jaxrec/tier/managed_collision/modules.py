@@ -304,7 +304,7 @@ class ManagedCollisionEmbeddingCollection(ManagedCollisions):
     ) -> dict[str, JaggedArray] | tuple[dict[str, JaggedArray], KeyedJaggedArray]:
         """Return the embeddings of a batch's ids.
 
-        Arguments and errors are those of `ManagedCollisionEmbeddingBagCollection`, results those of
+        Arguments and errors: see `ManagedCollisionEmbeddingBagCollection`. Results: see
         `EmbeddingCollection`.
         """
         return self._look_up(features)

@@ -85,7 +85,8 @@ class MultiProbeConfig:
             num_slots: Number of slots, rows of the table.
 
         Raises:
-            ValueError: The buckets do not divide the slots, or leave none beside reserved ones.
+            ValueError: The buckets do not divide the slots, or the percentage reserves none or all
+                of a bucket's slots.
         """
         if num_slots < 1 or num_slots % self.total_num_buckets:
             raise ValueError(
@@ -300,7 +301,7 @@ def _bucket(ids: UInt32[Array, "n 2"], config: MultiProbeConfig) -> Int32[Array,
         size = -(-config.input_hash_size // buckets)
         starts = np.array([size * i for i in range(1, buckets)], np.uint64)
         words = np.stack([starts >> np.uint64(32), starts & np.uint64(0xFFFFFFFF)], -1)
-        # The number of starts at or below an id: those below the id after it.
+        # The number of starts at or below an id is the number of starts below id + 1.
         low = ids[:, 1] + np.uint32(1)
         after = jnp.stack([ids[:, 0] + (low == 0).astype(jnp.uint32), low], -1)
         return search_ids(jnp.asarray(words.astype(np.uint32)), after)
