@@ -1,4 +1,4 @@
-"""The command ``jaxrec doctor``: what runs on this machine, and what would make it faster."""
+"""The command ``jaxrec doctor``: implementations that run on this machine, and its faults."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ OLDEST_JAX_ON_GPUS = (0, 11, 2)
 
 @dataclasses.dataclass(frozen=True)
 class DoctorOptions:
-    """Says what jaxrec runs on this machine, tries the kernels for its GPU, and what is missing.
+    """Tries the kernels for this machine's GPU, and says what jaxrec runs here and what is missing.
 
-    The exit status is 1 if something is wrong or slower than it need be.
+    The exit status is 1 if something is wrong or needlessly slow.
     """
 
     dim: int = 128
-    """Width of the rows of the calls that are looked at."""
+    """Width of the rows of the calls that are examined."""
     dtypes: tuple[str, ...] = ("float32", "bfloat16")
     """Types of their rows."""
 
@@ -79,7 +79,7 @@ def versions() -> list[str]:
 
 
 def machine() -> list[str]:
-    """Return what this process computes on."""
+    """Return the processor, the devices and the native library of this process."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
     lines = [f"{processor()}, {cores()} cores, {memory:.0f} GB of memory"]
     counts: dict[str, int] = {}
@@ -93,7 +93,7 @@ def machine() -> list[str]:
 
 
 def choose(dim: int, dtype: str) -> list[tuple[str, Choice]]:
-    """Return usual calls of the primitives, and which implementations run them.
+    """Return usual calls of the primitives, and the implementations that run them.
 
     Kernels for the GPU at hand are tried if they have not been.
     """
@@ -115,7 +115,7 @@ def choose(dim: int, dtype: str) -> list[tuple[str, Choice]]:
 
 
 def describe(call: str, choice: Choice) -> list[str]:
-    """Return which implementation runs a call on this machine, and why no other."""
+    """Return the implementation that runs a call on this machine, and why no other does."""
     lines = [f"{call}: {choice.name(_platform())}"]
     for name, reason in choice.refused.items():
         if name != "triton" or trial.cards():
@@ -124,7 +124,7 @@ def describe(call: str, choice: Choice) -> list[str]:
 
 
 def read_tuning() -> tuple[Tuning | None, list[str]]:
-    """Return the choices that `jaxrec tune` kept for this machine, and what is wrong with them."""
+    """Return the choices that `jaxrec tune` kept for this machine, and their problems."""
     if (device := tunable_device(_platform())) is None:
         return None, []
     tuning = Tuning.read(device)
@@ -138,7 +138,7 @@ def read_tuning() -> tuple[Tuning | None, list[str]]:
 
 
 def problems(choices: Sequence[Choice]) -> list[str]:
-    """Return what is wrong on this machine or slower than it need be, each with its remedy."""
+    """Return the problems of this machine, wrong or needlessly slow, each with its remedy."""
     found = []
     is_gpu = bool(trial.cards())
     if not is_gpu and pathlib.Path("/dev/nvidiactl").exists() and jax.default_backend() == "cpu":

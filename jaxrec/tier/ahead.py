@@ -47,7 +47,7 @@ def ahead(
         look_ahead: Number of batches that wait, ready, for the training loop. The rows of the
             ``look_ahead + 2`` batches before a batch are not evicted for it, if there is room.
         is_training: Whether ids get rows. False, for evaluation: ids whose rows are in a store read
-            these, others without a row read what `Dynamic.unknown` says, and no row changes.
+            these, other ids without a row read the rows of `Dynamic.unknown`. No row changes.
         accumulate: Number of batches whose gradients one update sums.
         place: Function that puts a batch with rows on the devices; None: it stays on the host, or,
             if the tables are on a mesh, `jaxrec.mesh.shard_batch`.
@@ -56,8 +56,7 @@ def ahead(
         The batches with rows in the place of ids.
 
     Raises:
-        TypeError: The model has no table of `jaxrec.tier.make`, or a batch is none of ids on the
-            host.
+        TypeError: The model has no table of `jaxrec.tier.make`, or a batch has no ids on the host.
         ValueError: ``look_ahead`` or ``accumulate`` is below 1; a batch has more distinct ids than
             fit a table; an id is beyond a table of fixed size.
         RuntimeError: Another thread takes a batch; another loop over `ahead` trains the model; a

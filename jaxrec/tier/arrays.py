@@ -10,8 +10,8 @@ def checked(array: np.ndarray, dtype: DTypeLike, name: str, size: int | None = N
     """Return an array as one that native code can read: of a type, flat, contiguous and aligned.
 
     Raises:
-        TypeError: It is no NumPy array of the type.
-        ValueError: It has several axes, or another size than the one given.
+        TypeError: The array is not a NumPy array of the type.
+        ValueError: The array has several axes, or another size than the one given.
     """
     wanted = np.dtype(dtype)
     if not isinstance(array, np.ndarray) or array.dtype != wanted:

@@ -69,7 +69,7 @@ def add_counts(
     Args:
         slots: The slots; they may repeat, and negative ones are skipped.
         counts: The count of each slot, changed in place.
-        amounts: What is added for each of ``slots``; None: 1.
+        amounts: Number to add for each of ``slots``; None: 1.
 
     Raises:
         ValueError: A slot has no count, or an amount is negative. No count is changed.

@@ -13,7 +13,7 @@ from jaxrec.tier.row_store import RowStore
 # Seed of the hash that chooses a shared row.
 _SHARED_SEED = 101
 
-# Counters of sightings end here.
+# Largest number of sightings that a counter holds.
 MAX_SIGHTINGS = 255
 
 
@@ -44,17 +44,17 @@ class Unknown:
 
 
 def zeros() -> Unknown:
-    """Ids without a row read zeros, and train nothing. It takes one row of the table."""
+    """Let ids without a row read zeros and train nothing. This takes one row of the table."""
     return Unknown("zeros", 1)
 
 
 def default_row() -> Unknown:
-    """Ids without a row share one row, which is trained."""
+    """Let ids without a row share one row, which is trained."""
     return Unknown("default", 1)
 
 
 def shared(rows: int) -> Unknown:
-    """Ids without a row share some rows, which are trained; a hash of the id chooses one.
+    """Let ids without a row share some rows, which are trained; a hash of the id chooses one.
 
     Args:
         rows: Number of rows that are kept for this, of the table's ``num_embeddings``.
@@ -68,7 +68,7 @@ NO_UNKNOWN = Unknown("none", 0)
 
 @dataclasses.dataclass(frozen=True)
 class Dynamic:
-    """A table keyed by any 64-bit id or string: ids get rows when they come, and lose them.
+    """Settings of a table keyed by any 64-bit id or string, whose ids get and lose rows.
 
     The first rows of the table, one by default, are for ids without a row of their own
     (``unknown``). An admitted id gets one of the other rows, with the values of the table's
@@ -78,7 +78,7 @@ class Dynamic:
     ``num_embeddings`` and the same `Dynamic`.
 
     Attributes:
-        eviction: Which rows are evicted: `lru`, `lfu`, `lfu_lru`, `distance_lfu`, `ttl` or
+        eviction: Choice of the rows to evict: `lru`, `lfu`, `lfu_lru`, `distance_lfu`, `ttl` or
             `by_score`.
         admit_after: Number of sightings after which an id gets a row, 1 to 255. Above 1 the
             sightings of ids without a row are counted in a sketch of bounded size, which rarely
@@ -86,12 +86,13 @@ class Dynamic:
             forgotten earlier ones.
         admit_probability: Probability with which an id that has enough sightings gets a row, at
             each batch. The draw depends on the id and the number of the batch alone.
-        unknown: What ids without a row read: `zeros`, `default_row` or ``shared(rows)``. In
-            evaluation ids get no rows, and unknown ones read this as well.
-        evict_fraction: Share of the rows that are evicted together when room runs out.
-        counters: Number of counters of sightings; None: four bytes for each row.
-        store: Where evicted rows go and return from, as a URL (``"memory://"``) or a `RowStore`;
-            None: evicted rows are lost, and their ids begin anew.
+        unknown: Rows that ids without a row read: `zeros`, `default_row` or ``shared(rows)``. In
+            evaluation new ids get no rows, and read these too.
+        evict_fraction: Share of the rows that are evicted together when no row is free.
+        counters: Number of counters in each of the four lines of the sketch, a byte each; None: the
+            number of rows.
+        store: Store of evicted rows, as a URL (``"memory://"``) or a `RowStore`. None: evicted rows
+            are lost, and their ids begin anew.
 
     Raises:
         TypeError: A field has another type.

@@ -1,7 +1,7 @@
-"""Eviction policies: whose rows are given to new ids when a vocabulary has no free row.
+"""Eviction policies: the order in which ids lose their rows when no row is free.
 
 A policy orders the rows by a key, an unsigned 64-bit integer. The rows with the smallest keys are
-evicted; of equal keys, the lower row index goes first.
+evicted first; among equal keys, the lowest row index.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Eviction(abc.ABC):
     def expired(self, records: Records, batch: int) -> np.ndarray | None:
         """Return whether each row has outlived its time, bool ``[rows]``; None: no row ever does.
 
-        It is asked once every `expiry_interval` batches.
+        The vocabulary calls it once every `expiry_interval` batches.
         """
         return None
 
@@ -115,7 +115,7 @@ class DistanceLfu(Eviction):
 
 @dataclasses.dataclass(frozen=True)
 class TimeToLive(Eviction):
-    """Least recently used; rows unused for too long are evicted though there is room."""
+    """Least recently used; rows unused for too long are evicted even if rows are free."""
 
     batches: int | None
     hours: float | None
@@ -215,7 +215,7 @@ def ttl(
     hours: float | None = None,
     clock: Callable[[], float] = time.time,
 ) -> Eviction:
-    """Evict rows that were unused for a time; the least recently used if room runs out before.
+    """Evict rows that were unused for some time, and the least recently used when no row is free.
 
     Args:
         batches: Time to live in batches.
@@ -232,8 +232,8 @@ def by_score(score: Callable[[Records, int], np.ndarray]) -> Eviction:
     """Evict the rows with the smallest score.
 
     Args:
-        score: ``score(records, batch)`` returns a number for each row, ``[rows]``; those of free
-            rows (``records.born == -1``) are not read, but must not be NaN.
+        score: ``score(records, batch)`` returns a number for each row, ``[rows]``. The numbers of
+            free rows (``records.born == -1``) are ignored, but must not be NaN.
 
     Example:
         >>> import jaxrec
@@ -244,7 +244,7 @@ def by_score(score: Callable[[Records, int], np.ndarray]) -> Eviction:
 
 
 def ordered(scores: np.ndarray) -> np.ndarray:
-    """Return uint64 keys in the order of float64 scores, none of which is NaN."""
+    """Return uint64 keys in the order of float64 scores, which must not be NaN."""
     bits = (scores + 0.0).view(np.uint64)  # -0.0 becomes 0.0
     sign = np.uint64(1 << 63)
     return np.where(bits & sign, ~bits, bits | sign)

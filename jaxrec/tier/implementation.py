@@ -1,4 +1,4 @@
-"""Choice of what computes id maps and batch operations: C++, or NumPy without the library."""
+"""Choice of the code for id maps and batch operations: C++, or NumPy without the library."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from jaxrec.tier import library, reference
 
 
 def current() -> ModuleType:
-    """Return the module that computes, `jaxrec.tier.library` or `jaxrec.tier.reference`."""
+    """Return the module that computes them, `jaxrec.tier.library` or `jaxrec.tier.reference`."""
     reason = library.missing()
     if reason is None:
         return library

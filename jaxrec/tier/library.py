@@ -70,7 +70,7 @@ def _library() -> ctypes.CDLL:
 
 
 def _seed() -> int:
-    """Draw what a map's hash depends on. Results do not depend on it."""
+    """Draw the seed of a map's hash. Results do not depend on it."""
     return secrets.randbits(64)
 
 

@@ -153,7 +153,7 @@ def _check_names(
 
 
 def _by_feature(all_tables: Sequence[TieredTable], tables: Settings) -> list[list[TieredTable]]:
-    """Return the tables with settings, those together that features connect.
+    """Return the tables with settings, in groups that share features.
 
     Raises:
         ValueError: A feature is read by tables that cannot share rows.

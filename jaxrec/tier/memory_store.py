@@ -16,7 +16,7 @@ _FIRST_ROOM = 1024
 class MemoryStore(RowStore):
     """Records in an array that grows: the store ``"memory://"``.
 
-    The records are lost with the process, but for those that a checkpoint holds.
+    The records end with the process; checkpoints of the model hold them.
     """
 
     def __init__(self) -> None:

@@ -8,9 +8,9 @@ from jaxrec.tier.tier import Tier, tier_of
 
 
 def statistics(model: nnx.Module) -> dict[str, dict[str, float]]:
-    """Return what the vocabularies of a model have done since the start of the process.
+    """Return counts of what the vocabularies of a model did since the start of the process.
 
-    Counts are of training batches; those that `ahead` has planned but not yielded are among them.
+    Counts are of training batches, and include batches that `ahead` has planned but not yielded.
     Tables that read the same features have the same statistics.
 
     Args:
@@ -24,7 +24,7 @@ def statistics(model: nnx.Module) -> dict[str, dict[str, float]]:
         - ``new``: distinct ids of each batch without a row, summed over batches;
         - ``admitted``: number of ids that got a row;
         - ``evicted``: number of ids that lost their row;
-        - ``refused``: lookups that read what `Dynamic.unknown` says;
+        - ``refused``: lookups that read the rows of `Dynamic.unknown`;
         - ``resident``: number of ids that have a row now;
         - ``load``: ``resident`` divided by the number of rows for ids;
         - ``hit_rate``: ``hits`` divided by ``lookups``.

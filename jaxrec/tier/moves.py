@@ -40,7 +40,7 @@ def begin_move(each: TableVocabulary, assignment: Assignment) -> Move:
         return NO_MOVE
     if each.transfer is None:
         return Move(assignment, None, None)
-    # An id that comes back is looked for before those that leave now.
+    # Fetch before announcing: rows that return were evicted by earlier batches.
     fetched = each.transfer.fetch(assignment.new_ids) if assignment.new_ids.size else None
     evicted = (
         each.transfer.announce(assignment.evicted_ids) if assignment.evicted_ids.size else None
@@ -59,7 +59,7 @@ def move_rows(
     Args:
         model: The model.
         vocabularies: Its vocabularies.
-        moves: What a batch changes, for each of them.
+        moves: The changes of a batch to each of them.
         seed: Seed of first rows.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Use of the rows of a vocabulary: what eviction policies decide by."""
+"""Records of the use of a vocabulary's rows, by which eviction policies decide."""
 
 from __future__ import annotations
 

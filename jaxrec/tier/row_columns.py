@@ -108,7 +108,7 @@ def open_rows(path: pathlib.Path) -> Iterator[pq.ParquetFile]:
 
 
 def check_columns(path: pathlib.Path, columns: pa.Schema, shapes: TableShapes) -> dict[str, str]:
-    """Check the types of a file's columns; return those of the state, with the state's names."""
+    """Check the types of a file's columns; return the state's name for each state column."""
     for name in (ID, ROW):
         if name not in columns.names:
             raise ValueError(f"{path} has no column {name!r}; jaxrec.tier.export_rows writes it")
@@ -136,7 +136,7 @@ def check_columns(path: pathlib.Path, columns: pa.Schema, shapes: TableShapes) -
 
 
 def _fits(kind: pa.DataType, wanted: pa.DataType) -> bool:
-    """Return whether a column of a type can be read for the wanted one, whatever its names."""
+    """Return whether a column of a type can be read as the wanted type; names do not matter."""
     if not pa.types.is_fixed_size_list(wanted):
         return kind == wanted
     return (

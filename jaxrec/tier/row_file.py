@@ -113,9 +113,9 @@ def export_rows(
 def import_rows(model: nnx.Module, table: str, path: str | os.PathLike[str]) -> int:
     """Set rows of a table with an open vocabulary from a file that `export_rows` wrote.
 
-    Ids that have a row keep it, and it is overwritten. Other ids get free rows, whatever the
-    vocabulary demands for admission; no id is evicted. The optimizer state is that of the file. If
-    the file has none, new rows have a fresh state and the others keep theirs. For new ids, other
+    Ids that have a row keep it, and its values are overwritten. Other ids get free rows without the
+    conditions of admission; no id is evicted. The optimizer state is read from the file. If the
+    file has none, new rows have a fresh state and the others keep theirs. For new ids, other
     tables that read the same features get first values: import these tables too. The file is
     checked before anything changes, and read in parts. Call it in the thread that trains, between
     two steps; with several processes, in each of them: each reads the file.
@@ -123,8 +123,8 @@ def import_rows(model: nnx.Module, table: str, path: str | os.PathLike[str]) -> 
     Args:
         model: A model of `jaxrec.tier.make`.
         table: Name of the table.
-        path: The Parquet file. Ids may have any order; columns besides ``id``, ``row`` and those of
-            the state are left out.
+        path: The Parquet file. Ids may have any order; columns other than ``id``, ``row`` and the
+            state's are ignored.
 
     Returns:
         The number of ids.
@@ -192,7 +192,7 @@ def _find(model: nnx.Module, name: str) -> tuple[Tier, _Table]:
     matching = [found for found in tables if found[0].config.name == name]
     if not matching:
         names = ", ".join(sorted({repr(table.config.name) for table, _, _ in tables}))
-        raise KeyError(f"no table {name!r} has an open vocabulary; those that have: {names}")
+        raise KeyError(f"no table {name!r} has an open vocabulary; tables with one: {names}")
     if len(matching) > 1:
         paths = " and ".join(table.collection or "the model" for table, _, _ in matching)
         raise ValueError(

@@ -16,7 +16,7 @@ _PARITY = np.uint32(0x1BD11BDA)
 
 
 def row_key(data: UInt32[Array, "2"]) -> Array:
-    """Return a key that draws what ``jax.random.wrap_key_data(data, impl="threefry2x32")`` draws.
+    """Return a key that draws as ``jax.random.wrap_key_data(data, impl="threefry2x32")``.
 
     JAX computes the rounds of that generator in a loop on CPUs, which stores the bits after each
     round. Here they are written out, so that drawing many short rows takes a fifth of the time.
@@ -42,7 +42,7 @@ def _threefry(key: UInt32[Array, "2"], high: Array, low: Array) -> tuple[Array, 
 
 
 def _count(key: UInt32[Array, "2"], shape: tuple[int, ...]) -> tuple[Array, Array]:
-    """Encrypt the numbers from 0 on, as many as an array of a shape has elements."""
+    """Encrypt the numbers 0, 1, 2, ..., one for each element of an array of a shape."""
     low = jnp.arange(math.prod(shape), dtype=jnp.uint32).reshape(shape)
     return _threefry(key, jnp.zeros_like(low), low)
 

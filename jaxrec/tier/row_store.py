@@ -1,4 +1,4 @@
-"""Row stores: where the rows of evicted ids go, and return from."""
+"""Row stores, which keep the rows of evicted ids until the ids return."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ class RowStore(abc.ABC):
 
     Implementors do the following:
 
-    1. All methods may be called from several threads at once. `put` and `delete` of an id are seen
-       by every `get` that begins after they have returned.
+    1. All methods may be called from several threads at once. A `get` that begins after a `put` or
+       `delete` has returned sees its changes.
     2. `open` is called once, before any other method. A store that already holds records of another
        width raises a ValueError.
     3. Every 64-bit pattern but -1 may be an id.

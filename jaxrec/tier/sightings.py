@@ -11,11 +11,12 @@ _MAX = 255
 
 
 class Sightings:
-    """Bounded counters of ids, a count-min sketch: it never counts too few, rarely too many.
+    """Bounded counters of ids, a count-min sketch, which rarely counts too many.
 
     Source: Cormode and Muthukrishnan, "An improved data stream summary: the count-min sketch and
-    its applications" (2005), with conservative update. Counters end at 255. After as many new ids
-    as there are counters in a line, all counters are halved, so that ids of long ago are forgotten.
+    its applications" (2005), with conservative update. Counters end at 255. To forget old ids, all
+    counters are halved after as many new ids as a line has counters. Before that, no id is counted
+    too few times.
 
     Args:
         counters: Number of counters in each of four lines, a byte each.
@@ -26,7 +27,7 @@ class Sightings:
         self.new_ids = 0
 
     def count(self, ids: np.ndarray, counts: np.ndarray) -> np.ndarray:
-        """Return the number of sightings of each id with those of this batch; change nothing.
+        """Return the number of sightings of each id, this batch included; change nothing.
 
         Args:
             ids: Distinct ids, int64 ``[n]``.
@@ -40,7 +41,7 @@ class Sightings:
         return np.minimum(before + counts, _MAX)
 
     def record(self, ids: np.ndarray, counted: np.ndarray) -> None:
-        """Keep what `count` returned for distinct ids."""
+        """Keep the counts that `count` returned for distinct ids."""
         places = self._places(ids)
         lines = np.arange(_HASHES)[:, None]
         self.new_ids += int((self.lines[lines, places].min(axis=0) == 0).sum())

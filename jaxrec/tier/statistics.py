@@ -1,4 +1,4 @@
-"""Counts of what a vocabulary does."""
+"""Counts of a vocabulary's lookups, admissions and evictions."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ class Statistics:
     """Counts since the start of the process, of training batches.
 
     Attributes:
-        counts: Totals by name: ``lookups`` of ids; ``hits``, those whose id had a row before the
-            batch; ``new``, distinct ids without a row; ``admitted``, those that got one;
+        counts: Totals by name: ``lookups`` of ids; ``hits``, lookups of ids that had a row before
+            the batch; ``new``, distinct ids without a row; ``admitted``, ids that got a row;
             ``evicted`` rows; ``refused`` lookups, which read the row of unknown ids.
         room: Number of rows for ids.
         resident: Number of ids that have a row.
@@ -45,7 +45,7 @@ class Statistics:
         }
 
     def warn_if_thrashing(self, name: str) -> None:
-        """Warn, once, if as many rows were evicted in the last 100 batches as there are.
+        """Warn, once, if the last 100 batches evicted as many rows as the table has for ids.
 
         Args:
             name: Name of the table.

@@ -1,4 +1,4 @@
-"""The vocabularies of a model on the host, and what they change on the devices."""
+"""The vocabularies of a model on the host, and their changes to its tables."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class Tier:
 
     `plan` works on the host alone, in any thread, a few batches ahead. `apply` changes the model's
     tables, in the thread that trains, before the step of the batch. Changes may be applied earlier
-    than that: the rows that they overwrite are in use by no batch that is planned before.
+    than that: no batch that was planned before uses the rows that they overwrite.
 
     Args:
         vocabularies: The vocabularies.
@@ -99,7 +99,7 @@ class Tier:
 
     def __init__(self, vocabularies: Sequence[TableVocabulary], seed: int) -> None:
         self.vocabularies, self.seed = tuple(vocabularies), seed
-        # Held by whoever reads or changes the vocabularies; the training loop takes the other one.
+        # `_planning` guards the vocabularies, and `_lock` the numbers and queues below.
         self._planning = threading.Lock()
         self._lock = threading.Lock()
         self._is_taken = threading.Condition(self._lock)
@@ -140,7 +140,7 @@ class Tier:
     # Planning: on the host.
 
     def begin(self, undispatched: int) -> None:
-        """Prepare for a new sequence of batches, which may begin with those planned before.
+        """Prepare for a new sequence of batches, which may begin with batches planned before.
 
         Args:
             undispatched: Number of batches that may be taken before the step of the first of them
@@ -170,9 +170,9 @@ class Tier:
                 then plan the same, each for itself. None: the batch is whole.
 
         Raises:
-            ValueError: More distinct ids are in use than there are rows, or an id is none of a
-                table of fixed size; nothing has changed.
-            TypeError: The batch is none of ids on the host.
+            ValueError: More distinct ids are in use than there are rows, or a table of
+                fixed size has no such id; nothing has changed.
+            TypeError: The batch has no `KeyedJaggedArray` on the host.
         """
         host = HostBatch.of(batch)
         parts = self._parts(host)
@@ -200,7 +200,7 @@ class Tier:
     ) -> tuple[list[np.ndarray], int, int]:
         """Return the rows of a training batch's ids, its number and its place in the order."""
         if self._replayed and self._replayed[0][1] != mark:
-            self._replayed.clear()  # these are other batches than those planned before
+            self._replayed.clear()  # the batches differ from the planned ones
         if self._replayed:
             number, _ = self._replayed.popleft()
             pending, sequence = self._pending.after(number), self._pending.last
@@ -231,9 +231,9 @@ class Tier:
             gather: As for `plan`.
 
         Raises:
-            ValueError: More distinct ids are in use than there are rows, or an id is none of a
-                table of fixed size.
-            TypeError: The batch is none of ids on the host.
+            ValueError: More distinct ids are in use than there are rows, or a table of
+                fixed size has no such id.
+            TypeError: The batch has no `KeyedJaggedArray` on the host.
         """
         host = HostBatch.of(batch)
         parts = self._parts(host)
@@ -552,7 +552,7 @@ class Tier:
                 )
 
     def load_state(self, state: Mapping[str, Mapping[str, np.ndarray]]) -> dict[str, LoadedRows]:
-        """Take over what `state` returned; tables may have had other numbers of rows.
+        """Take over the result of `state`; tables may have had other numbers of rows.
 
         Returns:
             For each vocabulary the rows of its ids before and after. The caller moves the rows
@@ -649,7 +649,7 @@ def _translated(
 def _restore_rows(
     ids: np.ndarray, rows: np.ndarray, evicted_ids: np.ndarray, evicted_rows: np.ndarray
 ) -> None:
-    """Set the rows of ids that were evicted, where there is none."""
+    """Set the rows of evicted ids, where ids have none."""
     missing = np.flatnonzero(rows < 0)
     if not missing.size or not evicted_ids.size:
         return

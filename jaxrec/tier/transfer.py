@@ -80,8 +80,8 @@ class StoredRows:
     Attributes:
         transfer: The transfer.
         ids: The ids, int64 ``[n]``.
-        stored: Future of what the store has of them.
-        under_way: Evictions before this.
+        stored: Future of the store's records of these ids.
+        under_way: Evictions that were announced before.
     """
 
     transfer: RowTransfer
@@ -134,7 +134,7 @@ class RowTransfer:
     """Moves rows between the devices and a row store, in threads.
 
     A row that is on its way to the store is found all the same. An error of the store is raised by
-    the next `check`, and by whoever waits for a row.
+    the next `check`, and by `StoredRows.result`.
 
     Args:
         store: The store; opened here.
@@ -152,7 +152,7 @@ class RowTransfer:
         self._error: BaseException | None = None
 
     def announce(self, ids: np.ndarray) -> EvictedRows:
-        """Say that ids are evicted whose rows `send` will bring."""
+        """Register evicted ids, whose rows `send` brings later."""
         evicted = EvictedRows(ids)
         with self._lock:
             self._under_way.append(evicted)
@@ -202,7 +202,7 @@ class RowTransfer:
         return {"stored_ids": np.concatenate(ids), "stored_records": np.concatenate(records)}
 
     def load_state(self, state: Mapping[str, np.ndarray]) -> None:
-        """Replace the store's records by those that `state` returned."""
+        """Replace the store's records by the records of a `state`."""
         for ids, _ in list(self.store.scan()):
             self.store.delete(ids)
         if "stored_ids" in state:

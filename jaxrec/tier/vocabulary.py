@@ -1,4 +1,4 @@
-"""The rows of the ids of a vocabulary: who has one, who gets one, and who loses it."""
+"""Assignment of a table's rows to ids: which ids have, get and lose a row."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jaxrec.tier.records import Records
 from jaxrec.tier.sightings import Sightings
 from jaxrec.tier.statistics import Statistics
 
-# Seeds of draws are beyond those of the sketch's hashes.
+# Seeds of draws; the sketch's hashes have smaller ones.
 _ADMISSION_SEED = 1 << 20
 _POWER_SEED = 1 << 21
 
@@ -38,7 +38,7 @@ class TableFullError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Assignment:
-    """The rows of one batch's ids, and what changes for them.
+    """The rows of one batch's ids, and the changes of rows for them.
 
     Attributes:
         rows: int32 row of each id, ``[n]``.
@@ -109,7 +109,7 @@ class Vocabulary:
     uses it), so that two runs over the same batches assign the same rows.
 
     Args:
-        num_rows: Rows of the table. The first ones, as many as ``settings.unknown`` says, are for
+        num_rows: Rows of the table. The first ``settings.unknown.rows`` of them are for
             ids without a row of their own.
         settings: Which ids get a row and which lose it.
 
@@ -153,7 +153,7 @@ class Vocabulary:
         return rows
 
     def with_unknown(self, ids: np.ndarray, rows: np.ndarray) -> np.ndarray:
-        """Return rows with those of unknown ids in the place of -1."""
+        """Return rows with the row of unknown ids in place of each -1."""
         unknown = rows < 0
         if unknown.any():
             rows[unknown] = self.settings.unknown.rows_of(ids[unknown])
@@ -232,7 +232,7 @@ class Vocabulary:
         return Assignment(_NO_ROWS, ids, rows, evicted_ids, victims)
 
     def give_rows(self, ids: np.ndarray, batch: int) -> Assignment:
-        """Give free rows to ids, whatever is demanded for admission.
+        """Give free rows to ids, without the conditions of admission.
 
         Args:
             ids: Distinct ids without a row, int64 ``[n]``, not more than there are free rows.
@@ -255,7 +255,7 @@ class Vocabulary:
     def _choose_victims(
         self, new_ids: np.ndarray, batch: int, held: int, hits: np.ndarray
     ) -> np.ndarray:
-        """Return the rows to evict: those that have outlived their time, and for want of room.
+        """Return the rows to evict: expired rows, and more if new ids need them.
 
         Args:
             new_ids: Ids that need a row.
@@ -303,7 +303,7 @@ class Vocabulary:
         return ids
 
     def _take_free(self, count: int) -> np.ndarray:
-        """Return rows that no id has had, then those that were freed first."""
+        """Return rows that no id has had, then the rows that were freed first."""
         num_fresh = min(count, self.room - self._num_fresh_given)
         steps = np.arange(self._num_fresh_given, self._num_fresh_given + num_fresh, dtype=np.int64)
         fresh = (self.first_row + steps * self._stride % self.room).astype(np.int32)
@@ -319,14 +319,14 @@ class Vocabulary:
         self.records.power[rows] = FIRST_POWER
 
     def _touch(self, rows: np.ndarray, batch: int) -> None:
-        """Record the use of rows, with repeats; -1 is no row."""
+        """Record the use of rows, with repeats; skip -1."""
         records, policy = self.records, self.settings.eviction
         add_counts(rows, records.count)
         used = rows if rows.size == 0 or rows.min() >= 0 else rows[rows >= 0]
         if policy.uses_power:
             once = distinct(used.astype(np.int64))[0]
             power = records.power[once]
-            # As many low bits of the draw as the class are zero with probability 2**-power.
+            # The lowest ``power`` bits of the draw are all zero with probability 2**-power.
             draws = mix(records.ids[once], _POWER_SEED + batch)
             masks = (np.uint64(1) << power.astype(np.uint64)) - np.uint64(1)
             raised = ((draws & masks) == 0) & (records.last_use[once] != batch)
@@ -359,7 +359,7 @@ class Vocabulary:
         A vocabulary with fewer rows keeps the ids that its policy would evict last.
 
         Args:
-            state: What `state` returned.
+            state: The result of `state`.
             batch: Number of the last batch before it was saved.
         """
         saved_rows, first_saved, num_fresh_given = map(int, state["numbers"])

@@ -1,4 +1,4 @@
-"""The command ``jaxrec tune``: which implementation of the kernels is fastest on one's own shapes.
+"""The command ``jaxrec tune``, which finds the fastest implementations for a model's shapes.
 
 * `calls`: the calls that a model's tables make.
 * `search`: the implementations and options that are timed, and the choice.

@@ -67,7 +67,7 @@ class Batch:
         ids: Ids of each feature of a sample; None: the tables' pooling factors, or 1.
         skew: Distribution of the ids: "uniform", or "powerlaw": ``rows**u`` of uniform u.
         dtype: Type of the embeddings and their gradients.
-        max_bytes: Most bytes of a group's rows and their state; tables are cut to them.
+        max_bytes: Largest number of bytes of a group's rows and state; larger tables are cut.
         is_sharded: Whether rows also travel between devices.
     """
 
@@ -114,7 +114,7 @@ def _calls_of_group(
     is_weighted = bool(constraints[names[0]].is_weighted)
 
     def rows() -> Array:
-        # Whole numbers, whose sums are exact in whatever order they are taken.
+        # Sums of whole numbers are exact in any order.
         row = jnp.arange(num_rows, dtype=jnp.int32)[:, None] % 7
         column = jnp.arange(dim, dtype=jnp.int32)[None] % 3
         return (row - column - 2).astype(group.dtype)
@@ -180,7 +180,7 @@ def _calls_of_group(
 
 
 def _row_counts(group: Group, max_bytes: float) -> tuple[int, ...]:
-    """Return the rows of each table, in proportion where the group has too many bytes."""
+    """Return the number of rows of each table, cut in proportion to fit ``max_bytes``."""
     state = jax.eval_shape(lambda: group.optimizer.init(1, group.dim))
     state_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
     row_bytes = group.dim * jnp.dtype(group.dtype).itemsize + state_bytes
@@ -194,7 +194,7 @@ def _layout(
     constraints: Mapping[str, ParameterConstraints],
     batch: Batch,
 ) -> BagLayout:
-    """Return the layout of a batch that has the group's features alone."""
+    """Return the layout of a batch that has only the group's features."""
     tables = [table for _, table in group.features]
     capacities = []
     for table in group.tables:
@@ -232,6 +232,6 @@ def _draw_ids(layout: BagLayout, skew: Skew) -> Array:
 
 
 def _lengths(capacity: int, bags: int) -> Array:
-    """Return lengths that differ by one at most and fill the feature's ids."""
+    """Return lengths that sum to the capacity and differ by 0 or 1."""
     ends = (np.arange(1, bags + 1) * capacity) // bags
     return jnp.asarray(np.diff(ends, prepend=0), jnp.int32)

@@ -48,14 +48,14 @@ class TuneOptions:
     """Mean number of ids of each feature in a sample, instead of the model file's
     pooling_factors."""
     skew: Literal["powerlaw", "uniform"] = "powerlaw"
-    """Distribution of the ids: a few rows have most of the lookups, or all have as many."""
+    """Distribution of the ids: a few rows have most of the lookups, or all have equally many."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Type of the embeddings and of their gradients: the collection's dtype."""
     memory: float = 1.0
     """GB of the rows and state of tables of one kind; larger tables are cut. About four times as
     much memory is needed."""
     seconds: float = 0.5
-    """Time for each implementation and each of its options, beside compiling."""
+    """Seconds of timing each implementation with each of its options, without compiling."""
     keep: bool = True
     """Whether to keep the choices for later processes."""
     output: pathlib.Path | None = None

@@ -29,7 +29,7 @@ def implementations_for(call: Call, platform: str) -> list[Implementation]:
 
 
 def default_for(call: Call, platform: str) -> str:
-    """Return the implementation that runs a call where there is no choice."""
+    """Return the implementation that runs a call by default."""
     primitive = dispatch.PRIMITIVES[call.primitive]
     return primitive.choose(call.arguments, is_tuned=False).chosen[platform]
 

@@ -28,7 +28,7 @@ class Timing:
 
     Attributes:
         implementation: Its name.
-        options: Its options by name, those with other values than by default.
+        options: Its options by name, without options of default value.
         milliseconds: Median time of a call; None: it was not timed.
         failure: Reason why it was not timed.
     """
@@ -44,7 +44,7 @@ class Stopwatch:
 
     Args:
         call: The call.
-        seconds: Time that the calls of one implementation take, beside the first of them.
+        seconds: Time of all calls of one implementation, without the first.
         clock: Returns the time in seconds.
     """
 
@@ -67,7 +67,7 @@ class Stopwatch:
             return dataclasses.replace(timing, failure=f"it fails: {reason}")
 
     def _check(self, function: Callable) -> str | None:
-        """Return how results differ from the reference's: on a small example, and on the call."""
+        """Return how results differ from the reference's, on a small example or on the call."""
         call = self.call
         kernels = types.ModuleType("timed")
         setattr(kernels, call.primitive, function)
@@ -118,7 +118,7 @@ class Stopwatch:
 
 @jax.jit
 def _agree(expected: jax.Array, result: jax.Array) -> jax.Array:
-    """Return whether results are equal but for roundings."""
+    """Return whether results are equal up to rounding."""
     precision = max(1e-5, float(jnp.finfo(result.dtype).eps))
     wide, narrow = expected.astype(jnp.float32), result.astype(jnp.float32)
     return jnp.allclose(narrow, wide, rtol=precision, atol=precision, equal_nan=True)

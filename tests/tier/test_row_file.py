@@ -349,7 +349,7 @@ def test_tables_that_there_are_not(tmp_path, source):
     path = tmp_path / "rows.parquet"
     for call in (export_rows, import_rows):
         with pytest.raises(
-            KeyError, match="no table 'age' has an open vocabulary; those that have: 'item', 'item_"
+            KeyError, match="no table 'age' has an open vocabulary; tables with one: 'item', 'item_"
         ):
             call(source, "age", path)
         with pytest.raises(TypeError, match="no table with an open vocabulary; make it with"):

@@ -28,7 +28,7 @@ IdMap: TypeAlias = SortedMap | MultiProbeMap
 
 @dataclasses.dataclass(frozen=True)
 class MappedTables:
-    """Tables whose ids one map gives slots to.
+    """Tables that share a map of ids to slots.
 
     Attributes:
         tables: Names of the tables.
@@ -111,8 +111,8 @@ def map_batch(
     """Replace the ids of a batch by slots; in training, update the maps by it.
 
     Over a mesh every device has all maps, gathers the ids of all devices in training, and computes
-    the same update. The order of the ids is that of the whole batch, so that maps and slots are
-    those of one device.
+    the same update. The ids have the order of the whole batch, so that maps and slots equal those
+    on one device.
 
     Args:
         mapped: The tables of each map.
@@ -171,7 +171,7 @@ def _map_part(
     values = _small_ids(words)
     new_maps, evicted = list(maps), []
     if is_training:
-        # One message: the words of each id, and whether it is one.
+        # One message: the words of each id, and whether it is an id or padding.
         all_ids = gather(jnp.concatenate([words, is_valid[:, None].astype(jnp.uint32)], axis=1))
     for number, (each, id_map) in enumerate(zip(mapped, maps, strict=True)):
         parts = [segments[feature] for feature in each.features]
@@ -203,7 +203,7 @@ def _map_part(
 
 
 def _small_ids(words: UInt32[Array, "n 2"]) -> Int32[Array, " n"]:
-    """Return ids as int32; -1 for one that does not fit, as no table has it."""
+    """Return ids as int32; -1 for an id that does not fit, which no table has."""
     low = jax.lax.bitcast_convert_type(words[:, 1], jnp.int32)
     return jnp.where((words[:, 0] == 0) & (low >= 0), low, -1)
 
@@ -219,7 +219,7 @@ def _hours(mapped: MappedTables, counts: Sequence[int]) -> Int32[Array, " n"] | 
 
 
 def _rolls(is_valid: Bool[Array, " n"], key: Array) -> Int32[Array, " n"]:
-    """Return a random number from 0 to 99 for each id, whatever padding is between them."""
+    """Return a random number from 0 to 99 for each id; padding between ids has no influence."""
     seed = jax.random.key_data(key)
     place = jnp.cumsum(is_valid, dtype=jnp.uint32)
     hashes = murmur_hash3(jnp.stack([jnp.broadcast_to(seed[0], place.shape), seed[1] ^ place], -1))

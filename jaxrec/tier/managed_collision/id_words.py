@@ -92,7 +92,7 @@ def id_words(
     capacities: Mapping[str, int] | None = None,
     hour: int | None = None,
 ) -> IdWords:
-    """Turn a host batch of raw ids into what a training step takes.
+    """Turn a host batch of raw ids into a batch that a training step takes.
 
     JAX has no 64-bit integers unless ``jax_enable_x64`` is set; two words of 32 bits arrive whole.
 
@@ -142,7 +142,7 @@ def as_id_words(features: KeyedJaggedArray | IdWords) -> IdWords:
         return features
     if not isinstance(features, KeyedJaggedArray):
         raise TypeError(
-            "the batch is a KeyedJaggedArray, or what id_words(batch) makes of one, got "
+            "the batch is a KeyedJaggedArray, or the result of id_words(batch), got "
             f"{type(features).__name__}"
         )
     if isinstance(features.values, np.ndarray):

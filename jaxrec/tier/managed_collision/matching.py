@@ -1,4 +1,4 @@
-"""Which id gets which slot, if ids take slots one after the other."""
+"""Assignment of slots to ids, as if ids took slots one after the other."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def match_slots(
 
     Args:
         windows: The slots that each id probes.
-        preferences: How early a new id takes each slot: the lowest first, in a window the first of
-            equal ones. -1 or more; `NEVER` for a slot that keeps its id.
-        own: The slot that the id has, `NO_SLOT` for none. It is the first choice at its first
-            turn, and may be lost before to another id if its preference is not `NEVER`.
+        preferences: Rank of each slot for a new id, -1 or more: an id takes the lowest rank in its
+            window, and the first of equal ranks. `NEVER`: the slot keeps its id.
+        own: The slot that the id has, `NO_SLOT` for none. The id keeps it at its first turn, unless
+            another id took it before; a slot of rank `NEVER` is not taken.
         first: Turn of the first occurrence of each id; ``n`` or more past the last id.
         first_admitted: Turn at which the id may take another slot; ``n`` for never.
 

@@ -192,7 +192,7 @@ class ManagedCollisionEmbeddingBagCollection(ManagedCollisions):
 
     Maps are saved with the model by `jaxrec.train.CheckpointManager`. Over a mesh
     (`jaxrec.shard`), each device has all maps and in training gathers the ids of the whole batch,
-    8 bytes an id: results are those of one device.
+    8 bytes an id: results equal those on one device.
 
     Args:
         embedding_bag_collection: The tables.
@@ -304,7 +304,7 @@ class ManagedCollisionEmbeddingCollection(ManagedCollisions):
     ) -> dict[str, JaggedArray] | tuple[dict[str, JaggedArray], KeyedJaggedArray]:
         """Return the embeddings of a batch's ids.
 
-        Arguments and errors are those of `ManagedCollisionEmbeddingBagCollection`, results those of
+        Arguments and errors: see `ManagedCollisionEmbeddingBagCollection`. Results: see
         `EmbeddingCollection`.
         """
         return self._look_up(features)

@@ -85,7 +85,8 @@ class MultiProbeConfig:
             num_slots: Number of slots, rows of the table.
 
         Raises:
-            ValueError: The buckets do not divide the slots, or leave none beside reserved ones.
+            ValueError: The buckets do not divide the slots, or the percentage reserves none or all
+                of a bucket's slots.
         """
         if num_slots < 1 or num_slots % self.total_num_buckets:
             raise ValueError(
@@ -112,8 +113,9 @@ class MultiProbeMap:
     """A map of ids to slots in which an id takes the first free slot from its hash on.
 
     TorchRec's multi-probe zero-collision hashing (``hash_mc_modules.py``) with FBGEMM's
-    ``zero_collision_hash`` (``faster_hash.cu``). A batch has the result that FBGEMM's kernel has if
-    it processes one id after the other; FBGEMM's own result depends on the order of its threads.
+    ``zero_collision_hash`` (``faster_hash.cu``). The result for a batch is that of FBGEMM's kernel
+    when it processes one id after the other; FBGEMM's own result depends on the order of its
+    threads.
     Methods are pure functions for `jax.jit`; ids are ``[n, 2]`` uint32 words as
     `jaxrec.ragged.split_int64` makes them. The id -1 marks empty slots and never gets one.
 
@@ -276,7 +278,7 @@ class _Probed:
     Attributes:
         windows: The slots that are probed.
         shared: The slot of an id that gets none: a reserved one, or the slot of its hash.
-        fallback: The same, or `NO_SLOT` where there is no fallback.
+        fallback: ``shared``, or `NO_SLOT` where there is no fallback.
     """
 
     windows: Windows
@@ -299,7 +301,7 @@ def _bucket(ids: UInt32[Array, "n 2"], config: MultiProbeConfig) -> Int32[Array,
         size = -(-config.input_hash_size // buckets)
         starts = np.array([size * i for i in range(1, buckets)], np.uint64)
         words = np.stack([starts >> np.uint64(32), starts & np.uint64(0xFFFFFFFF)], -1)
-        # The number of starts at or below an id: those below the id after it.
+        # The number of starts at or below an id is the number of starts below id + 1.
         low = ids[:, 1] + np.uint32(1)
         after = jnp.stack([ids[:, 0] + (low == 0).astype(jnp.uint32), low], -1)
         return search_ids(jnp.asarray(words.astype(np.uint32)), after)

@@ -1,4 +1,4 @@
-"""Which ids a sorted map keeps, and which may enter it."""
+"""Policies of a sorted map: the ids that may enter it, and the ids that it keeps."""
 
 from __future__ import annotations
 
@@ -111,7 +111,8 @@ class ProbabilisticThreshold(ThresholdFilter):
 class EvictionPolicy(abc.ABC):
     """Scores the ids that compete for the slots of a sorted map; the highest scores stay.
 
-    Derive a frozen dataclass to write one. Of equal scores an id of the map stays before a new one.
+    Derive a frozen dataclass to write one. Between equal scores, the id of the map stays and the
+    new id does not enter.
 
     Attributes:
         metadata: Names of the numbers that the map keeps for each slot: ``"counts"``, the

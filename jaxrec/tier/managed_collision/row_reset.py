@@ -36,12 +36,12 @@ def reset_rows(
     A row is drawn by the table's initializer, from a key that depends on ``key``, the name of the
     table and the new id. It is the same on one device and over a mesh.
 
-    No copy of a table is made: a loop writes `_ROWS` rows at a time in place, as often as there are
-    evicted slots, and not once where there are none.
+    No table is copied: a loop writes `_ROWS` rows at a time in place, until all evicted slots are
+    written.
 
     Args:
         store: The tables, on one device or over a mesh.
-        tables: Names of the tables whose rows the slots are.
+        tables: Names of the tables; a slot is a row of each.
         evicted: The slots.
         key: Random key of all rows, always the same one.
 
@@ -134,7 +134,7 @@ def _in_parts(write: Callable[[Any, Array, Array], Any], arrays: Any, evicted: E
     """Return ``write(arrays, slots, ids)`` after it was called with all evicted slots in turn."""
     size = min(_ROWS, evicted.slots.shape[0])
     more = -evicted.slots.shape[0] % size
-    # A slot that is no row.
+    # Padding is a slot past all rows.
     slots = jnp.pad(evicted.slots, (0, more), constant_values=jnp.iinfo(jnp.int32).max)
     ids = jnp.pad(evicted.ids, ((0, more), (0, 0)))
 

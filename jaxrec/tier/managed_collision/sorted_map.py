@@ -189,7 +189,7 @@ class SortedMap:
     def _candidates(
         self, key: Array | None
     ) -> tuple[UInt32[Array, "history 2"], dict[str, Int32[Array, " history"]]]:
-        """Return the distinct ids of the history and their numbers, those most frequent first.
+        """Return the distinct ids of the history and their numbers, the most frequent first.
 
         Ids that the filter rejects, and padding, have a count of 0 and come last.
         """
@@ -257,7 +257,7 @@ def _join(
     new: Int32[Array, " history"],
     iteration: Int32[Array, ""],
 ) -> Int32[Array, " slots"]:
-    """Return numbers of the map with those of the history's known ids.
+    """Return the numbers of the map, with the history's numbers of known ids.
 
     Args:
         name: Name of the numbers.
@@ -279,8 +279,8 @@ def _ranking(
 
     Args:
         scores: The scores.
-        competes: False for what comes last.
-        safe: Position of what comes first.
+        competes: False for scores that come last.
+        safe: Position of the score that comes first.
     """
     # ~score orders integers from the highest to the lowest without overflow.
     descending = -scores if jnp.issubdtype(scores.dtype, jnp.floating) else ~scores

@@ -1,4 +1,4 @@
-"""How long ids keep their slots in a multi-probe map."""
+"""Eviction policies of a multi-probe map: the hours for which ids keep their slots."""
 
 from __future__ import annotations
 

@@ -326,7 +326,7 @@ def test_wrong_batches(unchecked):
     batch = jax.tree.map(jnp.asarray, jaxrec.KeyedJaggedArray.from_lists({"a": [[1]]}))
     with pytest.raises(TypeError, match="evicts ids by the hour, which the batch lacks"):
         module(batch)
-    with pytest.raises(TypeError, match="KeyedJaggedArray, or what id_words"):
+    with pytest.raises(TypeError, match="KeyedJaggedArray, or the result of id_words"):
         module([1])
     with pytest.raises(KeyError, match="table 'b' has no map"):
         module.id_map("b")
