@@ -14,8 +14,10 @@ import weakref
 
 import numpy as np
 
+from jaxrec.tier.record_array import RecordArray
+
 _LIBRARY = pathlib.Path(__file__).parent / "native" / "libjaxrec_tier.so"
-_INTERFACE = 1  # of native/library.cc
+_INTERFACE = 2  # of native/library.cc
 
 _COUNT, _POINTER = ctypes.c_int64, ctypes.c_void_p
 
@@ -33,8 +35,22 @@ _ARGUMENTS = {
     "distinct": (_POINTER, _COUNT, ctypes.c_uint64, _POINTER, _POINTER, _POINTER),
     "smallest": (_POINTER, _POINTER, _COUNT, _COUNT, _POINTER),
     "add_counts": (_POINTER, _POINTER, _COUNT, _POINTER, _COUNT),
+    "read_records": (
+        *(_POINTER, *[_COUNT] * 5, _POINTER, _COUNT),  # of the file
+        *(_POINTER, _POINTER, _COUNT, *[_POINTER] * 3, _COUNT),
+    ),
+    "write_records": (
+        *(_POINTER, *[_COUNT] * 5, _POINTER, _COUNT),  # of the file
+        *(_POINTER, _POINTER, _COUNT, _POINTER, _COUNT),
+    ),
+    "erase_records": (_POINTER, _COUNT, _COUNT, _COUNT, _POINTER, _COUNT),
 }
-_RESULTS = {"id_map_new": _POINTER, "id_map_delete": None, "id_map_find": None}
+_RESULTS = {
+    "id_map_new": _POINTER,
+    "id_map_delete": None,
+    "id_map_find": None,
+    "read_records": None,
+}
 
 
 @functools.cache
@@ -153,6 +169,72 @@ def add_counts(slots: np.ndarray, amounts: np.ndarray | None, counts: np.ndarray
     numbers = None if amounts is None else amounts.ctypes.data
     return _library().jaxrec_add_counts(
         slots.ctypes.data, numbers, slots.size, counts.ctypes.data, counts.size
+    )
+
+
+def read_records(
+    file: RecordArray, slots: np.ndarray, ids: np.ndarray | None, threads: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """See `jaxrec.tier.reference.read_records`."""
+    found, out = np.empty(slots.size, bool), np.empty((slots.size, file.width), np.uint8)
+    found_ids = slots if ids is None else ids
+    if file.has_id and ids is None:
+        found_ids = np.empty(slots.size, np.int64)
+    _library().jaxrec_read_records(
+        file.bytes.ctypes.data,
+        file.start,
+        file.stride,
+        file.width,
+        file.has_id,
+        file.descriptor,
+        file.pages.ctypes.data,
+        file.seeks_data,
+        slots.ctypes.data,
+        None if ids is None else ids.ctypes.data,
+        slots.size,
+        found_ids.ctypes.data,
+        found.ctypes.data,
+        out.ctypes.data,
+        threads,
+    )
+    return found, found_ids, out
+
+
+def write_records(
+    file: RecordArray,
+    slots: np.ndarray,
+    ids: np.ndarray,
+    records: np.ndarray,
+    through_map: bool,
+    threads: int,
+) -> int:
+    """See `jaxrec.tier.reference.write_records`."""
+    return _library().jaxrec_write_records(
+        file.bytes.ctypes.data,
+        file.start,
+        file.stride,
+        file.width,
+        file.has_id,
+        file.descriptor,
+        file.pages.ctypes.data if through_map else None,
+        file.seeks_data,
+        slots.ctypes.data,
+        ids.ctypes.data,
+        slots.size,
+        records.ctypes.data,
+        threads,
+    )
+
+
+def erase_records(file: RecordArray, slots: np.ndarray) -> int:
+    """See `jaxrec.tier.reference.erase_records`."""
+    return _library().jaxrec_erase_records(
+        file.bytes.ctypes.data,
+        file.start,
+        file.stride,
+        file.descriptor,
+        slots.ctypes.data,
+        slots.size,
     )
 
 

@@ -6,11 +6,18 @@ were checked by the callers, `jaxrec.tier.id_map` and `jaxrec.tier.batch_ops`.
 
 from __future__ import annotations
 
+import errno
+import os
 import threading
 
 import numpy as np
 
+from jaxrec.tier.record_array import RecordArray
+
 _MAX_COUNT = np.iinfo(np.uint32).max
+
+# Of checksums.
+_FACTOR, _STEP = np.uint64(0xD6E8FEB86659FD93), np.uint64(0x9E3779B97F4A7C15)
 
 
 class Map:
@@ -127,3 +134,103 @@ def add_counts(slots: np.ndarray, amounts: np.ndarray | None, counts: np.ndarray
     sums = np.bincount(slots[is_used], weights, counts.size)
     np.minimum(counts + sums, _MAX_COUNT, out=counts, casting="unsafe")
     return slots.size
+
+
+def record_tags(ids: np.ndarray, records: np.ndarray) -> np.ndarray:
+    """Return the checksums of records, uint64 ``[n]``, never 0.
+
+    Args:
+        ids: int64 ``[n]``.
+        records: uint8 ``[n, width]``.
+    """
+    count, width = records.shape
+    words = np.zeros((count, -(-width // 8)), np.uint64)
+    words.view(np.uint8)[:, :width] = records
+    tags = ids.view(np.uint64) * _STEP + np.uint64(width)
+    for word in [*words.T, _STEP]:
+        tags = (tags ^ word) * _FACTOR
+        tags ^= tags >> np.uint64(32)
+    return np.maximum(tags, np.uint64(1))
+
+
+def read_records(
+    file: RecordArray, slots: np.ndarray, ids: np.ndarray | None, threads: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Read the records of some slots.
+
+    Args:
+        file: The records.
+        slots: int64 ``[n]``; a negative slot has no record.
+        ids: The ids of the slots, int64 ``[n]``; None: any ids.
+        threads: Number of threads.
+
+    Returns:
+        Whether each slot has a record, bool ``[n]``; the ids that these have, int64 ``[n]``; and
+        the records, uint8 ``[n, width]``, zeros where there is none.
+    """
+    rows = _rows(file)[np.maximum(slots, 0)]
+    tags = rows[:, :8].copy().view(np.uint64)[:, 0]
+    records = rows[:, file.head : file.head + file.width].copy()
+    found_ids = rows[:, 8:16].copy().view(np.int64)[:, 0] if file.has_id else slots
+    found = (slots >= 0) & (tags != 0)
+    if ids is not None:
+        found &= found_ids == ids
+    found &= record_tags(found_ids, records) == tags
+    records[~found] = 0
+    return found, found_ids, records
+
+
+def write_records(
+    file: RecordArray,
+    slots: np.ndarray,
+    ids: np.ndarray,
+    records: np.ndarray,
+    through_map: bool,
+    threads: int,
+) -> int:
+    """Write records.
+
+    Args:
+        file: The records.
+        slots: Distinct slots, int64 ``[n]``.
+        ids: int64 ``[n]``.
+        records: uint8 ``[n, width]``.
+        through_map: Whether pages that exist may be written through the map; not done here.
+        threads: Number of threads.
+
+    Returns:
+        0, or the number of the error of a record that could not be written.
+    """
+    rows = np.zeros((slots.size, file.stride), np.uint8)
+    rows[:, :8] = record_tags(ids, records)[:, None].view(np.uint8)
+    if file.has_id:
+        rows[:, 8:16] = ids[:, None].view(np.uint8)
+    rows[:, file.head : file.head + file.width] = records
+    for start, row in zip((file.start + slots * file.stride).tolist(), rows, strict=True):
+        try:
+            if os.pwrite(file.descriptor, row.tobytes(), start) < file.stride:
+                return errno.ENOSPC
+        except OSError as error:
+            return error.errno or errno.EIO
+    return 0
+
+
+def erase_records(file: RecordArray, slots: np.ndarray) -> int:
+    """Remove the records of some slots.
+
+    Returns:
+        0, or the number of the error of a record that could not be removed.
+    """
+    has_record = (_rows(file)[slots, :8] != 0).any(axis=1)
+    for start in (file.start + slots[has_record] * file.stride).tolist():
+        try:
+            os.pwrite(file.descriptor, bytes(8), start)
+        except OSError as error:
+            return error.errno or errno.EIO
+    return 0
+
+
+def _rows(file: RecordArray) -> np.ndarray:
+    """Return all records of a file, uint8 ``[room, stride]``."""
+    room = (file.bytes.size - file.start) // file.stride
+    return file.bytes[file.start : file.start + room * file.stride].reshape(room, file.stride)

@@ -1,11 +1,15 @@
-"""Row stores, which keep the rows of evicted ids until the ids return."""
+"""Row stores, which keep the rows that are not on the devices."""
 
 from __future__ import annotations
 
 import abc
-from collections.abc import Iterator
+import pathlib
+from collections.abc import Iterable, Iterator
 
 import numpy as np
+
+from jaxrec.tier import snapshots
+from jaxrec.tier.record_format import RecordFormat as RecordFormat
 
 
 class RowStore(abc.ABC):
@@ -15,14 +19,30 @@ class RowStore(abc.ABC):
 
     1. All methods may be called from several threads at once. A `get` that begins after a `put` or
        `delete` has returned sees its changes.
-    2. `open` is called once, before any other method. A store that already holds records of another
-       width raises a ValueError.
-    3. Every 64-bit pattern but -1 may be an id.
+    2. Making the object reads and writes nothing. `open` is called once, before any other method,
+       and sets `format`. A store that holds records of another format raises the ValueError of
+       `RecordFormat.check_same`.
+    3. `open` refuses a store that another run has open, with a BlockingIOError that names it. A
+       store whose run was killed opens.
+    4. A record is read whole, as one `put` wrote it, or it is absent.
+    5. Ids are in the range that the format says.
+    6. Errors are an OSError or a ValueError of one clear sentence, without credentials.
+
+    Attributes:
+        format: The format of the records, set by `open`.
     """
 
+    format: RecordFormat
+
     @abc.abstractmethod
-    def open(self, width: int) -> None:
-        """Prepare the store for records of ``width`` bytes."""
+    def open(self, format: RecordFormat) -> None:
+        """Prepare the store for records of a format.
+
+        Raises:
+            ValueError: The store holds records of another format.
+            BlockingIOError: Another run has the store open.
+            OSError: The store cannot be reached, read or written.
+        """
 
     @abc.abstractmethod
     def get(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -33,7 +53,7 @@ class RowStore(abc.ABC):
 
         Returns:
             Whether each id has a record, bool ``[n]``, and the records, uint8 ``[n, width]``, with
-            zeros for an id that has none.
+            zeros for an id that has none. The arrays are the caller's.
         """
 
     @abc.abstractmethod
@@ -43,6 +63,10 @@ class RowStore(abc.ABC):
         Args:
             ids: Distinct ids, int64 ``[n]``.
             records: uint8 ``[n, width]``.
+
+        Raises:
+            OSError: A record could not be written. Each record is then the old or the new one, or
+                absent if it was new.
         """
 
     @abc.abstractmethod
@@ -62,10 +86,47 @@ class RowStore(abc.ABC):
         """Whether the records outlive the process; otherwise checkpoints hold them."""
         return True
 
+    def clear(self) -> None:
+        """Remove all records."""
+        for ids, _ in list(self.scan()):
+            self.delete(ids)
+
+    def snapshot(self, directory: pathlib.Path) -> None:
+        """Write all records to a new directory; when this returns, they are durable there.
+
+        Nothing is put or deleted meanwhile. By default the records are an Arrow file with checksums
+        (`jaxrec.tier.snapshots`), which `load_snapshot` of any store reads.
+
+        Raises:
+            FileExistsError: The directory exists.
+            OSError: It cannot be written.
+        """
+        snapshots.write(directory, self.format, self.scan())
+
+    def load_snapshot(self, directory: pathlib.Path) -> None:
+        """Replace all records by those of a snapshot of any store.
+
+        The snapshot is checked before a record changes. If the process is killed while records
+        are replaced, load the snapshot again.
+
+        Raises:
+            ValueError: The snapshot is damaged, or of another format.
+            OSError: It cannot be read.
+        """
+        snapshots.check(directory, self.format)
+        self.replace(snapshots.read(directory))
+
+    def replace(self, parts: Iterable[tuple[np.ndarray, np.ndarray]]) -> None:
+        """Replace all records by others, which come as `scan` yields them."""
+        self.clear()
+        for ids, records in parts:
+            self.put(ids, records)
+        self.flush()
+
     def flush(self) -> None:
         """Wait until all records that were put are durable."""
         return
 
     def close(self) -> None:
-        """Release the store's resources."""
+        """Release the store's resources; closing twice does nothing."""
         return

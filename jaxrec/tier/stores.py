@@ -2,21 +2,105 @@
 
 from __future__ import annotations
 
-from jaxrec.tier.memory_store import MemoryStore
+import dataclasses
+import importlib
+import urllib.parse
+from typing import Any
+
 from jaxrec.tier.row_store import RowStore
+
+
+@dataclasses.dataclass(frozen=True)
+class _Scheme:
+    """Store of a URL scheme.
+
+    Attributes:
+        module, name: The class, imported when it is used; its ``from_url`` makes the store.
+        example: A URL.
+        extra: The extra of jaxrec that installs what the store needs.
+    """
+
+    module: str
+    name: str
+    example: str
+    extra: str | None = None
+
+
+_SCHEMES = {
+    "memory": _Scheme("memory_store", "MemoryStore", "memory://"),
+    "file": _Scheme("file_store", "FileStore", "file:///data/users"),
+    "rocksdb": _Scheme("rocksdb_store", "RocksDBStore", "rocksdb:///data/users", "rocksdb"),
+    "redis": _Scheme("redis_store", "RedisStore", "redis://host:6379/0?prefix=users", "redis"),
+    "rediss": _Scheme("redis_store", "RedisStore", "rediss://host:6379/0?prefix=users", "redis"),
+}
+_CACHE = "memory+"
 
 
 def open_store(url: str | RowStore) -> RowStore:
     """Return the store of a URL; a store itself is returned as it is.
 
+    Nothing is read or written before `RowStore.open`.
+
     Args:
-        url: ``"memory://"``.
+        url: Such as ``"memory://"``, ``"file:///data/users"``, ``"rocksdb:///data/users"`` or
+            ``"redis://host:6379/0?prefix=users"``. ``"memory+rocksdb:///data/users?memory=2GB"``
+            keeps records in 2 GB of memory over the store of the rest.
 
     Raises:
-        ValueError: No store has that scheme.
+        ValueError: No store has that scheme, or the URL is not one of its store.
+        ImportError: The store needs a package that is not installed.
+
+    Example:
+        >>> open_store("file:///data/users")
+        FileStore('/data/users')
     """
     if isinstance(url, RowStore):
         return url
-    if url == "memory://":
-        return MemoryStore()
-    raise ValueError(f"no row store has the URL {url!r}; use 'memory://' or a jaxrec.tier.RowStore")
+    if url.startswith(_CACHE):
+        return _cached(url)
+    scheme, separator, _ = url.partition("://")
+    if not separator or scheme not in _SCHEMES:
+        examples = ", ".join(repr(each.example) for each in _SCHEMES.values())
+        raise ValueError(
+            f"no row store has the URL {_without_user(url)!r}; use one like {examples}, "
+            "'memory+rocksdb:///data/users?memory=2GB', or a jaxrec.tier.RowStore"
+        )
+    return _class(scheme).from_url(url)
+
+
+def _class(scheme: str) -> Any:
+    of = _SCHEMES[scheme]
+    try:
+        module = importlib.import_module(f"jaxrec.tier.{of.module}")
+    except ModuleNotFoundError as error:
+        if of.extra is None:
+            raise
+        raise ImportError(
+            f"a store {scheme}:// needs the package {error.name}; install it by "
+            f"pip install 'jaxrec[{of.extra}]'"
+        ) from None
+    return getattr(module, of.name)
+
+
+def _cached(url: str) -> RowStore:
+    from jaxrec.tier.cached_store import DEFAULT_BYTES, CachedStore, parse_bytes
+
+    parts = urllib.parse.urlsplit(url.removeprefix(_CACHE))
+    options = urllib.parse.parse_qsl(parts.query, keep_blank_values=True)
+    sizes = [value for name, value in options if name == "memory"]
+    others = urllib.parse.urlencode([each for each in options if each[0] != "memory"])
+    # urlunsplit drops the empty host of schemes that it does not know.
+    backing = f"{parts.scheme}://{parts.netloc}{parts.path}{'?' if others else ''}{others}"
+    if parts.scheme == "memory" or len(sizes) > 1:
+        raise ValueError(
+            f"{_without_user(url)!r}: write a cache as 'memory+rocksdb:///data/users?memory=2GB', "
+            "over a store other than memory"
+        )
+    return CachedStore(open_store(backing), parse_bytes(sizes[0]) if sizes else DEFAULT_BYTES)
+
+
+def _without_user(url: str) -> str:
+    """Return a URL without what may be a password."""
+    scheme, separator, rest = url.partition("://")
+    _, at, rest = rest.rpartition("@")
+    return f"{scheme}{separator}{'...@' if at else ''}{rest}"

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from jaxrec.embed.checkpoint_view import LogicalTable
-from jaxrec.tier.row_store import RowStore
+from jaxrec.tier.row_store import RecordFormat, RowStore
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +39,19 @@ class RecordLayout:
     def width(self) -> int:
         """Number of bytes of a record."""
         return sum((width or 1) * dtype.itemsize for _, _, width, dtype in self.leaves)
+
+    def record_format(self, names: Sequence[str] = (), num_ids: int | None = None) -> RecordFormat:
+        """Return the format of the records for a store.
+
+        Args:
+            names: Names of the tables; without them the tables are numbered.
+            num_ids: Ids are 0 to ``num_ids`` - 1; None: any 64-bit ids but -1.
+        """
+        fields = (
+            f"{names[number] if names else f'table {number}'} {name} {dtype}[{width or 1}]"
+            for number, name, width, dtype in self.leaves
+        )
+        return RecordFormat(self.width, ", ".join(fields), num_ids)
 
     def pack(self, tables: Sequence[Mapping[str, np.ndarray]]) -> np.ndarray:
         """Return records, uint8 ``[n, width]``, of the rows and states of the tables."""
@@ -142,7 +155,7 @@ class RowTransfer:
     """
 
     def __init__(self, store: RowStore, layout: RecordLayout) -> None:
-        store.open(layout.width)
+        store.open(layout.record_format())
         self.store, self.layout = store, layout
         self._lock = threading.Lock()
         self._under_way: list[EvictedRows] = []

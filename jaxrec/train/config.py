@@ -120,8 +120,8 @@ class VocabularyConfig:
         if self.store is not None:
             try:
                 open_store(self.store)
-            except ValueError:
-                raise ConfigError(f"vocabulary.store is memory://, got {self.store!r}") from None
+            except (ValueError, ImportError) as error:
+                raise ConfigError(f"vocabulary.store: {error}") from None
 
 
 @dataclasses.dataclass(frozen=True)

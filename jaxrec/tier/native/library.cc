@@ -1,5 +1,6 @@
 // What Python calls, through ctypes. Memory is the caller's, and arguments were checked there.
 #include <algorithm>
+#include <atomic>
 #include <exception>
 #include <mutex>
 #include <new>
@@ -9,6 +10,7 @@
 
 #include "batch_ops.h"
 #include "id_map.h"
+#include "row_records.h"
 
 #define JAXREC_EXPORT extern "C" __attribute__((visibility("default")))
 
@@ -22,11 +24,32 @@ using Writing = std::unique_lock<std::shared_mutex>;
 constexpr int64_t kOutOfMemory = -1;
 // Ids that make up for starting a thread.
 constexpr int64_t kIdsOfThread = 16384;
+constexpr int64_t kRecordsOfThread = 2048;
+
+// Calls work(begin, size) for parts of a range, in threads.
+template <typename Work>
+void in_parts(int64_t count, int64_t of_thread, int64_t max_threads, Work work) {
+  const int64_t threads = std::clamp<int64_t>(count / of_thread, 1, max_threads);
+  const int64_t part = (count + threads - 1) / threads;
+  std::vector<std::thread> helpers;
+  int64_t begin = part;
+  try {
+    helpers.reserve(threads);
+    for (; begin < count; begin += part) {
+      helpers.emplace_back(work, begin, std::min(part, count - begin));
+    }
+  } catch (const std::exception&) {
+    // There are no more threads: this one does the rest.
+  }
+  work(0, std::min(part, count));
+  for (; begin < count; begin += part) work(begin, std::min(part, count - begin));
+  for (std::thread& helper : helpers) helper.join();
+}
 
 }  // namespace
 
 // Raised by each change of the functions below, so that Python refuses a library of other sources.
-JAXREC_EXPORT int64_t jaxrec_tier_interface() { return 1; }
+JAXREC_EXPORT int64_t jaxrec_tier_interface() { return 2; }
 
 JAXREC_EXPORT IdMap* jaxrec_id_map_new(int64_t capacity, uint64_t seed) {
   try {
@@ -48,22 +71,9 @@ JAXREC_EXPORT int64_t jaxrec_id_map_size(const IdMap* map) {
 JAXREC_EXPORT void jaxrec_id_map_find(const IdMap* map, const int64_t* ids, int64_t count,
                                       int32_t* slots, int64_t max_threads) {
   Reading reading(map->mutex);
-  const int64_t threads = std::clamp<int64_t>(count / kIdsOfThread, 1, max_threads);
-  const int64_t part = (count + threads - 1) / threads;
-  auto find_part = [=](int64_t begin) {
-    map->find(ids + begin, std::min(part, count - begin), slots + begin);
-  };
-  std::vector<std::thread> helpers;
-  int64_t begin = part;
-  try {
-    helpers.reserve(threads);
-    for (; begin < count; begin += part) helpers.emplace_back(find_part, begin);
-  } catch (const std::exception&) {
-    // There are no more threads: this one does the rest.
-  }
-  map->find(ids, std::min(part, count), slots);
-  for (; begin < count; begin += part) find_part(begin);
-  for (std::thread& helper : helpers) helper.join();
+  in_parts(count, kIdsOfThread, max_threads, [=](int64_t begin, int64_t size) {
+    map->find(ids + begin, size, slots + begin);
+  });
 }
 
 // Returns `count`, the position of the id that was refused, or -1 without room.
@@ -109,4 +119,41 @@ JAXREC_EXPORT int64_t jaxrec_smallest(const uint64_t* keys, const uint8_t* eligi
 JAXREC_EXPORT int64_t jaxrec_add_counts(const int32_t* slots, const int32_t* amounts, int64_t count,
                                         uint32_t* counts, int64_t num_slots) {
   return jaxrec::add_counts(slots, amounts, count, counts, num_slots);
+}
+
+JAXREC_EXPORT void jaxrec_read_records(uint8_t* base, int64_t start, int64_t stride, int64_t width,
+                                       int64_t has_id, int64_t file, uint64_t* pages, int64_t seeks,
+                                       const int64_t* slots, const int64_t* ids, int64_t count,
+                                       int64_t* found_ids, uint8_t* found, uint8_t* out,
+                                       int64_t max_threads) {
+  const jaxrec::Records records{base, start, stride, width, has_id != 0};
+  in_parts(count, kRecordsOfThread, max_threads, [=](int64_t begin, int64_t size) {
+    jaxrec::read_records(records, static_cast<int>(file), pages, seeks != 0, slots + begin,
+                         ids == nullptr ? nullptr : ids + begin, size,
+                         found_ids == nullptr ? nullptr : found_ids + begin, found + begin,
+                         out + begin * width);
+  });
+}
+
+// Returns 0, or the error number of a record that could not be written.
+JAXREC_EXPORT int64_t jaxrec_write_records(uint8_t* base, int64_t start, int64_t stride,
+                                           int64_t width, int64_t has_id, int64_t file,
+                                           uint64_t* pages, int64_t seeks,
+                                           const int64_t* slots, const int64_t* ids, int64_t count,
+                                           const uint8_t* in, int64_t max_threads) {
+  const jaxrec::Records records{base, start, stride, width, has_id != 0};
+  std::atomic<int64_t> error{0};
+  in_parts(count, kRecordsOfThread, max_threads, [=, &error](int64_t begin, int64_t size) {
+    const int64_t raised = jaxrec::write_records(records, static_cast<int>(file), pages,
+                                                 seeks != 0, slots + begin, ids + begin, size,
+                                                 in + begin * width);
+    if (raised != 0) error = raised;
+  });
+  return error;
+}
+
+JAXREC_EXPORT int64_t jaxrec_erase_records(uint8_t* base, int64_t start, int64_t stride,
+                                           int64_t file, const int64_t* slots, int64_t count) {
+  const jaxrec::Records records{base, start, stride, 0, false};
+  return jaxrec::erase_records(records, static_cast<int>(file), slots, count);
 }

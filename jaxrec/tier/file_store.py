@@ -1,0 +1,223 @@
+"""Rows in a sparse file."""
+
+from __future__ import annotations
+
+import contextlib
+import pathlib
+import threading
+import urllib.parse
+from collections.abc import Iterator
+
+import numpy as np
+
+from jaxrec.lock import lock, unlock
+from jaxrec.tier import file_snapshot, snapshots
+from jaxrec.tier.places import Places
+from jaxrec.tier.record_file import RECORDS, RecordFile
+from jaxrec.tier.record_format import RecordFormat
+from jaxrec.tier.record_header import FIRST_ROOM, create, read_format
+from jaxrec.tier.row_store import RowStore
+
+_NEW = f"{RECORDS}.new"
+
+
+class FileStore(RowStore):
+    """Records in a memory-mapped file of a directory: the store ``"file:///directory"``.
+
+    Where the ids are a range, an id is the record's place in the file, which is as large as all
+    records and sparse: only records that were written take room on the disk. Other ids have places
+    in the order in which they come, and the map of ids to places is made anew when the store is
+    opened, from all records.
+
+    Each record has a checksum. After the process was killed, records that it was just writing may
+    be absent, and all others are as they were put. `flush` makes them safe against a failure of
+    the machine, too. Records are read through the operating system's cache; the process gives
+    mapped pages back as their number grows.
+
+    The number of records and the scan of all take the time of reading the file where the ids are a
+    range.
+
+    Args:
+        directory: The directory of the file, made if it is missing. One run can have it open.
+
+    Example:
+        >>> import tempfile
+        >>> store = FileStore(tempfile.mkdtemp())
+        >>> store.open(RecordFormat(2, "rows uint8[2]", num_ids=10**12))
+        >>> store.put(np.array([3, 10**11]), np.array([[1, 2], [3, 4]], np.uint8))
+        >>> store.get(np.array([10**11, 4]))[0], len(store)
+        (array([ True, False]), 2)
+        >>> store.close()
+    """
+
+    def __init__(self, directory: str | pathlib.Path) -> None:
+        self.directory = pathlib.Path(directory).absolute()
+        self._path = self.directory / RECORDS
+        self._lock = threading.RLock()
+        self._file: RecordFile | None = None
+        self._places: Places | None = None
+
+    @classmethod
+    def from_url(cls, url: str) -> FileStore:
+        """Make the store of a URL such as ``"file:///data/users"``."""
+        return cls(url_path(url))
+
+    def __repr__(self) -> str:
+        return f"FileStore({str(self.directory)!r})"
+
+    def open(self, format: RecordFormat) -> None:
+        with self._lock:
+            lock(self.directory)
+            try:
+                for name in (_NEW, f"{RECORDS}.unfinished"):  # of a run that was killed
+                    (self.directory / name).unlink(missing_ok=True)
+                if self._path.exists() and read_format(self._path) != format:
+                    self._check_empty(format)
+                    self._path.unlink()
+                if not self._path.exists():
+                    create(self._path, format)
+                self.format = format
+                self._open_file()
+            except BaseException:
+                self._file = None
+                unlock(self.directory)
+                raise
+
+    def get(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        self.format.check_ids(ids)
+        with self._lock:
+            slots = ids if self._places is None else self._places.find(ids).astype(np.int64)
+            found, _, records = self._opened.read(slots, ids)
+        return found, records
+
+    def put(self, ids: np.ndarray, records: np.ndarray) -> None:
+        self.format.check_ids(ids)
+        with self._lock:
+            file = self._opened
+            if self._places is None:
+                file.write(ids, ids, records)
+                return
+            is_new = self._places.find(ids) < 0
+            slots = self._places.assign(ids).astype(np.int64)
+            try:
+                if self._places.room > file.room:
+                    file.grow(self._places.room)
+                file.write(slots, ids, records)
+            except BaseException:
+                self._places.remove(ids[is_new])
+                raise
+
+    def delete(self, ids: np.ndarray) -> None:
+        self.format.check_ids(ids)
+        with self._lock:
+            if self._places is None:
+                slots = ids[self._opened.read(ids, ids)[0]]
+            else:
+                slots = self._places.remove(ids).astype(np.int64)
+            self._opened.erase(slots)
+
+    def scan(self, size: int = 1 << 16) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        file = self._opened
+        all_slots = file.slots(size)
+        while True:
+            with self._lock:
+                if self._file is not file or (slots := next(all_slots, None)) is None:
+                    return
+                found, ids, records = file.read(slots)
+                if self._places is not None:
+                    found &= self._places.find(ids) == slots
+            if found.any():
+                yield ids[found], records[found]
+
+    def __len__(self) -> int:
+        with self._lock:
+            if self._places is not None:
+                return len(self._places)
+            return sum(ids.size for ids, _ in self.scan())
+
+    def clear(self) -> None:
+        with self._lock:
+            create(self.directory / _NEW, self.format)
+            self._replace_file()
+
+    def snapshot(self, directory: pathlib.Path) -> None:
+        with self._lock:
+            file_snapshot.write(directory, self._opened)
+
+    def load_snapshot(self, directory: pathlib.Path) -> None:
+        with self._lock:
+            manifest = snapshots.check(directory, self.format)
+            if manifest.kind != "file":
+                self.replace(snapshots.read(directory))
+                return
+            new = self.directory / _NEW
+            try:
+                file_snapshot.copy_records(directory, manifest, new)
+            except BaseException:
+                new.unlink(missing_ok=True)
+                raise
+            self._replace_file()
+
+    def flush(self) -> None:
+        with self._lock:
+            self._opened.flush()
+
+    def close(self) -> None:
+        with self._lock:
+            if self._file is not None:
+                self._file.close()
+                self._file = None
+                unlock(self.directory)
+
+    @property
+    def _opened(self) -> RecordFile:
+        if self._file is None:
+            raise ValueError(f"{self!r} is not open")
+        return self._file
+
+    def _replace_file(self) -> None:
+        """Put the file ``records.new`` in the place of the records."""
+        new = self.directory / _NEW
+        snapshots.sync(new)
+        self._opened.close()
+        new.replace(self._path)
+        snapshots.sync(self.directory)
+        self._open_file()
+
+    def _open_file(self) -> None:
+        self._file = file = RecordFile(self._path)
+        self._places = None
+        if self.format.num_ids is None:
+            parts = [(np.zeros(0, np.int64), np.zeros(0, np.int64))]
+            for slots in file.slots(1 << 16):
+                found, ids, _ = file.read(slots)
+                parts.append((ids[found], slots[found]))
+            ids, slots = (np.concatenate(each) for each in zip(*parts, strict=True))
+            # A failure of the machine may leave an id in two places.
+            ids, first = np.unique(ids, return_index=True)
+            file.erase(np.delete(slots, first))
+            self._places = Places(FIRST_ROOM)
+            self._places.load(ids, slots[first].astype(np.int32), file.room)
+
+    def _check_empty(self, format: RecordFormat) -> None:
+        """Raise a ValueError if there are records, whose format is another one."""
+        with contextlib.closing(RecordFile(self._path)) as file:
+            for slots in file.slots(1 << 16):
+                if file.read(slots)[0].any():
+                    format.check_same(file.format, str(self.directory))
+
+
+def url_path(url: str) -> pathlib.Path:
+    """Return the absolute path of a URL without a host.
+
+    Raises:
+        ValueError: The URL has a host, or no absolute path.
+    """
+    parts = urllib.parse.urlsplit(url)
+    path = urllib.parse.unquote(parts.path)
+    if parts.netloc or not path.startswith("/") or path == "/" or parts.query or parts.fragment:
+        raise ValueError(
+            f"a store {parts.scheme}:// has an absolute path, such as {parts.scheme}:///data/users "
+            f"with three slashes, got {url!r}"
+        )
+    return pathlib.Path(path)

@@ -1,0 +1,152 @@
+#include "row_records.h"
+
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstring>
+#include <vector>
+
+namespace jaxrec {
+namespace {
+
+constexpr uint64_t kFactor = 0xD6E8FEB86659FD93ull;
+constexpr uint64_t kStep = 0x9E3779B97F4A7C15ull;
+constexpr int64_t kAhead = 8;  // records
+
+uint64_t load(const uint8_t* bytes) {
+  uint64_t word;
+  std::memcpy(&word, bytes, sizeof(word));
+  return word;
+}
+
+void set(uint64_t* pages, int64_t page) {
+  __atomic_fetch_or(pages + page / 64, uint64_t{1} << (page % 64), __ATOMIC_RELAXED);
+}
+
+bool is_set(const uint64_t* pages, int64_t page) {
+  return __atomic_load_n(pages + page / 64, __ATOMIC_RELAXED) >> (page % 64) & 1;
+}
+
+// Whether a page exists in the file, and is no hole of it. Keeps the answer in `pages`.
+bool exists(int file, uint64_t* pages, int64_t page) {
+  if (is_set(pages, page)) return true;
+#ifdef SEEK_DATA
+  if (lseek(file, page * kPageBytes, SEEK_DATA) == page * kPageBytes) {
+    set(pages, page);
+    return true;
+  }
+#endif
+  return false;
+}
+
+// Whether all pages of a record exist.
+bool all_exist(const Records& records, int file, uint64_t* pages, int64_t slot) {
+  const int64_t offset = records.start + slot * records.stride;
+  const int64_t last = (offset + records.stride - 1) / kPageBytes;
+  for (int64_t page = offset / kPageBytes; page <= last; ++page) {
+    if (!exists(file, pages, page)) return false;
+  }
+  return true;
+}
+
+int64_t write_all(int file, const uint8_t* bytes, int64_t size, int64_t offset) {
+  while (size > 0) {
+    const ssize_t written = pwrite(file, bytes, size, offset);
+    if (written < 0 && errno == EINTR) continue;
+    if (written < 0) return errno;
+    if (written == 0) return ENOSPC;
+    bytes += written;
+    offset += written;
+    size -= written;
+  }
+  return 0;
+}
+
+}  // namespace
+
+uint64_t record_tag(int64_t id, const uint8_t* record, int64_t width) {
+  uint64_t hash = static_cast<uint64_t>(id) * kStep + static_cast<uint64_t>(width);
+  auto add = [&](uint64_t word) {
+    hash = (hash ^ word) * kFactor;
+    hash ^= hash >> 32;
+  };
+  int64_t at = 0;
+  for (; at + 8 <= width; at += 8) add(load(record + at));
+  if (at < width) {
+    uint64_t word = 0;
+    std::memcpy(&word, record + at, width - at);
+    add(word);
+  }
+  add(kStep);
+  return hash == 0 ? 1 : hash;
+}
+
+void read_records(const Records& records, int file, uint64_t* pages, bool seeks,
+                  const int64_t* slots, const int64_t* ids, int64_t count, int64_t* found_ids,
+                  uint8_t* found, uint8_t* out) {
+  const int64_t head = records.has_id ? 16 : 8, width = records.width;
+  for (int64_t i = 0; i < count; ++i) {
+    if (i + kAhead < count && slots[i + kAhead] >= 0) {
+      const uint8_t* next = records.base + records.start + slots[i + kAhead] * records.stride;
+      for (int64_t k = 0; k < records.stride; k += 64) __builtin_prefetch(next + k);
+    }
+    found[i] = 0;
+    uint8_t* copy = out + i * width;
+    // A page that is read exists from then on in some file systems, and takes room in all caches.
+    if (slots[i] >= 0 && (!seeks || all_exist(records, file, pages, slots[i]))) {
+      const uint8_t* record = records.base + records.start + slots[i] * records.stride;
+      const uint64_t tag = load(record);
+      if (tag != 0) {
+        int64_t id = ids == nullptr ? slots[i] : ids[i];
+        if (records.has_id) {
+          const int64_t stored = static_cast<int64_t>(load(record + 8));
+          if (ids == nullptr) {
+            found_ids[i] = id = stored;
+          } else if (stored != id) {
+            id = -1;  // No tag is of this id.
+          }
+        }
+        std::memcpy(copy, record + head, width);
+        found[i] = id != -1 && record_tag(id, copy, width) == tag;
+      }
+    }
+    if (!found[i]) std::memset(copy, 0, width);
+  }
+}
+
+int64_t write_records(const Records& records, int file, uint64_t* pages, bool seeks,
+                      const int64_t* slots, const int64_t* ids, int64_t count, const uint8_t* in) {
+  const int64_t head = records.has_id ? 16 : 8, width = records.width;
+  std::vector<uint8_t> whole(records.stride);
+  for (int64_t i = 0; i < count; ++i) {
+    const uint64_t tag = record_tag(ids[i], in + i * width, width);
+    std::memcpy(whole.data(), &tag, 8);
+    if (records.has_id) std::memcpy(whole.data() + 8, ids + i, 8);
+    std::memcpy(whole.data() + head, in + i * width, width);
+    const int64_t offset = records.start + slots[i] * records.stride;
+    const int64_t first = offset / kPageBytes, last = (offset + records.stride - 1) / kPageBytes;
+    bool is_mapped = pages != nullptr;
+    for (int64_t page = first; is_mapped && page <= last; ++page) {
+      is_mapped = seeks ? exists(file, pages, page) : is_set(pages, page);
+    }
+    if (is_mapped) {
+      std::memcpy(records.base + offset, whole.data(), records.stride);
+      continue;
+    }
+    if (const int64_t error = write_all(file, whole.data(), records.stride, offset)) return error;
+    for (int64_t page = first; pages != nullptr && page <= last; ++page) set(pages, page);
+  }
+  return 0;
+}
+
+int64_t erase_records(const Records& records, int file, const int64_t* slots, int64_t count) {
+  const uint8_t zeros[8] = {};
+  for (int64_t i = 0; i < count; ++i) {
+    const int64_t offset = records.start + slots[i] * records.stride;
+    if (load(records.base + offset) == 0) continue;
+    if (const int64_t error = write_all(file, zeros, 8, offset)) return error;
+  }
+  return 0;
+}
+
+}  // namespace jaxrec

@@ -1,0 +1,43 @@
+// Records of a memory-mapped file, each with a checksum.
+#ifndef JAXREC_TIER_ROW_RECORDS_H_
+#define JAXREC_TIER_ROW_RECORDS_H_
+
+#include <cstdint>
+
+namespace jaxrec {
+
+// Records one after another in a file that is mapped at `base`. Each starts with its tag: 0 for a
+// record that is absent, or its checksum. Then come the id, if `has_id`, the `width` bytes of the
+// record, and zeros up to `stride`, a multiple of 8. The first record is at `start`, a multiple of 8.
+struct Records {
+  uint8_t* base;
+  int64_t start, stride, width;
+  bool has_id;
+};
+
+constexpr int64_t kPageBytes = 4096;
+
+// Checksum of an id and the bytes of its record; never 0.
+uint64_t record_tag(int64_t id, const uint8_t* record, int64_t width);
+
+// Copies the records of some slots, and zeros for slots whose record is absent or damaged, or which
+// are negative. `ids` are the ids of the slots; if it is null and the records have ids, `found_ids`
+// gets those. `found` says whether each was there. `pages` and `seeks` are as of `write_records`;
+// with `seeks`, pages that do not exist are not read.
+void read_records(const Records& records, int file, uint64_t* pages, bool seeks,
+                  const int64_t* slots, const int64_t* ids, int64_t count, int64_t* found_ids,
+                  uint8_t* found, uint8_t* out);
+
+// Writes records. Pages whose bit is set in `pages`, which exist in the file, are written through
+// the map, as are those that `seeks` lets SEEK_DATA find; records on other pages by pwrite, which
+// fails where the disk is full. Their bits are set then. All go by pwrite if `pages` is null.
+// Returns 0 or the error number.
+int64_t write_records(const Records& records, int file, uint64_t* pages, bool seeks,
+                      const int64_t* slots, const int64_t* ids, int64_t count, const uint8_t* in);
+
+// Sets the tags of records that have one to 0. Returns 0 or the error number.
+int64_t erase_records(const Records& records, int file, const int64_t* slots, int64_t count);
+
+}  // namespace jaxrec
+
+#endif  // JAXREC_TIER_ROW_RECORDS_H_

@@ -1,0 +1,237 @@
+"""Sparse files of records: header, growth, memory, copies."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import mmap
+import os
+import pathlib
+from collections.abc import Iterator
+
+import numpy as np
+
+from jaxrec.tier import implementation
+from jaxrec.tier.record_array import PAGE_BYTES, RecordArray, stride
+from jaxrec.tier.record_header import FIRST_ROOM, HEADER_BYTES, file_size, read_format, resize
+
+RECORDS = "records"
+_THREADS = 8
+
+# Bytes of mapped files in the process's memory, above which a file gives its pages back; they stay
+# in the operating system's cache.
+_MAPPED_BYTES = 512 << 20
+
+# Free bytes of a disk, below which no page is written through the map. File systems that copy on
+# write need room for pages that exist, too.
+_SPARE_BYTES = 256 << 20
+
+# FICLONE of linux/fs.h: makes a file share the blocks of another.
+_CLONE = 0x40049409
+
+
+class RecordFile:
+    """Records by slot in a memory-mapped, sparse file.
+
+    The file begins with a header of 64 KiB, which is text: a magic line, the format as JSON, and a
+    checksum. The records follow (`jaxrec.tier.record_array`), then a page that is never written. A
+    file of ``num_ids`` has a slot for each id. Any other starts with 1,024 slots, which double.
+
+    Args:
+        path: The file, which `create` made.
+        is_writable: Whether the file is written, too.
+
+    Raises:
+        ValueError: The file is damaged or truncated.
+        OSError: The file cannot be made, read or written.
+    """
+
+    def __init__(self, path: pathlib.Path, *, is_writable: bool = True) -> None:
+        self.path, self._is_writable = path, is_writable
+        self.format = read_format(path)
+        self._stride = stride(self.format.width, self.format.num_ids is None)
+        self._descriptor = os.open(path, os.O_RDWR if is_writable else os.O_RDONLY)
+        try:
+            self._check_size()
+            self._map_file()
+        except BaseException:
+            os.close(self._descriptor)
+            raise
+        self._resident = _mapped_bytes()
+
+    def _check_size(self) -> None:
+        size = os.fstat(self._descriptor).st_size
+        self.room = self.format.num_ids or FIRST_ROOM
+        while self.format.num_ids is None and file_size(self.room, self._stride) < size:
+            self.room *= 2
+        if (wanted := file_size(self.room, self._stride)) != size:
+            raise ValueError(
+                f"{self.path} is truncated or damaged: it has {size:,} bytes and should have "
+                f"{wanted:,}; restore it from a checkpoint, or remove it to begin anew"
+            )
+
+    def _map_file(self) -> None:
+        size = os.fstat(self._descriptor).st_size
+        try:
+            access = mmap.ACCESS_WRITE if self._is_writable else mmap.ACCESS_READ
+            self._mmap = mmap.mmap(self._descriptor, size, access=access)
+        except OSError as error:
+            raise OSError(
+                error.errno, f"{size:,} bytes cannot be mapped into memory: {error.strerror}",
+                str(self.path),
+            ) from None  # fmt: skip
+        if hasattr(mmap, "MADV_RANDOM"):
+            self._mmap.madvise(mmap.MADV_RANDOM)
+        self._records = RecordArray(
+            bytes=np.frombuffer(self._mmap, np.uint8),
+            pages=np.zeros(size // PAGE_BYTES // 64 + 1, np.uint64),
+            seeks_data=self._data_at(size - PAGE_BYTES) is None,
+            descriptor=self._descriptor,
+            start=HEADER_BYTES,
+            width=self.format.width,
+            has_id=self.format.num_ids is None,
+        )
+
+    def read(
+        self, slots: np.ndarray, ids: np.ndarray | None = None
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Read records, as `jaxrec.tier.reference.read_records`."""
+        self._give_pages_back()
+        return implementation.current().read_records(self._records, slots, ids, _THREADS)
+
+    def write(self, slots: np.ndarray, ids: np.ndarray, records: np.ndarray) -> None:
+        """Write records into distinct slots.
+
+        Raises:
+            OSError: The disk is full, or cannot be written.
+        """
+        self._give_pages_back()
+        through_map = self._can_write_through_map(slots.size)
+        records = np.ascontiguousarray(records)
+        self._check(
+            implementation.current().write_records(
+                self._records, slots, ids, records, through_map, _THREADS
+            )
+        )
+
+    def erase(self, slots: np.ndarray) -> None:
+        """Remove the records of some slots."""
+        self._give_pages_back()
+        self._check(implementation.current().erase_records(self._records, slots))
+
+    def grow(self, room: int) -> None:
+        """Make room for more records."""
+        resize(self._descriptor, self.path, file_size(room, self._stride))
+        pages = self._records.pages
+        self._unmap()
+        self.room = room
+        self._map_file()
+        self._records.pages[: pages.size] = pages
+
+    def slots(self, size: int) -> Iterator[np.ndarray]:
+        """Iterate over the slots that may have a record, int64, at least ``size`` at a time."""
+        parts, count, next_slot, position = [], 0, 0, HEADER_BYTES
+        while (extent := self._extent(position)) is not None:
+            begin, position = extent
+            first = max((begin - HEADER_BYTES) // self._stride, next_slot)
+            next_slot = min(-(-(position - HEADER_BYTES) // self._stride), self.room)
+            while first < next_slot:
+                last = min(first + size - count, next_slot)
+                parts.append(np.arange(first, last))
+                count, first = count + last - first, last
+                if count >= size:
+                    yield self._soon(np.concatenate(parts))
+                    parts, count = [], 0
+        if parts:
+            yield self._soon(np.concatenate(parts))
+
+    def flush(self) -> None:
+        """Wait until the file is durable."""
+        self._mmap.flush()
+        os.fsync(self._descriptor)
+
+    def copy_to(self, path: pathlib.Path) -> None:
+        """Copy the file in the kernel: by shared blocks where the file system can, or its data."""
+        with path.open("wb") as copy:
+            with contextlib.suppress(OSError):
+                fcntl.ioctl(copy, _CLONE, self._descriptor)
+                return
+            resize(copy.fileno(), path, os.fstat(self._descriptor).st_size)
+            position = 0
+            while (extent := self._extent(position)) is not None:
+                begin, position = extent
+                _copy(self._descriptor, copy.fileno(), begin, position)
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._descriptor >= 0:
+            self._unmap()
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def _unmap(self) -> None:
+        del self._records
+        self._mmap.close()
+
+    def _check(self, error: int) -> None:
+        if error:
+            hint = "; free some of it and start again from the last checkpoint"
+            hint = hint if error in (errno.ENOSPC, errno.EDQUOT) else ""
+            raise OSError(
+                error, f"records cannot be written: {os.strerror(error)}{hint}", str(self.path)
+            )
+
+    def _can_write_through_map(self, count: int) -> bool:
+        disk = os.fstatvfs(self._descriptor)
+        spare = _SPARE_BYTES + 2 * PAGE_BYTES * count
+        is_paged = disk.f_frsize >= PAGE_BYTES == mmap.PAGESIZE
+        return is_paged and disk.f_bavail * disk.f_frsize > spare
+
+    def _give_pages_back(self) -> None:
+        if _mapped_bytes() - self._resident > _MAPPED_BYTES:
+            self._mmap.madvise(mmap.MADV_DONTNEED)
+
+    def _data_at(self, position: int) -> int | None:
+        """Return where the data at or after a position begin; None: there are none."""
+        try:
+            return os.lseek(self._descriptor, position, os.SEEK_DATA)
+        except OSError as error:
+            if error.errno != errno.ENXIO:
+                raise
+            return None
+
+    def _extent(self, position: int) -> tuple[int, int] | None:
+        """Return begin and end of the data of the file from a position on."""
+        if (begin := self._data_at(position)) is None:
+            return None
+        return begin, os.lseek(self._descriptor, begin, os.SEEK_HOLE)
+
+    def _soon(self, slots: np.ndarray) -> np.ndarray:
+        """Tell the operating system that slots will be read, and return them."""
+        if hasattr(os, "posix_fadvise"):
+            first = HEADER_BYTES + int(slots[0]) * self._stride
+            size = (int(slots[-1]) - int(slots[0]) + 1) * self._stride
+            if size <= 2 * slots.size * self._stride:
+                os.posix_fadvise(self._descriptor, first, size, os.POSIX_FADV_WILLNEED)
+        return slots
+
+
+def _copy(source: int, target: int, begin: int, end: int) -> None:
+    while begin < end:
+        try:
+            count = os.copy_file_range(source, target, end - begin, begin, begin)
+        except (AttributeError, OSError) as error:
+            if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            count = os.pwrite(target, os.pread(source, min(end - begin, 1 << 22), begin), begin)
+        begin += count
+
+
+def _mapped_bytes() -> int:
+    """Return the bytes of files in this process's memory; 0 where this is unknown."""
+    try:
+        with open("/proc/self/statm", "rb") as file:
+            return int(file.read().split()[2]) * mmap.PAGESIZE
+    except OSError:
+        return 0

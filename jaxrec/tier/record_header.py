@@ -1,0 +1,86 @@
+"""Making of sparse files of records, and their headers."""
+
+from __future__ import annotations
+
+import errno
+import os
+import pathlib
+import zlib
+
+from jaxrec.tier.record_array import PAGE_BYTES, stride
+from jaxrec.tier.record_format import RecordFormat
+from jaxrec.tier.snapshots import sync
+
+FIRST_ROOM = 1024
+HEADER_BYTES = 1 << 16
+_MAGIC = "jaxrec records 1, little-endian"
+
+
+def create(path: pathlib.Path, format: RecordFormat) -> None:
+    """Make an empty file, which is there when it is whole.
+
+    Raises:
+        OSError: The file system cannot make a sparse file of this size.
+    """
+    text = f"{_MAGIC}\n{format.to_json()}\n"
+    header = f"{text}{zlib.crc32(text.encode()):08x}\n".encode()
+    if len(header) > HEADER_BYTES:
+        raise ValueError(f"the description of the records is too long: {len(header):,} bytes")
+    unfinished = path.with_name(f"{path.name}.unfinished")
+    room = format.num_ids or FIRST_ROOM
+    try:
+        with unfinished.open("wb") as file:
+            size = file_size(room, stride(format.width, format.num_ids is None))
+            resize(file.fileno(), path, size)
+            file.write(header)
+            file.flush()
+            if os.fstat(file.fileno()).st_blocks * 512 > (16 << 20) + size // 2:
+                raise OSError(errno.EFBIG, _no_sparse_file(size), str(path))
+        sync(unfinished)
+        unfinished.replace(path)
+        sync(path.parent)
+    except BaseException:
+        unfinished.unlink(missing_ok=True)
+        raise
+
+
+def read_format(path: pathlib.Path) -> RecordFormat:
+    """Read the format of a file's records.
+
+    Raises:
+        ValueError: The header is damaged.
+    """
+    with path.open("rb") as file:
+        text = file.read(HEADER_BYTES).rstrip(b"\0").decode(errors="replace")
+    magic, _, rest = text.partition("\n")
+    content, _, crc = rest.partition("\n")
+    if magic != _MAGIC:
+        raise ValueError(f"{path} is no file of records of this version of jaxrec")
+    if f"{zlib.crc32(f'{magic}{chr(10)}{content}{chr(10)}'.encode()):08x}" != crc.strip():
+        raise ValueError(f"{path} is damaged: its header has another checksum")
+    return RecordFormat.from_json(content)
+
+
+def file_size(room: int, step: int) -> int:
+    """Return the bytes of a file of some records of ``step`` bytes."""
+    records = -(-(HEADER_BYTES + room * step) // PAGE_BYTES) * PAGE_BYTES
+    return records + PAGE_BYTES  # a hole, by which `seeks_data` is known
+
+
+def resize(descriptor: int, path: pathlib.Path, size: int) -> None:
+    """Set the size of an open file, without taking room on the disk.
+
+    Raises:
+        OSError: The file system refuses it.
+    """
+    try:
+        os.ftruncate(descriptor, size)
+    except OSError as error:
+        raise OSError(error.errno, _no_sparse_file(size), str(path)) from None
+
+
+def _no_sparse_file(size: int) -> str:
+    return (
+        f"the file system refuses a sparse file of {size / 1e9:,.1f} GB; choose a directory on one "
+        "that has large sparse files, such as ext4 (up to 17.6 TB) or XFS, and see `ulimit -f`"
+    )

@@ -1,0 +1,140 @@
+"""Addresses of row stores in Redis, and what goes wrong there."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import os
+import urllib.parse
+from collections.abc import Iterator
+from typing import Any
+
+import redis
+import redis.backoff
+import redis.exceptions
+import redis.retry
+
+_RETRIES = 5
+_LONGEST_PAUSE, _FIRST_PAUSE = 1.0, 0.05  # seconds
+
+
+@dataclasses.dataclass(frozen=True)
+class Address:
+    """Place of a store on a server.
+
+    Attributes:
+        host, port, database: The server and the number of its database.
+        prefix: First part of the keys.
+        is_encrypted: Whether the connection is by TLS.
+        timeout: Seconds after which a connection or an answer is given up.
+        lock: Seconds after which the lock of a run that was killed expires.
+        ca: File of the certificate authority of the server's certificate.
+    """
+
+    host: str
+    port: int = 6379
+    database: int = 0
+    prefix: str = "jaxrec"
+    is_encrypted: bool = False
+    timeout: float = 10.0
+    lock: float = 15.0
+    ca: str | None = None
+
+    def __str__(self) -> str:
+        scheme = "rediss" if self.is_encrypted else "redis"
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{scheme}://{host}:{self.port}/{self.database}?prefix={self.prefix}"
+
+    @classmethod
+    def from_url(cls, url: str) -> Address:
+        """Return the address of a URL such as ``"redis://host:6379/0?prefix=users&timeout=5"``.
+
+        Raises:
+            ValueError: The URL is something else, or has a password.
+        """
+        parts = urllib.parse.urlsplit(url)
+        if "@" in parts.netloc:
+            raise ValueError(
+                f"a URL {parts.scheme}:// must not have credentials, since it is shown in logs; "
+                "set the environment variables REDIS_USERNAME and REDIS_PASSWORD"
+            )
+        wanted = f"write a URL like '{parts.scheme}://host:6379/0?prefix=users', not {url!r}"
+        options = dict(urllib.parse.parse_qsl(parts.query, keep_blank_values=True))
+        if unknown := sorted(set(options) - {"prefix", "timeout", "lock", "ca"}):
+            raise ValueError(
+                f"unknown option {unknown[0]!r}; a store in Redis has prefix, timeout, lock and "
+                f"ca: {wanted}"
+            )
+        try:
+            address = cls(
+                host=parts.hostname or "",
+                port=parts.port or 6379,
+                database=int(parts.path.strip("/") or 0),
+                prefix=options.get("prefix", "jaxrec"),
+                is_encrypted=parts.scheme == "rediss",
+                timeout=float(options.get("timeout", 10)),
+                lock=float(options.get("lock", 15)),
+                ca=options.get("ca"),
+            )
+        except ValueError:
+            raise ValueError(wanted) from None
+        if not address.host or not address.prefix or min(address.timeout, address.lock) <= 0:
+            raise ValueError(wanted)
+        return address
+
+    def client(self, retries: int = _RETRIES) -> Any:
+        """Return a `redis.Redis` of the server, with the credentials of the environment."""
+        encryption: dict[str, Any] = (
+            {"ssl": True, "ssl_ca_certs": self.ca} if self.is_encrypted else {}
+        )
+        backoff = redis.backoff.ExponentialBackoff(cap=_LONGEST_PAUSE, base=_FIRST_PAUSE)
+        return redis.Redis(
+            host=self.host,
+            port=self.port,
+            db=self.database,
+            username=os.environ.get("REDIS_USERNAME"),
+            password=os.environ.get("REDIS_PASSWORD"),
+            socket_timeout=self.timeout,
+            socket_connect_timeout=self.timeout,
+            retry=redis.retry.Retry(backoff, retries),
+            **encryption,
+        )
+
+
+@contextlib.contextmanager
+def clear_errors(address: Address) -> Iterator[None]:
+    """Turn the client's errors into an OSError of one sentence."""
+    place = str(address)
+    try:
+        yield
+    except (redis.AuthenticationError, redis.exceptions.NoPermissionError) as error:
+        raise _refused(error, place) from None
+    except (redis.TimeoutError, redis.ConnectionError) as error:
+        raise ConnectionError(
+            errno.ECONNREFUSED,
+            f"the server did not answer in {_RETRIES + 1} attempts ({error}); see that it runs "
+            "and start again from the last checkpoint",
+            place,
+        ) from None
+    except redis.RedisError as error:
+        text = str(error)
+        if text.startswith(("NOAUTH", "WRONGPASS", "NOPERM")):
+            raise _refused(error, place) from None
+        if isinstance(error, redis.exceptions.OutOfMemoryError) or "OOM" in text:
+            raise OSError(
+                errno.ENOMEM,
+                f"the server's memory is full ({text}); give it more (maxmemory) and start "
+                "again from the last checkpoint",
+                place,
+            ) from None
+        raise OSError(errno.EIO, f"the server refuses a command ({text})", place) from None
+
+
+def _refused(error: Exception, place: str) -> PermissionError:
+    return PermissionError(
+        errno.EACCES,
+        f"the server refuses the credentials ({error}); set the environment variables "
+        "REDIS_USERNAME and REDIS_PASSWORD",
+        place,
+    )

@@ -1,0 +1,166 @@
+"""Records in a RocksDB database."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import pathlib
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import rocksdict
+
+from jaxrec.tier.record_format import RecordFormat
+
+# Records have keys of 8 bytes.
+_FORMAT_KEY = b"format"
+_KEY_BYTES = 8
+
+
+class Database:
+    """Records by id in a database, with their format.
+
+    Args:
+        path: Directory of the database.
+        format: Format of the records of a database that is made; None: it exists.
+        is_writable: Whether records are written.
+
+    Raises:
+        ValueError: The database is damaged, or has no format.
+        OSError: It cannot be opened.
+    """
+
+    def __init__(
+        self, path: pathlib.Path, format: RecordFormat | None = None, *, is_writable: bool = True
+    ) -> None:
+        self.path = path
+        access = rocksdict.AccessType
+        with self._clear_errors():
+            self._db: Any = rocksdict.Rdict(
+                str(path),
+                _options(may_create=format is not None),
+                access_type=access.read_write() if is_writable else access.read_only(),
+            )
+            text = self._db.get(_FORMAT_KEY)
+        if text is None and format is not None:
+            text = format.to_json().encode()
+            self._db[_FORMAT_KEY] = text
+            self.flush()
+        if text is None:
+            self.close()
+            raise ValueError(f"{path} is no database of a row store")
+        self.format = RecordFormat.from_json(text.decode())
+
+    def get(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Read records, as `jaxrec.tier.RowStore.get`."""
+        with self._clear_errors():
+            values = self._db.get(_keys(ids))
+        found = np.array([value is not None for value in values], bool)
+        if not found.all():
+            zeros = bytes(self.format.width)
+            values = [zeros if value is None else value for value in values]
+        records = np.frombuffer(bytearray().join(values), np.uint8)
+        return found, records.reshape(-1, self.format.width)
+
+    def put(self, ids: np.ndarray, records: np.ndarray) -> None:
+        """Write records, all or none."""
+        batch, width = rocksdict.WriteBatch(raw_mode=True), self.format.width
+        values = records.tobytes()
+        for start, key in zip(range(0, len(values), width), _keys(ids), strict=True):
+            batch.put(key, values[start : start + width])
+        with self._clear_errors():
+            self._db.write(batch)
+
+    def delete(self, ids: np.ndarray) -> None:
+        """Remove records."""
+        batch = rocksdict.WriteBatch(raw_mode=True)
+        for key in _keys(ids):
+            batch.delete(key)
+        with self._clear_errors():
+            self._db.write(batch)
+
+    def scan(self, size: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Iterate over the records as they are now, as `jaxrec.tier.RowStore.scan`."""
+        keys: list[bytes] = []
+        values: list[bytes] = []
+        with self._clear_errors():
+            items = self._db.items()
+        while True:
+            with self._clear_errors():
+                item = next(items, None)
+            if item is not None and len(item[0]) == _KEY_BYTES:
+                keys.append(item[0])
+                values.append(item[1])
+            if keys and (item is None or len(keys) == size):
+                ids = np.frombuffer(b"".join(keys), ">i8").astype(np.int64)
+                records = np.frombuffer(bytearray().join(values), np.uint8)
+                yield ids, records.reshape(-1, self.format.width)
+                keys, values = [], []
+            if item is None:
+                return
+
+    def count(self) -> int:
+        """Count the records, which reads all keys."""
+        with self._clear_errors():
+            return sum(len(key) == _KEY_BYTES for key in self._db.keys())  # noqa: SIM118
+
+    def has_records(self) -> bool:
+        """Return whether there is a record."""
+        return next(self.scan(1), None) is not None
+
+    def checkpoint(self, path: pathlib.Path) -> None:
+        """Make a copy that shares the database's immutable files, on the same file system."""
+        with self._clear_errors():
+            rocksdict.Checkpoint(self._db).create_checkpoint(str(path))
+
+    def flush(self) -> None:
+        """Wait until all that was written is durable."""
+        with self._clear_errors():
+            self._db.flush_wal(True)
+
+    def close(self) -> None:
+        """Close the database."""
+        self._db.close()
+
+    @contextlib.contextmanager
+    def _clear_errors(self) -> Iterator[None]:
+        """Turn RocksDB's errors, which are of type Exception, into clear ones."""
+        try:
+            yield
+        except (OSError, MemoryError):
+            raise
+        except Exception as error:
+            text = str(error)
+            if "Corruption" in text or "checksum mismatch" in text:
+                raise ValueError(
+                    f"{self.path} is damaged ({text}); restore it from a checkpoint, or remove it "
+                    "to begin anew"
+                ) from None
+            if "No space left" in text or "File too large" in text:
+                number = errno.ENOSPC if "No space left" in text else errno.EFBIG
+                raise OSError(
+                    number,
+                    f"records cannot be written ({text}); free some of the disk and start again "
+                    "from the last checkpoint",
+                    str(self.path),
+                ) from None
+            raise OSError(errno.EIO, f"RocksDB: {text}", str(self.path)) from None
+
+
+def _keys(ids: np.ndarray) -> list[bytes]:
+    whole = ids.astype(">i8").tobytes()
+    return [whole[start : start + _KEY_BYTES] for start in range(0, len(whole), _KEY_BYTES)]
+
+
+def _options(may_create: bool) -> rocksdict.Options:
+    options = rocksdict.Options(raw_mode=True)
+    options.create_if_missing(may_create)
+    options.set_keep_log_file_num(2)
+    # Trained numbers do not compress.
+    options.set_compression_type(rocksdict.DBCompressionType.none())
+    table = rocksdict.BlockBasedOptions()
+    table.set_bloom_filter(10, False)
+    table.set_block_cache(rocksdict.Cache(64 << 20))
+    options.set_block_based_table_factory(table)
+    return options

@@ -1,0 +1,169 @@
+"""Rows in RocksDB."""
+
+from __future__ import annotations
+
+import pathlib
+import shutil
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+
+from jaxrec.atomic import write_atomically
+from jaxrec.lock import lock, unlock
+from jaxrec.tier import rocksdb_snapshot, snapshots
+from jaxrec.tier.file_store import url_path
+from jaxrec.tier.record_format import RecordFormat
+from jaxrec.tier.rocksdb_database import Database
+from jaxrec.tier.row_store import RowStore
+
+_CURRENT = "current"
+_NAME = "records-{}"
+
+
+class RocksDBStore(RowStore):
+    """Records in a RocksDB database of a directory: the store ``"rocksdb:///directory"``.
+
+    A `put` is written whole or not at all, and outlives the process when it has returned, also if
+    this is killed. `flush` makes it safe against a failure of the machine. Snapshots share the
+    files of the database that never change. Needs the extra ``jaxrec[rocksdb]``.
+
+    The number of records takes the time of reading all keys.
+
+    Args:
+        directory: The directory, made if it is missing. One run can have it open. The file
+            ``current`` has the name of the database in it.
+    """
+
+    def __init__(self, directory: str | pathlib.Path) -> None:
+        self.directory = pathlib.Path(directory).absolute()
+        self._lock = threading.RLock()
+        self._database: Database | None = None
+
+    @classmethod
+    def from_url(cls, url: str) -> RocksDBStore:
+        """Make the store of a URL such as ``"rocksdb:///data/users"``."""
+        return cls(url_path(url))
+
+    def __repr__(self) -> str:
+        return f"RocksDBStore({str(self.directory)!r})"
+
+    def open(self, format: RecordFormat) -> None:
+        with self._lock:
+            lock(self.directory)
+            try:
+                self.format = format
+                current = self._current()
+                for path in self.directory.glob(_NAME.format("*")):  # of a run that was killed
+                    if path.name != current:
+                        shutil.rmtree(path)
+                if current is None:
+                    self._use(Database(self._new_path(), format))
+                    return
+                database = Database(self.directory / current)
+                self._database = database
+                if database.format != format:
+                    if database.has_records():
+                        format.check_same(database.format, str(self.directory))
+                    self.clear()
+            except BaseException:
+                self._close_database()
+                unlock(self.directory)
+                raise
+
+    def get(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        self.format.check_ids(ids)
+        with self._lock:
+            return self._opened.get(ids)
+
+    def put(self, ids: np.ndarray, records: np.ndarray) -> None:
+        self.format.check_ids(ids)
+        with self._lock:
+            self._opened.put(ids, records)
+
+    def delete(self, ids: np.ndarray) -> None:
+        self.format.check_ids(ids)
+        with self._lock:
+            self._opened.delete(ids)
+
+    def scan(self, size: int = 1 << 16) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        return self._opened.scan(size)
+
+    def __len__(self) -> int:
+        with self._lock:
+            return self._opened.count()
+
+    def clear(self) -> None:
+        with self._lock:
+            self._use(Database(self._new_path(), self.format))
+
+    def snapshot(self, directory: pathlib.Path) -> None:
+        with self._lock:
+            rocksdb_snapshot.write(directory, self._opened)
+
+    def load_snapshot(self, directory: pathlib.Path) -> None:
+        with self._lock:
+            manifest = snapshots.check(directory, self.format)
+            if manifest.kind != "rocksdb":
+                self.replace(snapshots.read(directory))
+                return
+            path = self._new_path()
+            try:
+                rocksdb_snapshot.copy_database(directory, path)
+                database = Database(path)
+            except BaseException:
+                shutil.rmtree(path, ignore_errors=True)
+                raise
+            self._use(database)
+
+    def flush(self) -> None:
+        with self._lock:
+            self._opened.flush()
+
+    def close(self) -> None:
+        with self._lock:
+            if self._database is not None:
+                self._close_database()
+                unlock(self.directory)
+
+    @property
+    def _opened(self) -> Database:
+        if self._database is None:
+            raise ValueError(f"{self!r} is not open")
+        return self._database
+
+    def _current(self) -> str | None:
+        """Return the name of the database; None: there is none."""
+        path = self.directory / _CURRENT
+        if not path.exists():
+            return None
+        name = path.read_text().strip()
+        if not name or not (self.directory / name).is_dir():
+            raise ValueError(
+                f"{self.directory} is damaged: {path} names the database {name!r}, which is "
+                "missing; restore the directory, or remove it to begin anew"
+            )
+        return name
+
+    def _new_path(self) -> pathlib.Path:
+        numbers = [
+            int(path.name.rpartition("-")[2]) for path in self.directory.glob(_NAME.format("*"))
+        ]
+        return self.directory / _NAME.format(max(numbers, default=0) + 1)
+
+    def _use(self, database: Database) -> None:
+        """Put a database in the place of the one of now, at once, and remove that one."""
+        old = self._database
+        with write_atomically(self.directory / _CURRENT) as unfinished:
+            unfinished.write_text(database.path.name)
+            snapshots.sync(unfinished)
+        snapshots.sync(self.directory)
+        self._database = database
+        if old is not None:
+            old.close()
+            shutil.rmtree(old.path, ignore_errors=True)
+
+    def _close_database(self) -> None:
+        if self._database is not None:
+            self._database.close()
+            self._database = None

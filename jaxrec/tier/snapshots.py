@@ -1,0 +1,226 @@
+"""Snapshots of row stores: directories of files with checksums.
+
+A snapshot has the file ``snapshot.json``: its kind, the format of its records, and the size and
+CRC-32 of each of its other files. The kind ``"arrow"`` has all records in ``records.arrow``, an
+Arrow IPC file with the columns ``id`` and ``record``. Stores that have a quicker way write kinds of
+their own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib
+import json
+import os
+import pathlib
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import numpy as np
+
+from jaxrec.atomic import write_atomically
+from jaxrec.tier.record_format import RecordFormat
+
+MANIFEST = "snapshot.json"
+_RECORDS = "records.arrow"
+_PART_BYTES = 1 << 22
+
+# Where other kinds are read and checked: modules with functions `read_snapshot(directory,
+# manifest)` and `check_snapshot(directory, manifest)`. Names, since these modules import this one.
+_KINDS = {"file": "jaxrec.tier.file_snapshot", "rocksdb": "jaxrec.tier.rocksdb_snapshot"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Manifest:
+    """Content of ``snapshot.json``.
+
+    Attributes:
+        kind: Kind of snapshot.
+        format: Format of the records.
+        files: Size and CRC-32 of each file, by path in the snapshot; None for a file whose content
+            has checksums of its own.
+        details: What else the kind needs.
+    """
+
+    kind: str
+    format: RecordFormat
+    files: dict[str, tuple[int, int | None]]
+    details: dict[str, Any]
+
+
+@contextlib.contextmanager
+def writing(
+    directory: pathlib.Path,
+    kind: str,
+    format: RecordFormat,
+    details: dict[str, Any],
+    has_own_checksums: Callable[[pathlib.Path], bool] = lambda path: False,
+) -> Iterator[pathlib.Path]:
+    """Write a snapshot that appears when it is complete and durable.
+
+    Args:
+        directory: The snapshot.
+        kind: Its kind.
+        format: The format of its records.
+        details: What else the kind needs; read at the end of the block.
+        has_own_checksums: Whether a file's content is checked by itself; only its size is kept.
+
+    Yields:
+        The directory in which the block writes files.
+
+    Raises:
+        FileExistsError: The directory exists.
+    """
+    directory = pathlib.Path(directory)
+    if directory.exists():
+        raise FileExistsError(f"{directory} exists; a snapshot needs a new directory")
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    with write_atomically(directory) as unfinished:
+        unfinished.mkdir()
+        yield unfinished
+        paths = sorted(path for path in unfinished.rglob("*") if path.is_file())
+        files = {
+            path.relative_to(unfinished).as_posix(): (
+                path.stat().st_size,
+                None if has_own_checksums(path) else _crc(path),
+            )
+            for path in paths
+        }
+        content = {
+            "kind": kind,
+            "format": dataclasses.asdict(format),
+            "files": files,
+            "details": details,
+        }
+        crc = zlib.crc32(json.dumps(content).encode())
+        manifest = unfinished / MANIFEST
+        manifest.write_text(json.dumps({**content, "crc32": crc}, indent=1))
+        for path in [*paths, manifest, *(each for each in unfinished.rglob("*") if each.is_dir())]:
+            sync(path)
+        sync(unfinished)
+    sync(directory.parent)
+
+
+def write(
+    directory: pathlib.Path,
+    format: RecordFormat,
+    parts: Iterable[tuple[np.ndarray, np.ndarray]],
+) -> None:
+    """Write a snapshot of the kind ``"arrow"``.
+
+    Args:
+        directory: The new directory.
+        format: The format of the records.
+        parts: The records, as `jaxrec.tier.RowStore.scan` yields them.
+    """
+    import pyarrow as pa
+
+    record = pa.binary(format.width)
+    schema = pa.schema([("id", pa.int64()), ("record", record)])
+    schema = schema.with_metadata({"format": str(format)})
+    details = {"count": 0}
+    with (
+        writing(directory, "arrow", format, details) as unfinished,
+        pa.OSFile(str(unfinished / _RECORDS), "wb") as file,
+        pa.ipc.new_file(file, schema) as writer,
+    ):
+        for ids, records in parts:
+            values = pa.py_buffer(np.ascontiguousarray(records))
+            columns = [pa.array(ids), pa.Array.from_buffers(record, ids.size, [None, values])]
+            writer.write_batch(pa.record_batch(columns, schema=schema))
+            details["count"] += ids.size
+
+
+def read_manifest(directory: pathlib.Path) -> Manifest:
+    """Read ``snapshot.json``.
+
+    Raises:
+        ValueError: The file is missing or damaged.
+    """
+    path = pathlib.Path(directory) / MANIFEST
+    try:
+        content = json.loads(path.read_text())
+        crc = content.pop("crc32")
+        if zlib.crc32(json.dumps(content).encode()) != crc:
+            raise ValueError("its checksum is another one")
+        files = {name: (size, crc) for name, (size, crc) in content["files"].items()}
+        format = RecordFormat(**content["format"])
+        return Manifest(content["kind"], format, files, content["details"])
+    except FileNotFoundError:
+        raise ValueError(f"{directory} is no snapshot of a row store: no {MANIFEST}") from None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"the snapshot is damaged: {path} ({error})") from None
+
+
+def check(directory: pathlib.Path, format: RecordFormat) -> Manifest:
+    """Check that a snapshot is whole and has a format, and return its manifest.
+
+    Raises:
+        ValueError: A file is damaged, or the format is another one.
+    """
+    directory = pathlib.Path(directory)
+    manifest = read_manifest(directory)
+    format.check_same(manifest.format, f"the snapshot {directory}")
+    for name, (size, crc) in manifest.files.items():
+        path = directory / name
+        if not path.is_file():
+            raise ValueError(f"the snapshot is damaged: {path} is missing")
+        if path.stat().st_size != size:
+            raise ValueError(
+                f"the snapshot is damaged: {path} has {path.stat().st_size:,} bytes, {size:,} were "
+                "saved"
+            )
+        if crc is not None and _crc(path) != crc:
+            raise ValueError(f"the snapshot is damaged: {path} has not the bytes that were saved")
+    if manifest.kind != "arrow":
+        _module(directory, manifest).check_snapshot(directory, manifest)
+    return manifest
+
+
+def read(directory: pathlib.Path) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Iterate over the records of a snapshot, as `jaxrec.tier.RowStore.scan` does."""
+    directory = pathlib.Path(directory)
+    manifest = read_manifest(directory)
+    if manifest.kind != "arrow":
+        yield from _module(directory, manifest).read_snapshot(directory, manifest)
+        return
+    import pyarrow as pa
+
+    width = manifest.format.width
+    with pa.memory_map(str(directory / _RECORDS)) as source:
+        reader = pa.ipc.open_file(source)
+        for number in range(reader.num_record_batches):
+            batch = reader.get_batch(number)
+            column = batch.column(1)
+            values = np.frombuffer(column.buffers()[1], np.uint8)
+            start = column.offset * width
+            records = values[start : start + len(batch) * width].reshape(-1, width)
+            yield batch.column(0).to_numpy().copy(), records.copy()
+
+
+def sync(path: pathlib.Path) -> None:
+    """Wait until a file or a directory is durable."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _module(directory: pathlib.Path, manifest: Manifest) -> Any:
+    if manifest.kind not in _KINDS:
+        raise ValueError(
+            f"the snapshot {directory} has the unknown kind {manifest.kind!r}; another version of "
+            "jaxrec wrote it"
+        )
+    return importlib.import_module(_KINDS[manifest.kind])
+
+
+def _crc(path: pathlib.Path) -> int:
+    crc = 0
+    with path.open("rb", buffering=0) as file:
+        while part := file.read(_PART_BYTES):
+            crc = zlib.crc32(part, crc)
+    return crc
