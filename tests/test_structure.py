@@ -126,6 +126,7 @@ TESTED_BY = {
         "ragged/key_segments",
     ),
     "tier/test_cached": ("tier/cached_tables",),
+    "tier/test_stored_runs": ("tier/close",),
     "tier/test_id_map": (
         "tier/arrays",
         "tier/implementation",

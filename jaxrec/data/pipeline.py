@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import collections
 import concurrent.futures
 import dataclasses
 import queue
 import threading
+import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from types import TracebackType
 from typing import Any, TypeVar
@@ -50,6 +52,17 @@ def each_batch(batches: Any) -> Iterator[Any]:
     return iter(batches)
 
 
+# Python stops daemon threads wherever they are when it ends. In compiled code this can crash the
+# process, so that threads end before.
+_open_pipelines: weakref.WeakSet[Pipeline] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_pipelines() -> None:
+    for pipeline in list(_open_pipelines):
+        pipeline.close()
+
+
 class Pipeline:
     """Iterator over batches that threads read and process ahead of the consumer.
 
@@ -57,8 +70,9 @@ class Pipeline:
     the devices compute batch ``i`` while ``place`` puts batch ``i + 1`` on the devices and
     ``reader`` makes batch ``i + 2``.
 
-    Use the pipeline in a ``with`` block, which ends its threads also after an exception. An
-    exception of the source or of a stage is raised in place of its batch, after all batches before.
+    Use the pipeline in a ``with`` block, which ends its threads also after an exception. The end of
+    the program ends them as well. An exception of the source or of a stage is raised in place of
+    its batch, after all batches before.
 
     Args:
         batches: The source. One thread iterates over it, and calls its ``close`` at the end if it
@@ -66,6 +80,8 @@ class Pipeline:
         *stages: Functions of a batch, in order, such as packing ids or putting the batch on
             devices (`jaxrec.train.put_batch`, or `jaxrec.mesh.shard_batch` with a mesh).
         ahead: Number of batches that may wait after the reader and after each stage.
+        on_close: Called when the pipeline is closed, before it waits for its threads; None: nothing
+            is. It wakes a stage that waits for something.
 
     Raises:
         ValueError: ``ahead`` is below 1.
@@ -78,11 +94,16 @@ class Pipeline:
     """
 
     def __init__(
-        self, batches: Iterable[Any], *stages: Callable[[Any], Any], ahead: int = 1
+        self,
+        batches: Iterable[Any],
+        *stages: Callable[[Any], Any],
+        ahead: int = 1,
+        on_close: Callable[[], None] | None = None,
     ) -> None:
         if ahead < 1:
             raise ValueError(f"ahead is 1 or more, got {ahead}")
         self._closed = threading.Event()
+        self._on_close = on_close
         self._ended = False
         queues: list[queue.Queue[_Message]] = [queue.Queue(ahead) for _ in range(len(stages) + 1)]
         self._ready = queues[-1]
@@ -94,6 +115,7 @@ class Pipeline:
             self._threads.append(
                 threading.Thread(target=self._work, args=arguments, name=f"stage {number}")
             )
+        _open_pipelines.add(self)
         for thread in self._threads:
             thread.daemon = True
             thread.start()
@@ -116,6 +138,8 @@ class Pipeline:
     def close(self) -> None:
         """End the threads and drop their batches."""
         self._closed.set()
+        if self._on_close is not None:
+            self._on_close()
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join(CLOSE_SECONDS)

@@ -2,6 +2,7 @@
 
 from jaxrec.tier.ahead import ahead as ahead
 from jaxrec.tier.cached import Cached as Cached
+from jaxrec.tier.close import close as close
 from jaxrec.tier.dynamic import Dynamic as Dynamic
 from jaxrec.tier.dynamic import default_row as default_row
 from jaxrec.tier.dynamic import shared as shared

@@ -110,14 +110,13 @@ def ahead(
         _check_thread(thread)
         if is_training:
             tier.begin(undispatched)
-        pipeline = Pipeline(batches, *stages, ahead=look_ahead)
+        on_close = tier.end if is_training else None
+        pipeline = Pipeline(batches, *stages, ahead=look_ahead, on_close=on_close)
         try:
             yield from take(pipeline)
         finally:
             # A global iterator is closed as Python ends, when modules are gone.
             if not is_finalizing():
-                if is_training:
-                    tier.end()
                 pipeline.close()
                 if is_training:
                     tier.settle(model)

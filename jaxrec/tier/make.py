@@ -18,6 +18,7 @@ from jaxrec.tier.cached import Cached
 from jaxrec.tier.cached_tables import cached_tables
 from jaxrec.tier.dynamic import Dynamic
 from jaxrec.tier.model_tables import TableVocabulary, TieredTable
+from jaxrec.tier.row_store import RowStore
 from jaxrec.tier.store import TierStore, with_zeros
 from jaxrec.tier.stores import open_store
 from jaxrec.tier.tier import Tier
@@ -84,6 +85,7 @@ def make(model: Model | Callable[[], Model], tables: Settings, *, seed: int = 0)
     _check_names(tables, all_tables, found)
     _check_factories(sizes, whole)
     parts = _by_feature(all_tables, tables)
+    _check_stores(parts, tables)
     vocabularies = [_vocabulary(part, tables, found) for part in parts]
     tier = Tier(vocabularies, seed)
     for path, module in found.items():
@@ -198,6 +200,22 @@ def _check_alike(feature: str, first: TieredTable, second: TieredTable, tables: 
         )
 
 
+def _check_stores(parts: Sequence[Sequence[TieredTable]], tables: Settings) -> None:
+    """Raise a ValueError where tables with rows of their own have one store."""
+    names: dict[str | RowStore, str] = {}
+    for part in parts:
+        name = part[0].config.name
+        store = tables[name].store
+        if store is None or (isinstance(store, str) and store.startswith("memory://")):
+            continue
+        if (other := names.setdefault(store, name)) != name:
+            raise ValueError(
+                f"tables {other!r} and {name!r} have the same store {store!r}, and the rows of an "
+                "id would be mixed; give each table a store of its own, such as a directory or a "
+                "prefix with the table's name"
+            )
+
+
 def _vocabulary(
     part: Sequence[TieredTable], tables: Settings, found: Mapping[str, Collection]
 ) -> TableVocabulary:
@@ -221,7 +239,12 @@ def _vocabulary(
                 for table in part
             ]
         )
-        transfer = RowTransfer(open_store(settings.store), layout)
+        format = layout.record_format([table.config.name for table in part], num_ids)
+        try:
+            transfer = RowTransfer(open_store(settings.store), layout, format)
+        except (ValueError, OSError) as error:
+            error.add_note(f"this is the store of table {name}")
+            raise
     return TableVocabulary(name, tuple(features), tuple(part), vocabulary, transfer, num_ids)
 
 

@@ -56,7 +56,7 @@ def read_format(path: pathlib.Path) -> RecordFormat:
     content, _, crc = rest.partition("\n")
     if magic != _MAGIC:
         raise ValueError(f"{path} is no file of records of this version of jaxrec")
-    if f"{zlib.crc32(f'{magic}{chr(10)}{content}{chr(10)}'.encode()):08x}" != crc.strip():
+    if crc != f"{zlib.crc32(f'{magic}{chr(10)}{content}{chr(10)}'.encode()):08x}\n":
         raise ValueError(f"{path} is damaged: its header has another checksum")
     return RecordFormat.from_json(content)
 

@@ -7,7 +7,10 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import pathlib
 import threading
+import urllib.parse
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias, cast
 
@@ -16,6 +19,7 @@ import numpy as np
 from flax import nnx
 
 from jaxrec.embed.found_ids import FoundIds
+from jaxrec.tier import snapshots
 from jaxrec.tier.batch_ops import distinct
 from jaxrec.tier.batches import HostBatch, Segment, fingerprint
 from jaxrec.tier.id_rows import find_rows, raw_ids
@@ -107,6 +111,7 @@ class Tier:
         self._last_taken = 0
         self._undispatched = 0
         self._is_ended = False
+        self._is_closed = False
         self._pending = PendingMoves()
         # Fingerprints of batches that were planned and not taken, in this run or in an earlier one.
         self._planned: collections.deque[tuple[int, tuple[int, int, int]]] = collections.deque()
@@ -146,6 +151,15 @@ class Tier:
             undispatched: Number of batches that may be taken before the step of the first of them
                 is dispatched.
         """
+        for each in self.vocabularies:
+            if each.transfer is not None and each.transfer.num_earlier:
+                warnings.warn(
+                    f"table {each.name} begins with {each.transfer.num_earlier:,} rows of an "
+                    f"earlier run, which {each.transfer.store!r} has; restore the checkpoint of "
+                    "that run, or train with an empty store",
+                    stacklevel=3,
+                )
+                each.transfer.num_earlier = 0
         with self._planning, self._lock:
             self._undispatched, self._is_ended = undispatched, False
             # Batches planned by the last loop come before batches still to be replayed.
@@ -519,6 +533,63 @@ class Tier:
                 vocabularies[each.name] |= each.transfer.state()
         return {**vocabularies, _RUN: run}
 
+    def snapshot_stores(self, directory: pathlib.Path) -> None:
+        """Write the records of durable stores; call it within `settled`.
+
+        Args:
+            directory: Directory of the snapshots, made if there is a durable store.
+
+        Raises:
+            OSError: It cannot be written.
+        """
+        for each in self.vocabularies:
+            if each.transfer is not None and each.transfer.store.is_durable:
+                directory.mkdir(exist_ok=True)
+                each.transfer.store.snapshot(directory / _file_name(each))
+
+    def check_snapshots(self, directory: pathlib.Path) -> None:
+        """Check that `load_stores` can read the snapshots of a directory.
+
+        Raises:
+            ValueError: A snapshot is damaged, or of another format.
+        """
+        for each in self.vocabularies:
+            path = directory / _file_name(each)
+            if each.transfer is not None and path.exists():
+                snapshots.check(path, each.transfer.store.format)
+
+    def load_stores(
+        self, state: Mapping[str, Mapping[str, np.ndarray]], directory: pathlib.Path
+    ) -> None:
+        """Replace the records of all stores by those of a state or of snapshots.
+
+        Args:
+            state: Result of `state`, which has the records of stores in memory.
+            directory: Directory of the snapshots; it need not exist.
+
+        Raises:
+            ValueError: A snapshot is damaged.
+            OSError: A record cannot be read or written.
+        """
+        for each in self.vocabularies:
+            if each.transfer is None:
+                continue
+            path = directory / _file_name(each)
+            if path.exists():
+                each.transfer.load_snapshot(path)
+            else:
+                each.transfer.load_state(state[each.name])
+
+    def close(self, model: nnx.Module) -> None:
+        """Bring all evicted rows to their stores, and close these; a second call does nothing."""
+        if self._is_closed:
+            return
+        with self.settled(model):
+            for each in self.vocabularies:
+                if each.transfer is not None:
+                    each.transfer.store.close()
+        self._is_closed = True
+
     @property
     def state_names(self) -> list[str]:
         """Keys of `state`."""
@@ -572,9 +643,6 @@ class Tier:
                 rows[each.name] = each.vocabulary.load_state(saved, self._last_planned)
             if any(each.dropped_ids.size for each in rows.values()):
                 self._replayed.clear()  # planned batches may have used dropped rows
-        for each in self.vocabularies:
-            if each.transfer is not None and not each.transfer.store.is_durable:
-                each.transfer.load_state(state[each.name])
         return rows
 
 
@@ -583,6 +651,10 @@ def tier_of(model: nnx.Module) -> Tier | None:
     for collection in collections_of(model).values():
         return cast(Tier, cast(TierStore, collection.tables.get_value()).tier)
     return None
+
+
+def _file_name(each: TableVocabulary) -> str:
+    return urllib.parse.quote(each.name, safe="+")
 
 
 def _propose(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import pathlib
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -152,11 +153,21 @@ class RowTransfer:
     Args:
         store: The store; opened here.
         layout: The layout of its records.
+        format: Their format; None: that of the layout, for any ids.
+
+    Raises:
+        ValueError: The store has records of another format.
+        BlockingIOError: Another run has the store open.
+        OSError: The store cannot be reached, read or written.
     """
 
-    def __init__(self, store: RowStore, layout: RecordLayout) -> None:
-        store.open(layout.record_format())
+    def __init__(
+        self, store: RowStore, layout: RecordLayout, format: RecordFormat | None = None
+    ) -> None:
+        store.open(layout.record_format() if format is None else format)
         self.store, self.layout = store, layout
+        # Number of rows of an earlier run, until a checkpoint takes their place.
+        self.num_earlier = len(store)
         self._lock = threading.Lock()
         self._under_way: list[EvictedRows] = []
         # One thread each: rows are written in the order of their evictions.
@@ -216,10 +227,21 @@ class RowTransfer:
 
     def load_state(self, state: Mapping[str, np.ndarray]) -> None:
         """Replace the store's records by the records of a `state`."""
-        for ids, _ in list(self.store.scan()):
-            self.store.delete(ids)
+        parts = []
         if "stored_ids" in state:
-            self.store.put(state["stored_ids"], state["stored_records"])
+            parts.append((state["stored_ids"], state["stored_records"]))
+        self.store.replace(parts)
+        self.num_earlier = 0
+
+    def load_snapshot(self, directory: pathlib.Path) -> None:
+        """Replace the store's records by those of a snapshot.
+
+        Raises:
+            ValueError: The snapshot is damaged, or of another format.
+            OSError: A record cannot be read or written.
+        """
+        self.store.load_snapshot(directory)
+        self.num_earlier = 0
 
     def check(self) -> None:
         """Raise the error of a row that could not be written."""

@@ -17,8 +17,13 @@ from typing import Any
 import jax
 
 from jaxrec.mesh.agree import gather_texts
+from jaxrec.tier.snapshots import MANIFEST
 
 CHECKSUMS_FILE = "checksums.json"
+
+# Folder with snapshots of row stores. Their files, which may be sparse and of any size, have
+# checksums of their own, and the manifests of these are among the files here.
+STORES = "stores"
 
 # Bytes of a checksum's segment, and of a thread's buffer.
 _SEGMENT_BYTES = 1 << 26
@@ -123,7 +128,7 @@ def _sizes(directory: pathlib.Path) -> dict[str, int]:
     return {
         path.relative_to(directory).as_posix(): path.stat().st_size
         for path in sorted(directory.glob("*/**/*"))
-        if path.is_file()
+        if path.is_file() and (path.name == MANIFEST or directory / STORES not in path.parents)
     }
 
 

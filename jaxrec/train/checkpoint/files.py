@@ -9,14 +9,14 @@ import pathlib
 import warnings
 from typing import Any
 
-from jaxrec.train.checkpoint.checksums import CHECKSUMS_FILE, find_damage
+from jaxrec.train.checkpoint.checksums import CHECKSUMS_FILE, STORES, find_damage
 from jaxrec.train.checkpoint.preservation import PreservationPolicy
 
 # Orbax adds this to the name of an incomplete checkpoint.
 UNFINISHED = ".orbax-checkpoint-tmp"
 
 # Entries of a checkpoint's folder.
-_ENTRIES = ("state", "tables", "run", "_CHECKPOINT_METADATA", CHECKSUMS_FILE)
+_ENTRIES = ("state", "tables", "run", STORES, "_CHECKPOINT_METADATA", CHECKSUMS_FILE)
 
 # Key of run/metadata: the checkpoint was saved with checksums.
 _HAS_CHECKSUMS = "has_checksums"

@@ -23,6 +23,7 @@ from jaxrec.embed.row_access import TableRows, write
 from jaxrec.tier.tier import Tier, tier_of
 from jaxrec.tier.vocabulary import LoadedRows
 from jaxrec.train.checkpoint.arrays import read_arrays, read_forms, read_table, read_tables
+from jaxrec.train.checkpoint.checksums import STORES
 from jaxrec.train.checkpoint.files import (
     CheckpointError,
     CheckpointMetadata,
@@ -120,7 +121,9 @@ def load(
                     collection.tables.set_value(old.from_checkpoint(table.name, logical, common))
                     loaded.append(table.name)
         if tier is not None:
-            _move_rows(model, tier, tier.load_state(vocabularies), path, optimizer is not None)
+            places = tier.load_state(vocabularies)
+            tier.load_stores(vocabularies, path / STORES)
+            _move_rows(model, tier, places, path, optimizer is not None)
     except BaseException as error:
         if loaded:
             error.add_note(f"{path}: tables {_listed(loaded)} of the model are loaded, others not")
@@ -223,6 +226,7 @@ def _new_vocabularies(
     if tier is not None:
         try:
             tier.check_state(state)
+            tier.check_snapshots(path / STORES)
         except ValueError as error:
             raise CheckpointError(f"{path}: {error}") from None
     return state

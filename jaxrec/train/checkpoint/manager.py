@@ -15,7 +15,7 @@ import jax
 from flax import nnx
 
 from jaxrec.train.checkpoint.arrays import os_errors, quiet
-from jaxrec.train.checkpoint.checksums import write_checksums
+from jaxrec.train.checkpoint.checksums import STORES, write_checksums
 from jaxrec.train.checkpoint.files import (
     UNFINISHED,
     CheckpointError,
@@ -123,7 +123,8 @@ class CheckpointManager:
             for unfinished in self._directory.glob(f"*{UNFINISHED}*"):
                 shutil.rmtree(unfinished, ignore_errors=True)
         run = CheckpointMetadata(step, batches, dict(metrics or {}), plan)
-        tree = saved_tree(model, optimizer, state)
+        with os_errors(path):
+            tree = saved_tree(model, optimizer, state, _stores(self._directory, str(step)))
         chunks = ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES)
         with os_errors(path):
             self._checkpointer.save(
@@ -215,6 +216,11 @@ def _metrics(path: pathlib.Path) -> dict[str, float]:
         return {}
 
 
+def _stores(directory: pathlib.Path, step: str) -> pathlib.Path:
+    """Return where snapshots of row stores are until the rest of the checkpoint is written."""
+    return directory / f"{step}{UNFINISHED}-{STORES}"
+
+
 def _orbax() -> tuple[Any, type]:
     """Return a checkpointer that writes checksums last, and the class of its arguments."""
     import orbax.checkpoint as ocp
@@ -223,7 +229,11 @@ def _orbax() -> tuple[Any, type]:
         def finalize(self, directory: Any) -> None:
             """Write the checksums. Process 0 calls this after all processes have written."""
             super().finalize(directory)
-            write_checksums(pathlib.Path(directory))
+            path = pathlib.Path(directory)
+            stores = _stores(path.parent, path.name.split(UNFINISHED)[0])
+            if stores.exists():
+                stores.rename(path / STORES)
+            write_checksums(path)
 
     @ocp.args.register_with_handler(Handler, for_save=True, for_restore=True)
     class Arguments(ocp.args.Composite):

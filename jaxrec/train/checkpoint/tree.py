@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pathlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,15 +19,28 @@ from jaxrec.tier.tier import tier_of
 Collection = EmbeddingBagCollection | EmbeddingCollection
 
 
-def saved_tree(model: nnx.Module, optimizer: nnx.Optimizer, state: Any) -> dict[str, Any]:
+def saved_tree(
+    model: nnx.Module, optimizer: nnx.Optimizer, state: Any, stores: pathlib.Path | None = None
+) -> dict[str, Any]:
     """Copy all arrays into the nested dictionaries of a checkpoint.
 
     Copies, since the next training step donates the arrays themselves.
+
+    Args:
+        model: The model.
+        optimizer: Its optimizer.
+        state: State of the run.
+        stores: Directory for snapshots of the durable row stores, made if there is one; None: they
+            are not copied.
     """
     tier = tier_of(model)
     if tier is None:
         return _saved_tree(model, optimizer, state)
     with tier.settled(model):
+        if (
+            stores is not None and jax.process_index() == 0
+        ):  # the stores of all processes have the same rows
+            tier.snapshot_stores(stores)
         vocabularies = {
             name: {key: _with_end(array) for key, array in arrays.items()}
             for name, arrays in tier.state().items()
