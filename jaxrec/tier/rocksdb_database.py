@@ -84,11 +84,12 @@ class Database:
         """Iterate over the records as they are now, as `jaxrec.tier.RowStore.scan`."""
         keys: list[bytes] = []
         values: list[bytes] = []
+        last = b""
         with self._clear_errors():
             items = self._db.items()
         while True:
-            with self._clear_errors():
-                item = next(items, None)
+            item = next(items, None)
+            last = last if item is None else item[0]
             if item is not None and len(item[0]) == _KEY_BYTES:
                 keys.append(item[0])
                 values.append(item[1])
@@ -98,12 +99,16 @@ class Database:
                 yield ids, records.reshape(-1, self.format.width)
                 keys, values = [], []
             if item is None:
+                self._check_end(last)
                 return
 
     def count(self) -> int:
         """Count the records, which reads all keys."""
-        with self._clear_errors():
-            return sum(len(key) == _KEY_BYTES for key in self._db.keys())  # noqa: SIM118
+        count, key = 0, b""
+        for key in self._db.keys():  # noqa: SIM118
+            count += len(key) == _KEY_BYTES
+        self._check_end(key)
+        return count
 
     def has_records(self) -> bool:
         """Return whether there is a record."""
@@ -123,12 +128,26 @@ class Database:
         """Close the database."""
         self._db.close()
 
+    def _check_end(self, last: bytes) -> None:
+        """Raise an error if an iteration that ended with a key did so at a damaged block.
+
+        The iterators of rocksdict end there without an error.
+        """
+        with self._clear_errors():
+            rest = self._db.iter()
+            rest.seek(last)
+            while rest.valid() and rest.key() <= last:
+                rest.next()
+            rest.status()
+            if rest.valid():
+                raise ValueError(f"{self.path} could not be read to its end")
+
     @contextlib.contextmanager
     def _clear_errors(self) -> Iterator[None]:
         """Turn RocksDB's errors, which are of type Exception, into clear ones."""
         try:
             yield
-        except (OSError, MemoryError):
+        except (OSError, MemoryError, ValueError):
             raise
         except Exception as error:
             text = str(error)
