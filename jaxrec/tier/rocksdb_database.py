@@ -39,7 +39,7 @@ class Database:
         with self._clear_errors():
             self._db: Any = rocksdict.Rdict(
                 str(path),
-                _options(may_create=format is not None),
+                options(may_create=format is not None),
                 access_type=access.read_write() if is_writable else access.read_only(),
             )
             text = self._db.get(_FORMAT_KEY)
@@ -125,8 +125,13 @@ class Database:
             self._db.flush_wal(True)
 
     def close(self) -> None:
-        """Close the database."""
-        self._db.close()
+        """Close the database.
+
+        Where the disk was full, RocksDB raises its error again. What `flush` promised is safe.
+        """
+        with contextlib.suppress(Exception):
+            self._db.close()
+        self._db = None
 
     def _check_end(self, last: bytes) -> None:
         """Raise an error if an iteration that ended with a key did so at a damaged block.
@@ -172,7 +177,8 @@ def _keys(ids: np.ndarray) -> list[bytes]:
     return [whole[start : start + _KEY_BYTES] for start in range(0, len(whole), _KEY_BYTES)]
 
 
-def _options(may_create: bool) -> rocksdict.Options:
+def options(may_create: bool) -> rocksdict.Options:
+    """Return the options of databases of records."""
     options = rocksdict.Options(raw_mode=True)
     options.create_if_missing(may_create)
     options.set_keep_log_file_num(2)

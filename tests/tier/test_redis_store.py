@@ -33,6 +33,11 @@ def opened(port, prefix, options="&lock=2", format=FORMAT):
         yield store
 
 
+def open_and_close(*arguments):
+    with opened(*arguments) as store:
+        return len(store)
+
+
 def random_records(count, seed=0):
     return np.random.default_rng(seed).integers(0, 256, (count, WIDTH), np.uint8)
 
@@ -110,8 +115,7 @@ def test_an_unreachable_server():
     port = free_port()
     start = time.monotonic()
     with pytest.raises(ConnectionError, match=r"the server did not answer in 6 attempts") as raised:
-        with opened(port, "a"):
-            pass
+        open_and_close(port, "a")
     assert time.monotonic() - start < 10
     assert f"redis://127.0.0.1:{port}/0?prefix=a" in str(raised.value)
     assert "start again from the last checkpoint" in str(raised.value)
@@ -163,8 +167,7 @@ def test_passwords(password, tmp_path, monkeypatch, capfd):
             monkeypatch.setenv("REDIS_PASSWORD", password)
         start = time.monotonic()
         with pytest.raises(PermissionError, match="the server refuses the credentials") as raised:
-            with opened(port, "a"):
-                pass
+            open_and_close(port, "a")
         assert time.monotonic() - start < 2  # no attempt is repeated
         assert "set the environment variables REDIS_USERNAME and REDIS_PASSWORD" in str(
             raised.value
@@ -176,8 +179,7 @@ def test_passwords(password, tmp_path, monkeypatch, capfd):
             said = repr(store) + repr(vars(store)) + str(raised.value) + repr(raised.value)
         monkeypatch.setenv("REDIS_USERNAME", "nobody")
         with pytest.raises(PermissionError, match="the server refuses the credentials"):
-            with opened(port, "a"):
-                pass
+            open_and_close(port, "a")
         said += "".join(capfd.readouterr())
         for secret in (SECRET, "wrong-secret"):
             assert secret not in said
@@ -187,26 +189,28 @@ def test_a_server_whose_memory_is_full(tmp_path):
     with redis_server(tmp_path, "--maxmemory", "4mb") as port, opened(port, "a") as store:
         store.put(np.arange(1000), random_records(1000))
         with pytest.raises(OSError, match="the server's memory is full"):
-            for start in range(1000, 200_000, 10_000):
-                store.put(np.arange(start, start + 10_000), random_records(10_000))
+            fill(store)
         np.testing.assert_array_equal(store.get(np.arange(1000))[1], random_records(1000))
+
+
+def fill(store):
+    for start in range(1000, 200_000, 10_000):
+        store.put(np.arange(start, start + 10_000), random_records(10_000))
 
 
 def test_a_server_that_evicts(tmp_path):
     options = ("--maxmemory", "50mb", "--maxmemory-policy", "allkeys-lru")
-    with redis_server(tmp_path, *options) as port:
-        with pytest.raises(
-            ValueError, match=r"evicts any keys .*allkeys-lru.*; set it to noevicti"
-        ):
-            with opened(port, "a"):
-                pass
+    with (
+        redis_server(tmp_path, *options) as port,
+        pytest.raises(ValueError, match=r"evicts any keys .*allkeys-lru.*; set it to noevicti"),
+    ):
+        open_and_close(port, "a")
 
 
 def test_flush_with_an_append_only_file(tmp_path):
-    with redis_server(tmp_path, "--appendonly", "yes") as port:
-        with opened(port, "a") as store:
-            store.put(np.arange(10), random_records(10))
-            store.flush()
+    with redis_server(tmp_path, "--appendonly", "yes") as port, opened(port, "a") as store:
+        store.put(np.arange(10), random_records(10))
+        store.flush()
     with redis_server(tmp_path, "--appendonly", "yes") as port, opened(port, "a") as store:
         np.testing.assert_array_equal(store.get(np.arange(10))[1], random_records(10))
 
@@ -214,10 +218,10 @@ def test_flush_with_an_append_only_file(tmp_path):
 def test_the_lock_is_renewed_and_given_back(redis_port):  # noqa: F811
     with opened(redis_port, "renewed", "&lock=0.4") as store:
         time.sleep(0.6)
-        with pytest.warns(UserWarning, match=r"is locked by process \d+ on .* expires in 0 s: wai"):
-            with pytest.raises(BlockingIOError, match=r"another run has it open \(process \d+ on"):
-                with opened(redis_port, "renewed", "&lock=0.4"):
-                    pass
+        waits = pytest.warns(UserWarning, match=r"by process \d+ on .* expires in 0 s: waiting")
+        refused = pytest.raises(BlockingIOError, match=r"another run has it open \(process \d+ on")
+        with waits, refused:
+            open_and_close(redis_port, "renewed", "&lock=0.4")
         store.put(np.arange(3), random_records(3))
     with opened(redis_port, "renewed") as store:
         assert len(store) == 3
@@ -228,7 +232,7 @@ def test_a_lost_lock(redis_port):  # noqa: F811
     with opened(redis_port, "lost", "&lock=0.4") as store:
         client.set("lost:lock", "process 7 on host8, 1", px=60_000)
         time.sleep(0.3)
-        with pytest.raises(OSError, match="the lock could not be renewed for 0.4 s, and another"):
+        with pytest.raises(OSError, match=r"the lock could not be renewed for 0.4 s, and another"):
             store.put(np.arange(3), random_records(3))
     assert client.get("lost:lock") == b"process 7 on host8, 1"
     client.unlink("lost:lock")
@@ -253,8 +257,8 @@ sys.stdin.read()
         other.wait()
         start = time.monotonic()
         with pytest.warns(UserWarning, match=rf"is locked by process {other.pid} on .*: waiting"):
-            with opened(redis_port, "killed") as store:
-                assert len(store) == 10
+            count = open_and_close(redis_port, "killed")
+        assert count == 10
         assert time.monotonic() - start < 4
 
 
@@ -262,9 +266,10 @@ def test_encryption(tmp_path):
     if shutil.which("openssl") is None:
         pytest.skip("needs openssl to make a certificate")
     key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
-    request = "req -x509 -newkey rsa:2048 -nodes -days 1 -subj /CN=localhost".split()
-    names = ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out"]
-    subprocess.run(["openssl", *request, *names, str(certificate)], check=True, capture_output=True)
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1"]
+    command += ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
+    command += ["-keyout", str(key), "-out", str(certificate)]
+    subprocess.run(command, check=True, capture_output=True)
     port = free_port()
     options = ["--tls-port", str(port), "--tls-cert-file", str(certificate)]
     options += ["--tls-key-file", str(key), "--tls-auth-clients", "no"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import subprocess
@@ -66,16 +67,21 @@ def test_a_full_disk(tmp_path):
     with small_disk(tmp_path / "disk", 16) as disk:
         store, kept = opened(disk / "store"), np.arange(2000)
         store.put(kept, random_records(2000))
-        with pytest.raises(OSError, match="records cannot be written.*No space left") as raised:
-            for start in range(10_000, 200_000, 10_000):
-                store.put(np.arange(start, start + 10_000), random_records(10_000))
+        with pytest.raises(OSError, match=r"records cannot be written.*No space left") as raised:
+            fill(store)
         assert raised.value.errno == errno.ENOSPC
         assert "free some of the disk and start again from the last checkpoint" in str(raised.value)
         np.testing.assert_array_equal(store.get(kept)[1], random_records(2000))
         store.close()
+        subprocess.run(["mount", "-o", "remount,size=64m", str(disk)], check=True)
         store = opened(disk / "store")
         np.testing.assert_array_equal(store.get(kept)[1], random_records(2000))
         store.close()
+
+
+def fill(store):
+    for start in range(10_000, 200_000, 10_000):
+        store.put(np.arange(start, start + 10_000), random_records(10_000))
 
 
 @pytest.mark.parametrize("damage", ["flipped", "truncated", "missing"])
@@ -101,9 +107,13 @@ def test_damaged_tables(damage, tmp_path):
     ]
     for read in reads:
         with pytest.raises((ValueError, OSError), match=r"damaged|RocksDB: .*No such file"):
-            store = opened(tmp_path / "store")
-            read(store)
-        store.close()
+            open_and(read, tmp_path / "store")
+
+
+def open_and(read, directory):
+    with contextlib.closing(RocksDBStore(directory)) as store:
+        store.open(FORMAT)
+        read(store)
 
 
 def test_a_database_that_is_missing(tmp_path):
