@@ -31,10 +31,11 @@ process, the normalized entropy of predictions before each update beside that of
 probabilities, and step times; in the end those of the first and of the last thousand steps: the
 median of wall-clock time, and the mean of processor time. ``--output`` writes a file and a picture.
 
-``stores`` prints records a second that each row store writes and reads, in batches of 20,000 records
-of 260 bytes, beside its client used directly with the same batches: ``numpy.memmap``, rocksdict with
-the same options, and MSET and MGET of redis-py. The two take turns. ``ratio`` is of wall-clock times,
-``processor_ratio`` of the times of this process on its processors; above 1 the store is faster.
+``stores`` prints records a second that each row store writes and reads, in batches of 20,000
+records of 260 bytes, beside its client used directly with the same batches: ``numpy.memmap``,
+rocksdict with the same options, and MSET and MGET of redis-py. The two take turns. ``ratio`` is of
+wall-clock times, ``processor_ratio`` of processor times of this process; above 1 the store is
+faster.
 
 ``kills`` kills writers of each durable store by SIGKILL at random moments, opens the store, and
 compares each record with what was written: none may be a mixture, and only those of the batch that
