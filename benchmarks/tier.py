@@ -3,6 +3,8 @@
 Usage: python -m benchmarks.tier ids [--resident 10_000_000] [--peer-python PATH]
        python -m benchmarks.tier step
        python -m benchmarks.tier stream [--output benchmarks/results/vocabulary_stream]
+       python -m benchmarks.tier stores [--directory PATH]
+       python -m benchmarks.tier kills [--kills 100]
 
 ``ids`` prints one JSON line for each measure and each contender: ids a second of processor time on
 one core, from the median of several rounds.
@@ -28,6 +30,16 @@ ids after two sightings, with one that admits all, and with hashed ids. It print
 process, the normalized entropy of predictions before each update beside that of the true
 probabilities, and step times; in the end those of the first and of the last thousand steps: the
 median of wall-clock time, and the mean of processor time. ``--output`` writes a file and a picture.
+
+``stores`` prints records a second that each row store writes and reads, in batches of 20,000
+records of 260 bytes, beside its client used directly with the same batches: ``numpy.memmap``,
+rocksdict with the same options, and MSET and MGET of redis-py. The two take turns. ``ratio`` is of
+wall-clock times, ``processor_ratio`` of processor times of this process; above 1 the store is
+faster.
+
+``kills`` kills writers of each durable store by SIGKILL at random moments, opens the store, and
+compares each record with what was written: none may be a mixture, and only those of the batch that
+was being written may be old, new or (``file``) absent. Every third time a snapshot is loaded.
 """
 
 from __future__ import annotations
@@ -45,6 +57,7 @@ from typing import Any
 import numpy as np
 import tyro
 
+from benchmarks.row_stores import Kills, Stores
 from benchmarks.vocabulary_step import Step
 from benchmarks.vocabulary_stream import Stream
 from jaxrec.tier import reference
@@ -184,5 +197,5 @@ def timed(function: Callable, *arguments: Any) -> tuple[Any, float]:
 
 
 if __name__ == "__main__":
-    commands = {"ids": Ids, "step": Step, "stream": Stream}
+    commands = {"ids": Ids, "step": Step, "stream": Stream, "stores": Stores, "kills": Kills}
     tyro.extras.subcommand_cli_from_dict(commands, description=__doc__).run()

@@ -140,7 +140,20 @@ TESTED_BY = {
     ),
     "tier/managed_collision/test_sorted_map": ("tier/managed_collision/evicted",),
     "tier/test_row_file": ("tier/row_columns",),
-    "tier/test_row_store": ("tier/stores",),
+    "tier/test_file_store": (
+        "tier/file_snapshot",
+        "tier/record_file",
+        "tier/record_header",
+    ),
+    "tier/test_redis_store": (
+        "tier/redis_address",
+        "tier/redis_lock",
+    ),
+    "tier/test_rocksdb_store": (
+        "tier/rocksdb_database",
+        "tier/rocksdb_snapshot",
+    ),
+    "tier/test_row_store": ("tier/snapshots",),
     "tier/test_tier": (
         "tier/model_tables",
         "tier/moves",

@@ -97,8 +97,11 @@ class FileStore(RowStore):
             if self._places is None:
                 file.write(ids, ids, records)
                 return
-            is_new = self._places.find(ids) < 0
-            slots = self._places.assign(ids).astype(np.int64)
+            places = self._places.find(ids)
+            is_new = places < 0
+            if is_new.any():
+                places = self._places.assign(ids)
+            slots = places.astype(np.int64)
             try:
                 if self._places.room > file.room:
                     file.grow(self._places.room)

@@ -48,9 +48,9 @@ class RecordFile:
     """
 
     def __init__(self, path: pathlib.Path, *, is_writable: bool = True) -> None:
-        self.path, self._is_writable = path, is_writable
+        self.path, self._is_writable, self.start = path, is_writable, HEADER_BYTES
         self.format = read_format(path)
-        self._stride = stride(self.format.width, self.format.num_ids is None)
+        self.stride = stride(self.format.width, self.format.num_ids is None)
         self._descriptor = os.open(path, os.O_RDWR if is_writable else os.O_RDONLY)
         try:
             self._check_size()
@@ -63,9 +63,9 @@ class RecordFile:
     def _check_size(self) -> None:
         size = os.fstat(self._descriptor).st_size
         self.room = self.format.num_ids or FIRST_ROOM
-        while self.format.num_ids is None and file_size(self.room, self._stride) < size:
+        while self.format.num_ids is None and file_size(self.room, self.stride) < size:
             self.room *= 2
-        if (wanted := file_size(self.room, self._stride)) != size:
+        if (wanted := file_size(self.room, self.stride)) != size:
             raise ValueError(
                 f"{self.path} is truncated or damaged: it has {size:,} bytes and should have "
                 f"{wanted:,}; restore it from a checkpoint, or remove it to begin anew"
@@ -122,7 +122,7 @@ class RecordFile:
 
     def grow(self, room: int) -> None:
         """Make room for more records."""
-        resize(self._descriptor, self.path, file_size(room, self._stride))
+        resize(self._descriptor, self.path, file_size(room, self.stride))
         pages = self._records.pages
         self._unmap()
         self.room = room
@@ -134,8 +134,8 @@ class RecordFile:
         parts, count, next_slot, position = [], 0, 0, HEADER_BYTES
         while (extent := self._extent(position)) is not None:
             begin, position = extent
-            first = max((begin - HEADER_BYTES) // self._stride, next_slot)
-            next_slot = min(-(-(position - HEADER_BYTES) // self._stride), self.room)
+            first = max((begin - HEADER_BYTES) // self.stride, next_slot)
+            next_slot = min(-(-(position - HEADER_BYTES) // self.stride), self.room)
             while first < next_slot:
                 last = min(first + size - count, next_slot)
                 parts.append(np.arange(first, last))
@@ -210,9 +210,9 @@ class RecordFile:
     def _soon(self, slots: np.ndarray) -> np.ndarray:
         """Tell the operating system that slots will be read, and return them."""
         if hasattr(os, "posix_fadvise"):
-            first = HEADER_BYTES + int(slots[0]) * self._stride
-            size = (int(slots[-1]) - int(slots[0]) + 1) * self._stride
-            if size <= 2 * slots.size * self._stride:
+            first = HEADER_BYTES + int(slots[0]) * self.stride
+            size = (int(slots[-1]) - int(slots[0]) + 1) * self.stride
+            if size <= 2 * slots.size * self.stride:
                 os.posix_fadvise(self._descriptor, first, size, os.POSIX_FADV_WILLNEED)
         return slots
 

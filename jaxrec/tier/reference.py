@@ -17,6 +17,7 @@ from jaxrec.tier.record_array import RecordArray
 _MAX_COUNT = np.iinfo(np.uint32).max
 
 # Of checksums.
+_LANES = 4
 _FACTOR, _STEP = np.uint64(0xD6E8FEB86659FD93), np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -146,11 +147,19 @@ def record_tags(ids: np.ndarray, records: np.ndarray) -> np.ndarray:
     count, width = records.shape
     words = np.zeros((count, -(-width // 8)), np.uint64)
     words.view(np.uint8)[:, :width] = records
-    tags = ids.view(np.uint64) * _STEP + np.uint64(width)
-    for word in [*words.T, _STEP]:
-        tags = (tags ^ word) * _FACTOR
-        tags ^= tags >> np.uint64(32)
+    seeds = ids.view(np.uint64) * _STEP + np.uint64(width)
+    lanes = [seeds + np.uint64(lane) for lane in range(_LANES)]
+    for number, word in enumerate(words.T):
+        lanes[number % _LANES] = _hash(lanes[number % _LANES], word)
+    tags = np.full(count, _STEP)
+    for lane in lanes:
+        tags = _hash(tags, lane)
     return np.maximum(tags, np.uint64(1))
+
+
+def _hash(hashes: np.ndarray, words: np.ndarray) -> np.ndarray:
+    hashes = (hashes ^ words) * _FACTOR
+    return hashes ^ (hashes >> np.uint64(32))
 
 
 def read_records(

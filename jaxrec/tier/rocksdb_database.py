@@ -39,7 +39,7 @@ class Database:
         with self._clear_errors():
             self._db: Any = rocksdict.Rdict(
                 str(path),
-                _options(may_create=format is not None),
+                options(may_create=format is not None),
                 access_type=access.read_write() if is_writable else access.read_only(),
             )
             text = self._db.get(_FORMAT_KEY)
@@ -84,11 +84,12 @@ class Database:
         """Iterate over the records as they are now, as `jaxrec.tier.RowStore.scan`."""
         keys: list[bytes] = []
         values: list[bytes] = []
+        last = b""
         with self._clear_errors():
             items = self._db.items()
         while True:
-            with self._clear_errors():
-                item = next(items, None)
+            item = next(items, None)
+            last = last if item is None else item[0]
             if item is not None and len(item[0]) == _KEY_BYTES:
                 keys.append(item[0])
                 values.append(item[1])
@@ -98,12 +99,16 @@ class Database:
                 yield ids, records.reshape(-1, self.format.width)
                 keys, values = [], []
             if item is None:
+                self._check_end(last)
                 return
 
     def count(self) -> int:
         """Count the records, which reads all keys."""
-        with self._clear_errors():
-            return sum(len(key) == _KEY_BYTES for key in self._db.keys())  # noqa: SIM118
+        count, key = 0, b""
+        for key in self._db.keys():  # noqa: SIM118
+            count += len(key) == _KEY_BYTES
+        self._check_end(key)
+        return count
 
     def has_records(self) -> bool:
         """Return whether there is a record."""
@@ -120,15 +125,34 @@ class Database:
             self._db.flush_wal(True)
 
     def close(self) -> None:
-        """Close the database."""
-        self._db.close()
+        """Close the database.
+
+        Where the disk was full, RocksDB raises its error again. What `flush` promised is safe.
+        """
+        with contextlib.suppress(Exception):
+            self._db.close()
+        self._db = None
+
+    def _check_end(self, last: bytes) -> None:
+        """Raise an error if an iteration that ended with a key did so at a damaged block.
+
+        The iterators of rocksdict end there without an error.
+        """
+        with self._clear_errors():
+            rest = self._db.iter()
+            rest.seek(last)
+            while rest.valid() and rest.key() <= last:
+                rest.next()
+            rest.status()
+            if rest.valid():
+                raise ValueError(f"{self.path} could not be read to its end")
 
     @contextlib.contextmanager
     def _clear_errors(self) -> Iterator[None]:
         """Turn RocksDB's errors, which are of type Exception, into clear ones."""
         try:
             yield
-        except (OSError, MemoryError):
+        except (OSError, MemoryError, ValueError):
             raise
         except Exception as error:
             text = str(error)
@@ -153,7 +177,8 @@ def _keys(ids: np.ndarray) -> list[bytes]:
     return [whole[start : start + _KEY_BYTES] for start in range(0, len(whole), _KEY_BYTES)]
 
 
-def _options(may_create: bool) -> rocksdict.Options:
+def options(may_create: bool) -> rocksdict.Options:
+    """Return the options of databases of records."""
     options = rocksdict.Options(raw_mode=True)
     options.create_if_missing(may_create)
     options.set_keep_log_file_num(2)

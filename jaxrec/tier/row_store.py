@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import contextlib
 import pathlib
 from collections.abc import Iterable, Iterator
 
@@ -130,3 +131,8 @@ class RowStore(abc.ABC):
     def close(self) -> None:
         """Release the store's resources; closing twice does nothing."""
         return
+
+    def __del__(self) -> None:
+        """Close a store that is forgotten, so that its lock is free."""
+        with contextlib.suppress(Exception):
+            self.close()

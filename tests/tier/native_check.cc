@@ -1,5 +1,8 @@
-// The native id map and batch operations without Python: random programs, compared with the
+// The native id map, batch operations and records of files without Python: random programs, compared with the
 // standard library. Built with sanitizers by tests/sanitize.sh.
+#include <sys/mman.h>
+#include <unistd.h>
+
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
@@ -14,6 +17,7 @@
 
 #include "batch_ops.h"
 #include "id_map.h"
+#include "row_records.h"
 
 using namespace jaxrec;
 
@@ -26,6 +30,12 @@ void jaxrec_id_map_find(const IdMap*, const int64_t*, int64_t, int32_t*, int64_t
 int64_t jaxrec_id_map_insert(IdMap*, const int64_t*, const int32_t*, int64_t);
 int64_t jaxrec_id_map_remove(IdMap*, const int64_t*, int64_t, int32_t*);
 int64_t jaxrec_id_map_items(const IdMap*, int64_t, int64_t*, int32_t*);
+void jaxrec_read_records(uint8_t*, int64_t, int64_t, int64_t, int64_t, int64_t, uint64_t*, int64_t,
+                         const int64_t*, const int64_t*, int64_t, int64_t*, uint8_t*, uint8_t*,
+                         int64_t);
+int64_t jaxrec_write_records(uint8_t*, int64_t, int64_t, int64_t, int64_t, int64_t, uint64_t*,
+                             int64_t, const int64_t*, const int64_t*, int64_t, const uint8_t*,
+                             int64_t);
 }
 
 namespace {
@@ -196,6 +206,48 @@ void check_add_counts() {
   require(add_counts(bad.data(), nullptr, 2, counts.data(), 3) == 1, "a slot without a count");
 }
 
+// Records of a sparse file, written and read by several threads.
+void check_records(int64_t width, bool has_id, Random& random) {
+  constexpr int64_t kRoom = 20000, kStart = 4096, kThreads = 4;
+  const int64_t stride = (width + (has_id ? 16 : 8) + 7) / 8 * 8;
+  const int64_t size = ((kStart + kRoom * stride) / kPageBytes + 2) * kPageBytes;
+  std::FILE* file = std::tmpfile();
+  const int descriptor = fileno(file);
+  require(ftruncate(descriptor, size) == 0, "ftruncate");
+  void* map = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor, 0);
+  require(map != MAP_FAILED, "mmap");
+  auto* base = static_cast<uint8_t*>(map);
+  std::vector<uint64_t> pages(size / kPageBytes / 64 + 1);
+  std::vector<int64_t> slots(kRoom), ids(kRoom), found_ids(kRoom);
+  std::iota(slots.begin(), slots.end(), 0);
+  std::shuffle(slots.begin(), slots.end(), random);
+  for (int64_t i = 0; i < kRoom; ++i) ids[i] = has_id ? static_cast<int64_t>(random()) : slots[i];
+  std::vector<uint8_t> records(kRoom * width), same(kRoom * width), found(kRoom);
+  const int64_t half = kRoom / 2;
+  for (int round = 0; round < 3; ++round) {
+    for (uint8_t& byte : records) byte = static_cast<uint8_t>(random());
+    require(jaxrec_write_records(base, kStart, stride, width, has_id, descriptor,
+                                 round == 1 ? nullptr : pages.data(), 1, slots.data(), ids.data(),
+                                 half, records.data(), kThreads) == 0, "write_records");
+    jaxrec_read_records(base, kStart, stride, width, has_id, descriptor, pages.data(), 1,
+                        slots.data(), round == 1 ? nullptr : ids.data(), kRoom, found_ids.data(),
+                        found.data(), same.data(), kThreads);
+    for (int64_t i = 0; i < kRoom; ++i) {
+      require(found[i] == (i < half), "records that are found");
+      require(round != 1 || i >= half || !has_id || found_ids[i] == ids[i], "their ids");
+    }
+    require(std::equal(records.begin(), records.begin() + half * width, same.begin()), "records");
+  }
+  base[kStart + slots[0] * stride + 8] ^= 1;  // of the id or the record
+  require(erase_records({base, kStart, stride, width, has_id}, descriptor, slots.data() + 1, 1) == 0,
+          "erase_records");
+  jaxrec_read_records(base, kStart, stride, width, has_id, descriptor, pages.data(), 1, slots.data(),
+                      ids.data(), 3, found_ids.data(), found.data(), same.data(), 1);
+  require(!found[0] && !found[1] && found[2], "damaged and erased records");
+  munmap(map, size);
+  std::fclose(file);
+}
+
 }  // namespace
 
 int main() {
@@ -214,5 +266,8 @@ int main() {
     for (int64_t k : {10, 9000, 190000}) check_smallest(200000, k, kind, random);
   }
   check_add_counts();
-  std::printf("native id maps agree\n");
+  for (int64_t width : {1, 8, 13, 260}) {
+    for (bool has_id : {true, false}) check_records(width, has_id, random);
+  }
+  std::printf("native id maps and records agree\n");
 }

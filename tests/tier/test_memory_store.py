@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxrec.tier.memory_store import MemoryStore
+from jaxrec.tier.record_format import RecordFormat
 from tests.fuzz import max_examples
 
 WIDTH = 3
@@ -23,7 +24,7 @@ STEPS = st.lists(st.tuples(st.sampled_from(["put", "delete", "get"]), IDS), max_
 
 def opened(width: int = WIDTH) -> MemoryStore:
     store = MemoryStore()
-    store.open(width)
+    store.open(RecordFormat(width, "rows"))
     return store
 
 
@@ -118,9 +119,9 @@ def test_misuse():
     store = MemoryStore()
     with pytest.raises(ValueError, match="the store is not open"):
         store.get(np.array([1]))
-    store.open(4)
+    store.open(RecordFormat(4, "rows"))
     with pytest.raises(ValueError, match="a memory store serves one vocabulary; give each its own"):
-        store.open(4)
+        store.open(RecordFormat(4, "rows"))
 
 
 def test_it_is_lost_with_the_process():

@@ -368,7 +368,7 @@ def test_snapshots_of_another_format(name, opened, tmp_path):
     other.snapshot(tmp_path / "snapshot")
     store = opened(name)
     store.put(np.array([7]), records_of(np.array([7])))
-    with pytest.raises(ValueError, match="the snapshot .* has records of .*other rows"):
+    with pytest.raises(ValueError, match=r"the snapshot .* has records of .*other rows"):
         store.load_snapshot(tmp_path / "snapshot")
     assert len(store) == 1
 

@@ -193,8 +193,8 @@ WRONG = {
     ),
     "store": (["--vocabulary.store=memory://"], "vocabulary.store is for --vocabulary dynamic"),
     "unknown store": (
-        ["--vocabulary=dynamic", "--vocabulary.store=redis://x"],
-        "vocabulary.store is memory://, got 'redis://x'",
+        ["--vocabulary=dynamic", "--vocabulary.store=nowhere://x"],
+        "vocabulary.store is no store: no row store has the URL 'nowhere://x'",
     ),
     "sightings": (
         ["--vocabulary=dynamic", "--vocabulary.admit-after=0"],

@@ -2,6 +2,7 @@
 
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
 #include <vector>
@@ -11,6 +12,7 @@ namespace {
 
 constexpr uint64_t kFactor = 0xD6E8FEB86659FD93ull;
 constexpr uint64_t kStep = 0x9E3779B97F4A7C15ull;
+constexpr int kLanes = 4;
 constexpr int64_t kAhead = 8;  // records
 
 uint64_t load(const uint8_t* bytes) {
@@ -21,6 +23,12 @@ uint64_t load(const uint8_t* bytes) {
 
 void set(uint64_t* pages, int64_t page) {
   __atomic_fetch_or(pages + page / 64, uint64_t{1} << (page % 64), __ATOMIC_RELAXED);
+}
+
+// Starts to load a record into the processor's caches. Nothing happens if its page is not mapped.
+void fetch(const Records& records, int64_t slot) {
+  const uint8_t* record = records.base + records.start + slot * records.stride;
+  for (int64_t k = 0; k < records.stride; k += 64) __builtin_prefetch(record + k);
 }
 
 bool is_set(const uint64_t* pages, int64_t page) {
@@ -65,19 +73,26 @@ int64_t write_all(int file, const uint8_t* bytes, int64_t size, int64_t offset) 
 }  // namespace
 
 uint64_t record_tag(int64_t id, const uint8_t* record, int64_t width) {
-  uint64_t hash = static_cast<uint64_t>(id) * kStep + static_cast<uint64_t>(width);
-  auto add = [&](uint64_t word) {
+  const uint64_t seed = static_cast<uint64_t>(id) * kStep + static_cast<uint64_t>(width);
+  auto add = [](uint64_t hash, uint64_t word) {
     hash = (hash ^ word) * kFactor;
-    hash ^= hash >> 32;
+    return hash ^ hash >> 32;
   };
+  // Word k belongs to lane k % 4. The lanes do not wait for each other.
+  uint64_t lanes[kLanes] = {seed, seed + 1, seed + 2, seed + 3};
   int64_t at = 0;
-  for (; at + 8 <= width; at += 8) add(load(record + at));
-  if (at < width) {
-    uint64_t word = 0;
-    std::memcpy(&word, record + at, width - at);
-    add(word);
+  for (; at + 8 * kLanes <= width; at += 8 * kLanes) {
+    for (int lane = 0; lane < kLanes; ++lane) {
+      lanes[lane] = add(lanes[lane], load(record + at + 8 * lane));
+    }
   }
-  add(kStep);
+  for (int lane = 0; at < width; ++lane, at += 8) {
+    uint64_t word = 0;
+    std::memcpy(&word, record + at, std::min<int64_t>(8, width - at));
+    lanes[lane] = add(lanes[lane], word);
+  }
+  uint64_t hash = kStep;
+  for (uint64_t lane : lanes) hash = add(hash, lane);
   return hash == 0 ? 1 : hash;
 }
 
@@ -86,10 +101,7 @@ void read_records(const Records& records, int file, uint64_t* pages, bool seeks,
                   uint8_t* found, uint8_t* out) {
   const int64_t head = records.has_id ? 16 : 8, width = records.width;
   for (int64_t i = 0; i < count; ++i) {
-    if (i + kAhead < count && slots[i + kAhead] >= 0) {
-      const uint8_t* next = records.base + records.start + slots[i + kAhead] * records.stride;
-      for (int64_t k = 0; k < records.stride; k += 64) __builtin_prefetch(next + k);
-    }
+    if (i + kAhead < count && slots[i + kAhead] >= 0) fetch(records, slots[i + kAhead]);
     found[i] = 0;
     uint8_t* copy = out + i * width;
     // A page that is read exists from then on in some file systems, and takes room in all caches.
@@ -118,11 +130,14 @@ int64_t write_records(const Records& records, int file, uint64_t* pages, bool se
                       const int64_t* slots, const int64_t* ids, int64_t count, const uint8_t* in) {
   const int64_t head = records.has_id ? 16 : 8, width = records.width;
   std::vector<uint8_t> whole(records.stride);
+  auto compose = [&](uint8_t* record, int64_t i, uint64_t tag) {
+    std::memcpy(record, &tag, 8);
+    if (records.has_id) std::memcpy(record + 8, ids + i, 8);
+    std::memcpy(record + head, in + i * width, width);
+  };
   for (int64_t i = 0; i < count; ++i) {
+    if (i + kAhead < count && pages != nullptr) fetch(records, slots[i + kAhead]);
     const uint64_t tag = record_tag(ids[i], in + i * width, width);
-    std::memcpy(whole.data(), &tag, 8);
-    if (records.has_id) std::memcpy(whole.data() + 8, ids + i, 8);
-    std::memcpy(whole.data() + head, in + i * width, width);
     const int64_t offset = records.start + slots[i] * records.stride;
     const int64_t first = offset / kPageBytes, last = (offset + records.stride - 1) / kPageBytes;
     bool is_mapped = pages != nullptr;
@@ -130,9 +145,10 @@ int64_t write_records(const Records& records, int file, uint64_t* pages, bool se
       is_mapped = seeks ? exists(file, pages, page) : is_set(pages, page);
     }
     if (is_mapped) {
-      std::memcpy(records.base + offset, whole.data(), records.stride);
+      compose(records.base + offset, i, tag);
       continue;
     }
+    compose(whole.data(), i, tag);
     if (const int64_t error = write_all(file, whole.data(), records.stride, offset)) return error;
     for (int64_t page = first; pages != nullptr && page <= last; ++page) set(pages, page);
   }

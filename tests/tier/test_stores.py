@@ -1,0 +1,99 @@
+"""Row stores by URL."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from jaxrec.tier import RowStore
+from jaxrec.tier.cached_store import CachedStore
+from jaxrec.tier.memory_store import MemoryStore
+from jaxrec.tier.stores import open_store
+
+REPRS = {
+    "file:///data/users": "FileStore('/data/users')",
+    "file:///data/my%20users": "FileStore('/data/my users')",
+    "rocksdb:///data/users": "RocksDBStore('/data/users')",
+    "redis://host/2?prefix=users": "RedisStore('redis://host:6379/2?prefix=users')",
+    "rediss://[::1]:7000": "RedisStore('rediss://[::1]:7000/0?prefix=jaxrec')",
+    "memory+file:///data/users": "CachedStore(FileStore('/data/users'), memory=1000000000)",
+    "memory+redis://host?prefix=a&memory=2MB": (
+        "CachedStore(RedisStore('redis://host:6379/0?prefix=a'), memory=2000000)"
+    ),
+}
+BAD = {
+    "redis://user:secret@host": "must not have credentials, since it is shown in logs; set the",
+    "memory+redis://:secret@host": "must not have credentials",
+    "redis://host?password=secret": "unknown option 'password'",
+    "redis://host:many": "write a URL like 'redis://host:6379/0",
+    "redis://host/users": "write a URL like 'redis://host:6379/0",
+    "redis://": "write a URL like 'redis://host:6379/0",
+    "redis://host?timeout=0": "write a URL like 'redis://host:6379/0",
+    "redis://host?prefix=": "write a URL like 'redis://host:6379/0",
+    "file://data/users": "has an absolute path, such as file:///data/users with three slashes",
+    "file://": "has an absolute path",
+    "file:///": "has an absolute path",
+    "rocksdb:///data?x=1": "has an absolute path, such as rocksdb:///data/users",
+    "memory://users": "a store in memory has the URL 'memory://'",
+    "memory+memory://": "over a store other than memory",
+    "memory+file:///data?memory=much": "a size of memory is a number and KB, MB, GB or TB",
+    "memory+file:///data?memory=1GB&memory=2GB": "write a cache as",
+}
+UNKNOWN = ["memory:", "http://host", "", "/data/users", "rocks://user:secret@host/x"]
+
+
+def test_a_url_makes_a_store_each_time():
+    first, second = open_store("memory://"), open_store("memory://")
+    assert isinstance(first, MemoryStore)
+    assert first is not second
+
+
+def test_a_store_is_itself():
+    store = CachedStore(MemoryStore())
+    assert open_store(store) is store
+
+
+@pytest.mark.parametrize("url", REPRS)
+def test_urls(url):
+    """Nothing is opened: these directories and servers do not exist."""
+    store = open_store(url)
+    assert isinstance(store, RowStore)
+    assert repr(store) == REPRS[url]
+
+
+@pytest.mark.parametrize("url", BAD)
+def test_bad_urls(url):
+    with pytest.raises(ValueError, match=BAD[url].replace("?", r"\?")) as raised:
+        open_store(url)
+    if "@" in url:
+        assert "secret" not in str(raised.value)
+
+
+@pytest.mark.parametrize("url", UNKNOWN)
+def test_unknown_schemes(url):
+    with pytest.raises(ValueError, match="no row store has the URL") as raised:
+        open_store(url)
+    message = str(raised.value)
+    for scheme in ("memory://", "file:///", "rocksdb:///", "redis://", "rediss://", "memory+"):
+        assert scheme in message
+    assert "secret" not in message
+
+
+@pytest.mark.parametrize(
+    ("url", "package", "extra"),
+    [
+        ("rocksdb:///data", "rocksdict", "rocksdb"),
+        ("redis://host", "redis", "redis"),
+        ("memory+rediss://host", "redis", "redis"),
+    ],
+    ids=["rocksdb", "redis", "cache"],
+)
+def test_missing_packages(url, package, extra, monkeypatch):
+    for name in list(sys.modules):
+        if name.partition(".")[0] == package or name.startswith(f"jaxrec.tier.{extra}"):
+            monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, package, None)  # as if it were not installed
+    message = rf"needs the package {package}; install it by pip install 'jaxrec\[{extra}\]'"
+    with pytest.raises(ImportError, match=message):
+        open_store(url)
