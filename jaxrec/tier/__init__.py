@@ -1,6 +1,9 @@
 """Vocabularies beyond the rows of a table, and tables beyond device memory."""
 
 from jaxrec.tier.ahead import ahead as ahead
+from jaxrec.tier.change_tracker import ChangeTracker as ChangeTracker
+from jaxrec.tier.changes import ChangedRows as ChangedRows
+from jaxrec.tier.changes import TableChanges as TableChanges
 from jaxrec.tier.dynamic import Dynamic as Dynamic
 from jaxrec.tier.dynamic import default_row as default_row
 from jaxrec.tier.dynamic import shared as shared

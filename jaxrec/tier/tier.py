@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import itertools
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias, cast
 
@@ -20,6 +21,7 @@ from jaxrec.tier.batches import HostBatch, Segment, fingerprint
 from jaxrec.tier.id_rows import RowsInStore, raw_ids
 from jaxrec.tier.model_tables import TableVocabulary, collections_of
 from jaxrec.tier.moves import NO_MOVE, Move, begin_move, move_rows
+from jaxrec.tier.observer import TierObserver
 from jaxrec.tier.store import TierStore
 from jaxrec.tier.vocabulary import Proposal, TableFullError, VocabularyFullError
 
@@ -83,6 +85,7 @@ class Tier:
 
     def __init__(self, vocabularies: Sequence[TableVocabulary], seed: int) -> None:
         self.vocabularies, self.seed = tuple(vocabularies), seed
+        self.observers: weakref.WeakSet[TierObserver] = weakref.WeakSet()
         # Held by whoever reads or changes the vocabularies; the training loop takes the other one.
         self._planning = threading.Lock()
         self._lock = threading.Lock()
@@ -296,6 +299,8 @@ class Tier:
             with self._lock:
                 self._last_taken = planned.number
                 self._planned.popleft()
+            for observer in self.observers:
+                observer.taken(planned.batch)
         return planned.batch
 
     def settle(self, model: nnx.Module) -> None:
@@ -315,9 +320,14 @@ class Tier:
                 if not self._waiting or (number is not None and self._waiting[0][0] > number):
                     return
                 _, moves = self._waiting[0]
-            move_rows(model, self.vocabularies, moves, self.seed)
+            self._move(model, moves)
             with self._lock:
                 self._waiting.popleft()
+
+    def _move(self, model: nnx.Module, moves: Sequence[Move]) -> None:
+        move_rows(model, self.vocabularies, moves, self.seed)
+        for observer in self.observers:
+            observer.moved([move.assignment for move in moves])
 
     # Checkpoints.
 
@@ -346,7 +356,7 @@ class Tier:
         moves = [
             begin_move(of, assignment) if each is of else NO_MOVE for each in self.vocabularies
         ]
-        move_rows(model, self.vocabularies, moves, self.seed)
+        self._move(model, moves)
 
     def state(self) -> dict[str, dict[str, np.ndarray]]:
         """Return all that later batches depend on, as arrays by vocabulary.
@@ -410,6 +420,8 @@ class Tier:
         for each in self.vocabularies:
             if each.transfer is not None and not each.transfer.store.is_durable:
                 each.transfer.load_state(state[each.name])
+        for observer in self.observers:
+            observer.restored()
         return rows
 
 
