@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -12,7 +12,10 @@ from jaxrec.embed.config import TableConfig
 from jaxrec.embed.found_ids import OutsideRows, as_ids
 from jaxrec.ragged.columns import Column
 from jaxrec.ragged.raw_columns import raw_column
+from jaxrec.tier.model_tables import TableVocabulary, TieredTable
 from jaxrec.tier.transfer import RowTransfer
+
+Returning: TypeAlias = Callable[[], AbstractContextManager[np.ndarray]]
 
 
 class RowsInStore(OutsideRows):
@@ -38,7 +41,7 @@ class RowsInStore(OutsideRows):
         transfer: RowTransfer,
         ids: np.ndarray,
         positions: np.ndarray,
-        returning: Callable[[], AbstractContextManager[np.ndarray]],
+        returning: Returning,
     ) -> None:
         self._table, self._number, self._transfer = table, number, transfer
         self._returning = returning
@@ -66,6 +69,35 @@ class RowsInStore(OutsideRows):
             # Rows that were evicted before are written before.
             self._transfer.wait()
             self._transfer.store.put(self.ids, self._transfer.layout.pack(tables))
+
+
+def find_outside(
+    of: TableVocabulary,
+    table: TieredTable,
+    ids: np.ndarray,
+    rows: np.ndarray,
+    returning: Returning,
+) -> tuple[np.ndarray, RowsInStore | None]:
+    """Look for ids without a row in the table in its store.
+
+    Args:
+        of: The vocabulary.
+        table: The table.
+        ids: int64 ``[n]``.
+        rows: Row of each id, -1 where it has none.
+        returning: As for `RowsInStore`.
+
+    Returns:
+        Whether each id has no row anywhere, bool ``[n]``, and the rows in the store.
+    """
+    has_none = rows < 0
+    if of.transfer is None or not has_none.any():
+        return has_none, None
+    missing = np.flatnonzero(has_none)
+    number, name = of.tables.index(table), table.config.name
+    stored = RowsInStore(name, number, of.transfer, ids[missing], missing, returning)
+    has_none[stored.positions] = False
+    return has_none, stored
 
 
 def raw_ids(table: TableConfig, ids: Any) -> np.ndarray:

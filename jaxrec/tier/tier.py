@@ -18,7 +18,7 @@ from flax import nnx
 
 from jaxrec.embed.found_ids import FoundIds, check_distinct
 from jaxrec.tier.batches import HostBatch, Segment, fingerprint
-from jaxrec.tier.id_rows import RowsInStore, raw_ids
+from jaxrec.tier.id_rows import find_outside, raw_ids
 from jaxrec.tier.model_tables import TableVocabulary, collections_of
 from jaxrec.tier.moves import NO_MOVE, Move, begin_move, move_rows
 from jaxrec.tier.observer import TierObserver
@@ -232,37 +232,27 @@ class Tier:
             ids: Integers of 64 bits, or strings, ``[n]``.
             is_written: Whether the rows are to be set.
         """
-        v, each, number = next(
-            (v, each, number)
+        v, each, found = next(
+            (v, each, each_table)
             for v, each in enumerate(self.vocabularies)
-            for number, of_table in enumerate(each.tables)
-            if (of_table.collection, of_table.config.name) == (collection, table)
+            for each_table in each.tables
+            if (each_table.collection, each_table.config.name) == (collection, table)
         )
-        raw = raw_ids(each.tables[number].config, ids)
+        raw = raw_ids(found.config, ids)
         if is_written:
             check_distinct(table, raw)
         with self._planning, self._lock:
             waiting = tuple(self._waiting)
             applied = waiting[0][0] - 1 if waiting else self._last_planned
             rows = self._own_rows_after(v, raw, applied, waiting)
-        outside = None
-        is_missing = rows < 0
-        if each.transfer is not None and is_missing.any():
-            outside = RowsInStore(
-                table,
-                number,
-                each.transfer,
-                raw[is_missing],
-                np.flatnonzero(is_missing),
-                functools.partial(self._returning, v),
-            )
-            is_missing[outside.positions] = False
-        if is_written and is_missing.any():
+        returning = functools.partial(self._returning, v)
+        has_none, outside = find_outside(each, found, raw, rows, returning)
+        if is_written and has_none.any():
             raise ValueError(
-                f"table {table!r}: id {np.asarray(ids)[np.argmax(is_missing)]} has no row; an id "
+                f"table {table!r}: id {np.asarray(ids)[np.argmax(has_none)]} has no row; an id "
                 "gets one in a training batch, or from a file by jaxrec.tier.import_rows"
             )
-        rows[is_missing] = each.vocabulary.settings.unknown.rows_of(raw[is_missing])
+        rows[has_none] = each.vocabulary.settings.unknown.rows_of(raw[has_none])
         return FoundIds(rows, outside)
 
     @contextlib.contextmanager
