@@ -37,8 +37,9 @@ class ChangeTracker(TierObserver):
     zero. Frozen tables are left out. Memory is a byte for each row of a table with up to eight
     consumers, and eight bytes more for each row of an open vocabulary.
 
-    Batches do not show all changes. Record by `mark` which rows ``load_rows`` or ``load_table``
-    set, that a loss reads a whole table, and that a checkpoint was restored into plain tables.
+    Batches do not show all changes. Record by `mark` which rows ``load_rows``, ``load_table`` or
+    `jaxrec.tier.import_rows` overwrote, that a loss reads a whole table, and that a checkpoint was
+    restored into plain tables.
 
     With several processes and tables on a mesh all of them call `changes`, `state` and
     `load_state`, and each gets the changes by the batches of all.
