@@ -70,6 +70,9 @@ SHOWN = {
     ),
     "recipes: Find ids that are too large": lambda names: "[0, 60)" in names["message"],
     "recipes: Predict one sample on a mesh": lambda names: names["logits"].shape == (1,),
+    "recipes: Find out which rows changed": lambda names: (
+        sorted(names["published"]) == [7, 31, 59] and names["unsaved"].tolist() == [5, 12]
+    ),
     "from_torchrec: Tables of a `state_dict`": lambda names: (
         names["unused"] == [] and (names["model"].embeddings.table("t_user") == 1).all()
     ),

@@ -139,6 +139,11 @@ TESTED_BY = {
         "tier/managed_collision/probing",
     ),
     "tier/managed_collision/test_sorted_map": ("tier/managed_collision/evicted",),
+    "tier/test_change_tracker": (
+        "tier/observer",
+        "tier/tracked_model",
+        "tier/tracked_table",
+    ),
     "tier/test_row_file": ("tier/row_columns",),
     "tier/test_file_store": (
         "tier/file_snapshot",

@@ -84,7 +84,8 @@ class TableAccess(TappedModule):
     def rows(self, name: str, ids: Any) -> Shaped[np.ndarray, "n embedding_dim"]:
         """Return the rows of some ids of one table, on the host; the table is not copied.
 
-        With several processes all of them call it with the same ids, and each gets all rows.
+        Call it between two steps, in the thread that trains. With several processes all of them
+        call it with the same ids, and each gets all rows.
 
         Args:
             name: Name of the table.

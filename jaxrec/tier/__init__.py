@@ -2,6 +2,9 @@
 
 from jaxrec.tier.ahead import ahead as ahead
 from jaxrec.tier.cached import Cached as Cached
+from jaxrec.tier.change_tracker import ChangeTracker as ChangeTracker
+from jaxrec.tier.changes import ChangedRows as ChangedRows
+from jaxrec.tier.changes import TableChanges as TableChanges
 from jaxrec.tier.close import close as close
 from jaxrec.tier.dynamic import Dynamic as Dynamic
 from jaxrec.tier.dynamic import default_row as default_row

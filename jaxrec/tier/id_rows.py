@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -15,6 +15,8 @@ from jaxrec.ragged.raw_columns import raw_column
 from jaxrec.tier.first_rows import first_rows
 from jaxrec.tier.model_tables import TableVocabulary
 from jaxrec.tier.transfer import RowTransfer
+
+Returning: TypeAlias = Callable[[], AbstractContextManager[np.ndarray]]
 
 
 class RowsInStore(OutsideRows):
@@ -43,7 +45,7 @@ class RowsInStore(OutsideRows):
         first: Callable[[np.ndarray], list[dict[str, np.ndarray]]] | None,
         ids: np.ndarray,
         positions: np.ndarray,
-        returning: Callable[[], AbstractContextManager[np.ndarray]],
+        returning: Returning,
     ) -> None:
         self._table, self._number, self._transfer = table, number, transfer
         self._returning = returning
@@ -85,7 +87,7 @@ def find_rows(
     ids: np.ndarray,
     rows: np.ndarray,
     seed: int,
-    returning: Callable[[], AbstractContextManager[np.ndarray]],
+    returning: Returning,
     *,
     is_written: bool,
 ) -> FoundIds:

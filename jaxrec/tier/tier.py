@@ -11,6 +11,7 @@ import pathlib
 import threading
 import urllib.parse
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias, cast
 
@@ -25,6 +26,7 @@ from jaxrec.tier.batches import HostBatch, Segment, fingerprint
 from jaxrec.tier.id_rows import find_rows, raw_ids
 from jaxrec.tier.model_tables import TableVocabulary, collections_of
 from jaxrec.tier.moves import NO_MOVE, Move, begin_move, move_rows
+from jaxrec.tier.observer import TierObserver
 from jaxrec.tier.pending_moves import PendingMoves
 from jaxrec.tier.store import TierStore
 from jaxrec.tier.transfer import RowTransfer
@@ -103,6 +105,7 @@ class Tier:
 
     def __init__(self, vocabularies: Sequence[TableVocabulary], seed: int) -> None:
         self.vocabularies, self.seed = tuple(vocabularies), seed
+        self.observers: weakref.WeakSet[TierObserver] = weakref.WeakSet()
         # `_planning` guards the vocabularies, and `_lock` the numbers and queues below.
         self._planning = threading.Lock()
         self._lock = threading.Lock()
@@ -402,16 +405,17 @@ class Tier:
             ids: Ids as batches have them, ``[n]``.
             is_written: Whether the rows are to be set.
         """
-        v, each, number = next(
-            (v, each, number)
+        v, each, found = next(
+            (v, each, each_table)
             for v, each in enumerate(self.vocabularies)
-            for number, of_table in enumerate(each.tables)
-            if (of_table.collection, of_table.config.name) == (collection, table)
+            for each_table in each.tables
+            if (each_table.collection, each_table.config.name) == (collection, table)
         )
-        raw = raw_ids(each.tables[number].config, ids, each.num_ids)
+        raw = raw_ids(found.config, ids, each.num_ids)
         with self._planning:
             rows = self._rows_now(v, raw)
         returning = functools.partial(self._returning, v)
+        number = each.tables.index(found)
         return find_rows(each, number, raw, rows, self.seed, returning, is_written=is_written)
 
     def _rows_now(self, v: int, ids: np.ndarray) -> np.ndarray:
@@ -461,6 +465,8 @@ class Tier:
             self._last_taken = planned.number
             self._planned.popleft()
             self._is_taken.notify_all()
+        for observer in self.observers:
+            observer.taken(planned.batch)
         return planned.batch
 
     def settle(self, model: nnx.Module) -> None:
@@ -476,10 +482,12 @@ class Tier:
     def _settle(
         self, model: nnx.Module, sequence: int | None, wanted: Sequence[bool] | None = None
     ) -> None:
-        def move(moves: Sequence[Move]) -> None:
-            move_rows(model, self.vocabularies, moves, self.seed)
+        self._pending.carry_out(functools.partial(self._move, model), sequence, wanted)
 
-        self._pending.carry_out(move, sequence, wanted)
+    def _move(self, model: nnx.Module, moves: Sequence[Move]) -> None:
+        move_rows(model, self.vocabularies, moves, self.seed)
+        for observer in self.observers:
+            observer.moved([move.assignment for move in moves])
 
     # Checkpoints.
 
@@ -508,7 +516,7 @@ class Tier:
         moves = [
             begin_move(of, assignment) if each is of else NO_MOVE for each in self.vocabularies
         ]
-        move_rows(model, self.vocabularies, moves, self.seed)
+        self._move(model, moves)
 
     def state(self) -> dict[str, dict[str, np.ndarray]]:
         """Return all that later batches depend on, as arrays by vocabulary.
@@ -643,6 +651,8 @@ class Tier:
                 rows[each.name] = each.vocabulary.load_state(saved, self._last_planned)
             if any(each.dropped_ids.size for each in rows.values()):
                 self._replayed.clear()  # planned batches may have used dropped rows
+        for observer in self.observers:
+            observer.restored()
         return rows
 
 

@@ -18,7 +18,7 @@ import optax
 from jax.sharding import AxisType
 
 import jaxrec
-from jaxrec.tier import Dynamic, ahead, lfu, make, shared
+from jaxrec.tier import ChangeTracker, Dynamic, ahead, lfu, make, shared
 from jaxrec.tier.tier import tier_of
 from jaxrec.train.checkpoint import CheckpointManager, restore
 from tests.tier import models
@@ -61,9 +61,19 @@ def result(model, losses):
             name = table.config.name
             arrays[f"{name}.ids"] = ids
             arrays[f"{name}.rows"] = np.asarray(collection.table(name))[rows]
+            arrays[f"{name}.rows_by_id"] = collection.rows(name, ids)
             for key, state in collection.table_state(name).items():
                 arrays[f"{name}.{key}"] = np.asarray(state)[rows]
     return arrays
+
+
+def changes_of(tracker):
+    """Changed ids of each table, and their rows."""
+    return {
+        f"{name}.{key}": getattr(changes, key)
+        for name, changes in tracker.changes("publisher", with_rows=True).items()
+        for key in ("ids", "rows")
+    }
 
 
 def main():
@@ -82,12 +92,14 @@ def main():
     optimizer = jaxrec.Optimizer(model, optax.adam(1e-2))
     if scenario == "resumed":
         batches = batches[restore(directory / "saved", model, optimizer).batches :]
+    tracker = ChangeTracker(model, ["publisher"])
     losses = []
     for number, (x, y) in enumerate(ahead(model, batches, look_ahead=2), 1):
         losses.append(float(models.train_step(model, optimizer, x, y)))
         if scenario == "killed" and number == SAVED_AFTER:
             with CheckpointManager(directory / "saved") as manager:
                 manager.save(model, optimizer, batches=number)
+    np.savez(directory / f"{scenario}_changes{process}.npz", **changes_of(tracker))
     np.savez(directory / f"{scenario}{process}.npz", **result(model, losses))
     if scenario == "killed":
         os.kill(os.getpid(), 9)

@@ -13,7 +13,7 @@ import optax
 import pytest
 
 import jaxrec
-from jaxrec.tier import ahead
+from jaxrec.tier import ChangeTracker, ahead
 from jaxrec.tier.tier import tier_of
 from tests.tier import models, processes
 
@@ -56,7 +56,7 @@ def ends(tmp_path_factory):
     assert run("resumed", directory) == [0, 0]
     return {
         scenario: [dict(np.load(directory / f"{scenario}{process}.npz")) for process in range(2)]
-        for scenario in ("killed", "resumed")
+        for scenario in ("killed", "resumed", "killed_changes")
     }
 
 
@@ -73,6 +73,27 @@ def test_processes_end_alike(ends):
     first, second = ends["killed"]
     for name in first:
         np.testing.assert_array_equal(first[name], second[name], err_msg=name)
+
+
+def test_rows_by_id_are_those_of_the_table(ends):
+    for end in ends["killed"]:
+        for name in processes.NAMES:
+            np.testing.assert_array_equal(end[f"{name}.rows_by_id"], end[f"{name}.rows"])
+
+
+def test_every_process_gets_the_changes_of_all(ends):
+    model = processes.make_model(None)
+    tracker = ChangeTracker(model, ["publisher"])
+    optimizer = jaxrec.Optimizer(model, optax.adam(1e-2))
+    batches, _ = models.stream(processes.STEPS, 450, samples=processes.SAMPLES)
+    for x, y in ahead(model, batches, look_ahead=2):
+        models.train_step(model, optimizer, x, y)
+    expected = processes.changes_of(tracker)
+    for changes in ends["killed_changes"]:
+        assert changes.keys() == expected.keys()
+        for name, array in expected.items():
+            assert array.size > 0
+            np.testing.assert_allclose(changes[name], array, rtol=1e-4, atol=1e-5, err_msg=name)
 
 
 def test_they_train_as_one_device_does(ends):

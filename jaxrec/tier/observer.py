@@ -1,0 +1,25 @@
+"""Observers of a model's vocabularies."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Sequence
+from typing import Any
+
+from jaxrec.tier.vocabulary import Assignment
+
+
+class TierObserver(abc.ABC):
+    """Follows what a `jaxrec.tier.tier.Tier` does to the tables, in the thread that trains."""
+
+    @abc.abstractmethod
+    def moved(self, assignments: Sequence[Assignment]) -> None:
+        """Rows were evicted and given to new ids, for each vocabulary; the tables have changed."""
+
+    @abc.abstractmethod
+    def taken(self, batch: Any) -> None:
+        """The loop takes a training batch, on the host with rows in the place of ids."""
+
+    @abc.abstractmethod
+    def restored(self) -> None:
+        """The vocabularies are those of a checkpoint."""
