@@ -70,22 +70,22 @@ class Step:
         wall, processor = np.transpose(ratios)
         line = {"hit_rate": round(hits / lookups, 4), "evicted_per_step": 0.0}
         line["evicted_per_step"] = round(evicted / (self.rounds * self.steps), 1)
-        line |= {"ratio": _quantiles(wall), "processor_ratio": _quantiles(processor)}
+        line |= {"ratio": quantiles(wall), "processor_ratio": quantiles(processor)}
         print(json.dumps(line))
 
-    def plain(self) -> _Run:
+    def plain(self) -> Run:
         with_rows = self.batches(id_bits=32)
-        return _Run(self.model(), Pipeline(with_rows, put_batch, ahead=4))
+        return Run(self.model(), Pipeline(with_rows, put_batch, ahead=4))
 
-    def dynamic(self) -> _Run:
+    def dynamic(self) -> Run:
         model = self.model()
         tables = {f"f{i}": Dynamic() for i in range(self.features)}
         model = jaxrec.tier.make(model, tables)
         batches = jaxrec.tier.ahead(model, self.batches(id_bits=64), place=put_batch)
-        return _Run(model, batches)
+        return Run(model, batches)
 
     def model(self) -> nnx.Module:
-        return _Model(self)
+        return Model(self)
 
     def batches(self, id_bits: int) -> Iterator[Any]:
         """Yield batches without end: power-law ids of 9/10 of the rows, and some that are new.
@@ -119,8 +119,8 @@ class Step:
             yield KeyedJaggedArray.from_lengths(keys, ids, lengths, id_bits=id_bits), labels
 
 
-class _Model(nnx.Module):
-    def __init__(self, settings: Step):
+class Model(nnx.Module):
+    def __init__(self, settings: Any):
         configs = [
             jaxrec.EmbeddingBagConfig(f"f{i}", settings.rows, settings.dim)
             for i in range(settings.features)
@@ -134,7 +134,7 @@ class _Model(nnx.Module):
         return self.over(self.embeddings(features).values)[:, 0]
 
 
-class _Run:
+class Run:
     def __init__(self, model: nnx.Module, batches: Iterator[Any]):
         self.model, self.batches = model, batches
         self.step = compile_step(_train_step, model, jaxrec.Optimizer(model, optax.adam(1e-3)))
@@ -158,6 +158,6 @@ def _train_step(model, optimizer, batch):
     return loss
 
 
-def _quantiles(ratios: np.ndarray) -> dict[str, float]:
+def quantiles(ratios: np.ndarray) -> dict[str, float]:
     values = np.quantile(ratios, (0, 0.5, 1)).round(3).tolist()
     return dict(zip(("least", "median", "greatest"), values, strict=True))
