@@ -15,7 +15,7 @@ import weakref
 import numpy as np
 
 _LIBRARY = pathlib.Path(__file__).parent / "native" / "libjaxrec_tier.so"
-_INTERFACE = 1  # of native/library.cc
+_INTERFACE = 2  # of native/library.cc
 
 _COUNT, _POINTER = ctypes.c_int64, ctypes.c_void_p
 
@@ -32,7 +32,7 @@ _ARGUMENTS = {
     "id_map_items": (_POINTER, _COUNT, _POINTER, _POINTER),
     "distinct": (_POINTER, _COUNT, ctypes.c_uint64, _POINTER, _POINTER, _POINTER),
     "smallest": (_POINTER, _POINTER, _COUNT, _COUNT, _POINTER),
-    "add_counts": (_POINTER, _POINTER, _COUNT, _POINTER, _COUNT),
+    "record_uses": (_POINTER, _COUNT, _COUNT, _POINTER, _POINTER, _COUNT),
 }
 _RESULTS = {"id_map_new": _POINTER, "id_map_delete": None, "id_map_find": None}
 
@@ -148,11 +148,15 @@ def smallest(keys: np.ndarray, eligible: np.ndarray | None, k: int) -> np.ndarra
     return indices[:size]
 
 
-def add_counts(slots: np.ndarray, amounts: np.ndarray | None, counts: np.ndarray) -> int:
-    """See `jaxrec.tier.reference.add_counts`."""
-    numbers = None if amounts is None else amounts.ctypes.data
-    return _library().jaxrec_add_counts(
-        slots.ctypes.data, numbers, slots.size, counts.ctypes.data, counts.size
+def record_uses(slots: np.ndarray, batch: int, counts: np.ndarray, last_use: np.ndarray) -> int:
+    """See `jaxrec.tier.reference.record_uses`."""
+    return _library().jaxrec_record_uses(
+        slots.ctypes.data,
+        slots.size,
+        batch,
+        counts.ctypes.data,
+        last_use.ctypes.data,
+        counts.size,
     )
 
 

@@ -110,20 +110,18 @@ def smallest(keys: np.ndarray, eligible: np.ndarray | None, k: int) -> np.ndarra
     return indices[order].astype(np.int32)
 
 
-def add_counts(slots: np.ndarray, amounts: np.ndarray | None, counts: np.ndarray) -> int:
-    """Add to the counts of slots, in place, up to the largest uint32.
+def record_uses(slots: np.ndarray, batch: int, counts: np.ndarray, last_use: np.ndarray) -> int:
+    """Add 1 to the count of each slot, up to the largest uint32, and set its last use.
 
     Returns:
-        The number of slots; or the position of the first slot or amount that is outside of its
-        range. Nothing is added in this case.
+        The number of slots; or the position of the first slot without a count. Nothing is recorded
+        in this case.
     """
     outside = slots >= counts.size
-    if amounts is not None:
-        outside |= amounts < 0
     if outside.any():
         return int(outside.argmax())
-    is_used = slots >= 0
-    weights = None if amounts is None else amounts[is_used]
-    sums = np.bincount(slots[is_used], weights, counts.size)
-    np.minimum(counts + sums, _MAX_COUNT, out=counts, casting="unsafe")
+    used = slots[slots >= 0]
+    sums = counts + np.bincount(used, minlength=counts.size)
+    np.minimum(sums, _MAX_COUNT, out=counts, casting="unsafe")
+    last_use[used] = batch
     return slots.size

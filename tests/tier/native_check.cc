@@ -187,13 +187,17 @@ void check_smallest(int64_t count, int64_t k, int kind, Random& random) {
   }
 }
 
-void check_add_counts() {
+void check_record_uses() {
   constexpr uint32_t kMost = std::numeric_limits<uint32_t>::max();
-  const std::vector<int32_t> slots = {0, -1, 2, 0, 1}, amounts = {5, 9, 2, 0, 1}, bad = {2, 3};
-  std::vector<uint32_t> counts = {1, kMost, kMost - 1};
-  require(add_counts(slots.data(), amounts.data(), 5, counts.data(), 3) == 5, "add_counts");
-  require(counts == std::vector<uint32_t>({6, kMost, kMost}), "counts");
-  require(add_counts(bad.data(), nullptr, 2, counts.data(), 3) == 1, "a slot without a count");
+  const std::vector<int32_t> slots = {0, -1, 2, 0, 1}, bad = {2, 3};
+  std::vector<uint32_t> counts = {1, kMost, kMost - 1, 8};
+  std::vector<int64_t> last_use = {5, 6, 7, 8};
+  require(record_uses(slots.data(), 5, 9, counts.data(), last_use.data(), 4) == 5, "record_uses");
+  require(counts == std::vector<uint32_t>({3, kMost, kMost, 8}), "counts of uses");
+  require(last_use == std::vector<int64_t>({9, 9, 9, 8}), "last uses");
+  require(record_uses(bad.data(), 2, 10, counts.data(), last_use.data(), 3) == 1,
+          "a slot without a count");
+  require(last_use == std::vector<int64_t>({9, 9, 9, 8}), "last uses after a bad slot");
 }
 
 }  // namespace
@@ -213,6 +217,6 @@ int main() {
     for (int64_t k : {0, 1, 700}) check_smallest(1000, k, kind, random);
     for (int64_t k : {10, 9000, 190000}) check_smallest(200000, k, kind, random);
   }
-  check_add_counts();
+  check_record_uses();
   std::printf("native id maps agree\n");
 }

@@ -26,7 +26,7 @@ constexpr int64_t kIdsOfThread = 16384;
 }  // namespace
 
 // Raised by each change of the functions below, so that Python refuses a library of other sources.
-JAXREC_EXPORT int64_t jaxrec_tier_interface() { return 1; }
+JAXREC_EXPORT int64_t jaxrec_tier_interface() { return 2; }
 
 JAXREC_EXPORT IdMap* jaxrec_id_map_new(int64_t capacity, uint64_t seed) {
   try {
@@ -106,7 +106,7 @@ JAXREC_EXPORT int64_t jaxrec_smallest(const uint64_t* keys, const uint8_t* eligi
   }
 }
 
-JAXREC_EXPORT int64_t jaxrec_add_counts(const int32_t* slots, const int32_t* amounts, int64_t count,
-                                        uint32_t* counts, int64_t num_slots) {
-  return jaxrec::add_counts(slots, amounts, count, counts, num_slots);
+JAXREC_EXPORT int64_t jaxrec_record_uses(const int32_t* slots, int64_t count, int64_t batch,
+                                         uint32_t* counts, int64_t* last_use, int64_t num_slots) {
+  return jaxrec::record_uses(slots, count, batch, counts, last_use, num_slots);
 }
