@@ -403,4 +403,6 @@ def _restore_rows(
 
 def _joined(part: Sequence[Segment]) -> np.ndarray:
     """Return the ids of segments, one after the other."""
+    if len(part) == 1:
+        return part[0].ids
     return np.concatenate([np.zeros(0, np.int64), *(segment.ids for segment in part)])
