@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Int32, Int64
@@ -100,6 +102,52 @@ class IdMap:
     def items(self) -> tuple[Int64[np.ndarray, " n"], Int32[np.ndarray, " n"]]:
         """Return all ids in ascending order, and the slot of each."""
         return self._map.items()
+
+
+class Lookup(NamedTuple):
+    """Slots of the ids of a batch, and the ids that are absent from a map.
+
+    Attributes:
+        slots: Slot of each id, int32 ``[n]``; -1 where it is absent.
+        misses: Positions of the absent ids, int32 ``[k]``.
+        absent: The distinct absent ids in the order of their first occurrence, int64 ``[m]``.
+        inverse: Place in ``absent`` of the id at each of ``misses``, int32 ``[k]``.
+        counts: How often each of ``absent`` occurs, int32 ``[m]``.
+    """
+
+    slots: np.ndarray
+    misses: np.ndarray
+    absent: np.ndarray
+    inverse: np.ndarray
+    counts: np.ndarray
+
+
+def look_up(maps: Sequence[IdMap], ids: Sequence[Int64[np.ndarray, " _"]]) -> list[Lookup]:
+    """Look up the ids of a batch in several maps, each in its own.
+
+    Args:
+        maps: The maps.
+        ids: The ids of each map, with repeats.
+
+    Example:
+        >>> import numpy as np
+        >>> from jaxrec.tier.id_map import IdMap, look_up
+        >>> ids = IdMap(capacity=10)
+        >>> ids.insert(np.array([5]), np.array([3], np.int32))
+        >>> [lookup] = look_up([ids], [np.array([8, 5, 6, 8])])
+        >>> lookup.slots, lookup.misses
+        (array([-1,  3, -1, -1], dtype=int32), array([0, 2, 3], dtype=int32))
+        >>> lookup.absent, lookup.inverse, lookup.counts
+        (array([8, 6]), array([0, 1, 0], dtype=int32), array([2, 1], dtype=int32))
+    """
+    if not maps:
+        return []
+    lookups = implementation.current().look_up(
+        [each._map for each in maps],
+        [checked(of_map, np.int64, "ids") for of_map in ids],
+        max(each.threads for each in maps),
+    )
+    return [Lookup(*fields) for fields in lookups]
 
 
 def _repeats(ids: np.ndarray, position: int) -> bool:

@@ -11,6 +11,7 @@ import functools
 import pathlib
 import secrets
 import weakref
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -27,6 +28,7 @@ _ARGUMENTS = {
     "id_map_num_bytes": (_POINTER,),
     "id_map_size": (_POINTER,),
     "id_map_find": (_POINTER, _POINTER, _COUNT, _POINTER, _COUNT),
+    "id_maps_look_up": (_COUNT, *[_POINTER] * 4, _COUNT, ctypes.c_uint64, *[_POINTER] * 5),
     "id_map_insert": (_POINTER, _POINTER, _POINTER, _COUNT),
     "id_map_remove": (_POINTER, _POINTER, _COUNT, _POINTER),
     "id_map_items": (_POINTER, _COUNT, _POINTER, _POINTER),
@@ -62,6 +64,7 @@ def missing() -> str | None:
     return library if isinstance(library, str) else None
 
 
+@functools.cache
 def _library() -> ctypes.CDLL:
     library = _load()
     if isinstance(library, str):
@@ -72,6 +75,10 @@ def _library() -> ctypes.CDLL:
 def _seed() -> int:
     """Draw what a map's hash depends on. Results do not depend on it."""
     return secrets.randbits(64)
+
+
+# Seed of the maps that live no longer than a call.
+_PASSING_SEED = _seed()
 
 
 class Map:
@@ -121,6 +128,51 @@ class Map:
         return ids[order], slots[order]
 
 
+def look_up(
+    maps: Sequence[Map], ids: Sequence[np.ndarray], threads: int
+) -> list[tuple[np.ndarray, ...]]:
+    """See `jaxrec.tier.reference.look_up`."""
+    slots = [np.empty(each.size, np.int32) for each in ids]
+    counts = np.array([each.size for each in ids], np.int64)
+    total = int(counts.sum())
+    positions, inverse, occurrences = (np.empty(total, np.int32) for _ in range(3))
+    unique, sizes = np.empty(total, np.int64), np.empty((len(maps), 2), np.int64)
+    handles = np.array([each._handle.value for each in maps], np.uintp)
+    given, taken = (
+        np.array([each.ctypes.data for each in arrays], np.uintp) for arrays in (ids, slots)
+    )
+    _checked(
+        _library().jaxrec_id_maps_look_up(
+            len(maps),
+            handles.ctypes.data,
+            given.ctypes.data,
+            counts.ctypes.data,
+            taken.ctypes.data,
+            threads,
+            _PASSING_SEED,
+            positions.ctypes.data,
+            unique.ctypes.data,
+            inverse.ctypes.data,
+            occurrences.ctypes.data,
+            sizes.ctypes.data,
+        )
+    )
+    lookups, start, first = [], 0, 0
+    for of_map, (num_positions, num_unique) in zip(slots, sizes.tolist(), strict=True):
+        here = slice(start, start := start + num_positions)
+        distinct_here = slice(first, first := first + num_unique)
+        lookups.append(
+            (
+                of_map,
+                positions[here],
+                unique[distinct_here],
+                inverse[here],
+                occurrences[distinct_here],
+            )
+        )
+    return lookups
+
+
 def distinct(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """See `jaxrec.tier.reference.distinct`."""
     unique, inverse = np.empty(ids.size, np.int64), np.empty(ids.size, np.int32)
@@ -129,7 +181,7 @@ def distinct(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         _library().jaxrec_distinct(
             ids.ctypes.data,
             ids.size,
-            _seed(),
+            _PASSING_SEED,
             unique.ctypes.data,
             inverse.ctypes.data,
             counts.ctypes.data,

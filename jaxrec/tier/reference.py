@@ -7,6 +7,7 @@ were checked by the callers, `jaxrec.tier.id_map` and `jaxrec.tier.batch_ops`.
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -90,6 +91,18 @@ def _occurs_before(ids: np.ndarray) -> np.ndarray:
     repeats = np.ones(ids.size, bool)
     repeats[np.unique(ids, return_index=True)[1]] = False
     return repeats
+
+
+def look_up(
+    maps: Sequence[Map], ids: Sequence[np.ndarray], threads: int
+) -> list[tuple[np.ndarray, ...]]:
+    """Return for each map the fields of `jaxrec.tier.id_map.Lookup`."""
+    lookups = []
+    for each, of_map in zip(maps, ids, strict=True):
+        slots = each.find(of_map, threads)
+        positions = np.flatnonzero(slots < 0).astype(np.int32)
+        lookups.append((slots, positions, *distinct(of_map[positions])))
+    return lookups
 
 
 def distinct(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -15,6 +15,7 @@ import numpy as np
 from flax import nnx
 
 from jaxrec.tier.batches import HostBatch, Segment, fingerprint
+from jaxrec.tier.id_map import Lookup, look_up
 from jaxrec.tier.model_tables import TableVocabulary, collections_of
 from jaxrec.tier.moves import NO_MOVE, Move, begin_move, move_rows
 from jaxrec.tier.store import TierStore
@@ -134,9 +135,14 @@ class Tier:
                 rows = self._rows_after([each.ids for each in ids], number)
             else:
                 number = self._last_planned + 1
+                lookups = look_up(
+                    [each.vocabulary.map for each in self.vocabularies], [each.ids for each in ids]
+                )
                 proposals = [
-                    _propose(each, part, of_all, number, held)
-                    for each, part, of_all in zip(self.vocabularies, parts, ids, strict=True)
+                    _propose(each, part, of_all, number, held, lookup)
+                    for each, part, of_all, lookup in zip(
+                        self.vocabularies, parts, ids, lookups, strict=True
+                    )
                 ]
                 assignments = [
                     each.vocabulary.commit(proposal)
@@ -354,10 +360,15 @@ def tier_of(model: nnx.Module) -> Tier | None:
 
 
 def _propose(
-    each: TableVocabulary, part: list[Segment], ids: GatheredIds, number: int, held: int
+    each: TableVocabulary,
+    part: list[Segment],
+    ids: GatheredIds,
+    number: int,
+    held: int,
+    lookup: Lookup,
 ) -> Proposal:
     try:
-        return each.vocabulary.propose(ids.ids, number, held)
+        return each.vocabulary.propose(ids.ids, number, held, lookup)
     except VocabularyFullError as error:
         where = "the part of the batch of another process"
         for segment in part:

@@ -12,8 +12,9 @@ from jaxrec.tier.records import Records
 # Seed of the draws that raise a frequency class; beyond those of the hashes of `Sightings`.
 _SEED = 1 << 21
 
-# Uses that wait at most, with 4 bytes each.
-_MOST_WAITING = 1 << 17
+# Uses that wait at most, with 4 bytes each, and batches.
+_MOST_USES = 1 << 17
+_MOST_BATCHES = 32
 
 
 class Uses:
@@ -43,7 +44,7 @@ class Uses:
         seconds = int(self._policy.seconds()) if self._policy.uses_seconds else 0
         self._waiting.append((rows, batch, seconds))
         self._num_waiting += rows.size
-        if self._num_waiting >= _MOST_WAITING:
+        if self._num_waiting >= _MOST_USES or len(self._waiting) >= _MOST_BATCHES:
             self.record()
 
     def record(self) -> None:

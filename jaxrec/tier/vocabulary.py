@@ -7,10 +7,10 @@ import math
 
 import numpy as np
 
-from jaxrec.tier.batch_ops import distinct, smallest
+from jaxrec.tier.batch_ops import smallest
 from jaxrec.tier.dynamic import Dynamic
 from jaxrec.tier.eviction import FIRST_POWER
-from jaxrec.tier.id_map import IdMap
+from jaxrec.tier.id_map import IdMap, Lookup, look_up
 from jaxrec.tier.mixing import mix
 from jaxrec.tier.records import Records
 from jaxrec.tier.sightings import Sightings
@@ -65,21 +65,15 @@ class Proposal:
     Attributes:
         ids: The ids of the batch, ``[n]``.
         batch: Number of the batch.
-        rows: Row of each id, -1 where it has none.
-        misses: Positions of the ids without a row, ``[k]``.
-        missing: Distinct ids without a row, ``[m]``.
-        inverse: For each of ``misses`` its place in ``missing``.
-        sightings: Number of sightings of each of ``missing``.
-        admitted: Whether each of ``missing`` gets a row.
+        lookup: Row of each id, and the ids without a row.
+        sightings: Number of sightings of each of ``lookup.absent``.
+        admitted: Whether each of ``lookup.absent`` gets a row.
         victims: Rows to evict.
     """
 
     ids: np.ndarray
     batch: int
-    rows: np.ndarray
-    misses: np.ndarray
-    missing: np.ndarray
-    inverse: np.ndarray
+    lookup: Lookup
     sightings: np.ndarray
     admitted: np.ndarray
     victims: np.ndarray
@@ -149,29 +143,33 @@ class Vocabulary:
             rows[unknown] = self.settings.unknown.rows_of(ids[unknown])
         return rows
 
-    def propose(self, ids: np.ndarray, batch: int, held: int) -> Proposal:
+    def propose(
+        self, ids: np.ndarray, batch: int, held: int, lookup: Lookup | None = None
+    ) -> Proposal:
         """Decide which rows the ids of a batch get, changing nothing.
 
         Args:
             ids: int64 ``[n]``, with repeats.
             batch: Number of the batch; larger than that of any batch before.
             held: Rows that the last ``held`` batches before this one use are not evicted.
+            lookup: The ids in `map`, if they were looked up already.
 
         Raises:
             VocabularyFullError: The ids of these batches do not fit the rows.
         """
-        rows = self.map.find(ids)
-        misses = np.flatnonzero(rows < 0)
-        missing, inverse, counts = distinct(ids[misses])
-        sightings = counts if self.sightings is None else self.sightings.count(missing, counts)
-        admitted = self._admit(missing, sightings, batch)
-        victims = self._choose_victims(missing[admitted], batch, held, rows)
-        return Proposal(ids, batch, rows, misses, missing, inverse, sightings, admitted, victims)
+        if lookup is None:
+            (lookup,) = look_up([self.map], [ids])
+        sightings = lookup.counts
+        if self.sightings is not None:
+            sightings = self.sightings.count(lookup.absent, lookup.counts)
+        admitted = self._admit(lookup.absent, sightings, batch)
+        victims = self._choose_victims(lookup.absent[admitted], batch, held, lookup.slots)
+        return Proposal(ids, batch, lookup, sightings, admitted, victims)
 
     def commit(self, proposal: Proposal) -> Assignment:
         """Carry out the last proposal, with nothing in between."""
-        ids, batch, rows = proposal.ids, proposal.batch, proposal.rows
-        missing, admitted = proposal.missing, proposal.admitted
+        ids, batch, admitted = proposal.ids, proposal.batch, proposal.admitted
+        rows, misses, missing, inverse, _ = proposal.lookup
         if self.sightings is not None:
             self.sightings.record(missing, proposal.sightings)
         evicted_ids = self._evict(proposal.victims)
@@ -180,12 +178,12 @@ class Vocabulary:
         self._insert(new_ids, new_rows, batch)
         of_missing = np.full(missing.size, -1, np.int32)
         of_missing[admitted] = new_rows
-        rows[proposal.misses] = of_missing[proposal.inverse]
+        rows[misses] = of_missing[inverse]
         self._uses.add(rows, batch)
-        unknown = proposal.misses[rows[proposal.misses] < 0]
+        unknown = misses[rows[misses] < 0] if new_ids.size < missing.size else _NO_ROWS
         self.statistics.add(
             lookups=ids.size,
-            hits=ids.size - proposal.misses.size,
+            hits=ids.size - misses.size,
             new=missing.size,
             admitted=new_ids.size,
             evicted=proposal.victims.size,

@@ -50,8 +50,9 @@ def test_groups_of_batches(name: str, seed: int, groups: list[int]):
     assert one_by_one.last_use.max() <= batch
 
 
-def test_uses_wait_until_there_are_many(monkeypatch):
-    monkeypatch.setattr(uses, "_MOST_WAITING", 6)
+@pytest.mark.parametrize(("limit", "number"), [("_MOST_USES", 6), ("_MOST_BATCHES", 3)])
+def test_uses_wait_until_there_are_many(monkeypatch, limit: str, number: int):
+    monkeypatch.setattr(uses, limit, number)
     records = empty_records()
     waiting = Uses(records, lru())
     for batch, expected in ((1, 0), (2, 0), (3, 3), (4, 3)):

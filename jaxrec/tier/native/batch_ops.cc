@@ -118,6 +118,19 @@ int64_t distinct(const int64_t* ids, int64_t count, uint64_t seed, int64_t* uniq
   return num_unique;
 }
 
+void absent(const int64_t* ids, const int32_t* slots, int64_t count, uint64_t seed,
+            int32_t* positions, int64_t* unique, int32_t* inverse, int32_t* counts,
+            int64_t* sizes) {
+  int64_t size = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    if (slots[i] < 0) positions[size++] = static_cast<int32_t>(i);
+  }
+  std::vector<int64_t> missing(size);
+  for (int64_t i = 0; i < size; ++i) missing[i] = ids[positions[i]];
+  sizes[0] = size;
+  sizes[1] = distinct(missing.data(), size, seed, unique, inverse, counts);
+}
+
 int64_t smallest(const uint64_t* keys, const uint8_t* eligible, int64_t count, int64_t k,
                  int32_t* indices) {
   k = std::min(k, count);
