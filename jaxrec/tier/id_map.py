@@ -72,17 +72,18 @@ class IdMap:
         """
         ids = checked(ids, np.int64, "ids")
         slots = checked(slots, np.int32, "slots", ids.size)
-        if (ids == -1).any():
-            raise ValueError(f"id -1 at position {(ids == -1).argmax()}: maps cannot hold it")
-        if (slots < 0).any():
-            position = (slots < 0).argmax()
-            raise ValueError(f"slot {slots[position]} at position {position}: it must be 0 or more")
         inserted = self._map.insert(ids, slots)
         if inserted < 0:
             raise ValueError(
                 f"no room for {ids.size:,} ids: the map has {len(self):,} of {self.capacity:,}"
             )
         if inserted < ids.size:
+            if ids[inserted] == -1:
+                raise ValueError(f"id -1 at position {inserted}: maps cannot hold it")
+            if slots[inserted] < 0:
+                raise ValueError(
+                    f"slot {slots[inserted]} at position {inserted}: it must be 0 or more"
+                )
             why = "occurs twice" if _repeats(ids, inserted) else "is in the map already"
             raise ValueError(f"id {ids[inserted]} at position {inserted} {why}")
 

@@ -157,7 +157,8 @@ def look_up(
             sizes.ctypes.data,
         )
     )
-    lookups, start, first = [], 0, 0
+    lookups: list[tuple[np.ndarray, ...]] = []
+    start = first = 0
     for of_map, (num_positions, num_unique) in zip(slots, sizes.tolist(), strict=True):
         here = slice(start, start := start + num_positions)
         distinct_here = slice(first, first := first + num_unique)

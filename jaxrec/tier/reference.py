@@ -38,15 +38,17 @@ class Map:
         """Add ids with their slots.
 
         Returns:
-            The number of ids; or the position of the first id that the map has or that occurs
-            before, or -1 without room. The map is as before in these cases.
+            The number of ids; or the position of the first id that the map has, that occurs before,
+            that is -1 or whose slot is negative; or -1 without room. The map is as before in these
+            cases.
         """
         with self._changing:
             if ids.size > self._capacity - len(self):
                 return -1
             taken = (_find(*self._items, ids) >= 0) | _occurs_before(ids)
-            if taken.any():
-                return int(taken.argmax())
+            refused = taken | (ids == -1) | (slots < 0)
+            if refused.any():
+                return int(refused.argmax())
             order = np.argsort(ids)
             sorted_ids, their_slots = self._items
             places = np.searchsorted(sorted_ids, ids[order])
@@ -97,7 +99,7 @@ def look_up(
     maps: Sequence[Map], ids: Sequence[np.ndarray], threads: int
 ) -> list[tuple[np.ndarray, ...]]:
     """Return for each map the fields of `jaxrec.tier.id_map.Lookup`."""
-    lookups = []
+    lookups: list[tuple[np.ndarray, ...]] = []
     for each, of_map in zip(maps, ids, strict=True):
         slots = each.find(of_map, threads)
         positions = np.flatnonzero(slots < 0).astype(np.int32)

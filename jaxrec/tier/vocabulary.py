@@ -188,7 +188,7 @@ class Vocabulary:
             admitted=new_ids.size,
             evicted=proposal.victims.size,
             refused=unknown.size,
-            resident=len(self.map),
+            resident=self.room - self._num_free,
         )
         if unknown.size:
             rows = rows.copy()  # `_uses` holds them as they are
@@ -205,7 +205,7 @@ class Vocabulary:
         new_rows = self._take_free(ids.size)
         self._insert(ids, new_rows, batch)
         self._uses.add(new_rows, batch)
-        self.statistics.resident = len(self.map)
+        self.statistics.resident = self.room - self._num_free
         return Assignment(new_rows, ids, new_rows, _NO_IDS, _NO_ROWS)
 
     def _admit(self, ids: np.ndarray, sightings: np.ndarray, batch: int) -> np.ndarray:
@@ -227,7 +227,7 @@ class Vocabulary:
             held: Number of batches whose rows stay.
             hits: Rows of the batch's ids, -1 where there is none.
         """
-        policy, free = self.settings.eviction, self.room - len(self.map)
+        policy, free = self.settings.eviction, self._num_free
         is_due = batch % policy.expiry_interval == 0
         if new_ids.size <= free and not is_due:
             return _NO_ROWS
@@ -259,6 +259,10 @@ class Vocabulary:
         self._records.born[rows] = -1
         self._freed = np.concatenate([self._freed, rows])
         return ids
+
+    @property
+    def _num_free(self) -> int:
+        return self.room - self._num_fresh_given + self._freed.size
 
     def _take_free(self, count: int) -> np.ndarray:
         """Return rows that no id has had, then those that were freed first."""

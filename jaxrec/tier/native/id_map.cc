@@ -158,7 +158,7 @@ void IdMap::find(const int64_t* ids, int64_t count, int32_t* slots) const {
 
 int64_t IdMap::insert(const int64_t* ids, const int32_t* slots, int64_t count) {
   const int64_t added = for_each_home<1>(ids, count, [&](int64_t i, Bucket* bucket) {
-    if (look_up(bucket, ids[i]) != kNoSlot) return false;
+    if (ids[i] == kNoId || slots[i] < 0 || look_up(bucket, ids[i]) != kNoSlot) return false;
     place(bucket, ids[i], slots[i]);
     return true;
   });
