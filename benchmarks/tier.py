@@ -18,7 +18,7 @@ one core, from the median of several rounds.
   ids get slots; whenever there are too few free slots, the least recently used 5 % are evicted.
   ``parts_ms`` are the milliseconds of a batch by operation. TorchRec's module evicts the least
   recently used ids after each batch.
-- ``distinct``, ``smallest``, ``add_counts``: single operations beside NumPy's.
+- ``distinct``, ``smallest``, ``record_uses``: single operations beside NumPy's.
 
 ``step`` trains 26 tables of 64 columns with open vocabularies and the same as plain tables, on
 batches of one generator, in turn. Of the lookups 1 % are of ids that never came before. The plain
@@ -67,7 +67,7 @@ from benchmarks.row_stores import Kills, Stores
 from benchmarks.vocabulary_step import Step
 from benchmarks.vocabulary_stream import Stream
 from jaxrec.tier import reference
-from jaxrec.tier.batch_ops import add_counts, distinct, smallest
+from jaxrec.tier.batch_ops import distinct, record_uses, smallest
 from jaxrec.tier.id_map import IdMap
 
 _HERE = pathlib.Path(__file__).parent
@@ -170,7 +170,12 @@ class Ids:
         eligible = rng.random(self.resident) < 0.9
         batch = (self.resident ** rng.random(self.batch)).astype(np.int64)  # few ids come often
         slots = batch.astype(np.int32) - 1
-        counts = np.zeros(self.resident, np.uint32)
+        counts, last_use = np.zeros(self.resident, np.uint32), np.zeros(self.resident, np.int64)
+
+        def record_in_numpy() -> None:
+            np.add.at(counts, slots, np.uint32(1))
+            last_use[slots] = 1
+
         operations: dict[str, tuple[int, Callable[[], Any], Callable[[], Any]]] = {
             "distinct": (
                 self.batch,
@@ -182,10 +187,10 @@ class Ids:
                 lambda: smallest(keys, eligible, num_chosen),
                 lambda: reference.smallest(keys, eligible, num_chosen),
             ),
-            "add_counts": (
+            "record_uses": (
                 self.batch,
-                lambda: add_counts(slots, counts),
-                lambda: np.add.at(counts, slots, np.uint32(1)),
+                lambda: record_uses(slots, 1, counts, last_use),
+                record_in_numpy,
             ),
         }
         for name, (size, *contenders) in operations.items():

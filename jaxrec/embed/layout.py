@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -47,7 +48,7 @@ class Group:
     def num_rows(self) -> int:
         return sum(table.num_embeddings for table in self.tables)
 
-    @property
+    @functools.cached_property
     def row_offsets(self) -> tuple[int, ...]:
         """First row of each table."""
         counts = (table.num_embeddings for table in self.tables)

@@ -59,39 +59,42 @@ def smallest(
     return implementation.current().smallest(keys, eligible, min(k, keys.size))
 
 
-def add_counts(
+def record_uses(
     slots: Int32[np.ndarray, " n"],
+    batch: int,
     counts: UInt32[np.ndarray, " slots"],
-    amounts: Int32[np.ndarray, " n"] | None = None,
+    last_use: Int64[np.ndarray, " slots"],
 ) -> None:
-    """Add to the count of each slot, in place. Counts stop at the largest uint32.
+    """Record the use of slots by a batch, in place.
 
     Args:
         slots: The slots; they may repeat, and negative ones are skipped.
-        counts: The count of each slot, changed in place.
-        amounts: Number to add for each of ``slots``; None: 1.
+        batch: Number of the batch.
+        counts: Number of uses of each slot, to which each use adds 1. They stop at the largest
+            uint32.
+        last_use: The last batch that used each slot, which becomes ``batch``.
 
     Raises:
-        ValueError: A slot has no count, or an amount is negative. No count is changed.
+        ValueError: A slot has no count. Nothing is changed.
 
     Example:
         >>> import numpy as np
-        >>> counts = np.zeros(3, np.uint32)
-        >>> add_counts(np.array([0, 2, -1, 2], np.int32), counts)
-        >>> counts
-        array([1, 0, 2], dtype=uint32)
+        >>> counts, last_use = np.zeros(3, np.uint32), np.zeros(3, np.int64)
+        >>> record_uses(np.array([0, 2, -1, 2], np.int32), 7, counts, last_use)
+        >>> counts, last_use
+        (array([1, 0, 2], dtype=uint32), array([7, 0, 7]))
     """
     slots = checked(slots, np.int32, "slots")
-    if amounts is not None:
-        amounts = checked(amounts, np.int32, "amounts", slots.size)
     checked(counts, np.uint32, "counts")
-    if not counts.flags.carray:
-        raise ValueError("counts must be contiguous and writeable, since they change in place")
-    added = implementation.current().add_counts(slots, amounts, counts)
-    if added < slots.size and slots[added] >= counts.size:
-        raise ValueError(f"slot {slots[added]} at position {added}: there are {counts.size} counts")
-    if added < slots.size and amounts is not None:
-        raise ValueError(f"amount {amounts[added]} at position {added} must be 0 or more")
+    checked(last_use, np.int64, "last_use", counts.size)
+    for name, array in (("counts", counts), ("last_use", last_use)):
+        if not array.flags.carray:
+            raise ValueError(f"{name} must be contiguous and writeable, since they change in place")
+    recorded = implementation.current().record_uses(slots, batch, counts, last_use)
+    if recorded < slots.size:
+        raise ValueError(
+            f"slot {slots[recorded]} at position {recorded}: there are {counts.size} counts"
+        )
 
 
 def _check_size(array: np.ndarray, name: str) -> None:

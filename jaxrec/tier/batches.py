@@ -105,7 +105,7 @@ class HostBatch:
             stop = segment.start + segment.ids.size
             values[segment.batch][segment.start : stop] = of_segment
         features = iter(
-            dataclasses.replace(each, values=value, slot_keys=tuple(keys))
+            each._with(values=value, slot_keys=tuple(keys))
             for each, value, keys in zip(self.features, values, slot_keys, strict=True)
         )
         others = iter(self.others)

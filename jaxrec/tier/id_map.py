@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Int32, Int64
@@ -70,17 +72,18 @@ class IdMap:
         """
         ids = checked(ids, np.int64, "ids")
         slots = checked(slots, np.int32, "slots", ids.size)
-        if (ids == -1).any():
-            raise ValueError(f"id -1 at position {(ids == -1).argmax()}: maps cannot hold it")
-        if (slots < 0).any():
-            position = (slots < 0).argmax()
-            raise ValueError(f"slot {slots[position]} at position {position}: it must be 0 or more")
         inserted = self._map.insert(ids, slots)
         if inserted < 0:
             raise ValueError(
                 f"no room for {ids.size:,} ids: the map has {len(self):,} of {self.capacity:,}"
             )
         if inserted < ids.size:
+            if ids[inserted] == -1:
+                raise ValueError(f"id -1 at position {inserted}: maps cannot hold it")
+            if slots[inserted] < 0:
+                raise ValueError(
+                    f"slot {slots[inserted]} at position {inserted}: it must be 0 or more"
+                )
             why = "occurs twice" if _repeats(ids, inserted) else "is in the map already"
             raise ValueError(f"id {ids[inserted]} at position {inserted} {why}")
 
@@ -100,6 +103,52 @@ class IdMap:
     def items(self) -> tuple[Int64[np.ndarray, " n"], Int32[np.ndarray, " n"]]:
         """Return all ids in ascending order, and the slot of each."""
         return self._map.items()
+
+
+class Lookup(NamedTuple):
+    """Slots of the ids of a batch, and the ids that are absent from a map.
+
+    Attributes:
+        slots: Slot of each id, int32 ``[n]``; -1 where it is absent.
+        misses: Positions of the absent ids, int32 ``[k]``.
+        absent: The distinct absent ids in the order of their first occurrence, int64 ``[m]``.
+        inverse: Place in ``absent`` of the id at each of ``misses``, int32 ``[k]``.
+        counts: How often each of ``absent`` occurs, int32 ``[m]``.
+    """
+
+    slots: np.ndarray
+    misses: np.ndarray
+    absent: np.ndarray
+    inverse: np.ndarray
+    counts: np.ndarray
+
+
+def look_up(maps: Sequence[IdMap], ids: Sequence[Int64[np.ndarray, " _"]]) -> list[Lookup]:
+    """Look up the ids of a batch in several maps, each in its own.
+
+    Args:
+        maps: The maps.
+        ids: The ids of each map, with repeats.
+
+    Example:
+        >>> import numpy as np
+        >>> from jaxrec.tier.id_map import IdMap, look_up
+        >>> ids = IdMap(capacity=10)
+        >>> ids.insert(np.array([5]), np.array([3], np.int32))
+        >>> [lookup] = look_up([ids], [np.array([8, 5, 6, 8])])
+        >>> lookup.slots, lookup.misses
+        (array([-1,  3, -1, -1], dtype=int32), array([0, 2, 3], dtype=int32))
+        >>> lookup.absent, lookup.inverse, lookup.counts
+        (array([8, 6]), array([0, 1, 0], dtype=int32), array([2, 1], dtype=int32))
+    """
+    if not maps:
+        return []
+    lookups = implementation.current().look_up(
+        [each._map for each in maps],
+        [checked(of_map, np.int64, "ids") for of_map in ids],
+        max(each.threads for each in maps),
+    )
+    return [Lookup(*fields) for fields in lookups]
 
 
 def _repeats(ids: np.ndarray, position: int) -> bool:

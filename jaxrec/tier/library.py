@@ -11,6 +11,7 @@ import functools
 import pathlib
 import secrets
 import weakref
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -29,12 +30,13 @@ _ARGUMENTS = {
     "id_map_num_bytes": (_POINTER,),
     "id_map_size": (_POINTER,),
     "id_map_find": (_POINTER, _POINTER, _COUNT, _POINTER, _COUNT),
+    "id_maps_look_up": (_COUNT, *[_POINTER] * 4, _COUNT, ctypes.c_uint64, *[_POINTER] * 5),
     "id_map_insert": (_POINTER, _POINTER, _POINTER, _COUNT),
     "id_map_remove": (_POINTER, _POINTER, _COUNT, _POINTER),
     "id_map_items": (_POINTER, _COUNT, _POINTER, _POINTER),
     "distinct": (_POINTER, _COUNT, ctypes.c_uint64, _POINTER, _POINTER, _POINTER),
     "smallest": (_POINTER, _POINTER, _COUNT, _COUNT, _POINTER),
-    "add_counts": (_POINTER, _POINTER, _COUNT, _POINTER, _COUNT),
+    "record_uses": (_POINTER, _COUNT, _COUNT, _POINTER, _POINTER, _COUNT),
     "read_records": (
         *(_POINTER, *[_COUNT] * 5, _POINTER, _COUNT),  # of the file
         *(_POINTER, _POINTER, _COUNT, *[_POINTER] * 3, _COUNT),
@@ -78,6 +80,7 @@ def missing() -> str | None:
     return library if isinstance(library, str) else None
 
 
+@functools.cache
 def _library() -> ctypes.CDLL:
     library = _load()
     if isinstance(library, str):
@@ -88,6 +91,10 @@ def _library() -> ctypes.CDLL:
 def _seed() -> int:
     """Draw the seed of a map's hash. Results do not depend on it."""
     return secrets.randbits(64)
+
+
+# Seed of the maps that live no longer than a call.
+_PASSING_SEED = _seed()
 
 
 class Map:
@@ -137,6 +144,52 @@ class Map:
         return ids[order], slots[order]
 
 
+def look_up(
+    maps: Sequence[Map], ids: Sequence[np.ndarray], threads: int
+) -> list[tuple[np.ndarray, ...]]:
+    """See `jaxrec.tier.reference.look_up`."""
+    slots = [np.empty(each.size, np.int32) for each in ids]
+    counts = np.array([each.size for each in ids], np.int64)
+    total = int(counts.sum())
+    positions, inverse, occurrences = (np.empty(total, np.int32) for _ in range(3))
+    unique, sizes = np.empty(total, np.int64), np.empty((len(maps), 2), np.int64)
+    handles = np.array([each._handle.value for each in maps], np.uintp)
+    given, taken = (
+        np.array([each.ctypes.data for each in arrays], np.uintp) for arrays in (ids, slots)
+    )
+    _checked(
+        _library().jaxrec_id_maps_look_up(
+            len(maps),
+            handles.ctypes.data,
+            given.ctypes.data,
+            counts.ctypes.data,
+            taken.ctypes.data,
+            threads,
+            _PASSING_SEED,
+            positions.ctypes.data,
+            unique.ctypes.data,
+            inverse.ctypes.data,
+            occurrences.ctypes.data,
+            sizes.ctypes.data,
+        )
+    )
+    lookups: list[tuple[np.ndarray, ...]] = []
+    start = first = 0
+    for of_map, (num_positions, num_unique) in zip(slots, sizes.tolist(), strict=True):
+        here = slice(start, start := start + num_positions)
+        distinct_here = slice(first, first := first + num_unique)
+        lookups.append(
+            (
+                of_map,
+                positions[here],
+                unique[distinct_here],
+                inverse[here],
+                occurrences[distinct_here],
+            )
+        )
+    return lookups
+
+
 def distinct(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """See `jaxrec.tier.reference.distinct`."""
     unique, inverse = np.empty(ids.size, np.int64), np.empty(ids.size, np.int32)
@@ -145,7 +198,7 @@ def distinct(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         _library().jaxrec_distinct(
             ids.ctypes.data,
             ids.size,
-            _seed(),
+            _PASSING_SEED,
             unique.ctypes.data,
             inverse.ctypes.data,
             counts.ctypes.data,
@@ -164,11 +217,15 @@ def smallest(keys: np.ndarray, eligible: np.ndarray | None, k: int) -> np.ndarra
     return indices[:size]
 
 
-def add_counts(slots: np.ndarray, amounts: np.ndarray | None, counts: np.ndarray) -> int:
-    """See `jaxrec.tier.reference.add_counts`."""
-    numbers = None if amounts is None else amounts.ctypes.data
-    return _library().jaxrec_add_counts(
-        slots.ctypes.data, numbers, slots.size, counts.ctypes.data, counts.size
+def record_uses(slots: np.ndarray, batch: int, counts: np.ndarray, last_use: np.ndarray) -> int:
+    """See `jaxrec.tier.reference.record_uses`."""
+    return _library().jaxrec_record_uses(
+        slots.ctypes.data,
+        slots.size,
+        batch,
+        counts.ctypes.data,
+        last_use.ctypes.data,
+        counts.size,
     )
 
 

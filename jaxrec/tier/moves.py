@@ -11,7 +11,7 @@ from flax import nnx
 
 from jaxrec.embed.row_access import RowsOnDevices, TableRows, read, write
 from jaxrec.tier.first_rows import NewRows, reset
-from jaxrec.tier.model_tables import TableVocabulary, collections_of
+from jaxrec.tier.model_tables import TableVocabulary, collection_at
 from jaxrec.tier.transfer import EvictedRows, StoredRows
 from jaxrec.tier.vocabulary import NO_CHANGE, Assignment
 
@@ -69,7 +69,8 @@ def move_rows(
         return
     fetched = [None if move.fetched is None else move.fetched.result() for move in moves]
     evicted: dict[tuple[int, str, str], tuple[RowsOnDevices, int]] = {}
-    for path, collection in collections_of(model).items():
+    for path in dict.fromkeys(table.collection for each in vocabularies for table in each.tables):
+        collection = collection_at(model, path)
         here = [
             (v, t, table.config)
             for v, each in enumerate(vocabularies)

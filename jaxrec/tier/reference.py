@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -45,15 +46,17 @@ class Map:
         """Add ids with their slots.
 
         Returns:
-            The number of ids; or the position of the first id that the map has or that occurs
-            before, or -1 without room. The map is as before in these cases.
+            The number of ids; or the position of the first id that the map has, that occurs before,
+            that is -1 or whose slot is negative; or -1 without room. The map is as before in these
+            cases.
         """
         with self._changing:
             if ids.size > self._capacity - len(self):
                 return -1
             taken = (_find(*self._items, ids) >= 0) | _occurs_before(ids)
-            if taken.any():
-                return int(taken.argmax())
+            refused = taken | (ids == -1) | (slots < 0)
+            if refused.any():
+                return int(refused.argmax())
             order = np.argsort(ids)
             sorted_ids, their_slots = self._items
             places = np.searchsorted(sorted_ids, ids[order])
@@ -100,6 +103,18 @@ def _occurs_before(ids: np.ndarray) -> np.ndarray:
     return repeats
 
 
+def look_up(
+    maps: Sequence[Map], ids: Sequence[np.ndarray], threads: int
+) -> list[tuple[np.ndarray, ...]]:
+    """Return for each map the fields of `jaxrec.tier.id_map.Lookup`."""
+    lookups: list[tuple[np.ndarray, ...]] = []
+    for each, of_map in zip(maps, ids, strict=True):
+        slots = each.find(of_map, threads)
+        positions = np.flatnonzero(slots < 0).astype(np.int32)
+        lookups.append((slots, positions, *distinct(of_map[positions])))
+    return lookups
+
+
 def distinct(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return the distinct ids, the position of each id among them, and their counts."""
     unique, first, inverse, counts = np.unique(
@@ -118,22 +133,20 @@ def smallest(keys: np.ndarray, eligible: np.ndarray | None, k: int) -> np.ndarra
     return indices[order].astype(np.int32)
 
 
-def add_counts(slots: np.ndarray, amounts: np.ndarray | None, counts: np.ndarray) -> int:
-    """Add to the counts of slots, in place, up to the largest uint32.
+def record_uses(slots: np.ndarray, batch: int, counts: np.ndarray, last_use: np.ndarray) -> int:
+    """Add 1 to the count of each slot, up to the largest uint32, and set its last use.
 
     Returns:
-        The number of slots; or the position of the first slot or amount that is outside of its
-        range. Nothing is added in this case.
+        The number of slots; or the position of the first slot without a count. Nothing is recorded
+        in this case.
     """
     outside = slots >= counts.size
-    if amounts is not None:
-        outside |= amounts < 0
     if outside.any():
         return int(outside.argmax())
-    is_used = slots >= 0
-    weights = None if amounts is None else amounts[is_used]
-    sums = np.bincount(slots[is_used], weights, counts.size)
-    np.minimum(counts + sums, _MAX_COUNT, out=counts, casting="unsafe")
+    used = slots[slots >= 0]
+    sums = counts + np.bincount(used, minlength=counts.size)
+    np.minimum(sums, _MAX_COUNT, out=counts, casting="unsafe")
+    last_use[used] = batch
     return slots.size
 
 

@@ -31,7 +31,8 @@ class Statistics:
         """Add the counts of one batch."""
         self.resident = resident
         self.batches += 1
-        self.counts.update(counts)
+        for name, count in counts.items():
+            self.counts[name] += count
         self._recent_evictions.append(counts["evicted"])
 
     def summary(self) -> dict[str, float]:

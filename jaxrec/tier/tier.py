@@ -23,6 +23,7 @@ from jaxrec.embed.found_ids import FoundIds
 from jaxrec.tier import snapshots
 from jaxrec.tier.batch_ops import distinct
 from jaxrec.tier.batches import HostBatch, Segment, fingerprint
+from jaxrec.tier.id_map import Lookup, look_up
 from jaxrec.tier.id_rows import find_rows, raw_ids
 from jaxrec.tier.model_tables import TableVocabulary, collections_of
 from jaxrec.tier.moves import NO_MOVE, Move, begin_move, move_rows
@@ -301,26 +302,36 @@ class Tier:
             TableFullError: The batch does not fit beside those whose steps are not dispatched.
             _MustWaitError: It fits after fewer batches are under way.
         """
+        lookups = look_up(
+            [each.vocabulary.map for each in self.vocabularies], [each.ids for each in ids]
+        )
         least = min(held, self._undispatched)
         for fewer in range(held, least, -1):
             with contextlib.suppress(TableFullError):
-                proposals = self._propose_beside(parts, ids, number, fewer)
+                proposals = self._propose_beside(parts, ids, number, fewer, lookups)
                 last_before = number - 1 - fewer + least
                 if fewer < held and self._last_taken < last_before:
                     raise _MustWaitError(last_before)
                 return proposals
-        proposals = self._propose_beside(parts, ids, number, least)
+        proposals = self._propose_beside(parts, ids, number, least, lookups)
         if least < held and self._last_taken < number - 1:
             raise _MustWaitError(number - 1)
         return proposals
 
     def _propose_beside(
-        self, parts: list[list[Segment]], ids: list[GatheredIds], number: int, held: int
+        self,
+        parts: list[list[Segment]],
+        ids: list[GatheredIds],
+        number: int,
+        held: int,
+        lookups: Sequence[Lookup],
     ) -> list[Proposal]:
         """Decide which rows the ids of a batch get, beside some batches before it."""
         return [
-            _propose(each, part, of_all, number, held)
-            for each, part, of_all in zip(self.vocabularies, parts, ids, strict=True)
+            _propose(each, part, of_all, number, held, lookup)
+            for each, part, of_all, lookup in zip(
+                self.vocabularies, parts, ids, lookups, strict=True
+            )
         ]
 
     def _wait_for(self, number: int) -> None:
@@ -668,10 +679,15 @@ def _file_name(each: TableVocabulary) -> str:
 
 
 def _propose(
-    each: TableVocabulary, part: list[Segment], ids: GatheredIds, number: int, held: int
+    each: TableVocabulary,
+    part: list[Segment],
+    ids: GatheredIds,
+    number: int,
+    held: int,
+    lookup: Lookup,
 ) -> Proposal:
     try:
-        return each.vocabulary.propose(ids.ids, number, held)
+        return each.vocabulary.propose(ids.ids, number, held, lookup)
     except VocabularyFullError as error:
         raise _table_full(each, part, error, held) from None
 
@@ -744,4 +760,6 @@ def _restore_rows(
 
 def _joined(part: Sequence[Segment]) -> np.ndarray:
     """Return the ids of segments, one after the other."""
+    if len(part) == 1:
+        return part[0].ids
     return np.concatenate([np.zeros(0, np.int64), *(segment.ids for segment in part)])

@@ -7,18 +7,18 @@ import math
 
 import numpy as np
 
-from jaxrec.tier.batch_ops import add_counts, distinct, smallest
+from jaxrec.tier.batch_ops import smallest
 from jaxrec.tier.dynamic import Dynamic
-from jaxrec.tier.eviction import FIRST_POWER, MAX_POWER
-from jaxrec.tier.id_map import IdMap
+from jaxrec.tier.eviction import FIRST_POWER
+from jaxrec.tier.id_map import IdMap, Lookup, look_up
 from jaxrec.tier.mixing import mix
 from jaxrec.tier.records import Records
 from jaxrec.tier.sightings import Sightings
 from jaxrec.tier.statistics import Statistics
+from jaxrec.tier.uses import Uses
 
-# Seeds of draws; the sketch's hashes have smaller ones.
+# Seed of the draws of admission; beyond those of the hashes of `Sightings`.
 _ADMISSION_SEED = 1 << 20
-_POWER_SEED = 1 << 21
 
 _NO_IDS = np.zeros(0, np.int64)
 _NO_ROWS = np.zeros(0, np.int32)
@@ -82,21 +82,15 @@ class Proposal:
     Attributes:
         ids: The ids of the batch, ``[n]``.
         batch: Number of the batch.
-        rows: Row of each id, -1 where it has none.
-        is_miss: Whether an id has no row.
-        missing: Distinct ids without a row, ``[m]``.
-        inverse: For each id without a row its place in ``missing``.
-        sightings: Number of sightings of each of ``missing``.
-        admitted: Whether each of ``missing`` gets a row.
+        lookup: Row of each id, and the ids without a row.
+        sightings: Number of sightings of each of ``lookup.absent``.
+        admitted: Whether each of ``lookup.absent`` gets a row.
         victims: Rows to evict.
     """
 
     ids: np.ndarray
     batch: int
-    rows: np.ndarray
-    is_miss: np.ndarray
-    missing: np.ndarray
-    inverse: np.ndarray
+    lookup: Lookup
     sightings: np.ndarray
     admitted: np.ndarray
     victims: np.ndarray
@@ -125,7 +119,8 @@ class Vocabulary:
             raise ValueError(
                 f"num_embeddings is {num_rows}, but {self.first_row} rows are kept for unknown ids"
             )
-        self.records = Records.empty(num_rows)
+        self._records = Records.empty(num_rows)
+        self._uses = Uses(self._records, settings.eviction)
         self.map = IdMap(self.room)
         self.sightings = None
         if settings.admit_after > 1:
@@ -141,6 +136,12 @@ class Vocabulary:
         """Return the number of ids that have a row."""
         return len(self.map)
 
+    @property
+    def records(self) -> Records:
+        """Use of the rows by all batches."""
+        self._uses.record()
+        return self._records
+
     def find(self, ids: np.ndarray, batch: int) -> np.ndarray:
         """Return the row that each id had after a batch, int32 ``[n]``; -1 for none.
 
@@ -149,7 +150,7 @@ class Vocabulary:
             batch: Number of the batch. Ids that were evicted later have no row.
         """
         rows = self.map.find(ids)
-        rows[(rows >= 0) & (self.records.born[rows] > batch)] = -1
+        rows[(rows >= 0) & (self._records.born[rows] > batch)] = -1
         return rows
 
     def with_unknown(self, ids: np.ndarray, rows: np.ndarray) -> np.ndarray:
@@ -159,29 +160,33 @@ class Vocabulary:
             rows[unknown] = self.settings.unknown.rows_of(ids[unknown])
         return rows
 
-    def propose(self, ids: np.ndarray, batch: int, held: int) -> Proposal:
+    def propose(
+        self, ids: np.ndarray, batch: int, held: int, lookup: Lookup | None = None
+    ) -> Proposal:
         """Decide which rows the ids of a batch get, changing nothing.
 
         Args:
             ids: int64 ``[n]``, with repeats.
             batch: Number of the batch; larger than that of any batch before.
             held: Rows that the last ``held`` batches before this one use are not evicted.
+            lookup: The ids in `map`, if they were looked up already.
 
         Raises:
             VocabularyFullError: The ids of these batches do not fit the rows.
         """
-        rows = self.map.find(ids)
-        is_miss = rows < 0
-        missing, inverse, counts = distinct(ids[is_miss])
-        sightings = counts if self.sightings is None else self.sightings.count(missing, counts)
-        admitted = self._admit(missing, sightings, batch)
-        victims = self._choose_victims(missing[admitted], batch, held, rows)
-        return Proposal(ids, batch, rows, is_miss, missing, inverse, sightings, admitted, victims)
+        if lookup is None:
+            (lookup,) = look_up([self.map], [ids])
+        sightings = lookup.counts
+        if self.sightings is not None:
+            sightings = self.sightings.count(lookup.absent, lookup.counts)
+        admitted = self._admit(lookup.absent, sightings, batch)
+        victims = self._choose_victims(lookup.absent[admitted], batch, held, lookup.slots)
+        return Proposal(ids, batch, lookup, sightings, admitted, victims)
 
     def commit(self, proposal: Proposal) -> Assignment:
         """Carry out the last proposal, with nothing in between."""
-        ids, batch, rows = proposal.ids, proposal.batch, proposal.rows
-        missing, admitted = proposal.missing, proposal.admitted
+        ids, batch, admitted = proposal.ids, proposal.batch, proposal.admitted
+        rows, misses, missing, inverse, _ = proposal.lookup
         if self.sightings is not None:
             self.sightings.record(missing, proposal.sightings)
         evicted_ids = self._evict(proposal.victims)
@@ -190,19 +195,21 @@ class Vocabulary:
         self._insert(new_ids, new_rows, batch)
         of_missing = np.full(missing.size, -1, np.int32)
         of_missing[admitted] = new_rows
-        rows[proposal.is_miss] = of_missing[proposal.inverse]
-        self._touch(rows, batch)
-        num_misses = int(proposal.is_miss.sum())
+        rows[misses] = of_missing[inverse]
+        self._uses.add(rows, batch)
+        unknown = misses[rows[misses] < 0] if new_ids.size < missing.size else _NO_ROWS
         self.statistics.add(
             lookups=ids.size,
-            hits=ids.size - num_misses,
+            hits=ids.size - misses.size,
             new=missing.size,
             admitted=new_ids.size,
             evicted=proposal.victims.size,
-            refused=int(np.count_nonzero(rows < 0)),
-            resident=len(self.map),
+            refused=unknown.size,
+            resident=self.room - self._num_free,
         )
-        rows = self.with_unknown(ids, rows)
+        if unknown.size:
+            rows = rows.copy()  # `_uses` holds them as they are
+            rows[unknown] = self.settings.unknown.rows_of(ids[unknown])
         return Assignment(rows, new_ids, new_rows, evicted_ids, proposal.victims)
 
     def bring(self, ids: np.ndarray, hits: np.ndarray, last_use: int, batch: int) -> Assignment:
@@ -217,17 +224,17 @@ class Vocabulary:
         Raises:
             VocabularyFullError: There are too few such rows; nothing has changed.
         """
-        free, victims = self.room - len(self.map), _NO_ROWS
-        if ids.size > free:
-            eligible = (self.records.born >= 0) & (self.records.last_use <= last_use)
+        records, victims = self.records, _NO_ROWS
+        if ids.size > self._num_free:
+            eligible = (records.born >= 0) & (records.last_use <= last_use)
             eligible[hits[hits >= 0]] = False
-            victims = self._least_used(ids, free, eligible, batch)
+            victims = self._least_used(ids, self._num_free, eligible, batch)
         evicted_ids = self._evict(victims)
         rows = self._take_free(ids.size)
         self._insert(ids, rows, batch)
-        self.records.last_use[rows] = last_use
+        records.last_use[rows] = last_use
         if self.settings.eviction.uses_seconds:
-            self.records.last_seconds[rows] = int(self.settings.eviction.seconds())
+            records.last_seconds[rows] = int(self.settings.eviction.seconds())
         self.statistics.resident = len(self.map)
         return Assignment(_NO_ROWS, ids, rows, evicted_ids, victims)
 
@@ -240,8 +247,8 @@ class Vocabulary:
         """
         new_rows = self._take_free(ids.size)
         self._insert(ids, new_rows, batch)
-        self._touch(new_rows, batch)
-        self.statistics.resident = len(self.map)
+        self._uses.add(new_rows, batch)
+        self.statistics.resident = self.room - self._num_free
         return Assignment(new_rows, ids, new_rows, _NO_IDS, _NO_ROWS)
 
     def _admit(self, ids: np.ndarray, sightings: np.ndarray, batch: int) -> np.ndarray:
@@ -263,13 +270,14 @@ class Vocabulary:
             held: Number of batches whose rows stay.
             hits: Rows of the batch's ids, -1 where there is none.
         """
-        policy, free = self.settings.eviction, self.room - len(self.map)
+        policy, free = self.settings.eviction, self._num_free
         is_due = batch % policy.expiry_interval == 0
         if new_ids.size <= free and not is_due:
             return _NO_ROWS
-        eligible = (self.records.born >= 0) & (self.records.last_use < batch - held)
+        records = self.records
+        eligible = (records.born >= 0) & (records.last_use < batch - held)
         eligible[hits[hits >= 0]] = False
-        expired = policy.expired(self.records, batch) if is_due else None
+        expired = policy.expired(records, batch) if is_due else None
         victims = _NO_ROWS
         if expired is not None:
             victims = np.flatnonzero(expired & eligible).astype(np.int32)
@@ -296,11 +304,17 @@ class Vocabulary:
 
     def _evict(self, rows: np.ndarray) -> np.ndarray:
         """Free rows; return the ids that had them."""
-        ids = self.records.ids[rows]
+        if rows.size == 0:
+            return _NO_IDS
+        ids = self._records.ids[rows]
         self.map.remove(ids)
-        self.records.born[rows] = -1
+        self._records.born[rows] = -1
         self._freed = np.concatenate([self._freed, rows])
         return ids
+
+    @property
+    def _num_free(self) -> int:
+        return self.room - self._num_fresh_given + self._freed.size
 
     def _take_free(self, count: int) -> np.ndarray:
         """Return rows that no id has had, then the rows that were freed first."""
@@ -308,41 +322,24 @@ class Vocabulary:
         steps = np.arange(self._num_fresh_given, self._num_fresh_given + num_fresh, dtype=np.int64)
         fresh = (self.first_row + steps * self._stride % self.room).astype(np.int32)
         self._num_fresh_given += num_fresh
-        reused, self._freed = np.split(self._freed, [count - num_fresh])
-        return np.concatenate([fresh, reused])
+        num_reused = count - num_fresh
+        reused, self._freed = self._freed[:num_reused], self._freed[num_reused:]
+        return np.concatenate([fresh, reused]) if num_fresh else reused
 
     def _insert(self, ids: np.ndarray, rows: np.ndarray, batch: int) -> None:
         self.map.insert(ids, rows)
-        self.records.ids[rows] = ids
-        self.records.born[rows] = batch
-        self.records.count[rows] = 0
-        self.records.power[rows] = FIRST_POWER
-
-    def _touch(self, rows: np.ndarray, batch: int) -> None:
-        """Record the use of rows, with repeats; skip -1."""
-        records, policy = self.records, self.settings.eviction
-        add_counts(rows, records.count)
-        used = rows if rows.size == 0 or rows.min() >= 0 else rows[rows >= 0]
-        if policy.uses_power:
-            once = distinct(used.astype(np.int64))[0]
-            power = records.power[once]
-            # The lowest ``power`` bits of the draw are all zero with probability 2**-power.
-            draws = mix(records.ids[once], _POWER_SEED + batch)
-            masks = (np.uint64(1) << power.astype(np.uint64)) - np.uint64(1)
-            raised = ((draws & masks) == 0) & (records.last_use[once] != batch)
-            # The class of an id that is new in this batch stays.
-            raised &= records.born[once] != batch
-            records.power[once] = np.minimum(power + raised, MAX_POWER).astype(np.uint8)
-        if policy.uses_seconds:
-            records.last_seconds[used] = int(policy.seconds())
-        records.last_use[used] = batch
+        self._records.ids[rows] = ids
+        self._records.born[rows] = batch
+        self._records.count[rows] = 0
+        self._records.power[rows] = FIRST_POWER
 
     # State, for checkpoints.
 
     def state(self) -> dict[str, np.ndarray]:
         """Return all that the assignment of later batches depends on, as arrays."""
-        rows = np.flatnonzero(self.records.born >= 0).astype(np.int32)
-        state = {f"record_{name}": x for name, x in self.records.take(rows).arrays().items()}
+        records = self.records
+        rows = np.flatnonzero(records.born >= 0).astype(np.int32)
+        state = {f"record_{name}": x for name, x in records.take(rows).arrays().items()}
         state |= {
             "rows": rows,
             "freed": self._freed.copy(),
@@ -367,7 +364,7 @@ class Vocabulary:
         records = Records(
             **{
                 name: state[f"record_{name}"].astype(empty.dtype)
-                for name, empty in self.records.arrays().items()
+                for name, empty in self._records.arrays().items()
             }
         )
         dropped_ids, dropped_rows = _NO_IDS, _NO_ROWS
@@ -391,9 +388,10 @@ class Vocabulary:
             rows[~stays], self._freed = np.split(free, [np.count_nonzero(~stays)])
         self.map = IdMap(self.room)
         self.map.insert(records.ids, rows)
-        self.records = Records.empty(self.num_rows)
-        for name, array in self.records.arrays().items():
+        self._records = Records.empty(self.num_rows)
+        for name, array in self._records.arrays().items():
             array[rows] = getattr(records, name)
+        self._uses = Uses(self._records, self.settings.eviction)
         lines = state.get("sightings")
         if self.sightings is not None:
             self.sightings = Sightings(self.sightings.lines.shape[1])

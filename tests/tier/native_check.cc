@@ -36,6 +36,9 @@ void jaxrec_read_records(uint8_t*, int64_t, int64_t, int64_t, int64_t, int64_t, 
 int64_t jaxrec_write_records(uint8_t*, int64_t, int64_t, int64_t, int64_t, int64_t, uint64_t*,
                              int64_t, const int64_t*, const int64_t*, int64_t, const uint8_t*,
                              int64_t);
+int64_t jaxrec_id_maps_look_up(int64_t, const IdMap* const*, const int64_t* const*, const int64_t*,
+                               int32_t* const*, int64_t, uint64_t, int32_t*, int64_t*, int32_t*,
+                               int32_t*, int64_t*);
 }
 
 namespace {
@@ -172,6 +175,50 @@ void check_distinct(int64_t count, uint64_t num_ids, Random& random) {
   require(counts == expected_counts, "counts");
 }
 
+void check_look_up(Random& random) {
+  constexpr int64_t kMaps = 3, kCount = 5000;
+  std::vector<const IdMap*> maps;
+  std::vector<std::vector<int64_t>> ids(kMaps);
+  std::vector<std::vector<int32_t>> slots(kMaps);
+  std::vector<const int64_t*> given;
+  std::vector<int32_t*> taken;
+  std::vector<int64_t> counts, sizes(2 * kMaps), unique(kMaps * kCount);
+  std::vector<int32_t> positions(kMaps * kCount), inverse(kMaps * kCount), occurrences(kMaps * kCount);
+  for (int64_t map = 0; map < kMaps; ++map) {
+    IdMap* resident = jaxrec_id_map_new(1000, random());
+    std::vector<int64_t> known(1000);
+    std::vector<int32_t> places(1000, 3);
+    std::iota(known.begin(), known.end(), 0);
+    jaxrec_id_map_insert(resident, known.data(), places.data(), 1000);
+    maps.push_back(resident);
+    counts.push_back(map == 1 ? 0 : kCount);
+    for (int64_t i = 0; i < counts[map]; ++i) {
+      ids[map].push_back(static_cast<int64_t>(random() % 1500) - 1);
+    }
+    slots[map].resize(counts[map]);
+    given.push_back(ids[map].data());
+    taken.push_back(slots[map].data());
+  }
+  require(jaxrec_id_maps_look_up(kMaps, maps.data(), given.data(), counts.data(), taken.data(), 2,
+                                 random(), positions.data(), unique.data(), inverse.data(),
+                                 occurrences.data(), sizes.data()) == 0, "look_up");
+  int64_t position = 0, first = 0;
+  for (int64_t map = 0; map < kMaps; ++map) {
+    std::vector<int32_t> times(sizes[2 * map + 1]);
+    for (int64_t i = 0; i < counts[map]; ++i) {
+      const bool is_known = ids[map][i] >= 0 && ids[map][i] < 1000;
+      require(slots[map][i] == (is_known ? 3 : kNoSlot), "slots of several maps");
+      if (is_known) continue;
+      require(positions[position] == i, "positions of absent ids");
+      require(unique[first + inverse[position]] == ids[map][i], "absent ids");
+      ++times[inverse[position++]];
+    }
+    require(std::equal(times.begin(), times.end(), occurrences.begin() + first), "occurrences");
+    first += sizes[2 * map + 1];
+    jaxrec_id_map_delete(const_cast<IdMap*>(maps[map]));
+  }
+}
+
 void check_smallest(int64_t count, int64_t k, int kind, Random& random) {
   std::vector<uint64_t> keys(count);
   for (int64_t i = 0; i < count; ++i) {
@@ -197,13 +244,17 @@ void check_smallest(int64_t count, int64_t k, int kind, Random& random) {
   }
 }
 
-void check_add_counts() {
+void check_record_uses() {
   constexpr uint32_t kMost = std::numeric_limits<uint32_t>::max();
-  const std::vector<int32_t> slots = {0, -1, 2, 0, 1}, amounts = {5, 9, 2, 0, 1}, bad = {2, 3};
-  std::vector<uint32_t> counts = {1, kMost, kMost - 1};
-  require(add_counts(slots.data(), amounts.data(), 5, counts.data(), 3) == 5, "add_counts");
-  require(counts == std::vector<uint32_t>({6, kMost, kMost}), "counts");
-  require(add_counts(bad.data(), nullptr, 2, counts.data(), 3) == 1, "a slot without a count");
+  const std::vector<int32_t> slots = {0, -1, 2, 0, 1}, bad = {2, 3};
+  std::vector<uint32_t> counts = {1, kMost, kMost - 1, 8};
+  std::vector<int64_t> last_use = {5, 6, 7, 8};
+  require(record_uses(slots.data(), 5, 9, counts.data(), last_use.data(), 4) == 5, "record_uses");
+  require(counts == std::vector<uint32_t>({3, kMost, kMost, 8}), "counts of uses");
+  require(last_use == std::vector<int64_t>({9, 9, 9, 8}), "last uses");
+  require(record_uses(bad.data(), 2, 10, counts.data(), last_use.data(), 3) == 1,
+          "a slot without a count");
+  require(last_use == std::vector<int64_t>({9, 9, 9, 8}), "last uses after a bad slot");
 }
 
 // Records of a sparse file, written and read by several threads.
@@ -265,7 +316,8 @@ int main() {
     for (int64_t k : {0, 1, 700}) check_smallest(1000, k, kind, random);
     for (int64_t k : {10, 9000, 190000}) check_smallest(200000, k, kind, random);
   }
-  check_add_counts();
+  check_record_uses();
+  check_look_up(random);
   for (int64_t width : {1, 8, 13, 260}) {
     for (bool has_id : {true, false}) check_records(width, has_id, random);
   }

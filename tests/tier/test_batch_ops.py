@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxrec.tier import implementation, library, reference
-from jaxrec.tier.batch_ops import add_counts, distinct, smallest
+from jaxrec.tier.batch_ops import distinct, record_uses, smallest
 from tests.fuzz import max_examples
 
 IMPLEMENTATIONS = [reference]
@@ -133,38 +133,39 @@ def test_random_keys_and_ids(module, seed, size, bits, share):
 
 
 @pytest.mark.usefixtures("each_implementation")
-class TestAddCounts:
+class TestRecordUses:
     def test_counts_saturate(self):
-        counts = np.array([0, 2**32 - 2, 2**32 - 1], np.uint32)
-        add_counts(np.array([1, 0, -1, 1, 2, -(2**31), 1], np.int32), counts)
-        assert counts.tolist() == [1, 2**32 - 1, 2**32 - 1]
-        amounts = np.array([2**31 - 1, 2**31 - 1, 2**31 - 1, 0], np.int32)
-        add_counts(np.array([0, 0, 0, 1], np.int32), counts, amounts)
-        assert counts.tolist() == [2**32 - 1, 2**32 - 1, 2**32 - 1]
+        counts, last_use = np.array([0, 2**32 - 2, 2**32 - 1], np.uint32), np.full(3, 4)
+        record_uses(np.array([1, -1, 1, 2, -(2**31), 1], np.int32), 2**40, counts, last_use)
+        assert counts.tolist() == [0, 2**32 - 1, 2**32 - 1]
+        assert last_use.tolist() == [4, 2**40, 2**40]
+        record_uses(np.array([], np.int32), 2**41, counts, last_use)
+        assert last_use.tolist() == [4, 2**40, 2**40]
 
     def test_as_numpy(self):
         rng = np.random.default_rng(0)
-        slots, amounts = (
-            rng.integers(-3, 50, 10_000, np.int32),
-            rng.integers(0, 9, 10_000, np.int32),
-        )
-        counts, expected = np.zeros(50, np.uint32), np.zeros(50, np.uint32)
-        add_counts(slots, counts, amounts)
-        np.add.at(expected, slots[slots >= 0], amounts[slots >= 0].astype(np.uint32))
-        np.testing.assert_array_equal(counts, expected)
+        counts, last_use = np.zeros(50, np.uint32), np.zeros(50, np.int64)
+        expected, expected_use = counts.copy(), last_use.copy()
+        for batch in range(1, 9):
+            slots = rng.integers(-3, 50, 30 * batch, np.int32)
+            record_uses(slots, batch, counts, last_use)
+            np.add.at(expected, slots[slots >= 0], np.uint32(1))
+            expected_use[slots[slots >= 0]] = batch
+            np.testing.assert_array_equal(counts, expected)
+            np.testing.assert_array_equal(last_use, expected_use)
 
     @pytest.mark.usefixtures("unchecked")
     def test_bad_arguments_change_nothing(self):
-        counts = np.zeros(3, np.uint32)
+        counts, last_use, slots = np.zeros(3, np.uint32), np.zeros(3, int), np.array([0, 1], "i4")
         with pytest.raises(ValueError, match="slot 3 at position 1: there are 3 counts"):
-            add_counts(np.array([0, 3], np.int32), counts)
-        with pytest.raises(ValueError, match="amount -2 at position 1 must be 0 or more"):
-            add_counts(np.array([0, 1], np.int32), counts, np.array([1, -2], np.int32))
-        with pytest.raises(ValueError, match=r"amounts must have the shape \[2\], not \[1\]"):
-            add_counts(np.array([0, 1], np.int32), counts, np.array([1], np.int32))
+            record_uses(np.array([0, 3], np.int32), 1, counts, last_use)
         with pytest.raises(TypeError, match="counts must be a NumPy array of uint32, not int64"):
-            add_counts(np.array([0, 1], np.int32), counts.astype(np.int64))
-        for fixed in (counts[::2], np.broadcast_to(np.uint32(0), 3)):
+            record_uses(slots, 1, counts.astype(np.int64), last_use)
+        with pytest.raises(ValueError, match=r"last_use must have the shape \[3\], not \[2\]"):
+            record_uses(slots, 1, counts, last_use[:2])
+        for fixed in (np.zeros(6, np.uint32)[::2], np.broadcast_to(np.uint32(0), 3)):
             with pytest.raises(ValueError, match="counts must be contiguous and writeable"):
-                add_counts(np.array([0, 1], np.int32), fixed)
-        assert counts.tolist() == [0, 0, 0]
+                record_uses(slots, 1, fixed, last_use)
+        with pytest.raises(ValueError, match="last_use must be contiguous and writeable"):
+            record_uses(slots, 1, counts, np.zeros(6, int)[::2])
+        assert counts.tolist() == last_use.tolist() == [0, 0, 0]

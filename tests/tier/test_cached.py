@@ -268,7 +268,7 @@ BAD_SETTINGS = {
 @pytest.mark.parametrize(("options", "message"), BAD_SETTINGS.values(), ids=BAD_SETTINGS)
 def test_bad_settings(options: dict, message: str):
     with pytest.raises(ValueError, match=message):
-        make(lambda: models.Ranker(NUM_IDS, "sgd"), dict.fromkeys(NAMES, Cached(**options)))
+        make(lambda: models.Ranker(NUM_IDS, "sgd"), {"query": Cached(**options)})
 
 
 def test_a_model_that_is_made_is_refused():

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxrec.tier import implementation, library, reference
-from jaxrec.tier.id_map import IdMap
+from jaxrec.tier.id_map import IdMap, Lookup, look_up
 from tests.fuzz import max_examples
 
 IMPLEMENTATIONS = [reference]
@@ -148,6 +148,48 @@ class TestIdMap:
         ids.insert(numbers[:count], slots)
         expected = np.concatenate([slots, np.full(count, -1, np.int32)])
         np.testing.assert_array_equal(ids.find(numbers), expected)
+
+    def test_several_maps_are_looked_up_at_once(self):
+        first, empty, last = IdMap(9, threads=1), IdMap(0, threads=3), IdMap(9)
+        first.insert(int64(5, 6), int32(50, 60))
+        last.insert(int64(7), int32(70))
+        lookups = look_up([first, empty, last], [int64(6, 9, -1, 5, 9, 7), int64(), int64(7, 2, 7)])
+        expected = [
+            Lookup(
+                slots=int32(60, -1, -1, 50, -1, -1),
+                misses=int32(1, 2, 4, 5),
+                absent=int64(9, -1, 7),
+                inverse=int32(0, 1, 0, 2),
+                counts=int32(2, 1, 1),
+            ),
+            Lookup(int32(), int32(), int64(), int32(), int32()),
+            Lookup(int32(70, -1, 70), int32(1), int64(2), int32(0), int32(1)),
+        ]
+        for lookup, wanted in zip(lookups, expected, strict=True):
+            for name in Lookup._fields:
+                found, array = getattr(lookup, name), getattr(wanted, name)
+                np.testing.assert_array_equal(found, array, err_msg=name)
+                assert found.dtype == array.dtype
+        assert look_up([], []) == []
+
+    @pytest.mark.usefixtures("unchecked")
+    def test_ids_of_another_type_are_not_looked_up(self):
+        with pytest.raises(TypeError, match="ids must be a NumPy array of int64, not int32"):
+            look_up([IdMap(1)], [int32(1)])
+
+    def test_large_batches_of_several_maps(self):
+        rng = np.random.default_rng(0)
+        maps, ids = [IdMap(30_000, threads=2) for _ in range(3)], []
+        for number, each in enumerate(maps):
+            each.insert(np.arange(30_000) * 7, rng.permutation(30_000).astype(np.int32))
+            ids.append(rng.integers(0, 300_000 - 90_000 * number, 50_000))
+        for each, of_map, lookup in zip(maps, ids, look_up(maps, ids), strict=True):
+            slots, misses, absent, inverse, counts = lookup
+            np.testing.assert_array_equal(slots, each.find(of_map))
+            np.testing.assert_array_equal(misses, np.flatnonzero(slots < 0))
+            np.testing.assert_array_equal(absent[inverse], of_map[misses])
+            np.testing.assert_array_equal(counts, np.bincount(inverse, minlength=absent.size))
+            assert np.unique(absent).size == absent.size
 
     # Patterns of ids that weak hashes send to few places.
     @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from flax import nnx
 
 import jaxrec
 from jaxrec.tier import Dynamic, ahead, lfu, make, zeros
+from jaxrec.tier.model_tables import collection_at, collections_of
 from jaxrec.tier.tier import tier_of
 from jaxrec.train import RoutedSteps
 from tests.tier import models, sums
@@ -165,3 +166,29 @@ def test_routed_updates_of_several_batches():
 
 def test_zeros_stay_zeros_for_routed_updates_of_several_batches():
     assert_same(*run_parts(2, 4, 2, Dynamic(admit_after=2, unknown=zeros()), steps=16))
+
+
+class _Nested(nnx.Module):
+    """Collections in the module itself, in a module within it, and in a list."""
+
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        first, second, third = (
+            jaxrec.EmbeddingBagCollection([jaxrec.EmbeddingBagConfig(name, 20, 4)], rngs=rngs)
+            for name in ("a", "b", "c")
+        )
+        self.first = first
+        self.tower = nnx.Module()
+        self.tower.second = second
+        self.others = nnx.List([third])
+
+
+def test_collections_by_path():
+    model = make(_Nested, dict.fromkeys("abc", Dynamic()))
+    collections = collections_of(model)
+    assert set(collections) == {"first", "tower/second", "others/0"}
+    for path, collection in collections.items():
+        assert collection_at(model, path) is collection
+    assert collection_at(model.first, "") is model.first
+    with pytest.raises(KeyError):
+        collection_at(model, "tower/first")

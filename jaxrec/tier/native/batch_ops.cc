@@ -118,6 +118,19 @@ int64_t distinct(const int64_t* ids, int64_t count, uint64_t seed, int64_t* uniq
   return num_unique;
 }
 
+void absent(const int64_t* ids, const int32_t* slots, int64_t count, uint64_t seed,
+            int32_t* positions, int64_t* unique, int32_t* inverse, int32_t* counts,
+            int64_t* sizes) {
+  int64_t size = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    if (slots[i] < 0) positions[size++] = static_cast<int32_t>(i);
+  }
+  std::vector<int64_t> missing(size);
+  for (int64_t i = 0; i < size; ++i) missing[i] = ids[positions[i]];
+  sizes[0] = size;
+  sizes[1] = distinct(missing.data(), size, seed, unique, inverse, counts);
+}
+
 int64_t smallest(const uint64_t* keys, const uint8_t* eligible, int64_t count, int64_t k,
                  int32_t* indices) {
   k = std::min(k, count);
@@ -131,16 +144,19 @@ int64_t smallest(const uint64_t* keys, const uint8_t* eligible, int64_t count, i
   return static_cast<int64_t>(entries.size());
 }
 
-int64_t add_counts(const int32_t* slots, const int32_t* amounts, int64_t count, uint32_t* counts,
-                   int64_t num_slots) {
-  for (int64_t i = 0; i < count; ++i) {
-    if (slots[i] >= num_slots || (amounts != nullptr && amounts[i] < 0)) return i;
+int64_t record_uses(const int32_t* slots, int64_t count, int64_t batch, uint32_t* counts,
+                    int64_t* last_use, int64_t num_slots) {
+  int32_t largest = kNoSlot;
+  for (int64_t i = 0; i < count; ++i) largest = std::max(largest, slots[i]);
+  if (largest >= num_slots) {
+    return std::find_if(slots, slots + count, [=](int32_t slot) { return slot >= num_slots; }) -
+           slots;
   }
   for (int64_t i = 0; i < count; ++i) {
-    if (slots[i] < 0) continue;
-    uint32_t& number = counts[slots[i]];
-    const uint32_t sum = number + (amounts == nullptr ? 1 : static_cast<uint32_t>(amounts[i]));
-    number = sum < number ? std::numeric_limits<uint32_t>::max() : sum;
+    const int32_t slot = slots[i];
+    if (slot < 0) continue;
+    counts[slot] += counts[slot] != std::numeric_limits<uint32_t>::max();
+    last_use[slot] = batch;
   }
   return count;
 }

@@ -14,7 +14,7 @@ namespace {
 // with 10 million ids a hit 17, 20 and 22 ns, a removal 45, 67 and 136 ns.
 constexpr double kFullness = 0.7;
 // Buckets that are asked for before they are needed. A core waits for about this many at a time.
-constexpr int64_t kAhead = 16;
+constexpr int64_t kAhead = 32;
 constexpr size_t kHugePage = size_t{2} << 20;
 
 // The finalizer of MurmurHash3: each bit of an id changes each bit of its hash.
@@ -46,12 +46,14 @@ Bucket* new_buckets(int64_t count) {
   return buckets;
 }
 
-// Returns the entry of an id in a bucket, or kEntries. It has no branch for each entry, since those
-// would be mispredicted.
+// Returns the first entry of an id in a bucket, or kEntries. It has no branch for each entry, since
+// those would be mispredicted, and its comparisons do not wait for each other.
 int entry_of(const Bucket& bucket, int64_t id) {
-  int entry = Bucket::kEntries;
-  for (int i = Bucket::kEntries; i-- > 0;) entry = bucket.ids[i] == id ? i : entry;
-  return entry;
+  unsigned matches = 1u << Bucket::kEntries;
+  for (int i = 0; i < Bucket::kEntries; ++i) {
+    matches |= static_cast<unsigned>(bucket.ids[i] == id) << i;
+  }
+  return __builtin_ctz(matches);
 }
 
 }  // namespace
@@ -89,11 +91,9 @@ int64_t IdMap::for_each_home(const int64_t* ids, int64_t count, const Work& work
 
 int32_t IdMap::look_up(Bucket* bucket, int64_t id) const {
   for (;; bucket = after(bucket)) {
-    int32_t slot = kNoSlot;
-    for (int i = 0; i < Bucket::kEntries; ++i) {
-      slot = bucket->ids[i] == id ? bucket->slots[i] : slot;
-    }
-    if (slot != kNoSlot || bucket->passed == 0) return slot;
+    const int entry = entry_of(*bucket, id);
+    if (entry != Bucket::kEntries) return bucket->slots[entry];
+    if (bucket->passed == 0) return kNoSlot;
   }
 }
 
@@ -158,7 +158,7 @@ void IdMap::find(const int64_t* ids, int64_t count, int32_t* slots) const {
 
 int64_t IdMap::insert(const int64_t* ids, const int32_t* slots, int64_t count) {
   const int64_t added = for_each_home<1>(ids, count, [&](int64_t i, Bucket* bucket) {
-    if (look_up(bucket, ids[i]) != kNoSlot) return false;
+    if (ids[i] == kNoId || slots[i] < 0 || look_up(bucket, ids[i]) != kNoSlot) return false;
     place(bucket, ids[i], slots[i]);
     return true;
   });

@@ -36,8 +36,9 @@ class IdMap {
   // Writes the slot of each id, and kNoSlot for the ids that are absent.
   void find(const int64_t* ids, int64_t count, int32_t* slots) const;
 
-  // Adds ids, none of them kNoId, for which there must be room. Returns `count`, or the position of
-  // the first id that was in the map already; the map is then as it was before.
+  // Adds ids, for which there must be room. Returns `count`, or the position of the first id that
+  // was in the map already, that is kNoId or whose slot is negative; the map is then as it was
+  // before.
   int64_t insert(const int64_t* ids, const int32_t* slots, int64_t count);
 
   // Removes ids and writes the slots that they had. Returns `count`, or the position of the first

@@ -76,6 +76,30 @@ JAXREC_EXPORT void jaxrec_id_map_find(const IdMap* map, const int64_t* ids, int6
   });
 }
 
+// Finds the ids of each of several maps, and those that are absent. What is written for the absent
+// ids of one map follows what was written for the map before; `sizes` is [maps, 2], as of `absent`.
+JAXREC_EXPORT int64_t jaxrec_id_maps_look_up(int64_t num_maps, const IdMap* const* maps,
+                                             const int64_t* const* ids, const int64_t* counts,
+                                             int32_t* const* slots, int64_t max_threads,
+                                             uint64_t seed, int32_t* positions, int64_t* unique,
+                                             int32_t* inverse, int32_t* occurrences,
+                                             int64_t* sizes) {
+  try {
+    for (int64_t i = 0; i < num_maps; ++i, sizes += 2) {
+      jaxrec_id_map_find(maps[i], ids[i], counts[i], slots[i], max_threads);
+      jaxrec::absent(ids[i], slots[i], counts[i], seed, positions, unique, inverse, occurrences,
+                     sizes);
+      positions += sizes[0];
+      inverse += sizes[0];
+      unique += sizes[1];
+      occurrences += sizes[1];
+    }
+    return 0;
+  } catch (const std::bad_alloc&) {
+    return kOutOfMemory;
+  }
+}
+
 // Returns `count`, the position of the id that was refused, or -1 without room.
 JAXREC_EXPORT int64_t jaxrec_id_map_insert(IdMap* map, const int64_t* ids, const int32_t* slots,
                                            int64_t count) {
@@ -116,9 +140,9 @@ JAXREC_EXPORT int64_t jaxrec_smallest(const uint64_t* keys, const uint8_t* eligi
   }
 }
 
-JAXREC_EXPORT int64_t jaxrec_add_counts(const int32_t* slots, const int32_t* amounts, int64_t count,
-                                        uint32_t* counts, int64_t num_slots) {
-  return jaxrec::add_counts(slots, amounts, count, counts, num_slots);
+JAXREC_EXPORT int64_t jaxrec_record_uses(const int32_t* slots, int64_t count, int64_t batch,
+                                         uint32_t* counts, int64_t* last_use, int64_t num_slots) {
+  return jaxrec::record_uses(slots, count, batch, counts, last_use, num_slots);
 }
 
 JAXREC_EXPORT void jaxrec_read_records(uint8_t* base, int64_t start, int64_t stride, int64_t width,
