@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import abc
-import contextlib
 import pathlib
 from collections.abc import Iterable, Iterator
 
@@ -134,5 +133,7 @@ class RowStore(abc.ABC):
 
     def __del__(self) -> None:
         """Close a store that is forgotten, so that its lock is free."""
-        with contextlib.suppress(Exception):
+        try:  # noqa: SIM105  (modules may be gone when the interpreter ends)
             self.close()
+        except Exception:
+            pass
