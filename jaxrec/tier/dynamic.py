@@ -84,8 +84,9 @@ class Dynamic:
             evaluation ids get no rows, and unknown ones read this as well.
         evict_fraction: Share of the rows that are evicted together when room runs out.
         counters: Number of counters of sightings; None: four bytes for each row.
-        store: Where evicted rows go and return from, as a URL (``"memory://"``) or a `RowStore`;
-            None: evicted rows are lost, and their ids begin anew.
+        store: Where evicted rows go and return from, as a URL (``"memory://"``,
+            ``"file:///data/items"``, see `jaxrec.tier.stores.open_store`) or a `RowStore`; None:
+            evicted rows are lost, and their ids begin anew.
 
     Raises:
         TypeError: A field has another type.
