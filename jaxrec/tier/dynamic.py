@@ -91,8 +91,9 @@ class Dynamic:
         evict_fraction: Share of the rows that are evicted together when no row is free.
         counters: Number of counters in each of the four lines of the sketch, a byte each; None: the
             number of rows.
-        store: Store of evicted rows, as a URL (``"memory://"``) or a `RowStore`. None: evicted rows
-            are lost, and their ids begin anew.
+        store: Store of evicted rows, as a URL (``"memory://"``, ``"file:///data/items"``, see
+            `jaxrec.tier.stores.open_store`) or a `RowStore`. None: evicted rows are lost, and their
+            ids begin anew.
 
     Raises:
         TypeError: A field has another type.

@@ -18,7 +18,7 @@ import numpy as np
 from jaxrec.tier.record_array import RecordArray
 
 _LIBRARY = pathlib.Path(__file__).parent / "native" / "libjaxrec_tier.so"
-_INTERFACE = 2  # of native/library.cc
+_INTERFACE = 3  # of native/library.cc
 
 _COUNT, _POINTER = ctypes.c_int64, ctypes.c_void_p
 

@@ -17,7 +17,10 @@ from jaxrec.tier.record_array import PAGE_BYTES, RecordArray, stride
 from jaxrec.tier.record_header import FIRST_ROOM, HEADER_BYTES, file_size, read_format, resize
 
 RECORDS = "records"
+
+# Threads that wait for the disk at the same time. A file that fits in memory is mostly there.
 _THREADS = 8
+_PHYSICAL_BYTES = os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE
 
 # Bytes of mapped files in the process's memory, above which a file gives its pages back; they stay
 # in the operating system's cache.
@@ -98,7 +101,7 @@ class RecordFile:
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Read records, as `jaxrec.tier.reference.read_records`."""
         self._give_pages_back()
-        return implementation.current().read_records(self._records, slots, ids, _THREADS)
+        return implementation.current().read_records(self._records, slots, ids, self._threads())
 
     def write(self, slots: np.ndarray, ids: np.ndarray, records: np.ndarray) -> None:
         """Write records into distinct slots.
@@ -111,7 +114,7 @@ class RecordFile:
         records = np.ascontiguousarray(records)
         self._check(
             implementation.current().write_records(
-                self._records, slots, ids, records, through_map, _THREADS
+                self._records, slots, ids, records, through_map, self._threads()
             )
         )
 
@@ -187,6 +190,10 @@ class RecordFile:
         spare = _SPARE_BYTES + 2 * PAGE_BYTES * count
         is_paged = disk.f_frsize >= PAGE_BYTES == mmap.PAGESIZE
         return is_paged and disk.f_bavail * disk.f_frsize > spare
+
+    def _threads(self) -> int:
+        on_disk = os.fstat(self._descriptor).st_blocks * 512
+        return _THREADS if on_disk > _PHYSICAL_BYTES // 2 else 1
 
     def _give_pages_back(self) -> None:
         if _mapped_bytes() - self._resident > _MAPPED_BYTES:

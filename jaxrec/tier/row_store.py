@@ -133,7 +133,7 @@ class RowStore(abc.ABC):
 
     def __del__(self) -> None:
         """Close a store that is forgotten, so that its lock is free."""
-        try:  # noqa: SIM105 (at the end of the program there is no contextlib any more)
+        try:  # noqa: SIM105  (modules may be gone when the interpreter ends)
             self.close()
         except Exception:
             pass

@@ -43,9 +43,8 @@ for line in sys.stdin:
     child = os.fork()
     if not child:
         kills.write(*line.split())
-    print("writer", child, flush=True)
     os.waitpid(child, 0)
-    print("dead", flush=True)
+    kills.say("dead")
 """
 
 
@@ -107,20 +106,26 @@ def versions_of(store: RowStore, is_range: bool) -> np.ndarray:
 
 def write(url: str, directory: str, is_range: str, first: str, snapshot: str) -> None:
     """Write versions from one on, and say each that is written, until killed."""
+    say("writer", os.getpid())
     store = _open(url, is_range == "range")
     if snapshot != "-":
         store.load_snapshot(pathlib.Path(snapshot))
-    print("open", flush=True)
+    say("open")
     for version in itertools.count(int(first)):
         ids = batch_of(version)
         if version % 5:
             store.put(keys_of(ids, is_range == "range"), records_of(ids, version))
         else:
             store.delete(keys_of(ids, is_range == "range"))
-        print("wrote", version, flush=True)
+        say("wrote", version)
         if version % _SNAPSHOT_EVERY == 0:
             store.snapshot(pathlib.Path(directory, str(version)))
-            print("snapshot", version, flush=True)
+            say("snapshot", version)
+
+
+def say(*words: object) -> None:
+    """Write a line in one piece, whenever this process is killed."""
+    os.write(1, (" ".join(map(str, words)) + "\n").encode())
 
 
 def kill_repeatedly(

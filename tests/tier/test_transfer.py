@@ -309,3 +309,15 @@ def test_a_store_of_records_of_another_width():
     RowTransfer(store, layout_of())
     with pytest.raises(ValueError, match="a memory store serves one vocabulary"):
         RowTransfer(store, layout_of(3))
+
+
+def test_the_format_of_records():
+    layout = layout_of()
+    numbered, named = layout.record_format(), layout.record_format(["user", "item"], num_ids=7)
+    assert numbered.width == named.width == layout.width
+    assert (numbered.num_ids, named.num_ids) == (None, 7)
+    assert numbered.description.startswith("table 0 rows float32[")
+    assert named.description == numbered.description.replace("table 0", "user").replace(
+        "table 1", "item"
+    )
+    assert layout_of(3).record_format().description != numbered.description
