@@ -23,7 +23,8 @@ class Cached:
         rows: Number of rows on the devices, together. They must fit the distinct ids of
             ``look_ahead + 3`` batches.
         store: Where the other rows are, as a URL (``"memory://"``, ``"file:///data/users"``, see
-            `jaxrec.tier.stores.open_store`) or a `RowStore`. Each table has a store of its own.
+            `jaxrec.tier.stores.open_store`) or a `RowStore`. Each table has a store of its own;
+            ``{table}`` in a URL stands for its name.
         eviction: Which rows leave the devices first: `lru`, `lfu`, `lfu_lru`, `distance_lfu`,
             `ttl` or `by_score`.
         evict_fraction: Share of ``rows`` that are evicted together.

@@ -92,8 +92,9 @@ class Dynamic:
         counters: Number of counters in each of the four lines of the sketch, a byte each; None: the
             number of rows.
         store: Store of evicted rows, as a URL (``"memory://"``, ``"file:///data/items"``, see
-            `jaxrec.tier.stores.open_store`) or a `RowStore`. None: evicted rows are lost, and their
-            ids begin anew.
+            `jaxrec.tier.stores.open_store`) or a `RowStore`. Each table has a store of its own;
+            ``{table}`` in a URL stands for its name. None: evicted rows are lost, and their ids
+            begin anew.
 
     Raises:
         TypeError: A field has another type.

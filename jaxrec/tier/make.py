@@ -20,7 +20,7 @@ from jaxrec.tier.dynamic import Dynamic
 from jaxrec.tier.model_tables import TableVocabulary, TieredTable
 from jaxrec.tier.row_store import RowStore
 from jaxrec.tier.store import TierStore, with_zeros
-from jaxrec.tier.stores import open_store
+from jaxrec.tier.stores import open_store, url_for
 from jaxrec.tier.tier import Tier
 from jaxrec.tier.transfer import RecordLayout, RowTransfer
 from jaxrec.tier.vocabulary import Vocabulary
@@ -205,15 +205,26 @@ def _check_stores(parts: Sequence[Sequence[TieredTable]], tables: Settings) -> N
     names: dict[str | RowStore, str] = {}
     for part in parts:
         name = part[0].config.name
-        store = tables[name].store
-        if store is None or (isinstance(store, str) and store.startswith("memory://")):
+        store = _store(tables[name].store, part)
+        if store is None or store == "memory://":
             continue
         if (other := names.setdefault(store, name)) != name:
             raise ValueError(
                 f"tables {other!r} and {name!r} have the same store {store!r}, and the rows of an "
-                "id would be mixed; give each table a store of its own, such as a directory or a "
-                "prefix with the table's name"
+                "id would be mixed; give each table a store of its own, or one URL with {table} in "
+                "the place of the name, such as 'file:///data/{table}'"
             )
+
+
+def _store(store: str | RowStore | None, part: Sequence[TieredTable]) -> str | RowStore | None:
+    """Return the store of a vocabulary's tables in this process."""
+    if not isinstance(store, str):
+        return store
+    return url_for(store, _name(part), jax.process_index(), jax.process_count())
+
+
+def _name(part: Sequence[TieredTable]) -> str:
+    return "+".join(dict.fromkeys(table.config.name for table in part))
 
 
 def _vocabulary(
@@ -225,7 +236,7 @@ def _vocabulary(
         settings, num_ids, rows = given.vocabulary, num_embeddings, min(given.rows, num_embeddings)
     else:
         settings, num_ids, rows = given, None, num_embeddings
-    name = "+".join(dict.fromkeys(table.config.name for table in part))
+    name = _name(part)
     features = dict.fromkeys(f for table in part for f in table.config.feature_names)
     try:
         vocabulary = Vocabulary(rows, settings)
@@ -241,7 +252,8 @@ def _vocabulary(
         )
         format = layout.record_format([table.config.name for table in part], num_ids)
         try:
-            transfer = RowTransfer(open_store(settings.store), layout, format)
+            store = open_store(cast(str | RowStore, _store(settings.store, part)))
+            transfer = RowTransfer(store, layout, format)
         except (ValueError, OSError) as error:
             error.add_note(f"this is the store of table {name}")
             raise

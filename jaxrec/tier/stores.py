@@ -36,6 +36,34 @@ _SCHEMES = {
 _CACHE = "memory+"
 
 
+def url_for(url: str, table: str, process: int = 0, num_processes: int = 1) -> str:
+    """Return the URL of the store of one table in one process.
+
+    Args:
+        url: A URL; ``{table}`` in it stands for the name of the table.
+        table: The name.
+        process: Index of the process. Of several each has a store of its own, but in memory.
+        num_processes: Number of processes.
+
+    Example:
+        >>> url_for("file:///data/{table}", "users")
+        'file:///data/users'
+        >>> url_for("redis://host/0?prefix=users&lock=5", "users", 1, 2)
+        'redis://host/0?prefix=users%2Fprocess-1-of-2&lock=5'
+    """
+    url = url.replace("{table}", urllib.parse.quote(table, safe=""))
+    scheme = url.removeprefix(_CACHE).partition("://")[0]
+    if num_processes == 1 or scheme == "memory":
+        return url
+    part = f"process-{process}-of-{num_processes}"
+    place, mark, query = url.partition("?")
+    if scheme not in ("redis", "rediss"):
+        return f"{place.rstrip('/')}/{part}{mark}{query}"
+    options = dict(urllib.parse.parse_qsl(query, keep_blank_values=True))
+    options["prefix"] = "/".join(filter(None, (options.get("prefix"), part)))
+    return f"{place}?{urllib.parse.urlencode(options)}"
+
+
 def open_store(url: str | RowStore) -> RowStore:
     """Return the store of a URL; a store itself is returned as it is.
 

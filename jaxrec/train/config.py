@@ -92,7 +92,8 @@ class VocabularyConfig:
     unknown: Literal["zeros", "default"] = "zeros"
     """Values that ids without a row read: zeros, or one row that is trained."""
     store: str | None = None
-    """Where evicted rows go and return from: memory://. By default they are lost."""
+    """Store of evicted rows: memory://, or a URL such as file:///data/{table}, rocksdb:///data/{table}
+    or redis://host/0?prefix={table}. By default evicted rows are lost."""
 
     @property
     def is_dynamic(self) -> bool:

@@ -8,6 +8,7 @@ restores and trains the steps after the checkpoint. The end of a run is written 
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import pathlib
 import sys
@@ -25,14 +26,12 @@ from tests.tier import models
 
 STEPS, SAVED_AFTER, SAMPLES = 16, 8, 16
 NAMES = ("item", "query", "item_wide")
-SETTINGS = Dynamic(
-    eviction=lfu(), admit_after=2, unknown=shared(5), counters=1 << 14, store="memory://"
-)
+SETTINGS = Dynamic(eviction=lfu(), admit_after=2, unknown=shared(5), counters=1 << 14)
 
 
-def make_model(mesh):
+def make_model(mesh, store="memory://"):
     def made():
-        tables = dict.fromkeys(NAMES, SETTINGS)
+        tables = dict.fromkeys(NAMES, dataclasses.replace(SETTINGS, store=store))
         return make(lambda: models.Ranker(215, "adam"), tables)
 
     if mesh is None:
@@ -88,7 +87,8 @@ def main():
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
     batches, _ = models.stream(STEPS, 450, samples=SAMPLES)
     batches = [part_of(batch, process) for batch in batches]
-    model = make_model(mesh)
+    # Both runs have the same stores, with rows of the killed run that were written after the save.
+    model = make_model(mesh, f"file://{directory}/stores/{{table}}")
     optimizer = jaxrec.Optimizer(model, optax.adam(1e-2))
     if scenario == "resumed":
         batches = batches[restore(directory / "saved", model, optimizer).batches :]

@@ -16,7 +16,7 @@ from jaxrec.tier import Cached, ahead, close, make
 from jaxrec.train.checkpoint import CheckpointError, restore, save
 from tests.tier import models
 from tests.tier.servers import redis_port  # noqa: F401
-from tests.tier.test_cached import NUM_IDS, all_rows, assert_same, make_stream, make_whole
+from tests.tier.test_cached import NAMES, NUM_IDS, all_rows, assert_same, make_stream, make_whole
 
 # Stores by name; each table has its own.
 URLS = {
@@ -37,14 +37,8 @@ def make_model(request, tmp_path):
 
     def make_stored(name: str, number: int, rows: int = 300):
         port = request.getfixturevalue("redis_port") if "redis" in name else 0
-        path = tmp_path / f"store{number}"
-
-        def store(table):
-            return URLS[name].format(path=path, table=table, port=port)
-
-        tables = {"query": Cached(rows, store("query"))}
-        # Tables that share a feature share a store.
-        tables |= dict.fromkeys(("item", "item_wide"), Cached(rows, store("item")))
+        url = URLS[name].replace("{path}", str(tmp_path / f"store{number}"))
+        tables = dict.fromkeys(NAMES, Cached(rows, url.replace("{port}", str(port))))
         made.append(make(lambda: models.Ranker(NUM_IDS, "adam"), tables))
         return made[-1]
 
@@ -90,7 +84,7 @@ def test_a_restored_run_is_an_undisturbed_one(make_model, tmp_path, first: str, 
 
 @pytest.mark.parametrize("name", ["file", "rocksdb"])
 def test_a_store_with_rows_of_an_earlier_run(make_model, name: str):
-    batches = make_stream(30)
+    batches = make_stream(60)
     model = make_model(name, 0)
     train(model, jaxrec.Optimizer(model, optax.sgd(0.1)), batches)
     with pytest.raises(BlockingIOError) as raised:
@@ -137,6 +131,6 @@ def test_a_damaged_snapshot_is_refused(make_model, tmp_path, name: str, damage: 
 
 
 def test_tables_with_one_store_are_refused(tmp_path):
-    tables = dict.fromkeys(("item", "query", "item_wide"), Cached(300, f"file://{tmp_path}/rows"))
+    tables = dict.fromkeys(NAMES, Cached(300, f"file://{tmp_path}/rows"))
     with pytest.raises(ValueError, match="tables 'item' and 'query' have the same store"):
         make(lambda: models.Ranker(NUM_IDS, "sgd"), tables)

@@ -9,7 +9,7 @@ import pytest
 from jaxrec.tier import RowStore
 from jaxrec.tier.cached_store import CachedStore
 from jaxrec.tier.memory_store import MemoryStore
-from jaxrec.tier.stores import open_store
+from jaxrec.tier.stores import open_store, url_for
 
 REPRS = {
     "file:///data/users": "FileStore('/data/users')",
@@ -97,3 +97,27 @@ def test_missing_packages(url, package, extra, monkeypatch):
     message = rf"needs the package {package}; install it by pip install 'jaxrec\[{extra}\]'"
     with pytest.raises(ImportError, match=message):
         open_store(url)
+
+
+URLS_OF_PROCESSES = {
+    "memory": ("memory://", "memory://"),
+    "file": ("file:///data/{table}", "file:///data/a%2Bb%2F/process-1-of-2"),
+    "rocksdb": ("rocksdb:///data/x/", "rocksdb:///data/x/process-1-of-2"),
+    "redis": ("redis://host/0", "redis://host/0?prefix=process-1-of-2"),
+    "redis_with_a_prefix": (
+        "rediss://host/0?prefix={table}&lock=5",
+        "rediss://host/0?prefix=a%2Bb%2F%2Fprocess-1-of-2&lock=5",
+    ),
+    "cache": (
+        "memory+file:///data/{table}?memory=2GB",
+        "memory+file:///data/a%2Bb%2F/process-1-of-2?memory=2GB",
+    ),
+}
+
+
+@pytest.mark.parametrize(("url", "of_second"), URLS_OF_PROCESSES.values(), ids=URLS_OF_PROCESSES)
+def test_each_process_has_a_store(url: str, of_second: str):
+    assert url_for(url, "a+b/", 1, 2) == of_second
+    first, second = (url_for(url, "a+b/", process, 2) for process in (0, 1))
+    assert (first == second) == (url == "memory://")
+    assert "process" not in url_for(url, "a+b/")
