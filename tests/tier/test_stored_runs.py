@@ -82,6 +82,7 @@ def test_a_restored_run_is_an_undisturbed_one(make_model, tmp_path, first: str, 
     assert_same(all_rows(other), all_rows(whole))
 
 
+@pytest.mark.filterwarnings("ignore:table item.item_wide begins with:UserWarning")
 @pytest.mark.parametrize("name", ["file", "rocksdb"])
 def test_a_store_with_rows_of_an_earlier_run(make_model, name: str):
     batches = make_stream(60)
