@@ -126,7 +126,10 @@ TESTED_BY = {
         "ragged/key_segments",
     ),
     "tier/test_cached": ("tier/cached_tables",),
-    "tier/test_stored_runs": ("tier/close",),
+    "tier/test_stored_runs": (
+        "tier/close",
+        "tier/saved_stores",
+    ),
     "tier/test_id_map": (
         "tier/arrays",
         "tier/implementation",
@@ -160,6 +163,7 @@ TESTED_BY = {
     ),
     "tier/test_row_store": ("tier/snapshots",),
     "tier/test_tier": (
+        "tier/batch_ids",
         "tier/model_tables",
         "tier/moves",
         "tier/pending_moves",

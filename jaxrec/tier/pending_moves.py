@@ -6,7 +6,10 @@ import dataclasses
 import threading
 from collections.abc import Callable, Sequence
 
+import numpy as np
+
 from jaxrec.tier.moves import NO_MOVE, Move
+from jaxrec.tier.vocabulary import Assignment
 
 
 @dataclasses.dataclass
@@ -50,6 +53,33 @@ class PendingMoves:
         with self._lock:
             return [entry.moves for entry in self._entries if entry.number > number]
 
+    def restore_rows(self, v: int, ids: np.ndarray, rows: np.ndarray, number: int) -> None:
+        """Set the rows of ids without one that batches after a training batch evict.
+
+        Args:
+            v: Index of the vocabulary.
+            ids: int64 ``[n]``.
+            rows: Row of each id after all planned batches, -1 for none; changed.
+            number: Number of the training batch.
+        """
+        for moves in self.after(number):
+            _restore(ids, rows, moves[v].assignment)
+
+    def undo(self, v: int, ids: np.ndarray, rows: np.ndarray) -> None:
+        """Set the rows of ids to those on the devices, where no move is carried out yet.
+
+        Args:
+            v, ids, rows: As for `restore_rows`.
+        """
+        for moves in reversed(self.after(-1)):
+            rows[np.isin(ids, moves[v].assignment.new_ids)] = -1
+            _restore(ids, rows, moves[v].assignment)
+
+    def coming_ids(self, v: int) -> np.ndarray:
+        """Return the ids that get rows of a vocabulary's tables, int64 ``[n]``."""
+        ids = [moves[v].assignment.new_ids for moves in self.after(-1)]
+        return np.concatenate([np.zeros(0, np.int64), *ids])
+
     def carry_out(
         self,
         move: Callable[[Sequence[Move]], None],
@@ -82,3 +112,15 @@ class PendingMoves:
         """Drop all moves."""
         with self._lock:
             self._entries.clear()
+
+
+def _restore(ids: np.ndarray, rows: np.ndarray, assignment: Assignment) -> None:
+    """Set the rows of evicted ids, where ids have none."""
+    missing = np.flatnonzero(rows < 0)
+    if not missing.size or not assignment.evicted_ids.size:
+        return
+    order = np.argsort(assignment.evicted_ids)
+    place = np.searchsorted(assignment.evicted_ids, ids[missing], sorter=order)
+    place = order[np.minimum(place, order.size - 1)]
+    is_match = assignment.evicted_ids[place] == ids[missing]
+    rows[missing[is_match]] = assignment.evicted_rows[place[is_match]]

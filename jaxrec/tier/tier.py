@@ -6,29 +6,24 @@ import collections
 import contextlib
 import dataclasses
 import functools
-import itertools
-import pathlib
 import threading
-import urllib.parse
-import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias, cast
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, cast
 
-import jax
 import numpy as np
 from flax import nnx
 
 from jaxrec.embed.found_ids import FoundIds
-from jaxrec.tier import snapshots
+from jaxrec.tier.batch_ids import BatchIds, Gather
 from jaxrec.tier.batch_ops import distinct
-from jaxrec.tier.batches import HostBatch, Segment, fingerprint
 from jaxrec.tier.id_map import Lookup, look_up
 from jaxrec.tier.id_rows import find_rows, raw_ids
 from jaxrec.tier.model_tables import TableVocabulary, collections_of
 from jaxrec.tier.moves import NO_MOVE, Move, begin_move, move_rows
 from jaxrec.tier.observer import TierObserver
 from jaxrec.tier.pending_moves import PendingMoves
+from jaxrec.tier.saved_stores import warn_of_earlier_rows
 from jaxrec.tier.store import TierStore
 from jaxrec.tier.transfer import RowTransfer
 from jaxrec.tier.vocabulary import LoadedRows, Proposal, TableFullError, VocabularyFullError
@@ -65,31 +60,6 @@ class _MustWaitError(Exception):
     def __init__(self, number: int) -> None:
         super().__init__(number)
         self.number = number
-
-
-Gather: TypeAlias = Callable[[np.ndarray], list[np.ndarray]]
-
-
-@dataclasses.dataclass(frozen=True)
-class GatheredIds:
-    """Ids of a vocabulary in the whole batch.
-
-    Attributes:
-        ids: The ids of all processes, in their order, int64 ``[n]``.
-        mine: Those of this process.
-    """
-
-    ids: np.ndarray
-    mine: slice
-
-    @classmethod
-    def of(cls, ids: np.ndarray, gather: Gather | None) -> GatheredIds:
-        """Gather the ids of all processes; None: there is one."""
-        if gather is None:
-            return cls(ids, slice(None))
-        parts = gather(ids)
-        start = sum(part.size for part in parts[: jax.process_index()])
-        return cls(np.concatenate(parts), slice(start, start + ids.size))
 
 
 class Tier:
@@ -155,15 +125,7 @@ class Tier:
             undispatched: Number of batches that may be taken before the step of the first of them
                 is dispatched.
         """
-        for each in self.vocabularies:
-            if each.transfer is not None and each.transfer.num_earlier:
-                warnings.warn(
-                    f"table {each.name} begins with {each.transfer.num_earlier:,} rows of an "
-                    f"earlier run, which {each.transfer.store!r} has; restore the checkpoint of "
-                    "that run, or train with an empty store",
-                    stacklevel=3,
-                )
-                each.transfer.num_earlier = 0
+        warn_of_earlier_rows(self.vocabularies)
         with self._planning, self._lock:
             self._undispatched, self._is_ended = undispatched, False
             # Batches planned by the last loop come before batches still to be replayed.
@@ -192,40 +154,30 @@ class Tier:
                 fixed size has no such id; nothing has changed.
             TypeError: The batch has no `KeyedJaggedArray` on the host.
         """
-        host = HostBatch.of(batch)
-        parts = self._parts(host)
-        ids = [GatheredIds.of(_joined(part), gather) for part in parts]
-        mark = fingerprint([each.ids for each in ids])
+        ids = BatchIds.of(batch, self.vocabularies, gather)
         while True:
             try:
                 with self._planning:
-                    rows, number, sequence = self._plan(parts, ids, mark, held)
+                    rows, number, sequence = self._plan(ids, held)
                 break
             except _MustWaitError as wait:
                 self._wait_for(wait.number)
         for each in self.vocabularies:
             if each.transfer is None:
                 each.vocabulary.statistics.warn_if_thrashing(each.name)
-        mine = [of_all[each.mine] for of_all, each in zip(rows, ids, strict=True)]
-        return PlannedBatch(_translated(host, parts, mine), number, sequence, True, batch)
+        return PlannedBatch(ids.with_rows(rows), number, sequence, True, batch)
 
-    def _plan(
-        self,
-        parts: list[list[Segment]],
-        ids: list[GatheredIds],
-        mark: tuple[int, int, int],
-        held: int,
-    ) -> tuple[list[np.ndarray], int, int]:
+    def _plan(self, ids: BatchIds, held: int) -> tuple[list[np.ndarray], int, int]:
         """Return the rows of a training batch's ids, its number and its place in the order."""
+        mark = ids.mark
         if self._replayed and self._replayed[0][1] != mark:
             self._replayed.clear()  # the batches differ from the planned ones
         if self._replayed:
-            number, _ = self._replayed.popleft()
-            pending, sequence = self._pending.after(number), self._pending.last
-            rows = [self._rows_after(v, each.ids, number, pending) for v, each in enumerate(ids)]
+            (number, _), sequence = self._replayed.popleft(), self._pending.last
+            rows = [self._rows_after(v, each, number) for v, each in enumerate(ids.ids)]
         else:
             number = self._last_planned + 1
-            proposals = self._propose(parts, ids, number, held)
+            proposals = self._propose(ids, number, held)
             assignments = [
                 each.vocabulary.commit(proposal)
                 for each, proposal in zip(self.vocabularies, proposals, strict=True)
@@ -253,86 +205,54 @@ class Tier:
                 fixed size has no such id.
             TypeError: The batch has no `KeyedJaggedArray` on the host.
         """
-        host = HostBatch.of(batch)
-        parts = self._parts(host)
-        ids = [GatheredIds.of(_joined(part), gather) for part in parts]
-        moves = [NO_MOVE] * len(ids)
+        ids = BatchIds.of(batch, self.vocabularies, gather)
+        rows, moves = [], [NO_MOVE] * len(self.vocabularies)
         with self._planning:
             number = self._last_taken
-            pending = self._pending.after(number)
-            rows = []
             try:
-                for v, (each, part, of_all) in enumerate(
-                    zip(self.vocabularies, parts, ids, strict=True)
-                ):
+                for v, each in enumerate(self.vocabularies):
                     if each.transfer is None:
-                        rows.append(self._rows_after(v, of_all.ids, number, pending))
+                        of_vocabulary = self._rows_after(v, ids.ids[v], number)
                     else:
-                        brought = self._bring(each, each.transfer, part, of_all.ids, number)
-                        moves[v] = brought[1]
-                        rows.append(brought[0])
+                        of_vocabulary, moves[v] = self._bring(v, each.transfer, ids, number)
+                    rows.append(of_vocabulary)
             finally:
                 sequence = self._pending.add(self._last_planned, moves)
-        mine = [of_all[each.mine] for of_all, each in zip(rows, ids, strict=True)]
-        return PlannedBatch(_translated(host, parts, mine), number, sequence, False, batch)
+        return PlannedBatch(ids.with_rows(rows), number, sequence, False, batch)
 
-    def _parts(self, host: HostBatch) -> list[list[Segment]]:
-        """Return the segments of each vocabulary."""
-        parts = [
-            [segment for segment in host.segments if segment.key in each.features]
-            for each in self.vocabularies
-        ]
-        for each, part in zip(self.vocabularies, parts, strict=True):
-            for segment in part:
-                _check_range(each, segment)
-        for segment in itertools.chain.from_iterable(parts):
-            if segment.key in host.features[segment.batch].slot_keys:
-                raise ValueError(
-                    f"feature {segment.key!r} of the batch has rows already, not ids; give "
-                    "jaxrec.tier.ahead each batch once"
-                )
-        return parts
-
-    def _propose(
-        self, parts: list[list[Segment]], ids: list[GatheredIds], number: int, held: int
-    ) -> list[Proposal]:
+    def _propose(self, ids: BatchIds, number: int, held: int) -> list[Proposal]:
         """Decide which rows the ids of a batch get, beside as many batches before it as fit.
 
         Raises:
             TableFullError: The batch does not fit beside those whose steps are not dispatched.
             _MustWaitError: It fits after fewer batches are under way.
         """
-        lookups = look_up(
-            [each.vocabulary.map for each in self.vocabularies], [each.ids for each in ids]
-        )
+        lookups = look_up([each.vocabulary.map for each in self.vocabularies], ids.ids)
         least = min(held, self._undispatched)
         for fewer in range(held, least, -1):
             with contextlib.suppress(TableFullError):
-                proposals = self._propose_beside(parts, ids, number, fewer, lookups)
+                proposals = self._propose_beside(ids, number, fewer, lookups)
                 last_before = number - 1 - fewer + least
                 if fewer < held and self._last_taken < last_before:
                     raise _MustWaitError(last_before)
                 return proposals
-        proposals = self._propose_beside(parts, ids, number, least, lookups)
+        proposals = self._propose_beside(ids, number, least, lookups)
         if least < held and self._last_taken < number - 1:
             raise _MustWaitError(number - 1)
         return proposals
 
     def _propose_beside(
-        self,
-        parts: list[list[Segment]],
-        ids: list[GatheredIds],
-        number: int,
-        held: int,
-        lookups: Sequence[Lookup],
+        self, ids: BatchIds, number: int, held: int, lookups: Sequence[Lookup]
     ) -> list[Proposal]:
         """Decide which rows the ids of a batch get, beside some batches before it."""
-        return [
-            _propose(each, part, of_all, number, held, lookup)
-            for each, part, of_all, lookup in zip(
-                self.vocabularies, parts, ids, lookups, strict=True
-            )
-        ]
+        proposals = []
+        for v, each in enumerate(self.vocabularies):
+            try:
+                proposal = each.vocabulary.propose(ids.ids[v], number, held, lookups[v])
+            except VocabularyFullError as error:
+                raise ids.table_full(v, error, held) from None
+            proposals.append(proposal)
+        return proposals
 
     def _wait_for(self, number: int) -> None:
         """Wait until a training batch was taken.
@@ -345,41 +265,25 @@ class Tier:
             if self._is_ended:
                 raise RuntimeError("the iterator over jaxrec.tier.ahead was closed")
 
-    def _rows_after(
-        self, v: int, ids: np.ndarray, number: int, pending: Sequence[tuple[Move, ...]]
-    ) -> np.ndarray:
-        """Return the row that each id had after a training batch.
-
-        Args:
-            v: Index of the vocabulary.
-            ids: Its ids.
-            number: Number of the batch.
-            pending: Later changes that are not yet carried out.
-        """
+    def _rows_after(self, v: int, ids: np.ndarray, number: int) -> np.ndarray:
+        """Return the row that each id of a vocabulary had after a training batch."""
         vocabulary = self.vocabularies[v].vocabulary
         rows = vocabulary.find(ids, number)
-        for moves in pending:
-            assignment = moves[v].assignment
-            _restore_rows(ids, rows, assignment.evicted_ids, assignment.evicted_rows)
+        self._pending.restore_rows(v, ids, rows, number)
         return vocabulary.with_unknown(ids, rows)
 
     def _bring(
-        self,
-        each: TableVocabulary,
-        transfer: RowTransfer,
-        part: list[Segment],
-        ids: np.ndarray,
-        number: int,
+        self, v: int, transfer: RowTransfer, batch: BatchIds, number: int
     ) -> tuple[np.ndarray, Move]:
         """Return the rows of an evaluation's ids; those that a store has get one.
 
         Args:
-            each: A vocabulary with a store.
+            v: Index of a vocabulary with a store.
             transfer: Its transfer.
-            part: Segments of the batch, for errors.
-            ids: Its ids.
+            batch: The ids.
             number: Number of the last training batch that was taken.
         """
+        each, ids = self.vocabularies[v], batch.ids[v]
         vocabulary = each.vocabulary
         rows = vocabulary.map.find(ids)
         if each.num_ids is None:
@@ -396,7 +300,7 @@ class Tier:
             try:
                 assignment = vocabulary.bring(missing, rows, last_use, self._last_planned + 1)
             except VocabularyFullError as error:
-                raise _table_full(each, part, error, self._last_planned - last_use) from None
+                raise batch.table_full(v, error, self._last_planned - last_use) from None
             move = begin_move(each, assignment)
             rows[is_missing] = vocabulary.map.find(ids[is_missing])
         return vocabulary.with_unknown(ids, rows), move
@@ -432,18 +336,14 @@ class Tier:
     def _rows_now(self, v: int, ids: np.ndarray) -> np.ndarray:
         """Return the row that each id has on the devices, -1 where it has none."""
         rows = self.vocabularies[v].vocabulary.map.find(ids)
-        for moves in reversed(self._pending.after(-1)):
-            assignment = moves[v].assignment
-            rows[np.isin(ids, assignment.new_ids)] = -1
-            _restore_rows(ids, rows, assignment.evicted_ids, assignment.evicted_rows)
+        self._pending.undo(v, ids, rows)
         return rows
 
     @contextlib.contextmanager
     def _returning(self, v: int) -> Iterator[np.ndarray]:
         """Give ids that later batches bring to a vocabulary's tables; no batch is planned now."""
         with self._planning:
-            ids = [moves[v].assignment.new_ids for moves in self._pending.after(-1)]
-            yield np.concatenate([np.zeros(0, np.int64), *ids])
+            yield self._pending.coming_ids(v)
 
     # Application: on the devices.
 
@@ -552,53 +452,6 @@ class Tier:
                 vocabularies[each.name] |= each.transfer.state()
         return {**vocabularies, _RUN: run}
 
-    def snapshot_stores(self, directory: pathlib.Path) -> None:
-        """Write the records of durable stores; call it within `settled`.
-
-        Args:
-            directory: Directory of the snapshots, made if there is a durable store.
-
-        Raises:
-            OSError: It cannot be written.
-        """
-        for each in self.vocabularies:
-            if each.transfer is not None and each.transfer.store.is_durable:
-                directory.mkdir(exist_ok=True)
-                each.transfer.store.snapshot(directory / _file_name(each))
-
-    def check_snapshots(self, directory: pathlib.Path) -> None:
-        """Check that `load_stores` can read the snapshots of a directory.
-
-        Raises:
-            ValueError: A snapshot is damaged, or of another format.
-        """
-        for each in self.vocabularies:
-            path = directory / _file_name(each)
-            if each.transfer is not None and path.exists():
-                snapshots.check(path, each.transfer.store.format)
-
-    def load_stores(
-        self, state: Mapping[str, Mapping[str, np.ndarray]], directory: pathlib.Path
-    ) -> None:
-        """Replace the records of all stores by those of a state or of snapshots.
-
-        Args:
-            state: Result of `state`, which has the records of stores in memory.
-            directory: Directory of the snapshots; it need not exist.
-
-        Raises:
-            ValueError: A snapshot is damaged.
-            OSError: A record cannot be read or written.
-        """
-        for each in self.vocabularies:
-            if each.transfer is None:
-                continue
-            path = directory / _file_name(each)
-            if path.exists():
-                each.transfer.load_snapshot(path)
-            else:
-                each.transfer.load_state(state[each.name])
-
     def close(self, model: nnx.Module) -> None:
         """Bring all evicted rows to their stores, and close these; a second call does nothing."""
         if self._is_closed:
@@ -613,33 +466,6 @@ class Tier:
     def state_names(self) -> list[str]:
         """Keys of `state`."""
         return [*(each.name for each in self.vocabularies), _RUN]
-
-    def check_state(self, state: Mapping[str, Mapping[str, np.ndarray]]) -> None:
-        """Check that `load_state` can take over a state.
-
-        Raises:
-            ValueError: The records of evicted rows are those of other tables, or a table with a
-                cache had another number of rows.
-        """
-        for each in self.vocabularies:
-            saved, wanted = int(state[each.name]["num_ids"][0]), each.num_ids or 0
-            if saved != wanted:
-                saved_as, is_now = (
-                    f"jaxrec.tier.Cached and num_embeddings={x}" if x else "jaxrec.tier.Dynamic"
-                    for x in (saved, wanted)
-                )
-                raise ValueError(
-                    f"table {each.name} was saved with {saved_as}, but the model's has {is_now}"
-                )
-            records = state[each.name].get("stored_records")
-            if each.transfer is None or records is None:
-                continue
-            if records.shape[1] != each.transfer.layout.width:
-                raise ValueError(
-                    f"evicted rows of table {each.name} were saved with {records.shape[1]} bytes "
-                    f"each, with their optimizer state, but the model's have "
-                    f"{each.transfer.layout.width}"
-                )
 
     def load_state(self, state: Mapping[str, Mapping[str, np.ndarray]]) -> dict[str, LoadedRows]:
         """Take over the result of `state`; tables may have had other numbers of rows.
@@ -672,94 +498,3 @@ def tier_of(model: nnx.Module) -> Tier | None:
     for collection in collections_of(model).values():
         return cast(Tier, cast(TierStore, collection.tables.get_value()).tier)
     return None
-
-
-def _file_name(each: TableVocabulary) -> str:
-    return urllib.parse.quote(each.name, safe="+")
-
-
-def _propose(
-    each: TableVocabulary,
-    part: list[Segment],
-    ids: GatheredIds,
-    number: int,
-    held: int,
-    lookup: Lookup,
-) -> Proposal:
-    try:
-        return each.vocabulary.propose(ids.ids, number, held, lookup)
-    except VocabularyFullError as error:
-        raise _table_full(each, part, error, held) from None
-
-
-def _table_full(
-    each: TableVocabulary, part: list[Segment], error: VocabularyFullError, held: int
-) -> TableFullError:
-    """Describe that a batch does not fit beside some batches under way."""
-    where = "the part of the batch of another process"
-    for segment in part:
-        is_first = segment.ids == error.first_id
-        if is_first.any():
-            where = segment.describe(int(np.argmax(is_first)))
-            break
-    rows = each.vocabulary.num_rows + error.needed - error.available
-    more = "num_embeddings" if each.num_ids is None else "jaxrec.tier.Cached(rows=...)"
-    later = ", or admit ids later (Dynamic(admit_after=...))" if each.num_ids is None else ""
-    return TableFullError(
-        f"{where}: no row of table {each.name} is left for id "
-        f"{error.first_id}: the batch has {error.needed:,} new ids, and {error.available:,} of "
-        f"the {error.room:,} rows for ids are not in use by it or by the {held} batches under "
-        f"way. Give the table {rows:,} rows or more ({more}), or make batches smaller{later}"
-    )
-
-
-def _check_range(each: TableVocabulary, segment: Segment) -> None:
-    """Check the ids of a table of fixed size.
-
-    Raises:
-        ValueError: An id is none of the table's.
-    """
-    if each.num_ids is None or not segment.ids.size:
-        return
-    if segment.ids.min() >= 0 and segment.ids.max() < each.num_ids:
-        return
-    position = int(np.argmax((segment.ids < 0) | (segment.ids >= each.num_ids)))
-    raise ValueError(
-        f"{segment.describe(position)}: id {segment.ids[position]} is not in table {each.name}, "
-        f"whose ids are 0 to {each.num_ids - 1}; give the table more rows (num_embeddings), or "
-        "hash the feature's ids with jaxrec.ragged.hash_ids(ids, num_embeddings)"
-    )
-
-
-def _translated(
-    host: HostBatch, parts: Sequence[Sequence[Segment]], rows: Sequence[np.ndarray]
-) -> Any:
-    """Return a batch with the rows of the ids of each vocabulary."""
-    of_segment: dict[tuple[int, str], np.ndarray] = {}
-    for part, of_part in zip(parts, rows, strict=True):
-        start = 0
-        for segment in part:
-            of_segment[segment.batch, segment.key] = of_part[start : start + segment.ids.size]
-            start += segment.ids.size
-    return host.with_rows([of_segment.get((each.batch, each.key)) for each in host.segments])
-
-
-def _restore_rows(
-    ids: np.ndarray, rows: np.ndarray, evicted_ids: np.ndarray, evicted_rows: np.ndarray
-) -> None:
-    """Set the rows of evicted ids, where ids have none."""
-    missing = np.flatnonzero(rows < 0)
-    if not missing.size or not evicted_ids.size:
-        return
-    order = np.argsort(evicted_ids)
-    place = np.searchsorted(evicted_ids, ids[missing], sorter=order)
-    place = order[np.minimum(place, order.size - 1)]
-    is_match = evicted_ids[place] == ids[missing]
-    rows[missing[is_match]] = evicted_rows[place[is_match]]
-
-
-def _joined(part: Sequence[Segment]) -> np.ndarray:
-    """Return the ids of segments, one after the other."""
-    if len(part) == 1:
-        return part[0].ids
-    return np.concatenate([np.zeros(0, np.int64), *(segment.ids for segment in part)])

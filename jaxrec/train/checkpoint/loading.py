@@ -20,6 +20,7 @@ from jaxtyping import Array
 
 from jaxrec.embed.config import TableConfig
 from jaxrec.embed.row_access import TableRows, write
+from jaxrec.tier.saved_stores import check_stores, load_stores
 from jaxrec.tier.tier import Tier, tier_of
 from jaxrec.tier.vocabulary import LoadedRows
 from jaxrec.train.checkpoint.arrays import read_arrays, read_forms, read_table, read_tables
@@ -122,7 +123,7 @@ def load(
                     loaded.append(table.name)
         if tier is not None:
             places = tier.load_state(vocabularies)
-            tier.load_stores(vocabularies, path / STORES)
+            load_stores(tier.vocabularies, vocabularies, path / STORES)
             _move_rows(model, tier, places, path, optimizer is not None)
     except BaseException as error:
         if loaded:
@@ -225,8 +226,7 @@ def _new_vocabularies(
     }
     if tier is not None:
         try:
-            tier.check_state(state)
-            tier.check_snapshots(path / STORES)
+            check_stores(tier.vocabularies, state, path / STORES)
         except ValueError as error:
             raise CheckpointError(f"{path}: {error}") from None
     return state

@@ -14,6 +14,7 @@ from jaxtyping import Array
 
 from jaxrec.embed import EmbeddingBagCollection, EmbeddingCollection, TableVariable
 from jaxrec.embed.config import TableConfig
+from jaxrec.tier.saved_stores import snapshot_stores
 from jaxrec.tier.tier import tier_of
 
 Collection = EmbeddingBagCollection | EmbeddingCollection
@@ -40,7 +41,7 @@ def saved_tree(
         if (
             stores is not None and jax.process_index() == 0
         ):  # the stores of all processes have the same rows
-            tier.snapshot_stores(stores)
+            snapshot_stores(tier.vocabularies, stores)
         vocabularies = {
             name: {key: _with_end(array) for key, array in arrays.items()}
             for name, arrays in tier.state().items()
