@@ -20,8 +20,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxrec.tier.record_format import RecordFormat
 from jaxrec.tier.stores import open_store
+from jaxrec.tier.stores.record_format import RecordFormat
 
 _Write = Callable[[np.ndarray, np.ndarray], Any]
 _Read = Callable[[np.ndarray], np.ndarray]
@@ -116,7 +116,7 @@ class Stores:
     def rocksdb(self, path: pathlib.Path) -> tuple[str, _Write, _Read]:
         import rocksdict
 
-        from jaxrec.tier.rocksdb_database import options
+        from jaxrec.tier.stores.rocksdb_database import options
 
         database = rocksdict.Rdict(str(path), options(may_create=True))
 

@@ -148,20 +148,20 @@ TESTED_BY = {
         "tier/tracked_table",
     ),
     "tier/test_row_file": ("tier/row_columns",),
-    "tier/test_file_store": (
-        "tier/file_snapshot",
-        "tier/record_file",
-        "tier/record_header",
+    "tier/stores/test_file_store": (
+        "tier/stores/file_snapshot",
+        "tier/stores/record_file",
+        "tier/stores/record_header",
     ),
-    "tier/test_redis_store": (
-        "tier/redis_address",
-        "tier/redis_lock",
+    "tier/stores/test_redis_store": (
+        "tier/stores/redis_address",
+        "tier/stores/redis_lock",
     ),
-    "tier/test_rocksdb_store": (
-        "tier/rocksdb_database",
-        "tier/rocksdb_snapshot",
+    "tier/stores/test_rocksdb_store": (
+        "tier/stores/rocksdb_database",
+        "tier/stores/rocksdb_snapshot",
     ),
-    "tier/test_row_store": ("tier/snapshots",),
+    "tier/stores/test_row_store": ("tier/stores/snapshots",),
     "tier/test_tier": (
         "tier/batch_ids",
         "tier/model_tables",

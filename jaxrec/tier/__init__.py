@@ -52,4 +52,4 @@ from jaxrec.tier.model_statistics import statistics as statistics
 from jaxrec.tier.records import Records as Records
 from jaxrec.tier.row_file import export_rows as export_rows
 from jaxrec.tier.row_file import import_rows as import_rows
-from jaxrec.tier.row_store import RowStore as RowStore
+from jaxrec.tier.stores.row_store import RowStore as RowStore

@@ -6,7 +6,7 @@ import dataclasses
 
 from jaxrec.tier.dynamic import NO_UNKNOWN, Dynamic
 from jaxrec.tier.eviction import Eviction, lru
-from jaxrec.tier.row_store import RowStore
+from jaxrec.tier.stores.row_store import RowStore
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,7 +8,7 @@ import numpy as np
 
 from jaxrec.tier.eviction import Eviction, lru
 from jaxrec.tier.mixing import mix
-from jaxrec.tier.row_store import RowStore
+from jaxrec.tier.stores.row_store import RowStore
 
 # Seed of the hash that chooses a shared row.
 _SHARED_SEED = 101

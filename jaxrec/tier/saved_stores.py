@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from jaxrec.tier import snapshots
 from jaxrec.tier.model_tables import TableVocabulary
+from jaxrec.tier.stores import snapshots
 
 
 def warn_of_earlier_rows(vocabularies: Sequence[TableVocabulary]) -> None:

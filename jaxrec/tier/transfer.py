@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from jaxrec.embed.checkpoint_view import LogicalTable
-from jaxrec.tier.row_store import RecordFormat, RowStore
+from jaxrec.tier.stores.row_store import RecordFormat, RowStore
 
 
 @dataclasses.dataclass(frozen=True)

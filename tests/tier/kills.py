@@ -21,9 +21,9 @@ import zlib
 
 import numpy as np
 
-from jaxrec.tier.record_format import RecordFormat
-from jaxrec.tier.row_store import RowStore
 from jaxrec.tier.stores import open_store
+from jaxrec.tier.stores.record_format import RecordFormat
+from jaxrec.tier.stores.row_store import RowStore
 
 NUM_IDS = 4000
 WIDTH = 300

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxrec.tier import Dynamic, default_row, lfu, lru, shared, zeros
-from jaxrec.tier.memory_store import MemoryStore
+from jaxrec.tier.stores.memory_store import MemoryStore
 from jaxrec.tier.vocabulary import Vocabulary
 from tests.tier.vocabulary_oracle import mix
 

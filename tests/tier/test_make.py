@@ -8,8 +8,8 @@ from flax import nnx
 
 import jaxrec
 from jaxrec.tier import Dynamic, lfu, make, shared
-from jaxrec.tier.memory_store import MemoryStore
 from jaxrec.tier.store import TierStore
+from jaxrec.tier.stores.memory_store import MemoryStore
 from jaxrec.tier.tier import tier_of
 from tests.tier import models
 
@@ -146,7 +146,7 @@ ERRORS = {
     "one_store_for_two": (
         [config("a", 20, 4), config("b", 20, 4)],
         dict.fromkeys("ab", Dynamic(store=STORE)),
-        "a memory store serves one vocabulary; give each its own",
+        "tables .a. and .b. have the same store .*; give each table a store of its own",
     ),
 }
 

@@ -12,9 +12,9 @@ from hypothesis.extra import numpy as hnp
 
 from jaxrec.tier import implementation, library, reference
 from jaxrec.tier.record_array import stride
-from jaxrec.tier.record_file import RecordFile
-from jaxrec.tier.record_format import RecordFormat
-from jaxrec.tier.record_header import create
+from jaxrec.tier.stores.record_file import RecordFile
+from jaxrec.tier.stores.record_format import RecordFormat
+from jaxrec.tier.stores.record_header import create
 from tests.fuzz import max_examples
 
 IMPLEMENTATIONS = [reference]

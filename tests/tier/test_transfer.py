@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxrec.embed.checkpoint_view import LogicalTable
-from jaxrec.tier.memory_store import MemoryStore
+from jaxrec.tier.stores.memory_store import MemoryStore
 from jaxrec.tier.transfer import RecordLayout, RowTransfer
 from tests.fuzz import max_examples
 

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 
 from jaxrec.mesh.agree import gather_texts
-from jaxrec.tier.snapshots import MANIFEST
+from jaxrec.tier.stores.snapshots import MANIFEST
 
 CHECKSUMS_FILE = "checksums.json"
 

@@ -11,12 +11,12 @@ from collections.abc import Iterator
 import numpy as np
 
 from jaxrec.lock import lock, unlock
-from jaxrec.tier import file_snapshot, snapshots
-from jaxrec.tier.places import Places
-from jaxrec.tier.record_file import RECORDS, RecordFile
-from jaxrec.tier.record_format import RecordFormat
-from jaxrec.tier.record_header import FIRST_ROOM, create, read_format
-from jaxrec.tier.row_store import RowStore
+from jaxrec.tier.stores import file_snapshot, snapshots
+from jaxrec.tier.stores.places import Places
+from jaxrec.tier.stores.record_file import RECORDS, RecordFile
+from jaxrec.tier.stores.record_format import RecordFormat
+from jaxrec.tier.stores.record_header import FIRST_ROOM, create, read_format
+from jaxrec.tier.stores.row_store import RowStore
 
 _NEW = f"{RECORDS}.new"
 

@@ -8,8 +8,8 @@ import pathlib
 import zlib
 
 from jaxrec.tier.record_array import PAGE_BYTES, stride
-from jaxrec.tier.record_format import RecordFormat
-from jaxrec.tier.snapshots import sync
+from jaxrec.tier.stores.record_format import RecordFormat
+from jaxrec.tier.stores.snapshots import sync
 
 FIRST_ROOM = 1024
 HEADER_BYTES = 1 << 16

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import redis
 
-from jaxrec.tier.places import Places
-from jaxrec.tier.record_format import RecordFormat
-from jaxrec.tier.redis_address import Address, clear_errors
-from jaxrec.tier.redis_lock import RedisLock
-from jaxrec.tier.row_store import RowStore
+from jaxrec.tier.stores.places import Places
+from jaxrec.tier.stores.record_format import RecordFormat
+from jaxrec.tier.stores.redis_address import Address, clear_errors
+from jaxrec.tier.stores.redis_lock import RedisLock
+from jaxrec.tier.stores.row_store import RowStore
 
 _CHUNK = 2048  # records of a command, so that other clients of the server need not wait long
 _KEY_BYTES = 8

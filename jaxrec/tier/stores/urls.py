@@ -7,7 +7,7 @@ import importlib
 import urllib.parse
 from typing import Any
 
-from jaxrec.tier.row_store import RowStore
+from jaxrec.tier.stores.row_store import RowStore
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,7 +99,7 @@ def open_store(url: str | RowStore) -> RowStore:
 def _class(scheme: str) -> Any:
     of = _SCHEMES[scheme]
     try:
-        module = importlib.import_module(f"jaxrec.tier.{of.module}")
+        module = importlib.import_module(f"jaxrec.tier.stores.{of.module}")
     except ModuleNotFoundError as error:
         if of.extra is None:
             raise
@@ -111,7 +111,7 @@ def _class(scheme: str) -> Any:
 
 
 def _cached(url: str) -> RowStore:
-    from jaxrec.tier.cached_store import DEFAULT_BYTES, CachedStore, parse_bytes
+    from jaxrec.tier.stores.cached_store import DEFAULT_BYTES, CachedStore, parse_bytes
 
     parts = urllib.parse.urlsplit(url.removeprefix(_CACHE))
     options = urllib.parse.parse_qsl(parts.query, keep_blank_values=True)

@@ -11,8 +11,8 @@ import sys
 import numpy as np
 import pytest
 
-from jaxrec.tier.record_format import RecordFormat
-from jaxrec.tier.rocksdb_store import RocksDBStore
+from jaxrec.tier.stores.record_format import RecordFormat
+from jaxrec.tier.stores.rocksdb_store import RocksDBStore
 from tests.tier.disks import small_disk
 from tests.tier.kills import kill_repeatedly
 
@@ -153,8 +153,8 @@ def test_leftovers_of_a_run_that_was_killed(tmp_path):
 def test_another_run(tmp_path):
     code = """
 import sys, numpy as np
-from jaxrec.tier.rocksdb_store import RocksDBStore
-from jaxrec.tier.record_format import RecordFormat
+from jaxrec.tier.stores.rocksdb_store import RocksDBStore
+from jaxrec.tier.stores.record_format import RecordFormat
 store = RocksDBStore(sys.argv[1])
 store.open(RecordFormat(260, "item rows uint8[260]"))
 store.put(np.arange(10), np.zeros((10, 260), np.uint8))

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from jaxrec.tier import snapshots
-from jaxrec.tier.record_file import RECORDS, RecordFile
 from jaxrec.tier.reference import record_tags
-from jaxrec.tier.snapshots import Manifest
+from jaxrec.tier.stores import snapshots
+from jaxrec.tier.stores.record_file import RECORDS, RecordFile
+from jaxrec.tier.stores.snapshots import Manifest
 
 _PART = 1 << 16  # records
 

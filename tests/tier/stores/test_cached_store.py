@@ -7,9 +7,9 @@ import threading
 import numpy as np
 import pytest
 
-from jaxrec.tier.cached_store import CachedStore, parse_bytes
-from jaxrec.tier.memory_store import MemoryStore
-from jaxrec.tier.record_format import RecordFormat
+from jaxrec.tier.stores.cached_store import CachedStore, parse_bytes
+from jaxrec.tier.stores.memory_store import MemoryStore
+from jaxrec.tier.stores.record_format import RecordFormat
 
 WIDTH = 16
 FORMAT = RecordFormat(WIDTH, "rows uint8[16]")

@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from jaxrec.tier.record_format import RecordFormat
+from jaxrec.tier.stores.record_format import RecordFormat
 
 FORMAT = RecordFormat(260, "user rows float32[64], user sum float32[1]", 1000)
 

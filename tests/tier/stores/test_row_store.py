@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from jaxrec.tier import RowStore
-from jaxrec.tier.record_format import RecordFormat
 from jaxrec.tier.stores import open_store
+from jaxrec.tier.stores.record_format import RecordFormat
 from tests.fuzz import max_examples
 from tests.tier.servers import redis_port  # noqa: F401
 

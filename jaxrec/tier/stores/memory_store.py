@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from jaxrec.tier.places import Places
-from jaxrec.tier.record_format import RecordFormat
-from jaxrec.tier.row_store import RowStore
+from jaxrec.tier.stores.places import Places
+from jaxrec.tier.stores.record_format import RecordFormat
+from jaxrec.tier.stores.row_store import RowStore
 
 _FIRST_ROOM = 1024
 

@@ -11,11 +11,11 @@ import numpy as np
 
 from jaxrec.atomic import write_atomically
 from jaxrec.lock import lock, unlock
-from jaxrec.tier import rocksdb_snapshot, snapshots
-from jaxrec.tier.file_store import url_path
-from jaxrec.tier.record_format import RecordFormat
-from jaxrec.tier.rocksdb_database import Database
-from jaxrec.tier.row_store import RowStore
+from jaxrec.tier.stores import rocksdb_snapshot, snapshots
+from jaxrec.tier.stores.file_store import url_path
+from jaxrec.tier.stores.record_format import RecordFormat
+from jaxrec.tier.stores.rocksdb_database import Database
+from jaxrec.tier.stores.row_store import RowStore
 
 _CURRENT = "current"
 _NAME = "records-{}"

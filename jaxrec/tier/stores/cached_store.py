@@ -12,8 +12,8 @@ import numpy as np
 
 from jaxrec.tier.batch_ops import smallest
 from jaxrec.tier.id_map import IdMap
-from jaxrec.tier.record_format import RecordFormat
-from jaxrec.tier.row_store import RowStore
+from jaxrec.tier.stores.record_format import RecordFormat
+from jaxrec.tier.stores.row_store import RowStore
 
 DEFAULT_BYTES = 1_000_000_000
 

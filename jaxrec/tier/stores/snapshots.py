@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from jaxrec.atomic import write_atomically
-from jaxrec.tier.record_format import RecordFormat
+from jaxrec.tier.stores.record_format import RecordFormat
 
 MANIFEST = "snapshot.json"
 _RECORDS = "records.arrow"
@@ -29,7 +29,10 @@ _PART_BYTES = 1 << 22
 
 # Where other kinds are read and checked: modules with functions `read_snapshot(directory,
 # manifest)` and `check_snapshot(directory, manifest)`. Names, since these modules import this one.
-_KINDS = {"file": "jaxrec.tier.file_snapshot", "rocksdb": "jaxrec.tier.rocksdb_snapshot"}
+_KINDS = {
+    "file": "jaxrec.tier.stores.file_snapshot",
+    "rocksdb": "jaxrec.tier.stores.rocksdb_snapshot",
+}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,9 +7,9 @@ import sys
 import pytest
 
 from jaxrec.tier import RowStore
-from jaxrec.tier.cached_store import CachedStore
-from jaxrec.tier.memory_store import MemoryStore
 from jaxrec.tier.stores import open_store, url_for
+from jaxrec.tier.stores.cached_store import CachedStore
+from jaxrec.tier.stores.memory_store import MemoryStore
 
 REPRS = {
     "file:///data/users": "FileStore('/data/users')",
@@ -91,7 +91,7 @@ def test_unknown_schemes(url):
 )
 def test_missing_packages(url, package, extra, monkeypatch):
     for name in list(sys.modules):
-        if name.partition(".")[0] == package or name.startswith(f"jaxrec.tier.{extra}"):
+        if name.partition(".")[0] == package or name.startswith(f"jaxrec.tier.stores.{extra}"):
             monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, package, None)  # as if it were not installed
     message = rf"needs the package {package}; install it by pip install 'jaxrec\[{extra}\]'"

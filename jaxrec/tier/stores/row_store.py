@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
-from jaxrec.tier import snapshots
-from jaxrec.tier.record_format import RecordFormat as RecordFormat
+from jaxrec.tier.stores import snapshots
+from jaxrec.tier.stores.record_format import RecordFormat as RecordFormat
 
 
 class RowStore(abc.ABC):
@@ -95,7 +95,7 @@ class RowStore(abc.ABC):
         """Write all records to a new directory; when this returns, they are durable there.
 
         Nothing is put or deleted meanwhile. By default the records are an Arrow file with checksums
-        (`jaxrec.tier.snapshots`), which `load_snapshot` of any store reads.
+        (`jaxrec.tier.stores.snapshots`), which `load_snapshot` of any store reads.
 
         Raises:
             FileExistsError: The directory exists.

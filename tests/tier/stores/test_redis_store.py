@@ -15,8 +15,8 @@ import pytest
 import redis
 
 from jaxrec.tier import redis_address
-from jaxrec.tier.record_format import RecordFormat
-from jaxrec.tier.redis_store import RedisStore
+from jaxrec.tier.stores.record_format import RecordFormat
+from jaxrec.tier.stores.redis_store import RedisStore
 from tests.tier.kills import kill_repeatedly
 from tests.tier.servers import free_port, redis_port, redis_server  # noqa: F401
 
@@ -241,8 +241,8 @@ def test_a_lost_lock(redis_port):  # noqa: F811
 def test_the_lock_of_a_run_that_was_killed(redis_port):  # noqa: F811
     code = """
 import sys, numpy as np
-from jaxrec.tier.redis_store import RedisStore
-from jaxrec.tier.record_format import RecordFormat
+from jaxrec.tier.stores.redis_store import RedisStore
+from jaxrec.tier.stores.record_format import RecordFormat
 store = RedisStore.from_url(sys.argv[1])
 store.open(RecordFormat(40, "item rows uint8[40]"))
 store.put(np.arange(10), np.zeros((10, 40), np.uint8))

@@ -14,7 +14,13 @@ import numpy as np
 
 from jaxrec.tier import implementation
 from jaxrec.tier.record_array import PAGE_BYTES, RecordArray, stride
-from jaxrec.tier.record_header import FIRST_ROOM, HEADER_BYTES, file_size, read_format, resize
+from jaxrec.tier.stores.record_header import (
+    FIRST_ROOM,
+    HEADER_BYTES,
+    file_size,
+    read_format,
+    resize,
+)
 
 RECORDS = "records"
 

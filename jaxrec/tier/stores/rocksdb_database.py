@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import rocksdict
 
-from jaxrec.tier.record_format import RecordFormat
+from jaxrec.tier.stores.record_format import RecordFormat
 
 # Records have keys of 8 bytes.
 _FORMAT_KEY = b"format"

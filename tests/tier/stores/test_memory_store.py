@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxrec.tier.memory_store import MemoryStore
-from jaxrec.tier.record_format import RecordFormat
+from jaxrec.tier.stores.memory_store import MemoryStore
+from jaxrec.tier.stores.record_format import RecordFormat
 from tests.fuzz import max_examples
 
 WIDTH = 3

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from jaxrec.tier import record_file
-from jaxrec.tier.file_store import FileStore
-from jaxrec.tier.record_format import RecordFormat
+from jaxrec.tier.stores.file_store import FileStore
+from jaxrec.tier.stores.record_format import RecordFormat
 from tests.tier.disks import largest_file, small_disk
 from tests.tier.kills import kill_repeatedly
 
@@ -235,8 +235,8 @@ def test_leftovers_of_a_run_that_was_killed(tmp_path):
 def test_another_run(tmp_path):
     code = """
 import sys, numpy as np
-from jaxrec.tier.file_store import FileStore
-from jaxrec.tier.record_format import RecordFormat
+from jaxrec.tier.stores.file_store import FileStore
+from jaxrec.tier.stores.record_format import RecordFormat
 store = FileStore(sys.argv[1])
 store.open(RecordFormat(260, "item rows uint8[260]", 100_000))
 store.put(np.arange(10), np.zeros((10, 260), np.uint8))

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from jaxrec.tier import snapshots
-from jaxrec.tier.rocksdb_database import Database
-from jaxrec.tier.snapshots import Manifest
+from jaxrec.tier.stores import snapshots
+from jaxrec.tier.stores.rocksdb_database import Database
+from jaxrec.tier.stores.snapshots import Manifest
 
 _DATABASE = "database"
 _TABLE = ".sst"  # a file of RocksDB that never changes, with a checksum of each block

@@ -1,0 +1,6 @@
+"""Row stores: where the rows are that the devices have no room for."""
+
+from jaxrec.tier.stores.record_format import RecordFormat as RecordFormat
+from jaxrec.tier.stores.row_store import RowStore as RowStore
+from jaxrec.tier.stores.urls import open_store as open_store
+from jaxrec.tier.stores.urls import url_for as url_for
