@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import threading
 from collections.abc import Sequence
 
 import numpy as np
@@ -68,7 +69,7 @@ def move_rows(
     if all(move is NO_MOVE for move in moves):
         return
     fetched = [None if move.fetched is None else move.fetched.result() for move in moves]
-    evicted: dict[tuple[int, str, str], tuple[RowsOnDevices, int]] = {}
+    evicted: dict[tuple[int, str, str], tuple[_RowsToHost, int]] = {}
     for path in dict.fromkeys(table.collection for each in vocabularies for table in each.tables):
         collection = collection_at(model, path)
         here = [
@@ -81,10 +82,8 @@ def move_rows(
         placed = store.placed
         leaving = [(v, config) for v, _, config in here if moves[v].evicted is not None]
         if leaving:
-            rows = read(
-                placed,
-                [TableRows(c.name, moves[v].assignment.evicted_rows) for v, c in leaving],
-            )
+            requests = [TableRows(c.name, moves[v].assignment.evicted_rows) for v, c in leaving]
+            rows = _RowsToHost(read(placed, requests))
             for number, (v, config) in enumerate(leaving):
                 evicted[v, path, config.name] = rows, number
         fresh, returning, values = [], [], []
@@ -106,6 +105,22 @@ def move_rows(
             each.transfer.send(move.evicted, functools.partial(_to_host, parts))
 
 
-def _to_host(parts: Sequence[tuple[RowsOnDevices, int]]) -> list[dict[str, np.ndarray]]:
-    hosts = {id(rows): rows.to_host() for rows, _ in parts}
-    return [hosts[id(rows)][number] for rows, number in parts]
+class _RowsToHost:
+    """Rows of several vocabularies on the devices, which their threads bring to the host, once."""
+
+    def __init__(self, rows: RowsOnDevices) -> None:
+        self._rows: RowsOnDevices | None = rows
+        self._lock = threading.Lock()
+        self._on_host: list[dict[str, np.ndarray]] = []
+
+    def result(self) -> list[dict[str, np.ndarray]]:
+        """Return the rows and states of each of `read`'s requests."""
+        with self._lock:
+            if self._rows is not None:
+                self._on_host = self._rows.to_host()
+                self._rows = None  # the devices may use its memory for others
+            return self._on_host
+
+
+def _to_host(parts: Sequence[tuple[_RowsToHost, int]]) -> list[dict[str, np.ndarray]]:
+    return [rows.result()[number] for rows, number in parts]

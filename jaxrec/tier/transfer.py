@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from jaxrec.embed.checkpoint_view import LogicalTable
+from jaxrec.tier.id_map import IdMap
 from jaxrec.tier.stores.row_store import RecordFormat, RowStore
 
 
@@ -79,11 +80,14 @@ class EvictedRows:
 
     Attributes:
         ids: The ids, int64 ``[n]``.
+        places: Map of the ids to their indices.
         records: Future of their records.
     """
 
     def __init__(self, ids: np.ndarray) -> None:
         self.ids = ids
+        self.places = IdMap(ids.size, threads=1)
+        self.places.insert(ids, np.arange(ids.size, dtype=np.int32))
         self.records: concurrent.futures.Future[np.ndarray] = concurrent.futures.Future()
 
 
@@ -111,7 +115,7 @@ class StoredRows:
         """
         stored = self._read()[0].copy()
         for evicted in self.under_way:
-            stored |= np.isin(self.ids, evicted.ids)
+            stored |= evicted.places.find(self.ids) >= 0
         return stored
 
     def result(self) -> tuple[np.ndarray, list[dict[str, np.ndarray]]]:
@@ -126,11 +130,12 @@ class StoredRows:
         """
         found, records = self._read()
         for evicted in self.under_way:  # the latest eviction of an id comes last
-            _, here, there = np.intersect1d(self.ids, evicted.ids, return_indices=True)
+            places = evicted.places.find(self.ids)
+            here = np.flatnonzero(places >= 0)
             if here.size:
                 concurrent.futures.wait([evicted.records])
                 self.transfer.check()
-                records[here] = evicted.records.result()[there]
+                records[here] = evicted.records.result()[places[here]]
                 found[here] = True
         return found, self.transfer.layout.unpack(records[found])
 
