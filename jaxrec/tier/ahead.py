@@ -17,7 +17,8 @@ from jaxrec.mesh.agree import gather_ids
 from jaxrec.mesh.batch import shard_batch
 from jaxrec.mesh.store import MeshStore
 from jaxrec.tier.model_tables import collections_of
-from jaxrec.tier.tier import PlannedBatch, tier_of
+from jaxrec.tier.planned_batch import PlannedBatch
+from jaxrec.tier.tier import tier_of
 
 
 def ahead(
@@ -108,9 +109,9 @@ def ahead(
 
     def iterate() -> Generator[Any, None, None]:
         _check_thread(thread)
+        on_close = None
         if is_training:
-            tier.begin(undispatched)
-        on_close = tier.end if is_training else None
+            on_close = functools.partial(tier.end, tier.begin(undispatched))
         pipeline = Pipeline(batches, *stages, ahead=look_ahead, on_close=on_close)
         try:
             yield from take(pipeline)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import dataclasses
 import functools
 import threading
 import weakref
@@ -23,6 +22,7 @@ from jaxrec.tier.model_tables import TableVocabulary, collections_of
 from jaxrec.tier.moves import NO_MOVE, Move, begin_move, move_rows
 from jaxrec.tier.observer import TierObserver
 from jaxrec.tier.pending_moves import PendingMoves
+from jaxrec.tier.planned_batch import PlannedBatch
 from jaxrec.tier.saved_stores import warn_of_earlier_rows
 from jaxrec.tier.store import TierStore
 from jaxrec.tier.transfer import RowTransfer
@@ -33,25 +33,6 @@ _UNKNOWN = -2
 
 # Key of the state of the whole run; no table has this name.
 _RUN = "@run"
-
-
-@dataclasses.dataclass(frozen=True)
-class PlannedBatch:
-    """A batch whose ids are replaced by rows.
-
-    Attributes:
-        batch: The batch, with rows.
-        number: Its number; of a batch of an evaluation, that of the last training batch before.
-        sequence: Its place in the order of planning (`PendingMoves`).
-        is_training: Whether it is a training batch.
-        source: The batch as it was.
-    """
-
-    batch: Any
-    number: int
-    sequence: int
-    is_training: bool
-    source: Any
 
 
 class _MustWaitError(Exception):
@@ -84,6 +65,7 @@ class Tier:
         self._last_planned = 0
         self._last_taken = 0
         self._undispatched = 0
+        self._loop = 0
         self._is_ended = False
         self._is_closed = False
         self._pending = PendingMoves()
@@ -118,12 +100,15 @@ class Tier:
 
     # Planning: on the host.
 
-    def begin(self, undispatched: int) -> None:
+    def begin(self, undispatched: int) -> int:
         """Prepare for a new sequence of batches, which may begin with batches planned before.
 
         Args:
             undispatched: Number of batches that may be taken before the step of the first of them
                 is dispatched.
+
+        Returns:
+            The number of the sequence, for `end`.
         """
         warn_of_earlier_rows(self.vocabularies)
         with self._planning, self._lock:
@@ -131,12 +116,15 @@ class Tier:
             # Batches planned by the last loop come before batches still to be replayed.
             self._replayed.extendleft(reversed(self._planned))
             self._planned.clear()
+            self._loop += 1
+            return self._loop
 
-    def end(self) -> None:
-        """End the sequence of batches: `plan` no longer waits."""
+    def end(self, loop: int) -> None:
+        """End a sequence of batches, if it is the last that was begun: `plan` no longer waits."""
         with self._lock:
-            self._undispatched, self._is_ended = 0, True
-            self._is_taken.notify_all()
+            if loop == self._loop:
+                self._undispatched, self._is_ended = 0, True
+                self._is_taken.notify_all()
 
     def plan(self, batch: Any, held: int, gather: Gather | None = None) -> PlannedBatch:
         """Give the ids of a training batch their rows.
