@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, DTypeLike, Float, Int32
 
 from jaxrec.embed.checkpoint_view import LogicalTable
 from jaxrec.embed.config import TableConfig
+from jaxrec.embed.found_ids import FoundIds
 from jaxrec.embed.layout import Group
 from jaxrec.embed.row_gradients import Activations, Residuals, Routes, RowGradients
 from jaxrec.embed.row_slots import RowSlots
@@ -151,6 +152,9 @@ class WrappingStore(TableStore):
         return self.with_inner(self.inner.write_state(name, state))
 
     # Rows.
+
+    def find_ids(self, name: str, ids: Any, *, is_written: bool = False) -> FoundIds:
+        return self.inner.find_ids(name, ids, is_written=is_written)
 
     def row_slots(self, name: str, rows: np.ndarray) -> list[RowSlots]:
         return self.inner.row_slots(name, rows)
