@@ -23,7 +23,7 @@ URLS = {
     "memory": "memory://",
     "file": "file://{path}/{table}",
     "rocksdb": "rocksdb://{path}/{table}",
-    "redis": "redis://127.0.0.1:{port}/0?prefix={path}/{table}&lock=2",
+    "redis": "redis://127.0.0.1:{port}/0?prefix={path}/{table}",
     "memory+rocksdb": "memory+rocksdb://{path}/{table}?memory=64KB",
 }
 DURABLE = [name for name in URLS if name != "memory"]
