@@ -13,7 +13,7 @@ import sys
 import numpy as np
 import pytest
 
-from jaxrec.tier import record_file
+from jaxrec.tier.stores import record_file
 from jaxrec.tier.stores.file_store import FileStore
 from jaxrec.tier.stores.record_format import RecordFormat
 from tests.tier.disks import largest_file, small_disk

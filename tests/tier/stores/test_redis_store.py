@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import redis
 
-from jaxrec.tier import redis_address
+from jaxrec.tier.stores import redis_address
 from jaxrec.tier.stores.record_format import RecordFormat
 from jaxrec.tier.stores.redis_store import RedisStore
 from tests.tier.kills import kill_repeatedly
@@ -216,12 +216,12 @@ def test_flush_with_an_append_only_file(tmp_path):
 
 
 def test_the_lock_is_renewed_and_given_back(redis_port):  # noqa: F811
-    with opened(redis_port, "renewed", "&lock=0.4") as store:
-        time.sleep(0.6)
-        waits = pytest.warns(UserWarning, match=r"by process \d+ on .* expires in 0 s: waiting")
+    with opened(redis_port, "renewed", "&lock=2") as store:
+        time.sleep(2.5)
+        waits = pytest.warns(UserWarning, match=r"by process \d+ on .* expires in [012] s: waiting")
         refused = pytest.raises(BlockingIOError, match=r"another run has it open \(process \d+ on")
         with waits, refused:
-            open_and_close(redis_port, "renewed", "&lock=0.4")
+            open_and_close(redis_port, "renewed", "&lock=2")
         store.put(np.arange(3), random_records(3))
     with opened(redis_port, "renewed") as store:
         assert len(store) == 3
@@ -231,7 +231,7 @@ def test_a_lost_lock(redis_port):  # noqa: F811
     client = redis.Redis(port=redis_port)
     with opened(redis_port, "lost", "&lock=0.4") as store:
         client.set("lost:lock", "process 7 on host8, 1", px=60_000)
-        time.sleep(0.3)
+        time.sleep(1)
         with pytest.raises(OSError, match=r"the lock could not be renewed for 0.4 s, and another"):
             store.put(np.arange(3), random_records(3))
     assert client.get("lost:lock") == b"process 7 on host8, 1"
@@ -259,7 +259,7 @@ sys.stdin.read()
         with pytest.warns(UserWarning, match=rf"is locked by process {other.pid} on .*: waiting"):
             count = open_and_close(redis_port, "killed")
         assert count == 10
-        assert time.monotonic() - start < 4
+        assert time.monotonic() - start < 20
 
 
 def test_encryption(tmp_path):
@@ -285,7 +285,7 @@ def test_encryption(tmp_path):
 
 
 def test_kills(redis_port, tmp_path):  # noqa: F811
-    url = f"redis://127.0.0.1:{redis_port}/0?prefix=kills&lock=0.3"
+    url = f"redis://127.0.0.1:{redis_port}/0?prefix=kills&lock=1"
     with warnings.catch_warnings():
         result = kill_repeatedly(url, tmp_path / "snapshots", True, kills=3, may_tear=False)
     assert result.kills == 3
