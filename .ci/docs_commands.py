@@ -64,6 +64,10 @@ COMMANDS = (
     ("python -m benchmarks.tier ids", "--resident 20000 --batch 1000 --rounds 2"),
     ("python -m benchmarks.tier stream", "--steps 2000 --batch 16 --interval 1000"),
     (
+        "python -m benchmarks.tier cache",
+        "--features 2 --batch 64 --bag 4 --rows 4000 --dim 8 --steps 2 --rounds 1",
+    ),
+    (
         "python -m benchmarks.tier step",
         "--features 2 --batch 64 --bag 4 --rows 4000 --dim 8 --steps 2 --rounds 1",
     ),
