@@ -89,10 +89,10 @@ class TableAccess(TappedModule):
 
         Args:
             name: Name of the table.
-            ids: Row indices, integers ``[n]``; they may repeat. Of a table with an open vocabulary
-                (`jaxrec.tier.make`): ids or strings as batches have them. The row of an id that
-                was evicted to a store is read there; an id without any row gives what it would
-                read in evaluation (`jaxrec.tier.Dynamic.unknown`).
+            ids: Row indices, integers ``[n]``; they may repeat. A table with an open vocabulary
+                (`jaxrec.tier.make`) takes ids or strings as batches have them. The row of an id
+                that was evicted to a store is read there. An id without any row reads the values
+                of evaluation (`jaxrec.tier.Dynamic.unknown`).
 
         Returns:
             The rows in the order of the ids, of the table's type.

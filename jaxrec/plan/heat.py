@@ -40,7 +40,7 @@ class Heat(abc.ABC):
 class EvenHeat(Heat):
     """Every row is as likely as every other.
 
-    Of ``n`` lookups of ``R`` rows, ``R (1 - (1 - 1/R)^n)`` are expected to be distinct.
+    The expected number of distinct rows among ``n`` lookups of ``R`` is ``R (1 - (1 - 1/R)^n)``.
 
     Attributes:
         rows: Rows of the table.

@@ -35,8 +35,8 @@ def ahead(
     A thread reads batches and gives their ids rows in the order of the batches. Before a batch is
     yielded the model's tables are changed in place: rows of new ids get their first values, and
     with a row store evicted rows go there and others return. So take a batch, train with it, then
-    take the next, in the thread that calls `ahead`. Where the rows of so many batches do not fit
-    a table, fewer batches wait.
+    take the next, in the thread that calls `ahead`. If the rows of the waiting batches do not
+    fit a table, fewer batches wait.
 
     A loop may end early, or the process may be killed and restarted from a checkpoint: a later
     `ahead` that begins with the same batches continues as if nothing had happened.

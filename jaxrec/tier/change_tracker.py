@@ -311,7 +311,7 @@ def _bits(consumers: Sequence[str]) -> dict[str, int]:
     """Return a bit for each consumer.
 
     Raises:
-        ValueError: The names are no distinct ones, or too many.
+        ValueError: There are no names, too many of them, or a name occurs twice.
     """
     names = () if isinstance(consumers, str) else tuple(consumers)
     if not 0 < len(names) <= MAX_CONSUMERS or len(set(names)) < len(names):

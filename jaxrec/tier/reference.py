@@ -17,7 +17,7 @@ from jaxrec.tier.record_array import RecordArray
 
 _MAX_COUNT = np.iinfo(np.uint32).max
 
-# Of checksums.
+# Constants of the checksum of a record.
 _LANES = 4
 _FACTOR, _STEP = np.uint64(0xD6E8FEB86659FD93), np.uint64(0x9E3779B97F4A7C15)
 
