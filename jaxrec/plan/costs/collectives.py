@@ -19,7 +19,8 @@ def all_to_all(bytes: float, topology: Topology) -> float:
     """Return the seconds of an all-to-all in which each device sends ``bytes``, its own share too.
 
     With ``V`` bytes, ``D`` devices and ``h`` devices a host, each device sends ``V (h - 1) / D`` to
-    the other devices of its host and ``V (D - h) / D`` to other hosts. Both go at once, and the longer time counts.
+    the other devices of its host and ``V (D - h) / D`` to other hosts. Both go at once, and the
+    longer time counts.
     """
     devices, per_host = topology.num_devices, topology.devices_per_host
     within = topology.within.all_to_all.byte * bytes * (per_host - 1) / devices
