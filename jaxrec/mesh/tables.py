@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, DTypeLike, Float, Int32
 
-from jaxrec.embed.kernels import Lookups
+from jaxrec.embed.kernels import BagLayout, Lookups
 from jaxrec.embed.lookup import (
     flatten,
     join_pooled,
@@ -214,11 +214,20 @@ class ShardedTables(MeshStore):
         features = dataclasses.replace(features, lengths=lengths)
         layout = placed.group.bags(features)
         lookups = flatten(features, None, layout, placed.group)
+        return GroupRoute(lookups, self._route_lookups(placed, exchange, features, lookups, layout))
+
+    def _route_lookups(
+        self,
+        placed: PlacedGroup,
+        exchange: Exchange,
+        features: KeyedJaggedArray,
+        lookups: Lookups,
+        layout: BagLayout,
+    ) -> Any:
+        """Return the route that the exchange of a group takes for its lookups."""
         request = Request.of(features, lookups, None, layout)
         capacity = self.capacity(placed, lookups.rows.size)
-        return GroupRoute(
-            lookups, exchange.route(placed, request, self.channel_of(placed), capacity)
-        )
+        return exchange.route(placed, request, self.channel_of(placed), capacity)
 
     def _lookup(
         self,

@@ -23,7 +23,7 @@ from jaxtyping import Array, DTypeLike, Float, Int32
 
 from jaxrec.embed import kernels
 from jaxrec.embed.kernels import BagLayout, Lookups
-from jaxrec.embed.lookup import flatten, lookup_weights, pool
+from jaxrec.embed.lookup import lookup_weights, pool
 from jaxrec.embed.row_gradients import Activations, Residuals, Routes, RowGradients
 from jaxrec.mesh.channel import Channel, Turns
 from jaxrec.mesh.exchange import POOLED, ROWS, Exchange, Request, find_exchange
@@ -37,7 +37,7 @@ from jaxrec.mesh.exchange.owner_features import (
 from jaxrec.mesh.exchange.rows import RowsRoute, fetch_rows, route_rows
 from jaxrec.mesh.placed_group import PlacedGroup
 from jaxrec.mesh.store import first, stack
-from jaxrec.mesh.tables import GroupRoute, ShardedTables
+from jaxrec.mesh.tables import ShardedTables
 from jaxrec.optim.hyperparameter import Step
 from jaxrec.ragged import KeyedArray, KeyedJaggedArray
 
@@ -153,20 +153,18 @@ class TowerTables(ShardedTables):
     def _output_names(self) -> tuple[tuple[str, ...], tuple[int, ...]]:
         return (), ()
 
-    def _route(
+    def _route_lookups(
         self,
         placed: PlacedGroup,
         exchange: Exchange,
         features: KeyedJaggedArray,
-        lengths: Int32[Array, " all_bags"],
-    ) -> GroupRoute:
-        features = dataclasses.replace(features, lengths=lengths)
-        layout = placed.group.bags(features)
-        lookups = flatten(features, None, layout, placed.group)
-        owned = self._owned(placed, layout)
+        lookups: Lookups,
+        layout: BagLayout,
+    ) -> TowerRoute:
+        owned, lengths = self._owned(placed, layout), jnp.asarray(features.lengths)
         received = send_lookups(owned, lookups.rows, lengths, layout, self.across)
         of_rows = self._route_rows(placed, _received_lookups(placed, owned, received, None))
-        return GroupRoute(lookups, TowerRoute(received, of_rows))
+        return TowerRoute(received, of_rows)
 
     def _route_rows(self, placed: PlacedGroup, lookups: Lookups) -> RowsRoute:
         """Return the route from a tower's lookups to the rows of its host."""
