@@ -104,7 +104,9 @@ class Map:
         self._handle = ctypes.c_void_p(_library().jaxrec_id_map_new(capacity, _seed()))
         if not self._handle:
             raise MemoryError(f"no memory for a map of {capacity:,} ids")
-        weakref.finalize(self, _library().jaxrec_id_map_delete, self._handle)
+        delete = weakref.finalize(self, _library().jaxrec_id_map_delete, self._handle)
+        # As Python ends, threads that use the map may still run; the system takes its memory back.
+        delete.atexit = False
 
     def __len__(self) -> int:
         return _library().jaxrec_id_map_size(self._handle)

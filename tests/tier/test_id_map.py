@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 
 import numpy as np
@@ -304,3 +306,28 @@ def test_numpy_serves_without_the_library_and_says_so(monkeypatch):
 def test_a_library_of_other_sources_is_refused(monkeypatch):
     monkeypatch.setattr(library, "_INTERFACE", -1)
     assert "built from another version of jaxrec" in library._load.__wrapped__()
+
+
+PROGRAM = """
+import threading, time
+import numpy as np
+from jaxrec.tier.id_map import IdMap
+
+ids = IdMap(100_000)
+raw, slots = np.arange(100_000), np.arange(100_000, dtype=np.int32)
+
+def work():
+    while True:
+        ids.insert(raw, slots)
+        ids.remove(raw)
+
+threading.Thread(target=work, daemon=True).start()
+time.sleep(0.1)
+print("end")
+"""
+
+
+def test_a_program_ends_while_a_thread_uses_a_map():
+    command = [sys.executable, "-P", "-c", PROGRAM]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert (result.returncode, result.stdout, result.stderr) == (0, "end\n", "")
