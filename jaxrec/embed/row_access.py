@@ -47,7 +47,7 @@ class GroupSlots:
     parts: tuple[tuple[int, RowSlots, int], ...]
 
     def gather(self, values: Sequence[np.ndarray]) -> np.ndarray:
-        """Return an array that has a row of some values for each slot; arbitrary at padding.
+        """Return an array that has a row of some values for each slot; any of them at padding.
 
         Args:
             values: For each of the `TableRows` the values of its rows, ``[n, ...]``; where these
@@ -56,14 +56,18 @@ class GroupSlots:
         first = values[self.parts[0][0]]
         columns = self.parts[0][1].columns
         width = () if first.ndim == 1 else (columns[1] - columns[0],)
-        gathered = np.zeros((*self.slots.shape, *width), first.dtype)
+        gathered = np.empty((*self.slots.shape, *width), first.dtype)
         by_slot = self._slots_first(gathered)
+        stop = 0
         for number, part, start in self.parts:
             of_part = values[number]
             if width:
                 of_part = of_part[:, slice(*part.columns)]
             stop = start + part.slots.shape[-1]
-            by_slot[start:stop] = self._slots_first(of_part[part.index])
+            if not part.is_in_order:
+                of_part = self._slots_first(of_part[part.index])
+            by_slot[start:stop] = of_part
+        by_slot[stop:] = 0
         return gathered
 
     def _slots_first(self, array: np.ndarray) -> np.ndarray:
@@ -116,7 +120,10 @@ class RowsOnDevices:
     arrays: Mapping[str, tuple[Array, dict[str, Array]]]
 
     def to_host(self) -> list[dict[str, np.ndarray]]:
-        """Return for each request its rows and state by name; the rows are under ``"rows"``."""
+        """Return for each request its rows and state by name; the rows are under ``"rows"``.
+
+        Some of the arrays may be views that cannot be written.
+        """
         results: list[dict[str, np.ndarray]] = [{} for _ in self.requests]
         for group, slots in self.groups.items():
             rows, state = self.arrays[group]
@@ -137,6 +144,9 @@ class RowsOnDevices:
         values: np.ndarray,
     ) -> None:
         is_wide = values.ndim > part.slots.ndim
+        if part.is_in_order and (not is_wide or values.shape[1] == self.dims[number]):
+            result[name] = values
+            return
         count = len(self.requests[number].rows)
         if name not in result:
             width = (self.dims[number],) if is_wide else ()

@@ -19,9 +19,11 @@ class RowSlots:
         slots: int32 slots, ``[n]``; over a mesh ``[devices, n]`` with -1 at padding.
         index: For each slot the position of its row among the given rows, shaped like ``slots``;
             -1 at padding.
+        is_in_order: Whether ``index`` is 0, 1, ..., the position of each row.
     """
 
     group: str
     columns: tuple[int, int]
     slots: np.ndarray
     index: np.ndarray
+    is_in_order: bool = False

@@ -179,7 +179,8 @@ class Tables(TableStore):
     def row_slots(self, name: str, rows: np.ndarray) -> list[RowSlots]:
         group, where = self._find(name)
         slots = (where.start + rows).astype(np.int32)
-        return [RowSlots(group.name, (0, group.dim), slots, np.arange(slots.size, dtype=np.int32))]
+        index = np.arange(slots.size, dtype=np.int32)
+        return [RowSlots(group.name, (0, group.dim), slots, index, is_in_order=True)]
 
     def read_rows(
         self, group: str, slots: Int32[Array, " n"]

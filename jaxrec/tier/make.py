@@ -18,11 +18,12 @@ from jaxrec.tier.cached import Cached
 from jaxrec.tier.cached_tables import cached_tables
 from jaxrec.tier.dynamic import Dynamic
 from jaxrec.tier.model_tables import TableVocabulary, TieredTable
+from jaxrec.tier.record_layout import RecordLayout
 from jaxrec.tier.store import TierStore, with_zeros
 from jaxrec.tier.stores import open_store, url_for
 from jaxrec.tier.stores.row_store import RowStore
 from jaxrec.tier.tier import Tier
-from jaxrec.tier.transfer import RecordLayout, RowTransfer
+from jaxrec.tier.transfer import RowTransfer
 from jaxrec.tier.vocabulary import Vocabulary
 
 Model = TypeVar("Model", bound=nnx.Module)

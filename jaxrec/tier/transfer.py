@@ -11,84 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from jaxrec.embed.checkpoint_view import LogicalTable
-from jaxrec.tier.id_map import IdMap
+from jaxrec.tier.record_layout import RecordLayout
 from jaxrec.tier.stores.row_store import RecordFormat, RowStore
+from jaxrec.tier.under_way import EvictedRows, RowsUnderWay, WantedRows
 
-
-@dataclasses.dataclass(frozen=True)
-class RecordLayout:
-    """Places of the rows and states of a vocabulary's tables in a record.
-
-    Attributes:
-        leaves: For each array the number of its table, its name (``"rows"`` or a state's), its
-            width (None for one number a row) and its type.
-    """
-
-    leaves: tuple[tuple[int, str, int | None, np.dtype], ...]
-
-    @classmethod
-    def of(cls, shapes: Sequence[LogicalTable]) -> RecordLayout:
-        """Make the layout of tables of some shapes (`TableStore.checkpoint_shapes`)."""
-        leaves = []
-        for number, table in enumerate(shapes):
-            for name, array in {"rows": table.rows, **dict(sorted(table.state.items()))}.items():
-                width = array.shape[1] if len(array.shape) > 1 else None
-                leaves.append((number, name, width, np.dtype(array.dtype)))
-        return cls(tuple(leaves))
-
-    @property
-    def width(self) -> int:
-        """Number of bytes of a record."""
-        return sum((width or 1) * dtype.itemsize for _, _, width, dtype in self.leaves)
-
-    def record_format(self, names: Sequence[str] = (), num_ids: int | None = None) -> RecordFormat:
-        """Return the format of the records for a store.
-
-        Args:
-            names: Names of the tables; without them the tables are numbered.
-            num_ids: Ids are 0 to ``num_ids`` - 1; None: any 64-bit ids but -1.
-        """
-        fields = (
-            f"{names[number] if names else f'table {number}'} {name} {dtype}[{width or 1}]"
-            for number, name, width, dtype in self.leaves
-        )
-        return RecordFormat(self.width, ", ".join(fields), num_ids)
-
-    def pack(self, tables: Sequence[Mapping[str, np.ndarray]]) -> np.ndarray:
-        """Return records, uint8 ``[n, width]``, of the rows and states of the tables."""
-        parts = []
-        for number, name, width, dtype in self.leaves:
-            values = np.ascontiguousarray(tables[number][name], dtype)
-            parts.append(values.reshape(len(values), width or 1).view(np.uint8))
-        return np.concatenate(parts, axis=1)
-
-    def unpack(self, records: np.ndarray) -> list[dict[str, np.ndarray]]:
-        """Return the rows and states of the tables: the reverse of `pack`."""
-        tables: dict[int, dict[str, np.ndarray]] = {}
-        start = 0
-        for number, name, width, dtype in self.leaves:
-            stop = start + (width or 1) * dtype.itemsize
-            values = np.ascontiguousarray(records[:, start:stop]).view(dtype)
-            tables.setdefault(number, {})[name] = values if width else values[:, 0]
-            start = stop
-        return [tables[number] for number in sorted(tables)]
-
-
-class EvictedRows:
-    """Rows of evicted ids, from the moment of the decision until the store has them.
-
-    Attributes:
-        ids: The ids, int64 ``[n]``.
-        places: Map of the ids to their indices.
-        records: Future of their records.
-    """
-
-    def __init__(self, ids: np.ndarray) -> None:
-        self.ids = ids
-        self.places = IdMap(ids.size, threads=1)
-        self.places.insert(ids, np.arange(ids.size, dtype=np.int32))
-        self.records: concurrent.futures.Future[np.ndarray] = concurrent.futures.Future()
+# Evictions that wait for the store at most, in memory.
+_MOST_SENT = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,15 +25,14 @@ class StoredRows:
 
     Attributes:
         transfer: The transfer.
-        ids: The ids, int64 ``[n]``.
-        stored: Future of the store's records of these ids.
-        under_way: Evictions that were announced before.
+        stored: Future of whether each id has a row, bool ``[n]``, and of the records of those that
+            have one; those of ``under_way`` are not up to date.
+        under_way: Rows that were on their way to the store when they were asked for.
     """
 
     transfer: RowTransfer
-    ids: np.ndarray
     stored: concurrent.futures.Future[tuple[np.ndarray, np.ndarray]]
-    under_way: tuple[EvictedRows, ...]
+    under_way: tuple[WantedRows, ...]
 
     def are_stored(self) -> np.ndarray:
         """Wait for the store alone; return whether each id has a row there or on its way, bool.
@@ -113,10 +40,7 @@ class StoredRows:
         Raises:
             RuntimeError: A row could not be read.
         """
-        stored = self._read()[0].copy()
-        for evicted in self.under_way:
-            stored |= evicted.places.find(self.ids) >= 0
-        return stored
+        return self._read()[0]
 
     def result(self) -> tuple[np.ndarray, list[dict[str, np.ndarray]]]:
         """Wait for the rows; call it after `RowTransfer.send` of all evictions before.
@@ -129,15 +53,13 @@ class StoredRows:
             RuntimeError: A row could not be read, or not be written before.
         """
         found, records = self._read()
-        for evicted in self.under_way:  # the latest eviction of an id comes last
-            places = evicted.places.find(self.ids)
-            here = np.flatnonzero(places >= 0)
-            if here.size:
-                concurrent.futures.wait([evicted.records])
-                self.transfer.check()
-                records[here] = evicted.records.result()[places[here]]
-                found[here] = True
-        return found, self.transfer.layout.unpack(records[found])
+        if self.under_way:
+            place = np.cumsum(found) - 1
+        for wanted in self.under_way:
+            concurrent.futures.wait([wanted.evicted.records])
+            self.transfer.check()
+            records[place[wanted.positions]] = wanted.evicted.records.result()[wanted.index]
+        return found, self.transfer.layout.unpack(records)
 
     def _read(self) -> tuple[np.ndarray, np.ndarray]:
         try:
@@ -173,8 +95,9 @@ class RowTransfer:
         self.store, self.layout = store, layout
         # Number of rows of an earlier run, until a checkpoint takes their place.
         self.num_earlier = len(store)
-        self._lock = threading.Lock()
-        self._under_way: list[EvictedRows] = []
+        self._under_way = RowsUnderWay()
+        # A store slower than the training step makes the step wait, or rows would fill the memory.
+        self._room = threading.BoundedSemaphore(_MOST_SENT)
         # One thread each: rows are written in the order of their evictions.
         self._writer = concurrent.futures.ThreadPoolExecutor(1, "row writer")
         self._reader = concurrent.futures.ThreadPoolExecutor(1, "row reader")
@@ -182,18 +105,16 @@ class RowTransfer:
 
     def announce(self, ids: np.ndarray) -> EvictedRows:
         """Register evicted ids, whose rows `send` brings later."""
-        evicted = EvictedRows(ids)
-        with self._lock:
-            self._under_way.append(evicted)
-        return evicted
+        return self._under_way.add(ids)
 
     def send(self, evicted: EvictedRows, rows: Any) -> None:
-        """Bring announced rows to the store.
+        """Bring announced rows to the store; wait if it is too far behind.
 
         Args:
             evicted: The ids.
             rows: Returns the rows and states of the tables (`jaxrec.embed.row_access`) when called.
         """
+        self._room.acquire()
         self._writer.submit(self._send, evicted, rows)
 
     def _send(self, evicted: EvictedRows, rows: Any) -> None:
@@ -201,12 +122,13 @@ class RowTransfer:
             records = self.layout.pack(rows())
             evicted.records.set_result(records)
             self.store.put(evicted.ids, records)
-            with self._lock:
-                self._under_way.remove(evicted)
+            self._under_way.remove(evicted)
         except BaseException as error:
             self._error = error
             if not evicted.records.done():
                 evicted.records.set_exception(error)
+        finally:
+            self._room.release()
 
     def put(self, ids: np.ndarray, tables: Sequence[Mapping[str, np.ndarray]]) -> None:
         """Bring rows that are on the host to the store.
@@ -219,9 +141,16 @@ class RowTransfer:
 
     def fetch(self, ids: np.ndarray) -> StoredRows:
         """Start to read the rows of distinct ids."""
-        with self._lock:
-            under_way = tuple(self._under_way)
-        return StoredRows(self, ids, self._reader.submit(self.store.get, ids), under_way)
+        under_way = self._under_way.find(ids)
+        return StoredRows(self, self._reader.submit(self._read, ids, under_way), under_way)
+
+    def _read(
+        self, ids: np.ndarray, under_way: tuple[WantedRows, ...]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        found, records = self.store.get(ids)
+        for wanted in under_way:
+            found[wanted.positions] = True
+        return found, records if found.all() else records[found]
 
     def state(self) -> dict[str, np.ndarray]:
         """Return the store's records as arrays, for a checkpoint; after `wait`."""

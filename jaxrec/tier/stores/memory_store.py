@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from jaxrec.tier.stores.growing_records import GrowingRecords
 from jaxrec.tier.stores.places import Places
 from jaxrec.tier.stores.record_format import RecordFormat
 from jaxrec.tier.stores.row_store import RowStore
@@ -22,7 +23,7 @@ class MemoryStore(RowStore):
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._records: np.ndarray | None = None
+        self._records: GrowingRecords | None = None
         self._places = Places(0)
 
     @classmethod
@@ -43,18 +44,17 @@ class MemoryStore(RowStore):
         with self._lock:
             places = self._places.find(ids)
             has_record = places >= 0
-            records = self._opened[np.maximum(places, 0)]
-            records[~has_record] = 0
+            records = self._opened.array.take(places, axis=0, mode="clip")
+            if not has_record.all():
+                records[~has_record] = 0
             return has_record, records
 
     def put(self, ids: np.ndarray, records: np.ndarray) -> None:
         with self._lock:
             places = self._places.assign(ids)
-            old = self._opened
-            if self._places.room > len(old):
-                self._records = np.zeros((self._places.room, old.shape[1]), np.uint8)
-                self._records[: len(old)] = old
-            self._opened[places] = records
+            if self._places.room > self._opened.room:
+                self._opened.grow(self._places.room)
+            self._opened.array[places] = records
 
     def delete(self, ids: np.ndarray) -> None:
         with self._lock:
@@ -72,7 +72,7 @@ class MemoryStore(RowStore):
                 part = ids[start : start + size]
                 places = self._places.find(part)
                 is_present = places >= 0
-                records = self._opened[places[is_present]]
+                records = self._opened.array[places[is_present]]
             yield part[is_present], records
 
     @property
@@ -83,11 +83,11 @@ class MemoryStore(RowStore):
         return len(self._places)
 
     @property
-    def _opened(self) -> np.ndarray:
+    def _opened(self) -> GrowingRecords:
         if self._records is None:
             raise ValueError("the store is not open")
         return self._records
 
     def _empty(self) -> None:
-        self._records = np.zeros((_FIRST_ROOM, self.format.width), np.uint8)
+        self._records = GrowingRecords(_FIRST_ROOM, self.format.width)
         self._places = Places(_FIRST_ROOM)

@@ -83,7 +83,7 @@ def test_room_of_deleted_records_is_used_again():
         store.put(ids, records_of(ids.tolist(), 1))
         store.delete(ids)
     assert len(store) == 0
-    assert len(store._records) == 1024
+    assert store._records.room == 1024
 
 
 @pytest.mark.parametrize("size", [1, 3, 10, 11], ids="size_{}".format)
