@@ -13,6 +13,7 @@ import numpy as np
 
 from jaxrec.embed.checkpoint_view import LogicalTable
 from jaxrec.tier.id_map import IdMap
+from jaxrec.tier.store_traffic import StoreTraffic
 from jaxrec.tier.stores.row_store import RecordFormat, RowStore
 
 
@@ -171,6 +172,7 @@ class RowTransfer:
     ) -> None:
         store.open(layout.record_format() if format is None else format)
         self.store, self.layout = store, layout
+        self.traffic = StoreTraffic(layout.width)
         # Number of rows of an earlier run, until a checkpoint takes their place.
         self.num_earlier = len(store)
         self._lock = threading.Lock()
@@ -200,7 +202,8 @@ class RowTransfer:
         try:
             records = self.layout.pack(rows())
             evicted.records.set_result(records)
-            self.store.put(evicted.ids, records)
+            with self.traffic.writing(evicted.ids.size):
+                self.store.put(evicted.ids, records)
             with self._lock:
                 self._under_way.remove(evicted)
         except BaseException as error:
@@ -221,7 +224,11 @@ class RowTransfer:
         """Start to read the rows of distinct ids."""
         with self._lock:
             under_way = tuple(self._under_way)
-        return StoredRows(self, ids, self._reader.submit(self.store.get, ids), under_way)
+        return StoredRows(self, ids, self._reader.submit(self._get, ids), under_way)
+
+    def _get(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        with self.traffic.reading():
+            return self.store.get(ids)
 
     def state(self) -> dict[str, np.ndarray]:
         """Return the store's records as arrays, for a checkpoint; after `wait`."""
