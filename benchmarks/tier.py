@@ -53,8 +53,9 @@ was being written may be old, new or (``file``) absent. Every third time a snaps
 ``exact`` trains a DLRM with a twentieth of its rows on the devices and the others in each store,
 with each row optimizer, on one device and on eight simulated ones, and the same with whole tables.
 It prints the largest differences of losses, and of rows and optimizer state, as shares of the
-numbers or, below 1, as differences. It ends with an error if there is a difference on one device,
-or one above 1e-6 on eight, or if a row that a batch reads was not on the device.
+numbers or, below 1, as differences: from whole tables on as many devices, and on one. It ends with
+an error if there is a difference from whole tables on as many devices, if losses differ by more
+than 1e-6 from those on one, or if a row that a batch reads was not on the device.
 
 ``policies`` prints hit rates of eviction policies by the share of the rows in the cache, and the
 processor time in which a batch gets its rows; no device takes part.
