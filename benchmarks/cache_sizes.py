@@ -44,7 +44,7 @@ class Sizes:
     """Stores of the other rows."""
     steps: int = 20
     """Steps of a round."""
-    warm_up: int = 400
+    warm_up: int = 200
     """Steps before, in which the caches fill."""
     rounds: int = 7
     """Rounds, in which the models take turns."""

@@ -109,6 +109,7 @@ def test_rows_of_a_run():
     tier.observers.add(ledger)
     models.train(model, ahead(model, make_stream(40), look_ahead=2))
     list(ahead(model, make_stream(5, seed=1), is_training=False))
+    tier.settle(model)  # all rows are in the store
     values = statistics(model)
     widths = {"item": 3 * 4 * 9, "query": 3 * 4 * 8}
     for v, each in enumerate(tier.vocabularies):
