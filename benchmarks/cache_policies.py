@@ -22,11 +22,11 @@ class Policies:
 
     rows: int = 400_000
     """Rows of the table."""
-    shares: tuple[float, ...] = (0.02, 0.05, 0.1, 0.2)
+    shares: tuple[float, ...] = (0.05, 0.1)
     """Shares of the rows in the cache."""
     batch: int = 8192
     """Ids of a batch."""
-    steps: int = 800
+    steps: int = 400
     """Batches; those of the first half are not counted."""
     exponent: float = 1.05
     """The i-th most frequent id is drawn with a probability proportional to i**-exponent."""
