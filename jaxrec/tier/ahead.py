@@ -94,14 +94,13 @@ def ahead(
     # A step may be dispatched after the batches of the next one were taken.
     undispatched = 2 * accumulate
     read_ids = functools.partial(BatchIds.of, vocabularies=tier.vocabularies, gather=gather)
-    foresight = tier.foresight if is_training else 0
 
-    def with_coming(batches: Iterable[Any]) -> Iterable[Any]:
-        return foresee(batches, read_ids, foresight) if foresight else batches
+    def with_ids(batches: Iterable[Any]) -> Iterable[Any]:
+        return foresee(batches, read_ids, tier.foresight) if is_training else batches
 
     def prepare(batch: Any) -> tuple[PlannedBatch, Any]:
         if is_training:
-            planned = tier.plan(batch, look_ahead + undispatched, gather)
+            planned = tier.plan(batch, look_ahead + undispatched)
         else:
             planned = tier.look_up(batch, gather if tier.has_stores else None)
         return planned, place(planned.batch)
@@ -110,7 +109,7 @@ def ahead(
     stages = () if is_shared else (prepare,)
 
     def take(pipeline: Pipeline) -> Iterator[Any]:
-        for planned, placed in map(prepare, with_coming(pipeline)) if is_shared else pipeline:
+        for planned, placed in map(prepare, with_ids(pipeline)) if is_shared else pipeline:
             _check_thread(thread)
             batch = tier.apply(model, planned)
             yield placed if batch is planned.batch else place(batch)
@@ -120,7 +119,7 @@ def ahead(
         on_close = None
         if is_training:
             on_close = functools.partial(tier.end, tier.begin(undispatched))
-        source = batches if is_shared else with_coming(batches)
+        source = batches if is_shared else with_ids(batches)
         pipeline = Pipeline(source, *stages, ahead=look_ahead, on_close=on_close)
         try:
             yield from take(pipeline)

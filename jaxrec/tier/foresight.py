@@ -1,4 +1,4 @@
-"""Batches whose next batches are known, for eviction policies that look ahead."""
+"""Batches with their ids, and those of the next batches for eviction policies that look ahead."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class ForeseenBatch:
 
     batch: Any
     ids: BatchIds
-    coming: Sequence[Sequence[np.ndarray]]
+    coming: Sequence[Sequence[np.ndarray]] = ()
 
 
 def foresee(
@@ -46,7 +46,7 @@ def foresee(
         num_ahead: Number of batches that are read beyond the yielded one.
     """
     waiting: collections.deque[tuple[Any, BatchIds, list[np.ndarray]]] = collections.deque()
-    with contextlib.closing(_read(batches, read_ids)) as source:
+    with contextlib.closing(_read(batches, read_ids, is_coming=num_ahead > 0)) as source:
         error: Exception | None = None
         while True:
             try:
@@ -62,14 +62,14 @@ def foresee(
 
 
 def _read(
-    batches: Iterable[Any], read_ids: Callable[[Any], BatchIds]
+    batches: Iterable[Any], read_ids: Callable[[Any], BatchIds], *, is_coming: bool
 ) -> Generator[tuple[Any, BatchIds, list[np.ndarray]], None, None]:
-    """Yield each batch, its ids, and its distinct ids for each vocabulary."""
+    """Yield each batch, its ids, and, if it is a coming one of others, its distinct ids."""
     source: Iterator[Any] = each_batch(batches)
     try:
         for batch in source:
             ids = read_ids(batch)
-            yield batch, ids, [distinct(each)[0] for each in ids.ids]
+            yield batch, ids, [distinct(each)[0] for each in ids.ids] if is_coming else []
     finally:
         if (close := getattr(source, "close", None)) is not None:
             close()

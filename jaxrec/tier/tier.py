@@ -133,26 +133,19 @@ class Tier:
                 self._undispatched, self._is_ended = 0, True
                 self._is_taken.notify_all()
 
-    def plan(self, batch: Any, held: int, gather: Gather | None = None) -> PlannedBatch:
+    def plan(self, foreseen: ForeseenBatch, held: int) -> PlannedBatch:
         """Give the ids of a training batch their rows.
 
         If the batch does not fit beside the batches under way, this waits until fewer of them are.
 
         Args:
-            batch: A host batch; with several processes this process's part of it. Or such a batch
-                with the ids of those after it, for policies with a `foresight`.
+            foreseen: The batch with its ids, and those of the batches after it as far as eviction
+                policies look at them. Several processes, which have the same ids, plan the same.
             held: Number of batches that may be planned and not yet computed; their rows stay.
-            gather: Returns the ids of each process (`jaxrec.mesh.agree.gather_ids`). The processes
-                then plan the same, each for itself. None: the batch is whole.
 
         Raises:
-            ValueError: More distinct ids are in use than there are rows, or a table of
-                fixed size has no such id; nothing has changed.
-            TypeError: The batch has no `KeyedJaggedArray` on the host.
+            ValueError: More distinct ids are in use than there are rows; nothing has changed.
         """
-        foreseen = batch
-        if not isinstance(batch, ForeseenBatch):
-            foreseen = ForeseenBatch(batch, BatchIds.of(batch, self.vocabularies, gather), ())
         while True:
             try:
                 with self._planning:
@@ -197,7 +190,8 @@ class Tier:
 
         Args:
             batch: A host batch; with several processes this process's part of it.
-            gather: As for `plan`.
+            gather: Returns the ids of each process (`jaxrec.mesh.agree.gather_ids`). None: the
+                batch is whole.
 
         Raises:
             ValueError: More distinct ids are in use than there are rows, or a table of

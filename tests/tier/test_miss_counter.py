@@ -11,6 +11,8 @@ import pytest
 
 import jaxrec
 from jaxrec.tier import Cached, Dynamic, MissCounter, ahead, make
+from jaxrec.tier.batch_ids import BatchIds
+from jaxrec.tier.foresight import ForeseenBatch
 from jaxrec.tier.tier import tier_of
 from jaxrec.train.checkpoint import restore, save
 from tests.tier import models
@@ -76,7 +78,8 @@ def test_rows_of_other_ids_are_misses():
     model = make(lambda: models.Ranker(6000, "sgd"), dict.fromkeys(NAMES, Cached(300)))
     counter, tier = MissCounter(model), tier_of(model)
     (batch,) = make_stream(1)
-    planned = tier.plan(batch, held=2)
+    ids = BatchIds.of(batch, tier.vocabularies, None)
+    planned = tier.plan(ForeseenBatch(batch, ids), held=2)
     features, labels = planned.batch
     swapped = features._with(values=np.where(features.values == 0, 1, 0).astype(np.int32))
     tier.apply(model, planned)
