@@ -38,15 +38,15 @@ class Sizes:
     """Columns of a table."""
     exponent: float = 1.05
     """The i-th most frequent id is drawn with a probability proportional to i**-exponent."""
-    shares: tuple[float, ...] = (0.05, 0.1, 0.2, 0.4, 0.8)
+    shares: tuple[float, ...] = (0.05, 0.1, 0.2, 0.4)
     """Shares of the rows that are on the device."""
-    stores: tuple[str, ...] = ("memory", "file", "rocksdb")
+    stores: tuple[str, ...] = ("memory", "file")
     """Stores of the other rows."""
     steps: int = 20
     """Steps of a round."""
-    warm_up: int = 200
+    warm_up: int = 400
     """Steps before, in which the caches fill."""
-    rounds: int = 7
+    rounds: int = 5
     """Rounds, in which the models take turns."""
     output: pathlib.Path | None = None
     """File name without its ending, for OUTPUT.json and the picture OUTPUT.png."""
@@ -65,6 +65,7 @@ class Sizes:
         cache = Cache(
             batch=self.batch, features=self.features, bag=self.bag, rows=self.rows,
             dim=self.dim, exponent=self.exponent, cached=share,
+            distinct=self.warm_up + self.rounds * self.steps,
         )  # fmt: skip
         with tempfile.TemporaryDirectory() as directory:
             batches = Pipeline(cache.batches(), put_batch, ahead=4)
