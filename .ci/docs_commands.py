@@ -68,6 +68,19 @@ COMMANDS = (
         "--features 2 --batch 64 --bag 4 --rows 4000 --dim 8 --steps 2 --rounds 1",
     ),
     (
+        "python -m benchmarks.tier policies",
+        "--rows 4000 --batch 64 --steps 20 --shares 0.2 --drifts 0 --windows 4",
+    ),
+    (
+        "python -m benchmarks.tier huge",
+        "--cached 2000 --steps 20 --interval 10 --dim 8",
+    ),
+    (
+        "python -m benchmarks.tier sizes",
+        "--features 2 --batch 64 --bag 4 --rows 4000 --dim 8 --steps 2 --rounds 1 --warm-up 4 "
+        "--shares 0.4 --stores memory file",
+    ),
+    (
         "python -m benchmarks.tier step",
         "--features 2 --batch 64 --bag 4 --rows 4000 --dim 8 --steps 2 --rounds 1",
     ),
@@ -91,6 +104,7 @@ LEFT_OUT = {
     "pip install 'jaxrec[redis]'": "installs what README does not",
     "python -m benchmarks.tier stores": "needs rocksdict, redis-py and a server",
     "python -m benchmarks.tier kills": "needs rocksdict, redis-py and a server",
+    "python -m benchmarks.tier exact": "needs rocksdict, redis-py and a server",
     f"srun {SELFTEST} && srun python train.py": "needs Slurm",
     f"srun --nodes=4 --ntasks-per-node=8 --gpus-per-node=8 {RUN_ON_HOSTS}": "needs Slurm",
     "mpirun -n 8 --hostfile hosts python train.py": "needs Open MPI",

@@ -46,6 +46,8 @@ class Cache:
     """Steps of a round."""
     rounds: int = 7
     """Rounds, in which the models take turns."""
+    distinct: int = 64
+    """Batches, which then come again."""
 
     def run(self) -> None:
         keep_freed_memory()
@@ -97,7 +99,7 @@ class Cache:
         labels = rng.integers(0, 2, self.batch).astype(np.float32)
         pool = [
             scattered[np.searchsorted(shares, shares[-1] * rng.random(lengths.size * self.bag))]
-            for _ in range(64)
+            for _ in range(self.distinct)
         ]
         while True:
             for ids in pool:

@@ -43,7 +43,10 @@ class Stores:
     """Where files are written; default: a temporary directory."""
 
     def run(self) -> None:
-        with tempfile.TemporaryDirectory(dir=self.directory) as name, _redis(name) as redis_port:
+        with (
+            tempfile.TemporaryDirectory(dir=self.directory) as name,
+            redis_server(name) as redis_port,
+        ):
             directory = pathlib.Path(name)
             self.compare("file (range)", f"file://{name}/a", self.memmap(directory / "b"), True)
             self.compare("file (any ids)", f"file://{name}/c", self.memmap(directory / "d"), False)
@@ -160,7 +163,7 @@ class Kills:
     def run(self) -> None:
         from tests.tier.kills import kill_repeatedly
 
-        with tempfile.TemporaryDirectory() as name, _redis(name) as redis_port:
+        with tempfile.TemporaryDirectory() as name, redis_server(name) as redis_port:
             urls = {"file": f"file://{name}/file", "rocksdb": f"rocksdb://{name}/rocksdb"}
             if redis_port is not None:
                 urls["redis"] = f"redis://127.0.0.1:{redis_port}/0?lock=0.3&prefix="
@@ -183,7 +186,7 @@ class Kills:
 
 
 @contextlib.contextmanager
-def _redis(directory: str) -> Iterator[int | None]:
+def redis_server(directory: str) -> Iterator[int | None]:
     """Run a server where there is one, and yield its port."""
     program = shutil.which("redis-server") or shutil.which("valkey-server")
     if program is None:

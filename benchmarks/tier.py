@@ -1,4 +1,4 @@
-"""Speed and accuracy of open vocabularies.
+"""Speed and accuracy of open vocabularies and of tables beyond memory.
 
 Usage: python -m benchmarks.tier ids [--resident 10_000_000] [--peer-python PATH]
        python -m benchmarks.tier step
@@ -6,6 +6,10 @@ Usage: python -m benchmarks.tier ids [--resident 10_000_000] [--peer-python PATH
        python -m benchmarks.tier cache
        python -m benchmarks.tier stores [--directory PATH]
        python -m benchmarks.tier kills [--kills 100]
+       python -m benchmarks.tier exact
+       python -m benchmarks.tier policies
+       python -m benchmarks.tier huge [--directory PATH]
+       python -m benchmarks.tier sizes [--output benchmarks/results/cache_sizes]
 
 ``ids`` prints one JSON line for each measure and each contender: ids a second of processor time on
 one core, from the median of several rounds.
@@ -45,6 +49,23 @@ faster.
 ``kills`` kills writers of each durable store by SIGKILL at random moments, opens the store, and
 compares each record with what was written: none may be a mixture, and only those of the batch that
 was being written may be old, new or (``file``) absent. Every third time a snapshot is loaded.
+
+``exact`` trains a DLRM with a twentieth of its rows on the devices and the others in each store,
+with each row optimizer, on one device and on eight simulated ones, and the same with whole tables.
+It prints the largest differences of losses, and of rows and optimizer state, as shares of the
+numbers or, below 1, as differences: from whole tables on as many devices, and on one. It ends with
+an error if there is a difference from whole tables on as many devices, if losses differ by more
+than 1e-6 from those on one, or if a row that a batch reads was not on the device.
+
+``policies`` prints hit rates of eviction policies by the share of the rows in the cache, and the
+processor time in which a batch gets its rows; no device takes part.
+
+``huge`` trains a table of 4 billion rows of 64 columns over a file, saves it, and restores it into
+another file. It prints steps a second, the memory of the process, and the bytes on the disk; it
+ends with an error if rows or losses of the restored model differ.
+
+``sizes`` prints what ``cache`` prints for caches of several sizes. ``--output`` writes a file and a
+picture.
 """
 
 from __future__ import annotations
@@ -62,7 +83,11 @@ from typing import Any
 import numpy as np
 import tyro
 
+from benchmarks.cache_exact import Exact
+from benchmarks.cache_policies import Policies
+from benchmarks.cache_sizes import Sizes
 from benchmarks.cache_step import Cache
+from benchmarks.huge_table import Huge
 from benchmarks.row_stores import Kills, Stores
 from benchmarks.vocabulary_step import Step
 from benchmarks.vocabulary_stream import Stream
@@ -215,5 +240,9 @@ if __name__ == "__main__":
         "cache": Cache,
         "stores": Stores,
         "kills": Kills,
+        "exact": Exact,
+        "policies": Policies,
+        "huge": Huge,
+        "sizes": Sizes,
     }
     tyro.extras.subcommand_cli_from_dict(commands, description=__doc__).run()

@@ -48,7 +48,9 @@ from jaxrec.tier.managed_collision.time_to_live import (
 )
 from jaxrec.tier.managed_collision.time_to_live import SingleTTLEviction as SingleTTLEviction
 from jaxrec.tier.managed_collision.time_to_live import TTLEviction as TTLEviction
+from jaxrec.tier.miss_counter import MissCounter as MissCounter
 from jaxrec.tier.model_statistics import statistics as statistics
+from jaxrec.tier.next_use import farthest as farthest
 from jaxrec.tier.records import Records as Records
 from jaxrec.tier.row_file import export_rows as export_rows
 from jaxrec.tier.row_file import import_rows as import_rows

@@ -16,6 +16,8 @@ from jaxrec.data.pipeline import Pipeline
 from jaxrec.mesh.agree import gather_ids
 from jaxrec.mesh.batch import shard_batch
 from jaxrec.mesh.store import MeshStore
+from jaxrec.tier.batch_ids import BatchIds
+from jaxrec.tier.foresight import foresee
 from jaxrec.tier.model_tables import collections_of
 from jaxrec.tier.planned_batch import PlannedBatch
 from jaxrec.tier.tier import tier_of
@@ -47,6 +49,7 @@ def ahead(
             vocabulary hold raw ids (``id_bits=64``) or 32-bit ids.
         look_ahead: Number of batches that wait, ready, for the training loop. The rows of the
             ``look_ahead + 2`` batches before a batch are not evicted for it, if there is room.
+            With the policy `farthest` more batches are read, and wait without their rows.
         is_training: Whether ids get rows. False, for evaluation: ids whose rows are in a store read
             these, other ids without a row read the rows of `Dynamic.unknown`. No row changes.
         accumulate: Number of batches whose gradients one update sums.
@@ -90,10 +93,14 @@ def ahead(
     gather = gather_ids if is_shared else None
     # A step may be dispatched after the batches of the next one were taken.
     undispatched = 2 * accumulate
+    read_ids = functools.partial(BatchIds.of, vocabularies=tier.vocabularies, gather=gather)
+
+    def with_ids(batches: Iterable[Any]) -> Iterable[Any]:
+        return foresee(batches, read_ids, tier.foresight) if is_training else batches
 
     def prepare(batch: Any) -> tuple[PlannedBatch, Any]:
         if is_training:
-            planned = tier.plan(batch, look_ahead + undispatched, gather)
+            planned = tier.plan(batch, look_ahead + undispatched)
         else:
             planned = tier.look_up(batch, gather if tier.has_stores else None)
         return planned, place(planned.batch)
@@ -102,7 +109,7 @@ def ahead(
     stages = () if is_shared else (prepare,)
 
     def take(pipeline: Pipeline) -> Iterator[Any]:
-        for planned, placed in map(prepare, pipeline) if is_shared else pipeline:
+        for planned, placed in map(prepare, with_ids(pipeline)) if is_shared else pipeline:
             _check_thread(thread)
             batch = tier.apply(model, planned)
             yield placed if batch is planned.batch else place(batch)
@@ -112,7 +119,8 @@ def ahead(
         on_close = None
         if is_training:
             on_close = functools.partial(tier.end, tier.begin(undispatched))
-        pipeline = Pipeline(batches, *stages, ahead=look_ahead, on_close=on_close)
+        source = batches if is_shared else with_ids(batches)
+        pipeline = Pipeline(source, *stages, ahead=look_ahead, on_close=on_close)
         try:
             yield from take(pipeline)
         finally:

@@ -26,7 +26,7 @@ class Cached:
             `jaxrec.tier.stores.open_store`) or a `RowStore`. Each table has a store of its own;
             ``{table}`` in a URL stands for its name.
         eviction: Which rows leave the devices first: `lru`, `lfu`, `lfu_lru`, `distance_lfu`,
-            `ttl` or `by_score`.
+            `ttl`, `by_score` or `farthest`.
         evict_fraction: Share of ``rows`` that are evicted together.
 
     Raises:

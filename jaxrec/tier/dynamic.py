@@ -78,8 +78,8 @@ class Dynamic:
     ``num_embeddings`` and the same `Dynamic`.
 
     Attributes:
-        eviction: Choice of the rows to evict: `lru`, `lfu`, `lfu_lru`, `distance_lfu`, `ttl` or
-            `by_score`.
+        eviction: Choice of the rows to evict: `lru`, `lfu`, `lfu_lru`, `distance_lfu`, `ttl`,
+            `by_score` or `farthest`.
         admit_after: Number of sightings after which an id gets a row, 1 to 255. Above 1 the
             sightings of ids without a row are counted in a sketch of bounded size, which rarely
             counts too many. An evicted id gets a row with its next sighting, unless the sketch has

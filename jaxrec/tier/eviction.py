@@ -54,6 +54,14 @@ class Eviction(abc.ABC):
         return 100
 
     @property
+    def foresight(self) -> int:
+        """Number of batches after the present one whose rows are evicted last, the farthest first.
+
+        `keys` orders the rows that none of them uses.
+        """
+        return 0
+
+    @property
     def uses_power(self) -> bool:
         """Whether `Records.power` is kept."""
         return False

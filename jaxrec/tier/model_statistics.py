@@ -1,4 +1,4 @@
-"""Statistics of a model's open vocabularies."""
+"""Statistics of a model's open vocabularies, caches and row stores."""
 
 from __future__ import annotations
 
@@ -29,8 +29,19 @@ def statistics(model: nnx.Module) -> dict[str, dict[str, float]]:
         - ``load``: ``resident`` divided by the number of rows for ids;
         - ``hit_rate``: ``hits`` divided by ``lookups``.
 
+        For each table with a row store also the following. Rows count with their optimizer state,
+        and those that evaluations move count, too. Milliseconds are wall-clock time in this
+        process, divided by the number of training batches that the loop has taken:
+
+        - ``fetched``, ``fetched_bytes``: rows that came back to the devices, and their bytes;
+        - ``initialized``: rows that the store did not have, which got their first values;
+        - ``written``, ``written_bytes``: evicted rows that were written to the store;
+        - ``read_ms``, ``write_ms``: time that the store took to read and to write;
+        - ``stall_ms``: time that the training thread waited for rows of the table;
+        - ``last_stall_ms``: the same of the last batch alone.
+
     Raises:
-        TypeError: The model has no open vocabulary.
+        TypeError: The model has no table of `jaxrec.tier.make`.
 
     Example:
         >>> import jaxrec
@@ -58,11 +69,12 @@ def totals(model: nnx.Module) -> dict[str, float]:
     """Return the statistics of all vocabularies together.
 
     Raises:
-        TypeError: The model has no open vocabulary.
+        TypeError: The model has no table of `jaxrec.tier.make`.
     """
     tier = _tier(model)
     each = list(tier.statistics().values())
-    summed = {name: sum(values[name] for values in each) for name in each[0]}
+    names = dict.fromkeys(name for values in each for name in values)
+    summed = {name: sum(values.get(name, 0) for values in each) for name in names}
     room = sum(of_table.vocabulary.room for of_table in tier.vocabularies)
     return summed | {
         "load": summed["resident"] / room,

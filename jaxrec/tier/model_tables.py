@@ -50,6 +50,11 @@ class TableVocabulary:
     transfer: RowTransfer | None
     num_ids: int | None = None
 
+    def statistics(self) -> dict[str, float]:
+        """Return the counts of the vocabulary, and those of its store if it has one."""
+        counts = self.vocabulary.statistics.summary()
+        return counts if self.transfer is None else counts | self.transfer.traffic.summary()
+
 
 def collections_of(model: nnx.Module) -> dict[str, Collection]:
     """Return the collections with open vocabularies by path."""

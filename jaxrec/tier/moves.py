@@ -69,7 +69,7 @@ def move_rows(
     """
     if all(move is NO_MOVE for move in moves):
         return
-    fetched = [None if move.fetched is None else move.fetched.result() for move in moves]
+    fetched = [None if move.fetched is None else _receive(move.fetched) for move in moves]
     evicted: dict[tuple[int, str, str], tuple[_RowsToHost, int]] = {}
     for path in dict.fromkeys(table.collection for each in vocabularies for table in each.tables):
         collection = collection_at(model, path)
@@ -104,6 +104,15 @@ def move_rows(
             each.transfer.check()
             parts = [evicted[v, table.collection, table.config.name] for table in each.tables]
             each.transfer.send(move.evicted, functools.partial(_to_host, parts))
+
+
+def _receive(stored: StoredRows) -> tuple[np.ndarray, list[dict[str, np.ndarray]]]:
+    """Wait for rows of a store, and count them."""
+    traffic = stored.transfer.traffic
+    with traffic.waiting():
+        found, tables = stored.result()
+    traffic.add_received(found)
+    return found, tables
 
 
 class _RowsToHost:

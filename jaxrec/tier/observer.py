@@ -6,6 +6,7 @@ import abc
 from collections.abc import Sequence
 from typing import Any
 
+from jaxrec.tier.planned_batch import PlannedBatch
 from jaxrec.tier.vocabulary import Assignment
 
 
@@ -19,6 +20,10 @@ class TierObserver(abc.ABC):
     @abc.abstractmethod
     def taken(self, batch: Any) -> None:
         """The loop takes a training batch, on the host with rows in the place of ids."""
+
+    def given(self, planned: PlannedBatch) -> None:
+        """The loop takes a batch, of training or of evaluation; the tables have its rows."""
+        return
 
     @abc.abstractmethod
     def restored(self) -> None:

@@ -16,6 +16,7 @@ from flax import nnx
 from jaxrec.embed.found_ids import FoundIds
 from jaxrec.tier.batch_ids import BatchIds, Gather
 from jaxrec.tier.batch_ops import distinct
+from jaxrec.tier.foresight import ForeseenBatch
 from jaxrec.tier.id_map import Lookup, look_up
 from jaxrec.tier.id_rows import find_rows, raw_ids
 from jaxrec.tier.model_tables import TableVocabulary, collections_of
@@ -25,6 +26,7 @@ from jaxrec.tier.pending_moves import PendingMoves
 from jaxrec.tier.planned_batch import PlannedBatch
 from jaxrec.tier.saved_stores import warn_of_earlier_rows
 from jaxrec.tier.store import TierStore
+from jaxrec.tier.store_traffic import step_of
 from jaxrec.tier.transfer import RowTransfer
 from jaxrec.tier.vocabulary import LoadedRows, Proposal, TableFullError, VocabularyFullError
 
@@ -93,10 +95,15 @@ class Tier:
             for table in each.tables
         }
 
+    @property
+    def foresight(self) -> int:
+        """Number of batches after a planned one whose ids eviction policies look at."""
+        return max(each.vocabulary.settings.eviction.foresight for each in self.vocabularies)
+
     def statistics(self) -> dict[str, dict[str, float]]:
         """Return the statistics of each vocabulary by name."""
         with self._planning:
-            return {each.name: each.vocabulary.statistics.summary() for each in self.vocabularies}
+            return {each.name: each.statistics() for each in self.vocabularies}
 
     # Planning: on the host.
 
@@ -126,37 +133,34 @@ class Tier:
                 self._undispatched, self._is_ended = 0, True
                 self._is_taken.notify_all()
 
-    def plan(self, batch: Any, held: int, gather: Gather | None = None) -> PlannedBatch:
+    def plan(self, foreseen: ForeseenBatch, held: int) -> PlannedBatch:
         """Give the ids of a training batch their rows.
 
         If the batch does not fit beside the batches under way, this waits until fewer of them are.
 
         Args:
-            batch: A host batch; with several processes this process's part of it.
+            foreseen: The batch with its ids, and those of the batches after it as far as eviction
+                policies look at them. Several processes, which have the same ids, plan the same.
             held: Number of batches that may be planned and not yet computed; their rows stay.
-            gather: Returns the ids of each process (`jaxrec.mesh.agree.gather_ids`). The processes
-                then plan the same, each for itself. None: the batch is whole.
 
         Raises:
-            ValueError: More distinct ids are in use than there are rows, or a table of
-                fixed size has no such id; nothing has changed.
-            TypeError: The batch has no `KeyedJaggedArray` on the host.
+            ValueError: More distinct ids are in use than there are rows; nothing has changed.
         """
-        ids = BatchIds.of(batch, self.vocabularies, gather)
         while True:
             try:
                 with self._planning:
-                    rows, number, sequence = self._plan(ids, held)
+                    rows, number, sequence = self._plan(foreseen, held)
                 break
             except _MustWaitError as wait:
                 self._wait_for(wait.number)
         for each in self.vocabularies:
             if each.transfer is None:
                 each.vocabulary.statistics.warn_if_thrashing(each.name)
-        return PlannedBatch(ids.with_rows(rows), number, sequence, True, batch)
+        return PlannedBatch(foreseen.ids.with_rows(rows), number, sequence, True, foreseen.batch)
 
-    def _plan(self, ids: BatchIds, held: int) -> tuple[list[np.ndarray], int, int]:
+    def _plan(self, foreseen: ForeseenBatch, held: int) -> tuple[list[np.ndarray], int, int]:
         """Return the rows of a training batch's ids, its number and its place in the order."""
+        ids = foreseen.ids
         mark = ids.mark
         if self._replayed and self._replayed[0][1] != mark:
             self._replayed.clear()  # the batches differ from the planned ones
@@ -165,7 +169,7 @@ class Tier:
             rows = [self._rows_after(v, each, number) for v, each in enumerate(ids.ids)]
         else:
             number = self._last_planned + 1
-            proposals = self._propose(ids, number, held)
+            proposals = self._propose(foreseen, number, held)
             assignments = [
                 each.vocabulary.commit(proposal)
                 for each, proposal in zip(self.vocabularies, proposals, strict=True)
@@ -186,7 +190,8 @@ class Tier:
 
         Args:
             batch: A host batch; with several processes this process's part of it.
-            gather: As for `plan`.
+            gather: Returns the ids of each process (`jaxrec.mesh.agree.gather_ids`). None: the
+                batch is whole.
 
         Raises:
             ValueError: More distinct ids are in use than there are rows, or a table of
@@ -208,35 +213,37 @@ class Tier:
                 sequence = self._pending.add(self._last_planned, moves)
         return PlannedBatch(ids.with_rows(rows), number, sequence, False, batch)
 
-    def _propose(self, ids: BatchIds, number: int, held: int) -> list[Proposal]:
+    def _propose(self, foreseen: ForeseenBatch, number: int, held: int) -> list[Proposal]:
         """Decide which rows the ids of a batch get, beside as many batches before it as fit.
 
         Raises:
             TableFullError: The batch does not fit beside those whose steps are not dispatched.
             _MustWaitError: It fits after fewer batches are under way.
         """
-        lookups = look_up([each.vocabulary.map for each in self.vocabularies], ids.ids)
+        maps = [each.vocabulary.map for each in self.vocabularies]
+        lookups = look_up(maps, foreseen.ids.ids)
         least = min(held, self._undispatched)
         for fewer in range(held, least, -1):
             with contextlib.suppress(TableFullError):
-                proposals = self._propose_beside(ids, number, fewer, lookups)
+                proposals = self._propose_beside(foreseen, number, fewer, lookups)
                 last_before = number - 1 - fewer + least
                 if fewer < held and self._last_taken < last_before:
                     raise _MustWaitError(last_before)
                 return proposals
-        proposals = self._propose_beside(ids, number, least, lookups)
+        proposals = self._propose_beside(foreseen, number, least, lookups)
         if least < held and self._last_taken < number - 1:
             raise _MustWaitError(number - 1)
         return proposals
 
     def _propose_beside(
-        self, ids: BatchIds, number: int, held: int, lookups: Sequence[Lookup]
+        self, foreseen: ForeseenBatch, number: int, held: int, lookups: Sequence[Lookup]
     ) -> list[Proposal]:
         """Decide which rows the ids of a batch get, beside some batches before it."""
-        proposals = []
+        ids, proposals = foreseen.ids, []
         for v, each in enumerate(self.vocabularies):
             try:
-                proposal = each.vocabulary.propose(ids.ids[v], number, held, lookups[v])
+                coming = [of_batch[v] for of_batch in foreseen.coming]
+                proposal = each.vocabulary.propose(ids.ids[v], number, held, lookups[v], coming)
             except VocabularyFullError as error:
                 raise ids.table_full(v, error, held) from None
             proposals.append(proposal)
@@ -352,6 +359,8 @@ class Tier:
                 planned = self.look_up(planned.source)
             has_store = [each.transfer is not None for each in self.vocabularies]
             self._settle(model, planned.sequence, has_store)
+            for observer in self.observers:
+                observer.given(planned)
             return planned.batch
         with self._lock:
             if not self._planned or self._planned[0][0] != planned.number:
@@ -359,13 +368,15 @@ class Tier:
                     "another jaxrec.tier.ahead was begun, or a checkpoint restored, while "
                     "this one gives batches; end one training loop before the next"
                 )
-        self._settle(model, planned.sequence)
+        with step_of(each.transfer.traffic for each in self.vocabularies if each.transfer):
+            self._settle(model, planned.sequence)
         with self._is_taken:
             self._last_taken = planned.number
             self._planned.popleft()
             self._is_taken.notify_all()
         for observer in self.observers:
             observer.taken(planned.batch)
+            observer.given(planned)
         return planned.batch
 
     def settle(self, model: nnx.Module) -> None:

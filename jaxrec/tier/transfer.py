@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from jaxrec.tier.record_layout import RecordLayout
+from jaxrec.tier.store_traffic import StoreTraffic
 from jaxrec.tier.stores.row_store import RecordFormat, RowStore
 from jaxrec.tier.under_way import EvictedRows, RowsUnderWay, WantedRows
 
@@ -93,6 +94,7 @@ class RowTransfer:
     ) -> None:
         store.open(layout.record_format() if format is None else format)
         self.store, self.layout = store, layout
+        self.traffic = StoreTraffic(layout.width)
         # Number of rows of an earlier run, until a checkpoint takes their place.
         self.num_earlier = len(store)
         self._under_way = RowsUnderWay()
@@ -114,14 +116,16 @@ class RowTransfer:
             evicted: The ids.
             rows: Returns the rows and states of the tables (`jaxrec.embed.row_access`) when called.
         """
-        self._room.acquire()
+        with self.traffic.waiting():
+            self._room.acquire()
         self._writer.submit(self._send, evicted, rows)
 
     def _send(self, evicted: EvictedRows, rows: Any) -> None:
         try:
             records = self.layout.pack(rows())
             evicted.records.set_result(records)
-            self.store.put(evicted.ids, records)
+            with self.traffic.writing(evicted.ids.size):
+                self.store.put(evicted.ids, records)
             self._under_way.remove(evicted)
         except BaseException as error:
             self._error = error
@@ -142,12 +146,13 @@ class RowTransfer:
     def fetch(self, ids: np.ndarray) -> StoredRows:
         """Start to read the rows of distinct ids."""
         under_way = self._under_way.find(ids)
-        return StoredRows(self, self._reader.submit(self._read, ids, under_way), under_way)
+        return StoredRows(self, self._reader.submit(self._get, ids, under_way), under_way)
 
-    def _read(
+    def _get(
         self, ids: np.ndarray, under_way: tuple[WantedRows, ...]
     ) -> tuple[np.ndarray, np.ndarray]:
-        found, records = self.store.get(ids)
+        with self.traffic.reading():
+            found, records = self.store.get(ids)
         for wanted in under_way:
             found[wanted.positions] = True
         return found, records if found.all() else records[found]

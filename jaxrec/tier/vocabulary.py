@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -12,6 +13,7 @@ from jaxrec.tier.dynamic import Dynamic
 from jaxrec.tier.eviction import FIRST_POWER
 from jaxrec.tier.id_map import IdMap, Lookup, look_up
 from jaxrec.tier.mixing import mix
+from jaxrec.tier.next_use import spare_coming
 from jaxrec.tier.records import Records
 from jaxrec.tier.sightings import Sightings
 from jaxrec.tier.statistics import Statistics
@@ -161,7 +163,12 @@ class Vocabulary:
         return rows
 
     def propose(
-        self, ids: np.ndarray, batch: int, held: int, lookup: Lookup | None = None
+        self,
+        ids: np.ndarray,
+        batch: int,
+        held: int,
+        lookup: Lookup | None = None,
+        coming: Sequence[np.ndarray] = (),
     ) -> Proposal:
         """Decide which rows the ids of a batch get, changing nothing.
 
@@ -170,6 +177,8 @@ class Vocabulary:
             batch: Number of the batch; larger than that of any batch before.
             held: Rows that the last ``held`` batches before this one use are not evicted.
             lookup: The ids in `map`, if they were looked up already.
+            coming: Ids of each of the batches after this one, as far as they are known, nearest
+                first. Policies with a `foresight` look at them.
 
         Raises:
             VocabularyFullError: The ids of these batches do not fit the rows.
@@ -180,7 +189,8 @@ class Vocabulary:
         if self.sightings is not None:
             sightings = self.sightings.count(lookup.absent, lookup.counts)
         admitted = self._admit(lookup.absent, sightings, batch)
-        victims = self._choose_victims(lookup.absent[admitted], batch, held, lookup.slots)
+        coming = coming[: self.settings.eviction.foresight]
+        victims = self._choose_victims(lookup.absent[admitted], batch, held, lookup.slots, coming)
         return Proposal(ids, batch, lookup, sightings, admitted, victims)
 
     def commit(self, proposal: Proposal) -> Assignment:
@@ -260,7 +270,12 @@ class Vocabulary:
         return admitted
 
     def _choose_victims(
-        self, new_ids: np.ndarray, batch: int, held: int, hits: np.ndarray
+        self,
+        new_ids: np.ndarray,
+        batch: int,
+        held: int,
+        hits: np.ndarray,
+        coming: Sequence[np.ndarray],
     ) -> np.ndarray:
         """Return the rows to evict: expired rows, and more if new ids need them.
 
@@ -269,6 +284,7 @@ class Vocabulary:
             batch: Number of the batch.
             held: Number of batches whose rows stay.
             hits: Rows of the batch's ids, -1 where there is none.
+            coming: Ids of the batches after it that the policy looks at.
         """
         policy, free = self.settings.eviction, self._num_free
         is_due = batch % policy.expiry_interval == 0
@@ -285,10 +301,15 @@ class Vocabulary:
         free += victims.size
         if new_ids.size <= free:
             return victims
-        return np.concatenate([victims, self._least_used(new_ids, free, eligible, batch)])
+        return np.concatenate([victims, self._least_used(new_ids, free, eligible, batch, coming)])
 
     def _least_used(
-        self, new_ids: np.ndarray, free: int, eligible: np.ndarray, batch: int
+        self,
+        new_ids: np.ndarray,
+        free: int,
+        eligible: np.ndarray,
+        batch: int,
+        coming: Sequence[np.ndarray] = (),
     ) -> np.ndarray:
         """Return rows to evict by the policy, at least as many as lack.
 
@@ -300,7 +321,10 @@ class Vocabulary:
             fitting = free + available
             raise VocabularyFullError(new_ids.size, fitting, self.room, int(new_ids[fitting]))
         count = min(max(lacking, int(self.settings.evict_fraction * self.room)), available)
-        return smallest(self.settings.eviction.keys(self.records, batch), eligible, count)
+        keys = self.settings.eviction.keys(self.records, batch)
+        if not coming:
+            return smallest(keys, eligible, count)
+        return spare_coming(keys, eligible, lacking, count, self.map, coming)
 
     def _evict(self, rows: np.ndarray) -> np.ndarray:
         """Free rows; return the ids that had them."""

@@ -68,7 +68,8 @@ class WriteMetrics(Callback):
     """Writes the loss and the metrics of training every ``every`` steps.
 
     Open vocabularies add the values of `jaxrec.tier.statistics`, such as
-    ``vocabulary/item/hit_rate`` of the table ``item``.
+    ``vocabulary/item/hit_rate`` of the table ``item``; row stores add their own, such as
+    ``vocabulary/item/stall_ms``.
 
     Attributes:
         writer: The writer, such as `jaxrec.metrics.JSONLinesWriter`.

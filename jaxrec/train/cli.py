@@ -34,7 +34,7 @@ from jaxrec.train.interrupt import Interrupt, interruptible
 from jaxrec.train.lock import lock_directory
 from jaxrec.train.memory import keep_freed_memory
 from jaxrec.train.model import CONFIG_FILE, make_model, table_configs
-from jaxrec.train.open_vocabularies import describe
+from jaxrec.train.open_vocabularies import describe, describe_stores
 from jaxrec.train.options import is_written, load_config, parse_options, write_options
 from jaxrec.train.progress import Progress
 from jaxrec.train.summary import HELD_OUT, SUMMARY_FILE, draw_summary, read_history
@@ -220,6 +220,8 @@ class _Run:
         _report(console, results, len(self.held_out))
         if ids := describe(trainer.model):
             console.print(f"  ids          {ids}")
+        if rows := describe_stores(trainer.model):
+            console.print(f"  rows         {rows}")
         console.print(f"model saved in {self.output}")
         return 0
 

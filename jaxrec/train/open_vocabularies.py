@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterable
 
 from flax import nnx
+from rich.filesize import decimal
 
 from jaxrec.arguments import ConfigError
 from jaxrec.data import CategoricalColumn, Schema, TableEncoder
@@ -126,10 +127,31 @@ def scalars(model: nnx.Module) -> dict[str, float]:
 
 
 def describe(model: nnx.Module) -> str:
-    """Return a text with the hit rate, evictions and load of all tables; empty without any."""
+    """Return a text with the hit rate, evictions and load of all tables; empty without any.
+
+    With row stores it also has the milliseconds a step that training waited for rows.
+    """
     if tier_of(model) is None:
         return ""
     values = totals(model)
-    return (
+    text = (
         f"hits {values['hit_rate']:.1%}, evicted {values['evicted']:,}, load {values['load']:.1%}"
     )
+    if "stall_ms" in values:
+        text += f", stall {values['stall_ms']:.2f} ms"
+    return text
+
+
+def describe_stores(model: nnx.Module) -> str:
+    """Return a text with the rows of all tables that went to row stores and back; empty without."""
+    if tier_of(model) is None or "stall_ms" not in (values := totals(model)):
+        return ""
+    moved = (
+        f"{what} {values[name]:,} ({decimal(int(values[f'{name}_bytes']))})"
+        for name, what in (("fetched", "fetched"), ("written", "written back"))
+    )
+    times = ", ".join(
+        f"{what} {values[name]:.2f}"
+        for name, what in (("stall_ms", "stall"), ("read_ms", "reads"), ("write_ms", "writes"))
+    )
+    return f"{', '.join(moved)}, new {values['initialized']:,}; ms a step: {times}"

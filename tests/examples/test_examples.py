@@ -144,6 +144,17 @@ def test_open_vocabulary(example, capsys):
     assert "0" not in evicted
 
 
+def test_beyond_memory(example, capsys):
+    module = example("beyond_memory")
+    found = module.main(module.Settings(steps=60, batch_size=128, cached=2000))
+    assert found["normalized entropy"] == found["restored"] < 1.05
+    assert 0.15 < found["hits"] < 1
+    assert found["came back"] > 0
+    assert re.search(
+        r"need 68\.0 GB in memory; their store takes 0\.0\d+ GB", capsys.readouterr().out
+    )
+
+
 @pytest.mark.parametrize(("name", "epochs"), SEQUENCES.items())
 def test_sequences(example, name, epochs):
     module = example(name)

@@ -19,14 +19,14 @@ import optax
 from jax.sharding import AxisType
 
 import jaxrec
-from jaxrec.tier import ChangeTracker, Dynamic, ahead, lfu, make, shared
+from jaxrec.tier import ChangeTracker, Dynamic, ahead, farthest, lfu, make, shared
 from jaxrec.tier.tier import tier_of
 from jaxrec.train.checkpoint import CheckpointManager, restore
 from tests.tier import models
 
 STEPS, SAVED_AFTER, SAMPLES = 16, 8, 16
 NAMES = ("item", "query", "item_wide")
-SETTINGS = Dynamic(eviction=lfu(), admit_after=2, unknown=shared(5), counters=1 << 14)
+SETTINGS = Dynamic(eviction=farthest(2, lfu()), admit_after=2, unknown=shared(5), counters=1 << 14)
 
 
 def make_model(mesh, store="memory://"):

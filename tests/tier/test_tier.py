@@ -10,6 +10,8 @@ from flax import nnx
 
 import jaxrec
 from jaxrec.tier import Dynamic, ahead, lfu, make, zeros
+from jaxrec.tier.batch_ids import BatchIds
+from jaxrec.tier.foresight import ForeseenBatch
 from jaxrec.tier.model_tables import collection_at, collections_of
 from jaxrec.tier.tier import tier_of
 from jaxrec.train import RoutedSteps
@@ -50,7 +52,7 @@ def test_a_vocabulary_without_room_leaves_the_others_unharmed(model):
         "new ids, and 12 of the 12 rows"
     )
     with pytest.raises(ValueError, match=message):
-        tier.plan(full, held=0)
+        tier.plan(ForeseenBatch(full, BatchIds.of(full, tier.vocabularies, None)), held=0)
     for name, state in state_of(tier).items():
         for key, array in state.items():
             np.testing.assert_array_equal(array, before[name][key], err_msg=f"{name} {key}")

@@ -6,6 +6,7 @@ A million operations over new seeds: ``JAXREC_TEST_FUZZ=100 pytest tests/tier/te
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -83,20 +84,31 @@ def assert_unchanged(vocabulary: Vocabulary, before: dict[str, np.ndarray], tota
     assert vocabulary.statistics.summary() == totals
 
 
-def check_batch(vocabulary: Vocabulary, oracle: Oracle, ids: np.ndarray, batch: int, held: int):
-    """Give a batch to both; return whether it had room."""
+def check_batch(
+    vocabulary: Vocabulary,
+    oracle: Oracle,
+    ids: np.ndarray,
+    batch: int,
+    held: int,
+    coming: Sequence[np.ndarray] = (),
+    seen: Sequence[np.ndarray] = (),
+):
+    """Give a batch to both; return whether it had room.
+
+    The vocabulary gets the ids of ``coming`` batches; the oracle those that its policy looks at.
+    """
     try:
-        expected = oracle.assign(ids.tolist(), batch, held)
+        expected = oracle.assign(ids.tolist(), batch, held, [each.tolist() for each in seen])
     except FullError as full:
         numbers = full.args
         before, totals = vocabulary.state(), vocabulary.statistics.summary()
         with pytest.raises(VocabularyFullError) as caught:
-            vocabulary.propose(ids, batch, held)
+            vocabulary.propose(ids, batch, held, None, coming)
         error = caught.value
         assert (error.needed, error.available, error.room, error.first_id) == numbers
         assert_unchanged(vocabulary, before, totals)
         return False
-    assignment = vocabulary.commit(vocabulary.propose(ids, batch, held))
+    assignment = vocabulary.commit(vocabulary.propose(ids, batch, held, None, coming))
     for name, values in expected.items():
         assert getattr(assignment, name).tolist() == values, name
     assert assignment.rows.dtype == assignment.new_rows.dtype == np.int32

@@ -42,6 +42,10 @@ class Policy:
     interval: int = 100
 
 
+def row_of(resident: Resident) -> int:
+    return resident.row
+
+
 def lru_key(resident: Resident, batch: int) -> object:
     return resident.last_use
 
@@ -125,7 +129,9 @@ class Oracle:
     def unknown_row(self, number: int) -> int:
         return mix(number, 101) % self.first_row if self.settings.unknown.kind == "shared" else 0
 
-    def plan(self, ids: list[int], batch: int, held: int) -> tuple[dict, list[int], list[Resident]]:
+    def plan(
+        self, ids: list[int], batch: int, held: int, coming: list[list[int]]
+    ) -> tuple[dict, list[int], list[Resident]]:
         """The sightings of ids without a row, those that get one, and who loses theirs."""
         missing = collections.Counter(i for i in ids if i not in self.residents)
         counted = dict(missing) if self.sketch is None else self.sketch.counted(missing)
@@ -149,12 +155,24 @@ class Oracle:
             raise FullError(len(admitted), fitting, self.room, admitted[fitting])
         if lacking > 0:
             idle.sort(key=lambda r: (self.policy.key(r, batch), r.row))
-            victims += idle[: max(lacking, int(self.settings.evict_fraction * self.room))]
+            in_sight = set().union(*coming)
+            unused = [r for r in idle if r.id not in in_sight]
+            chosen = unused[: max(lacking, int(self.settings.evict_fraction * self.room))]
+            victims += chosen + self.farthest(idle, coming)[: max(0, lacking - len(chosen))]
         return counted, admitted, victims
 
-    def assign(self, ids: list[int], batch: int, held: int) -> dict[str, list]:
+    def farthest(self, idle: list[Resident], coming: list[list[int]]) -> list[Resident]:
+        """The rows that coming batches use, the farthest next use first."""
+        used = []
+        for ids in coming:
+            used = sorted((r for r in idle if r.id in ids and r not in used), key=row_of) + used
+        return used
+
+    def assign(
+        self, ids: list[int], batch: int, held: int, coming: list[list[int]] = ()
+    ) -> dict[str, list]:
         """The rows of a batch and all that changes."""
-        counted, admitted, victims = self.plan(ids, batch, held)
+        counted, admitted, victims = self.plan(ids, batch, held, coming)
         hits = sum(i in self.residents for i in ids)
         if self.sketch is not None:
             self.sketch.record(counted)

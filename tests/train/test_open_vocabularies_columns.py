@@ -175,6 +175,38 @@ def test_few_rows_are_warned_of_and_shown(items, tmp_path, capsys, monkeypatch):
         assert re.search(r"NE \S+, hits \d+\.\d%, evicted \d+, load \d+\.\d%$", line), line
 
 
+def test_stores_are_shown_and_recorded(items, tmp_path, capsys, monkeypatch):
+    """Rows are 4 float32 with a sum of squares; those that leave with few rows come back."""
+    monkeypatch.setattr(progress, "LINE_SECONDS", 0.0)
+    output = tmp_path / "model"
+    options = [*items[1], *TIGHT, "--vocabulary.store=memory://"]
+    assert main(["train", *options, f"--output={output}"]) == 0
+    out = capsys.readouterr().out
+    lines = re.findall(r"step \d+ of 108, .*, NE .*", out)
+    assert len(lines) == 108
+    for line in lines:
+        assert re.search(r"load \d+\.\d%, stall \d+\.\d\d ms$", line), line
+    values = history(output)[-1]
+    of_item = {
+        name.removeprefix("vocabulary/item/"): value
+        for name, value in values.items()
+        if name.startswith("vocabulary/item/")
+    }
+    assert of_item["fetched"] + of_item["initialized"] == of_item["admitted"]
+    assert of_item["fetched"] > 200
+    assert 0 < of_item["written"] <= of_item["evicted"]  # the last may be on their way
+    assert of_item["fetched_bytes"] == of_item["fetched"] * 4 * (4 + 1)
+    assert of_item["stall_ms"] >= 0
+    assert of_item["read_ms"] > 0 < of_item["write_ms"]
+    (rows,) = re.findall(r"^  rows         (.*)$", out, re.MULTILINE)
+    bytes_and_times = (
+        r"\(\S+ \S+\), written back [\d,]+ \(\S+ \S+\), new [\d,]+; ms a step: stall .*"
+    )
+    shown = re.fullmatch(rf"fetched ([\d,]+) {bytes_and_times}, reads \S+, writes \S+", rows)
+    # The evaluation at the end moves rows, too.
+    assert int(shown[1].replace(",", "")) >= of_item["fetched"]
+
+
 def test_ids_that_are_rare_get_no_row(items, tmp_path):
     options = ["--data.table-rows=2000", "--vocabulary.admit-after=3"]
     options += ["--vocabulary.unknown=default", f"--output={tmp_path / 'model'}"]

@@ -1,0 +1,55 @@
+"""A DLRM with a twentieth of its rows on the devices trains as with all of them.
+
+All stores with all optimizers over 200 steps, which takes minutes: ``python -m benchmarks.tier
+exact``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import numpy as np
+import pytest
+
+from tests.tier import exact_runs
+from tests.tier.exact_runs import Outcome, Sizes, train_cached, train_whole
+from tests.tier.servers import redis_port  # noqa: F401
+
+SIZES = Sizes(steps=60, tables=2, rows=4000, dim=4, batch=8)
+whole = functools.cache(train_whole)
+
+
+@pytest.mark.parametrize(
+    ("store", "optimizer", "devices"),
+    [
+        ("memory", "adam", 1),
+        ("file", "rowwise_adagrad", 1),
+        ("rocksdb", "sgd", 1),
+        ("redis", "rowwise_adagrad", 1),
+        ("memory+rocksdb", "adam", 1),
+        ("file", "rowwise_adagrad", 8),
+    ],
+)
+def test_caches_change_nothing(request, tmp_path, store: str, optimizer: str, devices: int):
+    port = request.getfixturevalue("redis_port") if store == "redis" else 0
+    expected = whole(SIZES, optimizer)
+    found = train_cached(SIZES, optimizer, store, str(tmp_path / "rows"), port, devices)
+    most = 0 if devices == 1 else 1e-6
+    differences = exact_runs.compare(found, expected)
+    assert max(differences.values()) <= most, differences
+    assert (found.misses, found.lookups) == (0, SIZES.steps * 2 * 8 * 3)
+    assert found.statistics["written"] > 200
+    assert found.statistics["fetched"] > 50
+
+
+@pytest.mark.parametrize("name", ["losses", "t1", "t0 accumulator"])
+def test_differences_are_found(name: str):
+    expected = whole(dataclasses.replace(SIZES, steps=2), "rowwise_adagrad")
+    arrays = {key: array.copy() for key, array in expected.arrays.items()}
+    other = Outcome(expected.losses.copy(), arrays)
+    assert exact_runs.compare(other, expected) == {"losses": 0, "rows": 0}
+    array = other.losses if name == "losses" else arrays[name]
+    array.flat[-1] = np.nextafter(array.flat[-1], np.float32(np.inf))
+    part = "losses" if name == "losses" else "rows"
+    assert exact_runs.compare(other, expected)[part] > 0
