@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import pathlib
-import statistics
 import tempfile
 import time
 from collections.abc import Iterator
@@ -21,6 +21,8 @@ import jaxrec
 from jaxrec.data import Pipeline
 from jaxrec.plan import Planner, ShardingPlan, Topology
 from jaxrec.plan.calibration import calibrate
+from jaxrec.plan.model_tables import read_model
+from jaxrec.plan.workload import measure_workloads
 from jaxrec.tier.calibration import calibrate_caches
 from jaxrec.train.memory import keep_freed_memory
 
@@ -44,9 +46,9 @@ class Plans:
     """Samples of a step."""
     memories: tuple[float, ...] = (2.0, 0.7, 0.4, 0.25)
     """Memory of each machine, over the bytes of the tables with their optimizer state."""
-    steps: int = 20
+    steps: int = 10
     """Steps of a round."""
-    rounds: int = 7
+    rounds: int = 15
     """Rounds, in which the plans take turns."""
     warm_up: int = 500
     """Steps before the first round, in which caches fill."""
@@ -71,8 +73,7 @@ class Plans:
 
     def plans(self, topology: Topology, store: str) -> dict[str, ShardingPlan]:
         """Plan for each machine, with rows in host memory, and for the smallest with files."""
-        sample = self.batches()
-        seen = jaxrec.plan.statistics(next(sample)[0] for _ in range(_SAMPLED_BATCHES))
+        seen = self.sample()
         bytes = sum(rows * (dim + 1) * 4 for rows, dim, _ in TABLES.values())
 
         def plan(share: float, storage: str) -> ShardingPlan:
@@ -80,13 +81,18 @@ class Plans:
                 dataclasses.replace(topology, memory=round(share * bytes)),
                 statistics=seen,
                 storages=("device", storage),
-                store=f"{store}",
+                store=store,
             )
             return planner.plan(Model, batch_size=self.batch)
 
         plans = {f"{share:g} host": plan(share, "host") for share in self.memories}
         smallest = min(self.memories)
         return {**plans, f"{smallest:g} store": plan(smallest, "store")}
+
+    def sample(self) -> jaxrec.plan.Statistics:
+        """Return the statistics of some batches."""
+        batches = itertools.islice(self.batches(), _SAMPLED_BATCHES)
+        return jaxrec.plan.statistics(features for features, _ in batches)
 
     def compare(self, plans: dict[str, ShardingPlan], mesh: Any) -> list[dict[str, Any]]:
         """Train by all plans in turn; print and return a line for each."""
@@ -98,9 +104,16 @@ class Plans:
             for name, run in runs.items():
                 times[name].append(run.train(self.steps))
         lines = []
+        workloads = measure_workloads(
+            read_model(Model),
+            batch_size=self.batch,
+            num_devices=1,
+            constraints={},
+            statistics=self.sample(),
+        )
         for name, plan in plans.items():
             assert plan.estimate is not None
-            wall, processor = (1e3 * statistics.median(t) for t in zip(*times[name], strict=True))
+            wall, processor = (1e3 * np.array(t) for t in zip(*times[name], strict=True))
             predicted = 1e3 * plan.estimate.seconds
             line = {
                 "plan": name,
@@ -110,17 +123,23 @@ class Plans:
                 },
                 "predicted_ms": round(predicted, 2),
                 "prefetch_ms": round(1e3 * plan.estimate.phases["prefetch"], 2),
-                "measured_ms": round(wall, 2),
-                "processor_ms": round(processor, 2),
-                "predicted_over_measured": round(predicted / wall, 3),
+                "measured_ms": round(wall.min(), 2),
+                "median_ms": round(float(np.median(wall)), 2),
+                "processor_ms": round(float(np.median(processor)), 2),
+                "predicted_over_measured": round(predicted / wall.min(), 3),
             }
             if plan.caches:
-                line["missed"] = self.missed(runs[name], plan)
+                line["missed"] = self.missed(runs[name])
+                line["predicted_missed"] = {
+                    w.name: round(w.missed_rows(cache.rows, 1))
+                    for w in workloads
+                    if (cache := dict(plan.caches).get(w.name)) is not None
+                }
             print(json.dumps(line), flush=True)
             lines.append(line)
         return lines
 
-    def missed(self, run: _Run, plan: ShardingPlan) -> dict[str, float]:
+    def missed(self, run: _Run) -> dict[str, int]:
         """Return the rows that each table misses in a step."""
         before = {n: each["new"] for n, each in jaxrec.tier.statistics(run.model).items()}
         run.train(self.steps)

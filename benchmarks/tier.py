@@ -32,7 +32,8 @@ stores, and the same tables whole, on the same batches of power-law ids, in turn
 
 ``plan`` calibrates this machine, and plans six tables for machines whose memory is twice to a
 quarter of the tables' bytes. It carries the plans out, and prints the milliseconds of a step that
-the planner predicts beside those measured, wall-clock and processor time; medians of the rounds.
+the planner predicts beside those measured: the least of all rounds, the median, and the median of
+processor time; and the rows that each table misses in a step, measured and predicted.
 
 ``stream`` trains on 10**9 possible ids whose popularity drifts; ids have weights of their own in
 the true model. Three models take turns, on equally many rows: with an open vocabulary that admits
