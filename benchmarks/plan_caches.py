@@ -42,7 +42,7 @@ _SAMPLED_BATCHES = 64
 class Plans:
     """Steps of plans for machines too small for a model."""
 
-    batch: int = 1024
+    batch: int = 4096
     """Samples of a step."""
     memories: tuple[float, ...] = (2.0, 0.7, 0.4, 0.25)
     """Memory of each machine, over the bytes of the tables with their optimizer state."""
@@ -50,7 +50,7 @@ class Plans:
     """Steps of a round."""
     rounds: int = 15
     """Rounds, in which the plans take turns."""
-    warm_up: int = 500
+    warm_up: int = 200
     """Steps before the first round, in which caches fill."""
     topology: pathlib.Path | None = None
     """Topology that was measured before; measured now if not given."""
