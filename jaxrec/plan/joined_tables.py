@@ -62,6 +62,36 @@ def join_constraints(
     return result
 
 
+def check_stores(
+    workloads: Sequence[TableWorkload],
+    constraints: Mapping[str, ParameterConstraints],
+    store: str | None,
+) -> None:
+    """Check that tables that may be in row stores have different ones, by their URLs.
+
+    Args:
+        workloads: The tables.
+        constraints: Constraints with the storages of each table, of `join_constraints`.
+        store: URL of the row store of tables without a constraint.
+
+    Raises:
+        ValueError: Tables that share no feature have one URL without ``{table}``.
+    """
+    stored: dict[str, TableWorkload] = {}
+    for workload in workloads:
+        constraint = constraints[workload.name]
+        url = constraint.store or store
+        if "store" not in (constraint.storages or ()) or url is None or "{table}" in url:
+            continue
+        other = stored.setdefault(url, workload)
+        if other is not workload and other.name not in workload.joined:
+            raise ValueError(
+                f"tables {other.name!r} and {workload.name!r} may both be kept in the row store "
+                f"{url!r}, and the rows of an id would be mixed; write {{table}} where the URL has "
+                "their name, as in 'file:///data/{table}'"
+            )
+
+
 def chosen_caches(problem: Problem, solution: Solution) -> dict[str, TableCache]:
     """Return the caches of a solution by table, those of decided placements among them."""
     chosen = [

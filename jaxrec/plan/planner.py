@@ -12,7 +12,12 @@ from jaxrec.plan.constraints import STORAGES, ParameterConstraints
 from jaxrec.plan.context import Context
 from jaxrec.plan.estimate import make_estimate
 from jaxrec.plan.feature_statistics import Statistics
-from jaxrec.plan.joined_tables import chosen_caches, join_caches, join_constraints
+from jaxrec.plan.joined_tables import (
+    check_stores,
+    chosen_caches,
+    join_caches,
+    join_constraints,
+)
 from jaxrec.plan.local_search import improve
 from jaxrec.plan.model_tables import Model, ModelTables, is_function, read_model
 from jaxrec.plan.options import ShardingOption, enumerate_options, placed_options, to_placement
@@ -253,6 +258,7 @@ class Planner:
         options: list[tuple[ShardingOption, ...]] = []
         decided: list[ShardingOption] = []
         constraints = join_constraints(workloads, self.constraints, self.storages or _DEVICE)
+        check_stores(workloads, constraints, self.store)
         for workload in workloads:
             constraint = constraints[workload.name]
             if constraint.placement is not None:

@@ -67,3 +67,20 @@ def test_constraints_that_contradict_each_other_are_refused():
     }
     with pytest.raises(ValueError, match="'deep' with 100,000 rows in device; 'wide' with"):
         plan([DEEP, WIDE], 200 * MB, constraints)
+
+
+def test_tables_have_row_stores_of_their_own():
+    def plan_in(store, *tables):
+        constraint = ParameterConstraints(storages=["store"], store=store)
+        return plan(tables, 200 * MB, {table.name: constraint for table in tables})
+
+    with pytest.raises(ValueError, match="'deep' and 'other' may both be kept in the row store 'f"):
+        plan_in("file:///data", DEEP, WIDE, OTHER)
+    for store, tables in {
+        "file:///data": (DEEP, WIDE),
+        "file:///data/{table}": (DEEP, WIDE, OTHER),
+    }.items():
+        caches = dict(plan_in(store, *tables).caches)
+        assert {name: cache.store for name, cache in caches.items()} == {
+            table.name: store for table in tables
+        }
