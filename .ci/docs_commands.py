@@ -81,6 +81,10 @@ COMMANDS = (
         "--shares 0.4 --stores memory file",
     ),
     (
+        "python -m benchmarks.tier plan",
+        "--batch 64 --memories 0.5 --warm-up 5 --steps 2 --rounds 1 --output plan_caches.json",
+    ),
+    (
         "python -m benchmarks.tier step",
         "--features 2 --batch 64 --bag 4 --rows 4000 --dim 8 --steps 2 --rounds 1",
     ),

@@ -4,6 +4,7 @@ Usage: python -m benchmarks.tier ids [--resident 10_000_000] [--peer-python PATH
        python -m benchmarks.tier step
        python -m benchmarks.tier stream [--output benchmarks/results/vocabulary_stream]
        python -m benchmarks.tier cache
+       python -m benchmarks.tier plan [--output benchmarks/results/plan_caches.json]
        python -m benchmarks.tier stores [--directory PATH]
        python -m benchmarks.tier kills [--kills 100]
        python -m benchmarks.tier exact
@@ -32,6 +33,11 @@ all that makes the batch; medians of the rounds; and the ratios of the rounds.
 ``cache`` trains 26 tables of 64 columns with a tenth of their rows on the device and the others in
 stores, and the same tables whole, on the same batches of power-law ids, in turn. It prints what
 ``step`` prints, and the peak of the process's memory.
+
+``plan`` calibrates this machine, and plans six tables for machines whose memory is twice to a
+quarter of the tables' bytes. It carries the plans out, and prints the milliseconds of a step that
+the planner predicts beside those measured: the least of all rounds, the median, and the median of
+processor time; and the rows that each table misses in a step, measured and predicted.
 
 ``stream`` trains on 10**9 possible ids whose popularity drifts; ids have weights of their own in
 the true model. Three models take turns, on equally many rows: with an open vocabulary that admits
@@ -88,6 +94,7 @@ from benchmarks.cache_policies import Policies
 from benchmarks.cache_sizes import Sizes
 from benchmarks.cache_step import Cache
 from benchmarks.huge_table import Huge
+from benchmarks.plan_caches import Plans
 from benchmarks.row_stores import Kills, Stores
 from benchmarks.vocabulary_step import Step
 from benchmarks.vocabulary_stream import Stream
@@ -238,6 +245,7 @@ if __name__ == "__main__":
         "step": Step,
         "stream": Stream,
         "cache": Cache,
+        "plan": Plans,
         "stores": Stores,
         "kills": Kills,
         "exact": Exact,

@@ -7,7 +7,7 @@ from jaxrec.embed import EmbeddingConfig as EmbeddingConfig
 from jaxrec.embed import Optimizer as Optimizer
 from jaxrec.embed import mean_gradients as mean_gradients
 from jaxrec.embed import value_and_grad as value_and_grad
-from jaxrec.mesh import shard as shard
 from jaxrec.ragged import JaggedArray as JaggedArray
 from jaxrec.ragged import KeyedArray as KeyedArray
 from jaxrec.ragged import KeyedJaggedArray as KeyedJaggedArray
+from jaxrec.tier.shard import shard as shard

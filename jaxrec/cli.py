@@ -35,7 +35,7 @@ class Command:
 COMMANDS = {
     "train": Command("jaxrec.train.cli", "trains a model on Parquet files or click logs"),
     "data": Command("jaxrec.data.cli", "writes click logs as Parquet files"),
-    "plan": Command("jaxrec.plan.cli", "finds the best sharding of tables over devices"),
+    "plan": Command("jaxrec.plan_command", "finds the best sharding of tables over devices"),
     "tune": Command("jaxrec.tune.cli", "times the kernels on your shapes and keeps the fastest"),
     "doctor": Command("jaxrec.doctor", "says what runs on this machine, and what is missing"),
 }

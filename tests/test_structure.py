@@ -116,6 +116,7 @@ TESTED_BY = {
         "optim/ema",
         "optim/frozen",
     ),
+    "plan/test_cli": ("plan_command",),
     "plan/test_plan": ("plan/context",),
     "plan/test_solver": ("plan/program",),
     "ragged/test_hashing": ("ragged/xxh64",),

@@ -73,7 +73,8 @@ def shard(
         TypeError: The plan, the mesh or the model has a wrong type.
         ValueError: ``is_ragged`` on CPUs; a table has no placement, or one that does not fit the
             table or the mesh; the mesh lacks the axis; the planner made the plan for another number
-            of devices; processes have different plans or tables.
+            of devices; processes have different plans or tables; the plan has caches, which
+            `jaxrec.shard` makes.
 
     Example:
         >>> import jax, jaxrec
@@ -90,6 +91,11 @@ def shard(
     _check_arguments(model, plan, mesh, replica_axis)
     if is_ragged:
         check_ragged(mesh)
+    if caches := getattr(plan, "caches", ()):
+        raise ValueError(
+            f"the plan has a cache for table {caches[0][0]!r}, which jaxrec.mesh.shard does not "
+            "make; call jaxrec.shard(make_model, plan, mesh)"
+        )
     placements = plan.to_dict()
     require_same("plan", {name: repr(placement) for name, placement in placements.items()})
     if isinstance(model, nnx.Module):

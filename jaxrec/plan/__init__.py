@@ -19,4 +19,5 @@ from jaxrec.plan.proposers import Proposer as Proposer
 from jaxrec.plan.rates import Links as Links
 from jaxrec.plan.rates import Rate as Rate
 from jaxrec.plan.shortage import PlanError as PlanError
+from jaxrec.plan.table_cache import TableCache as TableCache
 from jaxrec.plan.topology import Topology as Topology

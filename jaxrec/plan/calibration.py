@@ -9,10 +9,6 @@ squares problems", chapter 23).
 from __future__ import annotations
 
 import dataclasses
-import functools
-import os
-import pathlib
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -66,8 +62,8 @@ def calibrate(
 ) -> Topology:
     """Return the topology of a mesh, with measured rates.
 
-    Links between hosts are measured if the mesh has two axes; else they have the rates of those
-    within the host.
+    Rates of caches are estimates; `jaxrec.tier.calibration` measures them. Links between hosts are
+    measured if the mesh has two axes; else they have the rates of those within the host.
 
     Args:
         mesh: The devices.
@@ -98,8 +94,6 @@ def calibrate(
         copy=bench.copy(),
         within=within,
         between=between,
-        host_link=bench.host_link(),
-        disk_link=bench.disk_link(),
     )
 
 
@@ -120,7 +114,7 @@ class _Bench:
                 seconds = self.time(kernels.row_lookup, table, self.on_each(_random_rows(lookups)))
                 bytes = lookups * width * 4
                 measurements.append(self.note("gather", lookups, bytes, seconds))
-        return _fit(measurements)
+        return fit(measurements)
 
     def update(self, sort: Rate, gather: Rate) -> Rate:
         """Update rows by row-wise Adagrad; subtract the sort and the sum of gradients."""
@@ -143,7 +137,7 @@ class _Bench:
                 known += gather.seconds(items=lookups, bytes=lookups * width * 4)
                 bytes = lookups * (width + 1) * 4
                 measurements.append(self.note("update", lookups, bytes, seconds, known))
-        return _fit(measurements)
+        return fit(measurements)
 
     def sort(self) -> Rate:
         """Sort row numbers and find their runs."""
@@ -152,7 +146,7 @@ class _Bench:
             rows = self.on_each(_random_rows(lookups))
             return self.time(lambda rows: kernels.build_runs(rows, _TABLE_ROWS), rows)
 
-        return _fit([self.note("sort", lookups, 0, seconds(lookups)) for lookups in _LOOKUPS])
+        return fit([self.note("sort", lookups, 0, seconds(lookups)) for lookups in _LOOKUPS])
 
     def copy(self) -> Rate:
         """Copy arrays within memory."""
@@ -186,40 +180,12 @@ class _Bench:
                 seconds = self.time(collective, self.on_each(np.zeros(words * count, np.float32)))
                 sent = words * (count - 1) * 4
                 measurements.append(self.note(collective.__name__, 0, sent, seconds))
-            rates[collective.__name__] = _fit(measurements)
+            rates[collective.__name__] = fit(measurements)
         return Links(**rates)
-
-    def host_link(self) -> Rate:
-        """Put host arrays on all devices; the bytes are those of one device."""
-        sharding = NamedSharding(self.mesh, PartitionSpec(tuple(self.mesh.axis_names)))
-
-        def seconds(bytes: int) -> float:
-            host = np.zeros((self.mesh.devices.size, bytes // 4), np.float32)
-            return self._shortest(functools.partial(_put, host, sharding))
-
-        return self._fit_bytes("host_link", seconds)
-
-    def disk_link(self) -> Rate:
-        """Write files to disk, past the system's cache."""
-
-        def seconds(bytes: int) -> float:
-            contents = os.urandom(bytes)
-
-            def write() -> None:
-                with open(path, "wb") as file:
-                    file.write(contents)
-                    file.flush()
-                    os.fsync(file.fileno())
-
-            return self._shortest(write)
-
-        with tempfile.TemporaryDirectory() as directory:
-            path = pathlib.Path(directory, "rows")
-            return self._fit_bytes("disk_link", seconds)
 
     def _fit_bytes(self, operation: str, seconds: Callable[[int], float]) -> Rate:
         """Return the rate of an operation on bytes alone, given its seconds for some bytes."""
-        return _fit([self.note(operation, 0, bytes, seconds(bytes)) for bytes in _BYTES])
+        return fit([self.note(operation, 0, bytes, seconds(bytes)) for bytes in _BYTES])
 
     def on_each(self, array: np.ndarray) -> jax.Array:
         """Put an array on every device, as the parts of one array."""
@@ -270,11 +236,6 @@ class _Bench:
         return measurement
 
 
-def _put(host: np.ndarray, sharding: NamedSharding) -> jax.Array:
-    # A new array each time, since a CPU device may share the host's memory.
-    return jax.block_until_ready(jax.device_put(host + 0, sharding, may_alias=False))
-
-
 def _lookups(width: int) -> list[int]:
     return [lookups for lookups in _LOOKUPS if lookups * width * 4 <= _MAX_BYTES]
 
@@ -284,7 +245,7 @@ def _random_rows(lookups: int) -> np.ndarray:
     return random.choice(_TABLE_ROWS, lookups, replace=False).astype(np.int32)
 
 
-def _fit(measurements: Sequence[Measurement]) -> Rate:
+def fit(measurements: Sequence[Measurement]) -> Rate:
     """Return the rate that fits measurements best."""
     from scipy.optimize import nnls  # imported here as HiGHS is in `jaxrec.plan.program`
 

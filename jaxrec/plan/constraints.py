@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from jaxrec.embed.config import TABLE_DTYPES
 from jaxrec.mesh.placement import Placement
+from jaxrec.plan.table_cache import check_store
 
 SHARDING_TYPES = (
     "data_parallel",
@@ -17,7 +18,7 @@ SHARDING_TYPES = (
     "table_column_wise",
     "grid",
 )
-STORAGES = ("device", "host", "disk")
+STORAGES = ("device", "host", "store")
 EXCHANGES = ("rows", "pooled")
 
 
@@ -29,8 +30,8 @@ class ParameterConstraints:
         sharding_types: Sharding types to choose from: "data_parallel", "table_wise", "row_wise",
             "column_wise", "table_row_wise", "table_column_wise" and "grid". None: all.
         storages: Where rows may be kept: "device", "host" (in host memory, with a cache on the
-            device) and "disk" (on disk, with the same cache). None: the planner's storages.
-            `jaxrec.shard` supports "device" alone: the others are for planning ahead.
+            devices) and "store" (in a row store, with the same cache). None: the planner's
+            storages; with a fixed placement "device".
         exchanges: Exchanges to choose from: "rows" and "pooled" (see `jaxrec.mesh.row_wise`). None:
             all that `jaxrec.shard` supports for the table.
         devices: Devices that may hold a shard of the table. None: all.
@@ -40,7 +41,9 @@ class ParameterConstraints:
         batch_sizes: Bags of each feature in the whole batch, if not the batch size; a single
             number holds for all.
         is_weighted: Whether ids have weights. None: the collection's setting.
-        cache_ratio: Fraction of the rows in the cache of "host" and "disk". None: chosen.
+        cache_ratio: Fraction of the rows in the cache of "host" and "store"; the cache has at least
+            the rows of the batches under way. None: chosen.
+        store: URL of the row store of "store", as for `Planner`. None: the planner's.
         dtype: Type of the table, for planning from configurations: a model's tables have theirs.
         placement: A fixed placement, made by `jaxrec.mesh.row_wise` and its siblings.
 
@@ -61,6 +64,7 @@ class ParameterConstraints:
     batch_sizes: Sequence[int] | int | None = None
     is_weighted: bool | None = None
     cache_ratio: float | None = None
+    store: str | None = None
     dtype: str | None = None
     placement: Placement | None = None
 
@@ -79,6 +83,8 @@ class ParameterConstraints:
             raise ValueError(f"min_column_width is 1 or more, got {self.min_column_width}")
         if self.cache_ratio is not None and not 0 < self.cache_ratio <= 1:
             raise ValueError(f"cache_ratio is above 0 and at most 1, got {self.cache_ratio}")
+        if self.store is not None:
+            check_store(self.store)
         if self.dtype is not None and self.dtype not in TABLE_DTYPES:
             raise ValueError(f"dtype is one of {', '.join(TABLE_DTYPES)}, got {self.dtype!r}")
         if self.placement is not None and not isinstance(self.placement, Placement):

@@ -29,7 +29,7 @@ class DeviceEstimate:
         seconds: Seconds of its own work by phase; see `jaxrec.plan.perf.PHASES`.
         waits: Seconds that it waits for slower devices.
         shards: Number of shards by sharding type.
-        stored_bytes: Bytes of rows that it keeps in host memory and on disk.
+        stored_bytes: Bytes of row stores that its host keeps, by storage.
     """
 
     device: int
@@ -51,7 +51,7 @@ class TableEstimate:
         dtype: Its type.
         sharding_type: Its sharding type.
         exchange: Its exchange, as `jaxrec.mesh.Placement` names it.
-        storage: "device", "host" or "disk".
+        storage: "device", "host" or "store".
         cache_ratio: Fraction of the rows that devices hold.
         devices: The devices that hold its shards.
         seconds: Seconds by phase that it adds to the slowest device of its group.
@@ -277,7 +277,7 @@ def _device_estimates(
             {phase: float(of_devices[device]) for phase, of_devices in seconds.items()},
             max(0.0, step - float(total[device])),
             dict(shards[device]),
-            {"host": float(totals.stored[0, device]), "disk": float(totals.stored[1, device])},
+            dict(totals.stored),
         )
         for device in range(num_devices)
     )

@@ -18,13 +18,8 @@ class Heat(abc.ABC):
     """Distribution of one feature's lookups over the rows of its table."""
 
     @abc.abstractmethod
-    def distinct(self, lookups: float, cached: float = 0.0) -> float:
-        """Return the expected number of distinct rows among some lookups.
-
-        Args:
-            lookups: Number of lookups, 0 or more.
-            cached: Fraction of the rows to leave out, the hottest.
-        """
+    def distinct(self, lookups: float) -> float:
+        """Return the expected number of distinct rows among some lookups, 0 or more."""
 
     @abc.abstractmethod
     def shares(self, parts: int, *, of_rows: bool) -> np.ndarray:
@@ -52,10 +47,10 @@ class EvenHeat(Heat):
 
     rows: int
 
-    def distinct(self, lookups: float, cached: float = 0.0) -> float:
+    def distinct(self, lookups: float) -> float:
         if self.rows == 1:
-            return min(lookups, 1.0) * (1 - cached)
-        return -self.rows * math.expm1(lookups * math.log1p(-1 / self.rows)) * (1 - cached)
+            return min(lookups, 1.0)
+        return -self.rows * math.expm1(lookups * math.log1p(-1 / self.rows))
 
     def shares(self, parts: int, *, of_rows: bool) -> np.ndarray:
         return np.full(parts, 1 / parts)
@@ -93,28 +88,19 @@ class SampledHeat(Heat):
     lookup_bins: tuple[float, ...]
 
     @functools.cached_property
-    def _sampled_rows(self) -> int:
-        return sum(self.counts)
+    def _times_and_counts(self) -> tuple[np.ndarray, np.ndarray]:
+        return np.array(self.times, float), np.array(self.counts, float)
 
-    def distinct(self, lookups: float, cached: float = 0.0) -> float:
+    def distinct(self, lookups: float) -> float:
         if not self.lookups:
-            return EvenHeat(self.rows).distinct(lookups, cached)
-        times, counts = np.array(self.times, float), np.array(self.counts, float)
-        # The cache holds the rows seen most often.
-        held = cached * self.rows
-        before = np.concatenate([[0.0], np.cumsum(counts)[:-1]])
-        counts = np.clip(counts - np.maximum(held - before, 0), 0, counts)
+            return EvenHeat(self.rows).distinct(lookups)
+        times, counts = self._times_and_counts
         ratio = lookups / self.lookups
         distinct = float((counts * (1 - np.maximum(1 - min(ratio, 1.0), 0) ** times)).sum())
         if ratio > 1 and distinct > 0:
             once = float(counts[times == 1].sum())
             distinct *= ratio ** (once / distinct)
-        if ratio > 1 and held > self._sampled_rows:
-            # The cache holds all sampled rows and some of the others.
-            others = max(self.rows - self._sampled_rows, 1)
-            missing = 1 - (held - self._sampled_rows) / others
-            distinct = (self.distinct(lookups) - self._sampled_rows) * missing
-        return min(distinct, self.rows * (1 - cached), lookups)
+        return min(distinct, self.rows, lookups)
 
     def shares(self, parts: int, *, of_rows: bool) -> np.ndarray:
         bins = np.array(self.row_bins if of_rows else self.lookup_bins, float)

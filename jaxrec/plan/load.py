@@ -16,7 +16,6 @@ class Load:
         exchanged: Rows that a device reads for all devices. With the exchange by rows, each device
             asks for a row once; with the others, for each lookup.
         updated: Rows that it updates.
-        fetched: Rows that it fetches from host memory or disk.
         ids: Positions for the ids of all devices, whose bags it pools, padding included.
         bags: Bags of all devices that it pools.
         held: Rows that it stores. They take memory; all other counts take time.
@@ -24,19 +23,18 @@ class Load:
 
     exchanged: np.ndarray
     updated: np.ndarray
-    fetched: np.ndarray
     ids: np.ndarray
     bags: np.ndarray
     held: np.ndarray
 
     @functools.cached_property
     def stacked(self) -> np.ndarray:
-        """All counts in one array, ``[6, ...]``."""
+        """All counts in one array, ``[5, ...]``."""
         return np.stack([getattr(self, name) for name in LOADS])
 
     @classmethod
     def unstack(cls, stacked: np.ndarray) -> Load:
-        """Return the load whose counts are views of one array, ``[6, ...]``."""
+        """Return the load whose counts are views of one array, ``[5, ...]``."""
         load = cls(*stacked)
         load.__dict__["stacked"] = stacked
         return load

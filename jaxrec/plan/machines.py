@@ -2,7 +2,8 @@
 
 Memory and bandwidths are from data sheets. The fraction of a bandwidth that kernels reach is an
 estimate, the same for all machines: 65 % for gathered rows (FBGEMM's published forward kernels),
-50 % for updated rows, 80 % for copies and links. `jaxrec plan --calibrate` measures instead.
+50 % for updated rows, 80 % for copies and links. Times of a host's work for tables with caches are
+estimates, too. `jaxrec plan --calibrate` measures instead.
 
 Sources:
     A100: NVIDIA A100 datasheet (80 GB SXM: 2,039 GB/s; NVLink 600 GB/s both ways; PCIe Gen4) and
@@ -22,12 +23,16 @@ Sources:
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from jaxrec.plan.rates import Links, Rate
 
 _GATHERED, _UPDATED, _REACHED = 0.65, 0.5, 0.8
 _GB, _TB = 10**9, 10**12
+# The host's work for tables with caches, on a core of a server.
+_ASSIGN = Rate(call=100e-6, item=20e-9)
+_MOVES = Rate(call=1e-3, item=500e-9)
 
 
 def _accelerator(
@@ -58,6 +63,7 @@ def _accelerator(
         sort: Row numbers sorted in the time that memory moves a byte.
     """
     call = 5e-6  # to start a kernel
+    in_memory = 2 / (host_link * _GB * _REACHED) + 4 / (10 * _GB * _REACHED)
     return {
         "name": name,
         "devices_per_host": devices_per_host,
@@ -71,9 +77,11 @@ def _accelerator(
         "copy": Rate(call=call, byte=2 / (bandwidth * _TB * _REACHED)),
         "within": Links.of(15e-6, link * _GB * _REACHED),
         "between": Links.of(30e-6, network * _GB * _REACHED),
-        "host_link": Rate(call=10e-6, byte=1 / (host_link * _GB * _REACHED)),
-        # Eight NVMe disks of 7 GB/s, shared by the host's devices.
-        "disk_link": Rate(call=100e-6, byte=devices_per_host / (8 * 7 * _GB * _REACHED)),
+        "assign": _ASSIGN,
+        # A row is copied to the device and another back, and each to and from a record.
+        "host_moves": dataclasses.replace(_MOVES, byte=in_memory),
+        # Eight NVMe disks of 7 GB/s.
+        "store_moves": dataclasses.replace(_MOVES, byte=in_memory + 2 / (8 * 7 * _GB * _REACHED)),
         "granule": 64,
     }
 
@@ -109,8 +117,9 @@ MACHINES: dict[str, dict[str, Any]] = {
         "copy": Rate(call=10e-6, byte=1 / (4 * _GB)),
         "within": Links.of(300e-6, 1 * _GB),
         "between": Links.of(300e-6, 1 * _GB),
-        "host_link": Rate(call=10e-6, byte=1 / (10 * _GB)),
-        "disk_link": Rate(call=100e-6, byte=1 / (1 * _GB)),
+        "assign": _ASSIGN,
+        "host_moves": Rate(call=2e-3, item=1e-6, byte=1 / _GB),
+        "store_moves": Rate(call=3e-3, item=2e-6, byte=2 / _GB),
         "granule": 64,
     },
 }

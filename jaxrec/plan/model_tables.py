@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeAlias, TypeGuard
 
 import jax
 from flax import nnx
+from jaxtyping import Array
 
 from jaxrec import optim
 from jaxrec.embed.collection import Collection
-from jaxrec.embed.config import TableConfig
+from jaxrec.embed.config import MAX_ROWS, TableConfig
+from jaxrec.embed.functional import default_store
 from jaxrec.embed.layout import TableLayout, layout_tables
+from jaxrec.embed.tables import Tables
 from jaxrec.embed.taps import tapped_modules
 
 
@@ -34,21 +38,32 @@ class ModelTables:
         return tuple(table.name for _, layout, _ in self.collections for table in layout.configs)
 
 
-def read_model(model: nnx.Module | Sequence[TableConfig]) -> ModelTables:
+# A model, real or abstract; a function that makes one; or configurations of tables.
+Model: TypeAlias = nnx.Module | Callable[[], nnx.Module] | Sequence[TableConfig]
+
+
+def read_model(model: Model) -> ModelTables:
     """Return the tables of a model with jaxrec's collections, or of configurations.
 
+    Args:
+        model: The model, which may be abstract; a function that makes it, which is called to make
+            it abstractly, without arrays; or configurations of tables.
+
     Raises:
-        TypeError: If it is neither.
+        TypeError: If it is something else.
         ValueError: If it has no tables, or two of one name.
     """
+    if is_function(model):
+        with default_store(_make_store):
+            model = nnx.eval_shape(model)
     if isinstance(model, nnx.Module):
         tables = _read_module(model)
     elif isinstance(model, Sequence) and all(isinstance(table, TableConfig) for table in model):
         tables = _read_configs(model)
     else:
         raise TypeError(
-            "a plan is for a Flax model with jaxrec's collections or for a sequence of table "
-            f"configurations, got {type(model).__name__}"
+            "a plan is for a Flax model with jaxrec's collections, for a function that makes one, "
+            f"or for a sequence of table configurations, got {type(model).__name__}"
         )
     if not tables.names:
         raise ValueError("there are no tables to plan: the model has no jaxrec collection")
@@ -62,6 +77,17 @@ def read_model(model: nnx.Module | Sequence[TableConfig]) -> ModelTables:
                 )
             collections[table.name] = path
     return tables
+
+
+def _make_store(layout: TableLayout, key: Array) -> Tables:
+    """Make tables; those of more rows than arrays have, which need a cache, without arrays."""
+    is_large = any(table.num_embeddings > MAX_ROWS for table in layout.configs)
+    return Tables({}, {}, layout) if is_large else Tables.init(layout, key)
+
+
+def is_function(model: Model) -> TypeGuard[Callable[[], nnx.Module]]:
+    """Return whether a model is given by a function that makes it."""
+    return callable(model) and not isinstance(model, nnx.Module)
 
 
 def _read_module(model: nnx.Module) -> ModelTables:

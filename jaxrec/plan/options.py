@@ -16,10 +16,11 @@ from jaxrec.plan.constraints import EXCHANGES, SHARDING_TYPES, ParameterConstrai
 from jaxrec.plan.costs import Group, make_costs
 from jaxrec.plan.load import Load
 from jaxrec.plan.perf import Perf
+from jaxrec.plan.table_cache import TableCache
+from jaxrec.plan.table_storage import TableStorage, possible_caches
 from jaxrec.plan.topology import Topology
 from jaxrec.plan.workload import TableWorkload
 
-CACHE_RATIOS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75)
 # Users ask for pooled bags; where the rows of a bag lie together, this is the exchange of bags.
 _USER_EXCHANGES: dict[Exchange, Exchange] = {BAGS: POOLED}
 
@@ -34,24 +35,23 @@ class ShardingOption:
     Attributes:
         table: Name of the table.
         sharding_type: One of `jaxrec.plan.constraints.SHARDING_TYPES`.
-        storage: "device", "host" or "disk".
-        cache_ratio: Fraction of the rows that the device holds; 1 where it holds all.
+        rows: Rows of the table.
+        cache: The cache of the table's rows; None where devices hold all.
         group: The group that the shards belong to.
         parts: Number of parts.
         sites: Possible sites, each as its devices in the order of a part's shards.
-        home: Seconds on every device, for all parts.
+        home: Seconds on every device, for all parts, those of the cache among them.
         kept: Bytes on every device, for all parts, from the forward to the backward pass.
         temporary: Bytes on every device, for all parts, while the group is exchanged.
         round_capacity: Positions in a round of the exchange, for all parts.
         load: Load of one part's shards, ``[devices of a site]``.
-        stored_bytes: Bytes in host memory or on disk of one part's shards,
-            ``[devices of a site]``.
+        stored_bytes: Bytes that each host keeps in the row store of the table, all of its rows.
     """
 
     table: str
     sharding_type: str
-    storage: str
-    cache_ratio: float
+    rows: int
+    cache: TableCache | None
     group: Group
     parts: int
     sites: tuple[tuple[int, ...], ...]
@@ -60,7 +60,17 @@ class ShardingOption:
     temporary: float
     round_capacity: float
     load: Load
-    stored_bytes: np.ndarray
+    stored_bytes: float
+
+    @property
+    def storage(self) -> str:
+        """Where the rows are kept, one of `jaxrec.plan.constraints.STORAGES`."""
+        return "device" if self.cache is None else self.cache.storage
+
+    @property
+    def cache_ratio(self) -> float:
+        """Fraction of the rows that devices hold; 1 where they hold all."""
+        return 1.0 if self.cache is None else self.cache.rows / self.rows
 
     @property
     def exchange(self) -> str:
@@ -96,6 +106,7 @@ def enumerate_options(
     constraint: ParameterConstraints,
     *,
     storages: Sequence[str],
+    store: str | None = None,
 ) -> tuple[ShardingOption, ...]:
     """Return all options of a table that its constraints and the devices allow.
 
@@ -104,33 +115,35 @@ def enumerate_options(
         topology: The devices.
         constraint: The table's constraints.
         storages: Where rows may be kept, unless the constraints say it.
+        store: URL of the row store of "store", unless the constraints say it.
 
     Raises:
         ValueError: If there is none.
     """
     allowed = _Allowed.of(workload, topology, constraint)
+    places = constraint.storages or storages
+    caches = possible_caches(workload, constraint, places, store, topology.num_devices)
+    possible = [TableStorage.of(workload, cache, topology) for cache in caches]
     options: list[ShardingOption] = []
     reasons: list[str] = []
     for sharding_type in constraint.sharding_types or SHARDING_TYPES:
-        splits = _splits(sharding_type, workload, allowed, constraint)
-        if isinstance(splits, str):
-            reasons.append(f"{sharding_type}: {splits}")
-            continue
-        for split in splits:
-            exchanges = _exchanges(split, workload, topology.num_devices, constraint)
-            if isinstance(exchanges, str):
-                reasons.append(f"{sharding_type}: {exchanges}")
+        for storage in possible:
+            if sharding_type == "data_parallel" and storage.cache is not None:
+                reasons.append(f"{sharding_type}: copies are kept on devices")
                 continue
-            for storage in constraint.storages or storages:
-                if sharding_type == "data_parallel" and storage != "device":
-                    reasons.append(f"{sharding_type}: copies are kept on devices")
+            held = storage.held_rows
+            splits = _splits(sharding_type, workload, held, allowed, constraint)
+            if isinstance(splits, str):
+                reasons.append(f"{sharding_type}: {splits}")
+                continue
+            for split in splits:
+                exchanges = _exchanges(split, workload, held, topology.num_devices, constraint)
+                if isinstance(exchanges, str):
+                    reasons.append(f"{sharding_type}: {exchanges}")
                     continue
                 for exchange in exchanges:
-                    group = Group.of(
-                        workload, workload.dim // split.column_parts, exchange, storage
-                    )
-                    for ratio in _ratios(storage, constraint):
-                        options.append(_option(workload, topology, split, group, ratio))
+                    group = Group.of(workload, workload.dim // split.column_parts, exchange)
+                    options.append(_option(workload, topology, split, group, storage))
     if not options:
         raise ValueError(
             f"table {workload.name!r} ({workload.rows} rows, {workload.dim} columns) can be placed "
@@ -186,17 +199,14 @@ class _Split:
 def _splits(
     sharding_type: str,
     workload: TableWorkload,
+    rows: int,
     allowed: _Allowed,
     constraint: ParameterConstraints,
 ) -> list[_Split] | str:
-    """Return the splits of a sharding type, or the reason why there are none."""
+    """Return the splits of a sharding type for a number of rows, or why there are none."""
     devices = tuple((device,) for device in allowed.devices)
     hosts = tuple(allowed.mesh.devices_of(host) for host in allowed.hosts)
-    per_host, rows, least = (
-        allowed.mesh.devices_per_host,
-        workload.rows,
-        constraint.min_column_width,
-    )
+    per_host, least = allowed.mesh.devices_per_host, constraint.min_column_width
     is_asked = constraint.sharding_types is not None
 
     def column_counts(most: int) -> list[int]:
@@ -256,14 +266,18 @@ def _rotations(workload: TableWorkload, devices: tuple[int, ...]) -> tuple[tuple
 
 
 def _exchanges(
-    split: _Split, workload: TableWorkload, num_devices: int, constraint: ParameterConstraints
+    split: _Split,
+    workload: TableWorkload,
+    held_rows: int,
+    num_devices: int,
+    constraint: ParameterConstraints,
 ) -> tuple[Exchange, ...] | str:
-    """Return the exchanges of a split that `jaxrec.shard` carries out, or why there are none."""
-    if split.sharding_type == "data_parallel":
+    """Return the exchanges of a split of rows that `jaxrec.shard` carries out, or why not any."""
+    if split.sharding_type == "data_parallel" and held_rows <= MAX_ROWS:
         return (REPLICATED,)
     optimizer = workload.optimizer
     # Arrays have one shape on all devices.
-    rows = -(-workload.rows // split.row_parts)
+    rows = -(-held_rows // split.row_parts)
     if rows * num_devices > MAX_ROWS:
         return (
             f"{rows:,} rows on a device x {num_devices} devices = {rows * num_devices:,}, more row "
@@ -285,60 +299,70 @@ def _exchanges(
     return tuple(eligible) or "; ".join(reasons)
 
 
-def _ratios(storage: str, constraint: ParameterConstraints) -> tuple[float, ...]:
-    if storage == "device":
-        return (1.0,)
-    return CACHE_RATIOS if constraint.cache_ratio is None else (constraint.cache_ratio,)
-
-
 def placed_options(
-    workload: TableWorkload, topology: Topology, placement: Placement
+    workload: TableWorkload,
+    topology: Topology,
+    placement: Placement,
+    cache: TableCache | None = None,
 ) -> tuple[ShardingOption, ...]:
     """Return a fixed placement as options of one part and one site, one for each column part.
+
+    Args:
+        workload: The table and its lookups.
+        topology: The devices.
+        placement: The placement.
+        cache: The cache of the table's rows; None where devices hold all.
 
     Raises:
         ValueError: If it does not fit the table or the devices.
     """
     mesh = MeshShape(topology.hosts, topology.devices_per_host)
     by_columns: dict[tuple[int, int], list[Shard]] = {}
-    shards = placement.cut(workload.table, mesh)
+    storage = TableStorage.of(workload, cache, topology)
+    held = dataclasses.replace(workload.table, num_embeddings=storage.held_rows)
+    shards = placement.cut(held, mesh)
     for shard in shards:
         by_columns.setdefault(shard.columns, []).append(shard)
     cut = cut_of(workload.table, workload.optimizer, shards)
     exchange = choose_exchange(placement.exchange, cut)
     options = []
     for (start, stop), of_columns in by_columns.items():
-        group = Group.of(workload, stop - start, exchange, "device")
+        group = Group.of(workload, stop - start, exchange)
         devices = tuple(shard.device for shard in of_columns)
         site = tuple(range(topology.num_devices)) if placement.is_replicated else devices
         split = _Split(placement.kind, 1, 1, len(of_columns), (site,))
-        options.append(_option(workload, topology, split, group, 1.0))
+        options.append(_option(workload, topology, split, group, storage))
+        # The columns of a row are moved together.
+        storage = dataclasses.replace(storage, perf=Perf(), stored_bytes=0.0)
     return tuple(options)
 
 
 def _option(
-    workload: TableWorkload, topology: Topology, split: _Split, group: Group, cache_ratio: float
+    workload: TableWorkload,
+    topology: Topology,
+    split: _Split,
+    group: Group,
+    storage: TableStorage,
 ) -> ShardingOption:
     """Return an option, given the cut of a table and the group of its shards."""
     costs, columns = make_costs(group, topology), split.column_parts
-    size, larger = divmod(workload.rows, split.row_parts)
+    size, larger = divmod(storage.held_rows, split.row_parts)
     rows = size + (np.arange(split.row_parts) < larger)
-    load = costs.load(workload, rows, cache_ratio)
+    load = costs.load(workload, rows, is_cache=storage.cache is not None)
     # Where a site has more devices than row parts, each device has all rows, of its own columns.
     shards = len(split.sites[0]) // split.row_parts
-    stored_row_bytes = 0 if group.storage == "device" else group.stored_row_bytes
     return ShardingOption(
         table=workload.name,
         sharding_type=split.sharding_type,
-        storage=group.storage,
-        cache_ratio=cache_ratio,
+        rows=workload.rows,
+        cache=storage.cache,
         group=group,
         parts=split.parts,
         sites=split.sites,
-        home=costs.home(workload) * columns,
+        home=costs.home(workload) * columns + storage.perf,
         kept=columns * costs.kept_bytes(workload),
         temporary=columns * costs.temporary_bytes(workload),
         round_capacity=columns * costs.round_capacity(workload),
         load=load if shards == 1 else Load.unstack(load.stacked.repeat(shards, axis=1)),
-        stored_bytes=rows.repeat(shards) * float(stored_row_bytes),
+        stored_bytes=storage.stored_bytes,
     )

@@ -94,7 +94,7 @@ def place_parts(
     sites = np.array(option.sites)
     chosen: list[int] = []
     for _ in range(option.parts):
-        # The group's load with the part on each of the sites, [6, sites, devices of one].
+        # The group's load with the part on each of the sites, [5, sites, devices of one].
         loads = totals.stacked[:, group][:, sites] + option.load.stacked[:, None]
         after, before = loads.max(axis=2), totals.stacked[:, group].max(axis=1)
         growth = np.maximum(after - before[:, None], 0)
@@ -104,8 +104,6 @@ def place_parts(
         seconds = unit_seconds @ growth - problem.position_seconds[:, group].sum() * filled
         bytes = unit_bytes @ growth
         excess = np.maximum(totals.bytes + bytes - problem.capacity, 0)
-        if option.storage != "device":
-            excess = excess + _stored_excess(totals, option, sites)
         excess[chosen] = np.inf
         # Among sites that cost alike, the one that has least so far.
         order = np.lexsort(
@@ -120,16 +118,6 @@ def place_parts(
         chosen.append(site)
         totals.add_part(option, site)
     return tuple(chosen)
-
-
-def _stored_excess(totals: Totals, option: ShardingOption, sites: np.ndarray) -> np.ndarray:
-    """Return the bytes that host memory or disk lacks with a part on each of the sites."""
-    problem = totals.problem
-    index = 0 if option.storage == "host" else 1
-    capacity = problem.host_capacity if index == 0 else problem.disk_capacity
-    used = totals.stored[index].reshape(problem.topology.hosts, -1).sum(axis=1)
-    host = sites[:, 0] // problem.topology.devices_per_host
-    return np.maximum(used[host] + option.stored_bytes.sum() - capacity, 0)
 
 
 def _order(problem: Problem, option: ShardingOption) -> tuple[int, float]:

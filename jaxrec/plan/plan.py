@@ -13,7 +13,7 @@ from jaxrec.plan.context import Context, PlanMismatchError, placement_fields
 from jaxrec.plan.estimate import Estimate
 from jaxrec.plan.plot import draw
 from jaxrec.plan.report import render
-from jaxrec.plan.topology import Topology
+from jaxrec.plan.table_cache import TableCache
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,6 +27,7 @@ class ShardingPlan:
         placements: Name and placement of each table.
         estimate: Expected memory and time; None if made by hand.
         context: Tables, devices and settings that the plan is for; None if made by hand.
+        caches: Name and cache of each table that is not kept on the devices whole.
 
     Example:
         >>> from jaxrec.mesh import row_wise, table_wise
@@ -39,13 +40,22 @@ class ShardingPlan:
     placements: tuple[tuple[str, Placement], ...]
     estimate: Estimate | None = dataclasses.field(default=None, compare=False, repr=False)
     context: Context | None = dataclasses.field(default=None, compare=False, repr=False)
+    caches: tuple[tuple[str, TableCache], ...] = ()
 
     @classmethod
-    def from_dict(cls, placements: Mapping[str, Placement]) -> ShardingPlan:
+    def from_dict(
+        cls, placements: Mapping[str, Placement], caches: Mapping[str, TableCache] | None = None
+    ) -> ShardingPlan:
         """Make a plan by hand.
 
+        Args:
+            placements: Placement of each table.
+            caches: Cache of each table that is not kept on the devices whole.
+
         Raises:
-            TypeError: If ``placements`` is not a mapping of names to placements.
+            TypeError: If ``placements`` is not a mapping of names to placements, or ``caches`` not
+                one of names to caches.
+            ValueError: If a table has a cache and no placement, or is placed data_parallel.
         """
         if not isinstance(placements, Mapping):
             raise TypeError(
@@ -58,29 +68,28 @@ class ShardingPlan:
                     f"table {name!r}: a placement is made by jaxrec.mesh.row_wise() and its "
                     f"siblings, got {placement!r}"
                 )
-        return cls(tuple(placements.items()))
+        for name, cache in (caches or {}).items():
+            if not isinstance(cache, TableCache):
+                raise TypeError(
+                    f"table {name!r}: a cache is a jaxrec.plan.TableCache(rows), got {cache!r}"
+                )
+            if name not in placements or placements[name].is_replicated:
+                raise ValueError(
+                    f"table {name!r} has a cache, whose rows need a placement such as row_wise(), "
+                    f"got {placements.get(name)}"
+                )
+        return cls(tuple(placements.items()), caches=tuple((caches or {}).items()))
 
     @property
     def num_devices(self) -> int | None:
         """Number of devices that the plan is for; None if made by hand."""
         if self.context is None:
             return None
-        return Topology.from_dict(self.context.fields["topology"]).num_devices
+        topology = self.context.fields["topology"]
+        return topology["hosts"] * topology["devices_per_host"]
 
     def to_dict(self) -> dict[str, Placement]:
-        """Return the placements by table.
-
-        Raises:
-            ValueError: If the plan keeps tables in host memory or on disk, which `jaxrec.shard`
-                does not support.
-        """
-        tables = () if self.estimate is None else self.estimate.tables
-        for table in tables:
-            if table.storage != "device":
-                raise ValueError(
-                    f"table {table.name!r} is planned in storage {table.storage!r}, which "
-                    "jaxrec.shard does not carry out; plan with storages=('device',)"
-                )
+        """Return the placements by table."""
         return dict(self.placements)
 
     def to_json(self) -> str:
@@ -91,6 +100,8 @@ class ShardingPlan:
                 name: placement_fields(placement) for name, placement in self.placements
             },
         }
+        if self.caches:
+            fields["caches"] = {name: cache.to_dict() for name, cache in self.caches}
         if self.estimate is not None:
             fields["estimate"] = self.estimate.to_dict()
         if self.context is not None:
@@ -106,7 +117,8 @@ class ShardingPlan:
             made_for: Context to check the plan against, from `Planner.context`; None: no check.
 
         Raises:
-            ValueError: If the text is not a plan, or its context was changed by hand.
+            ValueError: If the text is not a plan, its context was changed by hand, or it says that
+                a table is not kept on the devices, and not which cache it has.
             PlanMismatchError: If the plan is for another context.
 
         Example:
@@ -122,6 +134,10 @@ class ShardingPlan:
             )
             context = Context(fields["made_for"]) if "made_for" in fields else None
             estimate = Estimate.from_dict(fields["estimate"]) if "estimate" in fields else None
+            caches = tuple(
+                (name, TableCache.from_dict(cache))
+                for name, cache in fields.get("caches", {}).items()
+            )
             stated = fields["hash"] if context else None
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise ValueError(f"this is not a plan that to_json wrote: {error!r}") from None
@@ -134,17 +150,28 @@ class ShardingPlan:
             if context is None:
                 raise PlanMismatchError("the plan was made by hand, and does not say what for")
             context.require_same(made_for)
-        return cls(placements, estimate, context)
+        cached = {name for name, _ in caches}
+        for table in () if estimate is None else estimate.tables:
+            if table.storage != "device" and table.name not in cached:
+                raise ValueError(
+                    f"the plan keeps table {table.name!r} in storage {table.storage!r}, and does "
+                    "not say which cache it has: it was made before jaxrec.shard made caches. Plan "
+                    "anew, with storages of 'device', 'host' and 'store'"
+                )
+        return cls(placements, estimate, context, caches)
 
     def __str__(self) -> str:
         if self.estimate is not None:
             return render(self.estimate)
-        lines = []
+        lines, caches = [], dict(self.caches)
         for name, placement in self.placements:
             places, exchange = placement.places, placement_fields(placement)["exchange"]
             where = f" on {', '.join(map(str, places))}" if places else ""
             how = f" by {exchange}" if exchange and not placement.is_replicated else ""
-            lines.append(f"{name}: {placement.kind}{where}{how}")
+            cached = ""
+            if name in caches:
+                cached = f", {caches[name].rows:,} rows cached over {caches[name].store}"
+            lines.append(f"{name}: {placement.kind}{where}{how}{cached}")
         return "\n".join(lines)
 
     def plot(self, path: str | os.PathLike) -> None:

@@ -6,17 +6,20 @@ import dataclasses
 import itertools
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
-from flax import nnx
-
-from jaxrec.embed.config import TableConfig
 from jaxrec.plan.constraints import STORAGES, ParameterConstraints
 from jaxrec.plan.context import Context
 from jaxrec.plan.estimate import make_estimate
 from jaxrec.plan.feature_statistics import Statistics
+from jaxrec.plan.joined_tables import (
+    check_stores,
+    chosen_caches,
+    join_caches,
+    join_constraints,
+)
 from jaxrec.plan.local_search import improve
-from jaxrec.plan.model_tables import ModelTables, read_model
+from jaxrec.plan.model_tables import Model, ModelTables, is_function, read_model
 from jaxrec.plan.options import ShardingOption, enumerate_options, placed_options, to_placement
 from jaxrec.plan.partitioners import Partitioner, balance_memory, place_fastest
 from jaxrec.plan.plan import ShardingPlan
@@ -24,11 +27,12 @@ from jaxrec.plan.problem import Problem, Solution, Totals
 from jaxrec.plan.proposers import PROPOSERS, Proposer, propose_smallest
 from jaxrec.plan.shortage import PlanError, Shortage, explain
 from jaxrec.plan.solver import is_small, solve, solve_averaged
+from jaxrec.plan.table_cache import check_store
+from jaxrec.plan.table_storage import only_cache
 from jaxrec.plan.topology import Topology
 from jaxrec.plan.workload import TableWorkload, measure_workloads
 
-Model: TypeAlias = nnx.Module | Sequence[TableConfig]
-
+_DEVICE = ("device",)
 # Bytes of dense parameters, gradients, optimizer state and temporaries, over those of parameters.
 _DENSE_FACTOR = 6
 # Fractions of the time limit for the proposers, for the averaged program (with the whole program to
@@ -45,7 +49,12 @@ class Planner:
         constraints: Constraints by table.
         statistics: Statistics of the features in a sample of batches (`jaxrec.plan.statistics`).
             Without them, a sample has one id per feature, and every row is as hot as another.
-        storages: Where rows may be kept: "device", and for planning ahead "host" and "disk".
+        storages: Where rows may be kept: "device"; "host", in host memory; "store", in the row
+            store that ``store`` names. Tables that are not kept on the devices have a cache there,
+            and `jaxrec.shard` needs a function that makes the model. None: "device"; and where
+            `plan` gets a function and the tables do not fit, "host", too.
+        store: URL of the row store of "store", with ``{table}`` for the table's name, such as
+            ``"file:///data/{table}"`` (`jaxrec.tier.stores.open_store`).
         reserve: Fraction of each device's memory to leave free.
         batches: Batches on a device at once: the step's, and those put there ahead of it.
         dense_bytes: Bytes of parameters other than tables; None: the model's.
@@ -76,7 +85,8 @@ class Planner:
     constraints: Mapping[str, ParameterConstraints] = dataclasses.field(default_factory=dict)
     _: dataclasses.KW_ONLY
     statistics: Statistics | None = None
-    storages: Sequence[str] = ("device",)
+    storages: Sequence[str] | None = None
+    store: str | None = None
     reserve: float = 0.15
     batches: int = 3
     dense_bytes: int | None = None
@@ -91,8 +101,12 @@ class Planner:
             raise ValueError(
                 f"reserve is a fraction of memory, from 0 to below 1, got {self.reserve}"
             )
-        if not self.storages or set(self.storages) - set(STORAGES):
-            raise ValueError(f"storages are some of {', '.join(STORAGES)}, got {self.storages!r}")
+        storages = self.storages
+        is_text = isinstance(storages, str)
+        if storages is not None and (is_text or not storages or set(storages) - set(STORAGES)):
+            raise ValueError(f"storages are some of {', '.join(STORAGES)}, got {storages!r}")
+        if self.store is not None:
+            check_store(self.store)
         for field in ("time_limit", "gap"):
             if not getattr(self, field) > 0:
                 raise ValueError(f"{field} is above 0, got {getattr(self, field)}")
@@ -105,22 +119,32 @@ class Planner:
         """Return the fastest plan found within the time limit, with a bound on all plans.
 
         Args:
-            model: The model, real or abstract (`nnx.eval_shape`), or configurations of tables. It
-                stays as it is: `jaxrec.shard` places its tables.
+            model: The model, real or abstract (`nnx.eval_shape`); a function that makes the model,
+                which is called to make it abstractly; or configurations of tables. It stays as it
+                is: `jaxrec.shard` places its tables.
             batch_size: Samples of all devices in a step.
 
         Raises:
             PlanError: If no plan fits; the message says what to change.
             ValueError: If constraints do not fit the tables or the devices.
         """
+        tables, planner = read_model(model), self
+        context = self._context(self._workloads(tables, batch_size), batch_size)
+        if self.storages is None and is_function(model) and not self._fits(tables, batch_size, ()):
+            planner = dataclasses.replace(self, storages=("device", "host"))
+        return dataclasses.replace(planner._plan(tables, batch_size), context=context)
+
+    def _plan(self, tables: ModelTables, batch_size: int) -> ShardingPlan:
         start = time.monotonic()
-        tables = read_model(model)
         workloads = self._workloads(tables, batch_size)
         fixed = self._fixed_bytes(tables, workloads)
         problem = self._problem(workloads, fixed)
         solution, bound, search = self._search(problem, start)
         if not solution.fits:
             raise PlanError(self._explain(tables, workloads, problem, solution, bound, batch_size))
+        caches = chosen_caches(problem, solution)
+        if (alike := join_caches(workloads, caches, self.constraints)) is not None:
+            return dataclasses.replace(self, constraints=alike)._plan(tables, batch_size)
         estimate = make_estimate(
             problem,
             {workload.name: workload for workload in workloads},
@@ -143,14 +167,14 @@ class Planner:
         }
         placements = decided | chosen
         ordered = tuple((workload.name, placements[workload.name]) for workload in workloads)
-        return ShardingPlan(ordered, estimate, self._context(workloads, batch_size))
+        return ShardingPlan(ordered, estimate, caches=tuple(caches.items()))
 
     def evaluate(self, model: Model, plan: ShardingPlan, *, batch_size: int) -> ShardingPlan:
         """Return a plan, made by hand or elsewhere, with an estimate.
 
         Args:
             model: As for `plan`.
-            plan: A placement for every table.
+            plan: A placement for every table, and caches.
             batch_size: Samples of all devices in a step.
 
         Raises:
@@ -163,7 +187,11 @@ class Planner:
             if workload.name not in placements:
                 raise ValueError(f"the plan has no placement for table {workload.name!r}")
         fixed = self._fixed_bytes(tables, workloads)
-        decided = (placed_options(w, self.topology, placements[w.name]) for w in workloads)
+        caches = dict(plan.caches)
+        decided = (
+            placed_options(w, self.topology, placements[w.name], caches.get(w.name))
+            for w in workloads
+        )
         problem = dataclasses.replace(
             self._problem((), fixed), decided=tuple(itertools.chain(*decided))
         )
@@ -177,7 +205,8 @@ class Planner:
             search_seconds=0.0,
             fixed_bytes=fixed,
         )
-        return ShardingPlan(plan.placements, estimate, self._context(workloads, batch_size))
+        context = self._context(workloads, batch_size)
+        return dataclasses.replace(plan, estimate=estimate, context=context)
 
     def context(self, model: Model, *, batch_size: int) -> Context:
         """Return the context of this planner's plans, for `ShardingPlan.from_json` to check."""
@@ -185,10 +214,12 @@ class Planner:
 
     def _context(self, workloads: Sequence[TableWorkload], batch_size: int) -> Context:
         settings: dict[str, Any] = {
-            "storages": list(self.storages),
+            "storages": list(self.storages or _DEVICE),
             "reserve": self.reserve,
             "batches": self.batches,
         }
+        if self.store is not None:
+            settings["store"] = self.store
         return Context.of(workloads, self.topology, batch_size, self.constraints, settings)
 
     def _workloads(self, tables: ModelTables, batch_size: int) -> tuple[TableWorkload, ...]:
@@ -226,14 +257,20 @@ class Planner:
         names: list[str] = []
         options: list[tuple[ShardingOption, ...]] = []
         decided: list[ShardingOption] = []
+        constraints = join_constraints(workloads, self.constraints, self.storages or _DEVICE)
+        check_stores(workloads, constraints, self.store)
         for workload in workloads:
-            constraint = self.constraints.get(workload.name, ParameterConstraints())
+            constraint = constraints[workload.name]
             if constraint.placement is not None:
-                decided += placed_options(workload, self.topology, constraint.placement)
+                devices = self.topology.num_devices
+                cache = only_cache(workload, constraint, self.store, devices)
+                decided += placed_options(workload, self.topology, constraint.placement, cache)
                 continue
             names.append(workload.name)
             options.append(
-                enumerate_options(workload, self.topology, constraint, storages=self.storages)
+                enumerate_options(
+                    workload, self.topology, constraint, storages=_DEVICE, store=self.store
+                )
             )
         return Problem(
             self.topology,
@@ -242,7 +279,7 @@ class Planner:
             tuple(decided),
             capacity=self.topology.memory - sum(fixed.values()),
             host_capacity=self.topology.host_memory * (1 - self.reserve),
-            disk_capacity=self.topology.disk * (1 - self.reserve),
+            store_capacity=self.topology.disk * (1 - self.reserve),
         )
 
     def _search(self, problem: Problem, start: float) -> tuple[Solution, float, str]:

@@ -44,8 +44,8 @@ class Problem:
         options: Options of each table.
         decided: Options that every solution has, of tables whose placement is given.
         capacity: Bytes of each device for tables and their lookups.
-        host_capacity: Bytes of each host for rows kept there.
-        disk_capacity: Bytes of each host's disks for rows kept there.
+        host_capacity: Bytes of each host's memory for row stores.
+        store_capacity: Bytes of each host's disks for row stores.
     """
 
     topology: Topology
@@ -54,7 +54,7 @@ class Problem:
     decided: tuple[ShardingOption, ...]
     capacity: float
     host_capacity: float
-    disk_capacity: float
+    store_capacity: float
 
     @functools.cached_property
     def groups(self) -> dict[Group, int]:
@@ -70,12 +70,12 @@ class Problem:
 
     @functools.cached_property
     def unit_seconds(self) -> np.ndarray:
-        """Seconds for one of each count of `Load`, ``[6, groups]``."""
+        """Seconds for one of each count of `Load`, ``[5, groups]``."""
         return np.stack([costs.perf(_UNITS).total for costs in self.costs], axis=1)
 
     @functools.cached_property
     def unit_bytes(self) -> np.ndarray:
-        """Bytes for one of each count of `Load`, ``[6, groups]``."""
+        """Bytes for one of each count of `Load`, ``[5, groups]``."""
         return np.stack([costs.bytes(_UNITS) for costs in self.costs], axis=1)
 
     @functools.cached_property
@@ -99,13 +99,13 @@ class Totals:
 
     Attributes:
         problem: The problem.
-        stacked: The load by group and device, ``[6, groups, devices]``.
+        stacked: The load by group and device, ``[5, groups, devices]``.
         round_capacity: Positions in a round of the exchange, ``[groups]``.
         members: Number of options, ``[groups]``.
         home: Seconds on every device.
         kept: Bytes on every device.
         temporary: Bytes on every device while the group is exchanged, ``[groups]``.
-        stored: Bytes in host memory and on disk by device, ``[2, devices]``.
+        stored: Bytes of row stores that each host keeps, by storage, "host" and "store".
     """
 
     problem: Problem
@@ -115,7 +115,7 @@ class Totals:
     home: float
     kept: float
     temporary: np.ndarray
-    stored: np.ndarray
+    stored: dict[str, float]
 
     @classmethod
     def of(cls, problem: Problem, choices: Mapping[int, Choice]) -> Totals:
@@ -129,7 +129,7 @@ class Totals:
             home=0.0,
             kept=0.0,
             temporary=np.zeros(groups),
-            stored=np.zeros((2, devices)),
+            stored={"host": 0.0, "store": 0.0},
         )
         for option in problem.decided:
             totals.add(option, (0,))
@@ -145,6 +145,8 @@ class Totals:
         self.temporary[group] += sign * option.temporary
         self.round_capacity[group] += sign * option.round_capacity
         self.members[group] += sign
+        if option.cache is not None:
+            self.stored[option.storage] += sign * option.stored_bytes
         for site in sites:
             self.add_part(option, site, sign)
 
@@ -156,9 +158,6 @@ class Totals:
         """Add the load of one part on a site."""
         group, devices = self.problem.groups[option.group], np.array(option.sites[site])
         np.add.at(self.stacked[:, group].T, devices, sign * option.load.stacked.T)
-        if option.storage != "device":
-            storage = 0 if option.storage == "host" else 1
-            np.add.at(self.stored[storage], devices, sign * option.stored_bytes)
 
     @property
     def slowest(self) -> Load:
@@ -206,18 +205,17 @@ class Totals:
 
     @property
     def excess(self) -> float:
-        """Bytes that the fullest device, host or disk lacks; 0 if everything fits."""
+        """Bytes that the fullest device, or a host or its disks lack; 0 if everything fits."""
         return max(0.0, *self.shortages.values())
 
     @property
     def shortages(self) -> dict[str, float]:
         """Bytes that each kind of memory lacks; below 0 where some are free."""
-        problem, hosts = self.problem, self.problem.topology.hosts
-        host, disk = self.stored.reshape(2, hosts, -1).sum(axis=2).max(axis=1)
+        problem = self.problem
         return {
             "device": self.bytes - problem.capacity,
-            "host": float(host) - problem.host_capacity,
-            "disk": float(disk) - problem.disk_capacity,
+            "host": self.stored["host"] - problem.host_capacity,
+            "store": self.stored["store"] - problem.store_capacity,
         }
 
 

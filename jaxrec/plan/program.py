@@ -337,34 +337,24 @@ class Program:
         self._add_stored()
 
     def _add_stored(self) -> None:
-        """Add the capacities of host memory and disks."""
-        topology = self.problem.topology
-        for storage, capacity in (
-            ("host", self.problem.host_capacity),
-            ("disk", self.problem.disk_capacity),
-        ):
-            on_host: list[list[tuple[int, float]]] = [[] for _ in range(topology.hosts)]
-            for options, ys, xs in zip(self.problem.options, self.y, self.x, strict=True):
-                for option, y, sites in zip(options, ys, xs, strict=True):
-                    if option.storage != storage:
-                        continue
-                    if capacity <= 0:
-                        self.constraint([(y, 1.0)], high=0)
-                        continue
-                    if not self.with_sites:
-                        share = option.parts * float(option.stored_bytes.sum()) / topology.hosts
-                        for host in range(topology.hosts):
-                            on_host[host].append((y, share / capacity))
-                        continue
-                    for site, x in enumerate(sites or [y]):
-                        for device, bytes in zip(
-                            option.sites[site], option.stored_bytes, strict=True
-                        ):
-                            host = device // topology.devices_per_host
-                            on_host[host].append((x, float(bytes) / capacity))
-            for terms in on_host:
-                if terms:
-                    self.constraint(terms, high=1 - _MARGIN)
+        """Add the capacities of row stores in host memory and on disk."""
+        capacities = {
+            "host": self.problem.host_capacity,
+            "store": self.problem.store_capacity,
+        }
+        for storage, capacity in capacities.items():
+            members = [
+                (y, option.stored_bytes)
+                for options, ys in zip(self.problem.options, self.y, strict=True)
+                for option, y in zip(options, ys, strict=True)
+                if option.cache is not None and option.storage == storage
+            ]
+            free = capacity - self.decided.stored[storage]
+            if members and free > 0:
+                terms = [(y, bytes / free) for y, bytes in members]
+                self.constraint(terms, high=1 - _MARGIN)
+            for y, _ in members if free <= 0 else ():
+                self.constraint([(y, 1.0)], high=0)
 
     def solve(
         self, time_limit: float, gap: float, start: Solution | None = None

@@ -147,7 +147,7 @@ def propose_larger_caches(problem: Problem) -> Iterator[Proposal]:
 
     Proposes nothing if all rows are kept on devices.
     """
-    if not any(o.storage != "device" for options in problem.options for o in options):
+    if not any(o.cache is not None for options in problem.options for o in options):
         return
     budget = problem.capacity * problem.topology.num_devices
     proposal = []

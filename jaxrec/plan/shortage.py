@@ -27,8 +27,8 @@ _RELAXED = (
 )
 _LACKING = {
     "device": "each device",
-    "host": "the memory of the fullest host",
-    "disk": "the disk of the fullest host",
+    "host": "the memory of a host",
+    "store": "the disk of a host",
 }
 
 
@@ -55,7 +55,7 @@ class Shortage:
 
     Attributes:
         missing: Bytes that the best plan lacks.
-        where: The memory that lacks them: "device", "host" or "disk".
+        where: The memory that lacks them: "device", "host" or "store".
         is_proven: Whether it is proven that no plan fits.
         capacity: Bytes of a device for tables and their lookups.
         fixed: Bytes of a device that do not depend on the plan, by kind.
@@ -177,7 +177,7 @@ def _changes(shortage: Shortage, fits: Fits, deadline: float) -> Iterator[str]:
 
         count = smallest_number(in_host_memory, 1, len(names), deadline)
         if count is not None:
-            yield f"storage host for {_tables(names[:count])} (to plan ahead)"
+            yield f"storage host for {_tables(names[:count])} (with caches on the devices)"
 
 
 def _more_devices(topology: Topology, fits: Fits, deadline: float) -> Topology | None:

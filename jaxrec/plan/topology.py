@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from jaxrec.plan.machines import MACHINES, find_machine
 from jaxrec.plan.rates import Links, Rate
 
-_RATES = ("gather", "update", "sort", "copy", "host_link", "disk_link")
+_RATES = ("gather", "update", "sort", "copy", "assign", "host_moves", "store_moves")
 _SIZES = ("hosts", "devices_per_host", "memory", "host_memory", "disk", "granule")
 
 
@@ -38,8 +38,11 @@ class Topology:
         copy: Copies within a device's memory.
         within: Collectives among the devices of one host.
         between: Collectives among devices of different hosts, one of each.
-        host_link: Copies of rows between host memory and device; an item is a row.
-        disk_link: Copies of rows between disk and host memory; an item is a row.
+        assign: Assignments of cached rows to the ids of a batch, on the host; an item is an id.
+        host_moves: Moves of rows between the devices and the host's memory, and of as many rows
+            back; a call is one table in one step, an item is a row that comes and one that leaves,
+            bytes are those of the row and its optimizer state.
+        store_moves: The same moves for a row store on disk.
         granule: Smallest read of memory in bytes; a narrower row takes as long.
 
     Raises:
@@ -61,8 +64,9 @@ class Topology:
     copy: Rate
     within: Links
     between: Links
-    host_link: Rate
-    disk_link: Rate
+    assign: Rate
+    host_moves: Rate
+    store_moves: Rate
     host_memory: int = 0
     disk: int = 0
     granule: int = 64
@@ -157,6 +161,11 @@ class Topology:
             ValueError: If a field is missing, unknown or not a number.
         """
         known = {field.name for field in dataclasses.fields(cls)}
+        if "host_link" in fields:
+            raise ValueError(
+                "the topology was measured before moves of cached rows were; measure it again by "
+                "`jaxrec plan --calibrate`"
+            )
         if problem := known.symmetric_difference(fields):
             what = "has no" if sorted(problem)[0] in known else "has an unknown"
             raise ValueError(f"the topology {what} field {sorted(problem)[0]!r}")

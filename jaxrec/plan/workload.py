@@ -19,6 +19,9 @@ from jaxrec.plan.heat import EvenHeat, Heat
 from jaxrec.plan.model_tables import ModelTables
 from jaxrec.ragged.capacity import capacity_for
 
+# A cache that holds the rows of this many steps misses none.
+_MAX_STEPS = 1e9
+
 
 @dataclasses.dataclass(frozen=True)
 class FeatureWorkload:
@@ -50,6 +53,9 @@ class TableWorkload:
             and looked up apart.
         is_weighted: Whether ids have weights.
         features: The features that read the table.
+        joined: Names of the tables that share features, this one among them: an id has a row in
+            all of them or in none. Empty: the table shares no feature.
+        joined_features: Features that read any of these tables.
     """
 
     table: TableConfig
@@ -57,6 +63,8 @@ class TableWorkload:
     collection: str
     is_weighted: bool
     features: tuple[FeatureWorkload, ...]
+    joined: tuple[str, ...] = ()
+    joined_features: tuple[FeatureWorkload, ...] = ()
 
     @property
     def name(self) -> str:
@@ -95,17 +103,56 @@ class TableWorkload:
         """Bytes of the table and its optimizer state."""
         return self.rows * (self.dim * itemsize(self.dtype) + state_bytes(self.optimizer, self.dim))
 
-    def distinct(self, devices: int = 1, cached: float = 0.0) -> float:
+    def distinct(self, devices: int = 1) -> float:
         """Return the expected number of distinct rows that the samples of ``devices`` look up.
 
         A row counts once for each feature that looks it up: features are taken to differ.
 
         Args:
             devices: Number of devices.
-            cached: Fraction of the rows to leave out, the hottest.
         """
-        rows = sum(f.heat.distinct(f.lookups * devices, cached) for f in self.features)
-        return min(rows, self.rows * (1 - cached))
+        return min(sum(f.heat.distinct(f.lookups * devices) for f in self.features), self.rows)
+
+    @property
+    def assigned_ids(self) -> float:
+        """Ids on one device that a cache gives rows, those of `joined` tables among them."""
+        return sum(feature.lookups for feature in self.joined_features or self.features)
+
+    def used_rows(self, steps: float, devices: int) -> float:
+        """Return the expected number of distinct rows that a number of steps look up.
+
+        Args:
+            steps: Number of steps; rows of `joined` tables count once.
+            devices: Number of devices.
+        """
+        features = self.joined_features or self.features
+        rows = sum(f.heat.distinct(f.lookups * devices * steps) for f in features)
+        return min(rows, self.rows)
+
+    def missed_rows(self, cache_rows: int, devices: int) -> float:
+        """Return the expected number of rows that a step looks up and a cache lacks.
+
+        The cache has the rows used last: those of the last ``t`` steps, with
+        ``used_rows(t) = cache_rows`` (Che, Tung and Wang 2002, "Hierarchical web caching systems").
+        So a step misses ``used_rows(t + 1) - used_rows(t)`` of them.
+
+        Args:
+            cache_rows: Rows on all devices together.
+            devices: Number of devices.
+        """
+        steps = 1.0
+        while self.used_rows(steps, devices) < cache_rows:
+            if steps > _MAX_STEPS:
+                return 0.0
+            steps *= 2
+        low, high = 0.0, steps
+        while high - low > 1e-7 * high:
+            middle = (low + high) / 2
+            if self.used_rows(middle, devices) < cache_rows:
+                low = middle
+            else:
+                high = middle
+        return self.used_rows(high + 1, devices) - self.used_rows(high, devices)
 
     def shares(self, parts: int, *, of_rows: bool) -> np.ndarray:
         """Return how lookups spread over ``parts`` equal runs of rows; see `Heat.shares`."""
@@ -174,7 +221,33 @@ def measure_workloads(
                 features = _features(table, constraint, batch_size, num_devices, statistics)
                 workloads.append(TableWorkload(table, group.optimizer, path, weighted, features))
     order = {name: i for i, name in enumerate(model.names)}
-    return tuple(sorted(workloads, key=lambda workload: order[workload.name]))
+    return join_tables(sorted(workloads, key=lambda workload: order[workload.name]))
+
+
+def join_tables(workloads: Sequence[TableWorkload]) -> tuple[TableWorkload, ...]:
+    """Return workloads that know which tables share features, directly or through other tables."""
+    parts: dict[str, list[TableWorkload]] = {each.name: [each] for each in workloads}
+    readers: dict[str, TableWorkload] = {}
+    for each in workloads:
+        for feature in each.features:
+            first = parts[readers.setdefault(feature.name, each).name]
+            if parts[each.name] is not first:
+                joined = first + parts[each.name]
+                parts.update((other.name, joined) for other in joined)
+    return tuple(
+        each
+        if len(parts[each.name]) == 1
+        else dataclasses.replace(
+            each,
+            joined=tuple(
+                other.name for other in workloads if parts[other.name] is parts[each.name]
+            ),
+            joined_features=tuple(
+                {f.name: f for other in parts[each.name] for f in other.features}.values()
+            ),
+        )
+        for each in workloads
+    )
 
 
 def _features(

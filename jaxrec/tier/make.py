@@ -62,7 +62,7 @@ def make(model: Model | Callable[[], Model], tables: Settings, *, seed: int = 0)
         ...     {"item": jaxrec.tier.Dynamic(eviction=jaxrec.tier.lfu(), admit_after=2)})
     """
     _check_arguments(model, tables)
-    sizes = {name: each.rows for name, each in tables.items() if isinstance(each, Cached)}
+    sizes = _sizes(tables)
     if not isinstance(model, nnx.Module):
         with cached_tables(sizes) as whole:
             made = model()
@@ -73,18 +73,54 @@ def make(model: Model | Callable[[], Model], tables: Settings, *, seed: int = 0)
         )
     else:
         made, whole = cast(Model, model), {}
-    found = {
+    return _with_tiers(made, whole, tables, seed)
+
+
+def make_named(model: Callable[[], Model], tables: Settings) -> Model:
+    """Make a model as `make` does, with those of the tables that it has.
+
+    Args:
+        model: Makes the model.
+        tables: Settings by name of table, also of tables of other models.
+    """
+    with cached_tables(_sizes(tables)) as whole:
+        made = model()
+    names = {config.name for module in _collections(made).values() for config in module.configs}
+    tables = {name: each for name, each in tables.items() if name in names}
+    return _with_tiers(made, whole, tables, seed=0) if tables else made
+
+
+def _sizes(tables: Settings) -> dict[str, int]:
+    return {name: each.rows for name, each in tables.items() if isinstance(each, Cached)}
+
+
+def _collections(model: nnx.Module) -> dict[str, Collection]:
+    return {
         path: module
-        for path, module in tapped_modules(made).items()
+        for path, module in tapped_modules(model).items()
         if isinstance(module, Collection)
     }
+
+
+def _with_tiers(
+    made: Model, whole: Mapping[str, TableConfig], tables: Settings, seed: int
+) -> Model:
+    """Give a model's tables their vocabularies and stores.
+
+    Args:
+        made: The model.
+        whole: Configurations of tables that were made with fewer rows, as the user gave them.
+        tables: Settings by name of table.
+        seed: Seed of the first rows of ids.
+    """
+    found = _collections(made)
     all_tables = [
         TieredTable(path, whole.get(config.name, config), _optimizer(module, config.name))
         for path, module in found.items()
         for config in module.configs
     ]
     _check_names(tables, all_tables, found)
-    _check_factories(sizes, whole)
+    _check_factories(_sizes(tables), whole)
     parts = _by_feature(all_tables, tables)
     _check_stores(parts, tables)
     vocabularies = [_vocabulary(part, tables, found) for part in parts]

@@ -109,7 +109,7 @@ def problem_of(
         tuple(options[i][0] for i in decided),
         capacity=memory,
         host_capacity=10**12,
-        disk_capacity=10**12,
+        store_capacity=10**12,
     )
 
 

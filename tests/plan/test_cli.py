@@ -56,7 +56,7 @@ def test_a_file_of_devices_and_one_of_statistics_are_read(capsys, model, tmp_pat
     assert "8,192" in user
 
 
-def test_storages_are_asked_for(capsys, model):
+def test_storages_are_asked_for(capsys, model, tmp_path):
     tight = ("--devices", 1, "--memory", 1.5, "--batch-size", 512)
     code, _, error = run(capsys, model, *tight)
     assert code == 1
@@ -65,10 +65,22 @@ def test_storages_are_asked_for(capsys, model):
     code, _, error = run(capsys, model, *tight)
     assert code == 1
     assert "no plan fits 1 device" in error
-    assert "storage host for 'product' (to plan ahead)" in error
+    assert "storage host for 'product' (with caches on the devices)" in error
     code, text, _ = run(capsys, model, *tight, "--storages", "device", "host")
     assert code == 0
     assert "% cached" in text
+    code, _, error = run(capsys, model, *tight, "--storages", "device", "store")
+    assert code == 1
+    assert "may be kept in storage 'store', and no URL says where" in error
+    out = tmp_path / "plan.json"
+    store = ("--store", "file:///data/{table}", "--output", out)
+    code, text, _ = run(capsys, model, *tight, "--storages", "device", "store", *store)
+    assert code == 0
+    caches = dict(ShardingPlan.from_json(out.read_text()).caches)
+    assert caches["product"].store == "file:///data/{table}"
+    secret = ("--store", "redis://:hunter2@host/0")
+    code, text, error = run(capsys, model, *tight, "--storages", "device", "store", *secret)
+    assert (code, "hunter2" in text + error) == (1, False)
 
 
 @pytest.mark.parametrize(
@@ -155,10 +167,15 @@ def test_calibration_writes_a_file_to_plan_with(capsys, model, tmp_path, monkeyp
         asked["devices"] = mesh.devices.size
         return known
 
+    def calibrate_caches(topology, mesh, **arguments):
+        asked["caches"] = mesh.devices.size
+        return topology
+
     monkeypatch.setattr("jaxrec.plan.calibration.calibrate", calibrate)
+    monkeypatch.setattr("jaxrec.tier.calibration.calibrate_caches", calibrate_caches)
     out = tmp_path / "here.json"
     code, text, _ = run(capsys, "--calibrate", "--devices=2", "--output", out)
-    assert (code, asked["devices"]) == (0, 2)
+    assert (code, asked) == (0, {"devices": 2, "caches": 2})
     assert "rates written to" in text
     assert json.loads(out.read_text())["name"] == "cpu"
     assert Topology.load(out) == known

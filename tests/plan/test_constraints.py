@@ -12,7 +12,7 @@ from jaxrec.plan import ParameterConstraints
     [
         ({"sharding_types": ["diagonal"]}, "sharding_types are some of data_parallel"),
         ({"sharding_types": []}, "sharding_types are some of"),
-        ({"storages": ["tape"]}, "storages are some of device, host, disk"),
+        ({"storages": ["tape"]}, "storages are some of device, host, store"),
         ({"exchanges": ["bags"]}, "exchanges are some of rows, pooled"),
         ({"devices": []}, "devices are different numbers from 0"),
         ({"devices": [1, 1]}, "devices are different numbers from 0"),
@@ -22,6 +22,7 @@ from jaxrec.plan import ParameterConstraints
         ({"batch_sizes": 0}, "batch_sizes are numbers above 0"),
         ({"min_column_width": 0}, "min_column_width is 1 or more"),
         ({"cache_ratio": 0.0}, "cache_ratio is above 0 and at most 1"),
+        ({"store": "/data/users"}, "a row store is named by a URL such as 'file:///data/{table}'"),
         ({"cache_ratio": 1.5}, "cache_ratio is above 0 and at most 1"),
         ({"dtype": "int8"}, "dtype is one of"),
     ],

@@ -37,7 +37,8 @@ def works_of(meta):
     ]
     constraints = {
         table["name"]: ParameterConstraints(
-            pooling_factors=table["pooling_factor"],
+            # A cache has the rows of the batches under way, and these batches are small.
+            pooling_factors=1,
             is_weighted=meta["is_weighted"],
             min_column_width=16,
             cache_ratio=0.2,
@@ -49,7 +50,7 @@ def works_of(meta):
     topology = Topology.named("h100", devices=devices, devices_per_host=devices)
     works = measure_workloads(
         read_model(tables),
-        batch_size=meta["batch_size"] * devices,
+        batch_size=devices,
         num_devices=devices,
         constraints=constraints,
         statistics=None,

@@ -38,19 +38,6 @@ def test_distinct_rows_of_more_than_the_sample_beside_drawing(times):
     assert heat.distinct(20_000 * times) == pytest.approx(drawn, rel=0.2)
 
 
-def test_lookups_that_a_cache_leaves_beside_counting():
-    random = np.random.default_rng(0)
-    ids = log_uniform(random, 1000, 20_000)
-    heat = statistics([batch_of(ids, [1] * 20_000)]).features["f"].heat(1000)
-    found, counts = np.unique(ids, return_counts=True)
-    for ratio in (0.05, 0.2, 0.5):
-        cached = found[np.argsort(-counts)][: int(1000 * ratio)]
-        left = np.setdiff1d(ids, cached).size
-        assert heat.distinct(20_000, ratio) == pytest.approx(left, abs=1)
-    assert heat.distinct(20_000, 1.0) == 0
-    assert heat.distinct(20_000) >= heat.distinct(20_000, 0.1) >= heat.distinct(20_000, 0.2)
-
-
 def test_shares_of_runs_of_rows_beside_counting():
     random = np.random.default_rng(0)
     ids = log_uniform(random, 1024, 50_000)

@@ -13,7 +13,7 @@ from jaxrec import optim
 from jaxrec.embed.layout import layout_tables
 from jaxrec.mesh.layout import layout_mesh
 from jaxrec.mesh.shards import MeshShape
-from jaxrec.plan import ParameterConstraints, Planner, Topology
+from jaxrec.plan import ParameterConstraints, Planner, TableCache, Topology
 from jaxrec.plan.model_tables import read_model
 from jaxrec.plan.options import enumerate_options, to_placement
 from jaxrec.plan.workload import itemsize, measure_workloads, state_bytes
@@ -203,9 +203,10 @@ def test_storages_other_than_the_device_come_only_when_asked_for():
     assert {o.storage for o in options_of(table)[0]} == {"device"}
     found, _ = options_of(table, storages=("device", "host"))
     assert {o.storage for o in found} == {"device", "host"}
-    constraints = ParameterConstraints(storages=["disk"], cache_ratio=0.3)
-    found, _ = options_of(table, constraints)
-    assert {(o.storage, o.cache_ratio) for o in found} == {("disk", 0.3)}
+    constraints = ParameterConstraints(storages=["store"], cache_ratio=0.3, store="file:///data/a")
+    found, _ = options_of(BAG("a", 100_000, 128), constraints)
+    assert {(o.storage, o.cache_ratio) for o in found} == {("store", 0.3)}
+    assert {o.cache for o in found} == {TableCache(30_000, "file:///data/a")}
 
 
 @pytest.mark.parametrize("optimizer", [optim.sgd(0.1), optim.rowwise_adagrad()])
@@ -316,8 +317,19 @@ def test_whatever_is_offered_is_laid_out(seed):
     layout_mesh(layout_tables(tables, optim.sgd(0.1)), placements, MeshShape(hosts, each))
 
 
-def test_held_rows_of_a_cache_are_its_part_of_the_rows():
-    problem = problem_of([(1001, 64, 2)], types=["table_wise"], storages=("host",))
+def test_held_rows_of_a_cache_are_cut_as_rows_are():
+    problem = problem_of([(100_001, 64, 2)], types=["row_wise"], storages=("host",))
     for option in problem.options[0]:
-        assert option.load.held[0] == math.ceil(1001 * option.cache_ratio)
-        assert option.stored_bytes[0] == 1001 * 64 * 4
+        half, larger = divmod(option.cache.rows, 2)
+        np.testing.assert_array_equal(option.load.held, [half + larger, half])
+        assert option.load.updated[0] == option.load.updated[1]
+        assert option.stored_bytes == 100_001 * 64 * 4
+        assert option.home.prefetch > 0
+
+
+def test_a_table_of_more_rows_than_int32_has_a_cache_alone():
+    table = BAG("a", 2**33, 64)
+    with pytest.raises(ValueError, match="more row numbers"):
+        options_of(table)
+    found, _ = options_of(table, ParameterConstraints(cache_ratio=1e-6), storages=["host"])
+    assert {o.cache.rows for o in found} == {math.ceil(2**33 * 1e-6)}

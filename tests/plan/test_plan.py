@@ -10,8 +10,15 @@ import pytest
 
 import jaxrec
 from jaxrec import optim
-from jaxrec.mesh import row_wise, table_wise
-from jaxrec.plan import ParameterConstraints, PlanMismatchError, ShardingPlan, Topology
+from jaxrec.mesh import data_parallel, row_wise, table_wise
+from jaxrec.plan import (
+    Context,
+    ParameterConstraints,
+    PlanMismatchError,
+    ShardingPlan,
+    TableCache,
+    Topology,
+)
 from tests.plan.models import TABLES
 
 
@@ -119,6 +126,50 @@ def test_a_plan_made_by_hand_has_no_context(planner):
 def test_text_that_is_no_plan_is_refused(text):
     with pytest.raises(ValueError, match="this is not a plan that to_json wrote"):
         ShardingPlan.from_json(text)
+
+
+CACHES = {"a": TableCache(5000), "b": TableCache(10, "file:///data/{table}")}
+
+
+def test_caches_go_to_json_and_back():
+    placements = {"a": row_wise(), "b": table_wise(1), "c": row_wise()}
+    plan = ShardingPlan.from_dict(placements, CACHES)
+    again = ShardingPlan.from_json(plan.to_json())
+    assert again == plan
+    assert again != ShardingPlan.from_dict(placements)
+    assert dict(again.caches) == CACHES
+    assert str(again).split("\n") == [
+        "a: row_wise, 5,000 rows cached over memory://",
+        "b: table_wise on 1, 10 rows cached over file:///data/{table}",
+        "c: row_wise",
+    ]
+
+
+@pytest.mark.parametrize("storage", ["host", "disk"])
+def test_a_plan_of_storages_without_caches_is_refused(plan, storage):
+    """As they were written before plans had caches."""
+    fields = json.loads(plan.to_json())
+    fields["estimate"]["tables"][0]["storage"] = storage
+    with pytest.raises(ValueError, match=f"table 'item' in storage '{storage}'.*Plan anew"):
+        ShardingPlan.from_json(json.dumps(fields))
+
+
+def test_a_plan_for_older_rates_still_has_its_placements(plan):
+    fields = json.loads(plan.to_json())
+    rates = fields["made_for"]["topology"]
+    rates["host_link"] = rates.pop("host_moves")
+    fields["hash"] = Context(fields["made_for"]).hash
+    again = ShardingPlan.from_json(json.dumps(fields))
+    assert (again, again.num_devices) == (plan, 16)
+
+
+def test_caches_are_checked(unchecked):
+    with pytest.raises(TypeError, match=r"table 'a': a cache is a jaxrec.plan.TableCache\(rows\)"):
+        ShardingPlan.from_dict({"a": row_wise()}, {"a": 100})
+    with pytest.raises(ValueError, match="table 'b' has a cache, whose rows need a placement"):
+        ShardingPlan.from_dict({"a": row_wise()}, {"b": TableCache(100)})
+    with pytest.raises(ValueError, match="table 'a' has a cache, whose rows need a placement"):
+        ShardingPlan.from_dict({"a": data_parallel()}, {"a": TableCache(100)})
 
 
 def test_placements_are_checked(unchecked):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import numpy as np
 import optax
@@ -11,7 +13,14 @@ from flax import nnx
 import jaxrec
 from jaxrec import optim
 from jaxrec.mesh import table_wise
-from jaxrec.plan import ParameterConstraints, PlanError, Planner, Topology
+from jaxrec.plan import (
+    ParameterConstraints,
+    PlanError,
+    Planner,
+    ShardingPlan,
+    TableCache,
+    Topology,
+)
 from jaxrec.plan.partitioners import place_fastest
 from tests.plan.models import criteo, plan_on_h100, six_tables
 
@@ -167,15 +176,67 @@ def test_the_planner_is_at_the_best(counted, is_exact):
         assert "gap" not in str(plan)
 
 
-def test_disk_is_slower_than_host_memory():
+def test_a_store_is_slower_than_host_memory():
     tables = [jaxrec.EmbeddingBagConfig("a", 2_000_000, 64)]
     topology = Topology.named("h100", devices=1)
     seconds = {}
-    for storage in ("device", "host", "disk"):
-        constraints = {"a": ParameterConstraints(storages=[storage], cache_ratio=None)}
-        plan = Planner(topology, constraints).plan(tables, batch_size=4096)
+    for storage in ("device", "host", "store"):
+        planner = Planner(topology, storages=[storage], store="file:///data/{table}")
+        plan = planner.plan(tables, batch_size=4096)
         seconds[storage] = plan.estimate.seconds
-    assert seconds["device"] < seconds["host"] < seconds["disk"]
+    assert seconds["device"] < seconds["host"] < seconds["store"]
+
+
+class Towers(nnx.Module):
+    """A table of 520 MB with row-wise Adagrad's state, and a small one."""
+
+    def __init__(self):
+        tables = [
+            jaxrec.EmbeddingBagConfig("item", 2_000_000, 64),
+            jaxrec.EmbeddingBagConfig("day", 7, 64),
+        ]
+        self.embeddings = jaxrec.EmbeddingBagCollection(tables, rngs=nnx.Rngs(0))
+
+
+def test_a_function_is_made_abstractly_and_gets_caches_where_it_does_not_fit():
+    device = Topology.named("h100", devices=1)
+    small = dataclasses.replace(device, memory=200_000_000)
+    assert Planner(device).plan(Towers, batch_size=64).caches == ()
+    plan = Planner(small).plan(Towers, batch_size=64)
+    ((name, cache),) = plan.caches
+    assert (name, cache.storage) == ("item", "host")
+    assert cache.rows < 2_000_000
+    assert {table.name: table.storage for table in plan.estimate.tables} == {
+        "item": "host",
+        "day": "device",
+    }
+    assert "host 20% cached" in str(plan)
+    # A model that is made can have no caches.
+    with pytest.raises(PlanError, match=r"storage host for 'item' \(with caches on the devices\)"):
+        Planner(small).plan(nnx.eval_shape(Towers), batch_size=64)
+    again = Planner(small).evaluate(Towers, plan, batch_size=64)
+    assert again.caches == plan.caches
+    assert again.estimate.seconds == pytest.approx(plan.estimate.seconds)
+    made_for = Planner(small).context(Towers, batch_size=64)
+    assert ShardingPlan.from_json(plan.to_json(), made_for) == plan
+
+
+def test_a_fixed_placement_has_a_cache_that_is_asked_for():
+    fixed = ParameterConstraints(placement=table_wise(1), storages=["host"], cache_ratio=0.01)
+    plan = Planner(Topology.named("h100", devices=2), {"item": fixed}).plan(Towers, batch_size=64)
+    assert plan.caches == (("item", TableCache(20_000)),)
+    assert plan.to_dict()["item"] == table_wise(1)
+
+
+def test_tables_of_more_rows_than_arrays_have_are_planned():
+    def make():
+        config = jaxrec.EmbeddingBagConfig("user", 4_000_000_000, 8)
+        return jaxrec.EmbeddingBagCollection([config], rngs=nnx.Rngs(0))
+
+    plan = Planner(Topology.named("h100", devices=1)).plan(make, batch_size=64)
+    ((name, cache),) = plan.caches
+    assert name == "user"
+    assert cache.rows < 2**31
 
 
 def test_no_proposer_with_a_proposal_is_an_error():
@@ -230,8 +291,10 @@ def test_dense_parameters_take_memory():
     ("settings", "message"),
     [
         ({"reserve": 1.0}, "reserve is a fraction of memory"),
-        ({"storages": ()}, "storages are some of device, host, disk"),
-        ({"storages": ("tape",)}, "storages are some of device, host, disk"),
+        ({"storages": ()}, "storages are some of device, host, store"),
+        ({"storages": ("tape",)}, "storages are some of device, host, store"),
+        ({"storages": "host"}, "storages are some of device, host, store, got 'host'"),
+        ({"store": "redis://me:secret@host/0"}, r"the URL redis://\.\.\. has credentials"),
         ({"time_limit": 0.0}, "time_limit is above 0"),
         ({"gap": 0.0}, "gap is above 0"),
         ({"batches": 0}, "batches is 1 or more"),

@@ -48,13 +48,14 @@ def test_a_topology_goes_to_a_file_and_back(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        (lambda f: f.update(host_link=1), "measure it again by `jaxrec plan --calibrate`"),
         (lambda f: f.pop("gather"), "the topology has no field 'gather'"),
         (lambda f: f.update(extra=1), "the topology has an unknown field 'extra'"),
         (lambda f: f.update(gather=3), "not what `jaxrec plan --calibrate` writes"),
         (lambda f: f["gather"].update(byte=-1), "a rate's byte is seconds, 0 or more"),
         (lambda f: f.update(hosts=0), "hosts is an integer of 1 or more"),
     ],
-    ids=["missing", "unknown", "number", "negative", "no hosts"],
+    ids=["older", "missing", "unknown", "number", "negative", "no hosts"],
 )
 def test_files_that_are_no_topologies(tmp_path, change, message):
     fields = Topology.named("h100", devices=8).to_dict()

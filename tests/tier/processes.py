@@ -4,6 +4,7 @@ Arguments: PORT PROCESS SCENARIO DIRECTORY
 
 Scenarios: "killed" trains all steps, saves in the middle, and kills itself at the end; "resumed"
 restores and trains the steps after the checkpoint. The end of a run is written to the directory.
+After "resumed" the processes train a model whose tables a plan keeps off the devices.
 """
 
 from __future__ import annotations
@@ -19,10 +20,11 @@ import optax
 from jax.sharding import AxisType
 
 import jaxrec
+from jaxrec.plan import ParameterConstraints, Planner, ShardingPlan, Topology
 from jaxrec.tier import ChangeTracker, Dynamic, ahead, farthest, lfu, make, shared
 from jaxrec.tier.tier import tier_of
 from jaxrec.train.checkpoint import CheckpointManager, restore
-from tests.tier import models
+from tests.tier import models, test_cached
 
 STEPS, SAVED_AFTER, SAMPLES = 16, 8, 16
 NAMES = ("item", "query", "item_wide")
@@ -75,6 +77,41 @@ def changes_of(tracker):
     }
 
 
+def train_planned(mesh, process: int, directory: pathlib.Path):
+    """Train by a plan that keeps tables in host memory and in files."""
+
+    def make_whole_model():
+        return models.Ranker(test_cached.NUM_IDS, "rowwise_adagrad")
+
+    host = ParameterConstraints(
+        sharding_types=["row_wise"],
+        exchanges=["rows"],
+        storages=["host"],
+        cache_ratio=0.03,
+        pooling_factors=1.5,
+    )
+    store = dataclasses.replace(host, sharding_types=["table_wise"], storages=["store"])
+    planner = Planner(
+        Topology.from_mesh(mesh),
+        {
+            "item": host,
+            "item_wide": host,
+            "query": store,
+            "age": dataclasses.replace(host, storages=["device"], cache_ratio=None),
+        },
+        store=f"file://{directory}/planned/{{table}}",
+    )
+    plan = planner.plan(make_whole_model, batch_size=SAMPLES)
+    plan = ShardingPlan.from_json(plan.to_json())
+    model = jaxrec.shard(make_whole_model, plan, mesh)
+    batches = [part_of(batch, process) for batch in test_cached.make_stream(STEPS, SAMPLES)]
+    losses = models.train(model, ahead(model, batches, look_ahead=2))
+    evicted = {name: each["evicted"] for name, each in tier_of(model).statistics().items()}
+    ids = np.arange(test_cached.NUM_IDS)
+    rows = {name: model.embeddings.rows(name, ids) for name in ("item", "query")}
+    return {"losses": np.array(losses), "evicted": np.array(sorted(evicted.values())), **rows}
+
+
 def main():
     port, process, scenario, directory = sys.argv[1:]
     directory, process = pathlib.Path(directory), int(process)
@@ -101,5 +138,7 @@ def main():
                 manager.save(model, optimizer, batches=number)
     np.savez(directory / f"{scenario}_changes{process}.npz", **changes_of(tracker))
     np.savez(directory / f"{scenario}{process}.npz", **result(model, losses))
+    if scenario == "resumed":
+        np.savez(directory / f"planned{process}.npz", **train_planned(mesh, process, directory))
     if scenario == "killed":
         os.kill(os.getpid(), 9)

@@ -15,7 +15,7 @@ import pytest
 import jaxrec
 from jaxrec.tier import ChangeTracker, ahead
 from jaxrec.tier.tier import tier_of
-from tests.tier import models, processes
+from tests.tier import models, processes, test_cached
 
 # The checkout comes last, so that the installed package is tested.
 START = (
@@ -56,7 +56,7 @@ def ends(tmp_path_factory):
     assert run("resumed", directory) == [0, 0]
     return {
         scenario: [dict(np.load(directory / f"{scenario}{process}.npz")) for process in range(2)]
-        for scenario in ("killed", "resumed", "killed_changes")
+        for scenario in ("killed", "resumed", "killed_changes", "planned")
     }
 
 
@@ -106,3 +106,16 @@ def test_they_train_as_one_device_does(ends):
     ]
     assert tier_of(model).statistics()["query"]["evicted"] > 0
     np.testing.assert_allclose(ends["killed"][0]["losses"], losses, rtol=1e-5)
+
+
+def test_they_train_by_a_plan_with_caches_as_one_device_does(ends):
+    first, second = ends["planned"]
+    for name in first:
+        np.testing.assert_array_equal(first[name], second[name], err_msg=name)
+    assert first["evicted"].min() > 0
+    whole = test_cached.make_whole("rowwise_adagrad")
+    losses = models.train(whole, test_cached.make_stream(processes.STEPS, processes.SAMPLES))
+    np.testing.assert_allclose(first["losses"], losses, rtol=1e-5)
+    for name in ("item", "query"):
+        rows = whole.embeddings.table(name)
+        np.testing.assert_allclose(first[name], rows, rtol=1e-5, atol=1e-6)

@@ -446,7 +446,7 @@ def test_a_package_that_is_missing_is_one_sentence(monkeypatch, capsys):
     def run(options):
         raise ImportError("drawing needs matplotlib: pip install 'jaxrec[plot]'")
 
-    monkeypatch.setattr("jaxrec.plan.cli.run", run)
+    monkeypatch.setattr("jaxrec.plan_command.run", run)
     assert main(["plan", "model.yaml"]) == 1
     error = capsys.readouterr().err
     assert error == "jaxrec plan: drawing needs matplotlib: pip install 'jaxrec[plot]'\n"

@@ -49,9 +49,9 @@ class BagsCosts(ExchangeCosts):
         copies = 2 * self.pool(workload)
         return Perf(forward_compute=copies, backward_compute=copies, backward_exchange=joined)
 
-    def load(self, workload: TableWorkload, rows: np.ndarray, cache_ratio: float) -> Load:
+    def load(self, workload: TableWorkload, rows: np.ndarray, *, is_cache: bool = False) -> Load:
         """Return the load with ``D c`` positions for ids and ``D b`` bags at the owner."""
-        load, devices = super().load(workload, rows, cache_ratio), self.topology.num_devices
+        load, devices = super().load(workload, rows, is_cache=is_cache), self.topology.num_devices
         load.ids[:] = devices * workload.capacity
         load.bags[:] = devices * workload.bags
         return load

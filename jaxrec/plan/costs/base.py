@@ -32,7 +32,6 @@ class Group:
         dtype: Type of the rows.
         optimizer: Row optimizer.
         exchange: How their rows travel.
-        storage: "device", "host" or "disk".
         is_weighted: Whether ids have weights.
         whole_width: Columns of the tables, if the optimizer needs whole rows; else 0.
     """
@@ -42,12 +41,11 @@ class Group:
     dtype: str
     optimizer: RowOptimizer
     exchange: Exchange
-    storage: str
     is_weighted: bool
     whole_width: int
 
     @classmethod
-    def of(cls, workload: TableWorkload, width: int, exchange: Exchange, storage: str) -> Group:
+    def of(cls, workload: TableWorkload, width: int, exchange: Exchange) -> Group:
         """Return the group of a table's shards of ``width`` columns."""
         return cls(
             workload.collection,
@@ -55,7 +53,6 @@ class Group:
             workload.dtype,
             workload.optimizer,
             exchange,
-            storage,
             workload.is_weighted,
             workload.dim if workload.optimizer.needs_whole_rows else 0,
         )
@@ -81,8 +78,7 @@ class Group:
         return self.row_bytes + state_bytes(self.optimizer, self.width)
 
     def __str__(self) -> str:
-        storage = "" if self.storage == "device" else f" ({self.storage})"
-        return f"{self.dtype}_{self.width} by {self.exchange.name}{storage}"
+        return f"{self.dtype}_{self.width} by {self.exchange.name}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,7 +170,7 @@ class ExchangeCosts(abc.ABC):
         """Return the rows of a table that all devices together read: ``D n``, each lookup one."""
         return self.topology.num_devices * workload.lookups
 
-    def load(self, workload: TableWorkload, rows: np.ndarray, cache_ratio: float) -> Load:
+    def load(self, workload: TableWorkload, rows: np.ndarray, *, is_cache: bool = False) -> Load:
         """Return the load of shards that hold a table's rows part by part, ``[row_parts]``.
 
         The owner of a share ``q`` of the rows reads ``q D n`` of them and updates ``q U``.
@@ -182,15 +178,15 @@ class ExchangeCosts(abc.ABC):
         Args:
             workload: The table.
             rows: Rows of each part.
-            cache_ratio: Fraction of the rows that devices hold; the others are fetched.
+            is_cache: Whether the rows are those of a cache, over which ids spread evenly.
         """
         shares, devices = self.shares(workload, len(rows)), self.topology.num_devices
+        if is_cache:
+            shares = np.full(len(rows), 1 / len(rows))
         load = Load.zeros(len(rows))
         load.exchanged[:] = self.exchanged_rows(workload) * shares
         load.updated[:] = workload.distinct(devices) * shares
-        if self.group.storage != "device":
-            load.fetched[:] = workload.distinct(devices, cached=cache_ratio) * shares
-        load.held[:] = np.ceil(rows * cache_ratio)
+        load.held[:] = rows
         return load
 
     def perf(self, load: Load) -> Perf:
@@ -204,7 +200,6 @@ class ExchangeCosts(abc.ABC):
         return self.position() * load.exchanged + Perf(
             forward_compute=self.gather(self.group.row_bytes) * load.exchanged,
             backward_compute=gradient * load.exchanged + self.update * load.updated,
-            prefetch=self.fetch * load.fetched,
         )
 
     def bytes(self, load: Load) -> np.ndarray:
@@ -244,21 +239,6 @@ class ExchangeCosts(abc.ABC):
         """Seconds to update a row, ``update(1, w s + m)``."""
         bytes = self._granules(self.group.stored_row_bytes)
         return self.topology.update.seconds(calls=0, items=1, bytes=bytes)
-
-    @property
-    def fetch(self) -> float:
-        """Seconds to bring a row and its state to the device before a step and back after it.
-
-        ``2 host_link(w s + m)``, and for "disk" ``2 disk_link(w s + m)`` more.
-        """
-        links = {
-            "device": (),
-            "host": (self.topology.host_link,),
-            "disk": (self.topology.host_link, self.topology.disk_link),
-        }
-        bytes = self.group.stored_row_bytes
-        each = (link.seconds(calls=0, items=1, bytes=bytes) for link in links[self.group.storage])
-        return 2 * sum(each)
 
     def gather(self, bytes: float) -> float:
         """Return the seconds for each of many gathered rows of ``bytes``."""

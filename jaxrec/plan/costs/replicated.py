@@ -47,7 +47,7 @@ class ReplicatedCosts(ExchangeCosts):
             backward_exchange=all_gather(devices * capacity * (WORD + gradient), self.topology),
         )
 
-    def load(self, workload: TableWorkload, rows: np.ndarray, cache_ratio: float) -> Load:
+    def load(self, workload: TableWorkload, rows: np.ndarray, *, is_cache: bool = False) -> Load:
         """Return the rows held alone: all other work is the same on every device, see `home`."""
         load = Load.zeros(len(rows))
         load.held[:] = rows

@@ -16,7 +16,8 @@ FREE = Rate()
 
 def topology(*, hosts=1, each=4, **rates):
     """Devices on which everything is free but the given rates."""
-    free = dict.fromkeys(("gather", "update", "sort", "copy", "host_link", "disk_link"), FREE)
+    operations = ("gather", "update", "sort", "copy", "assign", "host_moves", "store_moves")
+    free = dict.fromkeys(operations, FREE)
     links = {"within": Links(FREE, FREE, FREE), "between": Links(FREE, FREE, FREE)}
     known = {"name": "test", "memory": 10**12, "granule": 1, "host_memory": 10**13}
     return Topology(hosts=hosts, devices_per_host=each, **{**free, **links, **known, **rates})
@@ -45,9 +46,9 @@ def workload_of(topology, *, rows=1000, dim=8, pooling=1, batch=4, is_weighted=F
     return workload
 
 
-def costs_of(exchange, workload, topology, *, width=None, storage="device"):
+def costs_of(exchange, workload, topology, *, width=None):
     """The costs of a table's group under an exchange."""
-    group = Group.of(workload, width or workload.dim, EXCHANGES[exchange], storage)
+    group = Group.of(workload, width or workload.dim, EXCHANGES[exchange])
     return make_costs(group, topology)
 
 

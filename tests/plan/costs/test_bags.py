@@ -28,7 +28,7 @@ def test_owners_have_positions_for_the_ids_and_bags_of_all_devices():
     """Capacity for 12 ids of 4 samples on each of 4 devices."""
     devices = topology()
     workload = workload_of(devices, pooling=3)
-    load = costs_of("bags", workload, devices).load(workload, np.array([1000]), 1.0)
+    load = costs_of("bags", workload, devices).load(workload, np.array([1000]))
     assert (load.ids, load.bags, load.exchanged, load.held) == (48, 16, 48, 1000)
 
 
@@ -38,14 +38,14 @@ def test_memory_by_hand():
     costs = costs_of("bags", workload, devices)
     assert costs.kept_bytes(workload) == 12 * 12 + 8 * 4 * 8
     assert costs.temporary_bytes(workload) == 32 * 12
-    load = costs.load(workload, np.array([1000]), 1.0)
+    load = costs.load(workload, np.array([1000]))
     assert costs.bytes(load) == 1000 * 8 * 4 + 48 * 16 + 16 * 8 * 4
 
 
 def test_a_weight_travels_with_each_id():
     devices = topology(**linked(within=1.0))
     plain, weighted = (workload_of(devices, is_weighted=w) for w in (False, True))
-    loads = [costs_of("bags", w, devices).load(w, np.array([1000]), 1.0) for w in (plain, weighted)]
+    loads = [costs_of("bags", w, devices).load(w, np.array([1000])) for w in (plain, weighted)]
     forward = [
         costs_of("bags", w, devices).perf(load).forward_exchange.item()
         for w, load in zip((plain, weighted), loads, strict=True)

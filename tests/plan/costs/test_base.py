@@ -15,7 +15,7 @@ from jaxrec.mesh.exchange.rows import Rows
 from jaxrec.plan import ParameterConstraints, Planner, ShardingPlan
 from jaxrec.plan.costs import Group, make_costs
 from jaxrec.plan.rates import Rate
-from tests.plan.costs.cases import costs_of, evaluate, linked, topology, workload_of
+from tests.plan.costs.cases import evaluate, linked, topology, workload_of
 
 
 def test_weights_travel_with_ids():
@@ -75,18 +75,6 @@ def test_a_plan_on_one_device_sends_nothing():
     assert found.phases["forward exchange"] == found.phases["backward exchange"] == 0
 
 
-def test_a_cached_row_is_fetched_and_written_back():
-    links = {"host_link": Rate(byte=1.0), "disk_link": Rate(byte=10.0)}
-    devices = topology(**links)
-    workload = workload_of(devices, optimizer=optim.adagrad())
-    seconds = {
-        storage: costs_of("rows", workload, devices, storage=storage).fetch
-        for storage in ("device", "host", "disk")
-    }
-    # 8 columns of a row and of its state.
-    assert seconds == {"device": 0, "host": 2 * 64, "disk": 2 * 64 * 11}
-
-
 @dataclasses.dataclass(frozen=True)
 class Pigeons(Rows):
     """An exchange of another package."""
@@ -94,12 +82,12 @@ class Pigeons(Rows):
     name = "pigeons"
 
 
-def test_groups_are_of_one_width_exchange_and_storage():
+def test_groups_are_of_one_width_and_exchange():
     devices = topology()
     workload = workload_of(devices, optimizer=optim.rowwise_adagrad())
-    whole, half = (Group.of(workload, width, ROWS, "device") for width in (8, 4))
+    whole, half = (Group.of(workload, width, ROWS) for width in (8, 4))
     assert (whole.joins_columns, half.joins_columns) == (False, True)
-    assert str(dataclasses.replace(half, storage="host")) == "float32_4 by rows (host)"
+    assert str(half) == "float32_4 by rows"
     assert whole.stored_row_bytes == 8 * 4 + 4
     with pytest.raises(ValueError, match="no costs for exchange 'pigeons', only for rows, pooled"):
         make_costs(dataclasses.replace(whole, exchange=Pigeons()), devices)

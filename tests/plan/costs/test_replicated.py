@@ -38,7 +38,7 @@ def test_no_device_waits_for_another():
     devices = topology(gather=Rate(item=1.0), update=Rate(item=1.0))
     workload = workload_of(devices)
     costs = costs_of("replicated", workload, devices)
-    load = costs.load(workload, np.array([1000]), 1.0)
+    load = costs.load(workload, np.array([1000]))
     assert load.held == 1000
     assert costs.perf(load).total == 0
     assert costs.empty_positions(100.0, 10.0) == (0.0, 0.0)

@@ -49,8 +49,10 @@ class PlanOptions:
     """GB of each device, instead of the machine's."""
     batch_size: int | None = None
     """Samples of all devices in a step; the model file's batch_size if not given."""
-    storages: tuple[Literal["device", "host", "disk"], ...] = ("device",)
-    """Where rows may be kept; host and disk are for planning ahead."""
+    storages: tuple[Literal["device", "host", "store"], ...] = ("device",)
+    """Where rows may be kept: host memory and row stores are used with caches on the devices."""
+    store: str | None = None
+    """URL of the row store of storage "store", such as "file:///data/{table}"."""
     statistics: pathlib.Path | None = None
     """File of statistics of batches, written by jaxrec.plan.Statistics.save."""
     reserve: float = 0.15
@@ -99,6 +101,7 @@ def _plan(options: PlanOptions) -> int:
         model.constraints,
         statistics=None if options.statistics is None else Statistics.load(options.statistics),
         storages=options.storages,
+        store=options.store,
         reserve=options.reserve,
         time_limit=options.time_limit,
         dense_bytes=model.dense_bytes,
@@ -137,6 +140,7 @@ def _calibrate(options: PlanOptions, given: set[str]) -> int:
     import jax
 
     from jaxrec.plan.calibration import Measurement, calibrate
+    from jaxrec.tier.calibration import calibrate_caches
 
     if "--devices" in given and os.environ.get("JAX_PLATFORMS", "cpu") == "cpu":
         with contextlib.suppress(RuntimeError):  # if devices are started, those are at hand
@@ -162,6 +166,7 @@ def _calibrate(options: PlanOptions, given: set[str]) -> int:
 
     memory = None if options.memory is None else int(options.memory * 1e9)
     topology = calibrate(mesh, name=devices[0].device_kind, memory=memory, report=report)
+    topology = calibrate_caches(topology, mesh, report=report)
     assert options.output is not None
     topology.save(options.output)
     print(f"{count} devices of kind {devices[0].device_kind}: rates written to {options.output}")

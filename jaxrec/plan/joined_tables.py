@@ -1,0 +1,137 @@
+"""Tables that share features: an id has a row in all of their caches, or in none."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from jaxrec.plan.constraints import ParameterConstraints
+from jaxrec.plan.problem import Problem, Solution
+from jaxrec.plan.table_cache import TableCache
+from jaxrec.plan.workload import TableWorkload
+
+_NO_CONSTRAINTS = ParameterConstraints()
+
+
+def join_constraints(
+    workloads: Sequence[TableWorkload],
+    constraints: Mapping[str, ParameterConstraints],
+    storages: Sequence[str],
+) -> dict[str, ParameterConstraints]:
+    """Return constraints that name the storages of each table.
+
+    Tables that share features may have the same storages, and the largest ``cache_ratio`` of any.
+    Tables of different numbers of rows that share features are kept on the devices.
+
+    Args:
+        workloads: The tables.
+        constraints: Constraints by table.
+        storages: Storages of tables without a constraint; with a fixed placement "device".
+
+    Raises:
+        ValueError: Tables that share features have no storage in common.
+    """
+    by_name = {workload.name: workload for workload in workloads}
+    own: dict[str, tuple[str, ...]] = {}
+    for name in by_name:
+        constraint = constraints.get(name, _NO_CONSTRAINTS)
+        default = storages if constraint.placement is None else ("device",)
+        own[name] = tuple(constraint.storages or default)
+    result: dict[str, ParameterConstraints] = {}
+    for name, workload in by_name.items():
+        joined = workload.joined or (name,)
+        common = [each for each in own[name] if all(each in own[other] for other in joined)]
+        if len({by_name[other].rows for other in joined}) > 1:
+            common = [each for each in common if each == "device"]
+        if not common:
+            of_tables = "; ".join(
+                f"{other!r} with {by_name[other].rows:,} rows in {' or '.join(own[other])}"
+                for other in joined
+            )
+            raise ValueError(
+                "tables that share features are kept in one storage, and off the devices only with "
+                f"equally many rows; got {of_tables}. Change their constraint storages"
+            )
+        of_joined = [constraints.get(other, _NO_CONSTRAINTS) for other in joined]
+        result[name] = dataclasses.replace(
+            constraints.get(name, _NO_CONSTRAINTS),
+            storages=tuple(common),
+            cache_ratio=max((c.cache_ratio for c in of_joined if c.cache_ratio), default=None),
+            store=next((c.store for c in of_joined if c.store is not None), None),
+        )
+    return result
+
+
+def check_stores(
+    workloads: Sequence[TableWorkload],
+    constraints: Mapping[str, ParameterConstraints],
+    store: str | None,
+) -> None:
+    """Check that tables that may be in row stores have different ones, by their URLs.
+
+    Args:
+        workloads: The tables.
+        constraints: Constraints with the storages of each table, of `join_constraints`.
+        store: URL of the row store of tables without a constraint.
+
+    Raises:
+        ValueError: Tables that share no feature have one URL without ``{table}``.
+    """
+    stored: dict[str, TableWorkload] = {}
+    for workload in workloads:
+        constraint = constraints[workload.name]
+        url = constraint.store or store
+        if "store" not in (constraint.storages or ()) or url is None or "{table}" in url:
+            continue
+        other = stored.setdefault(url, workload)
+        if other is not workload and other.name not in workload.joined:
+            raise ValueError(
+                f"tables {other.name!r} and {workload.name!r} may both be kept in the row store "
+                f"{url!r}, and the rows of an id would be mixed; write {{table}} where the URL has "
+                "their name, as in 'file:///data/{table}'"
+            )
+
+
+def chosen_caches(problem: Problem, solution: Solution) -> dict[str, TableCache]:
+    """Return the caches of a solution by table, those of decided placements among them."""
+    chosen = [
+        options[choice.option]
+        for options, choice in zip(problem.options, solution.choices, strict=True)
+    ]
+    caches = {option.table: option.cache for option in (*problem.decided, *chosen)}
+    return {name: cache for name, cache in caches.items() if cache is not None}
+
+
+def join_caches(
+    workloads: Sequence[TableWorkload],
+    caches: Mapping[str, TableCache],
+    constraints: Mapping[str, ParameterConstraints],
+) -> dict[str, ParameterConstraints] | None:
+    """Return constraints under which tables that share features have equal caches.
+
+    They get the storage of the largest table with a cache, and the rows of the largest cache.
+
+    Args:
+        workloads: The tables.
+        caches: Caches that a search without these constraints chose, by table.
+        constraints: Its constraints by table.
+
+    Returns:
+        All constraints; None where the caches are equal already.
+    """
+    changed: dict[str, ParameterConstraints] = {}
+    by_name = {workload.name: workload for workload in workloads}
+    for joined in dict.fromkeys(workload.joined for workload in workloads if workload.joined):
+        if len({caches.get(name) for name in joined}) == 1:
+            continue
+        cached = [name for name in joined if name in caches]
+        largest = caches[max(cached, key=lambda name: by_name[name].table_bytes)]
+        rows = max(caches[name].rows for name in cached)
+        for name in joined:
+            changed[name] = dataclasses.replace(
+                constraints.get(name, _NO_CONSTRAINTS),
+                storages=(largest.storage,),
+                cache_ratio=rows / by_name[name].rows,
+                store=largest.store if largest.storage == "store" else None,
+            )
+    return {**constraints, **changed} if changed else None
