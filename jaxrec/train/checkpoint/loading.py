@@ -13,13 +13,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jaxtyping import Array
 
 from jaxrec.embed.config import TableConfig
 from jaxrec.embed.row_access import TableRows, write
+from jaxrec.embed.variables import dense_variables, plain, put_like, value_like, variables
 from jaxrec.tier.saved_stores import check_stores, load_stores
 from jaxrec.tier.tier import Tier, tier_of
 from jaxrec.tier.vocabulary import LoadedRows
@@ -35,10 +35,7 @@ from jaxrec.train.checkpoint.files import (
 from jaxrec.train.checkpoint.tree import (
     Collection,
     collections,
-    dense_variables,
     placed_configs,
-    plain,
-    variables,
     without_end,
 )
 
@@ -162,7 +159,7 @@ def load_state(path: pathlib.Path, state: State) -> State:
             f"here it has {shapes}"
         )
     return jax.tree.unflatten(
-        tree, [_put_like(x.astype(leaf.dtype), leaf) for x, leaf in zip(found, leaves, strict=True)]
+        tree, [put_like(x.astype(leaf.dtype), leaf) for x, leaf in zip(found, leaves, strict=True)]
     )
 
 
@@ -276,21 +273,7 @@ def _new_values(
                 f"{path}: {name} was saved with shape {saved[name].shape}, but the model's has "
                 f"{wanted}"
             )
-    return [(v, _new_value(v.get_value(), saved[name])) for name, v in named.items()]
-
-
-def _new_value(old: Array, saved: np.ndarray) -> Array:
-    if jax.dtypes.issubdtype(old.dtype, jax.dtypes.prng_key):
-        new = _put_like(saved, jax.random.key_data(old))
-        return jax.random.wrap_key_data(new, impl=jax.random.key_impl(old))
-    return _put_like(saved.astype(old.dtype), old)
-
-
-def _put_like(value: np.ndarray, old: Any) -> Array:
-    """Put a value on the devices of the old one."""
-    if not isinstance(old, jax.Array) or len(old.sharding.device_set) == 1:
-        return jnp.asarray(value)
-    return jax.make_array_from_callback(value.shape, old.sharding, lambda index: value[index])
+    return [(v, value_like(saved[name], v.get_value())) for name, v in named.items()]
 
 
 def _match(what: str, wanted: Iterable[str], saved: Iterable[str], path: pathlib.Path) -> None:

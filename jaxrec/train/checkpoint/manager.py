@@ -14,6 +14,7 @@ from typing import Any
 import jax
 from flax import nnx
 
+from jaxrec.embed.variables import plain
 from jaxrec.train.checkpoint.arrays import os_errors, quiet
 from jaxrec.train.checkpoint.checksums import STORES, write_checksums
 from jaxrec.train.checkpoint.files import (
@@ -26,7 +27,7 @@ from jaxrec.train.checkpoint.files import (
     run_file,
 )
 from jaxrec.train.checkpoint.preservation import PreservationPolicy
-from jaxrec.train.checkpoint.tree import plain, saved_tree, table_shapes
+from jaxrec.train.checkpoint.tree import saved_tree, table_shapes
 from jaxrec.train.lock import lock_directory
 
 # Bytes of a chunk of a table's file: the least that a device reads.

@@ -12,8 +12,9 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array
 
-from jaxrec.embed import EmbeddingBagCollection, EmbeddingCollection, TableVariable
+from jaxrec.embed import EmbeddingBagCollection, EmbeddingCollection
 from jaxrec.embed.config import TableConfig
+from jaxrec.embed.variables import dense_variables, plain, variables
 from jaxrec.tier.saved_stores import snapshot_stores
 from jaxrec.tier.tier import tier_of
 
@@ -117,20 +118,3 @@ def collections(model: nnx.Module) -> dict[str, Collection]:
         for path, module in nnx.iter_modules(model)
         if isinstance(module, EmbeddingBagCollection | EmbeddingCollection)
     }
-
-
-def variables(node: Any, wanted: Any = ...) -> dict[str, nnx.Variable]:
-    """Return the variables of a module or an optimizer by their paths."""
-    state = nnx.state(node, wanted)
-    return {"/".join(map(str, path)): variable for path, variable in nnx.to_flat_state(state)}
-
-
-def dense_variables(model: nnx.Module) -> dict[str, nnx.Variable]:
-    """Return all variables of a model except its tables."""
-    return variables(model, nnx.Not(TableVariable))
-
-
-def plain(value: Array) -> Array:
-    """Return the data of a random key, and any other array as it is."""
-    is_key = jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key)
-    return jax.random.key_data(value) if is_key else value
