@@ -269,15 +269,17 @@ class ChangeTracker(TierObserver):
             changed = [(table, self._changed(table, bit)) for table in tables]
             self._clear(bit, tables)
         ids = {(table.collection, table.config.name): each for table, each in changed}
-        handed_over = HandOver(ids, self._positions.get(consumer))
+        handed_over = HandOver(ids, position := self._positions.pop(consumer, None))
         try:
             yield handed_over
         except BaseException:
             with self._lock:
                 for table, each in changed:
                     table.load(each, bit)
+            if position is not None:
+                self._positions[consumer] = position
             raise
-        if handed_over.position is not None:
+        if handed_over.position is not None and handed_over.position != position:
             self._positions[consumer] = handed_over.position
 
     def _clear(self, bit: int, tables: Iterable[TrackedTable]) -> None:
@@ -356,8 +358,8 @@ class ChangeTracker(TierObserver):
     def _table(self, name: str) -> TrackedTable:
         tables = self._model.all_tables | self._model.tables
         if name not in tables:
-            names = ", ".join(map(repr, self._model.tables))
-            raise KeyError(f"no table that is trained is named {name!r}; there are {names}")
+            names = ", ".join(map(repr, self._model.all_tables))
+            raise KeyError(f"no table is named {name!r}; there are {names}")
         return tables[name]
 
     def _store(self, table: TrackedTable) -> TableStore:

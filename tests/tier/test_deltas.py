@@ -1,4 +1,4 @@
-"""Versions bring copies to the model that was published, bit for bit, whatever happens meanwhile."""
+"""Versions bring copies to the model that was published, bit for bit, whatever happens."""
 
 from __future__ import annotations
 
@@ -18,31 +18,36 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jaxrec
-from jaxrec.mesh import shard_batch
 from jaxrec.tier import (
-    Cached,
     ChangeTracker,
     Dynamic,
     Subscriber,
     VersionError,
     ahead,
-    default_row,
     make,
     publish,
-    shared,
+    row_columns,
 )
 from jaxrec.tier.deltas import arrow_files, folder
 from jaxrec.tier.deltas.folder import VersionFolder
 from jaxrec.tier.tier import tier_of
 from tests.fuzz import max_examples
 from tests.tier import deltas, models
+from tests.tier.deltas import (
+    OPEN,
+    ROWS,
+    Fixed,
+    assert_same,
+    bits,
+    draw_fixed,
+    draw_open,
+    fixed_model,
+    open_model,
+    steps,
+)
 
 # Small tables lose rows often.
 pytestmark = pytest.mark.filterwarnings("ignore:the table .* thrashes")
-
-OPEN = ("item", "query", "item_wide")
-NAMES = np.random.default_rng(0).integers(-(2**63), 2**63, 90)
-ROWS = 64  # for ids of up to three batches of 4 samples with up to 3 ids for each of two features
 
 
 class Sequence(nnx.Module):
@@ -70,156 +75,59 @@ class Sequence(nnx.Module):
         return self.over(values)[:4, 0]
 
 
-def open_model(kind, optimizer="adam", seed=0, rows=ROWS):
-    settings_of = {
-        "lost": Dynamic(),
-        "stored": Dynamic(store="memory://", unknown=shared(3)),
-        "default": Dynamic(admit_after=2, unknown=default_row()),
-    }
-    return make(
-        lambda: models.Ranker(rows, optimizer), dict.fromkeys(OPEN, settings_of[kind]), seed=seed
-    )
-
-
-class Fixed(nnx.Module):
-    """A table with few or all rows on the device, and a plain one."""
-
-    def __init__(self, optimizer):
-        config = jaxrec.EmbeddingBagConfig
-        self.embeddings = jaxrec.EmbeddingBagCollection(
-            [config("user", 90, 4, initializer="normal"), config("age", 10, 4)],
-            optimizer=models.OPTIMIZERS[optimizer],
-            rngs=nnx.Rngs(0),
-        )
-        self.over = nnx.Linear(8, 1, rngs=nnx.Rngs(1))
-
-    def __call__(self, features):
-        return self.over(self.embeddings(features).values)[:, 0]
-
-
-def fixed_model(kind, optimizer="adam", seed=0):
-    if kind == "plain":
-        return Fixed(optimizer)
-    return make(lambda: Fixed(optimizer), {"user": Cached(rows=40)}, seed=seed)
-
-
-def draw_open(rng):
-    data = {
-        key: [NAMES[rng.integers(0, 90, n)] for n in rng.integers(0, 3, 4)]
-        for key in ("item", "query", "context")
-    }
-    data["age"] = [[int(age)] for age in rng.integers(0, 10, 4)]
-    capacities = dict.fromkeys(data, 12)
-    features = jaxrec.KeyedJaggedArray.from_lists(data, id_bits=64, capacities=capacities)
-    return features, rng.integers(0, 2, 4).astype(np.float32)
-
-
-def draw_fixed(rng):
-    data = {
-        "user": [rng.integers(0, 90, n).tolist() for n in rng.integers(0, 3, 4)],
-        "age": [[int(age)] for age in rng.integers(0, 10, 4)],
-    }
-    features = jaxrec.KeyedJaggedArray.from_lists(data, capacities=dict.fromkeys(data, 8))
-    return features, rng.integers(0, 2, 4).astype(np.float32)
-
-
-def bits(array):
-    array = np.ascontiguousarray(array)
-    return array.view(f"uint{8 * array.dtype.itemsize}")
-
-
-def assert_same(copy, model, *, with_state=False, ids=NAMES):
-    """All rows by id, the ids that have a row, and all other variables."""
-    tier = tier_of(model)
-    of_tier = () if tier is None else [(v, t) for v in tier.vocabularies for t in v.tables]
-    is_open = {(t.collection, t.config.name) for v, t in of_tier if v.num_ids is None}
-    for path, collection in deltas.collections(model).items():
-        other = deltas.collections(copy)[path]
-        for config in collection.configs:
-            wanted = ids if (path, config.name) in is_open else np.arange(config.num_embeddings)
-            rows = [each.rows(config.name, wanted) for each in (collection, other)]
-            np.testing.assert_array_equal(*map(bits, rows), err_msg=config.name)
-            if with_state:
-                has_row = wanted
-                if (path, config.name) in is_open:
-                    has_row = np.array(sorted(ids_now(model, config.name)), np.int64)
-                states = [each.row_state(config.name, has_row) for each in (collection, other)]
-                for name, state in states[0].items():
-                    np.testing.assert_array_equal(bits(state), bits(states[1][name]))
-    for name in {config_name for _, config_name in is_open}:
-        assert ids_now(copy, name) == ids_now(model, name)
-    for name, variable in deltas.dense(model).items():
-        np.testing.assert_array_equal(bits(variable), bits(deltas.dense(copy)[name]), err_msg=name)
-
-
-def ids_now(model, name):
-    """The ids that have a row, in the table or in its store."""
-    (each,) = [v for v in tier_of(model).vocabularies if name in v.name.split("+")]
-    ids = set(each.vocabulary.map.items()[0].tolist())
-    if each.transfer is not None:
-        for stored, _ in each.transfer.store.scan():
-            ids |= set(stored.tolist())
-    return ids
-
-
-def steps(model, optimizer, tracker, batches):
-    loop = ahead(model, batches, look_ahead=1) if tier_of(model) else tracker.watch(batches)
-    for x, y in loop:
-        models.train_step(model, optimizer, x, jnp.asarray(y))
-
-
-# The model that is published and the copies: settings of both.
+# The model that is published, and two copies, of one form or of others.
 PAIRS = {
-    "lost": (lambda o: open_model("lost", o), lambda: open_model("lost", seed=5)),
-    "stored": (
-        lambda o: open_model("stored", o),
-        lambda: open_model("stored", "sgd", seed=5),
-    ),
-    "default": (lambda o: open_model("default", o), lambda: open_model("default", "sgd")),
-    "plain": (lambda o: fixed_model("plain", o), lambda: fixed_model("plain", "sgd")),
-    "cached": (lambda o: fixed_model("cached", o), lambda: fixed_model("cached")),
-    "cached_to_plain": (lambda o: fixed_model("cached", o), lambda: fixed_model("plain")),
-    "plain_to_cached": (lambda o: fixed_model("plain", o), lambda: fixed_model("cached", seed=3)),
+    "lost": lambda: (open_model("lost", "sgd"), open_model("lost", seed=5)),
+    "stored": lambda: (open_model("stored"), open_model("stored", "sgd", seed=5)),
+    "default": lambda: (open_model("default"), open_model("default")),
+    "plain": lambda: (fixed_model("plain"), fixed_model("cached", seed=3)),
+    "cached": lambda: (fixed_model("cached", "sgd"), fixed_model("cached", "sgd")),
+    "cached_to_plain": lambda: (fixed_model("cached"), fixed_model("plain", "sgd")),
 }
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
-@pytest.mark.parametrize("pair", PAIRS)
+@pytest.fixture(scope="module", params=PAIRS)
+def pair(request):
+    """A model, its optimizer, a function that draws batches, and copies; examples share them."""
+    model, copy = PAIRS[request.param]()
+    draw = draw_open if request.param in ("lost", "stored", "default") else draw_fixed
+    return model, jaxrec.Optimizer(model, optax.sgd(0.1)), draw, copy
+
+
 @given(data=st.data())
-@settings(max_examples=max_examples(4))
-def test_copies_are_equal_after_any_sequence(tmp_path_factory, pair, optimizer, data):
+@settings(max_examples=max_examples(5))
+def test_copies_are_equal_after_any_sequence(tmp_path_factory, pair, data):
     """Steps with evictions, publishing, failures of it, new publishers and copies that sleep."""
     directory = tmp_path_factory.mktemp("versions")
-    published, copied = PAIRS[pair]
-    model, is_open = published(optimizer), pair in ("lost", "stored", "default")
-    draw = draw_open if is_open else draw_fixed
-    model_optimizer = jaxrec.Optimizer(model, optax.sgd(0.1))
-    tracker = ChangeTracker(model, ["publisher"])
-    copies = [copied() for _ in range(2)]
-    subscribers = [Subscriber(copy, directory) for copy in copies]
+    model, optimizer, draw, copy = pair
+    tracker, subscriber = ChangeTracker(model, ["publisher"]), Subscriber(copy, directory)
     rng = np.random.default_rng(data.draw(st.integers(0, 1000)))
     full_every = data.draw(st.sampled_from([None, 1, 2, 100]))
     actions = st.sampled_from(["train", "train", "publish", "fail", "update", "restart"])
     for action in [*data.draw(st.lists(actions, max_size=8)), "train", "publish"]:
         if action == "train":
-            steps(model, model_optimizer, tracker, [draw(rng) for _ in range(2)])
+            steps(model, optimizer, tracker, [draw(rng) for _ in range(2)])
         elif action == "publish":
             publish(model, directory, tracker=tracker, full_every=full_every)
         elif action == "fail":
-            with (
-                pytest.MonkeyPatch.context() as patch,
-                pytest.raises(OSError, match="disk is full"),
-            ):
-                patch.setattr(VersionFolder, "commit", full_disk)
-                publish(model, directory, tracker=tracker, full_every=full_every)
+            fails_to_publish(model, directory, tracker=tracker, full_every=full_every)
         elif action == "update":
-            subscribers[0].update()
+            subscriber.update()
         else:
             tracker = ChangeTracker(model, ["publisher"])
-    for copy, subscriber in zip(copies, subscribers, strict=True):
-        subscriber.update()
-        assert subscriber.update() == 0
-        assert_same(copy, model)
+    subscriber.update()
+    assert subscriber.update() == 0
+    assert_same(copy, model)
+
+
+def fails_to_publish(model, directory, failure="commit", **options):
+    with pytest.MonkeyPatch.context() as patch:
+        if failure == "move":
+            patch.setattr(folder.pafs, "LocalFileSystem", deltas.NoMoves)
+        else:
+            patch.setattr(VersionFolder, failure, full_disk)
+        with pytest.raises(OSError, match="disk is full"):
+            publish(model, directory, **options)
 
 
 def full_disk(*_, **__):
@@ -269,9 +177,9 @@ def test_all_kinds_of_variables(tmp_path):
     for number in range(3):
         batch = jaxrec.KeyedJaggedArray.from_lists({"item": [[number, 7], [], [29], [3]]})
         steps(model, optimizer, tracker, [(batch, np.ones(4, np.float32))])
-        model.items.load_rows("item", [number], [[np.nan, -0.0, *range(6)]])
-        tracker.mark("items/item" if number > 5 else "item", [number])
-        model.items.load_rows("fixed", [number], np.full((1, 4), number))
+        model.items.load_rows("item", [number], np.array([[np.nan, -0.0, *range(6)]]))
+        tracker.mark("item", [number])
+        model.items.load_rows("fixed", [number], np.full((1, 4), 0.5 + number))
         tracker.mark("fixed", [number])
         assert publish(model, tmp_path, tracker=tracker, with_state=True, full_every=9).rows == 5
         assert subscriber.update() == 1
@@ -279,37 +187,29 @@ def test_all_kinds_of_variables(tmp_path):
     assert np.signbit(np.asarray(copy.items.rows("item", [2]), np.float32)[0, 1])
 
 
-@pytest.mark.parametrize("devices", [(1, 8), (8, 1)], ids=["to_mesh", "from_mesh"])
-def test_over_a_mesh(tmp_path, devices):
-    model, copy = (deltas.sharded(number, models.Ranker, OPEN, ROWS * 2) for number in devices)
+def test_from_a_mesh(tmp_path):
+    model = deltas.sharded(8, models.Ranker, OPEN, 72)
+    copy = make(lambda: models.Ranker(72, "adam"), dict.fromkeys(OPEN, Dynamic()))
     optimizer = jaxrec.Optimizer(model, optax.sgd(0.1))
     tracker = ChangeTracker(model, ["publisher"])
     subscriber = Subscriber(copy, tmp_path, with_state=True)
     rng = np.random.default_rng(1)
-    for _ in range(3):
-        for x, y in ahead(model, [deltas.twice(draw_open, rng) for _ in range(3)], look_ahead=1):
+    for _ in range(2):
+        for x, y in ahead(model, [deltas.twice(draw_open, rng) for _ in range(6)], look_ahead=1):
             models.train_step(model, optimizer, x, jnp.asarray(y))
-        publish(model, tmp_path, tracker=tracker, with_state=True, full_every=9)
+        version = publish(model, tmp_path, tracker=tracker, with_state=True, full_every=9)
         subscriber.update()
         assert_same(copy, model, with_state=True)
-    assert tier_of(model).statistics()["query"]["evicted"] > 0
+    assert version.removed > 0
 
 
-def test_a_plain_model_over_a_mesh(tmp_path):
-    mesh = jax.make_mesh((8,), ("data",))
+def test_to_a_mesh(tmp_path):
     plan = jaxrec.plan.ShardingPlan.from_dict(
         {"user": jaxrec.mesh.row_wise(), "age": jaxrec.mesh.data_parallel()}
     )
-    model = jaxrec.shard(lambda: Fixed("adam"), plan, mesh)
-    copy = fixed_model("cached")
-    optimizer = jaxrec.Optimizer(model, optax.sgd(0.1))
-    tracker, subscriber = ChangeTracker(model, ["publisher"]), Subscriber(copy, tmp_path)
-    rng = np.random.default_rng(0)
-    for _ in range(2):
-        batches = [deltas.twice(draw_fixed, rng) for _ in range(2)]
-        for batch in tracker.watch(batches):
-            models.train_step(model, optimizer, *shard_batch(batch, mesh))
-        publish(model, tmp_path, tracker=tracker, full_every=9)
+    copy = jaxrec.shard(lambda: Fixed("adam"), plan, jax.make_mesh((8,), ("data",)))
+    model, subscriber = fixed_model("plain"), Subscriber(copy, tmp_path)
+    for _ in publish_and_train(model, tmp_path, draw_fixed, rounds=2, full_every=9):
         subscriber.update()
         assert_same(copy, model)
 
@@ -421,90 +321,90 @@ def remove(path, position):
 
 @pytest.fixture(scope="module")
 def published(tmp_path_factory):
-    """Versions 1 (full), 2, 3 (full), 4; the model at the end."""
+    """Versions 1 (full), 2, 3 (full), 4; the model at the end, and a copy that examples share."""
     directory = tmp_path_factory.mktemp("published")
     model = open_model("default")
     list(publish_and_train(model, directory, draw_open, rounds=3, full_every=2))
-    return directory, model
+    return directory, model, open_model("default", "sgd")
 
 
 @pytest.mark.parametrize("damage", [flip, cut, remove])
 @given(data=st.data())
-@settings(max_examples=max_examples(12))
+@settings(max_examples=max_examples(6))
 def test_damage_is_found_before_anything_changes(tmp_path_factory, published, damage, data):
-    source, model = published
+    source, model, copy = published
     directory = tmp_path_factory.mktemp("damaged") / "versions"
     deltas.copy_tree(source, directory)
-    copy = open_model("default")
     subscriber = Subscriber(copy, directory)
     files = data_files(directory)
     number = data.draw(st.sampled_from([1, 2, 3, 4]))
     path = data.draw(st.sampled_from(files[number]))
     damage(path, data.draw(st.integers(0, 10**6)))
     before = deltas.contents(copy)
-    is_manifest = path.suffix == ".json"
-    may_end = damage is remove and is_manifest  # such a version was never there
+    message = ""
     try:
         subscriber.update()
     except VersionError as error:
-        assert path.name in str(error) or number == 3
-        assert "full_every=1" in str(error)
-        assert subscriber.version < 4
+        message = str(error)
+    if message:
+        # Version 3 is full: the ones before are not needed.
         assert number in (3, 4)
+        assert "full_every=1" in message
+        assert path.name in message or number == 3
+        assert subscriber.version in (0, 2, 3)
         if subscriber.version == 0:
             deltas.assert_contents(copy, before)
+    elif damage is remove and path.suffix == ".json" and number == 4:
+        assert subscriber.version == 3  # version 4 was never there
     else:
-        assert subscriber.version == 4 or (may_end and number == 4)
-        if subscriber.version == 4:
-            assert_same(copy, model)
+        assert subscriber.version == 4
+        assert_same(copy, model)
     publish(model, directory, full_every=1)
     subscriber.update()
     assert_same(copy, model)
 
 
 def test_a_damaged_full_version_is_passed_by(tmp_path, published):
-    source, model = published
+    source, model, copy = published
     deltas.copy_tree(source, tmp_path / "versions")
     for path in data_files(tmp_path / "versions")[3]:
         if path.name.startswith("full"):
             flip(path, 500)
-    copy = open_model("default")
     assert Subscriber(copy, tmp_path / "versions").update() == 4
     assert_same(copy, model)
 
 
-FAILURES = ["begin", "writing", "commit", "remove_before", "names", "move"]
-
-
-@pytest.mark.parametrize("failure", FAILURES)
-def test_publishing_that_fails_loses_nothing(tmp_path, monkeypatch, failure):
+@pytest.mark.parametrize("failure", ["names", "begin", "writing", "commit", "move"])
+def test_publishing_that_fails_loses_nothing(tmp_path, failure):
     model, copy = fixed_model("plain"), fixed_model("plain")
     optimizer = jaxrec.Optimizer(model, optax.sgd(0.1))
     tracker, subscriber = ChangeTracker(model, ["publisher"]), Subscriber(copy, tmp_path)
     rng = np.random.default_rng(0)
-
-    def train():
-        steps(model, optimizer, tracker, [draw_fixed(rng)])
-
-    publish(model, tmp_path, tracker=tracker, full_every=9)
-    train()
-    with monkeypatch.context() as patch:
-        if failure == "move":
-            patch.setattr(folder.pafs, "LocalFileSystem", deltas.NoMoves)
-        else:
-            patch.setattr(VersionFolder, failure, full_disk)
-        every = 1 if failure == "remove_before" else 9
-        if failure == "remove_before":
-            publish(model, tmp_path, tracker=tracker, full_every=every)  # the version is there
-        else:
-            with pytest.raises(OSError, match="disk is full"):
-                publish(model, tmp_path, tracker=tracker, full_every=every)
-    train()
-    version = publish(model, tmp_path, tracker=tracker, full_every=9)
-    assert version.version == (3 if failure == "remove_before" else 2)
+    options = {"tracker": tracker, "full_every": 9}
+    publish(model, tmp_path, **options)
+    steps(model, optimizer, tracker, [draw_fixed(rng)])
+    fails_to_publish(model, tmp_path, failure, **options)
+    steps(model, optimizer, tracker, [draw_fixed(rng)])
+    version = publish(model, tmp_path, **options)
+    assert version.version == 2
     assert version.is_delta
     assert not version.is_full
     subscriber.update()
+    assert_same(copy, model)
+
+
+def test_old_versions_that_cannot_be_removed(tmp_path, monkeypatch):
+    model, copy = fixed_model("plain"), fixed_model("plain")
+    tracker = ChangeTracker(model, ["publisher"])
+    options = {"tracker": tracker, "full_every": 1, "keep": 1}
+    with monkeypatch.context() as patch:
+        patch.setattr(VersionFolder, "remove_before", full_disk)
+        for _ in range(3):
+            publish(model, tmp_path, **options)
+    assert [name.version for name in VersionFolder(tmp_path).names()] == [1, 2, 3]
+    assert publish(model, tmp_path, **options).is_delta
+    assert [name.version for name in VersionFolder(tmp_path).names()] == [4]
+    Subscriber(copy, tmp_path).update()
     assert_same(copy, model)
 
 
@@ -592,18 +492,12 @@ def test_the_files_by_pyarrow(tmp_path):
 
 def test_small_parts(tmp_path, monkeypatch):
     """Rows are read and written a few at a time."""
-    from jaxrec.tier import row_columns
-
     monkeypatch.setattr(row_columns, "_ROWS", 7)
-    for kind, made, draw in (
-        ("stored", open_model, draw_open),
-        ("cached", fixed_model, draw_fixed),
-    ):
-        model, copy = made(kind), made(kind)
-        subscriber = Subscriber(copy, tmp_path / kind)
-        for _ in publish_and_train(model, tmp_path / kind, draw, rounds=2, full_every=2):
-            subscriber.update()
-            assert_same(copy, model)
+    model, copy = open_model("stored", "sgd"), open_model("stored", "sgd")
+    subscriber = Subscriber(copy, tmp_path)
+    for _ in publish_and_train(model, tmp_path, draw_open, rounds=2, full_every=2):
+        subscriber.update()
+        assert_same(copy, model)
 
 
 ARRAYS = {
@@ -665,14 +559,20 @@ MISMATCHES = {
 }
 
 
+@pytest.fixture(scope="module")
+def versions_of_lost(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("lost")
+    list(publish_and_train(open_model("lost"), directory, draw_open, rounds=1, number=4))
+    return directory
+
+
 @pytest.mark.parametrize("mismatch", MISMATCHES)
-def test_copies_of_another_form_are_refused(tmp_path, mismatch):
+def test_copies_of_another_form_are_refused(versions_of_lost, mismatch):
     made, words = MISMATCHES[mismatch]
-    model, copy = open_model("lost"), made()
-    list(publish_and_train(model, tmp_path, draw_open, rounds=1, number=4))
+    copy = made()
     before = deltas.contents(copy)
     with pytest.raises(ValueError, match=words):
-        Subscriber(copy, tmp_path).update()
+        Subscriber(copy, versions_of_lost).update()
     deltas.assert_contents(copy, before)
 
 
@@ -701,7 +601,7 @@ def test_arguments(tmp_path):
         publish(model, tmp_path, full_every=0)
     with pytest.raises(ValueError, match="keep is an integer of 1 or more, got True"):
         publish(model, tmp_path, keep=True)
-    with pytest.raises(TypeError, match="tracker is a jaxrec"):
+    with pytest.raises(TypeError, match="tracker"):
         publish(model, tmp_path, tracker="publisher")
     with pytest.raises(ValueError, match="tracks another model"):
         publish(model, tmp_path, tracker=ChangeTracker(Sequence(), ["publisher"]))
@@ -711,10 +611,10 @@ def test_arguments(tmp_path):
         publish(model, "file://data/versions")
     with pytest.raises(ValueError, match="no folder has the URL 'nothing://there'"):
         publish(model, "nothing://there")
-    with pytest.raises(TypeError, match=r"nnx\.Module"):
+    with pytest.raises(TypeError, match=r"[Mm]odule"):
         Subscriber({}, tmp_path)
-    with pytest.raises(NotADirectoryError):
-        (tmp_path / "file").write_text("")
+    (tmp_path / "file").write_text("")
+    with pytest.raises((FileExistsError, NotADirectoryError)):
         publish(model, tmp_path / "file" / "versions")
     assert Subscriber(model, tmp_path / "none").update() == 0
     assert VersionFolder("file:///data/a%20b").local == pathlib.Path("/data/a b")
@@ -741,6 +641,6 @@ def test_rows_are_not_taken_away_in_a_training_loop(tmp_path):
 
 def test_killed_publishers(tmp_path):
     """Whenever a publisher is killed, a copy is one of the versions, whole."""
-    kills = deltas.kill_repeatedly(tmp_path, kills=6)
-    assert kills.versions > 6
+    kills = deltas.kill_repeatedly(tmp_path, kills=4)
+    assert kills.newest >= 2
     assert kills.unfinished > 0

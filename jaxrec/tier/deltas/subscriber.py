@@ -28,7 +28,6 @@ from jaxrec.tier.deltas.process_zero import on_process_zero
 from jaxrec.tier.deltas.tables import PublishedTable, Values, published_tables
 from jaxrec.tier.tier import tier_of
 
-
 # Errors that processes agree on, the special ones first.
 _KINDS = (VersionError, OSError, ValueError)
 
