@@ -7,6 +7,7 @@ import json
 import os
 import pathlib
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 from jaxrec.train.checkpoint.checksums import CHECKSUMS_FILE, STORES, find_damage
@@ -112,7 +113,7 @@ def open_checkpoint(directory: str | os.PathLike[str], step: int | None) -> path
             stacklevel=3,
         )
     else:
-        for link in chain(path):
+        for link in _links(path):
             if damage := find_damage(link):
                 raise damaged(path, damage, link)
     return path
@@ -124,15 +125,21 @@ def chain(path: pathlib.Path) -> list[pathlib.Path]:
     Raises:
         CheckpointError: One of them is missing, or was saved again.
     """
-    links = [path]
-    while (link := read_link(links[0])).base is not None:
+    return list(_links(path))[::-1]
+
+
+def _links(path: pathlib.Path) -> Iterator[pathlib.Path]:
+    """Iterate over the checkpoints of a chain, the last one first; see `chain`."""
+    current = path
+    yield path
+    while (link := read_link(current)).base is not None:
         base = path.parent / str(link.base)
         if not is_checkpoint(base):
-            raise damaged(path, f"{base} is missing, on which {links[0].name} builds")
+            raise damaged(path, f"{base} is missing, on which {current.name} builds")
+        yield base
         if read_link(base).token != link.base_token:
-            raise damaged(path, f"{base}, on which {links[0].name} builds, was saved again")
-        links.insert(0, base)
-    return links
+            raise damaged(path, f"{base}, on which {current.name} builds, was saved again")
+        current = base
 
 
 def damaged(path: pathlib.Path, damage: str, broken: pathlib.Path | None = None) -> CheckpointError:
