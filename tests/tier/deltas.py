@@ -19,7 +19,6 @@ import pyarrow.fs as pafs
 from flax import nnx
 
 import jaxrec
-from jaxrec.ragged import KeyedJaggedArray
 from jaxrec.tier import (
     Cached,
     ChangeTracker,
@@ -173,27 +172,14 @@ def assert_contents(model, before):
 
 
 def sharded(devices, ranker, names, rows):
-    """A model with open vocabularies on some devices."""
-
-    def made():
-        return make(lambda: ranker(rows, "adam"), dict.fromkeys(names, Dynamic()))
-
-    if devices == 1:
-        return made()
-    mesh = jax.make_mesh((devices,), ("data",))
+    """A model with open vocabularies over a mesh."""
     placements = dict.fromkeys((*names, "age"), jaxrec.mesh.row_wise())
     placements["query"] = jaxrec.mesh.column_wise([0, 1])
-    return jaxrec.shard(made, jaxrec.plan.ShardingPlan.from_dict(placements), mesh)
-
-
-def twice(draw, rng):
-    """A batch of two others, as eight devices need it."""
-    (first, labels), (second, other_labels) = draw(rng), draw(rng)
-    data = {key: first[key].to_lists() + second[key].to_lists() for key in first.keys}
-    capacities = {key: 2 * size for key, size in zip(first.keys, first.capacities, strict=True)}
-    bits = 64 if first["age"].values.dtype == np.int64 else 32
-    features = KeyedJaggedArray.from_lists(data, id_bits=bits, capacities=capacities)
-    return features, np.concatenate([labels, other_labels])
+    return jaxrec.shard(
+        lambda: make(lambda: ranker(rows, "adam"), dict.fromkeys(names, Dynamic())),
+        jaxrec.plan.ShardingPlan.from_dict(placements),
+        jax.make_mesh((devices,), ("data",), devices=jax.devices()[:devices]),
+    )
 
 
 def copy_tree(source: pathlib.Path, target: pathlib.Path) -> None:

@@ -20,11 +20,9 @@ from hypothesis import strategies as st
 import jaxrec
 from jaxrec.tier import (
     ChangeTracker,
-    Dynamic,
     Subscriber,
     VersionError,
     ahead,
-    make,
     publish,
     row_columns,
 )
@@ -188,14 +186,14 @@ def test_all_kinds_of_variables(tmp_path):
 
 
 def test_from_a_mesh(tmp_path):
-    model = deltas.sharded(8, models.Ranker, OPEN, 72)
-    copy = make(lambda: models.Ranker(72, "adam"), dict.fromkeys(OPEN, Dynamic()))
+    model = deltas.sharded(2, models.Ranker, OPEN, ROWS)
+    copy = open_model("lost")
     optimizer = jaxrec.Optimizer(model, optax.sgd(0.1))
     tracker = ChangeTracker(model, ["publisher"])
     subscriber = Subscriber(copy, tmp_path, with_state=True)
     rng = np.random.default_rng(1)
     for _ in range(2):
-        for x, y in ahead(model, [deltas.twice(draw_open, rng) for _ in range(6)], look_ahead=1):
+        for x, y in ahead(model, [draw_open(rng) for _ in range(8)], look_ahead=1):
             models.train_step(model, optimizer, x, jnp.asarray(y))
         version = publish(model, tmp_path, tracker=tracker, with_state=True, full_every=9)
         subscriber.update()
