@@ -105,6 +105,7 @@ def publish(
 
     Example:
         >>> import jaxrec, tempfile
+        >>> import numpy as np
         >>> config = jaxrec.EmbeddingBagConfig("item", num_embeddings=100, embedding_dim=2)
         >>> def make_model():
         ...     return jaxrec.EmbeddingBagCollection([config], rngs=nnx.Rngs(0))
@@ -112,7 +113,7 @@ def publish(
         >>> tracker = jaxrec.tier.ChangeTracker(model, consumers=["publisher"])
         >>> publish(model, folder, tracker=tracker).is_full
         True
-        >>> model.load_rows("item", [7, 3], [[1, 2], [3, 4]])
+        >>> model.load_rows("item", [7, 3], np.array([[1.0, 2.0], [3.0, 4.0]]))
         >>> tracker.mark("item", [7, 3])  # training steps are recorded by tracker.watch
         >>> publish(model, folder, tracker=tracker).rows
         2
