@@ -171,6 +171,7 @@ TESTED_BY = {
     ),
     "train/test_checkpoint": (
         "embed/checkpoint_view",
+        "embed/variables",
         "train/devices",
     ),
     "train/test_cli": (

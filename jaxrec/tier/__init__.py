@@ -6,6 +6,10 @@ from jaxrec.tier.change_tracker import ChangeTracker as ChangeTracker
 from jaxrec.tier.changes import ChangedRows as ChangedRows
 from jaxrec.tier.changes import TableChanges as TableChanges
 from jaxrec.tier.close import close as close
+from jaxrec.tier.deltas.folder import VersionError as VersionError
+from jaxrec.tier.deltas.publication import PublishedVersion as PublishedVersion
+from jaxrec.tier.deltas.publication import publish as publish
+from jaxrec.tier.deltas.subscriber import Subscriber as Subscriber
 from jaxrec.tier.dynamic import Dynamic as Dynamic
 from jaxrec.tier.dynamic import default_row as default_row
 from jaxrec.tier.dynamic import shared as shared

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
@@ -12,13 +13,15 @@ import numpy as np
 from flax import nnx
 
 from jaxrec.data.pipeline import each_batch
+from jaxrec.embed.collection import Collection
 from jaxrec.embed.some_rows import read_ids
 from jaxrec.embed.store import TableStore
+from jaxrec.embed.taps import tapped_modules
 from jaxrec.mesh.agree import gather_ids
 from jaxrec.ragged import KeyedJaggedArray
 from jaxrec.tier.batches import HostBatch
 from jaxrec.tier.change_flags import MAX_CONSUMERS
-from jaxrec.tier.changes import ChangedRows, TableChanges
+from jaxrec.tier.changes import ChangedRows, HandOver, TableChanges
 from jaxrec.tier.id_rows import raw_ids
 from jaxrec.tier.observer import TierObserver
 from jaxrec.tier.tier import tier_of
@@ -85,6 +88,8 @@ class ChangeTracker(TierObserver):
         self._recent: collections.deque[list[tuple[TrackedTable, np.ndarray]]] = collections.deque(
             maxlen=ahead
         )
+        # Positions by consumer, as the last `hand_over` left them.
+        self._positions: dict[str, str] = {}
         self._tier = tier_of(model) if isinstance(model, nnx.Module) else None
         if self._tier is None:
             self._model = TrackedModel.of(model, None, len(self._bits))
@@ -102,6 +107,24 @@ class ChangeTracker(TierObserver):
     def tables(self) -> tuple[str, ...]:
         """Names of the tracked tables, with the path of the collection where two have one name."""
         return tuple(self._model.tables)
+
+    def check_model(self, model: nnx.Module) -> None:
+        """Check that this tracks the changes of a model.
+
+        Raises:
+            ValueError: It tracks those of another one.
+        """
+        found = {
+            path: module.configs
+            for path, module in tapped_modules(model).items()
+            if isinstance(module, Collection)
+        }
+        tracked = {path: module.configs for path, module in self._model.collections.items()}
+        if found != tracked or tier_of(model) is not self._tier:
+            raise ValueError(
+                "the ChangeTracker tracks another model; make it with the model that is trained, "
+                "after jaxrec.tier.make and jaxrec.shard"
+            )
 
     # Recording.
 
@@ -145,7 +168,8 @@ class ChangeTracker(TierObserver):
         """Record a change that batches do not show.
 
         Args:
-            table: Name of the table, one of `tables`.
+            table: Name of the table, one of `tables`, or a frozen one, whose marks
+                `jaxrec.tier.publish` reads.
             ids: The ids whose rows changed, as for ``collection.rows``; None: those of all rows.
 
         Raises:
@@ -194,7 +218,7 @@ class ChangeTracker(TierObserver):
             self._recent.clear()
             for each in self._model.vocabularies:
                 each.restore(self._all_bits)
-            for table in self._model.tables.values():
+            for table in self._model.all_tables.values():
                 table.mark_all(self._all_bits)
 
     # Reading.
@@ -225,12 +249,45 @@ class ChangeTracker(TierObserver):
                 name: self._with_values(table, self._changed(table, bit), with_rows, with_state)
                 for name, table in self._model.tables.items()
             }
-            for table in self._model.tables.values():
-                table.clear(bit)
-            for marks in self._recent:
-                for table, rows in marks:
-                    table.mark(rows, bit)
+            self._clear(bit, self._model.tables.values())
+            self._positions.pop(consumer, None)
         return changes
+
+    @contextlib.contextmanager
+    def hand_over(self, consumer: str) -> Iterator[HandOver]:
+        """Give a consumer the ids that changed; if the block raises, they are not read.
+
+        The block may set `HandOver.position`, to be found by the next one. Frozen tables are among
+        the tables. Call it where `changes` may be called.
+
+        Raises:
+            KeyError: There is no such consumer.
+        """
+        bit = self._bit(consumer)
+        with self._lock:
+            tables = self._model.all_tables.values()
+            changed = [(table, self._changed(table, bit)) for table in tables]
+            self._clear(bit, tables)
+        ids = {(table.collection, table.config.name): each for table, each in changed}
+        handed_over = HandOver(ids, position := self._positions.pop(consumer, None))
+        try:
+            yield handed_over
+        except BaseException:
+            with self._lock:
+                for table, each in changed:
+                    table.load(each, bit)
+            if position is not None:
+                self._positions[consumer] = position
+            raise
+        if handed_over.position is not None and handed_over.position != position:
+            self._positions[consumer] = handed_over.position
+
+    def _clear(self, bit: int, tables: Iterable[TrackedTable]) -> None:
+        for table in tables:
+            table.clear(bit)
+        for marks in self._recent:
+            for table, rows in marks:
+                table.mark(rows, bit)
 
     def _changed(self, table: TrackedTable, bit: int) -> ChangedIds:
         changed = table.changes(bit)
@@ -280,6 +337,7 @@ class ChangeTracker(TierObserver):
         """
         with self._lock:
             self._recent.clear()
+            self._positions.clear()
             for consumer, bit in self._bits.items():
                 for name, table in self._model.tables.items():
                     table.clear(bit)
@@ -298,10 +356,11 @@ class ChangeTracker(TierObserver):
         return self._bits[consumer]
 
     def _table(self, name: str) -> TrackedTable:
-        if name not in self._model.tables:
-            names = ", ".join(map(repr, self._model.tables))
-            raise KeyError(f"no table that is trained is named {name!r}; there are {names}")
-        return self._model.tables[name]
+        tables = self._model.all_tables | self._model.tables
+        if name not in tables:
+            names = ", ".join(map(repr, self._model.all_tables))
+            raise KeyError(f"no table is named {name!r}; there are {names}")
+        return tables[name]
 
     def _store(self, table: TrackedTable) -> TableStore:
         return self._model.collections[table.collection].tables.get_value()

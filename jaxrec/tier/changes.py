@@ -6,6 +6,8 @@ import dataclasses
 
 import numpy as np
 
+from jaxrec.tier.tracked_table import ChangedIds
+
 _NO_IDS = np.zeros(0, np.int64)
 
 
@@ -37,3 +39,17 @@ class TableChanges(ChangedRows):
 
     removed: np.ndarray = dataclasses.field(default_factory=_NO_IDS.copy)
     unknown: ChangedRows = dataclasses.field(default_factory=lambda: ChangedRows(_NO_IDS.copy()))
+
+
+@dataclasses.dataclass
+class HandOver:
+    """Changes that a consumer takes over.
+
+    Attributes:
+        ids: Changed ids by the path of the table's collection and its name.
+        position: Name that the consumer gave the state of the model in which the last hand-over
+            ended, and gives the present one; None: it gave none, or read changes otherwise since.
+    """
+
+    ids: dict[tuple[str, str], ChangedIds]
+    position: str | None

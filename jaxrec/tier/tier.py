@@ -28,7 +28,13 @@ from jaxrec.tier.saved_stores import warn_of_earlier_rows
 from jaxrec.tier.store import TierStore
 from jaxrec.tier.store_traffic import step_of
 from jaxrec.tier.transfer import RowTransfer
-from jaxrec.tier.vocabulary import LoadedRows, Proposal, TableFullError, VocabularyFullError
+from jaxrec.tier.vocabulary import (
+    NO_CHANGE,
+    LoadedRows,
+    Proposal,
+    TableFullError,
+    VocabularyFullError,
+)
 
 # In the place of a row: the id reads what `Dynamic.unknown` says. -1: it has no row yet.
 _UNKNOWN = -2
@@ -427,6 +433,35 @@ class Tier:
             begin_move(of, assignment) if each is of else NO_MOVE for each in self.vocabularies
         ]
         self._move(model, moves)
+
+    def forget(self, model: nnx.Module, of: TableVocabulary, ids: np.ndarray) -> None:
+        """Take rows of one vocabulary away from ids, also in its store; call it within `settled`.
+
+        Batches of an evaluation that have the rows are planned anew.
+
+        Args:
+            model: The model.
+            of: The vocabulary.
+            ids: Distinct ids, int64 ``[n]``; those without a row are skipped.
+
+        Raises:
+            RuntimeError: A training loop has planned batches with the rows.
+        """
+        with self._lock:
+            if self._planned and not self._is_ended:
+                raise RuntimeError(
+                    "rows are taken from ids while jaxrec.tier.ahead plans training batches with "
+                    "them; do it before or after the loop over ahead"
+                )
+            self._planned.clear()
+            self._replayed.clear()
+            assignment = of.vocabulary.remove(ids)
+        self._pending.add(self._last_planned, [NO_MOVE] * len(self.vocabularies))
+        self.settle(model)
+        if of.transfer is not None:
+            of.transfer.store.delete(ids)
+        for observer in self.observers:
+            observer.moved([assignment if each is of else NO_CHANGE for each in self.vocabularies])
 
     def state(self) -> dict[str, dict[str, np.ndarray]]:
         """Return all that later batches depend on, as arrays by vocabulary.

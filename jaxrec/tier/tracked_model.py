@@ -61,17 +61,19 @@ class TrackedVocabulary:
 
 @dataclasses.dataclass(frozen=True)
 class TrackedModel:
-    """The trained tables of a model.
+    """The tables of a model.
 
     Attributes:
         collections: Its collections by path.
-        tables: The tables by name, or by path and name where several have one name.
+        tables: The trained tables by name, or by path and name where several have one name.
+        all_tables: The trained tables and the frozen ones, likewise.
         vocabularies: Those of the model's `Tier`, in its order.
         readers: The tables that read each feature.
     """
 
     collections: dict[str, Collection]
     tables: dict[str, TrackedTable]
+    all_tables: dict[str, TrackedTable]
     vocabularies: tuple[TrackedVocabulary, ...]
     readers: dict[str, list[TrackedTable]]
 
@@ -94,12 +96,13 @@ class TrackedModel:
             if (path, config.name) not in is_open
         ]
         trained = {path: _trained(each.tables.get_value()) for path, each in found.items()}
+        all_tables = _by_name(tables)
         tables = [table for table in tables if table.config.name in trained[table.collection]]
         readers: dict[str, list[TrackedTable]] = collections.defaultdict(list)
         for table in tables:
             for feature in table.config.feature_names:
                 readers[feature].append(table)
-        return cls(found, _by_name(tables), tuple(vocabularies), dict(readers))
+        return cls(found, _by_name(tables), all_tables, tuple(vocabularies), dict(readers))
 
     @property
     def is_on_mesh(self) -> bool:

@@ -261,6 +261,15 @@ class Vocabulary:
         self.statistics.resident = self.room - self._num_free
         return Assignment(new_rows, ids, new_rows, _NO_IDS, _NO_ROWS)
 
+    def remove(self, ids: np.ndarray) -> Assignment:
+        """Take the rows of ids away, int64 ``[n]``; ids without one are skipped."""
+        self._uses.record()
+        rows = self.map.find(ids)
+        rows = rows[rows >= 0]
+        evicted_ids = self._evict(rows)
+        self.statistics.resident = self.room - self._num_free
+        return Assignment(_NO_ROWS, _NO_IDS, _NO_ROWS, evicted_ids, rows)
+
     def _admit(self, ids: np.ndarray, sightings: np.ndarray, batch: int) -> np.ndarray:
         """Return whether each id gets a row, bool ``[n]``."""
         admitted = sightings >= self.settings.admit_after

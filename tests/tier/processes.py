@@ -4,6 +4,7 @@ Arguments: PORT PROCESS SCENARIO DIRECTORY
 
 Scenarios: "killed" trains all steps, saves in the middle, and kills itself at the end; "resumed"
 restores and trains the steps after the checkpoint. The end of a run is written to the directory.
+"killed" publishes its model, and "resumed" takes it over into a copy.
 After "resumed" the processes train a model whose tables a plan keeps off the devices.
 """
 
@@ -21,7 +22,17 @@ from jax.sharding import AxisType
 
 import jaxrec
 from jaxrec.plan import ParameterConstraints, Planner, ShardingPlan, Topology
-from jaxrec.tier import ChangeTracker, Dynamic, ahead, farthest, lfu, make, shared
+from jaxrec.tier import (
+    ChangeTracker,
+    Dynamic,
+    Subscriber,
+    ahead,
+    farthest,
+    lfu,
+    make,
+    publish,
+    shared,
+)
 from jaxrec.tier.tier import tier_of
 from jaxrec.train.checkpoint import CheckpointManager, restore
 from tests.tier import models, test_cached
@@ -77,6 +88,18 @@ def changes_of(tracker):
     }
 
 
+def copied(copy, directory):
+    """Rows of a copy by the ids that the killed run had at its end, and their state."""
+    end, arrays = np.load(directory / "killed0.npz"), {}
+    for name in NAMES:
+        collection = copy.wide if name == "item_wide" else copy.embeddings
+        ids = end[f"{name}.ids"]
+        arrays[f"{name}.rows"] = collection.rows(name, ids)
+        for key, state in collection.row_state(name, ids).items():
+            arrays[f"{name}.{key}"] = state
+    return arrays
+
+
 def train_planned(mesh, process: int, directory: pathlib.Path):
     """Train by a plan that keeps tables in host memory and in files."""
 
@@ -129,13 +152,21 @@ def main():
     optimizer = jaxrec.Optimizer(model, optax.adam(1e-2))
     if scenario == "resumed":
         batches = batches[restore(directory / "saved", model, optimizer).batches :]
-    tracker = ChangeTracker(model, ["publisher"])
+    tracker = ChangeTracker(model, ["publisher", "copies"])
+    versions = {"tracker": tracker, "consumer": "copies", "with_state": True, "full_every": 9}
     losses = []
     for number, (x, y) in enumerate(ahead(model, batches, look_ahead=2), 1):
         losses.append(float(models.train_step(model, optimizer, x, y)))
         if scenario == "killed" and number == SAVED_AFTER:
             with CheckpointManager(directory / "saved") as manager:
                 manager.save(model, optimizer, batches=number)
+            publish(model, directory / "versions", **versions)
+    if scenario == "killed":
+        assert not publish(model, directory / "versions", **versions).is_full
+    else:
+        copy = make_model(mesh)
+        Subscriber(copy, directory / "versions", with_state=True).update()
+        np.savez(directory / f"copies{process}.npz", **copied(copy, directory))
     np.savez(directory / f"{scenario}_changes{process}.npz", **changes_of(tracker))
     np.savez(directory / f"{scenario}{process}.npz", **result(model, losses))
     if scenario == "resumed":

@@ -444,10 +444,10 @@ ERRORS = {
         KeyError,
         "no consumer is named 'd'; there are 'c'",
     ),
-    "frozen": (
-        lambda model: ChangeTracker(model, ["c"]).mark("fixed"),
+    "table": (
+        lambda model: ChangeTracker(model, ["c"]).mark("item"),
         KeyError,
-        "no table that is trained is named 'fixed'; there are 'deep/item'",
+        "no table is named 'item'; there are 'deep/item', 'user', 'age', 'fixed', 'wide/item'",
     ),
     "ids": (
         lambda model: ChangeTracker(model, ["c"]).mark("user", [40]),

@@ -13,7 +13,7 @@ import optax
 import pytest
 
 import jaxrec
-from jaxrec.tier import ChangeTracker, ahead
+from jaxrec.tier import ChangeTracker, Subscriber, ahead
 from jaxrec.tier.tier import tier_of
 from tests.tier import models, processes, test_cached
 
@@ -54,10 +54,11 @@ def ends(tmp_path_factory):
     directory = tmp_path_factory.mktemp("ends")
     assert run("killed", directory) == [-signal.SIGKILL] * 2
     assert run("resumed", directory) == [0, 0]
-    return {
+    found = {
         scenario: [dict(np.load(directory / f"{scenario}{process}.npz")) for process in range(2)]
-        for scenario in ("killed", "resumed", "killed_changes", "planned")
+        for scenario in ("killed", "resumed", "killed_changes", "copies", "planned")
     }
+    return {**found, "directory": directory}
 
 
 def test_a_killed_run_that_is_resumed_ends_as_an_undisturbed_one(ends):
@@ -94,6 +95,16 @@ def test_every_process_gets_the_changes_of_all(ends):
         for name, array in expected.items():
             assert array.size > 0
             np.testing.assert_allclose(changes[name], array, rtol=1e-4, atol=1e-5, err_msg=name)
+
+
+def test_copies_of_a_published_model_are_equal(ends):
+    """Two processes took the versions over, and one device does."""
+    copy = processes.make_model(None)
+    assert Subscriber(copy, ends["directory"] / "versions", with_state=True).update() == 2
+    for copied in (*ends["copies"], processes.copied(copy, ends["directory"])):
+        assert len(copied) > len(processes.NAMES)
+        for name, array in copied.items():
+            np.testing.assert_array_equal(array, ends["killed"][0][name], err_msg=name)
 
 
 def test_they_train_as_one_device_does(ends):

@@ -85,6 +85,29 @@ def read_table(
     return {"rows": read["rows"], **(read.get("state") or {})}
 
 
+def read_changes(path: pathlib.Path) -> dict[str, dict[str, dict[str, np.ndarray]]]:
+    """Read the changed rows of an incremental checkpoint, by collection and table.
+
+    Returns:
+        Row indices under "index", rows under "rows", and the arrays of their state by name.
+    """
+    changes = read_arrays(path, {"changes"})["changes"]
+    return {
+        collection: {
+            name: {
+                key: array[:-1]  # `tree.saved_tree` appended an element
+                for key, array in (
+                    ("index", table["index"]),
+                    ("rows", table["rows"]),
+                    *(table.get("state") or {}).items(),
+                )
+            }
+            for name, table in tables.items()
+        }
+        for collection, tables in changes.items()
+    }
+
+
 @contextlib.contextmanager
 def _reader(path: pathlib.Path) -> Iterator[tuple[dict[str, Any], Callable[[Any, Any], Any]]]:
     """Yield the tree of a checkpoint's arrays and a function that reads some of them.

@@ -7,6 +7,7 @@ import json
 import os
 import pathlib
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 from jaxrec.train.checkpoint.checksums import CHECKSUMS_FILE, STORES, find_damage
@@ -18,8 +19,9 @@ UNFINISHED = ".orbax-checkpoint-tmp"
 # Entries of a checkpoint's folder.
 _ENTRIES = ("state", "tables", "run", STORES, "_CHECKPOINT_METADATA", CHECKSUMS_FILE)
 
-# Key of run/metadata: the checkpoint was saved with checksums.
+# Keys of run/metadata: the checkpoint was saved with checksums; its `Link`.
 _HAS_CHECKSUMS = "has_checksums"
+_LINK = "link"
 
 
 class CheckpointError(ValueError):
@@ -41,6 +43,22 @@ class CheckpointMetadata:
     batches: int | None = None
     metrics: dict[str, float] = dataclasses.field(default_factory=dict)
     plan: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Link:
+    """Place of a checkpoint in a chain of incremental ones.
+
+    Attributes:
+        token: A random text that no other checkpoint has; empty: other checkpoints do not build on
+            it.
+        base: Step of the checkpoint on which it builds, the one before; None: it is full.
+        base_token: Token of that checkpoint.
+    """
+
+    token: str = ""
+    base: int | None = None
+    base_token: str = ""
 
 
 def all_steps(directory: str | os.PathLike[str]) -> list[int]:
@@ -94,13 +112,50 @@ def open_checkpoint(directory: str | os.PathLike[str], step: int | None) -> path
             "would not be noticed. Save it anew",
             stacklevel=3,
         )
-    elif damage := find_damage(path):
-        raise damaged(path, damage)
+    else:
+        for link in _links(path):
+            if damage := find_damage(link):
+                raise damaged(path, damage, link)
     return path
 
 
-def damaged(path: pathlib.Path, damage: str) -> CheckpointError:
-    """Return an error that names the damage of a checkpoint and what to do."""
+def chain(path: pathlib.Path) -> list[pathlib.Path]:
+    """Return the checkpoints that make up one: the full one, and the incremental ones after it.
+
+    Raises:
+        CheckpointError: One of them is missing, or was saved again.
+    """
+    return list(_links(path))[::-1]
+
+
+def _links(path: pathlib.Path) -> Iterator[pathlib.Path]:
+    """Iterate over the checkpoints of a chain, the last one first; see `chain`."""
+    current = path
+    yield path
+    while (link := read_link(current)).base is not None:
+        base = path.parent / str(link.base)
+        if not is_checkpoint(base):
+            raise damaged(path, f"{base} is missing, on which {current.name} builds")
+        yield base
+        if read_link(base).token != link.base_token:
+            raise damaged(path, f"{base}, on which {current.name} builds, was saved again")
+        current = base
+
+
+def damaged(path: pathlib.Path, damage: str, broken: pathlib.Path | None = None) -> CheckpointError:
+    """Return an error that names the damage of a checkpoint and what to do.
+
+    Args:
+        path: The checkpoint.
+        damage: Its damage.
+        broken: The checkpoint that has the damage, on which ``path`` builds; None: ``path``.
+    """
+    if broken is not None and broken != path:
+        steps = [step for step in all_steps(path.parent) if step >= int(broken.name)]
+        return CheckpointError(
+            f"{path}: the checkpoint builds on {broken}, which is damaged ({damage}); remove "
+            f"those that build on it, of steps {steps}, to go on from an older one"
+        )
     older = [step for step in all_steps(path.parent) if step < int(path.name)]
     return CheckpointError(
         f"{path}: the checkpoint is damaged ({damage}); "
@@ -119,15 +174,21 @@ def read_json(path: pathlib.Path) -> Any:
         ) from None
 
 
-def run_file(run: CheckpointMetadata) -> dict[str, Any]:
+def run_file(run: CheckpointMetadata, link: Link) -> dict[str, Any]:
     """Return the content of ``run/metadata``."""
-    return {**dataclasses.asdict(run), _HAS_CHECKSUMS: True}
+    return {**dataclasses.asdict(run), _HAS_CHECKSUMS: True, _LINK: dataclasses.asdict(link)}
+
+
+def read_link(path: pathlib.Path) -> Link:
+    """Read a checkpoint's place in its chain; one that an older jaxrec saved is full."""
+    return Link(**_read_run_file(path).get(_LINK, {}))
 
 
 def read_run(path: pathlib.Path) -> CheckpointMetadata:
     """Read the metadata of a checkpoint."""
     content = _read_run_file(path)
     content.pop(_HAS_CHECKSUMS, None)
+    content.pop(_LINK, None)
     try:
         return CheckpointMetadata(**content)
     except TypeError as error:

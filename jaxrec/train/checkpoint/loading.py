@@ -9,25 +9,33 @@ from __future__ import annotations
 import math
 import os
 import pathlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jaxtyping import Array
 
 from jaxrec.embed.config import TableConfig
 from jaxrec.embed.row_access import TableRows, write
+from jaxrec.embed.some_rows import write_ids
+from jaxrec.embed.variables import dense_variables, plain, put_like, value_like, variables
 from jaxrec.tier.saved_stores import check_stores, load_stores
 from jaxrec.tier.tier import Tier, tier_of
 from jaxrec.tier.vocabulary import LoadedRows
-from jaxrec.train.checkpoint.arrays import read_arrays, read_forms, read_table, read_tables
+from jaxrec.train.checkpoint.arrays import (
+    read_arrays,
+    read_changes,
+    read_forms,
+    read_table,
+    read_tables,
+)
 from jaxrec.train.checkpoint.checksums import STORES
 from jaxrec.train.checkpoint.files import (
     CheckpointError,
     CheckpointMetadata,
+    chain,
     open_checkpoint,
     read_json,
     read_run,
@@ -35,10 +43,7 @@ from jaxrec.train.checkpoint.files import (
 from jaxrec.train.checkpoint.tree import (
     Collection,
     collections,
-    dense_variables,
     placed_configs,
-    plain,
-    variables,
     without_end,
 )
 
@@ -89,7 +94,7 @@ def load(
     resized: bool = False,
 ) -> CheckpointMetadata:
     """Load the checkpoint in the folder ``path`` that `open_checkpoint` returned; see `restore`."""
-    run = read_run(path)
+    run, links = read_run(path), chain(path)
     saved = read_arrays(path, {"dense", "optimizer", "vocabularies"})
     shapes = read_json(path / "tables" / "metadata")
     named, tier = collections(model), tier_of(model)
@@ -101,7 +106,7 @@ def load(
             may_differ = resized or table.name in cached
             _check_shape(table, tuple(shapes[name][table.name]), may_differ, path)
     if optimizer is not None:
-        _check_state(named, read_forms(path), path)
+        _check_state(named, read_forms(links[0]), path)
     vocabularies = _new_vocabularies(model, saved["vocabularies"], path)
     values = _new_values("variables", dense_variables(model), saved["dense"], path)
     if optimizer is not None:
@@ -115,16 +120,18 @@ def load(
                     table.name: collection.tables.get_value().checkpoint_shapes(table.name)
                     for table in tables
                 }
-                read = read_tables(path, name, forms, has_state=optimizer is not None)
+                read = read_tables(links[0], name, forms, has_state=optimizer is not None)
                 for table in tables:
                     common = min(shapes[name][table.name][0], table.num_embeddings)
                     old, logical = collection.tables.get_value(), read.pop(table.name)
                     collection.tables.set_value(old.from_checkpoint(table.name, logical, common))
                     loaded.append(table.name)
+        for link in links[1:]:
+            _load_changes(named, read_changes(link), has_state=optimizer is not None)
         if tier is not None:
             places = tier.load_state(vocabularies)
             load_stores(tier.vocabularies, vocabularies, path / STORES)
-            _move_rows(model, tier, places, path, optimizer is not None)
+            _move_rows(model, tier, places, links, optimizer is not None)
     except BaseException as error:
         if loaded:
             error.add_note(f"{path}: tables {_listed(loaded)} of the model are loaded, others not")
@@ -162,7 +169,7 @@ def load_state(path: pathlib.Path, state: State) -> State:
             f"here it has {shapes}"
         )
     return jax.tree.unflatten(
-        tree, [_put_like(x.astype(leaf.dtype), leaf) for x, leaf in zip(found, leaves, strict=True)]
+        tree, [put_like(x.astype(leaf.dtype), leaf) for x, leaf in zip(found, leaves, strict=True)]
     )
 
 
@@ -232,11 +239,28 @@ def _new_vocabularies(
     return state
 
 
+def _load_changes(
+    named: Mapping[str, Collection], changes: dict[str, Any], has_state: bool
+) -> None:
+    """Load the changed rows of an incremental checkpoint into tables, as far as these reach."""
+    for path, tables in changes.items():
+        for name, arrays in tables.items():
+            variable = named[path].tables
+            store = variable.get_value()
+            (config,) = [each for each in placed_configs(named[path]) if each.name == name]
+            is_there = arrays["index"] < config.num_embeddings
+            values = {key: array[is_there] for key, array in arrays.items()}
+            index = values.pop("index")
+            if not has_state:
+                values = {"rows": values["rows"]}
+            variable.set_value(store.with_placed(write_ids(store.placed, name, index, values)))
+
+
 def _move_rows(
     model: nnx.Module,
     tier: Tier,
     places: Mapping[str, LoadedRows],
-    path: pathlib.Path,
+    links: Sequence[pathlib.Path],
     has_state: bool,
 ) -> None:
     """Load the rows of ids whose row in the table is not the one that was saved.
@@ -254,8 +278,13 @@ def _move_rows(
             collection = collections(model)[table.collection or "."]
             store = collection.tables.get_value()
             read = read_table(
-                path, table.collection or ".", table.config.name, has_state=has_state or is_kept
+                links[0], table.collection or ".", table.config.name, has_state=has_state or is_kept
             )
+            for link in links[1:]:
+                changes = read_changes(link)[table.collection or "."][table.config.name]
+                index = changes.pop("index")
+                for key in read:
+                    read[key][index] = changes[key]
             rows = {key: array[loaded.old_rows[moved]] for key, array in read.items()}
             placed = write(store.placed, [TableRows(table.config.name, loaded.rows[moved])], [rows])
             collection.tables.set_value(store.with_placed(placed))
@@ -276,21 +305,7 @@ def _new_values(
                 f"{path}: {name} was saved with shape {saved[name].shape}, but the model's has "
                 f"{wanted}"
             )
-    return [(v, _new_value(v.get_value(), saved[name])) for name, v in named.items()]
-
-
-def _new_value(old: Array, saved: np.ndarray) -> Array:
-    if jax.dtypes.issubdtype(old.dtype, jax.dtypes.prng_key):
-        new = _put_like(saved, jax.random.key_data(old))
-        return jax.random.wrap_key_data(new, impl=jax.random.key_impl(old))
-    return _put_like(saved.astype(old.dtype), old)
-
-
-def _put_like(value: np.ndarray, old: Any) -> Array:
-    """Put a value on the devices of the old one."""
-    if not isinstance(old, jax.Array) or len(old.sharding.device_set) == 1:
-        return jnp.asarray(value)
-    return jax.make_array_from_callback(value.shape, old.sharding, lambda index: value[index])
+    return [(v, value_like(saved[name], v.get_value())) for name, v in named.items()]
 
 
 def _match(what: str, wanted: Iterable[str], saved: Iterable[str], path: pathlib.Path) -> None:

@@ -7,26 +7,31 @@ import errno
 import os
 import pathlib
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from types import TracebackType
 from typing import Any
 
 import jax
 from flax import nnx
 
+from jaxrec.embed.variables import plain
+from jaxrec.tier.change_tracker import ChangeTracker
 from jaxrec.train.checkpoint.arrays import os_errors, quiet
 from jaxrec.train.checkpoint.checksums import STORES, write_checksums
 from jaxrec.train.checkpoint.files import (
     UNFINISHED,
     CheckpointError,
     CheckpointMetadata,
+    Link,
     all_steps,
+    chain,
     is_checkpoint,
     read_run,
     run_file,
 )
+from jaxrec.train.checkpoint.increments import Increment, Increments
 from jaxrec.train.checkpoint.preservation import PreservationPolicy
-from jaxrec.train.checkpoint.tree import plain, saved_tree, table_shapes
+from jaxrec.train.checkpoint.tree import saved_tree, table_shapes
 from jaxrec.train.lock import lock_directory
 
 # Bytes of a chunk of a table's file: the least that a device reads.
@@ -44,9 +49,18 @@ class CheckpointManager:
     Args:
         directory: Directory of the checkpoints, one folder each. The manager locks it against other
             runs until it is closed (`jaxrec.train.lock.lock_directory`).
-        preservation_policy: Which checkpoints are kept; None: the newest.
+        preservation_policy: Which checkpoints are kept; None: the newest. Those on which a kept one
+            builds are kept too.
+        tracker: Tracks the changes of the model, so that checkpoints after a full one are
+            incremental: they hold the rows that changed since the one before, with their optimizer
+            state, and all else as a full one does, also the rows in row stores. None: all are full.
+        consumer: Name of the tracker's consumer for these checkpoints.
+        full_every: Number of checkpoints from one full one to the next. `restore` reads all from
+            the last full one on, and damage of one harms those that build on it.
 
     Raises:
+        KeyError: The tracker has no such consumer.
+        ValueError: ``full_every`` is below 1.
         BlockingIOError: Another run writes to the directory.
         OSError: The directory cannot be written.
 
@@ -64,8 +78,18 @@ class CheckpointManager:
         self,
         directory: str | os.PathLike[str],
         preservation_policy: PreservationPolicy | None = None,
+        *,
+        tracker: ChangeTracker | None = None,
+        consumer: str = "checkpoint",
+        full_every: int = 10,
     ):
+        if isinstance(full_every, bool) or not isinstance(full_every, int) or full_every < 1:
+            raise ValueError(f"full_every is an integer of 1 or more, got {full_every!r}")
         self._directory = pathlib.Path(directory).absolute()
+        self._tracker = tracker
+        self._increments = None
+        if tracker is not None:
+            self._increments = Increments(self._directory, tracker, consumer, full_every)
         self._policy = preservation_policy or PreservationPolicy()
         with contextlib.ExitStack() as stack:
             stack.enter_context(lock_directory(self._directory))
@@ -74,7 +98,7 @@ class CheckpointManager:
             self._checkpointer, self._arguments = _orbax()
             stack.callback(self._checkpointer.close)
             self._resources = stack.pop_all()
-        self._under_way: pathlib.Path | None = None
+        self._under_way: tuple[pathlib.Path, Increment | None] | None = None
 
     @property
     def directory(self) -> pathlib.Path:
@@ -123,20 +147,32 @@ class CheckpointManager:
             for unfinished in self._directory.glob(f"*{UNFINISHED}*"):
                 shutil.rmtree(unfinished, ignore_errors=True)
         run = CheckpointMetadata(step, batches, dict(metrics or {}), plan)
-        with os_errors(path):
-            tree = saved_tree(model, optimizer, state, _stores(self._directory, str(step)))
-        chunks = ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES)
-        with os_errors(path):
-            self._checkpointer.save(
-                path,
-                self._arguments(
-                    state=ocp.args.StandardSave(tree, jax.tree.map(lambda _: chunks, tree)),
-                    tables=ocp.args.JsonSave(table_shapes(model)),
-                    run=ocp.args.JsonSave(run_file(run)),
-                ),
-                force=True,
-            )
-        self._under_way = path
+        stores = _stores(self._directory, str(step))
+        increment = None
+        if self._increments is not None and self._tracker is not None:
+            self._tracker.check_model(model)
+            increment = self._increments.begin(step)
+        try:
+            with os_errors(path):
+                take = _no_changes if increment is None else increment.take
+                tree = saved_tree(model, optimizer, state, stores, take)
+            chunks = ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES)
+            link = Link() if increment is None else increment.link
+            with os_errors(path):
+                self._checkpointer.save(
+                    path,
+                    self._arguments(
+                        state=ocp.args.StandardSave(tree, jax.tree.map(lambda _: chunks, tree)),
+                        tables=ocp.args.JsonSave(table_shapes(model)),
+                        run=ocp.args.JsonSave(run_file(run, link)),
+                    ),
+                    force=True,
+                )
+        except BaseException:
+            if increment is not None:
+                increment.fail()
+            raise
+        self._under_way = path, increment
         return path
 
     def wait_until_finished(self) -> None:
@@ -147,14 +183,22 @@ class CheckpointManager:
         """
         if self._under_way is None:
             return
-        path, self._under_way = self._under_way, None
-        with os_errors(path):
-            self._checkpointer.wait_until_finished()
+        (path, increment), self._under_way = self._under_way, None
+        try:
+            with os_errors(path):
+                self._checkpointer.wait_until_finished()
+        except BaseException:
+            if increment is not None:
+                increment.fail()
+            raise
+        if increment is not None:
+            increment.complete()
         if jax.process_index() != 0:
             return
         saved = all_steps(self._directory)
         metrics = {step: _metrics(self._directory / str(step)) for step in saved}
-        for step in set(metrics) - self._policy.preserved(metrics):
+        kept = self._policy.preserved(metrics)
+        for step in set(metrics) - kept - _bases(self._directory, kept):
             # Under its own name a checkpoint is whole at any moment.
             leftover = self._directory / f"{step}{UNFINISHED}-removed"
             shutil.rmtree((self._directory / str(step)).rename(leftover))
@@ -214,6 +258,19 @@ def _metrics(path: pathlib.Path) -> dict[str, float]:
         return read_run(path).metrics
     except CheckpointError:
         return {}
+
+
+def _bases(directory: pathlib.Path, steps: Iterable[int]) -> set[int]:
+    """Return the steps of the checkpoints on which others build, as far as these can be read."""
+    bases = set()
+    for step in steps:
+        with contextlib.suppress(CheckpointError):
+            bases |= {int(link.name) for link in chain(directory / str(step))}
+    return bases
+
+
+def _no_changes() -> None:
+    """Let all rows be saved."""
 
 
 def _stores(directory: pathlib.Path, step: str) -> pathlib.Path:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pathlib
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -12,16 +12,27 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array
 
-from jaxrec.embed import EmbeddingBagCollection, EmbeddingCollection, TableVariable
+from jaxrec.embed import EmbeddingBagCollection, EmbeddingCollection
 from jaxrec.embed.config import TableConfig
+from jaxrec.embed.some_rows import read_ids
+from jaxrec.embed.variables import dense_variables, plain, variables
 from jaxrec.tier.saved_stores import snapshot_stores
-from jaxrec.tier.tier import tier_of
+from jaxrec.tier.tier import Tier, tier_of
+from jaxrec.tier.tracked_table import ChangedIds
 
 Collection = EmbeddingBagCollection | EmbeddingCollection
 
 
+TakeChanges: TypeAlias = Callable[[], Mapping[tuple[str, str], ChangedIds] | None]
+"""Returns the changed ids by collection and table; None where all rows are saved."""
+
+
 def saved_tree(
-    model: nnx.Module, optimizer: nnx.Optimizer, state: Any, stores: pathlib.Path | None = None
+    model: nnx.Module,
+    optimizer: nnx.Optimizer,
+    state: Any,
+    stores: pathlib.Path | None = None,
+    take_changes: TakeChanges = lambda: None,
 ) -> dict[str, Any]:
     """Copy all arrays into the nested dictionaries of a checkpoint.
 
@@ -33,10 +44,11 @@ def saved_tree(
         state: State of the run.
         stores: Directory for snapshots of the durable row stores, made if there is one; None: they
             are not copied.
+        take_changes: Called when the tables agree with their vocabularies.
     """
     tier = tier_of(model)
     if tier is None:
-        return _saved_tree(model, optimizer, state)
+        return _saved_tree(model, optimizer, state, take_changes())
     with tier.settled(model):
         if (
             stores is not None and jax.process_index() == 0
@@ -46,7 +58,21 @@ def saved_tree(
             name: {key: _with_end(array) for key, array in arrays.items()}
             for name, arrays in tier.state().items()
         }
-        return {**_saved_tree(model, optimizer, state), "vocabularies": vocabularies}
+        changes = take_changes()
+        if changes is not None:
+            changes = {key: _changed_rows(tier, key, ids) for key, ids in changes.items()}
+        tree = _saved_tree(model, optimizer, state, changes)
+        return {**tree, "vocabularies": vocabularies}
+
+
+def _changed_rows(tier: Tier, key: tuple[str, str], changed: ChangedIds) -> ChangedIds:
+    """Return the changed rows of a table on the devices, as row indices."""
+    for each in tier.vocabularies:
+        if any((table.collection, table.config.name) == key for table in each.tables):
+            rows = each.vocabulary.map.find(changed.ids)
+            rows = np.concatenate([changed.unknown, rows[rows >= 0]])
+            return ChangedIds(np.sort(rows), changed.removed, changed.unknown)
+    return changed
 
 
 def _with_end(array: np.ndarray) -> np.ndarray:
@@ -59,18 +85,37 @@ def without_end(array: np.ndarray) -> np.ndarray:
     return array[:-1]
 
 
-def _saved_tree(model: nnx.Module, optimizer: nnx.Optimizer, state: Any) -> dict[str, Any]:
+def _saved_tree(
+    model: nnx.Module,
+    optimizer: nnx.Optimizer,
+    state: Any,
+    changes: Mapping[tuple[str, str], ChangedIds] | None,
+) -> dict[str, Any]:
 
     def copies(named: Mapping[str, nnx.Variable]) -> dict[str, Any]:
         return {name: _copy(variable.get_value()) for name, variable in named.items()}
 
+    def of_tables(read: Callable[[str, Collection, str], dict[str, Any]]) -> dict[str, Any]:
+        return {
+            name: {table.name: read(name, collection, table.name) for table in collection.configs}
+            for name, collection in collections(model).items()
+        }
+
+    def whole(path: str, collection: Collection, name: str) -> dict[str, Any]:
+        return _off_devices(collection, name)
+
+    def changed(path: str, collection: Collection, name: str) -> dict[str, Any]:
+        assert changes is not None
+        rows = changes["" if path == "." else path, name].ids
+        values = read_ids(collection.tables.get_value().placed, name, rows)
+        arrays = {"index": rows, "rows": values.pop("rows"), "state": values}
+        return jax.tree.map(_with_end, arrays)
+
+    tables = {"tables": of_tables(whole)} if changes is None else {"changes": of_tables(changed)}
     return {
         "dense": copies(dense_variables(model)),
         "optimizer": copies(variables(optimizer)),
-        "tables": {
-            name: {table.name: _off_devices(collection, table.name) for table in collection.configs}
-            for name, collection in collections(model).items()
-        },
+        **tables,
         "run": {str(i): _copy(jnp.asarray(x)) for i, x in enumerate(jax.tree.leaves(state))},
     }
 
@@ -117,20 +162,3 @@ def collections(model: nnx.Module) -> dict[str, Collection]:
         for path, module in nnx.iter_modules(model)
         if isinstance(module, EmbeddingBagCollection | EmbeddingCollection)
     }
-
-
-def variables(node: Any, wanted: Any = ...) -> dict[str, nnx.Variable]:
-    """Return the variables of a module or an optimizer by their paths."""
-    state = nnx.state(node, wanted)
-    return {"/".join(map(str, path)): variable for path, variable in nnx.to_flat_state(state)}
-
-
-def dense_variables(model: nnx.Module) -> dict[str, nnx.Variable]:
-    """Return all variables of a model except its tables."""
-    return variables(model, nnx.Not(TableVariable))
-
-
-def plain(value: Array) -> Array:
-    """Return the data of a random key, and any other array as it is."""
-    is_key = jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key)
-    return jax.random.key_data(value) if is_key else value

@@ -1,0 +1,272 @@
+"""The folder of versions: on a disk, or in an object store that PyArrow reaches.
+
+A version is a folder of files and a manifest beside it, both named after its number and a random
+token. The manifest is moved to its name last, so that a version is whole or not there. Folders
+without a manifest are what killed publishers left.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import os
+import pathlib
+import re
+import urllib.parse
+import zlib
+from collections.abc import Iterator
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.fs as pafs
+
+from jaxrec.lock import lock, unlock
+from jaxrec.tier.deltas.manifest import File, Manifest
+from jaxrec.tier.stores.snapshots import sync
+
+_NAME = re.compile(r"(\d{12})-([0-9a-f]{16})")
+_MANIFEST = ".json"
+_PART_BYTES = 1 << 22
+
+
+class VersionError(ValueError):
+    """A version is damaged, missing, or of another model."""
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class VersionName:
+    """Name of a version.
+
+    Attributes:
+        version: Its number.
+        token: Its token.
+    """
+
+    version: int
+    token: str
+
+    def __str__(self) -> str:
+        return f"{self.version:012d}-{self.token}"
+
+
+class CheckedStream(io.RawIOBase):
+    """A file that is written, with the checksum of its bytes.
+
+    Attributes:
+        bytes: Number of bytes so far.
+        crc32: Their checksum.
+    """
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+        self.bytes = self.crc32 = 0
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        size = memoryview(data).nbytes
+        self._stream.write(data)
+        self.crc32 = zlib.crc32(data, self.crc32)
+        self.bytes += size
+        return size
+
+
+class VersionFolder:
+    """A folder of versions.
+
+    Args:
+        url: A path, ``file:///data/versions``, or a URL of `pyarrow.fs.FileSystem.from_uri` such as
+            ``s3://bucket/versions`` and ``gs://bucket/versions``.
+
+    Raises:
+        ValueError: No file system has that URL.
+    """
+
+    def __init__(self, url: str | os.PathLike[str]) -> None:
+        self.url = os.fspath(url)
+        if not isinstance(self.url, str) or not self.url:
+            raise ValueError(f"versions are in a folder such as 'file:///versions', got {url!r}")
+        scheme, separator, _ = self.url.partition("://")
+        if not separator or scheme == "file":
+            path = self.url
+            if separator:
+                parts = urllib.parse.urlsplit(self.url)
+                if parts.netloc not in ("", "localhost"):
+                    raise ValueError(
+                        f"{self.url!r} names the host {parts.netloc!r}; an absolute path has three "
+                        "slashes, as in 'file:///data/versions'"
+                    )
+                path = urllib.parse.unquote(parts.path)
+            self.local: pathlib.Path | None = pathlib.Path(path).absolute()
+            self._files, self._path = pafs.LocalFileSystem(), str(self.local)
+            return
+        self.local = None
+        try:
+            self._files, self._path = pafs.FileSystem.from_uri(self.url)
+        except (pa.ArrowException, ValueError) as error:
+            raise ValueError(
+                f"no folder has the URL {_without_user(self.url)!r} ({error}); use a path, or one "
+                "like 'file:///data/versions', 's3://bucket/versions' or 'gs://bucket/versions'"
+            ) from None
+
+    def __str__(self) -> str:
+        return _without_user(self.url)
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keep other publishers of this machine from a folder on a disk.
+
+        Raises:
+            BlockingIOError: Another process publishes to it now.
+            OSError: The folder cannot be made.
+        """
+        if self.local is None:
+            yield
+            return
+        lock(self.local)
+        try:
+            yield
+        finally:
+            unlock(self.local)
+
+    # Reading.
+
+    def names(self) -> list[VersionName]:
+        """Return the names of the versions, ascending.
+
+        Raises:
+            OSError: The folder cannot be read.
+        """
+        return sorted(name for name, path in self._entries() if path.endswith(_MANIFEST))
+
+    def read_manifest(self, name: VersionName) -> Manifest:
+        """Read a manifest.
+
+        Raises:
+            VersionError: It is damaged, or was removed.
+            OSError: It cannot be read.
+        """
+        path = f"{name}{_MANIFEST}"
+        try:
+            with self._files.open_input_stream(self._at(path), compression=None) as stream:
+                content = stream.read()
+        except FileNotFoundError:
+            raise VersionError(f"{self}: manifest {path} was removed") from None
+        try:
+            manifest = Manifest.from_json(content)
+        except ValueError as error:
+            raise VersionError(f"{self}: manifest {path} is damaged ({error})") from None
+        if (manifest.version, manifest.token) != (name.version, name.token):
+            raise VersionError(f"{self}: manifest {path} is that of version {manifest.version}")
+        return manifest
+
+    def check(self, file: File) -> None:
+        """Compare a file with its size and checksum.
+
+        Raises:
+            VersionError: The file has other bytes, or was removed.
+            OSError: It cannot be read.
+        """
+        size = crc = 0
+        try:
+            with self._files.open_input_stream(self._at(file.name), compression=None) as stream:
+                while part := stream.read(_PART_BYTES):
+                    size += len(part)
+                    crc = zlib.crc32(part, crc)
+        except FileNotFoundError:
+            raise VersionError(f"{self}: file {file.name} was removed") from None
+        if size != file.bytes:
+            raise VersionError(
+                f"{self}: file {file.name} is damaged: it has {size:,} bytes, {file.bytes:,} were "
+                "published"
+            )
+        if crc != file.crc32:
+            raise VersionError(
+                f"{self}: file {file.name} is damaged: it does not have the bytes that were "
+                "published"
+            )
+
+    def open(self, file: File) -> Any:
+        """Open a file for reading at any position, a `pyarrow.NativeFile`."""
+        return self._files.open_input_file(self._at(file.name))
+
+    # Writing.
+
+    def begin(self, name: VersionName) -> None:
+        """Make the folder of a version, and remove those that killed publishers left.
+
+        Raises:
+            OSError: The folder cannot be written.
+        """
+        complete = set(self.names())
+        for other, path in self._entries():
+            if other not in complete:
+                with contextlib.suppress(FileNotFoundError):
+                    self._files.delete_dir(self._at(path))
+        self._files.create_dir(self._at(str(name)), recursive=True)
+
+    @contextlib.contextmanager
+    def writing(self, path: str) -> Iterator[CheckedStream]:
+        """Write a file of a version whose folder is there.
+
+        Args:
+            path: Its path in this folder.
+        """
+        with self._files.open_output_stream(self._at(path), compression=None) as stream:
+            yield CheckedStream(stream)
+        if self.local is not None:
+            sync(self.local / path)
+
+    def commit(self, name: VersionName, manifest: Manifest) -> None:
+        """Make a version appear, whole.
+
+        Raises:
+            OSError: The manifest cannot be written; the version is not there.
+        """
+        unfinished = f"{name}/manifest{_MANIFEST}"
+        with self.writing(unfinished) as stream:
+            stream.write(manifest.to_json())
+        if self.local is not None:
+            sync(self.local / str(name))
+        self._files.move(self._at(unfinished), self._at(f"{name}{_MANIFEST}"))
+        if self.local is not None:
+            sync(self.local)
+
+    def remove_before(self, version: int) -> None:
+        """Remove the versions before one, their manifests first.
+
+        Raises:
+            OSError: One cannot be removed.
+        """
+        for name in self.names():
+            if name.version < version:
+                self._files.delete_file(self._at(f"{name}{_MANIFEST}"))
+                self._files.delete_dir(self._at(str(name)))
+
+    def _entries(self) -> list[tuple[VersionName, str]]:
+        """Return the versions' manifests and folders by their path in this folder."""
+        selector = pafs.FileSelector(self._path, allow_not_found=True)
+        entries = []
+        for info in self._files.get_file_info(selector):
+            stem = info.base_name.removesuffix(_MANIFEST)
+            if found := _NAME.fullmatch(stem):
+                name = VersionName(int(found.group(1)), found.group(2))
+                entries.append((name, info.base_name))
+        return entries
+
+    def _at(self, path: str) -> str:
+        return f"{self._path.rstrip('/')}/{path}"
+
+
+def _without_user(url: str) -> str:
+    """Return a URL without what may be a password."""
+    scheme, separator, rest = url.partition("://")
+    place, mark, _ = rest.partition("?")
+    _, at, place = place.rpartition("@")
+    return (
+        f"{scheme}{separator}{'...@' if at else ''}{place}{'?...' if mark else ''}"
+        if separator
+        else url
+    )

@@ -1,0 +1,148 @@
+"""Content of a version's manifest, a JSON file."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import zlib
+from collections.abc import Mapping
+from typing import Any
+
+FORMAT = "jaxrec version 1"
+
+# What a file of a table holds.
+ROWS, REMOVED, UNKNOWN = "rows", "removed", "unknown"
+
+_CHECKSUM = "crc32"
+
+
+@dataclasses.dataclass(frozen=True)
+class TableFacts:
+    """A table as its readers need it.
+
+    Attributes:
+        num_embeddings: Number of rows; of ids, if the vocabulary is fixed.
+        embedding_dim: Number of columns.
+        dtype: Type of the rows, such as "float32".
+        is_open: Whether ids are any 64-bit integers, which get and lose rows; otherwise they are
+            0 to ``num_embeddings`` - 1.
+        unknown: Rows that ids without a row read: "zeros", "default" or "shared", and their number;
+            ("none", 0) where each id has a row.
+        seed: Seed of the first values of ids that a full version leaves out
+            (`jaxrec.tier.Cached`); None: it has all ids.
+        initializer: Initializer of these values, if it has a name.
+        state: Type and width of each array of the optimizer state; None: it is not published.
+    """
+
+    num_embeddings: int
+    embedding_dim: int
+    dtype: str
+    is_open: bool = False
+    unknown: tuple[str, int] = ("none", 0)
+    seed: int | None = None
+    initializer: str = ""
+    state: dict[str, tuple[str, int | None]] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class File:
+    """A file of a version.
+
+    Attributes:
+        name: Its path in the folder of versions.
+        bytes: Its size.
+        crc32: Its checksum.
+        rows: Number of rows in it.
+    """
+
+    name: str
+    bytes: int
+    crc32: int
+    rows: int
+
+
+Files = dict[str, dict[str, File]]
+"""Files by table and by what they hold; a table without any does not change."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Manifest:
+    """A version.
+
+    Attributes:
+        version: Its number, from 1.
+        token: A random text that no other version has.
+        step: Number of training steps, if the publisher gave it.
+        seconds: Time of publication, in seconds since 1970.
+        tables: The tables, by the path of their collection and their name.
+        dense: The variables that are no tables.
+        delta: Changes since the version before; None: they are not known.
+        base: Token of the version before, which ``delta`` follows.
+        full: All rows; None: this version has changes alone.
+        full_versions: Numbers of the full versions that are kept, ascending.
+        delta_bytes: Bytes of the deltas since the last full version.
+        full_bytes: Bytes of the tables of that version.
+        deltas: Number of the deltas since that version.
+    """
+
+    version: int
+    token: str
+    step: int | None
+    seconds: float
+    tables: dict[str, TableFacts]
+    dense: File
+    delta: Files | None
+    base: str | None
+    full: Files | None
+    full_versions: list[int]
+    delta_bytes: int
+    full_bytes: int
+    deltas: int
+
+    def to_json(self) -> bytes:
+        """Return the content of the file, which holds its own checksum."""
+        content = {"format": FORMAT, **dataclasses.asdict(self)}
+        crc = zlib.crc32(json.dumps(content).encode())
+        return json.dumps({**content, _CHECKSUM: crc}, indent=1).encode()
+
+    @classmethod
+    def from_json(cls, text: bytes) -> Manifest:
+        """Read the content of the file.
+
+        Raises:
+            ValueError: It is not what `to_json` returned.
+        """
+        try:
+            content = json.loads(text)
+            crc = content.pop(_CHECKSUM)
+            if zlib.crc32(json.dumps(content).encode()) != crc:
+                raise ValueError("its checksum is another one")
+            if (written := content.pop("format")) != FORMAT:
+                raise ValueError(f"its format is {written!r}, this jaxrec reads {FORMAT!r}")
+            content["tables"] = {name: _facts(each) for name, each in content["tables"].items()}
+            content["dense"] = File(**content["dense"])
+            for kind in ("delta", "full"):
+                content[kind] = None if content[kind] is None else _files(content[kind])
+            return cls(**content)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"it has other entries: {error!r}") from None
+
+
+def num_bytes(files: Files) -> int:
+    """Return the number of bytes of all files."""
+    return sum(file.bytes for of_table in files.values() for file in of_table.values())
+
+
+def _facts(content: Mapping[str, Any]) -> TableFacts:
+    facts = dict(content)
+    facts["unknown"] = tuple(facts["unknown"])
+    if facts["state"] is not None:
+        facts["state"] = {name: tuple(each) for name, each in facts["state"].items()}
+    return TableFacts(**facts)
+
+
+def _files(content: Mapping[str, Mapping[str, Any]]) -> Files:
+    return {
+        table: {kind: File(**each) for kind, each in of_table.items()}
+        for table, of_table in content.items()
+    }

@@ -1,0 +1,339 @@
+"""Copies of a model that take over its versions."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+from collections.abc import Iterator, Sequence
+
+import jax
+import numpy as np
+from flax import nnx
+
+from jaxrec.embed.variables import dense_variables, plain, value_like
+from jaxrec.mesh.agree import gather_texts
+from jaxrec.tier.deltas.arrow_files import read_arrays, read_rows
+from jaxrec.tier.deltas.folder import VersionError, VersionFolder, VersionName
+from jaxrec.tier.deltas.manifest import (
+    REMOVED,
+    ROWS,
+    UNKNOWN,
+    File,
+    Files,
+    Manifest,
+    TableFacts,
+)
+from jaxrec.tier.deltas.process_zero import on_process_zero
+from jaxrec.tier.deltas.tables import PublishedTable, Values, published_tables
+from jaxrec.tier.tier import tier_of
+
+# Errors that processes agree on, the special ones first.
+_KINDS = (VersionError, OSError, ValueError)
+
+
+class Subscriber:
+    """Takes over the versions that `publish` wrote, into a copy of the model.
+
+    The copy is made as the model was. Its tables may lie elsewhere: on one device or any mesh, in
+    a cache (`jaxrec.tier.Cached`) or whole, with or without a store of evicted rows. A copy with
+    an open vocabulary and no store has room for all ids of the model.
+
+    After `update` the copy is equal to the model when it was published, bit for bit: each id reads
+    the same row, ids that lost their rows read what unknown ids read, and all other variables are
+    the same. The optimizer state of rows is taken over where it is asked for; else rows that are
+    new to an open vocabulary have a fresh state, and others keep theirs.
+
+    Args:
+        copy: The copy.
+        url: The folder of the versions, as for `publish`.
+        with_state: Whether the optimizer state of rows is taken over.
+
+    Attributes:
+        step: Number of training steps of that version, if its publisher gave it.
+
+    Raises:
+        TypeError: The copy is no Flax module.
+        ValueError: No folder has that URL.
+
+    Example:
+        >>> import jaxrec, tempfile
+        >>> def make_model(seed):
+        ...     config = jaxrec.EmbeddingBagConfig("item", num_embeddings=100, embedding_dim=2)
+        ...     return jaxrec.EmbeddingBagCollection([config], rngs=nnx.Rngs(seed))
+        >>> model, copy, folder = make_model(0), make_model(1), tempfile.mkdtemp()
+        >>> subscriber = Subscriber(copy, folder)
+        >>> subscriber.update()  # there is no version yet
+        0
+        >>> _ = jaxrec.tier.publish(model, folder)
+        >>> subscriber.update(), subscriber.version
+        (1, 1)
+        >>> bool((copy.table("item") == model.table("item")).all())
+        True
+    """
+
+    def __init__(
+        self, copy: nnx.Module, url: str | os.PathLike[str], *, with_state: bool = False
+    ) -> None:
+        published_tables(copy)
+        self._copy, self._folder, self._with_state = copy, VersionFolder(url), with_state
+        self._name: VersionName | None = None
+        self.step: int | None = None
+
+    @property
+    def version(self) -> int:
+        """Number of the version that the copy is; 0 before the first."""
+        return 0 if self._name is None else self._name.version
+
+    def update(self) -> int:
+        """Bring the copy to the newest version.
+
+        Versions are taken over in order, each after all its files are compared with their
+        checksums. If a version is missing or damaged, the next full version takes its place. Call
+        it in the thread that uses the copy, between two batches; with several processes in each of
+        them: each reads the files.
+
+        Returns:
+            The number of versions that were taken over; 0 if there is no new one.
+
+        Raises:
+            VersionError: A version is damaged or missing, and no full one takes its place. The
+                copy stays at the last version that was whole.
+            ValueError: A version is of another model, or does not fit the copy.
+            OSError: A file cannot be read. If that is in the middle of a version, the next `update`
+                takes the version over again.
+            RuntimeError: A training loop over the copy has planned batches with rows of ids that
+                lost theirs.
+        """
+        names = self._names()
+        while True:
+            try:
+                return self._update(names)
+            except VersionError:
+                # The publisher may have removed versions meanwhile, and written others.
+                if (now := self._names()) == names:
+                    raise
+                names = now
+
+    def _names(self) -> list[VersionName]:
+        found = on_process_zero(
+            lambda: [(name.version, name.token) for name in self._folder.names()]
+        )
+        return [VersionName(version, token) for version, token in found]
+
+    def _update(self, names: Sequence[VersionName]) -> int:
+        if not names or names[-1] == self._name:
+            return 0
+        newer = [name for name in names if 0 < self.version < name.version]
+        count = 0
+        damage: VersionError | None = None
+        try:
+            for name in newer:
+                self._take_over(name, is_full=False)
+                count += 1
+            if newer:
+                return count
+        except VersionError as error:
+            damage = error
+        # Without its version there, the copy may begin with any: the folder may be another one.
+        first = self.version if self._name in names else 0
+        for start in self._full_versions(names, first):
+            reached = self._name
+            try:
+                self._take_over(names[start], is_full=True)
+                for name in names[start + 1 :]:
+                    self._take_over(name, is_full=False)
+                return count + len(names) - start
+            except VersionError as error:
+                damage = error if damage is None else damage
+                if self._name != reached:
+                    break
+        raise VersionError(
+            f"{damage or f'{self._folder}: there is no full version to begin with'}; publish a "
+            "full version, by jaxrec.tier.publish with full_every=1"
+        )
+
+    def _full_versions(self, names: Sequence[VersionName], after: int) -> Iterator[int]:
+        """Iterate over the indices of full versions after one, the newest first."""
+        for index in reversed(range(len(names))):
+            if names[index].version <= after:
+                return
+            with contextlib.suppress(VersionError):
+                if self._folder.read_manifest(names[index]).full is not None:
+                    yield index
+
+    def _take_over(self, name: VersionName, is_full: bool) -> None:
+        """Check a version, and bring the copy from the version before, or from any, to it.
+
+        Raises:
+            VersionError: It is damaged, or it does not follow the version of the copy.
+            ValueError: It is of another model.
+        """
+        with contextlib.ExitStack() as stack:
+            tier = tier_of(self._copy)
+            if tier is not None:
+                stack.enter_context(tier.settled(self._copy))
+            tables = published_tables(self._copy)
+            incoming, error = None, None
+            try:
+                incoming = self._checked(name, is_full, tables)
+            except (ValueError, OSError) as raised:
+                error = raised
+            _agree(error)
+            assert incoming is not None
+            files, facts, values = incoming.files, incoming.manifest.tables, incoming.dense
+            for table_name, table in tables.items():
+                self._load(table, files.get(table_name, {}), facts[table_name], is_full)
+            variables = dense_variables(self._copy)
+            for variable_name, value in values.items():
+                variable = variables[variable_name]
+                variable.set_value(value_like(value, variable.get_value()))
+        self._name, self.step = name, incoming.manifest.step
+
+    def _load(
+        self, table: PublishedTable, files: dict[str, File], facts: TableFacts, is_full: bool
+    ) -> None:
+        if is_full and (facts.is_open or facts.seed is not None):
+            table.forget_others(self._ids(files.get(ROWS)), facts.seed)
+        table.forget(self._ids(files.get(REMOVED)))
+        for ids, values in self._rows(files.get(ROWS), table):
+            table.write(ids, values)
+        for rows, values in self._rows(files.get(UNKNOWN), table):
+            table.write_rows(rows, values)
+
+    def _checked(
+        self, name: VersionName, is_full: bool, tables: dict[str, PublishedTable]
+    ) -> _Incoming:
+        manifest = self._folder.read_manifest(name)
+        files = manifest.full if is_full else manifest.delta
+        if files is None or not (is_full or manifest.base == self._token):
+            raise VersionError(
+                f"{self._folder}: version {name.version} does not follow version {self.version}, "
+                "which the copy is: versions between them are missing, or the publisher was "
+                "started again"
+            )
+        _check_tables(tables, manifest.tables, self._with_state)
+        for of_table in files.values():
+            for file in of_table.values():
+                self._folder.check(file)
+        self._folder.check(manifest.dense)
+        for table_name, table in tables.items():
+            if not manifest.tables[table_name].is_open:
+                continue
+            of_table = files.get(table_name, {})
+            removed = None if is_full else self._ids(of_table.get(REMOVED))
+            if shortage := table.find_shortage(self._ids(of_table.get(ROWS)), removed):
+                raise ValueError(
+                    f"{self._folder}: version {name.version} does not fit table {table_name!r}: "
+                    f"{shortage}"
+                )
+        with self._folder.open(manifest.dense) as source:
+            dense = read_arrays(source)
+        _check_dense(self._copy, dense)
+        return _Incoming(manifest, files, dense)
+
+    def _rows(
+        self, file: File | None, table: PublishedTable
+    ) -> Iterator[tuple[np.ndarray, Values]]:
+        if file is not None:
+            with self._folder.open(file) as source:
+                yield from read_rows(source, table.shapes(self._with_state))
+
+    def _ids(self, file: File | None) -> np.ndarray:
+        """Return all ids of a file; none without a file."""
+        if file is None:
+            return np.zeros(0, np.int64)
+        with self._folder.open(file) as source:
+            return np.concatenate([ids for ids, _ in read_rows(source, {})])
+
+    @property
+    def _token(self) -> str:
+        return "" if self._name is None else self._name.token
+
+
+@dataclasses.dataclass(frozen=True)
+class _Incoming:
+    """A version that was checked.
+
+    Attributes:
+        manifest: Its manifest.
+        files: Files of its tables, of the delta or of all rows.
+        dense: Its other variables.
+    """
+
+    manifest: Manifest
+    files: Files
+    dense: dict[str, np.ndarray]
+
+
+def _agree(error: Exception | None) -> None:
+    """Raise an error in all processes where one has it."""
+    if jax.process_count() > 1:
+        number = next((i for i, kind in enumerate(_KINDS) if isinstance(error, kind)), 0)
+        texts = gather_texts("" if error is None else f"{number}{error}")
+        if text := next(filter(None, texts), ""):
+            raise _KINDS[int(text[0])](text[1:]) from error
+    if error is not None:
+        raise error
+
+
+def _check_tables(
+    tables: dict[str, PublishedTable], published: dict[str, TableFacts], with_state: bool
+) -> None:
+    """Check that the tables of a copy can take over those that were published.
+
+    Raises:
+        ValueError: A table is missing or of another form.
+    """
+    if different := sorted(tables.keys() ^ published.keys()):
+        where = "the copy has not" if different[0] in published else "was not published"
+        raise ValueError(
+            f"table {different[0]!r} {where}; make the copy as the model that is published"
+        )
+    for name, table in tables.items():
+        mine, theirs = table.facts, published[name]
+        for field in ("embedding_dim", "dtype", "is_open", "unknown"):
+            _require_same(name, field, getattr(mine, field), getattr(theirs, field))
+        if not theirs.is_open:
+            _require_same(name, "num_embeddings", mine.num_embeddings, theirs.num_embeddings)
+        if theirs.seed is not None:
+            _require_same(
+                name, "seed", theirs.seed if mine.seed is None else mine.seed, theirs.seed
+            )
+            _require_same(name, "initializer", table.initializer, theirs.initializer)
+        if with_state:
+            if theirs.state is None:
+                raise ValueError(
+                    f"table {name!r} was published without its optimizer state; publish with_state="
+                    "True, or leave with_state out here"
+                )
+            _require_same(name, "state", mine.state, theirs.state)
+
+
+def _require_same(table: str, field: str, mine: object, theirs: object) -> None:
+    if mine != theirs:
+        raise ValueError(
+            f"table {table!r} was published with {field}={theirs!r}, but the copy has {mine!r}; "
+            "make the copy as the model that is published"
+        )
+
+
+def _check_dense(copy: nnx.Module, published: dict[str, np.ndarray]) -> None:
+    """Check that a copy has the variables that were published.
+
+    Raises:
+        ValueError: It has others.
+    """
+    mine = {name: plain(x.get_value()) for name, x in dense_variables(copy).items()}
+    if different := sorted(mine.keys() ^ published.keys()):
+        where = "the copy has not" if different[0] in published else "was not published"
+        raise ValueError(
+            f"variable {different[0]!r} {where}; make the copy as the model that is published"
+        )
+    for name, value in mine.items():
+        forms = [f"{np.dtype(x.dtype).name}{list(x.shape)}" for x in (published[name], value)]
+        if forms[0] != forms[1]:
+            raise ValueError(
+                f"variable {name!r} was published as {forms[0]}, but the copy has {forms[1]}; make "
+                "the copy as the model that is published"
+            )
