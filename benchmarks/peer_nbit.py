@@ -2,7 +2,8 @@
 
 As `benchmarks.quantized` times jaxrec's. Needs an environment with torch and fbgemm-gpu-cpu.
 
-Usage: PEER_PYTHON benchmarks/peer_nbit.py [--shapes FILE] [--threads N] [--seconds S] [--only SHAPE]
+Usage: PEER_PYTHON benchmarks/peer_nbit.py [--shapes FILE] [--threads N] [--seconds S]
+                                            [--only SHAPE]
 """
 
 import argparse

@@ -126,15 +126,20 @@ def _copy_without_tables(model: Model, modules: Mapping[str, TappedModule]) -> M
     finally:
         for path, module in modules.items():
             module.tables.set_value(stores[path])
-    nnx.update(copy, jax.tree.map(_on_one_device, nnx.state(copy)))
+    nnx.update(copy, jax.tree.map(_copy_to_one_device, nnx.state(copy)))
     return copy
 
 
-def _on_one_device(array: Any) -> Any:
-    """Return an array that each device of a mesh has, on one of this process's devices."""
-    if isinstance(array, jax.Array) and len(array.sharding.device_set) > 1:
-        return jax.device_put(array.addressable_data(0), jax.local_devices()[0])
-    return array
+def _copy_to_one_device(array: Any) -> Any:
+    """Return a copy of an array, so that a donated step of the model leaves it alone.
+
+    Of an array that every device of a mesh has, the copy is on one of this process's devices.
+    """
+    if not isinstance(array, jax.Array):
+        return array
+    if len(array.sharding.device_set) > 1:
+        array = jax.device_put(array.addressable_data(0), jax.local_devices()[0])
+    return jnp.copy(array)
 
 
 def _quantize_store(store: TableStore, formats: Mapping[str, RowFormat]) -> QuantizedTables:

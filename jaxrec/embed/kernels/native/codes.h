@@ -4,8 +4,6 @@
 // taken apart by planes: plane p of a vector of bytes has the columns p, p + kPlanes and so on.
 // Planes are interleaved when a result is stored, once a bag.
 
-constexpr int64_t kHeaderBytes = 4;  // HEADER_BYTES of integers.py.
-
 typedef int32_t Lanes __attribute__((vector_size(JAXREC_VECTOR_BYTES)));
 
 // Each byte in a lane of 32 bits.
@@ -79,6 +77,7 @@ JAXREC_INLINE void interleave_planes(Vec (&planes)[4]) {
 template <int kBits>
 struct Integers {
   static constexpr int kPlanes = 8 / kBits;
+  static constexpr int64_t kHeader = 4;  // HEADER_BYTES of integers.py.
 
   // A row and what its codes stand for, times a weight.
   struct Row {
@@ -86,7 +85,7 @@ struct Integers {
     Vec scale, offset;
     Vec values;  // Of all codes, where they are looked up.
 
-    JAXREC_MEMBER Row(const uint8_t* row, float weight) : bytes(row + kHeaderBytes) {
+    JAXREC_MEMBER Row(const uint8_t* row, float weight) : bytes(row + kHeader) {
       float factor, summand;
       read_header(row, factor, summand);
       scale = splat(factor * weight);
@@ -114,7 +113,7 @@ struct Integers {
   JAXREC_MEMBER static void read_header(const uint8_t* row, float& scale, float& offset) {
     uint32_t bits;
     __builtin_memcpy(&bits, row, 4);
-#if defined(__F16C__)
+#if defined(JAXREC_F16C)
     const __m128 pair = _mm_cvtph_ps(_mm_cvtsi32_si128(static_cast<int>(bits)));
     scale = pair[0];
     offset = pair[1];
@@ -139,6 +138,7 @@ struct Integers {
 // Floats of 1, 4 and 3 bits with an exponent bias of 7, without infinities and NaN.
 struct Float8 {
   static constexpr int kPlanes = 1;
+  static constexpr int64_t kHeader = 0;
 
   struct Row {
     const uint8_t* bytes;
@@ -147,6 +147,13 @@ struct Float8 {
     JAXREC_MEMBER Row(const uint8_t* row, float weight) : bytes(row), weight(weight) {}
 
     JAXREC_MEMBER Vec value(Bits bytes, int) const {
+#if defined(JAXREC_F16C)
+      // A float16 with the same fields is 2^8 times smaller, whatever its exponent.
+      typedef int16_t Signed __attribute__((vector_size(JAXREC_VECTOR_BYTES / 2)));
+      const Half high = __builtin_convertvector(bytes, Half) << 8;
+      const Half half = reinterpret_cast<Half>(reinterpret_cast<Signed>(high) >> 1) & 0xBFFF;
+      return widen(F16{}, half) * (256 * weight);
+#else
       const Bits size = bytes & 0x7F, sign = (bytes & 0x80) << 24;
       // Subnormal codes count eighths above 2^-6, which is subtracted: threads may treat subnormal
       // floats as zeros.
@@ -154,6 +161,7 @@ struct Float8 {
       const Bits bits = (size << 20) + (120u << 23) + (is_subnormal & (1u << 23));
       const Vec smallest = as_floats(is_subnormal & as_bits(splat(0x1p-6f)));
       return as_floats(as_bits(as_floats(bits) - smallest) | sign) * weight;
+#endif
     }
   };
 };

@@ -1,5 +1,22 @@
 // Lookups of packed rows. Included once per instruction set, after codes.h and pool.h.
 
+template <class Codec>
+JAXREC_INLINE int64_t packed_row_bytes(int64_t dim) {
+  return Codec::kHeader + (dim + Codec::kPlanes - 1) / Codec::kPlanes;
+}
+
+// Asks for each line of a row once. Tables begin at a multiple of a line, so that rows begin at
+// multiples of the largest power of two that divides their length.
+template <class Codec>
+JAXREC_INLINE void prefetch_packed(const uint8_t* row, int64_t dim) {
+  const int64_t bytes = packed_row_bytes<Codec>(dim);
+  const int64_t step = bytes & -bytes;
+  const int64_t latest = step < kLine ? kLine - step : 0;  // Where in a line a row may begin.
+  asm volatile("");  // See prefetch.
+  for (int64_t i = 0; i + kLine < latest + bytes; i += kLine) __builtin_prefetch(row + i, 0, 3);
+  __builtin_prefetch(row + bytes - 1, 0, 3);
+}
+
 // Stores the columns of one vector of bytes, given its planes, times a scale.
 template <int kPlanes>
 JAXREC_INLINE void put_planes(Type type, void* out, int64_t first_byte, int64_t dim,
@@ -75,32 +92,23 @@ struct PackedMemory {
   }
 };
 
-// Calls work(sums) with the place where packed rows of `dim` columns are summed fastest.
+// A type as a value.
+template <class T>
+struct Of {
+  typedef T Type;
+};
+
+// Calls work(Of<Sums>) with the place where packed rows of `dim` columns are summed fastest.
 template <class Codec, class Work>
 JAXREC_INLINE void with_packed_sums(int64_t dim, const Work& work) {
   switch (dim) {
-    case 16: {
-      PackedRegisters<Codec, 16> sums;
-      return work(sums);
-    }
-    case 32: {
-      PackedRegisters<Codec, 32> sums;
-      return work(sums);
-    }
-    case 64: {
-      PackedRegisters<Codec, 64> sums;
-      return work(sums);
-    }
+    case 16: return work(Of<PackedRegisters<Codec, 16>>{});
+    case 32: return work(Of<PackedRegisters<Codec, 32>>{});
+    case 64: return work(Of<PackedRegisters<Codec, 64>>{});
 #if JAXREC_VECTOR_BYTES >= 32
-    case 128: {
-      PackedRegisters<Codec, 128> sums;
-      return work(sums);
-    }
+    case 128: return work(Of<PackedRegisters<Codec, 128>>{});
 #endif
-    default: {
-      PackedMemory<Codec> sums;
-      return work(sums);
-    }
+    default: return work(Of<PackedMemory<Codec>>{});
   }
 }
 
@@ -116,25 +124,28 @@ JAXREC_INLINE void with_codec(Code code, const Work& work) {
 }
 
 template <bool kWeighted, class Codec, class Sums>
-void pool_packed_bags(const PackedBlock& block, Codec, Sums& sums) {
+void pool_packed_bags(const PackedBlock& block) {
   const PackedTable& table = block.table;
-  const int64_t dim = Sums::fixed(table.dim);
-  auto address = [&](uint32_t id) JAXREC_ALWAYS { return table.rows + id * table.row_bytes; };
+  const uint8_t* rows = table.rows;
+  const int64_t dim = Sums::fixed(table.dim), row_bytes = packed_row_bytes<Codec>(dim);
+  Sums sums;  // Here, so that they stay in registers.
+  auto address = [=](uint32_t id) JAXREC_ALWAYS { return rows + id * row_bytes; };
   auto add = [&](int64_t position, uint32_t id) JAXREC_ALWAYS {
     const float weight = kWeighted ? block.weights[position] : 1.0f;
     sums.add(typename Codec::Row(address(id), weight), dim);
   };
-  pool_each_bag(block, static_cast<uint32_t>(table.num_rows), table.row_bytes, dim, sums, address,
-                add);
+  auto ask = [=](uint32_t id) JAXREC_ALWAYS { prefetch_packed<Codec>(address(id), dim); };
+  pool_each_bag(block, static_cast<uint32_t>(table.num_rows), row_bytes, dim, sums, ask, add);
 }
 
 void pool_packed(const PackedBlock& block) {
   with_codec(block.table.code, [&](auto codec) JAXREC_ALWAYS {
-    with_packed_sums<decltype(codec)>(block.table.dim, [&](auto& sums) JAXREC_ALWAYS {
+    with_packed_sums<decltype(codec)>(block.table.dim, [&](auto sums) JAXREC_ALWAYS {
+      typedef typename decltype(sums)::Type Sums;
       if (block.weights != nullptr) {
-        pool_packed_bags<true>(block, codec, sums);
+        pool_packed_bags<true, decltype(codec), Sums>(block);
       } else {
-        pool_packed_bags<false>(block, codec, sums);
+        pool_packed_bags<false, decltype(codec), Sums>(block);
       }
     });
   });
@@ -144,7 +155,7 @@ template <class Codec>
 void unpack_rows_of(const PackedRowBlock& block, Codec) {
   constexpr int kPlanes = Codec::kPlanes;
   const uint8_t* rows = block.table.rows;
-  const int64_t dim = block.table.dim, row_bytes = block.table.row_bytes;
+  const int64_t dim = block.table.dim, row_bytes = packed_row_bytes<Codec>(dim);
   const int64_t num_bytes = (dim + kPlanes - 1) / kPlanes;
   const uint32_t num_rows = static_cast<uint32_t>(block.table.num_rows);
   const int64_t ahead = rows_ahead(row_bytes);
@@ -153,7 +164,7 @@ void unpack_rows_of(const PackedRowBlock& block, Codec) {
 
   auto ask = [&](int64_t i) JAXREC_ALWAYS {
     uint32_t row = static_cast<uint32_t>(block.rows[i]);
-    prefetch<0>(rows + (row < num_rows ? row : 0) * row_bytes, row_bytes);
+    prefetch_packed<Codec>(rows + (row < num_rows ? row : 0) * row_bytes, dim);
   };
   for (int64_t i = 0; i < ahead && i < block.count; ++i) ask(i);
   for (int64_t i = 0; i < block.count; ++i, out += out_bytes) {

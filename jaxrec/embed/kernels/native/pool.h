@@ -50,17 +50,17 @@ JAXREC_INLINE void with_rows(const Source& source, int64_t dim, const Work& work
   }
 }
 
-// Pools consecutive bags. address(id) is where a row begins, and add(position, id) adds it to `sums`.
-template <class Sums, class Address, class Add>
+// Pools consecutive bags. ask(id) prefetches a row, and add(position, id) adds it to `sums`.
+template <class Sums, class Ask, class Add>
 JAXREC_INLINE void pool_each_bag(const Bags& bags, uint32_t num_rows, int64_t row_bytes, int64_t dim,
-                                 Sums& sums, const Address& address, const Add& add) {
+                                 Sums& sums, const Ask& ask_row, const Add& add) {
   const int64_t ahead = rows_ahead(row_bytes);
   const int64_t out_bytes = bags.out_stride * size_of(bags.out_type);
   char* out = static_cast<char*>(bags.out);
 
   auto ask = [&](int64_t position) JAXREC_ALWAYS {
     uint32_t id = static_cast<uint32_t>(bags.ids[position]);
-    prefetch<0>(address(id < num_rows ? id : 0), row_bytes);
+    ask_row(id < num_rows ? id : 0);
   };
   for (int64_t i = 0; i < ahead && i < bags.num_ids; ++i) ask(i);
 
@@ -96,8 +96,8 @@ void pool_bags(const PooledBlock& block, T type, Sums& sums, const RowAt& row_at
       sums.add(type, row_at(id), AsIs{}, dim);
     }
   };
-  pool_each_bag(block, static_cast<uint32_t>(block.table.num_rows), row_bytes, dim, sums, row_at,
-                add);
+  auto ask = [&](uint32_t id) JAXREC_ALWAYS { prefetch<0>(row_at(id), row_bytes); };
+  pool_each_bag(block, static_cast<uint32_t>(block.table.num_rows), row_bytes, dim, sums, ask, add);
 }
 
 void pool(const PooledBlock& block) {
