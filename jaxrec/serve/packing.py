@@ -16,7 +16,7 @@ from jaxrec.embed.store import TableStore
 from jaxrec.serve.rows import check_rows
 
 # Number of bytes of float32 rows that are packed at a time.
-_PART_BYTES = 1 << 26
+_PART_BYTES = 1 << 24
 
 
 def table_parts(store: TableStore, name: str) -> Iterator[tuple[int, np.ndarray]]:

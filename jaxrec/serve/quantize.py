@@ -33,8 +33,8 @@ def quantize(
     """Return a copy of a model whose tables are quantized, for inference.
 
     The copy is called like the model. Its tables lie on one device, and its lookups read the packed
-    rows. Everything else is copied; the model stays as it is. Rows are quantized some at a time:
-    beside the model's tables and the quantized ones, only a part of 64 MiB is in memory.
+    rows. Everything else is copied; the model stays as it is. Rows are quantized 16 MiB at a time,
+    so that memory holds little beside the model's tables and the quantized ones.
 
     Args:
         model: A model with tables on one device or over a mesh. With several processes all of them
