@@ -42,7 +42,9 @@ def main(options: Options) -> None:
         for i in range(options.tables)
     ]
     model = jaxrec.EmbeddingBagCollection(configs, rngs=nnx.Rngs(0))
-    batch = jaxrec.KeyedJaggedArray.from_lists({f"t{i}": [[1, 2], [3]] for i in range(len(configs))})
+    batch = jaxrec.KeyedJaggedArray.from_lists(
+        {f"t{i}": [[1, 2], [3]] for i in range(len(configs))}
+    )
     expected = model(batch).values.block_until_ready()
     before, start = peak_bytes(), time.perf_counter()
     used = time.process_time()

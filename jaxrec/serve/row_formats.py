@@ -6,17 +6,21 @@ from collections.abc import Mapping, Sequence
 
 from jaxrec.embed.config import TableConfig
 from jaxrec.embed.formats import FORMATS, RowFormat
+from jaxrec.embed.formats.fused8 import Fused8Rows
+
+ROW_FORMATS: Mapping[str, RowFormat] = {**FORMATS, Fused8Rows().name: Fused8Rows()}
+"""The formats of rows outside of tables, by name."""
 
 
-def find_format(name: str) -> RowFormat:
+def find_format(name: str, formats: Mapping[str, RowFormat] = FORMATS) -> RowFormat:
     """Return the row format of a name.
 
     Raises:
         ValueError: There is no such format.
     """
-    if name not in FORMATS:
-        raise ValueError(f"dtype={name!r} is none of {', '.join(map(repr, FORMATS))}")
-    return FORMATS[name]
+    if name not in formats:
+        raise ValueError(f"dtype={name!r} is none of {', '.join(map(repr, formats))}")
+    return formats[name]
 
 
 def table_formats(

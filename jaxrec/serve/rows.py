@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Shaped
 
 from jaxrec.embed.formats import RowFormat
 from jaxrec.embed.formats.integers import IntegerRows
-from jaxrec.serve.row_formats import find_format
+from jaxrec.serve.row_formats import ROW_FORMATS, find_format
 
 
 def pack_rows(
@@ -25,24 +25,26 @@ def pack_rows(
         dtype: The format: "int8", "int4" or "int2" (uint8 ``[n, 4 + dim * bits / 8]``: float16
             scale, float16 offset, codes); "float8" (uint8 ``[n, dim]``: 4 bits of exponent with a
             bias of 7, 3 of fraction); "float16", "bfloat16" or "float32" (``[n, dim]`` of that
-            type).
+            type); or "int8_float32" (uint8 ``[n, dim + 8]``: codes, float32 scale, float32 offset),
+            which FBGEMM's ``FloatToFused8BitRowwiseQuantized`` returns and which no table has.
         scale_last: Whether the scale and the offset follow the codes, as FBGEMM's
-            ``FloatOrHalfToFusedNBitRowwiseQuantizedSBHalf`` returns them; integer formats only.
+            ``FloatOrHalfToFusedNBitRowwiseQuantizedSBHalf`` returns them; for "int8", "int4" and
+            "int2".
 
     Raises:
         ValueError: There is no such format; the rows are not ``[n, dim]`` or hold an element that
-            is not finite or too large; or ``scale_last`` is given for a format without a scale.
+            is not finite or too large; or ``scale_last`` is given for another format.
 
     Example:
         >>> pack_rows(np.float32([[0.0, 1.5, 3.0, 0.5]]), "int2")
         Array([[  0,  60,   0,   0, 100]], dtype=uint8)
     """
-    row_format = find_format(dtype)
+    row_format = find_format(dtype, ROW_FORMATS)
     if np.ndim(rows) != 2 or np.shape(rows)[1] == 0:
         raise ValueError(f"rows have the shape [n, dim], got {np.shape(rows)}")
     if not isinstance(rows, jax.core.Tracer):
         check_rows(row_format, "", np.asarray(rows), 0)
-    packed = row_format.pack(jnp.asarray(rows))
+    packed = _pack(jnp.asarray(rows), row_format)
     return with_scale(row_format).scale_last(packed) if scale_last else packed
 
 
@@ -68,7 +70,7 @@ def unpack_rows(
         >>> unpack_rows(pack_rows(np.float32([[0.0, 1.5, 3.0, 0.5]]), "int2"), "int2").tolist()
         [[0.0, 2.0, 3.0, 0.0]]
     """
-    row_format = find_format(dtype)
+    row_format = find_format(dtype, ROW_FORMATS)
     packed = jnp.asarray(packed)
     if dim is None:
         dim = _widest(row_format, packed.shape)
@@ -80,17 +82,30 @@ def unpack_rows(
         )
     if scale_last:
         packed = with_scale(row_format).scale_first(packed)
+    return _unpack(packed, row_format, dim)
+
+
+# Compiled, since an element is ``scale * code + offset`` with a single rounding in FBGEMM.
+@functools.partial(jax.jit, static_argnums=1)
+def _pack(rows: Float[Array, "n dim"], row_format: RowFormat) -> Shaped[Array, "n width"]:
+    return row_format.pack(rows)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _unpack(
+    packed: Shaped[Array, "n width"], row_format: RowFormat, dim: int
+) -> Float[Array, "n dim"]:
     return row_format.unpack(packed, dim)
 
 
 def with_scale(row_format: RowFormat) -> IntegerRows:
-    """Return a format whose rows have a scale.
+    """Return a format whose scale may be moved behind the codes.
 
     Raises:
-        ValueError: Its rows have none.
+        ValueError: Its scale may not.
     """
     if not isinstance(row_format, IntegerRows):
-        raise ValueError(f"{row_format.name} rows have no scale, so that scale_last means nothing")
+        raise ValueError(f"scale_last is for int8, int4 and int2 rows, not for {row_format.name}")
     return row_format
 
 

@@ -22,6 +22,26 @@ def test_golden_rows_both_ways(name):
     np.testing.assert_array_equal(unpacked, arrays["dequantized"])
 
 
+@pytest.mark.parametrize(
+    "name",
+    [name for name in golden.names("quant") if name.startswith(("int8_float", "int8_half"))],
+)
+def test_golden_rows_with_a_scale_of_32_bits(name):
+    arrays = golden.load("quant", name)
+    rows = arrays["x"].astype(np.float16) if "half" in name else arrays["x"]
+    packed = serve.pack_rows(rows, "int8_float32")
+    np.testing.assert_array_equal(packed, arrays["quantized"])
+    unpacked = serve.unpack_rows(packed, "int8_float32")
+    np.testing.assert_array_equal(unpacked, arrays["dequantized"])
+
+
+@pytest.mark.parametrize("name", ["int8_to_half_normal", "int8_to_half_wide"])
+def test_golden_rows_unpacked_to_float16(name):
+    arrays = golden.load("quant", name)
+    unpacked = serve.unpack_rows(arrays["quantized"], "int8_float32").astype(jnp.float16)
+    np.testing.assert_array_equal(unpacked, arrays["dequantized"])
+
+
 @pytest.mark.parametrize("table", [0, 1])
 @pytest.mark.parametrize("dtype", ["int8", "int4", "int2"])
 def test_golden_rows_of_tables(dtype, table):
@@ -67,7 +87,7 @@ def test_an_odd_number_of_columns():
         (lambda: serve.pack_rows(np.float32([[300]]), "float8"), "is 300.0; float8 .* up to 240"),
         (
             lambda: serve.pack_rows(np.ones((1, 2)), "float16", scale_last=True),
-            "float16 rows have no scale",
+            "scale_last is for int8, int4 and int2 rows, not for float16",
         ),
         (
             lambda: serve.unpack_rows(np.zeros((2, 8), np.uint8), "int4", dim=10),

@@ -381,7 +381,9 @@ float packed_element(const uint8_t* row, Code code, int64_t column) {
   }
   const int bits = code == Code::kInt8 ? 8 : code == Code::kInt4 ? 4 : 2;
   const int value = row[4 + column * bits / 8] >> (column * bits % 8) & ((1 << bits) - 1);
-  return static_cast<float>(value) * read(row, Type::kF16, 0) + read(row, Type::kF16, 1);
+  uint16_t header[2];  // Rows of odd lengths are not aligned.
+  std::memcpy(header, row, 4);
+  return static_cast<float>(value) * read(header, Type::kF16, 0) + read(header, Type::kF16, 1);
 }
 
 void check_packed(const Data& data, Code code) {
