@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from jaxrec import optim as optim
     from jaxrec import plan as plan
     from jaxrec import ragged as ragged
+    from jaxrec import serve as serve
     from jaxrec import train as train
     from jaxrec._names import *  # noqa: F403
 

@@ -34,8 +34,11 @@ TESTED_BY = {
     "embed/kernels/test_primitives": (
         "embed/kernels/base",
         "embed/kernels/cpu",
+        "embed/kernels/flat_lookups",
+        "embed/kernels/native_call",
         "embed/kernels/reference",
     ),
+    "embed/kernels/test_packed": ("embed/kernels/cpu_packed",),
     "embed/test_collection": (
         "embed/functional",
         "embed/initialize",
@@ -125,6 +128,10 @@ TESTED_BY = {
         "ragged/arrays",
         "ragged/columns",
         "ragged/key_segments",
+    ),
+    "serve/test_quantize": (
+        "serve/packing",
+        "serve/row_formats",
     ),
     "tier/test_cached": ("tier/cached_tables",),
     "tier/test_stored_runs": (

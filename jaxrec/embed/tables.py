@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, DTypeLike, Float, Int32
+from jaxtyping import Array, Bool, DTypeLike, Float, Int32, Shaped
 
 from jaxrec.embed import kernels
 from jaxrec.embed.checkpoint_view import LogicalTable, part_rows, put_rows, take_rows
@@ -258,12 +258,12 @@ def read_slots(
 
 
 def write_slots(
-    rows: Float[Array, "rows dim"],
+    rows: Shaped[Array, "rows dim"],
     state: Mapping[str, Array],
     slots: Int32[Array, " n"],
-    new_rows: Float[Array, "n dim"],
+    new_rows: Shaped[Array, "n dim"],
     new_state: Mapping[str, Array],
-) -> tuple[Float[Array, "rows dim"], dict[str, Array]]:
+) -> tuple[Shaped[Array, "rows dim"], dict[str, Array]]:
     """Return an array and its state with some rows set; a slot outside is skipped."""
 
     def write(array: Array, values: Array) -> Array:

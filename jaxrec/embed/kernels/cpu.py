@@ -13,7 +13,7 @@ import functools
 import math
 import pathlib
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -24,14 +24,25 @@ from jaxtyping import Array, DTypeLike, Float, Int, Int32
 
 from jaxrec.embed.kernels import reference
 from jaxrec.embed.kernels.base import BagLayout, Buckets, Lookups, Runs
+from jaxrec.embed.kernels.cpu_packed import packed_pooled_lookup as packed_pooled_lookup
+from jaxrec.embed.kernels.cpu_packed import packed_row_lookup as packed_row_lookup
+from jaxrec.embed.kernels.cpu_packed import refuse_packed
 from jaxrec.embed.kernels.dispatch import PRIMITIVES
+from jaxrec.embed.kernels.native_call import (
+    MAX_DIM,
+    ROW_TYPES,
+    join_rows,
+    layout_numbers,
+    native_function,
+    optional_operand,
+    part_shapes,
+    split_rows,
+)
 from jaxrec.optim import adagrad, adam, partial_rowwise_adam, rowwise_adagrad, sgd
 from jaxrec.optim.base import RowOptimizer
 from jaxrec.optim.hyperparameter import Step, hyperparameter, resolve
 
 _LIBRARY = pathlib.Path(__file__).parent / "native" / "libjaxrec.so"
-_ROW_TYPES = ("float32", "bfloat16", "float16")
-_MAX_DIM = 4096
 
 # The order of enum Rule in native/kernels.h, and each rule's state in the order of enum's Step.
 _RULES: dict[type[RowOptimizer], tuple[int, tuple[str, ...]]] = {
@@ -100,30 +111,32 @@ def refuse(primitive: str, arguments: Mapping[str, Any]) -> str | None:
     library = _load()
     if isinstance(library, str):
         return library
+    if "packed" in arguments:
+        return refuse_packed(arguments)
     gradients = arguments.get("gradients")
     if gradients is not None:
-        if gradients.dtype.name not in _ROW_TYPES:
-            return f"gradients are {', '.join(_ROW_TYPES)}, not {gradients.dtype.name}"
-        if gradients.shape[1] > _MAX_DIM:
-            return f"rows have at most {_MAX_DIM} elements, not {gradients.shape[1]}"
+        if gradients.dtype.name not in ROW_TYPES:
+            return f"gradients are {', '.join(ROW_TYPES)}, not {gradients.dtype.name}"
+        if gradients.shape[1] > MAX_DIM:
+            return f"rows have at most {MAX_DIM} elements, not {gradients.shape[1]}"
     table = arguments.get("table")
     if table is None:
         return None
-    if table.dtype.name not in _ROW_TYPES:
-        return f"rows are {', '.join(_ROW_TYPES)}, not {table.dtype.name}"
-    if table.shape[1] > _MAX_DIM:
-        return f"rows have at most {_MAX_DIM} elements, not {table.shape[1]}"
+    if table.dtype.name not in ROW_TYPES:
+        return f"rows are {', '.join(ROW_TYPES)}, not {table.dtype.name}"
+    if table.shape[1] > MAX_DIM:
+        return f"rows have at most {MAX_DIM} elements, not {table.shape[1]}"
     if 0 in table.shape:
         return "the table is empty"
-    if primitive == "pooled_lookup" and jnp.dtype(arguments["dtype"]).name not in _ROW_TYPES:
-        return f"results are {', '.join(_ROW_TYPES)}, not {jnp.dtype(arguments['dtype']).name}"
+    if primitive == "pooled_lookup" and jnp.dtype(arguments["dtype"]).name not in ROW_TYPES:
+        return f"results are {', '.join(ROW_TYPES)}, not {jnp.dtype(arguments['dtype']).name}"
     return None
 
 
 def new_rows(row: Array, num_rows: int) -> Array:
     """Return equal rows, in huge pages; see `jaxrec.embed.kernels.reference`."""
     shape = jax.ShapeDtypeStruct((num_rows, *row.shape), row.dtype)
-    (rows,) = _native("new_rows", [shape])(row)
+    (rows,) = native_function("new_rows", [shape])(row)
     return rows
 
 
@@ -139,15 +152,15 @@ def pooled_lookup(
     parts_out: int = 1,
 ) -> Float[Array, "bags dim"]:
     """Return the sum or mean of each bag's rows; see `jaxrec.embed.kernels.reference`."""
-    results = _parts_of((layout.num_bags, table.shape[1]), dtype, parts_out)
-    pooled = _native("pooled_lookup", results)(
+    results = part_shapes((layout.num_bags, table.shape[1]), dtype, parts_out)
+    pooled = native_function("pooled_lookup", results)(
         ids,
         lengths,
-        _optional(weights, jnp.float32),
-        *_split(table, parts_in),
-        layout=_layout_numbers(layout),
+        optional_operand(weights, jnp.float32),
+        *split_rows(table, parts_in),
+        layout=layout_numbers(layout),
     )
-    return _join(pooled)
+    return join_rows(pooled)
 
 
 def flatten_bags(
@@ -165,11 +178,11 @@ def flatten_bags(
         jax.ShapeDtypeStruct((positions,), jnp.int32),
         jax.ShapeDtypeStruct((positions if has_scales else 0,), jnp.float32),
     ]
-    rows, bags, scales = _native("flatten_bags", results)(
+    rows, bags, scales = native_function("flatten_bags", results)(
         ids,
         lengths,
-        _optional(weights, jnp.float32),
-        layout=_layout_numbers(layout),
+        optional_operand(weights, jnp.float32),
+        layout=layout_numbers(layout),
         num_rows=np.int64(num_rows),
     )
     return Lookups(rows, bags, scales if has_scales else None)
@@ -183,14 +196,14 @@ def row_lookup(
     parts_out: int = 1,
 ) -> Float[Array, "n dim"]:
     """Return the rows; see `jaxrec.embed.kernels.reference`."""
-    results = _parts_of((rows.size, table.shape[1]), table.dtype, parts_out)
-    return _join(_native("row_lookup", results)(rows, *_split(table, parts_in)))
+    results = part_shapes((rows.size, table.shape[1]), table.dtype, parts_out)
+    return join_rows(native_function("row_lookup", results)(rows, *split_rows(table, parts_in)))
 
 
 def build_runs(rows: Int32[Array, " n"], num_rows: int) -> Runs:
     """Sort lookups by row; see `jaxrec.embed.kernels.reference`."""
     results = [jax.ShapeDtypeStruct(rows.shape, jnp.int32)] * 4
-    return Runs(*_native("build_runs", results)(rows, num_rows=np.int64(num_rows)))
+    return Runs(*native_function("build_runs", results)(rows, num_rows=np.int64(num_rows)))
 
 
 def bucket(owners: Int32[Array, " n"], num_owners: int) -> Buckets:
@@ -199,7 +212,7 @@ def bucket(owners: Int32[Array, " n"], num_owners: int) -> Buckets:
         jax.ShapeDtypeStruct(owners.shape, jnp.int32),
         jax.ShapeDtypeStruct((num_owners,), jnp.int32),
     ]
-    return Buckets(*_native("bucket", results)(owners))
+    return Buckets(*native_function("bucket", results)(owners))
 
 
 def shift_rows(
@@ -210,7 +223,7 @@ def shift_rows(
     outside: int,
 ) -> Int32[Array, " n"]:
     """Number rows anew; see `jaxrec.embed.kernels.reference`."""
-    (shifted,) = _native("shift_rows", [jax.ShapeDtypeStruct(rows.shape, jnp.int32)])(
+    (shifted,) = native_function("shift_rows", [jax.ShapeDtypeStruct(rows.shape, jnp.int32)])(
         rows,
         starts=np.array(starts, np.int64),
         shifts=np.array(shifts, np.int64),
@@ -229,15 +242,15 @@ def sum_rows(
     parts_out: int = 1,
 ) -> Float[Array, "num_rows dim"]:
     """Return the sum of each row's gradients; see `jaxrec.embed.kernels.reference`."""
-    results = _parts_of((num_rows, gradients.shape[1]), jnp.float32, parts_out)
-    sums = _native("sum_rows", results)(
+    results = part_shapes((num_rows, gradients.shape[1]), jnp.float32, parts_out)
+    sums = native_function("sum_rows", results)(
         lookups.rows,
-        _optional(lookups.bags, jnp.int32),
-        _optional(lookups.scales, jnp.float32),
+        optional_operand(lookups.bags, jnp.int32),
+        optional_operand(lookups.scales, jnp.float32),
         gradients,
         bound=np.float32(math.inf if bound is None else bound),
     )
-    return _join(sums)
+    return join_rows(sums)
 
 
 def fused_update(
@@ -268,15 +281,15 @@ def fused_update(
     arrays = [table, *(state[name] for name in names)]
     operands = [
         lookups.rows,
-        _optional(lookups.bags, jnp.int32),
-        _optional(lookups.scales, jnp.float32),
+        optional_operand(lookups.bags, jnp.int32),
+        optional_operand(lookups.scales, jnp.float32),
         _rates(optimizer, step),
         step.astype(jnp.int32),
-        *_split(gradients, parts_in),
+        *split_rows(gradients, parts_in),
     ]
     results = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in arrays]
     in_place = {len(operands) + i: i for i in range(len(arrays))}
-    new_table, *new_state = _native("fused_update", results, in_place)(
+    new_table, *new_state = native_function("fused_update", results, in_place)(
         *operands,
         *arrays,
         parts=np.int64(parts_in),
@@ -329,47 +342,3 @@ def _settings(optimizer: RowOptimizer) -> dict[str, Any]:
         "bound": bound("clip_value"),
         "stochastic": optimizer.stochastic_rounding,
     }
-
-
-def _layout_numbers(layout: BagLayout) -> np.ndarray:
-    """Return the layout as the library reads it: nine numbers per feature."""
-    out_rows = [layout.bag_rows(feature) for feature in range(layout.num_features)]
-    fields = (
-        layout.id_starts,
-        layout.capacities,
-        layout.length_starts,
-        layout.strides,
-        layout.row_offsets,
-        layout.row_counts,
-        layout.means,
-        [rows.start for rows in out_rows],
-        [rows.step or 1 for rows in out_rows],
-    )
-    return np.array(fields, np.int64).T.reshape(-1)
-
-
-def _parts_of(shape: tuple[int, int], dtype: DTypeLike, count: int) -> list[jax.ShapeDtypeStruct]:
-    """Return the shapes of equal parts of an array along its first axis."""
-    return [jax.ShapeDtypeStruct((shape[0] // count, shape[1]), dtype)] * count
-
-
-def _split(array: Array, count: int) -> list[Array]:
-    return [array] if count == 1 else jnp.split(array, count)
-
-
-def _join(parts: Sequence[Array]) -> Array:
-    return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
-
-
-def _optional(array: Array | None, dtype: DTypeLike) -> Array:
-    """Return an operand that may be missing: an array without elements then."""
-    return jnp.zeros(0, dtype) if array is None else array.astype(dtype)
-
-
-def _native(
-    target: str, results: list[jax.ShapeDtypeStruct], in_place: dict[int, int] | None = None
-) -> Callable[..., Sequence[Array]]:
-    """Return a function of the library; ``in_place`` maps operands to results in their memory."""
-    return jax.ffi.ffi_call(
-        f"jaxrec_{target}", results, vmap_method="sequential", input_output_aliases=in_place
-    )

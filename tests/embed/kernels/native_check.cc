@@ -356,6 +356,118 @@ void check_update(Data& data, Rule rule, bool stochastic) {
   }
 }
 
+// A table of random bytes behind small scales and offsets, in memory that ends where it ends.
+std::vector<uint8_t> packed_table(Code code, int64_t num_rows, int64_t row_bytes) {
+  std::mt19937 random(11);
+  std::vector<uint8_t> packed(num_rows * row_bytes);
+  for (uint8_t& byte : packed) byte = static_cast<uint8_t>(random());
+  for (int64_t row = 0; row < num_rows && code != Code::kFloat8; ++row) {
+    const uint16_t scale = static_cast<uint16_t>(0x2000 + random() % 0x800);
+    const uint16_t offset = static_cast<uint16_t>((random() % 2) << 15 | 0x3800 | random() % 0x400);
+    std::memcpy(packed.data() + row * row_bytes, &scale, 2);
+    std::memcpy(packed.data() + row * row_bytes + 2, &offset, 2);
+  }
+  return packed;
+}
+
+float packed_element(const uint8_t* row, Code code, int64_t column) {
+  if (code == Code::kFloat8) {
+    const uint8_t byte = row[column];
+    const int exponent = byte >> 3 & 15;
+    const float fraction = static_cast<float>(byte & 7) / 8;
+    const float size = exponent == 0 ? std::ldexp(fraction, -6)
+                                     : std::ldexp(1 + fraction, exponent - 7);
+    return byte & 128 ? -size : size;
+  }
+  const int bits = code == Code::kInt8 ? 8 : code == Code::kInt4 ? 4 : 2;
+  const int value = row[4 + column * bits / 8] >> (column * bits % 8) & ((1 << bits) - 1);
+  uint16_t header[2];  // Rows of odd lengths are not aligned.
+  std::memcpy(header, row, 4);
+  return static_cast<float>(value) * read(header, Type::kF16, 0) + read(header, Type::kF16, 1);
+}
+
+void check_packed(const Data& data, Code code) {
+  const Case& shape = data.shape;
+  const int64_t dim = shape.dim;
+  const int64_t per_byte = code == Code::kInt4 ? 2 : code == Code::kInt2 ? 4 : 1;
+  const int64_t row_bytes = (code == Code::kFloat8 ? 0 : 4) + (dim + per_byte - 1) / per_byte;
+  const std::vector<uint8_t> packed = packed_table(code, data.num_rows(), row_bytes);
+  const PackedTable table = {packed.data(), code, data.num_rows(), row_bytes, dim};
+  const std::string name = "packed lookup, " + name_of(shape) + " code " +
+                           std::to_string(static_cast<int>(code));
+
+  std::vector<double> expected(data.num_bags() * dim, 0.0), sizes(expected.size(), 0.0);
+  for (const Feature& feature : data.features) {
+    int64_t i = feature.id_start;
+    for (int64_t bag = 0; bag < feature.stride; ++bag) {
+      const int64_t length = data.lengths[feature.length_start + bag];
+      const int64_t place = (feature.out_row + bag * feature.out_step) * dim;
+      for (int64_t end = i + length; i < end; ++i) {
+        const bool inside = data.ids[i] >= 0 && data.ids[i] < feature.row_count;
+        double scale = shape.weighted ? data.weights[i] : 1.0;
+        if (shape.mean) scale /= static_cast<double>(length);
+        const uint8_t* row =
+            packed.data() + (inside ? feature.row_offset + data.ids[i] : 0) * row_bytes;
+        for (int64_t d = 0; d < dim; ++d) {
+          const double term = inside ? scale * packed_element(row, code, d) : NAN;
+          expected[place + d] += term;
+          sizes[place + d] += std::abs(term);
+        }
+      }
+    }
+  }
+  std::vector<float> first;
+  for (int threads : {1, 2, 5}) {
+    std::vector<float> out(expected.size());
+    with_team(threads, [&](Team& team) {
+      packed_pooled_lookup(team, table, data.batch(), out.data(), Type::kF32);
+    });
+    for (size_t i = 0; i < out.size(); ++i) {
+      const double tolerance = 1e-5 * (1 + sizes[i]);
+      require(std::isnan(expected[i]) ? std::isnan(out[i])
+                                      : std::abs(out[i] - expected[i]) <= tolerance,
+              name);
+    }
+    if (first.empty()) first = out;
+    require(std::memcmp(first.data(), out.data(), 4 * out.size()) == 0, "bits of " + name);
+  }
+
+  std::vector<int32_t> rows(data.ids.begin(), data.ids.end());
+  rows.push_back(static_cast<int32_t>(data.num_rows()));
+  std::vector<float> out(rows.size() * dim, 1.0f);
+  with_team(3, [&](Team& team) {
+    packed_row_lookup(team, table, rows.data(), static_cast<int64_t>(rows.size()), out.data(),
+                      Type::kF32);
+  });
+  for (size_t i = 0; i < rows.size(); ++i) {
+    const bool inside = rows[i] >= 0 && rows[i] < data.num_rows();
+    for (int64_t d = 0; d < dim; ++d) {
+      const float found = out[i * dim + d];
+      if (inside) {
+        require(is_close(found, packed_element(packed.data() + rows[i] * row_bytes, code, d), 1e-6),
+                "row of " + name);
+      } else {
+        require(rows[i] == data.num_rows() ? found == 0 : std::isnan(found), "no row of " + name);
+      }
+    }
+  }
+}
+
+// Lengths that do not fit their ids must not lead a packed lookup past the end.
+void check_bad_packed_lengths(const Case& shape) {
+  for (int32_t bad : {-1, 1 << 30, std::numeric_limits<int32_t>::min()}) {
+    Data data(shape);
+    for (size_t i = 0; i < data.lengths.size(); i += 2) data.lengths[i] = bad;
+    const int64_t row_bytes = 4 + shape.dim;
+    const std::vector<uint8_t> packed = packed_table(Code::kInt8, data.num_rows(), row_bytes);
+    std::vector<float> out(data.num_bags() * shape.dim);
+    with_team(2, [&](Team& team) {
+      packed_pooled_lookup(team, {packed.data(), Code::kInt8, data.num_rows(), row_bytes, shape.dim},
+                           data.batch(), out.data(), Type::kF32);
+    });
+  }
+}
+
 void check_runs() {
   std::mt19937 random(3);
   std::vector<int32_t> rows(20000);
@@ -464,6 +576,10 @@ int main() {
       for (int64_t num_parts : {int64_t{1}, shape.num_features}) check_pooled(data, num_parts);
       check_rows(data);
       check_bad_lengths(shape);
+      for (Code code : {Code::kInt8, Code::kInt4, Code::kInt2, Code::kFloat8}) {
+        check_packed(data, code);
+      }
+      check_bad_packed_lengths(shape);
       check_sum_rows(data);
       for (Rule rule : {Rule::kSgd, Rule::kAdagrad, Rule::kRowwiseAdagrad, Rule::kAdam,
                         Rule::kPartialRowwiseAdam}) {

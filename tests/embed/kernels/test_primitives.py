@@ -11,10 +11,9 @@ import pytest
 
 from jaxrec import optim
 from jaxrec.embed import kernels
-from jaxrec.embed.kernels import BagLayout, Lookups, cpu
+from jaxrec.embed.kernels import BagLayout, Lookups
 from tests.embed.kernels import oracle
 from tests.embed.kernels.cases import SMALL, Case, case
-from tests.embed.kernels.gpu_cases import interpreted_triton
 
 OPTIMIZERS = {
     "sgd": optim.sgd(0.1),
@@ -32,26 +31,6 @@ OPTIMIZERS = {
     "partial_rowwise_adam": optim.partial_rowwise_adam(0.1, weight_decay=0.1),
     "schedule": optim.sgd(lambda step: 0.1 * (step + 1)),
 }
-
-
-IMPLEMENTATIONS = ("reference", "triton", "cpu-avx512", "cpu-avx2", "cpu-portable")
-
-
-@pytest.fixture(params=IMPLEMENTATIONS)
-def implementation(request):
-    """Runs the test by one implementation; the native library by each of its instruction sets."""
-    name, _, instructions = request.param.partition("-")
-    if not instructions:
-        with interpreted_triton() if name == "triton" else kernels.use_kernels(name):
-            yield name
-        return
-    if (best := cpu.instruction_set()) is None:
-        pytest.skip("the native library was not built")
-    if not cpu.select_instruction_set(instructions):
-        pytest.skip(f"this machine does not have {instructions}")
-    with kernels.use_kernels(name):
-        yield name
-    cpu.select_instruction_set(best)
 
 
 @pytest.mark.parametrize(

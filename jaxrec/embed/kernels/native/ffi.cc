@@ -137,6 +137,30 @@ ffi::Error row_lookup_call(ffi::ThreadPool pool, Ints rows, ffi::RemainingArgs t
   return ffi::Error::Success();
 }
 
+PackedTable packed_table_of(const ffi::Buffer<ffi::U8>& packed, int32_t code, int64_t dim) {
+  const auto dimensions = packed.dimensions();
+  return {packed.typed_data(), static_cast<Code>(code), dimensions[0], dimensions[1], dim};
+}
+
+ffi::Error packed_pooled_lookup_call(ffi::ThreadPool pool, Ints ids, Ints lengths, Floats weights,
+                                     ffi::Buffer<ffi::U8> packed,
+                                     ffi::Result<ffi::AnyBuffer> out, Numbers layout,
+                                     int32_t code) {
+  Team team = make_team(pool);
+  const Batch batch = {ids.typed_data(), lengths.typed_data(), given(weights), read_layout(layout)};
+  packed_pooled_lookup(team, packed_table_of(packed, code, out->dimensions()[1]), batch,
+                       out->untyped_data(), type_of(out->element_type()));
+  return ffi::Error::Success();
+}
+
+ffi::Error packed_row_lookup_call(ffi::ThreadPool pool, Ints rows, ffi::Buffer<ffi::U8> packed,
+                                  ffi::Result<ffi::AnyBuffer> out, int32_t code) {
+  Team team = make_team(pool);
+  packed_row_lookup(team, packed_table_of(packed, code, out->dimensions()[1]), rows.typed_data(),
+                    rows.element_count(), out->untyped_data(), type_of(out->element_type()));
+  return ffi::Error::Success();
+}
+
 ffi::Error build_runs_call(ffi::ThreadPool pool, Ints rows, ffi::Result<Ints> order,
                            ffi::Result<Ints> segments, ffi::Result<Ints> unique,
                            ffi::Result<Ints> inverse, int64_t num_rows) {
@@ -288,6 +312,25 @@ JAXREC_EXPORT(jaxrec_row_lookup, jaxrec::row_lookup_call,
                   .Arg<jaxrec::Ints>()
                   .RemainingArgs()
                   .RemainingRets());
+
+JAXREC_EXPORT(jaxrec_packed_pooled_lookup, jaxrec::packed_pooled_lookup_call,
+              ffi::Ffi::Bind()
+                  .Ctx<ffi::ThreadPool>()
+                  .Arg<jaxrec::Ints>()
+                  .Arg<jaxrec::Ints>()
+                  .Arg<jaxrec::Floats>()
+                  .Arg<ffi::Buffer<ffi::U8>>()
+                  .Ret<ffi::AnyBuffer>()
+                  .Attr<jaxrec::Numbers>("layout")
+                  .Attr<int32_t>("code"));
+
+JAXREC_EXPORT(jaxrec_packed_row_lookup, jaxrec::packed_row_lookup_call,
+              ffi::Ffi::Bind()
+                  .Ctx<ffi::ThreadPool>()
+                  .Arg<jaxrec::Ints>()
+                  .Arg<ffi::Buffer<ffi::U8>>()
+                  .Ret<ffi::AnyBuffer>()
+                  .Attr<int32_t>("code"));
 
 JAXREC_EXPORT(jaxrec_build_runs, jaxrec::build_runs_call,
               ffi::Ffi::Bind()

@@ -44,9 +44,20 @@ struct Source {
   int64_t dim;
 };
 
+// How the rows of a packed table are stored; see jaxrec/embed/formats.
+enum class Code { kInt8, kInt4, kInt2, kFloat8 };
+
+// The packed rows of a group or of a feature.
+struct PackedTable {
+  const uint8_t* rows;
+  Code code;
+  int64_t num_rows;
+  int64_t row_bytes;
+  int64_t dim;
+};
+
 // Consecutive bags of one feature.
-struct PooledBlock {
-  Source table;            // The feature's.
+struct Bags {
   const int32_t* ids;      // Of the first bag,
   int64_t num_ids;         // and how many there are to the end of the feature's segment.
   const int32_t* lengths;  // Of each bag.
@@ -58,12 +69,29 @@ struct PooledBlock {
   int64_t out_stride;      // Elements from one bag's row to the next.
 };
 
+struct PooledBlock : Bags {
+  Source table;  // The feature's.
+};
+
+struct PackedBlock : Bags {
+  PackedTable table;  // The feature's.
+};
+
 // Consecutive rows to copy.
 struct RowBlock {
   Source table;
   const int32_t* rows;
   int64_t count;
   void* out;
+};
+
+// Consecutive packed rows to unpack.
+struct PackedRowBlock {
+  PackedTable table;
+  const int32_t* rows;
+  int64_t count;
+  void* out;
+  Type out_type;
 };
 
 // A row and the lookup that reads it: its position, or the bag it belongs to.
@@ -145,6 +173,8 @@ struct Kernels {
   const char* name;
   void (*pool)(const PooledBlock&);
   void (*copy_rows)(const RowBlock&);
+  void (*pool_packed)(const PackedBlock&);
+  void (*unpack_rows)(const PackedRowBlock&);
   void (*update)(UpdateBlock&);
   void (*sum_runs)(SumBlock&);
   // The sum of the gradients of entries [begin, end), in float32.

@@ -6,12 +6,13 @@
 #if defined(__clang__)
 #include <immintrin.h>
 #pragma clang attribute push(__attribute__((target("avx2,fma,f16c"))), apply_to = function)
-#define __F16C__ 1
 #else
 #pragma GCC target("avx2,fma,f16c")
 #include <immintrin.h>
 #endif
 
+// The compiler may not define __F16C__ here: GCC reads the file before it obeys the pragma.
+#define JAXREC_F16C
 #define JAXREC_ISA avx2
 #define JAXREC_ISA_NAME "avx2"
 #define JAXREC_VECTOR_BYTES 32

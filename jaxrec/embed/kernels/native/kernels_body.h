@@ -10,13 +10,17 @@ namespace {
 
 #include "pool.h"
 
+#include "codes.h"
+#include "packed.h"
+
 #include "optimizers.h"
 
 #include "update.h"
 
 }  // namespace
 
-const Kernels kKernels = {JAXREC_ISA_NAME, pool, copy_rows, update, sum_runs, sum, apply, add_rows};
+const Kernels kKernels = {JAXREC_ISA_NAME, pool, copy_rows, pool_packed, unpack_rows,
+                          update, sum_runs, sum, apply, add_rows};
 
 }  // namespace JAXREC_ISA
 }  // namespace jaxrec

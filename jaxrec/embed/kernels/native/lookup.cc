@@ -49,20 +49,24 @@ Source rows_of(const Source& table, const Feature& feature) {
   return {table.rows, feature.row_offset, table.type, feature.row_count, table.dim};
 }
 
-}  // namespace
+PackedTable rows_of(const PackedTable& table, const Feature& feature) {
+  const uint8_t* rows = table.rows + feature.row_offset * table.row_bytes;
+  return {rows, table.code, feature.row_count, table.row_bytes, table.dim};
+}
 
-void pooled_lookup(Team& team, const Source& table, const Batch& batch, const Rows& out,
-                   Type out_type) {
+// Pools the bags of a batch in blocks. A block is a job of `kernel`.
+template <class Job, class Table>
+void pool_blocks(Team& team, const Table& table, const Batch& batch, const Rows& out,
+                 Type out_type, void (*kernel)(const Job&)) {
   const int64_t row_bytes = table.dim * size_of(out_type);
   const std::vector<Block> blocks = cut(batch, team.num_threads());
-  const Kernels& kernel = kernels();
   team.run(static_cast<int64_t>(blocks.size()), [&](int64_t piece) {
     const Block& block = blocks[piece];
     const Feature& feature = batch.features[block.feature];
     // The bags of a feature lie in one part.
     const int64_t start = feature.id_start + block.position;
     const int64_t row = feature.out_row + block.bag * feature.out_step;
-    PooledBlock job;
+    Job job;
     job.table = rows_of(table, feature);
     job.ids = batch.ids + start;
     job.num_ids = feature.capacity - block.position;
@@ -73,8 +77,20 @@ void pooled_lookup(Team& team, const Source& table, const Batch& batch, const Ro
     job.out = out.at(row, row_bytes);
     job.out_type = out_type;
     job.out_stride = feature.out_step * table.dim;
-    kernel.pool(job);
+    kernel(job);
   });
+}
+
+}  // namespace
+
+void pooled_lookup(Team& team, const Source& table, const Batch& batch, const Rows& out,
+                   Type out_type) {
+  pool_blocks(team, table, batch, out, out_type, kernels().pool);
+}
+
+void packed_pooled_lookup(Team& team, const PackedTable& table, const Batch& batch, void* out,
+                          Type out_type) {
+  pool_blocks(team, table, batch, Rows{&out, 1, 0}, out_type, kernels().pool_packed);
 }
 
 void flatten_bags(Team& team, int64_t num_rows, const Batch& batch, int32_t* rows, int32_t* bags,
@@ -130,6 +146,18 @@ void row_lookup(Team& team, const Source& table, const int32_t* rows, int64_t co
     const int64_t begin = first + piece % of_part * size;
     const int64_t end = std::min(begin + size, first + out.part_rows);
     kernel.copy_rows({table, rows + begin, end - begin, out.at(begin, row_bytes)});
+  });
+}
+
+void packed_row_lookup(Team& team, const PackedTable& table, const int32_t* rows, int64_t count,
+                       void* out, Type out_type) {
+  const int64_t row_bytes = table.dim * size_of(out_type);
+  const int64_t size = std::clamp<int64_t>(count / (team.num_threads() * 16), 16, 2048);
+  const Kernels& kernel = kernels();
+  team.run((count + size - 1) / size, [&](int64_t piece) {
+    const int64_t begin = piece * size, end = std::min(begin + size, count);
+    char* place = static_cast<char*>(out) + begin * row_bytes;
+    kernel.unpack_rows({table, rows + begin, end - begin, place, out_type});
   });
 }
 

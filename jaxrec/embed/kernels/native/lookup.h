@@ -37,6 +37,10 @@ constexpr int32_t kBadRow = -1;  // `BAD_ROW` of base.py: the row of an id outsi
 void pooled_lookup(Team& team, const Source& table, const Batch& batch, const Rows& out,
                    Type out_type);
 
+// The sums or means of each bag's packed rows, `[bags, dim]`.
+void packed_pooled_lookup(Team& team, const PackedTable& table, const Batch& batch, void* out,
+                          Type out_type);
+
 // The batch as flat lookups; see `Lookups` in base.py. `scales` may be null.
 void flatten_bags(Team& team, int64_t num_rows, const Batch& batch, int32_t* rows, int32_t* bags,
                   float* scales);
@@ -44,6 +48,10 @@ void flatten_bags(Team& team, int64_t num_rows, const Batch& batch, int32_t* row
 // The rows; zeros where `rows` is the number of rows, NaN where it lies outside otherwise.
 void row_lookup(Team& team, const Source& table, const int32_t* rows, int64_t count,
                 const Rows& out);
+
+// The same of packed rows.
+void packed_row_lookup(Team& team, const PackedTable& table, const int32_t* rows, int64_t count,
+                       void* out, Type out_type);
 
 }  // namespace jaxrec
 

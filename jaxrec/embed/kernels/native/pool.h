@@ -50,45 +50,54 @@ JAXREC_INLINE void with_rows(const Source& source, int64_t dim, const Work& work
   }
 }
 
-template <bool kWeighted, class T, class Sums, class RowAt>
-void pool_bags(const PooledBlock& block, T type, Sums& sums, const RowAt& row_at) {
-  typedef typename T::Storage Storage;
-  const uint32_t num_rows = static_cast<uint32_t>(block.table.num_rows);
-  const int64_t dim = Sums::fixed(block.table.dim);
-  const int64_t row_bytes = dim * static_cast<int64_t>(sizeof(Storage));
+// Pools consecutive bags. ask(id) prefetches a row, and add(position, id) adds it to `sums`.
+template <class Sums, class Ask, class Add>
+JAXREC_INLINE void pool_each_bag(const Bags& bags, uint32_t num_rows, int64_t row_bytes, int64_t dim,
+                                 Sums& sums, const Ask& ask_row, const Add& add) {
   const int64_t ahead = rows_ahead(row_bytes);
-  const int64_t out_bytes = block.out_stride * size_of(block.out_type);
-  char* out = static_cast<char*>(block.out);
+  const int64_t out_bytes = bags.out_stride * size_of(bags.out_type);
+  char* out = static_cast<char*>(bags.out);
 
   auto ask = [&](int64_t position) JAXREC_ALWAYS {
-    uint32_t id = static_cast<uint32_t>(block.ids[position]);
-    prefetch<0>(row_at(id < num_rows ? id : 0), row_bytes);
+    uint32_t id = static_cast<uint32_t>(bags.ids[position]);
+    ask_row(id < num_rows ? id : 0);
   };
-  for (int64_t i = 0; i < ahead && i < block.num_ids; ++i) ask(i);
+  for (int64_t i = 0; i < ahead && i < bags.num_ids; ++i) ask(i);
 
   int64_t position = 0;
-  for (int64_t bag = 0; bag < block.num_bags; ++bag, out += out_bytes) {
-    int64_t length = block.lengths[bag] < 0 ? 0 : block.lengths[bag];
+  for (int64_t bag = 0; bag < bags.num_bags; ++bag, out += out_bytes) {
+    int64_t length = bags.lengths[bag] < 0 ? 0 : bags.lengths[bag];
     int64_t end = position + length;
-    if (end > block.num_ids) end = block.num_ids;
+    if (end > bags.num_ids) end = bags.num_ids;
     bool outside = false;
     sums.clear(dim);
     for (; position < end; ++position) {
-      if (position + ahead < block.num_ids) ask(position + ahead);
-      uint32_t id = static_cast<uint32_t>(block.ids[position]);
+      if (position + ahead < bags.num_ids) ask(position + ahead);
+      uint32_t id = static_cast<uint32_t>(bags.ids[position]);
       if (__builtin_expect(id >= num_rows, 0)) {
         outside = true;
         continue;
       }
-      if (kWeighted) {
-        sums.add(type, row_at(id), Scaled{block.weights[position]}, dim);
-      } else {
-        sums.add(type, row_at(id), AsIs{}, dim);
-      }
+      add(position, id);
     }
-    float scale = block.mean && length > 1 ? 1.0f / static_cast<float>(length) : 1.0f;
-    sums.put(block.out_type, out, outside ? __builtin_nanf("") : scale, dim);
+    float scale = bags.mean && length > 1 ? 1.0f / static_cast<float>(length) : 1.0f;
+    sums.put(bags.out_type, out, outside ? __builtin_nanf("") : scale, dim);
   }
+}
+
+template <bool kWeighted, class T, class Sums, class RowAt>
+void pool_bags(const PooledBlock& block, T type, Sums& sums, const RowAt& row_at) {
+  const int64_t dim = Sums::fixed(block.table.dim);
+  const int64_t row_bytes = dim * static_cast<int64_t>(sizeof(typename T::Storage));
+  auto add = [&](int64_t position, uint32_t id) JAXREC_ALWAYS {
+    if (kWeighted) {
+      sums.add(type, row_at(id), Scaled{block.weights[position]}, dim);
+    } else {
+      sums.add(type, row_at(id), AsIs{}, dim);
+    }
+  };
+  auto ask = [&](uint32_t id) JAXREC_ALWAYS { prefetch<0>(row_at(id), row_bytes); };
+  pool_each_bag(block, static_cast<uint32_t>(block.table.num_rows), row_bytes, dim, sums, ask, add);
 }
 
 void pool(const PooledBlock& block) {

@@ -94,12 +94,12 @@ JAXREC_INLINE Half narrow(BF16, Vec x) {
   return __builtin_convertvector((is_nan & nan) | (~is_nan & rounded), Half);
 }
 
-#if defined(__F16C__) && JAXREC_VECTOR_BYTES == 64
+#if defined(JAXREC_F16C) && JAXREC_VECTOR_BYTES == 64
 JAXREC_INLINE Vec widen(F16, Half x) { return (Vec)_mm512_cvtph_ps((__m256i)x); }
 JAXREC_INLINE Half narrow(F16, Vec x) {
   return (Half)_mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 }
-#elif defined(__F16C__) && JAXREC_VECTOR_BYTES == 32
+#elif defined(JAXREC_F16C) && JAXREC_VECTOR_BYTES == 32
 JAXREC_INLINE Vec widen(F16, Half x) { return (Vec)_mm256_cvtph_ps((__m128i)x); }
 JAXREC_INLINE Half narrow(F16, Vec x) {
   return (Half)_mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);

@@ -1,0 +1,53 @@
+"""The interface of a row format."""
+
+from __future__ import annotations
+
+import abc
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Shaped
+
+
+class RowFormat(abc.ABC):
+    """How rows of a table are stored.
+
+    A format is hashable: kernels take it as a static argument. Formats are frozen dataclasses.
+
+    Attributes:
+        dtype: Type of the stored array's elements.
+    """
+
+    dtype: str
+
+    @property
+    @abc.abstractmethod
+    def name(self) -> str:
+        """Name of the format, such as "int8"."""
+
+    @property
+    @abc.abstractmethod
+    def max_abs(self) -> float:
+        """Largest absolute value of an element that a row can hold."""
+
+    @abc.abstractmethod
+    def width(self, dim: int) -> int:
+        """Return the number of stored elements of a row of ``dim`` columns."""
+
+    @abc.abstractmethod
+    def pack(self, rows: Float[Array, "n dim"]) -> Shaped[Array, "n width"]:
+        """Return rows as they are stored; traced."""
+
+    @abc.abstractmethod
+    def unpack(self, packed: Shaped[Array, "n width"], dim: int) -> Float[Array, "n dim"]:
+        """Return stored rows of ``dim`` columns in float32; traced."""
+
+    def refuse(self, dim: int) -> str | None:
+        """Return the reason why tables of ``dim`` columns cannot have this format; None: they can.
+
+        The kernels themselves take rows of every width.
+        """
+        return None
+
+    def row_bytes(self, dim: int) -> int:
+        """Return the number of bytes of a stored row of ``dim`` columns."""
+        return self.width(dim) * jnp.dtype(self.dtype).itemsize

@@ -1,0 +1,28 @@
+"""The implementations that the shared suites of the primitives run by."""
+
+from __future__ import annotations
+
+import pytest
+
+from jaxrec.embed import kernels
+from jaxrec.embed.kernels import cpu
+from tests.embed.kernels.gpu_cases import interpreted_triton
+
+IMPLEMENTATIONS = ("reference", "triton", "cpu-avx512", "cpu-avx2", "cpu-portable")
+
+
+@pytest.fixture(params=IMPLEMENTATIONS)
+def implementation(request):
+    """Runs the test by one implementation; the native library by each of its instruction sets."""
+    name, _, instructions = request.param.partition("-")
+    if not instructions:
+        with interpreted_triton() if name == "triton" else kernels.use_kernels(name):
+            yield name
+        return
+    if (best := cpu.instruction_set()) is None:
+        pytest.skip("the native library was not built")
+    if not cpu.select_instruction_set(instructions):
+        pytest.skip(f"this machine does not have {instructions}")
+    with kernels.use_kernels(name):
+        yield name
+    cpu.select_instruction_set(best)

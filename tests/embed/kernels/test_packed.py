@@ -1,0 +1,150 @@
+"""One suite for lookups of packed rows, which every implementation that runs here goes through."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrec.embed import kernels
+from jaxrec.embed.formats import FORMATS
+from jaxrec.embed.kernels import BagLayout
+from tests.embed import row_oracle
+from tests.embed.kernels import oracle
+from tests.embed.kernels.cases import SMALL, Case, case
+
+IMPLEMENTATIONS = ("reference", "cpu-avx512", "cpu-avx2", "cpu-portable")
+every_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS, indirect=True)
+every_format = pytest.mark.parametrize("name", ["int8", "int4", "int2", "float8"])
+
+# Of 1, 3, 4, 16, 64, 100, 128, 256 and 1024 columns; sums, means, weights, empty and huge bags.
+SHAPES = (
+    "d1", "d3", "different", "uniform", "empty_bags", "powerlaw", "one_huge_bag", "half_one_row",
+    "d100", "one_hot", "d256", "d1024",
+)  # fmt: skip
+
+
+def packed_table(name: str, num_rows: int, dim: int) -> np.ndarray:
+    return row_oracle.random_packed(np.random.default_rng(dim), num_rows, name, dim)
+
+
+def pooled(this: Case, name: str, packed: np.ndarray, dtype: str = "float32"):
+    dim = this.table.shape[1]
+    return kernels.packed_pooled_lookup(
+        jnp.asarray(packed), *this.arrays, this.layout, FORMATS[name], dim, dtype
+    )
+
+
+def expected_pooled(this: Case, name: str, packed: np.ndarray) -> np.ndarray:
+    rows = row_oracle.unpack(packed, name, this.table.shape[1])
+    found = oracle.lookups(this.ids, this.lengths, this.weights, this.layout)
+    return oracle.pooled(rows, found, this.layout.num_bags)
+
+
+def assert_sums(result, expected, this: Case) -> None:
+    """Within what float32 can sum: hundreds of float8 elements of up to 480 are added."""
+    largest = max(1.0, float(np.nanmax(np.abs(expected), initial=0)))
+    np.testing.assert_allclose(result, expected, rtol=2e-5, atol=2e-6 * largest)
+
+
+@every_implementation
+@every_format
+@pytest.mark.parametrize("shape", SHAPES)
+def test_pooled_lookup(implementation, name, shape):
+    this = case(shape)
+    packed = packed_table(name, this.num_rows, SMALL[shape].D)
+    result = pooled(this, name, packed)
+    assert result.dtype == jnp.float32
+    assert_sums(result, expected_pooled(this, name, packed), this)
+
+
+@every_implementation
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_type_of_pooled_lookup(implementation, dtype):
+    this = case("d100")
+    packed = packed_table("int4", this.num_rows, 100)
+    result = pooled(this, "int4", packed, dtype)
+    assert result.dtype == dtype
+    expected = jnp.asarray(expected_pooled(this, "int4", packed), "float32").astype(dtype)
+    np.testing.assert_allclose(
+        result.astype("float32"),
+        expected.astype("float32"),
+        rtol=float(jnp.finfo(dtype).eps),
+        atol=1e-5,
+    )
+
+
+@every_implementation
+@every_format
+@pytest.mark.parametrize("dim", [1, 3, 4, 16, 64, 100, 128, 1024])
+def test_row_lookup(implementation, name, dim):
+    packed = packed_table(name, 7, dim)
+    rows = jnp.array([0, 6, 7, 3, 3, 8, -1, 2**31 - 1, -(2**31), 6], jnp.int32)
+    result = kernels.packed_row_lookup(jnp.asarray(packed), rows, FORMATS[name], dim, "float32")
+    padded = np.concatenate(
+        [row_oracle.unpack(packed, name, dim), np.zeros((1, dim)), np.full((1, dim), np.nan)]
+    )
+    np.testing.assert_array_equal(result, padded[[0, 6, 7, 3, 3, 8, 8, 8, 8, 6]])
+
+
+@every_implementation
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_type_of_row_lookup(implementation, dtype):
+    packed = packed_table("int2", 7, 20)
+    rows = jnp.array([6, 0, 7], jnp.int32)
+    result = kernels.packed_row_lookup(jnp.asarray(packed), rows, FORMATS["int2"], 20, dtype)
+    unpacked = row_oracle.unpack(packed, "int2", 20)
+    expected = jnp.asarray(np.stack([unpacked[6], unpacked[0], 0 * unpacked[0]])).astype(dtype)
+    assert result.dtype == dtype
+    np.testing.assert_array_equal(result.astype("float32"), expected.astype("float32"))
+
+
+@every_implementation
+@every_format
+def test_ids_outside_make_nan(implementation, name):
+    this = Case("d100")
+    lengths = this.lengths[: SMALL["d100"].B]
+    places = np.flatnonzero(np.cumsum(lengths) > 0)[0] + np.arange(4) * 3
+    this.ids[places] = [-1, -(2**31), SMALL["d100"].V, 2**31 - 1]
+    packed = packed_table(name, this.num_rows, 100)
+    expected = expected_pooled(this, name, packed)
+    assert np.isnan(expected).any()
+    assert_sums(pooled(this, name, packed), expected, this)
+
+
+@every_implementation
+def test_nothing_to_look_up(implementation):
+    layout = BagLayout((0,), (0,), (0,), (3,), (0,), (5,), (False,))
+    ids, lengths = jnp.zeros(0, jnp.int32), jnp.zeros(3, jnp.int32)
+    packed = jnp.asarray(packed_table("int8", 5, 4))
+    found = kernels.packed_pooled_lookup(
+        packed, ids, lengths, None, layout, FORMATS["int8"], 4, "float32"
+    )
+    assert found.tolist() == [[0.0] * 4] * 3
+    assert kernels.packed_row_lookup(packed, ids, FORMATS["int8"], 4, "float32").shape == (0, 4)
+
+
+@every_implementation
+@every_format
+def test_a_bag_of_one_id_is_its_row(implementation, name):
+    """To the last bit, as a sum of one term is exact."""
+    packed = jnp.asarray(packed_table(name, 50, 64))
+    rows = jnp.asarray(np.random.default_rng(0).integers(0, 50, 300), jnp.int32)
+    layout = BagLayout((0,), (300,), (0,), (300,), (0,), (50,), (False,))
+    bags = kernels.packed_pooled_lookup(
+        packed, rows, jnp.ones(300, jnp.int32), None, layout, FORMATS[name], 64, "float32"
+    )
+    single = kernels.packed_row_lookup(packed, rows, FORMATS[name], 64, "float32")
+    np.testing.assert_array_equal(bags, single)
+
+
+@pytest.mark.parametrize("name", ["float16", "float32"])
+def test_plain_rows_are_left_to_the_other_primitives(name):
+    """The native library refuses them, and the reference takes them."""
+    rows = jnp.asarray(np.random.default_rng(0).standard_normal((7, 5)), name)
+    call = (rows, jnp.array([3, 7], jnp.int32), FORMATS[name], 5, "float32")
+    chosen = kernels.describe("packed_row_lookup", *call).chosen
+    assert chosen["cpu"] == "reference"
+    np.testing.assert_array_equal(
+        kernels.packed_row_lookup(*call), np.stack([rows[3].astype("float32"), np.zeros(5)])
+    )
