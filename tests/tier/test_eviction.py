@@ -153,7 +153,7 @@ def test_own_policy():
     policy = Oldest()
     assert policy.expired(records, BATCH) is None
     assert (policy.uses_power, policy.uses_seconds) == (False, False)
-    assert (policy.expiry_interval, policy.seconds()) == (100, 0.0)
+    assert (policy.expiry_interval, policy.seconds(), policy.foresight) == (100, 0.0, 0)
 
 
 @pytest.mark.parametrize("policy", [lru(), lfu(), lfu_lru(), distance_lfu(2.0)], ids=repr)
