@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import json
 import pathlib
@@ -35,7 +36,7 @@ TABLES = {
     "page": (500_000, 64, 3),
     "city": (2_000, 32, 1),
 }
-_SAMPLED_BATCHES = 64
+_POOL = 96
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,12 +92,11 @@ class Plans:
 
     def sample(self) -> jaxrec.plan.Statistics:
         """Return the statistics of some batches."""
-        batches = itertools.islice(self.batches(), _SAMPLED_BATCHES)
-        return jaxrec.plan.statistics(features for features, _ in batches)
+        return jaxrec.plan.statistics(features for features, _ in self.pool)
 
     def compare(self, plans: dict[str, ShardingPlan], mesh: Any) -> list[dict[str, Any]]:
         """Train by all plans in turn; print and return a line for each."""
-        runs = {name: _Run(plan, mesh, self.batches()) for name, plan in plans.items()}
+        runs = {name: _Run(plan, mesh, itertools.cycle(self.pool)) for name, plan in plans.items()}
         for run in runs.values():
             run.train(self.warm_up)
         times: dict[str, list[tuple[float, float]]] = {name: [] for name in runs}
@@ -146,8 +146,12 @@ class Plans:
         after = {n: each["new"] for n, each in jaxrec.tier.statistics(run.model).items()}
         return {name: round((after[name] - before[name]) / self.steps) for name in before}
 
-    def batches(self) -> Iterator[Any]:
-        """Yield batches of log-uniform ids without end; frequent rows are scattered."""
+    @functools.cached_property
+    def pool(self) -> list[Any]:
+        """Batches of log-uniform ids; frequent rows are scattered."""
+        return list(itertools.islice(self.draw(), _POOL))
+
+    def draw(self) -> Iterator[Any]:
         rng = np.random.default_rng(0)
         lengths = np.concatenate(
             [np.full(self.batch, count, np.int32) for _, _, count in TABLES.values()]

@@ -34,9 +34,11 @@ _IDS = (1 << 9, 1 << 12)
 _ASSIGNED_IDS = (1 << 9, 1 << 12, 1 << 15)
 # Measurements take this many times as long as those of one operation, since batches take long.
 _BUDGETS = 8
-# Batches of different ids, and the number of them that a cache has: those ahead, the step's, and
-# some more. The least recently used rows are evicted, so that a batch finds none of its own.
-_BLOCKS, _CACHED_BLOCKS = 16, 9
+# Batches of different ids, and the number of them that a cache has. The rows used longest ago are
+# evicted, 1/32 of the cache at a time, so that a batch finds none of its own and evicts as many.
+_BLOCKS, _CACHED_BLOCKS = 64, 32
+# Batches that are timed together: several times those that wait ready.
+_TIMED = 16
 
 
 def calibrate_caches(
@@ -122,15 +124,14 @@ class _Bench:
             KeyedJaggedArray.from_dense(dict.fromkeys(names, block[:, None])) for block in blocks
         ]
         taken = ahead(model, itertools.cycle(batches), place=lambda batch: batch)
-        count = max(len(batches), 8)
         try:
             # Rows get their first values, are evicted, and come back.
-            _take(taken, 3 * count)
+            _take(taken, 2 * len(batches) + _TIMED)
             least, end = float("inf"), time.perf_counter() + _BUDGETS * self.budget
             while True:
-                least = min(least, _take(taken, count))
+                least = min(least, _take(taken, _TIMED))
                 if time.perf_counter() >= end:
-                    return least / count / _TABLES
+                    return least / _TIMED / _TABLES
         finally:
             taken.close()
             close(model)

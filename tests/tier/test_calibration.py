@@ -40,4 +40,4 @@ def test_rates_of_caches_are_measured(monkeypatch):
     # Each batch is one of those that the measurement says: of ids with rows, or of ids without.
     assigned, moved = statistics[:4], statistics[4:]
     assert all(each["evicted"] == 0 and each["hit_rate"] > 0.9 for each in assigned)
-    assert all(each["hits"] == 0 and each["evicted"] > 30 * 32 for each in moved)
+    assert all(each["hits"] == 0 and each["evicted"] >= 100 * 32 for each in moved)
