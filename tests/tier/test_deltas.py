@@ -615,7 +615,7 @@ def test_arguments(tmp_path):
     with pytest.raises((FileExistsError, NotADirectoryError)):
         publish(model, tmp_path / "file" / "versions")
     assert Subscriber(model, tmp_path / "none").update() == 0
-    assert VersionFolder("file:///data/a%20b").local == pathlib.Path("/data/a b")
+    assert VersionFolder("file:///data/a%20b?c#d").local == pathlib.Path("/data/a b?c#d")
 
 
 def test_one_publisher_at_a_time(tmp_path):

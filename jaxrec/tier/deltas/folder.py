@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import io
 import os
 import pathlib
 import re
@@ -22,6 +21,7 @@ import pyarrow as pa
 import pyarrow.fs as pafs
 
 from jaxrec.lock import lock, unlock
+from jaxrec.tier.deltas.checked_stream import CheckedStream
 from jaxrec.tier.deltas.manifest import File, Manifest
 from jaxrec.tier.stores.snapshots import sync
 
@@ -50,29 +50,6 @@ class VersionName:
         return f"{self.version:012d}-{self.token}"
 
 
-class CheckedStream(io.RawIOBase):
-    """A file that is written, with the checksum of its bytes.
-
-    Attributes:
-        bytes: Number of bytes so far.
-        crc32: Their checksum.
-    """
-
-    def __init__(self, stream: Any) -> None:
-        self._stream = stream
-        self.bytes = self.crc32 = 0
-
-    def writable(self) -> bool:
-        return True
-
-    def write(self, data: Any) -> int:
-        size = memoryview(data).nbytes
-        self._stream.write(data)
-        self.crc32 = zlib.crc32(data, self.crc32)
-        self.bytes += size
-        return size
-
-
 class VersionFolder:
     """A folder of versions.
 
@@ -92,13 +69,13 @@ class VersionFolder:
         if not separator or scheme == "file":
             path = self.url
             if separator:
-                parts = urllib.parse.urlsplit(self.url)
-                if parts.netloc not in ("", "localhost"):
+                host, slash, rest = path.removeprefix("file://").partition("/")
+                if host not in ("", "localhost") or not slash:
                     raise ValueError(
-                        f"{self.url!r} names the host {parts.netloc!r}; an absolute path has three "
+                        f"{self.url!r} names the host {host!r}; an absolute path has three "
                         "slashes, as in 'file:///data/versions'"
                     )
-                path = urllib.parse.unquote(parts.path)
+                path = urllib.parse.unquote(f"/{rest}")
             self.local: pathlib.Path | None = pathlib.Path(path).absolute()
             self._files, self._path = pafs.LocalFileSystem(), str(self.local)
             return

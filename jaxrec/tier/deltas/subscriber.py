@@ -11,9 +11,10 @@ import jax
 import numpy as np
 from flax import nnx
 
-from jaxrec.embed.variables import dense_variables, plain, value_like
+from jaxrec.embed.variables import dense_variables, value_like
 from jaxrec.mesh.agree import gather_texts
 from jaxrec.tier.deltas.arrow_files import read_arrays, read_rows
+from jaxrec.tier.deltas.compatibility import check_dense, check_tables
 from jaxrec.tier.deltas.folder import VersionError, VersionFolder, VersionName
 from jaxrec.tier.deltas.manifest import (
     REMOVED,
@@ -25,7 +26,8 @@ from jaxrec.tier.deltas.manifest import (
     TableFacts,
 )
 from jaxrec.tier.deltas.process_zero import on_process_zero
-from jaxrec.tier.deltas.tables import PublishedTable, Values, published_tables
+from jaxrec.tier.deltas.table import PublishedTable, Values
+from jaxrec.tier.deltas.tables import published_tables
 from jaxrec.tier.tier import tier_of
 
 # Errors that processes agree on, the special ones first.
@@ -212,7 +214,7 @@ class Subscriber:
                 "which the copy is: versions between them are missing, or the publisher was "
                 "started again"
             )
-        _check_tables(tables, manifest.tables, self._with_state)
+        check_tables(tables, manifest.tables, self._with_state)
         for of_table in files.values():
             for file in of_table.values():
                 self._folder.check(file)
@@ -229,7 +231,7 @@ class Subscriber:
                 )
         with self._folder.open(manifest.dense) as source:
             dense = read_arrays(source)
-        _check_dense(self._copy, dense)
+        check_dense(self._copy, dense)
         return _Incoming(manifest, files, dense)
 
     def _rows(
@@ -275,65 +277,3 @@ def _agree(error: Exception | None) -> None:
             raise _KINDS[int(text[0])](text[1:]) from error
     if error is not None:
         raise error
-
-
-def _check_tables(
-    tables: dict[str, PublishedTable], published: dict[str, TableFacts], with_state: bool
-) -> None:
-    """Check that the tables of a copy can take over those that were published.
-
-    Raises:
-        ValueError: A table is missing or of another form.
-    """
-    if different := sorted(tables.keys() ^ published.keys()):
-        where = "the copy has not" if different[0] in published else "was not published"
-        raise ValueError(
-            f"table {different[0]!r} {where}; make the copy as the model that is published"
-        )
-    for name, table in tables.items():
-        mine, theirs = table.facts, published[name]
-        for field in ("embedding_dim", "dtype", "is_open", "unknown"):
-            _require_same(name, field, getattr(mine, field), getattr(theirs, field))
-        if not theirs.is_open:
-            _require_same(name, "num_embeddings", mine.num_embeddings, theirs.num_embeddings)
-        if theirs.seed is not None:
-            _require_same(
-                name, "seed", theirs.seed if mine.seed is None else mine.seed, theirs.seed
-            )
-            _require_same(name, "initializer", table.initializer, theirs.initializer)
-        if with_state:
-            if theirs.state is None:
-                raise ValueError(
-                    f"table {name!r} was published without its optimizer state; publish with_state="
-                    "True, or leave with_state out here"
-                )
-            _require_same(name, "state", mine.state, theirs.state)
-
-
-def _require_same(table: str, field: str, mine: object, theirs: object) -> None:
-    if mine != theirs:
-        raise ValueError(
-            f"table {table!r} was published with {field}={theirs!r}, but the copy has {mine!r}; "
-            "make the copy as the model that is published"
-        )
-
-
-def _check_dense(copy: nnx.Module, published: dict[str, np.ndarray]) -> None:
-    """Check that a copy has the variables that were published.
-
-    Raises:
-        ValueError: It has others.
-    """
-    mine = {name: plain(x.get_value()) for name, x in dense_variables(copy).items()}
-    if different := sorted(mine.keys() ^ published.keys()):
-        where = "the copy has not" if different[0] in published else "was not published"
-        raise ValueError(
-            f"variable {different[0]!r} {where}; make the copy as the model that is published"
-        )
-    for name, value in mine.items():
-        forms = [f"{np.dtype(x.dtype).name}{list(x.shape)}" for x in (published[name], value)]
-        if forms[0] != forms[1]:
-            raise ValueError(
-                f"variable {name!r} was published as {forms[0]}, but the copy has {forms[1]}; make "
-                "the copy as the model that is published"
-            )

@@ -17,7 +17,7 @@ from jaxrec.embed.variables import dense_variables, plain
 from jaxrec.tier.deltas.arrow_files import RowFileWriter, write_arrays
 from jaxrec.tier.deltas.folder import VersionFolder, VersionName
 from jaxrec.tier.deltas.manifest import REMOVED, ROWS, UNKNOWN, File
-from jaxrec.tier.deltas.tables import PublishedTable, Values
+from jaxrec.tier.deltas.table import PublishedTable, Values
 from jaxrec.tier.tracked_table import ChangedIds
 
 
