@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -85,7 +87,7 @@ def unpack_rows(
     return _unpack(packed, row_format, dim)
 
 
-# Compiled, since an element is ``scale * code + offset`` with a single rounding in FBGEMM.
+# Compiled, so that XLA fuses ``scale * code + offset`` and rounds once, as FBGEMM does.
 @functools.partial(jax.jit, static_argnums=1)
 def _pack(rows: Float[Array, "n dim"], row_format: RowFormat) -> Shaped[Array, "n width"]:
     return row_format.pack(rows)

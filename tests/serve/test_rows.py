@@ -22,17 +22,22 @@ def test_golden_rows_both_ways(name):
     np.testing.assert_array_equal(unpacked, arrays["dequantized"])
 
 
-@pytest.mark.parametrize(
-    "name",
-    [name for name in golden.names("quant") if name.startswith(("int8_float", "int8_half"))],
-)
-def test_golden_rows_with_a_scale_of_32_bits(name):
+WIDE_SCALES = {
+    name: case["tolerance"]
+    for name, case in golden.cases("quant")
+    if name.startswith(("int8_float", "int8_half"))
+}
+
+
+@pytest.mark.parametrize(("name", "tolerance"), WIDE_SCALES.items(), ids=WIDE_SCALES)
+def test_golden_rows_with_a_scale_of_32_bits(name, tolerance):
     arrays = golden.load("quant", name)
     rows = arrays["x"].astype(np.float16) if "half" in name else arrays["x"]
     packed = serve.pack_rows(rows, "int8_float32")
     np.testing.assert_array_equal(packed, arrays["quantized"])
+    # FBGEMM rounds once, and XLA so only where it fuses, which programs of tests forgo.
     unpacked = serve.unpack_rows(packed, "int8_float32")
-    np.testing.assert_array_equal(unpacked, arrays["dequantized"])
+    np.testing.assert_allclose(unpacked, arrays["dequantized"], **tolerance)
 
 
 @pytest.mark.parametrize("name", ["int8_to_half_normal", "int8_to_half_wide"])
