@@ -55,11 +55,16 @@ class Plans:
     """Steps before the first round, in which caches fill."""
     topology: pathlib.Path | None = None
     """Topology that was measured before; measured now if not given."""
+    processor_time: bool = False
+    """Count processor time alone, in the calibration as well: for machines that others use, on one
+    core (taskset -c 0)."""
     output: pathlib.Path = pathlib.Path("benchmarks/results/plan_caches.json")
     """File of the figures."""
 
     def run(self) -> None:
         keep_freed_memory()
+        if self.processor_time:
+            time.perf_counter = time.process_time
         mesh = jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])
         if self.topology is None:
             topology = calibrate_caches(calibrate(mesh), mesh)

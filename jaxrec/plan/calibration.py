@@ -9,6 +9,7 @@ squares problems", chapter 23).
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -27,6 +28,8 @@ from jaxrec.plan.topology import Topology
 # Rows of the table: too many for a processor's cache.
 _TABLE_ROWS = 1 << 18
 _WIDTHS = (16, 64, 256)
+# Batches of rows, which take turns: as in training, a batch finds few of its rows in the cache.
+_TURNS = 8
 _LOOKUPS = (1 << 11, 1 << 13, 1 << 15)
 _BYTES = (1 << 12, 1 << 18, 1 << 22)
 # On a CPU, larger arrays are returned to the system after each call, which takes time.
@@ -111,7 +114,7 @@ class _Bench:
         for width in _WIDTHS:
             table = self.on_each(np.zeros((_TABLE_ROWS, width), np.float32))
             for lookups in _lookups(width):
-                seconds = self.time(kernels.row_lookup, table, self.on_each(_random_rows(lookups)))
+                seconds = self.time(kernels.row_lookup, table, in_turn=self._rows(lookups))
                 bytes = lookups * width * 4
                 measurements.append(self.note("gather", lookups, bytes, seconds))
         return fit(measurements)
@@ -120,7 +123,7 @@ class _Bench:
         """Update rows by row-wise Adagrad; subtract the sort and the sum of gradients."""
         optimizer = rowwise_adagrad()
 
-        def advance(table, state, rows, gradients):
+        def advance(table, state, gradients, rows):
             lookups = Lookups(rows, None, None)
             return kernels.fused_update(table, state, lookups, gradients, optimizer, jnp.int32(0))
 
@@ -129,9 +132,8 @@ class _Bench:
             table = self.on_each(np.zeros((_TABLE_ROWS, width), np.float32))
             state = {"accumulator": self.on_each(np.zeros(_TABLE_ROWS, np.float32))}
             for lookups in _lookups(width):
-                rows = self.on_each(_random_rows(lookups))
                 gradients = self.on_each(np.ones((lookups, width), np.float32))
-                arrays = (table, state), rows, gradients
+                arrays = (table, state, gradients), self._rows(lookups)
                 seconds, (table, state) = self.time_in_place(advance, *arrays)
                 known = sort.seconds(items=lookups)
                 known += gather.seconds(items=lookups, bytes=lookups * width * 4)
@@ -196,20 +198,40 @@ class _Bench:
             (count * array.shape[0], *array.shape[1:]), one, lambda index: array
         )
 
-    def time(self, operation: Callable, *arrays: Any) -> float:
-        """Return the shortest time of an operation on each device's arrays."""
-        run = jax.jit(self._mapped(operation))
-        return self._shortest(lambda: jax.block_until_ready(run(*arrays)))
+    def _rows(self, lookups: int) -> list[jax.Array]:
+        """Return the row numbers of several batches."""
+        return [self.on_each(_random_rows(lookups, seed)) for seed in range(_TURNS)]
 
-    def time_in_place(self, operation: Callable, state: Any, *arrays: Any) -> tuple[float, Any]:
-        """Return the shortest time of an operation that updates ``state``, and the last state."""
-        run = jax.jit(self._mapped(operation), donate_argnums=tuple(range(len(state))))
+    def time(self, operation: Callable, *arrays: Any, in_turn: Sequence[jax.Array] = ()) -> float:
+        """Return the shortest time of an operation on each device's arrays.
+
+        Args:
+            operation: The operation.
+            *arrays: Its arguments.
+            in_turn: Values of its last argument, which take turns.
+        """
+        run = jax.jit(self._mapped(operation))
+        turns = itertools.cycle([(last,) for last in in_turn] or [()])
+        return self._shortest(lambda: jax.block_until_ready(run(*arrays, *next(turns))))
+
+    def time_in_place(
+        self, operation: Callable, arrays: Sequence[Any], in_turn: Sequence[jax.Array]
+    ) -> tuple[float, tuple[Any, Any]]:
+        """Return the shortest time of an operation that updates two arrays, and these in the end.
+
+        Args:
+            operation: The operation.
+            arrays: Its arguments; it returns the first two, updated.
+            in_turn: Values of its last argument, which take turns.
+        """
+        run = jax.jit(self._mapped(operation), donate_argnums=(0, 1))
+        updated, others, turns = tuple(arrays[:2]), arrays[2:], itertools.cycle(in_turn)
 
         def once() -> None:
-            nonlocal state
-            state = jax.block_until_ready(run(*state, *arrays))
+            nonlocal updated
+            updated = jax.block_until_ready(run(*updated, *others, next(turns)))
 
-        return self._shortest(once), state
+        return self._shortest(once), updated
 
     def _mapped(self, operation: Callable) -> Callable:
         spec = PartitionSpec(tuple(self.mesh.axis_names))
@@ -240,8 +262,8 @@ def _lookups(width: int) -> list[int]:
     return [lookups for lookups in _LOOKUPS if lookups * width * 4 <= _MAX_BYTES]
 
 
-def _random_rows(lookups: int) -> np.ndarray:
-    random = np.random.default_rng(0)
+def _random_rows(lookups: int, seed: int = 0) -> np.ndarray:
+    random = np.random.default_rng(seed)
     return random.choice(_TABLE_ROWS, lookups, replace=False).astype(np.int32)
 
 
