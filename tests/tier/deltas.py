@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import os
 import pathlib
 import shutil
@@ -74,6 +75,12 @@ def fixed_model(kind, optimizer="adam", seed=0):
     if kind == "plain":
         return Fixed(optimizer)
     return make(lambda: Fixed(optimizer), {"user": Cached(rows=40)}, seed=seed)
+
+
+@functools.cache
+def trained_model(kind):
+    """A model that tests train one after another, so that its step is compiled once."""
+    return fixed_model(kind) if kind in ("plain", "cached") else open_model(kind)
 
 
 def draw_open(rng):
@@ -169,17 +176,6 @@ def contents(model):
 def assert_contents(model, before):
     for array, other in zip(contents(model), before, strict=True):
         np.testing.assert_array_equal(array, other)
-
-
-def sharded(devices, ranker, names, rows):
-    """A model with open vocabularies over a mesh."""
-    placements = dict.fromkeys((*names, "age"), jaxrec.mesh.row_wise())
-    placements["query"] = jaxrec.mesh.column_wise([0, 1])
-    return jaxrec.shard(
-        lambda: make(lambda: ranker(rows, "adam"), dict.fromkeys(names, Dynamic())),
-        jaxrec.plan.ShardingPlan.from_dict(placements),
-        jax.make_mesh((devices,), ("data",), devices=jax.devices()[:devices]),
-    )
 
 
 def copy_tree(source: pathlib.Path, target: pathlib.Path) -> None:
