@@ -39,7 +39,7 @@ def pack_rows(
 
     Example:
         >>> pack_rows(np.float32([[0.0, 1.5, 3.0, 0.5]]), "int2")
-        Array([[  0,  60,   0,   0, 100]], dtype=uint8)
+        Array([[ 0, 60,  0,  0, 56]], dtype=uint8)
     """
     row_format = find_format(dtype, ROW_FORMATS)
     if np.ndim(rows) != 2 or np.shape(rows)[1] == 0:

@@ -49,19 +49,20 @@ def test_lookups_of_fbgemm(name):
     kind = jaxrec.EmbeddingConfig if per_id else jaxrec.EmbeddingBagConfig
     configs = [kind(key, meta["rows"][t], meta["dims"][t], **more) for t, key in enumerate(keys)]
     store = QuantizedTables.zeros(configs, dict.fromkeys(keys, FORMATS[dtype]))
-    rows = dict(store.rows)
+    rows = {group: np.array(packed) for group, packed in store.rows.items()}
     for table, key in enumerate(keys):
         group, index = store.layout.find(key)
         start, stored = group.row_offsets[index], stored_rows(arrays, table)
-        rows[group.name] = rows[group.name].at[start : start + len(stored)].set(stored)
-    store = QuantizedTables(rows, store.layout, store.formats)
+        rows[group.name][start : start + len(stored)] = stored
+    store = QuantizedTables(jax.tree.map(jnp.asarray, rows), store.layout, store.formats)
     batch = jaxrec.KeyedJaggedArray.from_lengths(
         keys=keys,
         values=arrays["ids"],
         lengths=np.diff(arrays["offsets"]),
         weights=arrays.get("id_weights"),
     )
-    found, _ = store.lookup(batch, is_weighted=weighted, dtype=result)
+    look_up = jax.jit(lambda *args: store.lookup(*args, is_weighted=weighted, dtype=result)[0])
+    found = look_up(batch)
     if per_id:
         counts = [int(batch[key].lengths.sum()) for key in keys]
         values = np.concatenate([found[k][:n] for k, n in zip(keys, counts, strict=True)])

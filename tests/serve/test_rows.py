@@ -10,7 +10,7 @@ from jaxrec import serve
 from tests import golden
 from tests.embed import row_oracle
 
-FUSED = [name for name in golden.names("quant") if "sbhalf" in name]
+FUSED = [name for name in golden.names("quant") if "sbhalf_wide" in name]
 
 
 @pytest.mark.parametrize("name", FUSED)

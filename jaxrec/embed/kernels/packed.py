@@ -43,11 +43,11 @@ def packed_pooled_lookup(
         >>> from jaxrec.embed import kernels
         >>> from jaxrec.embed.formats import FORMATS
         >>> layout = kernels.BagLayout((0,), (4,), (0,), (2,), (0,), (3,), (False,))
-        >>> packed = FORMATS["int4"].pack(jnp.array([[0.0, 15.0], [2.0, 1.0], [0.0, 0.0]]))
+        >>> packed = FORMATS["int4"].pack(jnp.array([[0.0, 15.0], [16.0, 1.0], [0.0, 0.0]]))
         >>> ids, lengths = jnp.array([0, 1, 1, 0]), jnp.array([2, 1])
         >>> kernels.packed_pooled_lookup(
         ...     packed, ids, lengths, None, layout, FORMATS["int4"], 2, "float32").tolist()
-        [[2.0, 16.0], [2.0, 1.0]]
+        [[16.0, 16.0], [16.0, 1.0]]
     """
     num_rows = packed.shape[0]
     lookups = flatten_bags(ids, lengths, weights, layout, num_rows)
