@@ -61,6 +61,7 @@ COMMANDS = (
     ("python examples/deepfm_movielens.py --data ml-100k", "--epochs 1 --seeds 0"),
     ("python -m benchmarks.pipeline", "--text-megabytes 2 --steps 5 --repeats 1 --batch 256"),
     ("python -m benchmarks.hstu", "--length 64 --timed-length 32 --rows 2 --seconds 0.01"),
+    ("python -m benchmarks.quantize_memory", "--tables 2 --rows 1000"),
     ("python -m benchmarks.tier ids", "--resident 20000 --batch 1000 --rounds 2"),
     ("python -m benchmarks.tier stream", "--steps 2000 --batch 16 --interval 1000"),
     (
@@ -118,6 +119,7 @@ LEFT_OUT = {
     f"{RUN_ON_HOSTS} --devices 8 --coordinator host0:8476 --num-processes 4 "
     "--process-id $i": "is one of several processes; tests/train/test_cli.py starts them",
     "python -m benchmarks.compare --peer-python PATH --rounds 5": PEER,
+    "python -m benchmarks.quantized --peer-python PATH --rounds 2 --seconds 1": PEER,
     "python -m benchmarks.plan_versus_torchrec --peer-python PATH": PEER,
     "python -m benchmarks.plan --plans 32 --passes 2": "needs matplotlib",
     "python -m benchmarks.mesh": "takes minutes",
