@@ -67,8 +67,8 @@ def write_ids(store: TableStore, name: str, ids: Any, values: Mapping[str, Any])
 
     Raises:
         KeyError: No table has that name.
-        TypeError, ValueError: The table has no such ids, an id is repeated, or values have another
-            shape.
+        TypeError, ValueError: The table has no such ids, an id is repeated, values have another
+            shape, or the table cannot hold them.
     """
     shapes = _shapes(store, name)
     found = store.find_ids(name, ids, is_written=True)
@@ -76,6 +76,8 @@ def write_ids(store: TableStore, name: str, ids: Any, values: Mapping[str, Any])
         key: _as_array(name, key, value, (found.rows.size, *shapes[key].shape[1:]), shapes[key])
         for key, value in values.items()
     }
+    if "rows" in arrays:
+        store.check_values(name, arrays["rows"])
     if found.outside is not None:
         positions = found.outside.positions
         found.outside.write({key: array[positions] for key, array in arrays.items()})

@@ -266,6 +266,15 @@ class TableStore(abc.ABC):
             check_distinct(name, rows)
         return FoundIds(rows)
 
+    def check_values(self, name: str, rows: np.ndarray) -> None:
+        """Raise a ValueError where a table cannot hold elements of rows that are to be set.
+
+        Args:
+            name: Name of the table.
+            rows: The rows, ``[n, embedding_dim]``.
+        """
+        return
+
     @abc.abstractmethod
     def row_slots(self, name: str, rows: np.ndarray) -> list[RowSlots]:
         """Return where some rows of a table are, one `RowSlots` for each of its column slices.

@@ -156,6 +156,9 @@ class WrappingStore(TableStore):
     def find_ids(self, name: str, ids: Any, *, is_written: bool = False) -> FoundIds:
         return self.inner.find_ids(name, ids, is_written=is_written)
 
+    def check_values(self, name: str, rows: np.ndarray) -> None:
+        self.inner.check_values(name, rows)
+
     def row_slots(self, name: str, rows: np.ndarray) -> list[RowSlots]:
         return self.inner.row_slots(name, rows)
 

@@ -26,6 +26,7 @@ from jaxrec.optim import RowOptimizer, frozen
 from jaxrec.optim.hyperparameter import Step
 from jaxrec.ragged import KeyedJaggedArray
 from jaxrec.serve.packing import write_parts
+from jaxrec.serve.rows import check_rows
 
 
 @jax.tree_util.register_dataclass
@@ -216,6 +217,9 @@ class QuantizedTables(TableStore):
         check_state(name, {}, state)
         return self
 
+    def check_values(self, name: str, rows: np.ndarray) -> None:
+        check_rows(self.row_format(name), f"table {name!r}, given ", rows, 0)
+
     def row_slots(self, name: str, rows: np.ndarray) -> list[RowSlots]:
         group, where = self._find(name)
         slots = (where.start + rows).astype(np.int32)
@@ -252,7 +256,10 @@ class QuantizedTables(TableStore):
 
     def from_checkpoint(self, name: str, logical: LogicalTable, num_rows: int) -> QuantizedTables:
         group, rows = self._find(name)
-        packed = jax.jit(self._format(group.name).pack)(logical.rows)
+        row_format = self._format(group.name)
+        if not jnp.all(jnp.abs(logical.rows) <= row_format.max_abs):
+            check_rows(row_format, f"table {name!r}, saved ", np.asarray(logical.rows), 0)
+        packed = jax.jit(row_format.pack)(logical.rows)
         array = put_rows(self.rows[group.name], packed, jnp.int32(rows.start), jnp.int32(num_rows))
         return self._with_rows(group.name, array)
 

@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 
 import jaxrec
+from jaxrec.embed.checkpoint_view import LogicalTable
 from jaxrec.embed.formats import FORMATS
 from jaxrec.serve import QuantizedTables
 from tests import golden
@@ -130,6 +131,18 @@ def test_some_rows_are_written_and_read():
     assert small.table_state("a") == {}
 
 
+@pytest.mark.parametrize("value", [np.nan, np.inf, 1e6])
+def test_rows_that_a_format_cannot_hold_are_refused(value):
+    config = jaxrec.EmbeddingBagConfig("a", 9, 8)
+    model = jaxrec.EmbeddingBagCollection([config], rngs=nnx.Rngs(0))
+    small = jaxrec.serve.quantize(model, dtype="float8")
+    before, values = np.array(small.table("a")), random_rows(2, 8)
+    values[1, 3] = value
+    with pytest.raises(ValueError, match=r"table 'a', given row 1, column 3 is .*float8"):
+        small.load_rows("a", [7, 2], values)
+    np.testing.assert_array_equal(small.table("a"), before)
+
+
 def test_a_checkpoint_has_the_rows_in_float32():
     store = small_store().write("c", random_rows(7, 4))
     view, shapes = store.checkpoint_view("c"), store.checkpoint_shapes("c")
@@ -140,6 +153,13 @@ def test_a_checkpoint_has_the_rows_in_float32():
     found = row_oracle.unpack(row_oracle.pack(values, "int4"), "int4", 4)
     np.testing.assert_array_equal(store.read("c")[:3], found[:3])
     np.testing.assert_array_equal(store.read("c")[3:], view.rows[3:7])
+
+
+def test_a_checkpoint_with_rows_that_a_format_cannot_hold_is_refused():
+    store, values = small_store(), random_rows(8, 4)
+    values[2, 1] = np.nan
+    with pytest.raises(ValueError, match="table 'c', saved row 2, column 1 is nan; int4 rows"):
+        store.from_checkpoint("c", LogicalTable(jnp.asarray(values), {}), 7)
 
 
 def test_wrong_writes():
