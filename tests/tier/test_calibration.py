@@ -32,9 +32,10 @@ def test_rates_of_caches_are_measured(monkeypatch):
     assert {m.bytes for m in measured if m.bytes} == {
         rows * (width + 1) * 4 for rows in (32, 64) for width in (16, 64)
     }
-    for rate in (topology.assign, topology.host_moves, topology.store_moves):
-        # Between a microsecond and a second for a hundred rows.
-        assert 1e-6 < rate.seconds(items=100, bytes=10_000) < 1
+    assert 1e-6 < topology.assign.seconds(items=100) < 1
+    for rate in (topology.host_moves, topology.store_moves):
+        # On a busy machine a batch that moves rows may take less time than one that does not.
+        assert 0 <= rate.seconds(items=100, bytes=10_000) < 1
     same = {name: getattr(known, name) for name in ("assign", "host_moves", "store_moves")}
     assert dataclasses.replace(topology, **same) == known
     # Each batch is one of those that the measurement says: of ids with rows, or of ids without.

@@ -601,6 +601,4 @@ def test_rows_are_not_taken_away_in_a_training_loop(tmp_path):
 
 def test_killed_publishers(tmp_path):
     """Whenever a publisher is killed, a copy is one of the versions, whole."""
-    kills = deltas.kill_repeatedly(tmp_path, kills=3)
-    assert kills.newest >= 2
-    assert kills.unfinished > 0
+    assert deltas.kill_repeatedly(tmp_path, kills=3) >= 2
