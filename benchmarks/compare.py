@@ -23,7 +23,7 @@ _HERE = pathlib.Path(__file__).parent
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What to run.
+    """Options of the comparison.
 
     Attributes:
         peer_python: Python of the peers' environment.
@@ -33,7 +33,7 @@ class Options:
         threads: Processor cores to use.
         shapes: JSON file of shapes of lookups and updates.
         batches: Batch sizes of DLRM.
-        what: What to compare.
+        what: Benchmarks to compare.
     """
 
     peer_python: pathlib.Path

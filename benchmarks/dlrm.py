@@ -23,7 +23,7 @@ ROWS = (
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What to time.
+    """Options of the benchmark.
 
     Attributes:
         batch: Samples in a batch.

@@ -29,18 +29,18 @@ from jaxrec.nn import hstu_attention, jagged_attention
 class Settings:
     rows: int = 32
     length: int = 4096
-    """Of the longest sequence, where memory is analysed."""
+    """Length of the longest sequence in the analysis of memory."""
     timed_length: int = 1024
-    """Of the longest sequence, where passes are timed."""
+    """Length of the longest sequence in timed passes."""
     exponent: float = 1.2
-    """Of the power law: the share of sequences longer than n is about (shortest / n) ** exponent"""
+    """Exponent of the power law: (shortest / n) ** exponent of the sequences are longer than n."""
     shortest: int = 20
     heads: int = 2
     dim: int = 32
-    """Of a head."""
+    """Width of a head."""
     block_size: int = 64
     seconds: float = 5.0
-    """Of timing each way."""
+    """Rounds of timing of each implementation."""
     seed: int = 0
 
 

@@ -123,7 +123,7 @@ KINDS = (
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What to time.
+    """Options of the benchmark.
 
     Attributes:
         types: Sharding types; after a colon how rows travel.
@@ -216,7 +216,7 @@ class Worker:
         self.facts: dict[str, Any] = self._pipe.recv()
 
     def time(self, seconds: float) -> Turn:
-        """Steps for about so many seconds."""
+        """Time steps for about this number of seconds."""
         self._pipe.send(seconds)
         return self._pipe.recv()
 
@@ -226,7 +226,7 @@ class Worker:
 
 
 def serve(pipe: Connection, workload: Workload, kind: str | None, memory_rows: int) -> None:
-    """What a worker does."""
+    """Run the steps of one worker."""
     import jax
 
     jax.config.update("jax_platforms", "cpu")
@@ -384,9 +384,9 @@ def _least_of_piece(by_device: np.ndarray, blocks: Sequence[Any], row_bytes: int
             np.searchsorted(first_rows, ids, side="right") - 1
         ]
         away = owners != device
-        # Of a row its id, itself and its gradient.
+        # A row travels as its id, its values and its gradient.
         least["rows"] += int(np.unique(ids[away]).size) * (4 + 2 * row_bytes)
-        # Of a lookup its id; of a bag and an owner of some of its rows the sum and the gradient.
+        # Each lookup sends its id; each pair of a bag and an owner sends a sum and a gradient.
         bags, others = np.nonzero(away)
         pairs = np.unique(bags * DEVICES + owners[bags, others]).size
         least["sums"] += int(away.sum()) * 4 + int(pairs) * 2 * row_bytes

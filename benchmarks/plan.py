@@ -38,7 +38,7 @@ TABLES = {
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What to measure.
+    """Options of the benchmark.
 
     Attributes:
         devices: Simulated devices.
@@ -48,7 +48,7 @@ class Options:
         steps: Steps of a plan to time in a pass.
         topology: A topology that was measured before; None: measured now.
         output: Where figures and plot go, without their endings.
-        seed: Of the plans and the ids.
+        seed: Seed of the plans and the ids.
     """
 
     devices: int = 8
@@ -256,7 +256,7 @@ def measure(
             del model, optimizer
             gc.collect()  # they hold each other
             print(f"pass {number + 1}, plan {i + 1}: {least[i][0]:.1f} ms", file=sys.stderr)
-        # A process has so many memory maps at most, and each compiled program takes hundreds.
+        # Linux bounds the memory maps of a process, and each compiled program takes hundreds.
         jax.clear_caches()
         yield least
 

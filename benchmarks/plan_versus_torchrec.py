@@ -43,7 +43,7 @@ CRITEO_POOLING = (
 )
 # TorchRec's planner counts no optimizer state here, so there is none; and any table may be cut.
 SGD = jaxrec.optim.sgd(0.1)
-# Of NVIDIA's data sheets; see jaxrec.plan.machines.
+# Figures from NVIDIA's data sheets; see jaxrec.plan.machines.
 BANDWIDTHS = {
     "h100": {"memory": 3.35e12, "link": 450e9, "network": 50e9},
     "h200": {"memory": 4.8e12, "link": 450e9, "network": 50e9},

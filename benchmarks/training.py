@@ -1,4 +1,4 @@
-"""What the benchmarks of training steps share: a small model, its batches, timing, memory."""
+"""Parts shared by the benchmarks of training steps: a small model, its batches, timing, memory."""
 
 from __future__ import annotations
 

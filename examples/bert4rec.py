@@ -9,7 +9,7 @@ items among 100 popular ones, at the epoch that was best on the validation items
     python examples/bert4rec.py                              # generated sequences, some minutes
     python examples/bert4rec.py --data amazon-beauty.txt     # "user item" a line, in time order
 
-Of the generated items nobody can predict a third; HR@10 ends near 0.6, where chance is 0.1.
+A third of the generated items is random. HR@10 ends near 0.6; chance is 0.1.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Open vocabularies: tables that take any id, for ever, though they have few rows.
 
 Trains on a stream of shop visits: which words did the user search for, which items came up, was one
-bought? Words and items are strings that nobody listed, new items come as the stream goes on and old
+bought? Words and items are strings from no fixed list: new items come as the stream goes on and old
 ones leave it. The table of items keeps rows for ids that come often (`lfu`) and have come twice
 (``admit_after=2``), the table of words for those that came last (`lru`), whose rows return from
 memory. Prints how the normalized entropy of predictions before each update falls, what the tables

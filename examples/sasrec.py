@@ -12,7 +12,7 @@ validation items.
 A file has "user item" a line, in time order. On Amazon Beauty, as published with BERT4Rec, the
 second command is best at epoch 40, after 7.5 minutes on two busy cores, with HR@10 0.324.
 
-On the generated sequences, a third of which nobody can predict, HR@10 ends near 0.7; chance is 0.1.
+A third of the generated sequences is random. HR@10 ends near 0.7; chance is 0.1.
 """
 
 from __future__ import annotations

@@ -81,7 +81,7 @@ class Case:
 
 
 def draw_case(rng: np.random.Generator, samples: int) -> Case:
-    """A random model, and random batches of so many samples."""
+    """A random model, and random batches of ``samples`` samples."""
     is_pooled = rng.random() < 0.75
     features = [f"f{i}" for i in range(rng.integers(1, 4))]
     default = draw_optimizer(rng)

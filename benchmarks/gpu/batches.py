@@ -16,7 +16,7 @@ class Shape:
     """Tables of equal size and a batch for them.
 
     Attributes:
-        name: What the results call it.
+        name: Name in the results.
         tables: Tables, with a feature each.
         rows: Rows of each.
         dim: Width of a row.

@@ -68,7 +68,7 @@ def main() -> None:
 
 
 def outcome(check: Callable[[], tuple[float, bool]], bound: float) -> dict[str, Any]:
-    """What came of a check; an error of one does not keep the others from running."""
+    """Result of a check. An error of one check does not keep the others from running."""
     try:
         error, repeats = check()
     except Exception as exception:

@@ -81,7 +81,7 @@ LIMITS = (
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What to compile.
+    """Options of the compilation.
 
     Attributes:
         card: Card to compile for.

@@ -50,7 +50,7 @@ class Instruction:
 
 @dataclasses.dataclass(frozen=True)
 class Waits:
-    """What a stretch of instructions waits for.
+    """Waits of a stretch of instructions.
 
     Attributes:
         round_trips: Loads that wait for one another, in a turn of a loop.

@@ -53,7 +53,7 @@ HEADER = (
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What to compile.
+    """Options of the compilation.
 
     Attributes:
         exchange: Placements: by rows, by rows with bags pooled where the rows are, whole tables.
@@ -77,7 +77,7 @@ class Collective:
         kind: Kind, such as "all-to-all".
         num_bytes: Bytes of its result on a device.
         groups: Its replica groups, as the program writes them.
-        under: What runs between its start and its end: numbers of matrix products, of jaxrec's
+        under: Work between its start and its end: numbers of matrix products, of jaxrec's
             kernels and of other kernels; None: nothing can, since it has no start of its own.
     """
 

@@ -38,7 +38,7 @@ class Program:
     """A function to compile.
 
     Attributes:
-        name: What the results call it.
+        name: Name in the results.
         function: The function.
         arguments: Its arguments, trees of `jax.ShapeDtypeStruct`.
         tables: Shapes of tables and of their state, none of which may be copied.

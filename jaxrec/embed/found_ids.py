@@ -73,7 +73,7 @@ def row_indices(table: str, ids: Any, num_embeddings: int) -> np.ndarray:
 
     Raises:
         TypeError: The ids are not integers.
-        ValueError: An id is no row of the table, or there are several axes.
+        ValueError: An id is outside the table, or ``ids`` has several axes.
 
     Example:
         >>> row_indices("item", [2, 0, 2], num_embeddings=3)

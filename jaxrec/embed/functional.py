@@ -84,7 +84,7 @@ def lookup(
         features: The batch; keys that no table reads are ignored.
         is_weighted: Whether rows are multiplied by the batch's weights.
         dtype: Type of the activations.
-        routes: What `TableStore.route` returned for the batch; None: compute it now.
+        routes: Result of `TableStore.route` for the batch; None: compute it now.
 
     Returns:
         The activations and the residuals for `apply_gradients`. Activations of pooled tables are a
@@ -124,7 +124,7 @@ def apply_gradients(
 
     Args:
         tables: The tables that were looked up.
-        residuals: What `lookup` returned beside the activations.
+        residuals: Residuals that `lookup` returned beside the activations.
         gradients: Gradient of the loss with respect to the activations, shaped as they are.
         step: Number of updates made before, 0 at the first.
 

@@ -111,8 +111,8 @@ def fill_rows(
     Args:
         array: Where to; as wide as the part.
         key: The table's key.
-        draw: What draws blocks of the table.
-        scale: What they are multiplied by.
+        draw: Function that draws blocks of the table.
+        scale: Factor of the drawn blocks.
         place: The table's first row and the row after its last, the row of ``array`` that the first
             goes to, and the table's first column.
         dim: Columns of the table.

@@ -96,7 +96,7 @@ def group_gradients(
 
     Args:
         layout: The tables.
-        residuals: What the lookup returned beside the activations.
+        residuals: Residuals that the lookup returned beside the activations.
         cotangents: The gradient of the loss with respect to the activations.
     """
     gradients = {}

@@ -128,7 +128,7 @@ class TableStore(abc.ABC):
             features: The batch.
             is_weighted: Whether rows are multiplied by the batch's weights.
             dtype: Type of the activations.
-            routes: What `route` returned for the batch; None: compute it now.
+            routes: Result of `route` for the batch; None: compute it now.
         """
 
     @abc.abstractmethod
@@ -138,7 +138,7 @@ class TableStore(abc.ABC):
         """Return the gradients of the rows of one lookup, by group.
 
         Args:
-            residuals: What `lookup` returned beside the activations.
+            residuals: Residuals that `lookup` returned beside the activations.
             cotangents: The gradient of the loss with respect to the activations.
         """
 
@@ -154,7 +154,7 @@ class TableStore(abc.ABC):
         Frozen tables stay as they are.
 
         Args:
-            calls: What `row_gradients` returned for each lookup of the step.
+            calls: Results of `row_gradients`, one for each lookup of the step.
             step: Number of updates made before.
             is_applied: False leaves every row and its state as it is; None: True.
         """
@@ -168,7 +168,7 @@ class TableStore(abc.ABC):
         The gradients of a row are added up first. It is called on `without_rows`.
 
         Args:
-            calls: What `row_gradients` returned for each lookup of the step.
+            calls: Results of `row_gradients`, one for each lookup of the step.
         """
 
     def check_dense_gradient(self, name: str) -> None:

@@ -41,7 +41,7 @@ class Ahead:
     """Results of a call of a collection that were computed before the step it is part of.
 
     Attributes:
-        routes: What `TableStore.route` returned; None: the step computes it.
+        routes: Result of `TableStore.route`; None: the step computes it.
         activations: The embeddings; None: the step looks them up.
     """
 

@@ -40,7 +40,7 @@ def measure_demand(ahead: Mapping[str, list[Ahead]]) -> dict[GroupPath, Float[Ar
     """Return the capacity factors that a batch needs.
 
     Args:
-        ahead: What `jaxrec.mesh.ahead.route_ahead` returned for the batch.
+        ahead: Result of `jaxrec.mesh.ahead.route_ahead` for the batch.
 
     Returns:
         Largest demand over all calls of each group whose exchange has a capacity, the same on all

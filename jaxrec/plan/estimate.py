@@ -87,7 +87,7 @@ class GroupEstimate:
         name: Type and width of its tables, and their exchange.
         tables: Number of its tables.
         seconds: Seconds on its slowest device, beyond what all devices do alike.
-        slowest: That device; None where all take the same.
+        slowest: Index of the slowest device; None where all take the same time.
     """
 
     name: str
@@ -104,7 +104,7 @@ class Estimate:
         seconds: Seconds of a step's work on tables: the sum of each group's slowest device.
         phases: The same by phase: the critical path.
         bound: Seconds below which no plan can be.
-        search: What the search did, in words.
+        search: Account of the search, in words.
         search_seconds: Seconds that the search took.
         devices: Each device.
         tables: Each table.
@@ -186,7 +186,7 @@ def make_estimate(
         workloads: The workload of each table.
         solution: The choices.
         bound: Seconds below which no plan can be.
-        search: What the search did.
+        search: Account of the search.
         search_seconds: Seconds that it took.
         fixed_bytes: Bytes of each device that do not depend on the plan, by kind.
     """

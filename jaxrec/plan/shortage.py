@@ -78,7 +78,7 @@ def explain(shortage: Shortage, fits: Fits, *, deadline: float) -> str:
     """Return the message of a `PlanError`.
 
     Args:
-        shortage: What does not fit.
+        shortage: The tables and the devices that they do not fit.
         fits: Test of whether a change helps; called a few dozen times at most.
         deadline: Time to stop trying changes, by `time.monotonic`.
     """

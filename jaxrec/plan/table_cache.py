@@ -9,7 +9,7 @@ from typing import Any
 
 # The row store in the memory of the host.
 HOST_STORE = "memory://"
-# What a URL might call a password.
+# Names of credentials in the query of a URL.
 _SECRETS = ("password", "passwd", "username", "user", "token", "secret", "auth")
 
 
@@ -64,7 +64,7 @@ def check_store(url: Any) -> None:
     The message of an error does not show what may be a password.
 
     Raises:
-        TypeError: It is no text.
+        TypeError: It is not a string.
         ValueError: It is no URL, or has credentials.
     """
     if not isinstance(url, str):

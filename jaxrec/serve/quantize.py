@@ -133,7 +133,7 @@ def _copy_without_tables(model: Model, modules: Mapping[str, TappedModule]) -> M
 def _copy_to_one_device(array: Any) -> Any:
     """Return a copy of an array, so that a donated step of the model leaves it alone.
 
-    Of an array that every device of a mesh has, the copy is on one of this process's devices.
+    An array that is replicated over a mesh is copied to one of this process's devices.
     """
     if not isinstance(array, jax.Array):
         return array

@@ -34,7 +34,7 @@ class RowsInStore(OutsideRows):
             on their way back to the table.
 
     Attributes:
-        ids: Those of the ids that have a row, int64 ``[m]``.
+        ids: The ids that have a row, int64 ``[m]``.
     """
 
     def __init__(

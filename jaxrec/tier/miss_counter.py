@@ -25,7 +25,7 @@ class MissCounter(TierObserver):
     `jaxrec.tier.ahead` brings all rows of a batch before its step, so that the devices never miss
     one. This checks it while a model is trained and evaluated: it keeps the id of each row on the
     devices, as rows were moved, and compares the ids of each batch with the ids of the rows that
-    take their place. A lookup of a row of `jaxrec.tier.Dynamic.unknown` is no miss.
+    take their place. A lookup of a row of `jaxrec.tier.Dynamic.unknown` is not a miss.
 
     It takes the training thread about 5 ns a lookup and 8 bytes for each row. Keep the object as
     long as it is to count.

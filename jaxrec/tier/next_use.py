@@ -71,7 +71,8 @@ def farthest(batches: int = 16, otherwise: Eviction | None = None) -> Eviction:
         otherwise: Order of the rows that these batches do not use; None: `lru`.
 
     Raises:
-        TypeError: ``batches`` is no integer, or ``otherwise`` no policy, or one that looks ahead.
+        TypeError: ``batches`` is not an integer; ``otherwise`` is not a policy, or looks ahead
+            itself.
         ValueError: ``batches`` is below 1.
 
     Example:

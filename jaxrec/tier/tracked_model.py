@@ -67,7 +67,7 @@ class TrackedModel:
         collections: Its collections by path.
         tables: The trained tables by name, or by path and name where several have one name.
         all_tables: The trained tables and the frozen ones, likewise.
-        vocabularies: Those of the model's `Tier`, in its order.
+        vocabularies: The vocabularies of the model's `Tier`, in its order.
         readers: The tables that read each feature.
     """
 

@@ -42,7 +42,7 @@ class TrackedTable:
         self.flags = RowFlags(config.num_embeddings, num_consumers)
 
     def mark(self, rows: np.ndarray, bits: int) -> None:
-        """Record changes of rows, with repeats; what is no row of the table is skipped."""
+        """Record changes of rows, with repeats; indices outside the table are skipped."""
         if rows.size and (rows.min() < 0 or rows.max() >= self.flags.num_rows):
             rows = rows[(rows >= 0) & (rows < self.flags.num_rows)]
         self.flags.mark(rows, bits)

@@ -32,7 +32,7 @@ class EvictedRows:
 
 @dataclasses.dataclass(frozen=True)
 class WantedRows:
-    """Those of some wanted rows that one eviction has.
+    """The wanted rows that one eviction holds.
 
     Attributes:
         evicted: The eviction.

@@ -38,7 +38,8 @@ class Uses:
         """Note the use of rows by a batch.
 
         Args:
-            rows: int32 ``[n]``, with repeats; -1 is no row. Do not change the array afterwards.
+            rows: int32 ``[n]``, with repeats; -1 stands for no row. The array must not change
+                afterwards.
             batch: Number of the batch; not less than that of any batch before.
         """
         seconds = int(self._policy.seconds()) if self._policy.uses_seconds else 0

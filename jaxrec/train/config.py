@@ -122,7 +122,7 @@ class VocabularyConfig:
             try:
                 open_store(self.store)
             except (ValueError, ImportError) as error:
-                raise ConfigError(f"vocabulary.store is no store: {error}") from None
+                raise ConfigError(f"vocabulary.store does not name a row store: {error}") from None
 
 
 @dataclasses.dataclass(frozen=True)

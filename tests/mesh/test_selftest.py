@@ -43,7 +43,7 @@ def test_everything_is_well(capsys, monkeypatch):
 @pytest.mark.usefixtures("joined")
 @pytest.mark.parametrize("devices", [4, 8])
 def test_sums_of_cut_rows_are_well(monkeypatch, devices):
-    """By the options that a user gets: rounding is no failure."""
+    """With the options that a user gets, rounding does not fail the check."""
     if devices < 8:
         shape = (2, devices // 2)
         axes = (AxisType.Auto,) * 2

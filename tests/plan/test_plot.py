@@ -10,7 +10,7 @@ from jaxrec.plan import ShardingPlan
 
 
 def test_a_table_has_one_look_in_both_panels(plan, tmp_path, monkeypatch):
-    """And no two tables, nor what is no table's own, share one."""
+    """Two tables differ, and no table looks like the parts that belong to no table."""
     drawn = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
     plan.plot(tmp_path / "plan.png")

@@ -1,4 +1,4 @@
-"""Hypothesis takes its time here: an example may compile, and speed is nobody's promise."""
+"""Hypothesis without a deadline: an example may compile."""
 
 from __future__ import annotations
 

@@ -76,8 +76,8 @@ def test_ids_of_plain_tables_stay():
 def test_ids_of_plain_tables_fit_32_bits(bad):
     features = make_features({"a": [[], [3, bad], [bad]]})
     message = (
-        f"feature 'a', sample 1: id {bad} is no row of a table of fixed size; hash .*hash_ids.* or "
-        r"give its tables an open vocabulary with jaxrec.tier.Dynamic\(\)"
+        f"feature 'a', sample 1: id {bad} is outside every table of fixed size; "
+        r"hash .*hash_ids.* or give its tables an open vocabulary with jaxrec.tier.Dynamic\(\)"
     )
     with pytest.raises(ValueError, match=message):
         HostBatch.of(features).with_rows([None])

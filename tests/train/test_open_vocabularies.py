@@ -194,7 +194,7 @@ WRONG = {
     "store": (["--vocabulary.store=memory://"], "vocabulary.store is for --vocabulary dynamic"),
     "unknown store": (
         ["--vocabulary=dynamic", "--vocabulary.store=nowhere://x"],
-        "vocabulary.store is no store: no row store has the URL 'nowhere://x'",
+        "vocabulary.store does not name a row store: no row store has the URL 'nowhere://x'",
     ),
     "sightings": (
         ["--vocabulary=dynamic", "--vocabulary.admit-after=0"],

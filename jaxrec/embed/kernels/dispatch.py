@@ -3,7 +3,8 @@
 Each implementation says which calls it takes. The first that takes a call runs it, chosen for each
 platform that the program may be lowered for. `use_kernels` or the environment variable
 JAXREC_KERNELS name others, and `describe` tells which one was chosen and why. Kernels for GPUs that
-nobody named are tried first, on the card at hand; see `jaxrec.embed.kernels.trial`.
+were chosen by default are checked on the card before their first use; see
+`jaxrec.embed.kernels.trial`.
 """
 
 from __future__ import annotations

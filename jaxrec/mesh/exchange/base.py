@@ -207,7 +207,7 @@ class Exchange(abc.ABC):
             placed: The group.
             table: This device's rows.
             request: This device's lookups; the result is differentiable in its weights.
-            route: What `route` returned.
+            route: Result of `route`.
             channel: Channel to the other devices.
             dtype: Type of the pooled rows, float32 or narrower; a wider one may be returned.
         """
@@ -227,7 +227,7 @@ class Exchange(abc.ABC):
             placed: The group.
             table: This device's rows.
             request: This device's lookups.
-            route: What `route` returned.
+            route: Result of `route`.
             channel: Channel to the other devices.
         """
         raise TypeError(f"exchange {self.name!r} carries pooled rows only")

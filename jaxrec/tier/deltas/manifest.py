@@ -10,7 +10,7 @@ from typing import Any
 
 FORMAT = "jaxrec version 1"
 
-# What a file of a table holds.
+# Contents of a table's file: its rows, the ids that lost theirs, the rows that unknown ids read.
 ROWS, REMOVED, UNKNOWN = "rows", "removed", "unknown"
 
 _CHECKSUM = "crc32"
@@ -75,7 +75,7 @@ class Manifest:
         step: Number of training steps, if the publisher gave it.
         seconds: Time of publication, in seconds since 1970.
         tables: The tables, by the path of their collection and their name.
-        dense: The variables that are no tables.
+        dense: File of the variables outside the tables.
         delta: Changes since the version before; None: they are not known.
         base: Token of the version before, which ``delta`` follows.
         full: All rows; None: this version has changes alone.

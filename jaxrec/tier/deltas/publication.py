@@ -92,11 +92,11 @@ def publish(
             are removed.
 
     Returns:
-        What was published.
+        The published version.
 
     Raises:
         TypeError: An argument has another type.
-        ValueError: The folder's URL is none, a number is below 1, or the tracker is another
+        ValueError: The folder's URL is malformed, a number is below 1, or the tracker is another
             model's.
         KeyError: The tracker has no such consumer.
         BlockingIOError: Another process publishes to the folder.

@@ -1,4 +1,4 @@
-"""What the next version of a folder is."""
+"""Plan of a folder's next version."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jaxrec.tier.deltas.manifest import File, Files, Manifest, TableFacts, num_b
 
 @dataclasses.dataclass(frozen=True)
 class VersionPlan:
-    """What the next version is, and what the manifest before says of the versions before.
+    """Plan of the next version, and the totals of the versions before it.
 
     Attributes:
         version, token, base: As in its `Manifest`; ``base`` is None without a delta.

@@ -39,7 +39,7 @@ class VersionWriter:
         self._error: BaseException | None = None
 
     def write_dense(self, model: nnx.Module) -> File:
-        """Write the variables of a model that are no tables."""
+        """Write the variables of a model outside its tables."""
         arrays = {name: _on_host(x.get_value()) for name, x in dense_variables(model).items()}
         path = f"{self._name}/dense.arrow"
         file = File(path, 0, 0, len(arrays))
@@ -109,7 +109,7 @@ class _TableFile:
     """A file of a table, which begins with its first row.
 
     Attributes:
-        kind: What it holds.
+        kind: Content of the file: `ROWS`, `REMOVED` or `UNKNOWN`.
         file: The file, when it is complete; None: there were no rows.
     """
 

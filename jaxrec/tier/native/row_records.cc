@@ -35,7 +35,7 @@ bool is_set(const uint64_t* pages, int64_t page) {
   return __atomic_load_n(pages + page / 64, __ATOMIC_RELAXED) >> (page % 64) & 1;
 }
 
-// Whether a page exists in the file, and is no hole of it. Keeps the answer in `pages`.
+// Whether a page exists in the file rather than in a hole. Keeps the answer in `pages`.
 bool exists(int file, uint64_t* pages, int64_t page) {
   if (is_set(pages, page)) return true;
 #ifdef SEEK_DATA

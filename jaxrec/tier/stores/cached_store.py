@@ -187,7 +187,7 @@ def parse_bytes(text: str) -> int:
     """Return the bytes of a text such as ``"2GB"``.
 
     Raises:
-        ValueError: The text is no such size.
+        ValueError: The text is not a size.
 
     Example:
         >>> parse_bytes("2GB"), parse_bytes("1.5 MB")

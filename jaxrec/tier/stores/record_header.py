@@ -55,7 +55,7 @@ def read_format(path: pathlib.Path) -> RecordFormat:
     magic, _, rest = text.partition("\n")
     content, _, crc = rest.partition("\n")
     if magic != _MAGIC:
-        raise ValueError(f"{path} is no file of records of this version of jaxrec")
+        raise ValueError(f"{path} is not a file of records of this version of jaxrec")
     if crc != f"{zlib.crc32(f'{magic}{chr(10)}{content}{chr(10)}'.encode()):08x}\n":
         raise ValueError(f"{path} is damaged: its header has another checksum")
     return RecordFormat.from_json(content)

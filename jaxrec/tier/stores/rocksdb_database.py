@@ -49,7 +49,7 @@ class Database:
             self.flush()
         if text is None:
             self.close()
-            raise ValueError(f"{path} is no database of a row store")
+            raise ValueError(f"{path} is not a database of a row store")
         self.format = RecordFormat.from_json(text.decode())
 
     def get(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

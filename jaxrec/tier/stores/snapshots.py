@@ -44,7 +44,7 @@ class Manifest:
         format: Format of the records.
         files: Size and CRC-32 of each file, by path in the snapshot; None for a file whose content
             has checksums of its own.
-        details: What else the kind needs.
+        details: Further fields of this kind of snapshot.
     """
 
     kind: str
@@ -67,7 +67,7 @@ def writing(
         directory: The snapshot.
         kind: Its kind.
         format: The format of its records.
-        details: What else the kind needs; read at the end of the block.
+        details: Further fields of this kind of snapshot; read at the end of the block.
         has_own_checksums: Whether a file's content is checked by itself; only its size is kept.
 
     Yields:
@@ -152,7 +152,9 @@ def read_manifest(directory: pathlib.Path) -> Manifest:
         format = RecordFormat(**content["format"])
         return Manifest(content["kind"], format, files, content["details"])
     except FileNotFoundError:
-        raise ValueError(f"{directory} is no snapshot of a row store: no {MANIFEST}") from None
+        raise ValueError(
+            f"{directory} is not a snapshot of a row store: it lacks {MANIFEST}"
+        ) from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"the snapshot is damaged: {path} ({error})") from None
 

@@ -20,7 +20,7 @@ RATES = {
 
 @pytest.mark.parametrize(("store", "factor"), [("memory://", 1), ("file:///x", 10)])
 def test_ids_are_assigned_and_missed_rows_moved(store: str, factor: int):
-    """A batch of so many ids that all rows are among them: 250 of 1000 are not in the cache."""
+    """A batch that reads all 1000 rows, 250 of which are not in the cache."""
     devices = topology(**RATES)
     workload = workload_of(devices, pooling=5000, optimizer=optim.rowwise_adagrad())
     perf = cache_perf(workload, TableCache(750, store), devices)

@@ -202,6 +202,6 @@ JAXREC_INLINE void prefetch(const void* address, int64_t bytes) {
   // Has an effect, which GCC needs to see: it drops calls of functions that only prefetch.
   asm volatile("");
   for (int64_t i = 0; i < bytes; i += kLine) __builtin_prefetch(from + i, kForWriting, 3);
-  // A row that is no multiple of a line may end one line later.
+  // A row whose size is not a multiple of a line may end one line later.
   if (bytes % kLine != 0) __builtin_prefetch(from + bytes - 1, kForWriting, 3);
 }
