@@ -147,6 +147,6 @@ def _check_int32(segment: Segment) -> None:
         position = int(np.argmax(is_bad))
         raise ValueError(
             f"{segment.describe(position)}: id {segment.ids[position]} is outside every table of "
-            "fixed size; hash the feature's ids with jaxrec.ragged.hash_ids(ids, num_embeddings), or "
-            "give its tables an open vocabulary with jaxrec.tier.Dynamic()"
+            "fixed size; hash the feature's ids with jaxrec.ragged.hash_ids(ids, num_embeddings), "
+            "or give its tables an open vocabulary with jaxrec.tier.Dynamic()"
         )

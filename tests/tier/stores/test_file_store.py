@@ -158,8 +158,8 @@ def test_growth_beyond_the_largest_file(tmp_path):
     [
         (lambda text: text[:-100_000], r"is truncated or damaged: it has [\d,]+ bytes and should"),
         (lambda text: text[:100], "is damaged: its header has another checksum"),
-        (lambda text: b"", "is no file of records of this version of jaxrec"),
-        (lambda text: b"PK" + text[2:], "is no file of records of this version of jaxrec"),
+        (lambda text: b"", "is not a file of records of this version of jaxrec"),
+        (lambda text: b"PK" + text[2:], "is not a file of records of this version of jaxrec"),
         (lambda text: text.replace(b"260", b"250"), "is damaged: its header has another checksum"),
         (lambda text: text + b"x", r"is truncated or damaged: it has [\d,]+ bytes and should have"),
     ],

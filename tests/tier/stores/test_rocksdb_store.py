@@ -135,7 +135,7 @@ def test_a_database_of_another_program(tmp_path):
 
     rocksdict.Rdict(str(tmp_path / "records-1")).close()
     (tmp_path / "current").write_text("records-1")
-    with pytest.raises((ValueError, OSError), match=r"is no database of a row store|RocksDB:"):
+    with pytest.raises((ValueError, OSError), match=r"is not a database of a row store|RocksDB:"):
         opened(tmp_path)
 
 
