@@ -353,7 +353,7 @@ def test_damaged_snapshots_change_nothing(source, target, opened, tmp_path):
         with pytest.raises(ValueError, match="damaged"):
             second.load_snapshot(snapshot)
     manifest.unlink()
-    with pytest.raises(ValueError, match="is not a snapshot .* it lacks snapshot.json"):
+    with pytest.raises(ValueError, match=r"is not a snapshot .* it lacks snapshot\.json"):
         second.load_snapshot(snapshot)
     assert contents(second) == expected
     manifest.write_text(text)
