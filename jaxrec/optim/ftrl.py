@@ -25,8 +25,8 @@ class ftrl(RowOptimizer):
     The algorithm is written for weights that start at zero: with ``beta`` or
     ``initial_accumulator_value`` above 0 the first update of a row forgets most of the value it was
     initialized with, and all of it where ``|z'| <= l1``. With both 0 and no regularization it is
-    `jaxrec.optim.adagrad` from any start (but for elements whose gradients were all zero, which
-    become zero). Keras has ``beta=0``, ``initial_accumulator_value=0.1`` as defaults. Where the
+    `jaxrec.optim.adagrad` from any start: an element whose denominator is zero, since it never had
+    a gradient, keeps its value. Keras has ``beta=0``, ``initial_accumulator_value=0.1`` as defaults. Where the
     rate is zero, as in the first step of some warmups, nothing changes.
 
     State: ``accumulator`` (n) and ``linear`` (z), 8 dim bytes a row.
@@ -88,9 +88,11 @@ class ftrl(RowOptimizer):
         linear = state["linear"] + gradients - growth / safe_rate * rows
 
         curvature = (self.beta + power) / safe_rate + self.l2
-        is_zero = (jnp.abs(linear) <= self.l1) | (curvature == 0)
-        new_rows = (jnp.sign(linear) * self.l1 - linear) / jnp.where(is_zero, 1, curvature)
-        new_rows = jnp.where(is_zero, 0, new_rows)
+        is_flat = curvature == 0
+        new_rows = (jnp.sign(linear) * self.l1 - linear) / jnp.where(is_flat, 1, curvature)
+        new_rows = jnp.where(jnp.abs(linear) <= self.l1, 0, new_rows)
+        if self.l1 == 0:
+            new_rows = jnp.where(is_flat, rows, new_rows)
 
         rows = jnp.where(trains, new_rows, rows)
         return limit_norm(rows, self.max_norm), {

@@ -107,9 +107,11 @@ def _ftrl(o, rate, w, g, state, step):
     n = state["accumulator"] + g**2
     z = state["linear"] + g - (n**p - state["accumulator"] ** p) / rate * w
     curvature = (o.beta + n**p) / rate + o.l2
-    is_zero = (np.abs(z) <= o.l1) | (curvature == 0)
-    new = -(z - np.sign(z) * o.l1) / np.where(is_zero, 1, curvature)
-    return np.where(is_zero, 0, new), {"accumulator": n, "linear": z}
+    new = -(z - np.sign(z) * o.l1) / np.where(curvature == 0, 1, curvature)
+    new = np.where(np.abs(z) <= o.l1, 0, new)
+    # As in Adagrad; and for p < 1/2 the limit for small gradients.
+    new = np.where((curvature == 0) & (o.l1 == 0), w, new)
+    return new, {"accumulator": n, "linear": z}
 
 
 def _norms(rows):

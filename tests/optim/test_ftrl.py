@@ -89,7 +89,24 @@ def test_a_rate_of_zero_leaves_rows_and_state():
 def test_gradients_too_small_to_square():
     # Their squares are zero in float32, and so is the curvature.
     found, _ = train(optim.ftrl(0.1, beta=0.0), np.ones((1, 2)), np.full((2, 1, 2), 1e-30))
-    assert np.isfinite(found).all()
+    np.testing.assert_array_equal(found, 1)
+
+
+@pytest.mark.parametrize(("power", "gradient"), [(0.5, 0), (0.3, 0), (0.8, 0), (0.3, 1e-12)])
+def test_elements_without_a_gradient_keep_their_value(power, gradient):
+    """So do those whose gradients add up to zero but for rounding."""
+    optimizer = optim.ftrl(0.1, beta=0.0, learning_rate_power=-power)
+    rows = np.array([[0.25, -3.0]])
+    found, _ = train(optimizer, rows, np.array([[[0.5, gradient]], [[0.5, gradient]]]))
+    np.testing.assert_allclose(found[0, 1], -3, rtol=1e-4)
+    assert found[0, 0] < 0.25
+
+
+@pytest.mark.parametrize("gradient", [0.0, 1e-12])
+def test_l1_zeroes_elements_without_a_gradient(gradient):
+    optimizer = optim.ftrl(0.1, beta=0.0, l1=0.1)
+    found, _ = train(optimizer, np.array([[-3.0]]), np.full((1, 1, 1), gradient))
+    np.testing.assert_array_equal(found, 0)
 
 
 @pytest.mark.parametrize("power", [0.5, 0.3, 0.8])
