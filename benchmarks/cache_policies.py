@@ -13,7 +13,7 @@ import time
 import numpy as np
 
 from jaxrec.tier import Cached, Eviction, distance_lfu, farthest, lfu, lfu_lru, lru
-from jaxrec.tier.vocabulary import Vocabulary
+from jaxrec.tier.vocabulary.vocabulary import Vocabulary
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,7 +15,7 @@ Usage: python -m benchmarks.tier ids [--resident 10_000_000] [--peer-python PATH
 ``ids`` prints one JSON line for each measure and each contender: ids a second of processor time on
 one core, from the median of several rounds.
 
-- ``hits``: lookups of ids drawn uniformly from the resident ones. `jaxrec.tier.id_map.IdMap`,
+- ``hits``: lookups of ids drawn uniformly from the resident ones. `jaxrec.tier.ids.id_map.IdMap`,
   pandas's ``Index.get_indexer`` where it is installed, and a ``dict`` in a list comprehension take
   turns. TorchRec's MCHManagedCollisionModule comes last; PATH is the Python of an environment that
   has it.
@@ -98,9 +98,9 @@ from benchmarks.plan_caches import Plans
 from benchmarks.row_stores import Kills, Stores
 from benchmarks.vocabulary_step import Step
 from benchmarks.vocabulary_stream import Stream
-from jaxrec.tier import reference
-from jaxrec.tier.batch_ops import distinct, record_uses, smallest
-from jaxrec.tier.id_map import IdMap
+from jaxrec.tier.ids import reference
+from jaxrec.tier.ids.batch_ops import distinct, record_uses, smallest
+from jaxrec.tier.ids.id_map import IdMap
 
 _HERE = pathlib.Path(__file__).parent
 _LARGEST = 2**63 - 2

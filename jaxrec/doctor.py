@@ -18,7 +18,7 @@ from jaxrec.arguments import ConfigError, parse
 from jaxrec.embed import kernels
 from jaxrec.embed.kernels import BagLayout, Choice, Lookups, cpu, trial
 from jaxrec.embed.kernels.tuning import Tuning, cores, processor, tunable_device
-from jaxrec.tier import library as id_map_library
+from jaxrec.tier.ids import library as id_map_library
 
 USAGE_ERRORS = (ConfigError,)
 FAILURES = (RuntimeError,)

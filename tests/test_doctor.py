@@ -10,7 +10,7 @@ import pytest
 from jaxrec import doctor
 from jaxrec.cli import main
 from jaxrec.embed.kernels import Choice, cpu, trial
-from jaxrec.tier import library
+from jaxrec.tier.ids import library
 
 FAILED = Choice("row_lookup", {"cuda": "reference"}, {"triton": "on this H200 it fails: OOM"})
 

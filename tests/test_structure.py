@@ -133,16 +133,16 @@ TESTED_BY = {
         "serve/packing",
         "serve/row_formats",
     ),
-    "tier/test_cached": ("tier/cached_tables",),
+    "tier/vocabulary/test_cached": ("tier/cached_tables",),
     "tier/test_stored_runs": (
         "tier/close",
         "tier/saved_stores",
     ),
-    "tier/test_id_map": (
-        "tier/arrays",
-        "tier/implementation",
-        "tier/library",
-        "tier/reference",
+    "tier/ids/test_id_map": (
+        "tier/ids/arrays",
+        "tier/ids/implementation",
+        "tier/ids/library",
+        "tier/ids/reference",
     ),
     "tier/managed_collision/test_modules": ("tier/managed_collision/row_reset",),
     "tier/managed_collision/test_multi_probe": (
@@ -150,10 +150,10 @@ TESTED_BY = {
         "tier/managed_collision/probing",
     ),
     "tier/managed_collision/test_sorted_map": ("tier/managed_collision/evicted",),
-    "tier/test_change_tracker": (
+    "tier/changes/test_change_tracker": (
         "tier/observer",
-        "tier/tracked_model",
-        "tier/tracked_table",
+        "tier/changes/tracked_model",
+        "tier/changes/tracked_table",
     ),
     "tier/test_row_file": ("tier/row_columns",),
     "tier/stores/test_file_store": (

@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxrec.tier.batches import HostBatch, Segment, fingerprint
 from jaxrec.tier.model_tables import TableVocabulary
-from jaxrec.tier.vocabulary import TableFullError, VocabularyFullError
+from jaxrec.tier.vocabulary.vocabulary import TableFullError, VocabularyFullError
 
 Gather: TypeAlias = Callable[[np.ndarray], list[np.ndarray]]
 """A function that returns the ids of each process (`jaxrec.mesh.agree.gather_ids`)."""

@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxrec.data.pipeline import each_batch
 from jaxrec.tier.batch_ids import BatchIds
-from jaxrec.tier.batch_ops import distinct
+from jaxrec.tier.ids.batch_ops import distinct
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,9 +12,9 @@ from jaxrec.embed.config import TableConfig
 from jaxrec.embed.found_ids import FoundIds, OutsideRows, as_ids, check_distinct, row_indices
 from jaxrec.ragged.columns import Column
 from jaxrec.ragged.raw_columns import raw_column
-from jaxrec.tier.first_rows import first_rows
 from jaxrec.tier.model_tables import TableVocabulary
-from jaxrec.tier.transfer import RowTransfer
+from jaxrec.tier.rows.first_rows import first_rows
+from jaxrec.tier.rows.transfer import RowTransfer
 
 Returning: TypeAlias = Callable[[], AbstractContextManager[np.ndarray]]
 

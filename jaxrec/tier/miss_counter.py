@@ -13,7 +13,7 @@ from jaxrec.tier.model_tables import TableVocabulary
 from jaxrec.tier.observer import TierObserver
 from jaxrec.tier.planned_batch import PlannedBatch
 from jaxrec.tier.tier import tier_of
-from jaxrec.tier.vocabulary import Assignment
+from jaxrec.tier.vocabulary.vocabulary import Assignment
 
 # The id of a row that no id has; ids are never -1.
 _FREE = -1

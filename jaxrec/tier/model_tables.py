@@ -10,9 +10,9 @@ from jaxrec.embed.collection import Collection
 from jaxrec.embed.config import TableConfig
 from jaxrec.embed.taps import tapped_modules
 from jaxrec.optim import RowOptimizer
+from jaxrec.tier.rows.transfer import RowTransfer
 from jaxrec.tier.store import TierStore
-from jaxrec.tier.transfer import RowTransfer
-from jaxrec.tier.vocabulary import Vocabulary
+from jaxrec.tier.vocabulary.vocabulary import Vocabulary
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,11 +11,11 @@ import numpy as np
 from flax import nnx
 
 from jaxrec.embed.row_access import RowsOnDevices, TableRows, read, write
-from jaxrec.tier.first_rows import NewRows, reset
 from jaxrec.tier.model_tables import TableVocabulary, collection_at
-from jaxrec.tier.transfer import StoredRows
-from jaxrec.tier.under_way import EvictedRows
-from jaxrec.tier.vocabulary import NO_CHANGE, Assignment
+from jaxrec.tier.rows.first_rows import NewRows, reset
+from jaxrec.tier.rows.transfer import StoredRows
+from jaxrec.tier.rows.under_way import EvictedRows
+from jaxrec.tier.vocabulary.vocabulary import NO_CHANGE, Assignment
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxrec.tier.planned_batch import PlannedBatch
-from jaxrec.tier.vocabulary import Assignment
+from jaxrec.tier.vocabulary.vocabulary import Assignment
 
 
 class TierObserver(abc.ABC):

@@ -15,8 +15,8 @@ from jaxrec.mesh.agree import require_same
 from jaxrec.mesh.precision import Precision
 from jaxrec.mesh.shard import Plan
 from jaxrec.plan import ShardingPlan
-from jaxrec.tier.cached import Cached
 from jaxrec.tier.make import make_named
+from jaxrec.tier.vocabulary.cached import Cached
 
 Model = TypeVar("Model", bound=nnx.Module)
 

@@ -21,7 +21,7 @@ from jaxrec.mesh.agree import gather_texts
 from jaxrec.mesh.processes import join_processes
 from jaxrec.metrics.writers import JSONLinesWriter
 from jaxrec.plan import PlanError
-from jaxrec.tier.vocabulary import TableFullError
+from jaxrec.tier.vocabulary.vocabulary import TableFullError
 from jaxrec.train import checkpoint
 from jaxrec.train.callbacks import SaveCheckpoints
 from jaxrec.train.checkpoint import CheckpointError, CheckpointManager, PreservationPolicy

@@ -10,8 +10,8 @@ import tyro
 
 from jaxrec.arguments import ConfigError
 from jaxrec.mesh.processes import check_processes
-from jaxrec.tier.dynamic import MAX_SIGHTINGS
 from jaxrec.tier.stores import open_store
+from jaxrec.tier.vocabulary.dynamic import MAX_SIGHTINGS
 
 
 def _positive(config: Any, *names: str) -> None:

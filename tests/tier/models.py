@@ -9,7 +9,7 @@ from flax import nnx
 
 import jaxrec
 from jaxrec.ragged import KeyedJaggedArray
-from jaxrec.tier.first_rows import NewRows, reset
+from jaxrec.tier.rows.first_rows import NewRows, reset
 
 OPTIMIZERS = {
     "sgd": jaxrec.optim.sgd(0.1),

@@ -35,7 +35,8 @@ from jaxrec.tier import (
 )
 from jaxrec.tier.tier import tier_of
 from jaxrec.train.checkpoint import CheckpointManager, restore
-from tests.tier import models, test_cached
+from tests.tier import models
+from tests.tier.vocabulary import test_cached
 
 STEPS, SAVED_AFTER, SAMPLES = 16, 8, 16
 NAMES = ("item", "query", "item_wide")

@@ -16,7 +16,7 @@ from jaxrec.tier.foresight import ForeseenBatch
 from jaxrec.tier.tier import tier_of
 from jaxrec.train.checkpoint import restore, save
 from tests.tier import models
-from tests.tier.test_cached import NAMES, make_cached, make_stream
+from tests.tier.vocabulary.test_cached import NAMES, make_cached, make_stream
 
 
 def num_ids(batches, *keys: str) -> int:
@@ -65,7 +65,7 @@ def test_moves_that_are_lost_are_misses():
     taken = ahead(model, batches, look_ahead=9)
     next(taken)
     give_up = time.monotonic() + 20
-    while tier._last_planned < 10 and time.monotonic() < give_up:
+    while tier.order.last_planned < 10 and time.monotonic() < give_up:
         time.sleep(0.01)
     tier._pending.clear()
     list(taken)

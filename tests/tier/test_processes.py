@@ -15,7 +15,8 @@ import pytest
 import jaxrec
 from jaxrec.tier import ChangeTracker, Subscriber, ahead
 from jaxrec.tier.tier import tier_of
-from tests.tier import models, processes, test_cached
+from tests.tier import models, processes
+from tests.tier.vocabulary import test_cached
 
 # The checkout comes last, so that the installed package is tested.
 START = (

@@ -16,7 +16,14 @@ from jaxrec.plan import ParameterConstraints, Planner, ShardingPlan, TableCache,
 from jaxrec.tier import Dynamic, ahead, close, make
 from jaxrec.tier.tier import tier_of
 from tests.tier import models
-from tests.tier.test_cached import NAMES, NUM_IDS, all_rows, assert_same, make_stream, make_whole
+from tests.tier.vocabulary.test_cached import (
+    NAMES,
+    NUM_IDS,
+    all_rows,
+    assert_same,
+    make_stream,
+    make_whole,
+)
 
 SAMPLES = 8
 

@@ -16,7 +16,14 @@ from jaxrec.tier import Cached, ahead, close, make
 from jaxrec.train.checkpoint import CheckpointError, restore, save
 from tests.tier import models
 from tests.tier.servers import redis_port  # noqa: F401
-from tests.tier.test_cached import NAMES, NUM_IDS, all_rows, assert_same, make_stream, make_whole
+from tests.tier.vocabulary.test_cached import (
+    NAMES,
+    NUM_IDS,
+    all_rows,
+    assert_same,
+    make_stream,
+    make_whole,
+)
 
 # Stores by name; each table has its own.
 URLS = {

@@ -21,7 +21,7 @@ from jaxrec.train.checkpoint import (
     restore,
 )
 from tests.tier import models
-from tests.tier.deltas import (
+from tests.tier.deltas.models import (
     OPEN,
     Fixed,
     assert_same,

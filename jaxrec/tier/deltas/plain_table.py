@@ -8,7 +8,7 @@ import numpy as np
 
 from jaxrec.tier.deltas.manifest import TableFacts
 from jaxrec.tier.deltas.table import PublishedTable, Values
-from jaxrec.tier.first_rows import NewRows, reset
+from jaxrec.tier.rows.first_rows import NewRows, reset
 
 
 class PlainTable(PublishedTable):

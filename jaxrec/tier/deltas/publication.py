@@ -9,8 +9,8 @@ from typing import Any
 
 from flax import nnx
 
-from jaxrec.tier.change_tracker import ChangeTracker
-from jaxrec.tier.changes import HandOver
+from jaxrec.tier.changes.change_tracker import ChangeTracker
+from jaxrec.tier.changes.changes import HandOver
 from jaxrec.tier.deltas.folder import VersionFolder
 from jaxrec.tier.deltas.manifest import (
     REMOVED,

@@ -14,11 +14,11 @@ from flax import nnx
 from jax.experimental import multihost_utils
 
 from jaxrec.embed.variables import dense_variables, plain
+from jaxrec.tier.changes.tracked_table import ChangedIds
 from jaxrec.tier.deltas.arrow_files import RowFileWriter, write_arrays
 from jaxrec.tier.deltas.folder import VersionFolder, VersionName
 from jaxrec.tier.deltas.manifest import REMOVED, ROWS, UNKNOWN, File
 from jaxrec.tier.deltas.table import PublishedTable, Values
-from jaxrec.tier.tracked_table import ChangedIds
 
 
 class VersionWriter:

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from jaxrec.tier.batch_ops import smallest
-from jaxrec.tier.id_map import IdMap
+from jaxrec.tier.ids.batch_ops import smallest
+from jaxrec.tier.ids.id_map import IdMap
 from jaxrec.tier.stores.record_format import RecordFormat
 from jaxrec.tier.stores.row_store import RowStore
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from jaxrec.tier.reference import record_tags
+from jaxrec.tier.ids.reference import record_tags
 from jaxrec.tier.stores import snapshots
 from jaxrec.tier.stores.record_file import RECORDS, RecordFile
 from jaxrec.tier.stores.snapshots import Manifest

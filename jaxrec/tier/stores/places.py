@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from jaxrec.tier.id_map import IdMap
+from jaxrec.tier.ids.id_map import IdMap
 
 
 class Places:

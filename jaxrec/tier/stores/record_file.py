@@ -12,8 +12,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from jaxrec.tier import implementation
-from jaxrec.tier.record_array import PAGE_BYTES, RecordArray, stride
+from jaxrec.tier.ids import implementation
+from jaxrec.tier.ids.record_array import PAGE_BYTES, RecordArray, stride
 from jaxrec.tier.stores.record_header import (
     FIRST_ROOM,
     HEADER_BYTES,
@@ -44,8 +44,9 @@ class RecordFile:
     """Records by slot in a memory-mapped, sparse file.
 
     The file begins with a header of 64 KiB, which is text: a magic line, the format as JSON, and a
-    checksum. The records follow (`jaxrec.tier.record_array`), then a page that is never written. A
-    file of ``num_ids`` has a slot for each id. Any other starts with 1,024 slots, which double.
+    checksum. The records follow (`jaxrec.tier.ids.record_array`), then a page that is never
+    written. A file of ``num_ids`` has a slot for each id. Any other starts with 1,024 slots, which
+    double.
 
     Args:
         path: The file, which `create` made.
@@ -105,7 +106,7 @@ class RecordFile:
     def read(
         self, slots: np.ndarray, ids: np.ndarray | None = None
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Read records, as `jaxrec.tier.reference.read_records`."""
+        """Read records, as `jaxrec.tier.ids.reference.read_records`."""
         self._give_pages_back()
         return implementation.current().read_records(self._records, slots, ids, self._threads())
 

@@ -8,10 +8,10 @@ import secrets
 import sys
 from collections.abc import Mapping
 
-from jaxrec.tier.change_tracker import ChangeTracker
-from jaxrec.tier.changes import HandOver
+from jaxrec.tier.changes.change_tracker import ChangeTracker
+from jaxrec.tier.changes.changes import HandOver
+from jaxrec.tier.changes.tracked_table import ChangedIds
 from jaxrec.tier.deltas.process_zero import on_process_zero
-from jaxrec.tier.tracked_table import ChangedIds
 from jaxrec.train.checkpoint.files import CheckpointError, Link, chain, read_link
 
 

@@ -23,7 +23,7 @@ from jaxrec.embed.some_rows import write_ids
 from jaxrec.embed.variables import dense_variables, plain, put_like, value_like, variables
 from jaxrec.tier.saved_stores import check_stores, load_stores
 from jaxrec.tier.tier import Tier, tier_of
-from jaxrec.tier.vocabulary import LoadedRows
+from jaxrec.tier.vocabulary.vocabulary import LoadedRows
 from jaxrec.train.checkpoint.arrays import (
     read_arrays,
     read_changes,

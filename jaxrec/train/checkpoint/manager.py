@@ -15,7 +15,7 @@ import jax
 from flax import nnx
 
 from jaxrec.embed.variables import plain
-from jaxrec.tier.change_tracker import ChangeTracker
+from jaxrec.tier.changes.change_tracker import ChangeTracker
 from jaxrec.train.checkpoint.arrays import os_errors, quiet
 from jaxrec.train.checkpoint.checksums import STORES, write_checksums
 from jaxrec.train.checkpoint.files import (

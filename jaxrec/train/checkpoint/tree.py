@@ -16,9 +16,9 @@ from jaxrec.embed import EmbeddingBagCollection, EmbeddingCollection
 from jaxrec.embed.config import TableConfig
 from jaxrec.embed.some_rows import read_ids
 from jaxrec.embed.variables import dense_variables, plain, variables
+from jaxrec.tier.changes.tracked_table import ChangedIds
 from jaxrec.tier.saved_stores import snapshot_stores
 from jaxrec.tier.tier import Tier, tier_of
-from jaxrec.tier.tracked_table import ChangedIds
 
 Collection = EmbeddingBagCollection | EmbeddingCollection
 

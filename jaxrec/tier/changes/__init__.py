@@ -1,0 +1,1 @@
+"""Changes of tables, kept for consumers such as deltas and incremental checkpoints."""

@@ -1,0 +1,385 @@
+"""Rows of tables that changed since a consumer last asked."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+from flax import nnx
+
+from jaxrec.data.pipeline import each_batch
+from jaxrec.embed.collection import Collection
+from jaxrec.embed.some_rows import read_ids
+from jaxrec.embed.store import TableStore
+from jaxrec.embed.taps import tapped_modules
+from jaxrec.mesh.agree import gather_ids
+from jaxrec.ragged import KeyedJaggedArray
+from jaxrec.tier.batches import HostBatch
+from jaxrec.tier.changes.change_flags import MAX_CONSUMERS
+from jaxrec.tier.changes.changes import ChangedRows, HandOver, TableChanges
+from jaxrec.tier.changes.tracked_model import TrackedModel
+from jaxrec.tier.changes.tracked_table import ChangedIds, TrackedOpenTable, TrackedTable
+from jaxrec.tier.id_rows import raw_ids
+from jaxrec.tier.observer import TierObserver
+from jaxrec.tier.tier import tier_of
+from jaxrec.tier.vocabulary.vocabulary import Assignment
+
+Batch = TypeVar("Batch")
+
+
+class ChangeTracker(TierObserver):
+    """Tracks which rows of which tables changed, for several consumers.
+
+    It works on the host with the ids of batches; the compiled step is not concerned. The ids are a
+    superset of those whose rows changed: the step of a batch may be skipped, and a gradient may be
+    zero. Frozen tables are left out. Memory is a byte for each row of a table with up to eight
+    consumers, and eight bytes more for each row of an open vocabulary.
+
+    Batches do not show all changes. Record by `mark` which rows ``load_rows``, ``load_table`` or
+    `jaxrec.tier.import_rows` overwrote, that a loss reads a whole table, and that a checkpoint was
+    restored into plain tables.
+
+    With several processes and tables on a mesh all of them call `changes`, `state` and
+    `load_state`, and each gets the changes by the batches of all.
+
+    Args:
+        model: The model. With open vocabularies its batches are recorded as `jaxrec.tier.ahead`
+            yields them; else by `watch` or `record`.
+        consumers: Names of the consumers, up to 64. Each begins with nothing to read.
+        ahead: Largest number of batches that are recorded while the step of an earlier one is not
+            yet dispatched, because something between the tracker and the step reads batches ahead.
+            The changes of the last ``ahead`` batches are given once more with the next ones, so
+            that none is lost. 0: each step follows its batch at once, as in a plain loop.
+            `jaxrec.train.Trainer` needs 4, twice the number of its stages and twice its
+            ``accumulate``.
+
+    Raises:
+        TypeError: The model has no tables, or gives rows to ids in its compiled step.
+        ValueError: A name is repeated, there is none, or there are too many; ``ahead`` is negative.
+
+    Example:
+        >>> import jaxrec
+        >>> config = jaxrec.EmbeddingBagConfig("item", num_embeddings=100, embedding_dim=2)
+        >>> model = jaxrec.EmbeddingBagCollection([config], rngs=nnx.Rngs(0))
+        >>> tracker = ChangeTracker(model, consumers=("publisher", "checkpoint"))
+        >>> batch = jaxrec.KeyedJaggedArray.from_lists({"item": [[7, 3], [7]]})
+        >>> for features in tracker.watch([batch]):
+        ...     _ = model(features)  # a training step
+        >>> tracker.changes("publisher")["item"].ids
+        array([3, 7])
+        >>> tracker.changes("publisher")["item"].ids
+        array([], dtype=int64)
+        >>> tracker.changes("checkpoint", with_rows=True)["item"].rows.shape
+        (2, 2)
+    """
+
+    def __init__(self, model: nnx.Module, consumers: Sequence[str], *, ahead: int = 0) -> None:
+        self._bits = _bits(consumers)
+        if isinstance(ahead, bool) or not isinstance(ahead, int) or ahead < 0:
+            raise ValueError(f"ChangeTracker: ahead is an integer of 0 or more, got {ahead!r}")
+        # Taken by threads that read batches, and by the one that trains.
+        self._lock = threading.Lock()
+        # Tables and rows of the last batches.
+        self._recent: collections.deque[list[tuple[TrackedTable, np.ndarray]]] = collections.deque(
+            maxlen=ahead
+        )
+        # Positions by consumer, as the last `hand_over` left them.
+        self._positions: dict[str, str] = {}
+        self._tier = tier_of(model) if isinstance(model, nnx.Module) else None
+        if self._tier is None:
+            self._model = TrackedModel.of(model, None, len(self._bits))
+            return
+        with self._tier.settled(model):
+            self._model = TrackedModel.of(model, self._tier, len(self._bits))
+            self._tier.observers.add(self)
+
+    @property
+    def consumers(self) -> tuple[str, ...]:
+        """Names of the consumers."""
+        return tuple(self._bits)
+
+    @property
+    def tables(self) -> tuple[str, ...]:
+        """Names of the tracked tables, with the path of the collection where two have one name."""
+        return tuple(self._model.tables)
+
+    def check_model(self, model: nnx.Module) -> None:
+        """Check that this tracks the changes of a model.
+
+        Raises:
+            ValueError: It tracks those of another one.
+        """
+        found = {
+            path: module.configs
+            for path, module in tapped_modules(model).items()
+            if isinstance(module, Collection)
+        }
+        tracked = {path: module.configs for path, module in self._model.collections.items()}
+        if found != tracked or tier_of(model) is not self._tier:
+            raise ValueError(
+                "the ChangeTracker tracks another model; make it with the model that is trained, "
+                "after jaxrec.tier.make and jaxrec.shard"
+            )
+
+    # Recording.
+
+    def watch(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        """Iterate over host batches and record each before it is yielded.
+
+        Iterate over this in the loop that trains, with nothing between that reads ahead, or give
+        the tracker ``ahead``. The batches of a model with open vocabularies, which
+        `jaxrec.tier.ahead` yields, pass through.
+
+        Args:
+            batches: The batches.
+
+        Raises:
+            TypeError: As for `record`.
+        """
+        for batch in each_batch(batches):
+            if self._tier is None:
+                self.record(batch)
+            yield batch
+
+    def record(self, batch: Any) -> None:
+        """Record the rows that a training step with a batch changes, before the step.
+
+        Args:
+            batch: A pytree with `KeyedJaggedArray`s on the host. Keys that no table reads are
+                ignored. With several processes, this process's part of the batch.
+
+        Raises:
+            TypeError: The batch is on a device or has no `KeyedJaggedArray`; or the model has open
+                vocabularies, so that `jaxrec.tier.ahead` records its batches.
+        """
+        if self._tier is not None:
+            raise TypeError(
+                "the model has open vocabularies, and its batches are recorded as "
+                "jaxrec.tier.ahead yields them; call record for other models alone"
+            )
+        self._record(batch)
+
+    def mark(self, table: str, ids: Any = None) -> None:
+        """Record a change that batches do not show.
+
+        Args:
+            table: Name of the table, one of `tables`, or a frozen one, whose marks
+                `jaxrec.tier.publish` reads.
+            ids: The ids whose rows changed, as for ``collection.rows``; None: those of all rows.
+
+        Raises:
+            KeyError: No tracked table has that name.
+            TypeError, ValueError: The table has no such ids.
+        """
+        tracked, bits = self._table(table), self._all_bits
+        if ids is None:
+            with self._lock:
+                tracked.mark_all(bits)
+            return
+        found = self._store(tracked).find_ids(tracked.config.name, ids)
+        with self._lock:
+            tracked.mark(found.rows[found.rows >= 0], bits)
+            if found.outside is not None and isinstance(tracked, TrackedOpenTable):
+                outside = raw_ids(tracked.config, ids)[found.outside.positions]
+                tracked.mark_gone(outside, bits)
+
+    def _record(self, batch: Any) -> None:
+        for leaf in jax.tree.leaves(batch, is_leaf=_is_features):
+            if _is_features(leaf) and isinstance(leaf.values, jax.Array):
+                raise TypeError(
+                    "ChangeTracker reads ids on the host, but the batch is on a device; give it "
+                    "the batch as it was before shard_batch or put_batch"
+                )
+        marks = [
+            (table, segment.ids)
+            for segment in HostBatch.of(batch).segments
+            for table in self._model.readers.get(segment.key, ())
+        ]
+        with self._lock:
+            for table, rows in marks:
+                table.mark(rows, self._all_bits)
+            self._recent.append(marks)
+
+    def taken(self, batch: Any) -> None:
+        self._record(batch)
+
+    def moved(self, assignments: Sequence[Assignment]) -> None:
+        with self._lock:
+            for each, assignment in zip(self._model.vocabularies, assignments, strict=True):
+                each.move(assignment, self._all_bits)
+
+    def restored(self) -> None:
+        with self._lock:
+            self._recent.clear()
+            for each in self._model.vocabularies:
+                each.restore(self._all_bits)
+            for table in self._model.all_tables.values():
+                table.mark_all(self._all_bits)
+
+    # Reading.
+
+    def changes(
+        self, consumer: str, *, with_rows: bool = False, with_state: bool = False
+    ) -> dict[str, TableChanges]:
+        """Return what changed since a consumer last asked, and move its position.
+
+        Call it in the thread that trains, when the step of the last batch is dispatched. If it
+        raises, the consumer's position stays.
+
+        Args:
+            consumer: Name of the consumer.
+            with_rows: Whether the rows are read too. They are in host memory at once; to read them
+                in parts give some of the ids to ``collection.rows``.
+            with_state: Whether their optimizer state is read too.
+
+        Returns:
+            The changes of each of `tables`.
+
+        Raises:
+            KeyError: There is no such consumer.
+        """
+        bit = self._bit(consumer)
+        with self._lock:
+            changes = {
+                name: self._with_values(table, self._changed(table, bit), with_rows, with_state)
+                for name, table in self._model.tables.items()
+            }
+            self._clear(bit, self._model.tables.values())
+            self._positions.pop(consumer, None)
+        return changes
+
+    @contextlib.contextmanager
+    def hand_over(self, consumer: str) -> Iterator[HandOver]:
+        """Give a consumer the ids that changed; if the block raises, they are not read.
+
+        The block may set `HandOver.position`, to be found by the next one. Frozen tables are among
+        the tables. Call it where `changes` may be called.
+
+        Raises:
+            KeyError: There is no such consumer.
+        """
+        bit = self._bit(consumer)
+        with self._lock:
+            tables = self._model.all_tables.values()
+            changed = [(table, self._changed(table, bit)) for table in tables]
+            self._clear(bit, tables)
+        ids = {(table.collection, table.config.name): each for table, each in changed}
+        handed_over = HandOver(ids, position := self._positions.pop(consumer, None))
+        try:
+            yield handed_over
+        except BaseException:
+            with self._lock:
+                for table, each in changed:
+                    table.load(each, bit)
+            if position is not None:
+                self._positions[consumer] = position
+            raise
+        if handed_over.position is not None and handed_over.position != position:
+            self._positions[consumer] = handed_over.position
+
+    def _clear(self, bit: int, tables: Iterable[TrackedTable]) -> None:
+        for table in tables:
+            table.clear(bit)
+        for marks in self._recent:
+            for table, rows in marks:
+                table.mark(rows, bit)
+
+    def _changed(self, table: TrackedTable, bit: int) -> ChangedIds:
+        changed = table.changes(bit)
+        if jax.process_count() == 1 or not self._model.is_on_mesh:
+            return changed
+        ids, unknown = (
+            np.unique(np.concatenate(gather_ids(mine))) for mine in (changed.ids, changed.unknown)
+        )
+        return ChangedIds(ids, changed.removed, unknown)
+
+    def _with_values(
+        self, table: TrackedTable, changed: ChangedIds, with_rows: bool, with_state: bool
+    ) -> TableChanges:
+        store, name = self._store(table), table.config.name
+
+        def values(store: TableStore, ids: np.ndarray) -> dict[str, Any]:
+            if not (with_rows or with_state):
+                return {}
+            state = read_ids(store, name, ids, with_state=with_state)
+            rows = state.pop("rows")
+            return {"rows": rows if with_rows else None, "state": state if with_state else None}
+
+        # The ids of a placed store are row indices.
+        unknown = ChangedRows(changed.unknown, **values(store.placed, changed.unknown))
+        return TableChanges(
+            changed.ids, **values(store, changed.ids), removed=changed.removed, unknown=unknown
+        )
+
+    # State, for checkpoints.
+
+    def state(self) -> dict[str, dict[str, dict[str, np.ndarray]]]:
+        """Return what each consumer has not read: arrays by consumer, table and kind."""
+        with self._lock:
+            return {
+                consumer: {
+                    name: vars(self._changed(table, bit))
+                    for name, table in self._model.tables.items()
+                }
+                for consumer, bit in self._bits.items()
+            }
+
+    def load_state(self, state: Mapping[str, Mapping[str, Mapping[str, np.ndarray]]]) -> None:
+        """Take over what `state` returned, in the place of all changes recorded so far.
+
+        Consumers and tables that are not in the state have nothing to read; those that are in the
+        state alone are ignored.
+        """
+        with self._lock:
+            self._recent.clear()
+            self._positions.clear()
+            for consumer, bit in self._bits.items():
+                for name, table in self._model.tables.items():
+                    table.clear(bit)
+                    saved = state.get(consumer, {}).get(name)
+                    if saved is not None:
+                        table.load(ChangedIds(**saved), bit)
+
+    @property
+    def _all_bits(self) -> int:
+        return (1 << len(self._bits)) - 1
+
+    def _bit(self, consumer: str) -> int:
+        if consumer not in self._bits:
+            names = ", ".join(map(repr, self._bits))
+            raise KeyError(f"no consumer is named {consumer!r}; there are {names}")
+        return self._bits[consumer]
+
+    def _table(self, name: str) -> TrackedTable:
+        tables = self._model.all_tables | self._model.tables
+        if name not in tables:
+            names = ", ".join(map(repr, self._model.all_tables))
+            raise KeyError(f"no table is named {name!r}; there are {names}")
+        return tables[name]
+
+    def _store(self, table: TrackedTable) -> TableStore:
+        return self._model.collections[table.collection].tables.get_value()
+
+
+def _bits(consumers: Sequence[str]) -> dict[str, int]:
+    """Return a bit for each consumer.
+
+    Raises:
+        ValueError: There are no names, too many of them, or a name occurs twice.
+    """
+    names = () if isinstance(consumers, str) else tuple(consumers)
+    if not 0 < len(names) <= MAX_CONSUMERS or len(set(names)) < len(names):
+        raise ValueError(
+            f"ChangeTracker: consumers are 1 to {MAX_CONSUMERS} distinct names such as "
+            f"('publisher', 'checkpoint'), got {consumers!r}"
+        )
+    return {name: 1 << number for number, name in enumerate(names)}
+
+
+def _is_features(leaf: Any) -> bool:
+    return isinstance(leaf, KeyedJaggedArray)

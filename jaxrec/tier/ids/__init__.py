@@ -1,0 +1,1 @@
+"""Maps of ids and operations on batches of ids, in C++ with a reference in NumPy."""

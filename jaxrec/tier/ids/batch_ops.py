@@ -1,0 +1,102 @@
+"""Operations on whole batches of ids, slots and eviction keys."""
+
+from __future__ import annotations
+
+import numpy as np
+from jaxtyping import Bool, Int32, Int64, UInt8, UInt32, UInt64
+
+from jaxrec.tier.ids import implementation
+from jaxrec.tier.ids.arrays import checked
+
+_MAX_SIZE = 2**31 - 1
+
+
+def distinct(
+    ids: Int64[np.ndarray, " n"],
+) -> tuple[Int64[np.ndarray, " m"], Int32[np.ndarray, " n"], Int32[np.ndarray, " m"]]:
+    """Return the distinct ids in the order of their first occurrence.
+
+    Returns:
+        The distinct ids, the position of each id among them, and how often each of them occurs.
+
+    Example:
+        >>> import numpy as np
+        >>> distinct(np.array([7, -3, 7]))
+        (array([ 7, -3]), array([0, 1, 0], dtype=int32), array([2, 1], dtype=int32))
+    """
+    ids = checked(ids, np.int64, "ids")
+    _check_size(ids, "ids")
+    return implementation.current().distinct(ids)
+
+
+def smallest(
+    keys: UInt64[np.ndarray, " n"],
+    eligible: Bool[np.ndarray, " n"] | UInt8[np.ndarray, " n"] | None,
+    k: int,
+) -> Int32[np.ndarray, " m"]:
+    """Return the indices of the smallest keys, ordered by key, and equal keys by index.
+
+    Args:
+        keys: The keys.
+        eligible: Whether each key may be chosen; None: each may.
+        k: Number of indices; there are fewer where fewer keys are eligible.
+
+    Raises:
+        ValueError: ``k`` is negative.
+
+    Example:
+        >>> import numpy as np
+        >>> smallest(np.array([5, 3, 3, 0], np.uint64), np.array([True, True, True, False]), 2)
+        array([1, 2], dtype=int32)
+    """
+    keys = checked(keys, np.uint64, "keys")
+    _check_size(keys, "keys")
+    if eligible is not None:
+        is_flags = isinstance(eligible, np.ndarray) and eligible.dtype == np.bool_
+        eligible = checked(eligible, np.bool_ if is_flags else np.uint8, "eligible", keys.size)
+    if k < 0:
+        raise ValueError(f"k must be 0 or more, not {k}")
+    return implementation.current().smallest(keys, eligible, min(k, keys.size))
+
+
+def record_uses(
+    slots: Int32[np.ndarray, " n"],
+    batch: int,
+    counts: UInt32[np.ndarray, " slots"],
+    last_use: Int64[np.ndarray, " slots"],
+) -> None:
+    """Record the use of slots by a batch, in place.
+
+    Args:
+        slots: The slots; they may repeat, and negative ones are skipped.
+        batch: Number of the batch.
+        counts: Number of uses of each slot, to which each use adds 1. They stop at the largest
+            uint32.
+        last_use: The last batch that used each slot, which becomes ``batch``.
+
+    Raises:
+        ValueError: A slot has no count. Nothing is changed.
+
+    Example:
+        >>> import numpy as np
+        >>> counts, last_use = np.zeros(3, np.uint32), np.zeros(3, np.int64)
+        >>> record_uses(np.array([0, 2, -1, 2], np.int32), 7, counts, last_use)
+        >>> counts, last_use
+        (array([1, 0, 2], dtype=uint32), array([7, 0, 7]))
+    """
+    slots = checked(slots, np.int32, "slots")
+    checked(counts, np.uint32, "counts")
+    checked(last_use, np.int64, "last_use", counts.size)
+    for name, array in (("counts", counts), ("last_use", last_use)):
+        if not array.flags.carray:
+            raise ValueError(f"{name} must be contiguous and writeable, since they change in place")
+    recorded = implementation.current().record_uses(slots, batch, counts, last_use)
+    if recorded < slots.size:
+        raise ValueError(
+            f"slot {slots[recorded]} at position {recorded}: there are {counts.size} counts"
+        )
+
+
+def _check_size(array: np.ndarray, name: str) -> None:
+    if array.size > _MAX_SIZE:
+        raise ValueError(f"there may be {_MAX_SIZE:,} {name}, not {array.size:,}")

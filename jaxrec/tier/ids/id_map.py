@@ -1,0 +1,163 @@
+"""A map from 64-bit ids to slots."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Int32, Int64
+
+from jaxrec.tier.ids import implementation
+from jaxrec.tier.ids.arrays import checked
+
+MAX_CAPACITY = 2**31 - 1
+
+
+class IdMap:
+    """Map from 64-bit ids to slots, for whole batches of ids.
+
+    Ids are any int64 but -1. Slots are int32 from 0 on; several ids may have the same slot. The map
+    may be used by several threads: methods that change it wait for the others.
+
+    Args:
+        capacity: Number of ids that the map has room for. Its memory is taken at once.
+        threads: Number of threads that search for the ids of a large batch; default: one for each
+            processor core of this process.
+
+    Raises:
+        ValueError: ``capacity`` or ``threads`` is outside of its range.
+        MemoryError: The map does not fit in memory.
+
+    Example:
+        >>> import numpy as np
+        >>> from jaxrec.tier.ids.id_map import IdMap
+        >>> ids = IdMap(capacity=1000)
+        >>> ids.insert(np.array([2**60, -5]), np.array([0, 1], np.int32))
+        >>> ids.find(np.array([-5, 7, 2**60]))
+        array([ 1, -1,  0], dtype=int32)
+    """
+
+    def __init__(self, capacity: int, threads: int | None = None):
+        if not 0 <= capacity <= MAX_CAPACITY:
+            raise ValueError(f"capacity must be from 0 to {MAX_CAPACITY:,}, not {capacity:,}")
+        if threads is not None and threads < 1:
+            raise ValueError(f"threads must be 1 or more, not {threads}")
+        self.capacity = capacity
+        self.threads = _cores() if threads is None else threads
+        self._map = implementation.current().Map(capacity)
+
+    def __len__(self) -> int:
+        return len(self._map)
+
+    def __repr__(self) -> str:
+        return f"IdMap(capacity={self.capacity}, threads={self.threads}), {len(self)} ids"
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the map."""
+        return self._map.nbytes
+
+    def find(self, ids: Int64[np.ndarray, " n"]) -> Int32[np.ndarray, " n"]:
+        """Return the slot of each id, -1 where it is absent. Ids may repeat."""
+        return self._map.find(checked(ids, np.int64, "ids"), self.threads)
+
+    def insert(self, ids: Int64[np.ndarray, " n"], slots: Int32[np.ndarray, " n"]) -> None:
+        """Add ids with their slots.
+
+        Raises:
+            ValueError: An id is in the map or occurs twice or is -1, a slot is negative, or there
+                is no room. The map is as before.
+        """
+        ids = checked(ids, np.int64, "ids")
+        slots = checked(slots, np.int32, "slots", ids.size)
+        inserted = self._map.insert(ids, slots)
+        if inserted < 0:
+            raise ValueError(
+                f"no room for {ids.size:,} ids: the map has {len(self):,} of {self.capacity:,}"
+            )
+        if inserted < ids.size:
+            if ids[inserted] == -1:
+                raise ValueError(f"id -1 at position {inserted}: maps cannot hold it")
+            if slots[inserted] < 0:
+                raise ValueError(
+                    f"slot {slots[inserted]} at position {inserted}: it must be 0 or more"
+                )
+            why = "occurs twice" if _repeats(ids, inserted) else "is in the map already"
+            raise ValueError(f"id {ids[inserted]} at position {inserted} {why}")
+
+    def remove(self, ids: Int64[np.ndarray, " n"]) -> Int32[np.ndarray, " n"]:
+        """Remove ids and return the slots that they had.
+
+        Raises:
+            KeyError: An id is absent or occurs twice. The map is as before.
+        """
+        ids = checked(ids, np.int64, "ids")
+        slots, removed = self._map.remove(ids)
+        if removed < ids.size:
+            why = "occurs twice" if _repeats(ids, removed) else "is not in the map"
+            raise KeyError(f"id {ids[removed]} at position {removed} {why}")
+        return slots
+
+    def items(self) -> tuple[Int64[np.ndarray, " n"], Int32[np.ndarray, " n"]]:
+        """Return all ids in ascending order, and the slot of each."""
+        return self._map.items()
+
+
+class Lookup(NamedTuple):
+    """Slots of the ids of a batch, and the ids that are absent from a map.
+
+    Attributes:
+        slots: Slot of each id, int32 ``[n]``; -1 where it is absent.
+        misses: Positions of the absent ids, int32 ``[k]``.
+        absent: The distinct absent ids in the order of their first occurrence, int64 ``[m]``.
+        inverse: Place in ``absent`` of the id at each of ``misses``, int32 ``[k]``.
+        counts: How often each of ``absent`` occurs, int32 ``[m]``.
+    """
+
+    slots: np.ndarray
+    misses: np.ndarray
+    absent: np.ndarray
+    inverse: np.ndarray
+    counts: np.ndarray
+
+
+def look_up(maps: Sequence[IdMap], ids: Sequence[Int64[np.ndarray, " _"]]) -> list[Lookup]:
+    """Look up the ids of a batch in several maps, each in its own.
+
+    Args:
+        maps: The maps.
+        ids: The ids of each map, with repeats.
+
+    Example:
+        >>> import numpy as np
+        >>> from jaxrec.tier.ids.id_map import IdMap, look_up
+        >>> ids = IdMap(capacity=10)
+        >>> ids.insert(np.array([5]), np.array([3], np.int32))
+        >>> [lookup] = look_up([ids], [np.array([8, 5, 6, 8])])
+        >>> lookup.slots, lookup.misses
+        (array([-1,  3, -1, -1], dtype=int32), array([0, 2, 3], dtype=int32))
+        >>> lookup.absent, lookup.inverse, lookup.counts
+        (array([8, 6]), array([0, 1, 0], dtype=int32), array([2, 1], dtype=int32))
+    """
+    if not maps:
+        return []
+    lookups = implementation.current().look_up(
+        [each._map for each in maps],
+        [checked(of_map, np.int64, "ids") for of_map in ids],
+        max(each.threads for each in maps),
+    )
+    return [Lookup(*fields) for fields in lookups]
+
+
+def _repeats(ids: np.ndarray, position: int) -> bool:
+    """Return whether the id at a position occurs before."""
+    return bool((ids[:position] == ids[position]).any())
+
+
+def _cores() -> int:
+    """Return the number of processor cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

@@ -1,0 +1,303 @@
+"""Id maps and batch operations in C++, by a library that is built with the package.
+
+`jaxrec.tier.ids.reference` has the same functions and classes; its docstrings say what they do.
+ctypes releases the GIL while the library computes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import pathlib
+import secrets
+import weakref
+from collections.abc import Sequence
+
+import numpy as np
+
+from jaxrec.tier.ids.record_array import RecordArray
+
+_LIBRARY = pathlib.Path(__file__).parents[1] / "native" / "libjaxrec_tier.so"
+_INTERFACE = 3  # of native/library.cc
+
+_COUNT, _POINTER = ctypes.c_int64, ctypes.c_void_p
+
+# By function of the library, the types of its arguments. Those that are not listed under _RESULTS
+# return a count.
+_ARGUMENTS = {
+    "id_map_new": (_COUNT, ctypes.c_uint64),
+    "id_map_delete": (_POINTER,),
+    "id_map_num_bytes": (_POINTER,),
+    "id_map_size": (_POINTER,),
+    "id_map_find": (_POINTER, _POINTER, _COUNT, _POINTER, _COUNT),
+    "id_maps_look_up": (_COUNT, *[_POINTER] * 4, _COUNT, ctypes.c_uint64, *[_POINTER] * 5),
+    "id_map_insert": (_POINTER, _POINTER, _POINTER, _COUNT),
+    "id_map_remove": (_POINTER, _POINTER, _COUNT, _POINTER),
+    "id_map_items": (_POINTER, _COUNT, _POINTER, _POINTER),
+    "distinct": (_POINTER, _COUNT, ctypes.c_uint64, _POINTER, _POINTER, _POINTER),
+    "smallest": (_POINTER, _POINTER, _COUNT, _COUNT, _POINTER),
+    "record_uses": (_POINTER, _COUNT, _COUNT, _POINTER, _POINTER, _COUNT),
+    "read_records": (
+        *(_POINTER, *[_COUNT] * 5, _POINTER, _COUNT),  # of the file
+        *(_POINTER, _POINTER, _COUNT, *[_POINTER] * 3, _COUNT),
+    ),
+    "write_records": (
+        *(_POINTER, *[_COUNT] * 5, _POINTER, _COUNT),  # of the file
+        *(_POINTER, _POINTER, _COUNT, _POINTER, _COUNT),
+    ),
+    "erase_records": (_POINTER, _COUNT, _COUNT, _COUNT, _POINTER, _COUNT),
+}
+_RESULTS = {
+    "id_map_new": _POINTER,
+    "id_map_delete": None,
+    "id_map_find": None,
+    "read_records": None,
+}
+
+
+@functools.cache
+def _load() -> ctypes.CDLL | str:
+    """Load the library, or return why there is none."""
+    if not _LIBRARY.exists():
+        return (
+            "the native library was not built, which needs a C++17 compiler: install jaxrec again, "
+            "in a checkout by `pip install -e .`"
+        )
+    library = ctypes.CDLL(str(_LIBRARY))
+    library.jaxrec_tier_interface.restype = _COUNT
+    if library.jaxrec_tier_interface() != _INTERFACE:
+        return "the native library was built from another version of jaxrec: reinstall jaxrec"
+    for name, arguments in _ARGUMENTS.items():
+        function = getattr(library, f"jaxrec_{name}")
+        function.argtypes = arguments
+        function.restype = _RESULTS.get(name, _COUNT)
+    return library
+
+
+def missing() -> str | None:
+    """Return the reason why no native library works here; None: one does."""
+    library = _load()
+    return library if isinstance(library, str) else None
+
+
+@functools.cache
+def _library() -> ctypes.CDLL:
+    library = _load()
+    if isinstance(library, str):
+        raise RuntimeError(library)
+    return library
+
+
+def _seed() -> int:
+    """Draw the seed of a map's hash. Results do not depend on it."""
+    return secrets.randbits(64)
+
+
+# Seed of the maps that live no longer than a call.
+_PASSING_SEED = _seed()
+
+
+class Map:
+    """See `jaxrec.tier.ids.reference.Map`."""
+
+    def __init__(self, capacity: int):
+        self._handle = ctypes.c_void_p(_library().jaxrec_id_map_new(capacity, _seed()))
+        if not self._handle:
+            raise MemoryError(f"no memory for a map of {capacity:,} ids")
+        delete = weakref.finalize(self, _library().jaxrec_id_map_delete, self._handle)
+        # As Python ends, threads that use the map may still run; the system takes its memory back.
+        delete.atexit = False
+
+    def __len__(self) -> int:
+        return _library().jaxrec_id_map_size(self._handle)
+
+    @property
+    def nbytes(self) -> int:
+        return _library().jaxrec_id_map_num_bytes(self._handle)
+
+    def find(self, ids: np.ndarray, threads: int) -> np.ndarray:
+        slots = np.empty(ids.size, np.int32)
+        _library().jaxrec_id_map_find(
+            self._handle, ids.ctypes.data, ids.size, slots.ctypes.data, threads
+        )
+        return slots
+
+    def insert(self, ids: np.ndarray, slots: np.ndarray) -> int:
+        return _library().jaxrec_id_map_insert(
+            self._handle, ids.ctypes.data, slots.ctypes.data, ids.size
+        )
+
+    def remove(self, ids: np.ndarray) -> tuple[np.ndarray, int]:
+        slots = np.empty(ids.size, np.int32)
+        removed = _library().jaxrec_id_map_remove(
+            self._handle, ids.ctypes.data, ids.size, slots.ctypes.data
+        )
+        return slots, removed
+
+    def items(self) -> tuple[np.ndarray, np.ndarray]:
+        size, room = len(self), -1
+        while size > room:  # Another thread may add ids between the calls.
+            room = size
+            ids, slots = np.empty(room, np.int64), np.empty(room, np.int32)
+            size = _library().jaxrec_id_map_items(
+                self._handle, room, ids.ctypes.data, slots.ctypes.data
+            )
+        order = np.argsort(ids[:size])
+        return ids[order], slots[order]
+
+
+def look_up(
+    maps: Sequence[Map], ids: Sequence[np.ndarray], threads: int
+) -> list[tuple[np.ndarray, ...]]:
+    """See `jaxrec.tier.ids.reference.look_up`."""
+    slots = [np.empty(each.size, np.int32) for each in ids]
+    counts = np.array([each.size for each in ids], np.int64)
+    total = int(counts.sum())
+    positions, inverse, occurrences = (np.empty(total, np.int32) for _ in range(3))
+    unique, sizes = np.empty(total, np.int64), np.empty((len(maps), 2), np.int64)
+    handles = np.array([each._handle.value for each in maps], np.uintp)
+    given, taken = (
+        np.array([each.ctypes.data for each in arrays], np.uintp) for arrays in (ids, slots)
+    )
+    _checked(
+        _library().jaxrec_id_maps_look_up(
+            len(maps),
+            handles.ctypes.data,
+            given.ctypes.data,
+            counts.ctypes.data,
+            taken.ctypes.data,
+            threads,
+            _PASSING_SEED,
+            positions.ctypes.data,
+            unique.ctypes.data,
+            inverse.ctypes.data,
+            occurrences.ctypes.data,
+            sizes.ctypes.data,
+        )
+    )
+    lookups: list[tuple[np.ndarray, ...]] = []
+    start = first = 0
+    for of_map, (num_positions, num_unique) in zip(slots, sizes.tolist(), strict=True):
+        here = slice(start, start := start + num_positions)
+        distinct_here = slice(first, first := first + num_unique)
+        lookups.append(
+            (
+                of_map,
+                positions[here],
+                unique[distinct_here],
+                inverse[here],
+                occurrences[distinct_here],
+            )
+        )
+    return lookups
+
+
+def distinct(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """See `jaxrec.tier.ids.reference.distinct`."""
+    unique, inverse = np.empty(ids.size, np.int64), np.empty(ids.size, np.int32)
+    counts = np.empty(ids.size, np.int32)
+    size = _checked(
+        _library().jaxrec_distinct(
+            ids.ctypes.data,
+            ids.size,
+            _PASSING_SEED,
+            unique.ctypes.data,
+            inverse.ctypes.data,
+            counts.ctypes.data,
+        )
+    )
+    return unique[:size].copy(), inverse, counts[:size].copy()
+
+
+def smallest(keys: np.ndarray, eligible: np.ndarray | None, k: int) -> np.ndarray:
+    """See `jaxrec.tier.ids.reference.smallest`."""
+    indices = np.empty(k, np.int32)
+    flags = None if eligible is None else eligible.ctypes.data
+    size = _checked(
+        _library().jaxrec_smallest(keys.ctypes.data, flags, keys.size, k, indices.ctypes.data)
+    )
+    return indices[:size]
+
+
+def record_uses(slots: np.ndarray, batch: int, counts: np.ndarray, last_use: np.ndarray) -> int:
+    """See `jaxrec.tier.ids.reference.record_uses`."""
+    return _library().jaxrec_record_uses(
+        slots.ctypes.data,
+        slots.size,
+        batch,
+        counts.ctypes.data,
+        last_use.ctypes.data,
+        counts.size,
+    )
+
+
+def read_records(
+    file: RecordArray, slots: np.ndarray, ids: np.ndarray | None, threads: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """See `jaxrec.tier.ids.reference.read_records`."""
+    found, out = np.empty(slots.size, bool), np.empty((slots.size, file.width), np.uint8)
+    found_ids = slots if ids is None else ids
+    if file.has_id and ids is None:
+        found_ids = np.empty(slots.size, np.int64)
+    _library().jaxrec_read_records(
+        file.bytes.ctypes.data,
+        file.start,
+        file.stride,
+        file.width,
+        file.has_id,
+        file.descriptor,
+        file.pages.ctypes.data,
+        file.seeks_data,
+        slots.ctypes.data,
+        None if ids is None else ids.ctypes.data,
+        slots.size,
+        found_ids.ctypes.data,
+        found.ctypes.data,
+        out.ctypes.data,
+        threads,
+    )
+    return found, found_ids, out
+
+
+def write_records(
+    file: RecordArray,
+    slots: np.ndarray,
+    ids: np.ndarray,
+    records: np.ndarray,
+    through_map: bool,
+    threads: int,
+) -> int:
+    """See `jaxrec.tier.ids.reference.write_records`."""
+    return _library().jaxrec_write_records(
+        file.bytes.ctypes.data,
+        file.start,
+        file.stride,
+        file.width,
+        file.has_id,
+        file.descriptor,
+        file.pages.ctypes.data if through_map else None,
+        file.seeks_data,
+        slots.ctypes.data,
+        ids.ctypes.data,
+        slots.size,
+        records.ctypes.data,
+        threads,
+    )
+
+
+def erase_records(file: RecordArray, slots: np.ndarray) -> int:
+    """See `jaxrec.tier.ids.reference.erase_records`."""
+    return _library().jaxrec_erase_records(
+        file.bytes.ctypes.data,
+        file.start,
+        file.stride,
+        file.descriptor,
+        slots.ctypes.data,
+        slots.size,
+    )
+
+
+def _checked(size: int) -> int:
+    if size < 0:
+        raise MemoryError("no memory for the operation")
+    return size

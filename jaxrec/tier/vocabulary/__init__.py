@@ -1,0 +1,1 @@
+"""Which ids have a row: admission, eviction, and the records that they go by."""

@@ -1,0 +1,112 @@
+"""Eviction by the next use of rows within the coming batches."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from jaxrec.tier.ids.batch_ops import smallest
+from jaxrec.tier.ids.id_map import IdMap
+from jaxrec.tier.vocabulary.eviction import Eviction, lru
+from jaxrec.tier.vocabulary.records import Records
+
+
+@dataclasses.dataclass(frozen=True)
+class Farthest(Eviction):
+    """Farthest next use within some batches; rows that these do not use go first."""
+
+    batches: int
+    otherwise: Eviction
+
+    def __post_init__(self) -> None:
+        if isinstance(self.batches, bool) or not isinstance(self.batches, int):
+            raise TypeError(f"farthest: batches is an integer, got {self.batches!r}")
+        if self.batches < 1:
+            raise ValueError(f"farthest: batches is 1 or more, got {self.batches}")
+        if not isinstance(self.otherwise, Eviction) or self.otherwise.foresight:
+            raise TypeError(
+                "farthest: otherwise is a policy that looks at the past, such as "
+                f"jaxrec.tier.lfu(), got {self.otherwise!r}"
+            )
+
+    def keys(self, records: Records, batch: int) -> np.ndarray:
+        return self.otherwise.keys(records, batch)
+
+    def expired(self, records: Records, batch: int) -> np.ndarray | None:
+        return self.otherwise.expired(records, batch)
+
+    @property
+    def expiry_interval(self) -> int:
+        return self.otherwise.expiry_interval
+
+    @property
+    def foresight(self) -> int:
+        return self.batches
+
+    @property
+    def uses_power(self) -> bool:
+        return self.otherwise.uses_power
+
+    @property
+    def uses_seconds(self) -> bool:
+        return self.otherwise.uses_seconds
+
+    def seconds(self) -> float:
+        return self.otherwise.seconds()
+
+
+def farthest(batches: int = 16, otherwise: Eviction | None = None) -> Eviction:
+    """Keep the rows that the coming batches use; evict other rows by another policy.
+
+    Where too few rows are left, those of the coming batches are evicted, the farthest next use
+    first: Belady's rule (1966) within a window. `jaxrec.tier.ahead` reads ``batches`` batches
+    further for it, which stay in the host's memory. At the end of the batches, and for
+    evaluations, there are fewer to look at. So which rows are evicted depends on the coming
+    batches, too.
+
+    Args:
+        batches: Number of batches to look ahead, beyond those that have their rows.
+        otherwise: Order of the rows that these batches do not use; None: `lru`.
+
+    Raises:
+        TypeError: ``batches`` is not an integer; ``otherwise`` is not a policy, or looks ahead
+            itself.
+        ValueError: ``batches`` is below 1.
+
+    Example:
+        >>> import jaxrec
+        >>> users = jaxrec.tier.Cached(rows=1000, eviction=jaxrec.tier.farthest(batches=32))
+    """
+    return Farthest(batches, lru() if otherwise is None else otherwise)
+
+
+def spare_coming(
+    keys: np.ndarray,
+    eligible: np.ndarray,
+    least: int,
+    most: int,
+    ids: IdMap,
+    coming: Sequence[np.ndarray],
+) -> np.ndarray:
+    """Return rows to evict: rows that no coming batch uses, then those of farthest next use.
+
+    Args:
+        keys: Order of the rows that no coming batch uses, uint64 ``[rows]``, smallest first.
+        eligible: Whether each row may be evicted, bool ``[rows]``; at least ``least`` are.
+        least: Number of rows that must be evicted.
+        most: Number of rows to evict where the coming batches use none of them.
+        ids: Rows of the ids.
+        coming: Ids of each of the coming batches, nearest first.
+    """
+    next_use = np.full(keys.size, len(coming))
+    for number, of_batch in reversed(list(enumerate(coming))):
+        rows = ids.find(of_batch)
+        next_use[rows[rows >= 0]] = number
+    is_unused = next_use == len(coming)
+    unused = smallest(keys, eligible & is_unused, most)
+    if unused.size >= least:
+        return unused
+    nearness = (len(coming) - next_use).astype(np.uint64)
+    return np.concatenate([unused, smallest(nearness, eligible & ~is_unused, least - unused.size)])

@@ -1,0 +1,443 @@
+"""Assignment of a table's rows to ids: which ids have, get and lose a row."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from jaxrec.tier.ids.batch_ops import smallest
+from jaxrec.tier.ids.id_map import IdMap, Lookup, look_up
+from jaxrec.tier.ids.mixing import mix
+from jaxrec.tier.vocabulary.dynamic import Dynamic
+from jaxrec.tier.vocabulary.eviction import FIRST_POWER
+from jaxrec.tier.vocabulary.next_use import spare_coming
+from jaxrec.tier.vocabulary.records import Records
+from jaxrec.tier.vocabulary.sightings import Sightings
+from jaxrec.tier.vocabulary.statistics import Statistics
+from jaxrec.tier.vocabulary.uses import Uses
+
+# Seed of the draws of admission; beyond those of the hashes of `Sightings`.
+_ADMISSION_SEED = 1 << 20
+
+_NO_IDS = np.zeros(0, np.int64)
+_NO_ROWS = np.zeros(0, np.int32)
+
+
+class VocabularyFullError(ValueError):
+    """The batches under way have more distinct ids than there are rows."""
+
+    def __init__(self, needed: int, available: int, room: int, first_id: int) -> None:
+        super().__init__(needed, available, room, first_id)
+        self.needed, self.available, self.room, self.first_id = needed, available, room, first_id
+
+
+class TableFullError(ValueError):
+    """A batch cannot be planned for want of rows; the message is one sentence for the user."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Assignment:
+    """The rows of one batch's ids, and the changes of rows for them.
+
+    Attributes:
+        rows: int32 row of each id, ``[n]``.
+        new_ids: Ids that got a row, int64 ``[m]``.
+        new_rows: Their rows, int32 ``[m]``.
+        evicted_ids: Ids that lost their row, int64 ``[e]``. A row may be given to a new id at once.
+        evicted_rows: The rows that they had, int32 ``[e]``.
+    """
+
+    rows: np.ndarray
+    new_ids: np.ndarray
+    new_rows: np.ndarray
+    evicted_ids: np.ndarray
+    evicted_rows: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True)
+class LoadedRows:
+    """Rows of ids before and after a vocabulary took over another's state.
+
+    Attributes:
+        old_rows: The row that each id had, int32 ``[n]``.
+        rows: The row that it has, int32 ``[n]``.
+        dropped_ids: Ids for which there was no room, int64 ``[m]``.
+        dropped_rows: The rows that they had, int32 ``[m]``.
+    """
+
+    old_rows: np.ndarray
+    rows: np.ndarray
+    dropped_ids: np.ndarray
+    dropped_rows: np.ndarray
+
+
+NO_CHANGE = Assignment(_NO_ROWS, _NO_IDS, _NO_ROWS, _NO_IDS, _NO_ROWS)
+
+
+@dataclasses.dataclass(frozen=True)
+class Proposal:
+    """Changes that a batch would make to a vocabulary.
+
+    Attributes:
+        ids: The ids of the batch, ``[n]``.
+        batch: Number of the batch.
+        lookup: Row of each id, and the ids without a row.
+        sightings: Number of sightings of each of ``lookup.absent``.
+        admitted: Whether each of ``lookup.absent`` gets a row.
+        victims: Rows to evict.
+    """
+
+    ids: np.ndarray
+    batch: int
+    lookup: Lookup
+    sightings: np.ndarray
+    admitted: np.ndarray
+    victims: np.ndarray
+
+
+class Vocabulary:
+    """Assigns the rows of a table to 64-bit ids, in batches.
+
+    Everything follows from the sequence of batches alone (and from the clock, with a policy that
+    uses it), so that two runs over the same batches assign the same rows.
+
+    Args:
+        num_rows: Rows of the table. The first ``settings.unknown.rows`` of them are for
+            ids without a row of their own.
+        settings: Which ids get a row and which lose it.
+
+    Raises:
+        ValueError: There is no row for ids.
+    """
+
+    def __init__(self, num_rows: int, settings: Dynamic) -> None:
+        self.num_rows, self.settings = num_rows, settings
+        self.first_row = settings.unknown.rows
+        self.room = num_rows - self.first_row
+        if self.room < 1:
+            raise ValueError(
+                f"num_embeddings is {num_rows}, but {self.first_row} rows are kept for unknown ids"
+            )
+        self._records = Records.empty(num_rows)
+        self._uses = Uses(self._records, settings.eviction)
+        self.map = IdMap(self.room)
+        self.sightings = None
+        if settings.admit_after > 1:
+            self.sightings = Sightings(settings.counters or num_rows)
+        self.statistics = Statistics(self.room)
+        # Fresh rows are given in steps of about the golden ratio, so that any shards of consecutive
+        # rows fill evenly.
+        self._stride = _coprime_near(self.room, 0.618)
+        self._num_fresh_given = 0
+        self._freed = _NO_ROWS
+
+    def __len__(self) -> int:
+        """Return the number of ids that have a row."""
+        return len(self.map)
+
+    @property
+    def records(self) -> Records:
+        """Use of the rows by all batches."""
+        self._uses.record()
+        return self._records
+
+    def find(self, ids: np.ndarray, batch: int) -> np.ndarray:
+        """Return the row that each id had after a batch, int32 ``[n]``; -1 for none.
+
+        Args:
+            ids: int64 ``[n]``, with repeats.
+            batch: Number of the batch. Ids that were evicted later have no row.
+        """
+        rows = self.map.find(ids)
+        rows[(rows >= 0) & (self._records.born[rows] > batch)] = -1
+        return rows
+
+    def with_unknown(self, ids: np.ndarray, rows: np.ndarray) -> np.ndarray:
+        """Return rows with the row of unknown ids in place of each -1."""
+        unknown = rows < 0
+        if unknown.any():
+            rows[unknown] = self.settings.unknown.rows_of(ids[unknown])
+        return rows
+
+    def propose(
+        self,
+        ids: np.ndarray,
+        batch: int,
+        held: int,
+        lookup: Lookup | None = None,
+        coming: Sequence[np.ndarray] = (),
+    ) -> Proposal:
+        """Decide which rows the ids of a batch get, changing nothing.
+
+        Args:
+            ids: int64 ``[n]``, with repeats.
+            batch: Number of the batch; larger than that of any batch before.
+            held: Rows that the last ``held`` batches before this one use are not evicted.
+            lookup: The ids in `map`, if they were looked up already.
+            coming: Ids of each of the batches after this one, as far as they are known, nearest
+                first. Policies with a `foresight` look at them.
+
+        Raises:
+            VocabularyFullError: The ids of these batches do not fit the rows.
+        """
+        if lookup is None:
+            (lookup,) = look_up([self.map], [ids])
+        sightings = lookup.counts
+        if self.sightings is not None:
+            sightings = self.sightings.count(lookup.absent, lookup.counts)
+        admitted = self._admit(lookup.absent, sightings, batch)
+        coming = coming[: self.settings.eviction.foresight]
+        victims = self._choose_victims(lookup.absent[admitted], batch, held, lookup.slots, coming)
+        return Proposal(ids, batch, lookup, sightings, admitted, victims)
+
+    def commit(self, proposal: Proposal) -> Assignment:
+        """Carry out the last proposal, with nothing in between."""
+        ids, batch, admitted = proposal.ids, proposal.batch, proposal.admitted
+        rows, misses, missing, inverse, _ = proposal.lookup
+        if self.sightings is not None:
+            self.sightings.record(missing, proposal.sightings)
+        evicted_ids = self._evict(proposal.victims)
+        new_ids = missing[admitted]
+        new_rows = self._take_free(new_ids.size)
+        self._insert(new_ids, new_rows, batch)
+        of_missing = np.full(missing.size, -1, np.int32)
+        of_missing[admitted] = new_rows
+        rows[misses] = of_missing[inverse]
+        self._uses.add(rows, batch)
+        unknown = misses[rows[misses] < 0] if new_ids.size < missing.size else _NO_ROWS
+        self.statistics.add(
+            lookups=ids.size,
+            hits=ids.size - misses.size,
+            new=missing.size,
+            admitted=new_ids.size,
+            evicted=proposal.victims.size,
+            refused=unknown.size,
+            resident=self.room - self._num_free,
+        )
+        if unknown.size:
+            rows = rows.copy()  # `_uses` holds them as they are
+            rows[unknown] = self.settings.unknown.rows_of(ids[unknown])
+        return Assignment(rows, new_ids, new_rows, evicted_ids, proposal.victims)
+
+    def bring(self, ids: np.ndarray, hits: np.ndarray, last_use: int, batch: int) -> Assignment:
+        """Give rows to stored ids for an evaluation; rows of other ids may be evicted to the store.
+
+        Args:
+            ids: Distinct ids without a row, int64 ``[n]``.
+            hits: Rows of the batch's other ids, -1 where there is none; they stay.
+            last_use: Rows that were used after this training batch stay.
+            batch: Number of the next training batch; the ids count as unknown before it.
+
+        Raises:
+            VocabularyFullError: There are too few such rows; nothing has changed.
+        """
+        records, victims = self.records, _NO_ROWS
+        if ids.size > self._num_free:
+            eligible = (records.born >= 0) & (records.last_use <= last_use)
+            eligible[hits[hits >= 0]] = False
+            victims = self._least_used(ids, self._num_free, eligible, batch)
+        evicted_ids = self._evict(victims)
+        rows = self._take_free(ids.size)
+        self._insert(ids, rows, batch)
+        records.last_use[rows] = last_use
+        if self.settings.eviction.uses_seconds:
+            records.last_seconds[rows] = int(self.settings.eviction.seconds())
+        self.statistics.resident = len(self.map)
+        return Assignment(_NO_ROWS, ids, rows, evicted_ids, victims)
+
+    def give_rows(self, ids: np.ndarray, batch: int) -> Assignment:
+        """Give free rows to ids, without the conditions of admission.
+
+        Args:
+            ids: Distinct ids without a row, int64 ``[n]``, not more than there are free rows.
+            batch: Number of the batch after which they have them.
+        """
+        new_rows = self._take_free(ids.size)
+        self._insert(ids, new_rows, batch)
+        self._uses.add(new_rows, batch)
+        self.statistics.resident = self.room - self._num_free
+        return Assignment(new_rows, ids, new_rows, _NO_IDS, _NO_ROWS)
+
+    def remove(self, ids: np.ndarray) -> Assignment:
+        """Take the rows of ids away, int64 ``[n]``; ids without one are skipped."""
+        self._uses.record()
+        rows = self.map.find(ids)
+        rows = rows[rows >= 0]
+        evicted_ids = self._evict(rows)
+        self.statistics.resident = self.room - self._num_free
+        return Assignment(_NO_ROWS, _NO_IDS, _NO_ROWS, evicted_ids, rows)
+
+    def _admit(self, ids: np.ndarray, sightings: np.ndarray, batch: int) -> np.ndarray:
+        """Return whether each id gets a row, bool ``[n]``."""
+        admitted = sightings >= self.settings.admit_after
+        if self.settings.admit_probability < 1:
+            draws = mix(ids, _ADMISSION_SEED + batch).astype(np.float64) / 2.0**64
+            admitted &= draws < self.settings.admit_probability
+        return admitted
+
+    def _choose_victims(
+        self,
+        new_ids: np.ndarray,
+        batch: int,
+        held: int,
+        hits: np.ndarray,
+        coming: Sequence[np.ndarray],
+    ) -> np.ndarray:
+        """Return the rows to evict: expired rows, and more if new ids need them.
+
+        Args:
+            new_ids: Ids that need a row.
+            batch: Number of the batch.
+            held: Number of batches whose rows stay.
+            hits: Rows of the batch's ids, -1 where there is none.
+            coming: Ids of the batches after it that the policy looks at.
+        """
+        policy, free = self.settings.eviction, self._num_free
+        is_due = batch % policy.expiry_interval == 0
+        if new_ids.size <= free and not is_due:
+            return _NO_ROWS
+        records = self.records
+        eligible = (records.born >= 0) & (records.last_use < batch - held)
+        eligible[hits[hits >= 0]] = False
+        expired = policy.expired(records, batch) if is_due else None
+        victims = _NO_ROWS
+        if expired is not None:
+            victims = np.flatnonzero(expired & eligible).astype(np.int32)
+            eligible[victims] = False
+        free += victims.size
+        if new_ids.size <= free:
+            return victims
+        return np.concatenate([victims, self._least_used(new_ids, free, eligible, batch, coming)])
+
+    def _least_used(
+        self,
+        new_ids: np.ndarray,
+        free: int,
+        eligible: np.ndarray,
+        batch: int,
+        coming: Sequence[np.ndarray] = (),
+    ) -> np.ndarray:
+        """Return rows to evict by the policy, at least as many as lack.
+
+        Raises:
+            VocabularyFullError: Fewer rows are eligible.
+        """
+        lacking, available = new_ids.size - free, int(np.count_nonzero(eligible))
+        if lacking > available:
+            fitting = free + available
+            raise VocabularyFullError(new_ids.size, fitting, self.room, int(new_ids[fitting]))
+        count = min(max(lacking, int(self.settings.evict_fraction * self.room)), available)
+        keys = self.settings.eviction.keys(self.records, batch)
+        if not coming:
+            return smallest(keys, eligible, count)
+        return spare_coming(keys, eligible, lacking, count, self.map, coming)
+
+    def _evict(self, rows: np.ndarray) -> np.ndarray:
+        """Free rows; return the ids that had them."""
+        if rows.size == 0:
+            return _NO_IDS
+        ids = self._records.ids[rows]
+        self.map.remove(ids)
+        self._records.born[rows] = -1
+        self._freed = np.concatenate([self._freed, rows])
+        return ids
+
+    @property
+    def _num_free(self) -> int:
+        return self.room - self._num_fresh_given + self._freed.size
+
+    def _take_free(self, count: int) -> np.ndarray:
+        """Return rows that no id has had, then the rows that were freed first."""
+        num_fresh = min(count, self.room - self._num_fresh_given)
+        steps = np.arange(self._num_fresh_given, self._num_fresh_given + num_fresh, dtype=np.int64)
+        fresh = (self.first_row + steps * self._stride % self.room).astype(np.int32)
+        self._num_fresh_given += num_fresh
+        num_reused = count - num_fresh
+        reused, self._freed = self._freed[:num_reused], self._freed[num_reused:]
+        return np.concatenate([fresh, reused]) if num_fresh else reused
+
+    def _insert(self, ids: np.ndarray, rows: np.ndarray, batch: int) -> None:
+        self.map.insert(ids, rows)
+        self._records.ids[rows] = ids
+        self._records.born[rows] = batch
+        self._records.count[rows] = 0
+        self._records.power[rows] = FIRST_POWER
+
+    # State, for checkpoints.
+
+    def state(self) -> dict[str, np.ndarray]:
+        """Return all that the assignment of later batches depends on, as arrays."""
+        records = self.records
+        rows = np.flatnonzero(records.born >= 0).astype(np.int32)
+        state = {f"record_{name}": x for name, x in records.take(rows).arrays().items()}
+        state |= {
+            "rows": rows,
+            "freed": self._freed.copy(),
+            "numbers": np.array([self.num_rows, self.first_row, self._num_fresh_given], np.int64),
+        }
+        if self.sightings is not None:
+            state["sightings"] = self.sightings.lines.copy()
+            state["sightings_new_ids"] = np.array([self.sightings.new_ids], np.int64)
+        return state
+
+    def load_state(self, state: dict[str, np.ndarray], batch: int) -> LoadedRows:
+        """Take over the ids of a saved vocabulary, which may have had another number of rows.
+
+        A vocabulary with fewer rows keeps the ids that its policy would evict last.
+
+        Args:
+            state: The result of `state`.
+            batch: Number of the last batch before it was saved.
+        """
+        saved_rows, first_saved, num_fresh_given = map(int, state["numbers"])
+        old_rows = state["rows"].astype(np.int32)
+        records = Records(
+            **{
+                name: state[f"record_{name}"].astype(empty.dtype)
+                for name, empty in self._records.arrays().items()
+            }
+        )
+        dropped_ids, dropped_rows = _NO_IDS, _NO_ROWS
+        if old_rows.size > self.room:
+            keys = self.settings.eviction.keys(records, batch)
+            gone = smallest(keys, None, old_rows.size - self.room)
+            kept = np.setdiff1d(np.arange(old_rows.size), gone)
+            dropped_ids, dropped_rows = records.ids[gone], old_rows[gone]
+            old_rows, records = old_rows[kept], records.take(kept)
+        if (saved_rows, first_saved) == (self.num_rows, self.first_row):
+            rows = old_rows
+            self._num_fresh_given, self._freed = num_fresh_given, state["freed"].astype(np.int32)
+        else:
+            self._num_fresh_given, self._freed = 0, _NO_ROWS
+            is_free = np.ones(self.num_rows, np.bool_)
+            stays = (old_rows >= self.first_row) & (old_rows < self.num_rows)
+            is_free[old_rows[stays]] = False
+            in_order = self._take_free(self.room)
+            free = in_order[is_free[in_order]]
+            rows = old_rows.copy()
+            rows[~stays], self._freed = np.split(free, [np.count_nonzero(~stays)])
+        self.map = IdMap(self.room)
+        self.map.insert(records.ids, rows)
+        self._records = Records.empty(self.num_rows)
+        for name, array in self._records.arrays().items():
+            array[rows] = getattr(records, name)
+        self._uses = Uses(self._records, self.settings.eviction)
+        lines = state.get("sightings")
+        if self.sightings is not None:
+            self.sightings = Sightings(self.sightings.lines.shape[1])
+            if lines is not None and lines.shape == self.sightings.lines.shape:
+                self.sightings.lines[:] = lines
+                self.sightings.new_ids = int(state["sightings_new_ids"][0])
+        self.statistics = Statistics(self.room, resident=len(self.map))
+        return LoadedRows(old_rows, rows, dropped_ids, dropped_rows)
+
+
+def _coprime_near(number: int, share: float) -> int:
+    """Return a number near a share of another that has no common divisor with it."""
+    candidate = max(1, round(number * share))
+    while math.gcd(candidate, number) > 1:
+        candidate += 1
+    return candidate

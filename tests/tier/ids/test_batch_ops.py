@@ -1,0 +1,171 @@
+"""Operations on batches, in C++ and in NumPy, compared with plain Python."""
+
+from __future__ import annotations
+
+import collections
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxrec.tier.ids import implementation, library, reference
+from jaxrec.tier.ids.batch_ops import distinct, record_uses, smallest
+from tests.fuzz import max_examples
+
+IMPLEMENTATIONS = [reference]
+if library.missing() is None:
+    IMPLEMENTATIONS.append(library)
+
+
+@pytest.fixture(params=IMPLEMENTATIONS, ids=lambda module: module.__name__.rpartition(".")[2])
+def each_implementation(request, monkeypatch):
+    monkeypatch.setattr(implementation, "current", lambda: request.param)
+
+
+def require_distinct(ids: np.ndarray) -> None:
+    counts = collections.Counter(ids.tolist())
+    unique, inverse, occurrences = distinct(ids)
+    assert unique.tolist() == list(counts)
+    assert occurrences.tolist() == list(counts.values())
+    np.testing.assert_array_equal(unique[inverse], ids)
+    assert (unique.dtype, inverse.dtype, occurrences.dtype) == (np.int64, np.int32, np.int32)
+
+
+def require_smallest(keys: np.ndarray, eligible: np.ndarray | None, k: int) -> None:
+    is_eligible = np.ones(keys.size, bool) if eligible is None else eligible != 0
+    order = np.lexsort((np.arange(keys.size), keys))
+    indices = smallest(keys, eligible, k)
+    np.testing.assert_array_equal(indices, order[is_eligible[order]][:k])
+    assert indices.dtype == np.int32
+
+
+@pytest.mark.usefixtures("each_implementation")
+class TestDistinct:
+    def test_order_of_first_occurrence(self):
+        unique, inverse, counts = distinct(np.array([9, -1, 9, 2**62, -1, 9]))
+        assert unique.tolist() == [9, -1, 2**62]
+        assert inverse.tolist() == [0, 1, 0, 2, 1, 0]
+        assert counts.tolist() == [3, 2, 1]
+
+    @pytest.mark.parametrize("size", [0, 1, 4095, 4096, 4097, 16384, 16385, 100_000])
+    @pytest.mark.parametrize("num_ids", [1, 1000, 2**63 - 1])
+    def test_sizes(self, size, num_ids):
+        require_distinct(np.random.default_rng(size).integers(-1, num_ids, size))
+
+    @pytest.mark.usefixtures("unchecked")
+    def test_other_types_are_refused(self):
+        with pytest.raises(TypeError, match="ids must be a NumPy array of int64, not float64"):
+            distinct(np.zeros(3))
+
+
+@pytest.mark.usefixtures("each_implementation")
+class TestSmallest:
+    def test_equal_keys_go_by_index(self):
+        keys = np.array([4, 1, 4, 1, 2**64 - 1, 1], np.uint64)
+        assert smallest(keys, None, 2).tolist() == [1, 3]
+        assert smallest(keys, None, 4).tolist() == [1, 3, 5, 0]
+        assert smallest(keys, None, 10).tolist() == [1, 3, 5, 0, 2, 4]
+        assert smallest(keys, np.array([1, 0, 1, 2, 1, 0], np.uint8), 2).tolist() == [3, 0]
+        assert smallest(keys, np.zeros(6, bool), 2).tolist() == []
+        assert smallest(keys, None, 0).tolist() == []
+        assert smallest(keys[:0], None, 3).tolist() == []
+
+    # Large ones are chosen by a sample of the keys, which misleads for some.
+    @pytest.mark.parametrize("k", [1, 1000, 60_000, 290_000])
+    @pytest.mark.parametrize(
+        "keys",
+        [
+            np.random.default_rng(0).integers(0, 2**64, 300_000, np.uint64),
+            np.random.default_rng(0).integers(0, 50, 300_000, np.uint64),
+            np.full(300_000, 2**64 - 1, np.uint64),
+            np.zeros(300_000, np.uint64),
+            np.arange(300_000, dtype=np.uint64),
+            np.arange(300_000, dtype=np.uint64)[::-1].copy(),
+            np.where(np.arange(300_000) == 150_001, np.uint64(0), np.uint64(2**63)),
+            np.where(np.arange(300_000) < 299_000, 2**40, np.arange(300_000)).astype(np.uint64),
+        ],
+        ids=[
+            "random",
+            "ties",
+            "most",
+            "zeros",
+            "rising",
+            "falling",
+            "one_small",
+            "small_at_the_end",
+        ],
+    )
+    def test_distributions(self, keys, k):
+        require_smallest(keys, None, k)
+        require_smallest(keys, np.random.default_rng(1).random(keys.size) < 0.6, k)
+        require_smallest(keys, np.arange(keys.size) % 300 == 7, k)
+
+    @pytest.mark.usefixtures("unchecked")
+    def test_bad_arguments_are_refused(self):
+        keys = np.zeros(3, np.uint64)
+        with pytest.raises(ValueError, match="k must be 0 or more, not -1"):
+            smallest(keys, None, -1)
+        with pytest.raises(ValueError, match=r"eligible must have the shape \[3\], not \[2\]"):
+            smallest(keys, np.zeros(2, bool), 1)
+        with pytest.raises(TypeError, match="eligible must be a NumPy array of uint8, not int64"):
+            smallest(keys, np.zeros(3, np.int64), 1)
+        with pytest.raises(TypeError, match="keys must be a NumPy array of uint64, not int64"):
+            smallest(keys.view(np.int64), None, 1)
+
+
+@settings(max_examples=max_examples(60))
+@given(
+    seed=st.integers(0, 2**32),
+    size=st.integers(0, 6000),
+    bits=st.integers(0, 64),
+    share=st.sampled_from([0.0, 0.5, 1.0]),
+)
+@pytest.mark.parametrize("module", IMPLEMENTATIONS)
+def test_random_keys_and_ids(module, seed, size, bits, share):
+    rng = np.random.default_rng(seed)
+    keys = rng.integers(0, 2**bits, size, np.uint64) << np.uint64(rng.integers(0, 65 - bits) % 64)
+    eligible = None if share == 1 else rng.random(size) < share
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(implementation, "current", lambda: module)
+        require_smallest(keys, eligible, int(rng.integers(0, size + 2)))
+        require_distinct(keys.view(np.int64))
+
+
+@pytest.mark.usefixtures("each_implementation")
+class TestRecordUses:
+    def test_counts_saturate(self):
+        counts, last_use = np.array([0, 2**32 - 2, 2**32 - 1], np.uint32), np.full(3, 4)
+        record_uses(np.array([1, -1, 1, 2, -(2**31), 1], np.int32), 2**40, counts, last_use)
+        assert counts.tolist() == [0, 2**32 - 1, 2**32 - 1]
+        assert last_use.tolist() == [4, 2**40, 2**40]
+        record_uses(np.array([], np.int32), 2**41, counts, last_use)
+        assert last_use.tolist() == [4, 2**40, 2**40]
+
+    def test_as_numpy(self):
+        rng = np.random.default_rng(0)
+        counts, last_use = np.zeros(50, np.uint32), np.zeros(50, np.int64)
+        expected, expected_use = counts.copy(), last_use.copy()
+        for batch in range(1, 9):
+            slots = rng.integers(-3, 50, 30 * batch, np.int32)
+            record_uses(slots, batch, counts, last_use)
+            np.add.at(expected, slots[slots >= 0], np.uint32(1))
+            expected_use[slots[slots >= 0]] = batch
+            np.testing.assert_array_equal(counts, expected)
+            np.testing.assert_array_equal(last_use, expected_use)
+
+    @pytest.mark.usefixtures("unchecked")
+    def test_bad_arguments_change_nothing(self):
+        counts, last_use, slots = np.zeros(3, np.uint32), np.zeros(3, int), np.array([0, 1], "i4")
+        with pytest.raises(ValueError, match="slot 3 at position 1: there are 3 counts"):
+            record_uses(np.array([0, 3], np.int32), 1, counts, last_use)
+        with pytest.raises(TypeError, match="counts must be a NumPy array of uint32, not int64"):
+            record_uses(slots, 1, counts.astype(np.int64), last_use)
+        with pytest.raises(ValueError, match=r"last_use must have the shape \[3\], not \[2\]"):
+            record_uses(slots, 1, counts, last_use[:2])
+        for fixed in (np.zeros(6, np.uint32)[::2], np.broadcast_to(np.uint32(0), 3)):
+            with pytest.raises(ValueError, match="counts must be contiguous and writeable"):
+                record_uses(slots, 1, fixed, last_use)
+        with pytest.raises(ValueError, match="last_use must be contiguous and writeable"):
+            record_uses(slots, 1, counts, np.zeros(6, int)[::2])
+        assert counts.tolist() == last_use.tolist() == [0, 0, 0]
