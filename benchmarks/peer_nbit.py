@@ -6,10 +6,8 @@ Usage: PEER_PYTHON benchmarks/peer_nbit.py [--shapes FILE] [--threads N] [--seco
                                             [--only SHAPE]
 """
 
-import argparse
 import json
 import logging
-import pathlib
 import time
 
 logging.disable(logging.WARNING)
@@ -25,31 +23,17 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_common import (  # noqa: E402
 from fbgemm_gpu.split_table_batched_embeddings_ops_inference import (  # noqa: E402
     IntNBitTableBatchedEmbeddingBagsCodegen,
 )
+from peer_shapes import chosen_shapes, draw_ids, parse_options  # noqa: E402
 
 TYPES = {"int8": SparseType.INT8, "int4": SparseType.INT4}
 
 
-def draw_ids(rng, shape):
-    count = shape["B"] * shape["L"]
-    if shape["ids"] == "uniform":
-        return rng.integers(0, shape["V"], (shape["T"], count))
-    uniform = rng.random((shape["T"], count))
-    return np.minimum(shape["V"] ** uniform - 1, shape["V"] - 1).astype(np.int64)
-
-
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--shapes", default=pathlib.Path(__file__).with_name("shapes.json"))
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--seconds", type=float, default=2.0)
-    parser.add_argument("--only", help="name of the shape to time; all if not given")
-    options = parser.parse_args()
+    options = parse_options(seconds=2.0)
     torch.set_num_threads(options.threads)
-    for shape in json.loads(pathlib.Path(options.shapes).read_text())["shapes"]:
-        if options.only not in (None, shape["name"]):
-            continue
+    for shape in chosen_shapes(options):
         tables, rows, dim, batch, bag = (shape[key] for key in "TVDBL")
-        ids = torch.from_numpy(draw_ids(np.random.default_rng(0), shape).reshape(-1)).int()
+        ids = torch.from_numpy(draw_ids(shape).reshape(-1)).int()
         offsets = (torch.arange(tables * batch + 1) * bag).int()
         for name, kind in TYPES.items():
             bags = IntNBitTableBatchedEmbeddingBagsCodegen(

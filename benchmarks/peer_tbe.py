@@ -6,10 +6,8 @@ Usage: PEER_PYTHON benchmarks/peer_tbe.py [--shapes FILE] [--threads N] [--secon
                                             [--only SHAPE]
 """
 
-import argparse
 import json
 import logging
-import pathlib
 import time
 
 logging.disable(logging.WARNING)
@@ -26,16 +24,9 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (  # noqa: E4
     ComputeDevice,
     SplitTableBatchedEmbeddingBagsCodegen,
 )
+from peer_shapes import chosen_shapes, draw_ids, parse_options  # noqa: E402
 
 OPTIMIZERS = {"sgd": EmbOptimType.EXACT_SGD, "rowwise_adagrad": EmbOptimType.EXACT_ROWWISE_ADAGRAD}
-
-
-def draw_ids(rng, shape):
-    count = shape["B"] * shape["L"]
-    if shape["ids"] == "uniform":
-        return rng.integers(0, shape["V"], (shape["T"], count))
-    uniform = rng.random((shape["T"], count))
-    return np.minimum(shape["V"] ** uniform - 1, shape["V"] - 1).astype(np.int64)
 
 
 def summary(times):
@@ -81,17 +72,10 @@ def time_embedding_bag(shape, ids, seconds):
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--shapes", default=pathlib.Path(__file__).with_name("shapes.json"))
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--seconds", type=float, default=3.0)
-    parser.add_argument("--only", help="name of the shape to time; all if not given")
-    options = parser.parse_args()
+    options = parse_options(seconds=3.0)
     torch.set_num_threads(options.threads)
-    for shape in json.loads(pathlib.Path(options.shapes).read_text())["shapes"]:
-        if options.only not in (None, shape["name"]):
-            continue
-        ids = torch.from_numpy(draw_ids(np.random.default_rng(0), shape))
+    for shape in chosen_shapes(options):
+        ids = torch.from_numpy(draw_ids(shape))
         for name in OPTIMIZERS:
             figures = time_fbgemm(shape, name, ids, options.seconds)
             line = {"peer": "fbgemm_tbe", "shape": shape["name"], "optimizer": name, **figures}

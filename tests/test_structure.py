@@ -144,6 +144,19 @@ TESTED_BY = {
         "tier/ids/library",
         "tier/ids/reference",
     ),
+    "tier/deltas/test_publication": (
+        "tier/deltas/checked_stream",
+        "tier/deltas/folder",
+        "tier/deltas/manifest",
+        "tier/deltas/plain_table",
+        "tier/deltas/open_table",
+        "tier/deltas/process_zero",
+        "tier/deltas/table",
+        "tier/deltas/tables",
+        "tier/deltas/version_plan",
+        "tier/deltas/version_writer",
+    ),
+    "tier/deltas/test_subscriber": ("tier/deltas/compatibility",),
     "tier/managed_collision/test_modules": ("tier/managed_collision/row_reset",),
     "tier/managed_collision/test_multi_probe": (
         "tier/managed_collision/matching",
@@ -152,7 +165,6 @@ TESTED_BY = {
     "tier/managed_collision/test_sorted_map": ("tier/managed_collision/evicted",),
     "tier/changes/test_change_tracker": (
         "tier/observer",
-        "tier/changes/tracked_model",
         "tier/changes/tracked_table",
     ),
     "tier/test_row_file": ("tier/row_columns",),
@@ -170,6 +182,7 @@ TESTED_BY = {
         "tier/stores/rocksdb_snapshot",
     ),
     "tier/stores/test_row_store": ("tier/stores/snapshots",),
+    "tier/test_ahead": ("tier/batch_order",),
     "tier/test_tier": (
         "tier/batch_ids",
         "tier/model_tables",

@@ -26,8 +26,8 @@ class ftrl(RowOptimizer):
     ``initial_accumulator_value`` above 0 the first update of a row forgets most of the value it was
     initialized with, and all of it where ``|z'| <= l1``. With both 0 and no regularization it is
     `jaxrec.optim.adagrad` from any start: an element whose denominator is zero, since it never had
-    a gradient, keeps its value. Keras has ``beta=0``, ``initial_accumulator_value=0.1`` as defaults. Where the
-    rate is zero, as in the first step of some warmups, nothing changes.
+    a gradient, keeps its value. Keras has ``beta=0``, ``initial_accumulator_value=0.1`` as
+    defaults. Where the rate is zero, as in the first step of some warmups, nothing changes.
 
     State: ``accumulator`` (n) and ``linear`` (z), 8 dim bytes a row.
 

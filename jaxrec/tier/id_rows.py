@@ -78,7 +78,7 @@ class RowsInStore(OutsideRows):
                 )
             # Rows that were evicted before are written before.
             self._transfer.wait()
-            self._transfer.store.put(self.ids, self._transfer.layout.pack(tables))
+            self._transfer.put(self.ids, tables)
 
 
 def find_rows(

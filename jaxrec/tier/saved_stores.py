@@ -11,6 +11,7 @@ import numpy as np
 
 from jaxrec.tier.model_tables import TableVocabulary
 from jaxrec.tier.stores import snapshots
+from jaxrec.tier.stores.changes_snapshot import apply_changes, is_changes, write_changes
 
 
 def warn_of_earlier_rows(vocabularies: Sequence[TableVocabulary]) -> None:
@@ -26,33 +27,45 @@ def warn_of_earlier_rows(vocabularies: Sequence[TableVocabulary]) -> None:
             each.transfer.num_earlier = 0
 
 
-def snapshot_stores(vocabularies: Sequence[TableVocabulary], directory: pathlib.Path) -> None:
-    """Write the records of durable stores; call it within `jaxrec.tier.tier.Tier.settled`.
+def snapshot_stores(
+    vocabularies: Sequence[TableVocabulary],
+    directory: pathlib.Path,
+    written: Mapping[str, np.ndarray | None],
+) -> None:
+    """Write the records of the row stores; call it within `jaxrec.tier.tier.Tier.settled`.
 
     Args:
         vocabularies: The vocabularies of a model.
-        directory: Directory of the snapshots, made if there is a durable store.
+        directory: Directory of the snapshots, made if there is a store.
+        written: Ids whose records changed since the checkpoint before, by vocabulary: only these
+            are written. All records are written for a vocabulary without an entry or with None.
 
     Raises:
-        OSError: It cannot be written.
+        OSError: A snapshot cannot be written.
     """
     for each in vocabularies:
-        if each.transfer is not None and each.transfer.store.is_durable:
-            directory.mkdir(exist_ok=True)
-            each.transfer.store.snapshot(directory / _file_name(each))
+        if each.transfer is None:
+            continue
+        directory.mkdir(exist_ok=True)
+        path, store = directory / _file_name(each), each.transfer.store
+        if (ids := written.get(each.name)) is None:
+            store.snapshot(path)
+        else:
+            write_changes(path, store, ids)
 
 
 def check_stores(
     vocabularies: Sequence[TableVocabulary],
     state: Mapping[str, Mapping[str, np.ndarray]],
-    directory: pathlib.Path,
+    directories: Sequence[pathlib.Path],
 ) -> None:
     """Check that a model can take over the state of vocabularies and the records of stores.
 
     Args:
         vocabularies: The vocabularies of the model.
         state: Result of `jaxrec.tier.tier.Tier.state`.
-        directory: Directory of the snapshots; it need not exist.
+        directories: Directories of the snapshots of a full checkpoint and of the incremental ones
+            after it; they need not exist.
 
     Raises:
         ValueError: A snapshot is damaged; the records of evicted rows are those of other tables; or
@@ -60,30 +73,19 @@ def check_stores(
     """
     for each in vocabularies:
         _check_num_ids(each, int(state[each.name]["num_ids"][0]))
-        if each.transfer is None:
-            continue
-        records = state[each.name].get("stored_records")
-        if records is not None and records.shape[1] != each.transfer.layout.width:
-            raise ValueError(
-                f"evicted rows of table {each.name} were saved with {records.shape[1]} bytes "
-                "each, with their optimizer state, but the model's have "
-                f"{each.transfer.layout.width}"
-            )
-        if (path := directory / _file_name(each)).exists():
-            snapshots.check(path, each.transfer.store.format)
+        if each.transfer is not None:
+            for path in _snapshots(each, directories):
+                snapshots.check(path, each.transfer.store.format)
 
 
 def load_stores(
-    vocabularies: Sequence[TableVocabulary],
-    state: Mapping[str, Mapping[str, np.ndarray]],
-    directory: pathlib.Path,
+    vocabularies: Sequence[TableVocabulary], directories: Sequence[pathlib.Path]
 ) -> None:
-    """Replace the records of all stores by those of a state or of snapshots.
+    """Replace the records of all stores by those of snapshots.
 
     Args:
         vocabularies: The vocabularies of the model.
-        state: Result of `jaxrec.tier.tier.Tier.state`, which has the records of stores in memory.
-        directory: Directory of the snapshots; it need not exist.
+        directories: As for `check_stores`.
 
     Raises:
         ValueError: A snapshot is damaged.
@@ -92,10 +94,22 @@ def load_stores(
     for each in vocabularies:
         if each.transfer is None:
             continue
-        if (path := directory / _file_name(each)).exists():
-            each.transfer.load_snapshot(path)
+        store, paths = each.transfer.store, _snapshots(each, directories)
+        if paths:
+            store.load_snapshot(paths[0])
         else:
-            each.transfer.load_state(state[each.name])
+            store.replace([])
+        for path in paths[1:]:
+            apply_changes(path, store)
+        each.transfer.replaced()
+
+
+def _snapshots(each: TableVocabulary, directories: Sequence[pathlib.Path]) -> list[pathlib.Path]:
+    """Return the last whole snapshot of a store, and those of changes after it."""
+    paths = [path for each_one in directories if (path := each_one / _file_name(each)).exists()]
+    while len(paths) > 1 and not all(map(is_changes, paths[1:])):
+        del paths[0]
+    return paths
 
 
 def _check_num_ids(each: TableVocabulary, saved: int) -> None:

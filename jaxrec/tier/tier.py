@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import functools
 import threading
@@ -15,6 +14,7 @@ from flax import nnx
 
 from jaxrec.embed.found_ids import FoundIds
 from jaxrec.tier.batch_ids import BatchIds, Gather
+from jaxrec.tier.batch_order import BatchOrder
 from jaxrec.tier.foresight import ForeseenBatch
 from jaxrec.tier.id_rows import find_rows, raw_ids
 from jaxrec.tier.ids.batch_ops import distinct
@@ -66,20 +66,10 @@ class Tier:
     def __init__(self, vocabularies: Sequence[TableVocabulary], seed: int) -> None:
         self.vocabularies, self.seed = tuple(vocabularies), seed
         self.observers: weakref.WeakSet[TierObserver] = weakref.WeakSet()
-        # `_planning` guards the vocabularies, and `_lock` the numbers and queues below.
-        self._planning = threading.Lock()
-        self._lock = threading.Lock()
-        self._is_taken = threading.Condition(self._lock)
-        self._last_planned = 0
-        self._last_taken = 0
-        self._undispatched = 0
-        self._loop = 0
-        self._is_ended = False
-        self._is_closed = False
+        self.order = BatchOrder()
+        self._planning = threading.Lock()  # guards the vocabularies
         self._pending = PendingMoves()
-        # Fingerprints of batches that were planned and not taken, in this run or in an earlier one.
-        self._planned: collections.deque[tuple[int, tuple[int, int, int]]] = collections.deque()
-        self._replayed: collections.deque[tuple[int, tuple[int, int, int]]] = collections.deque()
+        self._is_closed = False
 
     @property
     def features(self) -> tuple[str, ...]:
@@ -124,20 +114,12 @@ class Tier:
             The number of the sequence, for `end`.
         """
         warn_of_earlier_rows(self.vocabularies)
-        with self._planning, self._lock:
-            self._undispatched, self._is_ended = undispatched, False
-            # Batches planned by the last loop come before batches still to be replayed.
-            self._replayed.extendleft(reversed(self._planned))
-            self._planned.clear()
-            self._loop += 1
-            return self._loop
+        with self._planning:
+            return self.order.begin(undispatched)
 
     def end(self, loop: int) -> None:
         """End a sequence of batches, if it is the last that was begun: `plan` no longer waits."""
-        with self._lock:
-            if loop == self._loop:
-                self._undispatched, self._is_ended = 0, True
-                self._is_taken.notify_all()
+        self.order.end(loop)
 
     def plan(self, foreseen: ForeseenBatch, held: int) -> PlannedBatch:
         """Give the ids of a training batch their rows.
@@ -158,7 +140,7 @@ class Tier:
                     rows, number, sequence = self._plan(foreseen, held)
                 break
             except _MustWaitError as wait:
-                self._wait_for(wait.number)
+                self.order.wait_for(wait.number)
         for each in self.vocabularies:
             if each.transfer is None:
                 each.vocabulary.statistics.warn_if_thrashing(each.name)
@@ -168,13 +150,11 @@ class Tier:
         """Return the rows of a training batch's ids, its number and its place in the order."""
         ids = foreseen.ids
         mark = ids.mark
-        if self._replayed and self._replayed[0][1] != mark:
-            self._replayed.clear()  # the batches differ from the planned ones
-        if self._replayed:
-            (number, _), sequence = self._replayed.popleft(), self._pending.last
+        if (number := self.order.replay(mark)) is not None:
+            sequence = self._pending.last
             rows = [self._rows_after(v, each, number) for v, each in enumerate(ids.ids)]
         else:
-            number = self._last_planned + 1
+            number = self.order.last_planned + 1
             proposals = self._propose(foreseen, number, held)
             assignments = [
                 each.vocabulary.commit(proposal)
@@ -183,9 +163,7 @@ class Tier:
             rows = [assignment.rows for assignment in assignments]
             moves = map(begin_move, self.vocabularies, assignments)
             sequence = self._pending.add(number, list(moves))
-            self._last_planned = number
-        with self._lock:
-            self._planned.append((number, mark))
+        self.order.add(number, mark)
         return rows, number, sequence
 
     def look_up(self, batch: Any, gather: Gather | None = None) -> PlannedBatch:
@@ -207,7 +185,7 @@ class Tier:
         ids = BatchIds.of(batch, self.vocabularies, gather)
         rows, moves = [], [NO_MOVE] * len(self.vocabularies)
         with self._planning:
-            number = self._last_taken
+            number = self.order.last_taken
             try:
                 for v, each in enumerate(self.vocabularies):
                     if each.transfer is None:
@@ -216,7 +194,7 @@ class Tier:
                         of_vocabulary, moves[v] = self._bring(v, each.transfer, ids, number)
                     rows.append(of_vocabulary)
             finally:
-                sequence = self._pending.add(self._last_planned, moves)
+                sequence = self._pending.add(self.order.last_planned, moves)
         return PlannedBatch(ids.with_rows(rows), number, sequence, False, batch)
 
     def _propose(self, foreseen: ForeseenBatch, number: int, held: int) -> list[Proposal]:
@@ -228,16 +206,16 @@ class Tier:
         """
         maps = [each.vocabulary.map for each in self.vocabularies]
         lookups = look_up(maps, foreseen.ids.ids)
-        least = min(held, self._undispatched)
+        least = min(held, self.order.undispatched)
         for fewer in range(held, least, -1):
             with contextlib.suppress(TableFullError):
                 proposals = self._propose_beside(foreseen, number, fewer, lookups)
                 last_before = number - 1 - fewer + least
-                if fewer < held and self._last_taken < last_before:
+                if fewer < held and self.order.last_taken < last_before:
                     raise _MustWaitError(last_before)
                 return proposals
         proposals = self._propose_beside(foreseen, number, least, lookups)
-        if least < held and self._last_taken < number - 1:
+        if least < held and self.order.last_taken < number - 1:
             raise _MustWaitError(number - 1)
         return proposals
 
@@ -254,17 +232,6 @@ class Tier:
                 raise ids.table_full(v, error, held) from None
             proposals.append(proposal)
         return proposals
-
-    def _wait_for(self, number: int) -> None:
-        """Wait until a training batch was taken.
-
-        Raises:
-            RuntimeError: The sequence of batches was ended.
-        """
-        with self._is_taken:
-            self._is_taken.wait_for(lambda: self._last_taken >= number or self._is_ended)
-            if self._is_ended:
-                raise RuntimeError("the iterator over jaxrec.tier.ahead was closed")
 
     def _rows_after(self, v: int, ids: np.ndarray, number: int) -> np.ndarray:
         """Return the row that each id of a vocabulary had after a training batch."""
@@ -297,11 +264,11 @@ class Tier:
         move = NO_MOVE
         if is_missing.any():
             missing = distinct(ids[is_missing])[0]
-            last_use = max(0, number - self._undispatched)
+            last_use = max(0, number - self.order.undispatched)
             try:
-                assignment = vocabulary.bring(missing, rows, last_use, self._last_planned + 1)
+                assignment = vocabulary.bring(missing, rows, last_use, self.order.last_planned + 1)
             except VocabularyFullError as error:
-                raise batch.table_full(v, error, self._last_planned - last_use) from None
+                raise batch.table_full(v, error, self.order.last_planned - last_use) from None
             move = begin_move(each, assignment)
             rows[is_missing] = vocabulary.map.find(ids[is_missing])
         return vocabulary.with_unknown(ids, rows), move
@@ -361,25 +328,17 @@ class Tier:
             RuntimeError: A row store failed, or two loops train at once.
         """
         if not planned.is_training:
-            if planned.number != self._last_taken or planned.sequence < self._pending.settled:
+            if planned.number != self.order.last_taken or planned.sequence < self._pending.settled:
                 planned = self.look_up(planned.source)
             has_store = [each.transfer is not None for each in self.vocabularies]
             self._settle(model, planned.sequence, has_store)
             for observer in self.observers:
                 observer.given(planned)
             return planned.batch
-        with self._lock:
-            if not self._planned or self._planned[0][0] != planned.number:
-                raise RuntimeError(
-                    "another jaxrec.tier.ahead was begun, or a checkpoint restored, while "
-                    "this one gives batches; end one training loop before the next"
-                )
+        self.order.check_next(planned.number)
         with step_of(each.transfer.traffic for each in self.vocabularies if each.transfer):
             self._settle(model, planned.sequence)
-        with self._is_taken:
-            self._last_taken = planned.number
-            self._planned.popleft()
-            self._is_taken.notify_all()
+        self.order.take(planned.number)
         for observer in self.observers:
             observer.taken(planned.batch)
             observer.given(planned)
@@ -427,8 +386,7 @@ class Tier:
             of: The vocabulary.
             ids: Distinct ids, int64 ``[n]``, not more than there are free rows.
         """
-        with self._lock:
-            assignment = of.vocabulary.give_rows(ids, self._last_taken)
+        assignment = of.vocabulary.give_rows(ids, self.order.last_taken)
         moves = [
             begin_move(of, assignment) if each is of else NO_MOVE for each in self.vocabularies
         ]
@@ -447,43 +405,28 @@ class Tier:
         Raises:
             RuntimeError: A training loop has planned batches with the rows.
         """
-        with self._lock:
-            if self._planned and not self._is_ended:
-                raise RuntimeError(
-                    "rows are taken from ids while jaxrec.tier.ahead plans training batches with "
-                    "them; do it before or after the loop over ahead"
-                )
-            self._planned.clear()
-            self._replayed.clear()
-            assignment = of.vocabulary.remove(ids)
-        self._pending.add(self._last_planned, [NO_MOVE] * len(self.vocabularies))
+        self.order.forget_planned()
+        assignment = of.vocabulary.remove(ids)
+        self._pending.add(self.order.last_planned, [NO_MOVE] * len(self.vocabularies))
         self.settle(model)
         if of.transfer is not None:
-            of.transfer.store.delete(ids)
+            of.transfer.delete(ids)
         for observer in self.observers:
             observer.moved([assignment if each is of else NO_CHANGE for each in self.vocabularies])
 
     def state(self) -> dict[str, dict[str, np.ndarray]]:
-        """Return all that later batches depend on, as arrays by vocabulary.
+        """Return all that later batches depend on, but for rows, as arrays by vocabulary.
 
-        Call it, and copy the tables, within `settled`.
+        Call it, and copy the tables and the row stores, within `settled`.
         """
-        with self._lock:
-            marks = [(number, *mark) for number, mark in (*self._planned, *self._replayed)]
-            run = {
-                "planned": np.array(marks, np.int64).reshape(-1, 4),
-                "numbers": np.array([self._last_planned, self._last_taken], np.int64),
+        run = self.order.state()
+        vocabularies = {
+            each.name: {
+                **each.vocabulary.state(),
+                "num_ids": np.array([each.num_ids or 0], np.int64),
             }
-            vocabularies = {
-                each.name: {
-                    **each.vocabulary.state(),
-                    "num_ids": np.array([each.num_ids or 0], np.int64),
-                }
-                for each in self.vocabularies
-            }
-        for each in self.vocabularies:
-            if each.transfer is not None and not each.transfer.store.is_durable:
-                vocabularies[each.name] |= each.transfer.state()
+            for each in self.vocabularies
+        }
         return {**vocabularies, _RUN: run}
 
     def close(self, model: nnx.Module) -> None:
@@ -509,19 +452,14 @@ class Tier:
             themselves, and brings those of dropped ids to the store.
         """
         rows = {}
-        with self._planning, self._lock:
-            self._last_planned, self._last_taken = map(int, state[_RUN]["numbers"])
+        with self._planning:
+            self.order.load_state(state[_RUN])
             self._pending.clear()
-            self._planned.clear()
-            self._replayed = collections.deque(
-                (int(number), (int(count), int(total), int(mixed)))
-                for number, count, total, mixed in state[_RUN]["planned"]
-            )
             for each in self.vocabularies:
                 saved = dict(state[each.name])
-                rows[each.name] = each.vocabulary.load_state(saved, self._last_planned)
+                rows[each.name] = each.vocabulary.load_state(saved, self.order.last_planned)
             if any(each.dropped_ids.size for each in rows.values()):
-                self._replayed.clear()  # planned batches may have used dropped rows
+                self.order.forget_replayed()  # planned batches may have used dropped rows
         for observer in self.observers:
             observer.restored()
         return rows

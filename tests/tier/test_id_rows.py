@@ -116,8 +116,7 @@ def test_a_row_on_its_way_back_is_not_set():
     for x, y in ahead(model, [*batches, *batches], look_ahead=2):
         models.train_step(model, optimizer, x, jnp.asarray(y))
         tier = tier_of(model)
-        with tier._lock:
-            waiting = [moves[0].assignment.new_ids for moves in tier._pending.after(-1)]
+        waiting = [moves[0].assignment.new_ids for moves in tier._pending.after(-1)]
         ids = np.concatenate([np.zeros(0, np.int64), *waiting])
         is_stored, _ = tier.vocabularies[0].transfer.store.get(ids)
         if is_stored.any():

@@ -10,6 +10,7 @@ from flax import nnx
 
 import jaxrec
 from jaxrec.tier import Cached, ChangeTracker, Dynamic, make
+from jaxrec.tier.stores import changes_snapshot
 from jaxrec.tier.tier import tier_of
 from jaxrec.train import checkpoint
 from jaxrec.train.checkpoint import (
@@ -42,15 +43,21 @@ KINDS = {
     "plain": (lambda: fixed_model("plain"), draw_fixed),
     "cached": (lambda: fixed_model("cached"), draw_fixed),
 }
+STORES = {
+    "memory": "memory://",
+    "file": "file://{path}",
+    "rocksdb": "rocksdb://{path}",
+    "stack": "memory+file://{path}?memory=1MB",
+}
 KEEP_ALL = PreservationPolicy(latest=99)
 
 
 class Run:
     """A model that trains, and its checkpoints."""
 
-    def __init__(self, directory, kind, **options):
+    def __init__(self, directory, kind, model=None, **options):
         self.made, self.draw = KINDS[kind]
-        self.model = trained_model(kind)
+        self.model = trained_model(kind) if model is None else model
         self.optimizer = jaxrec.Optimizer(self.model, optax.adam(0.1))
         self.tracker = ChangeTracker(self.model, ["checkpoint"])
         self.rng, self.directory = np.random.default_rng(2), directory
@@ -96,6 +103,84 @@ def test_they_restore_as_full_ones(tmp_path, kind):
         for each, of_model in ((model, optimizer), (run.model, run.optimizer)):
             steps(each, of_model, run.tracker, batches)
         assert_same(model, run.model, with_state=True)
+
+
+def contents(model):
+    """The records of the stores, by vocabulary and id."""
+    return {
+        (each.name, key): bytes(record)
+        for each in tier_of(model).vocabularies
+        for ids, records in each.transfer.store.scan()
+        for key, record in zip(ids.tolist(), records, strict=True)
+    }
+
+
+def is_changes(run, step):
+    return changes_snapshot.is_changes(run.directory / str(step) / "stores" / "user")
+
+
+@pytest.mark.parametrize("name", STORES)
+def test_they_hold_the_records_of_stores_that_changed(tmp_path, name):
+    def made(path):
+        url = STORES[name].format(path=tmp_path / path)
+        return make(lambda: Fixed("adam"), {"user": Cached(rows=40, store=url)})
+
+    run = Run(tmp_path / "run", "cached", made("store"), full_every=3)
+    with run.manager:
+        for _ in range(5):
+            run.train()
+            run.save()
+    assert [is_changes(run, step) for step in range(2, 11, 2)] == [False, True, True, False, True]
+    model, _ = run.restored(made=lambda: made("restored"))
+    assert contents(model) == contents(run.model)
+    assert_same(model, run.model, with_state=True)
+    jaxrec.tier.close(model)
+    jaxrec.tier.close(run.model)
+
+
+def test_records_that_were_removed(tmp_path):
+    run = Run(tmp_path / "run", "stored", open_model("stored"))
+    tier = tier_of(run.model)
+    with run.manager:
+        run.train(20)
+        run.save()
+        stored = contents(run.model)
+        with tier.settled(run.model):
+            for each in tier.vocabularies:
+                ids = sorted(key for name, key in stored if name == each.name)[::2]
+                tier.forget(run.model, each, np.array(ids, np.int64))
+        run.train(1)
+        run.save()
+    assert len(contents(run.model)) < len(stored)
+    model, _ = run.restored()
+    assert contents(model) == contents(run.model)
+    assert_same(model, run.model, with_state=True)
+
+
+def test_stores_after_a_save_that_fails_and_a_restored_checkpoint(tmp_path, monkeypatch):
+    run = Run(tmp_path / "run", "cached", fixed_model("cached"))
+
+    def full_disk(*_):
+        raise OSError(28, "the disk is full")
+
+    with run.manager:
+        run.train()
+        run.save()
+        run.train()
+        with monkeypatch.context() as patch:
+            patch.setattr(manager, "write_checksums", full_disk)
+            with pytest.raises(OSError, match="disk is full"):
+                run.save()
+        run.train()
+        run.save()
+        assert is_changes(run, 6)
+        assert_same(run.restored()[0], run.model, with_state=True)
+        # The store then has other records than those of the checkpoint before, all of them.
+        restore(run.directory, run.model, run.optimizer, step=2)
+        run.optimizer.step.set_value(run.optimizer.step.get_value() + 100)
+        run.save()
+    assert not is_changes(run, 102)
+    assert contents(run.restored()[0]) == contents(run.model)
 
 
 def test_they_restore_over_a_mesh(tmp_path):

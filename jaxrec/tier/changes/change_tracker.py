@@ -25,6 +25,7 @@ from jaxrec.tier.changes.changes import ChangedRows, HandOver, TableChanges
 from jaxrec.tier.changes.tracked_model import TrackedModel
 from jaxrec.tier.changes.tracked_table import ChangedIds, TrackedOpenTable, TrackedTable
 from jaxrec.tier.id_rows import raw_ids
+from jaxrec.tier.model_tables import TableVocabulary
 from jaxrec.tier.observer import TierObserver
 from jaxrec.tier.tier import tier_of
 from jaxrec.tier.vocabulary.vocabulary import Assignment
@@ -107,6 +108,11 @@ class ChangeTracker(TierObserver):
     def tables(self) -> tuple[str, ...]:
         """Names of the tracked tables, with the path of the collection where two have one name."""
         return tuple(self._model.tables)
+
+    @property
+    def vocabularies(self) -> tuple[TableVocabulary, ...]:
+        """The vocabularies of the model."""
+        return () if self._tier is None else self._tier.vocabularies
 
     def check_model(self, model: nnx.Module) -> None:
         """Check that this tracks the changes of a model.

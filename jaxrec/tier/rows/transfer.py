@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
-import pathlib
 import threading
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,6 +14,7 @@ import numpy as np
 from jaxrec.tier.rows.record_layout import RecordLayout
 from jaxrec.tier.rows.store_traffic import StoreTraffic
 from jaxrec.tier.rows.under_way import EvictedRows, RowsUnderWay, WantedRows
+from jaxrec.tier.rows.written_ids import WrittenIds
 from jaxrec.tier.stores.row_store import RecordFormat, RowStore
 
 # Evictions that wait for the store at most, in memory.
@@ -95,6 +96,7 @@ class RowTransfer:
         store.open(layout.record_format() if format is None else format)
         self.store, self.layout = store, layout
         self.traffic = StoreTraffic(layout.width)
+        self.watchers: weakref.WeakSet[WrittenIds] = weakref.WeakSet()
         # Number of rows of an earlier run, until a checkpoint takes their place.
         self.num_earlier = len(store)
         self._under_way = RowsUnderWay()
@@ -125,7 +127,7 @@ class RowTransfer:
             records = self.layout.pack(rows())
             evicted.records.set_result(records)
             with self.traffic.writing(evicted.ids.size):
-                self.store.put(evicted.ids, records)
+                self._put(evicted.ids, records)
             self._under_way.remove(evicted)
         except BaseException as error:
             self._error = error
@@ -141,7 +143,18 @@ class RowTransfer:
             ids: Distinct ids, int64 ``[n]``.
             tables: For each table its rows, under ``"rows"``, and their state by name.
         """
-        self.store.put(ids, self.layout.pack(tables))
+        self._put(ids, self.layout.pack(tables))
+
+    def delete(self, ids: np.ndarray) -> None:
+        """Remove the rows of ids from the store; ids without a row there are skipped."""
+        for watcher in self.watchers:
+            watcher.add(ids)
+        self.store.delete(ids)
+
+    def _put(self, ids: np.ndarray, records: np.ndarray) -> None:
+        for watcher in self.watchers:
+            watcher.add(ids)
+        self.store.put(ids, records)
 
     def fetch(self, ids: np.ndarray) -> StoredRows:
         """Start to read the rows of distinct ids."""
@@ -157,30 +170,11 @@ class RowTransfer:
             found[wanted.positions] = True
         return found, records if found.all() else records[found]
 
-    def state(self) -> dict[str, np.ndarray]:
-        """Return the store's records as arrays, for a checkpoint; after `wait`."""
-        parts = list(self.store.scan())
-        none = np.zeros(0, np.int64), np.zeros((0, self.layout.width), np.uint8)
-        ids, records = zip(none, *parts, strict=True)
-        return {"stored_ids": np.concatenate(ids), "stored_records": np.concatenate(records)}
-
-    def load_state(self, state: Mapping[str, np.ndarray]) -> None:
-        """Replace the store's records by the records of a `state`."""
-        parts = []
-        if "stored_ids" in state:
-            parts.append((state["stored_ids"], state["stored_records"]))
-        self.store.replace(parts)
+    def replaced(self) -> None:
+        """Note that the store's records were replaced by those of a checkpoint."""
         self.num_earlier = 0
-
-    def load_snapshot(self, directory: pathlib.Path) -> None:
-        """Replace the store's records by those of a snapshot.
-
-        Raises:
-            ValueError: The snapshot is damaged, or of another format.
-            OSError: A record cannot be read or written.
-        """
-        self.store.load_snapshot(directory)
-        self.num_earlier = 0
+        for watcher in self.watchers:
+            watcher.add_all()
 
     def check(self) -> None:
         """Raise the error of a row that could not be written."""

@@ -98,10 +98,6 @@ class CachedStore(RowStore):
     def __len__(self) -> int:
         return len(self.store)
 
-    @property
-    def is_durable(self) -> bool:
-        return self.store.is_durable
-
     def clear(self) -> None:
         with self._writing:
             self.store.clear()

@@ -75,10 +75,6 @@ class MemoryStore(RowStore):
                 records = self._opened.array[places[is_present]]
             yield part[is_present], records
 
-    @property
-    def is_durable(self) -> bool:
-        return False
-
     def __len__(self) -> int:
         return len(self._places)
 

@@ -81,11 +81,6 @@ class RowStore(abc.ABC):
     def __len__(self) -> int:
         """Return the number of records."""
 
-    @property
-    def is_durable(self) -> bool:
-        """Whether the records outlive the process; otherwise checkpoints hold them."""
-        return True
-
     def clear(self) -> None:
         """Remove all records."""
         for ids, _ in list(self.scan()):

@@ -30,6 +30,7 @@ _PART_BYTES = 1 << 22
 # Where other kinds are read and checked: modules with functions `read_snapshot(directory,
 # manifest)` and `check_snapshot(directory, manifest)`. Names, since these modules import this one.
 _KINDS = {
+    "changes": "jaxrec.tier.stores.changes_snapshot",
     "file": "jaxrec.tier.stores.file_snapshot",
     "rocksdb": "jaxrec.tier.stores.rocksdb_snapshot",
 }
@@ -118,22 +119,34 @@ def write(
         format: The format of the records.
         parts: The records, as `jaxrec.tier.RowStore.scan` yields them.
     """
+    details = {"count": 0}
+    with writing(directory, "arrow", format, details) as unfinished:
+        details["count"] = write_records(unfinished / _RECORDS, format, parts)
+
+
+def write_records(
+    path: pathlib.Path, format: RecordFormat, parts: Iterable[tuple[np.ndarray, np.ndarray]]
+) -> int:
+    """Write an Arrow IPC file of records, and return their number.
+
+    Args:
+        path: The file.
+        format: The format of the records.
+        parts: The records, as `jaxrec.tier.RowStore.scan` yields them.
+    """
     import pyarrow as pa
 
     record = pa.binary(format.width)
     schema = pa.schema([("id", pa.int64()), ("record", record)])
     schema = schema.with_metadata({"format": str(format)})
-    details = {"count": 0}
-    with (
-        writing(directory, "arrow", format, details) as unfinished,
-        pa.OSFile(str(unfinished / _RECORDS), "wb") as file,
-        pa.ipc.new_file(file, schema) as writer,
-    ):
+    count = 0
+    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, schema) as writer:
         for ids, records in parts:
             values = pa.py_buffer(np.ascontiguousarray(records))
             columns = [pa.array(ids), pa.Array.from_buffers(record, ids.size, [None, values])]
             writer.write_batch(pa.record_batch(columns, schema=schema))
-            details["count"] += ids.size
+            count += ids.size
+    return count
 
 
 def read_manifest(directory: pathlib.Path) -> Manifest:
@@ -185,16 +198,26 @@ def check(directory: pathlib.Path, format: RecordFormat) -> Manifest:
 
 
 def read(directory: pathlib.Path) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Iterate over the records of a snapshot, as `jaxrec.tier.RowStore.scan` does."""
+    """Return an iterator over the records of a snapshot, as `jaxrec.tier.RowStore.scan` does.
+
+    Raises:
+        ValueError: The snapshot is damaged, or has changes since another snapshot alone.
+    """
     directory = pathlib.Path(directory)
     manifest = read_manifest(directory)
     if manifest.kind != "arrow":
-        yield from _module(directory, manifest).read_snapshot(directory, manifest)
-        return
+        return _module(directory, manifest).read_snapshot(directory, manifest)
+    return read_records(directory / _RECORDS, manifest.format)
+
+
+def read_records(
+    path: pathlib.Path, format: RecordFormat
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Iterate over the records of a file that `write_records` wrote."""
     import pyarrow as pa
 
-    width = manifest.format.width
-    with pa.memory_map(str(directory / _RECORDS)) as source:
+    width = format.width
+    with pa.memory_map(str(path)) as source:
         reader = pa.ipc.open_file(source)
         for number in range(reader.num_record_batches):
             batch = reader.get_batch(number)

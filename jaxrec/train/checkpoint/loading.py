@@ -107,7 +107,7 @@ def load(
             _check_shape(table, tuple(shapes[name][table.name]), may_differ, path)
     if optimizer is not None:
         _check_state(named, read_forms(links[0]), path)
-    vocabularies = _new_vocabularies(model, saved["vocabularies"], path)
+    vocabularies = _new_vocabularies(model, saved["vocabularies"], links)
     values = _new_values("variables", dense_variables(model), saved["dense"], path)
     if optimizer is not None:
         values += _new_values("optimizer variables", variables(optimizer), saved["optimizer"], path)
@@ -130,7 +130,7 @@ def load(
             _load_changes(named, read_changes(link), has_state=optimizer is not None)
         if tier is not None:
             places = tier.load_state(vocabularies)
-            load_stores(tier.vocabularies, vocabularies, path / STORES)
+            load_stores(tier.vocabularies, [link / STORES for link in links])
             _move_rows(model, tier, places, links, optimizer is not None)
     except BaseException as error:
         if loaded:
@@ -222,9 +222,10 @@ def _kept(state: dict[str, Any]) -> str:
 
 
 def _new_vocabularies(
-    model: nnx.Module, saved: dict[str, dict[str, np.ndarray]], path: pathlib.Path
+    model: nnx.Module, saved: dict[str, dict[str, np.ndarray]], links: Sequence[pathlib.Path]
 ) -> dict[str, dict[str, np.ndarray]]:
     """Return the saved state of the vocabularies, without changing those of the model."""
+    path = links[-1]
     tier = tier_of(model)
     _match("vocabularies", [] if tier is None else tier.state_names, saved, path)
     state = {
@@ -233,7 +234,7 @@ def _new_vocabularies(
     }
     if tier is not None:
         try:
-            check_stores(tier.vocabularies, state, path / STORES)
+            check_stores(tier.vocabularies, state, [link / STORES for link in links])
         except ValueError as error:
             raise CheckpointError(f"{path}: {error}") from None
     return state

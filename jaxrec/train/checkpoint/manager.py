@@ -53,7 +53,7 @@ class CheckpointManager:
             builds are kept too.
         tracker: Tracks the changes of the model, so that checkpoints after a full one are
             incremental: they hold the rows that changed since the one before, with their optimizer
-            state, and all else as a full one does, also the rows in row stores. None: all are full.
+            state, also those in row stores, and all else as a full one does. None: all are full.
         consumer: Name of the tracker's consumer for these checkpoints.
         full_every: Number of checkpoints from one full one to the next. `restore` reads all from
             the last full one on, and damage of one harms those that build on it.

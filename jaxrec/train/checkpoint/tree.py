@@ -19,12 +19,13 @@ from jaxrec.embed.variables import dense_variables, plain, variables
 from jaxrec.tier.changes.tracked_table import ChangedIds
 from jaxrec.tier.saved_stores import snapshot_stores
 from jaxrec.tier.tier import Tier, tier_of
+from jaxrec.train.checkpoint.increments import Changes
 
 Collection = EmbeddingBagCollection | EmbeddingCollection
 
 
-TakeChanges: TypeAlias = Callable[[], Mapping[tuple[str, str], ChangedIds] | None]
-"""Returns the changed ids by collection and table; None where all rows are saved."""
+TakeChanges: TypeAlias = Callable[[], Changes | None]
+"""Returns the changes to be saved; None: all rows are saved."""
 
 
 def saved_tree(
@@ -42,26 +43,26 @@ def saved_tree(
         model: The model.
         optimizer: Its optimizer.
         state: State of the run.
-        stores: Directory for snapshots of the durable row stores, made if there is one; None: they
-            are not copied.
+        stores: Directory for snapshots of the row stores, made if there is one; None: they are not
+            saved.
         take_changes: Called when the tables agree with their vocabularies.
     """
     tier = tier_of(model)
     if tier is None:
-        return _saved_tree(model, optimizer, state, take_changes())
+        changes = take_changes()
+        return _saved_tree(model, optimizer, state, None if changes is None else changes.tables)
     with tier.settled(model):
-        if (
-            stores is not None and jax.process_index() == 0
-        ):  # the stores of all processes have the same rows
-            snapshot_stores(tier.vocabularies, stores)
+        changes = take_changes()
+        if stores is not None and jax.process_index() == 0:  # stores of processes are alike
+            snapshot_stores(tier.vocabularies, stores, {} if changes is None else changes.stores)
         vocabularies = {
             name: {key: _with_end(array) for key, array in arrays.items()}
             for name, arrays in tier.state().items()
         }
-        changes = take_changes()
+        rows = None
         if changes is not None:
-            changes = {key: _changed_rows(tier, key, ids) for key, ids in changes.items()}
-        tree = _saved_tree(model, optimizer, state, changes)
+            rows = {key: _changed_rows(tier, key, ids) for key, ids in changes.tables.items()}
+        tree = _saved_tree(model, optimizer, state, rows)
         return {**tree, "vocabularies": vocabularies}
 
 

@@ -13,6 +13,7 @@ from jaxrec.tier.tier import tier_of
 from tests.tier import models
 from tests.tier.changes.models import (
     OPEN,
+    SETTINGS,
     Copy,
     assert_same,
     brought_up_to_date,

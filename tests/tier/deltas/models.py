@@ -15,6 +15,7 @@ import time
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pyarrow.fs as pafs
 from flax import nnx
 

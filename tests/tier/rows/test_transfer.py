@@ -12,6 +12,7 @@ import pytest
 from jaxrec.embed.checkpoint_view import LogicalTable
 from jaxrec.tier.rows.record_layout import RecordLayout
 from jaxrec.tier.rows.transfer import _MOST_SENT, RowTransfer
+from jaxrec.tier.rows.written_ids import WrittenIds
 from jaxrec.tier.stores.memory_store import MemoryStore
 
 TIMEOUT = 20
@@ -186,30 +187,20 @@ def test_a_slow_store_makes_the_step_wait():
     assert_rows(transfer.fetch(ids).result()[1], ids, 99)
 
 
-# Checkpoints.
-
-
-def test_state():
+def test_watchers_see_each_write_of_the_store():
     transfer = RowTransfer(MemoryStore(), layout_of())
-    empty = transfer.state()
-    assert {name: array.shape for name, array in empty.items()} == {
-        "stored_ids": (0,),
-        "stored_records": (0, layout_of().width),
-    }
+    written = WrittenIds()
+    transfer.watchers.add(written)
+    assert written.take() is None
     ids = np.array([5, 6])
     transfer.send(transfer.announce(ids), lambda: rows_of(ids, 1))
     transfer.wait()
-    state = transfer.state()
-    other = RowTransfer(MemoryStore(), layout_of())
-    others = np.array([6, 7])
-    other.send(other.announce(others), lambda: rows_of(others, 9))
-    other.wait()
-    other.load_state(state)
-    found, tables = other.fetch(np.array([5, 6, 7])).result()
-    assert found.tolist() == [True, True, False]
-    assert_rows(tables, ids, 1)
-    other.load_state(empty)
-    assert len(other.store) == 0
+    transfer.put(np.array([9]), rows_of(np.array([9]), 1))
+    transfer.delete(np.array([6, 11]))
+    assert written.take().tolist() == [5, 6, 9, 11]
+    transfer.replaced()
+    assert written.take() is None
+    assert written.take().tolist() == []
 
 
 # Failures.

@@ -124,10 +124,6 @@ def test_misuse():
         store.open(RecordFormat(4, "rows"))
 
 
-def test_it_is_lost_with_the_process():
-    assert not MemoryStore().is_durable
-
-
 def test_threads():
     """Records are never torn, lost or another id's, while the store grows and others delete."""
     store = opened(64)

@@ -222,7 +222,6 @@ def test_several_threads(name, format, opened):
 def test_records_outlive_a_store(name, format, opened):
     ids = np.array([5, 2000, 0])
     first = opened(name, format)
-    assert first.is_durable
     first.put(ids, records_of(ids))
     first.flush()
     first.close()
@@ -375,7 +374,6 @@ def test_snapshots_of_another_format(name, opened, tmp_path):
 
 def test_what_a_store_need_not_say(opened):
     store = opened("own")
-    assert store.is_durable
     store.flush()
     store.close()
 
