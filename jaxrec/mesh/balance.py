@@ -7,7 +7,6 @@ import warnings
 from collections import Counter
 
 import jax
-import jax.numpy as jnp
 
 from jaxrec.mesh.layout import MeshLayout
 from jaxrec.mesh.placed_group import PlacedGroup
@@ -54,7 +53,7 @@ def row_bytes(placed: PlacedGroup) -> int:
     """Return the bytes of a row of the group's array and of its optimizer state."""
     group = placed.group
     state = jax.eval_shape(lambda: group.optimizer.init(1, group.dim))
-    return group.dim * jnp.dtype(group.dtype).itemsize + sum(
+    return group.row_format.row_bytes(group.dim) + sum(
         math.prod(array.shape) * array.dtype.itemsize for array in state.values()
     )
 

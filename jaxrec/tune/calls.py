@@ -16,6 +16,7 @@ from jax import Array
 
 from jaxrec import optim
 from jaxrec.embed.config import EmbeddingBagConfig, TableConfig
+from jaxrec.embed.formats.plain import PlainRows
 from jaxrec.embed.kernels import BagLayout, Lookups, reference
 from jaxrec.embed.kernels.trial import Form
 from jaxrec.embed.kernels.tuning import size_of
@@ -107,6 +108,8 @@ def calls_of(
 def _calls_of_group(
     group: Group, constraints: Mapping[str, ParameterConstraints], batch: Batch
 ) -> Iterator[Call]:
+    if not isinstance(group.row_format, PlainRows):
+        return  # Packed rows have one implementation besides the reference.
     names = tuple(table.name for table in group.tables)
     counts = _row_counts(group, batch.max_bytes)
     layout = _layout(group, counts, constraints, batch)
@@ -117,7 +120,7 @@ def _calls_of_group(
         # Sums of whole numbers are exact in any order.
         row = jnp.arange(num_rows, dtype=jnp.int32)[:, None] % 7
         column = jnp.arange(dim, dtype=jnp.int32)[None] % 3
-        return (row - column - 2).astype(group.dtype)
+        return (row - column - 2).astype(group.row_format.dtype)
 
     def ids() -> Array:
         return _draw_ids(layout, batch.skew)
@@ -183,7 +186,7 @@ def _row_counts(group: Group, max_bytes: float) -> tuple[int, ...]:
     """Return the number of rows of each table, cut in proportion to fit ``max_bytes``."""
     state = jax.eval_shape(lambda: group.optimizer.init(1, group.dim))
     state_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
-    row_bytes = group.dim * jnp.dtype(group.dtype).itemsize + state_bytes
+    row_bytes = group.row_format.row_bytes(group.dim) + state_bytes
     share = min(1.0, max_bytes / (row_bytes * group.num_rows))
     return tuple(max(1, int(table.num_embeddings * share)) for table in group.tables)
 
