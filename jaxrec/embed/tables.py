@@ -30,6 +30,7 @@ from jaxrec.embed.row_gradients import (
     table_squares,
 )
 from jaxrec.embed.row_slots import RowSlots
+from jaxrec.embed.state import new_state
 from jaxrec.embed.store import TableStore
 from jaxrec.optim import RowOptimizer
 from jaxrec.optim.hyperparameter import Step, as_step
@@ -68,7 +69,14 @@ class Tables(TableStore):
         """
         check_num_rows(layout.configs)
         rows = {group.name: _init_rows(group, key) for group in layout.groups}
-        state = {group.name: _init_state(group) for group in layout.groups}
+        state = {
+            group.name: new_state(
+                group.optimizer,
+                group.dim,
+                functools.partial(_equal_rows, num_rows=group.num_rows),
+            )
+            for group in layout.groups
+        }
         return cls(rows, state, layout)
 
     @property
@@ -154,7 +162,7 @@ class Tables(TableStore):
 
     def read(self, name: str) -> Float[Array, "num_embeddings embedding_dim"]:
         group, rows = self._find(name)
-        return self.rows[group.name][rows]
+        return copy_rows(self.rows[group.name], rows)
 
     def write(
         self, name: str, values: Float[Array | np.ndarray, "num_embeddings embedding_dim"]
@@ -167,7 +175,7 @@ class Tables(TableStore):
 
     def read_state(self, name: str) -> dict[str, Array]:
         group, rows = self._find(name)
-        return {key: array[rows] for key, array in self.state[group.name].items()}
+        return {key: copy_rows(array, rows) for key, array in self.state[group.name].items()}
 
     def write_state(self, name: str, state: Mapping[str, Array | np.ndarray]) -> Tables:
         group, rows = self._find(name)
@@ -252,6 +260,12 @@ class Tables(TableStore):
         return group, slice(start, start + group.tables[index].num_embeddings)
 
 
+def copy_rows(array: Shaped[TableArray, "rows ..."], rows: slice) -> Shaped[Array, "n ..."]:
+    """Return some rows of an array in memory of their own, which no donation takes away."""
+    part = array[rows]
+    return jnp.copy(part) if part is array else part  # JAX returns an array that is sliced whole.
+
+
 def check_state(name: str, kept: Mapping[str, object], given: Mapping[str, object]) -> None:
     """Raise a ValueError where a table's state is not what its optimizer keeps."""
     if set(given) != set(kept):
@@ -309,9 +323,8 @@ def _init_rows(group: Group, key: Array) -> Float[TableArray, "rows dim"]:
     return rows
 
 
-def _init_state(group: Group) -> dict[str, TableArray]:
-    first = group.optimizer.init(1, group.dim)
-    return {key: kernels.new_rows(array[0], group.num_rows) for key, array in first.items()}
+def _equal_rows(row: np.ndarray, num_rows: int) -> Array:
+    return kernels.new_rows(jnp.asarray(row), num_rows)
 
 
 def _check_shape(values: Array | np.ndarray, expected: tuple[int, ...], what: str) -> None:

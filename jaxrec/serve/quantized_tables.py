@@ -16,7 +16,7 @@ from jaxrec.embed.config import TableConfig, check_num_rows
 from jaxrec.embed.formats import PackedRows, RowFormat, as_table, check_rows
 from jaxrec.embed.layout import Group, layout_tables
 from jaxrec.embed.row_gradients import Activations, Residuals, RowGradients
-from jaxrec.embed.tables import Tables
+from jaxrec.embed.tables import Tables, copy_rows
 from jaxrec.optim import frozen
 from jaxrec.optim.hyperparameter import Step
 
@@ -92,7 +92,7 @@ class QuantizedTables(Tables):
         """
         group, rows = self._find(name)
         array = self.rows[group.name]
-        return (array.stored if isinstance(array, PackedRows) else array)[rows]
+        return copy_rows(array.stored if isinstance(array, PackedRows) else array, rows)
 
     def _format(self, group: Group) -> RowFormat:
         names = [each.name for each in self.layout.groups]

@@ -21,6 +21,7 @@ from jaxrec.embed.kernels import BagLayout, Lookups, reference
 from jaxrec.embed.kernels.trial import Form
 from jaxrec.embed.kernels.tuning import size_of
 from jaxrec.embed.layout import Group, layout_tables
+from jaxrec.embed.state import new_state, state_bytes
 from jaxrec.plan.constraints import ParameterConstraints
 
 Skew: TypeAlias = Literal["powerlaw", "uniform"]
@@ -155,10 +156,15 @@ def _calls_of_group(
     if not group.optimizer.is_trained:
         return
 
+    def equal_rows(row: np.ndarray) -> Array:
+        return jnp.broadcast_to(row, (num_rows, *row.shape))
+
     def update() -> dict[str, Any]:
         return {
             "table": rows(),
-            "state": group.optimizer.init(num_rows, dim),
+            "state": new_state(
+                group.optimizer, dim, lambda row: jnp.tile(row, (num_rows, *row.shape))
+            ),
             "lookups": lookups(),
             "gradients": gradients(),
             "step": jnp.int32(0),
@@ -184,9 +190,7 @@ def _calls_of_group(
 
 def _row_counts(group: Group, max_bytes: float) -> tuple[int, ...]:
     """Return the number of rows of each table, cut in proportion to fit ``max_bytes``."""
-    state = jax.eval_shape(lambda: group.optimizer.init(1, group.dim))
-    state_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
-    row_bytes = group.row_format.row_bytes(group.dim) + state_bytes
+    row_bytes = group.row_format.row_bytes(group.dim) + state_bytes(group.optimizer, group.dim)
     share = min(1.0, max_bytes / (row_bytes * group.num_rows))
     return tuple(max(1, int(table.num_embeddings * share)) for table in group.tables)
 

@@ -10,7 +10,8 @@ from jaxrec.embed.formats.packed_rows import TableArray as TableArray
 from jaxrec.embed.formats.packed_rows import as_table as as_table
 from jaxrec.embed.formats.packed_rows import is_packed as is_packed
 from jaxrec.embed.formats.plain import PlainRows
-from jaxrec.embed.formats.trained8 import ScaledFloat8Rows, TrainedInt8Rows
+from jaxrec.embed.formats.scaled_float8 import ScaledFloat8Rows
+from jaxrec.embed.formats.trained_int8 import TrainedInt8Rows
 
 
 def _by_name(*formats: RowFormat) -> dict[str, RowFormat]:

@@ -29,6 +29,11 @@ class FloatGrid:
         info = jnp.finfo(dtype)
         return cls(info.nmant, float(info.smallest_normal), float(info.max))
 
+    @property
+    def spacing(self) -> float:
+        """Distance of subnormal numbers, the smallest number above 0."""
+        return self.smallest_normal * 2.0**-self.fraction_bits
+
     def round(
         self, values: Float[Array, "*shape"], noise: UInt32[Array, "*shape"]
     ) -> Float[Array, "*shape"]:
@@ -43,9 +48,8 @@ class FloatGrid:
         rounded = cut_bits(values, 23 - self.fraction_bits, noise)
         if self.smallest_normal > float(jnp.finfo(jnp.float32).smallest_normal):
             # Subnormal numbers lie on a fixed grid.
-            spacing = self.smallest_normal * 2.0**-self.fraction_bits
             is_small = jnp.abs(values) < self.smallest_normal
-            rounded = jnp.where(is_small, _round_to_grid(values, spacing, noise), rounded)
+            rounded = jnp.where(is_small, _round_to_grid(values, self.spacing, noise), rounded)
         return jnp.where(jnp.abs(values) <= self.largest, rounded, values)
 
 

@@ -311,8 +311,9 @@ def fused_update(
 def is_fused(optimizer: RowOptimizer) -> bool:
     """Return whether the library knows an optimizer with its settings."""
     settings = getattr(optimizer, "weight_decay", None)
-    is_fixed = not isinstance(settings, hyperparameter)
-    return type(optimizer) in _RULES and optimizer.clip_norm is None and is_fixed
+    if isinstance(settings, hyperparameter) or optimizer.state_dtype != "float32":
+        return False
+    return type(optimizer) in _RULES and optimizer.clip_norm is None
 
 
 def _rates(optimizer: RowOptimizer, step: Int[Array, ""]) -> Float[Array, " 3"]:

@@ -292,7 +292,7 @@ def update_unique(
     )
     new_table = put(table, rows, salt=0)
     return new_table, {
-        name: put(array, new_state[name], salt)
+        name: put(array, _within_range(new_state[name], array.dtype), salt)
         for salt, (name, array) in enumerate(sorted(state.items()), start=1)
     }
 
@@ -314,6 +314,14 @@ def _sum_runs(
         return values if scale is None else values * scale[:, None].astype(jnp.float32)
 
     return sum_stretches(load, (bags, scales), runs.segments, bags.size, gradients.shape[1])
+
+
+def _within_range(state: Array, dtype: DTypeLike) -> Array:
+    """Bound state by the numbers of float16 where it is stored so: a sum of squares may grow."""
+    if jnp.dtype(dtype) != jnp.float16:
+        return state
+    largest = float(jnp.finfo(jnp.float16).max)
+    return jnp.clip(state, -largest, largest)
 
 
 def _put_rows(array: TableArray, rows: Int32[Array, " n"], values: Array) -> TableArray:

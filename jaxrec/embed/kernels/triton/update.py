@@ -33,6 +33,8 @@ def refuse(primitive: str, arguments: Mapping[str, Any]) -> str | None:
     """Return the reason why these kernels do not take a call; None: they do."""
     if is_packed(arguments.get("table")):
         return "it does not unpack rows"
+    if primitive == "fused_update" and arguments["optimizer"].state_dtype != "float32":
+        return "its optimizer state is float32"
     if primitive != "fused_update" or arguments["optimizer"].can_cut_rows:
         return None
     # Kernels hold rows padded with columns that a sum must leave out.
