@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int32, Shaped
 
+from jaxrec.embed.formats import TableArray
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +44,7 @@ def part_rows(rows: int, parts: int) -> int:
 
 @functools.partial(jax.jit, static_argnames="padded_rows")
 def take_rows(
-    array: Shaped[Array, "rows ..."],
+    array: Shaped[TableArray, "rows ..."],
     first: Int32[Array, ""],
     count: Int32[Array, ""],
     padded_rows: int,
@@ -54,18 +56,18 @@ def take_rows(
 
 @functools.partial(jax.jit, donate_argnums=0)
 def put_rows(
-    array: Shaped[Array, "rows ..."],
+    array: Shaped[TableArray, "rows ..."],
     values: Shaped[Array, "padded_rows ..."],
     first: Int32[Array, ""],
     count: Int32[Array, ""],
-) -> Shaped[Array, "rows ..."]:
+) -> Shaped[TableArray, "rows ..."]:
     """Set ``count`` rows from ``first`` on, in place."""
     rows = _row_indices(array, first, count, values.shape[0])
     return array.at[rows].set(values.astype(array.dtype), mode="drop")
 
 
 def _row_indices(
-    array: Array, first: Int32[Array, ""], count: Int32[Array, ""], padded_rows: int
+    array: TableArray, first: Int32[Array, ""], count: Int32[Array, ""], padded_rows: int
 ) -> Int32[Array, " padded_rows"]:
     """Return the indices of the rows; past the end of the array after ``count`` of them."""
     index = jnp.arange(padded_rows, dtype=jnp.int32)

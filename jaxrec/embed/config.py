@@ -10,12 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, DTypeLike
 
+from jaxrec.embed.formats import TABLE_FORMATS, RowFormat
 from jaxrec.embed.initialize import INITIALIZERS
 from jaxrec.optim import RowOptimizer
 
 Initializer: TypeAlias = Callable[[Array, tuple[int, ...], DTypeLike], Array]
 
-TABLE_DTYPES = ("float32", "bfloat16", "float16")
+TABLE_DTYPES = tuple(TABLE_FORMATS)
 POOLINGS = ("sum", "mean")
 
 
@@ -30,7 +31,10 @@ class TableConfig:
         embedding_dim: Columns of the table, 1 or more.
         feature_names: Keys of the batch that are looked up in this table; the table's own name if
             none are given. A feature may be looked up in several tables.
-        dtype: "float32", "bfloat16" or "float16".
+        dtype: Format of the stored rows: "float32", "bfloat16", "float16", or one byte an element:
+            "int8" (a float32 scale and offset for each row), "float8_e4m3" or "float8_e5m2" (a
+            float32 scale for each row). Rows of one byte an element are read, looked up and updated
+            in float32, and stored by stochastic rounding. `jax.numpy`'s types are taken too.
         initializer: One of "uniform" (within ``±1/sqrt(num_embeddings)``, TorchRec's default),
             "normal" (standard deviation ``1/sqrt(embedding_dim)``), "xavier_uniform",
             "xavier_normal", "zeros", "ones"; or a function ``(key, shape, dtype) -> array`` as in
@@ -75,6 +79,11 @@ class TableConfig:
                 f"table {self.name!r}: trainable is True or False, got {self.trainable!r}"
             )
 
+    @property
+    def row_format(self) -> RowFormat:
+        """Format of the stored rows."""
+        return TABLE_FORMATS[str(self.dtype)]
+
     def _positive_int(self, field: str) -> int:
         value = getattr(self, field)
         if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
@@ -99,15 +108,25 @@ class TableConfig:
 
     def _checked_dtype(self) -> str:
         try:
-            dtype = jnp.dtype(self.dtype).name
-        except TypeError:
-            dtype = None
-        if dtype not in TABLE_DTYPES:
-            raise ValueError(
-                f"table {self.name!r}: dtype is one of {', '.join(TABLE_DTYPES)}, "
-                f"got {self.dtype!r}"
-            )
+            dtype = table_dtype(self.dtype)
+        except ValueError as error:
+            raise ValueError(f"table {self.name!r}: {error}") from None
         return dtype
+
+
+def table_dtype(dtype: DTypeLike) -> str:
+    """Return the name of a table's ``dtype``.
+
+    Raises:
+        ValueError: Tables cannot have it.
+    """
+    try:
+        name = jnp.dtype(dtype).name.removesuffix("fn")
+    except TypeError:
+        name = ""
+    if name not in TABLE_DTYPES:
+        raise ValueError(f"dtype is one of {', '.join(TABLE_DTYPES)}, got {dtype!r}")
+    return name
 
 
 # int32 numbers the rows, the row after the last (padding) and one beyond it.

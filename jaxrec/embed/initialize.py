@@ -11,6 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int32, Key, Shaped
 
+from jaxrec.embed.formats import TableArray
+
 # Rows are made in blocks of about this many elements, so that memory beyond the table stays small
 # and the values do not depend on how tables are grouped or spread over devices.
 BLOCK_ELEMENTS = 1 << 18
@@ -76,12 +78,12 @@ def _check_scale(initializer: Callable, dim: int) -> None:
 
 
 def initialize_rows(
-    array: Float[Array, "rows dim"],
+    array: Float[TableArray, "rows dim"],
     key: Array,
     initializer: str | Callable,
     first_row: int,
     num_rows: int,
-) -> Float[Array, "rows dim"]:
+) -> Float[TableArray, "rows dim"]:
     """Fill ``num_rows`` rows of a group's array from ``first_row`` on; ``array`` is donated."""
     draw, scale = draw_and_scale(initializer, num_rows, array.shape[1])
     return _fill(array, key, draw, scale, np.array([0, num_rows, first_row, 0], np.int32))
@@ -89,23 +91,23 @@ def initialize_rows(
 
 @functools.partial(jax.jit, static_argnums=2, donate_argnums=0)
 def _fill(
-    array: Float[Array, "rows dim"],
+    array: Float[TableArray, "rows dim"],
     key: Array,
     draw: Callable,
     scale: Float[Array, ""],
     place: Int32[Array, "4"],
-) -> Float[Array, "rows dim"]:
+) -> Float[TableArray, "rows dim"]:
     return fill_rows(array, key, draw, scale, place, array.shape[1])
 
 
 def fill_rows(
-    array: Float[Array, "rows width"],
+    array: Float[TableArray, "rows width"],
     key: Array,
     draw: Callable,
     scale: Float[Array, ""],
     place: Int32[Array, "4"],
     dim: int,
-) -> Float[Array, "rows width"]:
+) -> Float[TableArray, "rows width"]:
     """Fill rows of an array with a part of a table's first values.
 
     Args:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrec.embed.config import MAX_ROWS, EmbeddingBagConfig, TableConfig
+from jaxrec.embed.formats import RowFormat
 from jaxrec.embed.kernels import BagLayout
 from jaxrec.optim import RowOptimizer, frozen
 from jaxrec.ragged import KeyedJaggedArray
@@ -20,6 +21,8 @@ from jaxrec.ragged import KeyedJaggedArray
 @dataclasses.dataclass(frozen=True)
 class Group:
     """Tables of equal width, type and optimizer, stored as one ``[num_rows, dim]`` array.
+
+    Where the type is no float of 16 or 32 bits, the array is a `PackedRows`.
 
     Attributes:
         name: Name of the group, such as ``"float32_64"``.
@@ -36,8 +39,9 @@ class Group:
         return self.tables[0].embedding_dim
 
     @property
-    def dtype(self) -> str:
-        return jnp.dtype(self.tables[0].dtype).name
+    def row_format(self) -> RowFormat:
+        """Format of the stored rows."""
+        return self.tables[0].row_format
 
     @property
     def is_pooled(self) -> bool:

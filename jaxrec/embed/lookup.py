@@ -13,6 +13,7 @@ import numpy as np
 from jaxtyping import Array, DTypeLike, Float, Int32
 
 from jaxrec.embed import kernels
+from jaxrec.embed.formats import TableArray
 from jaxrec.embed.kernels import BagLayout, Lookups
 from jaxrec.embed.layout import Group, TableLayout
 from jaxrec.embed.row_gradients import Residuals
@@ -43,7 +44,7 @@ def require_weights(features: KeyedJaggedArray) -> None:
 
 
 def pool(
-    table: Float[Array, "rows dim"],
+    table: Float[TableArray, "rows dim"],
     ids: Int32[Array, " capacity"],
     lengths: Int32[Array, " all_bags"],
     weights: Float[Array, " capacity"] | None,

@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, DTypeLike, Float, Int32, Shaped
 from jaxrec.embed import kernels
 from jaxrec.embed.checkpoint_view import LogicalTable, part_rows, put_rows, take_rows
 from jaxrec.embed.config import check_num_rows
+from jaxrec.embed.formats import PackedRows, TableArray, as_table, check_packed, is_packed
 from jaxrec.embed.initialize import initialize_rows, table_key
 from jaxrec.embed.layout import Group, TableLayout
 from jaxrec.embed.lookup import flatten, join_pooled, lookup_weights, pool, shares_bags, split_rows
@@ -29,6 +30,7 @@ from jaxrec.embed.row_gradients import (
     table_squares,
 )
 from jaxrec.embed.row_slots import RowSlots
+from jaxrec.embed.state import new_state
 from jaxrec.embed.store import TableStore
 from jaxrec.optim import RowOptimizer
 from jaxrec.optim.hyperparameter import Step, as_step
@@ -47,13 +49,13 @@ class Tables(TableStore):
     """Tables that lie whole on one device.
 
     Attributes:
-        rows: Rows of each group's tables, ``[num_rows, dim]`` of the group's type.
+        rows: Rows of each group's tables, ``[num_rows, dim]`` in the group's row format.
         state: Optimizer state of each group, arrays of ``num_rows`` rows.
         layout: The tables in groups, and which features read them.
     """
 
-    rows: dict[str, Float[Array, "rows dim"]]
-    state: dict[str, dict[str, Array]]
+    rows: dict[str, Float[TableArray, "rows dim"]]
+    state: dict[str, dict[str, TableArray]]
     layout: TableLayout = dataclasses.field(metadata={"static": True})
 
     @classmethod
@@ -67,7 +69,14 @@ class Tables(TableStore):
         """
         check_num_rows(layout.configs)
         rows = {group.name: _init_rows(group, key) for group in layout.groups}
-        state = {group.name: _init_state(group) for group in layout.groups}
+        state = {
+            group.name: new_state(
+                group.optimizer,
+                group.dim,
+                functools.partial(_equal_rows, num_rows=group.num_rows),
+            )
+            for group in layout.groups
+        }
         return cls(rows, state, layout)
 
     @property
@@ -153,18 +162,20 @@ class Tables(TableStore):
 
     def read(self, name: str) -> Float[Array, "num_embeddings embedding_dim"]:
         group, rows = self._find(name)
-        return self.rows[group.name][rows]
+        return copy_rows(self.rows[group.name], rows)
 
     def write(
         self, name: str, values: Float[Array | np.ndarray, "num_embeddings embedding_dim"]
     ) -> Tables:
         group, rows = self._find(name)
+        _check_shape(values, (rows.stop - rows.start, group.dim), f"table {name!r}")
+        self._check(group, f"table {name!r}, ", values)
         array = _write(self.rows[group.name], rows, values, f"table {name!r}")
         return dataclasses.replace(self, rows=self.rows | {group.name: array})
 
     def read_state(self, name: str) -> dict[str, Array]:
         group, rows = self._find(name)
-        return {key: array[rows] for key, array in self.state[group.name].items()}
+        return {key: copy_rows(array, rows) for key, array in self.state[group.name].items()}
 
     def write_state(self, name: str, state: Mapping[str, Array | np.ndarray]) -> Tables:
         group, rows = self._find(name)
@@ -175,6 +186,9 @@ class Tables(TableStore):
             for key, array in arrays.items()
         }
         return dataclasses.replace(self, state=self.state | {group.name: arrays})
+
+    def check_values(self, name: str, rows: np.ndarray) -> None:
+        self._check(self._find(name)[0], f"table {name!r}, given ", rows)
 
     def row_slots(self, name: str, rows: np.ndarray) -> list[RowSlots]:
         group, where = self._find(name)
@@ -203,12 +217,13 @@ class Tables(TableStore):
         group, index = self.layout.find(name)
         padded_rows = part_rows(group.tables[index].num_embeddings, 1)
 
-        def shape(array: Array) -> jax.ShapeDtypeStruct:
+        def shape(array: TableArray) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(
                 (padded_rows, *array.shape[1:]), array.dtype, sharding=array.sharding
             )
 
-        return jax.tree.map(shape, LogicalTable(self.rows[group.name], self.state[group.name]))
+        stored = LogicalTable(self.rows[group.name], self.state[group.name])
+        return jax.tree.map(shape, stored, is_leaf=is_packed)
 
     def checkpoint_view(self, name: str) -> LogicalTable:
         group, rows = self._find(name)
@@ -219,10 +234,12 @@ class Tables(TableStore):
             count=jnp.int32(count),
             padded_rows=part_rows(count, 1),
         )
-        return jax.tree.map(take, LogicalTable(self.rows[group.name], self.state[group.name]))
+        stored = LogicalTable(self.rows[group.name], self.state[group.name])
+        return jax.tree.map(take, stored, is_leaf=is_packed)
 
     def from_checkpoint(self, name: str, logical: LogicalTable, num_rows: int) -> Tables:
         group, rows = self._find(name)
+        self._check(group, f"table {name!r}, saved ", logical.rows)
         put = functools.partial(put_rows, first=jnp.int32(rows.start), count=jnp.int32(num_rows))
         state = dict(self.state[group.name])
         state |= {key: put(state[key], array) for key, array in logical.state.items()}
@@ -232,11 +249,21 @@ class Tables(TableStore):
             state=self.state | {group.name: state},
         )
 
+    def _check(self, group: Group, where: str, rows: Array | np.ndarray) -> None:
+        """Raise a ValueError where a group cannot hold rows that are to be set."""
+        check_packed(group.row_format, where, rows)
+
     def _find(self, name: str) -> tuple[Group, slice]:
         """Return the group of a table, and the table's rows in it."""
         group, index = self.layout.find(name)
         start = group.row_offsets[index]
         return group, slice(start, start + group.tables[index].num_embeddings)
+
+
+def copy_rows(array: Shaped[TableArray, "rows ..."], rows: slice) -> Shaped[Array, "n ..."]:
+    """Return some rows of an array in memory of their own, which no donation takes away."""
+    part = array[rows]
+    return jnp.copy(part) if part is array else part  # JAX returns an array that is sliced whole.
 
 
 def check_state(name: str, kept: Mapping[str, object], given: Mapping[str, object]) -> None:
@@ -246,11 +273,13 @@ def check_state(name: str, kept: Mapping[str, object], given: Mapping[str, objec
 
 
 def read_slots(
-    rows: Float[Array, "rows dim"], state: Mapping[str, Array], slots: Int32[Array, " n"]
+    rows: Float[TableArray, "rows dim"],
+    state: Mapping[str, TableArray],
+    slots: Int32[Array, " n"],
 ) -> tuple[Float[Array, "n dim"], dict[str, Array]]:
     """Return some rows of an array and of its state; zeros for a slot outside."""
 
-    def read(array: Array) -> Array:
+    def read(array: TableArray) -> Array:
         index = jnp.where(slots < 0, array.shape[0], slots)
         return array.at[index].get(mode="fill", fill_value=0)
 
@@ -258,15 +287,15 @@ def read_slots(
 
 
 def write_slots(
-    rows: Shaped[Array, "rows dim"],
-    state: Mapping[str, Array],
+    rows: Shaped[TableArray, "rows dim"],
+    state: Mapping[str, TableArray],
     slots: Int32[Array, " n"],
     new_rows: Shaped[Array, "n dim"],
     new_state: Mapping[str, Array],
-) -> tuple[Shaped[Array, "rows dim"], dict[str, Array]]:
+) -> tuple[Shaped[TableArray, "rows dim"], dict[str, TableArray]]:
     """Return an array and its state with some rows set; a slot outside is skipped."""
 
-    def write(array: Array, values: Array) -> Array:
+    def write(array: TableArray, values: Array) -> TableArray:
         index = jnp.where(slots < 0, array.shape[0], slots)
         return array.at[index].set(values.astype(array.dtype), mode="drop")
 
@@ -283,8 +312,10 @@ def _check_batch(features: KeyedJaggedArray) -> None:
         )
 
 
-def _init_rows(group: Group, key: Array) -> Float[Array, "rows dim"]:
-    rows = kernels.new_rows(jnp.zeros(group.dim, group.dtype), group.num_rows)
+def _init_rows(group: Group, key: Array) -> Float[TableArray, "rows dim"]:
+    row_format = group.row_format
+    zeros = row_format.pack(jnp.zeros((1, group.dim)))[0]
+    rows = as_table(kernels.new_rows(zeros, group.num_rows), row_format, group.dim)
     for table, offset in zip(group.tables, group.row_offsets, strict=True):
         rows = initialize_rows(
             rows, table_key(key, table.name), table.initializer, offset, table.num_embeddings
@@ -292,25 +323,36 @@ def _init_rows(group: Group, key: Array) -> Float[Array, "rows dim"]:
     return rows
 
 
-def _init_state(group: Group) -> dict[str, Array]:
-    first = group.optimizer.init(1, group.dim)
-    return {key: kernels.new_rows(array[0], group.num_rows) for key, array in first.items()}
+def _equal_rows(row: np.ndarray, num_rows: int) -> Array:
+    return kernels.new_rows(jnp.asarray(row), num_rows)
 
 
-def _write(array: Array, rows: slice, values: Array | np.ndarray, what: str) -> Array:
-    expected = (rows.stop - rows.start, *array.shape[1:])
+def _check_shape(values: Array | np.ndarray, expected: tuple[int, ...], what: str) -> None:
     if np.shape(values) != expected:
         raise ValueError(f"{what} has shape {expected}, got {np.shape(values)}")
+
+
+def _write(array: TableArray, rows: slice, values: Array | np.ndarray, what: str) -> TableArray:
+    expected = (rows.stop - rows.start, *array.shape[1:])
+    _check_shape(values, expected, what)
     if not isinstance(values, jax.Array):
         values = np.asarray(values)
     # A host array is copied in steps, so that it never lies whole on the device beside the table.
     step = max(1, _COPY_ELEMENTS // max(1, int(np.prod(array.shape[1:]))))
     for start in range(0, expected[0], step):
         part = jnp.asarray(values[start : start + step], array.dtype)
-        array = _write_part(array, part, jnp.int32(rows.start + start))
+        array = write_part(array, part, jnp.int32(rows.start + start))
     return array
 
 
 @functools.partial(jax.jit, donate_argnums=0)
-def _write_part(array: Array, part: Array, start: Int32[Array, ""]) -> Array:
-    return jax.lax.dynamic_update_slice_in_dim(array, part, start, 0)
+def write_part(
+    array: Float[TableArray, "rows ..."], part: Float[Array, "n ..."], start: Int32[Array, ""]
+) -> Float[TableArray, "rows ..."]:
+    """Set consecutive rows from row ``start`` on, in place: the array is donated."""
+    if isinstance(array, PackedRows):
+        packed = array.row_format.pack(part)
+        return array.with_stored(
+            jax.lax.dynamic_update_slice_in_dim(array.stored, packed, start, 0)
+        )
+    return jax.lax.dynamic_update_slice_in_dim(array, part.astype(array.dtype), start, 0)

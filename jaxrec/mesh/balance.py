@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections import Counter
 
-import jax
-import jax.numpy as jnp
-
+from jaxrec.embed.state import state_bytes
 from jaxrec.mesh.layout import MeshLayout
 from jaxrec.mesh.placed_group import PlacedGroup
 
@@ -53,10 +50,7 @@ def rows_by_device(placed: PlacedGroup) -> list[int]:
 def row_bytes(placed: PlacedGroup) -> int:
     """Return the bytes of a row of the group's array and of its optimizer state."""
     group = placed.group
-    state = jax.eval_shape(lambda: group.optimizer.init(1, group.dim))
-    return group.dim * jnp.dtype(group.dtype).itemsize + sum(
-        math.prod(array.shape) * array.dtype.itemsize for array in state.values()
-    )
+    return group.row_format.row_bytes(group.dim) + state_bytes(group.optimizer, group.dim)
 
 
 def _size(count: int) -> str:

@@ -16,8 +16,10 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int32
 
+from jaxrec.embed.formats import TableArray, as_table
 from jaxrec.embed.initialize import draw_and_scale, fill_rows, table_key
 from jaxrec.embed.layout import TableLayout
+from jaxrec.embed.state import new_state
 from jaxrec.embed.store import TableStore
 from jaxrec.mesh.agree import fingerprint, on_every_device, require_same
 from jaxrec.mesh.balance import warn_of_unused_memory
@@ -133,13 +135,14 @@ def _zeros(layout: MeshLayout, mesh: Mesh, replica_axis: str | None) -> ShardedT
     sharded = ShardedTables({}, {}, layout, mesh, replica_axis=replica_axis)
     for placed in layout.groups:
         group, sharding = placed.group, sharded.sharding(placed)
-        first = group.optimizer.init(1, group.dim)
-        zeros = np.zeros(group.dim, jnp.dtype(group.dtype))
-        sharded.rows[group.name] = new_rows(zeros, placed.local_rows, sharding)
-        sharded.state[group.name] = {
-            key: new_rows(np.asarray(array[0]), placed.local_rows, sharding)
-            for key, array in first.items()
-        }
+        zeros = np.asarray(group.row_format.pack(jnp.zeros((1, group.dim))))[0]
+        stored = new_rows(zeros, placed.local_rows, sharding)
+        sharded.rows[group.name] = as_table(stored, group.row_format, group.dim)
+        sharded.state[group.name] = new_state(
+            group.optimizer,
+            group.dim,
+            functools.partial(new_rows, local_rows=placed.local_rows, sharding=sharding),
+        )
     return sharded
 
 
@@ -160,14 +163,14 @@ def _ranges(placed: PlacedGroup, table: str) -> np.ndarray:
 
 @functools.partial(jax.jit, static_argnums=(4, 5, 6), donate_argnums=0)
 def _fill_shards(
-    array: Float[Array, "rows width"],
+    array: Float[TableArray, "rows width"],
     key: Array,
     scale: Float[Array, ""],
     ranges: Int32[Array, "devices shards 4"],
     draw: Callable,
     dim: int,
     sharding: NamedSharding,
-) -> Float[Array, "rows width"]:
+) -> Float[TableArray, "rows width"]:
     """Fill the shards of a table, each device its own; for ``ranges`` see `_ranges`."""
 
     def on_device(array, key, scale, ranges):

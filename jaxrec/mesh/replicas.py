@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array
 
+from jaxrec.embed.formats import PackedRows, TableArray, is_packed
 from jaxrec.embed.taps import tapped_modules
 from jaxrec.mesh.store import MeshStore
 
@@ -63,10 +64,13 @@ def _average(tables: MeshStore) -> MeshStore:
         wide = jnp.promote_types(array.dtype, jnp.float32)
         return jax.lax.pmean(array.astype(wide), tables.replica_axis).astype(array.dtype)
 
+    def mean_rows(array: TableArray) -> TableArray:
+        return array.map_rows(mean) if isinstance(array, PackedRows) else mean(array)
+
     specs = tables.specs()
     both = (specs, {name: dict.fromkeys(tables.state[name], specs[name]) for name in specs})
     rows, state = jax.shard_map(
-        lambda arrays: jax.tree.map(mean, arrays),
+        lambda arrays: jax.tree.map(mean_rows, arrays, is_leaf=is_packed),
         mesh=tables.mesh,
         in_specs=(both,),
         out_specs=both,

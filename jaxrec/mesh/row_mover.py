@@ -17,6 +17,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Int32, Shaped
 
+from jaxrec.embed.formats import TableArray
 from jaxrec.mesh.channel import Channel
 from jaxrec.mesh.placed_group import PlacedGroup, PlacedShard
 from jaxrec.mesh.shard_access import COPY_ELEMENTS, over_devices, owners
@@ -93,12 +94,12 @@ class RowMover:
 
     def move(
         self,
-        source: Array,
-        target: Array,
+        source: TableArray,
+        target: TableArray,
         moves: Iterable[Move],
         out_of: tuple[int, int] | None = None,
         into: tuple[int, int] | None = None,
-    ) -> Array:
+    ) -> TableArray:
         """Copy rows into the target, in place.
 
         Args:
@@ -148,8 +149,8 @@ class RowMover:
 
 @functools.partial(jax.jit, static_argnums=(5, 6, 7, 8, 9), donate_argnums=0)
 def _exchange(
-    target: Shaped[Array, "rows ..."],
-    source: Shaped[Array, "others ..."],
+    target: Shaped[TableArray, "rows ..."],
+    source: Shaped[TableArray, "others ..."],
     sent: Int32[Array, "devices turns devices"],
     received: Int32[Array, "devices turns devices 2"],
     num_turns: Int32[Array, ""],
@@ -158,7 +159,7 @@ def _exchange(
     into: tuple[int, int] | None,
     channel: Channel,
     shardings: tuple[NamedSharding, NamedSharding, NamedSharding],
-) -> Shaped[Array, "rows ..."]:
+) -> Shaped[TableArray, "rows ..."]:
     """Send ``size`` rows from every device to every device in each turn."""
     of_target, of_source, of_places = shardings
 

@@ -19,6 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int32, Shaped
 
 from jaxrec.embed import kernels
+from jaxrec.embed.formats import PackedRows, TableArray
 from jaxrec.mesh.placed_group import PlacedGroup, PlacedShard
 from jaxrec.ragged.capacity import capacity_for
 
@@ -50,13 +51,13 @@ def new_rows(row: Shaped[Array, "*shape"], local_rows: int, sharding: NamedShard
 
 
 def write_shards(
-    array: Array,
+    array: TableArray,
     sharding: NamedSharding,
     placed: PlacedGroup,
     columns: tuple[int, int],
     shards: list[PlacedShard],
     values: Array | np.ndarray,
-) -> Array:
+) -> TableArray:
     """Write the shards of a column slice in place, in steps that all devices take together.
 
     Args:
@@ -67,7 +68,7 @@ def write_shards(
         shards: The shards of the slice.
         values: The whole table, or its state.
     """
-    here = {shard.index[0].start or 0 for shard in array.addressable_shards}
+    here = {shard.index[0].start or 0 for shard in _stored(array).addressable_shards}
     for steps in _steps(placed, shards, _rows_at_a_time(array)):
         # On a ladder of sizes, so that few programs compile.
         size = capacity_for(max(stop - start for _, _, start, stop in steps))
@@ -85,18 +86,22 @@ def write_shards(
 
 
 def read_shards(
-    array: Array, sharding: NamedSharding, placed: PlacedGroup, shards: list[PlacedShard]
+    array: TableArray, sharding: NamedSharding, placed: PlacedGroup, shards: list[PlacedShard]
 ) -> Iterator[tuple[int, int, np.ndarray]]:
     """Iterate over shards as (first row of the table, the row after the last, the rows).
 
     Where other processes have some of the shards, all of them take part.
     """
-    if array.is_fully_addressable or array.is_fully_replicated:
-        parts = {part.index[0].start or 0: part.data for part in array.addressable_shards}
+    stored = _stored(array)
+    if stored.is_fully_addressable or stored.is_fully_replicated:
+        parts = {part.index[0].start or 0: part.data for part in stored.addressable_shards}
         for device, shard in owners(placed, shards):
             first, last = shard.shard.rows
             part = parts[device * placed.local_rows]
-            yield first, last, _host_rows(part, shard.local_row, shard.local_row + last - first)
+            rows = _host_rows(part, shard.local_row, shard.local_row + last - first)
+            if isinstance(array, PackedRows):
+                rows = np.asarray(array.with_stored(jnp.asarray(rows))[:])
+            yield first, last, rows
         return
     for steps in _steps(placed, shards, _rows_at_a_time(array)):
         for device, local_row, start, stop in steps:
@@ -105,7 +110,11 @@ def read_shards(
             yield start, stop, np.asarray(rows.addressable_data(0))
 
 
-def _rows_at_a_time(array: Array) -> int:
+def _stored(array: TableArray) -> Array:
+    return array.stored if isinstance(array, PackedRows) else array
+
+
+def _rows_at_a_time(array: TableArray) -> int:
     return max(1, COPY_ELEMENTS // max(1, int(np.prod(array.shape[1:]))))
 
 
@@ -147,11 +156,11 @@ def _slice(values: Shaped[Array, "rows ..."], start: Int32[Array, ""], size: int
 
 @functools.partial(jax.jit, static_argnums=3, donate_argnums=0)
 def _write_rows(
-    array: Shaped[Array, "rows ..."],
+    array: Shaped[TableArray, "rows ..."],
     parts: Shaped[Array, "devices size ..."],
     ranges: Int32[Array, "devices 2"],
     sharding: NamedSharding,
-) -> Shaped[Array, "rows ..."]:
+) -> Shaped[TableArray, "rows ..."]:
     """Write each device's part to its range: the first row and the number of rows."""
 
     def on_device(array, parts, ranges):
@@ -171,7 +180,7 @@ def _write_rows(
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
 def _send_rows(
-    array: Shaped[Array, "rows ..."],
+    array: Shaped[TableArray, "rows ..."],
     place: Int32[Array, "2"],
     size: int,
     sharding: NamedSharding,
@@ -181,7 +190,7 @@ def _send_rows(
 
     def on_device(array, place):
         device, start = place
-        rows = jax.lax.dynamic_slice_in_dim(array, start, size, 0)
+        rows = array.at[start + jnp.arange(size, dtype=jnp.int32)].get(mode="clip")
         is_mine = jax.lax.axis_index(axes) == device
         return jax.lax.psum(jnp.where(is_mine, rows, jnp.zeros_like(rows)), axes)
 

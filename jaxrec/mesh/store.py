@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Int32
 
 from jaxrec.embed.checkpoint_view import LogicalTable, part_rows
 from jaxrec.embed.config import TableConfig
+from jaxrec.embed.formats import TableArray, check_packed, is_packed
 from jaxrec.embed.layout import Group
 from jaxrec.embed.row_slots import RowSlots
 from jaxrec.embed.store import TableStore
@@ -51,8 +52,8 @@ class MeshStore(TableStore):
         capacity_factors: Pairs of a group and its capacity factor; see `jaxrec.mesh.capacity`.
     """
 
-    rows: dict[str, Float[Array, "rows dim"]]
-    state: dict[str, dict[str, Array]]
+    rows: dict[str, Float[TableArray, "rows dim"]]
+    state: dict[str, dict[str, TableArray]]
     layout: MeshLayout = dataclasses.field(metadata={"static": True})
     mesh: Mesh = dataclasses.field(metadata={"static": True})
     precision: Precision = dataclasses.field(default=Precision(), metadata={"static": True})
@@ -230,8 +231,10 @@ class MeshStore(TableStore):
         self: Store, name: str, values: Float[Array | np.ndarray, "num_embeddings embedding_dim"]
     ) -> Store:
         rows = dict(self.rows)
-        for placed, columns, shards in self.layout.column_slices(name):
+        for placed, _, _ in self.layout.column_slices(name):
             self._check_shape(name, rows[placed.name], values, f"table {name!r}")
+        self._check_values(name, values, f"table {name!r}, ")
+        for placed, columns, shards in self.layout.column_slices(name):
             rows[placed.name] = write_shards(
                 rows[placed.name], self.sharding(placed), placed, columns, shards, values
             )
@@ -241,7 +244,7 @@ class MeshStore(TableStore):
         config = self._config(name)
         placed, _ = self.layout.shards(name)[0]
 
-        def read(key: str, array: Array) -> Array:
+        def read(key: str, array: TableArray) -> Array:
             # State of one number a row is the same for all columns of the row.
             shape = (config.num_embeddings, config.embedding_dim)[: array.ndim]
             return self._read(name, lambda placed: self.state[placed.name][key], shape)
@@ -265,7 +268,7 @@ class MeshStore(TableStore):
         return dataclasses.replace(self, state=new)
 
     def _read(
-        self, name: str, array_of: Callable[[PlacedGroup], Array], shape: tuple[int, ...]
+        self, name: str, array_of: Callable[[PlacedGroup], TableArray], shape: tuple[int, ...]
     ) -> Array:
         whole: np.ndarray | None = None
         for placed, columns, shards in self.layout.column_slices(name):
@@ -280,7 +283,16 @@ class MeshStore(TableStore):
         group, index = self.layout.whole.find(name)
         return group.tables[index]
 
-    def _check_shape(self, name: str, array: Array, values: Array | np.ndarray, what: str) -> None:
+    def check_values(self, name: str, rows: np.ndarray) -> None:
+        self._check_values(name, rows, f"table {name!r}, given ")
+
+    def _check_values(self, name: str, rows: Array | np.ndarray, where: str) -> None:
+        """Raise a ValueError where a table's format cannot hold rows."""
+        check_packed(self._config(name).row_format, where, rows)
+
+    def _check_shape(
+        self, name: str, array: TableArray, values: Array | np.ndarray, what: str
+    ) -> None:
         config = self._config(name)
         expected = (config.num_embeddings, config.embedding_dim)[: array.ndim]
         if np.shape(values) != expected:
@@ -293,12 +305,13 @@ class MeshStore(TableStore):
         padded_rows = mover.devices * part_rows(config.num_embeddings, mover.devices)
         placed, _ = self.layout.shards(name)[0]
 
-        def shape(array: Array) -> jax.ShapeDtypeStruct:
+        def shape(array: TableArray) -> jax.ShapeDtypeStruct:
             # State of a table that is cut by columns may be one number a row all the same.
             sizes = (padded_rows, config.embedding_dim)[: array.ndim]
             return jax.ShapeDtypeStruct(sizes, array.dtype, sharding=mover.sharding)
 
-        return jax.tree.map(shape, LogicalTable(self.rows[placed.name], self.state[placed.name]))
+        stored = LogicalTable(self.rows[placed.name], self.state[placed.name])
+        return jax.tree.map(shape, stored, is_leaf=is_packed)
 
     def checkpoint_view(self, name: str) -> LogicalTable:
         shapes, mover = self.checkpoint_shapes(name), self._mover
@@ -318,6 +331,7 @@ class MeshStore(TableStore):
     def from_checkpoint(self: Store, name: str, logical: LogicalTable, num_rows: int) -> Store:
         rows = dict(self.rows)
         state = {group: dict(arrays) for group, arrays in self.state.items()}
+        self._check_values(name, logical.rows, f"table {name!r}, saved ")
         mover = self._mover
         part = logical.rows.shape[0] // mover.devices
         for placed, columns, shards in self.layout.column_slices(name):

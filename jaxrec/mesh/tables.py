@@ -13,6 +13,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, DTypeLike, Float, Int32
 
+from jaxrec.embed.formats import TableArray
 from jaxrec.embed.kernels import BagLayout, Lookups
 from jaxrec.embed.lookup import (
     flatten,
@@ -135,7 +136,7 @@ class ShardedTables(MeshStore):
 
         def on_device(rows, state, calls, step, is_applied):
             parts, turns = group_parts(first(calls)), self.channel.turns
-            new: tuple[dict[str, Array], dict[str, dict[str, Array]]] = {}, {}
+            new: tuple[dict[str, TableArray], dict[str, dict[str, TableArray]]] = {}, {}
             for placed, exchange in groups:
                 name = placed.name
                 placed, gradient = self._merge(placed, exchange, parts[name], turns)
@@ -231,7 +232,7 @@ class ShardedTables(MeshStore):
 
     def _lookup(
         self,
-        rows: dict[str, Array],
+        rows: dict[str, TableArray],
         features: KeyedJaggedArray,
         routes: Routes,
         is_weighted: bool,
@@ -269,7 +270,7 @@ class ShardedTables(MeshStore):
         exchange: Exchange,
         dtype: DTypeLike,
         awaited: tuple[Request, Any],
-        table: Float[Array, "local_rows dim"],
+        table: Float[TableArray, "local_rows dim"],
     ) -> tuple[Float[Array, "bags dim"], Lookups]:
         request, route = awaited
         return exchange.pool(placed, table, request, route, self.channel_of(placed), dtype)
@@ -279,7 +280,7 @@ class ShardedTables(MeshStore):
         placed: PlacedGroup,
         exchange: Exchange,
         awaited: tuple[Request, Any],
-        table: Float[Array, "local_rows dim"],
+        table: Float[TableArray, "local_rows dim"],
     ) -> Float[Array, "lookups dim"]:
         return exchange.rows(placed, table, *awaited, self.channel_of(placed))
 
@@ -330,10 +331,10 @@ class ShardedTables(MeshStore):
         placed: PlacedGroup,
         exchange: Exchange,
         gradient: RowGradients,
-        table: Float[Array, "local_rows dim"],
-        state: dict[str, Array],
+        table: Float[TableArray, "local_rows dim"],
+        state: dict[str, TableArray],
         step: Step,
-    ) -> tuple[Array, dict[str, Array]]:
+    ) -> tuple[TableArray, dict[str, TableArray]]:
         capacity = self.capacity(placed, gradient.lookups.rows.size)
         channel = self.channel_of(placed)
         return exchange.update(placed, table, state, gradient, step, channel, capacity)

@@ -22,6 +22,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, DTypeLike, Float, Int32
 
 from jaxrec.embed import kernels
+from jaxrec.embed.formats import TableArray
 from jaxrec.embed.kernels import BagLayout, Lookups
 from jaxrec.embed.lookup import lookup_weights, pool
 from jaxrec.embed.row_gradients import Activations, Residuals, Routes, RowGradients
@@ -174,7 +175,7 @@ class TowerTables(ShardedTables):
 
     def _lookup(
         self,
-        rows: dict[str, Array],
+        rows: dict[str, TableArray],
         features: KeyedJaggedArray,
         routes: Routes,
         is_weighted: bool,
@@ -200,7 +201,7 @@ class TowerTables(ShardedTables):
     def _pool_here(
         self,
         placed: PlacedGroup,
-        table: Float[Array, "local_rows dim"],
+        table: Float[TableArray, "local_rows dim"],
         request: Request,
         route: TowerRoute,
     ) -> tuple[Float[Array, "samples columns"], Lookups]:
@@ -237,10 +238,10 @@ class TowerTables(ShardedTables):
         placed: PlacedGroup,
         exchange: Exchange,
         gradient: RowGradients,
-        table: Float[Array, "local_rows dim"],
-        state: dict[str, Array],
+        table: Float[TableArray, "local_rows dim"],
+        state: dict[str, TableArray],
         step: Step,
-    ) -> tuple[Array, dict[str, Array]]:
+    ) -> tuple[TableArray, dict[str, TableArray]]:
         on_host, gradient = self._on_host(placed, gradient)
         return ROWS.update(on_host, table, state, gradient, step, self.within, 0)
 

@@ -44,6 +44,7 @@ class adagrad(RowOptimizer):
     """
 
     is_elementwise: ClassVar[bool] = True
+    non_negative_state: ClassVar[tuple[str, ...]] = ("accumulator",)
 
     eps: float = 1e-8
     initial_accumulator_value: float = 0.0

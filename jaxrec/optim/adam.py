@@ -51,6 +51,7 @@ class adam(RowOptimizer):
     """
 
     is_elementwise: ClassVar[bool] = True
+    non_negative_state: ClassVar[tuple[str, ...]] = ("second_moment",)
 
     b1: float = 0.9
     b2: float = 0.999

@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int
 from jaxrec.optim import checks
 
 Schedule: TypeAlias = Callable[[Int[Array, ""]], Float[Array, ""] | float]
+STATE_DTYPES = ("float32", "bfloat16", "float16", "float8")
 RowState: TypeAlias = Mapping[str, Array]
 
 
@@ -35,12 +36,18 @@ class RowOptimizer(abc.ABC):
         clip_norm: Bound on the Euclidean norm of each table's whole gradient in a step; a larger
             one is scaled by ``clip_norm / (norm + 1e-6)``.
         max_norm: Bound on the Euclidean norm of each updated row; a longer one is scaled down.
-        stochastic_rounding: Whether tables of 16-bit types round the new rows up or down at
-            random, so that their mean is right. Without it small updates are lost to rounding.
+        stochastic_rounding: Whether tables and state of 16 or 8 bits round new numbers up or down
+            at random, so that their mean is right. Without it small updates are lost to rounding.
+        state_dtype: Type of the stored state of one number an element: "float32"; "bfloat16";
+            "float16", whose largest number is 65504; or "float8", 8-bit floats with a float32
+            scale for each 128 columns of a row (Dettmers et al. 2022, "8-bit optimizers via
+            block-wise quantization", with floats for codes). State of one number a row stays
+            float32.
 
     Raises:
-        ValueError: A rate below zero, a bound that is not above zero, or a rate that is a function
-            whose value does not depend on its argument: compiled steps would keep the first value.
+        ValueError: A rate below zero, a bound that is not above zero, an unknown ``state_dtype``,
+            or a rate that is a function whose value does not depend on its argument: compiled steps
+            would keep the first value.
     """
 
     learning_rate: float | Schedule = 0.01
@@ -49,6 +56,14 @@ class RowOptimizer(abc.ABC):
     clip_norm: float | None = None
     max_norm: float | None = None
     stochastic_rounding: bool = True
+    state_dtype: str = "float32"
+
+    # State whose elements are 0 or more, such as sums of squares: in 8 bits they have no sign, and
+    # a number above 0 stays above 0.
+    non_negative_state: ClassVar[tuple[str, ...]] = ()
+
+    # State that stays float32, whatever `state_dtype` is.
+    exact_state: ClassVar[tuple[str, ...]] = ()
 
     # Whether `update` treats every element of a row by itself.
     is_elementwise: ClassVar[bool] = False
@@ -78,10 +93,13 @@ class RowOptimizer(abc.ABC):
             if getattr(self, bound) is not None:
                 checks.positive(self, bound)
         checks.boolean(self, "stochastic_rounding")
+        checks.one_of(self, "state_dtype", STATE_DTYPES)
 
     @abc.abstractmethod
     def init(self, num_rows: int, dim: int) -> dict[str, Array]:
         """Return the state of fresh rows: float32 arrays ``[num_rows]`` or ``[num_rows, dim]``.
+
+        Stores keep it in ``state_dtype``; `update` always gets and returns float32.
 
         All rows begin alike: a large table's state is made of what ``init(1, dim)`` gives.
         """

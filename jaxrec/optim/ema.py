@@ -69,6 +69,7 @@ class ema(RowOptimizer):
         set_field("optimizer", dataclasses.replace(inner, clip_value=None, clip_norm=None))
         set_field("learning_rate", inner.learning_rate)
         set_field("stochastic_rounding", inner.stochastic_rounding)
+        set_field("state_dtype", inner.state_dtype)
         super().__post_init__()
 
     @property
@@ -78,6 +79,14 @@ class ema(RowOptimizer):
     @property
     def needs_whole_rows(self) -> bool:
         return self.optimizer.needs_whole_rows
+
+    @property
+    def non_negative_state(self) -> tuple[str, ...]:  # type: ignore[override]  # as `is_trained`
+        return self.optimizer.non_negative_state
+
+    @property
+    def exact_state(self) -> tuple[str, ...]:  # type: ignore[override]  # as `is_trained`
+        return self.optimizer.exact_state
 
     @property
     def is_trained(self) -> bool:  # type: ignore[override]  # that of the optimizer it averages

@@ -52,6 +52,9 @@ class ftrl(RowOptimizer):
     """
 
     is_elementwise: ClassVar[bool] = True
+    non_negative_state: ClassVar[tuple[str, ...]] = ("accumulator",)
+    # Each update computes the row from it anew.
+    exact_state: ClassVar[tuple[str, ...]] = ("linear",)
 
     learning_rate_power: float = -0.5
     beta: float = 1.0

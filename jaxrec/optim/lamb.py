@@ -47,6 +47,7 @@ class lamb(RowOptimizer):
     """
 
     sums_rows: ClassVar[bool] = True
+    non_negative_state: ClassVar[tuple[str, ...]] = ("second_moment",)
 
     b1: float = 0.9
     b2: float = 0.999

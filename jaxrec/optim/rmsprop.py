@@ -42,6 +42,7 @@ class rmsprop(RowOptimizer):
     """
 
     is_elementwise: ClassVar[bool] = True
+    non_negative_state: ClassVar[tuple[str, ...]] = ("second_moment",)
 
     decay: float = 0.9
     eps: float = 1e-8

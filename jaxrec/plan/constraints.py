@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from jaxrec.embed.config import TABLE_DTYPES
+from jaxrec.embed.config import table_dtype
 from jaxrec.mesh.placement import Placement
 from jaxrec.plan.table_cache import check_store
 
@@ -85,8 +85,8 @@ class ParameterConstraints:
             raise ValueError(f"cache_ratio is above 0 and at most 1, got {self.cache_ratio}")
         if self.store is not None:
             check_store(self.store)
-        if self.dtype is not None and self.dtype not in TABLE_DTYPES:
-            raise ValueError(f"dtype is one of {', '.join(TABLE_DTYPES)}, got {self.dtype!r}")
+        if self.dtype is not None:
+            self._set("dtype", table_dtype(self.dtype))
         if self.placement is not None and not isinstance(self.placement, Placement):
             raise TypeError(
                 "placement is made by jaxrec.mesh.row_wise() and its siblings, got "

@@ -8,11 +8,12 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from jaxrec.embed.state import state_bytes
 from jaxrec.mesh.exchange import find_exchange
 from jaxrec.mesh.placement import Placement
 from jaxrec.plan.constraints import ParameterConstraints
 from jaxrec.plan.topology import Topology
-from jaxrec.plan.workload import TableWorkload, state_bytes
+from jaxrec.plan.workload import TableWorkload
 
 
 class PlanMismatchError(ValueError):

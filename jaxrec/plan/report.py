@@ -138,7 +138,14 @@ def _tables(estimate: Estimate) -> tuple[list[str], list[list[str]]]:
     return header, rows
 
 
-_DTYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
+_DTYPES = {
+    "float32": "f32",
+    "bfloat16": "bf16",
+    "float16": "f16",
+    "int8": "i8",
+    "float8_e4m3": "f8",
+    "float8_e5m2": "f8",
+}
 
 
 def _groups(estimate: Estimate) -> tuple[list[str], list[list[str]]]:

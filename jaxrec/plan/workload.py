@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Mapping, Sequence
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxrec.embed.config import EmbeddingBagConfig, TableConfig
+from jaxrec.embed.formats import TABLE_FORMATS
+from jaxrec.embed.formats.plain import PlainRows
+from jaxrec.embed.state import state_bytes
 from jaxrec.optim import RowOptimizer
 from jaxrec.plan.constraints import ParameterConstraints
 from jaxrec.plan.feature_statistics import Statistics
@@ -80,7 +80,7 @@ class TableWorkload:
 
     @property
     def dtype(self) -> str:
-        return jnp.dtype(self.table.dtype).name
+        return str(self.table.dtype)
 
     @property
     def is_pooled(self) -> bool:
@@ -101,7 +101,7 @@ class TableWorkload:
     @property
     def table_bytes(self) -> int:
         """Bytes of the table and its optimizer state."""
-        return self.rows * (self.dim * itemsize(self.dtype) + state_bytes(self.optimizer, self.dim))
+        return self.rows * (row_bytes(self.dtype, self.dim) + state_bytes(self.optimizer, self.dim))
 
     def distinct(self, devices: int = 1) -> float:
         """Return the expected number of distinct rows that the samples of ``devices`` look up.
@@ -165,17 +165,19 @@ class TableWorkload:
         return np.average(shares, axis=0, weights=weights)
 
 
-@functools.cache
-def state_bytes(optimizer: RowOptimizer, width: int) -> int:
-    """Return the bytes of optimizer state for ``width`` columns of a row."""
-    state = jax.eval_shape(lambda: optimizer.init(1, width))
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
+def row_bytes(dtype: str, width: int) -> int:
+    """Return the bytes of a stored row of ``width`` columns.
+
+    A row of one byte an element has its scale beside it, and so has each part of one that is cut
+    by columns.
+    """
+    return TABLE_FORMATS[dtype].row_bytes(width)
 
 
-@functools.cache
-def itemsize(dtype: str) -> int:
-    """Return the bytes of an element."""
-    return jnp.dtype(dtype).itemsize
+def looked_up_bytes(dtype: str, width: int) -> int:
+    """Return the bytes of ``width`` columns of a row as a lookup returns it."""
+    row_format = TABLE_FORMATS[dtype]
+    return row_format.row_bytes(width) if isinstance(row_format, PlainRows) else 4 * width
 
 
 def measure_workloads(

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable, Iterator
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int32, Shaped
+from jaxtyping import Float
 
-from jaxrec.embed.formats import RowFormat
+from jaxrec.embed.formats import RowFormat, TableArray, check_rows
 from jaxrec.embed.row_access import TableRows, read
 from jaxrec.embed.store import TableStore
-from jaxrec.serve.rows import check_rows
+from jaxrec.embed.tables import write_part
 
 # Number of bytes of float32 rows that are packed at a time.
 _PART_BYTES = 1 << 24
@@ -37,16 +35,16 @@ def table_parts(store: TableStore, name: str) -> Iterator[tuple[int, np.ndarray]
 
 
 def write_parts(
-    packed: Shaped[Array, "rows width"],
+    table: Float[TableArray, "rows dim"],
     row_format: RowFormat,
     name: str,
     parts: Iterable[tuple[int, np.ndarray]],
     first_row: int,
-) -> Shaped[Array, "rows width"]:
+) -> Float[TableArray, "rows dim"]:
     """Pack the rows of a table into its group's array, in place: the array is donated.
 
     Args:
-        packed: The group's packed rows.
+        table: The group's rows.
         row_format: Their format.
         name: Name of the table, for errors.
         parts: Parts of the table as `table_parts` yields them.
@@ -60,21 +58,10 @@ def write_parts(
         for begin in range(0, len(rows), step):
             part = rows[begin : begin + step]
             check_rows(row_format, f"table {name!r}, ", part, start + begin)
-            packed = write_part(packed, part, jnp.int32(first_row + start + begin), row_format)
-    return packed
+            table = write_part(table, part, jnp.int32(first_row + start + begin))
+    return table
 
 
 def rows_per_part(dim: int) -> int:
     """Return the number of rows of ``dim`` columns in a part, a power of two."""
     return 1 << max(0, (_PART_BYTES // (4 * dim)).bit_length() - 1)
-
-
-@functools.partial(jax.jit, static_argnames="row_format", donate_argnums=0)
-def write_part(
-    packed: Shaped[Array, "rows width"],
-    rows: Float[Array, "n dim"],
-    start: Int32[Array, ""],
-    row_format: RowFormat,
-) -> Shaped[Array, "rows width"]:
-    """Pack some rows into an array from row ``start`` on, in place."""
-    return jax.lax.dynamic_update_slice_in_dim(packed, row_format.pack(rows), start, 0)

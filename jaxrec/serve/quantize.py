@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -151,4 +152,4 @@ def _quantize_store(store: TableStore, formats: Mapping[str, RowFormat]) -> Quan
             rows[group.name] = write_parts(
                 rows[group.name], row_format, table.name, parts, first_row
             )
-    return QuantizedTables(rows, quantized.layout, quantized.formats)
+    return dataclasses.replace(quantized, rows=rows)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Shaped
 
-from jaxrec.embed.formats import RowFormat
+from jaxrec.embed.formats import RowFormat, check_rows
 from jaxrec.embed.formats.integers import IntegerRows
 from jaxrec.serve.row_formats import ROW_FORMATS, find_format
 
@@ -109,28 +109,6 @@ def with_scale(row_format: RowFormat) -> IntegerRows:
     if not isinstance(row_format, IntegerRows):
         raise ValueError(f"scale_last is for int8, int4 and int2 rows, not for {row_format.name}")
     return row_format
-
-
-def check_rows(row_format: RowFormat, where: str, rows: np.ndarray, first_row: int) -> None:
-    """Raise a ValueError where a format cannot hold an element.
-
-    Args:
-        row_format: The format.
-        where: Begins the message, such as "table 'user', ".
-        rows: Rows ``[n, dim]``.
-        first_row: Number of the first of them.
-    """
-    floats = rows.astype(np.float32, copy=False)
-    if floats.size == 0:
-        return
-    if -row_format.max_abs <= floats.min() and floats.max() <= row_format.max_abs:
-        return  # A NaN would be the minimum.
-    row, column = np.argwhere(~(np.abs(floats) <= row_format.max_abs))[0]
-    raise ValueError(
-        f"{where}row {first_row + row}, column {column} is {float(floats[row, column])}; "
-        f"{row_format.name} rows hold finite elements up to {row_format.max_abs:g}. Repair the row "
-        "first, or leave the table in 'float32'"
-    )
 
 
 def _widest(row_format: RowFormat, shape: tuple[int, ...]) -> int:

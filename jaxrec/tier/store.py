@@ -40,7 +40,7 @@ def with_zeros(store: TableStore, tables: Sequence[str]) -> TableStore:
             key: jnp.broadcast_to(array[0], (*slots.slots.shape, *array.shape[1:]))
             for key, array in group.optimizer.init(1, group.dim).items()
         }
-        rows = jnp.zeros((*slots.slots.shape, group.dim), group.dtype)
+        rows = jnp.zeros((*slots.slots.shape, group.dim))
         store = store.write_rows(name, *store.spread_rows((slots.slots, rows, state)))
     return store
 
@@ -154,7 +154,7 @@ class TierStore(WrappingStore):
 
     def _all_ids(self, name: str) -> np.ndarray:
         config = self._cached[name]
-        size = config.num_embeddings * config.embedding_dim * jnp.dtype(config.dtype).itemsize
+        size = config.num_embeddings * config.row_format.row_bytes(config.embedding_dim)
         if size > _MAX_WHOLE_BYTES:
             raise ValueError(
                 f"table {name!r} has {config.num_embeddings:,} rows of {config.embedding_dim} "

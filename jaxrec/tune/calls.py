@@ -16,10 +16,12 @@ from jax import Array
 
 from jaxrec import optim
 from jaxrec.embed.config import EmbeddingBagConfig, TableConfig
+from jaxrec.embed.formats.plain import PlainRows
 from jaxrec.embed.kernels import BagLayout, Lookups, reference
 from jaxrec.embed.kernels.trial import Form
 from jaxrec.embed.kernels.tuning import size_of
 from jaxrec.embed.layout import Group, layout_tables
+from jaxrec.embed.state import new_state, state_bytes
 from jaxrec.plan.constraints import ParameterConstraints
 
 Skew: TypeAlias = Literal["powerlaw", "uniform"]
@@ -107,6 +109,8 @@ def calls_of(
 def _calls_of_group(
     group: Group, constraints: Mapping[str, ParameterConstraints], batch: Batch
 ) -> Iterator[Call]:
+    if not isinstance(group.row_format, PlainRows):
+        return  # Packed rows have one implementation besides the reference.
     names = tuple(table.name for table in group.tables)
     counts = _row_counts(group, batch.max_bytes)
     layout = _layout(group, counts, constraints, batch)
@@ -117,7 +121,7 @@ def _calls_of_group(
         # Sums of whole numbers are exact in any order.
         row = jnp.arange(num_rows, dtype=jnp.int32)[:, None] % 7
         column = jnp.arange(dim, dtype=jnp.int32)[None] % 3
-        return (row - column - 2).astype(group.dtype)
+        return (row - column - 2).astype(group.row_format.dtype)
 
     def ids() -> Array:
         return _draw_ids(layout, batch.skew)
@@ -152,10 +156,15 @@ def _calls_of_group(
     if not group.optimizer.is_trained:
         return
 
+    def equal_rows(row: np.ndarray) -> Array:
+        return jnp.broadcast_to(row, (num_rows, *row.shape))
+
     def update() -> dict[str, Any]:
         return {
             "table": rows(),
-            "state": group.optimizer.init(num_rows, dim),
+            "state": new_state(
+                group.optimizer, dim, lambda row: jnp.tile(row, (num_rows, *row.shape))
+            ),
             "lookups": lookups(),
             "gradients": gradients(),
             "step": jnp.int32(0),
@@ -181,9 +190,7 @@ def _calls_of_group(
 
 def _row_counts(group: Group, max_bytes: float) -> tuple[int, ...]:
     """Return the number of rows of each table, cut in proportion to fit ``max_bytes``."""
-    state = jax.eval_shape(lambda: group.optimizer.init(1, group.dim))
-    state_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
-    row_bytes = group.dim * jnp.dtype(group.dtype).itemsize + state_bytes
+    row_bytes = group.row_format.row_bytes(group.dim) + state_bytes(group.optimizer, group.dim)
     share = min(1.0, max_bytes / (row_bytes * group.num_rows))
     return tuple(max(1, int(table.num_embeddings * share)) for table in group.tables)
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import ml_dtypes
 import numpy as np
+
+# The formats of tables that are trained; "fused_int8" is that of ``dtype="int8"``.
+FLOAT8 = {"float8_e4m3": ml_dtypes.float8_e4m3fn, "float8_e5m2": ml_dtypes.float8_e5m2}
 
 
 def pack(rows, name: str) -> np.ndarray:
@@ -19,6 +23,12 @@ def unpack(packed: np.ndarray, name: str, dim: int) -> np.ndarray:
     """Stored rows in float32."""
     if name == "float8":
         return unpack_float8(packed)
+    if name == "fused_int8":
+        trailer = packed[:, dim:].copy().view(np.float32).astype(np.float64)
+        return (packed[:, :dim] * trailer[:, :1] + trailer[:, 1:]).astype(np.float32)
+    if name in FLOAT8:
+        scale = packed[:, dim:].copy().view(np.float32).astype(np.float64)
+        return (packed[:, :dim].copy().view(FLOAT8[name]) * scale).astype(np.float32)
     if not name.startswith("int"):
         return packed.astype(np.float32)
     bits = int(name[3:])
@@ -30,8 +40,16 @@ def unpack(packed: np.ndarray, name: str, dim: int) -> np.ndarray:
 
 def random_packed(rng: np.random.Generator, num_rows: int, name: str, dim: int) -> np.ndarray:
     """Stored rows of arbitrary codes, with scales of any sign."""
-    if not name.startswith("int"):
+    if name == "float8":
         return rng.integers(0, 256, (num_rows, dim)).astype(np.uint8)
+    if name in ("fused_int8", *FLOAT8):
+        codes = rng.integers(0, 256, (num_rows, dim)).astype(np.uint8)
+        if name in FLOAT8:
+            is_finite = np.isfinite(codes.view(FLOAT8[name]).astype(np.float32))
+            codes = np.where(is_finite, codes, 0).astype(np.uint8)
+        count = 2 if name == "fused_int8" else 1
+        scales = (rng.standard_normal((num_rows, count)) * 2.0**-8).astype(np.float32)
+        return np.concatenate([codes, scales.view(np.uint8)], axis=1)
     codes = rng.integers(0, 256, (num_rows, -(-dim * int(name[3:]) // 8))).astype(np.uint8)
     scales = rng.standard_normal((num_rows, 2)) * [2.0 ** rng.integers(-20, 2), 1]
     return np.concatenate([scales.astype(np.float16).view(np.uint8), codes], axis=1)

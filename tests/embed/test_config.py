@@ -21,7 +21,7 @@ BAD = {
     "repeated_feature": ({"feature_names": ("f", "f")}, "occurs twice"),
     "empty_feature": ({"feature_names": ("",)}, "feature_names are strings"),
     "float64": ({"dtype": "float64"}, "dtype is one of float32, bfloat16, float16"),
-    "int8": ({"dtype": np.int8}, "dtype is one of"),
+    "int16": ({"dtype": np.int16}, "dtype is one of"),
     "no_dtype": ({"dtype": "floaty"}, "dtype is one of"),
     "initializer": ({"initializer": "gaussian"}, "initializer='gaussian' is none of uniform"),
     "pooling": ({"pooling": "max"}, "pooling is 'sum' or 'mean', got 'max'"),

@@ -1,20 +1,40 @@
 """Formats of stored rows: how a row of floats becomes bytes and back."""
 
 from jaxrec.embed.formats.base import RowFormat as RowFormat
+from jaxrec.embed.formats.check_rows import check_packed as check_packed
+from jaxrec.embed.formats.check_rows import check_rows as check_rows
 from jaxrec.embed.formats.float8 import Float8Rows
 from jaxrec.embed.formats.integers import IntegerRows
+from jaxrec.embed.formats.packed_rows import PackedRows as PackedRows
+from jaxrec.embed.formats.packed_rows import TableArray as TableArray
+from jaxrec.embed.formats.packed_rows import as_table as as_table
+from jaxrec.embed.formats.packed_rows import is_packed as is_packed
 from jaxrec.embed.formats.plain import PlainRows
+from jaxrec.embed.formats.scaled_float8 import ScaledFloat8Rows
+from jaxrec.embed.formats.trained_int8 import TrainedInt8Rows
 
-FORMATS: dict[str, RowFormat] = {
-    row_format.name: row_format
-    for row_format in (
-        IntegerRows(bits=8),
-        IntegerRows(bits=4),
-        IntegerRows(bits=2),
-        Float8Rows(),
-        PlainRows("float16"),
-        PlainRows("bfloat16"),
-        PlainRows("float32"),
-    )
-}
+
+def _by_name(*formats: RowFormat) -> dict[str, RowFormat]:
+    return {row_format.name: row_format for row_format in formats}
+
+
+TABLE_FORMATS = _by_name(
+    PlainRows("float32"),
+    PlainRows("bfloat16"),
+    PlainRows("float16"),
+    TrainedInt8Rows(),
+    ScaledFloat8Rows("float8_e4m3fn"),
+    ScaledFloat8Rows("float8_e5m2"),
+)
+"""The formats of tables that are trained, by ``dtype`` of their configuration."""
+
+FORMATS = _by_name(
+    IntegerRows(bits=8),
+    IntegerRows(bits=4),
+    IntegerRows(bits=2),
+    Float8Rows(),
+    PlainRows("float16"),
+    PlainRows("bfloat16"),
+    PlainRows("float32"),
+)
 """The formats of a quantized table, by name."""

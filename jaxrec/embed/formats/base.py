@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Shaped
+from jaxtyping import Array, Float, Shaped, UInt32
 
 
 class RowFormat(abc.ABC):
@@ -35,11 +35,29 @@ class RowFormat(abc.ABC):
 
     @abc.abstractmethod
     def pack(self, rows: Float[Array, "n dim"]) -> Shaped[Array, "n width"]:
-        """Return rows as they are stored; traced."""
+        """Return rows as they are stored, each element rounded to nearest; traced."""
 
     @abc.abstractmethod
     def unpack(self, packed: Shaped[Array, "n width"], dim: int) -> Float[Array, "n dim"]:
         """Return stored rows of ``dim`` columns in float32; traced."""
+
+    def pack_at_random(
+        self, rows: Float[Array, "n dim"], noise: UInt32[Array, "n dim"]
+    ) -> Shaped[Array, "n width"]:
+        """Return rows as they are stored, rounded so that their mean is the input; traced.
+
+        The formats of tables that are trained implement this. For them
+        ``pack(unpack(packed, dim))`` is ``packed``, whether ``pack`` or ``pack_at_random`` made
+        it: rows keep their bytes on their way through checkpoints, stores and other devices.
+
+        Args:
+            rows: The rows, float32.
+            noise: Random bits of each element.
+
+        Raises:
+            TypeError: The format is for inference alone.
+        """
+        raise TypeError(f"{self.name} rows are for inference and cannot be trained")
 
     def refuse(self, dim: int) -> str | None:
         """Return the reason why tables of ``dim`` columns cannot have this format; None: they can.

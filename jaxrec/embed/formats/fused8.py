@@ -38,9 +38,7 @@ class Fused8Rows(RowFormat):
         # XLA multiplies by the reciprocal of a constant divisor, which rounds otherwise.
         scale = span / jnp.where(jnp.isnan(span), jnp.nan, jnp.float32(255))
         codes = jnp.round((rows - offset) * (255 / (span + jnp.float32(1e-8))))
-        return jnp.concatenate(
-            [codes.astype(jnp.uint8), _as_bytes(scale), _as_bytes(offset)], axis=1
-        )
+        return jnp.concatenate([codes.astype(jnp.uint8), as_bytes(scale), as_bytes(offset)], axis=1)
 
     def unpack(self, packed: UInt8[Array, "n width"], dim: int) -> Float[Array, "n dim"]:
         trailer = packed[:, dim:].reshape(packed.shape[0], 2, 4)
@@ -48,5 +46,6 @@ class Fused8Rows(RowFormat):
         return packed[:, :dim].astype(jnp.float32) * floats[:, :1] + floats[:, 1:]
 
 
-def _as_bytes(floats: Float[Array, "n 1"]) -> UInt8[Array, "n 4"]:
+def as_bytes(floats: Float[Array, "n 1"]) -> UInt8[Array, "n 4"]:
+    """Return the bytes of a float32 of each row."""
     return jax.lax.bitcast_convert_type(floats[:, 0], jnp.uint8)

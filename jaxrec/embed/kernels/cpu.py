@@ -22,11 +22,15 @@ import jaxlib
 import numpy as np
 from jaxtyping import Array, DTypeLike, Float, Int, Int32
 
+from jaxrec.embed.formats import PackedRows, TableArray, is_packed
 from jaxrec.embed.kernels import reference
 from jaxrec.embed.kernels.base import BagLayout, Buckets, Lookups, Runs
-from jaxrec.embed.kernels.cpu_packed import packed_pooled_lookup as packed_pooled_lookup
-from jaxrec.embed.kernels.cpu_packed import packed_row_lookup as packed_row_lookup
-from jaxrec.embed.kernels.cpu_packed import refuse_packed
+from jaxrec.embed.kernels.cpu_packed import (
+    TARGETS,
+    packed_pooled_lookup,
+    packed_row_lookup,
+    refuse_packed,
+)
 from jaxrec.embed.kernels.dispatch import PRIMITIVES
 from jaxrec.embed.kernels.native_call import (
     MAX_DIM,
@@ -64,7 +68,7 @@ def _load() -> ctypes.CDLL | str:
             "in a checkout by `pip install -e .`"
         )
     library = ctypes.CDLL(str(_LIBRARY))
-    targets = [name for name in PRIMITIVES if name in globals()]
+    targets = [*(name for name in PRIMITIVES if name in globals()), *TARGETS]
     if lacking := [name for name in targets if not hasattr(library, f"jaxrec_{name}")]:
         return (
             f"the native library lacks {', '.join(lacking)}, as it was built from another version "
@@ -111,8 +115,6 @@ def refuse(primitive: str, arguments: Mapping[str, Any]) -> str | None:
     library = _load()
     if isinstance(library, str):
         return library
-    if "packed" in arguments:
-        return refuse_packed(arguments)
     gradients = arguments.get("gradients")
     if gradients is not None:
         if gradients.dtype.name not in ROW_TYPES:
@@ -122,6 +124,8 @@ def refuse(primitive: str, arguments: Mapping[str, Any]) -> str | None:
     table = arguments.get("table")
     if table is None:
         return None
+    if is_packed(table) and (reason := refuse_packed(primitive, arguments)) is not None:
+        return reason
     if table.dtype.name not in ROW_TYPES:
         return f"rows are {', '.join(ROW_TYPES)}, not {table.dtype.name}"
     if table.shape[1] > MAX_DIM:
@@ -141,7 +145,7 @@ def new_rows(row: Array, num_rows: int) -> Array:
 
 
 def pooled_lookup(
-    table: Float[Array, "rows dim"],
+    table: Float[TableArray, "rows dim"],
     ids: Int32[Array, " ids"],
     lengths: Int32[Array, " all_bags"],
     weights: Float[Array, " ids"] | None,
@@ -152,6 +156,8 @@ def pooled_lookup(
     parts_out: int = 1,
 ) -> Float[Array, "bags dim"]:
     """Return the sum or mean of each bag's rows; see `jaxrec.embed.kernels.reference`."""
+    if isinstance(table, PackedRows):
+        return packed_pooled_lookup(table, ids, lengths, weights, layout, dtype)
     results = part_shapes((layout.num_bags, table.shape[1]), dtype, parts_out)
     pooled = native_function("pooled_lookup", results)(
         ids,
@@ -189,13 +195,15 @@ def flatten_bags(
 
 
 def row_lookup(
-    table: Float[Array, "rows dim"],
+    table: Float[TableArray, "rows dim"],
     rows: Int32[Array, " n"],
     *,
     parts_in: int = 1,
     parts_out: int = 1,
 ) -> Float[Array, "n dim"]:
     """Return the rows; see `jaxrec.embed.kernels.reference`."""
+    if isinstance(table, PackedRows):
+        return packed_row_lookup(table, rows)
     results = part_shapes((rows.size, table.shape[1]), table.dtype, parts_out)
     return join_rows(native_function("row_lookup", results)(rows, *split_rows(table, parts_in)))
 
@@ -254,8 +262,8 @@ def sum_rows(
 
 
 def fused_update(
-    table: Float[Array, "rows dim"],
-    state: dict[str, Array],
+    table: Float[TableArray, "rows dim"],
+    state: dict[str, TableArray],
     lookups: Lookups,
     gradients: Float[Array, "bags dim"],
     optimizer: RowOptimizer,
@@ -263,12 +271,13 @@ def fused_update(
     table_starts: tuple[int, ...] = (0,),
     *,
     parts_in: int = 1,
-) -> tuple[Float[Array, "rows dim"], dict[str, Array]]:
+) -> tuple[Float[TableArray, "rows dim"], dict[str, TableArray]]:
     """Update the rows that occur; see `jaxrec.embed.kernels.reference`.
 
-    For an optimizer that the library does not know, it sums the gradients and XLA does the rest.
+    For packed rows, and for an optimizer that the library does not know, it sums the gradients and
+    XLA does the rest.
     """
-    if not is_fused(optimizer):
+    if is_packed(table) or not is_fused(optimizer):
         runs = build_runs(lookups.rows, table.shape[0])
         at = dataclasses.replace(lookups, rows=runs.inverse)
         sums = sum_rows(at, gradients, runs.unique.size, optimizer.clip_value)
@@ -302,8 +311,9 @@ def fused_update(
 def is_fused(optimizer: RowOptimizer) -> bool:
     """Return whether the library knows an optimizer with its settings."""
     settings = getattr(optimizer, "weight_decay", None)
-    is_fixed = not isinstance(settings, hyperparameter)
-    return type(optimizer) in _RULES and optimizer.clip_norm is None and is_fixed
+    if isinstance(settings, hyperparameter) or optimizer.state_dtype != "float32":
+        return False
+    return type(optimizer) in _RULES and optimizer.clip_norm is None
 
 
 def _rates(optimizer: RowOptimizer, step: Int[Array, ""]) -> Float[Array, " 3"]:

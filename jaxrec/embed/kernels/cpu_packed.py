@@ -8,19 +8,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, DTypeLike, Float, Int32, Shaped
+from jaxtyping import Array, DTypeLike, Float, Int32
 
-from jaxrec.embed.formats import RowFormat
+from jaxrec.embed.formats import PackedRows, RowFormat
 from jaxrec.embed.formats.float8 import Float8Rows
 from jaxrec.embed.formats.integers import IntegerRows
+from jaxrec.embed.formats.scaled_float8 import ScaledFloat8Rows
+from jaxrec.embed.formats.trained_int8 import TrainedInt8Rows
 from jaxrec.embed.kernels.base import BagLayout
-from jaxrec.embed.kernels.native_call import (
-    MAX_DIM,
-    ROW_TYPES,
-    layout_numbers,
-    native_function,
-    optional_operand,
-)
+from jaxrec.embed.kernels.native_call import layout_numbers, native_function, optional_operand
 
 # The order of enum Code in native/kernels.h.
 _CODES: dict[RowFormat, int] = {
@@ -28,57 +24,48 @@ _CODES: dict[RowFormat, int] = {
     IntegerRows(bits=4): 1,
     IntegerRows(bits=2): 2,
     Float8Rows(): 3,
+    TrainedInt8Rows(): 4,
+    ScaledFloat8Rows("float8_e4m3fn"): 5,
+    ScaledFloat8Rows("float8_e5m2"): 6,
 }
 
+# Functions of the library that are no primitives.
+TARGETS = ("packed_pooled_lookup", "packed_row_lookup")
 
-def refuse_packed(arguments: Mapping[str, Any]) -> str | None:
-    """Return the reason why the library does not take a lookup of packed rows; None: it does."""
-    row_format, dtype = arguments["row_format"], jnp.dtype(arguments["dtype"]).name
-    if row_format not in _CODES:
+
+def refuse_packed(primitive: str, arguments: Mapping[str, Any]) -> str | None:
+    """Return the reason why the library does not unpack a call's table; None: it does."""
+    row_format = arguments["table"].row_format
+    if primitive != "fused_update" and row_format not in _CODES:
         return f"it does not unpack {row_format.name}"
-    if arguments["dim"] > MAX_DIM:
-        return f"rows have at most {MAX_DIM} elements, not {arguments['dim']}"
-    if 0 in arguments["packed"].shape:
-        return "the table is empty"
-    if dtype not in ROW_TYPES:
-        return f"results are {', '.join(ROW_TYPES)}, not {dtype}"
     return None
 
 
 def packed_pooled_lookup(
-    packed: Shaped[Array, "rows width"],
+    table: PackedRows,
     ids: Int32[Array, " ids"],
     lengths: Int32[Array, " all_bags"],
     weights: Float[Array, " ids"] | None,
     layout: BagLayout,
-    row_format: RowFormat,
-    dim: int,
     dtype: DTypeLike,
 ) -> Float[Array, "bags dim"]:
-    """Return the sum or mean of each bag's rows; see `jaxrec.embed.kernels.packed`."""
+    """`pooled_lookup` of packed rows."""
     (pooled,) = native_function(
-        "packed_pooled_lookup", [jax.ShapeDtypeStruct((layout.num_bags, dim), dtype)]
+        "packed_pooled_lookup", [jax.ShapeDtypeStruct((layout.num_bags, table.dim), dtype)]
     )(
         ids,
         lengths,
         optional_operand(weights, jnp.float32),
-        packed,
+        table.stored,
         layout=layout_numbers(layout),
-        code=np.int32(_CODES[row_format]),
+        code=np.int32(_CODES[table.row_format]),
     )
     return pooled
 
 
-def packed_row_lookup(
-    packed: Shaped[Array, "rows width"],
-    rows: Int32[Array, " n"],
-    row_format: RowFormat,
-    dim: int,
-    dtype: DTypeLike,
-) -> Float[Array, "n dim"]:
-    """Return the rows; see `jaxrec.embed.kernels.packed`."""
-    result = jax.ShapeDtypeStruct((rows.size, dim), dtype)
-    (found,) = native_function("packed_row_lookup", [result])(
-        rows, packed, code=np.int32(_CODES[row_format])
-    )
+def packed_row_lookup(table: PackedRows, rows: Int32[Array, " n"]) -> Float[Array, "n dim"]:
+    """`row_lookup` of packed rows."""
+    (found,) = native_function(
+        "packed_row_lookup", [jax.ShapeDtypeStruct((rows.size, table.dim), jnp.float32)]
+    )(rows, table.stored, code=np.int32(_CODES[table.row_format]))
     return found

@@ -13,11 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, DTypeLike, Float, Int32, Shaped
 
+from jaxrec.embed.formats import PackedRows, TableArray, is_packed
 from jaxrec.embed.kernels.base import BagLayout, Buckets, Lookups, Runs
 from jaxrec.embed.kernels.flat_lookups import flatten_bags as flatten_bags
-from jaxrec.embed.kernels.packed import packed_pooled_lookup as packed_pooled_lookup
-from jaxrec.embed.kernels.packed import packed_row_lookup as packed_row_lookup
-from jaxrec.embed.kernels.rounding import round_rows
+from jaxrec.embed.kernels.rounding import random_bits, round_rows
 from jaxrec.embed.kernels.stretches import sum_by_table, sum_stretches
 from jaxrec.optim.base import RowOptimizer
 from jaxrec.optim.hyperparameter import Step, resolve
@@ -45,7 +44,7 @@ def new_rows(row: Shaped[Array, "*shape"], num_rows: int) -> Shaped[Array, "num_
 
 
 def pooled_lookup(
-    table: Float[Array, "rows dim"],
+    table: Float[TableArray, "rows dim"],
     ids: Int32[Array, " ids"],
     lengths: Int32[Array, " all_bags"],
     weights: Float[Array, " ids"] | None,
@@ -58,7 +57,7 @@ def pooled_lookup(
     """Return the sum or mean of each bag's rows.
 
     Args:
-        table: The group's rows.
+        table: The group's rows; packed ones are unpacked to float32 as they are read.
         ids: The ids of all keys of a batch.
         lengths: The lengths of all its bags.
         weights: The weight of each id; None: 1.
@@ -94,7 +93,7 @@ def pooled_lookup(
 
 
 def row_lookup(
-    table: Float[Array, "rows dim"],
+    table: Float[TableArray, "rows dim"],
     rows: Int32[Array, " n"],
     *,
     parts_in: int = 1,
@@ -103,7 +102,7 @@ def row_lookup(
     """Return ``table[rows]``: zeros at padding, NaN at a bad row.
 
     Args:
-        table: The rows.
+        table: The rows; packed ones give float32.
         rows: Row of each lookup.
         parts_in, parts_out: Hints for the table and the result; see `jaxrec.embed.kernels.base`.
 
@@ -226,8 +225,8 @@ def sum_rows(
 
 
 def fused_update(
-    table: Float[Array, "rows dim"],
-    state: dict[str, Array],
+    table: Float[TableArray, "rows dim"],
+    state: dict[str, TableArray],
     lookups: Lookups,
     gradients: Float[Array, "bags dim"],
     optimizer: RowOptimizer,
@@ -235,7 +234,7 @@ def fused_update(
     table_starts: tuple[int, ...] = (0,),
     *,
     parts_in: int = 1,
-) -> tuple[Float[Array, "rows dim"], dict[str, Array]]:
+) -> tuple[Float[TableArray, "rows dim"], dict[str, TableArray]]:
     """Sum the gradients of each row that occurs, apply the optimizer and write each row once.
 
     The table and its state change in place where they are donated.
@@ -259,14 +258,14 @@ def fused_update(
 
 
 def update_unique(
-    table: Float[Array, "rows dim"],
-    state: dict[str, Array],
+    table: Float[TableArray, "rows dim"],
+    state: dict[str, TableArray],
     unique: Int32[Array, " lookups"],
     gradients: Float[Array, "lookups dim"],
     optimizer: RowOptimizer,
     step: Step,
     table_starts: tuple[int, ...],
-) -> tuple[Float[Array, "rows dim"], dict[str, Array]]:
+) -> tuple[Float[TableArray, "rows dim"], dict[str, TableArray]]:
     """Update rows as `fused_update` does, given `Runs.unique` and the gradient of each run."""
     optimizer, step = resolve(optimizer, step)
     if optimizer.clip_norm is not None:
@@ -275,18 +274,27 @@ def update_unique(
         factors = norm_factors(squares, unique, clip_norm, table_starts, num_rows)
         gradients = gradients * factors[:, None]
 
-    def at_runs(array: Array) -> Array:
-        return array.at[unique].get(mode="fill", fill_value=0, indices_are_sorted=True)
+    def at_runs(array: TableArray) -> Array:
+        values = array.at[unique].get(mode="fill", fill_value=0, indices_are_sorted=True)
+        return values.astype(jnp.float32)
 
-    def put(array: Array, values: Array) -> Array:
-        return _put_rows(array, unique, values.astype(array.dtype))
+    def put(array: TableArray, values: Array, salt: int) -> TableArray:
+        if not optimizer.stochastic_rounding:
+            return _put_rows(array, unique, values)
+        if is_packed(array):
+            noise = random_bits(unique, step, values.shape[1], salt)
+            stored = array.row_format.pack_at_random(values, noise)
+            return array.with_stored(_put_stored(array.stored, unique, stored))
+        return _put_rows(array, unique, round_rows(values, unique, step, array.dtype, salt))
 
     rows, new_state = optimizer.update(
-        at_runs(table).astype(jnp.float32), gradients, jax.tree.map(at_runs, state), step
+        at_runs(table), gradients, {name: at_runs(array) for name, array in state.items()}, step
     )
-    if optimizer.stochastic_rounding:
-        rows = round_rows(rows, unique, step, table.dtype)
-    return put(table, rows), jax.tree.map(put, state, new_state)
+    new_table = put(table, rows, salt=0)
+    return new_table, {
+        name: put(array, _within_range(new_state[name], array.dtype), salt)
+        for salt, (name, array) in enumerate(sorted(state.items()), start=1)
+    }
 
 
 def _sum_runs(
@@ -308,7 +316,22 @@ def _sum_runs(
     return sum_stretches(load, (bags, scales), runs.segments, bags.size, gradients.shape[1])
 
 
-def _put_rows(array: Array, rows: Int32[Array, " n"], values: Array) -> Array:
+def _within_range(state: Array, dtype: DTypeLike) -> Array:
+    """Bound state by the numbers of float16 where it is stored so: a sum of squares may grow."""
+    if jnp.dtype(dtype) != jnp.float16:
+        return state
+    largest = float(jnp.finfo(jnp.float16).max)
+    return jnp.clip(state, -largest, largest)
+
+
+def _put_rows(array: TableArray, rows: Int32[Array, " n"], values: Array) -> TableArray:
+    """Set ascending rows in place, each element rounded to nearest; see `_put_stored`."""
+    if isinstance(array, PackedRows):
+        return array.with_stored(_put_stored(array.stored, rows, array.row_format.pack(values)))
+    return _put_stored(array, rows, values.astype(array.dtype))
+
+
+def _put_stored(array: Array, rows: Int32[Array, " n"], values: Array) -> Array:
     """Set ascending rows in place, those past the end left out."""
 
     def scatter(array: Array) -> Array:

@@ -33,6 +33,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxrec.embed.formats import is_packed
 from jaxrec.embed.kernels.base import BagLayout, Lookups
 from jaxrec.optim.base import RowOptimizer
 from jaxrec.optim.hyperparameter import with_numbers
@@ -68,7 +69,8 @@ class Form:
     def of(cls, primitive: str, arguments: Mapping[str, Any]) -> Form:
         """Return the form of a call, given its arguments by name."""
         rows = arguments["table"] if "table" in arguments else arguments["gradients"]
-        dtype, dim = jnp.dtype(rows.dtype).name, rows.shape[1]
+        dim = rows.shape[1]
+        dtype = rows.row_format.name if is_packed(rows) else jnp.dtype(rows.dtype).name
         match primitive:
             case "pooled_lookup":
                 other = jnp.dtype(arguments["dtype"]).name

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, DTypeLike, Float, Int32
 
 from jaxrec.embed import kernels
+from jaxrec.embed.formats import TableArray
 from jaxrec.embed.kernels import BagLayout, Lookups
 from jaxrec.embed.row_gradients import RowGradients
 from jaxrec.mesh.channel import Channel
@@ -30,7 +31,7 @@ If it has an attribute ``demand``, this is the capacity factor that the batch ne
 each device; see `jaxrec.mesh.capacity`.
 """
 
-Update: TypeAlias = tuple[Float[Array, "local_rows dim"], dict[str, Array]]
+Update: TypeAlias = tuple[Float[TableArray, "local_rows dim"], dict[str, TableArray]]
 """A device's new rows of a group, and their new optimizer state."""
 
 
@@ -195,7 +196,7 @@ class Exchange(abc.ABC):
     def pool(
         self,
         placed: PlacedGroup,
-        table: Float[Array, "local_rows dim"],
+        table: Float[TableArray, "local_rows dim"],
         request: Request,
         route: Route,
         channel: Channel,
@@ -216,7 +217,7 @@ class Exchange(abc.ABC):
     def rows(
         self,
         placed: PlacedGroup,
-        table: Float[Array, "local_rows dim"],
+        table: Float[TableArray, "local_rows dim"],
         request: Request,
         route: Route,
         channel: Channel,
@@ -258,8 +259,8 @@ class Exchange(abc.ABC):
     def update(
         self,
         placed: PlacedGroup,
-        table: Float[Array, "local_rows dim"],
-        state: dict[str, Array],
+        table: Float[TableArray, "local_rows dim"],
+        state: dict[str, TableArray],
         gradient: RowGradients,
         step: Step,
         channel: Channel,
@@ -296,8 +297,8 @@ class Exchange(abc.ABC):
 
 def update_owned(
     placed: PlacedGroup,
-    table: Float[Array, "local_rows dim"],
-    state: dict[str, Array],
+    table: Float[TableArray, "local_rows dim"],
+    state: dict[str, TableArray],
     gradient: RowGradients,
     step: Step,
     channel: Channel,

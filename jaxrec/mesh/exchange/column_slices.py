@@ -18,6 +18,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float
 
 from jaxrec.embed import kernels
+from jaxrec.embed.formats import TableArray
 from jaxrec.embed.kernels import BagLayout
 from jaxrec.embed.kernels.reference import update_unique
 from jaxrec.embed.row_gradients import RowGradients
@@ -31,12 +32,12 @@ from jaxrec.optim.norm import cut_rows
 
 def update_slices(
     placed: PlacedGroup,
-    table: Float[Array, "local_rows dim"],
-    state: dict[str, Array],
+    table: Float[TableArray, "local_rows dim"],
+    state: dict[str, TableArray],
     gradient: RowGradients,
     step: Step,
     channel: Channel,
-) -> tuple[Float[Array, "local_rows dim"], dict[str, Array]]:
+) -> tuple[Float[TableArray, "local_rows dim"], dict[str, TableArray]]:
     """Update each of this device's rows once, by sums over the whole rows.
 
     Args:

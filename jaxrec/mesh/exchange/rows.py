@@ -23,6 +23,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32
 
 from jaxrec.embed import kernels
+from jaxrec.embed.formats import TableArray
 from jaxrec.embed.kernels import BagLayout, Lookups
 from jaxrec.embed.kernels.reference import update_unique
 from jaxrec.embed.kernels.stretches import sum_stretches
@@ -191,7 +192,7 @@ def _row_numbers(placed: PlacedGroup, slots: Int32[Array, "..."]) -> Int32[Array
 
 def fetch_rows(
     placed: PlacedGroup,
-    table: Float[Array, "local_rows dim"],
+    table: Float[TableArray, "local_rows dim"],
     route: RowsRoute,
     channel: Channel,
 ) -> tuple[Float[Array, "fetched dim"], Int32[Array, " n"]]:
@@ -265,8 +266,8 @@ class GradientRounds:
     route: RowsRoute
 
     def update(
-        self, table: Float[Array, "local_rows dim"], state: dict[str, Array], step: Any
-    ) -> tuple[Float[Array, "local_rows dim"], dict[str, Array]]:
+        self, table: Float[TableArray, "local_rows dim"], state: dict[str, TableArray], step: Any
+    ) -> tuple[Float[TableArray, "local_rows dim"], dict[str, TableArray]]:
         """Update each of this device's rows once; see `Exchange.update`."""
         placed, channel, route = self.placed, self.channel, self.route
         bounded = placed.group.optimizer

@@ -8,13 +8,14 @@ from typing import ClassVar
 
 import numpy as np
 
+from jaxrec.embed.state import state_bytes
 from jaxrec.mesh.exchange import Exchange
 from jaxrec.optim import RowOptimizer
 from jaxrec.plan.costs.collectives import latency
 from jaxrec.plan.load import Load
 from jaxrec.plan.perf import Perf
 from jaxrec.plan.topology import Topology
-from jaxrec.plan.workload import TableWorkload, itemsize, state_bytes
+from jaxrec.plan.workload import TableWorkload, looked_up_bytes, row_bytes
 
 # Bytes of an id, of a weight, and of an element of pooled embeddings and gradients.
 WORD = 4
@@ -64,8 +65,13 @@ class Group:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a row, ``w s``."""
-        return self.width * itemsize(self.dtype)
+        """Bytes of a stored row, ``w s``; of one byte an element, those of its scale too."""
+        return row_bytes(self.dtype, self.width)
+
+    @property
+    def looked_up_bytes(self) -> int:
+        """Bytes of a row as a lookup returns it, and as it travels."""
+        return looked_up_bytes(self.dtype, self.width)
 
     @property
     def gradient_bytes(self) -> int:

@@ -53,7 +53,7 @@ class RowsCosts(ExchangeCosts):
         updated as one, ``2 all_to_all(4) + sort(1)`` are added backward.
         """
         copy, sort = self.topology.copy.byte, self.topology.sort.item
-        row, gradient = self.group.row_bytes, self.group.gradient_bytes
+        row, gradient = self.group.looked_up_bytes, self.group.gradient_bytes
         position = Perf(
             forward_compute=copy * row,
             forward_exchange=all_to_all(WORD + row, self.topology),

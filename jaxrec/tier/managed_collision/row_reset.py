@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int32, UInt32
 
 from jaxrec.embed.config import TableConfig
+from jaxrec.embed.formats import TableArray
 from jaxrec.embed.initialize import draw_and_scale, table_key
 from jaxrec.embed.layout import Group
 from jaxrec.embed.store import TableStore
@@ -25,7 +26,7 @@ from jaxrec.tier.managed_collision.evicted import EvictedSlots
 _ROWS = 1024
 
 # Rows and state of a group.
-_Arrays: TypeAlias = tuple[Array, dict[str, Array]]
+_Arrays: TypeAlias = tuple[TableArray, dict[str, TableArray]]
 
 
 def reset_rows(

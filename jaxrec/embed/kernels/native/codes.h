@@ -78,6 +78,7 @@ template <int kBits>
 struct Integers {
   static constexpr int kPlanes = 8 / kBits;
   static constexpr int64_t kHeader = 4;  // HEADER_BYTES of integers.py.
+  static constexpr int64_t kTrailer = 0;
 
   // A row and what its codes stand for, times a weight.
   struct Row {
@@ -85,7 +86,7 @@ struct Integers {
     Vec scale, offset;
     Vec values;  // Of all codes, where they are looked up.
 
-    JAXREC_MEMBER Row(const uint8_t* row, float weight) : bytes(row + kHeader) {
+    JAXREC_MEMBER Row(const uint8_t* row, float weight, int64_t) : bytes(row + kHeader) {
       float factor, summand;
       read_header(row, factor, summand);
       scale = splat(factor * weight);
@@ -135,33 +136,85 @@ struct Integers {
   }
 };
 
-// Floats of 1, 4 and 3 bits with an exponent bias of 7, without infinities and NaN.
+// A float32 behind the codes of a row.
+JAXREC_INLINE float read_float(const uint8_t* from) {
+  float x;
+  __builtin_memcpy(&x, from, 4);
+  return x;
+}
+
+// Codes of 8 bits before a float32 scale and a float32 offset: TrainedInt8Rows.
+struct FusedIntegers {
+  static constexpr int kPlanes = 1;
+  static constexpr int64_t kHeader = 0;
+  static constexpr int64_t kTrailer = 8;
+
+  struct Row {
+    const uint8_t* bytes;
+    Vec scale, offset;
+
+    JAXREC_MEMBER Row(const uint8_t* row, float weight, int64_t dim)
+        : bytes(row),
+          scale(splat(read_float(row + dim) * weight)),
+          offset(splat(read_float(row + dim + 4) * weight)) {}
+
+    JAXREC_MEMBER Vec value(Bits bytes, int) const { return as_numbers(bytes) * scale + offset; }
+  };
+};
+
+// Floats of 1, 4 and 3 bits with an exponent bias of 7, times a weight. NaN codes do not occur.
+JAXREC_INLINE Vec e4m3_times(Bits bytes, float weight) {
+#if defined(JAXREC_F16C)
+  // A float16 with the same fields is 2^8 times smaller, whatever its exponent.
+  typedef int16_t Signed __attribute__((vector_size(JAXREC_VECTOR_BYTES / 2)));
+  const Half high = __builtin_convertvector(bytes, Half) << 8;
+  const Half half = reinterpret_cast<Half>(reinterpret_cast<Signed>(high) >> 1) & 0xBFFF;
+  return widen(F16{}, half) * (256 * weight);
+#else
+  const Bits size = bytes & 0x7F, sign = (bytes & 0x80) << 24;
+  // Subnormal codes count eighths above 2^-6, which is subtracted: threads may treat subnormal
+  // floats as zeros.
+  const Bits is_subnormal = reinterpret_cast<Bits>(size < 8);
+  const Bits bits = (size << 20) + (120u << 23) + (is_subnormal & (1u << 23));
+  const Vec smallest = as_floats(is_subnormal & as_bits(splat(0x1p-6f)));
+  return as_floats(as_bits(as_floats(bits) - smallest) | sign) * weight;
+#endif
+}
+
+// Such floats without a scale: Float8Rows.
 struct Float8 {
   static constexpr int kPlanes = 1;
   static constexpr int64_t kHeader = 0;
+  static constexpr int64_t kTrailer = 0;
 
   struct Row {
     const uint8_t* bytes;
     float weight;
 
-    JAXREC_MEMBER Row(const uint8_t* row, float weight) : bytes(row), weight(weight) {}
+    JAXREC_MEMBER Row(const uint8_t* row, float weight, int64_t) : bytes(row), weight(weight) {}
+
+    JAXREC_MEMBER Vec value(Bits bytes, int) const { return e4m3_times(bytes, weight); }
+  };
+};
+
+// Codes of 8-bit floats before a float32 scale: ScaledFloat8Rows. Floats of 1, 5 and 2 bits are the
+// first bytes of float16 numbers.
+template <bool kE5M2>
+struct ScaledFloat8 {
+  static constexpr int kPlanes = 1;
+  static constexpr int64_t kHeader = 0;
+  static constexpr int64_t kTrailer = 4;
+
+  struct Row {
+    const uint8_t* bytes;
+    float weight;
+
+    JAXREC_MEMBER Row(const uint8_t* row, float weight, int64_t dim)
+        : bytes(row), weight(read_float(row + dim) * weight) {}
 
     JAXREC_MEMBER Vec value(Bits bytes, int) const {
-#if defined(JAXREC_F16C)
-      // A float16 with the same fields is 2^8 times smaller, whatever its exponent.
-      typedef int16_t Signed __attribute__((vector_size(JAXREC_VECTOR_BYTES / 2)));
-      const Half high = __builtin_convertvector(bytes, Half) << 8;
-      const Half half = reinterpret_cast<Half>(reinterpret_cast<Signed>(high) >> 1) & 0xBFFF;
-      return widen(F16{}, half) * (256 * weight);
-#else
-      const Bits size = bytes & 0x7F, sign = (bytes & 0x80) << 24;
-      // Subnormal codes count eighths above 2^-6, which is subtracted: threads may treat subnormal
-      // floats as zeros.
-      const Bits is_subnormal = reinterpret_cast<Bits>(size < 8);
-      const Bits bits = (size << 20) + (120u << 23) + (is_subnormal & (1u << 23));
-      const Vec smallest = as_floats(is_subnormal & as_bits(splat(0x1p-6f)));
-      return as_floats(as_bits(as_floats(bits) - smallest) | sign) * weight;
-#endif
+      if (!kE5M2) return e4m3_times(bytes, weight);
+      return widen(F16{}, __builtin_convertvector(bytes, Half) << 8) * weight;
     }
   };
 };

@@ -45,7 +45,7 @@ struct Source {
 };
 
 // How the rows of a packed table are stored; see jaxrec/embed/formats.
-enum class Code { kInt8, kInt4, kInt2, kFloat8 };
+enum class Code { kInt8, kInt4, kInt2, kFloat8, kFusedInt8, kE4M3, kE5M2 };
 
 // The packed rows of a group or of a feature.
 struct PackedTable {

@@ -2,7 +2,7 @@
 
 template <class Codec>
 JAXREC_INLINE int64_t packed_row_bytes(int64_t dim) {
-  return Codec::kHeader + (dim + Codec::kPlanes - 1) / Codec::kPlanes;
+  return Codec::kHeader + (dim + Codec::kPlanes - 1) / Codec::kPlanes + Codec::kTrailer;
 }
 
 // Asks for each line of a row once. Tables begin at a multiple of a line, so that rows begin at
@@ -120,6 +120,9 @@ JAXREC_INLINE void with_codec(Code code, const Work& work) {
     case Code::kInt4: return work(Integers<4>{});
     case Code::kInt2: return work(Integers<2>{});
     case Code::kFloat8: return work(Float8{});
+    case Code::kFusedInt8: return work(FusedIntegers{});
+    case Code::kE4M3: return work(ScaledFloat8<false>{});
+    case Code::kE5M2: return work(ScaledFloat8<true>{});
   }
 }
 
@@ -132,7 +135,7 @@ void pool_packed_bags(const PackedBlock& block) {
   auto address = [=](uint32_t id) JAXREC_ALWAYS { return rows + id * row_bytes; };
   auto add = [&](int64_t position, uint32_t id) JAXREC_ALWAYS {
     const float weight = kWeighted ? block.weights[position] : 1.0f;
-    sums.add(typename Codec::Row(address(id), weight), dim);
+    sums.add(typename Codec::Row(address(id), weight, dim), dim);
   };
   auto ask = [=](uint32_t id) JAXREC_ALWAYS { prefetch_packed<Codec>(address(id), dim); };
   pool_each_bag(block, static_cast<uint32_t>(table.num_rows), row_bytes, dim, sums, ask, add);
@@ -171,7 +174,7 @@ void unpack_rows_of(const PackedRowBlock& block, Codec) {
     if (i + ahead < block.count) ask(i + ahead);
     uint32_t number = static_cast<uint32_t>(block.rows[i]);
     if (__builtin_expect(number < num_rows, 1)) {
-      const typename Codec::Row row(rows + number * row_bytes, 1.0f);
+      const typename Codec::Row row(rows + number * row_bytes, 1.0f, dim);
       for_each_vector(num_bytes, [&](int64_t byte, auto extent) JAXREC_ALWAYS {
         const Bits bytes = load_bytes(row.bytes + byte, extent);
         Vec planes[kPlanes];

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float
 
+from jaxrec.embed.formats import is_packed
 from jaxrec.embed.kernels import reference
 from jaxrec.embed.kernels.base import Lookups
 from jaxrec.embed.kernels.rounding import round_rows
@@ -30,6 +31,10 @@ BLOCK = 256
 
 def refuse(primitive: str, arguments: Mapping[str, Any]) -> str | None:
     """Return the reason why these kernels do not take a call; None: they do."""
+    if is_packed(arguments.get("table")):
+        return "it does not unpack rows"
+    if primitive == "fused_update" and arguments["optimizer"].state_dtype != "float32":
+        return "its optimizer state is float32"
     if primitive != "fused_update" or arguments["optimizer"].can_cut_rows:
         return None
     # Kernels hold rows padded with columns that a sum must leave out.

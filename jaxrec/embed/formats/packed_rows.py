@@ -1,0 +1,148 @@
+"""Arrays of rows that are stored in a row format."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, TypeAlias, TypeGuard
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int32, Shaped
+
+from jaxrec.embed.formats.base import RowFormat
+from jaxrec.embed.formats.plain import PlainRows
+
+# Number of elements that are unpacked at a time.
+_BLOCK_ELEMENTS = 1 << 20
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PackedRows:
+    """Rows of floats that are stored in a `RowFormat`, as an array of float32.
+
+    It has the shape, the type, the slices and the ``at`` of the unpacked array. Only the rows that
+    are read are unpacked. As a pytree it has one leaf, the stored array.
+
+    Attributes:
+        stored: The rows as they are stored, ``[rows, width]`` of the format's type.
+        row_format: Their format.
+        dim: Number of columns of the unpacked rows.
+
+    Example:
+        >>> from jaxrec.embed.formats import TABLE_FORMATS
+        >>> row_format = TABLE_FORMATS["int8"]
+        >>> rows = PackedRows(row_format.pack(jnp.array([[0.0, 255.0], [3.0, 3.0]])), row_format, 2)
+        >>> rows.shape, rows.nbytes, rows.at[jnp.array([1, 7])].get(mode="fill").tolist()
+        ((2, 2), 20, [[3.0, 3.0], [0.0, 0.0]])
+    """
+
+    stored: Shaped[Array, "rows width"]
+    row_format: RowFormat = dataclasses.field(metadata={"static": True})
+    dim: int = dataclasses.field(metadata={"static": True})
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.stored.shape[0], self.dim
+
+    @property
+    def ndim(self) -> int:
+        return 2
+
+    @property
+    def dtype(self) -> np.dtype:
+        return np.dtype(np.float32)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the stored array."""
+        return self.stored.nbytes
+
+    @property
+    def sharding(self) -> Any:
+        return self.stored.sharding
+
+    def with_stored(self, stored: Shaped[Array, "_rows width"]) -> PackedRows:
+        """Return other rows of the same format."""
+        return dataclasses.replace(self, stored=stored)
+
+    def map_rows(self, function: Callable[[Array], Array]) -> PackedRows:
+        """Return the rows after a function of floats, ``[n, dim]`` to ``[n, dim]``; traced.
+
+        It is called on blocks of rows, so that the table is never unpacked as a whole.
+        """
+        num_rows = self.shape[0]
+        size = min(num_rows, max(1, _BLOCK_ELEMENTS // self.dim))
+
+        def one_block(block: Array, stored: Array) -> Array:
+            # The last block overlaps the one before: rows are read from the old array.
+            start = jnp.minimum(block * size, num_rows - size)
+            old = jax.lax.dynamic_slice_in_dim(self.stored, start, size, 0)
+            new = self.row_format.pack(function(self.row_format.unpack(old, self.dim)))
+            return jax.lax.dynamic_update_slice_in_dim(stored, new, start, 0)
+
+        return self.with_stored(jax.lax.fori_loop(0, -(-num_rows // size), one_block, self.stored))
+
+    def __getitem__(self, rows: slice) -> Float[Array, "n dim"]:
+        return _unpack(self.with_stored(self.stored[rows]))
+
+    @property
+    def at(self) -> _Access:
+        return _Access(self)
+
+
+TableArray: TypeAlias = Array | PackedRows
+"""An array of rows: plain, or packed."""
+
+
+def as_table(stored: Shaped[Array, "rows width"], row_format: RowFormat, dim: int) -> TableArray:
+    """Return stored rows of ``dim`` columns as an array of rows."""
+    return stored if isinstance(row_format, PlainRows) else PackedRows(stored, row_format, dim)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Access:
+    """The ``at`` of packed rows, for indices of rows."""
+
+    rows: PackedRows
+
+    def __getitem__(self, index: Int32[Array, "*n"]) -> _RowsAt:
+        return _RowsAt(self.rows, index)
+
+
+@dataclasses.dataclass(frozen=True)
+class _RowsAt:
+    """Some of the rows; ``mode`` and the other keywords are those of `jax.numpy.ndarray.at`."""
+
+    rows: PackedRows
+    index: Int32[Array, "*n"]
+
+    def get(
+        self, *, mode: str = "clip", fill_value: float = 0, indices_are_sorted: bool = False
+    ) -> Float[Array, "*n dim"]:
+        rows, index = self.rows, self.index
+        stored = rows.stored.at[index.reshape(-1)].get(
+            mode="clip", indices_are_sorted=indices_are_sorted
+        )
+        floats = rows.row_format.unpack(stored, rows.dim).reshape(*index.shape, rows.dim)
+        if mode == "clip":
+            return floats
+        is_row = (index >= 0) & (index < rows.shape[0])
+        return jnp.where(is_row[..., None], floats, jnp.float32(fill_value))
+
+    def set(self, values: Float[Array, "*n dim"], *, mode: str = "drop") -> PackedRows:
+        packed = self.rows.row_format.pack(values.reshape(-1, self.rows.dim))
+        index = self.index.reshape(-1)
+        return self.rows.with_stored(self.rows.stored.at[index].set(packed, mode=mode))
+
+
+@jax.jit
+def _unpack(rows: PackedRows) -> Float[Array, "n dim"]:
+    return rows.row_format.unpack(rows.stored, rows.dim)
+
+
+def is_packed(value: Any) -> TypeGuard[PackedRows]:
+    """Return whether a value is packed rows: a leaf, for `jax.tree.map` over arrays of rows."""
+    return isinstance(value, PackedRows)

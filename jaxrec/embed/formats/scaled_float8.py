@@ -1,0 +1,121 @@
+"""Rows of scaled 8-bit floats that are trained; see `jaxrec.embed.formats.scales`."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Shaped, UInt8, UInt32
+
+from jaxrec.embed.formats.base import RowFormat
+from jaxrec.embed.formats.fused8 import as_bytes
+from jaxrec.embed.formats.rounding import FloatGrid, cut_bits
+from jaxrec.embed.formats.scales import SMALLEST_SCALE, divide
+
+# Floats of 5 bits of exponent and 3 of fraction without a sign, for sums of squares. All codes are
+# finite; the bias of the exponent is 15.
+UNSIGNED = "ufloat8_e5m3"
+_UNSIGNED_GRID = FloatGrid(fraction_bits=3, smallest_normal=2.0**-14, largest=1.875 * 2.0**16)
+
+
+@dataclasses.dataclass(frozen=True)
+class ScaledFloat8Rows(RowFormat):
+    """Rows of 8-bit floats with a float32 scale for each row, or for each block of a row.
+
+    A stored row is the codes, then the scales. An element is ``scale * code``. A scale has 20
+    significant bits and takes its largest absolute value to the largest code.
+
+    Attributes:
+        code: Type of the codes: "float8_e4m3fn" (largest number 448), "float8_e5m2" (57344), or
+            "ufloat8_e5m3" (122880) for elements of 0 or more, which rounds none but 0 to 0.
+        block: Number of columns that share a scale; None: all of a row.
+    """
+
+    code: str
+    block: int | None = None
+
+    dtype = "uint8"
+    max_abs = float(np.finfo(np.float32).max / 2)
+
+    @property
+    def name(self) -> str:
+        return self.code.removesuffix("fn")
+
+    def num_blocks(self, dim: int) -> int:
+        """Return the number of scales of a row of ``dim`` columns."""
+        return 1 if self.block is None else -(-dim // self.block)
+
+    def width(self, dim: int) -> int:
+        return dim + 4 * self.num_blocks(dim)
+
+    def pack(self, rows: Float[Array, "n dim"]) -> UInt8[Array, "n width"]:
+        return self._pack(rows.astype(jnp.float32), None)
+
+    def pack_at_random(
+        self, rows: Float[Array, "n dim"], noise: UInt32[Array, "n dim"]
+    ) -> Shaped[Array, "n width"]:
+        return self._pack(rows, noise)
+
+    def unpack(self, packed: UInt8[Array, "n width"], dim: int) -> Float[Array, "n dim"]:
+        blocks = self.num_blocks(dim)
+        trailer = packed[:, dim:].reshape(packed.shape[0], blocks, 4)
+        scales = jax.lax.bitcast_convert_type(trailer, jnp.float32)
+        if self.block is not None:
+            scales = jnp.repeat(scales, self.block, axis=1)[:, :dim]
+        return _decode(packed[:, :dim], self.code) * scales
+
+    def _pack(
+        self, rows: Float[Array, "n dim"], noise: UInt32[Array, "n dim"] | None
+    ) -> UInt8[Array, "n width"]:
+        n, dim = rows.shape
+        grid = _grid(self.code)
+        rows = self._blocks(rows)
+        noise = None if noise is None else self._blocks(noise)
+        sizes = jnp.abs(rows)
+        largest = jnp.max(sizes, axis=1, keepdims=True)
+        exact = divide(largest, grid.largest)
+        scale = cut_bits(exact, 4, None if noise is None else noise[:, :1] << 28)
+        scale = jnp.maximum(scale, SMALLEST_SCALE)
+        codes = jnp.clip(rows / scale, -grid.largest, grid.largest)
+        if noise is not None:
+            codes = grid.round(codes, noise)
+        if self.code == UNSIGNED:
+            codes = jnp.where(rows > 0, jnp.maximum(codes, grid.spacing), codes)
+        is_largest = (sizes == largest) & (scale > SMALLEST_SCALE)
+        codes = jnp.where(is_largest, jnp.copysign(grid.largest, rows), codes)
+        stored = _encode(codes, self.code).reshape(n, -1)[:, :dim]
+        return jnp.concatenate([stored, as_bytes(scale).reshape(n, -1)], axis=1)
+
+    def _blocks(self, rows: Shaped[Array, "n dim"]) -> Shaped[Array, "blocks size"]:
+        """Return the blocks of all rows, the last of each row padded with zeros."""
+        n, dim = rows.shape
+        blocks = self.num_blocks(dim)
+        size = dim if self.block is None or blocks == 1 else self.block
+        return jnp.pad(rows, ((0, 0), (0, blocks * size - dim))).reshape(n * blocks, size)
+
+
+def _grid(code: str) -> FloatGrid:
+    return _UNSIGNED_GRID if code == UNSIGNED else FloatGrid.of(code)
+
+
+def _encode(numbers: Float[Array, "n dim"], code: str) -> UInt8[Array, "n dim"]:
+    """Return the nearest codes of numbers up to the largest one."""
+    if code != UNSIGNED:
+        return jax.lax.bitcast_convert_type(numbers.astype(code), jnp.uint8)
+    grid = _UNSIGNED_GRID
+    # The exponents of the smallest normal number and of float32's numbers in [1, 2) are 1 and 127.
+    first = (127 - 15) << grid.fraction_bits
+    bits = jax.lax.bitcast_convert_type(cut_bits(numbers, 20), jnp.uint32) >> 20
+    subnormal = jnp.round(numbers / grid.spacing).astype(jnp.uint32)
+    return jnp.where(numbers < grid.smallest_normal, subnormal, bits - first).astype(jnp.uint8)
+
+
+def _decode(codes: UInt8[Array, "n dim"], code: str) -> Float[Array, "n dim"]:
+    if code != UNSIGNED:
+        return jax.lax.bitcast_convert_type(codes, jnp.dtype(code)).astype(jnp.float32)
+    grid = _UNSIGNED_GRID
+    wide = codes.astype(jnp.uint32)
+    normal = jax.lax.bitcast_convert_type((wide << 20) + ((127 - 15) << 23), jnp.float32)
+    return jnp.where(wide < 2**grid.fraction_bits, wide.astype(jnp.float32) * grid.spacing, normal)

@@ -1,0 +1,74 @@
+"""Arrays of optimizer state, in the type that a row optimizer's ``state_dtype`` names."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import jax
+import numpy as np
+from jaxtyping import Array, Shaped
+
+from jaxrec.embed.formats import RowFormat, TableArray, as_table
+from jaxrec.embed.formats.plain import PlainRows
+from jaxrec.embed.formats.scaled_float8 import UNSIGNED, ScaledFloat8Rows
+from jaxrec.optim import RowOptimizer
+
+_FLOAT32 = PlainRows("float32")
+
+# Columns of a row that share a scale.
+_BLOCK = 128
+
+
+def state_format(optimizer: RowOptimizer, name: str, num_axes: int) -> RowFormat:
+    """Return the format of one array of a row optimizer's state.
+
+    Arrays of one number a row stay float32: they are small beside the rows, and such a number
+    counts for all of the row.
+
+    Args:
+        optimizer: The row optimizer.
+        name: Name of the array.
+        num_axes: Number of its axes.
+    """
+    if num_axes == 1 or name in optimizer.exact_state:
+        return _FLOAT32
+    if optimizer.state_dtype != "float8":
+        return PlainRows(optimizer.state_dtype)
+    is_unsigned = name in optimizer.non_negative_state
+    return ScaledFloat8Rows(UNSIGNED if is_unsigned else "float8_e4m3fn", _BLOCK)
+
+
+def new_state(
+    optimizer: RowOptimizer,
+    dim: int,
+    new_rows: Callable[[Shaped[np.ndarray, "..."]], Array],
+) -> dict[str, TableArray]:
+    """Return the state of fresh rows of ``dim`` columns.
+
+    Args:
+        optimizer: The row optimizer.
+        dim: Number of columns of the rows.
+        new_rows: Makes an array of equal rows from one of them as it is stored.
+    """
+    state: dict[str, TableArray] = {}
+    for name, array in optimizer.init(1, dim).items():
+        row_format = state_format(optimizer, name, array.ndim)
+        if row_format == _FLOAT32:
+            state[name] = new_rows(np.asarray(array[0]))
+        else:
+            stored = new_rows(np.asarray(row_format.pack(array))[0])
+            state[name] = as_table(stored, row_format, array.shape[1])
+    return state
+
+
+@functools.cache
+def state_bytes(optimizer: RowOptimizer, dim: int) -> int:
+    """Return the bytes of optimizer state of a row of ``dim`` columns."""
+    first = jax.eval_shape(lambda: optimizer.init(1, dim))
+    return sum(
+        state_format(optimizer, name, len(array.shape)).row_bytes(
+            1 if len(array.shape) == 1 else array.shape[1]
+        )
+        for name, array in first.items()
+    )
