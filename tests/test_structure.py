@@ -129,6 +129,7 @@ TESTED_BY = {
         "ragged/columns",
         "ragged/key_segments",
     ),
+    "serve/test_pruned_tables": ("serve/quantized_store",),
     "serve/test_quantize": (
         "serve/packing",
         "serve/row_formats",
