@@ -130,6 +130,10 @@ TESTED_BY = {
         "ragged/key_segments",
     ),
     "serve/test_pruned_tables": ("serve/quantized_store",),
+    "serve/test_quality": (
+        "serve/quality_plot",
+        "serve/table_quality",
+    ),
     "serve/test_quantize": (
         "serve/packing",
         "serve/row_formats",
