@@ -130,7 +130,8 @@ TESTED_BY = {
         "ragged/key_segments",
     ),
     "serve/test_pruned_tables": ("serve/quantized_store",),
-    "serve/test_quality": (
+    "serve/test_quality_report": (
+        "serve/paired_stores",
         "serve/quality_plot",
         "serve/table_quality",
     ),
@@ -138,6 +139,7 @@ TESTED_BY = {
         "serve/packing",
         "serve/row_formats",
     ),
+    "serve/test_swap": ("serve/model_copy",),
     "tier/test_cached": ("tier/cached_tables",),
     "tier/test_stored_runs": (
         "tier/close",

@@ -80,7 +80,7 @@ def quantize(
         path: module.tables.get_value() for path, module in modules.items()
     }
     for store in stores.values():
-        _check_store(store)
+        check_store(store)
     tables = [config for store in stores.values() for config in store.configs]
     formats = table_formats(tables, dtype, per_table or {})
     row_maps = _row_maps(stores.values(), prune or {})
@@ -105,8 +105,13 @@ def _checked_output(dtype: DTypeLike | None) -> str | None:
     return name
 
 
-def _check_store(store: TableStore) -> None:
-    """Raise where the tables of a store cannot be quantized."""
+def check_store(store: TableStore) -> None:
+    """Raise where the tables of a store cannot be quantized.
+
+    Raises:
+        ValueError: They are quantized already.
+        TypeError: They have an open vocabulary or a cache.
+    """
     names = ", ".join(repr(config.name) for config in store.configs)
     if isinstance(store, QuantizedTables | PrunedTables):
         formats = ", ".join(

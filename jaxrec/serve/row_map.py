@@ -51,6 +51,12 @@ class RowMap:
         before = np.cumsum(counts, dtype=np.int32) - counts
         return cls(jnp.asarray(kept), jnp.asarray(before), int(is_kept.size), int(np.sum(is_kept)))
 
+    @classmethod
+    def zeros(cls, num_ids: int, num_rows: int) -> RowMap:
+        """Make a map whose arrays are yet to be set."""
+        words = -(-num_ids // _WORD_BITS)
+        return cls(jnp.zeros(words, jnp.uint32), jnp.zeros(words, jnp.int32), num_ids, num_rows)
+
     def find(self, ids: Int32[Array, " n"]) -> Int32[Array, " n"]:
         """Return the row of each id: ``num_rows`` for a pruned id, `BAD_ID` for a number that is
         no id; traced."""

@@ -11,13 +11,11 @@ import jax
 import numpy as np
 from flax import nnx
 
-from jaxrec.embed.store import TableStore
-from jaxrec.embed.taps import tapped_modules
 from jaxrec.metrics import NormalizedEntropy, auc
 from jaxrec.plan.formatting import format_bytes
-from jaxrec.serve.pruned_tables import PrunedTables
+from jaxrec.serve.model_copy import shared_copy
+from jaxrec.serve.paired_stores import paired_stores
 from jaxrec.serve.quality_plot import draw
-from jaxrec.serve.quantized_tables import QuantizedTables
 from jaxrec.serve.table_quality import TableQuality, table_quality
 
 Predict: TypeAlias = Callable[[Any, Any], tuple[Any, ...]]
@@ -127,10 +125,9 @@ def quality(
         >>> 0 < report.tables[0].relative_rms_error < 0.1
         True
     """
-    pairs = _paired_stores(model, small)
     tables = tuple(
         table_quality(before, after, config.name)
-        for before, after in pairs
+        for _, after, before in paired_stores(small, model)
         for config in before.configs
     )
     if batches is None:
@@ -141,40 +138,6 @@ def quality(
 def _default_predict(model: Any, batch: Any) -> tuple[Any, ...]:
     features, labels = batch
     return model(features), labels
-
-
-def _paired_stores(
-    model: nnx.Module, small: nnx.Module
-) -> list[tuple[TableStore, QuantizedTables | PrunedTables]]:
-    """Return the stores of the same collection in both models."""
-    stores = [
-        {path: module.tables.get_value() for path, module in tapped_modules(each).items()}
-        for each in (model, small)
-    ]
-    shapes = [
-        {
-            (path, config.name): (config.num_embeddings, config.embedding_dim)
-            for path, store in each.items()
-            for config in store.configs
-        }
-        for each in stores
-    ]
-    if different := sorted({*shapes[0].items()} ^ {*shapes[1].items()}):
-        (_, name), shape = different[0]
-        raise ValueError(
-            f"the models have different tables: only one has {name!r} with shape {shape}; compare "
-            "a quantized model with the one that it was made from"
-        )
-    pairs = []
-    for path, after in stores[1].items():
-        if not isinstance(after, QuantizedTables | PrunedTables):
-            names = ", ".join(repr(config.name) for config in after.configs)
-            raise TypeError(
-                f"tables {names} of the second model are not quantized; give the model first, then "
-                "the one that jaxrec.serve.quantize returned"
-            )
-        pairs.append((stores[0][path], after))
-    return pairs
 
 
 def _scores(
@@ -193,7 +156,7 @@ def _scores(
 
 def _program(model: nnx.Module, predict: Predict) -> Callable[[Any], Any]:
     """Return a compiled function of a batch, of a copy in evaluation mode that shares arrays."""
-    copy = nnx.merge(*nnx.split(model))
+    copy = shared_copy(model)
     copy.eval()
     graph, variables = nnx.split(copy)
     run = jax.jit(lambda variables, batch: predict(nnx.merge(graph, variables), batch))
