@@ -192,10 +192,7 @@ TESTED_BY = {
         "arguments",
         "cli",
     ),
-    "train/test_columns": (
-        "train/features",
-        "train/model",
-    ),
+    "train/test_columns": ("train/features",),
     "train/test_options": ("train/config",),
     "train/test_trainer": ("train/train_steps",),
     "train/test_progress": (
