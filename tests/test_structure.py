@@ -45,6 +45,7 @@ TESTED_BY = {
         "embed/layout",
         "embed/lookup",
     ),
+    "embed/test_formats": ("embed/state",),
     "embed/test_differentiate": (
         "embed/differentiation",
         "embed/taps",
@@ -129,10 +130,17 @@ TESTED_BY = {
         "ragged/columns",
         "ragged/key_segments",
     ),
+    "serve/test_pruned_tables": ("serve/quantized_store",),
+    "serve/test_quality_report": (
+        "serve/paired_stores",
+        "serve/quality_plot",
+        "serve/table_quality",
+    ),
     "serve/test_quantize": (
         "serve/packing",
         "serve/row_formats",
     ),
+    "serve/test_swap": ("serve/model_copy",),
     "tier/vocabulary/test_cached": ("tier/cached_tables",),
     "tier/test_stored_runs": (
         "tier/close",
@@ -198,10 +206,7 @@ TESTED_BY = {
         "arguments",
         "cli",
     ),
-    "train/test_columns": (
-        "train/features",
-        "train/model",
-    ),
+    "train/test_columns": ("train/features",),
     "train/test_options": ("train/config",),
     "train/test_trainer": ("train/train_steps",),
     "train/test_progress": (

@@ -51,14 +51,18 @@ def new_state(
         dim: Number of columns of the rows.
         new_rows: Makes an array of equal rows from one of them as it is stored.
     """
+    with jax.ensure_compile_time_eval():  # also where a model is made abstractly
+        first = {name: np.asarray(array) for name, array in optimizer.init(1, dim).items()}
+        formats = {name: state_format(optimizer, name, x.ndim) for name, x in first.items()}
+        stored = {
+            name: array if formats[name] == _FLOAT32 else np.asarray(formats[name].pack(array))
+            for name, array in first.items()
+        }
     state: dict[str, TableArray] = {}
-    for name, array in optimizer.init(1, dim).items():
-        row_format = state_format(optimizer, name, array.ndim)
-        if row_format == _FLOAT32:
-            state[name] = new_rows(np.asarray(array[0]))
-        else:
-            stored = new_rows(np.asarray(row_format.pack(array))[0])
-            state[name] = as_table(stored, row_format, array.shape[1])
+    for name, array in first.items():
+        rows = new_rows(np.asarray(stored[name][0]))
+        is_plain = formats[name] == _FLOAT32
+        state[name] = rows if is_plain else as_table(rows, formats[name], array.shape[1])
     return state
 
 

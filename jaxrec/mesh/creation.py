@@ -135,7 +135,8 @@ def _zeros(layout: MeshLayout, mesh: Mesh, replica_axis: str | None) -> ShardedT
     sharded = ShardedTables({}, {}, layout, mesh, replica_axis=replica_axis)
     for placed in layout.groups:
         group, sharding = placed.group, sharded.sharding(placed)
-        zeros = np.asarray(group.row_format.pack(jnp.zeros((1, group.dim))))[0]
+        with jax.ensure_compile_time_eval():
+            zeros = np.asarray(group.row_format.pack(jnp.zeros((1, group.dim))))[0]
         stored = new_rows(zeros, placed.local_rows, sharding)
         sharded.rows[group.name] = as_table(stored, group.row_format, group.dim)
         sharded.state[group.name] = new_state(

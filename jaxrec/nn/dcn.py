@@ -35,6 +35,7 @@ class DCNv2(nnx.Module):
         structure: "stacked": the deep network sees the cross network's output. "parallel": both see
             the input, and the logit is a linear function of both outputs.
         dtype: Type that the dense part computes in; None: float32, unless inputs are wider.
+        logit_dtype: Type that the last layer computes in and the logits have; None: ``dtype``.
         param_dtype: Type of the dense parameters.
         rngs: Gives the random keys of first values.
 
@@ -66,6 +67,7 @@ class DCNv2(nnx.Module):
         deep_layer_sizes: Sequence[int],
         structure: Literal["stacked", "parallel"] = "stacked",
         dtype: DTypeLike | None = None,
+        logit_dtype: DTypeLike | None = None,
         param_dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
     ):
@@ -88,7 +90,8 @@ class DCNv2(nnx.Module):
             )
         self.deep = MLP(columns, deep_layer_sizes, rngs=rngs, **types)
         last = deep_layer_sizes[-1] + (columns if structure == "parallel" else 0)
-        self.head = nnx.Linear(last, 1, rngs=rngs, **types)
+        of_head = types if logit_dtype is None else types | {"dtype": logit_dtype}
+        self.head = nnx.Linear(last, 1, rngs=rngs, **of_head)
 
     def __call__(
         self, dense: Float[AnyArray, "batch num_dense"] | None, features: KeyedJaggedArray

@@ -36,6 +36,7 @@ class DeepFM(nnx.Module):
         deep_layer_sizes: Layers of the deep network; the last is 1.
         dropout_rate: Share of the deep network's hidden units that is dropped in training.
         dtype: Type that the dense part computes in; None: float32, unless inputs are wider.
+        logit_dtype: Type of the logits and of the terms that they are the sum of; None: ``dtype``.
         param_dtype: Type of the dense parameters.
         rngs: Gives the random keys of first values, and of dropout.
 
@@ -66,14 +67,16 @@ class DeepFM(nnx.Module):
         deep_layer_sizes: Sequence[int],
         dropout_rate: float = 0.0,
         dtype: DTypeLike | None = None,
+        logit_dtype: DTypeLike | None = None,
         param_dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
     ):
         check_logit_layer("deep_layer_sizes", deep_layer_sizes)
+        logit_dtype = dtype if logit_dtype is None else logit_dtype
         self.dim = common_width("DeepFM", embeddings.configs)
         self.embeddings = embeddings
         self.linear = LinearPart(
-            linear, num_dense=num_dense, dtype=dtype, param_dtype=param_dtype, rngs=rngs
+            linear, num_dense=num_dense, dtype=logit_dtype, param_dtype=param_dtype, rngs=rngs
         )
         self.dense_embeddings = nnx.data(
             nnx.Param(
@@ -94,9 +97,10 @@ class DeepFM(nnx.Module):
             rngs=rngs,
         )
         self.head = nnx.Linear(
-            deep_layer_sizes[-2], 1, dtype=dtype, param_dtype=param_dtype, rngs=rngs
+            deep_layer_sizes[-2], 1, dtype=logit_dtype, param_dtype=param_dtype, rngs=rngs
         )
         self.dtype = dtype
+        self.logit_dtype = logit_dtype
 
     def __call__(
         self, dense: Float[AnyArray, "batch num_dense"] | None, features: KeyedJaggedArray
@@ -120,6 +124,7 @@ class DeepFM(nnx.Module):
             values, vectors, fields = promote(self.dtype, dense, self.dense_embeddings[...], fields)
             fields = jnp.concatenate([fields, values[:, :, None] * vectors[None]], axis=1)
         deep = self.head(self.deep(flatten_embeddings([fields])))[:, 0]
+        (fields,) = promote(self.logit_dtype, fields)
         return linear + self.interaction([fields])[:, 0] + deep
 
 

@@ -11,6 +11,7 @@ from jaxtyping import Array, DTypeLike, Float
 
 from jaxrec.embed import EmbeddingBagCollection
 from jaxrec.nn.dense import check_dense
+from jaxrec.nn.dtypes import promote
 from jaxrec.nn.interaction import DotInteraction, InteractionDCNArch, InteractionProjectionArch
 from jaxrec.nn.mlp import MLP, check_logit_layer
 from jaxrec.nn.tables import common_width, num_features
@@ -34,7 +35,9 @@ class DLRM(nnx.Module):
         interaction: How the vectors interact: a function of the dense vector, ``[batch, dim]``, and
             the pooled embeddings, ``[batch, features, dim]``, that returns ``[batch, columns]``.
             None: `DotInteraction`.
-        dtype: Type that the MLPs compute in; None: float32, unless inputs are wider.
+        dtype: Type that the MLPs and the interaction compute in; None: float32, unless inputs are
+            wider.
+        logit_dtype: Type that the last layer computes in and the logits have; None: ``dtype``.
         param_dtype: Type of the MLPs' parameters.
         rngs: Gives the random keys of the MLPs' first values.
 
@@ -63,6 +66,7 @@ class DLRM(nnx.Module):
         top_layer_sizes: Sequence[int],
         interaction: Callable[[Array, Array], Array] | None = None,
         dtype: DTypeLike | None = None,
+        logit_dtype: DTypeLike | None = None,
         param_dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
     ):
@@ -75,6 +79,7 @@ class DLRM(nnx.Module):
         check_logit_layer("top_layer_sizes", top_layer_sizes)
         self.dim = dim
         self.num_dense = num_dense
+        self.dtype = dtype
         self.embeddings = embeddings
         self.bottom = MLP(
             num_dense, bottom_layer_sizes, dtype=dtype, param_dtype=param_dtype, rngs=rngs
@@ -88,6 +93,7 @@ class DLRM(nnx.Module):
             top_layer_sizes,
             activation_on_last=False,
             dtype=dtype,
+            output_dtype=logit_dtype,
             param_dtype=param_dtype,
             rngs=rngs,
         )
@@ -110,8 +116,8 @@ class DLRM(nnx.Module):
         pooled = jnp.asarray(self.embeddings(features).values)
         check_dense(dense, self.num_dense, pooled.shape[0])
         sparse = pooled.reshape(pooled.shape[0], -1, self.dim)
-        interactions = self.interaction(self.bottom(dense), sparse)
-        return self.top(interactions)[:, 0]
+        vectors = promote(self.dtype, self.bottom(dense), sparse)
+        return self.top(self.interaction(*vectors))[:, 0]
 
 
 class DLRM_DCN(DLRM):

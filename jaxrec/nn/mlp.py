@@ -123,6 +123,7 @@ class MLP(nnx.Module):
             out to return logits.
         bias: Whether layers add a bias.
         dtype: Type that the layers compute in; None: the wider of the input's and ``param_dtype``.
+        output_dtype: Type that the last layer computes in; None: ``dtype``.
         param_dtype: Type of the parameters.
         rngs: Gives the random keys of the kernels' first values (LeCun's normal).
 
@@ -145,6 +146,7 @@ class MLP(nnx.Module):
         activation_on_last: bool = True,
         bias: bool = True,
         dtype: DTypeLike | None = None,
+        output_dtype: DTypeLike | None = None,
         param_dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
     ):
@@ -154,12 +156,15 @@ class MLP(nnx.Module):
                 "an MLP has at least one layer, and each a size of 1 or more; "
                 f"got in_features={in_features}, layer_sizes={tuple(layer_sizes)}"
             )
+        dtypes = [dtype] * (len(layer_sizes) - 1) + [
+            dtype if output_dtype is None else output_dtype
+        ]
         self.layers = nnx.List(
             nnx.Linear(
                 sizes[i],
                 sizes[i + 1],
                 use_bias=bias,
-                dtype=dtype,
+                dtype=dtypes[i],
                 param_dtype=param_dtype,
                 rngs=rngs,
             )
@@ -167,8 +172,8 @@ class MLP(nnx.Module):
         )
         activated = sizes[1:] if activation_on_last else sizes[1:-1]
         self.activations = nnx.List(
-            make_activation(activation, size, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
-            for size in activated
+            make_activation(activation, size, dtype=dtypes[i], param_dtype=param_dtype, rngs=rngs)
+            for i, size in enumerate(activated)
         )
 
     def __call__(

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
 import jax
@@ -12,12 +11,14 @@ from flax import nnx
 from jaxtyping import DTypeLike
 
 from jaxrec.embed.collection import Collection
-from jaxrec.embed.formats import RowFormat
 from jaxrec.embed.store import TableStore
 from jaxrec.embed.taps import TappedModule, tapped_modules
-from jaxrec.serve.packing import table_parts, write_parts
+from jaxrec.serve.pruned_tables import PrunedTables
+from jaxrec.serve.pruning import Pruning
+from jaxrec.serve.quantized_store import quantized_store
 from jaxrec.serve.quantized_tables import QuantizedTables
 from jaxrec.serve.row_formats import table_formats
+from jaxrec.serve.row_map import RowMap
 
 Model = TypeVar("Model", bound=nnx.Module)
 
@@ -30,6 +31,7 @@ def quantize(
     *,
     per_table: Mapping[str, str] | None = None,
     output_dtype: DTypeLike | None = None,
+    prune: Mapping[str, Pruning] | None = None,
 ) -> Model:
     """Return a copy of a model whose tables are quantized, for inference.
 
@@ -45,11 +47,13 @@ def quantize(
         per_table: Formats of single tables, by name.
         output_dtype: Type of the looked-up embeddings: "float32", "bfloat16" or "float16"; None:
             that of the model's collections. Sums are taken in float32.
+        prune: Rules for the tables to prune, by name, such as `by_norm`. Their pruned rows take no
+            memory, and their ids read zeros; see `PrunedTables`.
 
     Raises:
-        TypeError: The model is no `nnx.Module`; or a table has an open vocabulary or a cache
-            (`jaxrec.tier`).
-        KeyError: ``per_table`` names a table that the model lacks.
+        TypeError: The model is no `nnx.Module`; a table has an open vocabulary or a cache
+            (`jaxrec.tier`); or ``prune`` has something else than rules.
+        KeyError: ``per_table`` or ``prune`` names a table that the model lacks.
         ValueError: There is no such format; the model has no tables; a table is quantized already,
             has a width that the format cannot pack, or holds a NaN, an infinity or a number that is
             too large for the format.
@@ -76,12 +80,13 @@ def quantize(
         path: module.tables.get_value() for path, module in modules.items()
     }
     for store in stores.values():
-        _check_store(store)
+        check_store(store)
     tables = [config for store in stores.values() for config in store.configs]
     formats = table_formats(tables, dtype, per_table or {})
+    row_maps = _row_maps(stores.values(), prune or {})
     small = _copy_without_tables(model, modules)
     for path, module in tapped_modules(small).items():
-        module.tables.set_value(_quantize_store(stores[path], formats))
+        module.tables.set_value(quantized_store(stores[path], formats, row_maps))
         module.is_trainable = False
         if output_dtype is not None and isinstance(module, Collection):
             module.dtype = output_dtype
@@ -100,11 +105,18 @@ def _checked_output(dtype: DTypeLike | None) -> str | None:
     return name
 
 
-def _check_store(store: TableStore) -> None:
-    """Raise where the tables of a store cannot be quantized."""
+def check_store(store: TableStore) -> None:
+    """Raise where the tables of a store cannot be quantized.
+
+    Raises:
+        ValueError: They are quantized already.
+        TypeError: They have an open vocabulary or a cache.
+    """
     names = ", ".join(repr(config.name) for config in store.configs)
-    if isinstance(store, QuantizedTables):
-        formats = ", ".join(row_format.name for row_format in dict.fromkeys(store.formats))
+    if isinstance(store, QuantizedTables | PrunedTables):
+        formats = ", ".join(
+            dict.fromkeys(store.row_format(config.name).name for config in store.configs)
+        )
         raise ValueError(
             f"tables {names} are quantized already ({formats}); quantize the model that they were "
             "quantized from"
@@ -115,6 +127,22 @@ def _check_store(store: TableStore) -> None:
             "table and elsewhere; quantize takes tables that have all of their rows, on one device "
             "or over a mesh"
         )
+
+
+def _row_maps(stores: Iterable[TableStore], prune: Mapping[str, Pruning]) -> dict[str, RowMap]:
+    """Return the map of each table that is pruned."""
+    owners = {config.name: store for store in stores for config in store.configs}
+    for name, rule in prune.items():
+        if name not in owners:
+            raise KeyError(
+                f"prune has a rule for {name!r}, but no table is named so; there are "
+                f"{', '.join(map(repr, owners))}"
+            )
+        if not isinstance(rule, Pruning):
+            raise TypeError(
+                f"prune[{name!r}] is a rule such as jaxrec.serve.by_norm(share=0.3), got {rule!r}"
+            )
+    return {name: RowMap.of_kept(rule.kept(owners[name], name)) for name, rule in prune.items()}
 
 
 def _copy_without_tables(model: Model, modules: Mapping[str, TappedModule]) -> Model:
@@ -141,15 +169,3 @@ def _copy_to_one_device(array: Any) -> Any:
     if len(array.sharding.device_set) > 1:
         array = jax.device_put(array.addressable_data(0), jax.local_devices()[0])
     return jnp.copy(array)
-
-
-def _quantize_store(store: TableStore, formats: Mapping[str, RowFormat]) -> QuantizedTables:
-    quantized = QuantizedTables.zeros(store.configs, formats)
-    rows = dict(quantized.rows)
-    for group, row_format in zip(quantized.layout.groups, quantized.formats, strict=True):
-        for table, first_row in zip(group.tables, group.row_offsets, strict=True):
-            parts = table_parts(store, table.name)
-            rows[group.name] = write_parts(
-                rows[group.name], row_format, table.name, parts, first_row
-            )
-    return dataclasses.replace(quantized, rows=rows)

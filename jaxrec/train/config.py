@@ -142,6 +142,11 @@ class ModelConfig:
     """Number of layers of DCN-v2's cross network."""
     table_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Data type of the tables."""
+    dense_dtype: Annotated[
+        Literal["float32", "bfloat16"], tyro.conf.arg(aliases=["--dense-dtype"])
+    ] = "float32"
+    """Data type that dense layers compute in. Parameters, optimizer state, the last layer, the
+    logits and the loss are float32."""
 
     def __post_init__(self) -> None:
         _positive(self, "embedding_dim", "cross_layers")

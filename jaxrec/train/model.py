@@ -6,7 +6,7 @@ import dataclasses
 import os
 import pathlib
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import optax
 from flax import nnx
@@ -131,6 +131,8 @@ def _make(
     def collection(tables: Sequence[EmbeddingBagConfig]) -> EmbeddingBagCollection:
         return EmbeddingBagCollection(tables, optimizer=optim.rowwise_adagrad(schedule), rngs=rngs)
 
+    dtype = None if options.dense_dtype == "float32" else options.dense_dtype
+    types: dict[str, Any] = {"dtype": dtype, "logit_dtype": "float32"}
     embeddings = collection(_wide(tables))
     if options.name == "dcn_v2":
         return DCNv2(
@@ -139,6 +141,7 @@ def _make(
             cross_layers=options.cross_layers,
             deep_layer_sizes=options.top_layer_sizes,
             rngs=rngs,
+            **types,
         )
     if options.name == "deepfm":
         linear = collection(tables[len(tables) // 2 :])
@@ -148,6 +151,7 @@ def _make(
             num_dense=num_dense,
             deep_layer_sizes=(*options.top_layer_sizes, 1),
             rngs=rngs,
+            **types,
         )
     if not num_dense:
         raise ConfigError(
@@ -159,6 +163,7 @@ def _make(
         bottom_layer_sizes=(*options.bottom_layer_sizes, embeddings.configs[0].embedding_dim),
         top_layer_sizes=(*options.top_layer_sizes, 1),
         rngs=rngs,
+        **types,
     )
 
 

@@ -50,3 +50,9 @@ def test_layer_sizes_name_all_layers(kind, sizes):
     argument, _ = kind.split()
     with pytest.raises(ValueError, match=f"{argument} ends with 1, the column of the logit; got"):
         ENDS_WITH_A_LOGIT[kind](**{argument: sizes}, rngs=nnx.Rngs(0))
+
+
+def test_last_layer_of_another_type():
+    mlp = MLP(3, (4, 2), dtype=jnp.bfloat16, output_dtype=jnp.float32, rngs=nnx.Rngs(0))
+    assert [layer.dtype for layer in mlp.layers] == [jnp.bfloat16, jnp.float32]
+    assert mlp(jnp.ones((5, 3))).dtype == jnp.float32

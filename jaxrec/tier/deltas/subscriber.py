@@ -87,6 +87,40 @@ class Subscriber:
         """Number of the version that the copy is; 0 before the first."""
         return 0 if self._name is None else self._name.version
 
+    @property
+    def copy(self) -> nnx.Module:
+        """The copy that takes over versions."""
+        return self._copy
+
+    def has_new(self) -> bool:
+        """Return whether there is a version that the copy is not; nothing is read but names.
+
+        Raises:
+            OSError: The folder cannot be read.
+        """
+        names = self._names()
+        return bool(names) and names[-1] != self._name
+
+    @contextlib.contextmanager
+    def into(self, staged: nnx.Module) -> Iterator[None]:
+        """Let `update` change another copy, which has the version of the copy, in a context.
+
+        For a copy that other threads read: its variables are replaced by those of the other copy
+        before the context ends. If an error ends it, the version is the one before.
+
+        Args:
+            staged: The other copy.
+        """
+        before = self._copy, self._name, self.step
+        self._copy = staged
+        try:
+            yield
+        except BaseException:
+            self._name, self.step = before[1:]
+            raise
+        finally:
+            self._copy = before[0]
+
     def update(self) -> int:
         """Bring the copy to the newest version.
 

@@ -109,10 +109,16 @@ class PublishedTable(abc.ABC):
         return read(placed, requests, with_state=with_state).to_host()[0]
 
     def write_rows(self, rows: np.ndarray, values: Values) -> None:
-        """Set the values of rows of the devices' table by their indices."""
+        """Set the values of rows of the devices' table by their indices.
+
+        Raises:
+            ValueError: The table, such as a quantized one, cannot hold a value.
+        """
         if not rows.size:
             return
         store = self._collection.tables.get_value()
+        if "rows" in values:
+            store.check_values(self.config.name, values["rows"])
         placed = write(store.placed, [TableRows(self.config.name, rows)], [values])
         self._collection.tables.set_value(store.with_placed(placed))
 

@@ -1,0 +1,237 @@
+"""Replacement of the tables of a model that serves requests in other threads."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import threading
+import weakref
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxrec.embed.store import TableStore
+from jaxrec.embed.variables import dense_variables, plain, variables
+from jaxrec.serve.model_copy import shared_copy
+from jaxrec.serve.paired_stores import paired_stores, quantized_stores
+from jaxrec.serve.pruned_tables import PrunedTables
+from jaxrec.serve.quantize import check_store
+from jaxrec.serve.quantized_store import quantized_store
+from jaxrec.serve.quantized_tables import QuantizedTables
+from jaxrec.serve.saved import is_quantized, restore_quantized
+from jaxrec.tier import Subscriber
+from jaxrec.train.checkpoint import restore
+
+Model = TypeVar("Model", bound=nnx.Module)
+
+# One swap at a time; and one thread at a time reads or replaces the variables of a model.
+_SWAP, _VARIABLES = threading.Lock(), threading.Lock()
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Snapshot:
+    """A copy of a model, and the variables and values that it was made of."""
+
+    copy: nnx.Module
+    values: list[tuple[nnx.Variable, Any]]
+
+    def is_current(self) -> bool:
+        return all(variable.get_raw_value() is value for variable, value in self.values)
+
+
+_SNAPSHOTS: weakref.WeakKeyDictionary[nnx.Module, _Snapshot] = weakref.WeakKeyDictionary()
+
+
+def snapshot(model: Model) -> Model:
+    """Return the model as it is now, for one request; `swap_tables` leaves it alone.
+
+    The snapshot shares the model's arrays. Until the model changes, all callers get the same one,
+    in microseconds. It is for reading: a request computes all of its results with one snapshot, by
+    ``nnx.jit(..., graph=False)`` or `jax.jit`. A call of plain ``nnx.jit`` returns all variables of
+    its model, so that XLA copies the tables.
+
+    Args:
+        model: The model that serves.
+
+    Example:
+        >>> import jaxrec
+        >>> config = jaxrec.EmbeddingBagConfig("user", num_embeddings=100, embedding_dim=8)
+        >>> model = jaxrec.EmbeddingBagCollection([config], rngs=nnx.Rngs(0))
+        >>> small = jaxrec.serve.quantize(model)
+        >>> predict = nnx.jit(lambda model, batch: model(batch)["user"], graph=False)
+        >>> batch = jaxrec.KeyedJaggedArray.from_lists({"user": [[3, 5], []]})
+        >>> predict(snapshot(small), batch).shape
+        (2, 8)
+    """
+    with _VARIABLES:
+        known = _SNAPSHOTS.get(model)
+        if known is None or not known.is_current():
+            values = [(each, each.get_raw_value()) for each in variables(model).values()]
+            known = _Snapshot(shared_copy(model), values)
+            _SNAPSHOTS[model] = known
+    return known.copy  # type: ignore[return-value]
+
+
+def swap_tables(
+    model: nnx.Module,
+    source: nnx.Module | Subscriber | str | os.PathLike[str],
+    *,
+    step: int | None = None,
+) -> int:
+    """Replace the tables and all other variables of a quantized model while it serves.
+
+    Requests that use `snapshot` see all variables as they were before or as they are after, never a
+    mixture. The new variables are complete before any is replaced, so that an error leaves the
+    model as it was. Memory holds the quantized tables twice meanwhile, and the old ones until the
+    last request that reads them ends. Tables keep their formats and their pruned ids, so that
+    requests are not compiled anew.
+
+    Call it in any thread; two swaps run one after the other.
+
+    Args:
+        model: The model that serves, of `quantize`.
+        source: Where the new variables come from: a float model over any devices, whose rows are
+            packed; a quantized model with the same formats, whose rows are copied, and whose
+            pruned ids replace those of the model; the directory of a model that
+            `save_quantized` or ``jaxrec quantize`` wrote; a directory of checkpoints, such as a run
+            of ``jaxrec train``; or the `jaxrec.tier.Subscriber` of the model, which takes over
+            versions that `jaxrec.tier.publish` wrote.
+        step: Step of the checkpoint; None: the newest.
+
+    Returns:
+        The number of versions that were taken over: of a subscriber 0 if there is no new one, of
+        other sources 1.
+
+    Raises:
+        TypeError: The model's tables are not quantized; or the source is something else.
+        ValueError: The source has other tables, formats or variables, or rows that a format cannot
+            hold; the subscriber is of another model; or ``step`` is given for another source.
+        CheckpointError: There is no such checkpoint, or it is damaged.
+        VersionError: A published version is damaged or missing.
+        OSError: A file cannot be read.
+
+    Example:
+        >>> import jaxrec
+        >>> def make_model(seed):
+        ...     config = jaxrec.EmbeddingBagConfig("user", num_embeddings=100, embedding_dim=8)
+        ...     return jaxrec.EmbeddingBagCollection([config], rngs=nnx.Rngs(seed))
+        >>> small = jaxrec.serve.quantize(make_model(0))
+        >>> before = snapshot(small)
+        >>> swap_tables(small, make_model(1))
+        1
+        >>> bool((snapshot(small).table("user") == before.table("user")).all())
+        False
+    """
+    quantized_stores(model)  # an error before anything is read
+    if step is not None and not isinstance(source, str | os.PathLike):
+        raise ValueError(f"step={step} names a checkpoint, but the source is {source!r}")
+    with _SWAP:
+        if isinstance(source, Subscriber):
+            return _swap_versions(model, source)
+        if isinstance(source, nnx.Module):
+            staged = _staged_model(model, source)
+        elif isinstance(source, str | os.PathLike):
+            staged = _staged_files(model, source, step)
+        else:
+            raise TypeError(
+                "swap_tables takes a model, a directory or a jaxrec.tier.Subscriber, got "
+                f"{type(source).__name__}"
+            )
+        _replace(model, staged)
+    return 1
+
+
+def _replace(model: nnx.Module, staged: nnx.Module) -> None:
+    """Give the model all variables of another one, at once for readers of snapshots."""
+    new = variables(staged)
+    with _VARIABLES:
+        for name, variable in variables(model).items():
+            variable.set_value(new[name].get_value())
+        _SNAPSHOTS.pop(model, None)  # it holds the old arrays
+
+
+def _copied(model: Model) -> Model:
+    """Return a copy of a model with arrays of its own."""
+    copy = shared_copy(model)
+    for variable in variables(copy).values():
+        variable.set_value(jax.tree.map(jnp.copy, variable.get_value()))
+    return copy
+
+
+def _swap_versions(model: nnx.Module, subscriber: Subscriber) -> int:
+    if subscriber.copy is not model:
+        raise ValueError(
+            "the subscriber takes versions over into another model; make it for the model that "
+            "serves: jaxrec.tier.Subscriber(model, url)"
+        )
+    if not subscriber.has_new():
+        return 0
+    staged = _copied(model)
+    with subscriber.into(staged):
+        count = subscriber.update()
+        _replace(model, staged)
+    return count
+
+
+def _staged_files(
+    model: nnx.Module, directory: str | os.PathLike[str], step: int | None
+) -> nnx.Module:
+    if is_quantized(directory):
+        return _staged_model(model, restore_quantized(directory, model, step=step))
+    staged = _copied(model)
+    restore(directory, staged, step=step)
+    return staged
+
+
+def _staged_model(model: nnx.Module, source: nnx.Module) -> nnx.Module:
+    """Return a model like the first with the variables of the second, copied."""
+    staged = shared_copy(model)
+    new_stores = {
+        path: _staged_store(store, other) for path, store, other in paired_stores(model, source)
+    }
+    given = dense_variables(source)
+    named = dense_variables(staged)
+    if different := sorted(given.keys() ^ named.keys()):
+        where = "is not one of the model" if different[0] in given else "is not in the source"
+        raise ValueError(f"variable {different[0]!r} {where}; give a source made as the model was")
+    for name, variable in named.items():
+        value, old = given[name].get_value(), variable.get_value()
+        forms = [f"{each.dtype}{list(each.shape)}" for each in (plain(value), plain(old))]
+        if forms[0] != forms[1]:
+            raise ValueError(
+                f"variable {name!r} is {forms[0]} in the source, but {forms[1]} in the model; give "
+                "a source made as the model was"
+            )
+        variable.set_value(_copy_beside(value, old))
+    for name, variable in variables(staged).items():
+        if name not in named:
+            variable.set_value(new_stores[name.rpartition("tables")[0].rstrip("/")])
+    return staged
+
+
+def _copy_beside(value: Any, old: Any) -> Any:
+    """Return a copy of an array on the device of another; it may lie on all devices of a mesh."""
+    if isinstance(value, jax.Array) and len(value.sharding.device_set) > 1:
+        value = value.addressable_data(0)
+    return jnp.copy(jax.device_put(value, old.sharding) if isinstance(old, jax.Array) else value)
+
+
+def _staged_store(
+    store: QuantizedTables | PrunedTables, other: TableStore
+) -> QuantizedTables | PrunedTables:
+    """Return the rows of another store, in the formats of a quantized one."""
+    formats = {config.name: store.row_format(config.name) for config in store.configs}
+    if isinstance(other, QuantizedTables | PrunedTables):
+        for name, row_format in formats.items():
+            if (given := other.row_format(name)) != row_format:
+                raise ValueError(
+                    f"table {name!r} is {given.name} in the source, but {row_format.name} in the "
+                    "model; quantize the source as the model was"
+                )
+        return jax.tree.map(jnp.copy, other)
+    check_store(other)
+    return quantized_store(
+        other, formats, store.row_maps if isinstance(store, PrunedTables) else {}
+    )
