@@ -89,10 +89,12 @@ class ServedModel:
             outputs = self._run(chunk.size.samples, chunk.arrays)
             results.append((chunk, outputs))
         leaves = []
-        for index in range(len(self.manifest.output_names)):
+        for index, output in enumerate(self.manifest.outputs):
             parts = [np.asarray(out[index])[: chunk.stop - chunk.start] for chunk, out in results]
-            leaves.append(np.concatenate(parts) if len(parts) != 1 else parts[0])
-        return unflatten(self.manifest.outputs, leaves)
+            if not parts:
+                parts = [np.zeros((0, *output.shape), jax.numpy.dtype(output.dtype))]
+            leaves.append(parts[0] if len(parts) == 1 else np.concatenate(parts))
+        return unflatten(self.manifest.output_structure, leaves)
 
     def predict_columns(self, table: pa.Table | Mapping[str, Any]) -> Any:
         """Return the outputs for rows of raw columns, encoded as in training.

@@ -92,6 +92,20 @@ class Program(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     targets: tuple[str, ...]
 
 
+class ArrayOutput(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """An output, an array with a leading batch axis.
+
+    Attributes:
+        name: Its place in the outputs, such as ``output['score']``.
+        dtype: Its type.
+        shape: Shape of one sample's part.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What an exported model consists of.
 
@@ -99,8 +113,8 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         jaxrec: Version of jaxrec that exported it.
         jax: Version of JAX that exported it.
         batch: The batches that it takes.
-        outputs: Nesting of its outputs, arrays with a leading batch axis.
-        output_names: Names of the outputs, in the order of the structure's leaves.
+        output_structure: Nesting of its outputs.
+        outputs: The outputs, in the order of the structure's leaves.
         arrays: Arrays that the programs take beside the batch.
         tables: The tables among them.
         programs: The programs.
@@ -111,8 +125,8 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     jaxrec: str
     jax: str
     batch: BatchSpec
-    outputs: Structure
-    output_names: tuple[str, ...]
+    output_structure: Structure
+    outputs: tuple[ArrayOutput, ...]
     arrays: tuple[StoredArray, ...]
     tables: tuple[StoredTable, ...]
     programs: tuple[Program, ...]
@@ -151,6 +165,14 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         for file in self.files:
             if file.startswith("/") or ".." in file.split("/"):
                 raise ValueError(f"it names the file {file!r}, outside of the model's folder")
+        for structure, listed, what in (
+            (self.batch.structure, self.batch.inputs, "inputs"),
+            (self.output_structure, self.outputs, "outputs"),
+        ):
+            if structure.num_leaves != len(listed):
+                raise ValueError(
+                    f"its structure has {structure.num_leaves} {what}, and it lists {len(listed)}"
+                )
         samples = [size.samples for size in self.batch.sizes]
         if not samples or samples != sorted(set(samples)) or samples[0] < 1:
             raise ValueError(f"its batch sizes are {samples}; they must ascend from 1 or more")
@@ -162,8 +184,6 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         ):
             if len(ragged) != len(capacities):
                 raise ValueError(f"{len(capacities)} capacities for {len(ragged)} features")
-        if self.outputs.num_leaves != len(self.output_names):
-            raise ValueError("the number of its outputs and that of their names differ")
 
     def _capacities(
         self, capacities: tuple[tuple[int, ...], ...]

@@ -14,6 +14,7 @@ from jaxrec.embed import kernels
 from jaxrec.embed.kernels.native_call import exported_targets
 from jaxrec.ragged import KeyedArray, KeyedJaggedArray
 from jaxrec.serve.batch_spec import ArrayInput, BatchSize, BatchSpec
+from jaxrec.serve.manifest import ArrayOutput
 from jaxrec.serve.pure_model import PureModel
 from jaxrec.serve.structure import Structure, flatten, unflatten
 
@@ -29,11 +30,11 @@ class Outputs(NamedTuple):
 
     Attributes:
         structure: Their nesting.
-        names: Their names, in the order of the structure's leaves.
+        arrays: The outputs, in the order of the structure's leaves.
     """
 
     structure: Structure
-    names: tuple[str, ...]
+    arrays: tuple[ArrayOutput, ...]
 
 
 class ModelPrograms(NamedTuple):
@@ -118,8 +119,13 @@ def _traced(
         }
         inputs = _inputs(batch, size, list(arguments[len(names) :]))
         structure, leaves = flatten(_plain(pure(arrays, inputs)), "output")
-        outputs.append(Outputs(structure, tuple(name for name, _ in leaves)))
-        return [_checked_output(name, leaf, size.samples) for name, leaf in leaves]
+        results = [_checked_output(name, leaf, size.samples) for name, leaf in leaves]
+        arrays = (
+            ArrayOutput(name, leaf.dtype.name, leaf.shape[1:])
+            for (name, _), leaf in zip(leaves, results, strict=True)
+        )
+        outputs.append(Outputs(structure, tuple(arrays)))
+        return results
 
     return run, arguments, outputs
 
