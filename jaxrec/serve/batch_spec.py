@@ -1,4 +1,4 @@
-"""Description of the batches that an exported model takes, and of the sizes that it is compiled for.
+"""The batches that an exported model takes, and the sizes that it is compiled for.
 
 A program has static shapes, so that a model is exported for a ladder of batch sizes. Each size has
 a capacity for the ids of each feature.

@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 from flax import nnx
 from jax.export import Exported
 
@@ -22,7 +21,6 @@ from jaxrec.serve.manifest import (
     Manifest,
     Program,
     StoredArray,
-    StoredTable,
 )
 from jaxrec.serve.programs import KERNELS, export_programs, native_targets
 from jaxrec.serve.pure_model import PureModel
@@ -119,7 +117,7 @@ def export(
             output_structure=made.outputs.structure,
             outputs=made.outputs.arrays,
             arrays=arrays,
-            tables=_tables(pure, made.arrays),
+            tables=tuple(table for table in pure.tables() if table.array in made.arrays),
             programs=programs,
             has_encoder=encoder is not None,
             files=describe_files(unfinished),
@@ -129,7 +127,7 @@ def export(
 
 
 def _call(model: nnx.Module, *batch: Any) -> Any:
-    return model(*batch)  # type: ignore[operator]
+    return model(*batch)
 
 
 def _check_path(path: pathlib.Path) -> None:
@@ -164,45 +162,16 @@ def _write_programs(
 def _write_arrays(
     directory: pathlib.Path, pure: PureModel, names: Sequence[str]
 ) -> tuple[StoredArray, ...]:
-    shapes, stored = pure.shapes(), []
     for kind in ("tables", "dense"):
         (directory / kind).mkdir()
-    tables = {
-        f"{path}/{group}": (path, group)
-        for path, store in pure.tables.items()
-        for group in store.rows
-    }
+    stored: list[StoredArray] = []
     for name in names:
-        shape, dtype = shapes[name].shape, shapes[name].dtype.name
-        kind = "tables" if name in tables else "dense"
-        file = f"{kind}/{len(stored)}.npy"
-        if name in tables:
-            write_rows(directory / file, shape, dtype, pure.row_parts(*tables[name]))
+        shape, dtype = pure.shapes[name].shape, pure.shapes[name].dtype.name
+        is_table = name in pure.table_shapes
+        file = f"{'tables' if is_table else 'dense'}/{len(stored)}.npy"
+        if is_table:
+            write_rows(directory / file, shape, dtype, pure.table_parts(name))
         else:
-            write_array(directory / file, np.asarray(pure.dense[name]))
-        stored.append(StoredArray(name, file, dtype, shape, kind == "tables"))
+            write_array(directory / file, pure.dense[name])
+        stored.append(StoredArray(name, file, dtype, shape, is_mapped=is_table))
     return tuple(stored)
-
-
-def _tables(pure: PureModel, names: Sequence[str]) -> tuple[StoredTable, ...]:
-    tables = []
-    for path, store in pure.tables.items():
-        for config in store.configs:
-            group, index = store.layout.find(config.name)
-            array = f"{path}/{group.name}"
-            if array not in names:
-                continue
-            tables.append(
-                StoredTable(
-                    name=config.name,
-                    collection=path,
-                    array=array,
-                    first_row=group.row_offsets[index],
-                    num_embeddings=config.num_embeddings,
-                    embedding_dim=config.embedding_dim,
-                    row_format=store.row_format(config.name).name,
-                    pooling=getattr(config, "pooling", None),
-                    feature_names=config.feature_names,
-                )
-            )
-    return tuple(tables)

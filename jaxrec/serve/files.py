@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrec.checksums import THREADS, segments_of
+from jaxrec.checksums import THREADS, Segment, segments_of
 from jaxrec.serve.manifest import MANIFEST_FILE, Manifest, StoredArray, StoredFile
 
 
@@ -135,7 +135,7 @@ def check_files(
                 raise ArtifactError(damage)
 
 
-def _checks(files: Mapping[str, StoredFile]) -> Iterator[tuple]:
+def _checks(files: Mapping[str, StoredFile]) -> Iterator[tuple[Segment, str]]:
     for file, stored in files.items():
         segments = segments_of(file, stored.bytes)
         if len(segments) != len(stored.crc32):
@@ -143,7 +143,7 @@ def _checks(files: Mapping[str, StoredFile]) -> Iterator[tuple]:
         yield from zip(segments, stored.crc32, strict=True)
 
 
-def _damage(directory: pathlib.Path, segment, checksum: str) -> str:
+def _damage(directory: pathlib.Path, segment: Segment, checksum: str) -> str:
     try:
         is_same = segment.checksum(directory) == checksum
     except OSError as error:

@@ -25,6 +25,8 @@ from jaxrec.serve.structure import Structure, flatten
 # Number of ids per sample that the capacities hold where neither an example nor the user says it.
 DEFAULT_IDS = 8
 
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
 Capacity = Callable[[int], int]
 """Capacity of a feature in a batch of so many samples."""
 
@@ -181,14 +183,13 @@ def _of_signature(
         return len(encoder.schema.dense), tuple(encoder.schema.categorical)
     _, *parameters = inspect.signature(function).parameters.values()
     required = [
-        each
-        for each in parameters
-        if each.default is each.empty and each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)
+        each for each in parameters if each.default is each.empty and each.kind in _POSITIONAL
     ]
     if len(required) == 1 and features:
         return None, features
-    if len(required) == 2 and features and isinstance(getattr(model, "num_dense", None), int):
-        return model.num_dense, features
+    num_dense = getattr(model, "num_dense", None)
+    if len(required) == 2 and features and isinstance(num_dense, int):
+        return num_dense, features
     names = ", ".join(each.name for each in required)
     raise ValueError(
         f"the inputs ({names}) do not follow from {type(model).__name__}; give a batch of some "

@@ -52,9 +52,7 @@ class ModelPrograms(NamedTuple):
     programs: dict[tuple[str, int], jax_export.Exported]
 
 
-def export_programs(
-    pure: PureModel, batch: BatchSpec, platforms: Sequence[str]
-) -> ModelPrograms:
+def export_programs(pure: PureModel, batch: BatchSpec, platforms: Sequence[str]) -> ModelPrograms:
     """Trace a model for some platforms and all batch sizes.
 
     Args:
@@ -67,10 +65,10 @@ def export_programs(
         ValueError: An output has no leading batch axis; or the program cannot be exported: it calls
             Python, or something that has no guarantee to run with later versions.
     """
-    names = list(pure.shapes())
+    names = list(pure.shapes)
     first, outputs = _export_program(pure, batch, batch.sizes[0], names, platforms[0])
     used = [name for index, name in enumerate(names) if index in first.module_kept_var_idx]
-    programs = {}
+    programs: dict[tuple[str, int], jax_export.Exported] = {}
     for platform in platforms:
         for size in batch.sizes:
             if used == names and not programs:
@@ -107,7 +105,7 @@ def _traced(
 
     Arrays that are not named are zeros: no output depends on them.
     """
-    shapes = pure.shapes()
+    shapes = pure.shapes
     arguments = [shapes[name] for name in names] + batch.shapes(size)
     outputs: list[Outputs] = []
 
@@ -120,11 +118,11 @@ def _traced(
         inputs = _inputs(batch, size, list(arguments[len(names) :]))
         structure, leaves = flatten(_plain(pure(arrays, inputs)), "output")
         results = [_checked_output(name, leaf, size.samples) for name, leaf in leaves]
-        arrays = (
+        described = (
             ArrayOutput(name, leaf.dtype.name, leaf.shape[1:])
             for (name, _), leaf in zip(leaves, results, strict=True)
         )
-        outputs.append(Outputs(structure, tuple(arrays)))
+        outputs.append(Outputs(structure, tuple(described)))
         return results
 
     return run, arguments, outputs

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jaxtyping import Array
@@ -15,6 +18,7 @@ from jaxrec.embed.collection import TableVariable
 from jaxrec.embed.formats import FORMATS
 from jaxrec.embed.store import TableStore
 from jaxrec.embed.taps import tapped_modules
+from jaxrec.serve.manifest import StoredTable
 from jaxrec.serve.packing import rows_per_part, table_parts
 from jaxrec.serve.quantized_tables import QuantizedTables
 
@@ -26,20 +30,20 @@ Function = Callable[..., Any]
 class PureModel:
     """A model in evaluation mode as a function of its arrays.
 
-    Tables become `QuantizedTables` on one device, those of floats with rows as they are, so that
-    neither optimizer state nor a placement is part of the function.
+    Tables of floats become `QuantizedTables` on one device with rows as they are, so that neither
+    optimizer state nor a placement is part of the function. Quantized ones stay what they are.
 
     Attributes:
         function: The function of the model and a batch.
         dense: The arrays beside the tables, on the host, by the path of the variable.
-        tables: The tables of each collection, by its path, with shapes for rows.
+        stores: The tables of each collection, by its path, with shapes for arrays.
         sources: The stores that hold their rows.
         state: The model without rows: its graph, its tables' state and its other state.
     """
 
     function: Function
     dense: dict[str, np.ndarray]
-    tables: dict[str, QuantizedTables]
+    stores: dict[str, TableStore]
     sources: dict[str, TableStore]
     state: tuple[Any, Any, Any]
 
@@ -56,58 +60,81 @@ class PureModel:
         sources = {path: module.tables.get_value() for path, module in modules.items()}
         for path, store in sources.items():
             _check_store(path, store)
-        graph, tables, rest = nnx.split(model, TableVariable, ...)
+        parts: tuple[Any, ...] = nnx.split(model, TableVariable, ...)
+        graph, tables, rest = parts
         dense = {name: _on_host(leaf) for name, leaf in _named_leaves(rest) if not _is_key(leaf)}
-        return cls(
-            function,
-            dense,
-            {path: _inference_store(store) for path, store in sources.items()},
-            sources,
-            (graph, tables, rest),
-        )
+        stores = {path: _inference_store(store) for path, store in sources.items()}
+        return cls(function, dense, stores, sources, (graph, tables, rest))
 
-    def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Return the shapes of the arrays by name: those of tables, then the dense ones."""
-        shapes = {
-            f"{path}/{group}": jax.ShapeDtypeStruct(rows.shape, rows.dtype)
-            for path, store in self.tables.items()
-            for group, rows in store.rows.items()
+    @functools.cached_property
+    def table_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Shapes of the arrays of tables, by the path of their collection and their own."""
+        return {
+            f"{path}/{name}": jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+            for path, store in self.stores.items()
+            for name, leaf in _named_leaves(store)
         }
-        for name, array in self.dense.items():
-            shapes[name] = jax.ShapeDtypeStruct(array.shape, array.dtype)
-        return shapes
+
+    @property
+    def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Shapes of all arrays by name: those of tables, then the dense ones."""
+        dense = {
+            name: jax.ShapeDtypeStruct(array.shape, array.dtype)
+            for name, array in self.dense.items()
+        }
+        return self.table_shapes | dense
 
     def __call__(self, arrays: Mapping[str, Array], batch: Sequence[Any]) -> Any:
         """Return the outputs of a batch; traced."""
         graph, tables, rest = self.state
-        leaves = [
-            leaf if _is_key(leaf) else arrays[name] for name, leaf in _named_leaves(rest)
-        ]
-        rest = jax.tree.unflatten(jax.tree.structure(rest), leaves)
+        rest = _with_leaves(
+            rest, [x if _is_key(x) else arrays[name] for name, x in _named_leaves(rest)]
+        )
         # Variables of this trace, which may be set here.
         tables = jax.tree.map(lambda leaf: leaf, tables)
         model = nnx.merge(graph, tables, rest)
         for path, module in tapped_modules(model).items():
-            store = self.tables[path]
-            rows = {group: arrays[f"{path}/{group}"] for group in store.rows}
-            module.tables.set_value(dataclasses.replace(store, rows=rows))
+            store = self.stores[path]
+            leaves = [arrays[f"{path}/{name}"] for name, _ in _named_leaves(store)]
+            module.tables.set_value(_with_leaves(store, leaves))
             module.is_trainable = False
         model.eval()
         return self.function(model, *batch)
 
-    def row_parts(self, path: str, group: str) -> Iterator[tuple[int, np.ndarray]]:
-        """Yield the stored rows of a group on the host: the first row's index, and the rows."""
-        source, store = self.sources[path], self.tables[path]
-        if isinstance(source, QuantizedTables):
-            rows = source.rows[group]
-            step = rows_per_part(-(-rows.dtype.itemsize * rows.shape[1] // 4))
-            for start in range(0, rows.shape[0], step):
-                yield start, np.asarray(rows[start : start + step])
+    def table_parts(self, name: str) -> Iterator[tuple[int, np.ndarray]]:
+        """Yield an array of a table on the host, in parts: the first row's index, and the rows."""
+        path = next(path for path in self.stores if name in self._names(path))
+        source = self.sources[path]
+        if _is_packed(source):
+            yield from _array_parts(dict(_named_leaves(source))[name.removeprefix(f"{path}/")])
             return
-        this = store.groups[group]
-        for table, first in zip(this.tables, this.row_offsets, strict=True):
+        group = self.stores[path].groups[name.rpartition("/")[2]]
+        for table, first in zip(group.tables, group.row_offsets, strict=True):
             for start, rows in table_parts(source, table.name):
-                yield first + start, np.asarray(rows, this.dtype)
+                yield first + start, np.asarray(rows, group.dtype)
+
+    def tables(self) -> Iterator[StoredTable]:
+        """Yield the tables and the places of their rows."""
+        for path, store in self.stores.items():
+            # The rows of tables that wrap others lie in these.
+            inner: Any = getattr(store, "inner", store)
+            prefix = "" if inner is store else "inner/"
+            for config in store.configs:
+                group, index = inner.layout.find(config.name)
+                yield StoredTable(
+                    name=config.name,
+                    collection=path,
+                    array=f"{path}/{prefix}rows/{group.name}",
+                    first_row=group.row_offsets[index],
+                    num_embeddings=config.num_embeddings,
+                    embedding_dim=config.embedding_dim,
+                    row_format=inner.row_format(config.name).name,
+                    pooling=getattr(config, "pooling", None),
+                    feature_names=tuple(config.feature_names),
+                )
+
+    def _names(self, path: str) -> set[str]:
+        return {f"{path}/{name}" for name, _ in _named_leaves(self.stores[path])}
 
 
 def _check_store(path: str, store: TableStore) -> None:
@@ -120,12 +147,29 @@ def _check_store(path: str, store: TableStore) -> None:
         )
 
 
-def _inference_store(store: TableStore) -> QuantizedTables:
-    """Return tables for inference in the place of a store's, with shapes for rows."""
-    if isinstance(store, QuantizedTables):
+def _is_packed(store: TableStore) -> bool:
+    """Return whether a store has rows in a `RowFormat`, for inference."""
+    return hasattr(store, "row_format")
+
+
+def _inference_store(store: TableStore) -> TableStore:
+    """Return tables for inference in the place of a store's, with shapes for arrays."""
+    if _is_packed(store):
         return jax.eval_shape(lambda: store)
-    formats = {config.name: FORMATS[jax.numpy.dtype(config.dtype).name] for config in store.configs}
+    formats = {config.name: FORMATS[jnp.dtype(config.dtype).name] for config in store.configs}
     return jax.eval_shape(lambda: QuantizedTables.zeros(store.configs, formats))
+
+
+def _array_parts(array: Array) -> Iterator[tuple[int, np.ndarray]]:
+    """Yield an array on the host by rows of some 16 MiB."""
+    row_bytes = array.dtype.itemsize * max(1, math.prod(array.shape[1:]))
+    step = rows_per_part(-(-row_bytes // 4))
+    for start in range(0, array.shape[0], step):
+        yield start, np.asarray(array[start : start + step])
+
+
+def _with_leaves(tree: Any, leaves: Sequence[Any]) -> Any:
+    return jax.tree.unflatten(jax.tree.structure(tree), leaves)
 
 
 def _named_leaves(state: Any) -> list[tuple[str, Any]]:

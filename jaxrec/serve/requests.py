@@ -1,4 +1,4 @@
-"""Batches of a request: checked on the host, cut to the sizes that a model is compiled for, padded."""
+"""Batches of a request: checked, cut to the sizes that a model is compiled for, and padded."""
 
 from __future__ import annotations
 
@@ -211,11 +211,8 @@ def _columns(each: RaggedInput, leaf: Any) -> list[Column]:
         )
     if leaf.keys != each.keys:
         leaf = leaf.select(each.keys)
-    values, lengths, weights = (
-        None if array is None else np.asarray(array)
-        for array in (leaf.values, leaf.lengths, leaf.weights)
-    )
-    assert values is not None and lengths is not None
+    values, lengths = np.asarray(leaf.values), np.asarray(leaf.lengths)
+    weights = None if leaf.weights is None else np.asarray(leaf.weights)
     if len(set(leaf.strides)) > 1:
         raise ValueError(f"the features of {each.name} have different numbers of samples")
     by_key = lengths.reshape(len(each.keys), -1)

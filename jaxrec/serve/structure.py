@@ -44,6 +44,7 @@ def flatten(value: Any, name: str) -> tuple[Structure, list[tuple[str, Any]]]:
     Raises:
         TypeError: A key of a dict is not a string, or a tuple is a named one.
     """
+    kind: Literal["dict", "list", "tuple"]
     if isinstance(value, dict):
         for key in value:
             if not isinstance(key, str):
@@ -94,9 +95,7 @@ def leaves_of(structure: Structure, value: Any, name: str) -> list[Any]:
         if not isinstance(value, list | tuple):
             raise TypeError(f"{name} must be a {structure.kind}, got {type(value).__name__}")
         if len(value) != len(structure.parts):
-            raise ValueError(
-                f"{name} must have {len(structure.parts)} elements, got {len(value)}"
-            )
+            raise ValueError(f"{name} must have {len(structure.parts)} elements, got {len(value)}")
         children = [(f"{name}[{index}]", part) for index, part in enumerate(value)]
     return [
         leaf

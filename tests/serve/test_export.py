@@ -90,9 +90,7 @@ def test_inputs_and_outputs_in_dicts(tmp_path):
 
 def test_variables_that_no_output_reads_are_left_out(tmp_path):
     case = MODELS["two_tower"]()
-    export(
-        case.model, tmp_path / "model", example=case.batch(3), function=case.function, **SIZES
-    )
+    export(case.model, tmp_path / "model", example=case.batch(3), function=case.function, **SIZES)
     manifest = load(tmp_path / "model").manifest
     assert {table.name for table in manifest.tables} == {"user", "tags"}
     assert all("candidate" not in array.name for array in manifest.arrays)
@@ -178,7 +176,12 @@ WRONG = {
         r"equally many samples, 1 or more; got 2 in batch\[0\], 3 in batch\[1\]",
     ),
     "no array": (dlrm, {"example": (3.0, features(3))}, TypeError, r"batch\[0\] is 3.0; a batch"),
-    "text": (dlrm, {"example": (np.array(["a", "b"]), features(2))}, TypeError, "numbers and bools"),
+    "text": (
+        dlrm,
+        {"example": (np.array(["a", "b"]), features(2))},
+        TypeError,
+        "numbers and bools",
+    ),
     "raw ids": (
         dlrm,
         {"example": (ONES, jaxrec.KeyedJaggedArray.from_lists({"user": [[1], [2]]}, id_bits=64))},

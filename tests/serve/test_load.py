@@ -107,8 +107,7 @@ def test_ids_outside_of_their_table():
 
 
 FILES = sorted(
-    path.relative_to(RECORDED / "int8").as_posix()
-    for path in (RECORDED / "int8").rglob("*.*")
+    path.relative_to(RECORDED / "int8").as_posix() for path in (RECORDED / "int8").rglob("*.*")
 )
 
 
@@ -138,20 +137,22 @@ def test_altered_files_are_named(data, tmp_path_factory):
         del after[data.draw(st.integers(0, len(after) - 1)) :]
     (path / file).write_bytes(after)
     try:
-        served = load(path)
+        is_same = load(path).manifest == load(RECORDED / "int8", verify=False).manifest
+        said = ""
     except ArtifactError as error:
-        assert file in str(error)
-    else:
-        assert before == after or file == "manifest.json"  # where only blanks differ
-        assert served.manifest == load(RECORDED / "int8", verify=False).manifest
+        is_same, said = False, str(error)
     finally:
         (path / file).write_bytes(before)
+    if before == after or file == "manifest.json":  # where blanks may differ
+        assert is_same or file in said
+    else:
+        assert file in said
 
 
 def test_bytes_that_are_no_manifest(recorded):
     for content in (b"", b"[]", b"{}", b"\xff", b"[" * 100_000, b'{"format": 1, "crc32": "0"}'):
         (recorded / "manifest.json").write_bytes(content)
-        with pytest.raises(ArtifactError, match="manifest.json cannot be used"):
+        with pytest.raises(ArtifactError, match=r"manifest.json cannot be used"):
             load(recorded)
 
 
@@ -233,7 +234,7 @@ def test_programs_that_jax_cannot_read(recorded):
 
 def test_folders_that_are_no_model(tmp_path):
     for path in (tmp_path, tmp_path / "missing", pathlib.Path(__file__)):
-        with pytest.raises(ArtifactError, match="is no exported model: manifest.json is missing"):
+        with pytest.raises(ArtifactError, match=r"is no exported model: manifest.json is missing"):
             load(path)
 
 
@@ -261,7 +262,9 @@ def columns(rows: int) -> pa.Table:
             "age": rng.integers(18, 80, rows),
             "income": rng.lognormal(10, 1, rows),
             "city": pa.array(cities[rng.integers(0, 5, rows)], mask=rng.random(rows) < 0.1),
-            "tags": [[f"t{i}" for i in rng.integers(0, 9, rng.integers(0, 4))] for _ in range(rows)],
+            "tags": [
+                [f"t{i}" for i in rng.integers(0, 9, rng.integers(0, 4))] for _ in range(rows)
+            ],
             "item": rng.integers(-(2**62), 2**62, rows),
         }
     )

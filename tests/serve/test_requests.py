@@ -37,12 +37,14 @@ def make_batch(lengths: list[tuple[int, int]], weighted: bool = False, **options
     }
     weights = {key: [rng.random(len(bag)).tolist() for bag in bags] for key, bags in lists.items()}
     dense = rng.standard_normal((len(lengths), 2)).astype(np.float32)
-    ids = jaxrec.KeyedJaggedArray.from_lists(lists, weights=weights if weighted else None, **options)
+    ids = jaxrec.KeyedJaggedArray.from_lists(
+        lists, weights=weights if weighted else None, **options
+    )
     return dense, ids
 
 
 def read_back(spec: BatchSpec, batch) -> tuple[list[int], list, dict, dict]:
-    """Return sizes of the chunks, dense rows, ids and weights of what the programs would be given."""
+    """Return the sizes of the chunks, and the dense rows, ids and weights in them."""
     ragged = spec.inputs[1]
     sizes, dense = [], []
     ids = {key: [] for key in ragged.keys}
@@ -90,7 +92,16 @@ def test_every_sample_arrives(lengths, weighted):
 
 @pytest.mark.parametrize(
     ("samples", "sizes"),
-    [(0, []), (1, [1]), (2, [4]), (4, [4]), (5, [4, 1]), (9, [16]), (23, [16, 4, 4]), (32, [16, 16])],
+    [
+        (0, []),
+        (1, [1]),
+        (2, [4]),
+        (4, [4]),
+        (5, [4, 1]),
+        (9, [16]),
+        (23, [16, 4, 4]),
+        (32, [16, 16]),
+    ],
 )
 def test_chunks_are_at_least_half_full(samples, sizes):
     assert read_back(SPEC, make_batch([(1, 1)] * samples))[0] == sizes
@@ -181,7 +192,7 @@ def test_weights_are_required_where_the_model_takes_them():
 def test_features_of_a_fixed_number_of_ids():
     spec = make_spec((2, 8, 6), fixed=3)
     assert read_back(spec, make_batch([(1, 3)] * 5))[0] == [2, 2, 2]
-    with pytest.raises(ValueError, match="'tags', sample 1: 2 ids, but .* exported for 3 in each"):
+    with pytest.raises(ValueError, match=r"'tags', sample 1: 2 ids, but .* exported for 3 in each"):
         list(Request(spec, make_batch([(1, 3), (1, 2)])).chunks())
 
 
