@@ -22,7 +22,6 @@ from jaxrec.serve.export import BATCH_SIZES
 from jaxrec.serve.files import ArtifactError
 from jaxrec.train import load_model
 from jaxrec.train.checkpoint import CheckpointError
-from jaxrec.train.config import TrainConfig
 from jaxrec.train.features import FEATURES_DIRECTORY
 from jaxrec.train.model import CONFIG_FILE, table_rows
 from jaxrec.train.options import load_config
@@ -66,9 +65,8 @@ def run(options: Sequence[str]) -> int:
     if _NOT_GIVEN in (parsed.run, parsed.model):
         raise ConfigError("give the directories of the run and of the model: RUN MODEL")
     console = Console(highlight=False, markup=False, soft_wrap=True)
+    encoder = run_encoder(parsed.run)
     model = load_model(parsed.run, parsed.step)
-    config = load_config(parsed.run / CONFIG_FILE)
-    encoder = run_encoder(parsed.run, config)
     if parsed.dtype is not None:
         model = quantize(model, parsed.dtype)
     export(
@@ -97,13 +95,19 @@ def click_scores(model: nnx.Module, dense: Array, features: Any) -> dict[str, Ar
     return {"probability": jax.nn.sigmoid(logits), "logit": logits}
 
 
-def run_encoder(directory: pathlib.Path, config: TrainConfig) -> TableEncoder:
+def run_encoder(directory: pathlib.Path) -> TableEncoder:
     """Return the encoder of a run's columns; that of Criteo's columns for other click logs.
 
     Raises:
+        CheckpointError: There is no run.
         ConfigError: The run has open vocabularies.
         OSError, SchemaError, DataError: The encoder cannot be read.
     """
+    if not (directory / CONFIG_FILE).exists():
+        raise CheckpointError(
+            f"{directory}: there is no saved model here ({CONFIG_FILE} is missing)"
+        )
+    config = load_config(directory / CONFIG_FILE)
     if config.vocabulary.is_dynamic:
         raise ConfigError(
             f"{directory} was trained with --vocabulary dynamic; exported models have fixed "

@@ -29,6 +29,9 @@ FAILURES = (ArtifactError, DataError)
 # Column of the scores of a model with one output.
 SCORE = "score"
 
+# Bytes of a column that are read from a file at a time.
+_BUFFER_BYTES = 1 << 18
+
 _NOT_GIVEN = pathlib.Path("\0")
 
 
@@ -148,7 +151,10 @@ def _read(path: pathlib.Path, columns: list[str], batch_size: int) -> Iterator[p
         DataError: It is no Parquet file, is damaged, or lacks a column.
     """
     try:
-        with pq.ParquetFile(path, page_checksum_verification=True) as file:
+        # Pages are read when they are needed: a row group need not fit memory.
+        with pq.ParquetFile(
+            path, pre_buffer=False, buffer_size=_BUFFER_BYTES, page_checksum_verification=True
+        ) as file:
             for name in columns:
                 if name not in file.schema_arrow.names:
                     raise DataError(
@@ -161,7 +167,8 @@ def _read(path: pathlib.Path, columns: list[str], batch_size: int) -> Iterator[p
     except (pa.ArrowInvalid, OSError) as error:
         if isinstance(error, OSError) and error.errno is not None:
             raise  # an error of the operating system, which names the file
-        raise DataError(f"{path} is not a Parquet file, or damaged ({error})") from None
+        reason = " ".join(str(error).split())
+        raise DataError(f"{path} is not a Parquet file, or damaged ({reason})") from None
 
 
 def _columns(outputs: Any) -> Mapping[str, pa.Array]:
