@@ -129,10 +129,20 @@ TESTED_BY = {
         "ragged/columns",
         "ragged/key_segments",
     ),
+    "serve/test_export": (
+        "serve/inputs",
+        "serve/programs",
+        "serve/pure_model",
+    ),
+    "serve/test_load": (
+        "serve/files",
+        "serve/manifest",
+    ),
     "serve/test_quantize": (
         "serve/packing",
         "serve/row_formats",
     ),
+    "serve/test_requests": ("serve/batch_spec",),
     "tier/test_cached": ("tier/cached_tables",),
     "tier/test_stored_runs": (
         "tier/close",
@@ -185,6 +195,7 @@ TESTED_BY = {
         "arguments",
         "cli",
     ),
+    "train/test_damage": ("checksums",),
     "train/test_columns": (
         "train/features",
         "train/model",
