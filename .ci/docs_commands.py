@@ -36,6 +36,8 @@ COMMANDS = (
         "jaxrec train --data clicks.parquet --schema schema.yaml --output run",
         "--data.batch-size 100",
     ),
+    ("jaxrec export run model", ""),
+    ("jaxrec predict model clicks.parquet -o scores.parquet", ""),
     (
         "jaxrec train --data clicks.parquet --schema schema.yaml --model.name deepfm",
         "--data.batch-size 100 --output deepfm",

@@ -136,10 +136,20 @@ TESTED_BY = {
         "serve/quality_plot",
         "serve/table_quality",
     ),
+    "serve/test_export": (
+        "serve/inputs",
+        "serve/programs",
+        "serve/pure_model",
+    ),
+    "serve/test_load": (
+        "serve/files",
+        "serve/manifest",
+    ),
     "serve/test_quantize": (
         "serve/packing",
         "serve/row_formats",
     ),
+    "serve/test_requests": ("serve/batch_spec",),
     "serve/test_swap": ("serve/model_copy",),
     "tier/vocabulary/test_cached": ("tier/cached_tables",),
     "tier/test_stored_runs": (
@@ -207,6 +217,7 @@ TESTED_BY = {
         "cli",
     ),
     "train/test_columns": ("train/features",),
+    "train/test_damage": ("checksums",),
     "train/test_options": ("train/config",),
     "train/test_trainer": ("train/train_steps",),
     "train/test_progress": (

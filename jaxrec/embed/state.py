@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Shaped
 
@@ -55,7 +56,9 @@ def new_state(
         first = {name: np.asarray(array) for name, array in optimizer.init(1, dim).items()}
         formats = {name: state_format(optimizer, name, x.ndim) for name, x in first.items()}
         stored = {
-            name: array if formats[name] == _FLOAT32 else np.asarray(formats[name].pack(array))
+            name: array
+            if formats[name] == _FLOAT32
+            else np.asarray(formats[name].pack(jnp.asarray(array)))
             for name, array in first.items()
         }
     state: dict[str, TableArray] = {}

@@ -1,5 +1,9 @@
-"""Serving models: quantized and pruned tables."""
+"""Serving models: quantized and pruned tables, export and prediction."""
 
+from jaxrec.serve.export import export as export
+from jaxrec.serve.files import ArtifactError as ArtifactError
+from jaxrec.serve.load import ServedModel as ServedModel
+from jaxrec.serve.load import load as load
 from jaxrec.serve.pruned_tables import PrunedTables as PrunedTables
 from jaxrec.serve.pruning import Pruning as Pruning
 from jaxrec.serve.pruning import by_frequency as by_frequency

@@ -41,6 +41,7 @@ from jaxrec.embed.kernels.native_call import (
     optional_operand,
     part_shapes,
     split_rows,
+    target_symbols,
 )
 from jaxrec.optim import adagrad, adam, partial_rowwise_adam, rowwise_adagrad, sgd
 from jaxrec.optim.base import RowOptimizer
@@ -68,8 +69,11 @@ def _load() -> ctypes.CDLL | str:
             "in a checkout by `pip install -e .`"
         )
     library = ctypes.CDLL(str(_LIBRARY))
-    targets = [*(name for name in PRIMITIVES if name in globals()), *TARGETS]
-    if lacking := [name for name in targets if not hasattr(library, f"jaxrec_{name}")]:
+    targets: dict[str, str] = {}
+    for name in (*PRIMITIVES, *TARGETS):
+        if name in globals():
+            targets |= target_symbols(name)
+    if lacking := [target for target, symbol in targets.items() if not hasattr(library, symbol)]:
         return (
             f"the native library lacks {', '.join(lacking)}, as it was built from another version "
             "of jaxrec: reinstall jaxrec"
@@ -82,9 +86,9 @@ def _load() -> ctypes.CDLL | str:
             f"the native library was built for jaxlib {oldest} and newer, this is "
             f"{jaxlib.__version__}: reinstall jaxrec"
         )
-    for target in targets:
-        handler = jax.ffi.pycapsule(getattr(library, f"jaxrec_{target}"))
-        jax.ffi.register_ffi_target(f"jaxrec_{target}", handler, platform="cpu")
+    for target, symbol in targets.items():
+        handler = jax.ffi.pycapsule(getattr(library, symbol))
+        jax.ffi.register_ffi_target(target, handler, platform="cpu")
     return library
 
 

@@ -14,6 +14,53 @@ from jaxrec.embed.kernels.base import BagLayout
 ROW_TYPES = ("float32", "bfloat16", "float16")
 MAX_DIM = 4096
 
+# Versions of the targets that exported programs call. A program that was exported with an earlier
+# jaxrec keeps its calls, so that the library must serve every version up to this one: a change of a
+# target's operands, results or attributes, or of their meaning, gets the next version and a handler
+# of its own.
+EXPORTED_VERSIONS = {
+    "pooled_lookup": 1,
+    "flatten_bags": 1,
+    "row_lookup": 1,
+    "packed_pooled_lookup": 1,
+    "packed_row_lookup": 1,
+}
+
+
+def target_name(primitive: str, version: int | None = None) -> str:
+    """Return the name by which XLA calls a function of the library.
+
+    Args:
+        primitive: Name of the primitive.
+        version: One of the versions of a target that exported programs call; None: the newest.
+
+    Example:
+        >>> target_name("pooled_lookup"), target_name("fused_update")
+        ('jaxrec.pooled_lookup.v1', 'jaxrec_fused_update')
+    """
+    if primitive not in EXPORTED_VERSIONS:
+        return f"jaxrec_{primitive}"
+    return f"jaxrec.{primitive}.v{version or EXPORTED_VERSIONS[primitive]}"
+
+
+def target_symbols(primitive: str) -> dict[str, str]:
+    """Return the names of a primitive's targets, all versions, and the library's symbol of each.
+
+    Example:
+        >>> target_symbols("row_lookup")
+        {'jaxrec.row_lookup.v1': 'jaxrec_row_lookup'}
+    """
+    symbol = f"jaxrec_{primitive}"
+    newer = range(2, EXPORTED_VERSIONS.get(primitive, 1) + 1)
+    return {target_name(primitive, 1): symbol} | {
+        target_name(primitive, version): f"{symbol}_v{version}" for version in newer
+    }
+
+
+def exported_targets() -> tuple[str, ...]:
+    """Return the targets that exported programs may call: this and later versions serve them."""
+    return tuple(name for primitive in EXPORTED_VERSIONS for name in target_symbols(primitive))
+
 
 def layout_numbers(layout: BagLayout) -> np.ndarray:
     """Return the layout as the library reads it: nine numbers per feature."""
@@ -55,5 +102,5 @@ def native_function(
 ) -> Callable[..., Sequence[Array]]:
     """Return a function of the library; ``in_place`` maps operands to results in their memory."""
     return jax.ffi.ffi_call(
-        f"jaxrec_{target}", results, vmap_method="sequential", input_output_aliases=in_place
+        target_name(target), results, vmap_method="sequential", input_output_aliases=in_place
     )

@@ -1,21 +1,16 @@
-"""Checksums of all files of a checkpoint, in the file ``checksums.json``.
-
-CRC-32 detects every change of up to 32 adjacent bits and misses one in 2^32 of other changes.
-Python computes it at 1 to 4 GB/s per thread.
-"""
+"""Checksums of all files of a checkpoint, in the file ``checksums.json``."""
 
 from __future__ import annotations
 
 import concurrent.futures
-import dataclasses
 import json
-import os
 import pathlib
 import zlib
 from typing import Any
 
 import jax
 
+from jaxrec.checksums import THREADS, Segment, segments_of
 from jaxrec.mesh.agree import gather_texts
 from jaxrec.tier.stores.snapshots import MANIFEST
 
@@ -25,32 +20,6 @@ CHECKSUMS_FILE = "checksums.json"
 # checksums of their own, and the manifests of these are among the files here.
 STORES = "stores"
 
-# Bytes of a checksum's segment, and of a thread's buffer.
-_SEGMENT_BYTES = 1 << 26
-_BUFFER_BYTES = 1 << 20
-
-_THREADS = min(16, os.cpu_count() or 1)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Segment:
-    """A range of bytes of a file; ``file`` is its path in the checkpoint."""
-
-    file: str
-    start: int
-    size: int
-
-    def checksum(self, directory: pathlib.Path) -> str:
-        """Compute the checksum of the segment, up to the end of the file."""
-        crc, left = 0, self.size
-        buffer = memoryview(bytearray(min(_BUFFER_BYTES, self.size)))
-        with (directory / self.file).open("rb", buffering=0) as opened:
-            opened.seek(self.start)
-            while left and (count := opened.readinto(buffer[:left])):
-                crc = zlib.crc32(buffer[:count], crc)
-                left -= count
-        return f"{crc:08x}"
-
 
 def write_checksums(directory: pathlib.Path) -> None:
     """Write ``checksums.json`` into a checkpoint: the sizes and checksums of its files.
@@ -59,8 +28,8 @@ def write_checksums(directory: pathlib.Path) -> None:
     """
     sizes = _sizes(directory)
     files: dict[str, Any] = {file: {"bytes": size, "crc32": []} for file, size in sizes.items()}
-    segments = [segment for file, size in sizes.items() for segment in _segments(file, size)]
-    with concurrent.futures.ThreadPoolExecutor(_THREADS) as threads:
+    segments = [segment for file, size in sizes.items() for segment in segments_of(file, size)]
+    with concurrent.futures.ThreadPoolExecutor(THREADS) as threads:
         checksums = threads.map(lambda segment: segment.checksum(directory), segments)
         for segment, checksum in zip(segments, checksums, strict=True):
             files[segment.file]["crc32"].append(checksum)
@@ -107,10 +76,10 @@ def _find_damage(directory: pathlib.Path) -> str:
     segments = [
         (segment, checksum)
         for file, entry in files.items()
-        for segment, checksum in zip(_segments(file, entry["bytes"]), entry["crc32"], strict=True)
+        for segment, checksum in zip(segments_of(file, entry["bytes"]), entry["crc32"], strict=True)
     ]
 
-    def check(part: tuple[_Segment, str]) -> str:
+    def check(part: tuple[Segment, str]) -> str:
         segment, checksum = part
         try:
             is_same = segment.checksum(directory) == checksum
@@ -119,7 +88,7 @@ def _find_damage(directory: pathlib.Path) -> str:
         return "" if is_same else f"{segment.file} does not have the bytes that were saved"
 
     mine = segments[jax.process_index() :: jax.process_count()]
-    with concurrent.futures.ThreadPoolExecutor(_THREADS) as threads:
+    with concurrent.futures.ThreadPoolExecutor(THREADS) as threads:
         return next(filter(None, threads.map(check, mine)), "")
 
 
@@ -130,13 +99,6 @@ def _sizes(directory: pathlib.Path) -> dict[str, int]:
         for path in sorted(directory.glob("*/**/*"))
         if path.is_file() and (path.name == MANIFEST or directory / STORES not in path.parents)
     }
-
-
-def _segments(file: str, size: int) -> list[_Segment]:
-    return [
-        _Segment(file, start, min(_SEGMENT_BYTES, size - start))
-        for start in range(0, size, _SEGMENT_BYTES)
-    ]
 
 
 def _content(files: dict[str, Any]) -> bytes:
