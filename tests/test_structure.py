@@ -140,6 +140,7 @@ TESTED_BY = {
         "serve/packing",
         "serve/row_formats",
     ),
+    "serve/test_quantize_command": ("serve/saved_run",),
     "serve/test_swap": ("serve/model_copy",),
     "tier/vocabulary/test_cached": ("tier/cached_tables",),
     "tier/test_stored_runs": (
