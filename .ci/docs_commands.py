@@ -51,6 +51,10 @@ COMMANDS = (
     ("jaxrec train --resume RUN", "--data.epochs 2"),
     ("jaxrec train --resume RUN --devices 8", "--data.epochs 3"),
     ("jaxrec train --resume RUN --eval-only", ""),
+    (
+        "jaxrec quantize RUN --dtype int4 --per-table cat_0=float16 --prune cat_1=0.1 --out SMALL",
+        "",
+    ),
     ("jaxrec plan model.yaml --devices 64 --machine h200 --output plan.json", "--devices 8"),
     ("jaxrec tune model.yaml", "--batch-size 256 --seconds 0.01 --memory 0.01 --no-keep"),
     ("jaxrec plan --calibrate --output here.json", "--devices 2"),
@@ -64,6 +68,11 @@ COMMANDS = (
     ("python -m benchmarks.pipeline", "--text-megabytes 2 --steps 5 --repeats 1 --batch 256"),
     ("python -m benchmarks.hstu", "--length 64 --timed-length 32 --rows 2 --seconds 0.01"),
     ("python -m benchmarks.quantize_memory", "--tables 2 --rows 1000"),
+    (
+        "python -m benchmarks.quantized_quality --output benchmarks/results/quantized_quality",
+        "--seeds 0 --rows 20000 --eval-rows 4000 --output quantized_quality",
+    ),
+    ("python -m benchmarks.dense_dtype", "--models dlrm --batch 64 --steps 2 --rounds 1"),
     ("python -m benchmarks.tier ids", "--resident 20000 --batch 1000 --rounds 2"),
     ("python -m benchmarks.tier stream", "--steps 2000 --batch 16 --interval 1000"),
     (

@@ -34,6 +34,9 @@ class Command:
 
 COMMANDS = {
     "train": Command("jaxrec.train.cli", "trains a model on Parquet files or click logs"),
+    "quantize": Command(
+        "jaxrec.serve.quantize_command", "makes the tables of a trained model smaller"
+    ),
     "data": Command("jaxrec.data.cli", "writes click logs as Parquet files"),
     "plan": Command("jaxrec.plan_command", "finds the best sharding of tables over devices"),
     "export": Command("jaxrec.export_command", "writes a trained model for prediction"),

@@ -150,6 +150,7 @@ TESTED_BY = {
         "serve/row_formats",
     ),
     "serve/test_requests": ("serve/batch_spec",),
+    "serve/test_quantize_command": ("serve/saved_run",),
     "serve/test_swap": ("serve/model_copy",),
     "tier/vocabulary/test_cached": ("tier/cached_tables",),
     "tier/test_stored_runs": (

@@ -18,6 +18,7 @@ from jaxrec.serve.rows import pack_rows as pack_rows
 from jaxrec.serve.rows import unpack_rows as unpack_rows
 from jaxrec.serve.saved import restore_quantized as restore_quantized
 from jaxrec.serve.saved import save_quantized as save_quantized
+from jaxrec.serve.saved_run import load_quantized as load_quantized
 from jaxrec.serve.swap import snapshot as snapshot
 from jaxrec.serve.swap import swap_tables as swap_tables
 from jaxrec.serve.table_quality import TableQuality as TableQuality

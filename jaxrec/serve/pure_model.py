@@ -30,7 +30,7 @@ class PureModel:
     """A model in evaluation mode as a function of its arrays.
 
     Tables that are trained become `QuantizedTables` on one device with rows as they are, so that
-    neither optimizer state nor a placement is part of the function. Quantized ones stay as they are.
+    neither optimizer state nor a placement is part of the function. Quantized ones stay so.
 
     Attributes:
         function: The function of the model and a batch.

@@ -97,7 +97,7 @@ def swap_tables(
             pruned ids replace those of the model; the directory of a model that
             `save_quantized` or ``jaxrec quantize`` wrote; a directory of checkpoints, such as a run
             of ``jaxrec train``; or the `jaxrec.tier.Subscriber` of the model, which takes over
-            versions that `jaxrec.tier.publish` wrote.
+            versions that `jaxrec.tier.publish` wrote of a model with float32 tables.
         step: Step of the checkpoint; None: the newest.
 
     Returns:
