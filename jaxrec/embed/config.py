@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, DTypeLike
 
-from jaxrec.embed.formats import TABLE_FORMATS, RowFormat
+from jaxrec.embed.formats import TABLE_FORMATS, RowFormat, check_rows
+from jaxrec.embed.formats.plain import PlainRows
 from jaxrec.embed.initialize import INITIALIZERS
 from jaxrec.optim import RowOptimizer
 
@@ -44,6 +45,8 @@ class TableConfig:
         optimizer: How this table's rows change; the collection's optimizer if None.
         trainable: Whether the table is trained. False is ``optimizer=jaxrec.optim.frozen()``: its
             rows stay as they are, it has no optimizer state, and steps spend nothing on it.
+        inference_format: Format of stored rows that are for inference alone, in the place of
+            ``dtype``'s; `jaxrec.serve.quantize` sets it.
     """
 
     name: str
@@ -54,6 +57,7 @@ class TableConfig:
     initializer: str | Initializer = "uniform"
     optimizer: RowOptimizer | None = None
     trainable: bool = dataclasses.field(default=True, kw_only=True)
+    inference_format: RowFormat | None = dataclasses.field(default=None, kw_only=True, repr=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name or "@" in self.name:
@@ -82,7 +86,17 @@ class TableConfig:
     @property
     def row_format(self) -> RowFormat:
         """Format of the stored rows."""
-        return TABLE_FORMATS[str(self.dtype)]
+        return self.inference_format or TABLE_FORMATS[str(self.dtype)]
+
+    def check_rows(self, where: str, rows: Array | np.ndarray) -> None:
+        """Raise a ValueError where the table cannot hold rows; floats of training may be any.
+
+        Args:
+            where: Begins the message, such as "table 'user', ".
+            rows: Rows ``[n, embedding_dim]``.
+        """
+        if self.inference_format is not None or not isinstance(self.row_format, PlainRows):
+            check_rows(self.row_format, where, rows)
 
     def _positive_int(self, field: str) -> int:
         value = getattr(self, field)
@@ -112,6 +126,17 @@ class TableConfig:
         except ValueError as error:
             raise ValueError(f"table {self.name!r}: {error}") from None
         return dtype
+
+
+def refuse_training(tables: Sequence[TableConfig]) -> None:
+    """Raise a TypeError where tables are for inference."""
+    quantized = [table for table in tables if table.inference_format is not None]
+    if quantized:
+        formats = ", ".join(f"{table.name!r} ({table.row_format.name})" for table in quantized)
+        raise TypeError(
+            f"tables {formats} are quantized for inference and cannot be trained; train the model "
+            "that jaxrec.serve.quantize was given, and quantize it again"
+        )
 
 
 def table_dtype(dtype: DTypeLike) -> str:

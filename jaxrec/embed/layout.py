@@ -244,14 +244,14 @@ def _group(
     members: dict[tuple, list[TableConfig]] = {}
     for table in tables:
         optimizer = (table.optimizer or default) if table.trainable else frozen()
-        kind = (table.dtype, table.embedding_dim, optimizer, apart(table))
+        kind = (table.row_format, table.embedding_dim, optimizer, apart(table))
         members.setdefault(kind, []).append(table)
 
     groups: list[Group] = []
     taken: Counter[str] = Counter()
-    for (dtype, dim, optimizer, _), alike in members.items():
+    for (row_format, dim, optimizer, _), alike in members.items():
         for part in _within_int32(alike):
-            name = f"{dtype}_{dim}"
+            name = f"{row_format.name}_{dim}"
             taken[name] += 1
             suffix = "" if taken[name] == 1 else f"_{taken[name]}"
             groups.append(Group(name + suffix, part, optimizer))

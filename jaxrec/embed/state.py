@@ -11,6 +11,7 @@ import numpy as np
 from jaxtyping import Array, Shaped
 
 from jaxrec.embed.formats import RowFormat, TableArray, as_table
+from jaxrec.embed.formats.bfloat16_bits import BFloat16Bits
 from jaxrec.embed.formats.plain import PlainRows
 from jaxrec.embed.formats.scaled_float8 import UNSIGNED, ScaledFloat8Rows
 from jaxrec.optim import RowOptimizer
@@ -32,10 +33,11 @@ def state_format(optimizer: RowOptimizer, name: str, num_axes: int) -> RowFormat
         name: Name of the array.
         num_axes: Number of its axes.
     """
-    if num_axes == 1 or name in optimizer.exact_state:
+    is_exact = name in optimizer.exact_state or optimizer.state_dtype == "float32"
+    if num_axes == 1 or is_exact:
         return _FLOAT32
-    if optimizer.state_dtype != "float8":
-        return PlainRows(optimizer.state_dtype)
+    if optimizer.state_dtype == "bfloat16":
+        return BFloat16Bits()
     is_unsigned = name in optimizer.non_negative_state
     return ScaledFloat8Rows(UNSIGNED if is_unsigned else "float8_e4m3fn", _BLOCK)
 

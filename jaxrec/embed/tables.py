@@ -13,8 +13,8 @@ from jaxtyping import Array, Bool, DTypeLike, Float, Int32, Shaped
 
 from jaxrec.embed import kernels
 from jaxrec.embed.checkpoint_view import LogicalTable, part_rows, put_rows, take_rows
-from jaxrec.embed.config import check_num_rows
-from jaxrec.embed.formats import PackedRows, TableArray, as_table, check_packed, is_packed
+from jaxrec.embed.config import TableConfig, check_num_rows
+from jaxrec.embed.formats import PackedRows, TableArray, as_table, is_packed
 from jaxrec.embed.initialize import initialize_rows, table_key
 from jaxrec.embed.layout import Group, TableLayout
 from jaxrec.embed.lookup import flatten, join_pooled, lookup_weights, pool, shares_bags, split_rows
@@ -169,7 +169,7 @@ class Tables(TableStore):
     ) -> Tables:
         group, rows = self._find(name)
         _check_shape(values, (rows.stop - rows.start, group.dim), f"table {name!r}")
-        self._check(group, f"table {name!r}, ", values)
+        self._config(name).check_rows(f"table {name!r}, ", values)
         array = _write(self.rows[group.name], rows, values, f"table {name!r}")
         return dataclasses.replace(self, rows=self.rows | {group.name: array})
 
@@ -188,7 +188,7 @@ class Tables(TableStore):
         return dataclasses.replace(self, state=self.state | {group.name: arrays})
 
     def check_values(self, name: str, rows: np.ndarray) -> None:
-        self._check(self._find(name)[0], f"table {name!r}, given ", rows)
+        self._config(name).check_rows(f"table {name!r}, given ", rows)
 
     def row_slots(self, name: str, rows: np.ndarray) -> list[RowSlots]:
         group, where = self._find(name)
@@ -239,7 +239,7 @@ class Tables(TableStore):
 
     def from_checkpoint(self, name: str, logical: LogicalTable, num_rows: int) -> Tables:
         group, rows = self._find(name)
-        self._check(group, f"table {name!r}, saved ", logical.rows)
+        self._config(name).check_rows(f"table {name!r}, saved ", logical.rows)
         put = functools.partial(put_rows, first=jnp.int32(rows.start), count=jnp.int32(num_rows))
         state = dict(self.state[group.name])
         state |= {key: put(state[key], array) for key, array in logical.state.items()}
@@ -249,9 +249,19 @@ class Tables(TableStore):
             state=self.state | {group.name: state},
         )
 
-    def _check(self, group: Group, where: str, rows: Array | np.ndarray) -> None:
-        """Raise a ValueError where a group cannot hold rows that are to be set."""
-        check_packed(group.row_format, where, rows)
+    def stored_rows(self, name: str) -> Shaped[Array, "num_embeddings width"]:
+        """Return the rows of a table as they are stored, a copy.
+
+        Raises:
+            KeyError: No table has that name.
+        """
+        group, rows = self._find(name)
+        array = self.rows[group.name]
+        return copy_rows(array.stored if isinstance(array, PackedRows) else array, rows)
+
+    def _config(self, name: str) -> TableConfig:
+        group, index = self.layout.find(name)
+        return group.tables[index]
 
     def _find(self, name: str) -> tuple[Group, slice]:
         """Return the group of a table, and the table's rows in it."""

@@ -21,6 +21,7 @@ from jaxrec.embed.initialize import draw_and_scale, fill_rows, table_key
 from jaxrec.embed.layout import TableLayout
 from jaxrec.embed.state import new_state
 from jaxrec.embed.store import TableStore
+from jaxrec.embed.tables import Tables
 from jaxrec.mesh.agree import fingerprint, on_every_device, require_same
 from jaxrec.mesh.balance import warn_of_unused_memory
 from jaxrec.mesh.layout import MeshLayout, layout_mesh
@@ -106,9 +107,24 @@ def shard_tables(
     layout = layout_on_mesh(tables, placements, mesh, replica_axis)
     sharded = _zeros(layout, mesh, replica_axis)
     for config in layout.configs:
-        sharded = sharded.write(config.name, tables.read(config.name))
+        sharded = _copy_rows(tables, sharded, config.name)
         sharded = sharded.write_state(config.name, tables.read_state(config.name))
     return sharded
+
+
+def _copy_rows(tables: TableStore, sharded: ShardedTables, name: str) -> ShardedTables:
+    """Return tables on a mesh with the rows of a table of a store.
+
+    Packed rows are copied as they are stored, unless either store cuts them by columns: then each
+    part of a row is packed with a scale of its own.
+    """
+    is_cut = len(list(sharded.layout.column_slices(name))) > 1
+    rows = (
+        None if is_cut or not isinstance(tables, Tables | MeshStore) else tables.stored_rows(name)
+    )
+    if rows is None:
+        return sharded.write(name, tables.read(name))
+    return sharded.write_stored(name, rows)
 
 
 def layout_on_mesh(

@@ -220,7 +220,7 @@ def _number_arrays(slices: Mapping[str, _Slice], mesh: MeshShape) -> dict[str, i
     alike: dict[tuple[Hashable, str], list[_Slice]] = {}
     for each in slices.values():
         config = each.config
-        kind: Hashable = (config.dtype, config.embedding_dim, config.optimizer, _apart(each))
+        kind: Hashable = (config.row_format, config.embedding_dim, config.optimizer, _apart(each))
         alike.setdefault((kind, each.table), []).append(each)
     filled: dict[Hashable, list[Counter[int]]] = {}
     numbers: dict[str, int] = {}

@@ -68,7 +68,7 @@ def write_shards(
         shards: The shards of the slice.
         values: The whole table, or its state.
     """
-    here = {shard.index[0].start or 0 for shard in _stored(array).addressable_shards}
+    here = {shard.index[0].start or 0 for shard in stored(array).addressable_shards}
     for steps in _steps(placed, shards, _rows_at_a_time(array)):
         # On a ladder of sizes, so that few programs compile.
         size = capacity_for(max(stop - start for _, _, start, stop in steps))
@@ -92,9 +92,9 @@ def read_shards(
 
     Where other processes have some of the shards, all of them take part.
     """
-    stored = _stored(array)
-    if stored.is_fully_addressable or stored.is_fully_replicated:
-        parts = {part.index[0].start or 0: part.data for part in stored.addressable_shards}
+    whole = stored(array)
+    if whole.is_fully_addressable or whole.is_fully_replicated:
+        parts = {part.index[0].start or 0: part.data for part in whole.addressable_shards}
         for device, shard in owners(placed, shards):
             first, last = shard.shard.rows
             part = parts[device * placed.local_rows]
@@ -110,7 +110,8 @@ def read_shards(
             yield start, stop, np.asarray(rows.addressable_data(0))
 
 
-def _stored(array: TableArray) -> Array:
+def stored(array: TableArray) -> Array:
+    """Return rows as they are stored."""
     return array.stored if isinstance(array, PackedRows) else array
 
 

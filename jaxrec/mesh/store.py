@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int32
 
 from jaxrec.embed.checkpoint_view import LogicalTable, part_rows
 from jaxrec.embed.config import TableConfig
-from jaxrec.embed.formats import TableArray, check_packed, is_packed
+from jaxrec.embed.formats import PackedRows, TableArray, is_packed
 from jaxrec.embed.layout import Group
 from jaxrec.embed.row_slots import RowSlots
 from jaxrec.embed.store import TableStore
@@ -27,7 +27,13 @@ from jaxrec.mesh.layout import MeshLayout
 from jaxrec.mesh.placed_group import PlacedGroup
 from jaxrec.mesh.precision import Precision
 from jaxrec.mesh.row_mover import RowMover
-from jaxrec.mesh.shard_access import new_rows, over_devices, read_shards, write_shards
+from jaxrec.mesh.shard_access import (
+    new_rows,
+    over_devices,
+    read_shards,
+    stored,
+    write_shards,
+)
 from jaxrec.mesh.simulated import SimulatedChannel
 from jaxrec.optim import RowOptimizer
 
@@ -240,6 +246,33 @@ class MeshStore(TableStore):
             )
         return dataclasses.replace(self, rows=rows)
 
+    def stored_rows(self, name: str) -> Array | None:
+        """Return the rows of a table as they are stored, ``[num_embeddings, width]``, a copy.
+
+        None where the rows are cut by columns, so that each part has a scale of its own.
+        """
+        config = self._config(name)
+        if len(list(self.layout.column_slices(name))) > 1:
+            return None
+        width = config.row_format.width(config.embedding_dim)
+        return self._read(
+            name, lambda placed: stored(self.rows[placed.name]), (config.num_embeddings, width)
+        )
+
+    def write_stored(self: Store, name: str, rows: Array | np.ndarray) -> Store:
+        """Set the rows of a table to rows as they are stored; the table is not cut by columns.
+
+        Args:
+            name: Name of the table.
+            rows: What `stored_rows` returned, of a table of the same format.
+        """
+        ((placed, _, shards),) = self.layout.column_slices(name)
+        array = self.rows[placed.name]
+        columns = (0, rows.shape[1])
+        new = write_shards(stored(array), self.sharding(placed), placed, columns, shards, rows)
+        array = array.with_stored(stored(new)) if isinstance(array, PackedRows) else new
+        return dataclasses.replace(self, rows=self.rows | {placed.name: array})
+
     def read_state(self, name: str) -> dict[str, Array]:
         config = self._config(name)
         placed, _ = self.layout.shards(name)[0]
@@ -288,7 +321,7 @@ class MeshStore(TableStore):
 
     def _check_values(self, name: str, rows: Array | np.ndarray, where: str) -> None:
         """Raise a ValueError where a table's format cannot hold rows."""
-        check_packed(self._config(name).row_format, where, rows)
+        self._config(name).check_rows(where, rows)
 
     def _check_shape(
         self, name: str, array: TableArray, values: Array | np.ndarray, what: str
@@ -310,8 +343,8 @@ class MeshStore(TableStore):
             sizes = (padded_rows, config.embedding_dim)[: array.ndim]
             return jax.ShapeDtypeStruct(sizes, array.dtype, sharding=mover.sharding)
 
-        stored = LogicalTable(self.rows[placed.name], self.state[placed.name])
-        return jax.tree.map(shape, stored, is_leaf=is_packed)
+        arrays = LogicalTable(self.rows[placed.name], self.state[placed.name])
+        return jax.tree.map(shape, arrays, is_leaf=is_packed)
 
     def checkpoint_view(self, name: str) -> LogicalTable:
         shapes, mover = self.checkpoint_shapes(name), self._mover

@@ -13,6 +13,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, DTypeLike, Float, Int32
 
+from jaxrec.embed.config import refuse_training
 from jaxrec.embed.formats import TableArray
 from jaxrec.embed.kernels import BagLayout, Lookups
 from jaxrec.embed.lookup import (
@@ -103,6 +104,8 @@ class ShardedTables(MeshStore):
     def row_gradients(
         self, residuals: Residuals, cotangents: Activations
     ) -> dict[str, RowGradients]:
+        refuse_training(self.configs)
+
         def on_device(residuals, cotangents):
             residuals = first(residuals)
             routes = {name: each.route for name, each in residuals.routes.items()}
@@ -129,6 +132,7 @@ class ShardedTables(MeshStore):
         step: Step | int,
         is_applied: Bool[Array, ""] | None = None,
     ) -> ShardedTables:
+        refuse_training(self.configs)
         groups = [(placed, exchange) for placed, exchange in self.layout if placed.is_trained]
         names = [placed.name for placed, _ in groups]
         specs = {placed.name: self.spec(placed) for placed, _ in groups}

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 from jaxrec.optim import checks
 
 Schedule: TypeAlias = Callable[[Int[Array, ""]], Float[Array, ""] | float]
-STATE_DTYPES = ("float32", "bfloat16", "float16", "float8")
+STATE_DTYPES = ("float32", "bfloat16", "float8")
 RowState: TypeAlias = Mapping[str, Array]
 
 
@@ -38,11 +38,10 @@ class RowOptimizer(abc.ABC):
         max_norm: Bound on the Euclidean norm of each updated row; a longer one is scaled down.
         stochastic_rounding: Whether tables and state of 16 or 8 bits round new numbers up or down
             at random, so that their mean is right. Without it small updates are lost to rounding.
-        state_dtype: Type of the stored state of one number an element: "float32"; "bfloat16";
-            "float16", whose largest number is 65504; or "float8", 8-bit floats with a float32
-            scale for each 128 columns of a row (Dettmers et al. 2022, "8-bit optimizers via
-            block-wise quantization", with floats for codes). State of one number a row stays
-            float32.
+        state_dtype: Type of the stored state of one number an element: "float32"; "bfloat16"; or
+            "float8", 8-bit floats with a float32 scale for each 128 columns of a row (Dettmers et
+            al. 2022, "8-bit optimizers via block-wise quantization", with floats for codes). State
+            of one number a row stays float32.
 
     Raises:
         ValueError: A rate below zero, a bound that is not above zero, an unknown ``state_dtype``,

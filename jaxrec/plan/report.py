@@ -122,7 +122,7 @@ def _tables(estimate: Estimate) -> tuple[list[str], list[list[str]]]:
         rows.append(
             [
                 table.name,
-                f"{table.rows:,} x {table.dim} {_DTYPES[table.dtype]}",
+                f"{table.rows:,} x {table.dim} {_DTYPES.get(table.dtype, table.dtype)}",
                 _kind(table),
                 table.storage + cache,
                 format_numbers(table.devices, len(estimate.devices)),

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from jaxrec.embed.config import EmbeddingBagConfig, TableConfig
-from jaxrec.embed.formats import TABLE_FORMATS
+from jaxrec.embed.formats import RowFormat
 from jaxrec.embed.formats.plain import PlainRows
 from jaxrec.embed.state import state_bytes
 from jaxrec.optim import RowOptimizer
@@ -80,7 +80,7 @@ class TableWorkload:
 
     @property
     def dtype(self) -> str:
-        return str(self.table.dtype)
+        return self.table.row_format.name
 
     @property
     def is_pooled(self) -> bool:
@@ -101,7 +101,8 @@ class TableWorkload:
     @property
     def table_bytes(self) -> int:
         """Bytes of the table and its optimizer state."""
-        return self.rows * (row_bytes(self.dtype, self.dim) + state_bytes(self.optimizer, self.dim))
+        row = self.table.row_format.row_bytes(self.dim)
+        return self.rows * (row + state_bytes(self.optimizer, self.dim))
 
     def distinct(self, devices: int = 1) -> float:
         """Return the expected number of distinct rows that the samples of ``devices`` look up.
@@ -165,18 +166,8 @@ class TableWorkload:
         return np.average(shares, axis=0, weights=weights)
 
 
-def row_bytes(dtype: str, width: int) -> int:
-    """Return the bytes of a stored row of ``width`` columns.
-
-    A row of one byte an element has its scale beside it, and so has each part of one that is cut
-    by columns.
-    """
-    return TABLE_FORMATS[dtype].row_bytes(width)
-
-
-def looked_up_bytes(dtype: str, width: int) -> int:
-    """Return the bytes of ``width`` columns of a row as a lookup returns it."""
-    row_format = TABLE_FORMATS[dtype]
+def looked_up_bytes(row_format: RowFormat, width: int) -> int:
+    """Return the bytes of ``width`` columns of a row as a lookup returns it, unpacked."""
     return row_format.row_bytes(width) if isinstance(row_format, PlainRows) else 4 * width
 
 

@@ -8,15 +8,14 @@ from typing import NoReturn
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Bool, Float, Shaped
 
 from jaxrec.embed import kernels
-from jaxrec.embed.config import TableConfig, check_num_rows
-from jaxrec.embed.formats import PackedRows, RowFormat, as_table, check_rows
-from jaxrec.embed.layout import Group, layout_tables
+from jaxrec.embed.config import TableConfig, check_num_rows, refuse_training
+from jaxrec.embed.formats import RowFormat, as_table
+from jaxrec.embed.layout import layout_tables
 from jaxrec.embed.row_gradients import Activations, Residuals, RowGradients
-from jaxrec.embed.tables import Tables, copy_rows
+from jaxrec.embed.tables import Tables
 from jaxrec.optim import frozen
 from jaxrec.optim.hyperparameter import Step
 
@@ -33,10 +32,7 @@ class QuantizedTables(Tables):
         rows: Rows of each group, in its format.
         state: No optimizer state.
         layout: The tables in groups of one width and format, none of them trained.
-        formats: The format of each of the layout's groups, in their order.
     """
-
-    formats: tuple[RowFormat, ...] = dataclasses.field(metadata={"static": True})
 
     @classmethod
     def zeros(
@@ -51,21 +47,24 @@ class QuantizedTables(Tables):
         Raises:
             ValueError: int32 cannot number the rows of a table.
         """
-        check_num_rows(configs)
-        configs = [dataclasses.replace(config, trainable=False) for config in configs]
-        layout = layout_tables(configs, frozen(), apart=lambda table: formats[table.name])
-        of_groups = tuple(formats[group.tables[0].name] for group in layout.groups)
-        groups = tuple(
-            dataclasses.replace(group, name=f"{row_format.name}_{group.name}")
-            for group, row_format in zip(layout.groups, of_groups, strict=True)
-        )
+        tables = [
+            dataclasses.replace(config, trainable=False, inference_format=formats[config.name])
+            for config in configs
+        ]
+        check_num_rows(tables)
+        layout = layout_tables(tables, frozen())
         rows = {}
-        for group, row_format in zip(groups, of_groups, strict=True):
+        for group in layout.groups:
+            row_format = group.row_format
             zeros = jnp.zeros(row_format.width(group.dim), row_format.dtype)
             stored = kernels.new_rows(zeros, group.num_rows)
             rows[group.name] = as_table(stored, row_format, group.dim)
-        state: dict[str, dict] = {group.name: {} for group in groups}
-        return cls(rows, state, dataclasses.replace(layout, groups=groups), of_groups)
+        return cls(rows, {group.name: {} for group in layout.groups}, layout)
+
+    @property
+    def formats(self) -> tuple[RowFormat, ...]:
+        """The format of each of the layout's groups, in their order."""
+        return tuple(group.row_format for group in self.layout.groups)
 
     def row_format(self, name: str) -> RowFormat:
         """Return the format of a table's rows.
@@ -73,7 +72,7 @@ class QuantizedTables(Tables):
         Raises:
             KeyError: No table has that name.
         """
-        return self._format(self.layout.find(name)[0])
+        return self.layout.find(name)[0].row_format
 
     def num_bytes(self, name: str) -> int:
         """Return the number of bytes of a table's rows.
@@ -82,7 +81,7 @@ class QuantizedTables(Tables):
             KeyError: No table has that name.
         """
         group, rows = self._find(name)
-        return self._format(group).row_bytes(group.dim) * (rows.stop - rows.start)
+        return group.row_format.row_bytes(group.dim) * (rows.stop - rows.start)
 
     def packed_rows(self, name: str) -> Shaped[Array, "num_embeddings width"]:
         """Return the rows of a table as they are stored, a copy.
@@ -90,25 +89,11 @@ class QuantizedTables(Tables):
         Raises:
             KeyError: No table has that name.
         """
-        group, rows = self._find(name)
-        array = self.rows[group.name]
-        return copy_rows(array.stored if isinstance(array, PackedRows) else array, rows)
-
-    def _format(self, group: Group) -> RowFormat:
-        names = [each.name for each in self.layout.groups]
-        return self.formats[names.index(group.name)]
-
-    def _check(self, group: Group, where: str, rows: Array | np.ndarray) -> None:
-        check_rows(self._format(group), where, rows)
+        return self.stored_rows(name)
 
     def _refuse_update(self) -> NoReturn:
-        formats = ", ".join(
-            f"{config.name!r} ({self.row_format(config.name).name})" for config in self.configs
-        )
-        raise TypeError(
-            f"tables {formats} are quantized for inference and cannot be trained; train the model "
-            "that jaxrec.serve.quantize was given, and quantize it again"
-        )
+        refuse_training(self.configs)
+        raise AssertionError("every table is for inference")
 
     def row_gradients(
         self, residuals: Residuals, cotangents: Activations

@@ -13,7 +13,7 @@ from jaxrec import optim
 from jaxrec.plan import ParameterConstraints, Topology
 from jaxrec.plan.model_tables import read_model
 from jaxrec.plan.options import enumerate_options
-from jaxrec.plan.workload import itemsize, measure_workloads
+from jaxrec.plan.workload import measure_workloads
 from tests import golden
 
 _DTYPES = {"fp32": "float32", "fp16": "float16"}
@@ -89,7 +89,7 @@ def test_rows_of_every_shard(name, case):
         for shard in np.flatnonzero(arrays["table"] == index):
             kind, kernel = str(arrays["sharding_type"][shard]), str(arrays["compute_kernel"][shard])
             columns = int(arrays["shard_size"][shard][1])
-            row_bytes = columns * itemsize(work.dtype)
+            bytes_of_row = work.table.row_format.row_bytes(columns)
             # Where they cut columns into one part, that is a table by itself.
             whole = columns == work.dim and "column" in kind
             storage = {"dense": "device", "fused": "device", "fused_uvm_caching": "host"}.get(
@@ -102,11 +102,11 @@ def test_rows_of_every_shard(name, case):
             theirs = float(arrays["storage_hbm"][shard])
             theirs -= their_inputs_and_outputs(meta, table, kind, columns)
             part = int(arrays["shard_index"][shard]) % len(option.load.held)
-            rows = float(option.load.held[part]) * row_bytes
+            rows = float(option.load.held[part]) * bytes_of_row
             if storage == "host":
                 # Their cache keeps books: 4 bytes for each row, and 16 for each that it holds.
                 theirs -= int(arrays["shard_size"][shard][0]) * (4 + 16 * 0.2)
             # Within one row: of rows that do not divide, who has one more is no matter.
-            assert rows == pytest.approx(theirs, rel=0.05, abs=row_bytes + 1)
+            assert rows == pytest.approx(theirs, rel=0.05, abs=bytes_of_row + 1)
             compared += 1
     assert compared > len(works)

@@ -11,12 +11,13 @@ import pytest
 import jaxrec
 from jaxrec import optim
 from jaxrec.embed.layout import layout_tables
+from jaxrec.embed.state import state_bytes
 from jaxrec.mesh.layout import layout_mesh
 from jaxrec.mesh.shards import MeshShape
 from jaxrec.plan import ParameterConstraints, Planner, TableCache, Topology
 from jaxrec.plan.model_tables import read_model
 from jaxrec.plan.options import enumerate_options, to_placement
-from jaxrec.plan.workload import itemsize, measure_workloads, state_bytes
+from jaxrec.plan.workload import measure_workloads
 from tests.plan.models import problem_of
 
 BAG, PER_ID = jaxrec.EmbeddingBagConfig, jaxrec.EmbeddingConfig
@@ -280,7 +281,7 @@ def test_whatever_is_planned_is_laid_out(seed):
     )
     # What is expected to be held is what the arrays are going to have.
     allocated = sum(
-        group.local_rows * (group.group.dim * itemsize(group.group.dtype))
+        group.local_rows * group.group.row_format.row_bytes(group.group.dim)
         + group.local_rows * state_bytes(group.group.optimizer, group.group.dim)
         for group in layout.groups
     )

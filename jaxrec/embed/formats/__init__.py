@@ -1,7 +1,6 @@
 """Formats of stored rows: how a row of floats becomes bytes and back."""
 
 from jaxrec.embed.formats.base import RowFormat as RowFormat
-from jaxrec.embed.formats.check_rows import check_packed as check_packed
 from jaxrec.embed.formats.check_rows import check_rows as check_rows
 from jaxrec.embed.formats.float8 import Float8Rows
 from jaxrec.embed.formats.integers import IntegerRows

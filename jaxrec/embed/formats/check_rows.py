@@ -8,15 +8,6 @@ import numpy as np
 from jaxtyping import Array
 
 from jaxrec.embed.formats.base import RowFormat
-from jaxrec.embed.formats.plain import PlainRows
-
-
-def check_packed(
-    row_format: RowFormat, where: str, rows: Array | np.ndarray, first_row: int = 0
-) -> None:
-    """`check_rows` for formats that pack rows; plain rows may be any floats."""
-    if not isinstance(row_format, PlainRows):
-        check_rows(row_format, where, rows, first_row)
 
 
 def check_rows(

@@ -292,7 +292,7 @@ def update_unique(
     )
     new_table = put(table, rows, salt=0)
     return new_table, {
-        name: put(array, _within_range(new_state[name], array.dtype), salt)
+        name: put(array, new_state[name], salt)
         for salt, (name, array) in enumerate(sorted(state.items()), start=1)
     }
 
@@ -316,14 +316,6 @@ def _sum_runs(
     return sum_stretches(load, (bags, scales), runs.segments, bags.size, gradients.shape[1])
 
 
-def _within_range(state: Array, dtype: DTypeLike) -> Array:
-    """Bound state by the numbers of float16 where it is stored so: a sum of squares may grow."""
-    if jnp.dtype(dtype) != jnp.float16:
-        return state
-    largest = float(jnp.finfo(jnp.float16).max)
-    return jnp.clip(state, -largest, largest)
-
-
 def _put_rows(array: TableArray, rows: Int32[Array, " n"], values: Array) -> TableArray:
     """Set ascending rows in place, each element rounded to nearest; see `_put_stored`."""
     if isinstance(array, PackedRows):
@@ -334,22 +326,23 @@ def _put_rows(array: TableArray, rows: Int32[Array, " n"], values: Array) -> Tab
 def _put_stored(array: Array, rows: Int32[Array, " n"], values: Array) -> Array:
     """Set ascending rows in place, those past the end left out."""
 
-    def scatter(array: Array) -> Array:
+    def scatter(array: Array, values: Array) -> Array:
         # Rows of the table occur once. Said to be unique, 16-bit ones are stored on GPUs without
         # loops of compare-and-swap.
         return array.at[rows].set(values, mode="drop", indices_are_sorted=True, unique_indices=True)
 
-    def one_by_one(array: Array) -> Array:
-        def put(i, array):
-            return jax.lax.dynamic_update_slice_in_dim(array, values[i][None], rows[i], 0)
+    def scatter_bits(array: Array) -> Array:
+        bits = jax.lax.bitcast_convert_type
+        new = scatter(bits(array, jnp.uint16), bits(values, jnp.uint16))
+        return bits(new, array.dtype)
 
-        count = jnp.searchsorted(rows, array.shape[0]).astype(jnp.int32)
-        return jax.lax.fori_loop(0, count, put, array)
-
-    if array.dtype.itemsize == 4:
-        return scatter(array)
-    # On CPUs XLA scatters 16-bit floats through a float32 copy of the whole table.
-    return jax.lax.platform_dependent(array, cpu=one_by_one, default=scatter)
+    if not jnp.issubdtype(array.dtype, jnp.floating) or array.dtype.itemsize == 4:
+        return scatter(array, values)
+    # On CPUs XLA scatters 16-bit floats through a float32 copy of the whole table, and in a loop it
+    # makes one for each row.
+    return jax.lax.platform_dependent(
+        array, cpu=scatter_bits, default=lambda array: scatter(array, values)
+    )
 
 
 def norm_factors(

@@ -8,6 +8,7 @@ from typing import ClassVar
 
 import numpy as np
 
+from jaxrec.embed.formats import RowFormat
 from jaxrec.embed.state import state_bytes
 from jaxrec.mesh.exchange import Exchange
 from jaxrec.optim import RowOptimizer
@@ -15,7 +16,7 @@ from jaxrec.plan.costs.collectives import latency
 from jaxrec.plan.load import Load
 from jaxrec.plan.perf import Perf
 from jaxrec.plan.topology import Topology
-from jaxrec.plan.workload import TableWorkload, looked_up_bytes, row_bytes
+from jaxrec.plan.workload import TableWorkload, looked_up_bytes
 
 # Bytes of an id, of a weight, and of an element of pooled embeddings and gradients.
 WORD = 4
@@ -30,7 +31,7 @@ class Group:
     Attributes:
         collection: Path of their collection in the model.
         width: Columns; fewer than the tables' own where these are cut.
-        dtype: Type of the rows.
+        row_format: Format of the stored rows.
         optimizer: Row optimizer.
         exchange: How their rows travel.
         is_weighted: Whether ids have weights.
@@ -39,7 +40,7 @@ class Group:
 
     collection: str
     width: int
-    dtype: str
+    row_format: RowFormat
     optimizer: RowOptimizer
     exchange: Exchange
     is_weighted: bool
@@ -51,7 +52,7 @@ class Group:
         return cls(
             workload.collection,
             width,
-            workload.dtype,
+            workload.table.row_format,
             workload.optimizer,
             exchange,
             workload.is_weighted,
@@ -66,12 +67,12 @@ class Group:
     @property
     def row_bytes(self) -> int:
         """Bytes of a stored row, ``w s``; of one byte an element, those of its scale too."""
-        return row_bytes(self.dtype, self.width)
+        return self.row_format.row_bytes(self.width)
 
     @property
     def looked_up_bytes(self) -> int:
         """Bytes of a row as a lookup returns it, and as it travels."""
-        return looked_up_bytes(self.dtype, self.width)
+        return looked_up_bytes(self.row_format, self.width)
 
     @property
     def gradient_bytes(self) -> int:
@@ -84,7 +85,7 @@ class Group:
         return self.row_bytes + state_bytes(self.optimizer, self.width)
 
     def __str__(self) -> str:
-        return f"{self.dtype}_{self.width} by {self.exchange.name}"
+        return f"{self.row_format.name}_{self.width} by {self.exchange.name}"
 
 
 @dataclasses.dataclass(frozen=True)
