@@ -56,7 +56,8 @@ def test_a_model_on_a_mesh_is_exported(tmp_path):
             "tags": jaxrec.mesh.column_wise(devices=(0, 1)),
         }
     )
-    export(jaxrec.shard(lambda: dlrm().model, plan, mesh), tmp_path / "model", **SIZES)
+    sharded = jaxrec.shard(lambda: dlrm.__wrapped__().model, plan, mesh)
+    export(sharded, tmp_path / "model", **SIZES)
     # First values do not depend on the placement.
     close(load(tmp_path / "model").predict(*clicks(9)), dlrm().expected(*clicks(9)))
 
@@ -151,7 +152,7 @@ class Unknown(nnx.Module):
         return self.embeddings(features).values[:, 0]
 
 
-def dynamic() -> nnx.Module:
+def dynamic() -> nnx.Module:  # a model of its own: its tables are replaced
     model = models.collection(nnx.Rngs(0))
     return jaxrec.tier.make(lambda: model, {"user": jaxrec.tier.Dynamic()})
 
