@@ -65,7 +65,7 @@ def run(options: Sequence[str]) -> int:
     if _NOT_GIVEN in (parsed.run, parsed.model):
         raise ConfigError("give the directories of the run and of the model: RUN MODEL")
     console = Console(highlight=False, markup=False, soft_wrap=True)
-    encoder = run_encoder(parsed.run)
+    encoder = column_encoder(parsed.run)
     model = load_model(parsed.run, parsed.step)
     if parsed.dtype is not None:
         model = quantize(model, parsed.dtype)
@@ -95,7 +95,7 @@ def click_scores(model: nnx.Module, dense: Array, features: Any) -> dict[str, Ar
     return {"probability": jax.nn.sigmoid(logits), "logit": logits}
 
 
-def run_encoder(directory: pathlib.Path) -> TableEncoder:
+def column_encoder(directory: pathlib.Path) -> TableEncoder:
     """Return the encoder of a run's columns; that of Criteo's columns for other click logs.
 
     Raises:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
@@ -11,6 +12,7 @@ from jaxrec.data import GeneratedLog
 from jaxrec.data.click_batches import batches
 from jaxrec.data.criteo import CriteoFile
 from jaxrec.data.transforms import CATEGORICAL_NAMES
+from jaxrec.export_command import column_encoder
 from jaxrec.serve import load
 from jaxrec.train import load_model
 from jaxrec.train.config import TrainConfig, VocabularyConfig
@@ -54,17 +56,16 @@ def test_a_run_on_text_takes_raw_columns(of_text, tmp_path, capsys):
     assert_scores(outputs, logits_of(of_text, CriteoFile(KAGGLE, (50,) * 26)))
 
 
-def test_a_run_on_a_generated_log(tmp_path):
-    run, model = tmp_path / "run", tmp_path / "model"
-    options = ["--data.generated-rows=60", "--data.generated-eval-rows=20", *TINY]
-    assert main(["train", *options, "--model.name=dcn_v2", f"--output={run}"]) == 0
-    assert main(["export", str(run), str(model), *ONE_SIZE]) == 0
-    served, log = load(model), GeneratedLog(30)
-    (clicks,) = log.chunks(0, 30)
+def test_columns_of_a_generated_log(tmp_path):
+    write_options(TrainConfig(), tmp_path / "config.yaml")
+    (clicks,) = GeneratedLog(30).chunks(0, 30)
     columns = dict(zip(CATEGORICAL_NAMES, clicks.ids.T, strict=True))
     counts = np.round(np.exp(clicks.dense.T) - 3).astype(int)
     columns |= {f"int_{i}": column for i, column in enumerate(counts)}
-    assert_scores(served.predict_columns(columns), logits_of(run, log))
+    batch = column_encoder(tmp_path).batch(pa.table(columns))
+    np.testing.assert_allclose(batch.dense, clicks.dense, rtol=1e-6)
+    for name, ids in zip(CATEGORICAL_NAMES, clicks.ids.T, strict=True):
+        np.testing.assert_array_equal(batch.features[name].values, ids)
 
 
 def test_a_run_on_columns_of_ones_own(directory, tmp_path):  # noqa: F811

@@ -64,7 +64,7 @@ def export(
             ``lambda model, features: model.query(features)``; None: the model's call. It returns
             arrays with a leading batch axis, alone or in dicts, lists and tuples.
         encoder: Encoder of raw columns that the model was trained with. `load` then takes columns
-            too. The arguments are its ``dense`` and ``features``.
+            too. The arguments are its ``dense`` and ``features``; no example is given then.
         batch_sizes: Numbers of samples that programs are made for.
         ids_per_sample: Mean number of ids of a sample that capacities are made for, for all
             features or by name. None: as in the example with a margin, by the encoder, or 8. Where

@@ -46,6 +46,10 @@ def batch_spec(
     """
     sizes = _checked_sizes(batch_sizes)
     bounds = _bounds(model)
+    if encoder is not None:
+        if example is not None:
+            raise ValueError("the inputs are those of the encoder; leave the example out")
+        _check_encoder(encoder, bounds)
     if example is not None:
         structure, leaves = flatten(tuple(example), "batch")
         per_id = _features(model, EmbeddingCollection)
@@ -70,6 +74,19 @@ def _checked_sizes(batch_sizes: Sequence[int]) -> list[int]:
     if not sizes or any(not isinstance(size, int | np.integer) or size < 1 for size in sizes):
         raise ValueError(f"batch_sizes are whole numbers of 1 or more, got {batch_sizes!r}")
     return [int(size) for size in sizes]
+
+
+def _check_encoder(encoder: TableEncoder, bounds: Mapping[str, int]) -> None:
+    """Raise a ValueError where the rows of an encoder are not those of the model's tables."""
+    if encoder.schema.dynamic:
+        names = ", ".join(map(repr, encoder.schema.dynamic))
+        raise ValueError(f"columns {names} have open vocabularies; exported models have fixed ones")
+    for name, rows in encoder.table_rows.items():
+        if rows > bounds.get(name, rows):
+            raise ValueError(
+                f"the encoder has {rows} rows for column {name!r}, but the model's table has "
+                f"{bounds[name]}; give the encoder that the model was trained with"
+            )
 
 
 def _bounds(model: nnx.Module) -> dict[str, int]:
@@ -175,11 +192,6 @@ def _of_signature(
 ) -> tuple[int | None, tuple[str, ...]]:
     """Return the number of dense features, None without any, and the names of the others."""
     if encoder is not None:
-        if encoder.schema.dynamic:
-            names = ", ".join(map(repr, encoder.schema.dynamic))
-            raise ValueError(
-                f"columns {names} have open vocabularies; exported models have fixed ones"
-            )
         return len(encoder.schema.dense), tuple(encoder.schema.categorical)
     _, *parameters = inspect.signature(function).parameters.values()
     required = [

@@ -66,12 +66,16 @@ def export_programs(pure: PureModel, batch: BatchSpec, platforms: Sequence[str])
             Python, or something that has no guarantee to run with later versions.
     """
     names = list(pure.shapes)
-    first, outputs = _export_program(pure, batch, batch.sizes[0], names, platforms[0])
-    used = [name for index, name in enumerate(names) if index in first.module_kept_var_idx]
+    first, outputs = _export_program(
+        pure, batch, batch.sizes[0], names, platforms[0], keep_unused=False
+    )
+    kept = first.module_kept_var_idx
+    used = [name for index, name in enumerate(names) if index in kept]
+    is_first_complete = len(kept) == len(first.in_avals)
     programs: dict[tuple[str, int], jax_export.Exported] = {}
     for platform in platforms:
         for size in batch.sizes:
-            if used == names and not programs:
+            if is_first_complete and not programs:
                 program = first
             else:
                 program, outputs = _export_program(pure, batch, size, used, platform)
@@ -80,14 +84,33 @@ def export_programs(pure: PureModel, batch: BatchSpec, platforms: Sequence[str])
 
 
 def _export_program(
-    pure: PureModel, batch: BatchSpec, size: BatchSize, names: Sequence[str], platform: str
+    pure: PureModel,
+    batch: BatchSpec,
+    size: BatchSize,
+    names: Sequence[str],
+    platform: str,
+    *,
+    keep_unused: bool = True,
 ) -> tuple[jax_export.Exported, Outputs]:
+    """Return a program and its outputs.
+
+    Args:
+        pure: The model.
+        batch: The batches that it takes.
+        size: One of their sizes.
+        names: Names of the model's arrays that are arguments of the program.
+        platform: One of `KERNELS`.
+        keep_unused: Whether arguments that no output depends on are arguments of the StableHLO
+            function, too.
+    """
     run, arguments, outputs = _traced(pure, batch, size, names)
     checks = [jax_export.DisabledSafetyCheck.custom_call(name) for name in exported_targets()]
+    function = jax.jit(run, keep_unused=keep_unused)
     with kernels.use_kernels(*KERNELS[platform]):
-        traceable = jax_export.export(jax.jit(run), platforms=(platform,), disabled_checks=checks)
         try:
-            exported = traceable(*arguments)
+            exported = jax_export.export(function, platforms=(platform,), disabled_checks=checks)(
+                *arguments
+            )
         except NotImplementedError as error:
             raise ValueError(f"the model cannot be exported: {error}") from error
     return exported, outputs[-1]

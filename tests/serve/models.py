@@ -73,12 +73,14 @@ def collection(rngs: nnx.Rngs, dim: int = 8) -> jaxrec.EmbeddingBagCollection:
     return jaxrec.EmbeddingBagCollection(tables, rngs=rngs)
 
 
+@functools.cache
 def dlrm() -> Case:
     rngs = nnx.Rngs(0)
     sizes = {"bottom_layer_sizes": (8, 8), "top_layer_sizes": (8, 1)}
     return Case(DLRM(collection(rngs), num_dense=NUM_DENSE, **sizes, rngs=rngs), None, clicks)
 
 
+@functools.cache
 def dcn_v2() -> Case:
     rngs = nnx.Rngs(0)
     model = DCNv2(
@@ -87,6 +89,7 @@ def dcn_v2() -> Case:
     return Case(model, None, clicks)
 
 
+@functools.cache
 def deepfm() -> Case:
     rngs = nnx.Rngs(0)
     linear = [
@@ -103,6 +106,7 @@ def deepfm() -> Case:
     return Case(model, None, clicks)
 
 
+@functools.cache
 def two_tower() -> Case:
     rngs = nnx.Rngs(0)
 
@@ -119,6 +123,7 @@ def two_tower() -> Case:
     return Case(model, TwoTower.query, lambda samples: (batch(samples),))
 
 
+@functools.cache
 def sasrec() -> Case:
     rngs = nnx.Rngs(0)
     table = jaxrec.EmbeddingConfig("item", 40, 8, ("history", "candidates"), initializer="normal")

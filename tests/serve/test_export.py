@@ -11,6 +11,7 @@ import pytest
 from flax import nnx
 
 import jaxrec
+from jaxrec.data import Schema, TableEncoder
 from jaxrec.serve import ArtifactError, export, load, quantize
 from tests.serve import models
 from tests.serve.models import MODELS, NUM_DENSE, Several, clicks, dlrm, features
@@ -35,12 +36,12 @@ def test_scores_are_those_of_the_model(tmp_path, name, dtype):
         tmp_path / "model",
         example=case.batch(100),
         function=case.function,
-        batch_sizes=(1, 8),
+        batch_sizes=(1, 8) if dtype == "float32" else (8,),
         platforms=("cpu",),
     )
     served = load(tmp_path / "model")
     assert {table.row_format for table in served.manifest.tables} == {dtype}
-    batch = case.batch(25)  # three programs for 8, one for 1
+    batch = case.batch(25)  # three times 8, and 1
     scores = served.predict(*batch)
     assert isinstance(scores, np.ndarray)
     close(scores, case.expected(*batch))
@@ -55,7 +56,8 @@ def test_a_model_on_a_mesh_is_exported(tmp_path):
             "tags": jaxrec.mesh.column_wise(devices=(0, 1)),
         }
     )
-    export(jaxrec.shard(lambda: dlrm().model, plan, mesh), tmp_path / "model", **SIZES)
+    sharded = jaxrec.shard(lambda: dlrm.__wrapped__().model, plan, mesh)
+    export(sharded, tmp_path / "model", **SIZES)
     # First values do not depend on the placement.
     close(load(tmp_path / "model").predict(*clicks(9)), dlrm().expected(*clicks(9)))
 
@@ -150,9 +152,14 @@ class Unknown(nnx.Module):
         return self.embeddings(features).values[:, 0]
 
 
-def dynamic() -> nnx.Module:
+def dynamic() -> nnx.Module:  # a model of its own: its tables are replaced
     model = models.collection(nnx.Rngs(0))
     return jaxrec.tier.make(lambda: model, {"user": jaxrec.tier.Dynamic()})
+
+
+def encoder_of(rows: int, encoding: str = "ids") -> TableEncoder:
+    columns = {"user": {"encoding": encoding, "num_embeddings": rows}}
+    return TableEncoder(Schema.from_dict({"label": "label", "categorical": columns}), {}, {}, {})
 
 
 ONES = np.ones((2, NUM_DENSE), np.float32)
@@ -193,6 +200,24 @@ WRONG = {
         {"ids_per_sample": {"usr": 3}},
         ValueError,
         "names 'usr', but the features are user, item, tags",
+    ),
+    "encoder and example": (
+        dlrm,
+        {"encoder": encoder_of(50), "example": (ONES, features(2))},
+        ValueError,
+        "the inputs are those of the encoder; leave the example out",
+    ),
+    "encoder of other tables": (
+        dlrm,
+        {"encoder": encoder_of(51)},
+        ValueError,
+        "the encoder has 51 rows for column 'user', but the model's table has 50",
+    ),
+    "encoder of raw ids": (
+        dlrm,
+        {"encoder": encoder_of(50, "dynamic")},
+        ValueError,
+        "columns 'user' have open vocabularies",
     ),
     "ids per sample": (dlrm, {"ids_per_sample": {"user": -1}}, ValueError, "a number above 0"),
     "output is text": (
