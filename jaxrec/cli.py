@@ -35,12 +35,12 @@ class Command:
 COMMANDS = {
     "train": Command("jaxrec.train.cli", "trains a model on Parquet files or click logs"),
     "quantize": Command(
-        "jaxrec.serve.quantize_command", "makes the tables of a trained model smaller"
+        "jaxrec.serve.commands.quantize", "makes the tables of a trained model smaller"
     ),
     "data": Command("jaxrec.data.cli", "writes click logs as Parquet files"),
     "plan": Command("jaxrec.plan_command", "finds the best sharding of tables over devices"),
-    "export": Command("jaxrec.export_command", "writes a trained model for prediction"),
-    "predict": Command("jaxrec.predict_command", "predicts the rows of Parquet files"),
+    "export": Command("jaxrec.serve.commands.export", "writes a trained model for prediction"),
+    "predict": Command("jaxrec.serve.commands.predict", "predicts the rows of Parquet files"),
     "tune": Command("jaxrec.tune.cli", "times the kernels on your shapes and keeps the fastest"),
     "doctor": Command("jaxrec.doctor", "says what runs on this machine, and what is missing"),
 }

@@ -130,28 +130,28 @@ TESTED_BY = {
         "ragged/columns",
         "ragged/key_segments",
     ),
-    "serve/test_pruned_tables": ("serve/quantized_store",),
-    "serve/test_quality_report": (
-        "serve/paired_stores",
-        "serve/quality_plot",
-        "serve/table_quality",
+    "serve/quantized/test_pruned_tables": ("serve/quantized/quantized_store",),
+    "serve/reports/test_quality_report": (
+        "serve/quantized/paired_stores",
+        "serve/reports/quality_plot",
+        "serve/reports/table_quality",
     ),
-    "serve/test_export": (
-        "serve/inputs",
-        "serve/programs",
-        "serve/pure_model",
+    "serve/artifact/test_export": (
+        "serve/artifact/inputs",
+        "serve/artifact/programs",
+        "serve/artifact/pure_model",
     ),
-    "serve/test_load": (
-        "serve/files",
-        "serve/manifest",
+    "serve/artifact/test_load": (
+        "serve/artifact/files",
+        "serve/artifact/manifest",
     ),
-    "serve/test_quantize": (
-        "serve/packing",
-        "serve/row_formats",
+    "serve/quantized/test_quantize": (
+        "serve/quantized/packing",
+        "serve/quantized/row_formats",
     ),
-    "serve/test_requests": ("serve/batch_spec",),
-    "serve/test_quantize_command": ("serve/saved_run",),
-    "serve/test_swap": ("serve/model_copy",),
+    "serve/artifact/test_requests": ("serve/artifact/batch_spec",),
+    "serve/commands/test_quantize": ("serve/quantized/saved_run",),
+    "serve/test_swap": ("serve/quantized/model_copy",),
     "tier/vocabulary/test_cached": ("tier/cached_tables",),
     "tier/test_stored_runs": (
         "tier/close",

@@ -14,13 +14,13 @@ from flax import nnx
 
 from jaxrec.embed.store import TableStore
 from jaxrec.embed.variables import dense_variables, plain, variables
-from jaxrec.serve.model_copy import shared_copy
-from jaxrec.serve.paired_stores import paired_stores, quantized_stores
-from jaxrec.serve.pruned_tables import PrunedTables
-from jaxrec.serve.quantize import check_store
-from jaxrec.serve.quantized_store import quantized_store
-from jaxrec.serve.quantized_tables import QuantizedTables
-from jaxrec.serve.saved import is_quantized, restore_quantized
+from jaxrec.serve.quantized.model_copy import shared_copy
+from jaxrec.serve.quantized.paired_stores import paired_stores, quantized_stores
+from jaxrec.serve.quantized.pruned_tables import PrunedTables
+from jaxrec.serve.quantized.quantize import check_store
+from jaxrec.serve.quantized.quantized_store import quantized_store
+from jaxrec.serve.quantized.quantized_tables import QuantizedTables
+from jaxrec.serve.quantized.saved import is_quantized, restore_quantized
 from jaxrec.tier import Subscriber
 from jaxrec.train.checkpoint import restore
 

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrec.embed.formats import TABLE_FORMATS, PackedRows, check_packed, check_rows
+from jaxrec.embed.config import TableConfig
+from jaxrec.embed.formats import TABLE_FORMATS, PackedRows, check_rows
 from jaxrec.embed.formats.bfloat16_bits import BFloat16Bits
 from jaxrec.embed.formats.scaled_float8 import UNSIGNED, ScaledFloat8Rows
 from tests.embed import trained_oracle
@@ -134,10 +135,10 @@ def test_numbers_that_a_row_cannot_hold(name):
     for bad in (np.nan, np.inf, 3e38):
         rows[1, 1] = bad
         with pytest.raises(ValueError, match="table 'a', row 6, column 1 is"):
-            check_packed(FORMATS[name], "table 'a', ", rows, first_row=5)
+            check_rows(FORMATS[name], "table 'a', ", rows, first_row=5)
         with pytest.raises(ValueError, match="row 1, column 1"):
             check_rows(FORMATS[name], "", jnp.asarray(rows))
-        check_packed(TABLE_FORMATS["float32"], "", rows)
+        TableConfig("a", 3, 2, dtype="float32").check_rows("", rows)
 
 
 def test_formats_of_inference_are_not_trained():

@@ -1,0 +1,1 @@
+"""Exported models: programs with their tables and their inputs beside them."""

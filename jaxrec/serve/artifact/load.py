@@ -1,0 +1,214 @@
+"""Exported models that predict."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+import pyarrow as pa
+from jax import export as jax_export
+
+from jaxrec.data import DataError, SchemaError, TableEncoder
+from jaxrec.embed.kernels import cpu, trial
+from jaxrec.embed.kernels.native_call import exported_targets
+from jaxrec.serve.artifact.export import FEATURES_DIRECTORY
+from jaxrec.serve.artifact.files import ArtifactError, check_files, read_array, read_manifest
+from jaxrec.serve.artifact.manifest import Manifest, Program
+from jaxrec.serve.artifact.requests import Request
+from jaxrec.serve.artifact.structure import unflatten
+
+
+class ServedModel:
+    """A model that `load` read; it may be called by several threads.
+
+    Attributes:
+        manifest: Description of the model: its inputs, outputs, tables and files.
+        encoder: Encoder of raw columns; None if the model was exported without one.
+        platform: Platform that it runs on, "cpu" or "cuda".
+    """
+
+    def __init__(self, directory: pathlib.Path, manifest: Manifest, device: jax.Device):
+        self.manifest = manifest
+        self.platform = _platform(device)
+        self.encoder = _encoder(directory) if manifest.has_encoder else None
+        self._directory = directory
+        self._device = device
+        programs = {
+            each.samples: each for each in manifest.programs if each.platform == self.platform
+        }
+        if set(programs) != {size.samples for size in manifest.batch.sizes}:
+            raise ArtifactError(
+                f"{directory} has programs for {', '.join(manifest.platforms())}, and this device "
+                f"is {device.platform}; export the model with platforms=({self.platform!r},)"
+            )
+        for program in programs.values():
+            _check_targets(directory, program)
+        self._programs = programs
+        self._arrays = [
+            jax.device_put(read_array(directory, stored), device, may_alias=stored.is_mapped)
+            for stored in manifest.arrays
+        ]
+        self._compiled: dict[int, Callable[..., Any]] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def batch_sizes(self) -> tuple[int, ...]:
+        """Numbers of samples that the model is compiled for."""
+        return tuple(size.samples for size in self.manifest.batch.sizes)
+
+    def predict(self, *batch: Any) -> Any:
+        """Return the outputs for a batch of any number of samples.
+
+        Args:
+            *batch: The arguments that the model's function takes, on the host or a device: arrays
+                and `KeyedJaggedArray`s. Features may be in any order, and others are ignored.
+
+        Returns:
+            NumPy arrays with a leading batch axis, nested as the model's function returns them.
+
+        Raises:
+            KeyError: The batch lacks a feature.
+            TypeError: An argument is of another type.
+            ValueError: An id is outside of its table (names the feature, the sample and the id), a
+                sample has more ids than a batch holds, or shapes differ.
+        """
+        if len(batch) != len(self.manifest.batch.structure.parts):
+            names = ", ".join(each.name for each in self.manifest.batch.inputs)
+            raise TypeError(
+                f"predict takes {len(self.manifest.batch.structure.parts)} arguments for {names}, "
+                f"got {len(batch)}"
+            )
+        request = Request(self.manifest.batch, batch)
+        results = []
+        for chunk in request.chunks():
+            outputs = self._run(chunk.size.samples, chunk.arrays)
+            results.append((chunk, outputs))
+        leaves = []
+        for index, output in enumerate(self.manifest.outputs):
+            parts = [np.asarray(out[index])[: chunk.stop - chunk.start] for chunk, out in results]
+            if not parts:
+                parts = [np.zeros((0, *output.shape), jax.numpy.dtype(output.dtype))]
+            leaves.append(parts[0] if len(parts) == 1 else np.concatenate(parts))
+        return unflatten(self.manifest.output_structure, leaves)
+
+    def predict_columns(self, table: pa.Table | Mapping[str, Any]) -> Any:
+        """Return the outputs for rows of raw columns, encoded as in training.
+
+        Args:
+            table: The columns of the model's schema, as an Arrow table or by name: strings, ids,
+                numbers, lists. Labels and weights are not needed.
+
+        Returns:
+            As `predict`.
+
+        Raises:
+            TypeError: The model was exported without an encoder.
+            DataError: A column is missing or has an invalid value.
+        """
+        if self.encoder is None:
+            raise TypeError(
+                "the model was exported without an encoder of columns; call predict with the "
+                "arguments of its function, or export it with encoder="
+            )
+        if not isinstance(table, pa.Table):
+            table = pa.table(dict(table))
+        batch = self.encoder.batch(table)
+        return self.predict(batch.dense, batch.features)
+
+    def warm_up(self) -> None:
+        """Compile the programs of all batch sizes; otherwise each compiles at its first use."""
+        for size in self.manifest.batch.sizes:
+            shapes = self.manifest.batch.shapes(size)
+            self._run(size.samples, [np.zeros(each.shape, each.dtype) for each in shapes])
+
+    def _run(self, samples: int, arrays: list[np.ndarray]) -> Any:
+        return self._program(samples)(*self._arrays, *arrays)
+
+    def _program(self, samples: int) -> Callable[..., Any]:
+        if samples not in self._compiled:
+            with self._lock:
+                if samples not in self._compiled:
+                    self._compiled[samples] = self._read_program(self._programs[samples])
+        return self._compiled[samples]
+
+    def _read_program(self, program: Program) -> Callable[..., Any]:
+        path = self._directory / program.file
+        try:
+            exported = jax_export.deserialize(bytearray(path.read_bytes()))
+        except Exception as error:
+            raise ArtifactError(
+                f"{path} cannot be read by JAX {jax.__version__} ({error}); it was exported with "
+                f"JAX {self.manifest.jax}"
+            ) from error
+        return jax.jit(exported.call)
+
+
+def load(
+    path: str | os.PathLike[str], *, device: jax.Device | None = None, verify: bool = True
+) -> ServedModel:
+    """Load a model that `export` or ``jaxrec export`` wrote.
+
+    On a CPU tables stay in their files, which are mapped into memory: the model is ready at once,
+    and processes share the memory.
+
+    Args:
+        path: The model's folder.
+        device: The device that predicts; None: the default device.
+        verify: Whether all files are read and compared with their checksums. Without, only their
+            sizes and the manifest are checked.
+
+    Raises:
+        ArtifactError: The folder holds no exported model; a file is missing, cut short or altered
+            (the message names it); the model was exported for other platforms; or it needs a native
+            library that this machine lacks.
+
+    Example:
+        >>> import tempfile
+        >>> import jaxrec
+        >>> from flax import nnx
+        >>> config = jaxrec.EmbeddingBagConfig("user", num_embeddings=100, embedding_dim=8)
+        >>> model = jaxrec.EmbeddingBagCollection([config], rngs=nnx.Rngs(0))
+        >>> path = pathlib.Path(tempfile.mkdtemp(), "model")
+        >>> jaxrec.serve.export(model, path, batch_sizes=(4,), platforms=("cpu",))
+        >>> served = load(path)
+        >>> served.predict(jaxrec.KeyedJaggedArray.from_lists({"user": [[3], [100]]}))
+        Traceback (most recent call last):
+        ValueError: feature 'user', sample 1: id 100 is outside [0, 100), the ids of its table
+    """
+    directory = pathlib.Path(path)
+    manifest = read_manifest(directory)
+    check_files(directory, manifest.files, with_checksums=verify)
+    return ServedModel(directory, manifest, jax.devices()[0] if device is None else device)
+
+
+def _platform(device: jax.Device) -> str:
+    """Return the platform of a device as `jax.export` names it."""
+    return "cuda" if device.platform == "gpu" and device in trial.cards() else device.platform
+
+
+def _encoder(directory: pathlib.Path) -> TableEncoder:
+    try:
+        return TableEncoder.load(directory / FEATURES_DIRECTORY)
+    except (OSError, SchemaError, DataError) as error:
+        raise ArtifactError(f"{directory / FEATURES_DIRECTORY} cannot be used: {error}") from None
+
+
+def _check_targets(directory: pathlib.Path, program: Program) -> None:
+    """Raise an ArtifactError where this machine lacks a function that a program calls."""
+    if not program.targets:
+        return
+    problem = cpu.missing()
+    if problem is None:
+        lacking = [target for target in program.targets if target not in exported_targets()]
+        if not lacking:
+            return
+        problem = "a later version of jaxrec exported it; install that version"
+        raise ArtifactError(f"{directory / program.file} calls {lacking[0]}: {problem}")
+    raise ArtifactError(
+        f"{directory / program.file} calls {program.targets[0]}, which is missing here: {problem}"
+    )

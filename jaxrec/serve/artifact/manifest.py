@@ -1,0 +1,213 @@
+"""Content of an exported model's manifest, a JSON file."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from typing import Any
+
+import msgspec
+
+from jaxrec.serve.artifact.batch_spec import BatchSpec
+from jaxrec.serve.artifact.structure import Structure
+
+FORMAT = "jaxrec model 1"
+MANIFEST_FILE = "manifest.json"
+
+_CHECKSUM = "crc32"
+
+
+class StoredFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A file of the model.
+
+    Attributes:
+        bytes: Its size.
+        crc32: CRC-32 of each 64 MiB, as eight hex digits.
+    """
+
+    bytes: int
+    crc32: tuple[str, ...]
+
+
+class StoredArray(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """An array that the programs take beside the batch.
+
+    Attributes:
+        name: Path of the variable in the model; of a table's array, of the collection and the
+            group.
+        file: npy file that holds it. Types that NumPy lacks are stored as unsigned integers.
+        dtype: Its type, such as "bfloat16".
+        shape: Its shape.
+        is_mapped: Whether it is used where it lies in the file, which is mapped into memory.
+    """
+
+    name: str
+    file: str
+    dtype: str
+    shape: tuple[int, ...]
+    is_mapped: bool = False
+
+
+class StoredTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A table and its rows' place.
+
+    Attributes:
+        name: Name of the table.
+        collection: Path of its collection in the model.
+        array: Name of the `StoredArray` that holds its rows.
+        first_row: Its first row in that array.
+        num_embeddings: Number of rows.
+        embedding_dim: Number of columns, unpacked.
+        row_format: How a row is stored, such as "int8"; see `jaxrec.serve.pack_rows`.
+        pooling: "sum" or "mean"; None: rows are looked up one by one.
+        feature_names: Features that read it.
+    """
+
+    name: str
+    collection: str
+    array: str
+    first_row: int
+    num_embeddings: int
+    embedding_dim: int
+    row_format: str
+    pooling: str | None
+    feature_names: tuple[str, ...]
+
+
+class Program(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The compiled form of the model for one platform and batch size, as `jax.export` writes it.
+
+    Its arguments are the arrays of the manifest and then those of the batch, in order.
+
+    Attributes:
+        platform: "cpu" or "cuda".
+        samples: The batch size.
+        file: The file.
+        targets: Functions of jaxrec's native library that it calls.
+    """
+
+    platform: str
+    samples: int
+    file: str
+    targets: tuple[str, ...]
+
+
+class ArrayOutput(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """An output, an array with a leading batch axis.
+
+    Attributes:
+        name: Its place in the outputs, such as ``output['score']``.
+        dtype: Its type.
+        shape: Shape of one sample's part.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What an exported model consists of.
+
+    Attributes:
+        jaxrec: Version of jaxrec that exported it.
+        jax: Version of JAX that exported it.
+        batch: The batches that it takes.
+        output_structure: Nesting of its outputs.
+        outputs: The outputs, in the order of the structure's leaves.
+        arrays: Arrays that the programs take beside the batch.
+        tables: The tables among them.
+        programs: The programs.
+        has_encoder: Whether ``features/`` holds the `jaxrec.data.TableEncoder` of raw columns.
+        files: Every file but the manifest, by its path.
+    """
+
+    jaxrec: str
+    jax: str
+    batch: BatchSpec
+    output_structure: Structure
+    outputs: tuple[ArrayOutput, ...]
+    arrays: tuple[StoredArray, ...]
+    tables: tuple[StoredTable, ...]
+    programs: tuple[Program, ...]
+    has_encoder: bool
+    files: dict[str, StoredFile]
+
+    def to_json(self) -> bytes:
+        """Return the content of the file, which holds its own checksum."""
+        content = {"format": FORMAT, **msgspec.to_builtins(self)}
+        return json.dumps({**content, _CHECKSUM: _crc32(content)}, indent=1).encode()
+
+    @classmethod
+    def from_json(cls, text: bytes) -> Manifest:
+        """Read the content of the file.
+
+        Raises:
+            ValueError: It is not what `to_json` returned.
+        """
+        content = json.loads(text)
+        if not isinstance(content, dict) or "format" not in content:
+            raise ValueError("it is not the manifest of an exported model")
+        crc = content.pop(_CHECKSUM, None)
+        if _crc32(content) != crc:
+            raise ValueError("its checksum does not match: the file was changed")
+        if (written := content.pop("format")) != FORMAT:
+            raise ValueError(f"its format is {written!r}, and this jaxrec reads {FORMAT!r}")
+        manifest = msgspec.convert(content, cls)
+        manifest.check()
+        return manifest
+
+    def check(self) -> None:
+        """Raise a ValueError where entries do not fit each other."""
+        used = [*(array.file for array in self.arrays), *(each.file for each in self.programs)]
+        if missing := [file for file in used if file not in self.files]:
+            raise ValueError(f"it uses {missing[0]!r}, which is not among its files")
+        for file in self.files:
+            if file.startswith("/") or ".." in file.split("/"):
+                raise ValueError(f"it names the file {file!r}, outside of the model's folder")
+        for structure, listed, what in (
+            (self.batch.structure, self.batch.inputs, "inputs"),
+            (self.output_structure, self.outputs, "outputs"),
+        ):
+            if structure.num_leaves != len(listed):
+                raise ValueError(
+                    f"its structure has {structure.num_leaves} {what}, and it lists {len(listed)}"
+                )
+        samples = [size.samples for size in self.batch.sizes]
+        if not samples or samples != sorted(set(samples)) or samples[0] < 1:
+            raise ValueError(f"its batch sizes are {samples}; they must ascend from 1 or more")
+        for each in self.programs:
+            if each.samples not in samples:
+                raise ValueError(f"{each.file} is for {each.samples} samples, which is no size")
+        for ragged, capacities in (
+            pair for size in self.batch.sizes for pair in self._capacities(size.capacities)
+        ):
+            if len(ragged) != len(capacities):
+                raise ValueError(f"{len(capacities)} capacities for {len(ragged)} features")
+
+    def _capacities(
+        self, capacities: tuple[tuple[int, ...], ...]
+    ) -> list[tuple[tuple[str, ...], tuple[int, ...]]]:
+        keys = [each.keys for each in self.batch.ragged]
+        if len(keys) != len(capacities):
+            raise ValueError(f"capacities of {len(capacities)} inputs, but {len(keys)} are ragged")
+        return list(zip(keys, capacities, strict=True))
+
+    def platforms(self) -> tuple[str, ...]:
+        """Return the platforms that there are programs for."""
+        return tuple(dict.fromkeys(each.platform for each in self.programs))
+
+    def program(self, platform: str, samples: int) -> Program:
+        """Return the program of a platform and a batch size.
+
+        Raises:
+            KeyError: There is none.
+        """
+        for each in self.programs:
+            if (each.platform, each.samples) == (platform, samples):
+                return each
+        raise KeyError(f"there is no program for {samples} samples on {platform}")
+
+
+def _crc32(content: dict[str, Any]) -> str:
+    return f"{zlib.crc32(json.dumps(content).encode()):08x}"

@@ -1,0 +1,198 @@
+"""StableHLO programs of a model for one platform and one batch size, by `jax.export`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import export as jax_export
+
+from jaxrec.embed import kernels
+from jaxrec.embed.kernels.native_call import exported_targets
+from jaxrec.ragged import KeyedArray, KeyedJaggedArray
+from jaxrec.serve.artifact.batch_spec import ArrayInput, BatchSize, BatchSpec
+from jaxrec.serve.artifact.manifest import ArrayOutput
+from jaxrec.serve.artifact.pure_model import PureModel
+from jaxrec.serve.artifact.structure import Structure, flatten, unflatten
+
+# Implementations of the lookups in the programs of each platform: those whose calls later versions
+# of jaxrec and of JAX serve.
+KERNELS: Mapping[str, tuple[str, ...]] = {"cpu": ("cpu", "reference"), "cuda": ("reference",)}
+
+_TARGET = re.compile(r'custom_call @"?(jaxrec[\w.]+)')
+
+
+class Outputs(NamedTuple):
+    """The outputs of a program.
+
+    Attributes:
+        structure: Their nesting.
+        arrays: The outputs, in the order of the structure's leaves.
+    """
+
+    structure: Structure
+    arrays: tuple[ArrayOutput, ...]
+
+
+class ModelPrograms(NamedTuple):
+    """The programs of a model.
+
+    Attributes:
+        arrays: Names of the model's arrays that are arguments of the programs, before those of the
+            batch: the arrays that an output depends on.
+        outputs: What the programs return.
+        programs: The program for each platform and each batch size.
+    """
+
+    arrays: list[str]
+    outputs: Outputs
+    programs: dict[tuple[str, int], jax_export.Exported]
+
+
+def export_programs(pure: PureModel, batch: BatchSpec, platforms: Sequence[str]) -> ModelPrograms:
+    """Trace a model for some platforms and all batch sizes.
+
+    Args:
+        pure: The model.
+        batch: The batches that it takes.
+        platforms: Some of `KERNELS`.
+
+    Raises:
+        TypeError: An output is no array.
+        ValueError: An output has no leading batch axis; or the program cannot be exported: it calls
+            Python, or something that has no guarantee to run with later versions.
+    """
+    names = list(pure.shapes)
+    first, outputs = _export_program(
+        pure, batch, batch.sizes[0], names, platforms[0], keep_unused=False
+    )
+    kept = first.module_kept_var_idx
+    used = [name for index, name in enumerate(names) if index in kept]
+    is_first_complete = len(kept) == len(first.in_avals)
+    programs: dict[tuple[str, int], jax_export.Exported] = {}
+    for platform in platforms:
+        for size in batch.sizes:
+            if is_first_complete and not programs:
+                program = first
+            else:
+                program, outputs = _export_program(pure, batch, size, used, platform)
+            programs[platform, size.samples] = program
+    return ModelPrograms(used, outputs, programs)
+
+
+def _export_program(
+    pure: PureModel,
+    batch: BatchSpec,
+    size: BatchSize,
+    names: Sequence[str],
+    platform: str,
+    *,
+    keep_unused: bool = True,
+) -> tuple[jax_export.Exported, Outputs]:
+    """Return a program and its outputs.
+
+    Args:
+        pure: The model.
+        batch: The batches that it takes.
+        size: One of their sizes.
+        names: Names of the model's arrays that are arguments of the program.
+        platform: One of `KERNELS`.
+        keep_unused: Whether arguments that no output depends on are arguments of the StableHLO
+            function, too.
+    """
+    run, arguments, outputs = _traced(pure, batch, size, names)
+    checks = [jax_export.DisabledSafetyCheck.custom_call(name) for name in exported_targets()]
+    function = jax.jit(run, keep_unused=keep_unused)
+    with kernels.use_kernels(*KERNELS[platform]):
+        try:
+            exported = jax_export.export(function, platforms=(platform,), disabled_checks=checks)(
+                *arguments
+            )
+        except NotImplementedError as error:
+            raise ValueError(f"the model cannot be exported: {error}") from error
+    return exported, outputs[-1]
+
+
+def native_targets(exported: jax_export.Exported) -> tuple[str, ...]:
+    """Return the functions of jaxrec's native library that a program calls."""
+    return tuple(sorted(set(_TARGET.findall(exported.mlir_module()))))
+
+
+def _traced(
+    pure: PureModel, batch: BatchSpec, size: BatchSize, names: Sequence[str]
+) -> tuple[Callable[..., list], list[jax.ShapeDtypeStruct], list[Outputs]]:
+    """Return a function of flat arguments, their shapes, and a list that a trace adds outputs to.
+
+    Arrays that are not named are zeros: no output depends on them.
+    """
+    shapes = pure.shapes
+    arguments = [shapes[name] for name in names] + batch.shapes(size)
+    outputs: list[Outputs] = []
+
+    def run(*arguments: Any) -> list:
+        given = dict(zip(names, arguments, strict=False))
+        arrays = {
+            name: given[name] if name in given else jnp.zeros(shape.shape, shape.dtype)
+            for name, shape in shapes.items()
+        }
+        inputs = _inputs(batch, size, list(arguments[len(names) :]))
+        structure, leaves = flatten(_plain(pure(arrays, inputs)), "output")
+        results = [_checked_output(name, leaf, size.samples) for name, leaf in leaves]
+        described = (
+            ArrayOutput(name, leaf.dtype.name, leaf.shape[1:])
+            for (name, _), leaf in zip(leaves, results, strict=True)
+        )
+        outputs.append(Outputs(structure, tuple(described)))
+        return results
+
+    return run, arguments, outputs
+
+
+def _inputs(batch: BatchSpec, size: BatchSize, arrays: list[Any]) -> tuple[Any, ...]:
+    """Return the arguments of the model's function of the flat arrays of a batch."""
+    leaves: list[Any] = []
+    capacities = iter(size.capacities)
+    for each in batch.inputs:
+        if isinstance(each, ArrayInput):
+            leaves.append(arrays.pop(0))
+            continue
+        values, lengths = arrays.pop(0), arrays.pop(0)
+        leaves.append(
+            KeyedJaggedArray(
+                values,
+                lengths,
+                arrays.pop(0) if each.is_weighted else None,
+                keys=each.keys,
+                capacities=next(capacities),
+                strides=(size.samples,) * len(each.keys),
+            )
+        )
+    return unflatten(batch.structure, leaves)
+
+
+def _plain(outputs: Any) -> Any:
+    """Return outputs with a dict in the place of each `KeyedArray`."""
+    if isinstance(outputs, KeyedArray):
+        return outputs.to_dict()
+    if isinstance(outputs, dict):
+        return {key: _plain(value) for key, value in outputs.items()}
+    if isinstance(outputs, list | tuple) and not hasattr(outputs, "_fields"):
+        return type(outputs)(_plain(value) for value in outputs)
+    return outputs
+
+
+def _checked_output(name: str, leaf: Any, samples: int) -> jax.Array:
+    if not isinstance(leaf, jax.Array):
+        raise TypeError(
+            f"{name} is a {type(leaf).__name__}; an exported function returns arrays with a "
+            "leading batch axis, alone or in dicts, lists and tuples: give function="
+        )
+    if leaf.ndim == 0 or leaf.shape[0] != samples:
+        raise ValueError(
+            f"{name} has the shape {leaf.shape} for a batch of {samples} samples; an exported "
+            "function returns arrays with a leading batch axis: give function="
+        )
+    return leaf

@@ -1,0 +1,195 @@
+"""A model as a pure function of named arrays and a batch, as a program is exported from it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from jaxtyping import Array
+
+from jaxrec.embed.collection import TableVariable
+from jaxrec.embed.formats import TABLE_FORMATS
+from jaxrec.embed.store import TableStore
+from jaxrec.embed.taps import tapped_modules
+from jaxrec.serve.artifact.manifest import StoredTable
+from jaxrec.serve.quantized.packing import rows_per_part, table_parts
+from jaxrec.serve.quantized.quantized_tables import QuantizedTables
+
+Function = Callable[..., Any]
+"""A function of a model and the arguments of a batch."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class PureModel:
+    """A model in evaluation mode as a function of its arrays.
+
+    Tables that are trained become `QuantizedTables` on one device with rows as they are, so that
+    neither optimizer state nor a placement is part of the function. Quantized ones stay so.
+
+    Attributes:
+        function: The function of the model and a batch.
+        dense: The arrays beside the tables, on the host, by the path of the variable.
+        stores: The tables of each collection, by its path, with shapes for arrays.
+        sources: The stores that hold their rows.
+        state: The model without rows: its graph, its tables' state and its other state.
+    """
+
+    function: Function
+    dense: dict[str, np.ndarray]
+    stores: dict[str, TableStore]
+    sources: dict[str, TableStore]
+    state: tuple[Any, Any, Any]
+
+    @classmethod
+    def of(cls, model: nnx.Module, function: Function) -> PureModel:
+        """Take a model apart.
+
+        Raises:
+            TypeError: The model is not an `nnx.Module`, or rows of a table are kept elsewhere.
+        """
+        if not isinstance(model, nnx.Module):
+            raise TypeError(f"export takes a flax.nnx.Module, got {type(model).__name__}")
+        modules = tapped_modules(model)
+        sources = {path: module.tables.get_value() for path, module in modules.items()}
+        for path, store in sources.items():
+            _check_store(path, store)
+        parts: tuple[Any, ...] = nnx.split(model, TableVariable, ...)
+        graph, tables, rest = parts
+        dense = {name: _on_host(leaf) for name, leaf in _named_leaves(rest) if not _is_key(leaf)}
+        stores = {path: _inference_store(store) for path, store in sources.items()}
+        return cls(function, dense, stores, sources, (graph, tables, rest))
+
+    @functools.cached_property
+    def table_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Shapes of the arrays of tables, by the path of their collection and their own."""
+        return {
+            f"{path}/{name}": jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+            for path, store in self.stores.items()
+            for name, leaf in _named_leaves(store)
+        }
+
+    @property
+    def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Shapes of all arrays by name: those of tables, then the dense ones."""
+        dense = {
+            name: jax.ShapeDtypeStruct(array.shape, array.dtype)
+            for name, array in self.dense.items()
+        }
+        return self.table_shapes | dense
+
+    def __call__(self, arrays: Mapping[str, Array], batch: Sequence[Any]) -> Any:
+        """Return the outputs of a batch; traced."""
+        graph, tables, rest = self.state
+        rest = _with_leaves(
+            rest, [x if _is_key(x) else arrays[name] for name, x in _named_leaves(rest)]
+        )
+        # Variables of this trace, which may be set here.
+        tables = jax.tree.map(lambda leaf: leaf, tables)
+        model = nnx.merge(graph, tables, rest)
+        for path, module in tapped_modules(model).items():
+            store = self.stores[path]
+            leaves = [arrays[f"{path}/{name}"] for name, _ in _named_leaves(store)]
+            module.tables.set_value(_with_leaves(store, leaves))
+            module.is_trainable = False
+        model.eval()
+        return self.function(model, *batch)
+
+    def table_parts(self, name: str) -> Iterator[tuple[int, np.ndarray]]:
+        """Yield an array of a table on the host, in parts: the first row's index, and the rows."""
+        path = next(path for path in self.stores if name in self._names(path))
+        source = self.sources[path]
+        if _is_packed(source):
+            yield from _array_parts(dict(_named_leaves(source))[name.removeprefix(f"{path}/")])
+            return
+        store = self.stores[path]
+        assert isinstance(store, QuantizedTables)
+        group = store.groups[name.rpartition("/")[2]]
+        for table, first in zip(group.tables, group.row_offsets, strict=True):
+            pack = jax.jit(store.row_format(table.name).pack)
+            for start, rows in table_parts(source, table.name):
+                yield first + start, np.asarray(pack(rows))
+
+    def tables(self) -> Iterator[StoredTable]:
+        """Yield the tables and the places of their rows."""
+        for path, store in self.stores.items():
+            # The rows of tables that wrap others lie in these.
+            inner: Any = getattr(store, "inner", store)
+            prefix = "" if inner is store else "inner/"
+            for config in store.configs:
+                group, index = inner.layout.find(config.name)
+                yield StoredTable(
+                    name=config.name,
+                    collection=path,
+                    array=f"{path}/{prefix}rows/{group.name}",
+                    first_row=group.row_offsets[index],
+                    num_embeddings=config.num_embeddings,
+                    embedding_dim=config.embedding_dim,
+                    row_format=inner.row_format(config.name).name,
+                    pooling=getattr(config, "pooling", None),
+                    feature_names=tuple(config.feature_names),
+                )
+
+    def _names(self, path: str) -> set[str]:
+        return {f"{path}/{name}" for name, _ in _named_leaves(self.stores[path])}
+
+
+def _check_store(path: str, store: TableStore) -> None:
+    if store.placed is not store:
+        names = ", ".join(repr(config.name) for config in store.configs)
+        raise TypeError(
+            f"tables {names} of {path or 'the model'} are kept by {type(store).__name__}, which "
+            "moves rows between the table and elsewhere; export takes tables that have all of "
+            "their rows, on one device or over a mesh"
+        )
+
+
+def _is_packed(store: TableStore) -> bool:
+    """Return whether a store has rows in a `RowFormat`, for inference."""
+    return hasattr(store, "row_format")
+
+
+def _inference_store(store: TableStore) -> TableStore:
+    """Return tables for inference in the place of a store's, with shapes for arrays."""
+    if _is_packed(store):
+        return jax.eval_shape(lambda: store)
+    formats = {config.name: TABLE_FORMATS[str(config.dtype)] for config in store.configs}
+    return jax.eval_shape(lambda: QuantizedTables.zeros(store.configs, formats))
+
+
+def _array_parts(array: Array) -> Iterator[tuple[int, np.ndarray]]:
+    """Yield an array on the host by rows of some 16 MiB."""
+    row_bytes = array.dtype.itemsize * max(1, math.prod(array.shape[1:]))
+    step = rows_per_part(-(-row_bytes // 4))
+    for start in range(0, array.shape[0], step):
+        yield start, np.asarray(array[start : start + step])
+
+
+def _with_leaves(tree: Any, leaves: Sequence[Any]) -> Any:
+    return jax.tree.unflatten(jax.tree.structure(tree), leaves)
+
+
+def _named_leaves(state: Any) -> list[tuple[str, Any]]:
+    """Return the arrays of a state with the paths of their variables."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(state)
+    names = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves]
+    return [
+        (name.removesuffix("/value").removesuffix("/stored"), leaf)
+        for name, (_, leaf) in zip(names, leaves, strict=True)
+    ]
+
+
+def _is_key(leaf: Any) -> bool:
+    return jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def _on_host(leaf: Any) -> np.ndarray:
+    """Return an array that each device has, or that lies on one, in host memory."""
+    if isinstance(leaf, jax.Array) and len(leaf.sharding.device_set) > 1:
+        leaf = leaf.addressable_data(0)
+    return np.asarray(leaf)

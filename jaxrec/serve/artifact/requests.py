@@ -1,0 +1,281 @@
+"""Batches of a request: checked, cut to the sizes that a model is compiled for, and padded."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxrec.ragged import KeyedJaggedArray
+from jaxrec.ragged.bounds import INT32_BOUND, find_bad_ids
+from jaxrec.ragged.raw_ids import is_raw
+from jaxrec.serve.artifact.batch_spec import ArrayInput, BatchSize, BatchSpec, RaggedInput
+from jaxrec.serve.artifact.structure import leaves_of
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Chunk:
+    """Samples of a request that one program predicts.
+
+    Attributes:
+        start, stop: First sample, and sample after the last.
+        size: The batch size of the program.
+        arrays: The arrays of the batch as the program takes them, padded.
+    """
+
+    start: int
+    stop: int
+    size: BatchSize
+    arrays: list[np.ndarray]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Column:
+    """The ids of a feature in a request.
+
+    Attributes:
+        ids: The ids of all samples.
+        lengths: Number of ids of each sample.
+        offsets: Position of each sample's first id, and the number of ids.
+        weights: Weight of each id, or None.
+    """
+
+    ids: np.ndarray
+    lengths: np.ndarray
+    offsets: np.ndarray
+    weights: np.ndarray | None
+
+
+class Request:
+    """A batch of any number of samples.
+
+    Args:
+        spec: The batches that the model takes.
+        batch: The positional arguments of the model's function.
+
+    Raises:
+        KeyError: The batch lacks an input or a feature.
+        TypeError: An input is of another type.
+        ValueError: Inputs have another shape or different numbers of samples, or a feature has
+            weights and should have none, or the reverse.
+    """
+
+    def __init__(self, spec: BatchSpec, batch: tuple[Any, ...]):
+        self._spec = spec
+        leaves = leaves_of(spec.structure, batch, "batch")
+        sizes: dict[str, int] = {}
+        self._inputs: list[np.ndarray | list[Column]] = []
+        for each, leaf in zip(spec.inputs, leaves, strict=True):
+            if isinstance(each, ArrayInput):
+                array = _array(each, leaf)
+                sizes[each.name] = len(array)
+                self._inputs.append(array)
+            else:
+                self._inputs.append(_columns(each, leaf))
+                sizes[each.name] = leaf.batch_size
+        if len(set(sizes.values())) > 1:
+            raise ValueError(
+                "the inputs of a batch must have equally many samples, got "
+                + ", ".join(f"{size} in {name}" for name, size in sizes.items())
+            )
+        self.num_samples = next(iter(sizes.values()), 0)
+
+    def chunks(self) -> Iterator[Chunk]:
+        """Yield the samples in order, cut to sizes that the model is compiled for.
+
+        Each chunk but one that long bags make smaller fills at least half of its size.
+
+        Raises:
+            ValueError: An id is outside of its table, or a sample has more ids than fit a batch, or
+                another number than each sample must have.
+        """
+        self._check_fixed()
+        start = 0
+        while start < self.num_samples:
+            size, count = self._next(start)
+            yield Chunk(start, start + count, size, self._pack(start, start + count, size))
+            start += count
+
+    def _next(self, start: int) -> tuple[BatchSize, int]:
+        """Return the size of the chunk that begins at a sample, and its number of samples."""
+        best: tuple[BatchSize, int] | None = None
+        for size in self._spec.sizes:
+            count = self._fitting(start, size)
+            if best is None:
+                best = (size, count) if count else None
+            elif count > best[1] and (2 * count >= size.samples or 2 * best[1] < best[0].samples):
+                best = (size, count)
+        if best is None:
+            raise self._too_long(start)
+        return best
+
+    def _fitting(self, start: int, size: BatchSize) -> int:
+        """Return the number of samples from ``start`` on that fit a size."""
+        stop = min(start + size.samples, self.num_samples)
+        for (_, columns), capacities in zip(self._ragged, size.capacities, strict=True):
+            for column, capacity in zip(columns, capacities, strict=True):
+                offsets = column.offsets
+                if offsets[stop] - offsets[start] > capacity:
+                    room = offsets[start] + capacity
+                    stop = int(np.searchsorted(offsets, room, side="right")) - 1
+        return stop - start
+
+    @functools.cached_property
+    def _ragged(self) -> list[tuple[RaggedInput, list[Column]]]:
+        return [
+            (each, columns)
+            for each, columns in zip(self._spec.inputs, self._inputs, strict=True)
+            if isinstance(each, RaggedInput) and isinstance(columns, list)
+        ]
+
+    def _too_long(self, sample: int) -> ValueError:
+        largest = self._spec.sizes[-1]
+        for (each, columns), capacities in zip(self._ragged, largest.capacities, strict=True):
+            for feature, column, capacity in zip(each.features, columns, capacities, strict=True):
+                if (count := int(column.lengths[sample])) > capacity:
+                    return ValueError(
+                        f"feature {feature.name!r}, sample {sample}: {count} ids, and the model "
+                        f"takes {capacity} at most in a batch; give fewer, or export it with "
+                        "larger ids_per_sample or batch_sizes"
+                    )
+        raise AssertionError("a sample that fits the largest size is no error")
+
+    def _check_fixed(self) -> None:
+        for each, columns in self._ragged:
+            for feature, column in zip(each.features, columns, strict=True):
+                if feature.fixed is not None and (column.lengths != feature.fixed).any():
+                    sample = int(np.argmax(column.lengths != feature.fixed))
+                    raise ValueError(
+                        f"feature {feature.name!r}, sample {sample}: {column.lengths[sample]} ids, "
+                        f"but the model was exported for {feature.fixed} in each sample; give as "
+                        "many, or export it with ids_per_sample for this feature"
+                    )
+
+    def _pack(self, start: int, stop: int, size: BatchSize) -> list[np.ndarray]:
+        arrays: list[np.ndarray] = []
+        capacities = iter(size.capacities)
+        for each, given in zip(self._spec.inputs, self._inputs, strict=True):
+            if isinstance(each, ArrayInput):
+                assert isinstance(given, np.ndarray)
+                arrays.append(_padded(given[start:stop], size.samples))
+            else:
+                assert isinstance(given, list)
+                arrays += _packed(each, given, start, stop, size.samples, next(capacities))
+        return arrays
+
+
+def _array(each: ArrayInput, leaf: Any) -> np.ndarray:
+    """Return an input as an array of the program's type."""
+    if isinstance(leaf, KeyedJaggedArray):
+        raise TypeError(f"{each.name} must be an array of {each.dtype}, got a KeyedJaggedArray")
+    array = np.asarray(leaf)
+    shape = ", ".join(["samples", *map(str, each.shape)])
+    if array.ndim == 0 or array.shape[1:] != each.shape:
+        raise ValueError(f"{each.name} must have the shape [{shape}], got {array.shape}")
+    wanted = jax.numpy.dtype(each.dtype)
+    if array.dtype == wanted:
+        return array
+    # An empty list is an array of float64.
+    if array.size and not np.can_cast(array.dtype, wanted, "same_kind"):
+        raise TypeError(f"{each.name} must be an array of {each.dtype}, got {array.dtype}")
+    converted = array.astype(wanted)
+    if wanted.kind in "iu" and (converted != array).any():
+        raise ValueError(f"{each.name} has a number that does not fit {each.dtype}")
+    return converted
+
+
+def _columns(each: RaggedInput, leaf: Any) -> list[Column]:
+    """Return the features of a ragged input in the program's order."""
+    if not isinstance(leaf, KeyedJaggedArray):
+        raise TypeError(f"{each.name} must be a KeyedJaggedArray, got {type(leaf).__name__}")
+    if is_raw(leaf.values):
+        raise TypeError(f"{each.name} has raw ids (id_bits=64); the model takes row indices")
+    if np.ndim(leaf.values) != 1 or leaf.inverse_indices is not None:
+        raise ValueError(
+            f"{each.name} must have a bag for each sample and feature, on one device; make it "
+            "without inverse_indices and shard_batch"
+        )
+    if (leaf.weights is not None) != each.is_weighted:
+        raise ValueError(
+            f"{each.name} has no weights, and the model takes them"
+            if each.is_weighted
+            else f"{each.name} has weights, and the model was exported for batches without them"
+        )
+    if missing := [key for key in each.keys if key not in leaf.keys]:
+        raise KeyError(
+            f"{each.name} lacks feature {missing[0]!r}; it has {', '.join(map(repr, leaf.keys))}"
+        )
+    if leaf.keys != each.keys:
+        leaf = leaf.select(each.keys)
+    values, lengths = np.asarray(leaf.values), np.asarray(leaf.lengths)
+    weights = None if leaf.weights is None else np.asarray(leaf.weights)
+    if len(set(leaf.strides)) > 1:
+        raise ValueError(f"the features of {each.name} have different numbers of samples")
+    by_key = lengths.reshape(len(each.keys), -1)
+    offsets = np.zeros((len(each.keys), by_key.shape[1] + 1), np.int64)
+    np.cumsum(by_key, axis=1, out=offsets[:, 1:])
+    columns, first = [], 0
+    for bags, starts, capacity in zip(by_key, offsets, leaf.capacities, strict=True):
+        used = slice(first, first + int(starts[-1]))
+        columns.append(
+            Column(values[used], bags, starts, None if weights is None else weights[used])
+        )
+        first += capacity
+    return columns
+
+
+def _packed(
+    each: RaggedInput,
+    columns: Sequence[Column],
+    start: int,
+    stop: int,
+    samples: int,
+    capacities: Sequence[int],
+) -> list[np.ndarray]:
+    """Return ``values``, ``lengths`` and ``weights`` of some samples of a ragged input."""
+    values = np.zeros(sum(capacities), np.int32)
+    lengths = np.zeros((len(columns), samples), np.int32)
+    weights = np.zeros(values.size, np.float32) if each.is_weighted else None
+    first = 0
+    for column, bags, capacity in zip(columns, lengths, capacities, strict=True):
+        used = slice(int(column.offsets[start]), int(column.offsets[stop]))
+        end = first + used.stop - used.start
+        values[first:end] = column.ids[used]
+        bags[: stop - start] = column.lengths[start:stop]
+        if weights is not None and column.weights is not None:
+            weights[first:end] = column.weights[used]
+        first += capacity
+    if (values.view(np.uint32) >= _limits(each, tuple(capacities))).any():
+        _raise_bad_id(each, columns, start, stop)
+    arrays = [values, lengths.reshape(-1)]
+    return arrays if weights is None else [*arrays, weights]
+
+
+@functools.lru_cache(maxsize=64)
+def _limits(each: RaggedInput, capacities: tuple[int, ...]) -> np.ndarray:
+    """Return for each position of ``values`` the number of ids of its feature."""
+    bounds = [feature.num_ids or INT32_BOUND for feature in each.features]
+    return np.repeat(np.array(bounds, np.uint32), capacities)
+
+
+def _raise_bad_id(each: RaggedInput, columns: Sequence[Column], start: int, stop: int) -> None:
+    for feature, column in zip(each.features, columns, strict=True):
+        used = slice(int(column.offsets[start]), int(column.offsets[stop]))
+        lengths = column.lengths[start:stop]
+        bad = find_bad_ids(
+            feature.name, column.ids[used], lengths, feature.num_ids, first_sample=start
+        )
+        if bad is not None:
+            raise ValueError(bad.message)
+
+
+def _padded(array: np.ndarray, samples: int) -> np.ndarray:
+    if len(array) == samples:
+        return array
+    padded = np.zeros((samples, *array.shape[1:]), array.dtype)
+    padded[: len(array)] = array
+    return padded

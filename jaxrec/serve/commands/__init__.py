@@ -1,0 +1,1 @@
+"""Commands of trained models: quantize, export, predict."""

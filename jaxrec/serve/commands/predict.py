@@ -1,0 +1,191 @@
+"""The command ``jaxrec predict``."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import pathlib
+import re
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import tyro
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from jaxrec.arguments import ConfigError, parse
+from jaxrec.atomic import write_atomically
+from jaxrec.data import DataError, ParquetGroups
+from jaxrec.serve import ArtifactError, ServedModel, load
+from jaxrec.serve.artifact.structure import flatten
+
+USAGE_ERRORS = (ConfigError,)
+FAILURES = (ArtifactError, DataError)
+
+# Column of the scores of a model with one output.
+SCORE = "score"
+
+# Bytes of a column that are read from a file at a time.
+_BUFFER_BYTES = 1 << 18
+
+_NOT_GIVEN = pathlib.Path("\0")
+
+
+def _required(name: str) -> Any:
+    return tyro.conf.arg(metavar=name, help_behavior_hint="(required)")
+
+
+@dataclasses.dataclass(frozen=True)
+class PredictOptions:
+    """Predict the rows of Parquet files by a model that `jaxrec export` wrote.
+
+    The columns are encoded as in training; labels are not needed. The output has a row for each
+    row of the input, in the same order.
+    """
+
+    model: Annotated[pathlib.Path, tyro.conf.Positional, _required("MODEL")] = _NOT_GIVEN
+    """Directory of the exported model."""
+    input: Annotated[pathlib.Path, tyro.conf.Positional, _required("INPUT")] = _NOT_GIVEN
+    """Parquet file, or directory of Parquet files."""
+    output: Annotated[
+        pathlib.Path,
+        tyro.conf.arg(aliases=["-o"], metavar="OUTPUT", help_behavior_hint="(required)"),
+    ] = _NOT_GIVEN
+    """Parquet file of the scores."""
+    keep: tuple[str, ...] = ()
+    """Columns of the input that the output has, too."""
+    batch_size: int = 16_384
+    """Number of rows that are read at a time."""
+
+
+def run(options: Sequence[str]) -> int:
+    """Run ``jaxrec predict``; return the exit code."""
+    parsed = parse("predict", options, PredictOptions())
+    if _NOT_GIVEN in (parsed.model, parsed.input, parsed.output):
+        raise ConfigError("give the model, the rows and the output: MODEL INPUT -o OUTPUT")
+    if parsed.batch_size < 1:
+        raise ConfigError(f"--batch-size must be above 0, got {parsed.batch_size}")
+    paths = _paths(parsed.input)
+    if parsed.output.resolve() in [path.resolve() for path in paths]:
+        raise ConfigError(f"{parsed.output} is one of the input files; give another output")
+    if parsed.output.is_dir():
+        raise ConfigError(f"{parsed.output} is a directory; the output is a Parquet file")
+    served = load(parsed.model)
+    if served.encoder is None:
+        raise ArtifactError(
+            f"{parsed.model} was exported without an encoder of columns; jaxrec export writes one, "
+            "and jaxrec.serve.load takes other batches"
+        )
+    console = Console(highlight=False, markup=False, soft_wrap=True)
+    begun = time.perf_counter()
+    rows = _predict(parsed, served, paths, console)
+    seconds = time.perf_counter() - begun
+    console.print(f"{rows:,} rows in {seconds:.1f} s; scores in {parsed.output}")
+    return 0
+
+
+def _paths(path: pathlib.Path) -> list[pathlib.Path]:
+    """Return the Parquet files of a directory, or a single file."""
+    if path.is_dir():
+        return list(map(pathlib.Path, ParquetGroups.of_directory(path).paths))
+    return [path]
+
+
+def _predict(
+    options: PredictOptions, served: ServedModel, paths: Sequence[pathlib.Path], console: Console
+) -> int:
+    """Write the scores of all rows; return the number of rows."""
+    total = sum(ParquetGroups(tuple(paths)).sizes)
+    bar = Progress(
+        TextColumn("predicting"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        disable=not console.is_terminal,
+    )
+    with contextlib.ExitStack() as stack:
+        unfinished = stack.enter_context(write_atomically(options.output))
+        task = stack.enter_context(bar).add_task("", total=total)
+        writer = None
+        for table in _scores(options, served, paths):
+            if writer is None:
+                writer = stack.enter_context(
+                    pq.ParquetWriter(unfinished, table.schema, write_page_checksum=True)
+                )
+            writer.write_table(table)
+            bar.update(task, advance=len(table))
+        if writer is None:
+            raise DataError(f"{options.input}: there are no rows in it")
+    return total
+
+
+def _scores(
+    options: PredictOptions, served: ServedModel, paths: Sequence[pathlib.Path]
+) -> Iterator[pa.Table]:
+    """Yield the columns of the output, some rows at a time."""
+    assert served.encoder is not None
+    schema = served.encoder.schema
+    columns = list(dict.fromkeys([*schema.dense, *schema.categorical, *options.keep]))
+    for path in paths:
+        first = 0
+        for rows in _read(path, columns, options.batch_size):
+            encoded = served.encoder.encode(rows, path, first)
+            batch = served.encoder.pack(encoded, len(rows))
+            outputs = dict(_columns(served.predict(batch.dense, batch.features)))
+            if clash := sorted(outputs.keys() & set(options.keep)):
+                raise DataError(f"--keep {clash[0]} has the name of a column of scores")
+            yield pa.table({name: rows[name] for name in options.keep} | outputs)
+            first += len(rows)
+
+
+def _read(path: pathlib.Path, columns: list[str], batch_size: int) -> Iterator[pa.Table]:
+    """Yield the rows of a Parquet file, some at a time.
+
+    Raises:
+        OSError: The file cannot be read.
+        DataError: It is no Parquet file, is damaged, or lacks a column.
+    """
+    try:
+        # Pages are read when they are needed: a row group need not fit memory.
+        with pq.ParquetFile(
+            path, pre_buffer=False, buffer_size=_BUFFER_BYTES, page_checksum_verification=True
+        ) as file:
+            for name in columns:
+                if name not in file.schema_arrow.names:
+                    raise DataError(
+                        f"{path} has no column {name!r}; its columns are "
+                        f"{', '.join(file.schema_arrow.names)}"
+                    )
+            for batch in file.iter_batches(batch_size, columns=columns):
+                if len(batch):
+                    yield pa.Table.from_batches([batch])
+    except (pa.ArrowInvalid, OSError) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise  # an error of the operating system, which names the file
+        reason = " ".join(str(error).split())
+        raise DataError(f"{path} is not a Parquet file, or damaged ({reason})") from None
+
+
+def _columns(outputs: Any) -> Mapping[str, pa.Array]:
+    """Return outputs as columns: ``{"a": (x, y)}`` are ``a.0`` and ``a.1``, vectors are lists."""
+    _, leaves = flatten(outputs, "")
+    return {".".join(_keys(name)) or SCORE: _column(leaf) for name, leaf in leaves}
+
+
+def _keys(name: str) -> list[str]:
+    """Return the keys and indices of a leaf's name, such as ``['a'][0]``."""
+    return [key or index for key, index in re.findall(r"\['(.*?)'\]|\[(\d+)\]", name)]
+
+
+def _column(array: np.ndarray) -> pa.Array:
+    if array.dtype.kind == "V":  # bfloat16 and the like
+        array = array.astype(np.float32)
+    flat = pa.array(np.ascontiguousarray(array).reshape(-1))
+    for size in reversed(array.shape[1:]):
+        flat = pa.FixedSizeListArray.from_arrays(flat, size)
+    return flat

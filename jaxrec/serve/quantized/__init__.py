@@ -1,0 +1,1 @@
+"""Tables of few bits and of few rows, for prediction."""

@@ -1,0 +1,171 @@
+"""Models with quantized tables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import DTypeLike
+
+from jaxrec.embed.collection import Collection
+from jaxrec.embed.store import TableStore
+from jaxrec.embed.taps import TappedModule, tapped_modules
+from jaxrec.serve.quantized.pruned_tables import PrunedTables
+from jaxrec.serve.quantized.pruning import Pruning
+from jaxrec.serve.quantized.quantized_store import quantized_store
+from jaxrec.serve.quantized.quantized_tables import QuantizedTables
+from jaxrec.serve.quantized.row_formats import table_formats
+from jaxrec.serve.quantized.row_map import RowMap
+
+Model = TypeVar("Model", bound=nnx.Module)
+
+OUTPUT_DTYPES = ("float32", "bfloat16", "float16")
+
+
+def quantize(
+    model: Model,
+    dtype: str = "int8",
+    *,
+    per_table: Mapping[str, str] | None = None,
+    output_dtype: DTypeLike | None = None,
+    prune: Mapping[str, Pruning] | None = None,
+) -> Model:
+    """Return a copy of a model whose tables are quantized, for inference.
+
+    The copy is called like the model. Its tables lie on one device, and its lookups read the packed
+    rows. Everything else is copied; the model stays as it is. Rows are quantized 16 MiB at a time,
+    so that memory holds little beside the model's tables and the quantized ones.
+
+    Args:
+        model: A model with tables on one device or over a mesh. With several processes all of them
+            call this, and each gets the whole quantized model.
+        dtype: Format of the tables: "int8", "int4" or "int2" (a scale and an offset for each row),
+            "float8", "float16", or "bfloat16" and "float32", which keep a table as it is.
+        per_table: Formats of single tables, by name.
+        output_dtype: Type of the looked-up embeddings: "float32", "bfloat16" or "float16"; None:
+            that of the model's collections. Sums are taken in float32.
+        prune: Rules for the tables to prune, by name, such as `by_norm`. Their pruned rows take no
+            memory, and their ids read zeros; see `PrunedTables`.
+
+    Raises:
+        TypeError: The model is no `nnx.Module`; a table has an open vocabulary or a cache
+            (`jaxrec.tier`); or ``prune`` has something else than rules.
+        KeyError: ``per_table`` or ``prune`` names a table that the model lacks.
+        ValueError: There is no such format; the model has no tables; a table is quantized already,
+            has a width that the format cannot pack, or holds a NaN, an infinity or a number that is
+            too large for the format.
+
+    Example:
+        >>> import jaxrec
+        >>> from flax import nnx
+        >>> config = jaxrec.EmbeddingBagConfig("user", num_embeddings=100, embedding_dim=8)
+        >>> model = jaxrec.EmbeddingBagCollection([config], rngs=nnx.Rngs(0))
+        >>> small = quantize(model, dtype="int8")
+        >>> batch = jaxrec.KeyedJaggedArray.from_lists({"user": [[3, 5], []]})
+        >>> bool(abs(small(batch)["user"] - model(batch)["user"]).max() < 1e-3)
+        True
+        >>> small.tables.get_value().num_bytes("user"), model.table("user").nbytes
+        (1200, 3200)
+    """
+    if not isinstance(model, nnx.Module):
+        raise TypeError(f"quantize takes a flax.nnx.Module, got {type(model).__name__}")
+    output_dtype = _checked_output(output_dtype)
+    modules = tapped_modules(model)
+    if not modules:
+        raise ValueError(f"{type(model).__name__} has no tables to quantize")
+    stores: dict[str, TableStore] = {
+        path: module.tables.get_value() for path, module in modules.items()
+    }
+    for store in stores.values():
+        check_store(store)
+    tables = [config for store in stores.values() for config in store.configs]
+    formats = table_formats(tables, dtype, per_table or {})
+    row_maps = _row_maps(stores.values(), prune or {})
+    small = _copy_without_tables(model, modules)
+    for path, module in tapped_modules(small).items():
+        module.tables.set_value(quantized_store(stores[path], formats, row_maps))
+        module.is_trainable = False
+        if output_dtype is not None and isinstance(module, Collection):
+            module.dtype = output_dtype
+    return small
+
+
+def _checked_output(dtype: DTypeLike | None) -> str | None:
+    if dtype is None:
+        return None
+    try:
+        name = jnp.dtype(dtype).name
+    except TypeError:
+        name = None
+    if name not in OUTPUT_DTYPES:
+        raise ValueError(f"output_dtype={dtype!r} is none of {', '.join(OUTPUT_DTYPES)}")
+    return name
+
+
+def check_store(store: TableStore) -> None:
+    """Raise where the tables of a store cannot be quantized.
+
+    Raises:
+        ValueError: They are quantized already.
+        TypeError: They have an open vocabulary or a cache.
+    """
+    names = ", ".join(repr(config.name) for config in store.configs)
+    if isinstance(store, QuantizedTables | PrunedTables):
+        formats = ", ".join(
+            dict.fromkeys(store.row_format(config.name).name for config in store.configs)
+        )
+        raise ValueError(
+            f"tables {names} are quantized already ({formats}); quantize the model that they were "
+            "quantized from"
+        )
+    if store.placed is not store:
+        raise TypeError(
+            f"tables {names} are kept by {type(store).__name__}, which moves rows between the "
+            "table and elsewhere; quantize takes tables that have all of their rows, on one device "
+            "or over a mesh"
+        )
+
+
+def _row_maps(stores: Iterable[TableStore], prune: Mapping[str, Pruning]) -> dict[str, RowMap]:
+    """Return the map of each table that is pruned."""
+    owners = {config.name: store for store in stores for config in store.configs}
+    for name, rule in prune.items():
+        if name not in owners:
+            raise KeyError(
+                f"prune has a rule for {name!r}, but no table is named so; there are "
+                f"{', '.join(map(repr, owners))}"
+            )
+        if not isinstance(rule, Pruning):
+            raise TypeError(
+                f"prune[{name!r}] is a rule such as jaxrec.serve.by_norm(share=0.3), got {rule!r}"
+            )
+    return {name: RowMap.of_kept(rule.kept(owners[name], name)) for name, rule in prune.items()}
+
+
+def _copy_without_tables(model: Model, modules: Mapping[str, TappedModule]) -> Model:
+    """Return a copy of a model whose collections have stores without rows."""
+    stores = {path: module.tables.get_value() for path, module in modules.items()}
+    try:
+        for path, module in modules.items():
+            module.tables.set_value(stores[path].without_rows)
+        copy = nnx.clone(model)
+    finally:
+        for path, module in modules.items():
+            module.tables.set_value(stores[path])
+    nnx.update(copy, jax.tree.map(_copy_to_one_device, nnx.state(copy)))
+    return copy
+
+
+def _copy_to_one_device(array: Any) -> Any:
+    """Return a copy of an array, so that a donated step of the model leaves it alone.
+
+    An array that is replicated over a mesh is copied to one of this process's devices.
+    """
+    if not isinstance(array, jax.Array):
+        return array
+    if len(array.sharding.device_set) > 1:
+        array = jax.device_put(array.addressable_data(0), jax.local_devices()[0])
+    return jnp.copy(array)

@@ -1,0 +1,212 @@
+"""Quantized models on disk: a checkpoint of the packed rows, and the formats of the tables."""
+
+from __future__ import annotations
+
+import errno
+import os
+import pathlib
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import optax
+import yaml
+from flax import nnx
+
+from jaxrec.atomic import write_atomically
+from jaxrec.embed.collection import Collection
+from jaxrec.embed.formats import FORMATS
+from jaxrec.embed.store import TableStore
+from jaxrec.embed.taps import tapped_modules
+from jaxrec.embed.variables import variables
+from jaxrec.serve.quantized.model_copy import shared_copy
+from jaxrec.serve.quantized.paired_stores import quantized_stores
+from jaxrec.serve.quantized.pruned_tables import PrunedTables
+from jaxrec.serve.quantized.quantized_tables import QuantizedTables
+from jaxrec.serve.quantized.row_map import RowMap
+from jaxrec.train import checkpoint
+from jaxrec.train.checkpoint import CheckpointError
+
+Model = TypeVar("Model", bound=nnx.Module)
+
+FORMATS_FILE = "quantized.yaml"
+
+
+class _Arrays(nnx.Module):
+    """The arrays of a model under flat names, as variables that checkpoints save as they are.
+
+    Attributes:
+        arrays: A variable for each array, by name.
+    """
+
+    def __init__(self, model: nnx.Module) -> None:
+        self.arrays = nnx.Dict(
+            {name: nnx.Variable(leaf) for name, leaf in _leaves(model) if leaf.size}
+        )
+
+    def write_to(self, model: nnx.Module) -> None:
+        """Set the arrays of a model, given that this was made of a model of its structure."""
+        for name, variable in variables(model).items():
+            paths, tree = jax.tree.flatten_with_path(variable.get_value())
+            new = [
+                self.arrays[key].get_value() if (key := _name(name, path)) in self.arrays else leaf
+                for path, leaf in paths
+            ]
+            variable.set_value(jax.tree.unflatten(tree, new))
+
+
+def _leaves(model: nnx.Module) -> Iterator[tuple[str, Any]]:
+    for name, variable in variables(model).items():
+        for path, leaf in jax.tree.leaves_with_path(variable.get_value()):
+            yield _name(name, path), leaf
+
+
+def _name(variable: str, path: tuple[Any, ...]) -> str:
+    return variable + jax.tree_util.keystr(path)
+
+
+def save_quantized(model: nnx.Module, directory: str | os.PathLike[str], *, step: int = 0) -> None:
+    """Save a quantized model: the packed rows as they are, and everything else.
+
+    Written are ``quantized.yaml``, the formats, and a checkpoint with checksums, the folder
+    ``STEP``. An older checkpoint of the directory is deleted when the new one is complete.
+
+    Args:
+        model: What `quantize` returned.
+        directory: The directory, which is made if it is missing.
+        step: Number of training steps of the model.
+
+    Raises:
+        TypeError: A table is not quantized.
+        FileExistsError: The directory has checkpoints of something else, such as of training.
+        OSError: A file cannot be written.
+
+    Example:
+        >>> import jaxrec, tempfile
+        >>> config = jaxrec.EmbeddingBagConfig("user", num_embeddings=100, embedding_dim=8)
+        >>> model = jaxrec.EmbeddingBagCollection([config], rngs=nnx.Rngs(0))
+        >>> small, directory = jaxrec.serve.quantize(model, "int4"), tempfile.mkdtemp()
+        >>> save_quantized(small, directory)
+        >>> again = restore_quantized(directory, model)
+        >>> bool((again.table("user") == small.table("user")).all())
+        True
+    """
+    directory = pathlib.Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    if checkpoint.all_steps(directory) and not is_quantized(directory):
+        raise FileExistsError(
+            errno.EEXIST, "checkpoints of training are here; give another directory", str(directory)
+        )
+    described = yaml.safe_dump(_description(model), sort_keys=False)
+    with write_atomically(directory / FORMATS_FILE) as unfinished:
+        unfinished.write_text(described)
+    arrays = _Arrays(model)
+    # Nothing is trained: the optimizer carries the step.
+    optimizer = nnx.Optimizer(arrays, optax.identity(), wrt=nnx.Param)
+    optimizer.step.set_value(jnp.asarray(step, jnp.uint32))
+    checkpoint.save(directory, arrays, optimizer)
+
+
+def is_quantized(directory: str | os.PathLike[str]) -> bool:
+    """Return whether a directory has a model that `save_quantized` wrote."""
+    return pathlib.Path(directory, FORMATS_FILE).exists()
+
+
+def restore_quantized(
+    directory: str | os.PathLike[str], model: Model, *, step: int | None = None
+) -> Model:
+    """Return the model that `save_quantized` saved; its rows have the same bytes.
+
+    Args:
+        directory: The directory.
+        model: A model of the same structure, float or quantized, whose values are not used. It may
+            be abstract, as `nnx.eval_shape` returns it, so that no float tables take memory.
+        step: Step of the checkpoint; None: the newest.
+
+    Raises:
+        CheckpointError: There is no saved model, it is damaged, or it is of another model.
+        OSError: A file cannot be read.
+    """
+    described = _read_description(pathlib.Path(directory))
+    copy = shared_copy(model)
+    for path, module in tapped_modules(copy).items():
+        of_collection = described.get(path or ".")
+        store = module.tables.get_value()
+        names = [config.name for config in store.configs]
+        if of_collection is None or [*of_collection["tables"]] != names:
+            raise CheckpointError(
+                f"{directory}: it has {_listed(described)}, but the model has {path or '.'} with "
+                f"{', '.join(names)}; build the model as the saved one was"
+            )
+        module.tables.set_value(_empty_store(store, of_collection["tables"]))
+        module.is_trainable = False
+        if isinstance(module, Collection):
+            module.dtype = of_collection["dtype"]
+    for variable in variables(copy).values():
+        variable.set_value(jax.tree.map(_concrete, variable.get_value()))
+    arrays = _Arrays(copy)
+    checkpoint.restore(directory, arrays, step=step)
+    arrays.write_to(copy)
+    return copy
+
+
+def _concrete(leaf: Any) -> Any:
+    """Return an array of zeros in the place of an abstract one."""
+    if not isinstance(leaf, jax.ShapeDtypeStruct):
+        return leaf
+    if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return jnp.broadcast_to(jax.random.key(0), leaf.shape)
+    return jnp.zeros(leaf.shape, leaf.dtype)
+
+
+def _description(model: nnx.Module) -> dict[str, Any]:
+    """Return formats and numbers of rows by collection and table."""
+    described: dict[str, Any] = {}
+    modules = tapped_modules(model)
+    for path, store in quantized_stores(model).items():
+        maps = store.row_maps if isinstance(store, PrunedTables) else {}
+        tables = {
+            config.name: {"format": store.row_format(config.name).name}
+            | ({"rows": maps[config.name].num_rows} if config.name in maps else {})
+            for config in store.configs
+        }
+        module = modules[path]
+        dtype = module.dtype if isinstance(module, Collection) else None
+        described[path or "."] = {"dtype": dtype, "tables": tables}
+    return described
+
+
+def _read_description(directory: pathlib.Path) -> dict[str, Any]:
+    path = directory / FORMATS_FILE
+    if not path.exists():
+        raise CheckpointError(
+            f"{directory}: there is no quantized model here ({FORMATS_FILE} is missing)"
+        )
+    try:
+        described = yaml.safe_load(path.read_text())
+        for of_collection in described.values():
+            of_collection["dtype"]
+            for table in of_collection["tables"].values():
+                FORMATS[table["format"]]
+                int(table.get("rows", 0))
+    except (yaml.YAMLError, UnicodeDecodeError, AttributeError, KeyError, TypeError, ValueError):
+        raise CheckpointError(f"{path} is damaged: it is no list of formats of tables") from None
+    return described
+
+
+def _empty_store(store: TableStore, tables: Mapping[str, Any]) -> QuantizedTables | PrunedTables:
+    """Return a quantized store of zeros."""
+    formats = {name: FORMATS[table["format"]] for name, table in tables.items()}
+    row_maps = {
+        config.name: RowMap.zeros(config.num_embeddings, tables[config.name]["rows"])
+        for config in store.configs
+        if "rows" in tables[config.name]
+    }
+    if row_maps:
+        return PrunedTables.zeros(store.configs, formats, row_maps)
+    return QuantizedTables.zeros(store.configs, formats)
+
+
+def _listed(described: Mapping[str, Any]) -> str:
+    return "; ".join(f"{path} with {', '.join(x['tables'])}" for path, x in described.items())

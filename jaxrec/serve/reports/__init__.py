@@ -1,0 +1,1 @@
+"""Comparison of a quantized model with the one it was made from."""

@@ -1,0 +1,117 @@
+"""`jaxrec export`: runs of every kind give the probabilities of their model."""
+
+from __future__ import annotations
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from jaxrec.cli import main
+from jaxrec.data import GeneratedLog
+from jaxrec.data.click_batches import batches
+from jaxrec.data.criteo import CriteoFile
+from jaxrec.data.transforms import CATEGORICAL_NAMES
+from jaxrec.serve import load
+from jaxrec.serve.commands.export import column_encoder
+from jaxrec.train import load_model
+from jaxrec.train.config import TrainConfig, VocabularyConfig
+from jaxrec.train.model import predict
+from jaxrec.train.options import write_options
+from tests.data.test_criteo import KAGGLE
+from tests.train.test_columns import SCHEMA, SMALL, directory, table  # noqa: F401
+
+ONE_SIZE = ["--batch-sizes", "16", "--platforms", "cpu"]
+TINY = ["--data.batch-size=20", "--model.embedding-dim=4", "--model.top-layer-sizes=4"]
+
+
+@pytest.fixture(scope="module")
+def of_text(tmp_path_factory):
+    """A run on text in Criteo's format."""
+    output = tmp_path_factory.mktemp("text") / "run"
+    options = [f"--data={KAGGLE}", "--data.table-rows=50", "--model.name=dcn_v2", *TINY]
+    assert main(["train", *options, f"--output={output}"]) == 0
+    return output
+
+
+def logits_of(run, log) -> np.ndarray:
+    chunks = log.chunks(0, log.num_rows)
+    (batch,) = batches(chunks, log.num_rows, CATEGORICAL_NAMES)
+    return np.asarray(predict(load_model(run), batch))
+
+
+def assert_scores(outputs, logits) -> None:
+    np.testing.assert_allclose(outputs["logit"], logits, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(outputs["probability"], 1 / (1 + np.exp(-logits)), atol=1e-5)
+
+
+def test_a_run_on_text_takes_raw_columns(of_text, tmp_path, capsys):
+    model, rows = tmp_path / "model", tmp_path / "rows"
+    assert main(["export", str(of_text), str(model), *ONE_SIZE]) == 0
+    assert "26 tables, " in (said := capsys.readouterr().out)
+    assert f"programs for cpu and batches of 16\nmodel exported to {model}\n" in said
+    assert main(["data", "criteo", str(KAGGLE), str(rows), "--ids", "raw"]) == 0
+    (file,) = rows.glob("*.parquet")
+    outputs = load(model).predict_columns(pq.read_table(file))
+    assert_scores(outputs, logits_of(of_text, CriteoFile(KAGGLE, (50,) * 26)))
+
+
+def test_columns_of_a_generated_log(tmp_path):
+    write_options(TrainConfig(), tmp_path / "config.yaml")
+    (clicks,) = GeneratedLog(30).chunks(0, 30)
+    columns = dict(zip(CATEGORICAL_NAMES, clicks.ids.T, strict=True))
+    counts = np.round(np.exp(clicks.dense.T) - 3).astype(int)
+    columns |= {f"int_{i}": column for i, column in enumerate(counts)}
+    batch = column_encoder(tmp_path).batch(pa.table(columns))
+    np.testing.assert_allclose(batch.dense, clicks.dense, rtol=1e-6)
+    for name, ids in zip(CATEGORICAL_NAMES, clicks.ids.T, strict=True):
+        np.testing.assert_array_equal(batch.features[name].values, ids)
+
+
+def test_a_run_on_columns_of_ones_own(directory, tmp_path):  # noqa: F811
+    run, model = tmp_path / "run", tmp_path / "model"
+    data = [f"--data={directory / 'rows'}", f"--schema={directory / 'schema.yaml'}"]
+    assert main(["train", *data, *SMALL, f"--output={run}"]) == 0
+    assert main(["export", str(run), str(model), *ONE_SIZE]) == 0
+    served = load(model)
+    new = table(50, seed=3).drop_columns(["click", "importance"])
+    batch = served.encoder.batch(new)
+    assert {each.name for each in served.manifest.tables} == SCHEMA["categorical"].keys()
+    assert_scores(served.predict_columns(new), np.asarray(predict(load_model(run), batch)))
+
+
+def test_tables_are_quantized_on_request(of_text, tmp_path):
+    assert main(["export", str(of_text), str(tmp_path / "m"), "--dtype", "int8", *ONE_SIZE]) == 0
+    assert {each.row_format for each in load(tmp_path / "m").manifest.tables} == {"int8"}
+
+
+def test_open_vocabularies_are_refused(tmp_path, capsys):
+    config = TrainConfig(vocabulary=VocabularyConfig(kind="dynamic"))
+    write_options(config, tmp_path / "config.yaml")
+    assert main(["export", str(tmp_path), str(tmp_path / "model")]) == 2
+    assert "was trained with --vocabulary dynamic; exported" in capsys.readouterr().err
+    assert not (tmp_path / "model").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        ([], 2, "jaxrec export: give the directories of the run and of the model: RUN MODEL\n"),
+        (["missing", "model"], 1, "jaxrec export: missing: there is no saved model here"),
+        (["run", "model", "--step", "7"], 1, "7"),
+        (["run", "run"], 1, "run exists and is no exported model; give another path"),
+        (["run", "model", "--batch-sizes", "0"], 1, "batch_sizes are whole numbers of 1 or more"),
+        (["run", "model", "--platforms", "tpu"], 2, "platforms"),
+        (["run", "model", "--dtype", "int3"], 2, "dtype"),
+    ],
+    ids=["none", "no run", "no step", "no model", "size", "platform", "dtype"],
+)
+def test_wrong_options(of_text, tmp_path, monkeypatch, capsys, arguments, code, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run").symlink_to(of_text)
+    before = sorted(of_text.rglob("*"))
+    assert main(["export", *arguments]) == code
+    captured = capsys.readouterr().err
+    assert message in captured
+    assert captured.count("\n") == 1
+    assert sorted(of_text.rglob("*")) == before
