@@ -116,7 +116,7 @@ def convert(
     made = [read_part(path) for path in sorted(parts.glob("*.parquet"))]
     rows = sum(part.rows for part in made)
     if rows == 0:
-        raise DataError(f"{source}: there are no rows in it")
+        raise DataError(f"{source}: it has no rows")
     table_rows = conversion.rows_of_tables if conversion.ids == "hash" else ()
     if conversion.ids == "contiguous":
         table_rows = contiguous.renumber(

@@ -70,7 +70,7 @@ class TableConfig:
         object.__setattr__(self, "dtype", self._checked_dtype())
         if isinstance(self.initializer, str) and self.initializer not in INITIALIZERS:
             raise ValueError(
-                f"table {self.name!r}: initializer={self.initializer!r} is none of "
+                f"table {self.name!r}: initializer={self.initializer!r} is not one of "
                 f"{', '.join(INITIALIZERS)}; give one of these or a function (key, shape, dtype)"
             )
         if self.optimizer is not None and not isinstance(self.optimizer, RowOptimizer):

@@ -8,7 +8,7 @@ from typing import Any, Protocol, TypeAlias
 
 import jax
 import numpy as np
-from jaxtyping import Array, Bool, DTypeLike, Float, Int32
+from jaxtyping import Array, Bool, DTypeLike, Float, Int32, Shaped
 
 from jaxrec.embed.checkpoint_view import LogicalTable
 from jaxrec.embed.config import TableConfig
@@ -221,6 +221,17 @@ class TableStore(abc.ABC):
             KeyError: No table has that name.
             ValueError: The shape differs.
         """
+
+    def stored_rows(self, name: str) -> Shaped[Array, "num_embeddings width"] | None:
+        """Return the rows of one table as its format stores them, a copy; by default None.
+
+        None where a row is not stored in one piece. A sharded copy of the store then packs the
+        rows of `read` again.
+
+        Raises:
+            KeyError: No table has that name.
+        """
+        return None
 
     @abc.abstractmethod
     def read_state(self, name: str) -> dict[str, Array]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
-from jaxtyping import Array, Bool, DTypeLike, Float, Int32
+from jaxtyping import Array, Bool, DTypeLike, Float, Int32, Shaped
 
 from jaxrec.embed.checkpoint_view import LogicalTable
 from jaxrec.embed.config import TableConfig
@@ -144,6 +144,9 @@ class WrappingStore(TableStore):
         self: Store, name: str, values: Float[Array | np.ndarray, "num_embeddings embedding_dim"]
     ) -> Store:
         return self.with_inner(self.inner.write(name, values))
+
+    def stored_rows(self, name: str) -> Shaped[Array, "num_embeddings width"] | None:
+        return self.inner.stored_rows(name)
 
     def read_state(self, name: str) -> dict[str, Array]:
         return self.inner.read_state(name)

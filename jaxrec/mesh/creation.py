@@ -21,7 +21,6 @@ from jaxrec.embed.initialize import draw_and_scale, fill_rows, table_key
 from jaxrec.embed.layout import TableLayout
 from jaxrec.embed.state import new_state
 from jaxrec.embed.store import TableStore
-from jaxrec.embed.tables import Tables
 from jaxrec.mesh.agree import fingerprint, on_every_device, require_same
 from jaxrec.mesh.balance import warn_of_unused_memory
 from jaxrec.mesh.layout import MeshLayout, layout_mesh
@@ -43,7 +42,7 @@ def mesh_shape(mesh: Mesh, replica_axis: str | None = None) -> MeshShape:
     """
     if replica_axis is not None and replica_axis not in mesh.axis_names:
         raise ValueError(
-            f"replica_axis={replica_axis!r} is none of the mesh's axes, "
+            f"replica_axis={replica_axis!r} is not one of the mesh's axes, "
             f"{', '.join(map(repr, mesh.axis_names))}; make the mesh with it, say "
             f"jax.make_mesh((2, 4), ({replica_axis!r}, 'data'))"
         )
@@ -119,9 +118,7 @@ def _copy_rows(tables: TableStore, sharded: ShardedTables, name: str) -> Sharded
     part of a row is packed with a scale of its own.
     """
     is_cut = len(list(sharded.layout.column_slices(name))) > 1
-    rows = (
-        None if is_cut or not isinstance(tables, Tables | MeshStore) else tables.stored_rows(name)
-    )
+    rows = None if is_cut else tables.stored_rows(name)
     if rows is None:
         return sharded.write(name, tables.read(name))
     return sharded.write_stored(name, rows)

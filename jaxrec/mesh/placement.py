@@ -48,7 +48,8 @@ class Placement:
         if not allowed:
             names = [n for n, each in EXCHANGES.items() if each.is_replicated == is_replicated]
             raise ValueError(
-                f"{self.kind}: exchange={self.exchange!r} is none of {', '.join(map(repr, names))}"
+                f"{self.kind}: exchange={self.exchange!r} is not one of "
+                f"{', '.join(map(repr, names))}"
             )
 
     @property

@@ -46,7 +46,7 @@ class Precision:
         for name in ("forward", "backward"):
             if getattr(self, name) not in get_args(Format):
                 raise ValueError(
-                    f"precision: {name}={getattr(self, name)!r} is none of "
+                    f"precision: {name}={getattr(self, name)!r} is not one of "
                     f"{', '.join(get_args(Format))}"
                 )
         if not (np.isfinite(self.loss_scale) and self.loss_scale > 0):

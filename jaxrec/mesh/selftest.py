@@ -81,7 +81,7 @@ class Options:
 
     def __post_init__(self) -> None:
         if unknown := [kind for kind in self.types if kind not in TYPES]:
-            raise ValueError(f"--types: {unknown[0]!r} is none of {', '.join(TYPES)}")
+            raise ValueError(f"--types: {unknown[0]!r} is not one of {', '.join(TYPES)}")
         for name in ("samples", "rows", "steps"):
             if getattr(self, name) < 1:
                 raise ValueError(f"--{name} {getattr(self, name)} is less than 1")

@@ -31,7 +31,7 @@ def make_activation(
     """Return the activation behind a layer of ``size`` columns.
 
     Raises:
-        ValueError: There is none of that name.
+        ValueError: No activation has that name.
     """
     if activation == "swish_layernorm":
         return SwishLayerNorm(size, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
@@ -40,8 +40,8 @@ def make_activation(
     if isinstance(activation, str):
         if activation not in _BY_NAME:
             raise ValueError(
-                f"activation={activation!r} is none of relu, sigmoid, swish_layernorm, dice; give "
-                "one of these or an elementwise function"
+                f"activation={activation!r} is not one of relu, sigmoid, swish_layernorm, dice; "
+                "give one of these or an elementwise function"
             )
         return _BY_NAME[activation]
     return activation

@@ -65,7 +65,7 @@ def check_store(url: Any) -> None:
 
     Raises:
         TypeError: It is not a string.
-        ValueError: It is no URL, or has credentials.
+        ValueError: The text is not a URL, or has credentials.
     """
     if not isinstance(url, str):
         raise TypeError(

@@ -17,7 +17,7 @@ def named_columns(data: Any) -> dict[str, Any]:
     """Return the columns of a table or record batch by name; a mapping as it is.
 
     Raises:
-        TypeError: It is none of these.
+        TypeError: The column is of another type.
         ValueError: Two columns have one name.
     """
     if not _is_table(data):

@@ -195,5 +195,5 @@ def _paths(path: pathlib.Path | None) -> tuple[pathlib.Path, ...]:
 def _all_rows(paths: tuple[pathlib.Path, ...], schema: Schema) -> GroupRange:
     groups = ParquetGroups(paths, schema.columns)
     if (count := sum(groups.sizes)) == 0:
-        raise DataError(f"{paths[0]}: there are no rows in it")
+        raise DataError(f"{paths[0]}: it has no rows")
     return GroupRange(groups, 0, count)

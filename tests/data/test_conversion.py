@@ -149,7 +149,7 @@ def test_files_that_are_none(tmp_path):
     with pytest.raises(DataError, match="the file is empty"):
         to_parquet(path, tmp_path / "b", RAW)
     write(path, [["1"]])
-    with pytest.raises(DataError, match="there are no rows in it"):
+    with pytest.raises(DataError, match="it has no rows"):
         to_parquet(path, tmp_path / "c", Conversion(bad_rows="skip"))
     (tmp_path / "nothing").mkdir()
     with pytest.raises(FileNotFoundError):

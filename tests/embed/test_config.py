@@ -23,7 +23,7 @@ BAD = {
     "float64": ({"dtype": "float64"}, "dtype is one of float32, bfloat16, float16"),
     "int16": ({"dtype": np.int16}, "dtype is one of"),
     "no_dtype": ({"dtype": "floaty"}, "dtype is one of"),
-    "initializer": ({"initializer": "gaussian"}, "initializer='gaussian' is none of uniform"),
+    "initializer": ({"initializer": "gaussian"}, "initializer='gaussian' is not one of uniform"),
     "pooling": ({"pooling": "max"}, "pooling is 'sum' or 'mean', got 'max'"),
 }
 

@@ -95,10 +95,10 @@ def test_no_device_ever_holds_more_than_its_part(mesh, monkeypatch):
             peaks[device] = max(peaks[device], used)
 
     def spied(function):
-        def call(*args):
-            compiled = function.lower(*args).compile()
+        def call(*args, **options):
+            compiled = function.lower(*args, **options).compile()
             steps.append(compiled.memory_analysis().temp_size_in_bytes)
-            result = function(*args)
+            result = function(*args, **options)
             measure()
             return result
 

@@ -134,10 +134,10 @@ def test_rows_that_are_not_pooled_have_no_sums():
 
 def test_unknown_exchanges(unchecked):
     with pytest.raises(
-        ValueError, match="row_wise: exchange='sums' is none of 'rows', 'pooled', 'bags'"
+        ValueError, match="row_wise: exchange='sums' is not one of 'rows', 'pooled', 'bags'"
     ):
         row_wise(exchange="sums")
-    with pytest.raises(ValueError, match="data_parallel: exchange=None is none of 'replicated'"):
+    with pytest.raises(ValueError, match="data_parallel: exchange=None is not one of 'replicated'"):
         Placement("data_parallel")
 
 

@@ -49,7 +49,7 @@ def test_float16_is_cut_to_its_range():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"forward": "int4"}, "forward='int4' is none of float32, bfloat16"),
+        ({"forward": "int4"}, "forward='int4' is not one of float32, bfloat16"),
         ({"loss_scale": 0.0}, "loss_scale=0.0 is not a positive number"),
         ({"loss_scale": float("nan")}, "loss_scale=nan"),
     ],

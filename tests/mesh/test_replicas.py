@@ -113,7 +113,7 @@ def test_copies_learn_apart_between_averages():
 
 def test_errors():
     plan = jaxrec.plan.ShardingPlan.from_dict(PLACEMENTS)
-    with pytest.raises(ValueError, match="replica_axis='pod' is none of the mesh's axes"):
+    with pytest.raises(ValueError, match="replica_axis='pod' is not one of the mesh's axes"):
         jaxrec.shard(Ranker(OPTIMIZERS["sgd"]), plan, make_mesh(), replica_axis="pod")
     with pytest.raises(ValueError, match="no tables with replicas"):
         average_replicas(Ranker(OPTIMIZERS["sgd"]))

@@ -138,7 +138,7 @@ def test_every_type_fits_every_mesh(kind, devices):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"types": ("rows",)}, "--types: 'rows' is none of data_parallel"),
+        ({"types": ("rows",)}, "--types: 'rows' is not one of data_parallel"),
         ({"steps": 0}, "--steps 0 is less than 1"),
         ({"coordinator": "host:1"}, "--coordinator needs --num-processes and --process-id"),
     ],

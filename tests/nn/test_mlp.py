@@ -24,7 +24,7 @@ def test_sizes_must_be_positive(in_features, sizes):
 
 @pytest.mark.usefixtures("unchecked")
 def test_unknown_activation():
-    with pytest.raises(ValueError, match=r"'selu' is none of relu, sigmoid, swish_layernorm, dice"):
+    with pytest.raises(ValueError, match=r"'selu' is not one of relu, sigmoid, swish"):
         MLP(3, (2,), activation="selu", rngs=nnx.Rngs(0))
 
 

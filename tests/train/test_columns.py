@@ -266,7 +266,7 @@ BAD = {
     "no-file": (SAME, {}, ["--data=never.parquet"], 1, "never.parquet: No such file"),
     "text": (SAME, {}, ["--data=schema.yaml"], 1, "schema.yaml is not a Parquet file; a schema is"),
     "few": (lambda rows: rows[:1], {}, [], 1, "1 rows are too few to train on some"),
-    "empty": (lambda rows: rows[:0], {}, [], 1, "there are no rows in it"),
+    "empty": (lambda rows: rows[:0], {}, [], 1, "it has no rows"),
 }  # fmt: skip
 
 

@@ -75,12 +75,12 @@ def export(
         platforms: "cpu" and "cuda". Programs for GPUs need no GPU here; their lookups are XLA's.
 
     Raises:
-        TypeError: The model is no `nnx.Module`, a table has an open vocabulary or a cache
+        TypeError: The model is not an `nnx.Module`, a table has an open vocabulary or a cache
             (`jaxrec.tier`), or an input or an output is of a type that programs do not have.
         ValueError: The inputs do not follow from the arguments; an output has no batch axis; a
             platform or a batch size is unknown; or the program calls something that has no
             guarantee to run with later versions.
-        FileExistsError: The path is a file, or a folder that is no exported model.
+        FileExistsError: The path is a file, or a folder that is not an exported model.
         OSError: The folder cannot be written.
 
     Example:
@@ -135,7 +135,7 @@ def _check_path(path: pathlib.Path) -> None:
         if path.is_dir() and not any(path.iterdir()):
             return
         raise FileExistsError(
-            f"{path} exists and is no exported model; give another path, or remove it"
+            f"{path} exists and is not an exported model; give another path, or remove it"
         )
 
 
@@ -144,7 +144,7 @@ def _check_platforms(platforms: Sequence[str]) -> None:
         raise ValueError(f"platforms are some of {', '.join(KERNELS)}, got {platforms!r}")
     for platform in platforms:
         if platform not in KERNELS:
-            raise ValueError(f"platform {platform!r} is none of {', '.join(map(repr, KERNELS))}")
+            raise ValueError(f"platform {platform!r} is not one of {', '.join(map(repr, KERNELS))}")
 
 
 def _write_programs(

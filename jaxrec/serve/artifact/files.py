@@ -64,7 +64,7 @@ def read_array(directory: pathlib.Path, stored: StoredArray) -> np.ndarray:
     try:
         array = np.load(path, mmap_mode="r" if is_mapped else None, allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
-        raise ArtifactError(f"{path} is no npy file, or cut short ({error})") from None
+        raise ArtifactError(f"{path} is not an npy file, or is cut short ({error})") from None
     if array.shape != stored.shape or array.dtype != stored_dtype(stored.dtype):
         raise ArtifactError(
             f"{path} holds {array.dtype} of {array.shape}; the model has {stored.name} of "
@@ -97,7 +97,7 @@ def read_manifest(directory: pathlib.Path) -> Manifest:
         return Manifest.from_json(path.read_bytes())
     except (FileNotFoundError, NotADirectoryError):
         raise ArtifactError(
-            f"{directory} is no exported model: {MANIFEST_FILE} is missing; jaxrec export and "
+            f"{directory} is not an exported model: {MANIFEST_FILE} is missing; jaxrec export and "
             "jaxrec.serve.export write one"
         ) from None
     except OSError as error:

@@ -178,7 +178,9 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ValueError(f"its batch sizes are {samples}; they must ascend from 1 or more")
         for each in self.programs:
             if each.samples not in samples:
-                raise ValueError(f"{each.file} is for {each.samples} samples, which is no size")
+                raise ValueError(
+                    f"{each.file} is for {each.samples} samples, but the batch sizes are {samples}"
+                )
         for ragged, capacities in (
             pair for size in self.batch.sizes for pair in self._capacities(size.capacities)
         ):

@@ -61,7 +61,7 @@ def export_programs(pure: PureModel, batch: BatchSpec, platforms: Sequence[str])
         platforms: Some of `KERNELS`.
 
     Raises:
-        TypeError: An output is no array.
+        TypeError: An output is not an array.
         ValueError: An output has no leading batch axis; or the program cannot be exported: it calls
             Python, or something that has no guarantee to run with later versions.
     """

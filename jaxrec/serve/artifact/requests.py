@@ -142,7 +142,7 @@ class Request:
                         f"takes {capacity} at most in a batch; give fewer, or export it with "
                         "larger ids_per_sample or batch_sizes"
                     )
-        raise AssertionError("a sample that fits the largest size is no error")
+        raise AssertionError("a sample that fits the largest size raised an error")
 
     def _check_fixed(self) -> None:
         for each, columns in self._ragged:

@@ -120,7 +120,7 @@ def _predict(
             writer.write_table(table)
             bar.update(task, advance=len(table))
         if writer is None:
-            raise DataError(f"{options.input}: there are no rows in it")
+            raise DataError(f"{options.input} has no rows")
     return total
 
 
@@ -148,7 +148,7 @@ def _read(path: pathlib.Path, columns: list[str], batch_size: int) -> Iterator[p
 
     Raises:
         OSError: The file cannot be read.
-        DataError: It is no Parquet file, is damaged, or lacks a column.
+        DataError: It is not a Parquet file, is damaged, or lacks a column.
     """
     try:
         # Pages are read when they are needed: a row group need not fit memory.

@@ -70,7 +70,7 @@ class QuantizeOptions:
             _, row_format = _split("--per-table", assignment)
             if row_format not in FORMATS:
                 raise ConfigError(
-                    f"--per-table {assignment}: {row_format!r} is none of {', '.join(FORMATS)}"
+                    f"--per-table {assignment}: {row_format!r} is not one of {', '.join(FORMATS)}"
                 )
         for assignment in self.prune:
             _, share = _split("--prune", assignment)
@@ -79,7 +79,7 @@ class QuantizeOptions:
             except ValueError:
                 is_share = False
             if not is_share:
-                raise ConfigError(f"--prune {assignment}: {share!r} is no share from 0 to 1")
+                raise ConfigError(f"--prune {assignment}: {share!r} is not a share from 0 to 1")
 
 
 def run(options: Sequence[str]) -> int:

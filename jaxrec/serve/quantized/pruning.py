@@ -138,7 +138,7 @@ def by_frequency(
 
     Raises:
         ValueError: Both of the last two arguments are given or neither, one is out of range, or
-            the counts are no numbers of 0 or more with one axis.
+            the counts are not numbers of 0 or more with one axis.
 
     Example:
         >>> rule = by_frequency(np.array([5, 0, 1]), threshold=0)

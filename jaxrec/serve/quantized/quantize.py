@@ -51,7 +51,7 @@ def quantize(
             memory, and their ids read zeros; see `PrunedTables`.
 
     Raises:
-        TypeError: The model is no `nnx.Module`; a table has an open vocabulary or a cache
+        TypeError: The model is not an `nnx.Module`; a table has an open vocabulary or a cache
             (`jaxrec.tier`); or ``prune`` has something else than rules.
         KeyError: ``per_table`` or ``prune`` names a table that the model lacks.
         ValueError: There is no such format; the model has no tables; a table is quantized already,
@@ -101,7 +101,7 @@ def _checked_output(dtype: DTypeLike | None) -> str | None:
     except TypeError:
         name = None
     if name not in OUTPUT_DTYPES:
-        raise ValueError(f"output_dtype={dtype!r} is none of {', '.join(OUTPUT_DTYPES)}")
+        raise ValueError(f"output_dtype={dtype!r} is not one of {', '.join(OUTPUT_DTYPES)}")
     return name
 
 

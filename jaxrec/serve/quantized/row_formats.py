@@ -19,7 +19,7 @@ def find_format(name: str, formats: Mapping[str, RowFormat] = FORMATS) -> RowFor
         ValueError: There is no such format.
     """
     if name not in formats:
-        raise ValueError(f"dtype={name!r} is none of {', '.join(map(repr, formats))}")
+        raise ValueError(f"dtype={name!r} is not one of {', '.join(map(repr, formats))}")
     return formats[name]
 
 

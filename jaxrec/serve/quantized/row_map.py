@@ -31,7 +31,7 @@ class RowMap:
 
     Example:
         >>> row_map = RowMap.of_kept(np.array([True, False, True, True]))
-        >>> row_map.find(jnp.array([0, 1, 2, 3, 4])).tolist()  # id 1 is pruned, id 4 is no id
+        >>> row_map.find(jnp.array([0, 1, 2, 3, 4])).tolist()  # 1 is pruned, 4 out of range
         [0, 3, 1, 2, -1]
     """
 

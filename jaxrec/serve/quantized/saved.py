@@ -191,7 +191,7 @@ def _read_description(directory: pathlib.Path) -> dict[str, Any]:
                 FORMATS[table["format"]]
                 int(table.get("rows", 0))
     except (yaml.YAMLError, UnicodeDecodeError, AttributeError, KeyError, TypeError, ValueError):
-        raise CheckpointError(f"{path} is damaged: it is no list of formats of tables") from None
+        raise CheckpointError(f"{path} is damaged: it is not a list of formats of tables") from None
     return described
 
 

@@ -129,7 +129,7 @@ def test_an_exported_model_is_replaced(tmp_path):
 def test_nothing_else_is_replaced(tmp_path):
     (tmp_path / "precious.txt").write_text("data")
     for path in (tmp_path, tmp_path / "precious.txt"):
-        with pytest.raises(FileExistsError, match="is no exported model; give another path"):
+        with pytest.raises(FileExistsError, match="is not an exported model; give another path"):
             export(models.collection(nnx.Rngs(0)), path, **SIZES)
     (tmp_path / "empty").mkdir()
     export(models.collection(nnx.Rngs(0)), tmp_path / "empty", **SIZES)
@@ -172,7 +172,7 @@ WRONG = {
         ValueError,
         r"the inputs \(price, stock, features\) do not follow from Unknown; give .* example=",
     ),
-    "platform": (dlrm, {"platforms": ("tpu",)}, ValueError, "platform 'tpu' is none of 'cpu'"),
+    "platform": (dlrm, {"platforms": ("tpu",)}, ValueError, "platform 'tpu' is not one of 'cpu'"),
     "no platform": (dlrm, {"platforms": ()}, ValueError, "platforms are some of cpu, cuda"),
     "batch size": (dlrm, {"batch_sizes": (0, 4)}, ValueError, "whole numbers of 1 or more"),
     "no batch size": (dlrm, {"batch_sizes": ()}, ValueError, "whole numbers of 1 or more"),

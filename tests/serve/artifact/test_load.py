@@ -187,7 +187,10 @@ CHANGES = {
         r"names the file '../x', outside",
     ),
     "outputs": (lambda m: m["outputs"].pop(), "its structure has 1 outputs, and it lists 0"),
-    "program": (lambda m: m["programs"][0].update(samples=3), "3 samples, which is no size"),
+    "program": (
+        lambda m: m["programs"][0].update(samples=3),
+        "3 samples, but the batch sizes are",
+    ),
     "array": (lambda m: m["arrays"][0].update(shape=[3, 4]), r"tables/0.npy holds uint8 of"),
     "program missing": (lambda m: m["programs"].pop(), "programs for cpu, .* export the model"),
     "target": (
@@ -220,7 +223,7 @@ def test_checksums_are_left_out_on_request(recorded):
     load(recorded, verify=False)
     content[0] ^= 1
     rows.write_bytes(content)
-    with pytest.raises(ArtifactError, match=r"tables/0.npy is no npy file"):
+    with pytest.raises(ArtifactError, match=r"tables/0.npy is not an npy file"):
         load(recorded, verify=False)
 
 
@@ -234,7 +237,7 @@ def test_programs_that_jax_cannot_read(recorded):
 
 def test_folders_that_are_no_model(tmp_path):
     for path in (tmp_path, tmp_path / "missing", pathlib.Path(__file__)):
-        with pytest.raises(ArtifactError, match=r"is no exported model: manifest.json is missing"):
+        with pytest.raises(ArtifactError, match="is not an exported model"):
             load(path)
 
 

@@ -99,7 +99,7 @@ def test_open_vocabularies_are_refused(tmp_path, capsys):
         ([], 2, "jaxrec export: give the directories of the run and of the model: RUN MODEL\n"),
         (["missing", "model"], 1, "jaxrec export: missing: there is no saved model here"),
         (["run", "model", "--step", "7"], 1, "7"),
-        (["run", "run"], 1, "run exists and is no exported model; give another path"),
+        (["run", "run"], 1, "run exists and is not an exported model; give another path"),
         (["run", "model", "--batch-sizes", "0"], 1, "batch_sizes are whole numbers of 1 or more"),
         (["run", "model", "--platforms", "tpu"], 2, "platforms"),
         (["run", "model", "--dtype", "int3"], 2, "dtype"),

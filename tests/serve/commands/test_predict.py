@@ -93,7 +93,7 @@ def spoil(work, name: str) -> None:
     [
         ("value", [], "bad.parquet, row 41 (from 0), column 'income': the number is inf"),
         ("column", [], "bad.parquet has no column 'tags'; its columns are"),
-        ("empty", [], "bad.parquet: there are no rows in it"),
+        ("empty", [], "bad.parquet has no rows"),
         ("damaged", [], "bad.parquet"),
         ("good", ["--keep", "rwo"], "bad.parquet has no column 'rwo'"),
         ("name", ["--keep", "score"], "--keep score has the name of a column of scores"),
@@ -120,7 +120,7 @@ def test_wrong_options(work, capsys):
         (("model", "rows.parquet", "-o", "parts"), 2, "parts is a directory"),
         (("model", "rows.parquet", "-o", "x", "--batch-size", "0"), 2, "must be above 0, got 0"),
         (("model", "missing", "-o", "x"), 1, "missing"),
-        (("parts", "rows.parquet", "-o", "x"), 1, "parts is no exported model"),
+        (("parts", "rows.parquet", "-o", "x"), 1, "parts is not an exported model"),
         (("linear", "rows.parquet", "-o", "x"), 1, "exported without an encoder of columns"),
         ((str(RECORDED / "int8"), "rows.parquet", "-o", "x"), 1, "without an encoder of columns"),
     ):

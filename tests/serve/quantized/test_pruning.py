@@ -7,7 +7,8 @@ import pytest
 from flax import nnx
 
 import jaxrec
-from jaxrec.serve import by_frequency, by_norm, count_ids, packing, quantize
+from jaxrec.serve import by_frequency, by_norm, count_ids, quantize
+from jaxrec.serve.quantized import packing
 
 ROWS = np.float32([[3, 4], [0, 1], [0, 0], [-6, 8], [1, 0]])  # norms 5, 1, 0, 10, 1
 

@@ -12,7 +12,8 @@ import pytest
 from flax import nnx
 
 import jaxrec
-from jaxrec.serve import packing, quantize
+from jaxrec.serve import quantize
+from jaxrec.serve.quantized import packing
 from tests.embed import row_oracle
 
 TABLES = (
@@ -149,8 +150,8 @@ def bad_row(value: float) -> Ranker:
     ("call", "error", "message"),
     [
         (lambda model: quantize(model.over), ValueError, "Linear has no tables"),
-        (lambda model: quantize(model, "int1"), ValueError, "'int1' is none of 'int8', 'int4'"),
-        (lambda model: quantize(model, "fp8"), ValueError, "'fp8' is none of"),
+        (lambda model: quantize(model, "int1"), ValueError, "'int1' is not one of 'int8', 'int4'"),
+        (lambda model: quantize(model, "fp8"), ValueError, "'fp8' is not one of"),
         (
             lambda model: quantize(model, per_table={"usr": "int4"}),
             KeyError,
@@ -159,7 +160,7 @@ def bad_row(value: float) -> Ranker:
         (
             lambda model: quantize(model, output_dtype="int8"),
             ValueError,
-            "output_dtype='int8' is none of float32, bfloat16, float16",
+            "output_dtype='int8' is not one of float32, bfloat16, float16",
         ),
         (
             lambda model: quantize(quantize(model, "int4")),

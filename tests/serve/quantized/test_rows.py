@@ -84,7 +84,7 @@ def test_an_odd_number_of_columns():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: serve.pack_rows(np.ones((2, 3)), "int3"), "dtype='int3' is none of 'int8'"),
+        (lambda: serve.pack_rows(np.ones((2, 3)), "int3"), "dtype='int3' is not one of 'int8'"),
         (
             lambda: serve.pack_rows(np.float32([[0, 1], [np.inf, 0]])),
             "row 1, column 0 is inf; int8 rows hold finite elements up to 65504",

@@ -8,7 +8,8 @@ from flax import nnx
 
 import jaxrec
 from jaxrec.metrics import auc
-from jaxrec.serve import by_frequency, packing, quality, quantize
+from jaxrec.serve import by_frequency, quality, quantize
+from jaxrec.serve.quantized import packing
 
 PNG = b"\x89PNG"
 
