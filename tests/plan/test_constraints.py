@@ -24,7 +24,7 @@ from jaxrec.plan import ParameterConstraints
         ({"cache_ratio": 0.0}, "cache_ratio is above 0 and at most 1"),
         ({"store": "/data/users"}, "a row store is named by a URL such as 'file:///data/{table}'"),
         ({"cache_ratio": 1.5}, "cache_ratio is above 0 and at most 1"),
-        ({"dtype": "int8"}, "dtype is one of"),
+        ({"dtype": "int4"}, "dtype is one of"),
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else "",
 )

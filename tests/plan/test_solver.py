@@ -142,7 +142,7 @@ def test_a_search_that_is_cut_short_has_a_bound():
     problem = problem_of(shapes, each=16, memory=10**11)
     found = [place_fastest(problem, proposal) for proposal in propose_uniformly(problem)]
     best = min((s for s in found if s.fits), key=lambda solution: solution.seconds)
-    answer = solve(problem, best, time_limit=1, gap=1e-9)
+    answer = solve(problem, best, time_limit=5, gap=1e-9)
     assert not answer.is_finished
     assert answer.solution.seconds <= best.seconds
     assert 0.5 * answer.solution.seconds < answer.bound <= answer.solution.seconds
