@@ -82,16 +82,27 @@ def trained(dtype: str):
     return alone, spread, losses
 
 
+def largest_step(rows: np.ndarray, dtype: str) -> np.ndarray:
+    """The largest distance of two neighbouring codes of each row."""
+    if dtype == "int8":
+        return np.ptp(rows, axis=1, keepdims=True) / 255
+    return np.abs(rows).max(axis=1, keepdims=True) * (32 / 448)  # 448 is the largest e4m3
+
+
 @pytest.mark.parametrize("dtype", ["int8", "float8_e4m3"])
 def test_training_is_that_of_one_device(dtype):
     alone, spread, losses = trained(dtype)
     np.testing.assert_allclose(*losses, rtol=1e-3)
     for name in WHOLE:
         rows, expected = np.asarray(spread.table(name)), np.asarray(alone.table(name))
-        # Sums of gradients are added in another order: few elements take the next code.
-        assert np.mean(rows != expected) < 0.02
-        code = np.abs(expected).max(axis=1, keepdims=True) / 8
-        assert (np.abs(rows - expected) <= code).all()
+        # Gradients are summed in another order, which changes the last bits of the scales and
+        # offsets. An element takes the next code only where it lay between two codes, to the bit.
+        difference, step = np.abs(rows - expected), largest_step(expected, dtype)
+        is_next_code = difference > 1e-3 * step
+        assert np.mean(is_next_code) < 0.005
+        assert (difference <= 1.001 * step).all()
+        last_bit = np.abs(expected).max(axis=1, keepdims=True) * 2.0**-23
+        assert (difference <= 4 * last_bit)[~is_next_code].all()
     for name in CUT:  # Each part of a row has a scale of its own.
         np.testing.assert_allclose(spread.table(name), alone.table(name), atol=0.05)
 
