@@ -3,7 +3,11 @@
     python -m benchmarks.precision --output benchmarks/results/precision.json
 
 Models that differ in the format of their tables or of their optimizer state are trained side by
-side: the same first values, the same batches. The settings are those of ``jaxrec train``.
+side: the same first values, the same batches. The settings are those of ``jaxrec train``. One more
+model with float32 tables has first values that are rounded to bfloat16. Its difference is the noise
+of a run: training multiplies differences in the last bits.
+
+Runs of other seeds that are in the output file stay there.
 """
 
 from __future__ import annotations
@@ -12,7 +16,7 @@ import dataclasses
 import json
 import pathlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import numpy as np
@@ -38,9 +42,11 @@ class Variant:
     optimizer: str
     table: str = "float32"
     state: str = "float32"
+    is_rounded: bool = False  # First values are rounded to bfloat16.
 
     def __str__(self) -> str:
-        return f"{self.optimizer}, {self.table} table, {self.state} state"
+        rounded = ", rounded first values" if self.is_rounded else ""
+        return f"{self.optimizer}, {self.table} table, {self.state} state{rounded}"
 
     def row_optimizer(self, steps: int) -> jaxrec.optim.RowOptimizer:
         """The optimizer; rates decay linearly to 0."""
@@ -56,6 +62,7 @@ class Variant:
 TABLES = tuple(Variant("rowwise_adagrad", table=name) for name in TABLE_FORMATS)
 STATES = tuple(Variant("adam", state=name) for name in STATE_DTYPES)
 BOTH = (Variant("adam", table="int8", state="float8"),)
+NOISE = (Variant("rowwise_adagrad", is_rounded=True),)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,23 +87,36 @@ class Precision:
     def run(self) -> None:
         variants = [
             each
-            for each in (*TABLES, *STATES, *BOTH)
+            for each in (*TABLES, *NOISE, *STATES, *BOTH)
             if not self.only or any(word in str(each) for word in self.only)
         ]
-        entropies: dict[Variant, list[float]] = {each: [] for each in variants}
         for seed in self.seeds:
             start = time.perf_counter()
-            for variant, entropy in zip(variants, self._train(seed, variants), strict=True):
-                entropies[variant].append(entropy)
+            entropies = dict(zip(variants, self._train(seed, variants), strict=True))
+            for variant, entropy in entropies.items():
                 print(json.dumps({"seed": seed, "model": str(variant), "ne": entropy}), flush=True)
             print(f"seed {seed}: {time.perf_counter() - start:.0f} s", flush=True)
-        summary = [self._summary(variant, entropies) for variant in variants]
+            self._write(seed, entropies)
+
+    def _write(self, seed: int, entropies: Mapping[Variant, float]) -> None:
+        """Print the differences of a seed, and add them to the output file."""
+        summary = [self._summary(seed, variant, entropies) for variant in entropies]
         for line in summary:
-            print(json.dumps(line))
-        if self.output is not None:
-            settings = dataclasses.asdict(self) | {"output": self.output.name}
-            text = json.dumps({"settings": settings, "summary": summary}, indent=1)
-            self.output.write_text(text + "\n")
+            print(json.dumps(line), flush=True)
+        if self.output is None:
+            return
+        runs = json.loads(self.output.read_text())["runs"] if self.output.exists() else []
+        runs = [run for run in runs if run["seed"] != seed] + summary
+        runs.sort(key=lambda run: run["seed"])
+        settings = {name: getattr(self, name) for name in ("rows", "eval_rows", "batch", "dim")}
+        by_model: dict[str, list[float]] = {}
+        for run in runs:
+            by_model.setdefault(run["model"], []).append(run["change_percent"])
+        means = {model: round(float(np.mean(changes)), 4) for model, changes in by_model.items()}
+        text = json.dumps(
+            {"settings": settings, "mean_change_percent": means, "runs": runs}, indent=1
+        )
+        self.output.write_text(text + "\n")
 
     def _train(self, seed: int, variants: Sequence[Variant]) -> list[float]:
         """Train one model of each variant; return their entropies of the held-out rows."""
@@ -123,6 +143,10 @@ class Precision:
         embeddings = jaxrec.EmbeddingBagCollection(
             tables, optimizer=variant.row_optimizer(steps), rngs=rngs
         )
+        if variant.is_rounded:
+            for name in CATEGORICAL_NAMES:
+                rounded = embeddings.table(name).astype("bfloat16").astype("float32")
+                embeddings.load_table(name, rounded)
         model = jaxrec.nn.DLRM(
             embeddings,
             num_dense=NUM_DENSE,
@@ -145,16 +169,14 @@ class Precision:
         train = compile_step(step, model, optimizer)
         return train, nnx.cached_partial(nnx.jit(_predict), model)
 
-    def _summary(self, variant: Variant, entropies: dict[Variant, list[float]]) -> dict:
-        """Return the entropies, their differences to float32 in percent, and bytes of a row."""
-        entropy = np.array(entropies[variant])
-        base = np.array(entropies.get(Variant(variant.optimizer), entropy))
-        change = 100 * (entropy / base - 1)
+    def _summary(self, seed: int, variant: Variant, entropies: Mapping[Variant, float]) -> dict:
+        """Return the entropy, its difference to float32 in percent, and bytes of a row."""
+        base = entropies.get(Variant(variant.optimizer), entropies[variant])
         return {
+            "seed": seed,
             "model": str(variant),
-            "ne": [round(each, 6) for each in entropy.tolist()],
-            "change_percent": [round(each, 4) for each in change.tolist()],
-            "mean_change_percent": round(float(change.mean()), 4),
+            "ne": round(entropies[variant], 6),
+            "change_percent": round(100 * (entropies[variant] / base - 1), 4),
             "row_bytes": TABLE_FORMATS[variant.table].row_bytes(self.dim),
             "state_bytes": state_bytes(variant.row_optimizer(1), self.dim),
         }

@@ -171,6 +171,10 @@ class TableStore(abc.ABC):
             calls: Results of `row_gradients`, one for each lookup of the step.
         """
 
+    def refuse_shard(self) -> str | None:
+        """Return the reason why the tables cannot be put on a mesh; None: they can."""
+        return None
+
     def check_dense_gradient(self, name: str) -> None:
         """Raise where a loss must not read a whole table, since its gradient would be as large.
 

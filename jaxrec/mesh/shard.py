@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar, cast, runtime_checkable
 
 import jax
@@ -70,7 +70,7 @@ def shard(
             them; see `jaxrec.mesh.balance`.
 
     Raises:
-        TypeError: The plan, the mesh or the model has a wrong type.
+        TypeError: The plan, the mesh or the model has a wrong type; the model's tables are pruned.
         ValueError: ``is_ragged`` on CPUs; a table has no placement, or one that does not fit the
             table or the mesh; the mesh lacks the axis; the planner made the plan for another number
             of devices; processes have different plans or tables; the plan has caches, which
@@ -100,7 +100,7 @@ def shard(
     require_same("plan", {name: repr(placement) for name, placement in placements.items()})
     if isinstance(model, nnx.Module):
         made = cast(Model, model)
-        _move_tables(made, placements, mesh, replica_axis)
+        _move_tables(_collections(made), placements, mesh, replica_axis)
     else:
 
         def make(layout: TableLayout, key: Array) -> ShardedTables:
@@ -108,6 +108,13 @@ def shard(
 
         with default_store(make):
             made = model()
+        # Tables that come from elsewhere, such as quantized ones.
+        elsewhere = [
+            collection
+            for collection in _collections(made)
+            if not isinstance(collection.tables.get_value().placed, MeshStore)
+        ]
+        _move_tables(elsewhere, placements, mesh, replica_axis)
     for collection in _collections(made):
         tables = collection.tables.get_value()
         placed = dataclasses.replace(
@@ -149,11 +156,16 @@ def _collections(model: nnx.Module) -> list[Collection]:
 
 
 def _move_tables(
-    model: nnx.Module, placements: Mapping[str, Placement], mesh: Mesh, replica_axis: str | None
+    collections: Sequence[Collection],
+    placements: Mapping[str, Placement],
+    mesh: Mesh,
+    replica_axis: str | None,
 ) -> None:
-    stores = [(each, each.tables.get_value()) for each in _collections(model)]
+    stores = [(each, each.tables.get_value()) for each in collections]
     for _, tables in stores:
         # Errors come before anything is moved.
+        if (reason := tables.placed.refuse_shard()) is not None:
+            raise TypeError(reason)
         layout_on_mesh(tables.placed, placements, mesh, replica_axis)
     for collection, tables in stores:
         placed = shard_tables(tables.placed, placements, mesh, replica_axis)

@@ -67,10 +67,19 @@ def possible_caches(
         num_devices: Number of devices.
 
     Raises:
-        ValueError: The rows may be in a row store, and no URL says where that is.
+        ValueError: The rows may be in a row store, and no URL says where that is; or a quantized
+            table may not lie on the devices.
     """
     if tuple(storages) == ("device",):
         return (None,)
+    table = workload.table
+    if table.inference_format is not None:
+        if "device" in storages:
+            return (None,)
+        raise ValueError(
+            f"table {table.name!r} is quantized ({table.row_format.name}), and quantized tables "
+            f"lie on the devices; got storages={tuple(storages)!r}, without 'device'"
+        )
     least = max(math.ceil(workload.used_rows(HELD_BATCHES, num_devices)), num_devices)
     ratios = CACHE_RATIOS if constraint.cache_ratio is None else (constraint.cache_ratio,)
     sizes = {min(max(math.ceil(workload.rows * r), least), workload.rows) for r in ratios}

@@ -49,7 +49,8 @@ def make(model: Model | Callable[[], Model], tables: Settings, *, seed: int = 0)
         The model.
 
     Raises:
-        TypeError: An argument has another type; the model is made already and a table has `Cached`.
+        TypeError: An argument has another type; the model is made already and a table has `Cached`;
+            or a table is quantized.
         ValueError: No table has that name; tables that share a feature differ in their settings or
             in ``num_embeddings``, or some of them have none; the model has vocabularies already.
 
@@ -120,6 +121,7 @@ def _with_tiers(
         for config in module.configs
     ]
     _check_names(tables, all_tables, found)
+    _check_formats(tables, found)
     _check_factories(_sizes(tables), whole)
     parts = _by_feature(all_tables, tables)
     _check_stores(parts, tables)
@@ -189,6 +191,16 @@ def _check_names(
             "the model has open vocabularies already; name all their tables in one call of "
             "jaxrec.tier.make"
         )
+
+
+def _check_formats(tables: Settings, found: Mapping[str, Collection]) -> None:
+    for config in (config for module in found.values() for config in module.configs):
+        if config.name in tables and config.inference_format is not None:
+            raise TypeError(
+                f"table {config.name!r} is quantized ({config.row_format.name}) and has all of its "
+                f"rows on the devices; give jaxrec.tier.{type(tables[config.name]).__name__} to a "
+                "table of the model that was quantized"
+            )
 
 
 def _by_feature(all_tables: Sequence[TieredTable], tables: Settings) -> list[list[TieredTable]]:

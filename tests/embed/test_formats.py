@@ -104,7 +104,7 @@ def test_size_at_64_columns(name, bound):
 
 @pytest.mark.parametrize(
     ("name", "dim", "reason"),
-    [("int4", 3, "2 columns in a byte, and 3"), ("int2", 6, "4 columns in a byte, and 6")],
+    [("int4", 3, "a multiple of 2, got 3"), ("int2", 6, "a multiple of 4, got 6")],
 )
 def test_widths_that_do_not_fill_bytes(name, dim, reason):
     assert reason in FORMATS[name].refuse(dim)

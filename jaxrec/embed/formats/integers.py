@@ -48,8 +48,8 @@ class IntegerRows(RowFormat):
         if dim % self.codes_per_byte == 0:
             return None
         return (
-            f"{self.name} packs {self.codes_per_byte} columns in a byte, and {dim} columns do not "
-            f"fill whole bytes; use a multiple of {self.codes_per_byte} columns"
+            f"{self.name} packs {self.codes_per_byte} columns in a byte, so the number of columns "
+            f"must be a multiple of {self.codes_per_byte}, got {dim}"
         )
 
     def pack(self, rows: Float[Array, "n dim"]) -> UInt8[Array, "n width"]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from jaxrec.mesh.exchange import Exchange
 from jaxrec.plan.costs.bags import BagsCosts
 from jaxrec.plan.costs.base import ExchangeCosts, Group
+from jaxrec.plan.costs.forward import ForwardCosts
 from jaxrec.plan.costs.pooled import PooledCosts
 from jaxrec.plan.costs.replicated import ReplicatedCosts
 from jaxrec.plan.costs.rows import RowsCosts
@@ -21,6 +22,8 @@ _COSTS: dict[Exchange, type[ExchangeCosts]] = {
 def make_costs(group: Group, topology: Topology) -> ExchangeCosts:
     """Return the costs of a group's exchange on the given devices.
 
+    Tables that are not trained, such as quantized ones, have no backward pass.
+
     Raises:
         ValueError: If the planner does not know the exchange.
     """
@@ -29,4 +32,5 @@ def make_costs(group: Group, topology: Topology) -> ExchangeCosts:
         raise ValueError(
             f"the planner has no costs for exchange {group.exchange.name!r}, only for {names}"
         )
-    return _COSTS[group.exchange](group, topology)
+    costs = _COSTS[group.exchange](group, topology)
+    return costs if group.optimizer.is_trained else ForwardCosts(group, topology, costs)

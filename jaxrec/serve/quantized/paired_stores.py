@@ -21,12 +21,17 @@ def quantized_stores(model: nnx.Module) -> dict[str, QuantizedTables | PrunedTab
     """Return the quantized table stores of a model by the paths of their collections.
 
     Raises:
-        TypeError: A store is not quantized.
+        TypeError: A store is not quantized, or lies over a mesh.
     """
     found: dict[str, QuantizedTables | PrunedTables] = {}
     for path, store in stores(model).items():
         if not isinstance(store, QuantizedTables | PrunedTables):
             names = ", ".join(repr(config.name) for config in store.configs)
+            if any(config.inference_format is not None for config in store.configs):
+                raise TypeError(
+                    f"tables {names} are quantized and lie over a mesh; give the model that "
+                    "jaxrec.serve.quantize returned, before jaxrec.shard"
+                )
             raise TypeError(
                 f"tables {names} are not quantized; give the model that jaxrec.serve.quantize "
                 "returned"

@@ -72,8 +72,11 @@ class PrunedTables(WrappingStore):
             else config
             for config in configs
         ]
-        frozen_configs = [dataclasses.replace(config, trainable=False) for config in configs]
-        whole = layout_tables(frozen_configs, frozen(), apart=lambda table: formats[table.name])
+        quantized = [
+            dataclasses.replace(config, trainable=False, inference_format=formats[config.name])
+            for config in configs
+        ]
+        whole = layout_tables(quantized, frozen())
         return cls(QuantizedTables.zeros(remaining, formats), dict(row_maps), whole)
 
     @property
@@ -96,6 +99,13 @@ class PrunedTables(WrappingStore):
 
     def with_placed(self, placed: TableStore) -> TableStore:  # type: ignore[override]
         return placed
+
+    def refuse_shard(self) -> str:
+        names = ", ".join(map(repr, self.row_maps))
+        return (
+            f"tables {names} are pruned, and pruned tables lie on one device; quantize the model "
+            "without prune= to put it on a mesh"
+        )
 
     def row_format(self, name: str) -> RowFormat:
         """Return the format of a table's rows.

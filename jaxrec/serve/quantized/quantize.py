@@ -13,10 +13,8 @@ from jaxtyping import DTypeLike
 from jaxrec.embed.collection import Collection
 from jaxrec.embed.store import TableStore
 from jaxrec.embed.taps import TappedModule, tapped_modules
-from jaxrec.serve.quantized.pruned_tables import PrunedTables
 from jaxrec.serve.quantized.pruning import Pruning
 from jaxrec.serve.quantized.quantized_store import quantized_store
-from jaxrec.serve.quantized.quantized_tables import QuantizedTables
 from jaxrec.serve.quantized.row_formats import table_formats
 from jaxrec.serve.quantized.row_map import RowMap
 
@@ -35,9 +33,10 @@ def quantize(
 ) -> Model:
     """Return a copy of a model whose tables are quantized, for inference.
 
-    The copy is called like the model. Its tables lie on one device, and its lookups read the packed
-    rows. Everything else is copied; the model stays as it is. Rows are quantized 16 MiB at a time,
-    so that memory holds little beside the model's tables and the quantized ones.
+    The copy is called like the model. Its tables lie on one device, from which `jaxrec.shard` puts
+    them on a mesh, and its lookups read the packed rows. Everything else is copied; the model stays
+    as it is. Rows are quantized 16 MiB at a time, so that memory holds little beside the model's
+    tables and the quantized ones.
 
     Args:
         model: A model with tables on one device or over a mesh. With several processes all of them
@@ -51,8 +50,8 @@ def quantize(
             memory, and their ids read zeros; see `PrunedTables`.
 
     Raises:
-        TypeError: The model is not an `nnx.Module`; a table has an open vocabulary or a cache
-            (`jaxrec.tier`); or ``prune`` has something else than rules.
+        TypeError: The model is not an `nnx.Module`, or is abstract; a table has an open vocabulary
+            or a cache (`jaxrec.tier`); or ``prune`` has something else than rules.
         KeyError: ``per_table`` or ``prune`` names a table that the model lacks.
         ValueError: There is no such format; the model has no tables; a table is quantized already,
             has a width that the format cannot pack, or holds a NaN, an infinity or a number that is
@@ -110,16 +109,21 @@ def check_store(store: TableStore) -> None:
 
     Raises:
         ValueError: They are quantized already.
-        TypeError: They have an open vocabulary or a cache.
+        TypeError: They have an open vocabulary or a cache, or are abstract.
     """
     names = ", ".join(repr(config.name) for config in store.configs)
-    if isinstance(store, QuantizedTables | PrunedTables):
-        formats = ", ".join(
-            dict.fromkeys(store.row_format(config.name).name for config in store.configs)
-        )
+    if any(config.inference_format is not None for config in store.configs):
+        formats = ", ".join(dict.fromkeys(config.row_format.name for config in store.configs))
         raise ValueError(
             f"tables {names} are quantized already ({formats}); quantize the model that they were "
             "quantized from"
+        )
+    leaves = jax.tree.leaves(store)
+    if any(isinstance(x, jax.core.Tracer | jax.ShapeDtypeStruct) for x in leaves):
+        raise TypeError(
+            f"tables {names} are abstract, and quantize packs their rows; call it outside of "
+            "jax.jit and nnx.eval_shape. Give a Planner the quantized model, not a function that "
+            "makes it"
         )
     if store.placed is not store:
         raise TypeError(

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrec.embed import kernels
+import jaxrec
+from jaxrec.embed import apply_gradients, init_tables, kernels, lookup
 from jaxrec.embed.formats import FORMATS, TABLE_FORMATS, PackedRows, as_table
 from jaxrec.embed.kernels import BagLayout
 from tests.embed import row_oracle
 from tests.embed.kernels import oracle
 from tests.embed.kernels.cases import SMALL, Case, case
+from tests.embed.kernels.gpu_cases import lowered_for_cuda
 
 IMPLEMENTATIONS = ("reference", "cpu-avx512", "cpu-avx2", "cpu-portable")
 every_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS, indirect=True)
@@ -146,3 +149,42 @@ def test_format_that_the_library_does_not_know():
     assert choice.chosen["cpu"] == "reference"
     assert "does not unpack float32" in str(choice)
     assert kernels.row_lookup(packed, rows).tolist() == [[1.0] * 5, [0.0] * 5]
+
+
+@every_format
+def test_gpus_read_packed_rows_by_xla(name):
+    """No kernel for GPUs unpacks rows: naming one leaves the call to the reference, lowered so."""
+    this = case("d100")
+    table = packed_rows(packed_table(name, this.num_rows, 100), name, 100)
+    arguments = (table, *this.arrays, this.layout, "float32")
+
+    def look_up(table, *arrays):
+        return kernels.pooled_lookup(table, *arrays, this.layout, "float32")
+
+    with kernels.use_kernels("triton", "reference"):
+        choice = kernels.describe("pooled_lookup", *arguments)
+        assert choice.chosen["cuda"] == "reference"
+        assert choice.refused["triton"] == "it does not unpack rows"
+        text = lowered_for_cuda(look_up, table, *this.arrays)
+    assert "triton" not in text
+    assert f"tensor<{this.num_rows}x100xf32>" not in text  # rows are unpacked after they are read
+
+
+@pytest.mark.filterwarnings("ignore:.*Triton.*:DeprecationWarning")
+@pytest.mark.parametrize("state_dtype", ["float32", "bfloat16", "float8"])
+@pytest.mark.parametrize("dtype", ["float32", "int8", "float8_e4m3"])
+def test_gpus_update_packed_rows_and_state_by_xla(dtype, state_dtype):
+    config = jaxrec.EmbeddingBagConfig("a", 30, 16, dtype=dtype)
+    optimizer = jaxrec.optim.adam(0.1, state_dtype=state_dtype)
+    tables = init_tables([config], optimizer, jax.random.key(0))
+    batch = jaxrec.KeyedJaggedArray.from_lists({"a": [[1, 2], [2], []]})
+
+    def step(tables, batch):
+        activations, residuals = lookup(tables, batch)
+        return apply_gradients(tables, residuals, activations, step=0)
+
+    with kernels.use_kernels("triton", "reference"):
+        text = lowered_for_cuda(step, tables, batch)
+    is_plain = (dtype, state_dtype) == ("float32", "float32")
+    assert ('"update"' in text) == is_plain
+    assert ('"pool"' in text) == (dtype == "float32")

@@ -115,8 +115,9 @@ def test_two_collections(work, capsys):
         (
             ["deepfm", "--dtype", "int4"],
             2,
-            "table 'cat_0 (linear)' cannot be int4: int4 packs 2 columns in a byte, and 1 columns "
-            "are no multiple of 2; give it another format by --per-table 'cat_0 (linear)=int8'",
+            "table 'cat_0 (linear)' cannot be int4: int4 packs 2 columns in a byte, so the number "
+            "of columns must be a multiple of 2, got 1; give it another format by --per-table "
+            "'cat_0 (linear)=int8'",
         ),
     ],
     ids=[
