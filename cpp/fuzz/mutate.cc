@@ -76,7 +76,9 @@ class Mutation {
 std::string mutate(const std::string& text, const std::vector<std::string>& seeds,
                    std::mt19937_64& random) {
   Mutation mutation(text, seeds, random);
-  for (auto left = 1 + random() % 8; left > 0; --left) mutation.apply();
+  // One change often leaves a text that is taken.
+  const auto changes = random() % 2 == 0 ? 1 : 1 + random() % 8;
+  for (auto left = changes; left > 0; --left) mutation.apply();
   return std::move(mutation).text();
 }
 

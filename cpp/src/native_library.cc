@@ -2,7 +2,7 @@
 
 #include <dlfcn.h>
 
-#include <regex>
+#include <string_view>
 
 #include "jaxrec/serving/error.h"
 #include "library.h"
@@ -12,13 +12,19 @@ namespace {
 
 // Returns the symbol of a target, as jaxrec/embed/kernels/native_call.py names it.
 std::string symbol_of(const std::string& target) {
-  static const std::regex form("jaxrec\\.([a-z_]{1,60})\\.v([1-9][0-9]{0,5})");
-  std::smatch parts;
-  if (!std::regex_match(target, parts, form)) {
+  constexpr std::string_view start = "jaxrec.", letters = "abcdefghijklmnopqrstuvwxyz_";
+  const size_t end = target.rfind(".v");
+  const bool has_form = target.compare(0, start.size(), start) == 0 && end != std::string::npos &&
+                        end > start.size();
+  const std::string name = has_form ? target.substr(start.size(), end - start.size()) : "";
+  const std::string version = has_form ? target.substr(end + 2) : "";
+  if (version.empty() || version[0] == '0' ||
+      name.find_first_not_of(letters) != std::string::npos ||
+      version.find_first_not_of("0123456789") != std::string::npos) {
     throw ArtifactError("it is no function of jaxrec's native library");
   }
-  const std::string symbol = "jaxrec_" + parts[1].str();
-  return parts[2] == "1" ? symbol : symbol + "_v" + parts[2].str();
+  const std::string symbol = "jaxrec_" + name;
+  return version == "1" ? symbol : symbol + "_v" + version;
 }
 
 }  // namespace

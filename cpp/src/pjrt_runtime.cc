@@ -3,6 +3,7 @@
 // https://github.com/openxla/xla/blob/main/xla/pjrt/c/pjrt_c_api.h
 #include <dlfcn.h>
 
+#include <cstring>
 #include <map>
 #include <mutex>
 #include <utility>
@@ -122,7 +123,17 @@ struct Client {
   PJRT_Device* device = nullptr;
 
   explicit Client(const std::string& plugin) : api(plugin) {
+    // Programs run on the thread that calls them: a switch of threads costs more than a small batch.
+    constexpr std::string_view option = "asynchronous";
+    JAXREC_PJRT_ARGS(PJRT_NamedValue, asynchronous);
+    asynchronous.name = option.data();
+    asynchronous.name_size = option.size();
+    asynchronous.type = PJRT_NamedValue_kBool;
+    asynchronous.bool_value = false;
+    asynchronous.value_size = 1;
     JAXREC_PJRT_ARGS(PJRT_Client_Create_Args, args);
+    args.create_options = &asynchronous;
+    args.num_options = 1;
     api.check(api->PJRT_Client_Create(&args));
     client = args.client;
     JAXREC_PJRT_ARGS(PJRT_Client_AddressableDevices_Args, devices);
@@ -223,12 +234,11 @@ class PjrtExecutable final : public Executable {
     // The inputs lie in memory of the caller, so that even a failed run must end before it returns.
     api.await(done);
     for (size_t i = 0; i < outputs.size(); ++i) {
-      JAXREC_PJRT_ARGS(PJRT_Buffer_ToHostBuffer_Args, copy);
-      copy.src = outputs[i];
-      copy.dst = results[i];
-      copy.dst_size = sizes_[i];
-      api.check(api->PJRT_Buffer_ToHostBuffer(&copy));
-      api.await(copy.event);
+      // The results lie in this process's memory: a copy by the plugin would switch threads.
+      JAXREC_PJRT_ARGS(PJRT_Buffer_OpaqueDeviceMemoryDataPointer_Args, place);
+      place.buffer = outputs[i];
+      api.check(api->PJRT_Buffer_OpaqueDeviceMemoryDataPointer(&place));
+      if (sizes_[i] > 0) std::memcpy(results[i], place.device_memory_ptr, sizes_[i]);
     }
   }
 

@@ -6,7 +6,7 @@
 
 #include "half.h"
 #include "jaxrec/serving/columns.h"
-#include "json.h"
+#include "json_string.h"
 
 namespace jaxrec::serving {
 namespace {
@@ -85,7 +85,7 @@ std::string to_json(const Manifest& manifest, const Scores& scores) {
     const ArraySpec& output = manifest.outputs[i];
     std::vector<int64_t> shape = {scores.samples};
     shape.insert(shape.end(), output.shape.begin(), output.shape.end());
-    out += (i == 0 ? "" : ",") + Json(names[i]).dump() + ":";
+    out += (i == 0 ? "" : ",") + json_string(names[i]) + ":";
     write_array(shape, 0, output.dtype, scores.outputs[i].data(), out);
   }
   return out + "}";

@@ -10,6 +10,7 @@
 #include <thread>
 
 #include "jaxrec/serving/error.h"
+#include "json_string.h"
 
 namespace jaxrec::serving {
 namespace {
@@ -32,23 +33,6 @@ bool read_line(std::FILE* in, std::string& line, bool& is_too_long) {
     }
   }
   return c != EOF || !line.empty();
-}
-
-std::string json_string(const std::string& text) {
-  std::string out = "\"";
-  for (const char c : text) {
-    if (c == '"' || c == '\\') {
-      out += '\\';
-      out += c;
-    } else if (static_cast<unsigned char>(c) < 0x20) {
-      char escape[8];
-      std::snprintf(escape, sizeof escape, "\\u%04x", c);
-      out += escape;
-    } else {
-      out += c;
-    }
-  }
-  return out + '"';
 }
 
 std::future<Scores> failed(const std::string& message) {
