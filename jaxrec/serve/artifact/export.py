@@ -154,8 +154,10 @@ def _write_programs(
     programs = []
     for (platform, samples), program in exported.items():
         file = f"programs/{platform}-{samples}.jax"
+        stablehlo = f"programs/{platform}-{samples}.mlirbc"
         (directory / file).write_bytes(program.serialize())
-        programs.append(Program(platform, samples, file, native_targets(program)))
+        (directory / stablehlo).write_bytes(program.mlir_module_serialized)
+        programs.append(Program(platform, samples, file, native_targets(program), stablehlo))
     return tuple(programs)
 
 

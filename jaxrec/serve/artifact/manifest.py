@@ -84,12 +84,15 @@ class Program(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         samples: The batch size.
         file: The file.
         targets: Functions of jaxrec's native library that it calls.
+        stablehlo: File with the program alone, a portable StableHLO artifact, for runtimes other
+            than JAX; None: exported by an earlier jaxrec.
     """
 
     platform: str
     samples: int
     file: str
     targets: tuple[str, ...]
+    stablehlo: str | None = None
 
 
 class ArrayOutput(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -160,6 +163,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def check(self) -> None:
         """Raise a ValueError where entries do not fit each other."""
         used = [*(array.file for array in self.arrays), *(each.file for each in self.programs)]
+        used += [each.stablehlo for each in self.programs if each.stablehlo is not None]
         if missing := [file for file in used if file not in self.files]:
             raise ValueError(f"it uses {missing[0]!r}, which is not among its files")
         for file in self.files:

@@ -19,11 +19,25 @@ int64_t sum_lengths(const int32_t* lengths, int64_t count) {
   return sum;
 }
 
+// Bags and ids, padding included, that one thread pools in less time than it takes to wake another.
+constexpr int64_t kFew = 512;
+
+int64_t count_bags(const Batch& batch) {
+  int64_t bags = 0;
+  for (const Feature& feature : batch.features) bags += feature.stride;
+  return bags;
+}
+
+bool is_small(const Batch& batch) {
+  int64_t ids = 0;
+  for (const Feature& feature : batch.features) ids += feature.capacity;
+  return count_bags(batch) + ids <= kFew;
+}
+
 // Cuts a batch into blocks of about equal numbers of bags. Blocks of the same bags of all features
 // follow each other, so that rows of the output are finished while they are in the cache.
 std::vector<Block> cut(const Batch& batch, int num_threads) {
-  int64_t num_bags = 0;
-  for (const Feature& feature : batch.features) num_bags += feature.stride;
+  const int64_t num_bags = count_bags(batch);
   const int64_t size = std::clamp<int64_t>(num_bags / (num_threads * 16), 16, 256);
 
   std::vector<Block> blocks;
@@ -78,7 +92,7 @@ void pool_blocks(Team& team, const Table& table, const Batch& batch, const Rows&
     job.out_type = out_type;
     job.out_stride = feature.out_step * table.dim;
     kernel(job);
-  });
+  }, is_small(batch));
 }
 
 }  // namespace

@@ -108,10 +108,10 @@ Team::Team(Starter start, int num_threads)
 
 Team::~Team() { shared_->closed.store(true, std::memory_order_relaxed); }
 
-void Team::run(int64_t count, Call call, const void* context) {
+void Team::run(int64_t count, bool few, Call call, const void* context) {
   FlushSubnormals flush;
   Shared& shared = *shared_;
-  if (num_threads_ == 1 || count <= 1) {
+  if (num_threads_ == 1 || count <= 1 || few) {
     for (int64_t piece = 0; piece < count; ++piece) call(context, piece);
     return;
   }

@@ -28,10 +28,11 @@ class Team {
   int num_threads() const { return num_threads_; }
 
   // Calls work(piece) for each piece in [0, count), on several threads at once, and returns when
-  // all are done. What was written before is seen by all, and what they write after.
+  // all are done. What was written before is seen by all, and what they write after. Pieces that
+  // take less time than waking a helper are `few`: the caller does them alone.
   template <class Work>
-  void run(int64_t count, const Work& work) {
-    run(count, [](const void* context, int64_t piece) {
+  void run(int64_t count, const Work& work, bool few = false) {
+    run(count, few, [](const void* context, int64_t piece) {
       (*static_cast<const Work*>(context))(piece);
     }, &work);
   }
@@ -39,7 +40,7 @@ class Team {
  private:
   struct Shared;
   using Call = void (*)(const void* context, int64_t piece);
-  void run(int64_t count, Call call, const void* context);
+  void run(int64_t count, bool few, Call call, const void* context);
 
   Starter start_;
   int num_threads_;

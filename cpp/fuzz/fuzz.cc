@@ -1,0 +1,157 @@
+// Reads changed manifests, requests and npy files, which must be refused or be what they say.
+//
+//     jaxrec_fuzz MODEL REQUESTS RUNS SEED
+//
+// MODEL is an exported model, REQUESTS a file with valid requests for it in JSON lines. A run that
+// crashes, or throws anything but the errors of this library, ends the program; build it with
+// sanitizers. The same seed makes the same runs.
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <fstream>
+#include <iterator>
+#include <random>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "batch_ladder.h"
+#include "checksums.h"
+#include "jaxrec/serving/error.h"
+#include "jaxrec/serving/request.h"
+#include "jaxrec/serving/scores.h"
+#include "mutate.h"
+#include "npy.h"
+
+namespace {
+
+using namespace jaxrec::serving;
+
+constexpr int64_t kMostPacked = int64_t{1} << 22;  // elements of a batch that a run packs
+
+void require(bool holds, const char* what) {
+  if (holds) return;
+  std::fprintf(stderr, "jaxrec_fuzz: %s\n", what);
+  std::abort();
+}
+
+std::string read_file(const std::string& path) {
+  std::ifstream file(path, std::ios::binary);
+  require(static_cast<bool>(file), path.c_str());
+  return {std::istreambuf_iterator<char>(file), {}};
+}
+
+// Elements of the arrays of a batch.
+int64_t elements_of(const BatchSpec& spec, const BatchSize& size) {
+  int64_t elements = 0;
+  for (const InputSpec& input : spec.inputs) {
+    if (const auto* array = std::get_if<ArraySpec>(&input)) {
+      elements += array->elements() * size.samples;
+    } else {
+      elements += size.samples * static_cast<int64_t>(std::get<RaggedSpec>(input).features.size());
+    }
+  }
+  for (const auto& capacities : size.capacities) {
+    for (const int64_t capacity : capacities) elements += capacity;
+  }
+  return elements;
+}
+
+// Packs a valid request, and holds the arrays to it.
+void check_packing(const BatchSpec& spec, const Request& request) {
+  for (int64_t start = 0; start < request.samples;) {
+    const Chunk chunk = next_chunk(spec, request, start);
+    require(chunk.start == start && chunk.stop > start && chunk.stop <= request.samples,
+            "a chunk has samples of none");
+    if (elements_of(spec, spec.sizes[chunk.size]) > kMostPacked) return;
+    const PackedChunk packed = pack(spec, request, chunk);
+    const Request part = slice(spec, request, chunk.start, chunk.stop);
+    size_t array = 0;
+    for (size_t i = 0; i < spec.inputs.size(); ++i) {
+      const auto* ragged = std::get_if<RaggedSpec>(&spec.inputs[i]);
+      if (ragged == nullptr) {
+        ++array;
+        continue;
+      }
+      int64_t ids = 0, total = 0;
+      for (const Column& column : std::get<std::vector<Column>>(part.inputs[i])) {
+        ids += static_cast<int64_t>(column.ids.size());
+      }
+      const HostArray& lengths = packed.arrays[array + 1];
+      for (int64_t k = 0; k < lengths.shape[0]; ++k) {
+        total += static_cast<const int32_t*>(lengths.data)[k];
+      }
+      require(ids == total, "a chunk lost ids");
+      array += ragged->is_weighted ? 3 : 2;
+    }
+    start = chunk.stop;
+  }
+}
+
+// Returns whether the input was taken.
+template <class Function>
+bool take(Function f) {
+  try {
+    f();
+    return true;
+  } catch (const ArtifactError&) {
+  } catch (const RequestError&) {
+  }
+  return false;
+}
+
+bool take_request(const BatchSpec& spec, const std::string& text) {
+  return take([&] { check_packing(spec, decode_request(spec, text)); });
+}
+
+bool take_npy(const std::string& bytes) {
+  try {
+    const NpyHeader header = read_npy_header(bytes);
+    require(header.data_start <= bytes.size(), "an array begins after its file");
+    return true;
+  } catch (const std::invalid_argument&) {
+    return false;
+  }
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  require(argc == 5, "usage: jaxrec_fuzz MODEL REQUESTS RUNS SEED");
+  const std::string model = argv[1];
+  const std::string manifest_text = read_file(model + "/manifest.json");
+  const Manifest manifest = parse_manifest(manifest_text);
+  std::vector<std::string> requests;
+  std::ifstream lines(argv[2]);
+  for (std::string line; std::getline(lines, line);) {
+    require(take_request(manifest.batch, line), "a valid request is refused");
+    requests.push_back(line);
+  }
+  require(!requests.empty(), "REQUESTS has none");
+  const std::string npy = read_file(model + "/" + manifest.arrays.at(0).file);
+  require(take_npy(npy), "a valid npy file is refused");
+  const std::vector<std::string> manifests = {manifest_text}, arrays = {npy.substr(0, 256)};
+
+  std::mt19937_64 random(std::strtoull(argv[4], nullptr, 10));
+  const long long runs = std::atoll(argv[3]);
+  long long taken[3] = {};
+  for (long long run = 0; run < runs; ++run) {
+    const auto kind = static_cast<size_t>(random() % 10);
+    if (kind == 0) {
+      taken[0] += take_npy(mutate(arrays[0], arrays, random));
+    } else if (kind < 4) {
+      const std::string text = mutate(manifest_text, manifests, random);
+      // With the checksum nearly all are refused at once; without, what is read meets a request.
+      take([&] { parse_manifest(text); });
+      taken[1] += take([&] {
+        const Manifest changed = parse_manifest(text, /*with_checksum=*/false);
+        take_request(changed.batch, requests[random() % requests.size()]);
+      });
+    } else {
+      const std::string& text = requests[random() % requests.size()];
+      taken[2] += take_request(manifest.batch, mutate(text, requests, random));
+    }
+  }
+  std::printf("%lld runs; taken: %lld npy files, %lld manifests, %lld requests\n", runs, taken[0],
+              taken[1], taken[2]);
+}
