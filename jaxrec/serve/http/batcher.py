@@ -85,30 +85,35 @@ class Batcher:
 
     async def run(self) -> None:
         """Predict the requests that come, until the task is cancelled."""
-        loop = asyncio.get_running_loop()
         while True:
             await self._wait_for_batch()
-            batch = self._take()
-            if not batch:
+            if not (batch := self._take()):
                 continue
-            start = time.perf_counter()
-            payloads = [each.payload for each in batch]
             try:
-                results = await loop.run_in_executor(self.thread, self._predict, payloads)
+                results = await self._results([each.payload for each in batch])
             except Exception:
                 logger.exception("a batch of %d requests failed", len(batch))
                 error = RequestError(500, "the model failed; the server's log says why")
                 results = [error] * len(batch)
-            self._metrics.batch_seconds.observe(time.perf_counter() - start)
-            self._metrics.batch_requests.observe(len(batch))
-            self._metrics.batch_samples.observe(sum(each.num_samples for each in payloads))
             for each, result in zip(batch, results, strict=True):
-                if each.result.done():
+                if each.result.done():  # it took too long
                     continue
                 if isinstance(result, RequestError):
                     each.result.set_exception(result)
                 else:
                     each.result.set_result(result)
+
+    async def _results(self, payloads: list[Payload]) -> Sequence[Scores | RequestError]:
+        """Return the results of a batch, one for each request."""
+        start = time.perf_counter()
+        loop = asyncio.get_running_loop()
+        results = await loop.run_in_executor(self.thread, self._predict, payloads)
+        self._metrics.batch_seconds.observe(time.perf_counter() - start)
+        self._metrics.batch_requests.observe(len(payloads))
+        self._metrics.batch_samples.observe(sum(each.num_samples for each in payloads))
+        if len(results) != len(payloads):
+            raise AssertionError(f"{len(results)} results for {len(payloads)} requests")
+        return results
 
     async def _wait_for_batch(self) -> None:
         """Wait for a request, and then for others, until its deadline or until there are enough."""

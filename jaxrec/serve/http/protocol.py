@@ -21,6 +21,7 @@ class ServerConfig(uvicorn.Config):
     def __init__(self, app: Any, limits: Limits) -> None:
         super().__init__(
             app,
+            loop="asyncio",
             http=LimitedProtocol,
             ws="none",
             lifespan="on",
