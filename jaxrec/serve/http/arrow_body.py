@@ -12,6 +12,7 @@ from flatbuffers.table import Table as FlatTable
 
 from jaxrec.serve.artifact.outputs import arrow_column
 from jaxrec.serve.http.errors import RequestError, invalid
+from jaxrec.serve.http.input_column import InputColumn
 from jaxrec.serve.http.input_columns import InputColumns
 from jaxrec.serve.http.json_body import missing
 from jaxrec.serve.http.payload import Payload
@@ -35,7 +36,8 @@ class ArrowDecoder:
     """
 
     def __init__(self, columns: InputColumns, max_samples: int) -> None:
-        self._names, self._max_samples = columns.names, max_samples
+        self._columns, self._names = columns.columns, columns.names
+        self._max_samples = max_samples
 
     def decode(self, body: bytes | bytearray) -> Payload:
         """Return the columns of a body.
@@ -77,6 +79,15 @@ class ArrowDecoder:
                 batches.append(batch)
         table = pa.Table.from_batches(batches, schema).select(list(self._names))
         table.validate(full=True)
+        typed = [
+            _typed(column, table[column.name]) if _is_untyped(table[column.name].type) else None
+            for column in self._columns
+        ]
+        if any(each is not None for each in typed):
+            arrays = [
+                each or table[name] for name, each in zip(self._names, typed, strict=True)
+            ]
+            table = pa.table(arrays, list(self._names))
         return table
 
 
@@ -109,6 +120,23 @@ def _header_type(message: FlatTable) -> int:
     return message.Get(number_types.Uint8Flags, offset + message.Pos) if offset else 0
 
 
+def _is_untyped(kind: pa.DataType) -> bool:
+    return pa.types.is_null(kind) or (pa.types.is_list(kind) and pa.types.is_null(kind.value_type))
+
+
+def _typed(column: InputColumn, values: pa.ChunkedArray) -> pa.ChunkedArray:
+    """Return a column without any value, or with empty lists alone, in the type of the model.
+
+    Writers of Arrow give such a column the type null.
+    """
+    kind = column.arrow_type or pa.string()
+    if pa.types.is_list(values.type):
+        if any(len(chunk.flatten()) for chunk in values.chunks):
+            raise invalid(f"column {column.name!r}: a value of a list is null")
+        kind = pa.list_(kind)
+    return values.cast(kind)
+
+
 def _check_type(field: pa.Field) -> None:
     kind = field.type
     types = pa.types
@@ -117,7 +145,8 @@ def _check_type(field: pa.Field) -> None:
             raise invalid(f"column {field.name!r} has lists of the fixed size 0")
         kind = kind.value_type
     plain = (
-        types.is_integer(kind)
+        _is_untyped(field.type)
+        or types.is_integer(kind)
         or types.is_floating(kind)
         or types.is_boolean(kind)
         or types.is_string(kind)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import resource
 import socket
 import sys
@@ -11,9 +12,12 @@ from types import FrameType
 import uvicorn
 
 from jaxrec.serve.http.app import Application
-from jaxrec.serve.http.protocol import ServerConfig
+from jaxrec.serve.http.protocol import LimitedProtocol, ServerConfig
 
 _BACKLOG = 2048
+
+# Time in which a connection that was just accepted sends its request.
+_LAST_REQUEST_SECONDS = 0.5
 
 # Files that the process opens beside connections.
 _OTHER_FILES = 256
@@ -51,14 +55,36 @@ class ModelServer(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Answer what is under way, and close all connections."""
-        stop = asyncio.get_running_loop().time() + self._application.limits.drain
-        while (
-            self._application.failure is None
-            and not self.force_exit
-            and asyncio.get_running_loop().time() < stop
-        ):
-            await asyncio.sleep(0.02)
+        await self._pause(self._application.limits.drain)
+        await self._accept_last(sockets or [])
+        for server in self.servers:
+            server.close()
+        await self._pause(_LAST_REQUEST_SECONDS, until_closed=True)
         await super().shutdown(sockets)
+
+    async def _pause(self, seconds: float, *, until_closed: bool = False) -> None:
+        """Wait, but not where nobody waits for an answer."""
+        loop = asyncio.get_running_loop()
+        stop = loop.time() + seconds
+        while loop.time() < stop and not self.force_exit and self._application.failure is None:
+            if until_closed and not self.server_state.connections:
+                return
+            await asyncio.sleep(0.02)
+
+    async def _accept_last(self, listeners: list[socket.socket]) -> None:
+        """Accept the connections that wait: closing the listener would reset them."""
+        loop = asyncio.get_running_loop()
+        for listener in listeners:
+            with contextlib.suppress(BlockingIOError, InterruptedError):
+                while True:
+                    connection, _ = listener.accept()
+                    connection.setblocking(False)
+                    await loop.connect_accepted_socket(self._protocol, connection)
+
+    def _protocol(self) -> LimitedProtocol:
+        return LimitedProtocol(
+            config=self.config, server_state=self.server_state, app_state=self.lifespan.state
+        )
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -106,7 +106,7 @@ def without(name: str) -> dict:
         ("", "the body is no JSON"),
         ('{"age": [1', "the body is no JSON"),
         ("[]", "the body must be an object of columns by name"),
-        (b'{"age": ["\xff"]}', "the body is no JSON"),
+        (b'{"city": ["\xff"]}', "the body is no JSON"),
         ("[" * 100_000, "the body"),
         (without("city"), "no column 'city'; the model reads 'age', 'city', 'user', 'tags'"),
         (GOOD | {"age": 3}, "column 'age': expected `array`, got `int`"),
@@ -176,7 +176,9 @@ TABLE = pa.table(GOOD)
          "row 1 (from 0), column 'tags': a value of the list is null"),
         (stream(TABLE.set_column(0, "age", pa.array([float("nan"), 1.0]))), 400,
          "row 0 (from 0), column 'age': the number is nan"),
-        (stream(TABLE.set_column(0, "age", pa.nulls(2))), 400, "column 'age' is of type null"),
+        (stream(TABLE.set_column(3, "tags", pa.array([[None], []]))), 400,
+         "column 'tags': a value of a list is null"),
+        (stream(TABLE.set_column(0, "age", pa.array([[[None]], []]))), 400, "column 'age' is of"),
         (stream(TABLE.append_column("x", pa.array([{"a": 1}, {"a": 2}]))), 400,
          "column 'x' is of type struct"),
         (stream(raw_table(5001)), 413, "5,001 samples or more, and the server takes 5,000"),
@@ -184,13 +186,24 @@ TABLE = pa.table(GOOD)
     ],
     ids=[
         "empty", "other", "truncated", "compressed", "dictionary", "missing", "twice", "type",
-        "null", "nan", "nulls", "struct", "samples", "text",
+        "null", "nan", "nulls", "nested", "struct", "samples", "text",
     ],
 )  # fmt: skip
 def test_wrong_arrow(raw, body, status, message):
     answer = raw[0].post(body, content_type=ARROW)
     assert answer.status == status, answer.body
     assert message in answer.json["error"]
+
+
+def test_arrow_columns_without_values(raw):
+    client, served = raw
+    table = pa.table(GOOD | {"age": [None, None], "city": [None, None], "tags": [[], None]})
+    assert str(table.schema.types[0]) == "null"
+    answer = client.post(table)
+    assert answer.status == 200, answer.body
+    same = table.to_pydict() | {"age": pa.nulls(2, pa.float64()), "city": pa.nulls(2, pa.string())}
+    same["tags"] = pa.array([[], None], pa.list_(pa.string()))
+    assert answer.table["score"].to_pylist() == served.predict_columns(same).tolist()
 
 
 @pytest.mark.parametrize(
