@@ -96,7 +96,7 @@ def browser() -> Iterator[Page]:
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
         options = ("--headless", "--no-sandbox", "--disable-gpu", "--remote-debugging-pipe")
         process = subprocess.Popen(
-            ["sh", "-c", pipes, "sh", CHROMIUM, *options, f"--user-data-dir={profile}"],
+            ["bash", "-c", pipes, "bash", CHROMIUM, *options, f"--user-data-dir={profile}"],
             pass_fds=ends, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
         )  # fmt: skip
         for end in ends:
