@@ -23,6 +23,11 @@ MEDIA_TYPE = "application/vnd.apache.arrow.stream"
 _HEADER_TYPE, _HEADER, _COMPRESSION = 6, 8, 10
 _DICTIONARY_BATCH, _RECORD_BATCH = 2, 3
 
+# Errors of PyArrow and of flatbuffers that read damaged messages.
+_DAMAGE = (
+    ValueError, TypeError, KeyError, IndexError, OverflowError, MemoryError, OSError, struct.error,
+)  # fmt: skip
+
 
 class ArrowDecoder:
     """Decodes Arrow IPC streams with a column for each column of the model.
@@ -49,7 +54,7 @@ class ArrowDecoder:
         buffer = pa.py_buffer(bytes(body))
         try:
             table = self._read(buffer)
-        except (pa.ArrowException, OSError, struct.error, IndexError, OverflowError) as error:
+        except (*_DAMAGE, pa.ArrowException) as error:
             reason = " ".join(str(error).split()) or type(error).__name__
             raise invalid(f"the body is no Arrow IPC stream, or damaged: {reason}") from None
         return Payload(table, len(table), len(body))
