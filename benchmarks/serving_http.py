@@ -199,9 +199,7 @@ def load(path: pathlib.Path, options: argparse.Namespace) -> None:
                 request = request_of(columns, kind)
                 asyncio.run(closed_loop(running.port, request, 0.5))
                 most = asyncio.run(closed_loop(running.port, request, options.seconds))
-                latencies = asyncio.run(
-                    open_loop(running.port, request, most / 2, options.seconds)
-                )
+                latencies = asyncio.run(open_loop(running.port, request, most / 2, options.seconds))
                 report(
                     "load",
                     samples=samples,
@@ -286,7 +284,8 @@ def bodies(path: pathlib.Path, options: argparse.Namespace) -> None:
         connection = await Connection.open(port)
         is_chunked = number % 2
         connection.writer.write(
-            head + (b"transfer-encoding: chunked" if is_chunked else b"content-length: %d" % GIGABYTE)
+            head
+            + (b"transfer-encoding: chunked" if is_chunked else b"content-length: %d" % GIGABYTE)
         )
         connection.writer.write(b"\r\n\r\n")
         answer = asyncio.ensure_future(connection.receive())

@@ -69,9 +69,7 @@ class Request:
         self._set(
             spec,
             [
-                checked_array(each, leaf)
-                if isinstance(each, ArrayInput)
-                else _columns(each, leaf)
+                checked_array(each, leaf) if isinstance(each, ArrayInput) else _columns(each, leaf)
                 for each, leaf in zip(spec.inputs, leaves, strict=True)
             ],
         )
@@ -249,9 +247,11 @@ def _num_samples(columns: Sequence[Column]) -> int:
 
 def _joined(parts: Sequence[np.ndarray | list[Column]]) -> np.ndarray | list[Column]:
     """Return an input of some requests as one."""
-    if isinstance(parts[0], np.ndarray):
-        return np.concatenate(parts)
-    return [_joined_column(columns) for columns in zip(*parts, strict=True)]
+    arrays = [part for part in parts if isinstance(part, np.ndarray)]
+    if arrays:
+        return np.concatenate(arrays)
+    lists = [part for part in parts if isinstance(part, list)]
+    return [_joined_column(columns) for columns in zip(*lists, strict=True)]
 
 
 def _joined_column(columns: Sequence[Column]) -> Column:

@@ -89,6 +89,7 @@ class Application:
                 Route("/ready", self._ready),
                 Route("/metrics", self._metrics),
                 Route("/model", self._model),
+                Route("/example", self._example),
                 Route("/", self._page),
             ],
             exception_handlers={
@@ -154,15 +155,13 @@ class Application:
             raise busy("the model is being loaded; try again later")
         with self._memory.body() as body:
             try:
-                content = await body.read(request)
+                received = await body.read(request)
             except ClientDisconnect:
                 raise RequestError(400, "the client closed the connection") from None
-            payload = await self._offload(len(content) > _INLINE_BYTES, decode, content)
+            payload = await self._offload(len(received) > _INLINE_BYTES, decode, received)
             scores = await self._batcher.submit(payload)
         encode = arrow_body.encode if accepted == arrow_body.MEDIA_TYPE else json_body.encode
-        content = await self._offload(
-            payload.num_samples > _INLINE_SAMPLES, encode, scores.columns
-        )
+        content = await self._offload(payload.num_samples > _INLINE_SAMPLES, encode, scores.columns)
         return self._respond(
             content, media_type=accepted, headers={VERSION_HEADER: str(scores.version)}
         )
@@ -195,6 +194,10 @@ class Application:
     async def _model(self, request: Request) -> Response:
         self._check_host(request)
         return self._json(200, describe(self.served, self._predictor.columns, self.limits))
+
+    async def _example(self, request: Request) -> Response:
+        self._check_host(request)
+        return self._json(200, self._predictor.columns.example())
 
     async def _page(self, request: Request) -> Response:
         self._check_host(request)

@@ -89,9 +89,7 @@ class ArrowDecoder:
             for column in self._columns
         ]
         if any(each is not None for each in typed):
-            arrays = [
-                each or table[name] for name, each in zip(self._names, typed, strict=True)
-            ]
+            arrays = [each or table[name] for name, each in zip(self._names, typed, strict=True)]
             table = pa.table(arrays, list(self._names))
         return table
 

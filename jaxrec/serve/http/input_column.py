@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import types
 from typing import Any, Literal
 
 import pyarrow as pa
@@ -48,8 +49,8 @@ class InputColumn:
         """Type of the column in a JSON body."""
         sample = _JSON[self.kind]
         for _ in range(self.depth):
-            sample = list[sample]
-        return list[sample | None] if self.may_be_null else list[sample]
+            sample = types.GenericAlias(list, (sample,))
+        return types.GenericAlias(list, (sample | None if self.may_be_null else sample,))
 
     @property
     def depth(self) -> int:

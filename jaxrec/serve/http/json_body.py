@@ -59,7 +59,7 @@ class JsonDecoder:
         return Payload(columns, count_samples(columns, self._max_samples), len(body))
 
     def _explain(self, message: str) -> str:
-        if (found := re.fullmatch(r"Object missing required field `(.*)`", message, re.DOTALL)):
+        if found := re.fullmatch(r"Object missing required field `(.*)`", message, re.DOTALL):
             return missing(found.group(1), self._names)
         if (found := _PLACE.fullmatch(message)) is not None:
             problem, place = found.groups()

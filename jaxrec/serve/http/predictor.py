@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -54,62 +55,56 @@ class Predictor:
 
         A wrong request does not change the results of others. All scores are of one version.
         """
-        results: list[Scores | RequestError | None] = [None] * len(payloads)
-        order = list(range(len(payloads)))
+        results: dict[int, Scores | RequestError] = {}
         try:
-            order, request = self._joined(order, payloads)
-        except _INPUT_ERRORS as error:
-            requests = {}
+            requests = [self._joined(dict(enumerate(payloads)))]
+        except _INPUT_ERRORS:
+            requests = []
             for number, payload in enumerate(payloads):
-                if len(payloads) > 1:
-                    try:
-                        requests[number] = self._joined([number], payloads)[1]
-                        continue
-                    except _INPUT_ERRORS as own:
-                        error = own
-                results[number] = invalid(_message(error))
-            order = list(requests)
-            if order:
-                request = Request.joined([*requests.values()])
-        if order:
-            self._predict(request, order, payloads, results)
-        return [each for each in results if each is not None]
+                try:
+                    requests.append(self._joined({number: payload}))
+                except _INPUT_ERRORS as error:
+                    results[number] = invalid(_message(error))
+        if requests:
+            order = [number for numbers, _ in requests for number in numbers]
+            request = Request.joined([request for _, request in requests])
+            results |= self._scores(request, {i: payloads[i].num_samples for i in order})
+        return [results[number] for number in range(len(payloads))]
 
-    def _predict(
-        self,
-        request: Request,
-        order: Sequence[int],
-        payloads: Sequence[Payload],
-        results: list[Scores | RequestError | None],
-    ) -> None:
-        """Set the results of some requests, whose samples follow each other in one request."""
+    def _scores(self, request: Request, sizes: Mapping[int, int]) -> dict[int, Scores]:
+        """Return the scores of some requests, whose samples follow each other in one request.
+
+        Args:
+            request: The samples.
+            sizes: Number of samples of each request, in order.
+        """
         variables = self.served.variables
         columns = output_columns(self.served.predict_request(request, variables))
-        start = 0
-        for number in order:
-            stop = start + payloads[number].num_samples
-            parts = {name: array[start:stop] for name, array in columns.items()}
+        results, start = {}, 0
+        for number, size in sizes.items():
+            parts = {name: array[start : start + size] for name, array in columns.items()}
             results[number] = Scores(parts, variables.version)
-            start = stop
+            start += size
+        return results
 
-    def _joined(
-        self, numbers: Sequence[int], payloads: Sequence[Payload]
-    ) -> tuple[list[int], Request]:
-        """Return some requests in the order of their samples, and these samples."""
-        lists = [i for i in numbers if not isinstance(payloads[i].columns, pa.Table)]
-        tables: dict[pa.Schema, list[int]] = {}
-        for number in numbers:
-            columns = payloads[number].columns
+    def _joined(self, payloads: Mapping[int, Payload]) -> tuple[list[int], Request]:
+        """Return the numbers of some payloads in the order of their samples, and these samples."""
+        lists: dict[int, Mapping[str, list[Any]]] = {}
+        tables: dict[pa.Schema, dict[int, pa.Table]] = {}
+        for number, payload in payloads.items():
+            columns = payload.columns
             if isinstance(columns, pa.Table):
-                tables.setdefault(columns.schema.remove_metadata(), []).append(number)
-        requests = []
+                plain = columns.replace_schema_metadata()
+                tables.setdefault(plain.schema, {})[number] = plain
+            else:
+                lists[number] = columns
+        order, requests = list(lists), []
         if lists:
-            table = self.columns.table([payloads[i].columns for i in lists])
-            requests.append(self.columns.request(table))
-        for schema, of_schema in tables.items():
-            parts = [payloads[i].columns.cast(schema) for i in of_schema]
-            requests.append(self.columns.request(pa.concat_tables(parts)))
-        return [*lists, *(i for each in tables.values() for i in each)], Request.joined(requests)
+            requests.append(self.columns.request(self.columns.table([*lists.values()])))
+        for of_schema in tables.values():
+            requests.append(self.columns.request(pa.concat_tables(of_schema.values())))
+            order += of_schema
+        return order, Request.joined(requests)
 
 
 def _message(error: Exception) -> str:

@@ -6,12 +6,14 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 
 from jaxrec.data import TableEncoder
-from jaxrec.data.encode import Moments
-from jaxrec.serve.artifact.batch_spec import BatchSpec
-from jaxrec.serve.artifact.requests import Request
+from jaxrec.data.encode import Moments, joined
+from jaxrec.data.encoder import bags_of
+from jaxrec.serve.artifact.batch_spec import ArrayInput, BatchSpec
+from jaxrec.serve.artifact.requests import Column, Request, offsets_of
 from jaxrec.serve.http.input_column import InputColumn, Kind
 from jaxrec.serve.http.input_columns import InputColumns
 
@@ -30,10 +32,22 @@ class RawColumns(InputColumns):
 
     def request(self, table: pa.Table) -> Request:
         encoded = self._encoder.encode(table.select(self.names), "the request")
-        batch = self._encoder.pack(encoded, len(table))
-        request = Request(self._spec, (batch.dense, batch.features))
+        schema = self._encoder.schema
+        dense = np.zeros((len(table), len(schema.dense)), np.float32)
+        for number, name in enumerate(schema.dense):
+            dense[:, number] = joined(encoded[name]).to_numpy()
+        (ragged,) = self._spec.ragged
+        bags = [_bags(joined(encoded[name])) for name in ragged.keys]
+        inputs = [dense if isinstance(each, ArrayInput) else bags for each in self._spec.inputs]
+        request = Request.of_inputs(self._spec, inputs)
         request.check()
         return request
+
+
+def _bags(column: pa.Array) -> Column:
+    """Return the row indices of an encoded column."""
+    ids, lengths = bags_of(column)
+    return Column(ids, lengths, offsets_of(lengths), None)
 
 
 def _dense(encoder: TableEncoder) -> Iterator[InputColumn]:

@@ -112,9 +112,7 @@ def wait(is_true: Any, seconds: float = 60.0) -> None:
 def process(path: pathlib.Path, *options: str) -> Iterator[tuple[Client, subprocess.Popen]]:
     """Serve a model by the command, and wait until it is ready."""
     command = [sys.executable, "-P", "-m", "jaxrec", "serve", str(path), "--port", "0", *options]
-    server = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
+    server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
         assert server.stdout is not None
         line = server.stdout.readline()

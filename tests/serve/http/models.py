@@ -55,12 +55,10 @@ def raw_table(rows: int, seed: int = 0) -> pa.Table:
     return pa.table(
         {
             "label": rng.integers(0, 2, rows),
-            "age": pa.array([None if x < 0.2 else 80 * x for x in rng.random(rows)], pa.float64()),
+            "age": pa.array(80 * rng.random(rows), mask=rng.random(rows) < 0.2),
             "city": pa.array([CITIES[i] for i in rng.integers(0, 3, rows)], pa.string()),
             "user": rng.integers(0, 2**62, rows),
-            "tags": pa.array(
-                [CITIES[:n] for n in rng.integers(0, 4, rows)], pa.list_(pa.string())
-            ),
+            "tags": pa.array([CITIES[:n] for n in rng.integers(0, 4, rows)], pa.list_(pa.string())),
         }
     )
 

@@ -136,7 +136,12 @@ def test_slow_clients_do_not_hinder_others(served):
 
 def test_connections_that_end_early(served):
     with endpoint(served, Limits(drain=0.0)) as client:
-        for text in ("", "POST", "POST /predict HTTP/1.1\r\ncontent-length: 9\r\n\r\n{", "\x00\xff"):
+        for text in (
+            "",
+            "POST",
+            "POST /predict HTTP/1.1\r\ncontent-length: 9\r\n\r\n{",
+            "\x00\xff",
+        ):
             connect(client.port, text).close()
         assert b"400 Bad Request" in read_all(connect(client.port, "no http\r\n\r\n"))
         assert client.post(BODY).status == 200
