@@ -119,6 +119,8 @@ CUDA = "needs what compiles for CUDA, 3 GB"
 # Commands of the docs that are not run, and why.
 LEFT_OUT = {
     "pip install '.[serve]'": TOGETHER,
+    "pip install 'jaxrec[serve]'": "installs what README does not",
+    "jaxrec serve model": "ends when it is stopped; README's lines start it",
     "jaxrec train --output run --data.generated-rows 200000": TOGETHER,
     SERVING: TOGETHER,
     "jaxrec serve model --deltas versions": "ends when it is stopped; tests/serve/http does it",

@@ -7,7 +7,7 @@
 
 The server is a process of its own; this one sends the requests, on the same cores. ``load``
 measures the largest throughput with 32 connections that always wait for a response, and then the
-latencies of an open loop at half of that rate: requests are due at fixed times, and a latency
+latencies of an open loop at a quarter of that rate: requests are due at fixed times, and a latency
 begins when its request is due. ``slow`` keeps connections open that send a byte of a header or of
 a body now and then, ``bodies`` sends bodies of 1 GB, and both count requests of others that fail.
 ``fuzz`` decodes and predicts bodies with random damage. Each result is a line of JSON.
@@ -199,7 +199,8 @@ def load(path: pathlib.Path, options: argparse.Namespace) -> None:
                 request = request_of(columns, kind)
                 asyncio.run(closed_loop(running.port, request, 0.5))
                 most = asyncio.run(closed_loop(running.port, request, options.seconds))
-                latencies = asyncio.run(open_loop(running.port, request, most / 2, options.seconds))
+                rate = options.share * most
+                latencies = asyncio.run(open_loop(running.port, request, rate, options.seconds))
                 report(
                     "load",
                     samples=samples,
@@ -341,6 +342,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--samples", type=int, nargs="+", default=[1, 64, 1024])
     parser.add_argument("--seconds", type=float, default=5.0)
+    parser.add_argument("--share", type=float, default=0.25, help="rate of the open loop")
     parser.add_argument("--max-delay-ms", type=float, default=2.0)
     parser.add_argument("--slow-clients", type=int, default=10_000)
     parser.add_argument("--bodies", type=int, default=8)

@@ -63,8 +63,9 @@ class ArrowDecoder:
         _check_messages(buffer)
         with pa.ipc.open_stream(buffer) as stream:
             schema = stream.schema
+            found = schema.names
             for name in self._names:
-                if (count := schema.names.count(name)) != 1:
+                if (count := found.count(name)) != 1:
                     raise invalid(
                         f"the request has {count} columns {name!r}"
                         if count

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from typing import Any
 
 import uvicorn
@@ -46,6 +47,11 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        # A response is written in two parts. Without this the second one waits for the client's
+        # acknowledgement of the first, which may take 40 ms; asyncio sets it only for sockets that
+        # were made with a protocol's number.
+        connection = transport.get_extra_info("socket")
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._timer: asyncio.TimerHandle | None = None
         self._header_bytes = 0
         self._is_header = True

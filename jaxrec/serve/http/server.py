@@ -16,6 +16,8 @@ from jaxrec.serve.http.protocol import LimitedProtocol, ServerConfig
 
 _BACKLOG = 2048
 
+_SWITCH_SECONDS = 2e-4
+
 # Time in which a connection that was just accepted sends its request.
 _LAST_REQUEST_SECONDS = 0.5
 
@@ -126,6 +128,9 @@ def serve(application: Application, listener: socket.socket) -> None:
     Raises:
         Exception: The error that ended the start of the model.
     """
+    # The thread that predicts and the one that answers take turns often: with Python's 5 ms each
+    # response would wait for that long.
+    sys.setswitchinterval(_SWITCH_SECONDS)
     server = ModelServer(application)
     server.run(sockets=[listener])
     if application.failure is not None:

@@ -13,6 +13,7 @@ import pytest
 
 from jaxrec.cli import main
 from jaxrec.serve.http.limits import Limits
+from jaxrec.serve.http.protocol import LimitedProtocol
 from jaxrec.serve.http.server import address_of, allow_connections, listen
 from tests.serve.http.endpoint import JSON, endpoint, process, wait
 from tests.serve.http.models import raw_model, raw_table
@@ -177,6 +178,24 @@ def test_several_requests_of_a_connection(served):
     with endpoint(served, Limits(drain=0.0)) as client:
         answers = read_all(connect(client.port, text * 3 + last))
     assert answers.count(b"HTTP/1.1 200 OK") == 4
+
+
+def test_responses_leave_at_once(served):
+    """Without TCP_NODELAY each waits for the client's acknowledgement, 40 ms on Linux."""
+    seen = []
+    made = LimitedProtocol.connection_made
+
+    def connection_made(self, transport):
+        made(self, transport)
+        connection = transport.get_extra_info("socket")
+        seen.append(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LimitedProtocol, "connection_made", connection_made)
+        with endpoint(served, Limits(drain=0.0)) as client:
+            assert client.get("/health").status == 200
+    assert seen
+    assert all(seen)
 
 
 @pytest.mark.parametrize(
