@@ -52,13 +52,14 @@ CITIES = ["Ulm", "Graz", "Bern"]
 def raw_table(rows: int, seed: int = 0) -> pa.Table:
     """Return rows of raw columns: numbers with nulls, strings, ids of 64 bits, lists, and labels."""
     rng = np.random.default_rng(seed)
+    tags = [CITIES[:count] for count in rng.integers(0, 4, rows)]
     return pa.table(
         {
             "label": rng.integers(0, 2, rows),
             "age": pa.array(80 * rng.random(rows), mask=rng.random(rows) < 0.2),
             "city": pa.array([CITIES[i] for i in rng.integers(0, 3, rows)], pa.string()),
             "user": rng.integers(0, 2**62, rows),
-            "tags": pa.array([CITIES[:n] for n in rng.integers(0, 4, rows)], pa.list_(pa.string())),
+            "tags": pa.array(tags, pa.list_(pa.string())),
         }
     )
 
