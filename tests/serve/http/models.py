@@ -50,7 +50,7 @@ CITIES = ["Ulm", "Graz", "Bern"]
 
 
 def raw_table(rows: int, seed: int = 0) -> pa.Table:
-    """Return rows of raw columns: numbers with nulls, strings, ids of 64 bits, lists, and labels."""
+    """Return rows of raw columns: numbers with nulls, strings, 64-bit ids, lists, and labels."""
     rng = np.random.default_rng(seed)
     tags = [CITIES[:count] for count in rng.integers(0, 4, rows)]
     return pa.table(
