@@ -106,13 +106,26 @@ COMMANDS = (
     ),
 )
 
+# Lines of README that start a server and ask it, and what the answer has.
+SERVING = "jaxrec serve model &"
+ANSWER = '"probability"'
+
 SELFTEST = "python -m jaxrec.mesh.selftest"
 RUN_ON_HOSTS = "jaxrec train run.yaml --output /shared/run"
+TOGETHER = "is run with the lines around it"
 PEER = "needs an environment with TorchRec"
 CUDA = "needs what compiles for CUDA, 3 GB"
 
 # Commands of the docs that are not run, and why.
 LEFT_OUT = {
+    "pip install '.[serve]'": TOGETHER,
+    "pip install 'jaxrec[serve]'": "installs what README does not",
+    "jaxrec serve model": "ends when it is stopped; README's lines start it",
+    "jaxrec train --output run --data.generated-rows 200000": TOGETHER,
+    SERVING: TOGETHER,
+    "jaxrec serve model --deltas versions": "ends when it is stopped; tests/serve/http does it",
+    "python -m benchmarks.serving_http": "needs what README does not install for all",
+    "python -m benchmarks.serving_http --only fuzz --fuzz 1000000": "takes half an hour",
     "pip install . && jaxrec train": "both are run, each by itself",
     "pip install .": "is how the environment is made",
     "pip install '.[test]' && pytest": "is run by .ci/run",
@@ -243,7 +256,26 @@ def run_all(directory: pathlib.Path) -> int:
         print(f"{verdict:12} {time.monotonic() - begun:4.0f} s  {line}", flush=True)
         if not is_good:
             print(done.stdout[-2000:], done.stderr[-4000:], flush=True)
+    failed += not serves(checkout, directory / "serving", env)
     return 1 if failed + wrong_entries() else 0
+
+
+def serves(checkout: pathlib.Path, work: pathlib.Path, env: dict[str, str]) -> bool:
+    """Run the lines of README that start a server, in a directory of their own."""
+    work.mkdir()
+    text = (checkout / "README.md").read_text()
+    (lines,) = (x for x in re.findall(r"^```sh\n(.*?)^```$", text, re.M | re.S) if SERVING in x)
+    lines = lines.replace("'.[serve]'", f"--quiet '{checkout}[serve]'")
+    script = f"set -e\n{lines}\nkill %1\nwait %1"
+    begun = time.monotonic()
+    done = subprocess.run(
+        ["bash", "-c", script], cwd=work, env=env, capture_output=True, text=True, timeout=1200
+    )
+    is_good = done.returncode == 0 and ANSWER in done.stdout
+    print(f"{'ok' if is_good else 'FAILED':12} {time.monotonic() - begun:4.0f} s  {SERVING}")
+    if not is_good:
+        print(done.stdout[-2000:], done.stderr[-4000:], flush=True)
+    return is_good
 
 
 def wrong_entries() -> int:

@@ -41,6 +41,7 @@ COMMANDS = {
     "plan": Command("jaxrec.plan_command", "finds the best sharding of tables over devices"),
     "export": Command("jaxrec.serve.commands.export", "writes a trained model for prediction"),
     "predict": Command("jaxrec.serve.commands.predict", "predicts the rows of Parquet files"),
+    "serve": Command("jaxrec.serve.commands.serve", "answers requests over HTTP"),
     "tune": Command("jaxrec.tune.cli", "times the kernels on your shapes and keeps the fastest"),
     "doctor": Command("jaxrec.doctor", "says what runs on this machine, and what is missing"),
 }

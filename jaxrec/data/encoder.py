@@ -160,7 +160,7 @@ class TableEncoder:
             dense[: len(encoded), number] = column.to_numpy()
         flat, lengths = [], []
         for column in rest[dense.shape[1] :]:
-            values, each = _ragged(column)
+            values, each = bags_of(column)
             flat.append(values)
             lengths.append(padded(each))
         keys = tuple(self.schema.categorical)
@@ -248,7 +248,7 @@ class EncodedGroups:
         return self.encoder.encode(self.groups.read(group), *self.groups.location(group))
 
 
-def _ragged(column: pa.Array) -> tuple[np.ndarray, np.ndarray]:
+def bags_of(column: pa.Array) -> tuple[np.ndarray, np.ndarray]:
     """Return the values of an encoded column and the length of each bag."""
     if isinstance(column, pa.ListArray):
         return column.flatten().to_numpy(), np.diff(column.offsets.to_numpy())

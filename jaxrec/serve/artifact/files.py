@@ -34,7 +34,7 @@ def write_array(path: pathlib.Path, array: np.ndarray) -> None:
 
 
 def write_rows(
-    path: pathlib.Path, shape: tuple[int, int], dtype: str, parts: Iterable[tuple[int, np.ndarray]]
+    path: pathlib.Path, shape: tuple[int, ...], dtype: str, parts: Iterable[tuple[int, np.ndarray]]
 ) -> None:
     """Write an array of rows by parts, so that it need not be in memory.
 

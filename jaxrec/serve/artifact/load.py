@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import pathlib
 import threading
@@ -21,6 +22,19 @@ from jaxrec.serve.artifact.files import ArtifactError, check_files, read_array, 
 from jaxrec.serve.artifact.manifest import Manifest, Program
 from jaxrec.serve.artifact.requests import Request
 from jaxrec.serve.artifact.structure import unflatten
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ServedVariables:
+    """Tables and other variables of a served model, of one version.
+
+    Attributes:
+        arrays: The arrays on the device by name, in the order of the programs' arguments.
+        version: Number of the published version that they are; 0: as they were exported.
+    """
+
+    arrays: Mapping[str, jax.Array]
+    version: int = 0
 
 
 class ServedModel:
@@ -49,12 +63,43 @@ class ServedModel:
         for program in programs.values():
             _check_targets(directory, program)
         self._programs = programs
-        self._arrays = [
-            jax.device_put(read_array(directory, stored), device, may_alias=stored.is_mapped)
-            for stored in manifest.arrays
-        ]
+        self._variables = ServedVariables(
+            {
+                stored.name: jax.device_put(
+                    read_array(directory, stored), device, may_alias=stored.is_mapped
+                )
+                for stored in manifest.arrays
+            }
+        )
         self._compiled: dict[int, Callable[..., Any]] = {}
         self._lock = threading.Lock()
+
+    @property
+    def variables(self) -> ServedVariables:
+        """The tables and other variables that `predict` reads now."""
+        return self._variables
+
+    def replace(self, arrays: Mapping[str, jax.Array], version: int) -> None:
+        """Replace variables at once: each call of `predict` reads either all old or all new ones.
+
+        Args:
+            arrays: New values by the names of the manifest's arrays; others stay as they are.
+            version: Number of the version that they are, `ServedVariables.version`.
+
+        Raises:
+            ValueError: An array has another name, shape or type than those of the model.
+        """
+        old = self._variables.arrays
+        for name, array in arrays.items():
+            if name not in old:
+                raise ValueError(f"the model has no variable {name!r}")
+            if (array.shape, array.dtype) != (old[name].shape, old[name].dtype):
+                raise ValueError(
+                    f"variable {name!r} is {old[name].dtype}{list(old[name].shape)}, got "
+                    f"{array.dtype}{list(array.shape)}"
+                )
+        new = {name: jax.device_put(array, self._device) for name, array in arrays.items()}
+        self._variables = ServedVariables({**old, **new}, version)
 
     @property
     def batch_sizes(self) -> tuple[int, ...]:
@@ -83,10 +128,22 @@ class ServedModel:
                 f"predict takes {len(self.manifest.batch.structure.parts)} arguments for {names}, "
                 f"got {len(batch)}"
             )
-        request = Request(self.manifest.batch, batch)
+        return self.predict_request(Request(self.manifest.batch, batch))
+
+    def predict_request(self, request: Request, variables: ServedVariables | None = None) -> Any:
+        """Return the outputs for a request, all by the same tables.
+
+        Args:
+            request: The samples.
+            variables: The tables and other variables; None: those of now.
+
+        Raises:
+            ValueError: As `predict`.
+        """
+        arrays = (self._variables if variables is None else variables).arrays
         results = []
         for chunk in request.chunks():
-            outputs = self._run(chunk.size.samples, chunk.arrays)
+            outputs = self._program(chunk.size.samples)(*arrays.values(), *chunk.arrays)
             results.append((chunk, outputs))
         leaves = []
         for index, output in enumerate(self.manifest.outputs):
@@ -124,10 +181,10 @@ class ServedModel:
         """Compile the programs of all batch sizes; otherwise each compiles at its first use."""
         for size in self.manifest.batch.sizes:
             shapes = self.manifest.batch.shapes(size)
-            self._run(size.samples, [np.zeros(each.shape, each.dtype) for each in shapes])
-
-    def _run(self, samples: int, arrays: list[np.ndarray]) -> Any:
-        return self._program(samples)(*self._arrays, *arrays)
+            batch = [np.zeros(each.shape, each.dtype) for each in shapes]
+            jax.block_until_ready(
+                self._program(size.samples)(*self._variables.arrays.values(), *batch)
+            )
 
     def _program(self, samples: int) -> Callable[..., Any]:
         if samples not in self._compiled:

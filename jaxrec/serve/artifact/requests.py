@@ -65,24 +65,67 @@ class Request:
     """
 
     def __init__(self, spec: BatchSpec, batch: tuple[Any, ...]):
-        self._spec = spec
         leaves = leaves_of(spec.structure, batch, "batch")
-        sizes: dict[str, int] = {}
-        self._inputs: list[np.ndarray | list[Column]] = []
-        for each, leaf in zip(spec.inputs, leaves, strict=True):
-            if isinstance(each, ArrayInput):
-                array = _array(each, leaf)
-                sizes[each.name] = len(array)
-                self._inputs.append(array)
-            else:
-                self._inputs.append(_columns(each, leaf))
-                sizes[each.name] = leaf.batch_size
+        self._set(
+            spec,
+            [
+                checked_array(each, leaf) if isinstance(each, ArrayInput) else _columns(each, leaf)
+                for each, leaf in zip(spec.inputs, leaves, strict=True)
+            ],
+        )
+
+    @classmethod
+    def of_inputs(cls, spec: BatchSpec, inputs: Sequence[np.ndarray | list[Column]]) -> Request:
+        """Make a request of the inputs of a batch, in the order of ``spec.inputs``.
+
+        Args:
+            spec: The batches that the model takes.
+            inputs: The array of each `ArrayInput`, in its type, and for each `RaggedInput` the
+                columns of its features, whose ids fit int32.
+
+        Raises:
+            ValueError: The inputs have different numbers of samples.
+        """
+        request = cls.__new__(cls)
+        request._set(spec, list(inputs))
+        return request
+
+    @classmethod
+    def joined(cls, requests: Sequence[Request]) -> Request:
+        """Return the samples of some requests for one model, in order, as one request."""
+        if len(requests) == 1:
+            return requests[0]
+        inputs = zip(*(request._inputs for request in requests), strict=True)
+        return cls.of_inputs(requests[0]._spec, [_joined(parts) for parts in inputs])
+
+    def _set(self, spec: BatchSpec, inputs: list[np.ndarray | list[Column]]) -> None:
+        self._spec, self._inputs = spec, inputs
+        sizes = {
+            each.name: len(given) if isinstance(given, np.ndarray) else _num_samples(given)
+            for each, given in zip(spec.inputs, inputs, strict=True)
+            if len(given) or isinstance(given, np.ndarray)
+        }
         if len(set(sizes.values())) > 1:
             raise ValueError(
                 "the inputs of a batch must have equally many samples, got "
                 + ", ".join(f"{size} in {name}" for name, size in sizes.items())
             )
         self.num_samples = next(iter(sizes.values()), 0)
+
+    def check(self) -> None:
+        """Check everything that `chunks` checks, so that it cannot fail.
+
+        Raises:
+            ValueError: As `chunks`.
+        """
+        self._check_fixed()
+        for (each, columns), capacities in zip(
+            self._ragged, self._spec.sizes[-1].capacities, strict=True
+        ):
+            for column, capacity in zip(columns, capacities, strict=True):
+                if column.lengths.size and (column.lengths > capacity).any():
+                    raise self._too_long(int(np.argmax(column.lengths > capacity)))
+            _check_ids(each, columns, 0, self.num_samples)
 
     def chunks(self) -> Iterator[Chunk]:
         """Yield the samples in order, cut to sizes that the model is compiled for.
@@ -168,8 +211,13 @@ class Request:
         return arrays
 
 
-def _array(each: ArrayInput, leaf: Any) -> np.ndarray:
-    """Return an input as an array of the program's type."""
+def checked_array(each: ArrayInput, leaf: Any) -> np.ndarray:
+    """Return an input as an array of the program's type.
+
+    Raises:
+        TypeError: The type is of another kind.
+        ValueError: The shape is another one, or a number does not fit the type.
+    """
     if isinstance(leaf, KeyedJaggedArray):
         raise TypeError(f"{each.name} must be an array of {each.dtype}, got a KeyedJaggedArray")
     array = np.asarray(leaf)
@@ -182,10 +230,46 @@ def _array(each: ArrayInput, leaf: Any) -> np.ndarray:
     # An empty list is an array of float64.
     if array.size and not np.can_cast(array.dtype, wanted, "same_kind"):
         raise TypeError(f"{each.name} must be an array of {each.dtype}, got {array.dtype}")
-    converted = array.astype(wanted)
-    if wanted.kind in "iu" and (converted != array).any():
+    with np.errstate(over="ignore"):
+        converted = array.astype(wanted)
+    if wanted.kind in "iu":
+        is_changed = converted != array
+    else:
+        is_changed = np.isinf(converted) & np.isfinite(array)
+    if is_changed.any():
         raise ValueError(f"{each.name} has a number that does not fit {each.dtype}")
     return converted
+
+
+def _num_samples(columns: Sequence[Column]) -> int:
+    return columns[0].lengths.size
+
+
+def _joined(parts: Sequence[np.ndarray | list[Column]]) -> np.ndarray | list[Column]:
+    """Return an input of some requests as one."""
+    arrays = [part for part in parts if isinstance(part, np.ndarray)]
+    if arrays:
+        return np.concatenate(arrays)
+    lists = [part for part in parts if isinstance(part, list)]
+    return [_joined_column(columns) for columns in zip(*lists, strict=True)]
+
+
+def _joined_column(columns: Sequence[Column]) -> Column:
+    lengths = np.concatenate([column.lengths for column in columns])
+    weights = [column.weights for column in columns if column.weights is not None]
+    return Column(
+        np.concatenate([column.ids for column in columns]),
+        lengths,
+        offsets_of(lengths),
+        np.concatenate(weights) if weights else None,
+    )
+
+
+def offsets_of(lengths: np.ndarray) -> np.ndarray:
+    """Return the offsets of bags, int64 ``[samples + 1]``, of their lengths."""
+    offsets = np.zeros(lengths.size + 1, np.int64)
+    np.cumsum(lengths, out=offsets[1:])
+    return offsets
 
 
 def _columns(each: RaggedInput, leaf: Any) -> list[Column]:
@@ -250,7 +334,7 @@ def _packed(
             weights[first:end] = column.weights[used]
         first += capacity
     if (values.view(np.uint32) >= _limits(each, tuple(capacities))).any():
-        _raise_bad_id(each, columns, start, stop)
+        _check_ids(each, columns, start, stop)
     arrays = [values, lengths.reshape(-1)]
     return arrays if weights is None else [*arrays, weights]
 
@@ -262,7 +346,8 @@ def _limits(each: RaggedInput, capacities: tuple[int, ...]) -> np.ndarray:
     return np.repeat(np.array(bounds, np.uint32), capacities)
 
 
-def _raise_bad_id(each: RaggedInput, columns: Sequence[Column], start: int, stop: int) -> None:
+def _check_ids(each: RaggedInput, columns: Sequence[Column], start: int, stop: int) -> None:
+    """Raise a ValueError where an id of some samples is outside of its table."""
     for feature, column in zip(each.features, columns, strict=True):
         used = slice(int(column.offsets[start]), int(column.offsets[stop]))
         lengths = column.lengths[start:stop]

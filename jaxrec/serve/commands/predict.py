@@ -5,12 +5,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import pathlib
-import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import tyro
@@ -21,13 +19,10 @@ from jaxrec.arguments import ConfigError, parse
 from jaxrec.atomic import write_atomically
 from jaxrec.data import DataError, ParquetGroups
 from jaxrec.serve import ArtifactError, ServedModel, load
-from jaxrec.serve.artifact.structure import flatten
+from jaxrec.serve.artifact.outputs import arrow_column, output_columns
 
 USAGE_ERRORS = (ConfigError,)
 FAILURES = (ArtifactError, DataError)
-
-# Column of the scores of a model with one output.
-SCORE = "score"
 
 # Bytes of a column that are read from a file at a time.
 _BUFFER_BYTES = 1 << 18
@@ -173,19 +168,4 @@ def _read(path: pathlib.Path, columns: list[str], batch_size: int) -> Iterator[p
 
 def _columns(outputs: Any) -> Mapping[str, pa.Array]:
     """Return outputs as columns: ``{"a": (x, y)}`` are ``a.0`` and ``a.1``, vectors are lists."""
-    _, leaves = flatten(outputs, "")
-    return {".".join(_keys(name)) or SCORE: _column(leaf) for name, leaf in leaves}
-
-
-def _keys(name: str) -> list[str]:
-    """Return the keys and indices of a leaf's name, such as ``['a'][0]``."""
-    return [key or index for key, index in re.findall(r"\['(.*?)'\]|\[(\d+)\]", name)]
-
-
-def _column(array: np.ndarray) -> pa.Array:
-    if array.dtype.kind == "V":  # bfloat16 and the like
-        array = array.astype(np.float32)
-    flat = pa.array(np.ascontiguousarray(array).reshape(-1))
-    for size in reversed(array.shape[1:]):
-        flat = pa.FixedSizeListArray.from_arrays(flat, size)
-    return flat
+    return {name: arrow_column(array) for name, array in output_columns(outputs).items()}

@@ -57,7 +57,9 @@ def test_tables_stay_in_their_files():
     served = load(RECORDED / "float32")
     (rows, *_) = (
         array
-        for array, stored in zip(served._arrays, served.manifest.arrays, strict=True)
+        for array, stored in zip(
+            served.variables.arrays.values(), served.manifest.arrays, strict=True
+        )
         if stored.is_mapped
     )
     maps = pathlib.Path("/proc/self/maps").read_text().splitlines()

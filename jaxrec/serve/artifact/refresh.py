@@ -1,0 +1,248 @@
+"""Published versions of a model, taken over by an exported model while it predicts."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Iterator, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int32, Shaped
+
+from jaxrec.embed.formats import FORMATS, RowFormat, check_rows
+from jaxrec.serve.artifact.load import ServedModel
+from jaxrec.serve.artifact.manifest import StoredTable
+from jaxrec.serve.quantized.row_map import RowMap
+from jaxrec.tier import VersionError
+from jaxrec.tier.deltas.arrow_files import read_arrays, read_rows
+from jaxrec.tier.deltas.folder import VersionFolder, VersionName
+from jaxrec.tier.deltas.manifest import ROWS, File, Files, Manifest
+
+# Number of rows that are packed and written by one call of a compiled function.
+_PART = 1 << 12
+
+
+class Refresher:
+    """Brings an exported model to the versions that `jaxrec.tier.publish` wrote.
+
+    New values are complete before `ServedModel.replace` puts them in the place of the old ones, so
+    that requests go on meanwhile and each reads one version. Memory holds the tables twice for
+    that time.
+
+    The folder's versions are of the model that was exported, with tables of the same sizes; the
+    exported tables may be quantized or pruned, and may be some of the published ones.
+
+    Args:
+        served: The exported model.
+        url: The folder of the versions, as for `jaxrec.tier.publish`.
+
+    Raises:
+        ValueError: No folder has that URL.
+
+    Example:
+        >>> import jaxrec, pathlib, tempfile
+        >>> from flax import nnx
+        >>> config = jaxrec.EmbeddingBagConfig("user", num_embeddings=100, embedding_dim=8)
+        >>> model = jaxrec.EmbeddingBagCollection([config], rngs=nnx.Rngs(0))
+        >>> path, versions = pathlib.Path(tempfile.mkdtemp(), "model"), tempfile.mkdtemp()
+        >>> jaxrec.serve.export(model, path, batch_sizes=(1,), platforms=("cpu",))
+        >>> served = jaxrec.serve.load(path)
+        >>> refresher = Refresher(served, versions)
+        >>> model.load_rows("user", [3], np.ones((1, 8)))
+        >>> _ = jaxrec.tier.publish(model, versions)
+        >>> refresher.update(), refresher.update()
+        (1, 0)
+        >>> batch = jaxrec.KeyedJaggedArray.from_lists({"user": [[3]]})
+        >>> served.predict(batch)["user"][0, :2].tolist()
+        [1.0, 1.0]
+    """
+
+    def __init__(self, served: ServedModel, url: str | os.PathLike[str]) -> None:
+        self._served, self._folder = served, VersionFolder(url)
+        self._name: VersionName | None = None
+
+    @property
+    def version(self) -> int:
+        """Number of the version that the model has; 0: as it was exported."""
+        return 0 if self._name is None else self._name.version
+
+    def update(self) -> int:
+        """Bring the model to the newest version.
+
+        Deltas are taken over in order. If one is missing or damaged, or the model has no version
+        yet, the newest whole full version and the deltas after it are taken.
+
+        Returns:
+            The number of versions that were taken over; 0 if there is no new one.
+
+        Raises:
+            VersionError: A version is damaged or missing, and no full one takes its place. The
+                model stays as it is, here and in the following cases.
+            ValueError: The versions are of another model, or have rows that a format cannot hold.
+            OSError: A file cannot be read.
+        """
+        names = self._folder.names()
+        if not names or names[-1] == self._name:
+            return 0
+        damage: VersionError | None = None
+        for chain in self._chains(names):
+            try:
+                self._take_over(chain)
+                return len(chain)
+            except VersionError as error:
+                damage = damage or error
+        raise VersionError(
+            f"{damage or f'{self._folder}: there is no full version to begin with'}; publish a "
+            "full version, by jaxrec.tier.publish with full_every=1"
+        )
+
+    def _chains(self, names: Sequence[VersionName]) -> Iterator[list[tuple[VersionName, bool]]]:
+        """Yield the versions that lead to the newest one, and whether each is taken as full."""
+        if self._name in names:
+            newer = names[names.index(self._name) + 1 :]
+            yield [(name, False) for name in newer]
+        for index in reversed(range(len(names))):
+            try:
+                is_full = self._folder.read_manifest(names[index]).full is not None
+            except VersionError:
+                continue
+            if is_full:
+                yield [(names[index], True)] + [(name, False) for name in names[index + 1 :]]
+
+    def _take_over(self, chain: Sequence[tuple[VersionName, bool]]) -> None:
+        staged = _Staged(self._served)
+        before = "" if self._name is None else self._name.token
+        for name, is_full in chain:
+            manifest = self._folder.read_manifest(name)
+            files = manifest.full if is_full else manifest.delta
+            if files is None or not (is_full or manifest.base == before):
+                raise VersionError(
+                    f"{self._folder}: version {name.version} does not follow the version before "
+                    "it: versions between them are missing, or the publisher was started again"
+                )
+            self._read(manifest, files, staged)
+            before = name.token
+        self._served.replace(staged.arrays, chain[-1][0].version)
+        self._name = chain[-1][0]
+
+    def _read(self, manifest: Manifest, files: Files, staged: _Staged) -> None:
+        """Check the files of a version and stage their values."""
+        for table in self._served.manifest.tables:
+            name = f"{table.collection}/{table.name}" if table.collection else table.name
+            self._check_table(manifest, table, name)
+            if (file := files.get(name, {}).get(ROWS)) is not None:
+                self._folder.check(file)
+                for ids, rows in self._rows(file, manifest, name):
+                    staged.write(table, ids, rows)
+        self._folder.check(manifest.dense)
+        with self._folder.open(manifest.dense) as source:
+            staged.set_dense(read_arrays(source))
+
+    def _check_table(self, manifest: Manifest, table: StoredTable, name: str) -> None:
+        facts = manifest.tables.get(name)
+        if facts is None:
+            raise ValueError(
+                f"{self._folder}: version {manifest.version} has no table {name!r}, which the "
+                "exported model has; publish the model that was exported"
+            )
+        published = (facts.num_embeddings, facts.embedding_dim)
+        exported = (table.num_embeddings, table.embedding_dim)
+        if facts.is_open or facts.seed is not None or published != exported:
+            form = f"the shape {list(published)}"
+            if facts.is_open or facts.seed is not None:
+                form = "an open vocabulary" if facts.is_open else "a cache (jaxrec.tier.Cached)"
+            raise ValueError(
+                f"{self._folder}: table {name!r} was published with {form}, but exported with the "
+                f"shape {list(exported)}; export the model that is published"
+            )
+
+    def _rows(
+        self, file: File, manifest: Manifest, name: str
+    ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        facts = manifest.tables[name]
+        shape = jax.ShapeDtypeStruct((0, facts.embedding_dim), jnp.dtype(facts.dtype))
+        with self._folder.open(file) as source:
+            for ids, values in read_rows(source, {"rows": shape}):
+                yield ids, values["rows"]
+
+
+class _Staged:
+    """New values of a model's variables, which nothing reads yet.
+
+    Attributes:
+        arrays: The values by name; those that are not here do not change.
+    """
+
+    def __init__(self, served: ServedModel) -> None:
+        self._served = served
+        self._old = served.variables.arrays
+        self._dense = [each.name for each in served.manifest.arrays if not each.is_mapped]
+        self.arrays: dict[str, Array] = {}
+
+    def write(self, table: StoredTable, ids: np.ndarray, rows: np.ndarray) -> None:
+        """Set the rows of ids of a table, packed in its format."""
+        row_format = FORMATS[table.row_format]
+        for number in (ids[~((ids >= 0) & (ids < table.num_embeddings))])[:1]:
+            raise ValueError(f"table {table.name!r}: id {number} is outside of the table")
+        check_rows(row_format, f"table {table.name!r}, given ", rows)
+        slots = self._slots(table, ids)
+        rows, slots = rows[slots >= 0], slots[slots >= 0]
+        if table.array not in self.arrays:
+            self.arrays[table.array] = jnp.copy(self._old[table.array])
+        for start in range(0, len(slots), _PART):
+            part, places = rows[start : start + _PART], slots[start : start + _PART]
+            missing = _PART - len(part)
+            array = self.arrays[table.array]
+            self.arrays[table.array] = _write(
+                array,
+                # A slot outside of the array is not written.
+                np.pad(places, (0, missing), constant_values=array.shape[0]),
+                np.pad(part, ((0, missing), (0, 0))),
+                row_format=row_format,
+            )
+
+    def _slots(self, table: StoredTable, ids: np.ndarray) -> np.ndarray:
+        """Return the row of each id in the table's array, -1 for pruned ids."""
+        maps = f"{table.collection}/" * bool(table.collection) + f"row_maps/{table.name}"
+        if f"{maps}/kept" not in self._old:
+            return (ids + table.first_row).astype(np.int32)
+        kept, before = (self._old[f"{maps}/{name}"] for name in ("kept", "before"))
+        num_rows = int(np.bitwise_count(np.asarray(kept)).sum())
+        row_map = RowMap(kept, before, table.num_embeddings, num_rows)
+        slots = row_map.find_on_host(ids)
+        return np.where(slots == num_rows, -1, slots + table.first_row).astype(np.int32)
+
+    def set_dense(self, published: dict[str, np.ndarray]) -> None:
+        """Set the variables outside of tables.
+
+        Raises:
+            ValueError: One was not published, or has another shape or type.
+        """
+        for name in self._dense:
+            old = self._old[name]
+            if name not in published:
+                raise ValueError(
+                    f"variable {name!r} was not published; publish the model that was exported"
+                )
+            new = published[name]
+            if (new.shape, new.dtype) != (old.shape, old.dtype):
+                raise ValueError(
+                    f"variable {name!r} was published as {new.dtype}{list(new.shape)}, but "
+                    f"exported as {old.dtype}{list(old.shape)}; export the model that is published"
+                )
+            self.arrays[name] = jnp.array(new)
+
+
+@functools.partial(jax.jit, static_argnames="row_format", donate_argnums=0)
+def _write(
+    array: Shaped[Array, "rows width"],
+    slots: Int32[Array, " n"],
+    rows: Float[Array, "n dim"],
+    *,
+    row_format: RowFormat,
+) -> Shaped[Array, "rows width"]:
+    """Pack rows and set them, in place: the array is donated."""
+    packed = row_format.pack(rows).astype(array.dtype)
+    return array.at[slots].set(packed, mode="drop")

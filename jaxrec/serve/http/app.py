@@ -1,0 +1,307 @@
+"""The ASGI application: its routes, and the life of the model behind them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import Message, Receive, Scope, Send
+
+from jaxrec.serve.artifact.load import ServedModel
+from jaxrec.serve.artifact.refresh import Refresher
+from jaxrec.serve.http import arrow_body, json_body, metrics, page
+from jaxrec.serve.http.arrow_body import ArrowDecoder
+from jaxrec.serve.http.batcher import Batcher
+from jaxrec.serve.http.body import Memory, discard
+from jaxrec.serve.http.description import describe
+from jaxrec.serve.http.errors import RequestError, busy
+from jaxrec.serve.http.follow import Follower
+from jaxrec.serve.http.json_body import JsonDecoder
+from jaxrec.serve.http.limits import Limits
+from jaxrec.serve.http.metrics import Metrics
+from jaxrec.serve.http.predictor import Predictor
+
+logger = logging.getLogger(__name__)
+
+VERSION_HEADER = "x-jaxrec-tables"
+
+# Bodies and responses above this size are decoded and encoded in a thread.
+_INLINE_BYTES = 1 << 16
+_INLINE_SAMPLES = 1 << 10
+
+Result = TypeVar("Result")
+
+
+class Application:
+    """An endpoint for one model.
+
+    Args:
+        served: The model.
+        limits: Limits of the endpoint.
+        refresher: Takes published versions over; None: the tables stay as they are.
+        poll_seconds: Seconds between two looks for published versions.
+        allowed_hosts: Names and addresses of the ``Host`` header; empty: all.
+
+    Attributes:
+        is_ready: Whether requests are answered.
+        is_stopping: Whether connections are closed after their response.
+        failure: Error that ended the start; None: there is none.
+        asgi: The application for uvicorn.
+    """
+
+    def __init__(
+        self,
+        served: ServedModel,
+        limits: Limits,
+        *,
+        refresher: Refresher | None = None,
+        poll_seconds: float = 10.0,
+        allowed_hosts: Sequence[str] = (),
+    ) -> None:
+        self.served, self.limits, self.metrics = served, limits, Metrics()
+        self._predictor = Predictor(served)
+        columns = self._predictor.columns
+        self._batcher = Batcher(self._predictor.predict, limits, self.metrics)
+        self._memory = Memory(limits, self.metrics)
+        self._follower = Follower(served, refresher, poll_seconds, self.metrics)
+        self._decoders = {
+            json_body.MEDIA_TYPE: JsonDecoder(columns, limits.max_samples).decode,
+            arrow_body.MEDIA_TYPE: ArrowDecoder(columns, limits.max_samples).decode,
+        }
+        self._allowed_hosts = frozenset(allowed_hosts)
+        self.is_ready = self.is_stopping = False
+        self.failure: Exception | None = None
+        self.asgi = Starlette(
+            routes=[
+                Route("/predict", self._predict, methods=["POST"]),
+                Route("/health", self._health),
+                Route("/ready", self._ready),
+                Route("/metrics", self._metrics),
+                Route("/model", self._model),
+                Route("/example", self._example),
+                Route("/", self._page),
+            ],
+            exception_handlers={
+                RequestError: self._refused,
+                HTTPException: self._no_route,
+                Exception: self._failed,
+            },
+            lifespan=self._lifespan,
+        )
+
+    def stop(self) -> None:
+        """Say that the endpoint is not ready, and close connections after their response."""
+        self.is_ready, self.is_stopping = False, True
+        self.metrics.is_ready.set(0)
+
+    @contextlib.asynccontextmanager
+    async def _lifespan(self, _: Any) -> AsyncIterator[None]:
+        tasks = [asyncio.create_task(self._start()), asyncio.create_task(self._batcher.run())]
+        try:
+            yield
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            self._batcher.thread.shutdown(wait=False, cancel_futures=True)
+
+    async def _start(self) -> None:
+        """Take published versions over, compile the programs, be ready, and follow versions."""
+        loop = asyncio.get_running_loop()
+        try:
+            await self._follower.begin()
+            await loop.run_in_executor(self._batcher.thread, self.served.warm_up)
+        except Exception as error:
+            self.failure = error
+            return
+        if not self.is_stopping:
+            self.is_ready = True
+            self.metrics.is_ready.set(1)
+        await self._follower.follow()
+
+    async def _predict(self, request: Request) -> Response:
+        start = time.perf_counter()
+        try:
+            response = await self._scores(request)
+        except RequestError as error:
+            response = self._error_response(request, error)
+        self.metrics.seconds.observe(time.perf_counter() - start)
+        self.metrics.responses.labels(response.status_code).inc()
+        return response
+
+    async def _scores(self, request: Request) -> Response:
+        self._check_host(request)
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        decode = self._decoders.get(kind)
+        if decode is None:
+            raise RequestError(
+                415,
+                f"the body is of type {kind or 'unknown'}; send {' or '.join(self._decoders)} "
+                "with a content-type that says so",
+            )
+        accepted = _accepted(request.headers.get("accept", ""), kind)
+        if not self.is_ready and not self.is_stopping:
+            raise busy("the model is being loaded; try again later")
+        with self._memory.body() as body:
+            try:
+                received = await body.read(request)
+            except ClientDisconnect:
+                raise RequestError(400, "the client closed the connection") from None
+            payload = await self._offload(len(received) > _INLINE_BYTES, decode, received)
+            scores = await self._batcher.submit(payload)
+        encode = arrow_body.encode if accepted == arrow_body.MEDIA_TYPE else json_body.encode
+        content = await self._offload(payload.num_samples > _INLINE_SAMPLES, encode, scores.columns)
+        return self._respond(
+            content, media_type=accepted, headers={VERSION_HEADER: str(scores.version)}
+        )
+
+    async def _offload(
+        self, is_large: bool, function: Callable[[Any], Result], argument: Any
+    ) -> Result:
+        """Call a function, in the thread that predicts if that takes long.
+
+        One large body at a time is decoded, which takes several times its bytes.
+        """
+        if not is_large:
+            return function(argument)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._batcher.thread, function, argument)
+
+    async def _health(self, _: Request) -> Response:
+        return self._json(200, {"status": "alive"})
+
+    async def _ready(self, _: Request) -> Response:
+        if self.is_ready:
+            return self._json(200, {"status": "ready"})
+        status = "stopping" if self.is_stopping else "starting"
+        return self._json(503, {"status": status})
+
+    async def _metrics(self, request: Request) -> Response:
+        self._check_host(request)
+        return self._respond(self.metrics.text(), media_type=metrics.MEDIA_TYPE)
+
+    async def _model(self, request: Request) -> Response:
+        self._check_host(request)
+        return self._json(200, describe(self.served, self._predictor.columns, self.limits))
+
+    async def _example(self, request: Request) -> Response:
+        self._check_host(request)
+        return self._json(200, self._predictor.columns.example())
+
+    async def _page(self, request: Request) -> Response:
+        self._check_host(request)
+        return self._respond(page.HTML, media_type="text/html", headers=page.HEADERS)
+
+    def _check_host(self, request: Request) -> None:
+        """Raise where the ``Host`` header names another server.
+
+        A web page whose name its owner points at this machine ("DNS rebinding") sends its own name.
+        """
+        if not self._allowed_hosts:
+            return
+        name = request.headers.get("host", "")
+        name = name[: name.rfind("]") + 1] if name.startswith("[") else name.partition(":")[0]
+        if name.lower() not in self._allowed_hosts:
+            raise RequestError(
+                421, f"host {name!r} is not this server; start it with --allowed-hosts {name}"
+            )
+
+    async def _refused(self, request: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestError)
+        return self._error_response(request, error)
+
+    async def _no_route(self, request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        problem = f"{request.method} {request.url.path}: {error.detail.lower()}"
+        return self._json(
+            error.status_code, {"error": f"{problem}; POST /predict, or GET / for more"},
+            error.headers,
+        )  # fmt: skip
+
+    async def _failed(self, _: Request, error: Exception) -> Response:
+        logger.error("a request failed", exc_info=error)
+        return self._json(500, {"error": "the request failed; the server's log says why"})
+
+    def _error_response(self, request: Request, error: RequestError) -> Response:
+        if error.status in (408, 413):
+            content = msgspec.json.encode({"error": error.message})
+            return _Refusal(request, content, error.status)
+        return self._json(error.status, {"error": error.message}, error.headers)
+
+    def _json(self, status: int, content: Any, headers: Any = None) -> Response:
+        encoded = msgspec.json.encode(content)
+        return self._respond(encoded, status, json_body.MEDIA_TYPE, headers)
+
+    def _respond(
+        self, content: bytes, status: int = 200, media_type: str = "", headers: Any = None
+    ) -> Response:
+        response = Response(content, status, headers, media_type)
+        if self.is_stopping:
+            response.headers["connection"] = "close"
+        return response
+
+
+class _Refusal(Response):
+    """A response to a request whose body is not read to its end.
+
+    The client gets the whole response while the rest of its body is read and forgotten for a
+    moment; then the connection is closed.
+    """
+
+    def __init__(self, request: Request, content: bytes, status: int) -> None:
+        super().__init__(content, status, {"connection": "close"}, json_body.MEDIA_TYPE)
+        self._request = request
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        start: Message = {
+            "type": "http.response.start",
+            "status": self.status_code,
+            "headers": self.raw_headers,
+        }
+        await send(start)
+        await send({"type": "http.response.body", "body": self.body, "more_body": True})
+        await discard(self._request)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def loopback_hosts(host: str) -> tuple[str, ...]:
+    """Return the names of a server that listens on a loopback address; none for other addresses.
+
+    Example:
+        >>> loopback_hosts("127.0.0.1"), loopback_hosts("0.0.0.0")
+        (('localhost', '127.0.0.1', '[::1]'), ())
+    """
+    with contextlib.suppress(ValueError):
+        if not ipaddress.ip_address(host).is_loopback:
+            return ()
+        shown = f"[{host}]" if ":" in host else host
+        return tuple(dict.fromkeys(["localhost", "127.0.0.1", "[::1]", shown]))
+    return ("localhost", "127.0.0.1", "[::1]") if host == "localhost" else ()
+
+
+def _accepted(header: str, default: str) -> str:
+    """Return the media type of a response, given the ``Accept`` header and the body's type.
+
+    Raises:
+        RequestError: The client accepts neither JSON nor Arrow.
+    """
+    kinds = [each.partition(";")[0].strip().lower() for each in header.split(",") if each.strip()]
+    for kind in kinds:
+        if kind in (json_body.MEDIA_TYPE, arrow_body.MEDIA_TYPE):
+            return kind
+    if not kinds or any(kind in ("*/*", "application/*") for kind in kinds):
+        return default
+    raise RequestError(
+        406, f"accept {json_body.MEDIA_TYPE} or {arrow_body.MEDIA_TYPE}, got {header}"
+    )

@@ -1,0 +1,165 @@
+"""Arrow bodies: IPC streams of record batches."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+
+import numpy as np
+import pyarrow as pa
+from flatbuffers import number_types
+from flatbuffers.table import Table as FlatTable
+
+from jaxrec.serve.artifact.outputs import arrow_column
+from jaxrec.serve.http.errors import RequestError, invalid
+from jaxrec.serve.http.input_column import InputColumn
+from jaxrec.serve.http.input_columns import InputColumns
+from jaxrec.serve.http.json_body import missing
+from jaxrec.serve.http.payload import Payload
+
+MEDIA_TYPE = "application/vnd.apache.arrow.stream"
+
+# Places of fields in the tables of format/Message.fbs of Arrow's specification.
+_HEADER_TYPE, _HEADER, _COMPRESSION = 6, 8, 10
+_DICTIONARY_BATCH, _RECORD_BATCH = 2, 3
+
+# Errors of PyArrow and of flatbuffers that read damaged messages.
+_DAMAGE = (
+    ValueError, TypeError, KeyError, IndexError, OverflowError, MemoryError, OSError, struct.error,
+)  # fmt: skip
+
+
+class ArrowDecoder:
+    """Decodes Arrow IPC streams with a column for each column of the model.
+
+    Compressed buffers and dictionaries are refused: a small body could hold any number of values
+    with them.
+
+    Args:
+        columns: The columns of the model.
+        max_samples: Largest number of samples of a body.
+    """
+
+    def __init__(self, columns: InputColumns, max_samples: int) -> None:
+        self._columns, self._names = columns.columns, columns.names
+        self._max_samples = max_samples
+
+    def decode(self, body: bytes | bytearray) -> Payload:
+        """Return the columns of a body.
+
+        Raises:
+            RequestError: The body is no Arrow stream or is damaged, lacks a column, or has a
+                column of a type that requests do not have.
+        """
+        buffer = pa.py_buffer(bytes(body))
+        try:
+            table = self._read(buffer)
+        except (*_DAMAGE, pa.ArrowException) as error:
+            reason = " ".join(str(error).split()) or type(error).__name__
+            raise invalid(f"the body is no Arrow IPC stream, or damaged: {reason}") from None
+        return Payload(table, len(table), len(body))
+
+    def _read(self, buffer: pa.Buffer) -> pa.Table:
+        _check_messages(buffer)
+        with pa.ipc.open_stream(buffer) as stream:
+            schema = stream.schema
+            found = schema.names
+            for name in self._names:
+                if (count := found.count(name)) != 1:
+                    raise invalid(
+                        f"the request has {count} columns {name!r}"
+                        if count
+                        else missing(name, self._names)
+                    )
+            for field in schema:
+                _check_type(field)
+            batches, rows = [], 0
+            for batch in stream:
+                rows += len(batch)
+                if rows > self._max_samples:
+                    raise RequestError(
+                        413,
+                        f"the request has {rows:,} samples or more, and the server takes "
+                        f"{self._max_samples:,} at most",
+                    )
+                batches.append(batch)
+        table = pa.Table.from_batches(batches, schema).select(list(self._names))
+        table.validate(full=True)
+        typed = [
+            _typed(column, table[column.name]) if _is_untyped(table[column.name].type) else None
+            for column in self._columns
+        ]
+        if any(each is not None for each in typed):
+            arrays = [each or table[name] for name, each in zip(self._names, typed, strict=True)]
+            table = pa.table(arrays, list(self._names))
+        return table
+
+
+def encode(columns: Mapping[str, np.ndarray]) -> bytes:
+    """Return a body of scores."""
+    table = pa.table({name: arrow_column(array) for name, array in columns.items()})
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, table.schema) as stream:
+        stream.write_table(table)
+    return sink.getvalue().to_pybytes()
+
+
+def _check_messages(buffer: pa.Buffer) -> None:
+    """Raise where a message of the stream has what small bodies could hold any number of."""
+    for message in pa.ipc.MessageReader.open_stream(buffer):
+        metadata = message.metadata.to_pybytes()
+        (root,) = struct.unpack_from("<I", metadata)
+        header = FlatTable(metadata, root)
+        header_type = _header_type(header)
+        if header_type == _DICTIONARY_BATCH:
+            raise invalid("the body has dictionaries; send plain values")
+        if header_type == _RECORD_BATCH:
+            batch = FlatTable(metadata, header.Indirect(root + header.Offset(_HEADER)))
+            if batch.Offset(_COMPRESSION):
+                raise invalid("the body is compressed; send it without compression")
+
+
+def _header_type(message: FlatTable) -> int:
+    offset = message.Offset(_HEADER_TYPE)
+    return message.Get(number_types.Uint8Flags, offset + message.Pos) if offset else 0
+
+
+def _is_untyped(kind: pa.DataType) -> bool:
+    return pa.types.is_null(kind) or (pa.types.is_list(kind) and pa.types.is_null(kind.value_type))
+
+
+def _typed(column: InputColumn, values: pa.ChunkedArray) -> pa.ChunkedArray:
+    """Return a column without any value, or with empty lists alone, in the type of the model.
+
+    Writers of Arrow give such a column the type null.
+    """
+    kind = column.arrow_type or pa.string()
+    if pa.types.is_list(values.type):
+        if any(len(chunk.flatten()) for chunk in values.chunks):
+            raise invalid(f"column {column.name!r}: a value of a list is null")
+        kind = pa.list_(kind)
+    return values.cast(kind)
+
+
+def _check_type(field: pa.Field) -> None:
+    kind = field.type
+    types = pa.types
+    while types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+        if types.is_fixed_size_list(kind) and kind.list_size == 0:
+            raise invalid(f"column {field.name!r} has lists of the fixed size 0")
+        kind = kind.value_type
+    plain = (
+        _is_untyped(field.type)
+        or types.is_integer(kind)
+        or types.is_floating(kind)
+        or types.is_boolean(kind)
+        or types.is_string(kind)
+        or types.is_large_string(kind)
+        or types.is_binary(kind)
+        or types.is_large_binary(kind)
+    )
+    if not plain:
+        raise invalid(
+            f"column {field.name!r} is of type {field.type}; send integers, floats, bools, "
+            "strings, bytes, or lists of these"
+        )

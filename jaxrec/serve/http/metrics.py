@@ -1,0 +1,82 @@
+"""Prometheus metrics of the HTTP endpoint."""
+
+from __future__ import annotations
+
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    ProcessCollector,
+    generate_latest,
+)
+
+MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+_SECONDS = (0.0005, 0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.128, 0.25, 0.5, 1, 2, 4, 8)
+_SAMPLES = tuple(float(1 << power) for power in range(0, 17, 2))
+
+
+class Metrics:
+    """The metrics of one endpoint.
+
+    Attributes:
+        responses: Responses to ``/predict``, by status.
+        seconds: Seconds from a request's header to its response.
+        batch_samples: Samples that are predicted together.
+        batch_requests: Requests that are predicted together.
+        batch_seconds: Seconds in which they are encoded and predicted.
+        waiting: Samples that wait.
+        body_bytes: Bytes of bodies in memory.
+        connections: Open connections.
+        is_ready: 1 if the endpoint is ready.
+        tables_version: Version of the tables.
+        refresh_errors: Times that published versions could not be taken over.
+    """
+
+    def __init__(self) -> None:
+        registry = self._registry = CollectorRegistry()
+        ProcessCollector(registry=registry)
+        self.responses = Counter(
+            "jaxrec_responses", "Responses to /predict.", ["status"], registry=registry
+        )
+        self.seconds = Histogram(
+            "jaxrec_request_seconds",
+            "Seconds from the header of a request to its response.",
+            buckets=_SECONDS,
+            registry=registry,
+        )
+        self.batch_samples = Histogram(
+            "jaxrec_batch_samples",
+            "Samples that are predicted together.",
+            buckets=_SAMPLES,
+            registry=registry,
+        )
+        self.batch_requests = Histogram(
+            "jaxrec_batch_requests",
+            "Requests that are predicted together.",
+            buckets=_SAMPLES,
+            registry=registry,
+        )
+        self.batch_seconds = Histogram(
+            "jaxrec_batch_seconds",
+            "Seconds in which requests are encoded and predicted.",
+            buckets=_SECONDS,
+            registry=registry,
+        )
+        self.waiting = Gauge("jaxrec_waiting_samples", "Samples that wait.", registry=registry)
+        self.body_bytes = Gauge("jaxrec_body_bytes", "Bytes of bodies.", registry=registry)
+        self.connections = Gauge("jaxrec_connections", "Open connections.", registry=registry)
+        self.is_ready = Gauge("jaxrec_ready", "1 if requests are answered.", registry=registry)
+        self.tables_version = Gauge(
+            "jaxrec_tables_version", "Version of the tables.", registry=registry
+        )
+        self.refresh_errors = Counter(
+            "jaxrec_refresh_errors",
+            "Times that published versions could not be taken over.",
+            registry=registry,
+        )
+
+    def text(self) -> bytes:
+        """Return all metrics in Prometheus' text format."""
+        return generate_latest(self._registry)

@@ -1,0 +1,112 @@
+"""Prediction of several requests by one call of a model."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from jaxrec.serve.artifact.load import ServedModel
+from jaxrec.serve.artifact.outputs import output_columns
+from jaxrec.serve.artifact.requests import Request
+from jaxrec.serve.http.argument_columns import ArgumentColumns
+from jaxrec.serve.http.errors import RequestError, invalid
+from jaxrec.serve.http.input_columns import InputColumns
+from jaxrec.serve.http.payload import Payload
+from jaxrec.serve.http.raw_columns import RawColumns
+
+# Errors of values that a model cannot take.
+_INPUT_ERRORS = (ValueError, TypeError, KeyError, OverflowError, pa.ArrowException)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Scores:
+    """The response to a request.
+
+    Attributes:
+        columns: The outputs by name, ``[samples, ...]`` each.
+        version: Version of the tables that all of them were computed with.
+    """
+
+    columns: Mapping[str, np.ndarray]
+    version: int
+
+
+class Predictor:
+    """Predicts the samples of several requests together.
+
+    Args:
+        served: The model.
+    """
+
+    def __init__(self, served: ServedModel) -> None:
+        self.served = served
+        self.columns: InputColumns = (
+            ArgumentColumns(served.manifest.batch)
+            if served.encoder is None
+            else RawColumns(served.encoder, served.manifest.batch)
+        )
+
+    def predict(self, payloads: Sequence[Payload]) -> list[Scores | RequestError]:
+        """Return the scores of each request, or what is wrong with it.
+
+        A wrong request does not change the results of others. All scores are of one version.
+        """
+        results: dict[int, Scores | RequestError] = {}
+        try:
+            requests = [self._joined(dict(enumerate(payloads)))]
+        except _INPUT_ERRORS:
+            requests = []
+            for number, payload in enumerate(payloads):
+                try:
+                    requests.append(self._joined({number: payload}))
+                except _INPUT_ERRORS as error:
+                    results[number] = invalid(_message(error))
+        if requests:
+            order = [number for numbers, _ in requests for number in numbers]
+            request = Request.joined([request for _, request in requests])
+            results |= self._scores(request, {i: payloads[i].num_samples for i in order})
+        return [results[number] for number in range(len(payloads))]
+
+    def _scores(self, request: Request, sizes: Mapping[int, int]) -> dict[int, Scores]:
+        """Return the scores of some requests, whose samples follow each other in one request.
+
+        Args:
+            request: The samples.
+            sizes: Number of samples of each request, in order.
+        """
+        variables = self.served.variables
+        columns = output_columns(self.served.predict_request(request, variables))
+        results, start = {}, 0
+        for number, size in sizes.items():
+            parts = {name: array[start : start + size] for name, array in columns.items()}
+            results[number] = Scores(parts, variables.version)
+            start += size
+        return results
+
+    def _joined(self, payloads: Mapping[int, Payload]) -> tuple[list[int], Request]:
+        """Return the numbers of some payloads in the order of their samples, and these samples."""
+        lists: dict[int, Mapping[str, list[Any]]] = {}
+        tables: dict[pa.Schema, dict[int, pa.Table]] = {}
+        for number, payload in payloads.items():
+            columns = payload.columns
+            if isinstance(columns, pa.Table):
+                plain = columns.replace_schema_metadata()
+                tables.setdefault(plain.schema, {})[number] = plain
+            else:
+                lists[number] = columns
+        order, requests = list(lists), []
+        if lists:
+            requests.append(self.columns.request(self.columns.table([*lists.values()])))
+        for of_schema in tables.values():
+            requests.append(self.columns.request(pa.concat_tables(of_schema.values())))
+            order += of_schema
+        return order, Request.joined(requests)
+
+
+def _message(error: Exception) -> str:
+    text = error.args[0] if isinstance(error, KeyError) and error.args else error
+    return " ".join(str(text).split())

@@ -1,0 +1,92 @@
+"""Requests of raw columns, which the encoder of the model encodes as in training."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from jaxrec.data import TableEncoder
+from jaxrec.data.encode import Moments, joined
+from jaxrec.data.encoder import bags_of
+from jaxrec.serve.artifact.batch_spec import ArrayInput, BatchSpec
+from jaxrec.serve.artifact.requests import Column, Request, offsets_of
+from jaxrec.serve.http.input_column import InputColumn, Kind
+from jaxrec.serve.http.input_columns import InputColumns
+
+
+class RawColumns(InputColumns):
+    """The columns of an encoder's schema.
+
+    Args:
+        encoder: The encoder of the model.
+        spec: The batches that the model takes, ``(dense, features)``.
+    """
+
+    def __init__(self, encoder: TableEncoder, spec: BatchSpec) -> None:
+        super().__init__([*_dense(encoder), *_categorical(encoder)])
+        self._encoder, self._spec = encoder, spec
+
+    def request(self, table: pa.Table) -> Request:
+        encoded = self._encoder.encode(table.select(self.names), "the request")
+        schema = self._encoder.schema
+        dense = np.zeros((len(table), len(schema.dense)), np.float32)
+        for number, name in enumerate(schema.dense):
+            dense[:, number] = joined(encoded[name]).to_numpy()
+        (ragged,) = self._spec.ragged
+        bags = [_bags(joined(encoded[name])) for name in ragged.keys]
+        inputs = [dense if isinstance(each, ArrayInput) else bags for each in self._spec.inputs]
+        request = Request.of_inputs(self._spec, inputs)
+        request.check()
+        return request
+
+
+def _bags(column: pa.Array) -> Column:
+    """Return the row indices of an encoded column."""
+    ids, lengths = bags_of(column)
+    return Column(ids, lengths, offsets_of(lengths), None)
+
+
+def _dense(encoder: TableEncoder) -> Iterator[InputColumn]:
+    for name in encoder.schema.dense:
+        mean = encoder.moments.get(name, Moments()).mean
+        value = float(f"{mean:.3g}") if math.isfinite(mean) else 0.0
+        yield InputColumn(
+            name, "number", may_be_null=True, arrow_type=pa.float64(), example=(value, value + 1)
+        )
+
+
+def _categorical(encoder: TableEncoder) -> Iterator[InputColumn]:
+    for name, options in encoder.schema.categorical.items():
+        kind: Kind = "text or integer"
+        arrow_type, num_ids = None, None
+        values: list[Any] = [0, 1]
+        if options.encoding == "vocabulary":
+            vocabulary = encoder.vocabularies[name].values
+            is_integer = pa.types.is_integer(vocabulary.type)
+            kind, arrow_type = ("integer" if is_integer else "text"), vocabulary.type
+            values = [_shown(value) for value in vocabulary[:2].to_pylist()]
+            values = values or ([0] if is_integer else [""])
+        elif options.encoding in ("ids", "modulo"):
+            kind, arrow_type = "integer", pa.int64()
+            num_ids = options.num_embeddings if options.encoding == "ids" else None
+            values = [0, 0 if num_ids == 1 else 1]
+        first, last = values[0], values[-1]
+        is_list = name in encoder.lengths
+        yield InputColumn(
+            name,
+            kind,
+            is_list=is_list,
+            num_ids=num_ids,
+            may_be_null=True,
+            arrow_type=arrow_type,
+            example=([first, last], []) if is_list else (first, last),
+        )
+
+
+def _shown(value: Any) -> Any:
+    """Return a value of a vocabulary as JSON has it."""
+    return value.decode(errors="replace") if isinstance(value, bytes) else value
