@@ -9,9 +9,11 @@ from hypothesis import strategies as st
 
 import jaxrec
 from jaxrec.serve.artifact.batch_spec import ArrayInput, BatchSize, BatchSpec, Feature, RaggedInput
+from jaxrec.serve.artifact.inputs import batch_spec
 from jaxrec.serve.artifact.requests import Request
 from jaxrec.serve.artifact.structure import Structure
 from tests.fuzz import max_examples
+from tests.serve.models import clicks, dlrm
 
 PAIR = Structure("tuple", (), (Structure(), Structure()))
 
@@ -207,3 +209,39 @@ def test_integers_that_do_not_fit():
         Request(spec, (np.array([2**31]),))
     with pytest.raises(TypeError, match="must be an array of int32, got float64"):
         Request(spec, ([1.5],))
+
+
+def test_joined_requests_are_one_request():
+    """The samples of several requests, in order, make the chunks of one request of all of them."""
+    spec = batch_spec_of(dlrm())
+    requests = [Request(spec, clicks(samples)) for samples in (3, 1, 5)]
+    joined = Request.joined(requests)
+    assert joined.num_samples == 9
+    joined.check()
+    (chunk,) = joined.chunks()
+    parts = [next(iter(request.chunks())) for request in requests]
+    dense = [part.arrays[0][: part.stop] for part in parts]
+    np.testing.assert_array_equal(chunk.arrays[0][:9], np.concatenate(dense))
+    lengths = [part.arrays[2].reshape(3, -1)[:, : part.stop] for part in parts]
+    np.testing.assert_array_equal(
+        chunk.arrays[2].reshape(3, -1)[:, :9], np.concatenate(lengths, axis=1)
+    )
+    assert Request.joined(requests[:1]) is requests[0]
+
+
+def test_a_checked_request_has_no_wrong_sample():
+    dense, features = clicks(4)
+    values = np.array(features.values)
+    values[0] = 50
+    wrong = jaxrec.KeyedJaggedArray(
+        values, np.ones_like(features.lengths), keys=features.keys,
+        capacities=features.capacities, strides=features.strides,
+    )  # fmt: skip
+    request = Request(batch_spec_of(dlrm()), (dense, wrong))
+    with pytest.raises(ValueError, match="feature 'user', sample 0: id 50 is outside"):
+        request.check()
+
+
+def batch_spec_of(case):
+    function = type(case.model).__call__
+    return batch_spec(case.model, function, case.batch(20), None, (16,), None)
