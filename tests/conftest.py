@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import sys
 import tempfile
 from collections.abc import Iterator
 
@@ -20,6 +21,7 @@ from tests.quick import (
     cores,
     free_programs,
     sort_slow_first,
+    thin_out,
 )
 from tests.typecheck import typechecked
 
@@ -46,7 +48,12 @@ hypothesis.settings.load_profile("jaxrec")
 finished_tests = itertools.count(1)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+# At most so many cases of a test with parameters run; by default all.
+MOST_CASES = int(os.environ.get("JAXREC_TEST_CASES", sys.maxsize))
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    config.hook.pytest_deselected(items=thin_out(items, MOST_CASES))
     sort_slow_first(items)
 
 

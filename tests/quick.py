@@ -63,6 +63,24 @@ def sort_slow_first(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: places.get(item.nodeid.partition("::")[0], len(places)))
 
 
+def thin_out(items: list[pytest.Item], most: int) -> list[pytest.Item]:
+    """Keep at most so many cases of each test, spread evenly over its parameters.
+
+    Returns:
+        The cases that are left out.
+    """
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    kept: set[pytest.Item] = set()
+    for of_test in cases.values():
+        count = min(most, len(of_test))
+        kept.update(of_test[index * len(of_test) // count] for index in range(count))
+    left_out = [item for item in items if item not in kept]
+    items[:] = [item for item in items if item in kept]
+    return left_out
+
+
 def collect_garbage_rarely() -> None:
     """Exempt all objects of now from garbage collection, which goes through millions of them."""
     gc.collect()
