@@ -264,7 +264,7 @@ def kill_repeatedly(directory: pathlib.Path, kills: int, seed: int = 0) -> int:
     """
     rng, copy = np.random.default_rng(seed), Numbered()
     subscriber = Subscriber(copy, directory)
-    root = pathlib.Path(__file__).parents[2]
+    root = pathlib.Path(__file__).parents[3]
     command = [sys.executable, "-P", "-W", "ignore", "-c", _SERVER, str(root)]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
