@@ -21,7 +21,8 @@ OPTIMIZERS = {
     "rowwise_adagrad": optim.rowwise_adagrad(0.1, weight_decay=0.1, weight_decay_mode="l2"),
     "adam": optim.adam(0.1),
     "ftrl": optim.ftrl(0.1, l1=0.01),
-    "ema of lamb": optim.ema(optimizer=optim.lamb(0.1, clip_norm=1.0)),
+    # LAMB lengthens a row by up to a tenth a step: some hundred steps would make it infinite.
+    "ema of lamb": optim.ema(optimizer=optim.lamb(0.1, clip_norm=1.0, max_norm=1e6)),
 }
 
 # Factors whose square float32 holds, and those that no gradient survives.
