@@ -127,6 +127,9 @@ class WrappingStore(TableStore):
     ) -> dict[str, Float[Array, ""]]:
         return self.inner.table_squares(calls)
 
+    def refuse_shard(self) -> str | None:
+        return self.inner.refuse_shard()
+
     def check_dense_gradient(self, name: str) -> None:
         self.inner.check_dense_gradient(name)
 

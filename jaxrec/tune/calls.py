@@ -162,9 +162,7 @@ def _calls_of_group(
     def update() -> dict[str, Any]:
         return {
             "table": rows(),
-            "state": new_state(
-                group.optimizer, dim, lambda row: jnp.tile(row, (num_rows, *row.shape))
-            ),
+            "state": new_state(group.optimizer, dim, equal_rows),
             "lookups": lookups(),
             "gradients": gradients(),
             "step": jnp.int32(0),
