@@ -50,7 +50,10 @@ def main(options: Options) -> None:
     if options.output is not None:
         text = "[\n" + ",\n".join(map(json.dumps, lines)) + "\n]\n"
         options.output.with_suffix(".json").write_text(text)
-        draw(lines, options.output.with_suffix(".png"))
+        try:
+            draw(lines, options.output.with_suffix(".png"))
+        except ModuleNotFoundError as error:
+            print(f"no picture: {error}; pip install '.[plot]'")
 
 
 def compare(options: Options, seed: int) -> Iterator[dict[str, Any]]:
