@@ -131,7 +131,7 @@ def test_deltas_hold_changed_rows_and_tombstones(tmp_path, kind):
     subscriber = Subscriber(copy, tmp_path, with_state=True)
     options = {"with_state": True, "full_every": 100, "step": 7}
     found = []
-    for version in publish_and_train(model, tmp_path, draw_open, rounds=3, **options):
+    for version in publish_and_train(model, tmp_path, draw_open, rounds=3, number=10, **options):
         found.append(version)
         assert subscriber.update() == 1
         assert subscriber.version == version.version
