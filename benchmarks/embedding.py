@@ -26,7 +26,7 @@ from benchmarks.shapes import SHAPES, Shape, read_shapes
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What to time, and how.
+    """Options of the measurement.
 
     Attributes:
         shapes: JSON file of shapes.

@@ -33,7 +33,7 @@ TYPES = ("float32", "int8", "int4")
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What to time, and how.
+    """Options of the measurement.
 
     Attributes:
         peer_python: Python of the peer's environment; None: do not time the peer.

@@ -38,7 +38,7 @@ FIGURES = ("p50_us", "p99_us", "samples_per_s")
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What to time, and how.
+    """Options of the measurement.
 
     Attributes:
         run: Directory of a run of `jaxrec train` on the generated log.

@@ -165,7 +165,7 @@ int64_t Fields::whole(const Json& value, const std::string& field, int64_t least
 
 void Fields::finish() const {
   for (const auto& [field, value] : object_.items()) {
-    if (known_.count(field) == 0) fail(field, "is no field that this version knows");
+    if (known_.count(field) == 0) fail(field, "is not a field that this version knows");
   }
 }
 

@@ -222,14 +222,14 @@ void check_counts(const Manifest& manifest) {
   check(manifest.batch.structure, manifest.batch.inputs.size(), "inputs");
   check(manifest.output_structure, manifest.outputs.size(), "outputs");
   if (manifest.batch.structure.kind != Structure::Kind::kTuple) {
-    throw Problem("its inputs are no tuple of arguments");
+    throw Problem("its inputs are not a tuple of arguments");
   }
   for (const ProgramFile& program : manifest.programs) {
     const auto has_size = [&](const BatchSize& size) { return size.samples == program.samples; };
     const auto& sizes = manifest.batch.sizes;
     if (std::none_of(sizes.begin(), sizes.end(), has_size)) {
       throw Problem(program.file + " is for " + std::to_string(program.samples) +
-                    " samples, which is no size");
+                    " samples, which is not one of the batch sizes");
     }
   }
 }

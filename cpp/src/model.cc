@@ -29,7 +29,7 @@ Manifest read_manifest(const fs::path& directory) {
   const fs::path path = directory / "manifest.json";
   if (!fs::is_regular_file(path)) {
     throw ArtifactError(directory.string() +
-                        " is no exported model: manifest.json is missing; jaxrec export and "
+                        " is not an exported model: manifest.json is missing; jaxrec export and "
                         "jaxrec.serve.export write one");
   }
   try {

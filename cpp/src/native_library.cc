@@ -21,7 +21,7 @@ std::string symbol_of(const std::string& target) {
   if (version.empty() || version[0] == '0' ||
       name.find_first_not_of(letters) != std::string::npos ||
       version.find_first_not_of("0123456789") != std::string::npos) {
-    throw ArtifactError("it is no function of jaxrec's native library");
+    throw ArtifactError("it is not a function of jaxrec's native library");
   }
   const std::string symbol = "jaxrec_" + name;
   return version == "1" ? symbol : symbol + "_v" + version;

@@ -86,7 +86,7 @@ MappedFile::~MappedFile() {
 NpyHeader read_npy_header(std::string_view file) {
   const auto byte = [&](size_t i) { return static_cast<size_t>(static_cast<unsigned char>(file[i])); };
   if (file.size() < 12 || file.substr(0, kMagic.size()) != kMagic) {
-    throw std::invalid_argument("it is no npy file");
+    throw std::invalid_argument("it is not an npy file");
   }
   const size_t version = byte(6);
   if (version < 1 || version > 3) throw std::invalid_argument("its version of npy is not known");

@@ -22,7 +22,7 @@ from jaxrec.ragged import KeyedJaggedArray
 class Group:
     """Tables of equal width, type and optimizer, stored as one ``[num_rows, dim]`` array.
 
-    Where the type is no float of 16 or 32 bits, the array is a `PackedRows`.
+    Where the type is not a float of 16 or 32 bits, the array is a `PackedRows`.
 
     Attributes:
         name: Name of the group, such as ``"float32_64"``.

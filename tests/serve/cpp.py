@@ -82,7 +82,7 @@ def _run(command: Sequence[str]) -> None:
 
 
 class Answers(NamedTuple):
-    """What ``jaxrec_predict`` did.
+    """Result of a run of ``jaxrec_predict``.
 
     Attributes:
         code: Exit code.

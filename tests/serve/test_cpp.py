@@ -273,7 +273,7 @@ def set_program(content: dict, **fields) -> None:
 DAMAGES = {
     "no manifest": (
         lambda model: (model / "manifest.json").unlink(),
-        "is no exported model: manifest.json is missing",
+        "is not an exported model: manifest.json is missing",
     ),
     "manifest cut short": (
         lambda model: cut(model, "manifest.json", 500),
@@ -305,7 +305,7 @@ DAMAGES = {
     ),
     "unknown field": (
         lambda model: change_manifest(model, lambda each: each.update(colour="red")),
-        "'colour' is no field that this version knows",
+        "'colour' is not a field that this version knows",
     ),
     "file outside": (
         lambda model: change_manifest(
@@ -325,7 +325,7 @@ DAMAGES = {
     ),
     "foreign kernels": (
         lambda model: change_manifest(model, lambda each: set_program(each, targets=["system"])),
-        "programs/cpu-1.jax calls system: it is no function of jaxrec's native library",
+        "programs/cpu-1.jax calls system: it is not a function of jaxrec's native library",
     ),
     "other platform": (
         lambda model: change_manifest(model, lambda each: set_program(each, platform="cuda")),

@@ -29,7 +29,7 @@ _CODES: dict[RowFormat, int] = {
     ScaledFloat8Rows("float8_e5m2"): 6,
 }
 
-# Functions of the library that are no primitives.
+# Functions of the native library that `pooled_lookup` and `row_lookup` call for packed rows.
 TARGETS = ("packed_pooled_lookup", "packed_row_lookup")
 
 

@@ -35,7 +35,7 @@ DEFAULT_IDS = 8
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 Capacity = Callable[[int], int]
-"""Capacity of a feature in a batch of so many samples."""
+"""The capacity for the ids of a feature, as a function of the number of samples of a batch."""
 
 
 def batch_spec(

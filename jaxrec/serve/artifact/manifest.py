@@ -110,7 +110,7 @@ class ArrayOutput(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What an exported model consists of.
+    """Contents of an exported model: inputs, outputs, programs, tables and files.
 
     Attributes:
         jaxrec: Version of jaxrec that exported it.

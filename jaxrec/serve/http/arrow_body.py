@@ -48,7 +48,7 @@ class ArrowDecoder:
         """Return the columns of a body.
 
         Raises:
-            RequestError: The body is no Arrow stream or is damaged, lacks a column, or has a
+            RequestError: The body is not an Arrow stream, or is damaged, lacks a column, or has a
                 column of a type that requests do not have.
         """
         buffer = pa.py_buffer(bytes(body))
@@ -56,7 +56,7 @@ class ArrowDecoder:
             table = self._read(buffer)
         except (*_DAMAGE, pa.ArrowException) as error:
             reason = " ".join(str(error).split()) or type(error).__name__
-            raise invalid(f"the body is no Arrow IPC stream, or damaged: {reason}") from None
+            raise invalid(f"the body is not an Arrow IPC stream, or is damaged: {reason}") from None
         return Payload(table, len(table), len(body))
 
     def _read(self, buffer: pa.Buffer) -> pa.Table:

@@ -43,7 +43,7 @@ class JsonDecoder:
         """Return the columns of a body.
 
         Raises:
-            RequestError: The body is no JSON, lacks a column, or has a value of another type; the
+            RequestError: The body is not JSON, lacks a column, or has a value of another type; the
                 message names the column and the sample.
         """
         try:
@@ -51,7 +51,7 @@ class JsonDecoder:
         except msgspec.ValidationError as error:
             raise invalid(self._explain(str(error))) from None
         except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-            raise invalid(f"the body is no JSON: {error}") from None
+            raise invalid(f"the body is not JSON: {error}") from None
         columns = {
             name: getattr(decoded, field)
             for name, field in zip(self._names, self._fields, strict=True)

@@ -9,7 +9,7 @@ MEGABYTE = 1 << 20
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """What the endpoint accepts, and how long it waits.
+    """Limits of an endpoint: sizes of requests, and times that it waits.
 
     Attributes:
         max_batch: Number of samples from which requests that wait are predicted at once.

@@ -150,7 +150,7 @@ def _scores(
         for program, columns in zip(programs, samples, strict=True):
             columns.append(_columns(program(batch)))
     if not samples[0] or not sum(len(columns[0]) for columns in samples[0]):
-        raise ValueError("there are no samples of a weight above 0 to compare the models on")
+        raise ValueError("the batches hold no sample with a weight above 0; give labelled batches")
     return [_score(*map(np.concatenate, zip(*columns, strict=True))) for columns in samples]
 
 

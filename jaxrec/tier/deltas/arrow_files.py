@@ -90,7 +90,7 @@ def read_rows(
                 {name: _values(batch.column(_column(name)), x) for name, x in shapes.items()},
             )
     except (pa.ArrowException, KeyError) as error:
-        raise ValueError(f"it is no Arrow file of rows: {error}") from None
+        raise ValueError(f"it is not an Arrow file of rows: {error}") from None
 
 
 def write_arrays(stream: Any, arrays: Mapping[str, np.ndarray]) -> None:
@@ -126,7 +126,7 @@ def read_arrays(source: Any) -> dict[str, np.ndarray]:
             content = np.frombuffer(batch.column(3)[0].as_buffer(), np.uint8)
             arrays[name] = content.view(_dtype(dtype)).reshape(shape)
     except (pa.ArrowException, KeyError, TypeError) as error:
-        raise ValueError(f"it is no Arrow file of arrays: {error}") from None
+        raise ValueError(f"it is not an Arrow file of arrays: {error}") from None
     return arrays
 
 

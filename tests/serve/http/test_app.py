@@ -101,10 +101,10 @@ def without(name: str) -> dict:
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ("", "the body is no JSON"),
-        ('{"age": [1', "the body is no JSON"),
+        ("", "the body is not JSON"),
+        ('{"age": [1', "the body is not JSON"),
         ("[]", "the body must be an object of columns by name"),
-        (b'{"city": ["\xff"]}', "the body is no JSON"),
+        (b'{"city": ["\xff"]}', "the body is not JSON"),
         ("[" * 100_000, "the body"),
         (without("city"), "no column 'city'; the model reads 'age', 'city', 'user', 'tags'"),
         (GOOD | {"age": 3}, "column 'age': expected `array`, got `int`"),
@@ -160,9 +160,9 @@ TABLE = pa.table(GOOD)
 @pytest.mark.parametrize(
     ("body", "status", "message"),
     [
-        (b"", 400, "the body is no Arrow IPC stream, or damaged"),
-        (b"ARROW1", 400, "the body is no Arrow IPC stream, or damaged"),
-        (stream(TABLE)[:-40], 400, "the body is no Arrow IPC stream, or damaged"),
+        (b"", 400, "the body is not an Arrow IPC stream, or is damaged"),
+        (b"ARROW1", 400, "the body is not an Arrow IPC stream, or is damaged"),
+        (stream(TABLE)[:-40], 400, "the body is not an Arrow IPC stream, or is damaged"),
         (stream(TABLE, "zstd"), 400, "the body is compressed"),
         (stream(TABLE.set_column(1, "city", TABLE["city"].dictionary_encode())), 400,
          "dictionar"),

@@ -161,7 +161,11 @@ def other_model() -> jaxrec.EmbeddingBagCollection:
             ValueError,
             "the models have different tables: table '(user|c)",
         ),
-        (lambda model, small: quality(model, small, []), ValueError, "there are no samples"),
+        (
+            lambda model, small: quality(model, small, []),
+            ValueError,
+            "hold no sample",
+        ),
         (
             lambda model, small: quality(
                 model,
@@ -170,7 +174,7 @@ def other_model() -> jaxrec.EmbeddingBagCollection:
                 predict=lambda model, batch: (model(batch[0]), batch[1], 0 * batch[1]),
             ),
             ValueError,
-            "there are no samples",
+            "hold no sample",
         ),
         (
             lambda model, small: quality(

@@ -106,6 +106,6 @@ def test_arrow_files_keep_bits(tmp_path):
         list(arrow_files.read_rows(file, other))
     with (
         pa.OSFile(str(tmp_path / "arrays")) as file,
-        pytest.raises(ValueError, match="no Arrow file of rows"),
+        pytest.raises(ValueError, match="not an Arrow file of rows"),
     ):
         list(arrow_files.read_rows(file, shapes))

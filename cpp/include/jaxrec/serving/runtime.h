@@ -51,7 +51,7 @@ class Runtime {
  public:
   virtual ~Runtime() = default;
 
-  // Throws ArtifactError where a library cannot be loaded or is no such library.
+  // Throws ArtifactError where a library cannot be loaded, or is another library.
   static std::shared_ptr<Runtime> open(const RuntimeOptions& options);
 
   // Lets programs call a function of the native library, such as "jaxrec.pooled_lookup.v1".
