@@ -71,6 +71,7 @@ TESTED_BY = {
         "mesh/exchange/replicated",
         "mesh/exchange/rows",
     ),
+    "mesh/exchange/test_pooled_by_host": ("mesh/host_group",),
     "mesh/test_training": (
         "mesh/layout",
         "mesh/placed_group",

@@ -91,6 +91,25 @@ class Channel:
         """This device's number among the devices."""
         return jax.lax.axis_index(self.axes)
 
+    @property
+    def size(self) -> int:
+        """Number of the devices."""
+        return jax.lax.axis_size(self.axes)
+
+    @property
+    def across(self) -> Channel:
+        """Channel between the devices of one number on all hosts, along the first of two axes."""
+        return self.along(self.axes[:1])
+
+    @property
+    def within(self) -> Channel:
+        """Channel between the devices of a host, along the second of two axes."""
+        return self.along(self.axes[1:])
+
+    def along(self, axes: tuple[str, ...]) -> Channel:
+        """Return the channel between the devices along some of the axes."""
+        return dataclasses.replace(self, axes=axes)
+
     def send(self, values: Array, lengths: ListLengths | None = None) -> Array:
         """Send line ``d`` to device ``d``; line ``d`` of the result came from there.
 

@@ -166,11 +166,22 @@ def layout_mesh(
     )
 
 
-def cut_of(table: TableConfig, optimizer: RowOptimizer, shards: Sequence[Shard]) -> Cut:
+def cut_of(
+    table: TableConfig, optimizer: RowOptimizer, shards: Sequence[Shard], mesh: MeshShape
+) -> Cut:
     """Return a table's shards as exchanges see them."""
-    parts = Counter(shard.columns for shard in shards)
-    is_pooled = isinstance(table, EmbeddingBagConfig)
-    return Cut(is_pooled, optimizer, len(parts), max(parts.values()))
+    parts: dict[tuple[int, int], list[int]] = {}
+    for shard in shards:
+        parts.setdefault(shard.columns, []).append(shard.device)
+    hosts = [{device // mesh.devices_per_host for device in part} for part in parts.values()]
+    return Cut(
+        isinstance(table, EmbeddingBagConfig),
+        optimizer,
+        column_parts=len(parts),
+        row_parts=max(map(len, parts.values())),
+        row_hosts=max(map(len, hosts)),
+        hosts=mesh.hosts,
+    )
 
 
 def _slices(
@@ -181,7 +192,7 @@ def _slices(
     for shard in shards:
         by_columns.setdefault(shard.columns, []).append(shard)
     try:
-        exchange = choose_exchange(placement.exchange, cut_of(table, optimizer, shards))
+        exchange = choose_exchange(placement.exchange, cut_of(table, optimizer, shards, mesh))
     except ValueError as error:
         raise ValueError(
             f"table {table.name!r} is placed {placement.kind}, and {error}; use exchange='rows'"

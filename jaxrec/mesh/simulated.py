@@ -76,5 +76,8 @@ class SimulatedChannel(Channel):
     def received(self) -> dict[str, int]:
         return {"parts_in": self.num_devices}
 
+    def along(self, axes: tuple[str, ...]) -> Channel:
+        return dataclasses.replace(self, axes=axes, num_devices=jax.lax.axis_size(axes))
+
     def split(self, values: Array) -> list[Array]:
         return jnp.split(values, self.num_devices)

@@ -19,23 +19,24 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, DTypeLike, Float, Int32
+from jaxtyping import Array, DTypeLike, Float
 
-from jaxrec.embed import kernels
 from jaxrec.embed.formats import TableArray
 from jaxrec.embed.kernels import BagLayout, Lookups
 from jaxrec.embed.lookup import lookup_weights, pool
 from jaxrec.embed.row_gradients import Activations, Residuals, Routes, RowGradients
 from jaxrec.mesh.channel import Channel, Turns
-from jaxrec.mesh.exchange import POOLED, ROWS, Exchange, Request, find_exchange
+from jaxrec.mesh.exchange import POOLED, POOLED_BY_HOST, ROWS, Exchange, Request, find_exchange
 from jaxrec.mesh.exchange.base import constant
 from jaxrec.mesh.exchange.owner_features import (
     BagsRoute,
     OwnerFeatures,
+    received_lookups,
     send_lookups,
     send_scales,
 )
 from jaxrec.mesh.exchange.rows import RowsRoute, fetch_rows, route_rows
+from jaxrec.mesh.host_group import HostGroup
 from jaxrec.mesh.placed_group import PlacedGroup
 from jaxrec.mesh.store import first, stack
 from jaxrec.mesh.tables import ShardedTables
@@ -91,7 +92,7 @@ class TowerTables(ShardedTables):
         named = zip(tables.layout.configs, tables.layout.placements, strict=True)
         for config, placement in named:
             exchange = None if placement.exchange is None else find_exchange(placement.exchange)
-            if placement.kind != "table_row_wise" or exchange is POOLED:
+            if placement.kind != "table_row_wise" or exchange in (POOLED, POOLED_BY_HOST):
                 raise ValueError(
                     f"table {config.name!r} is placed {placement.kind} with exchange="
                     f"{placement.exchange!r}; a tower's tables are placed table_row_wise(host)"
@@ -102,12 +103,12 @@ class TowerTables(ShardedTables):
     @property
     def across(self) -> Channel:
         """Channel between the devices of the same number on all hosts."""
-        return self.channel_over(self.axes[:1])
+        return self.channel.across
 
     @property
     def within(self) -> Channel:
         """Channel between the devices of a host."""
-        return self.channel_over(self.axes[1:])
+        return self.channel.within
 
     @property
     def num_hosts(self) -> int:
@@ -164,12 +165,12 @@ class TowerTables(ShardedTables):
     ) -> TowerRoute:
         owned, lengths = self._owned(placed, layout), jnp.asarray(features.lengths)
         received = send_lookups(owned, lookups.rows, lengths, layout, self.across)
-        of_rows = self._route_rows(placed, _received_lookups(placed, owned, received, None))
+        of_rows = self._route_rows(placed, received_lookups(owned, received, placed.group.num_rows))
         return TowerRoute(received, of_rows)
 
     def _route_rows(self, placed: PlacedGroup, lookups: Lookups) -> RowsRoute:
         """Return the route from a tower's lookups to the rows of its host."""
-        on_host = _HostGroup.of(self, placed)
+        on_host = HostGroup.of(placed, self.channel)
         capacity = self.capacity(on_host, lookups.rows.size)
         return route_rows(on_host, lookups.rows, self.within, capacity)
 
@@ -208,8 +209,10 @@ class TowerTables(ShardedTables):
         dim, num_rows = placed.group.dim, placed.group.num_rows
         owned = self._owned(placed, request.layout)
         scales = send_scales(owned, request.scales, request.layout, self.across)
-        lookups = _received_lookups(placed, owned, route.received, constant(scales))
-        rows, index = fetch_rows(_HostGroup.of(self, placed), table, route.of_rows, self.within)
+        lookups = received_lookups(owned, route.received, num_rows, constant(scales))
+        on_host = HostGroup.of(placed, self.channel)
+        rows, index = fetch_rows(on_host, table, route.of_rows, self.within)
+
         received = owned.received(num_rows)
         layout = dataclasses.replace(received, row_counts=(len(rows),) * received.num_features)
         lengths, float32 = route.received.lengths, jnp.dtype("float32")
@@ -253,12 +256,12 @@ class TowerTables(ShardedTables):
 
     def _on_host(
         self, placed: PlacedGroup, gradient: RowGradients
-    ) -> tuple[_HostGroup, RowGradients]:
+    ) -> tuple[HostGroup, RowGradients]:
         """Return the group on this device's host, and a gradient with its route there."""
         if gradient.route is None:
             route = self._route_rows(placed, gradient.lookups)
             gradient = dataclasses.replace(gradient, route=route)
-        return _HostGroup.of(self, placed), gradient
+        return HostGroup.of(placed, self.channel), gradient
 
     def _owned(self, placed: PlacedGroup, layout: BagLayout) -> OwnerFeatures:
         """Return the features of each host in a batch."""
@@ -273,47 +276,6 @@ class TowerTables(ShardedTables):
         for position, (_, index) in enumerate(placed.group.features):
             features[host_of[placed.group.row_offsets[index]]].append(position)
         return features
-
-
-@dataclasses.dataclass(frozen=True)
-class _HostGroup(PlacedGroup):
-    """A group as the devices of one host see it: slots count from the host's first.
-
-    Attributes:
-        whole: The group on all devices.
-        host: The host.
-    """
-
-    whole: PlacedGroup
-    host: Int32[Array, ""]
-
-    @classmethod
-    def of(cls, tables: TowerTables, placed: PlacedGroup) -> _HostGroup:
-        """Return the group on this device's host."""
-        fields = {field.name: getattr(placed, field.name) for field in dataclasses.fields(placed)}
-        fields["num_devices"] = tables.layout.mesh.devices_per_host
-        return cls(**fields, whole=placed, host=tables.across.index)
-
-    def slots(self, rows: Int32[Array, " n"]) -> Int32[Array, " n"]:
-        slots = self.whole.slots(rows) - self.host * self.num_slots
-        return jnp.where((slots >= 0) & (slots < self.num_slots), slots, self.num_slots)
-
-    def tables_of(
-        self, local_rows: Int32[Array, " n"], device: Int32[Array, ""]
-    ) -> Int32[Array, " n"]:
-        return self.whole.tables_of(local_rows, self.host * self.num_devices + device)
-
-
-def _received_lookups(
-    placed: PlacedGroup,
-    owned: OwnerFeatures,
-    received: BagsRoute,
-    scales: Float[Array, " n"] | None,
-) -> Lookups:
-    """Return the flat lookups at a tower."""
-    num_rows = placed.group.num_rows
-    layout = owned.received(num_rows)
-    return kernels.flatten_bags(received.rows, received.lengths, scales, layout, num_rows)
 
 
 def run_towers(

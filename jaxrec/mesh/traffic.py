@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator, Sequence
 
 import jax
+import numpy as np
 
 # Bytes that leave a device for each byte of the result, in a group of n devices, both by rings and
 # by direct sends (Thakur, Rabenseifner & Gropp 2005, "Optimization of collective communication
@@ -36,18 +37,42 @@ class Collective:
         kind: XLA's name of it, such as "all-to-all".
         shape: Shape and type of its result on each device, as XLA writes them.
         result_bytes: Bytes of the result.
-        devices: Number of devices in each of its groups.
+        groups: The devices that take part together, group by group.
     """
 
     kind: str
     shape: str
     result_bytes: int
-    devices: int
+    groups: tuple[tuple[int, ...], ...]
+
+    @property
+    def devices(self) -> int:
+        """Number of devices in each group."""
+        return len(self.groups[0])
 
     @property
     def sent_bytes(self) -> int:
         """Bytes that leave each device."""
         return round(self.result_bytes * _SENT[self.kind](self.devices))
+
+    def sent_between_hosts(self, devices_per_host: int) -> int:
+        """Return the bytes that leave each device for another host, the mean over devices.
+
+        In an all-to-all a device sends as much to each device. Other collectives run around a ring
+        of the group that enters and leaves each host once.
+
+        Args:
+            devices_per_host: Number of devices of a host, which are numbered host by host.
+        """
+        leaving = 0.0
+        for group in self.groups:
+            on_host = np.unique(np.array(group) // devices_per_host, return_counts=True)[1]
+            size, hosts = len(group), len(on_host)
+            if self.kind.endswith("all-to-all"):
+                leaving += self.result_bytes * float(on_host @ (size - on_host)) / size
+            elif hosts > 1:
+                leaving += self.result_bytes * _SENT[self.kind](size) * hosts
+        return round(leaving / sum(map(len, self.groups)))
 
 
 def collectives(program: jax.stages.Compiled | str) -> list[Collective]:
@@ -131,20 +156,49 @@ def _collective(kind: str, result: str, started: bool, line: str, devices: int) 
     ]
     names = dict.fromkeys(shape.group() for shape in shapes)
     count = f"{len(shapes)} x " if len(shapes) > 1 and len(names) == 1 else ""
-    return Collective(kind, count + ", ".join(names), sum(sizes), _group_size(line, devices))
+    return Collective(kind, count + ", ".join(names), sum(sizes), _groups(line, devices))
 
 
-def _group_size(line: str, devices: int) -> int:
-    """Return the number of devices in each group of a collective.
+def _groups(line: str, devices: int) -> tuple[tuple[int, ...], ...]:
+    """Return the groups of devices of a collective.
 
     XLA lists groups, tiles them, or names axes of a mesh or parts of them.
     """
-    if listed := re.search(r"replica_groups=\{\{([\d,]+)\}", line):
-        return listed[1].count(",") + 1
-    if tiled := re.search(r"replica_groups=\[\d+,(\d+)\]", line):
-        return int(tiled[1])
+    if listed := re.search(r"replica_groups=\{(\{[\d,{}]+\})\}", line):
+        groups = re.findall(r"\{([\d,]+)\}", listed[1])
+        return tuple(tuple(map(int, group.split(","))) for group in groups)
+    if tiled := re.search(r"replica_groups=(\[[\d,]+\])<=(\[[\d,]+\])(?:T\(([\d,]+)\))?", line):
+        shape, sizes = _integers(tiled[1]), _integers(tiled[2])
+        axes = _integers(tiled[3]) if tiled[3] else range(len(sizes))
+        return _tuples(np.arange(math.prod(sizes)).reshape(sizes).transpose(axes).reshape(shape))
     if named := re.search(r"replica_groups=mesh\[([^]]*)\] \{([^}]*)\}", line):
-        sizes = dict(re.findall(r"'([^']+)'=(\d+)", named[1]))
-        axes = re.findall(r"'([^']+)'(?::\(\d+\)(\d+))?", named[2])
-        return math.prod(int(part or sizes[axis]) for axis, part in axes)
-    return devices
+        return _named_groups(named[1], named[2])
+    return (tuple(range(devices)),)
+
+
+def _named_groups(mesh: str, axes: str) -> tuple[tuple[int, ...], ...]:
+    """Return the groups along axes of a mesh, as in ``'a'=2,'b'=8`` and ``'a','b':(2)4``.
+
+    The last names the part of size 4 of axis ``b`` behind the part of size 2.
+    """
+    # Each axis as the parts before, of and behind what is named.
+    parts: list[int] = []
+    grouped: list[int] = []
+    wanted = {name: size for name, *size in re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", axes)}
+    for name, length in re.findall(r"'([^']+)'=(\d+)", mesh):
+        before, size = wanted.get(name, ("", "1"))
+        first, own = int(before or 1), int(size or length)
+        if name in wanted:
+            grouped.append(len(parts) + 1)
+        parts += [first, own, int(length) // (first * own)]
+    alone = [axis for axis in range(len(parts)) if axis not in grouped]
+    numbers = np.arange(math.prod(parts)).reshape(parts).transpose(alone + grouped)
+    return _tuples(numbers.reshape(-1, math.prod(parts[axis] for axis in grouped)))
+
+
+def _integers(text: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", text)]
+
+
+def _tuples(numbers: np.ndarray) -> tuple[tuple[int, ...], ...]:
+    return tuple(map(tuple, numbers.tolist()))

@@ -8,7 +8,15 @@ from collections.abc import Sequence
 import numpy as np
 
 from jaxrec.embed.config import MAX_ROWS
-from jaxrec.mesh.exchange import BAGS, POOLED, REPLICATED, Cut, Exchange, choose_exchange
+from jaxrec.mesh.exchange import (
+    BAGS,
+    POOLED,
+    POOLED_BY_HOST,
+    REPLICATED,
+    Cut,
+    Exchange,
+    choose_exchange,
+)
 from jaxrec.mesh.layout import cut_of
 from jaxrec.mesh.placement import Placement
 from jaxrec.mesh.shards import MeshShape, Shard
@@ -22,7 +30,7 @@ from jaxrec.plan.topology import Topology
 from jaxrec.plan.workload import TableWorkload
 
 # Users ask for pooled bags; where the rows of a bag lie together, this is the exchange of bags.
-_USER_EXCHANGES: dict[Exchange, Exchange] = {BAGS: POOLED}
+_USER_EXCHANGES: dict[Exchange, Exchange] = {BAGS: POOLED, POOLED_BY_HOST: POOLED}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -137,7 +145,7 @@ def enumerate_options(
                 reasons.append(f"{sharding_type}: {splits}")
                 continue
             for split in splits:
-                exchanges = _exchanges(split, workload, held, topology.num_devices, constraint)
+                exchanges = _exchanges(split, workload, held, allowed.mesh, constraint)
                 if isinstance(exchanges, str):
                     reasons.append(f"{sharding_type}: {exchanges}")
                     continue
@@ -269,7 +277,7 @@ def _exchanges(
     split: _Split,
     workload: TableWorkload,
     held_rows: int,
-    num_devices: int,
+    mesh: MeshShape,
     constraint: ParameterConstraints,
 ) -> tuple[Exchange, ...] | str:
     """Return the exchanges of a split of rows that `jaxrec.shard` carries out, or why not any."""
@@ -277,7 +285,7 @@ def _exchanges(
         return (REPLICATED,)
     optimizer = workload.optimizer
     # Arrays have one shape on all devices.
-    rows = -(-held_rows // split.row_parts)
+    rows, num_devices = -(-held_rows // split.row_parts), mesh.num_devices
     if rows * num_devices > MAX_ROWS:
         return (
             f"{rows:,} rows on a device x {num_devices} devices = {rows * num_devices:,}, more row "
@@ -288,7 +296,10 @@ def _exchanges(
     )
     if joins and not optimizer.can_cut_rows:
         return f"its optimizer {type(optimizer).__name__} needs whole rows"
-    cut = Cut(workload.is_pooled, optimizer, split.column_parts, split.row_parts)
+    hosts = {device // mesh.devices_per_host for device in split.sites[0][: split.row_parts]}
+    cut = Cut(
+        workload.is_pooled, optimizer, split.column_parts, split.row_parts, len(hosts), mesh.hosts
+    )
     eligible: list[Exchange] = []
     reasons = []
     for name in constraint.exchanges or EXCHANGES:
@@ -323,7 +334,7 @@ def placed_options(
     shards = placement.cut(held, mesh)
     for shard in shards:
         by_columns.setdefault(shard.columns, []).append(shard)
-    cut = cut_of(workload.table, workload.optimizer, shards)
+    cut = cut_of(workload.table, workload.optimizer, shards, mesh)
     exchange = choose_exchange(placement.exchange, cut)
     options = []
     for (start, stop), of_columns in by_columns.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections import Counter
 
@@ -26,7 +27,7 @@ from jaxrec.mesh import (
     table_wise,
 )
 from jaxrec.mesh.exchange import BAGS as BAGS_EXCHANGE
-from jaxrec.mesh.exchange import POOLED, REPLICATED, Workload
+from jaxrec.mesh.exchange import POOLED, POOLED_BY_HOST, REPLICATED, Workload
 from jaxrec.mesh.exchange import ROWS as ROWS_EXCHANGE
 from jaxrec.mesh.traffic import collectives
 from tests.copies import find_copies
@@ -69,7 +70,7 @@ def sent(exchange, width, slices=1):
     lookups, bags = slices * N, slices * BAGS
     capacity = math.ceil(1.25 * lookups / DEVICES)
     # Each owner of a whole slice has one feature.
-    return exchange.traffic(Workload(DEVICES, width, lookups, bags, capacity, N, BAGS))
+    return exchange.traffic(Workload(DEVICES, width, lookups, bags, capacity, N, BAGS, hosts=2))
 
 
 CASES = {
@@ -84,9 +85,10 @@ CASES = {
         sent(ROWS_EXCHANGE, DIM // 2, slices=2),
     ),
     "table_row_wise": (table_row_wise(1), sent(ROWS_EXCHANGE, DIM)),
+    "table_row_wise_pooled": (table_row_wise(1, exchange="pooled"), sent(POOLED_BY_HOST, DIM)),
     "table_column_wise": (table_column_wise(1), sent(BAGS_EXCHANGE, DIM // 4, slices=4)),
     "grid": (grid(), sent(ROWS_EXCHANGE, DIM // 2, slices=2)),
-    "grid_pooled": (grid(exchange="pooled"), sent(POOLED, DIM // 2, slices=2)),
+    "grid_pooled": (grid(exchange="pooled"), sent(POOLED_BY_HOST, DIM // 2, slices=2)),
 }
 
 
@@ -100,6 +102,13 @@ def test_traffic_by_hand():
         "all-gather": 8 * 32,
     }
     assert BAGS_EXCHANGE.traffic(work) == {"all-to-all": 8 * (64 + 2 * (4 + 16 + 16))}
+    by_host = dataclasses.replace(work, hosts=2)
+    # Each device of a host gets 32 ids and 4 bags; a message within has space for 6 ids of 3 x 2.
+    assert POOLED_BY_HOST.traffic(by_host) == {
+        "all-to-all": 2 * (64 + 2 * (4 + 16 + 16)) + 4 * (4 * 12 + 4 * 4 + 8),
+        "reduce-scatter": 4 * 4 * 16,
+        "all-gather": 4 * 4 * 16,
+    }
     assert REPLICATED.traffic(work) == {"all-gather": 8 * 16 * (4 + 16)}
 
 
@@ -110,7 +119,8 @@ def test_the_collectives_that_the_type_promises(name):
     found = Counter()
     for each in collectives(step):
         # What all devices bring, or get.
-        found[each.kind] += each.result_bytes * (DEVICES if each.kind == "reduce-scatter" else 1)
+        parts = each.devices if each.kind == "reduce-scatter" else 1
+        found[each.kind] += each.result_bytes * parts
     # Single numbers, on which devices agree.
     assert found.pop("all-reduce", 0) <= 200
     assert found == expected

@@ -133,9 +133,8 @@ def test_rows_that_are_not_pooled_have_no_sums():
 
 
 def test_unknown_exchanges(unchecked):
-    with pytest.raises(
-        ValueError, match="row_wise: exchange='sums' is not one of 'rows', 'pooled', 'bags'"
-    ):
+    names = "'rows', 'pooled', 'pooled_by_host', 'bags'"
+    with pytest.raises(ValueError, match=f"row_wise: exchange='sums' is not one of {names}"):
         row_wise(exchange="sums")
     with pytest.raises(ValueError, match="data_parallel: exchange=None is not one of 'replicated'"):
         Placement("data_parallel")

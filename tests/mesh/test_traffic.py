@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jaxrec.mesh.traffic import collectives, sent_bytes
+from jaxrec.mesh.traffic import Collective, collectives, sent_bytes
 
 SPLIT, WHOLE = PartitionSpec("data"), PartitionSpec()
 
@@ -78,24 +78,52 @@ def test_a_program_without_any():
 
 
 @pytest.mark.parametrize(
-    ("groups", "devices"),
+    ("groups", "expected"),
     [
-        ("{{0,1},{2,3},{4,5},{6,7}}", 2),
-        ("[4,2]<=[2,4]T(1,0)", 2),
-        ("mesh['host'=2,'device'=4] {'device'}", 4),
-        ("mesh['host'=2,'device'=4] {'host','device'}", 8),
-        ("mesh['axis_0'=8,'axis_1'=1] {'axis_0':(2)4}", 4),
-        ("{}", 8),
+        ("{{0,1},{2,3},{4,5},{6,7}}", ((0, 1), (2, 3), (4, 5), (6, 7))),
+        ("{{3,1,0,2}}", ((3, 1, 0, 2),)),
+        ("[2,4]<=[8]", ((0, 1, 2, 3), (4, 5, 6, 7))),
+        ("[4,2]<=[2,4]T(1,0)", ((0, 4), (1, 5), (2, 6), (3, 7))),
+        ("mesh['host'=2,'device'=4] {'device'}", ((0, 1, 2, 3), (4, 5, 6, 7))),
+        ("mesh['host'=2,'device'=4] {'host'}", ((0, 4), (1, 5), (2, 6), (3, 7))),
+        ("mesh['host'=2,'device'=4] {'host','device'}", (tuple(range(8)),)),
+        ("mesh['axis_0'=8,'axis_1'=1] {'axis_0':(2)4}", ((0, 1, 2, 3), (4, 5, 6, 7))),
+        ("mesh['axis_0'=8] {'axis_0':(2)2}", ((0, 2), (1, 3), (4, 6), (5, 7))),
+        ("{}", (tuple(range(8)),)),
     ],
 )
-def test_groups_of_devices(groups, devices):
+def test_groups_of_devices(groups, expected):
     program = f"""HloModule step, num_partitions=8
 ENTRY %main (x: f32[8]) -> f32[8] {{
   ROOT %sum = f32[8]{{0}} all-reduce(%x), replica_groups={groups}, to_apply=%add
 }}
 """
     (found,) = collectives(program)
-    assert found.devices == devices
+    assert found.groups == expected
+    assert found.devices == len(expected[0])
+
+
+ALL, PAIRS, ACROSS = (tuple(range(8)),), ((0, 1), (2, 3), (4, 5), (6, 7)), ((0, 4), (1, 5))
+
+
+@pytest.mark.parametrize(
+    ("kind", "groups", "devices_per_host", "expected"),
+    [
+        # Of 800 bytes, 100 for each device, those for the four of the other host.
+        ("all-to-all", ALL, 4, 400),
+        ("all-to-all", ALL, 8, 0),
+        ("all-to-all", PAIRS, 4, 0),
+        ("all-to-all", ACROSS, 4, 400),
+        # Around a ring each device sends 7 x 800 bytes, and 2 of 8 devices send to another host.
+        ("reduce-scatter", ALL, 4, 1400),
+        ("all-gather", ALL, 4, 175),
+        ("all-reduce", ALL, 2, 700),
+        ("all-gather", PAIRS, 2, 0),
+    ],
+)
+def test_bytes_between_hosts(kind, groups, devices_per_host, expected):
+    collective = Collective(kind, "f32[200]", 800, groups)
+    assert collective.sent_between_hosts(devices_per_host) == expected
 
 
 @pytest.mark.parametrize(

@@ -11,12 +11,16 @@ from jaxrec.mesh.exchange.base import Exchange as Exchange
 from jaxrec.mesh.exchange.base import Request as Request
 from jaxrec.mesh.exchange.base import Workload as Workload
 from jaxrec.mesh.exchange.pooled import Pooled
+from jaxrec.mesh.exchange.pooled_by_host import PooledByHost
 from jaxrec.mesh.exchange.replicated import Replicated
 from jaxrec.mesh.exchange.rows import Rows
 
-ROWS, POOLED, BAGS, REPLICATED = Rows(), Pooled(), Bags(), Replicated()
+ROWS, POOLED, POOLED_BY_HOST, BAGS = Rows(), Pooled(), PooledByHost(), Bags()
+REPLICATED = Replicated()
 
-EXCHANGES: dict[str, Exchange] = {each.name: each for each in (ROWS, POOLED, BAGS, REPLICATED)}
+EXCHANGES: dict[str, Exchange] = {
+    each.name: each for each in (ROWS, POOLED, POOLED_BY_HOST, BAGS, REPLICATED)
+}
 """The exchanges by name."""
 
 ExchangeLike: TypeAlias = str | Exchange
@@ -44,7 +48,8 @@ def choose_exchange(wanted: ExchangeLike | None, cut: Cut) -> Exchange:
     Args:
         wanted: The placement's exchange. None: "bags" for pooled tables whose rows are on one
             device, else "rows". "pooled" becomes "bags" where the rows are on one device, since
-            whole bags need no sums over devices.
+            whole bags need no sums over devices, and "pooled_by_host" where they are on one of
+            several hosts.
         cut: The table as its placement cuts it.
 
     Raises:
@@ -53,8 +58,10 @@ def choose_exchange(wanted: ExchangeLike | None, cut: Cut) -> Exchange:
     if wanted is None:
         return ROWS if BAGS.refuse(cut) else BAGS
     exchange = find_exchange(wanted)
-    if exchange is POOLED and not BAGS.refuse(cut):
-        return BAGS
+    if exchange is POOLED:
+        for special in (BAGS, POOLED_BY_HOST):
+            if not special.refuse(cut):
+                return special
     if reason := exchange.refuse(cut):
         raise ValueError(f"exchange {exchange.name!r} is not possible, since {reason}")
     return exchange

@@ -16,7 +16,14 @@ from jaxrec.embed import kernels
 from jaxrec.embed.lookup import pool
 from jaxrec.mesh.exchange.base import Cut, Exchange, constant, update_owned
 from jaxrec.mesh.exchange.column_slices import update_slices
-from jaxrec.mesh.exchange.owner_features import OwnerFeatures, send_lookups, send_scales
+from jaxrec.mesh.exchange.owner_features import (
+    OwnerFeatures,
+    received_lookups,
+    send_bag_gradients,
+    send_bags,
+    send_lookups,
+    send_scales,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,22 +55,14 @@ class Bags(Exchange):
         owned = OwnerFeatures.of_group(placed, layout)
         scales = send_scales(owned, request.scales, layout, channel)
         received, num_rows = owned.received(placed.local_rows), placed.local_rows
-        ids, lengths, float32 = route.rows, route.lengths, jnp.dtype("float32")
-        pooled = pool(table, ids, lengths, scales, received, float32, **channel.sent)
-        home = channel.send_rows(pooled.reshape(len(owned.features), -1, pooled.shape[1]))
-        parts = owned.unpack(home, owned.strides, layout.strides)
-        if layout.is_interleaved:
-            bags = jnp.stack(parts, axis=1).reshape(-1, parts[0].shape[1])
-        else:
-            bags = jnp.concatenate(parts)
-        return bags, kernels.flatten_bags(ids, lengths, constant(scales), received, num_rows)
+        float32 = jnp.dtype("float32")
+        pooled = pool(table, route.rows, route.lengths, scales, received, float32, **channel.sent)
+        bags = send_bags(owned, pooled, layout, channel)
+        return bags, received_lookups(owned, route, num_rows, constant(scales))
 
     def send_gradients(self, placed, gradient, channel):
-        (layout,), values = gradient.layouts, gradient.values
-        owned = OwnerFeatures.of_group(placed, layout)
-        by_feature = [values[layout.bag_rows(feature)] for feature in range(layout.num_features)]
-        received = channel.send_gradients(owned.pack(by_feature, owned.strides))
-        return dataclasses.replace(gradient, values=received.reshape(-1, values.shape[1]))
+        (layout,) = gradient.layouts
+        return send_bag_gradients(OwnerFeatures.of_group(placed, layout), gradient, channel)
 
     def owned_gradients(self, placed, gradient, channel, capacity):
         return gradient

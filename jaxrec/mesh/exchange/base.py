@@ -44,12 +44,16 @@ class Cut:
         optimizer: The table's row optimizer.
         column_parts: Number of parts that the columns are cut into.
         row_parts: Largest number of devices that the rows of one column part lie on.
+        row_hosts: Largest number of hosts that the rows of one column part lie on.
+        hosts: Number of hosts of the mesh.
     """
 
     is_pooled: bool
     optimizer: RowOptimizer
     column_parts: int
     row_parts: int
+    row_hosts: int = 1
+    hosts: int = 1
 
 
 @jax.tree_util.register_dataclass
@@ -115,8 +119,10 @@ class Workload:
         lookups: Space for lookups, over all features of the group.
         bags: Number of bags, over all features.
         capacity: Number of rows or ids that a message has space for; see `MeshStore.capacity`.
-        owner_lookups: Space for one device's lookups at one owner, where tables lie whole on it.
+        owner_lookups: Space for one device's lookups at one owner, where tables lie whole on it:
+            a device, or a host.
         owner_bags: The same for bags.
+        hosts: Number of hosts.
     """
 
     devices: int
@@ -126,6 +132,7 @@ class Workload:
     capacity: int
     owner_lookups: int = 0
     owner_bags: int = 0
+    hosts: int = 1
 
 
 def constant(scales: Float[Array, " n"] | None) -> Float[Array, " n"] | None:

@@ -10,7 +10,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32, Shaped
 
-from jaxrec.embed.kernels import BagLayout
+from jaxrec.embed import kernels
+from jaxrec.embed.kernels import BagLayout, Lookups
+from jaxrec.embed.row_gradients import RowGradients
 from jaxrec.mesh.channel import Channel
 from jaxrec.mesh.placed_group import PlacedGroup
 
@@ -52,15 +54,23 @@ class OwnerFeatures:
         return cls(tuple(map(tuple, features)), largest(capacities), largest(strides))
 
     @classmethod
-    def of_group(cls, placed: PlacedGroup, layout: BagLayout) -> OwnerFeatures:
-        """Return the columns of a group whose tables lie whole on their owners, largest first."""
-        owner = {placed.first_row: placed.shard.device for placed in placed.shards}
+    def of_group(
+        cls, placed: PlacedGroup, layout: BagLayout, devices_per_owner: int = 1
+    ) -> OwnerFeatures:
+        """Return the columns of a group whose tables lie whole on their owners, largest first.
+
+        Args:
+            placed: The group.
+            layout: Layout of the group's features in the batch.
+            devices_per_owner: Number of devices of an owner: 1, or those of a host.
+        """
+        owner = {each.first_row: each.shard.device // devices_per_owner for each in placed.shards}
         owners = [owner[row] for row in layout.row_offsets]
         capacities, strides = layout.capacities, layout.strides
         by_size = sorted(range(len(owners)), key=lambda f: (-strides[f], -capacities[f], f))
-        devices = range(placed.num_devices)
+        numbers = range(placed.num_devices // devices_per_owner)
         return cls.of(
-            [[f for f in by_size if owners[f] == d] for d in devices], capacities, strides
+            [[f for f in by_size if owners[f] == number] for number in numbers], capacities, strides
         )
 
     def received(self, num_rows: int) -> BagLayout:
@@ -171,6 +181,17 @@ def send_lookups(
     return BagsRoute(rows.reshape(-1), lengths.reshape(-1))
 
 
+def received_lookups(
+    owned: OwnerFeatures,
+    received: BagsRoute,
+    num_rows: int,
+    scales: Float[Array, " received"] | None = None,
+) -> Lookups:
+    """Return the flat lookups that an owner of ``num_rows`` rows received."""
+    layout = owned.received(num_rows)
+    return kernels.flatten_bags(received.rows, received.lengths, scales, layout, num_rows)
+
+
 def send_scales(
     owned: OwnerFeatures, scales: Float[Array, " n"] | None, layout: BagLayout, channel: Channel
 ) -> Float[Array, " received"] | None:
@@ -178,6 +199,37 @@ def send_scales(
     if scales is None:
         return None
     return channel.send(owned.pack(_by_feature(scales, layout), owned.capacities)).reshape(-1)
+
+
+def send_bags(
+    owned: OwnerFeatures, bags: Float[Array, "bags dim"], layout: BagLayout, channel: Channel
+) -> Float[Array, "bags_of_group dim"]:
+    """Send pooled bags from the owners of their features to the samples; differentiable.
+
+    Args:
+        owned: The features of each owner.
+        bags: This owner's bags, in the order of `OwnerFeatures.received`.
+        layout: Layout of the group's features in the batch.
+        channel: Channel to the owners.
+
+    Returns:
+        This device's bags, in the order of the layout.
+    """
+    home = channel.send_rows(bags.reshape(len(owned.features), -1, bags.shape[1]))
+    parts = owned.unpack(home, owned.strides, layout.strides)
+    if layout.is_interleaved:
+        return jnp.stack(parts, axis=1).reshape(-1, parts[0].shape[1])
+    return jnp.concatenate(parts)
+
+
+def send_bag_gradients(
+    owned: OwnerFeatures, gradient: RowGradients, channel: Channel
+) -> RowGradients:
+    """Return the gradient of this device's bags where `send_bags` took the bags from."""
+    (layout,), values = gradient.layouts, gradient.values
+    by_feature = [values[layout.bag_rows(feature)] for feature in range(layout.num_features)]
+    received = channel.send_gradients(owned.pack(by_feature, owned.strides))
+    return dataclasses.replace(gradient, values=received.reshape(-1, values.shape[1]))
 
 
 def _by_feature(values: Shaped[Array, " n"], layout: BagLayout) -> list[Shaped[Array, " capacity"]]:

@@ -10,12 +10,14 @@ from jaxrec.plan.costs.bags import BagsCosts
 from jaxrec.plan.costs.base import ExchangeCosts, Group
 from jaxrec.plan.costs.forward import ForwardCosts
 from jaxrec.plan.costs.pooled import PooledCosts
+from jaxrec.plan.costs.pooled_by_host import PooledByHostCosts
 from jaxrec.plan.costs.replicated import ReplicatedCosts
 from jaxrec.plan.costs.rows import RowsCosts
 from jaxrec.plan.topology import Topology
 
 _COSTS: dict[Exchange, type[ExchangeCosts]] = {
-    costs.exchange: costs for costs in (RowsCosts, PooledCosts, BagsCosts, ReplicatedCosts)
+    costs.exchange: costs
+    for costs in (RowsCosts, PooledCosts, PooledByHostCosts, BagsCosts, ReplicatedCosts)
 }
 
 
