@@ -256,6 +256,10 @@ class TableStore(abc.ABC):
 
     # Rows.
 
+    def by_row(self, name: str) -> TableStore:
+        """Return the store whose ids of a table are its row numbers; by default this one."""
+        return self
+
     def find_ids(self, name: str, ids: Any, *, is_written: bool = False) -> FoundIds:
         """Return where the rows of some ids of a table are, for reads and writes of some rows.
 

@@ -150,7 +150,7 @@ class Tables(TableStore):
         return table_squares(self.layout.groups, calls)
 
     def check_dense_gradient(self, name: str) -> None:
-        group, rows = self._find(name)
+        group, rows = self.find(name)
         size = (rows.stop - rows.start) * group.dim * 4
         if size > MAX_DENSE_GRADIENT_BYTES:
             raise TypeError(
@@ -161,24 +161,24 @@ class Tables(TableStore):
             )
 
     def read(self, name: str) -> Float[Array, "num_embeddings embedding_dim"]:
-        group, rows = self._find(name)
+        group, rows = self.find(name)
         return copy_rows(self.rows[group.name], rows)
 
     def write(
         self, name: str, values: Float[Array | np.ndarray, "num_embeddings embedding_dim"]
     ) -> Tables:
-        group, rows = self._find(name)
+        group, rows = self.find(name)
         _check_shape(values, (rows.stop - rows.start, group.dim), f"table {name!r}")
         self._config(name).check_rows(f"table {name!r}, ", values)
         array = _write(self.rows[group.name], rows, values, f"table {name!r}")
         return dataclasses.replace(self, rows=self.rows | {group.name: array})
 
     def read_state(self, name: str) -> dict[str, Array]:
-        group, rows = self._find(name)
+        group, rows = self.find(name)
         return {key: copy_rows(array, rows) for key, array in self.state[group.name].items()}
 
     def write_state(self, name: str, state: Mapping[str, Array | np.ndarray]) -> Tables:
-        group, rows = self._find(name)
+        group, rows = self.find(name)
         arrays = self.state[group.name]
         check_state(name, arrays, state)
         arrays = {
@@ -191,7 +191,7 @@ class Tables(TableStore):
         self._config(name).check_rows(f"table {name!r}, given ", rows)
 
     def row_slots(self, name: str, rows: np.ndarray) -> list[RowSlots]:
-        group, where = self._find(name)
+        group, where = self.find(name)
         slots = (where.start + rows).astype(np.int32)
         index = np.arange(slots.size, dtype=np.int32)
         return [RowSlots(group.name, (0, group.dim), slots, index, is_in_order=True)]
@@ -226,7 +226,7 @@ class Tables(TableStore):
         return jax.tree.map(shape, stored, is_leaf=is_packed)
 
     def checkpoint_view(self, name: str) -> LogicalTable:
-        group, rows = self._find(name)
+        group, rows = self.find(name)
         count = rows.stop - rows.start
         take = functools.partial(
             take_rows,
@@ -238,7 +238,7 @@ class Tables(TableStore):
         return jax.tree.map(take, stored, is_leaf=is_packed)
 
     def from_checkpoint(self, name: str, logical: LogicalTable, num_rows: int) -> Tables:
-        group, rows = self._find(name)
+        group, rows = self.find(name)
         self._config(name).check_rows(f"table {name!r}, saved ", logical.rows)
         put = functools.partial(put_rows, first=jnp.int32(rows.start), count=jnp.int32(num_rows))
         state = dict(self.state[group.name])
@@ -255,7 +255,7 @@ class Tables(TableStore):
         Raises:
             KeyError: No table has that name.
         """
-        group, rows = self._find(name)
+        group, rows = self.find(name)
         array = self.rows[group.name]
         return copy_rows(array.stored if isinstance(array, PackedRows) else array, rows)
 
@@ -263,7 +263,7 @@ class Tables(TableStore):
         group, index = self.layout.find(name)
         return group.tables[index]
 
-    def _find(self, name: str) -> tuple[Group, slice]:
+    def find(self, name: str) -> tuple[Group, slice]:
         """Return the group of a table, and the table's rows in it."""
         group, index = self.layout.find(name)
         start = group.row_offsets[index]

@@ -6,6 +6,7 @@ devices alone.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping
@@ -16,17 +17,20 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int32
 
+from jaxrec.embed.config import TableConfig
 from jaxrec.embed.formats import TableArray, as_table
+from jaxrec.embed.formats.plain import PlainRows
 from jaxrec.embed.initialize import draw_and_scale, fill_rows, table_key
 from jaxrec.embed.layout import TableLayout
 from jaxrec.embed.state import new_state
 from jaxrec.embed.store import TableStore
+from jaxrec.embed.tables import Tables
 from jaxrec.mesh.agree import fingerprint, on_every_device, require_same
 from jaxrec.mesh.balance import warn_of_unused_memory
 from jaxrec.mesh.layout import MeshLayout, layout_mesh
 from jaxrec.mesh.placed_group import PlacedGroup
 from jaxrec.mesh.placement import Placement
-from jaxrec.mesh.shard_access import new_rows, over_devices, owners
+from jaxrec.mesh.shard_access import new_rows, over_devices, owners, write_shards
 from jaxrec.mesh.shards import MeshShape
 from jaxrec.mesh.store import MeshStore
 from jaxrec.mesh.tables import ShardedTables
@@ -100,28 +104,75 @@ def shard_tables(
 ) -> ShardedTables:
     """Return the same tables and optimizer state over a mesh.
 
+    No device gets more than its part: rows travel from device to device if the tables are on a mesh
+    of the same devices, else some at a time over the host.
+
     Raises:
         ValueError: The placements do not fit the tables or the mesh.
     """
     layout = layout_on_mesh(tables, placements, mesh, replica_axis)
     sharded = _zeros(layout, mesh, replica_axis)
     for config in layout.configs:
-        sharded = _copy_rows(tables, sharded, config.name)
-        sharded = sharded.write_state(config.name, tables.read_state(config.name))
+        if config.inference_format is not None or not isinstance(config.row_format, PlainRows):
+            sharded = _copy_packed(tables, sharded, config.name)
+        elif isinstance(tables, MeshStore) and _are_on_same_devices(tables, sharded):
+            sharded = _move(tables, sharded, config)
+        elif isinstance(tables, Tables):
+            sharded = _copy_from_one_device(tables, sharded, config.name)
+        else:
+            sharded = sharded.write(config.name, tables.read(config.name))
+            sharded = sharded.write_state(config.name, tables.read_state(config.name))
     return sharded
 
 
-def _copy_rows(tables: TableStore, sharded: ShardedTables, name: str) -> ShardedTables:
-    """Return tables on a mesh with the rows of a table of a store.
+def _copy_packed(tables: TableStore, sharded: ShardedTables, name: str) -> ShardedTables:
+    """Return tables on a mesh with the rows of a packed table of a store.
 
-    Packed rows are copied as they are stored, unless either store cuts them by columns: then each
-    part of a row is packed with a scale of its own.
+    The rows are copied as they are stored, unless either store cuts them by columns: then each part
+    of a row is packed with a scale of its own.
     """
     is_cut = len(list(sharded.layout.column_slices(name))) > 1
     rows = None if is_cut else tables.stored_rows(name)
     if rows is None:
-        return sharded.write(name, tables.read(name))
-    return sharded.write_stored(name, rows)
+        sharded = sharded.write(name, tables.read(name))
+    else:
+        sharded = sharded.write_stored(name, rows)
+    return sharded.write_state(name, tables.read_state(name))
+
+
+def _are_on_same_devices(tables: MeshStore, sharded: ShardedTables) -> bool:
+    meshes, replicas = (tables.mesh, sharded.mesh), (tables.replica_axis, sharded.replica_axis)
+    return replicas == (None, None) and (
+        list(meshes[0].devices.flat) == list(meshes[1].devices.flat)
+    )
+
+
+def _move(tables: MeshStore, sharded: ShardedTables, config: TableConfig) -> ShardedTables:
+    """Return tables on a mesh with a table of others on the same devices."""
+    logical = tables.checkpoint_view(config.name)
+    shardings = jax.tree.map(lambda shape: shape.sharding, sharded.checkpoint_shapes(config.name))
+    logical = jax.device_put(logical, shardings)
+    return sharded.from_checkpoint(config.name, logical, config.num_embeddings)
+
+
+def _copy_from_one_device(tables: Tables, sharded: ShardedTables, name: str) -> ShardedTables:
+    """Return tables on a mesh with a table of one device."""
+    group, place = tables.find(name)
+    rows = dict(sharded.rows)
+    state = {each: dict(arrays) for each, arrays in sharded.state.items()}
+    for placed, columns, shards in sharded.layout.column_slices(name):
+        write = functools.partial(
+            write_shards,
+            sharding=sharded.sharding(placed),
+            placed=placed,
+            columns=columns,
+            shards=shards,
+            first=place.start,
+        )
+        rows[placed.name] = write(rows[placed.name], values=tables.rows[group.name])
+        for key, array in tables.state[group.name].items():
+            state[placed.name][key] = write(state[placed.name][key], values=array)
+    return dataclasses.replace(sharded, rows=rows, state=state)
 
 
 def layout_on_mesh(

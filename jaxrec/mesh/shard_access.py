@@ -56,7 +56,8 @@ def write_shards(
     placed: PlacedGroup,
     columns: tuple[int, int],
     shards: list[PlacedShard],
-    values: Array | np.ndarray,
+    values: TableArray | np.ndarray,
+    first: int = 0,
 ) -> TableArray:
     """Write the shards of a column slice in place, in steps that all devices take together.
 
@@ -66,7 +67,8 @@ def write_shards(
         placed: The group.
         columns: First column of the slice and the column after the last.
         shards: The shards of the slice.
-        values: The whole table, or its state.
+        values: An array with the whole table, or with its state.
+        first: Row of ``values`` that the table starts with.
     """
     here = {shard.index[0].start or 0 for shard in stored(array).addressable_shards}
     for steps in _steps(placed, shards, _rows_at_a_time(array)):
@@ -77,7 +79,7 @@ def write_shards(
         for device, local_row, start, stop in steps:
             ranges[device] = local_row, stop - start
             if device * placed.local_rows in here:
-                rows = _host_rows(values, start, stop)
+                rows = _host_rows(values, first + start, first + stop)
                 parts[device, : stop - start] = rows if rows.ndim == 1 else rows[:, slice(*columns)]
         array = _write_rows(
             array, over_devices(parts, sharding), over_devices(ranges, sharding), sharding
@@ -137,7 +139,7 @@ def _steps(
         yield [steps[turn] for steps in waiting.values() if turn < len(steps)]
 
 
-def _host_rows(values: Array | np.ndarray, start: int, stop: int) -> np.ndarray:
+def _host_rows(values: TableArray | np.ndarray, start: int, stop: int) -> np.ndarray:
     """Return rows of an array, on the host."""
     if isinstance(values, jax.Array):
         if values.is_fully_replicated:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float32, Int32
 
@@ -163,9 +164,7 @@ class PrunedEmbeddings(nnx.Module):
         # The optimizer state of a fresh row.
         self.first_state = nnx.Dict(
             {
-                name: AddressVariable(
-                    {key: rows[:1] for key, rows in embeddings.table_state(name).items()}
-                )
+                name: AddressVariable(jax.tree.map(jnp.asarray, embeddings.row_state(name, [0])))
                 for name in num_ids
             }
         )
@@ -205,26 +204,26 @@ class PrunedEmbeddings(nnx.Module):
     def prune(self) -> dict[str, int]:
         """Give rows to the ids used most; call it between steps, outside of compiled functions.
 
-        A row that changes hands starts as the shared row is, with fresh optimizer state. A copy of
-        one pruned table at a time is made.
+        A row that changes hands starts as the shared row is, with fresh optimizer state. Only these
+        rows are written, and no table is copied.
 
         Returns:
             For each pruned table how many ids got a row that had none.
         """
+        sizes = {table.name: table.num_embeddings for table in self.embeddings.configs}
         admitted = {}
         for name, variable in self.addresses.items():
-            rows = self.embeddings.table(name)
-            addresses, changed = reassign(variable.get_value(), rows.shape[0], self.decay)
+            addresses, changed = reassign(variable.get_value(), sizes[name], self.decay)
             variable.set_value(addresses)
-            admitted[name] = int(changed.sum())
-            if not admitted[name]:
+            rows = np.flatnonzero(changed)
+            admitted[name] = rows.size
+            if not rows.size:
                 continue
-            mask = changed[:, None]
-            self.embeddings.load_table(name, jnp.where(mask, rows[-1:], rows))
+            shared = self.embeddings.rows(name, [sizes[name] - 1])
+            self.embeddings.load_rows(name, rows, shared.repeat(rows.size, axis=0))
             first = self.first_state[name].get_value()
             state = {
-                key: jnp.where(changed.reshape(-1, *(1,) * (array.ndim - 1)), first[key], array)
-                for key, array in self.embeddings.table_state(name).items()
+                key: np.asarray(array).repeat(rows.size, axis=0) for key, array in first.items()
             }
-            self.embeddings.load_table_state(name, state)
+            self.embeddings.load_row_state(name, rows, state)
         return admitted

@@ -133,6 +133,9 @@ class TierStore(WrappingStore):
         check_state(name, self.inner.checkpoint_shapes(name).state, state)
         return self._write_all(name, state)
 
+    def by_row(self, name: str) -> TableStore:
+        return self if name in self._cached else self.inner.by_row(name)
+
     def find_ids(self, name: str, ids: Any, *, is_written: bool = False) -> FoundIds:
         features = {config.name: config.feature_names for config in self.configs}
         if features.get(name, ("",))[0] not in self.features:

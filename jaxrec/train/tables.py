@@ -17,6 +17,7 @@ from jaxtyping import Array
 
 from jaxrec.atomic import write_atomically
 from jaxrec.embed import EmbeddingBagCollection, EmbeddingCollection
+from jaxrec.embed.some_rows import read_ids
 from jaxrec.train.checkpoint import CheckpointError
 
 # Number of rows that are written or read at once.
@@ -57,30 +58,52 @@ def export_table(collection: Collection, name: str, path: str | os.PathLike[str]
     path = pathlib.Path(path)
     if path.suffix not in (".npy", ".parquet"):
         raise ValueError(f"a table is written to .npy or .parquet, got {path.name}")
-    rows = collection.table(name)
-    write = _write_npy if path.suffix == ".npy" else _write_parquet
+    shape = _shape(collection, name)
+    pieces = _pieces(collection, name, shape[0])
     with write_atomically(path) as unfinished:
-        write(unfinished, rows)
+        if path.suffix == ".npy":
+            _write_npy(unfinished, pieces, shape)
+        else:
+            _write_parquet(unfinished, pieces)
 
 
-def _pieces(rows: Array) -> Iterator[tuple[int, np.ndarray]]:
-    for start in range(0, len(rows), _ROWS):
-        piece = np.asarray(rows[start : start + _ROWS])
+def _shape(collection: Collection, name: str) -> tuple[int, int]:
+    """Return the shape of a table.
+
+    Raises:
+        KeyError: The collection has no such table.
+    """
+    shapes = {each.name: (each.num_embeddings, each.embedding_dim) for each in collection.configs}
+    if name not in shapes:
+        raise KeyError(f"no table is named {name!r}; there are {', '.join(map(repr, shapes))}")
+    return shapes[name]
+
+
+def _pieces(collection: Collection, name: str, rows: int) -> Iterator[tuple[int, np.ndarray]]:
+    """Iterate over a table some rows at a time, so that no device holds more."""
+    store = collection.tables.get_value().by_row(name)
+    for start in range(0, rows, _ROWS):
+        numbers = np.arange(start, min(start + _ROWS, rows))
+        piece = read_ids(store, name, numbers, with_state=False)["rows"]
         yield start, piece if piece.dtype.kind == "f" else piece.astype(np.float32)
 
 
-def _write_npy(path: pathlib.Path, rows: Array) -> None:
-    dtype = np.dtype(rows.dtype) if np.dtype(rows.dtype).kind == "f" else np.dtype(np.float32)
-    array = np.lib.format.open_memmap(path, "w+", dtype, rows.shape)
-    for start, piece in _pieces(rows):
+def _write_npy(
+    path: pathlib.Path, pieces: Iterator[tuple[int, np.ndarray]], shape: tuple[int, int]
+) -> None:
+    array = None
+    for start, piece in pieces:
+        if array is None:
+            array = np.lib.format.open_memmap(path, "w+", piece.dtype, shape)
         array[start : start + len(piece)] = piece
+    assert array is not None  # tables have rows
     array.flush()
 
 
-def _write_parquet(path: pathlib.Path, rows: Array) -> None:
+def _write_parquet(path: pathlib.Path, pieces: Iterator[tuple[int, np.ndarray]]) -> None:
     writer = None
     with contextlib.ExitStack() as stack:
-        for start, piece in _pieces(rows):
+        for start, piece in pieces:
             flat = pa.array(np.ascontiguousarray(piece).reshape(-1))
             numbers = pa.array(np.arange(start, start + len(piece)))
             lists = pa.FixedSizeListArray.from_arrays(flat, piece.shape[1])
@@ -110,7 +133,7 @@ def import_table(collection: Collection, name: str, path: str | os.PathLike[str]
     if path.suffix == ".npy":
         rows = _read_npy(path)
     elif path.suffix == ".parquet":
-        rows = _read_parquet(path, collection.table(name).shape)
+        rows = _read_parquet(path, _shape(collection, name))
     else:
         raise ValueError(f"a table is read from .npy or .parquet, got {path.name}")
     _load(collection, name, rows, str(path))
@@ -273,9 +296,9 @@ def _state_dict(
 
 
 def _load(collection: Collection, name: str, rows: Array | np.ndarray, where: str) -> None:
-    wanted = collection.table(name).shape
-    if tuple(rows.shape) != tuple(wanted):
+    wanted = _shape(collection, name)
+    if tuple(rows.shape) != wanted:
         raise CheckpointError(
-            f"{where}: table {name!r} has shape {tuple(wanted)}, the file's {tuple(rows.shape)}"
+            f"{where}: table {name!r} has shape {wanted}, the file's {tuple(rows.shape)}"
         )
     collection.load_table(name, rows)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import threading
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,11 +21,13 @@ from jaxrec.mesh import (
     creation,
     data_parallel,
     grid,
+    row_mover,
     row_wise,
     shard_access,
     table_row_wise,
     table_wise,
 )
+from jaxrec.train import tables
 
 PLACEMENTS = {
     "rows": row_wise(),
@@ -206,3 +212,100 @@ def test_a_step_compiles_once(mesh, caplog):
             train_step(model, optimizer, batch)
     compiled = [r.getMessage() for r in caplog.records if "Finished XLA" in r.getMessage()]
     assert sum("train_step" in message for message in compiled) == 1
+
+
+class Peak:
+    """The most bytes of arrays that a device holds while a block of code runs.
+
+    Attributes:
+        before: Bytes of each device before.
+        bytes: The most bytes of each device.
+    """
+
+    def __enter__(self):
+        gc.collect()
+        self.before = self.bytes = self._now()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_):
+        self._ended.set()
+        self._thread.join()
+        self._update()
+
+    def _watch(self):
+        while not self._ended.wait(0.0005):
+            self._update()
+
+    def _update(self):
+        self.bytes = np.maximum(self.bytes, self._now())
+
+    @staticmethod
+    def _now():
+        # A donated array and the one that takes its memory are one.
+        buffers = {}
+        for array in jax.live_arrays():
+            for shard in array.addressable_shards if not array.is_deleted() else ():
+                with contextlib.suppress(RuntimeError):  # donated meanwhile
+                    place = shard.device.id, shard.data.unsafe_buffer_pointer()
+                    buffers[place] = shard.data.nbytes
+        held = np.zeros(len(jax.devices()))
+        for (device, _), size in buffers.items():
+            held[device] += size
+        return held
+
+
+@pytest.fixture
+def small_copies(monkeypatch):
+    """Copies of 16,384 elements or 1,000 rows at a time."""
+    for module in (shard_access, row_mover):
+        monkeypatch.setattr(module, "COPY_ELEMENTS", 1 << 14)
+    monkeypatch.setattr(tables, "_ROWS", 1000)
+    jax.clear_caches()
+    yield
+    jax.clear_caches()
+
+
+ROWS, WIDTH, NUM_TABLES = 16000, 64, 2
+SHARE = NUM_TABLES * ROWS * WIDTH * 4 * 3 / 8  # of rows and Adam's state, on each of 8 devices
+
+
+def wide_collection():
+    tables = [jaxrec.EmbeddingBagConfig(f"t{i}", ROWS, WIDTH) for i in range(NUM_TABLES)]
+    adam = jaxrec.optim.adam(0.01)
+    return jaxrec.EmbeddingBagCollection(tables, optimizer=adam, rngs=nnx.Rngs(3))
+
+
+def test_no_device_holds_more_than_its_share_while_tables_move(mesh, small_copies):
+    """From one device to eight, and from plan to plan: the new share and less than another."""
+    model = wide_collection()
+    expected = [np.asarray(model.table(f"t{i}")) for i in range(NUM_TABLES)]
+    names = [f"t{i}" for i in range(NUM_TABLES)]
+    with Peak() as peak:
+        jaxrec.shard(model, plan_of(dict.fromkeys(names, row_wise())), mesh)
+    assert (peak.bytes - peak.before).max() < 2 * SHARE
+    for placement in (column_wise(), grid(), row_wise()):
+        with Peak() as peak:
+            jaxrec.shard(model, plan_of(dict.fromkeys(names, placement)), mesh)
+        # The new tables, a share, and less than one more.
+        assert (peak.bytes - peak.before).max() < 2 * SHARE
+    for name, rows in zip(names, expected, strict=True):
+        np.testing.assert_array_equal(model.table(name), rows)
+
+
+def test_no_device_holds_a_table_while_it_is_exported_and_imported(mesh, small_copies, tmp_path):
+    model = wide_collection()
+    jaxrec.shard(model, plan_of({f"t{i}": row_wise() for i in range(NUM_TABLES)}), mesh)
+    expected = model.rows("t0", np.arange(ROWS))
+    with Peak() as peak:
+        for suffix in (".npy", ".parquet"):
+            tables.export_table(model, "t0", tmp_path / f"t{suffix}")
+            tables.import_table(model, "t1", tmp_path / f"t{suffix}")
+    np.testing.assert_array_equal(model.rows("t1", np.arange(ROWS)), expected)
+    assert (peak.bytes - peak.before).max() < ROWS * WIDTH * 4 / 2
+
+
+def plan_of(placements):
+    return jaxrec.plan.ShardingPlan.from_dict(placements)

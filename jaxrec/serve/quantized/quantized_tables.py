@@ -80,7 +80,7 @@ class QuantizedTables(Tables):
         Raises:
             KeyError: No table has that name.
         """
-        group, rows = self._find(name)
+        group, rows = self.find(name)
         return group.row_format.row_bytes(group.dim) * (rows.stop - rows.start)
 
     def packed_rows(self, name: str) -> Shaped[Array, "num_embeddings width"]:
