@@ -203,7 +203,8 @@ def layout_tables(
         apart: Tables for which this differs do not share a group.
 
     Raises:
-        ValueError: If there are no tables, or two of one name.
+        ValueError: If there are no tables, or two of one name, or a table has a width that its
+            optimizer refuses.
         TypeError: If bags and per-id tables are mixed.
     """
     tables = tuple(tables)
@@ -244,6 +245,8 @@ def _group(
     members: dict[tuple, list[TableConfig]] = {}
     for table in tables:
         optimizer = (table.optimizer or default) if table.trainable else frozen()
+        if (reason := optimizer.refuse(table.embedding_dim)) is not None:
+            raise ValueError(f"table {table.name!r}: {reason}")
         kind = (table.row_format, table.embedding_dim, optimizer, apart(table))
         members.setdefault(kind, []).append(table)
 

@@ -32,6 +32,7 @@ from jaxrec.embed.row_gradients import (
 from jaxrec.embed.row_slots import RowSlots
 from jaxrec.embed.state import new_state
 from jaxrec.embed.store import TableStore
+from jaxrec.embed.sweep import sweep_rows
 from jaxrec.optim import RowOptimizer
 from jaxrec.optim.hyperparameter import Step, as_step
 from jaxrec.ragged import KeyedJaggedArray
@@ -133,15 +134,16 @@ class Tables(TableStore):
             gradient = dataclasses.replace(merge(bounded), is_applied=is_applied)
             lookups = gradient.lookups
             written = gradient.rows_to_write(lookups.rows, group.num_rows)
-            rows[group.name], state[group.name] = kernels.fused_update(
+            updated, state[group.name] = kernels.fused_update(
                 self.rows[group.name],
                 self.state[group.name],
                 dataclasses.replace(lookups, rows=written),
                 gradient.values,
-                optimizer,
+                optimizer.of_batch,
                 step,
                 group.row_offsets,
             )
+            rows[group.name] = sweep_rows(updated, optimizer, step, is_applied)
         return dataclasses.replace(self, rows=rows, state=state)
 
     def table_squares(

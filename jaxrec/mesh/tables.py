@@ -34,6 +34,7 @@ from jaxrec.embed.row_gradients import (
     group_parts,
     merge,
 )
+from jaxrec.embed.sweep import sweep_rows
 from jaxrec.mesh.channel import Turns
 from jaxrec.mesh.exchange import Exchange, Request
 from jaxrec.mesh.placed_group import PlacedGroup
@@ -145,7 +146,7 @@ class ShardedTables(MeshStore):
                 name = placed.name
                 placed, gradient = self._merge(placed, exchange, parts[name], turns)
                 gradient = dataclasses.replace(gradient, is_applied=is_applied)
-                new[0][name], new[1][name] = turns.run(
+                updated, new[1][name] = turns.run(
                     functools.partial(self._update, placed, exchange),
                     gradient,
                     rows[name],
@@ -153,6 +154,7 @@ class ShardedTables(MeshStore):
                     step,
                     floats=exchange.sends_gradients_first,
                 )
+                new[0][name] = sweep_rows(updated, placed.group.optimizer, step, is_applied)
             return new
 
         over_batch, everywhere = PartitionSpec(self.batch_axes), PartitionSpec()

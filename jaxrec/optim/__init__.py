@@ -13,7 +13,10 @@ from jaxrec.optim.adam import partial_rowwise_adam as partial_rowwise_adam
 from jaxrec.optim.base import RowOptimizer as RowOptimizer
 from jaxrec.optim.base import RowState as RowState
 from jaxrec.optim.base import Schedule as Schedule
+from jaxrec.optim.counter import rowwise_adagrad_cowclip as rowwise_adagrad_cowclip
+from jaxrec.optim.counter import rowwise_adagrad_with_counter as rowwise_adagrad_with_counter
 from jaxrec.optim.ema import ema as ema
+from jaxrec.optim.ema_in_place import ema_in_place as ema_in_place
 from jaxrec.optim.frozen import frozen as frozen
 from jaxrec.optim.ftrl import ftrl as ftrl
 from jaxrec.optim.hyperparameter import hyperparameter as hyperparameter

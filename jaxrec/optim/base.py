@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import ClassVar, TypeAlias
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxrec.optim import checks
 
@@ -73,6 +73,14 @@ class RowOptimizer(abc.ABC):
     # Whether `update` takes all sums over a row by the functions of `jaxrec.optim.norm`.
     sums_rows: ClassVar[bool] = False
 
+    # Whether `sweep` changes rows between two steps.
+    sweeps: ClassVar[bool] = False
+
+    @property
+    def of_batch(self) -> RowOptimizer:
+        """The optimizer of a batch's rows, without `sweep`; kernels get this one."""
+        return self
+
     @property
     def can_cut_rows(self) -> bool:
         """Whether devices may hold different columns of a row."""
@@ -93,6 +101,10 @@ class RowOptimizer(abc.ABC):
                 checks.positive(self, bound)
         checks.boolean(self, "stochastic_rounding")
         checks.one_of(self, "state_dtype", STATE_DTYPES)
+
+    def refuse(self, dim: int) -> str | None:
+        """Return the reason why rows cannot have ``dim`` columns; None: they can."""
+        return None
 
     @abc.abstractmethod
     def init(self, num_rows: int, dim: int) -> dict[str, Array]:
@@ -122,6 +134,21 @@ class RowOptimizer(abc.ABC):
         Returns:
             The new rows and the new state, shaped as they came.
         """
+
+    def is_sweep_due(self, step: Int[Array, ""]) -> Bool[Array, ""]:
+        """Return whether `sweep` follows the update that ``step`` updates came before."""
+        return jnp.zeros((), bool)
+
+    def sweep(self, rows: Float[Array, "rows dim"]) -> Float[Array, "rows dim"]:
+        """Change rows between two steps; stores call this for all rows of a table.
+
+        Args:
+            rows: Some rows of the table, float32.
+
+        Returns:
+            The new rows, each a function of the old row alone.
+        """
+        return rows
 
     def rate(self, step: Int[Array, ""]) -> Float[Array, ""]:
         """Return the learning rate of the update after ``step`` updates."""

@@ -73,6 +73,15 @@ def count(owner: Any, *names: str) -> None:
             raise _error(owner, name, "an integer in [1, 2**31)")
 
 
+def whole(owner: Any, *names: str) -> None:
+    """Require each of these fields to be an integer >= 0 that an int32 holds."""
+    for name in names:
+        value = getattr(owner, name)
+        is_int = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+        if not (is_int and 0 <= value < 2**31):
+            raise _error(owner, name, "an integer in [0, 2**31)")
+
+
 def one_of(owner: Any, name: str, allowed: Collection[str]) -> None:
     """Require a field to be one of ``words``."""
     value = getattr(owner, name)

@@ -122,6 +122,7 @@ def _with_tiers(
     ]
     _check_names(tables, all_tables, found)
     _check_formats(tables, found)
+    _check_optimizers(tables, found)
     _check_factories(_sizes(tables), whole)
     parts = _by_feature(all_tables, tables)
     _check_stores(parts, tables)
@@ -191,6 +192,19 @@ def _check_names(
             "the model has open vocabularies already; name all their tables in one call of "
             "jaxrec.tier.make"
         )
+
+
+def _check_optimizers(tables: Settings, found: Mapping[str, Collection]) -> None:
+    for module in found.values():
+        for config in module.configs:
+            if config.name in tables and _optimizer(module, config.name).sweeps:
+                raise ValueError(
+                    f"table {config.name!r} has the optimizer "
+                    f"{type(_optimizer(module, config.name)).__name__}, which changes all of its "
+                    "rows between steps, also those that are in a row store; use "
+                    "jaxrec.optim.ema, which changes the rows of a batch, or leave the table out "
+                    "of jaxrec.tier.make"
+                )
 
 
 def _check_formats(tables: Settings, found: Mapping[str, Collection]) -> None:

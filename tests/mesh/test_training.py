@@ -37,6 +37,12 @@ PLACEMENTS = {
     },
     "one_device": dict.fromkeys(ROWS, table_wise(1)),
     "rows": dict.fromkeys(ROWS, row_wise()),
+    "whole_rows": {
+        "a": row_wise(),
+        "b": table_wise(3),
+        "c": row_wise(exchange="pooled"),
+        "d": data_parallel(),
+    },
     "sums": {
         "a": row_wise(exchange="pooled"),
         "b": table_row_wise(1, exchange="pooled"),
@@ -67,6 +73,13 @@ OPTIMIZERS = {
         0.1, weight_decay=0.1, weight_decay_mode="l2", max_norm=0.5
     ),
     "clip_norm": jaxrec.optim.rowwise_adagrad(0.1, clip_norm=0.02),
+    "counter": jaxrec.optim.rowwise_adagrad_with_counter(
+        0.1, halflife=2, weight_decay=0.1, weight_decay_mode="l2", learning_rate_mode="counter_sgd"
+    ),
+    "cowclip": jaxrec.optim.rowwise_adagrad_cowclip(0.01, clip_ratio=0.5, max_norm=0.5),
+    "ema_in_place": jaxrec.optim.ema_in_place(
+        optimizer=jaxrec.optim.sgd(0.1, clip_norm=0.02), every=2
+    ),
 }
 
 
@@ -135,6 +148,9 @@ CASES = [
     ("clip_norm", "sums", "two_axes"),
     ("adam", "bags", "two_axes"),
     ("clip_norm", "one_device", "one_axis"),
+    ("counter", "cut", "two_axes"),
+    ("cowclip", "every_type", "one_axis"),
+    ("ema_in_place", "whole_rows", "one_axis"),
 ]
 
 
@@ -171,6 +187,13 @@ def assert_close(array, expected):
     """Equal to 1e-6 of the size of what is in the array."""
     scale = np.abs(expected).max()
     np.testing.assert_allclose(array, expected, rtol=0, atol=max(1e-6 * scale, 1e-12))
+
+
+def test_halves_of_rows_stay_together():
+    mesh = jax.make_mesh((8,), ("data",))
+    plan = jaxrec.plan.ShardingPlan.from_dict(PLACEMENTS["cut"])
+    with pytest.raises(ValueError, match="its optimizer ema_in_place needs whole rows"):
+        jaxrec.shard(Ranker(OPTIMIZERS["ema_in_place"]), plan, mesh)
 
 
 @pytest.mark.parametrize(

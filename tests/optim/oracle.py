@@ -44,6 +44,64 @@ def _rowwise_adagrad(o, rate, w, g, state, step):
     return w - (rate / (np.sqrt(v) + o.eps))[:, None] * g, {"accumulator": v}
 
 
+def _counted(o, w, g, state, step):
+    """Counter, gap, accumulator and gradient of an update of the optimizers that count."""
+    gap = np.where(state["last_step"] == 0, 1, step + 1 - state["last_step"])
+    kept = 1 if o.halflife is None else 0 if o.halflife == 0 else 0.5 ** (gap / o.halflife)
+    if o.weight_decay_mode == "l2":
+        g = g + o.weight_decay * w
+    new = {
+        "accumulator": state["accumulator"] + (g**2).mean(axis=1),
+        "count": 1 + kept * state["count"],
+        "last_step": np.full(len(w), step + 1.0),
+    }
+    return gap, g, new
+
+
+def _rowwise_adagrad_with_counter(o, rate, w, g, state, step):
+    gap, _, new = _counted(o, w, g, state, step)
+    c, root = new["count"], np.sqrt(new["accumulator"]) + o.eps
+    plain = rate / root
+    adjusted = {
+        "equal": plain,
+        "tail_increase": plain * np.clip((o.max_counter / (c + 1)) ** o.adjustment, 1, 10),
+        "tail_decrease": plain * np.clip(((c + 1) / o.max_counter) ** o.adjustment, 0.1, 1),
+        "counter_sgd": rate / (np.sqrt(o.adjustment * c) + o.eps),
+        "sqrt_counter": plain * np.sqrt(c),
+        "capped_counter": np.minimum(rate * c, o.adjustment) / root,
+    }[o.learning_rate_mode]
+    threshold = o.tail_threshold
+    if o.tail_threshold_is_ratio:
+        threshold = np.floor(threshold * o.max_counter)
+    rates = np.where(c > threshold, adjusted, plain)
+    shrinkage = np.ones(len(w))
+    if o.weight_decay_mode == "l2":
+        shrinkage = 1 - o.halflife / c * o.weight_decay * plain
+    if o.weight_decay_mode == "decoupled":
+        shrinkage = 1 - o.halflife / c * o.weight_decay * rate
+    if o.weight_decay_mode == "adagradw":
+        gap = np.minimum(gap, step + 1 - o.adjust_after)
+        shrinkage = (1 - o.weight_decay * rate) ** gap
+        rates = rates * (1 - o.weight_decay * rate) ** (gap - 1)
+    if step + 1 <= o.adjust_after:
+        shrinkage, rates = np.ones(len(w)), plain
+    return shrinkage[:, None] * w - rates[:, None] * g, new
+
+
+def _rowwise_adagrad_cowclip(o, rate, w, g, state, step):
+    _, decayed, new = _counted(o, w, g, state, step)
+    rates = rate / (np.sqrt(new["accumulator"]) + o.eps)
+    bound = new["count"] * np.maximum(o.clip_ratio * _norms(w)[:, 0], o.clip_minimum)
+    norms = _norms(decayed)[:, 0]
+    rates = rates * np.where(norms > bound, bound / np.where(norms > 0, norms, 1), 1)
+    shrinkage = {
+        "none": np.ones(len(w)),
+        "l2": 1 - o.weight_decay * rates,
+        "decoupled": np.full(len(w), 1 - o.weight_decay * rate),
+    }[o.weight_decay_mode]
+    return shrinkage[:, None] * w - rates[:, None] * g, new
+
+
 def _direction(o, w, g, state, step, squares):
     """Adam's and LAMB's direction, and the new state."""
     new = {
@@ -128,6 +186,8 @@ _RULES = {
     optim.momentum_sgd: _momentum_sgd,
     optim.adagrad: _adagrad,
     optim.rowwise_adagrad: _rowwise_adagrad,
+    optim.rowwise_adagrad_with_counter: _rowwise_adagrad_with_counter,
+    optim.rowwise_adagrad_cowclip: _rowwise_adagrad_cowclip,
     optim.adam: _adam,
     optim.partial_rowwise_adam: _partial_rowwise_adam,
     optim.lamb: _lamb,

@@ -24,6 +24,17 @@ OPTIMIZERS = [
     optim.rowwise_adagrad(0.1),
     optim.rowwise_adagrad(0.1, weight_decay=0.1, weight_decay_mode="l2"),
     optim.rowwise_adagrad(0.1, weight_decay=0.1, weight_decay_mode="decoupled"),
+    optim.rowwise_adagrad_with_counter(0.1),
+    optim.rowwise_adagrad_with_counter(
+        0.1, halflife=2, weight_decay=0.1, weight_decay_mode="l2", learning_rate_mode="counter_sgd"
+    ),
+    optim.rowwise_adagrad_with_counter(
+        0.1, weight_decay=0.1, weight_decay_mode="adagradw", learning_rate_mode="sqrt_counter"
+    ),
+    optim.rowwise_adagrad_cowclip(0.1, clip_ratio=0.5, clip_minimum=0.1),
+    optim.rowwise_adagrad_cowclip(
+        0.1, halflife=3, clip_ratio=0.5, weight_decay=0.1, weight_decay_mode="l2"
+    ),
     optim.adam(0.1),
     optim.adam(0.1, b1=0.0, b2=0.0, weight_decay=0.1, rowwise_bias_correction=True),
     optim.partial_rowwise_adam(0.1, weight_decay=0.1),
@@ -72,7 +83,9 @@ def test_the_list_above_is_complete():
         and value is not optim.RowOptimizer
     }
     # Those without a rate of their own; tests/embed/test_hyperparameters.py trains with them.
-    assert names - {"ema", "frozen"} == {type(optimizer).__name__ for optimizer in OPTIMIZERS}
+    assert names - {"ema", "ema_in_place", "frozen"} == {
+        type(optimizer).__name__ for optimizer in OPTIMIZERS
+    }
 
 
 @ALL
@@ -222,6 +235,32 @@ def test_max_norm_bounds_the_new_rows(optimizer):
             "weight_decay_mode must be one of 'none', 'l2', 'decoupled', got 'L1'",
         ),
         ("rowwise_adagrad", {"weight_decay_mode": None}, "weight_decay_mode must be one of"),
+        ("rowwise_adagrad_with_counter", {"halflife": -1}, "halflife must be a number >= 0"),
+        ("rowwise_adagrad_with_counter", {"eps": 0}, "eps"),
+        ("rowwise_adagrad_with_counter", {"weight_decay": -1}, "weight_decay"),
+        ("rowwise_adagrad_with_counter", {"weight_decay_mode": "L2"}, "weight_decay_mode must be"),
+        (
+            "rowwise_adagrad_with_counter",
+            {"weight_decay_mode": "decoupled"},
+            "got halflife=None; give a halflife in updates of the table",
+        ),
+        (
+            "rowwise_adagrad_with_counter",
+            {"learning_rate_mode": 1},
+            "learning_rate_mode must be one of 'equal', 'tail_increase'",
+        ),
+        ("rowwise_adagrad_with_counter", {"adjustment": -1}, "adjustment must be"),
+        ("rowwise_adagrad_with_counter", {"tail_threshold": -1}, "tail_threshold must be"),
+        (
+            "rowwise_adagrad_with_counter",
+            {"adjust_after": -1},
+            r"adjust_after must be an integer in \[0, 2\*\*31\), got -1",
+        ),
+        ("rowwise_adagrad_with_counter", {"tail_threshold_is_ratio": 1}, "True or False"),
+        ("rowwise_adagrad_with_counter", {"max_counter": 0}, "max_counter must be a number > 0"),
+        ("rowwise_adagrad_cowclip", {"weight_decay_mode": "adagradw"}, "weight_decay_mode"),
+        ("rowwise_adagrad_cowclip", {"clip_ratio": -1}, "clip_ratio must be"),
+        ("rowwise_adagrad_cowclip", {"clip_minimum": -1}, "clip_minimum must be"),
         ("adam", {"b1": 1.0}, r"b1 must be a number in \[0, 1\)"),
         ("adam", {"b2": -0.1}, r"b2 must be a number in \[0, 1\)"),
         ("adam", {"eps": 0.0}, "eps must be a number > 0"),

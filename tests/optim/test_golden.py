@@ -22,6 +22,20 @@ NUM_ROWS, BATCH, NUM_IDS = 20, 8, 96
 
 flatten_bags = jax.jit(reference.flatten_bags, static_argnums=(3, 4))
 
+COUNTER_STATES = {"accumulator": "momentum1", "count": "row_counter", "last_step": "prev_iter"}
+
+
+def ema_in_place(
+    *, step_ema: int, step_start: int, step_ema_coef: float, **arguments: Any
+) -> jaxrec.optim.RowOptimizer:
+    return jaxrec.optim.ema_in_place(
+        optimizer=jaxrec.optim.rowwise_adagrad(**arguments),
+        every=step_ema,
+        start=step_start,
+        coefficient=step_ema_coef,
+    )
+
+
 # FBGEMM's optimizer (or, where it has it on GPUs only, the beginning of the case's name), then
 # which of its states each of ours is.
 OPTIMIZERS = {
@@ -29,6 +43,9 @@ OPTIMIZERS = {
     "EXACT_ADAGRAD": (jaxrec.optim.adagrad, {"accumulator": "momentum1"}),
     "EXACT_ROWWISE_ADAGRAD": (jaxrec.optim.rowwise_adagrad, {"accumulator": "momentum1"}),
     "rowwise_adagrad": (jaxrec.optim.rowwise_adagrad, {"accumulator": "momentum1"}),
+    "rowwise_adagrad_counter": (jaxrec.optim.rowwise_adagrad_with_counter, COUNTER_STATES),
+    "rowwise_adagrad_cowclip": (jaxrec.optim.rowwise_adagrad_cowclip, COUNTER_STATES),
+    "emainplace": (ema_in_place, {"accumulator": "momentum1"}),
     "adam": (jaxrec.optim.adam, {"first_moment": "momentum1", "second_moment": "momentum2"}),
     "partial_rowwise_adam": (
         jaxrec.optim.partial_rowwise_adam,
@@ -52,22 +69,35 @@ ARGUMENTS = {
     "beta2": "b2",
     "ema_beta": "decay",
     "max_gradient": "clip_value",
+    "counter_halflife": "halflife",
+    "counter_weight_decay_mode": "weight_decay_mode",
+    "adjustment_ub": "adjustment",
+    "weight_norm_coefficient": "clip_ratio",
+    "lower_bound": "clip_minimum",
 }
 
-WEIGHT_DECAY_MODES = {"NONE": "none", "L2": "l2", "DECOUPLE": "decoupled"}
+WEIGHT_DECAY_MODES = {
+    "NONE": "none",
+    "L2": "l2",
+    "DECOUPLE": "decoupled",
+    "ADAGRADW": "adagradw",
+}
+LEARNING_RATE_MODES = {"0": "tail_increase", "1": "tail_decrease", "2": "counter_sgd"}
 
 
 def optimizer_of(name: str, case: dict[str, Any]):
     """Our optimizer for a case, and the recorded name of each of its states."""
     meta = case["meta"]
-    kind = meta.get("optimizer") or max(
-        (prefix for prefix in OPTIMIZERS if name.startswith(prefix)), key=len
-    )
+    kind = meta.get("optimizer")
+    if kind not in OPTIMIZERS or "counter_halflife" in meta["hyper"]:
+        kind = max((prefix for prefix in OPTIMIZERS if name.startswith(prefix)), key=len)
     optimizer, states = OPTIMIZERS[kind]
     arguments = {ARGUMENTS.get(key, key): value for key, value in meta["hyper"].items()}
     arguments.pop("gradient_clipping", None)
     if "weight_decay_mode" in arguments:
         arguments["weight_decay_mode"] = WEIGHT_DECAY_MODES[arguments["weight_decay_mode"]]
+    if "counter_halflife" in meta["hyper"]:
+        arguments |= counter_arguments(name, arguments)
     if "lr_schedule" in meta:
         rates = np.asarray(meta["lr_schedule"], np.float32)
         arguments["learning_rate"] = lambda step: jnp.asarray(rates)[step]
@@ -75,6 +105,29 @@ def optimizer_of(name: str, case: dict[str, Any]):
         arguments["rowwise_bias_correction"] = True
         states = {**states, "count": "row_counter"}
     return optimizer(**arguments, stochastic_rounding=False), states
+
+
+def counter_arguments(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    """What FBGEMM's arguments for counters are here, its numbers recorded as texts."""
+    changed: dict[str, Any] = {}
+    if "cowclip" in name:
+        changed["weight_decay_mode"] = "l2" if name.endswith("l2") else "decoupled"
+    if arguments["halflife"] == -1:
+        changed["halflife"] = None
+        if arguments.get("weight_decay_mode") == "adagradw":
+            changed["learning_rate_mode"] = "sqrt_counter"
+    if "learning_rate_mode" in arguments:
+        threshold = arguments.pop("tail_id_threshold")
+        assert threshold == "TailIdThreshold(val=1.0, is_ratio=False)"
+        mode = LEARNING_RATE_MODES[arguments["learning_rate_mode"]]
+        changed |= {"tail_threshold": 1.0, "learning_rate_mode": mode}
+        changed["adjustment"] = float(arguments["adjustment"])
+    return changed
+
+
+def swept(optimizer: jaxrec.optim.RowOptimizer, rows: jax.Array, step: int) -> jax.Array:
+    """The rows as the lookups of a step, counted from 1, see them."""
+    return optimizer.sweep(rows) if optimizer.is_sweep_due(jnp.int32(step - 2)) else rows
 
 
 def features_of(case: dict[str, Any], table: int) -> list[int]:
@@ -146,6 +199,7 @@ def test_update(name, case):
         state = optimizer.init(*rows.shape)
         assert set(state) == set(states)
         for step in range(1, case["meta"]["steps"] + 1):
+            rows = swept(optimizer, rows, step)
             gradients, occurs = summed_gradients(case, arrays, step, table)
             new_rows, new_state = optimizer.update(
                 rows.astype(jnp.float32),
@@ -181,6 +235,7 @@ def test_fused_update(name, case):
         rows = first_rows(arrays, table)
         state = optimizer.init(*rows.shape)
         for step in range(1, meta["steps"] + 1):
+            rows = swept(optimizer, rows, step)
             # Padding holds ids that exist, to show that it is not looked at.
             ids = np.ones((len(features), capacity), np.int32)
             weights = np.ones((len(features), capacity), np.float32)

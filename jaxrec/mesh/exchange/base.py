@@ -323,7 +323,7 @@ def update_owned(
         **hints: Hints to `kernels.fused_update`.
     """
     gradient = clip_tables(placed, gradient, channel)
-    optimizer = dataclasses.replace(placed.group.optimizer, clip_norm=None)
+    optimizer = dataclasses.replace(placed.group.optimizer.of_batch, clip_norm=None)
     rows = gradient.rows_to_write(gradient.lookups.rows, placed.local_rows)
     lookups = dataclasses.replace(gradient.lookups, rows=rows)
     return kernels.fused_update(

@@ -52,7 +52,7 @@ class Replicated(Exchange):
 
     def update(self, placed, table, state, gradient, step, channel, capacity):
         owned = self.owned_gradients(placed, gradient, channel, capacity)
-        optimizer = dataclasses.replace(placed.group.optimizer, clip_value=None)
+        optimizer = dataclasses.replace(placed.group.optimizer.of_batch, clip_value=None)
         slots = gradient.rows_to_write(owned.lookups.rows, placed.num_slots)
         lookups, starts = Lookups(slots, None, None), placed.group.row_offsets
         return kernels.fused_update(table, state, lookups, owned.values, optimizer, step, starts)

@@ -270,7 +270,7 @@ class GradientRounds:
     ) -> tuple[Float[TableArray, "local_rows dim"], dict[str, TableArray]]:
         """Update each of this device's rows once; see `Exchange.update`."""
         placed, channel, route = self.placed, self.channel, self.route
-        bounded = placed.group.optimizer
+        bounded = placed.group.optimizer.of_batch
         optimizer = dataclasses.replace(bounded, clip_value=None, clip_norm=None)
         factors = None
         if bounded.clip_norm is not None:

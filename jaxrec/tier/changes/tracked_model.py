@@ -83,8 +83,11 @@ class TrackedModel:
 
         Raises:
             TypeError: There are none, or rows are given to ids in the compiled step.
+            ValueError: An optimizer changes rows that no batch has.
         """
         found = _collections(model)
+        for each in found.values():
+            _check_optimizers(each.tables.get_value())
         of_tier = () if tier is None else tier.vocabularies
         vocabularies = [_vocabulary(each, num_consumers) for each in of_tier]
         tables: list[TrackedTable] = [table for each in vocabularies for table in each.tables]
@@ -152,6 +155,16 @@ def _trained(store: TableStore) -> set[str]:
         for config in store.layout.configs
         if store.groups[store.row_slots(config.name, first)[0].group].optimizer.is_trained
     }
+
+
+def _check_optimizers(store: TableStore) -> None:
+    for group in store.groups.values():
+        if group.optimizer.sweeps:
+            raise ValueError(
+                f"table {group.tables[0].name!r} has the optimizer "
+                f"{type(group.optimizer).__name__}, which changes all of its rows between steps, "
+                "so that batches do not show which changed; save and publish whole models"
+            )
 
 
 def _by_name(tables: Sequence[TrackedTable]) -> dict[str, TrackedTable]:

@@ -34,6 +34,15 @@ OPTIMIZERS = {
     "adagrad": optim.adagrad(0.1, max_norm=0.9, clip_norm=0.5),
     "rowwise_adagrad": optim.rowwise_adagrad(0.1),
     "rowwise_adagrad_l2": optim.rowwise_adagrad(0.1, weight_decay=RATE, weight_decay_mode="l2"),
+    "counter_adagradw": optim.rowwise_adagrad_with_counter(
+        0.1, weight_decay=0.1, weight_decay_mode="adagradw", learning_rate_mode="sqrt_counter"
+    ),
+    "counter_tail": optim.rowwise_adagrad_with_counter(
+        0.1, halflife=2, learning_rate_mode="tail_increase", max_counter=RATE
+    ),
+    "cowclip": optim.rowwise_adagrad_cowclip(
+        0.1, clip_ratio=0.5, weight_decay=0.1, weight_decay_mode="l2"
+    ),
     "adam": optim.adam(0.1, weight_decay=0.1),
     "adam_rowwise": optim.adam(0.1, rowwise_bias_correction=True),
     "partial_rowwise_adam": optim.partial_rowwise_adam(lambda step: 0.1 / (step + 1)),
