@@ -19,6 +19,7 @@ from jaxrec.ragged.elementwise import (
     jagged_dense_elementwise_add_jagged_output as jagged_dense_elementwise_add_jagged_output,
 )
 from jaxrec.ragged.elementwise import jagged_dense_elementwise_mul as jagged_dense_elementwise_mul
+from jaxrec.ragged.equality import equal as equal
 from jaxrec.ragged.hashing import hash_ids as hash_ids
 from jaxrec.ragged.jagged import JaggedArray as JaggedArray
 from jaxrec.ragged.keyed_array import KeyedArray as KeyedArray
@@ -37,8 +38,18 @@ from jaxrec.ragged.permute import expand_into_jagged_permute as expand_into_jagg
 from jaxrec.ragged.permute import invert_permute as invert_permute
 from jaxrec.ragged.permute import permute_sparse_data as permute_sparse_data
 from jaxrec.ragged.segment_sum import segment_sum_csr as segment_sum_csr
+from jaxrec.ragged.segments import (
+    jagged_1d_to_truncated_values as jagged_1d_to_truncated_values,
+)
+from jaxrec.ragged.segments import jagged_slice as jagged_slice
+from jaxrec.ragged.segments import pack_segments as pack_segments
+from jaxrec.ragged.segments import segment_mask as segment_mask
+from jaxrec.ragged.segments import unpack_segments as unpack_segments
 from jaxrec.ragged.select import jagged_index_select as jagged_index_select
 from jaxrec.ragged.select import keyed_jagged_index_select as keyed_jagged_index_select
 from jaxrec.ragged.softmax import jagged_softmax as jagged_softmax
+from jaxrec.ragged.unique import UniqueIndices as UniqueIndices
+from jaxrec.ragged.unique import jagged_unique_indices as jagged_unique_indices
+from jaxrec.ragged.validation import validate as validate
 from jaxrec.ragged.words import join_int64 as join_int64
 from jaxrec.ragged.words import split_int64 as split_int64

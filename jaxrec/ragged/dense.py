@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import jax.numpy as jnp
@@ -61,26 +62,44 @@ def jagged_to_padded_dense(
 
 
 def dense_to_jagged(
-    dense: Shaped[AnyArray, "batch length *element"],
-    offsets: Int[AnyArray, " offsets"],
+    dense: Shaped[AnyArray, "batch *lengths_and_element"],
+    offsets: Int[AnyArray, " _"] | Sequence[Int[AnyArray, " _"]],
     capacity: int,
-) -> Shaped[Array, "{capacity} *element"]:
+) -> Shaped[Array, "{capacity} ..."]:
     """Concatenate the first elements of each row of a dense array.
 
     FBGEMM's op of that name, with a static capacity in place of ``total_L``.
 
     Args:
-        dense: ``[batch, length, ...]``.
+        dense: ``[batch, length, ...]``; with several levels ``[batch, *lengths, ...]``.
         offsets: ``[batch + 1]``, ascending from 0; a row longer than ``length`` goes on with zeros.
-        capacity: Length of the result, at least ``offsets[-1]``.
+            For nested rows one such array per level, outermost first; the offsets of a level count
+            rows of the next.
+        capacity: Length of the result, at least ``offsets[-1]`` of the last level.
 
     Returns:
-        ``[capacity, ...]``; zeros past ``offsets[-1]``.
+        ``[capacity, ...]``; zeros past the last offset.
+
+    Raises:
+        ValueError: The array has too few axes for the levels, or there is no level.
 
     Example:
         >>> import numpy as np
         >>> dense_to_jagged(np.array([[1, 2], [3, 4]]), np.array([0, 1, 3]), 4).tolist()
         [1, 3, 4, 0]
+        >>> nested = np.array([[[1, 0], [2, 3]], [[0, 0], [0, 0]]])
+        >>> dense_to_jagged(nested, [np.array([0, 2, 2]), np.array([0, 1, 3])], 4).tolist()
+        [1, 2, 3, 0]
     """
-    rows, within = segment_ids(offsets, capacity), offsets_range(offsets, capacity)
-    return take(to_device(dense), rows, within)
+    levels = list(offsets) if isinstance(offsets, Sequence) else [offsets]
+    if not levels or dense.ndim <= len(levels):
+        raise ValueError(
+            f"{len(levels)} levels of offsets need a dense array of {len(levels) + 1} axes or "
+            f"more, [batch, *lengths], got shape {tuple(dense.shape)}"
+        )
+    rows, index = segment_ids(levels[-1], capacity), [offsets_range(levels[-1], capacity)]
+    for within, level in itertools.pairwise(reversed(levels)):
+        count = within.shape[0] - 1  # rows of the level within are elements of this one
+        index.insert(0, take(offsets_range(level, count), rows))
+        rows = take(segment_ids(level, count), rows, fill_value=dense.shape[0])
+    return take(to_device(dense), rows, *index)

@@ -8,9 +8,19 @@ import jax
 import numpy as np
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from jaxrec.ragged import dense_to_jagged, jagged_to_padded_dense
-from tests.ragged.jagged_cases import CAPACITY, LENGTH, flatten, lengths, make_rows, padded, seeds
+from tests.ragged.jagged_cases import (
+    BATCH,
+    CAPACITY,
+    LENGTH,
+    flatten,
+    lengths,
+    make_rows,
+    padded,
+    seeds,
+)
 
 
 @functools.partial(jax.jit, static_argnums=2)
@@ -95,3 +105,41 @@ def test_wide_integers_are_not_cut():
     with jax.enable_x64(True):
         dense = jagged_to_padded_dense(np.array([2**40]), np.array([0, 1]), 1)
         assert int(dense[0, 0]) == 2**40
+
+
+@given(st.lists(lengths, min_size=2, max_size=2), seeds)
+@settings(max_examples=25, deadline=None)
+def test_several_levels_there_and_back(inner_lengths, seed):
+    """Two outer rows of four inner rows each, of up to five elements."""
+    inner = [length for row in inner_lengths for length in row]
+    rows = make_rows(inner, seed, 2)
+    values = np.zeros((2 * CAPACITY, 2), np.float32)
+    values[: sum(inner)] = np.concatenate(rows)
+    levels = [np.array([0, BATCH, 2 * BATCH]), np.cumsum([0, *inner])]
+    dense = jagged_to_padded_dense(values, levels, [BATCH, 5])
+    found = dense_to_jagged(dense, levels, 2 * CAPACITY)
+    np.testing.assert_array_equal(found, values)
+
+    kept = [np.where(np.arange(len(row))[:, None] < LENGTH, row, 0) for row in rows]
+    values[: sum(inner)] = np.concatenate(kept)
+    narrow = dense_to_jagged(dense[:, :, :LENGTH], levels, 2 * CAPACITY)
+    np.testing.assert_array_equal(narrow, values)
+
+
+def test_an_outer_row_that_is_cut_goes_on_with_zeros():
+    dense = np.array([[[1, 2]], [[3, 4]]])  # one inner row of each outer one
+    levels = [np.array([0, 2, 3]), np.array([0, 1, 3, 4])]
+    assert dense_to_jagged(dense, levels, 6).tolist() == [1, 0, 0, 3, 0, 0]
+
+
+def test_three_levels_there_and_back():
+    levels = [np.array([0, 1, 2]), np.array([0, 2, 3]), np.array([0, 1, 1, 3])]
+    values = np.array([1.0, 2.0, 3.0])
+    dense = jagged_to_padded_dense(values, levels, [1, 2, 2])
+    np.testing.assert_array_equal(dense_to_jagged(dense, levels, 3), values)
+
+
+@pytest.mark.parametrize("levels", [[], [np.array([0, 1])] * 2], ids=len)
+def test_levels_need_axes(levels):
+    with pytest.raises(ValueError, match=f"{len(levels)} levels of offsets need a dense array of"):
+        dense_to_jagged(np.zeros((1, 2)), levels, 4)

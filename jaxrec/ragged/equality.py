@@ -1,0 +1,120 @@
+"""Equality of ragged arrays by what they hold, whatever their padding."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import Array, Bool
+
+from jaxrec.ragged.arrays import namespace
+from jaxrec.ragged.jagged import JaggedArray
+from jaxrec.ragged.keyed_array import KeyedArray
+from jaxrec.ragged.keyed_jagged import KeyedJaggedArray
+
+_KINDS = (JaggedArray, KeyedJaggedArray, KeyedArray)
+
+
+def equal(first: Any, second: Any) -> bool | Bool[Array, ""]:
+    """Return whether two ragged arrays hold the same rows, by value.
+
+    TorchRec's ``jt_is_equal`` and ``kjt_is_equal``: keys may be in another order. Padding,
+    capacities and types do not count, and neither does the side of the host on which arrays lie.
+    Batches over a mesh are compared device by device. Numbers are compared exactly; a NaN differs
+    from every number.
+
+    Args:
+        first: A `JaggedArray`, `KeyedJaggedArray` or `KeyedArray`.
+        second: Another one of the same kind.
+
+    Returns:
+        A bool; under jit a scalar array.
+
+    Raises:
+        TypeError: The two are of different kinds, or something else.
+
+    Example:
+        >>> one = KeyedJaggedArray.from_lists({"a": [[1], []], "b": [[], [2, 3]]})
+        >>> other = one.permute([1, 0]).with_capacities({"a": 64})
+        >>> equal(one, other), equal(one, one.select(["a"]))
+        (True, False)
+    """
+    for array in (first, second):
+        if not isinstance(array, _KINDS):
+            raise TypeError(
+                f"equal compares a JaggedArray, KeyedJaggedArray or KeyedArray, got {array!r:.60}"
+            )
+    if type(first) is not type(second):
+        raise TypeError(
+            f"equal compares two of one kind, got {type(first).__name__} and "
+            f"{type(second).__name__}"
+        )
+    differs = _static_difference(first, second)
+    if differs:
+        return False
+    leaves = jax.tree.leaves((first, second), is_leaf=lambda leaf: isinstance(leaf, np.ndarray))
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+        return _compare(first, second)
+    return bool(_compare(jax.device_get(first), jax.device_get(second)))
+
+
+def _static_difference(first: Any, second: Any) -> bool:
+    """Return whether names, numbers of rows or kinds of weights differ."""
+    if isinstance(first, JaggedArray):
+        return _column_shape(first) != _column_shape(second)
+    if sorted(first.keys) != sorted(second.keys):
+        return True
+    if isinstance(first, KeyedArray):
+        return any(first[key].shape != second[key].shape for key in first.keys)
+    inverse = first.inverse_indices, second.inverse_indices
+    if (inverse[0] is None) != (inverse[1] is None) or first.batch_size != second.batch_size:
+        return True
+    if inverse[0] is not None and inverse[0].shape != inverse[1].shape:
+        return True
+    if set(first.slot_keys) != set(second.slot_keys):
+        return True
+    return any(_column_shape(first[key]) != _column_shape(second[key]) for key in first.keys)
+
+
+def _column_shape(column: JaggedArray) -> tuple[Any, ...]:
+    batch_axes = column.lengths.ndim - 1
+    element = column.values.shape[batch_axes + 1 :]
+    return column.lengths.shape, element, column.weights is None
+
+
+def _compare(first: Any, second: Any) -> Any:
+    """Return whether arrays of the same static shape hold the same rows."""
+    if isinstance(first, JaggedArray):
+        return _equal_columns(first, second)
+    xp = namespace(first.values, second.values)
+    parts = []
+    for key in first.keys:
+        if isinstance(first, KeyedArray):
+            parts.append((first[key] == second[key]).all())
+            continue
+        parts.append(_equal_columns(first[key], second[key]))
+        if first.inverse_indices is not None:
+            one, other = (
+                each.inverse_indices[..., each.keys.index(key), :] for each in (first, second)
+            )
+            parts.append((one == other).all())
+    return xp.stack([xp.asarray(part) for part in parts]).all() if parts else np.True_
+
+
+def _equal_columns(first: JaggedArray, second: JaggedArray) -> Any:
+    xp = namespace(first.values, first.lengths, second.values, second.lengths)
+    axis = first.lengths.ndim - 1
+    capacity = min(first.values.shape[axis], second.values.shape[axis])
+    # Where lengths are equal, all elements lie within the smaller capacity.
+    used = xp.arange(capacity) < first.lengths.sum(axis=-1, keepdims=True)
+
+    def same(one: Any, other: Any) -> Any:
+        cut = (slice(None),) * axis + (slice(capacity),)
+        equal = one[cut] == other[cut]
+        return (equal | ~used.reshape(used.shape + (1,) * (equal.ndim - used.ndim))).all()
+
+    result = (first.lengths == second.lengths).all() & same(first.values, second.values)
+    if first.weights is not None:
+        result &= same(first.weights, second.weights)
+    return result

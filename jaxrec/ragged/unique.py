@@ -1,0 +1,117 @@
+"""The distinct ids of a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int32
+
+from jaxrec.ragged.arrays import to_device
+from jaxrec.ragged.keyed_jagged import KeyedJaggedArray
+
+
+class UniqueIndices(NamedTuple):
+    """The distinct ids of groups of features.
+
+    Attributes:
+        unique: For each group one bag of its distinct ids, ascending, under the name of the group's
+            first feature.
+        inverse: ``[capacity]`` int32. ``unique.values[inverse[i]]`` is the id at position ``i`` of
+            the batch's values; at padding the length of ``unique.values``, which
+            ``rows.at[inverse].get(mode="fill")`` leaves out.
+    """
+
+    unique: KeyedJaggedArray
+    inverse: Int32[Array, " capacity"]
+
+
+def jagged_unique_indices(
+    features: KeyedJaggedArray, groups: Sequence[Sequence[str]] | None = None
+) -> UniqueIndices:
+    """Return each id of a batch once, and where it went; works under jit.
+
+    FBGEMM's op of that name. Rows of a table are then looked up once an id: look ``unique`` up with
+    a `jaxrec.EmbeddingCollection`, compute on its rows, and read ``rows[inverse]``.
+
+    Args:
+        features: The batch; its weights are left out.
+        groups: Keys whose ids are of one table, group by group, each key in one group. None: each
+            key is a group.
+
+    Raises:
+        KeyError: A group names a key that the batch lacks.
+        ValueError: A group is empty, a key of the batch is in two groups or in none, or the batch
+            has raw ids.
+
+    Example:
+        >>> batch = KeyedJaggedArray.from_lists({"a": [[5, 3], [5]], "b": [[3], []]})
+        >>> unique, inverse = jagged_unique_indices(batch, groups=[["a", "b"]])
+        >>> unique.to_lists()
+        {'a': [[3, 5]]}
+        >>> inverse.tolist()[:3]
+        [1, 0, 1]
+    """
+    groups = [[key] for key in features.keys] if groups is None else [list(g) for g in groups]
+    _check_groups(features, groups)
+    by_group = features.select([key for group in groups for key in group])
+    capacities = tuple(sum(features.capacity_per_key[key] for key in group) for group in groups)
+    ids = to_device(by_group.values)
+    total = ids.shape[0]
+    group_of = jnp.asarray(np.repeat(np.arange(len(groups), dtype=np.int32), capacities))
+    starts = np.concatenate([[0], np.cumsum(capacities)]).astype(np.int32)
+    is_id = by_group.segment_ids < by_group.lengths.shape[0]
+
+    # Ids of a group ascend, and its padding stands behind them, still within its segment.
+    place = 2 * group_of + (~is_id).astype(jnp.int32)
+    positions = jnp.arange(total, dtype=jnp.int32)
+    place, ids, order = jax.lax.sort((place, ids, positions), num_keys=2)
+    is_used = place % 2 == 0
+    is_new = is_used & (
+        (positions == 0) | (place != jnp.roll(place, 1)) | (ids != jnp.roll(ids, 1))
+    )
+    counted = jnp.cumsum(is_new, dtype=jnp.int32)
+    before = jnp.concatenate([jnp.zeros(1, jnp.int32), counted])[starts]
+    first = jnp.asarray(starts[:-1]) - before[:-1]
+    slots = counted - 1 + first[place // 2] if groups else positions
+    unique = jnp.zeros(total, ids.dtype).at[jnp.where(is_new, slots, total)].set(ids, mode="drop")
+    inverse = jnp.zeros(total, jnp.int32).at[order].set(jnp.where(is_used, slots, total))
+    return UniqueIndices(
+        KeyedJaggedArray(
+            unique,
+            jnp.diff(before),
+            keys=tuple(group[0] for group in groups),
+            capacities=capacities,
+            strides=(1,) * len(groups),
+        ),
+        _in_batch_order(features, by_group, inverse),
+    )
+
+
+def _check_groups(features: KeyedJaggedArray, groups: Sequence[Sequence[str]]) -> None:
+    if not all(groups):
+        raise ValueError(f"jagged_unique_indices: a group has at least one key, got {groups}")
+    named = [key for group in groups for key in group]
+    if unknown := [key for key in named if key not in features.keys]:
+        raise KeyError(f"no keys {unknown} among {list(features.keys)}")
+    if sorted(named) != sorted(features.keys):
+        raise ValueError(
+            "jagged_unique_indices: each key is in one group; the keys are "
+            f"{list(features.keys)} and the groups {groups}"
+        )
+
+
+def _in_batch_order(
+    features: KeyedJaggedArray, by_group: KeyedJaggedArray, inverse: Int32[Array, " capacity"]
+) -> Int32[Array, " capacity"]:
+    """Return numbers of the positions of a permuted batch in the order of the batch."""
+    capacities = by_group.capacities
+    starts = dict(zip(by_group.keys, np.cumsum((0, *capacities))[:-1].tolist(), strict=True))
+    parts = [
+        inverse[starts[key] : starts[key] + capacity]
+        for key, capacity in features.capacity_per_key.items()
+    ]
+    return jnp.concatenate(parts) if parts else inverse
