@@ -30,6 +30,12 @@ COMMANDS = (
     ("jaxrec doctor", ""),
     ("jaxrec train", f"{GENERATED} --output first"),
     ("jaxrec data criteo INPUT OUTPUT", ""),
+    ("jaxrec data npy OUTPUT NPY", ""),
+    (
+        "jaxrec data multi-hot OUTPUT MULTI_HOT",
+        f"--table-rows {' '.join(['1000'] * 26)}",
+    ),
+    ("jaxrec data records OUTPUT train_data.bin", ""),
     ("jaxrec train --data OUTPUT", f"{SMALL} --output second"),
     ("jaxrec train --data clicks.parquet", "--data.batch-size 100 --output columns"),
     (

@@ -19,6 +19,10 @@ ROOT = pathlib.Path(__file__).parents[1]
 
 # By test file, the modules that it tests beside its own.
 TESTED_BY = {
+    "data/test_binary": (
+        "data/npz",
+        "data/records",
+    ),
     "data/test_click_batches": ("data/clicks",),
     "data/test_conversion": (
         "data/cli",

@@ -1,5 +1,9 @@
 """Readers of data sets: click logs, MovieLens, interactions, Parquet and npy files."""
 
+from jaxrec.data.binary import DayFiles as DayFiles
+from jaxrec.data.binary import write_multi_hot as write_multi_hot
+from jaxrec.data.binary import write_npy as write_npy
+from jaxrec.data.binary import write_records as write_records
 from jaxrec.data.click_batches import ClickBatch as ClickBatch
 from jaxrec.data.click_batches import batches as batches
 from jaxrec.data.clicks import ClickLog as ClickLog
@@ -22,11 +26,16 @@ from jaxrec.data.movielens import movielens_movies as movielens_movies
 from jaxrec.data.movielens import movielens_ratings as movielens_ratings
 from jaxrec.data.movielens import movielens_users as movielens_users
 from jaxrec.data.multi_hot import MultiHot as MultiHot
+from jaxrec.data.npz import NpzMember as NpzMember
+from jaxrec.data.npz import NpzWriter as NpzWriter
+from jaxrec.data.npz import npz_members as npz_members
 from jaxrec.data.packer import Packer as Packer
 from jaxrec.data.packer import usual_capacity as usual_capacity
 from jaxrec.data.padding import WeightedBatch as WeightedBatch
 from jaxrec.data.padding import pad_batch as pad_batch
 from jaxrec.data.pipeline import Pipeline as Pipeline
+from jaxrec.data.random_batches import RandomBatches as RandomBatches
+from jaxrec.data.records import RecordGroups as RecordGroups
 from jaxrec.data.schema import CategoricalColumn as CategoricalColumn
 from jaxrec.data.schema import DenseColumn as DenseColumn
 from jaxrec.data.schema import Schema as Schema

@@ -19,14 +19,17 @@ from rich.progress import (
 )
 
 from jaxrec.arguments import ConfigError, parse
+from jaxrec.data.binary import Counts, DayFiles, write_multi_hot, write_npy, write_records
 from jaxrec.data.conversion import convert, is_converted
+from jaxrec.data.multi_hot import MLPERF_SIZES, MLPERF_TABLE_ROWS, MultiHot
 from jaxrec.data.parts import Conversion
 from jaxrec.data.text import BadLine, DataError
+from jaxrec.data.transforms import CATEGORICAL_NAMES, NUM_CATEGORICAL
 
 USAGE_ERRORS = (ConfigError,)
 FAILURES = (DataError,)
 
-FORMATS = ("criteo",)
+FORMATS = ("criteo", "npy", "multi-hot", "records")
 
 # Number of bad lines that are printed; all are counted.
 MAX_PRINTED = 20
@@ -36,11 +39,17 @@ _NOT_GIVEN = pathlib.Path("\0")
 
 USAGE = """usage: jaxrec data FORMAT INPUT OUTPUT [OPTIONS]
 
-  criteo   Criteo's click logs as text, plain or gzip (Kaggle, 1TB), to Parquet files
+  criteo     Criteo's click logs as text, plain or gzip (Kaggle, 1TB), to Parquet files
 
 INPUT is a file or a directory of files, OUTPUT the directory of the Parquet files, which
 `jaxrec train --data OUTPUT` reads.
-`jaxrec data criteo --help` lists options."""
+
+  npy        these Parquet files to TorchRec's npy files
+  multi-hot  these Parquet files to MLPerf's multi-hot npz files
+  records    these Parquet files to one file of MLPerf's binary records
+
+INPUT is the directory of the Parquet files, OUTPUT a directory, or for records a file.
+`jaxrec data FORMAT --help` lists options."""
 
 
 def _required(name: str) -> Any:
@@ -73,6 +82,41 @@ class CriteoOptions:
     """Number of threads that parse; by default one per core."""
 
 
+@dataclasses.dataclass(frozen=True)
+class NpyOptions:
+    """Write the Parquet files of a click log as TorchRec's npy files, three for each text file."""
+
+    input: Annotated[pathlib.Path, tyro.conf.Positional, _required("INPUT")] = _NOT_GIVEN
+    """Directory of the Parquet files of jaxrec data criteo."""
+    output: Annotated[pathlib.Path, tyro.conf.Positional, _required("OUTPUT")] = _NOT_GIVEN
+    """Directory of the npy files."""
+    counts: Counts = "log"
+    """How counts become dense features. log: log(x + 3). log_above_smallest: log(x - smallest + 2)
+    with the smallest count of the text file. raw: as they are."""
+
+
+@dataclasses.dataclass(frozen=True)
+class MultiHotOptions(NpyOptions):
+    """Write the Parquet files of a click log as MLPerf's multi-hot data set, several ids an id."""
+
+    sizes: tuple[int, ...] = MLPERF_SIZES
+    """Number of ids per sample of each of the 26 features; by default MLPerf's."""
+    table_rows: tuple[int, ...] = MLPERF_TABLE_ROWS
+    """Number of rows of each table; by default MLPerf's. Memory is 4 bytes for each row and id."""
+    distribution: Literal["uniform", "pareto"] = "uniform"
+    """Distribution of the ids that are added."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RecordOptions:
+    """Write the Parquet files of a click log as one file of MLPerf's binary records."""
+
+    input: Annotated[pathlib.Path, tyro.conf.Positional, _required("INPUT")] = _NOT_GIVEN
+    """Directory of the Parquet files of jaxrec data criteo, with ids hash or contiguous."""
+    output: Annotated[pathlib.Path, tyro.conf.Positional, _required("OUTPUT")] = _NOT_GIVEN
+    """The file."""
+
+
 def run(options: Sequence[str]) -> int:
     """Run ``jaxrec data``; return the exit code."""
     name, *rest = list(options) or ["--help"]
@@ -81,7 +125,51 @@ def run(options: Sequence[str]) -> int:
         return 0
     if name not in FORMATS:
         raise ConfigError(f"unknown format {name!r}; there is {', '.join(FORMATS)}")
-    return _criteo(parse("data criteo", rest, CriteoOptions()))
+    if name == "criteo":
+        return _criteo(parse("data criteo", rest, CriteoOptions()))
+    if name == "npy":
+        return _npy(parse("data npy", rest, NpyOptions()))
+    if name == "multi-hot":
+        return _multi_hot(parse("data multi-hot", rest, MultiHotOptions()))
+    return _records(parse("data records", rest, RecordOptions()))
+
+
+def _npy(options: NpyOptions) -> int:
+    _check_paths(options.input, options.output)
+    _report(write_npy(options.input, options.output, counts=options.counts))
+    return 0
+
+
+def _multi_hot(options: MultiHotOptions) -> int:
+    _check_paths(options.input, options.output)
+    for name, numbers in (("sizes", options.sizes), ("table-rows", options.table_rows)):
+        if len(numbers) != NUM_CATEGORICAL or min(numbers) < 1:
+            raise ConfigError(
+                f"{name} is {NUM_CATEGORICAL} numbers of 1 or more, one for each feature; got "
+                f"{numbers}"
+            )
+    multi_hot = MultiHot(CATEGORICAL_NAMES, options.sizes, options.table_rows, options.distribution)
+    _report(write_multi_hot(options.input, options.output, multi_hot, counts=options.counts))
+    return 0
+
+
+def _records(options: RecordOptions) -> int:
+    _check_paths(options.input, options.output)
+    rows = write_records(options.input, options.output)
+    print(f"{rows:,} rows in {options.output}")
+    return 0
+
+
+def _check_paths(source: pathlib.Path, output: pathlib.Path) -> None:
+    if _NOT_GIVEN in (source, output):
+        raise ConfigError(
+            "give the Parquet files of `jaxrec data criteo` and an output: INPUT OUTPUT"
+        )
+
+
+def _report(made: Sequence[DayFiles]) -> None:
+    for files in made:
+        print(f"{files.labels}, {files.dense}, {files.sparse}")
 
 
 def _criteo(options: CriteoOptions) -> int:

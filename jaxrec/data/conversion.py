@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import glob
 import itertools
 import json
 import os
@@ -185,6 +186,19 @@ def read_summary(output: str | os.PathLike[str]) -> Summary:
     return _read_summary(pathlib.Path(output))[1]
 
 
+def files_of_sources(output: str | os.PathLike[str]) -> dict[str, tuple[pathlib.Path, ...]]:
+    """Return the Parquet files of each text file of a conversion, in order, by the text's name.
+
+    Raises:
+        DataError: The conversion is not complete.
+    """
+    output = pathlib.Path(output)
+    return {
+        name: tuple(sorted(output.glob(f"{glob.escape(_prefix(name, index))}-*.parquet")))
+        for index, name in enumerate(read_summary(output).smallest)
+    }
+
+
 def _read_summary(output: pathlib.Path) -> tuple[dict[str, Any], Summary]:
     path = output / SUMMARY_FILE
     if not path.exists():
@@ -246,4 +260,8 @@ def _part_path(output: pathlib.Path, file: pathlib.Path, index: int, part: int) 
 
 
 def _part_prefix(file: pathlib.Path, index: int) -> str:
-    return f"{index:03d}-{file.name.removesuffix('.gz')}"
+    return _prefix(file.name, index)
+
+
+def _prefix(name: str, index: int) -> str:
+    return f"{index:03d}-{name.removesuffix('.gz')}"

@@ -13,6 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from jaxrec.data.npz import NpzMember
 from jaxrec.data.text import DataError
 
 # Rows of a group of npy files, which have no groups of their own.
@@ -194,10 +195,11 @@ class NpyGroups:
     """Rows of npy files, one file for each column, such as TorchRec's ``day_0_dense.npy``.
 
     An array ``[rows]`` becomes a column of numbers, an array ``[rows, k]`` a column of lists of
-    ``k`` numbers; `to_numpy` is the inverse. The files are memory-mapped.
+    ``k`` numbers; `to_numpy` is the inverse. The files are memory-mapped. Arrays of an npz file are
+    columns, too (`npz_members`).
 
     Attributes:
-        paths: The file of each column by name.
+        paths: The file of each column by name, or the `NpzMember`.
         group_rows: Number of rows of a group.
 
     Raises:
@@ -213,13 +215,16 @@ class NpyGroups:
         ((2, 1), [[4.0, 5.0]])
     """
 
-    paths: Mapping[str, str | os.PathLike[str]]
+    paths: Mapping[str, str | os.PathLike[str] | NpzMember]
     group_rows: int = NPY_GROUP_ROWS
 
     @functools.cached_property
     def _arrays(self) -> dict[str, np.ndarray]:
         arrays = {}
         for name, path in self.paths.items():
+            if isinstance(path, NpzMember):
+                arrays[name] = path.open()
+                continue
             try:
                 arrays[name] = np.load(path, mmap_mode="r", allow_pickle=False)
             except ValueError as error:

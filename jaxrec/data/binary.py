@@ -1,0 +1,276 @@
+"""Converted click logs as arrays of TorchRec, of MLPerf's multi-hot data, and as records."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import pathlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Literal
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from jaxtyping import Float, Integer
+
+from jaxrec.atomic import write_atomically
+from jaxrec.data.conversion import files_of_sources, read_summary
+from jaxrec.data.groups import ParquetGroups
+from jaxrec.data.multi_hot import MultiHot
+from jaxrec.data.npz import NpzWriter
+from jaxrec.data.records import RECORD_NAMES, RECORD_TYPE
+from jaxrec.data.text import LABEL, DataError
+from jaxrec.data.transforms import (
+    CATEGORICAL_NAMES,
+    DENSE_NAMES,
+    log_counts,
+    log_counts_above,
+    table_ids,
+)
+
+Counts = Literal["log", "log_above_smallest", "raw"]
+COUNTS = ("log", "log_above_smallest", "raw")
+
+
+@dataclasses.dataclass(frozen=True)
+class DayFiles:
+    """The arrays of one text file of a log, such as a day.
+
+    Attributes:
+        labels: ``[rows, 1]`` int32, an npy file.
+        dense: ``[rows, 13]`` float32, an npy file.
+        sparse: ``[rows, 26]`` ids, an npy file; or for multi-hot data an npz file with arrays
+            ``"0"`` to ``"25"`` of ``[rows, size]`` int32.
+    """
+
+    labels: pathlib.Path
+    dense: pathlib.Path
+    sparse: pathlib.Path
+
+
+def write_npy(
+    source: str | os.PathLike[str], output: str | os.PathLike[str], *, counts: str = "log"
+) -> list[DayFiles]:
+    """Write a converted log as TorchRec's npy files, three for each text file.
+
+    ``day_0_labels.npy``, ``day_0_dense.npy`` and ``day_0_sparse.npy`` of the text file ``day_0``:
+    the files of TorchRec's ``BinaryCriteoUtils``, which ``InMemoryBinaryCriteoIterDataPipe`` and
+    `NpyGroups` read. Memory does not grow with the log.
+
+    Args:
+        source: Directory of the Parquet files of ``jaxrec data criteo``.
+        output: Directory of the files, which is made if needed; existing files are replaced.
+        counts: "log": ``log(x + 3)``, as MLPerf's DLRM v2 has it; "log_above_smallest":
+            ``log(x - smallest + 2)`` with the smallest count of the text file, as TorchRec's
+            ``tsv_to_npys``; "raw": the counts as they are, float32.
+
+    Returns:
+        The files, one `DayFiles` for each text file. Ids are int32, or int64 where the log was
+        converted with ``--ids raw``.
+
+    Raises:
+        OSError: A file cannot be read or written.
+        DataError: The directory holds no complete conversion.
+        ValueError: An unknown ``counts``.
+
+    Example:
+        >>> files = write_npy("OUTPUT", "npy")  # doctest: +SKIP
+        >>> groups = NpyGroups({"dense": files[0].dense})  # doctest: +SKIP
+    """
+    if counts not in COUNTS:
+        raise ValueError(f"counts is {counts!r}; expected one of {', '.join(COUNTS)}")
+    made = []
+    for day in _days(source):
+        files = _day_files(output, day.name, "sparse.npy")
+        ids = np.int64 if day.has_raw_ids else np.int32
+        with (
+            _array(files.labels, (day.rows, 1), np.int32) as labels,
+            _array(files.dense, (day.rows, len(DENSE_NAMES)), np.float32) as dense,
+            _array(files.sparse, (day.rows, len(CATEGORICAL_NAMES)), ids) as sparse,
+        ):
+            start = 0
+            for table in day.tables((LABEL, *DENSE_NAMES, *CATEGORICAL_NAMES)):
+                part = slice(start, start + len(table))
+                labels[part] = _columns(table, [LABEL])
+                dense[part] = _dense(_columns(table, DENSE_NAMES), counts, day.smallest)
+                sparse[part] = _columns(table, CATEGORICAL_NAMES)
+                start = part.stop
+        made.append(files)
+    return made
+
+
+def write_multi_hot(
+    source: str | os.PathLike[str],
+    output: str | os.PathLike[str],
+    multi_hot: MultiHot,
+    *,
+    counts: str = "log",
+) -> list[DayFiles]:
+    """Write a converted log with several ids for each id, as MLPerf's multi-hot data set.
+
+    ``day_0_sparse_multi_hot.npz`` has an array ``[rows, size]`` int32 for each feature, named "0"
+    to "25", as ``materialize_synthetic_multihot_dataset.py`` of facebookresearch/dlrm writes it;
+    labels and dense features are those of `write_npy`. Ids are taken modulo the rows of their
+    tables first. Memory does not grow with the log. TorchRec's reader of the reference, or
+    `NpyGroups` with `npz_members`, read the files.
+
+    Args:
+        source, output, counts: As for `write_npy`.
+        multi_hot: The ids for each id; with one size and one table for each of the 26 features.
+
+    Returns:
+        The files, one `DayFiles` for each text file.
+
+    Raises:
+        OSError, DataError: As `write_npy`.
+        ValueError: ``multi_hot`` has another number of features, or an unknown ``counts``.
+    """
+    if counts not in COUNTS:
+        raise ValueError(f"counts is {counts!r}; expected one of {', '.join(COUNTS)}")
+    if len(multi_hot.keys) != len(CATEGORICAL_NAMES):
+        raise ValueError(
+            f"a click log has {len(CATEGORICAL_NAMES)} features, multi_hot has "
+            f"{len(multi_hot.keys)}"
+        )
+    made = []
+    for day in _days(source):
+        files = _day_files(output, day.name, "sparse_multi_hot.npz")
+        with (
+            _array(files.labels, (day.rows, 1), np.int32) as labels,
+            _array(files.dense, (day.rows, len(DENSE_NAMES)), np.float32) as dense,
+        ):
+            start = 0
+            for table in day.tables((LABEL, *DENSE_NAMES)):
+                part = slice(start, start + len(table))
+                labels[part] = _columns(table, [LABEL])
+                dense[part] = _dense(_columns(table, DENSE_NAMES), counts, day.smallest)
+                start = part.stop
+        with write_atomically(files.sparse) as unfinished, NpzWriter(unfinished) as writer:
+            for feature, name in enumerate(CATEGORICAL_NAMES):
+                shape = day.rows, multi_hot.sizes[feature]
+                writer.write(str(feature), shape, np.int32, _bags(day, name, multi_hot, feature))
+        made.append(files)
+    return made
+
+
+def write_records(source: str | os.PathLike[str], path: str | os.PathLike[str]) -> int:
+    """Write a converted log as one file of records, MLPerf's binary format of its first DLRM.
+
+    `RecordGroups` describes and reads the format. Negative counts become 0, as in the reference's
+    preprocessing, whose reader takes ``log(x + 1)``. Memory does not grow with the log.
+
+    Args:
+        source: Directory of the Parquet files of ``jaxrec data criteo``.
+        path: The file, which appears when it is complete.
+
+    Returns:
+        Number of rows.
+
+    Raises:
+        OSError: A file cannot be read or written.
+        DataError: The directory holds no complete conversion, or one with raw ids, which do not
+            fit int32.
+    """
+    rows = 0
+    pathlib.Path(path).parent.mkdir(parents=True, exist_ok=True)
+    with write_atomically(path) as unfinished, open(unfinished, "wb") as file:
+        for day in _days(source):
+            if day.has_raw_ids:
+                raise DataError(
+                    f"{source} has raw ids, which records of 32-bit integers do not hold; convert "
+                    "the log by jaxrec data criteo with --ids hash or contiguous"
+                )
+            for table in day.tables(RECORD_NAMES):
+                numbers = _columns(table, RECORD_NAMES).astype(RECORD_TYPE)
+                counts = numbers[:, 1 : 1 + len(DENSE_NAMES)]
+                np.maximum(counts, 0, out=counts)
+                file.write(numbers.tobytes())
+                rows += len(table)
+    return rows
+
+
+@dataclasses.dataclass(frozen=True)
+class _Day:
+    """The Parquet files of one text file.
+
+    Attributes:
+        name: Name of the text file, without ``.gz``.
+        paths: The files, in order.
+        rows: Number of their rows.
+        smallest: Smallest count of the text file.
+        has_raw_ids: Whether ids are those of the log.
+    """
+
+    name: str
+    paths: tuple[pathlib.Path, ...]
+    rows: int
+    smallest: int
+    has_raw_ids: bool
+
+    def tables(self, names: Sequence[str]) -> Iterator[pa.Table]:
+        """Yield some columns of each row group."""
+        groups = ParquetGroups(self.paths, tuple(names))
+        return map(groups.read, range(len(groups.sizes)))
+
+
+def _days(source: str | os.PathLike[str]) -> list[_Day]:
+    """Return the text files of a converted log, in order.
+
+    Raises:
+        DataError: The directory has no complete conversion.
+    """
+    smallest = read_summary(source).smallest
+    days = []
+    for name, paths in files_of_sources(source).items():
+        metadata = [pq.read_metadata(path) for path in paths]
+        kind = metadata[0].schema.to_arrow_schema().field(CATEGORICAL_NAMES[0]).type
+        rows = sum(each.num_rows for each in metadata)
+        is_raw = kind == pa.uint32()
+        days.append(_Day(name.removesuffix(".gz"), paths, rows, smallest[name], is_raw))
+    return days
+
+
+def _day_files(output: str | os.PathLike[str], name: str, sparse: str) -> DayFiles:
+    directory = pathlib.Path(output)
+    directory.mkdir(parents=True, exist_ok=True)
+    return DayFiles(
+        directory / f"{name}_labels.npy",
+        directory / f"{name}_dense.npy",
+        directory / f"{name}_{sparse}",
+    )
+
+
+@contextlib.contextmanager
+def _array(
+    path: pathlib.Path, shape: tuple[int, ...], dtype: np.typing.DTypeLike
+) -> Iterator[np.ndarray]:
+    """Make an npy file; the block fills its array."""
+    with write_atomically(path) as unfinished:
+        array = np.lib.format.open_memmap(unfinished, "w+", np.dtype(dtype), shape)
+        yield array
+        array.flush()
+        del array
+
+
+def _columns(table: pa.Table, names: Sequence[str]) -> Integer[np.ndarray, "rows columns"]:
+    return np.stack([table[name].to_numpy() for name in names], axis=1)
+
+
+def _dense(
+    numbers: Integer[np.ndarray, "rows columns"], counts: str, smallest: int
+) -> Float[np.ndarray, "rows columns"]:
+    transforms: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+        "log": log_counts,
+        "log_above_smallest": lambda numbers: log_counts_above(numbers, smallest),
+        "raw": lambda numbers: numbers.astype(np.float32),
+    }
+    return transforms[counts](numbers)
+
+
+def _bags(day: _Day, name: str, multi_hot: MultiHot, feature: int) -> Iterator[np.ndarray]:
+    """Yield the ids of a feature's samples, row group by row group."""
+    rows, table_rows = multi_hot.tables[feature], multi_hot.table_rows[feature]
+    for table in day.tables([name]):
+        ids = table_ids(table[name].to_numpy()[:, None], (table_rows,))[:, 0]
+        yield rows[ids]
