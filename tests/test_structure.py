@@ -119,6 +119,7 @@ TESTED_BY = {
         "mesh/towers",
         "nn/towers",
     ),
+    "nn/test_pools": ("mesh/pool_rows",),
     "nn/test_tiled_attention": ("nn/jagged_tiles",),
     "optim/test_base": (
         "optim/checks",

@@ -19,6 +19,7 @@ from jaxrec.mesh.agree import fingerprint, on_every_device, require_same
 from jaxrec.mesh.channel import check_ragged
 from jaxrec.mesh.creation import init_on_mesh, layout_on_mesh, shard_tables
 from jaxrec.mesh.placement import Placement
+from jaxrec.mesh.pool_rows import PoolRows, RowsVariable
 from jaxrec.mesh.precision import Precision
 from jaxrec.mesh.store import MeshStore
 from jaxrec.mesh.tables import ShardedTables
@@ -43,7 +44,9 @@ def shard(
     replica_axis: str | None = None,
     is_ragged: bool = False,
 ) -> Model:
-    """Put a model on a mesh: its tables as the plan says, everything else on every device.
+    """Put a model on a mesh: its tables as the plan says, the rest of it on every device.
+
+    The rows of pools (`jaxrec.nn.TensorPool`) lie in equal shards over the devices.
 
     The same model and training loop then run on batches from `shard_batch`, with the same results:
     the loss is the mean over the whole batch, and so are gradients.
@@ -121,7 +124,10 @@ def shard(
             cast(MeshStore, tables.placed), precision=precision, is_ragged=is_ragged
         )
         collection.tables.set_value(tables.with_placed(placed))
-    dense = nnx.state(made, nnx.Not(TableVariable))
+    for _, module in nnx.iter_modules(made):
+        if isinstance(module, PoolRows):
+            module.place(mesh)
+    dense = nnx.state(made, nnx.Not(nnx.Any(TableVariable, RowsVariable)))
     if jax.process_count() > 1:
         leaves = jax.tree_util.tree_leaves_with_path(dense)
         require_same("model", {jax.tree_util.keystr(path): fingerprint(x) for path, x in leaves})

@@ -34,6 +34,8 @@ from jaxrec.nn.multitask import PLE as PLE
 from jaxrec.nn.multitask import ExtractionLayer as ExtractionLayer
 from jaxrec.nn.multitask import Gate as Gate
 from jaxrec.nn.multitask import MMoE as MMoE
+from jaxrec.nn.pools import KeyedJaggedTensorPool as KeyedJaggedTensorPool
+from jaxrec.nn.pools import TensorPool as TensorPool
 from jaxrec.nn.positions import (
     FeatureProcessedEmbeddingBagCollection as FeatureProcessedEmbeddingBagCollection,
 )

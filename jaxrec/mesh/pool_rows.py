@@ -1,0 +1,215 @@
+"""Rows of any type that are read and set by index, on one device or in equal shards over a mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, DTypeLike, Int32, Shaped
+
+from jaxrec.mesh.channel import Channel
+from jaxrec.mesh.precision import Precision
+
+
+class RowsVariable(nnx.Variable):
+    """Holds the rows of `PoolRows`, ``[num_rows, width]``, in row order."""
+
+
+class PoolRows(nnx.Module):
+    """Rows ``[num_rows, width]`` that a compiled step reads and sets by index, without gradients.
+
+    Over a mesh each device stores an equal shard of consecutive rows. Row indices and new rows lie
+    over the devices as samples of a batch do. A read sends the indices to all devices and each row
+    back to its reader; a write sends indices and rows to all devices, and owners keep theirs. No
+    index is left out at any skew.
+
+    Args:
+        num_rows: Number of rows.
+        width: Number of columns.
+        dtype: Type of the elements, of 1, 2 or 4 bytes.
+        mesh: The devices; None: one device, until `place`. `jaxrec.shard` places the rows of a
+            model.
+
+    Raises:
+        ValueError: A size is below 1, or the rows do not divide by the devices.
+        TypeError: Elements of the type are larger.
+
+    Example:
+        >>> rows = PoolRows(4, 2, "int32")
+        >>> rows.write(jnp.array([1, 3, 1]), jnp.array([[1, 2], [3, 4], [5, 6]], jnp.int32))
+        >>> rows.read(jnp.array([3, 1, 0])).tolist()
+        [[3, 4], [5, 6], [0, 0]]
+    """
+
+    def __init__(
+        self, num_rows: int, width: int, dtype: DTypeLike = "float32", *, mesh: Mesh | None = None
+    ):
+        for name, size in (("num_rows", num_rows), ("width", width)):
+            if isinstance(size, bool) or not isinstance(size, int | np.integer) or size < 1:
+                raise ValueError(f"{name} is an integer of 1 or more, got {size!r}")
+        if num_rows >= 2**31:
+            raise ValueError(f"int32 numbers rows: num_rows is below 2**31, got {num_rows}")
+        if jnp.dtype(dtype).itemsize > 4:
+            raise TypeError(f"elements have 1, 2 or 4 bytes, got {jnp.dtype(dtype).name}")
+        self.mesh = mesh
+        _check_divides(num_rows, mesh)
+        make = jax.jit(
+            lambda: jnp.zeros((num_rows, width), dtype),
+            out_shardings=None if mesh is None else _sharding(mesh),
+        )
+        self.rows = RowsVariable(make())
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """``(num_rows, width)``."""
+        return self.rows.get_value().shape
+
+    def place(self, mesh: Mesh) -> None:
+        """Put the rows on a mesh, in equal shards; on another mesh anew.
+
+        Raises:
+            ValueError: The rows do not divide by the devices.
+        """
+        _check_divides(self.shape[0], mesh)
+        rows, sharding = self.rows.get_value(), _sharding(mesh)
+        if rows.is_fully_addressable and jax.process_count() > 1:
+            host = np.asarray(rows)
+            placed = jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+        else:
+            placed = jax.device_put(rows, sharding)
+        self.rows.set_value(placed)
+        self.mesh = mesh
+
+    def read(self, index: Any, unpack: Callable[[Array], Any] | None = None) -> Any:
+        """Return some rows; zeros for an index outside.
+
+        Args:
+            index: Row indices, integers ``[batch]``. Over a mesh their number divides by the
+                devices, which have them in equal parts.
+            unpack: Function of a device's rows, computed there. None: they are returned as they
+                are.
+
+        Returns:
+            ``[batch, width]``; with ``unpack`` its result, over a mesh with an axis over the
+            devices in front.
+
+        Raises:
+            TypeError: The indices are not integers.
+            ValueError: Their number does not divide by the devices.
+        """
+        index = self._checked(index)
+        rows = self.rows.get_value()
+        if self.mesh is None:
+            found = _take(rows, index)
+            return found if unpack is None else unpack(found)
+
+        channel = _channel(self.mesh)
+
+        def on_device(rows: Array, index: Array) -> Any:
+            everywhere = channel.gather(index)
+            found = _take(rows, _local(everywhere, rows.shape[0], channel))
+            by_reader = channel.send(found.reshape(-1, index.shape[0], rows.shape[1]))
+            owner = jnp.clip(index // rows.shape[0], 0, by_reader.shape[0] - 1)
+            own = by_reader[owner, jnp.arange(index.shape[0])]
+            return own if unpack is None else jax.tree.map(lambda x: x[None], unpack(own))
+
+        return _over_devices(on_device, self.mesh)(rows, index)
+
+    def write(self, index: Any, values: Any, pack: Callable[[Any], Array] | None = None) -> None:
+        """Set some rows; of an index that is repeated the last one counts, one outside is skipped.
+
+        Args:
+            index: As for `read`.
+            values: ``[batch, width]``; with ``pack`` its argument, over a mesh with an axis over
+                the devices in front.
+            pack: Function of a device's values, computed there, that returns its rows.
+
+        Raises:
+            TypeError: The indices are not integers.
+            ValueError: Their number does not divide by the devices.
+        """
+        index = self._checked(index)
+        rows = self.rows.get_value()
+        if self.mesh is None:
+            new = values if pack is None else pack(values)
+            self.rows.set_value(_set(rows, index, new))
+            return
+
+        channel = _channel(self.mesh)
+
+        def on_device(rows: Array, index: Array, values: Any) -> Array:
+            own = values if pack is None else pack(jax.tree.map(lambda x: x[0], values))
+            everywhere = channel.gather(index)
+            # No index is below -1, which the compiler cannot know: the second gather waits for the
+            # first one. Simulated devices could wait for each other in two at once.
+            own = jnp.where(everywhere[0] < -1, jnp.zeros_like(own), own)
+            return _set(rows, _local(everywhere, rows.shape[0], channel), channel.gather(own))
+
+        self.rows.set_value(_over_devices(on_device, self.mesh)(rows, index, values))
+
+    def _checked(self, index: Any) -> Int32[Array, " batch"]:
+        """Return row indices as int32, those that do not fit outside of the rows."""
+        index = index if isinstance(index, jax.Array) else np.asarray(index)
+        if index.ndim != 1 or not jnp.issubdtype(index.dtype, jnp.integer):
+            raise TypeError(
+                f"row indices are integers [batch], got {index.dtype}{list(index.shape)}"
+            )
+        devices = 1 if self.mesh is None else self.mesh.size
+        if index.shape[0] % devices:
+            raise ValueError(
+                f"{index.shape[0]} row indices do not divide by the {devices} devices of the mesh"
+            )
+        is_row = (index >= 0) & (index < self.shape[0])
+        if isinstance(index, np.ndarray):
+            return jnp.asarray(np.where(is_row, index, -1), jnp.int32)
+        return jnp.where(is_row, index, -1).astype(jnp.int32)
+
+
+def _over_devices(function: Callable[..., Any], mesh: Mesh) -> Callable[..., Any]:
+    over = PartitionSpec(tuple(mesh.axis_names))
+    return jax.shard_map(function, mesh=mesh, in_specs=over, out_specs=over, check_vma=False)
+
+
+def _sharding(mesh: Mesh) -> NamedSharding:
+    return NamedSharding(mesh, PartitionSpec(tuple(mesh.axis_names)))
+
+
+def _channel(mesh: Mesh) -> Channel:
+    return Channel(tuple(mesh.axis_names), Precision())
+
+
+def _check_divides(num_rows: int, mesh: Mesh | None) -> None:
+    if mesh is not None and num_rows % mesh.size:
+        raise ValueError(
+            f"{num_rows} rows do not divide by the {mesh.size} devices of the mesh; take "
+            f"{-(-num_rows // mesh.size) * mesh.size}"
+        )
+
+
+def _local(index: Int32[Array, " n"], local_rows: int, channel: Channel) -> Int32[Array, " n"]:
+    """Return indices into this device's rows; -1 for rows of other devices."""
+    local = index - channel.index.astype(jnp.int32) * local_rows
+    return jnp.where((index >= 0) & (local >= 0) & (local < local_rows), local, -1)
+
+
+def _take(rows: Shaped[Array, "rows width"], index: Int32[Array, " n"]) -> Array:
+    """Return some rows; zeros for the index -1."""
+    return rows.at[jnp.where(index < 0, rows.shape[0], index)].get(mode="fill", fill_value=0)
+
+
+def _set(
+    rows: Shaped[Array, "rows width"], index: Int32[Array, " n"], values: Shaped[Array, "n width"]
+) -> Array:
+    """Set some rows, the last one of an index that is repeated; the index -1 is skipped."""
+    positions = jnp.arange(index.shape[0], dtype=jnp.int32)
+    ordered, order = jax.lax.sort((index, positions), num_keys=2)
+    is_last = jnp.concatenate([ordered[1:] != ordered[:-1], jnp.ones(1, bool)])
+    target = jnp.where(is_last & (ordered >= 0), ordered, rows.shape[0])
+    # Skipped entries have indices of their own behind the rows, so that all are unique.
+    target = jnp.where(target == rows.shape[0], rows.shape[0] + positions, target)
+    return rows.at[target].set(values[order].astype(rows.dtype), mode="drop", unique_indices=True)
