@@ -137,6 +137,7 @@ LEFT_OUT = {
     "pip install '.[test]' && pytest": "is run by .ci/run",
     "pip install '.[data,plot]'": "installs what README does not",
     "pip install '.[plot]'": "installs what README does not",
+    "pip install 'jaxrec[retrieval]'": "installs what README does not",
     "pip install 'jax[k8s]'": "installs what README does not",
     "pip install 'jaxrec[cuda12]'": "needs a GPU",
     "pip install 'jaxrec[rocksdb]'": "installs what README does not",

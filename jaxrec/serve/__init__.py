@@ -20,5 +20,9 @@ from jaxrec.serve.reports.quality_report import QualityReport as QualityReport
 from jaxrec.serve.reports.quality_report import Scores as Scores
 from jaxrec.serve.reports.quality_report import quality as quality
 from jaxrec.serve.reports.table_quality import TableQuality as TableQuality
+from jaxrec.serve.retrieval import ItemIndex as ItemIndex
+from jaxrec.serve.retrieval import Neighbours as Neighbours
+from jaxrec.serve.retrieval import load_index as load_index
+from jaxrec.serve.retrieval import write_index as write_index
 from jaxrec.serve.swap import snapshot as snapshot
 from jaxrec.serve.swap import swap_tables as swap_tables

@@ -113,10 +113,13 @@ def test_without_its_data_an_example_is_one_sentence(example, tmp_path):
         module.main(module.Settings(data=tmp_path / "nothing"))
 
 
-def test_without_its_package_an_example_is_one_sentence(example, monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "extra"), [("two_tower_retrieval", "examples"), ("retrieve_and_rank", "retrieval")]
+)
+def test_without_its_package_an_example_is_one_sentence(name, extra, example, monkeypatch):
     monkeypatch.setitem(sys.modules, "faiss", None)  # an import of it fails
-    module = example("two_tower_retrieval")  # as does --help
-    with pytest.raises(SystemExit, match=r"pip install 'jaxrec\[examples\]'$"):
+    module = example(name)  # as does --help
+    with pytest.raises(SystemExit, match=rf"pip install 'jaxrec\[{extra}\]'$"):
         module.main(module.Settings())
 
 
@@ -132,6 +135,23 @@ def test_two_tower_retrieval(example):
     found = module.main(settings)
     assert found["index recall@20"] > 0.7
     assert found["next item in exact top 20"] > 0.2  # 0.02 by chance
+
+
+def test_retrieve_and_rank(example, capsys):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # faiss's bindings
+        pytest.importorskip("faiss", reason="faiss-cpu is not installed (extra 'retrieval')")
+    module = example("retrieve_and_rank")
+    settings = module.Settings(
+        num_items=1000, num_categories=50, batch_size=256, tower_steps=80, ranker_steps=80, k=20,
+        queries=200, kind="IVF16,Flat", parameters="nprobe=4",
+    )  # fmt: skip
+    figures = module.main(settings)
+    assert figures["index recall@20"] > 0.7
+    assert figures["next item in top 20"] > 0.2  # 0.02 by chance
+    ranked, found = (figures[f"next item in first 10, by the {x}"] for x in ("ranker", "towers"))
+    assert ranked > found
+    assert capsys.readouterr().out.count("20 of one user: p50") == 2
 
 
 def test_open_vocabulary(example, capsys):
