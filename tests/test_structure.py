@@ -147,6 +147,7 @@ TESTED_BY = {
         "serve/artifact/programs",
         "serve/artifact/pure_model",
     ),
+    "serve/artifact/test_column_files": ("serve/artifact/column_encoding",),
     "serve/artifact/test_load": (
         "serve/artifact/files",
         "serve/artifact/manifest",

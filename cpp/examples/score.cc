@@ -9,7 +9,7 @@ int main(int argc, char** argv) {
   if (argc != 5) return 2;
   try {
     const auto model = serving::Model::load(argv[3], serving::Runtime::open({argv[1], argv[2]}));
-    const auto request = serving::decode_request(model->manifest().batch, argv[4]);
+    const auto request = model->decode(argv[4]);
     std::puts(serving::to_json(model->manifest(), model->predict(request)).c_str());
   } catch (const std::exception& error) {
     std::fprintf(stderr, "%s\n", error.what());

@@ -1,8 +1,10 @@
-// Reads changed manifests, requests and npy files, which must be refused or be what they say.
+// Reads changed manifests, requests, npy files and vocabularies, which must be refused or be what
+// they say.
 //
 //     jaxrec_fuzz MODEL REQUESTS RUNS SEED
 //
-// MODEL is an exported model, REQUESTS a file with valid requests for it in JSON lines. A run that
+// MODEL is an exported model, REQUESTS a file with valid requests for it in JSON lines: of raw columns
+// where the model was exported with their encoder. A run that
 // crashes, or throws anything but the errors of this library, ends the program; build it with
 // sanitizers. The same seed makes the same runs.
 #include <algorithm>
@@ -10,6 +12,7 @@
 #include <cstdlib>
 #include <fstream>
 #include <iterator>
+#include <optional>
 #include <random>
 #include <stdexcept>
 #include <string>
@@ -17,11 +20,13 @@
 
 #include "batch_ladder.h"
 #include "checksums.h"
+#include "jaxrec/serving/encoder.h"
 #include "jaxrec/serving/error.h"
 #include "jaxrec/serving/request.h"
 #include "jaxrec/serving/scores.h"
 #include "mutate.h"
 #include "npy.h"
+#include "vocabulary.h"
 
 namespace {
 
@@ -100,9 +105,58 @@ bool take(Function f) {
   return false;
 }
 
-bool take_request(const BatchSpec& spec, const std::string& text) {
-  return take([&] { check_packing(spec, decode_request(spec, text)); });
-}
+// Decodes requests as the model that was exported to a folder does.
+class Decoder {
+ public:
+  Decoder(const std::string& model, const Manifest& manifest) : spec_(manifest.batch) {
+    if (manifest.encoding) encoder_.emplace(model, manifest);
+  }
+
+  bool take(const std::string& text) const {
+    return ::take([&] {
+      check_packing(spec_, encoder_ ? encoder_->decode(text) : decode_request(spec_, text));
+    });
+  }
+
+ private:
+  const BatchSpec spec_;
+  std::optional<Encoder> encoder_;
+};
+
+// The files of a vocabulary, of which a run changes one.
+struct VocabularyContents {
+  VocabularyFiles description;
+  std::vector<std::string> files;
+
+  VocabularyContents(const std::string& model, const VocabularyFiles& of) : description(of) {
+    for (const std::string& file : {of.hashes, of.places, of.values, of.offsets.value_or("")}) {
+      files.push_back(file.empty() ? "" : read_file(model + "/" + file));
+    }
+  }
+
+  bool take_changed(std::mt19937_64& random) const {
+    std::vector<std::string> changed = files;
+    std::string& one = changed[random() % (description.is_integer ? 3 : 4)];
+    one = mutate(one, files, random);
+    try {
+      const Vocabulary vocabulary(description, {changed[0], changed[1], changed[2], changed[3]});
+      for (const std::string& file : files) {
+        // Known values are among these.
+        for (size_t start = 0; start + 8 < file.size() && start < 2048; ++start) {
+          const int64_t row = description.is_integer
+                                  ? vocabulary.row(*reinterpret_cast<const int64_t*>(
+                                        std::string(file, start, 8).data()))
+                                  : vocabulary.row(std::string_view(file).substr(start, start % 9));
+          require(row < (int64_t{1} << 32), "a row is too large");
+        }
+      }
+      return true;
+    } catch (const std::invalid_argument&) {
+    } catch (const ArtifactError&) {
+    }
+    return false;
+  }
+};
 
 bool take_npy(const std::string& bytes) {
   try {
@@ -121,10 +175,17 @@ int main(int argc, char** argv) {
   const std::string model = argv[1];
   const std::string manifest_text = read_file(model + "/manifest.json");
   const Manifest manifest = parse_manifest(manifest_text);
+  const Decoder decoder(model, manifest);
+  std::vector<VocabularyContents> vocabularies;
+  if (manifest.encoding) {
+    for (const CategoricalColumn& column : manifest.encoding->categorical) {
+      if (column.vocabulary) vocabularies.emplace_back(model, *column.vocabulary);
+    }
+  }
   std::vector<std::string> requests;
   std::ifstream lines(argv[2]);
   for (std::string line; std::getline(lines, line);) {
-    require(take_request(manifest.batch, line), "a valid request is refused");
+    require(decoder.take(line), "a valid request is refused");
     requests.push_back(line);
   }
   require(!requests.empty(), "REQUESTS has none");
@@ -134,10 +195,12 @@ int main(int argc, char** argv) {
 
   std::mt19937_64 random(std::strtoull(argv[4], nullptr, 10));
   const long long runs = std::atoll(argv[3]);
-  long long taken[3] = {};
+  long long taken[4] = {};
   for (long long run = 0; run < runs; ++run) {
     const auto kind = static_cast<size_t>(random() % 10);
-    if (kind == 0) {
+    if (kind == 0 && !vocabularies.empty() && random() % 2 == 0) {
+      taken[3] += vocabularies[random() % vocabularies.size()].take_changed(random);
+    } else if (kind == 0) {
       taken[0] += take_npy(mutate(arrays[0], arrays, random));
     } else if (kind < 4) {
       const std::string text = mutate(manifest_text, manifests, random);
@@ -145,13 +208,13 @@ int main(int argc, char** argv) {
       take([&] { parse_manifest(text); });
       taken[1] += take([&] {
         const Manifest changed = parse_manifest(text, /*with_checksum=*/false);
-        take_request(changed.batch, requests[random() % requests.size()]);
+        Decoder(model, changed).take(requests[random() % requests.size()]);
       });
     } else {
       const std::string& text = requests[random() % requests.size()];
-      taken[2] += take_request(manifest.batch, mutate(text, requests, random));
+      taken[2] += decoder.take(mutate(text, requests, random));
     }
   }
-  std::printf("%lld runs; taken: %lld npy files, %lld manifests, %lld requests\n", runs, taken[0],
-              taken[1], taken[2]);
+  std::printf("%lld runs; taken: %lld npy files, %lld manifests, %lld requests, %lld vocabularies\n",
+              runs, taken[0], taken[1], taken[2], taken[3]);
 }

@@ -9,7 +9,7 @@
 
 namespace jaxrec::serving {
 
-Batcher::Batcher(std::shared_ptr<const Model> model, const BatcherOptions& options)
+Batcher::Batcher(std::shared_ptr<const Predictor> model, const BatcherOptions& options)
     : model_(std::move(model)), options_(options) {
   for (int i = 0; i < std::max(1, options_.threads); ++i) threads_.emplace_back([this] { work(); });
 }

@@ -9,14 +9,10 @@
 #include "jaxrec/serving/columns.h"
 #include "jaxrec/serving/error.h"
 #include "jaxrec/serving/request.h"
-#include "json.h"
+#include "json_columns.h"
 
 namespace jaxrec::serving {
 namespace {
-
-std::string in_sample(const std::string& name, int64_t sample) {
-  return name + ", sample " + std::to_string(sample) + ": ";
-}
 
 std::string in_feature(const Feature& feature, int64_t sample) {
   return in_sample("feature " + in_quotes(feature.name), sample);
@@ -111,14 +107,6 @@ class ArrayReader {
   ArrayValues& out_;
 };
 
-const Json& list_of_samples(const Json& value, const std::string& name) {
-  if (!value.is_array()) {
-    throw RequestError(name + " must be a list with an element for each sample, got " +
-                       excerpt(value));
-  }
-  return value;
-}
-
 ArrayValues read_array(const ArraySpec& spec, const std::string& name, const Json& value,
                        int64_t& samples) {
   ArrayValues out;
@@ -191,23 +179,15 @@ void read_weights(const Feature& feature, const Json& bags, Column& column) {
   }
 }
 
-const Json& column(const Json& columns, const std::string& name) {
-  const auto found = columns.find(name);
-  if (found == columns.end()) {
-    throw RequestError("the request has no column " + in_quotes(name) + ", which the model reads");
-  }
-  return *found;
-}
-
 std::vector<Column> read_ragged(const RaggedSpec& ragged, const ColumnNames& names,
                                 const Json& columns) {
   std::vector<Column> read;
   for (size_t i = 0; i < names.size(); ++i) {
     const Feature& feature = ragged.features[i];
-    read.push_back(read_ids(feature, column(columns, names[i])));
+    read.push_back(read_ids(feature, column_of(columns, names[i])));
     const std::string weights = names[i] + ".weights";
     if (ragged.is_weighted) {
-      read_weights(feature, column(columns, weights), read.back());
+      read_weights(feature, column_of(columns, weights), read.back());
     } else if (columns.contains(weights)) {
       throw RequestError("the request has the column " + in_quotes(weights) +
                          ", and the model was exported for batches without weights");
@@ -216,30 +196,7 @@ std::vector<Column> read_ragged(const RaggedSpec& ragged, const ColumnNames& nam
   return read;
 }
 
-// Takes the number of samples of a column, which must be that of the first one.
-class SampleCount {
- public:
-  void add(const std::string& name, int64_t samples) {
-    if (first_.empty()) {
-      first_ = name;
-      samples_ = samples;
-    } else if (samples != samples_) {
-      throw RequestError("column " + in_quotes(name) + " has " + std::to_string(samples) +
-                         " samples, but column " + in_quotes(first_) + " has " +
-                         std::to_string(samples_) + "; give one value or list for each sample");
-    }
-  }
-  int64_t samples() const { return samples_; }
-
- private:
-  std::string first_;
-  int64_t samples_ = 0;
-};
-
 Request read_request(const BatchSpec& spec, const Json& columns) {
-  if (!columns.is_object()) {
-    throw RequestError("a request must be an object of columns by name, got " + excerpt(columns));
-  }
   const std::vector<ColumnNames> names = input_columns(spec);
   Request request;
   SampleCount count;
@@ -247,7 +204,7 @@ Request read_request(const BatchSpec& spec, const Json& columns) {
     if (const auto* array = std::get_if<ArraySpec>(&spec.inputs[i])) {
       int64_t samples = 0;
       request.inputs.emplace_back(
-          read_array(*array, names[i][0], column(columns, names[i][0]), samples));
+          read_array(*array, names[i][0], column_of(columns, names[i][0]), samples));
       count.add(names[i][0], samples);
       continue;
     }
@@ -265,13 +222,7 @@ Request read_request(const BatchSpec& spec, const Json& columns) {
 }  // namespace
 
 Request decode_request(const BatchSpec& spec, std::string_view json) {
-  Json value;
-  try {
-    value = parse_json(json);
-  } catch (const std::invalid_argument& error) {
-    throw RequestError("the request cannot be read: " + std::string(error.what()));
-  }
-  Request request = read_request(spec, value);
+  Request request = read_request(spec, parse_columns(json));
   check_request(spec, request);
   return request;
 }

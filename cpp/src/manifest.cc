@@ -8,6 +8,7 @@
 #include "checksums.h"
 #include "jaxrec/serving/error.h"
 #include "json.h"
+#include "read_column_encoding.h"
 
 namespace jaxrec::serving {
 namespace {
@@ -160,6 +161,9 @@ void check_files(const Manifest& manifest) {
     used.push_back(program.file);
     if (program.stablehlo) used.push_back(*program.stablehlo);
   }
+  if (manifest.encoding) {
+    for (const std::string& file : manifest.encoding->files()) used.push_back(file);
+  }
   for (const std::string& file : used) {
     if (manifest.files.count(file) == 0) {
       throw Problem("it uses " + in_quotes(file) + ", which is not among its files");
@@ -273,7 +277,9 @@ Manifest read_manifest(Json content, bool with_checksum) {
     of_file.finish();
   }
   fields.list("tables");
-  fields.boolean("has_encoder");
+  manifest.has_encoder = fields.boolean("has_encoder");
+  if (content.contains("encoding")) fields.get("encoding");
+  if (fields.has("encoding")) manifest.encoding = read_column_encoding(fields.get("encoding"));
   fields.finish();
   check_files(manifest);
   check_batch(manifest.batch);

@@ -5,6 +5,7 @@
 #include <cstring>
 #include <fstream>
 #include <mutex>
+#include <optional>
 #include <sstream>
 
 #include "batch_ladder.h"
@@ -68,6 +69,7 @@ struct Model::State {
   std::vector<MappedFile> files;
   std::vector<std::unique_ptr<RuntimeArray>> arrays;  // they lie in the files
   mutable std::vector<Program> programs;              // in the order of the batch sizes
+  std::optional<Encoder> encoder;
 
   State(const fs::path& path, std::shared_ptr<Runtime> with, bool verify)
       : directory(path),
@@ -81,6 +83,7 @@ struct Model::State {
       arrays.push_back(
           runtime->share(read_array(directory / stored.file, files.back(), stored)));
     }
+    if (manifest.encoding) encoder.emplace(directory, manifest);
   }
 
   void find_programs() {
@@ -165,6 +168,14 @@ Model::Model(std::unique_ptr<State> state) : state_(std::move(state)) {}
 Model::~Model() = default;
 
 const Manifest& Model::manifest() const { return state_->manifest; }
+
+Request Model::decode(std::string_view json) const {
+  if (state_->encoder) return state_->encoder->decode(json);
+  if (!manifest().has_encoder) return decode_request(manifest().batch, json);
+  throw ArtifactError(state_->directory.string() +
+                      " has no encoding of columns for C++: an earlier jaxrec exported the model; "
+                      "export it again");
+}
 
 Scores Model::predict(const Request& request) const {
   const Manifest& manifest = state_->manifest;

@@ -4,6 +4,7 @@
 #include <cstdlib>
 #include <deque>
 #include <future>
+#include <limits>
 #include <mutex>
 #include <stdexcept>
 #include <string>
@@ -109,18 +110,18 @@ class Answers {
 
 }  // namespace
 
-int64_t answer_lines(std::shared_ptr<const Model> model, const BatcherOptions& options,
-                     std::FILE* in, std::FILE* out) {
-  const Manifest& manifest = model->manifest();
-  Answers answers(manifest, out);
+int64_t answer_lines(std::shared_ptr<const Predictor> model, const Decode& decode,
+                     BatcherOptions options, std::FILE* in, std::FILE* out) {
+  options.max_queued = std::numeric_limits<int64_t>::max();  // kMostUnanswered bounds what waits
+  Answers answers(model->manifest(), out);
   Batcher batcher(model, options);
   std::string line;
   bool is_too_long = false;
   while (read_line(in, line, is_too_long)) {
     try {
       if (is_too_long) throw RequestError("the request has more than 64 MiB");
-      answers.add(batcher.submit(decode_request(manifest.batch, line)));
-    } catch (const RequestError& error) {
+      answers.add(batcher.submit(decode(line)));
+    } catch (const std::exception& error) {
       answers.add(failed(error.what()));
     }
   }

@@ -2,11 +2,16 @@
 
 #include <algorithm>
 #include <chrono>
+#include <condition_variable>
 #include <cstring>
+#include <deque>
 #include <exception>
+#include <future>
+#include <limits>
 #include <mutex>
 #include <random>
 #include <thread>
+#include <utility>
 
 namespace jaxrec::serving {
 namespace {
@@ -87,45 +92,124 @@ Request draw_request(const BatchSpec& spec, int64_t samples) {
   return request;
 }
 
-void run_benchmark(const Model& model, const Request& pool, const BenchmarkOptions& options,
-                   std::FILE* out) {
-  for (const int64_t samples : options.batches) {
-    const std::vector<Request> requests = requests_of(model.manifest().batch, pool, samples);
-    for (size_t i = 0; i < std::min<size_t>(requests.size(), 20); ++i) {
-      model.predict(requests[i]);  // compiles the programs
+namespace {
+
+struct Latencies {
+  std::vector<double> sorted;   // in microseconds
+  double requests_per_s = 0;
+};
+
+// Predicts one request after the other in each thread.
+Latencies closed_loop(const Predictor& model, const std::vector<Request>& requests,
+                      const BenchmarkOptions& options) {
+  std::vector<double> latencies;
+  std::mutex mutex;
+  std::exception_ptr failure;
+  const Clock::time_point start = Clock::now();
+  const auto work = [&](size_t first) {
+    std::vector<double> own;
+    try {
+      for (size_t i = first; own.empty() || seconds_since(start) < options.seconds; ++i) {
+        const Clock::time_point begin = Clock::now();
+        model.predict(requests[i % requests.size()]);
+        own.push_back(seconds_since(begin) * 1e6);
+      }
+    } catch (...) {
+      const std::lock_guard<std::mutex> lock(mutex);
+      failure = std::current_exception();
     }
-    std::vector<double> latencies;
-    std::mutex mutex;
-    std::exception_ptr failure;
-    const Clock::time_point start = Clock::now();
-    const auto work = [&](size_t first) {
-      std::vector<double> own;
+    const std::lock_guard<std::mutex> lock(mutex);
+    latencies.insert(latencies.end(), own.begin(), own.end());
+  };
+  std::vector<std::thread> threads;
+  for (int i = 1; i < options.threads; ++i) threads.emplace_back(work, static_cast<size_t>(i) * 97);
+  work(0);
+  for (std::thread& thread : threads) thread.join();
+  const double elapsed = seconds_since(start);
+  if (failure) std::rethrow_exception(failure);
+  std::sort(latencies.begin(), latencies.end());
+  const double rate = static_cast<double>(latencies.size()) / elapsed;
+  return {std::move(latencies), rate};
+}
+
+// Submits requests that are due at fixed times.
+Latencies open_loop(std::shared_ptr<const Predictor> model, const std::vector<Request>& requests,
+                    double rate, const BenchmarkOptions& options) {
+  BatcherOptions of_batcher = options.batcher;
+  of_batcher.threads = options.threads;
+  of_batcher.max_queued = std::numeric_limits<int64_t>::max();
+  Batcher batcher(std::move(model), of_batcher);
+  struct Sent {
+    Clock::time_point due;
+    std::future<Scores> scores;
+  };
+  std::deque<Sent> sent;
+  std::mutex mutex;
+  std::condition_variable changed;
+  const auto count = std::max<size_t>(20, static_cast<size_t>(rate * options.seconds));
+  Latencies latencies;
+  std::exception_ptr failure;
+  // Takes the scores in the order of the requests, which is that of their batches.
+  std::thread receiver([&] {
+    for (size_t i = 0; i < count; ++i) {
+      Sent each;
+      {
+        std::unique_lock<std::mutex> lock(mutex);
+        changed.wait(lock, [&] { return !sent.empty(); });
+        each = std::move(sent.front());
+        sent.pop_front();
+      }
       try {
-        for (size_t i = first; own.empty() || seconds_since(start) < options.seconds; ++i) {
-          const Clock::time_point begin = Clock::now();
-          model.predict(requests[i % requests.size()]);
-          own.push_back(seconds_since(begin) * 1e6);
-        }
+        each.scores.get();
       } catch (...) {
-        const std::lock_guard<std::mutex> lock(mutex);
         failure = std::current_exception();
       }
+      latencies.sorted.push_back(seconds_since(each.due) * 1e6);
+    }
+  });
+  const Clock::time_point start = Clock::now();
+  for (size_t i = 0; i < count; ++i) {
+    const auto due = start + std::chrono::duration_cast<Clock::duration>(
+                                 std::chrono::duration<double>(static_cast<double>(i) / rate));
+    std::this_thread::sleep_until(due);
+    std::future<Scores> scores = batcher.submit(requests[i % requests.size()]);
+    {
       const std::lock_guard<std::mutex> lock(mutex);
-      latencies.insert(latencies.end(), own.begin(), own.end());
-    };
-    std::vector<std::thread> threads;
-    for (int i = 1; i < options.threads; ++i) threads.emplace_back(work, static_cast<size_t>(i) * 97);
-    work(0);
-    for (std::thread& thread : threads) thread.join();
-    const double elapsed = seconds_since(start);
-    if (failure) std::rethrow_exception(failure);
-    std::sort(latencies.begin(), latencies.end());
+      sent.push_back({due, std::move(scores)});
+    }
+    changed.notify_one();
+  }
+  receiver.join();
+  if (failure) std::rethrow_exception(failure);
+  std::sort(latencies.sorted.begin(), latencies.sorted.end());
+  latencies.requests_per_s = rate;
+  return latencies;
+}
+
+}  // namespace
+
+void run_benchmark(std::shared_ptr<const Predictor> model, const Request& pool,
+                   const BenchmarkOptions& options, std::FILE* out) {
+  for (const int64_t samples : options.batches) {
+    const std::vector<Request> requests = requests_of(model->manifest().batch, pool, samples);
+    for (size_t i = 0; i < std::min<size_t>(requests.size(), 20); ++i) {
+      model->predict(requests[i]);  // compiles the programs
+    }
+    const Latencies closed = closed_loop(*model, requests, options);
     std::fprintf(out,
                  "{\"batch\":%lld,\"threads\":%d,\"requests\":%zu,\"p50_us\":%.1f,\"p99_us\":%.1f,"
-                 "\"samples_per_s\":%.0f}\n",
-                 static_cast<long long>(samples), options.threads, latencies.size(),
-                 percentile(latencies, 0.5), percentile(latencies, 0.99),
-                 static_cast<double>(latencies.size()) * static_cast<double>(samples) / elapsed);
+                 "\"samples_per_s\":%.0f",
+                 static_cast<long long>(samples), options.threads, closed.sorted.size(),
+                 percentile(closed.sorted, 0.5), percentile(closed.sorted, 0.99),
+                 closed.requests_per_s * static_cast<double>(samples));
+    if (options.open_share > 0) {
+      const double rate = options.open_share * closed.requests_per_s;
+      const Latencies open = open_loop(model, requests, rate, options);
+      std::fprintf(out, ",\"open_per_s\":%.1f,\"open_p50_us\":%.1f,\"open_p99_us\":%.1f",
+                   open.requests_per_s, percentile(open.sorted, 0.5),
+                   percentile(open.sorted, 0.99));
+    }
+    std::fputs("}\n", out);
     std::fflush(out);
   }
 }

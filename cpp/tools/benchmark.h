@@ -6,7 +6,7 @@
 #include <memory>
 #include <vector>
 
-#include "jaxrec/serving/model.h"
+#include "jaxrec/serving/batcher.h"
 
 namespace jaxrec::serving {
 
@@ -14,6 +14,10 @@ struct BenchmarkOptions {
   std::vector<int64_t> batches = {1, 64, 1024};  // samples of a request
   double seconds = 5;                            // for each batch
   int threads = 1;                               // that predict at once
+  // Rate of the requests that are due at fixed times, as a share of the rate of requests that wait
+  // for each other; 0: none are.
+  double open_share = 0;
+  BatcherOptions batcher;  // of requests that are due at fixed times
 };
 
 // Returns valid requests: ids are drawn evenly from those of each table.
@@ -21,7 +25,11 @@ Request draw_request(const BatchSpec& spec, int64_t samples);
 
 // Predicts samples of `pool`, one request after the other in each thread, and prints a line of JSON
 // for each batch to `out`: percentiles of the latency in microseconds, and samples per second.
-void run_benchmark(const Model& model, const Request& pool, const BenchmarkOptions& options,
-                   std::FILE* out);
+//
+// With `open_share`, requests are then submitted to a Batcher at fixed times, and the line has the
+// percentiles of the time from when a request is due to its scores, as "open_p50_us" and
+// "open_p99_us", and the rate.
+void run_benchmark(std::shared_ptr<const Predictor> model, const Request& pool,
+                   const BenchmarkOptions& options, std::FILE* out);
 
 }  // namespace jaxrec::serving

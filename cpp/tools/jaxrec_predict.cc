@@ -24,6 +24,7 @@ struct Options {
   std::string model;
   RuntimeOptions runtime;
   bool verify = true;
+  bool is_encoded = false;
   std::string input;
   std::string output;
   BatcherOptions batcher;
@@ -42,6 +43,9 @@ void add_options(CLI::App& app, Options& options) {
                  "libjaxrec.so, which holds the lookups of tables")
       ->envname("JAXREC_NATIVE_LIBRARY");
   app.add_flag("!--no-verify", options.verify, "Compare no checksums of files");
+  app.add_flag("--encoded", options.is_encoded,
+               "Requests of a model with an encoder of raw columns have its inputs: row indices, "
+               "and numbers after their transforms as input0");
   app.add_option("--input", options.input, "File with a request in JSON on each line; else stdin");
   app.add_option("--output", options.output, "File that answers are written to; else stdout");
   app.add_option("--max-batch", options.batcher.max_samples,
@@ -58,6 +62,10 @@ void add_options(CLI::App& app, Options& options) {
       ->check(CLI::Range(int64_t{1}, int64_t{1} << 24));
   app.add_option("--seconds", options.benchmark.seconds, "Benchmark: time for each batch")
       ->check(CLI::Range(0.01, 86400.0));
+  app.add_option("--open-share", options.benchmark.open_share,
+                 "Benchmark: submit requests at fixed times, too, at this share of the rate of "
+                 "requests that wait for each other; 0: do not")
+      ->check(CLI::Range(0.0, 1.0));
 }
 
 struct CloseFile {
@@ -72,12 +80,12 @@ File open_file(const std::string& path, const char* mode) {
 }
 
 // Returns the samples of all requests of a file.
-Request read_requests(const BatchSpec& spec, const std::string& path) {
+Request read_requests(const BatchSpec& spec, const Decode& decode, const std::string& path) {
   std::ifstream file(path);
   if (!file) throw std::runtime_error(path + ": " + std::strerror(errno));
   std::vector<Request> requests;
   for (std::string line; std::getline(file, line);) {
-    requests.push_back(decode_request(spec, line));
+    requests.push_back(decode(line));
   }
   std::vector<const Request*> all;
   for (const Request& each : requests) all.push_back(&each);
@@ -91,21 +99,25 @@ int run(Options& options) {
   const auto model = Model::load(options.model, runtime, options.verify);
   const File output = options.output.empty() ? nullptr : open_file(options.output, "w");
   std::FILE* const out = output == nullptr ? stdout : output.get();
+  const BatchSpec& spec = model->manifest().batch;
+  const Decode decode = [&](std::string_view line) {
+    return options.is_encoded ? decode_request(spec, line) : model->decode(line);
+  };
+  options.batcher.max_delay = std::chrono::microseconds(options.max_delay_us);
+  options.batcher.threads = options.threads;
   if (options.is_benchmark) {
     constexpr int64_t kDrawn = 16384;
-    const BatchSpec& spec = model->manifest().batch;
     const Request pool = options.input.empty() ? draw_request(spec, kDrawn)
-                                               : read_requests(spec, options.input);
+                                               : read_requests(spec, decode, options.input);
     options.benchmark.threads = options.threads;
-    run_benchmark(*model, pool, options.benchmark, out);
+    options.benchmark.batcher = options.batcher;
+    run_benchmark(model, pool, options.benchmark, out);
     return 0;
   }
   model->warm_up();
-  options.batcher.max_delay = std::chrono::microseconds(options.max_delay_us);
-  options.batcher.threads = options.threads;
   const File input = options.input.empty() ? nullptr : open_file(options.input, "r");
   const int64_t errors =
-      answer_lines(model, options.batcher, input == nullptr ? stdin : input.get(), out);
+      answer_lines(model, decode, options.batcher, input == nullptr ? stdin : input.get(), out);
   if (errors == 0) return 0;
   std::fprintf(stderr, "jaxrec_predict: %lld requests failed; their lines say why\n",
                static_cast<long long>(errors));

@@ -147,6 +147,9 @@ def encode_dense(
     elif options.transform == "log1p":
         encoded = np.copysign(np.log1p(np.abs(values)), values)
     elif options.transform == "log_counts":
+        if (outside := (values < -(2.0**63)) | (values >= 2.0**63)).any():
+            row = np.argmax(outside)
+            raise location.error(row, f"the number {values[row]:g} is not a count of 64 bits")
         encoded = log_counts(values.astype(np.int64))
     else:
         encoded = values

@@ -7,7 +7,7 @@ import functools
 import json
 import os
 from collections.abc import Iterable
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -96,6 +96,20 @@ class ValueCounts:
         table = table.sort_by([("count", "descending"), ("value", "ascending")])[:max_size]
         values = table["value"].combine_chunks()
         return Vocabulary(values, table["count"].to_numpy(), num_unknown)
+
+
+class ValueIndex(NamedTuple):
+    """Hashes of the values of a vocabulary.
+
+    Attributes:
+        hashes: ``[size]`` uint64 hashes, ascending, all different.
+        positions: ``[size]`` position of each hash's value among the values.
+        seed: Seed of the hashes, with which they are all different.
+    """
+
+    hashes: UInt64[np.ndarray, " size"]
+    positions: Int[np.ndarray, " size"]
+    seed: int
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -207,12 +221,13 @@ class Vocabulary:
         return rows
 
     def _rows_of_present(self, values: pa.Array) -> Int[np.ndarray, " values"]:
-        hashes, order, seed = self._index
-        wanted = np.asarray(hash_ids(values, None, seed))
+        index = self.index
+        wanted = np.asarray(hash_ids(values, None, index.seed))
         places = np.zeros(len(values), np.int64)
         is_known = np.zeros(len(values), bool)
-        if len(order):
-            places = order[np.minimum(np.searchsorted(hashes, wanted), len(order) - 1)]
+        if last := len(index.positions):
+            found = np.minimum(np.searchsorted(index.hashes, wanted), last - 1)
+            places = index.positions[found]
             is_known = np.asarray(pc.equal(self.values.take(pa.array(places)), values))
         if not self.num_unknown:
             if not is_known.all():
@@ -226,14 +241,14 @@ class Vocabulary:
         return np.where(is_known, places + self.num_unknown, unknown).astype(np.int32)
 
     @functools.cached_property
-    def _index(self) -> tuple[UInt64[np.ndarray, " size"], Int[np.ndarray, " size"], int]:
-        """Sorted hashes of the values, the position of each, and a seed without collisions."""
+    def index(self) -> ValueIndex:
+        """The hashes of the values, by which their rows are found."""
         for seed in range(1 << 10):
             hashes = np.asarray(hash_ids(self.values, None, seed))
             order = np.argsort(hashes)
             hashes = hashes[order]
             if not (hashes[1:] == hashes[:-1]).any():
-                return hashes, order, seed
+                return ValueIndex(hashes, order, seed)
         raise ValueError("the values of a vocabulary must all be different")
 
     def save(self, path: str | os.PathLike[str]) -> None:

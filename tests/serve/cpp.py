@@ -26,6 +26,7 @@ PJRT = os.environ.get("JAXREC_PJRT")
 
 HEADERS = {
     "zlib.h": "zlib1g-dev",
+    "xxhash.h": "libxxhash-dev",
     "nlohmann/json.hpp": "nlohmann-json3-dev",
     "CLI/CLI.hpp": "libcli11-dev",
 }
@@ -74,6 +75,12 @@ def build_fuzz() -> pathlib.Path:
     """Build the fuzz test with sanitizers; return its program."""
     options = ("-DJAXREC_ONLY_PARSERS=ON", "-DJAXREC_SANITIZE=ON")
     return build("fuzz", *options, "-DCMAKE_CXX_FLAGS_RELEASE=-O1") / "jaxrec_fuzz"
+
+
+def build_threads() -> pathlib.Path:
+    """Build the check of threads with its sanitizer; return its program."""
+    options = ("-DJAXREC_ONLY_PARSERS=ON", "-DJAXREC_SANITIZE_THREADS=ON")
+    return build("threads", *options, "-DCMAKE_CXX_FLAGS_RELEASE=-O1") / "jaxrec_threads"
 
 
 def _run(command: Sequence[str]) -> None:

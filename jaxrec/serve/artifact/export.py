@@ -14,6 +14,7 @@ from jax.export import Exported
 
 from jaxrec.atomic import write_atomically
 from jaxrec.data import TableEncoder
+from jaxrec.serve.artifact.column_files import write_columns
 from jaxrec.serve.artifact.files import describe_files, write_array, write_rows
 from jaxrec.serve.artifact.inputs import batch_spec
 from jaxrec.serve.artifact.manifest import (
@@ -108,8 +109,10 @@ def export(
     with write_atomically(path) as unfinished:
         programs = _write_programs(unfinished, made.programs)
         arrays = _write_arrays(unfinished, pure, made.arrays)
+        encoding = None
         if encoder is not None:
             encoder.save(unfinished / FEATURES_DIRECTORY)
+            encoding = write_columns(unfinished, encoder)
         manifest = Manifest(
             jaxrec=importlib.metadata.version("jaxrec"),
             jax=jax.__version__,
@@ -121,6 +124,7 @@ def export(
             programs=programs,
             has_encoder=encoder is not None,
             files=describe_files(unfinished),
+            encoding=encoding,
         )
         manifest.check()
         (unfinished / MANIFEST_FILE).write_bytes(manifest.to_json())

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from jaxrec.serve.artifact.batch_spec import BatchSpec
+from jaxrec.serve.artifact.column_encoding import ColumnEncoding
 from jaxrec.serve.artifact.structure import Structure
 
 FORMAT = "jaxrec model 1"
@@ -123,6 +124,8 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         programs: The programs.
         has_encoder: Whether ``features/`` holds the `jaxrec.data.TableEncoder` of raw columns.
         files: Every file but the manifest, by its path.
+        encoding: The encoder in files that C++ reads; None: there is none, or an earlier jaxrec
+            exported the model.
     """
 
     jaxrec: str
@@ -135,6 +138,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     programs: tuple[Program, ...]
     has_encoder: bool
     files: dict[str, StoredFile]
+    encoding: ColumnEncoding | None = None
 
     def to_json(self) -> bytes:
         """Return the content of the file, which holds its own checksum."""
@@ -164,6 +168,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Raise a ValueError where entries do not fit each other."""
         used = [*(array.file for array in self.arrays), *(each.file for each in self.programs)]
         used += [each.stablehlo for each in self.programs if each.stablehlo is not None]
+        used += [] if self.encoding is None else self.encoding.files
         if missing := [file for file in used if file not in self.files]:
             raise ValueError(f"it uses {missing[0]!r}, which is not among its files")
         for file in self.files:

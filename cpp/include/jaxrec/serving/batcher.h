@@ -12,7 +12,7 @@
 #include <thread>
 #include <vector>
 
-#include "jaxrec/serving/model.h"
+#include "jaxrec/serving/predictor.h"
 
 namespace jaxrec::serving {
 
@@ -25,7 +25,7 @@ struct BatcherOptions {
 
 class Batcher {
  public:
-  Batcher(std::shared_ptr<const Model> model, const BatcherOptions& options);
+  Batcher(std::shared_ptr<const Predictor> model, const BatcherOptions& options);
 
   // Answers the requests that wait.
   ~Batcher();
@@ -48,7 +48,7 @@ class Batcher {
   std::vector<Waiting> next_batch();
   void answer(std::vector<Waiting>& batch) const;
 
-  const std::shared_ptr<const Model> model_;
+  const std::shared_ptr<const Predictor> model_;
   const BatcherOptions options_;
   std::mutex mutex_;
   std::condition_variable changed_;

@@ -9,6 +9,7 @@
 #include <variant>
 #include <vector>
 
+#include "jaxrec/serving/column_encoding.h"
 #include "jaxrec/serving/dtype.h"
 
 namespace jaxrec::serving {
@@ -96,6 +97,8 @@ struct Manifest {
   std::vector<ArraySpec> outputs;
   std::vector<StoredArray> arrays;
   std::vector<ProgramFile> programs;
+  bool has_encoder = false;                // requests have raw columns
+  std::optional<ColumnEncoding> encoding;  // none: an earlier jaxrec exported the model
   std::map<std::string, StoredFile> files;
 };
 

@@ -1,0 +1,52 @@
+// How raw columns become the numbers and row indices that a model takes, as in training;
+// jaxrec/serve/artifact/column_encoding.py writes it into the manifest.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+namespace jaxrec::serving {
+
+// A column of numbers; see jaxrec.data.DenseColumn.
+struct DenseColumn {
+  enum class Transform { kStandardize, kLog1p, kLogCounts, kNone };
+  enum class Missing { kMean, kZero, kError };
+  std::string name;
+  Transform transform = Transform::kNone;
+  Missing missing = Missing::kError;
+};
+
+// The npy files of a vocabulary of `size` values; see jaxrec.data.Vocabulary.
+struct VocabularyFiles {
+  bool is_integer = false;             // values are int64, else strings of bytes
+  int64_t num_unknown = 0;             // rows of unknown values, before those of known ones
+  uint64_t seed = 0;                   // of the hashes
+  std::string hashes;                  // uint64 [size], ascending
+  std::string places;                  // int32 [size], the value of each hash
+  std::string values;                  // int64 [size], or uint8 [bytes] of all strings
+  std::optional<std::string> offsets;  // int64 [size + 1] of the strings in `values`
+};
+
+// A column of strings or ids, one for each sample or lists; see jaxrec.data.CategoricalColumn.
+struct CategoricalColumn {
+  enum class Encoding { kVocabulary, kHash, kIds, kModulo };
+  std::string name;
+  Encoding encoding = Encoding::kHash;
+  int64_t num_embeddings = 0;  // rows of the table
+  bool refuses_null = false;
+  bool is_list = false;
+  std::optional<VocabularyFiles> vocabulary;
+};
+
+struct ColumnEncoding {
+  std::vector<DenseColumn> dense;
+  std::vector<CategoricalColumn> categorical;
+  std::string moments;  // npy file, float64 [dense, 2], the mean and the scale of each column
+
+  // The files that it is made of.
+  std::vector<std::string> files() const;
+};
+
+}  // namespace jaxrec::serving

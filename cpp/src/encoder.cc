@@ -1,0 +1,363 @@
+#include "jaxrec/serving/encoder.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <cstring>
+#include <deque>
+#include <limits>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "hash.h"
+#include "jaxrec/serving/error.h"
+#include "json_columns.h"
+#include "npy.h"
+#include "vocabulary.h"
+
+namespace jaxrec::serving {
+namespace {
+
+namespace fs = std::filesystem;
+
+// The start of a message about a value that has the right type.
+std::string in_row(const std::string& column, int64_t sample) {
+  return "the request, row " + std::to_string(sample) + " (from 0), column " + in_quotes(column) +
+         ": ";
+}
+
+// The start of a message about a value of another type.
+std::string in_column(const std::string& column, int64_t sample) {
+  return in_sample("column " + in_quotes(column), sample);
+}
+
+std::string short_number(double number) {
+  char text[32];
+  std::snprintf(text, sizeof text, "%g", number);
+  return text;
+}
+
+// Mean and standard deviation of a column in training.
+struct Moments {
+  double mean;
+  double scale;
+};
+
+class DenseEncoder {
+ public:
+  DenseEncoder(const DenseColumn& column, Moments moments) : column_(column), moments_(moments) {}
+
+  const std::string& name() const { return column_.name; }
+
+  // Returns the feature of a sample.
+  float encode(const Json& value, int64_t sample) const {
+    const double number = read(value, sample);
+    const auto encoded = static_cast<float>(transform(number, sample));
+    if (!std::isfinite(encoded)) {
+      throw RequestError(in_row(name(), sample) + "the number " + short_number(number) +
+                         " does not fit float32; take its log");
+    }
+    return encoded;
+  }
+
+ private:
+  double read(const Json& value, int64_t sample) const {
+    if (value.is_number()) return value.get<double>();
+    if (!value.is_null()) {
+      throw RequestError(in_column(name(), sample) + "expected a number or null, got " +
+                         excerpt(value));
+    }
+    if (column_.missing == DenseColumn::Missing::kError) {
+      throw RequestError(in_row(name(), sample) +
+                         "the number is null; fill it, or give missing: zero in the schema");
+    }
+    return column_.missing == DenseColumn::Missing::kMean ? moments_.mean : 0.0;
+  }
+
+  double transform(double number, int64_t sample) const {
+    switch (column_.transform) {
+      case DenseColumn::Transform::kStandardize:
+        return (number - moments_.mean) / moments_.scale;
+      case DenseColumn::Transform::kLog1p:
+        return std::copysign(std::log1p(std::fabs(number)), number);
+      case DenseColumn::Transform::kLogCounts: {
+        constexpr double kMost = 9223372036854775808.0;  // 2**63
+        if (number < -kMost || number >= kMost) {
+          throw RequestError(in_row(name(), sample) + "the number " + short_number(number) +
+                             " is not a count of 64 bits");
+        }
+        const auto count = std::max<int64_t>(static_cast<int64_t>(number), -2);
+        return std::log(static_cast<float>(count) + 3.0f);
+      }
+      default: return number;
+    }
+  }
+
+  const DenseColumn column_;
+  const Moments moments_;
+};
+
+class CategoricalEncoder {
+ public:
+  CategoricalEncoder(const CategoricalColumn& column, std::optional<Vocabulary> vocabulary)
+      : column_(column), vocabulary_(std::move(vocabulary)) {}
+
+  const std::string& name() const { return column_.name; }
+
+  // Returns the rows of all samples.
+  Column encode(const Json& samples) const {
+    Column out;
+    Kind kind = Kind::kUnknown;
+    int64_t sample = 0;
+    for (const Json& value : list_of_samples(samples, "column " + in_quotes(name()))) {
+      if (!column_.is_list) {
+        encode_one(value, sample, kind, out);
+      } else if (value.is_array()) {
+        for (const Json& each : value) out.ids.push_back(row(each, sample, kind));
+      } else if (!value.is_null()) {
+        throw RequestError(in_column(name(), sample) + "expected a list or null, got " +
+                           excerpt(value));
+      }
+      out.offsets.push_back(static_cast<int64_t>(out.ids.size()));
+      ++sample;
+    }
+    return out;
+  }
+
+ private:
+  using Encoding = CategoricalColumn::Encoding;
+  // Type of the values of a hashed column, that of the first one.
+  enum class Kind { kUnknown, kText, kInteger };
+
+  void encode_one(const Json& value, int64_t sample, Kind& kind, Column& out) const {
+    if (!value.is_null()) return out.ids.push_back(row(value, sample, kind));
+    if (column_.refuses_null) {
+      throw RequestError(in_row(name(), sample) +
+                         "the value is null; fill it, or give missing: unknown in the schema");
+    }
+    if (!vocabulary_) return;  // an empty bag
+    out.ids.push_back(0);
+  }
+
+  int64_t row(const Json& value, int64_t sample, Kind& kind) const {
+    switch (column_.encoding) {
+      case Encoding::kVocabulary: return vocabulary_row(value, sample);
+      case Encoding::kHash: return hash_row(value, sample, kind);
+      case Encoding::kModulo: {
+        const int64_t id = integer(value, sample) % column_.num_embeddings;
+        return id < 0 ? id + column_.num_embeddings : id;
+      }
+      default: return checked_id(integer(value, sample), sample);
+    }
+  }
+
+  int64_t vocabulary_row(const Json& value, int64_t sample) const {
+    const int64_t row = vocabulary_->is_integer() ? vocabulary_->row(integer(value, sample))
+                                                  : vocabulary_->row(text(value, sample));
+    if (row < 0) {
+      throw RequestError(in_row(name(), sample) + excerpt(value) +
+                         " is not in the vocabulary, which has no rows for unknown values; make it "
+                         "with num_unknown=1 or more");
+    }
+    return row;
+  }
+
+  int64_t hash_row(const Json& value, int64_t sample, Kind& kind) const {
+    if (!value.is_string() && !value.is_number_integer()) {
+      throw RequestError(in_column(name(), sample) + "expected text or an integer" + or_null() +
+                         ", got " + excerpt(value));
+    }
+    const Kind of_value = value.is_string() ? Kind::kText : Kind::kInteger;
+    if (kind == Kind::kUnknown) kind = of_value;
+    if (kind != of_value) {
+      throw RequestError(in_column(name(), sample) + excerpt(value) +
+                         " is of another type than the values before it; give either text or "
+                         "integers");
+    }
+    uint64_t hash;
+    if (value.is_string()) {
+      hash = hash_of(value.get_ref<const std::string&>(), 0);
+    } else if (value.is_number_unsigned()) {
+      hash = hash_of(value.get<uint64_t>(), 0);
+    } else {
+      hash = hash_of(static_cast<uint64_t>(value.get<int64_t>()), 0);
+    }
+    return static_cast<int64_t>(hash % static_cast<uint64_t>(column_.num_embeddings));
+  }
+
+  int64_t checked_id(int64_t id, int64_t sample) const {
+    if (id >= 0 && id < column_.num_embeddings) return id;
+    throw RequestError(in_row(name(), sample) + "id " + std::to_string(id) +
+                       " is outside of its table of " + std::to_string(column_.num_embeddings) +
+                       " rows; give a larger num_embeddings, or another encoding");
+  }
+
+  int64_t integer(const Json& value, int64_t sample) const {
+    if (!value.is_number_integer()) {
+      throw RequestError(in_column(name(), sample) + "expected an integer" + or_null() + ", got " +
+                         excerpt(value));
+    }
+    constexpr auto kMost = static_cast<uint64_t>(std::numeric_limits<int64_t>::max());
+    if (value.is_number_unsigned() && value.get<uint64_t>() > kMost) {
+      throw RequestError(in_column(name(), sample) + excerpt(value) + " does not fit 64 bits");
+    }
+    return value.get<int64_t>();
+  }
+
+  const std::string& text(const Json& value, int64_t sample) const {
+    if (!value.is_string()) {
+      throw RequestError(in_column(name(), sample) + "expected text" + or_null() + ", got " +
+                         excerpt(value));
+    }
+    return value.get_ref<const std::string&>();
+  }
+
+  // A sample without a list may be null.
+  const char* or_null() const { return column_.is_list ? "" : " or null"; }
+
+  const CategoricalColumn column_;
+  const std::optional<Vocabulary> vocabulary_;
+};
+
+// The files of an encoding, mapped into memory.
+class Files {
+ public:
+  explicit Files(const fs::path& directory) : directory_(directory) {}
+
+  std::string_view map(const std::string& file) {
+    return files_.emplace_back(directory_ / file).bytes();
+  }
+
+  // Calls a function whose std::invalid_argument is about a file.
+  template <class Function>
+  auto reading(const std::string& file, Function f) -> decltype(f()) {
+    try {
+      return f();
+    } catch (const std::invalid_argument& error) {
+      throw ArtifactError((directory_ / file).string() + " cannot be used: " + error.what());
+    }
+  }
+
+ private:
+  const fs::path directory_;
+  std::deque<MappedFile> files_;
+};
+
+std::vector<Moments> read_moments(const std::string& file, Files& files, size_t columns) {
+  const std::string_view content = files.map(file);
+  return files.reading(file, [&] {
+    const NpyHeader header = read_npy_header(content);
+    const std::vector<int64_t> shape = {static_cast<int64_t>(columns), 2};
+    if (header.type != "<f8" || header.shape != shape) {
+      throw std::invalid_argument("it does not hold the moments of " + std::to_string(columns) +
+                                  " columns");
+    }
+    std::vector<Moments> moments(columns);
+    if (columns > 0) {
+      std::memcpy(moments.data(), content.data() + header.data_start, columns * sizeof(Moments));
+    }
+    return moments;
+  });
+}
+
+Vocabulary read_vocabulary(const VocabularyFiles& description, Files& files) {
+  const Vocabulary::Files contents = {
+      files.map(description.hashes), files.map(description.places), files.map(description.values),
+      description.offsets ? files.map(*description.offsets) : std::string_view()};
+  return files.reading(description.hashes, [&] { return Vocabulary(description, contents); });
+}
+
+}  // namespace
+
+struct Encoder::State {
+  BatchSpec spec;
+  Files files;
+  std::vector<DenseEncoder> dense;
+  std::vector<CategoricalEncoder> categorical;  // in the order of the model's features
+
+  State(const fs::path& directory, const Manifest& manifest)
+      : spec(manifest.batch), files(directory) {
+    if (!manifest.encoding) {
+      throw ArtifactError(directory.string() + " was exported without an encoder of columns");
+    }
+    const ColumnEncoding& encoding = *manifest.encoding;
+    const std::vector<Moments> moments =
+        read_moments(encoding.moments, files, encoding.dense.size());
+    for (size_t i = 0; i < moments.size(); ++i) dense.emplace_back(encoding.dense[i], moments[i]);
+    const RaggedSpec* ragged = nullptr;
+    for (const InputSpec& input : spec.inputs) {
+      if (const auto* array = std::get_if<ArraySpec>(&input)) {
+        const std::vector<int64_t> shape = {static_cast<int64_t>(dense.size())};
+        if (array->dtype != DType::kFloat32 || array->shape != shape) refuse(directory);
+      } else if (ragged == nullptr && !std::get<RaggedSpec>(input).is_weighted) {
+        ragged = &std::get<RaggedSpec>(input);
+      } else {
+        refuse(directory);
+      }
+    }
+    if (ragged == nullptr) refuse(directory);
+    for (const Feature& feature : ragged->features) {
+      const auto found = std::find_if(encoding.categorical.begin(), encoding.categorical.end(),
+                                      [&](const auto& each) { return each.name == feature.name; });
+      if (found == encoding.categorical.end()) refuse(directory);
+      std::optional<Vocabulary> vocabulary;
+      if (found->vocabulary) vocabulary.emplace(read_vocabulary(*found->vocabulary, files));
+      categorical.emplace_back(*found, std::move(vocabulary));
+    }
+  }
+
+  [[noreturn]] static void refuse(const fs::path& directory) {
+    throw ArtifactError(directory.string() +
+                        " has an encoding of other columns than its inputs are");
+  }
+
+  ArrayValues encode_dense(const Json& columns, SampleCount& count) const {
+    std::vector<float> values;
+    for (size_t k = 0; k < dense.size(); ++k) {
+      const std::string& name = dense[k].name();
+      const Json& samples =
+          list_of_samples(column_of(columns, name), "column " + in_quotes(name));
+      count.add(name, static_cast<int64_t>(samples.size()));
+      if (k == 0) values.resize(samples.size() * dense.size());
+      for (size_t i = 0; i < samples.size(); ++i) {
+        values[i * dense.size() + k] = dense[k].encode(samples[i], static_cast<int64_t>(i));
+      }
+    }
+    ArrayValues bytes(values.size() * sizeof(float));
+    if (!bytes.empty()) std::memcpy(bytes.data(), values.data(), bytes.size());
+    return bytes;
+  }
+
+  std::vector<Column> encode_categorical(const Json& columns, SampleCount& count) const {
+    std::vector<Column> encoded;
+    for (const CategoricalEncoder& each : categorical) {
+      encoded.push_back(each.encode(column_of(columns, each.name())));
+      count.add(each.name(), static_cast<int64_t>(encoded.back().offsets.size()) - 1);
+    }
+    return encoded;
+  }
+};
+
+Encoder::Encoder(const fs::path& directory, const Manifest& manifest)
+    : state_(std::make_unique<const State>(directory, manifest)) {}
+Encoder::~Encoder() = default;
+
+Request Encoder::decode(std::string_view json) const {
+  const Json columns = parse_columns(json);
+  Request request;
+  SampleCount count;
+  for (const InputSpec& input : state_->spec.inputs) {
+    if (std::holds_alternative<ArraySpec>(input)) {
+      request.inputs.emplace_back(state_->encode_dense(columns, count));
+    } else {
+      request.inputs.emplace_back(state_->encode_categorical(columns, count));
+    }
+  }
+  request.samples = count.samples();
+  check_request(state_->spec, request);
+  return request;
+}
+
+}  // namespace jaxrec::serving

@@ -1,0 +1,314 @@
+"""Raw columns in C++: the row indices of Python to the bit, and its errors."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import subprocess
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from flax import nnx
+
+import jaxrec
+from jaxrec.data import DataError, Schema, learn_encoder
+from jaxrec.serve.http.json_body import JsonDecoder
+from jaxrec.serve.http.predictor import Predictor, RequestError
+from tests.serve import cpp
+from tests.serve.models import dlrm
+from tests.serve.test_cpp import change_manifest, needs_compiler, needs_runtime, write
+
+WORDS = ["", "a", "Ulm", "Ägypten", "日本", "x" * 31, "x" * 32, "x" * 100, "\u0000", '"\\']
+DENSE = {
+    "age": {},
+    "price": {"transform": "log1p", "missing": "zero"},
+    "clicks": {"transform": "log_counts"},
+    "plain": {"transform": "none", "missing": "error"},
+}
+CATEGORICAL = {
+    "word": {"num_unknown": 3},
+    "code": {"min_count": 1},
+    "tags": {"min_count": 1},
+    "codes": {"min_count": 1, "num_unknown": 7},
+    "strict": {"min_count": 1, "missing": "error"},
+    "hashed": {"encoding": "hash", "num_embeddings": 1000},
+    "hashes": {"encoding": "hash", "num_embeddings": 997},
+    "modulo": {"encoding": "modulo", "num_embeddings": 50},
+    "row": {"encoding": "ids", "num_embeddings": 20},
+    "rows": {"encoding": "ids", "num_embeddings": 20},
+}
+
+
+def raw_rows(rows: int, seed: int = 0) -> dict[str, list]:
+    """Return raw columns with all encodings, with nulls where the schema takes them."""
+    rng = np.random.default_rng(seed)
+
+    def some(values, share=0.1):
+        return [None if rng.random() < share else value for value in values]
+
+    def bags(values):
+        return [values[a : a + rng.integers(0, 4)] for a in rng.integers(0, len(values), rows)]
+
+    words = [WORDS[i] for i in rng.integers(0, len(WORDS), rows)]
+    wide = [int(x) for x in rng.integers(-(2**63), 2**63 - 1, 40)]
+    small = rng.integers(0, 20, 40).tolist()
+    return {
+        "age": some((1e3 * rng.standard_normal(rows)).tolist()),
+        "price": some((rng.standard_normal(rows) * 10.0 ** rng.integers(-9, 9, rows)).tolist()),
+        "clicks": some(rng.integers(-9, 10_000, rows).tolist()),
+        "plain": rng.standard_normal(rows).tolist(),
+        "word": some(words),
+        "code": some([wide[i] for i in rng.integers(0, 40, rows)]),
+        "tags": some(bags(WORDS)),
+        "codes": bags(wide),
+        "strict": words,
+        "hashed": some([f"{word}{i}" for i, word in enumerate(words)]),
+        "hashes": bags([0, -1, 2**63 - 1, *wide]),
+        "modulo": some(rng.integers(-(2**63), 2**63 - 1, rows).tolist()),
+        "row": rng.integers(0, 20, rows).tolist(),
+        "rows": some(bags(small)),
+    }
+
+
+class Mirror(nnx.Module):
+    """Returns its dense features, and for each feature the sum of the row indices of a bag."""
+
+    def __init__(self, rows: dict[str, int]):
+        tables = [jaxrec.EmbeddingBagConfig(name, count, 1) for name, count in rows.items()]
+        self.embeddings = jaxrec.EmbeddingBagCollection(tables, rngs=nnx.Rngs(0))
+        for name, count in rows.items():
+            self.embeddings.load_table(name, np.arange(count, dtype=np.float32)[:, None] + 1)
+
+    def __call__(self, dense, features):
+        return {"dense": dense, "rows": self.embeddings(features).values}
+
+
+def encoder_of(dense: dict, categorical: dict, rows: int = 300) -> jaxrec.data.TableEncoder:
+    columns = {"label": "label", "dense": dense, "categorical": categorical}
+    schema = Schema.from_dict(columns)
+    raw = raw_rows(rows)
+    return learn_encoder(schema, [pa.table({"label": [0, 1] * (rows // 2), **raw})])
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory) -> pathlib.Path:
+    """A model of all encodings; not to be changed."""
+    encoder = encoder_of(DENSE, CATEGORICAL)
+    path = tmp_path_factory.mktemp("columns") / "model"
+    return write(path, Mirror(encoder.table_rows), None, encoder=encoder)
+
+
+@needs_runtime
+def test_rows_are_those_of_python_to_the_bit(exported):
+    served = jaxrec.serve.load(exported)
+    columns = Predictor(served).columns
+    # The last rows have values that training did not see.
+    batches = [raw_rows(samples, seed) for seed, samples in enumerate((1, 5, 30, 300, 200))]
+    batches[-1]["word"] = [f"{word}?" for word in batches[-1]["word"]]
+    batches[-1]["codes"] = [[number] for number in range(200)]
+    answers = cpp.predict(exported, [json.dumps(batch) for batch in batches])
+    assert answers.code == 0, answers.error
+    for batch, line in zip(batches, answers.lines, strict=True):
+        expected = served.predict_columns(columns.table([batch]))
+        np.testing.assert_array_equal(line["rows"], expected["rows"])
+        dense = np.float32(line["dense"])
+        exact = [0, 3]  # of which no logarithm is taken
+        np.testing.assert_array_equal(dense[:, exact], expected["dense"][:, exact])
+        np.testing.assert_array_max_ulp(dense, expected["dense"], maxulp=4)
+
+
+@needs_runtime
+def test_columns_without_numbers(tmp_path):
+    encoder = encoder_of({}, {"word": {}, "rows": CATEGORICAL["rows"]})
+    path = write(tmp_path / "model", Mirror(encoder.table_rows), None, encoder=encoder)
+    batch = {"rows": [[1, 2], None], "word": ["Ulm", "?"], "other": "ignored"}
+    (line,) = cpp.predict(path, [json.dumps(batch)]).lines
+    expected = jaxrec.serve.load(path).predict_columns({k: batch[k] for k in ("word", "rows")})
+    assert line["rows"] == expected["rows"].tolist()
+
+
+BAD_REQUESTS = {
+    "a missing column": ({"age": ...}, "the request has no column 'age', which the model reads"),
+    "no list": ({"age": 3}, "column 'age' must be a list with an element for each sample, got 3"),
+    "text for a number": ({"age": [1, "a"]}, "column 'age', sample 1: expected a number or null"),
+    "true for a number": ({"age": [1, True]}, "column 'age', sample 1: expected a number or null"),
+    "null": (
+        {"plain": [None, 1]},
+        "the request, row 0 (from 0), column 'plain': the number is null; fill it, or give "
+        "missing: zero in the schema",
+    ),
+    "a number that is too large": (
+        {"plain": [1, 1e39]},
+        "the request, row 1 (from 0), column 'plain': the number 1e+39 does not fit float32; take "
+        "its log",
+    ),
+    "no count": (
+        {"clicks": [1, 1e19]},
+        "the request, row 1 (from 0), column 'clicks': the number 1e+19 is not a count of 64 bits",
+    ),
+    "a null word": (
+        {"strict": ["a", None]},
+        "the request, row 1 (from 0), column 'strict': the value is null; fill it, or give "
+        "missing: unknown in the schema",
+    ),
+    "null in a list": (
+        {"tags": [["a"], [None]]},
+        "column 'tags', sample 1: expected text, got null",
+    ),
+    "an integer for a word": ({"word": ["a", 5]}, "column 'word', sample 1: expected text or null"),
+    "a word for an integer": ({"code": [1, "a"]}, "column 'code', sample 1: expected an integer"),
+    "no list of words": (
+        {"tags": [["a"], "a"]},
+        "column 'tags', sample 1: expected a list or null",
+    ),
+    "a list for a word": ({"word": [["a"], "a"]}, "column 'word', sample 0: expected text or null"),
+    "a number with a fraction": (
+        {"hashed": [1.5, 2]},
+        "column 'hashed', sample 0: expected text or an integer or null, got 1.5",
+    ),
+    "a mixture": (
+        {"hashes": [[1, 2], ["a"]]},
+        "column 'hashes', sample 1: \"a\" is of another type than the values before it; give "
+        "either text or integers",
+    ),
+    "more than 64 bits": (
+        {"modulo": [1, 2**63]},
+        f"column 'modulo', sample 1: {2**63} does not fit 64 bits",
+    ),
+    "no row": (
+        {"rows": [[1], [3, 20]]},
+        "the request, row 1 (from 0), column 'rows': id 20 is outside of its table of 20 rows; "
+        "give a larger num_embeddings, or another encoding",
+    ),
+    "a negative row": (
+        {"row": [-1, 0]},
+        "the request, row 0 (from 0), column 'row': id -1 is outside of its table of 20 rows",
+    ),
+    "other numbers of samples": (
+        {"word": ["a"]},
+        "column 'word' has 1 samples, but column 'age' has 2; give one value or list for each",
+    ),
+}
+
+
+def changed(change: dict) -> str:
+    columns = {**raw_rows(2), **change}
+    return json.dumps({name: value for name, value in columns.items() if value is not ...})
+
+
+@needs_runtime
+def test_bad_requests_are_answered_with_their_error(exported):
+    lines = [changed(change) for change, _ in BAD_REQUESTS.values()]
+    good = changed({})
+    answers = cpp.predict(exported, [*lines, "[1]", "", good])
+    assert answers.code == 1
+    messages = [message for _, message in BAD_REQUESTS.values()]
+    messages += ["a request must be an object of columns by name, got [1]", "the request cannot be"]
+    for line, message in zip(answers.lines[:-1], messages, strict=True):
+        assert line["error"].startswith(message)
+    assert len(answers.lines[-1]["rows"]) == 2
+
+
+def test_python_refuses_the_same_requests(exported):
+    predictor = Predictor(jaxrec.serve.load(exported))
+    decoder = JsonDecoder(predictor.columns, 100)
+    for change, message in BAD_REQUESTS.values():
+        try:
+            (result,) = predictor.predict([decoder.decode(changed(change).encode())])
+        except RequestError as error:
+            result = error
+        assert isinstance(result, RequestError)
+        # Errors of values have the same words, those of types the decoder's.
+        if "(from 0)" in message:
+            assert result.message.startswith(message)
+
+
+def test_counts_of_more_than_64_bits_are_refused(exported):
+    served = jaxrec.serve.load(exported)
+    with pytest.raises(DataError, match=r"row 1 .*'clicks': the number 1e\+19 is not a count"):
+        served.predict_columns(pa.table(raw_rows(2) | {"clicks": [1.0, 1e19]}))
+
+
+@needs_runtime
+def test_encoded_requests_of_a_model_with_an_encoder(exported):
+    served = jaxrec.serve.load(exported)
+    assert served.encoder is not None
+    batch = served.encoder.batch(Predictor(served).columns.table([raw_rows(5)]))
+    columns = cpp.columns(batch.dense, batch.features)
+    (line,) = cpp.predict(exported, [json.dumps(columns)], "--encoded").lines
+    expected = served.predict(batch.dense, batch.features)
+    np.testing.assert_array_equal(line["rows"], expected["rows"])
+
+
+DAMAGES = {
+    "unknown encoding": (
+        lambda each: each["encoding"]["categorical"][0].update(encoding="bloom"),
+        "'encoding' is 'bloom', which this version does not know",
+    ),
+    "no vocabulary": (
+        lambda each: each["encoding"]["categorical"][0].update(vocabulary=None),
+        "column 'word' has a vocabulary and another encoding, or the reverse",
+    ),
+    "another column": (
+        lambda each: each["encoding"]["categorical"][0].update(name="other"),
+        "has an encoding of other columns than its inputs are",
+    ),
+    "a file outside": (
+        lambda each: each["encoding"].update(moments="/etc/passwd"),
+        "it uses '/etc/passwd', which is not among its files",
+    ),
+    "another file": (
+        lambda each: each["encoding"].update(moments="columns/0.hashes.npy"),
+        "columns/0.hashes.npy cannot be used: it does not hold the moments of 4 columns",
+    ),
+    "swapped files": (
+        lambda each: each["encoding"]["categorical"][0]["vocabulary"].update(
+            hashes="columns/1.hashes.npy"
+        ),
+        "columns/1.hashes.npy cannot be used: it has ",
+    ),
+}
+
+
+@needs_runtime
+@pytest.mark.parametrize("name", DAMAGES)
+def test_damaged_encodings_are_refused(name, exported, tmp_path):
+    subprocess.run(["cp", "-r", str(exported), str(tmp_path / "model")], check=True)
+    change, message = DAMAGES[name]
+    change_manifest(tmp_path / "model", change)
+    answers = cpp.predict(tmp_path / "model", [changed({})])
+    assert (answers.code, answers.lines) == (1, [])
+    assert message in answers.error
+
+
+@needs_runtime
+def test_encoders_of_earlier_versions(exported, tmp_path):
+    subprocess.run(["cp", "-r", str(exported), str(tmp_path / "model")], check=True)
+    change_manifest(tmp_path / "model", lambda each: each.pop("encoding"))
+    assert jaxrec.serve.load(tmp_path / "model").encoder is not None
+    (line,) = cpp.predict(tmp_path / "model", [changed({})]).lines
+    assert "an earlier jaxrec exported the model; export it again" in line["error"]
+
+
+@needs_compiler
+def test_changed_columns_and_vocabularies_never_crash(exported, tmp_path):
+    lines = [json.dumps(raw_rows(samples, samples)) for samples in (1, 3, 9)]
+    (tmp_path / "requests").write_text("\n".join(lines) + "\n")
+    arguments = [str(exported), str(tmp_path / "requests"), "2000", "1"]
+    done = subprocess.run([str(cpp.build_fuzz()), *arguments], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.stdout.startswith("2000 runs")
+
+
+@needs_compiler
+def test_threads_of_a_batcher_do_not_race():
+    done = subprocess.run([str(cpp.build_threads())], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr[-4000:]
+
+
+def test_models_without_an_encoder_have_no_columns(tmp_path):
+    case = dlrm()
+    path = write(tmp_path / "model", case.model, case.batch(20))
+    assert jaxrec.serve.load(path).manifest.encoding is None
+    assert not (path / "columns").exists()
