@@ -3,7 +3,7 @@
 Needs an environment with torch, torchrec and fbgemm-gpu-cpu.
 
 Usage: PEER_PYTHON benchmarks/peer_serving.py REQUESTS.npz [--batches 1 64 1024] [--seconds 2]
-                                              [--threads 2]
+                                              [--threads 2] [--open-share 0.5]
 REQUESTS.npz has ``dense`` [samples, dense features], ``ids`` [tables, samples], ``rows`` of the
 tables, and the sizes ``dim``, ``bottom`` and ``top``.
 """
@@ -63,6 +63,7 @@ def main():
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 64, 1024])
     parser.add_argument("--seconds", type=float, default=2.0)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--open-share", type=float, default=0.0)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     with np.load(options.requests) as file:
@@ -89,6 +90,18 @@ def main():
             line = {"batch": size, "threads": options.threads}
             line |= {"p50_us": round(p50, 1), "p99_us": round(p99, 1)}
             line["samples_per_s"] = round(len(latencies) * size / elapsed)
+            if options.open_share:
+                rate = options.open_share * len(latencies) / elapsed
+                latencies, start = [], time.perf_counter()
+                for number in range(max(20, int(rate * options.seconds))):
+                    due = start + number / rate
+                    if (wait := due - time.perf_counter()) > 0:
+                        time.sleep(wait)
+                    predict(*requests[number % len(requests)])
+                    latencies.append(time.perf_counter() - due)
+                p50, p99 = np.percentile(latencies, (50, 99)) * 1e6
+                line |= {"open_per_s": round(rate, 1)}
+                line |= {"open_p50_us": round(p50, 1), "open_p99_us": round(p99, 1)}
             print(json.dumps(line), flush=True)
 
 

@@ -1,7 +1,8 @@
-"""Times an exported DLRM in Python and in C++, beside TorchRec's scripted quantized DLRM.
+"""Times an exported DLRM in Python, in C++ and over HTTP, beside TorchRec's quantized DLRM.
 
-Usage: python -m benchmarks.serving RUN --cpp BUILD --pjrt DIRECTORY [--peer-python PATH]
-                                    [--rounds 3] [--seconds 2] [--threads 2] [--output FILE]
+Usage: python -m benchmarks.serving RUN --cpp BUILD --pjrt DIRECTORY [--peer-python PATH] [--http]
+                                    [--open-share 0.5] [--rounds 3] [--seconds 2] [--threads 2]
+                                    [--output FILE]
        python -m benchmarks.serving RUN --cpp BUILD --fuzz 1000000
 
 RUN is the directory of a run of `jaxrec train` on the generated log, BUILD the directory that cpp/
@@ -11,12 +12,21 @@ torch, torchrec and fbgemm-gpu-cpu. A round answers the same requests of 1,
 each. The last line of each side and batch is the median over the rounds. Each process may use
 `threads` cores; the peer is timed with one thread, too, and its better figures count.
 
+`--http` times `jaxrec serve` as well, with JSON and with Arrow bodies of raw columns, sent over one
+connection from this process on the same cores; it needs the extra `serve`. The other sides get row
+indices.
+
+`--open-share` times requests that are due at fixed times, too, at this share of the rate that the
+side had with one request after the other: `open_p50_us` and `open_p99_us` are from when a request
+is due to its scores, so that they have the time that it waits for others.
+
 With `--fuzz` the C++ program reads that many changed manifests and requests; build it with
 -DJAXREC_SANITIZE=ON -DJAXREC_ONLY_PARSERS=ON.
 """
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import json
 import os
@@ -26,6 +36,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
 import numpy as np
@@ -33,7 +44,7 @@ import tyro
 
 _HERE = pathlib.Path(__file__).parent
 SAMPLES = 16384  # that requests are cut from
-FIGURES = ("p50_us", "p99_us", "samples_per_s")
+FIGURES = ("p50_us", "p99_us", "samples_per_s", "open_per_s", "open_p50_us", "open_p99_us")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +56,9 @@ class Options:
         cpp: Directory that cpp/ was built in; None: Python alone.
         pjrt: Directory that cpp/get_pjrt.sh filled.
         peer_python: Python of the peer's environment; None: do not time the peer.
+        http: Whether `jaxrec serve` is timed.
+        open_share: Rate of requests that are due at fixed times, as a share of the rate of one
+            request after the other; 0: none are.
         rounds: How often each side is timed.
         seconds: Time for each batch size of a round.
         threads: Processor cores to use.
@@ -59,6 +73,8 @@ class Options:
     cpp: pathlib.Path | None = None
     pjrt: pathlib.Path | None = None
     peer_python: pathlib.Path | None = None
+    http: bool = False
+    open_share: float = 0.0
     rounds: int = 3
     seconds: float = 2.0
     threads: int = 2
@@ -123,6 +139,8 @@ def measure_all(options: Options, directory: pathlib.Path) -> None:
             sides = {"python": measure_python(options, directory / dtype, given)}
             if options.cpp is not None:
                 sides["c++"] = measure_cpp(options, directory / dtype, given)
+            if options.http:
+                sides |= measure_http(options, directory / dtype)
             if options.peer_python is not None and dtype == "int8":
                 sides["torchrec"] = measure_peer(options, directory)
             for side, lines in sides.items():
@@ -130,7 +148,11 @@ def measure_all(options: Options, directory: pathlib.Path) -> None:
                     figures[side, dtype, line["batch"]].append(line)
                     say(options, {"round": number, "side": side, "tables": dtype, **line})
     for (side, dtype, batch), lines in figures.items():
-        medians = {name: float(np.median([line[name] for line in lines])) for name in FIGURES}
+        medians = {
+            name: float(np.median([line[name] for line in lines]))
+            for name in FIGURES
+            if name in lines[0]
+        }
         say(options, {"median": side, "tables": dtype, "batch": batch, **medians})
 
 
@@ -154,26 +176,87 @@ def measure_python(
     for size in options.batches:
         parts = [slice(start, start + size) for start in range(0, SAMPLES - size + 1, size)]
 
-        def predict(part: slice, size: int = size) -> None:
+        def predict(number: int, size: int = size, parts: Sequence[slice] = parts) -> None:
+            part = parts[number % len(parts)]
             ids = np.ascontiguousarray(given["ids"][:, part]).reshape(-1)
             features = jaxrec.KeyedJaggedArray.from_lengths(
                 keys=keys, values=ids, lengths=np.ones(len(keys) * size, np.int32)
             )
             served.predict(given["dense"][part], features)
 
-        for number in range(20):
-            predict(parts[number % len(parts)])
-        latencies: list[float] = []
-        start = time.perf_counter()
-        while time.perf_counter() - start < options.seconds or len(latencies) < 3:
-            begin = time.perf_counter()
-            predict(parts[len(latencies) % len(parts)])
-            latencies.append(time.perf_counter() - begin)
-        elapsed = time.perf_counter() - start
-        p50, p99 = np.percentile(latencies, (50, 99)) * 1e6
-        line = {"batch": size, "p50_us": round(p50, 1), "p99_us": round(p99, 1)}
-        lines.append(line | {"samples_per_s": round(len(latencies) * size / elapsed)})
+        lines.append(figures_of(options, size, predict))
     return lines
+
+
+def figures_of(options: Options, size: int, predict: Callable[[int], None]) -> dict[str, Any]:
+    """Time a function that predicts the request of a number, which has ``size`` samples."""
+    for number in range(20):
+        predict(number)
+    latencies: list[float] = []
+    start = time.perf_counter()
+    while time.perf_counter() - start < options.seconds or len(latencies) < 3:
+        begin = time.perf_counter()
+        predict(len(latencies))
+        latencies.append(time.perf_counter() - begin)
+    rate = len(latencies) / (time.perf_counter() - start)
+    line = {"batch": size, "samples_per_s": round(rate * size)} | percentiles(latencies)
+    if options.open_share:
+        rate *= options.open_share
+        latencies, start = [], time.perf_counter()
+        for number in range(max(20, int(rate * options.seconds))):
+            due = start + number / rate
+            if (wait := due - time.perf_counter()) > 0:
+                time.sleep(wait)
+            predict(number)
+            latencies.append(time.perf_counter() - due)
+        line |= {"open_per_s": round(rate, 1)} | percentiles(latencies, "open_")
+    return line
+
+
+def percentiles(seconds: Sequence[float], prefix: str = "") -> dict[str, float]:
+    """Return the median and the 99th percentile in microseconds."""
+    p50, p99 = np.percentile(seconds, (50, 99)) * 1e6
+    return {f"{prefix}p50_us": round(p50, 1), f"{prefix}p99_us": round(p99, 1)}
+
+
+def measure_http(options: Options, model: pathlib.Path) -> dict[str, list[dict[str, Any]]]:
+    """Time requests to `jaxrec serve`, which holds no request back to join it with others."""
+    from benchmarks import serving_http
+
+    lines: dict[str, list[dict[str, Any]]] = {}
+    with serving_http.server(model, "--max-delay-ms", "0") as running:
+        for kind, side in ((serving_http.JSON, "http json"), (serving_http.ARROW, "http arrow")):
+            lines[side] = []
+            for size in options.batches:
+                request = serving_http.request_of(serving_http.columns_of(model, size), kind)
+                lines[side].append(asyncio.run(_over_http(options, running.port, request, size)))
+    return lines
+
+
+async def _over_http(options: Options, port: int, request: bytes, size: int) -> dict[str, Any]:
+    from benchmarks.serving_http import Connection, open_loop
+
+    connection = await Connection.open(port)
+
+    async def predict() -> float:
+        begin = time.perf_counter()
+        status, body = await connection.send(request)
+        assert status == 200, body
+        return time.perf_counter() - begin
+
+    for _ in range(20):
+        await predict()
+    latencies, start = [], time.perf_counter()
+    while time.perf_counter() - start < options.seconds or len(latencies) < 3:
+        latencies.append(await predict())
+    rate = len(latencies) / (time.perf_counter() - start)
+    connection.close()
+    line = {"batch": size, "samples_per_s": round(rate * size)} | percentiles(latencies)
+    if options.open_share:
+        rate *= options.open_share
+        milliseconds = await open_loop(port, request, rate, options.seconds)
+        line |= {"open_per_s": round(rate, 1)} | percentiles(milliseconds / 1e3, "open_")
+    return line
 
 
 def json_requests(path: pathlib.Path, model: pathlib.Path, given: dict[str, np.ndarray]) -> None:
@@ -209,8 +292,10 @@ def measure_cpp(
             "--benchmark",
             *("--plugin", str(options.pjrt / "plugin.so")),
             *("--native-library", str(library)),
+            "--encoded",
             *("--input", str(requests)),
             *("--seconds", str(options.seconds)),
+            *("--open-share", str(options.open_share), "--max-delay-us", "0"),
             *("--batch", *map(str, options.batches)),
         ]
     )
@@ -227,6 +312,7 @@ def measure_peer(options: Options, directory: pathlib.Path) -> list[dict[str, An
                 str(directory / "requests.npz"),
                 *("--seconds", str(options.seconds)),
                 *("--threads", str(threads)),
+                *("--open-share", str(options.open_share)),
                 *("--batches", *map(str, options.batches)),
             ]
         )
@@ -248,15 +334,11 @@ def fuzz(options: Options, directory: pathlib.Path) -> None:
     if options.cpp is None:
         raise SystemExit("give --cpp, the directory that cpp/ was built in")
     model = directory / options.dtypes[0]
-    with np.load(directory / "requests.npz") as file:
-        given = dict(file)
+    from benchmarks.serving_http import columns_of
+
     requests = directory / "fuzz.jsonl"
-    json_requests(requests, model, {name: given[name] for name in ("dense", "ids")})
     # Short requests: their changes meet more of what is read.
-    lines = []
-    for line in requests.read_text().splitlines():
-        columns = json.loads(line)
-        lines.append(json.dumps({name: values[:3] for name, values in columns.items()}))
+    lines = [json.dumps(columns_of(model, samples)) for samples in (1, 2, 3, 3, 3)]
     requests.write_text("\n".join(lines) + "\n")
     program = str(options.cpp / "jaxrec_fuzz")
     arguments = [str(model), str(requests), str(options.fuzz), str(options.seed)]

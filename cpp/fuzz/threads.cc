@@ -162,32 +162,38 @@ void end_while_requests_wait(bool is_broken) {
 }
 
 // Lines are answered in their order, the wrong ones with their error.
-void answer_many_lines() {
+void answer_many_lines(int lines, int samples, const BatcherOptions& options) {
   const auto model = std::make_shared<const Sum>();
   std::FILE* const in = std::tmpfile();
   std::FILE* const out = std::tmpfile();
   require(in != nullptr && out != nullptr, "no temporary file can be made");
-  constexpr int kLines = 3000;
-  for (int i = 0; i < kLines; ++i) {
-    std::fprintf(in, i % 10 == 3 ? "{\"item\": [[%d, -1]]}\n" : "{\"item\": [[%d, 1]]}\n", i % 900);
+  const auto is_wrong = [](int line) { return line % 10 == 3; };
+  const auto repeated = [&](const std::string& each) {
+    std::string text;
+    for (int i = 0; i < samples; ++i) text += (i == 0 ? "" : ",") + each;
+    return text;
+  };
+  for (int line = 0; line < lines; ++line) {
+    const std::string ids = std::to_string(line % 900) + (is_wrong(line) ? ",-1" : ",1");
+    std::fprintf(in, "{\"item\": [%s]}\n", repeated("[" + ids + "]").c_str());
   }
   std::rewind(in);
-  BatcherOptions options;
-  options.threads = 3;
-  options.max_samples = 8;
-  options.max_delay = std::chrono::microseconds(100);
   const Decode decode = [&](std::string_view line) {
     return decode_request(model->manifest().batch, line);
   };
   const int64_t errors = answer_lines(model, decode, options, in, out);
-  require(errors == kLines / 10, "another number of lines failed");
+  require(errors == lines / 10, "another number of lines failed");
   std::rewind(out);
-  char line[256];
-  for (int i = 0; i < kLines; ++i) {
-    require(std::fgets(line, sizeof line, out) != nullptr, "a line is missing");
-    const std::string text = line;
-    const std::string expected = "{\"score\":[" + std::to_string(i % 900 + 1) + "]}\n";
-    require(i % 10 == 3 ? text.rfind("{\"error\":", 0) == 0 : text == expected, "a wrong line");
+  std::string text;
+  for (int line = 0; line < lines; ++line) {
+    text.clear();
+    for (int c; (c = std::fgetc(out)) != '\n';) {
+      require(c != EOF, "a line is missing");
+      text += static_cast<char>(c);
+    }
+    const std::string expected =
+        "{\"score\":[" + repeated(std::to_string(line % 900 + 1)) + "]}";
+    require(is_wrong(line) ? text.rfind("{\"error\":", 0) == 0 : text == expected, "a wrong line");
   }
   std::fclose(in);
   std::fclose(out);
@@ -206,5 +212,11 @@ int main() {
   ask_at_once(options, 4, 500);
   end_while_requests_wait(false);
   end_while_requests_wait(true);
-  answer_many_lines();
+  options.max_samples = 8;
+  options.max_delay = std::chrono::microseconds(100);
+  answer_many_lines(3000, 1, options);
+  // More samples wait than a Batcher takes by default.
+  options.max_samples = 1 << 20;
+  options.max_delay = std::chrono::milliseconds(300);
+  answer_many_lines(700, 100, options);
 }

@@ -110,7 +110,7 @@ class ArrayOutput(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     shape: tuple[int, ...]
 
 
-class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """Contents of an exported model: inputs, outputs, programs, tables and files.
 
     Attributes:
