@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jaxrec import optim
 from jaxrec.arguments import ConfigError, parse
 from jaxrec.embed import kernels
+from jaxrec.embed.formats import FORMATS, TABLE_FORMATS, RowFormat, TableArray, as_table, is_packed
 from jaxrec.embed.kernels import BagLayout, Choice, Lookups, cpu, trial
 from jaxrec.embed.kernels.tuning import Tuning, cores, processor, tunable_device
 from jaxrec.tier.ids import library as id_map_library
@@ -37,8 +38,8 @@ class DoctorOptions:
 
     dim: int = 128
     """Width of the rows of the calls that are examined."""
-    dtypes: tuple[str, ...] = ("float32", "bfloat16")
-    """Types of their rows."""
+    dtypes: tuple[str, ...] = ("float32", "bfloat16", "int8")
+    """Types of their rows: those of tables, trained or quantized."""
 
 
 def run(options: Sequence[str]) -> int:
@@ -46,9 +47,10 @@ def run(options: Sequence[str]) -> int:
     parsed = parse("doctor", options, DoctorOptions())
     if parsed.dim < 1:
         raise ConfigError(f"--dim must be 1 or more, got {parsed.dim}")
+    known = [*TABLE_FORMATS, *(name for name in FORMATS if name not in TABLE_FORMATS)]
     for dtype in parsed.dtypes:
-        if dtype not in ("float32", "bfloat16", "float16"):
-            raise ConfigError(f"--dtypes are float32, bfloat16 and float16, got {dtype}")
+        if dtype not in known:
+            raise ConfigError(f"--dtypes are {', '.join(known[:-1])} and {known[-1]}, got {dtype}")
     with warnings.catch_warnings():
         # `problems` reports the reasons that these warnings give.
         warnings.simplefilter("ignore", RuntimeWarning)
@@ -97,19 +99,34 @@ def choose(dim: int, dtype: str) -> list[tuple[str, Choice]]:
 
     Kernels for the GPU at hand are tried if they have not been.
     """
-    rows, gradients = jax.ShapeDtypeStruct((1000, dim), dtype), jnp.zeros((8, dim))
+    trained, quantized = TABLE_FORMATS.get(dtype), FORMATS.get(dtype)
+    choices = [] if trained is None else _choose(dim, trained, "")
+    if quantized is not None and quantized != trained:
+        choices += _choose(dim, quantized, "quantized ")
+    return choices
+
+
+def _choose(dim: int, row_format: RowFormat, kind: str) -> list[tuple[str, Choice]]:
+    def table() -> TableArray:
+        return as_table(row_format.pack(jnp.zeros((1000, dim))), row_format, dim)
+
+    rows, gradients = jax.eval_shape(table), jnp.zeros((8, dim))
     ids, lengths, step = jnp.zeros(64, jnp.int32), jnp.zeros(8, jnp.int32), jnp.int32(0)
     lookups, layout = Lookups(ids, ids, None), _layout()
-    rule = optim.rowwise_adagrad(0.01)
-    state = jax.eval_shape(lambda: rule.init(1000, dim))
-    calls = {
+    calls: dict[str, tuple] = {
         "pooled_lookup": (rows, ids, lengths, None, layout, "float32"),
         "row_lookup": (rows, ids),
-        "sum_rows": (lookups, gradients, 1000),
-        "fused_update": (rows, state, lookups, gradients, rule, step),
     }
+    if not is_packed(rows):  # XLA updates packed rows.
+        rule = optim.rowwise_adagrad(0.01)
+        state = jax.eval_shape(lambda: rule.init(1000, dim))
+        calls["sum_rows"] = lookups, gradients, 1000
+        calls["fused_update"] = rows, state, lookups, gradients, rule, step
     return [
-        (f"{name} of {dtype} rows of {dim}", kernels.describe(name, *arguments))
+        (
+            f"{name} of {kind}{row_format.name} rows of {dim}",
+            kernels.describe(name, *arguments),
+        )
         for name, arguments in calls.items()
     ]
 

@@ -28,6 +28,8 @@ def test_a_machine_in_order(capsys):
     assert "JAX computes on cpu: 8 x cpu" in output
     assert f"The native library has {cpu.instruction_set()} code for this processor" in output
     assert "fused_update of bfloat16 rows of 64: cpu\n" in output
+    assert "pooled_lookup of int8 rows of 64: cpu\n" in output
+    assert "row_lookup of quantized int8 rows of 64: cpu\n" in output
     assert "triton" not in output
     assert output.endswith("Nothing to mend.\n")
 
@@ -77,7 +79,7 @@ def test_an_old_jax_on_a_gpu(monkeypatch):
     ("options", "message"),
     [
         (["--dim", "0"], "--dim must be 1 or more, got 0"),
-        (["--dtypes", "int8"], "--dtypes are float32, bfloat16 and float16, got int8"),
+        (["--dtypes", "int3"], "--dtypes are float32, bfloat16, float16, int8, float8_e4m3"),
         (["--dims", "3"], "unknown option --dims, did you mean --dim"),
     ],
 )

@@ -55,6 +55,7 @@ class Limit:
         before_store: Most round trips before the first store; None: any number.
         bytes_under_way: Fewest bytes under way on a multiprocessor, in each loop.
         blocks: Most blocks for each multiprocessor of an H200; None: any number.
+        load_bytes: Fewest bytes of the widest load of each loop, or of the kernel.
     """
 
     kernel: str
@@ -63,10 +64,19 @@ class Limit:
     before_store: int | None = None
     bytes_under_way: int = 0
     blocks: int | None = None
+    load_bytes: int = 0
 
 
 # The first that matches holds.
 LIMITS = (
+    # The codes of rows of 64 columns begin at multiples of 4 bytes where a row has 4 more bytes, of
+    # 8 where a scale and an offset of 8 bytes follow, and of 16 where codes are all.
+    Limit("pool", "D(64|128) trained int8 ", round_trips=3, before_store=5, load_bytes=8),
+    Limit("pool", "D(64|128) float8 ", round_trips=3, before_store=5, load_bytes=16),
+    Limit("pool", "D(64|128) (int|float8_e)", round_trips=3, before_store=5, load_bytes=4),
+    Limit("copy_rows", "D(64|128) trained int8 ", round_trips=2, before_store=2, load_bytes=8),
+    Limit("copy_rows", "D(64|128) float8 ", round_trips=2, before_store=2, load_bytes=16),
+    Limit("copy_rows", "D(64|128) (int|float8_e)", round_trips=2, before_store=2, load_bytes=4),
     Limit("pool", "(D64|D128|D256) .* L20$", round_trips=3, bytes_under_way=24_000),
     Limit("pool", "", round_trips=9),
     Limit("copy_rows", "", round_trips=2),
@@ -142,7 +152,7 @@ def main(options: Options) -> None:
     card, tools = CARDS[options.card], find_tools()
     report = Report(card)
     print(*KERNEL_HEADER, sep="\n")
-    for program in programs.calls(options.quick):
+    for program in (*programs.calls(options.quick), *programs.packed_calls(options.quick)):
         if options.only and not re.search(options.only, program.name):
             continue
         compiled = compile_program(program, report)
@@ -197,6 +207,11 @@ def check_memory(program: Program, compiled: Any, report: Report) -> None:
         report.failures.append(
             f"{program.name} takes {temporaries / 1e9:.2f} GB of temporaries for tables of "
             f"{tables / 1e9:.2f} GB."
+        )
+    if program.temporaries is not None and temporaries > program.temporaries:
+        report.failures.append(
+            f"{program.name} takes {temporaries:,} bytes of temporaries, over "
+            f"{program.temporaries:,}."
         )
 
 
@@ -258,6 +273,11 @@ def check_kernel(program: Program, kernel: Kernel, launch: Launch, report: Repor
             report.failures.append(
                 f"{where} has {size / 1e3:.0f} KB under way, below {limit.bytes_under_way / 1e3:g}."
             )
+    widest = min((max(each.loads) for each in [*kernel.turns, before]), default=0)
+    if widest < limit.load_bytes:
+        report.failures.append(
+            f"{where} loads at most {widest} bytes at once, below {limit.load_bytes}."
+        )
     if limit.before_store is not None and before.round_trips > limit.before_store:
         report.failures.append(
             f"{where} has {before.round_trips:g} round trips before its first store, over "

@@ -17,6 +17,8 @@ from benchmarks.gpu.batches import Shape
 from benchmarks.shapes import read_shapes
 from jaxrec import optim
 from jaxrec.data.multi_hot import MLPERF_SIZES, MLPERF_TABLE_ROWS
+from jaxrec.embed.formats import FORMATS, TABLE_FORMATS, RowFormat, as_table
+from jaxrec.embed.formats.plain import PlainRows
 from jaxrec.embed.kernels import Lookups, reference, triton, use_kernels
 
 OPTIMIZERS = {
@@ -32,6 +34,13 @@ OPTIMIZERS = {
     "rowwise_adagrad_clip_norm": optim.rowwise_adagrad(0.1, clip_norm=1.0),
 }
 
+# Formats of packed rows: quantized ones, and those of tables that are trained.
+PACKED: dict[str, RowFormat] = {
+    **{name: FORMATS[name] for name in ("int8", "int4", "int2", "float8")},
+    "trained int8": TABLE_FORMATS["int8"],
+    **{name: TABLE_FORMATS[name] for name in ("float8_e4m3", "float8_e5m2")},
+}
+
 
 @dataclasses.dataclass(frozen=True)
 class Program:
@@ -43,6 +52,7 @@ class Program:
         arguments: Its arguments, trees of `jax.ShapeDtypeStruct`.
         tables: Shapes of tables and of their state, none of which may be copied.
         donate: Arguments whose memory it takes.
+        temporaries: Most bytes of its temporaries; None: fewer than the tables'.
     """
 
     name: str
@@ -50,6 +60,7 @@ class Program:
     arguments: tuple[Any, ...]
     tables: frozenset[tuple[int, ...]]
     donate: tuple[int, ...] = ()
+    temporaries: int | None = None
 
 
 def calls(quick: bool) -> Iterator[Program]:
@@ -81,20 +92,37 @@ def calls(quick: bool) -> Iterator[Program]:
         yield fused_update(triton, "rowwise_adagrad", shape)
 
 
-def pooled_lookup(module: ModuleType, shape: Shape) -> Program:
-    table, ids, lengths, weights = _batch(shape)
+def packed_calls(quick: bool) -> Iterator[Program]:
+    """Yield lookups of packed rows: of each format, and of more widths for some."""
+    usual = ("int8", "trained int8", "int4")
+    for name in usual if quick else PACKED:
+        for dim in (64, 128) if quick or name not in usual else (16, 64, 100, 128, 256, 1024):
+            for bag in (20,) if quick or dim not in (64, 128) else (1, 20):
+                shape = Shape(f"D{dim} {name} L{bag}", 4, 1_000_000, dim, 2048, bag)
+                yield pooled_lookup(triton, shape, PACKED[name])
+            yield row_lookup(shape, PACKED[name])
+    if not quick:
+        weighted = Shape("D64 weighted int8", 4, 1_000_000, 64, 2048, 20, weighted=True)
+        yield pooled_lookup(triton, weighted, PACKED["int8"])
+
+
+def pooled_lookup(module: ModuleType, shape: Shape, row_format: RowFormat | None = None) -> Program:
+    table, ids, lengths, weights = _batch(shape, row_format)
 
     def function(table: Any, ids: Any, lengths: Any, weights: Any) -> Any:
         return module.pooled_lookup(table, ids, lengths, weights, shape.layout, shape.dtype)
 
     name = f"{_name(module)} pooled_lookup {shape.name}"
-    return Program(name, function, (table, ids, lengths, weights), frozenset([table.shape]))
+    # The extents of bags alone: neither looked-up rows nor an unpacked table.
+    temporaries = 16 * shape.layout.num_bags + 4096 if module is triton else None
+    arguments = table, ids, lengths, weights
+    return Program(name, function, arguments, _shapes(table), temporaries=temporaries)
 
 
-def row_lookup(shape: Shape) -> Program:
-    table, ids, _, _ = _batch(shape)
+def row_lookup(shape: Shape, row_format: RowFormat | None = None) -> Program:
+    table, ids, _, _ = _batch(shape, row_format)
     name = f"triton row_lookup {shape.name}"
-    return Program(name, triton.row_lookup, (table, ids), frozenset([table.shape]))
+    return Program(name, triton.row_lookup, (table, ids), _shapes(table), temporaries=0)
 
 
 def fused_update(module: ModuleType, optimizer: str, shape: Shape) -> Program:
@@ -110,7 +138,7 @@ def fused_update(module: ModuleType, optimizer: str, shape: Shape) -> Program:
         f"{_name(module)} fused_update {optimizer} {shape.name}",
         function,
         (table, state, Lookups(ids, ids, weights), gradients, jax.ShapeDtypeStruct((), jnp.int32)),
-        frozenset(x.shape for x in jax.tree.leaves((table, state))),
+        _shapes((table, state)),
         donate=(0, 1),
     )
 
@@ -220,10 +248,17 @@ def _name(module: ModuleType) -> str:
     return module.__name__.rpartition(".")[2]
 
 
-def _batch(shape: Shape) -> tuple[Any, Any, Any, Any]:
-    """Return the table, ids, lengths and weights of a shape."""
+def _shapes(tables: Any) -> frozenset[tuple[int, ...]]:
+    return frozenset(x.shape for x in jax.tree.leaves(tables))
+
+
+def _batch(shape: Shape, row_format: RowFormat | None = None) -> tuple[Any, Any, Any, Any]:
+    """Return the table, ids, lengths and weights of a shape; rows of its type, or of a format."""
+    row_format = row_format or PlainRows(shape.dtype)
+    num_rows, dim = shape.table_shape
+    stored = jax.ShapeDtypeStruct((num_rows, row_format.width(dim)), row_format.dtype)
     return (
-        jax.ShapeDtypeStruct(shape.table_shape, shape.dtype),
+        as_table(stored, row_format, dim),
         jax.ShapeDtypeStruct((shape.num_ids,), jnp.int32),
         jax.ShapeDtypeStruct((shape.layout.num_bags,), jnp.int32),
         jax.ShapeDtypeStruct((shape.num_ids,), jnp.float32) if shape.weighted else None,

@@ -16,6 +16,7 @@ from jax import Array
 
 from jaxrec import optim
 from jaxrec.embed.config import EmbeddingBagConfig, TableConfig
+from jaxrec.embed.formats import TableArray, as_table
 from jaxrec.embed.formats.plain import PlainRows
 from jaxrec.embed.kernels import BagLayout, Lookups, reference
 from jaxrec.embed.kernels.trial import Form
@@ -109,19 +110,21 @@ def calls_of(
 def _calls_of_group(
     group: Group, constraints: Mapping[str, ParameterConstraints], batch: Batch
 ) -> Iterator[Call]:
-    if not isinstance(group.row_format, PlainRows):
-        return  # Packed rows have one implementation besides the reference.
+    is_plain = isinstance(group.row_format, PlainRows)
     names = tuple(table.name for table in group.tables)
     counts = _row_counts(group, batch.max_bytes)
     layout = _layout(group, counts, constraints, batch)
     num_rows, dim = sum(counts), group.dim
     is_weighted = bool(constraints[names[0]].is_weighted)
 
-    def rows() -> Array:
-        # Sums of whole numbers are exact in any order.
-        row = jnp.arange(num_rows, dtype=jnp.int32)[:, None] % 7
+    def rows() -> TableArray:
+        # Sums of whole numbers are exact in any order, those of packed numbers of one sign nearly.
+        row = jnp.arange(7, dtype=jnp.int32)[:, None]
         column = jnp.arange(dim, dtype=jnp.int32)[None] % 3
-        return (row - column - 2).astype(group.row_format.dtype)
+        different = row - column - 2 if is_plain else row + column
+        stored = group.row_format.pack(different.astype(jnp.float32))
+        each = jnp.arange(num_rows, dtype=jnp.int32) % 7
+        return as_table(stored[each], group.row_format, dim)
 
     def ids() -> Array:
         return _draw_ids(layout, batch.skew)
@@ -168,9 +171,10 @@ def _calls_of_group(
             "step": jnp.int32(0),
         }
 
-    starts = tuple(itertools.accumulate(counts, initial=0))[:-1]
-    static = {"optimizer": group.optimizer, "table_starts": starts}
-    yield Call("fused_update", names, update, static, in_place=("table", "state"))
+    if is_plain:  # The reference alone updates packed rows.
+        starts = tuple(itertools.accumulate(counts, initial=0))[:-1]
+        static = {"optimizer": group.optimizer, "table_starts": starts}
+        yield Call("fused_update", names, update, static, in_place=("table", "state"))
     if batch.is_sharded:
         # A device sums the gradients of each row before it sends them: as many rows as lookups.
         size = min(layout.num_positions, num_rows)

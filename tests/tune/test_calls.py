@@ -68,6 +68,18 @@ def test_calls_are_those_of_a_step(made, tables):
         assert all(a <= b <= 2 * a for a, b in zip(same, size, strict=True))
 
 
+def test_calls_of_packed_rows():
+    table = EmbeddingBagConfig("p", 50, 8, dtype="int8", optimizer=RULE)
+    calls = calls_of([table], {"p": ParameterConstraints()}, Batch(6, is_sharded=True))
+    assert [call.primitive for call in calls] == ["pooled_lookup", "row_lookup", "sum_rows"]
+    pooled, rows, _ = calls
+    assert str(pooled.form) == "pooled_lookup D8 TrainedInt8Rows() float32"
+    arrays = pooled.make()
+    assert arrays["table"].row_format == table.row_format
+    first = [[0, 1, 2, 0, 1, 2, 0, 1], [1, 2, 3, 1, 2, 3, 1, 2]]
+    np.testing.assert_allclose(rows.make()["table"][:2], first, atol=0.01)
+
+
 def test_calls_of_sharded_tables():
     calls = calls_of(BAGS[:1], CONSTRAINTS, Batch(6, is_sharded=True))
     primitives = ["pooled_lookup", "row_lookup", "fused_update", "sum_rows"]

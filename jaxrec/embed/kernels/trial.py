@@ -33,7 +33,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrec.embed.formats import is_packed
+from jaxrec.embed.formats import PackedRows, RowFormat, is_packed
 from jaxrec.embed.kernels.base import BagLayout, Lookups
 from jaxrec.optim.base import RowOptimizer
 from jaxrec.optim.hyperparameter import with_numbers
@@ -49,12 +49,14 @@ class Form:
 
     Attributes:
         primitive: Name of the primitive.
-        dtype: Type of the rows or, where there is no table, of the gradients.
+        dtype: Type of the rows or, where there is no table, of the gradients; for packed rows the
+            name of their format.
         dim: Width of the rows.
         other_dtype: Type of the result of a lookup, or of the gradients of an update.
         weighted: Whether lookups have factors.
         optimizer: The row optimizer of an update, with rates that stand for any.
         bounded: Whether the elements of gradients are bounded.
+        row_format: Format of packed rows; None: the rows are plain.
     """
 
     primitive: str
@@ -64,31 +66,36 @@ class Form:
     weighted: bool = False
     optimizer: RowOptimizer | None = None
     bounded: bool = False
+    row_format: RowFormat | None = None
 
     @classmethod
     def of(cls, primitive: str, arguments: Mapping[str, Any]) -> Form:
         """Return the form of a call, given its arguments by name."""
         rows = arguments["table"] if "table" in arguments else arguments["gradients"]
         dim = rows.shape[1]
-        dtype = rows.row_format.name if is_packed(rows) else jnp.dtype(rows.dtype).name
+        row_format = rows.row_format if is_packed(rows) else None
+        dtype = jnp.dtype(rows.dtype).name if row_format is None else row_format.name
         match primitive:
             case "pooled_lookup":
                 other = jnp.dtype(arguments["dtype"]).name
-                return cls(primitive, dtype, dim, other, arguments["weights"] is not None)
+                weighted = arguments["weights"] is not None
+                return cls(primitive, dtype, dim, other, weighted, row_format=row_format)
             case "fused_update":
                 other = jnp.dtype(arguments["gradients"].dtype).name
                 weighted = arguments["lookups"].scales is not None
                 rule = with_numbers(arguments["optimizer"], itertools.repeat(0.01))
-                return cls(primitive, dtype, dim, other, weighted, rule)
+                return cls(primitive, dtype, dim, other, weighted, rule, row_format=row_format)
             case "sum_rows":
                 weighted = arguments["lookups"].scales is not None
                 bounded = arguments["bound"] is not None
                 return cls(primitive, dtype, dim, weighted=weighted, bounded=bounded)
             case _:
-                return cls(primitive, dtype, dim)
+                return cls(primitive, dtype, dim, row_format=row_format)
 
     def __str__(self) -> str:
-        parts = [self.primitive, f"D{self.dim}", self.dtype, self.other_dtype]
+        # Two formats may have one name.
+        rows = self.dtype if self.row_format is None else repr(self.row_format)
+        parts = [self.primitive, f"D{self.dim}", rows, self.other_dtype]
         parts += ["weighted"] * self.weighted + ["bounded"] * self.bounded
         parts += [] if self.optimizer is None else [repr(self.optimizer)]
         return " ".join(filter(None, parts))
@@ -96,6 +103,8 @@ class Form:
     @property
     def is_lasting(self) -> bool:
         """Whether the form's name says all about it, to a later process too."""
+        if self.row_format is not None and not _is_defined_in_jaxrec(self.row_format):
+            return False
         if self.optimizer is None:
             return True
         return _is_of_jaxrec(self.optimizer) and " at 0x" not in str(self)
@@ -103,7 +112,8 @@ class Form:
     def example(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return arguments of a small call: trees of NumPy arrays, and static values.
 
-        Sums are of whole numbers, so that they are exact in whatever order they are taken.
+        Sums are of whole numbers, so that they are exact in whatever order they are taken. Packed
+        rows hold no whole numbers, but numbers of one sign, whose sums differ in the last bits.
         """
         rng = np.random.default_rng(0)
         arrays: dict[str, Any]
@@ -111,9 +121,16 @@ class Form:
         def whole(*shape: int) -> np.ndarray:
             return rng.integers(-4, 5, shape).astype(self.dtype)
 
+        def table() -> Any:
+            if self.row_format is None:
+                return whole(NUM_ROWS, self.dim)
+            rows = jnp.asarray(rng.integers(0, 9, (NUM_ROWS, self.dim)), jnp.float32)
+            packed = PackedRows(self.row_format.pack(rows), self.row_format, self.dim)
+            return jax.tree.map(np.asarray, packed)
+
         if self.primitive == "row_lookup":
             rows = rng.integers(-1, NUM_ROWS + 2, 100).astype(np.int32)
-            return {"table": whole(NUM_ROWS, self.dim), "rows": rows}, {}
+            return {"table": table(), "rows": rows}, {}
         if self.primitive == "pooled_lookup":
             lengths = rng.integers(0, 7, 80).astype(np.int32)
             lengths[[3, 50]] = 0, 300
@@ -121,7 +138,7 @@ class Form:
             ids = rng.integers(0, NUM_ROWS // 2, sum(capacities)).astype(np.int32)
             ids[10] = NUM_ROWS
             weights = np.float32(2.0) ** rng.integers(-2, 3, ids.size)
-            arrays = {"table": whole(NUM_ROWS, self.dim), "ids": ids, "lengths": lengths}
+            arrays = {"table": table(), "ids": ids, "lengths": lengths}
             arrays["weights"] = weights if self.weighted else None
             half = NUM_ROWS // 2
             layout = BagLayout(
@@ -141,7 +158,7 @@ class Form:
             return arrays, {"num_rows": NUM_ROWS, "bound": 2.0 if self.bounded else None}
         assert self.optimizer is not None
         state = jax.tree.map(np.asarray, self.optimizer.init(NUM_ROWS, self.dim))
-        arrays = {"table": whole(NUM_ROWS, self.dim), "state": state, "lookups": lookups}
+        arrays = {"table": table(), "state": state, "lookups": lookups}
         arrays |= {"gradients": gradients.astype(self.other_dtype), "step": np.int32(3)}
         return arrays, {"optimizer": self.optimizer, "table_starts": (0, NUM_ROWS // 2)}
 
@@ -150,8 +167,11 @@ def _is_of_jaxrec(optimizer: RowOptimizer) -> bool:
     """Whether an optimizer, and those that it wraps, are jaxrec's own."""
     fields = (getattr(optimizer, field.name) for field in dataclasses.fields(optimizer))
     wrapped = (value for value in fields if isinstance(value, RowOptimizer))
-    own = type(optimizer).__module__.startswith("jaxrec.")
-    return own and all(_is_of_jaxrec(each) for each in wrapped)
+    return _is_defined_in_jaxrec(optimizer) and all(_is_of_jaxrec(each) for each in wrapped)
+
+
+def _is_defined_in_jaxrec(value: Any) -> bool:
+    return type(value).__module__.startswith("jaxrec.")
 
 
 def compare(form: Form, kernels: ModuleType, reference: ModuleType) -> str | None:

@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec
 
 from jaxrec import optim
 from jaxrec.embed import kernels
+from jaxrec.embed.formats import FORMATS, TABLE_FORMATS, PackedRows
 from jaxrec.embed.kernels import dispatch, reference, trial, triton
 from jaxrec.embed.kernels.trial import Form, Trials, compare
 
@@ -33,6 +34,10 @@ FORMS = [
     Form("row_lookup", "bfloat16", 100),
     Form("pooled_lookup", "float32", 64, "float32"),
     Form("pooled_lookup", "float16", 24, "bfloat16", weighted=True),
+    Form("row_lookup", "int8", 16, row_format=FORMATS["int8"]),
+    Form("row_lookup", "float8_e5m2", 3, row_format=TABLE_FORMATS["float8_e5m2"]),
+    Form("pooled_lookup", "int2", 20, "bfloat16", row_format=FORMATS["int2"]),
+    Form("pooled_lookup", "int8", 12, "float32", weighted=True, row_format=TABLE_FORMATS["int8"]),
     Form("sum_rows", "float32", 16),
     Form("sum_rows", "bfloat16", 40, weighted=True, bounded=True),
     Form("fused_update", "bfloat16", 16, "bfloat16", True, RULES["rowwise_adagrad"]),
@@ -84,6 +89,27 @@ def test_right_kernels_pass(form: Form):
         for name in ("pooled_lookup", "row_lookup", "sum_rows", "fused_update")
     }
     assert compare(form, module(**functions), reference) is None
+
+
+def test_formats_of_one_name_have_forms_of_their_own():
+    rows = jax.ShapeDtypeStruct((3,), "int32")
+    forms = []
+    for row_format in (FORMATS["int8"], TABLE_FORMATS["int8"]):
+        stored = jax.ShapeDtypeStruct((7, row_format.width(4)), row_format.dtype)
+        table = PackedRows(stored, row_format, 4)
+        forms.append(Form.of("row_lookup", {"table": table, "rows": rows}))
+    assert list(map(str, forms)) == [
+        "row_lookup D4 IntegerRows(bits=8)",
+        "row_lookup D4 TrainedInt8Rows()",
+    ]
+    assert all(form.is_lasting for form in forms)
+
+
+def test_forms_of_other_formats_do_not_last():
+    class Own(type(FORMATS["float8"])):
+        """A format that a user wrote; its name may mean another one in the next process."""
+
+    assert not Form("row_lookup", "float8", 4, row_format=Own()).is_lasting
 
 
 def test_each_primitive_of_the_kernels_is_tried():

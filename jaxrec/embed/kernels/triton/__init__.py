@@ -12,6 +12,7 @@ JAX has deprecated this backend since 0.11: it warns when a program is lowered.
 
 * `tile`: tiles, and the launch of a kernel.
 * `lookups`: pooled and plain lookups of rows.
+* `readers`: rows of floats, and packed rows, as lookups read them.
 * `sorted_lookups`: lookups in the order of their rows, and the sums of hot rows' gradients.
 * `update`: fused updates, and sums of rows' gradients.
 """

@@ -10,13 +10,15 @@ import jax.numpy as jnp
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, DTypeLike, Float, Int32
 
+from jaxrec.embed.formats import TableArray
 from jaxrec.embed.kernels.base import BagLayout
 from jaxrec.embed.kernels.extents import bag_extents, bag_features
+from jaxrec.embed.kernels.triton.readers import Reader, reader_of
 from jaxrec.embed.kernels.triton.tile import ELEMENTS, Found, Tile, cdiv
 
 
 def pooled_lookup(
-    table: Float[Array, "rows dim"],
+    table: Float[TableArray, "rows dim"],
     ids: Int32[Array, " ids"],
     lengths: Int32[Array, " all_bags"],
     weights: Float[Array, " ids"] | None,
@@ -36,15 +38,16 @@ def pooled_lookup(
     if 0 in (layout.num_bags, layout.num_positions):
         return jnp.zeros(output.shape, dtype)
     mean_length = layout.num_positions / layout.num_bags
-    tile = Tile.of(table.shape[1], mean_length, elements, warps)
+    stored, reader = reader_of(table)
+    tile = reader.tile(mean_length, elements, warps)
     features = jnp.array([layout.row_offsets, layout.row_counts, layout.means], jnp.int32)
-    kernel = functools.partial(_pool, tile=tile, layout=layout)
-    inputs = (ids, weights, *bag_extents(lengths, layout), features, table)
+    kernel = functools.partial(_pool, tile=tile, layout=layout, reader=reader)
+    inputs = (ids, weights, *bag_extents(lengths, layout), features, stored)
     return tile.launch(kernel, inputs, output, layout.num_bags, interpret=interpret)
 
 
 def row_lookup(
-    table: Float[Array, "rows dim"],
+    table: Float[TableArray, "rows dim"],
     rows: Int32[Array, " n"],
     *,
     elements: int = ELEMENTS,
@@ -59,9 +62,10 @@ def row_lookup(
     output = jax.ShapeDtypeStruct((rows.size, table.shape[1]), table.dtype)
     if rows.size == 0:
         return jnp.zeros(output.shape, table.dtype)
-    tile = Tile.of(table.shape[1], 1, elements, warps)
-    kernel = functools.partial(_copy_rows, tile=tile)
-    return tile.launch(kernel, (rows, table), output, rows.size, interpret=interpret)
+    stored, reader = reader_of(table)
+    tile = Tile.of_copies(reader.width, max(elements // reader.planes, 1), warps)
+    kernel = functools.partial(_copy_rows, tile=tile, reader=reader)
+    return tile.launch(kernel, (rows, stored), output, rows.size, interpret=interpret)
 
 
 def _pool(
@@ -75,6 +79,7 @@ def _pool(
     *,
     tile: Tile,
     layout: BagLayout,
+    reader: Reader,
 ) -> None:
     """Pool one bag per group."""
     bags = tile.group_ids()
@@ -95,24 +100,24 @@ def _pool(
         weight = pltriton.load(weights.at[positions], mask=is_used, other=0)
         return (row, weight.astype(jnp.float32)), is_used
 
-    def load(found: tuple[Array, Array | None], is_used: Array) -> Array:
+    def load(found: tuple[Array, Array | None], is_used: Array) -> tuple[Array, ...]:
         row, weight = found
         inside = (row >= 0) & (row < count[:, None])
-        rows = tile.load_rows(table, row + offset[:, None], is_used & inside)
-        rows = jnp.where((is_used & ~inside)[..., None], jnp.nan, rows)
-        return rows if weight is None else rows * weight[..., None]
+        rows = row + offset[:, None]
+        return reader.load(tile, table, rows, is_used & inside, is_used & ~inside, weight)
 
-    pooled = tile.sum_turns(cdiv(jnp.max(end - start), tile.depth), find, load)
+    turns = cdiv(jnp.max(end - start), tile.depth)
+    pooled = reader.finish(tile.sum_turns(turns, find, load, reader.zeros(tile)))
     divisor = jnp.where(is_mean > 0, jnp.maximum(end - start, 1), 1).astype(jnp.float32)
     tile.store_rows(out, bags, is_bag, pooled / divisor[:, None])
 
 
-def _copy_rows(rows: Any, table: Any, out: Any, *, tile: Tile) -> None:
+def _copy_rows(rows: Any, table: Any, out: Any, *, tile: Tile, reader: Reader) -> None:
     """Copy one row per group."""
     positions = tile.group_ids()
     is_used = positions < rows.shape[0]
     row = pltriton.load(rows.at[positions], mask=is_used, other=0)
     inside = (row >= 0) & (row < table.shape[0])
-    values = tile.load_rows(table, row, is_used & inside)
-    fill = jnp.where(row == table.shape[0], 0.0, jnp.nan)
-    tile.store_rows(out, positions, is_used, jnp.where(inside[:, None], values, fill[:, None]))
+    is_bad = is_used & ~inside & (row != table.shape[0])
+    values = reader.load(tile, table, row, is_used & inside, is_bad, None)
+    tile.store_rows(out, positions, is_used, reader.finish(values))

@@ -21,6 +21,7 @@ RUN_ELEMENTS = 8  # of a lane, in a tile that updates rows
 Found: TypeAlias = tuple[Any, Array]  # what tells rows, and whether there is each of them
 Find: TypeAlias = Callable[[Array | int], Found]
 Load: TypeAlias = Callable[[Any, Array], Array]
+LoadTerms: TypeAlias = Callable[[Any, Array], tuple[Array, ...]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,6 +34,7 @@ class Tile:
         groups: Number of groups of rows (bags, runs) side by side.
         depth: Number of rows of each group.
         warps: Number of warps of the program.
+        fold: Number of rows of a group that a lane adds up as it loads them.
     """
 
     dim: int
@@ -40,6 +42,7 @@ class Tile:
     groups: int
     depth: int
     warps: int
+    fold: int = 1
 
     @classmethod
     def of(
@@ -62,6 +65,47 @@ class Tile:
         rows = max(LANES * elements * warps // columns, 1)
         depth = min(pl.next_power_of_2(max(math.ceil(mean_length), 1)), rows)
         return cls(dim, columns, rows // depth, depth, warps)
+
+    @classmethod
+    def of_bytes(
+        cls,
+        dim: int,
+        mean_length: float,
+        sums: int,
+        vector: int,
+        elements: int = ELEMENTS,
+        warps: int | None = None,
+    ) -> Tile:
+        """Return the tile that sums groups of rows of bytes.
+
+        A lane loads four times as many bytes as it has sums, where groups are that long, so that as
+        many bytes are under way as of rows of floats.
+
+        Args:
+            dim: Bytes of a row.
+            mean_length: Mean number of rows of a group.
+            sums: Number of sums that take a byte's columns.
+            vector: Bytes that a lane loads at once, by their alignment.
+            elements: Number of sums of a lane.
+            warps: Number of warps; None: as in `of`.
+        """
+        columns = pl.next_power_of_2(dim)
+        fold = min(pl.next_power_of_2(max(math.ceil(mean_length), 1)), 4)
+        loaded = elements * fold // sums
+        if loaded < columns:
+            # Of fewer rows than lanes, each lane loads the ids and numbers itself.
+            loaded = min(loaded // 2, 4 * vector)
+        loaded = min(max(loaded, vector), max(2 * columns, 4))
+        tile = cls.of(dim, mean_length, loaded, warps)
+        # Rows that other lanes load are added up once, at the end.
+        fold = max(min(fold, loaded // (tile.groups * vector), tile.depth), 1)
+        return dataclasses.replace(tile, fold=fold)
+
+    @classmethod
+    def of_copies(cls, dim: int, elements: int, warps: int | None) -> Tile:
+        """Return the tile that copies rows, one of a group; see `of` for the arguments."""
+        # A lane has at most four rows, each of which takes loads of its own.
+        return cls.of(dim, 1, min(elements, 4 * pl.next_power_of_2(dim)), warps)
 
     @classmethod
     def of_runs(cls, dim: int, elements: int = RUN_ELEMENTS, warps: int | None = None) -> Tile:
@@ -140,52 +184,75 @@ class Tile:
             return None
         return jnp.arange(self.columns, dtype=jnp.int32) < self.dim
 
-    def elements(self, rows: Int32[Array, "*shape"], is_used: Array) -> tuple[Array, Array, Array]:
-        """Return the row and column of each element of ``rows``, and whether to touch it."""
-        shape = (*rows.shape, self.columns)
-        columns = jax.lax.broadcasted_iota(jnp.int32, shape, rows.ndim)
-        mask = jnp.broadcast_to(is_used[..., None], shape) & (columns < self.dim)
-        return jnp.broadcast_to(rows[..., None], shape), columns, mask
+    def elements(
+        self, rows: Int32[Array, "*shape"], is_used: Array, dim: int, columns: int
+    ) -> tuple[Array, Array, Array]:
+        """Return the row and column of each element of ``rows``, and whether to touch it.
+
+        Args:
+            rows: The rows.
+            is_used: Which of them to touch.
+            dim: Width of a row.
+            columns: Width padded to a power of two.
+        """
+        shape = (*rows.shape, columns)
+        column = jax.lax.broadcasted_iota(jnp.int32, shape, rows.ndim)
+        mask = jnp.broadcast_to(is_used[..., None], shape) & (column < dim)
+        return jnp.broadcast_to(rows[..., None], shape), column, mask
 
     def load_rows(self, source: Any, rows: Int32[Array, "*shape"], is_used: Array) -> Array:
         """Load rows of ``source`` as float32, ``[*shape, columns]``; zeros where not ``used``."""
-        rows, columns, mask = self.elements(rows, is_used)
+        rows, columns, mask = self.elements(rows, is_used, self.dim, self.columns)
         return pltriton.load(source.at[rows, columns], mask=mask, other=0).astype(jnp.float32)
 
     def store_rows(
         self, target: Any, rows: Int32[Array, " n"], is_used: Array, values: Array
     ) -> None:
-        rows, columns, mask = self.elements(rows, is_used)
+        """Store rows, padded to a power of two columns; they may be wider than the tile's."""
+        rows, columns, mask = self.elements(rows, is_used, target.shape[1], values.shape[1])
         pltriton.store(target.at[rows, columns], values.astype(target.dtype), mask=mask)
 
-    def sum_turns(self, turns: Array, find: Find, load: Load) -> Float[Array, "groups columns"]:
-        """Sum rows of each group over a number of turns of `depth` rows.
+    def sum_turns(
+        self, turns: Array, find: Find, load: LoadTerms, zeros: tuple[Array, ...]
+    ) -> tuple[Array, ...]:
+        """Sum terms of each group over a number of turns of `depth` rows.
 
         Args:
             turns: Number of turns.
             find: ``find(turn)`` loads what tells a turn's rows, and whether there is each of them;
                 that of the next turn is called before the rows of a turn are loaded.
-            load: ``load(found, is_used)`` loads the rows, ``[groups, depth, columns]``.
+            load: ``load(found, is_used)`` loads the terms, arrays ``[groups, depth, ...]``.
+            zeros: Zeros of their shapes after `fold_rows`.
+
+        Returns:
+            The sums, ``[groups, ...]``.
         """
 
-        def add(i: Array, carry: tuple[Array, Found]) -> tuple[Array, Found]:
-            total, found = carry
+        def add(i: Array, carry: tuple[tuple[Array, ...], Found]) -> Any:
+            totals, found = carry
             following = find(i + 1)
-            return total + load(*found), following
+            terms = map(self.fold_rows, load(*found))
+            return tuple(map(jnp.add, totals, terms)), following
 
-        zeros = jnp.zeros((self.groups, self.depth, self.columns), jnp.float32)
-        total, _ = jax.lax.fori_loop(0, turns, add, (zeros, find(0)))
-        return jnp.sum(total, axis=1)
+        totals, _ = jax.lax.fori_loop(0, turns, add, (zeros, find(0)))
+        return tuple(jnp.sum(total, axis=1) for total in totals)
+
+    def fold_rows(self, terms: Float[Array, "groups depth *n"]) -> Float[Array, "groups rows *n"]:
+        """Add up every `fold` terms of each group."""
+        if self.fold == 1:
+            return terms
+        groups, depth, *shape = terms.shape
+        return jnp.sum(terms.reshape(groups, self.fold, depth // self.fold, *shape), axis=1)
 
     def sum_while(
         self, first: Found, find: Find, load: Load, *, at_least_one: bool
     ) -> Float[Array, "groups columns"]:
-        """Do what `sum_turns` does until a turn has no row.
+        """Sum rows of each group, `depth` of them in a turn, until a turn has no row.
 
         Args:
             first: ``find(0)``.
             find: See `sum_turns`.
-            load: See `sum_turns`.
+            load: ``load(found, is_used)`` loads the rows, ``[groups, depth, columns]``.
             at_least_one: Whether to take the first turn without asking whether it has a row.
         """
 

@@ -15,6 +15,7 @@ from jaxrec.embed.formats import is_packed
 from jaxrec.embed.kernels import reference
 from jaxrec.embed.kernels.base import Lookups
 from jaxrec.embed.kernels.rounding import round_rows
+from jaxrec.embed.kernels.triton.readers import refuse_packed
 from jaxrec.embed.kernels.triton.sorted_lookups import SortedLookups
 from jaxrec.embed.kernels.triton.tile import RUN_ELEMENTS, Tile
 from jaxrec.optim.base import RowOptimizer
@@ -31,8 +32,10 @@ BLOCK = 256
 
 def refuse(primitive: str, arguments: Mapping[str, Any]) -> str | None:
     """Return the reason why these kernels do not take a call; None: they do."""
-    if is_packed(arguments.get("table")):
-        return "it does not unpack rows"
+    table = arguments.get("table")
+    if is_packed(table):
+        is_update = primitive == "fused_update"
+        return "it does not update packed rows" if is_update else refuse_packed(table)
     if primitive == "fused_update" and arguments["optimizer"].state_dtype != "float32":
         return "its optimizer state is float32"
     if primitive != "fused_update" or arguments["optimizer"].can_cut_rows:

@@ -1,0 +1,260 @@
+"""Rows as programs of Triton read them: plain ones, and packed ones from their stored bytes.
+
+A program reads the codes of packed rows, and the scale and the offset at their places in the row,
+and computes the floats in registers: no unpacked row is written to memory.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import triton as pltriton
+from jaxtyping import Array, Bool, Float, Int32
+
+from jaxrec.embed.formats import PackedRows, RowFormat, TableArray
+from jaxrec.embed.formats.float8 import Float8Rows
+from jaxrec.embed.formats.fused8 import Fused8Rows
+from jaxrec.embed.formats.integers import HEADER_BYTES, IntegerRows
+from jaxrec.embed.formats.scaled_float8 import ScaledFloat8Rows
+from jaxrec.embed.kernels.triton.tile import Tile
+
+Terms: TypeAlias = tuple[Array, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class PlainReader:
+    """Reads rows of floats.
+
+    Attributes:
+        width: Elements of a row that a program loads.
+        planes: Columns of each.
+    """
+
+    width: int
+    planes = 1
+
+    def tile(self, mean_length: float, elements: int, warps: int | None) -> Tile:
+        """Return the tile that sums groups of a mean length; see `Tile.of`."""
+        return Tile.of(self.width, mean_length, elements, warps)
+
+    def zeros(self, tile: Tile) -> Terms:
+        """Return zeros of the shapes of sums of terms."""
+        return (jnp.zeros((tile.groups, tile.depth, tile.columns), jnp.float32),)
+
+    def load(
+        self,
+        tile: Tile,
+        stored: Any,
+        rows: Int32[Array, "*n"],
+        is_row: Bool[Array, "*n"],
+        is_bad: Bool[Array, "*n"],
+        weight: Float[Array, "*n"] | None,
+    ) -> Terms:
+        """Load rows as terms, whose sums `finish` makes the sum of the rows.
+
+        Args:
+            tile: Shape of the rows.
+            stored: The stored rows.
+            rows: The rows to load.
+            is_row: Which of them are in the table; the others are zeros.
+            is_bad: Which of the others are NaN.
+            weight: Factor of each; None: 1.
+        """
+        values = tile.load_rows(stored, rows, is_row)
+        values = jnp.where(is_bad[..., None], jnp.nan, values)
+        return (values if weight is None else values * weight[..., None],)
+
+    def finish(self, sums: Terms) -> Float[Array, "groups columns"]:
+        """Return the sums of rows, given the sums of their terms."""
+        return sums[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class Numbers:
+    """The scale of a stored row, and the offset behind it.
+
+    Attributes:
+        first: Position of their first byte; the bytes of a number are in little-endian order.
+        dtype: "float16" or "float32".
+        count: 2, or 1 where there is no offset.
+    """
+
+    first: int
+    dtype: str
+    count: int
+
+    def load(
+        self, stored: Any, rows: Int32[Array, "*n"], is_row: Bool[Array, "*n"]
+    ) -> list[Float[Array, "*n"]]:
+        """Load the numbers of each row, in float32, their bytes by one load."""
+        size = jnp.dtype(self.dtype).itemsize
+        shape = (*rows.shape, self.count * size)
+        place = self.first + jax.lax.broadcasted_iota(jnp.int32, shape, rows.ndim)
+        row = jnp.broadcast_to(rows[..., None], shape)
+        mask = jnp.broadcast_to(is_row[..., None], shape)
+        octets = pltriton.load(stored.at[row, place], mask=mask, other=0)
+        integer = jnp.uint16 if size == 2 else jnp.uint32
+        return [
+            jax.lax.bitcast_convert_type(bits.astype(integer), self.dtype).astype(jnp.float32)
+            for bits in _join(octets.astype(jnp.uint32), size)
+        ]
+
+
+def _join(octets: Array, size: int) -> list[Array]:
+    """Join each ``size`` bytes of the last axis; Triton splits pairs of neighbours alone."""
+    *shape, count = octets.shape
+    bits = 8
+    while bits < 8 * size:
+        count //= 2
+        low, high = jnp.unstack(octets.reshape(*shape, count, 2), axis=-1)
+        octets, bits = low | (high << bits), 2 * bits
+    return [octets.reshape(shape)] if count == 1 else list(jnp.unstack(octets, axis=-1))
+
+
+@dataclasses.dataclass(frozen=True)
+class PackedReader:
+    """Reads packed rows, whose elements are ``scale * code + offset``.
+
+    The terms of a row are an array of scaled codes for each of `planes`, and the offset.
+
+    Attributes:
+        stride: Bytes of a stored row.
+        first: Position of its first byte of codes.
+        width: Bytes of codes, which a program loads.
+        planes: Columns of a byte, the first of them in its lowest bits.
+        numbers: The scale and the offset; None: 1 and 0.
+        decode: Returns codes, given as int32, in float32 and divided by `unit`.
+        unit: See `decode`.
+    """
+
+    stride: int
+    first: int
+    width: int
+    planes: int
+    numbers: Numbers | None
+    decode: Callable[[Int32[Array, "*n"]], Float[Array, "*n"]]
+    unit: float = 1.0
+
+    @classmethod
+    def of(cls, row_format: RowFormat, dim: int) -> PackedReader | None:
+        """Return the reader of a format's rows of ``dim`` columns; None: there is none."""
+        stride = row_format.width(dim)
+        match row_format:
+            case IntegerRows():
+                planes = row_format.codes_per_byte
+                numbers, width = Numbers(0, "float16", 2), -(-dim // planes)
+                return cls(stride, HEADER_BYTES, width, planes, numbers, _integers)
+            case Fused8Rows():
+                return cls(stride, 0, dim, 1, Numbers(dim, "float32", 2), _integers)
+            case ScaledFloat8Rows("float8_e4m3fn", block=None):
+                return cls(stride, 0, dim, 1, Numbers(dim, "float32", 1), _e4m3, 2.0**8)
+            case ScaledFloat8Rows("float8_e5m2", block=None):
+                return cls(stride, 0, dim, 1, Numbers(dim, "float32", 1), _e5m2)
+            case Float8Rows():
+                return cls(stride, 0, dim, 1, None, _e4m3, 2.0 ** (15 - row_format.exponent_bias))
+        return None
+
+    @property
+    def vector(self) -> int:
+        """Bytes that a lane loads at once: codes of each row begin at a multiple of as many."""
+        return math.gcd(16, self.stride, self.first)
+
+    @property
+    def has_offset(self) -> bool:
+        return self.numbers is not None and self.numbers.count == 2
+
+    def tile(self, mean_length: float, elements: int, warps: int | None) -> Tile:
+        """Return the tile that sums groups of a mean length; see `Tile.of_bytes`."""
+        return Tile.of_bytes(self.width, mean_length, self.planes, self.vector, elements, warps)
+
+    def zeros(self, tile: Tile) -> Terms:
+        """Return zeros of the shapes of sums of terms."""
+        rows = tile.groups, tile.depth // tile.fold
+        codes = jnp.zeros((*rows, tile.columns), jnp.float32)
+        offset = (jnp.zeros(rows, jnp.float32),) * self.has_offset
+        return (codes,) * self.planes + offset
+
+    def load(
+        self,
+        tile: Tile,
+        stored: Any,
+        rows: Int32[Array, "*n"],
+        is_row: Bool[Array, "*n"],
+        is_bad: Bool[Array, "*n"],
+        weight: Float[Array, "*n"] | None,
+    ) -> Terms:
+        """Load rows as terms; see `PlainReader.load`."""
+        row, column, mask = tile.elements(rows, is_row, tile.dim, tile.columns)
+        octets = pltriton.load(stored.at[row, self.first + column], mask=mask, other=0)
+        numbers = [] if self.numbers is None else self.numbers.load(stored, rows, is_row)
+        scale, *offset = numbers or [jnp.ones(rows.shape, jnp.float32)]
+        scale = scale * self.unit
+        if weight is not None:
+            scale, offset = scale * weight, [each * weight for each in offset]
+        scale = jnp.where(is_bad, jnp.nan, scale)[..., None]  # Codes of bad rows are zeros.
+        codes, bits = octets.astype(jnp.int32), 8 // self.planes
+        planes = [(codes >> i) & (2**bits - 1) for i in range(0, 8, bits)] if bits < 8 else [codes]
+        return (*(self.decode(plane) * scale for plane in planes), *offset)
+
+    def finish(self, sums: Terms) -> Float[Array, "groups columns"]:
+        """Return the sums of rows, given the sums of their terms."""
+        rows = _interleave(sums[: self.planes])
+        return rows + sums[self.planes][:, None] if self.has_offset else rows
+
+
+Reader: TypeAlias = PlainReader | PackedReader
+
+
+def reader_of(table: TableArray) -> tuple[Array, Reader]:
+    """Return the stored rows of a table that is not refused, and their reader."""
+    if isinstance(table, PackedRows):
+        reader = PackedReader.of(table.row_format, table.dim)
+        assert reader is not None
+        return table.stored, reader
+    return table, PlainReader(table.shape[1])
+
+
+def refuse_packed(table: PackedRows) -> str | None:
+    """Return the reason why there is no reader of packed rows; None: there is one."""
+    if PackedReader.of(table.row_format, table.dim) is None:
+        return f"it does not unpack {table.row_format.name}"
+    if 2**31 < table.stored.size <= 2**32:
+        # Pallas computes offsets in arrays of up to 4 GiB as signed numbers of 32 bits.
+        return "its offsets of 32 bits are too short for stored rows of 2 to 4 GiB"
+    return None
+
+
+def _interleave(planes: Terms) -> Float[Array, "*n columns"]:
+    """Return the first columns of all planes, then the second ones, and so on."""
+    if len(planes) == 1:
+        return planes[0]
+    pairs = jnp.stack([_interleave(planes[::2]), _interleave(planes[1::2])], axis=-1)
+    return pairs.reshape(*pairs.shape[:-2], -1)
+
+
+def _integers(codes: Int32[Array, "*n"]) -> Float[Array, "*n"]:
+    return codes.astype(jnp.float32)
+
+
+def _e5m2(codes: Int32[Array, "*n"]) -> Float[Array, "*n"]:
+    """A code is the first byte of a float16."""
+    return _float16(codes << 8)
+
+
+def _e4m3(codes: Int32[Array, "*n"]) -> Float[Array, "*n"]:
+    """A code is a float16 with other bias of the exponent, without the last bits.
+
+    The one code that stands for NaN in some formats is a number here: a row with a NaN has a scale
+    of NaN.
+    """
+    bits = codes << 7
+    return _float16(bits + (bits & 0x4000))  # The sign lies one bit further up.
+
+
+def _float16(bits: Int32[Array, "*n"]) -> Float[Array, "*n"]:
+    return jax.lax.bitcast_convert_type(bits.astype(jnp.uint16), jnp.float16).astype(jnp.float32)
