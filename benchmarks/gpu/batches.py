@@ -4,11 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from jaxrec.embed.formats import FORMATS, TABLE_FORMATS, RowFormat, TableArray, as_table
+from jaxrec.embed.formats.plain import PlainRows
 from jaxrec.embed.kernels import BagLayout
+
+# Formats of packed rows: quantized ones, and those of tables that are trained.
+PACKED: dict[str, RowFormat] = {
+    **{name: FORMATS[name] for name in ("int8", "int4", "int2", "float8")},
+    "trained int8": TABLE_FORMATS["int8"],
+    **{name: TABLE_FORMATS[name] for name in ("float8_e4m3", "float8_e5m2")},
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,6 +34,7 @@ class Shape:
         bag: Ids of each bag; its mean where ``ragged``.
         ids: "uniform", or "powerlaw": ``floor(rows**u)`` of uniform u, log-uniform.
         dtype: Type of table, output and gradient.
+        packed: Format of packed rows, of `PACKED`; None: rows are of the dtype.
         ragged: Whether bags differ in length, some empty and one far too long.
         weighted: Whether ids have weights.
         mean: Whether bags are averaged.
@@ -40,6 +51,16 @@ class Shape:
     ragged: bool = False
     weighted: bool = False
     mean: bool = False
+    packed: str | None = None
+
+    @property
+    def row_format(self) -> RowFormat:
+        return PlainRows(self.dtype) if self.packed is None else PACKED[self.packed]
+
+    def table(self) -> TableArray:
+        """A table of normal elements."""
+        rows = jax.random.normal(jax.random.key(0), self.table_shape)
+        return as_table(self.row_format.pack(rows), self.row_format, self.dim)
 
     @property
     def num_ids(self) -> int:

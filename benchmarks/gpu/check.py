@@ -21,8 +21,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.gpu.batches import Shape, bags_of
+from benchmarks.gpu.batches import PACKED, Shape, bags_of
 from jaxrec import optim
+from jaxrec.embed.formats import TableArray
 from jaxrec.embed.kernels import reference, triton
 
 IMPLEMENTATIONS: dict[str, ModuleType] = {"reference": reference, "triton": triton}
@@ -33,6 +34,12 @@ SHAPES = [
     Shape("weighted_mean", 3, 500, 128, 64, 7, weighted=True, mean=True),
     Shape("ragged", 3, 1000, 128, 4096, 6, ragged=True),
     Shape("hot_rows", 2, 1000, 64, 8192, 20, ids="powerlaw", weighted=True),
+    *(
+        Shape(f"{name}_d{dim}", 2, 500, dim, 64, 5, packed=name)
+        for name in PACKED
+        for dim in (4, 64, 100)
+    ),
+    Shape("int8_ragged", 3, 1000, 64, 4096, 6, ragged=True, weighted=True, packed="int8"),
 ]
 OPTIMIZERS: dict[str, optim.RowOptimizer] = {
     "sgd": optim.sgd(0.1),
@@ -80,26 +87,26 @@ def checks(
     implementation: ModuleType, shape: Shape, options: dict[str, bool]
 ) -> list[tuple[str, Callable[[], tuple[float, bool]]]]:
     """The checks of the primitives that the implementation has for the shape."""
-    table = jax.random.normal(jax.random.key(0), shape.table_shape).astype(shape.dtype)
+    table = shape.table()
     if refuses_table(implementation, table):
         return []
     found = [("pooled_lookup", functools.partial(pooled, implementation, shape, table, options))]
     if hasattr(implementation, "row_lookup"):
         found.append(("row_lookup", functools.partial(rows, implementation, shape, table, options)))
-    if hasattr(implementation, "fused_update"):
+    if hasattr(implementation, "fused_update") and shape.packed is None:
         for name, optimizer in OPTIMIZERS.items():
             check = functools.partial(update, implementation, shape, table, optimizer, options)
             found.append((f"fused_update {name}", check))
     return found
 
 
-def refuses_table(implementation: ModuleType, table: jax.Array) -> bool:
+def refuses_table(implementation: ModuleType, table: TableArray) -> bool:
     refuse = getattr(implementation, "refuse", lambda *_: None)
     return refuse("pooled_lookup", {"table": table}) is not None
 
 
 def pooled(
-    implementation: ModuleType, shape: Shape, table: jax.Array, options: dict[str, bool]
+    implementation: ModuleType, shape: Shape, table: TableArray, options: dict[str, bool]
 ) -> tuple[float, bool]:
     kernel = jax.jit(
         lambda table, *batch: implementation.pooled_lookup(
@@ -108,20 +115,37 @@ def pooled(
     )
     first, second = (np.asarray(kernel(table, *shape.batch_arrays())) for _ in range(2))
     _, row, bag, scale = bags_of(shape)
-    terms = np.asarray(table, np.float64)[row] * scale[:, None]
+    each = floats_of(table)[row]
+    terms = each * scale[:, None]
     expected, size = np.zeros(first.shape), np.zeros(first.shape)
     np.add.at(expected, bag, terms)
-    np.add.at(size, bag, np.abs(terms))
+    np.add.at(size, bag, rounded_size(each, shape) * np.abs(scale)[:, None])
     return float(np.max(np.abs(first - expected) / (size + 1e-30))), bool((first == second).all())
 
 
 def rows(
-    implementation: ModuleType, shape: Shape, table: jax.Array, options: dict[str, bool]
+    implementation: ModuleType, shape: Shape, table: TableArray, options: dict[str, bool]
 ) -> tuple[float, bool]:
     row = bags_of(shape)[1].astype(np.int32)
     kernel = jax.jit(functools.partial(implementation.row_lookup, **options))
-    found = np.asarray(kernel(table, jnp.asarray(row)))
-    return 0.0, bool((found == np.asarray(table)[row]).all())
+    first, second = (np.asarray(kernel(table, jnp.asarray(row))) for _ in range(2))
+    want = floats_of(table)[row]
+    if shape.packed is None:
+        return 0.0, bool((first == want).all())
+    error = np.max(np.abs(first - want) / (rounded_size(want, shape) + 1e-30))
+    return float(error), bool((first == second).all())
+
+
+def floats_of(table: TableArray) -> np.ndarray:
+    """Return the rows in float64; packed ones are unpacked on the host."""
+    with jax.default_device(jax.devices("cpu")[0]):
+        return np.asarray(jax.device_get(table)[:], np.float64)
+
+
+def rounded_size(rows: np.ndarray, shape: Shape) -> np.ndarray:
+    """Return the size of the terms that make up each element: of packed rows, that of the row."""
+    sizes = np.abs(rows)
+    return sizes if shape.packed is None else 2 * np.max(sizes, axis=1, keepdims=True)
 
 
 def update(

@@ -30,6 +30,9 @@ from jaxrec.embed.kernels import reference
 SHAPES = [
     Shape("tbe_d128", 32, 1_000_000, 128, 8192, 20),
     Shape("tbe_d128_bfloat16", 32, 1_000_000, 128, 8192, 20, dtype="bfloat16"),
+    Shape("tbe_d128_int8", 32, 1_000_000, 128, 8192, 20, packed="int8"),
+    Shape("tbe_d64_trained_int8", 32, 1_000_000, 64, 8192, 20, packed="trained int8"),
+    Shape("tbe_d64_int4", 32, 1_000_000, 64, 8192, 20, packed="int4"),
     Shape("short_d128", 26, 1_000_000, 128, 65536, 1, ids="powerlaw"),
     Shape("wide_d256", 2, 10_000_000, 256, 65536, 32),
     Shape("skewed_d64", 8, 1_000_000, 64, 16384, 10, ids="powerlaw"),
@@ -63,7 +66,7 @@ def main() -> None:
 def measure_kernels(name: str, shape: Shape) -> list[dict[str, Any]]:
     """The lines of one implementation and shape; an error is one too."""
     implementation = IMPLEMENTATIONS[name]
-    table = jnp.zeros(shape.table_shape, shape.dtype)
+    table = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(shape.table))
     if refuses_table(implementation, table):
         return []
     batch = shape.batch_arrays()
@@ -76,7 +79,7 @@ def measure_kernels(name: str, shape: Shape) -> list[dict[str, Any]]:
     lines.append(
         _line("pooled_lookup", lambda: timed(lambda: pool(table, *batch)), traffic.lookup())
     )
-    if not hasattr(implementation, "fused_update"):
+    if not hasattr(implementation, "fused_update") or shape.packed is not None:
         return lines
 
     flatten = jax.jit(
@@ -108,6 +111,8 @@ def measure_torch(shape: Shape) -> list[dict[str, Any]]:
     """``torch.nn.EmbeddingBag`` on the tables stacked into one, as fast as it can be had."""
     import torch
 
+    if shape.packed is not None:
+        return []
     dtype = getattr(torch, shape.dtype)
     table = torch.zeros(shape.table_shape, dtype=dtype, device="cuda")
     _, rows, _, _ = bags_of(shape)
@@ -124,11 +129,12 @@ class Traffic:
     def __init__(self, shape: Shape):
         rows = bags_of(shape)[1]
         self.lookups, self.unique = rows.size, np.unique(rows).size
-        self.bags, self.row = shape.layout.num_bags, shape.dim * jnp.dtype(shape.dtype).itemsize
+        self.bags, self.row = shape.layout.num_bags, shape.row_format.row_bytes(shape.dim)
+        self.bag = shape.dim * jnp.dtype(shape.dtype).itemsize
 
     def lookup(self) -> tuple[int, int]:
         """Rows in, pooled rows out, ids and lengths in."""
-        fixed = self.bags * (self.row + 4) + 4 * self.lookups
+        fixed = self.bags * (self.bag + 4) + 4 * self.lookups
         return fixed + self.unique * self.row, fixed + self.lookups * self.row
 
     def update(self, state: int) -> tuple[int, int]:

@@ -13,12 +13,10 @@ import optax
 from flax import nnx
 
 import jaxrec
-from benchmarks.gpu.batches import Shape
+from benchmarks.gpu.batches import PACKED, Shape
 from benchmarks.shapes import read_shapes
 from jaxrec import optim
 from jaxrec.data.multi_hot import MLPERF_SIZES, MLPERF_TABLE_ROWS
-from jaxrec.embed.formats import FORMATS, TABLE_FORMATS, RowFormat, as_table
-from jaxrec.embed.formats.plain import PlainRows
 from jaxrec.embed.kernels import Lookups, reference, triton, use_kernels
 
 OPTIMIZERS = {
@@ -32,13 +30,6 @@ OPTIMIZERS = {
     "ftrl": optim.ftrl(0.1),
     "adagrad_clip_norm": optim.adagrad(0.1, clip_norm=1.0),
     "rowwise_adagrad_clip_norm": optim.rowwise_adagrad(0.1, clip_norm=1.0),
-}
-
-# Formats of packed rows: quantized ones, and those of tables that are trained.
-PACKED: dict[str, RowFormat] = {
-    **{name: FORMATS[name] for name in ("int8", "int4", "int2", "float8")},
-    "trained int8": TABLE_FORMATS["int8"],
-    **{name: TABLE_FORMATS[name] for name in ("float8_e4m3", "float8_e5m2")},
 }
 
 
@@ -98,16 +89,17 @@ def packed_calls(quick: bool) -> Iterator[Program]:
     for name in usual if quick else PACKED:
         for dim in (64, 128) if quick or name not in usual else (16, 64, 100, 128, 256, 1024):
             for bag in (20,) if quick or dim not in (64, 128) else (1, 20):
-                shape = Shape(f"D{dim} {name} L{bag}", 4, 1_000_000, dim, 2048, bag)
-                yield pooled_lookup(triton, shape, PACKED[name])
-            yield row_lookup(shape, PACKED[name])
+                shape = Shape(f"D{dim} {name} L{bag}", 4, 1_000_000, dim, 2048, bag, packed=name)
+                yield pooled_lookup(triton, shape)
+            yield row_lookup(shape)
     if not quick:
-        weighted = Shape("D64 weighted int8", 4, 1_000_000, 64, 2048, 20, weighted=True)
-        yield pooled_lookup(triton, weighted, PACKED["int8"])
+        name = "D64 int8 weighted L20"
+        shape = Shape(name, 4, 1_000_000, 64, 2048, 20, weighted=True, packed="int8")
+        yield pooled_lookup(triton, shape)
 
 
-def pooled_lookup(module: ModuleType, shape: Shape, row_format: RowFormat | None = None) -> Program:
-    table, ids, lengths, weights = _batch(shape, row_format)
+def pooled_lookup(module: ModuleType, shape: Shape) -> Program:
+    table, ids, lengths, weights = _batch(shape)
 
     def function(table: Any, ids: Any, lengths: Any, weights: Any) -> Any:
         return module.pooled_lookup(table, ids, lengths, weights, shape.layout, shape.dtype)
@@ -119,8 +111,8 @@ def pooled_lookup(module: ModuleType, shape: Shape, row_format: RowFormat | None
     return Program(name, function, arguments, _shapes(table), temporaries=temporaries)
 
 
-def row_lookup(shape: Shape, row_format: RowFormat | None = None) -> Program:
-    table, ids, _, _ = _batch(shape, row_format)
+def row_lookup(shape: Shape) -> Program:
+    table, ids, _, _ = _batch(shape)
     name = f"triton row_lookup {shape.name}"
     return Program(name, triton.row_lookup, (table, ids), _shapes(table), temporaries=0)
 
@@ -252,13 +244,10 @@ def _shapes(tables: Any) -> frozenset[tuple[int, ...]]:
     return frozenset(x.shape for x in jax.tree.leaves(tables))
 
 
-def _batch(shape: Shape, row_format: RowFormat | None = None) -> tuple[Any, Any, Any, Any]:
-    """Return the table, ids, lengths and weights of a shape; rows of its type, or of a format."""
-    row_format = row_format or PlainRows(shape.dtype)
-    num_rows, dim = shape.table_shape
-    stored = jax.ShapeDtypeStruct((num_rows, row_format.width(dim)), row_format.dtype)
+def _batch(shape: Shape) -> tuple[Any, Any, Any, Any]:
+    """Return the table, ids, lengths and weights of a shape."""
     return (
-        as_table(stored, row_format, dim),
+        jax.eval_shape(shape.table),
         jax.ShapeDtypeStruct((shape.num_ids,), jnp.int32),
         jax.ShapeDtypeStruct((shape.layout.num_bags,), jnp.int32),
         jax.ShapeDtypeStruct((shape.num_ids,), jnp.float32) if shape.weighted else None,
