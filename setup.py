@@ -6,6 +6,7 @@ import glob
 import os
 import platform
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from setuptools import Extension, setup
@@ -24,6 +25,18 @@ class build_library(build_ext):
             super().run()
         except Exception as error:
             say(f"the native libraries were not built ({error})")
+
+    def build_extensions(self) -> None:
+        compile = self.compiler.compile
+
+        def compile_beside(sources: list[str], **settings: Any) -> list[str]:
+            with ThreadPoolExecutor(os.cpu_count()) as threads:
+                parts = threads.map(lambda source: compile([source], **settings), sources)
+                return [built for part in parts for built in part]
+
+        self.compiler.compile = compile_beside
+        self.parallel = True  # libraries, too
+        super().build_extensions()
 
     def build_extension(self, extension: Extension) -> None:
         try:
