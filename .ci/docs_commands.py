@@ -165,7 +165,7 @@ LEFT_OUT = {
     "python -m benchmarks.gpu.compile --quick --no-steps": CUDA,
     "python -m benchmarks.gpu.compile --only 'fused_update .* D128'": CUDA,
     "python -m benchmarks.gpu.mesh": CUDA,
-    "python -m benchmarks.gpu.mesh --exchange rows --topology 1x8x1 --routed": CUDA,
+    "python -m benchmarks.gpu.mesh --exchange rows --topology 1x8x1 --routed True": CUDA,
     "python -m pytest tests/plan/test_golden.py": "is run by .ci/run",
 }
 

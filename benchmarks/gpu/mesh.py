@@ -1,11 +1,13 @@
 """Compiles sharded training steps for several NVIDIA GPUs without one, and prints collectives.
 
-    python -m benchmarks.gpu.mesh [--exchange rows pooled bags] [--topology 1x8x1] [--routed]
+    python -m benchmarks.gpu.mesh [--exchange rows pooled bags] [--topology 1x8x1] [--routed True]
 
 A step has eight tables of 80,000 rows of 128 columns, 1,024 samples a device, 20 ids a bag,
 row-wise Adagrad, and a small dense part. For each collective of the scheduled program it prints the
 bytes of its result on a device, the devices of a group, and what the schedule runs between its
-start and its end: matrix products, kernels of jaxrec and other kernels.
+start and its end: matrix products, kernels of jaxrec and other kernels. Then it prints, for each
+step, the least time of its work on tables by the bytes that the program moves (see
+`benchmarks.gpu.roofline`), beside the planner's estimate at the same rates and at its own.
 
 docs/gpu.md says how to set this up. A run of all steps writes
 ``benchmarks/results/compiled_mesh.h200.md``.
@@ -14,7 +16,6 @@ docs/gpu.md says how to set this up. A run of all steps writes
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
 import pathlib
 import re
@@ -38,6 +39,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import jaxrec
 from benchmarks.gpu.cards import CARDS
+from benchmarks.gpu.roofline import data_sheet, shape_bytes, work_on_tables
 from jaxrec.embed.kernels import use_kernels
 from jaxrec.mesh.ahead import route_ahead, use_ahead
 
@@ -48,6 +50,11 @@ HEADER = (
     "| step | temporaries GB | collective | MB a device | devices of a group "
     "| between start and end: matrix products, our kernels, others |",
     "|---|---|---|---|---|---|",
+)
+ESTIMATE_HEADER = (
+    "| step | kernels | memory traffic MB | µs by bytes | planner's µs at the same rates | ratio "
+    "| planner's µs |",
+    "|---|---|---|---|---|---|---|",
 )
 
 
@@ -89,30 +96,33 @@ class Collective:
 
 def main(options: Options) -> None:
     warnings.filterwarnings("ignore", category=DeprecationWarning)
-    lines = []
+    lines: list[str] = []
+    estimates: list[str] = []
     print(*HEADER, sep="\n")
     for topology in options.topology:
         for exchange in options.exchange:
             for routed in (False, True) if options.routed is None else (options.routed,):
-                for line in report(exchange, topology, routed, options.kernels):
+                compiled = compile_step(exchange, topology, routed, options.kernels)
+                name = f"{exchange} {topology}{' routed' if routed else ''}"
+                for line in report(name, compiled):
                     lines.append(line)
                     print(line, flush=True)
+                estimates.append(estimate(name, exchange, topology, compiled.as_text()))
+    print("", *ESTIMATE_HEADER, *estimates, sep="\n")
     if options == Options():
         path = RESULTS / "compiled_mesh.h200.md"
         path.write_text(
             "# Sharded steps compiled for NVIDIA H200s\n\n"
             "Made by `python -m benchmarks.gpu.mesh` without a GPU, by JAX "
             f"{jax.__version__}. Nothing was timed; docs/gpu.md says what the figures mean.\n\n"
-            + "\n".join((*HEADER, *lines, ""))
+            + "\n".join((*HEADER, *lines, "", *ESTIMATE_HEADER, *estimates, ""))
         )
         print(path)
 
 
-def report(exchange: str, topology: str, routed: bool, kernels: tuple[str, ...]) -> Iterator[str]:
-    """Yield the lines of a step."""
-    compiled = compile_step(exchange, topology, routed, kernels)
+def report(name: str, compiled: Any) -> Iterator[str]:
+    """Yield the lines of a step's collectives."""
     gigabytes = compiled.memory_analysis().temp_size_in_bytes / 1e9
-    name = f"{exchange} {topology}{' routed' if routed else ''}"
     for each in collectives(compiled.as_text()):
         under = "no" if each.under is None else ", ".join(map(str, each.under))
         yield (
@@ -121,16 +131,42 @@ def report(exchange: str, topology: str, routed: bool, kernels: tuple[str, ...])
         )
 
 
+def estimate(name: str, exchange: str, topology: str, program: str) -> str:
+    """Return the line of a step's time by its bytes and by the planner."""
+    hosts, per_host = map(int, topology.split("x")[:2])
+    h200s = jaxrec.plan.Topology.named("h200", devices=hosts * per_host, devices_per_host=per_host)
+    ideal = data_sheet(h200s)
+    work = work_on_tables(program, ideal)
+    ids = {f"t{i}": jaxrec.plan.ParameterConstraints(pooling_factors=IDS) for i in range(TABLES)}
+    batch = h200s.num_devices * SAMPLES
+
+    def planned(machine: jaxrec.plan.Topology) -> float:
+        placed = plan(exchange, h200s.num_devices)
+        evaluated = jaxrec.plan.Planner(machine, ids).evaluate(configs(), placed, batch_size=batch)
+        assert evaluated.estimate is not None
+        return evaluated.estimate.seconds
+
+    same, own = planned(ideal), planned(h200s)
+    return (
+        f"| {name} | {work.kernels:.0f} | {work.memory / 1e6:.0f} | {1e6 * work.seconds:.0f} "
+        f"| {1e6 * same:.0f} | {same / work.seconds:.2f} | {1e6 * own:.0f} |"
+    )
+
+
+def configs() -> list[jaxrec.EmbeddingBagConfig]:
+    """Return the tables."""
+    optimizer = jaxrec.optim.rowwise_adagrad(0.01)
+    return [
+        jaxrec.EmbeddingBagConfig(f"t{i}", ROWS, DIM, feature_names=(f"f{i}",), optimizer=optimizer)
+        for i in range(TABLES)
+    ]
+
+
 class Model(nnx.Module):
     """Tables and a dense part of two layers."""
 
     def __init__(self, rngs: nnx.Rngs):
-        configs = [
-            jaxrec.EmbeddingBagConfig(f"t{i}", ROWS, DIM, feature_names=(f"f{i}",))
-            for i in range(TABLES)
-        ]
-        optimizer = jaxrec.optim.rowwise_adagrad(0.01)
-        self.tables = jaxrec.EmbeddingBagCollection(configs, optimizer=optimizer, rngs=rngs)
+        self.tables = jaxrec.EmbeddingBagCollection(configs(), rngs=rngs)
         self.hidden = nnx.Linear(TABLES * DIM, 1024, rngs=rngs)
         self.out = nnx.Linear(1024, 1, rngs=rngs)
 
@@ -235,15 +271,6 @@ def count_work(lines: list[str]) -> tuple[int, int, int]:
         elif re.search(r" (fusion|custom-call|sort|while|conditional)\(", line):
             others += 1
     return products, ours, others
-
-
-def shape_bytes(shape: str) -> int:
-    """Return the bytes of the arrays of a shape, such as "(f32[8,128]{1,0}, s32[4])"."""
-    sizes = {"pred": 1, "bf16": 2, "f16": 2, "f32": 4, "s32": 4, "u32": 4, "s8": 1, "u8": 1}
-    return sum(
-        sizes[kind] * math.prod(int(n) for n in dims.split(",") if n)
-        for kind, dims in re.findall(r"(\w+)\[([\d,]*)\]", shape)
-    )
 
 
 if __name__ == "__main__":

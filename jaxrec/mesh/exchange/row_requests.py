@@ -40,7 +40,9 @@ class RowRequests:
         slots = placed.slots(rows)
         runs = kernels.build_runs(slots, placed.num_slots)
         first_slots = jnp.arange(placed.num_devices + 1, dtype=jnp.int32) * placed.local_rows
-        bounds = jnp.searchsorted(runs.unique, first_slots).astype(jnp.int32)
+        # A loop would take three launches a turn on GPUs.
+        bounds = jnp.searchsorted(runs.unique, first_slots, method="scan_unrolled")
+        bounds = bounds.astype(jnp.int32)
         index = jnp.where(slots < placed.num_slots, runs.inverse, ABSENT)
         owners = jnp.minimum(slots // placed.local_rows, placed.num_devices - 1)
         return cls(runs.unique, index, owners, bounds[:-1], bounds[1:])
