@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +37,8 @@ from jaxrec.embed.sweep import sweep_rows
 from jaxrec.optim import RowOptimizer
 from jaxrec.optim.hyperparameter import Step, as_step
 from jaxrec.ragged import KeyedJaggedArray
+
+Store = TypeVar("Store", bound="Tables")
 
 # Number of elements of a table that are copied to the device at a time.
 _COPY_ELEMENTS = 1 << 24
@@ -261,6 +264,26 @@ class Tables(TableStore):
         array = self.rows[group.name]
         return copy_rows(array.stored if isinstance(array, PackedRows) else array, rows)
 
+    def write_stored(
+        self: Store, name: str, values: Shaped[Array | np.ndarray, "num_embeddings width"]
+    ) -> Store:
+        """Set the rows of a table to rows as they are stored, in place: the tables are donated.
+
+        Args:
+            name: Name of the table.
+            values: What `stored_rows` returned, of a table of the same format.
+
+        Raises:
+            KeyError: No table has that name.
+            ValueError: The rows have another shape.
+        """
+        group, rows = self._find(name)
+        array = self.rows[group.name]
+        stored = array.stored if isinstance(array, PackedRows) else array
+        stored = _write(stored, rows, values, f"table {name!r}, as it is stored,")
+        new = array.with_stored(stored) if isinstance(array, PackedRows) else stored
+        return dataclasses.replace(self, rows=self.rows | {group.name: new})
+
     def _config(self, name: str) -> TableConfig:
         group, index = self.layout.find(name)
         return group.tables[index]
@@ -359,8 +382,8 @@ def _write(array: TableArray, rows: slice, values: Array | np.ndarray, what: str
 
 @functools.partial(jax.jit, donate_argnums=0)
 def write_part(
-    array: Float[TableArray, "rows ..."], part: Float[Array, "n ..."], start: Int32[Array, ""]
-) -> Float[TableArray, "rows ..."]:
+    array: Shaped[TableArray, "rows ..."], part: Shaped[Array, "n ..."], start: Int32[Array, ""]
+) -> Shaped[TableArray, "rows ..."]:
     """Set consecutive rows from row ``start`` on, in place: the array is donated."""
     if isinstance(array, PackedRows):
         packed = array.row_format.pack(part)

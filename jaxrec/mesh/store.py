@@ -252,12 +252,16 @@ class MeshStore(TableStore):
         None where the rows are cut by columns, so that each part has a scale of its own.
         """
         config = self._config(name)
-        if len(list(self.layout.column_slices(name))) > 1:
+        slices = list(self.layout.column_slices(name))
+        if len(slices) > 1:
             return None
+        ((placed, _, shards),) = slices
+        array = stored(self.rows[placed.name])
         width = config.row_format.width(config.embedding_dim)
-        return self._read(
-            name, lambda placed: stored(self.rows[placed.name]), (config.num_embeddings, width)
-        )
+        whole = np.zeros((config.num_embeddings, width), array.dtype)
+        for start, stop, rows in read_shards(array, self.sharding(placed), placed, shards):
+            whole[start:stop] = rows
+        return jnp.asarray(whole)
 
     def write_stored(self: Store, name: str, rows: Array | np.ndarray) -> Store:
         """Set the rows of a table to rows as they are stored; the table is not cut by columns.

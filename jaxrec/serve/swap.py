@@ -6,7 +6,7 @@ import dataclasses
 import os
 import threading
 import weakref
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -14,12 +14,19 @@ from flax import nnx
 
 from jaxrec.embed.store import TableStore
 from jaxrec.embed.variables import dense_variables, plain, variables
+from jaxrec.mesh.tables import ShardedTables
+from jaxrec.serve.quantized.mesh_stores import (
+    Quantized,
+    gathered,
+    is_quantized_store,
+    row_formats,
+    spread,
+)
 from jaxrec.serve.quantized.model_copy import shared_copy
 from jaxrec.serve.quantized.paired_stores import paired_stores, quantized_stores
 from jaxrec.serve.quantized.pruned_tables import PrunedTables
 from jaxrec.serve.quantized.quantize import check_store
 from jaxrec.serve.quantized.quantized_store import quantized_store
-from jaxrec.serve.quantized.quantized_tables import QuantizedTables
 from jaxrec.serve.quantized.saved import is_quantized, restore_quantized
 from jaxrec.tier import Subscriber
 from jaxrec.train.checkpoint import restore
@@ -91,7 +98,8 @@ def swap_tables(
     Call it in any thread; two swaps run one after the other.
 
     Args:
-        model: The model that serves, of `quantize`.
+        model: The model that serves, of `quantize`, on one device or over a mesh. New rows for a
+            mesh lie on one device meanwhile, packed.
         source: Where the new variables come from: a float model over any devices, whose rows are
             packed; a quantized model with the same formats, whose rows are copied, and whose
             pruned ids replace those of the model; the directory of a model that
@@ -215,23 +223,31 @@ def _copy_beside(value: Any, old: Any) -> Any:
     """Return a copy of an array on the device of another; it may lie on all devices of a mesh."""
     if isinstance(value, jax.Array) and len(value.sharding.device_set) > 1:
         value = value.addressable_data(0)
-    return jnp.copy(jax.device_put(value, old.sharding) if isinstance(old, jax.Array) else value)
+    copy = jnp.copy(value)
+    return jax.device_put(copy, old.sharding) if isinstance(old, jax.Array) else copy
 
 
-def _staged_store(
-    store: QuantizedTables | PrunedTables, other: TableStore
-) -> QuantizedTables | PrunedTables:
-    """Return the rows of another store, in the formats of a quantized one."""
-    formats = {config.name: store.row_format(config.name) for config in store.configs}
-    if isinstance(other, QuantizedTables | PrunedTables):
+def _staged_store(store: Quantized, other: TableStore) -> Quantized:
+    """Return the rows of another store, in the formats and the places of a quantized one."""
+    formats = row_formats(store)
+    if is_quantized_store(other):
+        given = row_formats(cast(Quantized, other))
         for name, row_format in formats.items():
-            if (given := other.row_format(name)) != row_format:
+            if given[name] != row_format:
                 raise ValueError(
-                    f"table {name!r} is {given.name} in the source, but {row_format.name} in the "
-                    "model; quantize the source as the model was"
+                    f"table {name!r} is {given[name].name} in the source, but {row_format.name} in "
+                    "the model; quantize the source as the model was"
                 )
+        if isinstance(store, ShardedTables):
+            if (reason := other.refuse_shard()) is not None:
+                raise TypeError(reason)
+            return spread(other, store)
+        if isinstance(other, ShardedTables):
+            return gathered(other)
         return jax.tree.map(jnp.copy, other)
     check_store(other)
+    if isinstance(store, ShardedTables):
+        return spread(quantized_store(other, formats, {}), store)
     return quantized_store(
         other, formats, store.row_maps if isinstance(store, PrunedTables) else {}
     )

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import cast
 
 from flax import nnx
 
 from jaxrec.embed.store import TableStore
 from jaxrec.embed.taps import tapped_modules
-from jaxrec.serve.quantized.pruned_tables import PrunedTables
-from jaxrec.serve.quantized.quantized_tables import QuantizedTables
+from jaxrec.serve.quantized.mesh_stores import Quantized, is_quantized_store
 
 
 def stores(model: nnx.Module) -> dict[str, TableStore]:
@@ -17,32 +17,26 @@ def stores(model: nnx.Module) -> dict[str, TableStore]:
     return {path: module.tables.get_value() for path, module in tapped_modules(model).items()}
 
 
-def quantized_stores(model: nnx.Module) -> dict[str, QuantizedTables | PrunedTables]:
+def quantized_stores(model: nnx.Module) -> dict[str, Quantized]:
     """Return the quantized table stores of a model by the paths of their collections.
 
     Raises:
-        TypeError: A store is not quantized, or lies over a mesh.
+        TypeError: A store is not quantized.
     """
-    found: dict[str, QuantizedTables | PrunedTables] = {}
-    for path, store in stores(model).items():
-        if not isinstance(store, QuantizedTables | PrunedTables):
+    found = stores(model)
+    for store in found.values():
+        if not is_quantized_store(store):
             names = ", ".join(repr(config.name) for config in store.configs)
-            if any(config.inference_format is not None for config in store.configs):
-                raise TypeError(
-                    f"tables {names} are quantized and lie over a mesh; give the model that "
-                    "jaxrec.serve.quantize returned, before jaxrec.shard"
-                )
             raise TypeError(
                 f"tables {names} are not quantized; give the model that jaxrec.serve.quantize "
-                "returned"
+                "returned, on one device or over a mesh"
             )
-        found[path] = store
-    return found
+    return cast(dict[str, Quantized], found)
 
 
 def paired_stores(
     small: nnx.Module, other: nnx.Module
-) -> Iterator[tuple[str, QuantizedTables | PrunedTables, TableStore]]:
+) -> Iterator[tuple[str, Quantized, TableStore]]:
     """Iterate over the collections of a quantized model: the path, its store, and the other's.
 
     Raises:

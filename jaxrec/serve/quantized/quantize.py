@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,7 @@ from jaxtyping import DTypeLike
 from jaxrec.embed.collection import Collection
 from jaxrec.embed.store import TableStore
 from jaxrec.embed.taps import TappedModule, tapped_modules
+from jaxrec.serve.quantized.mesh_stores import copy_to_one_device
 from jaxrec.serve.quantized.pruning import Pruning
 from jaxrec.serve.quantized.quantized_store import quantized_store
 from jaxrec.serve.quantized.row_formats import table_formats
@@ -159,17 +160,5 @@ def _copy_without_tables(model: Model, modules: Mapping[str, TappedModule]) -> M
     finally:
         for path, module in modules.items():
             module.tables.set_value(stores[path])
-    nnx.update(copy, jax.tree.map(_copy_to_one_device, nnx.state(copy)))
+    nnx.update(copy, jax.tree.map(copy_to_one_device, nnx.state(copy)))
     return copy
-
-
-def _copy_to_one_device(array: Any) -> Any:
-    """Return a copy of an array, so that a donated step of the model leaves it alone.
-
-    An array that is replicated over a mesh is copied to one of this process's devices.
-    """
-    if not isinstance(array, jax.Array):
-        return array
-    if len(array.sharding.device_set) > 1:
-        array = jax.device_put(array.addressable_data(0), jax.local_devices()[0])
-    return jnp.copy(array)

@@ -20,6 +20,7 @@ from jaxrec.embed.formats import FORMATS
 from jaxrec.embed.store import TableStore
 from jaxrec.embed.taps import tapped_modules
 from jaxrec.embed.variables import variables
+from jaxrec.serve.quantized.mesh_stores import on_one_device, row_formats
 from jaxrec.serve.quantized.model_copy import shared_copy
 from jaxrec.serve.quantized.paired_stores import quantized_stores
 from jaxrec.serve.quantized.pruned_tables import PrunedTables
@@ -73,12 +74,14 @@ def save_quantized(model: nnx.Module, directory: str | os.PathLike[str], *, step
     ``STEP``. An older checkpoint of the directory is deleted when the new one is complete.
 
     Args:
-        model: What `quantize` returned.
+        model: What `quantize` returned, on one device or over a mesh. Tables over a mesh are saved
+            as on one device, on which they lie meanwhile.
         directory: The directory, which is made if it is missing.
         step: Number of training steps of the model.
 
     Raises:
-        TypeError: A table is not quantized.
+        TypeError: A table is not quantized; or it lies over a mesh and is cut by columns, or there
+            are several processes.
         FileExistsError: The directory has checkpoints of something else, such as of training.
         OSError: A file cannot be written.
 
@@ -92,6 +95,8 @@ def save_quantized(model: nnx.Module, directory: str | os.PathLike[str], *, step
         >>> bool((again.table("user") == small.table("user")).all())
         True
     """
+    quantized_stores(model)
+    model = on_one_device(model)
     directory = pathlib.Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     if checkpoint.all_steps(directory) and not is_quantized(directory):
@@ -166,8 +171,9 @@ def _description(model: nnx.Module) -> dict[str, Any]:
     modules = tapped_modules(model)
     for path, store in quantized_stores(model).items():
         maps = store.row_maps if isinstance(store, PrunedTables) else {}
+        formats = row_formats(store)
         tables = {
-            config.name: {"format": store.row_format(config.name).name}
+            config.name: {"format": formats[config.name].name}
             | ({"rows": maps[config.name].num_rows} if config.name in maps else {})
             for config in store.configs
         }

@@ -10,11 +10,14 @@ from typing import Any, TypeAlias
 import jax
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 
+from jaxrec.mesh import shard_batch
+from jaxrec.mesh.store import MeshStore
 from jaxrec.metrics import NormalizedEntropy, auc
 from jaxrec.plan.formatting import format_bytes
 from jaxrec.serve.quantized.model_copy import shared_copy
-from jaxrec.serve.quantized.paired_stores import paired_stores
+from jaxrec.serve.quantized.paired_stores import paired_stores, stores
 from jaxrec.serve.reports.quality_plot import draw
 from jaxrec.serve.reports.table_quality import TableQuality, table_quality
 
@@ -103,15 +106,18 @@ def quality(
     batches.
 
     Args:
-        model: The model. Predictions need its tables on one device.
-        small: What `quantize` returned for it.
-        batches: Labelled batches, such as held-out ones; None: the report has no scores.
+        model: The model, on one device or over a mesh.
+        small: What `quantize` returned for it, on one device or over a mesh.
+        batches: Labelled batches on the host, such as held-out ones; None: the report has no
+            scores. They are put on the mesh of a model whose tables lie there, and have a multiple
+            of its devices of samples then.
         predict: Function of a model and a batch that returns logits, labels and, optionally, sample
             weights, each ``[batch]``; it is compiled. None: batches are pairs of features and
             labels, and the logits are ``model(features)``.
 
     Raises:
-        TypeError: ``small`` has tables that are not quantized.
+        TypeError: ``small`` has tables that are not quantized; or there are batches, and tables lie
+            over several processes.
         ValueError: The models have different tables; there are batches but no samples of a weight
             above 0; or a logit is NaN, such as of an id outside of its table.
 
@@ -160,7 +166,23 @@ def _program(model: nnx.Module, predict: Predict) -> Callable[[Any], Any]:
     copy.eval()
     graph, variables = nnx.split(copy)
     run = jax.jit(lambda variables, batch: predict(nnx.merge(graph, variables), batch))
-    return lambda batch: run(variables, batch)
+    mesh = _mesh(model)
+    if mesh is None:
+        return lambda batch: run(variables, batch)
+    return lambda batch: run(variables, shard_batch(batch, mesh))
+
+
+def _mesh(model: nnx.Module) -> Mesh | None:
+    """Return the mesh of a model's tables, None on one device."""
+    for store in stores(model).values():
+        if isinstance(store.placed, MeshStore):
+            if jax.process_count() > 1:
+                raise TypeError(
+                    "the tables lie over several processes; predict by each model yourself, or "
+                    "leave the batches out"
+                )
+            return store.placed.mesh
+    return None
 
 
 def _columns(outputs: tuple[Any, ...]) -> list[np.ndarray]:

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrec.embed.store import TableStore
+from jaxrec.serve.quantized.mesh_stores import Quantized, row_formats, stored_bytes
 from jaxrec.serve.quantized.packing import table_parts
 from jaxrec.serve.quantized.pruned_tables import PrunedTables
-from jaxrec.serve.quantized.quantized_tables import QuantizedTables
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,9 +51,7 @@ class TableQuality:
         return self.largest_error / self.rms if self.rms else 0.0
 
 
-def table_quality(
-    before: TableStore, after: QuantizedTables | PrunedTables, name: str
-) -> TableQuality:
+def table_quality(before: TableStore, after: Quantized, name: str) -> TableQuality:
     """Compare a table with its quantized copy, in parts.
 
     Args:
@@ -78,12 +76,12 @@ def table_quality(
     count = config.num_embeddings * config.embedding_dim
     return TableQuality(
         name=name,
-        dtype=after.row_format(name).name,
+        dtype=row_formats(after)[name].name,
         rows=config.num_embeddings,
         columns=config.embedding_dim,
         pruned_rows=0 if row_map is None else row_map.num_ids - row_map.num_rows,
         bytes_before=count * jnp.dtype(config.dtype).itemsize,
-        bytes_after=after.num_bytes(name),
+        bytes_after=stored_bytes(after, name),
         rms=(squares / count) ** 0.5,
         rms_error=(error_squares / count) ** 0.5,
         largest_error=largest,
