@@ -164,8 +164,14 @@ def _copied(model: Model) -> Model:
     """Return a copy of a model with arrays of its own."""
     copy = shared_copy(model)
     for variable in variables(copy).values():
-        variable.set_value(jax.tree.map(jnp.copy, variable.get_value()))
+        variable.set_value(jax.tree.map(_copied_array, variable.get_value()))
     return copy
+
+
+def _copied_array(array: Any) -> Any:
+    """Return a copy of an array with the same sharding, to the spelling of its axes."""
+    copy = jnp.copy(array)
+    return jax.device_put(copy, array.sharding) if isinstance(array, jax.Array) else copy
 
 
 def _swap_versions(model: nnx.Module, subscriber: Subscriber) -> int:

@@ -189,7 +189,11 @@ def test_a_function_makes_a_quantized_model():
     ("use", "kind", "message"),
     [
         (lambda model: quantize(sharded(model)), ValueError, r"quantized already \(int8\)"),
-        (lambda model: save_quantized(sharded(model), "x"), TypeError, "'column_wise' is cut by columns"),
+        (
+            lambda model: save_quantized(sharded(model), "x"),
+            TypeError,
+            "'column_wise' is cut by columns",
+        ),
         (
             lambda model: jaxrec.shard(lambda: model, CACHES, make_mesh()),
             TypeError,

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import pathlib
 
 import jax
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 
@@ -27,6 +29,7 @@ from jaxrec.serve import (
     snapshot,
     swap_tables,
 )
+from jaxrec.train import checkpoint
 
 DIM, BATCH = 8, 16
 WHOLE = {
@@ -94,10 +97,17 @@ def test_a_saved_model_has_the_same_bytes(tmp_path):
     np.testing.assert_array_equal(scores(sharded(again)), before)
 
 
+def saved_checkpoint(path: pathlib.Path) -> pathlib.Path:
+    model = Ranker(1)
+    checkpoint.save(path, model, jaxrec.Optimizer(model, optax.sgd(0.1)))
+    return path
+
+
 SOURCES = {
     "float model": lambda path: Ranker(1),
     "float model over the mesh": lambda path: sharded(lambda: Ranker(1)),
     "quantized model over the mesh": lambda path: sharded(quantize(Ranker(1), "int4")),
+    "checkpoint": saved_checkpoint,
     "saved model": lambda path: (save_quantized(quantize(Ranker(1), "int4"), path), path)[1],
 }
 
