@@ -15,7 +15,9 @@ from jaxrec.train.step import CompiledStep as CompiledStep
 from jaxrec.train.step import compile_step as compile_step
 from jaxrec.train.tables import export_table as export_table
 from jaxrec.train.tables import import_table as import_table
-from jaxrec.train.tables import load_torchrec as load_torchrec
+from jaxrec.train.torchrec import load_torchrec as load_torchrec
+from jaxrec.train.torchrec import save_torchrec as save_torchrec
+from jaxrec.train.torchrec import torchrec_layers as torchrec_layers
 from jaxrec.train.trainer import Callback as Callback
 from jaxrec.train.trainer import NotFiniteError as NotFiniteError
 from jaxrec.train.trainer import StepResult as StepResult

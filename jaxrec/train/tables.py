@@ -1,18 +1,16 @@
-"""Export and import of single tables: npy, Parquet and TorchRec's state dicts."""
+"""Export and import of single tables: npy and Parquet."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import pathlib
-import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
-from flax import nnx
 from jaxtyping import Array
 
 from jaxrec.atomic import write_atomically
@@ -24,9 +22,6 @@ from jaxrec.train.checkpoint import CheckpointError
 _ROWS = 1 << 16
 
 _ROW, _EMBEDDING = "row", "embedding"
-
-# Names of tables in state dicts of TorchRec's EmbeddingBagCollection and EmbeddingCollection.
-_TORCHREC = re.compile(r"(?:.*\.)?(?:embedding_bags|embeddings)\.(?P<table>.+)\.weight")
 
 Collection = EmbeddingBagCollection | EmbeddingCollection
 
@@ -215,84 +210,6 @@ def _embeddings(
         place = values.is_null().index(True).as_py() // width
         raise ValueError(f"{path}: the embedding of row {numbers[place]} has nulls")
     return values.to_numpy().reshape(-1, width)
-
-
-def load_torchrec(model: nnx.Module, path: str | os.PathLike[str]) -> list[str]:
-    """Set the tables of a model from a TorchRec ``state_dict``, by their names.
-
-    Save the unsharded model by ``safetensors.torch.save_file(model.state_dict(), path)``, or its
-    arrays as an npz file. The entry of a table is ``....embedding_bags.NAME.weight`` or
-    ``....embeddings.NAME.weight``. If several entries name the table, the entry whose path is the
-    collection's path in the model is read. Tables are read one at a time.
-
-    Args:
-        model: The model.
-        path: File ``.safetensors`` (needs the extra ``jaxrec[torchrec]``) or ``.npz``.
-
-    Returns:
-        Names of the unused entries, such as those of dense layers.
-
-    Raises:
-        CheckpointError: A table of the model is missing in the file, ambiguous, or has another
-            shape.
-        ImportError: safetensors is not installed.
-        OSError: The file cannot be read.
-    """
-    collections = {
-        ".".join(map(str, where)): module
-        for where, module in nnx.iter_modules(model)
-        if isinstance(module, Collection)
-    }
-    path = pathlib.Path(path)
-    with _state_dict(path) as (names, read):
-        by_table: dict[str, list[str]] = {}
-        for name in names:
-            if match := _TORCHREC.fullmatch(name):
-                by_table.setdefault(match["table"], []).append(name)
-        chosen = {
-            (where, config.name): _choose(by_table.get(config.name, []), where, config.name, path)
-            for where, collection in collections.items()
-            for config in collection.configs
-        }
-        for (where, table), name in chosen.items():
-            _load(collections[where], table, read(name), f"{path}, {name}")
-    return sorted(set(names) - set(chosen.values()))
-
-
-def _choose(names: list[str], where: str, table: str, path: pathlib.Path) -> str:
-    exact = [name for name in names if name.rsplit(f".{table}.weight")[0].startswith(f"{where}.")]
-    found = exact if len(names) > 1 else names
-    if len(found) != 1:
-        raise CheckpointError(
-            f"{path}: table {table!r} of the model's {where or 'collection'} is "
-            + (f"there {len(names)} times: {', '.join(names)}" if names else "not there")
-        )
-    return found[0]
-
-
-@contextlib.contextmanager
-def _state_dict(
-    path: pathlib.Path,
-) -> Iterator[tuple[list[str], Callable[[str], Array | np.ndarray]]]:
-    """Yield the names of the arrays in a file, and a function that reads one."""
-    if path.suffix == ".npz":
-        with np.load(path, allow_pickle=False) as arrays:
-            mapping: Mapping[str, np.ndarray] = arrays
-            yield list(arrays), lambda name: mapping[name]
-        return
-    if path.suffix != ".safetensors":
-        raise CheckpointError(f"{path}: a state dict is read from .safetensors or .npz")
-    try:
-        import safetensors
-    except ImportError:
-        raise ImportError(
-            "reading .safetensors needs safetensors: pip install 'jaxrec[torchrec]'"
-        ) from None
-    try:
-        with safetensors.safe_open(path, framework="flax") as file:
-            yield list(file.keys()), file.get_tensor
-    except safetensors.SafetensorError as error:
-        raise CheckpointError(f"{path}: it cannot be read ({error})") from None
 
 
 def _load(collection: Collection, name: str, rows: Array | np.ndarray, where: str) -> None:

@@ -126,8 +126,8 @@ def test_files_that_are_none(tmp_path):
     (tmp_path / "x.safetensors").write_bytes(b"x" * 100)
     with pytest.raises(CheckpointError, match="cannot be read"):
         load_torchrec(Model(), tmp_path / "x.safetensors")
-    with pytest.raises(CheckpointError, match=r"from \.safetensors or \.npz"):
-        load_torchrec(Model(), tmp_path / "x.pt")
+    with pytest.raises(CheckpointError, match=r"is read from \.safetensors, \.npz, \.pt"):
+        load_torchrec(Model(), tmp_path / "x.csv")
     for function in (export_table, import_table):
         with pytest.raises(ValueError, match=r"\.npy or \.parquet, got user\.csv"):
             function(Model().bags, "user", tmp_path / "user.csv")

@@ -1,0 +1,255 @@
+"""Tables, dense layers and optimizer state of a model from TorchRec's files."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pathlib
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jaxrec.embed.variables import value_like
+from jaxrec.train.checkpoint import CheckpointError
+from jaxrec.train.torchrec.files import StateDict, open_state_dict
+from jaxrec.train.torchrec.layers import Collection, DenseArray, Layers, dense_arrays, dotted
+from jaxrec.train.torchrec.states import counters, dense_states, table_state_names
+
+# Names of tables in state dicts of TorchRec's EmbeddingBagCollection and EmbeddingCollection.
+_TABLE = re.compile(r"(?:.*\.)?(?:embedding_bags|embeddings)\.(?P<table>.+)\.weight")
+
+
+def load_torchrec(
+    model: nnx.Module,
+    path: str | os.PathLike[str],
+    *,
+    layers: Layers | None = None,
+    optimizer: nnx.Optimizer | None = None,
+) -> list[str]:
+    """Set a model from a TorchRec ``state_dict``: tables, dense layers and optimizer state.
+
+    Tables are found by their names: the entry of a table is ``....embedding_bags.NAME.weight`` or
+    ``....embeddings.NAME.weight``. If several entries name the table, the entry whose path is the
+    collection's path in the model is read. Dense layers are found by ``layers``, kernels transposed
+    from PyTorch's order. Arrays are read one at a time, and all names and shapes are compared
+    before the first one is set. PyTorch is not needed; pickles are read without running their code.
+
+    Args:
+        model: The model, on one device or on a mesh.
+        path: One of
+
+            - a file ``.safetensors`` (needs the extra ``jaxrec[torchrec]``) or ``.npz``;
+            - a file of `torch.save` (``.pt``, ``.pth``, ``.bin``) with nested dictionaries of
+              tensors, such as ``{"model": model.state_dict(), "optim": optimizer.state_dict()}``;
+            - a directory of `torch.distributed.checkpoint`, whatever its sharding.
+        layers: Paths in the model to beginnings of names in the file, such as
+            ``{"over": "over_arch.model.1"}``, or ``jaxrec.train.torchrec_layers(model)``. None:
+            dense layers are left alone.
+        optimizer: The model's optimizer. With it, the state of row optimizers is read
+            (``....state.....NAME.weight.NAME.momentum1`` and the like), that of optax for the
+            layers in ``layers`` (``exp_avg``, ``exp_avg_sq``, ``square_avg``, ``momentum_buffer``,
+            ``sum``), and the number of updates, where a layer has a ``step``. None: state is left
+            alone.
+
+    Returns:
+        Names of the unused entries.
+
+    Raises:
+        CheckpointError: An entry is missing in the file, ambiguous, or has another shape; or the
+            file cannot be read.
+        KeyError: ``layers`` names what the model does not have.
+        ImportError: safetensors is not installed.
+        OSError: The file cannot be read.
+    """
+    path = pathlib.Path(path)
+    dense = dense_arrays(model, layers or {})
+    with open_state_dict(path) as state:
+        names = _Names(state)
+        tables = {
+            (where, config.name): names.table(where, config.name)
+            for where, collection in _collections(model).items()
+            for config in collection.configs
+        }
+        entries = [_Entry(array, array.variable, names.find(array.name)) for array in dense]
+        of_tables: dict[tuple[str, str], dict[str, str]] = {}
+        steps: list[str] = []
+        if optimizer is not None:
+            of_tables = _state_entries(model, tables, names)
+            for array, variable, keys in dense_states(optimizer, dense):
+                entries.append(_Entry(array, variable, names.state(array.name, keys)))
+            steps = [name for array in dense for name in names.states(array.name, ("step",))]
+        _load_dense(state, entries)
+        collections = _collections(model)
+        for (where, table), name in tables.items():
+            _load_table(collections[where], table, state, name)
+        for (where, table), found in of_tables.items():
+            _load_state(collections[where], table, state, found)
+        if optimizer is not None and steps:
+            _load_step(optimizer, state, steps)
+    used = {*tables.values(), *steps, *(entry.name for entry in entries)}
+    used |= {name for found in of_tables.values() for name in found.values()}
+    return sorted(set(state.names) - used)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Entry:
+    """A dense variable of a model or an optimizer, and its name in the file."""
+
+    array: DenseArray
+    variable: nnx.Variable
+    name: str
+
+
+class _Names:
+    """The names of a file, and which of them are meant."""
+
+    def __init__(self, state: StateDict) -> None:
+        self._state = state
+        self._by_table: dict[str, list[str]] = {}
+        for name in state.names:
+            if match := _TABLE.fullmatch(name):
+                self._by_table.setdefault(match["table"], []).append(name)
+
+    def table(self, where: str, table: str) -> str:
+        """Return the entry of a table of the collection at a path."""
+        found = self._by_table.get(table, [])
+        if len(found) > 1:
+            begins = [n for n in found if n.rsplit(f".{table}.weight")[0].startswith(f"{where}.")]
+            found = begins if len(begins) == 1 else found
+        if len(found) != 1:
+            raise CheckpointError(
+                f"{self._state.path}: table {table!r} of the model's {where or 'collection'} is "
+                + (f"there {len(found)} times: {', '.join(found)}" if found else "not there")
+            )
+        return found[0]
+
+    def find(self, name: str) -> str:
+        """Return the entry of a name, or the only one that ends so."""
+        if name in self._state.names:
+            return name
+        found = [
+            each
+            for each in self._state.names
+            if each.endswith(f".{name}") and not _is_state(each, name)
+        ]
+        return self._only(found, name)
+
+    def states(self, name: str, keys: Sequence[str]) -> list[str]:
+        """Return the optimizer's entries of a parameter."""
+        pattern = re.compile(
+            rf"(?:.*\.)?state\.(?:.*\.)?{re.escape(name)}\.(?:.*\.)?(?:{'|'.join(keys)})"
+        )
+        return [each for each in self._state.names if pattern.fullmatch(each)]
+
+    def state(self, name: str, keys: Sequence[str]) -> str:
+        """Return the optimizer's entry of a parameter."""
+        return self._only(self.states(name, keys), f"state.{name}.{' or '.join(keys)}")
+
+    def _only(self, found: list[str], name: str) -> str:
+        if len(found) != 1:
+            there = f"there {len(found)} times: {', '.join(found)}" if found else "not there"
+            raise CheckpointError(f"{self._state.path}: {name} is {there}")
+        return found[0]
+
+
+def _is_state(name: str, suffix: str) -> bool:
+    return ".state." in f".{name.removesuffix(suffix)}"
+
+
+def _collections(model: nnx.Module) -> dict[str, Collection]:
+    return {
+        dotted(where): module
+        for where, module in nnx.iter_modules(model)
+        if isinstance(module, Collection)
+    }
+
+
+def _state_entries(
+    model: nnx.Module, tables: dict[tuple[str, str], str], names: _Names
+) -> dict[tuple[str, str], dict[str, str]]:
+    """Return the entries of the row optimizers' state, by table and name of the state."""
+    collections = _collections(model)
+    found: dict[tuple[str, str], dict[str, str]] = {}
+    for where, table in tables:
+        store = collections[where].tables.get_value()
+        kept = list(store.checkpoint_shapes(table).state)
+        for state in kept:
+            keys = table_state_names(kept, state)
+            if not keys:
+                raise CheckpointError(
+                    f"table {table!r}: its optimizer keeps {state!r}, which TorchRec does not "
+                    "have; load without optimizer="
+                )
+            name = tables[where, table]
+            # The optimizer may have seen the model under another name.
+            kind = "embedding_bags" if ".embedding_bags." in f".{name}" else "embeddings"
+            endings = (name, name.removeprefix("model."), f"{kind}.{table}.weight")
+            ending = next((each for each in endings if names.states(each, keys)), endings[1])
+            found.setdefault((where, table), {})[state] = names.state(ending, keys)
+    return found
+
+
+def _load_dense(state: StateDict, entries: list[_Entry]) -> None:
+    """Set dense variables, after all shapes have been compared."""
+    values = []
+    for entry in entries:
+        old = entry.variable.get_value()
+        array = np.asarray(state.read(entry.name))
+        wanted = tuple(old.shape)
+        # TorchRec's cross nets have biases [n, 1].
+        is_column = array.ndim == 2 and array.shape[1] == 1 and wanted == array.shape[:1]
+        new = array.reshape(wanted) if is_column else entry.array.from_torch(array)
+        if new.shape != wanted:
+            raise CheckpointError(
+                f"{state.path}: {entry.name} has shape {tuple(array.shape)}, but "
+                f"{dotted(entry.array.path)} has {wanted}"
+            )
+        values.append(value_like(new, old))
+    for entry, value in zip(entries, values, strict=True):
+        entry.variable.set_value(value)
+
+
+def _load_table(collection: Collection, table: str, state: StateDict, name: str) -> None:
+    rows = state.read(name)
+    wanted = collection.table(table).shape
+    if tuple(rows.shape) != tuple(wanted):
+        raise CheckpointError(
+            f"{state.path}, {name}: table {table!r} has shape {tuple(wanted)}, the file's "
+            f"{tuple(rows.shape)}"
+        )
+    collection.load_table(table, rows)
+
+
+def _load_state(
+    collection: Collection, table: str, state: StateDict, entries: dict[str, str]
+) -> None:
+    old = collection.table_state(table)
+    new: dict[str, Any] = {}
+    for key, name in entries.items():
+        array = np.asarray(state.read(name))
+        if array.shape == (*old[key].shape, 1):  # one number a row
+            array = array[..., 0]
+        if array.shape != old[key].shape:
+            raise CheckpointError(
+                f"{state.path}, {name}: {key} of table {table!r} has shape {old[key].shape}, the "
+                f"file's {array.shape}"
+            )
+        new[key] = array.astype(np.float32)
+    collection.load_table_state(table, new)
+
+
+def _load_step(optimizer: nnx.Optimizer, state: StateDict, names: list[str]) -> None:
+    """Set the number of updates."""
+    numbers = {int(np.asarray(state.read(name)).reshape(-1)[0]) for name in names}
+    if len(numbers) > 1:
+        raise CheckpointError(f"{state.path}: layers had different numbers of steps: {numbers}")
+    (number,) = numbers
+    for variable in counters(optimizer):
+        old = variable.get_value()
+        new = jnp.asarray(number, old.dtype)
+        variable.set_value(jax.device_put(new, old.sharding))
