@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import pathlib
+import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -28,11 +29,13 @@ class StateDict:
         path: The file, or the directory of a distributed checkpoint.
         names: Names of the arrays.
         read: Function that reads an array.
+        shape: Function that returns the shape of an array, without reading it.
     """
 
     path: pathlib.Path
     names: Sequence[str]
     read: Read
+    shape: Callable[[str], tuple[int, ...]]
 
 
 @contextlib.contextmanager
@@ -49,7 +52,9 @@ def open_state_dict(path: pathlib.Path) -> Iterator[StateDict]:
     elif path.suffix == ".npz":
         with np.load(path, allow_pickle=False) as arrays:
             mapping: Mapping[str, np.ndarray] = arrays
-            yield StateDict(path, list(arrays), lambda name: mapping[name])
+            yield StateDict(
+                path, list(arrays), lambda name: mapping[name], lambda name: _npy_shape(path, name)
+            )
     elif path.suffix == ".safetensors":
         with _safetensors(path) as state:
             yield state
@@ -57,7 +62,12 @@ def open_state_dict(path: pathlib.Path) -> Iterator[StateDict]:
         file = TensorFile(path, str(path))
         with contextlib.closing(file):
             tensors = dict(_flat("", file.value))
-            yield StateDict(path, list(tensors), lambda name: _read(file, tensors[name]))
+            yield StateDict(
+                path,
+                list(tensors),
+                lambda name: _read(file, tensors[name]),
+                lambda name: tuple(getattr(tensors[name], "shape", ())),
+            )
     else:
         raise CheckpointError(
             f"{path}: a state dict is read from .safetensors, .npz, {', '.join(TORCH_SUFFIXES)}, "
@@ -75,9 +85,24 @@ def _safetensors(path: pathlib.Path) -> Iterator[StateDict]:
         ) from None
     try:
         with safetensors.safe_open(path, framework="flax") as file:
-            yield StateDict(path, list(file.keys()), file.get_tensor)
+            yield StateDict(
+                path,
+                list(file.keys()),
+                file.get_tensor,
+                lambda name: tuple(file.get_slice(name).get_shape()),
+            )
     except safetensors.SafetensorError as error:
         raise CheckpointError(f"{path}: it cannot be read ({error})") from None
+
+
+def _npy_shape(path: pathlib.Path, name: str) -> tuple[int, ...]:
+    with zipfile.ZipFile(path) as archive, archive.open(f"{name}.npy") as file:
+        version = np.lib.format.read_magic(file)
+        is_first = version == (1, 0)
+        read = (
+            np.lib.format.read_array_header_1_0 if is_first else np.lib.format.read_array_header_2_0
+        )
+        return read(file)[0]
 
 
 def _flat(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
@@ -124,7 +149,7 @@ def _distributed(path: pathlib.Path) -> StateDict:
             raise CheckpointError(f"{path}: shards of {name} are missing")
         return whole
 
-    return StateDict(path, list(shapes), read)
+    return StateDict(path, list(shapes), read, lambda name: shapes[name])
 
 
 def _shard(path: pathlib.Path, info: Record) -> np.ndarray:

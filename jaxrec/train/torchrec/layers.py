@@ -11,14 +11,24 @@ from flax import nnx
 from jaxtyping import Shaped
 
 from jaxrec.embed import EmbeddingBagCollection, EmbeddingCollection
-from jaxrec.nn import DLRM, DLRM_DCN, SimpleDeepFMNN
+from jaxrec.nn import (
+    DLRM,
+    DLRM_DCN,
+    MLP,
+    CrossNet,
+    DLRM_Projection,
+    InteractionProjectionArch,
+    LowRankCrossNet,
+    Perceptron,
+    SimpleDeepFMNN,
+    SwishLayerNorm,
+    VectorCrossNet,
+)
 
 Path: TypeAlias = tuple[Any, ...]
 Layers: TypeAlias = Mapping[str, str]
 
 Collection = EmbeddingBagCollection | EmbeddingCollection
-
-_DLRM_COLLECTION = "sparse_arch.embedding_bag_collection"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,21 +40,35 @@ class DenseArray:
         variable: The variable.
         name: Name of the array of PyTorch.
         order: Axes of PyTorch's array in the order of the variable's; None: they are the same.
+        is_column: Whether PyTorch has ``[n, 1]`` where the variable has ``[n]``.
     """
 
     path: Path
     variable: nnx.Variable
     name: str
     order: tuple[int, ...] | None = None
+    is_column: bool = False
+
+    @property
+    def torch_shape(self) -> tuple[int, ...]:
+        """Shape of PyTorch's array."""
+        shape = self.variable.get_value().shape
+        if self.is_column:
+            return (*shape, 1)
+        return shape if self.order is None else tuple(shape[i] for i in np.argsort(self.order))
 
     def from_torch(self, array: Any) -> Shaped[np.ndarray, "..."]:
         """Return an array of PyTorch in the variable's order of axes."""
         array = np.asarray(array)
+        if self.is_column:
+            return array[:, 0]
         return array if self.order is None else array.transpose(self.order)
 
     def to_torch(self, array: Any) -> Shaped[np.ndarray, "..."]:
         """Return an array in PyTorch's order of axes."""
         array = np.asarray(array)
+        if self.is_column:
+            return array[:, None]
         if self.order is None:
             return array
         return np.ascontiguousarray(array.transpose(np.argsort(self.order)))
@@ -71,32 +95,34 @@ def torchrec_layers(model: nnx.Module) -> dict[str, str]:
     """Return the names that a model's dense layers and collections have in TorchRec.
 
     For the argument ``layers`` of `load_torchrec` and `save_torchrec`: paths in the model to the
-    beginnings of names in a state dict. The layers of `jaxrec.nn.DLRM`, `DLRM_DCN` and
-    `SimpleDeepFMNN` have the names of TorchRec's models. Every other layer has its path in the
-    model, as a model has that names its layers in Flax as in PyTorch; change what differs.
+    beginnings of names in a state dict. The models and modules of `jaxrec.nn` that TorchRec has,
+    too, have TorchRec's names. Every other layer has its path in the model, as a model has that
+    names its layers in Flax as in PyTorch; change what differs.
 
     Args:
         model: The model.
 
     Example:
+        >>> import jaxrec
         >>> class Ranker(nnx.Module):
         ...     def __init__(self, rngs):
+        ...         self.bottom = jaxrec.nn.MLP(3, (4,), rngs=rngs)
         ...         self.over = nnx.Linear(4, 1, rngs=rngs)
         >>> torchrec_layers(Ranker(nnx.Rngs(0)))
-        {'over': 'over'}
+        {'bottom.layers.0': 'bottom._mlp.0._linear', 'over': 'over'}
     """
+    modules = {path: module for path, module in nnx.iter_modules(model)}
     layers: dict[str, str] = {}
-    covered: list[Path] = []
-    for path, module in nnx.iter_modules(model):
-        for kind, names in _MODELS.items():
-            if type(module) is kind:
-                prefix = "".join(f"{part}." for part in path)
-                layers |= {prefix + ours: prefix + theirs for ours, theirs in names(module)}
-                covered.append(path)
-    for path, module in nnx.iter_modules(model):
-        if any(path[: len(each)] == each for each in covered):
-            continue
-        if isinstance(module, Collection) or _own_variables(module):
+    # The names of an outer module come before those of its parts.
+    for path in sorted(modules, key=len):
+        prefix = f"{dotted(path)}." if path else ""
+        names = _MODELS.get(type(modules[path]))
+        for ours, theirs in names(modules[path]) if names is not None else ():
+            layers.setdefault(prefix + ours, prefix + theirs)
+    for path, module in modules.items():
+        own = [dotted((*path, name)) for name in _own_variables(module)]
+        has_names = dotted(path) in layers or any(name in layers for name in own)
+        if not has_names and (own or isinstance(module, Collection)):
             layers[dotted(path)] = dotted(path)
     return layers
 
@@ -113,29 +139,38 @@ def dense_arrays(model: nnx.Module, layers: Layers) -> list[DenseArray]:
         KeyError: The model has no layer or variable of a path.
     """
     modules = {dotted(path): (path, module) for path, module in nnx.iter_modules(model)}
+    single = {
+        dotted(path): (path, variable)
+        for path, variable in nnx.to_flat_state(nnx.state(model, (nnx.Param, nnx.BatchStat)))
+    }
+    with_columns = [
+        f"{path}." if path else ""
+        for path, (_, module) in modules.items()
+        if isinstance(module, _WITH_COLUMNS)
+    ]
     arrays: list[DenseArray] = []
+
+    def add(path: Path, variable: nnx.Variable, name: str) -> None:
+        owner = modules.get(dotted(path[:-1]), (path, None))[1]
+        count = variable.get_value().ndim
+        is_column = count == 1 and dotted(path).startswith(tuple(with_columns))
+        order = _order(owner, path[-1], count)
+        arrays.append(DenseArray(path, variable, name, order, is_column))
+
     for path, name in layers.items():
-        if path in modules:
-            where, module = modules[path]
-            if isinstance(module, Collection):
-                continue
-            names = next((n for kind, n in _NAMES.items() if isinstance(module, kind)), {})
-            prefix = f"{name}." if name else ""
-            for attribute, variable in _own_variables(module).items():
-                own = f"{prefix}{names.get(attribute, attribute)}"
-                order = _order(module, attribute, variable)
-                arrays.append(DenseArray((*where, attribute), variable, own, order))
-            continue
-        owner, _, attribute = path.rpartition(".")
-        if owner not in modules or attribute not in _own_variables(modules[owner][1]):
+        if path in single:
+            add(*single[path], name)
+        elif path not in modules:
             raise KeyError(
                 f"layers names {path!r}, which the model does not have; "
                 "jaxrec.train.torchrec_layers(model) returns its paths"
             )
-        where, module = modules[owner]
-        variable = _own_variables(module)[attribute]
-        order = _order(module, attribute, variable)
-        arrays.append(DenseArray((*where, attribute), variable, name, order))
+        elif not isinstance(modules[path][1], Collection):
+            where, module = modules[path]
+            names = next((n for kind, n in _NAMES.items() if isinstance(module, kind)), {})
+            for attribute, variable in _own_variables(module).items():
+                own = names.get(attribute, attribute)
+                add((*where, attribute), variable, f"{name}.{own}" if name else own)
     return arrays
 
 
@@ -153,43 +188,107 @@ def _own_variables(module: Any) -> dict[str, nnx.Variable]:
     }
 
 
-def _order(module: Any, attribute: str, variable: nnx.Variable) -> tuple[int, ...] | None:
+def _order(module: Any, attribute: Any, count: int) -> tuple[int, ...] | None:
     """Return PyTorch's axes in the order of a variable's: kernels have inputs and outputs last."""
     if attribute != "kernel" or not isinstance(module, nnx.Linear | nnx.Conv):
         return None
-    count = variable.get_value().ndim
     return (*range(2, count), 1, 0)
 
 
-def _dlrm(model: Any) -> Iterator[tuple[str, str]]:
-    yield "embeddings", _DLRM_COLLECTION
-    for i in range(len(model.bottom.layers)):
-        yield f"bottom.layers.{i}", f"dense_arch.model._mlp.{i}._linear"
-    last = len(model.top.layers) - 1
-    for i in range(last):
-        yield f"top.layers.{i}", f"over_arch.model.0._mlp.{i}._linear"
-    yield f"top.layers.{last}", "over_arch.model.1"
+Names: TypeAlias = Iterator[tuple[str, str]]
 
 
-def _dlrm_dcn(model: Any) -> Iterator[tuple[str, str]]:
+def _within(ours: str, theirs: str, names: Names) -> Names:
+    """Yield the names of a part of a module."""
+    for path, name in names:
+        yield f"{ours}.{path}", f"{theirs}.{name}"
+
+
+def _swish(module: Any) -> Names:
+    yield "scale", "norm.0.weight"
+    yield "bias", "norm.0.bias"
+
+
+def _perceptron(module: Any) -> Names:
+    yield "linear", "_linear"
+    if isinstance(module.activation, SwishLayerNorm):
+        yield from _within("activation", "_activation_fn", _swish(module.activation))
+
+
+def _mlp(module: Any) -> Names:
+    for i in range(len(module.layers)):
+        yield f"layers.{i}", f"_mlp.{i}._linear"
+    for i, activation in enumerate(module.activations):
+        if isinstance(activation, SwishLayerNorm):
+            yield from _within(f"activations.{i}", f"_mlp.{i}._activation_fn", _swish(activation))
+
+
+def _cross_net(module: Any) -> Names:
+    for i in range(len(module.layers)):
+        yield f"layers.{i}.kernel", f"kernels.{i}"
+        yield f"layers.{i}.bias", f"bias.{i}"
+
+
+def _low_rank_cross_net(module: Any) -> Names:
+    for i in range(len(module.down)):
+        yield f"down.{i}.kernel", f"V_kernels.{i}"
+        yield f"up.{i}.kernel", f"W_kernels.{i}"
+        yield f"up.{i}.bias", f"bias.{i}"
+
+
+def _vector_cross_net(module: Any) -> Names:
+    for i in range(len(module.kernels)):
+        yield f"kernels.{i}", f"kernels.{i}"
+        yield f"biases.{i}", f"bias.{i}"
+
+
+def _projection(module: Any) -> Names:
+    for number in (1, 2):
+        ours, theirs = f"branch{number}", f"interaction_branch{number}.model"
+        yield from _within(ours, theirs, _mlp(getattr(module, ours)))
+
+
+def _dlrm(model: Any) -> Names:
+    yield "embeddings", "sparse_arch.embedding_bag_collection"
+    yield from _within("bottom", "dense_arch.model", _mlp(model.bottom))
+    last = f"layers.{len(model.top.layers) - 1}"
+    for path, name in _mlp(model.top):
+        is_last = path == last
+        yield f"top.{path}", "over_arch.model.1" if is_last else f"over_arch.model.0.{name}"
+
+
+def _dlrm_dcn(model: Any) -> Names:
     yield from _dlrm(model)
-    ours, theirs = "interaction.crossnet", "inter_arch.crossnet"
-    for i in range(len(model.interaction.crossnet.down)):
-        yield f"{ours}.down.{i}.kernel", f"{theirs}.V_kernels.{i}"
-        yield f"{ours}.up.{i}.kernel", f"{theirs}.W_kernels.{i}"
-        yield f"{ours}.up.{i}.bias", f"{theirs}.bias.{i}"
+    names = _low_rank_cross_net(model.interaction.crossnet)
+    yield from _within("interaction.crossnet", "inter_arch.crossnet", names)
 
 
-def _simple_deepfm(model: Any) -> Iterator[tuple[str, str]]:
-    yield "embeddings", _DLRM_COLLECTION
-    yield "dense_arch.layers.0", "dense_arch.model.0"
-    yield "dense_arch.layers.1", "dense_arch.model.2"
+def _dlrm_projection(model: Any) -> Names:
+    yield from _dlrm(model)
+    yield from _within("interaction", "inter_arch", _projection(model.interaction))
+
+
+def _simple_deepfm(model: Any) -> Names:
+    yield "embeddings", "sparse_arch.embedding_bag_collection"
+    for i in range(len(model.dense_arch.layers)):
+        yield f"dense_arch.layers.{i}", f"dense_arch.model.{2 * i}"
     yield "interaction.deep.layers.0", "inter_arch.deep_fm.dense_module.0"
     yield "head", "over_arch.model.0"
 
 
-_MODELS: dict[type, Callable[[Any], Iterator[tuple[str, str]]]] = {
+# Modules whose vectors are columns [n, 1] in TorchRec.
+_WITH_COLUMNS = (CrossNet, VectorCrossNet)
+
+_MODELS: dict[type, Callable[[Any], Names]] = {
     DLRM: _dlrm,
     DLRM_DCN: _dlrm_dcn,
+    DLRM_Projection: _dlrm_projection,
     SimpleDeepFMNN: _simple_deepfm,
+    MLP: _mlp,
+    Perceptron: _perceptron,
+    SwishLayerNorm: _swish,
+    CrossNet: _cross_net,
+    LowRankCrossNet: _low_rank_cross_net,
+    VectorCrossNet: _vector_cross_net,
+    InteractionProjectionArch: _projection,
 }

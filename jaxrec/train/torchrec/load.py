@@ -7,7 +7,6 @@ import os
 import pathlib
 import re
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -83,14 +82,25 @@ def load_torchrec(
             for array, variable, keys in dense_states(optimizer, dense):
                 entries.append(_Entry(array, variable, names.state(array.name, keys)))
             steps = [name for array in dense for name in names.states(array.name, ("step",))]
-        _load_dense(state, entries)
         collections = _collections(model)
+        _check_shapes(state, collections, entries, tables, of_tables)
+        step = _step(state, steps)
+        for entry in entries:
+            value = entry.array.from_torch(state.read(entry.name))
+            entry.variable.set_value(value_like(value, entry.variable.get_value()))
         for (where, table), name in tables.items():
-            _load_table(collections[where], table, state, name)
+            collections[where].load_table(table, state.read(name))
         for (where, table), found in of_tables.items():
-            _load_state(collections[where], table, state, found)
-        if optimizer is not None and steps:
-            _load_step(optimizer, state, steps)
+            shapes = _state_shapes(collections[where], table)
+            arrays = {
+                key: np.asarray(state.read(name)).astype(np.float32).reshape(shapes[key])
+                for key, name in found.items()
+            }
+            collections[where].load_table_state(table, arrays)
+        if optimizer is not None and step is not None:
+            for variable in counters(optimizer):
+                old = variable.get_value()
+                variable.set_value(jax.device_put(jnp.asarray(step, old.dtype), old.sharding))
     used = {*tables.values(), *steps, *(entry.name for entry in entries)}
     used |= {name for found in of_tables.values() for name in found.values()}
     return sorted(set(state.names) - used)
@@ -194,62 +204,47 @@ def _state_entries(
     return found
 
 
-def _load_dense(state: StateDict, entries: list[_Entry]) -> None:
-    """Set dense variables, after all shapes have been compared."""
-    values = []
-    for entry in entries:
-        old = entry.variable.get_value()
-        array = np.asarray(state.read(entry.name))
-        wanted = tuple(old.shape)
-        # TorchRec's cross nets have biases [n, 1].
-        is_column = array.ndim == 2 and array.shape[1] == 1 and wanted == array.shape[:1]
-        new = array.reshape(wanted) if is_column else entry.array.from_torch(array)
-        if new.shape != wanted:
-            raise CheckpointError(
-                f"{state.path}: {entry.name} has shape {tuple(array.shape)}, but "
-                f"{dotted(entry.array.path)} has {wanted}"
-            )
-        values.append(value_like(new, old))
-    for entry, value in zip(entries, values, strict=True):
-        entry.variable.set_value(value)
-
-
-def _load_table(collection: Collection, table: str, state: StateDict, name: str) -> None:
-    rows = state.read(name)
-    wanted = collection.table(table).shape
-    if tuple(rows.shape) != tuple(wanted):
-        raise CheckpointError(
-            f"{state.path}, {name}: table {table!r} has shape {tuple(wanted)}, the file's "
-            f"{tuple(rows.shape)}"
-        )
-    collection.load_table(table, rows)
-
-
-def _load_state(
-    collection: Collection, table: str, state: StateDict, entries: dict[str, str]
+def _check_shapes(
+    state: StateDict,
+    collections: dict[str, Collection],
+    entries: list[_Entry],
+    tables: dict[tuple[str, str], str],
+    of_tables: dict[tuple[str, str], dict[str, str]],
 ) -> None:
-    old = collection.table_state(table)
-    new: dict[str, Any] = {}
-    for key, name in entries.items():
-        array = np.asarray(state.read(name))
-        if array.shape == (*old[key].shape, 1):  # one number a row
-            array = array[..., 0]
-        if array.shape != old[key].shape:
+    """Raise a CheckpointError where an array of the file has another shape."""
+
+    def check(name: str, what: str, *wanted: tuple[int, ...]) -> None:
+        if (found := state.shape(name)) not in wanted:
             raise CheckpointError(
-                f"{state.path}, {name}: {key} of table {table!r} has shape {old[key].shape}, the "
-                f"file's {array.shape}"
+                f"{state.path}, {name}: {what} has shape {wanted[0]}, the file's {found}"
             )
-        new[key] = array.astype(np.float32)
-    collection.load_table_state(table, new)
+
+    for entry in entries:
+        what = f"PyTorch's array of {dotted(entry.array.path)}"
+        check(entry.name, what, entry.array.torch_shape)
+    for (where, table), name in tables.items():
+        (config,) = [each for each in collections[where].configs if each.name == table]
+        check(name, f"table {table!r}", (config.num_embeddings, config.embedding_dim))
+    for (where, table), found in of_tables.items():
+        shapes = _state_shapes(collections[where], table)
+        for key, name in found.items():
+            wanted = shapes[key]
+            columns = [(*wanted, 1)] if len(wanted) == 1 else []  # one number a row
+            check(name, f"{key} of table {table!r}", wanted, *columns)
 
 
-def _load_step(optimizer: nnx.Optimizer, state: StateDict, names: list[str]) -> None:
-    """Set the number of updates."""
+def _state_shapes(collection: Collection, table: str) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a table's optimizer state."""
+    (config,) = [each for each in collection.configs if each.name == table]
+    stored = collection.tables.get_value().checkpoint_shapes(table).state
+    return {key: (config.num_embeddings, *each.shape[1:]) for key, each in stored.items()}
+
+
+def _step(state: StateDict, names: list[str]) -> int | None:
+    """Return the number of updates that some entries hold; None: there are no entries."""
     numbers = {int(np.asarray(state.read(name)).reshape(-1)[0]) for name in names}
     if len(numbers) > 1:
-        raise CheckpointError(f"{state.path}: layers had different numbers of steps: {numbers}")
-    (number,) = numbers
-    for variable in counters(optimizer):
-        old = variable.get_value()
-        new = jnp.asarray(number, old.dtype)
-        variable.set_value(jax.device_put(new, old.sharding))
+        raise CheckpointError(
+            f"{state.path}: layers had different numbers of steps: {sorted(numbers)}"
+        )
+    return next(iter(numbers), None)
