@@ -81,8 +81,10 @@ def test_lookups_and_rows_are_fbgemms():
             np.testing.assert_allclose(model.table(config.name), expected, **case["tolerance"])
 
 
-@pytest.mark.parametrize("dtype", TABLE_FORMATS)
-@pytest.mark.parametrize("block", [1, 24, 10**6], ids=lambda size: f"blocks_of_{size}")
+@pytest.mark.parametrize(
+    ("dtype", "block"),
+    [(dtype, 24) for dtype in TABLE_FORMATS] + [("float32", 1), ("float32", 10**6)],
+)
 def test_each_row_once_whatever_the_blocks(monkeypatch, dtype, block):
     monkeypatch.setattr("jaxrec.embed.sweep._BLOCK_ELEMENTS", block)
     row_format = TABLE_FORMATS[dtype]

@@ -76,7 +76,6 @@ OPTIMIZERS = {
     "counter": jaxrec.optim.rowwise_adagrad_with_counter(
         0.1, halflife=2, weight_decay=0.1, weight_decay_mode="l2", learning_rate_mode="counter_sgd"
     ),
-    "cowclip": jaxrec.optim.rowwise_adagrad_cowclip(0.01, clip_ratio=0.5, max_norm=0.5),
     "ema_in_place": jaxrec.optim.ema_in_place(
         optimizer=jaxrec.optim.sgd(0.1, clip_norm=0.02), every=2
     ),
@@ -149,7 +148,6 @@ CASES = [
     ("adam", "bags", "two_axes"),
     ("clip_norm", "one_device", "one_axis"),
     ("counter", "cut", "two_axes"),
-    ("cowclip", "every_type", "one_axis"),
     ("ema_in_place", "whole_rows", "one_axis"),
 ]
 

@@ -38,9 +38,6 @@ def mesh_of(name):
     )
 
 
-every_mesh = pytest.mark.parametrize("mesh", MESHES)
-
-
 def place(batch, mesh):
     return jax.tree.map(jnp.asarray, batch) if mesh is None else shard_batch(batch, mesh)
 
@@ -53,8 +50,11 @@ def step(pool, ids, values):
     return before, pool.lookup(ids)
 
 
-@every_mesh
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int32", "uint8"])
+@pytest.mark.parametrize(
+    ("mesh", "dtype"),
+    [(mesh, "float32") for mesh in MESHES]
+    + [("one_axis", dtype) for dtype in ("bfloat16", "int32", "uint8")],
+)
 def test_rows_of_a_pool(mesh, dtype):
     mesh = mesh_of(mesh)
     pool = TensorPool(SIZE, 3, dtype, mesh=mesh)
@@ -103,7 +103,7 @@ CAPACITIES = {key: 2 * n for key, n in LENGTHS.items()}  # two samples on each o
 
 
 @given(st.lists(samples, min_size=2, max_size=2), st.sampled_from(["one_device", "one_axis"]))
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8, deadline=None)
 def test_bags_of_a_pool(steps, mesh):
     mesh = mesh_of(mesh)
     pool = KeyedJaggedTensorPool(SIZE, LENGTHS, mesh=mesh)
@@ -134,7 +134,7 @@ def lists_of(batch):
     ]
 
 
-@every_mesh
+@pytest.mark.parametrize("mesh", ["one_device", "two_axes"])
 def test_weights_and_numbers(mesh):
     mesh = mesh_of(mesh)
     pool = KeyedJaggedTensorPool(SIZE, LENGTHS, "float32", is_weighted=True, mesh=mesh)

@@ -26,7 +26,7 @@ def other_layout(batch: KeyedJaggedArray, order: list[int]) -> KeyedJaggedArray:
 
 
 @given(nested_batches(max_batch=3), st.data())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_lists_decide(lists, data):
     weights = weights_like(lists) if data.draw(st.booleans()) else None
     batch = KeyedJaggedArray.from_lists(lists, weights)

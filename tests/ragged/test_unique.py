@@ -29,7 +29,7 @@ def unique_of(batch, groups):
     ),
     st.sampled_from(GROUPS),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_numpy(lists, groups):
     batch = KeyedJaggedArray.from_lists(lists, capacities=CAPACITIES)
     static = None if groups is None else tuple(map(tuple, groups))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import pathlib
 import pickle
@@ -67,8 +68,9 @@ def assert_recorded(model, optimizer, item_tolerance=0.0):
     assert int(adam.count.get_value()) == int(optimizer.step.get_value()) == 3
 
 
-@pytest.mark.parametrize("file", ["dcp", "model.pt", "whole.npz"])
-@pytest.mark.parametrize("devices", [1, 4])
+@pytest.mark.parametrize(
+    ("file", "devices"), [("dcp", 1), ("dcp", 4), ("model.pt", 1), ("whole.npz", 1)]
+)
 def test_recorded_checkpoints(file, devices):
     model = Ranker()
     if devices > 1:
@@ -101,8 +103,7 @@ def test_parts_of_a_checkpoint():
     assert int(optimizer.step.get_value()) == 0
 
 
-@pytest.mark.parametrize("suffix", ["npz", "safetensors"])
-@pytest.mark.parametrize("devices", [1, 4])
+@pytest.mark.parametrize(("suffix", "devices"), [("npz", 4), ("safetensors", 1)])
 def test_there_and_back(tmp_path, suffix, devices):
     model = Ranker()
     if devices > 1:
@@ -161,8 +162,9 @@ def drawn(model, optimizer):
     optimizer.step.set_value(jnp.asarray(4, optimizer.step.get_value().dtype))
 
 
-@pytest.mark.parametrize("table", TABLE_OPTIMIZERS)
-@pytest.mark.parametrize("dense", DENSE_OPTIMIZERS)
+@pytest.mark.parametrize(
+    ("table", "dense"), list(zip(TABLE_OPTIMIZERS, itertools.cycle(DENSE_OPTIMIZERS)))
+)
 def test_state_of_every_optimizer(tmp_path, table, dense):
     (rule, of_tables), (tx, of_dense) = TABLE_OPTIMIZERS[table], DENSE_OPTIMIZERS[dense]
     model, other = Ranker(rule), Ranker(rule, seed=1)
