@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -277,11 +277,15 @@ class Tables(TableStore):
             KeyError: No table has that name.
             ValueError: The rows have another shape.
         """
-        group, rows = self._find(name)
+        group, rows = self.find(name)
         array = self.rows[group.name]
-        stored = array.stored if isinstance(array, PackedRows) else array
-        stored = _write(stored, rows, values, f"table {name!r}, as it is stored,")
-        new = array.with_stored(stored) if isinstance(array, PackedRows) else stored
+        where = f"table {name!r}, as it is stored,"
+        new: TableArray
+        if isinstance(array, PackedRows):
+            stored = cast(Array, _write(array.stored, rows, values, where))
+            new = array.with_stored(stored)
+        else:
+            new = _write(array, rows, values, where)
         return dataclasses.replace(self, rows=self.rows | {group.name: new})
 
     def _config(self, name: str) -> TableConfig:
