@@ -114,7 +114,7 @@ class NpzWriter:
         name: str,
         shape: tuple[int, ...],
         dtype: np.typing.DTypeLike,
-        parts: Iterable[Shaped[np.ndarray, "rows ..."]],
+        parts: Iterable[Shaped[np.ndarray, "_rows ..."]],
     ) -> None:
         """Write an array that comes in parts of rows.
 

@@ -105,6 +105,8 @@ def test_parts_of_a_checkpoint():
 
 @pytest.mark.parametrize(("suffix", "devices"), [("npz", 4), ("safetensors", 1)])
 def test_there_and_back(tmp_path, suffix, devices):
+    if suffix == "safetensors":
+        pytest.importorskip("safetensors")
     model = Ranker()
     if devices > 1:
         mesh = jax.make_mesh((devices,), ("data",), devices=jax.devices()[:devices])
