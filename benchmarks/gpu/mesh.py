@@ -2,12 +2,15 @@
 
     python -m benchmarks.gpu.mesh [--exchange rows pooled bags] [--topology 1x8x1] [--routed True]
 
-A step has eight tables of 80,000 rows of 128 columns, 1,024 samples a device, 20 ids a bag,
-row-wise Adagrad, and a small dense part. For each collective of the scheduled program it prints the
-bytes of its result on a device, the devices of a group, and what the schedule runs between its
-start and its end: matrix products, kernels of jaxrec and other kernels. Then it prints, for each
-step, the least time of its work on tables by the bytes that the program moves (see
-`benchmarks.gpu.roofline`), beside the planner's estimate at the same rates and at its own.
+A step has eight tables of 80,000 rows of 128 columns, 1,024 samples a device, 20 ids a bag, and a
+small dense part. Its optimizer is row-wise Adagrad unless ``--optimizer`` names another, and its
+rows are of float32 unless ``--dtype`` does; ``--ragged`` sends lists without padding.
+
+For each collective of the scheduled program it prints the bytes of its result on a device, the
+devices of a group, and what the schedule runs between its start and its end: matrix products,
+kernels of jaxrec and other kernels. Then it prints, for each step, the least time of its work on
+tables by the bytes that the program moves (see `benchmarks.gpu.roofline`), beside the planner's
+estimate at the same rates and at its own.
 
 docs/gpu.md says how to set this up. A run of all steps writes
 ``benchmarks/results/compiled_mesh.h200.md``.
@@ -44,6 +47,11 @@ from jaxrec.embed.kernels import use_kernels
 from jaxrec.mesh.ahead import route_ahead, use_ahead
 
 TABLES, ROWS, DIM, SAMPLES, IDS = 8, 80_000, 128, 1024, 20
+OPTIMIZERS = {
+    "rowwise_adagrad": jaxrec.optim.rowwise_adagrad(0.01),
+    "sgd": jaxrec.optim.sgd(0.01),
+    "adam": jaxrec.optim.adam(0.01),
+}
 RESULTS = pathlib.Path(__file__).parents[1] / "results"
 COLLECTIVES = "all-to-all|all-gather|reduce-scatter|all-reduce|ragged-all-to-all|collective-permute"
 HEADER = (
@@ -68,12 +76,74 @@ class Options:
         routed: Whether the step routes the next batch, as `jaxrec.train.RoutedSteps` does; None:
             both kinds of steps.
         kernels: Implementations that run, in order of preference.
+        optimizer: Row optimizer.
+        dtype: Type of the tables.
+        ragged: Whether exchanges send lists without padding, by XLA's ragged all-to-all.
     """
 
     exchange: tuple[Literal["rows", "pooled", "bags"], ...] = ("rows", "pooled", "bags")
     topology: tuple[str, ...] = ("1x8x1", "2x8x1")
     routed: bool | None = None
     kernels: tuple[str, ...] = ("triton", "reference")
+    optimizer: Literal[tuple(OPTIMIZERS)] = "rowwise_adagrad"  # type: ignore[valid-type]
+    dtype: Literal["float32", "bfloat16", "int8"] = "float32"
+    ragged: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """A sharded step.
+
+    Attributes:
+        exchange: "rows", "pooled" or "bags".
+        topology: Hosts x devices of a host x 1.
+        routed: Whether it routes the next batch.
+        optimizer: Row optimizer, of `OPTIMIZERS`.
+        dtype: Type of the tables.
+        ragged: Whether exchanges send lists without padding.
+    """
+
+    exchange: str
+    topology: str
+    routed: bool = False
+    optimizer: str = "rowwise_adagrad"
+    dtype: str = "float32"
+    ragged: bool = False
+
+    @property
+    def name(self) -> str:
+        words = [self.exchange, self.topology, *["routed"] * self.routed]
+        words += [self.optimizer] * (self.optimizer != "rowwise_adagrad")
+        words += [self.dtype] * (self.dtype != "float32") + ["ragged"] * self.ragged
+        return " ".join(words)
+
+    @property
+    def machine(self) -> jaxrec.plan.Topology:
+        """The devices, as the planner sees them."""
+        hosts, each = map(int, self.topology.split("x")[:2])
+        return jaxrec.plan.Topology.named("h200", devices=hosts * each, devices_per_host=each)
+
+    def configs(self) -> list[jaxrec.EmbeddingBagConfig]:
+        """Return the configurations of its tables."""
+        return [
+            jaxrec.EmbeddingBagConfig(
+                f"t{i}",
+                ROWS,
+                DIM,
+                feature_names=(f"f{i}",),
+                dtype=self.dtype,
+                optimizer=OPTIMIZERS[self.optimizer],
+            )
+            for i in range(TABLES)
+        ]
+
+
+# What a run without options compiles besides, of exchanges of rows in one host.
+OTHERS = (
+    *(Step("rows", "1x8x1", optimizer=name) for name in ("sgd", "adam")),
+    *(Step("rows", "1x8x1", dtype=dtype) for dtype in ("bfloat16", "int8")),
+    *(Step(exchange, "1x8x1", ragged=True) for exchange in ("rows", "pooled")),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,15 +169,18 @@ def main(options: Options) -> None:
     lines: list[str] = []
     estimates: list[str] = []
     print(*HEADER, sep="\n")
-    for topology in options.topology:
-        for exchange in options.exchange:
-            for routed in (False, True) if options.routed is None else (options.routed,):
-                compiled = compile_step(exchange, topology, routed, options.kernels)
-                name = f"{exchange} {topology}{' routed' if routed else ''}"
-                for line in report(name, compiled):
-                    lines.append(line)
-                    print(line, flush=True)
-                estimates.append(estimate(name, exchange, topology, compiled.as_text()))
+    steps = [
+        Step(exchange, topology, routed, options.optimizer, options.dtype, options.ragged)
+        for topology in options.topology
+        for exchange in options.exchange
+        for routed in ((False, True) if options.routed is None else (options.routed,))
+    ]
+    for step in [*steps, *OTHERS] if options == Options() else steps:
+        compiled = compile_step(step, options.kernels)
+        for line in report(step.name, compiled):
+            lines.append(line)
+            print(line, flush=True)
+        estimates.append(estimate(step, compiled.as_text()))
     print("", *ESTIMATE_HEADER, *estimates, sep="\n")
     if options == Options():
         path = RESULTS / "compiled_mesh.h200.md"
@@ -131,24 +204,23 @@ def report(name: str, compiled: Any) -> Iterator[str]:
         )
 
 
-def estimate(name: str, exchange: str, topology: str, program: str) -> str:
+def estimate(step: Step, program: str) -> str:
     """Return the line of a step's time by its bytes and by the planner."""
-    hosts, per_host = map(int, topology.split("x")[:2])
-    h200s = jaxrec.plan.Topology.named("h200", devices=hosts * per_host, devices_per_host=per_host)
+    h200s = step.machine
     ideal = data_sheet(h200s)
     work = work_on_tables(program, ideal)
     ids = {f"t{i}": jaxrec.plan.ParameterConstraints(pooling_factors=IDS) for i in range(TABLES)}
     batch = h200s.num_devices * SAMPLES
 
     def planned(machine: jaxrec.plan.Topology) -> float:
-        placed = plan(exchange, h200s.num_devices)
-        evaluated = jaxrec.plan.Planner(machine, ids).evaluate(configs(), placed, batch_size=batch)
+        placed, planner = plan(step), jaxrec.plan.Planner(machine, ids)
+        evaluated = planner.evaluate(step.configs(), placed, batch_size=batch)
         assert evaluated.estimate is not None
         return evaluated.estimate.seconds
 
     same, own = planned(ideal), planned(h200s)
     return (
-        f"| {name} | {work.kernels:.0f} | {work.memory / 1e6:.0f} | {1e6 * work.seconds:.0f} "
+        f"| {step.name} | {work.kernels:.0f} | {work.memory / 1e6:.0f} | {1e6 * work.seconds:.0f} "
         f"| {1e6 * same:.0f} | {same / work.seconds:.2f} | {1e6 * own:.0f} |"
     )
 
@@ -165,8 +237,8 @@ def configs() -> list[jaxrec.EmbeddingBagConfig]:
 class Model(nnx.Module):
     """Tables and a dense part of two layers."""
 
-    def __init__(self, rngs: nnx.Rngs):
-        self.tables = jaxrec.EmbeddingBagCollection(configs(), rngs=rngs)
+    def __init__(self, configs: list[jaxrec.EmbeddingBagConfig], rngs: nnx.Rngs):
+        self.tables = jaxrec.EmbeddingBagCollection(configs, rngs=rngs)
         self.hidden = nnx.Linear(TABLES * DIM, 1024, rngs=rngs)
         self.out = nnx.Linear(1024, 1, rngs=rngs)
 
@@ -174,13 +246,13 @@ class Model(nnx.Module):
         return self.out(jax.nn.relu(self.hidden(self.tables(features).values)))[:, 0]
 
 
-def compile_step(exchange: str, topology: str, routed: bool, kernels: tuple[str, ...]) -> Any:
+def compile_step(step: Step, kernels: tuple[str, ...]) -> Any:
     """Return the compiled step."""
-    gpus = CARDS["h200"].topology(topology)
+    gpus, routed = CARDS["h200"].topology(step.topology), step.routed
     # The model is made on as many CPU devices; then arrays become shapes on the described ones.
     mesh = Mesh(np.array(jax.devices()[: len(gpus)]), ("data",), axis_types=(AxisType.Auto,))
     gpu_mesh = Mesh(np.array(gpus), ("data",), axis_types=(AxisType.Auto,))
-    model = jaxrec.shard(Model(nnx.Rngs(0)), plan(exchange, len(gpus)), mesh)
+    model = jaxrec.shard(Model(step.configs(), nnx.Rngs(0)), plan(step), mesh)
     optimizer = jaxrec.Optimizer(model, optax.adam(1e-3))
     batch = len(gpus) * SAMPLES
     lengths = np.full(TABLES * batch, IDS, np.int32)
@@ -189,7 +261,9 @@ def compile_step(exchange: str, topology: str, routed: bool, kernels: tuple[str,
     features = jaxrec.KeyedJaggedArray.from_lengths(names, ids, lengths)
     features, labels = jaxrec.mesh.shard_batch((features, np.zeros(batch, np.float32)), mesh)
     store = model.tables.tables.get_value()
-    model.tables.tables.set_value(dataclasses.replace(store, mesh=gpu_mesh))
+    # CPU devices have no ragged all-to-all.
+    placed = dataclasses.replace(store, mesh=gpu_mesh, is_ragged=step.ragged)
+    model.tables.tables.set_value(placed)
     graph, state = nnx.split((model, optimizer))
 
     def described(x: Any) -> Any:
@@ -199,7 +273,7 @@ def compile_step(exchange: str, topology: str, routed: bool, kernels: tuple[str,
     def routes(state: Any, features: Any) -> Any:
         return route_ahead(lambda model: model(features), nnx.merge(graph, state)[0])
 
-    def step(state: Any, ahead: Any, features: Any, labels: Any, following: Any) -> Any:
+    def train(state: Any, ahead: Any, features: Any, labels: Any, following: Any) -> Any:
         model, optimizer = nnx.merge(graph, state)
 
         def loss(model: Any) -> Any:
@@ -221,20 +295,21 @@ def compile_step(exchange: str, topology: str, routed: bool, kernels: tuple[str,
                 lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=over_batch),
                 jax.eval_shape(routes, state, features),
             )
-        traced = jax.jit(step, donate_argnums=(0, 1)).trace(
+        traced = jax.jit(train, donate_argnums=(0, 1)).trace(
             state, ahead, features, labels, features
         )
         return traced.lower(lowering_platforms=("cuda",)).compile()
 
 
-def plan(exchange: str, num_devices: int) -> Any:
-    """Return the placement of the tables."""
+def plan(step: Step) -> Any:
+    """Return the placement of a step's tables."""
     row_wise, table_wise = jaxrec.mesh.row_wise, jaxrec.mesh.table_wise
+    num_devices = step.machine.num_devices
     return jaxrec.plan.ShardingPlan.from_dict(
         {
             f"t{i}": table_wise(device=i * num_devices // TABLES)
-            if exchange == "bags"
-            else row_wise(exchange=exchange)
+            if step.exchange == "bags"
+            else row_wise(exchange=step.exchange)
             for i in range(TABLES)
         }
     )

@@ -15,7 +15,8 @@ from jaxrec.plan.rates import Links, Rate
 MEMORY, WITHIN, BETWEEN = 4.8e12, 450e9, 50e9
 # A radix sort of 32-bit keys reads and writes its arrays once for each 8 bits.
 SORT_PASSES = 4
-_SIZES = {"pred": 1, "bf16": 2, "f16": 2, "f32": 4, "s32": 4, "u32": 4, "s8": 1, "u8": 1}
+_SIZES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s16": 2, "u16": 2}
+_SIZES |= {"f32": 4, "s32": 4, "u32": 4, "s64": 8, "u64": 8, "token": 0}
 _NO_WORK = re.compile(
     r"parameter|constant|get-tuple-element|bitcast|tuple|partition-id|iota|after-all|.*-done"
 )
@@ -151,13 +152,15 @@ def _called(each: Instruction, role: str) -> str | None:
     return None if found is None else found[1]
 
 
-_COLLECTIVES = ("all-to-all", "all-gather", "reduce-scatter", "all-reduce")
+_COLLECTIVES = ("all-to-all", "ragged-all-to-all", "all-gather", "reduce-scatter", "all-reduce")
 
 
 def _collective(each: Instruction, operands: list[str], topology: Topology) -> Work:
     """Return the work of a collective; its bytes are read and written in memory, too."""
     kind = each.kind.removesuffix("-start")
-    sent = sum(map(shape_bytes, operands))
+    # A ragged one sends part of its first operand; the others are its result and the sizes.
+    is_ragged = kind == "ragged-all-to-all"
+    sent = sum(map(shape_bytes, operands[:1] if is_ragged else operands))
     received = sent
     if kind == "all-gather":
         received = sent * topology.num_devices
@@ -165,7 +168,7 @@ def _collective(each: Instruction, operands: list[str], topology: Topology) -> W
     elif kind == "reduce-scatter":
         received = sent / topology.num_devices
         seconds = reduce_scatter(sent, topology)
-    elif kind == "all-to-all":
+    elif kind.endswith("all-to-all"):
         seconds = all_to_all(sent, topology)
     else:
         seconds = reduce_scatter(sent, topology) + all_gather(sent, topology)
@@ -181,7 +184,7 @@ def _bytes_moved(each: Instruction, operands: list[str], is_sort: bool) -> float
     if kernel is None:
         return result + sum(map(shape_bytes, operands))
     # Arrays of rows, which the kernels read and write at some places, and those of integers.
-    rows = [shape for shape in operands if re.match(r"f32\[\d+,", shape)]
+    rows = [shape for shape in operands if re.match(r"(f32|bf16|f16|u8)\[\d+,", shape)]
     integers = [shape for shape in operands if shape.startswith("s32[")]
     lookups = max((_length(shape) for shape in integers), default=0)
     others = sum(map(shape_bytes, integers))
