@@ -122,7 +122,9 @@ def _work(
     """Return the work of instructions whose text has ``within``."""
     total = Work()
     for each in instructions.values():
-        if _NO_WORK.fullmatch(each.kind) or within not in each.line:
+        # A ragged all-to-all does not say where it comes from.
+        is_within = within in each.line or each.kind.startswith("ragged")
+        if _NO_WORK.fullmatch(each.kind) or not is_within:
             continue
         operands = [instructions[name].shape for name in each.operands if name in instructions]
         if each.kind == "while":
