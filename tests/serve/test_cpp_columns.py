@@ -224,6 +224,37 @@ def test_python_refuses_the_same_requests(exported):
             assert result.message.startswith(message)
 
 
+VALUES = (
+    0, -1, 2, 19, 20, 1.5, 2.0, -0.0, 1e300, 2**63 - 1, 2**63, -(2**63), 2**64, 10**30, True, None,
+    "", "Ulm", "ä", "\u0000", [], {}, [None], [1, "x"], [[1]], ["Ulm"], [-1], [1, None], [None, "a"],
+)  # fmt: skip
+
+
+@needs_runtime
+def test_python_takes_the_same_values(exported):
+    predictor = Predictor(jaxrec.serve.load(exported))
+    decoder = JsonDecoder(predictor.columns, 100)
+    good = raw_rows(2, 5)
+    lines = [
+        json.dumps(good | {name: [value, values[1]]})
+        for name, values in good.items()
+        for value in VALUES
+    ]
+    answers = cpp.predict(exported, lines).lines
+    assert 0 < sum("error" in answer for answer in answers) < len(answers)
+    for line, answer in zip(lines, answers, strict=True):
+        try:
+            (result,) = predictor.predict([decoder.decode(line.encode())])
+        except RequestError as error:
+            result = error
+        assert isinstance(result, RequestError) == ("error" in answer), line
+        if isinstance(result, RequestError):
+            assert "(from 0)" not in result.message or result.message == answer["error"]
+        else:
+            np.testing.assert_array_equal(answer["rows"], result.columns["rows"])
+            np.testing.assert_allclose(answer["dense"], result.columns["dense"], rtol=1e-6)
+
+
 def test_counts_of_more_than_64_bits_are_refused(exported):
     served = jaxrec.serve.load(exported)
     with pytest.raises(DataError, match=r"row 1 .*'clicks': the number 1e\+19 is not a count"):
