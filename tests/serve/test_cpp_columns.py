@@ -226,7 +226,8 @@ def test_python_refuses_the_same_requests(exported):
 
 VALUES = (
     0, -1, 2, 19, 20, 1.5, 2.0, -0.0, 1e300, 2**63 - 1, 2**63, -(2**63), 2**64, 10**30, True, None,
-    "", "Ulm", "ä", "\u0000", [], {}, [None], [1, "x"], [[1]], ["Ulm"], [-1], [1, None], [None, "a"],
+    "", "Ulm", "ä", "\u0000", [], {}, [None], [1, "x"], [[1]], ["Ulm"], [-1], [1, None],
+    [None, "a"],
 )  # fmt: skip
 
 
