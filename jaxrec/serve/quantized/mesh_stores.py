@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -106,7 +106,7 @@ def gathered(store: ShardedTables) -> QuantizedTables:
                 "has a scale of its own; give the model that jaxrec.serve.quantize returned, "
                 "before jaxrec.shard, or place the table by rows"
             )
-        tables = cast(QuantizedTables, tables.write_stored(config.name, rows))
+        tables = tables.write_stored(config.name, rows)
     return tables
 
 
