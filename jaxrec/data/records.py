@@ -34,7 +34,7 @@ class RecordGroups:
 
     Raises:
         OSError: The file cannot be read.
-        DataError: The file is empty, or its size is no multiple of a record's.
+        DataError: The file is empty, or its size is not a multiple of a record's.
 
     Example:
         >>> import tempfile

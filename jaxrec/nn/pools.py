@@ -29,7 +29,7 @@ Index = Int[Array | np.ndarray, " batch"]
 class TensorPool(nnx.Module):
     """Rows by id: vectors of users that a step computes, keeps and reads again.
 
-    TorchRec's module of that name. Rows start at zero. They are no parameters: no gradient flows
+    TorchRec's module of that name. Rows start at zero. They are not parameters: no gradient flows
     into them and no optimizer sees them. `jaxrec.shard` puts the rows of a model in equal shards
     over its mesh, and checkpoints hold them.
 
@@ -109,13 +109,13 @@ class KeyedJaggedTensorPool(nnx.Module):
 
     TorchRec's module of that name. Each id has a bag for each feature, which starts empty. A row
     takes 4 bytes for each feature and 4 for each value that its bags have space for, 8 with
-    weights. The rows are no parameters, `jaxrec.shard` puts them over its mesh, and checkpoints
+    weights. The rows are not parameters, `jaxrec.shard` puts them over its mesh, and checkpoints
     hold them, as those of `TensorPool`.
 
     Args:
         pool_size: Number of ids. On a mesh a multiple of the number of devices.
         feature_max_lengths: Largest length of a bag of each feature, by name.
-        values_dtype: "int32", or "float32" for values that are no ids.
+        values_dtype: "int32", or "float32" for values that are not ids.
         is_weighted: Whether each value has a weight.
         mesh: As for `TensorPool`.
 
@@ -267,7 +267,7 @@ class RowOfBags:
     def check(
         self, batch: KeyedJaggedArray, samples: int, devices: int, *, is_on_mesh: bool
     ) -> None:
-        """Raise an error where a batch is no update of so many ids; see the module."""
+        """Raise an error where a batch cannot update so many ids; see the module."""
         if missing := [key for key in self.keys if key not in batch.keys]:
             raise KeyError(f"the batch lacks {missing}; its keys are {list(batch.keys)}")
         if batch.inverse_indices is not None:

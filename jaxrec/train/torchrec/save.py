@@ -111,7 +111,7 @@ def _write(path: pathlib.Path, arrays: dict[str, Any]) -> None:
     if path.suffix == ".npz":
         wide = {name: _as_numpy(array) for name, array in arrays.items()}
         with write_atomically(path) as unfinished, open(unfinished, "wb") as file:
-            np.savez(file, **wide)  # type: ignore[arg-type]  # the names are no arguments
+            np.savez(file, **wide)  # type: ignore[arg-type]  # the names are not arguments
         return
     try:
         from safetensors.flax import save_file
