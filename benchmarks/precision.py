@@ -81,6 +81,8 @@ class Precision:
     """Columns of each table."""
     only: tuple[str, ...] = ()
     """Words of which a variant's name must have one, such as int8; all variants by default."""
+    scale: float = 1.0
+    """Factor of the tables' first values; runs with 0.999, 1.001, ... show the noise of a run."""
     output: pathlib.Path | None = None
     """JSON file to write."""
 
@@ -143,10 +145,11 @@ class Precision:
         embeddings = jaxrec.EmbeddingBagCollection(
             tables, optimizer=variant.row_optimizer(steps), rngs=rngs
         )
-        if variant.is_rounded:
-            for name in CATEGORICAL_NAMES:
-                rounded = embeddings.table(name).astype("bfloat16").astype("float32")
-                embeddings.load_table(name, rounded)
+        for name in CATEGORICAL_NAMES if variant.is_rounded or self.scale != 1 else ():
+            rows = embeddings.table(name).astype("float32") * self.scale
+            if variant.is_rounded:
+                rows = rows.astype("bfloat16").astype("float32")
+            embeddings.load_table(name, rows)
         model = jaxrec.nn.DLRM(
             embeddings,
             num_dense=NUM_DENSE,
