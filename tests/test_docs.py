@@ -73,7 +73,7 @@ SHOWN = {
     "recipes: Find out which rows changed": lambda names: (
         sorted(names["published"]) == [7, 31, 59] and names["unsaved"].tolist() == [5, 12]
     ),
-    "from_torchrec: Tables of a `state_dict`": lambda names: (
+    "from_torchrec: Checkpoints, there and back": lambda names: (
         names["unused"] == [] and (names["model"].embeddings.table("t_user") == 1).all()
     ),
     "training: Batches that are not full": lambda names: names["logits"][0] > 0,

@@ -70,17 +70,19 @@ def test_the_whole_program_counts_overflow_as_it_is(kind, seed, decided):
     assert averaged.bound <= best.seconds * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in OVERFLOWING if kind != "all"])
+# Sums within hosts are taken to need one round.
+@pytest.mark.parametrize(
+    "kind", [kind for kind in OVERFLOWING if kind not in ("all", "sums by host")]
+)
 def test_among_these_problems_are_solutions_that_overflow(kind):
     problem = overflowing_problem(kind, 0)
     assert any(overflows(problem, solution) for solution in every_solution(problem))
 
 
-@pytest.mark.parametrize("exchange", ["rows", "pooled"])
-def test_a_best_solution_that_overflows_is_found_and_proven(exchange):
+def test_a_best_solution_that_overflows_is_found_and_proven():
     """One table on one of two hosts: there is no other way."""
     problem = problem_of(
-        [(10_000, 32, 4)], hosts=2, each=2, types=["table_row_wise"], exchanges=[exchange]
+        [(10_000, 32, 4)], hosts=2, each=2, types=["table_row_wise"], exchanges=["rows"]
     )
     best = best_of_all(problem)
     assert overflows(problem, best)
