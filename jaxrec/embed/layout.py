@@ -203,8 +203,8 @@ def layout_tables(
         apart: Tables for which this differs do not share a group.
 
     Raises:
-        ValueError: If there are no tables, or two of one name, or a table has a width that its
-            optimizer refuses.
+        ValueError: If there are no tables; if two have one name; if an optimizer refuses the
+            width of its table.
         TypeError: If bags and per-id tables are mixed.
     """
     tables = tuple(tables)

@@ -98,13 +98,13 @@ class Channel:
 
     @property
     def across(self) -> Channel:
-        """Channel between the devices of one number on all hosts, along the first of two axes."""
-        return self.along(self.axes[:1])
+        """Channel between the devices of one number on all hosts, along all axes but the last."""
+        return self.along(self.axes[:-1])
 
     @property
     def within(self) -> Channel:
-        """Channel between the devices of a host, along the second of two axes."""
-        return self.along(self.axes[1:])
+        """Channel between the devices of a host, along the last axis."""
+        return self.along(self.axes[-1:])
 
     def along(self, axes: tuple[str, ...]) -> Channel:
         """Return the channel between the devices along some of the axes."""

@@ -29,7 +29,7 @@ class HostGroup(PlacedGroup):
 
         Args:
             placed: The group on all devices.
-            channel: Channel over the mesh's two axes, hosts first.
+            channel: Channel between all devices.
         """
         fields = {field.name: getattr(placed, field.name) for field in dataclasses.fields(placed)}
         fields["num_devices"] = channel.within.size

@@ -267,7 +267,7 @@ class RowOfBags:
     def check(
         self, batch: KeyedJaggedArray, samples: int, devices: int, *, is_on_mesh: bool
     ) -> None:
-        """Raise an error where a batch cannot update so many ids; see the module."""
+        """Raise a KeyError or ValueError if `batch` does not have one bag for each of `samples`."""
         if missing := [key for key in self.keys if key not in batch.keys]:
             raise KeyError(f"the batch lacks {missing}; its keys are {list(batch.keys)}")
         if batch.inverse_indices is not None:

@@ -130,7 +130,7 @@ def _check_shapes(batch: KeyedJaggedArray) -> None:
 
 
 def _check_array(what: str, array: Any, shape: str, *num_axes: int) -> None:
-    """Require an array of integers with so many axes."""
+    """Raise an error if an array has other elements than integers, or other axes."""
     if array.dtype.kind not in "iu":
         raise TypeError(f"{what} are integers, got {array.dtype}")
     if array.ndim not in num_axes:

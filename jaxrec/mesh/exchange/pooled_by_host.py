@@ -69,7 +69,7 @@ class PooledByHost(Exchange):
             work,
             devices=work.devices // work.hosts,
             bags=bags,
-            capacity=min(ids, _within(work.capacity, ids / work.lookups, work.hosts)),
+            capacity=min(ids, _capacity_within(work.capacity, ids / work.lookups, work.hosts)),
             lookups=ids,
             hosts=1,
         )
@@ -93,8 +93,8 @@ class PooledByHost(Exchange):
         layout, rows = request.layout, request.lookups.rows
         received = send_lookups(owned, rows, request.lengths, layout, channel.across)
         inner = _received_request(placed, owned, received, None)
-        grown = inner.lookups.rows.size / max(1, rows.size)
-        capacity = _within(capacity, grown, channel.across.size)
+        growth = inner.lookups.rows.size / max(1, rows.size)
+        capacity = _capacity_within(capacity, growth, channel.across.size)
         within = _WITHIN.route(HostGroup.of(placed, channel), inner, channel.within, capacity)
         return HostRoute(received, within)
 
@@ -113,12 +113,12 @@ class PooledByHost(Exchange):
         return send_bag_gradients(owned, gradient, channel.across)
 
     def update(self, placed, table, state, gradient, step, channel, capacity):
-        capacity = _within(capacity, 1, channel.across.size)
+        capacity = _capacity_within(capacity, 1, channel.across.size)
         on_host, gradient = HostGroup.of(placed, channel), _of_host(gradient)
         return _WITHIN.update(on_host, table, state, gradient, step, channel.within, capacity)
 
     def squares(self, placed, gradient, channel, capacity):
-        capacity = _within(capacity, 1, channel.across.size)
+        capacity = _capacity_within(capacity, 1, channel.across.size)
         on_host, gradient = HostGroup.of(placed, channel), _of_host(gradient)
         return _WITHIN.squares(on_host, gradient, channel.within, capacity)
 
@@ -158,15 +158,15 @@ def _received_request(
     return Request(lookups, received.rows, received.lengths, scales, layout)
 
 
-def _within(capacity: int, grown: float, hosts: int) -> int:
+def _capacity_within(capacity: int, growth: float, hosts: int) -> int:
     """Return the space for ids in a message between two devices of a host.
 
     Args:
         capacity: The space in a message between two devices of all.
-        grown: Lookups of a device's peers on its host, over its own.
+        growth: Lookups of a device's peers on its host, over its own.
         hosts: Number of hosts.
     """
-    return math.ceil(capacity * grown * hosts)
+    return math.ceil(capacity * growth * hosts)
 
 
 def _of_host(gradient: RowGradients) -> RowGradients:

@@ -241,7 +241,7 @@ def _state_shapes(collection: Collection, table: str) -> dict[str, tuple[int, ..
 
 
 def _step(state: StateDict, names: list[str]) -> int | None:
-    """Return the number of updates that some entries hold; None: there are no entries."""
+    """Return the number of updates, the same in all entries `names`; None without entries."""
     numbers = {int(np.asarray(state.read(name)).reshape(-1)[0]) for name in names}
     if len(numbers) > 1:
         raise CheckpointError(

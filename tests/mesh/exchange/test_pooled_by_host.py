@@ -127,6 +127,21 @@ def test_equal_to_one_device(hosts, optimizer, weighted, calls):
             np.testing.assert_allclose(state[name][key], array, rtol=2e-6, atol=1e-6)
 
 
+def test_the_last_of_three_axes_is_within_a_host():
+    tables = configs(3)
+    one = embed.init_tables(tables, SGD, jax.random.key(0))
+    shape, axes = (2, 2, 2), ("pod", "host", "device")
+    mesh = jax.make_mesh(shape, axes, axis_types=(AxisType.Auto,) * 3)
+    places = {f"t{i}": table_row_wise(host, exchange="pooled") for i, host in enumerate((0, 3, 1))}
+    sharded = shard_tables(one, places, mesh)
+    batch = batch_of(tables)
+    (wanted,), expected, _ = train(one, [batch])
+    (found,), rows, _ = train(sharded, [shard_batch(batch, mesh)])
+    np.testing.assert_allclose(found[0], wanted[0], rtol=1e-6, atol=1e-7)
+    for name, array in expected.items():
+        np.testing.assert_allclose(rows[name], array, rtol=1e-6, atol=1e-7)
+
+
 def test_a_batch_beyond_the_capacity_is_exact():
     """All ids are rows of the first device of a host, so that messages to it overflow."""
     (table,) = configs(1)

@@ -93,7 +93,7 @@ class Tile:
         fold = min(pl.next_power_of_2(max(math.ceil(mean_length), 1)), 4)
         loaded = elements * fold // sums
         if loaded < columns:
-            # Of fewer rows than lanes, each lane loads the ids and numbers itself.
+            # With fewer rows than lanes, each lane loads its ids and its scales and offsets itself.
             loaded = min(loaded // 2, 4 * vector)
         loaded = min(max(loaded, vector), max(2 * columns, 4))
         tile = cls.of(dim, mean_length, loaded, warps)
