@@ -260,6 +260,14 @@ class TableStore(abc.ABC):
         """Return the store whose ids of a table are its row numbers; by default this one."""
         return self
 
+    def optimizer_of(self, name: str) -> RowOptimizer:
+        """Return the row optimizer of a table.
+
+        Raises:
+            KeyError: No table has that name.
+        """
+        return self.groups[self.row_slots(name, np.zeros(1, np.int64))[0].group].optimizer
+
     def find_ids(self, name: str, ids: Any, *, is_written: bool = False) -> FoundIds:
         """Return where the rows of some ids of a table are, for reads and writes of some rows.
 

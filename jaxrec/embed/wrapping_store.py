@@ -159,6 +159,12 @@ class WrappingStore(TableStore):
 
     # Rows.
 
+    def by_row(self, name: str) -> TableStore:
+        return self.with_inner(self.inner.by_row(name))
+
+    def optimizer_of(self, name: str) -> RowOptimizer:
+        return self.inner.optimizer_of(name)
+
     def find_ids(self, name: str, ids: Any, *, is_written: bool = False) -> FoundIds:
         return self.inner.find_ids(name, ids, is_written=is_written)
 

@@ -161,13 +161,6 @@ class PrunedEmbeddings(nnx.Module):
                 for name, count in num_ids.items()
             }
         )
-        # The optimizer state of a fresh row.
-        self.first_state = nnx.Dict(
-            {
-                name: AddressVariable(jax.tree.map(jnp.asarray, embeddings.row_state(name, [0])))
-                for name in num_ids
-            }
-        )
 
     @property
     def bounds(self) -> dict[str, int]:
@@ -210,20 +203,18 @@ class PrunedEmbeddings(nnx.Module):
         Returns:
             For each pruned table how many ids got a row that had none.
         """
-        sizes = {table.name: table.num_embeddings for table in self.embeddings.configs}
+        tables = {table.name: table for table in self.embeddings.configs}
         admitted = {}
         for name, variable in self.addresses.items():
-            addresses, changed = reassign(variable.get_value(), sizes[name], self.decay)
+            num_rows, dim = tables[name].num_embeddings, tables[name].embedding_dim
+            addresses, changed = reassign(variable.get_value(), num_rows, self.decay)
             variable.set_value(addresses)
             rows = np.flatnonzero(changed)
             admitted[name] = rows.size
             if not rows.size:
                 continue
-            shared = self.embeddings.rows(name, [sizes[name] - 1])
+            shared = self.embeddings.rows(name, [num_rows - 1])
             self.embeddings.load_rows(name, rows, shared.repeat(rows.size, axis=0))
-            first = self.first_state[name].get_value()
-            state = {
-                key: np.asarray(array).repeat(rows.size, axis=0) for key, array in first.items()
-            }
-            self.embeddings.load_row_state(name, rows, state)
+            optimizer = self.embeddings.tables.get_value().optimizer_of(name)
+            self.embeddings.load_row_state(name, rows, optimizer.init(rows.size, dim))
         return admitted

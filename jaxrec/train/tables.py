@@ -43,6 +43,7 @@ def export_table(collection: Collection, name: str, path: str | os.PathLike[str]
 
     Example:
         >>> import jaxrec, tempfile
+        >>> from flax import nnx
         >>> config = jaxrec.EmbeddingBagConfig("user", num_embeddings=3, embedding_dim=2)
         >>> bags = jaxrec.EmbeddingBagCollection([config], rngs=nnx.Rngs(0))
         >>> path = pathlib.Path(tempfile.mkdtemp(), "user.npy")

@@ -149,12 +149,8 @@ def _vocabulary(each: TableVocabulary, num_consumers: int) -> TrackedVocabulary:
 
 def _trained(store: TableStore) -> set[str]:
     """Return the names of the tables whose rows change."""
-    first = np.zeros(1, np.int64)
-    return {
-        config.name
-        for config in store.layout.configs
-        if store.groups[store.row_slots(config.name, first)[0].group].optimizer.is_trained
-    }
+    names = (config.name for config in store.layout.configs)
+    return {name for name in names if store.optimizer_of(name).is_trained}
 
 
 def _check_optimizers(store: TableStore) -> None:
