@@ -3,12 +3,13 @@
 Needs an environment with torch, torchrec and fbgemm-gpu-cpu.
 
 Usage: PEER_PYTHON benchmarks/peer_serving.py REQUESTS.npz [--batches 1 64 1024] [--seconds 2]
-                                              [--threads 2] [--open-share 0.5]
+                                              [--threads 2] [--callers 1] [--open-share 0.5]
 REQUESTS.npz has ``dense`` [samples, dense features], ``ids`` [tables, samples], ``rows`` of the
 tables, and the sizes ``dim``, ``bottom`` and ``top``.
 """
 
 import argparse
+import concurrent.futures
 import json
 import logging
 import time
@@ -57,12 +58,24 @@ def make_requests(given, size):
     return requests
 
 
+@torch.inference_mode()
+def closed_loop(predict, requests, seconds):
+    """Return the latencies of requests that wait for each other."""
+    latencies, start = [], time.perf_counter()
+    while time.perf_counter() - start < seconds or len(latencies) < 3:
+        begin = time.perf_counter()
+        predict(*requests[len(latencies) % len(requests)])
+        latencies.append(time.perf_counter() - begin)
+    return latencies
+
+
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("requests")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 64, 1024])
     parser.add_argument("--seconds", type=float, default=2.0)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--callers", type=int, default=1)
     parser.add_argument("--open-share", type=float, default=0.0)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
@@ -80,14 +93,16 @@ def main():
             requests = make_requests(given, size)
             for i in range(50):
                 predict(*requests[i % len(requests)])
-            latencies, start = [], time.perf_counter()
-            while time.perf_counter() - start < options.seconds or len(latencies) < 3:
-                begin = time.perf_counter()
-                predict(*requests[len(latencies) % len(requests)])
-                latencies.append(time.perf_counter() - begin)
+            start = time.perf_counter()
+            with concurrent.futures.ThreadPoolExecutor(options.callers) as pool:
+                loops = [
+                    pool.submit(closed_loop, predict, requests, options.seconds)
+                    for _ in range(options.callers)
+                ]
+                latencies = [latency for loop in loops for latency in loop.result()]
             elapsed = time.perf_counter() - start
             p50, p99 = np.percentile(latencies, (50, 99)) * 1e6
-            line = {"batch": size, "threads": options.threads}
+            line = {"batch": size, "threads": options.threads, "callers": options.callers}
             line |= {"p50_us": round(p50, 1), "p99_us": round(p99, 1)}
             line["samples_per_s"] = round(len(latencies) * size / elapsed)
             if options.open_share:
