@@ -193,7 +193,7 @@ void run_benchmark(std::shared_ptr<const Predictor> model, const Request& pool,
   for (const int64_t samples : options.batches) {
     const std::vector<Request> requests = requests_of(model->manifest().batch, pool, samples);
     for (size_t i = 0; i < std::min<size_t>(requests.size(), 20); ++i) {
-      model->predict(requests[i]);  // compiles the programs
+      model->predict(requests[i]);  // reads what is read first into the caches
     }
     const Latencies closed = closed_loop(*model, requests, options);
     std::fprintf(out,

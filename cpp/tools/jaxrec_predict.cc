@@ -105,6 +105,7 @@ int run(Options& options) {
   };
   options.batcher.max_delay = std::chrono::microseconds(options.max_delay_us);
   options.batcher.threads = options.threads;
+  model->warm_up();
   if (options.is_benchmark) {
     constexpr int64_t kDrawn = 16384;
     const Request pool = options.input.empty() ? draw_request(spec, kDrawn)
@@ -114,7 +115,6 @@ int run(Options& options) {
     run_benchmark(model, pool, options.benchmark, out);
     return 0;
   }
-  model->warm_up();
   const File input = options.input.empty() ? nullptr : open_file(options.input, "r");
   const int64_t errors =
       answer_lines(model, decode, options.batcher, input == nullptr ? stdin : input.get(), out);
