@@ -92,7 +92,7 @@ def _print(name: str, values: dict[str, float]) -> None:
     sys.stdout.flush()
 
 
-def _step() -> Callable[[Any], Any]:
+def _step() -> Any:
     rngs = nnx.Rngs(0)
     tables = [
         jaxrec.EmbeddingBagConfig(name, count, 16)

@@ -78,7 +78,7 @@ def measure(shape: Shape, seconds: float) -> list[dict[str, Any]]:
     import jax.numpy as jnp
 
     from jaxrec.embed import kernels
-    from jaxrec.embed.formats import FORMATS
+    from jaxrec.embed.formats import FORMATS, as_table
     from jaxrec.train.memory import keep_freed_memory
 
     keep_freed_memory()
@@ -103,17 +103,11 @@ def measure(shape: Shape, seconds: float) -> list[dict[str, Any]]:
     for name in TYPES:
         row_format = FORMATS[name]
         rows = packed_rows(row_format)
-        if name == "float32":
-            look_up = jax.jit(
-                lambda rows, batch: kernels.pooled_lookup(rows, *batch, layout, "float32")
-            )
-        else:
-            look_up = jax.jit(
-                lambda rows, batch, row_format=row_format: kernels.packed_pooled_lookup(
-                    rows, *batch, layout, row_format, shape.D, "float32"
-                )
-            )
-        calls[name] = lambda rows=rows, look_up=look_up: look_up(rows, batch).block_until_ready()
+        table = rows if name == "float32" else as_table(rows, row_format, shape.D)
+        look_up = jax.jit(
+            lambda table, batch: kernels.pooled_lookup(table, *batch, layout, "float32")
+        )
+        calls[name] = lambda table=table, f=look_up: f(table, batch).block_until_ready()
     times = time_in_turn(calls, seconds)
     return [
         {"peer": "jaxrec", "shape": shape.name, "type": name, **figures}

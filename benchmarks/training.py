@@ -106,7 +106,7 @@ def _pure(model: nnx.Module, optimizer: nnx.Module, update: Callable) -> tuple[A
     return state, jax.jit(step, donate_argnums=0)
 
 
-def compile_step(state: Any, step: Callable, shape: Shape) -> jax.stages.Compiled:
+def compile_step(state: Any, step: Any, shape: Shape) -> jax.stages.Compiled:
     return step.lower(state, draw_ids(shape, 0), draw_labels(shape, 0)).compile()
 
 

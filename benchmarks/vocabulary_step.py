@@ -135,7 +135,7 @@ class Model(nnx.Module):
 
 
 class Run:
-    def __init__(self, model: nnx.Module, batches: Iterator[Any]):
+    def __init__(self, model: nnx.Module, batches: Any):
         self.model, self.batches = model, batches
         self.step = compile_step(_train_step, model, jaxrec.Optimizer(model, optax.adam(1e-3)))
 
