@@ -86,7 +86,8 @@ def initialize_rows(
 ) -> Float[TableArray, "rows dim"]:
     """Fill ``num_rows`` rows of a group's array from ``first_row`` on; ``array`` is donated."""
     draw, scale = draw_and_scale(initializer, num_rows, array.shape[1])
-    return _fill(array, key, draw, scale, np.array([0, num_rows, first_row, 0], np.int32))
+    place = np.array([0, num_rows, first_row, 0, array.shape[1]], np.int32)
+    return _fill(array, key, draw, scale, place)
 
 
 @functools.partial(jax.jit, static_argnums=2, donate_argnums=0)
@@ -95,7 +96,7 @@ def _fill(
     key: Array,
     draw: Callable,
     scale: Float[Array, ""],
-    place: Int32[Array, "4"],
+    place: Int32[Array, "5"],
 ) -> Float[TableArray, "rows dim"]:
     return fill_rows(array, key, draw, scale, place, array.shape[1])
 
@@ -105,27 +106,27 @@ def fill_rows(
     key: Array,
     draw: Callable,
     scale: Float[Array, ""],
-    place: Int32[Array, "4"],
+    place: Int32[Array, "5"],
     dim: int,
 ) -> Float[TableArray, "rows width"]:
     """Fill rows of an array with a part of a table's first values.
 
     Args:
-        array: Where to; as wide as the part.
+        array: Where to; as wide as the part, or wider: then zeros are behind the part's columns.
         key: The table's key.
         draw: Function that draws blocks of the table.
         scale: Factor of the drawn blocks.
         place: The table's first row and the row after its last, the row of ``array`` that the first
-            goes to, and the table's first column.
+            goes to, and the table's first column and the column after its last.
         dim: Columns of the table.
     """
     block_rows = max(1, BLOCK_ELEMENTS // dim)
     in_block = jnp.arange(block_rows, dtype=jnp.int32)
-    first, stop, start, column = place
+    first, stop, start, *columns = place
 
     def fill_block(block, array):
         values = draw(jax.random.fold_in(key, block), (block_rows, dim), jnp.float32) * scale
-        part = jax.lax.dynamic_slice_in_dim(values, column, array.shape[1], 1)
+        part = slice_columns(values, *columns, array.shape[1])
         of_table = block * block_rows + in_block
         is_inside = (of_table >= first) & (of_table < stop)
         rows = jnp.where(is_inside, start + of_table - first, array.shape[0])
@@ -133,3 +134,23 @@ def fill_rows(
 
     blocks = first // block_rows, (stop + block_rows - 1) // block_rows
     return jax.lax.fori_loop(*blocks, fill_block, array)
+
+
+def slice_columns(
+    values: Float[Array, "*rows dim"], first: Array | int, stop: Array | int, width: int
+) -> Float[Array, "*rows width"]:
+    """Return some columns of values, with zeros behind them.
+
+    Args:
+        values: Whole rows.
+        first: The first column.
+        stop: The column after the last.
+        width: Number of columns of the result, with the zeros.
+    """
+    if values.shape[-1] == width:
+        return values
+    # A slice that reaches beyond the last column would begin earlier than asked.
+    padding = [(0, 0)] * (values.ndim - 1) + [(0, width)]
+    part = jax.lax.dynamic_slice_in_dim(jnp.pad(values, padding), first, width, values.ndim - 1)
+    is_column = jnp.arange(width, dtype=jnp.int32) < stop - first
+    return jnp.where(jnp.broadcast_to(is_column, part.shape), part, 0)

@@ -110,12 +110,14 @@ class Output:
         feature: The feature.
         group: Index of the group that it is looked up in.
         position: Its place among the group's features.
+        dim: Number of its columns, the first of the group's.
     """
 
     key: str
     feature: str
     group: int
     position: int
+    dim: int
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -152,7 +154,7 @@ class TableLayout:
     @property
     def output_dims(self) -> tuple[int, ...]:
         """Numbers of columns of the outputs."""
-        return tuple(self.groups[output.group].dim for output in self.outputs)
+        return tuple(output.dim for output in self.outputs)
 
     @property
     def bounds(self) -> dict[str, int]:
@@ -182,8 +184,8 @@ class TableLayout:
         """Return the outputs in order as (group, columns of its block), neighbours joined."""
         runs: list[tuple[int, slice]] = []
         for output in self.outputs:
-            dim = self.groups[output.group].dim
-            columns = slice(output.position * dim, (output.position + 1) * dim)
+            start = output.position * self.groups[output.group].dim
+            columns = slice(start, start + output.dim)
             if runs and runs[-1][0] == output.group and runs[-1][1].stop == columns.start:
                 columns = slice(runs.pop()[1].start, columns.stop)
             runs.append((output.group, columns))
@@ -230,6 +232,7 @@ def layout_tables(
             feature if readers[feature] == 1 else f"{feature}@{table.name}",
             feature,
             *place[table.name, feature],
+            table.embedding_dim,
         )
         for table in tables
         for feature in table.feature_names

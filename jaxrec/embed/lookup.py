@@ -181,7 +181,7 @@ def split_rows(
         name = tables.groups[output.group].name
         ends = np.cumsum((0, *layouts[name].capacities))
         start, end = ends[output.position : output.position + 2]
-        outputs[output.key] = rows[name][start:end].astype(dtype)
+        outputs[output.key] = rows[name][start:end, : output.dim].astype(dtype)
     return outputs, Residuals(dict(lookups), {}, tuple(layouts.values()), **residuals)
 
 

@@ -41,21 +41,23 @@ class GroupSlots:
         slots: int32 ``[n]``, or ``[devices, n]`` over a mesh, with -1 at padding.
         parts: For each column slice of each table the number of its `TableRows`, its slots, and
             where they begin on the last axis of ``slots``.
+        dim: Number of columns of the group's rows.
     """
 
     slots: np.ndarray
     parts: tuple[tuple[int, RowSlots, int], ...]
+    dim: int
 
     def gather(self, values: Sequence[np.ndarray]) -> np.ndarray:
         """Return an array that has a row of some values for each slot; any of them at padding.
 
         Args:
             values: For each of the `TableRows` the values of its rows, ``[n, ...]``; where these
-                are as wide as the table, each column slice gets its columns.
+                are as wide as the table, each column slice gets its columns, with zeros behind
+                them where the group is wider.
         """
         first = values[self.parts[0][0]]
-        columns = self.parts[0][1].columns
-        width = () if first.ndim == 1 else (columns[1] - columns[0],)
+        width = () if first.ndim == 1 else (self.dim,)
         gathered = np.empty((*self.slots.shape, *width), first.dtype)
         by_slot = self._slots_first(gathered)
         stop = 0
@@ -66,7 +68,11 @@ class GroupSlots:
             stop = start + part.slots.shape[-1]
             if not part.is_in_order:
                 of_part = self._slots_first(of_part[part.index])
-            by_slot[start:stop] = of_part
+            if not width:
+                by_slot[start:stop] = of_part
+                continue
+            by_slot[start:stop, ..., : of_part.shape[-1]] = of_part
+            by_slot[start:stop, ..., of_part.shape[-1] :] = 0
         by_slot[stop:] = 0
         return gathered
 
@@ -74,12 +80,16 @@ class GroupSlots:
         """Return a view of an array shaped like ``slots`` with the slots on its first axis."""
         return array if self.slots.ndim == 1 else np.moveaxis(array, self.slots.ndim - 1, 0)
 
-    def first_columns(self) -> np.ndarray:
-        """Return the first column of each slot's column slice, int32 shaped like ``slots``."""
-        columns = np.zeros_like(self.slots)
+    def column_bounds(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return the first column of each slot's column slice and the column after its last.
+
+        Both are int32 and shaped like ``slots``.
+        """
+        bounds = np.zeros_like(self.slots), np.zeros_like(self.slots)
         for _, part, start in self.parts:
-            columns[..., start : start + part.slots.shape[-1]] = part.columns[0]
-        return columns
+            for columns, bound in zip(bounds, part.columns, strict=True):
+                columns[..., start : start + part.slots.shape[-1]] = bound
+        return bounds
 
 
 def group_slots(store: TableStore, requests: Sequence[TableRows]) -> dict[str, GroupSlots]:
@@ -99,7 +109,7 @@ def group_slots(store: TableStore, requests: Sequence[TableRows]) -> dict[str, G
         slots = np.full((*leading, size_for(sizes[group])), -1, np.int32)
         for _, part, start in of_group:
             slots[..., start : start + part.slots.shape[-1]] = part.slots
-        result[group] = GroupSlots(slots, tuple(of_group))
+        result[group] = GroupSlots(slots, tuple(of_group), store.groups[group].dim)
     return result
 
 
@@ -153,7 +163,8 @@ class RowsOnDevices:
             result[name] = np.zeros((count, *width), values.dtype)
         target = result[name][:, slice(*part.columns)] if is_wide else result[name]
         is_row = part.index >= 0
-        target[part.index[is_row]] = values[is_row]
+        rows = values[is_row]
+        target[part.index[is_row]] = rows[:, : target.shape[1]] if is_wide else rows
 
 
 def read(

@@ -220,12 +220,23 @@ def _group_blocks(layout: TableLayout, cotangents: Activations) -> list[Float[Ar
             [o.key for o in sorted(layout.outputs, key=lambda o: o.position) if o.group == g]
             for g in range(len(layout.groups))
         ]
-        return [jnp.concatenate([cotangents[key] for key in group]) for group in keys]
+        return [
+            jnp.concatenate([_widened(cotangents[key], group.dim) for key in of_group])
+            for group, of_group in zip(layout.groups, keys, strict=True)
+        ]
     values = jnp.asarray(cotangents.values)
     blocks: list[dict[int, Array]] = [{} for _ in layout.groups]
     start = 0
-    for group, columns in layout.column_runs():
+    for number, columns in layout.column_runs():
         width = columns.stop - columns.start
-        blocks[group][columns.start] = values[:, start : start + width]
+        # Only the last output of a run may be narrower than the group.
+        whole = -(-width // layout.groups[number].dim) * layout.groups[number].dim
+        blocks[number][columns.start] = _widened(values[:, start : start + width], whole)
         start += width
     return [jnp.concatenate([block[i] for i in sorted(block)], axis=1) for block in blocks]
+
+
+def _widened(values: Float[Array, "lines _"], dim: int) -> Float[Array, "lines dim"]:
+    """Return values with columns of zeros behind them."""
+    missing = dim - values.shape[1]
+    return jnp.pad(values, ((0, 0), (0, missing))) if missing else values

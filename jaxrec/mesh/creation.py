@@ -212,17 +212,17 @@ def _zeros(layout: MeshLayout, mesh: Mesh, replica_axis: str | None) -> ShardedT
 
 
 def _ranges(placed: PlacedGroup, table: str) -> np.ndarray:
-    """Return each device's shards of a table as `fill_rows` takes them, ``[devices, shards, 4]``.
+    """Return each device's shards of a table as `fill_rows` takes them, ``[devices, shards, 5]``.
 
     Devices with fewer shards have empty ones.
     """
     of_device: list[list[tuple[int, ...]]] = [[] for _ in range(placed.num_devices)]
     shards = [shard for shard in placed.shards if shard.table == table]
     for device, shard in owners(placed, shards):
-        of_device[device].append((*shard.shard.rows, shard.local_row, shard.shard.columns[0]))
-    ranges = np.zeros((placed.num_devices, max(map(len, of_device)), 4), np.int32)
+        of_device[device].append((*shard.shard.rows, shard.local_row, *shard.shard.columns))
+    ranges = np.zeros((placed.num_devices, max(map(len, of_device)), 5), np.int32)
     for device, own in enumerate(of_device):
-        ranges[device, : len(own)] = np.reshape(own, (-1, 4))
+        ranges[device, : len(own)] = np.reshape(own, (-1, 5))
     return ranges
 
 
@@ -231,7 +231,7 @@ def _fill_shards(
     array: Float[TableArray, "rows width"],
     key: Array,
     scale: Float[Array, ""],
-    ranges: Int32[Array, "devices shards 4"],
+    ranges: Int32[Array, "devices shards 5"],
     draw: Callable,
     dim: int,
     sharding: NamedSharding,

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 
 from jaxrec.embed.config import MAX_ROWS, EmbeddingBagConfig, TableConfig, check_num_rows
+from jaxrec.embed.formats.plain import PlainRows
 from jaxrec.embed.layout import Group, Output, TableLayout, layout_tables
-from jaxrec.mesh.exchange import Cut, Exchange, choose_exchange
+from jaxrec.mesh.exchange import ROWS, Cut, Exchange, choose_exchange
 from jaxrec.mesh.placed_group import PlacedGroup, PlacedShard
 from jaxrec.mesh.placement import Placement
 from jaxrec.mesh.shards import MeshShape, Shard
@@ -111,7 +112,7 @@ class _Slice:
 
     Attributes:
         table: Name of the table.
-        config: The slice's configuration for lookups.
+        config: The slice's configuration for lookups, as wide as it is stored.
         shards: Shards of the slice, by row.
         exchange: Its exchange.
         whole_dim: Number of columns of the table.
@@ -174,6 +175,7 @@ def cut_of(
     for shard in shards:
         parts.setdefault(shard.columns, []).append(shard.device)
     hosts = [{device // mesh.devices_per_host for device in part} for part in parts.values()]
+    devices = [device for part in parts.values() for device in set(part)]
     return Cut(
         isinstance(table, EmbeddingBagConfig),
         optimizer,
@@ -181,6 +183,7 @@ def cut_of(
         row_parts=max(map(len, parts.values())),
         row_hosts=max(map(len, hosts)),
         hosts=mesh.hosts,
+        shares_devices=len(set(devices)) < len(devices),
     )
 
 
@@ -191,11 +194,13 @@ def _slices(
     by_columns: dict[tuple[int, int], list[Shard]] = {}
     for shard in shards:
         by_columns.setdefault(shard.columns, []).append(shard)
+    cut = cut_of(table, optimizer, shards, mesh)
     try:
-        exchange = choose_exchange(placement.exchange, cut_of(table, optimizer, shards, mesh))
+        exchange = choose_exchange(placement.exchange, cut)
     except ValueError as error:
+        hint = "" if ROWS.refuse(cut) else "; use exchange='rows'"
         raise ValueError(
-            f"table {table.name!r} is placed {placement.kind}, and {error}; use exchange='rows'"
+            f"table {table.name!r} is placed {placement.kind}, and {error}{hint}"
         ) from None
     _check_cut(table, optimizer, placement, by_columns)
     return [
@@ -204,15 +209,34 @@ def _slices(
             dataclasses.replace(
                 table,
                 name=f"{table.name}[{start}:{stop}]",
-                embedding_dim=stop - start,
+                embedding_dim=width,
                 optimizer=optimizer,
             ),
-            tuple(of_columns),
+            tuple(by_columns[start, stop]),
             exchange,
             table.embedding_dim,
         )
-        for (start, stop), of_columns in by_columns.items()
+        for (start, stop), width in slice_widths(table, optimizer, by_columns).items()
     ]
+
+
+def slice_widths(
+    table: TableConfig, optimizer: RowOptimizer, columns: Iterable[tuple[int, int]]
+) -> dict[tuple[int, int], int]:
+    """Return the number of stored columns of each column slice.
+
+    Slices that are updated together are stored as one array, all as wide as the widest, with zeros
+    behind their columns. Others have their own width.
+
+    Args:
+        table: The table.
+        optimizer: Its row optimizer.
+        columns: The first column of each slice and the column after its last.
+    """
+    widths = {(start, stop): stop - start for start, stop in columns}
+    if _joins(optimizer, widths) and isinstance(table.row_format, PlainRows):
+        return dict.fromkeys(widths, max(widths.values()))
+    return widths
 
 
 def _apart(part: _Slice) -> tuple[Exchange, int | None]:
@@ -250,7 +274,7 @@ def _number_arrays(slices: Mapping[str, _Slice], mesh: MeshShape) -> dict[str, i
     return numbers
 
 
-def _joins(optimizer: RowOptimizer, columns: Mapping[tuple[int, int], Sequence[Shard]]) -> bool:
+def _joins(optimizer: RowOptimizer, columns: Collection[tuple[int, int]]) -> bool:
     """Return whether column slices must be updated together."""
     return len(columns) > 1 and (optimizer.needs_whole_rows or optimizer.clip_norm is not None)
 
@@ -272,18 +296,12 @@ def _check_cut(
             "optimizer take its sums over rows from jaxrec.optim.mean_squares and row_norms and "
             "say so with sums_rows = True"
         )
-    if len({stop - start for start, stop in columns}) > 1:
+    if len(set(slice_widths(table, optimizer, columns).values())) > 1:
         raise ValueError(
             f"table {table.name!r} is placed {placement.kind}, which cuts its "
             f"{table.embedding_dim} columns into {len(columns)} unequal parts, but its optimizer "
-            f"{name} with these settings needs equal ones; name places whose number divides them"
-        )
-    devices = [device for shards in columns.values() for device in {s.device for s in shards}]
-    if twice := [device for device, count in Counter(devices).items() if count > 1]:
-        raise ValueError(
-            f"table {table.name!r} is placed {placement.kind} with two parts of its columns on "
-            f"device {twice[0]}, but its optimizer {name} with these settings needs them apart; "
-            "name each place once"
+            f"{name} with these settings needs equal ones where rows are stored as "
+            f"{table.row_format.name}; name places whose number divides them"
         )
 
 
@@ -291,24 +309,20 @@ def _outputs(
     tables: TableLayout, layout: TableLayout, slices: Mapping[str, _Slice]
 ) -> tuple[Output, ...]:
     """Return the slices' outputs in the order of the tables' own: by table, feature and column."""
-    by_output: dict[tuple[str, str], list[Output]] = {}
+    by_output: dict[tuple[str, str], list[tuple[int, Output]]] = {}
     for g, group in enumerate(layout.groups):
         for position, (feature, index) in enumerate(group.features):
-            table = slices[group.tables[index].name].table
-            by_output.setdefault((table, feature), []).append(Output("", feature, g, position))
-
-    def first_column(output: Output) -> int:
-        group = layout.groups[output.group]
-        config = group.tables[group.features[output.position][1]]
-        return slices[config.name].shards[0].columns[0]
+            part = slices[group.tables[index].name]
+            start, stop = part.shards[0].columns
+            output = Output("", feature, g, position, stop - start)
+            by_output.setdefault((part.table, feature), []).append((start, output))
 
     ordered = []
     for output in tables.outputs:
         group = tables.groups[output.group]
         table = group.tables[group.features[output.position][1]].name
-        for each in sorted(by_output[table, output.feature], key=first_column):
-            key = f"{output.key}[{first_column(each)}:]"
-            ordered.append(dataclasses.replace(each, key=key))
+        for start, each in sorted(by_output[table, output.feature], key=lambda pair: pair[0]):
+            ordered.append(dataclasses.replace(each, key=f"{output.key}[{start}:]"))
     return tuple(ordered)
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int32
+from jaxtyping import Array, Bool, Int32
 
 from jaxrec.embed import kernels
 from jaxrec.embed.layout import Group
@@ -46,6 +47,8 @@ class PlacedGroup:
         num_devices: Number of devices; 1 if every device has all rows.
         is_replicated: Whether every device has all rows.
         whole_dim: Number of columns of the tables; the group's own width where they are not cut.
+
+    Slices that are updated together are as wide as the widest, with padding behind their columns.
     """
 
     group: Group
@@ -122,12 +125,32 @@ class PlacedGroup:
 
         Arbitrary for a row that belongs to no table.
         """
-        shards = sorted(self.shards, key=self._slot)
-        starts = np.array([self._slot(shard) for shard in shards], np.int32)
-        tables = np.array([self.tables.index(shard.table) for shard in shards], np.int32)
+        tables = [self.tables.index(shard.table) for shard in self.shards]
+        return self._of_shards(tables, local_rows, device)
+
+    def is_column(
+        self, local_rows: Int32[Array, " n"], device: Int32[Array, ""]
+    ) -> Bool[Array, "n dim"] | None:
+        """Return which columns of rows of a device's array belong to their slices; None: all.
+
+        The rows of a slice that is narrower than the group end with columns of padding. Arbitrary
+        for a row that belongs to no table.
+        """
+        widths = [stop - start for start, stop in (shard.shard.columns for shard in self.shards)]
+        if min(widths) == self.group.dim:
+            return None
+        of_row = self._of_shards(widths, local_rows, device)
+        return jnp.arange(self.group.dim, dtype=jnp.int32)[None] < of_row[:, None]
+
+    def _of_shards(
+        self, values: Sequence[int], local_rows: Int32[Array, " n"], device: Int32[Array, ""]
+    ) -> Int32[Array, " n"]:
+        """Return for each row of a device's array the value of its shard."""
+        order = sorted(range(len(self.shards)), key=lambda i: self._slot(self.shards[i]))
+        starts = np.array([self._slot(self.shards[i]) for i in order], np.int32)
         slots = device * self.local_rows + local_rows
         index = jnp.searchsorted(starts, slots, side="right") - 1
-        return jnp.asarray(tables)[jnp.maximum(index, 0)]
+        return jnp.asarray([values[i] for i in order], jnp.int32)[jnp.maximum(index, 0)]
 
     def _slot(self, placed: PlacedShard) -> int:
         """Return the first slot of a shard."""

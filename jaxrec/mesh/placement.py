@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import TypeVar
 
 import numpy as np
 
@@ -12,6 +13,8 @@ from jaxrec.embed.config import TableConfig
 from jaxrec.mesh.exchange import EXCHANGES, REPLICATED, Exchange, ExchangeLike, find_exchange
 from jaxrec.mesh.shards import MeshShape, Shard
 from jaxrec.ragged.columns import is_integer
+
+Owner = TypeVar("Owner", int, tuple[int, ...])
 
 _OVER_HOSTS = ("table_row_wise", "table_column_wise", "grid")
 
@@ -60,11 +63,11 @@ class Placement:
     def cut(self, table: TableConfig, mesh: MeshShape) -> tuple[Shard, ...]:
         """Return the table's shards, by column and then by row.
 
-        A replicated table is one shard on device 0.
+        A replicated table is one shard on device 0. Devices beyond the number of rows or columns
+        have no shard.
 
         Raises:
-            ValueError: The mesh lacks a device or host, or the table has fewer rows or columns
-                than the shards it is to be cut into.
+            ValueError: The mesh lacks a device or host.
         """
         match self.kind:
             case "data_parallel":
@@ -101,22 +104,11 @@ class Placement:
 
 def _grid(table: TableConfig, owners: Sequence[tuple[int, ...]]) -> tuple[Shard, ...]:
     """Cut columns evenly among ``owners``, and the rows of each part among its devices."""
-    rows, dim = table.num_embeddings, table.embedding_dim
-    if dim < len(owners):
-        raise ValueError(
-            f"table {table.name!r} has {dim} columns, fewer than the {len(owners)} parts it is to "
-            "be cut into; name fewer devices or use row_wise()"
-        )
-    shards = []
-    for devices, columns in zip(owners, _even(dim, len(owners)), strict=True):
-        if rows < len(devices):
-            raise ValueError(
-                f"table {table.name!r} has {rows} rows, fewer than the {len(devices)} devices it "
-                "is to be cut over; use table_wise() or data_parallel()"
-            )
-        parts = _even(rows, len(devices))
-        shards += [Shard(part, columns, d) for d, part in zip(devices, parts, strict=True)]
-    return tuple(shards)
+    return tuple(
+        Shard(rows, columns, device)
+        for devices, columns in _even(owners, table.embedding_dim)
+        for device, rows in _even(devices, table.num_embeddings)
+    )
 
 
 def _several(kind: str, places: Sequence[int]) -> tuple[int, ...]:
@@ -125,11 +117,14 @@ def _several(kind: str, places: Sequence[int]) -> tuple[int, ...]:
     return tuple(places)
 
 
-def _even(count: int, parts: int) -> list[tuple[int, int]]:
-    """Return the first and past the last of each part; the first parts may have one more."""
-    size, more = divmod(count, parts)
-    starts = [part * size + min(part, more) for part in range(parts + 1)]
-    return list(itertools.pairwise(starts))
+def _even(owners: Sequence[Owner], count: int) -> Iterator[tuple[Owner, tuple[int, int]]]:
+    """Iterate over owners with the first of their part of a count, and the one after its last.
+
+    The first parts may have one more. Owners beyond the count are left out.
+    """
+    size, more = divmod(count, len(owners))
+    starts = [part * size + min(part, more) for part in range(len(owners) + 1)]
+    return zip(owners[:count], itertools.pairwise(starts), strict=False)
 
 
 def data_parallel() -> Placement:
@@ -144,6 +139,8 @@ def table_wise(device: int = 0, *, exchange: ExchangeLike | None = None) -> Plac
 
 def row_wise(devices: Sequence[int] = (), *, exchange: ExchangeLike | None = None) -> Placement:
     """Place the rows in equal parts over ``devices``, all of the mesh if none are named.
+
+    A table of fewer rows lies on the first of the devices, one row on each.
 
     Args:
         devices: The devices, by number.

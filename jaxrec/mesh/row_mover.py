@@ -171,6 +171,11 @@ def _exchange(
             if out_of is not None:
                 rows = rows[..., slice(*out_of)]
             rows = channel.send(rows).astype(target.dtype)
+            if into is not None:  # the source may be wider than the columns, with zeros behind them
+                rows = rows[..., : into[1] - into[0]]
+            elif out_of is not None:
+                missing = target.shape[1] - rows.shape[-1]
+                rows = jnp.pad(rows, ((0, 0), (0, 0), (0, missing)))
             start, count = received[0, turn][:, :1], received[0, turn][:, 1:]
             places = jnp.where(index < count, start + index, target.shape[0])
             place = target.at[places] if into is None else target.at[places, slice(*into)]

@@ -80,7 +80,11 @@ def write_shards(
             ranges[device] = local_row, stop - start
             if device * placed.local_rows in here:
                 rows = _host_rows(values, first + start, first + stop)
-                parts[device, : stop - start] = rows if rows.ndim == 1 else rows[:, slice(*columns)]
+                if rows.ndim == 1:
+                    parts[device, : stop - start] = rows
+                else:  # zeros stay behind the columns where the group is wider
+                    rows = rows[:, slice(*columns)]
+                    parts[device, : stop - start, : rows.shape[1]] = rows
         array = _write_rows(
             array, over_devices(parts, sharding), over_devices(ranges, sharding), sharding
         )

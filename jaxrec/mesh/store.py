@@ -313,7 +313,7 @@ class MeshStore(TableStore):
             whole = np.zeros(shape, array.dtype) if whole is None else whole
             target = whole if whole.ndim == 1 else whole[:, slice(*columns)]
             for start, stop, rows in read_shards(array, self.sharding(placed), placed, shards):
-                target[start:stop] = rows
+                target[start:stop] = rows if rows.ndim == 1 else rows[:, : target.shape[1]]
         return jnp.asarray(whole)
 
     def _config(self, name: str) -> TableConfig:

@@ -18,12 +18,13 @@ class CutRows:
     Attributes:
         dim: Columns of the whole row.
         total: From sums over the columns at hand, one a row, to those over the whole row.
-        is_column: Which of the columns at hand belong to the row and are not padding; None: all.
+        is_column: Which of the columns at hand belong to the row and are not padding, for all rows
+            or row by row; None: all.
     """
 
     dim: int
     total: Callable[[Float[Array, " rows"]], Float[Array, " rows"]]
-    is_column: Bool[Array, " dim"] | None = None
+    is_column: Bool[Array, "*rows dim"] | None = None
 
 
 _cut_rows: contextvars.ContextVar[CutRows | None] = contextvars.ContextVar("cut_rows", default=None)
@@ -33,7 +34,7 @@ _cut_rows: contextvars.ContextVar[CutRows | None] = contextvars.ContextVar("cut_
 def cut_rows(
     dim: int,
     total: Callable[[Float[Array, " rows"]], Float[Array, " rows"]] = lambda sums: sums,
-    is_column: Bool[Array, " dim"] | None = None,
+    is_column: Bool[Array, "*rows dim"] | None = None,
 ) -> Iterator[None]:
     """Make the functions below sum over whole rows; see `CutRows` for the arguments."""
     token = _cut_rows.set(CutRows(dim, total, is_column))
@@ -49,7 +50,7 @@ def sums_of_squares(rows: Float[Array, "rows dim"]) -> Float[Array, " rows"]:
     if cut is None:
         return jnp.sum(squares, axis=1)
     if cut.is_column is not None:
-        squares = jnp.where(cut.is_column[None], squares, 0)
+        squares = jnp.where(jnp.atleast_2d(cut.is_column), squares, 0)
     return cut.total(jnp.sum(squares, axis=1))
 
 

@@ -17,7 +17,7 @@ from jaxrec.mesh.exchange import (
     Exchange,
     choose_exchange,
 )
-from jaxrec.mesh.layout import cut_of
+from jaxrec.mesh.layout import cut_of, slice_widths
 from jaxrec.mesh.placement import Placement
 from jaxrec.mesh.shards import MeshShape, Shard
 from jaxrec.plan.constraints import EXCHANGES, SHARDING_TYPES, ParameterConstraints
@@ -231,7 +231,7 @@ def _splits(
             return [_Split(sharding_type, 1, 1, 1, devices)]
         case "row_wise":
             count = len(devices)
-            if rows < count:
+            if rows < count and not is_asked:
                 return f"{rows} rows are fewer than the {count} devices"
             if count == 1 and not is_asked:
                 return "one device: the same as table_wise"
@@ -244,7 +244,7 @@ def _splits(
         case "table_row_wise":
             if allowed.mesh.hosts == 1 and not is_asked:
                 return "one host: the same as row_wise"
-            if rows < per_host:
+            if rows < per_host and not is_asked:
                 return f"{rows} rows are fewer than the {per_host} devices of a host"
             return [_Split(sharding_type, 1, 1, per_host, hosts)]
         case "table_column_wise":
@@ -257,7 +257,7 @@ def _splits(
                 )
             return [_Split(sharding_type, 1, per_host, 1, hosts)]
         case _:
-            if rows < per_host:
+            if rows < per_host and not is_asked:
                 return f"{rows} rows are fewer than the {per_host} devices of a host"
             counts = [1] * is_asked + column_counts(len(hosts))
             return [_Split(sharding_type, k, k, per_host, hosts) for k in counts] or narrow
@@ -337,8 +337,8 @@ def placed_options(
     cut = cut_of(workload.table, workload.optimizer, shards, mesh)
     exchange = choose_exchange(placement.exchange, cut)
     options = []
-    for (start, stop), of_columns in by_columns.items():
-        group = Group.of(workload, stop - start, exchange)
+    for columns, width in slice_widths(workload.table, workload.optimizer, by_columns).items():
+        group, of_columns = Group.of(workload, width, exchange), by_columns[columns]
         devices = tuple(shard.device for shard in of_columns)
         site = tuple(range(topology.num_devices)) if placement.is_replicated else devices
         split = _Split(placement.kind, 1, 1, len(of_columns), (site,))

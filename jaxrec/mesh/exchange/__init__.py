@@ -55,9 +55,8 @@ def choose_exchange(wanted: ExchangeLike | None, cut: Cut) -> Exchange:
     Raises:
         ValueError: The exchange refuses the table.
     """
-    if wanted is None:
-        return ROWS if BAGS.refuse(cut) else BAGS
-    exchange = find_exchange(wanted)
+    default = ROWS if BAGS.refuse(cut) else BAGS
+    exchange = default if wanted is None else find_exchange(wanted)
     if exchange is POOLED:
         for special in (BAGS, POOLED_BY_HOST):
             if not special.refuse(cut):

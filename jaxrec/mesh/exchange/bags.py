@@ -8,6 +8,7 @@ table, which pools them and sends the bags back; their gradients travel the same
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import ClassVar
 
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ import jax.numpy as jnp
 from jaxrec.embed import kernels
 from jaxrec.embed.lookup import pool
 from jaxrec.mesh.exchange.base import Cut, Exchange, constant, update_owned
-from jaxrec.mesh.exchange.column_slices import update_slices
+from jaxrec.mesh.exchange.column_slices import sums_of_bags, update_slices
 from jaxrec.mesh.exchange.owner_features import (
     OwnerFeatures,
     received_lookups,
@@ -69,5 +70,7 @@ class Bags(Exchange):
 
     def update(self, placed, table, state, gradient, step, channel, capacity):
         if placed.joins_slices:
-            return update_slices(placed, table, state, gradient, step, channel)
+            layouts = gradient.layouts
+            sums = functools.partial(sums_of_bags, placed=placed, layouts=layouts, channel=channel)
+            return update_slices(placed, table, state, gradient, step, channel, sums)
         return update_owned(placed, table, state, gradient, step, channel, **channel.received)

@@ -46,6 +46,7 @@ class Cut:
         row_parts: Largest number of devices that the rows of one column part lie on.
         row_hosts: Largest number of hosts that the rows of one column part lie on.
         hosts: Number of hosts of the mesh.
+        shares_devices: Whether a device has several column parts of a row.
     """
 
     is_pooled: bool
@@ -54,6 +55,7 @@ class Cut:
     row_parts: int
     row_hosts: int = 1
     hosts: int = 1
+    shares_devices: bool = False
 
 
 @jax.tree_util.register_dataclass

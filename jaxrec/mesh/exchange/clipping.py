@@ -26,7 +26,9 @@ def table_squares(
         channel: Channel to the other devices.
     """
     runs, sums = gradient.sum_by_row(placed.local_rows, clip_value)
-    squares = jnp.where(runs.unique < placed.local_rows, jnp.sum(sums * sums, axis=1), 0)
+    is_column = placed.is_column(runs.unique, channel.index)
+    squares = sums * sums if is_column is None else jnp.where(is_column, sums * sums, 0)
+    squares = jnp.where(runs.unique < placed.local_rows, jnp.sum(squares, axis=1), 0)
     tables = placed.tables_of(runs.unique, channel.index)
     return sum_by_table(squares, tables, len(placed.tables))
 

@@ -1,23 +1,25 @@
-"""The update of rows that are cut by columns, where each column slice lies whole on one device.
+"""The update of rows that are cut by columns, by an optimizer that needs sums over whole rows.
 
-Some optimizers need sums over whole rows, of which the owner of a slice has a part. All owners of a
-table's slices have the same lookups of it, in the same order (`OwnerFeatures`). So each writes its
-part of a row's sum to the positions of the row's lookups in a list of all lookups; these lists are
-added up over the devices, and each owner reads the sums of its lookups.
+The owner of a column slice has a part of a row's sum. `update_slices` gives these parts to an
+exchange, one for each lookup of the row that the owner received, and gets the whole sums back.
+
+Where each slice lies whole on one device, `sums_of_bags` adds the parts. All owners of a table's
+slices have the same lookups of it, in the same order (`OwnerFeatures`). So each writes its part to
+the positions of the row's lookups in a list of all lookups; these lists are added up over the
+devices, and each owner reads the sums of its lookups.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Float
 
-from jaxrec.embed import kernels
 from jaxrec.embed.formats import TableArray
 from jaxrec.embed.kernels import BagLayout
 from jaxrec.embed.kernels.reference import update_unique
@@ -37,6 +39,7 @@ def update_slices(
     gradient: RowGradients,
     step: Step,
     channel: Channel,
+    whole_sums: Callable[[Float[Array, " lookups"]], Float[Array, " lookups"]],
 ) -> tuple[Float[TableArray, "local_rows dim"], dict[str, TableArray]]:
     """Update each of this device's rows once, by sums over the whole rows.
 
@@ -47,19 +50,22 @@ def update_slices(
         gradient: The gradient of all devices' lookups of these rows.
         step: Number of updates made before.
         channel: Channel to the other devices.
+        whole_sums: From this device's part of a sum over the row of each lookup, 0 where the lookup
+            has no row, to the sum over the whole row.
     """
     gradient = clip_tables(placed, gradient, channel)
-    bounded, lookups = placed.group.optimizer, gradient.lookups
+    bounded, looked_up = placed.group.optimizer, gradient.lookups.rows
     optimizer = dataclasses.replace(bounded, clip_value=None, clip_norm=None)
     runs, sums = gradient.sum_by_row(placed.local_rows, bounded.clip_value)
-    total = functools.partial(
-        _total,
-        runs=runs,
-        is_row=(lookups.rows >= 0) & (lookups.rows < placed.local_rows),
-        positions=[_Positions.of(placed, layout) for layout in gradient.layouts],
-        channel=channel,
-    )
-    with cut_rows(placed.whole_dim, total):
+    is_row = (looked_up >= 0) & (looked_up < placed.local_rows)
+
+    def total(partial: Float[Array, " runs"]) -> Float[Array, " runs"]:
+        sums = whole_sums(jnp.where(is_row, partial[runs.inverse], 0))
+        # All lookups of a row have the same sum; any of them will do.
+        return jnp.zeros_like(partial).at[runs.inverse].set(jnp.where(is_row, sums, 0))
+
+    is_column = placed.is_column(runs.unique, channel.index)
+    with cut_rows(placed.whole_dim, total, is_column):
         rows = gradient.rows_to_write(runs.unique, placed.local_rows)
         return update_unique(table, state, rows, sums, optimizer, step, (0,))
 
@@ -116,21 +122,27 @@ class _Positions:
         )
 
 
-def _total(
-    partial: Float[Array, " runs"],
+def sums_of_bags(
+    partial: Float[Array, " lookups"],
     *,
-    runs: kernels.Runs,
-    is_row: Bool[Array, " lookups"],
-    positions: list[_Positions],
+    placed: PlacedGroup,
+    layouts: Sequence[BagLayout],
     channel: Channel,
-) -> Float[Array, " runs"]:
-    """Return sums over column slices of rows, one a run, as sums over whole rows."""
-    of_lookups = jnp.where(is_row, partial[runs.inverse], 0)
+) -> Float[Array, " lookups"]:
+    """Return the whole sums of `update_slices` where each slice lies whole on one device.
+
+    Args:
+        partial: This device's part of the sum of each lookup that it received.
+        placed: The group.
+        layouts: Layouts of the group's features in the batches that were looked up, in turn.
+        channel: Channel to the other devices.
+    """
+    positions = [_Positions.of(placed, layout) for layout in layouts]
     sizes = [len(each.starts) * sum(each.capacities) for each in positions]
-    totals = [
-        each.total(part.reshape(len(each.starts), -1), channel).reshape(-1)
-        for each, part in zip(positions, jnp.split(of_lookups, np.cumsum(sizes)[:-1]), strict=True)
-    ]
-    # All lookups of a row have the same total; any of them will do.
-    back = jnp.where(is_row, jnp.concatenate(totals), 0)
-    return jnp.zeros_like(partial).at[runs.inverse].set(back)
+    parts = jnp.split(partial, np.cumsum(sizes)[:-1])
+    return jnp.concatenate(
+        [
+            each.total(part.reshape(len(each.starts), -1), channel).reshape(-1)
+            for each, part in zip(positions, parts, strict=True)
+        ]
+    )

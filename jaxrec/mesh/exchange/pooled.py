@@ -12,11 +12,14 @@ each device announces with its ids, runs a second program with space for all. Id
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import functools
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int32, Shaped
 
 from jaxrec.embed import kernels
@@ -27,6 +30,7 @@ from jaxrec.embed.row_gradients import RowGradients
 from jaxrec.mesh.channel import Channel, ListLengths, run_if
 from jaxrec.mesh.exchange.base import Cut, Exchange, update_owned
 from jaxrec.mesh.exchange.clipping import table_squares
+from jaxrec.mesh.exchange.column_slices import update_slices
 from jaxrec.mesh.placed_group import PlacedGroup
 
 
@@ -40,11 +44,6 @@ class Pooled(Exchange):
     def refuse(self, cut: Cut) -> str | None:
         if not cut.is_pooled:
             return "its rows are not pooled"
-        if cut.column_parts > 1 and cut.row_parts > 1 and cut.optimizer.needs_whole_rows:
-            return (
-                f"its optimizer {type(cut.optimizer).__name__} with these settings needs whole "
-                "rows, and it is cut by rows and by columns"
-            )
         return None
 
     def traffic(self, work):
@@ -87,7 +86,13 @@ class Pooled(Exchange):
 
         def update(carried: Any, rows: Int32[Array, "devices _"]) -> Any:
             table, state = carried
-            return update_owned(placed, table, state, owned(rows), step, channel)
+            if not placed.joins_slices:
+                return update_owned(placed, table, state, owned(rows), step, channel)
+            layouts = gradient.layouts
+            sums = functools.partial(
+                _whole_sums, placed=placed, layouts=layouts, route=route, channel=channel
+            )
+            return update_slices(placed, table, state, owned(rows), step, channel, sums)
 
         if route.has_space_for_all:
             return update((table, state), route.rows)
@@ -256,6 +261,42 @@ def _gather_gradients(
         return dataclasses.replace(gradient, lookups=lookups, values=gradients)
 
     return owned
+
+
+def _whole_sums(
+    partial: Float[Array, " received"],
+    *,
+    placed: PlacedGroup,
+    layouts: Sequence[BagLayout],
+    route: PooledRoute,
+    channel: Channel,
+) -> Float[Array, " received"]:
+    """Return the whole sums of `update_slices` where rows are cut by rows and by columns.
+
+    The device of a lookup sent it to the owners of all slices of the row. So their parts go back
+    there, one for each lookup, are added up, and the sums go out again.
+    """
+    count = route.order.size
+    index = jnp.arange(count, dtype=jnp.int32)
+    parts = channel.send(partial.reshape(placed.num_devices, -1))
+    lookups = _pack(route.order, route.counts, index, parts.shape[1], count)
+    of_lookups = jnp.zeros(count, partial.dtype).at[lookups].set(parts, mode="drop")
+    table = {each.first_row: each.table for each in placed.shards}
+    # Slices of a table that read the same ids of a batch have the same lookups.
+    keys = [
+        (batch, table[row], start, capacity)
+        for batch, layout in enumerate(layouts)
+        for row, start, capacity in zip(
+            layout.row_offsets, layout.id_starts, layout.capacities, strict=True
+        )
+    ]
+    ends = tuple(itertools.accumulate(capacity for *_, capacity in keys))
+    by_feature = jnp.split(of_lookups, np.array(ends[:-1], int))
+    sums: dict[tuple, Array] = {}
+    for key, of_slice in zip(keys, by_feature, strict=True):
+        sums[key] = sums[key] + of_slice if key in sums else of_slice
+    whole = jnp.concatenate([sums[key] for key in keys])
+    return channel.send(whole.at[lookups].get(mode="fill", fill_value=0)).reshape(-1)
 
 
 def _received_layout(placed: PlacedGroup, num_bags: int, capacity: int) -> BagLayout:

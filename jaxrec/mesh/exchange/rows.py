@@ -30,7 +30,7 @@ from jaxrec.embed.kernels.stretches import sum_stretches
 from jaxrec.embed.lookup import pool
 from jaxrec.embed.row_gradients import RowGradients
 from jaxrec.mesh.channel import Channel, ListLengths, run_if
-from jaxrec.mesh.exchange.base import Exchange
+from jaxrec.mesh.exchange.base import Cut, Exchange
 from jaxrec.mesh.exchange.clipping import clip_factors, table_squares
 from jaxrec.mesh.exchange.row_requests import ABSENT, RowRequests
 from jaxrec.mesh.placed_group import PlacedGroup
@@ -45,6 +45,14 @@ class Rows(Exchange):
     """Rows travel to the samples, once for each device that needs them."""
 
     name: ClassVar[str] = "rows"
+
+    def refuse(self, cut: Cut) -> str | None:
+        if cut.shares_devices and cut.optimizer.needs_whole_rows:
+            return (
+                f"its optimizer {type(cut.optimizer).__name__} with these settings needs whole "
+                "rows, and a device has two parts of its columns; name each place once"
+            )
+        return None
 
     def traffic(self, work):
         # Requests, rows and gradients; and the length of each list, its stop and the demand.
@@ -291,7 +299,8 @@ class GradientRounds:
             numbers = _row_numbers(placed, route.requests.slots)
             wanted = numbers.at[positions].get(mode="fill", fill_value=placed.group.num_rows)
             total = functools.partial(_total, runs=runs, wanted=wanted, channel=channel)
-            with cut_rows(placed.whole_dim, total):
+            is_column = placed.is_column(runs.unique, channel.index)
+            with cut_rows(placed.whole_dim, total, is_column):
                 return update_unique(table, state, runs.unique, sums, optimizer, step, (0,))
 
         return _until_last(route.first, one_round, self._next, (table, state))

@@ -46,12 +46,13 @@ class PooledCosts(ExchangeCosts):
 
     def position(self) -> Perf:
         """Return ``all_to_all(4)`` forward, for an id, and ``sort(1)`` backward; a weight adds
-        ``all_to_all(4)`` to both."""
-        weight = WORD * self.group.is_weighted
+        ``all_to_all(4)`` to both. Where column shards of a row are updated as one,
+        ``2 all_to_all(4) + sort(1)`` are added backward."""
+        weight, joins = WORD * self.group.is_weighted, self.group.joins_columns
         return Perf(
             forward_exchange=all_to_all(WORD + weight, self.topology),
-            backward_compute=self.topology.sort.item,
-            backward_exchange=all_to_all(weight, self.topology),
+            backward_compute=(1 + joins) * self.topology.sort.item,
+            backward_exchange=all_to_all(weight + 2 * joins * WORD, self.topology),
         )
 
     def round_capacity(self, workload: TableWorkload) -> float:

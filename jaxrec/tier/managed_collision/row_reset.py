@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int32, UInt32
 
 from jaxrec.embed.config import TableConfig
 from jaxrec.embed.formats import TableArray
-from jaxrec.embed.initialize import draw_and_scale, table_key
+from jaxrec.embed.initialize import draw_and_scale, slice_columns, table_key
 from jaxrec.embed.layout import Group
 from jaxrec.embed.store import TableStore
 from jaxrec.embed.tables import Tables, write_slots
@@ -122,7 +122,8 @@ class _Slice:
             local = self.placed.slots(rows)
             if not self.placed.is_replicated:
                 local = local - jax.lax.axis_index(self.axes) * self.placed.local_rows
-            new = _first_rows(self.config, ids, key)[:, slice(*self.columns)]
+            whole = _first_rows(self.config, ids, key)
+            new = slice_columns(whole, *self.columns, group.dim)
             # It skips slots that are not within this device's rows.
             return write_slots(
                 arrays[0], arrays[1], local, new, _first_state(group, slots.shape[0])

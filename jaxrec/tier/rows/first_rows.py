@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Array, Int32, Int64, Shaped, UInt32
 
 from jaxrec.embed.config import TableConfig
-from jaxrec.embed.initialize import draw_and_scale, table_key
+from jaxrec.embed.initialize import draw_and_scale, slice_columns, table_key
 from jaxrec.embed.layout import layout_tables
 from jaxrec.embed.row_access import TableRows, group_slots, read, size_for
 from jaxrec.embed.store import TableStore
@@ -71,7 +71,7 @@ def reset(store: TableStore, tables: Sequence[NewRows], seed: int) -> TableStore
         for group, slots in group_slots(store, alike).items():
             place = slots.gather(places)
             per_slot = {name: values[place] for name, values in per_row.items()}
-            per_slot["column"] = slots.first_columns()
+            per_slot["first_column"], per_slot["stop_column"] = slots.column_bounds()
             on_devices = store.put_rows((slots.slots, per_slot))
             store = _reset(store, *on_devices, keys, group, *kind)
     return store
@@ -123,7 +123,8 @@ def _reset(
         key = row_key(keys[of_slot["table"]])
         key = jax.random.fold_in(jax.random.fold_in(key, of_slot["low"]), of_slot["high"])
         values = draw(key, (1, dim), jnp.float32)[0] * of_slot["scale"]
-        return jax.lax.dynamic_slice_in_dim(values, of_slot["column"], of_group.dim)
+        columns = of_slot["first_column"], of_slot["stop_column"]
+        return slice_columns(values, *columns, of_group.dim)
 
     def rows_and_state(of_slots, keys):
         rows = jax.vmap(row, (0, None))(of_slots, keys)
