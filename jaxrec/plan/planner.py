@@ -20,6 +20,7 @@ from jaxrec.plan.joined_tables import (
 )
 from jaxrec.plan.local_search import improve
 from jaxrec.plan.model_tables import Model, ModelTables, is_function, read_model
+from jaxrec.plan.one_plan import plan_once
 from jaxrec.plan.options import ShardingOption, enumerate_options, placed_options, to_placement
 from jaxrec.plan.partitioners import Partitioner, balance_memory, place_fastest
 from jaxrec.plan.plan import ShardingPlan
@@ -118,6 +119,9 @@ class Planner:
     def plan(self, model: Model, *, batch_size: int) -> ShardingPlan:
         """Return the fastest plan found within the time limit, with a bound on all plans.
 
+        With several processes each calls this, process 0 searches with its own statistics and
+        devices, and all return its plan.
+
         Args:
             model: The model, real or abstract (`nnx.eval_shape`); a function that makes the model,
                 which is called to make it abstractly; or configurations of tables. It stays as it
@@ -126,11 +130,21 @@ class Planner:
 
         Raises:
             PlanError: If no plan fits; the message says what to change.
-            ValueError: If constraints do not fit the tables or the devices.
+            ValueError: If constraints do not fit the tables or the devices, or processes plan
+                different tables.
         """
-        tables, planner = read_model(model), self
+        tables = read_model(model)
+
+        def search() -> ShardingPlan:
+            return self._search_all(tables, is_function(model), batch_size)
+
+        return plan_once(search, tables, batch_size)
+
+    def _search_all(self, tables: ModelTables, is_function: bool, batch_size: int) -> ShardingPlan:
+        """Return the plan with its context, with rows in host memory where it takes that."""
+        planner = self
         context = self._context(self._workloads(tables, batch_size), batch_size)
-        if self.storages is None and is_function(model) and not self._fits(tables, batch_size, ()):
+        if self.storages is None and is_function and not self._fits(tables, batch_size, ()):
             planner = dataclasses.replace(self, storages=("device", "host"))
         return dataclasses.replace(planner._plan(tables, batch_size), context=context)
 

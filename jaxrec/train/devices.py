@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -16,8 +15,7 @@ from jaxrec.arguments import ConfigError
 from jaxrec.data import ClickBatch, DataError, TableEncoder
 from jaxrec.embed.config import TableConfig
 from jaxrec.mesh import shard, shard_batch
-from jaxrec.mesh.agree import gather_texts
-from jaxrec.plan import PlanError, Planner, ShardingPlan, Topology
+from jaxrec.plan import Planner, ShardingPlan, Topology
 from jaxrec.ragged import KeyedJaggedArray
 from jaxrec.ragged.capacity import capacity_for
 from jaxrec.train.host_batch import put_batch
@@ -109,19 +107,8 @@ def plan_devices(count: int, tables: Sequence[TableConfig], batch_size: int) -> 
             f"data.batch-size is {batch_size}, which does not divide by {total} devices"
         )
     mesh = _mesh(processes, count)
-    plan = problem = ""
-    if jax.process_index() == 0:
-        planner = Planner(Topology.from_mesh(mesh), time_limit=PLAN_SECONDS)
-        try:
-            plan = planner.plan(tables, batch_size=batch_size).to_json()
-        except PlanError as error:
-            problem = str(error)
-    if processes > 1:
-        # A search with a time limit may differ among processes, so that process 0 plans for all.
-        plan, problem = json.loads(gather_texts(json.dumps([plan, problem]))[0])
-    if problem:
-        raise PlanError(problem)
-    return Devices(mesh, ShardingPlan.from_json(plan))
+    planner = Planner(Topology.from_mesh(mesh), time_limit=PLAN_SECONDS)
+    return Devices(mesh, planner.plan(tables, batch_size=batch_size))
 
 
 def _mesh(processes: int, count: int) -> Mesh:

@@ -5,6 +5,7 @@ Usage: python processes.py PORT NUM_PROCESSES PROCESS
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import sys
 import time
@@ -19,6 +20,8 @@ from jax.sharding import AxisType
 
 import jaxrec
 from jaxrec.mesh import column_wise, data_parallel, row_wise, shard_batch, table_wise
+from jaxrec.mesh.agree import gather_texts
+from jaxrec.plan import ParameterConstraints, Planner, Topology
 
 PORT, COUNT, PROCESS = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 
@@ -112,6 +115,30 @@ def train(mesh):
     return model, optimizers[1]
 
 
+def plan_together(mesh):
+    """Every process plans with numbers of its own, and all have the plan of process 0."""
+    constraints = {
+        "a": ParameterConstraints(pooling_factors=1 + 100 * PROCESS),
+        "b": ParameterConstraints(placement=column_wise((1, 3))),
+    }
+    topology = Topology.from_mesh(mesh)
+    made = Planner(topology, constraints).plan(Ranker, batch_size=SAMPLES)
+    first, *others = gather_texts(made.to_json())
+    assert others == [first]
+    assert made.to_dict()["b"] == column_wise((1, 3))
+    without = dict.fromkeys(ROWS, ParameterConstraints(devices=[PROCESS], storages=["device"]))
+    planner = Planner(dataclasses.replace(topology, memory=2048.0), without)
+    with pytest.raises(jaxrec.plan.PlanError, match="no plan fits 4 devices"):
+        planner.plan(Ranker, batch_size=SAMPLES)
+    refused(
+        "the model to plan differs between processes: process 0 has \"table 't'\": 3 x 4 .* "
+        "process 1 has \"table 't'\": 4 x 4",
+        lambda: Planner(topology).plan(
+            [jaxrec.EmbeddingBagConfig("t", 3 + PROCESS, 4)], batch_size=SAMPLES
+        ),
+    )
+
+
 def same_tables(model, other):
     for name in ROWS:
         np.testing.assert_allclose(
@@ -159,6 +186,7 @@ if __name__ == "__main__":
         heartbeat_timeout_seconds=10,
     )
     everywhere = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
+    plan_together(everywhere)
     trained = train(everywhere)
     say("same values")
     die(everywhere, *trained)

@@ -60,7 +60,7 @@ def draw_sharded(rng, case, mesh):
 def draw_placement(rng, config, mesh):
     hosts = mesh.devices.shape[0] if mesh.devices.ndim == 2 else 1
     host = int(rng.integers(hosts))
-    some = tuple(rng.permutation(DEVICES)[: rng.choice([1, 2, 4])].tolist())
+    some = tuple(rng.permutation(DEVICES)[: rng.choice([1, 2, 3, 4, 8])].tolist())
     exchange = {"exchange": str(rng.choice(["rows", "pooled"]))}
     kinds = [
         data_parallel,
@@ -68,6 +68,7 @@ def draw_placement(rng, config, mesh):
         lambda: row_wise(**exchange),
         lambda: row_wise(some, **exchange),
         lambda: column_wise(some, **exchange),
+        lambda: column_wise(some[:1] + some, **exchange),
         lambda: table_row_wise(host, **exchange),
         lambda: table_column_wise(host, **exchange),
         lambda: grid(tuple(range(hosts)), **exchange),

@@ -52,7 +52,7 @@ def ended():
 
 
 def test_two_processes_train_as_one_device_does(ended):
-    """Also that plans and batches which differ are refused; see processes.py."""
+    """Also that they plan alike, and that plans and batches which differ are refused."""
     for each in ended:
         assert "same values\n" in each.out, each.err
 

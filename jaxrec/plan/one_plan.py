@@ -1,0 +1,66 @@
+"""One plan for all processes of a job: process 0 searches, and the others receive its plan."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+import jax
+
+from jaxrec.mesh.agree import gather_texts, require_same
+from jaxrec.plan.model_tables import ModelTables
+from jaxrec.plan.plan import ShardingPlan
+from jaxrec.plan.shortage import PlanError
+
+# Errors that all processes raise alike, the narrowest first.
+_ERRORS: dict[str, type[ValueError]] = {"PlanError": PlanError, "ValueError": ValueError}
+
+
+def plan_once(
+    search: Callable[[], ShardingPlan], tables: ModelTables, batch_size: int
+) -> ShardingPlan:
+    """Return the plan that process 0 finds; every process calls this.
+
+    A search with a time limit may end elsewhere in each process, and sampled statistics and
+    calibrated devices differ.
+
+    Args:
+        search: Finds the plan.
+        tables: The tables.
+        batch_size: Samples of all devices in a step.
+
+    Raises:
+        PlanError: Process 0 found no plan that fits.
+        ValueError: Constraints do not fit the tables or the devices, or processes plan different
+            tables.
+        RuntimeError: Another error of process 0, which raises the error itself.
+    """
+    if jax.process_count() == 1:
+        return search()
+    facts = {
+        f"table {table.name!r}": f"{table.num_embeddings} x {table.embedding_dim} {table.dtype}"
+        for _, layout, _ in tables.collections
+        for table in layout.configs
+    }
+    require_same("model to plan", {"batch_size": str(batch_size)} | facts)
+    answer: dict[str, str] = {}
+    plan: ShardingPlan | None = None
+    error: Exception | None = None
+    if jax.process_index() == 0:
+        try:
+            plan = search()
+            answer = {"plan": plan.to_json()}
+        except Exception as raised:  # the other processes wait for an answer
+            error = raised
+            kind = next((name for name, kind in _ERRORS.items() if isinstance(raised, kind)), "")
+            answer = {"kind": kind, "message": str(raised) or repr(raised)}
+    answer = json.loads(gather_texts(json.dumps(answer))[0])
+    if error is not None:
+        raise error
+    if plan is not None:
+        return plan
+    if "plan" not in answer:
+        if answer["kind"]:
+            raise _ERRORS[answer["kind"]](answer["message"])
+        raise RuntimeError(f"process 0 made no plan: {answer['message']}")
+    return ShardingPlan.from_json(answer["plan"])
