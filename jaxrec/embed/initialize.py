@@ -122,11 +122,11 @@ def fill_rows(
     """
     block_rows = max(1, BLOCK_ELEMENTS // dim)
     in_block = jnp.arange(block_rows, dtype=jnp.int32)
-    first, stop, start, *columns = place
+    first, stop, start, first_column, stop_column = place
 
     def fill_block(block, array):
         values = draw(jax.random.fold_in(key, block), (block_rows, dim), jnp.float32) * scale
-        part = slice_columns(values, *columns, array.shape[1])
+        part = slice_columns(values, first_column, stop_column, array.shape[1])
         of_table = block * block_rows + in_block
         is_inside = (of_table >= first) & (of_table < stop)
         rows = jnp.where(is_inside, start + of_table - first, array.shape[0])

@@ -127,7 +127,8 @@ def plan_together(mesh):
     assert others == [first]
     assert made.to_dict()["b"] == column_wise((1, 3))
     without = dict.fromkeys(ROWS, ParameterConstraints(devices=[PROCESS], storages=["device"]))
-    planner = Planner(dataclasses.replace(topology, memory=2048.0), without)
+    tiny = dataclasses.replace(topology, memory=2048)
+    planner = Planner(tiny, without, time_limit=1.0)
     with pytest.raises(jaxrec.plan.PlanError, match="no plan fits 4 devices"):
         planner.plan(Ranker, batch_size=SAMPLES)
     refused(
