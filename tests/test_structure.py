@@ -58,7 +58,10 @@ TESTED_BY = {
         "embed/optimizer",
         "embed/row_gradients",
     ),
-    "embed/test_hyperparameters": ("optim/hyperparameter",),
+    "embed/test_hyperparameters": (
+        "optim/hyperparameter",
+        "optim/wrapper",
+    ),
     "embed/test_rows": (
         "embed/found_ids",
         "embed/some_rows",
@@ -244,6 +247,7 @@ TESTED_BY = {
     ),
     "train/test_columns": ("train/features",),
     "train/test_damage": ("checksums",),
+    "train/test_evaluation": ("train/routed_calls",),
     "train/test_options": ("train/config",),
     "train/test_trainer": ("train/train_steps",),
     "train/test_progress": (

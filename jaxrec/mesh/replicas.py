@@ -4,22 +4,58 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array
 
+from jaxrec.embed.config import TableConfig
 from jaxrec.embed.formats import PackedRows, TableArray, is_packed
 from jaxrec.embed.taps import tapped_modules
-from jaxrec.mesh.store import MeshStore
+from jaxrec.mesh.store import MeshStore, mesh_stores
+from jaxrec.optim import diloco
+
+GroupState: TypeAlias = dict[str, Any]
+ReplicaAxis: TypeAlias = str | Mapping[str, str] | None
+"""Axis over which tables have replicas, of all tables or by the name of a table; None: of none."""
+
+
+def replica_axis_of(configs: Sequence[TableConfig], replica_axis: ReplicaAxis) -> str | None:
+    """Return the axis over which the tables of one collection have replicas.
+
+    Args:
+        configs: The tables of the collection.
+        replica_axis: As for `jaxrec.shard`.
+
+    Raises:
+        ValueError: The tables have different axes.
+
+    Example:
+        >>> import jaxrec
+        >>> tables = [jaxrec.EmbeddingBagConfig(name, 10, 4) for name in ("user", "item")]
+        >>> replica_axis_of(tables, {"user": "replica", "item": "replica"})
+        'replica'
+    """
+    if not isinstance(replica_axis, Mapping):
+        return replica_axis
+    axes = {config.name: replica_axis.get(config.name) for config in configs}
+    if len(set(axes.values())) > 1:
+        raise ValueError(
+            "the tables of a collection have replicas over one axis, or all have none, but "
+            f"replica_axis gives those of one collection {axes}; make a collection for each axis"
+        )
+    return next(iter(axes.values()), None)
 
 
 def average_replicas(model: nnx.Module) -> None:
     """Average tables and optimizer state over the replicas that `shard`'s ``replica_axis`` made.
 
-    Call it every few steps, inside a compiled step or outside, and before tables are read or saved,
-    since reading reads one of the replicas. A replica's tables move by the gradient of the mean
+    Call it every few steps, inside a compiled step or outside, and before tables are read, since
+    reading reads one of the replicas. (`jaxrec.train.CheckpointManager` calls it before it saves.)
+    A replica's tables move by the gradient of the mean
     over its own samples, so that replicas train as one with plain SGD and an average after every
     step. Tables of `data_parallel` placement and the dense part are always the same everywhere.
 
@@ -44,22 +80,89 @@ def average_replicas(model: nnx.Module) -> None:
         ...     replica_axis="replica")
         >>> average_replicas(model)
     """
-    averaged = 0
-    for module in tapped_modules(model).values():
-        store = module.tables.get_value()
-        tables = store.placed
-        if isinstance(tables, MeshStore) and tables.replica_axis is not None:
-            module.tables.set_value(store.with_placed(_average(tables)))
-            averaged += 1
-    if not averaged:
+    _replace(model, _average)
+
+
+def synchronize_replicas(model: nnx.Module) -> None:
+    """Average replicas, and make the outer step of tables that have one (`jaxrec.optim.diloco`).
+
+    Call it every few steps, such as each 16 or 100, inside a compiled step or outside. Tables with
+    other optimizers are averaged, as by `average_replicas`.
+
+    Args:
+        model: The model, changed in place.
+
+    Raises:
+        TypeError: A table with an outer step is stored in packed rows (``dtype="int8"``).
+        ValueError: The model has no tables with replicas.
+
+    Example:
+        >>> import jax, jaxrec
+        >>> from flax import nnx
+        >>> mesh = jax.make_mesh((1, 1), ("replica", "data"))
+        >>> config = jaxrec.EmbeddingBagConfig("user", num_embeddings=8, embedding_dim=2)
+        >>> plan = jaxrec.plan.ShardingPlan.from_dict({"user": jaxrec.mesh.row_wise()})
+        >>> optimizer = jaxrec.optim.diloco(optimizer=jaxrec.optim.rowwise_adagrad(0.1))
+        >>> model = jaxrec.shard(
+        ...     lambda: jaxrec.EmbeddingBagCollection(
+        ...         [config], optimizer=optimizer, rngs=nnx.Rngs(0)),
+        ...     plan, mesh, replica_axis="replica")
+        >>> synchronize_replicas(model)
+    """
+    for path, tables in mesh_stores(model).items():
+        for placed in tables.layout.groups:
+            if isinstance(placed.group.optimizer, diloco) and is_packed(tables.rows[placed.name]):
+                raise TypeError(
+                    f"table {placed.tables[0]!r} of collection {path!r} has packed rows of "
+                    f"{placed.group.row_format}, which jaxrec.optim.diloco does not change; give "
+                    "the table dtype='float32', 'bfloat16' or 'float16', or another optimizer"
+                )
+    _replace(model, _synchronize)
+
+
+def has_replicas(model: nnx.Module) -> bool:
+    """Return whether a model has tables with replicas over an axis of a mesh."""
+    return any(tables.replica_axis is not None for tables in mesh_stores(model).values())
+
+
+def _replace(model: nnx.Module, change: Callable[[MeshStore], MeshStore]) -> None:
+    """Replace the stores that have replicas."""
+    if not has_replicas(model):
         raise ValueError(
             "the model has no tables with replicas over an axis of a mesh; give "
             "jaxrec.shard(model, plan, mesh, replica_axis=...) one"
         )
+    for path, tables in mesh_stores(model).items():
+        if tables.replica_axis is not None:
+            variable = tapped_modules(model)[path].tables
+            variable.set_value(variable.get_value().with_placed(change(tables)))
 
 
 @functools.partial(jax.jit, donate_argnums=0)
 def _average(tables: MeshStore) -> MeshStore:
+    return _on_replicas(tables, lambda name, rows, state: (rows, state))
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _synchronize(tables: MeshStore) -> MeshStore:
+    optimizers = {placed.name: placed.group.optimizer for placed in tables.layout.groups}
+
+    def step(name: str, rows: TableArray, state: GroupState) -> tuple[TableArray, GroupState]:
+        optimizer = optimizers[name]
+        if not isinstance(optimizer, diloco) or isinstance(rows, PackedRows):
+            return rows, state
+        new_rows, new_state = optimizer.outer_step(rows, state)
+        return new_rows.astype(rows.dtype), new_state
+
+    return _on_replicas(tables, step)
+
+
+def _on_replicas(
+    tables: MeshStore,
+    function: Callable[[str, TableArray, GroupState], tuple[TableArray, GroupState]],
+) -> MeshStore:
+    """Average replicas, and apply a function to the mean rows and state of each group."""
+
     def mean(array: Array) -> Array:
         wide = jnp.promote_types(array.dtype, jnp.float32)
         return jax.lax.pmean(array.astype(wide), tables.replica_axis).astype(array.dtype)
@@ -67,13 +170,16 @@ def _average(tables: MeshStore) -> MeshStore:
     def mean_rows(array: TableArray) -> TableArray:
         return array.map_rows(mean) if isinstance(array, PackedRows) else mean(array)
 
+    def on_device(
+        rows: dict[str, TableArray], state: dict[str, GroupState]
+    ) -> tuple[dict[str, TableArray], dict[str, GroupState]]:
+        rows, state = jax.tree.map(mean_rows, (rows, state), is_leaf=is_packed)
+        new = {name: function(name, rows[name], state[name]) for name in rows}
+        return {name: each[0] for name, each in new.items()}, {
+            name: each[1] for name, each in new.items()
+        }
+
     specs = tables.specs()
     both = (specs, {name: dict.fromkeys(tables.state[name], specs[name]) for name in specs})
-    rows, state = jax.shard_map(
-        lambda arrays: jax.tree.map(mean_rows, arrays, is_leaf=is_packed),
-        mesh=tables.mesh,
-        in_specs=(both,),
-        out_specs=both,
-        check_vma=False,
-    )((tables.rows, tables.state))
+    rows, state = tables.shard_map(on_device, both, both)(tables.rows, tables.state)
     return dataclasses.replace(tables, rows=rows, state=state)

@@ -14,6 +14,7 @@ from jaxtyping import Array
 from jaxrec.embed.collection import Collection, TableVariable
 from jaxrec.embed.functional import default_store
 from jaxrec.embed.layout import TableLayout
+from jaxrec.embed.store import TableStore
 from jaxrec.embed.taps import tapped_modules
 from jaxrec.mesh.agree import fingerprint, on_every_device, require_same
 from jaxrec.mesh.channel import check_ragged
@@ -21,6 +22,7 @@ from jaxrec.mesh.creation import init_on_mesh, layout_on_mesh, shard_tables
 from jaxrec.mesh.placement import Placement
 from jaxrec.mesh.pool_rows import PoolRows, RowsVariable
 from jaxrec.mesh.precision import Precision
+from jaxrec.mesh.replicas import ReplicaAxis, replica_axis_of
 from jaxrec.mesh.store import MeshStore
 from jaxrec.mesh.tables import ShardedTables
 
@@ -41,7 +43,7 @@ def shard(
     mesh: Mesh,
     *,
     precision: Precision = Precision(),  # noqa: B008 (frozen)
-    replica_axis: str | None = None,
+    replica_axis: ReplicaAxis = None,
     is_ragged: bool = False,
 ) -> Model:
     """Put a model on a mesh: its tables as the plan says, the rest of it on every device.
@@ -61,7 +63,9 @@ def shard(
         precision: The formats in which embeddings and gradients travel.
         replica_axis: Axis of the mesh over which there are replicas of the sharded tables, each
             over the other axes. Replicas learn from their own samples, and `average_replicas`
-            averages them. The plan is for the devices of one replica.
+            averages them. The plan is for the devices of one replica. A mapping from names of
+            tables to axes gives only these tables replicas, all tables of a collection alike;
+            other tables lie over all axes.
         is_ragged: Whether the exchanges "rows" and "pooled" send lists without padding, by XLA's
             ragged all-to-all, which GPUs and TPUs have. Results are the same.
 
@@ -107,7 +111,8 @@ def shard(
     else:
 
         def make(layout: TableLayout, key: Array) -> ShardedTables:
-            return init_on_mesh(layout, key, placements, mesh, replica_axis)
+            axis = replica_axis_of(layout.configs, replica_axis)
+            return init_on_mesh(layout, key, placements, mesh, axis)
 
         with default_store(make):
             made = model()
@@ -135,7 +140,7 @@ def shard(
     return made
 
 
-def _check_arguments(model: Any, plan: Any, mesh: Any, replica_axis: str | None) -> None:
+def _check_arguments(model: Any, plan: Any, mesh: Any, replica_axis: ReplicaAxis) -> None:
     if not isinstance(model, nnx.Module) and not callable(model):
         raise TypeError(f"a model is an nnx.Module, or a function that makes one, got {model!r}")
     if not isinstance(plan, Plan):
@@ -146,7 +151,16 @@ def _check_arguments(model: Any, plan: Any, mesh: Any, replica_axis: str | None)
     if not isinstance(mesh, Mesh):
         raise TypeError(f"a model is put on a jax.sharding.Mesh, got {mesh!r}")
     planned, devices = getattr(plan, "num_devices", None), mesh.devices.size
-    if replica_axis in mesh.axis_names:
+    if isinstance(replica_axis, Mapping):
+        if missing := sorted(set(replica_axis) - set(plan.to_dict())):
+            raise ValueError(f"replica_axis names tables that the plan does not place: {missing}")
+        if planned is not None:
+            raise ValueError(
+                f"the plan was made for {planned} devices, but tables with replicas lie over fewer "
+                "devices than others: plan for each number of devices, and join the plans by "
+                "ShardingPlan.from_dict(first.to_dict() | second.to_dict())"
+            )
+    elif replica_axis in mesh.axis_names:
         devices //= mesh.shape[replica_axis]
     if planned is not None and planned != devices:
         raise ValueError(
@@ -165,14 +179,19 @@ def _move_tables(
     collections: Sequence[Collection],
     placements: Mapping[str, Placement],
     mesh: Mesh,
-    replica_axis: str | None,
+    replica_axis: ReplicaAxis,
 ) -> None:
     stores = [(each, each.tables.get_value()) for each in collections]
     for _, tables in stores:
         # Errors come before anything is moved.
         if (reason := tables.placed.refuse_shard()) is not None:
             raise TypeError(reason)
-        layout_on_mesh(tables.placed, placements, mesh, replica_axis)
+        layout_on_mesh(tables.placed, placements, mesh, _axis_of(tables.placed, replica_axis))
     for collection, tables in stores:
-        placed = shard_tables(tables.placed, placements, mesh, replica_axis)
+        axis = _axis_of(tables.placed, replica_axis)
+        placed = shard_tables(tables.placed, placements, mesh, axis)
         collection.tables.set_value(tables.with_placed(placed))
+
+
+def _axis_of(tables: TableStore, replica_axis: ReplicaAxis) -> str | None:
+    return replica_axis_of(tables.configs, replica_axis)

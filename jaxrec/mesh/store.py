@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int32
 
@@ -20,6 +21,7 @@ from jaxrec.embed.layout import Group
 from jaxrec.embed.row_slots import RowSlots
 from jaxrec.embed.store import TableStore
 from jaxrec.embed.tables import check_state, read_slots, write_slots
+from jaxrec.embed.taps import tapped_modules
 from jaxrec.mesh.agree import on_every_device
 from jaxrec.mesh.channel import Channel, RaggedChannel
 from jaxrec.mesh.exchange import DEFAULT_CAPACITY_FACTOR
@@ -420,3 +422,9 @@ def first(tree: Any) -> Any:
 def stack(tree: Any) -> Any:
     """Add an axis over the devices: the reverse of `first`."""
     return jax.tree.map(lambda x: x[None], tree)
+
+
+def mesh_stores(model: nnx.Module) -> dict[str, MeshStore]:
+    """Return the stores over a mesh among a model's stores, by the paths of their collections."""
+    placed = {path: each.tables.get_value().placed for path, each in tapped_modules(model).items()}
+    return {path: store for path, store in placed.items() if isinstance(store, MeshStore)}

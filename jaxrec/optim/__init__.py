@@ -15,6 +15,7 @@ from jaxrec.optim.base import RowState as RowState
 from jaxrec.optim.base import Schedule as Schedule
 from jaxrec.optim.counter import rowwise_adagrad_cowclip as rowwise_adagrad_cowclip
 from jaxrec.optim.counter import rowwise_adagrad_with_counter as rowwise_adagrad_with_counter
+from jaxrec.optim.diloco import diloco as diloco
 from jaxrec.optim.ema import ema as ema
 from jaxrec.optim.ema_in_place import ema_in_place as ema_in_place
 from jaxrec.optim.frozen import frozen as frozen
@@ -31,3 +32,4 @@ from jaxrec.optim.schedules import WarmupStage as WarmupStage
 from jaxrec.optim.schedules import warmup as warmup
 from jaxrec.optim.sgd import momentum_sgd as momentum_sgd
 from jaxrec.optim.sgd import sgd as sgd
+from jaxrec.optim.wrapper import OptimizerWrapper as OptimizerWrapper

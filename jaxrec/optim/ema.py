@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxrec.optim import checks
-from jaxrec.optim.base import RowOptimizer, RowState
+from jaxrec.optim.base import RowState
+from jaxrec.optim.wrapper import OptimizerWrapper
 
 AVERAGE_OFFSET = "average_offset"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ema(RowOptimizer):
+class ema(OptimizerWrapper):
     """A row optimizer that also keeps an exponential moving average of each row.
 
     ``a <- decay a + (1 - decay) w`` with the new row ``w``, starting at the row's first value, each
@@ -44,53 +44,11 @@ class ema(RowOptimizer):
         ([[0.5]], [[0.875]])
     """
 
-    optimizer: RowOptimizer
     decay: float = 0.999
-    learning_rate: Any = None
 
     def __post_init__(self) -> None:
-        inner = self.optimizer
-        if not isinstance(inner, RowOptimizer):
-            raise TypeError(
-                "ema: optimizer is a row optimizer such as jaxrec.optim.rowwise_adagrad(), got "
-                f"{inner!r}"
-            )
-        if self.learning_rate not in (None, inner.learning_rate):
-            raise ValueError("ema: give the learning rate to the optimizer that ema averages")
-        checks.fraction(self, "decay")
-
-        def set_field(name: str, value: Any) -> None:
-            object.__setattr__(self, name, value)
-
-        # Callers bound gradients before `update`, and ask this optimizer for the bounds.
-        for bound in ("clip_value", "clip_norm"):
-            if getattr(inner, bound) is not None:
-                set_field(bound, getattr(inner, bound))
-        set_field("optimizer", dataclasses.replace(inner, clip_value=None, clip_norm=None))
-        set_field("learning_rate", inner.learning_rate)
-        set_field("stochastic_rounding", inner.stochastic_rounding)
-        set_field("state_dtype", inner.state_dtype)
         super().__post_init__()
-
-    @property
-    def can_cut_rows(self) -> bool:
-        return self.optimizer.can_cut_rows
-
-    @property
-    def needs_whole_rows(self) -> bool:
-        return self.optimizer.needs_whole_rows
-
-    @property
-    def non_negative_state(self) -> tuple[str, ...]:  # type: ignore[override]  # as `is_trained`
-        return self.optimizer.non_negative_state
-
-    @property
-    def exact_state(self) -> tuple[str, ...]:  # type: ignore[override]  # as `is_trained`
-        return self.optimizer.exact_state
-
-    @property
-    def is_trained(self) -> bool:  # type: ignore[override]  # that of the optimizer it averages
-        return self.optimizer.is_trained
+        checks.fraction(self, "decay")
 
     def init(self, num_rows: int, dim: int) -> dict[str, Array]:
         offset = jnp.zeros((num_rows, dim), jnp.float32)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 from flax import nnx
@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 from jaxrec.mesh import shard as shard_without_caches
 from jaxrec.mesh.agree import require_same
 from jaxrec.mesh.precision import Precision
+from jaxrec.mesh.replicas import ReplicaAxis
 from jaxrec.mesh.shard import Plan
 from jaxrec.plan import ShardingPlan
 from jaxrec.tier.make import make_named
@@ -27,7 +28,7 @@ def shard(
     mesh: Mesh,
     *,
     precision: Precision = Precision(),  # noqa: B008 (frozen)
-    replica_axis: str | None = None,
+    replica_axis: ReplicaAxis = None,
     is_ragged: bool = False,
 ) -> Model:
     """Put a model on a mesh: its tables as the plan says, everything else on every device.
@@ -52,7 +53,9 @@ def shard(
         replica_axis: Axis of the mesh over which there are replicas of the sharded tables, each
             over the other axes. Replicas learn from their own samples, and
             `jaxrec.mesh.average_replicas` averages them. The plan is for the devices of one
-            replica, and has no caches.
+            replica, and has no caches. A mapping from names of tables to axes gives only these
+            tables replicas, all tables of a collection alike; other tables lie over all axes and
+            may have caches.
         is_ragged: Whether the exchanges "rows" and "pooled" send lists without padding, by XLA's
             ragged all-to-all, which GPUs and TPUs have. Results are the same.
 
@@ -102,9 +105,16 @@ def shard(
             "made already, with all of the table's rows; give jaxrec.shard a function that makes "
             "the model, or plan with storages=('device',)"
         )
-    if replica_axis is not None:
+    replicas = [
+        (name, axis)
+        for name, _ in plan.caches
+        for axis in [replica_axis.get(name) if isinstance(replica_axis, Mapping) else replica_axis]
+        if axis is not None
+    ]
+    if replicas:
+        table, axis = replicas[0]
         raise ValueError(
-            f"the plan has a cache for table {table!r}, which replicas over axis {replica_axis!r} "
+            f"the plan has a cache for table {table!r}, which replicas over axis {axis!r} "
             "would change each in its own way; plan with storages=('device',), or leave "
             "replica_axis out"
         )
