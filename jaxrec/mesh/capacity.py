@@ -13,8 +13,8 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
-from collections.abc import Mapping
-from typing import TypeAlias
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeAlias
 
 import jax.numpy as jnp
 import numpy as np
@@ -23,7 +23,7 @@ from jaxtyping import Array, Float
 
 from jaxrec.embed.taps import Ahead, tapped_modules
 from jaxrec.mesh.exchange import DEFAULT_CAPACITY_FACTOR
-from jaxrec.mesh.store import MeshStore
+from jaxrec.mesh.store import mesh_stores
 
 # Steps of the ladder are powers of 2 ** (1 / 4): less than a fifth above the demand.
 _STEPS_PER_DOUBLING = 4
@@ -94,24 +94,71 @@ class Capacities:
             wanted, factor = capacity_factor(max(seen)), self._factor(group)
             if seen[-1] > factor or (len(seen) == WINDOW and wanted < factor):
                 changed[group] = wanted
-        self._set(changed)
+        set_capacity_factors(self.model, changed)
         return bool(changed)
 
     def _factor(self, group: GroupPath) -> float:
-        path, name = group
-        factors = dict(self._tables(path).capacity_factors)
-        return factors.get(name, DEFAULT_CAPACITY_FACTOR)
+        return capacity_factors(self.model).get(group, DEFAULT_CAPACITY_FACTOR)
 
-    def _set(self, factors: Mapping[GroupPath, float]) -> None:
-        for path, module in tapped_modules(self.model).items():
-            of_module = {name: factor for (at, name), factor in factors.items() if at == path}
-            if of_module:
-                store, tables = module.tables.get_value(), self._tables(path)
-                all_factors = tuple((dict(tables.capacity_factors) | of_module).items())
-                tables = dataclasses.replace(tables, capacity_factors=all_factors)
-                module.tables.set_value(store.with_placed(tables))
 
-    def _tables(self, path: str) -> MeshStore:
-        tables = tapped_modules(self.model)[path].tables.get_value().placed
-        assert isinstance(tables, MeshStore)
-        return tables
+def capacity_factors(model: nnx.Module) -> dict[GroupPath, float]:
+    """Return the capacity factors that measured batches gave the groups of a model's tables."""
+    return {
+        (path, name): factor
+        for path, tables in mesh_stores(model).items()
+        for name, factor in tables.capacity_factors
+    }
+
+
+def set_capacity_factors(model: nnx.Module, factors: Mapping[GroupPath, float]) -> None:
+    """Set the capacity factors of some groups, in place; a changed factor takes a new program."""
+    for path, module in tapped_modules(model).items():
+        of_module = {name: factor for (at, name), factor in factors.items() if at == path}
+        if of_module:
+            store, tables = module.tables.get_value(), mesh_stores(model)[path]
+            all_factors = tuple((dict(tables.capacity_factors) | of_module).items())
+            tables = dataclasses.replace(tables, capacity_factors=all_factors)
+            module.tables.set_value(store.with_placed(tables))
+
+
+def describe_capacities(model: nnx.Module) -> list[dict[str, Any]]:
+    """Describe the capacity factors of a model's tables for `restore_capacities`.
+
+    Returns:
+        For each group with a measured factor a dictionary for a JSON file. A factor holds for one
+        number of devices and one exchange, which the dictionary names.
+    """
+    return [
+        {
+            "collection": path,
+            "group": placed.name,
+            "devices": placed.num_devices,
+            "exchange": exchange.name,
+            "factor": dict(tables.capacity_factors)[placed.name],
+        }
+        for path, tables in mesh_stores(model).items()
+        for placed, exchange in tables.layout
+        if placed.name in dict(tables.capacity_factors)
+    ]
+
+
+def restore_capacities(model: nnx.Module, described: Iterable[Mapping[str, Any]]) -> None:
+    """Set the capacity factors of groups that have the same devices and the same exchange again.
+
+    Other groups keep theirs: a factor is a ratio to an even share of one number of devices.
+
+    Args:
+        model: The model, changed in place.
+        described: Result of `describe_capacities`, of this model or of another.
+    """
+    known = {
+        tuple(each[key] for key in ("collection", "group", "devices", "exchange")): each["factor"]
+        for each in described
+    }
+    factors = {}
+    for path, tables in mesh_stores(model).items():
+        for placed, exchange in tables.layout:
+            factor = known.get((path, placed.name, placed.num_devices, exchange.name))
+            if factor is not None:
+                factors[path, placed.name] = float(factor)
+    set_capacity_factors(model, factors)

@@ -16,10 +16,8 @@ from jaxrec.embed.taps import Ahead
 from jaxrec.mesh.agree import on_host
 from jaxrec.mesh.ahead import route_ahead, use_ahead
 from jaxrec.mesh.capacity import Capacities, GroupPath, measure_demand
+from jaxrec.train.routed_calls import MAX_UNREAD
 from jaxrec.train.step import check_step, compile_step
-
-# Number of steps after which the oldest measured demand is read.
-_MAX_UNREAD = 2
 
 
 class RoutedSteps:
@@ -71,7 +69,7 @@ class RoutedSteps:
             )
         self._step, self._forward = step, forward
         self._model = modules[0]
-        self._ahead = nnx.Variable(None)
+        self._ahead: nnx.Variable[Any] = nnx.Variable(None)
         self._capacities = Capacities(self._model)
         self._alone = compile_step(step, *modules)
         self._routed = compile_step(self._step_and_route, *modules, self._ahead)
@@ -110,7 +108,7 @@ class RoutedSteps:
                 return
             batch = following
             unread.append(demand)
-            if len(unread) > _MAX_UNREAD and self._capacities.observe(
+            if len(unread) > MAX_UNREAD and self._capacities.observe(
                 jax.tree.map(on_host, unread.popleft())
             ):
                 self._route(batch)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,6 @@ from jaxrec.mesh.ahead import look_up_ahead, use_ahead
 from jaxrec.metrics import MetricGroup
 from jaxrec.train.ahead import RoutedSteps
 from jaxrec.train.loss import Loss, Outputs, call_loss, sample_count
-from jaxrec.train.step import compile_step
 
 
 class DeviceResult(NamedTuple):
@@ -136,9 +135,48 @@ class SynchronousSteps(_TrainSteps):
         return self.result(optimizer, metric_state, before, sum(losses) / len(losses), outputs)
 
 
+Pair: TypeAlias = tuple[Any, Any]
+"""A batch, and the batch that follows it."""
+
+
+class _PairSteps(RoutedSteps):
+    """Steps on pairs of batches that look up the embeddings of the second batch.
+
+    Each step routes the second batch of the next pair.
+
+    Args:
+        step, forward, *modules: As of `RoutedSteps`. The last module is a variable with the
+            embeddings of the first batch.
+    """
+
+    def __init__(self, step: Any, forward: Any, *modules: Any) -> None:
+        super().__init__(step, forward, *modules)
+        self._embeddings = modules[-1]
+
+    def _route(self, batch: Pair) -> None:
+        """Route both batches: the embeddings may come with routes of other capacities."""
+        super()._route((batch[0], batch[0]))
+        routes: dict[str, list[Ahead]] = self._ahead.get_value()
+        looked_up: dict[str, list[Ahead]] = self._embeddings.get_value()
+        self._embeddings.set_value(
+            {
+                path: [
+                    Ahead(route.routes, call.activations)
+                    for route, call in zip(routes[path], calls, strict=True)
+                ]
+                for path, calls in looked_up.items()
+            }
+        )
+        super()._route(batch)
+
+
 @dataclasses.dataclass(eq=False)
 class SemiSynchronousSteps(_TrainSteps):
-    """Steps that look up the embeddings of the next batch before they update the tables."""
+    """Steps that look up the embeddings of the next batch before they update the tables.
+
+    Over a mesh a step also routes the batch after the next one, so that no lookup waits for the
+    exchange of its ids.
+    """
 
     def __post_init__(self) -> None:
         self._embeddings = nnx.Variable(None)
@@ -147,20 +185,29 @@ class SemiSynchronousSteps(_TrainSteps):
             static_argnums=0,
         )
         modules = (self.model, self.optimizer, self.metric_state, self._embeddings)
-        self._compiled = compile_step(self._step, *modules)
+        self._steps = _PairSteps(self._step, self._forward, *modules)
 
     def __call__(
         self, batches: Iterator[Any], accumulate: int = 1
     ) -> Iterator[tuple[tuple[Any, ...], DeviceResult]]:
         """Dispatch a step for each batch; yield the batch and the step's result."""
-        batch = next(batches, None)
-        if batch is None:
+        first = next(batches, None)
+        if first is None:
             return
-        self._embeddings.set_value(self._first_lookup(*nnx.split(self.model), batch))
-        for following in itertools.chain(batches, (None,)):
-            # The last step looks up its own batch again.
-            yield (batch,), self._compiled(batch, batch if following is None else following)
-            batch = following
+        self._embeddings.set_value(self._first_lookup(*nnx.split(self.model), first))
+
+        def pairs() -> Iterator[Pair]:
+            batch = first
+            for following in itertools.chain(batches, (None,)):
+                # The last step looks up its own batch again.
+                yield batch, batch if following is None else following
+                batch = following
+
+        for (batch, _), result in self._steps(pairs()):
+            yield (batch,), result
+
+    def _forward(self, model: nnx.Module, pair: Pair) -> None:
+        self.call_loss(model, pair[1])
 
     def _look_up(self, model: nnx.Module, batch: Any) -> dict[str, list[Ahead]]:
         return look_up_ahead(lambda model: self.call_loss(model, batch), model)
@@ -171,10 +218,9 @@ class SemiSynchronousSteps(_TrainSteps):
         optimizer: Optimizer,
         metric_state: nnx.Variable,
         embeddings: nnx.Variable,
-        batch: Any,
-        following: Any,
+        pair: Pair,
     ) -> DeviceResult:
-        before = metric_state.get_value()
+        (batch, following), before = pair, metric_state.get_value()
         with use_ahead(model, embeddings.get_value()):
             (loss, outputs), gradients = value_and_grad(self.call_loss, has_aux=True)(model, batch)
         self.update_metrics(metric_state, outputs)

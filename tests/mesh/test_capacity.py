@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import jax
 import numpy as np
 import pytest
@@ -11,7 +13,13 @@ from jax.sharding import AxisType
 import jaxrec
 from jaxrec.mesh import capacity
 from jaxrec.mesh.ahead import route_ahead
-from jaxrec.mesh.capacity import Capacities, capacity_factor, measure_demand
+from jaxrec.mesh.capacity import (
+    Capacities,
+    capacity_factor,
+    describe_capacities,
+    measure_demand,
+    restore_capacities,
+)
 
 DEVICES = 8
 GROUP = ("", "float32_4")
@@ -113,3 +121,34 @@ def test_routing_leaves_the_statistics_of_a_model_alone():
     batch = jaxrec.mesh.shard_batch(batch, mesh)
     assert route_ahead(lambda model: model(batch), model)
     np.testing.assert_array_equal(model.norm.mean.get_value(), np.zeros(4))
+
+
+class TestRestored:
+    def test_by_groups_of_the_same_exchange_and_devices(self):
+        model, _ = model_on_mesh(jaxrec.mesh.row_wise())
+        assert describe_capacities(model) == []
+        Capacities(model).observe({GROUP: 4.0})
+        described = json.loads(json.dumps(describe_capacities(model)))
+        assert described == [
+            {
+                "collection": "",
+                "group": GROUP[1],
+                "devices": DEVICES,
+                "exchange": "rows",
+                "factor": capacity_factor(4.0),
+            }
+        ]
+        again, _ = model_on_mesh(jaxrec.mesh.row_wise())
+        restore_capacities(again, described)
+        assert factors(again) == factors(model)
+
+    def test_not_of_another_exchange_or_number_of_devices(self):
+        model, _ = model_on_mesh(jaxrec.mesh.row_wise())
+        Capacities(model).observe({GROUP: 4.0})
+        described = describe_capacities(model)
+        pooled, _ = model_on_mesh(jaxrec.mesh.row_wise(exchange="pooled"))
+        restore_capacities(pooled, described)
+        assert factors(pooled) == {}
+        again, _ = model_on_mesh(jaxrec.mesh.row_wise())
+        restore_capacities(again, [{**each, "devices": 4} for each in described])
+        assert factors(again) == {}

@@ -15,12 +15,14 @@ from jax.interpreters import partial_eval
 from jax.sharding import AxisType
 
 import jaxrec
-from jaxrec.mesh import capacity, column_wise, data_parallel, grid, row_wise, table_wise
+from jaxrec.mesh import ahead, capacity, column_wise, data_parallel, grid, row_wise, table_wise
 from jaxrec.mesh.simulated import OneByOne
 from jaxrec.train import RoutedSteps, compile_step
+from jaxrec.train.train_steps import SemiSynchronousSteps
 from tests.users_xla import AS_USERS_DO
 
 DEVICES, BATCH, STEPS = 8, 16, 9
+CALLS = 3  # of a ranker's collections
 ROWS = {"a": 100, "b": 40, "c": 64}
 PLACEMENTS = {
     "rows": {"a": row_wise(), "b": row_wise(), "c": grid()},
@@ -168,6 +170,51 @@ def test_several_parts_of_a_step_take_what_was_found_in_turn():
     model, optimizer, _ = make(PLACEMENTS["pooled"])
     steps = RoutedSteps(of_both, forward, model, optimizer)
     assert [float(loss) for _, loss in steps(pairs)] == expected
+
+
+def loss_of(model, batch):
+    losses = jnp.square(model(batch) - 1)
+    return losses.mean(), {"p": losses, "y": losses}
+
+
+def semi_synchronous(name):
+    model, optimizer, mesh = make(PLACEMENTS[name])
+    state = nnx.Variable(None)
+    return SemiSynchronousSteps(model, optimizer, loss_of, None, state, False), mesh
+
+
+def test_semi_synchronous_steps_have_the_same_bits_unrouted(monkeypatch):
+    """Also where capacities change between a lookup and the step that uses its embeddings."""
+    monkeypatch.setattr(capacity, "WINDOW", 2)
+    plain, mesh = semi_synchronous("pooled")
+    given = list(batches(mesh))[:6]
+    embeddings = nnx.Variable(plain._first_lookup(*nnx.split(plain.model), given[0]))
+    step = compile_step(plain._step, plain.model, plain.optimizer, plain.metric_state, embeddings)
+    pairs = zip(given, [*given[1:], given[-1]], strict=True)
+    expected = [float(step(pair).loss) for pair in pairs]
+    steps, _ = semi_synchronous("pooled")
+    found = list(steps(iter(given)))
+    assert [batch for (batch,), _ in found] == given
+    assert [float(result.loss) for _, result in found] == expected
+    for got, wanted in zip(
+        contents(steps.model, steps.optimizer), contents(plain.model, plain.optimizer), strict=True
+    ):
+        np.testing.assert_array_equal(got, wanted)
+    assert capacity.capacity_factors(steps.model) != {}
+
+
+def test_a_semi_synchronous_step_looks_up_along_the_routes_of_the_step_before(monkeypatch):
+    steps, mesh = semi_synchronous("pooled")
+    one, other = list(batches(mesh))[:2]
+    steps._embeddings.set_value(steps._first_lookup(*nnx.split(steps.model), one))
+    steps._steps._route((one, other))
+    taken, routes_of = [], ahead._routes_of
+    monkeypatch.setattr(
+        ahead, "_routes_of", lambda *args: taken.append(routes_of(*args)) or taken[-1]
+    )
+    steps._steps._routed.lower((one, other), (other, one))
+    assert len(taken) == CALLS
+    assert None not in taken
 
 
 def test_arguments_of_other_kinds():

@@ -14,8 +14,10 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
+from jax.sharding import AxisType
 
 import jaxrec
+from jaxrec.mesh.capacity import capacity_factors, set_capacity_factors
 from jaxrec.train import checkpoint
 from jaxrec.train.checkpoint import CheckpointError, CheckpointManager, CheckpointMetadata
 from jaxrec.train.checkpoint.files import UNFINISHED
@@ -434,3 +436,50 @@ def test_a_failed_save_leaves_no_thread_that_waits(tmp_path, monkeypatch, number
     assert names - {f"1{UNFINISHED}"} == {"0", ".lock"}
     checkpoint.save(tmp_path, model, optimizer)
     assert {entry.name for entry in tmp_path.iterdir()} == {"1", ".lock"}
+
+
+@pytest.mark.parametrize("devices", [4, 2])
+def test_capacities_of_exchanges_come_back_on_as_many_devices(tmp_path, devices):
+    def on_mesh(devices):
+        mesh = jax.make_mesh((devices,), ("data",), devices=jax.devices()[:devices])
+        plan = jaxrec.plan.ShardingPlan.from_dict(dict.fromkeys("abc", jaxrec.mesh.row_wise()))
+        model = jaxrec.shard(Model, plan, mesh)
+        return model, jaxrec.Optimizer(model, optax.adam(0.1))
+
+    model, optimizer = on_mesh(4)
+    group = model.bags.tables.get_value().layout.groups[0].name
+    set_capacity_factors(model, {("bags", group): 2.5})
+    checkpoint.save(tmp_path, model, optimizer)
+    restored, optimizer = on_mesh(devices)
+    jaxrec.train.restore(tmp_path, restored, optimizer)
+    assert capacity_factors(restored) == ({("bags", group): 2.5} if devices == 4 else {})
+
+
+def test_replicas_are_averaged_before_they_are_saved(tmp_path):
+    """In the model itself, so that a restored run goes on as the one that saved."""
+    axis_types = (AxisType.Auto,) * 2
+    mesh = jax.make_mesh((2, 2), ("replica", "data"), axis_types, devices=jax.devices()[:4])
+    plan = jaxrec.plan.ShardingPlan.from_dict({"t": jaxrec.mesh.row_wise()})
+
+    def collection():
+        config = jaxrec.EmbeddingBagConfig("t", 4, 1)
+        optimizer = jaxrec.optim.sgd(1.0)
+        return jaxrec.EmbeddingBagCollection([config], optimizer=optimizer, rngs=nnx.Rngs(0))
+
+    def on_mesh():
+        model = jaxrec.shard(collection(), plan, mesh, replica_axis="replica")
+        return model, jaxrec.Optimizer(model, optax.sgd(0.1))
+
+    model, optimizer = on_mesh()
+    before = np.asarray(model.table("t"))
+    # The first replica sees row 0, the other row 3.
+    batch = jaxrec.KeyedJaggedArray.from_lists({"t": [[0], [0], [3], [3]]})
+    batch = jaxrec.mesh.shard_batch(batch, mesh)
+    _, gradients = jaxrec.value_and_grad(lambda model: model(batch).values.mean())(model)
+    optimizer.update(model, gradients)
+    checkpoint.save(tmp_path, model, optimizer)
+    restored, optimizer = on_mesh()
+    jaxrec.train.restore(tmp_path, restored, optimizer)
+    expected = before - 0.5 * np.float32([[1], [0], [0], [1]])
+    np.testing.assert_allclose(restored.table("t"), expected, rtol=1e-6)
+    np.testing.assert_array_equal(model.table("t"), restored.table("t"))

@@ -6,9 +6,12 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import AxisType
 
+import jaxrec
 from jaxrec import metrics
 from jaxrec.data import WeightedBatch
+from jaxrec.mesh import capacity
 from jaxrec.train.evaluation import Evaluation
 
 ROWS = np.random.default_rng(0).normal(3, 2, (10, 4)).astype(np.float32)
@@ -105,3 +108,64 @@ def test_samples_count_by_their_weights():
 def test_nothing_to_evaluate_on():
     with pytest.raises(ValueError, match="no batches to evaluate on"):
         Evaluation()(Model(), loss, None, [])
+
+
+class Ranker(nnx.Module):
+    def __init__(self):
+        tables = [jaxrec.EmbeddingBagConfig(name, 64, 4) for name in ("a", "b")]
+        self.embeddings = jaxrec.EmbeddingBagCollection(tables, rngs=nnx.Rngs(0))
+
+    def __call__(self, features):
+        return self.embeddings(features).values.sum(axis=1)
+
+
+def ranker_loss(model, features):
+    traced.append(features.batch_size)
+    p = model(features)
+    return (p**2).mean(), {"p": p, "y": p * p}
+
+
+def on_mesh():
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    placements = {"a": jaxrec.mesh.row_wise(), "b": jaxrec.mesh.row_wise(exchange="pooled")}
+    plan = jaxrec.plan.ShardingPlan.from_dict(placements)
+    model = jaxrec.shard(Ranker(), plan, mesh)
+    random = np.random.default_rng(0)
+    batches = []
+    for most in (64, 64, 1, 5, 64, 3):  # even ones, and ones of few owners' rows
+        ids = {name: random.integers(0, most, (16, 4)).tolist() for name in ("a", "b")}
+        batch = jaxrec.KeyedJaggedArray.from_lists(ids, capacities=dict.fromkeys(ids, 8 * 8))
+        batches.append(jaxrec.mesh.shard_batch(batch, mesh, capacities=dict.fromkeys(ids, 8)))
+    return model, batches
+
+
+class TestRoutedAhead:
+    def test_the_same_numbers_as_one_by_one(self, monkeypatch):
+        """While capacities follow the demand, and in a second call, which compiles nothing."""
+        monkeypatch.setattr(capacity, "WINDOW", 2)
+        model, batches = on_mesh()
+        monkeypatch.setattr("jaxrec.train.evaluation.mesh_stores", lambda model: {})
+        expected = Evaluation()(model, ranker_loss, GROUP, batches)
+        outputs = list(Evaluation().outputs(model, ranker_loss, batches))
+        monkeypatch.undo()
+        monkeypatch.setattr(capacity, "WINDOW", 2)
+        evaluate = Evaluation()
+        assert evaluate(model, ranker_loss, GROUP, iter(batches)) == expected
+        for got, wanted in zip(evaluate.outputs(model, ranker_loss, batches), outputs, strict=True):
+            np.testing.assert_array_equal(got["p"], wanted["p"])
+        assert evaluate._factors != {}
+        assert capacity.capacity_factors(model) == {}
+        assert model.embeddings.probe is None
+
+    def test_a_second_evaluation_compiles_nothing(self):
+        model, batches = on_mesh()
+        evaluate = Evaluation()
+        first = evaluate(model, ranker_loss, GROUP, batches)
+        traced.clear()
+        assert evaluate(model, ranker_loss, GROUP, batches) == first
+        assert traced == []
+
+    def test_no_batches(self):
+        model, _ = on_mesh()
+        with pytest.raises(ValueError, match="no batches to evaluate on"):
+            Evaluation()(model, ranker_loss, None, [])

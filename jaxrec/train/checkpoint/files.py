@@ -19,9 +19,11 @@ UNFINISHED = ".orbax-checkpoint-tmp"
 # Entries of a checkpoint's folder.
 _ENTRIES = ("state", "tables", "run", STORES, "_CHECKPOINT_METADATA", CHECKSUMS_FILE)
 
-# Keys of run/metadata: the checkpoint was saved with checksums; its `Link`.
+# Keys of run/metadata: the checkpoint was saved with checksums; its `Link`; the capacities of the
+# model's exchanges.
 _HAS_CHECKSUMS = "has_checksums"
 _LINK = "link"
+_CAPACITIES = "capacities"
 
 
 class CheckpointError(ValueError):
@@ -174,9 +176,22 @@ def read_json(path: pathlib.Path) -> Any:
         ) from None
 
 
-def run_file(run: CheckpointMetadata, link: Link) -> dict[str, Any]:
+def run_file(
+    run: CheckpointMetadata, link: Link, capacities: list[dict[str, Any]]
+) -> dict[str, Any]:
     """Return the content of ``run/metadata``."""
-    return {**dataclasses.asdict(run), _HAS_CHECKSUMS: True, _LINK: dataclasses.asdict(link)}
+    return {
+        **dataclasses.asdict(run),
+        _HAS_CHECKSUMS: True,
+        _LINK: dataclasses.asdict(link),
+        _CAPACITIES: capacities,
+    }
+
+
+def read_capacities(path: pathlib.Path) -> list[dict[str, Any]]:
+    """Read the capacities of exchanges, for `jaxrec.mesh.capacity.restore_capacities`."""
+    capacities: list[dict[str, Any]] = _read_run_file(path).get(_CAPACITIES, [])
+    return capacities
 
 
 def read_link(path: pathlib.Path) -> Link:
@@ -189,6 +204,7 @@ def read_run(path: pathlib.Path) -> CheckpointMetadata:
     content = _read_run_file(path)
     content.pop(_HAS_CHECKSUMS, None)
     content.pop(_LINK, None)
+    content.pop(_CAPACITIES, None)
     try:
         return CheckpointMetadata(**content)
     except TypeError as error:

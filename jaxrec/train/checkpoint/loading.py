@@ -21,6 +21,7 @@ from jaxrec.embed.config import TableConfig
 from jaxrec.embed.row_access import TableRows, write
 from jaxrec.embed.some_rows import write_ids
 from jaxrec.embed.variables import dense_variables, plain, put_like, value_like, variables
+from jaxrec.mesh.capacity import restore_capacities
 from jaxrec.tier.saved_stores import check_stores, load_stores
 from jaxrec.tier.tier import Tier, tier_of
 from jaxrec.tier.vocabulary.vocabulary import LoadedRows
@@ -37,6 +38,7 @@ from jaxrec.train.checkpoint.files import (
     CheckpointMetadata,
     chain,
     open_checkpoint,
+    read_capacities,
     read_json,
     read_run,
 )
@@ -138,6 +140,7 @@ def load(
         raise
     for variable, value in values:
         variable.set_value(value)
+    restore_capacities(model, read_capacities(path))
     return run
 
 

@@ -15,6 +15,8 @@ import jax
 from flax import nnx
 
 from jaxrec.embed.variables import plain
+from jaxrec.mesh.capacity import describe_capacities
+from jaxrec.mesh.replicas import average_replicas, has_replicas
 from jaxrec.tier.changes.change_tracker import ChangeTracker
 from jaxrec.train.checkpoint.arrays import os_errors, quiet
 from jaxrec.train.checkpoint.checksums import STORES, write_checksums
@@ -117,6 +119,9 @@ class CheckpointManager:
     ) -> pathlib.Path:
         """Start saving a checkpoint; the model may change as soon as this returns.
 
+        Tables with replicas (``jaxrec.shard(replica_axis=...)``) are averaged first, in the model
+        itself (`jaxrec.mesh.average_replicas`): a run that is restored goes on as this one does.
+
         Args:
             model: The model. Its tables are saved by name, rows in logical order, with their
                 optimizer state, so that they load into any placement.
@@ -146,6 +151,8 @@ class CheckpointManager:
         if jax.process_index() == 0:
             for unfinished in self._directory.glob(f"*{UNFINISHED}*"):
                 shutil.rmtree(unfinished, ignore_errors=True)
+        if has_replicas(model):
+            average_replicas(model)
         run = CheckpointMetadata(step, batches, dict(metrics or {}), plan)
         stores = _stores(self._directory, str(step))
         increment = None
@@ -164,7 +171,7 @@ class CheckpointManager:
                     self._arguments(
                         state=ocp.args.StandardSave(tree, jax.tree.map(lambda _: chunks, tree)),
                         tables=ocp.args.JsonSave(table_shapes(model)),
-                        run=ocp.args.JsonSave(run_file(run, link)),
+                        run=ocp.args.JsonSave(run_file(run, link, describe_capacities(model))),
                     ),
                     force=True,
                 )
