@@ -15,6 +15,7 @@ from jaxrec.metrics.averages import SumOfWeights as SumOfWeights
 from jaxrec.metrics.averages import TensorWeightedAverage as TensorWeightedAverage
 from jaxrec.metrics.averages import WeightedAverage as WeightedAverage
 from jaxrec.metrics.averages import WeightedSumOfPredictions as WeightedSumOfPredictions
+from jaxrec.metrics.background import BackgroundWriter as BackgroundWriter
 from jaxrec.metrics.binned import BinnedAUC as BinnedAUC
 from jaxrec.metrics.binned import BinnedAUPRC as BinnedAUPRC
 from jaxrec.metrics.binned import BinnedRAUC as BinnedRAUC

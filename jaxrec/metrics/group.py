@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -36,14 +36,19 @@ class Task:
 
 @dataclasses.dataclass(frozen=True)
 class MetricGroup:
-    """Metrics of the same tasks: one state, one update, one flat report.
+    """Metrics of several tasks: one state, one update, one flat report.
 
     Attributes:
         tasks: The tasks, in the order of the metrics' task axis.
         metrics: Metrics, by a name that is added to the report where two metrics would report the
-            same name. The ``tasks`` of each is the number of tasks.
+            same name. The ``tasks`` of each is the number of its tasks.
+        tasks_of: Names of the tasks that a metric is computed for, by the name of the metric. A
+            metric that it does not name is computed for all tasks. Only the tasks of one metric
+            need outputs of one shape.
 
     Raises:
+        KeyError: ``tasks_of`` names a metric or a task that is not there.
+        TypeError: ``tasks_of`` has a string in the place of a sequence of names.
         ValueError: A metric has another number of tasks, or two tasks have one name.
 
     Example:
@@ -69,19 +74,51 @@ class MetricGroup:
         ['buy/lifetime_ne', 'buy/window_auc', 'click/lifetime_ne', 'click/window_auc']
         >>> report["click/window_auc"], round(report["buy/lifetime_ne"], 6)
         (1.0, 1.0)
+        >>> group = MetricGroup(
+        ...     tasks=group.tasks,
+        ...     metrics={
+        ...         "ne": NormalizedEntropy(tasks=2, window=None),
+        ...         "auc": AUC(tasks=1, window=8),
+        ...     },
+        ...     tasks_of={"auc": ("click",)},
+        ... )
+        >>> sorted(group.compute(group.update(group.init(), outputs)))
+        ['buy/lifetime_ne', 'click/lifetime_ne', 'click/window_auc']
     """
 
     tasks: tuple[Task, ...]
     metrics: Mapping[str, Metric]
+    tasks_of: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         names = [task.name for task in self.tasks]
         if len(set(names)) != len(names) or not names:
             raise ValueError(f"tasks need names of their own, one at least; got {names}")
-        for name, metric in self.metrics.items():
-            if metric.tasks != len(self.tasks):
+        for metric_name, chosen in self.tasks_of.items():
+            if metric_name not in self.metrics:
+                raise KeyError(
+                    f"tasks_of names the metric {metric_name!r}; there are {sorted(self.metrics)}"
+                )
+            if isinstance(chosen, str):
+                raise TypeError(
+                    f"tasks_of[{metric_name!r}] must be a sequence of task names, such as "
+                    f"({chosen!r},), got a string"
+                )
+            if missing := [name for name in chosen if name not in names]:
+                raise KeyError(
+                    f"tasks_of[{metric_name!r}] names the task {missing[0]!r}; there are {names}"
+                )
+            if len(set(chosen)) != len(chosen) or not chosen:
                 raise ValueError(
-                    f"metric {name!r} has tasks={metric.tasks}, but the group has {len(self.tasks)}"
+                    f"tasks_of[{metric_name!r}] must name one task or more, each once; got "
+                    f"{list(chosen)}"
+                )
+        for name, metric in self.metrics.items():
+            if metric.tasks != len(tasks := self._tasks(name)):
+                raise ValueError(
+                    f"metric {name!r} has tasks={metric.tasks}, but it is computed for "
+                    f"{len(tasks)}: {[task.name for task in tasks]}; give it "
+                    f"tasks={len(tasks)}, or name its tasks in tasks_of"
                 )
 
     def init(self) -> GroupState:
@@ -101,16 +138,14 @@ class MetricGroup:
             TypeError, ValueError: An output is missing, tasks have outputs of different shapes, or
                 a metric refuses one (`Metric.update`).
         """
-        predictions = self._stacked(outputs, [(t.name, t.prediction) for t in self.tasks])
-        labels = self._stacked(outputs, [(t.name, t.label) for t in self.tasks])
-        ones = {None: jnp.ones(labels.shape[1:], jnp.float32)}
-        weights = self._stacked(
-            {**outputs, **ones}, [(t.name, t.weight) for t in self.tasks], labels
-        )
-        updated = {}
+        updated: GroupState = {}
+        columns: dict[tuple[Task, ...], tuple[Array, Array, Array]] = {}
         for name, metric in self.metrics.items():
+            tasks = self._tasks(name)
+            if tasks not in columns:
+                columns[tasks] = self._columns(outputs, tasks)
             inputs = {key: outputs[key] for key in metric.required if key in outputs}
-            updated[name] = metric.update(state[name], predictions, labels, weights, **inputs)
+            updated[name] = metric.update(state[name], *columns[tasks], **inputs)
         return updated
 
     def merge(self, state: GroupState, other: GroupState) -> GroupState:
@@ -128,13 +163,30 @@ class MetricGroup:
         state = jax.device_get(state)
         for metric_name, metric in self.metrics.items():
             for value_name, values in metric.compute(state[metric_name]).items():
-                for task, value in zip(self.tasks, values, strict=True):
+                for task, value in zip(self._tasks(metric_name), values, strict=True):
                     for suffix, number in _numbers(value):
                         key = f"{task.name}/{value_name}{suffix}"
                         if key in report:
                             key = f"{task.name}/{metric_name}/{value_name}{suffix}"
                         report[key] = number
         return report
+
+    def _tasks(self, metric: str) -> tuple[Task, ...]:
+        """Return the tasks of a metric, in the order of its task axis."""
+        if metric not in self.tasks_of:
+            return self.tasks
+        by_name = {task.name: task for task in self.tasks}
+        return tuple(by_name[name] for name in self.tasks_of[metric])
+
+    def _columns(
+        self, outputs: Mapping[str, Shaped[AnyArray, "..."]], tasks: tuple[Task, ...]
+    ) -> tuple[Array, Array, Array]:
+        """Return predictions, labels and weights of tasks, each with a first axis of the tasks."""
+        predictions = self._stacked(outputs, [(t.name, t.prediction) for t in tasks])
+        labels = self._stacked(outputs, [(t.name, t.label) for t in tasks])
+        ones = {None: jnp.ones(labels.shape[1:], jnp.float32)}
+        weights = self._stacked({**outputs, **ones}, [(t.name, t.weight) for t in tasks], labels)
+        return predictions, labels, weights
 
     def _stacked(
         self,

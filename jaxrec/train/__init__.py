@@ -2,6 +2,7 @@
 
 from jaxrec.train.ahead import RoutedSteps as RoutedSteps
 from jaxrec.train.callbacks import SaveCheckpoints as SaveCheckpoints
+from jaxrec.train.callbacks import SynchronizeReplicas as SynchronizeReplicas
 from jaxrec.train.callbacks import WriteMetrics as WriteMetrics
 from jaxrec.train.checkpoint import CheckpointError as CheckpointError
 from jaxrec.train.checkpoint import CheckpointManager as CheckpointManager

@@ -1,10 +1,12 @@
-"""Callbacks that save checkpoints and write metrics."""
+"""Callbacks that save checkpoints, synchronize replicas and write metrics."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
 
+from jaxrec.mesh.replicas import average_replicas, synchronize_replicas
+from jaxrec.metrics.background import BackgroundWriter
 from jaxrec.metrics.writers import Writer
 from jaxrec.train.checkpoint import CheckpointManager, all_steps
 from jaxrec.train.open_vocabularies import scalars
@@ -64,6 +66,33 @@ class SaveCheckpoints(Callback):
 
 
 @dataclasses.dataclass
+class SynchronizeReplicas(Callback):
+    """Calls `jaxrec.mesh.synchronize_replicas` every ``every`` steps.
+
+    After the last step the replicas are averaged, so that tables can be read.
+
+    Attributes:
+        every: Number of steps between two synchronizations.
+
+    Raises:
+        ValueError: ``every`` is below 1; at the first synchronization, the model has no tables with
+            replicas.
+    """
+
+    every: int = 16
+
+    def __post_init__(self) -> None:
+        _check_interval(self, self.every)
+
+    def on_step_dispatched(self, trainer: Trainer, step: int) -> None:
+        if step % self.every == 0:
+            synchronize_replicas(trainer.model)
+
+    def on_train_end(self, trainer: Trainer) -> None:
+        average_replicas(trainer.model)
+
+
+@dataclasses.dataclass
 class WriteMetrics(Callback):
     """Writes the loss and the metrics of training every ``every`` steps.
 
@@ -72,7 +101,9 @@ class WriteMetrics(Callback):
     ``vocabulary/item/stall_ms``.
 
     Attributes:
-        writer: The writer, such as `jaxrec.metrics.JSONLinesWriter`.
+        writer: The writer, such as `jaxrec.metrics.JSONLinesWriter`. A
+            `jaxrec.metrics.BackgroundWriter` computes the metrics in its thread, while training
+            goes on; after the last step, training waits for it.
         every: Number of steps between two writes.
 
     Raises:
@@ -92,7 +123,13 @@ class WriteMetrics(Callback):
     def on_step_dispatched(self, trainer: Trainer, step: int) -> None:
         if step % self.every == 0:
             trainer.wait()
-            self.writer.write(
-                step,
-                {"loss": self._loss, **trainer.compute_metrics(), **scalars(trainer.model)},
-            )
+            of_step, of_model = {"loss": self._loss}, scalars(trainer.model)
+            if isinstance(self.writer, BackgroundWriter):
+                compute = trainer.metrics_so_far()
+                self.writer.write(step, lambda: {**of_step, **compute(), **of_model})
+            else:
+                self.writer.write(step, {**of_step, **trainer.compute_metrics(), **of_model})
+
+    def on_train_end(self, trainer: Trainer) -> None:
+        if isinstance(self.writer, BackgroundWriter):
+            self.writer.wait()

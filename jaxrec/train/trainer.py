@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
@@ -19,6 +21,7 @@ from jaxrec.data import pad_batch
 from jaxrec.embed import Optimizer
 from jaxrec.embed.not_finite import NotFiniteError as NotFiniteError
 from jaxrec.embed.not_finite import bad_id_of_batch
+from jaxrec.mesh.store import mesh_stores
 from jaxrec.metrics import MetricGroup
 from jaxrec.train.checkpoint import (
     CheckpointManager,
@@ -338,6 +341,17 @@ class Trainer:
             return {}
         return self.metrics.compute(self._metric_state.get_value())
 
+    def metrics_so_far(self) -> Callable[[], dict[str, float]]:
+        """Return a function that computes the metrics of the steps so far.
+
+        The function has a copy of their state: any thread may call it during later steps, such as
+        that of `jaxrec.metrics.BackgroundWriter`. It makes no calls between processes.
+        """
+        if self.metrics is None:
+            return dict
+        state = jax.tree.map(jnp.copy, self._metric_state.get_value())
+        return functools.partial(self.metrics.compute, state)
+
     def evaluate(
         self, batches: Iterable[Any], metrics: MetricGroup | None = None
     ) -> dict[str, float]:
@@ -370,13 +384,16 @@ class Trainer:
         stages = self.stages
         if self.batch_size is not None:
             stages = (*stages, functools.partial(pad_batch, batch_size=self.batch_size))
+        accumulate = self.accumulate
+        if self.semi_synchronous and mesh_stores(self.model):
+            accumulate = 2  # a step is dispatched after the two batches after its own were taken
         return placed_batches(
             self.model,
             batches,
             *stages,
             place=self.place,
             is_training=is_training,
-            accumulate=self.accumulate,
+            accumulate=accumulate,
         )
 
     def _results(

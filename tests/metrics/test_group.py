@@ -7,6 +7,7 @@ import pytest
 
 from jaxrec.metrics import (
     AUC,
+    RAUC,
     Calibration,
     MetricGroup,
     RecalibratedCalibration,
@@ -91,7 +92,7 @@ def test_outputs_of_other_shapes():
 
 
 def test_wrong_groups():
-    with pytest.raises(ValueError, match="metric 'ne' has tasks=1, but the group has 2"):
+    with pytest.raises(ValueError, match="metric 'ne' has tasks=1, but it is computed for 2"):
         MetricGroup(tasks=(CLICK, BUY), metrics={"ne": Calibration()})
     with pytest.raises(ValueError, match="names of their own"):
         MetricGroup(tasks=(CLICK, CLICK), metrics={})
@@ -102,3 +103,47 @@ def test_one_process_has_nothing_to_merge():
     state = metric.init()
     assert merge_over_processes(metric, state) is state
     assert np.isnan(metric.compute(state)["lifetime_calibration"]).all()
+
+
+class TestTasksOfMetrics:
+    def test_values_are_those_of_a_group_of_these_tasks(self):
+        metrics = {
+            "calibration": Calibration(tasks=2, window=4),
+            "auc": AUC(tasks=1, window=4),
+            "rauc": RAUC(tasks=2, window=4),
+        }
+        tasks_of = {"auc": ("buy",), "rauc": ["buy", "click"]}
+        group = MetricGroup(tasks=(CLICK, BUY), metrics=metrics, tasks_of=tasks_of)
+        got = group.compute(jax.jit(group.update)(group.init(), OUTPUTS))
+        expected = report({name: metrics[name] for name in ("calibration", "rauc")})
+        assert got == expected | report({"auc": metrics["auc"]}, tasks=(BUY,))
+        merged = group.merge(group.init(), group.update(group.init(), OUTPUTS))
+        assert group.compute(merged) == got
+
+    def test_only_the_tasks_of_a_metric_need_outputs_of_one_shape(self):
+        rating = Task(name="rating", prediction="r", label="s")
+        group = MetricGroup(
+            tasks=(CLICK, rating),
+            metrics={"auc": AUC(window=4), "rauc": RAUC(window=4)},
+            tasks_of={"auc": ("click",), "rauc": ("rating",)},
+        )
+        outputs = {**OUTPUTS, "r": jnp.arange(3.0), "s": jnp.arange(3.0)}
+        report = group.compute(group.update(group.init(), outputs))
+        assert set(report) == {"click/window_auc", "rating/window_rauc"}
+
+    @pytest.mark.parametrize(
+        ("tasks_of", "error", "message"),
+        [
+            ({"ne": ("click",)}, KeyError, "names the metric 'ne'; there are"),
+            ({"auc": ("sale",)}, KeyError, "names the task 'sale'; there are"),
+            ({"auc": "click"}, TypeError, "must be a sequence of task names"),
+            ({"auc": ()}, ValueError, "one task or more, each once"),
+            ({"auc": ("click", "click")}, ValueError, "one task or more, each once"),
+            ({"auc": ("click", "buy")}, ValueError, "has tasks=1, but it is computed for 2"),
+            ({}, ValueError, "has tasks=1, but it is computed for 2"),
+        ],
+        ids=str,
+    )
+    def test_errors(self, tasks_of, error, message):
+        with pytest.raises(error, match=message):
+            MetricGroup(tasks=(CLICK, BUY), metrics={"auc": AUC()}, tasks_of=tasks_of)

@@ -9,6 +9,7 @@ import pytest
 from flax import nnx
 
 import jaxrec
+from jaxrec.metrics import AUC, BackgroundWriter, MetricGroup
 from jaxrec.train import (
     Callback,
     CheckpointError,
@@ -91,7 +92,7 @@ def test_semi_synchronous_steps_copy_no_table():
     steps = SemiSynchronousSteps(*modules[:2], trainer.loss, None, modules[2], False)
     ahead = nnx.Variable(steps._look_up(trainer.model, one))
     step = compile_step(steps._step, *modules, ahead)
-    compiled = step.lower(one, other).compile()
+    compiled = step.lower((one, other)).compile()
     tables = jax.tree.leaves(trainer.model.embeddings.tables.get_value())
     shapes = {x.shape for x in tables if x.shape[-1:] == (DIM,)}
     assert shapes
@@ -166,6 +167,26 @@ def test_values_are_written():
     trainer.train(batches(9), steps=5)
     assert [step for step, _ in written] == [2, 4]
     assert set(written[0][1]) == {"loss", "click/lifetime_ne"}
+
+
+def test_values_of_a_background_writer_are_those_of_the_foreground():
+    class Writer:
+        def __init__(self):
+            self.written = []
+
+        def write(self, step, values):
+            self.written.append((step, dict(values)))
+
+        def close(self):
+            pass
+
+    in_front, behind = Writer(), Writer()
+    group = MetricGroup(tasks=GROUP.tasks, metrics={**GROUP.metrics, "auc": AUC(window=30)})
+    make(metrics=group, callbacks=[WriteMetrics(in_front, every=2)]).train(batches(9))
+    writer = BackgroundWriter(behind)
+    make(metrics=group, callbacks=[WriteMetrics(writer, every=2)]).train(batches(9))
+    assert behind.written == in_front.written
+    assert [step for step, _ in behind.written] == [2, 4, 6, 8]
 
 
 @pytest.mark.parametrize("options", [{}, {"semi_synchronous": True}, {"accumulate": 2}], ids=str)
