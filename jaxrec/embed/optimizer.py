@@ -10,10 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from jax.sharding import NamedSharding
 from jaxtyping import Array, Bool
 
 from jaxrec.embed.gradients import Gradients
 from jaxrec.embed.not_finite import report_not_finite
+from jaxrec.embed.sharded_variables import put, update_shardings, without_placements
 from jaxrec.embed.taps import tapped_modules
 from jaxrec.optim import RowOptimizer, hyperparameter
 from jaxrec.optim.hyperparameter import UpdateStep, find_hyperparameters
@@ -77,7 +79,10 @@ class Optimizer(nnx.Optimizer):
         debug: bool = False,
     ):
         _check_arguments(model, tx)
-        super().__init__(model, tx, wrt=wrt)
+        super().__init__(model, _on_arrays(tx), wrt=wrt)
+        self.tx = tx
+        for variable, sharding in self._update_shardings(model):
+            variable.set_raw_value(put(variable.get_raw_value(), sharding))
         _check_accumulates_nothing(self.opt_state)
         self.skipped = SkipCount(jnp.zeros((), jnp.int32))
         self.skipped_in_a_row = SkipCount(jnp.zeros((), jnp.int32))
@@ -172,6 +177,18 @@ class Optimizer(nnx.Optimizer):
         super().update(model, gradients, **kwargs)
         for variable, old in zip(variables, before, strict=True):
             variable.set_raw_value(_select(is_applied, variable.get_raw_value(), old))
+        # XLA chooses the sharding of a result, unless it is said; the next step takes the same.
+        for variable, sharding in self._update_shardings(model):
+            variable.set_raw_value(put(variable.get_raw_value(), sharding))
+
+    def _update_shardings(self, model: nnx.Module) -> list[tuple[nnx.Variable, NamedSharding]]:
+        """Return where the variables of a dense update lie, if a parameter is sharded."""
+        return update_shardings(nnx.state(model, self.wrt), nnx.state(self.opt_state))
+
+
+def _on_arrays(tx: optax.GradientTransformation) -> optax.GradientTransformation:
+    """Return the transformation with an ``init`` that reads sharded parameters as they lie."""
+    return optax.GradientTransformation(lambda state: tx.init(without_placements(state)), tx.update)
 
 
 def _check_arguments(model: nnx.Module, tx: optax.GradientTransformation) -> None:

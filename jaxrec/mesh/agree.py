@@ -103,7 +103,11 @@ def fingerprint(value: Any) -> str:
 
 def on_every_device(value: Any, mesh: Mesh) -> Array:
     """Put a value that every process has on every device of a mesh, whole."""
-    sharding = NamedSharding(mesh, PartitionSpec())
+    return put_on_mesh(value, NamedSharding(mesh, PartitionSpec()))
+
+
+def put_on_mesh(value: Any, sharding: NamedSharding) -> Array:
+    """Put a value that every process has whole on the devices of a mesh."""
     if jax.process_count() == 1:
         return jax.device_put(value, sharding)
     host = _on_host(value)

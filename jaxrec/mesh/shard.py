@@ -6,21 +6,21 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar, cast, runtime_checkable
 
-import jax
 from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Array
 
-from jaxrec.embed.collection import Collection, TableVariable
+from jaxrec.embed.collection import Collection
 from jaxrec.embed.functional import default_store
 from jaxrec.embed.layout import TableLayout
 from jaxrec.embed.store import TableStore
 from jaxrec.embed.taps import tapped_modules
-from jaxrec.mesh.agree import fingerprint, on_every_device, require_same
+from jaxrec.mesh.agree import require_same
 from jaxrec.mesh.channel import check_ragged
 from jaxrec.mesh.creation import init_on_mesh, layout_on_mesh, shard_tables
+from jaxrec.mesh.dense import DenseName, DenseRule, check_dense, place_dense
 from jaxrec.mesh.placement import Placement
-from jaxrec.mesh.pool_rows import PoolRows, RowsVariable
+from jaxrec.mesh.pool_rows import PoolRows
 from jaxrec.mesh.precision import Precision
 from jaxrec.mesh.replicas import ReplicaAxis, replica_axis_of
 from jaxrec.mesh.store import MeshStore
@@ -45,8 +45,9 @@ def shard(
     precision: Precision = Precision(),  # noqa: B008 (frozen)
     replica_axis: ReplicaAxis = None,
     is_ragged: bool = False,
+    dense: DenseName | DenseRule = "replicated",
 ) -> Model:
-    """Put a model on a mesh: its tables as the plan says, the rest of it on every device.
+    """Put a model on a mesh: its tables as the plan says, its dense part as ``dense`` says.
 
     The rows of pools (`jaxrec.nn.TensorPool`) lie in equal shards over the devices.
 
@@ -68,20 +69,27 @@ def shard(
             other tables lie over all axes.
         is_ragged: Whether the exchanges "rows" and "pooled" send lists without padding, by XLA's
             ragged all-to-all, which GPUs and TPUs have. Results are the same.
+        dense: Where the dense part lies. "replicated": on every device. "fsdp": each `nnx.Param` of
+            `jaxrec.mesh.MIN_SHARDED_SIZE` elements or more is cut over all devices, along its
+            largest axis that they divide, and so is its optax state. A step gathers a parameter
+            where a layer reads it, and scatters its gradient. Or a function from the path of a
+            parameter, such as ``"over/kernel"``, and a `jax.ShapeDtypeStruct` to a `PartitionSpec`,
+            or to None for "fsdp". Layers read such a parameter as it lies.
 
     Returns:
         The model.
 
     Warns:
         UserWarning: Tables take far more memory than they need, since few of the devices hold
-            them; see `jaxrec.mesh.balance`.
+            them; see `jaxrec.mesh.balance`. No axis of a large parameter divides by the devices.
 
     Raises:
-        TypeError: The plan, the mesh or the model has a wrong type; the model's tables are pruned.
+        TypeError: The plan, the mesh, the model or ``dense`` has a wrong type; the model's tables
+            are pruned.
         ValueError: ``is_ragged`` on CPUs; a table has no placement, or one that does not fit the
             table or the mesh; the mesh lacks the axis; the planner made the plan for another number
             of devices; processes have different plans or tables; the plan has caches, which
-            `jaxrec.shard` makes.
+            `jaxrec.shard` makes; the sharding of a parameter does not fit it or the mesh.
 
     Example:
         >>> import jax, jaxrec
@@ -96,6 +104,7 @@ def shard(
         (2, 2)
     """
     _check_arguments(model, plan, mesh, replica_axis)
+    check_dense(dense)
     if is_ragged:
         check_ragged(mesh)
     if caches := getattr(plan, "caches", ()):
@@ -132,11 +141,7 @@ def shard(
     for _, module in nnx.iter_modules(made):
         if isinstance(module, PoolRows):
             module.place(mesh)
-    dense = nnx.state(made, nnx.Not(nnx.Any(TableVariable, RowsVariable)))
-    if jax.process_count() > 1:
-        leaves = jax.tree_util.tree_leaves_with_path(dense)
-        require_same("model", {jax.tree_util.keystr(path): fingerprint(x) for path, x in leaves})
-    nnx.update(made, jax.tree.map(lambda x: on_every_device(x, mesh), dense))
+    place_dense(made, dense, mesh)
     return made
 
 

@@ -9,6 +9,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from jaxrec.embed import EmbeddingBagCollection
+from jaxrec.embed.sharded_variables import ShardedVariable
 from jaxrec.mesh import ShardedTables, table_row_wise
 from jaxrec.mesh.exchange import ExchangeLike
 from jaxrec.mesh.placement import Placement
@@ -146,13 +147,21 @@ class DisaggregatedMultiTower(nnx.Module):
         After `jaxrec.shard` by a plan of `placements`, on a mesh of two axes, hosts first.
 
         Raises:
-            ValueError: The tables are not placed so, or a tower module has more than parameters.
+            ValueError: The tables are not placed so, or a tower module has more than parameters or
+                sharded ones.
         """
         variable = self.embeddings.tables
         store = variable.get_value()
         tables = store.placed
         if not isinstance(tables, ShardedTables):
             raise ValueError("the model is on one device; put it on a mesh with jaxrec.shard first")
+        parameters = nnx.to_flat_state(nnx.state(self.towers, nnx.Param))
+        if sharded := [path for path, each in parameters if isinstance(each, ShardedVariable)]:
+            raise ValueError(
+                "towers on hosts read whole parameters, and these have sharded ones, such as "
+                f"{'/'.join(map(str, sharded[0]))!r}; give jaxrec.shard a function dense= that "
+                "returns PartitionSpec() for the parameters of towers"
+            )
         if more := nnx.to_flat_state(nnx.state(self.towers, nnx.Not(nnx.Param))):
             names = sorted("/".join(map(str, path)) for path, _ in more)
             raise ValueError(

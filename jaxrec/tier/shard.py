@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 
 from jaxrec.mesh import shard as shard_without_caches
 from jaxrec.mesh.agree import require_same
+from jaxrec.mesh.dense import DenseName, DenseRule
 from jaxrec.mesh.precision import Precision
 from jaxrec.mesh.replicas import ReplicaAxis
 from jaxrec.mesh.shard import Plan
@@ -30,8 +31,9 @@ def shard(
     precision: Precision = Precision(),  # noqa: B008 (frozen)
     replica_axis: ReplicaAxis = None,
     is_ragged: bool = False,
+    dense: DenseName | DenseRule = "replicated",
 ) -> Model:
-    """Put a model on a mesh: its tables as the plan says, everything else on every device.
+    """Put a model on a mesh: its tables as the plan says, its dense part as ``dense`` says.
 
     The same model and training loop then run on batches from `jaxrec.mesh.shard_batch`, with the
     same results: the loss is the mean over the whole batch, and so are gradients.
@@ -58,21 +60,28 @@ def shard(
             may have caches.
         is_ragged: Whether the exchanges "rows" and "pooled" send lists without padding, by XLA's
             ragged all-to-all, which GPUs and TPUs have. Results are the same.
+        dense: Where the dense part lies. "replicated": on every device. "fsdp": each `nnx.Param` of
+            `jaxrec.mesh.MIN_SHARDED_SIZE` elements or more is cut over all devices, along its
+            largest axis that they divide, and so is its optax state. A step gathers a parameter
+            where a layer reads it, and scatters its gradient. Or a function from the path of a
+            parameter, such as ``"over/kernel"``, and a `jax.ShapeDtypeStruct` to a `PartitionSpec`,
+            or to None for "fsdp". Layers read such a parameter as it lies.
 
     Returns:
         The model.
 
     Warns:
         UserWarning: Tables take far more memory than they need, since few of the devices hold
-            them; see `jaxrec.mesh.balance`.
+            them; see `jaxrec.mesh.balance`. No axis of a large parameter divides by the devices.
 
     Raises:
-        TypeError: The plan, the mesh or the model has a wrong type; the plan has caches, and the
-            model is made already.
+        TypeError: The plan, the mesh, the model or ``dense`` has a wrong type; the plan has caches,
+            and the model is made already.
         ValueError: ``is_ragged`` on CPUs; a table has no placement, or one that does not fit the
             table or the mesh; the mesh lacks the axis; the planner made the plan for another number
             of devices; processes have different plans or tables; there are caches and replicas;
-            a row store does not fit its table.
+            a row store does not fit its table; the sharding of a parameter does not fit it or the
+            mesh.
         BlockingIOError: Another run has a row store open.
         OSError: A row store cannot be reached, read or written.
 
@@ -95,6 +104,7 @@ def shard(
         precision=precision,
         replica_axis=replica_axis,
         is_ragged=is_ragged,
+        dense=dense,
     )
     if not isinstance(plan, ShardingPlan) or not plan.caches:
         return place(model, plan)

@@ -150,7 +150,7 @@ def _make_trainer(
     if (count := config.devices * jax.process_count()) > 1:
         console.print(f"planning where the tables go on {count} devices")
     devices = plan_devices(config.devices, table_configs(config, encoder), config.data.batch_size)
-    devices = dataclasses.replace(devices, encoder=encoder)
+    devices = dataclasses.replace(devices, encoder=encoder, dense=config.dense)
     model, optimizer = make_model(config, _num_steps(config, rows), devices, encoder)
     trainer = Trainer(model=model, optimizer=optimizer, loss=click_loss, place=devices.put_batch)
     # A run that was killed before its first checkpoint starts anew.

@@ -223,6 +223,9 @@ class TrainConfig:
     devices: int = 1
     """Number of devices of each process; the planner shards the tables over all of them. A CPU
     simulates several devices."""
+    dense: Literal["replicated", "fsdp"] = "replicated"
+    """Where dense layers and their optimizer state lie, if there are several devices: replicated on
+    each, or fsdp: arrays of 65,536 elements or more are cut over all devices."""
     evaluate_every: int = 0
     """Number of steps between two evaluations on the held-out rows; 0: only at the end, and before
     checkpoints if checkpoint.keep-best is given."""

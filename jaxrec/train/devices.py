@@ -15,6 +15,7 @@ from jaxrec.arguments import ConfigError
 from jaxrec.data import ClickBatch, DataError, TableEncoder
 from jaxrec.embed.config import TableConfig
 from jaxrec.mesh import shard, shard_batch
+from jaxrec.mesh.dense import DenseName
 from jaxrec.plan import Planner, ShardingPlan, Topology
 from jaxrec.ragged import KeyedJaggedArray
 from jaxrec.ragged.capacity import capacity_for
@@ -34,17 +35,19 @@ class Devices:
         mesh: The mesh; None: the first device.
         plan: The sharding plan; None without a mesh.
         encoder: Encoder of the batches; None: each sample has at most one id of each feature.
+        dense: Where the dense part of a model lies on a mesh; see `jaxrec.shard`.
     """
 
     mesh: Mesh | None = None
     plan: ShardingPlan | None = None
     encoder: TableEncoder | None = None
+    dense: DenseName = "replicated"
 
     def make_model(self, make: Callable[[], Model]) -> Model:
         """Make a model on the devices."""
         if self.mesh is None or self.plan is None:
             return make()
-        return shard(make, self.plan, self.mesh)
+        return shard(make, self.plan, self.mesh, dense=self.dense)
 
     def put_batch(self, batch: ClickBatch) -> ClickBatch:
         """Put a host batch on the devices; with several processes, this process's part."""

@@ -17,6 +17,7 @@ from flax import nnx
 from jax.sharding import AxisType
 
 import jaxrec
+from jaxrec.embed.variables import variables
 from jaxrec.mesh.capacity import capacity_factors, set_capacity_factors
 from jaxrec.train import checkpoint
 from jaxrec.train.checkpoint import CheckpointError, CheckpointManager, CheckpointMetadata
@@ -334,6 +335,69 @@ def test_restores_to_any_placement(tmp_path):
             np.testing.assert_array_equal(other[0].table(name), bags.table(name))
             for key, value in bags.table_state(name).items():
                 np.testing.assert_array_equal(other[0].table_state(name)[key], value)
+
+
+class Deep(nnx.Module):
+    """A table, and a dense layer that "fsdp" shards."""
+
+    def __init__(self, seed):
+        rngs = nnx.Rngs(seed)
+        tables = [jaxrec.EmbeddingBagConfig("a", 9, 64)]
+        self.bags = jaxrec.EmbeddingBagCollection(tables, rngs=rngs)
+        self.over = nnx.Linear(64, 1024, rngs=rngs)
+
+
+def deep_on(devices, seed, dense="replicated"):
+    model = Deep(seed)
+    if devices:
+        plan = jaxrec.plan.ShardingPlan.from_dict({"a": jaxrec.mesh.row_wise()})
+        model = jaxrec.shard(model, plan, mesh_of(devices), dense=dense)
+    return model, jaxrec.Optimizer(model, optax.adam(0.1))
+
+
+@nnx.jit
+def advance_deep(model, optimizer):
+    _, gradients = jaxrec.value_and_grad(lambda model: (model.over.kernel[...] ** 2).sum())(model)
+    optimizer.update(model, gradients)
+
+
+DENSE = {
+    "one_device": (0, "replicated"),
+    "replicated": (8, "replicated"),
+    "fsdp": (8, "fsdp"),
+    "fsdp_on_four": (4, "fsdp"),
+}
+
+
+@pytest.mark.parametrize(
+    ("saved", "restored"),
+    [
+        ("fsdp", "one_device"),
+        ("fsdp", "replicated"),
+        ("fsdp", "fsdp_on_four"),
+        ("one_device", "fsdp"),
+        ("replicated", "fsdp"),
+    ],
+)
+def test_a_dense_part_restores_to_any_placement(saved, restored, tmp_path):
+    model, optimizer = deep_on(*DENSE[saved][:1], 0, DENSE[saved][1])
+    advance_deep(model, optimizer)
+    checkpoint.save(tmp_path, model, optimizer)
+    other, other_optimizer = deep_on(*DENSE[restored][:1], 1, DENSE[restored][1])
+    moments = other_optimizer.opt_state[0]
+    arrays = (other.over.kernel, moments.mu["over"]["kernel"], moments.nu["over"]["kernel"])
+    before = [array.get_raw_value().sharding for array in arrays]
+    checkpoint.restore(tmp_path, other, other_optimizer)
+    for node, wanted in ((other, model), (other_optimizer, optimizer)):
+        dense = nnx.Not(jaxrec.embed.TableVariable)
+        for name, each in variables(wanted, dense).items():
+            found = variables(node, dense)[name]
+            np.testing.assert_array_equal(found.get_value(), each.get_value(), err_msg=name)
+    devices, dense = DENSE[restored]
+    for array, sharding in zip(arrays, before, strict=True):
+        assert array.get_raw_value().sharding == sharding
+        columns = array.get_raw_value().addressable_shards[0].data.shape[1]
+        assert columns == (1024 // devices if dense == "fsdp" else 1024)
 
 
 def test_several_processes_save_and_restore(tmp_path):

@@ -20,6 +20,7 @@ import yaml
 
 import jaxrec
 from jaxrec.cli import main
+from jaxrec.embed.variables import dense_variables
 from jaxrec.train import checkpoint, load_model
 from jaxrec.train.config import DataConfig, TrainConfig
 from jaxrec.train.options import write_options
@@ -234,6 +235,17 @@ def test_devices_and_one_device_agree(trained, tmp_path, capsys):
         np.testing.assert_allclose(
             one.table(config.name), many.table(config.name), rtol=1e-4, atol=1e-5
         )
+
+
+def test_sharded_dense_layers_agree(trained, tmp_path, monkeypatch, capsys):
+    """With --dense fsdp; the run is then loaded on one device."""
+    monkeypatch.setattr("jaxrec.mesh.dense.MIN_SHARDED_SIZE", 16)
+    output = tmp_path / "many"
+    assert main(["train", f"--output={output}", *SMALL, "--devices=4", "--dense=fsdp"]) == 0
+    assert "dense: fsdp\n" in (output / "config.yaml").read_text()
+    one, many = (dense_variables(load_model(path)) for path in (trained[0], output))
+    for name, variable in one.items():
+        np.testing.assert_allclose(variable[...], many[name][...], rtol=1e-4, atol=1e-5)
 
 
 def test_only_evaluated(trained, model, capsys):

@@ -15,9 +15,12 @@ from jaxtyping import Array
 
 from jaxrec.embed.collection import TableVariable
 from jaxrec.embed.formats import TABLE_FORMATS
+from jaxrec.embed.sharded_variables import ShardedVariable
 from jaxrec.embed.store import TableStore
 from jaxrec.embed.taps import tapped_modules
+from jaxrec.embed.variables import dense_variables
 from jaxrec.serve.artifact.manifest import StoredTable
+from jaxrec.serve.quantized.model_copy import shared_copy
 from jaxrec.serve.quantized.packing import rows_per_part, table_parts
 from jaxrec.serve.quantized.quantized_tables import QuantizedTables
 
@@ -55,6 +58,8 @@ class PureModel:
         """
         if not isinstance(model, nnx.Module):
             raise TypeError(f"export takes a flax.nnx.Module, got {type(model).__name__}")
+        if any(isinstance(each, ShardedVariable) for each in dense_variables(model).values()):
+            model = shared_copy(model)  # with whole arrays
         modules = tapped_modules(model)
         sources = {path: module.tables.get_value() for path, module in modules.items()}
         for path, store in sources.items():

@@ -11,6 +11,7 @@ from flax import nnx
 from jaxtyping import DTypeLike
 
 from jaxrec.embed.collection import Collection
+from jaxrec.embed.sharded_variables import gather_variables
 from jaxrec.embed.store import TableStore
 from jaxrec.embed.taps import TappedModule, tapped_modules
 from jaxrec.serve.quantized.mesh_stores import copy_to_one_device
@@ -160,5 +161,6 @@ def _copy_without_tables(model: Model, modules: Mapping[str, TappedModule]) -> M
     finally:
         for path, module in modules.items():
             module.tables.set_value(stores[path])
+    gather_variables(copy)
     nnx.update(copy, jax.tree.map(copy_to_one_device, nnx.state(copy)))
     return copy

@@ -57,7 +57,7 @@ def check_dense(copy: nnx.Module, published: dict[str, np.ndarray]) -> None:
     Raises:
         ValueError: It has others.
     """
-    mine = {name: plain(x.get_value()) for name, x in dense_variables(copy).items()}
+    mine = {name: plain(x.get_raw_value()) for name, x in dense_variables(copy).items()}
     if different := sorted(mine.keys() ^ published.keys()):
         where = "the copy has not" if different[0] in published else "was not published"
         raise ValueError(

@@ -223,7 +223,7 @@ class Subscriber:
             variables = dense_variables(self._copy)
             for variable_name, value in values.items():
                 variable = variables[variable_name]
-                variable.set_value(value_like(value, variable.get_value()))
+                variable.set_value(value_like(value, variable.get_raw_value()))
         self._name, self.step = name, incoming.manifest.step
 
     def _load(

@@ -303,13 +303,13 @@ def _new_values(
     """Make the new values of variables without setting them."""
     _match(what, named, saved, path)
     for name, variable in named.items():
-        wanted = plain(variable.get_value()).shape
+        wanted = plain(variable.get_raw_value()).shape
         if saved[name].shape != wanted:
             raise CheckpointError(
                 f"{path}: {name} was saved with shape {saved[name].shape}, but the model's has "
                 f"{wanted}"
             )
-    return [(v, value_like(saved[name], v.get_value())) for name, v in named.items()]
+    return [(v, value_like(saved[name], v.get_raw_value())) for name, v in named.items()]
 
 
 def _match(what: str, wanted: Iterable[str], saved: Iterable[str], path: pathlib.Path) -> None:

@@ -94,7 +94,7 @@ def _saved_tree(
 ) -> dict[str, Any]:
 
     def copies(named: Mapping[str, nnx.Variable]) -> dict[str, Any]:
-        return {name: _copy(variable.get_value()) for name, variable in named.items()}
+        return {name: _copy(variable.get_raw_value()) for name, variable in named.items()}
 
     def of_tables(read: Callable[[str, Collection, str], dict[str, Any]]) -> dict[str, Any]:
         return {

@@ -87,7 +87,7 @@ def load_torchrec(
         step = _step(state, steps)
         for entry in entries:
             value = entry.array.from_torch(state.read(entry.name))
-            entry.variable.set_value(value_like(value, entry.variable.get_value()))
+            entry.variable.set_value(value_like(value, entry.variable.get_raw_value()))
         for (where, table), name in tables.items():
             collections[where].load_table(table, state.read(name))
         for (where, table), found in of_tables.items():
