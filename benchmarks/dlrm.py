@@ -30,6 +30,7 @@ class Options:
         threads: Processor cores to use.
         steps: Steps to time, five more to warm up.
         max_rows: Bound on a table's rows; 0 for none.
+        chunks: Whether the dense part is computed by `jaxrec.nn.sum_in_chunks`.
         implementation: Implementation of the embedding kernels; None: the one that is chosen.
     """
 
@@ -37,6 +38,7 @@ class Options:
     threads: int = 2
     steps: int = 40
     max_rows: int = 0
+    chunks: bool = True
     implementation: str | None = None
 
 
@@ -71,10 +73,16 @@ def main(options: Options) -> None:
     )
     optimizer = jaxrec.Optimizer(model, optax.adagrad(0.01))
 
+    def losses(model, dense, embedded, labels):
+        return optax.sigmoid_binary_cross_entropy(model.logits(dense, embedded), labels)
+
     def train_step(model, optimizer, dense, features, labels):
         def loss_fn(model):
-            logits = model(dense, features)
-            return optax.sigmoid_binary_cross_entropy(logits, labels).mean()
+            embedded = model.look_up(features)
+            if not options.chunks:
+                return losses(model, dense, embedded, labels).mean()
+            total, _ = jaxrec.nn.sum_in_chunks(losses, model, dense, embedded, labels)
+            return total / options.batch
 
         loss, gradients = jaxrec.value_and_grad(loss_fn)(model)
         optimizer.update(model, gradients)

@@ -2,6 +2,7 @@
 
 from jaxrec.nn.bert4rec import BERT4Rec as BERT4Rec
 from jaxrec.nn.bert4rec import BERT4RecBlock as BERT4RecBlock
+from jaxrec.nn.chunks import sum_in_chunks as sum_in_chunks
 from jaxrec.nn.crossnet import CrossNet as CrossNet
 from jaxrec.nn.crossnet import LowRankCrossNet as LowRankCrossNet
 from jaxrec.nn.crossnet import LowRankMixtureCrossNet as LowRankMixtureCrossNet

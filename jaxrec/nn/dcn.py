@@ -108,7 +108,27 @@ class DCNv2(nnx.Module):
         Raises:
             ValueError: ``dense`` is missing, or has another number of columns.
         """
-        inputs = with_dense(self.embeddings(features).values, dense, self.num_dense, self.dtype)
+        return self.logits(dense, self.look_up(features))
+
+    def look_up(self, features: KeyedJaggedArray) -> Float[Array, "batch columns"]:
+        """Return the pooled embeddings of a batch, which `logits` takes."""
+        return jnp.asarray(self.embeddings(features).values)
+
+    def logits(
+        self,
+        dense: Float[AnyArray, "batch num_dense"] | None,
+        embedded: Float[Array, "batch columns"],
+    ) -> Float[Array, " batch"]:
+        """Return the logits of samples whose embeddings are looked up.
+
+        Args:
+            dense: ``[batch, num_dense]`` dense features; None if the model has none.
+            embedded: Result of `look_up`, or some rows of it (`sum_in_chunks`).
+
+        Raises:
+            ValueError: As for calls of the model.
+        """
+        inputs = with_dense(embedded, dense, self.num_dense, self.dtype)
         crossed = self.cross(inputs)
         if self.structure == "stacked":
             return self.head(self.deep(crossed))[:, 0]

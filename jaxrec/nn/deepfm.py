@@ -117,8 +117,30 @@ class DeepFM(nnx.Module):
         Raises:
             ValueError: ``dense`` is missing, or given to a model that has none.
         """
-        linear = self.linear(dense, features)
-        pooled = jnp.asarray(self.embeddings(features).values)
+        return self.logits(dense, self.look_up(features))
+
+    def look_up(
+        self, features: KeyedJaggedArray
+    ) -> tuple[Float[Array, "batch tables"], Float[Array, "batch columns"]]:
+        """Return the linear part's weights and the pooled embeddings, which `logits` takes."""
+        return self.linear.look_up(features), jnp.asarray(self.embeddings(features).values)
+
+    def logits(
+        self,
+        dense: Float[AnyArray, "batch num_dense"] | None,
+        embedded: tuple[Float[Array, "batch tables"], Float[Array, "batch columns"]],
+    ) -> Float[Array, " batch"]:
+        """Return the logits of samples whose embeddings are looked up.
+
+        Args:
+            dense: ``[batch, num_dense]`` dense features; None if the model has none.
+            embedded: Result of `look_up`, or some rows of it (`sum_in_chunks`).
+
+        Raises:
+            ValueError: As for calls of the model.
+        """
+        weights, pooled = embedded
+        linear = self.linear.logits(dense, weights)
         fields = pooled.reshape(pooled.shape[0], -1, self.dim)
         if self.dense_embeddings is not None:
             values, vectors, fields = promote(self.dtype, dense, self.dense_embeddings[...], fields)

@@ -61,9 +61,30 @@ class LinearPart(nnx.Module):
         Raises:
             ValueError: ``dense`` is missing, or has another number of columns.
         """
-        terms = self.weights(features).values
-        check_dense(dense, self.dense_weights.shape[0], terms.shape[0])
-        logits, weights, bias = promote(self.dtype, terms, self.dense_weights[...], self.bias[...])
+        return self.logits(dense, self.look_up(features))
+
+    def look_up(self, features: KeyedJaggedArray) -> Float[Array, "batch tables"]:
+        """Return the sums of the ids' weights, which `logits` takes."""
+        return jnp.asarray(self.weights(features).values)
+
+    def logits(
+        self,
+        dense: Float[AnyArray, "batch num_dense"] | None,
+        embedded: Float[Array, "batch tables"],
+    ) -> Float[Array, " batch"]:
+        """Return the logits of samples whose weights are looked up.
+
+        Args:
+            dense: ``[batch, num_dense]`` dense features; None if the model has none.
+            embedded: Result of `look_up`, or some rows of it (`sum_in_chunks`).
+
+        Raises:
+            ValueError: As for calls of the module.
+        """
+        check_dense(dense, self.dense_weights.shape[0], embedded.shape[0])
+        logits, weights, bias = promote(
+            self.dtype, embedded, self.dense_weights[...], self.bias[...]
+        )
         logits = logits.sum(axis=1) + bias
         if dense is not None:
             values, weights = promote(self.dtype, dense, weights)

@@ -93,8 +93,31 @@ class WideDeep(nnx.Module):
         Raises:
             ValueError: ``dense`` is missing, or has another number of columns.
         """
-        inputs = with_dense(self.embeddings(features).values, dense, self.num_dense, self.dtype)
-        return self.wide(None, features) + self.deep(inputs)[:, 0]
+        return self.logits(dense, self.look_up(features))
+
+    def look_up(
+        self, features: KeyedJaggedArray
+    ) -> tuple[Float[Array, "batch tables"], Float[Array, "batch columns"]]:
+        """Return the wide tables' weights and the pooled embeddings, which `logits` takes."""
+        return self.wide.look_up(features), jnp.asarray(self.embeddings(features).values)
+
+    def logits(
+        self,
+        dense: Float[AnyArray, "batch num_dense"] | None,
+        embedded: tuple[Float[Array, "batch tables"], Float[Array, "batch columns"]],
+    ) -> Float[Array, " batch"]:
+        """Return the logits of samples whose embeddings are looked up.
+
+        Args:
+            dense: ``[batch, num_dense]`` dense features; None if the model has none.
+            embedded: Result of `look_up`, or some rows of it (`sum_in_chunks`).
+
+        Raises:
+            ValueError: As for calls of the model.
+        """
+        weights, pooled = embedded
+        inputs = with_dense(pooled, dense, self.num_dense, self.dtype)
+        return self.wide.logits(None, weights) + self.deep(inputs)[:, 0]
 
 
 def with_dense(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,10 +17,11 @@ from jaxtyping import Array, Float
 from jaxrec.data import ClickBatch
 from jaxrec.mesh.agree import of_all_processes, on_host
 from jaxrec.metrics import Calibration, LogLoss, NormalizedEntropy, auc
+from jaxrec.nn import sum_in_chunks
 from jaxrec.train.datasets import LogDataset, ParquetDataset
 from jaxrec.train.evaluation import Evaluation
 from jaxrec.train.host_batch import put_batch
-from jaxrec.train.model import Model, predict
+from jaxrec.train.model import Model, with_rows
 from jaxrec.train.open_vocabularies import describe, scalars
 from jaxrec.train.placed_batches import placed_batches
 from jaxrec.train.progress import Progress
@@ -41,9 +43,12 @@ def click_loss(model: Model, batch: ClickBatch) -> tuple[Float[Array, ""], Mappi
         The loss; and the outputs: ``logits``, ``labels`` and ``weights``, each ``[batch]``, and
         ``sums``, the sums over the batch that `SUMS` names.
     """
-    logits = predict(model, batch)
+    batch = with_rows(model, batch)
     labels, weights = jnp.asarray(batch.labels), jnp.asarray(batch.weights)
-    cross_entropy = (weights * optax.sigmoid_binary_cross_entropy(logits, labels)).sum()
+    embedded = model.look_up(batch.features)
+    cross_entropy, logits = sum_in_chunks(
+        _cross_entropy, model, batch.dense, embedded, labels, weights
+    )
     total = weights.sum()
     predictions, positives = (weights * jax.nn.sigmoid(logits)).sum(), (weights * labels).sum()
     samples = (weights > 0).sum().astype(jnp.float32)
@@ -51,6 +56,18 @@ def click_loss(model: Model, batch: ClickBatch) -> tuple[Float[Array, ""], Mappi
     outputs = {"logits": logits, "labels": labels, "weights": weights, "sums": sums}
     # All samples of a batch may have weight 0.
     return cross_entropy / jnp.where(total > 0, total, 1), outputs
+
+
+def _cross_entropy(
+    model: Model,
+    dense: Any,
+    embedded: Any,
+    labels: Float[Array, " batch"],
+    weights: Float[Array, " batch"],
+) -> tuple[Float[Array, " batch"], Float[Array, " batch"]]:
+    """Return each sample's weighted cross entropy and logit."""
+    logits = model.logits(dense, embedded)
+    return weights * optax.sigmoid_binary_cross_entropy(logits, labels), logits
 
 
 def click_metrics(sums: Float[np.ndarray, " sums"]) -> dict[str, float]:

@@ -177,12 +177,20 @@ def predict(model: Model, batch: ClickBatch) -> Float[Array, " batch"]:
 
     Args:
         model: The model.
-        batch: The batch. On the host it may have raw ids, which get their rows here, as in an
-            evaluation.
+        batch: The batch; see `with_rows`.
+    """
+    batch = with_rows(model, batch)
+    return model(batch.dense, batch.features)
+
+
+def with_rows(model: Model, batch: ClickBatch) -> ClickBatch:
+    """Return a batch with rows in the place of raw ids, which it may have on the host.
+
+    The ids get their rows as in an evaluation.
     """
     if is_raw(batch.features.values):
         (batch,) = ahead(model, [batch], is_training=False)
-    return model(batch.dense, batch.features)
+    return batch
 
 
 def load_model(directory: str | os.PathLike[str], step: int | None = None) -> Model:
