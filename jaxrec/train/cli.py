@@ -19,6 +19,7 @@ from jaxrec.arguments import ConfigError
 from jaxrec.data import ClickBatch, DataError, SchemaError, Shard, TableEncoder
 from jaxrec.mesh.agree import gather_texts
 from jaxrec.mesh.processes import join_processes
+from jaxrec.metrics.background import BackgroundWriter, Values
 from jaxrec.metrics.writers import JSONLinesWriter
 from jaxrec.plan import PlanError
 from jaxrec.tier.vocabulary.vocabulary import TableFullError
@@ -258,9 +259,10 @@ class _Run:
         """Add the trainer's callbacks; ``stack`` closes them. Return the evaluation."""
         config, trainer, plan = self.config, self.trainer, self.devices.plan
         manager = stack.enter_context(CheckpointManager(self.output, policy))
-        record: Callable[[int, dict[str, float]], None] = lambda step, values: None  # noqa: E731
+        record: Callable[[int, Values], None] = lambda step, values: None  # noqa: E731
+        writer = None
         if is_first := jax.process_index() == 0:
-            writer = JSONLinesWriter(self.output / HISTORY_FILE)
+            writer = BackgroundWriter(JSONLinesWriter(self.output / HISTORY_FILE))
             record = stack.enter_context(contextlib.closing(writer)).write
 
         def report(step: int, values: dict[str, float]) -> None:
@@ -290,6 +292,7 @@ class _Run:
                 metrics=checkpoint_metrics,
                 plan=None if plan is None else plan.to_json(),
                 progress=progress,
+                history=writer,
             ),
             self.interrupt,
         )
@@ -298,12 +301,19 @@ class _Run:
 
 @dataclasses.dataclass
 class _SaveCheckpoints(SaveCheckpoints):
-    """Saves checkpoints outside of the time that the progress bar measures."""
+    """Saves checkpoints outside of the time that the progress bar measures.
+
+    The history of the steps before a checkpoint is written first: a run that is killed and goes on
+    from the checkpoint does not compute it again.
+    """
 
     progress: Progress = dataclasses.field(kw_only=True)
+    history: BackgroundWriter | None = dataclasses.field(kw_only=True)
 
     def save(self, trainer: Trainer) -> None:
         with self.progress.paused():
+            if self.history is not None:
+                self.history.wait()
             super().save(trainer)
 
 

@@ -90,15 +90,19 @@ class RunningMetrics(Callback):
 
     Args:
         progress: Progress bar that counts the steps.
-        record: Function of the step and the values by name, called every ``every`` steps and after
-            the last step.
+        record: Function of the step and of a function that computes the values by name, called
+            every ``every`` steps and after the last step; `jaxrec.metrics.BackgroundWriter.write`
+            computes them in its thread.
         every: Number of steps between two records.
     """
 
     needs_outputs = True
 
     def __init__(
-        self, progress: Progress, record: Callable[[int, dict[str, float]], None], every: int = 100
+        self,
+        progress: Progress,
+        record: Callable[[int, Callable[[], dict[str, float]]], None],
+        every: int = 100,
     ):
         self._progress, self._record, self._every = progress, record, every
         self._sums: collections.deque[np.ndarray] = collections.deque(maxlen=WINDOW)
@@ -127,15 +131,22 @@ class RunningMetrics(Callback):
 
     def _record_values(self) -> None:
         self._recorded_step = self._step
-        values = click_metrics(np.sum(self._sums, axis=0))
-        del values["calibration"]
+        sums = np.sum(self._sums, axis=0)
         columns = (np.concatenate(column) for column in zip(*self._samples, strict=True))
+        # Processes gather samples in the order of their steps, hence in this thread.
         logits, labels, weights = (of_all_processes(column).reshape(-1) for column in columns)
-        is_real = weights > 0
-        values["auc"] = auc(logits[is_real], labels[is_real], weights[is_real])
+        others = scalars(self._model)
         if rate := self._progress.samples_per_second:
-            values["samples_per_second"] = rate
-        self._record(self._step, values | scalars(self._model))
+            others = {"samples_per_second": rate, **others}
+
+        def compute() -> dict[str, float]:
+            values = click_metrics(sums)
+            del values["calibration"]
+            is_real = weights > 0
+            values["auc"] = auc(logits[is_real], labels[is_real], weights[is_real])
+            return values | others
+
+        self._record(self._step, compute)
 
 
 class HeldOutEvaluation(Callback):

@@ -136,7 +136,7 @@ def test_running_metrics():
     model, optimizer = make_model(CONFIG, 10)
     recorded = []
     progress = Progress(Console(quiet=True), num_steps=10)
-    record = lambda step, values: recorded.append((step, values))  # noqa: E731
+    record = lambda step, compute: recorded.append((step, compute()))  # noqa: E731
     run(model, optimizer, rows, steps=7, callbacks=[RunningMetrics(progress, record, every=3)])
     assert [step for step, _ in recorded] == [3, 6, 7]
     assert {"auc", "log_loss", "normalized_entropy"} <= set(recorded[-1][1])
