@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import types
 
@@ -215,6 +216,35 @@ def test_a_semi_synchronous_step_looks_up_along_the_routes_of_the_step_before(mo
     steps._steps._routed.lower((one, other), (other, one))
     assert len(taken) == CALLS
     assert None not in taken
+
+
+class Shifted(Ranker):
+    """A ranker whose ids follow from a variable that each call changes."""
+
+    def __init__(self):
+        super().__init__()
+        self.shift = nnx.Variable(jnp.int32(0))
+
+    def __call__(self, batch):
+        self.shift.set_value(self.shift.get_value() + 1)
+        shift = self.shift.get_value()
+        shifted = jax.tree.map(lambda ids: (ids + shift) % 40, batch["first"])
+        batch = batch | {"first": dataclasses.replace(shifted, lengths=batch["first"].lengths)}
+        return super().__call__(batch)
+
+
+def test_ids_that_follow_from_the_model_are_not_routed_two_steps_ahead():
+    model, optimizer, mesh = make(PLACEMENTS["rows"])
+    batch = next(batches(mesh))
+    call = lambda model, batch: model(batch)  # noqa: E731
+    assert ahead.follows_from_batch(call, model, batch)
+    plan = jaxrec.plan.ShardingPlan.from_dict(PLACEMENTS["rows"])
+    model = jaxrec.shard(Shifted(), plan, mesh)
+    assert not ahead.follows_from_batch(call, model, batch)
+    optimizer = jaxrec.Optimizer(model, optax.adam(1e-2))
+    steps = SemiSynchronousSteps(model, optimizer, loss_of, None, nnx.Variable(None), False)
+    steps._steps._route((batch, batch))
+    assert steps._steps._ahead.get_value() is None
 
 
 def test_arguments_of_other_kinds():
