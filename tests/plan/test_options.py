@@ -12,9 +12,12 @@ import jaxrec
 from jaxrec import optim
 from jaxrec.embed.layout import layout_tables
 from jaxrec.embed.state import state_bytes
+from jaxrec.mesh.exchange import POOLED
 from jaxrec.mesh.layout import layout_mesh
 from jaxrec.mesh.shards import MeshShape
 from jaxrec.plan import ParameterConstraints, Planner, TableCache, Topology
+from jaxrec.plan.costs import make_costs
+from jaxrec.plan.costs.collectives import all_to_all
 from jaxrec.plan.model_tables import read_model
 from jaxrec.plan.options import enumerate_options, to_placement
 from jaxrec.plan.workload import measure_workloads
@@ -73,11 +76,34 @@ def test_rows_that_are_not_pooled_are_not_summed():
     [optim.rowwise_adagrad(), optim.lamb(), optim.sgd(0.1, max_norm=1.0)],
     ids=["rowwise", "lamb", "max_norm"],
 )
-def test_where_rows_are_updated_whole_none_is_cut_both_ways_and_summed(optimizer):
+def test_rows_that_are_updated_whole_are_cut_both_ways(optimizer):
     found = kinds(BAG("a", 1000, 128, optimizer=optimizer))
-    assert ("grid", "pooled", 2) not in found
-    every = {("grid", "rows", 2), ("column_wise", "rows", 4), ("column_wise", "pooled", 4)}
+    every = {("grid", "rows", 2), ("grid", "pooled", 2)}
+    every |= {("column_wise", "rows", 4), ("column_wise", "pooled", 4)}
     assert every | {("table_wise", "pooled", 1), ("row_wise", "pooled", 1)} <= found
+
+
+def test_sums_over_rows_that_are_cut_both_ways_cost_time():
+    grids = {}
+    for name, optimizer in [("sums", optim.rowwise_adagrad()), ("none", optim.sgd(0.1))]:
+        options, topology = options_of(BAG("a", 1000, 128, optimizer=optimizer))
+        (grid,) = [o for o in options if (o.sharding_type, o.exchange) == ("grid", "pooled")]
+        grids[name] = make_costs(dataclasses.replace(grid.group, exchange=POOLED), topology)
+    with_sums, without = grids["sums"].position(), grids["none"].position()
+    assert with_sums.backward_exchange - without.backward_exchange == pytest.approx(
+        2 * all_to_all(4, topology)
+    )
+    assert with_sums.forward_exchange == without.forward_exchange
+
+
+@pytest.mark.parametrize("kind", ["row_wise", "table_row_wise"])
+def test_a_table_of_fewer_rows_than_devices_is_cut_where_asked(kind):
+    table = BAG("a", 3, 128)
+    assert kind not in {found for found, _, _ in kinds(table)}
+    options, _ = options_of(table, ParameterConstraints(sharding_types=[kind]))
+    for option in options:
+        assert option.load.held.tolist() == [1, 1, 1] + [0] * (len(option.sites[0]) - 3)
+        assert np.isfinite(option.load.stacked).all()
 
 
 def test_gradients_of_clipped_norm_are_summed_anywhere():
@@ -155,15 +181,11 @@ def test_hosts_are_those_with_all_devices_allowed(kind):
     ("table", "constraints", "message"),
     [
         (
-            BAG("a", 3, 128),
-            {"sharding_types": ["row_wise"]},
-            r"table 'a' \(3 rows, 128 columns\) can be placed in none of the ways that its "
-            "constraints leave: row_wise: 3 rows are fewer than the 8 devices",
-        ),
-        (
             BAG("a", 100, 48),
             {"sharding_types": ["column_wise"]},
-            "48 columns do not divide into equal parts of 32 or more",
+            r"table 'a' \(100 rows, 48 columns\) can be placed in none of the ways that its "
+            "constraints leave: column_wise: 48 columns do not divide into equal parts of 32 or "
+            "more",
         ),
         (
             BAG("a", 100, 64),
@@ -192,7 +214,7 @@ def test_hosts_are_those_with_all_devices_allowed(kind):
             "1,073,741,824 rows on a device x 8 devices = 8,589,934,592, more row numbers",
         ),
     ],
-    ids=["rows", "columns", "copies", "hosts", "device", "pooled", "storage", "int32"],
+    ids=["columns", "copies", "hosts", "device", "pooled", "storage", "int32"],
 )
 def test_an_impossible_option_is_refused_with_its_reason(table, constraints, message):
     with pytest.raises(ValueError, match=message):
