@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Iterator, Sequence
+from fractions import Fraction
 from typing import TypeVar
 
 import numpy as np
@@ -12,7 +14,7 @@ import numpy as np
 from jaxrec.embed.config import TableConfig
 from jaxrec.mesh.exchange import EXCHANGES, REPLICATED, Exchange, ExchangeLike, find_exchange
 from jaxrec.mesh.shards import MeshShape, Shard
-from jaxrec.ragged.columns import is_integer
+from jaxrec.ragged.columns import is_integer, is_real
 
 Owner = TypeVar("Owner", int, tuple[int, ...])
 
@@ -28,11 +30,19 @@ class Placement:
         places: Devices or hosts, as the type takes them; empty: all of the mesh.
         exchange: How rows travel, by the name of an exchange or as an object. None: "bags" for
             pooled tables whose rows are on one device, else "rows".
+        shares: Relative number of rows of each device; empty: equal.
+        buckets: Number of equal runs of rows of which none is cut; None: a run is a row.
+
+    Raises:
+        TypeError: A place is not a number.
+        ValueError: The exchange, the shares or the buckets do not fit the type.
     """
 
     kind: str
     places: tuple[int, ...] = ()
     exchange: ExchangeLike | None = None
+    shares: tuple[float, ...] = ()
+    buckets: int | None = None
 
     def __post_init__(self) -> None:
         what = "host" if self.kind in _OVER_HOSTS else "device"
@@ -54,6 +64,26 @@ class Placement:
                 f"{self.kind}: exchange={self.exchange!r} is not one of "
                 f"{', '.join(map(repr, names))}"
             )
+        self._check_rows()
+
+    def _check_rows(self) -> None:
+        """Raise a ValueError where the shares or buckets of rows are not possible."""
+        if self.kind != "row_wise" and (self.shares or self.buckets is not None):
+            raise ValueError(f"{self.kind}: shares and buckets of rows are for row_wise()")
+        if not all(is_real(type(share)) and 0 < share < math.inf for share in self.shares):
+            raise ValueError(f"{self.kind}: shares are numbers above 0, got {self.shares}")
+        if self.places and len(self.shares) not in (0, len(self.places)):
+            raise ValueError(
+                f"{self.kind}: there are {len(self.shares)} shares for {len(self.places)} devices"
+            )
+        object.__setattr__(self, "shares", tuple(map(float, self.shares)))
+        if self.buckets is None:
+            return
+        if not is_integer(type(self.buckets)) or self.buckets < 1:
+            raise ValueError(
+                f"{self.kind}: buckets is an integer of 1 or more, got {self.buckets!r}"
+            )
+        object.__setattr__(self, "buckets", int(self.buckets))
 
     @property
     def is_replicated(self) -> bool:
@@ -67,13 +97,16 @@ class Placement:
         have no shard.
 
         Raises:
-            ValueError: The mesh lacks a device or host.
+            ValueError: The mesh lacks a device or host; it has another number of devices than there
+                are shares; the rows do not divide into the buckets.
         """
         match self.kind:
             case "data_parallel":
                 return _grid(table, [(0,)])
-            case "table_wise" | "row_wise":
+            case "table_wise":
                 return _grid(table, [self._devices(table, mesh)])
+            case "row_wise":
+                return self._cut_rows(table, self._devices(table, mesh))
             case "column_wise":
                 return _grid(table, [(device,) for device in self._devices(table, mesh)])
             case "table_row_wise":
@@ -85,6 +118,24 @@ class Placement:
             case "grid":
                 return _grid(table, [mesh.devices_of(host) for host in self._hosts(table, mesh)])
         raise ValueError(f"table {table.name!r}: no sharding type is named {self.kind!r}")
+
+    def _cut_rows(self, table: TableConfig, devices: tuple[int, ...]) -> tuple[Shard, ...]:
+        rows, buckets = table.num_embeddings, self.buckets or table.num_embeddings
+        if rows % buckets:
+            raise ValueError(
+                f"table {table.name!r} has {rows} rows, which do not divide into {buckets} "
+                "buckets; give a number that divides them"
+            )
+        if len(self.shares) not in (0, len(devices)):
+            raise ValueError(
+                f"table {table.name!r} is placed row_wise with {len(self.shares)} shares, but the "
+                f"mesh has {len(devices)} devices; give a share for each, or name the devices"
+            )
+        size = rows // buckets
+        return tuple(
+            Shard((start * size, stop * size), (0, table.embedding_dim), device)
+            for device, (start, stop) in _parts(devices, buckets, self.shares)
+        )
 
     def _devices(self, table: TableConfig, mesh: MeshShape) -> tuple[int, ...]:
         return self._places(table, "device", mesh.num_devices)
@@ -106,8 +157,8 @@ def _grid(table: TableConfig, owners: Sequence[tuple[int, ...]]) -> tuple[Shard,
     """Cut columns evenly among ``owners``, and the rows of each part among its devices."""
     return tuple(
         Shard(rows, columns, device)
-        for devices, columns in _even(owners, table.embedding_dim)
-        for device, rows in _even(devices, table.num_embeddings)
+        for devices, columns in _parts(owners, table.embedding_dim)
+        for device, rows in _parts(devices, table.num_embeddings)
     )
 
 
@@ -117,14 +168,27 @@ def _several(kind: str, places: Sequence[int]) -> tuple[int, ...]:
     return tuple(places)
 
 
-def _even(owners: Sequence[Owner], count: int) -> Iterator[tuple[Owner, tuple[int, int]]]:
+def _parts(
+    owners: Sequence[Owner], count: int, shares: Sequence[float] = ()
+) -> Iterator[tuple[Owner, tuple[int, int]]]:
     """Iterate over owners with the first of their part of a count, and the one after its last.
 
-    The first parts may have one more. Owners beyond the count are left out.
+    Owners whose part is empty are left out.
+
+    Args:
+        owners: The owners.
+        count: The count.
+        shares: Relative size of each part; empty: equal sizes, the first parts may have one more.
     """
-    size, more = divmod(count, len(owners))
-    starts = [part * size + min(part, more) for part in range(len(owners) + 1)]
-    return zip(owners[:count], itertools.pairwise(starts), strict=False)
+    if shares:
+        sums = list(itertools.accumulate(map(Fraction, shares), initial=Fraction(0)))
+        starts = [math.floor(count * each / sums[-1] + Fraction(1, 2)) for each in sums]
+    else:
+        size, more = divmod(count, len(owners))
+        starts = [part * size + min(part, more) for part in range(len(owners) + 1)]
+    for owner, (start, stop) in zip(owners, itertools.pairwise(starts), strict=True):
+        if start < stop:
+            yield owner, (start, stop)
 
 
 def data_parallel() -> Placement:
@@ -137,13 +201,22 @@ def table_wise(device: int = 0, *, exchange: ExchangeLike | None = None) -> Plac
     return Placement("table_wise", (device,), exchange)
 
 
-def row_wise(devices: Sequence[int] = (), *, exchange: ExchangeLike | None = None) -> Placement:
-    """Place the rows in equal parts over ``devices``, all of the mesh if none are named.
+def row_wise(
+    devices: Sequence[int] = (),
+    *,
+    shares: Sequence[float] = (),
+    buckets: int | None = None,
+    exchange: ExchangeLike | None = None,
+) -> Placement:
+    """Place the rows over ``devices``, all of the mesh if none are named.
 
     A table of fewer rows lies on the first of the devices, one row on each.
 
     Args:
         devices: The devices, by number.
+        shares: Relative number of rows of each device, such as ``(2, 1, 1)``; empty: equal parts.
+        buckets: Number of equal runs of rows, each of which is on one device, as TorchRec's
+            ``total_num_buckets``; None: rows are cut anywhere. It divides the number of rows.
         exchange: "rows" moves each distinct row once to each device that needs it: best for short
             bags of skewed ids. "pooled" moves bags that are pooled at the rows' owners: best for
             long bags. Where the rows are cut over devices, each owner sends its sum of every bag
@@ -151,8 +224,21 @@ def row_wise(devices: Sequence[int] = (), *, exchange: ExchangeLike | None = Non
             `jaxrec.plan` computes the cost of each. Only pooled tables can use the latter two.
             None: "bags" for pooled tables whose rows are on one device, else "rows". An object of
             your own class derived from `jaxrec.mesh.Exchange` is used as it is.
+
+    Raises:
+        TypeError: The devices are not numbers.
+        ValueError: The exchange, the shares or the buckets are not possible.
+
+    Example:
+        >>> from jaxrec import EmbeddingBagConfig
+        >>> from jaxrec.mesh.shards import MeshShape
+        >>> table = EmbeddingBagConfig("user", num_embeddings=40, embedding_dim=8)
+        >>> shards = row_wise(shares=(2, 1, 1), buckets=4).cut(table, MeshShape(1, 3))
+        >>> [shard.rows for shard in shards]
+        [(0, 20), (20, 30), (30, 40)]
     """
-    return Placement("row_wise", _several("row_wise", devices), exchange)
+    places = _several("row_wise", devices)
+    return Placement("row_wise", places, exchange, tuple(shares), buckets)
 
 
 def column_wise(devices: Sequence[int] = (), *, exchange: ExchangeLike | None = None) -> Placement:

@@ -79,7 +79,12 @@ def placement_fields(placement: Placement) -> dict[str, Any]:
     """Return a placement as JSON has it, with the name of its exchange."""
     exchange = placement.exchange
     name = None if exchange is None else find_exchange(exchange).name
-    return {"kind": placement.kind, "places": placement.places, "exchange": name}
+    fields: dict[str, Any] = {"kind": placement.kind, "places": placement.places, "exchange": name}
+    if placement.shares:
+        fields["shares"] = placement.shares
+    if placement.buckets is not None:
+        fields["buckets"] = placement.buckets
+    return fields
 
 
 def _table(workload: TableWorkload) -> dict[str, Any]:

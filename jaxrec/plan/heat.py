@@ -22,11 +22,11 @@ class Heat(abc.ABC):
         """Return the expected number of distinct rows among some lookups, 0 or more."""
 
     @abc.abstractmethod
-    def shares(self, parts: int, *, of_rows: bool) -> np.ndarray:
-        """Return the shares of ``parts`` equal runs of rows in the lookups, ``[parts]``.
+    def shares(self, sizes: np.ndarray, *, of_rows: bool) -> np.ndarray:
+        """Return the shares of runs of rows in the lookups, ``[runs]``.
 
         Args:
-            parts: Number of runs of rows.
+            sizes: Relative size of each of the runs that the table is cut into, ``[runs]``.
             of_rows: Whether to count each distinct row once instead of every lookup.
         """
 
@@ -52,8 +52,8 @@ class EvenHeat(Heat):
             return min(lookups, 1.0)
         return -self.rows * math.expm1(lookups * math.log1p(-1 / self.rows))
 
-    def shares(self, parts: int, *, of_rows: bool) -> np.ndarray:
-        return np.full(parts, 1 / parts)
+    def shares(self, sizes: np.ndarray, *, of_rows: bool) -> np.ndarray:
+        return sizes / sizes.sum()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,10 +102,10 @@ class SampledHeat(Heat):
             distinct *= ratio ** (once / distinct)
         return min(distinct, self.rows, lookups)
 
-    def shares(self, parts: int, *, of_rows: bool) -> np.ndarray:
+    def shares(self, sizes: np.ndarray, *, of_rows: bool) -> np.ndarray:
         bins = np.array(self.row_bins if of_rows else self.lookup_bins, float)
         if not bins.sum():
-            return np.full(parts, 1 / parts)
+            return sizes / sizes.sum()
         cumulative = np.concatenate([[0.0], np.cumsum(bins)]) / bins.sum()
-        at = np.linspace(0, 1, parts + 1)
+        at = np.concatenate([[0.0], np.cumsum(sizes)]) / sizes.sum()
         return np.diff(np.interp(at, np.linspace(0, 1, bins.size + 1), cumulative))

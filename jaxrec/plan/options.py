@@ -151,7 +151,9 @@ def enumerate_options(
                     continue
                 for exchange in exchanges:
                     group = Group.of(workload, workload.dim // split.column_parts, exchange)
-                    options.append(_option(workload, topology, split, group, storage))
+                    size, larger = divmod(held, split.row_parts)
+                    rows = size + (np.arange(split.row_parts) < larger)
+                    options.append(_option(workload, topology, split, group, storage, rows))
     if not options:
         raise ValueError(
             f"table {workload.name!r} ({workload.rows} rows, {workload.dim} columns) can be placed "
@@ -266,7 +268,7 @@ def _splits(
 def _rotations(workload: TableWorkload, devices: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
     """Return the devices in orders that put the hottest run of rows on different ones."""
     count = len(devices)
-    shares = workload.shares(count, of_rows=True)
+    shares = workload.shares(np.ones(count), of_rows=True)
     if shares.max() < 1.05 / count:
         return (devices,)
     step = max(1, count // 8)
@@ -342,7 +344,8 @@ def placed_options(
         devices = tuple(shard.device for shard in of_columns)
         site = tuple(range(topology.num_devices)) if placement.is_replicated else devices
         split = _Split(placement.kind, 1, 1, len(of_columns), (site,))
-        options.append(_option(workload, topology, split, group, storage))
+        rows = np.array([shard.num_rows for shard in of_columns])
+        options.append(_option(workload, topology, split, group, storage, rows))
         # The columns of a row are moved together.
         storage = dataclasses.replace(storage, perf=Perf(), stored_bytes=0.0)
     return tuple(options)
@@ -354,11 +357,10 @@ def _option(
     split: _Split,
     group: Group,
     storage: TableStorage,
+    rows: np.ndarray,
 ) -> ShardingOption:
-    """Return an option, given the cut of a table and the group of its shards."""
+    """Return an option, given the cut of a table, the group of its shards and their rows."""
     costs, columns = make_costs(group, topology), split.column_parts
-    size, larger = divmod(storage.held_rows, split.row_parts)
-    rows = size + (np.arange(split.row_parts) < larger)
     load = costs.load(workload, rows, is_cache=storage.cache is not None)
     # Where a site has more devices than row parts, each device has all rows, of its own columns.
     shards = len(split.sites[0]) // split.row_parts

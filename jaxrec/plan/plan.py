@@ -167,6 +167,10 @@ class ShardingPlan:
         for name, placement in self.placements:
             places, exchange = placement.places, placement_fields(placement)["exchange"]
             where = f" on {', '.join(map(str, places))}" if places else ""
+            if placement.shares:
+                where += f" in shares {':'.join(f'{share:g}' for share in placement.shares)}"
+            if placement.buckets is not None:
+                where += f" in {placement.buckets} buckets"
             how = f" by {exchange}" if exchange and not placement.is_replicated else ""
             cached = ""
             if name in caches:
@@ -195,4 +199,5 @@ class ShardingPlan:
 
 
 def _placement(fields: Mapping[str, Any]) -> Placement:
-    return Placement(**{**fields, "places": tuple(fields["places"])})
+    lists = {"places": tuple(fields["places"]), "shares": tuple(fields.get("shares", ()))}
+    return Placement(**{**fields, **lists})

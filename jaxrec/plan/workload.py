@@ -155,14 +155,14 @@ class TableWorkload:
                 high = middle
         return self.used_rows(high + 1, devices) - self.used_rows(high, devices)
 
-    def shares(self, parts: int, *, of_rows: bool) -> np.ndarray:
-        """Return how lookups spread over ``parts`` equal runs of rows; see `Heat.shares`."""
-        if parts == 1:
+    def shares(self, sizes: np.ndarray, *, of_rows: bool) -> np.ndarray:
+        """Return how lookups spread over runs of rows; see `Heat.shares`."""
+        if len(sizes) == 1:
             return np.ones(1)
         weights = [f.heat.distinct(f.lookups) if of_rows else f.lookups for f in self.features]
-        shares = [f.heat.shares(parts, of_rows=of_rows) for f in self.features]
+        shares = [f.heat.shares(sizes, of_rows=of_rows) for f in self.features]
         if not sum(weights):
-            return np.full(parts, 1 / parts)
+            return sizes / sizes.sum()
         return np.average(shares, axis=0, weights=weights)
 
 

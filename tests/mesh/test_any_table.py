@@ -29,6 +29,12 @@ TABLES = {
     "few_rows_of_a_host": (3, 4, table_row_wise(1), row_wise()),
     "few_rows_of_a_host_pooled": (3, 4, table_row_wise(1, exchange="pooled"), column_wise()),
     "one_row": (1, 6, row_wise(), column_wise((1, 5, 6))),
+    "uneven_rows": (
+        40,
+        8,
+        row_wise((6, 1, 2), shares=(5, 1, 2), buckets=10),
+        row_wise(shares=range(1, 9)),
+    ),
     "columns_12_over_8": (40, 12, column_wise(), row_wise()),
     "columns_12_over_8_by_rows": (40, 12, column_wise(exchange="rows"), grid()),
     "columns_130_over_3": (24, 130, column_wise((6, 1, 3)), row_wise((2, 4, 7))),
@@ -41,8 +47,14 @@ TABLES = {
     "one_host_twice": (24, 8, grid((1, 1), exchange="pooled"), row_wise()),
 }
 IS_WHOLE = os.environ.get("JAXREC_TEST_MATRIX") == "1"
-POOLED = ["few_rows", "few_rows_of_a_host_pooled", "columns_130_over_3", "grid_of_sums_unequal"]
-PER_ID = ["few_rows", "columns_12_over_8_by_rows", "grid_of_rows_unequal"]
+POOLED = [
+    "few_rows",
+    "uneven_rows",
+    "few_rows_of_a_host_pooled",
+    "columns_130_over_3",
+    "grid_of_sums_unequal",
+]
+PER_ID = ["few_rows", "uneven_rows", "columns_12_over_8_by_rows", "grid_of_rows_unequal"]
 if IS_WHOLE:
     POOLED = list(TABLES)
     # Without pooling, rows travel.

@@ -51,6 +51,61 @@ def test_blocks(placement, expected):
 
 
 @pytest.mark.parametrize(
+    ("placement", "rows", "devices"),
+    [
+        pytest.param(row_wise((4, 2), shares=(3, 2)), [6, 4], [4, 2], id="shares"),
+        pytest.param(row_wise(shares=[1] * 7 + [9]), [1] * 4 + [6], [0, 2, 3, 5, 7], id="rounded"),
+        pytest.param(row_wise((4, 2, 6), buckets=5), [4, 4, 2], [4, 2, 6], id="buckets"),
+        pytest.param(row_wise(buckets=2), [5, 5], [0, 1], id="few_buckets"),
+        pytest.param(row_wise((1, 2), shares=(1, 9), buckets=5), [2, 8], [1, 2], id="both"),
+        pytest.param(row_wise((1, 2), shares=(1, 99)), [10], [2], id="share_below_a_row"),
+    ],
+)
+def test_rows_in_shares_and_buckets(placement, rows, devices):
+    shards = placement.cut(TABLE, MESH)
+    assert [shard.num_rows for shard in shards] == rows
+    assert [shard.device for shard in shards] == devices
+    ends = [shard.rows for shard in shards]
+    assert [stop for _, stop in ends] == [start for start, _ in ends[1:]] + [10]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: row_wise((1, 2), shares=(1, 2, 3)), "row_wise: there are 3 shares for 2 devices"),
+        (lambda: row_wise(shares=(1, 0)), r"row_wise: shares are numbers above 0, got \(1, 0\)"),
+        (lambda: row_wise(shares=(1, np.inf)), "shares are numbers above 0"),
+        (lambda: row_wise(shares="12"), "shares are numbers above 0"),
+        (lambda: row_wise(buckets=0), "buckets is an integer of 1 or more, got 0"),
+        (lambda: row_wise(buckets=2.0), r"buckets is an integer of 1 or more, got 2\.0"),
+        (lambda: Placement("grid", buckets=2), "grid: shares and buckets of rows are for row_wise"),
+        (
+            lambda: row_wise(buckets=4).cut(TABLE, MESH),
+            "'user' has 10 rows.* divide into 4 buckets",
+        ),
+        (
+            lambda: row_wise(shares=(1, 2)).cut(TABLE, MESH),
+            "'user' is placed row_wise with 2 shares, but the mesh has 8 devices",
+        ),
+    ],
+    ids=[
+        "number",
+        "zero",
+        "infinity",
+        "text",
+        "no_buckets",
+        "float",
+        "kind",
+        "rows",
+        "devices",
+    ],
+)
+def test_shares_and_buckets_that_are_not_possible(unchecked, make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+@pytest.mark.parametrize(
     ("placement", "devices"),
     [
         (row_wise(), [0, 1]),

@@ -44,7 +44,7 @@ def test_a_feature_without_ids():
     assert (seen.lookups, seen.largest_id, seen.distinct) == (0, -1, 0)
     heat = seen.heat(100)
     assert heat.distinct(10) == EvenHeat(100).distinct(10)
-    np.testing.assert_array_equal(heat.shares(4, of_rows=True), 0.25)
+    np.testing.assert_array_equal(heat.shares(np.ones(4), of_rows=True), 0.25)
 
 
 def test_statistics_go_to_a_file_and_back(tmp_path):

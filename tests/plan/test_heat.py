@@ -42,16 +42,19 @@ def test_shares_of_runs_of_rows_beside_counting():
     random = np.random.default_rng(0)
     ids = log_uniform(random, 1024, 50_000)
     heat = statistics([batch_of(ids, [1] * 50_000)]).features["f"].heat(1024)
-    for parts in (2, 8):
-        expected = np.bincount(ids * parts // 1024, minlength=parts) / ids.size
-        np.testing.assert_allclose(heat.shares(parts, of_rows=False), expected, atol=0.01)
-        rows = np.bincount(np.unique(ids) * parts // 1024, minlength=parts)
-        np.testing.assert_allclose(heat.shares(parts, of_rows=True), rows / rows.sum(), atol=0.02)
+    for sizes in ([1, 1], [1] * 8, [512, 256, 128, 128], [0, 768, 256]):
+        sizes = np.array(sizes)
+        ends = np.cumsum(sizes) * 1024 // sizes.sum()
+        run = np.searchsorted(ends, np.arange(1024), side="right")
+        expected = np.bincount(run[ids], minlength=sizes.size) / ids.size
+        np.testing.assert_allclose(heat.shares(sizes, of_rows=False), expected, atol=0.01)
+        rows = np.bincount(run[np.unique(ids)], minlength=sizes.size)
+        np.testing.assert_allclose(heat.shares(sizes, of_rows=True), rows / rows.sum(), atol=0.02)
 
 
 def test_a_table_larger_than_the_ids_seen():
     heat = statistics([batch_of([0, 1, 2, 3], [4])]).features["f"].heat(8)
-    np.testing.assert_allclose(heat.shares(2, of_rows=True), [1, 0])
+    np.testing.assert_allclose(heat.shares(np.ones(2), of_rows=True), [1, 0])
 
 
 def test_heat_is_never_more_than_there_is():

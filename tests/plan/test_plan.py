@@ -28,6 +28,23 @@ def test_a_plan_made_by_hand_prints_its_placements():
     assert text == "a: row_wise by pooled\nb: table_wise on 3"
 
 
+def test_uneven_rows_are_printed_and_go_to_json_and_back():
+    plan = ShardingPlan.from_dict({"a": row_wise((4, 2), shares=(3, 1.5), buckets=8)})
+    assert str(plan) == "a: row_wise on 4, 2 in shares 3:1.5 in 8 buckets"
+    assert ShardingPlan.from_json(plan.to_json()) == plan
+
+
+def test_uneven_rows_are_estimated(planner):
+    def held(placement):
+        placements = {"item": placement, "user": table_wise(0), "day": table_wise(0)}
+        plan = planner.evaluate(TABLES, ShardingPlan.from_dict(placements), batch_size=16 * 1024)
+        (table,) = [each for each in plan.estimate.tables if each.name == "item"]
+        return plan.estimate.seconds, table
+
+    even, uneven = held(row_wise()), held(row_wise(shares=(9, *[1] * 15)))
+    assert uneven[0] > even[0]
+
+
 def test_a_plan_made_by_hand_is_evaluated(planner, plan):
     by_hand = ShardingPlan.from_dict(dict.fromkeys(("item", "user", "day"), table_wise(0)))
     found = planner.evaluate(TABLES, by_hand, batch_size=16 * 1024)

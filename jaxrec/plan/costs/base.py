@@ -169,9 +169,14 @@ class ExchangeCosts(abc.ABC):
         """
         return []
 
-    def shares(self, workload: TableWorkload, row_parts: int) -> np.ndarray:
-        """Return the shares of a table's exchanged rows by row part, ``[row_parts]``."""
-        return workload.shares(row_parts, of_rows=False)
+    def shares(self, workload: TableWorkload, rows: np.ndarray) -> np.ndarray:
+        """Return the shares of a table's exchanged rows by row part, ``[row_parts]``.
+
+        Args:
+            workload: The table.
+            rows: Rows of each part.
+        """
+        return workload.shares(rows, of_rows=False)
 
     def exchanged_rows(self, workload: TableWorkload) -> float:
         """Return the rows of a table that all devices together read: ``D n``, each lookup one."""
@@ -187,9 +192,9 @@ class ExchangeCosts(abc.ABC):
             rows: Rows of each part.
             is_cache: Whether the rows are those of a cache, over which ids spread evenly.
         """
-        shares, devices = self.shares(workload, len(rows)), self.topology.num_devices
+        shares, devices = self.shares(workload, rows), self.topology.num_devices
         if is_cache:
-            shares = np.full(len(rows), 1 / len(rows))
+            shares = rows / rows.sum()
         load = Load.zeros(len(rows))
         load.exchanged[:] = self.exchanged_rows(workload) * shares
         load.updated[:] = workload.distinct(devices) * shares

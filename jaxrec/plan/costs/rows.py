@@ -66,9 +66,9 @@ class RowsCosts(ExchangeCosts):
             )
         return position
 
-    def shares(self, workload: TableWorkload, row_parts: int) -> np.ndarray:
+    def shares(self, workload: TableWorkload, rows: np.ndarray) -> np.ndarray:
         """Return the shares of the distinct rows: repeats travel once."""
-        return workload.shares(row_parts, of_rows=True)
+        return workload.shares(rows, of_rows=True)
 
     def exchanged_rows(self, workload: TableWorkload) -> float:
         """Return ``D u``: each device requests a row once."""
