@@ -53,6 +53,29 @@ class Precision:
             raise ValueError(f"precision: loss_scale={self.loss_scale} is not a positive number")
 
 
+def encoded_bytes(format: Format, width: int, bytes: int) -> int:
+    """Return the bytes of a row in a format.
+
+    Args:
+        format: The format.
+        width: Columns of the row.
+        bytes: Bytes of the row as it is, which it has in the format "float32".
+
+    Example:
+        >>> [encoded_bytes(format, 64, 256) for format in ("float32", "float16", "int8", "float8")]
+        [256, 128, 72, 68]
+    """
+    match format:
+        case "float32":
+            return bytes
+        case "int8":
+            return width + 8
+        case "float8":
+            return width + 4
+        case _:
+            return 2 * width
+
+
 def encode(rows: Float[Array, "*lines dim"], format: Format) -> tuple[Array, ...]:
     """Return rows in a format, as arrays with the leading axes of ``rows``."""
     match format:

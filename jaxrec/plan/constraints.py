@@ -40,6 +40,8 @@ class ParameterConstraints:
             a single number holds for all. None: from statistics, or 1.
         batch_sizes: Bags of each feature in the whole batch, if not the batch size; a single
             number holds for all.
+        num_poolings: Bags of each feature for each of ``batch_sizes``; a single number holds for
+            all. None: 1.
         is_weighted: Whether ids have weights. None: the collection's setting.
         cache_ratio: Fraction of the rows in the cache of "host" and "store"; the cache has at least
             the rows of the batches under way. None: chosen.
@@ -62,6 +64,7 @@ class ParameterConstraints:
     min_column_width: int = 32
     pooling_factors: Sequence[float] | float | None = None
     batch_sizes: Sequence[int] | int | None = None
+    num_poolings: Sequence[float] | float | None = None
     is_weighted: bool | None = None
     cache_ratio: float | None = None
     store: str | None = None
@@ -79,6 +82,7 @@ class ParameterConstraints:
             self._set("devices", devices)
         self._set("pooling_factors", self._numbers("pooling_factors"))
         self._set("batch_sizes", self._numbers("batch_sizes"))
+        self._set("num_poolings", self._numbers("num_poolings"))
         if self.min_column_width < 1:
             raise ValueError(f"min_column_width is 1 or more, got {self.min_column_width}")
         if self.cache_ratio is not None and not 0 < self.cache_ratio <= 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable
 
@@ -11,9 +12,21 @@ from jaxrec.mesh.agree import gather_texts, require_same
 from jaxrec.plan.model_tables import ModelTables
 from jaxrec.plan.plan import ShardingPlan
 from jaxrec.plan.shortage import PlanError
+from jaxrec.plan.topology import Topology
 
 # Errors that all processes raise alike, the narrowest first.
 _ERRORS: dict[str, type[ValueError]] = {"PlanError": PlanError, "ValueError": ValueError}
+
+
+def with_least_memory(topology: Topology) -> Topology:
+    """Return a topology with the memory of the process that has the least.
+
+    Every process calls this. Arrays have equal parts on all devices.
+    """
+    if jax.process_count() == 1:
+        return topology
+    least = min(map(int, gather_texts(str(topology.memory))))
+    return dataclasses.replace(topology, memory=least)
 
 
 def plan_once(

@@ -19,6 +19,7 @@ from jaxrec.mesh.exchange import (
 )
 from jaxrec.mesh.layout import cut_of, slice_widths
 from jaxrec.mesh.placement import Placement
+from jaxrec.mesh.precision import Precision
 from jaxrec.mesh.shards import MeshShape, Shard
 from jaxrec.plan.constraints import EXCHANGES, SHARDING_TYPES, ParameterConstraints
 from jaxrec.plan.costs import Group, make_costs
@@ -115,6 +116,7 @@ def enumerate_options(
     *,
     storages: Sequence[str],
     store: str | None = None,
+    precision: Precision = Precision(),  # noqa: B008 (frozen)
 ) -> tuple[ShardingOption, ...]:
     """Return all options of a table that its constraints and the devices allow.
 
@@ -124,6 +126,7 @@ def enumerate_options(
         constraint: The table's constraints.
         storages: Where rows may be kept, unless the constraints say it.
         store: URL of the row store of "store", unless the constraints say it.
+        precision: Formats in which rows and gradients travel.
 
     Raises:
         ValueError: If there is none.
@@ -150,7 +153,9 @@ def enumerate_options(
                     reasons.append(f"{sharding_type}: {exchanges}")
                     continue
                 for exchange in exchanges:
-                    group = Group.of(workload, workload.dim // split.column_parts, exchange)
+                    group = Group.of(
+                        workload, workload.dim // split.column_parts, exchange, precision
+                    )
                     size, larger = divmod(held, split.row_parts)
                     rows = size + (np.arange(split.row_parts) < larger)
                     options.append(_option(workload, topology, split, group, storage, rows))
@@ -317,6 +322,7 @@ def placed_options(
     topology: Topology,
     placement: Placement,
     cache: TableCache | None = None,
+    precision: Precision = Precision(),  # noqa: B008 (frozen)
 ) -> tuple[ShardingOption, ...]:
     """Return a fixed placement as options of one part and one site, one for each column part.
 
@@ -325,6 +331,7 @@ def placed_options(
         topology: The devices.
         placement: The placement.
         cache: The cache of the table's rows; None where devices hold all.
+        precision: Formats in which rows and gradients travel.
 
     Raises:
         ValueError: If it does not fit the table or the devices.
@@ -340,7 +347,7 @@ def placed_options(
     exchange = choose_exchange(placement.exchange, cut)
     options = []
     for columns, width in slice_widths(workload.table, workload.optimizer, by_columns).items():
-        group, of_columns = Group.of(workload, width, exchange), by_columns[columns]
+        group, of_columns = Group.of(workload, width, exchange, precision), by_columns[columns]
         devices = tuple(shard.device for shard in of_columns)
         site = tuple(range(topology.num_devices)) if placement.is_replicated else devices
         split = _Split(placement.kind, 1, 1, len(of_columns), (site,))

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from jaxrec.mesh.precision import Precision
 from jaxrec.plan.constraints import STORAGES, ParameterConstraints
 from jaxrec.plan.context import Context
 from jaxrec.plan.estimate import make_estimate
@@ -20,7 +21,7 @@ from jaxrec.plan.joined_tables import (
 )
 from jaxrec.plan.local_search import improve
 from jaxrec.plan.model_tables import Model, ModelTables, is_function, read_model
-from jaxrec.plan.one_plan import plan_once
+from jaxrec.plan.one_plan import plan_once, with_least_memory
 from jaxrec.plan.options import ShardingOption, enumerate_options, placed_options, to_placement
 from jaxrec.plan.partitioners import Partitioner, balance_memory, place_fastest
 from jaxrec.plan.plan import ShardingPlan
@@ -56,6 +57,7 @@ class Planner:
             `plan` gets a function and the tables do not fit, "host", too.
         store: URL of the row store of "store", with ``{table}`` for the table's name, such as
             ``"file:///data/{table}"`` (`jaxrec.tier.stores.open_store`).
+        precision: Formats in which rows and gradients travel, as given to `jaxrec.shard`.
         reserve: Fraction of each device's memory to leave free.
         batches: Batches on a device at once: the step's, and those put there ahead of it.
         dense_bytes: Bytes of parameters other than tables; None: the model's.
@@ -88,6 +90,7 @@ class Planner:
     statistics: Statistics | None = None
     storages: Sequence[str] | None = None
     store: str | None = None
+    precision: Precision = Precision()  # noqa: RUF009 (frozen)
     reserve: float = 0.15
     batches: int = 3
     dense_bytes: int | None = None
@@ -119,8 +122,8 @@ class Planner:
     def plan(self, model: Model, *, batch_size: int) -> ShardingPlan:
         """Return the fastest plan found within the time limit, with a bound on all plans.
 
-        With several processes each calls this, process 0 searches with its own statistics and
-        devices, and all return its plan.
+        With several processes each calls this. Process 0 searches, with its own statistics and
+        topology, but the memory of the process that has the least, and all return its plan.
 
         Args:
             model: The model, real or abstract (`nnx.eval_shape`); a function that makes the model,
@@ -134,9 +137,10 @@ class Planner:
                 different tables.
         """
         tables = read_model(model)
+        planner = dataclasses.replace(self, topology=with_least_memory(self.topology))
 
         def search() -> ShardingPlan:
-            return self._search_all(tables, is_function(model), batch_size)
+            return planner._search_all(tables, is_function(model), batch_size)
 
         return plan_once(search, tables, batch_size)
 
@@ -203,7 +207,7 @@ class Planner:
         fixed = self._fixed_bytes(tables, workloads)
         caches = dict(plan.caches)
         decided = (
-            placed_options(w, self.topology, placements[w.name], caches.get(w.name))
+            placed_options(w, self.topology, placements[w.name], caches.get(w.name), self.precision)
             for w in workloads
         )
         problem = dataclasses.replace(
@@ -234,6 +238,8 @@ class Planner:
         }
         if self.store is not None:
             settings["store"] = self.store
+        if self.precision != Precision():
+            settings["precision"] = dataclasses.asdict(self.precision)
         return Context.of(workloads, self.topology, batch_size, self.constraints, settings)
 
     def _workloads(self, tables: ModelTables, batch_size: int) -> tuple[TableWorkload, ...]:
@@ -278,12 +284,19 @@ class Planner:
             if constraint.placement is not None:
                 devices = self.topology.num_devices
                 cache = only_cache(workload, constraint, self.store, devices)
-                decided += placed_options(workload, self.topology, constraint.placement, cache)
+                decided += placed_options(
+                    workload, self.topology, constraint.placement, cache, self.precision
+                )
                 continue
             names.append(workload.name)
             options.append(
                 enumerate_options(
-                    workload, self.topology, constraint, storages=_DEVICE, store=self.store
+                    workload,
+                    self.topology,
+                    constraint,
+                    storages=_DEVICE,
+                    store=self.store,
+                    precision=self.precision,
                 )
             )
         return Problem(

@@ -12,6 +12,7 @@ from typing import Any
 
 from jax.sharding import Mesh
 
+from jaxrec.mesh.creation import mesh_shape
 from jaxrec.plan.machines import MACHINES, find_machine
 from jaxrec.plan.rates import Links, Rate
 
@@ -104,14 +105,23 @@ class Topology:
         return cls(**{**known, "hosts": hosts, "devices_per_host": each})
 
     @classmethod
-    def from_mesh(cls, mesh: Mesh, *, memory: int | None = None) -> Topology:
+    def from_mesh(
+        cls, mesh: Mesh, *, memory: int | None = None, replica_axis: str | None = None
+    ) -> Topology:
         """Return the devices of a mesh, with the published rates of their kind.
 
         A mesh of one axis is one host; of two axes, the first counts hosts.
 
         Args:
             mesh: The devices.
-            memory: Bytes of each device; None: as many as it reports.
+            memory: Bytes of each device; None: as many as that of this process's devices reports
+                which has the fewest, since arrays have equal parts on all devices.
+            replica_axis: Axis of the mesh over which there are replicas of the sharded tables, as
+                for `jaxrec.shard`: the topology has the devices of one replica. Plan with the
+                samples of one.
+
+        Raises:
+            ValueError: The mesh lacks the axis, or has no other.
 
         Example:
             >>> import jax
@@ -127,11 +137,14 @@ class Topology:
                 f"those of {machine}. `jaxrec plan --calibrate` measures the devices at hand",
                 stacklevel=2,
             )
-        per_host = mesh.devices.shape[-1]
-        topology = cls.named(machine, devices=mesh.devices.size, devices_per_host=per_host)
+        shape = mesh_shape(mesh, replica_axis)
+        per_host = shape.devices_per_host
+        topology = cls.named(machine, devices=shape.num_devices, devices_per_host=per_host)
+        reported = [_device_memory(each, per_host) for each in mesh.local_devices]
+        least = min((memory for memory in reported if memory), default=None)
         return dataclasses.replace(
             topology,
-            memory=memory or _device_memory(device, per_host) or topology.memory,
+            memory=memory or least or topology.memory,
             host_memory=_host_memory() or topology.host_memory,
         )
 

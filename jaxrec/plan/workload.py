@@ -252,10 +252,14 @@ def _features(
 ) -> tuple[FeatureWorkload, ...]:
     poolings = _by_feature(table, "pooling_factors", constraint.pooling_factors)
     batches = _by_feature(table, "batch_sizes", constraint.batch_sizes)
+    repeats = _by_feature(table, "num_poolings", constraint.num_poolings)
     workloads = []
-    for name, pooling, batch in zip(table.feature_names, poolings, batches, strict=True):
+    for name, pooling, batch, repeat in zip(
+        table.feature_names, poolings, batches, repeats, strict=True
+    ):
         feature = None if statistics is None else statistics.features.get(name)
-        bags = math.ceil((batch_size if batch is None else batch) / num_devices)
+        whole = (batch_size if batch is None else batch) * (repeat or 1)
+        bags = math.ceil(whole / num_devices)
         mean, deviation = 1.0, 0.0
         if feature is not None:
             mean, deviation = feature.mean_length, feature.length_deviation

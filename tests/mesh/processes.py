@@ -121,10 +121,11 @@ def plan_together(mesh):
         "a": ParameterConstraints(pooling_factors=1 + 100 * PROCESS),
         "b": ParameterConstraints(placement=column_wise((1, 3))),
     }
-    topology = Topology.from_mesh(mesh)
+    topology = dataclasses.replace(Topology.from_mesh(mesh), memory=10**9 - PROCESS)
     made = Planner(topology, constraints).plan(Ranker, batch_size=SAMPLES)
     first, *others = gather_texts(made.to_json())
     assert others == [first]
+    assert made.context.fields["topology"]["memory"] == 10**9 - 1
     assert made.to_dict()["b"] == column_wise((1, 3))
     without = dict.fromkeys(ROWS, ParameterConstraints(devices=[PROCESS], storages=["device"]))
     tiny = dataclasses.replace(topology, memory=2048)

@@ -71,3 +71,11 @@ def test_a_mesh_of_two_axes_has_hosts():
     assert (topology.hosts, topology.devices_per_host) == (2, 4)
     one = Topology.from_mesh(jax.make_mesh((8,), ("data",)), memory=10**9)
     assert (one.hosts, one.devices_per_host, one.memory) == (1, 8, 10**9)
+
+
+def test_the_devices_of_one_replica():
+    mesh = jax.make_mesh((2, 2, 2), ("replica", "host", "device"))
+    topology = Topology.from_mesh(mesh, replica_axis="replica")
+    assert (topology.hosts, topology.devices_per_host) == (2, 2)
+    with pytest.raises(ValueError, match="replica_axis='copy' is not one of the mesh's axes"):
+        Topology.from_mesh(mesh, replica_axis="copy")

@@ -33,6 +33,26 @@ def test_constraints_are_for_tables_that_there_are():
         plan_on_h100({"c": ParameterConstraints()})
 
 
+def test_poolings_are_bags_of_each_sample():
+    table = jaxrec.EmbeddingBagConfig("a", 1000, 8, feature_names=("f", "g"))
+
+    def bags(**numbers):
+        (workload,) = measure_workloads(
+            read_model([table]),
+            batch_size=64,
+            num_devices=4,
+            constraints={"a": ParameterConstraints(pooling_factors=3, **numbers)},
+            statistics=None,
+        )
+        return [(f.bags, f.lookups) for f in workload.features]
+
+    assert bags(num_poolings=2) == [(32, 96)] * 2
+    assert bags(num_poolings=[1, 0.5]) == [(16, 48), (8, 24)]
+    assert bags(num_poolings=2, batch_sizes=[32, 8]) == [(16, 48), (4, 12)]
+    with pytest.raises(ValueError, match="2 features and 3 num_poolings"):
+        bags(num_poolings=[1, 2, 3])
+
+
 def test_a_dtype_is_planned_for_configurations():
     constraints = {"a": ParameterConstraints(dtype="bfloat16")}
     a, _ = plan_on_h100(constraints).estimate.tables

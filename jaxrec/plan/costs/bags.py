@@ -66,16 +66,15 @@ class BagsCosts(ExchangeCosts):
         copy = self.topology.copy.byte * self.group.gradient_bytes
         sorts = self.gradient_passes + self.group.joins_columns
         id_bytes = WORD + WORD * self.group.is_weighted
-        bag_bytes = self.group.gradient_bytes
         of_id = Perf(
             forward_exchange=all_to_all(id_bytes, self.topology),
             backward_compute=sorts * self.topology.sort.item,
         )
         of_bag = Perf(
             forward_compute=copy,
-            forward_exchange=all_to_all(WORD + bag_bytes, self.topology),
+            forward_exchange=all_to_all(WORD + self.group.sent_bag_bytes, self.topology),
             backward_compute=copy,
-            backward_exchange=all_to_all(bag_bytes, self.topology),
+            backward_exchange=all_to_all(self.group.sent_gradient_bytes, self.topology),
         )
         return super().perf(load) + of_id * load.ids + of_bag * load.bags
 

@@ -11,8 +11,9 @@ import numpy as np
 from jaxrec.embed.formats import RowFormat
 from jaxrec.embed.state import state_bytes
 from jaxrec.mesh.exchange import Exchange
+from jaxrec.mesh.precision import Precision, encoded_bytes
 from jaxrec.optim import RowOptimizer
-from jaxrec.plan.costs.collectives import latency
+from jaxrec.plan.costs.collectives import all_to_all, latency, reduce_scatter
 from jaxrec.plan.load import Load
 from jaxrec.plan.perf import Perf
 from jaxrec.plan.topology import Topology
@@ -36,6 +37,7 @@ class Group:
         exchange: How their rows travel.
         is_weighted: Whether ids have weights.
         whole_width: Columns of the tables, if the optimizer needs whole rows; else 0.
+        precision: Formats in which rows and gradients travel.
     """
 
     collection: str
@@ -45,9 +47,16 @@ class Group:
     exchange: Exchange
     is_weighted: bool
     whole_width: int
+    precision: Precision = Precision()  # noqa: RUF009 (frozen)
 
     @classmethod
-    def of(cls, workload: TableWorkload, width: int, exchange: Exchange) -> Group:
+    def of(
+        cls,
+        workload: TableWorkload,
+        width: int,
+        exchange: Exchange,
+        precision: Precision = Precision(),  # noqa: B008 (frozen)
+    ) -> Group:
         """Return the group of a table's shards of ``width`` columns."""
         return cls(
             workload.collection,
@@ -57,6 +66,7 @@ class Group:
             exchange,
             workload.is_weighted,
             workload.dim if workload.optimizer.needs_whole_rows else 0,
+            precision,
         )
 
     @property
@@ -71,8 +81,23 @@ class Group:
 
     @property
     def looked_up_bytes(self) -> int:
-        """Bytes of a row as a lookup returns it, and as it travels."""
+        """Bytes of a row as a lookup returns it."""
         return looked_up_bytes(self.row_format, self.width)
+
+    @property
+    def sent_row_bytes(self) -> int:
+        """Bytes of a row as it travels."""
+        return encoded_bytes(self.precision.forward, self.width, self.looked_up_bytes)
+
+    @property
+    def sent_bag_bytes(self) -> int:
+        """Bytes of a pooled embedding as it travels."""
+        return encoded_bytes(self.precision.forward, self.width, self.gradient_bytes)
+
+    @property
+    def sent_gradient_bytes(self) -> int:
+        """Bytes of a gradient as it travels."""
+        return encoded_bytes(self.precision.backward, self.width, self.gradient_bytes)
 
     @property
     def gradient_bytes(self) -> int:
@@ -136,6 +161,20 @@ class ExchangeCosts(abc.ABC):
 
         They are sums of gradients, what is sent and received, and eight arrays of row numbers.
         """
+
+    def sum_at_home(self, bags: float, topology: Topology) -> float:
+        """Return the seconds to add up the owners' parts of some bags, each at its own device.
+
+        A reduce-scatter of ``4 w`` for each bag; in narrower formats, which a collective cannot
+        add, an all-to-all of as many numbers.
+
+        Args:
+            bags: Number of bags that each device has parts of.
+            topology: The devices that take part.
+        """
+        if self.group.precision.forward == "float32":
+            return reduce_scatter(bags * self.group.gradient_bytes, topology)
+        return all_to_all(bags * self.group.sent_bag_bytes, topology)
 
     def route_bytes(self, workload: TableWorkload) -> float:
         """Return the bytes of a table's route, kept from the forward to the backward pass."""

@@ -6,7 +6,7 @@ import dataclasses
 
 from jaxrec.mesh.exchange import DEFAULT_CAPACITY_FACTOR, POOLED
 from jaxrec.plan.costs.base import WORD, ExchangeCosts
-from jaxrec.plan.costs.collectives import all_gather, all_to_all, reduce_scatter
+from jaxrec.plan.costs.collectives import all_gather, all_to_all
 from jaxrec.plan.perf import Perf
 from jaxrec.plan.workload import TableWorkload
 
@@ -39,9 +39,9 @@ class PooledCosts(ExchangeCosts):
         return Perf(
             forward_compute=workload.capacity * self.topology.sort.item
             + 2 * self.topology.copy.byte * bytes,
-            forward_exchange=reduce_scatter(bytes, self.topology)
+            forward_exchange=self.sum_at_home(bags, self.topology)
             + all_to_all(WORD * bags, self.topology),
-            backward_exchange=all_gather(bytes, self.topology),
+            backward_exchange=all_gather(bags * self.group.sent_gradient_bytes, self.topology),
         )
 
     def position(self) -> Perf:

@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxrec.mesh.exchange import DEFAULT_CAPACITY_FACTOR, POOLED_BY_HOST
 from jaxrec.plan.costs.base import WORD, ExchangeCosts
-from jaxrec.plan.costs.collectives import all_gather, all_to_all, latency, reduce_scatter
+from jaxrec.plan.costs.collectives import all_gather, all_to_all, latency
 from jaxrec.plan.load import Load
 from jaxrec.plan.perf import Perf
 from jaxrec.plan.topology import Topology
@@ -75,6 +75,7 @@ class PooledByHostCosts(ExchangeCosts):
         """
         per_host, weight = self.topology.devices_per_host, WORD * self.group.is_weighted
         sums, bag = per_host * self.group.gradient_bytes, self.group.gradient_bytes
+        sent = self.group.sent_gradient_bytes
         of_id = Perf(
             forward_compute=self.topology.sort.item,
             forward_exchange=all_to_all(WORD + weight, self.between)
@@ -84,11 +85,12 @@ class PooledByHostCosts(ExchangeCosts):
         )
         of_bag = Perf(
             forward_compute=2 * self.topology.copy.byte * sums,
-            forward_exchange=reduce_scatter(sums, self.within)
+            forward_exchange=self.sum_at_home(per_host, self.within)
             + all_to_all(WORD * per_host, self.within)
-            + all_to_all(WORD + bag, self.between),
+            + all_to_all(WORD + self.group.sent_bag_bytes, self.between),
             backward_compute=self.topology.copy.byte * bag,
-            backward_exchange=all_to_all(bag, self.between) + all_gather(sums, self.within),
+            backward_exchange=all_to_all(sent, self.between)
+            + all_gather(per_host * sent, self.within),
         )
         return super().perf(load) + of_id * load.ids + of_bag * load.bags
 

@@ -38,13 +38,14 @@ class ReplicatedCosts(ExchangeCosts):
         """
         capacity, lookups = workload.capacity, workload.lookups
         devices, gradient = self.topology.num_devices, self.group.gradient_bytes
+        sent = WORD + self.group.sent_gradient_bytes
         return Perf(
             forward_compute=lookups * self.gather(self.group.row_bytes) + self.pool(workload),
             backward_compute=(2 + devices) * capacity * self.topology.sort.item
             + self.topology.copy.byte * capacity * gradient
             + (lookups + devices * workload.distinct()) * self.gather(gradient)
             + workload.distinct(devices) * self.update,
-            backward_exchange=all_gather(devices * capacity * (WORD + gradient), self.topology),
+            backward_exchange=all_gather(devices * capacity * sent, self.topology),
         )
 
     def load(self, workload: TableWorkload, rows: np.ndarray, *, is_cache: bool = False) -> Load:

@@ -54,11 +54,12 @@ class RowsCosts(ExchangeCosts):
         """
         copy, sort = self.topology.copy.byte, self.topology.sort.item
         row, gradient = self.group.looked_up_bytes, self.group.gradient_bytes
+        sent = self.group.sent_gradient_bytes
         position = Perf(
             forward_compute=copy * row,
-            forward_exchange=all_to_all(WORD + row, self.topology),
+            forward_exchange=all_to_all(WORD + self.group.sent_row_bytes, self.topology),
             backward_compute=self.gradient_passes * copy * gradient + sort,
-            backward_exchange=self.gradient_passes * all_to_all(gradient, self.topology),
+            backward_exchange=self.gradient_passes * all_to_all(sent, self.topology),
         )
         if self.group.joins_columns:
             position += Perf(

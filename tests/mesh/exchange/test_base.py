@@ -89,7 +89,16 @@ def test_choice(wanted, cut, expected):
             Cut(False, SGD, 1, 8),
             "'pooled' is not possible, since its rows are not pooled",
         ),
-        ("pooled", Cut(True, LAMB, 2, 4), "lamb with these settings needs whole rows"),
+        (
+            "pooled_by_host",
+            Cut(True, LAMB, 2, 4, 1, 2),
+            "lamb with these settings needs whole rows, and its columns lie on several hosts",
+        ),
+        (
+            "rows",
+            Cut(True, LAMB, 2, 4, shares_devices=True),
+            "lamb with these settings needs whole rows, and a device has two parts of its columns",
+        ),
         ("bags", Cut(True, SGD, 1, 8), "its rows are cut over several devices"),
         ("bags", Cut(False, SGD, 1, 1), "its rows are not pooled"),
         ("replicated", Cut(True, SGD, 1, 8), "replicated tables lie whole on every device"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import jaxrec
 from jaxrec import optim
 from jaxrec.mesh.exchange import EXCHANGES
+from jaxrec.mesh.precision import Precision
 from jaxrec.plan import ParameterConstraints, Planner, ShardingPlan, Topology
 from jaxrec.plan.costs import Group, make_costs
 from jaxrec.plan.model_tables import read_model
@@ -52,7 +53,17 @@ def costs_of(exchange, workload, topology, *, width=None):
     return make_costs(group, topology)
 
 
-def evaluate(placement, topology, *, rows=1000, dim=8, pooling=1, batch=4, **config):
+def evaluate(
+    placement,
+    topology,
+    *,
+    rows=1000,
+    dim=8,
+    pooling=1,
+    batch=4,
+    precision=Precision(),  # noqa: B008 (frozen)
+    **config,
+):
     """The estimate of one table under a placement."""
     table = jaxrec.EmbeddingBagConfig(
         "a", rows, dim, **{"optimizer": optim.sgd(0.1), "dtype": "float32", **config}
@@ -60,4 +71,5 @@ def evaluate(placement, topology, *, rows=1000, dim=8, pooling=1, batch=4, **con
     constraints = {"a": ParameterConstraints(pooling_factors=pooling)}
     plan = ShardingPlan.from_dict({"a": placement})
     batch_size = batch * topology.num_devices
-    return Planner(topology, constraints).evaluate([table], plan, batch_size=batch_size).estimate
+    planner = Planner(topology, constraints, precision=precision)
+    return planner.evaluate([table], plan, batch_size=batch_size).estimate

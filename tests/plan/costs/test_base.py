@@ -8,7 +8,7 @@ import pytest
 
 import jaxrec
 from jaxrec import optim
-from jaxrec.mesh import column_wise, data_parallel, row_wise, table_wise
+from jaxrec.mesh import Precision, column_wise, data_parallel, row_wise, table_row_wise, table_wise
 from jaxrec.mesh.exchange import EXCHANGES, ROWS
 from jaxrec.mesh.exchange.base import Workload
 from jaxrec.mesh.exchange.rows import Rows
@@ -113,3 +113,32 @@ def test_bytes_on_links_are_those_that_the_exchange_sends(placement, exchange):
     expected = sum(EXCHANGES[exchange].traffic(work).values())
     bytes = found.phases["forward exchange"] + found.phases["backward exchange"]
     assert bytes * 4 / 3 == pytest.approx(expected, abs=4 * 3 * 4)
+
+
+@pytest.mark.parametrize(
+    ("placement", "hosts"),
+    [
+        pytest.param(row_wise(exchange="rows"), 1, id="rows"),
+        pytest.param(row_wise(exchange="pooled"), 1, id="pooled"),
+        pytest.param(table_wise(0), 1, id="bags"),
+        pytest.param(table_row_wise(0, exchange="pooled"), 2, id="pooled_by_host"),
+        pytest.param(data_parallel(), 1, id="replicated"),
+    ],
+)
+def test_embeddings_and_gradients_travel_in_their_formats(placement, hosts):
+    """Rows of 8 columns have 32 bytes in float32, 16 in float16 and 12 in float8."""
+    sent = topology(hosts=hosts, each=4, **linked(within=1.0, between=100.0))
+
+    def seconds(**formats):
+        phases = evaluate(placement, sent, rows=10_000_000, precision=Precision(**formats)).phases
+        return phases["forward exchange"], phases["backward exchange"]
+
+    (forward, backward), narrow = seconds(), seconds(forward="float16", backward="float8")
+    narrower = seconds(forward="float8", backward="float16")
+    assert (forward - narrow[0]) / 16 == pytest.approx((forward - narrower[0]) / 20)
+    assert (backward - narrow[1]) / 20 == pytest.approx((backward - narrower[1]) / 16)
+    assert backward > narrower[1]
+    assert (forward > narrow[0]) == (placement.kind != "data_parallel")
+    assert seconds(forward="int8", backward="int8") == seconds(
+        forward="bfloat16", backward="float16"
+    )  # 8 columns and 8 bytes of scales
