@@ -1,5 +1,6 @@
 """Which sharding for which table."""
 
+from jaxrec.plan.considered import Considered as Considered
 from jaxrec.plan.constraints import ParameterConstraints as ParameterConstraints
 from jaxrec.plan.context import Context as Context
 from jaxrec.plan.context import PlanMismatchError as PlanMismatchError

@@ -120,6 +120,34 @@ def enumerate_options(
 ) -> tuple[ShardingOption, ...]:
     """Return all options of a table that its constraints and the devices allow.
 
+    For the arguments see `consider_options`.
+
+    Raises:
+        ValueError: If there is none.
+    """
+    options, reasons = consider_options(
+        workload, topology, constraint, storages=storages, store=store, precision=precision
+    )
+    if not options:
+        raise ValueError(
+            f"table {workload.name!r} ({workload.rows} rows, {workload.dim} columns) can be placed "
+            "in none of the ways that its constraints leave: "
+            f"{'; '.join(dict.fromkeys(reasons))}"
+        )
+    return tuple(options)
+
+
+def consider_options(
+    workload: TableWorkload,
+    topology: Topology,
+    constraint: ParameterConstraints,
+    *,
+    storages: Sequence[str],
+    store: str | None = None,
+    precision: Precision = Precision(),  # noqa: B008 (frozen)
+) -> tuple[list[ShardingOption], list[str]]:
+    """Return the options of a table, and the reasons why there are no others.
+
     Args:
         workload: The table and its lookups.
         topology: The devices.
@@ -129,7 +157,7 @@ def enumerate_options(
         precision: Formats in which rows and gradients travel.
 
     Raises:
-        ValueError: If there is none.
+        ValueError: If the constraints name a device that is not there, or a cache is not possible.
     """
     allowed = _Allowed.of(workload, topology, constraint)
     places = constraint.storages or storages
@@ -159,13 +187,7 @@ def enumerate_options(
                     size, larger = divmod(held, split.row_parts)
                     rows = size + (np.arange(split.row_parts) < larger)
                     options.append(_option(workload, topology, split, group, storage, rows))
-    if not options:
-        raise ValueError(
-            f"table {workload.name!r} ({workload.rows} rows, {workload.dim} columns) can be placed "
-            "in none of the ways that its constraints leave: "
-            f"{'; '.join(dict.fromkeys(reasons))}"
-        )
-    return tuple(options)
+    return options, reasons
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxrec.mesh.precision import Precision
+from jaxrec.plan.considered import Considered
 from jaxrec.plan.constraints import STORAGES, ParameterConstraints
 from jaxrec.plan.context import Context
 from jaxrec.plan.estimate import make_estimate
@@ -22,7 +23,13 @@ from jaxrec.plan.joined_tables import (
 from jaxrec.plan.local_search import improve
 from jaxrec.plan.model_tables import Model, ModelTables, is_function, read_model
 from jaxrec.plan.one_plan import plan_once, with_least_memory
-from jaxrec.plan.options import ShardingOption, enumerate_options, placed_options, to_placement
+from jaxrec.plan.options import (
+    ShardingOption,
+    consider_options,
+    enumerate_options,
+    placed_options,
+    to_placement,
+)
 from jaxrec.plan.partitioners import Partitioner, balance_memory, place_fastest
 from jaxrec.plan.plan import ShardingPlan
 from jaxrec.plan.problem import Problem, Solution, Totals
@@ -225,6 +232,45 @@ class Planner:
         )
         context = self._context(workloads, batch_size)
         return dataclasses.replace(plan, estimate=estimate, context=context)
+
+    def options(self, model: Model, *, batch_size: int) -> dict[str, Considered]:
+        """Return the ways to place each table that `plan` considers, by table.
+
+        Args:
+            model: As for `plan`.
+            batch_size: Samples of all devices in a step.
+
+        Raises:
+            ValueError: If constraints do not fit the tables or the devices.
+
+        Example:
+            >>> import jaxrec
+            >>> table = jaxrec.EmbeddingBagConfig("user", num_embeddings=1000, embedding_dim=64)
+            >>> constraints = {"user": ParameterConstraints(sharding_types=["row_wise", "grid"])}
+            >>> planner = Planner(Topology.named("h100", devices=8), constraints)
+            >>> print(planner.options([table], batch_size=64)["user"])
+            considered: row_wise by rows, row_wise by pooled, grid by rows, grid by pooled
+        """
+        workloads = self._workloads(read_model(model), batch_size)
+        storages = self.storages or _DEVICE
+        constraints = join_constraints(workloads, self.constraints, storages)
+        considered = {}
+        for workload in workloads:
+            constraint = constraints[workload.name]
+            if constraint.placement is not None:
+                way = f"{constraint.placement.kind}, as its constraints place it"
+                considered[workload.name] = Considered((way,), ())
+                continue
+            options, reasons = consider_options(
+                workload,
+                self.topology,
+                constraint,
+                storages=storages,
+                store=self.store,
+                precision=self.precision,
+            )
+            considered[workload.name] = Considered.of(options, reasons)
+        return considered
 
     def context(self, model: Model, *, batch_size: int) -> Context:
         """Return the context of this planner's plans, for `ShardingPlan.from_json` to check."""

@@ -166,7 +166,8 @@ def test_no_copy_of_a_table(dtype):
     slots = jnp.zeros(64, jnp.int32)
     per_slot = dict.fromkeys(("low", "high"), jnp.zeros(64, jnp.uint32)) | {
         "table": slots,
-        "column": slots,
+        "first_column": slots,
+        "stop_column": slots + DIM,
         "scale": jnp.ones(64),
     }
     keys = np.zeros((1, 2), np.uint32)
