@@ -79,7 +79,7 @@ TESTED_BY = {
         "mesh/exchange/rows",
     ),
     "mesh/exchange/test_pooled_by_host": ("mesh/host_group",),
-    "mesh/test_dense": ("embed/sharded_variables",),
+    "mesh/test_dense": ("embed/placed_variables",),
     "mesh/test_training": (
         "mesh/layout",
         "mesh/placed_group",

@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool
 
 from jaxrec.embed.gradients import Gradients
 from jaxrec.embed.not_finite import report_not_finite
-from jaxrec.embed.sharded_variables import put, update_shardings, without_placements
+from jaxrec.embed.placed_variables import put, update_shardings, without_placements
 from jaxrec.embed.taps import tapped_modules
 from jaxrec.optim import RowOptimizer, hyperparameter
 from jaxrec.optim.hyperparameter import UpdateStep, find_hyperparameters
@@ -82,7 +82,8 @@ class Optimizer(nnx.Optimizer):
         super().__init__(model, _on_arrays(tx), wrt=wrt)
         self.tx = tx
         for variable, sharding in self._update_shardings(model):
-            variable.set_raw_value(put(variable.get_raw_value(), sharding))
+            if not sharding.is_fully_replicated:
+                variable.set_raw_value(put(variable.get_raw_value(), sharding))
         _check_accumulates_nothing(self.opt_state)
         self.skipped = SkipCount(jnp.zeros((), jnp.int32))
         self.skipped_in_a_row = SkipCount(jnp.zeros((), jnp.int32))
@@ -182,7 +183,7 @@ class Optimizer(nnx.Optimizer):
             variable.set_raw_value(put(variable.get_raw_value(), sharding))
 
     def _update_shardings(self, model: nnx.Module) -> list[tuple[nnx.Variable, NamedSharding]]:
-        """Return where the variables of a dense update lie, if a parameter is sharded."""
+        """Return where the variables of a dense update lie, if a parameter is placed."""
         return update_shardings(nnx.state(model, self.wrt), nnx.state(self.opt_state))
 
 

@@ -10,17 +10,19 @@ from typing import Any, Literal, TypeAlias, get_args
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxrec.embed.collection import TableVariable
-from jaxrec.embed.sharded_variables import (
+from jaxrec.embed.placed_variables import (
     DensePlacement,
-    ShardedVariable,
-    shard_variable,
-    unshard_variable,
+    PlacedVariable,
+    place_variable,
+    release_variable,
 )
 from jaxrec.mesh.agree import fingerprint, put_on_mesh, require_same
+from jaxrec.mesh.dense_placement import Gathered
 from jaxrec.mesh.pool_rows import RowsVariable
+from jaxrec.mesh.precision import DenseFormat
 
 MIN_SHARDED_SIZE = 2**16
 """Number of elements from which "fsdp" shards an array."""
@@ -34,12 +36,12 @@ None leaves the parameter to "fsdp".
 """
 
 
-def check_dense(dense: Any) -> None:
-    """Check the argument ``dense`` of `jaxrec.mesh.shard`.
+def check_dense(dense: Any, mesh: Mesh, format: DenseFormat) -> None:
+    """Check the argument ``dense`` of `jaxrec.mesh.shard`, and the format of dense gradients.
 
     Raises:
-        TypeError: It is neither a name nor a function.
-        ValueError: The name is unknown.
+        TypeError: ``dense`` is neither a name nor a function.
+        ValueError: The name is unknown, or the mesh has no such format.
     """
     if isinstance(dense, str) and dense not in get_args(DenseName):
         raise ValueError(
@@ -51,29 +53,38 @@ def check_dense(dense: Any) -> None:
             "dense is 'replicated', 'fsdp', or a function from the path and the shape of a "
             f"parameter to its PartitionSpec, got {dense!r}"
         )
+    if format != "float32" and set(mesh.axis_types) != {AxisType.Explicit}:
+        raise ValueError(
+            f"Precision(dense={format!r}) needs a mesh whose axes are all Explicit, since XLA sums "
+            "the gradients of other meshes before they can be cast; make it by jax.make_mesh("
+            f"{tuple(mesh.shape.values())}, {tuple(mesh.axis_names)}), or leave dense out"
+        )
 
 
-def place_dense(model: nnx.Module, dense: DenseName | DenseRule, mesh: Mesh) -> None:
+def place_dense(
+    model: nnx.Module, dense: DenseName | DenseRule, mesh: Mesh, format: DenseFormat = "float32"
+) -> None:
     """Put all variables of a model but its tables and pools on a mesh.
 
     Args:
         model: The model, changed in place.
         dense: See `jaxrec.mesh.shard`.
         mesh: The devices.
+        format: Format in which gradients of large parameters travel.
 
     Raises:
         TypeError: The rule returns something else.
         ValueError: A sharding does not fit its parameter or the mesh; the processes have different
             models.
     """
-    placements = dense_placements(model, dense, mesh)
+    placements = dense_placements(model, dense, mesh, format)
     state = nnx.state(model, nnx.Not(nnx.Any(TableVariable, RowsVariable)))
     named = {_name(path): variable for path, variable in nnx.to_flat_state(state)}
     if jax.process_count() > 1:
         for variable in named.values():
-            if isinstance(variable, ShardedVariable):  # of another mesh, or sharded otherwise
+            if isinstance(variable, PlacedVariable):  # of another mesh, or sharded otherwise
                 variable.set_raw_value(variable.whole())
-                unshard_variable(variable)
+                release_variable(variable)
         leaves = {name: jax.tree.leaves(each.get_raw_value()) for name, each in named.items()}
         require_same("model", {name: str([*map(fingerprint, x)]) for name, x in leaves.items()})
     everywhere = NamedSharding(mesh, PartitionSpec())
@@ -81,33 +92,38 @@ def place_dense(model: nnx.Module, dense: DenseName | DenseRule, mesh: Mesh) -> 
         placement = placements.get(name)
         sharding = everywhere if placement is None else placement.sharding
         array = jax.tree.map(lambda x, to=sharding: put_on_mesh(x, to), variable.get_raw_value())
-        unshard_variable(variable)
+        release_variable(variable)
         variable.set_raw_value(array)
         if placement is not None:
-            shard_variable(variable, placement)
+            place_variable(variable, placement)
 
 
 def dense_placements(
-    model: nnx.Module, dense: DenseName | DenseRule, mesh: Mesh
+    model: nnx.Module, dense: DenseName | DenseRule, mesh: Mesh, format: DenseFormat = "float32"
 ) -> dict[str, DensePlacement]:
-    """Return the placements of the parameters that are sharded, by path.
+    """Return the placements, by path, of the parameters that are not simply replicated.
 
     Raises:
         TypeError: The rule returns something else.
         ValueError: A sharding does not fit its parameter or the mesh.
     """
-    if dense == "replicated":
-        return {}
-    placements = {}
+    placements: dict[str, DensePlacement] = {}
     for path, variable in nnx.to_flat_state(nnx.state(model, nnx.Param)):
         name, array = _name(path), variable.get_raw_value()
         if not isinstance(array, jax.Array) or not jnp.issubdtype(array.dtype, jnp.floating):
             continue
         given = None if isinstance(dense, str) else dense(name, _form(array))
-        spec = _fsdp(name, array, mesh) if given is None else _checked(name, array, given, mesh)
-        if any(axis is not None for axis in spec):
-            sharding = NamedSharding(mesh, spec)
-            placements[name] = DensePlacement(sharding, array.ndim, is_gathered=given is None)
+        if given is not None:
+            if any(axis is not None for axis in _checked(name, array, given, mesh)):
+                placements[name] = DensePlacement(NamedSharding(mesh, given))
+            continue
+        spec = PartitionSpec() if dense == "replicated" else _fsdp(name, array, mesh)
+        sharding = NamedSharding(mesh, spec)
+        is_large = array.ndim > 1 and array.size >= MIN_SHARDED_SIZE
+        if format != "float32" and is_large and mesh.devices.size > 1:
+            placements[name] = Gathered(sharding, array.ndim, format)
+        elif any(axis is not None for axis in spec):
+            placements[name] = Gathered(sharding, array.ndim)
     return placements
 
 

@@ -10,6 +10,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 Format: TypeAlias = Literal["float32", "bfloat16", "float16", "int8", "float8"]
+DenseFormat: TypeAlias = Literal["float32", "bfloat16"]
 _FLOAT8_MAX = 448.0  # of float8_e4m3fn
 _FLOAT16_MAX = 65504.0
 
@@ -29,6 +30,9 @@ class Precision:
         backward: Format of gradients, on their way to the rows.
         loss_scale: Factor of gradients while they travel, which keeps small ones from vanishing in
             "float16".
+        dense: Format of gradients of dense parameters, on their way to the devices that add them.
+            "bfloat16" is for parameters of two axes or more and of `jaxrec.mesh.MIN_SHARDED_SIZE`
+            elements or more, on a mesh of Explicit axes; see docs/sharding.md.
 
     Raises:
         ValueError: A format is unknown, or the scale is not a positive number.
@@ -41,13 +45,14 @@ class Precision:
     forward: Format = "float32"
     backward: Format = "float32"
     loss_scale: float = 1.0
+    dense: DenseFormat = "float32"
 
     def __post_init__(self) -> None:
-        for name in ("forward", "backward"):
-            if getattr(self, name) not in get_args(Format):
+        for name, formats in (("forward", Format), ("backward", Format), ("dense", DenseFormat)):
+            if getattr(self, name) not in get_args(formats):
                 raise ValueError(
                     f"precision: {name}={getattr(self, name)!r} is not one of "
-                    f"{', '.join(get_args(Format))}"
+                    f"{', '.join(get_args(formats))}"
                 )
         if not (np.isfinite(self.loss_scale) and self.loss_scale > 0):
             raise ValueError(f"precision: loss_scale={self.loss_scale} is not a positive number")

@@ -104,7 +104,7 @@ def shard(
         (2, 2)
     """
     _check_arguments(model, plan, mesh, replica_axis)
-    check_dense(dense)
+    check_dense(dense, mesh, precision.dense)
     if is_ragged:
         check_ragged(mesh)
     if caches := getattr(plan, "caches", ()):
@@ -141,7 +141,7 @@ def shard(
     for _, module in nnx.iter_modules(made):
         if isinstance(module, PoolRows):
             module.place(mesh)
-    place_dense(made, dense, mesh)
+    place_dense(made, dense, mesh, precision.dense)
     return made
 
 

@@ -9,7 +9,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from jaxrec.embed import EmbeddingBagCollection
-from jaxrec.embed.sharded_variables import ShardedVariable
+from jaxrec.embed.placed_variables import PlacedVariable
 from jaxrec.mesh import ShardedTables, table_row_wise
 from jaxrec.mesh.exchange import ExchangeLike
 from jaxrec.mesh.placement import Placement
@@ -156,7 +156,7 @@ class DisaggregatedMultiTower(nnx.Module):
         if not isinstance(tables, ShardedTables):
             raise ValueError("the model is on one device; put it on a mesh with jaxrec.shard first")
         parameters = nnx.to_flat_state(nnx.state(self.towers, nnx.Param))
-        if sharded := [path for path, each in parameters if isinstance(each, ShardedVariable)]:
+        if sharded := [path for path, each in parameters if isinstance(each, PlacedVariable)]:
             raise ValueError(
                 "towers on hosts read whole parameters, and these have sharded ones, such as "
                 f"{'/'.join(map(str, sharded[0]))!r}; give jaxrec.shard a function dense= that "

@@ -13,7 +13,7 @@ from flax import nnx
 from jax.sharding import AxisType, PartitionSpec
 
 import jaxrec
-from jaxrec.embed.sharded_variables import ShardedVariable
+from jaxrec.embed.placed_variables import PlacedVariable
 from jaxrec.embed.variables import dense_variables, variables
 from jaxrec.mesh import MIN_SHARDED_SIZE, row_wise, shard_batch
 from jaxrec.mesh.traffic import collectives
@@ -73,6 +73,7 @@ MESHES = {
     "two_axes": ((2, 4), ("host", "device"), AxisType.Auto),
     "explicit": ((8,), ("data",), AxisType.Explicit),
 }
+BFLOAT16 = jaxrec.mesh.Precision(dense="bfloat16")
 PLAN = jaxrec.plan.ShardingPlan.from_dict({"user": row_wise()})
 
 
@@ -227,14 +228,14 @@ def test_a_rule_places_parameters():
     assert found["first/kernel"] == (None, "device")
     assert found["opt_state/0/trace/first/kernel"] == (None, "device")
     assert found["second/kernel"] == (("host", "device"),)
-    assert not model.first.kernel.placement.is_gathered
+    assert model.first.kernel[...].sharding.spec == PartitionSpec(None, "device")
 
 
 def test_reads_are_whole_and_raw_values_are_shards():
     model = jaxrec.shard(Ranker(), PLAN, mesh_of(), dense="fsdp")
     kernel, alone = model.first.kernel, Ranker().first.kernel
     assert isinstance(kernel, nnx.Param)
-    assert isinstance(kernel, ShardedVariable)
+    assert isinstance(kernel, PlacedVariable)
     assert kernel.shape == (DIM, WIDE)
     for whole in (kernel[...], kernel.get_value(), jnp.asarray(kernel), kernel.whole()):
         assert whole.sharding.is_fully_replicated
@@ -249,10 +250,10 @@ def test_a_model_is_placed_anew():
     """From shards over eight devices to whole arrays on four, and to shards over four."""
     model = jaxrec.shard(Ranker(), PLAN, mesh_of(), dense="fsdp")
     four = jax.make_mesh((4,), ("data",), (AxisType.Auto,), devices=jax.devices()[:4])
-    for options, kind in (({}, nnx.Param), ({"dense": "fsdp"}, ShardedVariable)):
+    for options, kind in (({}, nnx.Param), ({"dense": "fsdp"}, PlacedVariable)):
         model = jaxrec.shard(model, PLAN, four, **options)
         assert isinstance(model.first.kernel, kind)
-        assert isinstance(model.first.kernel, ShardedVariable) == bool(options)
+        assert isinstance(model.first.kernel, PlacedVariable) == bool(options)
         assert len(model.first.kernel.get_raw_value().sharding.device_set) == 4
         assert_same(dense_variables(model), dense_variables(Ranker()))
 
@@ -267,15 +268,15 @@ class Tied(nnx.Module):
 def test_shared_parameters_stay_shared():
     model = jaxrec.shard(Tied(), PLAN, mesh_of(), dense="fsdp")
     assert model.up.kernel is model.also[0].kernel
-    assert isinstance(model.up.kernel, ShardedVariable)
+    assert isinstance(model.up.kernel, PlacedVariable)
 
 
 def test_small_arrays_and_single_devices_stay_whole():
     one = jax.make_mesh((1,), ("data",), (AxisType.Auto,))
     model = jaxrec.shard(Ranker(), PLAN, one, dense="fsdp")
-    assert not any(isinstance(x, ShardedVariable) for x in variables(model).values())
+    assert not any(isinstance(x, PlacedVariable) for x in variables(model).values())
     model = jaxrec.shard(Ranker(), PLAN, mesh_of(), dense="fsdp")
-    sharded = {k for k, x in variables(model).items() if isinstance(x, ShardedVariable)}
+    sharded = {k for k, x in variables(model).items() if isinstance(x, PlacedVariable)}
     assert sharded == set(SHARDED)
     assert min(SHARDED.values()) == MIN_SHARDED_SIZE
 
@@ -288,7 +289,81 @@ def test_a_large_array_that_no_axis_divides_stays_whole():
 
     with pytest.warns(UserWarning, match=r"'odd/kernel' of shape \(257, 257\) stays whole"):
         model = jaxrec.shard(Odd(), PLAN, mesh_of(), dense="fsdp")
-    assert not isinstance(model.odd.kernel, ShardedVariable)
+    assert not isinstance(model.odd.kernel, PlacedVariable)
+
+
+def gradients(dense="replicated", precision=BFLOAT16):
+    mesh = mesh_of("explicit")
+    model = jaxrec.shard(Ranker(False), PLAN, mesh, dense=dense, precision=precision)
+    return gradient_arrays(model, shard_batch(BATCHES[0], mesh))
+
+
+@nnx.jit
+def gradient_arrays(model, batch):
+    features, days, labels = batch
+
+    def loss_fn(model):
+        return ((model(features, days) - labels) ** 2).mean()
+
+    _, found = jaxrec.value_and_grad(loss_fn)(model)
+    return {name: each.get_raw_value() for name, each in variables(found.dense).items()}
+
+
+def part(batch, device):
+    """The samples of a device."""
+    features, days, labels = batch
+    own = slice(device * BATCH // DEVICES, (device + 1) * BATCH // DEVICES)
+    users = np.asarray(features.values).reshape(BATCH, 3)[own]
+    return jaxrec.KeyedJaggedArray.from_dense({"user": users}), days[own], labels[own]
+
+
+@pytest.mark.parametrize("placed", ["replicated", "fsdp"])
+def test_gradients_in_bfloat16_differ_by_their_rounding(placed):
+    """Each device rounds its part, a relative 2**-8, and the sum where it travels on."""
+    alone = Ranker(False)
+    parts = [gradient_arrays(alone, part(BATCHES[0], device)) for device in range(DEVICES)]
+    found, exact = gradients(placed), gradients(placed, jaxrec.mesh.Precision())
+    for name, value in found.items():
+        each = np.stack([np.asarray(own[name], np.float64) / DEVICES for own in parts])
+        error = np.abs(np.asarray(value, np.float64) - each.sum(0))
+        bound = 1e-7 * np.abs(each).sum(0) + 1e-9
+        if name in SHARDED:
+            bound += 2**-8 * np.abs(each).sum(0) * (2.01 if placed == "replicated" else 1)
+            assert (error > 1e-3 * np.abs(each.sum(0))).any(), "nothing was rounded"
+        assert (error <= bound).all(), name
+        assert value.sharding.is_equivalent_to(exact[name].sharding, value.ndim)
+
+
+@pytest.mark.parametrize("placed", ["replicated", "fsdp"])
+def test_bytes_of_gradients_in_bfloat16(placed):
+    """No large gradient travels in float32, and none is all-reduced."""
+    mesh = mesh_of("explicit")
+    model = jaxrec.shard(Ranker(False), PLAN, mesh, dense=placed, precision=BFLOAT16)
+    optimizer = jaxrec.Optimizer(model, adam())
+    step = compile_step(train_step, model, optimizer)
+    program = step.lower(*shard_batch(BATCHES[0], mesh)).compile(AS_USERS_DO)
+    found = sorted((each.kind, each.result_bytes) for each in collectives(program))
+    large = [each for each in found if each[1] >= MIN_SHARDED_SIZE]
+    sizes = (DIM * WIDE, WIDE * 128)
+    width = 4 if placed == "fsdp" else 2  # the parameters, or the sums in bfloat16
+    gathers = [("all-gather", width * size) for size in sizes]
+    assert large == gathers + [("all-to-all", 2 * size) for size in sizes]
+
+
+def test_training_in_bfloat16():
+    _, _, wanted = replicated(has_days=False)
+    for placed in ("replicated", "fsdp"):
+        options = {"dense": placed, "precision": BFLOAT16, "has_days": False}
+        model, _, losses = trained(mesh_of("explicit"), **options)
+        np.testing.assert_allclose(losses, wanted, rtol=1e-3)
+    assert model.second.kernel.get_raw_value().sharding.spec[0] == "data"
+
+
+def test_bfloat16_needs_explicit_axes():
+    with pytest.raises(
+        ValueError, match=r"all Explicit.*make_mesh\(\(2, 4\), \('host', 'device'\)\)"
+    ):
+        jaxrec.shard(Ranker(), PLAN, mesh_of("two_axes"), precision=BFLOAT16)
 
 
 ERRORS = {

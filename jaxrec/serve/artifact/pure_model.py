@@ -15,7 +15,7 @@ from jaxtyping import Array
 
 from jaxrec.embed.collection import TableVariable
 from jaxrec.embed.formats import TABLE_FORMATS
-from jaxrec.embed.sharded_variables import ShardedVariable
+from jaxrec.embed.placed_variables import PlacedVariable
 from jaxrec.embed.store import TableStore
 from jaxrec.embed.taps import tapped_modules
 from jaxrec.embed.variables import dense_variables
@@ -58,7 +58,7 @@ class PureModel:
         """
         if not isinstance(model, nnx.Module):
             raise TypeError(f"export takes a flax.nnx.Module, got {type(model).__name__}")
-        if any(isinstance(each, ShardedVariable) for each in dense_variables(model).values()):
+        if any(isinstance(each, PlacedVariable) for each in dense_variables(model).values()):
             model = shared_copy(model)  # with whole arrays
         modules = tapped_modules(model)
         sources = {path: module.tables.get_value() for path, module in modules.items()}

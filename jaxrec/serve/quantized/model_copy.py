@@ -7,7 +7,7 @@ from typing import TypeVar
 import jax
 from flax import nnx
 
-from jaxrec.embed.sharded_variables import gather_variables
+from jaxrec.embed.placed_variables import gather_variables
 
 Model = TypeVar("Model", bound=nnx.Module)
 

@@ -11,7 +11,7 @@ from flax import nnx
 from jaxtyping import DTypeLike
 
 from jaxrec.embed.collection import Collection
-from jaxrec.embed.sharded_variables import gather_variables
+from jaxrec.embed.placed_variables import gather_variables
 from jaxrec.embed.store import TableStore
 from jaxrec.embed.taps import TappedModule, tapped_modules
 from jaxrec.serve.quantized.mesh_stores import copy_to_one_device

@@ -1,4 +1,4 @@
-"""Dense variables of which each device of a mesh stores a shard."""
+"""Dense variables whose arrays lie over a mesh in shards, or are read from other devices."""
 
 from __future__ import annotations
 
@@ -17,35 +17,34 @@ _PLACEMENT = "dense_placement"
 
 @dataclasses.dataclass(frozen=True)
 class DensePlacement:
-    """Where the shards of a dense array lie, and how the array is read.
+    """Where a dense array lies, and how it is read; here it is read as it lies.
 
     Attributes:
         sharding: Sharding of the array.
-        ndim: Number of axes of the array.
-        is_gathered: Whether a read returns the whole array on every device. False: it returns the
-            array as it lies, and XLA or the model says how layers use it.
     """
 
     sharding: NamedSharding
-    ndim: int
-    is_gathered: bool = True
 
     @property
     def replicated(self) -> NamedSharding:
         """Sharding of the whole array on every device."""
         return NamedSharding(self.sharding.mesh, PartitionSpec())
 
+    def read(self, array: Array) -> Array:
+        """Return the array as layers use it."""
+        return array
 
-class ShardedVariable(nnx.Variable):
-    """A variable of which each device stores a shard.
 
-    A read by ``variable[...]`` or ``get_value`` gathers the array, and the gradient with respect to
-    the variable is scattered to the shards. ``get_raw_value`` returns the array as it lies.
+class PlacedVariable(nnx.Variable):
+    """A variable whose array lies over a mesh as its `DensePlacement` says.
+
+    Reads by ``variable[...]`` and ``get_value`` go through the placement, which gathers the array
+    as a rule. ``get_raw_value`` returns the array as it lies.
     """
 
     @property
     def placement(self) -> DensePlacement:
-        """Where the shards lie."""
+        """Where the array lies."""
         return self.get_metadata(_PLACEMENT)
 
     @property
@@ -57,42 +56,40 @@ class ShardedVariable(nnx.Variable):
         return put(self.get_raw_value(), self.placement.replicated)
 
     def get_value(self, *, index: Any = ...) -> Any:
-        array = super().get_value()
-        if self.placement.is_gathered:
-            array = _read(array, self.placement)
+        array = self.placement.read(super().get_value())
         return array if index is ... else array[index]
 
 
-def shard_variable(variable: nnx.Variable, placement: DensePlacement) -> None:
-    """Make a variable a `ShardedVariable`, in every module that has it; its array stays.
+def place_variable(variable: nnx.Variable, placement: DensePlacement) -> None:
+    """Make a variable a `PlacedVariable`, in every module that has it; its array stays.
 
-    The kind of the variable stays, too: a sharded `nnx.Param` is an `nnx.Param`.
+    The kind of the variable stays, too: a placed `nnx.Param` is an `nnx.Param`.
     """
-    unshard_variable(variable)
-    variable.__class__ = _sharded_kind(type(variable))
+    release_variable(variable)
+    variable.__class__ = _placed_kind(type(variable))
     variable.set_metadata(_PLACEMENT, placement)
 
 
-def unshard_variable(variable: nnx.Variable) -> None:
-    """Make a `ShardedVariable` what it was before `shard_variable`; its array stays."""
-    if isinstance(variable, ShardedVariable):
+def release_variable(variable: nnx.Variable) -> None:
+    """Make a `PlacedVariable` what it was before `place_variable`; its array stays."""
+    if isinstance(variable, PlacedVariable):
         variable.__class__ = _kind(variable)  # type: ignore[assignment]  # a base
         variable.del_metadata(_PLACEMENT)
 
 
 def gather_variables(node: Any) -> None:
-    """Make all sharded variables of a module ordinary ones, whole on every device."""
+    """Make all placed variables of a module ordinary ones, whole on every device."""
     for _, variable in nnx.to_flat_state(nnx.state(node)):
-        if isinstance(variable, ShardedVariable):
+        if isinstance(variable, PlacedVariable):
             variable.set_raw_value(variable.whole())
-            unshard_variable(variable)
+            release_variable(variable)
 
 
 def without_placements(state: Any) -> Any:
-    """Return a state with its sharded variables as ordinary ones, whose arrays lie as before."""
+    """Return a state with its placed variables as ordinary ones, whose arrays lie as before."""
 
     def ordinary(variable: Any) -> Any:
-        if not isinstance(variable, ShardedVariable):
+        if not isinstance(variable, PlacedVariable):
             return variable
         metadata = variable.get_metadata()
         del metadata[_PLACEMENT]
@@ -104,7 +101,7 @@ def without_placements(state: Any) -> Any:
 def update_shardings(
     parameters: nnx.State, state: nnx.State
 ) -> list[tuple[nnx.Variable, NamedSharding]]:
-    """Return where parameters and their optimizer state lie, if a parameter is sharded.
+    """Return where parameters and their optimizer state lie, if a parameter is placed.
 
     Optimizer state lies as the parameter whose path its own path ends with, if it has the
     parameter's shape. Everything else lies on every device, whole.
@@ -117,7 +114,7 @@ def update_shardings(
     placements = {
         path: variable.placement
         for path, variable in flat.items()
-        if isinstance(variable, ShardedVariable)
+        if isinstance(variable, PlacedVariable)
     }
     if not placements:
         return []
@@ -144,35 +141,12 @@ def put(array: Array, sharding: NamedSharding) -> Array:
     return jax.lax.with_sharding_constraint(array, sharding)
 
 
-def _read(array: Array, placement: DensePlacement) -> Array:
-    if array.ndim != placement.ndim:  # within nnx.scan or nnx.vmap over the array's first axis
-        return put(array, placement.replicated)
-    return _gather(array, placement)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _gather(array: Array, placement: DensePlacement) -> Array:
-    """Gather an array; its gradient is scattered to the shards."""
-    return put(array, placement.replicated)
-
-
-def _gather_forward(array: Array, placement: DensePlacement) -> tuple[Array, None]:
-    return _gather(array, placement), None
-
-
-def _gather_backward(placement: DensePlacement, _: None, gradient: Array) -> tuple[Array]:
-    return (put(gradient, placement.sharding),)
-
-
-_gather.defvjp(_gather_forward, _gather_backward)
-
-
 @functools.cache
-def _sharded_kind(kind: type[nnx.Variable]) -> type[nnx.Variable]:
-    return types.new_class(f"Sharded{kind.__name__}", (ShardedVariable, kind))
+def _placed_kind(kind: type[nnx.Variable]) -> type[nnx.Variable]:
+    return types.new_class(f"Placed{kind.__name__}", (PlacedVariable, kind))
 
 
-def _kind(variable: ShardedVariable) -> type[nnx.Variable]:
+def _kind(variable: PlacedVariable) -> type[nnx.Variable]:
     return type(variable).__bases__[1]
 
 
