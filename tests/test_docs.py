@@ -70,6 +70,10 @@ SHOWN = {
     ),
     "recipes: Find ids that are too large": lambda names: "[0, 60)" in names["message"],
     "recipes: Predict one sample on a mesh": lambda names: names["logits"].shape == (1,),
+    "recipes: Use `nnx.Embed` beside the tables": lambda names: names["rows_here"] == 512,
+    "sharding: A dense part that is too large to replicate": lambda names: (
+        names["lies"].addressable_shards[0].data.shape == (256, 128)
+    ),
     "recipes: Find out which rows changed": lambda names: (
         sorted(names["published"]) == [7, 31, 59] and names["unsaved"].tolist() == [5, 12]
     ),
