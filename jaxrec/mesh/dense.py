@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypeAlias, get_args
 
 import jax
@@ -61,23 +61,17 @@ def check_dense(dense: Any, mesh: Mesh, format: DenseFormat) -> None:
         )
 
 
-def place_dense(
-    model: nnx.Module, dense: DenseName | DenseRule, mesh: Mesh, format: DenseFormat = "float32"
-) -> None:
+def place_dense(model: nnx.Module, placements: Mapping[str, DensePlacement], mesh: Mesh) -> None:
     """Put all variables of a model but its tables and pools on a mesh.
 
     Args:
         model: The model, changed in place.
-        dense: See `jaxrec.mesh.shard`.
+        placements: Result of `dense_placements`; other variables are replicated.
         mesh: The devices.
-        format: Format in which gradients of large parameters travel.
 
     Raises:
-        TypeError: The rule returns something else.
-        ValueError: A sharding does not fit its parameter or the mesh; the processes have different
-            models.
+        ValueError: The processes have different models.
     """
-    placements = dense_placements(model, dense, mesh, format)
     state = nnx.state(model, nnx.Not(nnx.Any(TableVariable, RowsVariable)))
     named = {_name(path): variable for path, variable in nnx.to_flat_state(state)}
     if jax.process_count() > 1:
@@ -102,6 +96,12 @@ def dense_placements(
     model: nnx.Module, dense: DenseName | DenseRule, mesh: Mesh, format: DenseFormat = "float32"
 ) -> dict[str, DensePlacement]:
     """Return the placements, by path, of the parameters that are not simply replicated.
+
+    Args:
+        model: The model.
+        dense: See `jaxrec.mesh.shard`.
+        mesh: The devices.
+        format: Format in which gradients of large parameters travel.
 
     Raises:
         TypeError: The rule returns something else.

@@ -18,7 +18,7 @@ from jaxrec.embed.taps import tapped_modules
 from jaxrec.mesh.agree import require_same
 from jaxrec.mesh.channel import check_ragged
 from jaxrec.mesh.creation import init_on_mesh, layout_on_mesh, shard_tables
-from jaxrec.mesh.dense import DenseName, DenseRule, check_dense, place_dense
+from jaxrec.mesh.dense import DenseName, DenseRule, check_dense, dense_placements, place_dense
 from jaxrec.mesh.placement import Placement
 from jaxrec.mesh.pool_rows import PoolRows
 from jaxrec.mesh.precision import Precision
@@ -116,6 +116,7 @@ def shard(
     require_same("plan", {name: repr(placement) for name, placement in placements.items()})
     if isinstance(model, nnx.Module):
         made = cast(Model, model)
+        dense_part = dense_placements(made, dense, mesh, precision.dense)  # before anything moves
         _move_tables(_collections(made), placements, mesh, replica_axis)
     else:
 
@@ -125,6 +126,7 @@ def shard(
 
         with default_store(make):
             made = model()
+        dense_part = dense_placements(made, dense, mesh, precision.dense)
         # Tables that come from elsewhere, such as quantized ones.
         elsewhere = [
             collection
@@ -141,7 +143,7 @@ def shard(
     for _, module in nnx.iter_modules(made):
         if isinstance(module, PoolRows):
             module.place(mesh)
-    place_dense(made, dense, mesh, precision.dense)
+    place_dense(made, dense_part, mesh)
     return made
 
 

@@ -19,7 +19,7 @@ from flax import nnx
 from jax.sharding import AxisType
 
 import jaxrec
-from jaxrec.mesh import column_wise, data_parallel, row_wise, shard_batch, table_wise
+from jaxrec.mesh import column_wise, data_parallel, dense, row_wise, shard_batch, table_wise
 from jaxrec.mesh.agree import gather_texts
 from jaxrec.plan import ParameterConstraints, Planner, Topology
 
@@ -98,8 +98,20 @@ def train(mesh):
     outputs = nnx.jit(Ranker.__call__)(model, shard_batch(pack(*shared, MINE), mesh)[0])
     found = np.concatenate([shard.data for shard in outputs.addressable_shards])
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
-    moved = jaxrec.shard(alone, plan(dict.fromkeys(ROWS, table_wise(1))), mesh)
+    dense.MIN_SHARDED_SIZE = 16  # the kernel is sharded
+    anew = plan(dict.fromkeys(ROWS, table_wise(1)))
+    moved = jaxrec.shard(alone, anew, mesh, dense="fsdp")
     same_tables(moved, model)
+    drawn = shard_batch(pack(*draw(3, shared=False), MINE), mesh)
+    losses = [
+        train_step(each, jaxrec.Optimizer(each, optax.adam(0.1)), *drawn) for each in (moved, model)
+    ]
+    np.testing.assert_allclose(*losses, rtol=1e-6)
+    same_tables(moved, model)
+    assert not moved.over.kernel.get_raw_value().is_fully_replicated
+    whole = jaxrec.shard(moved, anew, mesh).over.kernel.get_raw_value()
+    np.testing.assert_allclose(whole, model.over.kernel[...], rtol=1e-5)
+    jaxrec.shard(moved, anew, mesh, dense="fsdp")
     # What a process says of its own is refused on all of them.
     theirs = PLACEMENTS | {"a": table_wise(PROCESS)}
     refused(

@@ -121,8 +121,11 @@ def shardings(*modules):
     }
 
 
-@pytest.mark.parametrize("optimizer_first", [False, True], ids=["shard_first", "optimizer_first"])
-@pytest.mark.parametrize("name", MESHES)
+@pytest.mark.parametrize(
+    ("name", "optimizer_first"),
+    [("one_axis", True), ("two_axes", False), ("explicit", False)],
+    ids=["one_axis-optimizer_first", "two_axes-shard_first", "explicit-shard_first"],
+)
 def test_training_equals_replicated(name, optimizer_first):
     has_days = name != "explicit"
     alone, alone_optimizer, wanted = replicated(has_days=has_days)
@@ -152,9 +155,7 @@ def test_training_equals_replicated(name, optimizer_first):
 
 OPTAX = {
     "clip": lambda: optax.chain(optax.clip_by_global_norm(0.01), optax.sgd(0.1, momentum=0.9)),
-    "momentum": lambda: optax.sgd(0.1, momentum=0.9),
     "adafactor": lambda: optax.adafactor(1e-3),
-    "lamb": lambda: optax.lamb(1e-3),
 }
 
 
@@ -218,15 +219,15 @@ def test_a_rule_places_parameters():
         return specs.get(path)
 
     # Adam divides a gradient by its size, and multiplies the rounding errors of another order.
-    alone, _, wanted = replicated(OPTAX["momentum"])
-    model, optimizer, losses = trained(mesh_of("two_axes"), tx=OPTAX["momentum"], dense=rule)
+    alone, _, wanted = replicated(OPTAX["clip"])
+    model, optimizer, losses = trained(mesh_of("two_axes"), tx=OPTAX["clip"], dense=rule)
     np.testing.assert_allclose(losses, wanted, rtol=1e-6)
     assert_same(dense_variables(model), dense_variables(alone))
     assert seen["first/kernel"] == (DIM, WIDE)
     assert seen.keys() == {name for name in variables(model, nnx.Param)}
     found = {k: tuple(s) for k, s in shardings(model, optimizer).items() if any(s)}
     assert found["first/kernel"] == (None, "device")
-    assert found["opt_state/0/trace/first/kernel"] == (None, "device")
+    assert found["opt_state/1/0/trace/first/kernel"] == (None, "device")
     assert found["second/kernel"] == (("host", "device"),)
     assert model.first.kernel[...].sharding.spec == PartitionSpec(None, "device")
 
@@ -394,4 +395,5 @@ def test_errors_come_before_anything_moves(name, unchecked):
     model = Ranker()
     with pytest.raises(kind, match=message):
         jaxrec.shard(model, PLAN, mesh_of(), dense=given)
-    assert len(model.first.kernel.get_value().sharding.device_set) == 1
+    for leaf in jax.tree.leaves(nnx.state(model)):
+        assert len(leaf.sharding.device_set) == 1

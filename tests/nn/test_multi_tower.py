@@ -174,6 +174,20 @@ def test_between_hosts_travel_ids_and_compressed_outputs():
     assert between < 0.3 * as_rows
 
 
+def test_towers_on_hosts_read_whole_parameters():
+    model = make()
+    plan = jaxrec.plan.ShardingPlan.from_dict(model.placements(HOSTS))
+    mesh = jax.make_mesh((HOSTS, DEVICES), ("host", "device"), axis_types=(AxisType.Auto,) * 2)
+
+    def first(path, form):
+        spec = jax.sharding.PartitionSpec
+        return spec("device") if form.shape[0] % DEVICES == 0 else spec()
+
+    model = jaxrec.shard(model, plan, mesh, dense=first)
+    with pytest.raises(ValueError, match=r"towers on hosts read whole parameters.* '0/"):
+        model.disaggregate()
+
+
 def test_dropout_stays_on_top():
     model, _ = on_hosts(make())
     model.towers[0] = nnx.Sequential(model.towers[0], nnx.Dropout(0.5, rngs=nnx.Rngs(0)))

@@ -72,7 +72,8 @@ def checkpoint(directory):
         "cut": jaxrec.mesh.column_wise((3, 0)),
     }
     plan = jaxrec.plan.ShardingPlan.from_dict(placements)
-    model = jaxrec.shard(lambda: Ranker(seed=1), plan, mesh)
+    jaxrec.mesh.dense.MIN_SHARDED_SIZE = 4  # the kernel is sharded
+    model = jaxrec.shard(lambda: Ranker(seed=1), plan, mesh, dense="fsdp")
     optimizer = jaxrec.Optimizer(model, optax.adam(0.1))
 
     @nnx.jit
@@ -87,7 +88,10 @@ def checkpoint(directory):
         state = {"sum": jnp.float32(3)}
         manager.save(model, optimizer, state=state, batches=7)
         manager.wait_until_finished()
+        kernel = np.asarray(model.over.kernel[...])
         assert restore(directory / "two", model, optimizer).step == 1
+        np.testing.assert_array_equal(model.over.kernel[...], kernel)
+        assert not model.over.kernel.get_raw_value().is_fully_replicated
     _, peak = tracemalloc.get_traced_memory()
     is_no_array = tracemalloc.DomainFilter(False, np.lib.tracemalloc_domain)
     objects = tracemalloc.take_snapshot().filter_traces([is_no_array]).traces

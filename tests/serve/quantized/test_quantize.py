@@ -206,14 +206,16 @@ def test_a_model_on_a_mesh_comes_to_one_device():
     class Model(nnx.Module):
         def __init__(self, rngs):
             self.embeddings = jaxrec.EmbeddingBagCollection(configs, rngs=rngs)
-            self.over = nnx.Linear(32, 1, rngs=rngs)
+            self.deep = nnx.Linear(32, 2048, rngs=rngs)
+            self.over = nnx.Linear(2048, 1, rngs=rngs)
 
         def __call__(self, features):
-            return self.over(self.embeddings(features).values)
+            return self.over(self.deep(self.embeddings(features).values))
 
     local = Model(nnx.Rngs(0))
     mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
-    sharded = jaxrec.shard(lambda: Model(nnx.Rngs(0)), plan, mesh)
+    sharded = jaxrec.shard(lambda: Model(nnx.Rngs(0)), plan, mesh, dense="fsdp")
+    assert not sharded.deep.kernel.get_raw_value().is_fully_replicated
     batch = jaxrec.KeyedJaggedArray.from_lists({"user": [[1, 49], [2]], "item": [[3], []]})
     small, expected = quantize(sharded, "int8"), quantize(local, "int8")
     np.testing.assert_array_equal(small(batch), expected(batch))
