@@ -48,13 +48,22 @@ def train_step(tables, batch):
     return embed.apply_gradients(tables, residuals, gradients, 0)
 
 
-def compile_on_mesh(function, placement, optimizer, precision=Precision()):  # noqa: B008
+def compile_on_mesh(
+    function,
+    placement,
+    optimizer,
+    precision=Precision(),  # noqa: B008
+    capacity_factor=None,
+):
     """The compiled function, and the tables that it is for."""
     config = jaxrec.EmbeddingBagConfig("table", ROWS, DIM)
     tables = embed.init_tables([config], optimizer, jax.random.key(0))
     mesh = jax.make_mesh((2, 4), ("host", "device"), axis_types=(AxisType.Auto,) * 2)
     tables = shard_tables(tables, {"table": placement}, mesh)
     tables = tables.__class__(**{**vars(tables), "precision": precision})
+    if capacity_factor is not None:
+        factors = tuple((placed.name, capacity_factor) for placed in tables.layout.groups)
+        tables = dataclasses.replace(tables, capacity_factors=factors)
     ids = np.random.default_rng(0).integers(0, ROWS, (BATCH, N // BAGS))
     batch = shard_batch(jaxrec.KeyedJaggedArray.from_lists({"table": ids.tolist()}), mesh)
     assert batch.capacities == (N,)
@@ -141,6 +150,27 @@ def test_owners_of_the_pieces_of_a_row_add_their_sums():
     # A number for each lookup of all devices, and as much beyond as a lane may be longer.
     totals = {"all-reduce": DEVICES * 2 * N * 4}
     assert found == sent(BAGS_EXCHANGE, DIM // 2, slices=2) | totals
+    assert_in_place(step, tables)
+
+
+@pytest.mark.parametrize(
+    ("placement", "exchange"),
+    [(grid(), ROWS_EXCHANGE), (grid(exchange="pooled"), POOLED)],
+    ids=["rows", "pooled"],
+)
+def test_sums_of_rows_that_are_cut_both_ways(placement, exchange):
+    step, tables = compile_on_mesh(
+        train_step, placement, jaxrec.optim.rowwise_adagrad(0.1), capacity_factor=8.0
+    )
+    found = Counter()
+    for each in collectives(step):
+        parts = each.devices if each.kind == "reduce-scatter" else 1
+        found[each.kind] += each.result_bytes * parts
+    assert found.pop("all-reduce", 0) <= 200
+    # Messages have space for all ids. A number of each travels to where it is looked up, and back.
+    work = Workload(DEVICES, DIM // 2, 2 * N, 2 * BAGS, capacity=2 * N, hosts=2)
+    totals = Counter({"all-to-all": 2 * 4 * DEVICES * 2 * N})
+    assert found == Counter(exchange.traffic(work)) + totals
     assert_in_place(step, tables)
 
 
