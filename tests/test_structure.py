@@ -79,7 +79,10 @@ TESTED_BY = {
         "mesh/exchange/rows",
     ),
     "mesh/exchange/test_pooled_by_host": ("mesh/host_group",),
-    "mesh/test_dense": ("embed/placed_variables",),
+    "mesh/test_dense": (
+        "embed/placed_variables",
+        "mesh/dense_placement",
+    ),
     "mesh/test_training": (
         "mesh/layout",
         "mesh/placed_group",
