@@ -127,7 +127,7 @@ def test_initialization_needs_no_second_copy():
         jax.eval_shape(lambda: jax.random.key(0)),
         INITIALIZERS["uniform"][0],
         jax.ShapeDtypeStruct((), jnp.float32),
-        jax.ShapeDtypeStruct((4,), jnp.int32),
+        jax.ShapeDtypeStruct((5,), jnp.int32),
     ).compile()
     memory = compiled.memory_analysis()
     assert memory.alias_size_in_bytes == rows * 16 * 4
