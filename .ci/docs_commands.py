@@ -82,6 +82,7 @@ COMMANDS = (
         "python -m benchmarks.precision --output benchmarks/results/precision.json",
         "--seeds 0 --rows 4096 --eval-rows 4096 --only int8 --output precision.json",
     ),
+    ("python -m benchmarks.dlrm --batch 8192", "--batch 64 --max-rows 1000 --steps 2"),
     ("python -m benchmarks.dense_dtype", "--models dlrm --batch 64 --steps 2 --rounds 1"),
     ("python -m benchmarks.tier ids", "--resident 20000 --batch 1000 --rounds 2"),
     ("python -m benchmarks.tier stream", "--steps 2000 --batch 16 --interval 1000"),
