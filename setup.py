@@ -15,6 +15,7 @@ from setuptools.command.build_ext import build_ext
 
 KERNELS = "jaxrec/embed/kernels/native"
 ID_MAPS = "jaxrec/tier/native"
+IS_X86 = platform.machine().lower() in ("x86_64", "amd64")
 
 
 class build_library(build_ext):
@@ -29,9 +30,15 @@ class build_library(build_ext):
     def build_extensions(self) -> None:
         compile = self.compiler.compile
 
+        def compile_one(
+            source: str, extra_postargs: list[str] | None = None, **settings: Any
+        ) -> list[str]:
+            flags = [*(extra_postargs or []), *flags_of(source)]
+            return compile([source], extra_postargs=flags, **settings)
+
         def compile_beside(sources: list[str], **settings: Any) -> list[str]:
             with ThreadPoolExecutor(os.cpu_count()) as threads:
-                parts = threads.map(lambda source: compile([source], **settings), sources)
+                parts = threads.map(lambda source: compile_one(source, **settings), sources)
                 return [built for part in parts for built in part]
 
         self.compiler.compile = compile_beside
@@ -79,6 +86,12 @@ def native_libraries() -> list[Extension]:
         include_dirs=[os.path.join(os.path.dirname(jaxlib.__file__), "include")],
     )
     return [kernels, *libraries]
+
+
+def flags_of(source: str) -> list[str]:
+    # Of x86-64 machines only those without AVX2 run them: they are compiled quickly.
+    is_fallback = IS_X86 and os.path.basename(source) == "kernels_portable.cc"
+    return ["-O1"] if is_fallback else []
 
 
 def library(name: str, directory: str, **settings: Any) -> Extension:

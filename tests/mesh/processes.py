@@ -110,7 +110,7 @@ def train(mesh):
     same_tables(moved, model)
     assert not moved.over.kernel.get_raw_value().is_fully_replicated
     whole = jaxrec.shard(moved, anew, mesh).over.kernel.get_raw_value()
-    np.testing.assert_allclose(whole, model.over.kernel[...], rtol=1e-5)
+    np.testing.assert_allclose(whole, model.over.kernel[...], rtol=1e-5, atol=1e-7)
     jaxrec.shard(moved, anew, mesh, dense="fsdp")
     # What a process says of its own is refused on all of them.
     theirs = PLACEMENTS | {"a": table_wise(PROCESS)}

@@ -37,7 +37,22 @@ JAXREC_INLINE Vec round_at_random(F16, Vec x, Bits random) {
   return select(size <= 65504.0f, rounded, x);
 }
 
-// Writes the elements of a new row, or keeps them until its norm is known.
+// Writes the elements of a new row that were kept, times `scale`, rounded at random if asked.
+template <class T>
+__attribute__((noinline)) void write_kept(typename T::Storage* row, uint32_t index,
+                                          const Step& step, const float* kept, float scale,
+                                          int64_t dim) {
+  for_each_vector(dim, [&](int64_t column, auto extent) JAXREC_ALWAYS {
+    Vec x = load(F32{}, kept + column, Whole{}) * scale;
+    if (T::kDroppedBits != 0 && step.stochastic) {
+      x = round_at_random(T{}, x, random_bits(index, static_cast<uint32_t>(column), step.step));
+    }
+    store(T{}, row + column, x, extent);
+  });
+}
+
+// Writes the elements of a new row. Keeps them until the row is complete where its norm is bounded,
+// and where they are rounded at random: write_kept is compiled once, not for each optimizer.
 template <class T>
 struct RowWriter {
   typename T::Storage* row;
@@ -48,18 +63,15 @@ struct RowWriter {
   alignas(64) float kept[kMaxDim];
 
   JAXREC_MEMBER RowWriter(typename T::Storage* row, uint32_t index, const Step& step)
-      : row(row), index(index), step(step), keeps(step.max_norm < __builtin_inff()), squares{} {}
+      : row(row),
+        index(index),
+        step(step),
+        keeps(step.max_norm < __builtin_inff() || (T::kDroppedBits != 0 && step.stochastic)),
+        squares{} {}
 
   template <class Extent>
-  JAXREC_MEMBER void write(int64_t column, Vec x, Extent extent) {
-    if (T::kDroppedBits != 0 && step.stochastic) {
-      x = round_at_random(T{}, x, random_bits(index, static_cast<uint32_t>(column), step.step));
-    }
-    store(T{}, row + column, x, extent);
-  }
-  template <class Extent>
   JAXREC_MEMBER void put(int64_t column, Vec x, Extent extent) {
-    if (!keeps) return write(column, x, extent);
+    if (!keeps) return store(T{}, row + column, x, extent);
     squares += x * x;
     store(F32{}, kept + column, x, Whole{});
   }
@@ -67,9 +79,7 @@ struct RowWriter {
     if (!keeps) return;
     float norm = __builtin_sqrtf(total(squares));
     float scale = norm > step.max_norm ? step.max_norm / norm : 1.0f;
-    for_each_vector(dim, [&](int64_t column, auto extent) JAXREC_ALWAYS {
-      write(column, load(F32{}, kept + column, Whole{}) * scale, extent);
-    });
+    write_kept<T>(row, index, step, kept, scale, dim);
   }
 };
 

@@ -92,12 +92,6 @@ struct PackedMemory {
   }
 };
 
-// A type as a value.
-template <class T>
-struct Of {
-  typedef T Type;
-};
-
 // Calls work(Of<Sums>) with the place where packed rows of `dim` columns are summed fastest.
 template <class Codec, class Work>
 JAXREC_INLINE void with_packed_sums(int64_t dim, const Work& work) {
@@ -126,7 +120,7 @@ JAXREC_INLINE void with_codec(Code code, const Work& work) {
   }
 }
 
-template <bool kWeighted, class Codec, class Sums>
+template <class Codec, class Sums>
 void pool_packed_bags(const PackedBlock& block) {
   const PackedTable& table = block.table;
   const uint8_t* rows = table.rows;
@@ -134,7 +128,7 @@ void pool_packed_bags(const PackedBlock& block) {
   Sums sums;  // Here, so that they stay in registers.
   auto address = [=](uint32_t id) JAXREC_ALWAYS { return rows + id * row_bytes; };
   auto add = [&](int64_t position, uint32_t id) JAXREC_ALWAYS {
-    const float weight = kWeighted ? block.weights[position] : 1.0f;
+    const float weight = block.weights == nullptr ? 1.0f : block.weights[position];
     sums.add(typename Codec::Row(address(id), weight, dim), dim);
   };
   auto ask = [=](uint32_t id) JAXREC_ALWAYS { prefetch_packed<Codec>(address(id), dim); };
@@ -145,11 +139,7 @@ void pool_packed(const PackedBlock& block) {
   with_codec(block.table.code, [&](auto codec) JAXREC_ALWAYS {
     with_packed_sums<decltype(codec)>(block.table.dim, [&](auto sums) JAXREC_ALWAYS {
       typedef typename decltype(sums)::Type Sums;
-      if (block.weights != nullptr) {
-        pool_packed_bags<true, decltype(codec), Sums>(block);
-      } else {
-        pool_packed_bags<false, decltype(codec), Sums>(block);
-      }
+      pool_packed_bags<decltype(codec), Sums>(block);
     });
   });
 }

@@ -85,15 +85,20 @@ JAXREC_INLINE void pool_each_bag(const Bags& bags, uint32_t num_rows, int64_t ro
   }
 }
 
-template <bool kWeighted, class T, class Sums, class RowAt>
-void pool_bags(const PooledBlock& block, T type, Sums& sums, const RowAt& row_at) {
+// Whether bags have weights, as far as it is known when this is compiled.
+enum class Weights { kNone, kSome, kAny };
+
+template <class Sums, Weights kWeights, class T, class RowAt>
+void pool_bags(const PooledBlock& block, T type, const RowAt& row_at) {
+  Sums sums;  // Here, so that they stay in registers.
   const int64_t dim = Sums::fixed(block.table.dim);
   const int64_t row_bytes = dim * static_cast<int64_t>(sizeof(typename T::Storage));
   auto add = [&](int64_t position, uint32_t id) JAXREC_ALWAYS {
-    if (kWeighted) {
-      sums.add(type, row_at(id), Scaled{block.weights[position]}, dim);
-    } else {
+    if (kWeights == Weights::kNone) {
       sums.add(type, row_at(id), AsIs{}, dim);
+    } else {
+      const bool is_one = kWeights == Weights::kAny && block.weights == nullptr;
+      sums.add(type, row_at(id), Scaled{is_one ? 1.0f : block.weights[position]}, dim);
     }
   };
   auto ask = [&](uint32_t id) JAXREC_ALWAYS { prefetch<0>(row_at(id), row_bytes); };
@@ -102,16 +107,17 @@ void pool_bags(const PooledBlock& block, T type, Sums& sums, const RowAt& row_at
 
 void pool(const PooledBlock& block) {
   with_type(block.table.type, [&](auto type) JAXREC_ALWAYS {
-    with_sums(block.table.dim, [&](auto& sums) JAXREC_ALWAYS {
+    with_sums(block.table.dim, [&](auto sums) JAXREC_ALWAYS {
       typedef typename decltype(type)::Storage Storage;
-      with_rows<Storage>(block.table, sums.fixed(block.table.dim), [&](const auto& row_at)
-                                                                        JAXREC_ALWAYS {
-        if (block.weights != nullptr) {
-          pool_bags<true>(block, type, sums, row_at);
-        } else {
-          pool_bags<false>(block, type, sums, row_at);
-        }
-      });
+      typedef typename decltype(sums)::Type Sums;
+      const int64_t dim = Sums::fixed(block.table.dim);
+      if (block.table.rows->num_parts > 1) {
+        pool_bags<Sums, Weights::kAny>(block, type, InParts<Storage>(block.table, dim));
+      } else if (block.weights != nullptr) {
+        pool_bags<Sums, Weights::kSome>(block, type, InOnePart<Storage>(block.table, dim));
+      } else {
+        pool_bags<Sums, Weights::kNone>(block, type, InOnePart<Storage>(block.table, dim));
+      }
     });
   });
 }

@@ -71,32 +71,23 @@ struct Memory {
   }
 };
 
-// Calls work(sums) with the place where rows of `dim` elements are summed fastest.
+// A type as a value.
+template <class T>
+struct Of {
+  typedef T Type;
+};
+
+// Calls work(Of<Sums>) with the place where rows of `dim` elements are summed fastest.
 template <class Work>
 JAXREC_INLINE void with_sums(int64_t dim, const Work& work) {
   switch (dim) {
-    case 16: {
-      Registers<16 / kWidth> sums;
-      return work(sums);
-    }
-    case 32: {
-      Registers<32 / kWidth> sums;
-      return work(sums);
-    }
-    case 64: {
-      Registers<64 / kWidth> sums;
-      return work(sums);
-    }
+    case 16: return work(Of<Registers<16 / kWidth>>{});
+    case 32: return work(Of<Registers<32 / kWidth>>{});
+    case 64: return work(Of<Registers<64 / kWidth>>{});
 #if JAXREC_VECTOR_BYTES >= 32
-    case 128: {
-      Registers<128 / kWidth> sums;
-      return work(sums);
-    }
+    case 128: return work(Of<Registers<128 / kWidth>>{});
 #endif
-    default: {
-      Memory sums;
-      return work(sums);
-    }
+    default: return work(Of<Memory>{});
   }
 }
 

@@ -81,15 +81,31 @@ JAXREC_INLINE int64_t run_end(const Entry* entries, int64_t begin, int64_t count
   return low;
 }
 
+// A walk over the runs of equal rows that begin within a stretch of the sorted lookups.
+struct Walk {
+  const Entry* entries;   // All lookups,
+  int64_t count;          // and how many there are.
+  int64_t at;             // The first lookup of the next run.
+  int64_t end;            // Where the stretch ends.
+  LongRun* long_runs;     // Where runs of more than kPiece go that are left for later,
+  int64_t num_long_runs;  // and how many there were.
+};
+
+// A run that began before the stretch belongs to the one before.
+JAXREC_INLINE Walk walk_over(const Entry* entries, int64_t count, int64_t begin, int64_t end,
+                             LongRun* long_runs) {
+  while (begin > 0 && begin < end && entries[begin].row == entries[begin - 1].row) ++begin;
+  return {entries, count, begin, end, long_runs, 0};
+}
+
+// Sums the gradients of each of the next runs, of as many as `together` has room for. Where there
+// is a table, asks for the rows that will be updated. All else of an update is compiled once, not
+// for each type and length of a row.
 template <class G, class Sums>
-void update_runs(UpdateBlock& block, G type, Sums& sums) {
-  const Entry* entries = block.entries;
-  const int64_t count = block.count;
-  const Gradients gradients = block.gradients;
-  const Table table = block.table;
-  const Step step = block.step;
-  const int64_t dim = Sums::fixed(table.dim);
-  const ApplyRows apply_rows = choose_rule(table.type, step.rule);
+void sum_next_runs(const Gradients& gradients, const Table* table, const Step* step, Walk& walk,
+                   Together& together) {
+  const Entry* entries = walk.entries;
+  const int64_t count = walk.count, dim = Sums::fixed(gradients.dim);
   const int most_together = rows_together(dim);
   // Rows are read when all that are applied together have their gradients.
   const int64_t rows_ahead = kUpdatesAhead + most_together;
@@ -97,46 +113,65 @@ void update_runs(UpdateBlock& block, G type, Sums& sums) {
   auto ask = [&](int64_t i) JAXREC_ALWAYS {
     if (i + kGradientsAhead < count) ask_gradient<G>(gradients, entries[i + kGradientsAhead], dim);
     const int64_t later = i + rows_ahead;
-    if (later < count && entries[later].row != entries[later - 1].row) {
-      ask_row(table, step, entries[later].row, dim);
+    if (table != nullptr && later < count && entries[later].row != entries[later - 1].row) {
+      ask_row(*table, *step, entries[later].row, dim);
     }
   };
 
-  int64_t i = block.begin;
-  // A run that began before belongs to the stretch it began in.
-  while (i > 0 && i < block.end && entries[i].row == entries[i - 1].row) ++i;
-  for (int64_t j = i; j < i + rows_ahead && j < count; ++j) {
-    ask_row(table, step, entries[j].row, dim);
-  }
-  for (int64_t j = i; j < i + kGradientsAhead && j < count; ++j) {
-    ask_gradient<G>(gradients, entries[j], dim);
-  }
-  Together together;
+  Sums sums;
   together.count = 0;
-  while (i < block.end) {
-    const int64_t end = run_end(entries, i, count);
-    if (end - i > kPiece) {
-      block.long_runs[block.num_long_runs++] = {i, end};
+  while (walk.at < walk.end && together.count < most_together) {
+    const int64_t end = run_end(entries, walk.at, count);
+    if (end - walk.at > kPiece) {
+      walk.long_runs[walk.num_long_runs++] = {walk.at, end};
     } else {
-      add_gradients(gradients, entries, i, end, type, sums, ask);
+      add_gradients(gradients, entries, walk.at, end, G{}, sums, ask);
       sums.put(Type::kF32, together.gradients + together.count * dim, 1.0f, dim);
-      together.rows[together.count++] = entries[i].row;
-      if (together.count == most_together) {
-        apply_rows(table, step, together);
-        together.count = 0;
-      }
+      together.rows[together.count++] = entries[walk.at].row;
     }
-    i = end;
+    walk.at = end;
   }
-  if (together.count > 0) apply_rows(table, step, together);
+}
+
+typedef void (*SumNextRuns)(const Gradients&, const Table*, const Step*, Walk&, Together&);
+
+SumNextRuns choose_sums(const Gradients& gradients) {
+  SumNextRuns chosen = nullptr;
+  with_type(gradients.type, [&](auto type) {
+    with_sums(gradients.dim, [&](auto sums) {
+      chosen = sum_next_runs<decltype(type), typename decltype(sums)::Type>;
+    });
+  });
+  return chosen;
+}
+
+// Asks for the gradients that a walk begins with.
+JAXREC_INLINE void ask_first_gradients(const Gradients& gradients, const Walk& walk) {
+  const int64_t row_bytes = gradients.dim * size_of(gradients.type);
+  for (int64_t i = walk.at; i < walk.at + kGradientsAhead && i < walk.count; ++i) {
+    prefetch<0>(gradients.rows->at(bag_of(gradients, walk.entries[i].value), row_bytes), row_bytes);
+  }
 }
 
 void update(UpdateBlock& block) {
-  with_type(block.gradients.type, [&](auto gradient_type) JAXREC_ALWAYS {
-    with_sums(block.table.dim, [&](auto& sums) JAXREC_ALWAYS {
-      update_runs(block, gradient_type, sums);
-    });
-  });
+  const Gradients gradients = block.gradients;
+  const Table table = block.table;
+  const Step step = block.step;
+  const SumNextRuns sum_next = choose_sums(gradients);
+  const ApplyRows apply_rows = choose_rule(table.type, step.rule);
+  Walk walk = walk_over(block.entries, block.count, block.begin, block.end, block.long_runs);
+
+  const int64_t rows_ahead = kUpdatesAhead + rows_together(table.dim);
+  for (int64_t i = walk.at; i < walk.at + rows_ahead && i < block.count; ++i) {
+    ask_row(table, step, block.entries[i].row, table.dim);
+  }
+  ask_first_gradients(gradients, walk);
+  Together together;
+  while (walk.at < walk.end) {
+    sum_next(gradients, &table, &step, walk, together);
+    if (together.count > 0) apply_rows(table, step, together);
+  }
+  block.num_long_runs = walk.num_long_runs;
 }
 
 // Rows [begin, end) of sums become 0.
@@ -149,63 +184,40 @@ JAXREC_INLINE void clear_rows(const Rows& sums, int64_t begin, int64_t end, int6
   }
 }
 
-template <class G, class Sums>
-void sum_runs_of(SumBlock& block, G type, Sums& sums) {
-  const Entry* entries = block.entries;
+void sum_runs(SumBlock& block) {
   const Gradients gradients = block.gradients;
   const Rows& out = *block.sums;
-  const int64_t count = block.count, dim = Sums::fixed(gradients.dim);
+  const int64_t dim = gradients.dim;
+  const SumNextRuns sum_next = choose_sums(gradients);
+  Walk walk = walk_over(block.entries, block.count, block.begin, block.end, block.long_runs);
 
-  auto ask = [&](int64_t i) JAXREC_ALWAYS {
-    if (i + kGradientsAhead < count) ask_gradient<G>(gradients, entries[i + kGradientsAhead], dim);
-  };
-
-  int64_t i = block.begin;
-  // A run that began before belongs to the stretch it began in.
-  while (i > 0 && i < block.end && entries[i].row == entries[i - 1].row) ++i;
-  for (int64_t j = i; j < i + kGradientsAhead && j < count; ++j) {
-    ask_gradient<G>(gradients, entries[j], dim);
-  }
-  int64_t next = i > 0 ? entries[i - 1].row + 1 : 0;
-  while (i < block.end) {
-    const int64_t row = entries[i].row, end = run_end(entries, i, count);
-    clear_rows(out, next, row, dim);
-    if (end - i > kPiece) {
-      block.long_runs[block.num_long_runs++] = {i, end};
-    } else {
-      add_gradients(gradients, entries, i, end, type, sums, ask);
-      sums.put(Type::kF32, out.at(row, dim * 4), 1.0f, dim);
+  ask_first_gradients(gradients, walk);
+  int64_t next = walk.at > 0 ? block.entries[walk.at - 1].row + 1 : 0;
+  Together together;
+  while (walk.at < walk.end) {
+    sum_next(gradients, nullptr, nullptr, walk, together);
+    for (int r = 0; r < together.count; ++r) {
+      const int64_t row = together.rows[r];
+      clear_rows(out, next, row, dim);
+      copy(F32{}, reinterpret_cast<float*>(out.at(row, dim * 4)), together.gradients + r * dim, dim);
+      next = row + 1;
     }
-    next = row + 1;
-    i = end;
   }
-  if (block.end == count) clear_rows(out, next, block.num_rows, dim);
-}
-
-void sum_runs(SumBlock& block) {
-  with_type(block.gradients.type, [&](auto type) JAXREC_ALWAYS {
-    with_sums(block.gradients.dim, [&](auto& sums) JAXREC_ALWAYS {
-      sum_runs_of(block, type, sums);
-    });
-  });
-}
-
-template <class G, class Sums>
-void sum_entries(const Gradients& gradients, const Entry* entries, int64_t begin, int64_t end,
-                 float* out, G type, Sums& sums) {
-  auto ask = [&](int64_t i) JAXREC_ALWAYS {
-    if (i + kGradientsAhead < end) ask_gradient<G>(gradients, entries[i + kGradientsAhead], gradients.dim);
-  };
-  add_gradients(gradients, entries, begin, end, type, sums, ask);
-  sums.put(Type::kF32, out, 1.0f, Sums::fixed(gradients.dim));
+  // The rows of long runs are written later.
+  if (walk.at > 0) {
+    const int64_t last = block.entries[walk.at - 1].row;
+    clear_rows(out, next, last, dim);
+    next = last + 1;
+  }
+  if (block.end == block.count) clear_rows(out, next, block.num_rows, dim);
+  block.num_long_runs = walk.num_long_runs;
 }
 
 void sum(const Gradients& gradients, const Entry* entries, int64_t begin, int64_t end, float* out) {
-  with_type(gradients.type, [&](auto type) JAXREC_ALWAYS {
-    with_sums(gradients.dim, [&](auto& sums) JAXREC_ALWAYS {
-      sum_entries(gradients, entries, begin, end, out, type, sums);
-    });
-  });
+  Walk walk = {entries, end, begin, end, nullptr, 0};
+  Together together;
+  choose_sums(gradients)(gradients, nullptr, nullptr, walk, together);
+  copy(F32{}, out, together.gradients, gradients.dim);
 }
 
 void add_rows(const float* rows, int64_t count, int64_t dim, float* out) {
