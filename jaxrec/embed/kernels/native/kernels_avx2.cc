@@ -2,6 +2,7 @@
 #include "kernels.h"
 
 #if defined(__x86_64__)
+#include "machine.h"
 
 #if defined(__clang__)
 #include <immintrin.h>
@@ -24,9 +25,7 @@
 
 namespace jaxrec {
 const Kernels* avx2_kernels() {
-  bool has = __builtin_cpu_supports("avx2") &&
-             __builtin_cpu_supports("fma") &&
-             __builtin_cpu_supports("f16c");
+  const bool has = has_instructions(bit_FMA | bit_F16C, bit_AVX2, kYmm);
   return has ? &avx2::kKernels : nullptr;
 }
 }  // namespace jaxrec

@@ -2,6 +2,7 @@
 #include "kernels.h"
 
 #if defined(__x86_64__)
+#include "machine.h"
 
 #if defined(__clang__)
 #include <immintrin.h>
@@ -24,12 +25,8 @@
 
 namespace jaxrec {
 const Kernels* avx512_kernels() {
-  bool has = __builtin_cpu_supports("avx512f") &&
-             __builtin_cpu_supports("avx512bw") &&
-             __builtin_cpu_supports("avx512dq") &&
-             __builtin_cpu_supports("avx512vl") &&
-             __builtin_cpu_supports("fma") &&
-             __builtin_cpu_supports("f16c");
+  const unsigned sets = bit_AVX512F | bit_AVX512BW | bit_AVX512DQ | bit_AVX512VL;
+  const bool has = has_instructions(bit_FMA | bit_F16C, sets, kZmm);
   return has ? &avx512::kKernels : nullptr;
 }
 }  // namespace jaxrec
