@@ -131,7 +131,8 @@ def _topology(options: PlanOptions) -> Topology:
     except ValueError as error:
         raise ConfigError(str(error)) from None
     if options.memory is not None:
-        topology = dataclasses.replace(topology, memory=int(options.memory * 1e9))
+        memory = int(options.memory * 1e9)
+        topology = dataclasses.replace(topology, memory=memory, device_memory=())
     return topology
 
 

@@ -173,22 +173,32 @@ def _parts(
 ) -> Iterator[tuple[Owner, tuple[int, int]]]:
     """Iterate over owners with the first of their part of a count, and the one after its last.
 
-    Owners whose part is empty are left out.
-
-    Args:
-        owners: The owners.
-        count: The count.
-        shares: Relative size of each part; empty: equal sizes, the first parts may have one more.
+    Owners whose part is empty are left out; for ``shares`` see `part_sizes`.
     """
-    if shares:
-        sums = list(itertools.accumulate(map(Fraction, shares), initial=Fraction(0)))
-        starts = [math.floor(count * each / sums[-1] + Fraction(1, 2)) for each in sums]
-    else:
-        size, more = divmod(count, len(owners))
-        starts = [part * size + min(part, more) for part in range(len(owners) + 1)]
-    for owner, (start, stop) in zip(owners, itertools.pairwise(starts), strict=True):
+    sizes = part_sizes(count, len(owners), shares).tolist()
+    bounds = itertools.pairwise(itertools.accumulate(sizes, initial=0))
+    for owner, (start, stop) in zip(owners, bounds, strict=True):
         if start < stop:
             yield owner, (start, stop)
+
+
+def part_sizes(count: int, parts: int, shares: Sequence[float] = ()) -> np.ndarray:
+    """Return the sizes of the parts of a count, ``[parts]``.
+
+    Args:
+        count: The count.
+        parts: Number of parts.
+        shares: Relative size of each part; empty: equal sizes, the first parts may have one more.
+
+    Example:
+        >>> part_sizes(10, 4).tolist(), part_sizes(10, 3, (2, 1, 1)).tolist()
+        ([3, 3, 2, 2], [5, 3, 2])
+    """
+    if not shares:
+        size, more = divmod(count, parts)
+        return size + (np.arange(parts) < more)
+    sums = list(itertools.accumulate(map(Fraction, shares), initial=Fraction(0)))
+    return np.diff([math.floor(count * each / sums[-1] + Fraction(1, 2)) for each in sums])
 
 
 def data_parallel() -> Placement:

@@ -30,6 +30,7 @@ class DeviceEstimate:
         waits: Seconds that it waits for slower devices.
         shards: Number of shards by sharding type.
         stored_bytes: Bytes of row stores that its host keeps, by storage.
+        memory: Bytes that it has; None: `Estimate.capacity`.
     """
 
     device: int
@@ -38,6 +39,7 @@ class DeviceEstimate:
     waits: float
     shards: dict[str, int]
     stored_bytes: dict[str, float]
+    memory: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,7 +111,7 @@ class Estimate:
         devices: Each device.
         tables: Each table.
         groups: Each group of tables that travel together.
-        capacity: Bytes of a device.
+        capacity: Bytes of a device, of the one with the least.
     """
 
     seconds: float
@@ -243,6 +245,7 @@ def _device_estimates(
     fixed_bytes: Mapping[str, float],
 ) -> tuple[DeviceEstimate, ...]:
     num_devices = problem.topology.num_devices
+    memory = problem.topology.device_memory or (None,) * num_devices
     shards: list[Counter[str]] = [Counter() for _ in range(num_devices)]
     for placed in chosen.values():
         for option, sites in placed:
@@ -278,6 +281,7 @@ def _device_estimates(
             max(0.0, step - float(total[device])),
             dict(shards[device]),
             dict(totals.stored),
+            memory[device],
         )
         for device in range(num_devices)
     )
@@ -293,7 +297,9 @@ def _table_estimate(
         costs = problem.costs[group]
         counts = np.zeros((len(LOADS), num_devices))
         for site in sites:
-            np.add.at(counts.T, np.array(option.sites[site]), option.load.stacked.T)
+            devices = np.array(option.sites[site])
+            load = option.load.stacked * problem.weights[:, devices]
+            np.add.at(counts.T, devices, load.T)
         slowest = totals.stacked[:, group].argmax(axis=1)
         added = Load(*counts[np.arange(len(LOADS)), slowest, None])
         empty = np.maximum(option.round_capacity - added.exchanged, 0)

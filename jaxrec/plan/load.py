@@ -14,7 +14,8 @@ class Load:
 
     Attributes:
         exchanged: Rows that a device reads for all devices. With the exchange by rows, each device
-            asks for a row once; with the others, for each lookup.
+            asks for a row once; with the others, for each lookup. Each is a position in a message.
+        gathered: The same rows, as they are gathered from the device's memory.
         updated: Rows that it updates.
         ids: Positions for the ids of all devices, whose bags it pools, padding included.
         bags: Bags of all devices that it pools.
@@ -22,6 +23,7 @@ class Load:
     """
 
     exchanged: np.ndarray
+    gathered: np.ndarray
     updated: np.ndarray
     ids: np.ndarray
     bags: np.ndarray
@@ -29,12 +31,12 @@ class Load:
 
     @functools.cached_property
     def stacked(self) -> np.ndarray:
-        """All counts in one array, ``[5, ...]``."""
+        """All counts in one array, ``[6, ...]``."""
         return np.stack([getattr(self, name) for name in LOADS])
 
     @classmethod
     def unstack(cls, stacked: np.ndarray) -> Load:
-        """Return the load whose counts are views of one array, ``[5, ...]``."""
+        """Return the load whose counts are views of one array, ``[6, ...]``."""
         load = cls(*stacked)
         load.__dict__["stacked"] = stacked
         return load

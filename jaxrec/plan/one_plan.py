@@ -26,7 +26,7 @@ def with_least_memory(topology: Topology) -> Topology:
     if jax.process_count() == 1:
         return topology
     least = min(map(int, gather_texts(str(topology.memory))))
-    return dataclasses.replace(topology, memory=least)
+    return dataclasses.replace(topology, memory=least, device_memory=())
 
 
 def plan_once(

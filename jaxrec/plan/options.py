@@ -10,6 +10,7 @@ import numpy as np
 from jaxrec.embed.config import MAX_ROWS
 from jaxrec.mesh.exchange import (
     BAGS,
+    DEFAULT_CAPACITY_FACTOR,
     POOLED,
     POOLED_BY_HOST,
     REPLICATED,
@@ -18,7 +19,7 @@ from jaxrec.mesh.exchange import (
     choose_exchange,
 )
 from jaxrec.mesh.layout import cut_of, slice_widths
-from jaxrec.mesh.placement import Placement
+from jaxrec.mesh.placement import Placement, part_sizes
 from jaxrec.mesh.precision import Precision
 from jaxrec.mesh.shards import MeshShape, Shard
 from jaxrec.plan.constraints import EXCHANGES, SHARDING_TYPES, ParameterConstraints
@@ -55,6 +56,7 @@ class ShardingOption:
         round_capacity: Positions in a round of the exchange, for all parts.
         load: Load of one part's shards, ``[devices of a site]``.
         stored_bytes: Bytes that each host keeps in the row store of the table, all of its rows.
+        shares: Relative number of rows on each device of a site; empty: equal.
     """
 
     table: str
@@ -70,6 +72,7 @@ class ShardingOption:
     round_capacity: float
     load: Load
     stored_bytes: float
+    shares: tuple[float, ...] = ()
 
     @property
     def storage(self) -> str:
@@ -106,7 +109,7 @@ def to_placement(option: ShardingOption, sites: Sequence[int], topology: Topolog
             places = devices
         case _:
             places = tuple(device // topology.devices_per_host for device in devices)
-    return Placement(option.sharding_type, places, option.exchange)
+    return Placement(option.sharding_type, places, option.exchange, option.shares)
 
 
 def enumerate_options(
@@ -175,6 +178,8 @@ def consider_options(
             if isinstance(splits, str):
                 reasons.append(f"{sharding_type}: {splits}")
                 continue
+            if sharding_type == "row_wise" and storage.cache is None:
+                splits = [*splits, *_uneven(splits[0], topology)]
             for split in splits:
                 exchanges = _exchanges(split, workload, held, allowed.mesh, constraint)
                 if isinstance(exchanges, str):
@@ -184,8 +189,7 @@ def consider_options(
                     group = Group.of(
                         workload, workload.dim // split.column_parts, exchange, precision
                     )
-                    size, larger = divmod(held, split.row_parts)
-                    rows = size + (np.arange(split.row_parts) < larger)
+                    rows = part_sizes(held, split.row_parts, split.shares)
                     options.append(_option(workload, topology, split, group, storage, rows))
     return options, reasons
 
@@ -224,6 +228,7 @@ class _Split:
         column_parts: Number of cuts of the columns, over all parts.
         row_parts: Number of cuts of the rows of each.
         sites: Possible sites of a part.
+        shares: Relative number of rows of each row part; empty: equal.
     """
 
     sharding_type: str
@@ -231,6 +236,7 @@ class _Split:
     column_parts: int
     row_parts: int
     sites: tuple[tuple[int, ...], ...]
+    shares: tuple[float, ...] = ()
 
 
 def _splits(
@@ -302,6 +308,30 @@ def _rotations(workload: TableWorkload, devices: tuple[int, ...]) -> tuple[tuple
     return tuple(devices[-k:] + devices[:-k] for k in range(0, count, step))
 
 
+def _uneven(split: _Split, topology: Topology) -> list[_Split]:
+    """Return splits that give faster devices more of a table's rows; none where all are alike.
+
+    Rows are in proportion to the speeds, and in the proportions next to these of which no device
+    has more rows than one round of the exchange of rows has capacity for.
+    """
+    speeds = np.array(topology.relative_speeds)[list(split.sites[0])]
+    shares = speeds / speeds.sum()
+    if speeds.max() == speeds.min():
+        return []
+    even, most = 1 / len(shares), 0.999 * DEFAULT_CAPACITY_FACTOR / topology.num_devices
+    every = [speeds]
+    if even < most < shares.max():
+        every.append(even + (shares - even) * (most - even) / (shares.max() - even))
+    return [
+        dataclasses.replace(
+            split,
+            sites=split.sites[:1],
+            shares=tuple(round(float(share / each.min()), 3) for share in each),
+        )
+        for each in every
+    ]
+
+
 def _exchanges(
     split: _Split,
     workload: TableWorkload,
@@ -314,7 +344,8 @@ def _exchanges(
         return (REPLICATED,)
     optimizer = workload.optimizer
     # Arrays have one shape on all devices.
-    rows, num_devices = -(-held_rows // split.row_parts), mesh.num_devices
+    rows = int(part_sizes(held_rows, split.row_parts, split.shares).max())
+    num_devices = mesh.num_devices
     if rows * num_devices > MAX_ROWS:
         return (
             f"{rows:,} rows on a device x {num_devices} devices = {rows * num_devices:,}, more row "
@@ -407,4 +438,5 @@ def _option(
         round_capacity=columns * costs.round_capacity(workload),
         load=load if shards == 1 else Load.unstack(load.stacked.repeat(shards, axis=1)),
         stored_bytes=storage.stored_bytes,
+        shares=split.shares,
     )

@@ -94,8 +94,9 @@ def place_parts(
     sites = np.array(option.sites)
     chosen: list[int] = []
     for _ in range(option.parts):
-        # The group's load with the part on each of the sites, [5, sites, devices of one].
-        loads = totals.stacked[:, group][:, sites] + option.load.stacked[:, None]
+        # The group's load with the part on each of the sites, [6, sites, devices of one].
+        part = option.load.stacked[:, None] * problem.weights[:, sites]
+        loads = totals.stacked[:, group][:, sites] + part
         after, before = loads.max(axis=2), totals.stacked[:, group].max(axis=1)
         growth = np.maximum(after - before[:, None], 0)
         # Rows that fill positions of a round that is moved anyway take less.

@@ -17,6 +17,8 @@ from jaxrec.plan.load import LOADS, Load
 from jaxrec.plan.options import ShardingOption
 from jaxrec.plan.topology import Topology
 
+# Counts that a faster device takes less time for.
+_BY_SPEED = ("gathered", "updated")
 # One of each count at a time.
 _UNITS = Load(*np.eye(len(LOADS)))
 
@@ -69,13 +71,31 @@ class Problem:
         return tuple(make_costs(group, self.topology) for group in self.groups)
 
     @functools.cached_property
+    def weights(self) -> np.ndarray:
+        """Time that each device takes over that of the slowest for a count, ``[6, devices]``."""
+        weights = np.ones((len(LOADS), self.topology.num_devices))
+        weights[[LOADS.index(name) for name in _BY_SPEED]] /= self.topology.relative_speeds
+        return weights
+
+    @functools.cached_property
+    def widths(self) -> np.ndarray:
+        """Number of slowest devices that do as much of a count as all devices do, ``[6]``."""
+        return (1 / self.weights).sum(axis=1)
+
+    @functools.cached_property
     def unit_seconds(self) -> np.ndarray:
-        """Seconds for one of each count of `Load`, ``[5, groups]``."""
-        return np.stack([costs.perf(_UNITS).total for costs in self.costs], axis=1)
+        """Seconds for one of each count of `Load` on the slowest device, ``[6, groups]``."""
+        seconds = np.stack([costs.perf(_UNITS).total for costs in self.costs], axis=1)
+        if (self.weights == 1).all():
+            # Where devices are alike, one count stands for both.
+            exchanged, gathered = map(LOADS.index, ("exchanged", "gathered"))
+            seconds[exchanged] += seconds[gathered]
+            seconds[gathered] = 0
+        return seconds
 
     @functools.cached_property
     def unit_bytes(self) -> np.ndarray:
-        """Bytes for one of each count of `Load`, ``[5, groups]``."""
+        """Bytes for one of each count of `Load`, ``[6, groups]``."""
         return np.stack([costs.bytes(_UNITS) for costs in self.costs], axis=1)
 
     @functools.cached_property
@@ -99,7 +119,8 @@ class Totals:
 
     Attributes:
         problem: The problem.
-        stacked: The load by group and device, ``[5, groups, devices]``.
+        stacked: The load by group and device, ``[6, groups, devices]``, each count times the
+            weight that it has on the device.
         round_capacity: Positions in a round of the exchange, ``[groups]``.
         members: Number of options, ``[groups]``.
         home: Seconds on every device.
@@ -157,7 +178,8 @@ class Totals:
     def add_part(self, option: ShardingOption, site: int, sign: int = 1) -> None:
         """Add the load of one part on a site."""
         group, devices = self.problem.groups[option.group], np.array(option.sites[site])
-        np.add.at(self.stacked[:, group].T, devices, sign * option.load.stacked.T)
+        load = sign * option.load.stacked * self.problem.weights[:, devices]
+        np.add.at(self.stacked[:, group].T, devices, load.T)
 
     @property
     def slowest(self) -> Load:

@@ -254,26 +254,25 @@ class Program:
         decided: np.ndarray,
     ) -> None:
         """Constrain ``most`` to be no less than any device's load, and than the average."""
-        num_devices = self.problem.topology.num_devices
+        weights, width = self.problem.weights[count], self.problem.widths[count]
         members = [member for table in tables for member in table]
         average = [
-            (y, -unit * o.parts * float(o.load.stacked[count].sum()) / num_devices)
-            for o, y, _ in members
+            (y, -unit * o.parts * float(o.load.stacked[count].sum()) / width) for o, y, _ in members
         ]
-        self.constraint([(most, 1.0), *average], low=float(decided.mean()))
+        self.constraint([(most, 1.0), *average], low=float((decided / weights).sum() / width))
         self._add_largest(most, tables, count, unit)
         if not self.with_sites:
             if decided.max() > 0:
                 self.constraint([(most, 1.0)], low=float(decided.max()))
             return
-        by_device: list[list[tuple[int, float]]] = [[] for _ in range(num_devices)]
+        by_device: list[list[tuple[int, float]]] = [[] for _ in weights]
         for option, y, sites in members:
             for site, x in enumerate(sites or [y]):
                 for device, load in zip(
                     option.sites[site], option.load.stacked[count], strict=True
                 ):
                     if load:
-                        by_device[device].append((x, -unit * float(load)))
+                        by_device[device].append((x, -unit * float(load * weights[device])))
         for device, terms in enumerate(by_device):
             if terms or decided[device]:
                 self.constraint([(most, 1.0), *terms], low=float(decided[device]))
@@ -281,7 +280,8 @@ class Program:
     def _add_largest(
         self, most: int, tables: Sequence[Sequence[Member]], count: int, unit: float
     ) -> None:
-        """Constrain ``most`` to be no less than the largest part's load."""
+        """Constrain ``most`` to be no less than the largest part's load, on the fastest device."""
+        unit *= float(self.problem.weights[count].min())
         loads = [
             [unit * float(o.load.stacked[count].max()) for o, _, _ in table] for table in tables
         ]
@@ -305,6 +305,7 @@ class Program:
     ) -> None:
         """Constrain ``most`` by counts: some device has ``n / D`` of ``n`` parts, rounded up."""
         num_devices = self.problem.topology.num_devices
+        unit *= float(self.problem.weights[count].min())
         members = [(option, y) for table in tables for option, y, _ in table]
         loads = {
             float(load) for option, _ in members for load in option.load.stacked[count] if load

@@ -30,7 +30,7 @@ def rate_alone(problem: Problem, option: ShardingOption) -> float:
 
 def rate_spread(problem: Problem, option: ShardingOption) -> float:
     """Return the seconds of an option if other tables balanced it over all devices."""
-    load = option.parts * option.load.stacked.sum(axis=1) / problem.topology.num_devices
+    load = option.parts * option.load.stacked.sum(axis=1) / problem.widths
     return _rate(problem, option, load)
 
 

@@ -101,7 +101,7 @@ def _devices(estimate: Estimate) -> tuple[list[str], list[list[str]]]:
                 format_bytes(held["tables"]),
                 format_bytes(held["padding"]),
                 format_bytes(other),
-                format_bytes(max(0.0, estimate.capacity - sum(held.values()))),
+                format_bytes(max(0.0, (device.memory or estimate.capacity) - sum(held.values()))),
                 *(format_seconds(device.seconds[phase]) for phase in _phases(estimate)),
                 format_seconds(device.waits),
                 " ".join(f"{_SHORT[kind]}:{n}" for kind, n in sorted(device.shards.items())),

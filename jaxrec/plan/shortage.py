@@ -142,7 +142,7 @@ def _binding(shortage: Shortage, fits: Fits, deadline: float) -> Iterator[str]:
 
 def _changes(shortage: Shortage, fits: Fits, deadline: float) -> Iterator[str]:
     """Name the smallest changes with which a plan fits."""
-    topology = shortage.topology
+    topology = shortage.topology.slowest
     if (more := _more_devices(topology, fits, deadline)) is not None:
         yield f"{_devices(more)}"
     if time.monotonic() >= deadline:
@@ -184,7 +184,7 @@ def _more_devices(topology: Topology, fits: Fits, deadline: float) -> Topology |
     """Return the fewest devices that are enough: more on the one host, else more hosts."""
 
     def of(hosts: int, each: int) -> Topology:
-        return dataclasses.replace(topology, hosts=hosts, devices_per_host=each)
+        return dataclasses.replace(topology.slowest, hosts=hosts, devices_per_host=each)
 
     each = topology.devices_per_host
     if topology.hosts == 1:

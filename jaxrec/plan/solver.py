@@ -71,9 +71,10 @@ def solve(problem: Problem, incumbent: Solution | None, *, time_limit: float, ga
 def is_small(problem: Problem) -> bool:
     """Return whether the whole program is small enough for `solve`."""
     variables = nonzeros = 0
+    is_counted = (problem.unit_seconds + problem.unit_bytes).any(axis=1)
     for options in problem.options:
         for option in options:
             sites = len(option.sites)
             variables += 1 + (sites if sites > 1 else 0)
-            nonzeros += int(np.count_nonzero(option.load.stacked)) * sites
+            nonzeros += int(np.count_nonzero(option.load.stacked[is_counted])) * sites
     return variables <= MAX_VARIABLES and nonzeros <= MAX_NONZEROS

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import pathlib
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jax.sharding import Mesh
@@ -18,17 +19,21 @@ from jaxrec.plan.rates import Links, Rate
 
 _RATES = ("gather", "update", "sort", "copy", "assign", "host_moves", "store_moves")
 _SIZES = ("hosts", "devices_per_host", "memory", "host_memory", "disk", "granule")
+# Fields that only topologies have whose devices differ.
+_DIFFERENCES = ("device_memory", "device_speed")
+# Rates of a device's own memory and arithmetic.
+_DEVICE_RATES = ("gather", "update", "sort", "copy")
 
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
-    """Devices of one kind on hosts of one kind.
+    """Devices on hosts of one kind, all alike or of different memory and speed.
 
     Attributes:
         name: Name of the machine.
         hosts: Number of hosts.
         devices_per_host: Number of devices on each, joined by fast links.
-        memory: Bytes of each device.
+        memory: Bytes of each device; where ``device_memory`` is given, of the one with the least.
         host_memory: Bytes of each host.
         disk: Bytes of each host's local disks.
         gather: Reads of random rows, written one after the other; an item is a row, bytes are the
@@ -45,9 +50,16 @@ class Topology:
             bytes are those of the row and its optimizer state.
         store_moves: The same moves for a row store on disk.
         granule: Smallest read of memory in bytes; a narrower row takes as long.
+        device_memory: Bytes of each device, or of the devices of each host, where they differ;
+            empty: ``memory``. Arrays have equal parts on all devices, so that plans fit the device
+            with the least.
+        device_speed: Speed of each device, or of the devices of each host, where they differ;
+            empty: 1. A device of speed 2 gathers, updates, sorts and copies in half of the time
+            that the rates say for an item or a byte.
 
     Raises:
-        ValueError: If a size is not positive.
+        ValueError: If a size or a speed is not positive, or there are not as many as devices or
+            hosts.
 
     Example:
         >>> topology = Topology.named("h100", devices=16)
@@ -71,16 +83,63 @@ class Topology:
     host_memory: int = 0
     disk: int = 0
     granule: int = 64
+    device_memory: tuple[int, ...] = ()
+    device_speed: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         for field in ("hosts", "devices_per_host", "memory", "granule"):
             value = getattr(self, field)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"topology: {field} is an integer of 1 or more, got {value!r}")
+        for field in _DIFFERENCES:
+            object.__setattr__(self, field, self._of_devices(field))
+        for value in self.device_memory:
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(
+                    f"topology: device_memory is bytes, integers of 1 or more, got {value!r}"
+                )
+        for speed in self.device_speed:
+            is_number = isinstance(speed, int | float) and not isinstance(speed, bool)
+            if not is_number or not 0 < speed < math.inf:
+                raise ValueError(f"topology: device_speed is numbers above 0, got {speed!r}")
+        if self.device_memory:
+            object.__setattr__(self, "memory", min(self.device_memory))
+
+    def _of_devices(self, field: str) -> tuple[Any, ...]:
+        """Return the values of a field for each device, given for devices or for hosts."""
+        values = getattr(self, field)
+        if isinstance(values, str) or not isinstance(values, Sequence):
+            raise ValueError(f"topology: {field} is a sequence of numbers, got {values!r}")
+        if len(values) not in (0, self.num_devices, self.hosts):
+            raise ValueError(
+                f"topology: {field} has {len(values)} numbers for {self.hosts} hosts of "
+                f"{self.devices_per_host} devices; give one for each device or for each host"
+            )
+        each = self.devices_per_host if len(values) == self.hosts else 1
+        return tuple(value for value in values for _ in range(each))
 
     @property
     def num_devices(self) -> int:
         return self.hosts * self.devices_per_host
+
+    @property
+    def relative_speeds(self) -> tuple[float, ...]:
+        """Speed of each device over that of the slowest."""
+        slowest = min(self.device_speed, default=1)
+        return tuple(speed / slowest for speed in self.device_speed) or (1.0,) * self.num_devices
+
+    @property
+    def slowest(self) -> Topology:
+        """As many devices that are all alike, with the least memory and the least speed."""
+        if not self.device_memory and not self.device_speed:
+            return self
+        speed = min(self.device_speed, default=1)
+        rates = {
+            name: dataclasses.replace(rate, item=rate.item / speed, byte=rate.byte / speed)
+            for name in _DEVICE_RATES
+            for rate in (getattr(self, name),)
+        }
+        return dataclasses.replace(self, device_memory=(), device_speed=(), **rates)
 
     @classmethod
     def named(cls, machine: str, *, devices: int, devices_per_host: int | None = None) -> Topology:
@@ -148,6 +207,66 @@ class Topology:
             host_memory=_host_memory() or topology.host_memory,
         )
 
+    @classmethod
+    def joined(cls, parts: Sequence[Topology]) -> Topology:
+        """Return one cluster of several, such as hosts of an older and of a newer machine.
+
+        The hosts are numbered part by part. Collectives, hosts and the time to start a kernel are
+        those of the slowest part. A part's speed is the time to gather a row of 256 bytes on the
+        slowest part, over that on its own.
+
+        Args:
+            parts: The clusters.
+
+        Raises:
+            ValueError: If there are none, or their hosts differ in the number of devices.
+
+        Example:
+            >>> a100, h100 = (Topology.named(name, devices=8) for name in ("a100", "h100"))
+            >>> both = Topology.joined([a100, h100])
+            >>> both.name, both.hosts, [round(speed, 2) for speed in both.device_speed[6:10]]
+            ('a100 + h100', 2, [1.0, 1.0, 1.64, 1.64])
+        """
+        counts = {part.devices_per_host for part in parts}
+        if len(counts) != 1:
+            raise ValueError(
+                "a cluster is joined of hosts that all have as many devices, got "
+                f"{[part.devices_per_host for part in parts]} on the hosts of its parts"
+            )
+        rates: dict[str, Any] = {
+            name: _slowest([getattr(part, name) for part in parts]) for name in _RATES
+        }
+        for name in ("within", "between"):
+            links = [getattr(part, name) for part in parts]
+            kinds = [field.name for field in dataclasses.fields(Links)]
+            rates[name] = Links(
+                **{kind: _slowest([getattr(each, kind) for each in links]) for kind in kinds}
+            )
+
+        def gather_row(rate: Rate) -> float:
+            return rate.seconds(calls=0, items=1, bytes=256)
+
+        return cls(
+            " + ".join(dict.fromkeys(part.name for part in parts)),
+            hosts=sum(part.hosts for part in parts),
+            devices_per_host=counts.pop(),
+            memory=min(part.memory for part in parts),
+            host_memory=min(part.host_memory for part in parts),
+            disk=min(part.disk for part in parts),
+            granule=max(part.granule for part in parts),
+            device_memory=tuple(
+                memory
+                for part in parts
+                for memory in part.device_memory or (part.memory,) * part.num_devices
+            ),
+            device_speed=tuple(
+                speed * gather_row(rates["gather"]) / gather_row(part.gather)
+                for part in parts
+                for speed in part.device_speed or (1.0,) * part.num_devices
+            ),
+            **rates,
+        )
+
     def with_devices(self, devices: int, devices_per_host: int | None = None) -> Topology:
         """Return a cluster of these machines with another number of devices.
 
@@ -157,14 +276,28 @@ class Topology:
                 they are fewer.
 
         Raises:
-            ValueError: If the devices do not fill whole hosts.
+            ValueError: If the devices do not fill whole hosts, or the topology says how its devices
+                differ, and they are others.
         """
         hosts, each = _hosts(devices, devices_per_host, self.devices_per_host)
+        if (hosts, each) == (self.hosts, self.devices_per_host):
+            return self
+        if self.device_memory or self.device_speed:
+            raise ValueError(
+                f"the topology says how {self.hosts} hosts of {self.devices_per_host} devices "
+                f"differ, and cannot be that of {hosts} hosts of {each}; plan for its "
+                f"{self.num_devices} devices"
+            )
         return dataclasses.replace(self, hosts=hosts, devices_per_host=each)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the topology as JSON has it."""
-        return dataclasses.asdict(self)
+        fields = dataclasses.asdict(self)
+        return {
+            name: list(value) if name in _DIFFERENCES else value
+            for name, value in fields.items()
+            if name not in _DIFFERENCES or value
+        }
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> Topology:
@@ -179,7 +312,9 @@ class Topology:
                 "the topology was measured before moves of cached rows were; measure it again by "
                 "`jaxrec plan --calibrate`"
             )
-        if problem := known.symmetric_difference(fields):
+        if problem := (known - set(_DIFFERENCES)).symmetric_difference(set(fields)) - set(
+            _DIFFERENCES
+        ):
             what = "has no" if sorted(problem)[0] in known else "has an unknown"
             raise ValueError(f"the topology {what} field {sorted(problem)[0]!r}")
         values: dict[str, Any] = dict(fields)
@@ -222,6 +357,12 @@ def _hosts(devices: int, devices_per_host: int | None, usual: int) -> tuple[int,
             f"{devices} devices do not fill hosts of {each}; give devices_per_host a divisor"
         )
     return devices // each, each
+
+
+def _slowest(rates: Sequence[Rate]) -> Rate:
+    """Return the rate that takes the most of several, by call, by item and by byte."""
+    names = [field.name for field in dataclasses.fields(Rate)]
+    return Rate(**{name: max(getattr(rate, name) for rate in rates) for name in names})
 
 
 def _device_memory(device: Any, per_host: int) -> int | None:

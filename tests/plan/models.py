@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import numpy as np
@@ -79,6 +80,7 @@ def problem_of(
     exchanges=None,
     storages=("device",),
     decided=(),
+    speeds=(),
 ):
     """Tables ``(rows, dim, pooling)`` on few devices, some decided to have their first option."""
     tables = [
@@ -92,6 +94,7 @@ def problem_of(
         for i, (_, _, pooling) in enumerate(shapes)
     }
     topology = Topology.named("h100", devices=hosts * each, devices_per_host=each)
+    topology = dataclasses.replace(topology, device_speed=speeds)
     workloads = measure_workloads(
         read_model(tables),
         batch_size=512 * hosts * each,

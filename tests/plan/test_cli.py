@@ -56,6 +56,22 @@ def test_a_file_of_devices_and_one_of_statistics_are_read(capsys, model, tmp_pat
     assert "8,192" in user
 
 
+def test_a_file_of_devices_that_differ_is_read(capsys, model, tmp_path):
+    machines = [Topology.named(name, devices=4) for name in ("a100", "h200")]
+    Topology.joined(machines).save(tmp_path / "mixed.json")
+    given = (model, "--topology", tmp_path / "mixed.json", "--devices", 8, "--devices-per-host", 4)
+    code, text, _ = run(capsys, *given)
+    assert code == 0
+    assert "of 80.00 GB on each device" in text
+    code, text, _ = run(capsys, *given, "--memory", 20)
+    assert code == 0
+    assert "of 20.00 GB on each device" in text
+    code, _, error = run(capsys, *given[:3], "--devices", 4)
+    assert code == 2
+    assert "2 hosts of 4 devices differ" in error
+    assert "plan for its 8 devices" in error
+
+
 def test_storages_are_asked_for(capsys, model, tmp_path):
     tight = ("--devices", 1, "--memory", 1.5, "--batch-size", 512)
     code, _, error = run(capsys, model, *tight)

@@ -8,7 +8,7 @@ from jaxrec.plan.load import LOADS, Load
 
 
 def test_fields_are_stacked_in_their_order_and_back():
-    arrays = np.arange(10.0).reshape(5, 2)
+    arrays = np.arange(12.0).reshape(6, 2)
     load = Load(*arrays)
     np.testing.assert_array_equal(load.stacked, arrays)
     for index, name in enumerate(LOADS):
@@ -16,7 +16,7 @@ def test_fields_are_stacked_in_their_order_and_back():
 
 
 def test_fields_are_views_of_the_array_that_they_were_made_of():
-    arrays = np.zeros((5, 3))
+    arrays = np.zeros((6, 3))
     load = Load(*arrays)
     arrays[LOADS.index("ids")] += 1
     np.testing.assert_array_equal(load.ids, 1)

@@ -26,12 +26,15 @@ from tests.plan.models import problem_of
 BAG, PER_ID = jaxrec.EmbeddingBagConfig, jaxrec.EmbeddingConfig
 
 
-def options_of(table, constraints=None, *, hosts=2, devices_per_host=4, storages=("device",)):
+def options_of(
+    table, constraints=None, *, hosts=2, devices_per_host=4, storages=("device",), speeds=()
+):
     """The options of one table on a mesh, with the devices."""
     constraints = constraints or ParameterConstraints()
     topology = Topology.named(
         "h100", devices=hosts * devices_per_host, devices_per_host=devices_per_host
     )
+    topology = dataclasses.replace(topology, device_speed=speeds)
     (work,) = measure_workloads(
         read_model([table]),
         batch_size=64 * topology.num_devices,
@@ -233,13 +236,18 @@ def test_storages_other_than_the_device_come_only_when_asked_for():
 
 
 @pytest.mark.parametrize("optimizer", [optim.sgd(0.1), optim.rowwise_adagrad()])
-@pytest.mark.parametrize(("hosts", "each"), [(1, 1), (1, 4), (2, 2), (3, 2)])
-def test_loads_are_those_of_the_blocks_that_are_laid_out(hosts, each, optimizer):
+@pytest.mark.parametrize(
+    ("hosts", "each", "speeds"),
+    [(1, 1, ()), (1, 4, ()), (2, 2, ()), (3, 2, ()), (1, 4, (7, 2, 1, 3)), (2, 2, (1, 1.2))],
+)
+def test_loads_are_those_of_the_blocks_that_are_laid_out(hosts, each, speeds, optimizer):
     """Rows held, of every option, beside the arrays of `jaxrec.mesh`."""
     table = BAG("a", 1001, 96, optimizer=optimizer)
+    constraint = ParameterConstraints(min_column_width=16)
     every, topology = options_of(
-        table, ParameterConstraints(min_column_width=16), hosts=hosts, devices_per_host=each
+        table, constraint, hosts=hosts, devices_per_host=each, speeds=speeds
     )
+    assert any(option.shares for option in every) == bool(speeds)
     tables = layout_tables([table], optim.sgd(0.1))
     for option in every:
         sites = list(range(option.parts))
@@ -257,6 +265,28 @@ def test_loads_are_those_of_the_blocks_that_are_laid_out(hosts, each, optimizer)
             where = slice(None) if group.is_replicated else placed.shard.device
             found[where] += placed.shard.num_rows
         np.testing.assert_array_equal(held, found)
+
+
+def test_rows_in_proportion_to_speed_and_as_many_as_a_round_holds():
+    asked = ParameterConstraints(sharding_types=["row_wise"], exchanges=["rows"])
+    found, _ = options_of(BAG("a", 1000, 64), asked, hosts=1, speeds=(1, 2, 2, 3))
+    assert [option.shares for option in found] == [
+        (),
+        (1.0, 2.0, 2.0, 3.0),
+        (1.0, 1.331, 1.331, 1.662),
+    ]
+    # A round has capacity for 1.25 even shares, 312 of 1,000 rows.
+    assert [option.load.held.tolist() for option in found] == [
+        [250, 250, 250, 250],
+        [125, 250, 250, 375],
+        [188, 250, 250, 312],
+    ]
+    # On some of the devices shares are theirs.
+    some = dataclasses.replace(asked, devices=(1, 3))
+    found, topology = options_of(BAG("a", 1000, 64), some, hosts=1, speeds=(1, 2, 2, 3))
+    assert [option.shares for option in found] == [(), (1.0, 1.5)]
+    placement = to_placement(found[1], (0,), topology)
+    assert (placement.places, placement.shares) == ((1, 3), (1.0, 1.5))
 
 
 def random_tables(random):

@@ -12,7 +12,7 @@ from flax import nnx
 
 import jaxrec
 from jaxrec import optim
-from jaxrec.mesh import table_wise
+from jaxrec.mesh import row_wise, table_wise
 from jaxrec.plan import (
     ParameterConstraints,
     PlanError,
@@ -55,6 +55,69 @@ def test_a_plan_for_a_mesh_is_carried_out():
     sharded = jaxrec.shard(model, plan, mesh)
     found = sharded(jaxrec.mesh.shard_batch(batch, mesh)).values
     np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+
+def unlike(speeds, *, hosts=1):
+    """Devices of an H100's rates, times these speeds."""
+    plain = Topology.named("h100", devices=hosts * 4, devices_per_host=4)
+    return dataclasses.replace(plain, device_speed=speeds)
+
+
+def test_faster_devices_get_more_rows_of_a_table():
+    table = jaxrec.EmbeddingBagConfig("a", 1000, 16)
+    constraint = ParameterConstraints(
+        pooling_factors=200, sharding_types=["row_wise"], exchanges=["pooled"]
+    )
+    planner = Planner(unlike((1, 1, 3, 3)), {"a": constraint})
+    plan = planner.plan([table], batch_size=4 * 65536)
+    placement = plan.to_dict()["a"]
+    assert placement == row_wise(shares=(1, 1, 3, 3), exchange="pooled")
+    again = ShardingPlan.from_json(plan.to_json(), planner.context([table], batch_size=4 * 65536))
+    assert again.to_dict() == plan.to_dict()
+    given = planner.evaluate([table], plan, batch_size=4 * 65536).estimate
+    assert given.seconds == pytest.approx(plan.estimate.seconds)
+    for device, planned in zip(given.devices, plan.estimate.devices, strict=True):
+        assert device.seconds == pytest.approx(planned.seconds)
+        assert device.waits < 0.02 * given.seconds
+    even = ShardingPlan.from_dict({"a": row_wise(exchange="pooled")})
+    even = planner.evaluate([table], even, batch_size=4 * 65536).estimate
+    assert even.seconds > 1.1 * given.seconds
+    assert even.devices[3].waits > 0.1 * even.seconds > 10 * even.devices[0].waits
+    # The plan is carried out.
+    mesh = jax.make_mesh((4,), ("data",), devices=jax.devices()[:4])
+    model = jaxrec.EmbeddingBagCollection([table], rngs=nnx.Rngs(0))
+    batch = jaxrec.KeyedJaggedArray.from_lists({"a": [[i, 999 - i] for i in range(8)]})
+    expected = np.asarray(model(batch).values)
+    found = jaxrec.shard(model, plan, mesh)(jaxrec.mesh.shard_batch(batch, mesh)).values
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+
+def test_faster_hosts_get_more_tables():
+    tables = [jaxrec.EmbeddingBagConfig(f"t{i}", 1000, 64) for i in range(32)]
+    constraint = ParameterConstraints(
+        pooling_factors=100, sharding_types=["table_wise"], exchanges=["rows"]
+    )
+    planner = Planner(unlike((1, 3), hosts=2), {table.name: constraint for table in tables})
+    plan = planner.plan(tables, batch_size=8 * 1024)
+    counts = np.bincount([each.places[0] for _, each in plan.placements], minlength=8)
+    assert counts[4:].min() >= counts[:4].max()
+    assert plan.estimate.gap <= 0.05
+
+
+def test_memory_is_that_of_the_device_with_the_least():
+    topology = dataclasses.replace(
+        Topology.named("h100", devices=4), device_memory=[4 * 10**9, 3 * 10**9, 10**9, 2 * 10**9]
+    )
+    tables = [jaxrec.EmbeddingBagConfig("a", 4_000_000, 64)]  # 1.024 GB
+    plan = Planner(topology).plan(tables, batch_size=512)
+    alike = dataclasses.replace(topology, device_memory=(), memory=10**9)
+    assert plan.to_dict() == Planner(alike).plan(tables, batch_size=512).to_dict()
+    assert [device.memory for device in plan.estimate.devices] == list(topology.device_memory)
+    free = [line.split()[7:9] for line in str(plan).splitlines() if line[:2] in ("0 ", "2 ")]
+    assert [unit for _, unit in free] == ["GB", "MB"]
+    large = [jaxrec.EmbeddingBagConfig("a", 20_000_000, 64)]  # 5.12 GB, of 10 in all
+    with pytest.raises(PlanError, match=r"(?s)A device has 1\.00 GB.*devices of 2 GB"):
+        Planner(topology).plan(large, batch_size=512)
 
 
 WAYS = [

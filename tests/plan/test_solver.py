@@ -70,6 +70,39 @@ def test_the_whole_program_counts_overflow_as_it_is(kind, seed, decided):
     assert averaged.bound <= best.seconds * (1 + 1e-9)
 
 
+UNLIKE = {
+    "pooled": {"each": 3, "speeds": (1, 3, 2), "exchanges": ["pooled"]},
+    "rows": {"each": 3, "speeds": (1, 4, 1), "exchanges": ["rows"]},
+    "two hosts": {"hosts": 2, "each": 2, "speeds": (1, 0.25)},
+    "whole tables": {"each": 3, "speeds": (0.5, 1, 2), "types": ["table_wise"], "count": 4},
+    "parts by speed": {"each": 4, "speeds": (1, 2, 3, 4), "types": ["row_wise"], "count": 3},
+}
+
+
+@pytest.mark.parametrize("decided", [0, 1], ids=["free", "one decided"])
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("kind", list(UNLIKE))
+def test_devices_of_different_speed(kind, seed, decided):
+    """Both programs and a partitioner beside all solutions; of long bags, so that gathers count."""
+    arguments = {"count": 2} | UNLIKE[kind]
+    random = np.random.default_rng(seed)
+    shapes = [
+        (int(10 ** random.uniform(3, 5)), 64, float(np.round(10 ** random.uniform(1, 2.5), 1)))
+        for _ in range(arguments.pop("count") + decided)
+    ]
+    problem = problem_of(shapes, decided=range(decided), **arguments)
+    best = best_of_all(problem)
+    answer = solve(problem, None, time_limit=60, gap=1e-7)
+    assert answer.is_finished
+    assert answer.solution.seconds == pytest.approx(best.seconds, rel=1e-5)
+    assert answer.bound <= best.seconds * (1 + 1e-9)
+    assert answer.bound == pytest.approx(best.seconds, rel=1e-5)
+    averaged = solve_averaged(problem, time_limit=60, gap=1e-7)
+    assert 0.5 * best.seconds < averaged.bound <= best.seconds * (1 + 1e-9)
+    placed = place_fastest(problem, [choice.option for choice in best.choices])
+    assert best.seconds * (1 - 1e-9) <= placed.seconds < 1.3 * best.seconds
+
+
 # Sums within hosts are taken to need one round.
 @pytest.mark.parametrize(
     "kind", [kind for kind in OVERFLOWING if kind not in ("all", "sums by host")]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import jax
@@ -54,8 +55,10 @@ def test_a_topology_goes_to_a_file_and_back(tmp_path):
         (lambda f: f.update(gather=3), "not what `jaxrec plan --calibrate` writes"),
         (lambda f: f["gather"].update(byte=-1), "a rate's byte is seconds, 0 or more"),
         (lambda f: f.update(hosts=0), "hosts is an integer of 1 or more"),
+        (lambda f: f.update(device_speed=[1, 2]), "device_speed has 2 numbers for 1 hosts of 8"),
+        (lambda f: f.update(device_memory=80), "device_memory is a sequence of numbers, got 80"),
     ],
-    ids=["older", "missing", "unknown", "number", "negative", "no hosts"],
+    ids=["older", "missing", "unknown", "number", "negative", "no hosts", "two speeds", "memory"],
 )
 def test_files_that_are_no_topologies(tmp_path, change, message):
     fields = Topology.named("h100", devices=8).to_dict()
@@ -64,6 +67,69 @@ def test_files_that_are_no_topologies(tmp_path, change, message):
     path.write_text(json.dumps(fields))
     with pytest.raises(ValueError, match=rf"t\.json: .*{message}"):
         Topology.load(path)
+
+
+def test_devices_that_differ_go_to_a_file_and_back(tmp_path):
+    plain = Topology.named("h100", devices=16)
+    mixed = dataclasses.replace(
+        plain, device_memory=(80 * 10**9, 40 * 10**9), device_speed=range(1, 17)
+    )
+    assert mixed.device_memory == (80 * 10**9,) * 8 + (40 * 10**9,) * 8
+    assert mixed.memory == 40 * 10**9
+    assert mixed.relative_speeds == mixed.device_speed == tuple(range(1, 17))
+    mixed.save(tmp_path / "mixed.json")
+    assert Topology.load(tmp_path / "mixed.json") == mixed
+    assert not {"device_memory", "device_speed"} & set(plain.to_dict())
+    assert plain.relative_speeds == (1.0,) * 16
+    assert mixed.with_devices(16) is mixed
+    with pytest.raises(ValueError, match=r"2 hosts of 8 devices differ, .* plan for its 16 dev"):
+        mixed.with_devices(8)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"device_speed": (1, 0)}, "device_speed is numbers above 0, got 0"),
+        ({"device_speed": (1, float("inf"))}, "device_speed is numbers above 0, got inf"),
+        ({"device_speed": (1, True)}, "device_speed is numbers above 0, got True"),
+        ({"device_speed": "12"}, "device_speed is a sequence of numbers, got '12'"),
+        ({"device_speed": (1,) * 5}, "5 numbers for 2 hosts of 4 devices; give one for each"),
+        ({"device_memory": (1, 2.5)}, "device_memory is bytes, integers of 1 or more, got 2.5"),
+        ({"device_memory": (1, 0)}, "device_memory is bytes, integers of 1 or more, got 0"),
+    ],
+)
+def test_differences_that_are_not_possible(fields, message):
+    topology = Topology.named("h100", devices=8, devices_per_host=4)
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(topology, **fields)
+
+
+def test_the_slowest_of_devices():
+    plain = Topology.named("h100", devices=4)
+    mixed = dataclasses.replace(plain, device_memory=(4, 3, 2, 5), device_speed=(2, 0.5, 1, 2))
+    slowest = mixed.slowest
+    assert (slowest.memory, slowest.device_memory, slowest.device_speed) == (2, (), ())
+    assert slowest.gather == dataclasses.replace(plain.gather, byte=2 * plain.gather.byte)
+    assert slowest.sort == dataclasses.replace(plain.sort, item=2 * plain.sort.item)
+    assert slowest.within == plain.within
+    assert mixed.relative_speeds == (4.0, 1.0, 2.0, 4.0)
+    assert plain.slowest is plain
+
+
+def test_clusters_are_joined():
+    a100 = Topology.named("a100", devices=16)
+    h200 = dataclasses.replace(Topology.named("h200", devices=8), device_speed=(0.5,) + (1,) * 7)
+    both = Topology.joined([a100, h200])
+    assert (both.hosts, both.devices_per_host, both.granule) == (3, 8, 64)
+    assert both.device_memory == (80 * 10**9,) * 16 + (141 * 10**9,) * 8
+    assert both.gather == a100.gather
+    assert both.between == a100.between
+    ratio = 4.8 / 2.039
+    assert both.device_speed == pytest.approx((1,) * 16 + (ratio / 2,) + (ratio,) * 7)
+    with pytest.raises(ValueError, match=r"as many devices, got \[8, 4\] on the hosts"):
+        Topology.joined([a100, Topology.named("h100", devices=4)])
+    with pytest.raises(ValueError, match="as many devices, got"):
+        Topology.joined([])
 
 
 def test_a_mesh_of_two_axes_has_hosts():

@@ -24,7 +24,8 @@ _COSTS: dict[Exchange, type[ExchangeCosts]] = {
 def make_costs(group: Group, topology: Topology) -> ExchangeCosts:
     """Return the costs of a group's exchange on the given devices.
 
-    Tables that are not trained, such as quantized ones, have no backward pass.
+    Tables that are not trained, such as quantized ones, have no backward pass. Where devices
+    differ, the costs are those of the slowest.
 
     Raises:
         ValueError: If the planner does not know the exchange.
@@ -34,5 +35,6 @@ def make_costs(group: Group, topology: Topology) -> ExchangeCosts:
         raise ValueError(
             f"the planner has no costs for exchange {group.exchange.name!r}, only for {names}"
         )
+    topology = topology.slowest
     costs = _COSTS[group.exchange](group, topology)
     return costs if group.optimizer.is_trained else ForwardCosts(group, topology, costs)

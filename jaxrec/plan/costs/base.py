@@ -235,7 +235,7 @@ class ExchangeCosts(abc.ABC):
         if is_cache:
             shares = rows / rows.sum()
         load = Load.zeros(len(rows))
-        load.exchanged[:] = self.exchanged_rows(workload) * shares
+        load.exchanged[:] = load.gathered[:] = self.exchanged_rows(workload) * shares
         load.updated[:] = workload.distinct(devices) * shares
         load.held[:] = rows
         return load
@@ -249,8 +249,8 @@ class ExchangeCosts(abc.ABC):
         """
         gradient = self.gradient_passes * self.gather(self.group.gradient_bytes)
         return self.position() * load.exchanged + Perf(
-            forward_compute=self.gather(self.group.row_bytes) * load.exchanged,
-            backward_compute=gradient * load.exchanged + self.update * load.updated,
+            forward_compute=self.gather(self.group.row_bytes) * load.gathered,
+            backward_compute=gradient * load.gathered + self.update * load.updated,
         )
 
     def bytes(self, load: Load) -> np.ndarray:
