@@ -32,19 +32,27 @@ class PlainReader:
 
     Attributes:
         width: Elements of a row that a program loads.
-        planes: Columns of each.
+        vector: Elements that a lane loads at once.
+        planes: Columns of an element.
     """
 
     width: int
+    vector: int
     planes = 1
+
+    @classmethod
+    def of(cls, table: Float[Array, "rows dim"]) -> PlainReader:
+        """Return the reader of a table's rows, each of which begins at a multiple of `vector`."""
+        size = table.dtype.itemsize
+        return cls(table.shape[1], max(math.gcd(16, table.shape[1] * size) // size, 1))
 
     def tile(self, mean_length: float, elements: int, warps: int | None) -> Tile:
         """Return the tile that sums groups of a mean length; see `Tile.of`."""
-        return Tile.of(self.width, mean_length, elements, warps)
+        return Tile.of(self.width, mean_length, elements, warps).folded(self.vector)
 
     def zeros(self, tile: Tile) -> Terms:
         """Return zeros of the shapes of sums of terms."""
-        return (jnp.zeros((tile.groups, tile.depth, tile.columns), jnp.float32),)
+        return (jnp.zeros((tile.groups, tile.depth // tile.fold, tile.columns), jnp.float32),)
 
     def load(
         self,
@@ -216,7 +224,7 @@ def reader_of(table: TableArray) -> tuple[Array, Reader]:
         reader = PackedReader.of(table.row_format, table.dim)
         assert reader is not None
         return table.stored, reader
-    return table, PlainReader(table.shape[1])
+    return table, PlainReader.of(table)
 
 
 def refuse_packed(table: PackedRows) -> str | None:

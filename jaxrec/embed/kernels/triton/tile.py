@@ -50,18 +50,17 @@ class Tile:
     ) -> Tile:
         """Return the tile that sums groups of a mean length.
 
-        Compiled for an H200 by JAX 0.11 and 0.12 at 64 to 256 columns of 4 or 2 bytes, the default
-        tile has at most three round trips in a turn and at least 30 KB under way. No other choice
-        of 16 or 32 elements and one or two warps has both throughout.
-
         Args:
             dim: Width of a row.
             mean_length: Mean number of rows of a group.
             elements: Elements of a lane; more where a row has more.
-            warps: Number of warps; None: 2, or more for rows of more than 512 columns.
+            warps: Number of warps; None: 2, 4 for rows of 256 columns or of more than 512, and 8
+                of more than 1024.
         """
         columns = pl.next_power_of_2(dim)
-        warps = warps or min(max(columns // 256, 2), 8)
+        # Two warps load one row of 256 float32 at once. All threads then have the same id, and
+        # ptxas of JAX 0.12 keeps it in a uniform register, which waits for each id by itself.
+        warps = warps or (4 if columns == 256 else min(max(columns // 256, 2), 8))
         rows = max(LANES * elements * warps // columns, 1)
         depth = min(pl.next_power_of_2(max(math.ceil(mean_length), 1)), rows)
         return cls(dim, columns, rows // depth, depth, warps)
@@ -96,10 +95,7 @@ class Tile:
             # With fewer rows than lanes, each lane loads its ids and its scales and offsets itself.
             loaded = min(loaded // 2, 4 * vector)
         loaded = min(max(loaded, vector), max(2 * columns, 4))
-        tile = cls.of(dim, mean_length, loaded, warps)
-        # Rows that other lanes load are added up once, at the end.
-        fold = max(min(fold, loaded // (tile.groups * vector), tile.depth), 1)
-        return dataclasses.replace(tile, fold=fold)
+        return cls.of(dim, mean_length, loaded, warps).folded(vector, most=fold)
 
     @classmethod
     def of_copies(cls, dim: int, elements: int, warps: int | None) -> Tile:
@@ -119,6 +115,20 @@ class Tile:
         rows = max(LANES * elements * warps // columns, 1)
         depth = min(max(rows // 8, 1), 4)
         return cls(dim, columns, rows // depth, depth, warps)
+
+    def folded(self, vector: int, most: int = 4) -> Tile:
+        """Return the tile in which a lane adds up the rows of a group that it loads itself.
+
+        A lane then has one sum of them and not one of each, which leaves registers to have all of
+        them under way at once. Rows that other lanes load are added up once, at the end.
+
+        Args:
+            vector: Elements that a lane loads at once.
+            most: Most rows to add up.
+        """
+        loaded = self.groups * self.depth * self.columns // (LANES * self.warps)
+        fold = max(min(most, loaded // (self.groups * vector), self.depth), 1)
+        return dataclasses.replace(self, fold=fold)
 
     def launch(
         self,
