@@ -77,14 +77,13 @@ LIMITS = (
     Limit("copy_rows", "D(64|128) trained int8 ", round_trips=2, before_store=2, load_bytes=8),
     Limit("copy_rows", "D(64|128) float8 ", round_trips=2, before_store=2, load_bytes=16),
     Limit("copy_rows", "D(64|128) (int|float8_e)", round_trips=2, before_store=2, load_bytes=4),
-    Limit("pool", "(D64|D128|D256) .* L20$", round_trips=3, bytes_under_way=24_000),
+    Limit("pool", "(D64|D128|D256) .* L(1|20)$", round_trips=3, bytes_under_way=24_000),
     Limit("pool", "", round_trips=9),
     Limit("copy_rows", "", round_trips=2),
     Limit("sum_part", "", round_trips=6, blocks=16),
     Limit("sum_block", "", round_trips=6, blocks=16),
     Limit("square_runs", "", round_trips=6, blocks=16),
-    # JAX 0.11 has one or two round trips a turn, and five before the first store; 0.12 has these.
-    Limit("update", "adagrad (D64|D128) .* L20$", round_trips=3, before_store=7, blocks=16),
+    Limit("update", "adagrad (D64|D128) .* L20$", round_trips=2, before_store=4, blocks=16),
     Limit("update", "", round_trips=9, blocks=16),
 )
 

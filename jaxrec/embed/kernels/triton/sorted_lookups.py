@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,7 +13,7 @@ from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float
 
 from jaxrec.embed.kernels.base import Lookups
-from jaxrec.embed.kernels.triton.tile import Found, Tile
+from jaxrec.embed.kernels.triton.tile import Source, Tile
 
 
 @jax.tree_util.register_dataclass
@@ -55,15 +56,15 @@ class SortedLookups:
         cut: int,
         block: int,
     ) -> SortedLookups:
-        """Sort lookups by row, stably."""
+        """Sort lookups by row."""
         rows, bags, scales = lookups.rows, lookups.bags, lookups.scales
         rows = jnp.where((rows < 0) | (rows > num_rows), num_rows, rows)
         positions = jnp.arange(rows.size, dtype=jnp.int32)
         if scales is None:
             bags = positions if bags is None else bags
-            rows, bags = jax.lax.sort((rows, bags), num_keys=1, is_stable=True)
+            rows, bags = jax.lax.sort((rows, bags), num_keys=1, is_stable=False)
         else:
-            rows, order = jax.lax.sort((rows, positions), num_keys=1, is_stable=True)
+            rows, order = jax.lax.sort((rows, positions), num_keys=1, is_stable=False)
             bags, scales = order if bags is None else bags[order], scales[order]
         return cls(rows, bags, scales, gradients, num_rows, clip_value, cut, block)
 
@@ -93,41 +94,58 @@ class SortedLookups:
         row, before = self.load_row(position), self.load_row(position - 1)
         return row, (row < self.num_rows) & (row == before)
 
-    def sum_part(
-        self, tile: Tile, start: Array, row: Array, is_used: Array
-    ) -> Float[Array, "groups columns"]:
-        """Sum the gradients of each row's lookups from ``start`` to the end of the part."""
+    def part(self, tile: Tile, start: Array, row: Array, is_row: Array) -> Source:
+        """Return the gradients of each row's lookups from ``start`` to the end of the part."""
         end = (start // self.cut + 1) * self.cut
 
-        def find(turn: Array | int) -> Found:
+        def find(turn: Array | int) -> tuple[Array, ...]:
             # No mask here depends on a loaded value, so that all these loads are under way at once.
             position = start[:, None] + tile.lanes(turn)
             inside = position < jnp.minimum(end, self.bags.shape[0])[:, None]
+            here = self.load_row(jnp.where(inside, position, -1))
             bag = pltriton.load(self.bags.at[position], mask=inside, other=0)
-            scale = None
-            if self.scales is not None:
-                scale = pltriton.load(self.scales.at[position], mask=inside, other=0)
-                scale = scale.astype(jnp.float32)
-            is_of_row = inside & is_used[:, None] & (self.load_row(position) == row[:, None])
-            return (bag, scale), is_of_row
+            if self.scales is None:
+                return here, bag
+            return here, bag, pltriton.load(self.scales.at[position], mask=inside, other=0)
 
-        def load(found: tuple[Array, Array | None], is_of_row: Array) -> Array:
-            bag, scale = found
+        def is_used(found: tuple[Array, ...]) -> Array:
+            return is_row[:, None] & (found[0] == row[:, None])
+
+        def load(found: tuple[Array, ...]) -> Array:
+            _, bag, *scale = found
+            is_of_row = is_used(found)
             rows = tile.load_rows(self.gradients, bag, is_of_row)
             if self.clip_value is not None:
                 rows = jnp.clip(rows, -self.clip_value, self.clip_value)
-            # The factors of other rows' lookups are loaded too, and may be NaN.
-            return rows if scale is None else rows * jnp.where(is_of_row, scale, 0)[..., None]
+            for each in scale:
+                # The factors of other rows' lookups are loaded too, and may be NaN.
+                rows *= jnp.where(is_of_row, each.astype(jnp.float32), 0)[..., None]
+            return rows
 
-        return tile.sum_while(find(0), find, load, at_least_one=True)
+        return Source(find, is_used, load)
 
-    def find_parts(
-        self, part: Array, end: Array | int, row: Array, is_used: Array
-    ) -> tuple[Array, Array]:
-        """Return the places of sums of parts before ``end``, and whether they are of the row."""
-        inside = part < end
-        here = self.load_row(jnp.where(inside, part * self.cut, -1))
-        return part, inside & is_used[:, None] & (here == row[:, None])
+    def parts(
+        self,
+        tile: Tile,
+        sums: Any,
+        place: Callable[[Array | int], Array],
+        end: Array | int,
+        row: Array,
+        is_row: Array,
+    ) -> Source:
+        """Return the sums of each row's parts, whose places before ``end`` a function tells."""
+
+        def find(turn: Array | int) -> tuple[Array, Array]:
+            part = place(turn)
+            return part, self.load_row(jnp.where(part < end, part * self.cut, -1))
+
+        def is_used(found: tuple[Array, Array]) -> Array:
+            return is_row[:, None] & (found[1] == row[:, None])
+
+        def load(found: tuple[Array, Array]) -> Array:
+            return tile.load_rows(sums, found[0], is_used(found))
+
+        return Source(find, is_used, load)
 
     def sum_run(
         self, tile: Tile, sums: Any, position: Array, row: Array, is_first: Array
@@ -137,17 +155,22 @@ class SortedLookups:
         part = position // self.cut + 1
         block = -(-part // self.block) * self.block
 
-        def find(turn: Array | int) -> Found:
+        def place(turn: Array | int) -> Array:
             place = part[:, None] + tile.lanes(turn)
-            if self.has_blocks:
-                beyond = place - block[:, None]
-                place = jnp.where(beyond < 0, place, block[:, None] + beyond * self.block)
-            return self.find_parts(place, self.num_parts, row, is_first)
+            if not self.has_blocks:
+                return place
+            beyond = place - block[:, None]
+            return jnp.where(beyond < 0, place, block[:, None] + beyond * self.block)
 
-        first = find(0)
-        total = self.sum_part(tile, position, row, is_first)
-        load = functools.partial(tile.load_rows, sums)
-        return total + tile.sum_while(first, find, load, at_least_one=False)
+        lookups = self.part(tile, position, row, is_first)
+        parts = self.parts(tile, sums, place, self.num_parts, row, is_first)
+        # Lookups, and from the second turn on sums of parts: both are under way at once.
+        both = Source(
+            lambda turn: (lookups.find(turn), parts.find(turn - 1)),
+            lambda found: lookups.is_used(found[0]) | parts.is_used(found[1]),
+            lambda found: lookups.load(found[0]) + parts.load(found[1]),
+        )
+        return tile.sum_while(both, 1, lookups.load(lookups.find(0)))
 
     def sum_parts(self, *, programs: int, interpret: bool) -> Float[Array, "parts dim"]:
         """Return the sums of parts, and of each block in the place of its first part."""
@@ -169,7 +192,9 @@ def _sum_part(lookups: SortedLookups, out: Any, *, tile: Tile) -> None:
     def work(part: Array) -> None:
         start = part * lookups.cut
         row, is_used = lookups.go_on(start)
-        tile.store_rows(out, part, is_used, lookups.sum_part(tile, start, row, is_used))
+        gradients = lookups.part(tile, start, row, is_used)
+        total = tile.sum_while(gradients, 1, gradients.load(gradients.find(0)))
+        tile.store_rows(out, part, is_used, total)
 
     tile.share(out.shape[0], work)
 
@@ -182,13 +207,12 @@ def _sum_block(_inputs: Any, lookups: SortedLookups, sums: Any, *, tile: Tile) -
         row, is_used = lookups.go_on(jnp.where(part < lookups.num_parts, part * lookups.cut, -1))
         end = jnp.minimum(part + lookups.block, lookups.num_parts)[:, None]
 
-        def find(turn: Array | int) -> Found:
-            return lookups.find_parts(part[:, None] + tile.lanes(turn), end, row, is_used)
+        def place(turn: Array | int) -> Array:
+            return part[:, None] + tile.lanes(turn)
 
-        load = functools.partial(tile.load_rows, sums)
-        total = tile.sum_while(find(0), find, load, at_least_one=False)
+        total = tile.sum_while(lookups.parts(tile, sums, place, end, row, is_used))
         # The interpreter writes to places that are masked, too: what it has read there.
-        place = jnp.where(is_used, part, sums.shape[0])
-        tile.store_rows(sums, place, is_used, total)
+        out = jnp.where(is_used, part, sums.shape[0])
+        tile.store_rows(sums, out, is_used, total)
 
     tile.share(-(-sums.shape[0] // lookups.block), work)

@@ -20,8 +20,23 @@ RUN_ELEMENTS = 8  # of a lane, in a tile that updates rows
 
 Found: TypeAlias = tuple[Any, Array]  # what tells rows, and whether there is each of them
 Find: TypeAlias = Callable[[Array | int], Found]
-Load: TypeAlias = Callable[[Any, Array], Array]
 LoadTerms: TypeAlias = Callable[[Any, Array], tuple[Array, ...]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """Source of rows that `Tile.sum_while` sums.
+
+    Attributes:
+        find: ``find(turn)`` loads the numbers that tell a turn's rows, and returns them as they
+            are: a computation with one would wait for it before the rows of the turn before.
+        is_used: Returns whether there is each of a turn's rows, given its numbers.
+        load: Loads them, ``[groups, depth, columns]``.
+    """
+
+    find: Callable[[Array | int], Any]
+    is_used: Callable[[Any], Array]
+    load: Callable[[Any], Array]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -255,31 +270,29 @@ class Tile:
         return jnp.sum(terms.reshape(groups, self.fold, depth // self.fold, *shape), axis=1)
 
     def sum_while(
-        self, first: Found, find: Find, load: Load, *, at_least_one: bool
+        self, source: Source, turn: int = 0, total: Array | None = None
     ) -> Float[Array, "groups columns"]:
         """Sum rows of each group, `depth` of them in a turn, until a turn has no row.
 
         Args:
-            first: ``find(0)``.
-            find: See `sum_turns`.
-            load: ``load(found, is_used)`` loads the rows, ``[groups, depth, columns]``.
-            at_least_one: Whether to take the first turn without asking whether it has a row.
+            source: Source of the rows.
+            turn: The first turn.
+            total: Sums of the rows of the turns before, ``[groups, depth, columns]``; None: zeros.
         """
 
-        def add(carry: tuple[Array, Array, Found]) -> tuple[Array, Array, Found]:
+        def add(carry: tuple[Array, Array, Any]) -> tuple[Array, Array, Any]:
             i, total, found = carry
-            following = find(i)
-            return i + 1, total + load(*found), following
+            following = source.find(i)
+            return i + 1, total + source.load(found), following
 
-        def goes_on(carry: tuple[Array, Array, Found]) -> Array:
-            *_, (_, is_used) = carry
+        def goes_on(carry: tuple[Array, Array, Any]) -> Array:
+            is_used = source.is_used(carry[2])
             # One axis at a time: JAX 0.12 cannot lower a maximum over two where a mesh is set.
             return jnp.max(jnp.max(is_used.astype(jnp.int32), axis=1)) > 0
 
-        zeros = jnp.zeros((self.groups, self.depth, self.columns), jnp.float32)
-        carry = jnp.int32(1), zeros, first
-        if at_least_one:
-            carry = jnp.int32(2), load(*first), find(1)
+        if total is None:
+            total = jnp.zeros((self.groups, self.depth, self.columns), jnp.float32)
+        carry = jnp.int32(turn + 1), total, source.find(turn)
         return jnp.sum(jax.lax.while_loop(goes_on, add, carry)[1], axis=1)
 
 

@@ -166,8 +166,6 @@ def _update(
     optimizer: RowOptimizer,
 ) -> None:
     """Update the row of one lookup per group, if a run begins there."""
-    rule = with_numbers(optimizer, [numbers[0][i] for i in range(numbers[0].shape[0])])
-    step = numbers[1][0]
 
     def work(position: Array) -> None:
         row, is_first = lookups.begin(position)
@@ -185,6 +183,9 @@ def _update(
 
         old_rows = load(table)
         old_state = {name: load(array) for name, array in state.items()}
+        # Loaded before the first tile, they would be waited for before its lookups are.
+        rule = with_numbers(optimizer, [numbers[0][i] for i in range(numbers[0].shape[0])])
+        step = numbers[1][0]
         gradients = lookups.sum_run(tile, sums, position, row, is_first)
         if factors is not None:
             factor = pltriton.load(factors.at[position], mask=is_first, other=0)
