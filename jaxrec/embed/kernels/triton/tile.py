@@ -101,7 +101,7 @@ class Tile:
             sums: Number of sums that take a byte's columns.
             vector: Bytes that a lane loads at once, by their alignment.
             elements: Number of sums of a lane.
-            warps: Number of warps; None: as in `of`.
+            warps: Number of warps; None: 2, or more for rows of more than 512 bytes.
         """
         columns = pl.next_power_of_2(dim)
         fold = min(pl.next_power_of_2(max(math.ceil(mean_length), 1)), 4)
@@ -110,6 +110,7 @@ class Tile:
             # With fewer rows than lanes, each lane loads its ids and its scales and offsets itself.
             loaded = min(loaded // 2, 4 * vector)
         loaded = min(max(loaded, vector), max(2 * columns, 4))
+        warps = warps or min(max(columns // 256, 2), 8)
         return cls.of(dim, mean_length, loaded, warps).folded(vector, most=fold)
 
     @classmethod
