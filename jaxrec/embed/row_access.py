@@ -38,7 +38,8 @@ class GroupSlots:
     """Slots of rows of several tables in one group.
 
     Attributes:
-        slots: int32 ``[n]``, or ``[devices, n]`` over a mesh, with -1 at padding.
+        slots: int32 ``[n]``, or ``[devices, n]`` over a mesh, with -1 at padding. There may be
+            more axes in front.
         parts: For each column slice of each table the number of its `TableRows`, its slots, and
             where they begin on the last axis of ``slots``.
         dim: Number of columns of the group's rows.
@@ -141,7 +142,7 @@ class RowsOnDevices:
                 host = np.asarray(array)
                 for number, part, start in slots.parts:
                     of_part = slice(start, start + part.slots.shape[-1])
-                    values = host[of_part] if slots.slots.ndim == 1 else host[:, of_part]
+                    values = host[(slice(None),) * (slots.slots.ndim - 1) + (of_part,)]
                     self._put(results[number], number, name, part, values)
         return results
 

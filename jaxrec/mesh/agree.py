@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from jaxrec.ragged.capacity import capacity_for
+
+# Bytes of each process that `gather_rows` sends at once.
+_BYTES_AT_ONCE = 1 << 24
 
 
 def require_same(what: str, facts: Mapping[str, str]) -> None:
@@ -82,17 +85,144 @@ def gather_ids(ids: np.ndarray) -> list[np.ndarray]:
 
     Every process calls this.
     """
+    return gather_id_lists([ids])[0]
+
+
+def gather_id_lists(lists: Sequence[np.ndarray]) -> list[list[np.ndarray]]:
+    """Return for each of several lists of 64-bit ids the ids of each process.
+
+    Every process calls this with equally many lists, or `fail_together` in its place.
+
+    Args:
+        lists: int64 arrays ``[n]``, of different sizes.
+
+    Raises:
+        RuntimeError: A process called `fail_together`.
+    """
     if jax.process_count() == 1:
-        return [ids]
-    sizes = gather_numbers([ids.size])[:, 0]
+        return [[ids] for ids in lists]
+    sizes = _gather_sizes([ids.size for ids in lists])
     # As 32-bit words, since JAX has no 64-bit integers by default; on a ladder of sizes.
-    words = np.zeros((capacity_for(int(sizes.max())), 2), np.uint32)
-    words[: ids.size] = np.ascontiguousarray(ids).view(np.uint32).reshape(-1, 2)
+    words = np.zeros((capacity_for(int(sizes.sum(axis=1).max())), 2), np.uint32)
+    joined = np.concatenate([np.zeros(0, np.int64), *lists])
+    words[: joined.size] = joined.view(np.uint32).reshape(-1, 2)
     gathered = of_all_processes(words)
-    return [
-        np.ascontiguousarray(of_process[:size]).view(np.int64)[:, 0]
-        for of_process, size in zip(gathered, sizes, strict=True)
-    ]
+    result: list[list[np.ndarray]] = [[] for _ in lists]
+    for of_process, of_lists in zip(gathered, sizes, strict=True):
+        ids = np.ascontiguousarray(of_process).view(np.int64)[:, 0]
+        parts = np.split(ids[: of_lists.sum()], np.cumsum(of_lists)[:-1])
+        for ids_of_list, part in zip(result, parts, strict=True):
+            ids_of_list.append(part)
+    return result
+
+
+def gather_rows(rows: np.ndarray, error: Exception | None = None) -> list[np.ndarray]:
+    """Return the rows of each process, which may have different numbers of them.
+
+    Every process calls this.
+
+    Args:
+        rows: ``[n, ...]``, of equal shapes and types but for ``n``; with an error any.
+        error: The error of this process, which it raises itself; None: it has none.
+
+    Raises:
+        RuntimeError: Another process has an error.
+    """
+    if jax.process_count() == 1:
+        raise_together(error)
+        return [rows]
+    sizes = _gather_sizes([len(rows)], error)[:, 0]
+    row_bytes = max(1, rows.dtype.itemsize * int(np.prod(rows.shape[1:])))
+    at_once = max(1, _BYTES_AT_ONCE // row_bytes)
+    parts: list[list[np.ndarray]] = [[rows[:0]] for _ in sizes]
+    for start in range(0, int(sizes.max()), at_once):
+        ends = np.clip(sizes - start, 0, at_once)
+        padded = np.zeros((capacity_for(int(ends.max())), *rows.shape[1:]), rows.dtype)
+        mine = rows[start : start + at_once]
+        padded[: len(mine)] = mine
+        for of_process, part, end in zip(parts, of_all_processes(padded), ends, strict=True):
+            of_process.append(part[:end])
+    return [np.concatenate(of_process) for of_process in parts]
+
+
+def gather_flags(
+    flags: Sequence[np.ndarray], owners: Sequence[np.ndarray], error: Exception | None = None
+) -> list[np.ndarray]:
+    """Return flags of which each process has some; every process calls this.
+
+    Args:
+        flags: For each of several lists the flags that this process owns, in their order, bool
+            ``[m]``; with an error any.
+        owners: For each list the process that owns each flag, int ``[n]``; alike in all processes.
+        error: As for `gather_rows`.
+
+    Returns:
+        For each list all flags, bool ``[n]``.
+
+    Raises:
+        RuntimeError: Another process has an error.
+    """
+    if jax.process_count() == 1:
+        raise_together(error)
+        return list(flags)
+    all_owners = np.concatenate([np.zeros(0, np.int64), *owners])
+    most = int(np.bincount(all_owners, minlength=1).max())
+    message = np.zeros(1 + capacity_for(-(-most // 8)), np.uint8)
+    message[0] = error is not None
+    if error is None:
+        bits = np.packbits(np.concatenate([np.zeros(0, np.bool_), *flags]))
+        message[1 : 1 + bits.size] = bits
+    gathered = of_all_processes(message)
+    if gathered[:, 0].any():
+        raise_together(error)
+    joined = np.zeros(all_owners.size, np.bool_)
+    for process, of_process in enumerate(gathered):
+        is_own = all_owners == process
+        joined[is_own] = np.unpackbits(of_process[1:])[: np.count_nonzero(is_own)]
+    return np.split(joined, np.cumsum([each.size for each in owners])[:-1])
+
+
+def fail_together(error: Exception, num_lists: int) -> NoReturn:
+    """Raise an error here, and a RuntimeError with its text in processes that gather ids.
+
+    Args:
+        error: The error.
+        num_lists: Number of lists that the others give to `gather_id_lists`.
+    """
+    if jax.process_count() > 1:
+        _gather_sizes([0] * num_lists, error)
+    raise error
+
+
+def raise_together(error: Exception | None) -> None:
+    """Raise an error in all processes if one has it; every process calls this.
+
+    Args:
+        error: The error of this process, which it raises itself; None: it has none.
+
+    Raises:
+        RuntimeError: Another process has an error.
+    """
+    if jax.process_count() > 1:
+        _gather_sizes([], error)
+    if error is not None:
+        raise error
+
+
+def _gather_sizes(sizes: Sequence[int], error: Exception | None = None) -> np.ndarray:
+    """Return the sizes of all processes, ``[processes, n]``, unless one of them has an error.
+
+    Raises:
+        RuntimeError: Another process has an error.
+    """
+    gathered = gather_numbers([error is not None, *sizes])
+    if gathered[:, 0].any():
+        texts = gather_texts("" if error is None else f"{type(error).__name__}: {error}")
+        if error is not None:
+            raise error
+        process = int(np.argmax(gathered[:, 0]))
+        raise RuntimeError(f"process {process} cannot go on: {texts[process]}")
+    return gathered[:, 1:]
 
 
 def fingerprint(value: Any) -> str:

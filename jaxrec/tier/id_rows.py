@@ -77,7 +77,7 @@ class RowsInStore(OutsideRows):
                     "set rows before or after the loop over ahead"
                 )
             # Rows that were evicted before are written before.
-            self._transfer.wait()
+            self._transfer.wait_together()
             self._transfer.put(self.ids, tables)
 
 

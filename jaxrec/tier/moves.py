@@ -5,15 +5,25 @@ from __future__ import annotations
 import dataclasses
 import functools
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import cast
 
 import numpy as np
 from flax import nnx
 
+from jaxrec.embed.config import TableConfig
 from jaxrec.embed.row_access import RowsOnDevices, TableRows, read, write
+from jaxrec.embed.store import TableStore
+from jaxrec.mesh.store import MeshStore
 from jaxrec.tier.model_tables import TableVocabulary, collection_at
 from jaxrec.tier.rows.first_rows import NewRows, reset
-from jaxrec.tier.rows.transfer import StoredRows
+from jaxrec.tier.rows.row_exchange import (
+    OwnedRows,
+    RowsAtOwners,
+    send_to_owners,
+    write_from_owners,
+)
+from jaxrec.tier.rows.transfer import StoredRows, receive
 from jaxrec.tier.rows.under_way import EvictedRows
 from jaxrec.tier.vocabulary.vocabulary import NO_CHANGE, Assignment
 
@@ -69,7 +79,7 @@ def move_rows(
     """
     if all(move is NO_MOVE for move in moves):
         return
-    fetched = [None if move.fetched is None else _receive(move.fetched) for move in moves]
+    fetched = _receive(moves)
     evicted: dict[tuple[int, str, str], tuple[_RowsToHost, int]] = {}
     for path in dict.fromkeys(table.collection for each in vocabularies for table in each.tables):
         collection = collection_at(model, path)
@@ -83,43 +93,82 @@ def move_rows(
         placed = store.placed
         leaving = [(v, config) for v, _, config in here if moves[v].evicted is not None]
         if leaving:
-            requests = [TableRows(c.name, moves[v].assignment.evicted_rows) for v, c in leaving]
-            rows = _RowsToHost(read(placed, requests))
+            rows = _RowsToHost(
+                _read(
+                    placed,
+                    [
+                        _request(vocabularies[v], config, out.evicted_rows, out.evicted_ids)
+                        for v, config in leaving
+                        for out in [moves[v].assignment]
+                    ],
+                )
+            )
             for number, (v, config) in enumerate(leaving):
                 evicted[v, path, config.name] = rows, number
         fresh, returning, values = [], [], []
         for v, t, config in here:
             new_rows, new_ids = moves[v].assignment.new_rows, moves[v].assignment.new_ids
-            if (stored := fetched[v]) is not None:
+            if (stored := fetched.get(v)) is not None:
                 found, of_tables = stored
-                returning.append(TableRows(config.name, new_rows[found]))
+                returning.append(_request(vocabularies[v], config, new_rows[found], new_ids[found]))
                 values.append(of_tables[t])
                 new_rows, new_ids = new_rows[~found], new_ids[~found]
             fresh.append(NewRows(config, new_rows, new_ids))
         placed = reset(placed, fresh, seed)
-        placed = write(placed, returning, values)
+        placed = _write(placed, returning, values)
         collection.tables.set_value(store.with_placed(placed))
     for v, (each, move) in enumerate(zip(vocabularies, moves, strict=True)):
         if each.transfer is not None and move.evicted is not None:
-            each.transfer.check()
+            if each.transfer.division is None:  # `receive` raises the errors of all processes
+                each.transfer.check()
             parts = [evicted[v, table.collection, table.config.name] for table in each.tables]
             each.transfer.send(move.evicted, functools.partial(_to_host, parts))
 
 
-def _receive(stored: StoredRows) -> tuple[np.ndarray, list[dict[str, np.ndarray]]]:
-    """Wait for rows of a store, and count them."""
-    traffic = stored.transfer.traffic
-    with traffic.waiting():
-        found, tables = stored.result()
-    traffic.add_received(found)
-    return found, tables
+def _receive(
+    moves: Sequence[Move],
+) -> dict[int, tuple[np.ndarray, list[dict[str, np.ndarray]]]]:
+    """Wait for the rows that return from stores, by index of the vocabulary."""
+    stored = {v: move.fetched for v, move in enumerate(moves) if move.fetched is not None}
+    return dict(zip(stored, receive(list(stored.values())), strict=True))
+
+
+def _request(
+    each: TableVocabulary, config: TableConfig, rows: np.ndarray, ids: np.ndarray
+) -> TableRows | OwnedRows:
+    """Return rows that travel between a table and the store of its vocabulary."""
+    owners = None if each.transfer is None else each.transfer.owners(ids)
+    if owners is None:
+        return TableRows(config.name, rows)
+    return OwnedRows(config.name, rows, owners)
+
+
+def _read(
+    placed: TableStore, requests: Sequence[TableRows | OwnedRows]
+) -> RowsOnDevices | RowsAtOwners:
+    """Gather rows that leave for the stores: all of them are divided, or none."""
+    if isinstance(requests[0], OwnedRows):
+        return send_to_owners(cast(MeshStore, placed), cast(Sequence[OwnedRows], requests))
+    return read(placed, cast(Sequence[TableRows], requests))
+
+
+def _write(
+    placed: TableStore,
+    requests: Sequence[TableRows | OwnedRows],
+    values: Sequence[Mapping[str, np.ndarray]],
+) -> TableStore:
+    """Set rows that return from the stores: all of them are divided, or none."""
+    if requests and isinstance(requests[0], OwnedRows):
+        store, owned = cast(MeshStore, placed), cast(Sequence[OwnedRows], requests)
+        return write_from_owners(store, owned, values)
+    return write(placed, cast(Sequence[TableRows], requests), values)
 
 
 class _RowsToHost:
     """Rows of several vocabularies on the devices, which their threads bring to the host, once."""
 
-    def __init__(self, rows: RowsOnDevices) -> None:
-        self._rows: RowsOnDevices | None = rows
+    def __init__(self, rows: RowsOnDevices | RowsAtOwners) -> None:
+        self._rows: RowsOnDevices | RowsAtOwners | None = rows
         self._lock = threading.Lock()
         self._on_host: list[dict[str, np.ndarray]] = []
 

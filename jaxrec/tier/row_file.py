@@ -100,7 +100,7 @@ def export_rows(
                 file.write(ids[part], values)
             count += len(request.rows)
         if with_stored and transfer is not None:
-            for stored_ids, records in transfer.store.scan(found.shapes.rows_at_once):
+            for stored_ids, records in transfer.scan(found.shapes.rows_at_once):
                 # A row that has come back from the store may still be there, as it was.
                 is_gone = found.of.vocabulary.map.find(stored_ids) < 0
                 values = transfer.layout.unpack(records[is_gone])[found.number]

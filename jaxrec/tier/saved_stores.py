@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import pathlib
 import urllib.parse
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
+import jax
 import numpy as np
 
+from jaxrec.mesh.agree import raise_together
 from jaxrec.tier.model_tables import TableVocabulary
+from jaxrec.tier.rows.transfer import RowTransfer
 from jaxrec.tier.stores import snapshots
 from jaxrec.tier.stores.changes_snapshot import apply_changes, is_changes, write_changes
+from jaxrec.tier.stores.division import Division
 
 
 def warn_of_earlier_rows(vocabularies: Sequence[TableVocabulary]) -> None:
@@ -34,6 +40,9 @@ def snapshot_stores(
 ) -> None:
     """Write the records of the row stores; call it within `jaxrec.tier.tier.Tier.settled`.
 
+    With several processes all of them call it. Where the stores are divided each writes its part;
+    else all stores are alike, and process 0 writes.
+
     Args:
         vocabularies: The vocabularies of a model.
         directory: Directory of the snapshots, made if there is a store.
@@ -42,16 +51,26 @@ def snapshot_stores(
 
     Raises:
         OSError: A snapshot cannot be written.
+        RuntimeError: Another process cannot write its part.
     """
-    for each in vocabularies:
-        if each.transfer is None:
-            continue
-        directory.mkdir(exist_ok=True)
-        path, store = directory / _file_name(each), each.transfer.store
-        if (ids := written.get(each.name)) is None:
-            store.snapshot(path)
-        else:
-            write_changes(path, store, ids)
+
+    def write() -> None:
+        for each in vocabularies:
+            if each.transfer is None:
+                continue
+            division = each.transfer.division
+            if division is None and jax.process_index() != 0:
+                continue
+            directory.mkdir(exist_ok=True)
+            path, store = directory / _file_name(each), each.transfer.store
+            if division is not None:
+                path /= _part_name(division.process, division.num_processes)
+            if (ids := written.get(each.name)) is None:
+                store.snapshot(path)
+            else:
+                write_changes(path, store, ids)
+
+    _in_all_processes(vocabularies, write)
 
 
 def check_stores(
@@ -60,6 +79,8 @@ def check_stores(
     directories: Sequence[pathlib.Path],
 ) -> None:
     """Check that a model can take over the state of vocabularies and the records of stores.
+
+    With several processes all of them call it, and each checks the snapshots that it will read.
 
     Args:
         vocabularies: The vocabularies of the model.
@@ -70,18 +91,26 @@ def check_stores(
     Raises:
         ValueError: A snapshot is damaged; the records of evicted rows are those of other tables; or
             a table with a cache had another number of rows.
+        RuntimeError: Another process found such a snapshot.
     """
-    for each in vocabularies:
-        _check_num_ids(each, int(state[each.name]["num_ids"][0]))
-        if each.transfer is not None:
-            for path in _snapshots(each, directories):
-                snapshots.check(path, each.transfer.store.format)
+
+    def check() -> None:
+        for each in vocabularies:
+            _check_num_ids(each, int(state[each.name]["num_ids"][0]))
+            if each.transfer is not None:
+                for part in _read_parts(each, directories):
+                    snapshots.check(part.path, each.transfer.store.format)
+
+    _in_all_processes(vocabularies, check)
 
 
 def load_stores(
     vocabularies: Sequence[TableVocabulary], directories: Sequence[pathlib.Path]
 ) -> None:
     """Replace the records of all stores by those of snapshots.
+
+    With several processes all of them call it. Each takes the records that it owns, whichever
+    number of processes saved them.
 
     Args:
         vocabularies: The vocabularies of the model.
@@ -90,26 +119,113 @@ def load_stores(
     Raises:
         ValueError: A snapshot is damaged.
         OSError: A record cannot be read or written.
+        RuntimeError: Another process failed.
     """
-    for each in vocabularies:
-        if each.transfer is None:
-            continue
-        store, paths = each.transfer.store, _snapshots(each, directories)
-        if paths:
-            store.load_snapshot(paths[0])
-        else:
-            store.replace([])
-        for path in paths[1:]:
-            apply_changes(path, store)
-        each.transfer.replaced()
+
+    def load() -> None:
+        for each in vocabularies:
+            if each.transfer is not None:
+                _load(each.transfer, _read_parts(each, directories))
+                each.transfer.replaced()
+
+    _in_all_processes(vocabularies, load)
 
 
-def _snapshots(each: TableVocabulary, directories: Sequence[pathlib.Path]) -> list[pathlib.Path]:
-    """Return the last whole snapshot of a store, and those of changes after it."""
-    paths = [path for each_one in directories if (path := each_one / _file_name(each)).exists()]
-    while len(paths) > 1 and not all(map(is_changes, paths[1:])):
-        del paths[0]
-    return paths
+@dataclasses.dataclass(frozen=True)
+class _Part:
+    """A snapshot of the records of one process.
+
+    Attributes:
+        path: Directory of the snapshot.
+        process: Index of the process; 0 if one process had all records.
+        num_processes: Number of processes that had a part each.
+        is_changes: Whether it has the changes since the snapshot before alone.
+    """
+
+    path: pathlib.Path
+    process: int
+    num_processes: int
+    is_changes: bool
+
+    def is_own(self, ids: np.ndarray, num_ids: int | None) -> np.ndarray:
+        """Return whether each of the records belongs in this part, bool ``[n]``."""
+        return Division(self.process, self.num_processes, num_ids).is_own(ids)
+
+
+def _load(transfer: RowTransfer, parts: Sequence[_Part]) -> None:
+    """Replace the records of a store by those of snapshots that it owns."""
+    store, division = transfer.store, transfer.division
+    num_processes = 1 if division is None else division.num_processes
+    whole = [part for part in parts if not part.is_changes]
+    changes = [part for part in parts if part.is_changes]
+
+    def records(part: _Part) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        for ids, of_ids in snapshots.read(part.path):
+            is_own = part.is_own(ids, store.format.num_ids) & transfer.is_own(ids)
+            yield ids[is_own], of_ids[is_own]
+
+    if len(whole) == 1 and whole[0].num_processes == num_processes:
+        store.load_snapshot(whole[0].path)
+    else:
+        store.replace(itertools.chain.from_iterable(map(records, whole)))
+    for part in changes:
+        apply_changes(part.path, store, None if division is None else division.is_own)
+
+
+def _read_parts(each: TableVocabulary, directories: Sequence[pathlib.Path]) -> list[_Part]:
+    """Return the snapshots that this process reads: whole ones, then those of changes, in order.
+
+    Raises:
+        ValueError: The snapshot of a process is missing.
+    """
+    links = [parts for directory in directories if (parts := _parts(directory, each))]
+    while len(links) > 1 and not all(part.is_changes for link in links[1:] for part in link):
+        del links[0]
+    division = None if each.transfer is None else each.transfer.division
+    return [
+        part
+        for link in links
+        for part in link
+        if division is None
+        or part.num_processes != division.num_processes
+        or part.process == division.process
+    ]
+
+
+def _parts(directory: pathlib.Path, each: TableVocabulary) -> list[_Part]:
+    """Return the snapshots of one checkpoint, of all processes."""
+    path = directory / _file_name(each)
+    names = sorted(part.name for part in path.glob(_part_name("*", "*")))
+    if not names:
+        return [_Part(path, 0, 1, is_changes(path))] if path.exists() else []
+    num_processes = int(names[0].rpartition("-")[2])
+    parts = []
+    for process in range(num_processes):
+        part = path / _part_name(process, num_processes)
+        if part.name not in names:
+            raise ValueError(
+                f"the snapshot is damaged: {part} is missing, which has the records of process "
+                f"{process} of {num_processes}"
+            )
+        parts.append(_Part(part, process, num_processes, is_changes(part)))
+    return parts
+
+
+def _part_name(process: int | str, num_processes: int | str) -> str:
+    return f"process-{process}-of-{num_processes}"
+
+
+def _in_all_processes(vocabularies: Sequence[TableVocabulary], action: Callable[[], None]) -> None:
+    """Carry out an action; where stores are divided, raise its error in all processes."""
+    if all(each.transfer is None or each.transfer.division is None for each in vocabularies):
+        action()
+        return
+    error = None
+    try:
+        action()
+    except Exception as raised:
+        error = raised
+    raise_together(error)
 
 
 def _check_num_ids(each: TableVocabulary, saved: int) -> None:

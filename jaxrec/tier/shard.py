@@ -7,6 +7,7 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import TypeVar
 
+import jax
 from flax import nnx
 from jax.sharding import Mesh
 
@@ -16,8 +17,11 @@ from jaxrec.mesh.dense import DenseName, DenseRule
 from jaxrec.mesh.precision import Precision
 from jaxrec.mesh.replicas import ReplicaAxis
 from jaxrec.mesh.shard import Plan
+from jaxrec.mesh.store import MeshStore
 from jaxrec.plan import ShardingPlan
 from jaxrec.tier.make import make_named
+from jaxrec.tier.model_tables import collections_of
+from jaxrec.tier.tier import tier_of
 from jaxrec.tier.vocabulary.cached import Cached
 
 Model = TypeVar("Model", bound=nnx.Module)
@@ -107,7 +111,7 @@ def shard(
         dense=dense,
     )
     if not isinstance(plan, ShardingPlan) or not plan.caches:
-        return place(model, plan)
+        return _with_divided_stores(place(model, plan))
     table, cache = plan.caches[0]
     if isinstance(model, nnx.Module):
         raise TypeError(
@@ -131,4 +135,20 @@ def shard(
     require_same("plan", {name: repr(each) for name, each in plan.caches})
     tables = {name: Cached(each.rows, each.store) for name, each in plan.caches}
     make = model if not callable(model) else functools.partial(make_named, model, tables)
-    return place(make, dataclasses.replace(plan, caches=()))
+    return _with_divided_stores(place(make, dataclasses.replace(plan, caches=())))
+
+
+def _with_divided_stores(model: Model) -> Model:
+    """Divide the rows in row stores among the processes that share the tables."""
+    processes = set(range(jax.process_count()))
+    if (tier := tier_of(model)) is None or len(processes) == 1:
+        return model
+    stores = [each.tables.get_value().placed for each in collections_of(model).values()]
+    if all(
+        isinstance(store, MeshStore)
+        and store.replica_axis is None  # replicas have rows of their own until they are averaged
+        and {device.process_index for device in store.mesh.devices.flat} == processes
+        for store in stores
+    ):
+        tier.divide_stores()
+    return model

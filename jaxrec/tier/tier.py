@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
+import jax
 import numpy as np
 from flax import nnx
 
@@ -370,10 +371,13 @@ class Tier:
     def settled(self, model: nnx.Module) -> Iterator[None]:
         """Keep the model's tables in agreement with the vocabularies, while this lasts.
 
-        Threads that plan wait.
+        Threads that plan wait. With divided stores every process calls this.
         """
         with self._planning:
-            self.settle(model)
+            self._settle(model, None)
+            for each in self.vocabularies:
+                if each.transfer is not None:
+                    each.transfer.wait_together()
             yield
 
     def give_rows(self, model: nnx.Module, of: TableVocabulary, ids: np.ndarray) -> None:
@@ -429,11 +433,21 @@ class Tier:
         }
         return {**vocabularies, _RUN: run}
 
+    def divide_stores(self) -> None:
+        """Give each process the part of the rows in its store that it owns.
+
+        All processes have devices of the mesh on which the tables lie.
+        """
+        for each in self.vocabularies:
+            if each.transfer is not None:
+                each.transfer.divide(jax.process_index(), jax.process_count())
+
     def close(self, model: nnx.Module) -> None:
         """Bring all evicted rows to their stores, and close these; a second call does nothing."""
         if self._is_closed:
             return
-        with self.settled(model):
+        with self._planning:
+            self.settle(model)
             for each in self.vocabularies:
                 if each.transfer is not None:
                     each.transfer.store.close()

@@ -5,7 +5,8 @@ Arguments: PORT PROCESS SCENARIO DIRECTORY
 Scenarios: "killed" trains all steps, saves in the middle, and kills itself at the end; "resumed"
 restores and trains the steps after the checkpoint. The end of a run is written to the directory.
 "killed" publishes its model, and "resumed" takes it over into a copy.
-After "resumed" the processes train a model whose tables a plan keeps off the devices.
+After "resumed" the processes continue a run that one process restored, continued and saved as
+"moved", and train a model whose tables a plan keeps off the devices.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from jaxrec.train.checkpoint import CheckpointManager, restore
 from tests.tier import models
 from tests.tier.vocabulary import test_cached
 
-STEPS, SAVED_AFTER, SAMPLES = 16, 8, 16
+STEPS, SAVED_AFTER, MOVED_AFTER, SAMPLES = 16, 8, 12, 16
 NAMES = ("item", "query", "item_wide")
 SETTINGS = Dynamic(eviction=farthest(2, lfu()), admit_after=2, unknown=shared(5), counters=1 << 14)
 
@@ -78,6 +79,34 @@ def result(model, losses):
             for key, state in collection.table_state(name).items():
                 arrays[f"{name}.{key}"] = np.asarray(state)[rows]
     return arrays
+
+
+def stored(model):
+    """Ids of the records that this process's stores have, and the rows of all ids in stores."""
+    arrays = {}
+    for each in tier_of(model).vocabularies:
+        none = np.zeros(0, np.int64)
+        own = np.concatenate([none, *(ids for ids, _ in each.transfer.store.scan())])
+        ids = np.concatenate([none, *(ids for ids, _ in each.transfer.scan(50))])
+        arrays[f"{each.name}.own"], arrays[f"{each.name}.all"] = own, np.sort(ids)
+        for table in each.tables:
+            collection, name = getattr(model, table.collection), table.config.name
+            arrays[f"{name}.rows"] = collection.rows(name, arrays[f"{each.name}.all"])
+    return arrays
+
+
+def continue_moved(mesh, process: int, directory: pathlib.Path):
+    """Continue a run that one process continued and saved."""
+    model = make_model(mesh)
+    optimizer = jaxrec.Optimizer(model, optax.adam(1e-2))
+    first = restore(directory / "moved", model, optimizer).batches
+    batches, _ = models.stream(STEPS, 450, samples=SAMPLES)
+    batches = [part_of(batch, process) for batch in batches[first:]]
+    losses = [
+        float(models.train_step(model, optimizer, x, y))
+        for x, y in ahead(model, batches, look_ahead=2)
+    ]
+    return {"losses": np.array(losses), **stored(model)}
 
 
 def changes_of(tracker):
@@ -170,7 +199,9 @@ def main():
         np.savez(directory / f"copies{process}.npz", **copied(copy, directory))
     np.savez(directory / f"{scenario}_changes{process}.npz", **changes_of(tracker))
     np.savez(directory / f"{scenario}{process}.npz", **result(model, losses))
+    np.savez(directory / f"{scenario}_stored{process}.npz", **stored(model))
     if scenario == "resumed":
+        np.savez(directory / f"moved{process}.npz", **continue_moved(mesh, process, directory))
         np.savez(directory / f"planned{process}.npz", **train_planned(mesh, process, directory))
     if scenario == "killed":
         os.kill(os.getpid(), 9)

@@ -15,6 +15,7 @@ import pytest
 import jaxrec
 from jaxrec.tier import ChangeTracker, Subscriber, ahead
 from jaxrec.tier.tier import tier_of
+from jaxrec.train.checkpoint import restore, save
 from tests.tier import models, processes
 from tests.tier.vocabulary import test_cached
 
@@ -54,12 +55,29 @@ def ends(tmp_path_factory):
     """Arrays of each process at the end, by the scenarios of processes.py."""
     directory = tmp_path_factory.mktemp("ends")
     assert run("killed", directory) == [-signal.SIGKILL] * 2
+    losses = continue_in_one_process(directory)
     assert run("resumed", directory) == [0, 0]
+    scenarios = ("killed", "resumed", "killed_changes", "copies", "planned", "moved")
     found = {
         scenario: [dict(np.load(directory / f"{scenario}{process}.npz")) for process in range(2)]
-        for scenario in ("killed", "resumed", "killed_changes", "copies", "planned")
+        for scenario in (*scenarios, "killed_stored", "resumed_stored")
     }
-    return {**found, "directory": directory}
+    return {**found, "directory": directory, "in_one_process": losses}
+
+
+def continue_in_one_process(directory) -> list[float]:
+    """Restore what two processes saved, train some steps, and save that."""
+    model = processes.make_model(None)
+    optimizer = jaxrec.Optimizer(model, optax.adam(1e-2))
+    first = restore(directory / "saved", model, optimizer).batches
+    batches, _ = models.stream(processes.STEPS, 450, samples=processes.SAMPLES)
+    losses = []
+    for number, (x, y) in enumerate(ahead(model, batches[first:], look_ahead=2), first + 1):
+        losses.append(float(models.train_step(model, optimizer, x, y)))
+        if number == processes.MOVED_AFTER:
+            save(directory / "moved", model, optimizer, batches=number)
+            break
+    return losses
 
 
 def test_a_killed_run_that_is_resumed_ends_as_an_undisturbed_one(ends):
@@ -75,6 +93,37 @@ def test_processes_end_alike(ends):
     first, second = ends["killed"]
     for name in first:
         np.testing.assert_array_equal(first[name], second[name], err_msg=name)
+
+
+@pytest.mark.parametrize("scenario", ["killed_stored", "resumed_stored", "moved"])
+def test_each_record_is_in_the_store_of_one_process(ends, scenario):
+    for name in ("item+item_wide", "query"):
+        own = [end[f"{name}.own"] for end in ends[scenario]]
+        assert name != "query" or min(map(len, own)) > 0
+        assert len(np.intersect1d(*own)) == 0
+        for end in ends[scenario]:
+            np.testing.assert_array_equal(end[f"{name}.all"], np.sort(np.concatenate(own)))
+
+
+def test_records_are_those_of_one_device(ends):
+    first, second = ends["killed_stored"]
+    model = processes.make_model(None)
+    optimizer = jaxrec.Optimizer(model, optax.adam(1e-2))
+    batches, _ = models.stream(processes.STEPS, 450, samples=processes.SAMPLES)
+    for x, y in ahead(model, batches, look_ahead=2):
+        models.train_step(model, optimizer, x, y)
+    for name, of in {"item": "item+item_wide", "query": "query"}.items():
+        np.testing.assert_array_equal(first[f"{name}.rows"], second[f"{name}.rows"])
+        rows = model.embeddings.rows(name, first[f"{of}.all"])
+        np.testing.assert_allclose(first[f"{name}.rows"], rows, rtol=1e-4, atol=1e-5)
+
+
+def test_a_run_moves_from_two_processes_to_one_and_back(ends):
+    losses = np.concatenate([ends["in_one_process"], ends["moved"][0]["losses"]])
+    np.testing.assert_allclose(losses, ends["resumed"][0]["losses"], rtol=1e-5)
+    for name, array in ends["moved"][0].items():
+        if name.endswith((".all", ".rows", "losses")):
+            np.testing.assert_array_equal(ends["moved"][1][name], array, err_msg=name)
 
 
 def test_rows_by_id_are_those_of_the_table(ends):

@@ -53,7 +53,7 @@ class OpenTable(PublishedTable):
             yield resident[part], self.read_rows(rows[part], with_state)
         if (transfer := self._of.transfer) is None:
             return
-        for ids, records in transfer.store.scan(self._shapes.rows_at_once):
+        for ids, records in transfer.scan(self._shapes.rows_at_once):
             # A row that has come back from the store may still be there, as it was.
             is_gone = self._rows_of(ids) < 0
             values = transfer.layout.unpack(records[is_gone])[self._number]
@@ -99,7 +99,7 @@ class OpenTable(PublishedTable):
         resident, _ = self._of.vocabulary.map.items()
         self.forget(np.setdiff1d(resident, kept, assume_unique=True))
         if self._of.transfer is not None:
-            for stored in [ids for ids, _ in self._of.transfer.store.scan()]:
+            for stored in [ids for ids, _ in self._of.transfer.scan(1 << 16)]:
                 self.forget(np.setdiff1d(stored, kept, assume_unique=True))
 
     def find_shortage(self, ids: np.ndarray, removed: np.ndarray | None) -> str:
@@ -130,7 +130,7 @@ class OpenTable(PublishedTable):
         """
         transfer = self._of.transfer
         assert transfer is not None
-        is_found, records = transfer.store.get(ids)
+        is_found, records = transfer.get(ids)
         tables = transfer.layout.unpack(records)
         if begin and not is_found.all():
             for table, values in zip(self._of.tables, tables, strict=True):

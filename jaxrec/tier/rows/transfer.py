@@ -6,15 +6,17 @@ import concurrent.futures
 import dataclasses
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from jaxrec.mesh.agree import gather_flags, gather_rows, raise_together
 from jaxrec.tier.rows.record_layout import RecordLayout
 from jaxrec.tier.rows.store_traffic import StoreTraffic
 from jaxrec.tier.rows.under_way import EvictedRows, RowsUnderWay, WantedRows
 from jaxrec.tier.rows.written_ids import WrittenIds
+from jaxrec.tier.stores.division import Division
 from jaxrec.tier.stores.row_store import RecordFormat, RowStore
 
 # Evictions that wait for the store at most, in memory.
@@ -27,25 +29,33 @@ class StoredRows:
 
     Attributes:
         transfer: The transfer.
-        stored: Future of whether each id has a row, bool ``[n]``, and of the records of those that
-            have one; those of ``under_way`` are not up to date.
+        ids: The ids of the rows, int64 ``[n]``.
+        owners: Index of the process whose store has the row of each id; None: this one's has all.
+        stored: Future of whether each id that this process owns has a row, bool ``[m]``, and of the
+            records of those that have one; those of ``under_way`` are not up to date.
         under_way: Rows that were on their way to the store when they were asked for.
     """
 
     transfer: RowTransfer
+    ids: np.ndarray
+    owners: np.ndarray | None
     stored: concurrent.futures.Future[tuple[np.ndarray, np.ndarray]]
     under_way: tuple[WantedRows, ...]
 
     def are_stored(self) -> np.ndarray:
         """Wait for the store alone; return whether each id has a row there or on its way, bool.
 
+        With a divided store every process calls this.
+
         Raises:
             RuntimeError: A row could not be read.
         """
-        return self._read()[0]
+        return _flags_of_all([self], [_attempt(lambda: (self._read()[0], []))])[0]
 
     def result(self) -> tuple[np.ndarray, list[dict[str, np.ndarray]]]:
         """Wait for the rows; call it after `RowTransfer.send` of all evictions before.
+
+        With a divided store every process calls this, and gets the rows of all stores.
 
         Returns:
             Whether each id has a row, bool ``[n]``, and the rows and states of the tables, of ids
@@ -54,6 +64,20 @@ class StoredRows:
         Raises:
             RuntimeError: A row could not be read, or not be written before.
         """
+        own = _attempt(self._own_records)
+        (found,) = _flags_of_all([self], [own])
+        records = own.records
+        if self.owners is not None:
+            parts = gather_rows(records)
+            records = np.empty((np.count_nonzero(found), records.shape[1]), np.uint8)
+            for process, part in enumerate(parts):
+                records[self.owners[found] == process] = part
+        return found, self.transfer.layout.unpack(records)
+
+    def _own_records(self) -> tuple[np.ndarray, np.ndarray]:
+        """Wait for the rows of this process's store; return the flags and the records."""
+        if self.owners is not None:
+            self.transfer.check()
         found, records = self._read()
         if self.under_way:
             place = np.cumsum(found) - 1
@@ -61,7 +85,7 @@ class StoredRows:
             concurrent.futures.wait([wanted.evicted.records])
             self.transfer.check()
             records[place[wanted.positions]] = wanted.evicted.records.result()[wanted.index]
-        return found, self.transfer.layout.unpack(records)
+        return found, records
 
     def _read(self) -> tuple[np.ndarray, np.ndarray]:
         try:
@@ -73,11 +97,78 @@ class StoredRows:
             ) from error
 
 
+def receive(
+    fetched: Sequence[StoredRows],
+) -> list[tuple[np.ndarray, list[dict[str, np.ndarray]]]]:
+    """Wait for rows of several stores, and count them; see `StoredRows.result`.
+
+    With divided stores every process calls this, and gets the rows of its own stores alone.
+
+    Returns:
+        For each of the stores whether each id has a row, bool ``[n]``, and the rows and states of
+        the tables, of ids that have one and that this process owns.
+
+    Raises:
+        RuntimeError: A row could not be read, or not be written before, in some process.
+    """
+    parts = []
+    for stored in fetched:
+        with stored.transfer.traffic.waiting():
+            parts.append(_attempt(stored._own_records))
+    flags = _flags_of_all(fetched, parts)
+    for stored, part in zip(fetched, parts, strict=True):
+        stored.transfer.traffic.add_received(part.found)
+    return [
+        (found, stored.transfer.layout.unpack(part.records))
+        for stored, part, found in zip(fetched, parts, flags, strict=True)
+    ]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Attempt:
+    """What a read of this process's store gave.
+
+    Attributes:
+        found: Whether each id has a row.
+        records: Records of those that have one.
+        error: The error instead of these.
+    """
+
+    found: np.ndarray
+    records: Any
+    error: Exception | None = None
+
+
+def _attempt(read: Callable[[], tuple[np.ndarray, Any]]) -> _Attempt:
+    try:
+        return _Attempt(*read())
+    except Exception as error:
+        return _Attempt(np.zeros(0, np.bool_), None, error)
+
+
+def _flags_of_all(fetched: Sequence[StoredRows], parts: Sequence[_Attempt]) -> list[np.ndarray]:
+    """Return whether each id has a row in the store of its owner.
+
+    Raises:
+        RuntimeError: A process has an error.
+    """
+    error = next((part.error for part in parts if part.error is not None), None)
+    owners = [stored.owners for stored in fetched if stored.owners is not None]
+    if not owners:
+        if error is not None:
+            raise error
+        return [part.found for part in parts]
+    return gather_flags([part.found for part in parts], owners, error)
+
+
 class RowTransfer:
     """Moves rows between the devices and a row store, in threads.
 
     A row that is on its way to the store is found all the same. An error of the store is raised by
     the next `check`, and by `StoredRows.result`.
+
+    After `divide` each of several processes has a part of the rows in its store. All of them then
+    call the methods with the same ids, and each reads and writes the rows that it owns.
 
     Args:
         store: The store; opened here.
@@ -88,6 +179,9 @@ class RowTransfer:
         ValueError: The store has records of another format.
         BlockingIOError: Another run has the store open.
         OSError: The store cannot be reached, read or written.
+
+    Attributes:
+        division: The division of the rows among processes; None: this one has all.
     """
 
     def __init__(
@@ -106,17 +200,33 @@ class RowTransfer:
         self._writer = concurrent.futures.ThreadPoolExecutor(1, "row writer")
         self._reader = concurrent.futures.ThreadPoolExecutor(1, "row reader")
         self._error: BaseException | None = None
+        self.division: Division | None = None
+
+    def divide(self, process: int, num_processes: int) -> None:
+        """Keep the rows in this process's store that it owns, and ignore others there."""
+        self.division = Division(process, num_processes, self.store.format.num_ids)
+
+    def owners(self, ids: np.ndarray) -> np.ndarray | None:
+        """Return the process whose store has the row of each id; None: this one's has all."""
+        return None if self.division is None else self.division.owners(ids)
+
+    def is_own(self, ids: np.ndarray) -> np.ndarray:
+        """Return whether this process's store has the row of each id, bool ``[n]``."""
+        if self.division is None:
+            return np.ones(ids.size, np.bool_)
+        return self.division.is_own(ids)
 
     def announce(self, ids: np.ndarray) -> EvictedRows:
         """Register evicted ids, whose rows `send` brings later."""
-        return self._under_way.add(ids)
+        return self._under_way.add(self._own(ids))
 
     def send(self, evicted: EvictedRows, rows: Any) -> None:
         """Bring announced rows to the store; wait if it is too far behind.
 
         Args:
             evicted: The ids.
-            rows: Returns the rows and states of the tables (`jaxrec.embed.row_access`) when called.
+            rows: Returns the rows and states of the tables (`jaxrec.embed.row_access`) when called,
+                those that this process owns.
         """
         with self.traffic.waiting():
             self._room.acquire()
@@ -142,24 +252,106 @@ class RowTransfer:
         Args:
             ids: Distinct ids, int64 ``[n]``.
             tables: For each table its rows, under ``"rows"``, and their state by name.
+
+        Raises:
+            RuntimeError: Another process could not write its rows.
         """
-        self._put(ids, self.layout.pack(tables))
+        if self.division is not None:
+            is_own = self.division.is_own(ids)
+            ids = ids[is_own]
+            tables = [{name: x[is_own] for name, x in table.items()} for table in tables]
+        self._together(lambda: self._put(ids, self.layout.pack(tables)))
 
     def delete(self, ids: np.ndarray) -> None:
-        """Remove the rows of ids from the store; ids without a row there are skipped."""
+        """Remove the rows of ids from the store; ids without a row there are skipped.
+
+        Raises:
+            RuntimeError: Another process could not remove its rows.
+        """
+        own = self._own(ids)
         for watcher in self.watchers:
-            watcher.add(ids)
-        self.store.delete(ids)
+            watcher.add(own)
+        self._together(lambda: self.store.delete(own))
 
     def _put(self, ids: np.ndarray, records: np.ndarray) -> None:
         for watcher in self.watchers:
             watcher.add(ids)
         self.store.put(ids, records)
 
+    def _own(self, ids: np.ndarray) -> np.ndarray:
+        return ids if self.division is None else ids[self.division.is_own(ids)]
+
+    def _together(self, action: Callable[[], None]) -> None:
+        """Carry out an action in all processes that share the rows, and raise their errors."""
+        if self.division is None:
+            action()
+            return
+        error = None
+        try:
+            action()
+        except Exception as raised:
+            error = raised
+        raise_together(error)
+
+    def get(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Read records of all stores; call it when all rows that were sent have arrived.
+
+        With a divided store every process calls this, and gets the records of all ids.
+
+        Args:
+            ids: int64 ``[n]``.
+
+        Returns:
+            As `jaxrec.tier.RowStore.get`.
+
+        Raises:
+            RuntimeError: Another process could not read its records.
+        """
+        if self.division is None:
+            return self.store.get(ids)
+        own = _attempt(lambda: self.store.get(self._own(ids)))
+        owners = self.division.owners(ids)
+        (found,) = gather_flags([own.found], [owners], own.error)
+        records = np.zeros((ids.size, self.layout.width), np.uint8)
+        for process, part in enumerate(gather_rows(own.records)):
+            records[owners == process] = part
+        return found, records
+
+    def scan(self, size: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Iterate over the records of all stores, as `jaxrec.tier.RowStore.scan` does.
+
+        With a divided store every process calls this, and all get the same records.
+        """
+        if self.division is None:
+            yield from self.store.scan(size)
+            return
+        own = self.scan_own(max(1, size // self.division.num_processes))
+        none = np.zeros(0, np.int64), np.zeros((0, self.layout.width), np.uint8)
+        while True:
+            error = None
+            ids, records = none
+            try:
+                ids, records = next(own, none)
+            except Exception as raised:
+                error = raised
+            all_ids = np.concatenate(gather_rows(ids.view(np.uint32).reshape(-1, 2), error))
+            if not all_ids.size:
+                return
+            yield all_ids.view(np.int64)[:, 0], np.concatenate(gather_rows(records))
+
+    def scan_own(self, size: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Iterate over the records that this process owns; no part is empty."""
+        for ids, records in self.store.scan(size):
+            is_own = self.is_own(ids)
+            if is_own.any():
+                yield ids[is_own], records[is_own]
+
     def fetch(self, ids: np.ndarray) -> StoredRows:
         """Start to read the rows of distinct ids."""
-        under_way = self._under_way.find(ids)
-        return StoredRows(self, self._reader.submit(self._get, ids, under_way), under_way)
+        own = self._own(ids)
+        under_way = self._under_way.find(own)
+        stored = self._reader.submit(self._get, own, under_way)
+        return StoredRows(self, ids, self.owners(ids), stored, under_way)
 
     def _get(
         self, ids: np.ndarray, under_way: tuple[WantedRows, ...]
@@ -193,3 +385,13 @@ class RowTransfer:
         self._writer.submit(lambda: None).result()
         self.check()
         self.store.flush()
+
+    def wait_together(self) -> None:
+        """Wait until the stores of all processes have all rows that were sent.
+
+        With a divided store every process calls this.
+
+        Raises:
+            RuntimeError: A row could not be written, in some process.
+        """
+        self._together(self.wait)

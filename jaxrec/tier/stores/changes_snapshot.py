@@ -7,7 +7,7 @@ records were removed, in ``removed.npy``.
 from __future__ import annotations
 
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NoReturn
 
 import numpy as np
@@ -52,8 +52,17 @@ def write_changes(directory: pathlib.Path, store: RowStore, ids: np.ndarray) -> 
         np.save(unfinished / _REMOVED, np.concatenate(removed))
 
 
-def apply_changes(directory: pathlib.Path, store: RowStore) -> None:
+def apply_changes(
+    directory: pathlib.Path,
+    store: RowStore,
+    is_own: Callable[[np.ndarray], np.ndarray] | None = None,
+) -> None:
     """Bring a store that has the records of the snapshot before to those of this one.
+
+    Args:
+        directory: The snapshot.
+        store: The store.
+        is_own: Returns whether the store has the records of some ids, bool; None: of all.
 
     Raises:
         ValueError: The snapshot is damaged.
@@ -61,9 +70,14 @@ def apply_changes(directory: pathlib.Path, store: RowStore) -> None:
     """
     manifest = snapshots.read_manifest(directory)
     removed = np.load(directory / _REMOVED)
+    if is_own is not None:
+        removed = removed[is_own(removed)]
     if removed.size:
         store.delete(removed)
     for ids, records in snapshots.read_records(directory / _RECORDS, manifest.format):
+        if is_own is not None:
+            mine = is_own(ids)
+            ids, records = ids[mine], records[mine]
         store.put(ids, records)
     store.flush()
 

@@ -238,7 +238,7 @@ def _new_vocabularies(
     if tier is not None:
         try:
             check_stores(tier.vocabularies, state, [link / STORES for link in links])
-        except ValueError as error:
+        except (ValueError, RuntimeError) as error:  # or that of another process
             raise CheckpointError(f"{path}: {error}") from None
     return state
 

@@ -53,7 +53,7 @@ def saved_tree(
         return _saved_tree(model, optimizer, state, None if changes is None else changes.tables)
     with tier.settled(model):
         changes = take_changes()
-        if stores is not None and jax.process_index() == 0:  # stores of processes are alike
+        if stores is not None:
             snapshot_stores(tier.vocabularies, stores, {} if changes is None else changes.stores)
         vocabularies = {
             name: {key: _with_end(array) for key, array in arrays.items()}

@@ -1,0 +1,303 @@
+"""Rows on their way between the devices that use them and the processes whose stores have them.
+
+Every process knows which device has the slot of a row and which process owns its record. So the
+devices send each row straight to where it is wanted, by one all-to-all:
+
+    slot's device  -- evicted row -->  a device of the owner  -->  the owner's store
+    slot's device  <-- returning row --  a device of the owner  <--  the owner's store
+
+A message from one device to another has a static capacity, on a ladder of sizes. With ``n`` rows,
+``d`` devices and rows that are spread evenly, a device sends and receives about ``n / d`` rows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Array, Int32, UInt8
+
+from jaxrec.embed.row_access import GroupSlots, RowsOnDevices, TableRows
+from jaxrec.embed.row_slots import RowSlots
+from jaxrec.mesh.store import MeshStore
+
+
+@dataclasses.dataclass(frozen=True)
+class OwnedRows:
+    """Rows of a table whose records the stores of several processes have.
+
+    Attributes:
+        table: Name of the table.
+        rows: Row indices, int ``[n]``.
+        owners: Index of the process that has the record of each row, int ``[n]``.
+    """
+
+    table: str
+    rows: np.ndarray
+    owners: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True)
+class RowsAtOwners:
+    """Rows on devices of their owners, which `send_to_owners` sent; `to_host` waits for them.
+
+    Attributes:
+        rows: The rows of this process, with arrays over the whole mesh.
+    """
+
+    rows: RowsOnDevices
+
+    def to_host(self) -> list[dict[str, np.ndarray]]:
+        """Return for each request the rows and state that this process owns, in their order."""
+        arrays: dict[str, Any] = {}
+        for group, slots in self.rows.groups.items():
+
+            def on_host(array: Array, shape: tuple[int, ...] = slots.slots.shape) -> np.ndarray:
+                return _own_part(array).reshape(*shape, *array.shape[2:])
+
+            arrays[group] = jax.tree.map(on_host, self.rows.arrays[group])
+        return dataclasses.replace(self.rows, arrays=arrays).to_host()
+
+
+def send_to_owners(store: MeshStore, requests: Sequence[OwnedRows]) -> RowsAtOwners:
+    """Gather rows of tables with their optimizer state, and send each to its owner.
+
+    Every process calls this with the same requests.
+
+    Args:
+        store: The store that has the arrays.
+        requests: The rows.
+    """
+    plan = _Plan(store, requests, is_read=True)
+    arrays = {
+        group: _read(store, plan.put(_by_device(slots.slots)), group)
+        for group, slots in plan.groups.items()
+    }
+    own = tuple(TableRows(each.table, each.rows[each.owners == plan.process]) for each in requests)
+    dims = {config.name: config.embedding_dim for config in store.layout.configs}
+    return RowsAtOwners(
+        RowsOnDevices(own, tuple(dims[each.table] for each in own), plan.at_owner, arrays)
+    )
+
+
+def write_from_owners(
+    store: MeshStore,
+    requests: Sequence[OwnedRows],
+    values: Sequence[Mapping[str, np.ndarray]],
+) -> MeshStore:
+    """Set rows of tables and their optimizer state, in place: the store is donated.
+
+    Every process calls this with the same requests and its own values.
+
+    Args:
+        store: The store that has the arrays.
+        requests: The rows; a row must not occur twice.
+        values: For each request the rows that this process owns, under ``"rows"``, and their state.
+    """
+    plan = _Plan(store, requests, is_read=False)
+    for group, slots in plan.groups.items():
+        at_owner = plan.at_owner[group]
+        numbers = {number for number, _, _ in at_owner.parts}
+        names = set.intersection(*[set(values[number]) for number in numbers])
+        arrays = {
+            name: plan.put_own(_by_device(at_owner.gather([_some(each, name) for each in values])))
+            for name in names
+        }
+        rows = arrays.pop("rows")
+        store = _write(store, plan.put(_by_device(slots.slots)), rows, arrays, group)
+    return store
+
+
+class _Plan:
+    """Which device sends which row to which device.
+
+    Args:
+        store: The store.
+        requests: The rows.
+        is_read: Whether rows go to their owners; otherwise they come from there, to every replica.
+
+    Attributes:
+        process: Index of this process.
+        groups: Slots of the rows, ``[devices, devices, n]``: those of the first device's array
+            whose rows travel between it and the second one, by group.
+        at_owner: Positions of the rows among those that this process owns,
+            ``[own devices, devices, n]``: the first device is the owner's.
+    """
+
+    def __init__(self, store: MeshStore, requests: Sequence[OwnedRows], *, is_read: bool) -> None:
+        devices = store.mesh.devices.flat
+        processes = np.array([device.process_index for device in devices])
+        self.process = jax.process_index()
+        self._own_devices = np.flatnonzero(processes == self.process)
+        self._sharding = NamedSharding(store.mesh, PartitionSpec(store.axes))
+        replicated = {placed.name for placed in store.layout.groups if placed.is_replicated}
+        slots: dict[str, list[np.ndarray]] = {}
+        parts: dict[str, list[tuple[int, RowSlots, int]]] = {}
+        for number, request in enumerate(requests):
+            if not len(request.rows):
+                continue
+            is_own = request.owners == self.process
+            position = np.append(np.where(is_own, np.cumsum(is_own) - 1, -1), -1).astype(np.int32)
+            for part in store.row_slots(request.table, request.rows):
+                index = part.index
+                if is_read and part.group in replicated:
+                    # One replica sends the row: the first device of the owner.
+                    firsts = np.unique(processes, return_index=True)[1]
+                    is_first = np.arange(len(index))[:, None] == firsts[request.owners]
+                    index = np.where(is_first, index, -1)
+                places, sent = _messages(index, request.owners, processes)
+                of_group = slots.setdefault(part.group, [])
+                start = sum(each.shape[-1] for each in of_group)
+                of_group.append(_taken(part.slots.reshape(-1), places))
+                mine = position[sent].swapaxes(0, 1)[self._own_devices]
+                parts.setdefault(part.group, []).append(
+                    (number, RowSlots(part.group, part.columns, mine, mine), start)
+                )
+        self.groups: dict[str, GroupSlots] = {}
+        self.at_owner: dict[str, GroupSlots] = {}
+        for group, of_group in slots.items():
+            joined, dim = np.concatenate(of_group, axis=-1), store.groups[group].dim
+            self.groups[group] = GroupSlots(joined, (), dim)
+            own = np.zeros((len(self._own_devices), *joined.shape[1:]), np.int32)
+            self.at_owner[group] = GroupSlots(own, tuple(parts[group]), dim)
+
+    def put(self, values: np.ndarray) -> Array:
+        """Put values that every process has on the devices, ``[devices, ...]``."""
+        return jax.make_array_from_callback(
+            values.shape, self._sharding, lambda index: values[index]
+        )
+
+    def put_own(self, values: np.ndarray) -> Array:
+        """Put the values of this process's devices there, ``[own devices, ...]``."""
+        place = {int(device): number for number, device in enumerate(self._own_devices)}
+        shape = (self._sharding.mesh.devices.size, *values.shape[1:])
+        return jax.make_array_from_callback(
+            shape, self._sharding, lambda index: values[place[index[0].start or 0]][None]
+        )
+
+
+def _messages(
+    index: np.ndarray, owners: np.ndarray, processes: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the messages between the devices of slots and those of owners.
+
+    Args:
+        index: Row of each slot, ``[devices, m]``, -1 at padding.
+        owners: Process that owns each row.
+        processes: Process of each device.
+
+    Returns:
+        Positions in the flat ``index``, and rows, both int64 ``[devices, devices, capacity]`` with
+        -1 at padding: of the slot's device, and of a device of the owner.
+    """
+    num_devices = len(processes)
+    places = np.flatnonzero(index >= 0)
+    rows = index.reshape(-1)[places]
+    here, owner = places // max(1, index.shape[1]), owners[rows]
+    # The rows between a device and a process go by the process's devices in turn.
+    by_process = np.argsort(processes, kind="stable")
+    counts = np.bincount(processes, minlength=processes.max() + 1)
+    firsts = np.cumsum(counts) - counts
+    turn = _ranks(here * counts.size + owner) % counts[owner]
+    pair = here * num_devices + by_process[firsts[owner] + turn]
+    rank = _ranks(pair)
+    capacity = _size_for(int(rank.max()) + 1 if rank.size else 0)
+    messages = np.full((2, num_devices * num_devices, capacity), -1, np.int64)
+    messages[0, pair, rank], messages[1, pair, rank] = places, rows
+    shape = num_devices, num_devices, capacity
+    return messages[0].reshape(shape), messages[1].reshape(shape)
+
+
+def _ranks(keys: np.ndarray) -> np.ndarray:
+    """Return the number of equal keys before each key."""
+    order = np.argsort(keys, kind="stable")
+    in_order = keys[order]
+    is_first = np.append(True, in_order[1:] != in_order[:-1])[: keys.size]
+    firsts = np.flatnonzero(is_first)
+    ranks = np.empty(keys.size, np.int64)
+    ranks[order] = np.arange(keys.size) - np.repeat(firsts, np.diff(np.append(firsts, keys.size)))
+    return ranks
+
+
+def _size_for(count: int) -> int:
+    """Return the smallest size of the ladder 1, 2, 4, ... that holds a count."""
+    return 1 << max(0, count - 1).bit_length()
+
+
+def _taken(slots: np.ndarray, places: np.ndarray) -> np.ndarray:
+    """Return the slots at some places, -1 at padding."""
+    return np.where(places < 0, np.int32(-1), slots[places]) if slots.size else places
+
+
+def _some(values: Mapping[str, np.ndarray], name: str) -> np.ndarray:
+    """Return an array of a request; a row of zeros for padding if this process owns none."""
+    array = values.get(name, np.zeros(1))
+    return array if len(array) else np.zeros((1, *array.shape[1:]), array.dtype)
+
+
+def _by_device(values: np.ndarray) -> np.ndarray:
+    """Join the second and the third axis: ``[devices, messages, n, ...]``."""
+    return values.reshape(values.shape[0], -1, *values.shape[3:])
+
+
+def _own_part(array: Array) -> np.ndarray:
+    """Return the parts of an array on this process's devices, in their order."""
+    parts = {shard.index[0].start or 0: shard.data for shard in array.addressable_shards}
+    return np.concatenate([np.asarray(parts[start]) for start in sorted(parts)])
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def _read(
+    store: MeshStore, slots: Int32[Array, "devices n"], group: str
+) -> tuple[Array, dict[str, Array]]:
+    return _send(store, store.read_rows(group, slots))
+
+
+@functools.partial(jax.jit, static_argnums=4, donate_argnums=0)
+def _write(
+    store: MeshStore,
+    slots: Int32[Array, "devices n"],
+    rows: Array,
+    state: dict[str, Array],
+    group: str,
+) -> MeshStore:
+    return store.write_rows(group, slots, *_send(store, (rows, state)))
+
+
+def _send(store: MeshStore, tree: Any) -> Any:
+    """Send message ``d`` of each device to device ``d``; traced.
+
+    All arrays go by one collective, as bytes.
+
+    Args:
+        store: The store.
+        tree: Arrays ``[devices, devices * n, ...]``.
+    """
+    over = PartitionSpec(store.axes)
+
+    def on_device(tree: Any) -> Any:
+        arrays, structure = jax.tree.flatten(tree)
+        messages = [_as_bytes(array[0], store.channel.size) for array in arrays]
+        ends = np.cumsum([each.shape[-1] for each in messages])
+        sent = store.channel.send(jnp.concatenate(messages, axis=-1))
+        parts = jnp.split(sent, ends[:-1], axis=-1)
+        received = [_from_bytes(part, like[0]) for part, like in zip(parts, arrays, strict=True)]
+        return jax.tree.unflatten(structure, [each[None] for each in received])
+
+    return store.shard_map(on_device, over, over)(tree)
+
+
+def _as_bytes(array: Array, devices: int) -> UInt8[Array, "devices n bytes"]:
+    bits = jax.lax.bitcast_convert_type(array, jnp.uint8)
+    return bits.reshape(devices, array.shape[0] // devices, -1)
+
+
+def _from_bytes(bits: UInt8[Array, "devices n bytes"], like: Array) -> Array:
+    width = (like.dtype.itemsize,) if like.dtype.itemsize > 1 else ()
+    return jax.lax.bitcast_convert_type(bits.reshape(*like.shape, *width), like.dtype)
