@@ -185,10 +185,7 @@ TESTED_BY = {
     "serve/commands/test_quantize": ("serve/quantized/saved_run",),
     "serve/test_swap": ("serve/quantized/model_copy",),
     "tier/vocabulary/test_cached": ("tier/cached_tables",),
-    "tier/test_stored_runs": (
-        "tier/close",
-        "tier/saved_stores",
-    ),
+    "tier/test_stored_runs": ("tier/close",),
     "tier/ids/test_id_map": (
         "tier/ids/arrays",
         "tier/ids/implementation",

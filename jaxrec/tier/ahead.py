@@ -13,7 +13,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from jaxrec.data.pipeline import Pipeline
-from jaxrec.mesh.agree import gather_ids
+from jaxrec.mesh.agree import fail_together, gather_id_lists
 from jaxrec.mesh.batch import shard_batch
 from jaxrec.mesh.store import MeshStore
 from jaxrec.tier.batch_ids import BatchIds
@@ -64,7 +64,7 @@ def ahead(
         ValueError: ``look_ahead`` or ``accumulate`` is below 1; a batch has more distinct ids than
             fit a table; an id is beyond a table of fixed size.
         RuntimeError: Another thread takes a batch; another loop over `ahead` trains the model; a
-            row store failed.
+            row store failed; another process has an error in its part of a batch.
 
     Example:
         >>> import jaxrec
@@ -90,13 +90,26 @@ def ahead(
         mesh = _mesh(model)
         place = (lambda batch: batch) if mesh is None else functools.partial(shard_batch, mesh=mesh)
     is_shared = jax.process_count() > 1 and _mesh(model) is not None
-    gather = gather_ids if is_shared else None
+    gather = gather_id_lists if is_shared else None
     # A step may be dispatched after the batches of the next one were taken.
     undispatched = 2 * accumulate
     read_ids = functools.partial(BatchIds.of, vocabularies=tier.vocabularies, gather=gather)
 
     def with_ids(batches: Iterable[Any]) -> Iterable[Any]:
         return foresee(batches, read_ids, tier.foresight) if is_training else batches
+
+    def read(pipeline: Pipeline) -> Iterator[Any]:
+        """Give batches; where one process cannot read its part, all stop."""
+        while True:
+            try:
+                batch = next(pipeline)
+            except StopIteration:
+                return
+            except Exception as error:
+                if is_training or tier.has_stores:  # the others gather ids
+                    fail_together(error, len(tier.vocabularies))
+                raise
+            yield batch
 
     def prepare(batch: Any) -> tuple[PlannedBatch, Any]:
         if is_training:
@@ -109,7 +122,7 @@ def ahead(
     stages = () if is_shared else (prepare,)
 
     def take(pipeline: Pipeline) -> Iterator[Any]:
-        for planned, placed in map(prepare, with_ids(pipeline)) if is_shared else pipeline:
+        for planned, placed in map(prepare, with_ids(read(pipeline))) if is_shared else pipeline:
             _check_thread(thread)
             batch = tier.apply(model, planned)
             yield placed if batch is planned.batch else place(batch)

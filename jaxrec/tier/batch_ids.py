@@ -9,12 +9,13 @@ from typing import Any, TypeAlias
 import jax
 import numpy as np
 
+from jaxrec.mesh.agree import fail_together
 from jaxrec.tier.batches import HostBatch, Segment, fingerprint
 from jaxrec.tier.model_tables import TableVocabulary
 from jaxrec.tier.vocabulary.vocabulary import TableFullError, VocabularyFullError
 
-Gather: TypeAlias = Callable[[np.ndarray], list[np.ndarray]]
-"""A function that returns the ids of each process (`jaxrec.mesh.agree.gather_ids`)."""
+Gather: TypeAlias = Callable[[Sequence[np.ndarray]], list[list[np.ndarray]]]
+"""A function that returns the ids of each process (`jaxrec.mesh.agree.gather_id_lists`)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,12 +50,25 @@ class BatchIds:
         Raises:
             TypeError: The batch has no `KeyedJaggedArray` on the host.
             ValueError: A table of fixed size has no such id, or the ids are replaced already.
+            RuntimeError: Another process cannot read its part.
         """
-        host = HostBatch.of(batch)
-        segments = tuple(_segments(host, each) for each in vocabularies)
-        gathered = [_gathered(_joined(each), gather) for each in segments]
-        ids, mine = zip(*gathered, strict=True)
-        return cls(host, tuple(vocabularies), segments, ids, mine)
+        try:
+            host = HostBatch.of(batch)
+            segments = tuple(_segments(host, each) for each in vocabularies)
+            lists = [_joined(each) for each in segments]
+            if gather is not None:
+                host.check_others({key for each in vocabularies for key in each.features})
+        except Exception as error:
+            if gather is None:
+                raise
+            fail_together(error, len(vocabularies))
+        if gather is None:
+            mine = [slice(None)] * len(lists)
+        else:
+            gathered = gather(lists)
+            mine = [_own_range(of_processes) for of_processes in gathered]
+            lists = [np.concatenate(of_processes) for of_processes in gathered]
+        return cls(host, tuple(vocabularies), segments, tuple(lists), tuple(mine))
 
     @property
     def mark(self) -> tuple[int, int, int]:
@@ -141,10 +155,8 @@ def _joined(segments: Sequence[Segment]) -> np.ndarray:
     return np.concatenate([np.zeros(0, np.int64), *(segment.ids for segment in segments)])
 
 
-def _gathered(ids: np.ndarray, gather: Gather | None) -> tuple[np.ndarray, slice]:
-    """Return the ids of all processes, and the range of this one's."""
-    if gather is None:
-        return ids, slice(None)
-    parts = gather(ids)
-    start = sum(part.size for part in parts[: jax.process_index()])
-    return np.concatenate(parts), slice(start, start + ids.size)
+def _own_range(of_processes: Sequence[np.ndarray]) -> slice:
+    """Return the range of this process's ids among those of all processes."""
+    process = jax.process_index()
+    start = sum(part.size for part in of_processes[:process])
+    return slice(start, start + of_processes[process].size)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Any
 
 import jax
@@ -83,6 +83,16 @@ class HostBatch:
                 )
             segments += _segments(number, each)
         return cls(features, others, tree, places, tuple(segments))
+
+    def check_others(self, keys: Set[str]) -> None:
+        """Check that ids of keys other than some fit int32.
+
+        Raises:
+            ValueError: An id does not fit.
+        """
+        for segment in self.segments:
+            if segment.key not in keys:
+                _check_int32(segment)
 
     def with_rows(self, rows: Sequence[np.ndarray | None]) -> Any:
         """Return the batch with other ids.

@@ -175,8 +175,8 @@ class Tier:
 
         Args:
             batch: A host batch; with several processes this process's part of it.
-            gather: Returns the ids of each process (`jaxrec.mesh.agree.gather_ids`). None: the
-                batch is whole.
+            gather: Returns the ids of each process (`jaxrec.mesh.agree.gather_id_lists`). None:
+                the batch is whole.
 
         Raises:
             ValueError: More distinct ids are in use than there are rows, or a table of

@@ -5,8 +5,9 @@ Arguments: PORT PROCESS SCENARIO DIRECTORY
 Scenarios: "killed" trains all steps, saves in the middle, and kills itself at the end; "resumed"
 restores and trains the steps after the checkpoint. The end of a run is written to the directory.
 "killed" publishes its model, and "resumed" takes it over into a copy.
-After "resumed" the processes continue a run that one process restored, continued and saved as
-"moved", and train a model whose tables a plan keeps off the devices.
+After "resumed" one of the processes gets bad batches. Then they continue a run that one process
+restored, continued and saved as "moved", and train a model whose tables a plan keeps off the
+devices.
 """
 
 from __future__ import annotations
@@ -52,6 +53,8 @@ def make_model(mesh, store="memory://"):
     if mesh is None:
         return made()
     placements = dict.fromkeys((*NAMES, "age"), jaxrec.mesh.row_wise())
+    # The columns of a row lie on devices of both processes.
+    placements["query"] = jaxrec.mesh.column_wise(devices=(1, 2))
     return jaxrec.shard(made, jaxrec.plan.ShardingPlan.from_dict(placements), mesh)
 
 
@@ -130,6 +133,28 @@ def copied(copy, directory):
     return arrays
 
 
+def bad_batches(mesh, process: int):
+    """Texts of the errors of batches that one process cannot read, and of the batches given."""
+    texts, given = [], 0
+    model = make_model(mesh)
+    good = part_of(models.stream(1, 450, samples=SAMPLES)[0][0], process)
+
+    def failing():
+        yield good
+        if process == 1:
+            raise OSError("the file of batches ends too early")
+        yield good
+
+    wrong = (np.zeros(3), good[1]) if process == 1 else good
+    for batches in (failing(), [good, wrong]):
+        try:
+            for _ in ahead(model, batches, look_ahead=2):
+                given += 1
+        except Exception as error:
+            texts.append(f"{type(error).__name__}: {error}")
+    return {"texts": np.array(texts), "given": np.array(given)}
+
+
 def train_planned(mesh, process: int, directory: pathlib.Path):
     """Train by a plan that keeps tables in host memory and in files."""
 
@@ -172,7 +197,7 @@ def main():
     jax.config.update("jax_num_cpu_devices", 2)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(
-        f"localhost:{port}", num_processes=2, process_id=process, heartbeat_timeout_seconds=10
+        f"localhost:{port}", num_processes=2, process_id=process, heartbeat_timeout_seconds=100
     )
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
     batches, _ = models.stream(STEPS, 450, samples=SAMPLES)
@@ -201,6 +226,7 @@ def main():
     np.savez(directory / f"{scenario}{process}.npz", **result(model, losses))
     np.savez(directory / f"{scenario}_stored{process}.npz", **stored(model))
     if scenario == "resumed":
+        np.savez(directory / f"bad{process}.npz", **bad_batches(mesh, process))
         np.savez(directory / f"moved{process}.npz", **continue_moved(mesh, process, directory))
         np.savez(directory / f"planned{process}.npz", **train_planned(mesh, process, directory))
     if scenario == "killed":

@@ -57,7 +57,7 @@ def ends(tmp_path_factory):
     assert run("killed", directory) == [-signal.SIGKILL] * 2
     losses = continue_in_one_process(directory)
     assert run("resumed", directory) == [0, 0]
-    scenarios = ("killed", "resumed", "killed_changes", "copies", "planned", "moved")
+    scenarios = ("killed", "resumed", "killed_changes", "copies", "planned", "moved", "bad")
     found = {
         scenario: [dict(np.load(directory / f"{scenario}{process}.npz")) for process in range(2)]
         for scenario in (*scenarios, "killed_stored", "resumed_stored")
@@ -124,6 +124,15 @@ def test_a_run_moves_from_two_processes_to_one_and_back(ends):
     for name, array in ends["moved"][0].items():
         if name.endswith((".all", ".rows", "losses")):
             np.testing.assert_array_equal(ends["moved"][1][name], array, err_msg=name)
+
+
+def test_all_processes_stop_where_one_cannot_read_a_batch(ends):
+    others, own = (end["texts"] for end in ends["bad"])
+    assert [int(end["given"]) for end in ends["bad"]] == [2, 2]
+    assert own[0] == "OSError: the file of batches ends too early"
+    assert own[1].startswith("TypeError: a batch is a pytree with a KeyedJaggedArray")
+    for text, of_other in zip(own, others, strict=True):
+        assert of_other == f"RuntimeError: process 1 cannot go on: {text}"
 
 
 def test_rows_by_id_are_those_of_the_table(ends):

@@ -177,9 +177,12 @@ class _Plan:
         """Put the values of this process's devices there, ``[own devices, ...]``."""
         place = {int(device): number for number, device in enumerate(self._own_devices)}
         shape = (self._sharding.mesh.devices.size, *values.shape[1:])
-        return jax.make_array_from_callback(
-            shape, self._sharding, lambda index: values[place[index[0].start or 0]][None]
-        )
+
+        def of_device(index: tuple[slice, ...] | None) -> np.ndarray:
+            assert index is not None
+            return values[place[index[0].start or 0]][None]
+
+        return jax.make_array_from_callback(shape, self._sharding, of_device)
 
 
 def _messages(
