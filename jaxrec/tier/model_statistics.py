@@ -30,7 +30,8 @@ def statistics(model: nnx.Module) -> dict[str, dict[str, float]]:
         - ``hit_rate``: ``hits`` divided by ``lookups``.
 
         For each table with a row store also the following. Rows count with their optimizer state,
-        and those that evaluations move count, too. Milliseconds are wall-clock time in this
+        and those that evaluations move count, too. With several processes they are the rows of
+        this process's store. Milliseconds are wall-clock time in this
         process, divided by the number of training batches that the loop has taken:
 
         - ``fetched``, ``fetched_bytes``: rows that came back to the devices, and their bytes;

@@ -162,7 +162,8 @@ def _load(transfer: RowTransfer, parts: Sequence[_Part]) -> None:
     def records(part: _Part) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         for ids, of_ids in snapshots.read(part.path):
             is_own = part.is_own(ids, store.format.num_ids) & transfer.is_own(ids)
-            yield ids[is_own], of_ids[is_own]
+            if is_own.any():
+                yield ids[is_own], of_ids[is_own]
 
     if len(whole) == 1 and whole[0].num_processes == num_processes:
         store.load_snapshot(whole[0].path)

@@ -269,11 +269,14 @@ class RowTransfer:
             RuntimeError: Another process could not remove its rows.
         """
         own = self._own(ids)
-        for watcher in self.watchers:
-            watcher.add(own)
-        self._together(lambda: self.store.delete(own))
+        if own.size:
+            for watcher in self.watchers:
+                watcher.add(own)
+        self._together(lambda: self.store.delete(own) if own.size else None)
 
     def _put(self, ids: np.ndarray, records: np.ndarray) -> None:
+        if not ids.size:
+            return
         for watcher in self.watchers:
             watcher.add(ids)
         self.store.put(ids, records)
@@ -309,13 +312,19 @@ class RowTransfer:
         """
         if self.division is None:
             return self.store.get(ids)
-        own = _attempt(lambda: self.store.get(self._own(ids)))
+        own = _attempt(lambda: self._get_own(self._own(ids)))
         owners = self.division.owners(ids)
         (found,) = gather_flags([own.found], [owners], own.error)
         records = np.zeros((ids.size, self.layout.width), np.uint8)
         for process, part in enumerate(gather_rows(own.records)):
             records[owners == process] = part
         return found, records
+
+    def _get_own(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Read records of ids that this process owns; it may own none of those of a batch."""
+        if not ids.size:
+            return np.zeros(0, np.bool_), np.zeros((0, self.layout.width), np.uint8)
+        return self.store.get(ids)
 
     def scan(self, size: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Iterate over the records of all stores, as `jaxrec.tier.RowStore.scan` does.
@@ -357,7 +366,7 @@ class RowTransfer:
         self, ids: np.ndarray, under_way: tuple[WantedRows, ...]
     ) -> tuple[np.ndarray, np.ndarray]:
         with self.traffic.reading():
-            found, records = self.store.get(ids)
+            found, records = self._get_own(ids)
         for wanted in under_way:
             found[wanted.positions] = True
         return found, records if found.all() else records[found]

@@ -78,7 +78,8 @@ def apply_changes(
         if is_own is not None:
             mine = is_own(ids)
             ids, records = ids[mine], records[mine]
-        store.put(ids, records)
+        if ids.size:
+            store.put(ids, records)
     store.flush()
 
 

@@ -42,7 +42,8 @@ def url_for(url: str, table: str, process: int = 0, num_processes: int = 1) -> s
     Args:
         url: A URL; ``{table}`` in it stands for the name of the table.
         table: The name.
-        process: Index of the process. Of several each has a store of its own, but in memory.
+        process: Index of the process. Each of several has a store of its own
+            (`jaxrec.tier.stores.division`).
         num_processes: Number of processes.
 
     Example:
