@@ -58,7 +58,7 @@ def calls(quick: bool) -> Iterator[Program]:
     """Yield calls of each kernel at each width, row type and optimizer, and at named shapes."""
     for dtype in ("float32", "bfloat16"):
         for dim in (64, 128) if quick else (16, 64, 100, 128, 256, 1024):
-            for bag in (20,) if quick else (1, 20):
+            for bag in (20,) if quick else (1, 3, 20):
                 shape = Shape(f"D{dim} {dtype} L{bag}", 4, 1_000_000, dim, 2048, bag, dtype=dtype)
                 yield pooled_lookup(triton, shape)
             yield row_lookup(shape)

@@ -25,14 +25,14 @@ def pooled_lookup(
     layout: BagLayout,
     dtype: DTypeLike,
     *,
-    elements: int = ELEMENTS,
+    elements: int | None = None,
     warps: int | None = None,
     interpret: bool = False,
 ) -> Float[Array, "bags dim"]:
     """Return the sum or mean of each bag's rows; see `jaxrec.embed.kernels.reference`.
 
     Args:
-        elements, warps: See `Tile.of`.
+        elements, warps: See `Tile.of`; None: as the bags' mean length and the rows ask for.
     """
     output = jax.ShapeDtypeStruct((layout.num_bags, table.shape[1]), dtype)
     if 0 in (layout.num_bags, layout.num_positions):

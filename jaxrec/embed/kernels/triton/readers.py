@@ -21,9 +21,11 @@ from jaxrec.embed.formats.float8 import Float8Rows
 from jaxrec.embed.formats.fused8 import Fused8Rows
 from jaxrec.embed.formats.integers import HEADER_BYTES, IntegerRows
 from jaxrec.embed.formats.scaled_float8 import ScaledFloat8Rows
-from jaxrec.embed.kernels.triton.tile import Tile
+from jaxrec.embed.kernels.triton.tile import ELEMENTS, Tile
 
 Terms: TypeAlias = tuple[Array, ...]
+
+SHORT = 8  # rows of a group on average, or fewer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,8 +48,14 @@ class PlainReader:
         size = table.dtype.itemsize
         return cls(table.shape[1], max(math.gcd(16, table.shape[1] * size) // size, 1))
 
-    def tile(self, mean_length: float, elements: int, warps: int | None) -> Tile:
-        """Return the tile that sums groups of a mean length; see `Tile.of`."""
+    def tile(self, mean_length: float, elements: int | None, warps: int | None) -> Tile:
+        """Return the tile that sums groups of a mean length; see `Tile.of`.
+
+        A lane has half as many elements of short groups, whose rows it rarely adds up as it loads
+        them. With more of them ptxas waits for some rows before it loads others, and spills.
+        """
+        if elements is None:
+            elements = ELEMENTS if mean_length > SHORT else ELEMENTS // 2
         return Tile.of(self.width, mean_length, elements, warps).folded(self.vector)
 
     def zeros(self, tile: Tile) -> Terms:
@@ -176,8 +184,9 @@ class PackedReader:
     def has_offset(self) -> bool:
         return self.numbers is not None and self.numbers.count == 2
 
-    def tile(self, mean_length: float, elements: int, warps: int | None) -> Tile:
+    def tile(self, mean_length: float, elements: int | None, warps: int | None) -> Tile:
         """Return the tile that sums groups of a mean length; see `Tile.of_bytes`."""
+        elements = elements or ELEMENTS
         return Tile.of_bytes(self.width, mean_length, self.planes, self.vector, elements, warps)
 
     def zeros(self, tile: Tile) -> Terms:
