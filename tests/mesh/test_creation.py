@@ -258,8 +258,9 @@ class Peak:
         # A donated array and the one that takes its memory are one.
         buffers = {}
         for array in jax.live_arrays():
-            for shard in array.addressable_shards if not array.is_deleted() else ():
-                with contextlib.suppress(RuntimeError):  # donated meanwhile
+            # One that is donated meanwhile raises either.
+            with contextlib.suppress(RuntimeError, TypeError):
+                for shard in array.addressable_shards:
                     place = shard.device.id, shard.data.unsafe_buffer_pointer()
                     buffers[place] = shard.data.nbytes
         held = np.zeros(len(jax.devices()))
@@ -296,7 +297,7 @@ def test_no_device_holds_more_than_its_share_while_tables_move(mesh, small_copie
     names = [f"t{i}" for i in range(NUM_TABLES)]
     with Peak() as peak:
         jaxrec.shard(model, plan_of(dict.fromkeys(names, row_wise())), mesh)
-    assert (peak.bytes - peak.before).max() < 2 * SHARE
+    assert SHARE <= (peak.bytes - peak.before).max() < 2 * SHARE
     for placement in (column_wise(), grid(), row_wise()):
         with Peak() as peak:
             jaxrec.shard(model, plan_of(dict.fromkeys(names, placement)), mesh)
