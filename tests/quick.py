@@ -20,6 +20,7 @@ SLOW = (
     "tests/examples/test_examples.py",
     "tests/mesh/test_training.py",
     "tests/train/test_checkpoint.py",
+    "tests/train/test_placed_checkpoints.py",
     "tests/test_docs.py",
     "tests/train/test_trainer.py",
     "tests/examples/test_notebooks.py",

@@ -258,7 +258,7 @@ class Peak:
         # A donated array and the one that takes its memory are one.
         buffers = {}
         for array in jax.live_arrays():
-            # One that is donated meanwhile raises either.
+            # JAX raises one of these for an array that another thread has just donated.
             with contextlib.suppress(RuntimeError, TypeError):
                 for shard in array.addressable_shards:
                     place = shard.device.id, shard.data.unsafe_buffer_pointer()
