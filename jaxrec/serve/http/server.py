@@ -13,6 +13,7 @@ from types import FrameType
 import uvicorn
 
 from jaxrec.serve.http.app import Application
+from jaxrec.serve.http.last_connections import open_no_more
 from jaxrec.serve.http.protocol import LimitedProtocol, ServerConfig
 
 _BACKLOG = 2048
@@ -20,7 +21,10 @@ _BACKLOG = 2048
 _SWITCH_SECONDS = 2e-4
 
 # Time in which a connection that was just accepted sends its request.
-_LAST_REQUEST_SECONDS = 0.5
+_LAST_REQUEST_SECONDS = 1.0
+
+# Time in which a connection that has begun is completed.
+_LAST_CONNECTION_SECONDS = 0.1
 
 # Files that the process opens beside connections.
 _OTHER_FILES = 256
@@ -70,12 +74,16 @@ class ModelServer(uvicorn.Server):
         loop = asyncio.get_running_loop()
         stop = loop.time() + seconds
         while loop.time() < stop and not self.force_exit and self._application.failure is None:
+            # First, since a connection that was just accepted is counted a little later.
+            await asyncio.sleep(0.02)
             if until_closed and not self.server_state.connections:
                 return
-            await asyncio.sleep(0.02)
 
     async def _accept_last(self, listeners: list[socket.socket]) -> None:
         """Accept the connections that wait: closing the listener would reset them."""
+        for listener in listeners:
+            open_no_more(listener)
+        await self._pause(_LAST_CONNECTION_SECONDS)
         loop = asyncio.get_running_loop()
         for listener in listeners:
             with contextlib.suppress(BlockingIOError, InterruptedError):
