@@ -48,3 +48,21 @@ def to_device(array: Any) -> Array:
             extreme = max(int(array.max()), int(array.min()), key=abs)
             raise ValueError(f"{extreme} does not fit {bounds.dtype}; see split_int64")
     return jnp.asarray(array)
+
+
+def require_one_batch(lengths: AnyArray, operation: str) -> None:
+    """Refuse a batch over a mesh, which has one batch for each device.
+
+    Args:
+        lengths: The lengths of its bags.
+        operation: Name of what needs one batch.
+
+    Raises:
+        ValueError: ``lengths`` has an axis in front, over the devices.
+    """
+    if lengths.ndim > 1:
+        raise ValueError(
+            f"{operation} needs one batch, and this one lies over a mesh: it has a batch for each "
+            f"of {lengths.shape[0]} devices. Use {operation} before jaxrec.mesh.shard_batch, or on "
+            "each device's batch inside of jax.shard_map"
+        )

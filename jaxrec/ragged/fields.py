@@ -132,8 +132,8 @@ def joined(batches: Sequence[Any]) -> Packed:
     """Return the fields of one batch with the keys of several `KeyedJaggedArray`s.
 
     Raises:
-        ValueError: Only some are weighted or have inverse indices, batch sizes differ, or a key is
-            in two of them.
+        ValueError: Only some are weighted or have inverse indices, batch sizes differ, a key is in
+            two of them, or only some lie over a mesh.
     """
     keys = tuple(itertools.chain.from_iterable(batch.keys for batch in batches))
     for first, second in itertools.combinations(batches, 2):
@@ -145,11 +145,17 @@ def joined(batches: Sequence[Any]) -> Packed:
     if len({batch.batch_size for batch in batches}) > 1:
         sizes = [batch.batch_size for batch in batches]
         raise ValueError(f"the batches have different numbers of samples: {sizes}")
+    if len({batch.lengths.shape[:-1] for batch in batches}) > 1:
+        shapes = [batch.lengths.shape for batch in batches]
+        raise ValueError(
+            "some of the batches lie over a mesh and some do not: their lengths have the shapes "
+            f"{shapes}; concatenate them all before jaxrec.mesh.shard_batch, or all after it"
+        )
     return Packed(
         concatenate([batch.values for batch in batches], np.int32),
         concatenate([batch.lengths for batch in batches], np.int32),
         concatenate_weights([batch.weights for batch in batches]),
-        concatenate(inverse, np.int32) if inverse else None,
+        concatenate(inverse, np.int32, axis=-2) if inverse else None,
         keys,
         tuple(itertools.chain.from_iterable(batch.capacities for batch in batches)),
         tuple(itertools.chain.from_iterable(batch.strides for batch in batches)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
@@ -13,7 +14,7 @@ from jax.tree_util import GetAttrKey
 from jaxtyping import Array, Int, Int32, Shaped
 
 from jaxrec.ragged import nested, printing
-from jaxrec.ragged.arrays import AnyArray
+from jaxrec.ragged.arrays import AnyArray, require_one_batch, to_device
 from jaxrec.ragged.capacity import capacity_for
 from jaxrec.ragged.columns import floats
 from jaxrec.ragged.dense import dense_to_jagged, jagged_to_padded_dense
@@ -142,17 +143,18 @@ class JaggedArray:
 
     @property
     def capacity(self) -> int:
-        """Length of ``values``, padding included."""
-        return self.values.shape[0]
+        """Length of ``values``, padding included; over a mesh, of each device's."""
+        return self.values.shape[self.lengths.ndim - 1]
 
     @property
     def batch_size(self) -> int:
-        """Number of rows."""
-        return self.lengths.shape[0]
+        """Number of rows; over a mesh, of each device's."""
+        return self.lengths.shape[-1]
 
     @property
     def offsets(self) -> Int32[AnyArray, " offsets"]:
         """``[batch + 1]``: the start of each row in ``values``, then the end of the last."""
+        require_one_batch(self.lengths, "offsets")
         return complete_cumsum(self.lengths)
 
     @property
@@ -162,6 +164,7 @@ class JaggedArray:
 
     def to_lists(self) -> list[list[Any]]:
         """Return the rows as nested lists of Python numbers; on the host."""
+        require_one_batch(self.lengths, "to_lists")
         return nested.to_lists(np.asarray(self.values), np.asarray(self.lengths))
 
     def weights_to_lists(self) -> list[list[float]]:
@@ -170,12 +173,15 @@ class JaggedArray:
         Raises:
             ValueError: There are none.
         """
+        require_one_batch(self.lengths, "weights_to_lists")
         return nested.to_lists(np.asarray(self._given_weights()), np.asarray(self.lengths))
 
     def to_padded_dense(
         self, length: int | None = None, padding_value: Any = 0
     ) -> Shaped[Array, "batch length *element"]:
         """Return the rows as a dense array, padded or cut at their ends.
+
+        A column over a mesh gives the rows of all devices, on these devices.
 
         Args:
             length: Elements of each row, static. None: the longest row's; not under jit.
@@ -184,9 +190,7 @@ class JaggedArray:
         Raises:
             TypeError: ``length`` is missing under jit.
         """
-        return jagged_to_padded_dense(
-            self.values, self.offsets, self._static_length(length), padding_value
-        )
+        return self._padded(self.values, length, padding_value)
 
     def to_padded_dense_weights(
         self, length: int | None = None, padding_value: Any = 0
@@ -197,9 +201,17 @@ class JaggedArray:
             TypeError: ``length`` is missing under jit.
             ValueError: The column has no weights.
         """
-        return jagged_to_padded_dense(
-            self._given_weights(), self.offsets, self._static_length(length), padding_value
+        return self._padded(self._given_weights(), length, padding_value)
+
+    def _padded(self, values: Any, length: int | None, padding_value: Any) -> Array:
+        size = self._static_length(length)
+        pad = functools.partial(
+            jagged_to_padded_dense, max_lengths=size, padding_value=padding_value
         )
+        if self.lengths.ndim == 1:
+            return pad(values, self.offsets)
+        by_device = jax.vmap(pad)(to_device(values), complete_cumsum(to_device(self.lengths)))
+        return by_device.reshape(-1, *by_device.shape[2:])
 
     def _static_length(self, length: int | None) -> int:
         if length is not None:

@@ -1,4 +1,8 @@
-"""Arrays made of the keys' segments end to end, on the host or on a device: static reshaping."""
+"""Arrays made of the keys' segments end to end, on the host or on a device: static reshaping.
+
+A batch over a mesh has an axis in front, with one batch for each device; segments follow each other
+along the last axis.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +17,15 @@ from jaxrec.ragged.arrays import AnyArray, namespace, to_device
 from jaxrec.ragged.raw_ids import like
 
 
-def concatenate(arrays: Sequence[AnyArray], dtype: Any) -> AnyArray:
+def concatenate(arrays: Sequence[AnyArray], dtype: Any, axis: int = -1) -> AnyArray:
     """Concatenate arrays; without any, return an empty one of ``dtype``."""
     if len(arrays) == 1:
         return arrays[0]
     if not arrays:
         return np.zeros(0, dtype)
     if namespace(*arrays) is np:
-        return like(np.concatenate(arrays), *arrays)
-    return jnp.concatenate([to_device(array) for array in arrays])
+        return like(np.concatenate(arrays, axis), *arrays)
+    return jnp.concatenate([to_device(array) for array in arrays], axis)
 
 
 def concatenate_weights(weights: Sequence[AnyArray | None]) -> AnyArray | None:
@@ -41,8 +45,9 @@ def refit(array: AnyArray, capacities: Sequence[int], wanted: Sequence[int]) -> 
     """Cut or zero-pad segments at their ends, from ``capacities`` to those ``wanted``."""
     xp = namespace(array)
     ends = itertools.accumulate(capacities, initial=0)
+    leading = [(0, 0)] * (array.ndim - 1)
     parts = [
-        xp.pad(array[start:end][:size], (0, max(size - (end - start), 0)))
+        xp.pad(array[..., start:end][..., :size], [*leading, (0, max(size - (end - start), 0))])
         for (start, end), size in zip(itertools.pairwise(ends), wanted, strict=True)
     ]
     return like(concatenate(parts, array.dtype), array)

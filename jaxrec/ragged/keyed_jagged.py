@@ -13,7 +13,7 @@ from jax.tree_util import GetAttrKey
 from jaxtyping import Array, Int32, Num
 
 from jaxrec.ragged import columns, printing
-from jaxrec.ragged.arrays import AnyArray
+from jaxrec.ragged.arrays import AnyArray, require_one_batch
 from jaxrec.ragged.bag_layout import bag_ids
 from jaxrec.ragged.fields import (
     checked_columns,
@@ -43,6 +43,10 @@ class KeyedJaggedArray(KeyedConstructors):
     ``values``, filled from its front and padded at its end, so that selecting, permuting and
     splitting keys are static slices. Built from host data its arrays are NumPy's: they move to a
     device when they are used there, and reshaping them until then needs none.
+
+    Over a mesh (`jaxrec.mesh.shard_batch`) each array has one more axis in front, with the batch of
+    each device. ``batch[key]``, `permute`, `select`, `split`, `concat` and `with_capacities` work
+    on it; `offsets`, `segment_ids`, `to_lists` and what needs them raise a ValueError.
 
     The constructor takes these fields. It checks those on the host, and of others, on a device or
     traced, their shapes and types. Without ``capacities`` it takes TorchRec's arrays, which have no
@@ -144,9 +148,9 @@ class KeyedJaggedArray(KeyedConstructors):
 
     @property
     def batch_size(self) -> int:
-        """Number of samples in the batch."""
+        """Number of samples in the batch; over a mesh, of each device."""
         if self.inverse_indices is not None:
-            return self.inverse_indices.shape[1]
+            return self.inverse_indices.shape[-1]
         return max(self.strides, default=0)
 
     @property
@@ -160,6 +164,7 @@ class KeyedJaggedArray(KeyedConstructors):
 
         Where bags start once padding is left out: TorchRec's offsets.
         """
+        require_one_batch(self.lengths, "offsets")
         return complete_cumsum(self.lengths)
 
     @property
@@ -176,6 +181,7 @@ class KeyedJaggedArray(KeyedConstructors):
     @property
     def segment_ids(self) -> Int32[Array, " capacity"]:
         """The bag of each value, counted through all keys; ``sum(strides)`` at padding."""
+        require_one_batch(self.lengths, "segment_ids")
         return bag_ids(self.lengths, self.strides, self.capacities)
 
     def __iter__(self) -> Iterator[str]:
@@ -196,7 +202,12 @@ class KeyedJaggedArray(KeyedConstructors):
         return dict(zip(self.keys, self._columns(), strict=True))
 
     def to_lists(self) -> dict[str, list[list[Any]]]:
-        """Return the ids as nested lists by name; on the host."""
+        """Return the ids as nested lists by name; on the host.
+
+        Raises:
+            ValueError: The batch lies over a mesh.
+        """
+        require_one_batch(self.lengths, "to_lists")
         columns = jax.device_get(self).to_dict()
         return {key: column.to_lists() for key, column in columns.items()}
 
@@ -224,12 +235,14 @@ class KeyedJaggedArray(KeyedConstructors):
         spans = runs(indices)
         inverse = self.inverse_indices
         return KeyedJaggedArray._of(
-            concatenate([self.values[ids[a] : ids[b]] for a, b in spans], self.values.dtype),
-            concatenate([self.lengths[bags[a] : bags[b]] for a, b in spans], np.int32),
+            concatenate([self.values[..., ids[a] : ids[b]] for a, b in spans], self.values.dtype),
+            concatenate([self.lengths[..., bags[a] : bags[b]] for a, b in spans], np.int32),
             None
             if self.weights is None
-            else concatenate([self.weights[ids[a] : ids[b]] for a, b in spans], np.float32),
-            None if inverse is None else inverse[np.array(indices, np.int32)],
+            else concatenate([self.weights[..., ids[a] : ids[b]] for a, b in spans], np.float32),
+            None
+            if inverse is None
+            else concatenate([inverse[..., a:b, :] for a, b in spans], np.int32, axis=-2),
             tuple(self.keys[index] for index in indices),
             tuple(self.capacities[index] for index in indices),
             tuple(self.strides[index] for index in indices),
@@ -268,8 +281,8 @@ class KeyedJaggedArray(KeyedConstructors):
         """Concatenate the keys of several batches of the same samples.
 
         Raises:
-            ValueError: Only some are weighted or have inverse indices, batch sizes differ, or a key
-                is in two of them.
+            ValueError: Only some are weighted or have inverse indices, batch sizes differ, a key is
+                in two of them, or only some lie over a mesh.
         """
         batches = [batch for batch in batches if batch.keys]
         if not batches:
@@ -287,7 +300,8 @@ class KeyedJaggedArray(KeyedConstructors):
         if isinstance(self.lengths, jax.core.Tracer):
             needed = self.capacities
         else:
-            needed = jax.device_get(self).length_per_key.tolist()
+            counts = [column.lengths.sum(axis=-1) for column in jax.device_get(self)._columns()]
+            needed = tuple(int(np.max(count, initial=0)) for count in counts)
         if isinstance(capacities, Mapping):
             capacities = self.capacity_per_key | dict(capacities)
         wanted = pinned_capacities(self.keys, needed, capacities)
@@ -309,8 +323,9 @@ class KeyedJaggedArray(KeyedConstructors):
 
         Raises:
             TypeError: The batch is traced.
-            ValueError: An id is out of range, or a key occurs twice.
+            ValueError: An id is out of range, a key occurs twice, or the batch lies over a mesh.
         """
+        require_one_batch(self.lengths, "with_checked_ids")
         host = self._with(values=columns.concrete("values", self.values))
         given = []
         for column in host._columns():

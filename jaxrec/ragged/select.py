@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int, Int32, Shaped
 
-from jaxrec.ragged.arrays import AnyArray, take, to_device
+from jaxrec.ragged.arrays import AnyArray, require_one_batch, take, to_device
 from jaxrec.ragged.bag_layout import bag_ids, bag_starts
 from jaxrec.ragged.bounds import BAD_ID
 from jaxrec.ragged.keyed_jagged import KeyedJaggedArray
@@ -89,8 +89,8 @@ def keyed_jagged_index_select(
 
     Raises:
         IndexError: An index is out of range.
-        ValueError: A capacity is too small, or keys have different numbers of bags and no
-            ``inverse_indices``.
+        ValueError: A capacity is too small, keys have different numbers of bags and no
+            ``inverse_indices``, or the batch lies over a mesh.
 
     Example:
         >>> import numpy as np
@@ -98,6 +98,7 @@ def keyed_jagged_index_select(
         >>> keyed_jagged_index_select(batch, np.array([1, 0])).to_lists()
         {'f': [[2, 3], [1]]}
     """
+    require_one_batch(features.lengths, "keyed_jagged_index_select")
     _check_indices(indices, features.batch_size)
     ids, indices = to_device(features.values), jnp.asarray(indices)
     if features.inverse_indices is not None:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int32
 
-from jaxrec.ragged.arrays import to_device
+from jaxrec.ragged.arrays import require_one_batch, to_device
 from jaxrec.ragged.keyed_jagged import KeyedJaggedArray
 
 
@@ -44,8 +44,8 @@ def jagged_unique_indices(
 
     Raises:
         KeyError: A group names a key that the batch lacks.
-        ValueError: A group is empty, a key of the batch is in two groups or in none, or the batch
-            has raw ids.
+        ValueError: A group is empty, a key of the batch is in two groups or in none, the batch has
+            raw ids, or it lies over a mesh.
 
     Example:
         >>> batch = KeyedJaggedArray.from_lists({"a": [[5, 3], [5]], "b": [[3], []]})
@@ -55,6 +55,7 @@ def jagged_unique_indices(
         >>> inverse.tolist()[:3]
         [1, 0, 1]
     """
+    require_one_batch(features.lengths, "jagged_unique_indices")
     groups = [[key] for key in features.keys] if groups is None else [list(g) for g in groups]
     _check_groups(features, groups)
     by_group = features.select([key for group in groups for key in group])
