@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -33,14 +34,16 @@ def flatten_bags(
     padding = jnp.asarray(layout.capacities, jnp.int32) - num_ids
     bag_ends = np.cumsum(layout.strides)
     extents = _insert(bag_lengths, bag_ends, padding)
-    extent = jnp.repeat(jnp.arange(extents.size), extents, total_repeat_length=layout.num_positions)
-    is_padding = _insert(np.zeros(layout.num_bags, bool), bag_ends, True)[extent]
-    bags = _insert(_output_rows(layout), bag_ends, 0)[extent]
+    at_extents = _repeat(extents, layout.num_positions)
+    is_padding = at_extents(_insert(np.zeros(layout.num_bags, bool), bag_ends, True))
+    bags = at_extents(_insert(_output_rows(layout), bag_ends, 0))
 
     feature = np.repeat(np.arange(layout.num_features), layout.capacities)
     row_counts = np.asarray(layout.row_counts, np.int32)[feature]
     row_offsets = np.asarray(layout.row_offsets, np.int32)[feature]
-    outside = (positions < 0) | (positions >= row_counts)
+    # As unsigned numbers, negative ids are past the end: a comparison with zeros would keep the
+    # zeros of `_repeat` in memory on GPUs.
+    outside = positions.astype(jnp.uint32) >= row_counts.astype(np.uint32)
     rows = jnp.where(outside, BAD_ROW, positions + row_offsets)
     rows = jnp.where(is_padding, num_rows, rows)
 
@@ -48,9 +51,22 @@ def flatten_bags(
     if any(layout.means):
         is_mean = np.repeat(np.asarray(layout.means), layout.strides)
         divisors = jnp.where(is_mean, jnp.maximum(bag_lengths, 1), 1)
-        shares = 1.0 / _insert(divisors, bag_ends, 1)[extent].astype(jnp.float32)
+        shares = 1.0 / at_extents(_insert(divisors, bag_ends, 1)).astype(jnp.float32)
         scales = shares if scales is None else scales * shares
     return Lookups(rows, bags.astype(jnp.int32), scales)
+
+
+def _repeat(counts: Int32[Array, " n"], size: int) -> Callable[[Array], Array]:
+    """Return a function that repeats each of ``n`` values as often as counted, ``size`` in all.
+
+    It is `jax.numpy.repeat` without its comparisons of positions, which are in bounds.
+    """
+    starts = jnp.cumsum(counts) - counts
+    starting = jnp.zeros(size, jnp.int32).at[starts].add(1, mode="drop")
+    value = jnp.cumsum(starting) - 1
+    return lambda values: values.at[value].get(
+        mode="promise_in_bounds", wrap_negative_indices=False
+    )
 
 
 def _segments(array: Array, starts: tuple[int, ...], sizes: tuple[int, ...]) -> Array:

@@ -58,7 +58,7 @@ class SortedLookups:
     ) -> SortedLookups:
         """Sort lookups by row."""
         rows, bags, scales = lookups.rows, lookups.bags, lookups.scales
-        rows = jnp.where((rows < 0) | (rows > num_rows), num_rows, rows)
+        rows = jnp.where(rows.astype(jnp.uint32) > num_rows, num_rows, rows)
         positions = jnp.arange(rows.size, dtype=jnp.int32)
         if scales is None:
             bags = positions if bags is None else bags

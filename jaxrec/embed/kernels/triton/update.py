@@ -53,7 +53,7 @@ def fused_update(
     step: Step,
     table_starts: tuple[int, ...] = (0,),
     *,
-    elements: int = RUN_ELEMENTS,
+    elements: int | None = None,
     warps: int | None = None,
     programs: int = PROGRAMS,
     cut: int = CUT,
@@ -65,7 +65,7 @@ def fused_update(
     Only for optimizers with `RowOptimizer.can_cut_rows`, whose own `update` runs in the kernel.
 
     Args:
-        elements, warps: See `Tile.of_runs`.
+        elements, warps: See `Tile.of_runs`; None: as the optimizer's state asks for.
         programs: Most programs of a launch, which share the lookups.
         cut, block: Most lookups, and most sums of as many, that a program adds up one by one.
     """
@@ -75,7 +75,7 @@ def fused_update(
     bound, size = optimizer.clip_value, lookups.rows.size
     by_row = SortedLookups.of(lookups, gradients, num_rows, bound, cut, block)
     sums = by_row.sum_parts(programs=programs, interpret=interpret)
-    tile = Tile.of_runs(dim, elements, warps)
+    tile = Tile.of_runs(dim, elements or _elements(dim, state), warps)
     launch = functools.partial(tile.launch, programs=programs, interpret=interpret)
     factors = None
     if optimizer.clip_norm is not None:
@@ -128,6 +128,16 @@ def sum_rows(
         interpret=interpret,
         in_place=True,
     )
+
+
+def _elements(dim: int, state: Mapping[str, Any]) -> int:
+    """Return the elements of a lane that updates rows of ``dim`` columns with their state.
+
+    With two moments of each element, as Adam's, half as many keep more warps resident and do not
+    spill. Wider rows would then have a tile of one row, and more loads that wait for one another.
+    """
+    num_moments = sum(array.ndim == 2 for array in state.values())
+    return RUN_ELEMENTS // 2 if num_moments > 1 and dim <= 128 else RUN_ELEMENTS
 
 
 def _square_runs(lookups: SortedLookups, sums: Any, out: Any, *, tile: Tile) -> None:
