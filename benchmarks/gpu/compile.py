@@ -136,8 +136,8 @@ class Report:
 
 KERNEL_HEADER = (
     "| program | kernel | registers | warps resident | round trips a turn (KB under way) "
-    "| round trips before first store | blocks |",
-    "|---|---|---|---|---|---|---|",
+    "| round trips before first store | blocks | share of the bound, % |",
+    "|---|---|---|---|---|---|---|---|",
 )
 STEP_HEADER = (
     "| step | arguments GB | temporaries GB | fusions | kernel calls | while loops "
@@ -247,6 +247,7 @@ def check_kernel(program: Program, kernel: Kernel, launch: Launch, report: Repor
         ", ".join(f"{trips:g} ({size / 1e3:.0f})" for trips, size in turns),
         f"{before.round_trips:g}",
         launch.blocks or "",
+        share_of_bound(program, kernel, resident, report.card),
     ]
     report.kernels.append(f"| {' | '.join(map(str, cells))} |")
 
@@ -285,6 +286,17 @@ def check_kernel(program: Program, kernel: Kernel, launch: Launch, report: Repor
     most = None if limit.blocks is None else limit.blocks * CARDS["h200"].multiprocessors
     if launch.blocks and most and launch.blocks > most:
         report.failures.append(f"{where} has {launch.blocks} blocks, over {most}.")
+
+
+def share_of_bound(program: Program, kernel: Kernel, resident: int, card: Card) -> str:
+    """Return the estimated share of the card's memory in percent; "" where there is none."""
+    work = program.work
+    if work is None or work.kernel != kernel.name:
+        return ""
+    turn = max((each.round_trips for each in kernel.turns), default=0)
+    before = kernel.before_first_store.round_trips
+    lowest, highest = work.shares(card, resident, before, turn)
+    return f"{100 * lowest:.0f} to {100 * highest:.0f}"
 
 
 def check_atomics(program: Program, kernel: Kernel, report: Report) -> None:

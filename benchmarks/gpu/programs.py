@@ -14,6 +14,7 @@ from flax import nnx
 
 import jaxrec
 from benchmarks.gpu.batches import PACKED, Shape
+from benchmarks.gpu.bound import Work
 from benchmarks.shapes import read_shapes
 from jaxrec import optim
 from jaxrec.data.multi_hot import MLPERF_SIZES, MLPERF_TABLE_ROWS
@@ -44,6 +45,7 @@ class Program:
         tables: Shapes of tables and of their state, none of which may be copied.
         donate: Arguments whose memory it takes.
         temporaries: Most bytes of its temporaries; None: fewer than the tables'.
+        work: Work of its kernel that reads or writes the tables; None: not estimated.
     """
 
     name: str
@@ -52,6 +54,7 @@ class Program:
     tables: frozenset[tuple[int, ...]]
     donate: tuple[int, ...] = ()
     temporaries: int | None = None
+    work: Work | None = None
 
 
 def calls(quick: bool) -> Iterator[Program]:
@@ -108,7 +111,8 @@ def pooled_lookup(module: ModuleType, shape: Shape) -> Program:
     # The extents of bags alone: neither looked-up rows nor an unpacked table.
     temporaries = 16 * shape.layout.num_bags + 4096 if module is triton else None
     arguments = table, ids, lengths, weights
-    return Program(name, function, arguments, _shapes(table), temporaries=temporaries)
+    work = Work.of_pool(shape, table) if module is triton else None
+    return Program(name, function, arguments, _shapes(table), temporaries=temporaries, work=work)
 
 
 def row_lookup(shape: Shape) -> Program:
@@ -132,6 +136,7 @@ def fused_update(module: ModuleType, optimizer: str, shape: Shape) -> Program:
         (table, state, Lookups(ids, ids, weights), gradients, jax.ShapeDtypeStruct((), jnp.int32)),
         _shapes((table, state)),
         donate=(0, 1),
+        work=Work.of_update(shape, state) if module is triton else None,
     )
 
 

@@ -47,6 +47,7 @@ def _accelerator(
     host_memory: int = 2000,
     disk: int = 30_000,
     sort: float = 29.4e9 / 6 / 2.039e12,
+    packed_copies: float = 20.0,
 ) -> dict[str, Any]:
     """Return the fields of a machine of accelerators, from sizes in GB and GB/s.
 
@@ -61,6 +62,7 @@ def _accelerator(
         host_memory: Memory of a host.
         disk: Size of a host's disks.
         sort: Row numbers sorted in the time that memory moves a byte.
+        packed_copies: See `jaxrec.plan.Topology`; from the bytes of a step compiled for H200s.
     """
     call = 5e-6  # to start a kernel
     in_memory = 2 / (host_link * _GB * _REACHED) + 4 / (10 * _GB * _REACHED)
@@ -83,6 +85,7 @@ def _accelerator(
         # Eight NVMe disks of 7 GB/s.
         "store_moves": dataclasses.replace(_MOVES, byte=in_memory + 2 / (8 * 7 * _GB * _REACHED)),
         "granule": 64,
+        "packed_copies": packed_copies,
     }
 
 
@@ -103,6 +106,7 @@ MACHINES: dict[str, dict[str, Any]] = {
         disk=0,
         # TPUs sort by comparing, several times slower than by radix.
         sort=29.4e9 / 24 / 2.039e12,
+        packed_copies=0.0,  # not counted for TPUs
     ),
     # Simulated devices on two cores of a server; calibrate for anything else.
     "cpu": {

@@ -21,6 +21,8 @@ _RATES = ("gather", "update", "sort", "copy", "assign", "host_moves", "store_mov
 _SIZES = ("hosts", "devices_per_host", "memory", "host_memory", "disk", "granule")
 # Fields that only topologies have whose devices differ.
 _DIFFERENCES = ("device_memory", "device_speed")
+# Fields that files of topologies leave out where they are 0 or empty.
+_OPTIONAL = (*_DIFFERENCES, "packed_copies")
 # Rates of a device's own memory and arithmetic.
 _DEVICE_RATES = ("gather", "update", "sort", "copy")
 
@@ -50,6 +52,8 @@ class Topology:
             bytes are those of the row and its optimizer state.
         store_moves: The same moves for a row store on disk.
         granule: Smallest read of memory in bytes; a narrower row takes as long.
+        packed_copies: Copies of the lookups' gradients, in float32, that an update of packed rows
+            takes besides, where it is many kernels; 0: it is one, as for other rows.
         device_memory: Bytes of each device, or of the devices of each host, where they differ;
             empty: ``memory``. Arrays have equal parts on all devices, so that plans fit the device
             with the least.
@@ -83,6 +87,7 @@ class Topology:
     host_memory: int = 0
     disk: int = 0
     granule: int = 64
+    packed_copies: float = 0.0
     device_memory: tuple[int, ...] = ()
     device_speed: tuple[float, ...] = ()
 
@@ -91,6 +96,10 @@ class Topology:
             value = getattr(self, field)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"topology: {field} is an integer of 1 or more, got {value!r}")
+        copies = self.packed_copies
+        is_number = isinstance(copies, int | float) and not isinstance(copies, bool)
+        if not is_number or not 0 <= copies < math.inf:
+            raise ValueError(f"topology: packed_copies is a number of 0 or more, got {copies!r}")
         for field in _DIFFERENCES:
             object.__setattr__(self, field, self._of_devices(field))
         for value in self.device_memory:
@@ -254,6 +263,7 @@ class Topology:
             host_memory=min(part.host_memory for part in parts),
             disk=min(part.disk for part in parts),
             granule=max(part.granule for part in parts),
+            packed_copies=max(part.packed_copies for part in parts),
             device_memory=tuple(
                 memory
                 for part in parts
@@ -296,7 +306,7 @@ class Topology:
         return {
             name: list(value) if name in _DIFFERENCES else value
             for name, value in fields.items()
-            if name not in _DIFFERENCES or value
+            if name not in _OPTIONAL or value
         }
 
     @classmethod
@@ -312,9 +322,7 @@ class Topology:
                 "the topology was measured before moves of cached rows were; measure it again by "
                 "`jaxrec plan --calibrate`"
             )
-        if problem := (known - set(_DIFFERENCES)).symmetric_difference(set(fields)) - set(
-            _DIFFERENCES
-        ):
+        if problem := known.symmetric_difference(fields) - set(_OPTIONAL):
             what = "has no" if sorted(problem)[0] in known else "has an unknown"
             raise ValueError(f"the topology {what} field {sorted(problem)[0]!r}")
         values: dict[str, Any] = dict(fields)

@@ -92,6 +92,8 @@ def test_devices_that_differ_go_to_a_file_and_back(tmp_path):
         ({"device_speed": (1, 0)}, "device_speed is numbers above 0, got 0"),
         ({"device_speed": (1, float("inf"))}, "device_speed is numbers above 0, got inf"),
         ({"device_speed": (1, True)}, "device_speed is numbers above 0, got True"),
+        ({"packed_copies": -1.0}, "packed_copies is a number of 0 or more, got -1.0"),
+        ({"packed_copies": float("nan")}, "packed_copies is a number of 0 or more, got nan"),
         ({"device_speed": "12"}, "device_speed is a sequence of numbers, got '12'"),
         ({"device_speed": (1,) * 5}, "5 numbers for 2 hosts of 4 devices; give one for each"),
         ({"device_memory": (1, 2.5)}, "device_memory is bytes, integers of 1 or more, got 2.5"),
@@ -121,6 +123,7 @@ def test_clusters_are_joined():
     h200 = dataclasses.replace(Topology.named("h200", devices=8), device_speed=(0.5,) + (1,) * 7)
     both = Topology.joined([a100, h200])
     assert (both.hosts, both.devices_per_host, both.granule) == (3, 8, 64)
+    assert both.packed_copies == 20
     assert both.device_memory == (80 * 10**9,) * 16 + (141 * 10**9,) * 8
     assert both.gather == a100.gather
     assert both.between == a100.between

@@ -290,7 +290,7 @@ def versions(device: Any) -> dict[str, str]:
     return {
         "platform": device.client.platform_version,
         "jax": jax.__version__,
-        "jaxrec": importlib.metadata.version("jaxrec"),
+        "jaxrec": _version(),
         "kernels": _text_digest(),
     }
 
@@ -314,6 +314,13 @@ def cache_directory() -> pathlib.Path:
     import platformdirs  # An import of jaxrec.embed does not need it.
 
     return platformdirs.user_cache_path("jaxrec")
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("jaxrec")
+    except importlib.metadata.PackageNotFoundError:  # a checkout on the path, not installed
+        return "not installed"
 
 
 @functools.cache

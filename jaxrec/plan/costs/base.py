@@ -9,6 +9,7 @@ from typing import ClassVar
 import numpy as np
 
 from jaxrec.embed.formats import RowFormat
+from jaxrec.embed.formats.plain import PlainRows
 from jaxrec.embed.state import state_bytes
 from jaxrec.mesh.exchange import Exchange
 from jaxrec.mesh.precision import Precision, encoded_bytes
@@ -73,6 +74,11 @@ class Group:
     def joins_columns(self) -> bool:
         """Whether column shards of a row exchange partial sums, so that it is updated as one."""
         return self.whole_width not in (0, self.width)
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether rows are stored as codes, which an update unpacks and packs."""
+        return not isinstance(self.row_format, PlainRows)
 
     @property
     def row_bytes(self) -> int:
@@ -245,9 +251,11 @@ class ExchangeCosts(abc.ABC):
 
         The owner of ``r`` exchanged rows takes ``gather(r, w s)`` forward and sums gradients in
         ``gather(r, 4 w)`` backward, twice where the norm of a table's gradient is clipped. Rows
-        updated take ``update(1, w s + m)`` each.
+        updated take ``update(1, w s + m)`` each. Where packed rows are updated by many kernels,
+        these take `Topology.packed_copies` times ``copy(4 w r)`` besides.
         """
         gradient = self.gradient_passes * self.gather(self.group.gradient_bytes)
+        gradient += self.packed_update
         return self.position() * load.exchanged + Perf(
             forward_compute=self.gather(self.group.row_bytes) * load.gathered,
             backward_compute=gradient * load.gathered + self.update * load.updated,
@@ -290,6 +298,14 @@ class ExchangeCosts(abc.ABC):
         """Seconds to update a row, ``update(1, w s + m)``."""
         bytes = self._granules(self.group.stored_row_bytes)
         return self.topology.update.seconds(calls=0, items=1, bytes=bytes)
+
+    @property
+    def packed_update(self) -> float:
+        """Seconds of a lookup in the kernels that update packed rows; 0 where they are one."""
+        if not self.group.is_packed:
+            return 0.0
+        copies = self.topology.packed_copies * self.group.gradient_bytes
+        return copies * self.topology.copy.byte
 
     def gather(self, bytes: float) -> float:
         """Return the seconds for each of many gathered rows of ``bytes``."""

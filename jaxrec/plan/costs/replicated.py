@@ -34,7 +34,8 @@ class ReplicatedCosts(ExchangeCosts):
         1. Gradients are summed by row, with a sort to number the rows and one for the sum:
            ``2 sort(c) + gather(n, 4 w) + copy(4 w c)``.
         2. An all-gather of ``D c (4 + 4 w)`` bytes brings every device all sums.
-        3. Each device updates ``U`` rows: ``sort(D c) + gather(D u, 4 w) + update(U, w s + m)``.
+        3. Each device updates ``U`` rows: ``sort(D c) + gather(D u, 4 w) + update(U, w s + m)``,
+           and `packed_update` for each of ``D u`` rows.
         """
         capacity, lookups = workload.capacity, workload.lookups
         devices, gradient = self.topology.num_devices, self.group.gradient_bytes
@@ -44,6 +45,7 @@ class ReplicatedCosts(ExchangeCosts):
             backward_compute=(2 + devices) * capacity * self.topology.sort.item
             + self.topology.copy.byte * capacity * gradient
             + (lookups + devices * workload.distinct()) * self.gather(gradient)
+            + devices * workload.distinct() * self.packed_update
             + workload.distinct(devices) * self.update,
             backward_exchange=all_gather(devices * capacity * sent, self.topology),
         )

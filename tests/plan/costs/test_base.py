@@ -59,6 +59,24 @@ def test_narrow_rows_take_as_long_as_a_granule():
     assert narrow.phases["forward compute"] == wide.phases["forward compute"]
 
 
+@pytest.mark.parametrize(
+    "placement",
+    [row_wise(), row_wise(exchange="pooled"), table_wise(0), data_parallel()],
+    ids=["rows", "pooled", "bags", "replicated"],
+)
+def test_packed_rows_are_updated_by_kernels_that_copy_gradients(placement):
+    """Four devices with 12 ids each of ten million rows: 12 at each owner, or 48 at one or all."""
+    copied = dataclasses.replace(topology(copy=Rate(byte=1.0)), packed_copies=15.0)
+    times = {}
+    for dtype in ("float32", "int8", "float8_e4m3"):
+        found = evaluate(placement, copied, rows=10_000_000, pooling=3, dtype=dtype)
+        times[dtype] = found.phases["backward compute"]
+    lookups = 12 if placement.kind == "row_wise" else 48
+    for dtype in ("int8", "float8_e4m3"):
+        more = times[dtype] - times["float32"]
+        assert more == pytest.approx(15 * lookups * 4 * 8, rel=1e-3)
+
+
 def test_tables_of_a_group_start_its_kernels_once():
     started = topology(sort=Rate(call=1.0))
     tables = [jaxrec.EmbeddingBagConfig(f"t{i}", 100, 8) for i in range(5)]
