@@ -14,6 +14,7 @@ from flax import nnx
 from jaxtyping import Array, DTypeLike, Float
 
 from jaxrec.nn.dtypes import promote
+from jaxrec.nn.products import dot_general
 from jaxrec.ragged.arrays import AnyArray
 
 _glorot = nnx.initializers.glorot_normal()
@@ -120,6 +121,7 @@ class LowRankCrossNet(nnx.Module):
                 kernel_init=_glorot,
                 dtype=dtype,
                 param_dtype=param_dtype,
+                dot_general=dot_general,
                 rngs=rngs,
             )
 

@@ -10,6 +10,7 @@ from flax import nnx
 from jaxtyping import Array, DTypeLike, Float
 
 from jaxrec.nn.dice import Dice
+from jaxrec.nn.products import dot_general
 from jaxrec.nn.swish import SwishLayerNorm
 from jaxrec.ragged.arrays import AnyArray
 
@@ -96,6 +97,7 @@ class Perceptron(nnx.Module):
             use_bias=bias,
             dtype=dtype,
             param_dtype=param_dtype,
+            dot_general=dot_general,
             rngs=rngs,
         )
         self.activation = make_activation(
@@ -166,6 +168,7 @@ class MLP(nnx.Module):
                 use_bias=bias,
                 dtype=dtypes[i],
                 param_dtype=param_dtype,
+                dot_general=dot_general,
                 rngs=rngs,
             )
             for i in range(len(layer_sizes))

@@ -10,6 +10,7 @@ from jaxtyping import Array, DTypeLike, Float
 
 from jaxrec.nn.dtypes import promote
 from jaxrec.nn.mlp import MLP, check_logit_layer
+from jaxrec.nn.products import dot_general
 from jaxrec.ragged.arrays import AnyArray
 
 
@@ -44,6 +45,7 @@ class Gate(nnx.Module):
             use_bias=False,
             dtype=dtype,
             param_dtype=param_dtype,
+            dot_general=dot_general,
             rngs=rngs,
         )
         self.dtype = dtype
