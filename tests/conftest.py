@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import sys
 import tempfile
 from collections.abc import Iterator
 
@@ -12,18 +11,20 @@ import hypothesis
 import jax
 import jaxtyping
 import pytest
-from jaxtyping import install_import_hook
 
+from tests import typecheck
 from tests.fuzz import CASES
 from tests.quick import (
     collect_garbage_rarely,
     compile_quickly,
     cores,
+    draw_small_blocks,
     free_programs,
+    name_of_test,
+    runs_all,
     sort_slow_first,
     thin_out,
 )
-from tests.typecheck import typechecked
 
 # An environment that names a platform (JAX_PLATFORMS=cuda) runs the tests there instead.
 if "JAX_PLATFORMS" not in os.environ:
@@ -37,9 +38,8 @@ jax.config.update("jax_enable_compilation_cache", False)
 # Choices of `jaxrec tune` that are kept on this machine must not change what the tests run.
 os.environ["JAXREC_CACHE_DIR"] = os.path.join(tempfile.gettempdir(), "jaxrec-tests")
 
-# From here on each annotated function of the package is checked as it is called: the types by
-# beartype, the shapes by jaxtyping.
-install_import_hook("jaxrec", f"{typechecked.__module__}.{typechecked.__name__}")
+typecheck.install(check_all_calls=runs_all())
+draw_small_blocks()
 
 # The first example compiles, and two runs of the suite test the same examples.
 hypothesis.settings.register_profile("jaxrec", deadline=None, derandomize=not CASES)
@@ -48,17 +48,17 @@ hypothesis.settings.load_profile("jaxrec")
 finished_tests = itertools.count(1)
 
 
-# At most so many cases of a test with parameters run; by default all.
-MOST_CASES = int(os.environ.get("JAXREC_TEST_CASES", sys.maxsize))
-
-
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    config.hook.pytest_deselected(items=thin_out(items, MOST_CASES))
+    config.hook.pytest_deselected(items=thin_out(items))
     sort_slow_first(items)
 
 
 def pytest_collection_finish() -> None:
     collect_garbage_rarely()
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    typecheck.begin_test(name_of_test(item))
 
 
 def pytest_runtest_teardown() -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import gc
 import os
 import pathlib
+import re
 import threading
+from collections.abc import Mapping, Sequence
 
 import jax
 import pytest
@@ -15,23 +17,55 @@ from jax._src.interpreters import mlir
 # processes are about to end.
 SLOW = (
     "tests/train/test_cli.py",
+    "tests/examples/test_examples.py",
     "tests/nn/test_every_module.py",
     "tests/test_docstrings.py",
-    "tests/examples/test_examples.py",
     "tests/mesh/test_training.py",
-    "tests/train/test_checkpoint.py",
     "tests/train/test_placed_checkpoints.py",
+    "tests/train/test_checkpoint.py",
     "tests/test_docs.py",
+    "tests/mesh/test_processes.py",
+    "tests/mesh/test_creation.py",
+    "tests/plan/test_planner.py",
+    "tests/train/test_columns.py",
     "tests/train/test_trainer.py",
+    "tests/mesh/test_selftest.py",
+    "tests/nn/test_multi_tower.py",
     "tests/examples/test_notebooks.py",
     "tests/embed/kernels/test_primitives.py",
-    "tests/mesh/test_selftest.py",
     "tests/mesh/test_compiled.py",
-    "tests/mesh/test_processes.py",
-    "tests/metrics/test_processes.py",
     "tests/embed/test_collection.py",
-    "tests/train/test_columns.py",
+    "tests/metrics/test_processes.py",
 )
+
+
+# How many cases of each test with parameters run at most, "all", or nothing: then MOST_CASES of each
+# test but those whose cases are all run.
+CASES = os.environ.get("JAXREC_TEST_CASES", "")
+MOST_CASES = 4
+
+# Tests whose cases each say something of their own, as the pages of the docs, recorded data and
+# messages do, or take no time.
+ALL_CASES = re.compile(
+    r"tests/(test_|data/|examples/|ragged/|train/test_(cli|options|damage)|serve/http/|tune/"
+    r"|plan/test_(cli|constraints|load|model_file|rates))|test_golden\.py"
+)
+
+
+def runs_all() -> bool:
+    """Whether nothing is left out: all cases, and all checks of annotations."""
+    return CASES == "all"
+
+
+def draw_small_blocks() -> None:
+    """Draw first values of tables in blocks of 16,384 elements, 64 kB, instead of 1 MB.
+
+    A table smaller than a block draws a whole one, and drawing is slow where LLVM optimizes
+    nothing: 25 ms a table. Such a table gets the same values from blocks of both sizes.
+    """
+    from jaxrec.embed import initialize  # with the checks of its annotations
+
+    initialize.BLOCK_ELEMENTS = 1 << 14
 
 
 def compile_quickly() -> None:
@@ -64,22 +98,60 @@ def sort_slow_first(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: places.get(item.nodeid.partition("::")[0], len(places)))
 
 
-def thin_out(items: list[pytest.Item], most: int) -> list[pytest.Item]:
-    """Keep at most so many cases of each test, spread evenly over its parameters.
+def name_of_test(item: pytest.Item) -> str:
+    """Return the name of a case's test: the file and the function."""
+    return item.nodeid.partition("[")[0]
+
+
+def thin_out(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Leave out the cases of tests that `JAXREC_TEST_CASES` says are too many.
 
     Returns:
-        The cases that are left out.
+        What is left out.
     """
+    if runs_all():
+        return []
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
-        cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+        cases.setdefault(name_of_test(item), []).append(item)
     kept: set[pytest.Item] = set()
-    for of_test in cases.values():
-        count = min(most, len(of_test))
-        kept.update(of_test[index * len(of_test) // count] for index in range(count))
+    for name, of_test in cases.items():
+        if not CASES and ALL_CASES.search(name):
+            kept.update(of_test)
+        elif len(of_test) > 1:
+            values = [item.callspec.indices for item in of_test]
+            kept.update(of_test[place] for place in choose(values, int(CASES or MOST_CASES)))
+        else:
+            kept.update(of_test)
     left_out = [item for item in items if item not in kept]
     items[:] = [item for item in items if item in kept]
     return left_out
+
+
+def choose(cases: Sequence[Mapping[str, int]], most: int) -> list[int]:
+    """Choose cases of a test that have many values of its parameters and are far from each other.
+
+    Args:
+        cases: The places of each case's values among those of each parameter.
+        most: Number of cases that are chosen at most.
+
+    Returns:
+        The places of the chosen cases, the first case among them.
+    """
+    chosen: list[int] = []
+    seen: set[tuple[str, int]] = set()
+
+    def gain(place: int) -> tuple[int, int]:
+        far = min((abs(place - other) for other in chosen), default=0)
+        return len(cases[place].items() - seen), far
+
+    rest = list(range(len(cases)))
+    while rest and len(chosen) < most:
+        best = max(rest, key=gain)  # the first of several
+        chosen.append(best)
+        rest.remove(best)
+        seen.update(cases[best].items())
+    return chosen
 
 
 def collect_garbage_rarely() -> None:

@@ -1,33 +1,65 @@
-"""The type checker that the tests put on every annotated function of the package."""
+"""The checks of annotations that the tests put on the functions of the package.
+
+The types are checked by beartype, the shapes by jaxtyping.
+"""
 
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from typing import TypeVar
 
+import jaxtyping
 from beartype import BeartypeConf, beartype
 
 # As for mypy, an int is a float.
-_check = beartype(conf=BeartypeConf(is_pep484_tower=True))
+typechecked = beartype(conf=BeartypeConf(is_pep484_tower=True))
+_jaxtyped = jaxtyping.jaxtyped
 _F = TypeVar("_F", bound=Callable)
 
+# So many calls of a function are checked in each test, all its cases together. To check all calls
+# takes a quarter of the suite's time, most of it for functions that a test calls in a loop.
+_most_calls = 2
+_test = ""
 
-def typechecked(function: _F) -> _F:
-    """Checks a function's arguments and result on each call, constructors left out.
+
+def install(check_all_calls: bool) -> None:
+    """Put the checks on whatever is imported from the package from now on."""
+    global _most_calls
+    if check_all_calls:
+        _most_calls = sys.maxsize
+    # The import hook decorates each function and class by it.
+    jaxtyping.jaxtyped = lambda *, typechecker: _check_first_calls
+    jaxtyping.install_import_hook("jaxrec", f"{__name__}.typechecked")
+
+
+def begin_test(name: str) -> None:
+    """Check the first calls of each function again, unless this is the test that went before."""
+    global _test
+    _test = name
+
+
+def _check_first_calls(function: _F) -> _F:
+    """Checks a function's arguments and result, constructors left out.
 
     JAX rebuilds a pytree through its constructor, with placeholders instead of arrays; those must
     pass. Configurations check their arguments themselves, and with better messages.
     """
-    if function.__name__ == "__init__":
+    if isinstance(function, type) or function.__name__ == "__init__":
         return function
-    checked = None
+    checked, test, calls = None, None, 0
 
     # Making a check takes milliseconds, and most functions are never called in a session.
     @functools.wraps(function)
-    def check_when_called(*args, **kwargs):
-        nonlocal checked
-        checked = checked or _check(function)
+    def check_first_calls(*args, **kwargs):
+        nonlocal checked, test, calls
+        if test != _test:
+            test, calls = _test, 0
+        if calls >= _most_calls:
+            return function(*args, **kwargs)
+        calls += 1
+        checked = checked or _jaxtyped(function, typechecker=typechecked)
         return checked(*args, **kwargs)
 
-    return check_when_called
+    return check_first_calls
