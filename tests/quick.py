@@ -39,7 +39,7 @@ SLOW = (
 )
 
 
-# How many cases of each test with parameters run at most, "all", or nothing: then MOST_CASES of each
+# How many cases of each test with parameters run at most, "all", or nothing: MOST_CASES of each
 # test but those whose cases are all run.
 CASES = os.environ.get("JAXREC_TEST_CASES", "")
 MOST_CASES = 4
