@@ -356,6 +356,52 @@ void check_update(Data& data, Rule rule, bool stochastic) {
   }
 }
 
+// Runs that end with a stretch, begin with one, cross an edge and cover a whole stretch. Gradients are
+// small integers, so that sums are exact.
+void check_stretches() {
+  const int64_t edge = kMostInStretch, count = 17 * edge;
+  std::vector<int64_t> sorted;  // The run of each lookup.
+  int64_t num_runs = 0;
+  auto add_run = [&](int64_t length) { sorted.insert(sorted.end(), length, num_runs++); };
+  auto add_until = [&](int64_t end) {
+    while (static_cast<int64_t>(sorted.size()) < end) add_run(1);
+  };
+  add_until(edge - 1);
+  add_run(2);
+  add_until(2 * edge - 3);
+  add_run(3);
+  add_run(2);
+  add_until(4 * edge - 1);
+  add_run(edge + 2);
+  add_until(count);
+
+  const int64_t num_rows = 2 * num_runs;  // The others occur in no lookup.
+  std::vector<int32_t> rows(count);
+  std::vector<float> gradients(count), expected(num_rows, 0.0f);
+  for (int64_t i = 0; i < count; ++i) {
+    const int64_t row = 2 * sorted[i * 7919 % count];
+    rows[i] = static_cast<int32_t>(row);
+    gradients[i] = static_cast<float>(i % 5 + 1);
+    expected[row] += gradients[i];
+  }
+  void* gradient_rows = gradients.data();
+  const Rows source = {&gradient_rows, 1, count};
+  Step step = {};
+  step.rule = Rule::kSgd;
+  step.rate = -1.0f;
+  step.max_norm = kNone;
+  for (int threads : {1, 2, 5}) {
+    std::vector<float> table(num_rows, 0.0f), sums(num_rows, 7.0f);
+    void* sum_places = sums.data();
+    with_team(threads, [&](Team& team) {
+      const Gradients each = {&source, Type::kF32, 1, nullptr, count, nullptr, kNone};
+      fused_update(team, {table.data(), Type::kF32, num_rows, 1}, step, rows.data(), count, each);
+      sum_rows(team, {&sum_places, 1, num_rows}, num_rows, rows.data(), count, each);
+    });
+    require(table == expected && sums == expected, "runs at the edges of stretches");
+  }
+}
+
 // A table of random bytes behind small scales and offsets, in memory that ends where it ends.
 std::vector<uint8_t> packed_table(Code code, int64_t num_rows, int64_t row_bytes) {
   std::mt19937 random(11);
@@ -564,6 +610,7 @@ int main() {
       {64, Type::kBF16, true, true, 1, 50, 5, 0.0},
       {100, Type::kF16, false, false, 2, 40, 5, 0.1},
       {128, Type::kF16, true, false, 1, 40, 5, 0.1},
+      {256, Type::kF32, false, true, 1, 30, 5, 0.0},
       {257, Type::kF32, true, true, 1, 20, 5, 0.0},
       {4096, Type::kF32, false, false, 1, 3, 3, 0.0},
   };
@@ -587,6 +634,7 @@ int main() {
         check_update(data, rule, true);
       }
     }
+    check_stretches();
     check_runs();
     check_shift_rows();
     check_new_rows();

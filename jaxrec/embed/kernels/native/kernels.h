@@ -144,6 +144,9 @@ struct LongRun {
 // do not depend on it.
 constexpr int64_t kPiece = 1024;
 
+// The most lookups in a stretch.
+constexpr int64_t kMostInStretch = 4096;
+
 // The runs that begin within a stretch of the sorted lookups.
 struct UpdateBlock {
   Table table;

@@ -13,8 +13,8 @@ JAXREC_INLINE void prefetch_packed(const uint8_t* row, int64_t dim) {
   const int64_t step = bytes & -bytes;
   const int64_t latest = step < kLine ? kLine - step : 0;  // Where in a line a row may begin.
   asm volatile("");  // See prefetch.
-  for (int64_t i = 0; i + kLine < latest + bytes; i += kLine) __builtin_prefetch(row + i, 0, 3);
-  __builtin_prefetch(row + bytes - 1, 0, 3);
+  for (int64_t i = 0; i + kLine < latest + bytes; i += kLine) prefetch_line(row + i);
+  prefetch_line(row + bytes - 1);
 }
 
 // Stores the columns of one vector of bytes, given its planes, times a scale.

@@ -1,7 +1,7 @@
 // Lookups: bags of rows and single rows. Included once per instruction set, after sums.h.
 
 // Rows are asked for this many bytes (in whole rows) before they are needed: enough to hide the
-// latency of memory, little enough to stay in the first-level cache.
+// latency of memory.
 constexpr int64_t kBytesAhead = 16384;
 constexpr int64_t kMostRowsAhead = 64;
 
@@ -101,7 +101,7 @@ void pool_bags(const PooledBlock& block, T type, const RowAt& row_at) {
       sums.add(type, row_at(id), Scaled{is_one ? 1.0f : block.weights[position]}, dim);
     }
   };
-  auto ask = [&](uint32_t id) JAXREC_ALWAYS { prefetch<0>(row_at(id), row_bytes); };
+  auto ask = [&](uint32_t id) JAXREC_ALWAYS { prefetch(row_at(id), row_bytes); };
   pool_each_bag(block, static_cast<uint32_t>(block.table.num_rows), row_bytes, dim, sums, ask, add);
 }
 
@@ -133,7 +133,7 @@ void copy_rows_of(const RowBlock& block, T type, const RowAt& row_at) {
 
   auto ask = [&](int64_t i) JAXREC_ALWAYS {
     uint32_t row = static_cast<uint32_t>(block.rows[i]);
-    prefetch<0>(row_at(row < num_rows ? row : 0), row_bytes);
+    prefetch(row_at(row < num_rows ? row : 0), row_bytes);
   };
   for (int64_t i = 0; i < ahead && i < block.count; ++i) ask(i);
   for (int64_t i = 0; i < block.count; ++i, out += dim) {

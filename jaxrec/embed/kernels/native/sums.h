@@ -87,6 +87,9 @@ JAXREC_INLINE void with_sums(int64_t dim, const Work& work) {
 #if JAXREC_VECTOR_BYTES >= 32
     case 128: return work(Of<Registers<128 / kWidth>>{});
 #endif
+#if JAXREC_VECTOR_BYTES >= 64
+    case 256: return work(Of<Registers<256 / kWidth>>{});
+#endif
     default: return work(Of<Memory>{});
   }
 }

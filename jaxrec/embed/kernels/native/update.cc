@@ -14,7 +14,8 @@ namespace {
 // the number of runs that it has put there instead of working on them. All of these.
 template <class Work>
 std::vector<LongRun> run_stretches(Team& team, int64_t count, const Work& work) {
-  const int64_t stretch = std::clamp<int64_t>(count / (team.num_threads() * 16), 256, 8192);
+  const int64_t share = count / (team.num_threads() * 16);
+  const int64_t stretch = std::clamp<int64_t>(share, 256, kMostInStretch);
   const int64_t stretches = (count + stretch - 1) / stretch;
   const int64_t most_long_runs = stretch / kPiece + 1;
   std::vector<LongRun> long_runs(stretches * most_long_runs);

@@ -35,35 +35,35 @@ JAXREC_INLINE void add_gradients(const Gradients& gradients, const Entry* entrie
 template <class G>
 JAXREC_INLINE void ask_gradient(const Gradients& gradients, const Entry& entry, int64_t dim) {
   const int64_t row_bytes = dim * static_cast<int64_t>(sizeof(typename G::Storage));
-  prefetch<0>(gradients.rows->at(bag_of(gradients, entry.value), row_bytes), row_bytes);
+  prefetch(gradients.rows->at(bag_of(gradients, entry.value), row_bytes), row_bytes);
 }
 
 // Asks for a row and its state, to write them.
 JAXREC_INLINE void ask_row(const Table& table, const Step& step, uint32_t row, int64_t dim) {
   char* rows = static_cast<char*>(table.rows);
   if (table.type == Type::kF32) {
-    prefetch<1>(rows + row * dim * 4, dim * 4);
+    prefetch(rows + row * dim * 4, dim * 4);
   } else {
-    prefetch<1>(rows + row * dim * 2, dim * 2);
+    prefetch(rows + row * dim * 2, dim * 2);
   }
   switch (step.rule) {
     case Rule::kSgd: break;
     case Rule::kRowwiseAdagrad:
-      prefetch<1>(step.first + row, 4);
+      prefetch(step.first + row, 4);
       break;
     case Rule::kAdagrad:
-      prefetch<1>(step.first + row * dim, dim * 4);
+      prefetch(step.first + row * dim, dim * 4);
       break;
     case Rule::kAdam:
-      prefetch<1>(step.first + row * dim, dim * 4);
-      prefetch<1>(step.second + row * dim, dim * 4);
+      prefetch(step.first + row * dim, dim * 4);
+      prefetch(step.second + row * dim, dim * 4);
       break;
     case Rule::kPartialRowwiseAdam:
-      prefetch<1>(step.first + row * dim, dim * 4);
-      prefetch<1>(step.second + row, 4);
+      prefetch(step.first + row * dim, dim * 4);
+      prefetch(step.second + row, 4);
       break;
   }
-  if (step.counts_rows) prefetch<1>(step.counts + row, 4);
+  if (step.counts_rows) prefetch(step.counts + row, 4);
 }
 
 // The end of the run of equal rows that begins at `begin`: far ends are searched for, not walked to.
@@ -85,17 +85,36 @@ JAXREC_INLINE int64_t run_end(const Entry* entries, int64_t begin, int64_t count
 struct Walk {
   const Entry* entries;   // All lookups,
   int64_t count;          // and how many there are.
-  int64_t at;             // The first lookup of the next run.
-  int64_t end;            // Where the stretch ends.
+  int64_t at;             // The next run
+  int64_t num_runs;       // of this many.
   LongRun* long_runs;     // Where runs of more than kPiece go that are left for later,
   int64_t num_long_runs;  // and how many there were.
+  uint32_t starts[kMostInStretch + 1];  // Where each run begins; the end of the last.
+
+  JAXREC_MEMBER uint32_t row(int64_t run) const { return entries[starts[run]].row; }
 };
 
 // A run that began before the stretch belongs to the one before.
-JAXREC_INLINE Walk walk_over(const Entry* entries, int64_t count, int64_t begin, int64_t end,
-                             LongRun* long_runs) {
-  while (begin > 0 && begin < end && entries[begin].row == entries[begin - 1].row) ++begin;
-  return {entries, count, begin, end, long_runs, 0};
+JAXREC_INLINE void begin_walk(Walk& walk, const Entry* entries, int64_t count, int64_t begin,
+                              int64_t end, LongRun* long_runs) {
+  walk.entries = entries;
+  walk.count = count;
+  walk.at = 0;
+  walk.long_runs = long_runs;
+  walk.num_long_runs = 0;
+  // Without branches, which runs of one and of more lookups by turns would mislead.
+  int64_t runs = 0;
+  uint32_t before = begin > 0 ? entries[begin - 1].row : ~entries[begin].row;
+  for (int64_t i = begin; i < end; ++i) {
+    const uint32_t row = entries[i].row;
+    walk.starts[runs] = static_cast<uint32_t>(i);
+    runs += row != before;
+    before = row;
+  }
+  walk.num_runs = runs;
+  if (runs > 0) {
+    walk.starts[runs] = static_cast<uint32_t>(run_end(entries, walk.starts[runs - 1], count));
+  }
 }
 
 // Sums the gradients of each of the next runs, of as many as `together` has room for. Where there
@@ -112,24 +131,22 @@ void sum_next_runs(const Gradients& gradients, const Table* table, const Step* s
 
   auto ask = [&](int64_t i) JAXREC_ALWAYS {
     if (i + kGradientsAhead < count) ask_gradient<G>(gradients, entries[i + kGradientsAhead], dim);
-    const int64_t later = i + rows_ahead;
-    if (table != nullptr && later < count && entries[later].row != entries[later - 1].row) {
-      ask_row(*table, *step, entries[later].row, dim);
-    }
   };
 
   Sums sums;
   together.count = 0;
-  while (walk.at < walk.end && together.count < most_together) {
-    const int64_t end = run_end(entries, walk.at, count);
-    if (end - walk.at > kPiece) {
-      walk.long_runs[walk.num_long_runs++] = {walk.at, end};
-    } else {
-      add_gradients(gradients, entries, walk.at, end, G{}, sums, ask);
-      sums.put(Type::kF32, together.gradients + together.count * dim, 1.0f, dim);
-      together.rows[together.count++] = entries[walk.at].row;
+  for (; walk.at < walk.num_runs && together.count < most_together; ++walk.at) {
+    if (table != nullptr && walk.at + rows_ahead < walk.num_runs) {
+      ask_row(*table, *step, walk.row(walk.at + rows_ahead), dim);
     }
-    walk.at = end;
+    const int64_t begin = walk.starts[walk.at], end = walk.starts[walk.at + 1];
+    if (end - begin > kPiece) {
+      walk.long_runs[walk.num_long_runs++] = {begin, end};
+    } else {
+      add_gradients(gradients, entries, begin, end, G{}, sums, ask);
+      sums.put(Type::kF32, together.gradients + together.count * dim, 1.0f, dim);
+      together.rows[together.count++] = entries[begin].row;
+    }
   }
 }
 
@@ -147,9 +164,10 @@ SumNextRuns choose_sums(const Gradients& gradients) {
 
 // Asks for the gradients that a walk begins with.
 JAXREC_INLINE void ask_first_gradients(const Gradients& gradients, const Walk& walk) {
-  const int64_t row_bytes = gradients.dim * size_of(gradients.type);
-  for (int64_t i = walk.at; i < walk.at + kGradientsAhead && i < walk.count; ++i) {
-    prefetch<0>(gradients.rows->at(bag_of(gradients, walk.entries[i].value), row_bytes), row_bytes);
+  if (walk.num_runs == 0) return;
+  const int64_t row_bytes = gradients.dim * size_of(gradients.type), begin = walk.starts[0];
+  for (int64_t i = begin; i < begin + kGradientsAhead && i < walk.count; ++i) {
+    prefetch(gradients.rows->at(bag_of(gradients, walk.entries[i].value), row_bytes), row_bytes);
   }
 }
 
@@ -159,15 +177,16 @@ void update(UpdateBlock& block) {
   const Step step = block.step;
   const SumNextRuns sum_next = choose_sums(gradients);
   const ApplyRows apply_rows = choose_rule(table.type, step.rule);
-  Walk walk = walk_over(block.entries, block.count, block.begin, block.end, block.long_runs);
+  Walk walk;
+  begin_walk(walk, block.entries, block.count, block.begin, block.end, block.long_runs);
 
   const int64_t rows_ahead = kUpdatesAhead + rows_together(table.dim);
-  for (int64_t i = walk.at; i < walk.at + rows_ahead && i < block.count; ++i) {
-    ask_row(table, step, block.entries[i].row, table.dim);
+  for (int64_t run = 0; run < rows_ahead && run < walk.num_runs; ++run) {
+    ask_row(table, step, walk.row(run), table.dim);
   }
   ask_first_gradients(gradients, walk);
   Together together;
-  while (walk.at < walk.end) {
+  while (walk.at < walk.num_runs) {
     sum_next(gradients, &table, &step, walk, together);
     if (together.count > 0) apply_rows(table, step, together);
   }
@@ -187,14 +206,16 @@ JAXREC_INLINE void clear_rows(const Rows& sums, int64_t begin, int64_t end, int6
 void sum_runs(SumBlock& block) {
   const Gradients gradients = block.gradients;
   const Rows& out = *block.sums;
+  const Entry* entries = block.entries;
   const int64_t dim = gradients.dim;
   const SumNextRuns sum_next = choose_sums(gradients);
-  Walk walk = walk_over(block.entries, block.count, block.begin, block.end, block.long_runs);
+  Walk walk;
+  begin_walk(walk, entries, block.count, block.begin, block.end, block.long_runs);
 
   ask_first_gradients(gradients, walk);
-  int64_t next = walk.at > 0 ? block.entries[walk.at - 1].row + 1 : 0;
+  int64_t next = block.begin > 0 ? entries[block.begin - 1].row + int64_t{1} : 0;
   Together together;
-  while (walk.at < walk.end) {
+  while (walk.at < walk.num_runs) {
     sum_next(gradients, nullptr, nullptr, walk, together);
     for (int r = 0; r < together.count; ++r) {
       const int64_t row = together.rows[r];
@@ -204,17 +225,20 @@ void sum_runs(SumBlock& block) {
     }
   }
   // The rows of long runs are written later.
-  if (walk.at > 0) {
-    const int64_t last = block.entries[walk.at - 1].row;
-    clear_rows(out, next, last, dim);
-    next = last + 1;
-  }
-  if (block.end == block.count) clear_rows(out, next, block.num_rows, dim);
+  const int64_t last = entries[block.end - 1].row;
+  clear_rows(out, next, last, dim);
+  if (block.end == block.count) clear_rows(out, last + 1, block.num_rows, dim);
   block.num_long_runs = walk.num_long_runs;
 }
 
 void sum(const Gradients& gradients, const Entry* entries, int64_t begin, int64_t end, float* out) {
-  Walk walk = {entries, end, begin, end, nullptr, 0};
+  Walk walk;
+  walk.entries = entries;
+  walk.count = end;
+  walk.at = 0;
+  walk.num_runs = 1;
+  walk.starts[0] = static_cast<uint32_t>(begin);
+  walk.starts[1] = static_cast<uint32_t>(end);
   Together together;
   choose_sums(gradients)(gradients, nullptr, nullptr, walk, together);
   copy(F32{}, out, together.gradients, gradients.dim);
