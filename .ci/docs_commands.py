@@ -83,6 +83,7 @@ COMMANDS = (
         "--seeds 0 --rows 4096 --eval-rows 4096 --only int8 --output precision.json",
     ),
     ("python -m benchmarks.dlrm --batch 8192", "--batch 64 --max-rows 1000 --steps 2"),
+    ("python -m benchmarks.growth", "--only tables --largest 3 --seconds 0.01"),
     ("python -m benchmarks.dense_dtype", "--models dlrm --batch 64 --steps 2 --rounds 1"),
     ("python -m benchmarks.tier ids", "--resident 20000 --batch 1000 --rounds 2"),
     ("python -m benchmarks.tier stream", "--steps 2000 --batch 16 --interval 1000"),
@@ -155,6 +156,8 @@ LEFT_OUT = {
     f"{RUN_ON_HOSTS} --devices 8 --coordinator host0:8476 --num-processes 4 "
     "--process-id $i": "is one of several processes; tests/train/test_cli.py starts them",
     "python -m benchmarks.compare --peer-python PATH --rounds 5": PEER,
+    "python -m benchmarks.compare --peer-python PATH --keras-python PATH --what models": PEER,
+    "python -m benchmarks.score --peer-python PATH": PEER,
     "python -m benchmarks.quantized --peer-python PATH --rounds 2 --seconds 1": PEER,
     "python -m benchmarks.plan_versus_torchrec --peer-python PATH": PEER,
     "python -m benchmarks.plan --plans 32 --passes 2": "needs matplotlib",

@@ -1,8 +1,10 @@
 """Times jaxrec and its peers in turn, several rounds, and prints the ratios with their spread.
 
 Usage: python -m benchmarks.compare --peer-python PATH [--rounds 3] [--seconds 2] [--threads 2]
-PATH is the Python of an environment with torch, fbgemm-gpu-cpu and torchrec. A ratio is jaxrec's
-median time over the peer's in the same round; below 1 jaxrec is faster.
+                                    [--what embedding dlrm models] [--keras-python PATH]
+The first PATH is the Python of an environment with torch, fbgemm-gpu-cpu and torchrec, the second
+of one with tensorflow-cpu. A ratio is jaxrec's median time over the peer's in the same round; below
+1 jaxrec is faster.
 """
 
 from __future__ import annotations
@@ -29,11 +31,14 @@ class Options:
         peer_python: Python of the peers' environment.
         rounds: How often each side is timed.
         seconds: Time for each figure of a round, of lookups and updates.
-        steps: Steps of DLRM timed in a round.
+        steps: Steps of a model timed in a round.
         threads: Processor cores to use.
         shapes: JSON file of shapes of lookups and updates.
-        batches: Batch sizes of DLRM.
-        what: Benchmarks to compare.
+        batches: Batch sizes of models.
+        what: Benchmarks to compare; models: DeepFM and DCN-v2.
+        optimizer: Optimizer of DeepFM and DCN-v2.
+        max_rows: Bound on the rows of their tables; 0 for none.
+        keras_python: Python of an environment with TensorFlow, for DeepFM and DCN-v2.
     """
 
     peer_python: pathlib.Path
@@ -43,7 +48,10 @@ class Options:
     threads: int = 2
     shapes: pathlib.Path = _HERE / "shapes.json"
     batches: tuple[int, ...] = (2048, 8192)
-    what: tuple[Literal["embedding", "dlrm"], ...] = ("embedding", "dlrm")
+    what: tuple[Literal["embedding", "dlrm", "models"], ...] = ("embedding", "dlrm")
+    optimizer: Literal["sgd", "adagrad"] = "sgd"
+    max_rows: int = 0
+    keras_python: pathlib.Path | None = None
 
 
 Key = tuple[str, str, str]  # shape, figure, peer
@@ -53,10 +61,12 @@ def main(options: Options) -> None:
     ratios: dict[Key, list[float]] = defaultdict(list)
     times: dict[Key, list[tuple[float, float]]] = defaultdict(list)
     for done in range(options.rounds):
-        # The two sides of each comparison directly after each other: these machines change speed.
-        for module, peer, arguments in comparisons(options):
+        # The sides of each comparison directly after each other: these machines change speed.
+        for module, commands, arguments in comparisons(options):
             mine = medians(run([sys.executable, "-m", module, *arguments]))
-            peers = medians(run([str(options.peer_python), str(_HERE / peer), *arguments]))
+            peers: dict[Key, float] = {}
+            for command in commands:
+                peers |= medians(run([*command, *arguments]))
             for (shape, figure, name), theirs_ms in peers.items():
                 ours_ms = mine[shape, figure, "jaxrec"]
                 ratios[shape, figure, name].append(ours_ms / theirs_ms)
@@ -71,19 +81,31 @@ def main(options: Options) -> None:
         print("| " + " | ".join(cells) + " |")
 
 
-def comparisons(options: Options) -> list[tuple[str, str, list[str]]]:
-    """Our module, the peer's script and the arguments of both."""
-    found = []
+def comparisons(options: Options) -> list[tuple[str, list[list[str]], list[str]]]:
+    """Our module, the command of each peer, and the arguments of all."""
+    found: list[tuple[str, list[list[str]], list[str]]] = []
+
+    def peer(python: pathlib.Path, script: str, *more: str) -> list[str]:
+        return [str(python), str(_HERE / script), *more]
+
+    torch = options.peer_python
     threads = f"--threads={options.threads}"
     if "embedding" in options.what:
         common = [f"--shapes={options.shapes}", threads, f"--seconds={options.seconds}"]
         for shape in json.loads(options.shapes.read_text())["shapes"]:
             only = [*common, f"--only={shape['name']}"]
-            found.append(("benchmarks.embedding", "peer_tbe.py", only))
-    if "dlrm" in options.what:
-        for batch in options.batches:
-            sizes = [f"--batch={batch}", threads, f"--steps={options.steps}"]
-            found.append(("benchmarks.dlrm", "peer_dlrm.py", sizes))
+            found.append(("benchmarks.embedding", [peer(torch, "peer_tbe.py")], only))
+    for batch in options.batches:
+        sizes = [f"--batch={batch}", threads, f"--steps={options.steps}"]
+        if "dlrm" in options.what:
+            found.append(("benchmarks.dlrm", [peer(torch, "peer_dlrm.py")], sizes))
+        for model in ("deepfm", "dcn_v2") if "models" in options.what else ():
+            peers = [peer(torch, "peer_click_models.py")]
+            if options.keras_python is not None:
+                peers += [peer(options.keras_python, "peer_keras.py", *x) for x in ((), ("--xla",))]
+            of_model = [f"--model={model}", f"--optimizer={options.optimizer}", *sizes]
+            of_model.append(f"--max-rows={options.max_rows}")
+            found.append(("benchmarks.click_models", peers, of_model))
     return found
 
 
@@ -101,7 +123,8 @@ def medians(lines: list[dict[str, Any]]) -> dict[Key, float]:
     for line in lines:
         peer = line["peer"].removesuffix("_dlrm")
         if "step_ms" in line:
-            found[f"dlrm {line['batch']}", "step", peer].append(line["step_ms"][1])
+            model = line.get("model", "dlrm")
+            found[f"{model} {line['batch']}", "step", peer].append(line["step_ms"][1])
             continue
         found[line["shape"], "lookup", peer].append(line["forward_ms"][1])
         if "backward_ms" in line:

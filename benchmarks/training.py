@@ -74,7 +74,7 @@ def fused_step(shape: Shape, optimizer: jaxrec.optim.RowOptimizer) -> tuple[Any,
         optimizer.update(model, gradients)
         return loss
 
-    return _pure(model, dense, update)
+    return _jitted(model, dense, update)
 
 
 def dense_step(shape: Shape, tx: optax.GradientTransformation) -> tuple[Any, Callable]:
@@ -92,17 +92,23 @@ def dense_step(shape: Shape, tx: optax.GradientTransformation) -> tuple[Any, Cal
         optimizer.update(model, gradients)
         return loss
 
-    return _pure(model, optimizer, update)
+    return _jitted(model, optimizer, update)
 
 
-def _pure(model: nnx.Module, optimizer: nnx.Module, update: Callable) -> tuple[Any, Callable]:
+def pure_step(model: nnx.Module, optimizer: nnx.Module, update: Callable) -> tuple[Any, Callable]:
+    """State of both, and a pure function of state and batch that updates them."""
     graphdef, state = nnx.split((model, optimizer))
 
-    def step(state, ids, labels):
+    def step(state, *batch):
         model, optimizer = nnx.merge(graphdef, state)
-        loss = update(model, optimizer, ids, labels)
+        loss = update(model, optimizer, *batch)
         return nnx.state((model, optimizer)), loss
 
+    return state, step
+
+
+def _jitted(model: nnx.Module, optimizer: nnx.Module, update: Callable) -> tuple[Any, Callable]:
+    state, step = pure_step(model, optimizer, update)
     return state, jax.jit(step, donate_argnums=0)
 
 

@@ -290,8 +290,27 @@ class SimpleDeepFMNN(nnx.Module):
         Raises:
             ValueError: ``dense`` has another number of columns, or of samples than the ids.
         """
-        pooled = jnp.asarray(self.embeddings(features).values)
-        check_dense(dense, self.num_dense, pooled.shape[0])
-        sparse = pooled.reshape(pooled.shape[0], -1, self.dim)
-        logits = self.head(self.interaction(self.dense_arch(dense), sparse))[:, 0]
+        logits = self.logits(dense, self.look_up(features))
         return nnx.sigmoid(logits) if self.compat == "torchrec" else logits
+
+    def look_up(self, features: KeyedJaggedArray) -> Float[Array, "batch columns"]:
+        """Return the pooled embeddings of a batch, which `logits` takes."""
+        return jnp.asarray(self.embeddings(features).values)
+
+    def logits(
+        self,
+        dense: Float[AnyArray, "batch num_dense"],
+        embedded: Float[Array, "batch columns"],
+    ) -> Float[Array, " batch"]:
+        """Return the logits of samples whose embeddings are looked up, whatever ``compat`` is.
+
+        Args:
+            dense: ``[batch, num_dense]`` dense features.
+            embedded: Result of `look_up`, or some rows of it (`sum_in_chunks`).
+
+        Raises:
+            ValueError: As for calls of the model.
+        """
+        check_dense(dense, self.num_dense, embedded.shape[0])
+        sparse = embedded.reshape(embedded.shape[0], -1, self.dim)
+        return self.head(self.interaction(self.dense_arch(dense), sparse))[:, 0]

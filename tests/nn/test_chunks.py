@@ -36,6 +36,9 @@ MODELS = {
     "deepfm": lambda rngs: nn.DeepFM(
         bags(4, rngs), bags(1, rngs), num_dense=3, deep_layer_sizes=(8, 1), rngs=rngs
     ),
+    "simple_deepfm": lambda rngs: nn.SimpleDeepFMNN(
+        bags(4, rngs), num_dense=3, hidden_layer_size=8, deep_fm_dimension=8, rngs=rngs
+    ),
     "wide_deep": lambda rngs: nn.WideDeep(
         bags(1, rngs), bags(4, rngs), num_dense=3, deep_layer_sizes=(8, 1), rngs=rngs
     ),
