@@ -28,7 +28,8 @@ class TableConfig:
     Attributes:
         name: Name of the table, unique in its collection.
         num_embeddings: Rows of the table; its ids are ``0 .. num_embeddings - 1``. Tables with more
-            than 2**31 rows need `jaxrec.tier.Cached`.
+            than 2**31 rows lie over a mesh (`jaxrec.shard`) or behind a cache
+            (`jaxrec.tier.Cached`), and their batches have ids of 64 bits.
         embedding_dim: Columns of the table, 1 or more.
         feature_names: Keys of the batch that are looked up in this table; the table's own name if
             none are given. A feature may be looked up in several tables.
@@ -159,7 +160,7 @@ MAX_ROWS = np.iinfo(np.int32).max - 2
 
 
 def check_num_rows(tables: Sequence[TableConfig]) -> None:
-    """Check that int32 can number the rows of each table, which are to be on devices.
+    """Check that int32 can number the rows of each table, which are to be on one device.
 
     Raises:
         ValueError: A table has more rows.
@@ -167,9 +168,10 @@ def check_num_rows(tables: Sequence[TableConfig]) -> None:
     for table in tables:
         if table.num_embeddings > MAX_ROWS:
             raise ValueError(
-                f"table {table.name!r}: row indices on devices are int32, so that a table has at "
-                f"most {MAX_ROWS} rows there, got num_embeddings={table.num_embeddings}; keep most "
-                "of its rows elsewhere by jaxrec.tier.Cached, or hash its ids into fewer rows"
+                f"table {table.name!r}: row indices on a device are int32, so that a table has at "
+                f"most {MAX_ROWS} rows there, got num_embeddings={table.num_embeddings}; cut its "
+                "rows over devices by jaxrec.shard(make_model, plan, mesh), keep most of them "
+                "elsewhere by jaxrec.tier.Cached, or hash its ids into fewer rows"
             )
 
 

@@ -12,6 +12,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int32, Key, Shaped
 
 from jaxrec.embed.formats import TableArray
+from jaxrec.embed.formats.bits import as_bits, of_bits
 
 # Rows are made in blocks of about this many elements, so that memory beyond the table stays small
 # and the values do not depend on how tables are grouped or spread over devices.
@@ -86,8 +87,32 @@ def initialize_rows(
 ) -> Float[TableArray, "rows dim"]:
     """Fill ``num_rows`` rows of a group's array from ``first_row`` on; ``array`` is donated."""
     draw, scale = draw_and_scale(initializer, num_rows, array.shape[1])
-    place = np.array([0, num_rows, first_row, 0, array.shape[1]], np.int32)
+    place = np.array(place_of((0, num_rows), first_row, (0, array.shape[1]), array.shape[1]))
     return _fill(array, key, draw, scale, place)
+
+
+def place_of(
+    rows: tuple[int, int], start: int, columns: tuple[int, int], dim: int
+) -> tuple[np.int32, ...]:
+    """Return the place of a part of a table in an array, as `fill_rows` takes it.
+
+    Args:
+        rows: The table's first row in the part and the row after the last.
+        start: The row of the array that the first goes to.
+        columns: The table's first column in the part and the column after the last.
+        dim: Columns of the table.
+
+    Returns:
+        The block of the table that has the first row, the first row's number in the block, the
+        number of rows, the row of the array, the first column and the column after the last.
+    """
+    first, stop = rows
+    block, in_block = divmod(first, _block_rows(dim))
+    return tuple(map(np.int32, (block, in_block, stop - first, start, *columns)))
+
+
+def _block_rows(dim: int) -> int:
+    return max(1, BLOCK_ELEMENTS // dim)
 
 
 @functools.partial(jax.jit, static_argnums=2, donate_argnums=0)
@@ -96,7 +121,7 @@ def _fill(
     key: Array,
     draw: Callable,
     scale: Float[Array, ""],
-    place: Int32[Array, "5"],
+    place: Int32[Array, "6"],
 ) -> Float[TableArray, "rows dim"]:
     return fill_rows(array, key, draw, scale, place, array.shape[1])
 
@@ -106,7 +131,7 @@ def fill_rows(
     key: Array,
     draw: Callable,
     scale: Float[Array, ""],
-    place: Int32[Array, "5"],
+    place: Int32[Array, "6"],
     dim: int,
 ) -> Float[TableArray, "rows width"]:
     """Fill rows of an array with a part of a table's first values.
@@ -116,24 +141,27 @@ def fill_rows(
         key: The table's key.
         draw: Function that draws blocks of the table.
         scale: Factor of the drawn blocks.
-        place: The table's first row and the row after its last, the row of ``array`` that the first
-            goes to, and the table's first column and the column after its last.
+        place: Where which rows and columns go, as `place_of` returns it. int32 holds it also for
+            tables whose rows it cannot number.
         dim: Columns of the table.
     """
-    block_rows = max(1, BLOCK_ELEMENTS // dim)
+    block_rows = _block_rows(dim)
     in_block = jnp.arange(block_rows, dtype=jnp.int32)
-    first, stop, start, first_column, stop_column = place
+    first_block, in_first, count, start, first_column, stop_column = place
 
-    def fill_block(block, array):
-        values = draw(jax.random.fold_in(key, block), (block_rows, dim), jnp.float32) * scale
+    def fill_block(number, bits):
+        block_key = jax.random.fold_in(key, first_block + number)
+        values = draw(block_key, (block_rows, dim), jnp.float32) * scale
         part = slice_columns(values, first_column, stop_column, array.shape[1])
-        of_table = block * block_rows + in_block
-        is_inside = (of_table >= first) & (of_table < stop)
-        rows = jnp.where(is_inside, start + of_table - first, array.shape[0])
-        return array.at[rows].set(part.astype(array.dtype), mode="drop")
+        # Rows of the last block that int32 cannot number become negative, and are outside as well.
+        of_part = number * block_rows - in_first + in_block
+        is_inside = (of_part >= 0) & (of_part < count)
+        rows = jnp.where(is_inside, start + of_part, array.shape[0])
+        return bits.at[rows].set(as_bits(part.astype(array.dtype)), mode="drop")
 
-    blocks = first // block_rows, (stop + block_rows - 1) // block_rows
-    return jax.lax.fori_loop(*blocks, fill_block, array)
+    # Blocks of the rows before the last, and one more.
+    num_blocks = jnp.where(count > 0, (in_first + count - 1) // block_rows + 1, 0)
+    return of_bits(jax.lax.fori_loop(0, num_blocks, fill_block, as_bits(array)), array.dtype)
 
 
 def slice_columns(

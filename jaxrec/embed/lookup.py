@@ -18,6 +18,7 @@ from jaxrec.embed.kernels import BagLayout, Lookups
 from jaxrec.embed.layout import Group, TableLayout
 from jaxrec.embed.row_gradients import Residuals
 from jaxrec.ragged import KeyedArray, KeyedJaggedArray
+from jaxrec.ragged.wide_ids import narrow
 
 
 def lookup_weights(
@@ -95,14 +96,28 @@ def flatten(
 ) -> Lookups:
     """Return the group's lookups in a batch, one by one; bags that no sample has give padding."""
     weights = None if weights is None else jax.lax.stop_gradient(weights)
-    ids, lengths = jnp.asarray(features.values), jnp.asarray(features.lengths)
+    ids, lengths = narrow(features.values), jnp.asarray(features.lengths)
     lookups = kernels.flatten_bags(ids, lengths, weights, layout, group.num_rows)
+    return of_used_bags(lookups, features, layout, group, group.num_rows)
+
+
+def of_used_bags(
+    lookups: Lookups,
+    features: KeyedJaggedArray,
+    layout: BagLayout,
+    group: Group,
+    padding: int,
+) -> Lookups:
+    """Return the lookups with ``padding`` as the row of those in bags that no sample has.
+
+    Lookups that are not pooled lose their bags.
+    """
     if not group.is_pooled:
         return dataclasses.replace(lookups, bags=None)
     if not shares_bags(features, layout):
         return lookups
     is_used = jnp.zeros(layout.num_bags, bool).at[_bag_of_sample(group, features, layout)].set(True)
-    rows = jnp.where(is_used[lookups.bags], lookups.rows, group.num_rows)
+    rows = jnp.where(is_used[lookups.bags], lookups.rows, padding)
     return dataclasses.replace(lookups, rows=rows)
 
 

@@ -16,6 +16,7 @@ from jaxrec.embed.gradients import Gradients
 from jaxrec.embed.taps import tapped_modules
 from jaxrec.ragged import KeyedJaggedArray
 from jaxrec.ragged.bounds import find_bad_ids
+from jaxrec.ragged.wide_ids import WideIds
 
 
 class NotFiniteError(ArithmeticError):
@@ -139,7 +140,12 @@ def _describe_bad_ids(features: KeyedJaggedArray, bounds: Mapping[str, int]) -> 
 def _parts(features: KeyedJaggedArray) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
     """Iterate over the number, ids and lengths of each device's part of a batch."""
     values, lengths = features.values, features.lengths
-    if np.ndim(values) == 1:
+    if isinstance(values, WideIds):
+        high = _parts(features._with(values=values.high))
+        low = _parts(features._with(values=values.low))
+        for (device, upper, own), (_, lower, _) in zip(high, low, strict=True):
+            yield device, np.asarray(WideIds(upper, lower)), own
+    elif np.ndim(values) == 1:
         yield 0, np.asarray(values), np.asarray(lengths)
     elif isinstance(values, jax.Array) and isinstance(lengths, jax.Array):
         by_index = {shard.index[0].start or 0: shard.data for shard in lengths.addressable_shards}

@@ -180,9 +180,15 @@ def merge(parts: Sequence[RowGradients]) -> RowGradients:
         jnp.concatenate([part.lookups.rows for part in parts]),
         jnp.concatenate(bags) if has_bags else None,
         jnp.concatenate(scales) if has_scales else None,
+        _joined_owners([part.lookups for part in parts]),
     )
     layouts = tuple(layout for part in parts for layout in part.layouts)
     return RowGradients(lookups, jnp.concatenate([part.values for part in parts]), layouts)
+
+
+def _joined_owners(parts: Sequence[Lookups]) -> Int32[Array, " lookups"] | None:
+    owners = [part.owners for part in parts if part.owners is not None]
+    return jnp.concatenate(owners) if owners else None
 
 
 def group_parts(calls: Sequence[dict[str, RowGradients]]) -> dict[str, list[RowGradients]]:

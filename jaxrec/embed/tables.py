@@ -16,6 +16,7 @@ from jaxrec.embed import kernels
 from jaxrec.embed.checkpoint_view import LogicalTable, part_rows, put_rows, take_rows
 from jaxrec.embed.config import TableConfig, check_num_rows
 from jaxrec.embed.formats import PackedRows, TableArray, as_table, is_packed
+from jaxrec.embed.formats.bits import as_bits, of_bits
 from jaxrec.embed.initialize import initialize_rows, table_key
 from jaxrec.embed.layout import Group, TableLayout
 from jaxrec.embed.lookup import flatten, join_pooled, lookup_weights, pool, shares_bags, split_rows
@@ -336,7 +337,8 @@ def write_slots(
 
     def write(array: TableArray, values: Array) -> TableArray:
         index = jnp.where(slots < 0, array.shape[0], slots)
-        return array.at[index].set(values.astype(array.dtype), mode="drop")
+        new = as_bits(values.astype(array.dtype))
+        return of_bits(as_bits(array).at[index].set(new, mode="drop"), array.dtype)
 
     written = {key: write(state[key], values) for key, values in new_state.items()}
     return write(rows, new_rows), dict(state) | written

@@ -6,9 +6,10 @@ import dataclasses
 import itertools
 import zlib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -16,12 +17,20 @@ from jaxrec.mesh.agree import gather_numbers, require_same
 from jaxrec.ragged import KeyedJaggedArray
 from jaxrec.ragged.capacity import capacity_for
 from jaxrec.ragged.columns import numbers, whole_number
+from jaxrec.ragged.packing import id_bits_of
+from jaxrec.ragged.wide_ids import WideIds
 
 # Count of the numbers that processes gather at a time.
 _NUMBERS = 256
 
 
-def shard_batch(batch: Any, mesh: Mesh, *, capacities: Mapping[str, int] | None = None) -> Any:
+def shard_batch(
+    batch: Any,
+    mesh: Mesh,
+    *,
+    capacities: Mapping[str, int] | None = None,
+    id_bits: Literal[32, 64] = 32,
+) -> Any:
     """Put a host batch on a mesh, its samples in equal parts over all devices.
 
     Where samples share bags (``inverse_indices``), each device gets the bags of its own samples.
@@ -35,6 +44,10 @@ def shard_batch(batch: Any, mesh: Mesh, *, capacities: Mapping[str, int] | None 
             the fullest device, on which processes agree by a small gather. With capacities they
             need not wait for each other, and a thread of `jaxrec.data.Pipeline` may put batches
             while a step runs; gathers beside a step would have no common order.
+        id_bits: 64: the ids of all batches are row indices of 64 bits, two words on the devices
+            (`jaxrec.ragged.WideIds`), as tables of more than 2**31 rows take them; collections
+            without such tables take them, too. Then a batch may have been packed with
+            ``id_bits=64``.
 
     Returns:
         The same pytree. Arrays are ``[batch, ...]`` over the devices. A `KeyedJaggedArray` has one
@@ -68,7 +81,10 @@ def shard_batch(batch: Any, mesh: Mesh, *, capacities: Mapping[str, int] | None 
         batch, is_leaf=lambda leaf: isinstance(leaf, KeyedJaggedArray)
     )
     names = [f"batch{jax.tree_util.keystr(path)}" for path, _ in leaves]
-    cuts = [_cut(leaf, devices, name) for name, (_, leaf) in zip(names, leaves, strict=True)]
+    is_wide = id_bits_of({"id_bits": id_bits}) == 64
+    cuts = [
+        _cut(leaf, devices, name, is_wide) for name, (_, leaf) in zip(names, leaves, strict=True)
+    ]
     of_names = dict(zip(names, cuts, strict=True))
     sizes = iter(_agree(of_names) if capacities is None else _fit(of_names, capacities))
     sharding = NamedSharding(mesh, PartitionSpec(tuple(mesh.axis_names)))
@@ -116,6 +132,7 @@ class _Cut:
     devices: int
     samples: int
     slot_keys: tuple[str, ...]
+    is_wide: bool
 
     @property
     def demand(self) -> tuple[int, ...]:
@@ -153,7 +170,7 @@ class _Cut:
             inverse = np.stack(shared, axis=1)
         arrays = [array for array in (values, lengths, weights, inverse) if array is not None]
         first = KeyedJaggedArray(
-            values[0],
+            np.zeros(values.shape[1:], np.int32) if self.is_wide else values[0],
             lengths[0],
             None if weights is None else weights[0],
             None if inverse is None else inverse[0],
@@ -162,10 +179,11 @@ class _Cut:
             strides,
             self.slot_keys,
         )
-        return jax.tree.unflatten(jax.tree.structure(first), arrays)
+        batch = jax.tree.unflatten(jax.tree.structure(first), arrays)
+        return batch._with(values=WideIds.of(values)) if self.is_wide else batch
 
 
-def _cut(leaf: Any, devices: int, name: str) -> _Cut | np.ndarray:
+def _cut(leaf: Any, devices: int, name: str, is_wide: bool) -> _Cut | np.ndarray:
     """Return a leaf of a batch cut by devices; a dense array stays whole."""
     if not isinstance(leaf, KeyedJaggedArray):
         array = numbers(name, leaf)
@@ -176,9 +194,14 @@ def _cut(leaf: Any, devices: int, name: str) -> _Cut | np.ndarray:
         return array.copy() if np.may_share_memory(array, leaf) else array
     if np.ndim(leaf.values) != 1:
         raise ValueError(f"{name} is on a mesh already; shard_batch takes batches on the host")
+    wide, narrow = None, leaf
+    if is_wide and jnp.issubdtype(leaf.values.dtype, np.integer):
+        wide, narrow = np.asarray(leaf.values, np.int64), leaf._with(values=None)
     batch = jax.tree_util.tree_map_with_path(
-        lambda path, array: numbers(f"{name}{jax.tree_util.keystr(path)}", array), leaf
+        lambda path, array: numbers(f"{name}{jax.tree_util.keystr(path)}", array), narrow
     )
+    if wide is not None:
+        batch = batch._with(values=wide)
     if batch.inverse_indices is None and len(set(batch.strides)) > 1:
         raise ValueError(
             f"{name}: its keys have different numbers of bags, {batch.strides}, and no "
@@ -186,7 +209,8 @@ def _cut(leaf: Any, devices: int, name: str) -> _Cut | np.ndarray:
         )
     _check_divides(batch.batch_size, devices, name)
     columns = tuple(_column(batch, key, devices) for key in range(len(batch.keys)))
-    return _Cut(batch.keys, columns, devices, batch.batch_size // devices, batch.slot_keys)
+    samples = batch.batch_size // devices
+    return _Cut(batch.keys, columns, devices, samples, batch.slot_keys, wide is not None)
 
 
 def _column(batch: KeyedJaggedArray, key: int, devices: int) -> _Column:

@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Int32
 from jaxrec.embed.config import TableConfig
 from jaxrec.embed.formats import TableArray, as_table
 from jaxrec.embed.formats.plain import PlainRows
-from jaxrec.embed.initialize import draw_and_scale, fill_rows, table_key
+from jaxrec.embed.initialize import draw_and_scale, fill_rows, place_of, table_key
 from jaxrec.embed.layout import TableLayout
 from jaxrec.embed.state import new_state
 from jaxrec.embed.store import TableStore
@@ -88,7 +88,7 @@ def init_on_mesh(
                 sharded.rows[placed.name],
                 of_table,
                 scale,
-                over_devices(_ranges(placed, config.name), sharding),
+                over_devices(_ranges(placed, config), sharding),
                 draw,
                 config.embedding_dim,
                 sharding,
@@ -211,18 +211,20 @@ def _zeros(layout: MeshLayout, mesh: Mesh, replica_axis: str | None) -> ShardedT
     return sharded
 
 
-def _ranges(placed: PlacedGroup, table: str) -> np.ndarray:
-    """Return each device's shards of a table as `fill_rows` takes them, ``[devices, shards, 5]``.
+def _ranges(placed: PlacedGroup, config: TableConfig) -> np.ndarray:
+    """Return each device's shards of a table as `fill_rows` takes them, ``[devices, shards, 6]``.
 
     Devices with fewer shards have empty ones.
     """
-    of_device: list[list[tuple[int, ...]]] = [[] for _ in range(placed.num_devices)]
-    shards = [shard for shard in placed.shards if shard.table == table]
-    for device, shard in owners(placed, shards):
-        of_device[device].append((*shard.shard.rows, shard.local_row, *shard.shard.columns))
-    ranges = np.zeros((placed.num_devices, max(map(len, of_device)), 5), np.int32)
+    of_device: list[list[tuple[np.int32, ...]]] = [[] for _ in range(placed.num_devices)]
+    shards = [shard for shard in placed.shards if shard.table == config.name]
+    for device, each in owners(placed, shards):
+        shard = each.shard
+        place = place_of(shard.rows, each.local_row, shard.columns, config.embedding_dim)
+        of_device[device].append(place)
+    ranges = np.zeros((placed.num_devices, max(map(len, of_device)), 6), np.int32)
     for device, own in enumerate(of_device):
-        ranges[device, : len(own)] = np.reshape(own, (-1, 5))
+        ranges[device, : len(own)] = np.reshape(own, (-1, 6))
     return ranges
 
 
@@ -231,7 +233,7 @@ def _fill_shards(
     array: Float[TableArray, "rows width"],
     key: Array,
     scale: Float[Array, ""],
-    ranges: Int32[Array, "devices shards 5"],
+    ranges: Int32[Array, "devices shards 6"],
     draw: Callable,
     dim: int,
     sharding: NamedSharding,

@@ -6,7 +6,7 @@ import dataclasses
 from collections import Counter
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 
-from jaxrec.embed.config import MAX_ROWS, EmbeddingBagConfig, TableConfig, check_num_rows
+from jaxrec.embed.config import MAX_ROWS, EmbeddingBagConfig, TableConfig
 from jaxrec.embed.formats.plain import PlainRows
 from jaxrec.embed.layout import Group, Output, TableLayout, layout_tables
 from jaxrec.mesh.exchange import ROWS, Cut, Exchange, choose_exchange
@@ -29,6 +29,7 @@ class MeshLayout:
         exchanges: Exchange of each group.
         placements: Placement of each table.
         mesh: The devices.
+        wide: Names of the tables with more rows than int32 can number, whose ids have 64 bits.
     """
 
     whole: TableLayout
@@ -37,6 +38,7 @@ class MeshLayout:
     exchanges: tuple[Exchange, ...]
     placements: tuple[Placement, ...]
     mesh: MeshShape
+    wide: tuple[str, ...]
 
     def __repr__(self) -> str:
         lines = [f"{self.mesh.num_devices} devices"]
@@ -133,9 +135,8 @@ def layout_mesh(
     Raises:
         ValueError: A table has no placement; its placement does not fit the mesh; its optimizer
             needs whole rows and the placement cuts them; its exchange refuses it; int32 cannot
-            number its rows.
+            number its rows on a device.
     """
-    check_num_rows(tables.configs)
     for table in tables.configs:
         if table.name not in placements:
             raise ValueError(
@@ -164,6 +165,7 @@ def layout_mesh(
         tuple(slices[group.tables[0].name].exchange for group in layout.groups),
         tuple(placements[table.name] for table in tables.configs),
         mesh,
+        tuple(table.name for table in tables.configs if table.num_embeddings > MAX_ROWS),
     )
 
 
@@ -176,6 +178,9 @@ def cut_of(
         parts.setdefault(shard.columns, []).append(shard.device)
     hosts = [{device // mesh.devices_per_host for device in part} for part in parts.values()]
     devices = [device for part in parts.values() for device in set(part)]
+    rows: Counter[int] = Counter()
+    for shard in shards:
+        rows[shard.device] += shard.num_rows
     return Cut(
         isinstance(table, EmbeddingBagConfig),
         optimizer,
@@ -184,7 +189,19 @@ def cut_of(
         row_hosts=max(map(len, hosts)),
         hosts=mesh.hosts,
         shares_devices=len(set(devices)) < len(devices),
+        is_large=is_large(table.num_embeddings, max(rows.values()), mesh),
     )
+
+
+def is_large(num_rows: int, local_rows: int, mesh: MeshShape) -> bool:
+    """Return whether int32 cannot number a table's rows, or the slots of its array.
+
+    Args:
+        num_rows: Number of its rows.
+        local_rows: Number of rows on the fullest device.
+        mesh: The devices.
+    """
+    return max(num_rows, local_rows * mesh.num_devices) > MAX_ROWS
 
 
 def _slices(
@@ -355,12 +372,20 @@ def _place(group: Group, slices: Mapping[str, _Slice], mesh: MeshShape) -> Place
             filled[shard.device] += shard.num_rows
     is_replicated = first.exchange.is_replicated
     num_devices = 1 if is_replicated else mesh.num_devices
-    placed = PlacedGroup(
-        group, tuple(shards), max(filled), num_devices, is_replicated, first.whole_dim
-    )
-    if placed.num_slots > MAX_ROWS:
+    if max(filled) > MAX_ROWS:
         raise ValueError(
-            f"tables {', '.join(config.name for config in group.tables)} take {placed.num_slots} "
-            f"rows over the mesh, more than int32 can number ({MAX_ROWS}); place them more evenly"
+            f"table {first.table!r} takes {max(filled)} rows on device "
+            f"{filled.index(max(filled))}, more than int32 can number ({MAX_ROWS}); cut its rows "
+            "over more devices, as row_wise() does"
+        )
+    large = max(group.num_rows, max(filled) * num_devices) > MAX_ROWS
+    placed = PlacedGroup(
+        group, tuple(shards), max(filled), num_devices, is_replicated, first.whole_dim, large
+    )
+    if large and placed.joins_slices:
+        raise ValueError(
+            f"table {first.table!r} has more rows over the mesh than int32 can number "
+            f"({MAX_ROWS}), its columns are cut, and its optimizer "
+            f"{type(group.optimizer).__name__} needs whole rows; use row_wise()"
         )
     return placed

@@ -10,6 +10,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Int32
 
 from jaxrec.embed import kernels
+from jaxrec.embed.kernels import Lookups
 from jaxrec.embed.layout import Group
 from jaxrec.mesh.shards import Shard
 
@@ -38,7 +39,8 @@ class PlacedGroup:
     A table that is cut by columns counts as several tables here, its *column slices*. The rows of
     the tables, one after the other, are the group's rows; lookups number them so. A *slot* is a
     row of the group's global array ``[num_devices * local_rows, dim]``, whose first axis lies over
-    the devices.
+    the devices. In a *large* group, whose rows or slots int32 cannot number, each device numbers
+    its own slots from 0, and so do lookups, which name the owner beside (`Lookups.owners`).
 
     Attributes:
         group: The column slices, as `jaxrec.embed` sees a group of tables.
@@ -47,6 +49,7 @@ class PlacedGroup:
         num_devices: Number of devices; 1 if every device has all rows.
         is_replicated: Whether every device has all rows.
         whole_dim: Number of columns of the tables; the group's own width where they are not cut.
+        is_large: Whether int32 cannot number the rows or the slots; all are of one table.
 
     Slices that are updated together are as wide as the widest, with padding behind their columns.
     """
@@ -57,6 +60,7 @@ class PlacedGroup:
     num_devices: int
     is_replicated: bool
     whole_dim: int
+    is_large: bool
 
     @property
     def name(self) -> str:
@@ -90,15 +94,48 @@ class PlacedGroup:
         return self.num_devices * self.local_rows
 
     @property
+    def padding(self) -> int:
+        """Row of lookups that are padding."""
+        return self.local_rows if self.is_large else self.group.num_rows
+
+    @property
     def tables(self) -> tuple[str, ...]:
         """Names of the tables."""
         return tuple(dict.fromkeys(shard.table for shard in self.shards))
 
     def slots(self, rows: Int32[Array, " n"]) -> Int32[Array, " n"]:
-        """Return the slot of each row; `num_slots` for a row outside of the group."""
+        """Return the slot of each row; `num_slots` for a row outside of the group.
+
+        Raises:
+            ValueError: The group is large.
+        """
+        if self.is_large:
+            raise ValueError(
+                f"table {self.tables[0]!r} has more slots over the mesh than int32 can number; "
+                "locate() finds the owners of rows and the rows of their arrays"
+            )
         starts = tuple(shard.first_row for shard in self.shards)
         shifts = tuple(self._slot(shard) - shard.first_row for shard in self.shards)
         return kernels.shift_rows(rows, starts, shifts, self.group.num_rows, self.num_slots)
+
+    def locate(self, lookups: Lookups) -> tuple[Int32[Array, " lookups"], Int32[Array, " lookups"]]:
+        """Return the owner of each lookup's row, and the row in the owner's array.
+
+        The owner is `num_devices` and the row arbitrary where a lookup has none.
+        """
+        if lookups.owners is not None:
+            has_row = (lookups.rows >= 0) & (lookups.rows < self.local_rows)
+            return jnp.where(has_row, lookups.owners, self.num_devices), lookups.rows
+        slots = self.slots(lookups.rows)
+        has_row = slots < self.num_slots
+        owners = jnp.where(has_row, slots // self.local_rows, self.num_devices)
+        return owners, slots - owners * self.local_rows
+
+    def device_slots(
+        self, device: Int32[Array, "..."], local_rows: Int32[Array, "..."]
+    ) -> Int32[Array, "..."]:
+        """Return the slots of rows of devices' arrays."""
+        return local_rows if self.is_large else device * self.local_rows + local_rows
 
     def whole_rows(self, slots: Int32[Array, " n"]) -> Int32[Array, " n"]:
         """Return a number for each slot's whole row, the same for all its column slices.
@@ -125,6 +162,8 @@ class PlacedGroup:
 
         Arbitrary for a row that belongs to no table.
         """
+        if len(self.tables) == 1:
+            return jnp.zeros_like(local_rows)
         tables = [self.tables.index(shard.table) for shard in self.shards]
         return self._of_shards(tables, local_rows, device)
 

@@ -18,6 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Int32, Shaped
 
 from jaxrec.embed.formats import TableArray
+from jaxrec.embed.formats.bits import as_bits, of_bits
 from jaxrec.mesh.channel import Channel
 from jaxrec.mesh.placed_group import PlacedGroup, PlacedShard
 from jaxrec.mesh.shard_access import COPY_ELEMENTS, over_devices, owners
@@ -166,7 +167,7 @@ def _exchange(
     def on_device(target, source, sent, received, num_turns):
         index = jnp.arange(size, dtype=jnp.int32)[None]
 
-        def one_turn(turn, target):
+        def one_turn(turn, bits):
             rows = source.at[sent[0, turn][:, None] + index].get(mode="clip")
             if out_of is not None:
                 rows = rows[..., slice(*out_of)]
@@ -178,10 +179,11 @@ def _exchange(
                 rows = jnp.pad(rows, ((0, 0), (0, 0), (0, missing)))
             start, count = received[0, turn][:, :1], received[0, turn][:, 1:]
             places = jnp.where(index < count, start + index, target.shape[0])
-            place = target.at[places] if into is None else target.at[places, slice(*into)]
-            return place.set(rows, mode="drop")
+            place = bits.at[places] if into is None else bits.at[places, slice(*into)]
+            return place.set(as_bits(rows), mode="drop")
 
-        return jax.lax.fori_loop(0, num_turns, one_turn, target)
+        moved = jax.lax.fori_loop(0, num_turns, one_turn, as_bits(target))
+        return of_bits(moved, target.dtype)
 
     return jax.shard_map(
         on_device,

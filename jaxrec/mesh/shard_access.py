@@ -20,6 +20,7 @@ from jaxtyping import Array, Int32, Shaped
 
 from jaxrec.embed import kernels
 from jaxrec.embed.formats import PackedRows, TableArray
+from jaxrec.embed.formats.bits import as_bits, of_bits
 from jaxrec.mesh.placed_group import PlacedGroup, PlacedShard
 from jaxrec.ragged.capacity import capacity_for
 
@@ -174,7 +175,8 @@ def _write_rows(
         (part,), ((start, count),) = parts, ranges
         index = jnp.arange(part.shape[0], dtype=jnp.int32)
         rows = jnp.where(index < count, start + index, array.shape[0])
-        return array.at[rows].set(part, mode="drop")
+        written = as_bits(array).at[rows].set(as_bits(part), mode="drop")
+        return of_bits(written, array.dtype)
 
     return jax.shard_map(
         on_device,

@@ -37,10 +37,12 @@ from jaxrec.embed.row_gradients import (
 from jaxrec.embed.sweep import sweep_rows
 from jaxrec.mesh.channel import Turns
 from jaxrec.mesh.exchange import Exchange, Request
+from jaxrec.mesh.large import flatten_large
 from jaxrec.mesh.placed_group import PlacedGroup
 from jaxrec.mesh.store import MeshStore, first, stack
 from jaxrec.optim.hyperparameter import Step, as_step
 from jaxrec.ragged import KeyedArray, KeyedJaggedArray
+from jaxrec.ragged.wide_ids import WideIds
 
 
 @jax.tree_util.register_dataclass
@@ -220,7 +222,10 @@ class ShardedTables(MeshStore):
     ) -> GroupRoute:
         features = dataclasses.replace(features, lengths=lengths)
         layout = placed.group.bags(features)
-        lookups = flatten(features, None, layout, placed.group)
+        if placed.is_large:
+            lookups = flatten_large(features, layout, placed)
+        else:
+            lookups = flatten(features, None, layout, placed.group)
         return GroupRoute(lookups, self._route_lookups(placed, exchange, features, lookups, layout))
 
     def _route_lookups(
@@ -377,6 +382,13 @@ def check_batch(
             f"tables over {devices} devices are looked up with a batch over them, values of "
             f"[{devices}, capacity]; got {tuple(features.values.shape)}. Put host batches on the "
             "mesh with jaxrec.mesh.shard_batch(batch, mesh)"
+        )
+    if tables.layout.wide and not isinstance(features.values, WideIds):
+        raise ValueError(
+            f"table {tables.layout.wide[0]!r} has more rows than int32 can number, and the batch "
+            f"has ids of 32 bits; make batches with id_bits=64, say KeyedJaggedArray.from_lists("
+            "lists, bounds=collection.bounds, id_bits=64), and put them on the mesh with "
+            "jaxrec.mesh.shard_batch(batch, mesh, id_bits=64)"
         )
     if is_weighted:
         require_weights(features)

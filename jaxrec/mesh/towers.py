@@ -81,7 +81,7 @@ class TowerTables(ShardedTables):
 
         Raises:
             ValueError: The mesh is not of hosts and their devices, tables are not pooled, or one
-                is not by rows over the devices of one host.
+                is not by rows over the devices of one host or has too many rows.
         """
         if len(tables.mesh.axis_names) != 2 or tables.replica_axis is not None:
             raise ValueError(
@@ -89,6 +89,12 @@ class TowerTables(ShardedTables):
             )
         if not tables.layout.is_pooled:
             raise ValueError("towers are of pooled tables, got some that are looked up id by id")
+        for placed in tables.layout.groups:
+            if placed.is_large:
+                raise ValueError(
+                    f"table {placed.tables[0]!r} has more rows or slots over the mesh than int32 "
+                    "can number, which towers do not look up; leave it out of the towers"
+                )
         named = zip(tables.layout.configs, tables.layout.placements, strict=True)
         for config, placement in named:
             exchange = None if placement.exchange is None else find_exchange(placement.exchange)
@@ -172,7 +178,7 @@ class TowerTables(ShardedTables):
         """Return the route from a tower's lookups to the rows of its host."""
         on_host = HostGroup.of(placed, self.channel)
         capacity = self.capacity(on_host, lookups.rows.size)
-        return route_rows(on_host, lookups.rows, self.within, capacity)
+        return route_rows(on_host, lookups, self.within, capacity)
 
     def _lookup(
         self,

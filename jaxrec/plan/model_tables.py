@@ -80,7 +80,7 @@ def read_model(model: Model) -> ModelTables:
 
 
 def _make_store(layout: TableLayout, key: Array) -> Tables:
-    """Make tables; those of more rows than arrays have, which need a cache, without arrays."""
+    """Make tables; those of more rows than the array of one device has, without arrays."""
     is_large = any(table.num_embeddings > MAX_ROWS for table in layout.configs)
     return Tables({}, {}, layout) if is_large else Tables.init(layout, key)
 

@@ -18,7 +18,7 @@ from jaxrec.mesh.exchange import (
     Exchange,
     choose_exchange,
 )
-from jaxrec.mesh.layout import cut_of, slice_widths
+from jaxrec.mesh.layout import cut_of, is_large, slice_widths
 from jaxrec.mesh.placement import Placement, part_sizes
 from jaxrec.mesh.precision import Precision
 from jaxrec.mesh.shards import MeshShape, Shard
@@ -345,12 +345,14 @@ def _exchanges(
     optimizer = workload.optimizer
     # Arrays have one shape on all devices.
     rows = int(part_sizes(held_rows, split.row_parts, split.shares).max())
-    num_devices = mesh.num_devices
-    if rows * num_devices > MAX_ROWS:
+    if rows > MAX_ROWS:
         return (
-            f"{rows:,} rows on a device x {num_devices} devices = {rows * num_devices:,}, more row "
-            f"numbers than the {MAX_ROWS:,} of int32; a sharding type that cuts rows takes fewer"
+            f"{rows:,} rows on a device, more than the {MAX_ROWS:,} that int32 can number; a "
+            "sharding type that cuts rows takes fewer"
         )
+    large = is_large(held_rows, rows, mesh)
+    if large and split.column_parts > 1 and optimizer.needs_whole_rows:
+        return f"its optimizer {type(optimizer).__name__} needs whole rows of a table this large"
     joins = split.column_parts > 1 and (
         optimizer.needs_whole_rows or optimizer.clip_norm is not None
     )
@@ -358,7 +360,13 @@ def _exchanges(
         return f"its optimizer {type(optimizer).__name__} needs whole rows"
     hosts = {device // mesh.devices_per_host for device in split.sites[0][: split.row_parts]}
     cut = Cut(
-        workload.is_pooled, optimizer, split.column_parts, split.row_parts, len(hosts), mesh.hosts
+        workload.is_pooled,
+        optimizer,
+        split.column_parts,
+        split.row_parts,
+        len(hosts),
+        mesh.hosts,
+        is_large=large,
     )
     eligible: list[Exchange] = []
     reasons = []

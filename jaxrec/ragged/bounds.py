@@ -80,8 +80,8 @@ def check_columns(
 
     Raises:
         ValueError: An id is outside (names the feature, the sample, the id and the bound), or a
-            bound is not positive, exceeds int32 or belongs to no feature, or an error of
-            `raw_column`.
+            bound is not positive, exceeds integers of these bits or belongs to no feature, or an
+            error of `raw_column`.
     """
     if mode not in get_args(BoundsMode):
         raise ValueError(f"bounds_mode is {mode!r}; expected one of {get_args(BoundsMode)}")
@@ -89,8 +89,11 @@ def check_columns(
         if feature not in columns:
             raise ValueError(f"bounds names {feature!r}, but the features are {list(columns)}")
         whole_number(f"the bound of feature {feature!r}", bound)
-        if not 1 <= bound <= INT32_BOUND:
-            raise ValueError(f"the bound of feature {feature!r} is {bound}; expected 1 to 2**31")
+        if not 1 <= bound <= 2 ** (id_bits - 1):
+            hint = "; give id_bits=64 for tables of more rows" if id_bits == 32 else ""
+            raise ValueError(
+                f"the bound of feature {feature!r} is {bound}; expected 1 to 2**{id_bits - 1}{hint}"
+            )
     checked = dict(columns)
     count, first = 0, ""
     for feature, column in columns.items():

@@ -29,6 +29,7 @@ from jaxrec.ragged.key_segments import concatenate, concatenate_weights
 from jaxrec.ragged.packing import Packed, as_float32, checked_inverse, pack, pinned_capacities
 from jaxrec.ragged.raw_columns import raw_column
 from jaxrec.ragged.raw_ids import RawIds, as_raw, is_raw
+from jaxrec.ragged.wide_ids import WideIds
 
 
 def checked_fields(
@@ -57,7 +58,8 @@ def checked_fields(
         return packed._replace(slot_keys=_checked_slot_keys(slot_keys, keys))
     if len(capacities) != len(keys):
         raise ValueError(f"{len(capacities)} capacities for {len(keys)} keys {keys}")
-    values = values if is_raw(values) else _array("values", "value", values, _numbers)
+    if not (is_raw(values) or isinstance(values, WideIds)):
+        values = _array("values", "value", values, _numbers)
     lengths = _array("lengths", "length", lengths, integers)
     if lengths.ndim == 0:
         raise ValueError("lengths is a single number; expected [sum(strides)], one for each bag")
@@ -293,7 +295,7 @@ def _array(name: str, what: str, array: Any, convert: Callable[..., np.ndarray])
     return array.astype(np.int32) if is_other and isinstance(array, jax.Array) else array
 
 
-def _check_shape(name: str, array: AnyArray, wanted: tuple[int, ...], why: str) -> None:
+def _check_shape(name: str, array: AnyArray | WideIds, wanted: tuple[int, ...], why: str) -> None:
     if tuple(array.shape) != wanted:
         raise ValueError(f"{name} has shape {tuple(array.shape)}; expected {wanted}, {why}")
 

@@ -15,14 +15,17 @@ import numpy as np
 
 from jaxrec.ragged.arrays import AnyArray, namespace, to_device
 from jaxrec.ragged.raw_ids import like
+from jaxrec.ragged.wide_ids import WideIds, concatenate_wide
 
 
-def concatenate(arrays: Sequence[AnyArray], dtype: Any, axis: int = -1) -> AnyArray:
+def concatenate(arrays: Sequence[Any], dtype: Any, axis: int = -1) -> Any:
     """Concatenate arrays; without any, return an empty one of ``dtype``."""
     if len(arrays) == 1:
         return arrays[0]
     if not arrays:
         return np.zeros(0, dtype)
+    if any(isinstance(array, WideIds) for array in arrays):
+        return concatenate_wide(arrays, axis)
     if namespace(*arrays) is np:
         return like(np.concatenate(arrays, axis), *arrays)
     return jnp.concatenate([to_device(array) for array in arrays], axis)

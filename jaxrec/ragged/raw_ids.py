@@ -10,8 +10,9 @@ from jax.experimental.hijax import register_hitype
 RESERVED = -1  # also 2**64 - 1: many pipelines pad with it
 _MESSAGE = (
     "raw 64-bit ids stay on the host, since JAX would cut them to 32 bits: loop over "
-    "jaxrec.tier.ahead(model, batches), which turns them into rows, or make row indices of them "
-    "with jaxrec.ragged.hash_ids(values, num_embeddings) before a batch is packed"
+    "jaxrec.tier.ahead(model, batches), which turns them into rows, make row indices of them with "
+    "jaxrec.ragged.hash_ids(values, num_embeddings) before a batch is packed, or put row indices "
+    "of tables of more than 2**31 rows on a mesh with jaxrec.mesh.shard_batch(..., id_bits=64)"
 )
 
 

@@ -10,7 +10,13 @@ from flax import nnx
 
 import jaxrec
 from jaxrec.embed import init_tables
-from jaxrec.embed.initialize import BLOCK_ELEMENTS, draw_and_scale, initialize_rows
+from jaxrec.embed.initialize import (
+    BLOCK_ELEMENTS,
+    draw_and_scale,
+    fill_rows,
+    initialize_rows,
+    place_of,
+)
 from jaxrec.embed.layout import MAX_ROWS, layout_tables
 from jaxrec.embed.tables import Tables
 
@@ -116,22 +122,42 @@ def test_blocks_of_rows_differ_and_reach_the_last_row():
     assert np.abs(table).max(axis=1).min() > 0
 
 
-def test_initialization_needs_no_second_copy():
-    """The compiled filling of a table works in place, with a block's worth of memory beside it."""
+@pytest.mark.parametrize(("dtype", "copies"), [("float32", 0.25), ("bfloat16", 1.25)])
+def test_initialization_works_in_place(dtype, copies):
+    """The compiled filling of a table needs a block's worth of memory beside it.
+
+    On CPUs 16-bit floats take a copy of the same bits, never one in float32 for each block.
+    """
     from jaxrec.embed.initialize import INITIALIZERS, _fill
 
-    rows = 40 * BLOCK_ELEMENTS // 16
-    array = jax.ShapeDtypeStruct((rows, 16), jnp.float32)
+    rows = 80 * BLOCK_ELEMENTS // 16
+    array = jax.ShapeDtypeStruct((rows, 16), jnp.dtype(dtype))
     compiled = _fill.lower(
         array,
         jax.eval_shape(lambda: jax.random.key(0)),
         INITIALIZERS["uniform"][0],
         jax.ShapeDtypeStruct((), jnp.float32),
-        jax.ShapeDtypeStruct((5,), jnp.int32),
+        jax.ShapeDtypeStruct((6,), jnp.int32),
     ).compile()
     memory = compiled.memory_analysis()
-    assert memory.alias_size_in_bytes == rows * 16 * 4
-    assert memory.temp_size_in_bytes < rows * 16 * 4 / 4
+    table_bytes = rows * 16 * array.dtype.itemsize
+    assert memory.alias_size_in_bytes == table_bytes
+    assert memory.temp_size_in_bytes < copies * table_bytes
+
+
+@pytest.mark.parametrize("first", [0, 2**31 - 5, 2**33 + 12_345, 10**11])
+def test_rows_beyond_int32_are_drawn_as_blocks_of_their_table(first):
+    """Four rows of a table of 10**11 rows and one column, by the blocks that they lie in."""
+    key, count = jax.random.key(3), 4
+    drawn = []
+    for row in range(first, first + count):
+        block_key = jax.random.fold_in(key, row // BLOCK_ELEMENTS)
+        block = jax.random.uniform(block_key, (BLOCK_ELEMENTS, 1), minval=-1.0, maxval=1.0)
+        drawn.append(float(block[row % BLOCK_ELEMENTS, 0]) * 0.5)
+    place = np.array(place_of((first, first + count), 2, (0, 1), 1))
+    draw, _ = draw_and_scale("uniform", 10, 1)
+    array = fill_rows(jnp.zeros((8, 1)), key, draw, np.float32(0.5), place, 1)
+    np.testing.assert_allclose(array[:, 0], [0, 0, *drawn, 0, 0], rtol=1e-6)
 
 
 def test_rows_of_other_tables_stay():

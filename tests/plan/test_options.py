@@ -353,6 +353,30 @@ def test_more_rows_than_int32_can_number_are_laid_out_in_several_arrays():
     assert most == 2 * 30_000_000 * 64
 
 
+@pytest.mark.parametrize("rows", [2**31, 3_000_000_000, 10**11])
+def test_tables_of_more_rows_than_int32_can_number(rows):
+    """They are cut over enough devices, by exchanges that take them, as they are laid out."""
+    table = BAG("big", rows, 16, dtype="bfloat16", optimizer=optim.rowwise_adagrad(0.1))
+    topology = Topology.named("h100", devices=64)
+    plan = Planner(topology).plan([table], batch_size=6400)
+    layout = layout_mesh(layout_tables([table], optim.sgd(0.1)), plan.to_dict(), MeshShape(8, 8))
+    (placed,) = layout.groups
+    assert placed.is_large
+    assert placed.local_rows == -(-rows // 64)
+    row_bytes = 16 * 2 + 4
+    for device in plan.estimate.devices:
+        assert device.bytes["tables"] == pytest.approx(rows / 64 * row_bytes, rel=1e-6)
+    constraints = {"big": ParameterConstraints(sharding_types=["table_wise"])}
+    with pytest.raises(ValueError, match=f"{rows:,} rows on a device, more than the 2,147,483,645"):
+        Planner(topology, constraints).plan([table], batch_size=6400)
+    for name in ("bags", "pooled_by_host"):
+        constraints = {
+            "big": ParameterConstraints(sharding_types=["table_row_wise"], exchanges=[name])
+        }
+        with pytest.raises(ValueError, match="no more rows over the mesh than int32 can number"):
+            Planner(topology, constraints).plan([table], batch_size=6400)
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_whatever_is_offered_is_laid_out(seed):
     """Any combination of options and sites, not only the fastest."""

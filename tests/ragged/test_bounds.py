@@ -110,11 +110,20 @@ def test_every_integer_type(dtype):
         ({"bounds": {"a": 0}}, "the bound of feature 'a' is 0; expected 1 to"),
         ({"bounds": {"a": 2.5}}, "the bound of feature 'a': 2.5 is not an integer"),
         ({"bounds": [3]}, r"bounds is \[3\] \(list\); expected a mapping by the names of features"),
-        ({"bounds": {"a": 2**31 + 1}}, "the bound of feature 'a' is 2147483649"),
+        ({"bounds": {"a": 2**31 + 1}}, "'a' is 2147483649; expected 1 to 2.*31; give id_bits=64"),
+        ({"bounds": {"a": 2**63 + 1}, "id_bits": 64}, "'a' is 9223372036854775809; expected 1"),
     ],
-    ids=["mode", "unknown", "zero", "no_integer", "no_mapping", "too_large"],
+    ids=["mode", "unknown", "zero", "no_integer", "no_mapping", "too_large", "beyond_64_bits"],
 )
 @pytest.mark.usefixtures("unchecked")
 def test_bad_bounds(options, message):
     with pytest.raises((ValueError, TypeError), match=message):
         KeyedJaggedArray.from_lists(ROWS, **options)
+
+
+def test_bounds_beyond_int32():
+    lists = {"a": [[2**31, 7], [2**40 - 1]], "b": [[1], [-5]]}
+    batch = KeyedJaggedArray.from_lists(lists, bounds={"a": 2**40}, id_bits=64)
+    assert batch.to_lists() == lists
+    with pytest.raises(ValueError, match=f"sample 1: id {2**40 - 1} is outside"):
+        KeyedJaggedArray.from_lists(lists, bounds={"a": 2**40 - 1}, id_bits=64)

@@ -101,11 +101,15 @@ class Lookups:
         bags: Row of the output (and of its gradient) that the lookup belongs to; in range also at
             padding. None: lookup ``i`` belongs to output row ``i`` (per-id lookups).
         scales: Factor of the row: the weight, divided by the bag's length if averaged. None: 1.
+        owners: Device of a mesh that has the row in its array, whose rows ``rows`` number, where
+            int32 cannot number the rows of all devices; kernels do not look at it. None: ``rows``
+            are rows of the group.
     """
 
     rows: Int32[Array, " lookups"]
     bags: Int32[Array, " lookups"] | None
     scales: Float[Array, " lookups"] | None
+    owners: Int32[Array, " lookups"] | None = None
 
 
 @jax.tree_util.register_dataclass

@@ -55,12 +55,19 @@ def choose_exchange(wanted: ExchangeLike | None, cut: Cut) -> Exchange:
     Raises:
         ValueError: The exchange refuses the table.
     """
-    default = ROWS if BAGS.refuse(cut) else BAGS
+    default = ROWS if _refuse(BAGS, cut) else BAGS
     exchange = default if wanted is None else find_exchange(wanted)
     if exchange is POOLED:
         for special in (BAGS, POOLED_BY_HOST):
-            if not special.refuse(cut):
+            if not _refuse(special, cut):
                 return special
-    if reason := exchange.refuse(cut):
+    if reason := _refuse(exchange, cut):
         raise ValueError(f"exchange {exchange.name!r} is not possible, since {reason}")
     return exchange
+
+
+def _refuse(exchange: Exchange, cut: Cut) -> str | None:
+    """Return why an exchange cannot carry a table; None: it can."""
+    if cut.is_large and not (exchange.takes_large_groups or exchange.is_replicated):
+        return "it carries no more rows over the mesh than int32 can number"
+    return exchange.refuse(cut)

@@ -20,6 +20,7 @@ from jaxrec.mesh.placed_group import PlacedGroup
 from jaxrec.optim import RowOptimizer
 from jaxrec.optim.hyperparameter import Step
 from jaxrec.ragged import KeyedJaggedArray
+from jaxrec.ragged.wide_ids import narrow
 
 # Capacity of a message, in even shares of a device's lookups, before anything is measured.
 DEFAULT_CAPACITY_FACTOR = 1.25
@@ -47,6 +48,7 @@ class Cut:
         row_hosts: Largest number of hosts that the rows of one column part lie on.
         hosts: Number of hosts of the mesh.
         shares_devices: Whether a device has several column parts of a row.
+        is_large: Whether int32 cannot number the rows, or their slots over the mesh.
     """
 
     is_pooled: bool
@@ -56,6 +58,7 @@ class Cut:
     row_hosts: int = 1
     hosts: int = 1
     shares_devices: bool = False
+    is_large: bool = False
 
 
 @jax.tree_util.register_dataclass
@@ -65,7 +68,7 @@ class Request:
 
     Attributes:
         lookups: The flat lookups, with the scales of mean pooling but without weights.
-        ids: All ids of the batch.
+        ids: All ids of the batch, -1 where int32 does not hold one.
         lengths: Lengths of all bags of the batch.
         weights: Weights of all ids of the batch; None: 1.
         layout: Layout of the group's features in the batch.
@@ -86,7 +89,7 @@ class Request:
         layout: BagLayout,
     ) -> Request:
         """Return the request of a group's lookups in this device's batch."""
-        ids, lengths = jnp.asarray(features.values), jnp.asarray(features.lengths)
+        ids, lengths = narrow(features.values), jnp.asarray(features.lengths)
         return cls(lookups, ids, lengths, weights, layout)
 
     @property
@@ -165,11 +168,14 @@ class Exchange(abc.ABC):
         name: Name in placements, plans and reports.
         is_replicated: Whether every device has all rows.
         sends_gradients_first: Whether `update` sends gradients before anything that depends on ids.
+        takes_large_groups: Whether groups may be *large*; see `PlacedGroup`. Lookups of such a
+            group then name the owner of each row, which `PlacedGroup.locate` reads.
     """
 
     name: ClassVar[str]
     is_replicated: ClassVar[bool] = False
     sends_gradients_first: ClassVar[bool] = False
+    takes_large_groups: ClassVar[bool] = False
 
     def refuse(self, cut: Cut) -> str | None:
         """Return why a table that is cut like this cannot use the exchange; None: it can."""

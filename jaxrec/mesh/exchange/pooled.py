@@ -39,6 +39,7 @@ class Pooled(Exchange):
     """Ids travel to the rows, and sums of bags come back."""
 
     name: ClassVar[str] = "pooled"
+    takes_large_groups: ClassVar[bool] = True
     sends_gradients_first: ClassVar[bool] = True
 
     def refuse(self, cut: Cut) -> str | None:
@@ -192,12 +193,12 @@ def route_ids(
             f"are more than int32 can number ({MAX_ROWS}); use smaller batches"
         )
     assert lookups.bags is not None
-    slots = placed.slots(lookups.rows)
-    has_row = slots < placed.num_slots
+    owners, local_rows = placed.locate(lookups)
+    has_row = owners < devices
     # An id outside its table has no owner; the first device makes its bag NaN.
-    is_padding = lookups.rows == placed.group.num_rows
-    owners = jnp.where(has_row, slots // placed.local_rows, jnp.where(is_padding, devices, 0))
-    local_rows = jnp.where(has_row, slots - owners * placed.local_rows, kernels.BAD_ROW)
+    is_padding = lookups.rows == placed.padding
+    owners = jnp.where(has_row | is_padding, owners, 0)
+    local_rows = jnp.where(has_row, local_rows, kernels.BAD_ROW)
     keys = jnp.where(is_padding, devices * num_bags, owners * num_bags + lookups.bags)
     buckets = kernels.bucket(keys, devices * num_bags)
     lengths = buckets.counts.reshape(devices, num_bags)

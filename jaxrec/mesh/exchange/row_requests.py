@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int32
 
 from jaxrec.embed import kernels
+from jaxrec.embed.kernels import Lookups
 from jaxrec.mesh.placed_group import PlacedGroup
 
 # Index of a lookup that has no row: padding, or a bad id.
@@ -21,7 +22,7 @@ class RowRequests:
     """The slots that a device's lookups need, without repeats, owner by owner.
 
     Attributes:
-        slots: The slots, ascending; padded with the number of slots.
+        slots: The slots, those of each owner ascending; padded with the number of slots.
         index: Position in ``slots`` of each lookup's slot, or `ABSENT`.
         owners: Owner of each lookup's slot.
         begins: Position of the first slot of each owner.
@@ -35,9 +36,11 @@ class RowRequests:
     ends: Int32[Array, " devices"]
 
     @classmethod
-    def of(cls, placed: PlacedGroup, rows: Int32[Array, " n"]) -> RowRequests:
+    def of(cls, placed: PlacedGroup, lookups: Lookups) -> RowRequests:
         """Return the requests of lookups of some rows of a group."""
-        slots = placed.slots(rows)
+        if lookups.owners is not None:
+            return cls._by_owner(placed, lookups)
+        slots = placed.slots(lookups.rows)
         runs = kernels.build_runs(slots, placed.num_slots)
         first_slots = jnp.arange(placed.num_devices + 1, dtype=jnp.int32) * placed.local_rows
         # A loop would take three launches a turn on GPUs.
@@ -46,6 +49,26 @@ class RowRequests:
         index = jnp.where(slots < placed.num_slots, runs.inverse, ABSENT)
         owners = jnp.minimum(slots // placed.local_rows, placed.num_devices - 1)
         return cls(runs.unique, index, owners, bounds[:-1], bounds[1:])
+
+    @classmethod
+    def _by_owner(cls, placed: PlacedGroup, lookups: Lookups) -> RowRequests:
+        """Return the requests of a large group, whose slots are unique on each owner alone."""
+        owners, rows = placed.locate(lookups)
+        # Sorted by row and then, stably, by owner.
+        order = kernels.build_runs(rows, placed.local_rows).order
+        order = order[kernels.bucket(owners[order], placed.num_devices).order]
+        sorted_owners, sorted_rows = owners[order], rows[order]
+        is_same = (sorted_rows[1:] == sorted_rows[:-1]) & (sorted_owners[1:] == sorted_owners[:-1])
+        is_first = jnp.ones(rows.shape, bool).at[1:].set(~is_same)
+        runs = jnp.cumsum(is_first, dtype=jnp.int32) - 1
+        slots = jnp.full(rows.shape, placed.local_rows, jnp.int32).at[runs].set(sorted_rows)
+        of_runs = jnp.full(rows.shape, placed.num_devices, jnp.int32).at[runs].set(sorted_owners)
+        every_owner = jnp.arange(placed.num_devices + 1, dtype=jnp.int32)
+        bounds = jnp.searchsorted(of_runs, every_owner, method="scan_unrolled").astype(jnp.int32)
+        inverse = jnp.zeros(rows.shape, jnp.int32).at[order].set(runs, unique_indices=True)
+        index = jnp.where(owners < placed.num_devices, inverse, ABSENT)
+        owners = jnp.minimum(owners, placed.num_devices - 1)
+        return cls(slots, index, owners, bounds[:-1], bounds[1:])
 
     def positions(
         self, begins: Int32[Array, " devices"], capacity: int
@@ -61,7 +84,8 @@ class RowRequests:
         self, placed: PlacedGroup, positions: Int32[Array, "devices capacity"]
     ) -> Int32[Array, "devices capacity"]:
         """Return the rows of the owners' arrays at the positions; `local_rows` where unused."""
-        first_slots = jnp.arange(placed.num_devices, dtype=jnp.int32)[:, None] * placed.local_rows
+        devices = jnp.arange(placed.num_devices, dtype=jnp.int32)[:, None]
+        first_slots = placed.device_slots(devices, jnp.zeros_like(devices))
         slots = self.slots.at[positions].get(mode="clip")
         is_used = positions < self.slots.size
         return jnp.where(is_used, slots - first_slots, placed.local_rows)

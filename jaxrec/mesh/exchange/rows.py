@@ -45,6 +45,7 @@ class Rows(Exchange):
     """Rows travel to the samples, once for each device that needs them."""
 
     name: ClassVar[str] = "rows"
+    takes_large_groups: ClassVar[bool] = True
 
     def refuse(self, cut: Cut) -> str | None:
         if cut.shares_devices and cut.optimizer.needs_whole_rows:
@@ -60,7 +61,7 @@ class Rows(Exchange):
         return {"all-to-all": work.devices * (work.capacity * row + 3 * 4)}
 
     def route(self, placed, request, channel, capacity):
-        return route_rows(placed, request.lookups.rows, channel, capacity)
+        return route_rows(placed, request.lookups, channel, capacity)
 
     def pool(self, placed, table, request, route, channel, dtype):
         rows, index = fetch_rows(placed, table, route, channel)
@@ -72,7 +73,7 @@ class Rows(Exchange):
     def rows(self, placed, table, request, route, channel):
         rows, index = fetch_rows(placed, table, route, channel)
         # A lookup without a row gives zeros if it is padding, and NaN if its id is bad.
-        is_padding = request.lookups.rows == placed.group.num_rows
+        is_padding = request.lookups.rows == placed.padding
         without = jnp.where(is_padding, rows.shape[0], kernels.BAD_ROW)
         index = jnp.where(index == ABSENT, without, index)
         return kernels.row_lookup(rows, index, **channel.received)
@@ -147,18 +148,16 @@ class RowsRoute:
         return self.first.demand * shares
 
 
-def route_rows(
-    placed: PlacedGroup, rows: Int32[Array, " n"], channel: Channel, capacity: int
-) -> RowsRoute:
+def route_rows(placed: PlacedGroup, lookups: Lookups, channel: Channel, capacity: int) -> RowsRoute:
     """Request the rows of the first round.
 
     Args:
         placed: The group.
-        rows: The row of each of this device's lookups.
+        lookups: This device's lookups.
         channel: Channel to the other devices.
         capacity: Number of rows that a round carries between two devices.
     """
-    requests = RowRequests.of(placed, rows)
+    requests = RowRequests.of(placed, lookups)
     return RowsRoute(requests, _request(placed, requests, requests.begins, channel, capacity))
 
 
@@ -249,7 +248,7 @@ def _rounds(
 ) -> GradientRounds:
     route = gradient.route
     if route is None:
-        route = route_rows(placed, gradient.lookups.rows, channel, capacity)
+        route = route_rows(placed, gradient.lookups, channel, capacity)
     return GradientRounds(placed, gradient, channel, route)
 
 
@@ -329,7 +328,7 @@ class GradientRounds:
         sums = kernels.sum_rows(lookups, values, size, clip_value, **channel.sent)
         sums = channel.send_gradients(sums.reshape(*asked.rows.shape, -1), asked.lengths)
         rows = asked.rows.reshape(-1)
-        numbers = _row_numbers(placed, channel.index * placed.local_rows + rows)
+        numbers = _row_numbers(placed, placed.device_slots(channel.index, rows))
         rows = jnp.where(numbers < asked.stop, rows, placed.local_rows)
         return rows, sums.reshape(rows.size, -1)
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import jaxrec
+from jaxrec.embed.kernels import Lookups
 from jaxrec.embed.layout import layout_tables
 from jaxrec.mesh import row_wise
 from jaxrec.mesh.exchange.row_requests import RowRequests
@@ -17,10 +20,15 @@ TABLES = layout_tables([jaxrec.EmbeddingBagConfig("t", 8, 2)], jaxrec.optim.sgd(
 (PLACED,) = layout_mesh(TABLES, {"t": row_wise()}, MeshShape(1, 2)).groups
 
 
+def lookups_of(rows, owners=None):
+    owners = None if owners is None else jnp.array(owners, jnp.int32)
+    return Lookups(jnp.array(rows, jnp.int32), None, None, owners)
+
+
 @pytest.fixture
 def requests():
     # Row 8 is padding, row -1 a bad id.
-    return RowRequests.of(PLACED, jnp.array([5, 1, 5, 8, 7, -1, 4], jnp.int32))
+    return RowRequests.of(PLACED, lookups_of([5, 1, 5, 8, 7, -1, 4]))
 
 
 def test_slots_without_repeats(requests):
@@ -42,4 +50,20 @@ def test_rounds_of_two_rows(requests):
     np.testing.assert_array_equal(requests.local_rows(PLACED, second), [[4, 4], [3, 4]])
     np.testing.assert_array_equal(
         requests.index_in_round(jnp.array([1, 3]), 2), [-1, -1, -1, -1, 2, -1, -1]
+    )
+
+
+def test_requests_of_a_large_group():
+    """The same lookups by owner and row of the owner's array; padding and the bad id have any."""
+    placed = dataclasses.replace(PLACED, is_large=True)
+    lookups = lookups_of([1, 1, 1, 4, 3, -1, 0], [1, 0, 1, 0, 1, 1, 1])
+    requests = RowRequests.of(placed, lookups)
+    np.testing.assert_array_equal(requests.slots[:4], [1, 0, 1, 3])
+    np.testing.assert_array_equal(requests.index, [2, 0, 2, -1, 3, -1, 1])
+    np.testing.assert_array_equal(requests.begins, [0, 1])
+    np.testing.assert_array_equal(requests.ends, [1, 4])
+    first = requests.positions(requests.begins, 2)
+    np.testing.assert_array_equal(requests.local_rows(placed, first), [[1, 4], [0, 1]])
+    np.testing.assert_array_equal(
+        requests.index_in_round(requests.begins, 2), [3, 0, 3, -1, -1, -1, 2]
     )

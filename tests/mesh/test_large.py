@@ -1,0 +1,343 @@
+"""Tables with more rows than int32 can number, on eight devices.
+
+A real one takes gigabytes, so most tests lower the number of rows that layouts take for int32's.
+What depends on the real number is tested without tables.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import AxisType
+
+import jaxrec
+from jaxrec.embed.config import MAX_ROWS
+from jaxrec.embed.layout import layout_tables
+from jaxrec.mesh import (
+    column_wise,
+    data_parallel,
+    grid,
+    row_wise,
+    shard_batch,
+    table_row_wise,
+    table_wise,
+)
+from jaxrec.mesh.large import flatten_large
+from jaxrec.mesh.layout import layout_mesh
+from jaxrec.mesh.shards import MeshShape
+from jaxrec.ragged.wide_ids import WideIds
+
+LIMIT, ROWS, BATCH = 60, 203, 16
+KEYS = {"a": 12, "b": ROWS, "c": 12}
+OPTIMIZERS = {
+    "sgd": jaxrec.optim.sgd(0.1),
+    "clipped": jaxrec.optim.sgd(0.1, clip_norm=0.05),
+    "rowwise_adagrad": jaxrec.optim.rowwise_adagrad(0.1),
+    "adam": jaxrec.optim.adam(0.01),
+}
+
+
+@pytest.fixture
+def mesh():
+    mesh = jax.make_mesh((2, 4), ("host", "device"), axis_types=(AxisType.Auto,) * 2)
+    with jax.set_mesh(mesh):
+        yield mesh
+
+
+@pytest.fixture
+def few_row_numbers(monkeypatch):
+    monkeypatch.setattr("jaxrec.mesh.layout.MAX_ROWS", LIMIT)
+
+
+def make(kind="pooled", optimizer="sgd", is_weighted=False):
+    tables = [("big", ROWS, 4, ("a", "b")), ("small", 12, 4, ("c", "a"))]
+    options = {"optimizer": OPTIMIZERS[optimizer], "rngs": nnx.Rngs(0)}
+    if kind == "per_id":
+        configs = [jaxrec.EmbeddingConfig(*each) for each in tables]
+        return jaxrec.EmbeddingCollection(configs, **options)
+    configs = [
+        jaxrec.EmbeddingBagConfig(*each, pooling=pooling)
+        for each, pooling in zip(tables, ("mean", "sum"), strict=True)
+    ]
+    return jaxrec.EmbeddingBagCollection(configs, is_weighted=is_weighted, **options)
+
+
+def shard(big, small, mesh, *arguments, **options):
+    plan = jaxrec.plan.ShardingPlan.from_dict({"big": big, "small": small})
+    return jaxrec.shard(lambda: make(*arguments, **options), plan, mesh)
+
+
+def draw(seed, is_weighted=False, **options):
+    rng = np.random.default_rng(seed)
+    bags = {
+        key: [rng.integers(0, bound, rng.integers(0, 5)).tolist() for _ in range(BATCH)]
+        for key, bound in KEYS.items()
+    }
+    weights = None
+    if is_weighted:
+        weights = {key: [rng.random(len(bag)).tolist() for bag in bags[key]] for key in bags}
+    # The ids of one batch in four lie together, so that exchanges of rows take several rounds.
+    if seed % 4 == 3:
+        bags["b"] = [[id_ % 40 for id_ in bag] for bag in bags["b"]]
+    capacities = dict.fromkeys(bags, 64)
+    return jaxrec.KeyedJaggedArray.from_lists(bags, weights, capacities=capacities, **options)
+
+
+def wide(batch, mesh):
+    return shard_batch(batch, mesh, id_bits=64)
+
+
+@nnx.jit(donate_argnums=0)
+def train_step(model, batches, number):
+    def loss(model):
+        total = 0.0
+        for features in batches:  # two lookups of the same tables are one update
+            found = model(features)
+            if isinstance(found, dict):
+                total += sum((jnp.tanh(x.values) ** 2).sum() for x in found.values()) / BATCH
+                continue
+            weights = 1 + np.sin(np.arange(found.values.size, dtype=np.float32))
+            total += (jnp.tanh(found.values) ** 2 * weights.reshape(found.values.shape)).sum()
+        return total
+
+    value, gradients = jaxrec.value_and_grad(loss)(model)
+    model.apply_gradients(gradients.tables[""], number)
+    return value
+
+
+def read(model):
+    return {
+        name: {"rows": np.asarray(model.table(name)), **model.table_state(name)}
+        for name in ("big", "small")
+    }
+
+
+def assert_close(tables, expected):
+    for name, arrays in expected.items():
+        for key, array in arrays.items():
+            atol = 2e-6 * np.abs(array).max()
+            np.testing.assert_allclose(tables[name][key], array, rtol=0, atol=atol, err_msg=key)
+
+
+CASES = {
+    "rows": (row_wise(), data_parallel(), "pooled", "rowwise_adagrad"),
+    "pooled": (row_wise(exchange="pooled"), table_wise(2), "pooled", "rowwise_adagrad"),
+    "clipped": (row_wise(shares=range(4, 12)), row_wise(), "pooled", "clipped"),
+    "clipped_pooled": (row_wise(exchange="pooled"), row_wise(), "pooled", "clipped"),
+    "host": (table_row_wise(1), row_wise(), "pooled", "adam"),
+    "host_pooled": (table_row_wise(1, exchange="pooled"), column_wise(), "pooled", "sgd"),
+    "grid": (grid(), row_wise(exchange="pooled"), "pooled", "sgd"),
+    "grid_pooled": (grid(exchange="pooled"), row_wise(), "pooled", "adam"),
+    "per_id": (row_wise(), row_wise(), "per_id", "rowwise_adagrad"),
+    "per_id_grid": (grid((1, 0)), table_wise(1), "per_id", "sgd"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.usefixtures("few_row_numbers")
+def test_equal_to_one_device(mesh, case):
+    big, small, kind, optimizer = CASES[case]
+    is_weighted = case == "pooled"
+    one = make(kind, optimizer, is_weighted)
+    many = shard(big, small, mesh, kind, optimizer, is_weighted)
+    layout = many.tables.get_value().layout
+    assert layout.wide == ("big",)
+    assert {g.is_large for g in layout.groups if g.tables == ("big",)} == {True}
+    for name in ("big", "small"):
+        np.testing.assert_array_equal(many.table(name), one.table(name))
+    for step in range(4):
+        batches = [draw(step + call, is_weighted) for call in range(1 + step % 2)]
+        expected = train_step(one, batches, step)
+        loss = train_step(many, [wide(batch, mesh) for batch in batches], step)
+        np.testing.assert_allclose(loss, expected, rtol=1e-6)
+    assert_close(read(many), read(one))
+
+
+@pytest.mark.parametrize("exchange", ["rows", "pooled"])
+@pytest.mark.usefixtures("few_row_numbers")
+def test_samples_that_share_bags(mesh, exchange):
+    one, many = make(), shard(row_wise(exchange=exchange), row_wise(), mesh)
+    rng = np.random.default_rng(0)
+    # Bag 5 belongs to no sample, and its id is outside of the table.
+    bags = {key: [[1, 2], [11], [], [0, 3, 3], [7], [5]] for key in KEYS}
+    inverse = rng.integers(0, 5, (3, BATCH))
+    batch = jaxrec.KeyedJaggedArray.from_lists(bags, inverse_indices=inverse)
+    for step in range(2):
+        expected = train_step(one, [batch], step)
+        np.testing.assert_allclose(train_step(many, [wide(batch, mesh)], step), expected, rtol=1e-6)
+    assert_close(read(many), read(one))
+
+
+@pytest.mark.usefixtures("few_row_numbers")
+def test_routes_that_are_computed_ahead(mesh):
+    from jaxrec.mesh.ahead import route_ahead, use_routes
+
+    many = shard(row_wise(), row_wise(), mesh)
+    batch = wide(draw(3), mesh)
+    expected = many(batch).values
+    ahead = route_ahead(lambda model: model(batch), many)
+    with use_routes(many, ahead):
+        np.testing.assert_array_equal(many(batch).values, expected)
+    (route,) = ahead[""]
+    assert float(route.routes["float32_4"].route.demand.max()) > 0
+
+
+@pytest.mark.usefixtures("few_row_numbers")
+def test_rows_are_read_and_set_by_id(mesh):
+    many, ids = shard(row_wise(), row_wise(), mesh, "pooled", "rowwise_adagrad"), [202, 0, 60, 61]
+    np.testing.assert_array_equal(many.rows("big", ids), make().table("big")[np.array(ids)])
+    values = np.arange(16, dtype=np.float32).reshape(4, 4)
+    many.load_rows("big", ids, values)
+    np.testing.assert_array_equal(many.rows("big", ids), values)
+    np.testing.assert_array_equal(np.asarray(many.table("big"))[ids], values)
+    with pytest.raises(ValueError, match="has the rows 0 to 202, got id 203"):
+        many.rows("big", [203])
+
+
+@pytest.mark.parametrize("num_devices", [8, 4, 1])
+@pytest.mark.usefixtures("few_row_numbers")
+def test_checkpoints_restore_on_other_devices(mesh, tmp_path, num_devices):
+    many = shard(row_wise(), row_wise(), mesh, "pooled", "rowwise_adagrad")
+    train_step(many, [wide(draw(0), mesh)], 0)
+    expected = read(many)
+    jaxrec.train.save(tmp_path, many, step=1)
+    if num_devices == 1:
+        restored = make("pooled", "rowwise_adagrad")
+        jaxrec.train.restore(tmp_path, restored)
+    else:
+        devices = jax.devices()[:num_devices]
+        few = jax.make_mesh((num_devices,), ("data",), devices=devices)
+        with jax.set_mesh(few):
+            placements = row_wise(exchange="pooled"), table_wise(1)
+            restored = shard(*placements, few, "pooled", "rowwise_adagrad")
+            jaxrec.train.restore(tmp_path, restored)
+    for name, arrays in read(restored).items():
+        for key, array in arrays.items():
+            np.testing.assert_array_equal(array, expected[name][key])
+
+
+@pytest.mark.usefixtures("few_row_numbers")
+def test_tables_move_to_another_plan(mesh):
+    many = shard(row_wise(), row_wise(), mesh)
+    expected = read(many)
+    plan = {"big": grid(exchange="pooled"), "small": data_parallel()}
+    jaxrec.shard(many, jaxrec.plan.ShardingPlan.from_dict(plan), mesh)
+    jax.tree.map(np.testing.assert_array_equal, read(many), expected)
+
+
+@pytest.mark.usefixtures("few_row_numbers")
+def test_batches_of_narrow_ids_are_refused(mesh):
+    many = shard(row_wise(), row_wise(), mesh)
+    message = "table 'big' has more rows than int32 can number.*make batches with id_bits=64"
+    batch = shard_batch(draw(0), mesh)
+    for call in (lambda model, batch: model(batch), nnx.jit(lambda model, batch: model(batch))):
+        with pytest.raises(ValueError, match=message):
+            call(many, batch)
+    with pytest.raises(ValueError, match=r"raw 64-bit ids stay on the host.*id_bits=64"):
+        many(draw(0, id_bits=64))
+    with pytest.raises(ValueError, match=r"shard_batch\(..., id_bits=64\)"):
+        shard_batch(draw(0, id_bits=64), mesh)
+
+
+@pytest.mark.parametrize("exchange", ["rows", "pooled"])
+@pytest.mark.parametrize("id_", [ROWS, 2**31, 2**32, 2**32 + 5, 2**63 - 1, -2, -(2**63)])
+@pytest.mark.usefixtures("few_row_numbers")
+def test_ids_outside_of_their_table(mesh, exchange, id_):
+    """No id is cut to 32 bits: 2**32 + 5 is not id 5."""
+    many = shard(row_wise(exchange=exchange), row_wise(), mesh)
+    lists = {key: [[1]] * BATCH for key in KEYS}
+    lists["b"] = [[1, id_], *[[1]] * (BATCH - 1)]
+    batch = wide(jaxrec.KeyedJaggedArray.from_lists(lists, id_bits=64), mesh)
+    found = np.isnan(nnx.jit(lambda model, batch: model(batch)["b"])(many, batch))
+    assert found[0].all()
+    assert not found[1:].any()
+    with pytest.raises(ValueError, match=f"feature 'b', sample 0: id {id_} is outside .0, 203"):
+        many(batch)
+    before = read(many)
+    train_step(many, [batch], 0)
+    for key in ("big", "small"):  # the rows of other samples are trained
+        rows = np.asarray(many.table(key))
+        changed = (rows != before[key]["rows"]).any(axis=1)
+        assert changed.nonzero()[0].tolist() in ([1], [])
+
+
+@pytest.mark.parametrize("id_", [12, 2**31, 2**32 + 5, -2])
+@pytest.mark.usefixtures("few_row_numbers")
+def test_ids_outside_of_other_tables(mesh, id_):
+    for small in (row_wise(), data_parallel(), table_wise(1), row_wise(exchange="pooled")):
+        many = shard(row_wise(), small, mesh)
+        lists = {key: [[1]] * BATCH for key in KEYS}
+        lists["c"] = [[1, id_], *[[1]] * (BATCH - 1)]
+        batch = wide(jaxrec.KeyedJaggedArray.from_lists(lists, id_bits=64), mesh)
+        found = np.isnan(nnx.jit(lambda model, batch: model(batch)["c"])(many, batch))
+        assert found[0].all()
+    assert not found[1:].any()
+
+
+@pytest.mark.parametrize(
+    ("big", "optimizer", "message"),
+    [
+        (data_parallel(), "sgd", "'big' takes 203 rows on device 0, more than int32 can number"),
+        (table_wise(3), "sgd", "'big' takes 203 rows on device 3, .*cut its rows over more dev"),
+        (column_wise(), "sgd", "'big' takes 203 rows on device 0"),
+        (row_wise((1, 2)), "sgd", "'big' takes 102 rows on device 1"),
+        (
+            row_wise(exchange="bags"),
+            "sgd",
+            "'big' is placed row_wise, and exchange 'bags' is not possible, since it carries no "
+            "more rows over the mesh than int32 can number; use exchange='rows'",
+        ),
+        (grid(), "rowwise_adagrad", "its columns are cut, and its optimizer .*needs whole rows"),
+    ],
+)
+@pytest.mark.usefixtures("few_row_numbers")
+def test_placements_that_are_not_possible(mesh, big, optimizer, message):
+    with pytest.raises(ValueError, match=message):
+        shard(big, row_wise(), mesh, "pooled", optimizer)
+
+
+@pytest.mark.usefixtures("few_row_numbers")
+def test_slots_of_a_large_group_are_not_numbered(mesh):
+    """An exchange of another package that asks for them gets an error."""
+    (placed, *_) = shard(row_wise(), row_wise(), mesh).tables.get_value().layout.groups
+    with pytest.raises(ValueError, match="table 'big' has more slots over the mesh than int32"):
+        placed.slots(jnp.arange(3, dtype=jnp.int32))
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "placement"),
+    [
+        (MAX_ROWS + 1, row_wise()),
+        (2**32, row_wise((3, 1, 0, 2))),
+        (2**34 - 99, row_wise(shares=range(30, 62))),
+        (6 * 2**30, table_row_wise(3)),
+        (10**10, row_wise()),
+    ],
+)
+def test_owners_of_real_numbers_of_rows(num_rows, placement):
+    """Owners and rows of ids on both sides of each shard's ends, by Python's integers."""
+    config = jaxrec.EmbeddingBagConfig("big", num_rows, 1)
+    layout = layout_mesh(
+        layout_tables([config], OPTIMIZERS["sgd"]), {"big": placement}, MeshShape(4, 8)
+    )
+    (placed,) = layout.groups
+    assert placed.is_large
+    assert layout.wide == ("big",)
+    ends = {end for each in placed.shards for end in each.shard.rows}
+    ids = sorted({end + step for end in ends for step in (-2, -1, 0, 1, 2**31, -(2**32))})
+    ids = np.array([id_ for id_ in ids if id_ != -1], np.int64)
+    batch = jaxrec.KeyedJaggedArray.from_lists({"big": [ids.tolist()]}, id_bits=64)
+    wide_batch = batch._with(values=WideIds.of(np.asarray(batch.values)))
+    lookups = flatten_large(wide_batch, placed.group.bags(wide_batch), placed)
+    for position, id_ in enumerate(ids.tolist()):
+        owner = [each for each in placed.shards if each.shard.rows[0] <= id_ < each.shard.rows[1]]
+        if not owner:
+            assert int(lookups.rows[position]) == -1, id_
+            continue
+        (shard,) = owner
+        found = int(lookups.owners[position]), int(lookups.rows[position])
+        assert found == (shard.shard.device, shard.local_row + id_ - shard.shard.rows[0]), id_
+    assert (np.asarray(lookups.rows)[ids.size :] == placed.padding).all()
