@@ -51,5 +51,6 @@ from jaxrec.ragged.softmax import jagged_softmax as jagged_softmax
 from jaxrec.ragged.unique import UniqueIndices as UniqueIndices
 from jaxrec.ragged.unique import jagged_unique_indices as jagged_unique_indices
 from jaxrec.ragged.validation import validate as validate
+from jaxrec.ragged.wide_ids import WideIds as WideIds
 from jaxrec.ragged.words import join_int64 as join_int64
 from jaxrec.ragged.words import split_int64 as split_int64

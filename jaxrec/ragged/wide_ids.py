@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int32, UInt32
 
+from jaxrec.ragged.arrays import AnyArray
 from jaxrec.ragged.bounds import BAD_ID
 from jaxrec.ragged.words import join_int64, split_int64
 
@@ -78,7 +79,7 @@ class WideIds:
             "jaxrec's collections look them up, and np.asarray(ids) reads them on the host"
         )
 
-    def is_below(self, bound: int) -> Bool[Array, "*shape"]:
+    def is_below(self, bound: int) -> Bool[AnyArray, "*shape"]:
         """Return which ids are in ``[0, bound)``."""
         high, low = _words(bound)
         is_negative = self.high >= np.uint32(1 << 31)

@@ -48,6 +48,25 @@ def device_parts(sharded, devices=DEVICES):
     return [jax.tree.map(lambda x, i=i: np.asarray(x[i]), sharded) for i in range(devices)]
 
 
+@pytest.mark.parametrize("id_bits", [32, 64])
+def test_ids_of_64_bits(mesh, id_bits):
+    """Each device has the ids of its own samples, whatever they were packed with."""
+    ids = [[[2**40 + sample, 7][:sample]] for sample in range(4)]
+    if id_bits == 32:
+        ids = [[[id_ % 2**31 for id_ in bag] for bag in sample] for sample in ids]
+    lists = {"a": [bag for sample in ids for bag in sample], "b": [[3]] * 4}
+    weights = {key: [[0.5] * len(bag) for bag in bags] for key, bags in lists.items()}
+    batch = jaxrec.KeyedJaggedArray.from_lists(lists, weights, id_bits=id_bits)
+    labels = np.arange(4, dtype=np.float32)
+    sharded, _ = shard_batch((batch, labels), mesh, id_bits=64)
+    assert sharded.values.shape == (4, 16)
+    for device in range(DEVICES):
+        values, lengths = np.asarray(sharded.values)[device], np.asarray(sharded.lengths)[device]
+        assert values[: lengths[0]].tolist() == lists["a"][device]
+        assert values[8 : 8 + lengths[1]].tolist() == [3]
+    np.testing.assert_array_equal(np.asarray(sharded.weights)[3, :3], [0.5, 0.5, 0])
+
+
 @given(
     seed=st.integers(0, 2**32 - 1),
     num_bags=st.dictionaries(st.sampled_from("abc"), st.integers(1, 30), min_size=1),
