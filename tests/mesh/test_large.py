@@ -242,39 +242,44 @@ def test_batches_of_narrow_ids_are_refused(mesh):
         shard_batch(draw(0, id_bits=64), mesh)
 
 
+def with_bad_ids(key, ids):
+    """Samples of row 1, each of the first with one of the ids beside in a key."""
+    lists = {name: [[1] for _ in range(BATCH)] for name in KEYS}
+    for sample, id_ in enumerate(ids):
+        lists[key][sample].append(id_)
+    return jaxrec.KeyedJaggedArray.from_lists(lists, id_bits=64)
+
+
 @pytest.mark.parametrize("exchange", ["rows", "pooled"])
-@pytest.mark.parametrize("id_", [ROWS, 2**31, 2**32, 2**32 + 5, 2**63 - 1, -2, -(2**63)])
 @pytest.mark.usefixtures("few_row_numbers")
-def test_ids_outside_of_their_table(mesh, exchange, id_):
+def test_ids_outside_of_their_table(mesh, exchange):
     """No id is cut to 32 bits: 2**32 + 5 is not id 5."""
+    ids = [ROWS, 2**31, 2**32, 2**32 + 5, 2**63 - 1, -2, -(2**63)]
     many = shard(row_wise(exchange=exchange), row_wise(), mesh)
-    lists = {key: [[1]] * BATCH for key in KEYS}
-    lists["b"] = [[1, id_], *[[1]] * (BATCH - 1)]
-    batch = wide(jaxrec.KeyedJaggedArray.from_lists(lists, id_bits=64), mesh)
-    found = np.isnan(nnx.jit(lambda model, batch: model(batch)["b"])(many, batch))
-    assert found[0].all()
-    assert not found[1:].any()
-    with pytest.raises(ValueError, match=f"feature 'b', sample 0: id {id_} is outside .0, 203"):
+    batch = wide(with_bad_ids("b", ids), mesh)
+    found = np.isnan(nnx.jit(lambda model, batch: model(batch)["b"])(many, batch)).all(axis=1)
+    assert found.tolist() == [True] * len(ids) + [False] * (BATCH - len(ids))
+    with pytest.raises(ValueError, match=r"feature 'b', sample 0: id 203 is outside .0, 203"):
         many(batch)
+    with pytest.raises(ValueError, match=rf"'b', sample 0: id {2**32 + 5} is outside .0, 203"):
+        many(wide(with_bad_ids("b", [2**32 + 5]), mesh))
     before = read(many)
     train_step(many, [batch], 0)
-    for key in ("big", "small"):  # the rows of other samples are trained
-        rows = np.asarray(many.table(key))
-        changed = (rows != before[key]["rows"]).any(axis=1)
-        assert changed.nonzero()[0].tolist() in ([1], [])
+    for name in ("big", "small"):  # the row that samples have beside the bad ids
+        changed = (np.asarray(many.table(name)) != before[name]["rows"]).any(axis=1)
+        assert changed.nonzero()[0].tolist() == [1]
 
 
-@pytest.mark.parametrize("id_", [12, 2**31, 2**32 + 5, -2])
+@pytest.mark.parametrize(
+    "small", [row_wise(), data_parallel(), table_wise(1), row_wise(exchange="pooled")]
+)
 @pytest.mark.usefixtures("few_row_numbers")
-def test_ids_outside_of_other_tables(mesh, id_):
-    for small in (row_wise(), data_parallel(), table_wise(1), row_wise(exchange="pooled")):
-        many = shard(row_wise(), small, mesh)
-        lists = {key: [[1]] * BATCH for key in KEYS}
-        lists["c"] = [[1, id_], *[[1]] * (BATCH - 1)]
-        batch = wide(jaxrec.KeyedJaggedArray.from_lists(lists, id_bits=64), mesh)
-        found = np.isnan(nnx.jit(lambda model, batch: model(batch)["c"])(many, batch))
-        assert found[0].all()
-    assert not found[1:].any()
+def test_ids_outside_of_other_tables(mesh, small):
+    ids = [12, 2**31, 2**32 + 5, -2]
+    many = shard(row_wise(), small, mesh)
+    batch = wide(with_bad_ids("c", ids), mesh)
+    found = np.isnan(nnx.jit(lambda model, batch: model(batch)["c"])(many, batch)).all(axis=1)
+    assert found.tolist() == [True] * len(ids) + [False] * (BATCH - len(ids))
 
 
 @pytest.mark.parametrize(

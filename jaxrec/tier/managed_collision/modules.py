@@ -12,6 +12,7 @@ from flax import nnx
 from jaxtyping import Array, Int32
 
 from jaxrec.embed import EmbeddingBagCollection, EmbeddingCollection
+from jaxrec.embed.config import MAX_ROWS
 from jaxrec.embed.store import TableStore
 from jaxrec.mesh.ahead import LookupProbe, RouteProbe
 from jaxrec.mesh.store import MeshStore
@@ -331,6 +332,11 @@ def _mapped_tables(
         sizes = {name: configs[name].num_embeddings for name in tables}
         if len(set(sizes.values())) != 1:
             raise ValueError(f"tables that share a map must have equally many rows, got {sizes}")
+        if sizes[tables[0]] > MAX_ROWS:
+            raise ValueError(
+                f"table {tables[0]!r} has {sizes[tables[0]]} rows; a map gives ids rows that int32 "
+                f"numbers, at most {MAX_ROWS}"
+            )
         features = dict.fromkeys(f for name in tables for f in configs[name].feature_names)
         mapped.append(MappedTables(tables, tuple(features), sizes[tables[0]], config))
     map_of_feature: dict[str, tuple[str, int | None]] = {}

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from jaxrec.embed.config import MAX_ROWS
 from jaxrec.tier.ids.batch_ops import smallest
 from jaxrec.tier.ids.id_map import IdMap, Lookup, look_up
 from jaxrec.tier.ids.mixing import mix
@@ -110,7 +111,7 @@ class Vocabulary:
         settings: Which ids get a row and which lose it.
 
     Raises:
-        ValueError: There is no row for ids.
+        ValueError: There is no row for ids, or int32 cannot number the rows.
     """
 
     def __init__(self, num_rows: int, settings: Dynamic) -> None:
@@ -120,6 +121,10 @@ class Vocabulary:
         if self.room < 1:
             raise ValueError(
                 f"num_embeddings is {num_rows}, but {self.first_row} rows are kept for unknown ids"
+            )
+        if num_rows > MAX_ROWS:
+            raise ValueError(
+                f"ids get rows that int32 numbers, at most {MAX_ROWS}, but {num_rows} are wanted"
             )
         self._records = Records.empty(num_rows)
         self._uses = Uses(self._records, settings.eviction)

@@ -9,6 +9,8 @@ import pytest
 from flax import nnx
 
 import jaxrec
+from jaxrec.embed import Tables
+from jaxrec.embed.layout import layout_tables
 from jaxrec.mesh.ahead import look_up_ahead, route_ahead
 from jaxrec.ragged import join_int64
 from jaxrec.tier.managed_collision import (
@@ -330,3 +332,16 @@ def test_wrong_batches(unchecked):
         module([1])
     with pytest.raises(KeyError, match="table 'b' has no map"):
         module.id_map("b")
+
+
+def test_more_rows_than_int32_can_number():
+    """The collection of such a table lies over a mesh; the maps look at its configuration only."""
+    config = jaxrec.EmbeddingBagConfig("big", 2**31, 1)
+    layout = layout_tables([config], jaxrec.optim.sgd(0.1))
+    collection = jaxrec.EmbeddingBagCollection(
+        [config], rngs=nnx.Rngs(0), store=lambda *_: Tables({}, {}, layout)
+    )
+    with pytest.raises(ValueError, match="table 'big' has 2147483648 rows; a map gives ids rows"):
+        ManagedCollisionEmbeddingBagCollection(
+            collection, {"big": SortedMapConfig(8)}, rngs=nnx.Rngs(0)
+        )

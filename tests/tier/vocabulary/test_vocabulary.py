@@ -280,8 +280,9 @@ def test_extreme_ids():
         (1, zeros(), "num_embeddings is 1, but 1 rows are kept for unknown ids"),
         (1, default_row(), "num_embeddings is 1, but 1 rows are kept for unknown ids"),
         (5, shared(8), "num_embeddings is 5, but 8 rows are kept for unknown ids"),
+        (2**31, zeros(), "rows that int32 numbers, at most 2147483645, but 2147483648 are wanted"),
     ],
-    ids=["zeros", "default", "shared"],
+    ids=["zeros", "default", "shared", "beyond_int32"],
 )
 def test_no_room(rows: int, unknown, message: str):
     with pytest.raises(ValueError, match=message):
