@@ -7,7 +7,6 @@ import itertools
 from collections.abc import Sequence
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32, Shaped
 
 from jaxrec.embed import kernels
