@@ -42,4 +42,6 @@ def __dir__() -> list[str]:
     modules = pkgutil.iter_modules(__spec__.submodule_search_locations)
     names = vars(importlib.import_module("jaxrec._names"))
     packages = {module.name for module in modules if module.ispkg}
-    return sorted(packages | {name for name in names if not name.startswith("_")} | {"shard", "__version__"})
+    return sorted(
+        packages | {name for name in names if not name.startswith("_")} | {"shard", "__version__"}
+    )

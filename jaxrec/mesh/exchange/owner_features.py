@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Sequence
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32, Shaped
 
 from jaxrec.embed import kernels
@@ -97,6 +98,7 @@ class OwnerFeatures:
         starts: Sequence[int],
         counts: Sequence[int],
         sizes: Sequence[int],
+        parts_out: int = 1,
     ) -> Shaped[Array, "owners positions ..."]:
         """Return the values of each feature in its owner's column, padded with zeros.
 
@@ -105,6 +107,7 @@ class OwnerFeatures:
             starts: Position of the first value of each feature.
             counts: Number of values of each feature.
             sizes: Size of each column.
+            parts_out: Hint for the result; see `jaxrec.embed.kernels.base`.
         """
         absent = len(starts)
         places = [
@@ -112,14 +115,18 @@ class OwnerFeatures:
             for features in self.features
             for feature in (*features, *[absent] * (len(sizes) - len(features)))
         ]
-        starts, counts = [*starts, 0], [*counts, 0]
-        columns = take_segments(
-            values,
-            [starts[feature] for feature in places],
-            [counts[feature] for feature in places],
-            tuple(sizes) * len(self.features),
-        )
-        return columns.reshape(len(self.features), -1, *values.shape[1:])
+        starts, counts, sizes = [*starts, 0], [*counts, 0], tuple(sizes) * len(self.features)
+        part = len(places) // parts_out
+        parts = [
+            take_segments(
+                values,
+                [starts[feature] for feature in places[first : first + part]],
+                [counts[feature] for feature in places[first : first + part]],
+                sizes[first : first + part],
+            )
+            for first in range(0, len(places), part)
+        ]
+        return jnp.concatenate(parts).reshape(len(self.features), -1, *values.shape[1:])
 
     def unpack(
         self,
@@ -233,7 +240,8 @@ def send_bag_gradients(
     (layout,), values = gradient.layouts, gradient.values
     if layout.is_interleaved:
         values = _transpose(values, layout.strides[0], layout.num_features)
-    packed = owned.pack(values, _starts(layout.strides), layout.strides, owned.strides)
+    starts = _starts(layout.strides)
+    packed = owned.pack(values, starts, layout.strides, owned.strides, **channel.sent)
     received = channel.send_gradients(packed)
     return dataclasses.replace(gradient, values=received.reshape(-1, values.shape[1]))
 
