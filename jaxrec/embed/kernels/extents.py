@@ -36,10 +36,10 @@ def bag_extents(
         first_bags = np.cumsum(layout.strides) - layout.strides
         sums = total - (total - counts)[first_bags[feature]]
     ends = begins + sums
-    starts, ends = jnp.minimum(ends - counts, limits), jnp.minimum(ends, limits)
+    extents = jnp.minimum(ends - counts, limits), jnp.minimum(ends, limits)
     if layout.is_interleaved:
-        starts, ends = starts.T, ends.T
-    return starts.reshape(-1), ends.reshape(-1)
+        return extents[0].T.reshape(-1), extents[1].T.reshape(-1)
+    return extents[0].reshape(-1), extents[1].reshape(-1)
 
 
 def bag_features(bags: Int32[Array, "*n"], layout: BagLayout) -> Int32[Array, "*n"]:
