@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from jaxrec import serve as serve
     from jaxrec import train as train
     from jaxrec._names import *  # noqa: F403
+    from jaxrec.tier.shard import shard as shard
 
     __version__: str
 
@@ -26,6 +27,8 @@ def __getattr__(name: str) -> Any:
     """Load a package or a name on first use, so that ``jaxrec --help`` does not wait for JAX."""
     if name == "__version__":
         return importlib.metadata.version("jaxrec")
+    if name == "shard":  # apart from the other names, which load without meshes and tiers
+        return globals().setdefault(name, importlib.import_module("jaxrec.tier.shard").shard)
     if not name.startswith("_"):
         if importlib.util.find_spec(f"jaxrec.{name}") is not None:
             return importlib.import_module(f"jaxrec.{name}")
@@ -39,4 +42,6 @@ def __dir__() -> list[str]:
     modules = pkgutil.iter_modules(__spec__.submodule_search_locations)
     names = vars(importlib.import_module("jaxrec._names"))
     packages = {module.name for module in modules if module.ispkg}
-    return sorted(packages | {name for name in names if not name.startswith("_")} | {"__version__"})
+    return sorted(
+        packages | {name for name in names if not name.startswith("_")} | {"shard", "__version__"}
+    )

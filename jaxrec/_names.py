@@ -10,4 +10,3 @@ from jaxrec.embed import value_and_grad as value_and_grad
 from jaxrec.ragged import JaggedArray as JaggedArray
 from jaxrec.ragged import KeyedArray as KeyedArray
 from jaxrec.ragged import KeyedJaggedArray as KeyedJaggedArray
-from jaxrec.tier.shard import shard as shard

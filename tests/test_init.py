@@ -23,6 +23,15 @@ def test_names_are_listed_and_exist():
         jaxrec.nonsense  # noqa: B018
 
 
+def test_modules_load_without_what_they_do_not_use():
+    program = (
+        "import sys, jaxrec; jaxrec.EmbeddingBagCollection, jaxrec.Optimizer; "
+        "assert not {'jaxrec.mesh', 'jaxrec.tier', 'jaxrec.data', 'pyarrow'} & set(sys.modules); "
+        "assert jaxrec.shard.__module__ == 'jaxrec.tier.shard'"
+    )
+    subprocess.run([sys.executable, "-P", "-c", program], check=True)
+
+
 def test_packages_load_on_first_use():
     program = (
         "import sys, jaxrec; assert 'jax' not in sys.modules; "

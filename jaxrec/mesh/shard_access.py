@@ -150,10 +150,14 @@ def _host_rows(values: TableArray | np.ndarray, start: int, stop: int) -> np.nda
         if values.is_fully_replicated:
             values = values.addressable_data(0)
         devices = np.array(list(values.devices()))
-        # This holds whatever mesh is set. The start is an argument of the program, so that one
-        # program serves all ranges.
+        # The start is an argument of the program and the size is on a ladder, so that few programs
+        # serve all ranges. Rows that are not asked for are cut off on the host.
+        size = min(capacity_for(stop - start), values.shape[0])
+        first = min(start, values.shape[0] - size)
+        # This holds whatever mesh is set.
         with jax.set_mesh(Mesh(devices[:1], ("device",))) if devices.size == 1 else nullcontext():
-            return np.asarray(_slice(values, np.int32(start), stop - start))
+            rows = np.asarray(_slice(values, np.int32(first), size))
+        return rows[start - first : stop - first]
     return np.asarray(values[start:stop])
 
 

@@ -7,11 +7,13 @@ along the last axis.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Shaped
 
 from jaxrec.ragged.arrays import AnyArray, namespace, to_device
 from jaxrec.ragged.raw_ids import like
@@ -54,6 +56,56 @@ def refit(array: AnyArray, capacities: Sequence[int], wanted: Sequence[int]) -> 
         for (start, end), size in zip(itertools.pairwise(ends), wanted, strict=True)
     ]
     return like(concatenate(parts, array.dtype), array)
+
+
+def take_segments(
+    array: Shaped[Array, "n ..."],
+    starts: Sequence[int],
+    counts: Sequence[int],
+    sizes: Sequence[int] | None = None,
+    fill: int = 0,
+) -> Shaped[Array, "total ..."]:
+    """Return segments of an array end to end, by one gather however many there are.
+
+    A program with a slice and a pad for each of a hundred features takes seconds to compile.
+
+    Args:
+        array: The array.
+        starts: First position of each segment.
+        counts: Length of each segment.
+        sizes: Length of each segment in the result, with padding behind it; None: ``counts``.
+        fill: The padding.
+
+    Example:
+        >>> take_segments(jnp.arange(6), [4, 0], [2, 3], [4, 3], fill=-1).tolist()
+        [4, 5, -1, -1, 0, 1, 2]
+    """
+    sizes = counts if sizes is None else sizes
+    if not array.shape[0] or not sum(counts):
+        return jnp.full((sum(sizes), *array.shape[1:]), fill, array.dtype)
+    # Positions are taken as many at a time as the segments allow: a batch's bags of a feature.
+    unit = math.gcd(array.shape[0], *starts, *counts, *sizes)
+    units = array.reshape(-1, unit, *array.shape[1:])
+    taken = [
+        np.where(index < count, start // unit + index, -1)
+        for start, count, index in (
+            (start, count // unit, np.arange(size // unit, dtype=np.int32))
+            for start, count, size in zip(starts, counts, sizes, strict=True)
+        )
+    ]
+    index = np.concatenate(taken)
+    first, last = int(index[0]), int(index[-1])
+    if (np.diff(index) == 1).all() and first >= 0:
+        return array[first * unit : (last + 1) * unit]
+    is_padding = index < 0
+    # Padding is taken from behind the end, each from a place of its own.
+    index = np.where(is_padding, len(units) + np.arange(index.size, dtype=np.int32), index)
+    segments = units.at[index].get(
+        mode="fill" if is_padding.any() else "promise_in_bounds",
+        fill_value=fill if is_padding.any() else None,
+        unique_indices=np.unique(index).size == index.size,
+    )
+    return segments.reshape(-1, *array.shape[1:])
 
 
 def runs(indices: Sequence[int]) -> list[tuple[int, int]]:

@@ -147,8 +147,8 @@ def test_owners_of_the_pieces_of_a_row_add_their_sums():
     found = Counter()
     for each in collectives(step):
         found[each.kind] += each.result_bytes
-    # A number for each lookup of all devices, and as much beyond as a lane may be longer.
-    totals = {"all-reduce": DEVICES * 2 * N * 4}
+    # A number for each lookup of all devices.
+    totals = {"all-reduce": DEVICES * N * 4}
     assert found == sent(BAGS_EXCHANGE, DIM // 2, slices=2) | totals
     assert_in_place(step, tables)
 

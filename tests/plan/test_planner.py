@@ -57,6 +57,17 @@ def test_a_plan_for_a_mesh_is_carried_out():
     np.testing.assert_allclose(found, expected, rtol=1e-6)
 
 
+@pytest.mark.parametrize("machine", ["cpu", "a100", "h100", "h200"])
+@pytest.mark.parametrize(("ids", "exchange"), [(1, "rows"), (100, "pooled")])
+def test_sums_travel_for_long_bags_alone(machine, ids, exchange):
+    tables = [jaxrec.EmbeddingBagConfig(f"t{i}", 1_000_000, 64) for i in range(8)]
+    constraint = ParameterConstraints(sharding_types=["row_wise"], pooling_factors=ids)
+    topology = Topology.named(machine, devices=8)
+    planner = Planner(topology, {table.name: constraint for table in tables})
+    placements = planner.plan(tables, batch_size=8192).to_dict()
+    assert {placement.exchange for placement in placements.values()} == {exchange}
+
+
 def unlike(speeds, *, hosts=1):
     """Devices of an H100's rates, times these speeds."""
     plain = Topology.named("h100", devices=hosts * 4, devices_per_host=4)

@@ -11,6 +11,7 @@ import numpy as np
 from jaxtyping import Array, Int32
 
 from jaxrec.embed.kernels.base import BagLayout
+from jaxrec.ragged.key_segments import take_segments
 
 
 def bag_extents(
@@ -20,37 +21,33 @@ def bag_extents(
 
     Bags whose lengths are wrong never reach past their feature's segment.
     """
-    counts = [
-        lengths[start : start + stride]
-        for start, stride in zip(layout.length_starts, layout.strides, strict=True)
-    ]
+    counts = jnp.maximum(take_segments(lengths, layout.length_starts, layout.strides), 0)
     begins = np.asarray(layout.id_starts, np.int32)
     limits = begins + np.asarray(layout.capacities, np.int32)
+    if len(set(layout.strides)) == 1:
+        counts = counts.reshape(layout.num_features, -1)
+        begins, limits = begins[:, None], limits[:, None]
+        sums = jnp.cumsum(counts, axis=1, dtype=jnp.int32)
+    else:
+        # A sum over all bags, less the sum before the feature. Both may wrap around.
+        feature = np.repeat(np.arange(layout.num_features), layout.strides)
+        begins, limits = begins[feature], limits[feature]
+        total = jnp.cumsum(counts, dtype=jnp.int32)
+        first_bags = np.cumsum(layout.strides) - layout.strides
+        sums = total - (total - counts)[first_bags[feature]]
+    ends = begins + sums
+    extents = jnp.minimum(ends - counts, limits), jnp.minimum(ends, limits)
     if layout.is_interleaved:
-        starts, ends = _extents(jnp.stack(counts), begins[:, None], limits[:, None])
-        return starts.T.reshape(-1), ends.T.reshape(-1)
-    extents = [_extents(*feature) for feature in zip(counts, begins, limits, strict=True)]
-    return (
-        jnp.concatenate([starts for starts, _ in extents]),
-        jnp.concatenate([ends for _, ends in extents]),
-    )
+        return extents[0].T.reshape(-1), extents[1].T.reshape(-1)
+    return extents[0].reshape(-1), extents[1].reshape(-1)
 
 
 def bag_features(bags: Int32[Array, "*n"], layout: BagLayout) -> Int32[Array, "*n"]:
     """Return the feature of each row of the output."""
     if layout.is_interleaved:
         return jax.lax.rem(bags, jnp.int32(layout.num_features))
+    if len(set(layout.strides)) == 1:
+        return jax.lax.div(bags, jnp.int32(layout.strides[0]))
     # There are two features at least.
     past = [(bags >= bag).astype(jnp.int32) for bag in np.cumsum(layout.strides[:-1]).tolist()]
     return functools.reduce(operator.add, past)
-
-
-def _extents(
-    counts: Int32[Array, "*features bags"],
-    begin: np.ndarray | np.int32,
-    limit: np.ndarray | np.int32,
-) -> tuple[Int32[Array, "*features bags"], Int32[Array, "*features bags"]]:
-    """Return the starts and ends of consecutive bags from ``begin``, cut off at ``limit``."""
-    counts = jnp.maximum(counts, 0)
-    ends = begin + jnp.cumsum(counts, axis=-1, dtype=jnp.int32)
-    return jnp.minimum(ends - counts, limit), jnp.minimum(ends, limit)

@@ -11,6 +11,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int32
 
 from jaxrec.embed.kernels.base import BAD_ROW, BagLayout, Lookups
+from jaxrec.ragged.key_segments import take_segments
 
 
 def flatten_bags(
@@ -24,8 +25,8 @@ def flatten_bags(
 
     The other arguments are those of `pooled_lookup`.
     """
-    positions = _segments(ids, layout.id_starts, layout.capacities)
-    bag_lengths = _segments(lengths, layout.length_starts, layout.strides)
+    positions = take_segments(ids, layout.id_starts, layout.capacities)
+    bag_lengths = take_segments(lengths, layout.length_starts, layout.strides)
 
     # Padding is one more bag at the end of each feature, so that bags tile the positions exactly.
     num_ids = jax.ops.segment_sum(
@@ -47,7 +48,9 @@ def flatten_bags(
     rows = jnp.where(outside, BAD_ROW, positions + row_offsets)
     rows = jnp.where(is_padding, num_rows, rows)
 
-    scales = None if weights is None else _segments(weights, layout.id_starts, layout.capacities)
+    scales = None
+    if weights is not None:
+        scales = take_segments(weights, layout.id_starts, layout.capacities)
     if any(layout.means):
         is_mean = np.repeat(np.asarray(layout.means), layout.strides)
         divisors = jnp.where(is_mean, jnp.maximum(bag_lengths, 1), 1)
@@ -67,17 +70,6 @@ def _repeat(counts: Int32[Array, " n"], size: int) -> Callable[[Array], Array]:
     return lambda values: values.at[value].get(
         mode="promise_in_bounds", wrap_negative_indices=False
     )
-
-
-def _segments(array: Array, starts: tuple[int, ...], sizes: tuple[int, ...]) -> Array:
-    """Concatenate segments of ``array``, without a copy where they already lie end to end."""
-    pieces, begin = [], 0
-    ends = [start + size for start, size in zip(starts, sizes, strict=True)]
-    for i, end in enumerate(ends):
-        if i + 1 == len(ends) or starts[i + 1] != end:
-            pieces.append(array[starts[begin] : end])
-            begin = i + 1
-    return pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces)
 
 
 def _insert(array: Array | np.ndarray, positions: np.ndarray, values: Any) -> Array:

@@ -20,6 +20,7 @@ from jaxrec.mesh.placed_group import PlacedGroup
 from jaxrec.optim import RowOptimizer
 from jaxrec.optim.hyperparameter import Step
 from jaxrec.ragged import KeyedJaggedArray
+from jaxrec.ragged.key_segments import take_segments
 from jaxrec.ragged.wide_ids import narrow
 
 # Capacity of a message, in even shares of a device's lookups, before anything is measured.
@@ -97,8 +98,7 @@ class Request:
         """Weight of each lookup; None: 1."""
         if self.weights is None:
             return None
-        segments = zip(self.layout.id_starts, self.layout.capacities, strict=True)
-        return jnp.concatenate([self.weights[start : start + size] for start, size in segments])
+        return take_segments(self.weights, self.layout.id_starts, self.layout.capacities)
 
     @property
     def scales(self) -> Float[Array, " lookups"] | None:

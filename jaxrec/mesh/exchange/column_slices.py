@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -74,15 +76,25 @@ def update_slices(
 class _Positions:
     """Positions of each owner's lookups in a list of one sender's lookups; all static.
 
+    The list has the lookups of each table and segment of ids once. Positions are numbered in units,
+    the largest number of lookups that all segments are multiples of.
+
     Attributes:
-        capacities: Number of lookups of each column of `OwnerFeatures`.
-        starts: ``[owners, columns]``, the first position of each.
-        size: Length of the list.
+        unit: Number of lookups of a unit.
+        segment: Number of the segment of each unit of the list, and the unit's place in it.
+        column: Number of the column of `OwnerFeatures` that each unit of an owner's lookups lies
+            in, and the unit's place in it.
+        columns: ``[owners, slices, segments]``, the first unit of the columns that have a segment;
+            past the owner's lookups where it has fewer slices of it.
+        segments: ``[owners, columns]``, the first unit of the segment of each column; past the list
+            where the column is empty.
     """
 
-    capacities: tuple[int, ...]
-    starts: np.ndarray
-    size: int
+    unit: int
+    segment: tuple[np.ndarray, np.ndarray]
+    column: tuple[np.ndarray, np.ndarray]
+    columns: np.ndarray
+    segments: np.ndarray
 
     @classmethod
     def of(cls, placed: PlacedGroup, layout: BagLayout) -> _Positions:
@@ -93,33 +105,60 @@ class _Positions:
             (table[row], start)
             for row, start in zip(layout.row_offsets, layout.id_starts, strict=True)
         ]
-        sizes = dict(zip(keys, layout.capacities, strict=True))
-        starts = dict(zip(sizes, itertools.accumulate(sizes.values(), initial=0), strict=False))
-        # Empty columns lie behind the last feature, and a column's padding may reach beyond, too.
-        end = sum(sizes.values())
-        first = np.full((placed.num_devices, len(owned.capacities)), end, np.int32)
+        unit = math.gcd(*layout.capacities) or 1
+        sizes = {key: size // unit for key, size in zip(keys, layout.capacities, strict=True)}
+        segment_starts = dict(zip(sizes, _starts(sizes.values()), strict=True))
+        column_sizes = [size // unit for size in owned.capacities]
+
+        owners = range(placed.num_devices)
+        segments = np.full((len(owners), len(column_sizes)), sum(sizes.values()), np.int32)
+        of_segment: list[dict[Any, list[int]]] = [{key: [] for key in sizes} for _ in owners]
         for owner, features in enumerate(owned.features):
-            first[owner, : len(features)] = [starts[keys[feature]] for feature in features]
-        return cls(owned.capacities, first, end + max(owned.capacities, default=0))
+            columns_of_owner = zip(_starts(column_sizes), features, strict=False)
+            for column, (start, feature) in enumerate(columns_of_owner):
+                segments[owner, column] = segment_starts[keys[feature]]
+                of_segment[owner][keys[feature]].append(start)
+        slices = max((len(starts) for each in of_segment for starts in each.values()), default=0)
+        columns = np.full((len(owners), slices, len(sizes)), sum(column_sizes), np.int32)
+        for owner, of_owner in enumerate(of_segment):
+            for number, starts in enumerate(of_owner.values()):
+                columns[owner, : len(starts), number] = starts
+        return cls(
+            unit,
+            _units(list(sizes.values())),
+            _units(column_sizes),
+            columns,
+            segments,
+        )
 
     def total(
         self, partial: Float[Array, "senders lookups"], channel: Channel
     ) -> Float[Array, "senders lookups"]:
         """Return the sums over all owners' values of the same lookups; an absent value is 0."""
-        starts = jnp.asarray(self.starts)[channel.index]
-        columns = jnp.split(partial, np.cumsum(self.capacities)[:-1], axis=1)
-        whole = jnp.zeros((partial.shape[0], self.size), partial.dtype)
-        for start, column in zip(starts, columns, strict=True):
-            there = jax.lax.dynamic_slice_in_dim(whole, start, column.shape[1], axis=1)
-            whole = jax.lax.dynamic_update_slice_in_dim(whole, there + column, start, axis=1)
+
+        def take(units: Array, starts: np.ndarray, numbers: tuple[np.ndarray, np.ndarray]) -> Array:
+            number, place = numbers
+            index = jnp.asarray(starts)[channel.index][..., number]
+            index += jnp.broadcast_to(place, index.shape)
+            return units.at[:, index].get(mode="fill", fill_value=0)
+
+        if not partial.size:
+            return partial
+        units = partial.reshape(partial.shape[0], -1, self.unit)
+        whole = take(units, self.columns, self.segment).sum(axis=1)
         whole = jax.lax.psum(whole, channel.axes)
-        return jnp.concatenate(
-            [
-                jax.lax.dynamic_slice_in_dim(whole, start, size, axis=1)
-                for start, size in zip(starts, self.capacities, strict=True)
-            ],
-            axis=1,
-        )
+        return take(whole, self.segments, self.column).reshape(partial.shape)
+
+
+def _starts(sizes: Iterable[int]) -> tuple[int, ...]:
+    """Return the start of each segment, segments one after the other."""
+    return tuple(itertools.accumulate(sizes, initial=0))[:-1]
+
+
+def _units(sizes: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+    """Return the segment of each unit and the unit's place in it, of segments end to end."""
+    segment = np.repeat(np.arange(len(sizes), dtype=np.int32), sizes)
+    return segment, np.arange(segment.size, dtype=np.int32) - np.array(_starts(sizes))[segment]
 
 
 def sums_of_bags(
@@ -138,11 +177,11 @@ def sums_of_bags(
         channel: Channel to the other devices.
     """
     positions = [_Positions.of(placed, layout) for layout in layouts]
-    sizes = [len(each.starts) * sum(each.capacities) for each in positions]
+    sizes = [placed.num_devices * each.column[0].size * each.unit for each in positions]
     parts = jnp.split(partial, np.cumsum(sizes)[:-1])
     return jnp.concatenate(
         [
-            each.total(part.reshape(len(each.starts), -1), channel).reshape(-1)
+            each.total(part.reshape(placed.num_devices, -1), channel).reshape(-1)
             for each, part in zip(positions, parts, strict=True)
         ]
     )

@@ -15,6 +15,7 @@ from jaxrec.embed.kernels import BagLayout, Lookups
 from jaxrec.embed.row_gradients import RowGradients
 from jaxrec.mesh.channel import Channel
 from jaxrec.mesh.placed_group import PlacedGroup
+from jaxrec.ragged.key_segments import take_segments
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,52 +93,64 @@ class OwnerFeatures:
         )
 
     def pack(
-        self, parts: Sequence[Shaped[Array, "..."]], sizes: tuple[int, ...], fill: int = 0
+        self,
+        values: Shaped[Array, "n ..."],
+        starts: Sequence[int],
+        counts: Sequence[int],
+        sizes: Sequence[int],
+        parts_out: int = 1,
     ) -> Shaped[Array, "owners positions ..."]:
-        """Return the part of each feature in its owner's column, padded with ``fill``.
+        """Return the values of each feature in its owner's column, padded with zeros.
 
         Args:
-            parts: An array for each feature.
+            values: The values of all features.
+            starts: Position of the first value of each feature.
+            counts: Number of values of each feature.
             sizes: Size of each column.
-            fill: The padding.
+            parts_out: Hint for the result; see `jaxrec.embed.kernels.base`.
         """
-
-        def in_column(part: Array | None, size: int) -> Array:
-            if part is None:
-                return jnp.full((size, *parts[0].shape[1:]), fill, parts[0].dtype)
-            widths = [(0, size - part.shape[0])] + [(0, 0)] * (part.ndim - 1)
-            return jnp.pad(part, widths, constant_values=fill)
-
-        def of_owner(features: tuple[int, ...]) -> Array:
-            own = [parts[f] for f in features] + [None] * (len(sizes) - len(features))
-            return jnp.concatenate([in_column(*pair) for pair in zip(own, sizes, strict=True)])
-
-        # Joined and taken apart along the first axis, XLA sees that the parts need neither.
-        packed = jnp.concatenate([of_owner(features) for features in self.features])
-        return packed.reshape(len(self.features), -1, *packed.shape[1:])
+        absent = len(starts)
+        places = [
+            feature
+            for features in self.features
+            for feature in (*features, *[absent] * (len(sizes) - len(features)))
+        ]
+        starts, counts, sizes = [*starts, 0], [*counts, 0], tuple(sizes) * len(self.features)
+        part = len(places) // parts_out
+        parts = [
+            take_segments(
+                values,
+                [starts[feature] for feature in places[first : first + part]],
+                [counts[feature] for feature in places[first : first + part]],
+                sizes[first : first + part],
+            )
+            for first in range(0, len(places), part)
+        ]
+        return jnp.concatenate(parts).reshape(len(self.features), -1, *values.shape[1:])
 
     def unpack(
         self,
         packed: Shaped[Array, "owners positions ..."],
-        sizes: tuple[int, ...],
-        wanted: Sequence[int],
-    ) -> list[Shaped[Array, "..."]]:
-        """Return the part of each feature without its padding: the reverse of `pack`.
+        counts: Sequence[int],
+        sizes: Sequence[int],
+    ) -> Shaped[Array, "n ..."]:
+        """Return the values of all features, one after the other, without padding.
+
+        This is the reverse of `pack`.
 
         Args:
             packed: The columns of all owners.
+            counts: Number of values of each feature.
             sizes: Size of each column.
-            wanted: Size of each feature's part.
         """
-        starts = tuple(itertools.accumulate(sizes, initial=0))
-        place = {
-            feature: (owner, starts[column])
+        column_starts = tuple(itertools.accumulate(sizes, initial=0))
+        starts = {
+            feature: owner * packed.shape[1] + column_starts[column]
             for owner, features in enumerate(self.features)
             for column, feature in enumerate(features)
         }
-        owners = jnp.split(packed.reshape(-1, *packed.shape[2:]), len(packed))
-        places = [(*place[feature], size) for feature, size in enumerate(wanted)]
-        return [owners[owner][start : start + size] for owner, start, size in places]
+        values = packed.reshape(-1, *packed.shape[2:])
+        return take_segments(values, [starts[feature] for feature in range(len(counts))], counts)
 
 
 @jax.tree_util.register_dataclass
@@ -170,13 +183,9 @@ def send_lookups(
         layout: Layout of the group's features in the batch.
         channel: Channel to the owners.
     """
-    bag_lengths = [
-        lengths[start : start + stride]
-        for start, stride in zip(layout.length_starts, layout.strides, strict=True)
-    ]
     rows, lengths = channel.send_together(
-        owned.pack(_by_feature(rows, layout), owned.capacities),
-        owned.pack(bag_lengths, owned.strides),
+        owned.pack(rows, _starts(layout.capacities), layout.capacities, owned.capacities),
+        owned.pack(lengths, layout.length_starts, layout.strides, owned.strides),
     )
     return BagsRoute(rows.reshape(-1), lengths.reshape(-1))
 
@@ -198,7 +207,9 @@ def send_scales(
     """Send the scales of this device's lookups as `send_lookups` sends rows; differentiable."""
     if scales is None:
         return None
-    return channel.send(owned.pack(_by_feature(scales, layout), owned.capacities)).reshape(-1)
+    capacities = layout.capacities
+    packed = owned.pack(scales, _starts(capacities), capacities, owned.capacities)
+    return channel.send(packed).reshape(-1)
 
 
 def send_bags(
@@ -216,10 +227,10 @@ def send_bags(
         This device's bags, in the order of the layout.
     """
     home = channel.send_rows(bags.reshape(len(owned.features), -1, bags.shape[1]))
-    parts = owned.unpack(home, owned.strides, layout.strides)
-    if layout.is_interleaved:
-        return jnp.stack(parts, axis=1).reshape(-1, parts[0].shape[1])
-    return jnp.concatenate(parts)
+    by_feature = owned.unpack(home, layout.strides, owned.strides)
+    if not layout.is_interleaved:
+        return by_feature
+    return _transpose(by_feature, layout.num_features, layout.strides[0])
 
 
 def send_bag_gradients(
@@ -227,11 +238,19 @@ def send_bag_gradients(
 ) -> RowGradients:
     """Return the gradient of this device's bags where `send_bags` took the bags from."""
     (layout,), values = gradient.layouts, gradient.values
-    by_feature = [values[layout.bag_rows(feature)] for feature in range(layout.num_features)]
-    received = channel.send_gradients(owned.pack(by_feature, owned.strides))
+    if layout.is_interleaved:
+        values = _transpose(values, layout.strides[0], layout.num_features)
+    starts = _starts(layout.strides)
+    packed = owned.pack(values, starts, layout.strides, owned.strides, **channel.sent)
+    received = channel.send_gradients(packed)
     return dataclasses.replace(gradient, values=received.reshape(-1, values.shape[1]))
 
 
-def _by_feature(values: Shaped[Array, " n"], layout: BagLayout) -> list[Shaped[Array, " capacity"]]:
-    """Return values of lookups, feature by feature."""
-    return jnp.split(values, tuple(itertools.accumulate(layout.capacities))[:-1])
+def _starts(counts: Sequence[int]) -> tuple[int, ...]:
+    """Return the first position of each feature, features one after the other."""
+    return tuple(itertools.accumulate(counts, initial=0))[:-1]
+
+
+def _transpose(bags: Float[Array, "bags dim"], outer: int, inner: int) -> Float[Array, "bags dim"]:
+    """Return bags that lie ``[outer, inner]`` as ``[inner, outer]``."""
+    return bags.reshape(outer, inner, bags.shape[1]).swapaxes(0, 1).reshape(bags.shape)

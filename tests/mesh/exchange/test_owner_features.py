@@ -18,15 +18,14 @@ def test_columns_have_the_largest_size_of_their_features():
 
 
 def test_packing():
-    parts = [jnp.array([1, 1, 1]), jnp.array([2, 2]), jnp.array([3, 3, 3, 3])]
-    packed = OWNED.pack(parts, OWNED.capacities, fill=-1)
+    # The values of the second feature come first, then one that belongs to no feature.
+    values = jnp.array([2, 2, 9, 1, 1, 1, 3, 3, 3, 3])
+    packed = OWNED.pack(values, (3, 0, 6), (3, 2, 4), OWNED.capacities)
     np.testing.assert_array_equal(
-        packed, [[3, 3, 3, 3, 2, 2], [1, 1, 1, -1, -1, -1], [-1, -1, -1, -1, -1, -1]]
+        packed, [[3, 3, 3, 3, 2, 2], [1, 1, 1, 0, 0, 0], [0, 0, 0, 0, 0, 0]]
     )
-    for part, unpacked in zip(
-        parts, OWNED.unpack(packed, OWNED.capacities, (3, 2, 4)), strict=True
-    ):
-        np.testing.assert_array_equal(unpacked, part)
+    unpacked = OWNED.unpack(packed, (3, 2, 4), OWNED.capacities)
+    np.testing.assert_array_equal(unpacked, [1, 1, 1, 2, 2, 3, 3, 3, 3])
 
 
 def test_the_batch_that_an_owner_receives():
