@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from jaxrec.ragged import KeyedJaggedArray
+from jaxrec.tier.ids import implementation
 
 _MAX_ROW = np.iinfo(np.int32).max
 
@@ -129,12 +130,11 @@ def fingerprint(ids: Sequence[np.ndarray]) -> tuple[int, int, int]:
     Args:
         ids: int64 ids of each vocabulary.
     """
-    count, total, mixed = 0, 0, 0
-    for of_vocabulary in ids:
-        bits = np.ascontiguousarray(of_vocabulary).view(np.uint64)
-        count += bits.size
-        total = (total * 31 + int(bits.sum(dtype=np.uint64))) % 2**63
-        mixed ^= int(np.bitwise_xor.reduce(bits)) if bits.size else 0
+    lists = [np.ascontiguousarray(of_vocabulary) for of_vocabulary in ids]
+    count, total, mixed = sum(each.size for each in lists), 0, 0
+    for of_list, bits in implementation.current().fingerprint(lists).tolist():
+        total = (total * 31 + of_list) % 2**63
+        mixed ^= bits
     return count, total, mixed % 2**63
 
 

@@ -35,6 +35,7 @@ from jaxrec.tier.vocabulary.vocabulary import (
     Proposal,
     TableFullError,
     VocabularyFullError,
+    commit_all,
 )
 
 # In the place of a row: the id reads what `Dynamic.unknown` says. -1: it has no row yet.
@@ -157,10 +158,7 @@ class Tier:
         else:
             number = self.order.last_planned + 1
             proposals = self._propose(foreseen, number, held)
-            assignments = [
-                each.vocabulary.commit(proposal)
-                for each, proposal in zip(self.vocabularies, proposals, strict=True)
-            ]
+            assignments = commit_all([each.vocabulary for each in self.vocabularies], proposals)
             rows = [assignment.rows for assignment in assignments]
             moves = map(begin_move, self.vocabularies, assignments)
             sequence = self._pending.add(number, list(moves))

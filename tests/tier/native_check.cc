@@ -299,6 +299,91 @@ void check_records(int64_t width, bool has_id, Random& random) {
   std::fclose(file);
 }
 
+// Two tables whose ids are replaced batch by batch; the second one refuses an id in the end.
+void check_commit(Random& random) {
+  constexpr int64_t kRoom = 500, kNew = 200;
+  struct Table {
+    IdMap map{kRoom, 3};
+    std::vector<int64_t> ids = std::vector<int64_t>(kRoom), born = std::vector<int64_t>(kRoom, -1);
+    std::vector<uint32_t> counts = std::vector<uint32_t>(kRoom, 9);
+    std::vector<uint8_t> powers = std::vector<uint8_t>(kRoom);
+    std::vector<int32_t> order = std::vector<int32_t>(kRoom), rows = std::vector<int32_t>(kNew);
+    std::vector<int64_t> new_ids = std::vector<int64_t>(kNew), evicted = std::vector<int64_t>(kNew);
+  };
+  std::vector<Table> tables(2);
+  std::vector<int32_t> positions(kNew);
+  std::iota(positions.begin(), positions.end(), 0);
+  for (Table& table : tables) std::iota(table.order.begin(), table.order.end(), 0);
+  for (int64_t batch = 0; batch < 20; ++batch) {
+    std::vector<Change> changes;
+    for (Table& table : tables) {
+      // The first rows lose their ids, if they have any, and get new ones.
+      std::shuffle(table.order.begin(), table.order.end(), random);
+      std::partition(table.order.begin(), table.order.begin() + kNew,
+                     [&](int32_t row) { return table.born[row] >= 0; });
+      const int64_t victims = std::count_if(table.order.begin(), table.order.begin() + kNew,
+                                            [&](int32_t row) { return table.born[row] >= 0; });
+      for (int64_t& id : table.new_ids) id = static_cast<int64_t>(random() >> 1);
+      changes.push_back({&table.map, table.ids.data(), table.born.data(), table.counts.data(),
+                         table.powers.data(), table.order.data(), victims, table.evicted.data(),
+                         table.new_ids.data(), table.order.data(), kNew, table.rows.data(),
+                         positions.data(), positions.data(), kNew, table.order.data()});
+    }
+    if (batch == 19) tables[1].new_ids[5] = kNoId;
+    require(commit(changes.data(), 2, batch, 5) == (batch == 19 ? 1 : 2), "commit");
+    for (Table& table : tables) {
+      if (batch == 19 && &table == &tables[1]) break;
+      std::vector<int32_t> slots(kNew);
+      table.map.find(table.new_ids.data(), kNew, slots.data());
+      require(std::equal(slots.begin(), slots.end(), table.order.begin()), "new ids");
+      require(slots == table.rows, "rows of the batch");
+      const int64_t victims = changes[&table - tables.data()].num_victims;
+      slots.assign(kNew, kNoSlot);
+      table.map.find(table.evicted.data(), victims, slots.data());
+      require(std::count(slots.begin(), slots.end(), kNoSlot) == kNew, "evicted ids");
+      for (int64_t i = 0; i < kNew; ++i) {
+        const int32_t row = table.order[i];
+        require(table.ids[row] == table.new_ids[i] && table.born[row] == batch &&
+                    table.counts[row] == 0 && table.powers[row] == 5, "records of new ids");
+      }
+    }
+  }
+  std::vector<uint8_t> eligible(kRoom);
+  const std::vector<int64_t> last_use(kRoom, 3);
+  const std::vector<int32_t> hits = {-1, tables[0].order[0], tables[0].order[0]};
+  const int64_t resident = tables[0].map.size();
+  auto mark = [&](int64_t bound) {
+    return mark_eligible(tables[0].born.data(), last_use.data(), kRoom, bound, hits.data(), 3,
+                         eligible.data());
+  };
+  require(mark(3) == 0 && mark(4) == resident - 1, "eligible rows");
+}
+
+void check_rows(int64_t width, Random& random) {
+  constexpr int64_t kRoom = 300;
+  std::vector<int32_t> places(kRoom);
+  std::iota(places.begin(), places.end(), 0);
+  std::shuffle(places.begin(), places.end(), random);
+  std::vector<uint8_t> rows(kRoom * width), array(rows.size()), same(rows.size());
+  for (uint8_t& byte : rows) byte = static_cast<uint8_t>(random());
+  put_rows(array.data(), width, places.data(), kRoom, rows.data());
+  take_rows(array.data(), width, places.data(), kRoom, same.data());
+  require(rows == same, "rows of an array");
+  places[7] = -1;
+  take_rows(array.data(), width, places.data(), kRoom, same.data());
+  std::fill_n(rows.begin() + 7 * width, width, 0);
+  require(rows == same, "a row without a place");
+}
+
+void check_fingerprint() {
+  const uint64_t most = ~uint64_t{0}, some[] = {most, 5, 3};
+  const uint64_t* const lists[] = {some, some};
+  const int64_t counts[] = {0, 3};
+  uint64_t sums[4];
+  fingerprint(lists, counts, 2, sums);
+  require(sums[0] == 0 && sums[1] == 0 && sums[2] == 7 && sums[3] == (most ^ 6), "fingerprint");
+}
+
 }  // namespace
 
 int main() {
@@ -318,6 +403,9 @@ int main() {
   }
   check_record_uses();
   check_look_up(random);
+  check_commit(random);
+  check_fingerprint();
+  for (int64_t width : {1, 64, 260}) check_rows(width, random);
   for (int64_t width : {1, 8, 13, 260}) {
     for (bool has_id : {true, false}) check_records(width, has_id, random);
   }

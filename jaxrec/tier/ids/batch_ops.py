@@ -59,6 +59,37 @@ def smallest(
     return implementation.current().smallest(keys, eligible, min(k, keys.size))
 
 
+def mark_eligible(
+    born: Int64[np.ndarray, " slots"],
+    last_use: Int64[np.ndarray, " slots"],
+    bound: int,
+    hits: Int32[np.ndarray, " n"],
+) -> tuple[Bool[np.ndarray, " slots"], int]:
+    """Return whether each slot may be evicted, and the number of those that may.
+
+    Args:
+        born: 0 or more where the slot has an id.
+        last_use: Number of the last batch that used the slot. It must be below ``bound``.
+        bound: Number of a batch.
+        hits: Slots that stay; negative ones are skipped.
+
+    Raises:
+        ValueError: One of the hits is beyond the slots.
+
+    Example:
+        >>> import numpy as np
+        >>> born, last_use = np.array([0, -1, 0, 0]), np.array([3, 3, 9, 3])
+        >>> mark_eligible(born, last_use, 5, np.array([-1, 3], np.int32))
+        (array([ True, False, False, False]), 1)
+    """
+    born = checked(born, np.int64, "born")
+    last_use = checked(last_use, np.int64, "last_use", born.size)
+    hits = checked(hits, np.int32, "hits")
+    if hits.max(initial=-1) >= born.size:
+        raise ValueError(f"hit {hits.max()}: there are {born.size} slots")
+    return implementation.current().mark_eligible(born, last_use, bound, hits)
+
+
 def record_uses(
     slots: Int32[np.ndarray, " n"],
     batch: int,

@@ -12,13 +12,14 @@ import pathlib
 import secrets
 import weakref
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from jaxrec.tier.ids.record_array import RecordArray
 
 _LIBRARY = pathlib.Path(__file__).parents[1] / "native" / "libjaxrec_tier.so"
-_INTERFACE = 3  # of native/library.cc
+_INTERFACE = 4  # of native/library.cc
 
 _COUNT, _POINTER = ctypes.c_int64, ctypes.c_void_p
 
@@ -36,6 +37,11 @@ _ARGUMENTS = {
     "id_map_items": (_POINTER, _COUNT, _POINTER, _POINTER),
     "distinct": (_POINTER, _COUNT, ctypes.c_uint64, _POINTER, _POINTER, _POINTER),
     "smallest": (_POINTER, _POINTER, _COUNT, _COUNT, _POINTER),
+    "mark_eligible": (_POINTER, _POINTER, _COUNT, _COUNT, _POINTER, _COUNT, _POINTER),
+    "commit": (_POINTER, _COUNT, _COUNT, _COUNT),
+    "fingerprint": (_POINTER, _POINTER, _COUNT, _POINTER),
+    "take_rows": (_POINTER, _COUNT, _POINTER, _COUNT, _POINTER),
+    "put_rows": (_POINTER, _COUNT, _POINTER, _COUNT, _POINTER),
     "record_uses": (_POINTER, _COUNT, _COUNT, _POINTER, _POINTER, _COUNT),
     "read_records": (
         *(_POINTER, *[_COUNT] * 5, _POINTER, _COUNT),  # of the file
@@ -51,6 +57,9 @@ _RESULTS = {
     "id_map_new": _POINTER,
     "id_map_delete": None,
     "id_map_find": None,
+    "fingerprint": None,
+    "take_rows": None,
+    "put_rows": None,
     "read_records": None,
 }
 
@@ -231,6 +240,80 @@ def record_uses(slots: np.ndarray, batch: int, counts: np.ndarray, last_use: np.
     )
 
 
+def mark_eligible(
+    born: np.ndarray, last_use: np.ndarray, bound: int, hits: np.ndarray
+) -> tuple[np.ndarray, int]:
+    """See `jaxrec.tier.ids.reference.mark_eligible`."""
+    eligible = np.empty(born.size, np.bool_)
+    count = _library().jaxrec_mark_eligible(
+        born.ctypes.data,
+        last_use.ctypes.data,
+        born.size,
+        bound,
+        hits.ctypes.data,
+        hits.size,
+        eligible.ctypes.data,
+    )
+    return eligible, count
+
+
+def commit(
+    maps: Sequence[Map], changes: Sequence[Any], batch: int, power: int
+) -> tuple[int, list[np.ndarray]]:
+    """See `jaxrec.tier.ids.reference.commit`."""
+    evicted = [np.empty(each.victims.size, np.int64) for each in changes]
+    fields = np.array(
+        [
+            (
+                handle._handle.value,
+                *_addresses(each.records),
+                each.victims.ctypes.data,
+                each.victims.size,
+                evicted_ids.ctypes.data,
+                each.new_ids.ctypes.data,
+                each.new_slots.ctypes.data,
+                each.new_ids.size,
+                each.slots.ctypes.data,
+                each.misses.ctypes.data,
+                each.inverse.ctypes.data,
+                each.misses.size,
+                each.absent_slots.ctypes.data,
+            )
+            for handle, each, evicted_ids in zip(maps, changes, evicted, strict=True)
+        ],
+        np.uint64,
+    )
+    done = _checked(_library().jaxrec_commit(fields.ctypes.data, len(changes), batch, power))
+    return done, evicted
+
+
+def fingerprint(lists: Sequence[np.ndarray]) -> np.ndarray:
+    """See `jaxrec.tier.ids.reference.fingerprint`."""
+    sums = np.empty((len(lists), 2), np.uint64)
+    sizes = np.array([each.size for each in lists], np.int64)
+    starts = np.array(_addresses(lists), np.uintp)
+    _library().jaxrec_fingerprint(
+        starts.ctypes.data, sizes.ctypes.data, len(lists), sums.ctypes.data
+    )
+    return sums
+
+
+def take_rows(array: np.ndarray, places: np.ndarray) -> np.ndarray:
+    """See `jaxrec.tier.ids.reference.take_rows`."""
+    rows = np.empty((places.size, array.shape[1]), np.uint8)
+    _library().jaxrec_take_rows(
+        array.ctypes.data, array.shape[1], places.ctypes.data, places.size, rows.ctypes.data
+    )
+    return rows
+
+
+def put_rows(array: np.ndarray, places: np.ndarray, rows: np.ndarray) -> None:
+    """See `jaxrec.tier.ids.reference.put_rows`."""
+    _library().jaxrec_put_rows(
+        array.ctypes.data, array.shape[1], places.ctypes.data, places.size, rows.ctypes.data
+    )
+
+
 def read_records(
     file: RecordArray, slots: np.ndarray, ids: np.ndarray | None, threads: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -295,6 +378,10 @@ def erase_records(file: RecordArray, slots: np.ndarray) -> int:
         slots.ctypes.data,
         slots.size,
     )
+
+
+def _addresses(arrays: Sequence[np.ndarray]) -> list[int]:
+    return [array.ctypes.data for array in arrays]
 
 
 def _checked(size: int) -> int:

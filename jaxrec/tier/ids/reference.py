@@ -10,6 +10,7 @@ import errno
 import os
 import threading
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -148,6 +149,68 @@ def record_uses(slots: np.ndarray, batch: int, counts: np.ndarray, last_use: np.
     np.minimum(sums, _MAX_COUNT, out=counts, casting="unsafe")
     last_use[used] = batch
     return slots.size
+
+
+def mark_eligible(
+    born: np.ndarray, last_use: np.ndarray, bound: int, hits: np.ndarray
+) -> tuple[np.ndarray, int]:
+    """Return whether each slot may be evicted, bool ``[slots]``, and the number of those.
+
+    They have an id (``born`` is 0 or more), were last used before batch ``bound``, and are not
+    among ``hits``, int32 slots, of which negative ones are skipped.
+    """
+    eligible = (born >= 0) & (last_use < bound)
+    eligible[hits[hits >= 0]] = False
+    return eligible, int(np.count_nonzero(eligible))
+
+
+def commit(
+    maps: Sequence[Map], changes: Sequence[Any], batch: int, power: int
+) -> tuple[int, list[np.ndarray]]:
+    """Carry out the changes of a batch, map by map (`jaxrec.tier.ids.map_change.commit`).
+
+    Returns:
+        The number of maps, or the index of the first one that refuses a new id or lacks the id of a
+        victim: maps after it are as before. And for each map the ids of its victims.
+    """
+    evicted = [each.records.ids[each.victims] for each in changes]
+    for number, (ids, each) in enumerate(zip(maps, changes, strict=True)):
+        records = each.records
+        records.born[each.victims] = -1
+        if ids.remove(evicted[number])[1] < evicted[number].size:
+            return number, evicted
+        if ids.insert(each.new_ids, each.new_slots) < each.new_ids.size:
+            return number, evicted
+        records.ids[each.new_slots] = each.new_ids
+        records.born[each.new_slots] = batch
+        records.counts[each.new_slots] = 0
+        records.powers[each.new_slots] = power
+        each.slots[each.misses] = each.absent_slots[each.inverse]
+    return len(changes), evicted
+
+
+def fingerprint(lists: Sequence[np.ndarray]) -> np.ndarray:
+    """Return the sum and the exclusive or of each list of int64 ids, uint64 ``[lists, 2]``."""
+    bits = [each.view(np.uint64) for each in lists]
+    sums = [(each.sum(dtype=np.uint64), np.bitwise_xor.reduce(each)) for each in bits]
+    return np.array(sums, np.uint64).reshape(-1, 2)
+
+
+def take_rows(array: np.ndarray, places: np.ndarray) -> np.ndarray:
+    """Return rows of an array, uint8 ``[n, width]``: those at some places, zeros for negative ones.
+
+    Args:
+        array: uint8 ``[rows, width]``.
+        places: int32 ``[n]``.
+    """
+    rows = array.take(places, axis=0, mode="clip")
+    rows[places < 0] = 0
+    return rows
+
+
+def put_rows(array: np.ndarray, places: np.ndarray, rows: np.ndarray) -> None:
+    """Set the rows of an array at some distinct places."""
+    array[places] = rows
 
 
 def record_tags(ids: np.ndarray, records: np.ndarray) -> np.ndarray:

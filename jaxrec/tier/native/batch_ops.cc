@@ -4,6 +4,9 @@
 #include <cmath>
 #include <limits>
 #include <memory>
+#include <mutex>
+#include <numeric>
+#include <shared_mutex>
 #include <utility>
 #include <vector>
 
@@ -13,6 +16,7 @@ namespace jaxrec {
 namespace {
 
 constexpr int64_t kBlock = 4096;
+constexpr int64_t kAhead = 32;  // records that are asked for before they are needed
 constexpr uint64_t kLargest = std::numeric_limits<uint64_t>::max();
 
 struct Keyed {
@@ -159,6 +163,67 @@ int64_t record_uses(const int32_t* slots, int64_t count, int64_t batch, uint32_t
     last_use[slot] = batch;
   }
   return count;
+}
+
+int64_t mark_eligible(const int64_t* born, const int64_t* last_use, int64_t num_rows, int64_t bound,
+                      const int32_t* hits, int64_t num_hits, uint8_t* eligible) {
+  for (int64_t row = 0; row < num_rows; ++row) {
+    eligible[row] = (born[row] >= 0) & (last_use[row] < bound);
+  }
+  for (int64_t i = 0; i < num_hits; ++i) {
+    if (hits[i] >= 0) eligible[hits[i]] = 0;
+  }
+  return std::accumulate(eligible, eligible + num_rows, int64_t{0});
+}
+
+int64_t commit(const Change* changes, int64_t count, int64_t batch, uint8_t power) {
+  std::vector<int32_t> slots;
+  for (int64_t k = 0; k < count; ++k) {
+    const Change& change = changes[k];
+    std::unique_lock<std::shared_mutex> writing(change.map->mutex);
+    for (int64_t i = 0; i < change.num_victims; ++i) {
+      if (i + kAhead < change.num_victims) {
+        __builtin_prefetch(change.ids + change.victims[i + kAhead]);
+        __builtin_prefetch(change.born + change.victims[i + kAhead], 1);
+      }
+      change.evicted_ids[i] = change.ids[change.victims[i]];
+      change.born[change.victims[i]] = -1;
+    }
+    slots.resize(change.num_victims);
+    if (change.map->remove(change.evicted_ids, change.num_victims, slots.data()) <
+        change.num_victims) {
+      return k;
+    }
+    if (change.num_new > change.map->capacity() - change.map->size()) return k;
+    if (change.map->insert(change.new_ids, change.new_rows, change.num_new) < change.num_new) {
+      return k;
+    }
+    writing.unlock();
+    for (int64_t i = 0; i < change.num_new; ++i) {
+      const int32_t row = change.new_rows[i];
+      change.ids[row] = change.new_ids[i];
+      change.born[row] = batch;
+      change.counts[row] = 0;
+      change.powers[row] = power;
+    }
+    for (int64_t i = 0; i < change.num_misses; ++i) {
+      change.rows[change.misses[i]] = change.absent_rows[change.inverse[i]];
+    }
+  }
+  return count;
+}
+
+void fingerprint(const uint64_t* const* lists, const int64_t* counts, int64_t num_lists,
+                 uint64_t* sums) {
+  for (int64_t k = 0; k < num_lists; ++k) {
+    uint64_t sum = 0, mixed = 0;
+    for (int64_t i = 0; i < counts[k]; ++i) {
+      sum += lists[k][i];
+      mixed ^= lists[k][i];
+    }
+    sums[2 * k] = sum;
+    sums[2 * k + 1] = mixed;
+  }
 }
 
 }  // namespace jaxrec

@@ -4,6 +4,8 @@
 
 #include <cstdint>
 
+#include "id_map.h"
+
 namespace jaxrec {
 
 // Writes the distinct ids in the order of their first occurrence, how often each occurs, and for
@@ -27,6 +29,47 @@ int64_t smallest(const uint64_t* keys, const uint8_t* eligible, int64_t count, i
 // not below `num_slots`; nothing is recorded then.
 int64_t record_uses(const int32_t* slots, int64_t count, int64_t batch, uint32_t* counts,
                     int64_t* last_use, int64_t num_slots);
+
+// Writes whether each of the rows may be evicted: it has an id (`born` is not below 0), its last use
+// is below `bound`, and it is none of the `hits`, of which those below 0 are skipped. Returns the
+// number of such rows.
+int64_t mark_eligible(const int64_t* born, const int64_t* last_use, int64_t num_rows, int64_t bound,
+                      const int32_t* hits, int64_t num_hits, uint8_t* eligible);
+
+// Changes of a batch to the map of a table and to the records of its rows. All fields have 8 bytes,
+// so that Python writes them as an array.
+struct Change {
+  IdMap* map;
+  // Records of the rows.
+  int64_t* ids;
+  int64_t* born;
+  uint32_t* counts;
+  uint8_t* powers;
+  // Rows that lose their ids, and room for these ids.
+  const int32_t* victims;
+  int64_t num_victims;
+  int64_t* evicted_ids;
+  // Ids that get rows.
+  const int64_t* new_ids;
+  const int32_t* new_rows;
+  int64_t num_new;
+  // Positions in `rows` of the ids that had no row, and for each of them the index in
+  // `absent_rows` of the row that it gets.
+  int32_t* rows;
+  const int32_t* misses;
+  const int32_t* inverse;
+  int64_t num_misses;
+  const int32_t* absent_rows;
+};
+
+// Carries out the changes of a batch, table by table. New ids are born in `batch` with a count of 0
+// and the frequency class `power`. Returns `count`, or the index of the first table whose map
+// refuses an id or lacks a victim: those after it are as before.
+int64_t commit(const Change* changes, int64_t count, int64_t batch, uint8_t power);
+
+// Writes the sum and the exclusive or of the bits of each of some lists of ids: [lists, 2].
+void fingerprint(const uint64_t* const* lists, const int64_t* counts, int64_t num_lists,
+                 uint64_t* sums);
 
 }  // namespace jaxrec
 

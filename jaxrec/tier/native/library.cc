@@ -49,7 +49,7 @@ void in_parts(int64_t count, int64_t of_thread, int64_t max_threads, Work work) 
 }  // namespace
 
 // Raised by each change of the functions below, so that Python refuses a library of other sources.
-JAXREC_EXPORT int64_t jaxrec_tier_interface() { return 3; }
+JAXREC_EXPORT int64_t jaxrec_tier_interface() { return 4; }
 
 JAXREC_EXPORT IdMap* jaxrec_id_map_new(int64_t capacity, uint64_t seed) {
   try {
@@ -143,6 +143,38 @@ JAXREC_EXPORT int64_t jaxrec_smallest(const uint64_t* keys, const uint8_t* eligi
 JAXREC_EXPORT int64_t jaxrec_record_uses(const int32_t* slots, int64_t count, int64_t batch,
                                          uint32_t* counts, int64_t* last_use, int64_t num_slots) {
   return jaxrec::record_uses(slots, count, batch, counts, last_use, num_slots);
+}
+
+JAXREC_EXPORT int64_t jaxrec_mark_eligible(const int64_t* born, const int64_t* last_use,
+                                           int64_t num_rows, int64_t bound, const int32_t* hits,
+                                           int64_t num_hits, uint8_t* eligible) {
+  return jaxrec::mark_eligible(born, last_use, num_rows, bound, hits, num_hits, eligible);
+}
+
+// Returns `count`, the index of a table whose map refused an id, or -1.
+JAXREC_EXPORT int64_t jaxrec_commit(const jaxrec::Change* changes, int64_t count, int64_t batch,
+                                    int64_t power) {
+  try {
+    return jaxrec::commit(changes, count, batch, static_cast<uint8_t>(power));
+  } catch (const std::bad_alloc&) {
+    return kOutOfMemory;
+  }
+}
+
+JAXREC_EXPORT void jaxrec_fingerprint(const uint64_t* const* lists, const int64_t* counts,
+                                      int64_t num_lists, uint64_t* sums) {
+  jaxrec::fingerprint(lists, counts, num_lists, sums);
+}
+
+// Copies the rows at some places out of an array, and zeros for places below 0.
+JAXREC_EXPORT void jaxrec_take_rows(const uint8_t* array, int64_t width, const int32_t* places,
+                                    int64_t count, uint8_t* rows) {
+  jaxrec::take_rows(array, width, places, count, rows);
+}
+
+JAXREC_EXPORT void jaxrec_put_rows(uint8_t* array, int64_t width, const int32_t* places,
+                                   int64_t count, const uint8_t* rows) {
+  jaxrec::put_rows(array, width, places, count, rows);
 }
 
 JAXREC_EXPORT void jaxrec_read_records(uint8_t* base, int64_t start, int64_t stride, int64_t width,

@@ -25,10 +25,14 @@ void set(uint64_t* pages, int64_t page) {
   __atomic_fetch_or(pages + page / 64, uint64_t{1} << (page % 64), __ATOMIC_RELAXED);
 }
 
-// Starts to load a record into the processor's caches. Nothing happens if its page is not mapped.
+// Starts to load bytes into the processor's caches. Nothing happens if their page is not mapped.
+template <int kWrite = 0>
+void fetch(const uint8_t* bytes, int64_t size) {
+  for (int64_t k = 0; k < size; k += 64) __builtin_prefetch(bytes + k, kWrite);
+}
+
 void fetch(const Records& records, int64_t slot) {
-  const uint8_t* record = records.base + records.start + slot * records.stride;
-  for (int64_t k = 0; k < records.stride; k += 64) __builtin_prefetch(record + k);
+  fetch(records.base + records.start + slot * records.stride, records.stride);
 }
 
 bool is_set(const uint64_t* pages, int64_t page) {
@@ -163,6 +167,28 @@ int64_t erase_records(const Records& records, int file, const int64_t* slots, in
     if (const int64_t error = write_all(file, zeros, 8, offset)) return error;
   }
   return 0;
+}
+
+void take_rows(const uint8_t* array, int64_t width, const int32_t* places, int64_t count,
+               uint8_t* rows) {
+  for (int64_t i = 0; i < count; ++i) {
+    if (i + kAhead < count && places[i + kAhead] >= 0) {
+      fetch(array + places[i + kAhead] * width, width);
+    }
+    if (places[i] < 0) {
+      std::memset(rows + i * width, 0, width);
+    } else {
+      std::memcpy(rows + i * width, array + places[i] * width, width);
+    }
+  }
+}
+
+void put_rows(uint8_t* array, int64_t width, const int32_t* places, int64_t count,
+              const uint8_t* rows) {
+  for (int64_t i = 0; i < count; ++i) {
+    if (i + kAhead < count) fetch<1>(array + places[i + kAhead] * width, width);
+    std::memcpy(array + places[i] * width, rows + i * width, width);
+  }
 }
 
 }  // namespace jaxrec

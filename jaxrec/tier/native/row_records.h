@@ -1,4 +1,4 @@
-// Records of a memory-mapped file, each with a checksum.
+// Records of a memory-mapped file, each with a checksum, and rows of arrays.
 #ifndef JAXREC_TIER_ROW_RECORDS_H_
 #define JAXREC_TIER_ROW_RECORDS_H_
 
@@ -34,6 +34,15 @@ void read_records(const Records& records, int file, uint64_t* pages, bool seeks,
 // Returns 0 or the error number.
 int64_t write_records(const Records& records, int file, uint64_t* pages, bool seeks,
                       const int64_t* slots, const int64_t* ids, int64_t count, const uint8_t* in);
+
+// Copies the rows at some places out of an array of rows of `width` bytes, and zeros for places
+// below 0.
+void take_rows(const uint8_t* array, int64_t width, const int32_t* places, int64_t count,
+               uint8_t* rows);
+
+// Copies rows to distinct places of an array.
+void put_rows(uint8_t* array, int64_t width, const int32_t* places, int64_t count,
+              const uint8_t* rows);
 
 // Sets the tags of records that have one to 0. Returns 0 or the error number.
 int64_t erase_records(const Records& records, int file, const int64_t* slots, int64_t count);

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from jaxrec.tier.ids import implementation
 from jaxrec.tier.stores.growing_records import GrowingRecords
 from jaxrec.tier.stores.places import Places
 from jaxrec.tier.stores.record_format import RecordFormat
@@ -43,18 +44,17 @@ class MemoryStore(RowStore):
     def get(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         with self._lock:
             places = self._places.find(ids)
-            has_record = places >= 0
-            records = self._opened.array.take(places, axis=0, mode="clip")
-            if not has_record.all():
-                records[~has_record] = 0
-            return has_record, records
+            return places >= 0, implementation.current().take_rows(self._opened.array, places)
 
     def put(self, ids: np.ndarray, records: np.ndarray) -> None:
+        rows = np.ascontiguousarray(records, np.uint8)
+        if rows.shape != (ids.size, self.format.width):
+            raise ValueError(f"{ids.size} records of {self.format}, got shape {rows.shape}")
         with self._lock:
             places = self._places.assign(ids)
             if self._places.room > self._opened.room:
                 self._opened.grow(self._places.room)
-            self._opened.array[places] = records
+            implementation.current().put_rows(self._opened.array, places, rows)
 
     def delete(self, ids: np.ndarray) -> None:
         with self._lock:

@@ -29,8 +29,10 @@ _THREADS = 8
 _PHYSICAL_BYTES = os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE
 
 # Bytes of mapped files in the process's memory, above which a file gives its pages back; they stay
-# in the operating system's cache.
-_MAPPED_BYTES = 512 << 20
+# in the operating system's cache. Each page that is used afterwards costs a page fault, so a file
+# does so only after it may have mapped this share of the bytes since the last time.
+_MAPPED_BYTES = max(512 << 20, _PHYSICAL_BYTES // 4)
+_MAPPED_SHARE = 1 / 16
 
 # Free bytes of a disk, below which no page is written through the map. File systems that copy on
 # write need room for pages that exist, too.
@@ -69,6 +71,7 @@ class RecordFile:
             os.close(self._descriptor)
             raise
         self._resident = _mapped_bytes()
+        self._touched = 0  # bytes of the pages of all uses since pages were given back
 
     def _check_size(self) -> None:
         size = os.fstat(self._descriptor).st_size
@@ -93,6 +96,10 @@ class RecordFile:
             ) from None  # fmt: skip
         if hasattr(mmap, "MADV_RANDOM"):
             self._mmap.madvise(mmap.MADV_RANDOM)
+        self._use_map()
+
+    def _use_map(self) -> None:
+        size = len(self._mmap)
         self._records = RecordArray(
             bytes=np.frombuffer(self._mmap, np.uint8),
             pages=np.zeros(size // PAGE_BYTES // 64 + 1, np.uint64),
@@ -107,7 +114,7 @@ class RecordFile:
         self, slots: np.ndarray, ids: np.ndarray | None = None
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Read records, as `jaxrec.tier.ids.reference.read_records`."""
-        self._give_pages_back()
+        self._give_pages_back(slots.size)
         return implementation.current().read_records(self._records, slots, ids, self._threads())
 
     def write(self, slots: np.ndarray, ids: np.ndarray, records: np.ndarray) -> None:
@@ -116,7 +123,7 @@ class RecordFile:
         Raises:
             OSError: The disk is full, or cannot be written.
         """
-        self._give_pages_back()
+        self._give_pages_back(slots.size)
         through_map = self._can_write_through_map(slots.size)
         records = np.ascontiguousarray(records)
         self._check(
@@ -127,16 +134,23 @@ class RecordFile:
 
     def erase(self, slots: np.ndarray) -> None:
         """Remove the records of some slots."""
-        self._give_pages_back()
+        self._give_pages_back(slots.size)
         self._check(implementation.current().erase_records(self._records, slots))
 
     def grow(self, room: int) -> None:
         """Make room for more records."""
-        resize(self._descriptor, self.path, file_size(room, self.stride))
+        size = file_size(room, self.stride)
+        resize(self._descriptor, self.path, size)
         pages = self._records.pages
-        self._unmap()
         self.room = room
-        self._map_file()
+        del self._records
+        try:
+            self._mmap.resize(size)  # pages that are mapped stay so
+        except (SystemError, ValueError, OSError):  # platforms that cannot
+            self._mmap.close()
+            self._map_file()
+        else:
+            self._use_map()
         self._records.pages[: pages.size] = pages
 
     def slots(self, size: int) -> Iterator[np.ndarray]:
@@ -202,9 +216,14 @@ class RecordFile:
         on_disk = os.fstat(self._descriptor).st_blocks * 512
         return _THREADS if on_disk > _PHYSICAL_BYTES // 2 else 1
 
-    def _give_pages_back(self) -> None:
+    def _give_pages_back(self, count: int) -> None:
+        """Give pages back before some records are used, if there are too many."""
+        self._touched += count * (PAGE_BYTES + self.stride)
+        if self._touched <= _MAPPED_BYTES * _MAPPED_SHARE:
+            return
         if _mapped_bytes() - self._resident > _MAPPED_BYTES:
             self._mmap.madvise(mmap.MADV_DONTNEED)
+            self._touched = 0
 
     def _data_at(self, position: int) -> int | None:
         """Return where the data at or after a position begin; None: there are none."""

@@ -81,7 +81,7 @@ class Lru(Eviction):
     """Least recently used."""
 
     def keys(self, records: Records, batch: int) -> np.ndarray:
-        return records.last_use.astype(np.uint64)
+        return records.last_use.view(np.uint64)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,7 +138,7 @@ class TimeToLive(Eviction):
             )
 
     def keys(self, records: Records, batch: int) -> np.ndarray:
-        return records.last_use.astype(np.uint64)
+        return records.last_use.view(np.uint64)
 
     def expired(self, records: Records, batch: int) -> np.ndarray:
         if self.batches is not None:

@@ -9,8 +9,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from jaxrec.embed.config import MAX_ROWS
-from jaxrec.tier.ids.batch_ops import smallest
+from jaxrec.tier.ids.batch_ops import mark_eligible, smallest
 from jaxrec.tier.ids.id_map import IdMap, Lookup, look_up
+from jaxrec.tier.ids.map_change import MapChange, SlotRecords, commit
 from jaxrec.tier.ids.mixing import mix
 from jaxrec.tier.vocabulary.dynamic import Dynamic
 from jaxrec.tier.vocabulary.eviction import FIRST_POWER
@@ -87,7 +88,7 @@ class Proposal:
         batch: Number of the batch.
         lookup: Row of each id, and the ids without a row.
         sightings: Number of sightings of each of ``lookup.absent``.
-        admitted: Whether each of ``lookup.absent`` gets a row.
+        admitted: Whether each of ``lookup.absent`` gets a row; None: each does.
         victims: Rows to evict.
     """
 
@@ -95,7 +96,7 @@ class Proposal:
     batch: int
     lookup: Lookup
     sightings: np.ndarray
-    admitted: np.ndarray
+    admitted: np.ndarray | None
     victims: np.ndarray
 
 
@@ -126,8 +127,7 @@ class Vocabulary:
             raise ValueError(
                 f"ids get rows that int32 numbers, at most {MAX_ROWS}, but {num_rows} are wanted"
             )
-        self._records = Records.empty(num_rows)
-        self._uses = Uses(self._records, settings.eviction)
+        self._set_records(Records.empty(num_rows))
         self.map = IdMap(self.room)
         self.sightings = None
         if settings.admit_after > 1:
@@ -194,38 +194,54 @@ class Vocabulary:
         if self.sightings is not None:
             sightings = self.sightings.count(lookup.absent, lookup.counts)
         admitted = self._admit(lookup.absent, sightings, batch)
+        new_ids = lookup.absent if admitted is None else lookup.absent[admitted]
         coming = coming[: self.settings.eviction.foresight]
-        victims = self._choose_victims(lookup.absent[admitted], batch, held, lookup.slots, coming)
+        victims = self._choose_victims(new_ids, batch, held, lookup.slots, coming)
         return Proposal(ids, batch, lookup, sightings, admitted, victims)
 
     def commit(self, proposal: Proposal) -> Assignment:
         """Carry out the last proposal, with nothing in between."""
-        ids, batch, admitted = proposal.ids, proposal.batch, proposal.admitted
-        rows, misses, missing, inverse, _ = proposal.lookup
+        (assignment,) = commit_all([self], [proposal])
+        return assignment
+
+    def _begin(self, proposal: Proposal) -> MapChange:
+        """Return the changes that a proposal makes to the map and the records."""
+        slots, misses, absent, inverse, _ = proposal.lookup
+        admitted = proposal.admitted
         if self.sightings is not None:
-            self.sightings.record(missing, proposal.sightings)
-        evicted_ids = self._evict(proposal.victims)
-        new_ids = missing[admitted]
-        new_rows = self._take_free(new_ids.size)
-        self._insert(new_ids, new_rows, batch)
-        of_missing = np.full(missing.size, -1, np.int32)
-        of_missing[admitted] = new_rows
-        rows[misses] = of_missing[inverse]
-        self._uses.add(rows, batch)
-        unknown = misses[rows[misses] < 0] if new_ids.size < missing.size else _NO_ROWS
+            self.sightings.record(absent, proposal.sightings)
+        self._free(proposal.victims)
+        if admitted is None:
+            new_ids, absent_rows = absent, self._take_free(absent.size)
+            new_rows = absent_rows
+        else:
+            new_ids = absent[admitted]
+            new_rows = self._take_free(new_ids.size)
+            absent_rows = np.full(absent.size, -1, np.int32)
+            absent_rows[admitted] = new_rows
+        taken, of_misses = (new_ids, new_rows), (slots, misses, inverse, absent_rows)
+        return MapChange(self.map, self._slot_records, proposal.victims, *taken, *of_misses)
+
+    def _end(self, proposal: Proposal, change: MapChange, evicted_ids: np.ndarray) -> Assignment:
+        """Note the uses and the counts of a batch whose proposal was carried out."""
+        ids, rows, misses = proposal.ids, change.slots, change.misses
+        self._uses.add(rows, proposal.batch)
+        unknown = _NO_ROWS
+        if change.new_ids.size < change.absent_slots.size:
+            unknown = misses[rows[misses] < 0]
         self.statistics.add(
             lookups=ids.size,
             hits=ids.size - misses.size,
-            new=missing.size,
-            admitted=new_ids.size,
-            evicted=proposal.victims.size,
+            new=change.absent_slots.size,
+            admitted=change.new_ids.size,
+            evicted=change.victims.size,
             refused=unknown.size,
             resident=self.room - self._num_free,
         )
         if unknown.size:
             rows = rows.copy()  # `_uses` holds them as they are
             rows[unknown] = self.settings.unknown.rows_of(ids[unknown])
-        return Assignment(rows, new_ids, new_rows, evicted_ids, proposal.victims)
+        return Assignment(rows, change.new_ids, change.new_slots, evicted_ids, change.victims)
 
     def bring(self, ids: np.ndarray, hits: np.ndarray, last_use: int, batch: int) -> Assignment:
         """Give rows to stored ids for an evaluation; rows of other ids may be evicted to the store.
@@ -241,9 +257,8 @@ class Vocabulary:
         """
         records, victims = self.records, _NO_ROWS
         if ids.size > self._num_free:
-            eligible = (records.born >= 0) & (records.last_use <= last_use)
-            eligible[hits[hits >= 0]] = False
-            victims = self._least_used(ids, self._num_free, eligible, batch)
+            eligible, count = mark_eligible(records.born, records.last_use, last_use + 1, hits)
+            victims = self._least_used(ids, self._num_free, eligible, count, batch)
         evicted_ids = self._evict(victims)
         rows = self._take_free(ids.size)
         self._insert(ids, rows, batch)
@@ -275,8 +290,10 @@ class Vocabulary:
         self.statistics.resident = self.room - self._num_free
         return Assignment(_NO_ROWS, _NO_IDS, _NO_ROWS, evicted_ids, rows)
 
-    def _admit(self, ids: np.ndarray, sightings: np.ndarray, batch: int) -> np.ndarray:
-        """Return whether each id gets a row, bool ``[n]``."""
+    def _admit(self, ids: np.ndarray, sightings: np.ndarray, batch: int) -> np.ndarray | None:
+        """Return whether each id gets a row, bool ``[n]``; None: each does."""
+        if self.settings.admit_after <= 1 and self.settings.admit_probability >= 1:
+            return None
         admitted = sightings >= self.settings.admit_after
         if self.settings.admit_probability < 1:
             draws = mix(ids, _ADMISSION_SEED + batch).astype(np.float64) / 2.0**64
@@ -305,32 +322,41 @@ class Vocabulary:
         if new_ids.size <= free and not is_due:
             return _NO_ROWS
         records = self.records
-        eligible = (records.born >= 0) & (records.last_use < batch - held)
-        eligible[hits[hits >= 0]] = False
+        eligible, available = mark_eligible(records.born, records.last_use, batch - held, hits)
         expired = policy.expired(records, batch) if is_due else None
         victims = _NO_ROWS
         if expired is not None:
             victims = np.flatnonzero(expired & eligible).astype(np.int32)
             eligible[victims] = False
-        free += victims.size
+        free, available = free + victims.size, available - victims.size
         if new_ids.size <= free:
             return victims
-        return np.concatenate([victims, self._least_used(new_ids, free, eligible, batch, coming)])
+        least_used = self._least_used(new_ids, free, eligible, available, batch, coming)
+        return np.concatenate([victims, least_used]) if victims.size else least_used
 
     def _least_used(
         self,
         new_ids: np.ndarray,
         free: int,
         eligible: np.ndarray,
+        available: int,
         batch: int,
         coming: Sequence[np.ndarray] = (),
     ) -> np.ndarray:
         """Return rows to evict by the policy, at least as many as lack.
 
+        Args:
+            new_ids: Ids that need a row.
+            free: Number of rows that are free.
+            eligible: Whether each row may be evicted, bool ``[rows]``.
+            available: Number of those.
+            batch: Number of the batch.
+            coming: Ids of the batches after it that the policy looks at.
+
         Raises:
             VocabularyFullError: Fewer rows are eligible.
         """
-        lacking, available = new_ids.size - free, int(np.count_nonzero(eligible))
+        lacking = new_ids.size - free
         if lacking > available:
             fitting = free + available
             raise VocabularyFullError(new_ids.size, fitting, self.room, int(new_ids[fitting]))
@@ -347,8 +373,17 @@ class Vocabulary:
         ids = self._records.ids[rows]
         self.map.remove(ids)
         self._records.born[rows] = -1
-        self._freed = np.concatenate([self._freed, rows])
+        self._free(rows)
         return ids
+
+    def _free(self, rows: np.ndarray) -> None:
+        if rows.size:
+            self._freed = np.concatenate([self._freed, rows])
+
+    def _set_records(self, records: Records) -> None:
+        self._records = records
+        self._uses = Uses(records, self.settings.eviction)
+        self._slot_records = SlotRecords(records.ids, records.born, records.count, records.power)
 
     @property
     def _num_free(self) -> int:
@@ -426,10 +461,9 @@ class Vocabulary:
             rows[~stays], self._freed = np.split(free, [np.count_nonzero(~stays)])
         self.map = IdMap(self.room)
         self.map.insert(records.ids, rows)
-        self._records = Records.empty(self.num_rows)
+        self._set_records(Records.empty(self.num_rows))
         for name, array in self._records.arrays().items():
             array[rows] = getattr(records, name)
-        self._uses = Uses(self._records, self.settings.eviction)
         lines = state.get("sightings")
         if self.sightings is not None:
             self.sightings = Sightings(self.sightings.lines.shape[1])
@@ -438,6 +472,20 @@ class Vocabulary:
                 self.sightings.new_ids = int(state["sightings_new_ids"][0])
         self.statistics = Statistics(self.room, resident=len(self.map))
         return LoadedRows(old_rows, rows, dropped_ids, dropped_rows)
+
+
+def commit_all(
+    vocabularies: Sequence[Vocabulary], proposals: Sequence[Proposal]
+) -> list[Assignment]:
+    """Carry out the last proposals of several vocabularies for a batch."""
+    changes = [each._begin(of) for each, of in zip(vocabularies, proposals, strict=True)]
+    evicted = commit(changes, proposals[0].batch, FIRST_POWER) if proposals else []
+    return [
+        each._end(proposal, change, ids)
+        for each, proposal, change, ids in zip(
+            vocabularies, proposals, changes, evicted, strict=True
+        )
+    ]
 
 
 def _coprime_near(number: int, share: float) -> int:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import collections
+import functools
+import operator
 
 import numpy as np
 import pytest
@@ -10,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxrec.tier.ids import implementation, library, reference
-from jaxrec.tier.ids.batch_ops import distinct, record_uses, smallest
+from jaxrec.tier.ids.batch_ops import distinct, mark_eligible, record_uses, smallest
 from tests.fuzz import max_examples
 
 IMPLEMENTATIONS = [reference]
@@ -169,3 +171,53 @@ class TestRecordUses:
         with pytest.raises(ValueError, match="last_use must be contiguous and writeable"):
             record_uses(slots, 1, counts, np.zeros(6, int)[::2])
         assert counts.tolist() == last_use.tolist() == [0, 0, 0]
+
+
+@settings(max_examples=max_examples(50))
+@given(st.integers(0, 200), st.integers(-3, 8), st.integers(0, 2**32 - 1))
+def test_eligible_rows(count, bound, seed):
+    rng = np.random.default_rng(seed)
+    born, last_use = rng.integers(-1, 3, count), rng.integers(0, 6, count)
+    hits = rng.integers(-1, count, rng.integers(0, 50) if count else 0).astype(np.int32)
+    kept = set(hits.tolist())
+    expected = [
+        born[row] >= 0 and last_use[row] < bound and row not in kept for row in range(count)
+    ]
+    for module in IMPLEMENTATIONS:
+        eligible, number = module.mark_eligible(born, last_use, bound, hits)
+        assert eligible.dtype == np.bool_
+        assert eligible.tolist() == expected
+        assert number == sum(expected)
+
+
+def test_a_hit_beyond_the_rows(each_implementation):
+    with pytest.raises(ValueError, match="hit 2: there are 2 slots"):
+        mark_eligible(np.zeros(2, np.int64), np.zeros(2, np.int64), 1, np.array([2], np.int32))
+
+
+def test_fingerprints(each_implementation):
+    lists = [[], [5], [2**63 - 1, 2**63 - 1, -7, 3]]
+    sums = implementation.current().fingerprint([np.array(each, np.int64) for each in lists])
+    for each, (total, mixed) in zip(lists, sums.tolist(), strict=True):
+        bits = [number % 2**64 for number in each]
+        assert total == sum(bits) % 2**64
+        assert mixed == functools.reduce(operator.xor, bits, 0)
+
+
+@settings(max_examples=max_examples(50))
+@given(st.integers(1, 40), st.integers(1, 300), st.integers(0, 2**32 - 1))
+def test_rows_of_arrays(count, width, seed):
+    rng = np.random.default_rng(seed)
+    array = rng.integers(0, 256, (count, width), np.uint8)
+    places = rng.integers(-1, count, rng.integers(0, 60)).astype(np.int32)
+    expected = [[0] * width if place < 0 else array[place].tolist() for place in places.tolist()]
+    distinct_places = rng.permutation(count)[: rng.integers(0, count + 1)].astype(np.int32)
+    rows = rng.integers(0, 256, (distinct_places.size, width), np.uint8)
+    for module in IMPLEMENTATIONS:
+        assert module.take_rows(array, places).tolist() == expected
+        changed = array.copy()
+        module.put_rows(changed, distinct_places, rows)
+        after = array.tolist()
+        for place, row in zip(distinct_places.tolist(), rows.tolist(), strict=True):
+            after[place] = row
+        assert changed.tolist() == after

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 import pathlib
 import re
@@ -88,6 +89,34 @@ def test_mapped_memory_is_given_back(tmp_path, monkeypatch):
     store.close()
     # At most the limit, and what one batch of 500 random records maps, 64 KB each.
     assert 0 < most < (8 << 20) + 500 * (64 << 10)
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="needs Linux")
+def test_pages_stay_while_a_file_maps_few(tmp_path, monkeypatch):
+    """Other files may have mapped more than the limit: this one need not give its pages back."""
+    monkeypatch.setattr(record_file, "_MAPPED_BYTES", 64 << 20)
+    monkeypatch.setattr(record_file, "_mapped_bytes", lambda: 1 << 40)
+    store = opened(tmp_path, RANGE)
+    monkeypatch.setattr(store._file, "_resident", 0)
+    given_back = []
+    monkeypatch.setattr(store._file, "_mmap", Advised(store._file._mmap, given_back))
+    for _ in range(8):
+        store.put(np.arange(50), random_records(50))
+        assert store.get(np.arange(50))[0].all()
+    assert not given_back
+    store.put(np.arange(5000), random_records(5000))
+    store.close()
+    assert given_back == [mmap.MADV_DONTNEED]
+
+
+class Advised:
+    """A map of a file that notes what it is advised."""
+
+    def __init__(self, file: mmap.mmap, advice: list[int]) -> None:
+        self._file, self.madvise = file, advice.append
+
+    def close(self) -> None:
+        self._file.close()
 
 
 @every_format
