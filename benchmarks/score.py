@@ -209,7 +209,7 @@ def write_inputs(
 ) -> None:
     """Write the files that `peer_score.py` reads: settings, and the batches without padding."""
     model: ModelConfig = config.model
-    settings = {
+    settings: dict[str, Any] = {
         "tables": [
             {"name": table.name, "rows": table.num_embeddings, "pooling": table.pooling}
             for table in table_configs(config, encoder)

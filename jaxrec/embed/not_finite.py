@@ -139,7 +139,8 @@ def _describe_bad_ids(features: KeyedJaggedArray, bounds: Mapping[str, int]) -> 
 
 def _parts(features: KeyedJaggedArray) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
     """Iterate over the number, ids and lengths of each device's part of a batch."""
-    values, lengths = features.values, features.lengths
+    values: Any = features.values  # an array, or wide ids
+    lengths = features.lengths
     if isinstance(values, WideIds):
         high = _parts(features._with(values=values.high))
         low = _parts(features._with(values=values.low))

@@ -169,7 +169,7 @@ def _slice(values: Shaped[Array, "rows ..."], start: Int32[Array, ""], size: int
 @functools.partial(jax.jit, static_argnums=3, donate_argnums=0)
 def _write_rows(
     array: Shaped[TableArray, "rows ..."],
-    parts: Shaped[Array, "devices size ..."],
+    parts: Shaped[TableArray, "devices size ..."],
     ranges: Int32[Array, "devices 2"],
     sharding: NamedSharding,
 ) -> Shaped[TableArray, "rows ..."]:

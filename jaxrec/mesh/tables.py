@@ -377,13 +377,14 @@ def check_batch(
 ) -> None:
     """Raise a ValueError where a batch does not lie over the tables' devices, or lacks weights."""
     devices = tables.mesh.size
-    if features.values.ndim != 2 or features.values.shape[0] != devices:
+    ids: Any = features.values  # an array, or wide ids
+    if ids.ndim != 2 or ids.shape[0] != devices:
         raise ValueError(
             f"tables over {devices} devices are looked up with a batch over them, values of "
-            f"[{devices}, capacity]; got {tuple(features.values.shape)}. Put host batches on the "
+            f"[{devices}, capacity]; got {tuple(ids.shape)}. Put host batches on the "
             "mesh with jaxrec.mesh.shard_batch(batch, mesh)"
         )
-    if tables.layout.wide and not isinstance(features.values, WideIds):
+    if tables.layout.wide and not isinstance(ids, WideIds):
         raise ValueError(
             f"table {tables.layout.wide[0]!r} has more rows than int32 can number, and the batch "
             f"has ids of 32 bits; make batches with id_bits=64, say KeyedJaggedArray.from_lists("

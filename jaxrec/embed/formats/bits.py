@@ -6,6 +6,8 @@ time around.
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import DTypeLike, Shaped
@@ -13,7 +15,7 @@ from jaxtyping import DTypeLike, Shaped
 from jaxrec.embed.formats.packed_rows import PackedRows, TableArray
 
 
-def as_bits(array: Shaped[TableArray, "..."]) -> Shaped[TableArray, "..."]:
+def as_bits(array: Shaped[TableArray, "..."]) -> Any:
     """Return 16-bit floats as uint16 of the same bits, and other arrays as they are.
 
     Example:
@@ -28,7 +30,7 @@ def as_bits(array: Shaped[TableArray, "..."]) -> Shaped[TableArray, "..."]:
     return jax.lax.bitcast_convert_type(array, jnp.uint16)
 
 
-def of_bits(bits: Shaped[TableArray, "..."], dtype: DTypeLike) -> Shaped[TableArray, "..."]:
+def of_bits(bits: Shaped[TableArray, "..."], dtype: DTypeLike) -> Any:
     """Return the array of a type that `as_bits` took."""
     if isinstance(bits, PackedRows) or bits.dtype == dtype:
         return bits
