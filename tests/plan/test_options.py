@@ -369,12 +369,6 @@ def test_tables_of_more_rows_than_int32_can_number(rows):
     constraints = {"big": ParameterConstraints(sharding_types=["table_wise"])}
     with pytest.raises(ValueError, match=f"{rows:,} rows on a device, more than the 2,147,483,645"):
         Planner(topology, constraints).plan([table], batch_size=6400)
-    for name in ("bags", "pooled_by_host"):
-        constraints = {
-            "big": ParameterConstraints(sharding_types=["table_row_wise"], exchanges=[name])
-        }
-        with pytest.raises(ValueError, match="no more rows over the mesh than int32 can number"):
-            Planner(topology, constraints).plan([table], batch_size=6400)
 
 
 @pytest.mark.parametrize("seed", range(20))
