@@ -141,7 +141,6 @@ TESTED_BY = {
     "ragged/test_keyed_jagged": (
         "ragged/arrays",
         "ragged/columns",
-        "ragged/key_segments",
     ),
     "serve/quantized/test_pruned_tables": ("serve/quantized/quantized_store",),
     "serve/reports/test_quality_report": (

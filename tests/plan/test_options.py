@@ -212,9 +212,9 @@ def test_hosts_are_those_with_all_devices_allowed(kind):
             "copies are kept on devices",
         ),
         (
-            BAG("a", 2**30, 64),
+            BAG("a", 2**32, 64),
             {"sharding_types": ["table_wise"]},
-            "1,073,741,824 rows on a device x 8 devices = 8,589,934,592, more row numbers",
+            "4,294,967,296 rows on a device, more than the 2,147,483,645 that int32 can number",
         ),
     ],
     ids=["columns", "copies", "hosts", "device", "pooled", "storage", "int32"],
@@ -399,9 +399,9 @@ def test_held_rows_of_a_cache_are_cut_as_rows_are():
         assert option.home.prefetch > 0
 
 
-def test_a_table_of_more_rows_than_int32_has_a_cache_alone():
-    table = BAG("a", 2**33, 64)
-    with pytest.raises(ValueError, match="more row numbers"):
+def test_a_table_of_more_rows_than_its_devices_can_number_has_a_cache_alone():
+    table = BAG("a", 2**36, 64)
+    with pytest.raises(ValueError, match="that int32 can number"):
         options_of(table)
     found, _ = options_of(table, ParameterConstraints(cache_ratio=1e-6), storages=["host"])
-    assert {o.cache.rows for o in found} == {math.ceil(2**33 * 1e-6)}
+    assert {o.cache.rows for o in found} == {math.ceil(2**36 * 1e-6)}
