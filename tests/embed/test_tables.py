@@ -124,13 +124,16 @@ def test_blocks_of_rows_differ_and_reach_the_last_row():
     assert np.abs(table).max(axis=1).min() > 0
 
 
-@pytest.mark.parametrize(("dtype", "copies"), [("float32", 0.25), ("bfloat16", 1.25)])
-def test_initialization_works_in_place(dtype, copies):
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_initialization_works_in_place(dtype):
     """The compiled filling of a table needs a block's worth of memory beside it.
 
-    On CPUs 16-bit floats take a copy of the same bits, never one in float32 for each block.
+    Before JAX 0.11 bfloat16 on CPUs takes a copy of the same bits, never one in float32 for each
+    block.
     """
     from jaxrec.embed.initialize import INITIALIZERS, _fill
+
+    copies = 1.25 if dtype == "bfloat16" and jax.__version_info__ < (0, 11) else 0.25
 
     rows = 80 * BLOCK_ELEMENTS // 16
     array = jax.ShapeDtypeStruct((rows, 16), jnp.dtype(dtype))

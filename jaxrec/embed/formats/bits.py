@@ -1,7 +1,8 @@
-"""16-bit floats as integers, so that XLA sets rows of a table in place on CPUs.
+"""bfloat16 as integers where XLA would not set rows of a table in place.
 
-XLA's scatter of 16-bit floats on CPUs converts the whole table to float32 and back, in a loop each
-time around.
+XLA's scatter of bfloat16 on CPUs converted the whole table to float32 and back, in a loop each time
+around, until JAX 0.11. Integers of the same bits cost one copy of the table there, and would cost
+it everywhere else too, where the scatter is in place; float16 never was converted.
 """
 
 from __future__ import annotations
@@ -14,18 +15,21 @@ from jaxtyping import DTypeLike, Shaped
 
 from jaxrec.embed.formats.packed_rows import PackedRows, TableArray
 
+# Whether XLA sets rows of bfloat16 on CPUs as they are.
+_KEEPS_BFLOAT16 = jax.__version_info__ >= (0, 11)
+
 
 def as_bits(array: Shaped[TableArray, "..."]) -> Any:
-    """Return 16-bit floats as uint16 of the same bits, and other arrays as they are.
+    """Return bfloat16 as uint16 of the same bits where XLA converts it, else the array as it is.
 
     Example:
         >>> import jax.numpy as jnp
-        >>> as_bits(jnp.array([1.0], jnp.bfloat16))
-        Array([16256], dtype=uint16)
+        >>> of_bits(as_bits(jnp.array([1.5], jnp.bfloat16)), jnp.bfloat16)
+        Array([1.5], dtype=bfloat16)
     """
-    if isinstance(array, PackedRows) or not jnp.issubdtype(array.dtype, jnp.floating):
+    if isinstance(array, PackedRows) or array.dtype != jnp.bfloat16:
         return array
-    if array.dtype.itemsize != 2:
+    if _KEEPS_BFLOAT16 or jax.default_backend() != "cpu":
         return array
     return jax.lax.bitcast_convert_type(array, jnp.uint16)
 
