@@ -196,11 +196,12 @@ def _packed(
 def _checked_on_host(fields: Packed) -> Packed:
     """Check the fields that lie on the host and make them 32 bits wide."""
     values, lengths, weights, inverse, keys, capacities, strides, slot_keys = fields
-    if isinstance(lengths, np.ndarray):
-        for index in np.ndindex(lengths.shape[:-1]):  # one, unless batches are stacked
+    counts = _known_lengths(fields)
+    if counts is not None:
+        for index in np.ndindex(counts.shape[:-1]):  # one, unless batches are stacked
             bag = id_ = 0
             for key, capacity, stride in zip(keys, capacities, strides, strict=True):
-                column_lengths = lengths[index][bag : bag + stride]
+                column_lengths = counts[index][bag : bag + stride]
                 used = slice(id_, id_ + _count(key, column_lengths, capacity))
                 if isinstance(values, RawIds):
                     raw_column(key, Column(values[index][used], column_lengths))
@@ -211,9 +212,10 @@ def _checked_on_host(fields: Packed) -> Packed:
                 if isinstance(weights, np.ndarray):
                     as_float32(key, weights[index][used], column_lengths)
                 bag, id_ = bag + stride, id_ + capacity
+    if isinstance(lengths, np.ndarray):
         lengths = lengths.astype(np.int32, copy=False)
     if isinstance(values, np.ndarray) and not is_raw(values):
-        values = _narrow(values, is_checked=isinstance(lengths, np.ndarray))
+        values = _narrow(values, is_checked=counts is not None)
     if isinstance(weights, np.ndarray):
         with np.errstate(over="ignore"):  # in the padding, which nothing reads
             weights = weights.astype(np.float32, copy=False)
@@ -222,6 +224,21 @@ def _checked_on_host(fields: Packed) -> Packed:
             checked_inverse(keys, strides, inverse[index])
         inverse = inverse.astype(np.int32, copy=False)
     return Packed(values, lengths, weights, inverse, keys, capacities, strides, slot_keys)
+
+
+def _known_lengths(fields: Packed) -> np.ndarray | None:
+    """Return the lengths where they say which numbers of arrays on the host are used, or None.
+
+    Lengths on a device are read for the sake of values or weights on the host.
+    """
+    lengths = fields.lengths
+    if isinstance(lengths, np.ndarray):
+        return lengths
+    is_known = isinstance(lengths, jax.Array) and not isinstance(lengths, jax.core.Tracer)
+    if not is_known or not lengths.is_fully_addressable:
+        return None
+    has_host = any(isinstance(array, np.ndarray) for array in (fields.values, fields.weights))
+    return np.asarray(lengths) if has_host else None
 
 
 def _checked_slot_keys(slot_keys: Any, keys: tuple[str, ...]) -> tuple[str, ...]:

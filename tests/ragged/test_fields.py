@@ -71,7 +71,17 @@ ERRORS = {
     "wide_id_of_lengths_elsewhere": (
         {"values": np.array([1, 2, 2**33 + 1, 4, 5, 0]), "lengths": jnp.array(LENGTHS)},
         ValueError,
-        "values: 8589934593 does not fit int32",
+        "feature 'b', sample 0: id 8589934593 does not fit int32",
+    ),
+    "weight_of_lengths_elsewhere": (
+        {"weights": np.array([1, 1, 1, np.nan, 1, np.nan]), "lengths": jnp.array(LENGTHS)},
+        ValueError,
+        "feature 'b', sample 1: weight nan is not finite",
+    ),
+    "length_elsewhere": (
+        {"lengths": jnp.array([1, -1, 1, 2])},
+        ValueError,
+        "feature 'a', sample 1 has the negative length -1",
     ),
     "negative_id": (
         {"values": np.array([1, -2, 3, 4, 5, 0])},
@@ -167,16 +177,20 @@ def test_traced_arrays_are_checked_by_shape():
     assert lengths_of(VALUES, LENGTHS)["b"].weights_to_lists() == [[1.5], [2.0, 2.5]]
     with pytest.raises(ValueError, match=r"values has shape \(5,\); expected \(6,\)"):
         lengths_of(VALUES[:5], LENGTHS)
+    wide = np.int64(2**33) + VALUES
+    with pytest.raises(ValueError, match="values: 8589934597 does not fit int32"):
+        jax.jit(lambda lengths: make(values=wide, lengths=lengths))(LENGTHS)
     with pytest.raises(TypeError, match="traced arrays needs capacities= and strides="):
         jax.jit(lambda values: KeyedJaggedArray(values, LENGTHS, keys=["a", "b"]))(VALUES[:5])
 
 
-def test_padding_may_hold_anything():
+@pytest.mark.parametrize("lengths", [LENGTHS, jnp.array(LENGTHS)], ids=["host", "device"])
+def test_padding_may_hold_anything(lengths):
     values = np.array([1, 2, 3, 4, 5, 2**40])
     weights = np.array([1, 1, 1, 1, 1, np.nan])
-    batch = make(values=values, weights=weights)
+    batch = make(values=values, weights=weights, lengths=lengths)
     assert batch.to_lists() == ROWS
-    assert make(values=np.array([1, 2, 3, 4, 5, -1])).to_lists() == ROWS
+    assert make(values=np.array([1, 2, 3, 4, 5, -1]), lengths=lengths).to_lists() == ROWS
 
 
 def test_stacked_batches():
