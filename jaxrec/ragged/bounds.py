@@ -30,7 +30,13 @@ class BadIds(NamedTuple):
 
 
 def find_bad_ids(
-    feature: str, ids: np.ndarray, lengths: np.ndarray, bound: int | None, *, first_sample: int = 0
+    feature: str,
+    ids: np.ndarray,
+    lengths: np.ndarray,
+    bound: int | None,
+    *,
+    first_sample: int = 0,
+    id_bits: int = 32,
 ) -> BadIds | None:
     """Return the ids outside ``[0, bound)``; None if there are none.
 
@@ -38,10 +44,11 @@ def find_bad_ids(
         feature: Name of the feature.
         ids: ``[ids]`` its ids, without padding.
         lengths: ``[samples]`` their number for each sample.
-        bound: Number of ids of its table; None: ids must fit int32.
+        bound: Number of ids of its table; None: ids must fit integers of ``id_bits``.
         first_sample: Number of the first of these samples, for the message.
+        id_bits: 32, or 64 for tables of more rows than int32 can number.
     """
-    limit = INT32_BOUND if bound is None else bound
+    limit = 2 ** (id_bits - 1) if bound is None else bound
     if ids.size == 0 or (ids.min() >= 0 and ids.max() < limit):
         return None
     positions = np.flatnonzero((ids < 0) | (ids >= limit))
@@ -52,7 +59,7 @@ def find_bad_ids(
         message += f"is outside [0, {bound}), the ids of its table"
     elif bad < 0:
         message += "is negative; ids are at least 0"
-        message += f"; {WIDE_IDS}" if bad < -INT32_BOUND else ""
+        message += f"; {WIDE_IDS}" if bad < -INT32_BOUND and id_bits == 32 else ""
     else:
         message += (
             f"does not fit int32 (below 2**31), the type of row indices on a device; {WIDE_IDS}"

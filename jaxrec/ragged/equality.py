@@ -12,6 +12,7 @@ from jaxrec.ragged.arrays import namespace
 from jaxrec.ragged.jagged import JaggedArray
 from jaxrec.ragged.keyed_array import KeyedArray
 from jaxrec.ragged.keyed_jagged import KeyedJaggedArray
+from jaxrec.ragged.wide_ids import WideIds
 
 _KINDS = (JaggedArray, KeyedJaggedArray, KeyedArray)
 
@@ -102,6 +103,13 @@ def _compare(first: Any, second: Any) -> Any:
     return xp.stack([xp.asarray(part) for part in parts]).all() if parts else np.True_
 
 
+def _equal_numbers(one: Any, other: Any) -> Any:
+    """Return which numbers are equal."""
+    if isinstance(other, WideIds):
+        return other.is_equal(one)
+    return one.is_equal(other) if isinstance(one, WideIds) else one == other
+
+
 def _equal_columns(first: JaggedArray, second: JaggedArray) -> Any:
     xp = namespace(first.values, first.lengths, second.values, second.lengths)
     axis = first.lengths.ndim - 1
@@ -111,7 +119,7 @@ def _equal_columns(first: JaggedArray, second: JaggedArray) -> Any:
 
     def same(one: Any, other: Any) -> Any:
         cut = (slice(None),) * axis + (slice(capacity),)
-        equal = one[cut] == other[cut]
+        equal = _equal_numbers(one[cut], other[cut])
         return (equal | ~used.reshape(used.shape + (1,) * (equal.ndim - used.ndim))).all()
 
     result = (first.lengths == second.lengths).all() & same(first.values, second.values)

@@ -11,6 +11,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Shaped
@@ -46,8 +47,10 @@ def concatenate_weights(weights: Sequence[AnyArray | None]) -> AnyArray | None:
     return concatenate(arrays, np.float32) if arrays else None
 
 
-def refit(array: AnyArray, capacities: Sequence[int], wanted: Sequence[int]) -> AnyArray:
+def refit(array: Any, capacities: Sequence[int], wanted: Sequence[int]) -> Any:
     """Cut or zero-pad segments at their ends, from ``capacities`` to those ``wanted``."""
+    if isinstance(array, WideIds):
+        return jax.tree.map(lambda words: refit(words, capacities, wanted), array)
     xp = namespace(array)
     ends = itertools.accumulate(capacities, initial=0)
     leading = [(0, 0)] * (array.ndim - 1)

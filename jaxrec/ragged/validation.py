@@ -15,6 +15,7 @@ from jaxrec.ragged.keyed_jagged import KeyedJaggedArray
 from jaxrec.ragged.packing import as_float32, checked_inverse
 from jaxrec.ragged.raw_columns import raw_column
 from jaxrec.ragged.raw_ids import is_raw
+from jaxrec.ragged.wide_ids import WideIds
 
 Ragged = TypeVar("Ragged")
 
@@ -31,7 +32,8 @@ def validate(
     Args:
         batch: A `KeyedJaggedArray`, or a `JaggedArray` of any elements.
         bounds: Number of ids of some features' tables, such as ``collection.bounds``. Other ids
-            must fit int32 and be 0 or more. A `JaggedArray` takes ``{name: bound}``.
+            must be 0 or more and, but for `WideIds`, fit int32. A `JaggedArray` takes
+            ``{name: bound}``.
         name: Name of a `JaggedArray` in errors.
 
     Returns:
@@ -153,13 +155,15 @@ def _check_column(
             f"{capacity}"
         )
     used = int(ends[-1]) if ends.size else 0
-    if is_raw(column.values):
-        ids: Any = column.values[:used]
-        raw_column(name, Column(ids, lengths), is_bounded=bound is not None)
-    elif are_ids and column.values.dtype.kind not in "iu":
-        raise TypeError(f"{label}: ids are integers, got {column.values.dtype}")
-    if are_ids and (bound is not None or not is_raw(column.values)):
-        bad = find_bad_ids(name, np.asarray(column.values)[:used], lengths, bound)
+    values: Any = column.values
+    if is_raw(values):
+        raw_column(name, Column(values[:used], lengths), is_bounded=bound is not None)
+    elif are_ids and values.dtype.kind not in "iu":
+        raise TypeError(f"{label}: ids are integers, got {values.dtype}")
+    if are_ids and (bound is not None or not is_raw(values)):
+        ids = np.asarray(values)[:used]
+        id_bits = 64 if isinstance(values, WideIds) else 32
+        bad = find_bad_ids(name, ids, lengths, bound, id_bits=id_bits)
         if bad is not None:
             raise ValueError(bad.message.replace(f"feature {name!r}", label, 1))
     if column.weights is not None:

@@ -17,7 +17,7 @@ from jaxrec.ragged.words import join_int64, split_int64
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class WideIds:
     """Row indices of 64 bits on devices, for tables of more than 2**31 rows over a mesh.
 
@@ -85,6 +85,11 @@ class WideIds:
         is_negative = self.high >= np.uint32(1 << 31)
         return ~is_negative & ((self.high < high) | ((self.high == high) & (self.low < low)))
 
+    def is_equal(self, other: Any) -> Bool[AnyArray, "*shape"]:
+        """Return which ids are those of another array, of wide ids or int32."""
+        other = widen(other)
+        return (self.high == other.high) & (self.low == other.low)
+
     def minus(self, number: int) -> UInt32[Array, "*shape"]:
         """Return the lower 32 bits of the ids minus a number."""
         return jnp.asarray(self.low - _words(number)[1])
@@ -100,9 +105,11 @@ def narrow(ids: Any) -> Any:
 
 
 def widen(ids: Any) -> WideIds:
-    """Return int32 ids as wide ids."""
+    """Return ids as wide ids: int32, or of any width on the host."""
     if isinstance(ids, WideIds):
         return ids
+    if isinstance(ids, np.ndarray):
+        return WideIds.of(np.asarray(ids, np.int64))
     ids = jnp.asarray(ids)
     return WideIds((ids >> 31).astype(jnp.uint32), ids.astype(jnp.uint32))
 

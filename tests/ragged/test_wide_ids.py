@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from jaxrec.ragged import KeyedJaggedArray
+from jaxrec.ragged import KeyedJaggedArray, equal, validate
 from jaxrec.ragged.wide_ids import WideIds, concatenate_wide, narrow, widen
 
 EDGES = [-(2**63), -(2**32), -1, 0, 1, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**63 - 1]
@@ -62,3 +62,26 @@ def test_keys_of_a_batch_of_wide_ids():
         assert permuted.keys == ("b", "a")
         np.testing.assert_array_equal(np.asarray(permuted.values), swapped)
     assert "values=int64[16]" in repr(wide)
+
+
+def test_batches_are_refitted_compared_and_validated():
+    batch = KeyedJaggedArray.from_lists({"a": [[2**40, 1]], "b": [[7]]}, id_bits=64)
+    wide = batch._with(values=WideIds.of(np.asarray(batch.values)))
+    grown = wide.with_capacities({"a": 40})
+    assert grown.capacities == (40, 8)
+    for same in (wide, grown, wide.permute([1, 0]), batch):
+        assert equal(same, grown)
+        assert equal(grown, same)
+        assert jax.jit(equal)(wide, grown)
+    other = KeyedJaggedArray.from_lists({"a": [[2**40 + 2**32, 1]], "b": [[7]]}, id_bits=64)
+    other = other._with(values=WideIds.of(np.asarray(other.values)))
+    assert not equal(other, wide)
+    assert not jax.jit(equal)(other, wide)
+
+    assert validate(grown) is grown
+    assert validate(grown, {"a": 2**40 + 1}) is grown
+    with pytest.raises(ValueError, match=r"feature 'a', sample 0: id 1099511627776 is outside"):
+        validate(grown, {"a": 2**40})
+    bad = grown._with(values=WideIds.of(np.asarray(grown.values) - 7))
+    with pytest.raises(ValueError, match="feature 'a', sample 0: id -6 is negative; ids are at "):
+        validate(bad)
