@@ -289,7 +289,7 @@ source, output = map(pathlib.Path, sys.argv[1:])
 before, start = time.process_time(), time.perf_counter()
 if output.name == "read":
     for block in blocks_of_lines(source, BLOCK_BYTES):
-        parse_lines(block.lines, source, block.first)
+        parse_lines(block, source)
 else:
     convert(source, output, Conversion(), threads=1 if output.name == "one" else None)
 busy, seconds = time.process_time() - before, time.perf_counter() - start
@@ -329,11 +329,12 @@ def _preprocessing(options: Options) -> dict[str, float]:
 
 
 def _text(path: pathlib.Path, megabytes: int) -> pathlib.Path:
-    """Lines as in Criteo's log: small counts, some missing, and hashes of eight digits."""
+    """Lines as in Criteo's log: small counts, a few negative, some missing, and hashes."""
     rng = np.random.default_rng(0)
     with path.open("wb") as file:
         while file.tell() < megabytes * 1e6:
             counts = np.exp(rng.standard_normal((10_000, NUM_DENSE)) * 1.2 + 2).astype(int)
+            counts[:, 1] -= 3
             missing = rng.random((10_000, NUM_DENSE + NUM_CATEGORICAL)) < 0.1
             hashes = rng.integers(0, 2**32, (10_000, NUM_CATEGORICAL))
             for label, row, ids, left_out in zip(

@@ -232,7 +232,7 @@ def _convert_file(
     skip = conversion.bad_rows == "skip"
 
     def parse(block: Block) -> tuple[Block, RawClicks]:
-        return block, parse_lines(block.lines, file, block.first, skip=skip)
+        return block, parse_lines(block, file, skip=skip)
 
     parsed = ordered_map(parse, blocks, pool, ahead=2 + (os.cpu_count() or 1))
     pending = next(parsed, None)

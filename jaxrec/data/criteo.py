@@ -109,9 +109,7 @@ class CriteoFile:
             first += rows
 
     def _parse(self, block: Block) -> RawClicks:
-        return parse_lines(
-            block.lines, pathlib.Path(self.path), block.first, skip=self.bad_rows == "skip"
-        )
+        return parse_lines(block, pathlib.Path(self.path), skip=self.bad_rows == "skip")
 
     def _clicks(self, raw: RawClicks) -> Clicks:
         ids = raw.hashes.T

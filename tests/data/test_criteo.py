@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxrec.data import Clicks, CriteoFile, DataError, criteo, text
+from jaxrec.data import Clicks, CriteoFile, DataError, criteo
 from tests import golden
 
 KAGGLE = pathlib.Path(golden.__file__).parent / "golden/criteo/kaggle.tsv"
@@ -159,6 +159,10 @@ MALFORMED = {
     "minus-inside": (changed(5, "1-2"), r"\(I5\).*got '1-2'"),
     "only-fraction": (changed(5, ".0"), r"\(I5\).*got '.0'"),
     "hex-integer": (changed(13, "1f"), r"column 14 \(I13\).*got '1f'"),
+    "long-integer": (changed(1, "9" * 5000), r"\(I1\): expected an integer of 32 bits"),
+    "underscore": (changed(1, "1_0"), r"\(I1\).*got '1_0'"),
+    "other-digit": (changed(1, "٣"), r"\(I1\).*got '٣'"),
+    "quoted": (changed(1, '"1"'), r"\(I1\).*got '\"1\"'"),
     "huge-integer": (changed(1, str(2**31)), r"\(I1\): expected an integer of 32 bits"),
     "prefixed": (changed(2, "0x1f"), r"\(I2\).*got '0x1f'"),
     "plus": (changed(2, "+1"), r"\(I2\).*got '\+1'"),
@@ -177,18 +181,12 @@ def test_malformed_lines_are_named(tmp_path, line, message):
     assert str(path) in str(error.value)
 
 
-@pytest.mark.parametrize("place", [0, 3, 7])
-def test_every_byte_is_told_from_a_digit(place):
-    """In a word of eight, whatever its neighbours."""
-    for filler in b"09afAF":
-        words = np.full((256, 8), filler, np.uint8)
-        words[:, place] = np.arange(256)
-        for byte, word in enumerate(words):
-            numbers = text._hexadecimals(word.view("<u8"))
-            if chr(byte) in "0123456789abcdefABCDEF":
-                assert numbers.tolist() == [int(word.tobytes(), 16)]
-            else:
-                assert numbers is None
+@pytest.mark.parametrize("zeros", [11, 5000])
+def test_leading_zeros(tmp_path, zeros):
+    lines = [GOOD, changed(3, "0" * zeros + "17"), changed(4, "-" + "0" * zeros + "1.0")]
+    clicks = read(write(tmp_path / "log", lines))
+    expected = [[7, 7], [17, 7], [7, -1]]
+    np.testing.assert_array_equal(np.exp(clicks.dense[:, 2:4]).round() - 3, expected)
 
 
 def test_lines_count_over_blocks(monkeypatch, tmp_path):
