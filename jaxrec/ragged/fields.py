@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrec.ragged.arrays import AnyArray
-from jaxrec.ragged.bounds import find_bad_ids
+from jaxrec.ragged.bounds import INT32_BOUND, find_bad_ids
 from jaxrec.ragged.columns import (
     Column,
     bags_per_key,
@@ -197,21 +197,8 @@ def _checked_on_host(fields: Packed) -> Packed:
     """Check the fields that lie on the host and make them 32 bits wide."""
     values, lengths, weights, inverse, keys, capacities, strides, slot_keys = fields
     counts = _known_lengths(fields)
-    if counts is not None:
-        for index in np.ndindex(counts.shape[:-1]):  # one, unless batches are stacked
-            bag = id_ = 0
-            for key, capacity, stride in zip(keys, capacities, strides, strict=True):
-                column_lengths = counts[index][bag : bag + stride]
-                used = slice(id_, id_ + _count(key, column_lengths, capacity))
-                if isinstance(values, RawIds):
-                    raw_column(key, Column(values[index][used], column_lengths))
-                elif isinstance(values, np.ndarray) and values.dtype.kind in "iuO":
-                    bad = find_bad_ids(key, values[index][used], column_lengths, None)
-                    if bad is not None:
-                        raise ValueError(bad.message)
-                if isinstance(weights, np.ndarray):
-                    as_float32(key, weights[index][used], column_lengths)
-                bag, id_ = bag + stride, id_ + capacity
+    if counts is not None and not _is_sound(fields, counts):
+        _check_each_key(fields, counts)
     if isinstance(lengths, np.ndarray):
         lengths = lengths.astype(np.int32, copy=False)
     if isinstance(values, np.ndarray) and not is_raw(values):
@@ -239,6 +226,51 @@ def _known_lengths(fields: Packed) -> np.ndarray | None:
         return None
     has_host = any(isinstance(array, np.ndarray) for array in (fields.values, fields.weights))
     return np.asarray(lengths) if has_host else None
+
+
+def _is_sound(fields: Packed, lengths: np.ndarray) -> bool:
+    """Return whether a look at all keys at once shows that `_check_each_key` would pass.
+
+    False says nothing: the batch may be of a kind that only the other check knows (weights, raw
+    ids, keys without bags), or have bad ids in its padding only.
+    """
+    values, capacities = fields.values, fields.capacities
+    if fields.weights is not None or is_raw(values) or 0 in fields.strides or not lengths.size:
+        return False
+    if not (isinstance(values, np.ndarray) and values.dtype.kind in "iu"):
+        return False
+    # The lengths first: a sum of lengths beyond the capacities could wrap.
+    if lengths.min() < 0 or lengths.max() > max(capacities) or sum(capacities) >= INT32_BOUND:
+        return False
+    first_bags = np.cumsum((0, *fields.strides[:-1]))
+    if (np.add.reduceat(lengths, first_bags, axis=-1, dtype=np.int64) > capacities).any():
+        return False
+    return values.size == 0 or bool(values.min() >= 0 and values.max() < INT32_BOUND)
+
+
+def _check_each_key(fields: Packed, lengths: np.ndarray) -> None:
+    """Check the lengths, ids and weights that a batch uses, key by key.
+
+    Raises:
+        ValueError: One is out of range; the message names the feature and the sample.
+    """
+    values, weights = fields.values, fields.weights
+    for index in np.ndindex(lengths.shape[:-1]):  # one, unless batches are stacked
+        bag = id_ = 0
+        for key, capacity, stride in zip(
+            fields.keys, fields.capacities, fields.strides, strict=True
+        ):
+            column_lengths = lengths[index][bag : bag + stride]
+            used = slice(id_, id_ + _count(key, column_lengths, capacity))
+            if isinstance(values, RawIds):
+                raw_column(key, Column(values[index][used], column_lengths))
+            elif isinstance(values, np.ndarray) and values.dtype.kind in "iuO":
+                bad = find_bad_ids(key, values[index][used], column_lengths, None)
+                if bad is not None:
+                    raise ValueError(bad.message)
+            if isinstance(weights, np.ndarray):
+                as_float32(key, weights[index][used], column_lengths)
+            bag, id_ = bag + stride, id_ + capacity
 
 
 def _checked_slot_keys(slot_keys: Any, keys: tuple[str, ...]) -> tuple[str, ...]:

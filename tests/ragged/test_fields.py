@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import jaxrec
-from jaxrec.ragged import JaggedArray, KeyedJaggedArray
+from jaxrec.ragged import JaggedArray, KeyedJaggedArray, fields
 
 ROWS = {"a": [[1, 2], []], "b": [[3], [4, 5]]}
 KEYS = {"keys": ("a", "b"), "capacities": (2, 4), "strides": (2, 2)}
@@ -248,3 +251,49 @@ def test_ids_of_a_lookup_are_integers():
     collection = jaxrec.EmbeddingBagCollection([config], rngs=nnx.Rngs(0))
     with pytest.raises(TypeError, match="ids are integers, but the batch holds float32"):
         collection(batch)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 4), st.integers(0, 3)), min_size=1, max_size=4),
+    st.sampled_from([(), (1,), (2,)]),
+    st.sampled_from([np.int32, np.int64, np.uint32, object]),
+    st.booleans(),
+    st.data(),
+)
+def test_a_look_at_all_keys_finds_what_each_key_has(sizes, stacked, kind, on_device, data):
+    """The look at all keys at once and the look at each give the same batch, or the same error."""
+    capacities, strides = zip(*sizes, strict=True)
+    good = st.integers(0, 2)
+    odd = st.sampled_from([0, 1, 5, 2**31 - 1, 2**31, 2**32 - 1, -1, -(2**31)])
+    numbers = st.one_of(good, good, good, odd)
+    arrays = {}
+    for name, counts in (("values", capacities), ("lengths", strides)):
+        size = math.prod(stacked) * sum(counts)
+        drawn = np.array(data.draw(st.lists(numbers, min_size=size, max_size=size)), np.int64)
+        arrays[name] = drawn.astype(kind).reshape(*stacked, sum(counts))
+    if on_device:
+        arrays["lengths"] = jnp.asarray(arrays["lengths"].astype(np.int64).astype(np.int32))
+    keys = [f"f{i}" for i in range(len(sizes))]
+
+    def outcome():
+        try:
+            batch = KeyedJaggedArray(
+                **arrays, keys=keys, capacities=list(capacities), strides=list(strides)
+            )
+        except ValueError as error:
+            return str(error)
+        return batch.values.tolist(), batch.lengths.tolist()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fields, "_is_sound", lambda *_: False)
+        expected = outcome()
+    assert outcome() == expected
+
+
+def test_sound_batches_are_checked_at_once(monkeypatch):
+    """Also below a mesh's axis, and with lengths on a device."""
+    monkeypatch.setattr(fields, "_check_each_key", lambda *_: pytest.fail("checked key by key"))
+    for lengths in (np.array([1, 1, 2, 0]), jnp.array([1, 1, 2, 0])):
+        KeyedJaggedArray(np.arange(6), lengths, **KEYS)
+    KeyedJaggedArray(np.zeros((2, 6), np.int64), np.array([[1, 1, 2, 0], [0, 0, 0, 4]]), **KEYS)
