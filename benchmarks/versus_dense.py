@@ -1,6 +1,8 @@
 """A table of jaxrec beside the usual Flax way: `nnx.Embed` with optax over all parameters.
 
-Usage: python -m benchmarks.versus_dense [--rows 2000000] [--dim 64] [--batch 4096] [--bag 4]
+Usage: python -m benchmarks.versus_dense [--shape.rows 2000000] [--shape.dim 64]
+    [--shape.batch 4096] [--shape.bag 4] [--seconds 5]
+
 Prints one JSON line per way and optimizer: milliseconds of a training step (minimum, median) and
 bytes that the compiled step holds at once; then the ratios.
 """
