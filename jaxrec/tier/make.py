@@ -302,7 +302,7 @@ def _vocabulary(
     name = _name(part)
     features = dict.fromkeys(f for table in part for f in table.config.feature_names)
     try:
-        vocabulary = Vocabulary(rows, settings)
+        vocabulary = Vocabulary(rows, settings, num_ids)
     except ValueError as error:
         raise ValueError(f"table {name}: {error}") from None
     transfer = None

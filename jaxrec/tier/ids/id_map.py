@@ -18,16 +18,19 @@ MAX_CAPACITY = 2**31 - 1
 class IdMap:
     """Map from 64-bit ids to slots, for whole batches of ids.
 
-    Ids are any int64 but -1. Slots are int32 from 0 on; several ids may have the same slot. The map
-    may be used by several threads: methods that change it wait for the others.
+    Slots are int32 from 0 on; several ids may have the same slot. The map may be used by several
+    threads: methods that change it wait for the others.
 
     Args:
         capacity: Number of ids that the map has room for. Its memory is taken at once.
         threads: Number of threads that search for the ids of a large batch; default: one for each
             processor core of this process.
+        num_ids: Ids are 0 to ``num_ids`` - 1; other ids are absent. If they are at most 16 times
+            as many as there is room for, the map is an array that they index. None: any int64 but
+            -1.
 
     Raises:
-        ValueError: ``capacity`` or ``threads`` is outside of its range.
+        ValueError: ``capacity``, ``threads`` or ``num_ids`` is outside of its range.
         MemoryError: The map does not fit in memory.
 
     Example:
@@ -39,14 +42,16 @@ class IdMap:
         array([ 1, -1,  0], dtype=int32)
     """
 
-    def __init__(self, capacity: int, threads: int | None = None):
+    def __init__(self, capacity: int, threads: int | None = None, num_ids: int | None = None):
         if not 0 <= capacity <= MAX_CAPACITY:
             raise ValueError(f"capacity must be from 0 to {MAX_CAPACITY:,}, not {capacity:,}")
         if threads is not None and threads < 1:
             raise ValueError(f"threads must be 1 or more, not {threads}")
-        self.capacity = capacity
+        if num_ids is not None and num_ids < 1:
+            raise ValueError(f"num_ids must be 1 or more, not {num_ids}")
+        self.capacity, self.num_ids = capacity, num_ids
         self.threads = _cores() if threads is None else threads
-        self._map = implementation.current().Map(capacity)
+        self._map = implementation.current().Map(capacity, num_ids)
 
     def __len__(self) -> int:
         return len(self._map)
@@ -67,8 +72,8 @@ class IdMap:
         """Add ids with their slots.
 
         Raises:
-            ValueError: An id is in the map or occurs twice or is -1, a slot is negative, or there
-                is no room. The map is as before.
+            ValueError: An id is in the map or occurs twice, the map cannot hold it, a slot is
+                negative, or there is no room. The map is as before.
         """
         ids = checked(ids, np.int64, "ids")
         slots = checked(slots, np.int32, "slots", ids.size)
@@ -78,8 +83,13 @@ class IdMap:
                 f"no room for {ids.size:,} ids: the map has {len(self):,} of {self.capacity:,}"
             )
         if inserted < ids.size:
-            if ids[inserted] == -1:
+            if self.num_ids is None and ids[inserted] == -1:
                 raise ValueError(f"id -1 at position {inserted}: maps cannot hold it")
+            if self.num_ids is not None and not 0 <= ids[inserted] < self.num_ids:
+                raise ValueError(
+                    f"id {ids[inserted]} at position {inserted}: the map holds ids from 0 to "
+                    f"{self.num_ids - 1:,}"
+                )
             if slots[inserted] < 0:
                 raise ValueError(
                     f"slot {slots[inserted]} at position {inserted}: it must be 0 or more"

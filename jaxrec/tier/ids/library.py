@@ -19,14 +19,14 @@ import numpy as np
 from jaxrec.tier.ids.record_array import RecordArray
 
 _LIBRARY = pathlib.Path(__file__).parents[1] / "native" / "libjaxrec_tier.so"
-_INTERFACE = 4  # of native/library.cc
+_INTERFACE = 5  # of native/library.cc
 
 _COUNT, _POINTER = ctypes.c_int64, ctypes.c_void_p
 
 # By function of the library, the types of its arguments. Those that are not listed under _RESULTS
 # return a count.
 _ARGUMENTS = {
-    "id_map_new": (_COUNT, ctypes.c_uint64),
+    "id_map_new": (_COUNT, ctypes.c_uint64, _COUNT),
     "id_map_delete": (_POINTER,),
     "id_map_num_bytes": (_POINTER,),
     "id_map_size": (_POINTER,),
@@ -109,8 +109,9 @@ _PASSING_SEED = _seed()
 class Map:
     """See `jaxrec.tier.ids.reference.Map`."""
 
-    def __init__(self, capacity: int):
-        self._handle = ctypes.c_void_p(_library().jaxrec_id_map_new(capacity, _seed()))
+    def __init__(self, capacity: int, num_ids: int | None = None):
+        handle = _library().jaxrec_id_map_new(capacity, _seed(), num_ids or 0)
+        self._handle = ctypes.c_void_p(handle)
         if not self._handle:
             raise MemoryError(f"no memory for a map of {capacity:,} ids")
         delete = weakref.finalize(self, _library().jaxrec_id_map_delete, self._handle)

@@ -26,8 +26,8 @@ _FACTOR, _STEP = np.uint64(0xD6E8FEB86659FD93), np.uint64(0x9E3779B97F4A7C15)
 class Map:
     """Map from ids to slots: the ids in ascending order, and the slot of each."""
 
-    def __init__(self, capacity: int):
-        self._capacity = capacity
+    def __init__(self, capacity: int, num_ids: int | None = None):
+        self._capacity, self._num_ids = capacity, num_ids
         # Replaced as one, so that a reader in another thread sees both of one state.
         self._items = np.empty(0, np.int64), np.empty(0, np.int32)
         self._changing = threading.Lock()
@@ -48,14 +48,17 @@ class Map:
 
         Returns:
             The number of ids; or the position of the first id that the map has, that occurs before,
-            that is -1 or whose slot is negative; or -1 without room. The map is as before in these
-            cases.
+            that the map cannot hold or whose slot is negative; or -1 without room. The map is as
+            before in these cases.
         """
         with self._changing:
             if ids.size > self._capacity - len(self):
                 return -1
             taken = (_find(*self._items, ids) >= 0) | _occurs_before(ids)
-            refused = taken | (ids == -1) | (slots < 0)
+            is_valid = ids != -1
+            if self._num_ids is not None:
+                is_valid = (ids >= 0) & (ids < self._num_ids)
+            refused = taken | ~is_valid | (slots < 0)
             if refused.any():
                 return int(refused.argmax())
             order = np.argsort(ids)

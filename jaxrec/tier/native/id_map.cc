@@ -16,6 +16,9 @@ constexpr double kFullness = 0.7;
 // Buckets that are asked for before they are needed. A core waits for about this many at a time.
 constexpr int64_t kAhead = 32;
 constexpr size_t kHugePage = size_t{2} << 20;
+// A table has at most this many entries for an id that the map has room for. It then takes up to 64
+// bytes for each; the system gives a page of it only when an id of the page comes.
+constexpr int64_t kEntriesOfTable = 16;
 
 // The finalizer of MurmurHash3: each bit of an id changes each bit of its hash.
 uint64_t hash(uint64_t id, uint64_t seed) {
@@ -56,14 +59,23 @@ int entry_of(const Bucket& bucket, int64_t id) {
   return __builtin_ctz(matches);
 }
 
+// The entry of a table for a slot, and its reverse.
+uint32_t entry_for(int32_t slot) { return static_cast<uint32_t>(slot) + 1; }
+int32_t slot_of(uint32_t entry) { return static_cast<int32_t>(entry - 1); }
+
 }  // namespace
 
-IdMap::IdMap(int64_t capacity, uint64_t seed)
-    : capacity_(capacity),
-      num_buckets_(static_cast<int64_t>(capacity / (Bucket::kEntries * kFullness)) + 1),
-      seed_(seed),
-      buckets_(new_buckets(num_buckets_)),
-      end_(buckets_.get() + num_buckets_) {}
+IdMap::IdMap(int64_t capacity, uint64_t seed, int64_t num_ids)
+    : capacity_(capacity), num_ids_(num_ids), num_buckets_(0), seed_(seed), end_(nullptr) {
+  if (num_ids != 0 && num_ids <= kEntriesOfTable * capacity) {
+    table_.reset(static_cast<uint32_t*>(std::calloc(num_ids, sizeof(uint32_t))));
+    if (!table_) throw std::bad_alloc();
+    return;
+  }
+  num_buckets_ = static_cast<int64_t>(capacity / (Bucket::kEntries * kFullness)) + 1;
+  buckets_.reset(new_buckets(num_buckets_));
+  end_ = buckets_.get() + num_buckets_;
+}
 
 // The upper half of the hash, scaled to the number of buckets, which is less than 2^32.
 Bucket* IdMap::home(int64_t id) const {
@@ -150,6 +162,10 @@ void IdMap::empty_entry(Bucket* bucket, int entry) {
 }
 
 void IdMap::find(const int64_t* ids, int64_t count, int32_t* slots) const {
+  if (table_) {
+    for (int64_t i = 0; i < count; ++i) slots[i] = is_valid(ids[i]) ? slot_of(table_[ids[i]]) : kNoSlot;
+    return;
+  }
   for_each_home<0>(ids, count, [&](int64_t i, Bucket* bucket) {
     slots[i] = look_up(bucket, ids[i]);
     return true;
@@ -157,8 +173,22 @@ void IdMap::find(const int64_t* ids, int64_t count, int32_t* slots) const {
 }
 
 int64_t IdMap::insert(const int64_t* ids, const int32_t* slots, int64_t count) {
+  if (table_) {
+    int64_t added = 0;
+    for (; added < count; ++added) {
+      const int64_t id = ids[added];
+      if (!is_valid(id) || slots[added] < 0 || table_[id] != 0) break;
+      table_[id] = entry_for(slots[added]);
+    }
+    if (added == count) {
+      size_ += count;
+    } else {
+      for (int64_t i = 0; i < added; ++i) table_[ids[i]] = 0;
+    }
+    return added;
+  }
   const int64_t added = for_each_home<1>(ids, count, [&](int64_t i, Bucket* bucket) {
-    if (ids[i] == kNoId || slots[i] < 0 || look_up(bucket, ids[i]) != kNoSlot) return false;
+    if (!is_valid(ids[i]) || slots[i] < 0 || look_up(bucket, ids[i]) != kNoSlot) return false;
     place(bucket, ids[i], slots[i]);
     return true;
   });
@@ -169,6 +199,20 @@ int64_t IdMap::insert(const int64_t* ids, const int32_t* slots, int64_t count) {
 }
 
 int64_t IdMap::remove(const int64_t* ids, int64_t count, int32_t* slots) {
+  if (table_) {
+    int64_t removed = 0;
+    for (; removed < count; ++removed) {
+      slots[removed] = is_valid(ids[removed]) ? slot_of(table_[ids[removed]]) : kNoSlot;
+      if (slots[removed] == kNoSlot) break;
+      table_[ids[removed]] = 0;
+    }
+    if (removed == count) {
+      size_ -= count;
+    } else {
+      for (int64_t i = 0; i < removed; ++i) table_[ids[i]] = entry_for(slots[i]);
+    }
+    return removed;
+  }
   const int64_t removed = for_each_home<1>(ids, count, [&](int64_t i, Bucket* bucket) {
     slots[i] = ids[i] == kNoId ? kNoSlot : take_out(bucket, ids[i]);
     return slots[i] != kNoSlot;
@@ -198,6 +242,14 @@ int32_t IdMap::find_or_insert(const int64_t* ids, int64_t count, int32_t next, i
 }
 
 void IdMap::items(int64_t* ids, int32_t* slots) const {
+  if (table_) {
+    for (int64_t id = 0; id < num_ids_; ++id) {
+      if (table_[id] == 0) continue;
+      *ids++ = id;
+      *slots++ = slot_of(table_[id]);
+    }
+    return;
+  }
   for (const Bucket* bucket = buckets_.get(); bucket != end_; ++bucket) {
     for (int i = 0; i < Bucket::kEntries; ++i) {
       if (bucket->ids[i] == kNoId) continue;

@@ -49,11 +49,11 @@ void in_parts(int64_t count, int64_t of_thread, int64_t max_threads, Work work) 
 }  // namespace
 
 // Raised by each change of the functions below, so that Python refuses a library of other sources.
-JAXREC_EXPORT int64_t jaxrec_tier_interface() { return 4; }
+JAXREC_EXPORT int64_t jaxrec_tier_interface() { return 5; }
 
-JAXREC_EXPORT IdMap* jaxrec_id_map_new(int64_t capacity, uint64_t seed) {
+JAXREC_EXPORT IdMap* jaxrec_id_map_new(int64_t capacity, uint64_t seed, int64_t num_ids) {
   try {
-    return new IdMap(capacity, seed);
+    return new IdMap(capacity, seed, num_ids);
   } catch (const std::bad_alloc&) {
     return nullptr;
   }

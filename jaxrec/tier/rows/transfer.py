@@ -187,13 +187,14 @@ class RowTransfer:
     def __init__(
         self, store: RowStore, layout: RecordLayout, format: RecordFormat | None = None
     ) -> None:
-        store.open(layout.record_format() if format is None else format)
+        format = layout.record_format() if format is None else format
+        store.open(format)
         self.store, self.layout = store, layout
         self.traffic = StoreTraffic(layout.width)
         self.watchers: weakref.WeakSet[WrittenIds] = weakref.WeakSet()
         # Number of rows of an earlier run, until a checkpoint takes their place.
         self.num_earlier = len(store)
-        self._under_way = RowsUnderWay()
+        self._under_way = RowsUnderWay(format.num_ids)
         # A store slower than the training step makes the step wait, or rows would fill the memory.
         self._room = threading.BoundedSemaphore(_MOST_SENT)
         # One thread each: rows are written in the order of their evictions.

@@ -48,6 +48,9 @@ class WantedRows:
 class RowsUnderWay:
     """Evicted rows that a store does not have yet. Threads may share it.
 
+    Args:
+        num_ids: Ids are 0 to ``num_ids`` - 1; None: any int64 but -1.
+
     Example:
         >>> import numpy as np
         >>> under_way = RowsUnderWay()
@@ -60,12 +63,12 @@ class RowsUnderWay:
         ((), 0)
     """
 
-    def __init__(self) -> None:
+    def __init__(self, num_ids: int | None = None) -> None:
         self._lock = threading.Lock()
         self._evictions: dict[int, EvictedRows] = {}
         self._last = 0
         # For each place the last eviction of its id, and the id's index there.
-        self._places = Places(_FIRST_ROOM)
+        self._places = Places(_FIRST_ROOM, num_ids)
         self._number = np.zeros(_FIRST_ROOM, np.int64)
         self._index = np.zeros(_FIRST_ROOM, np.int32)
 

@@ -138,7 +138,7 @@ class CachedStore(RowStore):
             room = min(self.memory // (self.format.width + _OVERHEAD), 2**31 - 1)
             if self.format.num_ids is not None:
                 room = min(room, self.format.num_ids)
-            self._map = IdMap(room)
+            self._map = IdMap(room, num_ids=self.format.num_ids)
             self._records = np.zeros((room, self.format.width), np.uint8)
             self._ids = np.full(room, -1, np.int64)
             self._last_use = np.zeros(room, np.uint64)

@@ -86,4 +86,4 @@ class MemoryStore(RowStore):
 
     def _empty(self) -> None:
         self._records = GrowingRecords(_FIRST_ROOM, self.format.width)
-        self._places = Places(_FIRST_ROOM)
+        self._places = Places(_FIRST_ROOM, self.format.num_ids)

@@ -12,6 +12,7 @@ class Places:
 
     Args:
         room: Number of places at first.
+        num_ids: Ids are 0 to ``num_ids`` - 1; None: any int64 but -1.
 
     Example:
         >>> import numpy as np
@@ -22,8 +23,8 @@ class Places:
         (array([0], dtype=int32), 4)
     """
 
-    def __init__(self, room: int) -> None:
-        self._map = IdMap(room)
+    def __init__(self, room: int, num_ids: int | None = None) -> None:
+        self._map = IdMap(room, num_ids=num_ids)
         self._next = 0  # This place and those after it were never taken.
         self._freed = np.zeros(0, np.int32)
 
@@ -65,7 +66,7 @@ class Places:
 
     def load(self, ids: np.ndarray, places: np.ndarray, room: int) -> None:
         """Set the map to given ids and their places."""
-        self._map = IdMap(room)
+        self._map = IdMap(room, num_ids=self._map.num_ids)
         self._map.insert(ids, places)
         self._next = int(places.max(initial=-1)) + 1
         is_free = np.ones(self._next, bool)
@@ -84,5 +85,5 @@ class Places:
 
     def _grow(self, room: int) -> None:
         ids, places = self._map.items()
-        self._map = IdMap(room)
+        self._map = IdMap(room, num_ids=self._map.num_ids)
         self._map.insert(ids, places)

@@ -110,12 +110,13 @@ class Vocabulary:
         num_rows: Rows of the table. The first ``settings.unknown.rows`` of them are for
             ids without a row of their own.
         settings: Which ids get a row and which lose it.
+        num_ids: Ids are 0 to ``num_ids`` - 1; None: any int64 but -1.
 
     Raises:
         ValueError: There is no row for ids, or int32 cannot number the rows.
     """
 
-    def __init__(self, num_rows: int, settings: Dynamic) -> None:
+    def __init__(self, num_rows: int, settings: Dynamic, num_ids: int | None = None) -> None:
         self.num_rows, self.settings = num_rows, settings
         self.first_row = settings.unknown.rows
         self.room = num_rows - self.first_row
@@ -128,7 +129,7 @@ class Vocabulary:
                 f"ids get rows that int32 numbers, at most {MAX_ROWS}, but {num_rows} are wanted"
             )
         self._set_records(Records.empty(num_rows))
-        self.map = IdMap(self.room)
+        self.map = IdMap(self.room, num_ids=num_ids)
         self.sightings = None
         if settings.admit_after > 1:
             self.sightings = Sightings(settings.counters or num_rows)
@@ -459,7 +460,7 @@ class Vocabulary:
             free = in_order[is_free[in_order]]
             rows = old_rows.copy()
             rows[~stays], self._freed = np.split(free, [np.count_nonzero(~stays)])
-        self.map = IdMap(self.room)
+        self.map = IdMap(self.room, num_ids=self.map.num_ids)
         self.map.insert(records.ids, rows)
         self._set_records(Records.empty(self.num_rows))
         for name, array in self._records.arrays().items():

@@ -67,9 +67,12 @@ class TestIdMap:
         require_equal(ids, {-(2**63): 0})
         assert repr(ids) == "IdMap(capacity=4, threads=1), 1 ids"
 
+    # A range of 16 times the capacity indexes an array, a larger one is hashed.
+    @pytest.mark.parametrize("ids_per_entry", [None, 16, 17])
     @pytest.mark.parametrize("capacity", [0, 1, 2, 3, 4, 5, 7, 100, 5000])
-    def test_is_filled_emptied_and_filled_again(self, capacity):
-        ids = IdMap(capacity)
+    def test_is_filled_emptied_and_filled_again(self, capacity, ids_per_entry):
+        num_ids = None if ids_per_entry is None else max(1, ids_per_entry * capacity)
+        ids = IdMap(capacity, num_ids=num_ids)
         slots = np.arange(capacity, dtype=np.int32)
         for first in range(3):
             numbers = np.arange(first, capacity + first)
@@ -92,9 +95,12 @@ class TestIdMap:
             ([3, 4], [0], "slots must have the shape \\[2\\], not \\[1\\]"),
         ],
     )
+    @pytest.mark.parametrize("num_ids", [None, 10])
     @pytest.mark.usefixtures("unchecked")
-    def test_refused_insertions_change_nothing(self, given_ids, slots, message):
-        ids = IdMap(8)
+    def test_refused_insertions_change_nothing(self, given_ids, slots, message, num_ids):
+        if num_ids is not None:
+            message = message.replace("maps cannot hold it", "the map holds ids from 0 to 9")
+        ids = IdMap(8, num_ids=num_ids)
         ids.insert(int64(1, 2), int32(10, 20))
         with pytest.raises(ValueError, match=message):
             ids.insert(int64(*given_ids), int32(*slots))
@@ -108,12 +114,28 @@ class TestIdMap:
             ([1, -1], "id -1 at position 1 is not in the map"),
         ],
     )
-    def test_refused_removals_change_nothing(self, given_ids, message):
-        ids = IdMap(8)
+    @pytest.mark.parametrize("num_ids", [None, 10])
+    def test_refused_removals_change_nothing(self, given_ids, message, num_ids):
+        ids = IdMap(8, num_ids=num_ids)
         ids.insert(int64(1, 2), int32(10, 20))
         with pytest.raises(KeyError, match=message):
             ids.remove(int64(*given_ids))
         require_equal(ids, {1: 10, 2: 20})
+
+    @pytest.mark.parametrize("num_ids", [10, 10_000])
+    def test_ids_beyond_a_range_are_absent_and_refused(self, num_ids):
+        ids = IdMap(8, num_ids=num_ids)
+        last = num_ids - 1
+        ids.insert(int64(0, last), int32(2**31 - 1, 4))
+        beyond = [-(2**63), -1, num_ids, 2**63 - 1]
+        assert ids.find(int64(*beyond, last, 0)).tolist() == [-1] * 4 + [4, 2**31 - 1]
+        for each in beyond:
+            message = f"id {each} at position 1: the map holds ids from 0 to {last:,}"
+            with pytest.raises(ValueError, match=message):
+                ids.insert(int64(1, each), int32(0, 0))
+            with pytest.raises(KeyError, match=f"id {each} at position 1 is not in the map"):
+                ids.remove(int64(0, each))
+        require_equal(ids, {0: 2**31 - 1, last: 4})
 
     @pytest.mark.usefixtures("unchecked")
     def test_arrays_of_other_types_and_shapes_are_refused(self):
@@ -141,6 +163,8 @@ class TestIdMap:
             IdMap(2**31)
         with pytest.raises(ValueError, match="threads must be 1 or more, not 0"):
             IdMap(1, threads=0)
+        with pytest.raises(ValueError, match="num_ids must be 1 or more, not 0"):
+            IdMap(1, num_ids=0)
 
     def test_large_batches_are_found_by_several_threads(self):
         count = 100_001
@@ -243,18 +267,19 @@ class TestIdMap:
 @given(
     seed=st.integers(0, 2**32),
     capacity=st.one_of(st.integers(0, 12), st.integers(0, 400)),
-    spread=st.sampled_from([1, 2, 10]),
+    spread=st.sampled_from([1, 2, 10, 40]),
     num_batches=st.integers(1, 60),
+    is_range=st.booleans(),
 )
-def test_random_programs(module, seed, capacity, spread, num_batches):
+def test_random_programs(module, seed, capacity, spread, num_batches, is_range):
     """Insertions and removals of random ids, some of which must be refused, as a dictionary's."""
     rng = np.random.default_rng(seed)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(implementation, "current", lambda: module)
-        ids = IdMap(capacity, threads=2)
+        universe = max(1, spread * capacity)
+        ids = IdMap(capacity, threads=2, num_ids=universe if is_range else None)
     expected: dict[int, int] = {}
-    universe = max(1, spread * capacity)
-    multiplier = int(rng.choice([1, 2**32, 2**52]))
+    multiplier = 1 if is_range else int(rng.choice([1, 2**32, 2**52]))
     for _ in range(num_batches):
         batch = multiplier * rng.integers(0, universe, rng.integers(0, capacity + 2))
         if rng.random() < 0.8:
@@ -288,7 +313,7 @@ def test_random_programs(module, seed, capacity, spread, num_batches):
 
 @pytest.mark.skipif(library.missing() is not None, reason="there is no native library")
 def test_no_memory(monkeypatch):
-    monkeypatch.setattr(library._library(), "jaxrec_id_map_new", lambda capacity, seed: None)
+    monkeypatch.setattr(library._library(), "jaxrec_id_map_new", lambda *arguments: None)
     with pytest.raises(MemoryError, match="no memory for a map of 5 ids"):
         IdMap(5)
 
