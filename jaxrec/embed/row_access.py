@@ -17,7 +17,7 @@ from jaxrec.embed.row_slots import RowSlots
 from jaxrec.embed.store import TableStore
 
 _SMALLEST_SIZE = 64
-_SIZE_STEP = 2
+_FINE_SIZE = 4096
 
 
 @dataclasses.dataclass(frozen=True)
@@ -238,8 +238,15 @@ def _write(
 
 
 def size_for(count: int) -> int:
-    """Return the smallest size of the ladder 64, 128, 256, ... that holds a count."""
+    """Return the smallest size of a ladder that holds a count.
+
+    The ladder doubles from 64 to 4,096: 64, 128, ... Then it takes four steps to double, since
+    padding is copied, too: 4,096, 5,120, 6,144, 7,168, 8,192, 10,240, ...
+    """
     size = _SMALLEST_SIZE
-    while size < count:
-        size *= _SIZE_STEP
-    return size
+    while size < count and size < _FINE_SIZE:
+        size *= 2
+    if size >= count:
+        return size
+    step = 1 << (count - 1).bit_length() - 3
+    return -(-count // step) * step

@@ -320,7 +320,10 @@ def read_slots(
     """Return some rows of an array and of its state; zeros for a slot outside."""
 
     def read(array: TableArray) -> Array:
-        index = jnp.where(slots < 0, array.shape[0], slots)
+        is_outside = (slots < 0) | (slots >= array.shape[0])
+        index = jnp.where(is_outside, array.shape[0], slots)
+        if array.ndim == 2 and not is_packed(array):
+            return kernels.row_lookup(array, index)
         return array.at[index].get(mode="fill", fill_value=0)
 
     return read(rows), {key: read(array) for key, array in state.items()}

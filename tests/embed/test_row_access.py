@@ -94,10 +94,12 @@ def test_tables_that_are_not_there(placement):
 
 
 @pytest.mark.parametrize(
-    ("count", "size"), [(1, 64), (64, 64), (65, 128), (128, 128), (129, 256), (1025, 2048)]
+    ("count", "size"),
+    [(1, 64), (64, 64), (65, 128), (129, 256), (2049, 4096), (4096, 4096), (4097, 5120)]
+    + [(5121, 6144), (7169, 8192), (8192, 8192), (8193, 10_240), (10_241, 12_288)],
 )
 def test_ladder_of_sizes(count, size):
-    config = jaxrec.EmbeddingBagConfig("big", 5000, 4)
+    config = jaxrec.EmbeddingBagConfig("big", 20_000, 4)
     store = jaxrec.EmbeddingBagCollection([config], rngs=nnx.Rngs(0)).tables.get_value()
     (slots,) = group_slots(store, [TableRows("big", np.arange(count))]).values()
     assert slots.slots.shape == (size,)

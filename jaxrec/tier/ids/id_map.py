@@ -50,7 +50,7 @@ class IdMap:
         if num_ids is not None and num_ids < 1:
             raise ValueError(f"num_ids must be 1 or more, not {num_ids}")
         self.capacity, self.num_ids = capacity, num_ids
-        self.threads = _cores() if threads is None else threads
+        self.threads = num_cores() if threads is None else threads
         self._map = implementation.current().Map(capacity, num_ids)
 
     def __len__(self) -> int:
@@ -166,7 +166,7 @@ def _repeats(ids: np.ndarray, position: int) -> bool:
     return bool((ids[:position] == ids[position]).any())
 
 
-def _cores() -> int:
+def num_cores() -> int:
     """Return the number of processor cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))

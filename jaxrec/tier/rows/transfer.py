@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import functools
+import itertools
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,12 +14,15 @@ from typing import Any
 import numpy as np
 
 from jaxrec.mesh.agree import gather_flags, gather_rows, raise_together
+from jaxrec.tier.ids.id_map import num_cores
 from jaxrec.tier.rows.record_layout import RecordLayout
 from jaxrec.tier.rows.store_traffic import StoreTraffic
 from jaxrec.tier.rows.under_way import EvictedRows, RowsUnderWay, WantedRows
 from jaxrec.tier.rows.written_ids import WrittenIds
 from jaxrec.tier.stores.division import Division
 from jaxrec.tier.stores.row_store import RecordFormat, RowStore
+
+_Thread = concurrent.futures.ThreadPoolExecutor
 
 # Evictions that wait for the store at most, in memory.
 _MOST_SENT = 16
@@ -198,8 +203,7 @@ class RowTransfer:
         # A store slower than the training step makes the step wait, or rows would fill the memory.
         self._room = threading.BoundedSemaphore(_MOST_SENT)
         # One thread each: rows are written in the order of their evictions.
-        self._writer = concurrent.futures.ThreadPoolExecutor(1, "row writer")
-        self._reader = concurrent.futures.ThreadPoolExecutor(1, "row reader")
+        self._writer, self._reader = next(_threads())
         self._error: BaseException | None = None
         self.division: Division | None = None
 
@@ -405,3 +409,14 @@ class RowTransfer:
             RuntimeError: A row could not be written, in some process.
         """
         self._together(self.wait)
+
+
+@functools.cache
+def _threads() -> Iterator[tuple[_Thread, _Thread]]:
+    """Give threads that write and read stores: as many of each as cores, in turn.
+
+    More threads would wait for each other, with a switch at each call.
+    """
+    return itertools.cycle(
+        [(_Thread(1, "row writer"), _Thread(1, "row reader")) for _ in range(num_cores())]
+    )

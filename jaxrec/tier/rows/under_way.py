@@ -12,6 +12,9 @@ from jaxrec.tier.stores.places import Places
 
 _FIRST_ROOM = 1024
 
+# Ranges of at most so many ids index an array of 8 bytes for each, 32 MiB.
+_MOST_INDEXED = 1 << 22
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class EvictedRows:
@@ -66,11 +69,14 @@ class RowsUnderWay:
     def __init__(self, num_ids: int | None = None) -> None:
         self._lock = threading.Lock()
         self._evictions: dict[int, EvictedRows] = {}
-        self._last = 0
-        # For each place the last eviction of its id, and the id's index there.
-        self._places = Places(_FIRST_ROOM, num_ids)
-        self._number = np.zeros(_FIRST_ROOM, np.int64)
-        self._index = np.zeros(_FIRST_ROOM, np.int32)
+        self._num_evictions = 0
+        # Places of ids in `_last`; None: an id is its own place.
+        self._places, room = None, num_ids
+        if room is None or room > _MOST_INDEXED:
+            self._places, room = Places(_FIRST_ROOM, num_ids), _FIRST_ROOM
+        # For each place the number of the last eviction of its id, times 2**32, and the id's index
+        # there. The system gives the memory of a range of ids when it is written.
+        self._last = np.zeros(room, np.int64)
 
     def __len__(self) -> int:
         """Return the number of evictions under way."""
@@ -79,34 +85,45 @@ class RowsUnderWay:
     def add(self, ids: np.ndarray) -> EvictedRows:
         """Register the eviction of distinct ids, int64 ``[n]``."""
         with self._lock:
-            self._last += 1
-            evicted = self._evictions[self._last] = EvictedRows(ids, self._last)
-            places = self._places.assign(ids)
-            if (room := self._places.room) > self._number.size:
-                self._number, self._index = (
-                    np.concatenate([array, np.zeros(room - array.size, array.dtype)])
-                    for array in (self._number, self._index)
-                )
-            self._number[places] = self._last
-            self._index[places] = np.arange(ids.size, dtype=np.int32)
+            self._num_evictions += 1
+            number = self._num_evictions
+            evicted = self._evictions[number] = EvictedRows(ids, number)
+            places = ids
+            if self._places is not None:
+                places = self._places.assign(ids)
+                grown = self._places.room - self._last.size
+                if grown > 0:
+                    self._last = np.concatenate([self._last, np.zeros(grown, np.int64)])
+            first = number << 32
+            self._last[places] = np.arange(first, first + ids.size)
             return evicted
 
     def find(self, ids: np.ndarray) -> tuple[WantedRows, ...]:
         """Return the last evictions of those of some distinct ids that are under way."""
         with self._lock:
-            places = self._places.find(ids)
-            positions = np.flatnonzero(places >= 0)
-            places = places[positions]
-            number, index = self._number[places], self._index[places]
+            if not self._evictions:
+                return ()
+            if self._places is None:
+                last = self._last[ids]
+            else:
+                places = self._places.find(ids)
+                last = np.where(places >= 0, self._last[places], 0)
+            positions = np.flatnonzero(last >= min(self._evictions) << 32)
+            last = last[positions]
+            number, index = last >> 32, last.astype(np.int32)  # of the lower half
             return tuple(
-                WantedRows(self._evictions[of.item()], index[number == of], positions[number == of])
-                for of in np.unique(number)
+                WantedRows(evicted, index[is_of], positions[is_of])
+                for of in np.unique(number).tolist()
+                if (evicted := self._evictions.get(of)) is not None
+                for is_of in [number == of]
             )
 
     def remove(self, evicted: EvictedRows) -> None:
         """Forget an eviction whose rows the store has."""
         with self._lock:
             del self._evictions[evicted.number]
+            if self._places is None:
+                return
             places = self._places.find(evicted.ids)
-            is_last = self._number[places] == evicted.number
+            is_last = self._last[places] >> 32 == evicted.number
             self._places.remove(evicted.ids[is_last & (places >= 0)])
