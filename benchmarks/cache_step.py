@@ -8,7 +8,7 @@ import resource
 import statistics
 import tempfile
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -16,7 +16,7 @@ import jaxrec
 from benchmarks.vocabulary_step import Model, Run, quantiles
 from jaxrec.data import Pipeline
 from jaxrec.ragged import KeyedJaggedArray
-from jaxrec.tier import Cached
+from jaxrec.tier import Cached, farthest, lfu, lru
 from jaxrec.tier.tier import tier_of
 from jaxrec.train import put_batch
 from jaxrec.train.memory import keep_freed_memory
@@ -42,6 +42,8 @@ class Cache:
     """The i-th most frequent id is drawn with a probability proportional to i**-exponent."""
     stores: tuple[str, ...] = ("memory", "file")
     """Stores beside the whole tables: memory, file, rocksdb."""
+    eviction: Literal["lru", "farthest"] = "lru"
+    """Rows that leave: `lru()`, or `farthest(16, lfu())`."""
     steps: int = 10
     """Steps of a round."""
     rounds: int = 7
@@ -52,14 +54,16 @@ class Cache:
     def run(self) -> None:
         keep_freed_memory()
         with tempfile.TemporaryDirectory() as directory:
-            runs = {"whole": Run(Model(self), Pipeline(self.batches(), put_batch, ahead=4))}
+            whole = Run(Model(self), Pipeline(self.batches(), put_batch, ahead=4))
+            # One store at a time: another's threads may still write while the whole tables train.
             for store in self.stores:
-                runs[store] = self.cached_run(store, directory)
-            self.compare(runs)
+                self.compare({"whole": whole, store: self.cached_run(store, directory)})
+        megabytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+        print(json.dumps({"peak_megabytes": round(megabytes)}))
 
     def compare(self, runs: dict[str, Run]) -> None:
         for run in runs.values():
-            run.train(4 * self.steps)
+            run.train(max(self.distinct, 4 * self.steps))  # each row has come once
         times: dict[str, list[tuple[float, float]]] = {name: [] for name in runs}
         for _ in range(self.rounds):
             for name, run in runs.items():
@@ -75,14 +79,14 @@ class Cache:
                 hits, lookups = (sum(each[key] for each in tables) for key in ("hits", "lookups"))
                 line["hit_rate"] = round(hits / lookups, 4)
             print(json.dumps(line), flush=True)
-        megabytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-        print(json.dumps({"peak_megabytes": round(megabytes)}))
 
     def cached_run(self, store: str, directory: str) -> Run:
+        eviction = lru() if self.eviction == "lru" else farthest(16, lfu())
         tables = {
             f"f{i}": Cached(
                 round(self.cached * self.rows),
                 "memory://" if store == "memory" else f"{store}://{directory}/{store}{i}",
+                eviction,
             )
             for i in range(self.features)
         }

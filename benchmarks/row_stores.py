@@ -208,10 +208,12 @@ def redis_server(directory: str) -> Iterator[int | None]:
         directory,
     ]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL) as server:
-        while True:
-            with contextlib.suppress(OSError):
-                socket.create_connection(("127.0.0.1", port), 1).close()
-                break
-            time.sleep(0.02)
-        yield port
-        server.terminate()
+        try:
+            while True:
+                with contextlib.suppress(OSError):
+                    socket.create_connection(("127.0.0.1", port), 1).close()
+                    break
+                time.sleep(0.02)
+            yield port
+        finally:
+            server.terminate()

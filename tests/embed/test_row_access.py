@@ -95,8 +95,7 @@ def test_tables_that_are_not_there(placement):
 
 @pytest.mark.parametrize(
     ("count", "size"),
-    [(1, 64), (64, 64), (65, 128), (129, 256), (2049, 4096), (4096, 4096), (4097, 5120)]
-    + [(5121, 6144), (7169, 8192), (8192, 8192), (8193, 10_240), (10_241, 12_288)],
+    [(64, 64), (65, 128), (2049, 4096), (4097, 5120), (5121, 6144), (8192, 8192), (8193, 10_240)],
 )
 def test_ladder_of_sizes(count, size):
     config = jaxrec.EmbeddingBagConfig("big", 20_000, 4)

@@ -23,7 +23,7 @@ using namespace jaxrec;
 
 // What Python calls; library.cc has no header.
 extern "C" {
-IdMap* jaxrec_id_map_new(int64_t, uint64_t);
+IdMap* jaxrec_id_map_new(int64_t, uint64_t, int64_t);
 void jaxrec_id_map_delete(IdMap*);
 int64_t jaxrec_id_map_size(const IdMap*);
 void jaxrec_id_map_find(const IdMap*, const int64_t*, int64_t, int32_t*, int64_t);
@@ -75,16 +75,17 @@ void require_equal(const IdMap& map, const Expected& expected) {
   }
 }
 
-// Ids of all homes, ids in a row, or ids whose home is the last bucket.
-enum Shape { kSpread, kSequential, kOneHome };
+// Ids of all homes, ids in a row, ids whose home is the last bucket, or a range that indexes a table.
+enum Shape { kSpread, kSequential, kOneHome, kRange };
 
 // Batches that are inserted and removed, some of them with an id that is refused.
 void check_program(int64_t capacity, Shape shape, Random& random) {
-  IdMap map(capacity, shape == kOneHome ? 0 : random());
+  IdMap map(capacity, shape == kOneHome ? 0 : random(), shape == kRange ? 2 * capacity + 1 : 0);
   Expected expected;
   auto draw_id = [&]() -> int64_t {
     const uint64_t number = random() % (2 * capacity + 1);
     if (shape == kOneHome) return unhash(~number);
+    if (shape == kRange) return static_cast<int64_t>(number);
     return static_cast<int64_t>(shape == kSequential ? number - 5 : number * 0x9E3779B97F4A7C15);
   };
   for (int batch = 0; batch < 60; ++batch) {
@@ -124,9 +125,10 @@ void check_program(int64_t capacity, Shape shape, Random& random) {
   }
 }
 
-void check_threads() {
+// `num_ids` as in IdMap.
+void check_threads(int64_t num_ids) {
   constexpr int64_t kCount = 40000;
-  IdMap* map = jaxrec_id_map_new(4 * kCount, 1);
+  IdMap* map = jaxrec_id_map_new(4 * kCount, 1, num_ids);
   std::vector<int64_t> ids(kCount);
   std::vector<int32_t> slots(kCount);
   std::iota(ids.begin(), ids.end(), 0);
@@ -185,7 +187,7 @@ void check_look_up(Random& random) {
   std::vector<int64_t> counts, sizes(2 * kMaps), unique(kMaps * kCount);
   std::vector<int32_t> positions(kMaps * kCount), inverse(kMaps * kCount), occurrences(kMaps * kCount);
   for (int64_t map = 0; map < kMaps; ++map) {
-    IdMap* resident = jaxrec_id_map_new(1000, random());
+    IdMap* resident = jaxrec_id_map_new(1000, random(), map == 2 ? 1000 : 0);
     std::vector<int64_t> known(1000);
     std::vector<int32_t> places(1000, 3);
     std::iota(known.begin(), known.end(), 0);
@@ -388,12 +390,13 @@ void check_fingerprint() {
 
 int main() {
   Random random(7);
-  for (Shape shape : {kSpread, kSequential, kOneHome}) {
+  for (Shape shape : {kSpread, kSequential, kOneHome, kRange}) {
     for (int64_t capacity : {0, 1, 2, 3, 4, 5, 7, 8, 10, 14, 20, 50, 200}) {
       for (int round = 0; round < 5; ++round) check_program(capacity, shape, random);
     }
   }
-  check_threads();
+  check_threads(0);
+  check_threads(4 * 40000);
   for (int64_t count : {0, 1, 4096, 30000}) {
     for (uint64_t num_ids : {1u, 100u, 4000000000u}) check_distinct(count, num_ids, random);
   }

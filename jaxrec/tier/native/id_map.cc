@@ -69,8 +69,7 @@ IdMap::IdMap(int64_t capacity, uint64_t seed, int64_t num_ids)
     : capacity_(capacity), num_ids_(num_ids), num_buckets_(0), seed_(seed), end_(nullptr) {
   if (num_ids != 0 && num_ids <= kEntriesOfTable * capacity) {
     table_.reset(static_cast<uint32_t*>(std::calloc(num_ids, sizeof(uint32_t))));
-    if (!table_) throw std::bad_alloc();
-    return;
+    if (table_) return;  // without room for it, buckets may still fit
   }
   num_buckets_ = static_cast<int64_t>(capacity / (Bucket::kEntries * kFullness)) + 1;
   buckets_.reset(new_buckets(num_buckets_));
@@ -163,7 +162,9 @@ void IdMap::empty_entry(Bucket* bucket, int entry) {
 
 void IdMap::find(const int64_t* ids, int64_t count, int32_t* slots) const {
   if (table_) {
-    for (int64_t i = 0; i < count; ++i) slots[i] = is_valid(ids[i]) ? slot_of(table_[ids[i]]) : kNoSlot;
+    for (int64_t i = 0; i < count; ++i) {
+      slots[i] = is_valid(ids[i]) ? slot_of(table_[ids[i]]) : kNoSlot;
+    }
     return;
   }
   for_each_home<0>(ids, count, [&](int64_t i, Bucket* bucket) {

@@ -51,8 +51,8 @@ class IdMap {
   int64_t remove(const int64_t* ids, int64_t count, int32_t* slots);
 
   // Writes the slot of each id, in a map of any ids; those that are absent, for which there must be
-  // room, get the slots from `next` on. `none` is the slot of kNoId, which the map cannot hold. Returns the slot
-  // after the last one that was given.
+  // room, get the slots from `next` on. `none` is the slot of kNoId, which the map cannot hold.
+  // Returns the slot after the last one that was given.
   int32_t find_or_insert(const int64_t* ids, int64_t count, int32_t next, int32_t& none,
                          int32_t* slots);
 

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from jaxrec.mesh.agree import gather_flags, gather_rows, raise_together
+from jaxrec.tier.ids import implementation
 from jaxrec.tier.ids.id_map import num_cores
 from jaxrec.tier.rows.record_layout import RecordLayout
 from jaxrec.tier.rows.store_traffic import StoreTraffic
@@ -85,11 +86,13 @@ class StoredRows:
             self.transfer.check()
         found, records = self._read()
         if self.under_way:
-            place = np.cumsum(found) - 1
+            places = np.cumsum(found, dtype=np.int32) - 1
+        native = implementation.current()
         for wanted in self.under_way:
             concurrent.futures.wait([wanted.evicted.records])
             self.transfer.check()
-            records[place[wanted.positions]] = wanted.evicted.records.result()[wanted.index]
+            rows = native.take_rows(wanted.evicted.records.result(), wanted.index)
+            native.put_rows(records, places[wanted.positions], rows)
         return found, records
 
     def _read(self) -> tuple[np.ndarray, np.ndarray]:
@@ -203,7 +206,7 @@ class RowTransfer:
         # A store slower than the training step makes the step wait, or rows would fill the memory.
         self._room = threading.BoundedSemaphore(_MOST_SENT)
         # One thread each: rows are written in the order of their evictions.
-        self._writer, self._reader = next(_threads())
+        self._writer, self._reader = next(_shared_threads()) if store.in_memory else _new_threads()
         self._error: BaseException | None = None
         self.division: Division | None = None
 
@@ -374,7 +377,7 @@ class RowTransfer:
             found, records = self._get_own(ids)
         for wanted in under_way:
             found[wanted.positions] = True
-        return found, records if found.all() else records[found]
+        return found, np.ascontiguousarray(records) if found.all() else records[found]
 
     def replaced(self) -> None:
         """Note that the store's records were replaced by those of a checkpoint."""
@@ -411,12 +414,15 @@ class RowTransfer:
         self._together(self.wait)
 
 
+def _new_threads() -> tuple[_Thread, _Thread]:
+    """Return a thread that writes to stores, and one that reads them."""
+    return _Thread(1, "row writer"), _Thread(1, "row reader")
+
+
 @functools.cache
-def _threads() -> Iterator[tuple[_Thread, _Thread]]:
-    """Give threads that write and read stores: as many of each as cores, in turn.
+def _shared_threads() -> Iterator[tuple[_Thread, _Thread]]:
+    """Give threads of stores in memory: as many pairs as cores, in turn.
 
     More threads would wait for each other, with a switch at each call.
     """
-    return itertools.cycle(
-        [(_Thread(1, "row writer"), _Thread(1, "row reader")) for _ in range(num_cores())]
-    )
+    return itertools.cycle([_new_threads() for _ in range(num_cores())])

@@ -22,6 +22,8 @@ class MemoryStore(RowStore):
     The records end with the process; checkpoints of the model hold them.
     """
 
+    in_memory = True
+
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._records: GrowingRecords | None = None

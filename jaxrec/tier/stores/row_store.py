@@ -30,9 +30,13 @@ class RowStore(abc.ABC):
 
     Attributes:
         format: The format of the records, set by `open`.
+        in_memory: Whether the records are in the process's memory, so that `get` and `put` never
+            wait for a disk or a server. Such stores share threads; each other store has threads of
+            its own.
     """
 
     format: RecordFormat
+    in_memory: bool = False
 
     @abc.abstractmethod
     def open(self, format: RecordFormat) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from jaxrec.embed.checkpoint_view import LogicalTable
+from jaxrec.tier.ids.id_map import num_cores
 from jaxrec.tier.rows.record_layout import RecordLayout
 from jaxrec.tier.rows.transfer import _MOST_SENT, RowTransfer
 from jaxrec.tier.rows.written_ids import WrittenIds
@@ -53,6 +54,12 @@ class SlowStore(MemoryStore):
         self.puts += 1
 
 
+class RemoteStore(SlowStore):
+    """A store that waits for something outside of the process."""
+
+    in_memory = False
+
+
 class BadStore(MemoryStore):
     """A store that fails to put or to get."""
 
@@ -93,6 +100,31 @@ def test_no_rows():
     found, tables = transfer.fetch(np.array([7, 8])).result()
     assert not found.any()
     assert_rows(tables, np.zeros(0, np.int64))
+
+
+def test_stores_that_wait_do_not_wait_for_each_other():
+    transfers = [RowTransfer(RemoteStore(), layout_of()) for _ in range(2 * num_cores() + 1)]
+    ids = np.array([5, 6])
+    for transfer in transfers:
+        transfer.send(transfer.announce(ids), lambda: rows_of(ids, 1))
+    for transfer in reversed(transfers):  # the last store is the first that may put
+        transfer.store.may_put.set()
+        transfer.wait()
+        assert transfer.store.puts == 1
+
+
+def test_stores_in_memory_share_threads():
+    ids = np.array([5, 6])
+    for _ in range(2):
+        transfers = [RowTransfer(MemoryStore(), layout_of()) for _ in range(2 * num_cores() + 1)]
+        for number, transfer in enumerate(transfers):
+            transfer.send(transfer.announce(ids), lambda number=number: rows_of(ids, number))
+        for number, transfer in enumerate(transfers):
+            found, tables = transfer.fetch(ids).result()
+            assert found.all()
+            assert_rows(tables, ids, number)
+        used = {transfer._writer for transfer in transfers}
+        assert len(used) == num_cores()
 
 
 def test_a_row_on_its_way_is_found():
