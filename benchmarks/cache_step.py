@@ -8,7 +8,7 @@ import resource
 import statistics
 import tempfile
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -42,8 +42,8 @@ class Cache:
     """The i-th most frequent id is drawn with a probability proportional to i**-exponent."""
     stores: tuple[str, ...] = ("memory", "file")
     """Stores beside the whole tables: memory, file, rocksdb."""
-    eviction: Literal["lru", "farthest"] = "lru"
-    """Rows that leave: `lru()`, or `farthest(16, lfu())`."""
+    farthest: int = 0
+    """Batches that the policy `farthest` looks ahead, before `lfu`; 0: `lru` alone."""
     steps: int = 10
     """Steps of a round."""
     rounds: int = 7
@@ -81,7 +81,7 @@ class Cache:
             print(json.dumps(line), flush=True)
 
     def cached_run(self, store: str, directory: str) -> Run:
-        eviction = lru() if self.eviction == "lru" else farthest(16, lfu())
+        eviction = farthest(self.farthest, lfu()) if self.farthest else lru()
         tables = {
             f"f{i}": Cached(
                 round(self.cached * self.rows),

@@ -25,6 +25,7 @@ from jaxrec.plan.calibration import calibrate
 from jaxrec.plan.model_tables import read_model
 from jaxrec.plan.workload import measure_workloads
 from jaxrec.tier.calibration import calibrate_caches
+from jaxrec.train import compile_step
 from jaxrec.train.memory import keep_freed_memory
 
 # Rows, columns and ids of a sample.
@@ -47,9 +48,9 @@ class Plans:
     """Samples of a step."""
     memories: tuple[float, ...] = (2.0, 0.7, 0.4, 0.25)
     """Memory of each machine, over the bytes of the tables with their optimizer state."""
-    steps: int = 10
+    steps: int = 40
     """Steps of a round."""
-    rounds: int = 15
+    rounds: int = 7
     """Rounds, in which the plans take turns."""
     warm_up: int = 200
     """Steps before the first round, in which caches fill."""
@@ -107,6 +108,7 @@ class Plans:
         times: dict[str, list[tuple[float, float]]] = {name: [] for name in runs}
         for _ in range(self.rounds):
             for name, run in runs.items():
+                time.sleep(0.1)  # the threads of the plan before still prepare batches
                 times[name].append(run.train(self.steps))
         lines = []
         workloads = measure_workloads(
@@ -191,7 +193,6 @@ class Model(nnx.Module):
         return jnp.squeeze(self.out(self.embeddings(features).values), 1)
 
 
-@nnx.jit(donate_argnums=(0, 1))
 def train_step(model, optimizer, features, labels):
     def loss_fn(model):
         return optax.sigmoid_binary_cross_entropy(model(features), labels).mean()
@@ -206,7 +207,8 @@ class _Run:
 
     def __init__(self, plan: ShardingPlan, mesh: Any, batches: Iterator[Any]) -> None:
         self.model = jaxrec.shard(Model, plan, mesh)
-        self.optimizer = jaxrec.Optimizer(self.model, optax.sgd(0.01))
+        optimizer = jaxrec.Optimizer(self.model, optax.sgd(0.01))
+        self.step = compile_step(train_step, self.model, optimizer)
         if plan.caches:
             self.batches: Iterator[Any] = jaxrec.tier.ahead(self.model, batches)
         else:
@@ -217,6 +219,6 @@ class _Run:
         """Train some steps; return the wall-clock and processor seconds of one."""
         start, worked = time.perf_counter(), time.process_time()
         for _ in range(steps):
-            loss = train_step(self.model, self.optimizer, *next(self.batches))
+            loss = self.step(*next(self.batches))
         jax.block_until_ready(loss)
         return (time.perf_counter() - start) / steps, (time.process_time() - worked) / steps

@@ -166,7 +166,7 @@ class Kills:
         with tempfile.TemporaryDirectory() as name, redis_server(name) as redis_port:
             urls = {"file": f"file://{name}/file", "rocksdb": f"rocksdb://{name}/rocksdb"}
             if redis_port is not None:
-                urls["redis"] = f"redis://127.0.0.1:{redis_port}/0?lock=0.3&prefix="
+                urls["redis"] = f"redis://127.0.0.1:{redis_port}/0?lock=2&prefix="
             for store, url in urls.items():
                 for is_range in (True, False):
                     kind = "range" if is_range else "any"
