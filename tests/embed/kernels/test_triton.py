@@ -177,6 +177,20 @@ def test_rows_without_lookups_keep_their_bits():
     np.testing.assert_array_equal(new_state["accumulator"][untouched], 1)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dim", [16, 64, 100, 128, 256, 600])
+@pytest.mark.parametrize("lengths", [(3, 0, 2, 9, 1), (20, 33, 0, 9, 41), (300, 2)], ids=str)
+def test_tiles_of_any_shape(dim: int, dtype: str, lengths: tuple[int, ...]):
+    """Tiles differ in the number of bags side by side, and in that of rows of each."""
+    batch = Batch(dim, (lengths, lengths[::-1]), dtype=dtype, weighted=True, outside=True)
+    arguments = *batch.arrays(), batch.layout, jnp.float32
+    pooled = triton.pooled_lookup(*arguments, interpret=True)
+    expected = reference.pooled_lookup(*arguments)
+    np.testing.assert_allclose(pooled, expected, rtol=1e-5, atol=1e-4)
+    again = triton.pooled_lookup(*arguments, interpret=True)
+    np.testing.assert_array_equal(again, pooled)
+
+
 @deprecated
 @pytest.mark.parametrize("name", ["dim_1_weighted", "short_bags", "long_bags", "uneven"])
 def test_pooled_lookup_lowers_for_cuda(name: str):

@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Bool, Float, Int32
 
@@ -35,18 +36,20 @@ class PlainReader:
     Attributes:
         width: Elements of a row that a program loads.
         vector: Elements that a lane loads at once.
+        element_bytes: Bytes of an element.
         planes: Columns of an element.
     """
 
     width: int
     vector: int
+    element_bytes: int
     planes = 1
 
     @classmethod
     def of(cls, table: Float[Array, "rows dim"]) -> PlainReader:
         """Return the reader of a table's rows, each of which begins at a multiple of `vector`."""
         size = table.dtype.itemsize
-        return cls(table.shape[1], max(math.gcd(16, table.shape[1] * size) // size, 1))
+        return cls(table.shape[1], max(math.gcd(16, table.shape[1] * size) // size, 1), size)
 
     def tile(self, mean_length: float, elements: int | None, warps: int | None) -> Tile:
         """Return the tile that sums groups of a mean length; see `Tile.of`.
@@ -54,9 +57,20 @@ class PlainReader:
         A lane has half as many elements of short groups, whose rows it rarely adds up as it loads
         them. With more of them ptxas waits for some rows before it loads others, and spills.
         """
-        if elements is None:
-            elements = ELEMENTS if mean_length > SHORT else ELEMENTS // 2
-        return Tile.of(self.width, mean_length, elements, warps).folded(self.vector)
+        columns, depth = pl.next_power_of_2(self.width), 8
+        if mean_length <= SHORT:
+            elements = elements or ELEMENTS // 2
+            if columns * self.element_bytes <= 256:
+                depth = 2
+        elif self.element_bytes == 2 and columns <= 256:
+            # With half as many bytes, more tiles of fewer rows keep as many of them under way.
+            warps = warps or max(columns // 128, 1)
+            if columns == 64:
+                elements = elements or 2 * ELEMENTS
+            else:
+                depth = 4
+        tile = Tile.of(self.width, mean_length, elements or ELEMENTS, warps, depth)
+        return tile.folded(self.vector)
 
     def zeros(self, tile: Tile) -> Terms:
         """Return zeros of the shapes of sums of terms."""

@@ -61,7 +61,12 @@ class Tile:
 
     @classmethod
     def of(
-        cls, dim: int, mean_length: float, elements: int = ELEMENTS, warps: int | None = None
+        cls,
+        dim: int,
+        mean_length: float,
+        elements: int = ELEMENTS,
+        warps: int | None = None,
+        depth: int = LANES,
     ) -> Tile:
         """Return the tile that sums groups of a mean length.
 
@@ -71,13 +76,16 @@ class Tile:
             elements: Elements of a lane; more where a row has more.
             warps: Number of warps; None: 2, 4 for rows of 256 columns or of more than 512, and 8
                 of more than 1024.
+            depth: Most rows of a group, of groups of up to 32; more of longer ones. With fewer rows
+                of more groups, a tile waits less often for what tells its rows.
         """
         columns = pl.next_power_of_2(dim)
         # Two warps load one row of 256 float32 at once. All threads then have the same id, and
         # ptxas of JAX 0.12 keeps it in a uniform register, which waits for each id by itself.
         warps = warps or (4 if columns == 256 else min(max(columns // 256, 2), 8))
         rows = max(LANES * elements * warps // columns, 1)
-        depth = min(pl.next_power_of_2(max(math.ceil(mean_length), 1)), rows)
+        length = pl.next_power_of_2(max(math.ceil(mean_length), 1))
+        depth = min(max(length // LANES, 1) * depth, length, rows)
         return cls(dim, columns, rows // depth, depth, warps)
 
     @classmethod
