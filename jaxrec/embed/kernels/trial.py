@@ -317,10 +317,13 @@ def cache_directory() -> pathlib.Path:
 
 
 def _version() -> str:
+    # A checkout on the path is not installed. Of a damaged installation the version is None, and
+    # for Python 3.14 and later an error.
     try:
-        return importlib.metadata.version("jaxrec")
-    except importlib.metadata.PackageNotFoundError:  # a checkout on the path, not installed
-        return "not installed"
+        version: str | None = importlib.metadata.version("jaxrec")
+    except (importlib.metadata.PackageNotFoundError, KeyError):
+        version = None
+    return version or "not installed"
 
 
 @functools.cache

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import sys
 import types
 import warnings
 
@@ -162,6 +163,41 @@ def test_another_card_is_tried_anew(trials):
     assert trials(row_lookup=reference.row_lookup).failure(COPY) is None
     with pytest.warns(RuntimeWarning, match="Newer card"):
         assert trials(Newer, row_lookup=broken).failure(COPY) is not None
+
+
+def test_other_versions_are_tried_anew(trials, monkeypatch):
+    class Driver(Card):
+        client = types.SimpleNamespace(platform_version="driver 2")
+
+    paths = [trials().path, trials(Driver).path]
+    for owner, name, value in [
+        (jax, "__version__", "0.0"),
+        (trial.importlib.metadata, "version", lambda _: "0.0"),
+        (trial, "_text_digest", lambda: "another text"),
+    ]:
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, value)
+            paths.append(trials().path)
+    assert len(set(paths)) == 5
+    assert trials().path == paths[0]
+
+
+# Python 3.12 and 3.13 warn of a version that is missing before they return None.
+@pytest.mark.filterwarnings("ignore:Implicit None:DeprecationWarning")
+@pytest.mark.parametrize("files", [{}, {"RECORD": ""}, {"METADATA": "Name: jaxrec\n"}], ids=str)
+def test_forms_are_kept_where_metadata_of_the_package_are_missing(
+    trials, monkeypatch, tmp_path, files
+):
+    folder = tmp_path / "path" / "jaxrec-9.9.dist-info"
+    folder.mkdir(parents=True)
+    for name, text in files.items():
+        (folder / name).write_text(text)
+    if not files:
+        folder.rmdir()
+    monkeypatch.setattr(sys, "path", [str(folder.parent)])
+    assert trial.versions(Card())["jaxrec"] == "not installed"
+    assert trials(row_lookup=reference.row_lookup).failure(COPY) is None
+    assert trials(row_lookup=broken).failure(COPY) is None  # kept: it is not tried again
 
 
 @pytest.mark.parametrize(
