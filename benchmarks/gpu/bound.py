@@ -3,26 +3,33 @@
 A program of a kernel works on a tile, whose loads wait for one another in some round trips to
 memory. As many programs run at once as fit the multiprocessors. So a kernel takes
 
-    tiles / (multiprocessors * resident blocks) * round trips * latency
+    tiles / (multiprocessors * resident blocks) * round trips of a tile * latency
 
 and at least the time in which memory moves its bytes. The share is this bound over the longer of
 the two. Starting kernels takes no time here, and caches serve no row of a table.
+
+A simpler estimate looks at one stretch of the kernel alone. A lookup is a turn of its loop: the
+share is the bytes under way over those that the latency asks for. An update is the stretch up to
+its first store, each loop taken once, at `SHORT_LATENCY` a round trip.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
 from benchmarks.gpu.batches import Shape
 from benchmarks.gpu.cards import Card
+from benchmarks.gpu.machine_code import Kernel
 from jaxrec.embed.kernels.triton.readers import reader_of
 from jaxrec.embed.kernels.triton.tile import Tile
-from jaxrec.embed.kernels.triton.update import run_elements
+from jaxrec.embed.kernels.triton.update import CUT, run_elements
 
 # Seconds of a round trip to memory that is busy: from and to.
 LATENCIES = (900e-9, 600e-9)
+SHORT_LATENCY = 375e-9  # of a round trip where many follow one another
 REACHED = 0.9  # of a card's bandwidth, by a plain copy
 _SECTOR = 32  # bytes that memory moves at least
 _INDEX = 4
@@ -36,14 +43,14 @@ class Work:
         kernel: Name of the kernel.
         tiles: Number of its tiles.
         warps: Warps of a tile's program.
-        turns: Turns of the loop over a tile's rows.
+        turns: Turns of the loop over a tile's rows, on the average.
         num_bytes: Bytes that it must move: rows, their state, indices, and each bag once.
     """
 
     kernel: str
     tiles: int
     warps: int
-    turns: int
+    turns: float
     num_bytes: float
 
     @classmethod
@@ -67,24 +74,62 @@ class Work:
         distinct = rows * (1 - (1 - 1 / rows) ** lookups)
         gradients = shape.layout.num_bags * _bag(shape)
         num_bytes = 2 * distinct * row + gradients + lookups * (_INDEX + _indices(shape))
-        return cls("update", -(-lookups // tile.groups), tile.warps, 1, num_bytes)
+        turns = _further_turns(tile, lookups / rows, distinct / lookups)
+        return cls("update", -(-lookups // tile.groups), tile.warps, turns, num_bytes)
 
-    def shares(
-        self, card: Card, resident_warps: int, before_store: float, turn: float
-    ) -> tuple[float, float]:
+    def shares(self, card: Card, kernel: Kernel, resident_warps: int) -> tuple[float, float]:
         """Return the shares of the bound at the longest and the shortest latency.
 
         Args:
             card: The card.
+            kernel: The machine code.
             resident_warps: Warps that a multiprocessor holds at once.
-            before_store: Round trips before the first store, each loop taken once.
-            turn: Round trips of another turn of the loop.
         """
-        at_once = card.multiprocessors * (resident_warps // self.warps)
-        trips = self.tiles / at_once * (before_store + (self.turns - 1) * turn)
-        bound = self.num_bytes / (REACHED * card.bandwidth)
-        longest, shortest = (bound / max(bound, trips * latency) for latency in LATENCIES)
+        turn = max((each.round_trips for each in kernel.turns), default=0)
+        trips = kernel.tile.round_trips + self.turns * turn
+        longest, shortest = (
+            self._share(card, resident_warps, trips * latency) for latency in LATENCIES
+        )
         return longest, shortest
+
+    def simple_shares(self, card: Card, kernel: Kernel, resident_warps: int) -> tuple[float, float]:
+        """Return the shares by the simpler estimate; see `shares`."""
+        if self.kernel == "update":
+            trips = kernel.before_first_store.round_trips
+            share = self._share(card, resident_warps, trips * SHORT_LATENCY)
+            return share, share
+        under_way = min(each.bytes_under_way(resident_warps) for each in kernel.turns)
+        longest, shortest = (
+            min(under_way * card.multiprocessors / (card.bandwidth * latency), 1)
+            for latency in LATENCIES
+        )
+        return longest, shortest
+
+    def _share(self, card: Card, resident_warps: int, tile_seconds: float) -> float:
+        """Return the share of the bound, given the time of a tile."""
+        at_once = card.multiprocessors * (resident_warps // self.warps)
+        bound = self.num_bytes / (REACHED * card.bandwidth)
+        return bound / max(bound, self.tiles / at_once * tile_seconds)
+
+
+def _further_turns(tile: Tile, lookups: float, first: float) -> float:
+    """Return the turns of an update's loop for a tile on the average, of uniform ids.
+
+    Args:
+        tile: The tile, whose first lookups of each run take no turn.
+        lookups: Mean number of lookups of a row.
+        first: Share of the lookups that are a run's first.
+    """
+    turns, most = 0.0, tile.depth
+    while most < CUT:
+        missed = sum(
+            math.exp(i * math.log(lookups) - lookups - math.lgamma(i + 1))
+            for i in range(1, most + 1)
+        )
+        longer = max(1 - missed / -math.expm1(-lookups), 0)
+        turns += 1 - (1 - first * longer) ** tile.groups
+        most += tile.depth
+    return turns
 
 
 def _sectors(num_bytes: int) -> int:

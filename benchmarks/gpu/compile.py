@@ -136,8 +136,9 @@ class Report:
 
 KERNEL_HEADER = (
     "| program | kernel | registers | warps resident | round trips a turn (KB under way) "
-    "| round trips before first store | blocks | share of the bound, % |",
-    "|---|---|---|---|---|---|---|---|",
+    "| round trips before first store | of a tile without its loop | blocks "
+    "| share of the bound, % | by its loop alone |",
+    "|---|---|---|---|---|---|---|---|---|---|",
 )
 STEP_HEADER = (
     "| step | arguments GB | temporaries GB | fusions | kernel calls | while loops "
@@ -246,8 +247,9 @@ def check_kernel(program: Program, kernel: Kernel, launch: Launch, report: Repor
         resident,
         ", ".join(f"{trips:g} ({size / 1e3:.0f})" for trips, size in turns),
         f"{before.round_trips:g}",
+        f"{kernel.tile.round_trips:g}",
         launch.blocks or "",
-        share_of_bound(program, kernel, resident, report.card),
+        *shares_of_bound(program, kernel, resident, report.card),
     ]
     report.kernels.append(f"| {' | '.join(map(str, cells))} |")
 
@@ -288,15 +290,13 @@ def check_kernel(program: Program, kernel: Kernel, launch: Launch, report: Repor
         report.failures.append(f"{where} has {launch.blocks} blocks, over {most}.")
 
 
-def share_of_bound(program: Program, kernel: Kernel, resident: int, card: Card) -> str:
-    """Return the estimated share of the card's memory in percent; "" where there is none."""
+def shares_of_bound(program: Program, kernel: Kernel, resident: int, card: Card) -> list[str]:
+    """Return the estimated shares of the card's memory in percent; "" where there are none."""
     work = program.work
     if work is None or work.kernel != kernel.name:
-        return ""
-    turn = max((each.round_trips for each in kernel.turns), default=0)
-    before = kernel.before_first_store.round_trips
-    lowest, highest = work.shares(card, resident, before, turn)
-    return f"{100 * lowest:.0f} to {100 * highest:.0f}"
+        return ["", ""]
+    every = (estimate(card, kernel, resident) for estimate in (work.shares, work.simple_shares))
+    return [" to ".join(dict.fromkeys(f"{100 * share:.0f}" for share in each)) for each in every]
 
 
 def check_atomics(program: Program, kernel: Kernel, report: Report) -> None:

@@ -107,6 +107,21 @@ class Kernel:
         first = next((i for i, name in enumerate(names) if name.startswith("STG")), len(names))
         return once(self.instructions[:first])
 
+    @property
+    def tile(self) -> Waits:
+        """A tile's own stretch, its innermost loops skipped.
+
+        This is a turn of the loop over a program's tiles, once its turns have settled; where there
+        is no such loop, the kernel from its start to its end.
+        """
+        inner = loops(self.instructions)
+        outer = [each for each in every_loop(self.instructions) if each not in inner]
+        start, end = max(outer, key=_length, default=(0, len(self.instructions)))
+        inner = [each for each in inner if start <= each[0] and each[1] <= end]
+        skipped = {i for first, last in inner for i in range(first, last + 1)}
+        stretch = tuple(self.instructions[i] for i in range(start, end) if i not in skipped)
+        return turn(stretch) if outer else once(stretch)
+
 
 def kernels(compiled: Any, tools: pathlib.Path, names: str = "") -> list[Kernel]:
     """Return the kernels of a compiled program.
@@ -158,7 +173,17 @@ def parse(text: str) -> tuple[Instruction, ...]:
 
 
 def loops(instructions: tuple[Instruction, ...]) -> list[tuple[int, int]]:
-    """Return the first and last position of each innermost loop: those of backward branches."""
+    """Return the first and last position of each innermost loop."""
+    found = every_loop(instructions)
+    return [
+        (start, end)
+        for start, end in found
+        if not any(start <= s and e <= end and (s, e) != (start, end) for s, e in found)
+    ]
+
+
+def every_loop(instructions: tuple[Instruction, ...]) -> list[tuple[int, int]]:
+    """Return the first and last position of each loop: those of backward branches."""
     labels = {each.name: i for i, each in enumerate(instructions) if each.is_label}
     branches = [
         (labels.get(target[1], i), i)
@@ -166,12 +191,11 @@ def loops(instructions: tuple[Instruction, ...]) -> list[tuple[int, int]]:
         if each.name.startswith("BRA") and (target := re.search(r"\.(L_x_\d+)", each.operands))
     ]
     # Behind its end a kernel has a branch to itself, which is not a loop.
-    found = sorted({(start, end) for start, end in branches if start < end - 2})
-    return [
-        (start, end)
-        for start, end in found
-        if not any(start <= s and e <= end and (s, e) != (start, end) for s, e in found)
-    ]
+    return sorted({(start, end) for start, end in branches if start < end - 2})
+
+
+def _length(loop: tuple[int, int]) -> int:
+    return loop[1] - loop[0]
 
 
 def turn(body: tuple[Instruction, ...]) -> Waits:

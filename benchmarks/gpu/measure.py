@@ -6,7 +6,7 @@
 Prints a JSON line for the card's own copy bandwidth, then one for each primitive and shape:
 milliseconds (minimum and median over rounds of calls on resident arrays; an update runs in place
 and sorts its ids inside), and the bytes that must move at least and at most, with all repeated
-reads served by a cache or none.
+reads served by a cache or none. The exit status is 1 if a call failed.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -55,12 +56,15 @@ def main() -> None:
         device = jax.devices()[0]
         line = {"kind": "card", "card": device.device_kind, "jax": jax.__version__}
         print(json.dumps(line | {"copy_bytes_per_s": copy_bandwidth(arguments.shrink)}), flush=True)
+    failures = 0
     for shape in SHAPES:
         if arguments.shapes and shape.name not in arguments.shapes:
             continue
         for line in measure(_shrunk(shape, arguments.shrink)):
             line = {"kind": "time", "implementation": name, "shape": shape.name} | line
             print(json.dumps(line), flush=True)
+            failures += "exception" in line
+    sys.exit(failures > 0)
 
 
 def measure_kernels(name: str, shape: Shape) -> list[dict[str, Any]]:

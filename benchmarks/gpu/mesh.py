@@ -10,7 +10,9 @@ For each collective of the scheduled program it prints the bytes of its result o
 devices of a group, and what the schedule runs between its start and its end: matrix products,
 kernels of jaxrec and other kernels. Then it prints, for each step, the least time of its work on
 tables by the bytes that the program moves (see `benchmarks.gpu.roofline`), beside the planner's
-estimate at the same rates and at its own.
+estimate at the same rates and at its own. The exit status is 1, with a sentence for each reason, if
+the collectives of tables of float32 do not have the bytes that docs/sharding.md states, or no work
+lies between the start and the end of a routed step's exchange of ids.
 
 docs/gpu.md says how to set this up. A run of all steps writes
 ``benchmarks/results/compiled_mesh.h200.md``.
@@ -19,10 +21,13 @@ docs/gpu.md says how to set this up. A run of all steps writes
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import pathlib
 import re
+import sys
 import warnings
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any, Literal
 
@@ -45,6 +50,7 @@ from benchmarks.gpu.cards import CARDS
 from benchmarks.gpu.roofline import data_sheet, shape_bytes, work_on_tables
 from jaxrec.embed.kernels import use_kernels
 from jaxrec.mesh.ahead import route_ahead, use_ahead
+from jaxrec.mesh.exchange import EXCHANGES, Workload
 
 TABLES, ROWS, DIM, SAMPLES, IDS = 8, 80_000, 128, 1024, 20
 OPTIMIZERS = {
@@ -168,6 +174,7 @@ def main(options: Options) -> None:
     warnings.filterwarnings("ignore", category=DeprecationWarning)
     lines: list[str] = []
     estimates: list[str] = []
+    failures: list[str] = []
     print(*HEADER, sep="\n")
     steps = [
         Step(exchange, topology, routed, options.optimizer, options.dtype, options.ragged)
@@ -176,10 +183,11 @@ def main(options: Options) -> None:
         for routed in ((False, True) if options.routed is None else (options.routed,))
     ]
     for step in [*steps, *OTHERS] if options == Options() else steps:
-        compiled = compile_step(step, options.kernels)
+        compiled, num_lookups = compile_step(step, options.kernels)
         for line in report(step.name, compiled):
             lines.append(line)
             print(line, flush=True)
+        failures += check(step, list(collectives(compiled.as_text())), num_lookups)
         estimates.append(estimate(step, compiled.as_text()))
     print("", *ESTIMATE_HEADER, *estimates, sep="\n")
     if options == Options():
@@ -191,6 +199,41 @@ def main(options: Options) -> None:
             + "\n".join((*HEADER, *lines, "", *ESTIMATE_HEADER, *estimates, ""))
         )
         print(path)
+    print(*failures or ["No failure."], sep="\n")
+    sys.exit(bool(failures))
+
+
+def check(step: Step, every: list[Collective], num_lookups: int) -> Iterator[str]:
+    """Yield a sentence for each way in which a step's collectives are not as the docs say.
+
+    Args:
+        step: The step.
+        every: Its collectives.
+        num_lookups: Space for the ids of a device's samples, over all features.
+    """
+    devices = step.machine.num_devices
+    found: Counter[str] = Counter()
+    for each in every:
+        # The bytes that a device puts into it.
+        parts = devices if each.kind == "reduce-scatter" else 1
+        found[each.kind] += parts * each.num_bytes
+    del found["all-reduce"]  # of dense parameters, and of single numbers
+    capacity = math.ceil(1.25 * num_lookups / devices)
+    bags = TABLES * SAMPLES
+    work = Workload(
+        devices, DIM, num_lookups, bags, capacity, num_lookups // TABLES, bags // TABLES
+    )
+    promised = EXCHANGES[step.exchange].traffic(work)
+    if step.dtype == "float32" and not step.ragged and found != promised:
+        yield f"{step.name} puts {dict(found)} bytes into collectives, not {dict(promised)}."
+    if step.routed:
+        ids = min((each for each in every if each.kind == "all-to-all"), key=_num_bytes)
+        if not ids.under or not any(ids.under):
+            yield f"{step.name} runs nothing while the next batch's ids travel."
+
+
+def _num_bytes(each: Collective) -> int:
+    return each.num_bytes
 
 
 def report(name: str, compiled: Any) -> Iterator[str]:
@@ -225,15 +268,6 @@ def estimate(step: Step, program: str) -> str:
     )
 
 
-def configs() -> list[jaxrec.EmbeddingBagConfig]:
-    """Return the tables."""
-    optimizer = jaxrec.optim.rowwise_adagrad(0.01)
-    return [
-        jaxrec.EmbeddingBagConfig(f"t{i}", ROWS, DIM, feature_names=(f"f{i}",), optimizer=optimizer)
-        for i in range(TABLES)
-    ]
-
-
 class Model(nnx.Module):
     """Tables and a dense part of two layers."""
 
@@ -246,8 +280,8 @@ class Model(nnx.Module):
         return self.out(jax.nn.relu(self.hidden(self.tables(features).values)))[:, 0]
 
 
-def compile_step(step: Step, kernels: tuple[str, ...]) -> Any:
-    """Return the compiled step."""
+def compile_step(step: Step, kernels: tuple[str, ...]) -> tuple[Any, int]:
+    """Return the compiled step, and the space for the ids of a device's samples."""
     gpus, routed = CARDS["h200"].topology(step.topology), step.routed
     # The model is made on as many CPU devices; then arrays become shapes on the described ones.
     mesh = Mesh(np.array(jax.devices()[: len(gpus)]), ("data",), axis_types=(AxisType.Auto,))
@@ -298,7 +332,8 @@ def compile_step(step: Step, kernels: tuple[str, ...]) -> Any:
         traced = jax.jit(train, donate_argnums=(0, 1)).trace(
             state, ahead, features, labels, features
         )
-        return traced.lower(lowering_platforms=("cuda",)).compile()
+        compiled = traced.lower(lowering_platforms=("cuda",)).compile()
+        return compiled, features.values.size // len(gpus)
 
 
 def plan(step: Step) -> Any:

@@ -60,7 +60,7 @@ class PlainReader:
         columns, depth = pl.next_power_of_2(self.width), 8
         if mean_length <= SHORT:
             elements = elements or ELEMENTS // 2
-            if columns * self.element_bytes <= 256:
+            if columns * self.element_bytes <= 256 and self.vector * self.element_bytes == 16:
                 depth = 2
         elif self.element_bytes == 2 and columns <= 256:
             # With half as many bytes, more tiles of fewer rows keep as many of them under way.
