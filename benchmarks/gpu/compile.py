@@ -83,7 +83,7 @@ LIMITS = (
     Limit("sum_part", "", round_trips=6, blocks=16),
     Limit("sum_block", "", round_trips=6, blocks=16),
     Limit("square_runs", "", round_trips=6, blocks=16),
-    Limit("update", "adagrad (D64|D128) .* L20$", round_trips=2, before_store=4, blocks=16),
+    Limit("update", "adagrad (D16|D64|D128) .* L20$", round_trips=2, before_store=4, blocks=16),
     Limit("update", "", round_trips=9, blocks=16),
 )
 

@@ -56,6 +56,9 @@ class PlainReader:
 
         A lane has half as many elements of short groups, whose rows it rarely adds up as it loads
         them. With more of them ptxas waits for some rows before it loads others, and spills.
+
+        The numbers of rows and of warps are those with which machine code for H200s has most bytes
+        under way; see docs/gpu.md.
         """
         columns, depth = pl.next_power_of_2(self.width), 8
         if mean_length <= SHORT:

@@ -132,12 +132,12 @@ class Tile:
         """Return the tile that updates rows; see `of` for the arguments.
 
         A lane holds elements of the row and its state beside those of the gradient. Most runs are
-        short, so that a tile has eight of them before it has several lookups of each.
+        short, so that a tile has up to 32 of them before it has several lookups of each.
         """
         columns = pl.next_power_of_2(dim)
         warps = warps or min(max(columns // 256, 2), 8)
         rows = max(LANES * elements * warps // columns, 1)
-        depth = min(max(rows // 8, 1), 4)
+        depth = min(max(rows // LANES, 1), 4)
         return cls(dim, columns, rows // depth, depth, warps)
 
     def folded(self, vector: int, most: int = 4) -> Tile:
