@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "batch_ops.h"
+#include "hash_map.h"
 #include "id_map.h"
 #include "row_records.h"
 
@@ -80,7 +81,9 @@ enum Shape { kSpread, kSequential, kOneHome, kRange };
 
 // Batches that are inserted and removed, some of them with an id that is refused.
 void check_program(int64_t capacity, Shape shape, Random& random) {
-  IdMap map(capacity, shape == kOneHome ? 0 : random(), shape == kRange ? 2 * capacity + 1 : 0);
+  const uint64_t seed = shape == kOneHome ? 0 : random();
+  const auto made = new_id_map(capacity, seed, shape == kRange ? 2 * capacity + 1 : 0);
+  IdMap& map = *made;
   Expected expected;
   auto draw_id = [&]() -> int64_t {
     const uint64_t number = random() % (2 * capacity + 1);
@@ -305,7 +308,7 @@ void check_records(int64_t width, bool has_id, Random& random) {
 void check_commit(Random& random) {
   constexpr int64_t kRoom = 500, kNew = 200;
   struct Table {
-    IdMap map{kRoom, 3};
+    HashMap map{kRoom, 3};
     std::vector<int64_t> ids = std::vector<int64_t>(kRoom), born = std::vector<int64_t>(kRoom, -1);
     std::vector<uint32_t> counts = std::vector<uint32_t>(kRoom, 9);
     std::vector<uint8_t> powers = std::vector<uint8_t>(kRoom);

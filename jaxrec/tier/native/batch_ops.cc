@@ -10,7 +10,7 @@
 #include <utility>
 #include <vector>
 
-#include "id_map.h"
+#include "hash_map.h"
 
 namespace jaxrec {
 namespace {
@@ -98,12 +98,12 @@ std::vector<Keyed> smallest_within(const uint64_t* keys, const uint8_t* eligible
 int64_t distinct(const int64_t* ids, int64_t count, uint64_t seed, int64_t* unique,
                  int32_t* inverse, int32_t* counts) {
   int32_t num_unique = 0, none = kNoSlot;
-  auto map = std::make_unique<IdMap>(std::min(count, 4 * kBlock), seed);
+  auto map = std::make_unique<HashMap>(std::min(count, 4 * kBlock), seed);
   for (int64_t begin = 0; begin < count; begin += kBlock) {
     const int64_t size = std::min(kBlock, count - begin);
     // A small map stays in the cache, and most batches have many repeats: it grows when it must.
     if (num_unique + size > map->capacity()) {
-      map = std::make_unique<IdMap>(std::min(count, 4 * map->capacity()), seed);
+      map = std::make_unique<HashMap>(std::min(count, 4 * map->capacity()), seed);
       int32_t slots[kBlock];
       for (int32_t first = 0; first < num_unique;) {
         const int64_t some = std::min<int64_t>(kBlock, num_unique - first);

@@ -1,263 +1,28 @@
 #include "id_map.h"
 
-#include <algorithm>
 #include <new>
 
-#if defined(__linux__)
-#include <sys/mman.h>
-#endif
+#include "hash_map.h"
+#include "index_map.h"
 
 namespace jaxrec {
 namespace {
 
-// Buckets are this full when the map is. At 0.6, 0.7 and 0.8 an id takes 21, 18 and 16 bytes, and
-// with 10 million ids a hit 17, 20 and 22 ns, a removal 45, 67 and 136 ns.
-constexpr double kFullness = 0.7;
-// Buckets that are asked for before they are needed. A core waits for about this many at a time.
-constexpr int64_t kAhead = 32;
-constexpr size_t kHugePage = size_t{2} << 20;
-// A table has at most this many entries for an id that the map has room for. It then takes up to 64
+// An IndexMap has at most this many entries for an id that it has room for. It then takes up to 64
 // bytes for each; the system gives a page of it only when an id of the page comes.
-constexpr int64_t kEntriesOfTable = 16;
-
-// The finalizer of MurmurHash3: each bit of an id changes each bit of its hash.
-uint64_t hash(uint64_t id, uint64_t seed) {
-  id ^= seed;
-  id = (id ^ id >> 33) * 0xFF51AFD7ED558CCDull;
-  id = (id ^ id >> 33) * 0xC4CEB9FE1A85EC53ull;
-  return id ^ id >> 33;
-}
-
-// Lookups go to random places of the memory. With pages of 4 KiB nearly each of them first misses
-// in the processor's table of addresses. Pages become huge only if this is asked before they are
-// first written to; a system that refuses changes nothing.
-Bucket* new_buckets(int64_t count) {
-  const size_t bytes = count * sizeof(Bucket);
-  const size_t alignment = bytes < kHugePage ? alignof(Bucket) : kHugePage;
-  const size_t whole = (bytes + alignment - 1) / alignment * alignment;
-  void* memory;
-  if (posix_memalign(&memory, alignment, whole) != 0) throw std::bad_alloc();
-#if defined(__linux__)
-  if (alignment == kHugePage) madvise(memory, whole, MADV_HUGEPAGE);
-#endif
-  Bucket empty;
-  std::fill_n(empty.ids, Bucket::kEntries, kNoId);
-  std::fill_n(empty.slots, Bucket::kEntries, kNoSlot);
-  empty.passed = 0;
-  Bucket* buckets = static_cast<Bucket*>(memory);
-  std::uninitialized_fill_n(buckets, count, empty);
-  return buckets;
-}
-
-// Returns the first entry of an id in a bucket, or kEntries. It has no branch for each entry, since
-// those would be mispredicted, and its comparisons do not wait for each other.
-int entry_of(const Bucket& bucket, int64_t id) {
-  unsigned matches = 1u << Bucket::kEntries;
-  for (int i = 0; i < Bucket::kEntries; ++i) {
-    matches |= static_cast<unsigned>(bucket.ids[i] == id) << i;
-  }
-  return __builtin_ctz(matches);
-}
-
-// The entry of a table for a slot, and its reverse.
-uint32_t entry_for(int32_t slot) { return static_cast<uint32_t>(slot) + 1; }
-int32_t slot_of(uint32_t entry) { return static_cast<int32_t>(entry - 1); }
+constexpr int64_t kMostEntries = 16;
 
 }  // namespace
 
-IdMap::IdMap(int64_t capacity, uint64_t seed, int64_t num_ids)
-    : capacity_(capacity), num_ids_(num_ids), num_buckets_(0), seed_(seed), end_(nullptr) {
-  if (num_ids != 0 && num_ids <= kEntriesOfTable * capacity) {
-    table_.reset(static_cast<uint32_t*>(std::calloc(num_ids, sizeof(uint32_t))));
-    if (table_) return;  // without room for it, buckets may still fit
-  }
-  num_buckets_ = static_cast<int64_t>(capacity / (Bucket::kEntries * kFullness)) + 1;
-  buckets_.reset(new_buckets(num_buckets_));
-  end_ = buckets_.get() + num_buckets_;
-}
-
-// The upper half of the hash, scaled to the number of buckets, which is less than 2^32.
-Bucket* IdMap::home(int64_t id) const {
-  const uint64_t high = hash(static_cast<uint64_t>(id), seed_) >> 32;
-  return buckets_.get() + (high * static_cast<uint64_t>(num_buckets_) >> 32);
-}
-
-// Calls work(i, home) for each id until a call returns false. Returns the number of calls before
-// that. Asks for memory ahead.
-template <int kWrite, class Work>
-int64_t IdMap::for_each_home(const int64_t* ids, int64_t count, const Work& work) const {
-  Bucket* homes[kAhead];
-  auto ask = [&](int64_t i) {
-    homes[i % kAhead] = home(ids[i]);
-    __builtin_prefetch(homes[i % kAhead], kWrite);
-  };
-  for (int64_t i = 0; i < std::min(kAhead, count); ++i) ask(i);
-  for (int64_t i = 0; i < count; ++i) {
-    Bucket* bucket = homes[i % kAhead];
-    if (i + kAhead < count) ask(i + kAhead);
-    if (!work(i, bucket)) return i;
-  }
-  return count;
-}
-
-int32_t IdMap::look_up(Bucket* bucket, int64_t id) const {
-  for (;; bucket = after(bucket)) {
-    const int entry = entry_of(*bucket, id);
-    if (entry != Bucket::kEntries) return bucket->slots[entry];
-    if (bucket->passed == 0) return kNoSlot;
-  }
-}
-
-void IdMap::place(Bucket* bucket, int64_t id, int32_t slot) {
-  int entry;
-  for (; (entry = entry_of(*bucket, kNoId)) == Bucket::kEntries; bucket = after(bucket)) {
-    ++bucket->passed;
-  }
-  bucket->ids[entry] = id;
-  bucket->slots[entry] = slot;
-  ++size_;
-}
-
-int32_t IdMap::take_out(Bucket* bucket, int64_t id) {
-  Bucket* const first = bucket;
-  int entry;
-  while ((entry = entry_of(*bucket, id)) == Bucket::kEntries) {
-    if (bucket->passed == 0) return kNoSlot;
-    bucket = after(bucket);
-  }
-  const int32_t slot = bucket->slots[entry];
-  uncount(first, bucket);
-  empty_entry(bucket, entry);
-  --size_;
-  return slot;
-}
-
-void IdMap::uncount(Bucket* first, Bucket* last) {
-  for (; first != last; first = after(first)) --first->passed;
-}
-
-// Empties an entry, or rather a later one: an id that passed the full bucket comes back into the
-// entry, another one into that id's entry and so on. So a map in which ids come and go stays as
-// fast as a new one. Without this, absent ids take three times as long after two turnovers.
-void IdMap::empty_entry(Bucket* bucket, int entry) {
-  while (bucket->passed != 0) {
-    Bucket* from = bucket;
-    int i = Bucket::kEntries;
-    while (i == Bucket::kEntries) {
-      from = after(from);
-      const int64_t way = distance(bucket, from);
-      for (i = 0; i < Bucket::kEntries; ++i) {
-        if (from->ids[i] != kNoId && distance(home(from->ids[i]), from) >= way) break;
-      }
-    }
-    bucket->ids[entry] = from->ids[i];
-    bucket->slots[entry] = from->slots[i];
-    uncount(bucket, from);
-    bucket = from;
-    entry = i;
-  }
-  bucket->ids[entry] = kNoId;
-  bucket->slots[entry] = kNoSlot;
-}
-
-void IdMap::find(const int64_t* ids, int64_t count, int32_t* slots) const {
-  if (table_) {
-    for (int64_t i = 0; i < count; ++i) {
-      slots[i] = is_valid(ids[i]) ? slot_of(table_[ids[i]]) : kNoSlot;
-    }
-    return;
-  }
-  for_each_home<0>(ids, count, [&](int64_t i, Bucket* bucket) {
-    slots[i] = look_up(bucket, ids[i]);
-    return true;
-  });
-}
-
-int64_t IdMap::insert(const int64_t* ids, const int32_t* slots, int64_t count) {
-  if (table_) {
-    int64_t added = 0;
-    for (; added < count; ++added) {
-      const int64_t id = ids[added];
-      if (!is_valid(id) || slots[added] < 0 || table_[id] != 0) break;
-      table_[id] = entry_for(slots[added]);
-    }
-    if (added == count) {
-      size_ += count;
-    } else {
-      for (int64_t i = 0; i < added; ++i) table_[ids[i]] = 0;
-    }
-    return added;
-  }
-  const int64_t added = for_each_home<1>(ids, count, [&](int64_t i, Bucket* bucket) {
-    if (!is_valid(ids[i]) || slots[i] < 0 || look_up(bucket, ids[i]) != kNoSlot) return false;
-    place(bucket, ids[i], slots[i]);
-    return true;
-  });
-  if (added < count) {
-    for (int64_t i = added; i-- > 0;) take_out(home(ids[i]), ids[i]);
-  }
-  return added;
-}
-
-int64_t IdMap::remove(const int64_t* ids, int64_t count, int32_t* slots) {
-  if (table_) {
-    int64_t removed = 0;
-    for (; removed < count; ++removed) {
-      slots[removed] = is_valid(ids[removed]) ? slot_of(table_[ids[removed]]) : kNoSlot;
-      if (slots[removed] == kNoSlot) break;
-      table_[ids[removed]] = 0;
-    }
-    if (removed == count) {
-      size_ -= count;
-    } else {
-      for (int64_t i = 0; i < removed; ++i) table_[ids[i]] = entry_for(slots[i]);
-    }
-    return removed;
-  }
-  const int64_t removed = for_each_home<1>(ids, count, [&](int64_t i, Bucket* bucket) {
-    slots[i] = ids[i] == kNoId ? kNoSlot : take_out(bucket, ids[i]);
-    return slots[i] != kNoSlot;
-  });
-  if (removed < count) {
-    for (int64_t i = removed; i-- > 0;) place(home(ids[i]), ids[i], slots[i]);
-  }
-  return removed;
-}
-
-int32_t IdMap::find_or_insert(const int64_t* ids, int64_t count, int32_t next, int32_t& none,
-                              int32_t* slots) {
-  for_each_home<1>(ids, count, [&](int64_t i, Bucket* bucket) {
-    int32_t slot = ids[i] == kNoId ? none : look_up(bucket, ids[i]);
-    if (slot == kNoSlot) {
-      slot = next++;
-      if (ids[i] == kNoId) {
-        none = slot;
-      } else {
-        place(bucket, ids[i], slot);
-      }
-    }
-    slots[i] = slot;
-    return true;
-  });
-  return next;
-}
-
-void IdMap::items(int64_t* ids, int32_t* slots) const {
-  if (table_) {
-    for (int64_t id = 0; id < num_ids_; ++id) {
-      if (table_[id] == 0) continue;
-      *ids++ = id;
-      *slots++ = slot_of(table_[id]);
-    }
-    return;
-  }
-  for (const Bucket* bucket = buckets_.get(); bucket != end_; ++bucket) {
-    for (int i = 0; i < Bucket::kEntries; ++i) {
-      if (bucket->ids[i] == kNoId) continue;
-      *ids++ = bucket->ids[i];
-      *slots++ = bucket->slots[i];
+std::unique_ptr<IdMap> new_id_map(int64_t capacity, uint64_t seed, int64_t num_ids) {
+  if (num_ids != 0 && num_ids <= kMostEntries * capacity) {
+    try {
+      return std::make_unique<IndexMap>(capacity, num_ids);
+    } catch (const std::bad_alloc&) {
+      // A HashMap may still fit.
     }
   }
+  return std::make_unique<HashMap>(capacity, seed, num_ids);
 }
 
 }  // namespace jaxrec

@@ -1,9 +1,8 @@
-// A hash map from 64-bit ids to slots, for batches of ids.
+// Maps from 64-bit ids to slots, for batches of ids.
 #ifndef JAXREC_TIER_ID_MAP_H_
 #define JAXREC_TIER_ID_MAP_H_
 
 #include <cstdint>
-#include <cstdlib>
 #include <memory>
 #include <shared_mutex>
 
@@ -12,85 +11,41 @@ namespace jaxrec {
 constexpr int64_t kNoId = -1;
 constexpr int32_t kNoSlot = -1;
 
-// One cache line, so that most lookups wait for memory once.
-struct alignas(64) Bucket {
-  static constexpr int kEntries = 5;
-  int64_t ids[kEntries];
-  int32_t slots[kEntries];
-  // Number of ids of this and of earlier buckets that lie in later ones, since this one is full. A
-  // lookup ends where it is 0.
-  uint32_t passed;
-};
-
-// An id lies in the first bucket with room, counted from its home, which its hash names. Where the
-// ids are a range that is not much larger than the capacity, each has an entry of a table instead.
 // The methods do not lock: callers hold `mutex`, those that change the map alone.
 class IdMap {
  public:
-  // Throws std::bad_alloc. Homes depend on the seed: without it ids cannot be chosen to collide.
-  // Ids are 0 to `num_ids` - 1, or any if it is 0.
-  IdMap(int64_t capacity, uint64_t seed, int64_t num_ids = 0);
+  virtual ~IdMap() = default;
 
   int64_t size() const { return size_; }
   int64_t capacity() const { return capacity_; }
-  int64_t num_bytes() const {
-    return table_ ? num_ids_ * static_cast<int64_t>(sizeof(uint32_t))
-                  : num_buckets_ * static_cast<int64_t>(sizeof(Bucket));
-  }
+  virtual int64_t num_bytes() const = 0;
 
   // Writes the slot of each id, and kNoSlot for the ids that are absent.
-  void find(const int64_t* ids, int64_t count, int32_t* slots) const;
+  virtual void find(const int64_t* ids, int64_t count, int32_t* slots) const = 0;
 
   // Adds ids, for which there must be room. Returns `count`, or the position of the first id that
   // was in the map already, that the map cannot hold or whose slot is negative; the map is then as
   // it was before.
-  int64_t insert(const int64_t* ids, const int32_t* slots, int64_t count);
+  virtual int64_t insert(const int64_t* ids, const int32_t* slots, int64_t count) = 0;
 
   // Removes ids and writes the slots that they had. Returns `count`, or the position of the first
   // id that is absent; the map is then as it was before.
-  int64_t remove(const int64_t* ids, int64_t count, int32_t* slots);
-
-  // Writes the slot of each id, in a map of any ids; those that are absent, for which there must be
-  // room, get the slots from `next` on. `none` is the slot of kNoId, which the map cannot hold.
-  // Returns the slot after the last one that was given.
-  int32_t find_or_insert(const int64_t* ids, int64_t count, int32_t next, int32_t& none,
-                         int32_t* slots);
+  virtual int64_t remove(const int64_t* ids, int64_t count, int32_t* slots) = 0;
 
   // Writes all ids and slots, in no particular order.
-  void items(int64_t* ids, int32_t* slots) const;
+  virtual void items(int64_t* ids, int32_t* slots) const = 0;
 
   mutable std::shared_mutex mutex;
 
- private:
-  struct Free {
-    void operator()(void* memory) const { std::free(memory); }
-  };
+ protected:
+  explicit IdMap(int64_t capacity) : capacity_(capacity) {}
 
-  // Whether the map can hold an id.
-  bool is_valid(int64_t id) const {
-    return num_ids_ != 0 ? static_cast<uint64_t>(id) < static_cast<uint64_t>(num_ids_)
-                         : id != kNoId;
-  }
-  Bucket* home(int64_t id) const;
-  Bucket* after(Bucket* bucket) const { return bucket + 1 == end_ ? buckets_.get() : bucket + 1; }
-  int64_t distance(Bucket* from, Bucket* to) const {
-    return to - from + (to < from ? num_buckets_ : 0);
-  }
-  int32_t look_up(Bucket* bucket, int64_t id) const;
-  void place(Bucket* bucket, int64_t id, int32_t slot);
-  int32_t take_out(Bucket* bucket, int64_t id);
-  void uncount(Bucket* first, Bucket* last);
-  void empty_entry(Bucket* bucket, int entry);
-  template <int kWrite, class Work>
-  int64_t for_each_home(const int64_t* ids, int64_t count, const Work& work) const;
-
-  int64_t capacity_, size_ = 0, num_ids_, num_buckets_;
-  uint64_t seed_;
-  // Entry of each id: its slot + 1, or 0. Null where buckets have the ids.
-  std::unique_ptr<uint32_t[], Free> table_;
-  std::unique_ptr<Bucket[], Free> buckets_;
-  Bucket* end_;
+  int64_t capacity_, size_ = 0;
 };
+
+// Makes a map of ids from 0 to `num_ids` - 1, or of any ids if it is 0: an IndexMap where the range
+// is not much larger than the capacity, or else a HashMap with the seed. Throws std::bad_alloc.
+std::unique_ptr<IdMap> new_id_map(int64_t capacity, uint64_t seed, int64_t num_ids);
 
 }  // namespace jaxrec
 

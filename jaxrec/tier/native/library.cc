@@ -53,7 +53,7 @@ JAXREC_EXPORT int64_t jaxrec_tier_interface() { return 5; }
 
 JAXREC_EXPORT IdMap* jaxrec_id_map_new(int64_t capacity, uint64_t seed, int64_t num_ids) {
   try {
-    return new IdMap(capacity, seed, num_ids);
+    return jaxrec::new_id_map(capacity, seed, num_ids).release();
   } catch (const std::bad_alloc&) {
     return nullptr;
   }

@@ -87,12 +87,12 @@ class StoredRows:
         found, records = self._read()
         if self.under_way:
             places = np.cumsum(found, dtype=np.int32) - 1
-        native = implementation.current()
+        row_copies = implementation.current()
         for wanted in self.under_way:
             concurrent.futures.wait([wanted.evicted.records])
             self.transfer.check()
-            rows = native.take_rows(wanted.evicted.records.result(), wanted.index)
-            native.put_rows(records, places[wanted.positions], rows)
+            rows = row_copies.take_rows(wanted.evicted.records.result(), wanted.index)
+            row_copies.put_rows(records, places[wanted.positions], rows)
         return found, records
 
     def _read(self) -> tuple[np.ndarray, np.ndarray]:
@@ -319,7 +319,7 @@ class RowTransfer:
             RuntimeError: Another process could not read its records.
         """
         if self.division is None:
-            return self.store.get(ids)
+            return self._get_own(ids)
         own = _attempt(lambda: self._get_own(self._own(ids)))
         owners = self.division.owners(ids)
         (found,) = gather_flags([own.found], [owners], own.error)
@@ -329,10 +329,28 @@ class RowTransfer:
         return found, records
 
     def _get_own(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Read records of ids that this process owns; it may own none of those of a batch."""
+        """Read records of ids that this process owns; it may own none of those of a batch.
+
+        Returns:
+            Whether each id has a record, and the records, contiguous arrays that may be changed.
+
+        Raises:
+            ValueError: The store returned arrays of another shape or type, which native code must
+                not copy.
+        """
+        shape = (ids.size, self.layout.width)
         if not ids.size:
-            return np.zeros(0, np.bool_), np.zeros((0, self.layout.width), np.uint8)
-        return self.store.get(ids)
+            return np.zeros(0, np.bool_), np.zeros(shape, np.uint8)
+        arrays = found, records = self.store.get(ids)
+        given = [(array.shape, array.dtype) for array in arrays]
+        if given != [(ids.shape, np.dtype(np.bool_)), (shape, np.dtype(np.uint8))]:
+            raise ValueError(
+                f"get of {ids.size} ids returned {found.dtype} {list(found.shape)} and "
+                f"{records.dtype} {list(records.shape)}; a RowStore returns bool [{ids.size}] and "
+                f"uint8 {list(shape)}"
+            )
+        own, own_records = (np.require(array, requirements=["C", "W"]) for array in arrays)
+        return own, own_records
 
     def scan(self, size: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Iterate over the records of all stores, as `jaxrec.tier.RowStore.scan` does.
@@ -377,7 +395,7 @@ class RowTransfer:
             found, records = self._get_own(ids)
         for wanted in under_way:
             found[wanted.positions] = True
-        return found, np.ascontiguousarray(records) if found.all() else records[found]
+        return found, records if found.all() else records[found]
 
     def replaced(self) -> None:
         """Note that the store's records were replaced by those of a checkpoint."""

@@ -12,7 +12,7 @@ from jaxrec.tier.stores.places import Places
 
 _FIRST_ROOM = 1024
 
-# Ranges of at most so many ids index an array of 8 bytes for each, 32 MiB.
+# The largest range whose ids index an array. The array has 8 bytes for each id: 32 MiB at most.
 _MOST_INDEXED = 1 << 22
 
 

@@ -235,7 +235,67 @@ def test_watchers_see_each_write_of_the_store():
     assert written.take().tolist() == []
 
 
+class OddStore(SlowStore):
+    """A store whose `get` returns its arrays changed."""
+
+    def __init__(self, change) -> None:
+        super().__init__()
+        self.change = change
+
+    def get(self, ids):
+        return self.change(*super().get(ids))
+
+
+def frozen(array: np.ndarray) -> np.ndarray:
+    return np.frombuffer(array.tobytes(), array.dtype).reshape(array.shape)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda found, records: (frozen(found), frozen(records)),
+        lambda found, records: (found[::-1][::-1], np.asfortranarray(records)),
+    ],
+    ids=["read_only", "not_contiguous"],
+)
+def test_rows_under_way_replace_those_of_any_arrays(change):
+    transfer = RowTransfer(OddStore(change), layout_of())
+    transfer.store.may_put.set()
+    ids = np.array([5, 6, 7])
+    transfer.send(transfer.announce(ids), lambda: rows_of(ids, 1))
+    transfer.wait()
+    transfer.store.may_put.clear()
+    transfer.send(transfer.announce(ids[:2]), lambda: rows_of(ids[:2], 2))
+    found, tables = transfer.fetch(ids).result()
+    assert found.all()
+    for at, number in [(slice(0, 2), 2), (slice(2, 3), 1)]:
+        part = [{name: array[at] for name, array in tables[0].items()}]
+        assert_rows(part, ids[at], number)
+    transfer.store.may_put.set()
+    transfer.wait()
+
+
 # Failures.
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda found, records: (found, records[:, 1:]), r"uint8 \[1, 11\]; .* uint8 \[1, 12\]"),
+        (lambda found, records: (found, records.view(np.int8)), r"int8 \[1, 12\]; a RowStore"),
+        (lambda found, records: (found[:0], records), r"get of 1 ids returned bool \[0\]"),
+    ],
+    ids=["width", "type", "flags"],
+)
+def test_a_store_that_returns_other_arrays(change, message):
+    store = OddStore(change)
+    transfer, ids = RowTransfer(store, layout_of()), np.array([5])
+    # A row under way is copied into the record: a narrower one would be written past its end.
+    transfer.send(transfer.announce(ids), lambda: rows_of(ids, 1))
+    with pytest.raises(RuntimeError, match=message):
+        transfer.fetch(ids).result()
+    store.may_put.set()
+    transfer.wait()
 
 
 def failed_put() -> RowTransfer:
