@@ -190,6 +190,7 @@ def cut_of(
         hosts=mesh.hosts,
         shares_devices=len(set(devices)) < len(devices),
         is_large=is_large(table.num_embeddings, max(rows.values()), mesh),
+        is_alone=mesh.num_devices == 1,
     )
 
 

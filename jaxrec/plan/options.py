@@ -9,11 +9,13 @@ import numpy as np
 
 from jaxrec.embed.config import MAX_ROWS
 from jaxrec.mesh.exchange import (
+    ALONE,
     BAGS,
     DEFAULT_CAPACITY_FACTOR,
     POOLED,
     POOLED_BY_HOST,
     REPLICATED,
+    ROWS,
     Cut,
     Exchange,
     choose_exchange,
@@ -31,8 +33,9 @@ from jaxrec.plan.table_storage import TableStorage, possible_caches
 from jaxrec.plan.topology import Topology
 from jaxrec.plan.workload import TableWorkload
 
-# Users ask for pooled bags; where the rows of a bag lie together, this is the exchange of bags.
-_USER_EXCHANGES: dict[Exchange, Exchange] = {BAGS: POOLED, POOLED_BY_HOST: POOLED}
+# Users ask for pooled bags; where the rows of a bag lie together, this is the exchange of bags. On
+# one device either name stands for none.
+_USER_EXCHANGES: dict[Exchange, Exchange] = {BAGS: POOLED, POOLED_BY_HOST: POOLED, ALONE: ROWS}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -367,6 +370,7 @@ def _exchanges(
         len(hosts),
         mesh.hosts,
         is_large=large,
+        is_alone=mesh.num_devices == 1,
     )
     eligible: list[Exchange] = []
     reasons = []
@@ -375,7 +379,7 @@ def _exchanges(
             eligible.append(choose_exchange(name, cut))
         except ValueError as error:
             reasons.append(str(error))
-    return tuple(eligible) or "; ".join(reasons)
+    return tuple(dict.fromkeys(eligible)) or "; ".join(reasons)
 
 
 def placed_options(

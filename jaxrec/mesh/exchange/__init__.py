@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TypeAlias
 
+from jaxrec.mesh.exchange.alone import Alone
 from jaxrec.mesh.exchange.bags import Bags
 from jaxrec.mesh.exchange.base import DEFAULT_CAPACITY_FACTOR as DEFAULT_CAPACITY_FACTOR
 from jaxrec.mesh.exchange.base import Cut as Cut
@@ -16,12 +17,12 @@ from jaxrec.mesh.exchange.replicated import Replicated
 from jaxrec.mesh.exchange.rows import Rows
 
 ROWS, POOLED, POOLED_BY_HOST, BAGS = Rows(), Pooled(), PooledByHost(), Bags()
-REPLICATED = Replicated()
+REPLICATED, ALONE = Replicated(), Alone()
 
 EXCHANGES: dict[str, Exchange] = {
     each.name: each for each in (ROWS, POOLED, POOLED_BY_HOST, BAGS, REPLICATED)
 }
-"""The exchanges by name."""
+"""The exchanges by name, all but `ALONE`, which no placement names."""
 
 ExchangeLike: TypeAlias = str | Exchange
 """An exchange, or its name in `EXCHANGES`."""
@@ -49,7 +50,8 @@ def choose_exchange(wanted: ExchangeLike | None, cut: Cut) -> Exchange:
         wanted: The placement's exchange. None: "bags" for pooled tables whose rows are on one
             device, else "rows". "pooled" becomes "bags" where the rows are on one device, since
             whole bags need no sums over devices, and "pooled_by_host" where they are on one of
-            several hosts.
+            several hosts. On a mesh of one device each of these becomes `ALONE`, unless columns are
+            cut.
         cut: The table as its placement cuts it.
 
     Raises:
@@ -58,12 +60,12 @@ def choose_exchange(wanted: ExchangeLike | None, cut: Cut) -> Exchange:
     default = ROWS if _refuse(BAGS, cut) else BAGS
     exchange = default if wanted is None else find_exchange(wanted)
     if exchange is POOLED:
-        for special in (BAGS, POOLED_BY_HOST):
-            if not _refuse(special, cut):
-                return special
+        special = (each for each in (BAGS, POOLED_BY_HOST) if not _refuse(each, cut))
+        exchange = next(special, exchange)
     if reason := _refuse(exchange, cut):
         raise ValueError(f"exchange {exchange.name!r} is not possible, since {reason}")
-    return exchange
+    is_ours = exchange in (ROWS, POOLED, BAGS)
+    return ALONE if is_ours and not _refuse(ALONE, cut) else exchange
 
 
 def _refuse(exchange: Exchange, cut: Cut) -> str | None:

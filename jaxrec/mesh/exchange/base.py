@@ -50,6 +50,7 @@ class Cut:
         hosts: Number of hosts of the mesh.
         shares_devices: Whether a device has several column parts of a row.
         is_large: Whether int32 cannot number the rows, or their slots over the mesh.
+        is_alone: Whether the mesh has one device.
     """
 
     is_pooled: bool
@@ -60,6 +61,7 @@ class Cut:
     hosts: int = 1
     shares_devices: bool = False
     is_large: bool = False
+    is_alone: bool = False
 
 
 @jax.tree_util.register_dataclass

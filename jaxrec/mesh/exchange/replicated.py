@@ -9,13 +9,13 @@ import jax.numpy as jnp
 
 from jaxrec.embed import kernels
 from jaxrec.embed.kernels import BAD_ROW, Lookups
-from jaxrec.embed.lookup import pool
-from jaxrec.mesh.exchange.base import Cut, Exchange
+from jaxrec.mesh.exchange.alone import Alone
+from jaxrec.mesh.exchange.base import Cut
 
 
 @dataclasses.dataclass(frozen=True)
-class Replicated(Exchange):
-    """Every device looks up in its own rows; all gather the gradients and make the same update."""
+class Replicated(Alone):
+    """Each device looks up in its own rows; all gather the gradients and make the same update."""
 
     name: ClassVar[str] = "replicated"
     is_replicated: ClassVar[bool] = True
@@ -27,17 +27,6 @@ class Replicated(Exchange):
 
     def traffic(self, work):
         return {"all-gather": work.devices * work.lookups * (4 + 4 * work.dim)}
-
-    def route(self, placed, request, channel, capacity):
-        return None
-
-    def pool(self, placed, table, request, route, channel, dtype):
-        ids, lengths, weights = request.ids, request.lengths, request.weights
-        pooled = pool(table, ids, lengths, weights, request.layout, dtype)
-        return pooled, request.scaled_lookups
-
-    def rows(self, placed, table, request, route, channel):
-        return kernels.row_lookup(table, request.lookups.rows)
 
     def owned_gradients(self, placed, gradient, channel, capacity):
         lookups, num_slots = gradient.lookups, placed.num_slots

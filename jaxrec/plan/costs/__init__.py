@@ -6,6 +6,7 @@ Where this follows TorchRec's estimators and where it differs is in ``docs/plann
 from __future__ import annotations
 
 from jaxrec.mesh.exchange import Exchange
+from jaxrec.plan.costs.alone import AloneCosts
 from jaxrec.plan.costs.bags import BagsCosts
 from jaxrec.plan.costs.base import ExchangeCosts, Group
 from jaxrec.plan.costs.forward import ForwardCosts
@@ -17,7 +18,7 @@ from jaxrec.plan.topology import Topology
 
 _COSTS: dict[Exchange, type[ExchangeCosts]] = {
     costs.exchange: costs
-    for costs in (RowsCosts, PooledCosts, PooledByHostCosts, BagsCosts, ReplicatedCosts)
+    for costs in (RowsCosts, PooledCosts, PooledByHostCosts, BagsCosts, ReplicatedCosts, AloneCosts)
 }
 
 

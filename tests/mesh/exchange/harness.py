@@ -1,4 +1,4 @@
-"""One exchange alone: its methods on eight devices, called as `ShardedTables` calls them."""
+"""One exchange by itself: its methods on eight devices, called as `ShardedTables` calls them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ RATE = 0.5
 
 
 class Harness:
-    """A table of ``row r = (r, -r)`` on eight devices, trained by SGD.
+    """A table of ``row r = (r, -r)`` on eight devices, or as many as given, trained by SGD.
 
     Attributes:
         table: The rows, in NumPy.
@@ -30,14 +30,16 @@ class Harness:
         weights: Their weights.
     """
 
-    def __init__(self, placement, ids, *, pooling="sum", weights=None, optimizer=None):
+    def __init__(
+        self, placement, ids, *, pooling="sum", weights=None, optimizer=None, devices=DEVICES
+    ):
         self.table = np.outer(np.arange(ROWS), [1.0, -1.0]).astype(np.float32)
         self.ids, self.pooling = ids, pooling
         self.weights = weights or [[1.0] * len(bag) for bag in ids]
         optimizer = optimizer or jaxrec.optim.sgd(RATE)
         config = jaxrec.EmbeddingBagConfig("t", ROWS, DIM, feature_names=("f",), pooling=pooling)
         tables = embed.init_tables([config], optimizer, jax.random.key(0)).write("t", self.table)
-        mesh = jax.make_mesh((DEVICES,), ("data",), axis_types=(AxisType.Auto,))
+        mesh = jax.make_mesh((devices,), ("data",), axis_types=(AxisType.Auto,))
         self.tables = shard_tables(tables, {"t": placement}, mesh)
         (self.placed,), (self.exchange,) = self.tables.layout.groups, self.tables.layout.exchanges
         batch = jaxrec.KeyedJaggedArray.from_lists({"f": ids}, weights={"f": self.weights})

@@ -1,0 +1,141 @@
+"""A mesh of one device computes what tables without a mesh compute, by the same operations."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import AxisType
+
+import jaxrec
+from jaxrec.mesh import column_wise, row_wise, shard_batch, table_wise
+from jaxrec.mesh.exchange import ALONE, ROWS
+
+ROWS_OF = {"user": 40, "item": 15, "shop": 10}
+BATCH, DIM = 12, 4
+PLACEMENTS = {
+    "row_wise": row_wise(),
+    "row_wise_pooled": row_wise(exchange="pooled"),
+    "buckets": row_wise(buckets=5),
+    "table_wise": table_wise(0),
+    "column_wise": column_wise(),
+}
+OPTIMIZERS = {
+    "clip_norm": jaxrec.optim.sgd(0.1, clip_norm=0.5),
+    "rowwise_adagrad": jaxrec.optim.rowwise_adagrad(0.1),
+    "clip_value": jaxrec.optim.adam(0.1, clip_value=0.2),
+}
+
+
+class Ranker(nnx.Module):
+    def __init__(self, optimizer):
+        configs = [
+            jaxrec.EmbeddingBagConfig(name, rows, DIM, pooling="mean")
+            for name, rows in ROWS_OF.items()
+        ]
+        self.embeddings = jaxrec.EmbeddingBagCollection(
+            configs, optimizer=optimizer, rngs=nnx.Rngs(0)
+        )
+        self.over = nnx.Linear(DIM * len(configs), 1, rngs=nnx.Rngs(1))
+
+    def __call__(self, features):
+        return self.over(self.embeddings(features).values)[:, 0]
+
+
+@nnx.jit
+def train_step(model, optimizer, features, labels):
+    def loss_fn(model):
+        return optax.sigmoid_binary_cross_entropy(model(features), labels).mean()
+
+    loss, gradients = jaxrec.value_and_grad(loss_fn)(model)
+    optimizer.update(model, gradients)
+    return loss
+
+
+def draw(rng):
+    lists = {
+        name: [rng.integers(rows, size=rng.integers(4)).tolist() for _ in range(BATCH)]
+        for name, rows in ROWS_OF.items()
+    }
+    return jaxrec.KeyedJaggedArray.from_lists(lists), rng.integers(2, size=BATCH).astype(np.float32)
+
+
+def train(model, place=lambda batch: batch):
+    optimizer, rng = jaxrec.Optimizer(model, optax.sgd(0.01)), np.random.default_rng(0)
+    losses = [float(train_step(model, optimizer, *place(draw(rng)))) for _ in range(3)]
+    return losses, {name: np.asarray(model.embeddings.table(name)) for name in ROWS_OF}
+
+
+@pytest.fixture
+def mesh():
+    return jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))
+
+
+def shard(make, placement, mesh):
+    plan = jaxrec.plan.ShardingPlan.from_dict(dict.fromkeys(ROWS_OF, placement))
+    return jaxrec.shard(make, plan, mesh)
+
+
+def exchanges(model):
+    return set(model.embeddings.tables.get_value().placed.layout.exchanges)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_training_gives_the_bits_of_tables_without_a_mesh(placement, optimizer, mesh):
+    def make():
+        return Ranker(OPTIMIZERS[optimizer])
+
+    model = shard(make, PLACEMENTS[placement], mesh)
+    assert exchanges(model) == {ALONE}
+    losses, tables = train(model, lambda batch: shard_batch(batch, mesh))
+    expected_losses, expected_tables = train(make())
+    assert losses == expected_losses
+    for name, table in tables.items():
+        np.testing.assert_array_equal(table, expected_tables[name], err_msg=name)
+
+
+def test_rows_of_single_ids(mesh):
+    def make():
+        configs = [jaxrec.EmbeddingConfig(name, rows, DIM) for name, rows in ROWS_OF.items()]
+        optimizer = jaxrec.optim.sgd(1.0)
+        return jaxrec.EmbeddingCollection(configs, optimizer=optimizer, rngs=nnx.Rngs(0))
+
+    lists = {"user": [[3, 3], []], "item": [[14], [1]], "shop": [[], [9]]}
+    features = jaxrec.KeyedJaggedArray.from_lists(lists)
+    plan = jaxrec.plan.ShardingPlan.from_dict(dict.fromkeys(ROWS_OF, row_wise()))
+    sharded = jaxrec.shard(make, plan, mesh)
+    assert set(sharded.tables.get_value().placed.layout.exchanges) == {ALONE}
+    expected, found = make()(features), sharded(shard_batch(features, mesh))
+    for name, rows in expected.items():
+        np.testing.assert_array_equal(found[name].values[0], rows.values, err_msg=name)
+
+
+def test_columns_that_are_cut_on_one_device_keep_their_exchange(mesh):
+    model = shard(lambda: Ranker(jaxrec.optim.sgd(0.1)), column_wise((0, 0), exchange="rows"), mesh)
+    assert exchanges(model) == {ROWS}
+
+
+def test_ids_are_flattened_once(mesh):
+    def calls(model, place):
+        store = model.embeddings.tables.get_value()
+        features, _ = place(draw(np.random.default_rng(0)))
+
+        def step(store, features):
+            outputs, residuals = store.lookup(features)
+            gradients = store.row_gradients(residuals, jax.tree.map(jnp.ones_like, outputs))
+            return store.update([gradients], 0)
+
+        text = jax.jit(step).lower(store, features).as_text()
+        return text.count("custom_call @jaxrec"), "all_to_all" in text
+
+    def make():
+        return Ranker(jaxrec.optim.sgd(0.1))
+
+    plain = calls(make(), lambda batch: batch)
+    on_mesh = calls(shard(make, row_wise(), mesh), lambda batch: shard_batch(batch, mesh))
+    assert on_mesh == plain
+    assert plain[0] > 0
