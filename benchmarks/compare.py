@@ -4,7 +4,9 @@ Usage: python -m benchmarks.compare --peer-python PATH [--rounds 3] [--seconds 2
                                     [--what embedding dlrm models] [--keras-python PATH]
 The first PATH is the Python of an environment with torch, fbgemm-gpu-cpu and torchrec, the second
 of one with tensorflow-cpu. A ratio is jaxrec's median time over the peer's in the same round; below
-1 jaxrec is faster.
+1 jaxrec is faster. Where the distance of the cores changes while the sides run, the round's figures
+are taken again (benchmarks/core_distance.py says why); the last column has the distances. Ctrl-C
+ends the run and prints the rounds so far.
 """
 
 from __future__ import annotations
@@ -19,6 +21,8 @@ from typing import Any, Literal
 
 import numpy as np
 import tyro
+
+from benchmarks.core_distance import core_distance
 
 _HERE = pathlib.Path(__file__).parent
 
@@ -55,29 +59,34 @@ class Options:
 
 
 Key = tuple[str, str, str]  # shape, figure, peer
+MOST_TRIES = 4
+NEAR_NS = 200  # Cores that share a cache are nearer.
 
 
 def main(options: Options) -> None:
     ratios: dict[Key, list[float]] = defaultdict(list)
     times: dict[Key, list[tuple[float, float]]] = defaultdict(list)
-    for done in range(options.rounds):
-        # The sides of each comparison directly after each other: these machines change speed.
-        for module, commands, arguments in comparisons(options):
-            mine = medians(run([sys.executable, "-m", module, *arguments]))
-            peers: dict[Key, float] = {}
-            for command in commands:
-                peers |= medians(run([*command, *arguments]))
-            for (shape, figure, name), theirs_ms in peers.items():
-                ours_ms = mine[shape, figure, "jaxrec"]
-                ratios[shape, figure, name].append(ours_ms / theirs_ms)
-                times[shape, figure, name].append((ours_ms, theirs_ms))
-        print(f"round {done + 1} of {options.rounds} done", file=sys.stderr, flush=True)
-    print("| shape | figure | peer | jaxrec ms | peer ms | ratio (median) | min | max |")
-    print("|---|---|---|---|---|---|---|---|")
+    distances: dict[Key, list[int]] = defaultdict(list)
+    try:
+        for done in range(options.rounds):
+            # The sides of each comparison directly after each other: these machines change speed.
+            for module, commands, arguments in comparisons(options):
+                mine, peers, distance = time_sides(module, commands, arguments)
+                for (shape, figure, name), theirs_ms in peers.items():
+                    ours_ms = mine[shape, figure, "jaxrec"]
+                    ratios[shape, figure, name].append(ours_ms / theirs_ms)
+                    times[shape, figure, name].append((ours_ms, theirs_ms))
+                    distances[shape, figure, name].append(distance)
+            print(f"round {done + 1} of {options.rounds} done", file=sys.stderr, flush=True)
+    except KeyboardInterrupt:
+        print("stopped; these rounds were done", file=sys.stderr)
+    print("| shape | figure | peer | jaxrec ms | peer ms | ratio (median) | min | max | cores ns |")
+    print("|---|---|---|---|---|---|---|---|---|")
     for key, values in ratios.items():
         ours_ms, theirs_ms = np.median(times[key], axis=0)
         cells = [*key, f"{ours_ms:.2f}", f"{theirs_ms:.2f}"]
         cells += [f"{value:.2f}" for value in (np.median(values), min(values), max(values))]
+        cells.append(f"{min(distances[key])}-{max(distances[key])}")
         print("| " + " | ".join(cells) + " |")
 
 
@@ -107,6 +116,24 @@ def comparisons(options: Options) -> list[tuple[str, list[list[str]], list[str]]
             of_model.append(f"--max-rows={options.max_rows}")
             found.append(("benchmarks.click_models", peers, of_model))
     return found
+
+
+def time_sides(
+    module: str, commands: list[list[str]], arguments: list[str]
+) -> tuple[dict[Key, float], dict[Key, float], int]:
+    """Our figures and the peers', timed directly after each other, and the cores' distance."""
+    for left in reversed(range(MOST_TRIES)):
+        seen = [core_distance()]
+        mine = medians(run([sys.executable, "-m", module, *arguments]))
+        seen.append(core_distance())
+        peers: dict[Key, float] = {}
+        for command in commands:
+            peers |= medians(run([*command, *arguments]))
+            seen.append(core_distance())
+        if len({distance > NEAR_NS for distance in seen}) == 1 or not left:
+            break
+        print(f"again, since cores moved: {arguments}, {seen} ns", file=sys.stderr, flush=True)
+    return mine, peers, max(seen)
 
 
 def run(command: list[str]) -> list[dict[str, Any]]:
