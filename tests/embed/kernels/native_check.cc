@@ -602,7 +602,7 @@ void check_new_rows() {
 }  // namespace
 
 int main() {
-  const Case cases[] = {
+  std::vector<Case> cases = {
       {1, Type::kF32, false, false, 2, 30, 4, 0.0},
       {3, Type::kBF16, true, false, 3, 30, 4, 0.0},
       {16, Type::kF32, false, true, 2, 300, 9, 0.5},
@@ -614,6 +614,12 @@ int main() {
       {257, Type::kF32, true, true, 1, 20, 5, 0.0},
       {4096, Type::kF32, false, false, 1, 3, 3, 0.0},
   };
+  // Each number of columns behind a row's last whole vector.
+  for (int64_t dim = 2; dim <= 34; ++dim) {
+    for (Type type : {Type::kF32, Type::kBF16, Type::kF16}) {
+      cases.push_back({dim, type, dim % 2 == 1, false, 1, 8, 3, 0.2});
+    }
+  }
   int checked = 0;
   for (const char* name : {"portable", "avx2", "avx512"}) {
     if (!select_kernels(name)) continue;

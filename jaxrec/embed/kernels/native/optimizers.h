@@ -87,16 +87,28 @@ struct RowWriter {
 // quotient are filled with the others' work.
 constexpr int kMostTogether = 16;
 constexpr int64_t kFloatsTogether = 4096;
+
+// Columns of a row in whole vectors.
+JAXREC_INLINE int64_t whole_vectors(int64_t dim) { return (dim + kWidth - 1) / kWidth * kWidth; }
+
 JAXREC_INLINE int rows_together(int64_t dim) {
-  return dim * kMostTogether <= kFloatsTogether ? kMostTogether
-                                                : static_cast<int>(kFloatsTogether / dim);
+  const int64_t columns = whole_vectors(dim);
+  return columns * kMostTogether <= kFloatsTogether ? kMostTogether
+                                                    : static_cast<int>(kFloatsTogether / columns);
 }
 
-// Some rows and their gradients, one after the other.
+// Some rows and their gradients, each in whole vectors with zeros behind its last column.
 struct Together {
   int count;
   uint32_t rows[kMostTogether];
-  alignas(64) float gradients[kFloatsTogether + JAXREC_VECTOR_BYTES / 4];
+  alignas(64) float gradients[kFloatsTogether];
+
+  JAXREC_MEMBER float* gradient(int row, int64_t dim) {
+    return gradients + row * whole_vectors(dim);
+  }
+  JAXREC_MEMBER const float* gradient(int row, int64_t dim) const {
+    return gradients + row * whole_vectors(dim);
+  }
 };
 
 // The means of values(column, extent)^2 over each row, for all rows together.
@@ -119,10 +131,10 @@ template <class T>
 void apply_sgd(const Table& table, const Step& step, const Together& together) {
   for (int r = 0; r < together.count; ++r) {
     auto* row = row_at<T>(table, together.rows[r]);
-    const float* gradient = together.gradients + r * table.dim;
+    const float* gradient = together.gradient(r, table.dim);
     RowWriter<T> writer(row, together.rows[r], step);
     for_each_vector(table.dim, [&](int64_t column, auto extent) JAXREC_ALWAYS {
-      Vec g = load(F32{}, gradient + column, extent);
+      Vec g = load(F32{}, gradient + column, Whole{});
       writer.put(column, load(T{}, row + column, extent) - step.rate * g, extent);
     });
     writer.finish(table.dim);
@@ -133,11 +145,11 @@ template <class T>
 void apply_adagrad(const Table& table, const Step& step, const Together& together) {
   for (int r = 0; r < together.count; ++r) {
     auto* row = row_at<T>(table, together.rows[r]);
-    const float* gradient = together.gradients + r * table.dim;
+    const float* gradient = together.gradient(r, table.dim);
     float* accumulator = step.first + together.rows[r] * table.dim;
     RowWriter<T> writer(row, together.rows[r], step);
     for_each_vector(table.dim, [&](int64_t column, auto extent) JAXREC_ALWAYS {
-      Vec g = load(F32{}, gradient + column, extent);
+      Vec g = load(F32{}, gradient + column, Whole{});
       Vec sum = load(F32{}, accumulator + column, extent) + g * g;
       store(F32{}, accumulator + column, sum, extent);
       Vec move = step.rate * g / (square_root(sum) + step.eps);
@@ -154,9 +166,9 @@ void apply_rowwise_adagrad(const Table& table, const Step& step, const Together&
   const float keep = step.decay == Decay::kDecoupled ? 1.0f - step.rate * step.weight_decay : 1.0f;
   auto gradient_of = [&](int r) JAXREC_ALWAYS {
     const auto* row = row_at<T>(table, together.rows[r]);
-    const float* gradient = together.gradients + r * dim;
+    const float* gradient = together.gradient(r, dim);
     return [=](int64_t column, auto extent) JAXREC_ALWAYS {
-      Vec g = load(F32{}, gradient + column, extent);
+      Vec g = load(F32{}, gradient + column, Whole{});
       return l2 == 0.0f ? g : g + l2 * load(T{}, row + column, extent);
     };
   };
@@ -187,7 +199,7 @@ void apply_adam(const Table& table, const Step& step, const Together& together) 
   for (int r = 0; r < together.count; ++r) {
     const uint32_t index = together.rows[r];
     auto* row = row_at<T>(table, index);
-    const float* gradient = together.gradients + r * dim;
+    const float* gradient = together.gradient(r, dim);
     float share1 = step.share1, share2 = step.share2;
     if (step.counts_rows) {
       float count = step.counts[index] += 1.0f;
@@ -197,14 +209,14 @@ void apply_adam(const Table& table, const Step& step, const Together& together) 
     float* first = step.first + index * dim;
     float* second = step.second + (kPartial ? index : index * dim);
     if (kPartial) {
-      float mean = mean_square(dim, [=](int64_t column, auto extent) JAXREC_ALWAYS {
-        return load(F32{}, gradient + column, extent);
+      float mean = mean_square(dim, [=](int64_t column, auto) JAXREC_ALWAYS {
+        return load(F32{}, gradient + column, Whole{});
       });
       *second = step.b2 * *second + step.rest2 * mean;
     }
     RowWriter<T> writer(row, index, step);
     for_each_vector(dim, [&](int64_t column, auto extent) JAXREC_ALWAYS {
-      Vec g = load(F32{}, gradient + column, extent), w = load(T{}, row + column, extent);
+      Vec g = load(F32{}, gradient + column, Whole{}), w = load(T{}, row + column, extent);
       Vec m = step.b1 * load(F32{}, first + column, extent) + step.rest1 * g;
       store(F32{}, first + column, m, extent);
       Vec v;
@@ -249,6 +261,8 @@ void apply(const Table& table, const Step& step, uint32_t row, const float* grad
   Together together;
   together.count = 1;
   together.rows[0] = row;
-  copy(F32{}, together.gradients, gradient, table.dim);
+  float* kept = together.gradient(0, table.dim);
+  store(F32{}, kept + whole_vectors(table.dim) - kWidth, Vec{}, Whole{});
+  copy(F32{}, kept, gradient, table.dim);
   choose_rule(table.type, step.rule)(table, step, together);
 }

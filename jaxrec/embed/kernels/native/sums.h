@@ -46,6 +46,38 @@ struct Registers {
   JAXREC_MEMBER void put(Type type, void* out, float scale, int64_t) const {
     for (int i = 0; i < kVectors; ++i) store_as(type, out, i * kWidth, sums[i] * scale, Whole{});
   }
+  // Writes whole vectors.
+  JAXREC_MEMBER void keep(float* out, int64_t) const {
+    for (int i = 0; i < kVectors; ++i) store(F32{}, out + i * kWidth, sums[i], Whole{});
+  }
+};
+
+// Sums in registers, for rows of `kVectors` vectors of which the last may be a part.
+template <int kVectors>
+struct RegistersAndPart {
+  static constexpr int kLast = (kVectors - 1) * kWidth;
+  Vec sums[kVectors];
+  Part part;
+
+  JAXREC_MEMBER static int64_t fixed(int64_t dim) { return dim; }
+  JAXREC_MEMBER void clear(int64_t dim) {
+    for (int i = 0; i < kVectors; ++i) sums[i] = Vec{};
+    part.count = static_cast<int>(dim) - kLast;
+  }
+  template <class T, class Change>
+  JAXREC_MEMBER void add(T type, const typename T::Storage* row, const Change& change, int64_t) {
+    for (int i = 0; i < kVectors - 1; ++i) sums[i] += change(load(type, row + i * kWidth, Whole{}));
+    sums[kVectors - 1] += change(load(type, row + kLast, part));
+  }
+  JAXREC_MEMBER void put(Type type, void* out, float scale, int64_t) const {
+    for (int i = 0; i < kVectors - 1; ++i) {
+      store_as(type, out, i * kWidth, sums[i] * scale, Whole{});
+    }
+    store_as(type, out, kLast, sums[kVectors - 1] * scale, part);
+  }
+  JAXREC_MEMBER void keep(float* out, int64_t) const {
+    for (int i = 0; i < kVectors; ++i) store(F32{}, out + i * kWidth, sums[i], Whole{});
+  }
 };
 
 // Sums in the first-level cache, for rows of any length up to kMaxDim.
@@ -69,6 +101,11 @@ struct Memory {
       store_as(type, out, column, load(F32{}, sums + column, Whole{}) * scale, extent);
     });
   }
+  JAXREC_MEMBER void keep(float* out, int64_t dim) const {
+    for (int64_t i = 0; i < dim; i += kWidth) {
+      store(F32{}, out + i, load(F32{}, sums + i, Whole{}), Whole{});
+    }
+  }
 };
 
 // A type as a value.
@@ -90,8 +127,12 @@ JAXREC_INLINE void with_sums(int64_t dim, const Work& work) {
 #if JAXREC_VECTOR_BYTES >= 64
     case 256: return work(Of<Registers<256 / kWidth>>{});
 #endif
-    default: return work(Of<Memory>{});
   }
+#if JAXREC_VECTOR_BYTES >= 32
+  if (dim <= kWidth) return work(Of<RegistersAndPart<1>>{});
+  if (dim <= 2 * kWidth) return work(Of<RegistersAndPart<2>>{});
+#endif
+  return work(Of<Memory>{});
 }
 
 // Calls work(F32 or BF16 or F16).

@@ -144,7 +144,7 @@ void sum_next_runs(const Gradients& gradients, const Table* table, const Step* s
       walk.long_runs[walk.num_long_runs++] = {begin, end};
     } else {
       add_gradients(gradients, entries, begin, end, G{}, sums, ask);
-      sums.put(Type::kF32, together.gradients + together.count * dim, 1.0f, dim);
+      sums.keep(together.gradient(together.count, dim), dim);
       together.rows[together.count++] = entries[begin].row;
     }
   }
@@ -220,7 +220,7 @@ void sum_runs(SumBlock& block) {
     for (int r = 0; r < together.count; ++r) {
       const int64_t row = together.rows[r];
       clear_rows(out, next, row, dim);
-      copy(F32{}, reinterpret_cast<float*>(out.at(row, dim * 4)), together.gradients + r * dim, dim);
+      copy(F32{}, reinterpret_cast<float*>(out.at(row, dim * 4)), together.gradient(r, dim), dim);
       next = row + 1;
     }
   }
@@ -241,7 +241,7 @@ void sum(const Gradients& gradients, const Entry* entries, int64_t begin, int64_
   walk.starts[1] = static_cast<uint32_t>(end);
   Together together;
   choose_sums(gradients)(gradients, nullptr, nullptr, walk, together);
-  copy(F32{}, out, together.gradients, gradients.dim);
+  copy(F32{}, out, together.gradient(0, gradients.dim), gradients.dim);
 }
 
 void add_rows(const float* rows, int64_t count, int64_t dim, float* out) {

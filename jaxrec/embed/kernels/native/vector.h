@@ -141,6 +141,92 @@ JAXREC_INLINE Vec load(F32, const float* from, Whole) {
 JAXREC_INLINE void store(F32, float* to, Vec x, Whole) {
   *reinterpret_cast<UnalignedVec*>(to) = x;
 }
+JAXREC_INLINE Half load_half(const uint16_t* from, Whole) {
+  return *reinterpret_cast<const UnalignedHalf*>(from);
+}
+JAXREC_INLINE void store_half(uint16_t* to, Half x, Whole) {
+  *reinterpret_cast<UnalignedHalf*>(to) = x;
+}
+
+// Parts of a vector. Element by element it would go through memory, which takes longer than all else
+// that is done with it; and a masked access as wide as a vector waits for the line that it only
+// touches beyond the part. So parts are taken by halves, quarters and a mask for the last few.
+#if JAXREC_VECTOR_BYTES >= 32
+JAXREC_INLINE __m128i lanes_of(int count) {
+  static const int32_t lanes[8] = {-1, -1, -1, -1};
+  return _mm_loadu_si128(reinterpret_cast<const __m128i*>(lanes + 4 - count));
+}
+
+// The first `count` floats of 4, of 8 and of 16, at least one; the others are 0.
+JAXREC_INLINE __m128 load4(const float* from, int count) {
+  return count == 4 ? _mm_loadu_ps(from) : _mm_maskload_ps(from, lanes_of(count));
+}
+JAXREC_INLINE __m256 load8(const float* from, int count) {
+  if (count <= 4) return _mm256_zextps128_ps256(load4(from, count));
+  if (count == 8) return _mm256_loadu_ps(from);
+  __m256 first = _mm256_castps128_ps256(_mm_loadu_ps(from));
+  return _mm256_insertf128_ps(first, load4(from + 4, count - 4), 1);
+}
+
+// `rest` has the floats that are still to be stored.
+JAXREC_INLINE void store4(float* to, __m128 rest, int count) {
+  if (count == 4) return _mm_storeu_ps(to, rest);
+  if (count & 2) {
+    _mm_storel_pi(reinterpret_cast<__m64*>(to), rest);
+    rest = _mm_movehl_ps(rest, rest);
+    to += 2;
+  }
+  if (count & 1) _mm_store_ss(to, rest);
+}
+JAXREC_INLINE void store8(float* to, __m256 rest, int count) {
+  if (count == 8) return _mm256_storeu_ps(to, rest);
+  __m128 last = _mm256_castps256_ps128(rest);
+  if (count > 4) {
+    _mm_storeu_ps(to, last);
+    last = _mm256_extractf128_ps(rest, 1);
+    to += 4;
+    count -= 4;
+  }
+  store4(to, last, count);
+}
+#endif
+
+#if JAXREC_VECTOR_BYTES == 64
+JAXREC_INLINE Vec load(F32, const float* from, Part part) {
+  if (part.count <= 8) return (Vec)_mm512_zextps256_ps512(load8(from, part.count));
+  __m512 first = _mm512_castps256_ps512(_mm256_loadu_ps(from));
+  return (Vec)_mm512_insertf32x8(first, load8(from + 8, part.count - 8), 1);
+}
+JAXREC_INLINE void store(F32, float* to, Vec x, Part part) {
+  __m256 last = _mm512_castps512_ps256((__m512)x);
+  if (part.count <= 8) return store8(to, last, part.count);
+  _mm256_storeu_ps(to, last);
+  store8(to + 8, _mm512_extractf32x8_ps((__m512)x, 1), part.count - 8);
+}
+JAXREC_INLINE __mmask8 mask_of(int count) { return static_cast<__mmask8>((1u << count) - 1); }
+JAXREC_INLINE Half load_half(const uint16_t* from, Part part) {
+  if (part.count <= 8) {
+    __m128i first = _mm_maskz_loadu_epi16(mask_of(part.count), from);
+    return (Half)_mm256_zextsi128_si256(first);
+  }
+  __m128i first = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
+  __m128i last = _mm_maskz_loadu_epi16(mask_of(part.count - 8), from + 8);
+  return (Half)_mm256_inserti128_si256(_mm256_castsi128_si256(first), last, 1);
+}
+JAXREC_INLINE void store_half(uint16_t* to, Half x, Part part) {
+  __m128i last = _mm256_castsi256_si128((__m256i)x);
+  if (part.count > 8) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to), last);
+    last = _mm256_extracti128_si256((__m256i)x, 1);
+    to += 8;
+    part.count -= 8;
+  }
+  _mm_mask_storeu_epi16(to, mask_of(part.count), last);
+}
+#elif JAXREC_VECTOR_BYTES == 32
+JAXREC_INLINE Vec load(F32, const float* from, Part part) { return (Vec)load8(from, part.count); }
+JAXREC_INLINE void store(F32, float* to, Vec x, Part part) { store8(to, (__m256)x, part.count); }
+#else
 JAXREC_INLINE Vec load(F32, const float* from, Part part) {
   Vec x = {};
   for (int i = 0; i < part.count; ++i) x[i] = from[i];
@@ -149,21 +235,26 @@ JAXREC_INLINE Vec load(F32, const float* from, Part part) {
 JAXREC_INLINE void store(F32, float* to, Vec x, Part part) {
   for (int i = 0; i < part.count; ++i) to[i] = x[i];
 }
-template <class T>
-JAXREC_INLINE Vec load(T type, const uint16_t* from, Whole) {
-  return widen(type, *reinterpret_cast<const UnalignedHalf*>(from));
-}
-template <class T>
-JAXREC_INLINE Vec load(T type, const uint16_t* from, Part part) {
-  Half x = {};
-  for (int i = 0; i < part.count; ++i) x[i] = from[i];
-  return widen(type, x);
-}
-JAXREC_INLINE void store_half(uint16_t* to, Half x, Whole) {
-  *reinterpret_cast<UnalignedHalf*>(to) = x;
+#endif
+
+#if JAXREC_VECTOR_BYTES < 64
+JAXREC_INLINE Half load_half(const uint16_t* from, Part part) {
+  uint64_t words[sizeof(Half) / 8] = {};
+  for (int i = 0; i < part.count; ++i) {
+    words[i / 4] |= static_cast<uint64_t>(from[i]) << (16 * (i % 4));
+  }
+  Half x;
+  __builtin_memcpy(&x, words, sizeof x);
+  return x;
 }
 JAXREC_INLINE void store_half(uint16_t* to, Half x, Part part) {
   for (int i = 0; i < part.count; ++i) to[i] = x[i];
+}
+#endif
+
+template <class T, class Extent>
+JAXREC_INLINE Vec load(T type, const uint16_t* from, Extent extent) {
+  return widen(type, load_half(from, extent));
 }
 template <class T, class Extent>
 JAXREC_INLINE void store(T type, uint16_t* to, Vec x, Extent extent) {
@@ -186,11 +277,9 @@ JAXREC_INLINE void copy(F32, float* to, const float* from, int64_t dim) {
 }
 template <class T>
 JAXREC_INLINE void copy(T, uint16_t* to, const uint16_t* from, int64_t dim) {
-  int64_t column = 0;
-  for (; column + kWidth <= dim; column += kWidth) {
-    store_half(to + column, *reinterpret_cast<const UnalignedHalf*>(from + column), Whole{});
-  }
-  for (; column < dim; ++column) to[column] = from[column];
+  for_each_vector(dim, [&](int64_t column, auto extent) JAXREC_ALWAYS {
+    store_half(to + column, load_half(from + column, extent), extent);
+  });
 }
 
 constexpr int kLine = 64;
