@@ -162,7 +162,7 @@ JAXREC_INLINE __m128 load4(const float* from, int count) {
   return count == 4 ? _mm_loadu_ps(from) : _mm_maskload_ps(from, lanes_of(count));
 }
 JAXREC_INLINE __m256 load8(const float* from, int count) {
-  if (count <= 4) return _mm256_zextps128_ps256(load4(from, count));
+  if (count <= 4) return _mm256_insertf128_ps(_mm256_setzero_ps(), load4(from, count), 0);
   if (count == 8) return _mm256_loadu_ps(from);
   __m256 first = _mm256_castps128_ps256(_mm_loadu_ps(from));
   return _mm256_insertf128_ps(first, load4(from + 4, count - 4), 1);
@@ -193,7 +193,9 @@ JAXREC_INLINE void store8(float* to, __m256 rest, int count) {
 
 #if JAXREC_VECTOR_BYTES == 64
 JAXREC_INLINE Vec load(F32, const float* from, Part part) {
-  if (part.count <= 8) return (Vec)_mm512_zextps256_ps512(load8(from, part.count));
+  if (part.count <= 8) {
+    return (Vec)_mm512_insertf32x8(_mm512_setzero_ps(), load8(from, part.count), 0);
+  }
   __m512 first = _mm512_castps256_ps512(_mm256_loadu_ps(from));
   return (Vec)_mm512_insertf32x8(first, load8(from + 8, part.count - 8), 1);
 }
@@ -207,7 +209,7 @@ JAXREC_INLINE __mmask8 mask_of(int count) { return static_cast<__mmask8>((1u << 
 JAXREC_INLINE Half load_half(const uint16_t* from, Part part) {
   if (part.count <= 8) {
     __m128i first = _mm_maskz_loadu_epi16(mask_of(part.count), from);
-    return (Half)_mm256_zextsi128_si256(first);
+    return (Half)_mm256_inserti128_si256(_mm256_setzero_si256(), first, 0);
   }
   __m128i first = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
   __m128i last = _mm_maskz_loadu_epi16(mask_of(part.count - 8), from + 8);
