@@ -83,6 +83,7 @@ COMMANDS = (
         "--seeds 0 --rows 4096 --eval-rows 4096 --only int8 --output precision.json",
     ),
     ("python -m benchmarks.dlrm --batch 8192", "--batch 64 --max-rows 1000 --steps 2"),
+    ("python -m benchmarks.core_distance", "--times 2"),
     ("python -m benchmarks.growth", "--only tables --largest 3 --seconds 0.01"),
     ("python -m benchmarks.dense_dtype", "--models dlrm --batch 64 --steps 2 --rounds 1"),
     ("python -m benchmarks.tier ids", "--resident 20000 --batch 1000 --rounds 2"),
@@ -155,7 +156,8 @@ LEFT_OUT = {
     '--num-processes ${#hosts[@]} --process-id $i" &': "needs other hosts",
     f"{RUN_ON_HOSTS} --devices 8 --coordinator host0:8476 --num-processes 4 "
     "--process-id $i": "is one of several processes; tests/train/test_cli.py starts them",
-    "python -m benchmarks.compare --peer-python PATH --rounds 3 --seconds 0.4": PEER,
+    "python -m benchmarks.compare --peer-python PATH --rounds 5 --seconds 0.5 --steps 16 "
+    "--batches 2048 8192 16384": PEER,
     "python -m benchmarks.compare --peer-python PATH --keras-python PATH --what models": PEER,
     "python -m benchmarks.score --peer-python PATH": PEER,
     "python -m benchmarks.quantized --peer-python PATH --rounds 2 --seconds 1": PEER,
