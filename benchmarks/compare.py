@@ -121,19 +121,19 @@ def comparisons(options: Options) -> list[tuple[str, list[list[str]], list[str]]
 def time_sides(
     module: str, commands: list[list[str]], arguments: list[str]
 ) -> tuple[dict[Key, float], dict[Key, float], int]:
-    """Our figures and the peers', timed directly after each other, and the cores' distance."""
-    for left in reversed(range(MOST_TRIES)):
-        seen = [core_distance()]
+    """Our figures, the peers' and the cores' largest distance; sides directly after each other."""
+    for tries_left in reversed(range(MOST_TRIES)):
+        distances = [core_distance()]
         mine = medians(run([sys.executable, "-m", module, *arguments]))
-        seen.append(core_distance())
+        distances.append(core_distance())
         peers: dict[Key, float] = {}
         for command in commands:
             peers |= medians(run([*command, *arguments]))
-            seen.append(core_distance())
-        if len({distance > NEAR_NS for distance in seen}) == 1 or not left:
+            distances.append(core_distance())
+        if len({distance > NEAR_NS for distance in distances}) == 1 or not tries_left:
             break
-        print(f"again, since cores moved: {arguments}, {seen} ns", file=sys.stderr, flush=True)
-    return mine, peers, max(seen)
+        print(f"again, since cores moved: {arguments}, {distances} ns", file=sys.stderr, flush=True)
+    return mine, peers, max(distances)
 
 
 def run(command: list[str]) -> list[dict[str, Any]]:

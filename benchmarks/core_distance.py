@@ -1,18 +1,18 @@
-"""How far the first two cores are from each other, which decides how fast both read memory.
+"""Measures the distance of the machine's first two cores.
 
 Usage: python -m benchmarks.core_distance [--times N]
-Prints in how many nanoseconds a value travels from one core to the other and back, once a second.
-Cores that share a cache take 50 to 110. A virtual machine's cores may be moved apart, to 300 and
-more, at any moment: lookups of large tables then take 1.8 times as long (docs/performance.md).
+Prints the nanoseconds that a value takes from one core to the other and back, once a second. Cores
+that share a cache take 50 to 110. The host of a virtual machine may move its cores apart at any
+moment, to 300 and more; lookups of large tables then take 1.8 times as long (docs/performance.md).
 Compiles core_distance.c with `cc`; Linux only.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import os
 import pathlib
+import shutil
 import subprocess
 import tempfile
 import time
@@ -40,19 +40,15 @@ def main(options: Options) -> None:
 
 
 def core_distance() -> int:
-    """Nanoseconds of the way there and back; 0 where there is one core alone."""
+    """Return the nanoseconds there and back; 0 where there is one core or no C compiler."""
     cores = sorted(os.sched_getaffinity(0))[:2]
-    if len(cores) < 2:
+    if len(cores) < 2 or shutil.which("cc") is None:
         return 0
-    command = [_program(), *map(str, cores)]
-    return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-
-
-@functools.cache
-def _program() -> str:
-    path = pathlib.Path(tempfile.mkdtemp()) / "core_distance"
-    subprocess.run(["cc", "-O2", "-pthread", str(_SOURCE), "-o", str(path)], check=True)
-    return str(path)
+    with tempfile.TemporaryDirectory() as directory:
+        program = os.path.join(directory, "core_distance")
+        subprocess.run(["cc", "-O2", "-pthread", str(_SOURCE), "-o", program], check=True)
+        command = [program, *map(str, cores)]
+        return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ from jaxrec.plan.topology import Topology
 from jaxrec.plan.workload import TableWorkload
 
 # Users ask for pooled bags; where the rows of a bag lie together, this is the exchange of bags. On
-# one device either name stands for none.
+# one device "rows" and "pooled" give the same program; plans say "rows".
 _USER_EXCHANGES: dict[Exchange, Exchange] = {BAGS: POOLED, POOLED_BY_HOST: POOLED, ALONE: ROWS}
 
 

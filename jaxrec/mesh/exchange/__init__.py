@@ -50,8 +50,8 @@ def choose_exchange(wanted: ExchangeLike | None, cut: Cut) -> Exchange:
         wanted: The placement's exchange. None: "bags" for pooled tables whose rows are on one
             device, else "rows". "pooled" becomes "bags" where the rows are on one device, since
             whole bags need no sums over devices, and "pooled_by_host" where they are on one of
-            several hosts. On a mesh of one device each of these becomes `ALONE`, unless columns are
-            cut.
+            several hosts. On a mesh of one device "rows", "pooled" and "bags" become `ALONE`,
+            unless the columns are cut.
         cut: The table as its placement cuts it.
 
     Raises:
@@ -64,8 +64,9 @@ def choose_exchange(wanted: ExchangeLike | None, cut: Cut) -> Exchange:
         exchange = next(special, exchange)
     if reason := _refuse(exchange, cut):
         raise ValueError(f"exchange {exchange.name!r} is not possible, since {reason}")
-    is_ours = exchange in (ROWS, POOLED, BAGS)
-    return ALONE if is_ours and not _refuse(ALONE, cut) else exchange
+    if exchange in (ROWS, POOLED, BAGS) and not _refuse(ALONE, cut):
+        return ALONE
+    return exchange
 
 
 def _refuse(exchange: Exchange, cut: Cut) -> str | None:

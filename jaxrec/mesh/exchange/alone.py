@@ -12,9 +12,10 @@ from jaxrec.mesh.exchange.base import Cut, Exchange
 
 @dataclasses.dataclass(frozen=True)
 class Alone(Exchange):
-    """The one device looks up in its rows and updates them, as tables without a mesh do.
+    """Lookups and updates of a device's own rows, by the same kernels as tables without a mesh.
 
-    No placement names it: `choose_exchange` takes it in place of the others.
+    Placements do not name this exchange: `choose_exchange` puts it in the place of "rows", "pooled"
+    and "bags" where the mesh has one device.
     """
 
     name: ClassVar[str] = "alone"

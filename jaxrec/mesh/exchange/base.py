@@ -50,7 +50,7 @@ class Cut:
         hosts: Number of hosts of the mesh.
         shares_devices: Whether a device has several column parts of a row.
         is_large: Whether int32 cannot number the rows, or their slots over the mesh.
-        is_alone: Whether the mesh has one device.
+        is_alone: Whether the mesh, or each replica of the tables, has one device.
     """
 
     is_pooled: bool

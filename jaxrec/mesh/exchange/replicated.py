@@ -15,7 +15,7 @@ from jaxrec.mesh.exchange.base import Cut
 
 @dataclasses.dataclass(frozen=True)
 class Replicated(Alone):
-    """Each device looks up in its own rows; all gather the gradients and make the same update."""
+    """Lookups of a device's own rows, and an update by all devices' gathered gradients."""
 
     name: ClassVar[str] = "replicated"
     is_replicated: ClassVar[bool] = True

@@ -1,4 +1,4 @@
-"""Costs of tables on the only device."""
+"""Costs of tables on a mesh of one device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One exchange by itself: its methods on eight devices, called as `ShardedTables` calls them."""
+"""One exchange by itself, its methods called as by `ShardedTables`, and a training step."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import dataclasses
 
 import jax
 import numpy as np
+import optax
+from flax import nnx
 from jax.sharding import AxisType, PartitionSpec
 
 import jaxrec
@@ -19,6 +21,16 @@ from jaxrec.optim.hyperparameter import as_step
 
 DEVICES, ROWS, DIM = 8, 32, 2
 RATE = 0.5
+
+
+@nnx.jit
+def train_step(model, optimizer, features, labels):
+    def loss_fn(model):
+        return optax.sigmoid_binary_cross_entropy(model(features), labels).mean()
+
+    loss, gradients = jaxrec.value_and_grad(loss_fn)(model)
+    optimizer.update(model, gradients)
+    return loss
 
 
 class Harness:

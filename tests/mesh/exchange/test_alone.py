@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,6 +15,8 @@ from jax.sharding import AxisType
 import jaxrec
 from jaxrec.mesh import column_wise, row_wise, shard_batch, table_wise
 from jaxrec.mesh.exchange import ALONE, ROWS
+from jaxrec.mesh.exchange.rows import Rows
+from tests.mesh.exchange.harness import train_step
 
 ROWS_OF = {"user": 40, "item": 15, "shop": 10}
 BATCH, DIM = 12, 4
@@ -45,22 +49,12 @@ class Ranker(nnx.Module):
         return self.over(self.embeddings(features).values)[:, 0]
 
 
-@nnx.jit
-def train_step(model, optimizer, features, labels):
-    def loss_fn(model):
-        return optax.sigmoid_binary_cross_entropy(model(features), labels).mean()
-
-    loss, gradients = jaxrec.value_and_grad(loss_fn)(model)
-    optimizer.update(model, gradients)
-    return loss
-
-
-def draw(rng):
+def draw(rng, batch=BATCH):
     lists = {
-        name: [rng.integers(rows, size=rng.integers(4)).tolist() for _ in range(BATCH)]
+        name: [rng.integers(rows, size=rng.integers(4)).tolist() for _ in range(batch)]
         for name, rows in ROWS_OF.items()
     }
-    return jaxrec.KeyedJaggedArray.from_lists(lists), rng.integers(2, size=BATCH).astype(np.float32)
+    return jaxrec.KeyedJaggedArray.from_lists(lists), rng.integers(2, size=batch).astype(np.float32)
 
 
 def train(model, place=lambda batch: batch):
@@ -139,3 +133,32 @@ def test_ids_are_flattened_once(mesh):
     on_mesh = calls(shard(make, row_wise(), mesh), lambda batch: shard_batch(batch, mesh))
     assert on_mesh == plain
     assert plain[0] > 0
+
+
+@dataclasses.dataclass(frozen=True)
+class OwnRows(Rows):
+    """The exchange of rows as one of a user's own, which is used as it is."""
+
+    name = "own_rows"
+
+
+def test_replicas_of_one_device_each():
+    """Tables of eight replicas beside the same with an exchange that sends rows."""
+    mesh = jax.make_mesh((8, 1), ("replica", "data"), axis_types=(AxisType.Auto,) * 2)
+    tables, exchanges_of = {}, {}
+    for exchange in ("rows", OwnRows()):
+        plan = jaxrec.plan.ShardingPlan.from_dict(
+            dict.fromkeys(ROWS_OF, row_wise(exchange=exchange))
+        )
+        model = jaxrec.shard(
+            lambda: Ranker(jaxrec.optim.adam(0.1)), plan, mesh, replica_axis="replica"
+        )
+        exchanges_of[exchange] = exchanges(model)
+        optimizer, rng = jaxrec.Optimizer(model, optax.sgd(0.01)), np.random.default_rng(0)
+        for _ in range(3):
+            train_step(model, optimizer, *shard_batch(draw(rng, 16), mesh))
+        jaxrec.mesh.average_replicas(model)
+        tables[exchange] = {name: np.asarray(model.embeddings.table(name)) for name in ROWS_OF}
+    assert exchanges_of == {"rows": {ALONE}, OwnRows(): {OwnRows()}}
+    for name, table in tables["rows"].items():
+        np.testing.assert_allclose(table, tables[OwnRows()][name], rtol=1e-5, err_msg=name)

@@ -17,6 +17,7 @@ import jaxrec
 from jaxrec.embed import kernels
 from jaxrec.embed.kernels import Lookups
 from jaxrec.mesh import Exchange, row_wise, shard_batch
+from tests.mesh.exchange.harness import train_step
 
 DEVICES, ROWS, DIM, BATCH = 8, 40, 4, 16
 
@@ -72,16 +73,6 @@ class Ranker(nnx.Module):
 
     def __call__(self, features):
         return self.over(self.embeddings(features).values)[:, 0]
-
-
-@nnx.jit
-def train_step(model, optimizer, features, labels):
-    def loss_fn(model):
-        return optax.sigmoid_binary_cross_entropy(model(features), labels).mean()
-
-    loss, gradients = jaxrec.value_and_grad(loss_fn)(model)
-    optimizer.update(model, gradients)
-    return loss
 
 
 def train(model, place):

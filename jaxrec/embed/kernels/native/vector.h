@@ -148,16 +148,17 @@ JAXREC_INLINE void store_half(uint16_t* to, Half x, Whole) {
   *reinterpret_cast<UnalignedHalf*>(to) = x;
 }
 
-// Parts of a vector. Element by element it would go through memory, which takes longer than all else
-// that is done with it; and a masked access as wide as a vector waits for the line that it only
-// touches beyond the part. So parts are taken by halves, quarters and a mask for the last few.
+// Loads and stores of the first elements of a vector. Copied one by one, elements meet in memory, and
+// the wide load of them waits for the narrow stores. A masked access as wide as the vector waits for
+// the cache line behind the row. So a part is cut into halves and quarters, with a mask for the last
+// one to three elements.
 #if JAXREC_VECTOR_BYTES >= 32
 JAXREC_INLINE __m128i lanes_of(int count) {
   static const int32_t lanes[8] = {-1, -1, -1, -1};
   return _mm_loadu_si128(reinterpret_cast<const __m128i*>(lanes + 4 - count));
 }
 
-// The first `count` floats of 4, of 8 and of 16, at least one; the others are 0.
+// The first `count` of 4 or 8 floats, at least one; the other elements are 0.
 JAXREC_INLINE __m128 load4(const float* from, int count) {
   return count == 4 ? _mm_loadu_ps(from) : _mm_maskload_ps(from, lanes_of(count));
 }
@@ -168,7 +169,7 @@ JAXREC_INLINE __m256 load8(const float* from, int count) {
   return _mm256_insertf128_ps(first, load4(from + 4, count - 4), 1);
 }
 
-// `rest` has the floats that are still to be stored.
+// Stores the first `count` elements; `rest` begins with the next one to store.
 JAXREC_INLINE void store4(float* to, __m128 rest, int count) {
   if (count == 4) return _mm_storeu_ps(to, rest);
   if (count & 2) {
