@@ -21,6 +21,7 @@ from tests.quick import (
     draw_small_blocks,
     free_programs,
     name_of_test,
+    refuse_addresses,
     runs_all,
     sort_slow_first,
     thin_out,
@@ -49,6 +50,7 @@ finished_tests = itertools.count(1)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    refuse_addresses(items)
     config.hook.pytest_deselected(items=thin_out(items))
     sort_slow_first(items)
 

@@ -53,6 +53,9 @@ ALL_CASES = re.compile(
     r"|plan/test_(cli|constraints|load|model_file|rates))|test_golden\.py"
 )
 
+# An address of memory, as the repr of a function ends with one.
+ADDRESS = re.compile(r"(?<![0-9A-Za-z])at[ _]0x[0-9a-f]")
+
 
 def runs_all() -> bool:
     """Whether nothing is left out: all cases, and all checks of annotations."""
@@ -98,6 +101,22 @@ def sort_slow_first(items: list[pytest.Item]) -> None:
     """Put the tests of the slow files before the others, each file's in the order that it has."""
     places = {name: place for place, name in enumerate(SLOW)}
     items.sort(key=lambda item: places.get(item.nodeid.partition("::")[0], len(places)))
+
+
+def refuse_addresses(items: list[pytest.Item]) -> None:
+    """Refuse tests whose names hold an address of memory, which each process has another of.
+
+    The processes of pytest-xdist must find the same tests; they do so by chance where an address is
+    cut, until the first run in which they do not.
+
+    Raises:
+        pytest.UsageError: With the names of such tests.
+    """
+    names = [item.nodeid for item in items if ADDRESS.search(item.nodeid)]
+    if names:
+        raise pytest.UsageError(
+            f"the names of tests must not hold addresses; give ids= to {', '.join(names)}"
+        )
 
 
 def name_of_test(item: pytest.Item) -> str:

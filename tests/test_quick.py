@@ -1,10 +1,13 @@
-"""Which cases of a test with parameters run."""
+"""Which cases of a test with parameters run, and how they may be named."""
 
 from __future__ import annotations
 
 import itertools
+import types
 
-from tests.quick import choose
+import pytest
+
+from tests.quick import choose, refuse_addresses
 
 
 def product(**counts):
@@ -28,3 +31,16 @@ def test_no_case_is_chosen_twice():
     cases = product(kernel=2, shape=3)
     assert sorted(choose(cases, 100)) == list(range(6))
     assert len(set(choose(cases, 4))) == 4
+
+
+@pytest.mark.parametrize("name", ["0x7f", "at=0x7f", "format 0x7f", "object"])
+def test_names_of_tests(name):
+    refuse_addresses([types.SimpleNamespace(nodeid=f"test_a[{name}]")])
+
+
+@pytest.mark.parametrize("value", [test_names_of_tests, object()], ids=["a function", "an object"])
+@pytest.mark.parametrize("space", [" ", "_"], ids=["spaces", "underscores"])
+def test_names_of_tests_hold_no_address(value, space):
+    name = repr(value).replace(" ", space)
+    with pytest.raises(pytest.UsageError, match=r"give ids= to test_a\[<"):
+        refuse_addresses([types.SimpleNamespace(nodeid=f"test_a[{name}]")])

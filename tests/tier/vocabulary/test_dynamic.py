@@ -26,6 +26,12 @@ def test_defaults():
     )
 
 
+def name_arguments(arguments):
+    return "-".join(
+        f"{name}={getattr(value, '__name__', value)}" for name, value in arguments.items()
+    )
+
+
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
@@ -44,11 +50,7 @@ def test_defaults():
         ({"evict_fraction": -1}, ValueError, "evict_fraction is above 0 and at most 1, got -1"),
         ({"counters": 0}, ValueError, "counters is 1 or more, got 0"),
     ],
-    ids=lambda value: (
-        "-".join(f"{k}={v}" for k, v in value.items()).replace(" ", "_")[:30]
-        if isinstance(value, dict)
-        else ""
-    ),
+    ids=lambda value: name_arguments(value) if isinstance(value, dict) else "",
 )
 def test_errors(arguments, error, message):
     with pytest.raises(error, match=f"Dynamic: {message}"):
