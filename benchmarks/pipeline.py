@@ -1,6 +1,6 @@
 """What the training pipeline hides, and what it costs.
 
-Usage: python -m benchmarks.pipeline [--batch 2048] [--steps 100] [--log train.txt]
+Usage: python -m benchmarks.pipeline [--what parquet preprocessing] [--log train.txt]
 
 Trains a DLRM on a generated log with 26 tables and prints one JSON line a measurement, each the
 best of ``--repeats`` rounds in which what is compared takes turns:
@@ -31,7 +31,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
@@ -58,16 +58,20 @@ from jaxrec.train.click_metrics import click_loss
 from jaxrec.train.memory import keep_freed_memory
 from jaxrec.train.step import MAX_PENDING_STEPS
 
+Measure = Literal["slow_reader", "parquet", "host_cost", "preprocessing"]
+
 
 @dataclasses.dataclass(frozen=True)
 class Options:
     """What is measured."""
 
+    what: tuple[Measure, ...] = ("slow_reader", "parquet", "host_cost", "preprocessing")
+    """Measurements."""
     batch: int = 2048
     """Samples of a step."""
     host_step_ms: float = 2.0
     """How long the bare step takes beside which the host's cost is measured."""
-    steps: int = 60
+    steps: int = 240
     """Steps of a round."""
     repeats: int = 5
     """Rounds."""
@@ -79,17 +83,26 @@ class Options:
 
 def main(options: Options) -> None:
     keep_freed_memory()
-    rows = Clicks.concatenate(list(GeneratedLog(options.batch * 16).chunks(0, options.batch * 16)))
-    _print("slow_reader", _slow_reader(options, rows))
-    _print("parquet", _parquet(options))
-    _print("host_cost", _host_cost(options, rows))
-    _print("preprocessing", _preprocessing(options))
+    measures = {
+        "slow_reader": _slow_reader,
+        "parquet": _parquet,
+        "host_cost": _host_cost,
+        "preprocessing": _preprocessing,
+    }
+    for name in options.what:
+        _print(name, measures[name](options))
 
 
 def _print(name: str, values: dict[str, float]) -> None:
     rounded = {key: round(value, 4) for key, value in values.items()}
     print(json.dumps({"measure": name, "device": jax.devices()[0].device_kind, **rounded}))
     sys.stdout.flush()
+
+
+def _rows(options: Options) -> Clicks:
+    """Return rows for sixteen batches."""
+    count = options.batch * 16
+    return Clicks.concatenate(list(GeneratedLog(count).chunks(0, count)))
 
 
 def _step() -> Any:
@@ -163,8 +176,8 @@ def _cycle(items: list[Any], count: int) -> Iterator[Any]:
     return (items[i % len(items)] for i in range(count))
 
 
-def _slow_reader(options: Options, rows: Clicks) -> dict[str, float]:
-    step = _step()
+def _slow_reader(options: Options) -> dict[str, float]:
+    step, rows = _step(), _rows(options)
     made = list(batches([rows], options.batch, CATEGORICAL_NAMES))
     alone = _best(options.repeats, alone=lambda: _plain(step, _cycle(made, options.steps)))["alone"]
     pause = alone.seconds / options.steps
@@ -216,7 +229,7 @@ def _parquet(options: Options) -> dict[str, float]:
         # The same batches, so that rows of tables are as often in caches.
         on_device = [put_batch(batch) for batch in reader()]
         took = _best(
-            options.repeats * 3,
+            options.repeats,
             alone=lambda: _dispatched(step, _cycle(on_device, options.steps)),
             pipelined=lambda: _pipelined(step, reader()),
             reading=lambda: collections.deque(reader(), maxlen=0),
@@ -231,8 +244,8 @@ def _parquet(options: Options) -> dict[str, float]:
     }
 
 
-def _host_cost(options: Options, rows: Clicks) -> dict[str, float]:
-    step, count = _step(), options.steps
+def _host_cost(options: Options) -> dict[str, float]:
+    step, rows, count = _step(), _rows(options), options.steps
     rounds = options.repeats * 10  # of rounds as short as these some fall into quiet moments
 
     def bare_loop(on_device: list[Any], steps: int) -> Callable[[], None]:

@@ -78,8 +78,9 @@ def pad_batch(batch: Any, batch_size: int) -> WeightedBatch:
     if weights.shape != (size,):
         raise ValueError(f"{size} samples have weights of shape {weights.shape}, not [{size}]")
     missing = batch_size - size
-    if missing:
-        samples = jax.tree.unflatten(tree, [_padded(leaf, missing) for _, leaf in leaves])
+    if not missing:
+        return WeightedBatch(samples, weights)
+    samples = jax.tree.unflatten(tree, [_padded(leaf, missing) for _, leaf in leaves])
     return WeightedBatch(samples, np.pad(weights, (0, missing)))
 
 

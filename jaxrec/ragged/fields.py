@@ -366,4 +366,7 @@ def _has_no_values(array: Any) -> bool:
 def _sizes(name: str, sizes: Any) -> tuple[int, ...]:
     if isinstance(sizes, str | Mapping) or not isinstance(sizes, Iterable):
         raise TypeError(f"{name} is {sizes!r}; expected a number for each key, in order")
+    sizes = tuple(sizes)
+    if set(map(type, sizes)) <= {int}:  # nearly always, and a batch has a size for each key
+        return sizes
     return tuple(whole_number(name, size) for size in sizes)
