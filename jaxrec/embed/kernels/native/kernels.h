@@ -58,8 +58,8 @@ struct PackedTable {
 
 // Consecutive bags of one feature.
 struct Bags {
-  const int32_t* ids;      // Of the first bag,
-  int64_t num_ids;         // and how many there are to the end of the feature's segment.
+  const int32_t* ids;
+  int64_t num_ids;         // Of these bags, up to the end of the feature's segment.
   const int32_t* lengths;  // Of each bag.
   int64_t num_bags;
   const float* weights;    // Of each id, or null.

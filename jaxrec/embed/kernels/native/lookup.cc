@@ -11,6 +11,7 @@ struct Block {
   int64_t bag;
   int64_t num_bags;
   int64_t position;  // Of the first bag's first id in the feature's segment.
+  int64_t num_ids;   // Up to the end of the segment.
 };
 
 int64_t sum_lengths(const int32_t* lengths, int64_t count) {
@@ -51,9 +52,10 @@ std::vector<Block> cut(const Batch& batch, int num_threads) {
       if (bag >= feature.stride) continue;
       any = true;
       int64_t count = std::min(size, feature.stride - bag);
-      blocks.push_back({static_cast<int32_t>(f), bag, count, positions[f]});
       int64_t used = sum_lengths(batch.lengths + feature.length_start + bag, count);
-      positions[f] = std::min(positions[f] + used, feature.capacity);
+      used = std::min(used, feature.capacity - positions[f]);
+      blocks.push_back({static_cast<int32_t>(f), bag, count, positions[f], used});
+      positions[f] += used;
     }
   }
   return blocks;
@@ -83,7 +85,7 @@ void pool_blocks(Team& team, const Table& table, const Batch& batch, const Rows&
     Job job;
     job.table = rows_of(table, feature);
     job.ids = batch.ids + start;
-    job.num_ids = feature.capacity - block.position;
+    job.num_ids = block.num_ids;
     job.lengths = batch.lengths + feature.length_start + block.bag;
     job.num_bags = block.num_bags;
     job.weights = batch.weights == nullptr ? nullptr : batch.weights + start;

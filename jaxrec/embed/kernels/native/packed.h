@@ -12,7 +12,6 @@ JAXREC_INLINE void prefetch_packed(const uint8_t* row, int64_t dim) {
   const int64_t bytes = packed_row_bytes<Codec>(dim);
   const int64_t step = bytes & -bytes;
   const int64_t latest = step < kLine ? kLine - step : 0;  // Where in a line a row may begin.
-  asm volatile("");  // See prefetch.
   for (int64_t i = 0; i + kLine < latest + bytes; i += kLine) prefetch_line(row + i);
   prefetch_line(row + bytes - 1);
 }

@@ -2,7 +2,7 @@
 
 // Rows are asked for this many bytes (in whole rows) before they are needed: enough to hide the
 // latency of memory.
-constexpr int64_t kBytesAhead = 16384;
+constexpr int64_t kBytesAhead = 32768;
 constexpr int64_t kMostRowsAhead = 64;
 
 JAXREC_INLINE int64_t rows_ahead(int64_t row_bytes) {
@@ -57,23 +57,27 @@ JAXREC_INLINE void pool_each_bag(const Bags& bags, uint32_t num_rows, int64_t ro
   const int64_t ahead = rows_ahead(row_bytes);
   const int64_t out_bytes = bags.out_stride * size_of(bags.out_type);
   char* out = static_cast<char*>(bags.out);
+  const int32_t* ids = bags.ids;
+  const int64_t num_ids = bags.num_ids;
 
-  auto ask = [&](int64_t position) JAXREC_ALWAYS {
-    uint32_t id = static_cast<uint32_t>(bags.ids[position]);
-    ask_row(id < num_rows ? id : 0);
+  auto ask = [=](int64_t position) JAXREC_ALWAYS {
+    uint32_t id = static_cast<uint32_t>(ids[position]);
+    id = id < num_rows ? id : 0;
+    asm("" : "+r"(id));  // A move on a condition: GCC would make it a branch.
+    ask_row(id);
   };
-  for (int64_t i = 0; i < ahead && i < bags.num_ids; ++i) ask(i);
+  for (int64_t i = 0; i < ahead && i < num_ids; ++i) ask(i);
 
   int64_t position = 0;
   for (int64_t bag = 0; bag < bags.num_bags; ++bag, out += out_bytes) {
     int64_t length = bags.lengths[bag] < 0 ? 0 : bags.lengths[bag];
     int64_t end = position + length;
-    if (end > bags.num_ids) end = bags.num_ids;
+    if (end > num_ids) end = num_ids;
     bool outside = false;
     sums.clear(dim);
     for (; position < end; ++position) {
-      if (position + ahead < bags.num_ids) ask(position + ahead);
-      uint32_t id = static_cast<uint32_t>(bags.ids[position]);
+      if (position + ahead < num_ids) ask(position + ahead);
+      uint32_t id = static_cast<uint32_t>(ids[position]);
       if (__builtin_expect(id >= num_rows, 0)) {
         outside = true;
         continue;
@@ -88,10 +92,12 @@ JAXREC_INLINE void pool_each_bag(const Bags& bags, uint32_t num_rows, int64_t ro
 // Whether bags have weights, as far as it is known when this is compiled.
 enum class Weights { kNone, kSome, kAny };
 
-template <class Sums, Weights kWeights, class T, class RowAt>
-void pool_bags(const PooledBlock& block, T type, const RowAt& row_at) {
-  Sums sums;  // Here, so that they stay in registers.
+template <class Sums, Weights kWeights, class RowAt, class T>
+void pool_bags(const PooledBlock& block, T type) {
+  // Here, so that all of it stays in registers, and a known number of columns is a constant.
+  Sums sums;
   const int64_t dim = Sums::fixed(block.table.dim);
+  const RowAt row_at(block.table, dim);
   const int64_t row_bytes = dim * static_cast<int64_t>(sizeof(typename T::Storage));
   auto add = [&](int64_t position, uint32_t id) JAXREC_ALWAYS {
     if (kWeights == Weights::kNone) {
@@ -110,13 +116,12 @@ void pool(const PooledBlock& block) {
     with_sums(block.table.dim, [&](auto sums) JAXREC_ALWAYS {
       typedef typename decltype(type)::Storage Storage;
       typedef typename decltype(sums)::Type Sums;
-      const int64_t dim = Sums::fixed(block.table.dim);
       if (block.table.rows->num_parts > 1) {
-        pool_bags<Sums, Weights::kAny>(block, type, InParts<Storage>(block.table, dim));
+        pool_bags<Sums, Weights::kAny, InParts<Storage>>(block, type);
       } else if (block.weights != nullptr) {
-        pool_bags<Sums, Weights::kSome>(block, type, InOnePart<Storage>(block.table, dim));
+        pool_bags<Sums, Weights::kSome, InOnePart<Storage>>(block, type);
       } else {
-        pool_bags<Sums, Weights::kNone>(block, type, InOnePart<Storage>(block.table, dim));
+        pool_bags<Sums, Weights::kNone, InOnePart<Storage>>(block, type);
       }
     });
   });
