@@ -44,7 +44,7 @@ SLOW = (
 # How many cases of each test with parameters run at most, "all", or nothing: MOST_CASES of each
 # test but those whose cases are all run.
 CASES = os.environ.get("JAXREC_TEST_CASES", "")
-MOST_CASES = 4
+MOST_CASES = 3
 
 # Tests whose cases each say something of their own, as the pages of the docs, recorded data and
 # messages do, or take no time.
@@ -83,7 +83,10 @@ def compile_quickly() -> None:
     """
     if jax.__version_info__ >= (0, 11) or os.environ.get("JAX_PLATFORMS", "cpu") != "cpu":
         return
-    flags = "--xla_cpu_use_fusion_emitters=false --xla_backend_optimization_level=0"
+    flags = (
+        "--xla_cpu_use_fusion_emitters=false --xla_backend_optimization_level=0"
+        " --xla_cpu_parallel_codegen_split_count=1"
+    )
     os.environ["XLA_FLAGS"] = f"{flags} {os.environ.get('XLA_FLAGS', '')}"
 
     shared = threading.local()
