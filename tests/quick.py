@@ -22,10 +22,15 @@ SLOW = (
     "tests/examples/test_examples.py",
     "tests/nn/test_every_module.py",
     "tests/test_docstrings.py",
+    "tests/tier/test_processes.py",
+    "tests/train/test_ahead.py",
     "tests/mesh/test_training.py",
     "tests/train/test_placed_checkpoints.py",
     "tests/train/test_checkpoint.py",
     "tests/test_docs.py",
+    "tests/mesh/test_any_table.py",
+    "tests/tier/test_checkpoints.py",
+    "tests/tier/test_shard.py",
     "tests/mesh/test_processes.py",
     "tests/mesh/test_creation.py",
     "tests/plan/test_planner.py",
@@ -34,6 +39,8 @@ SLOW = (
     "tests/mesh/test_selftest.py",
     "tests/nn/test_multi_tower.py",
     "tests/examples/test_notebooks.py",
+    "tests/train/test_killed.py",
+    "tests/tier/managed_collision/test_batch_maps.py",
     "tests/embed/kernels/test_primitives.py",
     "tests/mesh/test_compiled.py",
     "tests/embed/test_collection.py",
@@ -44,7 +51,7 @@ SLOW = (
 # How many cases of each test with parameters run at most, "all", or nothing: MOST_CASES of each
 # test but those whose cases are all run.
 CASES = os.environ.get("JAXREC_TEST_CASES", "")
-MOST_CASES = 4
+MOST_CASES = 3
 
 # Tests whose cases each say something of their own, as the pages of the docs, recorded data and
 # messages do, or take no time.
@@ -83,7 +90,10 @@ def compile_quickly() -> None:
     """
     if jax.__version_info__ >= (0, 11) or os.environ.get("JAX_PLATFORMS", "cpu") != "cpu":
         return
-    flags = "--xla_cpu_use_fusion_emitters=false --xla_backend_optimization_level=0"
+    flags = (
+        "--xla_cpu_use_fusion_emitters=false --xla_backend_optimization_level=0"
+        " --xla_cpu_parallel_codegen_split_count=1"
+    )
     os.environ["XLA_FLAGS"] = f"{flags} {os.environ.get('XLA_FLAGS', '')}"
 
     shared = threading.local()

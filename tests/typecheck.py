@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
+from types import CodeType
 from typing import TypeVar
 
 import jaxtyping
@@ -22,6 +23,8 @@ _F = TypeVar("_F", bound=Callable)
 # takes a quarter of the suite's time, most of it for functions that a test calls in a loop.
 _most_calls = 2
 _test = ""
+# Calls in this test by the function's code, which the closures of a function share.
+_calls: dict[CodeType, int] = {}
 
 
 def install(check_all_calls: bool) -> None:
@@ -37,7 +40,9 @@ def install(check_all_calls: bool) -> None:
 def begin_test(name: str) -> None:
     """Check the first calls of each function again, unless this is the test that went before."""
     global _test
-    _test = name
+    if name != _test:
+        _test = name
+        _calls.clear()
 
 
 def _check_first_calls(function: _F) -> _F:
@@ -48,17 +53,16 @@ def _check_first_calls(function: _F) -> _F:
     """
     if isinstance(function, type) or function.__name__ == "__init__":
         return function
-    checked, test, calls = None, None, 0
+    code, checked = function.__code__, None
 
     # Making a check takes milliseconds, and most functions are never called in a session.
     @functools.wraps(function)
     def check_first_calls(*args, **kwargs):
-        nonlocal checked, test, calls
-        if test != _test:
-            test, calls = _test, 0
+        nonlocal checked
+        calls = _calls.get(code, 0)
         if calls >= _most_calls:
             return function(*args, **kwargs)
-        calls += 1
+        _calls[code] = calls + 1
         checked = checked or _jaxtyped(function, typechecker=typechecked)
         return checked(*args, **kwargs)
 

@@ -154,8 +154,11 @@ def test_any_arrays(batch, data):
         losses, outputs = weighted(layer, x, more | {"scale": scale})
         return 3 * losses.sum(), outputs
 
-    (total, outputs), gradients = jax.value_and_grad(cut, (0, 1), has_aux=True)(x, scale)
-    (expected, of_whole), of_all = jax.value_and_grad(whole, (0, 1), has_aux=True)(x, scale)
+    def evaluate(function):
+        return jax.jit(jax.value_and_grad(function, (0, 1), has_aux=True))(x, scale)
+
+    (total, outputs), gradients = evaluate(cut)
+    (expected, of_whole), of_all = evaluate(whole)
     np.testing.assert_allclose(total, expected, rtol=1e-5)
     np.testing.assert_allclose(outputs[0], of_whole[0], rtol=1e-5, atol=1e-5)
     np.testing.assert_array_equal(outputs[1], more["count"])

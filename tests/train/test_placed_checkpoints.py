@@ -171,8 +171,13 @@ def test_replicas_are_averaged_before_they_are_saved(tmp_path):
     # The first replica sees row 0, the other row 3.
     batch = jaxrec.KeyedJaggedArray.from_lists({"t": [[0], [0], [3], [3]]})
     batch = jaxrec.mesh.shard_batch(batch, mesh)
-    _, gradients = jaxrec.value_and_grad(lambda model: model(batch).values.mean())(model)
-    optimizer.update(model, gradients)
+
+    @nnx.jit
+    def step(model, optimizer, batch):
+        _, gradients = jaxrec.value_and_grad(lambda model: model(batch).values.mean())(model)
+        optimizer.update(model, gradients)
+
+    step(model, optimizer, batch)
     checkpoint.save(tmp_path, model, optimizer)
     restored, optimizer = on_mesh()
     jaxrec.train.restore(tmp_path, restored, optimizer)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxrec import optim
@@ -17,6 +17,7 @@ from jaxrec.embed.kernels import reference
 from jaxrec.embed.kernels.stretches import sum_by_table, sum_in_chunks, sum_stretches
 from tests.embed.kernels.cases import case
 from tests.embed.kernels.gpu_cases import lowered_for_cuda
+from tests.fuzz import max_examples
 
 VALUES = np.random.default_rng(0).normal(size=(300, 3)).astype(np.float32)
 
@@ -39,6 +40,7 @@ def expected(rows: np.ndarray, scales: np.ndarray, segments: np.ndarray, count: 
     return sums
 
 
+@settings(max_examples=max_examples(30))
 @given(
     lengths=st.lists(st.integers(1, 40), max_size=12),
     chunk=st.sampled_from([1, 2, 7, 64, 1000]),
