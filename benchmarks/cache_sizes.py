@@ -17,9 +17,9 @@ import numpy as np
 import jaxrec
 from benchmarks.cache_step import Cache
 from benchmarks.vocabulary_step import Model, Run, quantiles
+from jaxrec import keep_freed_memory
 from jaxrec.data import Pipeline
 from jaxrec.train import put_batch
-from jaxrec.train.memory import keep_freed_memory
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,12 +14,12 @@ import numpy as np
 
 import jaxrec
 from benchmarks.vocabulary_step import Model, Run, quantiles
+from jaxrec import keep_freed_memory
 from jaxrec.data import Pipeline
 from jaxrec.ragged import KeyedJaggedArray
 from jaxrec.tier import Cached, farthest, lfu, lru
 from jaxrec.tier.tier import tier_of
 from jaxrec.train import put_batch
-from jaxrec.train.memory import keep_freed_memory
 
 
 @dataclasses.dataclass(frozen=True)

@@ -25,7 +25,7 @@ def main() -> None:
     import optax
 
     import jaxrec
-    from jaxrec.train.memory import keep_freed_memory
+    from jaxrec import keep_freed_memory
 
     keep_freed_memory()
     model = make_model(options)

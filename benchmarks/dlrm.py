@@ -53,6 +53,8 @@ def main(options: Options) -> None:
 
     import jaxrec
 
+    jaxrec.keep_freed_memory()
+
     rows = [min(count, options.max_rows) if options.max_rows else count for count in ROWS]
     keys = [f"c{i}" for i in range(26)]
     rngs = nnx.Rngs(0)
@@ -100,9 +102,6 @@ def main(options: Options) -> None:
         labels = rng.integers(0, 2, options.batch).astype(np.float32)
         batches.append(jax.device_put((dense, features, labels)))
 
-    from jaxrec.train.memory import keep_freed_memory
-
-    keep_freed_memory()
     step = jaxrec.train.compile_step(train_step, model, optimizer)
     times = []
     for i in range(options.steps + 5):

@@ -5,7 +5,7 @@ Usage: python -m benchmarks.embedding [--shapes FILE] [--threads N] [--seconds S
 Prints one JSON line per shape and optimizer: milliseconds (minimum and median) of the pooled
 lookup, a jitted call on arrays that are on the device, and of the backward pass, from the gradient
 of the result to updated tables with the ids sorted on the way. Memory is kept for the next step, as
-`jaxrec train` does (`jaxrec.train.memory.keep_freed_memory`).
+`jaxrec train` does (`jaxrec.keep_freed_memory`).
 """
 
 from __future__ import annotations
@@ -62,9 +62,9 @@ def measure(shape: Shape, optimizer_name: str, seconds: float) -> dict[str, Any]
     import jax.numpy as jnp
 
     import jaxrec
+    from jaxrec import keep_freed_memory
     from jaxrec.embed import kernels
     from jaxrec.embed.initialize import initialize_rows
-    from jaxrec.train.memory import keep_freed_memory
 
     keep_freed_memory()
     drawn = shape.draw()

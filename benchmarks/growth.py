@@ -183,7 +183,7 @@ def _begin(devices: int) -> None:
     """Prepare a process: before JAX's first use its number of devices is chosen."""
     import jax
 
-    from jaxrec.train.memory import keep_freed_memory
+    from jaxrec import keep_freed_memory
 
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", devices)

@@ -21,11 +21,11 @@ import optax
 from flax import nnx
 
 import jaxrec
+from jaxrec import keep_freed_memory
 from jaxrec.ragged import KeyedJaggedArray
 from jaxrec.tier import Cached, ahead
 from jaxrec.train import put_batch
 from jaxrec.train.checkpoint import restore, save
-from jaxrec.train.memory import keep_freed_memory
 
 # An odd number without the factor 5, so that ranks of 10**n rows are permuted by a product.
 _SCATTER = 387_420_489

@@ -232,7 +232,7 @@ def serve(pipe: Connection, workload: Workload, kind: str | None, memory_rows: i
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 1 if kind is None else DEVICES)
 
-    from jaxrec.train.memory import keep_freed_memory
+    from jaxrec import keep_freed_memory
 
     keep_freed_memory()
     tables, batches = make(workload, kind)

@@ -41,6 +41,7 @@ import tyro
 from flax import nnx
 
 import jaxrec
+from jaxrec import keep_freed_memory
 from jaxrec.data import (
     BatchSource,
     Clicks,
@@ -55,7 +56,6 @@ from jaxrec.data.transforms import CATEGORICAL_NAMES, NUM_CATEGORICAL, NUM_DENSE
 from jaxrec.nn import DLRM
 from jaxrec.train import compile_step, put_batch
 from jaxrec.train.click_metrics import click_loss
-from jaxrec.train.memory import keep_freed_memory
 from jaxrec.train.step import MAX_PENDING_STEPS
 
 Measure = Literal["slow_reader", "parquet", "host_cost", "preprocessing"]

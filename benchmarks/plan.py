@@ -66,13 +66,14 @@ def main(options: Options) -> None:
     # Imported here, after the environment is set.
     import jax
 
+    from jaxrec import keep_freed_memory
+
+    keep_freed_memory()
+
     from jaxrec.plan import Planner, Topology, statistics
     from jaxrec.plan.calibration import calibrate
 
     jax.config.update("jax_platforms", "cpu")
-    from jaxrec.train.memory import keep_freed_memory
-
-    keep_freed_memory()
     mesh = jax.make_mesh((options.devices,), ("data",))
     topology = calibrate(mesh) if options.topology is None else Topology.load(options.topology)
     batches = [draw_batch(options.batch, options.seed + i) for i in range(4)]

@@ -19,6 +19,7 @@ import optax
 from flax import nnx
 
 import jaxrec
+from jaxrec import keep_freed_memory
 from jaxrec.data import Pipeline
 from jaxrec.plan import Planner, ShardingPlan, Topology
 from jaxrec.plan.calibration import calibrate
@@ -26,7 +27,6 @@ from jaxrec.plan.model_tables import read_model
 from jaxrec.plan.workload import measure_workloads
 from jaxrec.tier.calibration import calibrate_caches
 from jaxrec.train import compile_step
-from jaxrec.train.memory import keep_freed_memory
 
 # Rows, columns and ids of a sample.
 TABLES = {

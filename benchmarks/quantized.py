@@ -77,9 +77,9 @@ def measure(shape: Shape, seconds: float) -> list[dict[str, Any]]:
     import jax
     import jax.numpy as jnp
 
+    from jaxrec import keep_freed_memory
     from jaxrec.embed import kernels
     from jaxrec.embed.formats import FORMATS, as_table
-    from jaxrec.train.memory import keep_freed_memory
 
     keep_freed_memory()
     drawn = shape.draw()

@@ -33,6 +33,7 @@ import tyro
 from flax import nnx
 
 import jaxrec
+from jaxrec import keep_freed_memory
 from jaxrec.data import (
     ClickBatch,
     TableEncoder,
@@ -45,7 +46,6 @@ from jaxrec.train.click_metrics import click_loss
 from jaxrec.train.config import DataConfig, ModelConfig, TrainConfig
 from jaxrec.train.datasets import run_batches, split_datasets
 from jaxrec.train.features import is_parquet, learn_features
-from jaxrec.train.memory import keep_freed_memory
 from jaxrec.train.model import make_model, predict, table_configs
 
 _PEER = pathlib.Path(__file__).with_name("peer_score.py")

@@ -15,12 +15,12 @@ import optax
 from flax import nnx
 
 import jaxrec
+from jaxrec import keep_freed_memory
 from jaxrec.data import Pipeline
 from jaxrec.ragged import KeyedJaggedArray
 from jaxrec.tier import Dynamic
 from jaxrec.tier.tier import tier_of
 from jaxrec.train import compile_step, put_batch
-from jaxrec.train.memory import keep_freed_memory
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,13 +15,13 @@ import optax
 from flax import nnx
 
 import jaxrec
+from jaxrec import keep_freed_memory
 from jaxrec.metrics import NormalizedEntropy
 from jaxrec.ragged import KeyedJaggedArray, hash_ids
 from jaxrec.tier import Dynamic, lfu
 from jaxrec.tier.ids.mixing import mix
 from jaxrec.tier.tier import tier_of
 from jaxrec.train import compile_step
-from jaxrec.train.memory import keep_freed_memory
 
 # Steps in which programs compile; their processor time is not counted.
 _WARM_UP = 100

@@ -18,17 +18,26 @@ if TYPE_CHECKING:
     from jaxrec import serve as serve
     from jaxrec import train as train
     from jaxrec._names import *  # noqa: F403
+    from jaxrec.memory import keep_freed_memory as keep_freed_memory
     from jaxrec.tier.shard import shard as shard
 
     __version__: str
+
+# Names apart from those of `jaxrec._names`: this one loads meshes and tiers, which those do not,
+_APART = {
+    "shard": "jaxrec.tier.shard",
+    # and this one nothing, since it must come first.
+    "keep_freed_memory": "jaxrec.memory",
+}
 
 
 def __getattr__(name: str) -> Any:
     """Load a package or a name on first use, so that ``jaxrec --help`` does not wait for JAX."""
     if name == "__version__":
         return importlib.metadata.version("jaxrec")
-    if name == "shard":  # apart from the other names, which load without meshes and tiers
-        return globals().setdefault(name, importlib.import_module("jaxrec.tier.shard").shard)
+    if name in _APART:
+        module = importlib.import_module(_APART[name])
+        return globals().setdefault(name, getattr(module, name))
     if not name.startswith("_"):
         if importlib.util.find_spec(f"jaxrec.{name}") is not None:
             return importlib.import_module(f"jaxrec.{name}")
@@ -43,5 +52,5 @@ def __dir__() -> list[str]:
     names = vars(importlib.import_module("jaxrec._names"))
     packages = {module.name for module in modules if module.ispkg}
     return sorted(
-        packages | {name for name in names if not name.startswith("_")} | {"shard", "__version__"}
+        packages | {name for name in names if not name.startswith("_")} | {*_APART, "__version__"}
     )

@@ -13,6 +13,8 @@ import importlib.metadata
 import sys
 from collections.abc import Sequence
 
+from jaxrec.memory import keep_freed_memory
+
 USAGE_ERROR = 2
 FAILURE = 1
 
@@ -26,14 +28,18 @@ class Command:
             code, and with tuples of exception types ``USAGE_ERRORS`` and ``FAILURES``, of which
             only the message is printed.
         summary: Description for the list of commands.
+        keeps_memory: Whether the process keeps freed memory.
     """
 
     module: str
     summary: str
+    keeps_memory: bool = False
 
 
 COMMANDS = {
-    "train": Command("jaxrec.train.cli", "trains a model on Parquet files or click logs"),
+    "train": Command(
+        "jaxrec.train.cli", "trains a model on Parquet files or click logs", keeps_memory=True
+    ),
     "quantize": Command(
         "jaxrec.serve.commands.quantize", "makes the tables of a trained model smaller"
     ),
@@ -76,6 +82,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(name: str, options: Sequence[str]) -> int:
+    if COMMANDS[name].keeps_memory:
+        keep_freed_memory()  # before the imports
     command = importlib.import_module(COMMANDS[name].module)
     try:
         return command.run(options)

@@ -33,7 +33,6 @@ from jaxrec.train.devices import Devices, plan_devices, simulate_cpus
 from jaxrec.train.features import FEATURES_DIRECTORY, is_parquet, run_encoder
 from jaxrec.train.interrupt import Interrupt, interruptible
 from jaxrec.train.lock import lock_directory
-from jaxrec.train.memory import keep_freed_memory
 from jaxrec.train.model import CONFIG_FILE, make_model, table_configs
 from jaxrec.train.open_vocabularies import describe, describe_stores
 from jaxrec.train.options import is_written, load_config, parse_options, write_options
@@ -62,7 +61,6 @@ FAILURES = (CheckpointError, DataError, JobError, NotFiniteError, PlanError)
 
 def run(options: Sequence[str]) -> int:
     """Run ``jaxrec train``; return the exit code."""
-    keep_freed_memory()
     config = train_config(options)
     simulate_cpus(config.devices)
     try:
