@@ -17,7 +17,6 @@ import numpy as np
 import jaxrec
 from benchmarks.cache_step import Cache
 from benchmarks.vocabulary_step import Model, Run, quantiles
-from jaxrec import keep_freed_memory
 from jaxrec.data import Pipeline
 from jaxrec.train import put_batch
 
@@ -52,7 +51,7 @@ class Sizes:
     """File name without its ending, for OUTPUT.json and the picture OUTPUT.png."""
 
     def run(self) -> None:
-        keep_freed_memory()
+        jaxrec.keep_freed_memory()
         lines = [line for share in self.shares for line in self.measure(share)]
         if self.output is not None:
             settings = dataclasses.asdict(self) | {"output": self.output.name}

@@ -14,7 +14,6 @@ import numpy as np
 
 import jaxrec
 from benchmarks.vocabulary_step import Model, Run, quantiles
-from jaxrec import keep_freed_memory
 from jaxrec.data import Pipeline
 from jaxrec.ragged import KeyedJaggedArray
 from jaxrec.tier import Cached, farthest, lfu, lru
@@ -52,7 +51,7 @@ class Cache:
     """Batches, which then come again."""
 
     def run(self) -> None:
-        keep_freed_memory()
+        jaxrec.keep_freed_memory()
         with tempfile.TemporaryDirectory() as directory:
             whole = Run(Model(self), Pipeline(self.batches(), put_batch, ahead=4))
             # One store at a time: another's threads may still write while the whole tables train.

@@ -25,9 +25,8 @@ def main() -> None:
     import optax
 
     import jaxrec
-    from jaxrec import keep_freed_memory
 
-    keep_freed_memory()
+    jaxrec.keep_freed_memory()
     model = make_model(options)
     optimizer = jaxrec.Optimizer(model, getattr(optax, options.optimizer)(shapes.RATE))
 

@@ -62,11 +62,10 @@ def measure(shape: Shape, optimizer_name: str, seconds: float) -> dict[str, Any]
     import jax.numpy as jnp
 
     import jaxrec
-    from jaxrec import keep_freed_memory
     from jaxrec.embed import kernels
     from jaxrec.embed.initialize import initialize_rows
 
-    keep_freed_memory()
+    jaxrec.keep_freed_memory()
     drawn = shape.draw()
     layout = kernels.BagLayout(**drawn.layout_fields())
     ids, lengths = jnp.asarray(drawn.ids), jnp.asarray(drawn.lengths)

@@ -183,11 +183,11 @@ def _begin(devices: int) -> None:
     """Prepare a process: before JAX's first use its number of devices is chosen."""
     import jax
 
-    from jaxrec import keep_freed_memory
+    import jaxrec
 
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", devices)
-    keep_freed_memory()
+    jaxrec.keep_freed_memory()
 
 
 def measure(part: Part, number: int, size: int, seconds: float) -> dict[str, Any]:

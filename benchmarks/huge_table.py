@@ -21,7 +21,6 @@ import optax
 from flax import nnx
 
 import jaxrec
-from jaxrec import keep_freed_memory
 from jaxrec.ragged import KeyedJaggedArray
 from jaxrec.tier import Cached, ahead
 from jaxrec.train import put_batch
@@ -60,7 +59,7 @@ class Huge:
     """Where files are written and removed; default: a temporary directory."""
 
     def run(self) -> None:
-        keep_freed_memory()
+        jaxrec.keep_freed_memory()
         with tempfile.TemporaryDirectory(dir=self.directory) as name:
             self._run(pathlib.Path(name))
 

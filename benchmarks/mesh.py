@@ -232,9 +232,9 @@ def serve(pipe: Connection, workload: Workload, kind: str | None, memory_rows: i
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 1 if kind is None else DEVICES)
 
-    from jaxrec import keep_freed_memory
+    import jaxrec
 
-    keep_freed_memory()
+    jaxrec.keep_freed_memory()
     tables, batches = make(workload, kind)
     step = jax.jit(train_step, donate_argnums=0).lower(tables, batches[0], 0).compile()
     pipe.send({} if kind is None else facts(workload, kind, memory_rows, step))

@@ -41,7 +41,6 @@ import tyro
 from flax import nnx
 
 import jaxrec
-from jaxrec import keep_freed_memory
 from jaxrec.data import (
     BatchSource,
     Clicks,
@@ -82,7 +81,7 @@ class Options:
 
 
 def main(options: Options) -> None:
-    keep_freed_memory()
+    jaxrec.keep_freed_memory()
     measures = {
         "slow_reader": _slow_reader,
         "parquet": _parquet,

@@ -66,9 +66,9 @@ def main(options: Options) -> None:
     # Imported here, after the environment is set.
     import jax
 
-    from jaxrec import keep_freed_memory
+    import jaxrec
 
-    keep_freed_memory()
+    jaxrec.keep_freed_memory()
 
     from jaxrec.plan import Planner, Topology, statistics
     from jaxrec.plan.calibration import calibrate

@@ -19,7 +19,6 @@ import optax
 from flax import nnx
 
 import jaxrec
-from jaxrec import keep_freed_memory
 from jaxrec.data import Pipeline
 from jaxrec.plan import Planner, ShardingPlan, Topology
 from jaxrec.plan.calibration import calibrate
@@ -63,7 +62,7 @@ class Plans:
     """File of the figures."""
 
     def run(self) -> None:
-        keep_freed_memory()
+        jaxrec.keep_freed_memory()
         if self.processor_time:
             time.perf_counter = time.process_time
         mesh = jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])

@@ -77,11 +77,11 @@ def measure(shape: Shape, seconds: float) -> list[dict[str, Any]]:
     import jax
     import jax.numpy as jnp
 
-    from jaxrec import keep_freed_memory
+    import jaxrec
     from jaxrec.embed import kernels
     from jaxrec.embed.formats import FORMATS, as_table
 
-    keep_freed_memory()
+    jaxrec.keep_freed_memory()
     drawn = shape.draw()
     layout = kernels.BagLayout(**drawn.layout_fields())
     batch = (jnp.asarray(drawn.ids), jnp.asarray(drawn.lengths), None)

@@ -33,7 +33,6 @@ import tyro
 from flax import nnx
 
 import jaxrec
-from jaxrec import keep_freed_memory
 from jaxrec.data import (
     ClickBatch,
     TableEncoder,
@@ -98,7 +97,7 @@ class Run:
 def main(options: Options) -> None:
     # XLA takes one thread for each core that the process may run on.
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: options.threads])
-    keep_freed_memory()
+    jaxrec.keep_freed_memory()
     for seed in options.seeds:
         with tempfile.TemporaryDirectory() as directory:
             runs = compare(options, seed, pathlib.Path(directory))

@@ -15,7 +15,6 @@ import optax
 from flax import nnx
 
 import jaxrec
-from jaxrec import keep_freed_memory
 from jaxrec.data import Pipeline
 from jaxrec.ragged import KeyedJaggedArray
 from jaxrec.tier import Dynamic
@@ -45,7 +44,7 @@ class Step:
     """Rounds, in which the models take turns."""
 
     def run(self) -> None:
-        keep_freed_memory()
+        jaxrec.keep_freed_memory()
         runs = {"plain": self.plain(), "dynamic": self.dynamic()}
         tier = tier_of(runs["dynamic"].model)
         assert tier is not None

@@ -15,7 +15,6 @@ import optax
 from flax import nnx
 
 import jaxrec
-from jaxrec import keep_freed_memory
 from jaxrec.metrics import NormalizedEntropy
 from jaxrec.ragged import KeyedJaggedArray, hash_ids
 from jaxrec.tier import Dynamic, lfu
@@ -63,7 +62,7 @@ class Stream:
     def run(self) -> None:
         if self.steps % self.interval or 1000 % self.interval or self.steps < 2000:
             raise SystemExit("steps must be 2000 or more and, like 1000, a multiple of interval")
-        keep_freed_memory()
+        jaxrec.keep_freed_memory()
         runs = [_Run(self, name) for name in _NAMES]
         lines = []
         for end in range(self.interval, self.steps + 1, self.interval):
