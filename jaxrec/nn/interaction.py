@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
-from jaxtyping import Array, DTypeLike, Float, Int
+from jaxtyping import Array, DTypeLike, Float
 
+from jaxrec.embed import kernels
+from jaxrec.embed.kernels import reference
 from jaxrec.nn.crossnet import LowRankCrossNet
 from jaxrec.nn.dtypes import promote
 from jaxrec.nn.mlp import MLP
@@ -31,46 +32,27 @@ def pairwise_dots(vectors: Float[Array, "batch vectors dim"]) -> Float[Array, "b
         >>> pairwise_dots(jnp.array([[[1.0, 0.0], [2.0, 3.0], [4.0, 5.0]]])).tolist()
         [[2.0, 4.0, 23.0]]
     """
-    batch, n, _ = vectors.shape
-    gram = jnp.einsum("bid,bjd->bij", vectors, vectors).reshape(batch, n * n)
-    return jnp.take(gram, _positions_of_pairs(n), axis=1, mode="clip")
+    return reference.pair_products(vectors)
 
 
 def _forward(
     vectors: Float[Array, "batch vectors dim"],
 ) -> tuple[Float[Array, "batch pairs"], Float[Array, "batch vectors dim"]]:
-    return pairwise_dots(vectors), vectors
+    return _implementation().pair_products(vectors), vectors
 
 
 def _backward(
     vectors: Float[Array, "batch vectors dim"], gradient: Float[Array, "batch pairs"]
 ) -> tuple[Float[Array, "batch vectors dim"]]:
-    # XLA's own derivative scatters the gradients of pairs into a triangle and multiplies it twice,
-    # once transposed. Gathering them into the symmetric matrix takes one multiplication and no
-    # scatter.
-    batch, n, _ = vectors.shape
-    padded = jnp.pad(gradient, ((0, 0), (0, 1)))
-    symmetric = jnp.take(padded, _pairs_of_positions(n), axis=1, mode="clip").reshape(batch, n, n)
-    return (jnp.einsum("bij,bjd->bid", symmetric, vectors),)
+    return (_implementation().pair_gradients(vectors, gradient),)
 
 
 pairwise_dots.defvjp(_forward, _backward)
 
 
-@functools.cache
-def _positions_of_pairs(n: int) -> Int[np.ndarray, " pairs"]:
-    """Return the position of each pair in the flattened ``[n, n]`` matrix."""
-    first, second = np.triu_indices(n, 1)
-    return (first * n + second).astype(np.int32)
-
-
-@functools.cache
-def _pairs_of_positions(n: int) -> Int[np.ndarray, " positions"]:
-    """Return the pair at each position of the flattened matrix; the number of pairs where none."""
-    pairs = np.full((n, n), n * (n - 1) // 2, np.int32)
-    first, second = np.triu_indices(n, 1)
-    pairs[first, second] = pairs[second, first] = np.arange(first.size)
-    return pairs.reshape(-1)
+def _implementation() -> Any:
+    """Return what has the primitives: XLA alone can divide a batch over several devices."""
+    return kernels if jax.device_count() == 1 else reference
 
 
 class DotInteraction(nnx.Module):

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxrec.embed.kernels import cpu
 from jaxrec.nn import DotInteraction, pairwise_dots
 
 
@@ -39,6 +40,34 @@ def test_backward_has_no_scatter():
     program = jax.jit(jax.grad(lambda x: pairwise_dots(x).sum())).lower(vectors).as_text()
     assert "stablehlo.gather" in program
     assert "stablehlo.scatter" not in program
+
+
+def test_native_on_one_device(monkeypatch):
+    """XLA cannot divide a native call: it has the training step of a process with one device."""
+    vectors = jnp.asarray(np.random.default_rng(0).standard_normal((4, 5, 3)), jnp.float32)
+
+    def program(devices):
+        monkeypatch.setattr(jax, "device_count", lambda: devices)
+        return jax.jit(jax.value_and_grad(lambda x: (pairwise_dots(x) ** 2).sum())).lower(vectors)
+
+    one, eight = program(1), program(8)
+    assert "jaxrec_pair_" not in eight.as_text()
+    if cpu.missing() is None:
+        assert "jaxrec_pair_products" in one.as_text()
+        assert "jaxrec_pair_gradients" in one.as_text()
+    by_one, by_eight = one.compile()(vectors), eight.compile()(vectors)
+    for got, expected in zip(by_one, by_eight, strict=True):
+        np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_batch_over_devices_stays_there():
+    mesh = jax.make_mesh((8,), ("data",))
+    by_sample = jax.sharding.NamedSharding(mesh, jax.P("data"))
+    vectors = jax.device_put(jnp.ones((16, 5, 3)), by_sample)
+    step = jax.jit(jax.grad(lambda x: (pairwise_dots(x) ** 2).sum()))
+    program = step.lower(vectors).compile()
+    assert program.output_shardings.is_equivalent_to(by_sample, 3)
+    assert "all-gather" not in program.as_text()
 
 
 @pytest.mark.parametrize(("features", "dim", "columns"), [(26, 16, 367), (1, 4, 5), (0, 4, 4)])

@@ -1,4 +1,4 @@
-"""Embedding lookup and fused update: the primitives, each with several implementations."""
+"""The primitives, each with several implementations: lookups, fused updates, products of pairs."""
 
 from jaxrec.embed.kernels import reference
 from jaxrec.embed.kernels.base import BAD_ROW as BAD_ROW
@@ -20,3 +20,5 @@ bucket = Primitive(reference.bucket, static=("num_owners",))
 shift_rows = Primitive(reference.shift_rows, static=("starts", "shifts", "num_rows", "outside"))
 sum_rows = Primitive(reference.sum_rows, static=("num_rows", "bound"))
 fused_update = Primitive(reference.fused_update, static=("optimizer", "table_starts"))
+pair_products = Primitive(reference.pair_products)
+pair_gradients = Primitive(reference.pair_gradients)

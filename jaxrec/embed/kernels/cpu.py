@@ -119,6 +119,9 @@ def refuse(primitive: str, arguments: Mapping[str, Any]) -> str | None:
     library = _load()
     if isinstance(library, str):
         return library
+    vectors = arguments.get("vectors")
+    if vectors is not None and vectors.dtype.name != "float32":
+        return f"vectors are float32, not {vectors.dtype.name}"
     gradients = arguments.get("gradients")
     if gradients is not None:
         if gradients.dtype.name not in ROW_TYPES:
@@ -310,6 +313,23 @@ def fused_update(
         **_settings(optimizer),
     )
     return new_table, dict(zip(names, new_state, strict=True))
+
+
+def pair_products(vectors: Float[Array, "batch n dim"]) -> Float[Array, "batch pairs"]:
+    """Return the dot products of all pairs; see `jaxrec.embed.kernels.reference`."""
+    batch, n, _ = vectors.shape
+    form = jax.ShapeDtypeStruct((batch, n * (n - 1) // 2), vectors.dtype)
+    (products,) = native_function("pair_products", [form])(vectors)
+    return products
+
+
+def pair_gradients(
+    vectors: Float[Array, "batch n dim"], gradient: Float[Array, "batch pairs"]
+) -> Float[Array, "batch n dim"]:
+    """Return the gradients of the vectors; see `jaxrec.embed.kernels.reference`."""
+    form = jax.ShapeDtypeStruct(vectors.shape, vectors.dtype)
+    (gradients,) = native_function("pair_gradients", [form])(vectors, gradient)
+    return gradients
 
 
 def is_fused(optimizer: RowOptimizer) -> bool:

@@ -13,6 +13,7 @@
 #include <thread>
 #include <vector>
 
+#include "dot_products.h"
 #include "kernels.h"
 #include "lookup.h"
 #include "new_rows.h"
@@ -583,6 +584,50 @@ void check_shift_rows() {
   }
 }
 
+void check_pairs(int64_t samples, int64_t n, int64_t dim) {
+  const int64_t pairs = n * (n - 1) / 2;
+  std::mt19937 generator(5);
+  std::normal_distribution<float> normal;
+  std::vector<float> vectors(samples * n * dim), gradient(samples * pairs);
+  for (float& x : vectors) x = normal(generator);
+  for (float& x : gradient) x = normal(generator);
+  std::vector<double> products(gradient.size(), 0.0), gradients(vectors.size(), 0.0);
+  for (int64_t s = 0; s < samples; ++s) {
+    int64_t pair = s * pairs;
+    for (int64_t i = 0; i < n; ++i) {
+      for (int64_t j = i + 1; j < n; ++j, ++pair) {
+        const int64_t a = (s * n + i) * dim, b = (s * n + j) * dim;
+        for (int64_t d = 0; d < dim; ++d) {
+          products[pair] += static_cast<double>(vectors[a + d]) * vectors[b + d];
+          gradients[a + d] += static_cast<double>(gradient[pair]) * vectors[b + d];
+          gradients[b + d] += static_cast<double>(gradient[pair]) * vectors[a + d];
+        }
+      }
+    }
+  }
+  std::vector<float> first_products, first_gradients;
+  for (int threads : {1, 3}) {
+    std::vector<float> found(products.size(), NAN), summed(gradients.size(), NAN);
+    const Vectors of = {vectors.data(), samples, n, dim};
+    with_team(threads, [&](Team& team) {
+      pair_products(team, of, found.data());
+      pair_gradients(team, of, gradient.data(), summed.data());
+    });
+    const std::string what = std::to_string(n) + " vectors of " + std::to_string(dim);
+    for (size_t i = 0; i < found.size(); ++i) {
+      require(is_close(found[i], products[i], 1e-4), "products of " + what);
+    }
+    for (size_t i = 0; i < summed.size(); ++i) {
+      require(is_close(summed[i], gradients[i], 1e-4), "gradients of " + what);
+    }
+    if (threads == 1) {
+      first_products = found;
+      first_gradients = summed;
+    }
+    require(found == first_products && summed == first_gradients, "the bits of " + what);
+  }
+}
+
 void check_new_rows() {
   // Smaller and larger than a piece, a pattern and a huge page.
   for (int64_t row_bytes : {int64_t{4}, int64_t{12}, int64_t{40000}}) {
@@ -644,6 +689,10 @@ int main() {
     check_runs();
     check_shift_rows();
     check_new_rows();
+    for (int64_t n : {0, 1, 2, 3, 4, 5, 6, 9, 17, 18, 27, 33, 34, 50, 66, 81}) {
+      for (int64_t dim : {0, 1, 3, 4, 16, 21, 65}) check_pairs(3, n, dim);
+    }
+    check_pairs(2000, 9, 10);  // In several pieces.
   }
   std::printf("native kernels: %d instruction sets agree\n", checked);
 }

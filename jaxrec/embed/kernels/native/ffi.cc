@@ -5,6 +5,7 @@
 #include <thread>
 #include <vector>
 
+#include "dot_products.h"
 #include "lookup.h"
 #include "new_rows.h"
 #include "runs.h"
@@ -269,6 +270,24 @@ ffi::Error fused_update_call(ffi::ThreadPool pool, Ints rows, Ints bags, Floats 
   return ffi::Error::Success();
 }
 
+Vectors vectors_of(const Floats& vectors) {
+  const auto dimensions = vectors.dimensions();
+  return {vectors.typed_data(), dimensions[0], dimensions[1], dimensions[2]};
+}
+
+ffi::Error pair_products_call(ffi::ThreadPool pool, Floats vectors, ffi::Result<Floats> products) {
+  Team team = make_team(pool);
+  pair_products(team, vectors_of(vectors), products->typed_data());
+  return ffi::Error::Success();
+}
+
+ffi::Error pair_gradients_call(ffi::ThreadPool pool, Floats vectors, Floats gradient,
+                               ffi::Result<Floats> out) {
+  Team team = make_team(pool);
+  pair_gradients(team, vectors_of(vectors), gradient.typed_data(), out->typed_data());
+  return ffi::Error::Success();
+}
+
 }  // namespace
 }  // namespace jaxrec
 
@@ -381,6 +400,19 @@ JAXREC_EXPORT(jaxrec_fused_update, jaxrec::fused_update_call,
                   .Ret<ffi::AnyBuffer>()
                   .RemainingRets()
                   .Attrs());
+
+JAXREC_EXPORT(jaxrec_pair_products, jaxrec::pair_products_call,
+              ffi::Ffi::Bind()
+                  .Ctx<ffi::ThreadPool>()
+                  .Arg<jaxrec::Floats>()
+                  .Ret<jaxrec::Floats>());
+
+JAXREC_EXPORT(jaxrec_pair_gradients, jaxrec::pair_gradients_call,
+              ffi::Ffi::Bind()
+                  .Ctx<ffi::ThreadPool>()
+                  .Arg<jaxrec::Floats>()
+                  .Arg<jaxrec::Floats>()
+                  .Ret<jaxrec::Floats>());
 
 extern "C" {
 

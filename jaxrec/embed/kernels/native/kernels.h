@@ -2,6 +2,7 @@
 #ifndef JAXREC_KERNELS_H_
 #define JAXREC_KERNELS_H_
 
+#include <algorithm>
 #include <cstdint>
 
 namespace jaxrec {
@@ -172,6 +173,25 @@ struct SumBlock {
   int64_t num_long_runs;
 };
 
+// The vectors of some samples, `[num_samples, num_vectors, dim]`,
+struct Vectors {
+  const float* vectors;
+  int64_t num_samples, num_vectors, dim;
+
+  int64_t num_pairs() const { return num_vectors * (num_vectors - 1) / 2; }
+};
+
+// to be multiplied with each other,
+struct PairBlock : Vectors {
+  float* products;  // `[num_samples, pairs]`
+};
+
+// or their gradients from those of the products.
+struct PairGradientBlock : Vectors {
+  const float* gradient;  // `[num_samples, pairs]`
+  float* out;             // Like the vectors.
+};
+
 struct Kernels {
   const char* name;
   void (*pool)(const PooledBlock&);
@@ -186,7 +206,22 @@ struct Kernels {
   void (*apply)(const Table&, const Step&, uint32_t row, const float* gradient);
   // Adds `count` rows of float32.
   void (*add_rows)(const float* rows, int64_t count, int64_t dim, float* out);
+  // The dot products of all pairs. `scratch` has multiply_pairs_scratch floats.
+  void (*multiply_pairs)(const PairBlock&, float* scratch);
+  void (*sum_pairs)(const PairGradientBlock&);
 };
+
+// The widest vector of any instruction set, in floats.
+constexpr int64_t kMostLanes = 16;
+
+// The vectors whose products multiply_pairs computes before it writes them.
+constexpr int64_t kPanel = 32;
+
+// What multiply_pairs needs: the vectors of a sample transposed, and the products of some of them,
+// with room behind each row.
+inline int64_t multiply_pairs_scratch(const Vectors& of) {
+  return (of.dim + std::min(of.num_vectors, kPanel)) * (of.num_vectors + kMostLanes);
+}
 
 const Kernels& portable_kernels();
 const Kernels* avx2_kernels();  // Null where the machine lacks the instructions.

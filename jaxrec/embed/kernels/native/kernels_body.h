@@ -17,10 +17,12 @@ namespace {
 
 #include "update.h"
 
+#include "pairs.h"
+
 }  // namespace
 
 const Kernels kKernels = {JAXREC_ISA_NAME, pool, copy_rows, pool_packed, unpack_rows,
-                          update, sum_runs, sum, apply, add_rows};
+                          update, sum_runs, sum, apply, add_rows, multiply_pairs, sum_pairs};
 
 }  // namespace JAXREC_ISA
 }  // namespace jaxrec
