@@ -152,15 +152,19 @@ void unpack_rows_of(const PackedRowBlock& block, Codec) {
   const uint32_t num_rows = static_cast<uint32_t>(block.table.num_rows);
   const int64_t ahead = rows_ahead(row_bytes);
   const int64_t out_bytes = dim * size_of(block.out_type);
-  char* out = static_cast<char*>(block.out);
+  const auto place = [=](int64_t i) JAXREC_ALWAYS {
+    return static_cast<char*>(block.out) + i * out_bytes;
+  };
 
   auto ask = [&](int64_t i) JAXREC_ALWAYS {
     uint32_t row = static_cast<uint32_t>(block.rows[i]);
     prefetch_packed<Codec>(rows + (row < num_rows ? row : 0) * row_bytes, dim);
+    prefetch(place(i), out_bytes);
   };
   for (int64_t i = 0; i < ahead && i < block.count; ++i) ask(i);
-  for (int64_t i = 0; i < block.count; ++i, out += out_bytes) {
+  for (int64_t i = 0; i < block.count; ++i) {
     if (i + ahead < block.count) ask(i + ahead);
+    char* out = place(i);
     uint32_t number = static_cast<uint32_t>(block.rows[i]);
     if (__builtin_expect(number < num_rows, 1)) {
       const typename Codec::Row row(rows + number * row_bytes, 1.0f, dim);

@@ -152,17 +152,19 @@ void copy_rows_of(const RowBlock& block, T type, const RowAt& row_at) {
   auto ask = [&](int64_t i) JAXREC_ALWAYS {
     uint32_t row = static_cast<uint32_t>(block.rows[i]);
     prefetch(row_at(row < num_rows ? row : 0), row_bytes);
+    prefetch(out + i * dim, row_bytes);
   };
   for (int64_t i = 0; i < ahead && i < block.count; ++i) ask(i);
-  for (int64_t i = 0; i < block.count; ++i, out += dim) {
+  for (int64_t i = 0; i < block.count; ++i) {
     if (i + ahead < block.count) ask(i + ahead);
     uint32_t row = static_cast<uint32_t>(block.rows[i]);
+    Storage* to = out + i * dim;
     if (__builtin_expect(row < num_rows, 1)) {
-      copy(type, out, row_at(row), dim);
+      copy(type, to, row_at(row), dim);
     } else {
       Vec fill = splat(row == num_rows ? 0.0f : __builtin_nanf(""));
       for_each_vector(dim, [&](int64_t column, auto extent) JAXREC_ALWAYS {
-        store(type, out + column, fill, extent);
+        store(type, to + column, fill, extent);
       });
     }
   }
