@@ -2,7 +2,7 @@
 
 // Rows are asked for this many bytes (in whole rows) before they are needed: enough to hide the
 // latency of memory.
-constexpr int64_t kBytesAhead = 32768;
+constexpr int64_t kBytesAhead = 65536;
 constexpr int64_t kMostRowsAhead = 64;
 
 // Rows of the output are asked for, too, so many bags before they are written: between two bags of a
