@@ -2,7 +2,6 @@
 #ifndef JAXREC_KERNELS_H_
 #define JAXREC_KERNELS_H_
 
-#include <algorithm>
 #include <cstdint>
 
 namespace jaxrec {
@@ -220,7 +219,8 @@ constexpr int64_t kPanel = 32;
 // What multiply_pairs needs: the vectors of a sample transposed, and the products of some of them,
 // with room behind each row.
 inline int64_t multiply_pairs_scratch(const Vectors& of) {
-  return (of.dim + std::min(of.num_vectors, kPanel)) * (of.num_vectors + kMostLanes);
+  const int64_t rows = of.num_vectors < kPanel ? of.num_vectors : kPanel;
+  return (of.dim + rows) * (of.num_vectors + kMostLanes);
 }
 
 const Kernels& portable_kernels();

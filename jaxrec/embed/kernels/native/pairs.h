@@ -4,6 +4,7 @@
 // So many vectors are multiplied at once with so many times kWidth others: the sums fit in registers.
 constexpr int kPairRows = 4;
 constexpr int kPairVectors = JAXREC_VECTOR_BYTES == 64 ? 4 : 2;
+static_assert(kWidth <= kMostLanes, "the scratch of multiply_pairs has room for so many");
 
 // Writes four elements of four vectors, `dim` apart, transposed, `width` apart.
 JAXREC_INLINE void transpose4(const float* vectors, int64_t dim, float* out, int64_t width) {
