@@ -72,13 +72,11 @@ JAXREC_INLINE void pool_each_bag(const Bags& bags, uint32_t num_rows, int64_t ro
     ask_row(id);
   };
   for (int64_t i = 0; i < ahead && i < num_ids; ++i) ask(i);
-  const char* next_out = out;
-  const char* end_of_out = out + bags.num_bags * out_bytes;
-  auto ask_out = [&]() JAXREC_ALWAYS {
-    if (next_out < end_of_out) prefetch(next_out, dim * size_of(bags.out_type));
-    next_out += out_bytes;
+  const char* first_out = out;
+  auto ask_out = [&](int64_t bag) JAXREC_ALWAYS {
+    if (bag < bags.num_bags) prefetch(first_out + bag * out_bytes, dim * size_of(bags.out_type));
   };
-  for (int64_t i = 0; i < kBagsAhead; ++i) ask_out();
+  for (int64_t bag = 0; bag < kBagsAhead; ++bag) ask_out(bag);
 
   int64_t position = 0;
   for (int64_t bag = 0; bag < bags.num_bags; ++bag, out += out_bytes) {
@@ -86,7 +84,7 @@ JAXREC_INLINE void pool_each_bag(const Bags& bags, uint32_t num_rows, int64_t ro
     int64_t end = position + length;
     if (end > num_ids) end = num_ids;
     bool outside = false;
-    ask_out();
+    ask_out(bag + kBagsAhead);
     sums.clear(dim);
     for (; position < end; ++position) {
       if (position + ahead < num_ids) ask(position + ahead);
