@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from types import ModuleType
 
 import jax
 import jax.numpy as jnp
@@ -21,11 +21,17 @@ from jaxrec.nn.mlp import MLP
 def pairwise_dots(vectors: Float[Array, "batch vectors dim"]) -> Float[Array, "batch pairs"]:
     """Return the dot products of all pairs of a sample's vectors.
 
+    Training steps compute them, and their gradients, by the native kernels where those take the
+    vectors: float32, on a CPU, in a process that has one device. All else is computed in XLA.
+
     Args:
         vectors: ``[batch, n, dim]``.
 
     Returns:
         ``[batch, n * (n - 1) / 2]``, the pairs in the order (0, 1), (0, 2), ..., (1, 2), ...
+
+    Raises:
+        ValueError: The vectors have other than three dimensions.
 
     Example:
         >>> import jax.numpy as jnp
@@ -35,24 +41,49 @@ def pairwise_dots(vectors: Float[Array, "batch vectors dim"]) -> Float[Array, "b
     return reference.pair_products(vectors)
 
 
+@jax.custom_vjp
+def _products(vectors: Float[Array, "batch vectors dim"]) -> Float[Array, "batch pairs"]:
+    """Return `pairwise_dots` of a training step; native calls have no derivatives of their own."""
+    return _implementation().pair_products(vectors)
+
+
+@jax.custom_vjp
+def _gradients(
+    vectors: Float[Array, "batch vectors dim"], gradient: Float[Array, "batch pairs"]
+) -> Float[Array, "batch vectors dim"]:
+    """Return the gradients of the vectors, which can be differentiated in turn."""
+    return _implementation().pair_gradients(vectors, gradient)
+
+
+def _implementation() -> ModuleType:
+    """Return the module of the primitives: only XLA's can be divided over several devices."""
+    return kernels if jax.device_count() == 1 else reference
+
+
 def _forward(
     vectors: Float[Array, "batch vectors dim"],
 ) -> tuple[Float[Array, "batch pairs"], Float[Array, "batch vectors dim"]]:
-    return _implementation().pair_products(vectors), vectors
+    return _products(vectors), vectors
 
 
 def _backward(
     vectors: Float[Array, "batch vectors dim"], gradient: Float[Array, "batch pairs"]
 ) -> tuple[Float[Array, "batch vectors dim"]]:
-    return (_implementation().pair_gradients(vectors, gradient),)
+    return (_gradients(vectors, gradient),)
+
+
+def _second_forward(vectors: Array, gradient: Array) -> tuple[Array, tuple[Array, Array]]:
+    return _gradients(vectors, gradient), (vectors, gradient)
+
+
+def _second_backward(saved: tuple[Array, Array], cotangent: Array) -> tuple[Array, Array]:
+    _, vjp = jax.vjp(reference.pair_gradients, *saved)
+    return vjp(cotangent)
 
 
 pairwise_dots.defvjp(_forward, _backward)
-
-
-def _implementation() -> Any:
-    """Return what has the primitives: XLA alone can divide a batch over several devices."""
-    return kernels if jax.device_count() == 1 else reference
+_products.defvjp(_forward, _backward)
+_gradients.defvjp(_second_forward, _second_backward)
 
 
 class DotInteraction(nnx.Module):

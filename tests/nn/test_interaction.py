@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import itertools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +9,7 @@ from hypothesis import strategies as st
 
 from jaxrec.embed.kernels import cpu
 from jaxrec.nn import DotInteraction, pairwise_dots
+from tests.embed.kernels import oracle
 
 
 @jax.jit
@@ -25,11 +24,7 @@ def test_pairwise_dots_and_gradient(batch, n, dim, seed):
     rng = np.random.default_rng(seed)
     vectors = rng.standard_normal((batch, n, dim))
     cotangent = rng.standard_normal((batch, n * (n - 1) // 2))
-    expected, gradient = np.zeros_like(cotangent), np.zeros_like(vectors)
-    for pair, (i, j) in enumerate(itertools.combinations(range(n), 2)):
-        expected[:, pair] = (vectors[:, i] * vectors[:, j]).sum(axis=1)
-        gradient[:, i] += cotangent[:, pair, None] * vectors[:, j]
-        gradient[:, j] += cotangent[:, pair, None] * vectors[:, i]
+    expected, gradient = oracle.pairs(vectors, cotangent)
     out, got = with_gradient(vectors.astype(np.float32), cotangent.astype(np.float32))
     np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(got, gradient, rtol=1e-5, atol=1e-5)
@@ -58,6 +53,36 @@ def test_native_on_one_device(monkeypatch):
     by_one, by_eight = one.compile()(vectors), eight.compile()(vectors)
     for got, expected in zip(by_one, by_eight, strict=True):
         np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("devices", [1, 8])
+def test_the_gradient_of_a_gradient(monkeypatch, devices):
+    monkeypatch.setattr(jax, "device_count", lambda: devices)
+    vectors = np.random.default_rng(0).standard_normal((3, 4, 5)).astype(np.float32)
+
+    def plain(vectors):
+        first, second = np.triu_indices(4, 1)
+        return (vectors[:, first] * vectors[:, second]).sum(axis=2)
+
+    def penalty(products):
+        def loss(vectors):
+            return (products(vectors) ** 2).sum()
+
+        return jax.jit(jax.grad(lambda vectors: (jax.grad(loss)(vectors) ** 2).sum()))
+
+    got, expected = penalty(pairwise_dots)(vectors), penalty(plain)(vectors)
+    np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("devices", [1, 8])
+def test_gradients_of_each_sample(monkeypatch, devices):
+    monkeypatch.setattr(jax, "device_count", lambda: devices)
+    vectors = np.random.default_rng(0).standard_normal((3, 4, 5)).astype(np.float32)
+    cotangent = np.ones((3, 6), np.float32)
+    each = jax.vmap(jax.grad(lambda sample: pairwise_dots(sample[None]).sum()))
+    np.testing.assert_allclose(
+        jax.jit(each)(vectors), oracle.pairs(vectors, cotangent)[1], rtol=1e-5, atol=1e-5
+    )
 
 
 def test_a_batch_over_devices_stays_there():

@@ -43,6 +43,7 @@ from jaxrec.embed.kernels.native_call import (
     split_rows,
     target_symbols,
 )
+from jaxrec.embed.kernels.pairs import check_vectors
 from jaxrec.optim import adagrad, adam, partial_rowwise_adam, rowwise_adagrad, sgd
 from jaxrec.optim.base import RowOptimizer
 from jaxrec.optim.hyperparameter import Step, hyperparameter, resolve
@@ -317,9 +318,9 @@ def fused_update(
 
 def pair_products(vectors: Float[Array, "batch n dim"]) -> Float[Array, "batch pairs"]:
     """Return the dot products of all pairs; see `jaxrec.embed.kernels.reference`."""
-    batch, n, _ = vectors.shape
+    batch, n, _ = check_vectors(vectors)
     form = jax.ShapeDtypeStruct((batch, n * (n - 1) // 2), vectors.dtype)
-    (products,) = native_function("pair_products", [form])(vectors)
+    (products,) = native_function("pair_products", [form], vmap_method="broadcast_all")(vectors)
     return products
 
 
@@ -327,8 +328,10 @@ def pair_gradients(
     vectors: Float[Array, "batch n dim"], gradient: Float[Array, "batch pairs"]
 ) -> Float[Array, "batch n dim"]:
     """Return the gradients of the vectors; see `jaxrec.embed.kernels.reference`."""
+    check_vectors(vectors, gradient)
     form = jax.ShapeDtypeStruct(vectors.shape, vectors.dtype)
-    (gradients,) = native_function("pair_gradients", [form])(vectors, gradient)
+    call = native_function("pair_gradients", [form], vmap_method="broadcast_all")
+    (gradients,) = call(vectors, gradient.astype(vectors.dtype))
     return gradients
 
 

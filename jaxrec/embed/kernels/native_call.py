@@ -98,9 +98,20 @@ def optional_operand(array: Array | None, dtype: DTypeLike) -> Array:
 
 
 def native_function(
-    target: str, results: list[jax.ShapeDtypeStruct], in_place: dict[int, int] | None = None
+    target: str,
+    results: list[jax.ShapeDtypeStruct],
+    in_place: dict[int, int] | None = None,
+    vmap_method: str = "sequential",
 ) -> Callable[..., Sequence[Array]]:
-    """Return a function of the library; ``in_place`` maps operands to results in their memory."""
+    """Return a function of the library.
+
+    Args:
+        target: Name of the primitive.
+        results: Shapes and types of the results.
+        in_place: The operands whose memory results take, and which result each.
+        vmap_method: As of `jax.ffi.ffi_call`: "broadcast_all" for functions that take further
+            dimensions before those of their operands.
+    """
     return jax.ffi.ffi_call(
-        target_name(target), results, vmap_method="sequential", input_output_aliases=in_place
+        target_name(target), results, vmap_method=vmap_method, input_output_aliases=in_place
     )

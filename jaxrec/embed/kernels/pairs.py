@@ -18,13 +18,16 @@ def pair_products(vectors: Float[Array, "batch n dim"]) -> Float[Array, "batch p
     Returns:
         ``[batch, n * (n - 1) / 2]``, the pairs in the order (0, 1), (0, 2), ..., (1, 2), ...
 
+    Raises:
+        ValueError: The vectors have other than three dimensions.
+
     Example:
         >>> import jax.numpy as jnp
         >>> from jaxrec.embed import kernels
         >>> kernels.pair_products(jnp.array([[[1.0, 0.0], [2.0, 3.0], [4.0, 5.0]]])).tolist()
         [[2.0, 4.0, 23.0]]
     """
-    batch, n, _ = vectors.shape
+    batch, n, _ = check_vectors(vectors)
     gram = jnp.einsum("bid,bjd->bij", vectors, vectors).reshape(batch, n * n)
     return jnp.take(gram, _positions_of_pairs(n), axis=1, mode="clip")
 
@@ -44,6 +47,10 @@ def pair_gradients(
     Returns:
         ``[batch, n, dim]``.
 
+    Raises:
+        ValueError: The vectors have other than three dimensions, or there are gradients of other
+            pairs than theirs.
+
     Example:
         >>> import jax.numpy as jnp
         >>> from jaxrec.embed import kernels
@@ -54,10 +61,39 @@ def pair_gradients(
     # XLA's own derivative scatters the gradients of pairs into a triangle and multiplies it twice,
     # once transposed. Gathering them into the symmetric matrix takes one multiplication and no
     # scatter.
-    batch, n, _ = vectors.shape
+    batch, n, _ = check_vectors(vectors, gradient)
     padded = jnp.pad(gradient, ((0, 0), (0, 1)))
     symmetric = jnp.take(padded, _pairs_of_positions(n), axis=1, mode="clip").reshape(batch, n, n)
     return jnp.einsum("bij,bjd->bid", symmetric, vectors)
+
+
+def check_vectors(vectors: Array, gradient: Array | None = None) -> tuple[int, int, int]:
+    """Return the number of samples, of vectors of each, and of columns.
+
+    Args:
+        vectors: ``[batch, n, dim]``.
+        gradient: The gradients of their products, ``[batch, n * (n - 1) / 2]``, if there are any.
+
+    Raises:
+        ValueError: An array has another shape.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> check_vectors(jnp.ones((2, 4, 3)), jnp.ones((2, 6)))
+        (2, 4, 3)
+    """
+    if vectors.ndim != 3:
+        raise ValueError(
+            f"the vectors whose pairs are multiplied are [batch, n, dim]; got {vectors.shape}"
+        )
+    batch, n, dim = vectors.shape
+    pairs = n * (n - 1) // 2
+    if gradient is not None and gradient.shape != (batch, pairs):
+        raise ValueError(
+            f"{batch} samples of {n} vectors have gradients of their pairs [{batch}, {pairs}]; "
+            f"got {gradient.shape}"
+        )
+    return batch, n, dim
 
 
 @functools.cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import numpy as np
 
@@ -108,3 +109,17 @@ def updated(table, state, slope, occurs, optimizer: optim.RowOptimizer, step: in
     for name, array in state.items():
         array[occurs] = rows[name]
     return w, state
+
+
+def pairs(vectors, gradient):
+    """The dot products of all pairs of a sample's vectors, and the gradients of the vectors.
+
+    ``gradient`` has those of the products.
+    """
+    vectors = vectors.astype(np.float64)
+    products, gradients = np.zeros(gradient.shape), np.zeros(vectors.shape)
+    for pair, (i, j) in enumerate(itertools.combinations(range(vectors.shape[1]), 2)):
+        products[:, pair] = (vectors[:, i] * vectors[:, j]).sum(axis=1)
+        gradients[:, i] += gradient[:, pair, None] * vectors[:, j]
+        gradients[:, j] += gradient[:, pair, None] * vectors[:, i]
+    return products, gradients

@@ -270,9 +270,13 @@ ffi::Error fused_update_call(ffi::ThreadPool pool, Ints rows, Ints bags, Floats 
   return ffi::Error::Success();
 }
 
+// `[..., num_vectors, dim]`: all dimensions before are samples.
 Vectors vectors_of(const Floats& vectors) {
   const auto dimensions = vectors.dimensions();
-  return {vectors.typed_data(), dimensions[0], dimensions[1], dimensions[2]};
+  const size_t rank = dimensions.size();
+  int64_t samples = 1;
+  for (size_t i = 0; i + 2 < rank; ++i) samples *= dimensions[i];
+  return {vectors.typed_data(), samples, dimensions[rank - 2], dimensions[rank - 1]};
 }
 
 ffi::Error pair_products_call(ffi::ThreadPool pool, Floats vectors, ffi::Result<Floats> products) {

@@ -172,7 +172,7 @@ struct SumBlock {
   int64_t num_long_runs;
 };
 
-// The vectors of some samples, `[num_samples, num_vectors, dim]`,
+// The vectors of some samples, `[num_samples, num_vectors, dim]`.
 struct Vectors {
   const float* vectors;
   int64_t num_samples, num_vectors, dim;
@@ -180,12 +180,12 @@ struct Vectors {
   int64_t num_pairs() const { return num_vectors * (num_vectors - 1) / 2; }
 };
 
-// to be multiplied with each other,
+// Samples whose vectors are multiplied, each with each.
 struct PairBlock : Vectors {
   float* products;  // `[num_samples, pairs]`
 };
 
-// or their gradients from those of the products.
+// Samples whose vectors get gradients, given those of their products.
 struct PairGradientBlock : Vectors {
   const float* gradient;  // `[num_samples, pairs]`
   float* out;             // Like the vectors.
@@ -207,6 +207,7 @@ struct Kernels {
   void (*add_rows)(const float* rows, int64_t count, int64_t dim, float* out);
   // The dot products of all pairs. `scratch` has multiply_pairs_scratch floats.
   void (*multiply_pairs)(const PairBlock&, float* scratch);
+  // The gradients of the vectors.
   void (*sum_pairs)(const PairGradientBlock&);
 };
 
