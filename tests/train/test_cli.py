@@ -144,9 +144,12 @@ LONG = [*SMALL, "--data.epochs=12", "--checkpoint.every=10"]
 
 @pytest.fixture(scope="module")
 def never_killed(tmp_path_factory):
-    output = tmp_path_factory.mktemp("never") / "model"
-    assert main(["train", *LONG, "--output", str(output)]) == 0
-    return load_model(output)
+    # In a process of its own, as those that are killed: this one has eight devices, and a model on
+    # one of several rounds otherwise.
+    directory = tmp_path_factory.mktemp("never")
+    done = run("train", *LONG, "--output=model", cwd=directory)
+    assert done.returncode == 0, done.stderr
+    return load_model(directory / "model")
 
 
 def test_killed_and_resumed_ends_with_the_same_bits(tmp_path, never_killed):
