@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int32
@@ -29,11 +28,8 @@ def flatten_bags(
     bag_lengths = take_segments(lengths, layout.length_starts, layout.strides)
 
     # Padding is one more bag at the end of each feature, so that bags tile the positions exactly.
-    num_ids = jax.ops.segment_sum(
-        bag_lengths, np.repeat(np.arange(layout.num_features), layout.strides), layout.num_features
-    )
-    padding = jnp.asarray(layout.capacities, jnp.int32) - num_ids
     bag_ends = np.cumsum(layout.strides)
+    padding = jnp.asarray(layout.capacities, jnp.int32) - _sum_features(bag_lengths, layout)
     extents = _insert(bag_lengths, bag_ends, padding)
     at_extents = _repeat(extents, layout.num_positions)
     is_padding = at_extents(_insert(np.zeros(layout.num_bags, bool), bag_ends, True))
@@ -57,6 +53,19 @@ def flatten_bags(
         shares = 1.0 / at_extents(_insert(divisors, bag_ends, 1)).astype(jnp.float32)
         scales = shares if scales is None else scales * shares
     return Lookups(rows, bags.astype(jnp.int32), scales)
+
+
+def _sum_features(bag_lengths: Int32[Array, " bags"], layout: BagLayout) -> Int32[Array, " f"]:
+    """Return the sum of each feature's lengths.
+
+    A sum by segment would be a scatter, in which the threads of a GPU add to a few numbers in turn.
+    """
+    if len(set(layout.strides)) == 1:
+        return jnp.sum(bag_lengths.reshape(layout.num_features, -1), axis=1, dtype=jnp.int32)
+    # The sum up to a feature's end, less the sum up to its start. Both may wrap around.
+    sums = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(bag_lengths, dtype=jnp.int32)])
+    ends = sums[np.cumsum(layout.strides)]
+    return jnp.diff(ends, prepend=0)
 
 
 def _repeat(counts: Int32[Array, " n"], size: int) -> Callable[[Array], Array]:
