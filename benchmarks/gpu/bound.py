@@ -25,7 +25,7 @@ from benchmarks.gpu.cards import Card
 from benchmarks.gpu.machine_code import Kernel
 from jaxrec.embed.kernels.triton.readers import reader_of
 from jaxrec.embed.kernels.triton.tile import Tile
-from jaxrec.embed.kernels.triton.update import CUT, run_elements
+from jaxrec.embed.kernels.triton.update import CUT, run_elements, run_warps
 
 # Seconds of a round trip to memory that is busy: from and to.
 LATENCIES = (900e-9, 600e-9)
@@ -66,16 +66,19 @@ class Work:
     @classmethod
     def of_update(cls, shape: Shape, state: Mapping[str, Any]) -> Work:
         """Return the work of an update of rows and their state, given by its shapes."""
-        tile = Tile.of_runs(shape.dim, run_elements(shape.dim, state))
+        warps = run_warps(shape.dim, shape.dtype)
+        tile = Tile.of_runs(shape.dim, run_elements(shape.dim, state), warps)
         bytes_of = {1: _SECTOR, 2: _sectors(4 * shape.dim)}
         row = _sectors(shape.row_format.row_bytes(shape.dim))
         row += sum(bytes_of[array.ndim] for array in state.values())
         lookups, rows = shape.num_ids, shape.table_shape[0]
         distinct = rows * (1 - (1 - 1 / rows) ** lookups)
         gradients = shape.layout.num_bags * _bag(shape)
-        num_bytes = 2 * distinct * row + gradients + lookups * (_INDEX + _indices(shape))
-        turns = _further_turns(tile, lookups / rows, distinct / lookups)
-        return cls("update", -(-lookups // tile.groups), tile.warps, turns, num_bytes)
+        # Of each run: its start, its end, its row, and the bag and the factor of its first lookup.
+        runs = distinct * (3 * _INDEX + _indices(shape))
+        num_bytes = 2 * distinct * row + gradients + runs + lookups * _indices(shape)
+        turns = _further_turns(tile, lookups / rows)
+        return cls("update", math.ceil(distinct / tile.groups), tile.warps, turns, num_bytes)
 
     def shares(self, card: Card, kernel: Kernel, resident_warps: int) -> tuple[float, float]:
         """Return the shares of the bound at the longest and the shortest latency.
@@ -112,13 +115,12 @@ class Work:
         return bound / max(bound, self.tiles / at_once * tile_seconds)
 
 
-def _further_turns(tile: Tile, lookups: float, first: float) -> float:
+def _further_turns(tile: Tile, lookups: float) -> float:
     """Return the turns of an update's loop for a tile on the average, of uniform ids.
 
     Args:
         tile: The tile, whose first lookups of each run take no turn.
         lookups: Mean number of lookups of a row.
-        first: Share of the lookups that are a run's first.
     """
     turns, most = 0.0, tile.depth
     while most < CUT:
@@ -127,7 +129,7 @@ def _further_turns(tile: Tile, lookups: float, first: float) -> float:
             for i in range(1, most + 1)
         )
         longer = max(1 - missed / -math.expm1(-lookups), 0)
-        turns += 1 - (1 - first * longer) ** tile.groups
+        turns += 1 - (1 - longer) ** tile.groups
         most += tile.depth
     return turns
 

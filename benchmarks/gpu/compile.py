@@ -80,11 +80,11 @@ LIMITS = (
     Limit("pool", "(D64|D128|D256) .* L(1|3|20)$", round_trips=3, bytes_under_way=24_000),
     Limit("pool", "", round_trips=9),
     Limit("copy_rows", "", round_trips=2),
-    Limit("sum_part", "", round_trips=6, blocks=16),
-    Limit("sum_block", "", round_trips=6, blocks=16),
-    Limit("square_runs", "", round_trips=6, blocks=16),
-    Limit("update", "adagrad (D16|D64|D128) .* L20$", round_trips=2, before_store=4, blocks=16),
-    Limit("update", "", round_trips=9, blocks=16),
+    Limit("sum_part", "", round_trips=6),
+    Limit("sum_block", "", round_trips=6),
+    Limit("square_runs", "", round_trips=6),
+    Limit("update", "adagrad (D16|D64|D128) .* L20$", round_trips=2, before_store=4),
+    Limit("update", "", round_trips=9),
 )
 
 

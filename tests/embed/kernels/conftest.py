@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import jax
 import pytest
 
 from jaxrec.embed import kernels
 from jaxrec.embed.kernels import cpu
-from tests.embed.kernels.gpu_cases import interpreted_triton
+from tests.embed.kernels.gpu_cases import triton_kernels
 
 IMPLEMENTATIONS = ("reference", "triton", "cpu-avx512", "cpu-avx2", "cpu-portable")
 
@@ -16,9 +17,11 @@ def implementation(request):
     """Runs the test by one implementation; the native library by each of its instruction sets."""
     name, _, instructions = request.param.partition("-")
     if not instructions:
-        with interpreted_triton() if name == "triton" else kernels.use_kernels(name):
+        with triton_kernels() if name == "triton" else kernels.use_kernels(name):
             yield name
         return
+    if jax.default_backend() != "cpu":
+        pytest.skip("the native library runs on CPUs alone")
     if (best := cpu.instruction_set()) is None:
         pytest.skip("the native library was not built")
     if not cpu.select_instruction_set(instructions):

@@ -86,8 +86,12 @@ def _starts(sizes: tuple[int, ...]) -> tuple[int, ...]:
 
 
 @contextlib.contextmanager
-def interpreted_triton() -> Iterator[None]:
-    """Runs the primitives by the Triton kernels, on CPUs by Pallas' interpreter."""
+def triton_kernels() -> Iterator[None]:
+    """Runs the primitives by the Triton kernels: on a GPU if tests run there, else interpreted."""
+    if jax.default_backend() == "gpu":
+        with use_kernels("triton", "reference"):
+            yield
+        return
     launch = Tile.launch
     on_cpus = tuple(
         dataclasses.replace(each, platforms=(*each.platforms, "cpu"))

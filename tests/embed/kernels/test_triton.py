@@ -16,7 +16,7 @@ from jaxrec.embed import EmbeddingBagConfig, apply_gradients, init_tables, kerne
 from jaxrec.embed.kernels import Lookups, reference, triton, use_kernels
 from jaxrec.optim.hyperparameter import UpdateStep
 from jaxrec.ragged import KeyedJaggedArray
-from tests.embed.kernels.gpu_cases import Batch, interpreted_triton, lowered_for_cuda
+from tests.embed.kernels.gpu_cases import Batch, lowered_for_cuda, triton_kernels
 
 BATCHES = {
     "dim_1_weighted": Batch(1, ((4, 1), (0, 2)), weighted=True),
@@ -103,18 +103,18 @@ def test_optimizers_that_sum_rows_in_their_own_way_are_refused():
 
 
 @pytest.mark.parametrize(
-    ("num_lookups", "cut", "block", "programs"),
-    [(1000, 2, 3, 3), (100_000, 64, 256, 7), (50_000, 8, 4, 100), (100_000, 64, 10_000, 7)],
+    ("num_lookups", "cut", "block"),
+    [(1000, 2, 3), (100_000, 64, 256), (50_000, 8, 4), (100_000, 64, 10_000)],
     ids=["small_cuts", "as_gpus_cut", "many_blocks", "no_blocks"],
 )
 @pytest.mark.parametrize("share", [0.9, 1.0], ids=["mixed", "one_row"])
-def test_a_hot_row(num_lookups: int, cut: int, block: int, programs: int, share: float):
-    # Fewer programs than tiles; whole numbers add up exactly.
+def test_a_hot_row(num_lookups: int, cut: int, block: int, share: float):
+    # Whole numbers add up exactly.
     rng = np.random.default_rng(0)
     others = rng.integers(0, 50, num_lookups)
     rows = np.where(rng.random(num_lookups) < share, 3, others).astype(np.int32)
     gradients = rng.integers(-9, 9, (num_lookups, 4)).astype(np.float32)
-    options = {"programs": programs, "cut": cut, "block": block, "interpret": True}
+    options = {"cut": cut, "block": block, "interpret": True}
     lookups = Lookups(jnp.asarray(rows), None, None)
     update = functools.partial(triton.fused_update, optimizer=optim.sgd(1.0), **options)
     new_table, _ = jax.jit(update)(jnp.zeros((50, 4)), {}, lookups, gradients, step=jnp.int32(0))
@@ -127,9 +127,7 @@ def test_a_hot_row(num_lookups: int, cut: int, block: int, programs: int, share:
 
 CUT, BLOCK, NUM_ROWS, NUM_LOOKUPS = 4, 3, 5, 120  # of all examples: one program is compiled
 sum_by_small_cuts = jax.jit(
-    functools.partial(
-        triton.sum_rows, num_rows=NUM_ROWS, programs=2, cut=CUT, block=BLOCK, interpret=True
-    )
+    functools.partial(triton.sum_rows, num_rows=NUM_ROWS, cut=CUT, block=BLOCK, interpret=True)
 )
 
 
@@ -153,7 +151,7 @@ def test_weights_of_64_bits():
     batch = BATCHES["dim_1_weighted"]
     table, ids, lengths, weights = batch.arrays()
     expected = reference.pooled_lookup(table, ids, lengths, weights, batch.layout, "float32")
-    with jax.enable_x64(True), interpreted_triton():
+    with jax.enable_x64(True), triton_kernels():
         wide = jnp.asarray(np.float64(weights))
         pooled = kernels.pooled_lookup(table, ids, lengths, wide, batch.layout, "float32")
         np.testing.assert_allclose(pooled, expected, rtol=1e-6)

@@ -5,8 +5,8 @@ side by side, and some rows of each. While the rows of one turn of a loop are on
 of the next are loaded. Rows are padded to a power of two columns, as Triton requires, and masked.
 Atomics are not used, so results repeat bit for bit.
 
-An update sorts its lookups by row, and no more: a kernel sees from the rows beside a lookup whether
-it is the first of its row's, and adds up those that follow. A fixed number of programs shares them.
+An update sorts its lookups by row and lists the rows that occur. Each of them is updated by one
+kernel, which adds up the gradients of its lookups; those of hot rows are summed in parts before.
 
 JAX has deprecated this backend since 0.11: it warns when a program is lowered.
 
@@ -14,6 +14,7 @@ JAX has deprecated this backend since 0.11: it warns when a program is lowered.
 * `lookups`: pooled and plain lookups of rows.
 * `readers`: rows of floats, and packed rows, as lookups read them.
 * `sorted_lookups`: lookups in the order of their rows, and the sums of hot rows' gradients.
+* `runs`: the rows that occur, with their lookups.
 * `update`: fused updates, and sums of rows' gradients.
 """
 
@@ -31,7 +32,6 @@ _LOOKUP = {"elements": (4, 8, 16, 32), "warps": _WARPS}
 _UPDATE = {
     "elements": (4, 8, 16),
     "warps": _WARPS,
-    "programs": (528, 1056, 2112, 4224),
     "cut": (32, 64, 128, 256),
     "block": (64, 256, 1024),
 }

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +13,8 @@ from jaxtyping import Array, Float
 
 from jaxrec.embed.kernels.base import Lookups
 from jaxrec.embed.kernels.triton.tile import Source, Tile
+
+Terms: TypeAlias = tuple[Array, Array | None]  # bags of lookups, and their factors; None: 1
 
 
 @jax.tree_util.register_dataclass
@@ -83,101 +84,64 @@ class SortedLookups:
         return pltriton.load(self.rows.at[position], mask=inside, other=self.num_rows)
 
     def begin(self, position: Array) -> tuple[Array, Array]:
-        """Return the row of each lookup that is a run's first, and whether it is one."""
+        """Return the row of the lookup at each position, and whether a run begins there.
+
+        One of no row begins behind the last lookup if not before.
+        """
         row, before = self.load_row(position), self.load_row(position - 1)
-        is_first = (row < self.num_rows) & (row != before)
-        # The interpreter writes to places that are masked, too: what it has read there.
-        return jnp.where(is_first, row, self.num_rows), is_first
+        is_first = (position == 0) | ((position <= self.rows.shape[0]) & (row != before))
+        return row, is_first
 
     def go_on(self, position: Array) -> tuple[Array, Array]:
         """Return the row of the lookup at each position, and whether a run goes on there."""
         row, before = self.load_row(position), self.load_row(position - 1)
         return row, (row < self.num_rows) & (row == before)
 
+    def load_terms(self, position: Array, is_used: Array) -> Terms:
+        """Return the bag of the lookup at each position, and its factor; None: 1."""
+        bag = pltriton.load(self.bags.at[position], mask=is_used, other=0)
+        if self.scales is None:
+            return bag, None
+        return bag, pltriton.load(self.scales.at[position], mask=is_used, other=0)
+
+    def load_gradients(
+        self, tile: Tile, terms: Terms, is_used: Array
+    ) -> Float[Array, "*n columns"]:
+        """Return what lookups of these bags add with these factors; zeros where not used."""
+        bag, scale = terms
+        rows = tile.load_rows(self.gradients, bag, is_used)
+        if self.clip_value is not None:
+            rows = jnp.clip(rows, -self.clip_value, self.clip_value)
+        if scale is not None:
+            # The factors of other rows' lookups are loaded too, and may be NaN.
+            rows *= jnp.where(is_used, scale.astype(jnp.float32), 0)[..., None]
+        return rows
+
     def part(self, tile: Tile, start: Array, row: Array, is_row: Array) -> Source:
         """Return the gradients of each row's lookups from ``start`` to the end of the part."""
         end = (start // self.cut + 1) * self.cut
 
-        def find(turn: Array | int) -> tuple[Array, ...]:
+        def find(turn: Array | int) -> tuple[Array, Terms]:
             # No mask here depends on a loaded value, so that all these loads are under way at once.
             position = start[:, None] + tile.lanes(turn)
             inside = position < jnp.minimum(end, self.bags.shape[0])[:, None]
             here = self.load_row(jnp.where(inside, position, -1))
-            bag = pltriton.load(self.bags.at[position], mask=inside, other=0)
-            if self.scales is None:
-                return here, bag
-            return here, bag, pltriton.load(self.scales.at[position], mask=inside, other=0)
+            return here, self.load_terms(position, inside)
 
-        def is_used(found: tuple[Array, ...]) -> Array:
+        def is_used(found: tuple[Array, Terms]) -> Array:
             return is_row[:, None] & (found[0] == row[:, None])
 
-        def load(found: tuple[Array, ...]) -> Array:
-            _, bag, *scale = found
-            is_of_row = is_used(found)
-            rows = tile.load_rows(self.gradients, bag, is_of_row)
-            if self.clip_value is not None:
-                rows = jnp.clip(rows, -self.clip_value, self.clip_value)
-            for each in scale:
-                # The factors of other rows' lookups are loaded too, and may be NaN.
-                rows *= jnp.where(is_of_row, each.astype(jnp.float32), 0)[..., None]
-            return rows
+        def load(found: tuple[Array, Terms]) -> Array:
+            return self.load_gradients(tile, found[1], is_used(found))
 
         return Source(find, is_used, load)
 
-    def parts(
-        self,
-        tile: Tile,
-        sums: Any,
-        place: Callable[[Array | int], Array],
-        end: Array | int,
-        row: Array,
-        is_row: Array,
-    ) -> Source:
-        """Return the sums of each row's parts, whose places before ``end`` a function tells."""
-
-        def find(turn: Array | int) -> tuple[Array, Array]:
-            part = place(turn)
-            return part, self.load_row(jnp.where(part < end, part * self.cut, -1))
-
-        def is_used(found: tuple[Array, Array]) -> Array:
-            return is_row[:, None] & (found[1] == row[:, None])
-
-        def load(found: tuple[Array, Array]) -> Array:
-            return tile.load_rows(sums, found[0], is_used(found))
-
-        return Source(find, is_used, load)
-
-    def sum_run(
-        self, tile: Tile, sums: Any, position: Array, row: Array, is_first: Array
-    ) -> Float[Array, "groups columns"]:
-        """Sum the gradients of the run that begins at each position."""
-        # Single parts up to the run's first block, and then blocks, at their first parts.
-        part = position // self.cut + 1
-        block = -(-part // self.block) * self.block
-
-        def place(turn: Array | int) -> Array:
-            place = part[:, None] + tile.lanes(turn)
-            if not self.has_blocks:
-                return place
-            beyond = place - block[:, None]
-            return jnp.where(beyond < 0, place, block[:, None] + beyond * self.block)
-
-        lookups = self.part(tile, position, row, is_first)
-        parts = self.parts(tile, sums, place, self.num_parts, row, is_first)
-        # Lookups, and from the second turn on sums of parts: both are under way at once.
-        both = Source(
-            lambda turn: (lookups.find(turn), parts.find(turn - 1)),
-            lambda found: lookups.is_used(found[0]) | parts.is_used(found[1]),
-            lambda found: lookups.load(found[0]) + parts.load(found[1]),
-        )
-        return tile.sum_while(both, 1, lookups.load(lookups.find(0)))
-
-    def sum_parts(self, *, programs: int, interpret: bool) -> Float[Array, "parts dim"]:
+    def sum_parts(self, *, interpret: bool) -> Float[Array, "parts dim"]:
         """Return the sums of parts, and of each block in the place of its first part."""
         num_parts, dim = self.num_parts, self.gradients.shape[1]
         output = jax.ShapeDtypeStruct((num_parts, dim), jnp.float32)
         tile = Tile.of(dim, 16)  # Most parts are empty: several side by side.
-        launch = functools.partial(tile.launch, programs=programs, interpret=interpret)
+        launch = functools.partial(tile.launch, interpret=interpret)
         sums = launch(functools.partial(_sum_part, tile=tile), (self,), output, num_parts)
         if not self.has_blocks:
             return sums
@@ -188,31 +152,31 @@ class SortedLookups:
 
 def _sum_part(lookups: SortedLookups, out: Any, *, tile: Tile) -> None:
     """Sum one part per group, of a run that goes on where the part begins."""
-
-    def work(part: Array) -> None:
-        start = part * lookups.cut
-        row, is_used = lookups.go_on(start)
-        gradients = lookups.part(tile, start, row, is_used)
-        total = tile.sum_while(gradients, 1, gradients.load(gradients.find(0)))
-        tile.store_rows(out, part, is_used, total)
-
-    tile.share(out.shape[0], work)
+    part = tile.group_ids()
+    start = part * lookups.cut
+    row, is_used = lookups.go_on(start)
+    gradients = lookups.part(tile, start, row, is_used)
+    total = tile.sum_while(gradients, 1, gradients.load(gradients.find(0)))
+    tile.store_rows(out, part, is_used, total)
 
 
 def _sum_block(_inputs: Any, lookups: SortedLookups, sums: Any, *, tile: Tile) -> None:
     """Sum one block of parts per group, in the place of the block's first part."""
+    part = tile.group_ids() * lookups.block
+    row, is_used = lookups.go_on(jnp.where(part < lookups.num_parts, part * lookups.cut, -1))
+    end = jnp.minimum(part + lookups.block, lookups.num_parts)[:, None]
 
-    def work(block: Array) -> None:
-        part = block * lookups.block
-        row, is_used = lookups.go_on(jnp.where(part < lookups.num_parts, part * lookups.cut, -1))
-        end = jnp.minimum(part + lookups.block, lookups.num_parts)[:, None]
+    def find(turn: Array | int) -> tuple[Array, Array]:
+        place = part[:, None] + tile.lanes(turn)
+        return place, lookups.load_row(jnp.where(place < end, place * lookups.cut, -1))
 
-        def place(turn: Array | int) -> Array:
-            return part[:, None] + tile.lanes(turn)
+    def is_of_row(found: tuple[Array, Array]) -> Array:
+        return is_used[:, None] & (found[1] == row[:, None])
 
-        total = tile.sum_while(lookups.parts(tile, sums, place, end, row, is_used))
-        # The interpreter writes to places that are masked, too: what it has read there.
-        out = jnp.where(is_used, part, sums.shape[0])
-        tile.store_rows(sums, out, is_used, total)
+    def load(found: tuple[Array, Array]) -> Array:
+        return tile.load_rows(sums, found[0], is_of_row(found))
 
-    tile.share(-(-sums.shape[0] // lookups.block), work)
+    total = tile.sum_while(Source(find, is_of_row, load))
+    # The interpreter writes to places that are masked, too: what it has read there.
+    out = jnp.where(is_used, part, sums.shape[0])
+    tile.store_rows(sums, out, is_used, total)

@@ -132,13 +132,12 @@ class Tile:
         """Return the tile that updates rows; see `of` for the arguments.
 
         A lane holds elements of the row and its state beside those of the gradient. Most runs are
-        short, so that a tile has up to 32 of them before it has several lookups of each.
+        short, so that a tile has as many as fit, and one lookup of each at a time.
         """
         columns = pl.next_power_of_2(dim)
         warps = warps or min(max(columns // 256, 2), 8)
-        rows = max(LANES * elements * warps // columns, 1)
-        depth = min(max(rows // LANES, 1), 4)
-        return cls(dim, columns, rows // depth, depth, warps)
+        groups = max(LANES * elements * warps // columns, 1)
+        return cls(dim, columns, groups, 1, warps)
 
     def folded(self, vector: int, most: int = 4) -> Tile:
         """Return the tile in which a lane adds up the rows of a group that it loads itself.
@@ -162,10 +161,9 @@ class Tile:
         num_groups: int,
         *,
         interpret: bool,
-        programs: int | None = None,
         in_place: bool = False,
     ) -> Any:
-        """Run a kernel on tiles of groups.
+        """Run a kernel on tiles of groups, one for each program.
 
         Args:
             kernel: The kernel.
@@ -173,17 +171,15 @@ class Tile:
             outputs: Tree of arrays of the shapes and types of its outputs.
             num_groups: Most groups.
             interpret: Whether to run without a GPU.
-            programs: Most programs, which then `share` the tiles; None: one for each tile.
             in_place: Whether the outputs take the memory of the first inputs.
         """
         whole = pl.BlockSpec(memory_space=pl.ANY)
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), outputs)
         num_aliased = len(jax.tree.leaves(outputs)) if in_place else 0
-        tiles = pl.cdiv(num_groups, self.groups)
         return pl.pallas_call(
             kernel,
             out_shape=shapes,
-            grid=(tiles if programs is None else min(tiles, programs),),
+            grid=(pl.cdiv(num_groups, self.groups),),
             in_specs=jax.tree.map(lambda _: whole, inputs),
             out_specs=jax.tree.map(lambda _: whole, shapes),
             input_output_aliases={i: i for i in range(num_aliased)},
@@ -192,25 +188,13 @@ class Tile:
             name=kernel.func.__name__.strip("_"),
         )(*inputs)
 
-    def group_ids(self, tile: Array | int | None = None) -> Int32[Array, " groups"]:
-        """Return the groups of a tile, by default of the program's own."""
-        tile = pl.program_id(0) if tile is None else tile
-        return tile * self.groups + jnp.arange(self.groups, dtype=jnp.int32)
+    def group_ids(self) -> Int32[Array, " groups"]:
+        """Return the groups of the program's tile."""
+        return pl.program_id(0) * self.groups + jnp.arange(self.groups, dtype=jnp.int32)
 
     def lanes(self, turn: Array | int) -> Int32[Array, "1 depth"]:
         """Return the places of a turn's rows in their group."""
         return (turn * self.depth + jnp.arange(self.depth, dtype=jnp.int32))[None]
-
-    def share(self, num_groups: int, work: Callable[[Array], None]) -> None:
-        """Do ``work`` on the groups of every tile that is this program's to do."""
-        program, programs = pl.program_id(0), pl.num_programs(0)
-        tiles = pl.cdiv(num_groups, self.groups)
-        turns = cdiv(jnp.maximum(tiles - program, 0), programs)
-
-        def turn(i: Array, _: None) -> None:
-            work(self.group_ids(program + i * programs))
-
-        jax.lax.fori_loop(0, turns, turn, None)
 
     def is_column(self) -> Bool[Array, " columns"] | None:
         """Return which columns belong to the row and are not padding; None: all do."""
