@@ -12,6 +12,7 @@ reads served by a cache or none. The exit status is 1 if a call failed.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import json
 import sys
@@ -26,6 +27,7 @@ import numpy as np
 from benchmarks.gpu.batches import Shape, bags_of
 from benchmarks.gpu.check import IMPLEMENTATIONS, refuses_table
 from jaxrec import optim
+from jaxrec.embed.formats import TableArray
 from jaxrec.embed.kernels import reference
 
 SHAPES = [
@@ -70,7 +72,7 @@ def main() -> None:
 def measure_kernels(name: str, shape: Shape) -> list[dict[str, Any]]:
     """The lines of one implementation and shape; an error is one too."""
     implementation = IMPLEMENTATIONS[name]
-    table = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(shape.table))
+    table = resident_table(shape)
     if refuses_table(implementation, table):
         return []
     batch = shape.batch_arrays()
@@ -111,6 +113,13 @@ def measure_kernels(name: str, shape: Shape) -> list[dict[str, Any]]:
     return lines
 
 
+def resident_table(shape: Shape) -> TableArray:
+    """Normal elements, the same for each of the tables: drawing them takes memory, too."""
+    one = dataclasses.replace(shape, tables=1).table()
+    repeat = jax.jit(lambda x: jnp.tile(x, (shape.tables,) + (1,) * (x.ndim - 1)))
+    return jax.block_until_ready(jax.tree.map(repeat, one))
+
+
 def measure_torch(shape: Shape) -> list[dict[str, Any]]:
     """``torch.nn.EmbeddingBag`` on the tables stacked into one, as fast as it can be had."""
     import torch
@@ -118,7 +127,7 @@ def measure_torch(shape: Shape) -> list[dict[str, Any]]:
     if shape.packed is not None:
         return []
     dtype = getattr(torch, shape.dtype)
-    table = torch.zeros(shape.table_shape, dtype=dtype, device="cuda")
+    table = torch.empty(shape.table_shape, dtype=dtype, device="cuda").normal_()
     _, rows, _, _ = bags_of(shape)
     ids = torch.from_numpy(rows.astype(np.int32)).cuda()
     offsets = torch.arange(0, shape.num_ids, shape.bag, dtype=torch.int32, device="cuda")

@@ -17,7 +17,7 @@ from jaxrec.ragged.key_segments import take_segments
 def bag_extents(
     lengths: Int32[Array, " all_bags"], layout: BagLayout
 ) -> tuple[Int32[Array, " bags"], Int32[Array, " bags"]]:
-    """Return the start and end of each bag's ids among all ids, in output order.
+    """Return the start and end of each bag's ids among all ids, feature by feature.
 
     Bags whose lengths are wrong never reach past their feature's segment.
     """
@@ -37,17 +37,23 @@ def bag_extents(
         sums = total - (total - counts)[first_bags[feature]]
     ends = begins + sums
     extents = jnp.minimum(ends - counts, limits), jnp.minimum(ends, limits)
-    if layout.is_interleaved:
-        return extents[0].T.reshape(-1), extents[1].T.reshape(-1)
     return extents[0].reshape(-1), extents[1].reshape(-1)
 
 
 def bag_features(bags: Int32[Array, "*n"], layout: BagLayout) -> Int32[Array, "*n"]:
-    """Return the feature of each row of the output."""
-    if layout.is_interleaved:
-        return jax.lax.rem(bags, jnp.int32(layout.num_features))
+    """Return the feature of each bag, given bags feature by feature."""
     if len(set(layout.strides)) == 1:
         return jax.lax.div(bags, jnp.int32(layout.strides[0]))
     # There are two features at least.
     past = [(bags >= bag).astype(jnp.int32) for bag in np.cumsum(layout.strides[:-1]).tolist()]
     return functools.reduce(operator.add, past)
+
+
+def bag_rows(
+    bags: Int32[Array, "*n"], features: Int32[Array, "*n"], layout: BagLayout
+) -> Int32[Array, "*n"]:
+    """Return the row of the output of each bag, given bags feature by feature."""
+    if not layout.is_interleaved:
+        return bags
+    sample = bags - features * layout.strides[0]
+    return sample * layout.num_features + features

@@ -12,7 +12,7 @@ from jaxtyping import Array, DTypeLike, Float, Int32
 
 from jaxrec.embed.formats import TableArray
 from jaxrec.embed.kernels.base import BagLayout
-from jaxrec.embed.kernels.extents import bag_extents, bag_features
+from jaxrec.embed.kernels.extents import bag_extents, bag_features, bag_rows
 from jaxrec.embed.kernels.triton.readers import Reader, reader_of
 from jaxrec.embed.kernels.triton.tile import ELEMENTS, Found, Tile, cdiv
 
@@ -81,7 +81,11 @@ def _pool(
     layout: BagLayout,
     reader: Reader,
 ) -> None:
-    """Pool one bag per group."""
+    """Pool one bag per group.
+
+    Bags are taken feature by feature: programs that run at once then read one table, whose pages
+    the card has at hand.
+    """
     bags = tile.group_ids()
     is_bag = bags < layout.num_bags
     start = pltriton.load(starts.at[bags], mask=is_bag, other=0)
@@ -109,7 +113,9 @@ def _pool(
     turns = cdiv(jnp.max(end - start), tile.depth)
     pooled = reader.finish(tile.sum_turns(turns, find, load, reader.zeros(tile)))
     divisor = jnp.where(is_mean > 0, jnp.maximum(end - start, 1), 1).astype(jnp.float32)
-    tile.store_rows(out, bags, is_bag, pooled / divisor[:, None])
+    # The interpreter writes to places that are masked, too: what it has read there.
+    rows = jnp.where(is_bag, bag_rows(bags, feature, layout), layout.num_bags)
+    tile.store_rows(out, rows, is_bag, pooled / divisor[:, None])
 
 
 def _copy_rows(rows: Any, table: Any, out: Any, *, tile: Tile, reader: Reader) -> None:

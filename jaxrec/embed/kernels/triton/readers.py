@@ -54,23 +54,18 @@ class PlainReader:
     def tile(self, mean_length: float, elements: int | None, warps: int | None) -> Tile:
         """Return the tile that sums groups of a mean length; see `Tile.of`.
 
-        A lane has half as many elements of short groups, whose rows it rarely adds up as it loads
-        them. With more of them ptxas waits for some rows before it loads others, and spills.
-
-        The numbers of rows and of warps are those with which machine code for H200s has most bytes
-        under way; see docs/gpu.md.
+        The numbers of elements and of warps are those that were fastest on an H200; see
+        docs/gpu.md. A lane has fewer elements of short groups, whose rows it rarely adds up as it
+        loads them.
         """
         columns, depth = pl.next_power_of_2(self.width), 8
         if mean_length <= SHORT:
             elements = elements or ELEMENTS // 2
             if columns * self.element_bytes <= 256 and self.vector * self.element_bytes == 16:
                 depth = 2
-        elif self.element_bytes == 2 and columns <= 256:
-            # With half as many bytes, more tiles of fewer rows keep as many of them under way.
-            warps = warps or max(columns // 128, 1)
-            if columns == 64:
-                elements = elements or 2 * ELEMENTS
-            else:
+        elif columns <= 256:
+            elements, warps = elements or 2 * ELEMENTS, warps or 1
+            if self.element_bytes == 2 and columns != 64:
                 depth = 4
         tile = Tile.of(self.width, mean_length, elements or ELEMENTS, warps, depth)
         return tile.folded(self.vector)
