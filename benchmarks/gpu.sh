@@ -6,7 +6,7 @@
 #
 # Needs Python 3.12 with JAX 0.11 and its CUDA plugin, flax, optax and numpy; nothing needs to be
 # installed of this project. Where jaxtyping is missing and cannot be installed a stand-in serves.
-# torch, if it is there, is timed too. Each part runs in a process of its own, since a kernel that
+# torch and fbgemm-gpu, if they are there, are timed too. Each part runs in a process of its own, since a kernel that
 # reads out of bounds takes its process with it.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
@@ -37,6 +37,10 @@ if [[ $parts == *measure* ]]; then
     if "$python" -c 'import torch; assert torch.cuda.is_available()' 2>/dev/null; then
         echo "== measure torch"
         "$python" -m benchmarks.gpu.measure torch | tee -a "$lines"
+    fi
+    if "$python" -c 'import fbgemm_gpu' 2>/dev/null; then
+        echo "== measure fbgemm"
+        "$python" -m benchmarks.gpu.peer_tbe | tee -a "$lines"
     fi
     "$python" -m benchmarks.gpu.report "$lines" || status=1
 fi

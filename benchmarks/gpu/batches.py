@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -103,6 +105,17 @@ class Shape:
             jnp.asarray(lengths.reshape(-1).astype(np.int32)),
             jnp.asarray(weights) if self.weighted else None,
         )
+
+
+def read_shapes(path: pathlib.Path) -> list[Shape]:
+    """Return the shapes of a file."""
+    return [
+        Shape(
+            each["name"], *(each[key] for key in "TVDBL"), each["ids"],
+            each.get("dtype", "float32"), packed=each.get("packed"),
+        )
+        for each in json.loads(path.read_text())["shapes"]
+    ]  # fmt: skip
 
 
 def bags_of(shape: Shape) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:

@@ -5,8 +5,9 @@
 
 Prints a JSON line for the card's own copy bandwidth, then one for each primitive and shape:
 milliseconds (minimum and median over rounds of calls on resident arrays; an update runs in place
-and sorts its ids inside), and the bytes that must move at least and at most, with all repeated
-reads served by a cache or none. The exit status is 1 if a call failed.
+and flattens and sorts its lookups inside), the milliseconds of the card's kernels, without the
+time between them, and the bytes that must move at least and at most, with all repeated reads served
+by a cache or none. The exit status is 1 if a call failed.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import argparse
 import dataclasses
 import functools
 import json
+import pathlib
 import sys
 import time
 from collections.abc import Callable
@@ -24,24 +26,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.gpu.batches import Shape, bags_of
+from benchmarks.gpu.batches import Shape, bags_of, read_shapes
 from benchmarks.gpu.check import IMPLEMENTATIONS, refuses_table
+from benchmarks.gpu.device_time import kernel_times
 from jaxrec import optim
 from jaxrec.embed.formats import TableArray
 from jaxrec.embed.kernels import reference
 
-SHAPES = [
-    Shape("tbe_d128", 32, 1_000_000, 128, 8192, 20),
-    Shape("tbe_d128_bfloat16", 32, 1_000_000, 128, 8192, 20, dtype="bfloat16"),
-    Shape("tbe_d128_int8", 32, 1_000_000, 128, 8192, 20, packed="int8"),
-    Shape("tbe_d64_trained_int8", 32, 1_000_000, 64, 8192, 20, packed="trained int8"),
-    Shape("tbe_d64_int4", 32, 1_000_000, 64, 8192, 20, packed="int4"),
-    Shape("short_d128", 26, 1_000_000, 128, 65536, 1, ids="powerlaw"),
-    Shape("wide_d256", 2, 10_000_000, 256, 65536, 32),
-    Shape("skewed_d64", 8, 1_000_000, 64, 16384, 10, ids="powerlaw"),
-    Shape("onehot_d16", 26, 200_000, 16, 65536, 1, ids="powerlaw"),
-    Shape("long_d32", 2, 1_000_000, 32, 8192, 200),
-]
+SHAPES = read_shapes(pathlib.Path(__file__).with_name("shapes.json"))
 OPTIMIZERS = {"sgd": optim.sgd(0.01), "rowwise_adagrad": optim.rowwise_adagrad(0.01)}
 SECTOR = 32  # bytes that the memory of an NVIDIA GPU moves at least
 
@@ -82,33 +74,32 @@ def measure_kernels(name: str, shape: Shape) -> list[dict[str, Any]]:
     pool = jax.jit(
         lambda table, *batch: implementation.pooled_lookup(table, *batch, shape.layout, shape.dtype)
     )
-    lines.append(
-        _line("pooled_lookup", lambda: timed(lambda: pool(table, *batch)), traffic.lookup())
-    )
+    lines.append(_line("pooled_lookup", lambda: pool(table, *batch), traffic.lookup()))
     if not hasattr(implementation, "fused_update") or shape.packed is not None:
         return lines
 
-    flatten = jax.jit(
-        lambda *batch: reference.flatten_bags(*batch, shape.layout, shape.table_shape[0])
-    )
-    lookups = jax.block_until_ready(flatten(*batch))
-    build_runs = jax.jit(functools.partial(reference.build_runs, num_rows=shape.table_shape[0]))
-    lines.append(_line("build_runs", lambda: timed(lambda: build_runs(lookups.rows)), None))
-    gradients = jnp.ones((shape.layout.num_bags, shape.dim), shape.dtype)
+    gradients = jax.random.normal(jax.random.key(1), (shape.layout.num_bags, shape.dim))
+    gradients = gradients.astype(shape.dtype)
     for name, optimizer in OPTIMIZERS.items():
-        update = jax.jit(
-            functools.partial(implementation.fused_update, optimizer=optimizer),
-            donate_argnums=(0, 1),
-        )
+
+        def step(
+            table: Any, state: Any, *batch: Any, optimizer: optim.RowOptimizer = optimizer
+        ) -> Any:
+            lookups = reference.flatten_bags(*batch, shape.layout, shape.table_shape[0])
+            return implementation.fused_update(
+                table, state, lookups, gradients, optimizer, jnp.int32(1)
+            )
+
+        update = jax.jit(step, donate_argnums=(0, 1))
         tables = [(table, optimizer.init(*shape.table_shape))]
         del table
 
         def once(update: Callable = update, tables: list = tables) -> Any:
-            tables[0] = update(*tables[0], lookups, gradients, step=jnp.int32(1))
+            tables[0] = update(*tables[0], *batch)
             return tables[0]
 
         bounds = traffic.update(sum(x.itemsize for x in tables[0][1].values() if x.ndim == 1))
-        lines.append(_line(f"fused_update {name}", lambda once=once: timed(once), bounds))
+        lines.append(_line(f"fused_update {name}", once, bounds))
         table = tables.pop()[0]
     return lines
 
@@ -182,16 +173,16 @@ def copy_bandwidth(shrink: int) -> float:
     return 2 * source.nbytes / (timed(lambda: copy(source))["ms"][0] / 1e3)
 
 
-def _line(
-    primitive: str, measure: Callable[[], dict[str, Any]], traffic: tuple[int, int] | None
-) -> dict[str, Any]:
+def _line(primitive: str, call: Callable[[], Any], traffic: tuple[int, int]) -> dict[str, Any]:
+    line: dict[str, Any] = {"primitive": primitive}
     try:
-        return {"primitive": primitive, **measure(), "bytes": traffic}
+        line |= timed(call)
+        if jax.default_backend() == "gpu":
+            (kernels,) = kernel_times([call])
+            line["device_ms"] = sum(kernels.values())
     except Exception as exception:
-        return {
-            "primitive": primitive,
-            "exception": f"{type(exception).__name__}: {exception}"[:300],
-        }
+        return line | {"exception": f"{type(exception).__name__}: {exception}"[:300]}
+    return line | {"bytes": traffic}
 
 
 def _shrunk(shape: Shape, factor: int) -> Shape:

@@ -36,14 +36,20 @@ def page(card: dict[str, Any], lines: Sequence[dict[str, Any]]) -> str:
     checks = [line for line in lines if line["kind"] == "check"]
     parts = [
         f"# Kernels on {card['card']}\n",
-        f"Made by `bash benchmarks/gpu.sh` with JAX {card['jax']}. A plain copy moves "
-        f"{bandwidth / 1e12:.2f} TB/s on this card. The share is of the time that copy would take "
-        "for the bytes that must move: with all repeated reads served by a cache, and with none. "
-        "Updates sort their ids inside the time; the bytes leave the sort out.\n",
+        f"Made by {card.get('made_by', '`bash benchmarks/gpu.sh`')} with JAX {card['jax']}. A "
+        "plain copy moves "
+        f"{bandwidth / 1e12:.2f} TB/s on this card. Milliseconds of the card are those of its "
+        "kernels, without the time between them; those of the host are of calls that follow one "
+        "another. Both are the fastest of several rounds. The share is of the time that a copy "
+        "would take for the bytes that must move: with all repeated reads served by a cache, and "
+        "with none. Updates sort their ids inside the time; the bytes leave the sort out. "
+        "[gpu.md](../../docs/gpu.md#times) says what the shapes are.\n",
+        *(f"{note}\n" for note in card.get("notes", [])),
         "## Times\n",
-        "| shape | primitive | implementation | ms (min) | ms (median) | share |",
-        "|---|---|---|---|---|---|",
-        *(_time_row(line, bandwidth) for line in sorted(times, key=_place)),
+        "| shape | primitive | implementation | ms of the card | of FBGEMM's | ms of the host "
+        "| of FBGEMM's | share |",
+        "|---|---|---|---|---|---|---|---|",
+        *(_time_row(line, times, bandwidth) for line in sorted(times, key=_place)),
         "\n## Against float64\n",
         "| implementation | checks | passed | largest error |",
         "|---|---|---|---|",
@@ -54,16 +60,30 @@ def page(card: dict[str, Any], lines: Sequence[dict[str, Any]]) -> str:
     return "\n".join(parts).rstrip() + "\n"
 
 
-def _time_row(line: dict[str, Any], bandwidth: float) -> str:
+def _time_row(line: dict[str, Any], times: Sequence[dict[str, Any]], bandwidth: float) -> str:
     start = f"| {line['shape']} | {line['primitive']} | {line['implementation']} |"
     if "exception" in line:
-        return f"{start} {_one_line(line['exception'])} | | |"
-    fastest, median = line["ms"]
-    share = ""
-    if line["bytes"]:
-        low, high = (bytes_ / bandwidth / (fastest / 1e3) for bytes_ in line["bytes"])
-        share = f"{low:.0%} to {high:.0%}"
-    return f"{start} {fastest:.3f} | {median:.3f} | {share} |"
+        return f"{start} {_one_line(line['exception'])} | | | | |"
+    peer = next((each for each in times if _is_peer(each, line)), {})
+    cells = []
+    for name in ("device_ms", "ms"):
+        ms, peers = _fastest(line.get(name)), _fastest(peer.get(name))
+        cells.append("" if ms is None else f"{ms:.3f}")
+        cells.append("" if ms is None or peers is None else f"{ms / peers:.2f}")
+    share, seconds = "", (_fastest(line.get("device_ms")) or line["ms"][0]) / 1e3
+    if line.get("bytes"):
+        share = " to ".join(f"{each / bandwidth / seconds:.0%}" for each in line["bytes"])
+    return f"{start} {' | '.join(cells)} | {share} |"
+
+
+def _is_peer(other: dict[str, Any], line: dict[str, Any]) -> bool:
+    """Whether a line is FBGEMM's for the same work, and the first is not FBGEMM's itself."""
+    is_same = all(other[key] == line[key] for key in ("shape", "primitive"))
+    return is_same and other["implementation"] == "fbgemm" != line["implementation"]
+
+
+def _fastest(ms: float | Sequence[float] | None) -> float | None:
+    return min(ms) if isinstance(ms, Sequence) else ms
 
 
 def _check_row(name: str, checks: Sequence[dict[str, Any]]) -> str:
