@@ -8,8 +8,8 @@ status is 1 if there is one. A run with steps and without ``--only`` writes
 docs/gpu.md says how to set this up and what the figures mean.
 
 A failure is: a program that does not compile; a spill; a copy of a table, or temporaries as large
-as the tables; an addition of floats by atomics; more round trips to memory, fewer bytes under way
-or more blocks than `LIMITS` allows.
+as the tables; an addition of floats by atomics; more round trips to memory or fewer bytes under way
+than `LIMITS` allows.
 """
 
 from __future__ import annotations
@@ -54,7 +54,6 @@ class Limit:
         round_trips: Most loads of a loop's turn that wait for one another.
         before_store: Most round trips before the first store; None: any number.
         bytes_under_way: Fewest bytes under way on a multiprocessor, in each loop.
-        blocks: Most blocks for each multiprocessor of an H200; None: any number.
         load_bytes: Fewest bytes of the widest load of each loop, or of the kernel.
     """
 
@@ -63,7 +62,6 @@ class Limit:
     round_trips: float
     before_store: int | None = None
     bytes_under_way: int = 0
-    blocks: int | None = None
     load_bytes: int = 0
 
 
@@ -77,13 +75,16 @@ LIMITS = (
     Limit("copy_rows", "D(64|128) trained int8 ", round_trips=2, before_store=2, load_bytes=8),
     Limit("copy_rows", "D(64|128) float8 ", round_trips=2, before_store=2, load_bytes=16),
     Limit("copy_rows", "D(64|128) (int|float8_e)", round_trips=2, before_store=2, load_bytes=4),
-    Limit("pool", "(D64|D128|D256) .* L(1|3|20)$", round_trips=3, bytes_under_way=24_000),
+    Limit("pool", "(D64|D128|D256) .* L(1|3)$", round_trips=3, bytes_under_way=24_000),
+    # One warp with five was faster on an H200 than two warps with two; see docs/gpu.md.
+    Limit("pool", "(D64|D128|D256) .* L20$", round_trips=5, bytes_under_way=24_000),
     Limit("pool", "", round_trips=9),
     Limit("copy_rows", "", round_trips=2),
     Limit("sum_part", "", round_trips=6),
     Limit("sum_block", "", round_trips=6),
     Limit("square_runs", "", round_trips=6),
-    Limit("update", "adagrad (D16|D64|D128) .* L20$", round_trips=2, before_store=4),
+    # A run of one lookup takes two before its first store. This counts both loops, once each.
+    Limit("update", "adagrad (D16|D64|D128) .* L20$", round_trips=2, before_store=5),
     Limit("update", "", round_trips=9),
 )
 
@@ -285,9 +286,6 @@ def check_kernel(program: Program, kernel: Kernel, launch: Launch, report: Repor
             f"{where} has {before.round_trips:g} round trips before its first store, over "
             f"{limit.before_store}."
         )
-    most = None if limit.blocks is None else limit.blocks * CARDS["h200"].multiprocessors
-    if launch.blocks and most and launch.blocks > most:
-        report.failures.append(f"{where} has {launch.blocks} blocks, over {most}.")
 
 
 def shares_of_bound(program: Program, kernel: Kernel, resident: int, card: Card) -> list[str]:

@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 from jaxrec import optim
 from jaxrec.embed import EmbeddingBagConfig, apply_gradients, init_tables, kernels, lookup
 from jaxrec.embed.kernels import Lookups, reference, triton, use_kernels
+from jaxrec.embed.kernels.triton.runs import Runs
+from jaxrec.embed.kernels.triton.sorted_lookups import SortedLookups
 from jaxrec.optim.hyperparameter import UpdateStep
 from jaxrec.ragged import KeyedJaggedArray
 from tests.embed.kernels.gpu_cases import Batch, lowered_for_cuda, triton_kernels
@@ -123,6 +125,33 @@ def test_a_hot_row(num_lookups: int, cut: int, block: int, share: float):
     np.testing.assert_array_equal(new_table, -expected)
     sum_rows = jax.jit(functools.partial(triton.sum_rows, num_rows=50, **options))
     np.testing.assert_array_equal(sum_rows(lookups, gradients), expected)
+
+
+@pytest.mark.parametrize("padding", [0, 1, 1500], ids="padding_{}".format)
+@pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
+def test_the_list_of_runs(padding: int, weighted: bool):
+    """The runs of three programs' lookups, with rows that occur in two of them."""
+    rng = np.random.default_rng(0)
+    size, num_rows = 3000, 1000
+    rows = np.sort(rng.integers(0, num_rows, size)).astype(np.int32)
+    rows[size - padding :] = num_rows
+    bags = rng.integers(0, 99, size).astype(np.int32)
+    scales = rng.random(size, np.float32)
+    lookups = SortedLookups(
+        rows, bags, scales if weighted else None, np.zeros((99, 1)), num_rows, None, 64, 256
+    )
+    runs = jax.jit(functools.partial(Runs.of, interpret=True))(lookups)
+    unique, starts = np.unique(rows, return_index=True)
+    count = np.searchsorted(unique, num_rows)
+    np.testing.assert_array_equal(runs.rows[:count], unique[:count])
+    np.testing.assert_array_equal(runs.rows[count:], num_rows)
+    np.testing.assert_array_equal(runs.starts[:count], starts[:count])
+    assert runs.starts[count] == size - padding
+    np.testing.assert_array_equal(runs.bags[:count], bags[starts[:count]])
+    if weighted:
+        np.testing.assert_array_equal(runs.scales[:count], scales[starts[:count]])
+    else:
+        assert runs.scales is None
 
 
 CUT, BLOCK, NUM_ROWS, NUM_LOOKUPS = 4, 3, 5, 120  # of all examples: one program is compiled
