@@ -109,8 +109,18 @@ class Form:
             return True
         return _is_of_jaxrec(self.optimizer) and " at 0x" not in str(self)
 
-    def example(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return arguments of a small call: trees of NumPy arrays, and static values.
+    def examples(self) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+        """Return arguments of small calls: trees of NumPy arrays, and static values.
+
+        A lookup of bags is tried with short bags and with long ones, for which kernels have other
+        tiles. Other primitives have one example.
+        """
+        if self.primitive != "pooled_lookup":
+            return [self._example(0)]
+        return [self._example(shortest) for shortest in (0, 10)]
+
+    def _example(self, shortest: int) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return one example. Its bags have up to 6 ids more than ``shortest``, or none, or 300.
 
         Sums are of whole numbers, so that they are exact in whatever order they are taken. Packed
         rows hold no whole numbers, but numbers of one sign, whose sums differ in the last bits.
@@ -132,7 +142,7 @@ class Form:
             rows = rng.integers(-1, NUM_ROWS + 2, 100).astype(np.int32)
             return {"table": table(), "rows": rows}, {}
         if self.primitive == "pooled_lookup":
-            lengths = rng.integers(0, 7, 80).astype(np.int32)
+            lengths = shortest + rng.integers(0, 7, 80).astype(np.int32)
             lengths[[3, 50]] = 0, 300
             capacities = int(lengths[:40].sum()) + 5, int(lengths[40:].sum()) + 5
             ids = rng.integers(0, NUM_ROWS // 2, sum(capacities)).astype(np.int32)
@@ -175,8 +185,19 @@ def _is_defined_in_jaxrec(value: Any) -> bool:
 
 
 def compare(form: Form, kernels: ModuleType, reference: ModuleType) -> str | None:
-    """Run a form's example by both modules; return what is wrong with the first, None: nothing."""
-    arrays, static = form.example()
+    """Run a form's examples by both modules; return what is wrong with the first, None: nothing."""
+    problems = (_compare_by(*each, form, kernels, reference) for each in form.examples())
+    return next((problem for problem in problems if problem is not None), None)
+
+
+def _compare_by(
+    arrays: dict[str, Any],
+    static: dict[str, Any],
+    form: Form,
+    kernels: ModuleType,
+    reference: ModuleType,
+) -> str | None:
+    """Run one example by both modules; see `compare`."""
 
     def run(module: ModuleType) -> list[np.ndarray]:
         function = functools.partial(getattr(module, form.primitive), **static)

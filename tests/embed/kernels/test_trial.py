@@ -20,6 +20,7 @@ from jaxrec.embed import kernels
 from jaxrec.embed.formats import FORMATS, TABLE_FORMATS, PackedRows
 from jaxrec.embed.kernels import dispatch, reference, trial, triton
 from jaxrec.embed.kernels.trial import Form, Trials, compare
+from jaxrec.embed.kernels.triton.readers import reader_of
 
 COPY = Form("row_lookup", "float32", 16)
 RULES = {
@@ -90,6 +91,18 @@ def test_right_kernels_pass(form: Form):
         for name in ("pooled_lookup", "row_lookup", "sum_rows", "fused_update")
     }
     assert compare(form, module(**functions), reference) is None
+
+
+def test_lookups_are_tried_with_short_and_with_long_bags():
+    """Both tiles of the Triton kernels: that of bags of more than eight ids, and the other."""
+    form = Form("pooled_lookup", "float32", 64, "float32")
+    tiles = set()
+    for arrays, static in form.examples():
+        layout = static["layout"]
+        mean_length = layout.num_positions / layout.num_bags
+        tiles.add(reader_of(jnp.asarray(arrays["table"]))[1].tile(mean_length, None, None))
+    assert len(tiles) == 2
+    assert len(COPY.examples()) == 1
 
 
 def test_formats_of_one_name_have_forms_of_their_own():
