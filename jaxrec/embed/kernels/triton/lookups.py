@@ -83,8 +83,8 @@ def _pool(
 ) -> None:
     """Pool one bag per group.
 
-    Bags are taken feature by feature: programs that run at once then read one table, whose pages
-    the card has at hand.
+    Bags are taken feature by feature. Programs that run at once then read one table, which was
+    faster on an H200; see docs/gpu.md.
     """
     bags = tile.group_ids()
     is_bag = bags < layout.num_bags
