@@ -57,7 +57,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("implementation", choices=IMPLEMENTATIONS)
     parser.add_argument("--interpret", action="store_true", help="Triton where there is no GPU")
-    parser.add_argument("--shapes", nargs="*", help="names of the shapes; default all")
+    parser.add_argument(
+        "--shapes",
+        nargs="*",
+        choices=[x.name for x in SHAPES],
+        help="names of the shapes; default all",
+    )
     arguments = parser.parse_args()
     options = {"interpret": True} if arguments.interpret else {}
     failures = 0

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-# Runs between two calls, and in none of them.
+# Marks the start of each call in the profile. No call may compute a sine.
 _MARK = jax.jit(jnp.sin)
 _MARK_NAME = "sine"
 
@@ -45,7 +45,9 @@ def kernel_times(calls: Sequence[Callable[[], Any]], repeats: int = 10) -> list[
         elif times:
             times[-1][name] += nanoseconds / 1e6 / repeats
     if len(times) != len(calls):
-        raise RuntimeError(f"the profile has {len(times)} of {len(calls)} marks")
+        raise RuntimeError(
+            f"the profile shows {len(times)} of {len(calls)} calls: did they run on a GPU?"
+        )
     return times
 
 

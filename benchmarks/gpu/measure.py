@@ -41,7 +41,12 @@ SECTOR = 32  # bytes that the memory of an NVIDIA GPU moves at least
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("implementation", choices=[*IMPLEMENTATIONS, "torch"])
-    parser.add_argument("--shapes", nargs="*", help="names of the shapes; default all")
+    parser.add_argument(
+        "--shapes",
+        nargs="*",
+        choices=[x.name for x in SHAPES],
+        help="names of the shapes; default all",
+    )
     parser.add_argument("--shrink", type=int, default=1, help="divide rows and batches by this")
     arguments = parser.parse_args()
     name = arguments.implementation
@@ -105,7 +110,7 @@ def measure_kernels(name: str, shape: Shape) -> list[dict[str, Any]]:
 
 
 def resident_table(shape: Shape) -> TableArray:
-    """Normal elements, the same for each of the tables: drawing them takes memory, too."""
+    """Return stacked tables of normal rows, all equal: only the first is drawn, to save memory."""
     one = dataclasses.replace(shape, tables=1).table()
     repeat = jax.jit(lambda x: jnp.tile(x, (shape.tables,) + (1,) * (x.ndim - 1)))
     return jax.block_until_ready(jax.tree.map(repeat, one))

@@ -5,7 +5,7 @@
 Needs torch and fbgemm-gpu, and nothing of jaxrec or JAX. Prints a JSON line for each shape and
 primitive. ``ms`` is the minimum and median over rounds of calls between two CUDA events;
 ``device_ms`` is the same with the GPU held back while the calls are launched, so that it never
-waits for the host. Of an update it is the backward call alone, in which FBGEMM sorts and updates.
+waits for the host. For an update both time the backward call alone, which sorts and updates.
 Ids are int32, and their bounds are not checked. The exit status is 1 if a call failed.
 """
 
@@ -42,13 +42,14 @@ HELD_CALLS = 8
 
 
 def main():
+    shapes = json.loads(pathlib.Path(__file__).with_name("shapes.json").read_text())["shapes"]
+    names = [shape["name"] for shape in shapes]
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--only", help="name of the shape to time; all if not given")
+    parser.add_argument("--only", choices=names, help="name of the shape to time; all if not given")
     parser.add_argument("--cpu", action="store_true", help="run on the CPU, to show that it works")
     parser.add_argument("--shrink", type=int, default=1, help="divide rows and batches by this")
     options = parser.parse_args()
     device = torch.device("cpu" if options.cpu else "cuda")
-    shapes = json.loads(pathlib.Path(__file__).with_name("shapes.json").read_text())["shapes"]
     failures = 0
     for shape in shapes:
         if options.only not in (None, shape["name"]):
@@ -69,7 +70,7 @@ def main():
 
 
 def measurements(shape, device):
-    """Return the primitives that FBGEMM has for a shape, with what times them."""
+    """Return FBGEMM's primitives for a shape, each with the function that times it."""
     packed, dtype = shape.get("packed"), shape.get("dtype", "float32")
     if packed == "int8":
         return [("pooled_lookup", lambda: lookup(int8_module(shape, device), shape, device))]

@@ -120,7 +120,7 @@ class Form:
         return [self._example(shortest) for shortest in (0, 10)]
 
     def _example(self, shortest: int) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return one example. Its bags have up to 6 ids more than ``shortest``, or none, or 300.
+        """Return one example. Bags have ``shortest`` to ``shortest + 6`` ids; one has 0, one 300.
 
         Sums are of whole numbers, so that they are exact in whatever order they are taken. Packed
         rows hold no whole numbers, but numbers of one sign, whose sums differ in the last bits.
