@@ -1,4 +1,4 @@
-// Instruction sets of this x86-64 machine, by CPUID: __builtin_cpu_supports knows none of them in
+// This x86-64 machine and its instruction sets, by CPUID: __builtin_cpu_supports knows none of them in
 // libraries that Zig's compiler has built (compiler-rt of Zig 0.17).
 #ifndef JAXREC_MACHINE_H_
 #define JAXREC_MACHINE_H_
@@ -20,6 +20,18 @@ inline bool has_instructions(unsigned first, unsigned extended, unsigned registe
   unsigned kept, high;
   asm("xgetbv" : "=a"(kept), "=d"(high) : "c"(0));
   return (kept & registers) == registers;
+}
+
+// The families of AMD's processors.
+constexpr unsigned kZen5 = 0x1A;
+
+// The family of this processor; 0 where it is not AMD's (AMD's manual, volume 3, appendix E).
+inline unsigned amd_family() {
+  unsigned a, b, c, d;
+  if (!__get_cpuid(0, &a, &b, &c, &d) || b != signature_AMD_ebx) return 0;
+  if (!__get_cpuid(1, &a, &b, &c, &d)) return 0;
+  const unsigned base = (a >> 8) & 0xF, extended = (a >> 20) & 0xFF;
+  return base == 0xF ? base + extended : base;
 }
 
 }  // namespace jaxrec

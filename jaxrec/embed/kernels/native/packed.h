@@ -124,14 +124,14 @@ void pool_packed_bags(const PackedBlock& block) {
   const PackedTable& table = block.table;
   const uint8_t* rows = table.rows;
   const int64_t dim = Sums::fixed(table.dim), row_bytes = packed_row_bytes<Codec>(dim);
-  Sums sums;  // Here, so that they stay in registers.
   auto address = [=](uint32_t id) JAXREC_ALWAYS { return rows + id * row_bytes; };
-  auto add = [&](int64_t position, uint32_t id) JAXREC_ALWAYS {
+  auto add = [&](Sums& sums, int64_t, int64_t position, uint32_t id) JAXREC_ALWAYS {
     const float weight = block.weights == nullptr ? 1.0f : block.weights[position];
     sums.add(typename Codec::Row(address(id), weight, dim), dim);
   };
   auto ask = [=](uint32_t id) JAXREC_ALWAYS { prefetch_packed<Codec>(address(id), dim); };
-  pool_each_bag(block, static_cast<uint32_t>(table.num_rows), row_bytes, dim, sums, ask, add);
+  const uint32_t num_rows = static_cast<uint32_t>(table.num_rows);
+  pool_each_bag<AtOnce<Sums>>(block, num_rows, row_bytes, dim, ask, add);
 }
 
 void pool_packed(const PackedBlock& block) {
@@ -159,7 +159,7 @@ void unpack_rows_of(const PackedRowBlock& block, Codec) {
   auto ask = [&](int64_t i) JAXREC_ALWAYS {
     uint32_t row = static_cast<uint32_t>(block.rows[i]);
     prefetch_packed<Codec>(rows + (row < num_rows ? row : 0) * row_bytes, dim);
-    prefetch(place(i), out_bytes);
+    prefetch_to_write(place(i), out_bytes);
   };
   for (int64_t i = 0; i < ahead && i < block.count; ++i) ask(i);
   for (int64_t i = 0; i < block.count; ++i) {

@@ -1,8 +1,6 @@
 // Lookups: bags of rows and single rows. Included once per instruction set, after sums.h.
 
-// Rows are asked for this many bytes (in whole rows) before they are needed: enough to hide the
-// latency of memory.
-constexpr int64_t kBytesAhead = 65536;
+// The most rows that are asked for before they are needed; see Prefetching.
 constexpr int64_t kMostRowsAhead = 64;
 
 // Rows of the output are asked for, too, so many bags before they are written: between two bags of a
@@ -11,7 +9,7 @@ constexpr int64_t kMostRowsAhead = 64;
 constexpr int64_t kBagsAhead = 12;
 
 JAXREC_INLINE int64_t rows_ahead(int64_t row_bytes) {
-  int64_t rows = kBytesAhead / row_bytes;
+  const int64_t rows = prefetching().bytes_ahead / row_bytes;
   return rows < 2 ? 2 : rows > kMostRowsAhead ? kMostRowsAhead : rows;
 }
 
@@ -55,12 +53,13 @@ JAXREC_INLINE void with_rows(const Source& source, int64_t dim, const Work& work
   }
 }
 
-// Pools consecutive bags. ask(id) prefetches a row, and add(position, id) adds it to `sums`.
-template <class Sums, class Ask, class Add>
+// Pools consecutive bags. ask(id) prefetches a row, and add(sums, column, position, id) adds its
+// columns from `column` on to `sums`.
+template <class Panels, class Ask, class Add>
 JAXREC_INLINE void pool_each_bag(const Bags& bags, uint32_t num_rows, int64_t row_bytes, int64_t dim,
-                                 Sums& sums, const Ask& ask_row, const Add& add) {
+                                 const Ask& ask_row, const Add& add) {
   const int64_t ahead = rows_ahead(row_bytes);
-  const int64_t out_bytes = bags.out_stride * size_of(bags.out_type);
+  const int64_t element_bytes = size_of(bags.out_type), out_bytes = bags.out_stride * element_bytes;
   char* out = static_cast<char*>(bags.out);
   const int32_t* ids = bags.ids;
   const int64_t num_ids = bags.num_ids;
@@ -74,65 +73,69 @@ JAXREC_INLINE void pool_each_bag(const Bags& bags, uint32_t num_rows, int64_t ro
   for (int64_t i = 0; i < ahead && i < num_ids; ++i) ask(i);
   const char* first_out = out;
   auto ask_out = [&](int64_t bag) JAXREC_ALWAYS {
-    if (bag < bags.num_bags) prefetch(first_out + bag * out_bytes, dim * size_of(bags.out_type));
+    if (bag < bags.num_bags) prefetch_to_write(first_out + bag * out_bytes, dim * element_bytes);
   };
   for (int64_t bag = 0; bag < kBagsAhead; ++bag) ask_out(bag);
 
-  int64_t position = 0;
+  int64_t begin = 0;
   for (int64_t bag = 0; bag < bags.num_bags; ++bag, out += out_bytes) {
-    int64_t length = bags.lengths[bag] < 0 ? 0 : bags.lengths[bag];
-    int64_t end = position + length;
-    if (end > num_ids) end = num_ids;
-    bool outside = false;
+    const int64_t length = bags.lengths[bag] < 0 ? 0 : bags.lengths[bag];
+    const int64_t end = begin + length < num_ids ? begin + length : num_ids;
+    const float scale = bags.mean && length > 1 ? 1.0f / static_cast<float>(length) : 1.0f;
     ask_out(bag + kBagsAhead);
-    sums.clear(dim);
-    for (; position < end; ++position) {
-      if (position + ahead < num_ids) ask(position + ahead);
-      uint32_t id = static_cast<uint32_t>(ids[position]);
-      if (__builtin_expect(id >= num_rows, 0)) {
-        outside = true;
-        continue;
+    Panels::each_panel(dim, [&](int64_t column, auto& sums) JAXREC_ALWAYS {
+      bool outside = false;
+      sums.clear(dim - column);
+      for (int64_t position = begin; position < end; ++position) {
+        if (column == 0 && position + ahead < num_ids) ask(position + ahead);
+        uint32_t id = static_cast<uint32_t>(ids[position]);
+        if (__builtin_expect(id >= num_rows, 0)) {
+          outside = true;
+          continue;
+        }
+        add(sums, column, position, id);
       }
-      add(position, id);
-    }
-    float scale = bags.mean && length > 1 ? 1.0f / static_cast<float>(length) : 1.0f;
-    sums.put(bags.out_type, out, outside ? __builtin_nanf("") : scale, dim);
+      sums.put(bags.out_type, out + column * element_bytes, outside ? __builtin_nanf("") : scale,
+               dim - column);
+    });
+    begin = end;
   }
 }
 
 // Whether bags have weights, as far as it is known when this is compiled.
 enum class Weights { kNone, kSome, kAny };
 
-template <class Sums, Weights kWeights, class RowAt, class T>
+template <class Panels, Weights kWeights, class RowAt, class T>
 void pool_bags(const PooledBlock& block, T type) {
-  // Here, so that all of it stays in registers, and a known number of columns is a constant.
-  Sums sums;
-  const int64_t dim = Sums::fixed(block.table.dim);
+  const int64_t dim = Panels::fixed(block.table.dim);  // A known number of columns is a constant.
   const RowAt row_at(block.table, dim);
   const int64_t row_bytes = dim * static_cast<int64_t>(sizeof(typename T::Storage));
-  auto add = [&](int64_t position, uint32_t id) JAXREC_ALWAYS {
+  auto add = [&](auto& sums, int64_t column, int64_t position, uint32_t id) JAXREC_ALWAYS {
+    const auto* row = row_at(id) + column;
     if (kWeights == Weights::kNone) {
-      sums.add(type, row_at(id), AsIs{}, dim);
+      sums.add(type, row, AsIs{}, dim - column);
     } else {
       const bool is_one = kWeights == Weights::kAny && block.weights == nullptr;
-      sums.add(type, row_at(id), Scaled{is_one ? 1.0f : block.weights[position]}, dim);
+      sums.add(type, row, Scaled{is_one ? 1.0f : block.weights[position]}, dim - column);
     }
   };
-  auto ask = [&](uint32_t id) JAXREC_ALWAYS { prefetch(row_at(id), row_bytes); };
-  pool_each_bag(block, static_cast<uint32_t>(block.table.num_rows), row_bytes, dim, sums, ask, add);
+  const bool near = prefetching().near;
+  auto ask = [&](uint32_t id) JAXREC_ALWAYS { prefetch(row_at(id), row_bytes, near); };
+  const uint32_t num_rows = static_cast<uint32_t>(block.table.num_rows);
+  pool_each_bag<Panels>(block, num_rows, row_bytes, dim, ask, add);
 }
 
 void pool(const PooledBlock& block) {
   with_type(block.table.type, [&](auto type) JAXREC_ALWAYS {
-    with_sums(block.table.dim, [&](auto sums) JAXREC_ALWAYS {
+    with_panels(block.table.dim, [&](auto panels) JAXREC_ALWAYS {
       typedef typename decltype(type)::Storage Storage;
-      typedef typename decltype(sums)::Type Sums;
+      typedef typename decltype(panels)::Type Panels;
       if (block.table.rows->num_parts > 1) {
-        pool_bags<Sums, Weights::kAny, InParts<Storage>>(block, type);
+        pool_bags<Panels, Weights::kAny, InParts<Storage>>(block, type);
       } else if (block.weights != nullptr) {
-        pool_bags<Sums, Weights::kSome, InOnePart<Storage>>(block, type);
+        pool_bags<Panels, Weights::kSome, InOnePart<Storage>>(block, type);
       } else {
-        pool_bags<Sums, Weights::kNone, InOnePart<Storage>>(block, type);
+        pool_bags<Panels, Weights::kNone, InOnePart<Storage>>(block, type);
       }
     });
   });
@@ -147,10 +150,11 @@ void copy_rows_of(const RowBlock& block, T type, const RowAt& row_at) {
   const int64_t row_bytes = dim * static_cast<int64_t>(sizeof(Storage));
   const int64_t ahead = rows_ahead(row_bytes);
 
+  const bool near = prefetching().near;
   auto ask = [&](int64_t i) JAXREC_ALWAYS {
     uint32_t row = static_cast<uint32_t>(block.rows[i]);
-    prefetch(row_at(row < num_rows ? row : 0), row_bytes);
-    prefetch(out + i * dim, row_bytes);
+    prefetch(row_at(row < num_rows ? row : 0), row_bytes, near);
+    prefetch_to_write(out + i * dim, row_bytes);
   };
   for (int64_t i = 0; i < ahead && i < block.count; ++i) ask(i);
   for (int64_t i = 0; i < block.count; ++i) {

@@ -4,8 +4,19 @@
 
 #include "kernels.h"
 
+#if defined(__x86_64__)
+#include "machine.h"
+#endif
+
 namespace jaxrec {
 namespace {
+
+Prefetching choose_prefetching() {
+#if defined(__x86_64__)
+  if (amd_family() >= kZen5) return {true, 16384};
+#endif
+  return {false, 65536};
+}
 
 const Kernels* best() {
   if (const Kernels* kernels = avx512_kernels()) return kernels;
@@ -19,6 +30,11 @@ std::atomic<const Kernels*>& selected() {
 }
 
 }  // namespace
+
+const Prefetching& prefetching() {
+  static const Prefetching chosen = choose_prefetching();
+  return chosen;
+}
 
 const Kernels& kernels() { return *selected().load(std::memory_order_relaxed); }
 

@@ -52,59 +52,64 @@ struct Registers {
   }
 };
 
-// Sums in registers, for rows of `kVectors` vectors of which the last may be a part.
-template <int kVectors>
-struct RegistersAndPart {
-  static constexpr int kLast = (kVectors - 1) * kWidth;
-  Vec sums[kVectors];
+// Sums in a register, of fewer columns than a vector has.
+struct RegisterPart {
+  Vec sum;
   Part part;
 
   JAXREC_MEMBER static int64_t fixed(int64_t dim) { return dim; }
   JAXREC_MEMBER void clear(int64_t dim) {
-    for (int i = 0; i < kVectors; ++i) sums[i] = Vec{};
-    part.count = static_cast<int>(dim) - kLast;
+    sum = Vec{};
+    part.count = static_cast<int>(dim);
   }
   template <class T, class Change>
   JAXREC_MEMBER void add(T type, const typename T::Storage* row, const Change& change, int64_t) {
-    for (int i = 0; i < kVectors - 1; ++i) sums[i] += change(load(type, row + i * kWidth, Whole{}));
-    sums[kVectors - 1] += change(load(type, row + kLast, part));
+    sum += change(load(type, row, part));
   }
   JAXREC_MEMBER void put(Type type, void* out, float scale, int64_t) const {
-    for (int i = 0; i < kVectors - 1; ++i) {
-      store_as(type, out, i * kWidth, sums[i] * scale, Whole{});
-    }
-    store_as(type, out, kLast, sums[kVectors - 1] * scale, part);
+    store_as(type, out, 0, sum * scale, part);
   }
-  JAXREC_MEMBER void keep(float* out, int64_t) const {
-    for (int i = 0; i < kVectors; ++i) store(F32{}, out + i * kWidth, sums[i], Whole{});
+  JAXREC_MEMBER void keep(float* out, int64_t) const { store(F32{}, out, sum, Whole{}); }
+};
+
+// How many columns of rows are summed at once, over all rows of a sum. each_panel calls
+// work(first column, sums) for these columns and the next until all are summed: all at once,
+template <class Sums>
+struct AtOnce {
+  JAXREC_MEMBER static int64_t fixed(int64_t dim) { return Sums::fixed(dim); }
+  template <class Work>
+  JAXREC_MEMBER static void each_panel(int64_t, const Work& work) {
+    Sums sums;  // Here, so that they stay in registers.
+    work(int64_t{0}, sums);
   }
 };
 
-// Sums in the first-level cache, for rows of any length up to kMaxDim.
-struct Memory {
-  alignas(64) float sums[kMaxDim];
-
+// or, of rows of any length, as many as fit into registers. The first panel brings the rows near:
+// sums of whole rows in the first-level cache, which need one walk, took longer.
+struct InPanels {
   JAXREC_MEMBER static int64_t fixed(int64_t dim) { return dim; }
-  JAXREC_MEMBER void clear(int64_t dim) {
-    for (int64_t i = 0; i < dim; i += kWidth) store(F32{}, sums + i, Vec{}, Whole{});
-  }
-  template <class T, class Change>
-  JAXREC_MEMBER void add(T type, const typename T::Storage* row, const Change& change,
-                         int64_t dim) {
-    for_each_vector(dim, [&](int64_t column, auto extent) JAXREC_ALWAYS {
-      Vec x = change(load(type, row + column, extent));
-      store(F32{}, sums + column, load(F32{}, sums + column, Whole{}) + x, Whole{});
-    });
-  }
-  JAXREC_MEMBER void put(Type type, void* out, float scale, int64_t dim) const {
-    for_each_vector(dim, [&](int64_t column, auto extent) JAXREC_ALWAYS {
-      store_as(type, out, column, load(F32{}, sums + column, Whole{}) * scale, extent);
-    });
-  }
-  JAXREC_MEMBER void keep(float* out, int64_t dim) const {
-    for (int64_t i = 0; i < dim; i += kWidth) {
-      store(F32{}, out + i, load(F32{}, sums + i, Whole{}), Whole{});
+  template <class Work>
+  JAXREC_MEMBER static void each_panel(int64_t dim, const Work& work) {
+    int64_t column = 0;
+    while (sum_vectors<8>(dim, column, work)) {
     }
+    sum_vectors<4>(dim, column, work);
+    sum_vectors<2>(dim, column, work);
+    sum_vectors<1>(dim, column, work);
+    if (column < dim) {
+      RegisterPart sums;
+      work(column, sums);
+    }
+  }
+
+ private:
+  template <int kVectors, class Work>
+  JAXREC_MEMBER static bool sum_vectors(int64_t dim, int64_t& column, const Work& work) {
+    if (column + kVectors * kWidth > dim) return false;
+    Registers<kVectors> sums;
+    work(column, sums);
+    column += kVectors * kWidth;
+    return true;
   }
 };
 
@@ -114,25 +119,22 @@ struct Of {
   typedef T Type;
 };
 
-// Calls work(Of<Sums>) with the place where rows of `dim` elements are summed fastest.
+// Calls work(Of<AtOnce<...>> or Of<InPanels>), the way in which rows of `dim` elements are summed.
 template <class Work>
-JAXREC_INLINE void with_sums(int64_t dim, const Work& work) {
+JAXREC_INLINE void with_panels(int64_t dim, const Work& work) {
   switch (dim) {
-    case 16: return work(Of<Registers<16 / kWidth>>{});
-    case 32: return work(Of<Registers<32 / kWidth>>{});
-    case 64: return work(Of<Registers<64 / kWidth>>{});
+    case 16: return work(Of<AtOnce<Registers<16 / kWidth>>>{});
+    case 32: return work(Of<AtOnce<Registers<32 / kWidth>>>{});
+    case 64: return work(Of<AtOnce<Registers<64 / kWidth>>>{});
 #if JAXREC_VECTOR_BYTES >= 32
-    case 128: return work(Of<Registers<128 / kWidth>>{});
+    case 128: return work(Of<AtOnce<Registers<128 / kWidth>>>{});
 #endif
 #if JAXREC_VECTOR_BYTES >= 64
-    case 256: return work(Of<Registers<256 / kWidth>>{});
+    case 256: return work(Of<AtOnce<Registers<256 / kWidth>>>{});
 #endif
   }
-#if JAXREC_VECTOR_BYTES >= 32
-  if (dim <= kWidth) return work(Of<RegistersAndPart<1>>{});
-  if (dim <= 2 * kWidth) return work(Of<RegistersAndPart<2>>{});
-#endif
-  return work(Of<Memory>{});
+  if (dim < kWidth) return work(Of<AtOnce<RegisterPart>>{});
+  return work(Of<InPanels>{});
 }
 
 // Calls work(F32 or BF16 or F16).

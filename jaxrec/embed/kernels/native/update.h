@@ -1,34 +1,44 @@
 // Sums of gradients, and the update of the rows in a stretch of the sorted lookups. Included once
 // per instruction set, after sums.h and optimizers.h.
 
-// How many lookups before their turn the rows of gradients and of the table are asked for.
-constexpr int64_t kGradientsAhead = 8;
+// How many runs before their turn the rows of the table are asked for,
 constexpr int64_t kUpdatesAhead = 24;
+
+// and how many lookups before theirs the gradients: enough bytes to hide the latency of the cache
+// or memory that they come from.
+JAXREC_INLINE int64_t gradients_ahead(int64_t row_bytes) {
+  const int64_t rows = 4096 / row_bytes;
+  return rows < 8 ? 8 : rows > 32 ? 32 : rows;
+}
 
 JAXREC_INLINE int64_t bag_of(const Gradients& gradients, uint32_t value) {
   return gradients.bags == nullptr ? value : gradients.bags[value];
 }
 
-// Adds the gradients of entries [begin, end); calls ask(i) before each is read.
-template <class G, class Sums, class Ask>
-JAXREC_INLINE void add_gradients(const Gradients& gradients, const Entry* entries, int64_t begin,
-                                 int64_t end, G type, Sums& sums, const Ask& ask) {
-  const int64_t dim = Sums::fixed(gradients.dim);
+// Puts the sum of the gradients of entries [begin, end), in whole vectors, at `out`; calls ask(i)
+// before each is read.
+template <class G, class Panels, class Ask>
+JAXREC_INLINE void sum_gradients(const Gradients& gradients, const Entry* entries, int64_t begin,
+                                 int64_t end, G type, float* out, const Ask& ask) {
+  const int64_t dim = Panels::fixed(gradients.dim);
   const int64_t row_bytes = dim * static_cast<int64_t>(sizeof(typename G::Storage));
   const bool plain = gradients.scales == nullptr && !(gradients.bound < __builtin_inff());
-  sums.clear(dim);
-  for (int64_t i = begin; i < end; ++i) {
-    ask(i);
-    const uint32_t value = entries[i].value;
-    const char* place = gradients.rows->at(bag_of(gradients, value), row_bytes);
-    const typename G::Storage* row = reinterpret_cast<const typename G::Storage*>(place);
-    if (plain) {
-      sums.add(type, row, AsIs{}, dim);
-    } else {
-      float scale = gradients.scales == nullptr ? 1.0f : gradients.scales[value];
-      sums.add(type, row, ClippedAndScaled{gradients.bound, scale}, dim);
+  Panels::each_panel(dim, [&](int64_t column, auto& sums) JAXREC_ALWAYS {
+    sums.clear(dim - column);
+    for (int64_t i = begin; i < end; ++i) {
+      if (column == 0) ask(i);
+      const uint32_t value = entries[i].value;
+      const char* place = gradients.rows->at(bag_of(gradients, value), row_bytes);
+      const auto* row = reinterpret_cast<const typename G::Storage*>(place) + column;
+      if (plain) {
+        sums.add(type, row, AsIs{}, dim - column);
+      } else {
+        float scale = gradients.scales == nullptr ? 1.0f : gradients.scales[value];
+        sums.add(type, row, ClippedAndScaled{gradients.bound, scale}, dim - column);
+      }
     }
-  }
+    sums.keep(out + column, dim - column);
+  });
 }
 
 // Asks for the gradient of an entry.
@@ -42,28 +52,28 @@ JAXREC_INLINE void ask_gradient(const Gradients& gradients, const Entry& entry, 
 JAXREC_INLINE void ask_row(const Table& table, const Step& step, uint32_t row, int64_t dim) {
   char* rows = static_cast<char*>(table.rows);
   if (table.type == Type::kF32) {
-    prefetch(rows + row * dim * 4, dim * 4);
+    prefetch_to_write(rows + row * dim * 4, dim * 4);
   } else {
-    prefetch(rows + row * dim * 2, dim * 2);
+    prefetch_to_write(rows + row * dim * 2, dim * 2);
   }
   switch (step.rule) {
     case Rule::kSgd: break;
     case Rule::kRowwiseAdagrad:
-      prefetch(step.first + row, 4);
+      prefetch_to_write(step.first + row, 4);
       break;
     case Rule::kAdagrad:
-      prefetch(step.first + row * dim, dim * 4);
+      prefetch_to_write(step.first + row * dim, dim * 4);
       break;
     case Rule::kAdam:
-      prefetch(step.first + row * dim, dim * 4);
-      prefetch(step.second + row * dim, dim * 4);
+      prefetch_to_write(step.first + row * dim, dim * 4);
+      prefetch_to_write(step.second + row * dim, dim * 4);
       break;
     case Rule::kPartialRowwiseAdam:
-      prefetch(step.first + row * dim, dim * 4);
-      prefetch(step.second + row, 4);
+      prefetch_to_write(step.first + row * dim, dim * 4);
+      prefetch_to_write(step.second + row, 4);
       break;
   }
-  if (step.counts_rows) prefetch(step.counts + row, 4);
+  if (step.counts_rows) prefetch_to_write(step.counts + row, 4);
 }
 
 // The end of the run of equal rows that begins at `begin`: far ends are searched for, not walked to.
@@ -120,20 +130,20 @@ JAXREC_INLINE void begin_walk(Walk& walk, const Entry* entries, int64_t count, i
 // Sums the gradients of each of the next runs, of as many as `together` has room for. Where there
 // is a table, asks for the rows that will be updated. All else of an update is compiled once, not
 // for each type and length of a row.
-template <class G, class Sums>
+template <class G, class Panels>
 void sum_next_runs(const Gradients& gradients, const Table* table, const Step* step, Walk& walk,
                    Together& together) {
   const Entry* entries = walk.entries;
-  const int64_t count = walk.count, dim = Sums::fixed(gradients.dim);
+  const int64_t count = walk.count, dim = Panels::fixed(gradients.dim);
   const int most_together = rows_together(dim);
   // Rows are read when all that are applied together have their gradients.
   const int64_t rows_ahead = kUpdatesAhead + most_together;
 
+  const int64_t ahead = gradients_ahead(dim * static_cast<int64_t>(sizeof(typename G::Storage)));
   auto ask = [&](int64_t i) JAXREC_ALWAYS {
-    if (i + kGradientsAhead < count) ask_gradient<G>(gradients, entries[i + kGradientsAhead], dim);
+    if (i + ahead < count) ask_gradient<G>(gradients, entries[i + ahead], dim);
   };
 
-  Sums sums;
   together.count = 0;
   for (; walk.at < walk.num_runs && together.count < most_together; ++walk.at) {
     if (table != nullptr && walk.at + rows_ahead < walk.num_runs) {
@@ -143,8 +153,8 @@ void sum_next_runs(const Gradients& gradients, const Table* table, const Step* s
     if (end - begin > kPiece) {
       walk.long_runs[walk.num_long_runs++] = {begin, end};
     } else {
-      add_gradients(gradients, entries, begin, end, G{}, sums, ask);
-      sums.keep(together.gradient(together.count, dim), dim);
+      float* sum = together.gradient(together.count, dim);
+      sum_gradients<G, Panels>(gradients, entries, begin, end, G{}, sum, ask);
       together.rows[together.count++] = entries[begin].row;
     }
   }
@@ -155,8 +165,8 @@ typedef void (*SumNextRuns)(const Gradients&, const Table*, const Step*, Walk&, 
 SumNextRuns choose_sums(const Gradients& gradients) {
   SumNextRuns chosen = nullptr;
   with_type(gradients.type, [&](auto type) {
-    with_sums(gradients.dim, [&](auto sums) {
-      chosen = sum_next_runs<decltype(type), typename decltype(sums)::Type>;
+    with_panels(gradients.dim, [&](auto panels) {
+      chosen = sum_next_runs<decltype(type), typename decltype(panels)::Type>;
     });
   });
   return chosen;
@@ -166,7 +176,8 @@ SumNextRuns choose_sums(const Gradients& gradients) {
 JAXREC_INLINE void ask_first_gradients(const Gradients& gradients, const Walk& walk) {
   if (walk.num_runs == 0) return;
   const int64_t row_bytes = gradients.dim * size_of(gradients.type), begin = walk.starts[0];
-  for (int64_t i = begin; i < begin + kGradientsAhead && i < walk.count; ++i) {
+  const int64_t ahead = gradients_ahead(row_bytes);
+  for (int64_t i = begin; i < begin + ahead && i < walk.count; ++i) {
     prefetch(gradients.rows->at(bag_of(gradients, walk.entries[i].value), row_bytes), row_bytes);
   }
 }

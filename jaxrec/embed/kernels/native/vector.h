@@ -287,19 +287,42 @@ JAXREC_INLINE void copy(T, uint16_t* to, const uint16_t* from, int64_t dim) {
 
 constexpr int kLine = 64;
 
-// Asks for a line, into the second-level cache, whether to read or to write it: a core waits for more
-// lines of the second level at once than of the first. On two cores of Zen 4 random rows of 256 bytes
-// come at 24 GB/s then, and at 16 GB/s if they are asked for into the first.
 // The lines of a row are asked for in their order: GCC changes it, and loses a tenth of the time.
 JAXREC_INLINE void prefetch_line(const void* address) {
-  __builtin_prefetch(address, 0, 2);
+  __builtin_prefetch(address, 0, 2);  // Into the second-level cache; see Prefetching.
+  asm volatile("");
+}
+JAXREC_INLINE void prefetch_line_near(const void* address) {
+  __builtin_prefetch(address, 0, 3);
   asm volatile("");
 }
 
-// Asks for the `bytes` at `address`.
-JAXREC_INLINE void prefetch(const void* address, int64_t bytes) {
+// Asks for a line to write, which comes as this core's own (PREFETCHW, where the instruction set is
+// sure to have it): updates take 0.85 to 0.95 of the time on Zen 5.
+JAXREC_INLINE void prefetch_line_to_write(const void* address) {
+  __builtin_prefetch(address, 1, 2);
+  asm volatile("");
+}
+
+template <class Ask>
+JAXREC_INLINE void for_each_line(const void* address, int64_t bytes, const Ask& ask) {
   const char* from = static_cast<const char*>(address);
-  for (int64_t i = 0; i < bytes; i += kLine) prefetch_line(from + i);
+  for (int64_t i = 0; i < bytes; i += kLine) ask(from + i);
   // A row whose size is not a multiple of a line may end one line later.
-  if (bytes % kLine != 0) prefetch_line(from + bytes - 1);
+  if (bytes % kLine != 0) ask(from + bytes - 1);
+}
+
+// Asks for the `bytes` at `address`, to read them,
+JAXREC_INLINE void prefetch(const void* address, int64_t bytes, bool near = false) {
+  if (near) {
+    for_each_line(address, bytes, [](const void* line) JAXREC_ALWAYS { prefetch_line_near(line); });
+  } else {
+    for_each_line(address, bytes, [](const void* line) JAXREC_ALWAYS { prefetch_line(line); });
+  }
+}
+
+// and to write them.
+JAXREC_INLINE void prefetch_to_write(const void* address, int64_t bytes) {
+  for_each_line(address, bytes,
+                [](const void* line) JAXREC_ALWAYS { prefetch_line_to_write(line); });
 }
