@@ -1,5 +1,5 @@
-// This x86-64 machine and its instruction sets, by CPUID: __builtin_cpu_supports knows none of them in
-// libraries that Zig's compiler has built (compiler-rt of Zig 0.17).
+// This x86-64 machine and its instruction sets, by CPUID: __builtin_cpu_supports knows none of them
+// in libraries that Zig's compiler has built (compiler-rt of Zig 0.17).
 #ifndef JAXREC_MACHINE_H_
 #define JAXREC_MACHINE_H_
 
