@@ -655,6 +655,9 @@ int main() {
       {64, Type::kBF16, true, true, 1, 50, 5, 0.0},
       {100, Type::kF16, false, false, 2, 40, 5, 0.1},
       {128, Type::kF16, true, false, 1, 40, 5, 0.1},
+      // Panels of every number of vectors, and a rest, with each instruction set.
+      {255, Type::kF32, true, true, 2, 30, 5, 0.3},
+      {255, Type::kBF16, false, false, 1, 30, 5, 0.3},
       {256, Type::kF32, false, true, 1, 30, 5, 0.0},
       {257, Type::kF32, true, true, 1, 20, 5, 0.0},
       {4096, Type::kF32, false, false, 1, 3, 3, 0.0},

@@ -191,14 +191,14 @@ struct PairGradientBlock : Vectors {
   float* out;             // Like the vectors.
 };
 
-// How lookups ask for rows before they need them, enough bytes of them to hide the latency of
-// memory: into the second-level cache, or into the first. A core waits for more lines of the second
-// level at once: on two cores of Zen 4 random rows of 256 bytes come at 24 GB/s so, and at 16 GB/s
-// if they are asked for into the first. Zen 5 waits for as many of the first, and lookups of the
-// benchmarks' shapes take 0.73 to 1.0 of the time so.
+// How lookups ask for rows before they need them.
+//
+// Zen 4 reads random rows of 256 bytes at 24 GB/s on two cores if they are asked for into the
+// second-level cache, and at 16 GB/s if into the first. On Zen 5 the first is the faster one: with
+// it lookups of the benchmarks' shapes take 0.73 to 1.0 of their time.
 struct Prefetching {
-  bool near;
-  int64_t bytes_ahead;
+  bool into_first_level;  // Of the caches; else into the second.
+  int64_t bytes_ahead;    // Enough to hide the latency of memory.
 };
 
 // What suits this machine.

@@ -119,8 +119,8 @@ void pool_bags(const PooledBlock& block, T type) {
       sums.add(type, row, Scaled{is_one ? 1.0f : block.weights[position]}, dim - column);
     }
   };
-  const bool near = prefetching().near;
-  auto ask = [&](uint32_t id) JAXREC_ALWAYS { prefetch(row_at(id), row_bytes, near); };
+  const bool into_first_level = prefetching().into_first_level;
+  auto ask = [&](uint32_t id) JAXREC_ALWAYS { prefetch(row_at(id), row_bytes, into_first_level); };
   const uint32_t num_rows = static_cast<uint32_t>(block.table.num_rows);
   pool_each_bag<Panels>(block, num_rows, row_bytes, dim, ask, add);
 }
@@ -150,10 +150,10 @@ void copy_rows_of(const RowBlock& block, T type, const RowAt& row_at) {
   const int64_t row_bytes = dim * static_cast<int64_t>(sizeof(Storage));
   const int64_t ahead = rows_ahead(row_bytes);
 
-  const bool near = prefetching().near;
+  const bool into_first_level = prefetching().into_first_level;
   auto ask = [&](int64_t i) JAXREC_ALWAYS {
     uint32_t row = static_cast<uint32_t>(block.rows[i]);
-    prefetch(row_at(row < num_rows ? row : 0), row_bytes, near);
+    prefetch(row_at(row < num_rows ? row : 0), row_bytes, into_first_level);
     prefetch_to_write(out + i * dim, row_bytes);
   };
   for (int64_t i = 0; i < ahead && i < block.count; ++i) ask(i);

@@ -72,8 +72,8 @@ struct RegisterPart {
   JAXREC_MEMBER void keep(float* out, int64_t) const { store(F32{}, out, sum, Whole{}); }
 };
 
-// How many columns of rows are summed at once, over all rows of a sum. each_panel calls
-// work(first column, sums) for these columns and the next until all are summed: all at once,
+// Ways to sum rows. A panel is some columns that are summed over all rows before the next columns
+// are. each_panel calls work(first column, sums) for each panel; one way has all columns in one,
 template <class Sums>
 struct AtOnce {
   JAXREC_MEMBER static int64_t fixed(int64_t dim) { return Sums::fixed(dim); }
@@ -84,8 +84,8 @@ struct AtOnce {
   }
 };
 
-// or, of rows of any length, as many as fit into registers. The first panel brings the rows near:
-// sums of whole rows in the first-level cache, which need one walk, took longer.
+// the other, for rows of any length, as many as fit into registers. It reads the ids once a panel;
+// one walk with the sums in the first-level cache took longer.
 struct InPanels {
   JAXREC_MEMBER static int64_t fixed(int64_t dim) { return dim; }
   template <class Work>

@@ -6,8 +6,9 @@ constexpr int64_t kUpdatesAhead = 24;
 
 // and how many lookups before theirs the gradients: enough bytes to hide the latency of the cache
 // or memory that they come from.
+constexpr int64_t kGradientBytesAhead = 4096;
 JAXREC_INLINE int64_t gradients_ahead(int64_t row_bytes) {
-  const int64_t rows = 4096 / row_bytes;
+  const int64_t rows = kGradientBytesAhead / row_bytes;
   return rows < 8 ? 8 : rows > 32 ? 32 : rows;
 }
 
