@@ -172,8 +172,9 @@ def test_a_start_that_does_not_fit_is_not_kept():
 def test_a_search_that_is_cut_short_has_a_bound():
     random = np.random.default_rng(0)
     shapes = [
-        (int(10 ** random.uniform(4, 7)), 128, float(10 ** random.uniform(0, 2))) for _ in range(12)
+        (int(10 ** random.uniform(4, 7)), 128, float(10 ** random.uniform(0, 2))) for _ in range(24)
     ]
+    # A bound is there in the first second, and the search does not end within minutes.
     problem = problem_of(shapes, each=16, memory=10**11)
     found = [place_fastest(problem, proposal) for proposal in propose_uniformly(problem)]
     best = min((s for s in found if s.fits), key=lambda solution: solution.seconds)
