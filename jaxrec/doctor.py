@@ -54,7 +54,8 @@ def run(options: Sequence[str]) -> int:
     with warnings.catch_warnings():
         # `problems` reports the reasons that these warnings give.
         warnings.simplefilter("ignore", RuntimeWarning)
-        choices = [choice for dtype in parsed.dtypes for choice in choose(parsed.dim, dtype)]
+        choices = [choose_flat()]
+        choices += [choice for dtype in parsed.dtypes for choice in choose(parsed.dim, dtype)]
     tuning, tuning_problems = read_tuning()
     for title, lines in {
         f"jaxrec {importlib.metadata.version('jaxrec')}": versions(),
@@ -95,7 +96,7 @@ def machine() -> list[str]:
 
 
 def choose(dim: int, dtype: str) -> list[tuple[str, Choice]]:
-    """Return usual calls of the primitives, and the implementations that run them.
+    """Return usual calls that read or update rows, and the implementations that run them.
 
     Kernels for the GPU at hand are tried if they have not been.
     """
@@ -129,6 +130,12 @@ def _choose(dim: int, row_format: RowFormat, kind: str) -> list[tuple[str, Choic
         )
         for name, arguments in calls.items()
     ]
+
+
+def choose_flat() -> tuple[str, Choice]:
+    """Return a usual call that flattens bags, which have no rows, and what runs it."""
+    batch = jnp.zeros(64, jnp.int32), jnp.zeros(8, jnp.int32), None
+    return "flatten_bags", kernels.describe("flatten_bags", *batch, _layout(), 1000)
 
 
 def describe(call: str, choice: Choice) -> list[str]:

@@ -98,6 +98,9 @@ def checks(
     found = [("pooled_lookup", functools.partial(pooled, implementation, shape, table, options))]
     if hasattr(implementation, "row_lookup"):
         found.append(("row_lookup", functools.partial(rows, implementation, shape, table, options)))
+    if shape.packed is None:
+        check = functools.partial(flat, implementation, shape, options)
+        found.append(("flatten_bags", check))
     if hasattr(implementation, "fused_update") and shape.packed is None:
         for name, optimizer in OPTIMIZERS.items():
             check = functools.partial(update, implementation, shape, table, optimizer, options)
@@ -126,6 +129,23 @@ def pooled(
     np.add.at(expected, bag, terms)
     np.add.at(size, bag, rounded_size(each, shape) * np.abs(scale)[:, None])
     return float(np.max(np.abs(first - expected) / (size + 1e-30))), bool((first == second).all())
+
+
+def flat(implementation: ModuleType, shape: Shape, options: dict[str, bool]) -> tuple[float, bool]:
+    """Check flat lookups: rows and bags are exact, so that an error of factors is all there is."""
+    layout, num_rows = shape.layout, shape.table_shape[0]
+    kernel = jax.jit(
+        lambda *batch: implementation.flatten_bags(*batch, layout, num_rows, **options)
+    )
+    first, second = (jax.tree.map(np.asarray, kernel(*shape.batch_arrays())) for _ in range(2))
+    position, row, bag, scale = bags_of(shape)
+    rows = np.full(layout.num_positions, num_rows)
+    rows[position] = row
+    is_same = (first.rows == rows).all() and (first.bags[position] == bag).all()
+    error = 0.0 if is_same else np.inf
+    if first.scales is not None:
+        error += float(np.max(np.abs(first.scales[position] / scale - 1)))
+    return error, jax.tree.all(jax.tree.map(np.array_equal, first, second))
 
 
 def rows(
@@ -166,7 +186,7 @@ def update(
 
     @jax.jit
     def kernel(table: jax.Array, state: dict, gradients: jax.Array, *batch: Any) -> tuple:
-        lookups = reference.flatten_bags(*batch, shape.layout, table.shape[0])
+        lookups = implementation.flatten_bags(*batch, shape.layout, table.shape[0], **options)
         return implementation.fused_update(
             table, state, lookups, gradients, optimizer, step, **options
         )

@@ -204,7 +204,7 @@ def check_memory(program: Program, compiled: Any, report: Report) -> None:
         if x.shape in program.tables
     )
     temporaries = compiled.memory_analysis().temp_size_in_bytes
-    if temporaries >= tables:
+    if tables and temporaries >= tables:
         report.failures.append(
             f"{program.name} takes {temporaries / 1e9:.2f} GB of temporaries for tables of "
             f"{tables / 1e9:.2f} GB."

@@ -59,6 +59,8 @@ class Program:
 
 def calls(quick: bool) -> Iterator[Program]:
     """Yield calls of each kernel at each width, row type and optimizer, and at named shapes."""
+    for bag in (20,) if quick else (1, 20):
+        yield flatten_bags(Shape(f"L{bag}", 4, 1_000_000, 128, 2048, bag, weighted=bag > 1))
     for dtype in ("float32", "bfloat16"):
         for dim in (64, 128) if quick else (16, 64, 100, 128, 256, 1024):
             for bag in (20,) if quick else (1, 3, 20):
@@ -108,11 +110,23 @@ def pooled_lookup(module: ModuleType, shape: Shape) -> Program:
         return module.pooled_lookup(table, ids, lengths, weights, shape.layout, shape.dtype)
 
     name = f"{_name(module)} pooled_lookup {shape.name}"
-    # The extents of bags alone: neither looked-up rows nor an unpacked table.
-    temporaries = 16 * shape.layout.num_bags + 4096 if module is triton else None
+    # Neither looked-up rows nor an unpacked table.
+    temporaries = _extents_bytes(shape) if module is triton else None
     arguments = table, ids, lengths, weights
     work = Work.of_pool(shape, table) if module is triton else None
     return Program(name, function, arguments, _shapes(table), temporaries=temporaries, work=work)
+
+
+def flatten_bags(shape: Shape) -> Program:
+    arrays = _batch(shape)[1:]
+    num_rows = shape.table_shape[0]
+
+    def function(ids: Any, lengths: Any, weights: Any) -> Any:
+        return triton.flatten_bags(ids, lengths, weights, shape.layout, num_rows)
+
+    temporaries = _extents_bytes(shape)
+    name = f"triton flatten_bags {shape.name}"
+    return Program(name, function, arrays, frozenset(), temporaries=temporaries)
 
 
 def row_lookup(shape: Shape) -> Program:
@@ -247,6 +261,11 @@ def _name(module: ModuleType) -> str:
 
 def _shapes(tables: Any) -> frozenset[tuple[int, ...]]:
     return frozenset(x.shape for x in jax.tree.leaves(tables))
+
+
+def _extents_bytes(shape: Shape) -> int:
+    """Return an upper bound of the bytes of bags' extents and of the features' numbers."""
+    return 8 * shape.layout.num_bags + 8192
 
 
 def _batch(shape: Shape) -> tuple[Any, Any, Any, Any]:

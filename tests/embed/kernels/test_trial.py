@@ -40,6 +40,8 @@ FORMS = [
     Form("row_lookup", "float8_e5m2", 3, row_format=TABLE_FORMATS["float8_e5m2"]),
     Form("pooled_lookup", "int2", 20, "bfloat16", row_format=FORMATS["int2"]),
     Form("pooled_lookup", "int8", 12, "float32", weighted=True, row_format=TABLE_FORMATS["int8"]),
+    Form("flatten_bags"),
+    Form("flatten_bags", weighted=True, averaged=True),
     Form("sum_rows", "float32", 16),
     Form("sum_rows", "bfloat16", 40, weighted=True, bounded=True),
     Form("fused_update", "bfloat16", 16, "bfloat16", True, RULES["rowwise_adagrad"]),
@@ -88,20 +90,28 @@ def restless(table, rows, _calls=[]):  # noqa: B006
 def test_right_kernels_pass(form: Form):
     functions = {
         name: functools.partial(getattr(triton, name), interpret=True)
-        for name in ("pooled_lookup", "row_lookup", "sum_rows", "fused_update")
+        for name in ("pooled_lookup", "row_lookup", "flatten_bags", "sum_rows", "fused_update")
     }
     assert compare(form, module(**functions), reference) is None
 
 
-def test_lookups_are_tried_with_short_and_with_long_bags():
-    """Both tiles of the Triton kernels: that of bags of more than eight ids, and the other."""
-    form = Form("pooled_lookup", "float32", 64, "float32")
+@pytest.mark.parametrize(
+    ("form", "num_tiles"),
+    [
+        (Form("pooled_lookup", "float32", 64, "float32"), 2),
+        (Form("pooled_lookup", "int8", 64, "float32", row_format=FORMATS["int8"]), 3),
+    ],
+    ids=str,
+)
+def test_lookups_are_tried_with_bags_of_every_tile(form: Form, num_tiles: int):
     tiles = set()
     for arrays, static in form.examples():
         layout = static["layout"]
         mean_length = layout.num_positions / layout.num_bags
-        tiles.add(reader_of(jnp.asarray(arrays["table"]))[1].tile(mean_length, None, None))
-    assert len(tiles) == 2
+        tiles.add(
+            reader_of(jax.tree.map(jnp.asarray, arrays["table"]))[1].tile(mean_length, None, None)
+        )
+    assert len(tiles) == num_tiles
     assert len(COPY.examples()) == 1
 
 

@@ -11,6 +11,8 @@ kernel, which adds up the gradients of its lookups; those of hot rows are summed
 JAX has deprecated this backend since 0.11: it warns when a program is lowered.
 
 * `tile`: tiles, and the launch of a kernel.
+* `extents`: where each bag's ids begin and end.
+* `flat_lookups`: bags as flat lookups.
 * `lookups`: pooled and plain lookups of rows.
 * `readers`: rows of floats, and packed rows, as lookups read them.
 * `sorted_lookups`: lookups in the order of their rows, and the sums of hot rows' gradients.
@@ -20,6 +22,7 @@ JAX has deprecated this backend since 0.11: it warns when a program is lowered.
 
 from collections.abc import Mapping
 
+from jaxrec.embed.kernels.triton.flat_lookups import flatten_bags as flatten_bags
 from jaxrec.embed.kernels.triton.lookups import pooled_lookup as pooled_lookup
 from jaxrec.embed.kernels.triton.lookups import row_lookup as row_lookup
 from jaxrec.embed.kernels.triton.update import fused_update as fused_update

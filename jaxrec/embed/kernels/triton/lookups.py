@@ -12,7 +12,7 @@ from jaxtyping import Array, DTypeLike, Float, Int32
 
 from jaxrec.embed.formats import TableArray
 from jaxrec.embed.kernels.base import BagLayout
-from jaxrec.embed.kernels.extents import bag_extents, bag_features, bag_rows
+from jaxrec.embed.kernels.triton.extents import bag_extents, bag_rows, segment_of
 from jaxrec.embed.kernels.triton.readers import Reader, reader_of
 from jaxrec.embed.kernels.triton.tile import ELEMENTS, Found, Tile, cdiv
 
@@ -42,7 +42,8 @@ def pooled_lookup(
     tile = reader.tile(mean_length, elements, warps)
     features = jnp.array([layout.row_offsets, layout.row_counts, layout.means], jnp.int32)
     kernel = functools.partial(_pool, tile=tile, layout=layout, reader=reader)
-    inputs = (ids, weights, *bag_extents(lengths, layout), features, stored)
+    extents = bag_extents(lengths, layout, interpret=interpret)
+    inputs = (ids, weights, *extents, features, stored)
     return tile.launch(kernel, inputs, output, layout.num_bags, interpret=interpret)
 
 
@@ -90,7 +91,7 @@ def _pool(
     is_bag = bags < layout.num_bags
     start = pltriton.load(starts.at[bags], mask=is_bag, other=0)
     end = pltriton.load(ends.at[bags], mask=is_bag, other=0)
-    feature = bag_features(bags, layout)
+    feature = segment_of(bags, layout.strides)
     offset, count, is_mean = (
         pltriton.load(features.at[i, feature], mask=is_bag, other=0) for i in range(3)
     )

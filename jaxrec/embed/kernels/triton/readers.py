@@ -26,7 +26,7 @@ from jaxrec.embed.kernels.triton.tile import ELEMENTS, Tile
 
 Terms: TypeAlias = tuple[Array, ...]
 
-SHORT = 8  # rows of a group on average, or fewer
+SHORT, MIDDLING = 8, 32  # rows of a group on average, or fewer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,20 +54,18 @@ class PlainReader:
     def tile(self, mean_length: float, elements: int | None, warps: int | None) -> Tile:
         """Return the tile that sums groups of a mean length; see `Tile.of`.
 
-        The numbers of elements and of warps are those that were fastest on an H200; see
-        docs/gpu.md. A lane has fewer elements of short groups, whose rows it rarely adds up as it
-        loads them.
+        Tiles are those that were fastest on an H200; see docs/gpu.md. With one row of each group at
+        a time a lane needs few registers, so that many programs are resident. Long groups are few,
+        so that each has several rows under way.
         """
-        columns, depth = pl.next_power_of_2(self.width), 8
-        if mean_length <= SHORT:
-            elements = elements or ELEMENTS // 2
-            if columns * self.element_bytes <= 256 and self.vector * self.element_bytes == 16:
-                depth = 2
-        elif columns <= 256:
-            elements, warps = elements or 2 * ELEMENTS, warps or 1
-            if self.element_bytes == 2 and columns != 64:
-                depth = 4
-        tile = Tile.of(self.width, mean_length, elements or ELEMENTS, warps, depth)
+        columns = pl.next_power_of_2(self.width)
+        if mean_length <= MIDDLING:
+            warps = warps or (2 if columns <= 512 else None)
+            return Tile.of(self.width, mean_length, elements or ELEMENTS // 2, warps, depth=1)
+        warps = warps or (1 if columns <= 256 else None)
+        if columns * self.element_bytes > 256:
+            return Tile.of(self.width, mean_length, elements or ELEMENTS, warps, depth=8)
+        tile = Tile.of(self.width, mean_length, elements or 2 * ELEMENTS, warps, depth=8)
         return tile.folded(self.vector)
 
     def zeros(self, tile: Tile) -> Terms:
@@ -197,7 +195,14 @@ class PackedReader:
         return self.numbers is not None and self.numbers.count == 2
 
     def tile(self, mean_length: float, elements: int | None, warps: int | None) -> Tile:
-        """Return the tile that sums groups of a mean length; see `Tile.of_bytes`."""
+        """Return the tile that sums groups of a mean length; see `Tile.of_bytes`.
+
+        One row of each group at a time, by programs of one warp, is fastest where groups are
+        neither short nor long; see `PlainReader.tile`.
+        """
+        if SHORT < mean_length <= MIDDLING:
+            loaded = max((elements or ELEMENTS // 2) // self.planes, self.vector)
+            return Tile.of(self.width, mean_length, loaded, warps or 1, depth=1)
         elements = elements or ELEMENTS
         return Tile.of_bytes(self.width, mean_length, self.planes, self.vector, elements, warps)
 

@@ -25,7 +25,7 @@ from jaxrec.optim.norm import cut_rows
 
 # Most lookups, and most sums of as many, that a program adds up one by one.
 CUT = 64
-BLOCK = 256
+BLOCK = 16
 
 
 def refuse(primitive: str, arguments: Mapping[str, Any]) -> str | None:

@@ -1,0 +1,162 @@
+"""The extent of each bag's ids, for kernels that walk over bags or search them."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as pltriton
+from jaxtyping import Array, Int32
+
+from jaxrec.embed.kernels.base import BagLayout
+from jaxrec.embed.kernels.triton.tile import Tile, cdiv
+
+# Tile of the kernels that go over all bags, or over all ids: 1024 of them a program, eight a lane.
+BLOCK = Tile(dim=1, columns=1, groups=1024, depth=1, warps=4)
+
+
+@dataclasses.dataclass(frozen=True)
+class Blocks:
+    """The features' segments of an array, cut into blocks: one for each program of a kernel.
+
+    No block has entries of two features.
+
+    Attributes:
+        sizes: Entries of each feature.
+    """
+
+    sizes: tuple[int, ...]
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Return the number of blocks of each feature."""
+        return tuple(-(-size // BLOCK.groups) for size in self.sizes)
+
+    @property
+    def firsts(self) -> tuple[int, ...]:
+        """Return the first block of each feature."""
+        return starts_of(self.counts)
+
+    def launch(self, kernel: Any, inputs: Any, outputs: Any, *, interpret: bool) -> Any:
+        """Run a kernel; see `Tile.launch`."""
+        num_groups = sum(self.counts) * BLOCK.groups
+        kernel = functools.partial(kernel, blocks=self)
+        return BLOCK.launch(kernel, inputs, outputs, num_groups, interpret=interpret)
+
+    def here(self, numbers: Any) -> tuple[Array, ...]:
+        """Return the feature of a program's block, and the feature's column of ``numbers``."""
+        feature = segment_of(pl.program_id(0), self.counts)
+        rows = range(numbers.shape[0])
+        return feature, *(numbers[i, feature] for i in rows)
+
+    def places(self, first: Array) -> Int32[Array, " block"]:
+        """Return the places of the block's entries in their feature, given its first block."""
+        block = pl.program_id(0) - first
+        return block * BLOCK.groups + jnp.arange(BLOCK.groups, dtype=jnp.int32)
+
+
+def bag_extents(
+    lengths: Int32[Array, " all_bags"], layout: BagLayout, *, interpret: bool
+) -> tuple[Int32[Array, " bags"], Int32[Array, " bags"]]:
+    """Return the start and end of each bag's ids among all ids, feature by feature.
+
+    Bags whose lengths are wrong stay in their feature's segment.
+    """
+    blocks = Blocks(layout.strides)
+    numbers = jnp.array(
+        [
+            blocks.firsts,
+            layout.strides,
+            starts_of(layout.strides),
+            layout.length_starts,
+            layout.id_starts,
+            layout.capacities,
+        ],
+        jnp.int32,
+    )
+    launch = functools.partial(blocks.launch, interpret=interpret)
+    totals = None
+    if max(blocks.counts) > 1:
+        output = jax.ShapeDtypeStruct((sum(blocks.counts),), jnp.int32)
+        totals = launch(_sum_lengths, (lengths, numbers), output)
+    output = jax.ShapeDtypeStruct((layout.num_bags,), jnp.int32)
+    return launch(_write_extents, (lengths, numbers, totals), (output, output))
+
+
+def segment_of(index: Int32[Array, "*n"], sizes: Sequence[int]) -> Int32[Array, "*n"]:
+    """Return the segment of each index, given the sizes of segments that follow each other."""
+    if len(set(sizes)) == 1:
+        return jax.lax.div(index, jnp.int32(sizes[0]))
+    # There are two segments at least.
+    past = [(index >= start).astype(jnp.int32) for start in starts_of(sizes)[1:]]
+    return functools.reduce(operator.add, past)
+
+
+def starts_of(sizes: Sequence[int]) -> tuple[int, ...]:
+    """Return the starts of segments that follow each other."""
+    return tuple(np.cumsum((0, *sizes[:-1])).tolist())
+
+
+def bag_rows(
+    bags: Int32[Array, "*n"], features: Int32[Array, "..."], layout: BagLayout
+) -> Int32[Array, "*n"]:
+    """Return the row of the output of each bag, given bags feature by feature.
+
+    ``features`` are the features of the bags, or the one of all.
+    """
+    if not layout.is_interleaved:
+        return bags
+    sample = bags - features * layout.strides[0]
+    return sample * layout.num_features + features
+
+
+def _load_counts(lengths: Any, place: Array, stride: Array, start: Array, capacity: Array) -> Array:
+    """Load the numbers of ids of a feature's bags, none of which has more than the feature can."""
+    counts = pltriton.load(lengths.at[start + place], mask=place < stride, other=0)
+    return jnp.clip(counts, 0, capacity)
+
+
+def _sum_lengths(lengths: Any, numbers: Any, out: Any, *, blocks: Blocks) -> None:
+    """Sum the lengths of a block."""
+    _, first, stride, _, length_start, _, capacity = blocks.here(numbers)
+    counts = _load_counts(lengths, blocks.places(first), stride, length_start, capacity)
+    out[pl.program_id(0)] = jnp.sum(counts, dtype=jnp.int32)
+
+
+def _write_extents(
+    lengths: Any, numbers: Any, totals: Any, starts: Any, ends: Any, *, blocks: Blocks
+) -> None:
+    """Write the extents of a block's bags, given the sums of all blocks' lengths.
+
+    Sums of wrong lengths may wrap around.
+    """
+    _, first, stride, first_bag, length_start, id_start, capacity = blocks.here(numbers)
+    place = blocks.places(first)
+    counts = _load_counts(lengths, place, stride, length_start, capacity)
+    sums = id_start + jnp.cumsum(counts, dtype=jnp.int32)
+    if totals is not None:
+        sums += _sum_before(totals, first, pl.program_id(0))
+    limit = id_start + capacity
+    bag = jnp.where(place < stride, first_bag + place, starts.shape[0])
+    for target, values in ((starts, sums - counts), (ends, sums)):
+        pltriton.store(target.at[bag], jnp.clip(values, id_start, limit), mask=place < stride)
+
+
+def _sum_before(totals: Any, first: Array, end: Array) -> Array:
+    """Return the sum of the totals of blocks from ``first`` to before ``end``."""
+
+    def add(turn: Array, sums: Array) -> Array:
+        block = first + turn * BLOCK.groups + jnp.arange(BLOCK.groups, dtype=jnp.int32)
+        return sums + pltriton.load(totals.at[block], mask=block < end, other=0)
+
+    turns = cdiv(end - first, BLOCK.groups)
+    return jnp.sum(
+        jax.lax.fori_loop(0, turns, add, jnp.zeros(BLOCK.groups, jnp.int32)), dtype=jnp.int32
+    )
