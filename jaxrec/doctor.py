@@ -58,7 +58,7 @@ def run(options: Sequence[str]) -> int:
         choices += [choice for dtype in parsed.dtypes for choice in choose(parsed.dim, dtype)]
     tuning, tuning_problems = read_tuning()
     for title, lines in {
-        f"jaxrec {importlib.metadata.version('jaxrec')}": versions(),
+        f"jaxrec {_version('jaxrec') or 'is not installed'}": versions(),
         "Machine": machine(),
         "Kernels": [line for call, choice in choices for line in describe(call, choice)],
         "Choices of jaxrec tune": [] if tuning is None else list(map(str, tuning.calls)),
@@ -73,12 +73,16 @@ def run(options: Sequence[str]) -> int:
 def versions() -> list[str]:
     """Return the versions of Python and of the packages that computations depend on."""
     lines = [f"Python {platform.python_version()} on {platform.platform()}"]
-    for package in PACKAGES:
-        try:
-            lines.append(f"{package} {importlib.metadata.version(package)}")
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return lines
+    found = {package: _version(package) for package in PACKAGES}
+    return [*lines, *(f"{package} {version}" for package, version in found.items() if version)]
+
+
+def _version(package: str) -> str | None:
+    """Return the version of a package; None: it is not installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def machine() -> list[str]:
@@ -164,6 +168,8 @@ def read_tuning() -> tuple[Tuning | None, list[str]]:
 def problems(choices: Sequence[Choice]) -> list[str]:
     """Return the problems of this machine, wrong or needlessly slow, each with its remedy."""
     found = []
+    if _version("jaxrec") is None:
+        found.append("jaxrec runs from a folder and is not installed: pip install -e FOLDER.")
     is_gpu = bool(trial.cards())
     if not is_gpu and pathlib.Path("/dev/nvidiactl").exists() and jax.default_backend() == "cpu":
         found.append(

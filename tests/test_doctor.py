@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import pathlib
 
 import jax
@@ -32,6 +33,18 @@ def test_a_machine_in_order(capsys):
     assert "row_lookup of quantized int8 rows of 64: cpu\n" in output
     assert "triton" not in output
     assert output.endswith("Nothing to mend.\n")
+
+
+def test_a_package_that_is_not_installed(capsys, monkeypatch):
+    def missing(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", missing)
+    assert main(["doctor", "--dtypes", "float32"]) == 1
+    output = capsys.readouterr().out
+    assert output.startswith("jaxrec is not installed\n")
+    assert "  jax " not in output
+    assert "To mend\n  jaxrec runs from a folder and is not installed: pip install -e" in output
 
 
 def test_a_missing_library(capsys, monkeypatch):

@@ -69,15 +69,14 @@ class Limit:
 LIMITS = (
     # The codes of rows of 64 columns begin at multiples of 4 bytes where a row has 4 more bytes, of
     # 8 where a scale and an offset of 8 bytes follow, and of 16 where codes are all.
-    Limit("pool", "D(64|128) trained int8 ", round_trips=3, before_store=5, load_bytes=8),
-    Limit("pool", "D(64|128) float8 ", round_trips=3, before_store=5, load_bytes=16),
-    Limit("pool", "D(64|128) (int|float8_e)", round_trips=3, before_store=5, load_bytes=4),
+    Limit("pool", "D(64|128|256) trained int8 ", round_trips=3, before_store=5, load_bytes=8),
+    Limit("pool", "D(64|128|256) float8 ", round_trips=3, before_store=5, load_bytes=16),
+    Limit("pool", "D(64|128|256) (int|float8_e)", round_trips=3, before_store=5, load_bytes=4),
     Limit("copy_rows", "D(64|128) trained int8 ", round_trips=2, before_store=2, load_bytes=8),
     Limit("copy_rows", "D(64|128) float8 ", round_trips=2, before_store=2, load_bytes=16),
     Limit("copy_rows", "D(64|128) (int|float8_e)", round_trips=2, before_store=2, load_bytes=4),
-    Limit("pool", "(D64|D128|D256) .* L(1|3)$", round_trips=3, bytes_under_way=24_000),
-    # One warp with five was faster on an H200 than two warps with two; see docs/gpu.md.
-    Limit("pool", "(D64|D128|D256) .* L20$", round_trips=5, bytes_under_way=24_000),
+    # Fewer bytes under way than several rows of a bag at a time have, and faster; see docs/gpu.md.
+    Limit("pool", "(D64|D128|D256) .* L(1|3|20)$", round_trips=3, bytes_under_way=24_000),
     Limit("pool", "", round_trips=9),
     Limit("copy_rows", "", round_trips=2),
     Limit("sum_part", "", round_trips=6),
