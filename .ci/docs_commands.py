@@ -156,8 +156,7 @@ LEFT_OUT = {
     '--num-processes ${#hosts[@]} --process-id $i" &': "needs other hosts",
     f"{RUN_ON_HOSTS} --devices 8 --coordinator host0:8476 --num-processes 4 "
     "--process-id $i": "is one of several processes; tests/train/test_cli.py starts them",
-    "python -m benchmarks.compare --peer-python PATH --rounds 5 --seconds 0.5 --steps 16 "
-    "--batches 2048 8192 16384": PEER,
+    "python -m benchmarks.compare --peer-python PATH --rounds 5 --batches 2048 8192 16384": PEER,
     "python -m benchmarks.compare --peer-python PATH --keras-python PATH --what models": PEER,
     "python -m benchmarks.score --peer-python PATH": PEER,
     "python -m benchmarks.quantized --peer-python PATH --rounds 2 --seconds 1": PEER,
