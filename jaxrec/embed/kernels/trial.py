@@ -58,7 +58,7 @@ class Form:
         optimizer: The row optimizer of an update, with rates that stand for any.
         bounded: Whether the elements of gradients are bounded.
         row_format: Format of packed rows; None: the rows are plain.
-        averaged: Whether bags of some features are averaged, where there are no rows.
+        averaged: Of ``flatten_bags``: whether the bags of some features are averaged.
     """
 
     primitive: str

@@ -39,10 +39,10 @@ class Blocks:
         """Return the number of blocks of each feature."""
         return tuple(-(-size // BLOCK.groups) for size in self.sizes)
 
-    @property
-    def firsts(self) -> tuple[int, ...]:
-        """Return the first block of each feature."""
-        return starts_of(self.counts)
+    def numbers(self, *of_features: Sequence[int]) -> Int32[Array, "numbers features"]:
+        """Return what `here` looks up: numbers of each feature, after those of its blocks."""
+        own = starts_of(self.counts), self.sizes, starts_of(self.sizes)
+        return jnp.array([*own, *of_features], jnp.int32)
 
     def launch(self, kernel: Any, inputs: Any, outputs: Any, *, interpret: bool) -> Any:
         """Run a kernel; see `Tile.launch`."""
@@ -51,10 +51,12 @@ class Blocks:
         return BLOCK.launch(kernel, inputs, outputs, num_groups, interpret=interpret)
 
     def here(self, numbers: Any) -> tuple[Array, ...]:
-        """Return the feature of a program's block, and the feature's column of ``numbers``."""
+        """Return the feature of a program's block, and the feature's `numbers`.
+
+        The first three are the feature's first block, its entries, and how many are before them.
+        """
         feature = segment_of(pl.program_id(0), self.counts)
-        rows = range(numbers.shape[0])
-        return feature, *(numbers[i, feature] for i in rows)
+        return feature, *(numbers[i, feature] for i in range(numbers.shape[0]))
 
     def places(self, first: Array) -> Int32[Array, " block"]:
         """Return the places of the block's entries in their feature, given its first block."""
@@ -70,17 +72,7 @@ def bag_extents(
     Bags whose lengths are wrong stay in their feature's segment.
     """
     blocks = Blocks(layout.strides)
-    numbers = jnp.array(
-        [
-            blocks.firsts,
-            layout.strides,
-            starts_of(layout.strides),
-            layout.length_starts,
-            layout.id_starts,
-            layout.capacities,
-        ],
-        jnp.int32,
-    )
+    numbers = blocks.numbers(layout.length_starts, layout.id_starts, layout.capacities)
     launch = functools.partial(blocks.launch, interpret=interpret)
     totals = None
     if max(blocks.counts) > 1:

@@ -33,19 +33,13 @@ def flatten_bags(
     if 0 in (layout.num_bags, layout.num_positions):
         return reference.flatten_bags(ids, lengths, weights, layout, num_rows)
     blocks = Blocks(layout.capacities)
-    numbers = jnp.array(
-        [
-            blocks.firsts,
-            layout.capacities,
-            starts_of(layout.capacities),
-            layout.id_starts,
-            layout.strides,
-            starts_of(layout.strides),
-            layout.row_offsets,
-            layout.row_counts,
-            layout.means,
-        ],
-        jnp.int32,
+    numbers = blocks.numbers(
+        layout.id_starts,
+        layout.strides,
+        starts_of(layout.strides),
+        layout.row_offsets,
+        layout.row_counts,
+        layout.means,
     )
     integers = jax.ShapeDtypeStruct((layout.num_positions,), jnp.int32)
     dtype = _scale_dtype(weights, layout)
@@ -78,7 +72,7 @@ def _flatten(
     num_rows: int,
 ) -> None:
     """Write the lookups of a block of a feature's positions."""
-    feature, first, capacity, target, id_start, stride, bag_start, offset, count, is_mean = (
+    feature, first, capacity, segment, id_start, stride, bag_start, offset, count, is_mean = (
         blocks.here(numbers)
     )
     place = blocks.places(first)
@@ -95,7 +89,7 @@ def _flatten(
 
     row = pltriton.load(ids.at[position], mask=is_used, other=0)
     row = jnp.where((row >= 0) & (row < count), row + offset, BAD_ROW)
-    target = jnp.where(is_inside, target + place, layout.num_positions)
+    target = jnp.where(is_inside, segment + place, layout.num_positions)
     rows = jnp.where(is_used, row, num_rows)
     pltriton.store(out_rows.at[target], rows, mask=is_inside)
     bags = jnp.where(is_used, bag_rows(bag, feature, layout), 0)

@@ -81,7 +81,7 @@ def test_wrong_lengths_stay_in_their_segment(lengths: list[int]):
 
 
 def test_sums_of_wrong_lengths_that_wrap_around_stay_in_their_segment():
-    """Of two billion positions, as no array has here: the sums of three bags wrap around twice."""
+    """Of two billion positions, as no array has here: each third bag's sum wraps around again."""
     capacity = 2**31 - 100
     made = BagLayout((50,), (capacity,), (0,), (2000,), (0,), (9,), (False,))
     lengths = jnp.full(2000, 2**31 - 1, jnp.int32)
