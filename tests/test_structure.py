@@ -13,7 +13,7 @@ import re
 
 import pytest
 
-from tests.quick import SLOW
+pytestmark = pytest.mark.every_case
 
 ROOT = pathlib.Path(__file__).parents[1]
 
@@ -246,7 +246,6 @@ TESTED_BY = {
         "cli",
     ),
     "train/test_columns": ("train/features",),
-    "train/test_damage": ("checksums",),
     "train/test_evaluation": ("train/routed_calls",),
     "train/test_options": ("train/config",),
     "train/test_trainer": ("train/train_steps",),
@@ -289,7 +288,7 @@ def test_only_modules_without_a_mirror_are_listed():
     assert set(LISTED) - MODULES == set(), "these modules are gone, or have no logic"
 
 
-@pytest.mark.parametrize("path", [*SLOW, *(f"tests/{test}.py" for test in TESTED_BY)])
+@pytest.mark.parametrize("path", [f"tests/{test}.py" for test in TESTED_BY])
 def test_listed_test_files_exist(path):
     assert (ROOT / path).exists()
 

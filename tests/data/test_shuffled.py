@@ -20,6 +20,8 @@ from jaxrec.data import (
 )
 from jaxrec.data.parts import parquet_writer
 
+pytestmark = pytest.mark.every_case
+
 
 def files(directory, sizes=(30, 7, 25), group=10):
     """Files of rows ``0, 1, 2, ...``; the bag of row ``i`` holds ``i % 3`` times ``i``."""
@@ -243,3 +245,22 @@ def test_columns_as_arrays():
         to_numpy(pa.chunked_array([[[1, 2], [3]]]))
     with pytest.raises(DataError, match="1 missing values"):
         to_numpy(pa.chunked_array([[1, None]]))
+
+
+def test_a_window_that_could_not_be_read_is_read_again(tmp_path):
+    groups = files(tmp_path)
+
+    class Busy:
+        sizes, is_busy = groups.sizes, True
+
+        def read(self, group):
+            if self.is_busy:
+                raise OSError("the disk is busy")
+            return groups.read(group)
+
+    busy = Busy()
+    source = BatchSource(busy, 5, xs)
+    with pytest.raises(OSError, match="busy"):
+        source[0]
+    busy.is_busy = False
+    assert source[0].tolist() == [0, 1, 2, 3, 4]

@@ -324,3 +324,21 @@ def test_a_module_that_changes_is_computed_at_once():
 def test_wrong_arguments_are_refused(losses, arrays, samples, message):
     with pytest.raises(ValueError, match=message):
         sum_in_chunks(losses, layer_and_rows()[0], *arrays, samples=samples)
+
+
+@pytest.mark.parametrize("samples", [None, 2, 8])
+def test_outputs_are_not_differentiated(samples):
+    x = np.random.default_rng(0).standard_normal((8, 3), np.float32)
+    layer = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
+
+    def with_scores(layer, x):
+        scores = layer(x)[:, 0]
+        return scores**2, scores
+
+    def loss(layer):
+        total, scores = sum_in_chunks(with_scores, layer, x, samples=samples)
+        return total + scores.sum()
+
+    gradient = nnx.grad(loss)(layer)["kernel"][...]
+    expected = nnx.grad(lambda layer: (layer(x)[:, 0] ** 2).sum())(layer)["kernel"][...]
+    np.testing.assert_allclose(gradient, expected, rtol=1e-4, atol=1e-5)

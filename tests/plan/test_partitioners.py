@@ -45,3 +45,13 @@ def test_balanced_memory_is_no_more_and_costs_at_most_two_percent():
 
     assert bytes(balanced) < bytes(fastest)
     assert balanced.seconds <= 1.02 * fastest.seconds
+
+
+def test_parts_of_a_table_go_to_different_devices_even_if_one_is_busy():
+    types = ["table_wise", "column_wise"]
+    problem = problem_of([(1_000_000, 32, 50), (1000, 64, 1)], each=2, types=types)
+    busy, cut = (
+        next(i for i, option in enumerate(options) if option.sharding_type == kind)
+        for options, kind in zip(problem.options, types, strict=True)
+    )
+    assert sorted(place_fastest(problem, (busy, cut)).choices[1].sites) == [0, 1]

@@ -15,6 +15,8 @@ from jaxrec.embed.kernels import BagLayout, Lookups
 from tests.embed.kernels import oracle
 from tests.embed.kernels.cases import SMALL, Case, case
 
+pytestmark = pytest.mark.jax_version
+
 OPTIMIZERS = {
     "sgd": optim.sgd(0.1),
     "sgd_clip_value": optim.sgd(0.1, clip_value=0.3),
@@ -387,3 +389,28 @@ def test_gradients_in_parts(implementation, dtype):
     expected = kernels.fused_update(*args)
     found = kernels.fused_update(*args, parts_in=8)
     jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+def test_the_norm_of_each_table_is_bounded_by_itself(implementation):
+    """The second table begins with the row that the first one ends before."""
+    gradients = jnp.array([[3.0, 4.0], [0.0, 40.0]])
+    lookups = Lookups(jnp.array([1, 2], jnp.int32), None, None)
+    optimizer = optim.sgd(1.0, clip_norm=1.0)
+    table, _ = kernels.fused_update(
+        jnp.zeros((4, 2)), {}, lookups, gradients, optimizer, jnp.int32(0), (0, 2)
+    )
+    np.testing.assert_allclose(table, [[0, 0], [-0.6, -0.8], [0, -1], [0, 0]], rtol=1e-5)
+
+
+def test_lengths_beyond_the_capacity_end_with_it(implementation):
+    layout = BagLayout((0,), (4,), (0,), (2,), (0,), (5,), (False,))
+    table = jnp.array([[1.0], [10.0], [100.0], [1000.0], [10000.0]])
+    ids, lengths = jnp.array([0, 1, 2, 3, 4, 4], jnp.int32), jnp.array([3, 3], jnp.int32)
+    pooled = kernels.pooled_lookup(table, ids, lengths, None, layout, "float32")
+    assert pooled.tolist() == [[111.0], [1000.0]]
+
+
+def test_runs_of_a_number_of_ids_that_threads_do_not_divide(implementation):
+    rows = np.random.default_rng(0).integers(0, 1000, 20_001).astype(np.int32)
+    runs = kernels.build_runs(jnp.asarray(rows), 1000)
+    np.testing.assert_array_equal(runs.order, np.argsort(rows, kind="stable"))

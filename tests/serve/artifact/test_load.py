@@ -25,6 +25,8 @@ from tests.fuzz import max_examples
 from tests.serve.models import dlrm, features
 from tests.serve.record import DTYPES, RECORDED, make_batch
 
+pytestmark = pytest.mark.jax_version
+
 
 @pytest.fixture
 def recorded(tmp_path) -> pathlib.Path:
@@ -342,3 +344,11 @@ def test_features_of_the_model_alone_are_needed(tmp_path):
     np.testing.assert_array_equal(
         served.predict(features(3))["user"], model(features(3).select(["user"]))["user"]
     )
+
+
+def test_a_file_that_has_grown(recorded):
+    with (recorded / "dense/2.npy").open("ab") as file:
+        file.write(b"\0")
+    for verify in (True, False):
+        with pytest.raises(ArtifactError, match=r"dense/2.npy has .* bytes, but .* were exported"):
+            load(recorded, verify=verify)

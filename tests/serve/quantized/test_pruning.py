@@ -20,6 +20,7 @@ def make_model() -> jaxrec.EmbeddingBagCollection:
     return model
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize(
     ("rule", "kept"),
     [

@@ -356,3 +356,24 @@ def test_a_program_ends_while_a_thread_uses_a_map():
     command = [sys.executable, "-P", "-c", PROGRAM]
     result = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert (result.returncode, result.stdout, result.stderr) == (0, "end\n", "")
+
+
+@pytest.mark.usefixtures("each_implementation")
+def test_a_batch_of_ids_comes_and_goes_as_one():
+    batch, slots = np.arange(20_000), np.arange(20_000, dtype=np.int32)
+    ids, is_over = IdMap(20_000, threads=1), threading.Event()
+
+    def come_and_go():
+        while not is_over.is_set():
+            ids.insert(batch, slots)
+            ids.remove(batch)
+
+    thread = threading.Thread(target=come_and_go)
+    thread.start()
+    try:
+        for _ in range(100):
+            found = ids.find(batch) >= 0
+            assert found.all() or not found.any()
+    finally:
+        is_over.set()
+        thread.join()
