@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator
 
@@ -12,19 +13,16 @@ import jax
 import jaxtyping
 import pytest
 
-from tests import typecheck
-from tests.fuzz import CASES
+from tests import fuzz, typecheck
+from tests.cases import refuse_addresses, runs_all, thin_out
+from tests.pairs import forks, pair  # noqa: F401
 from tests.quick import (
     collect_garbage_rarely,
     compile_quickly,
     cores,
     draw_small_blocks,
     free_programs,
-    name_of_test,
-    refuse_addresses,
-    runs_all,
-    sort_slow_first,
-    thin_out,
+    share_programs,
 )
 
 # An environment that names a platform (JAX_PLATFORMS=cuda) runs the tests there instead.
@@ -33,8 +31,6 @@ if "JAX_PLATFORMS" not in os.environ:
 compile_quickly()
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
-# A program compiled by an earlier run, or by other settings, must not hide what this one compiles.
-jax.config.update("jax_enable_compilation_cache", False)
 
 # Choices of `jaxrec tune` that are kept on this machine must not change what the tests run.
 os.environ["JAXREC_CACHE_DIR"] = os.path.join(tempfile.gettempdir(), "jaxrec-tests")
@@ -43,24 +39,48 @@ typecheck.install(check_all_calls=runs_all())
 draw_small_blocks()
 
 # The first example compiles, and two runs of the suite test the same examples.
-hypothesis.settings.register_profile("jaxrec", deadline=None, derandomize=not CASES)
+hypothesis.settings.register_profile("jaxrec", deadline=None, derandomize=not fuzz.CASES)
 hypothesis.settings.load_profile("jaxrec")
 
 finished_tests = itertools.count(1)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--slow", action="store_true", help="run the tests that are marked slow, too")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if hasattr(config, "workerinput"):
+        directory = config.workerinput["programs"]
+    else:
+        directory = config.stash[PROGRAMS] = tempfile.mkdtemp(prefix="jaxrec-programs-")
+    share_programs(directory)
+
+
+PROGRAMS = pytest.StashKey[str]()  # Directory of the compiled programs of a run.
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node) -> None:
+    node.workerinput["programs"] = node.config.stash[PROGRAMS]
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if PROGRAMS in config.stash:
+        shutil.rmtree(config.stash[PROGRAMS], ignore_errors=True)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     refuse_addresses(items)
-    config.hook.pytest_deselected(items=thin_out(items))
-    sort_slow_first(items)
+    left_out = thin_out(items)
+    if not config.getoption("--slow"):
+        left_out += [item for item in items if item.get_closest_marker("slow")]
+        items[:] = [item for item in items if not item.get_closest_marker("slow")]
+    config.hook.pytest_deselected(items=left_out)
 
 
 def pytest_collection_finish() -> None:
     collect_garbage_rarely()
-
-
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    typecheck.begin_test(name_of_test(item))
 
 
 def pytest_runtest_teardown() -> None:

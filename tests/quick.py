@@ -5,68 +5,11 @@ from __future__ import annotations
 import gc
 import os
 import pathlib
-import re
 import threading
-from collections.abc import Mapping, Sequence
 
 import jax
-import pytest
 from jax._src.interpreters import mlir
-
-from tests import fuzz
-
-# The files whose tests take longest, longest first. The last of them must not begin when the other
-# processes are about to end.
-SLOW = (
-    "tests/train/test_cli.py",
-    "tests/examples/test_examples.py",
-    "tests/nn/test_every_module.py",
-    "tests/test_docstrings.py",
-    "tests/tier/test_processes.py",
-    "tests/train/test_ahead.py",
-    "tests/mesh/test_training.py",
-    "tests/train/test_placed_checkpoints.py",
-    "tests/train/test_checkpoint.py",
-    "tests/test_docs.py",
-    "tests/mesh/test_any_table.py",
-    "tests/tier/test_checkpoints.py",
-    "tests/tier/test_shard.py",
-    "tests/mesh/test_processes.py",
-    "tests/mesh/test_creation.py",
-    "tests/plan/test_planner.py",
-    "tests/train/test_columns.py",
-    "tests/train/test_trainer.py",
-    "tests/mesh/test_selftest.py",
-    "tests/nn/test_multi_tower.py",
-    "tests/examples/test_notebooks.py",
-    "tests/train/test_killed.py",
-    "tests/tier/managed_collision/test_batch_maps.py",
-    "tests/embed/kernels/test_primitives.py",
-    "tests/mesh/test_compiled.py",
-    "tests/embed/test_collection.py",
-    "tests/metrics/test_processes.py",
-)
-
-
-# How many cases of each test with parameters run at most, "all", or nothing: MOST_CASES of each
-# test but those whose cases are all run.
-CASES = os.environ.get("JAXREC_TEST_CASES", "")
-MOST_CASES = 3
-
-# Tests whose cases each say something of their own, as the pages of the docs, recorded data and
-# messages do, or take no time.
-ALL_CASES = re.compile(
-    r"tests/(test_|data/|examples/|ragged/|train/test_(cli|options|damage)|serve/http/|tune/"
-    r"|plan/test_(cli|constraints|load|model_file|rates))|test_golden\.py"
-)
-
-# An address of memory, as the repr of a function ends with one.
-ADDRESS = re.compile(r"(?<![0-9A-Za-z])at[ _]0x[0-9a-f]")
-
-
-def runs_all() -> bool:
-    """Whether nothing is left out: all cases, and all checks of annotations."""
-    return CASES == "all"
+from jaxlib.mlir import ir
 
 
 def draw_small_blocks() -> None:
@@ -84,9 +27,10 @@ def compile_quickly() -> None:
     """Compile with the oldest supported JAX in a third of the time.
 
     XLA makes code for CPUs in its older way, without LLVM's optimizations, and programs of one
-    thread share an MLIR context, as they do in newer versions of JAX; creating one takes half of
-    the time in which a small program is lowered. The newest JAX, whose XLA has only the newer way,
-    tests the very programs that users run.
+    thread share an MLIR context, as they do in newer versions of JAX. Creating one takes half of
+    the time in which a small program is lowered: without this, the tests of tests/optim and two
+    files of tests/embed take 49 s of processor time instead of 38. The newest JAX, whose XLA has
+    only the newer way, tests the very programs that users run.
     """
     if jax.__version_info__ >= (0, 11) or os.environ.get("JAX_PLATFORMS", "cpu") != "cpu":
         return
@@ -100,6 +44,8 @@ def compile_quickly() -> None:
     create_context = mlir.make_ir_context
 
     def make_ir_context():
+        if ir.Context.current is not None:  # A program that another one needs to be lowered.
+            return create_context()
         if not hasattr(shared, "context"):
             shared.context = create_context()
         return shared.context
@@ -107,82 +53,23 @@ def compile_quickly() -> None:
     mlir.make_ir_context = make_ir_context
 
 
-def sort_slow_first(items: list[pytest.Item]) -> None:
-    """Put the tests of the slow files before the others, each file's in the order that it has."""
-    places = {name: place for place, name in enumerate(SLOW)}
-    items.sort(key=lambda item: places.get(item.nodeid.partition("::")[0], len(places)))
+# JAX's settings of a cache of compiled programs that takes the smallest of them, too.
+PROGRAM_CACHE = {
+    "jax_persistent_cache_min_compile_time_secs": 0,
+    "jax_persistent_cache_min_entry_size_bytes": -1,
+    "jax_persistent_cache_enable_xla_caches": "none",
+}
 
 
-def refuse_addresses(items: list[pytest.Item]) -> None:
-    """Refuse tests whose names hold an address of memory, which each process has another of.
+def share_programs(directory: str) -> None:
+    """Keep compiled programs in a directory, for this process and those that it starts.
 
-    The processes of pytest-xdist must find the same tests; they do so by chance where an address is
-    cut, until the first run in which they do not.
-
-    Raises:
-        pytest.UsageError: With the names of such tests.
+    The directory lasts for one run: a program that an earlier run compiled must not hide what this
+    one compiles.
     """
-    names = [item.nodeid for item in items if ADDRESS.search(item.nodeid)]
-    if names:
-        raise pytest.UsageError(
-            f"the names of tests must not hold addresses; give ids= to {', '.join(names)}"
-        )
-
-
-def name_of_test(item: pytest.Item) -> str:
-    """Return the name of a case's test: the file and the function."""
-    return item.nodeid.partition("[")[0]
-
-
-def thin_out(items: list[pytest.Item]) -> list[pytest.Item]:
-    """Leave out the cases of tests that `JAXREC_TEST_CASES` says are too many.
-
-    Returns:
-        What is left out.
-    """
-    if runs_all() or (fuzz.CASES and not CASES):  # a seed of a fuzz test is a case
-        return []
-    cases: dict[str, list[pytest.Item]] = {}
-    for item in items:
-        cases.setdefault(name_of_test(item), []).append(item)
-    kept: set[pytest.Item] = set()
-    for name, of_test in cases.items():
-        if not CASES and ALL_CASES.search(name):
-            kept.update(of_test)
-        elif len(of_test) > 1:
-            values = [item.callspec.indices for item in of_test]
-            kept.update(of_test[place] for place in choose(values, int(CASES or MOST_CASES)))
-        else:
-            kept.update(of_test)
-    left_out = [item for item in items if item not in kept]
-    items[:] = [item for item in items if item in kept]
-    return left_out
-
-
-def choose(cases: Sequence[Mapping[str, int]], most: int) -> list[int]:
-    """Choose cases of a test that have many values of its parameters and are far from each other.
-
-    Args:
-        cases: The places of each case's values among those of each parameter.
-        most: Number of cases that are chosen at most.
-
-    Returns:
-        The places of the chosen cases, the first case among them.
-    """
-    chosen: list[int] = []
-    seen: set[tuple[str, int]] = set()
-
-    def gain(place: int) -> tuple[int, int]:
-        far = min((abs(place - other) for other in chosen), default=0)
-        return len(cases[place].items() - seen), far
-
-    rest = list(range(len(cases)))
-    while rest and len(chosen) < most:
-        best = max(rest, key=gain)  # the first of several
-        chosen.append(best)
-        rest.remove(best)
-        seen.update(cases[best].items())
-    return chosen
+    for name, value in {**PROGRAM_CACHE, "jax_compilation_cache_dir": directory}.items():
+        jax.config.update(name, value)
+        os.environ[name.upper()] = str(value)
 
 
 def collect_garbage_rarely() -> None:

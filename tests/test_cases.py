@@ -7,7 +7,9 @@ import types
 
 import pytest
 
-from tests.quick import choose, refuse_addresses
+from tests.cases import choose, refuse_addresses
+
+pytestmark = pytest.mark.every_case
 
 
 def product(**counts):

@@ -10,6 +10,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from tests.copies import find_copies
 from tests.users_xla import AS_USERS_DO
 
+pytestmark = [pytest.mark.every_case, pytest.mark.jax_version]
+
 ROWS, DIM, DEVICES = 800, 4, 8
 
 both_compilers = pytest.mark.parametrize("options", [AS_USERS_DO, {}], ids=["users", "tests"])

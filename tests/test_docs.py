@@ -12,6 +12,8 @@ import re
 
 import pytest
 
+pytestmark = [pytest.mark.every_case, pytest.mark.jax_version]
+
 ROOT = pathlib.Path(__file__).parents[1]
 PAGES = {
     path.stem: path.read_text()

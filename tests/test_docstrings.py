@@ -10,6 +10,8 @@ import pytest
 
 import jaxrec
 
+pytestmark = pytest.mark.every_case
+
 MODULES = [
     module.name
     for module in pkgutil.walk_packages(jaxrec.__path__, "jaxrec.")

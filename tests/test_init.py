@@ -11,6 +11,8 @@ import pytest
 
 import jaxrec
 
+pytestmark = pytest.mark.jax_version
+
 PACKAGES = {module.name for module in pkgutil.iter_modules(jaxrec.__path__) if module.ispkg}
 
 

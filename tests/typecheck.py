@@ -19,11 +19,10 @@ typechecked = beartype(conf=BeartypeConf(is_pep484_tower=True))
 _jaxtyped = jaxtyping.jaxtyped
 _F = TypeVar("_F", bound=Callable)
 
-# So many calls of a function are checked in each test, all its cases together. To check all calls
-# takes a quarter of the suite's time, most of it for functions that a test calls in a loop.
-_most_calls = 2
-_test = ""
-# Calls in this test by the function's code, which the closures of a function share.
+# So many calls of a function are checked in a session. To check all calls takes a quarter of the
+# suite's time, most of it for functions that tests call in a loop.
+_most_calls = 3
+# Calls in this session by the function's code, which the closures of a function share.
 _calls: dict[CodeType, int] = {}
 
 
@@ -35,14 +34,6 @@ def install(check_all_calls: bool) -> None:
     # The import hook decorates each function and class by it.
     jaxtyping.jaxtyped = lambda *, typechecker: _check_first_calls
     jaxtyping.install_import_hook("jaxrec", f"{__name__}.typechecked")
-
-
-def begin_test(name: str) -> None:
-    """Check the first calls of each function again, unless this is the test that went before."""
-    global _test
-    if name != _test:
-        _test = name
-        _calls.clear()
 
 
 def _check_first_calls(function: _F) -> _F:

@@ -5,6 +5,8 @@ import pytest
 
 from jaxrec.data import Clicks, batches
 
+pytestmark = pytest.mark.every_case
+
 KEYS = ("a", "b")
 
 

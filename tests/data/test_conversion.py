@@ -23,6 +23,8 @@ from jaxrec.data.transforms import CATEGORICAL_NAMES, DENSE_NAMES, log_counts_ab
 from tests import golden
 from tests.data.test_criteo import GOOD, KAGGLE, ROWS, changed, write
 
+pytestmark = pytest.mark.every_case
+
 RAW = Conversion(ids="raw")
 
 

@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from jaxrec.data import Clicks, CriteoFile, DataError, criteo
 from tests import golden
 
+pytestmark = pytest.mark.every_case
+
 KAGGLE = pathlib.Path(golden.__file__).parent / "golden/criteo/kaggle.tsv"
 ROWS = tuple(range(100, 126))
 GOOD = ["1", *["7"] * 13, *["0a"] * 26]

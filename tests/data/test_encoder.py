@@ -25,6 +25,8 @@ from jaxrec.data.encoder import EncodedGroups
 from jaxrec.data.list_lengths import ListLengths
 from jaxrec.ragged import hash_ids
 
+pytestmark = pytest.mark.every_case
+
 SCHEMA = Schema.from_dict(
     {
         "label": "clicked",

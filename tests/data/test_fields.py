@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 
 from jaxrec.data import fields
 
+pytestmark = pytest.mark.every_case
+
 LINE = re.compile(
     rb"([01])" + rb"\t(-?[0-9]{1,11})?" * 13 + rb"\t([0-9a-fA-F]{8})?" * 26 + rb"\n",
 )

@@ -7,6 +7,8 @@ import pytest
 
 from jaxrec.data import DataError, Interactions
 
+pytestmark = pytest.mark.every_case
+
 
 @pytest.fixture(scope="module")
 def generated():

@@ -4,6 +4,8 @@ import pytest
 
 from jaxrec.data import DataError, movielens_movies, movielens_ratings, movielens_users
 
+pytestmark = pytest.mark.every_case
+
 RATINGS = {
     "100K": ("u.data", "196\t242\t3\t881250949\n186\t302\t4\t891717742\n"),
     "1M": ("ratings.dat", "196::242::3::881250949\n186::302::4::891717742\n"),

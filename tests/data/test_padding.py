@@ -10,6 +10,8 @@ import jaxrec
 from jaxrec.data import WeightedBatch, pad_batch
 from jaxrec.data.padding import num_samples
 
+pytestmark = pytest.mark.every_case
+
 BAGS = {"a": [[1], [2, 3], []], "b": [[4, 4], [5, 5], [6, 6]]}
 
 

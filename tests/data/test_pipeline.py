@@ -12,6 +12,8 @@ import pytest
 from jaxrec.data import Pipeline
 from jaxrec.data.pipeline import ordered_map
 
+pytestmark = pytest.mark.every_case
+
 
 def threads():
     return [t for t in threading.enumerate() if t.name == "reader" or t.name.startswith("stage")]

@@ -11,6 +11,8 @@ import pytest
 from jaxrec.data import RandomBatches, Shard
 from jaxrec.ragged import equal, validate
 
+pytestmark = pytest.mark.every_case
+
 KEYS = ("user", "item", "tags")
 BATCHES = RandomBatches(
     KEYS,

@@ -7,6 +7,8 @@ from jaxrec.data import DataError, Schema, SchemaError, read_schema
 from jaxrec.data.column_types import check_columns, infer_schema
 from jaxrec.data.schema import CategoricalColumn, DenseColumn, criteo_schema
 
+pytestmark = pytest.mark.every_case
+
 TEXT = """
 label: clicked
 weight: importance

@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 from jaxrec.data import DataError, ValueCounts, Vocabulary, vocabulary
 from jaxrec.ragged import KeyedJaggedArray
 
+pytestmark = pytest.mark.every_case
+
 STRINGS = st.sampled_from(["", "a", "b", "ab", "ä", "日本", "z"])
 
 

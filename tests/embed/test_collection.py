@@ -19,6 +19,8 @@ from tests import golden
 from tests.embed import oracle
 from tests.embed.test_golden import UNIT_SGD, assert_pooled_case, load_tables
 
+pytestmark = pytest.mark.jax_version
+
 Bag = jaxrec.EmbeddingBagConfig
 
 ROWS = {"f": 13, "g": 7, "h": 5}

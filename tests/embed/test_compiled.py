@@ -13,6 +13,8 @@ import jaxrec
 from tests.copies import find_copies
 from tests.users_xla import AS_USERS_DO
 
+pytestmark = pytest.mark.jax_version
+
 ROWS, DIM, SMALL = 20_011, 8, 100
 
 

@@ -12,6 +12,8 @@ from flax import nnx
 import jaxrec
 from jaxrec.embed import tables
 
+pytestmark = pytest.mark.jax_version
+
 RATE = 0.5
 
 

@@ -12,6 +12,8 @@ from flax import nnx
 import jaxrec
 from tests import golden
 
+pytestmark = [pytest.mark.every_case, pytest.mark.jax_version]
+
 # With this optimizer the change of a table is minus its gradient.
 UNIT_SGD = jaxrec.optim.sgd(1.0)
 

@@ -15,6 +15,8 @@ import jaxrec
 from jaxrec.embed.taps import tapped_modules
 from tests.embed import oracle
 
+pytestmark = pytest.mark.jax_version
+
 ROWS = {"a": 50, "b": 20}
 
 

@@ -16,6 +16,8 @@ import jaxrec
 from jaxrec import optim
 from tests.fuzz import max_examples
 
+pytestmark = pytest.mark.jax_version
+
 ROWS, SAMPLES = 5, 4
 OPTIMIZERS = {
     "rowwise_adagrad": optim.rowwise_adagrad(0.1, weight_decay=0.1, weight_decay_mode="l2"),

@@ -16,6 +16,8 @@ from tests.copies import find_copies
 from tests.embed.placed_tables import CASES, OPTIMIZERS, assert_tables, make_collection
 from tests.users_xla import AS_USERS_DO
 
+pytestmark = pytest.mark.jax_version
+
 
 def make_store(placement, optimizer):
     collection, tables = make_collection(placement, optimizer)

@@ -19,6 +19,8 @@ from tests.embed.placed_tables import CASES, OPTIMIZERS, make_collection
 from tests.fuzz import max_examples
 from tests.users_xla import AS_USERS_DO
 
+pytestmark = pytest.mark.jax_version
+
 
 def make_plain(kind=jaxrec.EmbeddingBagCollection, dtype="float32"):
     config = kind._config("item", 10, 2, dtype=dtype)

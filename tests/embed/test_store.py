@@ -22,6 +22,8 @@ from jaxrec.embed.row_gradients import table_squares as squares_of_tables
 from jaxrec.embed.row_slots import RowSlots
 from jaxrec.optim.hyperparameter import as_step
 
+pytestmark = pytest.mark.jax_version
+
 HOST: dict[int, dict[str, dict[str, np.ndarray]]] = {}
 
 

@@ -20,6 +20,8 @@ from jaxrec.embed.initialize import (
 from jaxrec.embed.layout import MAX_ROWS, layout_tables
 from jaxrec.embed.tables import Tables
 
+pytestmark = pytest.mark.jax_version
+
 Bag = jaxrec.EmbeddingBagConfig
 ADAM = jaxrec.optim.adam()
 SGD = jaxrec.optim.sgd(0.1)

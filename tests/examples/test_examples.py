@@ -13,6 +13,8 @@ import pytest
 from tests.examples import movielens
 from tests.examples.conftest import EXAMPLES
 
+pytestmark = pytest.mark.slow
+
 SEQUENCES = {"sasrec": 6, "bert4rec": 60}  # epochs
 
 

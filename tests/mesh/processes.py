@@ -1,14 +1,11 @@
-"""What each of several processes runs, for test_processes.py.
-
-Usage: python processes.py PORT NUM_PROCESSES PROCESS
-"""
+"""Scenarios that test_processes.py runs in two processes."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
-import sys
-import time
+import signal
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -23,8 +20,6 @@ from jaxrec.mesh import column_wise, data_parallel, dense, row_wise, shard_batch
 from jaxrec.mesh.agree import gather_texts
 from jaxrec.plan import ParameterConstraints, Planner, Topology
 
-PORT, COUNT, PROCESS = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-
 ROWS = {"a": 40, "b": 31, "c": 24, "d": 9}
 PLACEMENTS = {
     "a": row_wise(),
@@ -33,18 +28,28 @@ PLACEMENTS = {
     "d": data_parallel(),
 }
 SAMPLES = 16
-MINE = slice(PROCESS * SAMPLES // COUNT, (PROCESS + 1) * SAMPLES // COUNT)
+
+
+def everywhere():
+    """The mesh of all processes' devices."""
+    return jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
+
+
+def mine():
+    """The samples of this process."""
+    process, count = jax.process_index(), jax.process_count()
+    return slice(process * SAMPLES // count, (process + 1) * SAMPLES // count)
 
 
 class Ranker(nnx.Module):
-    def __init__(self):
+    def __init__(self, names=tuple(ROWS)):
         rngs = nnx.Rngs(0)
         self.embeddings = jaxrec.EmbeddingBagCollection(
-            [jaxrec.EmbeddingBagConfig(name, rows, 4) for name, rows in ROWS.items()],
+            [jaxrec.EmbeddingBagConfig(name, ROWS[name], 4) for name in names],
             optimizer=jaxrec.optim.rowwise_adagrad(0.1),
             rngs=rngs,
         )
-        self.over = nnx.Linear(16, 1, rngs=rngs)
+        self.over = nnx.Linear(4 * len(names), 1, rngs=rngs)
 
     def __call__(self, features):
         return self.over(self.embeddings(features).values)[:, 0]
@@ -82,27 +87,42 @@ def pack(bags, inverse, labels, part=slice(None)):
     return jaxrec.KeyedJaggedArray.from_lists(bags, inverse_indices=inverse), labels[part]
 
 
-def train(mesh):
+def train():
     """A model over all processes' devices follows one on a device of this process alone."""
+    mesh = everywhere()
     alone = Ranker()
     model = jaxrec.shard(Ranker, plan(PLACEMENTS), mesh)
-    optimizers = [jaxrec.Optimizer(each, optax.sgd(0.1)) for each in (alone, model)]
+    optimizers = [jaxrec.Optimizer(each, optax.adam(0.1)) for each in (alone, model)]
     for step in range(3):
         drawn = draw(step, shared=False)
         expected = train_step(alone, optimizers[0], *pack(*drawn))
-        loss = train_step(model, optimizers[1], *shard_batch(pack(*drawn, MINE), mesh))
+        loss = train_step(model, optimizers[1], *shard_batch(pack(*drawn, mine()), mesh))
         np.testing.assert_allclose(loss, expected, rtol=1e-6)
     same_tables(model, alone)
     shared = draw(3, shared=True)
-    expected = nnx.jit(Ranker.__call__)(alone, pack(*shared)[0])[MINE]
-    outputs = nnx.jit(Ranker.__call__)(model, shard_batch(pack(*shared, MINE), mesh)[0])
+    expected = outputs_of(alone, *shared[:2])[mine()]
+    outputs = nnx.jit(Ranker.__call__)(model, shard_batch(pack(*shared, mine()), mesh)[0])
     found = np.concatenate([shard.data for shard in outputs.addressable_shards])
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
-    dense.MIN_SHARDED_SIZE = 16  # the kernel is sharded
+    with mock.patch.object(dense, "MIN_SHARDED_SIZE", 16):  # the kernel is sharded
+        move(model, alone, mesh)
+
+
+def outputs_of(model, bags, inverse):
+    """Outputs of a model on one device for the whole batch, in NumPy and float64."""
+    pooled = []
+    for (key, of_key), bag_of_sample in zip(bags.items(), inverse, strict=True):
+        table = np.asarray(model.embeddings.table(key), np.float64)
+        pooled.append(np.stack([table[bag].sum(axis=0) for bag in of_key])[bag_of_sample])
+    return (np.concatenate(pooled, axis=1) @ model.over.kernel[...] + model.over.bias[...])[:, 0]
+
+
+def move(model, alone, mesh):
+    """A model that moves to other devices goes on as before, with a sharded dense part."""
     anew = plan(dict.fromkeys(ROWS, table_wise(1)))
     moved = jaxrec.shard(alone, anew, mesh, dense="fsdp")
     same_tables(moved, model)
-    drawn = shard_batch(pack(*draw(3, shared=False), MINE), mesh)
+    drawn = shard_batch(pack(*draw(3, shared=False), mine()), mesh)
     losses = [
         train_step(each, jaxrec.Optimizer(each, optax.adam(0.1)), *drawn) for each in (moved, model)
     ]
@@ -112,34 +132,38 @@ def train(mesh):
     whole = jaxrec.shard(moved, anew, mesh).over.kernel.get_raw_value()
     np.testing.assert_allclose(whole, model.over.kernel[...], rtol=1e-5, atol=1e-7)
     jaxrec.shard(moved, anew, mesh, dense="fsdp")
-    # What a process says of its own is refused on all of them.
-    theirs = PLACEMENTS | {"a": table_wise(PROCESS)}
+
+
+def refuse():
+    """What a process says of its own is refused on all of them."""
+    mesh, process = everywhere(), jax.process_index()
+    theirs = PLACEMENTS | {"a": table_wise(process)}
     refused(
         "the plan differs between processes: process 0 has 'a': .*places=.0,.*, process 1 has 'a'",
         lambda: jaxrec.shard(Ranker, plan(theirs), mesh),
     )
-    keys = [f"k{PROCESS}"]
+    keys = [f"k{process}"]
     batch = jaxrec.KeyedJaggedArray.from_lists(dict.fromkeys(keys, [[1]] * 4))
     refused(
         "the batch differs between processes: process 0 has .* keys k0, process 1 has .* keys k1",
         lambda: shard_batch(batch, mesh),
     )
-    return model, optimizers[1]
 
 
-def plan_together(mesh):
+def plan_together():
     """Every process plans with numbers of its own, and all have the plan of process 0."""
+    mesh, process = everywhere(), jax.process_index()
     constraints = {
-        "a": ParameterConstraints(pooling_factors=1 + 100 * PROCESS),
+        "a": ParameterConstraints(pooling_factors=1 + 100 * process),
         "b": ParameterConstraints(placement=column_wise((1, 3))),
     }
-    topology = dataclasses.replace(Topology.from_mesh(mesh), memory=10**9 - PROCESS)
+    topology = dataclasses.replace(Topology.from_mesh(mesh), memory=10**9 - process)
     made = Planner(topology, constraints).plan(Ranker, batch_size=SAMPLES)
     first, *others = gather_texts(made.to_json())
     assert others == [first]
     assert made.context.fields["topology"]["memory"] == 10**9 - 1
     assert made.to_dict()["b"] == column_wise((1, 3))
-    without = dict.fromkeys(ROWS, ParameterConstraints(devices=[PROCESS], storages=["device"]))
+    without = dict.fromkeys(ROWS, ParameterConstraints(devices=[process], storages=["device"]))
     tiny = dataclasses.replace(topology, memory=2048)
     planner = Planner(tiny, without, time_limit=1.0)
     with pytest.raises(jaxrec.plan.PlanError, match="no plan fits 4 devices"):
@@ -148,7 +172,7 @@ def plan_together(mesh):
         "the model to plan differs between processes: process 0 has \"table 't'\": 3 x 4 .* "
         "process 1 has \"table 't'\": 4 x 4",
         lambda: Planner(topology).plan(
-            [jaxrec.EmbeddingBagConfig("t", 3 + PROCESS, 4)], batch_size=SAMPLES
+            [jaxrec.EmbeddingBagConfig("t", 3 + process, 4)], batch_size=SAMPLES
         ),
     )
 
@@ -173,35 +197,17 @@ def refused(message, call):
         call()
 
 
-def die(mesh, model, optimizer):
+def die():
     """Process 1 dies between steps, without a word to the other."""
+    mesh = everywhere()
+    model = jaxrec.shard(lambda: Ranker("a"), plan({"a": row_wise()}), mesh)
+    optimizer = jaxrec.Optimizer(model, optax.sgd(0.1))
+    features, labels = pack(*draw(0, shared=False), mine())
+    batch = shard_batch((features.select(["a"]), labels), mesh)
     for step in range(1000):
-        loss = train_step(model, optimizer, *shard_batch(pack(*draw(0, False), MINE), mesh))
-        loss.block_until_ready()
+        train_step(model, optimizer, *batch).block_until_ready()
         if step == 2:
-            say("stepped")
-            if PROCESS == 1:
-                os.kill(os.getpid(), 9)
-        time.sleep(0.01)
-
-
-def say(what):
-    print(what, flush=True)
-
-
-if __name__ == "__main__":
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", 2)
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.distributed.initialize(
-        f"localhost:{PORT}",
-        num_processes=COUNT,
-        process_id=PROCESS,
-        heartbeat_timeout_seconds=10,
-    )
-    everywhere = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
-    plan_together(everywhere)
-    trained = train(everywhere)
-    say("same values")
-    die(everywhere, *trained)
-    say("went on alone")
+            print("stepped", flush=True)
+            if jax.process_index() == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+    print("went on alone", flush=True)

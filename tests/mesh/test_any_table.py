@@ -20,6 +20,7 @@ from jax.sharding import AxisType
 import jaxrec
 from jaxrec.mesh import column_wise, grid, row_wise, shard_batch, table_column_wise, table_row_wise
 from jaxrec.tier.rows import first_rows
+from tests.mesh.table_steps import train_tables
 
 BATCH = 16
 # Rows and columns of each table, its placement on 2 hosts of 4 devices, and where it moves next.
@@ -94,23 +95,16 @@ def plan(kind, number):
     return jaxrec.plan.ShardingPlan.from_dict(placements)
 
 
-@nnx.jit(donate_argnums=0)
-def train_step(model, batches, number):
-    def loss(model):
-        total = 0.0
-        for features in batches:  # two lookups of the same tables are one update
-            found = model(features)
-            if isinstance(found, dict):
-                total += sum((jnp.tanh(x.values) ** 2).sum() for x in found.values()) / BATCH
-                continue
-            weights = 1 + np.sin(np.arange(found.values.size, dtype=np.float32))
-            weights = weights.reshape(found.values.shape)
-            total += (jnp.tanh(found.values) ** 2 * weights).sum() / BATCH
-        return total
-
-    value, gradients = jaxrec.value_and_grad(loss)(model)
-    model.apply_gradients(gradients.tables[""], number)
-    return value
+def loss(calls):
+    total = 0.0
+    for found in calls:
+        if isinstance(found, dict):
+            total += sum((jnp.tanh(x) ** 2).sum() for x in found.values()) / BATCH
+            continue
+        weights = 1 + np.sin(np.arange(found.values.size, dtype=np.float32))
+        weights = weights.reshape(found.values.shape)
+        total += (jnp.tanh(found.values) ** 2 * weights).sum() / BATCH
+    return total
 
 
 def draw(model, seed):
@@ -129,7 +123,7 @@ def train(model, steps, calls, place=lambda batch: batch):
     losses = []
     for step in steps:
         batches = [place(draw(model, (step, call))) for call in range(calls)]
-        losses.append(float(train_step(model, batches, step)))
+        losses.append(float(train_tables(loss, model, batches, step)))
     return losses, read(model)
 
 

@@ -33,6 +33,8 @@ from jaxrec.mesh.traffic import collectives
 from tests.copies import find_copies
 from tests.users_xla import AS_USERS_DO
 
+pytestmark = pytest.mark.jax_version
+
 ROWS, DIM, DEVICES, BATCH = 4001, 8, 8, 32
 N, BAGS = 64, BATCH // DEVICES  # room for ids of a device's batch, and its bags
 C = math.ceil(1.25 * N / DEVICES)  # room between two devices

@@ -7,6 +7,7 @@ What depends on the real number is tested without tables.
 from __future__ import annotations
 
 import contextlib
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +35,7 @@ from jaxrec.mesh.layout import layout_mesh
 from jaxrec.mesh.shards import MeshShape
 from jaxrec.ragged.wide_ids import WideIds
 from jaxrec.train import checkpoint
+from tests.mesh.table_steps import train_tables
 
 LIMIT, ROWS, BATCH = 60, 203, 16
 KEYS = {"a": 12, "b": ROWS, "c": 12}
@@ -95,22 +97,18 @@ def wide(batch, mesh):
     return shard_batch(batch, mesh, id_bits=64)
 
 
-@nnx.jit(donate_argnums=0)
-def train_step(model, batches, number):
-    def loss(model):
-        total = 0.0
-        for features in batches:  # two lookups of the same tables are one update
-            found = model(features)
-            if isinstance(found, dict):
-                total += sum((jnp.tanh(x.values) ** 2).sum() for x in found.values()) / BATCH
-                continue
-            weights = 1 + np.sin(np.arange(found.values.size, dtype=np.float32))
-            total += (jnp.tanh(found.values) ** 2 * weights.reshape(found.values.shape)).sum()
-        return total
+def loss(calls):
+    total = 0.0
+    for found in calls:
+        if isinstance(found, dict):
+            total += sum((jnp.tanh(x) ** 2).sum() for x in found.values()) / BATCH
+            continue
+        weights = 1 + np.sin(np.arange(found.values.size, dtype=np.float32))
+        total += (jnp.tanh(found.values) ** 2 * weights.reshape(found.values.shape)).sum()
+    return total
 
-    value, gradients = jaxrec.value_and_grad(loss)(model)
-    model.apply_gradients(gradients.tables[""], number)
-    return value
+
+train_step = functools.partial(train_tables, loss)
 
 
 def read(model):

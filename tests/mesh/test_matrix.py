@@ -27,6 +27,7 @@ from jaxrec.mesh import (
     table_row_wise,
     table_wise,
 )
+from tests.mesh.table_steps import train_tables
 
 ROWS, DIM, BATCH = 64, 8, 16
 
@@ -70,21 +71,13 @@ def per_id(optimizer):
 COLLECTIONS = {"pooled": pooled, "per_id": per_id}
 
 
-@nnx.jit(donate_argnums=0)
-def train_step(model, features, number):
-    def loss(model):
-        found = model(features)
-        if isinstance(found, dict):
-            return sum((jax.numpy.tanh(x.values) ** 2).sum() for x in found.values()) / BATCH
-        # No two bags count alike, so that none stands in for another.
-        weights = 1 + np.sin(np.arange(found.values.size, dtype=np.float32))
-        return (
-            jax.numpy.tanh(found.values) ** 2 * weights.reshape(found.values.shape)
-        ).sum() / BATCH
-
-    value, gradients = jaxrec.value_and_grad(loss)(model)
-    model.apply_gradients(gradients.tables[""], number)
-    return value
+def loss(calls):
+    (found,) = calls
+    if isinstance(found, dict):
+        return sum((jax.numpy.tanh(x) ** 2).sum() for x in found.values()) / BATCH
+    # No two bags count alike, so that none stands in for another.
+    weights = 1 + np.sin(np.arange(found.values.size, dtype=np.float32))
+    return (jax.numpy.tanh(found.values) ** 2 * weights.reshape(found.values.shape)).sum() / BATCH
 
 
 def draw(kind, names, seed):
@@ -109,7 +102,8 @@ def train(model, place):
     names = [table.name for table in model.configs]
     losses = []
     for step, kind in enumerate(KINDS):
-        losses.append(float(train_step(model, place(draw(kind, names, step)), step)))
+        batch = place(draw(kind, names, step))
+        losses.append(float(train_tables(loss, model, [batch], step)))
     tables = {name: np.asarray(model.table(name)) for name in names}
     state = {name: jax.tree.map(np.asarray, model.table_state(name)) for name in names}
     return losses, tables, state

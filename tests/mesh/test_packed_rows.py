@@ -25,6 +25,8 @@ from jaxrec.mesh import (
 from jaxrec.plan import Planner, ShardingPlan, TableCache, Topology
 from jaxrec.serve import by_norm, quantize, save_quantized
 
+pytestmark = pytest.mark.jax_version
+
 DIM, BATCH = 8, 16
 WHOLE = {
     "row_wise": row_wise(),

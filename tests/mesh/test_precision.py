@@ -9,9 +9,11 @@ import pytest
 from jax.sharding import AxisType
 
 import jaxrec
-from jaxrec.mesh import Precision, row_wise, shard_batch, table_wise
+from jaxrec.mesh import Precision, row_wise, table_wise
 from jaxrec.mesh.precision import decode, encode
-from tests.mesh.test_training import Ranker, one_device, run
+from tests.mesh.test_training import Ranker, one_device, place_on, run
+
+pytestmark = pytest.mark.jax_version
 
 # Greatest error of an element, over the largest element of its row.
 ERRORS = {"float32": 0, "bfloat16": 2**-8, "float16": 2**-11, "int8": 1 / 255, "float8": 2**-4}
@@ -79,6 +81,6 @@ def test_training(precision):
     mesh = jax.make_mesh((4,), ("data",), devices=jax.devices()[:4], axis_types=(AxisType.Auto,))
     expected, _ = one_device("sgd")
     model = jaxrec.shard(Ranker(jaxrec.optim.sgd(0.1)), plan, mesh, precision=precision)
-    losses = run(model, lambda batch: shard_batch(batch, mesh))
+    losses = run(model, place_on(mesh))
     np.testing.assert_allclose(losses, expected, rtol=0.02)
     assert losses != expected

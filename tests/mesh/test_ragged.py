@@ -17,6 +17,8 @@ import jaxrec
 from jaxrec.mesh import Precision, grid, row_wise, table_row_wise, table_wise
 from jaxrec.train import compile_step
 
+pytestmark = pytest.mark.jax_version
+
 BATCH = 16
 PLACEMENTS = {
     "rows": {"a": row_wise(), "b": table_row_wise(1)},

@@ -7,7 +7,6 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import nnx
 from jax.sharding import AxisType
@@ -26,11 +25,15 @@ from tests.mesh.test_training import (
     BATCHES,
     OPTIMIZERS,
     ROWS,
+    TX,
     Ranker,
     draw_batch,
     one_device,
+    place_on,
     train_step,
 )
+
+pytestmark = pytest.mark.jax_version
 
 PLACEMENTS = {
     "a": row_wise(),
@@ -49,11 +52,9 @@ def test_an_average_after_every_step_trains_as_one():
     mesh = make_mesh()
     plan = jaxrec.plan.ShardingPlan.from_dict(PLACEMENTS | {"d": data_parallel()})
     model = jaxrec.shard(Ranker(OPTIMIZERS["sgd"]), plan, mesh, replica_axis="replica")
-    optimizer = jaxrec.Optimizer(model, optax.sgd(0.1))
-    step = nnx.jit(train_step, donate_argnums=(0, 1))
-    losses = []
+    optimizer, place, losses = jaxrec.Optimizer(model, TX), place_on(mesh), []
     for batch in BATCHES:
-        losses.append(float(step(model, optimizer, *shard_batch(batch, mesh))))
+        losses.append(float(train_step(model, optimizer, *place(batch))))
         average_replicas(model)
     np.testing.assert_allclose(losses, expected, rtol=1e-6)
     for table in ROWS:
@@ -105,7 +106,7 @@ def test_copies_learn_apart_between_averages():
         if number % 2:
             own = np.tile(np.arange(features.batch_size, dtype=np.int32), (len(features.keys), 1))
             features = dataclasses.replace(features, inverse_indices=own)
-        step(model, *shard_batch((features, targets), mesh))
+        step(model, *place_on(mesh)((features, targets)))
         if number % 2:
             average_replicas(model)
     for table in ROWS:

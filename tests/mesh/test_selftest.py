@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
-import socket
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +12,7 @@ from jax.sharding import AxisType
 
 from jaxrec.mesh import selftest
 from jaxrec.mesh.selftest import Options
+from tests.forks import free_port
 
 QUICK = Options(types=("row_wise:pooled",), samples=4, rows=20, steps=2, mebibytes=(1,))
 
@@ -149,35 +146,31 @@ def test_options(fields, message):
         Options(**fields)
 
 
-def test_processes_that_slurm_started():
+def test_processes_that_slurm_started(forks):
     """What JAX looks at is the environment that srun makes."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
     slurm = {
         "SLURM_JOB_ID": "1",
         "SLURM_STEP_NODELIST": "localhost",
         "SLURM_NTASKS": "2",
-        "JAX_COORDINATOR_PORT": str(port),
+        "JAX_COORDINATOR_PORT": str(free_port()),
     }
-    command = [sys.executable, "-P", "-m", "jaxrec.mesh.selftest", "--cpu-devices", "1"]
-    command += ["--types", "row_wise:rows", "--rows", "20", "--samples", "4", "--steps", "1"]
+    options = ["--cpu-devices", "1", "--types", "row_wise:rows", "--rows", "20", "--samples", "4"]
+    options += ["--steps", "1", "--mebibytes", "1"]
     processes = [
-        subprocess.Popen(
-            [*command, "--mebibytes", "1"],
-            env=os.environ | slurm | {"SLURM_PROCID": rank, "SLURM_LOCALID": rank},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
+        forks.run(
+            "jaxrec.mesh.selftest",
+            *options,
+            environ=slurm | {"SLURM_PROCID": rank, "SLURM_LOCALID": rank},
         )
         for rank in "01"
     ]
     try:
-        outputs = [process.communicate(timeout=300) for process in processes]
+        codes = [process.wait(300) for process in processes]
     finally:
         for process in processes:
-            process.kill()
-    assert [process.returncode for process in processes] == [0, 0], outputs
-    assert f"JAX {jax.__version__}; processes: 2, devices: 2" in outputs[0][0]
-    assert "All 1 sharding types give what one device gives." in outputs[0][0]
-    assert "sharding types" not in outputs[1][0]
+            process.stop()
+    first, second = processes
+    assert codes == [0, 0], first.errors + second.errors
+    assert f"JAX {jax.__version__}; processes: 2, devices: 2" in first.output
+    assert "All 1 sharding types give what one device gives." in first.output
+    assert "sharding types" not in second.output

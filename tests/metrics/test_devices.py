@@ -15,6 +15,8 @@ from jaxrec import metrics
 from jaxrec.metrics import MetricGroup, Task, merge_all, merge_over_axis
 from tests.metrics import batches as samples
 
+pytestmark = pytest.mark.jax_version
+
 BATCHES, BATCH, TASKS = 3, 64, 2
 
 GROUP = MetricGroup(

@@ -10,6 +10,8 @@ from jaxrec import metrics
 from jaxrec.metrics import sessions_of
 from tests import golden
 
+pytestmark = [pytest.mark.every_case, pytest.mark.jax_version]
+
 NE = metrics.NormalizedEntropy
 
 # What makes our metric the case's; ``{"tasks": 1}`` options are one metric a task.

@@ -25,7 +25,7 @@ from tests.nn.cases import CASES, FLOAT32_WEIGHTS, KEEPS_FLOAT32, ROWS, Bags, Co
 BATCH, DEVICES = 16, 8
 ONE = {"target"}  # features with exactly one id a sample
 
-pytestmark = pytest.mark.usefixtures("compiled_fast")
+pytestmark = [pytest.mark.usefixtures("compiled_fast"), pytest.mark.jax_version]
 
 EVERY = pytest.mark.parametrize("kind", CASES, ids=lambda kind: kind.__name__)
 

@@ -12,7 +12,11 @@ import jaxrec
 from jaxrec import nn
 from tests import golden
 
-pytestmark = pytest.mark.usefixtures("compiled_fast")
+pytestmark = [
+    pytest.mark.usefixtures("compiled_fast"),
+    pytest.mark.every_case,
+    pytest.mark.jax_version,
+]
 
 CASES = dict(golden.cases("modules"))
 

@@ -11,6 +11,8 @@ from jaxrec.embed.kernels import cpu
 from jaxrec.nn import DotInteraction, pairwise_dots
 from tests.embed.kernels import oracle
 
+pytestmark = pytest.mark.jax_version
+
 
 @jax.jit
 def with_gradient(vectors, cotangent):

@@ -13,6 +13,8 @@ from flax import nnx
 from jaxrec.nn import MLP, LowRankCrossNet, MMoE, Perceptron
 from jaxrec.nn.products import dot_general
 
+pytestmark = pytest.mark.jax_version
+
 SIZES = [(6, 4), (4, 6), (5, 5), (7, 1), (1, 3)]
 
 

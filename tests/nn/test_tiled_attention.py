@@ -15,6 +15,8 @@ from tests.nn.dense_attention import (
     jagged_attention_reference,
 )
 
+pytestmark = pytest.mark.jax_version
+
 HEADS, DIM, VALUE_DIM = 2, 4, 3
 
 # Those of equal numbers of rows and elements, padding included, share a compiled program.

@@ -15,6 +15,8 @@ from jaxrec.embed.kernels import reference
 from jaxrec.embed.kernels.base import BagLayout
 from tests import golden
 
+pytestmark = [pytest.mark.every_case, pytest.mark.jax_version]
+
 CASES = [pytest.param(name, case, id=name) for name, case in golden.cases("optim")]
 
 # Shapes common to all cases, so that few programs are compiled.

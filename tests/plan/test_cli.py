@@ -14,6 +14,8 @@ from jaxrec.plan import Planner, ShardingPlan, Topology, statistics
 from jaxrec.plan.model_file import read_model_file
 from tests.plan.models import MODEL, batch_of
 
+pytestmark = pytest.mark.every_case
+
 
 def run(capsys, *arguments):
     """Exit code, output and errors."""

@@ -6,6 +6,8 @@ import pytest
 
 from jaxrec.plan import ParameterConstraints
 
+pytestmark = pytest.mark.every_case
+
 
 @pytest.mark.parametrize(
     ("constraints", "message"),

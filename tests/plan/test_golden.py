@@ -16,6 +16,8 @@ from jaxrec.plan.options import enumerate_options
 from jaxrec.plan.workload import measure_workloads
 from tests import golden
 
+pytestmark = pytest.mark.every_case
+
 _DTYPES = {"fp32": "float32", "fp16": "float16"}
 _TYPES = ("data_parallel", "table_wise", "row_wise", "column_wise")
 _PER_HOST = ("table_row_wise", "table_column_wise")

@@ -13,6 +13,8 @@ from jaxrec import optim
 from jaxrec.mesh import data_parallel, row_wise, table_wise
 from jaxrec.plan import ParameterConstraints, Planner, ShardingPlan, Topology
 
+pytestmark = pytest.mark.jax_version
+
 DEVICES, BATCH, POOLING = 8, 4096, 8
 
 

@@ -8,6 +8,8 @@ import pytest
 
 from jaxrec.plan.rates import Rate
 
+pytestmark = pytest.mark.every_case
+
 
 @pytest.mark.parametrize("field", ["call", "item", "byte"])
 @pytest.mark.parametrize("value", [-1.0, math.inf, math.nan, "1"])

@@ -13,6 +13,8 @@ from hypothesis import given
 from jaxrec.ragged import KeyedJaggedArray
 from tests.ragged.strategies import nested_batches
 
+pytestmark = pytest.mark.every_case
+
 from_arrow = KeyedJaggedArray.from_arrow
 
 ROWS = [[1, 2], None, [], [3]]

@@ -7,6 +7,8 @@ import pytest
 
 from jaxrec.ragged.bag_layout import bag_ids, bag_starts, spread
 
+pytestmark = pytest.mark.every_case
+
 CASES = {
     "one key": ([2, 0, 3], (3,), (7,)),
     "two keys": ([1, 2, 0, 4], (2, 2), (5, 4)),

@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 
 from jaxrec.ragged import KeyedJaggedArray
 
+pytestmark = pytest.mark.every_case
+
 ROWS = {"a": [[0, 1], [4]], "b": [[], [2, 3]]}
 
 

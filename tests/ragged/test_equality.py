@@ -15,6 +15,8 @@ from hypothesis import strategies as st
 from jaxrec.ragged import JaggedArray, KeyedArray, KeyedJaggedArray, equal
 from tests.ragged.strategies import nested_batches, weights_like
 
+pytestmark = pytest.mark.every_case
+
 LISTS = {"a": [[1, 2], []], "b": [[], [3]]}
 
 

@@ -21,7 +21,7 @@ KEYS = {"keys": ("a", "b"), "capacities": (2, 4), "strides": (2, 2)}
 VALUES = np.array([1, 2, 3, 4, 5, 0], np.int32)
 LENGTHS = np.array([2, 0, 1, 2], np.int32)
 
-pytestmark = pytest.mark.usefixtures("unchecked")
+pytestmark = [pytest.mark.usefixtures("unchecked"), pytest.mark.every_case]
 
 
 @pytest.mark.parametrize("kind", [np.int64, np.uint8, ">i4", object, "list", "jax"], ids=str)

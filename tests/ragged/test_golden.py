@@ -14,6 +14,8 @@ from jaxrec import ragged
 from jaxrec.ragged import JaggedArray, KeyedArray, KeyedJaggedArray
 from tests import golden
 
+pytestmark = [pytest.mark.every_case, pytest.mark.jax_version]
+
 SPARE = 3  # positions of padding behind the values of flat jagged arrays, with NaN in them
 
 

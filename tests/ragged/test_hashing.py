@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 
 from jaxrec.ragged import KeyedJaggedArray, hash_ids
 
+pytestmark = pytest.mark.every_case
+
 SEEDS = st.integers(0, 2**64 - 1)
 
 

@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from jaxrec.ragged import JaggedArray
 from jaxrec.ragged.capacity import capacity_for
 
+pytestmark = pytest.mark.every_case
+
 numbers = st.integers(-(2**31), 2**31 - 1)
 nested = st.lists(st.lists(numbers, max_size=5), max_size=5)
 

@@ -9,6 +9,8 @@ import pytest
 
 from jaxrec.ragged.key_segments import take_segments
 
+pytestmark = pytest.mark.every_case
+
 
 def in_a_loop(array, starts, counts, sizes, fill):
     result = [np.zeros((0, *array.shape[1:]), array.dtype)]

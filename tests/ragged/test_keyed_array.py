@@ -9,6 +9,8 @@ import pytest
 
 from jaxrec.ragged import KeyedArray
 
+pytestmark = pytest.mark.every_case
+
 
 def block(start: int, dim: int, xp=jnp):
     return xp.asarray(np.arange(start, start + 3 * dim, dtype=np.float32).reshape(3, dim))

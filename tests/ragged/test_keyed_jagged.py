@@ -16,6 +16,8 @@ from hypothesis import strategies as st
 from jaxrec.ragged import JaggedArray, KeyedJaggedArray, keyed_jagged_index_select
 from tests.ragged.strategies import nested_batches, weights_like
 
+pytestmark = [pytest.mark.every_case, pytest.mark.jax_version]
+
 ROWS = {"a": [[1, 2], [], [3]], "b": [[4], [5, 6, 7], []], "c": [[], [], [8]]}
 
 ON_HOST_AND_DEVICE = pytest.mark.parametrize(

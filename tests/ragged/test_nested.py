@@ -7,6 +7,8 @@ import pytest
 
 from jaxrec.ragged import KeyedJaggedArray
 
+pytestmark = pytest.mark.every_case
+
 from_lists = KeyedJaggedArray.from_lists
 
 

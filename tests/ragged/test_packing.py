@@ -12,6 +12,8 @@ from hypothesis import given
 from jaxrec.ragged import KeyedJaggedArray
 from tests.ragged.strategies import nested_batches, weights_like
 
+pytestmark = pytest.mark.every_case
+
 from_lists = KeyedJaggedArray.from_lists
 from_dense = KeyedJaggedArray.from_dense
 from_lengths = KeyedJaggedArray.from_lengths

@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 
 from jaxrec.ragged import KeyedJaggedArray, hash_ids, raw_columns
 
+pytestmark = pytest.mark.every_case
+
 # XXH64 of each, as its authors publish them.
 HASHES = {"": 0xEF46DB3751D8E999, "a": 0xD24EC4F1A98C6E5B, "abc": 0x44BC2CF5AD770999}
 EDGES = [-(2**63), -(2**31) - 1, -2, 0, 2**31, 2**53 + 1, 2**63 - 1, 2**63, 2**64 - 2]

@@ -26,6 +26,8 @@ from jaxrec.ragged import (
 from jaxrec.ragged.raw_ids import RawIds, is_raw
 from tests.ragged.strategies import weights_like
 
+pytestmark = pytest.mark.every_case
+
 ROWS = {"a": [[2**40, -7], [], [3]], "b": [[-(2**63)], [5], [2**63 - 1, 0]]}
 REFUSED = "raw 64-bit ids stay on the host, .*jaxrec.tier.ahead.*jaxrec.ragged.hash_ids"
 

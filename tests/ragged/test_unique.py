@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 
 from jaxrec.ragged import KeyedJaggedArray, jagged_unique_indices
 
+pytestmark = pytest.mark.every_case
+
 CAPACITIES = (16, 8, 16)
 small_ids = st.integers(0, 5) | st.sampled_from([2**31 - 1, 7])
 GROUPS = [None, [["a"], ["b"], ["c"]], [["c", "a"], ["b"]], [["b", "a", "c"]]]

@@ -14,6 +14,8 @@ from hypothesis import given, settings
 from jaxrec.ragged import JaggedArray, KeyedJaggedArray, validate
 from tests.ragged.strategies import nested_batches
 
+pytestmark = pytest.mark.every_case
+
 BATCH = jax.device_put(
     KeyedJaggedArray.from_lists(
         {"user": [[7], [8, 9]], "item": [[1, 2], [3]]},

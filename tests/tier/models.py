@@ -43,6 +43,9 @@ class Ranker(nnx.Module):
         return outputs + self.wide(features).values[:, 0]
 
 
+TX = optax.sgd(0.1)  # with one object for all, programs are compiled once
+
+
 @nnx.jit(donate_argnums=(0, 1))
 def train_step(model, optimizer, features, labels):
     def loss_fn(model):
@@ -100,5 +103,5 @@ def set_first_rows(model: nnx.Module, rows: dict[str, dict[int, int]], seed: int
 
 
 def train(model, batches):
-    optimizer = jaxrec.Optimizer(model, optax.sgd(0.1))
+    optimizer = jaxrec.Optimizer(model, TX)
     return [float(train_step(model, optimizer, x, jnp.asarray(y))) for x, y in batches]

@@ -1,13 +1,8 @@
-"""What each of two processes runs, for test_processes.py.
+"""Scenarios that test_processes.py runs in two processes.
 
-Arguments: PORT PROCESS SCENARIO DIRECTORY
-
-Scenarios: "killed" trains all steps, saves in the middle, and kills itself at the end; "resumed"
-restores and trains the steps after the checkpoint. The end of a run is written to the directory.
-"killed" publishes its model, and "resumed" takes it over into a copy.
-After "resumed" one of the processes gets bad batches. Then they continue a run that one process
-restored, continued and saved as "moved", and train a model whose tables a plan keeps off the
-devices.
+`killed` saves in the middle, trains on, and kills itself; `resumed` restores what it saved into its
+stores and trains the steps after the checkpoint. `undisturbed` trains all steps, and publishes its
+model. `moved` continues a run that one process restored, continued and saved.
 """
 
 from __future__ import annotations
@@ -15,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import pathlib
-import sys
+import signal
 
 import jax
 import numpy as np
@@ -41,31 +36,76 @@ from tests.tier import models
 from tests.tier.vocabulary import test_cached
 
 STEPS, SAVED_AFTER, MOVED_AFTER, SAMPLES = 16, 8, 12, 16
+LONG_STEPS = 4
 NAMES = ("item", "query", "item_wide")
 SETTINGS = Dynamic(eviction=farthest(2, lfu()), admit_after=2, unknown=shared(5), counters=1 << 14)
 
 
+def everywhere():
+    """The mesh of both processes' devices."""
+    return jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+
+
 def make_model(mesh, store="memory://"):
+    """A model and its optimizer."""
+
     def made():
         tables = dict.fromkeys(NAMES, dataclasses.replace(SETTINGS, store=store))
         return make(lambda: models.Ranker(215, "adam"), tables)
 
     if mesh is None:
-        return made()
+        model = made()
+        return model, jaxrec.Optimizer(model, optax.adam(1e-2))
     placements = dict.fromkeys((*NAMES, "age"), jaxrec.mesh.row_wise())
     # The columns of a row lie on devices of both processes.
     placements["query"] = jaxrec.mesh.column_wise(devices=(1, 2))
-    return jaxrec.shard(made, jaxrec.plan.ShardingPlan.from_dict(placements), mesh)
+    model = jaxrec.shard(made, ShardingPlan.from_dict(placements), mesh)
+    return model, jaxrec.Optimizer(model, optax.adam(1e-2))
 
 
-def part_of(batch, process: int):
-    """A process's half of a batch; the halves have different numbers of ids."""
+def train(model, optimizer, batches):
+    """Yield the loss of each step after it."""
+    for x, y in ahead(model, batches, look_ahead=2):
+        yield float(models.train_step(model, optimizer, x, y))
+
+
+def draw_batches(draw_ids, id_bits=32):
+    """Batches of two sizes, the first ones longer: the step is compiled once for each size."""
+    rng, batches = np.random.default_rng(0), []
+    for step in range(STEPS):
+        shortest = 2 if step < LONG_STEPS else 0
+        lengths = np.random.default_rng(0).integers(shortest, 4, (3, SAMPLES))
+        data = {
+            key: [draw_ids(rng, length) for length in of_key]
+            for key, of_key in zip(("item", "query", "context"), lengths, strict=True)
+        }
+        data["age"] = [[int(age)] for age in rng.integers(0, 10, SAMPLES)]
+        batches.append((pack(data, id_bits), rng.integers(0, 2, SAMPLES).astype(np.float32)))
+    return batches
+
+
+def pack(data, id_bits):
+    capacities = {key: 3 * len(bags) for key, bags in data.items()}
+    return jaxrec.KeyedJaggedArray.from_lists(data, id_bits=id_bits, capacities=capacities)
+
+
+def all_batches():
+    names = np.random.default_rng(1).integers(-(2**63), 2**63, 450)
+    return draw_batches(lambda rng, length: names[rng.integers(0, 450, length)], id_bits=64)
+
+
+def batches_by_power_law():
+    ids = test_cached.NUM_IDS
+    return draw_batches(lambda rng, length: rng.zipf(1.2, length) % ids * 7919 % ids)
+
+
+def part_of(batch):
+    """This process's half of a batch; the halves have different numbers of ids."""
     features, labels = batch
+    process = jax.process_index()
     half = slice(process * SAMPLES // 2, (process + 1) * SAMPLES // 2)
     data = {key: features[key].to_lists()[half] for key in features.keys}
-    capacities = dict.fromkeys(data, 3 * SAMPLES // 2)
-    packed = jaxrec.KeyedJaggedArray.from_lists(data, id_bits=64, capacities=capacities)
-    return packed, labels[half]
+    return pack(data, id_bits=64), labels[half]
 
 
 def result(model, losses):
@@ -98,20 +138,6 @@ def stored(model):
     return arrays
 
 
-def continue_moved(mesh, process: int, directory: pathlib.Path):
-    """Continue a run that one process continued and saved."""
-    model = make_model(mesh)
-    optimizer = jaxrec.Optimizer(model, optax.adam(1e-2))
-    first = restore(directory / "moved", model, optimizer).batches
-    batches, _ = models.stream(STEPS, 450, samples=SAMPLES)
-    batches = [part_of(batch, process) for batch in batches[first:]]
-    losses = [
-        float(models.train_step(model, optimizer, x, y))
-        for x, y in ahead(model, batches, look_ahead=2)
-    ]
-    return {"losses": np.array(losses), **stored(model)}
-
-
 def changes_of(tracker):
     """Changed ids of each table, and their rows."""
     return {
@@ -121,9 +147,9 @@ def changes_of(tracker):
     }
 
 
-def copied(copy, directory):
-    """Rows of a copy by the ids that the killed run had at its end, and their state."""
-    end, arrays = np.load(directory / "killed0.npz"), {}
+def copied(copy, end):
+    """Rows of a copy by the ids that a run had at its end, and their state."""
+    arrays = {}
     for name in NAMES:
         collection = copy.wide if name == "item_wide" else copy.embeddings
         ids = end[f"{name}.ids"]
@@ -133,11 +159,65 @@ def copied(copy, directory):
     return arrays
 
 
-def bad_batches(mesh, process: int):
+def killed(directory: pathlib.Path):
+    """Rows are written to the stores after the checkpoint, too."""
+    model, optimizer = make_model(everywhere(), f"file://{directory}/stores/{{table}}")
+    for step, _ in enumerate(train(model, optimizer, map(part_of, all_batches())), 1):
+        if step == SAVED_AFTER:
+            with CheckpointManager(directory / "saved") as manager:
+                manager.save(model, optimizer, batches=step)
+            written = records_written(model)
+    assert records_written(model) > written
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def records_written(model):
+    return sum(each["written"] for each in tier_of(model).statistics().values())
+
+
+def undisturbed(directory: pathlib.Path):
+    """Train all steps, and publish the model in the middle and at the end."""
+    mesh = everywhere()
+    model, optimizer = make_model(mesh, f"file://{directory}/other_stores/{{table}}")
+    tracker = ChangeTracker(model, ["publisher", "copies"])
+    versions = {"tracker": tracker, "consumer": "copies", "with_state": True, "full_every": 9}
+    losses = []
+    for loss in train(model, optimizer, map(part_of, all_batches())):
+        losses.append(loss)
+        if len(losses) == SAVED_AFTER:
+            publish(model, directory / "versions", **versions)
+    assert not publish(model, directory / "versions", **versions).is_full
+    end = result(model, losses)
+    copy, _ = make_model(mesh)
+    Subscriber(copy, directory / "versions", with_state=True).update()
+    return {
+        "end": end,
+        "stored": stored(model),
+        "changes": changes_of(tracker),
+        "copies": copied(copy, end),
+    }
+
+
+def resumed(directory: pathlib.Path):
+    """Restore what the killed run saved, with its stores, and train the other steps."""
+    model, optimizer = make_model(everywhere(), f"file://{directory}/stores/{{table}}")
+    first = restore(directory / "saved", model, optimizer).batches
+    losses = list(train(model, optimizer, map(part_of, all_batches()[first:])))
+    return {"end": result(model, losses), "stored": stored(model)}
+
+
+def moved(directory: pathlib.Path):
+    model, optimizer = make_model(everywhere())
+    first = restore(directory / "moved", model, optimizer).batches
+    losses = list(train(model, optimizer, map(part_of, all_batches()[first:])))
+    return {"losses": np.array(losses), **stored(model)}
+
+
+def bad_batches():
     """Texts of the errors of batches that one process cannot read, and of the batches given."""
-    texts, given = [], 0
-    model = make_model(mesh)
-    good = part_of(models.stream(1, 450, samples=SAMPLES)[0][0], process)
+    texts, given, process = [], 0, jax.process_index()
+    model, _ = make_model(everywhere())
+    good = part_of(all_batches()[0])
 
     def failing():
         yield good
@@ -152,11 +232,12 @@ def bad_batches(mesh, process: int):
                 given += 1
         except Exception as error:
             texts.append(f"{type(error).__name__}: {error}")
-    return {"texts": np.array(texts), "given": np.array(given)}
+    return {"texts": texts, "given": given}
 
 
-def train_planned(mesh, process: int, directory: pathlib.Path):
+def planned(directory: pathlib.Path):
     """Train by a plan that keeps tables in host memory and in files."""
+    mesh = everywhere()
 
     def make_whole_model():
         return models.Ranker(test_cached.NUM_IDS, "rowwise_adagrad")
@@ -182,52 +263,9 @@ def train_planned(mesh, process: int, directory: pathlib.Path):
     plan = planner.plan(make_whole_model, batch_size=SAMPLES)
     plan = ShardingPlan.from_json(plan.to_json())
     model = jaxrec.shard(make_whole_model, plan, mesh)
-    batches = [part_of(batch, process) for batch in test_cached.make_stream(STEPS, SAMPLES)]
+    batches = map(part_of, batches_by_power_law())
     losses = models.train(model, ahead(model, batches, look_ahead=2))
     evicted = {name: each["evicted"] for name, each in tier_of(model).statistics().items()}
     ids = np.arange(test_cached.NUM_IDS)
     rows = {name: model.embeddings.rows(name, ids) for name in ("item", "query")}
     return {"losses": np.array(losses), "evicted": np.array(sorted(evicted.values())), **rows}
-
-
-def main():
-    port, process, scenario, directory = sys.argv[1:]
-    directory, process = pathlib.Path(directory), int(process)
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", 2)
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.distributed.initialize(
-        f"localhost:{port}", num_processes=2, process_id=process, heartbeat_timeout_seconds=100
-    )
-    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
-    batches, _ = models.stream(STEPS, 450, samples=SAMPLES)
-    batches = [part_of(batch, process) for batch in batches]
-    # Both runs have the same stores, with rows of the killed run that were written after the save.
-    model = make_model(mesh, f"file://{directory}/stores/{{table}}")
-    optimizer = jaxrec.Optimizer(model, optax.adam(1e-2))
-    if scenario == "resumed":
-        batches = batches[restore(directory / "saved", model, optimizer).batches :]
-    tracker = ChangeTracker(model, ["publisher", "copies"])
-    versions = {"tracker": tracker, "consumer": "copies", "with_state": True, "full_every": 9}
-    losses = []
-    for number, (x, y) in enumerate(ahead(model, batches, look_ahead=2), 1):
-        losses.append(float(models.train_step(model, optimizer, x, y)))
-        if scenario == "killed" and number == SAVED_AFTER:
-            with CheckpointManager(directory / "saved") as manager:
-                manager.save(model, optimizer, batches=number)
-            publish(model, directory / "versions", **versions)
-    if scenario == "killed":
-        assert not publish(model, directory / "versions", **versions).is_full
-    else:
-        copy = make_model(mesh)
-        Subscriber(copy, directory / "versions", with_state=True).update()
-        np.savez(directory / f"copies{process}.npz", **copied(copy, directory))
-    np.savez(directory / f"{scenario}_changes{process}.npz", **changes_of(tracker))
-    np.savez(directory / f"{scenario}{process}.npz", **result(model, losses))
-    np.savez(directory / f"{scenario}_stored{process}.npz", **stored(model))
-    if scenario == "resumed":
-        np.savez(directory / f"bad{process}.npz", **bad_batches(mesh, process))
-        np.savez(directory / f"moved{process}.npz", **continue_moved(mesh, process, directory))
-        np.savez(directory / f"planned{process}.npz", **train_planned(mesh, process, directory))
-    if scenario == "killed":
-        os.kill(os.getpid(), 9)

@@ -14,11 +14,14 @@ from jaxrec.tier.tier import tier_of
 from jaxrec.train.checkpoint import CheckpointError, restore, save
 from tests.tier import models
 
+pytestmark = pytest.mark.jax_version
+
 SETTINGS = {
     "plain": Dynamic(eviction=lfu(), admit_after=2, unknown=shared(5)),
     "store": Dynamic(store="memory://"),
 }
 NAMES = ("item", "query", "item_wide")
+TX = optax.adam(1e-2)  # with one object for all, programs are compiled once
 
 
 def make_model(settings: Dynamic, rows: int = 120, devices: int = 1):
@@ -60,11 +63,11 @@ def steps(model, optimizer, batches):
 
 
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
-@pytest.mark.parametrize(("before", "after"), [(1, 1), (8, 2), (1, 4)])
+@pytest.mark.parametrize(("before", "after"), [(1, 1), (8, 4), (1, 4)])
 def test_a_restored_run_goes_on_as_if_undisturbed(tmp_path, settings, before, after):
     batches, _ = models.stream(24, 400, samples=8)
     model = make_model(settings, devices=before)
-    optimizer = jaxrec.Optimizer(model, optax.adam(1e-2))
+    optimizer = jaxrec.Optimizer(model, TX)
     losses = []
     # It is saved while batches are planned ahead.
     for number, (x, y) in enumerate(ahead(model, batches, look_ahead=2), 1):
@@ -73,7 +76,7 @@ def test_a_restored_run_goes_on_as_if_undisturbed(tmp_path, settings, before, af
             save(tmp_path, model, optimizer, batches=number)
 
     other = make_model(settings, devices=after)
-    other_optimizer = jaxrec.Optimizer(other, optax.adam(1e-2))
+    other_optimizer = jaxrec.Optimizer(other, TX)
     restore(tmp_path, other, other_optimizer)
     again = steps(other, other_optimizer, batches[12:])
     rtol = 0.0 if before == after else 1e-5
@@ -87,14 +90,14 @@ def test_another_number_of_rows(tmp_path, rows):
     settings = Dynamic(eviction=lfu())
     batches, _ = models.stream(12, 400, samples=8)
     model = make_model(settings)
-    optimizer = jaxrec.Optimizer(model, optax.adam(1e-2))
+    optimizer = jaxrec.Optimizer(model, TX)
     steps(model, optimizer, batches)
     save(tmp_path, model, optimizer)
 
     other = make_model(settings, rows)
     with pytest.raises(CheckpointError, match="resized=True"):
         restore(tmp_path, other)
-    restore(tmp_path, other, jaxrec.Optimizer(other, optax.adam(1e-2)), resized=True)
+    restore(tmp_path, other, jaxrec.Optimizer(other, TX), resized=True)
     for name in NAMES:
         saved, loaded = rows_by_id(model, name), rows_by_id(other, name)
         assert len(loaded) == min(len(saved), rows - 1)
@@ -111,12 +114,12 @@ def test_another_number_of_rows(tmp_path, rows):
     gone = counts["saved"].keys() - counts["loaded"].keys()
     assert max((counts["saved"][i] for i in gone), default=0) <= min(counts["loaded"].values())
     few = models.stream(4, 30, samples=8, seed=1)[0]
-    assert np.isfinite(steps(other, jaxrec.Optimizer(other, optax.adam(1e-2)), few)).all()
+    assert np.isfinite(steps(other, jaxrec.Optimizer(other, TX), few)).all()
 
 
 def test_other_models_stay_as_they_are(tmp_path):
     model = make_model(SETTINGS["store"])
-    optimizer = jaxrec.Optimizer(model, optax.adam(1e-2))
+    optimizer = jaxrec.Optimizer(model, TX)
     steps(model, optimizer, models.stream(3, 100, samples=8)[0])
     save(tmp_path, model, optimizer)
     plain = models.Ranker(120, "adam")
@@ -126,6 +129,6 @@ def test_other_models_stay_as_they_are(tmp_path):
 
 def test_a_plain_checkpoint_has_no_vocabularies(tmp_path):
     plain = models.Ranker(120, "adam")
-    save(tmp_path, plain, jaxrec.Optimizer(plain, optax.adam(1e-2)))
+    save(tmp_path, plain, jaxrec.Optimizer(plain, TX))
     with pytest.raises(CheckpointError, match="lacks the model's vocabularies"):
         restore(tmp_path, make_model(SETTINGS["store"]))

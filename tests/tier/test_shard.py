@@ -25,6 +25,8 @@ from tests.tier.vocabulary.test_cached import (
     make_whole,
 )
 
+pytestmark = pytest.mark.jax_version
+
 SAMPLES = 8
 
 

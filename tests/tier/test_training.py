@@ -15,6 +15,8 @@ from jaxrec.tier import Dynamic, ahead, default_row, make, zeros
 from jaxrec.tier.tier import tier_of
 from tests.tier import models
 
+pytestmark = pytest.mark.jax_version
+
 NAMES = ("item", "query", "item_wide")
 
 

@@ -21,6 +21,8 @@ from jaxrec.train.checkpoint import CheckpointError, CheckpointManager, Checkpoi
 from jaxrec.train.checkpoint.files import UNFINISHED
 from jaxrec.train.checkpoint.preservation import PreservationPolicy
 
+pytestmark = pytest.mark.jax_version
+
 
 class Model(nnx.Module):
     def __init__(self, *, seed=0, order=("a", "b", "c"), width=3, optimizer=None):

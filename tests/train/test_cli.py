@@ -6,10 +6,8 @@ import contextlib
 import importlib
 import io
 import json
-import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -25,6 +23,9 @@ from jaxrec.train import checkpoint, load_model
 from jaxrec.train.config import DataConfig, TrainConfig
 from jaxrec.train.options import write_options
 from tests.data.test_criteo import GOOD, KAGGLE, changed, write
+from tests.forks import free_port
+
+pytestmark = pytest.mark.every_case
 
 # Tables of one size, so that little compiles.
 SMALL = [
@@ -143,16 +144,16 @@ LONG = [*SMALL, "--data.epochs=12", "--checkpoint.every=10"]
 
 
 @pytest.fixture(scope="module")
-def never_killed(tmp_path_factory):
+def never_killed(tmp_path_factory, forks):
     # In a process of its own, as those that are killed: this one has eight devices, and a model on
     # one of several rounds otherwise.
     directory = tmp_path_factory.mktemp("never")
-    done = run("train", *LONG, "--output=model", cwd=directory)
-    assert done.returncode == 0, done.stderr
+    run = forks.run("jaxrec", "train", *LONG, f"--output={directory / 'model'}")
+    assert run.wait(300) == 0, run.errors
     return load_model(directory / "model")
 
 
-def test_killed_and_resumed_ends_with_the_same_bits(tmp_path, never_killed):
+def test_killed_and_resumed_ends_with_the_same_bits(tmp_path, never_killed, forks):
     """Killed before the first checkpoint, within one, and between two, one after the other."""
     output = tmp_path / "model"
     moments = [before_the_first, in_a_checkpoint, between]
@@ -160,15 +161,12 @@ def test_killed_and_resumed_ends_with_the_same_bits(tmp_path, never_killed):
     while True:
         has_options = (output / "config.yaml").exists()
         options = ["--resume", output] if has_options else [*LONG, "--output", output]
-        command = [*PROGRAM, "train", *map(str, options)]
-        with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as run:
-            while run.poll() is None and not (moments and moments[0](output)):
-                time.sleep(0.0005)
-            run.kill()
-            _, errors = run.communicate()
-        if run.returncode == 0:
+        run = forks.run("jaxrec", "train", *options)
+        while run.poll() is None and not (moments and moments[0](output)):
+            time.sleep(0.0005)
+        if run.stop() == 0:
             break
-        assert run.returncode == -signal.SIGKILL, errors
+        assert run.code == -signal.SIGKILL, run.errors
         assert time.monotonic() - begun < 300
         moments.pop(0)
     # None has come too late for its moment.
@@ -192,17 +190,14 @@ def between(output):
     return any(path.name.isdecimal() and int(path.name) >= 50 for path in output.glob("*"))
 
 
-def test_two_processes_are_stopped_and_one_goes_on(tmp_path, never_killed, capsys):
+def test_two_processes_are_stopped_and_one_goes_on(tmp_path, never_killed, forks, capsys):
     """They train on the batches of one, stop together when one is told to, and one speaks."""
     output = tmp_path / "model"
     job = [f"--coordinator=localhost:{free_port()}", "--num-processes=2"]
+    options = ["train", *LONG, f"--output={output}", *job]
     running = [
-        subprocess.Popen(
-            [*PROGRAM, "train", *LONG, f"--output={output}", *job, f"--process-id={process}"],
-            env=os.environ | {"JAX_PLATFORMS": "cpu"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
+        forks.run(
+            "jaxrec", *options, f"--process-id={process}", environ={"JAX_PLATFORMS": "cpu"}
         )
         for process in range(2)
     ]
@@ -210,24 +205,18 @@ def test_two_processes_are_stopped_and_one_goes_on(tmp_path, never_killed, capsy
         while not list(output.glob("[0-9]*")) and all(x.poll() is None for x in running):
             time.sleep(0.005)
         running[1].send_signal(signal.SIGTERM)
-        (first, errors), (second, others) = (x.communicate(timeout=300) for x in running)
+        codes = [process.wait(300) for process in running]
     finally:
         for process in running:
-            process.kill()
-    assert [process.returncode for process in running] == [143, 143], errors + others
-    assert "stopped by SIGTERM after step" in first
-    assert [line for line in second.splitlines() if "[Gloo]" not in line] == []
+            process.stop()
+    assert codes == [143, 143], [process.errors for process in running]
+    assert "stopped by SIGTERM after step" in running[0].output
+    assert [line for line in running[1].output.splitlines() if "[Gloo]" not in line] == []
     assert main(["train", "--resume", str(output)]) == 0
     assert "of them made before" in capsys.readouterr().out
     for name in ("cat_0", "cat_9"):
         got = load_model(output).embeddings.table(name)
         np.testing.assert_allclose(got, never_killed.embeddings.table(name), atol=1e-6, rtol=1e-5)
-
-
-def free_port():
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        return free.getsockname()[1]
 
 
 def test_devices_and_one_device_agree(trained, tmp_path, capsys):

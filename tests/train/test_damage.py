@@ -24,6 +24,8 @@ from jaxrec.train.checkpoint.checksums import CHECKSUMS_FILE
 from tests.fuzz import max_examples
 from tests.train.test_checkpoint import contents, make
 
+pytestmark = pytest.mark.jax_version
+
 STATE = {"sum": jnp.arange(3.0)}
 
 

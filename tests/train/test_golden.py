@@ -19,6 +19,8 @@ from jaxrec.ragged import jagged_to_padded_dense
 from jaxrec.train import compile_step
 from tests import golden
 
+pytestmark = [pytest.mark.every_case, pytest.mark.jax_version]
+
 CASES = dict(golden.cases("train"))
 
 

@@ -7,7 +7,6 @@ import io
 import json
 import re
 import signal
-import subprocess
 import time
 
 import numpy as np
@@ -24,7 +23,6 @@ from jaxrec.train import load_model, progress
 from jaxrec.train.features import FEATURES_DIRECTORY, learn_features
 from jaxrec.train.model import predict
 from jaxrec.train.options import parse_options
-from tests.train.test_cli import PROGRAM
 from tests.train.vocabulary_runs import LAYERS, assert_same, history, rows_by_id
 
 ROWS = 400
@@ -218,21 +216,20 @@ def test_ids_that_are_rare_get_no_row(items, tmp_path):
     assert history(tmp_path / "model")[-1]["vocabulary/item/refused"] > 0
 
 
-def test_killed_and_resumed_ends_with_the_same_bits(items, tmp_path):
+def test_killed_and_resumed_ends_with_the_same_bits(items, tmp_path, forks):
     """Ids lose their rows and come back, before and after."""
     # All in processes of one device: this one has eight, and rounds otherwise.
     options = [*items[1], *TIGHT, "--vocabulary.store=memory://", "--checkpoint.every=20"]
     never, output = tmp_path / "never", tmp_path / "model"
-    subprocess.run([*PROGRAM, "train", *options, f"--output={never}"], check=True, timeout=300)
+    whole = forks.run("jaxrec", "train", *options, f"--output={never}")
+    assert whole.wait(300) == 0, whole.errors
     assert history(never)[-1]["vocabulary/item/evicted"] > 200
-    command = [*PROGRAM, "train", *options, f"--output={output}"]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as run:
-        while run.poll() is None and not (output / "40").exists():
-            time.sleep(0.001)
-        run.kill()
-        _, errors = run.communicate()
-    assert run.returncode == -signal.SIGKILL, errors
-    subprocess.run([*PROGRAM, "train", f"--resume={output}"], check=True, timeout=300)
+    killed = forks.run("jaxrec", "train", *options, f"--output={output}")
+    while killed.poll() is None and not (output / "40").exists():
+        time.sleep(0.001)
+    assert killed.stop() == -signal.SIGKILL, killed.errors
+    resumed = forks.run("jaxrec", "train", f"--resume={output}")
+    assert resumed.wait(300) == 0, resumed.errors
     assert_same(load_model(output), load_model(never), ("item",), rtol=0, atol=0)
 
 

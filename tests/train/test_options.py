@@ -9,6 +9,8 @@ from jaxrec.arguments import ConfigError
 from jaxrec.train.config import TrainConfig
 from jaxrec.train.options import load_config, parse_options, write_options
 
+pytestmark = pytest.mark.every_case
+
 YAML = """
 data:
   batch-size: 64

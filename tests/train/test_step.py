@@ -10,6 +10,8 @@ from flax import nnx
 import jaxrec
 from jaxrec.train import compile_step
 
+pytestmark = pytest.mark.jax_version
+
 
 class Ranker(nnx.Module):
     def __init__(self):

@@ -17,6 +17,8 @@ from jaxrec.plan import ParameterConstraints
 from jaxrec.ragged import KeyedJaggedArray
 from jaxrec.tune.calls import Batch, calls_of
 
+pytestmark = pytest.mark.every_case
+
 RULE = optim.rowwise_adagrad(0.1)
 BAGS = [
     EmbeddingBagConfig("a", 50, 8, feature_names=["a1", "a2"], optimizer=RULE),

@@ -19,6 +19,8 @@ from jaxrec.embed.kernels.tuning import Tuning, kept_for
 from jaxrec.tune.stopwatch import Stopwatch, Timing
 from tests.tune.fakes import FAKE, REFERENCE
 
+pytestmark = pytest.mark.every_case
+
 MODEL = """
 batch_size: 12
 optimizer: {name: sgd, learning_rate: 0.1}

@@ -12,6 +12,8 @@ from jaxrec.tune.search import choose, default_for, fastest, implementations_for
 from jaxrec.tune.stopwatch import Timing
 from tests.tune.fakes import FAKE, REFERENCE
 
+pytestmark = pytest.mark.every_case
+
 TABLE = EmbeddingConfig("rows", 30, 4, optimizer=optim.sgd(0.1))
 COPY, _ = calls_of([TABLE], {"rows": ParameterConstraints()}, Batch(6))
 BOTH = [FAKE, REFERENCE]

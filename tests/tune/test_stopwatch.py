@@ -11,6 +11,8 @@ from jaxrec.tune.calls import Batch, calls_of
 from jaxrec.tune.stopwatch import ROUNDS, Stopwatch
 from tests.tune.fakes import FAKE, REFERENCE, FakeClock
 
+pytestmark = pytest.mark.every_case
+
 TABLES = [
     EmbeddingBagConfig("bags", 30, 4, optimizer=optim.adagrad(0.1)),
     EmbeddingConfig("rows", 30, 4, optimizer=optim.sgd(0.1)),

@@ -13,6 +13,8 @@ from jaxrec import optim
 from jaxrec.embed import kernels
 from jaxrec.embed.kernels import cpu, dispatch, reference, triton
 
+pytestmark = pytest.mark.jax_version
+
 ROWS = jnp.array([3, 1, 3], jnp.int32)
 
 

@@ -16,6 +16,8 @@ from tests.embed.kernels import oracle
 from tests.embed.kernels.cases import SMALL, Case, case
 from tests.embed.kernels.gpu_cases import lowered_for_cuda
 
+pytestmark = pytest.mark.jax_version
+
 IMPLEMENTATIONS = ("reference", "cpu-avx512", "cpu-avx2", "cpu-portable")
 every_implementation = pytest.mark.parametrize(
     "implementation", [*IMPLEMENTATIONS, "triton"], indirect=True

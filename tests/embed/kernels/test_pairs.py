@@ -9,6 +9,8 @@ from jaxrec.embed import kernels
 from jaxrec.embed.kernels.pairs import check_vectors
 from tests.embed.kernels import oracle
 
+pytestmark = pytest.mark.jax_version
+
 SHAPES = {
     "dlrm": (5, 27, 16),
     "no_samples": (0, 3, 4),

@@ -10,6 +10,8 @@ from hypothesis.extra.numpy import arrays
 
 from jaxrec.embed.kernels.rounding import round_rows
 
+pytestmark = pytest.mark.jax_version
+
 DTYPES = pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=["bfloat16", "float16"])
 
 # Normal numbers, float16's subnormals (below 6.1e-5) and numbers below its smallest (6.0e-8), and

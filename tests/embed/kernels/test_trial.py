@@ -22,6 +22,8 @@ from jaxrec.embed.kernels import dispatch, reference, trial, triton
 from jaxrec.embed.kernels.trial import Form, Trials, compare
 from jaxrec.embed.kernels.triton.readers import reader_of
 
+pytestmark = pytest.mark.jax_version
+
 COPY = Form("row_lookup", "float32", 16)
 RULES = {
     "sgd": optim.sgd(0.01),

@@ -20,6 +20,8 @@ from jaxrec.optim.hyperparameter import UpdateStep
 from jaxrec.ragged import KeyedJaggedArray
 from tests.embed.kernels.gpu_cases import Batch, lowered_for_cuda, triton_kernels
 
+pytestmark = pytest.mark.jax_version
+
 BATCHES = {
     "dim_1_weighted": Batch(1, ((4, 1), (0, 2)), weighted=True),
     "short_bags": Batch(16, ((1, 1, 0, 1, 1, 1, 2), (1, 0, 1, 1, 1, 1, 1)), outside=True),

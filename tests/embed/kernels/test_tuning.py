@@ -19,6 +19,8 @@ from jaxrec.embed.kernels import dispatch, reference, trial, triton, tuning
 from jaxrec.embed.kernels.trial import Form, compare
 from jaxrec.embed.kernels.tuning import SIZE_RATIO, TunedCall, Tuning, kept_for
 
+pytestmark = pytest.mark.jax_version
+
 TABLE, ROWS = jnp.arange(64.0).reshape(32, 2), jnp.arange(16, dtype=jnp.int32)
 FORM = str(Form("row_lookup", "float32", 2))
 CALL = TunedCall(FORM, 16, 16, "made_up", {"width": 3}, 1.0, "reference", 2.0)

@@ -18,6 +18,8 @@ from jaxrec.mesh.exchange import ALONE, ROWS
 from jaxrec.mesh.exchange.rows import Rows
 from tests.mesh.exchange.harness import train_step
 
+pytestmark = pytest.mark.jax_version
+
 ROWS_OF = {"user": 40, "item": 15, "shop": 10}
 BATCH, DIM = 12, 4
 PLACEMENTS = {
@@ -54,11 +56,19 @@ def draw(rng, batch=BATCH):
         name: [rng.integers(rows, size=rng.integers(4)).tolist() for _ in range(batch)]
         for name, rows in ROWS_OF.items()
     }
-    return jaxrec.KeyedJaggedArray.from_lists(lists), rng.integers(2, size=batch).astype(np.float32)
+    features = jaxrec.KeyedJaggedArray.from_lists(lists, capacities=dict.fromkeys(lists, 4 * batch))
+    return features, rng.integers(2, size=batch).astype(np.float32)
+
+
+def place_on(mesh, batch):
+    return shard_batch(batch, mesh, capacities=dict.fromkeys(ROWS_OF, 48))
+
+
+TX = optax.sgd(0.01)  # with one object for all, programs are compiled once
 
 
 def train(model, place=lambda batch: batch):
-    optimizer, rng = jaxrec.Optimizer(model, optax.sgd(0.01)), np.random.default_rng(0)
+    optimizer, rng = jaxrec.Optimizer(model, TX), np.random.default_rng(0)
     losses = [float(train_step(model, optimizer, *place(draw(rng)))) for _ in range(3)]
     return losses, {name: np.asarray(model.embeddings.table(name)) for name in ROWS_OF}
 
@@ -85,7 +95,7 @@ def test_training_gives_the_bits_of_tables_without_a_mesh(placement, optimizer, 
 
     model = shard(make, PLACEMENTS[placement], mesh)
     assert exchanges(model) == {ALONE}
-    losses, tables = train(model, lambda batch: shard_batch(batch, mesh))
+    losses, tables = train(model, lambda batch: place_on(mesh, batch))
     expected_losses, expected_tables = train(make())
     assert losses == expected_losses
     for name, table in tables.items():
@@ -154,9 +164,9 @@ def test_replicas_of_one_device_each():
             lambda: Ranker(jaxrec.optim.adam(0.1)), plan, mesh, replica_axis="replica"
         )
         exchanges_of[exchange] = exchanges(model)
-        optimizer, rng = jaxrec.Optimizer(model, optax.sgd(0.01)), np.random.default_rng(0)
+        optimizer, rng = jaxrec.Optimizer(model, TX), np.random.default_rng(0)
         for _ in range(3):
-            train_step(model, optimizer, *shard_batch(draw(rng, 16), mesh))
+            train_step(model, optimizer, *place_on(mesh, draw(rng, 16)))
         jaxrec.mesh.average_replicas(model)
         tables[exchange] = {name: np.asarray(model.embeddings.table(name)) for name in ROWS_OF}
     assert exchanges_of == {"rows": {ALONE}, OwnRows(): {OwnRows()}}

@@ -11,6 +11,8 @@ from jaxrec.mesh.exchange import ALONE, EXCHANGES, Cut, choose_exchange, find_ex
 from jaxrec.mesh.exchange.base import Request
 from tests.mesh.exchange.harness import DEVICES, DIM, RATE, ROWS, Harness
 
+pytestmark = pytest.mark.jax_version
+
 PLACEMENTS = {
     "rows": row_wise(exchange="rows"),
     "pooled": row_wise(exchange="pooled"),

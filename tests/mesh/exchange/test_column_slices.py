@@ -9,6 +9,8 @@ import jaxrec
 from jaxrec.mesh import column_wise
 from tests.mesh.exchange.harness import DEVICES, DIM, RATE, ROWS, Harness
 
+pytestmark = pytest.mark.jax_version
+
 IDS = [[], [3, 3, 9], *([i, (i + 5) % 16] for i in range(2 * DEVICES - 2))]
 VALUES = np.random.default_rng(0).normal(size=(2 * DEVICES, DIM))
 

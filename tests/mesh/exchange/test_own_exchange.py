@@ -19,6 +19,8 @@ from jaxrec.embed.kernels import Lookups
 from jaxrec.mesh import Exchange, row_wise, shard_batch
 from tests.mesh.exchange.harness import train_step
 
+pytestmark = pytest.mark.jax_version
+
 DEVICES, ROWS, DIM, BATCH = 8, 40, 4, 16
 
 
@@ -81,7 +83,9 @@ def train(model, place):
     for _ in range(4):
         ids = [rng.integers(ROWS, size=rng.integers(4)).tolist() for _ in range(BATCH)]
         weights = [rng.uniform(0.5, 2, len(bag)).tolist() for bag in ids]
-        features = jaxrec.KeyedJaggedArray.from_lists({"user": ids}, weights={"user": weights})
+        features = jaxrec.KeyedJaggedArray.from_lists(
+            {"user": ids}, {"user": weights}, capacities={"user": 3 * BATCH}
+        )
         batch = place((features, rng.integers(2, size=BATCH).astype(np.float32)))
         losses.append(float(train_step(model, optimizer, *batch)))
     return np.array(losses), np.asarray(model.embeddings.table("user"))
@@ -93,7 +97,8 @@ def test_training_equals_one_device(pooling):
     plan = jaxrec.plan.ShardingPlan.from_dict({"user": row_wise(exchange=Broadcast())})
     sharded = jaxrec.shard(lambda: Ranker(pooling), plan, mesh)
     assert "broadcast" in repr(sharded.embeddings.tables.get_value().layout)
-    losses, table = train(sharded, lambda batch: shard_batch(batch, mesh))
+    capacities = {"user": 3 * BATCH // DEVICES}
+    losses, table = train(sharded, lambda batch: shard_batch(batch, mesh, capacities=capacities))
     expected_losses, expected_table = train(Ranker(pooling), lambda batch: batch)
     np.testing.assert_allclose(losses, expected_losses, rtol=1e-5)
     np.testing.assert_allclose(table, expected_table, rtol=1e-4, atol=1e-5)

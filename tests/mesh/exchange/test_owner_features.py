@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from jaxrec.mesh.exchange.owner_features import OwnerFeatures
+
+pytestmark = pytest.mark.jax_version
 
 # Feature 0 on owner 1; features 1 and 2 on owner 0; none on owner 2.
 OWNED = OwnerFeatures.of([[2, 1], [0], []], capacities=(3, 2, 4), strides=(1, 2, 1))

@@ -23,6 +23,8 @@ from jaxrec.mesh.exchange import POOLED_BY_HOST, Cut, Workload, choose_exchange
 from jaxrec.mesh.exchange.pooled import Pooled
 from jaxrec.mesh.traffic import collectives
 
+pytestmark = pytest.mark.jax_version
+
 BATCH, DIM = 32, 8
 SGD, LAMB = jaxrec.optim.sgd(0.1), jaxrec.optim.lamb(0.1)
 
@@ -52,7 +54,10 @@ def batch_of(tables, seed=0, *, weighted=False, longest=4):
         for table in tables
     }
     weights = {name: [rng.random(len(bag)).tolist() for bag in bags] for name, bags in ids.items()}
-    return jaxrec.KeyedJaggedArray.from_lists(ids, weights=weights if weighted else None)
+    capacities = dict.fromkeys(ids, longest * BATCH)
+    return jaxrec.KeyedJaggedArray.from_lists(
+        ids, weights=weights if weighted else None, capacities=capacities
+    )
 
 
 def mesh_of(hosts):
@@ -116,7 +121,8 @@ def test_equal_to_one_device(hosts, optimizer, weighted, calls):
     assert {exchange.name for _, exchange in sharded.layout} == {"pooled_by_host"}
     batches = [batch_of(tables, seed, weighted=weighted) for seed in range(3)]
     expected = train(one, batches, weighted=weighted, calls=calls)
-    placed = [shard_batch(batch, mesh) for batch in batches]
+    capacities = dict.fromkeys(places, 4 * BATCH // 8)
+    placed = [shard_batch(batch, mesh, capacities=capacities) for batch in batches]
     outputs, rows, state = train(sharded, placed, weighted=weighted, calls=calls)
     for found, wanted in zip(outputs, expected[0], strict=True):
         for array, other in zip(found, wanted, strict=True):

@@ -16,6 +16,8 @@ from jaxrec.mesh.exchange.row_requests import RowRequests
 from jaxrec.mesh.layout import layout_mesh
 from jaxrec.mesh.shards import MeshShape
 
+pytestmark = pytest.mark.jax_version
+
 TABLES = layout_tables([jaxrec.EmbeddingBagConfig("t", 8, 2)], jaxrec.optim.sgd(0.1))
 (PLACED,) = layout_mesh(TABLES, {"t": row_wise()}, MeshShape(1, 2)).groups
 

@@ -15,6 +15,8 @@ from jaxrec.data.encode import Moments
 from jaxrec.serve.artifact.column_encoding import ColumnEncoding, VocabularyFiles
 from jaxrec.serve.artifact.column_files import write_columns
 
+pytestmark = pytest.mark.jax_version
+
 VALUES = {
     "text": pa.array(["", "Ulm", "Ägypten", "x" * 50, "Ulm", "a"]),
     "bytes": pa.array([b"\x00", b"\xff\xfe", b"", b"\x00"]),

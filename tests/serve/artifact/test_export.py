@@ -16,6 +16,8 @@ from jaxrec.serve import ArtifactError, export, load, quantize
 from tests.serve import models
 from tests.serve.models import MODELS, NUM_DENSE, Several, clicks, dlrm, features
 
+pytestmark = pytest.mark.jax_version
+
 SIZES = {"batch_sizes": (8,), "platforms": ("cpu",)}
 
 

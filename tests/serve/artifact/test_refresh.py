@@ -14,6 +14,8 @@ from jaxrec.tier import ChangeTracker, VersionError, publish
 from tests.serve.models import MODELS
 from tests.serve.test_swap import BATCH, Ranker, predict
 
+pytestmark = pytest.mark.jax_version
+
 FORMS = {
     "float32": lambda model: model,
     "int8": quantize,

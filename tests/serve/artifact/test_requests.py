@@ -15,6 +15,8 @@ from jaxrec.serve.artifact.structure import Structure
 from tests.fuzz import max_examples
 from tests.serve.models import clicks, dlrm
 
+pytestmark = pytest.mark.jax_version
+
 PAIR = Structure("tuple", (), (Structure(), Structure()))
 
 

@@ -9,6 +9,8 @@ import pytest
 
 from jaxrec.serve.artifact.structure import Structure, flatten, leaves_of, unflatten
 
+pytestmark = pytest.mark.jax_version
+
 
 class Point(NamedTuple):
     x: int

@@ -15,6 +15,8 @@ from tests.serve.http.endpoint import ARROW, JSON, endpoint, stream
 from tests.serve.http.models import columns_of, expected, exported, raw_model, raw_table
 from tests.serve.models import MODELS, dlrm
 
+pytestmark = pytest.mark.every_case
+
 
 @pytest.fixture(scope="module")
 def raw(tmp_path_factory):

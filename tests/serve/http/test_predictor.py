@@ -15,6 +15,8 @@ from tests.serve.http.fuzz import Bodies, decoders, outcome
 from tests.serve.http.models import columns_of, exported, raw_model, raw_table
 from tests.serve.models import dlrm, sasrec
 
+pytestmark = pytest.mark.every_case
+
 
 @pytest.fixture(scope="module")
 def predictors(tmp_path_factory):

@@ -18,6 +18,8 @@ from jaxrec.serve.http.server import address_of, allow_connections, listen
 from tests.serve.http.endpoint import JSON, endpoint, process, wait
 from tests.serve.http.models import raw_model, raw_table
 
+pytestmark = pytest.mark.every_case
+
 BODY = raw_table(4).drop_columns("label").to_pydict()
 
 

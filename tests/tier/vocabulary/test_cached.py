@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 
 import numpy as np
-import optax
 import pytest
 from flax import nnx
 
@@ -126,7 +125,7 @@ predict = nnx.jit(lambda model, features: model(features))
 def test_evaluation_reads_all_rows_and_changes_none(when: str):
     batches, others = make_stream(60), make_stream(30, seed=1)
     model, whole = make_cached("adam"), make_whole("adam")
-    optimizer, of_whole = (jaxrec.Optimizer(each, optax.sgd(0.1)) for each in (model, whole))
+    optimizer, of_whole = (jaxrec.Optimizer(each, models.TX) for each in (model, whole))
 
     def train(iterator, part):
         for expected in part:
@@ -155,7 +154,7 @@ def test_evaluation_of_an_open_vocabulary_with_a_store():
     tables = dict.fromkeys(NAMES, Dynamic(store="memory://"))
     small = make(lambda: models.Ranker(151, "adam"), tables)
     large = make(lambda: models.Ranker(2000, "adam"), tables)
-    optimizers = [jaxrec.Optimizer(each, optax.sgd(0.1)) for each in (small, large)]
+    optimizers = [jaxrec.Optimizer(each, models.TX) for each in (small, large)]
     iterators = [ahead(each, batches, look_ahead=2) for each in (small, large)]
     evaluated = models.stream(10, 600, samples=8, seed=0)[0] + models.stream(5, 9, seed=5)[0]
     for number, pair in enumerate(zip(*iterators, strict=True)):
@@ -182,7 +181,7 @@ def test_a_restored_run_goes_on(tmp_path, rows: int, placement: str | None):
     """The checkpoint is saved while batches are planned ahead."""
     batches = make_stream(60)
     model = make_cached("adam")
-    optimizer = jaxrec.Optimizer(model, optax.sgd(0.1))
+    optimizer = jaxrec.Optimizer(model, models.TX)
     losses = []
     for number, (features, labels) in enumerate(ahead(model, batches, look_ahead=2), 1):
         losses.append(float(models.train_step(model, optimizer, features, labels)))
@@ -190,7 +189,7 @@ def test_a_restored_run_goes_on(tmp_path, rows: int, placement: str | None):
             save(tmp_path, model, optimizer, batches=number)
 
     other = make_cached("adam", rows, placement)
-    other_optimizer = jaxrec.Optimizer(other, optax.sgd(0.1))
+    other_optimizer = jaxrec.Optimizer(other, models.TX)
     restore(tmp_path, other, other_optimizer)
     again = [
         float(models.train_step(other, other_optimizer, *batch))
@@ -203,7 +202,7 @@ def test_a_restored_run_goes_on(tmp_path, rows: int, placement: str | None):
 
 def test_a_checkpoint_of_another_kind_is_refused(tmp_path):
     model = make_cached("sgd")
-    save(tmp_path, model, jaxrec.Optimizer(model, optax.sgd(0.1)))
+    save(tmp_path, model, jaxrec.Optimizer(model, models.TX))
     other = make(
         lambda: models.Ranker(300, "sgd"), dict.fromkeys(NAMES, Dynamic(store="memory://"))
     )
@@ -218,7 +217,7 @@ def test_fewer_batches_wait_where_rows_are_few(rows: int, most: int):
     """Eleven batches under way have more than 300 distinct queries."""
     batches = make_stream(40, samples=16)
     model, whole = make_cached("adam", rows), make_whole("adam")
-    optimizer, of_whole = (jaxrec.Optimizer(each, optax.sgd(0.1)) for each in (model, whole))
+    optimizer, of_whole = (jaxrec.Optimizer(each, models.TX) for each in (model, whole))
     planned = set()
     for number, batch in enumerate(ahead(model, batches, look_ahead=8)):
         loss = models.train_step(model, optimizer, *batch)
