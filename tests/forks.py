@@ -139,8 +139,9 @@ def serve(handle: int) -> None:
     connection = Connection(handle)
     for module in ("jaxrec.train.cli", "jaxrec.tier", "optax", "pyarrow.parquet", "pytest"):
         importlib.import_module(module)
-    from tests.quick import compile_quickly, draw_small_blocks
+    from tests.quick import compile_quickly, draw_small_blocks, share_programs
 
+    share_programs(os.environ["JAXREC_TEST_PROGRAMS"])
     compile_quickly()
     draw_small_blocks()
     gc.collect()

@@ -11,6 +11,8 @@ import jax
 from jax._src.interpreters import mlir
 from jaxlib.mlir import ir
 
+from tests.whole_programs import write_whole_programs
+
 
 def draw_small_blocks() -> None:
     """Draw first values of tables in blocks of 16,384 elements, 64 kB, instead of 1 MB.
@@ -53,23 +55,19 @@ def compile_quickly() -> None:
     mlir.make_ir_context = make_ir_context
 
 
-# JAX's settings of a cache of compiled programs that takes the smallest of them, too.
-PROGRAM_CACHE = {
-    "jax_persistent_cache_min_compile_time_secs": 0,
-    "jax_persistent_cache_min_entry_size_bytes": -1,
-    "jax_persistent_cache_enable_xla_caches": "none",
-}
-
-
 def share_programs(directory: str) -> None:
-    """Keep compiled programs in a directory, for this process and those that it starts.
+    """Keep compiled programs in a directory, for this process and its forks (`tests/forks.py`).
 
     The directory lasts for one run: a program that an earlier run compiled must not hide what this
-    one compiles.
+    one compiles. Other processes do without: they write in place, and one that is killed leaves
+    half of a program.
     """
-    for name, value in {**PROGRAM_CACHE, "jax_compilation_cache_dir": directory}.items():
-        jax.config.update(name, value)
-        os.environ[name.upper()] = str(value)
+    write_whole_programs()
+    jax.config.update("jax_compilation_cache_dir", directory)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    jax.config.update("jax_persistent_cache_enable_xla_caches", "none")
+    os.environ["JAXREC_TEST_PROGRAMS"] = directory
 
 
 def collect_garbage_rarely() -> None:

@@ -19,8 +19,8 @@ def test_two_processes(pair, scenario):
 
 
 def test_a_process_that_dies_is_reported_in_bounded_time(forks):
-    """The heartbeat's timeout is 10 s; the other process ends with an error, and does not hang."""
-    pair = Pair(forks, heartbeat_timeout=10)
+    """The heartbeat's timeout is 5 s; the other process ends with an error, and does not hang."""
+    pair = Pair(forks, heartbeat_timeout=5)
     survivor, victim = pair.send("tests.mesh.processes:die")
     try:
         assert victim.wait(120) == -signal.SIGKILL, victim.errors

@@ -74,7 +74,7 @@ def assert_same(found: dict[str, np.ndarray], expected: dict[str, np.ndarray], r
 
 @pytest.mark.parametrize("optimizer", models.OPTIMIZERS)
 def test_the_same_bits_as_whole_tables(optimizer: str):
-    batches = make_stream(200)
+    batches = make_stream(140)
     model, whole = make_cached(optimizer), make_whole(optimizer)
     losses = models.train(model, ahead(model, batches, look_ahead=2))
     np.testing.assert_array_equal(losses, models.train(whole, batches))
@@ -212,7 +212,7 @@ def test_a_checkpoint_of_another_kind_is_refused(tmp_path):
         restore(tmp_path, other)
 
 
-@pytest.mark.parametrize(("rows", "most"), [(210, 8), (600, 9)], ids=["few_rows", "many_rows"])
+@pytest.mark.parametrize(("rows", "most"), [(200, 8), (900, 9)], ids=["few_rows", "many_rows"])
 def test_fewer_batches_wait_where_rows_are_few(rows: int, most: int):
     """Eleven batches under way have more than 300 distinct queries."""
     batches = make_stream(40, samples=16)
