@@ -7,9 +7,7 @@ starts JAX, prints into files of its own, and is killed without harm to the othe
 from __future__ import annotations
 
 import contextlib
-import gc
 import importlib
-import io
 import multiprocessing
 import os
 import pathlib
@@ -61,11 +59,13 @@ class ForkServer:
                 own already; `JAX_PLATFORMS` is heeded nevertheless.
         """
         ours, theirs = multiprocessing.Pipe()
-        output = os.path.join(self.files.name, str(len(self.forks)))
-        self._connection.send(("start", target, arguments, dict(environ or {}), output))
+        output = pathlib.Path(self.files.name, str(len(self.forks)))
+        for suffix in (".out", ".err"):
+            output.with_suffix(suffix).touch()
+        self._connection.send(("start", target, arguments, dict(environ or {}), str(output)))
         reduction.send_handle(self._connection, theirs.fileno(), self._process.pid)
         theirs.close()
-        fork = Fork(self, self._connection.recv(), ours, pathlib.Path(output))
+        fork = Fork(self, self._connection.recv(), ours, output)
         self.forks.append(fork)
         return fork
 
@@ -139,13 +139,17 @@ def serve(handle: int) -> None:
     connection = Connection(handle)
     for module in ("jaxrec.train.cli", "jaxrec.tier", "optax", "pyarrow.parquet", "pytest"):
         importlib.import_module(module)
-    from tests.quick import compile_quickly, draw_small_blocks, share_programs
+    from tests.quick import (
+        collect_garbage_rarely,
+        compile_quickly,
+        draw_small_blocks,
+        share_programs,
+    )
 
     share_programs(os.environ["JAXREC_TEST_PROGRAMS"])
     compile_quickly()
     draw_small_blocks()
-    gc.collect()
-    gc.freeze()
+    collect_garbage_rarely()
     codes: dict[int, int | None] = {}
     with contextlib.suppress(EOFError):
         while True:
@@ -180,8 +184,6 @@ def _call(connection, target, arguments, environ, output):
     for suffix, stream in ((".out", sys.stdout), (".err", sys.stderr)):
         with open(output + suffix, "wb") as file:
             os.dup2(file.fileno(), stream.fileno())
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(line_buffering=True)
     module, _, function = target.partition(":")
     return getattr(importlib.import_module(module), function)(connection, *arguments)
 

@@ -260,6 +260,8 @@ class Peak:
         # A donated array and the one that takes its memory are one.
         buffers = {}
         for array in jax.live_arrays():
+            if array.nbytes < 4096:  # there are many, of other tests, and no part of a table
+                continue
             # JAX raises one of these for an array that another thread has just donated.
             with contextlib.suppress(RuntimeError, TypeError):
                 for shard in array.addressable_shards:

@@ -36,7 +36,6 @@ from tests.tier import models
 from tests.tier.vocabulary import test_cached
 
 STEPS, SAVED_AFTER, MOVED_AFTER, SAMPLES = 16, 8, 12, 16
-LONG_STEPS = 4
 NAMES = ("item", "query", "item_wide")
 SETTINGS = Dynamic(eviction=farthest(2, lfu()), admit_after=2, unknown=shared(5), counters=1 << 14)
 
@@ -69,12 +68,12 @@ def train(model, optimizer, batches):
         yield float(models.train_step(model, optimizer, x, y))
 
 
-def draw_batches(draw_ids, id_bits=32):
-    """Batches of two sizes, the first ones longer: the step is compiled once for each size."""
+def draw_batches(draw_ids, long_steps, id_bits=32):
+    """Batches, the first ones longer: the step is compiled once for each size."""
     rng, batches = np.random.default_rng(0), []
     for step in range(STEPS):
-        shortest = 2 if step < LONG_STEPS else 0
-        lengths = np.random.default_rng(0).integers(shortest, 4, (3, SAMPLES))
+        sizes = (0, 3, 3, 3) if step < long_steps else (0, 1, 2, 3)
+        lengths = np.random.default_rng(0).choice(sizes, (3, SAMPLES))
         data = {
             key: [draw_ids(rng, length) for length in of_key]
             for key, of_key in zip(("item", "query", "context"), lengths, strict=True)
@@ -91,12 +90,12 @@ def pack(data, id_bits):
 
 def all_batches():
     names = np.random.default_rng(1).integers(-(2**63), 2**63, 450)
-    return draw_batches(lambda rng, length: names[rng.integers(0, 450, length)], id_bits=64)
+    return draw_batches(lambda rng, length: names[rng.integers(0, 450, length)], STEPS, id_bits=64)
 
 
 def batches_by_power_law():
     ids = test_cached.NUM_IDS
-    return draw_batches(lambda rng, length: rng.zipf(1.2, length) % ids * 7919 % ids)
+    return draw_batches(lambda rng, length: rng.zipf(1.2, length) % ids * 7919 % ids, long_steps=12)
 
 
 def part_of(batch):

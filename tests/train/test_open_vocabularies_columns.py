@@ -219,13 +219,14 @@ def test_ids_that_are_rare_get_no_row(items, tmp_path):
 def test_killed_and_resumed_ends_with_the_same_bits(items, tmp_path, forks):
     """Ids lose their rows and come back, before and after."""
     # All in processes of one device: this one has eight, and rounds otherwise.
-    options = [*items[1], *TIGHT, "--vocabulary.store=memory://", "--checkpoint.every=20"]
+    options = [*items[1], *TIGHT, "--data.epochs=2"]
+    options += ["--vocabulary.store=memory://", "--checkpoint.every=20"]
     never, output = tmp_path / "never", tmp_path / "model"
     whole = forks.run("jaxrec", "train", *options, f"--output={never}")
     assert whole.wait(300) == 0, whole.errors
     assert history(never)[-1]["vocabulary/item/evicted"] > 200
     killed = forks.run("jaxrec", "train", *options, f"--output={output}")
-    while killed.poll() is None and not (output / "40").exists():
+    while killed.poll() is None and not (output / "20").exists():
         time.sleep(0.001)
     assert killed.stop() == -signal.SIGKILL, killed.errors
     resumed = forks.run("jaxrec", "train", f"--resume={output}")
