@@ -163,10 +163,10 @@ def adafactor():
     return optax.adafactor(1e-3)
 
 
-def test_an_optimizer_that_looks_at_whole_arrays():
-    """Another one, which clips by the norm of all arrays, trains where a rule places them."""
-    alone, alone_optimizer, wanted = replicated(adafactor)
-    model, optimizer, losses = trained(mesh_of(), tx=adafactor, dense="fsdp")
+@pytest.mark.parametrize("tx", [clip, adafactor], ids=["clip", "adafactor"])
+def test_optimizers_that_look_at_whole_arrays(tx):
+    alone, alone_optimizer, wanted = replicated(tx)
+    model, optimizer, losses = trained(mesh_of(), tx=tx, dense="fsdp")
     np.testing.assert_allclose(losses, wanted, rtol=1e-6)
     assert_same(dense_variables(model), dense_variables(alone))
     assert_same(variables(optimizer), variables(alone_optimizer))

@@ -216,8 +216,15 @@ def test_halves_of_rows_stay_together():
         jaxrec.shard(Ranker(OPTIMIZERS["ema_in_place"]), plan, mesh)
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize(
-    ("name", "placements"), [("clip_norm", "several_rounds"), ("adam", "rows")]
+    ("name", "placements"),
+    [
+        ("clip_norm", "several_rounds"),
+        ("adam", "rows"),
+        ("rowwise_adagrad", "cut"),
+        ("sgd", "sums"),
+    ],
 )
 def test_rows_that_need_several_rounds(monkeypatch, name, placements):
     """With room for one row a round, the exchange still brings every row and gradient home."""
