@@ -166,8 +166,16 @@ class VersionFolder:
             )
 
     def open(self, file: File) -> Any:
-        """Open a file for reading at any position, a `pyarrow.NativeFile`."""
-        return self._files.open_input_file(self._at(file.name))
+        """Open a file for reading at any position, a `pyarrow.NativeFile`.
+
+        Raises:
+            VersionError: The file was removed.
+            OSError: It cannot be read.
+        """
+        try:
+            return self._files.open_input_file(self._at(file.name))
+        except FileNotFoundError:
+            raise VersionError(f"{self}: file {file.name} was removed") from None
 
     # Writing.
 

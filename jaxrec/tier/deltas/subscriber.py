@@ -218,8 +218,15 @@ class Subscriber:
             _agree(error)
             assert incoming is not None
             files, facts, values = incoming.files, incoming.manifest.tables, incoming.dense
-            for table_name, table in tables.items():
-                self._load(table, files.get(table_name, {}), facts[table_name], is_full)
+            try:
+                for table_name, table in tables.items():
+                    self._load(table, files.get(table_name, {}), facts[table_name], is_full)
+            except VersionError as error:
+                # Removed since it was checked. The other processes are at other rows by now, and
+                # cannot begin another version together with this one.
+                if jax.process_count() > 1:
+                    raise OSError(str(error)) from error
+                raise
             variables = dense_variables(self._copy)
             for variable_name, value in values.items():
                 variable = variables[variable_name]

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 import jaxrec
 from jaxrec.tier import (
+    ChangeTracker,
     Subscriber,
     VersionError,
     ahead,
@@ -200,3 +201,32 @@ def test_to_a_mesh(tmp_path):
     for _ in publish_and_train(model, tmp_path, draw_fixed, rounds=2, full_every=9):
         subscriber.update()
         assert_same(copy, model)
+
+
+def test_a_version_that_is_removed_while_it_is_taken_over(tmp_path, monkeypatch):
+    """After its files were compared with their checksums: a newer full version takes its place."""
+    model, copy = deltas.Numbered(), deltas.Numbered()
+    tracker = ChangeTracker(model, ["publisher"])
+
+    def publish_next(version, **options):
+        model.set_version(version, deltas.batch_of(version))
+        tracker.mark("item", deltas.batch_of(version))
+        publish(model, tmp_path, tracker=tracker, **options)
+
+    publish_next(1)
+    subscriber = Subscriber(copy, tmp_path)
+    subscriber.update()
+    publish_next(2)
+    checked = subscriber._checked
+
+    def check_too_slowly(*arguments):
+        incoming = checked(*arguments)
+        if incoming.manifest.version == 2:
+            publish_next(3, full_every=1, keep=1)
+        return incoming
+
+    monkeypatch.setattr(subscriber, "_checked", check_too_slowly)
+    assert subscriber.update() == 1
+    assert [name.version for name in VersionFolder(tmp_path).names()] == [3]
+    assert subscriber.version == 3
+    copy.assert_version(3)
