@@ -43,6 +43,7 @@ hypothesis.settings.register_profile("jaxrec", deadline=None, derandomize=not fu
 hypothesis.settings.load_profile("jaxrec")
 
 finished_tests = itertools.count(1)
+PROGRAMS = pytest.StashKey[str]()  # directory of the run's compiled programs
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -55,9 +56,6 @@ def pytest_configure(config: pytest.Config) -> None:
     else:
         directory = config.stash[PROGRAMS] = tempfile.mkdtemp(prefix="jaxrec-programs-")
     share_programs(directory)
-
-
-PROGRAMS = pytest.StashKey[str]()  # Directory of the compiled programs of a run.
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -11,7 +11,6 @@ import itertools
 import os
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -20,9 +19,8 @@ from jax.sharding import AxisType
 import jaxrec
 from jaxrec.mesh import column_wise, grid, row_wise, shard_batch, table_column_wise, table_row_wise
 from jaxrec.tier.rows import first_rows
-from tests.mesh.table_steps import train_tables
+from tests.mesh.table_steps import BATCH, smooth_loss, train_tables
 
-BATCH = 16
 # Rows and columns of each table, its placement on 2 hosts of 4 devices, and where it moves next.
 TABLES = {
     "few_rows": (5, 8, row_wise(), column_wise()),
@@ -95,18 +93,6 @@ def plan(kind, number):
     return jaxrec.plan.ShardingPlan.from_dict(placements)
 
 
-def loss(calls):
-    total = 0.0
-    for found in calls:
-        if isinstance(found, dict):
-            total += sum((jnp.tanh(x) ** 2).sum() for x in found.values()) / BATCH
-            continue
-        weights = 1 + np.sin(np.arange(found.values.size, dtype=np.float32))
-        weights = weights.reshape(found.values.shape)
-        total += (jnp.tanh(found.values) ** 2 * weights).sum() / BATCH
-    return total
-
-
 def draw(model, seed):
     rng = np.random.default_rng(seed)
     bags = {
@@ -123,7 +109,7 @@ def train(model, steps, calls, place=lambda batch: batch):
     losses = []
     for step in steps:
         batches = [place(draw(model, (step, call))) for call in range(calls)]
-        losses.append(float(train_tables(loss, model, batches, step)))
+        losses.append(float(train_tables(smooth_loss, model, batches, step)))
     return losses, read(model)
 
 

@@ -35,9 +35,9 @@ from jaxrec.mesh.layout import layout_mesh
 from jaxrec.mesh.shards import MeshShape
 from jaxrec.ragged.wide_ids import WideIds
 from jaxrec.train import checkpoint
-from tests.mesh.table_steps import train_tables
+from tests.mesh.table_steps import BATCH, smooth_loss, train_tables
 
-LIMIT, ROWS, BATCH = 60, 203, 16
+LIMIT, ROWS = 60, 203
 KEYS = {"a": 12, "b": ROWS, "c": 12}
 OPTIMIZERS = {
     "sgd": jaxrec.optim.sgd(0.1),
@@ -97,18 +97,7 @@ def wide(batch, mesh):
     return shard_batch(batch, mesh, id_bits=64)
 
 
-def loss(calls):
-    total = 0.0
-    for found in calls:
-        if isinstance(found, dict):
-            total += sum((jnp.tanh(x) ** 2).sum() for x in found.values()) / BATCH
-            continue
-        weights = 1 + np.sin(np.arange(found.values.size, dtype=np.float32))
-        total += (jnp.tanh(found.values) ** 2 * weights.reshape(found.values.shape)).sum()
-    return total
-
-
-train_step = functools.partial(train_tables, loss)
+train_step = functools.partial(train_tables, smooth_loss)
 
 
 def read(model):

@@ -27,9 +27,9 @@ from jaxrec.mesh import (
     table_row_wise,
     table_wise,
 )
-from tests.mesh.table_steps import train_tables
+from tests.mesh.table_steps import BATCH, smooth_loss, train_tables
 
-ROWS, DIM, BATCH = 64, 8, 16
+ROWS, DIM = 64, 8
 
 # Placements that do for any number of devices; those that are given where they are not pooled too.
 TYPES = {
@@ -71,15 +71,6 @@ def per_id(optimizer):
 COLLECTIONS = {"pooled": pooled, "per_id": per_id}
 
 
-def loss(calls):
-    (found,) = calls
-    if isinstance(found, dict):
-        return sum((jax.numpy.tanh(x) ** 2).sum() for x in found.values()) / BATCH
-    # No two bags count alike, so that none stands in for another.
-    weights = 1 + np.sin(np.arange(found.values.size, dtype=np.float32))
-    return (jax.numpy.tanh(found.values) ** 2 * weights.reshape(found.values.shape)).sum() / BATCH
-
-
 def draw(kind, names, seed):
     """Random, power-law and adversarial ids: one id everywhere, or all on the first device."""
     rng = np.random.default_rng(seed)
@@ -103,7 +94,7 @@ def train(model, place):
     losses = []
     for step, kind in enumerate(KINDS):
         batch = place(draw(kind, names, step))
-        losses.append(float(train_tables(loss, model, [batch], step)))
+        losses.append(float(train_tables(smooth_loss, model, [batch], step)))
     tables = {name: np.asarray(model.table(name)) for name in names}
     state = {name: jax.tree.map(np.asarray, model.table_state(name)) for name in names}
     return losses, tables, state

@@ -9,7 +9,7 @@ import pytest
 
 from tests.pairs import Pair
 
-pytestmark = pytest.mark.jax_version
+pytestmark = [pytest.mark.jax_version, pytest.mark.slow]
 
 
 @pytest.mark.parametrize("scenario", ["plan_together", "train", "refuse"])

@@ -146,6 +146,7 @@ def test_options(fields, message):
         Options(**fields)
 
 
+@pytest.mark.slow
 def test_processes_that_slurm_started(forks):
     """What JAX looks at is the environment that srun makes."""
     slurm = {

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import jax
 import numpy as np
+import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxrec.metrics import AUC, MetricGroup, NormalizedEntropy, Task, merge_over_processes
+
+pytestmark = [pytest.mark.jax_version, pytest.mark.slow]
 
 
 def report():

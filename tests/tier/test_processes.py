@@ -14,6 +14,8 @@ from tests.pairs import Pair
 from tests.tier import models, processes
 from tests.tier.vocabulary import test_cached
 
+pytestmark = [pytest.mark.jax_version, pytest.mark.slow]
+
 
 @pytest.fixture(scope="module")
 def directory(forks, tmp_path_factory):

@@ -190,6 +190,7 @@ def between(output):
     return any(path.name.isdecimal() and int(path.name) >= 40 for path in output.glob("*"))
 
 
+@pytest.mark.slow
 def test_two_processes_are_stopped_and_one_goes_on(tmp_path, never_killed, forks, capsys):
     """They train on the batches of one, stop together when one is told to, and one speaks."""
     output = tmp_path / "model"

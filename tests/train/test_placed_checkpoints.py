@@ -114,6 +114,7 @@ def test_a_dense_part_restores_to_any_placement(saved, restored, tmp_path):
         assert columns == (1024 // devices if dense == "fsdp" else 1024)
 
 
+@pytest.mark.slow
 def test_several_processes_save_and_restore(tmp_path, pair):
     """One process saves, two restore and save, one restores; see processes.py."""
     model = processes.Ranker()

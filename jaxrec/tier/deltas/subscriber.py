@@ -134,7 +134,8 @@ class Subscriber:
 
         Raises:
             VersionError: A version is damaged or missing, and no full one takes its place. The
-                copy stays at the last version that was whole.
+                copy stays at the last version that was whole. Only where a file was removed while
+                it was read, the copy holds rows of two versions until an `update` succeeds.
             ValueError: A version is of another model, or does not fit the copy.
             OSError: A file cannot be read. If that is in the middle of a version, the next `update`
                 takes the version over again.
