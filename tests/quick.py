@@ -74,7 +74,7 @@ def collect_garbage_rarely() -> None:
     """Exempt all objects of now from garbage collection, which goes through millions of them."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(20_000, 20, 50)
+    gc.set_threshold(100_000, 20, 50)
 
 
 def free_programs() -> None:
@@ -84,7 +84,7 @@ def free_programs() -> None:
     a process 65,530.
     """
     maps = pathlib.Path("/proc/self/maps")  # not on macOS
-    if maps.exists() and maps.read_bytes().count(b"\n") > 20_000:
+    if maps.exists() and maps.read_bytes().count(b"\n") > 40_000:
         jax.clear_caches()
         gc.collect()
 

@@ -19,6 +19,8 @@ from tests.serve import cpp
 from tests.serve.models import MODELS, collection, dlrm
 from tests.serve.record import RECORDED, Ranker, make_batch
 
+pytestmark = pytest.mark.slow  # builds cpp/
+
 needs_runtime = pytest.mark.skipif(
     cpp.missing(with_runtime=True) is not None, reason=str(cpp.missing(with_runtime=True))
 )

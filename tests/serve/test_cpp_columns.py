@@ -19,6 +19,8 @@ from tests.serve import cpp
 from tests.serve.models import dlrm
 from tests.serve.test_cpp import change_manifest, needs_compiler, needs_runtime, write
 
+pytestmark = pytest.mark.slow  # builds cpp/
+
 WORDS = ["", "a", "Ulm", "Ägypten", "日本", "x" * 31, "x" * 32, "x" * 100, "\u0000", '"\\']
 DENSE = {
     "age": {},
