@@ -86,6 +86,7 @@ SHOWN = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("section", CODE)
 def test_code_runs(section, tmp_path, monkeypatch, unchecked):
     monkeypatch.chdir(tmp_path)  # for the files that it writes

@@ -153,6 +153,7 @@ def never_killed(tmp_path_factory, forks):
     return load_model(directory / "model")
 
 
+@pytest.mark.slow
 def test_killed_and_resumed_ends_with_the_same_bits(tmp_path, never_killed, forks):
     """Killed before the first checkpoint, within one, and between two, one after the other."""
     output = tmp_path / "model"

@@ -216,6 +216,7 @@ def test_ids_that_are_rare_get_no_row(items, tmp_path):
     assert history(tmp_path / "model")[-1]["vocabulary/item/refused"] > 0
 
 
+@pytest.mark.slow
 def test_killed_and_resumed_ends_with_the_same_bits(items, tmp_path, forks):
     """Ids lose their rows and come back, before and after."""
     # All in processes of one device: this one has eight, and rounds otherwise.
