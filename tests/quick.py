@@ -84,7 +84,7 @@ def free_programs() -> None:
     a process 65,530.
     """
     maps = pathlib.Path("/proc/self/maps")  # not on macOS
-    if maps.exists() and maps.read_bytes().count(b"\n") > 40_000:
+    if maps.exists() and maps.read_bytes().count(b"\n") > 30_000:
         jax.clear_caches()
         gc.collect()
 
