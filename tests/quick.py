@@ -17,8 +17,8 @@ from tests.whole_programs import write_whole_programs
 def draw_small_blocks() -> None:
     """Draw first values of tables in blocks of 16,384 elements, 64 kB, instead of 1 MB.
 
-    A table smaller than a block draws a whole one, and drawing is slow where LLVM optimizes
-    nothing: 25 ms a table. Such a table gets the same values from blocks of both sizes.
+    A small table of a large group draws a whole block, and drawing is slow where LLVM optimizes
+    nothing: 25 ms a table. Values do not depend on the size of blocks.
     """
     from jaxrec.embed import initialize  # with the checks of its annotations
 

@@ -46,6 +46,7 @@ TESTED_BY = {
     "embed/test_collection": (
         "embed/functional",
         "embed/initialize",
+        "embed/row_wise",
         "embed/layout",
         "embed/lookup",
     ),

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import ClassVar, cast
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, DTypeLike
@@ -17,6 +19,10 @@ from jaxrec.embed.store import StoreFactory
 from jaxrec.embed.table_access import TableAccess
 from jaxrec.ragged import JaggedArray, KeyedArray, KeyedJaggedArray
 from jaxrec.ragged.raw_ids import is_raw, refuse
+
+# The key of each collection's first values, for rows that are drawn after the tables are made. Were
+# it an attribute of the module, Flax would compile a step anew for each key.
+_keys: weakref.WeakKeyDictionary[Collection, Array] = weakref.WeakKeyDictionary()
 
 
 class TableVariable(nnx.Variable):
@@ -53,12 +59,20 @@ class Collection(TableAccess):
         if not isinstance(rngs, nnx.Rngs):
             raise TypeError(f"{name}: rngs is a flax.nnx.Rngs such as nnx.Rngs(0), got {rngs!r}")
         super().__init__()
-        self.tables = TableVariable(init_tables(tables, optimizer, rngs.params(), store))
+        key = rngs.params()
+        self.tables = TableVariable(init_tables(tables, optimizer, key, store))
+        if not isinstance(key, jax.core.Tracer):
+            _keys[self] = key
         self.is_trainable = any(
             table.trainable and (table.optimizer or optimizer).is_trained for table in tables
         )
         self.is_weighted = is_weighted
         self.dtype = jnp.dtype(dtype).name
+
+    @property
+    def first_key(self) -> Array | None:
+        """Key of the tables' first values; None in copies and where `jax.jit` made the tables."""
+        return _keys.get(self)
 
     @property
     def configs(self) -> tuple[TableConfig, ...]:

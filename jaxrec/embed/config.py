@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, DTypeLike
 
+from jaxrec.embed.first_values import INITIALIZERS
 from jaxrec.embed.formats import TABLE_FORMATS, RowFormat, check_rows
 from jaxrec.embed.formats.plain import PlainRows
-from jaxrec.embed.initialize import INITIALIZERS
 from jaxrec.optim import RowOptimizer
 
 Initializer: TypeAlias = Callable[[Array, tuple[int, ...], DTypeLike], Array]
@@ -40,9 +40,10 @@ class TableConfig:
         initializer: One of "uniform" (within ``±1/sqrt(num_embeddings)``, TorchRec's default),
             "normal" (standard deviation ``1/sqrt(embedding_dim)``), "xavier_uniform",
             "xavier_normal", "zeros", "ones"; or a function ``(key, shape, dtype) -> array`` as in
-            `jax.nn.initializers`. Such a function is called on blocks of rows, never on the whole
-            table, so its values must not depend on the number of rows: one that scales by fan-in,
-            such as ``lecun_normal()``, is refused when the table is made.
+            `jax.nn.initializers`. Such a function is called for each row, under `jax.vmap`, with
+            the shape ``(1, embedding_dim)``, so its values must not depend on other rows or on
+            their number: one that scales by fan-in, such as ``lecun_normal()``, is refused when
+            the table is made. Row ``r`` is ``initializer(jax.random.fold_in(key, r), (1, dim))``.
         optimizer: How this table's rows change; the collection's optimizer if None.
         trainable: Whether the table is trained. False is ``optimizer=jaxrec.optim.frozen()``: its
             rows stay as they are, it has no optimizer state, and steps spend nothing on it.

@@ -18,10 +18,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int32
 
 from jaxrec.embed.config import TableConfig
+from jaxrec.embed.first_values import draw_and_scale, table_key
 from jaxrec.embed.formats import TableArray, as_table
 from jaxrec.embed.formats.plain import PlainRows
-from jaxrec.embed.initialize import draw_and_scale, fill_rows, place_of, table_key
+from jaxrec.embed.initialize import fill_rows, place_of
 from jaxrec.embed.layout import TableLayout
+from jaxrec.embed.row_keys import KeyWords
 from jaxrec.embed.state import new_state
 from jaxrec.embed.store import TableStore
 from jaxrec.embed.tables import Tables
@@ -216,12 +218,11 @@ def _ranges(placed: PlacedGroup, config: TableConfig) -> np.ndarray:
 
     Devices with fewer shards have empty ones.
     """
-    of_device: list[list[tuple[np.int32, ...]]] = [[] for _ in range(placed.num_devices)]
+    of_device: list[list[np.ndarray]] = [[] for _ in range(placed.num_devices)]
     shards = [shard for shard in placed.shards if shard.table == config.name]
     for device, each in owners(placed, shards):
         shard = each.shard
-        place = place_of(shard.rows, each.local_row, shard.columns, config.embedding_dim)
-        of_device[device].append(place)
+        of_device[device].append(place_of(shard.rows, each.local_row, shard.columns))
     ranges = np.zeros((placed.num_devices, max(map(len, of_device)), 6), np.int32)
     for device, own in enumerate(of_device):
         ranges[device, : len(own)] = np.reshape(own, (-1, 6))
@@ -231,7 +232,7 @@ def _ranges(placed: PlacedGroup, config: TableConfig) -> np.ndarray:
 @functools.partial(jax.jit, static_argnums=(4, 5, 6), donate_argnums=0)
 def _fill_shards(
     array: Float[TableArray, "rows width"],
-    key: Array,
+    key: KeyWords,
     scale: Float[Array, ""],
     ranges: Int32[Array, "devices shards 6"],
     draw: Callable,

@@ -86,7 +86,7 @@ def find_rows(
     number: int,
     ids: np.ndarray,
     rows: np.ndarray,
-    seed: int,
+    keys: Mapping[str, np.ndarray],
     returning: Returning,
     *,
     is_written: bool,
@@ -98,7 +98,7 @@ def find_rows(
         number: Number of the table among those of the vocabulary.
         ids: The ids, int64 ``[n]``.
         rows: Their rows on the devices, int32 ``[n]``, -1 where there is none; changed.
-        seed: Seed of first rows.
+        keys: `Tier.keys`.
         returning: As for `RowsInStore`.
         is_written: Whether the rows are to be set.
 
@@ -113,7 +113,7 @@ def find_rows(
     if each.transfer is not None and is_missing.any():
 
         def first(ids: np.ndarray) -> list[dict[str, np.ndarray]]:
-            return [first_rows(t.config, t.optimizer, seed, ids) for t in each.tables]
+            return [first_rows(t.config, t.optimizer, keys[t.collection], ids) for t in each.tables]
 
         outside = RowsInStore(
             table,

@@ -7,11 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias, TypeVar, cast
 
 import jax
+import numpy as np
 from flax import nnx
 
 from jaxrec.embed.collection import Collection
 from jaxrec.embed.config import TableConfig
 from jaxrec.embed.layout import TableLayout
+from jaxrec.embed.row_keys import key_words
 from jaxrec.embed.taps import tapped_modules
 from jaxrec.optim import RowOptimizer
 from jaxrec.tier.cached_tables import cached_tables
@@ -31,7 +33,7 @@ Model = TypeVar("Model", bound=nnx.Module)
 Settings: TypeAlias = Mapping[str, Dynamic | Cached]
 
 
-def make(model: Model | Callable[[], Model], tables: Settings, *, seed: int = 0) -> Model:
+def make(model: Model | Callable[[], Model], tables: Settings, *, seed: int | None = None) -> Model:
     """Give tables of a model open vocabularies, or keep most of their rows in a store.
 
     The model is then called with the batches of `jaxrec.tier.ahead`; all else stays as it is. Over
@@ -43,7 +45,9 @@ def make(model: Model | Callable[[], Model], tables: Settings, *, seed: int = 0)
             need.
         tables: Settings by name of table. A name that several collections have means all of these
             tables. Tables that read the same features have the same settings.
-        seed: Seed of the first rows of ids.
+        seed: Seed of the first rows of ids. None: a row begins as in the whole table, drawn with
+            the key of the model's ``rngs``. Copies of models, and those made within `jax.jit`,
+            have lost it: there None is 0.
 
     Returns:
         The model.
@@ -88,7 +92,7 @@ def make_named(model: Callable[[], Model], tables: Settings) -> Model:
         made = model()
     names = {config.name for module in _collections(made).values() for config in module.configs}
     tables = {name: each for name, each in tables.items() if name in names}
-    return _with_tiers(made, whole, tables, seed=0) if tables else made
+    return _with_tiers(made, whole, tables, seed=None) if tables else made
 
 
 def _sizes(tables: Settings) -> dict[str, int]:
@@ -104,7 +108,7 @@ def _collections(model: nnx.Module) -> dict[str, Collection]:
 
 
 def _with_tiers(
-    made: Model, whole: Mapping[str, TableConfig], tables: Settings, seed: int
+    made: Model, whole: Mapping[str, TableConfig], tables: Settings, seed: int | None
 ) -> Model:
     """Give a model's tables their vocabularies and stores.
 
@@ -112,7 +116,7 @@ def _with_tiers(
         made: The model.
         whole: Configurations of tables that were made with fewer rows, as the user gave them.
         tables: Settings by name of table.
-        seed: Seed of the first rows of ids.
+        seed: As for `make`.
     """
     found = _collections(made)
     all_tables = [
@@ -127,7 +131,7 @@ def _with_tiers(
     parts = _by_feature(all_tables, tables)
     _check_stores(parts, tables)
     vocabularies = [_vocabulary(part, tables, found) for part in parts]
-    tier = Tier(vocabularies, seed)
+    tier = Tier(vocabularies, {path: _first_key(module, seed) for path, module in found.items()})
     for path, module in found.items():
         features = {
             feature
@@ -328,6 +332,12 @@ def _optimizer(collection: Collection, table: str) -> RowOptimizer:
     # The layout of tables on a mesh contains the one that they had on one device.
     whole = layout if isinstance(layout, TableLayout) else layout.whole
     return whole.find(table)[0].optimizer
+
+
+def _first_key(collection: Collection, seed: int | None) -> np.ndarray:
+    """Return the data of the key of a collection's first rows."""
+    key = collection.first_key if seed is None else None
+    return np.asarray(key_words(jax.random.key(seed or 0) if key is None else key))
 
 
 def _kind(settings: Dynamic | Cached) -> str:

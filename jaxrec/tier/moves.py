@@ -64,7 +64,7 @@ def move_rows(
     model: nnx.Module,
     vocabularies: Sequence[TableVocabulary],
     moves: Sequence[Move],
-    seed: int,
+    keys: Mapping[str, np.ndarray],
 ) -> None:
     """Move rows out of a model's tables and into them.
 
@@ -72,7 +72,7 @@ def move_rows(
         model: The model.
         vocabularies: Its vocabularies.
         moves: The changes of a batch to each of them.
-        seed: Seed of first rows.
+        keys: `Tier.keys`.
 
     Raises:
         RuntimeError: A row store failed.
@@ -114,7 +114,7 @@ def move_rows(
                 values.append(of_tables[t])
                 new_rows, new_ids = new_rows[~found], new_ids[~found]
             fresh.append(NewRows(config, new_rows, new_ids))
-        placed = reset(placed, fresh, seed)
+        placed = reset(placed, fresh, keys[path])
         placed = _write(placed, returning, values)
         collection.tables.set_value(store.with_placed(placed))
     for v, (each, move) in enumerate(zip(vocabularies, moves, strict=True)):

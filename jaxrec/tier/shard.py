@@ -50,8 +50,7 @@ def shard(
         model: The model, changed in place; or a function that makes it, which plans with caches
             need. Tables that the function makes, and their optimizer state, are made on the mesh,
             each shard on its own device: they never lie anywhere whole. Their values are the same
-            on any mesh, but for tables with a cache, where a row's first value depends on its id
-            alone.
+            on any mesh, with a cache and without.
         plan: The placements and caches of the tables. It may have tables of other models, too.
         mesh: The devices, of one axis or of two, hosts first. With several processes each calls
             this with a model and a plan of its own, which must be alike.

@@ -62,11 +62,13 @@ class Tier:
 
     Args:
         vocabularies: The vocabularies.
-        seed: Seed of first rows.
+        keys: Data of the key of first rows, uint32 ``[2]``, by path of the collection.
     """
 
-    def __init__(self, vocabularies: Sequence[TableVocabulary], seed: int) -> None:
-        self.vocabularies, self.seed = tuple(vocabularies), seed
+    def __init__(
+        self, vocabularies: Sequence[TableVocabulary], keys: Mapping[str, np.ndarray]
+    ) -> None:
+        self.vocabularies, self.keys = tuple(vocabularies), dict(keys)
         self.observers: weakref.WeakSet[TierObserver] = weakref.WeakSet()
         self.order = BatchOrder()
         self._planning = threading.Lock()  # guards the vocabularies
@@ -298,7 +300,7 @@ class Tier:
             rows = self._rows_now(v, raw)
         returning = functools.partial(self._returning, v)
         number = each.tables.index(found)
-        return find_rows(each, number, raw, rows, self.seed, returning, is_written=is_written)
+        return find_rows(each, number, raw, rows, self.keys, returning, is_written=is_written)
 
     def _rows_now(self, v: int, ids: np.ndarray) -> np.ndarray:
         """Return the row that each id has on the devices, -1 where it has none."""
@@ -359,7 +361,7 @@ class Tier:
         self._pending.carry_out(functools.partial(self._move, model), sequence, wanted)
 
     def _move(self, model: nnx.Module, moves: Sequence[Move]) -> None:
-        move_rows(model, self.vocabularies, moves, self.seed)
+        move_rows(model, self.vocabularies, moves, self.keys)
         for observer in self.observers:
             observer.moved([move.assignment for move in moves])
 
@@ -426,6 +428,7 @@ class Tier:
             each.name: {
                 **each.vocabulary.state(),
                 "num_ids": np.array([each.num_ids or 0], np.int64),
+                "first_keys": np.stack([self.keys[table.collection] for table in each.tables]),
             }
             for each in self.vocabularies
         }
@@ -469,6 +472,9 @@ class Tier:
             self._pending.clear()
             for each in self.vocabularies:
                 saved = dict(state[each.name])
+                # Rows that nothing has read yet begin as in the run that was saved.
+                for table, key in zip(each.tables, saved.get("first_keys", ()), strict=False):
+                    self.keys[table.collection] = key
                 rows[each.name] = each.vocabulary.load_state(saved, self.order.last_planned)
             if any(each.dropped_ids.size for each in rows.values()):
                 self.order.forget_replayed()  # planned batches may have used dropped rows

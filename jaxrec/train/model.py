@@ -107,7 +107,7 @@ def make_model(
     def make_on_devices() -> Model:
         model = _make(config, num_steps, encoder, nnx.Rngs(config.seed))
         if dynamic:
-            make(model, dict.fromkeys(dynamic, settings(config.vocabulary)), seed=config.seed)
+            make(model, dict.fromkeys(dynamic, settings(config.vocabulary)))
         return model
 
     model = devices.make_model(make_on_devices)

@@ -10,13 +10,8 @@ from flax import nnx
 
 import jaxrec
 from jaxrec.embed import init_tables
-from jaxrec.embed.initialize import (
-    BLOCK_ELEMENTS,
-    draw_and_scale,
-    fill_rows,
-    initialize_rows,
-    place_of,
-)
+from jaxrec.embed.first_values import draw_and_scale, table_key
+from jaxrec.embed.initialize import BLOCK_ELEMENTS, initialize_rows
 from jaxrec.embed.layout import MAX_ROWS, layout_tables
 from jaxrec.embed.tables import Tables
 
@@ -133,7 +128,8 @@ def test_initialization_works_in_place(dtype):
     Before JAX 0.11 bfloat16 on CPUs takes a copy of the same bits, never one in float32 for each
     block.
     """
-    from jaxrec.embed.initialize import INITIALIZERS, _fill
+    from jaxrec.embed.first_values import INITIALIZERS
+    from jaxrec.embed.initialize import _fill
 
     copies = 1.25 if dtype == "bfloat16" and jax.__version_info__ < (0, 11) else 0.25
 
@@ -141,7 +137,7 @@ def test_initialization_works_in_place(dtype):
     array = jax.ShapeDtypeStruct((rows, 16), jnp.dtype(dtype))
     compiled = _fill.lower(
         array,
-        jax.eval_shape(lambda: jax.random.key(0)),
+        jax.ShapeDtypeStruct((2,), jnp.uint32),
         INITIALIZERS["uniform"][0],
         jax.ShapeDtypeStruct((), jnp.float32),
         jax.ShapeDtypeStruct((6,), jnp.int32),
@@ -152,23 +148,9 @@ def test_initialization_works_in_place(dtype):
     assert memory.temp_size_in_bytes < copies * table_bytes
 
 
-@pytest.mark.parametrize("first", [0, 2**31 - 5, 2**33 + 12_345, 10**11])
-def test_rows_beyond_int32_are_drawn_as_blocks_of_their_table(first):
-    """Four rows of a table of 10**11 rows and one column, by the blocks that they lie in."""
-    key, count = jax.random.key(3), 4
-    drawn = []
-    for row in range(first, first + count):
-        block_key = jax.random.fold_in(key, row // BLOCK_ELEMENTS)
-        block = jax.random.uniform(block_key, (BLOCK_ELEMENTS, 1), minval=-1.0, maxval=1.0)
-        drawn.append(float(block[row % BLOCK_ELEMENTS, 0]) * 0.5)
-    place = jnp.array(place_of((first, first + count), 2, (0, 1), 1))
-    draw, _ = draw_and_scale("uniform", 10, 1)
-    array = fill_rows(jnp.zeros((8, 1)), key, draw, jnp.float32(0.5), place, 1)
-    np.testing.assert_allclose(array[:, 0], [0, 0, *drawn, 0, 0], rtol=1e-6)
-
-
 def test_rows_of_other_tables_stay():
-    array = initialize_rows(jnp.zeros((10, 2)), jax.random.key(0), "ones", 3, 4)
+    key = table_key(jax.random.key(0), "a")
+    array = initialize_rows(jnp.zeros((10, 2)), key, "ones", 3, 4)
     np.testing.assert_array_equal(array[:, 0], [0, 0, 0, 1, 1, 1, 1, 0, 0, 0])
 
 

@@ -197,8 +197,9 @@ def test_some_rows_of_unequal_column_slices(mesh):
     assert placed.group.dim == 3  # 3, 2 and 2 columns
     padding = np.asarray(stored.rows[placed.name]).reshape(8, 11, 3)[[6, 3], :, 2]
     np.testing.assert_array_equal(padding, 0)
+    key = np.array([0, 5], np.uint32)
     new = first_rows.NewRows(config, np.array([3, 8]), np.array([70, 5]))
     fresh = [
-        first_rows.reset(store, [new], 0) for store in (model.tables.get_value().placed, stored)
+        first_rows.reset(store, [new], key) for store in (model.tables.get_value().placed, stored)
     ]
     np.testing.assert_array_equal(fresh[1].read("user"), fresh[0].read("user"))

@@ -17,7 +17,6 @@ from flax import nnx
 import jaxrec
 from jaxrec.ragged import KeyedJaggedArray
 from jaxrec.tier import Cached, MissCounter, ahead, close, make
-from jaxrec.tier.rows.first_rows import NewRows, reset
 
 OPTIMIZERS = {
     "sgd": jaxrec.optim.sgd(0.1),
@@ -80,10 +79,7 @@ class Outcome:
 class _Model(nnx.Module):
     def __init__(self, sizes: Sizes, optimizer: str) -> None:
         rngs = nnx.Rngs(0)
-        tables = [
-            jaxrec.EmbeddingBagConfig(name, sizes.rows, sizes.dim, initializer="normal")
-            for name in sizes.names
-        ]
+        tables = [jaxrec.EmbeddingBagConfig(name, sizes.rows, sizes.dim) for name in sizes.names]
         self.dlrm = jaxrec.nn.DLRM(
             jaxrec.EmbeddingBagCollection(tables, optimizer=OPTIMIZERS[optimizer], rngs=rngs),
             num_dense=4,
@@ -118,12 +114,8 @@ def make_batches(sizes: Sizes) -> Iterator[Any]:
 
 
 def train_whole(sizes: Sizes, optimizer: str, devices: int = 1) -> Outcome:
-    """Train with whole tables, whose rows begin as those behind a cache do."""
+    """Train with whole tables."""
     model, mesh = _on_devices(lambda: _Model(sizes, optimizer), sizes, devices)
-    collection = model.dlrm.embeddings
-    ids = np.arange(sizes.rows)
-    rows = [NewRows(config, ids.astype(np.int32), ids) for config in collection.configs]
-    collection.tables.set_value(reset(collection.tables.get_value(), rows, seed=0))
     batches = make_batches(sizes)
     if mesh is not None:
         batches = (jaxrec.mesh.shard_batch(batch, mesh) for batch in batches)
@@ -131,7 +123,13 @@ def train_whole(sizes: Sizes, optimizer: str, devices: int = 1) -> Outcome:
 
 
 def train_cached(
-    sizes: Sizes, optimizer: str, store: str, path: str, port: int = 0, devices: int = 1
+    sizes: Sizes,
+    optimizer: str,
+    store: str,
+    path: str,
+    port: int = 0,
+    devices: int = 1,
+    look_ahead: int = 2,
 ) -> Outcome:
     """Train with tables most of whose rows are in a store.
 
@@ -142,13 +140,14 @@ def train_cached(
         path: Absolute path without a slash at its end, of which nothing exists.
         port: Port of the Redis server.
         devices: Number of devices.
+        look_ahead: Number of batches that are planned ahead.
     """
     url = STORES[store].replace("{path}", path).replace("{port}", str(port))
     settings = Cached(round(sizes.cached * sizes.rows), url)
     tables = dict.fromkeys(sizes.names, settings)
     model, _ = _on_devices(lambda: make(lambda: _Model(sizes, optimizer), tables), sizes, devices)
     counter = MissCounter(model)
-    losses = _train(model, ahead(model, make_batches(sizes), look_ahead=2))
+    losses = _train(model, ahead(model, make_batches(sizes), look_ahead=look_ahead))
     statistics = jaxrec.tier.statistics(model)[sizes.names[0]]
     outcome = Outcome(
         losses,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -89,7 +90,12 @@ def plain_batch(features: KeyedJaggedArray, rows: dict[str, dict[int, int]]) -> 
     return KeyedJaggedArray.from_lists(data, capacities=capacities)
 
 
-def set_first_rows(model: nnx.Module, rows: dict[str, dict[int, int]], seed: int = 0) -> None:
+def first_key(collection: jaxrec.EmbeddingBagCollection) -> np.ndarray:
+    """The data of the key of a collection's first values."""
+    return np.asarray(jax.random.key_data(collection.first_key))
+
+
+def set_first_rows(model: nnx.Module, rows: dict[str, dict[int, int]]) -> None:
     """Give the rows of plain tables the first values of the ids that they are for."""
     for collection in (model.embeddings, model.wide):
         store = collection.tables.get_value()
@@ -98,7 +104,7 @@ def set_first_rows(model: nnx.Module, rows: dict[str, dict[int, int]], seed: int
             if of_table is not None:
                 ids = np.array(list(of_table), np.int64)
                 indices = np.array(list(of_table.values()), np.int32)
-                store = reset(store, [NewRows(config, indices, ids)], seed)
+                store = reset(store, [NewRows(config, indices, ids)], first_key(collection))
         collection.tables.set_value(store)
 
 

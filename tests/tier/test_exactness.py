@@ -113,5 +113,5 @@ def set_first_rows_like(plain, small, rows) -> None:
             ids = np.array(list(of_table), np.int64)
             indices = np.array(list(of_table.values()), np.int32)
             new = models.NewRows(configs[config.name], indices, ids)
-            store = models.reset(store, [new], 0)
+            store = models.reset(store, [new], models.first_key(few))
         large.tables.set_value(store)

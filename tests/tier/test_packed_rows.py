@@ -12,7 +12,6 @@ from flax import nnx
 
 import jaxrec
 from jaxrec.tier import Cached, ChangeTracker, Dynamic, Subscriber, ahead, make, publish
-from jaxrec.tier.rows.first_rows import NewRows, reset
 from jaxrec.tier.tier import tier_of
 from jaxrec.train.checkpoint import restore, save
 from tests.tier.deltas.models import assert_same
@@ -92,10 +91,6 @@ def assert_equal(found, expected) -> None:
 def test_cached_rows_train_as_those_of_a_whole_table(dtype):
     """Losses, rows and state: rounding to nearest does not depend on where a row is."""
     model, whole = tiered(dtype, "cached", is_random=False), Ranker(dtype)
-    store = whole.embeddings.tables.get_value()
-    (config,) = whole.embeddings.configs
-    store = reset(store, [NewRows(config, IDS.astype(np.int32), IDS)], 0)
-    whole.embeddings.tables.set_value(store)
     batches = ahead(model, stream(25), look_ahead=2)
     losses = train(model, jaxrec.Optimizer(model, optax.sgd(0.1)), batches)
     expected = train(whole, jaxrec.Optimizer(whole, optax.sgd(0.1)), stream(25))

@@ -30,9 +30,6 @@ def check_tables(
         if not theirs.is_open:
             _require_same(name, "num_embeddings", mine.num_embeddings, theirs.num_embeddings)
         if theirs.seed is not None:
-            _require_same(
-                name, "seed", theirs.seed if mine.seed is None else mine.seed, theirs.seed
-            )
             _require_same(name, "initializer", table.initializer, theirs.initializer)
         if with_state:
             if theirs.state is None:

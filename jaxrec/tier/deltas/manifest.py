@@ -28,7 +28,7 @@ class TableFacts:
             0 to ``num_embeddings`` - 1.
         unknown: Rows that ids without a row read: "zeros", "default" or "shared", and their number;
             ("none", 0) where each id has a row.
-        seed: Seed of the first values of ids that a full version leaves out
+        seed: Data of the random key of the first values of ids that a full version leaves out
             (`jaxrec.tier.Cached`); None: it has all ids.
         initializer: Initializer of these values, if it has a name.
         state: Type and width of each array of the optimizer state; None: it is not published.
@@ -39,7 +39,7 @@ class TableFacts:
     dtype: str
     is_open: bool = False
     unknown: tuple[str, int] = ("none", 0)
-    seed: int | None = None
+    seed: tuple[int, int] | None = None
     initializer: str = ""
     state: dict[str, tuple[str, int | None]] | None = None
 
@@ -136,6 +136,13 @@ def num_bytes(files: Files) -> int:
 def _facts(content: Mapping[str, Any]) -> TableFacts:
     facts = dict(content)
     facts["unknown"] = tuple(facts["unknown"])
+    if isinstance(facts["seed"], int):
+        raise ValueError(
+            f"its ids without a row begin as in an earlier jaxrec, with seed={facts['seed']}; "
+            "publish a full version with this one (full_every=1)"
+        )
+    if facts["seed"] is not None:
+        facts["seed"] = tuple(facts["seed"])
     if facts["state"] is not None:
         facts["state"] = {name: tuple(each) for name, each in facts["state"].items()}
     return TableFacts(**facts)

@@ -44,7 +44,8 @@ class OpenTable(PublishedTable):
     def facts(self) -> TableFacts:
         unknown = self._of.vocabulary.settings.unknown
         if self._of.num_ids is not None:
-            return self._facts(seed=self._tier.seed, initializer=self.initializer)
+            first, second = self._tier.keys[self.path]
+            return self._facts(seed=(int(first), int(second)), initializer=self.initializer)
         return self._facts(is_open=True, unknown=(unknown.kind, unknown.rows))
 
     def scan(self, with_state: bool) -> Iterator[tuple[np.ndarray, Values]]:
@@ -94,7 +95,9 @@ class OpenTable(PublishedTable):
         if ids.size:
             self._tier.forget(self._model, self._of, ids)
 
-    def forget_others(self, ids: np.ndarray, seed: int | None) -> None:
+    def forget_others(self, ids: np.ndarray, key: tuple[int, int] | None) -> None:
+        if key is not None:
+            self._tier.keys[self.path] = np.array(key, np.uint32)
         kept = np.sort(ids)
         resident, _ = self._of.vocabulary.map.items()
         self.forget(np.setdiff1d(resident, kept, assume_unique=True))
@@ -134,7 +137,8 @@ class OpenTable(PublishedTable):
         tables = transfer.layout.unpack(records)
         if begin and not is_found.all():
             for table, values in zip(self._of.tables, tables, strict=True):
-                fresh = first_rows(table.config, table.optimizer, self._tier.seed, ids[~is_found])
+                key = self._tier.keys[table.collection]
+                fresh = first_rows(table.config, table.optimizer, key, ids[~is_found])
                 for name, array in values.items():
                     values[name] = merged = array.copy()
                     merged[~is_found] = fresh[name]

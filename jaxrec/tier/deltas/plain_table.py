@@ -34,14 +34,16 @@ class PlainTable(PublishedTable):
         if ids.size:
             raise AssertionError(f"table {self.name}: each id of a plain table has a row")
 
-    def forget_others(self, ids: np.ndarray, seed: int | None) -> None:
-        if seed is None:
+    def forget_others(self, ids: np.ndarray, key: tuple[int, int] | None) -> None:
+        if key is None:
             return
         is_other = np.ones(self.config.num_embeddings, np.bool_)
         is_other[ids] = False
         for part in self.parts(np.flatnonzero(is_other)):
             store = self._collection.tables.get_value()
-            placed = reset(store.placed, [NewRows(self.config, part, part)], seed)
+            placed = reset(
+                store.placed, [NewRows(self.config, part, part)], np.array(key, np.uint32)
+            )
             self._collection.tables.set_value(store.with_placed(placed))
 
     def find_shortage(self, ids: np.ndarray, removed: np.ndarray | None) -> str:

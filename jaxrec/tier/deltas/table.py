@@ -66,12 +66,12 @@ class PublishedTable(abc.ABC):
         """Take the rows of ids away; ids without one are skipped."""
 
     @abc.abstractmethod
-    def forget_others(self, ids: np.ndarray, seed: int | None) -> None:
+    def forget_others(self, ids: np.ndarray, key: tuple[int, int] | None) -> None:
         """Take the rows of all other ids away.
 
         Args:
             ids: The ids of a full version.
-            seed: Its `TableFacts.seed`.
+            key: Its `TableFacts.seed`, with which other ids begin.
         """
 
     @abc.abstractmethod

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
@@ -13,8 +12,8 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int32, UInt32
 
 from jaxrec.embed.config import TableConfig
+from jaxrec.embed.first_values import draw_and_scale, draw_rows, slice_columns, table_key
 from jaxrec.embed.formats import TableArray
-from jaxrec.embed.initialize import draw_and_scale, slice_columns, table_key
 from jaxrec.embed.layout import Group
 from jaxrec.embed.store import TableStore
 from jaxrec.embed.tables import Tables, write_slots
@@ -34,8 +33,8 @@ def reset_rows(
 ) -> TableStore:
     """Reset the rows of evicted slots: first values and first optimizer state; traced.
 
-    A row is drawn by the table's initializer, from a key that depends on ``key``, the name of the
-    table and the new id. It is the same on one device and over a mesh.
+    A row is that of the new id in a whole table that is made with ``key``. It is the same on one
+    device and over a mesh.
 
     No table is copied: a loop writes `_ROWS` rows at a time in place, until all evicted slots are
     written.
@@ -157,14 +156,7 @@ def _first_rows(
     """Return the first row of each id."""
     dim = config.embedding_dim
     draw, scale = draw_and_scale(config.initializer, config.num_embeddings, dim)
-    of_table = table_key(key, config.name)
-
-    @functools.partial(jax.vmap)
-    def first_row(words: UInt32[Array, "2"]) -> Float[Array, " dim"]:
-        of_id = jax.random.fold_in(jax.random.fold_in(of_table, words[1]), words[0])
-        return draw(of_id, (1, dim), jnp.float32)[0] * scale
-
-    return first_row(ids)
+    return draw_rows(draw, scale, table_key(key, config.name), ids[:, 0], ids[:, 1], dim)
 
 
 def _first_state(group: Group, count: int) -> dict[str, Array]:

@@ -1,4 +1,4 @@
-"""First values of rows by id, so that an id begins the same wherever its row is."""
+"""First values of rows by id, in rows of tables that exist."""
 
 from __future__ import annotations
 
@@ -12,13 +12,12 @@ import numpy as np
 from jaxtyping import Array, Int32, Int64, Shaped, UInt32
 
 from jaxrec.embed.config import TableConfig
-from jaxrec.embed.initialize import draw_and_scale, slice_columns, table_key
+from jaxrec.embed.first_values import draw_and_scale, draw_rows, slice_columns, table_key
 from jaxrec.embed.layout import layout_tables
 from jaxrec.embed.row_access import TableRows, group_slots, read, size_for
 from jaxrec.embed.store import TableStore
 from jaxrec.embed.tables import Tables
 from jaxrec.optim import RowOptimizer
-from jaxrec.tier.rows.row_keys import row_key
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,22 +35,19 @@ class NewRows:
     ids: np.ndarray
 
 
-def reset(store: TableStore, tables: Sequence[NewRows], seed: int) -> TableStore:
+def reset(store: TableStore, tables: Sequence[NewRows], key: UInt32[np.ndarray, "2"]) -> TableStore:
     """Give rows the first values of their ids and a fresh optimizer state, in place.
-
-    A row is drawn by the table's initializer with a key that depends on the seed, the name of the
-    table and the id.
 
     Args:
         store: The store that has the arrays; it is donated.
         tables: The rows; none occurs twice.
-        seed: Seed of the draws.
+        key: Data of the key of the tables' collection.
     """
     drawn = [
         draw_and_scale(t.config.initializer, t.config.num_embeddings, t.config.embedding_dim)
         for t in tables
     ]
-    keys = _keys(tuple(t.config.name for t in tables), seed)
+    keys = _keys(tuple(t.config.name for t in tables), (int(key[0]), int(key[1])))
     words = np.concatenate([np.ascontiguousarray(t.ids).view(np.uint32) for t in tables])
     sizes = [t.rows.size for t in tables]
     per_row: dict[str, np.ndarray] = {
@@ -78,14 +74,17 @@ def reset(store: TableStore, tables: Sequence[NewRows], seed: int) -> TableStore
 
 
 def first_rows(
-    config: TableConfig, optimizer: RowOptimizer, seed: int, ids: Int64[np.ndarray, " n"]
+    config: TableConfig,
+    optimizer: RowOptimizer,
+    key: UInt32[np.ndarray, "2"],
+    ids: Int64[np.ndarray, " n"],
 ) -> dict[str, np.ndarray]:
     """Return the rows that `reset` gives to ids, on the host, and their optimizer state.
 
     Args:
         config: The table.
         optimizer: Its row optimizer.
-        seed: Seed of the draws.
+        key: Data of the key of the table's collection.
         ids: The ids.
 
     Returns:
@@ -95,16 +94,16 @@ def first_rows(
     table = dataclasses.replace(config, num_embeddings=size_for(ids.size))
     store: TableStore = Tables.init(layout_tables([table], optimizer), jax.random.key(0))
     rows = np.arange(ids.size)
-    store = reset(store, [NewRows(config, rows, ids)], seed)
+    store = reset(store, [NewRows(config, rows, ids)], key)
     (first,) = read(store, [TableRows(config.name, rows)]).to_host()
     return first
 
 
 @functools.lru_cache(maxsize=64)
-def _keys(names: tuple[str, ...], seed: int) -> np.ndarray:
+def _keys(names: tuple[str, ...], key: tuple[int, int]) -> np.ndarray:
     """Return the data of the tables' keys, uint32 ``[tables, 2]``."""
-    key = jax.random.key(seed, impl="threefry2x32")
-    return np.stack([np.asarray(jax.random.key_data(table_key(key, name))) for name in names])
+    words = np.array(key, np.uint32)
+    return np.stack([np.asarray(table_key(words, name)) for name in names])
 
 
 @functools.partial(jax.jit, static_argnums=(4, 5, 6), donate_argnums=0)
@@ -119,15 +118,13 @@ def _reset(
 ) -> TableStore:
     of_group = store.groups[group]
 
-    def row(of_slot, keys):
-        key = row_key(keys[of_slot["table"]])
-        key = jax.random.fold_in(jax.random.fold_in(key, of_slot["low"]), of_slot["high"])
-        values = draw(key, (1, dim), jnp.float32)[0] * of_slot["scale"]
-        columns = of_slot["first_column"], of_slot["stop_column"]
-        return slice_columns(values, *columns, of_group.dim)
+    def part(row, first_column, stop_column):
+        return slice_columns(row, first_column, stop_column, of_group.dim)
 
     def rows_and_state(of_slots, keys):
-        rows = jax.vmap(row, (0, None))(of_slots, keys)
+        words = keys[of_slots["table"]], of_slots["high"], of_slots["low"]
+        rows = draw_rows(draw, of_slots["scale"], *words, dim)
+        rows = jax.vmap(part)(rows, of_slots["first_column"], of_slots["stop_column"])
         return rows, {
             name: jnp.broadcast_to(array[0], (len(rows), *array.shape[1:]))
             for name, array in of_group.optimizer.init(1, of_group.dim).items()

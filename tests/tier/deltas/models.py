@@ -44,7 +44,7 @@ NAMES = np.random.default_rng(0).integers(-(2**63), 2**63, 90)
 ROWS = 64  # for ids of up to three batches of 4 samples with up to 3 ids for each of two features
 
 
-def open_model(kind, optimizer="adam", seed=0, rows=ROWS):
+def open_model(kind, optimizer="adam", seed=None, rows=ROWS):
     settings_of = {
         "lost": Dynamic(),
         "stored": Dynamic(store="memory://", unknown=shared(3)),
@@ -71,7 +71,7 @@ class Fixed(nnx.Module):
         return self.over(self.embeddings(features).values)[:, 0]
 
 
-def fixed_model(kind, optimizer="adam", seed=0):
+def fixed_model(kind, optimizer="adam", seed=None):
     if kind == "plain":
         return Fixed(optimizer)
     return make(lambda: Fixed(optimizer), {"user": Cached(rows=40)}, seed=seed)

@@ -145,8 +145,6 @@ def test_copies_of_another_form_are_refused(versions_of_lost, mismatch):
 
 def test_fixed_tables_of_another_form_are_refused(tmp_path):
     publish(fixed_model("cached"), tmp_path / "cached")
-    with pytest.raises(ValueError, match="seed=0, but the copy has 4"):
-        Subscriber(fixed_model("cached", seed=4), tmp_path / "cached").update()
     with pytest.raises(ValueError, match="without its optimizer state"):
         Subscriber(fixed_model("cached"), tmp_path / "cached", with_state=True).update()
     publish(fixed_model("plain"), tmp_path / "plain", with_state=True)

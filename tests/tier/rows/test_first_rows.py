@@ -1,4 +1,4 @@
-"""First values of rows depend on the seed, the table and the id alone."""
+"""First values of rows depend on the key, the table and the id alone, as in whole tables."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.extend.random import threefry_2x32
 
 import jaxrec
 from jaxrec.tier.rows import first_rows
@@ -18,6 +19,7 @@ from tests.users_xla import AS_USERS_DO
 
 ROWS, DIM = 64, 8
 IDS = np.array([5, -(2**63), 2**63 - 1, 2**32 + 5, 0, 6])
+KEY = np.asarray(jax.random.key_data(nnx.Rngs(0).params()))  # with which `make_store` draws
 
 
 def stddev_two(key, shape, dtype):
@@ -54,40 +56,44 @@ PLACEMENTS = {
 }
 
 
-def values_by_id(placement, rows, seed=3, **options) -> dict[str, np.ndarray]:
-    """First values of `IDS` in each table, in the rows given."""
+def values_by_id(placement, rows, key=KEY, **options):
+    """First values of `IDS` in each table, in the rows given, and the whole tables as made."""
     configs = make_configs(**options)
     mesh = None if placement is None else jax.make_mesh((2, 4), ("host", "device"))
     store = make_store(configs, mesh, placement)
-    store = reset(store, [NewRows(config, rows, IDS) for config in configs], seed)
-    return {config.name: np.asarray(store.read(config.name))[rows] for config in configs}
+    made = {config.name: np.asarray(store.read(config.name)) for config in configs}
+    store = reset(store, [NewRows(config, rows, IDS) for config in configs], key)
+    return {config.name: np.asarray(store.read(config.name))[rows] for config in configs}, made
 
 
 @pytest.fixture(scope="module")
 def expected():
-    return values_by_id(None, np.arange(6), initializer="normal")
+    return values_by_id(None, np.arange(6), initializer="normal")[0]
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS.values(), ids=PLACEMENTS)
 def test_an_id_begins_alike_wherever_its_row_is(placement, expected):
     rows = np.random.default_rng(0).permutation(ROWS)[: IDS.size]
-    values = values_by_id(placement, rows, initializer="normal")
+    values, made = values_by_id(placement, rows, initializer="normal")
+    is_row = (IDS >= 0) & (IDS < ROWS)
     for name, array in expected.items():
         np.testing.assert_array_equal(values[name], array)
+        np.testing.assert_array_equal(made[name][IDS[is_row]], array[is_row])
 
 
-def test_ids_tables_and_seeds_begin_differently(expected):
-    other = values_by_id(None, np.arange(6), seed=4, initializer="normal")
+def test_ids_tables_and_keys_begin_differently(expected):
+    other, _ = values_by_id(None, np.arange(6), KEY + np.uint32(1), initializer="normal")
     rows = [*expected["a"], *expected["b"], *other["a"]]
     assert len(np.unique(np.array(rows)[:, 0])) == len(rows)
 
 
 def test_values_are_threefry_of_the_id(expected):
     """Written out, so that ids begin alike in later versions."""
-    key = jax.random.fold_in(jax.random.key(3, impl="threefry2x32"), zlib.crc32(b"a"))
+    key = jax.random.fold_in(jax.random.wrap_key_data(jnp.array(KEY)), zlib.crc32(b"a"))
     for row, i in enumerate(IDS.tolist()):
-        low, high = np.uint32(i % 2**32), np.uint32((i >> 32) % 2**32)
-        drawn = jax.random.normal(jax.random.fold_in(jax.random.fold_in(key, low), high), (1, DIM))
+        words = jnp.array([(i >> 32) % 2**32, i % 2**32], jnp.uint32)
+        of_id = jax.random.wrap_key_data(threefry_2x32(jax.random.key_data(key), words))
+        drawn = jax.random.normal(of_id, (1, DIM))
         np.testing.assert_allclose(expected["a"][row], drawn[0] * DIM**-0.5, rtol=1e-6)
 
 
@@ -107,7 +113,7 @@ def test_values_are_threefry_of_the_id(expected):
 def test_initializers(initializer, mean, deviation):
     config = jaxrec.EmbeddingBagConfig("a", 2048, DIM, initializer=initializer)
     rows = np.arange(1, 2001, dtype=np.int32)
-    store = reset(make_store([config]), [NewRows(config, rows, rows.astype(np.int64))], 0)
+    store = reset(make_store([config]), [NewRows(config, rows, rows.astype(np.int64))], KEY)
     values = np.asarray(store.read("a"))[rows]
     assert abs(values.mean() - mean) <= 0.02 * deviation
     assert values.std() == pytest.approx(deviation, rel=0.02)
@@ -129,7 +135,7 @@ def test_rows_and_state_are_reset_and_no_others(placement):
         NewRows(configs[1], rows[:0], IDS[:0]),
         NewRows(configs[2], rows[:1], IDS[:1]),
     ]
-    store = reset(store, new, 0)
+    store = reset(store, new, KEY)
     for config, changed in zip(configs, (rows, rows[:0], rows[:1]), strict=True):
         is_changed = np.isin(np.arange(ROWS), changed)
         values = np.asarray(store.read(config.name))
@@ -142,7 +148,7 @@ def test_rows_and_state_are_reset_and_no_others(placement):
 def test_no_rows_change_nothing():
     configs = make_configs()
     store = make_store(configs)
-    assert reset(store, [NewRows(configs[0], np.zeros(0, np.int32), IDS[:0])], 0) is store
+    assert reset(store, [NewRows(configs[0], np.zeros(0, np.int32), IDS[:0])], KEY) is store
 
 
 @pytest.mark.parametrize(

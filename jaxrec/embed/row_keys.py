@@ -3,33 +3,60 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.random import define_prng_impl
-from jaxtyping import Array, Shaped, UInt32
+from jaxtyping import Array, Key, Shaped, UInt32
+
+# Key words of a `jax.random.key`, or of the key of a table or of a row.
+KeyWords: TypeAlias = UInt32[Array, "2"]
 
 _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 _PARITY = np.uint32(0x1BD11BDA)
 
 
-def row_key(data: UInt32[Array, "2"]) -> Array:
-    """Return a key that draws as ``jax.random.wrap_key_data(data, impl="threefry2x32")``.
-
-    JAX computes the rounds of that generator in a loop on CPUs, which stores the bits after each
-    round. Here they are written out, so that drawing many short rows takes a fifth of the time.
+def key_words(key: Key[Array, ""] | Shaped[Array, "_"] | np.ndarray) -> KeyWords:
+    """Return the two words of a key of ``"threefry2x32"``, or two words drawn with another key.
 
     Args:
-        data: The data of a key of ``"threefry2x32"``.
+        key: A key, or the data of one.
     """
-    return jax.random.wrap_key_data(data, impl=_UNROLLED)
+    if not jax.dtypes.issubdtype(key.dtype, jax.dtypes.prng_key):
+        if key.shape == (2,):
+            return jnp.asarray(key, jnp.uint32)
+        key = jax.random.wrap_key_data(jnp.asarray(key))
+    data = jax.random.key_data(key)
+    return data if data.shape == (2,) else jax.random.bits(key, (2,), jnp.uint32)
 
 
-def _threefry(key: UInt32[Array, "2"], high: Array, low: Array) -> tuple[Array, Array]:
+def fold_words(
+    words: UInt32[Array, "*_ 2"], high: UInt32[Array, "*n"], low: UInt32[Array, "*n"]
+) -> UInt32[Array, "*n 2"]:
+    """Fold 64-bit numbers into keys, as `jax.random.fold_in` folds numbers below 2**32.
+
+    Args:
+        words: A key for each number, or one for all, ``[2]``.
+        high, low: Words of the numbers.
+    """
+    return jnp.stack(_threefry(words, high, low), axis=-1)
+
+
+def unrolled_key(words: KeyWords) -> Array:
+    """Return a key that draws as ``jax.random.wrap_key_data(words, impl="threefry2x32")``.
+
+    JAX computes the rounds of that generator in a loop on CPUs, which stores the bits after each
+    round. Here they are written out, so that drawing takes a third of the time.
+    """
+    return jax.random.wrap_key_data(words, impl=_UNROLLED)
+
+
+def _threefry(key: UInt32[Array, "*_ 2"], high: Array, low: Array) -> tuple[Array, Array]:
     """Encrypt counters: Threefry-2x32 with 20 rounds (Salmon et al., 2011)."""
-    words = (key[0], key[1], key[0] ^ key[1] ^ _PARITY)
+    first, second = key[..., 0], key[..., 1]
+    words = (first, second, first ^ second ^ _PARITY)
     high, low = high + words[0], low + words[1]
     for i in range(5):
         for distance in _ROTATIONS[i % 2]:
@@ -65,7 +92,9 @@ def _random_bits(key: UInt32[Array, "2"], bit_width: int, shape: tuple[int, ...]
     if bit_width == 64:
         wide = jnp.uint64
         return (high.astype(wide) << wide(32)) | low.astype(wide)
-    return (high ^ low).astype(f"uint{bit_width}")
+    # XLA would fuse the rounds with what is made of the bits, in one slow loop.
+    bits = jax.lax.optimization_barrier(high ^ low)
+    return bits.astype(f"uint{bit_width}")
 
 
 _UNROLLED = define_prng_impl(

@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrec.tier.rows.row_keys import row_key
+from jaxrec.embed.row_keys import key_words, unrolled_key
 
 
 def keys(seed=3):
     theirs = jax.random.key(seed, impl="threefry2x32")
-    return row_key(jax.random.key_data(theirs)), theirs
+    return unrolled_key(key_words(theirs)), theirs
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "uint16", "uint32", "uint64"])
