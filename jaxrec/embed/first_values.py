@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Key, Shaped, UInt32
 
-from jaxrec.embed.row_keys import KeyWords, fold_words, key_words, unrolled_key
+from jaxrec.embed.row_keys import KeyWords, draw_with, fold_words, key_words
 from jaxrec.embed.row_wise import check_row_wise
 
 
@@ -80,15 +80,8 @@ def draw_rows(
         high, low: Words of the rows' numbers, or of the ids that the rows are for.
         dim: Columns of the table.
     """
-
-    def draw_row(words: KeyWords) -> Array:
-        try:
-            return draw(unrolled_key(words), (1, dim), jnp.float32)[0]
-        except NotImplementedError:  # jax.random.poisson takes no generator but JAX's own
-            own = jax.random.wrap_key_data(words, impl="threefry2x32")
-            return draw(own, (1, dim), jnp.float32)[0]
-
-    values = jax.vmap(draw_row)(fold_words(key, high, low))
+    words = fold_words(key, high, low)
+    values = jax.vmap(lambda of_row: draw_with(draw, of_row, (1, dim))[0])(words)
     # One factor for all rows XLA would multiply by the initializer's own, with other last bits.
     scales = jax.lax.optimization_barrier(jnp.broadcast_to(scale, high.shape))
     return values * scales[:, None]

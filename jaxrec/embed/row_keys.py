@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import jax
@@ -51,6 +52,15 @@ def unrolled_key(words: KeyWords) -> Array:
     round. Here they are written out, so that drawing takes a third of the time.
     """
     return jax.random.wrap_key_data(words, impl=_UNROLLED)
+
+
+def draw_with(draw: Callable, words: KeyWords, shape: tuple[int, int]) -> Array:
+    """Return ``draw(key, shape, float32)`` with the key of some words."""
+    try:
+        return draw(unrolled_key(words), shape, jnp.float32)
+    except NotImplementedError:  # jax.random.poisson takes keys of JAX's own generator alone
+        own = jax.random.wrap_key_data(words, impl="threefry2x32")
+        return draw(own, shape, jnp.float32)
 
 
 def _threefry(key: UInt32[Array, "*_ 2"], high: Array, low: Array) -> tuple[Array, Array]:

@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxrec.embed.row_keys import draw_with
+
 
 @functools.lru_cache(maxsize=256)
 def check_row_wise(initializer: Callable, dim: int) -> None:
@@ -22,12 +24,13 @@ def check_row_wise(initializer: Callable, dim: int) -> None:
     few = max(64, 512 // dim)
     many = 32 * few
 
-    def draw(key: jax.Array, rows: int) -> jax.Array:
-        return initializer(key, (rows, dim), jnp.float32)
+    def draw(words: jax.Array, rows: int) -> jax.Array:
+        return draw_with(initializer, words, (rows, dim))
 
     with jax.ensure_compile_time_eval():
-        keys = jax.random.split(jax.random.key(0), few)
-        draws = [draw(keys[0], many), draw(keys[1], many), jax.vmap(lambda k: draw(k, 1))(keys)]
+        keys = jnp.asarray(np.arange(2 * few, dtype=np.uint32).reshape(few, 2))
+        alone = jax.vmap(functools.partial(draw, rows=1))(keys)
+        draws = [draw(keys[0], many), draw(keys[1], many), alone]
         if any(isinstance(values, jax.core.Tracer) for values in draws):
             return  # it draws on something that is being traced
         for values, shape in zip(draws, [(many, dim), (many, dim), (few, 1, dim)], strict=True):
