@@ -57,10 +57,10 @@ def unrolled_key(words: KeyWords) -> Array:
 def draw_with(draw: Callable, words: KeyWords, shape: tuple[int, int]) -> Array:
     """Return ``draw(key, shape, float32)`` with the key of some words."""
     try:
-        return draw(unrolled_key(words), shape, jnp.float32)
+        return jnp.asarray(draw(unrolled_key(words), shape, jnp.float32))
     except NotImplementedError:  # jax.random.poisson takes keys of JAX's own generator alone
         own = jax.random.wrap_key_data(words, impl="threefry2x32")
-        return draw(own, shape, jnp.float32)
+        return jnp.asarray(draw(own, shape, jnp.float32))
 
 
 def _threefry(key: UInt32[Array, "*_ 2"], high: Array, low: Array) -> tuple[Array, Array]:

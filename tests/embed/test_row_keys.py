@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrec.embed.row_keys import key_words, unrolled_key
+from jaxrec.embed.row_keys import draw_with, key_words, unrolled_key
 
 
 def keys(seed=3):
@@ -50,6 +50,17 @@ def test_draws_for_many_ids():
 
     ours, theirs = keys()
     np.testing.assert_array_equal(jax.jit(rows)(ours), jax.jit(rows)(theirs))
+
+
+def test_functions_that_want_keys_of_jax():
+    """Poisson's numbers are drawn with keys of ``"threefry2x32"`` alone."""
+
+    def poisson(key, shape, dtype):
+        return jax.random.poisson(key, 3.0, shape).astype(dtype)
+
+    _, theirs = keys()
+    drawn = draw_with(poisson, key_words(theirs), (2, 5))
+    np.testing.assert_array_equal(drawn, poisson(theirs, (2, 5), jnp.float32))
 
 
 def test_seed():
