@@ -29,6 +29,11 @@ def check_tables(
             _require_same(name, field, getattr(mine, field), getattr(theirs, field))
         if not theirs.is_open:
             _require_same(name, "num_embeddings", mine.num_embeddings, theirs.num_embeddings)
+        if isinstance(theirs.seed, int):
+            raise ValueError(
+                f"table {name!r} was published by an earlier jaxrec, in which ids without a row "
+                f"begin in another way (seed={theirs.seed}); publish it by this one"
+            )
         if theirs.seed is not None:
             _require_same(name, "initializer", table.initializer, theirs.initializer)
         if with_state:

@@ -29,7 +29,8 @@ class TableFacts:
         unknown: Rows that ids without a row read: "zeros", "default" or "shared", and their number;
             ("none", 0) where each id has a row.
         seed: Data of the random key of the first values of ids that a full version leaves out
-            (`jaxrec.tier.Cached`); None: it has all ids.
+            (`jaxrec.tier.Cached`); None: it has all ids. A number: an earlier jaxrec published
+            them, by which they begin in another way.
         initializer: Initializer of these values, if it has a name.
         state: Type and width of each array of the optimizer state; None: it is not published.
     """
@@ -39,7 +40,7 @@ class TableFacts:
     dtype: str
     is_open: bool = False
     unknown: tuple[str, int] = ("none", 0)
-    seed: tuple[int, int] | None = None
+    seed: tuple[int, int] | int | None = None
     initializer: str = ""
     state: dict[str, tuple[str, int | None]] | None = None
 
@@ -136,13 +137,11 @@ def num_bytes(files: Files) -> int:
 def _facts(content: Mapping[str, Any]) -> TableFacts:
     facts = dict(content)
     facts["unknown"] = tuple(facts["unknown"])
-    if isinstance(facts["seed"], int):
-        raise ValueError(
-            f"its ids without a row begin as in an earlier jaxrec, with seed={facts['seed']}; "
-            "publish a full version with this one (full_every=1)"
-        )
-    if facts["seed"] is not None:
-        facts["seed"] = tuple(facts["seed"])
+    seed = facts["seed"]
+    if isinstance(seed, list):
+        if len(seed) != 2 or not all(isinstance(x, int) and 0 <= x < 2**32 for x in seed):
+            raise ValueError(f"its seed is two numbers of 32 bits, got {seed}")
+        facts["seed"] = tuple(seed)
     if facts["state"] is not None:
         facts["state"] = {name: tuple(each) for name, each in facts["state"].items()}
     return TableFacts(**facts)

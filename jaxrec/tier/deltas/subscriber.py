@@ -238,6 +238,7 @@ class Subscriber:
         self, table: PublishedTable, files: dict[str, File], facts: TableFacts, is_full: bool
     ) -> None:
         if is_full and (facts.is_open or facts.seed is not None):
+            assert not isinstance(facts.seed, int)  # `check_tables` refuses it
             table.forget_others(self._ids(files.get(ROWS)), facts.seed)
         table.forget(self._ids(files.get(REMOVED)))
         for ids, values in self._rows(files.get(ROWS), table):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import zlib
+
 import jax
 import numpy as np
 import pytest
@@ -158,6 +161,19 @@ def test_fixed_tables_of_another_form_are_refused(tmp_path):
     copy.over = nnx.Linear(8, 2, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match=r"float32\[1\], but the copy has float32\[2\]"):
         Subscriber(copy, tmp_path / "plain").update()
+
+
+def test_versions_of_the_earlier_first_values_are_refused(tmp_path):
+    """They left out ids that began by a seed of the tier, in another way than now."""
+    publish(fixed_model("cached"), tmp_path)
+    (path,) = tmp_path.glob("**/*.json")
+    content = json.loads(path.read_text())
+    del content["crc32"]
+    content["tables"]["embeddings/user"]["seed"] = 3
+    content["crc32"] = zlib.crc32(json.dumps(content).encode())
+    path.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=r"'embeddings/user' was published by an earlier .*seed=3"):
+        Subscriber(fixed_model("cached"), tmp_path).update()
 
 
 def test_planned_requests_read_the_rows_of_their_ids_after_an_update(tmp_path):
