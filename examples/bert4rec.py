@@ -17,6 +17,7 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 import time
+from collections.abc import Sequence
 
 import jax.numpy as jnp
 import numpy as np
@@ -25,7 +26,7 @@ import tyro
 from flax import nnx
 
 import jaxrec
-from jaxrec.data import Interactions, Packer, usual_capacity
+from jaxrec.data import Interactions, pad_batch
 from jaxrec.metrics import rank_metrics
 from jaxrec.nn import BERT4Rec, candidate_scores, sampled_softmax_loss
 from jaxrec.train import compile_step
@@ -81,6 +82,11 @@ def hide(rng: np.random.Generator, row: np.ndarray, rate: float, mask: np.int32)
     return np.where(chosen, mask, row)
 
 
+def pack(packer: jaxrec.Packer, size: int, **rows: Sequence) -> jaxrec.KeyedJaggedArray:
+    """A batch of some features; bags of the others are empty."""
+    return packer.from_lists({key: list(rows.get(key, [()] * size)) for key in FEATURES})
+
+
 def train_step(model, optimizer, batch, mask):
     def loss_fn(model):
         out = model(batch)
@@ -108,9 +114,7 @@ def main(settings: Settings) -> dict[str, float]:
     print(f"{len(data.sequences)} sequences of {data.num_items} items\n{settings}")
     train = [row[-settings.max_length :] for row in data.before(-2) if len(row) > 1]
     candidates = {place: data.candidates(place, seed=-place) for place in (-1, -2)}
-    room = usual_capacity([len(row) for row in train], settings.batch_size)
-    # To train, histories and targets have the same room; other batches have one of their own.
-    pack, pack_held_out = Packer(FEATURES, {"history": room, "targets": room}), Packer(FEATURES)
+    packer, held_out_packer = jaxrec.Packer(), jaxrec.Packer()
     rng, popularity = np.random.default_rng(settings.seed), data.popularity
     size, mask = settings.batch_size, np.int32(data.num_items + 1)
 
@@ -121,8 +125,12 @@ def main(settings: Settings) -> dict[str, float]:
     def evaluate(place: int) -> dict[str, float]:
         histories = [np.append(row[1 - settings.max_length :], mask) for row in data.before(place)]
         model.eval()
-        batches = pack_held_out.batches(size, history=histories, candidates=candidates[place])
-        scores = [np.asarray(score(model, batch))[weights > 0] for batch, weights in batches]
+        scores = []
+        for start in range(0, len(histories), size):
+            rows, ranked = histories[start : start + size], candidates[place][start : start + size]
+            batch = pack(held_out_packer, len(rows), history=rows, candidates=ranked)
+            padded, weights = pad_batch(batch, size)
+            scores.append(np.asarray(score(model, padded))[weights > 0])
         model.train()
         return rank_metrics(np.concatenate(scores))
 
@@ -133,7 +141,8 @@ def main(settings: Settings) -> dict[str, float]:
             rows = [train[row] for row in order[start : start + size]]
             negatives = rng.choice(len(popularity), (size, settings.negatives), p=popularity)
             hidden = [hide(rng, row, settings.mask_rate, mask) for row in rows]
-            losses.append(step(pack(history=hidden, targets=rows, negatives=negatives), mask))
+            batch = pack(packer, size, history=hidden, targets=rows, negatives=negatives)
+            losses.append(step(batch, mask))
         minutes = (time.perf_counter() - begun) / 60
         print(f"epoch {epoch}: loss {np.mean(losses):.4f}, {minutes:.1f} minutes", flush=True)
         last = epoch == settings.epochs or minutes > settings.minutes

@@ -57,14 +57,14 @@ def train_step(model, optimizer, features, labels):
     return loss
 
 
+packer = jaxrec.Packer()
+
+
 def draw_batch(rng: np.random.Generator, size: int) -> tuple[jaxrec.KeyedJaggedArray, np.ndarray]:
     """Up to three products and one user a sample; liked if the user and a product are of a kind."""
     products = [rng.integers(0, 200, rng.integers(0, 4)).tolist() for _ in range(size)]
     users = rng.integers(0, 200, size)
-    features = jaxrec.KeyedJaggedArray.from_lists(
-        {"product": products, "user": users[:, None].tolist()},
-        capacities={"product": 3 * size, "user": size},
-    )
+    features = packer.from_lists({"product": products, "user": users[:, None].tolist()})
     liked = [sum(p % 2 for p in row) + u % 2 >= 2 for row, u in zip(products, users, strict=True)]
     return features, np.array(liked, np.float32)
 

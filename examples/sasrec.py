@@ -20,6 +20,7 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 import time
+from collections.abc import Sequence
 
 import jax.numpy as jnp
 import numpy as np
@@ -28,7 +29,7 @@ import tyro
 from flax import nnx
 
 import jaxrec
-from jaxrec.data import Interactions, Packer, usual_capacity
+from jaxrec.data import Interactions, pad_batch
 from jaxrec.metrics import rank_metrics
 from jaxrec.nn import SASRec, candidate_scores, sampled_softmax_loss
 from jaxrec.train import compile_step
@@ -75,6 +76,11 @@ def make_model(settings: Settings, num_items: int) -> SASRec:
     )  # fmt: skip
 
 
+def pack(packer: jaxrec.Packer, size: int, **rows: Sequence) -> jaxrec.KeyedJaggedArray:
+    """A batch of some features; bags of the others are empty."""
+    return packer.from_lists({key: list(rows.get(key, [()] * size)) for key in FEATURES})
+
+
 def train_step(model, optimizer, batch):
     def loss_fn(model):
         out = model(batch)
@@ -103,9 +109,7 @@ def main(settings: Settings) -> dict[str, float]:
     train = [row[-settings.max_length - 1 :] for row in data.before(-2) if len(row) > 1]
     candidates = {place: data.candidates(place, seed=-place) for place in (-1, -2)}
     size = settings.batch_size
-    room = usual_capacity([len(row) for row in train], size)
-    # To train, histories and targets have the same room; other batches have one of their own.
-    pack, pack_held_out = Packer(FEATURES, {"history": room, "targets": room}), Packer(FEATURES)
+    packer, held_out_packer = jaxrec.Packer(), jaxrec.Packer()
     rng, popularity = np.random.default_rng(settings.seed), data.popularity
 
     model = make_model(settings, data.num_items)
@@ -115,8 +119,12 @@ def main(settings: Settings) -> dict[str, float]:
     def evaluate(place: int) -> dict[str, float]:
         histories = [row[-settings.max_length :] for row in data.before(place)]
         model.eval()
-        batches = pack_held_out.batches(size, history=histories, candidates=candidates[place])
-        scores = [np.asarray(score(model, batch))[weights > 0] for batch, weights in batches]
+        scores = []
+        for start in range(0, len(histories), size):
+            rows, ranked = histories[start : start + size], candidates[place][start : start + size]
+            batch = pack(held_out_packer, len(rows), history=rows, candidates=ranked)
+            padded, weights = pad_batch(batch, size)
+            scores.append(np.asarray(score(model, padded))[weights > 0])
         model.train()
         return rank_metrics(np.concatenate(scores))
 
@@ -127,7 +135,8 @@ def main(settings: Settings) -> dict[str, float]:
             rows = [train[row] for row in order[start : start + size]]
             negatives = rng.choice(len(popularity), (size, settings.negatives), p=popularity)
             histories, targets = [row[:-1] for row in rows], [row[1:] for row in rows]
-            losses.append(step(pack(history=histories, targets=targets, negatives=negatives)))
+            batch = pack(packer, size, history=histories, targets=targets, negatives=negatives)
+            losses.append(step(batch))
         minutes = (time.perf_counter() - begun) / 60
         print(f"epoch {epoch}: loss {np.mean(losses):.4f}, {minutes:.1f} minutes", flush=True)
         last = epoch == settings.epochs or minutes > settings.minutes

@@ -10,3 +10,4 @@ from jaxrec.embed import value_and_grad as value_and_grad
 from jaxrec.ragged import JaggedArray as JaggedArray
 from jaxrec.ragged import KeyedArray as KeyedArray
 from jaxrec.ragged import KeyedJaggedArray as KeyedJaggedArray
+from jaxrec.ragged import Packer as Packer

@@ -138,6 +138,7 @@ TESTED_BY = {
     "plan/test_plan": ("plan/context",),
     "plan/test_solver": ("plan/program",),
     "ragged/test_hashing": ("ragged/xxh64",),
+    "ragged/test_packer": ("ragged/capacity_memory",),
     "ragged/test_packing": ("ragged/keyed_constructors",),
     "ragged/test_keyed_jagged": (
         "ragged/arrays",

@@ -22,6 +22,7 @@ from jaxrec.data.groups import to_numpy as to_numpy
 from jaxrec.data.interactions import Interactions as Interactions
 from jaxrec.data.learn import learn_encoder as learn_encoder
 from jaxrec.data.list_lengths import ListLengths as ListLengths
+from jaxrec.data.list_lengths import usual_capacity as usual_capacity
 from jaxrec.data.movielens import movielens_movies as movielens_movies
 from jaxrec.data.movielens import movielens_ratings as movielens_ratings
 from jaxrec.data.movielens import movielens_users as movielens_users
@@ -29,8 +30,6 @@ from jaxrec.data.multi_hot import MultiHot as MultiHot
 from jaxrec.data.npz import NpzMember as NpzMember
 from jaxrec.data.npz import NpzWriter as NpzWriter
 from jaxrec.data.npz import npz_members as npz_members
-from jaxrec.data.packer import Packer as Packer
-from jaxrec.data.packer import usual_capacity as usual_capacity
 from jaxrec.data.padding import WeightedBatch as WeightedBatch
 from jaxrec.data.padding import pad_batch as pad_batch
 from jaxrec.data.pipeline import Pipeline as Pipeline
@@ -46,3 +45,4 @@ from jaxrec.data.shuffled import Shard as Shard
 from jaxrec.data.text import DataError as DataError
 from jaxrec.data.vocabulary import ValueCounts as ValueCounts
 from jaxrec.data.vocabulary import Vocabulary as Vocabulary
+from jaxrec.ragged import Packer as Packer

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
 import pathlib
@@ -29,8 +30,9 @@ from jaxrec.data.list_lengths import ListLengths
 from jaxrec.data.schema import Schema, read_schema
 from jaxrec.data.text import DataError
 from jaxrec.data.vocabulary import Vocabulary
-from jaxrec.ragged import KeyedJaggedArray
+from jaxrec.ragged import Packer
 from jaxrec.ragged.capacity import capacity_for
+from jaxrec.ragged.length_moments import LengthMoments
 
 SCHEMA_FILE = "schema.yaml"
 STATISTICS_FILE = "statistics.json"
@@ -95,6 +97,17 @@ class TableEncoder:
             else self.lengths[name].usual(samples)
             for name in self.schema.categorical
         }
+
+    @functools.cached_property
+    def _packer(self) -> Packer:
+        """Packer of all batches, which knows the lengths of the columns' lists."""
+        one = LengthMoments(1.0, 0.0, 0.0)
+        return Packer.of_moments(
+            {
+                name: self.lengths[name].moments() if name in self.lengths else one
+                for name in self.schema.categorical
+            }
+        )
 
     def batch(self, table: pa.Table, batch_size: int | None = None) -> ClickBatch:
         """Make a batch of the rows of a table.
@@ -164,16 +177,10 @@ class TableEncoder:
             flat.append(values)
             lengths.append(padded(each))
         keys = tuple(self.schema.categorical)
-        capacities = self.capacities(batch_size)
-        demand = {key: capacity_for(values.size) for key, values in zip(keys, flat, strict=True)}
-        features = KeyedJaggedArray.from_lengths(
+        features = self._packer.from_lengths(
             keys,
             np.concatenate(flat),
             np.concatenate(lengths),
-            capacities={
-                key: batch_size if key not in self.lengths else max(capacities[key], demand[key])
-                for key in keys
-            },
             id_bits=64 if self.schema.dynamic else 32,
         )
         labels, weights = (padded(column.to_numpy()) for column in (label, weight))

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
 from jaxtyping import Int
 
 from jaxrec.ragged.capacity import capacity_for
+from jaxrec.ragged.length_moments import LengthMoments
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -50,3 +52,21 @@ class ListLengths:
         """Return a capacity for every batch: the length of the longest ``samples`` lists."""
         taken = np.minimum(np.cumsum(self.counts[::-1]), samples)
         return capacity_for(int(np.diff(taken, prepend=0) @ self.lengths[::-1]))
+
+    def moments(self) -> LengthMoments:
+        """Return the moments of the lengths."""
+        return LengthMoments.of(self.lengths, self.counts)
+
+
+def usual_capacity(lengths: Sequence[int] | np.ndarray, batch_size: int) -> int:
+    """Return a capacity for nearly every batch: the mean and four standard deviations.
+
+    Args:
+        lengths: Number of ids of each sample that batches are drawn from.
+        batch_size: Number of samples of a batch.
+
+    Example:
+        >>> usual_capacity([1, 1, 3, 3], batch_size=100)
+        240
+    """
+    return int(batch_size * np.mean(lengths) + 4 * batch_size**0.5 * np.std(lengths))

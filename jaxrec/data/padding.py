@@ -10,6 +10,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from jaxrec.ragged import JaggedArray, KeyedJaggedArray
+from jaxrec.ragged.packer import fitted
 
 
 class WeightedBatch(NamedTuple):
@@ -42,9 +43,10 @@ def pad_batch(batch: Any, batch_size: int) -> WeightedBatch:
         batch_size: Number of samples of the result.
 
     Returns:
-        The padded batch, with the structure of ``batch``, and the weights of its samples. The
-        capacity of a feature with equally many ids in each sample and no spare capacity becomes
-        ``batch_size`` times the ids of a sample.
+        The padded batch, with the structure of ``batch``, and the weights of its samples. A batch
+        of a `jaxrec.Packer` gets the capacities of the packer's batches of ``batch_size`` samples.
+        In another batch, the capacity of a feature with equally many ids in each sample and no
+        spare capacity becomes ``batch_size`` times the ids of a sample.
 
     Raises:
         TypeError: A leaf is not an array of samples, or the batch is on a mesh.
@@ -151,4 +153,6 @@ def _with_empty_bags(batch: KeyedJaggedArray, missing: int) -> KeyedJaggedArray:
         inverse_indices=inverse,
         strides=tuple(stride + bags for stride in batch.strides),
     )
+    if batch.memory is not None:  # the capacities of the packer's batches of this size
+        return fitted(padded, batch.memory, lengths)
     return padded.with_capacities({key: n * (size + missing) for key, n in per_sample.items()})

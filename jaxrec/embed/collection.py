@@ -17,6 +17,7 @@ from jaxrec.embed.functional import init_tables
 from jaxrec.embed.not_finite import check_ids
 from jaxrec.embed.store import StoreFactory
 from jaxrec.embed.table_access import TableAccess
+from jaxrec.embed.traced_capacities import TracedCapacities
 from jaxrec.ragged import JaggedArray, KeyedArray, KeyedJaggedArray
 from jaxrec.ragged.raw_ids import is_raw, refuse
 
@@ -68,6 +69,7 @@ class Collection(TableAccess):
         )
         self.is_weighted = is_weighted
         self.dtype = jnp.dtype(dtype).name
+        self._traced_capacities = TracedCapacities()
 
     @property
     def first_key(self) -> Array | None:
@@ -107,6 +109,7 @@ class Collection(TableAccess):
         if is_raw(features.values):
             refuse("features")
         check_ids(features, self._store.layout.bounds, always=self.debug)
+        self._traced_capacities.add(type(self).__name__, features)
 
 
 class EmbeddingBagCollection(Collection):

@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxrec.mesh.agree import gather_numbers, require_same
 from jaxrec.ragged import KeyedJaggedArray
 from jaxrec.ragged.capacity import capacity_for
+from jaxrec.ragged.capacity_memory import CapacityMemory
 from jaxrec.ragged.columns import numbers, whole_number
 from jaxrec.ragged.packing import id_bits_of
 from jaxrec.ragged.wide_ids import WideIds
@@ -40,8 +41,9 @@ def shard_batch(
             processes, this process's part of the batch; all of them call this together, in the
             same order.
         mesh: The devices.
-        capacities: Capacity of each key on a device, the same in all processes. None: the demand of
-            the fullest device, on which processes agree by a small gather. With capacities they
+        capacities: Capacity of each key on a device, the same in all processes. None: a batch of a
+            `jaxrec.Packer` gets capacities that the packer remembers, and another batch the demand
+            of its fullest device; processes agree on them by a small gather. With capacities they
             need not wait for each other, and a thread of `jaxrec.data.Pipeline` may put batches
             while a step runs; gathers beside a step would have no common order.
         id_bits: 64: the ids of all batches are row indices of 64 bits, two words on the devices
@@ -71,8 +73,7 @@ def shard_batch(
         raise TypeError(f"a batch is put on a jax.sharding.Mesh, got {mesh!r}")
     if not isinstance(capacities, Mapping | None):
         raise TypeError(f"capacities are by key, {{key: capacity}}, got {capacities!r}")
-    devices = len(mesh.local_devices)
-    if devices == 0:
+    if not len(mesh.local_devices):
         raise ValueError(
             f"process {jax.process_index()} has no device of the mesh; a batch is passed by the "
             "processes that have"
@@ -82,9 +83,7 @@ def shard_batch(
     )
     names = [f"batch{jax.tree_util.keystr(path)}" for path, _ in leaves]
     is_wide = id_bits_of({"id_bits": id_bits}) == 64
-    cuts = [
-        _cut(leaf, devices, name, is_wide) for name, (_, leaf) in zip(names, leaves, strict=True)
-    ]
+    cuts = [_cut(leaf, mesh, name, is_wide) for name, (_, leaf) in zip(names, leaves, strict=True)]
     of_names = dict(zip(names, cuts, strict=True))
     sizes = iter(_agree(of_names) if capacities is None else _fit(of_names, capacities))
     sharding = NamedSharding(mesh, PartitionSpec(tuple(mesh.axis_names)))
@@ -115,12 +114,8 @@ class _Column:
 
     @property
     def demand(self) -> tuple[int, int]:
-        """The capacity and the number of bags that the fullest device needs."""
-        bags = self.lengths.shape[1]
-        if self.inverse is not None:
-            # No device uses more bags than it has samples.
-            bags = min(capacity_for(bags), self.inverse.shape[1])
-        return capacity_for(int(self.lengths.sum(axis=1).max())), bags
+        """The number of ids and the number of bags that the fullest device has."""
+        return int(self.lengths.sum(axis=1).max()), self.lengths.shape[1]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,6 +128,8 @@ class _Cut:
     samples: int
     slot_keys: tuple[str, ...]
     is_wide: bool
+    all_devices: int
+    memory: CapacityMemory | None
 
     @property
     def demand(self) -> tuple[int, ...]:
@@ -150,7 +147,39 @@ class _Cut:
             f"{' with weights' if weighted else ''}{' and inverse_indices' if shared else ''}, "
             f"keys {', '.join(self.keys)}"
             f"{', slots of ' + ', '.join(self.slot_keys) if self.slot_keys else ''}"
+            f"{'' if self.memory is None else f', a Packer with sizes {self._remembered}'}"
         )
+
+    @property
+    def _remembered(self) -> tuple[tuple[int, ...], ...]:
+        if self.memory is None:
+            return ()
+        return self.memory.sizes(self.keys, self.samples, self.all_devices)
+
+    def sizes(self, demand: Sequence[int]) -> list[int]:
+        """Return the capacity and number of bags of each key, one after the other.
+
+        Args:
+            demand: The most of each number of `demand` over all processes.
+        """
+        ids, bags = demand[::2], list(demand[1::2])
+        # No device uses more bags than it has samples.
+        if any(column.inverse is not None for column in self.columns):
+            bags = [min(capacity_for(count), self.samples) for count in bags]
+        if self.memory is None:
+            capacities = [capacity_for(count) for count in ids]
+        else:
+            bags = [self.samples] * len(bags)  # a number that never changes
+            missing = [self.samples - column.lengths.shape[1] for column in self.columns]
+            lengths = [
+                np.pad(column.lengths, ((0, 0), (0, empty))).reshape(-1)
+                for column, empty in zip(self.columns, missing, strict=True)
+            ]
+            fitting = self.memory.fit(
+                self.keys, self.samples, ids, lengths, devices=self.all_devices, agree=_most
+            )
+            capacities = list(fitting)
+        return list(itertools.chain.from_iterable(zip(capacities, bags, strict=True)))
 
     def padded(self, sizes: Sequence[int]) -> KeyedJaggedArray:
         """Return the batch with an axis over the devices.
@@ -183,8 +212,9 @@ class _Cut:
         return batch._with(values=WideIds.of(values)) if self.is_wide else batch
 
 
-def _cut(leaf: Any, devices: int, name: str, is_wide: bool) -> _Cut | np.ndarray:
+def _cut(leaf: Any, mesh: Mesh, name: str, is_wide: bool) -> _Cut | np.ndarray:
     """Return a leaf of a batch cut by devices; a dense array stays whole."""
+    devices = len(mesh.local_devices)
     if not isinstance(leaf, KeyedJaggedArray):
         array = numbers(name, leaf)
         if array.ndim == 0:
@@ -210,7 +240,16 @@ def _cut(leaf: Any, devices: int, name: str, is_wide: bool) -> _Cut | np.ndarray
     _check_divides(batch.batch_size, devices, name)
     columns = tuple(_column(batch, key, devices) for key in range(len(batch.keys)))
     samples = batch.batch_size // devices
-    return _Cut(batch.keys, columns, devices, samples, batch.slot_keys, wide is not None)
+    return _Cut(
+        batch.keys,
+        columns,
+        devices,
+        samples,
+        batch.slot_keys,
+        wide is not None,
+        mesh.size,
+        leaf.memory,
+    )
 
 
 def _column(batch: KeyedJaggedArray, key: int, devices: int) -> _Column:
@@ -288,22 +327,37 @@ def _fit(cuts: dict[str, _Cut | np.ndarray], capacities: Mapping[str, int]) -> l
 
 def _agree(cuts: dict[str, _Cut | np.ndarray]) -> list[int]:
     """Return the sizes that all processes need, in the order of the cuts."""
-    demand = [size for cut in cuts.values() if isinstance(cut, _Cut) for size in cut.demand]
+    ragged = [cut for cut in cuts.values() if isinstance(cut, _Cut)]
+    demand = [number for cut in ragged for number in cut.demand]
+    if jax.process_count() > 1:
+        facts = {
+            name: cut.kind if isinstance(cut, _Cut) else f"{cut.dtype}{list(cut.shape)}"
+            for name, cut in cuts.items()
+        }
+        demand = _most(demand, facts)
+    numbers = iter(demand)
+    sizes: list[int] = []
+    for cut in ragged:
+        sizes += cut.sizes([next(numbers) for _ in cut.demand])
+    return sizes
+
+
+def _most(numbers: Sequence[int], facts: Mapping[str, str] | None = None) -> list[int]:
+    """Return the most of each number over all processes.
+
+    Raises:
+        ValueError: Processes have other ``facts``.
+    """
     if jax.process_count() == 1:
-        return demand
-    facts = {
-        name: cut.kind if isinstance(cut, _Cut) else f"{cut.dtype}{list(cut.shape)}"
-        for name, cut in cuts.items()
-    }
+        return list(numbers)
     # The number of gathers must not depend on the batch, or processes with different batches would
     # wait for each other.
-    kind = zlib.crc32(repr(facts).encode()) >> 1
-    numbers = [kind, *demand]
+    numbers = [zlib.crc32(repr(facts).encode()) >> 1, *numbers]
     agreed: list[int] = []
     for start in range(0, len(numbers), _NUMBERS):
         part = numbers[start : start + _NUMBERS]
         gathered = gather_numbers(part + [0] * (_NUMBERS - len(part)))
         if start == 0 and len(set(gathered[:, 0].tolist())) > 1:
-            require_same("batch", facts)
+            require_same("batch", facts or {})
         agreed += gathered.max(axis=0)[: len(part)].tolist()
     return agreed[1:]

@@ -33,6 +33,7 @@ from jaxrec.ragged.offsets import inclusive_cumsum as inclusive_cumsum
 from jaxrec.ragged.offsets import lengths_range as lengths_range
 from jaxrec.ragged.offsets import offsets_range as offsets_range
 from jaxrec.ragged.offsets import segment_ids as segment_ids
+from jaxrec.ragged.packer import Packer as Packer
 from jaxrec.ragged.packing import PackOptions as PackOptions
 from jaxrec.ragged.permute import expand_into_jagged_permute as expand_into_jagged_permute
 from jaxrec.ragged.permute import invert_permute as invert_permute

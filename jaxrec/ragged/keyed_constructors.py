@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, TypeVar, Unpack
+from typing import Any, ClassVar, TypeVar, Unpack
 
 from jaxrec.ragged import arrow, columns, nested
+from jaxrec.ragged.capacity_memory import CapacityMemory
 from jaxrec.ragged.packing import PackOptions, id_bits_of, pack
 
 Batch = TypeVar("Batch", bound="KeyedConstructors")
@@ -14,8 +15,14 @@ Batch = TypeVar("Batch", bound="KeyedConstructors")
 class KeyedConstructors:
     """Base of `jaxrec.ragged.KeyedJaggedArray`: how host data in several forms becomes a batch.
 
-    Each constructor checks the ids and packs them into NumPy arrays of static capacity.
+    Each constructor checks the ids and packs them into NumPy arrays of static capacity. For a run
+    of many batches `jaxrec.Packer` has the same constructors: it chooses capacities that hold the
+    coming batches, too, so that few programs compile.
     """
+
+    # Capacities of the packer that made this batch, for `shard_batch` and `pad_batch`. It is no
+    # part of the pytree: arrays on a device have none.
+    memory: ClassVar[CapacityMemory | None] = None
 
     @classmethod
     def _of(
@@ -28,6 +35,7 @@ class KeyedConstructors:
         capacities: tuple[int, ...],
         strides: tuple[int, ...],
         slot_keys: tuple[str, ...] = (),
+        memory: CapacityMemory | None = None,
     ) -> Batch:
         """Make a batch of fields that need no check, whatever the arrays are."""
         batch = object.__new__(cls)
@@ -36,6 +44,8 @@ class KeyedConstructors:
         fields["inverse_indices"] = inverse_indices
         fields["keys"], fields["capacities"], fields["strides"] = keys, capacities, strides
         fields["slot_keys"] = slot_keys
+        if memory is not None:
+            fields["memory"] = memory
         return batch
 
     @classmethod

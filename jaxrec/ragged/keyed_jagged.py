@@ -247,6 +247,7 @@ class KeyedJaggedArray(KeyedConstructors):
             tuple(self.capacities[index] for index in indices),
             tuple(self.strides[index] for index in indices),
             present(self.slot_keys, [self.keys[index] for index in indices]),
+            self.memory,
         )
 
     def select(self, keys: Sequence[str]) -> KeyedJaggedArray:
@@ -287,7 +288,9 @@ class KeyedJaggedArray(KeyedConstructors):
         batches = [batch for batch in batches if batch.keys]
         if not batches:
             return KeyedJaggedArray.empty()
-        return KeyedJaggedArray._of(*joined(batches))
+        memories = [batch.memory for batch in batches]
+        memory = memories[0] if all(each is memories[0] for each in memories) else None
+        return KeyedJaggedArray._of(*joined(batches), memory)
 
     def with_capacities(self, capacities: Mapping[str, int] | Sequence[int]) -> KeyedJaggedArray:
         """Return the batch with segments of other capacities; keys not named keep theirs.

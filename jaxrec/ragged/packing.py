@@ -10,6 +10,7 @@ import numpy as np
 from jaxrec.ragged.arrays import AnyArray
 from jaxrec.ragged.bounds import BoundsMode, check_columns
 from jaxrec.ragged.capacity import capacity_for
+from jaxrec.ragged.capacity_memory import CapacityMemory
 from jaxrec.ragged.columns import Column, by_name, feature_names, integers, whole_number
 from jaxrec.ragged.raw_ids import as_raw
 
@@ -34,7 +35,7 @@ class PackOptions(TypedDict, total=False):
         inverse_indices: ``[keys, batch]`` integers, the bag of each sample; features may then have
             different numbers of bags. Without it bag ``b`` is sample ``b``'s.
         capacities: Capacity of some keys' segments by name, or of all in order. Other keys get
-            `capacity_for` their ids.
+            `capacity_for` their ids. `jaxrec.Packer` chooses them for a whole run.
         bounds: Number of ids of the features' tables, by name; ids must be below it. Ids of a
             feature without a bound must fit int32.
         bounds_mode: ``"raise"`` on an id outside (the default), ``"clamp"`` it to 0 with one
@@ -73,7 +74,7 @@ def pack(
     *,
     varied_strides: bool = False,
     inverse_indices: Any | None = None,
-    capacities: Mapping[str, int] | Sequence[int] | None = None,
+    capacities: Mapping[str, int] | Sequence[int] | CapacityMemory | None = None,
     bounds: Mapping[str, int] | None = None,
     bounds_mode: str = "raise",
     id_bits: int = 32,
@@ -85,7 +86,8 @@ def pack(
         columns: Their data.
         varied_strides: Whether the columns may have different numbers of bags without
             ``inverse_indices``.
-        inverse_indices, capacities, bounds, bounds_mode, id_bits: See `PackOptions`.
+        inverse_indices, bounds, bounds_mode, id_bits: See `PackOptions`.
+        capacities: See `PackOptions`; or a memory, which chooses them.
 
     Raises:
         ValueError: A key occurs twice, numbers of bags differ, some but not all features are
@@ -115,6 +117,13 @@ def pack(
     by_key = dict(zip(keys, columns, strict=True))
     columns = list(check_columns(by_key, bounds, bounds_mode, id_bits).values())
     needed = [column.values.size for column in columns]
+    if isinstance(capacities, CapacityMemory):
+        samples = max(strides, default=0)
+        if inverse_indices is not None:  # with as many bags as samples the number never changes
+            samples = inverse_indices.shape[1]
+            columns = [_with_bags(column, samples) for column in columns]
+            strides = tuple(column.lengths.size for column in columns)
+        capacities = capacities.fit(keys, samples, needed, [column.lengths for column in columns])
     capacities = pinned_capacities(keys, needed, capacities)
     return Packed(
         values=as_raw(_padded([column.values for column in columns], capacities, id_type)),
@@ -125,6 +134,12 @@ def pack(
         capacities=capacities,
         strides=strides,
     )
+
+
+def _with_bags(column: Column, count: int) -> Column:
+    """Append empty bags until there are ``count``."""
+    missing = max(0, count - column.lengths.size)
+    return column._replace(lengths=np.pad(column.lengths, (0, missing)))
 
 
 def checked_values(

@@ -46,7 +46,8 @@ def ahead(
     Args:
         model: A model of `jaxrec.tier.make`.
         batches: Host batches, any pytrees with `KeyedJaggedArray`s; features with an open
-            vocabulary hold raw ids (``id_bits=64``) or 32-bit ids.
+            vocabulary hold raw ids (``id_bits=64``) or 32-bit ids. Batches that no `jaxrec.Packer`
+            made get capacities that are remembered for the model, so that few steps compile.
         look_ahead: Number of batches that wait, ready, for the training loop. The rows of the
             ``look_ahead + 2`` batches before a batch are not evicted for it, if there is room.
             With the policy `farthest` more batches are read, and wait without their rows.
@@ -95,6 +96,9 @@ def ahead(
     undispatched = 2 * accumulate
     read_ids = functools.partial(BatchIds.of, vocabularies=tier.vocabularies, gather=gather)
 
+    def put(batch: Any, place: Callable[[Any], Any] = place) -> Any:
+        return place(tier.packer.fit(batch))
+
     def with_ids(batches: Iterable[Any]) -> Iterable[Any]:
         return foresee(batches, read_ids, tier.foresight) if is_training else batches
 
@@ -116,7 +120,7 @@ def ahead(
             planned = tier.plan(batch, look_ahead + undispatched)
         else:
             planned = tier.look_up(batch, gather if tier.has_stores else None)
-        return planned, place(planned.batch)
+        return planned, put(planned.batch)
 
     # Processes gather ids in one order with their steps, hence in the thread that trains.
     stages = () if is_shared else (prepare,)
@@ -125,7 +129,7 @@ def ahead(
         for planned, placed in map(prepare, with_ids(read(pipeline))) if is_shared else pipeline:
             _check_thread(thread)
             batch = tier.apply(model, planned)
-            yield placed if batch is planned.batch else place(batch)
+            yield placed if batch is planned.batch else put(batch)
 
     def iterate() -> Generator[Any, None, None]:
         _check_thread(thread)

@@ -14,6 +14,7 @@ import numpy as np
 from flax import nnx
 
 from jaxrec.embed.found_ids import FoundIds
+from jaxrec.ragged import Packer
 from jaxrec.tier.batch_ids import BatchIds, Gather
 from jaxrec.tier.batch_order import BatchOrder
 from jaxrec.tier.foresight import ForeseenBatch
@@ -71,6 +72,7 @@ class Tier:
         self.vocabularies, self.keys = tuple(vocabularies), dict(keys)
         self.observers: weakref.WeakSet[TierObserver] = weakref.WeakSet()
         self.order = BatchOrder()
+        self.packer = Packer()  # capacities of batches that no packer made
         self._planning = threading.Lock()  # guards the vocabularies
         self._pending = PendingMoves()
         self._is_closed = False

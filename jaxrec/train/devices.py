@@ -55,8 +55,8 @@ class Devices:
             return put_batch(batch)
         return shard_batch(batch, self.mesh, capacities=self._capacities(self.mesh, batch.features))
 
-    def _capacities(self, mesh: Mesh, features: KeyedJaggedArray) -> dict[str, int]:
-        """Return the capacity of each key on one device.
+    def _capacities(self, mesh: Mesh, features: KeyedJaggedArray) -> dict[str, int] | None:
+        """Return the capacity of each key on one device; None: the packer of the batch chooses it.
 
         Raises:
             DataError: Lists exceed the capacity that several processes have agreed on.
@@ -65,16 +65,15 @@ class Devices:
         samples = features.batch_size // devices
         if self.encoder is None:
             return dict.fromkeys(features.keys, capacity_for(samples))
+        if jax.process_count() == 1:
+            return None
         # With known capacities, `shard_batch` exchanges nothing among processes.
-        is_one = jax.process_count() == 1
-        capacities = self.encoder.capacities(samples, certain=not is_one)
+        capacities = self.encoder.capacities(samples, certain=True)
         lengths = np.asarray(features.lengths).reshape(len(features.keys), devices, samples)
         for key, demand in zip(
             features.keys, lengths.sum(axis=2).max(axis=1).tolist(), strict=True
         ):
-            if is_one:
-                capacities[key] = max(capacities[key], capacity_for(demand))
-            elif demand > capacities[key]:
+            if demand > capacities[key]:
                 raise DataError(
                     f"column {key!r} has {demand} ids in a batch on one device, more than its rows "
                     "had when the run began; use one process, or begin a new run with them"

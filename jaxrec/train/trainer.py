@@ -23,6 +23,7 @@ from jaxrec.embed.not_finite import NotFiniteError as NotFiniteError
 from jaxrec.embed.not_finite import bad_id_of_batch
 from jaxrec.mesh.store import mesh_stores
 from jaxrec.metrics import MetricGroup
+from jaxrec.ragged import Packer
 from jaxrec.train.checkpoint import (
     CheckpointManager,
     CheckpointMetadata,
@@ -114,6 +115,7 @@ _KINDS: dict[str, tuple[Any, str]] = {
     "metrics": (MetricGroup | None, "jaxrec.metrics.MetricGroup(tasks, metrics)"),
     "batch_size": (int | None, "a number of samples"),
     "callbacks": (list | tuple, "a list of callbacks"),
+    "packer": (Packer, "a jaxrec.Packer"),
 }
 
 
@@ -145,6 +147,8 @@ class Trainer:
             is not finite. A skipped step changes neither the model nor the metrics. One more in a
             row ends training; 0: the first one does.
         callbacks: Actions besides the steps, such as `SaveCheckpoints` and `WriteMetrics`.
+        packer: Chooses the capacities of batches that no `jaxrec.Packer` made, so that few steps
+            compile (`jaxrec.Packer.fit`); also on a mesh, by `jaxrec.mesh.shard_batch`.
         should_stop: Set by a callback to end training after the current step.
 
     Raises:
@@ -176,6 +180,7 @@ class Trainer:
     semi_synchronous: bool = False
     max_skipped: int = 0
     callbacks: Sequence[Callback] = ()
+    packer: Packer = dataclasses.field(default_factory=Packer)
     should_stop: bool = dataclasses.field(default=False, init=False)
 
     def __post_init__(self) -> None:
@@ -391,7 +396,7 @@ class Trainer:
             self.model,
             batches,
             *stages,
-            place=self.place,
+            place=lambda batch: self.place(self.packer.fit(batch)),
             is_training=is_training,
             accumulate=accumulate,
         )

@@ -208,3 +208,19 @@ def test_capacities_hold_batches():
     batches = lengths.reshape(-1, 50).sum(axis=1)
     assert batches.max() <= seen.usual(50) < 2 * batches.mean()
     assert ListLengths.of(np.empty(0, int)).most(4) == 8
+
+
+def test_a_batch_of_longer_lists_does_not_change_the_shapes_of_others():
+    """All lists of later batches fit what the lists of the training rows say, with one more."""
+    rng = np.random.default_rng(0)
+    rows = [{"label": 1, "tags": ["a"] * int(n), "shop": "s"} for n in rng.geometric(0.2, 64 * 40)]
+    table = pa.Table.from_pylist(rows)
+    schema = Schema.from_dict({"label": "label", "categorical": ["tags", "shop"]})
+    encoder = learn_encoder(schema, [table])
+    shapes = [encoder.batch(table[start : start + 64]).features for start in range(0, 2560, 64)]
+    usual = shapes[0].capacities
+    assert {batch.capacities for batch in shapes} == {usual}
+    assert usual[1] == 64  # one shop each, without padding
+    long = pa.Table.from_pylist([rows[0] | {"tags": ["a"] * 2000}] * 64)
+    assert encoder.batch(long).features["tags"].lengths.sum() == 64 * 2000
+    assert encoder.batch(table[:50], 64).features.capacities == usual

@@ -177,6 +177,29 @@ def plan_together():
     )
 
 
+def pack_alike():
+    """Packers of all processes choose the same few capacities, each from lists of its own."""
+    mesh, process = everywhere(), jax.process_index()
+    rng, packer = np.random.default_rng(process), jaxrec.Packer()
+
+    def lists(samples=SAMPLES):
+        return {key: [[1] * n for n in rng.geometric(0.3 - 0.2 * process, samples)] for key in ROWS}
+
+    shapes = []
+    for _ in range(40):
+        batch = shard_batch(packer.from_lists(lists()), mesh)
+        shapes.append(batch.capacities)
+        assert batch.values.shape == (4, sum(batch.capacities))
+    assert len(set(shapes)) <= 4
+    texts = gather_texts(repr(shapes))
+    assert texts[0] == texts[1]
+    other = jaxrec.Packer.from_dict(packer.to_dict()) if process else jaxrec.Packer()
+    refused(
+        "the batch differs between processes: process 0 has .* a Packer with sizes",
+        lambda: shard_batch(other.from_lists(lists()), mesh),
+    )
+
+
 def same_tables(model, other):
     for name in ROWS:
         np.testing.assert_allclose(

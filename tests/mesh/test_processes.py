@@ -12,9 +12,9 @@ from tests.pairs import Pair
 pytestmark = [pytest.mark.jax_version, pytest.mark.slow]
 
 
-@pytest.mark.parametrize("scenario", ["plan_together", "train", "refuse"])
+@pytest.mark.parametrize("scenario", ["plan_together", "train", "refuse", "pack_alike"])
 def test_two_processes(pair, scenario):
-    """They plan alike, train as one device does, and refuse plans and batches that differ."""
+    """They plan and pack alike, train as one device, and refuse plans and batches that differ."""
     pair.run(f"tests.mesh.processes:{scenario}")
 
 

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxrec.ragged import KeyedJaggedArray
-from jaxrec.ragged.capacity import capacity_for, grow_capacities
+from jaxrec.ragged.capacity import capacity_for
 
 
 def test_the_first_rungs():
@@ -28,25 +27,3 @@ def test_a_rung_holds_its_count_and_little_more(count):
 def test_a_negative_count():
     with pytest.raises(ValueError, match="0 or more, not -1"):
         capacity_for(-1)
-
-
-def test_grown():
-    start = {"a": 12}
-    assert grow_capacities(start, {"a": 9, "b": 3}) == {"a": 12, "b": 8}
-    assert grow_capacities(start, {"a": 13}) == {"a": 16}
-    assert start == {"a": 12}
-    assert grow_capacities({"a": 13}, {}) == {"a": 13}
-
-
-@given(st.lists(st.integers(0, 200), min_size=1, max_size=30))
-def test_a_loop_sees_few_shapes(counts):
-    capacities: dict[str, int] = {}
-    shapes = []
-    for count in counts:
-        batch = KeyedJaggedArray.from_lists({"f": [list(range(count))]})
-        capacities = grow_capacities(capacities, batch.capacity_per_key)
-        batch = batch.with_capacities(capacities)
-        assert batch.to_lists() == {"f": [list(range(count))]}
-        shapes.append(batch.values.shape[0])
-    assert shapes == sorted(shapes)
-    assert shapes[-1] == capacity_for(max(counts))

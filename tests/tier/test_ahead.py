@@ -56,6 +56,31 @@ def test_training_agrees_with_a_dict(unknown, store, devices):
     assert {key: summary[key] for key in oracle.vocabulary.counts} == oracle.vocabulary.counts
 
 
+@pytest.mark.parametrize("devices", [1, 2])
+def test_capacities_are_remembered_for_the_model(devices):
+    """Over several loops, for training and evaluation."""
+    mesh = sums.make_mesh(devices)
+    model = sums.make_sums(66, Dynamic(), mesh)
+    rng = np.random.default_rng(0)
+    batches = [
+        KeyedJaggedArray.from_lists(
+            {key: [[7] * n for n in rng.geometric(0.1, 16)] for key in ("item", "a", "b")},
+            id_bits=64,
+        )
+        for _ in range(20)
+    ]
+    assert len({batch.capacities for batch in batches}) > 8
+    shapes = set()
+    for is_training in (True, True, False):
+        for batch, given in zip(
+            ahead(model, batches, is_training=is_training), batches, strict=True
+        ):
+            shapes.add((batch.capacities, batch.values.shape))
+            lengths = np.asarray(batch.lengths).reshape(devices, 3, -1).swapaxes(0, 1)
+            np.testing.assert_array_equal(lengths.reshape(-1), given.lengths)
+    assert len(shapes) <= 3
+
+
 def test_zeros_stay_zeros_for_routed_steps():
     """A routed step takes the next batch before it changes the row that its own batch read."""
     mesh = sums.make_mesh(2)

@@ -82,6 +82,37 @@ def test_steps_are_compiled_once(semi_synchronous):
     assert results.seen[-1].loss == 7
 
 
+def test_batches_of_any_lengths_compile_few_steps():
+    """Though no packer made them, and on a mesh."""
+    mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
+    plan = jaxrec.plan.ShardingPlan.from_dict({"user": jaxrec.mesh.row_wise()})
+    shapes = set()
+
+    def recorded(model, batch):
+        shapes.add((batch[0].capacities, batch[0].values.shape))
+        return loss(model, batch)
+
+    model = jaxrec.shard(Ranker, plan, mesh)
+    trainer = Trainer(
+        model=model,
+        optimizer=jaxrec.Optimizer(model, optax.sgd(0.5)),
+        loss=recorded,
+        place=lambda batch: jaxrec.mesh.shard_batch(batch, mesh),
+    )
+    rng = np.random.default_rng(0)
+    data = [
+        (
+            jaxrec.KeyedJaggedArray.from_lists({"user": [[1] * n for n in rng.geometric(0.1, 16)]}),
+            np.zeros(16, np.float32),
+        )
+        for _ in range(20)
+    ]
+    trainer.train(data)
+    assert len(shapes) <= 3
+    trainer.evaluate(data)
+    assert len(shapes) <= 3
+
+
 def test_semi_synchronous_steps_differ():
     one, other = make(), make(semi_synchronous=True)
     one.train(batches(4)), other.train(batches(4))

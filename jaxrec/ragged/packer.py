@@ -1,0 +1,204 @@
+"""Packing of a run's batches into few different shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Unpack
+
+import jax
+import numpy as np
+
+from jaxrec.ragged.capacity_memory import CapacityMemory, checked_capacities
+from jaxrec.ragged.columns import by_name, integers
+from jaxrec.ragged.key_segments import refit
+from jaxrec.ragged.keyed_jagged import KeyedJaggedArray
+from jaxrec.ragged.length_moments import LengthMoments
+from jaxrec.ragged.packing import PackOptions
+
+
+class Packer:
+    """Packs the batches of a run into few different shapes, so that few programs compile.
+
+    `jax.jit` compiles a step for each combination of capacities. A batch that is packed by itself
+    has capacities of its own; a packer remembers those of earlier batches. The first batch gets
+    capacities that hold nearly all batches of such lengths. A batch that does not fit makes all of
+    them larger, and a run ends with two or three combinations in all.
+
+    A batch remembers its packer: `jaxrec.mesh.shard_batch` chooses the capacities of each device by
+    it, on which processes agree, and `jaxrec.data.pad_batch` those of a smaller batch. The packer
+    may be used from several threads.
+
+    Args:
+        lengths: Numbers of ids of samples, by feature, where they are known before the first batch:
+            ``[samples]`` integers.
+        capacities: Smallest capacity of some features, of a batch or of a device's part.
+
+    Raises:
+        TypeError: Lengths or capacities are not integers.
+        ValueError: A length or a capacity is negative.
+
+    Example:
+        >>> packer = Packer()
+        >>> batch = packer.from_lists({"user": [[7], [8], [9]], "item": [[1, 2], [], [3]]})
+        >>> batch.capacity_per_key
+        {'user': 8, 'item': 8}
+        >>> packer.from_lists({"user": [[1], [2], [3]], "item": [[4] * 9, [], []]}).capacities
+        (8, 72)
+    """
+
+    def __init__(
+        self,
+        lengths: Mapping[str, Any] | None = None,
+        capacities: Mapping[str, int] | None = None,
+    ):
+        known = {
+            key: integers(f"lengths of feature {key!r}", "length", array)
+            for key, array in by_name("lengths", lengths).items()
+        }
+        for key, array in known.items():
+            if array.size and array.min() < 0:
+                raise ValueError(f"feature {key!r} has the negative length {array.min()}")
+        moments = {key: LengthMoments.of(array) for key, array in known.items()}
+        self._memory = CapacityMemory(moments, checked_capacities(capacities))
+
+    def from_lists(
+        self,
+        data: Mapping[str, Any],
+        weights: Mapping[str, Any] | None = None,
+        **options: Unpack[PackOptions],
+    ) -> KeyedJaggedArray:
+        """Make a batch as `KeyedJaggedArray.from_lists` does, in remembered capacities."""
+        return self._packed(KeyedJaggedArray.from_lists, data, weights, options)
+
+    def from_dense(
+        self,
+        data: Mapping[str, Any],
+        weights: Mapping[str, Any] | None = None,
+        **options: Unpack[PackOptions],
+    ) -> KeyedJaggedArray:
+        """Make a batch as `KeyedJaggedArray.from_dense` does, in remembered capacities."""
+        return self._packed(KeyedJaggedArray.from_dense, data, weights, options)
+
+    def from_arrow(
+        self, data: Any, weights: Any | None = None, **options: Unpack[PackOptions]
+    ) -> KeyedJaggedArray:
+        """Make a batch as `KeyedJaggedArray.from_arrow` does, in remembered capacities."""
+        return self._packed(KeyedJaggedArray.from_arrow, data, weights, options)
+
+    def from_lengths(
+        self,
+        keys: Sequence[str],
+        values: Any,
+        lengths: Any,
+        weights: Any | None = None,
+        strides: Sequence[int] | None = None,
+        **options: Unpack[PackOptions],
+    ) -> KeyedJaggedArray:
+        """Make a batch as `KeyedJaggedArray.from_lengths` does, in remembered capacities."""
+        arrays = (keys, values, lengths, weights, strides)
+        return self._packed(KeyedJaggedArray.from_lengths, *arrays, options)
+
+    def from_offsets(
+        self,
+        keys: Sequence[str],
+        values: Any,
+        offsets: Any,
+        weights: Any | None = None,
+        strides: Sequence[int] | None = None,
+        **options: Unpack[PackOptions],
+    ) -> KeyedJaggedArray:
+        """Make a batch as `KeyedJaggedArray.from_offsets` does, in remembered capacities."""
+        arrays = (keys, values, offsets, weights, strides)
+        return self._packed(KeyedJaggedArray.from_offsets, *arrays, options)
+
+    def _packed(self, pack: Any, *arguments: Any) -> KeyedJaggedArray:
+        """Call a constructor of `KeyedJaggedArray`; the last argument is its options."""
+        *data, options = arguments
+        if options.get("capacities") is not None:
+            raise TypeError(
+                "a Packer chooses the capacities: give Packer(capacities=) the smallest ones, or "
+                "pack with KeyedJaggedArray's constructors"
+            )
+        batch: KeyedJaggedArray = pack(*data, **{**options, "capacities": self._memory})
+        return batch._with(memory=self._memory)
+
+    def fit(self, batch: Any) -> Any:
+        """Return a host batch in remembered capacities, for batches that were packed elsewhere.
+
+        The first batch of each kind keeps its capacities, and so do batches of another packer.
+
+        Args:
+            batch: Any pytree; all but its `KeyedJaggedArray`s on the host stays as it is.
+
+        Example:
+            >>> packer = Packer()
+            >>> batches = [KeyedJaggedArray.from_lists({"item": [[1] * n, []]}) for n in (5, 9, 2)]
+            >>> [packer.fit(batch).capacities for batch in batches]
+            [(8,), (48,), (8,)]
+        """
+        return jax.tree.map(self._fitted, batch, is_leaf=_is_ragged)
+
+    def _fitted(self, leaf: Any) -> Any:
+        is_packed = _is_ragged(leaf) and leaf.memory is None and len(leaf.keys) > 0
+        if not is_packed or not isinstance(leaf.lengths, np.ndarray) or leaf.lengths.ndim != 1:
+            return leaf
+        return fitted(leaf, self._memory, first=leaf.capacities)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what the packer remembers, for JSON: a later run begins with the same capacities.
+
+        Example:
+            >>> packer = Packer()
+            >>> batch = packer.from_lists({"item": [[1, 2], [3, 4]]})
+            >>> packer.to_dict()["sizes"]
+            [{'keys': ['item'], 'samples': 2, 'devices': 1, 'capacities': [[8]]}]
+            >>> Packer.from_dict(packer.to_dict()).from_lists({"item": [[1] * 8, []]}).capacities
+            (8,)
+        """
+        return self._memory.to_dict()
+
+    @classmethod
+    def from_dict(cls, saved: Mapping[str, Any]) -> Packer:
+        """Return the packer that `to_dict` described.
+
+        Raises:
+            ValueError: It describes something else.
+        """
+        return cls._with(CapacityMemory.from_dict(saved))
+
+    @classmethod
+    def of_moments(cls, moments: Mapping[str, LengthMoments]) -> Packer:
+        """Return a packer that knows moments of lengths, by feature."""
+        return cls._with(CapacityMemory(moments, {}))
+
+    @classmethod
+    def _with(cls, memory: CapacityMemory) -> Packer:
+        packer = cls()
+        packer._memory = memory
+        return packer
+
+
+def fitted(
+    batch: KeyedJaggedArray,
+    memory: CapacityMemory,
+    lengths: Sequence[np.ndarray] | None = None,
+    first: Sequence[int] | None = None,
+) -> KeyedJaggedArray:
+    """Return a host batch in the capacities of a memory; see `CapacityMemory.fit`."""
+    if lengths is None:
+        lengths = np.split(np.asarray(batch.lengths), np.cumsum(batch.strides)[:-1])
+    demand = [int(each.sum()) for each in lengths]
+    wanted = memory.fit(batch.keys, batch.batch_size, demand, lengths, first=first)
+    if wanted == batch.capacities:
+        return batch._with(memory=memory)
+    weights = batch.weights
+    return batch._with(
+        values=refit(batch.values, batch.capacities, wanted),
+        weights=None if weights is None else refit(weights, batch.capacities, wanted),
+        capacities=wanted,
+        memory=memory,
+    )
+
+
+def _is_ragged(leaf: Any) -> bool:
+    return isinstance(leaf, KeyedJaggedArray)

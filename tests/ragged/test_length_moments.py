@@ -1,0 +1,33 @@
+"""How many ids a batch is likely to have."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import scipy.stats
+
+from jaxrec.ragged.length_moments import LengthMoments
+
+
+def test_moments_of_lengths_and_of_their_histogram():
+    lengths = np.random.default_rng(0).geometric(0.1, 1000)
+    moments = LengthMoments.of(lengths)
+    assert moments.mean == pytest.approx(lengths.mean())
+    assert moments.variance == pytest.approx(lengths.var())
+    skew = scipy.stats.skew(lengths) * lengths.std()
+    assert moments.skew == pytest.approx(skew)
+    assert LengthMoments.of(*np.unique(lengths, return_counts=True)) == pytest.approx(moments)
+    assert LengthMoments.of(np.zeros(0, int)) == (0, 0, 0)
+    assert LengthMoments.of(np.array([3, 3])) == (3, 0, 0)
+
+
+@pytest.mark.parametrize("samples", [64, 512])
+@pytest.mark.parametrize("mean", [2, 30])
+def test_likely_ids_are_the_quantile_of_a_sum(mean, samples):
+    """A sum of geometric lengths has a negative binomial distribution."""
+    p = 1 / mean
+    moments = LengthMoments(mean, (1 - p) / p**2, (2 - p) / p)
+    for deviations in (3, 4, 5):
+        tail = scipy.stats.norm.sf(deviations)
+        exact = samples + scipy.stats.nbinom.isf(tail, samples, p)
+        assert moments.likely_ids(samples, deviations) == pytest.approx(exact, rel=0.02)
