@@ -43,7 +43,7 @@ class Packer:
         >>> batch.capacity_per_key
         {'user': 8, 'item': 8}
         >>> packer.from_lists({"user": [[1], [2], [3]], "item": [[4] * 9, [], []]}).capacities
-        (8, 72)
+        (16, 72)
     """
 
     def __init__(
