@@ -69,3 +69,17 @@ def test_requests_of_a_large_group():
     np.testing.assert_array_equal(
         requests.index_in_round(requests.begins, 2), [3, 0, 3, -1, -1, -1, 2]
     )
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 30, 200])
+def test_slots_of_each_owner(count):
+    """Lookups of any number, beside NumPy's search."""
+    tables = layout_tables([jaxrec.EmbeddingBagConfig("t", 43, 2)], jaxrec.optim.sgd(0.1))
+    (placed,) = layout_mesh(tables, {"t": row_wise()}, MeshShape(1, 5)).groups
+    rows = np.random.default_rng(count).integers(0, 43, count)
+    requests = RowRequests.of(placed, lookups_of(rows))
+    slots = np.unique(np.asarray(placed.slots(jnp.array(rows, jnp.int32))))
+    np.testing.assert_array_equal(requests.slots[: slots.size], slots)
+    bounds = np.searchsorted(slots, np.arange(6) * placed.local_rows)
+    np.testing.assert_array_equal(requests.begins, bounds[:-1])
+    np.testing.assert_array_equal(requests.ends, bounds[1:])
