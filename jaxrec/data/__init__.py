@@ -31,6 +31,7 @@ from jaxrec.data.npz import NpzMember as NpzMember
 from jaxrec.data.npz import NpzWriter as NpzWriter
 from jaxrec.data.npz import npz_members as npz_members
 from jaxrec.data.padding import WeightedBatch as WeightedBatch
+from jaxrec.data.padding import empty_batch as empty_batch
 from jaxrec.data.padding import pad_batch as pad_batch
 from jaxrec.data.pipeline import Pipeline as Pipeline
 from jaxrec.data.random_batches import RandomBatches as RandomBatches

@@ -86,6 +86,41 @@ def pad_batch(batch: Any, batch_size: int) -> WeightedBatch:
     return WeightedBatch(samples, np.pad(weights, (0, missing)))
 
 
+def empty_batch(batch: Any) -> Any:
+    """Return a host batch of the same shapes that counts for nothing, made of a batch with weights.
+
+    All samples have weight 0 and empty bags, so that no row is read or updated. Arrays stay: they
+    are values for which the model is finite. For `jaxrec.mesh.even_batches`.
+
+    Args:
+        batch: A `WeightedBatch`, or a dataclass or named tuple that has the weights of its samples
+            in a field ``weights``, such as `ClickBatch`; in host memory.
+
+    Raises:
+        TypeError: The batch has no field ``weights``.
+
+    Example:
+        >>> features = KeyedJaggedArray.from_lists({"user": [[7], [8, 9]]})
+        >>> empty = empty_batch(pad_batch(features, 2))
+        >>> empty.batch["user"].to_lists(), empty.weights.tolist()
+        ([[], []], [0.0, 0.0])
+    """
+    weights = getattr(batch, "weights", None)
+    if weights is None or _is_ragged(batch):
+        raise TypeError(
+            "an empty batch is one whose samples have weight 0, but a batch of type "
+            f"{type(batch).__name__} has no weights of its samples; make batches with "
+            "jaxrec.data.pad_batch(batch, batch_size), as Trainer(batch_size=...) does"
+        )
+    without_ids: Any = jax.tree.map(
+        lambda leaf: _without_ids(leaf) if _is_ragged(leaf) else leaf, batch, is_leaf=_is_ragged
+    )
+    fields = {"weights": np.zeros_like(np.asarray(weights))}
+    if hasattr(without_ids, "_replace"):
+        return without_ids._replace(**fields)
+    return dataclasses.replace(without_ids, **fields)
+
+
 def num_samples(batch: Any) -> int:
     """Return the number of samples of a batch, on the host, a device or a mesh.
 
@@ -129,6 +164,15 @@ def _padded(leaf: Any, missing: int) -> Any:
     array = np.asarray(leaf)
     margin = [(0, missing)] + [(0, 0)] * (array.ndim - 1)
     return np.pad(array, margin, mode="edge" if len(array) else "constant")
+
+
+def _without_ids(batch: KeyedJaggedArray) -> KeyedJaggedArray:
+    return dataclasses.replace(
+        batch,
+        values=np.zeros_like(batch.values),
+        lengths=np.zeros_like(batch.lengths),
+        weights=None if batch.weights is None else np.zeros_like(batch.weights),
+    )
 
 
 def _with_empty_bags(batch: KeyedJaggedArray, missing: int) -> KeyedJaggedArray:

@@ -76,7 +76,8 @@ class Pipeline:
 
     Args:
         batches: The source. One thread iterates over it, and calls its ``close`` at the end if it
-            has one.
+            has one. When the pipeline is closed, a source that waits in this thread is woken by its
+            ``interrupt`` if it has one, as a pipeline and `jaxrec.mesh.even_batches` do.
         *stages: Functions of a batch, in order, such as packing ids or putting the batch on
             devices (`jaxrec.train.put_batch`, or `jaxrec.mesh.shard_batch` with a mesh).
         ahead: Number of batches that may wait after the reader and after each stage.
@@ -104,6 +105,7 @@ class Pipeline:
             raise ValueError(f"ahead is 1 or more, got {ahead}")
         self._closed = threading.Event()
         self._on_close = on_close
+        self._source = batches
         self._ended = False
         queues: list[queue.Queue[_Message]] = [queue.Queue(ahead) for _ in range(len(stages) + 1)]
         self._ready = queues[-1]
@@ -126,7 +128,9 @@ class Pipeline:
     def __next__(self) -> Any:
         if self._ended or self._closed.is_set():
             raise StopIteration
-        message = self._ready.get()
+        message = self._get(self._ready)
+        if message is None:  # another thread closed the pipeline
+            raise StopIteration
         if not message.is_end:
             return message.item
         self._ended = True
@@ -135,11 +139,17 @@ class Pipeline:
             raise message.error
         raise StopIteration
 
-    def close(self) -> None:
-        """End the threads and drop their batches."""
+    def interrupt(self) -> None:
+        """End the threads without waiting for them, and wake a thread that waits for a batch."""
         self._closed.set()
+        if hasattr(self._source, "interrupt"):
+            self._source.interrupt()
         if self._on_close is not None:
             self._on_close()
+
+    def close(self) -> None:
+        """End the threads and drop their batches."""
+        self.interrupt()
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join(CLOSE_SECONDS)

@@ -14,6 +14,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrec.mesh.agree import gather_numbers, require_same
+from jaxrec.mesh.call_checks import check_call
 from jaxrec.ragged import KeyedJaggedArray
 from jaxrec.ragged.capacity import capacity_for
 from jaxrec.ragged.capacity_memory import CapacityMemory
@@ -85,6 +86,7 @@ def shard_batch(
     is_wide = id_bits_of({"id_bits": id_bits}) == 64
     cuts = [_cut(leaf, mesh, name, is_wide) for name, (_, leaf) in zip(names, leaves, strict=True)]
     of_names = dict(zip(names, cuts, strict=True))
+    check_call("batches", "shard_batch", lambda: _facts(of_names) | {"capacities": str(capacities)})
     sizes = iter(_agree(of_names) if capacities is None else _fit(of_names, capacities))
     sharding = NamedSharding(mesh, PartitionSpec(tuple(mesh.axis_names)))
     placed = []
@@ -325,16 +327,20 @@ def _fit(cuts: dict[str, _Cut | np.ndarray], capacities: Mapping[str, int]) -> l
     return sizes
 
 
+def _facts(cuts: dict[str, _Cut | np.ndarray]) -> dict[str, str]:
+    """Return descriptions of the batch that must be the same in all processes."""
+    return {
+        name: cut.kind if isinstance(cut, _Cut) else f"{cut.dtype}{list(cut.shape)}"
+        for name, cut in cuts.items()
+    }
+
+
 def _agree(cuts: dict[str, _Cut | np.ndarray]) -> list[int]:
     """Return the sizes that all processes need, in the order of the cuts."""
     ragged = [cut for cut in cuts.values() if isinstance(cut, _Cut)]
     demand = [number for cut in ragged for number in cut.demand]
     if jax.process_count() > 1:
-        facts = {
-            name: cut.kind if isinstance(cut, _Cut) else f"{cut.dtype}{list(cut.shape)}"
-            for name, cut in cuts.items()
-        }
-        demand = _most(demand, facts)
+        demand = _most(demand, _facts(cuts))
     numbers = iter(demand)
     sizes: list[int] = []
     for cut in ragged:

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import jax
+from flax import nnx
 
 # Seconds that an ending process waits for the others: after a failure they may wait for it in turn.
 SHUTDOWN_SECONDS = 30
 
+LOST_AFTER_SECONDS = 20
+
 
 def join_processes(
-    coordinator: str | None = None, num_processes: int | None = None, process_id: int | None = None
+    coordinator: str | None = None,
+    num_processes: int | None = None,
+    process_id: int | None = None,
+    *,
+    lost_after: int = 20,
 ) -> None:
     """Join the processes that a launcher started, if one did.
 
@@ -53,3 +60,9 @@ def check_processes(
             f"--process-id is one of 0 to --num-processes less 1, got {process_id} of "
             f"{num_processes}"
         )
+
+
+def spans_processes(model: nnx.Module) -> bool:
+    """Return whether a model is on devices of several processes."""
+    leaves = jax.tree.leaves(nnx.state(model))
+    return any(isinstance(x, jax.Array) and not x.is_fully_addressable for x in leaves)

@@ -35,6 +35,7 @@ from jaxrec.embed.row_gradients import (
     merge,
 )
 from jaxrec.embed.sweep import sweep_rows
+from jaxrec.mesh.call_checks import batch_facts, check_call
 from jaxrec.mesh.channel import Turns
 from jaxrec.mesh.exchange import Exchange, Request
 from jaxrec.mesh.large import flatten_large
@@ -89,6 +90,9 @@ class ShardedTables(MeshStore):
         routes: Routes | None = None,
     ) -> tuple[Activations, Residuals]:
         check_batch(self, features, is_weighted)
+        # A lookup is traced once for each program: own loops are compared here.
+        tables = ", ".join(config.name for config in self.layout.configs)
+        check_call("steps", f"traces a lookup in tables {tables}", lambda: batch_facts(features))
 
         def on_device(rows, features, routes):
             features, turns = first(features), self.channel.turns

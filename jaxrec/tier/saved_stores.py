@@ -73,30 +73,42 @@ def snapshot_stores(
     _in_all_processes(vocabularies, write)
 
 
+def vocabulary_difference(each: TableVocabulary, saved: Mapping[str, np.ndarray]) -> str:
+    """Return how the kind of a saved vocabulary differs from that of the model; "": it does not.
+
+    Args:
+        each: The vocabulary of the model.
+        saved: State of the saved vocabulary.
+    """
+    wanted, num_ids = each.num_ids or 0, int(saved["num_ids"][0])
+    if num_ids == wanted:
+        return ""
+    saved_as, is_now = (
+        f"jaxrec.tier.Cached and num_embeddings={number}" if number else "jaxrec.tier.Dynamic"
+        for number in (num_ids, wanted)
+    )
+    return f"was saved with {saved_as}, but the model's has {is_now}"
+
+
 def check_stores(
-    vocabularies: Sequence[TableVocabulary],
-    state: Mapping[str, Mapping[str, np.ndarray]],
-    directories: Sequence[pathlib.Path],
+    vocabularies: Sequence[TableVocabulary], directories: Sequence[pathlib.Path]
 ) -> None:
-    """Check that a model can take over the state of vocabularies and the records of stores.
+    """Check that a model can take over the records of stores.
 
     With several processes all of them call it, and each checks the snapshots that it will read.
 
     Args:
         vocabularies: The vocabularies of the model.
-        state: Result of `jaxrec.tier.tier.Tier.state`.
         directories: Directories of the snapshots of a full checkpoint and of the incremental ones
             after it; they need not exist.
 
     Raises:
-        ValueError: A snapshot is damaged; the records of evicted rows are those of other tables; or
-            a table with a cache had another number of rows.
+        ValueError: A snapshot is damaged, or the records of evicted rows are those of other tables.
         RuntimeError: Another process found such a snapshot.
     """
 
     def check() -> None:
         for each in vocabularies:
-            _check_num_ids(each, int(state[each.name]["num_ids"][0]))
             if each.transfer is not None:
                 for part in _read_parts(each, directories):
                     snapshots.check(part.path, each.transfer.store.format)
@@ -227,18 +239,6 @@ def _in_all_processes(vocabularies: Sequence[TableVocabulary], action: Callable[
     except Exception as raised:
         error = raised
     raise_together(error)
-
-
-def _check_num_ids(each: TableVocabulary, saved: int) -> None:
-    wanted = each.num_ids or 0
-    if saved != wanted:
-        saved_as, is_now = (
-            f"jaxrec.tier.Cached and num_embeddings={num_ids}" if num_ids else "jaxrec.tier.Dynamic"
-            for num_ids in (saved, wanted)
-        )
-        raise ValueError(
-            f"table {each.name} was saved with {saved_as}, but the model's has {is_now}"
-        )
 
 
 def _file_name(each: TableVocabulary) -> str:

@@ -43,7 +43,7 @@ from jaxrec.tier.vocabulary.vocabulary import (
 _UNKNOWN = -2
 
 # Key of the state of the whole run; no table has this name.
-_RUN = "@run"
+RUN_STATE = "@run"
 
 
 class _MustWaitError(Exception):
@@ -434,7 +434,7 @@ class Tier:
             }
             for each in self.vocabularies
         }
-        return {**vocabularies, _RUN: run}
+        return {**vocabularies, RUN_STATE: run}
 
     def divide_stores(self) -> None:
         """Give each process the part of the rows in its store that it owns.
@@ -456,23 +456,27 @@ class Tier:
                     each.transfer.store.close()
         self._is_closed = True
 
-    @property
-    def state_names(self) -> list[str]:
-        """Keys of `state`."""
-        return [*(each.name for each in self.vocabularies), _RUN]
-
     def load_state(self, state: Mapping[str, Mapping[str, np.ndarray]]) -> dict[str, LoadedRows]:
         """Take over the result of `state`; tables may have had other numbers of rows.
 
+        Args:
+            state: The state of `RUN_STATE` and of vocabularies; others stay as they are.
+
         Returns:
-            For each vocabulary the rows of its ids before and after. The caller moves the rows
-            themselves, and brings those of dropped ids to the store.
+            For each of these vocabularies the rows of its ids before and after. The caller moves
+            the rows themselves, and brings those of dropped ids to the store.
         """
         rows = {}
         with self._planning:
-            self.order.load_state(state[_RUN])
+            staying = [each for each in self.vocabularies if each.name not in state]
+            last_planned = self.order.last_planned if any(map(_has_ids, staying)) else 0
+            # Ids that stay were used in batches up to the last one: its number never decreases.
+            if last_planned <= int(state[RUN_STATE]["numbers"][0]):
+                self.order.load_state(state[RUN_STATE])
             self._pending.clear()
             for each in self.vocabularies:
+                if each.name not in state:
+                    continue
                 saved = dict(state[each.name])
                 # Rows that nothing has read yet begin as in the run that was saved.
                 for table, key in zip(each.tables, saved.get("first_keys", ()), strict=False):
@@ -483,6 +487,10 @@ class Tier:
         for observer in self.observers:
             observer.restored()
         return rows
+
+
+def _has_ids(vocabulary: TableVocabulary) -> bool:
+    return len(vocabulary.vocabulary.map) > 0
 
 
 def tier_of(model: nnx.Module) -> Tier | None:

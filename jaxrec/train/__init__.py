@@ -7,6 +7,7 @@ from jaxrec.train.callbacks import WriteMetrics as WriteMetrics
 from jaxrec.train.checkpoint import CheckpointError as CheckpointError
 from jaxrec.train.checkpoint import CheckpointManager as CheckpointManager
 from jaxrec.train.checkpoint import CheckpointMetadata as CheckpointMetadata
+from jaxrec.train.checkpoint import Difference as Difference
 from jaxrec.train.checkpoint import restore as restore
 from jaxrec.train.checkpoint import restore_state as restore_state
 from jaxrec.train.checkpoint.preservation import PreservationPolicy as PreservationPolicy

@@ -64,7 +64,10 @@ def run(options: Sequence[str]) -> int:
     config = train_config(options)
     simulate_cpus(config.devices)
     try:
-        join_processes(**dataclasses.asdict(config.job))
+        job = config.job
+        join_processes(
+            job.coordinator, job.num_processes, job.process_id, lost_after=job.lost_after
+        )
     except RuntimeError as error:
         raise JobError(f"the processes of the job do not find each other: {error}") from None
     # Only process 0 prints.
@@ -151,7 +154,13 @@ def _make_trainer(
     devices = plan_devices(config.devices, table_configs(config, encoder), config.data.batch_size)
     devices = dataclasses.replace(devices, encoder=encoder, dense=config.dense)
     model, optimizer = make_model(config, _num_steps(config, rows), devices, encoder)
-    trainer = Trainer(model=model, optimizer=optimizer, loss=click_loss, place=devices.put_batch)
+    trainer = Trainer(
+        model=model,
+        optimizer=optimizer,
+        loss=click_loss,
+        place=devices.put_batch,
+        uneven=config.job.uneven,
+    )
     # A run that was killed before its first checkpoint starts anew.
     if config.resume is not None and (checkpoint.all_steps(config.resume) or config.eval_only):
         trainer.restore(config.resume, config.step)

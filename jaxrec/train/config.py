@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from jaxrec.arguments import ConfigError
-from jaxrec.mesh.processes import check_processes
+from jaxrec.mesh.processes import LOST_AFTER_SECONDS, check_processes
 from jaxrec.tier.stores import open_store
 from jaxrec.tier.vocabulary.dynamic import MAX_SIGHTINGS
 
@@ -201,8 +201,14 @@ class JobConfig:
     """Number of processes; 1: this process alone, whatever the launcher."""
     process_id: Annotated[int | None, tyro.conf.arg(aliases=["--process-id"])] = None
     """Number of this process, from 0."""
+    lost_after: Annotated[int, tyro.conf.arg(aliases=["--lost-after"])] = LOST_AFTER_SECONDS
+    """Seconds without a sign of life after which a process counts as lost, and the others end."""
+    uneven: Annotated[Literal["stop", "empty"], tyro.conf.arg(aliases=["--uneven"])] = "stop"
+    """If a process has fewer batches than others, stop after the last that all have, or let it go
+    on with empty batches until all have ended."""
 
     def __post_init__(self) -> None:
+        _positive(self, "lost_after")
         try:
             check_processes(self.coordinator, self.num_processes, self.process_id)
         except ValueError as error:

@@ -10,6 +10,9 @@ from typing import Any
 from flax import nnx
 
 from jaxrec.data import Pipeline
+from jaxrec.data.pipeline import each_batch
+from jaxrec.mesh.even_batches import even_batches
+from jaxrec.mesh.processes import spans_processes
 from jaxrec.tier import ahead
 from jaxrec.tier.tier import tier_of
 
@@ -24,11 +27,13 @@ def placed_batches(
     place: Callable[[Any], Any],
     is_training: bool,
     accumulate: int = 1,
+    empty: Callable[[Any], Any] | None = None,
 ) -> AbstractContextManager[Iterator[Any]]:
     """Process batches in threads, give their ids rows, and put them on the devices.
 
-    Ids get rows if the model has open vocabularies (`jaxrec.tier.ahead`). Threads end with the
-    context.
+    Ids get rows if the model has open vocabularies (`jaxrec.tier.ahead`). If the model is on
+    devices of several processes, these have equally many batches (`jaxrec.mesh.even_batches`).
+    Threads end with the context.
 
     Args:
         model: The model that takes the batches.
@@ -37,13 +42,19 @@ def placed_batches(
         place: Function that puts a batch on the devices.
         is_training: Whether new ids get rows, as for `jaxrec.tier.ahead`.
         accumulate: Number of batches whose gradients one update sums.
+        empty: As for `jaxrec.mesh.even_batches`, from a batch after the stages.
 
     Returns:
         A context with the iterator over the batches.
     """
-    if tier_of(model) is None:
+    is_shared, tier = spans_processes(model), tier_of(model)
+    if tier is None and not is_shared:
         return Pipeline(batches, *stages, place)
-    host_batches = Pipeline(batches, *stages) if stages else batches
+    host_batches: Iterable[Any] = Pipeline(batches, *stages) if stages else each_batch(batches)
+    if is_shared:
+        host_batches = even_batches(host_batches, empty=empty)
+    if tier is None:
+        return Pipeline(host_batches, place)
     return contextlib.closing(
         ahead(
             model,

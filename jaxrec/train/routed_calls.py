@@ -14,6 +14,7 @@ from jaxtyping import Array
 from jaxrec.embed.taps import Ahead
 from jaxrec.mesh.agree import on_every_device, on_host
 from jaxrec.mesh.ahead import route_ahead, use_routes
+from jaxrec.mesh.call_checks import batch_facts, check_call, table_facts
 from jaxrec.mesh.capacity import Capacities, GroupPath, measure_demand
 from jaxrec.mesh.store import mesh_stores
 
@@ -65,6 +66,7 @@ class RoutedCalls:
         _, state = nnx.split(model)
         if not is_ahead:
             for batch in batches:
+                self._check(model, batch)
                 carry, result = self._alone(state, carry, batch)
                 yield carry, result
             return
@@ -80,6 +82,7 @@ class RoutedCalls:
         for following in itertools.chain(batches, (None,)):
             # The last call routes its own batch again.
             next_batch = batch if following is None else following
+            self._check(model, batch, next_batch)
             carry, result, routes, demand = self._routed(state, carry, routes, batch, next_batch)
             yield carry, result
             if following is None:
@@ -91,6 +94,10 @@ class RoutedCalls:
             ):
                 _, state = nnx.split(model)
                 routes = self._route_now(state, batch)
+
+    def _check(self, model: nnx.Module, *batches: Any) -> None:
+        name = getattr(self._function, "__name__", type(self._function).__name__)
+        check_call("steps", f"call of {name}", lambda: table_facts(model) | batch_facts(batches))
 
     def _call(self, state: Any, carry: Any, batch: Any) -> tuple[Any, Any]:
         return self._function(nnx.merge(self._graph, state), carry, batch)

@@ -9,6 +9,8 @@ from typing import Any
 import jax
 from flax import nnx
 
+from jaxrec.mesh.call_checks import batch_facts, check_call, table_facts
+
 # Number of dispatched steps after which a loop waits for the result of the oldest.
 MAX_PENDING_STEPS = 2
 
@@ -69,6 +71,11 @@ class CompiledStep:
         """Run the step; return the result of the step function."""
         if not _identical(_contents(self._nodes), self._seen):
             self._take_apart()
+        check_call(
+            "steps",
+            f"step {getattr(self._step, '__name__', type(self._step).__name__)}",
+            lambda: table_facts(self._modules[0]) | batch_facts(batch),
+        )
         values = [variable.get_raw_value() for variable in self._variables]
         values, result = self._compiled(values, *batch)
         for variable, value in zip(self._variables, values, strict=True):

@@ -88,17 +88,14 @@ class SynchronousSteps(_TrainSteps):
     def __call__(
         self, batches: Iterator[Any], accumulate: int
     ) -> Iterator[tuple[tuple[Any, ...], DeviceResult]]:
-        """Dispatch a step for each ``accumulate`` batches; yield these and the step's result."""
+        """Dispatch a step for each ``accumulate`` batches; yield these and the step's result.
+
+        A last step takes the batches that are left.
+        """
 
         def parts() -> Iterator[tuple[Any, ...]]:
-            is_first = True
-            while len(part := tuple(itertools.islice(batches, accumulate))) == accumulate:
+            while part := tuple(itertools.islice(batches, accumulate)):
                 yield part
-                is_first = False
-            if is_first and part:
-                raise ValueError(
-                    f"a step takes accumulate={accumulate} batches, but there are only {len(part)}"
-                )
 
         return self._steps(parts())
 

@@ -10,14 +10,14 @@ import operator
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxrec.data import pad_batch
+from jaxrec.data import empty_batch, pad_batch
 from jaxrec.embed import Optimizer
 from jaxrec.embed.not_finite import NotFiniteError as NotFiniteError
 from jaxrec.embed.not_finite import bad_id_of_batch
@@ -27,6 +27,8 @@ from jaxrec.ragged import Packer
 from jaxrec.train.checkpoint import (
     CheckpointManager,
     CheckpointMetadata,
+    Difference,
+    StateError,
     load,
     load_state,
     open_checkpoint,
@@ -139,13 +141,18 @@ class Trainer:
             ``lambda batch: jaxrec.mesh.shard_batch(batch, mesh)``.
         stages: Functions that process a batch before ``place``, each in its own thread.
         accumulate: Number of batches of one update. The update takes the mean of their gradients,
-            weighted by their numbers of samples.
+            weighted by their numbers of samples. The last update of each call of `train` takes the
+            batches that are left.
         semi_synchronous: Whether a step looks up the embeddings of the next batch before it updates
             the tables. Lookups then do not wait for the update, and their embeddings lack it.
             (TorchRec's ``TrainPipelineSemiSync``.) Dense layers lack no update.
         max_skipped: Number of steps in a row that may be skipped because their loss or a gradient
             is not finite. A skipped step changes neither the model nor the metrics. One more in a
             row ends training; 0: the first one does.
+        uneven: What several processes do when some have fewer batches than others. "stop": all stop
+            after the last batch that each has. "empty": those without data go on with empty batches
+            until all have ended, so that each sample counts once; batches then have weights, by
+            ``batch_size`` or their own. See `jaxrec.mesh.even_batches`.
         callbacks: Actions besides the steps, such as `SaveCheckpoints` and `WriteMetrics`.
         packer: Chooses the capacities of batches that no `jaxrec.Packer` made, so that few steps
             compile (`jaxrec.Packer.fit`); also on a mesh, by `jaxrec.mesh.shard_batch`.
@@ -153,7 +160,8 @@ class Trainer:
 
     Raises:
         TypeError: An argument has another type, such as an optax optimizer.
-        ValueError: A number is below 1, or ``semi_synchronous`` comes with ``accumulate``.
+        ValueError: A number is below 1, ``semi_synchronous`` comes with ``accumulate``, or
+            ``uneven`` is another word.
 
     Example:
         >>> import optax, jaxrec
@@ -179,6 +187,7 @@ class Trainer:
     accumulate: int = 1
     semi_synchronous: bool = False
     max_skipped: int = 0
+    uneven: Literal["stop", "empty"] = "stop"
     callbacks: Sequence[Callback] = ()
     packer: Packer = dataclasses.field(default_factory=Packer)
     should_stop: bool = dataclasses.field(default=False, init=False)
@@ -201,6 +210,8 @@ class Trainer:
             raise ValueError(
                 "semi-synchronous steps take one batch each; accumulate batches in synchronous ones"
             )
+        if self.uneven not in ("stop", "empty"):
+            raise ValueError(f'uneven is "stop" or "empty", got {self.uneven!r}')
         self._metric_state: nnx.Variable[Any] = nnx.Variable(
             None if self.metrics is None else self.metrics.init()
         )
@@ -219,7 +230,11 @@ class Trainer:
         return int(self.optimizer.step.get_value())
 
     def restore(
-        self, checkpoints: CheckpointManager | str | os.PathLike[str], step: int | None = None
+        self,
+        checkpoints: CheckpointManager | str | os.PathLike[str],
+        step: int | None = None,
+        *,
+        partial: bool = False,
     ) -> CheckpointMetadata:
         """Load the model, the optimizer and the state of the metrics from a checkpoint.
 
@@ -227,6 +242,9 @@ class Trainer:
             checkpoints: Directory of the checkpoints, or their manager, which first completes the
                 checkpoint that it is writing.
             step: The checkpoint's step; None: the newest.
+            partial: Whether the model, its optimizer and the metrics may differ from the saved
+                ones: what fits is loaded, all else stays as it is, and ``differences`` of the
+                result lists it (`jaxrec.train.restore`).
 
         Returns:
             The checkpoint's metadata; training continues with batch number ``metadata.batches``.
@@ -239,13 +257,19 @@ class Trainer:
             checkpoints.wait_until_finished()
             checkpoints = checkpoints.directory
         path = open_checkpoint(checkpoints, step)
-        state = load_state(path, self._metric_state.get_value())
-        metadata = load(path, self.model, self.optimizer)
+        state, differences = self._metric_state.get_value(), []
+        try:
+            state = load_state(path, state)
+        except StateError as error:
+            if not partial:
+                raise
+            differences = [Difference("state", "metrics", error.reason)]
+        metadata = load(path, self.model, self.optimizer, partial=partial)
         self._metric_state.set_value(state)
         batches = metadata.batches
         self._batches_used = metadata.step * self.accumulate if batches is None else batches
         self._is_restored = True
-        return metadata
+        return dataclasses.replace(metadata, differences=(*metadata.differences, *differences))
 
     def save(
         self,
@@ -278,7 +302,7 @@ class Trainer:
 
         Args:
             batches: Host batches. Give them one shape where possible, since each shape compiles a
-                step. Too few batches for a whole step at the end are left out.
+                step. With ``accumulate`` the last step takes the batches that are left.
             steps: Largest number of steps; None: until the batches end.
 
         Returns:
@@ -289,8 +313,7 @@ class Trainer:
             NotFiniteError: The loss or a gradient of more than ``max_skipped`` steps in a row is
                 not finite; the error names an id outside its table if there is one.
             TypeError: The loss takes or returns something else, or a batch has no numbers.
-            ValueError: There are no batches, or too few for a step, or a batch has more samples
-                than ``batch_size``.
+            ValueError: There are no batches, or a batch has more samples than ``batch_size``.
             Exception: Any exception of the batches, the stages or a callback.
         """
         if steps is not None and steps < 0:
@@ -303,7 +326,7 @@ class Trainer:
         with self._placed(batches, is_training=True) as placed:
             for step_batches, result in self._results(placed, steps):
                 number += 1
-                self._batches_used += self.accumulate
+                self._batches_used += len(step_batches)
                 self._pending.append((number, result, step_batches))
                 self._finish_steps(MAX_PENDING_STEPS)
                 for callback in self.callbacks:
@@ -399,6 +422,7 @@ class Trainer:
             place=lambda batch: self.place(self.packer.fit(batch)),
             is_training=is_training,
             accumulate=accumulate,
+            empty=empty_batch if self.uneven == "empty" else None,
         )
 
     def _results(

@@ -18,6 +18,7 @@ from jax.sharding import AxisType
 import jaxrec
 from jaxrec.mesh import column_wise, data_parallel, dense, row_wise, shard_batch, table_wise
 from jaxrec.mesh.agree import gather_texts
+from jaxrec.mesh.call_checks import SWITCH, CallMismatchError
 from jaxrec.plan import ParameterConstraints, Planner, Topology
 
 ROWS = {"a": 40, "b": 31, "c": 24, "d": 9}
@@ -234,3 +235,37 @@ def die():
             if jax.process_index() == 1:
                 os.kill(os.getpid(), signal.SIGKILL)
     print("went on alone", flush=True)
+
+
+def differ():
+    """Processes whose batches, lookups and numbers of calls differ; return what each is told."""
+    mesh, process = everywhere(), jax.process_index()
+    model = jaxrec.shard(lambda: Ranker("ab"), plan({"a": row_wise(), "b": row_wise()}), mesh)
+
+    @nnx.jit
+    def look_up(model, features):
+        return model.embeddings(features).values
+
+    def batch():
+        return shard_batch({"x": np.zeros((4, 2), np.float32)}, mesh)
+
+    features = jaxrec.KeyedJaggedArray.from_lists({"a": [[1]] * 4, "b": [[1]] * 4})
+
+    def other_features():
+        with mock.patch.dict(os.environ, {SWITCH: ""}):  # or `shard_batch` would notice
+            return shard_batch(features, mesh, capacities={"a": 8, "b": 8 + 8 * process})
+
+    told = []
+    with mock.patch.dict(os.environ, {SWITCH: "3"}):
+        batch()
+        for call in (
+            lambda: shard_batch({"x": np.zeros((4, 2 + process), np.float32)}, mesh),
+            lambda: look_up(model, other_features()),
+            lambda: process or batch(),
+        ):
+            try:
+                call()
+                told.append("")
+            except CallMismatchError as error:
+                told.append(str(error))
+    return told

@@ -18,7 +18,6 @@ from jaxrec.tier.stores import open_store
 
 LAYOUT = RecordLayout.of([LogicalTable(jax.ShapeDtypeStruct((9, 2), np.float32), {})])
 IDS = np.random.default_rng(0).integers(-(2**62), 2**62, 300)
-STATE = {"user": {"num_ids": np.zeros(1, np.int64)}}
 
 
 def rows_of(ids, number):
@@ -52,7 +51,7 @@ class Run:
 
     def load(self, directories):
         for each in self.processes:
-            check_stores([each], STATE, directories)
+            check_stores([each], directories)
             load_stores([each], directories)
 
     def records(self) -> dict[int, float]:

@@ -126,7 +126,10 @@ def test_nothing_to_restore(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"width": 4}, r"over/kernel was saved with shape \(3, 1\), but the model's has \(4, 1\)"),
+        (
+            {"width": 4},
+            r"'over/kernel' was saved with shape \(3, 1\), but the model's has \(4, 1\)",
+        ),
         ({"order": ("a", "b")}, r"has tables 'c' that the model lacks; build the model"),
     ],
     ids=["shape", "table"],

@@ -258,7 +258,7 @@ def test_a_trainer_restores_all_or_nothing(saved, other):
 
 
 OTHER_MODELS = {
-    "parameter": (dict(width=4), "over/kernel was saved with shape (3, 1), but the model's has"),
+    "parameter": (dict(width=4), "'over/kernel' was saved with shape (3, 1), but the model's has"),
     "table": (dict(order=("a", "b")), "has tables 'c' that the model lacks"),
     "row optimizer": (
         dict(optimizer=jaxrec.optim.adam(0.1)),

@@ -31,6 +31,31 @@ class CheckpointError(ValueError):
 
 
 @dataclasses.dataclass(frozen=True)
+class Difference:
+    """A part that a model and a checkpoint do not have alike, so that it was not loaded.
+
+    Attributes:
+        kind: "collection", "table", "optimizer of table" (the state of its rows), "vocabulary",
+            "variable", "optimizer variable" or "state" (of the run, such as that of metrics).
+        name: Name of the table or vocabulary; path of the collection or variable.
+        reason: Why it was not loaded; the end of a sentence.
+        collection: Path of a table's collection.
+
+    Example:
+        >>> print(Difference("table", "user", "is not in the checkpoint", "embeddings"))
+        the table 'user' is not in the checkpoint
+    """
+
+    kind: str
+    name: str
+    reason: str
+    collection: str = ""
+
+    def __str__(self) -> str:
+        return f"the {self.kind} {self.name!r} {self.reason}"
+
+
+@dataclasses.dataclass(frozen=True)
 class CheckpointMetadata:
     """Facts about the run that a checkpoint holds besides the model.
 
@@ -39,12 +64,14 @@ class CheckpointMetadata:
         batches: Number of batches used; a resumed run continues with the next one.
         metrics: Metrics by name, by which a `PreservationPolicy` ranks checkpoints.
         plan: The sharding plan as JSON. The model restores to any other plan as well.
+        differences: The parts that ``restore(..., partial=True)`` did not load.
     """
 
     step: int
     batches: int | None = None
     metrics: dict[str, float] = dataclasses.field(default_factory=dict)
     plan: str | None = None
+    differences: tuple[Difference, ...] = dataclasses.field(default=(), repr=False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,8 +207,10 @@ def run_file(
     run: CheckpointMetadata, link: Link, capacities: list[dict[str, Any]]
 ) -> dict[str, Any]:
     """Return the content of ``run/metadata``."""
+    facts = dataclasses.asdict(run)
+    del facts["differences"]  # between a checkpoint and the model that loaded it
     return {
-        **dataclasses.asdict(run),
+        **facts,
         _HAS_CHECKSUMS: True,
         _LINK: dataclasses.asdict(link),
         _CAPACITIES: capacities,
@@ -206,7 +235,7 @@ def read_run(path: pathlib.Path) -> CheckpointMetadata:
     content.pop(_LINK, None)
     content.pop(_CAPACITIES, None)
     try:
-        return CheckpointMetadata(**content)
+        return CheckpointMetadata(**content, differences=())
     except TypeError as error:
         raise damaged(path, f"run/metadata has other entries: {error}") from None
 

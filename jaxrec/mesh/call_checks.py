@@ -1,0 +1,153 @@
+"""A check, for debugging, that all processes make the same calls in the same order.
+
+Processes that call different programs, or the same one with batches of different shapes, exchange
+rows with partners that do not answer: they hang, without a word. With `SWITCH` set, each call is
+compared first.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+from flax import nnx
+
+from jaxrec.mesh.notes import NoteBoard
+from jaxrec.mesh.store import mesh_stores
+from jaxrec.ragged import KeyedJaggedArray
+
+SWITCH = "JAXREC_CHECK_CALLS"
+"""Environment variable with the seconds that a process waits for the same call of the others."""
+
+# Seconds between two looks at the notes of the others.
+_POLL = 0.005
+
+
+class CallMismatchError(RuntimeError):
+    """The processes of a job make different calls."""
+
+
+class CallSequence:
+    """The calls of this process that have one order, each compared with those of the others.
+
+    Args:
+        board: A note of each process on its last call.
+        seconds: Seconds to wait for the others.
+    """
+
+    def __init__(self, board: NoteBoard, seconds: float) -> None:
+        self._board, self._seconds = board, seconds
+        self._number = 0
+
+    def compare(self, call: str, facts: Mapping[str, str]) -> None:
+        """Compare the next call with the same one of all processes.
+
+        Args:
+            call: Name of the call.
+            facts: What must be the same in all processes, by name.
+
+        Raises:
+            CallMismatchError: A process makes another call, or none in time; all raise it.
+        """
+        self._number += 1
+        self._board.write(json.dumps({"number": self._number, "facts": {"call": call, **facts}}))
+        notes = self._wait(call)
+        # A process that has gone on has compared its call with this one.
+        of_call = {p: note["facts"] for p, note in notes.items() if note["number"] == self._number}
+        one = min(of_call)
+        for name in dict.fromkeys(name for each in of_call.values() for name in each):
+            first = of_call[one].get(name)
+            others = [p for p, each in sorted(of_call.items()) if each.get(name) != first]
+            if others:
+                raise CallMismatchError(
+                    f"call {self._number} differs between processes: {_who([one])} {name!r}: "
+                    f"{first}; {_who(others)} {name!r}: {of_call[others[0]].get(name)}"
+                )
+
+    def _wait(self, call: str) -> dict[int, dict[str, Any]]:
+        """Wait until all processes have come to this call."""
+        end = time.monotonic() + self._seconds
+        while True:
+            notes = {process: json.loads(note) for process, note in self._board.read().items()}
+            late = [
+                process
+                for process in range(self._board.num_processes)
+                if notes.get(process, {"number": 0})["number"] < self._number
+            ]
+            if not late:
+                return notes
+            if time.monotonic() > end:
+                last = notes.get(late[0], {"number": 0, "facts": {"call": "none"}})
+                raise CallMismatchError(
+                    f"process {self._board.process} is at call {self._number}, {call}; "
+                    f"{_who(late)} not come there in {self._seconds:g} s: the last call of process "
+                    f"{late[0]} is {last['number']}, {last['facts']['call']}"
+                )
+            time.sleep(_POLL)
+
+
+_sequences: dict[str, CallSequence] = {}
+
+
+def check_call(sequence: str, call: str, facts: Callable[[], Mapping[str, str]]) -> None:
+    """Compare a call with those of the other processes if `SWITCH` is set.
+
+    Args:
+        sequence: Name of the calls that have an order among each other, such as those of a thread.
+        call: Name of the call.
+        facts: Returns what must be the same in all processes.
+
+    Raises:
+        CallMismatchError: A process makes another call, or none in time.
+        ValueError: `SWITCH` is not a number of seconds.
+    """
+    text = os.environ.get(SWITCH)
+    if not text or jax.process_count() == 1:
+        return
+    if sequence not in _sequences:
+        try:
+            seconds = float(text)
+        except ValueError:
+            raise ValueError(f"{SWITCH} is a number of seconds, got {text!r}") from None
+        _sequences[sequence] = CallSequence(NoteBoard(f"calls of {sequence}"), seconds)
+    _sequences[sequence].compare(call, facts())
+
+
+def batch_facts(batch: Any) -> dict[str, str]:
+    """Return the names, shapes and types of a batch's arrays."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(
+        batch, is_leaf=lambda leaf: isinstance(leaf, KeyedJaggedArray)
+    )
+    return {f"batch{jax.tree_util.keystr(path)}": _form(leaf) for path, leaf in leaves}
+
+
+def table_facts(model: Any) -> dict[str, str]:
+    """Return the tables of a model over a mesh and the capacities of their exchanges."""
+    if not isinstance(model, nnx.Module):
+        return {}
+    return {
+        f"tables at {path!r}": ", ".join(
+            f"{table.name} {table.num_embeddings} x {table.embedding_dim}"
+            for table in store.layout.configs
+        )
+        + f"; capacity factors {dict(store.capacity_factors)}"
+        for path, store in mesh_stores(model).items()
+    }
+
+
+def _form(leaf: Any) -> str:
+    if isinstance(leaf, KeyedJaggedArray):
+        weights = "" if leaf.weights is None else " with weights"
+        form = f"{_form(leaf.values)}{weights} of keys {leaf.keys}, capacities {leaf.capacities}"
+        return f"{form}, bags {leaf.strides}"
+    return f"{getattr(leaf, 'dtype', type(leaf).__name__)}{list(getattr(leaf, 'shape', ()))}"
+
+
+def _who(processes: list[int]) -> str:
+    if len(processes) == 1:
+        return f"process {processes[0]} has"
+    return f"processes {', '.join(map(str, processes[:-1]))} and {processes[-1]} have"

@@ -1,0 +1,211 @@
+"""Equally many batches in all processes, however many each of them has."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import logging
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import jax
+
+from jaxrec.mesh.notes import NoteBoard
+
+logger = logging.getLogger(__name__)
+
+# Seconds between two looks at the notes of the others, the first and the longest.
+_FIRST_WAIT, _LONGEST_WAIT = 0.001, 0.05
+
+# Numbers the iterators of a process; those of equal numbers belong together.
+_numbers = itertools.count()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Progress:
+    """How far a process has come.
+
+    Attributes:
+        count: Number of its batches so far.
+        is_at_end: Whether it has no more.
+        error: Text of the error that ended its batches.
+    """
+
+    count: int = 0
+    is_at_end: bool = False
+    error: str = ""
+
+    def has_answered(self, index: int) -> bool:
+        """Return whether it is known if the process has a batch ``index``."""
+        return self.count > index or self.is_at_end or bool(self.error)
+
+
+def even_batches(
+    batches: Iterable[Any], *, empty: Callable[[Any], Any] | None = None
+) -> EvenBatches:
+    """Iterate over this process's batches, equally many in all processes.
+
+    A step over a mesh waits for all processes, so that one without data would stop the others for
+    ever. This iterator compares how far each of them is before it yields a batch. By default all
+    end after the last batch that every process has. With ``empty`` the processes that have no more
+    batches go on with empty ones until all have ended, so that each sample is trained on once.
+    Either way process 0 logs one line that names the processes that ended first.
+
+    The processes compare numbers at JAX's coordination service, without the devices. Any thread may
+    iterate, such as the reader of a `jaxrec.data.Pipeline`, and batches that are read ahead are
+    compared ahead. An error of one process's batches is raised in all of them.
+
+    Args:
+        batches: The batches of this process. All processes make their iterators in the same order.
+        empty: Function from a batch of this process to one that counts for nothing, such as
+            `jaxrec.data.empty_batch`; None: all processes end with the first one.
+
+    Returns:
+        An iterator. A single process has its own batches, unchanged.
+
+    Raises:
+        RuntimeError: Another process cannot read its batches, or has none from which to make an
+            empty one.
+        ValueError: This process has no batch from which to make an empty one.
+
+    Example:
+        >>> import jaxrec
+        >>> mesh = jax.make_mesh((1,), ("data",))
+        >>> batches = [{"x": np.zeros(8)}, {"x": np.ones(8)}]
+        >>> for batch in jaxrec.mesh.even_batches(batches):
+        ...     batch = jaxrec.mesh.shard_batch(batch, mesh)  # then a step
+    """
+    is_one = jax.process_count() == 1
+    return EvenBatches(batches, empty, None if is_one else NoteBoard(f"batches {next(_numbers)}"))
+
+
+class EvenBatches(Iterator[Any]):
+    """The iterator that `even_batches` returns.
+
+    Args:
+        batches, empty: As for `even_batches`.
+        board: Notes on how far each process is; None: there is one process.
+    """
+
+    def __init__(
+        self, batches: Iterable[Any], empty: Callable[[Any], Any] | None, board: NoteBoard | None
+    ) -> None:
+        self._batches, self._empty, self._board = batches, empty, board
+        self._source = iter(batches)
+        self._index = 0
+        self._mine, self._last = _Progress(), None
+        self._are_known = 0  # number of batches that all processes are known to have
+        self._was_told = False
+        self._stopped = threading.Event()
+
+    def __next__(self) -> Any:
+        if self._board is None:
+            return next(self._source)
+        if self._stopped.is_set():
+            raise StopIteration
+        has_batch, batch = self._read(self._board)
+        if not self._agree(self._board):
+            self.interrupt()
+            raise StopIteration
+        self._index += 1
+        if has_batch:
+            return batch
+        assert self._empty is not None
+        return self._empty(self._last)
+
+    def interrupt(self) -> None:
+        """End the iterator, also while another thread waits for the other processes."""
+        self._stopped.set()
+        if hasattr(self._batches, "interrupt"):
+            self._batches.interrupt()
+
+    def close(self) -> None:
+        """End the iterator, and close the batches if they can be closed."""
+        self._stopped.set()
+        if hasattr(self._source, "close"):
+            self._source.close()
+
+    def _read(self, board: NoteBoard) -> tuple[bool, Any]:
+        """Read a batch of this process, and say how far it is; return whether it has one."""
+        if self._mine.is_at_end:
+            return False, None
+        try:
+            batch = next(self._source)
+        except StopIteration:
+            if self._stopped.is_set():  # the source was closed, and may have had more
+                raise
+            error = None
+            if self._index == 0 and self._empty is not None:
+                error = ValueError(
+                    f"process {board.process} has no batch at all, so that it cannot make "
+                    "empty ones; give each process one batch or more"
+                )
+            self._tell(board, dataclasses.replace(self._mine, is_at_end=True), error)
+            return False, None
+        except BaseException as error:
+            self._tell(board, self._mine, error)
+            raise
+        if self._empty is not None:
+            self._last = batch
+        self._tell(board, _Progress(self._index + 1))
+        return True, batch
+
+    def _tell(
+        self, board: NoteBoard, progress: _Progress, error: BaseException | None = None
+    ) -> None:
+        """Write how far this process is, and raise its error."""
+        if error is not None:
+            progress = dataclasses.replace(progress, error=f"{type(error).__name__}: {error}")
+        self._mine = progress
+        board.write(json.dumps(dataclasses.asdict(progress)))
+        if error is not None:
+            raise error
+
+    def _agree(self, board: NoteBoard) -> bool:
+        """Return whether all processes go on with batch ``index``."""
+        if self._index < self._are_known:
+            return True
+        of_all = self._wait(board)
+        if of_all is None:
+            return False
+        for process, progress in of_all.items():
+            if progress.error and progress.count <= self._index:
+                raise RuntimeError(f"process {process} cannot go on: {progress.error}")
+        self._are_known = min(progress.count for progress in of_all.values())
+        ended = [p for p, progress in of_all.items() if progress.count <= self._index]
+        if not ended:
+            return True
+        self._report(board, ended)
+        return self._empty is not None and len(ended) < len(of_all)
+
+    def _wait(self, board: NoteBoard) -> dict[int, _Progress] | None:
+        """Wait until all processes say whether they have batch ``index``; None: interrupted."""
+        seconds = _FIRST_WAIT
+        while True:
+            notes = {p: _Progress(**json.loads(note)) for p, note in board.read().items()}
+            of_all = {p: notes.get(p, _Progress()) for p in range(board.num_processes)}
+            if all(progress.has_answered(self._index) for progress in of_all.values()):
+                return of_all
+            if self._stopped.wait(seconds):
+                return None
+            seconds = min(2 * seconds, _LONGEST_WAIT)
+
+    def _report(self, board: NoteBoard, ended: list[int]) -> None:
+        """Log once, in process 0, which processes ended before others."""
+        if self._was_told or len(ended) == board.num_processes:
+            return
+        self._was_told = True
+        if board.process != 0:
+            return
+        who = f"process {ended[0]} has" if len(ended) == 1 else f"processes {_listed(ended)} have"
+        count = f"{self._index} batch{'' if self._index == 1 else 'es'}"
+        then = "all stop after these"
+        if self._empty is not None:
+            then = "empty ones stand in until all have ended"
+        logger.warning("%s only %s, and others more: %s", who, count, then)
+
+
+def _listed(processes: list[int]) -> str:
+    return f"{', '.join(map(str, processes[:-1]))} and {processes[-1]}"
