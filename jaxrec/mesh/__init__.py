@@ -14,6 +14,7 @@ from jaxrec.mesh.placement import table_column_wise as table_column_wise
 from jaxrec.mesh.placement import table_row_wise as table_row_wise
 from jaxrec.mesh.placement import table_wise as table_wise
 from jaxrec.mesh.precision import Precision as Precision
+from jaxrec.mesh.processes import join_processes as join_processes
 from jaxrec.mesh.replicas import average_replicas as average_replicas
 from jaxrec.mesh.replicas import synchronize_replicas as synchronize_replicas
 from jaxrec.mesh.shard import shard as shard

@@ -14,6 +14,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
+from jaxrec.mesh.watch import losses_first
 from jaxrec.ragged.capacity import capacity_for
 
 # Bytes of each process that `gather_rows` sends at once.
@@ -46,6 +47,7 @@ def require_same(what: str, facts: Mapping[str, str]) -> None:
                 )
 
 
+@losses_first()
 def gather_texts(text: str) -> list[str]:
     """Return the texts of all processes; every process calls this."""
     data = np.frombuffer(text.encode(), np.uint8)
@@ -56,6 +58,7 @@ def gather_texts(text: str) -> list[str]:
     return [row[:size].tobytes().decode() for row, size in zip(gathered, sizes, strict=True)]
 
 
+@losses_first()
 def gather_numbers(numbers: Sequence[int]) -> np.ndarray:
     """Return the numbers of all processes, ``[processes, n]``; every process calls this."""
     gathered = multihost_utils.process_allgather(np.asarray(numbers, np.int32))
@@ -70,6 +73,7 @@ def on_host(array: Array | np.ndarray) -> np.ndarray:
     return np.concatenate([np.asarray(parts[start]) for start in sorted(parts)])
 
 
+@losses_first()
 def of_all_processes(values: np.ndarray) -> np.ndarray:
     """Return the values of all processes, ``[processes, ...]``; every process calls this.
 

@@ -25,6 +25,7 @@ from jaxrec.mesh.precision import Precision
 from jaxrec.mesh.replicas import ReplicaAxis, replica_axis_of
 from jaxrec.mesh.store import MeshStore
 from jaxrec.mesh.tables import ShardedTables
+from jaxrec.mesh.watch import watch_processes
 
 Model = TypeVar("Model", bound=nnx.Module)
 
@@ -112,6 +113,7 @@ def shard(
             f"the plan has a cache for table {caches[0][0]!r}, which jaxrec.mesh.shard does not "
             "make; call jaxrec.shard(make_model, plan, mesh)"
         )
+    watch_processes()
     placements = plan.to_dict()
     require_same("plan", {name: repr(placement) for name, placement in placements.items()})
     if isinstance(model, nnx.Module):

@@ -19,6 +19,7 @@ from jaxrec.arguments import ConfigError
 from jaxrec.data import ClickBatch, DataError, SchemaError, Shard, TableEncoder
 from jaxrec.mesh.agree import gather_texts
 from jaxrec.mesh.processes import join_processes
+from jaxrec.mesh.watch import losses_first
 from jaxrec.metrics.background import BackgroundWriter, Values
 from jaxrec.metrics.writers import JSONLinesWriter
 from jaxrec.plan import PlanError
@@ -77,7 +78,7 @@ def run(options: Sequence[str]) -> int:
     def announce(signal: str) -> None:
         console.print(f"{signal}: stopping after this step")
 
-    with interruptible(announce) as interrupt:
+    with interruptible(announce) as interrupt, losses_first():
         return _train(config, console, interrupt)
 
 

@@ -22,6 +22,7 @@ from jaxrec.embed import Optimizer
 from jaxrec.embed.not_finite import NotFiniteError as NotFiniteError
 from jaxrec.embed.not_finite import bad_id_of_batch
 from jaxrec.mesh.store import mesh_stores
+from jaxrec.mesh.watch import losses_first
 from jaxrec.metrics import MetricGroup
 from jaxrec.ragged import Packer
 from jaxrec.train.checkpoint import (
@@ -297,6 +298,7 @@ class Trainer:
             plan=plan,
         )
 
+    @losses_first()
     def train(self, batches: Iterable[Any], steps: int | None = None) -> int:
         """Train on batches in order.
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import signal
 from unittest import mock
 
 import jax
@@ -219,22 +218,6 @@ def plan(placements):
 def refused(message, call):
     with pytest.raises(ValueError, match=message):
         call()
-
-
-def die():
-    """Process 1 dies between steps, without a word to the other."""
-    mesh = everywhere()
-    model = jaxrec.shard(lambda: Ranker("a"), plan({"a": row_wise()}), mesh)
-    optimizer = jaxrec.Optimizer(model, optax.sgd(0.1))
-    features, labels = pack(*draw(0, shared=False), mine())
-    batch = shard_batch((features.select(["a"]), labels), mesh)
-    for step in range(1000):
-        train_step(model, optimizer, *batch).block_until_ready()
-        if step == 2:
-            print("stepped", flush=True)
-            if jax.process_index() == 1:
-                os.kill(os.getpid(), signal.SIGKILL)
-    print("went on alone", flush=True)
 
 
 def differ():

@@ -125,7 +125,7 @@ def test_a_pipeline_that_is_closed_ends_the_wait(is_nested):
     time.sleep(0.02)
     start = time.monotonic()
     pipeline.close()
-    assert time.monotonic() - start < 0.4
+    assert time.monotonic() - start < 2
     while is_nested and threading.active_count() > running:
         time.sleep(0.05)  # until the inner source ends
     assert threading.active_count() == running
