@@ -1,4 +1,4 @@
-// Reads changed manifests, requests, npy files and vocabularies, which must be refused or be what
+// Reads changed manifests, requests, npy files, vocabularies and programs, which must be refused or be what
 // they say.
 //
 //     jaxrec_fuzz MODEL REQUESTS RUNS SEED
@@ -26,6 +26,7 @@
 #include "jaxrec/serving/scores.h"
 #include "mutate.h"
 #include "npy.h"
+#include "program_calls.h"
 #include "vocabulary.h"
 
 namespace {
@@ -168,6 +169,15 @@ bool take_npy(const std::string& bytes) {
   }
 }
 
+bool take_program(const std::string& bytes) {
+  try {
+    program_calls(bytes);
+    return true;
+  } catch (const std::invalid_argument&) {
+    return false;
+  }
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -191,15 +201,20 @@ int main(int argc, char** argv) {
   require(!requests.empty(), "REQUESTS has none");
   const std::string npy = read_file(model + "/" + manifest.arrays.at(0).file);
   require(take_npy(npy), "a valid npy file is refused");
+  const std::string program = read_file(model + "/" + manifest.programs.at(0).stablehlo.value());
+  require(take_program(program), "a valid program is refused");
   const std::vector<std::string> manifests = {manifest_text}, arrays = {npy.substr(0, 256)};
+  const std::vector<std::string> programs = {program};
 
   std::mt19937_64 random(std::strtoull(argv[4], nullptr, 10));
   const long long runs = std::atoll(argv[3]);
-  long long taken[4] = {};
+  long long taken[5] = {};
   for (long long run = 0; run < runs; ++run) {
     const auto kind = static_cast<size_t>(random() % 10);
     if (kind == 0 && !vocabularies.empty() && random() % 2 == 0) {
       taken[3] += vocabularies[random() % vocabularies.size()].take_changed(random);
+    } else if (kind == 4) {
+      taken[4] += take_program(mutate(program, programs, random));
     } else if (kind == 0) {
       taken[0] += take_npy(mutate(arrays[0], arrays, random));
     } else if (kind < 4) {
@@ -215,6 +230,7 @@ int main(int argc, char** argv) {
       taken[2] += decoder.take(mutate(text, requests, random));
     }
   }
-  std::printf("%lld runs; taken: %lld npy files, %lld manifests, %lld requests, %lld vocabularies\n",
-              runs, taken[0], taken[1], taken[2], taken[3]);
+  std::printf("%lld runs; taken: %lld npy files, %lld manifests, %lld requests, %lld vocabularies, "
+              "%lld programs\n",
+              runs, taken[0], taken[1], taken[2], taken[3], taken[4]);
 }

@@ -15,6 +15,7 @@
 #include "jaxrec/serving/error.h"
 #include "json_columns.h"
 #include "npy.h"
+#include "npy_vector.h"
 #include "vocabulary.h"
 
 namespace jaxrec::serving {
@@ -64,9 +65,11 @@ class DenseEncoder {
 
  private:
   double read(const Json& value, int64_t sample) const {
-    if (value.is_number()) return value.get<double>();
+    if (column_.is_boolean && value.is_boolean()) return value.get<bool>() ? 1.0 : 0.0;
+    if (!column_.is_boolean && value.is_number()) return value.get<double>();
     if (!value.is_null()) {
-      throw RequestError(in_column(name(), sample) + "expected a number or null, got " +
+      const char* wanted = column_.is_boolean ? "true, false" : "a number";
+      throw RequestError(in_column(name(), sample) + "expected " + wanted + " or null, got " +
                          excerpt(value));
     }
     if (column_.missing == DenseColumn::Missing::kError) {
@@ -101,8 +104,11 @@ class DenseEncoder {
 
 class CategoricalEncoder {
  public:
-  CategoricalEncoder(const CategoricalColumn& column, std::optional<Vocabulary> vocabulary)
-      : column_(column), vocabulary_(std::move(vocabulary)) {}
+  CategoricalEncoder(const CategoricalColumn& column, std::optional<Vocabulary> vocabulary,
+                     NpyVector<int64_t> frozen_ids)
+      : column_(column),
+        vocabulary_(std::move(vocabulary)),
+        frozen_ids_(std::move(frozen_ids)) {}
 
   const std::string& name() const { return column_.name; }
 
@@ -145,6 +151,7 @@ class CategoricalEncoder {
     switch (column_.encoding) {
       case Encoding::kVocabulary: return vocabulary_row(value, sample);
       case Encoding::kHash: return hash_row(value, sample, kind);
+      case Encoding::kFrozen: return frozen_row(value, sample, kind);
       case Encoding::kModulo: {
         const int64_t id = integer(value, sample) % column_.num_embeddings;
         return id < 0 ? id + column_.num_embeddings : id;
@@ -164,7 +171,38 @@ class CategoricalEncoder {
     return row;
   }
 
-  int64_t hash_row(const Json& value, int64_t sample, Kind& kind) const {
+  // The row of a raw id: an integer itself, or the hash of a text.
+  int64_t frozen_row(const Json& value, int64_t sample, Kind& kind) const {
+    constexpr int64_t kReserved = -1;
+    int64_t id;
+    if (column_.is_boolean) {
+      id = integer(value, sample);
+    } else if (check_kind(value, sample, kind); value.is_string()) {
+      id = static_cast<int64_t>(hash_of(value.get_ref<const std::string&>(), 0));
+      if (id == kReserved) --id;
+    } else {
+      id = value.is_number_unsigned() ? static_cast<int64_t>(value.get<uint64_t>())
+                                      : value.get<int64_t>();
+      if (id == kReserved) {
+        throw RequestError(in_row(name(), sample) +
+                           "id -1 (2**64 - 1 unsigned) is reserved, since many pipelines pad with "
+                           "it; make it null, or give such ids another number");
+      }
+    }
+    size_t first = 0, last = frozen_ids_.size();
+    while (first < last) {
+      const size_t middle = first + (last - first) / 2;
+      if (frozen_ids_[middle] < id) {
+        first = middle + 1;
+      } else {
+        last = middle;
+      }
+    }
+    const bool is_known = first < frozen_ids_.size() && frozen_ids_[first] == id;
+    return is_known ? static_cast<int64_t>(first) + 1 : 0;
+  }
+
+  void check_kind(const Json& value, int64_t sample, Kind& kind) const {
     if (!value.is_string() && !value.is_number_integer()) {
       throw RequestError(in_column(name(), sample) + "expected text or an integer" + or_null() +
                          ", got " + excerpt(value));
@@ -176,6 +214,10 @@ class CategoricalEncoder {
                          " is of another type than the values before it; give either text or "
                          "integers");
     }
+  }
+
+  int64_t hash_row(const Json& value, int64_t sample, Kind& kind) const {
+    check_kind(value, sample, kind);
     uint64_t hash;
     if (value.is_string()) {
       hash = hash_of(value.get_ref<const std::string&>(), 0);
@@ -195,6 +237,11 @@ class CategoricalEncoder {
   }
 
   int64_t integer(const Json& value, int64_t sample) const {
+    if (column_.is_boolean) {
+      if (value.is_boolean()) return value.get<bool>() ? 1 : 0;
+      throw RequestError(in_column(name(), sample) + "expected true or false" + or_null() +
+                         ", got " + excerpt(value));
+    }
     if (!value.is_number_integer()) {
       throw RequestError(in_column(name(), sample) + "expected an integer" + or_null() + ", got " +
                          excerpt(value));
@@ -219,6 +266,7 @@ class CategoricalEncoder {
 
   const CategoricalColumn column_;
   const std::optional<Vocabulary> vocabulary_;
+  const NpyVector<int64_t> frozen_ids_;
 };
 
 // The files of an encoding, mapped into memory.
@@ -269,6 +317,11 @@ Vocabulary read_vocabulary(const VocabularyFiles& description, Files& files) {
   return files.reading(description.hashes, [&] { return Vocabulary(description, contents); });
 }
 
+NpyVector<int64_t> read_frozen_ids(const std::string& file, Files& files) {
+  const std::string_view content = files.map(file);
+  return files.reading(file, [&] { return NpyVector<int64_t>(content, "<i8"); });
+}
+
 }  // namespace
 
 struct Encoder::State {
@@ -304,7 +357,9 @@ struct Encoder::State {
       if (found == encoding.categorical.end()) refuse(directory);
       std::optional<Vocabulary> vocabulary;
       if (found->vocabulary) vocabulary.emplace(read_vocabulary(*found->vocabulary, files));
-      categorical.emplace_back(*found, std::move(vocabulary));
+      NpyVector<int64_t> frozen_ids;
+      if (found->ids) frozen_ids = read_frozen_ids(*found->ids, files);
+      categorical.emplace_back(*found, std::move(vocabulary), frozen_ids);
     }
   }
 

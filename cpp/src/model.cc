@@ -12,6 +12,7 @@
 #include "checksums.h"
 #include "jaxrec/serving/error.h"
 #include "npy.h"
+#include "program_calls.h"
 
 namespace jaxrec::serving {
 namespace {
@@ -56,6 +57,7 @@ HostArray read_array(const fs::path& path, const MappedFile& file, const StoredA
 // The program of one batch size, which compiles when it is first needed.
 struct Program {
   const ProgramFile* file = nullptr;
+  std::string stablehlo;  // until it is compiled
   std::once_flag once;
   std::unique_ptr<Executable> executable;
 };
@@ -110,7 +112,20 @@ struct Model::State {
           throw ArtifactError(path + " calls " + target + ": " + error.what());
         }
       }
+      programs[i].stablehlo = checked_program(*file);
     }
+  }
+
+  // Returns a program that calls what its manifest declares and this library knows.
+  std::string checked_program(const ProgramFile& file) const {
+    const fs::path path = directory / *file.stablehlo;
+    std::string program = read_file(path);
+    try {
+      check_calls(program_calls(program), file.targets);
+    } catch (const std::exception& error) {
+      throw ArtifactError(path.string() + " cannot be used: " + error.what());
+    }
+    return program;
   }
 
   const Executable& executable(size_t size) const {
@@ -124,7 +139,8 @@ struct Model::State {
         results.push_back({output.dtype, std::move(shape)});
       }
       try {
-        program.executable = runtime->compile(read_file(path), results);
+        program.executable = runtime->compile(program.stablehlo, results);
+        program.stablehlo.clear();
       } catch (const ArtifactError& error) {
         throw ArtifactError(path.string() + " cannot be used: " + error.what());
       }

@@ -22,6 +22,11 @@ Value choice(Fields& fields, const std::string& field,
                               ", which this version does not know");
 }
 
+// A field that columns of other values lack.
+bool read_is_boolean(Fields& fields) {
+  return fields.has("is_boolean") && fields.boolean("is_boolean");
+}
+
 DenseColumn read_dense(const Json& value) {
   using Transform = DenseColumn::Transform;
   using Missing = DenseColumn::Missing;
@@ -36,6 +41,7 @@ DenseColumn read_dense(const Json& value) {
   column.missing = choice<Missing>(
       fields, "missing",
       {{"mean", Missing::kMean}, {"zero", Missing::kZero}, {"error", Missing::kError}});
+  column.is_boolean = read_is_boolean(fields);
   fields.finish();
   return column;
 }
@@ -67,13 +73,20 @@ CategoricalColumn read_categorical(const Json& value) {
                                      {{"vocabulary", Encoding::kVocabulary},
                                       {"hash", Encoding::kHash},
                                       {"ids", Encoding::kIds},
-                                      {"modulo", Encoding::kModulo}});
+                                      {"modulo", Encoding::kModulo},
+                                      {"frozen", Encoding::kFrozen}});
   column.num_embeddings = fields.number("num_embeddings", 1, kMostRows);
   column.refuses_null = fields.boolean("refuses_null");
   column.is_list = fields.boolean("is_list");
   fields.get("vocabulary");
   if (fields.has("vocabulary")) column.vocabulary = read_vocabulary(fields.get("vocabulary"));
+  if (fields.has("ids")) column.ids = fields.string("ids");
+  column.is_boolean = read_is_boolean(fields);
   fields.finish();
+  if (column.ids.has_value() != (column.encoding == Encoding::kFrozen)) {
+    throw std::invalid_argument("column " + in_quotes(column.name) +
+                                " has frozen ids and another encoding, or the reverse");
+  }
   if (column.vocabulary.has_value() != (column.encoding == Encoding::kVocabulary)) {
     throw std::invalid_argument("column " + in_quotes(column.name) +
                                 " has a vocabulary and another encoding, or the reverse");
@@ -86,6 +99,7 @@ CategoricalColumn read_categorical(const Json& value) {
 std::vector<std::string> ColumnEncoding::files() const {
   std::vector<std::string> files = {moments};
   for (const CategoricalColumn& column : categorical) {
+    if (column.ids) files.push_back(*column.ids);
     if (!column.vocabulary) continue;
     const VocabularyFiles& each = *column.vocabulary;
     files.insert(files.end(), {each.hashes, each.places, each.values});

@@ -83,7 +83,7 @@ def is_categorical(kind: pa.DataType, encoding: str = "vocabulary") -> bool:
     types = pa.types
     if types.is_integer(kind):
         return True
-    return encoding in ("vocabulary", "hash", "dynamic") and (
+    return encoding in ("vocabulary", "hash", "dynamic", "frozen") and (
         types.is_string(kind)
         or types.is_large_string(kind)
         or types.is_string_view(kind)

@@ -13,6 +13,7 @@ import pyarrow.compute as pc
 from jaxtyping import Bool, Float, Float32, Int
 
 from jaxrec.data.column_types import is_list
+from jaxrec.data.frozen_vocabulary import FrozenVocabulary
 from jaxrec.data.schema import CategoricalColumn, DenseColumn
 from jaxrec.data.text import DataError
 from jaxrec.data.transforms import log_counts
@@ -186,7 +187,10 @@ def row_of(lengths: Int[np.ndarray, " rows"] | None, position: int | np.integer)
 
 
 def encode_categorical(
-    column: Any, options: CategoricalColumn, vocabulary: Vocabulary | None, location: Location
+    column: Any,
+    options: CategoricalColumn,
+    vocabulary: Vocabulary | FrozenVocabulary | None,
+    location: Location,
 ) -> pa.Array:
     """Return a column's row indices, int32 or lists of int32; a null is an empty bag.
 
@@ -199,10 +203,14 @@ def encode_categorical(
             position, "the value is null; fill it, or give missing: unknown in the schema"
         )
     try:
-        if vocabulary is not None:
+        if isinstance(vocabulary, Vocabulary):
             rows = pa.array(vocabulary(flat))
         else:
             rows = _rows(flat, options, lambda at, text: location.error(row_of(lengths, at), text))
+            if options.encoding == "frozen":
+                if vocabulary is None:
+                    raise ValueError("encoding frozen is of exported models alone; take dynamic")
+                rows = vocabulary(rows)
     except (TypeError, ValueError) as error:
         if isinstance(error, DataError):
             raise
@@ -225,7 +233,7 @@ def _rows(
         return rows.take(pa.array(places, mask=np.asarray(flat.is_null())))
     if options.encoding == "hash":
         return pa.array(hash_ids(flat, count))
-    if options.encoding == "dynamic":
+    if options.encoding in ("dynamic", "frozen"):
         return pa.array(_raw_ids(flat, error))
     if isinstance(flat.type, pa.DictionaryType):
         flat = flat.cast(flat.type.value_type)

@@ -9,6 +9,7 @@ import os
 import pathlib
 import urllib.parse
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -25,6 +26,8 @@ from jaxrec.data.encode import (
     encode_weight,
     joined,
 )
+from jaxrec.data.examples import check_booleans, is_boolean, read_rows, write_rows
+from jaxrec.data.frozen_vocabulary import FrozenVocabulary
 from jaxrec.data.groups import LocatedGroups
 from jaxrec.data.list_lengths import ListLengths
 from jaxrec.data.schema import Schema, read_schema
@@ -37,6 +40,7 @@ from jaxrec.ragged.length_moments import LengthMoments
 SCHEMA_FILE = "schema.yaml"
 STATISTICS_FILE = "statistics.json"
 VOCABULARIES = "vocabularies"
+EXAMPLE_FILE = "example.parquet"
 
 # First columns of an encoded table; those of the features follow.
 _FIRST = ("label", "weight")
@@ -53,6 +57,7 @@ class TableEncoder:
         vocabularies: Vocabulary of each column that has one.
         moments: Moments of each dense column that needs its mean.
         lengths: Lengths of the lists of each column of lists.
+        example: The first training rows of the features' columns, with their types; None: unknown.
 
     Example:
         >>> from jaxrec.data import learn_encoder
@@ -67,9 +72,10 @@ class TableEncoder:
     """
 
     schema: Schema
-    vocabularies: Mapping[str, Vocabulary]
+    vocabularies: Mapping[str, Vocabulary | FrozenVocabulary]
     moments: Mapping[str, Moments]
     lengths: Mapping[str, ListLengths]
+    example: pa.Table | None = None
 
     @property
     def table_rows(self) -> dict[str, int]:
@@ -148,6 +154,9 @@ class TableEncoder:
         if schema.weight is not None and schema.weight in table.column_names:
             weight = encode_weight(table[schema.weight], location(schema.weight))
         columns = [label, weight]
+        for name in (*schema.dense, *schema.categorical):
+            if is_boolean(self.example, name):
+                check_booleans(table[name], location(name).error)
         for name, dense in schema.dense.items():
             moments = self.moments.get(name, Moments())
             columns.append(encode_dense(table[name], dense, moments, location(name)))
@@ -205,6 +214,8 @@ class TableEncoder:
             for name, vocabulary in self.vocabularies.items():
                 vocabulary.save(_vocabulary_file(unfinished, name))
             (unfinished / STATISTICS_FILE).write_text(json.dumps(statistics) + "\n")
+            if self.example is not None:
+                write_rows(self.example, unfinished / EXAMPLE_FILE)
 
     @classmethod
     def load(cls, directory: str | os.PathLike[str]) -> TableEncoder:
@@ -225,12 +236,15 @@ class TableEncoder:
             }
         except (ValueError, KeyError, TypeError) as error:
             raise DataError(f"{directory / STATISTICS_FILE} is damaged ({error})") from None
+        kinds: dict[str, Any] = {"vocabulary": Vocabulary, "frozen": FrozenVocabulary}
         vocabularies = {
-            name: Vocabulary.load(_vocabulary_file(directory, name))
+            name: kinds[options.encoding].load(_vocabulary_file(directory, name))
             for name, options in schema.categorical.items()
-            if options.encoding == "vocabulary"
+            if options.encoding in kinds
         }
-        return cls(schema, vocabularies, moments, lengths)
+        file = directory / EXAMPLE_FILE
+        example = read_rows(schema, file) if file.exists() else None
+        return cls(schema, vocabularies, moments, lengths, example)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

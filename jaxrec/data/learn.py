@@ -18,6 +18,7 @@ from jaxrec.data.encode import (
     present_numbers,
 )
 from jaxrec.data.encoder import TableEncoder
+from jaxrec.data.examples import first_rows
 from jaxrec.data.groups import LocatedGroups
 from jaxrec.data.list_lengths import ListLengths
 from jaxrec.data.pipeline import Pipeline
@@ -59,11 +60,14 @@ def learn_encoder(
     counts = {n: ValueCounts() for n, x in schema.categorical.items() if x.encoding == "vocabulary"}
     moments = {name: Moments() for name, x in schema.dense.items() if x.is_learned}
     lengths: dict[str, ListLengths] = {}
+    example: pa.Table | None = None
     for groups, is_training in ((training, True), (held_out, False)):
         if not is_training and not lengths:
             break
         for table, path, first in _tables(groups):
             check_columns(schema, table.schema, path)
+            if example is None and is_training:
+                example = first_rows(schema, table)
             for name, options in schema.categorical.items():
                 location = Location(path, first, name)
                 flat, each = flat_values(table[name], location)
@@ -99,7 +103,7 @@ def learn_encoder(
             raise DataError(
                 f"column {name!r} has no values in the training rows; leave it out of the schema"
             ) from None
-    return TableEncoder(schema, vocabularies, moments, lengths)
+    return TableEncoder(schema, vocabularies, moments, lengths, example)
 
 
 def _count(counts: ValueCounts, flat: pa.Array, location: Location) -> None:

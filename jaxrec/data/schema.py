@@ -48,7 +48,8 @@ class CategoricalColumn:
             the row is the value's hash (`jaxrec.ragged.hash_ids`). "ids": ids are row indices.
             "modulo": the row is the id modulo the rows of the table. "dynamic": values get rows
             when they come, and lose them (`jaxrec.tier`); an id is the integer itself, or the
-            64-bit hash of a string or bytes.
+            64-bit hash of a string or bytes. "frozen", in exported models: as dynamic, with the
+            rows that values had at the export.
         num_embeddings: Number of rows of the table; not for "vocabulary", which determines it.
         min_count: Number of appearances from which a value is in the vocabulary.
         max_size: Largest number of values of the vocabulary; None: no limit.
@@ -62,7 +63,7 @@ class CategoricalColumn:
         SchemaError: A number is out of range, missing, or not for this encoding.
     """
 
-    encoding: Literal["vocabulary", "hash", "ids", "modulo", "dynamic"] = "vocabulary"
+    encoding: Literal["vocabulary", "hash", "ids", "modulo", "dynamic", "frozen"] = "vocabulary"
     num_embeddings: int | None = None
     min_count: int = 2
     max_size: int | None = None

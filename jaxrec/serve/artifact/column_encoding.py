@@ -5,18 +5,20 @@ from __future__ import annotations
 import msgspec
 
 
-class DenseEncoding(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class DenseEncoding(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """Encoding of a column of numbers.
 
     Attributes:
         name: The column.
         transform: As of `jaxrec.data.DenseColumn`.
         missing: As of `jaxrec.data.DenseColumn`.
+        is_boolean: Whether its values are true and false.
     """
 
     name: str
     transform: str
     missing: str
+    is_boolean: bool = False
 
 
 class VocabularyFiles(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -41,16 +43,22 @@ class VocabularyFiles(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     offsets: str | None
 
 
-class CategoricalEncoding(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class CategoricalEncoding(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True
+):
     """Encoding of a column of strings or ids.
 
     Attributes:
         name: The column.
-        encoding: "vocabulary", "hash", "ids" or "modulo", as of `jaxrec.data.CategoricalColumn`.
+        encoding: "vocabulary", "hash", "ids", "modulo" or "frozen", as of
+            `jaxrec.data.CategoricalColumn`.
         num_embeddings: Number of rows of the table.
         refuses_null: Whether a null is an error.
         is_list: Whether each sample has a list.
         vocabulary: Files of the vocabulary, if there is one.
+        ids: File of the int64 ``[size]`` raw ids of encoding "frozen", ascending: the row of the
+            first is 1, and row 0 is that of other ids.
+        is_boolean: Whether its values are true and false.
     """
 
     name: str
@@ -59,6 +67,8 @@ class CategoricalEncoding(msgspec.Struct, frozen=True, forbid_unknown_fields=Tru
     refuses_null: bool
     is_list: bool
     vocabulary: VocabularyFiles | None
+    ids: str | None = None
+    is_boolean: bool = False
 
 
 class ColumnEncoding(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -82,4 +92,5 @@ class ColumnEncoding(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             if (each := column.vocabulary) is not None:
                 files += [each.hashes, each.places, each.values]
                 files += [] if each.offsets is None else [each.offsets]
+            files += [] if column.ids is None else [column.ids]
         return files

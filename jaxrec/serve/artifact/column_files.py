@@ -9,6 +9,8 @@ import pyarrow as pa
 
 from jaxrec.data import TableEncoder, Vocabulary
 from jaxrec.data.encode import Moments
+from jaxrec.data.examples import is_boolean
+from jaxrec.data.frozen_vocabulary import FrozenVocabulary
 from jaxrec.serve.artifact.column_encoding import (
     CategoricalEncoding,
     ColumnEncoding,
@@ -43,17 +45,27 @@ def write_columns(directory: pathlib.Path, encoder: TableEncoder) -> ColumnEncod
             rows[name],
             options.missing == "error",
             name in encoder.lengths,
-            _write_vocabulary(directory, number, encoder.vocabularies[name])
-            if options.encoding == "vocabulary"
+            vocabulary=_write_vocabulary(directory, number, vocabulary)
+            if isinstance(vocabulary := encoder.vocabularies.get(name), Vocabulary)
             else None,
+            ids=_write_ids(directory, number, vocabulary)
+            if isinstance(vocabulary, FrozenVocabulary)
+            else None,
+            is_boolean=is_boolean(encoder.example, name),
         )
         for number, (name, options) in enumerate(encoder.schema.categorical.items())
     ]
     dense = [
-        DenseEncoding(name, options.transform, options.missing)
+        DenseEncoding(name, options.transform, options.missing, is_boolean(encoder.example, name))
         for name, options in encoder.schema.dense.items()
     ]
     return ColumnEncoding(tuple(dense), tuple(categorical), file)
+
+
+def _write_ids(directory: pathlib.Path, number: int, vocabulary: FrozenVocabulary) -> str:
+    file = f"{DIRECTORY}/{number}.ids.npy"
+    write_array(directory / file, vocabulary.ids)
+    return file
 
 
 def _write_vocabulary(

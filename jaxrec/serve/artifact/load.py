@@ -12,7 +12,6 @@ from typing import Any
 import jax
 import numpy as np
 import pyarrow as pa
-from jax import export as jax_export
 
 from jaxrec.data import DataError, SchemaError, TableEncoder
 from jaxrec.embed.kernels import cpu, trial
@@ -20,6 +19,7 @@ from jaxrec.embed.kernels.native_call import exported_targets
 from jaxrec.serve.artifact.export import FEATURES_DIRECTORY
 from jaxrec.serve.artifact.files import ArtifactError, check_files, read_array, read_manifest
 from jaxrec.serve.artifact.manifest import Manifest, Program
+from jaxrec.serve.artifact.program_file import read_program
 from jaxrec.serve.artifact.requests import Request
 from jaxrec.serve.artifact.structure import unflatten
 
@@ -50,7 +50,6 @@ class ServedModel:
         self.manifest = manifest
         self.platform = _platform(device)
         self.encoder = _encoder(directory) if manifest.has_encoder else None
-        self._directory = directory
         self._device = device
         programs = {
             each.samples: each for each in manifest.programs if each.platform == self.platform
@@ -62,7 +61,10 @@ class ServedModel:
             )
         for program in programs.values():
             _check_targets(directory, program)
-        self._programs = programs
+        self._programs = {
+            samples: read_program(directory, manifest, program)
+            for samples, program in programs.items()
+        }
         self._variables = ServedVariables(
             {
                 stored.name: jax.device_put(
@@ -190,19 +192,8 @@ class ServedModel:
         if samples not in self._compiled:
             with self._lock:
                 if samples not in self._compiled:
-                    self._compiled[samples] = self._read_program(self._programs[samples])
+                    self._compiled[samples] = jax.jit(self._programs[samples].call)
         return self._compiled[samples]
-
-    def _read_program(self, program: Program) -> Callable[..., Any]:
-        path = self._directory / program.file
-        try:
-            exported = jax_export.deserialize(bytearray(path.read_bytes()))
-        except Exception as error:
-            raise ArtifactError(
-                f"{path} cannot be read by JAX {jax.__version__} ({error}); it was exported with "
-                f"JAX {self.manifest.jax}"
-            ) from error
-        return jax.jit(exported.call)
 
 
 def load(
@@ -213,6 +204,9 @@ def load(
     On a CPU tables stay in their files, which are mapped into memory: the model is ready at once,
     and processes share the memory.
 
+    An exported model is code: load those that you trust. What the files say is compared with the
+    manifest and with what jaxrec knows, and checksums find damage; neither says who wrote them.
+
     Args:
         path: The model's folder.
         device: The device that predicts; None: the default device.
@@ -221,8 +215,9 @@ def load(
 
     Raises:
         ArtifactError: The folder holds no exported model; a file is missing, cut short or altered
-            (the message names it); the model was exported for other platforms; or it needs a native
-            library that this machine lacks.
+            (the message names it); the model was exported for other platforms; a program calls a
+            function that jaxrec does not know; or it needs a native library that this machine
+            lacks.
 
     Example:
         >>> import tempfile

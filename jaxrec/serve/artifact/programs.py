@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -15,14 +14,18 @@ from jaxrec.embed.kernels.native_call import exported_targets
 from jaxrec.ragged import KeyedArray, KeyedJaggedArray
 from jaxrec.serve.artifact.batch_spec import ArrayInput, BatchSize, BatchSpec
 from jaxrec.serve.artifact.manifest import ArrayOutput
+from jaxrec.serve.artifact.program_calls import (
+    is_of_jaxrec,
+    parse_program,
+    program_calls,
+    unknown_calls,
+)
 from jaxrec.serve.artifact.pure_model import PureModel
 from jaxrec.serve.artifact.structure import Structure, flatten, unflatten
 
 # Implementations of the lookups in the programs of each platform: those whose calls later versions
 # of jaxrec and of JAX serve.
 KERNELS: Mapping[str, tuple[str, ...]] = {"cpu": ("cpu", "reference"), "cuda": ("reference",)}
-
-_TARGET = re.compile(r'custom_call @"?(jaxrec[\w.]+)')
 
 
 class Outputs(NamedTuple):
@@ -117,8 +120,18 @@ def _export_program(
 
 
 def native_targets(exported: jax_export.Exported) -> tuple[str, ...]:
-    """Return the functions of jaxrec's native library that a program calls."""
-    return tuple(sorted(set(_TARGET.findall(exported.mlir_module()))))
+    """Return the functions of jaxrec's native library that a program calls.
+
+    Raises:
+        ValueError: The program calls something that `jaxrec.serve.load` does not know.
+    """
+    calls = program_calls(parse_program(exported.mlir_module_serialized))
+    if unknown := unknown_calls(calls):
+        raise ValueError(
+            f"the model cannot be exported: its program calls {unknown[0]}, which is not one of "
+            "the functions that exported programs may call; compute it by operations of JAX"
+        )
+    return tuple(each for each in calls if is_of_jaxrec(each))
 
 
 def _traced(

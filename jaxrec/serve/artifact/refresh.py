@@ -137,8 +137,9 @@ class Refresher:
                 for ids, rows in self._rows(file, manifest, name):
                     staged.write(table, ids, rows)
         self._folder.check(manifest.dense)
-        with self._folder.open(manifest.dense) as source:
-            staged.set_dense(read_arrays(source))
+        with self._folder.reading(manifest.dense) as source:
+            arrays = read_arrays(source)
+        staged.set_dense(arrays)
 
     def _check_table(self, manifest: Manifest, table: StoredTable, name: str) -> None:
         facts = manifest.tables.get(name)
@@ -162,8 +163,8 @@ class Refresher:
         self, file: File, manifest: Manifest, name: str
     ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         facts = manifest.tables[name]
-        shape = jax.ShapeDtypeStruct((0, facts.embedding_dim), jnp.dtype(facts.dtype))
-        with self._folder.open(file) as source:
+        with self._folder.reading(file) as source:
+            shape = jax.ShapeDtypeStruct((0, facts.embedding_dim), jnp.dtype(facts.dtype))
             for ids, values in read_rows(source, {"rows": shape}):
                 yield ids, values["rows"]
 

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import jax
+import numpy as np
+import pyarrow as pa
 import tyro
 from flax import nnx
 from jaxtyping import Array
@@ -15,13 +17,18 @@ from rich.console import Console
 from rich.filesize import decimal
 
 from jaxrec.arguments import ConfigError, parse
-from jaxrec.data import DataError, SchemaError, TableEncoder
+from jaxrec.data import Clicks, DataError, SchemaError, TableEncoder
+from jaxrec.data.examples import NUM_ROWS, first_rows
 from jaxrec.data.schema import criteo_schema
+from jaxrec.data.transforms import CATEGORICAL_NAMES, DENSE_NAMES
 from jaxrec.serve import export, load, quantize
 from jaxrec.serve.artifact.export import BATCH_SIZES
 from jaxrec.serve.artifact.files import ArtifactError
+from jaxrec.serve.commands.frozen_run import load_frozen
 from jaxrec.train import load_model
 from jaxrec.train.checkpoint import CheckpointError
+from jaxrec.train.config import TrainConfig
+from jaxrec.train.datasets import ParquetDataset, split_datasets
 from jaxrec.train.features import FEATURES_DIRECTORY
 from jaxrec.train.model import CONFIG_FILE, table_rows
 from jaxrec.train.options import load_config
@@ -66,7 +73,13 @@ def run(options: Sequence[str]) -> int:
         raise ConfigError("give the directories of the run and of the model: RUN MODEL")
     console = Console(highlight=False, markup=False, soft_wrap=True)
     encoder = column_encoder(parsed.run)
-    model = load_model(parsed.run, parsed.step)
+    config = load_config(parsed.run / CONFIG_FILE)
+    encoder = with_example(config, encoder)
+    model: nnx.Module
+    if encoder.schema.dynamic:
+        model, encoder = load_frozen(parsed.run, config, encoder, parsed.step)
+    else:
+        model = load_model(parsed.run, parsed.step)
     if parsed.dtype is not None:
         model = quantize(model, parsed.dtype)
     export(
@@ -100,7 +113,6 @@ def column_encoder(directory: pathlib.Path) -> TableEncoder:
 
     Raises:
         CheckpointError: There is no run.
-        ConfigError: The run has open vocabularies.
         OSError, SchemaError, DataError: The encoder cannot be read.
     """
     if not (directory / CONFIG_FILE).exists():
@@ -108,11 +120,29 @@ def column_encoder(directory: pathlib.Path) -> TableEncoder:
             f"{directory}: there is no saved model here ({CONFIG_FILE} is missing)"
         )
     config = load_config(directory / CONFIG_FILE)
-    if config.vocabulary.is_dynamic:
-        raise ConfigError(
-            f"{directory} was trained with --vocabulary dynamic; exported models have fixed "
-            "vocabularies, as --vocabulary fixed learns them"
-        )
     if (directory / FEATURES_DIRECTORY).is_dir():
         return TableEncoder.load(directory / FEATURES_DIRECTORY)
-    return TableEncoder(criteo_schema(table_rows(config)), {}, {}, {})
+    schema = criteo_schema(table_rows(config), is_dynamic=config.vocabulary.is_dynamic)
+    return TableEncoder(schema, {}, {}, {})
+
+
+def with_example(config: TrainConfig, encoder: TableEncoder) -> TableEncoder:
+    """Return an encoder that keeps some training rows, if it can be found which they were."""
+    if encoder.example is not None:
+        return encoder
+    try:
+        training, _ = split_datasets(config, encoder=encoder)
+        if isinstance(training, ParquetDataset):
+            rows = training.groups.read(0)
+        else:
+            rows = _columns(next(training.log.chunks(training.start, training.start + NUM_ROWS)))
+    except (OSError, DataError, SchemaError):  # the data are elsewhere by now
+        return encoder
+    return dataclasses.replace(encoder, example=first_rows(encoder.schema, rows))
+
+
+def _columns(clicks: Clicks) -> pa.Table:
+    """Return rows of a log in Criteo's format as `jaxrec data criteo` writes them."""
+    counts = np.round(np.exp(clicks.dense.T) - 3).astype(np.int32)
+    names = (*DENSE_NAMES, *CATEGORICAL_NAMES)
+    return pa.table(dict(zip(names, (*counts, *clicks.ids.T), strict=True)))

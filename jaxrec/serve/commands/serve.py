@@ -99,15 +99,17 @@ def run(options: Sequence[str]) -> int:
         stop=parsed.stop_s,
     )
     served = load(parsed.model)
-    application = Application(
-        served,
-        limits,
-        refresher=Refresher(served, parsed.deltas) if parsed.deltas else None,
-        poll_seconds=parsed.poll_s,
-        allowed_hosts=parsed.allowed_hosts or loopback_hosts(parsed.host),
-    )
+    refresher = Refresher(served, parsed.deltas) if parsed.deltas else None
     with listen(parsed.host, parsed.port) as listener:
-        print(f"serving {parsed.model} at {address_of(listener)}", flush=True)
+        address = address_of(listener)
+        application = Application(
+            served,
+            limits,
+            refresher=refresher,
+            poll_seconds=parsed.poll_s,
+            allowed_hosts=parsed.allowed_hosts or loopback_hosts(parsed.host),
+            on_ready=lambda: print(f"serving {parsed.model} at {address}", flush=True),
+        )
         serve(application, listener)
     return 0
 

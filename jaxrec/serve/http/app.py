@@ -52,6 +52,7 @@ class Application:
         refresher: Takes published versions over; None: the tables stay as they are.
         poll_seconds: Seconds between two looks for published versions.
         allowed_hosts: Names and addresses of the ``Host`` header; empty: all.
+        on_ready: Function that is called when requests are answered.
 
     Attributes:
         is_ready: Whether requests are answered.
@@ -68,6 +69,7 @@ class Application:
         refresher: Refresher | None = None,
         poll_seconds: float = 10.0,
         allowed_hosts: Sequence[str] = (),
+        on_ready: Callable[[], None] = lambda: None,
     ) -> None:
         self.served, self.limits, self.metrics = served, limits, Metrics()
         self._predictor = Predictor(served)
@@ -80,6 +82,9 @@ class Application:
             arrow_body.MEDIA_TYPE: ArrowDecoder(columns, limits.max_samples).decode,
         }
         self._allowed_hosts = frozenset(allowed_hosts)
+        self._on_ready = on_ready
+        # Requests that wait for the model, and the end of their waiting.
+        self._num_waiting, self._is_started = 0, asyncio.Event()
         self.is_ready = self.is_stopping = False
         self.failure: Exception | None = None
         self.asgi = Starlette(
@@ -125,10 +130,37 @@ class Application:
         except Exception as error:
             self.failure = error
             return
+        finally:
+            self._is_started.set()
         if not self.is_stopping:
             self.is_ready = True
             self.metrics.is_ready.set(1)
+            self._on_ready()
         await self._follower.follow()
+
+    async def _until_started(self) -> None:
+        """Wait until the model is loaded.
+
+        Raises:
+            RequestError: That takes too long, or too many requests wait.
+        """
+        if self._is_started.is_set():
+            return
+        if self._num_waiting >= self.limits.max_concurrent:
+            raise busy(
+                f"the model is being loaded, and {self._num_waiting} requests wait for it; try "
+                "again later"
+            )
+        self._num_waiting += 1
+        try:
+            async with asyncio.timeout(self.limits.timeout):
+                await self._is_started.wait()
+        except TimeoutError:
+            raise busy(
+                f"the model was not loaded within {self.limits.timeout:g} s; try again later"
+            ) from None
+        finally:
+            self._num_waiting -= 1
 
     async def _predict(self, request: Request) -> Response:
         start = time.perf_counter()
@@ -151,8 +183,9 @@ class Application:
                 "with a content-type that says so",
             )
         accepted = _accepted(request.headers.get("accept", ""), kind)
-        if not self.is_ready and not self.is_stopping:
-            raise busy("the model is being loaded; try again later")
+        await self._until_started()
+        if self.failure is not None:
+            raise busy("the model cannot be loaded; the server's log says why")
         with self._memory.body() as body:
             try:
                 received = await body.read(request)

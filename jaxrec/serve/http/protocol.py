@@ -76,6 +76,9 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._is_header and self._header_bytes > self.config.limits.max_header:
             self._refuse("431 Request Header Fields Too Large", "the header is too large")
 
+    def _unsupported_upgrade_warning(self) -> None:
+        """Answer a request for another protocol as HTTP, without a line in the log."""
+
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._is_header = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import decimal
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -9,9 +10,10 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from jaxrec.data import TableEncoder
+from jaxrec.data import TableEncoder, Vocabulary
 from jaxrec.data.encode import Moments, joined
 from jaxrec.data.encoder import bags_of
+from jaxrec.data.examples import is_boolean
 from jaxrec.serve.artifact.batch_spec import ArrayInput, BatchSpec
 from jaxrec.serve.artifact.requests import Column, Request, offsets_of
 from jaxrec.serve.http.input_column import InputColumn, Kind
@@ -52,10 +54,20 @@ def _bags(column: pa.Array) -> Column:
 
 def _dense(encoder: TableEncoder) -> Iterator[InputColumn]:
     for name in encoder.schema.dense:
-        mean = encoder.moments.get(name, Moments()).mean
-        value = float(f"{mean:.3g}") if math.isfinite(mean) else 0.0
+        if is_boolean(encoder.example, name):
+            kind: Kind = "bool"
+            arrow_type = pa.bool_()
+            values: tuple[Any, ...] = (False, True)
+        else:
+            mean = encoder.moments.get(name, Moments()).mean
+            value = float(f"{mean:.3g}") if math.isfinite(mean) else 0.0
+            kind, arrow_type, values = "number", pa.float64(), (value, value + 1)
         yield InputColumn(
-            name, "number", may_be_null=True, arrow_type=pa.float64(), example=(value, value + 1)
+            name,
+            kind,
+            may_be_null=True,
+            arrow_type=arrow_type,
+            example=_example(encoder, name) or values,
         )
 
 
@@ -64,16 +76,19 @@ def _categorical(encoder: TableEncoder) -> Iterator[InputColumn]:
         kind: Kind = "text or integer"
         arrow_type, num_ids = None, None
         values: list[Any] = [0, 1]
-        if options.encoding == "vocabulary":
-            vocabulary = encoder.vocabularies[name].values
-            is_integer = pa.types.is_integer(vocabulary.type)
-            kind, arrow_type = ("integer" if is_integer else "text"), vocabulary.type
-            values = [_shown(value) for value in vocabulary[:2].to_pylist()]
+        vocabulary = encoder.vocabularies.get(name)
+        if isinstance(vocabulary, Vocabulary):
+            known = vocabulary.values
+            is_integer = pa.types.is_integer(known.type)
+            kind, arrow_type = ("integer" if is_integer else "text"), known.type
+            values = [_shown(value) for value in known[:2].to_pylist()]
             values = values or ([0] if is_integer else [""])
         elif options.encoding in ("ids", "modulo"):
             kind, arrow_type = "integer", pa.int64()
             num_ids = options.num_embeddings if options.encoding == "ids" else None
             values = [0, 0 if num_ids == 1 else 1]
+        if is_boolean(encoder.example, name):
+            kind, arrow_type, values = "bool", pa.bool_(), [False, True]
         first, last = values[0], values[-1]
         is_list = name in encoder.lengths
         yield InputColumn(
@@ -83,10 +98,37 @@ def _categorical(encoder: TableEncoder) -> Iterator[InputColumn]:
             num_ids=num_ids,
             may_be_null=True,
             arrow_type=arrow_type,
-            example=([first, last], []) if is_list else (first, last),
+            example=tuple(_whole(value) for value in _example(encoder, name))
+            or (([first, last], []) if is_list else (first, last)),
         )
 
 
+def _example(encoder: TableEncoder, name: str) -> tuple[Any, ...]:
+    """Return a column of the training rows that the encoder keeps, as JSON has it."""
+    if encoder.example is None:
+        return ()
+    column = encoder.example[name]
+    values = [_shown(value) for value in column.to_pylist()]
+    if pa.types.is_float32(column.type):  # the shortest digits of a number
+        values = [None if value is None else float(str(np.float32(value))) for value in values]
+    return tuple(values)
+
+
+def _whole(value: Any) -> Any:
+    """Return a value of a categorical column as the integer that it is, of 64 bits with a sign."""
+    if isinstance(value, list):
+        return [_whole(each) for each in value]
+    if isinstance(value, float):
+        return int(value)
+    return value - 2**64 if isinstance(value, int) and value >= 2**63 else value
+
+
 def _shown(value: Any) -> Any:
-    """Return a value of a vocabulary as JSON has it."""
+    """Return a value of a column as JSON has it."""
+    if isinstance(value, list):
+        return [_shown(each) for each in value]
+    if isinstance(value, decimal.Decimal):
+        return int(value) if value == value.to_integral_value() else float(value)
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
     return value.decode(errors="replace") if isinstance(value, bytes) else value

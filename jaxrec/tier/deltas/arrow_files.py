@@ -81,10 +81,15 @@ def read_rows(
     try:
         options = None if shapes else pa.ipc.IpcReadOptions(included_fields=[0])
         file = pa.ipc.open_file(source, options=options)
+        if file.schema.field(ID).type != pa.int64():
+            raise ValueError(f"its ids are of type {file.schema.field(ID).type}, not int64")
         for name, shape in shapes.items():
             _check_column(file.schema, name, shape)
         for number in range(file.num_record_batches):
             batch = file.get_batch(number)
+            batch.validate(full=True)
+            if any(column.null_count for column in batch.columns):
+                raise ValueError("it has nulls")
             yield (
                 batch.column(ID).to_numpy(),
                 {name: _values(batch.column(_column(name)), x) for name, x in shapes.items()},
@@ -120,8 +125,11 @@ def read_arrays(source: Any) -> dict[str, np.ndarray]:
     arrays = {}
     try:
         file = pa.ipc.open_file(source)
+        if not file.schema.equals(_ARRAYS):
+            raise ValueError("it has other columns than a file of arrays")
         for number in range(file.num_record_batches):
             batch = file.get_batch(number)
+            batch.validate(full=True)
             name, dtype, shape = (batch.column(i)[0].as_py() for i in range(3))
             content = np.frombuffer(batch.column(3)[0].as_buffer(), np.uint8)
             arrays[name] = content.view(_dtype(dtype)).reshape(shape)
@@ -157,6 +165,9 @@ def _check_column(columns: pa.Schema, name: str, shape: Any) -> None:
             f"column {field.name!r} has {dtype} of width {width}, but the table has "
             f"{np.dtype(shape.dtype).name} of width {wanted}"
         )
+    numbers = field.type if width is None else field.type.value_type
+    if numbers != pa.from_numpy_dtype(_stored(np.dtype(shape.dtype))):
+        raise ValueError(f"column {field.name!r} says that it has {dtype}, and has {numbers}")
 
 
 def _values(column: pa.Array, shape: Any) -> np.ndarray:

@@ -165,17 +165,27 @@ class VersionFolder:
                 "published"
             )
 
-    def open(self, file: File) -> Any:
-        """Open a file for reading at any position, a `pyarrow.NativeFile`.
+    @contextlib.contextmanager
+    def reading(self, file: File) -> Iterator[Any]:
+        """Open a file for reading at any position, as a `pyarrow.NativeFile`.
 
         Raises:
-            VersionError: The file was removed.
+            VersionError: The file was removed, or its content is not what the block reads.
             OSError: It cannot be read.
         """
         try:
-            return self._files.open_input_file(self._at(file.name))
+            source = self._files.open_input_file(self._at(file.name))
         except FileNotFoundError:
             raise VersionError(f"{self}: file {file.name} was removed") from None
+        with source:
+            try:
+                yield source
+            # Content that another program wrote may raise anything in Arrow and NumPy.
+            except Exception as error:
+                if isinstance(error, OSError) and error.errno is not None:
+                    raise
+                problem = next(iter(str(error).splitlines()), type(error).__name__)
+                raise VersionError(f"{self}: file {file.name} cannot be used: {problem}") from error
 
     # Writing.
 

@@ -8,6 +8,8 @@ import zlib
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
+
 FORMAT = "jaxrec version 1"
 
 # Contents of a table's file: its rows, the ids that lost theirs, the rows that unknown ids read.
@@ -124,9 +126,39 @@ class Manifest:
             content["dense"] = File(**content["dense"])
             for kind in ("delta", "full"):
                 content[kind] = None if content[kind] is None else _files(content[kind])
-            return cls(**content)
-        except (KeyError, TypeError, AttributeError) as error:
+            manifest = msgspec.convert(msgspec.to_builtins(cls(**content)), cls)
+        except (KeyError, TypeError, AttributeError, RecursionError, msgspec.MsgspecError) as error:
             raise ValueError(f"it has other entries: {error!r}") from None
+        manifest.check()
+        return manifest
+
+    @property
+    def folder(self) -> str:
+        """Name of the folder of the version's files."""
+        return f"{self.version:012d}-{self.token}"
+
+    def check(self) -> None:
+        """Raise a ValueError where an entry cannot be that of a version."""
+        files = [self.dense]
+        for of_kind in (self.delta, self.full):
+            for table, of_table in (of_kind or {}).items():
+                if table not in self.tables:
+                    raise ValueError(f"it has files of table {table!r}, which is not listed")
+                files += of_table.values()
+        for file in files:
+            folder, _, name = file.name.partition("/")
+            if folder != self.folder or "/" in name or "\0" in name or name in ("", ".", ".."):
+                raise ValueError(
+                    f"it names the file {file.name!r}, outside of the version's folder "
+                    f"{self.folder}"
+                )
+            if file.bytes < 0 or file.rows < 0:
+                raise ValueError(f"file {file.name!r} has {file.bytes} bytes and {file.rows} rows")
+        for name, facts in self.tables.items():
+            if not (0 < facts.num_embeddings < 2**63 and 0 < facts.embedding_dim < 2**31):
+                raise ValueError(
+                    f"table {name!r} has {facts.num_embeddings} rows of {facts.embedding_dim}"
+                )
 
 
 def num_bytes(files: Files) -> int:

@@ -263,16 +263,20 @@ class Subscriber:
                 self._folder.check(file)
         self._folder.check(manifest.dense)
         for table_name, table in tables.items():
+            of_table = files.get(table_name, {})
+            for kind, file in of_table.items():
+                self._check_ids(file, kind, manifest.tables[table_name])
+                if kind != REMOVED:  # the first part, with its types
+                    next(self._rows(file, table), None)
             if not manifest.tables[table_name].is_open:
                 continue
-            of_table = files.get(table_name, {})
             removed = None if is_full else self._ids(of_table.get(REMOVED))
             if shortage := table.find_shortage(self._ids(of_table.get(ROWS)), removed):
                 raise ValueError(
                     f"{self._folder}: version {name.version} does not fit table {table_name!r}: "
                     f"{shortage}"
                 )
-        with self._folder.open(manifest.dense) as source:
+        with self._folder.reading(manifest.dense) as source:
             dense = read_arrays(source)
         check_dense(self._copy, dense)
         return _Incoming(manifest, files, dense)
@@ -281,15 +285,33 @@ class Subscriber:
         self, file: File | None, table: PublishedTable
     ) -> Iterator[tuple[np.ndarray, Values]]:
         if file is not None:
-            with self._folder.open(file) as source:
+            with self._folder.reading(file) as source:
                 yield from read_rows(source, table.shapes(self._with_state))
 
     def _ids(self, file: File | None) -> np.ndarray:
         """Return all ids of a file; none without a file."""
         if file is None:
             return np.zeros(0, np.int64)
-        with self._folder.open(file) as source:
-            return np.concatenate([ids for ids, _ in read_rows(source, {})])
+        with self._folder.reading(file) as source:
+            parts = [ids for ids, _ in read_rows(source, {})]
+            return np.concatenate([np.zeros(0, np.int64), *parts])
+
+    def _check_ids(self, file: File, kind: str, facts: TableFacts) -> None:
+        """Raise a VersionError where a file has ids that its table cannot have."""
+        ids = self._ids(file)
+        bound = facts.unknown[1] if kind == UNKNOWN else facts.num_embeddings
+        is_bounded = kind == UNKNOWN or not facts.is_open
+        problem = ""
+        if ids.size != file.rows:
+            problem = f"it has {ids.size:,} ids, and its manifest says {file.rows:,}"
+        elif is_bounded and ids.size and not 0 <= ids.min() <= ids.max() < bound:
+            problem = f"it has ids from {ids.min()} to {ids.max()}, and the table {bound:,} rows"
+        elif np.unique(ids).size != ids.size:
+            problem = "it has an id twice"
+        elif kind == REMOVED and not facts.is_open and facts.seed is None and ids.size:
+            problem = "it takes rows away from a table in which each id has one"
+        if problem:
+            raise VersionError(f"{self._folder}: file {file.name} cannot be used: {problem}")
 
     @property
     def _token(self) -> str:

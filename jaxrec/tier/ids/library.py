@@ -53,6 +53,10 @@ _ARGUMENTS = {
     ),
     "erase_records": (_POINTER, _COUNT, _COUNT, _COUNT, _POINTER, _COUNT),
 }
+
+# Whether `read_records` sets the bits of the pages that it reads.
+MARKS_PAGES = True
+
 _RESULTS = {
     "id_map_new": _POINTER,
     "id_map_delete": None,

@@ -22,6 +22,9 @@ _MAX_COUNT = np.iinfo(np.uint32).max
 _LANES = 4
 _FACTOR, _STEP = np.uint64(0xD6E8FEB86659FD93), np.uint64(0x9E3779B97F4A7C15)
 
+# Whether `read_records` sets the bits of the pages that it reads.
+MARKS_PAGES = False
+
 
 class Map:
     """Map from ids to slots: the ids in ascending order, and the slot of each."""

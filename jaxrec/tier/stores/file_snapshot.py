@@ -24,8 +24,9 @@ def write(directory: pathlib.Path, file: RecordFile) -> None:
     Raises:
         FileExistsError: The directory exists.
         OSError: It cannot be written.
+        ValueError: A record is damaged.
     """
-    details = _sums(file)
+    details = _sums(file, are_whole=True)
     with snapshots.writing(
         directory, "file", file.format, details, lambda path: path.name == RECORDS
     ) as unfinished:
@@ -80,16 +81,23 @@ def _open(directory: pathlib.Path, manifest: Manifest) -> RecordFile:
     return file
 
 
-def _records(file: RecordFile) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def _records(
+    file: RecordFile, *, are_whole: bool = False
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     for slots in file.slots(_PART):
-        found, ids, records = file.read(slots)
+        found, ids, records = file.read_whole(slots) if are_whole else file.read(slots)
         yield ids[found], records[found]
 
 
-def _sums(file: RecordFile) -> dict[str, int]:
-    """Return the number of a file's records and the sum of their checksums."""
+def _sums(file: RecordFile, *, are_whole: bool = False) -> dict[str, int]:
+    """Return the number of a file's records and the sum of their checksums.
+
+    Args:
+        file: The file.
+        are_whole: Whether a damaged record is an error; otherwise it counts as absent.
+    """
     count, total = 0, 0
-    for ids, records in _records(file):
+    for ids, records in _records(file, are_whole=are_whole):
         count += ids.size
         total += int(record_tags(ids, records).sum(dtype=np.uint64))
     return {"count": count, "sum": total % 2**64}

@@ -6,6 +6,7 @@ import contextlib
 import pathlib
 import threading
 import urllib.parse
+import warnings
 from collections.abc import Iterator
 
 import numpy as np
@@ -15,7 +16,13 @@ from jaxrec.tier.stores import file_snapshot, snapshots
 from jaxrec.tier.stores.places import Places
 from jaxrec.tier.stores.record_file import RECORDS, RecordFile
 from jaxrec.tier.stores.record_format import RecordFormat
-from jaxrec.tier.stores.record_header import FIRST_ROOM, create, read_format
+from jaxrec.tier.stores.record_header import (
+    FIRST_ROOM,
+    FLUSHED,
+    create,
+    read_format,
+    write_state,
+)
 from jaxrec.tier.stores.row_store import RowStore
 
 _NEW = f"{RECORDS}.new"
@@ -30,9 +37,10 @@ class FileStore(RowStore):
     opened, from all records.
 
     Each record has a checksum. After the process was killed, records that it was just writing may
-    be absent, and all others are as they were put. `flush` makes them safe against a failure of
-    the machine, too. Records are read through the operating system's cache; the process gives
-    mapped pages back as their number grows.
+    be absent, and all others are as they were put: the first use after that reads the whole file,
+    removes what is not whole, and warns of its number. `flush` makes records safe against a failure
+    of the machine, too. At any other time a record that has changed is an error. Records are read
+    through the operating system's cache; the process gives mapped pages back as their number grows.
 
     The number of records and the scan of all take the time of reading the file where the ids are a
     range.
@@ -87,7 +95,7 @@ class FileStore(RowStore):
         self.format.check_ids(ids)
         with self._lock:
             slots = ids if self._places is None else self._places.find(ids).astype(np.int64)
-            found, _, records = self._opened.read(slots, ids)
+            found, _, records = self._opened.read_whole(slots, ids)
         return found, records
 
     def put(self, ids: np.ndarray, records: np.ndarray) -> None:
@@ -113,11 +121,13 @@ class FileStore(RowStore):
     def delete(self, ids: np.ndarray) -> None:
         self.format.check_ids(ids)
         with self._lock:
+            file = self._opened
             if self._places is None:
-                slots = ids[self._opened.read(ids, ids)[0]]
+                found, _, _ = file.read(ids, ids)
+                slots = ids[found | file.is_used(ids)]
             else:
                 slots = self._places.remove(ids).astype(np.int64)
-            self._opened.erase(slots)
+            file.erase(slots)
 
     def scan(self, size: int = 1 << 16) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         file = self._opened
@@ -126,7 +136,7 @@ class FileStore(RowStore):
             with self._lock:
                 if self._file is not file or (slots := next(all_slots, None)) is None:
                     return
-                found, ids, records = file.read(slots)
+                found, ids, records = file.read_whole(slots)
                 if self._places is not None:
                     found &= self._places.find(ids) == slots
             if found.any():
@@ -140,8 +150,10 @@ class FileStore(RowStore):
 
     def clear(self) -> None:
         with self._lock:
+            if self._file is None:
+                raise self._not_open()
             create(self.directory / _NEW, self.format)
-            self._replace_file()
+            self._replace_file(self._file)
 
     def snapshot(self, directory: pathlib.Path) -> None:
         with self._lock:
@@ -149,6 +161,8 @@ class FileStore(RowStore):
 
     def load_snapshot(self, directory: pathlib.Path) -> None:
         with self._lock:
+            if self._file is None:
+                raise self._not_open()
             manifest = snapshots.check(directory, self.format)
             if manifest.kind != "file":
                 self.replace(snapshots.read(directory))
@@ -159,7 +173,7 @@ class FileStore(RowStore):
             except BaseException:
                 new.unlink(missing_ok=True)
                 raise
-            self._replace_file()
+            self._replace_file(self._file)
 
     def flush(self) -> None:
         with self._lock:
@@ -174,15 +188,28 @@ class FileStore(RowStore):
 
     @property
     def _opened(self) -> RecordFile:
+        """The file, without what the end of an earlier process left half written."""
         if self._file is None:
-            raise ValueError(f"{self!r} is not open")
+            raise self._not_open()
+        if self._file.may_be_torn and (count := self._file.remove_torn()):
+            warnings.warn(
+                f"{self._path}: an earlier run ended while it wrote, and {count:,} records are not "
+                "whole; they were removed, and their rows begin anew unless a checkpoint is "
+                "restored",
+                stacklevel=4,
+            )
         return self._file
 
-    def _replace_file(self) -> None:
+    def _not_open(self) -> ValueError:
+        return ValueError(f"{self!r} is not open")
+
+    def _replace_file(self, old: RecordFile) -> None:
         """Put the file ``records.new`` in the place of the records."""
         new = self.directory / _NEW
+        with new.open("r+b") as file:
+            write_state(file.fileno(), FLUSHED)
         snapshots.sync(new)
-        self._opened.close()
+        old.close()
         new.replace(self._path)
         snapshots.sync(self.directory)
         self._open_file()
@@ -191,9 +218,10 @@ class FileStore(RowStore):
         self._file = file = RecordFile(self._path)
         self._places = None
         if self.format.num_ids is None:
+            file = self._opened
             parts = [(np.zeros(0, np.int64), np.zeros(0, np.int64))]
             for slots in file.slots(1 << 16):
-                found, ids, _ = file.read(slots)
+                found, ids, _ = file.read_whole(slots)
                 parts.append((ids[found], slots[found]))
             ids, slots = (np.concatenate(each) for each in zip(*parts, strict=True))
             # A failure of the machine may leave an id in two places.

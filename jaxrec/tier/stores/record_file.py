@@ -16,10 +16,15 @@ from jaxrec.tier.ids import implementation
 from jaxrec.tier.ids.record_array import PAGE_BYTES, RecordArray, stride
 from jaxrec.tier.stores.record_header import (
     FIRST_ROOM,
+    FLUSHED,
     HEADER_BYTES,
+    WRITTEN,
+    closed_state,
     file_size,
     read_format,
+    read_state,
     resize,
+    write_state,
 )
 
 RECORDS = "records"
@@ -46,13 +51,17 @@ class RecordFile:
     """Records by slot in a memory-mapped, sparse file.
 
     The file begins with a header of 64 KiB, which is text: a magic line, the format as JSON, and a
-    checksum. The records follow (`jaxrec.tier.ids.record_array`), then a page that is never
-    written. A file of ``num_ids`` has a slot for each id. Any other starts with 1,024 slots, which
-    double.
+    checksum; at its end is the state of the records. These follow
+    (`jaxrec.tier.ids.record_array`), then a page that is never written. A file of ``num_ids`` has a
+    slot for each id. Any other starts with 1,024 slots, which double.
 
     Args:
         path: The file, which `create` made.
         is_writable: Whether the file is written, too.
+
+    Attributes:
+        may_be_torn: Whether the process or the machine may have ended while records were written,
+            and `remove_torn` has not been called since.
 
     Raises:
         ValueError: The file is damaged or truncated.
@@ -70,6 +79,8 @@ class RecordFile:
         except BaseException:
             os.close(self._descriptor)
             raise
+        self._state = read_state(self._descriptor)
+        self.may_be_torn = self._state not in (FLUSHED, closed_state())
         self._resident = _mapped_bytes()
         self._touched = 0  # bytes of the pages of all uses since pages were given back
 
@@ -123,17 +134,68 @@ class RecordFile:
         Raises:
             OSError: The disk is full, or cannot be written.
         """
+        self._begin_writing()
         self._give_pages_back(slots.size)
         through_map = self._can_write_through_map(slots.size)
         records = np.ascontiguousarray(records)
-        self._check(
-            implementation.current().write_records(
-                self._records, slots, ids, records, through_map, self._threads()
-            )
+        error = implementation.current().write_records(
+            self._records, slots, ids, records, through_map, self._threads()
         )
+        if error:  # a record may have been written in part
+            absent = slots[~self.read(slots, ids)[0]]
+            self.erase(absent[self.is_used(absent)])
+        self._check(error)
+
+    def read_whole(
+        self, slots: np.ndarray, ids: np.ndarray | None = None
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Read records as `read`, and check that those that are not found are absent.
+
+        Raises:
+            ValueError: A record has other bytes than were written.
+        """
+        found, found_ids, records = self.read(slots, ids)
+        if not found.all():
+            absent = np.flatnonzero(~found)
+            damaged = absent[self.is_used(slots[absent])]
+            if damaged.size:
+                named = "" if ids is None else f" of id {ids[damaged[0]]}"
+                raise ValueError(
+                    f"{self.path} is damaged: of {slots.size:,} records that were read, "
+                    f"{damaged.size:,} do not have the bytes that were written, the first{named} "
+                    f"in place {slots[damaged[0]]}; remove the file, and start again from the last "
+                    "checkpoint"
+                )
+        return found, found_ids, records
+
+    def is_used(self, slots: np.ndarray) -> np.ndarray:
+        """Return whether slots that were read have a record, whole or not, bool ``[n]``."""
+        places = HEADER_BYTES + np.maximum(slots, 0) * self.stride
+        pages = places // PAGE_BYTES
+        exists = slots >= 0
+        if self._records.seeks_data and implementation.current().MARKS_PAGES:
+            bits = self._records.pages[pages // 64] >> (pages % 64).astype(np.uint64)
+            exists &= (bits & np.uint64(1)).astype(bool)
+        tags = self._records.bytes.view(np.uint64)
+        used = np.zeros(slots.size, bool)
+        used[exists] = tags[places[exists] // 8] != 0
+        return used
+
+    def remove_torn(self) -> int:
+        """Remove the records that are not whole, and return their number."""
+        count = 0
+        for slots in self.slots(1 << 16):
+            absent = slots[~self.read(slots)[0]]
+            torn = absent[self.is_used(absent)]
+            self.erase(torn)
+            count += torn.size
+        self._begin_writing()
+        self.may_be_torn = False
+        return count
 
     def erase(self, slots: np.ndarray) -> None:
         """Remove the records of some slots."""
+        self._begin_writing()
         self._give_pages_back(slots.size)
         self._check(implementation.current().erase_records(self._records, slots))
 
@@ -174,6 +236,9 @@ class RecordFile:
         """Wait until the file is durable."""
         self._mmap.flush()
         os.fsync(self._descriptor)
+        if not self.may_be_torn:
+            self._state = FLUSHED
+            write_state(self._descriptor, FLUSHED)
 
     def copy_to(self, path: pathlib.Path) -> None:
         """Copy the file in the kernel: by shared blocks where the file system can, or its data."""
@@ -190,6 +255,8 @@ class RecordFile:
     def close(self) -> None:
         """Close the file."""
         if self._descriptor >= 0:
+            if self._state == WRITTEN and not self.may_be_torn:
+                write_state(self._descriptor, closed_state())
             self._unmap()
             os.close(self._descriptor)
             self._descriptor = -1
@@ -197,6 +264,13 @@ class RecordFile:
     def _unmap(self) -> None:
         del self._records
         self._mmap.close()
+
+    def _begin_writing(self) -> None:
+        """Note that records may be torn from now on, before any is."""
+        if self._state != WRITTEN:
+            write_state(self._descriptor, WRITTEN)
+            os.fsync(self._descriptor)
+            self._state = WRITTEN
 
     def _check(self, error: int) -> None:
         if error:

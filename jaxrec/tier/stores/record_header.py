@@ -13,6 +13,12 @@ from jaxrec.tier.stores.snapshots import sync
 
 FIRST_ROOM = 1024
 HEADER_BYTES = 1 << 16
+
+# The last bytes of the header say whether records may be torn: all are on the disk, or some were
+# being written when the process or the machine ended.
+FLUSHED, WRITTEN = "flushed", "written"
+_STATE_BYTES = 64
+
 _MAGIC = "jaxrec records 1, little-endian"
 
 
@@ -24,7 +30,7 @@ def create(path: pathlib.Path, format: RecordFormat) -> None:
     """
     text = f"{_MAGIC}\n{format.to_json()}\n"
     header = f"{text}{zlib.crc32(text.encode()):08x}\n".encode()
-    if len(header) > HEADER_BYTES:
+    if len(header) > HEADER_BYTES - _STATE_BYTES:
         raise ValueError(f"the description of the records is too long: {len(header):,} bytes")
     unfinished = path.with_name(f"{path.name}.unfinished")
     room = format.num_ids or FIRST_ROOM
@@ -34,6 +40,7 @@ def create(path: pathlib.Path, format: RecordFormat) -> None:
             resize(file.fileno(), path, size)
             file.write(header)
             file.flush()
+            write_state(file.fileno(), FLUSHED)
             if os.fstat(file.fileno()).st_blocks * 512 > (16 << 20) + size // 2:
                 raise OSError(errno.EFBIG, _no_sparse_file(size), str(path))
         sync(unfinished)
@@ -51,7 +58,7 @@ def read_format(path: pathlib.Path) -> RecordFormat:
         ValueError: The header is damaged.
     """
     with path.open("rb") as file:
-        text = file.read(HEADER_BYTES).rstrip(b"\0").decode(errors="replace")
+        text = file.read(HEADER_BYTES - _STATE_BYTES).rstrip(b"\0").decode(errors="replace")
     magic, _, rest = text.partition("\n")
     content, _, crc = rest.partition("\n")
     if magic != _MAGIC:
@@ -59,6 +66,26 @@ def read_format(path: pathlib.Path) -> RecordFormat:
     if crc != f"{zlib.crc32(f'{magic}{chr(10)}{content}{chr(10)}'.encode()):08x}\n":
         raise ValueError(f"{path} is damaged: its header has another checksum")
     return RecordFormat.from_json(content)
+
+
+def read_state(descriptor: int) -> str:
+    """Return the state of an open file; empty for one of an earlier jaxrec."""
+    state = os.pread(descriptor, _STATE_BYTES, HEADER_BYTES - _STATE_BYTES)
+    return state.rstrip(b"\0").decode(errors="replace")
+
+
+def write_state(descriptor: int, state: str) -> None:
+    """Set the state of an open file."""
+    os.pwrite(descriptor, state.encode().ljust(_STATE_BYTES, b"\0"), HEADER_BYTES - _STATE_BYTES)
+
+
+def closed_state() -> str:
+    """Return the state of a file whose records are whole unless the machine fails since."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return f"closed {file.read().strip()}"
+    except OSError:  # another system
+        return "closed"
 
 
 def file_size(room: int, step: int) -> int:

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import errno
 import os
+import re
 import urllib.parse
 from collections.abc import Iterator
 from typing import Any
@@ -14,6 +15,11 @@ import redis
 import redis.backoff
 import redis.exceptions
 import redis.retry
+
+# What the client puts before the server's answer to one of several commands: the whole command,
+# with the bytes of its records.
+_COMMAND = re.compile(r"Command # \d+ \(.*\) of pipeline caused error: ", re.DOTALL)
+_LONGEST_MESSAGE = 300
 
 _RETRIES = 5
 _LONGEST_PAUSE, _FIRST_PAUSE = 1.0, 0.05  # seconds
@@ -113,12 +119,12 @@ def clear_errors(address: Address) -> Iterator[None]:
     except (redis.TimeoutError, redis.ConnectionError) as error:
         raise ConnectionError(
             errno.ECONNREFUSED,
-            f"the server did not answer in {_RETRIES + 1} attempts ({error}); see that it runs "
-            "and start again from the last checkpoint",
+            f"the server did not answer in {_RETRIES + 1} attempts ({_plain(error)}); see that it "
+            "runs and start again from the last checkpoint",
             place,
         ) from None
     except redis.RedisError as error:
-        text = str(error)
+        text = _plain(error)
         if text.startswith(("NOAUTH", "WRONGPASS", "NOPERM")):
             raise _refused(error, place) from None
         if isinstance(error, redis.exceptions.OutOfMemoryError) or "OOM" in text:
@@ -131,10 +137,17 @@ def clear_errors(address: Address) -> Iterator[None]:
         raise OSError(errno.EIO, f"the server refuses a command ({text})", place) from None
 
 
+def _plain(error: Exception) -> str:
+    """Return the message of an error as one line of text, without the command and its bytes."""
+    text = " ".join(_COMMAND.sub("", str(error)).split())
+    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    return shown if len(shown) <= _LONGEST_MESSAGE else f"{shown[:_LONGEST_MESSAGE]}..."
+
+
 def _refused(error: Exception, place: str) -> PermissionError:
     return PermissionError(
         errno.EACCES,
-        f"the server refuses the credentials ({error}); set the environment variables "
+        f"the server refuses the credentials ({_plain(error)}); set the environment variables "
         "REDIS_USERNAME and REDIS_PASSWORD",
         place,
     )

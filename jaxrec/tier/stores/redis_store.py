@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import secrets
 import threading
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -19,14 +21,20 @@ from jaxrec.tier.stores.row_store import RowStore
 _CHUNK = 2048  # records of a command, so that other clients of the server need not wait long
 _KEY_BYTES = 8
 
+# Field of the hash that holds the generation of its records, which each run and each replacement
+# draws anew: without it the hash is another one. An id has 8 bytes.
+_GENERATION = b"generation"
+
 
 class RedisStore(RowStore):
     """Records on a server: the stores ``"redis://host:port/0?prefix=users"`` and ``"rediss://"``.
 
-    All records are one hash, ``PREFIX:records``, whose fields are ids of 8 bytes; ``PREFIX:format``
-    and ``PREFIX:lock`` stand beside it. The credentials are those of the environment variables
-    REDIS_USERNAME and REDIS_PASSWORD. Commands that fail are repeated, with pauses that
-    double; then the error is raised. Needs the extra ``jaxrec[redis]``.
+    All records are one hash, ``PREFIX:records``, whose fields are ids of 8 bytes and
+    ``generation``; ``PREFIX:format`` and ``PREFIX:lock`` stand beside it. Each call checks the
+    generation and that the hash has no fewer fields than this run left, so that records which
+    another program deletes are an error and do not begin anew. The credentials are those of the
+    environment variables REDIS_USERNAME and REDIS_PASSWORD. Commands that fail are repeated, with
+    pauses that double; then the error is raised. Needs the extra ``jaxrec[redis]``.
 
     A `put` outlives this process when it has returned. Whether records outlive the server says the
     server's configuration: with ``appendonly yes`` `flush` waits until they are on its disk, where
@@ -44,6 +52,9 @@ class RedisStore(RowStore):
         self._client: Any = None
         self._run_lock: RedisLock | None = None
         self._writing = threading.Lock()
+        self._generations: tuple[bytes, ...] = ()  # two while all records are replaced
+        # The hash has this many fields or more, and how often that number was lowered.
+        self._least, self._lowered = 0, 0
 
     @classmethod
     def from_url(cls, url: str) -> RedisStore:
@@ -68,6 +79,9 @@ class RedisStore(RowStore):
             try:
                 self._check_format(client)
                 client.unlink(self._loading)  # of a run that was killed
+                self._generations = (_new_generation(),)
+                client.hset(self._records, _GENERATION, self._generations[0])
+                self._least = int(client.hlen(self._records))
             except BaseException:
                 self.close()
                 raise
@@ -76,30 +90,49 @@ class RedisStore(RowStore):
         self.format.check_ids(ids)
         keys, width = _keys(ids), self.format.width
         values: list[bytes | None] = []
+        least, lowered = self._least, self._lowered
         with clear_errors(self.address):
             pipeline = self._opened.pipeline(transaction=False)
             for start in range(0, len(keys), _CHUNK):
-                pipeline.hmget(self._records, keys[start : start + _CHUNK])
-            for part in pipeline.execute():
-                values += part
+                pipeline.hmget(self._records, [_GENERATION, *keys[start : start + _CHUNK]])
+            pipeline.hlen(self._records)
+            *parts, fields = pipeline.execute()
+        for generation, *part in parts:
+            if lowered == self._lowered:  # no record was deleted or replaced meanwhile
+                self._check_generation(generation)
+            values += part
+        if lowered == self._lowered:
+            self._check_fields(fields, least)
         found = np.array([value is not None for value in values], bool)
         zeros = bytes(width)
         whole = bytearray().join(zeros if value is None else value for value in values)
+        self._check_widths(whole, len(values))
         return found, np.frombuffer(whole, np.uint8).reshape(-1, width)
 
     def put(self, ids: np.ndarray, records: np.ndarray) -> None:
         self.format.check_ids(ids)
         with self._writing, clear_errors(self.address):
-            self._put(self._records, ids, records)
+            before, after = self._put(self._records, ids, records)
+            self._check_fields(before, self._least)
+            self._least = after
 
     def delete(self, ids: np.ndarray) -> None:
         self.format.check_ids(ids)
         keys = _keys(ids)
         with self._writing, clear_errors(self.address):
+            least = self._least
+            self._lower(least - len(keys))
             pipeline = self._opened.pipeline(transaction=False)
+            pipeline.hget(self._records, _GENERATION)
+            pipeline.hlen(self._records)
             for start in range(0, len(keys), _CHUNK):
                 pipeline.hdel(self._records, *keys[start : start + _CHUNK])
-            pipeline.execute()
+            pipeline.hlen(self._records)
+            generation, before, *deleted, after = pipeline.execute()
+            self._check_generation(generation)
+            # The others had no record, or a first attempt deleted it whose answer was lost.
+            self._check_fields(before, least - (len(keys) - sum(deleted)))
+            self._least = after
 
     def scan(self, size: int = 1 << 16) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         seen = Places(1024)  # HSCAN may bring a record several times.
@@ -110,6 +143,7 @@ class RedisStore(RowStore):
             while cursor != 0 and len(keys) < size:
                 with clear_errors(self.address):
                     cursor, part = self._opened.hscan(self._records, max(cursor, 0), count=_CHUNK)
+                part.pop(_GENERATION, None)
                 ids = _ids(part)
                 is_new = (seen.find(ids) < 0).tolist()
                 seen.assign(ids)
@@ -117,29 +151,44 @@ class RedisStore(RowStore):
                     if new:
                         keys.append(key)
                         values.append(value)
+            if cursor == 0:
+                with clear_errors(self.address):
+                    self._check_generation(self._opened.hget(self._records, _GENERATION))
             if keys:
-                whole = np.frombuffer(bytearray().join(values[:size]), np.uint8)
-                yield _ids(keys[:size]), whole.reshape(-1, self.format.width)
+                whole = bytearray().join(values[:size])
+                self._check_widths(whole, len(keys[:size]))
+                records = np.frombuffer(whole, np.uint8).reshape(-1, self.format.width)
+                yield _ids(keys[:size]), records
                 keys, values = keys[size:], values[size:]
 
     def __len__(self) -> int:
         with clear_errors(self.address):
-            return int(self._opened.hlen(self._records))
+            pipeline = self._opened.pipeline(transaction=False)
+            pipeline.hget(self._records, _GENERATION)
+            pipeline.hlen(self._records)
+            generation, fields = pipeline.execute()
+            self._check_generation(generation)
+            return int(fields) - 1
 
     def clear(self) -> None:
-        with self._writing, clear_errors(self.address):
-            self._opened.unlink(self._records)
+        self.replace(())
 
     def replace(self, parts: Iterable[tuple[np.ndarray, np.ndarray]]) -> None:
         with self._writing, clear_errors(self.address):
-            client = self._opened
+            client, generation = self._opened, _new_generation()
             client.unlink(self._loading)
+            client.hset(self._loading, _GENERATION, generation)
+            after = 1
             for ids, records in parts:
-                self._put(self._loading, ids, records)
-            if client.exists(self._loading):
-                client.rename(self._loading, self._records)  # at once
-            else:
-                client.unlink(self._records)
+                _, after = self._put(self._loading, ids, records)
+            self._lower(0)
+            self._generations = (*self._generations, generation)
+            pipeline = client.pipeline(transaction=True)
+            pipeline.unlink(self._records)
+            pipeline.rename(self._loading, self._records)
+            pipeline.execute()
+            self._generations = (generation,)
+            self._lower(after)
         self.flush()
 
     def flush(self) -> None:
@@ -163,15 +212,55 @@ class RedisStore(RowStore):
         self._run_lock.check()
         return self._client
 
-    def _put(self, key: str, ids: np.ndarray, records: np.ndarray) -> None:
+    def _put(self, key: str, ids: np.ndarray, records: np.ndarray) -> tuple[int, int]:
+        """Write records into a hash; return its number of fields before and after."""
         fields, width, values = _keys(ids), self.format.width, records.tobytes()
         pipeline = self._opened.pipeline(transaction=False)
+        pipeline.hget(key, _GENERATION)
+        pipeline.hlen(key)
         for start in range(0, len(fields), _CHUNK):
             items: list[bytes] = []
             for number, field in enumerate(fields[start : start + _CHUNK], start):
                 items += field, values[number * width : (number + 1) * width]
             pipeline.execute_command("HSET", key, *items)
-        pipeline.execute()
+        pipeline.hlen(key)
+        generation, before, *_, after = pipeline.execute()
+        if key == self._records:
+            self._check_generation(generation)
+        return int(before), int(after)
+
+    def _lower(self, least: int) -> None:
+        """Note that records are deleted or replaced, and the hash may have fewer fields."""
+        self._lowered += 1
+        self._least = least
+
+    def _check_generation(self, generation: bytes | None) -> None:
+        """Raise an OSError if the hash is not the one that this run wrote."""
+        if generation not in self._generations:
+            what = "replaced" if generation else "deleted"
+            raise self._loss(f"another program {what} all records while this run had them open")
+
+    def _check_fields(self, fields: int, least: int) -> None:
+        """Raise an OSError if the hash has fewer fields than it must have."""
+        if fields < least:
+            raise self._loss(
+                f"another program deleted {least - fields:,} of {least - 1:,} records while this "
+                "run had them open"
+            )
+
+    def _check_widths(self, whole: bytearray, count: int) -> None:
+        if len(whole) != count * self.format.width:
+            raise self._loss(
+                f"{count:,} records have {len(whole):,} bytes, and each should have "
+                f"{self.format.width:,}: another program changed them"
+            )
+
+    def _loss(self, problem: str) -> OSError:
+        return OSError(
+            errno.ESTALE,
+            f"{problem}; keep others from the prefix, and start again from the last checkpoint",
+            str(self.address),
+        )
 
     def _check_credentials(self) -> None:
         """Raise the error of wrong credentials, which is not worth a second attempt."""
@@ -194,7 +283,8 @@ class RedisStore(RowStore):
 
     def _check_format(self, client: Any) -> None:
         stored = client.get(self._format)
-        if client.hlen(self._records):
+        fields = client.hlen(self._records)
+        if fields and not (fields == 1 and client.hexists(self._records, _GENERATION)):
             if stored is None:
                 raise ValueError(
                     f"{self.address}: the key {self._records!r} is something else's; choose "
@@ -202,6 +292,10 @@ class RedisStore(RowStore):
                 )
             self.format.check_same(RecordFormat.from_json(stored.decode()), str(self.address))
         client.set(self._format, self.format.to_json())
+
+
+def _new_generation() -> bytes:
+    return secrets.token_hex(8).encode()
 
 
 def _keys(ids: np.ndarray) -> list[bytes]:

@@ -15,7 +15,7 @@ from jaxrec.data.transforms import CATEGORICAL_NAMES
 from jaxrec.serve import load
 from jaxrec.serve.commands.export import column_encoder
 from jaxrec.train import load_model
-from jaxrec.train.config import TrainConfig, VocabularyConfig
+from jaxrec.train.config import TrainConfig
 from jaxrec.train.model import predict
 from jaxrec.train.options import write_options
 from tests.data.test_criteo import KAGGLE
@@ -83,14 +83,6 @@ def test_a_run_on_columns_of_ones_own(directory, tmp_path):  # noqa: F811
 def test_tables_are_quantized_on_request(of_text, tmp_path):
     assert main(["export", str(of_text), str(tmp_path / "m"), "--dtype", "int8", *ONE_SIZE]) == 0
     assert {each.row_format for each in load(tmp_path / "m").manifest.tables} == {"int8"}
-
-
-def test_open_vocabularies_are_refused(tmp_path, capsys):
-    config = TrainConfig(vocabulary=VocabularyConfig(kind="dynamic"))
-    write_options(config, tmp_path / "config.yaml")
-    assert main(["export", str(tmp_path), str(tmp_path / "model")]) == 2
-    assert "was trained with --vocabulary dynamic; exported" in capsys.readouterr().err
-    assert not (tmp_path / "model").exists()
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import mmap
 import os
@@ -17,6 +18,7 @@ import pytest
 from jaxrec.tier.stores import record_file
 from jaxrec.tier.stores.file_store import FileStore
 from jaxrec.tier.stores.record_format import RecordFormat
+from jaxrec.tier.stores.record_header import read_state, write_state
 from tests.tier.disks import largest_file, small_disk
 from tests.tier.kills import kill_repeatedly
 
@@ -210,25 +212,77 @@ def test_damaged_files(format, damage, message, tmp_path):
     store.close()
 
 
+def damage_record(path, number, offset=9, mask=0x10):
+    """Change a byte of the record that `random_records` has at a number."""
+    content = bytearray(path.read_bytes())
+    content[content.index(bytes(random_records(500)[number])) + offset] ^= mask
+    path.write_bytes(content)
+
+
+def open_and_get(store, format, ids):
+    store.open(format)
+    return store.get(ids)[0]
+
+
 @every_format
-def test_damaged_records_are_absent(format, tmp_path):
+@pytest.mark.parametrize("offset", [0, 259, -3], ids=["first byte", "last byte", "before it"])
+def test_a_flipped_byte_at_rest_is_an_error(format, offset, tmp_path):
     store, ids = opened(tmp_path, format), np.arange(500)
     store.put(ids, random_records(500))
     store.close()
-    content = store._path.read_bytes()
-    bad = 77
-    place = content.index(bytes(random_records(500)[bad]))
-    store._path.write_bytes(content[: place + 9] + b"torn" + content[place + 13 :])
+    damage_record(store._path, 77, offset)
+    damaged = rf"{re.escape(str(store._path))} is damaged: of [\d,]+ records .* 1 do not have the"
+    if format is ANY_IDS:  # all records are read when the file is opened
+        for _ in range(2):
+            with pytest.raises(ValueError, match=damaged):
+                opened(tmp_path, format)
+        store._path.unlink()
+        store = opened(tmp_path, format)
+        assert len(store) == 0
+        store.close()
+        return
     store = opened(tmp_path, format)
-    assert np.flatnonzero(~store.get(ids)[0]).tolist() == [bad]
+    np.testing.assert_array_equal(store.get(ids[:77])[1], random_records(500)[:77])
+    uses = (
+        lambda: store.get(ids), lambda: len(store), lambda: list(store.scan(7)),
+        lambda: store.snapshot(tmp_path / "snapshot"),
+    )  # fmt: skip
+    for use in uses:
+        with pytest.raises(ValueError, match=damaged):
+            use()
+    with pytest.raises(ValueError, match="the first of id 77 in place 77"):
+        store.get(ids[70:80])
+    store.delete(ids[77:78])
+    assert np.flatnonzero(~store.get(ids)[0]).tolist() == [77]
+    store.close()
+
+
+@every_format
+@pytest.mark.parametrize("state", ["written", "closed before the machine was started", ""])
+def test_torn_records_of_a_crash_are_removed_and_counted(format, state, tmp_path):
+    store, ids = opened(tmp_path, format), np.arange(500)
+    store.put(ids, random_records(500))
+    store.close()
+    damage_record(store._path, 77)
+    with store._path.open("r+b") as file:
+        write_state(file.fileno(), state)
+    store = FileStore(tmp_path)
+    with pytest.warns(UserWarning, match="while it wrote, and 1 records are not whole"):
+        found = open_and_get(store, format, ids)
+    assert np.flatnonzero(~found).tolist() == [77]
     assert len(store) == 499
     assert sum(each.size for each, _ in store.scan(7)) == 499
-    store.put(ids[bad : bad + 1], random_records(1, 5))
-    np.testing.assert_array_equal(store.get(ids[bad : bad + 1])[1], random_records(1, 5))
+    store.put(ids[77:78], random_records(1, 5))
     store.close()
     store = opened(tmp_path, format)
+    np.testing.assert_array_equal(store.get(ids[77:78])[1], random_records(1, 5))
     assert len(store) == 500
+    store.flush()
+    assert read_state(store._file._descriptor) == "flushed"
     store.close()
+    damage_record(store._path, 78)
+    with pytest.raises(ValueError, match="is damaged"), contextlib.closing(store):
+        open_and_get(store, format, ids)
 
 
 def test_an_id_in_two_places(tmp_path):

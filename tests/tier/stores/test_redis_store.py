@@ -72,6 +72,62 @@ def test_a_key_of_another_program(redis_port):  # noqa: F811
     assert client.get("text:records") == b"value"
 
 
+def lose_all(client, prefix):
+    client.delete(f"{prefix}:records")
+
+
+def lose_some(client, prefix):
+    client.hdel(f"{prefix}:records", *[int(i).to_bytes(8, "big") for i in range(40, 45)])
+
+
+def lose_to_another(client, prefix):
+    client.rename(f"{prefix}:records", "kept")
+    client.hset(f"{prefix}:records", "generation", "other")
+
+
+@pytest.mark.parametrize(
+    ("lose", "message"),
+    [
+        (lose_all, "another program deleted all records while this run had them open"),
+        (lose_some, "another program deleted 5 of 100 records while this run had them open"),
+        (lose_to_another, "another program replaced all records while this run had them open"),
+    ],
+    ids=["all", "some", "replaced"],
+)
+def test_records_that_another_program_deletes(lose, message, redis_port):  # noqa: F811
+    client, ids = redis.Redis(port=redis_port), np.arange(100)
+    for number, use in enumerate(
+        (
+            lambda store: store.get(ids[:10]),
+            lambda store: store.put(ids[:10], random_records(10)),
+            lambda store: store.delete(ids[90:]),
+        )
+    ):
+        prefix = f"lost{lose.__name__}{number}"
+        with opened(redis_port, prefix) as store:
+            store.put(ids[:60], random_records(60))
+            store.put(ids[50:], random_records(50, 1))
+            store.delete(ids[:10])
+            store.put(ids[:10], random_records(10))
+            assert store.get(ids)[0].all()
+            lose(client, prefix)
+            with pytest.raises(OSError, match=message) as raised:
+                use(store)
+            assert "start again from the last checkpoint" in str(raised.value)
+            store.clear()
+            assert len(store) == 0
+            assert not store.get(ids)[0].any()
+
+
+def test_records_of_another_width(redis_port):  # noqa: F811
+    with opened(redis_port, "wide") as store:
+        store.put(np.arange(3), random_records(3))
+        redis.Redis(port=redis_port).hset("wide:records", bytes(8), b"short")
+        for use in (lambda: store.get(np.arange(3)), lambda: list(store.scan())):
+            with pytest.raises(OSError, match="3 records have 85 bytes, and each should have 40"):
+                use()
+
+
 def test_a_scan_brings_each_record_once(redis_port):  # noqa: F811
     """Also while the server halves its table, which makes HSCAN repeat records."""
     ids = np.arange(60_000)
@@ -188,8 +244,11 @@ def test_passwords(password, tmp_path, monkeypatch, capfd):
 def test_a_server_whose_memory_is_full(tmp_path):
     with redis_server(tmp_path, "--maxmemory", "4mb") as port, opened(port, "a") as store:
         store.put(np.arange(1000), random_records(1000))
-        with pytest.raises(OSError, match="the server's memory is full"):
+        with pytest.raises(OSError, match="the server's memory is full") as raised:
             fill(store)
+        assert len(str(raised.value)) < 500  # without the command and its bytes
+        assert str(raised.value).isprintable()
+        assert "HSET" not in str(raised.value)
         np.testing.assert_array_equal(store.get(np.arange(1000))[1], random_records(1000))
 
 

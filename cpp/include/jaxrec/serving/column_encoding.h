@@ -16,6 +16,7 @@ struct DenseColumn {
   std::string name;
   Transform transform = Transform::kNone;
   Missing missing = Missing::kError;
+  bool is_boolean = false;  // values are true and false
 };
 
 // The npy files of a vocabulary of `size` values; see jaxrec.data.Vocabulary.
@@ -31,13 +32,16 @@ struct VocabularyFiles {
 
 // A column of strings or ids, one for each sample or lists; see jaxrec.data.CategoricalColumn.
 struct CategoricalColumn {
-  enum class Encoding { kVocabulary, kHash, kIds, kModulo };
+  enum class Encoding { kVocabulary, kHash, kIds, kModulo, kFrozen };
   std::string name;
   Encoding encoding = Encoding::kHash;
   int64_t num_embeddings = 0;  // rows of the table
   bool refuses_null = false;
   bool is_list = false;
   std::optional<VocabularyFiles> vocabulary;
+  // npy file, int64 [size] raw ids of kFrozen, ascending: the first has row 1, others have row 0.
+  std::optional<std::string> ids;
+  bool is_boolean = false;  // values are true and false
 };
 
 struct ColumnEncoding {

@@ -1,0 +1,133 @@
+"""The file of a program, checked against the manifest before the program runs."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import export as jax_export
+
+from jaxrec.serve.artifact.files import ArtifactError
+from jaxrec.serve.artifact.manifest import Manifest, Program
+from jaxrec.serve.artifact.program_calls import (
+    is_of_jaxrec,
+    parse_program,
+    program_calls,
+    unknown_calls,
+)
+
+# Element types of MLIR that are not a letter and a number of bits.
+_ELEMENTS = {
+    "bool": "i1",
+    "bfloat16": "bf16",
+    "float8_e4m3fn": "f8E4M3FN",
+    "float8_e5m2": "f8E5M2",
+    "complex64": "complex<f32>",
+}
+
+
+def read_program(
+    directory: pathlib.Path, manifest: Manifest, program: Program
+) -> jax_export.Exported:
+    """Read a program, and check what it calls, takes and returns.
+
+    Raises:
+        ArtifactError: The file holds no program, or another one than the manifest describes.
+    """
+    path = directory / program.file
+    try:
+        exported = jax_export.deserialize(bytearray(path.read_bytes()))
+        module = parse_program(exported.mlir_module_serialized)
+        calls = program_calls(module)
+        taken, returned = _signature(module)
+    # Damage may raise anything in the readers of flatbuffers and MLIR.
+    except Exception as error:
+        raise ArtifactError(
+            f"{path} cannot be read by JAX {jax.__version__} ({_first_line(error)}); it was "
+            f"exported with JAX {manifest.jax}"
+        ) from error
+    _check_calls(path, program, calls)
+    arguments = [jax.ShapeDtypeStruct(x.shape, jnp.dtype(x.dtype)) for x in manifest.arrays]
+    (size,) = (each for each in manifest.batch.sizes if each.samples == program.samples)
+    arguments += manifest.batch.shapes(size)
+    results = [
+        jax.ShapeDtypeStruct((program.samples, *each.shape), jnp.dtype(each.dtype))
+        for each in manifest.outputs
+    ]
+    if exported.platforms != (program.platform,) or exported.nr_devices != 1:
+        raise ArtifactError(
+            f"{path} is for {exported.nr_devices} devices of {', '.join(exported.platforms)}, and "
+            f"the model has it for one of {program.platform}; export the model again"
+        )
+    if exported.ordered_effects or exported.unordered_effects:
+        raise ArtifactError(f"{path} has effects beside its results; export the model again")
+    _check_types(path, "takes", arguments, exported.in_avals, taken)
+    _check_types(path, "returns", results, exported.out_avals, returned)
+    return exported
+
+
+def _check_calls(path: pathlib.Path, program: Program, calls: tuple[str, ...]) -> None:
+    """Raise an ArtifactError where a program calls what jaxrec does not know."""
+    if unknown := unknown_calls(calls):
+        why = (
+            "a later version of jaxrec exported it; install that version"
+            if is_of_jaxrec(unknown[0])
+            else "which jaxrec does not know and exported programs may not call; load models of "
+            "those that you trust alone"
+        )
+        raise ArtifactError(f"{path} calls {unknown[0]}: {why}")
+    own = [each for each in calls if is_of_jaxrec(each)]
+    if undeclared := [each for each in own if each not in program.targets]:
+        raise ArtifactError(
+            f"{path} calls {undeclared[0]}, which the manifest does not list; export the model "
+            "again"
+        )
+
+
+def _check_types(
+    path: pathlib.Path,
+    verb: str,
+    wanted: Sequence[jax.ShapeDtypeStruct],
+    described: Sequence[Any],
+    typed: Sequence[str],
+) -> None:
+    """Raise an ArtifactError where a program has other arguments or results than its model.
+
+    Args:
+        path: The file of the program.
+        verb: "takes" or "returns".
+        wanted: The arguments or results by the manifest.
+        described: Those that the file describes.
+        typed: Types of those of the program itself, as MLIR writes them.
+    """
+    pairs = [(tuple(each.shape), each.dtype) for each in wanted]
+    if [(tuple(each.shape), each.dtype) for each in described] != pairs or list(typed) != [
+        _mlir_type(*pair) for pair in pairs
+    ]:
+        raise ArtifactError(
+            f"{path} {verb} {', '.join(typed) or 'nothing'}; by the manifest it {verb} "
+            f"{', '.join(_mlir_type(*pair) for pair in pairs) or 'nothing'}"
+        )
+
+
+def _mlir_type(shape: tuple[int, ...], dtype: Any) -> str:
+    name = jnp.dtype(dtype).name
+    bits = name.lstrip("abcdefghijklmnopqrstuvwxyz")
+    letters = {"int": "i", "uint": "ui", "float": "f"}.get(name.removesuffix(bits), name)
+    return f"tensor<{''.join(f'{size}x' for size in shape)}{_ELEMENTS.get(name, letters + bits)}>"
+
+
+def _signature(module: Any) -> tuple[list[str], list[str]]:
+    """Return the types of the arguments and of the results of a module's main function."""
+    for operation in module.body.operations:
+        if operation.operation.name == "func.func" and operation.name.value == "main":
+            kind = operation.type
+            return [str(each) for each in kind.inputs], [str(each) for each in kind.results]
+    raise ValueError("it has no function main")
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)

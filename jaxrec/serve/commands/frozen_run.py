@@ -1,0 +1,121 @@
+"""Runs with open vocabularies as models with fixed ones, which have all ids of a checkpoint."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import numpy as np
+from flax import nnx
+
+from jaxrec.data import TableEncoder
+from jaxrec.data.frozen_vocabulary import FrozenVocabulary
+from jaxrec.embed.collection import Collection
+from jaxrec.embed.taps import tapped_modules
+from jaxrec.embed.variables import dense_variables, plain, value_like
+from jaxrec.tier.deltas.table import PublishedTable
+from jaxrec.tier.deltas.tables import published_tables
+from jaxrec.tier.tier import tier_of
+from jaxrec.train.checkpoint import restore
+from jaxrec.train.config import TrainConfig, VocabularyConfig
+from jaxrec.train.model import make_model
+
+
+def load_frozen(
+    directory: pathlib.Path, config: TrainConfig, encoder: TableEncoder, step: int | None
+) -> tuple[nnx.Module, TableEncoder]:
+    """Load a run with open vocabularies as a model that knows the ids of its checkpoint.
+
+    Row 0 of each table is the row that ids without one read, and the others are those of known ids,
+    also of ids whose rows were evicted to a store.
+
+    Args:
+        directory: Directory of the run.
+        config: Its configuration.
+        encoder: Encoder of its columns, with columns of encoding "dynamic".
+        step: The checkpoint's step; None: the newest.
+
+    Returns:
+        The model, and the encoder with columns of encoding "frozen" in the place of these.
+
+    Raises:
+        CheckpointError: There is no such checkpoint, or it is damaged.
+    """
+    vocabulary = config.vocabulary
+    if vocabulary.store is not None:
+        # The run's own store stays as it is.
+        vocabulary = dataclasses.replace(vocabulary, store="memory://")
+    opened = dataclasses.replace(config, vocabulary=vocabulary)
+    model, _ = make_model(opened, num_steps=1, encoder=encoder)
+    restore(directory, model, step=step)
+    tier = tier_of(model)
+    assert tier is not None
+    with tier.settled(model):
+        tables = {name: _read_table(table) for name, table in published_tables(model).items()}
+    vocabularies = {
+        feature: FrozenVocabulary(table.ids)
+        for table in tables.values()
+        if table.ids is not None
+        for feature in table.features
+    }
+    frozen = _with_vocabularies(encoder, vocabularies)
+    fixed = dataclasses.replace(config, vocabulary=VocabularyConfig())
+    copy, _ = make_model(fixed, num_steps=1, encoder=frozen)
+    variables = dense_variables(copy)
+    for name, variable in dense_variables(model).items():
+        target = variables[name]
+        value = np.asarray(plain(variable.get_raw_value()))
+        target.set_value(value_like(value, target.get_raw_value()))
+    for path, module in tapped_modules(copy).items():
+        assert isinstance(module, Collection)
+        for each in module.configs:
+            rows = tables[f"{path}/{each.name}" if path else each.name].rows
+            module.load_table(each.name, rows)
+    return copy, frozen
+
+
+class _Table(NamedTuple):
+    """A table of the run.
+
+    Attributes:
+        ids: int64 ``[n]`` raw ids, ascending; None: ids are row indices.
+        rows: ``[rows, dim]`` values, the row of unknown ids first where there are raw ids.
+        features: Features that read it.
+    """
+
+    ids: np.ndarray | None
+    rows: np.ndarray
+    features: tuple[str, ...]
+
+
+def _read_table(table: PublishedTable) -> _Table:
+    parts = [(ids, values["rows"]) for ids, values in table.scan(with_state=False)]
+    shape = table.shapes(with_state=False)["rows"]
+    ids = np.concatenate([np.zeros(0, np.int64), *(part for part, _ in parts)])
+    rows = np.concatenate([np.zeros((0, *shape.shape[1:]), shape.dtype), *(r for _, r in parts)])
+    features = tuple(table.config.feature_names)
+    if not table.facts.is_open:
+        return _Table(None, rows, features)
+    order = np.argsort(ids)
+    unknown = table.read_rows(np.arange(1), with_state=False)["rows"]
+    return _Table(ids[order], np.concatenate([unknown, rows[order]]), features)
+
+
+def _with_vocabularies(
+    encoder: TableEncoder, vocabularies: Mapping[str, FrozenVocabulary]
+) -> TableEncoder:
+    """Return an encoder in which the columns of vocabularies are of encoding "frozen"."""
+    columns = {
+        name: dataclasses.replace(
+            column, encoding="frozen", num_embeddings=vocabularies[name].num_embeddings
+        )
+        if name in vocabularies
+        else column
+        for name, column in encoder.schema.categorical.items()
+    }
+    schema = dataclasses.replace(encoder.schema, categorical=columns)
+    return dataclasses.replace(
+        encoder, schema=schema, vocabularies={**encoder.vocabularies, **vocabularies}
+    )
