@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import socket
 from typing import Any
 
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from jaxrec.serve.http.body import LINGER_SECONDS
 from jaxrec.serve.http.limits import Limits
+
+_UPGRADE = re.compile(rb"\r\nupgrade:[^\r\n]*", re.IGNORECASE)
+
+# Bytes that a refused client may still send.
+_MOST_DISCARDED = 1 << 20
 
 
 class ServerConfig(uvicorn.Config):
@@ -53,8 +60,9 @@ class LimitedProtocol(HttpToolsProtocol):
         connection = transport.get_extra_info("socket")
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._timer: asyncio.TimerHandle | None = None
-        self._header_bytes = 0
+        self._received = self._header_bytes = 0  # while a header comes, and of its fields
         self._is_header = True
+        self._discarded: int | None = None  # bytes since the connection was refused
         limits = self.config.limits
         if len(self.connections) > limits.max_connections:
             self._refuse("503 Service Unavailable", "too many connections; try again later")
@@ -68,33 +76,53 @@ class LimitedProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self.transport.is_closing():
             return
+        if self._discarded is not None:
+            self._discarded += len(data)
+            if self._discarded > _MOST_DISCARDED:
+                self.transport.close()
+            return
         if self._is_header:
-            self._header_bytes += len(data)
+            if not self._received:
+                data = _without_upgrade(data)
+            self._received += len(data)
             if self._timer is None:  # the next request of the connection
                 self._start_timer()
         super().data_received(data)
-        if self._is_header and self._header_bytes > self.config.limits.max_header:
-            self._refuse("431 Request Header Fields Too Large", "the header is too large")
+        if self._is_header and self._received > self.config.limits.max_header:
+            self._refuse_header()
 
     def _unsupported_upgrade_warning(self) -> None:
-        """Answer a request for another protocol as HTTP, without a line in the log."""
+        """Leave a line in the log out: anybody can ask for another protocol."""
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._is_header = True
+        self._is_header, self._header_bytes = True, 0
+
+    def on_url(self, url: bytes) -> None:
+        super().on_url(url)
+        self._header_bytes += len(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if self._is_header:  # and no trailer, which may come after a chunked body
             super().on_header(name, value)
+            self._header_bytes += len(name) + len(value)
 
     def on_headers_complete(self) -> None:
-        self._is_header, self._header_bytes = False, 0
+        self._is_header, self._received = False, 0
         self._stop_timer()
-        super().on_headers_complete()
+        if self._header_bytes > self.config.limits.max_header:  # it came in one piece
+            self._refuse_header()
+        else:
+            super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        if self._discarded is None:
+            super().on_body(body)
 
     def on_message_complete(self) -> None:
-        super().on_message_complete()
-        self._is_header, self._header_bytes = True, 0
+        if self._discarded is None:
+            super().on_message_complete()
+        self._is_header, self._received = True, 0
 
     def _start_timer(self) -> None:
         self._timer = self.loop.call_later(self.config.limits.read_timeout, self._time_out)
@@ -109,9 +137,25 @@ class LimitedProtocol(HttpToolsProtocol):
         seconds = self.config.limits.read_timeout
         self._refuse("408 Request Timeout", f"the header did not come within {seconds:g} s")
 
-    def _refuse(self, status: str, problem: str) -> None:
-        """Answer without a request, and close the connection."""
-        if self.transport.is_closing():
+    def _refuse_header(self) -> None:
+        """Refuse a header that is too large, and let the client read why."""
+        most = self.config.limits.max_header
+        self._refuse(
+            "431 Request Header Fields Too Large",
+            f"the header is larger than {most:,} bytes; send fewer or shorter fields",
+            is_sending=True,
+        )
+
+    def _refuse(self, status: str, problem: str, *, is_sending: bool = False) -> None:
+        """Answer without a request, and close the connection.
+
+        Args:
+            status: Status of the response.
+            problem: Its message.
+            is_sending: Whether the client is sending: what it sends is read and forgotten for a
+                moment, since a connection that is closed with unread bytes is reset.
+        """
+        if self.transport.is_closing() or self._discarded is not None:
             return
         body = b'{"error":"%s"}' % problem.encode()
         head = (
@@ -119,4 +163,19 @@ class LimitedProtocol(HttpToolsProtocol):
             f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
         )
         self.transport.write(head.encode() + body)
-        self.transport.close()
+        self._discarded = 0
+        self._stop_timer()
+        if is_sending and self.transport.can_write_eof():
+            self.transport.write_eof()
+            self._timer = self.loop.call_later(LINGER_SECONDS, self.transport.close)
+        else:
+            self.transport.close()
+
+
+def _without_upgrade(data: bytes) -> bytes:
+    """Return the start of a request without its offer of another protocol.
+
+    A server may ignore the offer; httptools takes what follows the header for the other protocol.
+    """
+    head, end, body = data.partition(b"\r\n\r\n")
+    return _UPGRADE.sub(b"", head) + end + body if end and _UPGRADE.search(head) else data

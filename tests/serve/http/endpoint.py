@@ -81,8 +81,10 @@ def stream(table: pa.Table, compression: str | None = None) -> bytes:
 
 
 @contextlib.contextmanager
-def endpoint(served: Any, limits: Limits | None = None, **options: Any) -> Iterator[Client]:
-    """Serve a model in a thread."""
+def endpoint(
+    served: Any, limits: Limits | None = None, *, until_ready: bool = True, **options: Any
+) -> Iterator[Client]:
+    """Serve a model in a thread, and wait until it is ready."""
     limits = limits or Limits(drain=0.0)
     options.setdefault("allowed_hosts", loopback_hosts("127.0.0.1"))
     application = Application(served, limits, **options)
@@ -92,7 +94,8 @@ def endpoint(served: Any, limits: Limits | None = None, **options: Any) -> Itera
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()
         try:
-            wait(lambda: application.is_ready or application.failure or not thread.is_alive())
+            if until_ready:
+                wait(lambda: application.is_ready or application.failure or not thread.is_alive())
             yield client
         finally:
             server.handle_exit(15, None)
@@ -110,7 +113,7 @@ def wait(is_true: Any, seconds: float = 60.0) -> None:
 
 @contextlib.contextmanager
 def process(path: pathlib.Path, *options: str) -> Iterator[tuple[Client, subprocess.Popen]]:
-    """Serve a model by the command, and wait until it is ready."""
+    """Serve a model by the command, which says when it is ready."""
     command = [sys.executable, "-P", "-m", "jaxrec", "serve", str(path), "--port", "0", *options]
     server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
@@ -118,7 +121,7 @@ def process(path: pathlib.Path, *options: str) -> Iterator[tuple[Client, subproc
         line = server.stdout.readline()
         assert " at http://127.0.0.1:" in line, line + server.stdout.read()
         client = Client(int(line.rstrip("/\n").rpartition(":")[2]))
-        wait(lambda: client.get("/ready").status == 200)
+        assert client.get("/ready").status == 200
         yield client, server
     finally:
         server.kill()

@@ -150,6 +150,72 @@ def test_connections_that_end_early(served):
         assert client.post(BODY).status == 200
 
 
+@pytest.fixture
+def loading(served, monkeypatch):
+    """An event; the model is not loaded before it is set."""
+    loaded, warm_up = threading.Event(), served.warm_up
+    monkeypatch.setattr(served, "warm_up", lambda: (loaded.wait(20), warm_up()))
+    yield loaded
+    loaded.set()
+
+
+def test_requests_wait_for_the_model(served, loading):
+    printed = []
+    with endpoint(
+        served, Limits(drain=0.0), until_ready=False, on_ready=lambda: printed.append("ready")
+    ) as client:
+        assert client.get("/example").status == 200
+        answers = []
+        threads = [
+            threading.Thread(target=lambda: answers.append(client.post(BODY))) for _ in range(3)
+        ]
+        for thread in threads:
+            thread.start()
+        time.sleep(0.3)
+        assert client.get("/ready").status == 503
+        assert (answers, printed) == ([], [])
+        loading.set()
+        for thread in threads:
+            thread.join(20)
+        assert [answer.status for answer in answers] == [200] * 3
+        assert printed == ["ready"]
+        assert client.get("/ready").status == 200
+
+
+@pytest.mark.parametrize(
+    ("limits", "message"),
+    [
+        ({"timeout": 0.2}, "the model was not loaded within 0.2 s; try again later"),
+        ({"max_concurrent": 0}, "the model is being loaded, and 0 requests wait for it; try again"),
+    ],
+    ids=["time", "number"],
+)
+def test_requests_wait_for_the_model_within_limits(served, loading, limits, message):
+    with endpoint(served, Limits(drain=0.0, **limits), until_ready=False) as client:
+        answer = client.post(BODY)
+        assert (answer.status, message in answer.json["error"]) == (503, True), answer.body
+        assert answer.headers["retry-after"] == "1"
+        loading.set()
+
+
+@pytest.mark.parametrize("size", [66_000, 130_000, 300_000])
+def test_a_header_that_is_too_large(served, size):
+    text = f"GET /health HTTP/1.1\r\nhost: localhost\r\nx-large: {'y' * size}\r\n\r\n"
+    with endpoint(served, Limits(drain=0.0)) as client:
+        answer = read_all(connect(client.port, text))
+        assert answer.startswith(b"HTTP/1.1 431 ")
+        assert b"the header is larger than 65,536 bytes" in answer
+        assert client.get("/health", x_large="y" * 60_000).status == 200
+
+
+@pytest.mark.parametrize("protocol", ["websocket", "h2c"])
+def test_other_protocols_are_answered_as_http(served, protocol, caplog):
+    with endpoint(served, Limits(drain=0.0)) as client:
+        answer = client.post(BODY, connection="upgrade", upgrade=protocol)
+    assert answer.status == 200
+    assert not caplog.records
+
+
 @pytest.mark.parametrize("where", ["header", "trailer"])
 def test_headers_without_end(served, where):
     with endpoint(served, Limits(drain=0.0, read_timeout=2.0)) as client:
