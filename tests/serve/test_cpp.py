@@ -7,7 +7,6 @@ import os
 import pathlib
 import shutil
 import subprocess
-import zlib
 
 import jax.numpy as jnp
 import numpy as np
@@ -16,6 +15,8 @@ from flax import nnx
 
 import jaxrec
 from tests.serve import cpp
+from tests.serve.artifact.edited import edit_programs, write_manifest
+from tests.serve.artifact.test_program_file import with_infeed, with_target
 from tests.serve.models import MODELS, collection, dlrm
 from tests.serve.record import RECORDED, Ranker, make_batch
 
@@ -55,16 +56,6 @@ def exported(tmp_path_factory) -> pathlib.Path:
 def damaged(exported, tmp_path) -> pathlib.Path:
     """A copy of the DLRM, to be damaged."""
     return pathlib.Path(shutil.copytree(exported, tmp_path / "model"))
-
-
-def change_manifest(model: pathlib.Path, change) -> None:
-    """Change the content of a manifest, with the checksum of what it then holds."""
-    path = model / "manifest.json"
-    content = json.loads(path.read_text())
-    del content["crc32"]
-    change(content)
-    crc = f"{zlib.crc32(json.dumps(content).encode()):08x}"
-    path.write_text(json.dumps({**content, "crc32": crc}))
 
 
 def request(samples: int = 2) -> dict:
@@ -302,35 +293,52 @@ DAMAGES = {
         "programs/cpu-8.mlirbc cannot be read: No such file or directory",
     ),
     "later format": (
-        lambda model: change_manifest(model, lambda each: each.update(format="jaxrec model 2")),
+        lambda model: write_manifest(model, lambda each: each.update(format="jaxrec model 2")),
         "its format is 'jaxrec model 2', and this program reads 'jaxrec model 1'",
     ),
     "unknown field": (
-        lambda model: change_manifest(model, lambda each: each.update(colour="red")),
+        lambda model: write_manifest(model, lambda each: each.update(colour="red")),
         "'colour' is not a field that this version knows",
     ),
     "file outside": (
-        lambda model: change_manifest(
+        lambda model: write_manifest(
             model, lambda each: each["files"].update({"../x": {"bytes": 0, "crc32": []}})
         ),
         "it names the file '../x', outside of the model's folder",
     ),
     "earlier export": (
-        lambda model: change_manifest(model, lambda each: set_program(each, stablehlo=None)),
+        lambda model: write_manifest(model, lambda each: set_program(each, stablehlo=None)),
         "programs/cpu-1.jax has no StableHLO beside it",
     ),
     "later kernels": (
-        lambda model: change_manifest(
+        lambda model: write_manifest(
             model, lambda each: set_program(each, targets=["jaxrec.pooled_lookup.v9"])
         ),
         "later version of jaxrec exported the model",
     ),
     "foreign kernels": (
-        lambda model: change_manifest(model, lambda each: set_program(each, targets=["system"])),
+        lambda model: write_manifest(model, lambda each: set_program(each, targets=["system"])),
         "programs/cpu-1.jax calls system: it is not a function of jaxrec's native library",
     ),
+    "undeclared kernels": (
+        lambda model: write_manifest(model, lambda each: set_program(each, targets=[])),
+        "programs/cpu-1.mlirbc cannot be used: it calls jaxrec.flatten_bags.v1, which the manifest",
+    ),
+    "foreign calls": (
+        lambda model: edit_programs(model, with_target("xla_ffi_python_cpu_callback")),
+        "programs/cpu-1.mlirbc cannot be used: it calls xla_ffi_python_cpu_callback, which jaxrec "
+        "does not know",
+    ),
+    "transfers": (
+        lambda model: edit_programs(model, with_infeed),
+        "programs/cpu-1.mlirbc cannot be used: it calls infeed_v1, which jaxrec does not know",
+    ),
+    "text": (
+        lambda model: edit_programs(model, str, is_text=True),
+        "programs/cpu-1.mlirbc cannot be used: it is not MLIR bytecode",
+    ),
     "other platform": (
-        lambda model: change_manifest(model, lambda each: set_program(each, platform="cuda")),
+        lambda model: write_manifest(model, lambda each: set_program(each, platform="cuda")),
         "has no program for 1 samples on CPUs",
     ),
 }

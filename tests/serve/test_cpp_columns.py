@@ -13,11 +13,15 @@ from flax import nnx
 
 import jaxrec
 from jaxrec.data import DataError, Schema, learn_encoder
+from jaxrec.data.encoder import bags_of
+from jaxrec.data.frozen_vocabulary import FrozenVocabulary
+from jaxrec.serve.commands.frozen_run import with_vocabularies
 from jaxrec.serve.http.json_body import JsonDecoder
 from jaxrec.serve.http.predictor import Predictor, RequestError
 from tests.serve import cpp
+from tests.serve.artifact.edited import write_manifest
 from tests.serve.models import dlrm
-from tests.serve.test_cpp import change_manifest, needs_compiler, needs_runtime, write
+from tests.serve.test_cpp import needs_compiler, needs_runtime, write
 
 pytestmark = pytest.mark.slow  # builds cpp/
 
@@ -27,6 +31,7 @@ DENSE = {
     "price": {"transform": "log1p", "missing": "zero"},
     "clicks": {"transform": "log_counts"},
     "plain": {"transform": "none", "missing": "error"},
+    "flag": {},
 }
 CATEGORICAL = {
     "word": {"num_unknown": 3},
@@ -39,6 +44,8 @@ CATEGORICAL = {
     "modulo": {"encoding": "modulo", "num_embeddings": 50},
     "row": {"encoding": "ids", "num_embeddings": 20},
     "rows": {"encoding": "ids", "num_embeddings": 20},
+    "open": {"encoding": "dynamic", "num_embeddings": 1},
+    "opens": {"encoding": "dynamic", "num_embeddings": 1},
 }
 
 
@@ -70,6 +77,9 @@ def raw_rows(rows: int, seed: int = 0) -> dict[str, list]:
         "modulo": some(rng.integers(-(2**63), 2**63 - 1, rows).tolist()),
         "row": rng.integers(0, 20, rows).tolist(),
         "rows": some(bags(small)),
+        "flag": some((rng.random(rows) < 0.5).tolist()),
+        "open": some(words),
+        "opens": some(bags([0, 2**63 - 1, *wide])),
     }
 
 
@@ -90,7 +100,14 @@ def encoder_of(dense: dict, categorical: dict, rows: int = 300) -> jaxrec.data.T
     columns = {"label": "label", "dense": dense, "categorical": categorical}
     schema = Schema.from_dict(columns)
     raw = raw_rows(rows)
-    return learn_encoder(schema, [pa.table({"label": [0, 1] * (rows // 2), **raw})])
+    table = pa.table({"label": [0, 1] * (rows // 2), **raw})
+    encoder = learn_encoder(schema, [table])
+    encoded = encoder.encode(table)
+    frozen = {}
+    for name in schema.dynamic:
+        ids, _ = bags_of(encoded[name].combine_chunks())
+        frozen[name] = FrozenVocabulary(np.unique(ids))
+    return with_vocabularies(encoder, frozen)
 
 
 @pytest.fixture(scope="module")
@@ -108,14 +125,15 @@ def test_rows_are_those_of_python_to_the_bit(exported):
     # The last rows have values that training did not see.
     batches = [raw_rows(samples, seed) for seed, samples in enumerate((1, 5, 30, 300, 200))]
     batches[-1]["word"] = [f"{word}?" for word in batches[-1]["word"]]
-    batches[-1]["codes"] = [[number] for number in range(200)]
+    batches[-1]["codes"] = batches[-1]["opens"] = [[number] for number in range(200)]
+    batches[-1]["open"] = [f"{word}?" for word in batches[-1]["open"]]
     answers = cpp.predict(exported, [json.dumps(batch) for batch in batches])
     assert answers.code == 0, answers.error
     for batch, line in zip(batches, answers.lines, strict=True):
         expected = served.predict_columns(columns.table([batch]))
         np.testing.assert_array_equal(line["rows"], expected["rows"])
         dense = np.float32(line["dense"])
-        exact = [0, 3]  # of which no logarithm is taken
+        exact = [0, 3, 4]  # of which no logarithm is taken
         np.testing.assert_array_equal(dense[:, exact], expected["dense"][:, exact])
         np.testing.assert_array_max_ulp(dense, expected["dense"], maxulp=4)
 
@@ -131,6 +149,14 @@ def test_columns_without_numbers(tmp_path):
 
 
 BAD_REQUESTS = {
+    "a number for true": (
+        {"flag": [True, 7.0]},
+        "column 'flag', sample 1: expected true, false or null, got 7.0",
+    ),
+    "a reserved id": (
+        {"opens": [[1], [3, -1]]},
+        "the request, row 1 (from 0), column 'opens': id -1 (2**64 - 1 unsigned) is reserved",
+    ),
     "a missing column": ({"age": ...}, "the request has no column 'age', which the model reads"),
     "no list": ({"age": 3}, "column 'age' must be a list with an element for each sample, got 3"),
     "text for a number": ({"age": [1, "a"]}, "column 'age', sample 1: expected a number or null"),
@@ -310,7 +336,7 @@ DAMAGES = {
 def test_damaged_encodings_are_refused(name, exported, tmp_path):
     subprocess.run(["cp", "-r", str(exported), str(tmp_path / "model")], check=True)
     change, message = DAMAGES[name]
-    change_manifest(tmp_path / "model", change)
+    write_manifest(tmp_path / "model", change)
     answers = cpp.predict(tmp_path / "model", [changed({})])
     assert (answers.code, answers.lines) == (1, [])
     assert message in answers.error
@@ -319,7 +345,7 @@ def test_damaged_encodings_are_refused(name, exported, tmp_path):
 @needs_runtime
 def test_encoders_of_earlier_versions(exported, tmp_path):
     subprocess.run(["cp", "-r", str(exported), str(tmp_path / "model")], check=True)
-    change_manifest(tmp_path / "model", lambda each: each.pop("encoding"))
+    write_manifest(tmp_path / "model", lambda each: each.pop("encoding"))
     assert jaxrec.serve.load(tmp_path / "model").encoder is not None
     (line,) = cpp.predict(tmp_path / "model", [changed({})]).lines
     assert "an earlier jaxrec exported the model; export it again" in line["error"]

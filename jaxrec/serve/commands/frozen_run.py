@@ -60,7 +60,7 @@ def load_frozen(
         if table.ids is not None
         for feature in table.features
     }
-    frozen = _with_vocabularies(encoder, vocabularies)
+    frozen = with_vocabularies(encoder, vocabularies)
     fixed = dataclasses.replace(config, vocabulary=VocabularyConfig())
     copy, _ = make_model(fixed, num_steps=1, encoder=frozen)
     variables = dense_variables(copy)
@@ -103,7 +103,7 @@ def _read_table(table: PublishedTable) -> _Table:
     return _Table(ids[order], np.concatenate([unknown, rows[order]]), features)
 
 
-def _with_vocabularies(
+def with_vocabularies(
     encoder: TableEncoder, vocabularies: Mapping[str, FrozenVocabulary]
 ) -> TableEncoder:
     """Return an encoder in which the columns of vocabularies are of encoding "frozen"."""

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import concurrent.futures
-import json
 import pathlib
 import shutil
-import zlib
 
 import jax
 import numpy as np
@@ -22,6 +20,7 @@ from jaxrec.embed.kernels import cpu
 from jaxrec.serve import ArtifactError, export, load
 from jaxrec.serve.artifact.manifest import FORMAT
 from tests.fuzz import max_examples
+from tests.serve.artifact.edited import write_manifest
 from tests.serve.models import dlrm, features
 from tests.serve.record import DTYPES, RECORDED, make_batch
 
@@ -160,15 +159,6 @@ def test_bytes_that_are_no_manifest(recorded):
             load(recorded)
 
 
-def rewrite(path: pathlib.Path, change) -> None:
-    """Change a manifest, checksum included."""
-    content = json.loads((path / "manifest.json").read_text())
-    del content["crc32"]
-    change(content)
-    crc = f"{zlib.crc32(json.dumps(content).encode()):08x}"
-    (path / "manifest.json").write_text(json.dumps({**content, "crc32": crc}))
-
-
 CHANGES = {
     "format": (lambda m: m.update(format="jaxrec model 9"), f"'jaxrec model 9'.* reads '{FORMAT}'"),
     "field missing": (lambda m: m.pop("tables"), "missing required field `tables`"),
@@ -212,7 +202,7 @@ CHANGES = {
 @pytest.mark.parametrize("what", CHANGES)
 def test_manifests_that_do_not_fit(recorded, what):
     change, message = CHANGES[what]
-    rewrite(recorded, change)
+    write_manifest(recorded, change)
     with pytest.raises(ArtifactError, match=message):
         load(recorded)
 
