@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import concurrent.futures
+import math
 import pathlib
 from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -60,17 +62,40 @@ def read_array(directory: pathlib.Path, stored: StoredArray) -> np.ndarray:
         ArtifactError: The file holds no such array.
     """
     path = directory / stored.file
+    dtype = stored_dtype(stored.dtype)
+    try:
+        with path.open("rb") as file:
+            shape, is_fortran, found = _read_header(file)
+            start, size = file.tell(), path.stat().st_size
+    # A header is a Python expression, whose damage may raise anything.
+    except Exception as error:
+        raise ArtifactError(f"{path} is not an npy file, or is cut short ({error})") from None
+    if (shape, found) != (stored.shape, dtype) or (is_fortran and len(shape) > 1):
+        raise ArtifactError(
+            f"{path} holds {found} of {shape}; the model has {stored.name} of {stored.dtype} and "
+            f"{stored.shape}"
+        )
+    # Before memory is taken for it.
+    if (wanted := start + math.prod(shape) * dtype.itemsize) != size:
+        raise ArtifactError(
+            f"{path} is not an npy file, or is cut short ({size:,} bytes instead of {wanted:,})"
+        )
     is_mapped = stored.is_mapped and 0 not in stored.shape
     try:
         array = np.load(path, mmap_mode="r" if is_mapped else None, allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
         raise ArtifactError(f"{path} is not an npy file, or is cut short ({error})") from None
-    if array.shape != stored.shape or array.dtype != stored_dtype(stored.dtype):
-        raise ArtifactError(
-            f"{path} holds {array.dtype} of {array.shape}; the model has {stored.name} of "
-            f"{stored.dtype} and {stored.shape}"
-        )
     return array.view(jnp.dtype(stored.dtype))
+
+
+def _read_header(file: Any) -> tuple[tuple[int, ...], bool, np.dtype]:
+    """Return the shape of an npy file's array, whether it is in Fortran's order, and its type."""
+    version = np.lib.format.read_magic(file)
+    read = {
+        (1, 0): np.lib.format.read_array_header_1_0,
+        (2, 0): np.lib.format.read_array_header_2_0,
+    }
+    return read[version](file)
 
 
 def describe_files(directory: pathlib.Path) -> dict[str, StoredFile]:
@@ -102,8 +127,8 @@ def read_manifest(directory: pathlib.Path) -> Manifest:
         ) from None
     except OSError as error:
         raise ArtifactError(f"{path} cannot be read: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
-        raise ArtifactError(f"{path} cannot be used: {error}") from None
+    except (ValueError, RecursionError, MemoryError) as error:
+        raise ArtifactError(f"{path} cannot be used: {error or type(error).__name__}") from None
 
 
 def check_files(

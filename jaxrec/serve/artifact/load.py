@@ -13,9 +13,10 @@ import jax
 import numpy as np
 import pyarrow as pa
 
-from jaxrec.data import DataError, SchemaError, TableEncoder
+from jaxrec.data import TableEncoder
 from jaxrec.embed.kernels import cpu, trial
 from jaxrec.embed.kernels.native_call import exported_targets
+from jaxrec.serve.artifact.batch_spec import ArrayInput
 from jaxrec.serve.artifact.export import FEATURES_DIRECTORY
 from jaxrec.serve.artifact.files import ArtifactError, check_files, read_array, read_manifest
 from jaxrec.serve.artifact.manifest import Manifest, Program
@@ -49,7 +50,7 @@ class ServedModel:
     def __init__(self, directory: pathlib.Path, manifest: Manifest, device: jax.Device):
         self.manifest = manifest
         self.platform = _platform(device)
-        self.encoder = _encoder(directory) if manifest.has_encoder else None
+        self.encoder = _encoder(directory, manifest) if manifest.has_encoder else None
         self._device = device
         programs = {
             each.samples: each for each in manifest.programs if each.platform == self.platform
@@ -243,11 +244,32 @@ def _platform(device: jax.Device) -> str:
     return "cuda" if device.platform == "gpu" and device in trial.cards() else device.platform
 
 
-def _encoder(directory: pathlib.Path) -> TableEncoder:
+def _encoder(directory: pathlib.Path, manifest: Manifest) -> TableEncoder:
+    """Read the encoder of raw columns, and check that its columns are the model's inputs."""
+    path = directory / FEATURES_DIRECTORY
     try:
-        return TableEncoder.load(directory / FEATURES_DIRECTORY)
-    except (OSError, SchemaError, DataError) as error:
-        raise ArtifactError(f"{directory / FEATURES_DIRECTORY} cannot be used: {error}") from None
+        encoder = TableEncoder.load(path)
+        rows, capacities = encoder.table_rows, encoder.capacities(1)
+    # Damage may raise anything in the readers of YAML, JSON and Parquet.
+    except Exception as error:
+        problem = next(iter(str(error).splitlines()), "") or type(error).__name__
+        raise ArtifactError(f"{path} cannot be used: {problem}") from None
+    arrays = [each for each in manifest.batch.inputs if isinstance(each, ArrayInput)]
+    bounds = {x.name: x.num_ids for each in manifest.batch.ragged for x in each.features}
+    num_dense = len(encoder.schema.dense)
+    if (
+        [(each.dtype, each.shape) for each in arrays] != [("float32", (num_dense,))]
+        or len(manifest.batch.ragged) != 1
+        or manifest.batch.ragged[0].is_weighted
+        or not bounds.keys() == rows.keys() == capacities.keys()
+        or any(rows[name] > (bound or rows[name]) for name, bound in bounds.items())
+        or encoder.schema.dynamic
+    ):
+        raise ArtifactError(
+            f"{path} cannot be used: it encodes other columns than the model takes; export the "
+            "model again"
+        )
+    return encoder
 
 
 def _check_targets(directory: pathlib.Path, program: Program) -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
 import zlib
 from typing import Any
 
+import jax.numpy as jnp
 import msgspec
 
-from jaxrec.serve.artifact.batch_spec import BatchSpec
+from jaxrec.embed.formats import FORMATS
+from jaxrec.serve.artifact.batch_spec import ArrayInput, BatchSpec
 from jaxrec.serve.artifact.column_encoding import ColumnEncoding
 from jaxrec.serve.artifact.structure import Structure
 
@@ -16,6 +19,10 @@ FORMAT = "jaxrec model 1"
 MANIFEST_FILE = "manifest.json"
 
 _CHECKSUM = "crc32"
+
+# Largest number of samples or ids of a batch, and of elements of an array.
+_MOST = 2**31 - 1
+_MOST_ELEMENTS = 1 << 46
 
 
 class StoredFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -160,7 +167,10 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
             raise ValueError("its checksum does not match: the file was changed")
         if (written := content.pop("format")) != FORMAT:
             raise ValueError(f"its format is {written!r}, and this jaxrec reads {FORMAT!r}")
-        manifest = msgspec.convert(content, cls)
+        try:
+            manifest = msgspec.convert(content, cls)
+        except msgspec.MsgspecError as error:
+            raise ValueError(str(error)) from None
         manifest.check()
         return manifest
 
@@ -171,9 +181,11 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
         used += [] if self.encoding is None else self.encoding.files
         if missing := [file for file in used if file not in self.files]:
             raise ValueError(f"it uses {missing[0]!r}, which is not among its files")
-        for file in self.files:
-            if file.startswith("/") or ".." in file.split("/"):
+        for file, stored in self.files.items():
+            if not file or file[0] == "/" or ".." in file.split("/") or "\0" in file:
                 raise ValueError(f"it names the file {file!r}, outside of the model's folder")
+            if stored.bytes < 0:
+                raise ValueError(f"file {file!r} has {stored.bytes} bytes")
         for structure, listed, what in (
             (self.batch.structure, self.batch.inputs, "inputs"),
             (self.output_structure, self.outputs, "outputs"),
@@ -182,6 +194,8 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
                 raise ValueError(
                     f"its structure has {structure.num_leaves} {what}, and it lists {len(listed)}"
                 )
+        self._check_arrays()
+        self._check_tables()
         samples = [size.samples for size in self.batch.sizes]
         if not samples or samples != sorted(set(samples)) or samples[0] < 1:
             raise ValueError(f"its batch sizes are {samples}; they must ascend from 1 or more")
@@ -195,6 +209,58 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
         ):
             if len(ragged) != len(capacities):
                 raise ValueError(f"{len(capacities)} capacities for {len(ragged)} features")
+            if any(not 0 <= each <= _MOST for each in capacities) or sum(capacities) > _MOST:
+                raise ValueError(f"capacities of {list(capacities)} ids; they must fit int32")
+        if samples[-1] * max((len(each.keys) for each in self.batch.ragged), default=1) > _MOST:
+            raise ValueError(f"a batch of {samples[-1]} samples is too large")
+
+    def _check_arrays(self) -> None:
+        """Raise a ValueError where arrays have no type or no size that a program could take."""
+        inputs = [each for each in self.batch.inputs if isinstance(each, ArrayInput)]
+        most = max((size.samples for size in self.batch.sizes), default=1)
+        for each, samples in (
+            *((each, most) for each in (*inputs, *self.outputs)),
+            *((each, 1) for each in self.arrays),
+        ):
+            try:
+                bits = jnp.dtype(each.dtype).kind
+            except TypeError:
+                bits = "O"
+            if bits not in "biufcV":
+                raise ValueError(f"{each.name} is of {each.dtype!r}, which is no type of arrays")
+            if min(each.shape, default=0) < 0 or samples * math.prod(each.shape) > _MOST_ELEMENTS:
+                raise ValueError(f"{each.name} has the shape {list(each.shape)}")
+        names = [each.name for each in self.arrays]
+        if len(set(names)) < len(names):
+            raise ValueError(f"it names the array {max(names, key=names.count)!r} twice")
+        for ragged in self.batch.ragged:
+            if len(set(ragged.keys)) < len(ragged.keys):
+                raise ValueError(f"{ragged.name} has a feature twice")
+            for feature in ragged.features:
+                if not 1 <= (feature.num_ids or 1) <= _MOST + 1 or not 0 <= (feature.fixed or 0):
+                    raise ValueError(
+                        f"feature {feature.name!r} has {feature.num_ids} ids, "
+                        f"{feature.fixed} in each sample"
+                    )
+
+    def _check_tables(self) -> None:
+        """Raise a ValueError where a table does not lie in its array."""
+        arrays = {each.name: each for each in self.arrays}
+        for table in self.tables:
+            array = arrays.get(table.array)
+            if array is None or table.row_format not in FORMATS:
+                raise ValueError(
+                    f"table {table.name!r} has rows of {table.row_format!r} in the array "
+                    f"{table.array!r}; there is no such format, or no such array"
+                )
+            rows, maps = array.shape[:1], f"{table.collection}/" * bool(table.collection)
+            is_pruned = f"{maps}row_maps/{table.name}/kept" in arrays
+            last = table.first_row + (0 if is_pruned else table.num_embeddings)
+            if not rows or not 0 <= table.first_row <= last <= rows[0] or table.embedding_dim < 1:
+                raise ValueError(
+                    f"table {table.name!r} has {table.num_embeddings} rows from {table.first_row} "
+                    f"on, but its array has the shape {list(array.shape)}"
+                )
 
     def _capacities(
         self, capacities: tuple[tuple[int, ...], ...]

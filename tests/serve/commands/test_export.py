@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import pathlib
+import re
+import shutil
+
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -14,12 +19,16 @@ from jaxrec.data.criteo import CriteoFile
 from jaxrec.data.transforms import CATEGORICAL_NAMES
 from jaxrec.serve import load
 from jaxrec.serve.commands.export import column_encoder
+from jaxrec.serve.http.json_body import JsonDecoder
+from jaxrec.serve.http.predictor import Predictor
+from jaxrec.serve.http.raw_columns import RawColumns
 from jaxrec.train import load_model
 from jaxrec.train.config import TrainConfig
 from jaxrec.train.model import predict
 from jaxrec.train.options import write_options
 from tests.data.test_criteo import KAGGLE
 from tests.train.test_columns import SCHEMA, SMALL, directory, table  # noqa: F401
+from tests.train.vocabulary_runs import rows_by_id
 
 ONE_SIZE = ["--batch-sizes", "16", "--platforms", "cpu"]
 TINY = ["--data.batch-size=20", "--model.embedding-dim=4", "--model.top-layer-sizes=4"]
@@ -78,6 +87,74 @@ def test_a_run_on_columns_of_ones_own(directory, tmp_path):  # noqa: F811
     batch = served.encoder.batch(new)
     assert {each.name for each in served.manifest.tables} == SCHEMA["categorical"].keys()
     assert_scores(served.predict_columns(new), np.asarray(predict(load_model(run), batch)))
+
+
+DYNAMIC = ["--vocabulary=dynamic", "--data.table-rows=130", "--data.batch-size=20"]
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--model.name=deepfm", "--vocabulary.unknown=default", "--vocabulary.admit-after=2"],
+        ["--vocabulary.store=file://{}/store-of-{{table}}"],
+    ],
+    ids=["lost", "stored"],
+)
+@pytest.mark.filterwarnings("ignore:the table .* thrashes")
+def test_open_vocabularies_are_frozen(directory, tmp_path, options):  # noqa: F811
+    """Rows of a run for all ids of its checkpoint, and the row of unknown ids for others."""
+    run, model = tmp_path / "run", tmp_path / "model"
+    options = [option.format(tmp_path) for option in options]
+    data = [f"--data={directory / 'rows'}", "--label=click", "--data.eval-fraction=0.5"]
+    assert main(["train", *data, *SMALL, *DYNAMIC, *options, f"--output={run}"]) == 0
+    # The run's own stores are open, and not those of a copy.
+    copy = pathlib.Path(shutil.copytree(run, tmp_path / "copy"))
+    config = (copy / "config.yaml").read_text()
+    (copy / "config.yaml").write_text(re.sub(r"store: file:.*", "store: memory://", config))
+    saved = load_model(copy)
+    encoder = column_encoder(run)
+    new = table(300, seed=3).drop_columns(["click"])
+    user = ["nobody", *new["user"].to_pylist()[1:]]
+    new = new.set_column(new.column_names.index("user"), "user", pa.array(user))
+    parts = [new.slice(start, 50) for start in range(0, 300, 50)]
+    expected = np.concatenate([predict(saved, encoder.batch(part)) for part in parts])
+    resident = rows_by_id(saved, "user")
+    assert main(["export", str(run), str(model), *ONE_SIZE]) == 0
+    served = load(model)
+    assert_scores(served.predict_columns(new), expected)
+    # Evicted rows of a store are known, too; training evicted some.
+    known = served.encoder.table_rows["user"] - 1
+    assert (known > 129, len(resident) <= 129) == ("store" in str(options), True)
+    columns = RawColumns(served.encoder, served.manifest.batch)
+    example = columns.example()
+    rows = pq.read_table(directory / "rows/a.parquet").slice(0, 2)
+    assert example["user"] == rows["user"].to_pylist()
+    payload = JsonDecoder(columns, 10).decode(json.dumps(example).encode())
+    (scores,) = Predictor(served).predict([payload])
+    expected = served.predict_columns(rows.select(columns.names))
+    np.testing.assert_allclose(scores.columns["logit"], expected["logit"], rtol=1e-6)
+
+
+def test_a_generated_log_with_open_vocabularies(tmp_path):
+    run, model = tmp_path / "run", tmp_path / "model"
+    rows = ["--data.generated-rows=600", "--data.generated-eval-rows=100", *TINY]
+    small = ["--model.name=dcn_v2", "--vocabulary=dynamic", "--data.table-rows=200"]
+    assert main(["train", *rows, *small, f"--output={run}"]) == 0
+    assert main(["export", str(run), str(model), *ONE_SIZE]) == 0
+    log = GeneratedLog(60, id_bits=64)
+    (clicks,) = log.chunks(0, 60)
+    columns = dict(zip(CATEGORICAL_NAMES, clicks.ids.T, strict=True))
+    counts = np.round(np.exp(clicks.dense.T) - 3).astype(int)
+    columns |= {f"int_{i}": column for i, column in enumerate(counts)}
+    served = load(model)
+    (batch,) = batches(log.chunks(0, 60), 60, CATEGORICAL_NAMES, id_bits=64)
+    expected = np.asarray(predict(load_model(run), batch))
+    assert_scores(served.predict_columns(pa.table(columns)), expected)
+    # Examples are the first rows of the log.
+    example = RawColumns(served.encoder, served.manifest.batch).example()
+    assert example["cat_3"] == clicks.ids[:2, 3].tolist()
+    assert example["int_5"] == counts[5, :2].tolist()
 
 
 def test_tables_are_quantized_on_request(of_text, tmp_path):
