@@ -155,16 +155,20 @@ def check_files(
     if not with_checksums:
         return
     with concurrent.futures.ThreadPoolExecutor(THREADS) as threads:
-        for damage in threads.map(lambda part: _damage(directory, *part), _checks(files)):
+        for damage in threads.map(lambda part: _damage(directory, *part), _checks(directory, files)):
             if damage:
                 raise ArtifactError(damage)
 
 
-def _checks(files: Mapping[str, StoredFile]) -> Iterator[tuple[Segment, str]]:
+def _checks(
+    directory: pathlib.Path, files: Mapping[str, StoredFile]
+) -> Iterator[tuple[Segment, str]]:
     for file, stored in files.items():
         segments = segments_of(file, stored.bytes)
         if len(segments) != len(stored.crc32):
-            raise ArtifactError(f"{file} has {len(stored.crc32)} checksums in {MANIFEST_FILE}")
+            raise ArtifactError(
+                f"{directory / file} has {len(stored.crc32)} checksums in {MANIFEST_FILE}"
+            )
         yield from zip(segments, stored.crc32, strict=True)
 
 

@@ -37,7 +37,10 @@ def parse_program(content: bytes) -> Any:
     Raises:
         Exception: The content is something else.
     """
-    return stablehlo.deserialize_portable_artifact(mlir.make_ir_context(), content)
+    context = mlir.make_ir_context()
+    # What MLIR would print is part of the error.
+    with context, context.attach_diagnostic_handler(lambda diagnostic: True):
+        return stablehlo.deserialize_portable_artifact(context, content)
 
 
 def program_calls(module: Any) -> tuple[str, ...]:
