@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
 import zipfile
-from collections.abc import Iterable, Iterator
-from typing import IO
+from collections.abc import Iterable
 
 import numpy as np
 from jaxtyping import Shaped
 
 from jaxrec.data.text import DataError
-
-# Bytes of a local header of a zip file, before its name and its extra field.
-_HEADER_BYTES = 30
+from jaxrec.npz import NpzFile
 
 # The oldest time that a zip file can have: equal arrays make equal files.
 _TIME = (1980, 1, 1, 0, 0, 0)
@@ -47,30 +43,16 @@ class NpzMember:
             OSError: The file cannot be read.
             DataError: The file is not an npz file, is cut short or compressed, or lacks the array.
         """
-        with _archive(self.path) as archive:
-            try:
-                entry = archive.getinfo(f"{self.name}.npy")
-            except KeyError:
-                names = ", ".join(sorted(_names(archive)))
-                raise DataError(f"{self.path} has no array {self.name!r}; it has {names}") from None
-        if entry.compress_type != zipfile.ZIP_STORED:
-            raise DataError(
-                f"{self.path}: array {self.name!r} is compressed and cannot be mapped into memory; "
-                "write it by numpy.savez"
-            )
-        with open(self.path, "rb") as file:
-            file.seek(entry.header_offset)
-            header = file.read(_HEADER_BYTES)
-            lengths = (int.from_bytes(header[at : at + 2], "little") for at in (26, 28))
-            file.seek(sum(lengths), os.SEEK_CUR)
-            try:
-                shape, is_fortran, dtype = _read_header(file)
-            except ValueError as error:
+        with NpzFile(self.path, DataError) as file:
+            if self.name not in file.names:
+                names = ", ".join(sorted(file.names))
+                raise DataError(f"{self.path} has no array {self.name!r}; it has {names}")
+            if file.is_compressed(self.name):
                 raise DataError(
-                    f"{self.path}: {self.name!r} is not an npy array ({error})"
-                ) from None
-            start = file.tell()
-        return np.memmap(self.path, dtype, "r", start, shape, "F" if is_fortran else "C")
+                    f"{self.path}: array {self.name!r} is compressed and cannot be mapped into "
+                    "memory; write it by numpy.savez"
+                )
+            return file.map(self.name)
 
 
 def npz_members(path: str | os.PathLike[str]) -> dict[str, NpzMember]:
@@ -87,8 +69,8 @@ def npz_members(path: str | os.PathLike[str]) -> dict[str, NpzMember]:
         >>> list(npz_members(path))
         ['a', 'b']
     """
-    with _archive(path) as archive:
-        return {name: NpzMember(path, name) for name in _names(archive)}
+    with NpzFile(path, DataError) as file:
+        return {name: NpzMember(path, name) for name in file.names}
 
 
 class NpzWriter:
@@ -147,26 +129,3 @@ class NpzWriter:
 
     def __exit__(self, *_: object) -> None:
         self._archive.close()
-
-
-@contextlib.contextmanager
-def _archive(path: str | os.PathLike[str]) -> Iterator[zipfile.ZipFile]:
-    try:
-        archive = zipfile.ZipFile(path)
-    except zipfile.BadZipFile as error:
-        raise DataError(f"{path} is not an npz file, or is cut short ({error})") from None
-    with archive:
-        yield archive
-
-
-def _names(archive: zipfile.ZipFile) -> list[str]:
-    return [name.removesuffix(".npy") for name in archive.namelist() if name.endswith(".npy")]
-
-
-def _read_header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype]:
-    version = np.lib.format.read_magic(file)
-    if version == (1, 0):
-        return np.lib.format.read_array_header_1_0(file)
-    if version == (2, 0):
-        return np.lib.format.read_array_header_2_0(file)
-    raise ValueError(f"version {version} of the format is unknown")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import zipfile
 
 import numpy as np
 import pyarrow as pa
@@ -208,10 +209,24 @@ def test_bad_npz_files(tmp_path):
         npz_members(tmp_path / "none.npz")
     buffer = io.BytesIO()
     np.savez(buffer, a=np.zeros(3))
-    content = buffer.getvalue().replace(b"\x93NUMPY", b"\x93NOMPY")
-    path.write_bytes(content)
-    with pytest.raises(DataError, match="'a' is not an npy array"):
-        NpzMember(path, "a").open()
+    content = buffer.getvalue()
+    for damage in (content.replace(b"\x93NUMPY", b"\x93NOMPY"), content.replace(b"(3,)", b"(4,)")):
+        path.write_bytes(damage)
+        with pytest.raises(DataError, match=r"x\.npz is damaged: 'a\.npy' \(Bad CRC-32"):
+            NpzMember(path, "a").open()
+    for header in (b"\x93NOMPY" + bytes(99), array_header((4,)), array_header((-1,)), b""):
+        with zipfile.ZipFile(path, "w") as archive:
+            archive.writestr("a.npy", header + bytes(24) if header else b"")
+        with pytest.raises(DataError, match=r"x\.npz: 'a' is not an npy array"):
+            NpzMember(path, "a").open()
+
+
+def array_header(shape):
+    """The header of an array of float64."""
+    buffer = io.BytesIO()
+    described = {"descr": "<f8", "fortran_order": False, "shape": shape}
+    np.lib.format.write_array_header_1_0(buffer, described)
+    return buffer.getvalue()
 
 
 def test_parts_that_do_not_fill_the_shape(tmp_path):

@@ -422,7 +422,7 @@ def test_directories_that_are_none(tmp_path):
         load_torchrec(Ranker(), tmp_path)
     shutil.copytree(RECORDED / "dcp", tmp_path / "dcp")
     (tmp_path / "dcp/__0_0.distcp").unlink()
-    with pytest.raises(FileNotFoundError, match="__0_0"):
+    with pytest.raises(CheckpointError, match=r"__0_0\.distcp is missing"):
         load_torchrec(Ranker(), tmp_path / "dcp")
     with pytest.raises(FileNotFoundError):
         load_torchrec(Ranker(), tmp_path / "none.pt")

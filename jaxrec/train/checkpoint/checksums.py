@@ -58,10 +58,10 @@ def _find_damage(directory: pathlib.Path) -> str:
     try:
         content = (directory / CHECKSUMS_FILE).read_bytes()
         files = json.loads(content)["files"]
-        is_whole = content == _content(files)
+        is_whole = content == _content(files) and all(map(_is_entry, files.values()))
     except FileNotFoundError:
         return f"{CHECKSUMS_FILE} is missing"
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         is_whole = False
     if not is_whole:
         return f"{CHECKSUMS_FILE} is not what was saved"
@@ -73,6 +73,8 @@ def _find_damage(directory: pathlib.Path) -> str:
             return f"{file} was added after the checkpoint was saved"
         if sizes[file] != files[file]["bytes"]:
             return f"{file} has {sizes[file]:,} bytes, {files[file]['bytes']:,} were saved"
+        if len(segments_of(file, sizes[file])) != len(files[file]["crc32"]):
+            return f"{CHECKSUMS_FILE} is not what was saved"
     segments = [
         (segment, checksum)
         for file, entry in files.items()
@@ -90,6 +92,11 @@ def _find_damage(directory: pathlib.Path) -> str:
     mine = segments[jax.process_index() :: jax.process_count()]
     with concurrent.futures.ThreadPoolExecutor(THREADS) as threads:
         return next(filter(None, threads.map(check, mine)), "")
+
+
+def _is_entry(entry: Any) -> bool:
+    """Return whether a file is described by its size and a list of checksums."""
+    return isinstance(entry, dict) and isinstance(entry.get("crc32"), list) and "bytes" in entry
 
 
 def _sizes(directory: pathlib.Path) -> dict[str, int]:

@@ -7,7 +7,7 @@ import json
 import os
 import pathlib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jaxrec.train.checkpoint.checksums import CHECKSUMS_FILE, STORES, find_damage
@@ -24,6 +24,9 @@ _ENTRIES = ("state", "tables", "run", STORES, "_CHECKPOINT_METADATA", CHECKSUMS_
 _HAS_CHECKSUMS = "has_checksums"
 _LINK = "link"
 _CAPACITIES = "capacities"
+
+# Largest capacity factor that is taken over; the worst case of an exchange is one per device.
+_LARGEST_FACTOR = 1e9
 
 
 class CheckpointError(ValueError):
@@ -196,7 +199,7 @@ def read_json(path: pathlib.Path) -> Any:
     """Read a JSON file of a checkpoint, two folders below its directory."""
     try:
         return json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         checkpoint = path.parent.parent
         raise damaged(
             checkpoint, f"{path.relative_to(checkpoint)} cannot be read: {error}"
@@ -220,12 +223,26 @@ def run_file(
 def read_capacities(path: pathlib.Path) -> list[dict[str, Any]]:
     """Read the capacities of exchanges, for `jaxrec.mesh.capacity.restore_capacities`."""
     capacities: list[dict[str, Any]] = _read_run_file(path).get(_CAPACITIES, [])
+    wanted = {"collection": str, "group": str, "devices": int, "exchange": str, "factor": float}
+    is_list = isinstance(capacities, list)
+    if not is_list or not all(_has_types(each, wanted) for each in capacities):
+        raise damaged(path, f"run/metadata has no capacities of exchanges in {_CAPACITIES!r}")
+    if not all(0 < each["factor"] <= _LARGEST_FACTOR for each in capacities):
+        raise damaged(path, "run/metadata has a capacity factor that no exchange has")
     return capacities
 
 
 def read_link(path: pathlib.Path) -> Link:
     """Read a checkpoint's place in its chain; one that an older jaxrec saved is full."""
-    return Link(**_read_run_file(path).get(_LINK, {}))
+    content = _read_run_file(path).get(_LINK, {})
+    wanted = {"token": str, "base": int | None, "base_token": str}
+    if content != {} and not _has_types(content, wanted):
+        raise damaged(path, f"run/metadata has no place in a chain in {_LINK!r}")
+    link = Link(**content)
+    # The step of the folder, under which others name this checkpoint: a chain has an end.
+    if link.base is not None and not 0 <= link.base < int(path.name):
+        raise damaged(path, f"run/metadata has step {link.base} as its base, which is no older one")
+    return link
 
 
 def read_run(path: pathlib.Path) -> CheckpointMetadata:
@@ -234,10 +251,48 @@ def read_run(path: pathlib.Path) -> CheckpointMetadata:
     content.pop(_HAS_CHECKSUMS, None)
     content.pop(_LINK, None)
     content.pop(_CAPACITIES, None)
+    types = {"step": int, "batches": int | None, "metrics": dict, "plan": str | None}
+    metrics = content.get("metrics", {})
+    if not _has_types(content, {name: types.get(name, object) for name in content}) or not (
+        _has_types(metrics, dict.fromkeys(metrics, float))
+    ):
+        raise damaged(path, "run/metadata has entries of other types")
     try:
         return CheckpointMetadata(**content, differences=())
     except TypeError as error:
         raise damaged(path, f"run/metadata has other entries: {error}") from None
+
+
+def read_shapes(path: pathlib.Path) -> dict[str, dict[str, tuple[int, int]]]:
+    """Read the rows on the devices and the columns of tables, by collection and table."""
+    content = read_json(path / "tables" / "metadata")
+    tables = list(content.values()) if isinstance(content, dict) else [None]
+    if not all(
+        isinstance(each, dict)
+        and all(
+            isinstance(shape, list) and [type(n) for n in shape] == [int, int] and min(shape) >= 0
+            for shape in each.values()
+        )
+        for each in tables
+    ):
+        raise damaged(path, "tables/metadata does not hold the shapes of tables")
+    return {
+        collection: {name: (shape[0], shape[1]) for name, shape in each.items()}
+        for collection, each in content.items()
+    }
+
+
+def _has_types(content: Any, types: Mapping[str, Any]) -> bool:
+    """Return whether a JSON object has values of some types by name. Integers are numbers, too."""
+    return (
+        isinstance(content, dict)
+        and content.keys() == types.keys()
+        and all(
+            isinstance(content[name], int | float if kind is float else kind)
+            and not isinstance(content[name], bool)
+            for name, kind in types.items()
+        )
+    )
 
 
 def _read_run_file(path: pathlib.Path) -> dict[str, Any]:

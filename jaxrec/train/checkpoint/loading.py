@@ -41,8 +41,8 @@ from jaxrec.train.checkpoint.files import (
     damaged,
     open_checkpoint,
     read_capacities,
-    read_json,
     read_run,
+    read_shapes,
 )
 from jaxrec.train.checkpoint.matching import Match, listed, match_checkpoint, refusal
 from jaxrec.train.checkpoint.tree import (
@@ -121,9 +121,9 @@ def load(
     partial: bool = False,
 ) -> CheckpointMetadata:
     """Load the checkpoint in the folder ``path`` that `open_checkpoint` returned; see `restore`."""
-    run, links = read_run(path), chain(path)
+    run, links, capacities = read_run(path), chain(path), read_capacities(path)
     saved = read_arrays(path, {"dense", "optimizer", "vocabularies"})
-    shapes = read_json(path / "tables" / "metadata")
+    shapes = read_shapes(path)
     named, tier = collections(model), tier_of(model)
     match = match_checkpoint(model, optimizer, saved, shapes, read_forms(links[0]), resized=resized)
     if match.differences and not partial:
@@ -164,7 +164,7 @@ def load(
         raise
     for variable, value in values:
         variable.set_value(value)
-    restore_capacities(model, read_capacities(path))
+    restore_capacities(model, capacities)
     return dataclasses.replace(run, differences=tuple(match.differences))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import pathlib
 import re
@@ -85,18 +86,11 @@ def load_torchrec(
         collections = _collections(model)
         _check_shapes(state, collections, entries, tables, of_tables)
         step = _step(state, steps)
-        for entry in entries:
-            value = entry.array.from_torch(state.read(entry.name))
-            entry.variable.set_value(value_like(value, entry.variable.get_raw_value()))
-        for (where, table), name in tables.items():
-            collections[where].load_table(table, state.read(name))
-        for (where, table), found in of_tables.items():
-            shapes = _state_shapes(collections[where], table)
-            arrays = {
-                key: np.asarray(state.read(name)).astype(np.float32).reshape(shapes[key])
-                for key, name in found.items()
-            }
-            collections[where].load_table_state(table, arrays)
+        try:
+            _load(state, collections, entries, tables, of_tables)
+        except CheckpointError as error:
+            error.add_note("Parts of the model may be loaded; make it anew, or load another file.")
+            raise
         if optimizer is not None and step is not None:
             for variable in counters(optimizer):
                 old = variable.get_value()
@@ -104,6 +98,28 @@ def load_torchrec(
     used = {*tables.values(), *steps, *(entry.name for entry in entries)}
     used |= {name for found in of_tables.values() for name in found.values()}
     return sorted(set(state.names) - used)
+
+
+def _load(
+    state: StateDict,
+    collections: dict[str, Collection],
+    entries: list[_Entry],
+    tables: dict[tuple[str, str], str],
+    of_tables: dict[tuple[str, str], dict[str, str]],
+) -> None:
+    """Set dense variables, tables and the state of row optimizers, one after another."""
+    for entry in entries:
+        value = entry.array.from_torch(state.read(entry.name))
+        entry.variable.set_value(value_like(value, entry.variable.get_raw_value()))
+    for (where, table), name in tables.items():
+        collections[where].load_table(table, state.read(name))
+    for (where, table), found in of_tables.items():
+        shapes = _state_shapes(collections[where], table)
+        arrays = {
+            key: np.asarray(state.read(name)).astype(np.float32).reshape(shapes[key])
+            for key, name in found.items()
+        }
+        collections[where].load_table_state(table, arrays)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,7 +138,8 @@ class _Names:
         self._state = state
         self._by_table: dict[str, list[str]] = {}
         for name in state.names:
-            if match := _TABLE.fullmatch(name):
+            # Other names, of any length, would be searched for long.
+            if name.endswith(".weight") and (match := _TABLE.fullmatch(name)):
                 self._by_table.setdefault(match["table"], []).append(name)
 
     def table(self, where: str, table: str) -> str:
@@ -151,10 +168,7 @@ class _Names:
 
     def states(self, name: str, keys: Sequence[str]) -> list[str]:
         """Return the optimizer's entries of a parameter."""
-        pattern = re.compile(
-            rf"(?:.*\.)?state\.(?:.*\.)?{re.escape(name)}\.(?:.*\.)?(?:{'|'.join(keys)})"
-        )
-        return [each for each in self._state.names if pattern.fullmatch(each)]
+        return [each for each in self._state.names if _is_state_of(each, name, keys)]
 
     def state(self, name: str, keys: Sequence[str]) -> str:
         """Return the optimizer's entry of a parameter."""
@@ -165,6 +179,13 @@ class _Names:
             there = f"there {len(found)} times: {', '.join(found)}" if found else "not there"
             raise CheckpointError(f"{self._state.path}: {name} is {there}")
         return found[0]
+
+
+def _is_state_of(entry: str, name: str, keys: Sequence[str]) -> bool:
+    """Return whether an entry is ``[...]state.[...]NAME.[...]KEY``."""
+    begin, _, key = f".{entry}".rpartition(".")
+    state, parameter = begin.find(".state."), f"{begin}.".rfind(f".{name}.")
+    return key in keys and 0 <= state <= parameter - len(".state")
 
 
 def _is_state(name: str, suffix: str) -> bool:
@@ -242,7 +263,14 @@ def _state_shapes(collection: Collection, table: str) -> dict[str, tuple[int, ..
 
 def _step(state: StateDict, names: list[str]) -> int | None:
     """Return the number of updates, the same in all entries `names`; None without entries."""
-    numbers = {int(np.asarray(state.read(name)).reshape(-1)[0]) for name in names}
+    numbers = set()
+    for name in names:
+        if math.prod(shape := state.shape(name)) != 1:
+            raise CheckpointError(f"{state.path}, {name}: a number of updates has shape {shape}")
+        number = np.asarray(state.read(name)).reshape(()).item()
+        if not 0 <= number < 1 << 31:
+            raise CheckpointError(f"{state.path}, {name}: {number} is not a number of updates")
+        numbers.add(int(number))
     if len(numbers) > 1:
         raise CheckpointError(
             f"{state.path}: layers had different numbers of steps: {sorted(numbers)}"

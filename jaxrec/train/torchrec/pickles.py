@@ -1,45 +1,46 @@
-"""PyTorch's files without PyTorch: pickles of known classes alone, and the arrays beside them."""
+"""Pickles of PyTorch's files, read without PyTorch and without running their code.
+
+A pickle is a program. The interpreter here knows the instructions that PyTorch's files have, makes
+objects of a few classes alone, and takes memory and time in proportion to the pickle's bytes:
+nothing that one instruction makes depends on the size of what others made.
+"""
 
 from __future__ import annotations
 
-import dataclasses
 import io
-import os
 import pickle
-import zipfile
+import reprlib
 from collections.abc import Callable, Mapping
-from typing import IO, Any
-
-import jax.numpy as jnp
-import numpy as np
-from jaxtyping import Shaped
+from typing import Any, ClassVar
 
 from jaxrec.train.checkpoint import CheckpointError
 
-# PyTorch's types of storages and of tensors.
-_STORAGES = {
-    "DoubleStorage": "float64",
-    "FloatStorage": "float32",
-    "HalfStorage": "float16",
-    "BFloat16Storage": "bfloat16",
-    "LongStorage": "int64",
-    "IntStorage": "int32",
-    "ShortStorage": "int16",
-    "CharStorage": "int8",
-    "ByteStorage": "uint8",
-    "BoolStorage": "bool",
-}
+# Largest pickle: a million tensors or shards.
+PICKLE_BYTES = 1 << 28
+
+# Largest numbers of axes of a tensor and of an object's fields; PyTorch's and its classes' own.
+_AXES = 64
+_FIELDS = 16
+
+# Instructions of protocols 2 to 5 that are taken over from Python's unpickler. Those that are left
+# out allocate what the pickle claims (BYTEARRAY8), make large integers (LONG4), or are not written.
+_INSTRUCTIONS = (
+    *("PROTO", "FRAME", "STOP", "MARK", "MEMOIZE", "BINPUT", "LONG_BINPUT", "BINGET"),
+    *("LONG_BINGET", "NONE", "NEWTRUE", "NEWFALSE", "BININT", "BININT1", "BININT2", "LONG1"),
+    *("BINFLOAT", "SHORT_BINSTRING", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8"),
+    *("BINBYTES", "SHORT_BINBYTES", "BINBYTES8", "EMPTY_TUPLE", "TUPLE", "TUPLE1", "TUPLE2"),
+    *("TUPLE3", "EMPTY_LIST", "APPEND", "APPENDS", "EMPTY_DICT", "GLOBAL", "STACK_GLOBAL"),
+    *("BINPERSID",),
+)
+
+# Text of a value in an error, whatever the value is.
+_short = reprlib.Repr()
+_short.maxlevel, _short.maxtuple, _short.maxstring, _short.maxlong = 2, 8, 80, 80
+shorten = _short.repr
 
 
 class Record:
-    """An object of a class of PyTorch, with its fields as attributes."""
-
-    def __init__(self, *args: Any) -> None:
-        self.args = args
-
-    def __setstate__(self, state: Any) -> None:
-        if isinstance(state, dict):
-            vars(self).update(state)
+    """An object of a class of PyTorch, with its fields as attributes; None for missing fields."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -47,166 +48,146 @@ class Record:
         return None  # a field that another version of PyTorch does not have
 
 
-@dataclasses.dataclass(frozen=True)
-class StoredTensor:
-    """A tensor of a file that `torch.save` wrote.
+def read_pickle(
+    content: bytes, known: Mapping[tuple[str, str], Any], where: str, wanted: str
+) -> Any:
+    """Return the object of a pickle.
 
-    Attributes:
-        dtype: NumPy's name of its type.
-        key: Name of its storage in the file.
-        offset: Position of its first element in the storage.
-        shape: Its shape.
-        strides: Number of elements between neighbours of each axis.
+    Args:
+        content: The pickle.
+        known: Functions and subclasses of `Record` by the module and name that the pickle has for
+            them. Each result must be of constant size.
+        where: Name of the file in errors.
+        wanted: The file's objects, for the error over others.
+
+    Raises:
+        CheckpointError: It is damaged, or holds objects of other classes.
     """
+    if len(content) > PICKLE_BYTES:
+        raise CheckpointError(
+            f"{where} holds {len(content):,} bytes of names and shapes, more than the "
+            f"{PICKLE_BYTES:,} that are read"
+        )
+    try:
+        return _Unpickler(io.BytesIO(content), known, where, wanted).load()
+    except (CheckpointError, MemoryError):
+        raise
+    except Exception as error:  # a damaged pickle raises anything
+        problem = " ".join(str(error).split())[:200] or type(error).__name__
+        raise CheckpointError(f"{where} cannot be read as PyTorch's ({problem})") from None
 
-    dtype: str
-    key: str
-    offset: int
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
 
+class _Unpickler(pickle._Unpickler):
+    """Python's own unpickler with fewer instructions, and stricter ones."""
 
-class _Unpickler(pickle.Unpickler):
-    """Unpickles objects of known classes, none of which runs code of the file."""
+    stack: list[Any]
+    pop_mark: Callable[[], list[Any]]
 
-    def __init__(self, file: IO[bytes], known: Mapping[tuple[str, str], Any], where: str) -> None:
+    def __init__(
+        self, file: io.BytesIO, known: Mapping[tuple[str, str], Any], where: str, wanted: str
+    ) -> None:
         super().__init__(file)
-        self._known, self._where = known, where
+        self._known, self._where, self._wanted = known, where, wanted
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in self._known:
             return self._known[module, name]
         if module == "torch":
-            return _STORAGES.get(name, name)
+            return name
         raise CheckpointError(
-            f"{self._where}: it holds an object of {module}.{name}, which is not read. Save plain "
-            "tensors, as model.state_dict() of an unsharded model has them; sharded models are "
-            "saved by torch.distributed.checkpoint"
+            f"{self._where}: it holds an object of {f'{module}.{name}'[:80]}, which is not read. "
+            f"{self._wanted}"
         )
 
     def persistent_load(self, pid: Any) -> Any:
         return pid  # ("storage", type, key, device, number of elements)
 
+    def load_reduce(self) -> None:
+        arguments = self.stack.pop()
+        function = self.stack[-1]
+        if type(arguments) is not tuple or len(arguments) > _FIELDS or not callable(function):
+            raise ValueError(f"a call of {shorten(function)}")
+        self.stack[-1] = function(*arguments)
 
-def _size(*args: Any) -> tuple[int, ...]:
-    return tuple(args[0]) if args else ()
+    def load_newobj(self) -> None:
+        arguments, kind = self.stack.pop(), self.stack.pop()
+        if arguments != () or not (isinstance(kind, type) and issubclass(kind, Record)):
+            raise ValueError(f"an object of {shorten(kind)}")
+        self.stack.append(kind())
+
+    def load_build(self) -> None:
+        """Set the fields of a record. Other state is of no use: attributes of an OrderedDict."""
+        state = self.stack.pop()
+        instance = self.stack[-1]
+        if not isinstance(instance, Record | dict):
+            raise ValueError(f"state of {shorten(instance)}")
+        if isinstance(instance, Record) and isinstance(state, dict):
+            if len(state) > _FIELDS or not all(isinstance(key, str) for key in state):
+                raise ValueError(f"{type(instance).__name__} with fields {shorten(state)}")
+            vars(instance).update(state)
+
+    def load_setitem(self) -> None:
+        value, key = self.stack.pop(), self.stack.pop()
+        self._set([key, value])
+
+    def load_setitems(self) -> None:
+        self._set(self.pop_mark())
+
+    def _set(self, items: list[Any]) -> None:
+        target = self.stack[-1]
+        if type(target) is not dict or len(items) % 2:
+            raise ValueError(f"items of {shorten(target)}")
+        for key, value in zip(items[::2], items[1::2], strict=True):
+            # The hash of nested tuples can take for ever.
+            if not all(map(_is_scalar, key if type(key) is tuple else (key,))):
+                raise ValueError(f"a key {shorten(key)}")
+            target[key] = value
+
+    dispatch: ClassVar[dict[int, Any]] = {
+        code: pickle._Unpickler.dispatch[code]
+        for code in (getattr(pickle, name)[0] for name in _INSTRUCTIONS)
+    } | {
+        pickle.REDUCE[0]: load_reduce,
+        pickle.NEWOBJ[0]: load_newobj,
+        pickle.BUILD[0]: load_build,
+        pickle.SETITEM[0]: load_setitem,
+        pickle.SETITEMS[0]: load_setitems,
+    }
 
 
-def _rebuild_tensor(
-    storage: tuple[Any, ...], offset: int, shape: Any, strides: Any, *_: Any
-) -> StoredTensor:
-    dtype, key = storage[1:3]
-    return StoredTensor(dtype, key, offset, tuple(shape), tuple(strides))
+def _is_scalar(key: Any) -> bool:
+    return key is None or isinstance(key, str | bytes | int | float | Record)
 
 
-def _rebuild_parameter(tensor: StoredTensor, *_: Any) -> StoredTensor:
-    return tensor
+def torch_size(*arguments: Any) -> tuple[int, ...]:
+    """Return the numbers of a ``torch.Size``."""
+    (numbers,) = arguments or ((),)
+    return integers(numbers)
 
 
-_TENSORS: dict[tuple[str, str], Any] = {
-    ("torch._utils", "_rebuild_tensor_v2"): _rebuild_tensor,
-    ("torch._utils", "_rebuild_parameter"): _rebuild_parameter,
-    ("torch", "Size"): _size,
-    ("collections", "OrderedDict"): dict,
-}
-
-_CHECKPOINT = "torch.distributed.checkpoint"
-_METADATA: dict[tuple[str, str], Any] = {
-    ("torch", "Size"): _size,
-    ("torch.serialization", "_get_layout"): str,
-    ("pathlib", "PosixPath"): lambda *parts: "/".join(parts),
-    ("pathlib", "WindowsPath"): lambda *parts: "/".join(parts),
-    ("pathlib._local", "PosixPath"): lambda *parts: "/".join(parts),
-    (f"{_CHECKPOINT}.metadata", "_MEM_FORMAT_ENCODING"): str,
-    (f"{_CHECKPOINT}.filesystem", "_StorageInfo"): Record,
-} | {
-    (f"{_CHECKPOINT}.metadata", name): type(name, (Record,), {})
-    for name in (
-        "BytesStorageMetadata",
-        "ChunkStorageMetadata",
-        "Metadata",
-        "MetadataIndex",
-        "StorageMeta",
-        "TensorProperties",
-        "TensorStorageMetadata",
-    )
-}
+def ignored(*_: Any) -> None:
+    """Stand for a function whose result is of no use."""
 
 
-def read_metadata(path: str | os.PathLike[str]) -> Record:
-    """Return the object of a ``.metadata`` file of `torch.distributed.checkpoint`.
+def integers(value: Any) -> tuple[int, ...]:
+    """Return a shape, a position or strides of a file if they can be such.
 
     Raises:
-        OSError: The file cannot be read.
-        CheckpointError: It is another file.
+        ValueError: They are not integers from 0 to 2^63 - 1, or too many.
     """
-    with open(path, "rb") as file:
-        return _load(_Unpickler(file, _METADATA, str(path)).load, path)
+    if type(value) is not tuple or len(value) > _AXES:
+        raise ValueError(f"{shorten(value)} is not the size of a tensor")
+    for number in value:
+        integer(number)
+    return value
 
 
-class TensorFile:
-    """A file that `torch.save` wrote: an object, and tensors that are read one at a time.
-
-    Args:
-        file: The file's name, or its content.
-        where: Name of the file in errors.
-
-    Attributes:
-        value: The object, with a `StoredTensor` for each tensor.
+def integer(value: Any) -> int:
+    """Return an integer of a file.
 
     Raises:
-        OSError: The file cannot be read.
-        CheckpointError: It is another file, or holds objects that are not read.
+        ValueError: It is none from 0 to 2^63 - 1.
     """
-
-    def __init__(self, file: str | os.PathLike[str] | bytes, where: str) -> None:
-        self._where = where
-        source = io.BytesIO(file) if isinstance(file, bytes) else file
-        try:
-            self._archive = zipfile.ZipFile(source)
-        except zipfile.BadZipFile as error:
-            raise CheckpointError(
-                f"{where} is not a file of torch.save, or is cut short ({error}); PyTorch before "
-                "1.6 wrote other files"
-            ) from None
-        names = self._archive.namelist()
-        pickled = [name for name in names if name.rpartition("/")[2] == "data.pkl"]
-        if len(pickled) != 1:
-            raise CheckpointError(f"{where} is not a file of torch.save: it has no data.pkl")
-        self._prefix = pickled[0].removesuffix("data.pkl")
-        order = f"{self._prefix}byteorder"
-        if order in names and self._archive.read(order) != b"little":
-            raise CheckpointError(f"{where} has big-endian numbers, which are not read")
-        with self._archive.open(pickled[0]) as data:
-            self.value = _load(_Unpickler(data, _TENSORS, where).load, where)
-
-    def read(self, tensor: StoredTensor) -> Shaped[np.ndarray, "..."]:
-        """Return the numbers of a tensor.
-
-        Raises:
-            CheckpointError: The file is damaged.
-        """
-        dtype = jnp.dtype(tensor.dtype)
-        try:
-            content = self._archive.read(f"{self._prefix}data/{tensor.key}")
-            storage = np.frombuffer(content, dtype)[tensor.offset :]
-            last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.strides, strict=True))
-            if 0 not in tensor.shape and not 0 <= last < storage.size:
-                raise ValueError("a tensor ends beyond its storage")
-        except (KeyError, ValueError, zipfile.BadZipFile) as error:
-            raise CheckpointError(f"{self._where} is damaged ({error})") from None
-        steps = tuple(step * dtype.itemsize for step in tensor.strides)
-        return np.lib.stride_tricks.as_strided(storage, tensor.shape, steps, writeable=False)
-
-    def close(self) -> None:
-        """Close the file."""
-        self._archive.close()
-
-
-def _load(load: Callable[[], Any], where: Any) -> Any:
-    try:
-        return load()
-    except CheckpointError:
-        raise
-    except Exception as error:  # a damaged pickle raises anything
-        raise CheckpointError(f"{where} cannot be read as PyTorch's ({error})") from None
+    if type(value) is not int or not 0 <= value < 1 << 63:
+        raise ValueError(f"{shorten(value)} is not a size or a position")
+    return value

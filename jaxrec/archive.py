@@ -1,0 +1,212 @@
+"""Entries of zip files that come from elsewhere, checked before they take memory."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pathlib
+import zipfile
+from collections.abc import Iterator
+from typing import IO
+
+import numpy as np
+from jaxtyping import UInt8
+
+# Bytes that are read at once to compare a checksum.
+_BUFFER_BYTES = 1 << 20
+
+# Bytes of an entry's own header, before its name and its extra field.
+_HEADER_BYTES = 30
+
+_IS_ENCRYPTED = 1  # of a zip entry's flags
+
+
+class Archive:
+    """A zip file, or a part of a file that is one.
+
+    Memory follows what the caller wants, not what the file says: entries that are stored without
+    compression are mapped into memory, and compressed ones are refused where they are larger than
+    the caller's limit. Damage of any kind raises ``error``, which names the file.
+
+    Args:
+        path: The file.
+        kind: The file's kind in errors, such as "an npz file".
+        error: Class of the errors.
+        start, size: The part of the file; None: up to its end.
+
+    Attributes:
+        names: Names of the entries, in the order of the file.
+
+    Raises:
+        OSError: The file cannot be read.
+
+    Example:
+        >>> import tempfile
+        >>> path = pathlib.Path(tempfile.mkdtemp(), "x.zip")
+        >>> with zipfile.ZipFile(path, "w") as file:
+        ...     file.writestr("a", "text")
+        >>> with Archive(path, "a zip file", ValueError) as archive:
+        ...     archive.names, archive.read("a", limit=100).tobytes()
+        (['a'], b'text')
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        kind: str,
+        error: type[Exception],
+        *,
+        start: int = 0,
+        size: int | None = None,
+    ) -> None:
+        self._path, self._error = pathlib.Path(path), error
+        self._whole: set[str] = set()
+        with contextlib.ExitStack() as stack:
+            file = stack.enter_context(open(path, "rb"))
+            left = os.fstat(file.fileno()).st_size - start
+            if size is not None and size > left:
+                raise error(
+                    f"{path} is cut short: {size:,} bytes from byte {start:,} on are "
+                    f"wanted, {max(left, 0):,} are there"
+                )
+            self._part = _Part(file, start, left if size is None else size)
+            with self._damage(f"{path} is not {kind}, or is cut short"):
+                self._zip = stack.enter_context(zipfile.ZipFile(self._part))
+            self._resources = stack.pop_all()
+        self.names = self._zip.namelist()
+        if len(set(self.names)) != len(self.names):
+            self.close()
+            twice = next(name for name in self.names if self.names.count(name) > 1)
+            raise error(f"{path} is damaged: it has the entry {twice[:80]!r} more than once")
+
+    def size(self, name: str) -> int:
+        """Return the number of bytes of an entry, as the file says."""
+        return self._entry(name).file_size
+
+    def is_compressed(self, name: str) -> bool:
+        """Return whether an entry is compressed, which cannot be mapped into memory."""
+        return self._entry(name).compress_type != zipfile.ZIP_STORED
+
+    def head(self, name: str, count: int) -> bytes:
+        """Return the first bytes of an entry, at most ``count``, without comparing its checksum."""
+        with self._open(name) as file:
+            return file.read(count)
+
+    def read(self, name: str, limit: int) -> UInt8[np.ndarray, " bytes"]:
+        """Return the bytes of an entry after comparing them with its checksum; read-only.
+
+        Args:
+            name: Name of the entry.
+            limit: Largest number of bytes of a compressed entry. Other entries are mapped into
+                memory: copy what stays after the file may have changed.
+        """
+        if not self.is_compressed(name):
+            if name not in self._whole:
+                with self._open(name) as file:
+                    while file.read(_BUFFER_BYTES):
+                        pass
+                self._whole.add(name)
+            return self.map(name)
+        if (size := self.size(name)) > limit:
+            raise self._error(
+                f"{self._path}: entry {name!r} is compressed and has {size:,} bytes, more than the "
+                f"{limit:,} that are read"
+            )
+        with self._open(name) as file:
+            content = file.read(size)
+            if len(content) != size:
+                raise EOFError("it is cut short")
+        return np.frombuffer(content, np.uint8)
+
+    def map(self, name: str) -> UInt8[np.ndarray, " bytes"]:
+        """Map an entry without compression into memory, without comparing its checksum."""
+        entry = self._entry(name)
+        self._part.seek(entry.header_offset)
+        header = self._part.read(_HEADER_BYTES)
+        lengths = (int.from_bytes(header[at : at + 2], "little") for at in (26, 28))
+        start = entry.header_offset + _HEADER_BYTES + sum(lengths)
+        if start + entry.file_size > self._part.size:
+            raise self._error(f"{self._path} is damaged: entry {name!r} is cut short")
+        if not entry.file_size:
+            return np.empty(0, np.uint8)
+        return np.memmap(self._path, np.uint8, "r", self._part.start + start, (entry.file_size,))
+
+    def close(self) -> None:
+        """Close the file. Entries that were read stay."""
+        self._resources.close()
+
+    def __enter__(self) -> Archive:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _entry(self, name: str) -> zipfile.ZipInfo:
+        """Return an entry's description; refuse those that cannot be read."""
+        try:
+            entry = self._zip.getinfo(name)
+        except KeyError:
+            raise self._error(f"{self._path} is damaged: it has no entry {name[:80]!r}") from None
+        if entry.flag_bits & _IS_ENCRYPTED:
+            raise self._error(f"{self._path}: entry {name!r} is encrypted, which is not read")
+        is_stored = entry.compress_type == zipfile.ZIP_STORED
+        if not is_stored and entry.compress_type != zipfile.ZIP_DEFLATED:
+            raise self._error(
+                f"{self._path}: entry {name!r} has compression {entry.compress_type}, which is not "
+                "read"
+            )
+        if is_stored and entry.compress_size != entry.file_size:
+            raise self._error(f"{self._path} is damaged: entry {name!r} has two sizes")
+        return entry
+
+    @contextlib.contextmanager
+    def _open(self, name: str) -> Iterator[IO[bytes]]:
+        entry = self._entry(name)
+        with self._damage(f"{self._path} is damaged: {name!r}"), self._zip.open(entry) as file:
+            yield file
+
+    @contextlib.contextmanager
+    def _damage(self, problem: str) -> Iterator[None]:
+        """Raise errors of `zipfile` and `zlib`, which raise anything over damage, as ours."""
+        try:
+            yield
+        except (self._error, MemoryError):
+            raise
+        except Exception as error:
+            if isinstance(error, OSError) and not isinstance(error, _BeforeStart):
+                raise
+            raise self._error(f"{problem} ({' '.join(str(error).split())[:200]})") from None
+
+
+class _BeforeStart(OSError):
+    """A place before a file's beginning, an error that `zipfile` expects of small files."""
+
+
+class _Part:
+    """A range of a file, with the methods that `zipfile` calls."""
+
+    def __init__(self, file: IO[bytes], start: int, size: int) -> None:
+        self._file, self.start, self.size = file, start, size
+        self._position = 0
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        position = offset + (0, self._position, self.size)[whence]
+        if position < 0:
+            raise _BeforeStart("a place before the file's beginning")
+        self._position = position
+        return position
+
+    def read(self, count: int | None = -1) -> bytes:
+        """Read up to ``count`` bytes. A larger count than there are left takes no memory."""
+        left = max(self.size - self._position, 0)
+        count = left if count is None or count < 0 else min(count, left)
+        self._file.seek(self.start + self._position)
+        content = self._file.read(count)
+        self._position += len(content)
+        return content

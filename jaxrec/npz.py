@@ -1,0 +1,123 @@
+"""Arrays of npz files that come from elsewhere, whose headers are compared with the file first."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import math
+import os
+import pathlib
+from typing import Literal
+
+import numpy as np
+from jaxtyping import Shaped
+
+from jaxrec.archive import Archive
+
+_SUFFIX = ".npy"
+
+# NumPy refuses headers of more than 10,000 bytes.
+_HEADER_BYTES = 1 << 14
+
+# Largest number of axes of an array, NumPy 1's.
+_AXES = 32
+
+_READERS = {
+    (1, 0): np.lib.format.read_array_header_1_0,
+    (2, 0): np.lib.format.read_array_header_2_0,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class NpyForm:
+    """The header of an array.
+
+    Attributes:
+        shape: Shape of the array.
+        dtype: Its type.
+        order: "C", or "F" if its columns lie one after another.
+        start: Number of bytes before its elements.
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    order: Literal["C", "F"]
+    start: int
+
+
+class NpzFile:
+    """An npz file. Its arrays are read one at a time, and none takes more than its header says.
+
+    Args:
+        path: The file.
+        error: Class of the errors over damage, which name the file.
+
+    Attributes:
+        names: Names of the arrays, in the order of the file.
+
+    Raises:
+        OSError: The file cannot be read.
+
+    Example:
+        >>> import tempfile
+        >>> path = pathlib.Path(tempfile.mkdtemp(), "x.npz")
+        >>> np.savez_compressed(path, a=np.arange(3))
+        >>> with NpzFile(path, ValueError) as file:
+        ...     file.names, file.form("a").shape, file.read("a").tolist()
+        (['a'], (3,), [0, 1, 2])
+    """
+
+    def __init__(self, path: str | os.PathLike[str], error: type[Exception]) -> None:
+        self._path, self._error = pathlib.Path(path), error
+        self._archive = Archive(path, "an npz file", error)
+        entries = [name for name in self._archive.names if name.endswith(_SUFFIX)]
+        self.names = [name.removesuffix(_SUFFIX) for name in entries]
+
+    def is_compressed(self, name: str) -> bool:
+        """Return whether an array is compressed, which cannot be mapped into memory."""
+        return self._archive.is_compressed(name + _SUFFIX)
+
+    def read(self, name: str) -> Shaped[np.ndarray, "..."]:
+        """Return an array of the machine's byte order after comparing it with its checksum."""
+        form = self.form(name)
+        content = self._archive.read(name + _SUFFIX, limit=self._archive.size(name + _SUFFIX))
+        array = content[form.start :].view(form.dtype).reshape(form.shape, order=form.order)
+        return np.array(array, form.dtype.newbyteorder("="))
+
+    def map(self, name: str) -> Shaped[np.ndarray, "..."]:
+        """Map an array without compression into memory, without comparing its checksum."""
+        form = self.form(name)
+        content = self._archive.map(name + _SUFFIX)
+        return content[form.start :].view(form.dtype).reshape(form.shape, order=form.order)
+
+    def form(self, name: str) -> NpyForm:
+        """Return the header of an array, which agrees with the size of the file's entry."""
+        entry = name + _SUFFIX
+        head, size = io.BytesIO(self._archive.head(entry, _HEADER_BYTES)), self._archive.size(entry)
+        try:
+            version = np.lib.format.read_magic(head)
+            if version not in _READERS:
+                raise ValueError(f"version {version} of the format is unknown")
+            shape, is_fortran, dtype = _READERS[version](head)
+            if dtype.hasobject or dtype.subdtype or not dtype.itemsize or len(shape) > _AXES:
+                raise ValueError(f"it has type {dtype} and shape {shape}")
+            form = NpyForm(shape, dtype, "F" if is_fortran else "C", head.tell())
+            wanted = math.prod(shape) * dtype.itemsize
+            if min(shape, default=0) < 0 or size - form.start != wanted:
+                raise ValueError(
+                    f"{dtype} of shape {shape} is {wanted:,} bytes, {size - form.start:,} are there"
+                )
+        except Exception as error:  # a damaged header raises anything
+            problem = " ".join(str(error).split())[:200]
+            raise self._error(f"{self._path}: {name!r} is not an npy array ({problem})") from None
+        return form
+
+    def close(self) -> None:
+        """Close the file. Arrays that were read stay."""
+        self._archive.close()
+
+    def __enter__(self) -> NpzFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
