@@ -103,7 +103,9 @@ class NpzFile:
                 raise ValueError(f"it has type {dtype} and shape {shape}")
             form = NpyForm(shape, dtype, "F" if is_fortran else "C", head.tell())
             wanted = math.prod(shape) * dtype.itemsize
-            if min(shape, default=0) < 0 or size - form.start != wanted:
+            # NumPy counts an array without elements by its other sizes.
+            largest = math.prod(filter(None, shape)) * dtype.itemsize
+            if min(shape, default=0) < 0 or largest >= 1 << 63 or size - form.start != wanted:
                 raise ValueError(
                     f"{dtype} of shape {shape} is {wanted:,} bytes, {size - form.start:,} are there"
                 )

@@ -45,6 +45,7 @@ HEADERS = {
     "more": (header("<f4", (7,)), "float32 of shape (7,) is 28 bytes, 24 are there"),
     "fewer": (header("<f4", (5,), 2), "float32 of shape (5,) is 20 bytes, 24 are there"),
     "beyond 64 bits": (header("<f4", (1 << 62, 4)), "float32 of shape"),
+    "beyond 64 bits, and empty": (header("<f4", (1 << 62, 4, 0)), "float32 of shape"),
     "both negative": (header("<f4", (-2, -3)), "float32 of shape (-2, -3)"),
     "axes": (header("<f4", (1,) * 65 + (6,)), "is not an npy array"),
     "objects": (header("|O", (3,)), "it has type object"),

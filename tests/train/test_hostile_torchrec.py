@@ -88,6 +88,7 @@ TENSORS = {
     "offset beyond 64 bits": (((5, 2), (2, 1), 1 << 64), "is not a size or a position"),
     "sum beyond 64 bits": (((5, 2), (2, 1), (1 << 63) - 1), "ends beyond its storage"),
     "number of strides": (((5, 2), (2,)), "a tensor of shape (5, 2) with strides (2,)"),
+    "empty, and beyond 64 bits": (((0, 1 << 40, 1 << 40), (0, 0, 0)), "is larger than any tensor"),
     "bool": (((5, True), (2, 1)), "is not a size or a position"),
     "text": (((5, 2), "21"), "is not the size of a tensor"),
     "none": ((None, None), "is not the size of a tensor"),

@@ -23,6 +23,7 @@ from jaxrec.train.checkpoint import CheckpointError
 from jaxrec.train.torchrec.pickles import (
     PICKLE_BYTES,
     Record,
+    array_shape,
     ignored,
     integer,
     integers,
@@ -181,7 +182,7 @@ def _read_metadata(
         raise CheckpointError(f"{file} is of another version of PyTorch")
     try:
         shapes = {
-            _text(name): integers(kind.size)
+            _text(name): array_shape(kind.size)
             for name, kind in kinds.items()
             if isinstance(kind, _Tensor)
         }

@@ -8,6 +8,7 @@ nothing that one instruction makes depends on the size of what others made.
 from __future__ import annotations
 
 import io
+import math
 import pickle
 import reprlib
 from collections.abc import Callable, Mapping
@@ -21,6 +22,9 @@ PICKLE_BYTES = 1 << 28
 # Largest numbers of axes of a tensor and of an object's fields; PyTorch's and its classes' own.
 _AXES = 64
 _FIELDS = 16
+
+# Largest product of a tensor's sizes, without those that are 0, which NumPy counts too.
+_ELEMENTS = 1 << 59
 
 # Instructions of protocols 2 to 5 that are taken over from Python's unpickler. Those that are left
 # out allocate what the pickle claims (BYTEARRAY8), make large integers (LONG4), or are not written.
@@ -167,6 +171,17 @@ def torch_size(*arguments: Any) -> tuple[int, ...]:
 
 def ignored(*_: Any) -> None:
     """Stand for a function whose result is of no use."""
+
+
+def array_shape(value: Any) -> tuple[int, ...]:
+    """Return the shape of a file's tensor if an array can have it.
+
+    Raises:
+        ValueError: It is not the shape of an array.
+    """
+    if math.prod(filter(None, integers(value))) > _ELEMENTS:
+        raise ValueError(f"{shorten(value)} is larger than any tensor")
+    return integers(value)
 
 
 def integers(value: Any) -> tuple[int, ...]:

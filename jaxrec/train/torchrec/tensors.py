@@ -16,6 +16,7 @@ from jaxrec.archive import Archive
 from jaxrec.train.checkpoint import CheckpointError
 from jaxrec.train.torchrec.pickles import (
     PICKLE_BYTES,
+    array_shape,
     ignored,
     integer,
     integers,
@@ -70,7 +71,7 @@ def _rebuild_tensor(storage: Any, offset: Any, shape: Any, strides: Any, *_: Any
     if kind != "storage" or not isinstance(of_type, str) or not isinstance(key, str):
         raise ValueError(f"{shorten(storage)} is not a storage")
     described = (of_type, key, integer(elements))
-    tensor = StoredTensor(described, integer(offset), integers(shape), integers(strides))
+    tensor = StoredTensor(described, integer(offset), array_shape(shape), integers(strides))
     if len(tensor.shape) != len(tensor.strides):
         raise ValueError(f"a tensor of shape {shape} with strides {strides}")
     return tensor
