@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import os
 import pathlib
@@ -108,6 +109,36 @@ def read_changes(path: pathlib.Path) -> dict[str, dict[str, dict[str, np.ndarray
     }
 
 
+# Levels of dictionaries above the arrays of each part of the tree.
+_LEVELS = {"dense": 1, "optimizer": 1, "run": 1, "vocabularies": 2, "tables": 3, "changes": 3}
+
+
+def _forms(tree: Any) -> dict[str, Any]:
+    """Return the shapes and types of a checkpoint's arrays, with empty parts as dictionaries.
+
+    Raises:
+        ValueError: They are not those of a tree that `tree.saved_tree` made.
+    """
+    forms = {name: _form(name, tree[name], _LEVELS[name]) for name in tree}
+    for part, wanted in (("tables", {"rows"}), ("changes", {"rows", "index"})):
+        for collection, tables in forms.get(part, {}).items():
+            for name, arrays in tables.items():
+                if not wanted <= arrays.keys():
+                    raise ValueError(f"state/_METADATA lacks arrays of {collection}/{name}")
+    return forms
+
+
+def _form(name: str, tree: Any, levels: int) -> Any:
+    if name == "state" and levels == 0:
+        return _form("", tree, 1)  # of a table's rows
+    if levels:
+        nested = {} if tree is None else tree
+        return {key: _form(key, nested[key], levels - 1) for key in nested.keys()}
+    if not isinstance(tree.shape, tuple) or tree.dtype is None:
+        raise ValueError(f"state/_METADATA has no array {name!r}")
+    return tree
+
+
 @contextlib.contextmanager
 def _reader(path: pathlib.Path) -> Iterator[tuple[dict[str, Any], Callable[[Any, Any], Any]]]:
     """Yield the tree of a checkpoint's arrays and a function that reads some of them.
@@ -130,14 +161,20 @@ def _reader(path: pathlib.Path) -> Iterator[tuple[dict[str, Any], Callable[[Any,
                     ocp.args.PyTreeRestore(target, restore_args=arguments, partial_restore=True),
                 )
 
-            yield metadata.tree, restore
+            yield _forms(metadata.tree), restore
         except CheckpointError:
             raise
         except Exception as error:
             # Orbax raises a plain Exception where TensorStore cannot read.
             if type(error) is not Exception and not isinstance(error, _READ_ERRORS):
                 raise
-            raise damaged(path, " ".join(str(error).split())[:200]) from None
+            problem = " ".join(str(error).split())[:200]
+            error.__traceback__ = error.__context__ = error.__cause__ = None
+        else:
+            return
+        # Reads that failed together are reported when they are collected: now, and not later.
+        gc.collect()
+    raise damaged(path, problem)
 
 
 @contextlib.contextmanager
@@ -145,25 +182,28 @@ def quiet() -> Iterator[None]:
     """Silence Orbax's log, which repeats the errors that Orbax raises.
 
     After a failed write Orbax closes its event loop, and each concurrent write that ends later
-    raises "Event loop is closed" in a callback from C++. Python would print these errors by
+    raises "Event loop is closed" in a callback from C++. Concurrent reads that fail raise in
+    coroutines of Orbax that are not awaited. Python would print these errors by
     `sys.unraisablehook`.
     """
 
     def is_wanted(record: logging.LogRecord) -> bool:
         return "orbax" not in record.pathname
 
-    def without_late_writes(raised: Any) -> None:
-        if str(raised.exc_value) != "Event loop is closed":
+    def without_late_errors(raised: Any) -> None:
+        code = getattr(raised.object, "cr_code", None)
+        is_read = code is not None and "orbax" in code.co_filename
+        if not is_read and str(raised.exc_value) != "Event loop is closed":
             hook(raised)
 
     log, hook = logging.getLogger("absl"), sys.unraisablehook
     log.addFilter(is_wanted)
-    sys.unraisablehook = without_late_writes
+    sys.unraisablehook = without_late_errors
     try:
         yield
     finally:
         log.removeFilter(is_wanted)
-        if sys.unraisablehook is without_late_writes:
+        if sys.unraisablehook is without_late_errors:
             sys.unraisablehook = hook
 
 
