@@ -12,8 +12,9 @@ from jaxtyping import Array, DTypeLike, Float
 from jaxrec.embed import EmbeddingCollection
 from jaxrec.nn.sequence import JaggedSelfAttention, SequenceModel, SequenceOptions
 from jaxrec.nn.tiled_attention import BLOCK
-from jaxrec.ragged import JaggedArray, KeyedJaggedArray
+from jaxrec.ragged import JaggedArray, KeyedJaggedArray, complete_cumsum
 from jaxrec.ragged.arrays import AnyArray
+from jaxrec.ragged.offsets import without_padding
 
 _init = nnx.initializers.truncated_normal(0.02)
 
@@ -78,8 +79,9 @@ class BERT4RecBlock(nnx.Module):
         self, states: Float[AnyArray, "*devices capacity dim"], lengths: AnyArray
     ) -> Float[Array, "*devices capacity dim"]:
         """Map ``[capacity, dim]`` states, of rows of the given lengths, to the same shape."""
+        states = without_padding(states, complete_cumsum(lengths))
         attended = self.attention(states, lengths)
-        between = self.attention_norm(jnp.asarray(states) + self.dropout(attended))
+        between = self.attention_norm(states + self.dropout(attended))
         changed = self.out(nnx.gelu(self.hidden(between)))
         return self.dense_norm(between + self.dropout(changed))
 

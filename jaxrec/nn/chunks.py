@@ -34,6 +34,9 @@ def sum_in_chunks(
     gradients are those of ``losses`` of the whole batch, up to the rounding of sums. Embeddings are
     looked up for the whole batch before, and their results are among ``arrays``.
 
+    `jax.grad` and `jax.hessian` differentiate the sum; `jax.jvp` and `jax.linearize` alone raise a
+    TypeError.
+
     A chunk's samples are spread evenly over the batch, so that each device of a mesh has its part
     of every chunk where the number of devices divides ``samples``.
 

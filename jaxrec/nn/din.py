@@ -17,6 +17,8 @@ from jaxrec.nn.tables import num_columns
 from jaxrec.nn.wide_deep import with_dense
 from jaxrec.ragged import JaggedArray, KeyedJaggedArray, complete_cumsum, segment_ids
 from jaxrec.ragged.arrays import AnyArray
+from jaxrec.ragged.device_axis import each_device
+from jaxrec.ragged.offsets import without_padding
 
 
 class TargetAttention(nnx.Module):
@@ -76,24 +78,23 @@ class TargetAttention(nnx.Module):
         Returns:
             ``[rows, dim]``; zeros for empty rows.
         """
-        values, target = promote(self.dtype, history.values, target)
         lengths = jnp.asarray(history.lengths)
-        spread = _spread if lengths.ndim == 1 else jax.vmap(_spread)
-        total = _total if lengths.ndim == 1 else jax.vmap(_total)
-        targets = spread(target, lengths, values)
+        values = without_padding(history.values, complete_cumsum(lengths))
+        values, target = promote(self.dtype, values, target)
+        targets = each_device(_spread, lengths, target, values)
         pairs = jnp.concatenate([values, targets, values - targets, values * targets], axis=-1)
-        return total(self.score(self.hidden(pairs)) * values, lengths)
+        return each_device(_total, lengths, self.score(self.hidden(pairs)) * values)
 
 
 def _spread(
-    target: Float[Array, "rows dim"], lengths: Array, values: Float[Array, "capacity dim"]
+    lengths: Array, target: Float[Array, "rows dim"], values: Float[Array, "capacity dim"]
 ) -> Float[Array, "capacity dim"]:
     """Return the target of each element's row; zeros at padding."""
     rows = segment_ids(complete_cumsum(lengths), values.shape[0])
     return target.at[rows].get(mode="fill", fill_value=0)
 
 
-def _total(values: Float[Array, "capacity dim"], lengths: Array) -> Float[Array, "rows dim"]:
+def _total(lengths: Array, values: Float[Array, "capacity dim"]) -> Float[Array, "rows dim"]:
     """Return the sum of each row's elements."""
     rows = segment_ids(complete_cumsum(lengths), values.shape[0])
     return jax.ops.segment_sum(values, rows, lengths.shape[0], indices_are_sorted=True)

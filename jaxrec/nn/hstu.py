@@ -13,8 +13,9 @@ from jaxrec.embed import EmbeddingCollection
 from jaxrec.nn.dtypes import promote
 from jaxrec.nn.sequence import SequenceModel, SequenceOptions, scaled
 from jaxrec.nn.tiled_attention import BLOCK, hstu_attention
-from jaxrec.ragged import JaggedArray, KeyedJaggedArray
+from jaxrec.ragged import JaggedArray, KeyedJaggedArray, complete_cumsum
 from jaxrec.ragged.arrays import AnyArray
+from jaxrec.ragged.offsets import without_padding
 
 
 class HSTUBlock(nnx.Module):
@@ -115,7 +116,7 @@ class HSTUBlock(nnx.Module):
         Raises:
             ValueError: Timestamps are missing, or given without a bias for them.
         """
-        (states,) = promote(self.dtype, states)
+        (states,) = promote(self.dtype, without_padding(states, complete_cumsum(lengths)))
         mixed = nnx.silu(self.inputs(self.norm(states)))
         values, queries = self.num_heads * self.value_dim, self.num_heads * self.qk_dim
         gate, value, query, key = jnp.split(

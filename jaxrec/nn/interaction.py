@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import ModuleType
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, DTypeLike, Float
 
-from jaxrec.embed import kernels
 from jaxrec.embed.kernels import reference
 from jaxrec.nn.crossnet import LowRankCrossNet
 from jaxrec.nn.dtypes import promote
 from jaxrec.nn.mlp import MLP
+from jaxrec.nn.pair_derivatives import implementation, pair_tangents
 
 
-@jax.custom_vjp
+@jax.custom_jvp
 def pairwise_dots(vectors: Float[Array, "batch vectors dim"]) -> Float[Array, "batch pairs"]:
     """Return the dot products of all pairs of a sample's vectors.
 
     Training steps compute them, and their gradients, by the native kernels where those take the
     vectors: float32, on a CPU, in a process that has one device. All else is computed in XLA.
+    Forward mode, `jax.hessian` and `jax.linearize` work, too.
 
     Args:
         vectors: ``[batch, n, dim]``.
@@ -41,49 +41,20 @@ def pairwise_dots(vectors: Float[Array, "batch vectors dim"]) -> Float[Array, "b
     return reference.pair_products(vectors)
 
 
-@jax.custom_vjp
+@jax.custom_jvp
 def _products(vectors: Float[Array, "batch vectors dim"]) -> Float[Array, "batch pairs"]:
     """Return `pairwise_dots` of a training step; native calls have no derivatives of their own."""
-    return _implementation().pair_products(vectors)
+    return implementation().pair_products(vectors)
 
 
-@jax.custom_vjp
-def _gradients(
-    vectors: Float[Array, "batch vectors dim"], gradient: Float[Array, "batch pairs"]
-) -> Float[Array, "batch vectors dim"]:
-    """Return the gradients of the vectors, which can be differentiated in turn."""
-    return _implementation().pair_gradients(vectors, gradient)
+def _products_and_tangents(
+    primals: tuple[Array], tangents: tuple[Array]
+) -> tuple[Float[Array, "batch pairs"], Float[Array, "batch pairs"]]:
+    return _products(*primals), pair_tangents(*primals, *tangents)
 
 
-def _implementation() -> ModuleType:
-    """Return the module of the primitives: only XLA's can be divided over several devices."""
-    return kernels if jax.device_count() == 1 else reference
-
-
-def _forward(
-    vectors: Float[Array, "batch vectors dim"],
-) -> tuple[Float[Array, "batch pairs"], Float[Array, "batch vectors dim"]]:
-    return _products(vectors), vectors
-
-
-def _backward(
-    vectors: Float[Array, "batch vectors dim"], gradient: Float[Array, "batch pairs"]
-) -> tuple[Float[Array, "batch vectors dim"]]:
-    return (_gradients(vectors, gradient),)
-
-
-def _second_forward(vectors: Array, gradient: Array) -> tuple[Array, tuple[Array, Array]]:
-    return _gradients(vectors, gradient), (vectors, gradient)
-
-
-def _second_backward(saved: tuple[Array, Array], cotangent: Array) -> tuple[Array, Array]:
-    _, vjp = jax.vjp(reference.pair_gradients, *saved)
-    return vjp(cotangent)
-
-
-pairwise_dots.defvjp(_forward, _backward)
-_products.defvjp(_forward, _backward)
-_gradients.defvjp(_second_forward, _second_backward)
+pairwise_dots.defjvp(_products_and_tangents)
+_products.defjvp(_products_and_tangents)
 
 
 class DotInteraction(nnx.Module):

@@ -11,7 +11,6 @@ pass, which makes the tiles again.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -139,16 +138,17 @@ def blocks_of(
     return padded.reshape(num_blocks, block, *array.shape[1:])
 
 
-def over_devices(function: Callable[..., Any], plan: TilePlan, *arrays: Any) -> Any:
-    """Call ``function(plan, *arrays)``, on each device's part where a device axis is in front.
+def over_devices(function: Callable[..., Any], plan: TilePlan, shared: Any, *arrays: Any) -> Any:
+    """Call ``function(plan, shared, *arrays)`` with one batch, or with that of each device.
 
     All devices make the trips that the one with most of them makes, so that they stay in step.
     """
     if plan.order.ndim == 1:
-        return function(plan, *arrays)
+        return function(plan, shared, *arrays)
     together = dataclasses.replace(plan, chunks=plan.chunks.max(0), steps=plan.steps.max())
     axes = dataclasses.replace(jax.tree.map(lambda _: 0, together), chunks=None, steps=None)
-    return jax.vmap(function, in_axes=(axes, *(0 for _ in arrays)))(together, *arrays)
+    in_axes = (axes, None, *(0 for _ in arrays))
+    return jax.vmap(function, in_axes)(together, shared, *arrays)
 
 
 def loop(plan: TilePlan, body: Callable[[Tiles, Any], Any], carry: Any) -> Any:
@@ -181,8 +181,7 @@ def _tiles(plan: TilePlan, t: Array, c: Array) -> Tiles:
     return Tiles(jnp.where(exists, queries, plan.num_blocks), keys, mask, distance, marks)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def sum_tiles(
+def _sum_tiles(
     tile: Callable[[Any, Any, Any, Tiles], Any],
     plan: TilePlan,
     shared: Any,
@@ -200,7 +199,8 @@ def sum_tiles(
         keys: Arrays of ``[blocks, block, ...]``.
 
     Returns:
-        Arrays of ``[blocks, block, ...]``; differentiable in ``shared``, ``queries`` and ``keys``.
+        Arrays of ``[blocks, block, ...]``; differentiable in ``shared``, ``queries`` and ``keys``,
+        in reverse mode and in forward mode over it.
     """
 
     def contributions(tiles: Tiles) -> Any:
@@ -212,7 +212,7 @@ def sum_tiles(
 
 
 def _forward(tile, plan, shared, queries, keys):
-    return sum_tiles(tile, plan, shared, queries, keys), (plan, shared, queries, keys)
+    return _sum_tiles(tile, plan, shared, queries, keys), (plan, shared, queries, keys)
 
 
 def _backward(tile, residuals, cotangent):
@@ -237,6 +237,7 @@ def _backward(tile, residuals, cotangent):
     return None, *loop(plan, body, zeros)
 
 
+sum_tiles = jax.custom_vjp(_sum_tiles, nondiff_argnums=(0,))
 sum_tiles.defvjp(_forward, _backward)
 
 

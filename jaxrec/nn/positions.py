@@ -13,7 +13,16 @@ from jaxtyping import Array, DTypeLike, Float, Int32
 
 from jaxrec.embed import EmbeddingBagCollection
 from jaxrec.embed.config import TableConfig
-from jaxrec.ragged import JaggedArray, KeyedArray, KeyedJaggedArray, lengths_range
+from jaxrec.ragged import (
+    JaggedArray,
+    KeyedArray,
+    KeyedJaggedArray,
+    complete_cumsum,
+    lengths_range,
+)
+from jaxrec.ragged.arrays import take
+from jaxrec.ragged.device_axis import each_device
+from jaxrec.ragged.offsets import without_padding
 
 
 def positions_in_rows(column: JaggedArray) -> Int32[Array, "*devices capacity"]:
@@ -25,11 +34,7 @@ def positions_in_rows(column: JaggedArray) -> Int32[Array, "*devices capacity"]:
         >>> positions_in_rows(JaggedArray.from_lists([[7, 8], [], [9]], capacity=4)).tolist()
         [0, 1, 0, 0]
     """
-    capacity = column.values.shape[column.lengths.ndim - 1]
-    lengths = jnp.asarray(column.lengths)
-    if lengths.ndim == 1:
-        return lengths_range(lengths, capacity)
-    return jax.vmap(lambda row: lengths_range(row, capacity))(lengths)
+    return each_device(lambda lengths: lengths_range(lengths, column.capacity), column.lengths)
 
 
 class PositionWeightedModule(nnx.Module):
@@ -72,8 +77,10 @@ class PositionWeightedModule(nnx.Module):
                     "bags or give a larger max_feature_length"
                 )
         # The weight of a position past the last is NaN.
-        weights = jnp.take(self.position_weight[...], positions_in_rows(column), mode="fill")
-        return weights if column.weights is None else weights * column.weights
+        weights = take(self.position_weight[...], positions_in_rows(column), fill_value=jnp.nan)
+        if column.weights is None:
+            return weights
+        return weights * without_padding(column.weights, complete_cumsum(column.lengths))
 
 
 class PositionWeightedModuleCollection(nnx.Module):
@@ -122,7 +129,7 @@ class PositionWeightedModuleCollection(nnx.Module):
             elif column.weights is not None:
                 own = jnp.asarray(column.weights)
             else:
-                own = jnp.ones(column.values.shape, jnp.float32)
+                own = jnp.ones_like(column.values, jnp.float32)
             weights.append(own.astype(jnp.float32))
         return dataclasses.replace(features, weights=jnp.concatenate(weights, axis=-1))
 

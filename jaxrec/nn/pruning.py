@@ -13,8 +13,11 @@ from jaxtyping import Array, Bool, Float32, Int32
 
 from jaxrec.embed import EmbeddingBagCollection, EmbeddingCollection
 from jaxrec.embed.not_finite import check_ids
-from jaxrec.ragged import JaggedArray, KeyedArray, KeyedJaggedArray
+from jaxrec.ragged import JaggedArray, KeyedArray, KeyedJaggedArray, complete_cumsum
+from jaxrec.ragged.arrays import take
 from jaxrec.ragged.bounds import BAD_ID
+from jaxrec.ragged.device_axis import on_auto_axes
+from jaxrec.ragged.offsets import without_padding
 
 
 @jax.tree_util.register_dataclass
@@ -48,12 +51,21 @@ def first_addresses(num_ids: int, num_rows: int) -> Addresses:
 
 def count_uses(addresses: Addresses, column: JaggedArray) -> Addresses:
     """Add the occurrences of a column's ids; also of a column on a mesh."""
-    places = jnp.broadcast_to(
-        jnp.arange(column.values.shape[-1], dtype=jnp.int32), column.values.shape
-    )
-    filled = places < jnp.sum(column.lengths, -1, keepdims=True)
-    uses = addresses.uses.at[column.values].add(filled.astype(jnp.float32), mode="drop")
+    ones = jnp.ones_like(column.values, jnp.float32)
+    occurs = without_padding(ones, complete_cumsum(column.lengths))
+
+    def count(ids: Array, occurs: Array, uses: Array) -> Array:
+        return uses.at[ids].add(occurs, mode="drop")
+
+    uses = on_auto_axes(count, column.values, occurs, addresses.uses, is_replicated=True)
     return dataclasses.replace(addresses, uses=uses)
+
+
+def find_rows(addresses: Addresses, column: JaggedArray) -> Int32[Array, "*devices capacity"]:
+    """Return the row of each of a column's ids, `BAD_ID` of those outside; also on a mesh."""
+    ids = jnp.asarray(column.values)
+    ids = jnp.where(ids < 0, addresses.rows.shape[0], ids)  # JAX counts negative ones from the end
+    return take(addresses.rows, ids, fill_value=BAD_ID)
 
 
 @jax.jit(static_argnums=(1, 2))
@@ -182,16 +194,13 @@ class PrunedEmbeddings(nnx.Module):
         check_ids(features, self.bounds, always=False)
         values = []
         for key, column in features.to_dict().items():
-            ids = jnp.asarray(column.values)
-            if key in self.pruned:
-                variable = self.addresses[self.pruned[key]]
-                if not self.deterministic:
-                    variable.set_value(count_uses(variable.get_value(), column))
-                rows = variable.get_value().rows
-                # JAX counts negative indices from the end.
-                ids = jnp.where(ids < 0, rows.shape[0], ids)
-                ids = rows.at[ids].get(mode="fill", fill_value=BAD_ID)
-            values.append(ids)
+            if key not in self.pruned:
+                values.append(jnp.asarray(column.values))
+                continue
+            variable = self.addresses[self.pruned[key]]
+            if not self.deterministic:
+                variable.set_value(count_uses(variable.get_value(), column))
+            values.append(find_rows(variable.get_value(), column))
         return self.embeddings(dataclasses.replace(features, values=jnp.concatenate(values, -1)))
 
     def prune(self) -> dict[str, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxrec.ragged import KeyedJaggedArray
 from jaxrec.ragged.arrays import AnyArray
+from jaxrec.ragged.device_axis import on_auto_axes
 
 
 def sampled_softmax_loss(
@@ -115,6 +117,20 @@ def in_batch_softmax_loss(
         >>> in_batch_softmax_loss(vectors, vectors).round(3).tolist()  # log(1 + 1/e)
         [0.313..., 0.313...]
     """
+    # Every device's queries meet every device's candidates.
+    losses = functools.partial(_in_batch_losses, temperature=temperature)
+    return on_auto_axes(losses, queries, candidates, log_q, ids, hard_negatives)
+
+
+def _in_batch_losses(
+    queries: AnyArray,
+    candidates: AnyArray,
+    log_q: AnyArray | None,
+    ids: AnyArray | None,
+    hard_negatives: AnyArray | None,
+    *,
+    temperature: float,
+) -> Float[Array, " batch"]:
     wide = jnp.promote_types(jnp.result_type(queries, candidates), jnp.float32)
     scores = jnp.einsum("nd,md->nm", queries, candidates, preferred_element_type=wide) / temperature
     if log_q is not None:

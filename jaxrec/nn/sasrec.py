@@ -18,8 +18,9 @@ from jaxrec.nn.sequence import (
     scaled,
 )
 from jaxrec.nn.tiled_attention import BLOCK
-from jaxrec.ragged import JaggedArray, KeyedJaggedArray
+from jaxrec.ragged import JaggedArray, KeyedJaggedArray, complete_cumsum
 from jaxrec.ragged.arrays import AnyArray
+from jaxrec.ragged.offsets import without_padding
 
 
 class SASRecBlock(nnx.Module):
@@ -86,7 +87,7 @@ class SASRecBlock(nnx.Module):
         self, states: Float[AnyArray, "*devices capacity dim"], lengths: AnyArray
     ) -> Float[Array, "*devices capacity dim"]:
         """Map ``[capacity, dim]`` states, of rows of the given lengths, to the same shape."""
-        (states,) = promote(self.dtype, states)
+        (states,) = promote(self.dtype, without_padding(states, complete_cumsum(lengths)))
         attended = self.attention(self.attention_norm(states), lengths)
         states = states + self.dropout(attended)
         hidden = self.dropout(nnx.relu(self.hidden(self.dense_norm(states))))

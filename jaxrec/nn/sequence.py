@@ -16,8 +16,10 @@ from jaxrec.embed import EmbeddingCollection
 from jaxrec.nn.dtypes import promote
 from jaxrec.nn.positions import positions_in_rows
 from jaxrec.nn.tiled_attention import BLOCK, jagged_attention
-from jaxrec.ragged import JaggedArray, KeyedJaggedArray
-from jaxrec.ragged.arrays import AnyArray
+from jaxrec.ragged import JaggedArray, KeyedJaggedArray, complete_cumsum
+from jaxrec.ragged.arrays import AnyArray, take
+from jaxrec.ragged.device_axis import each_device
+from jaxrec.ragged.offsets import without_padding
 
 _glorot = nnx.initializers.glorot_uniform()
 
@@ -70,7 +72,7 @@ class PositionEmbedding(nnx.Module):
                     "sequences to their last elements or make the model longer"
                 )
         values, vectors = promote(self.dtype, column.values, self.vectors[...])
-        places = jnp.take(vectors, positions_in_rows(column), axis=0, mode="fill")
+        places = take(vectors, positions_in_rows(column), fill_value=jnp.nan)
         return dataclasses.replace(column, values=values + places)
 
 
@@ -131,10 +133,10 @@ class JaggedSelfAttention(nnx.Module):
         lengths: AnyArray,
     ) -> Float[Array, "*devices capacity dim"]:
         """Map ``[capacity, dim]`` states, of rows of the given lengths, to the same shape."""
+        states = without_padding(states, complete_cumsum(lengths))
         heads = (*states.shape[:-1], self.num_heads, -1)
         query, key, value = (
-            layer(jnp.asarray(states)).reshape(heads)
-            for layer in (self.query, self.key, self.value)
+            layer(states).reshape(heads) for layer in (self.query, self.key, self.value)
         )
         attended = jagged_attention(
             query, key, value, lengths, causal=self.causal, block_size=self.block_size
@@ -245,14 +247,13 @@ def last_states(column: JaggedArray) -> Float[Array, "*devices rows dim"]:
         >>> last_states(column).tolist()
         [[2.0], [0.0], [3.0]]
     """
-    values, lengths = jnp.asarray(column.values), jnp.asarray(column.lengths)
 
-    def last(values: Array, lengths: Array) -> Array:
+    def last(lengths: Array, values: Array) -> Array:
         ends = jnp.cumsum(lengths, dtype=jnp.int32) - 1
         states = jnp.take(values, ends, axis=0, mode="clip")
         return jnp.where(lengths[:, None] > 0, states, 0)
 
-    return last(values, lengths) if lengths.ndim == 1 else jax.vmap(last)(values, lengths)
+    return each_device(last, jnp.asarray(column.lengths), jnp.asarray(column.values))
 
 
 def candidate_scores(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -19,7 +20,8 @@ from jaxrec.nn.jagged_tiles import (
     plan_tiles,
     sum_tiles,
 )
-from jaxrec.ragged.arrays import AnyArray
+from jaxrec.ragged.arrays import AnyArray, take
+from jaxrec.ragged.device_axis import on_auto_axes
 
 BLOCK = 64
 
@@ -51,6 +53,8 @@ def jagged_attention(
     Returns:
         ``[capacity, heads, value_dim]`` of the type of ``value``; zeros at padding. Sums are taken
         in float32 or wider. Memory is linear in ``capacity``, work in the sum of squared lengths.
+        `jax.grad` and `jax.hessian` differentiate it; `jax.jvp` and `jax.linearize` alone raise a
+        TypeError.
 
     Example:
         >>> import jax.numpy as jnp
@@ -59,14 +63,13 @@ def jagged_attention(
         >>> jagged_attention(ones, ones, values, jnp.array([2, 1]), causal=True)[:, 0, 0].tolist()
         [2.0, 3.0, 8.0, 0.0]
     """
-    capacity, heads, dim = query.shape[-3:]
-    plan = _plan(lengths, None, capacity, block_size, heads, causal)
+    dim = query.shape[-1]
     attend = functools.partial(_attend, scale=dim**-0.5)
-    return over_devices(attend, plan, query, key, value)
+    return _tiled(attend, lengths, None, query, key, value, causal=causal, block_size=block_size)
 
 
 def _attend(
-    plan: TilePlan, query: AnyArray, key: AnyArray, value: AnyArray, *, scale: float
+    plan: TilePlan, _: Any, query: Array, key: Array, value: Array, *, scale: float
 ) -> Array:
     capacity, dtype = query.shape[0], value.dtype
     q, k, v = (_blocks(array, plan) for array in (query, key, value))
@@ -144,7 +147,8 @@ def hstu_attention(
 
     Returns:
         ``[capacity, heads, value_dim]`` of the type of ``value``; zeros at padding. Memory is
-        linear in ``capacity``, work in the sum of squared lengths.
+        linear in ``capacity``, work in the sum of squared lengths. `jax.grad` and `jax.hessian`
+        differentiate it; `jax.jvp` and `jax.linearize` alone raise a TypeError.
 
     Raises:
         ValueError: There is a ``time_bias`` and no timestamps, or the other way round.
@@ -159,17 +163,27 @@ def hstu_attention(
     """
     if (time_bias is None) != (timestamps is None):
         raise ValueError("time_bias and timestamps come together; give both or neither")
-    capacity, heads, _ = query.shape[-3:]
-    plan = _plan(lengths, timestamps, capacity, block_size, heads, causal=True)
     biases = jax.tree.map(jnp.asarray, {"position": position_bias, "time": time_bias})
-    tile = functools.partial(_hstu_tile, scale=scale)
+    attend = functools.partial(_attend_pointwise, tile=functools.partial(_hstu_tile, scale=scale))
+    return _tiled(
+        attend,
+        lengths,
+        timestamps,
+        query,
+        key,
+        value,
+        biases,
+        causal=True,
+        block_size=block_size,
+    )
 
-    def attend(plan: TilePlan, query: AnyArray, key: AnyArray, value: AnyArray) -> Array:
-        q, k, v = (_blocks(array, plan) for array in (query, key, value))
-        out = sum_tiles(tile, plan, biases, q, (k, v))
-        return out.reshape(-1, *out.shape[2:])[:capacity].astype(value.dtype)
 
-    return over_devices(attend, plan, query, key, value)
+def _attend_pointwise(
+    plan: TilePlan, biases: Any, query: Array, key: Array, value: Array, *, tile: Any
+) -> Array:
+    q, k, v = (_blocks(array, plan) for array in (query, key, value))
+    out = sum_tiles(tile, plan, biases, q, (k, v))
+    return out.reshape(-1, *out.shape[2:])[: query.shape[0]].astype(value.dtype)
 
 
 def _hstu_tile(biases: Any, q: Array, keys: Any, tiles: Tiles, *, scale: float) -> Array:
@@ -177,13 +191,13 @@ def _hstu_tile(biases: Any, q: Array, keys: Any, tiles: Tiles, *, scale: float) 
     scores = _scores(q, k, 1.0)
     if biases["position"] is not None:
         table = biases["position"].astype(scores.dtype)
-        bias = table[jnp.clip(tiles.distance, 0, table.shape[0] - 1)]
+        bias = take(table, jnp.clip(tiles.distance, 0, table.shape[0] - 1))
         scores = scores + jnp.moveaxis(bias, -1, 1)
     if biases["time"] is not None and tiles.marks is not None:
         table = biases["time"].astype(scores.dtype)
         of_queries, of_keys = tiles.marks
         bucket = time_bucket(of_queries[:, :, None] - of_keys[:, None, :], table.shape[0])
-        scores = scores + jnp.moveaxis(table[bucket], -1, 1)
+        scores = scores + jnp.moveaxis(take(table, bucket), -1, 1)
     weights = jnp.where(tiles.mask[:, None], nnx.silu(scores) * scale, 0)
     return jnp.einsum("phab,pbhe->pahe", weights, v, preferred_element_type=weights.dtype)
 
@@ -203,27 +217,40 @@ def time_bucket(elapsed: Int[Array, "*axes"], num_buckets: int) -> Int32[Array, 
     return jnp.clip(jnp.log(size) / 0.301, 0, num_buckets - 1).astype(jnp.int32)
 
 
-def _plan(
+def _tiled(
+    attend: Callable[..., Array],
     lengths: AnyArray,
     marks: AnyArray | None,
-    capacity: int,
-    block_size: int,
-    heads: int,
+    query: AnyArray,
+    key: AnyArray,
+    value: AnyArray,
+    shared: Any = None,
+    *,
     causal: bool,
-) -> TilePlan:
+    block_size: int,
+) -> Array:
+    """Return ``attend(plan, shared, query, key, value)`` of a batch, or of each device's batch."""
     if block_size < 1:
         raise ValueError(f"block_size is 1 or more, got {block_size}")
-    plan = functools.partial(
+    capacity, heads, _ = query.shape[-3:]
+    plan_of = functools.partial(
         plan_tiles,
         capacity=capacity,
         block=max(1, min(block_size, capacity)),
         heads=heads,
         causal=causal,
     )
-    lengths = jnp.asarray(lengths)
-    marks = None if marks is None else jnp.asarray(marks)
-    return plan(lengths, marks) if lengths.ndim == 1 else jax.vmap(plan)(lengths, marks)
+
+    def call(lengths: Array, marks: Array | None, shared: Any, *arrays: Array) -> Array:
+        plan = (plan_of if lengths.ndim == 1 else jax.vmap(plan_of))(lengths, marks)
+        return over_devices(attend, plan, shared, *arrays)
+
+    arrays = jax.tree.map(jnp.asarray, (lengths, marks, shared, query, key, value))
+    return on_auto_axes(call, *arrays)
 
 
-def _blocks(array: AnyArray, plan: TilePlan) -> Array:
-    return blocks_of(jnp.asarray(array), plan.num_blocks, plan.block)
+def _blocks(array: Array, plan: TilePlan) -> Array:
+    """Cut an array into blocks, with zeros in place of padding: NaN times zero is NaN."""
+    blocks = blocks_of(array, plan.num_blocks, plan.block)
+    exists = (plan.segments < plan.num_rows).reshape(*blocks.shape[:2], *(1,) * (blocks.ndim - 2))
+    return jnp.where(exists, blocks, jnp.zeros((), blocks.dtype))

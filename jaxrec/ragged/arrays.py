@@ -5,8 +5,10 @@ from __future__ import annotations
 import types
 from typing import Any, TypeAlias
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from jaxrec.ragged.raw_ids import is_raw, refuse
@@ -26,12 +28,27 @@ def namespace(*arrays: object) -> types.ModuleType:
 def take(array: Array, *indices: Array, fill_value: float | int | bool = 0) -> Array:
     """Return ``array[indices]``, and ``fill_value`` where an index is past the end.
 
-    An index past the end is not read, and passes no gradient back.
+    An index past the end is not read, and passes no gradient back. Over Explicit axes the result
+    lies as the indices, which are of one shape, and the axes of the array that are not indexed.
     """
     if 0 in array.shape[: len(indices)]:  # a gather needs something to read
         shape = (*indices[0].shape, *array.shape[len(indices) :])
         return jnp.full(shape, fill_value, array.dtype)
-    return array.at[indices].get(mode="fill", fill_value=fill_value)
+    sharding = explicit_sharding(indices)
+    if sharding is not None:
+        element = jax.typeof(array).sharding.spec[len(indices) :]
+        sharding = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec, *element))
+    return array.at[indices].get(mode="fill", fill_value=fill_value, out_sharding=sharding)
+
+
+def explicit_sharding(arrays: Any) -> NamedSharding | None:
+    """Return the sharding of the first array over Explicit axes; None: there is no such array."""
+    for leaf in jax.tree.leaves(arrays):
+        if isinstance(leaf, jax.Array):
+            sharding = jax.typeof(leaf).sharding
+            if AxisType.Explicit in sharding.mesh.axis_types:
+                return sharding
+    return None
 
 
 def to_device(array: Any) -> Array:

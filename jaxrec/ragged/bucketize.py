@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int, Int32
 
-from jaxrec.ragged.arrays import AnyArray, to_device
+from jaxrec.ragged.arrays import AnyArray, take, to_device
 from jaxrec.ragged.columns import bags_per_key
 from jaxrec.ragged.offsets import complete_cumsum, segment_ids
 
@@ -66,7 +66,7 @@ def block_bucketize_sparse_features(
     """
     ids = to_device(ids)
     features = _feature_of_each(lengths, strides, block_sizes.shape[0], ids.shape[0])
-    size = to_device(block_sizes)[features].astype(ids.dtype)
+    size = take(to_device(block_sizes), features).astype(ids.dtype)
     block = ids // size
     is_blocked = block < num_buckets
     buckets = jnp.where(is_blocked, block, ids % num_buckets)
@@ -99,9 +99,9 @@ def boundary_bucketize_sparse_features(
     ids, boundaries = to_device(ids), to_device(boundaries)
     num_buckets = boundaries.shape[1] - 1
     features = _feature_of_each(lengths, strides, boundaries.shape[0], ids.shape[0])
-    inner = boundaries[:, 1:-1][features]
+    inner = take(boundaries[:, 1:-1], features)
     buckets = jnp.sum(ids[:, None] >= inner, axis=1)
-    return _dealt(lengths, ids - boundaries[features, buckets], buckets, num_buckets)
+    return _dealt(lengths, ids - take(boundaries, features, buckets), buckets, num_buckets)
 
 
 def bucketize_sparse_features(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
@@ -18,6 +17,7 @@ from jaxrec.ragged.arrays import AnyArray, require_one_batch, to_device
 from jaxrec.ragged.capacity import capacity_for
 from jaxrec.ragged.columns import floats
 from jaxrec.ragged.dense import dense_to_jagged, jagged_to_padded_dense
+from jaxrec.ragged.device_axis import each_device
 from jaxrec.ragged.offsets import complete_cumsum, segment_ids
 from jaxrec.ragged.packing import id_bits_of
 from jaxrec.ragged.raw_columns import raw_column
@@ -205,13 +205,12 @@ class JaggedArray:
 
     def _padded(self, values: Any, length: int | None, padding_value: Any) -> Array:
         size = self._static_length(length)
-        pad = functools.partial(
-            jagged_to_padded_dense, max_lengths=size, padding_value=padding_value
-        )
-        if self.lengths.ndim == 1:
-            return pad(values, self.offsets)
-        by_device = jax.vmap(pad)(to_device(values), complete_cumsum(to_device(self.lengths)))
-        return by_device.reshape(-1, *by_device.shape[2:])
+
+        def pad(lengths: Array, values: Array) -> Array:
+            return jagged_to_padded_dense(values, complete_cumsum(lengths), size, padding_value)
+
+        dense = each_device(pad, self.lengths, to_device(values))
+        return dense if self.lengths.ndim == 1 else dense.reshape(-1, *dense.shape[2:])
 
     def _static_length(self, length: int | None) -> int:
         if length is not None:

@@ -18,9 +18,8 @@ def complete_cumsum(lengths: Int[AnyArray, "*rows n"]) -> Int[AnyArray, "*rows n
         >>> complete_cumsum(np.array([2, 0, 3], np.int32))
         array([0, 2, 2, 5], dtype=int32)
     """
-    xp = namespace(lengths)
-    zero = xp.zeros((*lengths.shape[:-1], 1), lengths.dtype)
-    return xp.concatenate([zero, inclusive_cumsum(lengths)], axis=-1)
+    leading = [(0, 0)] * (lengths.ndim - 1)
+    return namespace(lengths).pad(inclusive_cumsum(lengths), [*leading, (1, 0)])
 
 
 def inclusive_cumsum(lengths: Int[AnyArray, "*rows n"]) -> Int[AnyArray, "*rows n"]:
@@ -77,9 +76,14 @@ def lengths_range(lengths: Int[AnyArray, " n"], capacity: int) -> Int32[Array, "
 
 
 def without_padding(
-    values: Shaped[AnyArray, "capacity *element"], offsets: Int[AnyArray, " offsets"]
-) -> Shaped[Array, "capacity *element"]:
-    """Return the values with zeros past the last offset."""
-    used = jnp.arange(values.shape[0], dtype=jnp.int32) < offsets[-1]
-    used = used.reshape(-1, *(1,) * (values.ndim - 1))
+    values: Shaped[AnyArray, "..."], offsets: Int[AnyArray, "*devices offsets"]
+) -> Shaped[Array, "..."]:
+    """Return ``[*devices, capacity, *element]`` values with zeros past the last offset.
+
+    Whoever multiplies or sums values does so first: NaN times zero is NaN, in gradients as well.
+    """
+    ends = to_device(offsets)[..., -1:]
+    places = jnp.arange(values.shape[ends.ndim - 1], dtype=jnp.int32)
+    used = places.reshape((1,) * (ends.ndim - 1) + places.shape) < ends
+    used = used.reshape(used.shape + (1,) * (values.ndim - used.ndim))
     return jnp.where(used, to_device(values), jnp.zeros((), values.dtype))

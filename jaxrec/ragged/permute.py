@@ -37,7 +37,7 @@ def expand_into_jagged_permute(
         ``input_offsets[-1]``, the number of elements.
     """
     starts = jnp.asarray(input_offsets).astype(jnp.int32)
-    source = take(starts[jnp.asarray(permute)], segment_ids(output_offsets, capacity))
+    source = take(take(starts, jnp.asarray(permute)), segment_ids(output_offsets, capacity))
     source = source + offsets_range(output_offsets, capacity)
     return jnp.where(jnp.arange(capacity) < output_offsets[-1], source, starts[-1])
 
@@ -76,4 +76,4 @@ def permute_sparse_data(
     out_weights = None
     if weights is not None:
         out_weights, _ = jagged_index_select(weights, totals, permute, capacity)
-    return jnp.asarray(lengths)[jnp.asarray(permute)], out_values, out_weights
+    return take(jnp.asarray(lengths), jnp.asarray(permute)), out_values, out_weights

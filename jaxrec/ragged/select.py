@@ -59,7 +59,7 @@ def jagged_index_select(
         ("values",), out_lengths[None], None if capacity is None else [capacity]
     )
     out_offsets = complete_cumsum(out_lengths)
-    source = take(complete_cumsum(lengths)[indices], segment_ids(out_offsets, capacity))
+    source = take(take(complete_cumsum(lengths), indices), segment_ids(out_offsets, capacity))
     source = source + offsets_range(out_offsets, capacity)
     source = jnp.where(jnp.arange(capacity) < out_offsets[-1], source, values.shape[0])
     return take(to_device(values), source), out_lengths
@@ -119,7 +119,8 @@ def keyed_jagged_index_select(
 
     limits = np.array(new_capacities, np.int32)[:, None]
     ends = jnp.cumsum(lengths, axis=1, dtype=jnp.int32)
-    fitting = jnp.diff(jnp.minimum(ends, limits), prepend=0, axis=1).reshape(-1)
+    fitting_ends = jnp.pad(jnp.minimum(ends, limits), [(0, 0), (1, 0)])
+    fitting = jnp.diff(fitting_ends, axis=1).reshape(-1)
     strides = (indices.shape[0],) * len(features.keys)
     bags = bag_ids(fitting, strides, new_capacities)
     starts = bag_starts(features.lengths, features.strides, features.capacities).reshape(by_key)

@@ -12,6 +12,7 @@ from jaxtyping import Array, Int32
 
 from jaxrec.ragged.arrays import require_one_batch, to_device
 from jaxrec.ragged.keyed_jagged import KeyedJaggedArray
+from jaxrec.ragged.offsets import complete_cumsum
 
 
 class UniqueIndices(NamedTuple):
@@ -74,10 +75,10 @@ def jagged_unique_indices(
     is_new = is_used & (
         (positions == 0) | (place != jnp.roll(place, 1)) | (ids != jnp.roll(ids, 1))
     )
-    counted = jnp.cumsum(is_new, dtype=jnp.int32)
-    before = jnp.concatenate([jnp.zeros(1, jnp.int32), counted])[starts]
+    counted = complete_cumsum(is_new.astype(jnp.int32))
+    before = counted[starts]
     first = jnp.asarray(starts[:-1]) - before[:-1]
-    slots = counted - 1 + first[place // 2] if groups else positions
+    slots = counted[1:] - 1 + first[place // 2] if groups else positions
     unique = jnp.zeros(total, ids.dtype).at[jnp.where(is_new, slots, total)].set(ids, mode="drop")
     inverse = jnp.zeros(total, jnp.int32).at[order].set(jnp.where(is_used, slots, total))
     return UniqueIndices(

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -57,14 +59,15 @@ def test_native_on_one_device(monkeypatch):
         np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
 
 
+def plain_dots(vectors):
+    first, second = np.triu_indices(vectors.shape[1], 1)
+    return (vectors[:, first] * vectors[:, second]).sum(axis=2)
+
+
 @pytest.mark.parametrize("devices", [1, 8])
 def test_the_gradient_of_a_gradient(monkeypatch, devices):
     monkeypatch.setattr(jax, "device_count", lambda: devices)
     vectors = np.random.default_rng(0).standard_normal((3, 4, 5)).astype(np.float32)
-
-    def plain(vectors):
-        first, second = np.triu_indices(4, 1)
-        return (vectors[:, first] * vectors[:, second]).sum(axis=2)
 
     def penalty(products):
         def loss(vectors):
@@ -72,7 +75,7 @@ def test_the_gradient_of_a_gradient(monkeypatch, devices):
 
         return jax.jit(jax.grad(lambda vectors: (jax.grad(loss)(vectors) ** 2).sum()))
 
-    got, expected = penalty(pairwise_dots)(vectors), penalty(plain)(vectors)
+    got, expected = penalty(pairwise_dots)(vectors), penalty(plain_dots)(vectors)
     np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-3)
 
 
@@ -85,6 +88,38 @@ def test_gradients_of_each_sample(monkeypatch, devices):
     np.testing.assert_allclose(
         jax.jit(each)(vectors), oracle.pairs(vectors, cotangent)[1], rtol=1e-5, atol=1e-5
     )
+
+
+def quartic(dots):
+    return lambda vectors: (dots(vectors) ** 2).sum()
+
+
+MODES = {
+    "jvp": lambda dots, x, t: jax.jvp(dots, (x,), (t,)),
+    "linearize": lambda dots, x, t: jax.linearize(dots, x)[1](t),
+    "jacobian": lambda dots, x, t: jax.jacfwd(dots)(x),
+    "hessian": lambda dots, x, t: jax.hessian(quartic(dots))(x),
+    "forward_over_forward": lambda dots, x, t: jax.jacfwd(jax.jacfwd(quartic(dots)))(x),
+    "reverse_over_forward": lambda dots, x, t: jax.grad(
+        lambda x: (jax.jvp(dots, (x,), (t,))[1] ** 2).sum()
+    )(x),
+    "each_sample": lambda dots, x, t: jax.vmap(
+        lambda x, t: jax.jvp(dots, (x[None],), (t[None],))[1]
+    )(x, t),
+}
+
+
+@pytest.mark.parametrize("devices", [1, 8])
+@pytest.mark.parametrize("mode", MODES)
+def test_forward_mode(monkeypatch, mode, devices):
+    monkeypatch.setattr(jax, "device_count", lambda: devices)
+    rng = np.random.default_rng(0)
+    vectors, tangents = (rng.standard_normal((2, 3, 4), np.float32) for _ in range(2))
+    got, expected = (
+        jax.jit(functools.partial(MODES[mode], dots))(vectors, tangents)
+        for dots in (pairwise_dots, plain_dots)
+    )
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4), got, expected)
 
 
 def test_a_batch_over_devices_stays_there():
