@@ -166,9 +166,9 @@ def _forward(
     (form, _), forms = jax.eval_shape(differentiate, *chunk_leaves(0))
     whole = [leaf for leaf, flag in zip(leaves, is_wanted, strict=True) if flag]
     zeros = [
-        jnp.zeros(leaf.shape, jnp.promote_types(gradient.dtype, jnp.float32))
+        jnp.zeros_like(leaf, jnp.promote_types(gradient.dtype, jnp.float32))
         if number < in_state
-        else jnp.zeros(leaf.shape, gradient.dtype)
+        else jnp.zeros_like(leaf, gradient.dtype)
         for number, (leaf, gradient) in enumerate(zip(whole, forms, strict=True))
     ]
     start = jnp.zeros((), form.dtype), zeros

@@ -71,7 +71,8 @@ class PositionEmbedding(nnx.Module):
                     f"a sequence has {longest} elements, but the model max_length={most}; cut "
                     "sequences to their last elements or make the model longer"
                 )
-        values, vectors = promote(self.dtype, column.values, self.vectors[...])
+        values = without_padding(column.values, complete_cumsum(column.lengths))
+        values, vectors = promote(self.dtype, values, self.vectors[...])
         places = take(vectors, positions_in_rows(column), fill_value=jnp.nan)
         return dataclasses.replace(column, values=values + places)
 
