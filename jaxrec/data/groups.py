@@ -226,8 +226,8 @@ class NpyGroups:
                 arrays[name] = path.open()
                 continue
             try:
-                arrays[name] = np.load(path, mmap_mode="r", allow_pickle=False)
-            except ValueError as error:
+                arrays[name] = np.lib.format.open_memmap(path, "r")
+            except (ValueError, OverflowError, TypeError) as error:
                 raise DataError(f"{path} is not an npy file ({error})") from None
         shapes = {name: array.shape for name, array in arrays.items()}
         if len({shape[:1] for shape in shapes.values()}) != 1 or any(

@@ -137,8 +137,8 @@ def import_table(collection: Collection, name: str, path: str | os.PathLike[str]
 
 def _read_npy(path: pathlib.Path) -> np.ndarray:
     try:
-        rows = np.load(path, mmap_mode="r", allow_pickle=False)
-    except ValueError as error:
+        rows = np.lib.format.open_memmap(path, "r")
+    except (ValueError, OverflowError, TypeError) as error:
         raise ValueError(f"{path} is not an npy file of numbers: {error}") from None
     if not isinstance(rows, np.ndarray) or rows.dtype.kind not in "fiu":
         raise ValueError(f"{path}: expected one array of numbers")

@@ -222,8 +222,10 @@ def test_what_cannot_be_read(tmp_path):
     np.save(tmp_path / "b.npy", np.zeros(4))
     with pytest.raises(DataError, match="with equal rows"):
         _ = NpyGroups({"a": tmp_path / "a.npy", "b": tmp_path / "b.npy"}).sizes
-    with pytest.raises(DataError, match="is not an npy file"):
-        _ = NpyGroups({"a": tmp_path / "no.parquet"}).sizes
+    for content in (b"x" * 100, b"", b"PK\3\4" * 9):
+        (tmp_path / "no.npy").write_bytes(content)
+        with pytest.raises(DataError, match=r"no\.npy is not an npy file"):
+            _ = NpyGroups({"a": tmp_path / "no.npy"}).sizes
     with pytest.raises(DataError, match="make no batch of 40: a process of 2 has 3"):
         len(BatchSource(groups, 40, shard=Shard(0, 2)))
     with pytest.raises(DataError, match=r"of 2 has 3. rows, too few for the 3. batches"):

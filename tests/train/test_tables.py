@@ -206,6 +206,8 @@ FILES = {
         lambda path: path.write_bytes(b"\x93NUMPY\x01\x00"),
         "is not an npy file of numbers",
     ),
+    "empty.npy": (lambda path: path.write_bytes(b""), "is not an npy file of numbers"),
+    "zip.npy": (lambda path: path.write_bytes(b"PK\3\4" * 9), "is not an npy file of numbers"),
     "objects.npy": (
         lambda path: np.save(path, np.array([{}] * 7)),
         "is not an npy file of numbers",

@@ -133,7 +133,7 @@ def _form(name: str, tree: Any, levels: int) -> Any:
         return _form("", tree, 1)  # of a table's rows
     if levels:
         nested = {} if tree is None else tree
-        return {key: _form(key, nested[key], levels - 1) for key in nested.keys()}
+        return {key: _form(key, nested[key], levels - 1) for key in dict(nested)}
     if not isinstance(tree.shape, tuple) or tree.dtype is None:
         raise ValueError(f"state/_METADATA has no array {name!r}")
     return tree
