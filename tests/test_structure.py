@@ -160,6 +160,11 @@ TESTED_BY = {
         "serve/artifact/files",
         "serve/artifact/manifest",
     ),
+    "serve/artifact/test_program_file": ("serve/artifact/program_calls",),
+    "serve/commands/test_export": (
+        "data/frozen_vocabulary",
+        "serve/commands/frozen_run",
+    ),
     "serve/commands/test_predict": ("serve/artifact/outputs",),
     "serve/http/test_app": (
         "serve/http/argument_columns",
@@ -171,8 +176,8 @@ TESTED_BY = {
         "serve/http/input_columns",
         "serve/http/json_body",
         "serve/http/metrics",
-        "serve/http/raw_columns",
     ),
+    "serve/http/test_raw_columns": ("data/examples",),
     "serve/http/test_server": (
         "serve/commands/serve",
         "serve/http/body",

@@ -155,7 +155,9 @@ def check_files(
     if not with_checksums:
         return
     with concurrent.futures.ThreadPoolExecutor(THREADS) as threads:
-        for damage in threads.map(lambda part: _damage(directory, *part), _checks(directory, files)):
+        for damage in threads.map(
+            lambda part: _damage(directory, *part), _checks(directory, files)
+        ):
             if damage:
                 raise ArtifactError(damage)
 

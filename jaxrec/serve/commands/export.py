@@ -64,6 +64,8 @@ class ExportOptions:
     """Numbers of samples that programs are made for; other batches are cut and padded."""
     platforms: tuple[Literal["cpu", "cuda"], ...] = ("cpu", "cuda")
     """Platforms that programs are made for; this machine need not have them."""
+    example: bool = True
+    """Keep two training rows in the model, which `jaxrec serve` gives as the example of a request."""
 
 
 def run(options: Sequence[str]) -> int:
@@ -75,6 +77,8 @@ def run(options: Sequence[str]) -> int:
     encoder = column_encoder(parsed.run)
     config = load_config(parsed.run / CONFIG_FILE)
     encoder = with_example(config, encoder)
+    if encoder.example is not None and not parsed.example:
+        encoder = dataclasses.replace(encoder, example=encoder.example.slice(0, 0))
     model: nnx.Module
     if encoder.schema.dynamic:
         model, encoder = load_frozen(parsed.run, config, encoder, parsed.step)
