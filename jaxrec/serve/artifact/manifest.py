@@ -218,26 +218,28 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
         """Raise a ValueError where arrays have no type or no size that a program could take."""
         inputs = [each for each in self.batch.inputs if isinstance(each, ArrayInput)]
         most = max((size.samples for size in self.batch.sizes), default=1)
-        for each, samples in (
+        sized: list[tuple[ArrayInput | ArrayOutput | StoredArray, int]] = [
             *((each, most) for each in (*inputs, *self.outputs)),
             *((each, 1) for each in self.arrays),
-        ):
+        ]
+        for each, samples in sized:
             try:
-                bits = jnp.dtype(each.dtype).kind
+                kind = jnp.dtype(each.dtype).kind
             except TypeError:
-                bits = "O"
-            if bits not in "biufcV":
+                kind = "O"
+            if kind not in "biufcV":
                 raise ValueError(f"{each.name} is of {each.dtype!r}, which is no type of arrays")
             if min(each.shape, default=0) < 0 or samples * math.prod(each.shape) > _MOST_ELEMENTS:
                 raise ValueError(f"{each.name} has the shape {list(each.shape)}")
-        names = [each.name for each in self.arrays]
+        names = [array.name for array in self.arrays]
         if len(set(names)) < len(names):
             raise ValueError(f"it names the array {max(names, key=names.count)!r} twice")
         for ragged in self.batch.ragged:
             if len(set(ragged.keys)) < len(ragged.keys):
                 raise ValueError(f"{ragged.name} has a feature twice")
             for feature in ragged.features:
-                if not 1 <= (feature.num_ids or 1) <= _MOST + 1 or not 0 <= (feature.fixed or 0):
+                num_ids = 1 if feature.num_ids is None else feature.num_ids
+                if not 1 <= num_ids <= _MOST + 1 or (feature.fixed or 0) < 0:
                     raise ValueError(
                         f"feature {feature.name!r} has {feature.num_ids} ids, "
                         f"{feature.fixed} in each sample"

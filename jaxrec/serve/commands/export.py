@@ -65,7 +65,7 @@ class ExportOptions:
     platforms: tuple[Literal["cpu", "cuda"], ...] = ("cpu", "cuda")
     """Platforms that programs are made for; this machine need not have them."""
     example: bool = True
-    """Keep two training rows in the model, which `jaxrec serve` gives as the example of a request."""
+    """Keep two training rows in the model, the example of a request that `jaxrec serve` gives."""
 
 
 def run(options: Sequence[str]) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import pathlib
 import shutil
@@ -11,7 +12,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxrec.data import DataError
 from jaxrec.serve import ArtifactError, load
 from tests.fuzz import max_examples
 from tests.serve.artifact.edited import write_checksums, write_manifest
@@ -96,18 +96,16 @@ def test_edited_models(model, tmp_path_factory, data):
     else:
         (path / file).write_bytes(damage((path / file).read_bytes(), data))
         write_checksums(path)
-    table = raw_table(3).drop_columns("label")
+    served, said = None, f"{path}: it was loaded"
     try:
         served = load(path)
     except ArtifactError as error:
-        assert str(path) in str(error) or "is not an exported model" in str(error), error
-        assert "\n" not in str(error)
-        return
+        said = str(error)
     finally:
         shutil.rmtree(path.parent, ignore_errors=True)
-    if file.startswith("programs/"):  # code, whose damage may do what code does
-        return
-    try:
-        served.predict_columns(table)
-    except (ArtifactError, DataError, ValueError, TypeError) as error:
-        assert str(error)
+    assert str(path) in said
+    assert "\n" not in said
+    # Damage of code may do what code does.
+    if served is not None and not file.startswith("programs/"):
+        with contextlib.suppress(ValueError, TypeError):
+            served.predict_columns(raw_table(3).drop_columns("label"))
