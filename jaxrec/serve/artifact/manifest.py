@@ -218,11 +218,10 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
         """Raise a ValueError where arrays have no type or no size that a program could take."""
         inputs = [each for each in self.batch.inputs if isinstance(each, ArrayInput)]
         most = max((size.samples for size in self.batch.sizes), default=1)
-        sized: list[tuple[ArrayInput | ArrayOutput | StoredArray, int]] = [
-            *((each, most) for each in (*inputs, *self.outputs)),
-            *((each, 1) for each in self.arrays),
-        ]
-        for each, samples in sized:
+        described: list[ArrayInput | ArrayOutput | StoredArray]
+        described = [*inputs, *self.outputs, *self.arrays]
+        for each in described:
+            samples = 1 if isinstance(each, StoredArray) else most
             try:
                 kind = jnp.dtype(each.dtype).kind
             except TypeError:

@@ -39,8 +39,12 @@ def parse_program(content: bytes) -> Any:
     """
     context = mlir.make_ir_context()
     # What MLIR would print is part of the error.
-    with context, context.attach_diagnostic_handler(lambda diagnostic: True):
-        return stablehlo.deserialize_portable_artifact(context, content)
+    with context:
+        handler = context.attach_diagnostic_handler(lambda diagnostic: True)
+        try:
+            return stablehlo.deserialize_portable_artifact(context, content)
+        finally:
+            handler.detach()
 
 
 def program_calls(module: Any) -> tuple[str, ...]:
