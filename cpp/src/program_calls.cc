@@ -1,6 +1,7 @@
 #include "program_calls.h"
 
 #include <algorithm>
+#include <iterator>
 #include <regex>
 #include <stdexcept>
 
@@ -17,10 +18,12 @@ constexpr std::string_view kBuiltin = "builtin", kVhlo = "vhlo";
 // Codes of attributes: mlir/IR/BuiltinDialectBytecode.td and stablehlo/dialect/VhloBytecode.cpp.
 constexpr uint64_t kDictionary = 1, kBuiltinString = 2, kApiVersion = 5, kVhloString = 14;
 
-// A custom call has eight properties, by name: api_version, backend_config, call_target_name ...
+// A custom call has eight properties or more, by name: api_version, backend_config,
+// call_target_name ...
 constexpr size_t kCallProperties = 8, kTargetProperty = 2;
 
-constexpr std::string_view kCall = "custom_call_v1", kTargetKey = "call_target_name";
+constexpr std::string_view kCalls[] = {"custom_call_v1", "custom_call_v2"};
+constexpr std::string_view kTargetKey = "call_target_name";
 
 // Names that XLA turns into operations of its own; jaxrec/serve/artifact/program_calls.py has them,
 // and functions of JAX that its plugin alone has.
@@ -110,7 +113,9 @@ std::set<std::string> program_calls(std::string_view bytes) {
       if (starts_with(each.name, transfer)) calls.emplace(each.name);
     }
     if (!starts_with(each.name, "custom_call")) continue;
-    if (each.name != kCall) throw Problem("it has operations " + std::string(each.name));
+    if (std::find(std::begin(kCalls), std::end(kCalls), each.name) == std::end(kCalls)) {
+      throw Problem("it has operations " + std::string(each.name) + ", of a later version");
+    }
     has_calls = true;
   }
   if (!has_calls) return calls;

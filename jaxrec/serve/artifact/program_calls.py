@@ -40,7 +40,7 @@ def parse_program(content: bytes) -> Any:
     context = mlir.make_ir_context()
     # What MLIR would print is part of the error.
     with context:
-        handler = context.attach_diagnostic_handler(lambda diagnostic: True)
+        handler: Any = context.attach_diagnostic_handler(lambda diagnostic: True)
         try:
             return stablehlo.deserialize_portable_artifact(context, content)
         finally:
