@@ -2,7 +2,7 @@
 
 Started without --process it starts two processes on this machine, which meet at a port and train
 together; on a cluster one starts it once a host with --process, --processes and --coordinator (or
-calls `jax.distributed.initialize()` without arguments where the cluster tells JAX). Every process
+calls `jaxrec.mesh.join_processes()` without arguments where the cluster tells JAX). Every process
 passes its part of each batch to `shard_batch`; the compiled step is the same program everywhere, so
 all print the same losses, which fall from 0.69 to below 0.05 in 30 steps.
 
@@ -72,9 +72,7 @@ def my_samples(settings: Settings, step: int) -> tuple[jaxrec.KeyedJaggedArray, 
 def train(settings: Settings) -> None:
     if jax.config.jax_platforms in (None, "", "cpu"):
         jax.config.update("jax_num_cpu_devices", settings.devices)
-    jax.distributed.initialize(
-        settings.coordinator, num_processes=settings.processes, process_id=settings.process
-    )
+    jaxrec.mesh.join_processes(settings.coordinator, settings.processes, settings.process)
     mesh = jax.make_mesh((jax.device_count(),), ("data",))
     plan = jaxrec.plan.ShardingPlan.from_dict(
         {"user": jaxrec.mesh.row_wise(), "item": jaxrec.mesh.data_parallel()}

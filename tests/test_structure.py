@@ -71,6 +71,7 @@ TESTED_BY = {
     "embed/test_skipped_steps": ("embed/not_finite",),
     "mesh/test_capacity": ("mesh/ahead",),
     "mesh/test_channel": ("mesh/simulated",),
+    "mesh/test_batch_counts": ("mesh/notes",),
     "mesh/test_processes": ("mesh/agree", "plan/one_plan"),
     "mesh/exchange/test_base": (
         "mesh/exchange/bags",

@@ -1,9 +1,9 @@
 """Tables over many devices: placements, shards, and exchanges of ids and rows."""
 
 from jaxrec.mesh.batch import shard_batch as shard_batch
+from jaxrec.mesh.batch_counts import even_batches as even_batches
 from jaxrec.mesh.creation import shard_tables as shard_tables
 from jaxrec.mesh.dense import MIN_SHARDED_SIZE as MIN_SHARDED_SIZE
-from jaxrec.mesh.even_batches import even_batches as even_batches
 from jaxrec.mesh.exchange import Exchange as Exchange
 from jaxrec.mesh.placement import Placement as Placement
 from jaxrec.mesh.placement import column_wise as column_wise

@@ -11,7 +11,7 @@ from flax import nnx
 
 from jaxrec.data import Pipeline
 from jaxrec.data.pipeline import each_batch
-from jaxrec.mesh.even_batches import even_batches
+from jaxrec.mesh.batch_counts import even_batches
 from jaxrec.mesh.processes import spans_processes
 from jaxrec.tier import ahead
 from jaxrec.tier.tier import tier_of

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import jaxrec
-from jaxrec.data import WeightedBatch, pad_batch
+from jaxrec.data import ClickBatch, WeightedBatch, empty_batch, pad_batch
 from jaxrec.data.padding import num_samples
 
 pytestmark = pytest.mark.every_case
@@ -116,3 +116,29 @@ def test_not_on_a_mesh_and_not_to_nothing():
         num_samples(())
     with pytest.raises(TypeError, match="leading batch axis, got 3"):
         num_samples((3, np.zeros(2)))
+
+
+def test_an_empty_batch_keeps_shapes_and_counts_for_nothing():
+    """Of raw ids, shared bags and weights of ids; of a batch that has its weights in a field."""
+    features = jaxrec.KeyedJaggedArray.from_lists(
+        {"a": [[2**40, 1], [2]], "b": [[3], []]},
+        weights={"a": [[1.0, 2.0], [3.0]], "b": [[4.0], []]},
+        inverse_indices=[[1, 0, 1], [0, 0, 1]],
+        id_bits=64,
+    )
+    dense = np.arange(3.0, dtype=np.float32)[:, None]
+    for batch in (
+        pad_batch((features, dense), 3),
+        ClickBatch(dense, features, dense[:, 0], np.ones(3, np.float32)),
+    ):
+        empty = empty_batch(batch)
+        assert type(empty) is type(batch)
+        np.testing.assert_array_equal(empty.weights, np.zeros(3, np.float32))
+        for leaf, before in zip(jax.tree.leaves(empty), jax.tree.leaves(batch), strict=True):
+            assert (leaf.shape, leaf.dtype) == (before.shape, before.dtype)
+        found = empty.features if isinstance(empty, ClickBatch) else empty.batch[0]
+        assert [found[key].to_lists() for key in "ab"] == [[[]] * 2] * 2
+        assert found.inverse_indices.tolist() == features.inverse_indices.tolist()
+    for wrong in (features, (features, dense), dense):
+        with pytest.raises(TypeError, match="has no weights of its samples; make batches with"):
+            empty_batch(wrong)

@@ -7,7 +7,7 @@ import concurrent.futures
 import pytest
 
 from jaxrec.mesh.call_checks import SWITCH, CallMismatchError, CallSequence, check_call
-from tests.mesh.test_even_batches import Board
+from tests.mesh.test_batch_counts import Board
 from tests.pairs import Pair
 
 

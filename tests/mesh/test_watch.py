@@ -11,7 +11,7 @@ import pytest
 
 from jaxrec.mesh import watch
 from tests.forks import free_port
-from tests.mesh.test_even_batches import Board
+from tests.mesh.test_batch_counts import Board
 
 
 class Ended(Exception):

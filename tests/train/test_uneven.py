@@ -32,8 +32,7 @@ def together(uneven):
 
 
 @pytest.mark.every_case
-@pytest.mark.parametrize("accumulate", [1, 3])
-@pytest.mark.parametrize("uneven", ["stop", "empty"])
+@pytest.mark.parametrize(("uneven", "accumulate"), [("stop", 1), ("empty", 3)])
 def test_trainers_end_together(pair, tmp_path, uneven, accumulate):
     """Every sample that is trained on counts once: in updates, metrics and evaluations."""
     data = together(uneven)

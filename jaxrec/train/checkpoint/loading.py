@@ -102,7 +102,7 @@ def restore(
         ...     adam = jaxrec.optim.adam(0.1)
         ...     model = jaxrec.EmbeddingBagCollection(tables, optimizer=adam, rngs=nnx.Rngs(0))
         ...     return model, jaxrec.Optimizer(model, optax.sgd(0.1))
-        >>> path = jaxrec.train.save(tempfile.mkdtemp(), *make())
+        >>> path = jaxrec.train.checkpoint.save(tempfile.mkdtemp(), *make())
         >>> frozen = make(trainable=False)
         >>> differences = restore(path.parent, *frozen, partial=True).differences
         >>> [(difference.kind, difference.name) for difference in differences]

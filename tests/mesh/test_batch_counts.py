@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxrec.data import Pipeline
-from jaxrec.mesh.even_batches import EvenBatches, even_batches
+from jaxrec.mesh.batch_counts import EvenBatches, even_batches
 from jaxrec.mesh.notes import NoteBoard
 from tests.fuzz import max_examples
 

@@ -71,7 +71,7 @@ def even_batches(
         ValueError: This process has no batch from which to make an empty one.
 
     Example:
-        >>> import jaxrec
+        >>> import numpy as np, jaxrec
         >>> mesh = jax.make_mesh((1,), ("data",))
         >>> batches = [{"x": np.zeros(8)}, {"x": np.ones(8)}]
         >>> for batch in jaxrec.mesh.even_batches(batches):
