@@ -16,7 +16,7 @@ import yaml
 
 import jaxrec
 from jaxrec.cli import main
-from jaxrec.data import DataError, Schema, Shard, TableEncoder
+from jaxrec.data import ClickBatch, DataError, Schema, Shard, TableEncoder
 from jaxrec.data.list_lengths import ListLengths
 from jaxrec.metrics import auc
 from jaxrec.train import Trainer, checkpoint, load_model
@@ -209,7 +209,7 @@ def test_processes_read_rows_of_their_own(directory):
 
 
 def test_capacities_on_devices(directory, monkeypatch):
-    """One process takes what a batch needs; of several all take what no batch exceeds."""
+    """One process takes those of the encoder's packer; of several all take what none exceeds."""
     encoder = TableEncoder(
         Schema.from_dict({"label": "click", "categorical": ["city", "tags"]}),
         {}, {}, {"tags": ListLengths.of(np.array([1, 2, 3, 3]))},
@@ -218,7 +218,13 @@ def test_capacities_on_devices(directory, monkeypatch):
     devices = Devices(mesh, encoder=encoder)
     lists = [[1] * 9, [1], [1] * 3, [1] * 20]
     batch = jaxrec.KeyedJaggedArray.from_lists({"city": [[1]] * 4, "tags": lists})
-    assert devices._capacities(mesh, batch) == {"city": 8, "tags": 24}
+    sizes = []
+    for tags in ([[1] * 3] * 4, lists, [[1]] * 4):
+        features = encoder._packer.from_lists({"city": [[1]] * 4, "tags": tags})
+        put = devices.put_batch(ClickBatch(np.zeros((4, 1)), features, np.zeros(4), np.ones(4)))
+        sizes.append(put.features.capacities)
+    assert sizes[0] == sizes[2] == (2, 16)  # the mean 2.25 of two samples, four deviations more
+    assert sizes[1] > sizes[0]
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     with pytest.raises(DataError, match="'tags' has 23 ids in a batch on one device, more than"):
         devices._capacities(mesh, batch)
