@@ -28,14 +28,12 @@ class _Format:
     Attributes:
         name: Name of the file, or for RecBole the end of its name.
         delimiter: Separator of values.
-        columns: Names of the columns; "" for an empty column.
-        skip: Number of lines before the first rating.
+        columns: Names of the columns, "" for an empty column; None: the first line names them.
     """
 
     name: str
     delimiter: str
-    columns: tuple[str, ...]
-    skip: int = 0
+    columns: tuple[str, ...] | None
 
 
 _NAMES = tuple(_RATING_TYPES)
@@ -43,9 +41,19 @@ _FORMATS = (
     _Format("u.data", "\t", _NAMES),  # 100K
     # 1M and 10M separate values by "::", which is an empty column between two colons.
     _Format("ratings.dat", ":", ("user_id", "", "movie_id", "", "rating", "", "timestamp")),
-    _Format("ratings.csv", ",", _NAMES, skip=1),  # 20M, 25M, 32M and "latest"
-    _Format(".inter", "\t", _NAMES, skip=1),  # RecBole's copies
+    _Format("ratings.csv", ",", None),  # 20M, 25M, 32M and "latest"
+    _Format(".inter", "\t", None),  # RecBole's copies
 )
+
+# Names of columns in the headers of GroupLens and RecBole, without their types.
+_HEADERS = {
+    "userId": "user_id",
+    "movieId": "movie_id",
+    "item_id": "movie_id",
+    "movie_title": "title",
+    "release_year": "year",
+    "class": "genres",
+}
 _GENRES = (
     "unknown", "Action", "Adventure", "Animation", "Children's", "Comedy", "Crime", "Documentary",
     "Drama", "Fantasy", "Film-Noir", "Horror", "Musical", "Mystery", "Romance", "Sci-Fi",
@@ -76,15 +84,16 @@ def movielens_ratings(path: str | os.PathLike[str]) -> pa.Table:
         1193
     """
     file, layout = _ratings_file(pathlib.Path(path))
-    names = [name or f"_{i}" for i, name in enumerate(layout.columns)]
-    table = _read(file, layout.delimiter, names, layout.skip, _RATING_TYPES)
-    table = table.select(list(_NAMES))
+    if layout.columns is None:
+        table = _read_named(file, layout.delimiter, _RATING_TYPES)
+    else:
+        names = [name or f"_{i}" for i, name in enumerate(layout.columns)]
+        table = _read(file, layout.delimiter, names, 0, _RATING_TYPES).select(list(_NAMES))
     for name in _NAMES:
         if missing := table[name].null_count:
             row = pc.index(pc.is_null(table[name]), True).as_py()
-            raise DataError(
-                f"{file}, line {row + 1 + layout.skip}: {name} is missing ({missing} in all)"
-            )
+            line = row + (1 if layout.columns is not None else 2)
+            raise DataError(f"{file}, line {line}: {name} is missing ({missing} in all)")
     return table
 
 
@@ -133,12 +142,12 @@ def movielens_movies(path: str | os.PathLike[str]) -> pa.Table:
         return _movies_of_lines(path / "movies.dat")
     if (path / "movies.csv").exists():
         types = {"movie_id": pa.int32(), "title": pa.string(), "genres": pa.string()}
-        table = _read(path / "movies.csv", ",", list(types), 1, types, quoted=True)
+        table = _read_named(path / "movies.csv", ",", types, quoted=True)
         return _movies(table["movie_id"], table["title"], _split(table["genres"].to_pylist()))
     if file := _recbole_file(path, ".item"):
         types = {"movie_id": pa.int32(), "title": pa.string()}
         types |= {"year": pa.string(), "genres": pa.string()}
-        table = _read(file, "\t", list(types), 1, types)
+        table = _read_named(file, "\t", types)
         genres = [(text or "").split() for text in table["genres"].to_pylist()]
         return _movies(table["movie_id"], table["title"], genres, table["year"])
     raise DataError(
@@ -219,13 +228,36 @@ def movielens_users(path: str | os.PathLike[str]) -> pa.Table:
         names = ["user_id", "_1", "gender", "_3", "age", "_5", "occupation", "_7", "zip_code"]
         return _read(path / "users.dat", ":", names, 0, types).select(list(types))
     if file := _recbole_file(path, ".user"):
-        return _read(file, "\t", list(types), 1, types)
+        return _read_named(file, "\t", types)
     raise DataError(f"{path}: there is neither u.user (100K) nor users.dat (1M) here")
 
 
 def _recbole_file(path: pathlib.Path, ending: str) -> pathlib.Path | None:
     """Return the first file of a directory with an ending; None if there is none."""
     return min(path.glob(f"*{ending}"), default=None)
+
+
+def _read_named(
+    file: pathlib.Path, delimiter: str, types: dict[str, pa.DataType], *, quoted: bool = False
+) -> pa.Table:
+    """Read the columns of ``types`` by the names in the first line, in any order.
+
+    Raises:
+        OSError: The file cannot be read.
+        DataError: The first line lacks a name, or a line is malformed.
+    """
+    with file.open(encoding="utf-8-sig", errors="replace") as opened:
+        header = opened.readline().rstrip("\r\n")
+    fields = [field.strip('"').partition(":")[0] for field in header.split(delimiter)]
+    names = [_HEADERS.get(field, field) for field in fields]
+    for name in types:
+        if names.count(name) != 1:
+            known = [name, *(field for field, same in _HEADERS.items() if same == name)]
+            raise DataError(
+                f"{file}, line 1: the header {header!r} names {names.count(name) or 'no'} columns "
+                f"{' or '.join(known)}"
+            )
+    return _read(file, delimiter, names, 1, types, quoted=quoted).select(list(types))
 
 
 def _read(

@@ -13,6 +13,10 @@ RATINGS = {
             "186,302,4.0,891717742\n"),
     "recbole": ("ml-100k.inter", "user_id:token\titem_id:token\trating:float\ttimestamp:float\n"
                 "196\t242\t3\t881250949\n186\t302\t4\t891717742\n"),
+    "another-order": ("x.inter", "item_id:token\ttimestamp:float\tuser_id:token\trating:float\n"
+                      "242\t881250949\t196\t3\n302\t891717742\t186\t4\n"),
+    "more-columns": ("ratings.csv", '\ufeff"timestamp","rating","movieId","tag","userId"\r\n'
+                     "881250949,3,242,a,196\r\n891717742,4,302,b,186\r\n"),
 }  # fmt: skip
 
 
@@ -73,6 +77,13 @@ def test_films_of_20m(tmp_path):
     assert films["year"].to_pylist() == [1995, None]
 
 
+def test_films_of_another_order(tmp_path):
+    (tmp_path / "movies.csv").write_text("genres,title,movieId\nDrama,A (1995),7\n")
+    assert movielens_movies(tmp_path).to_pylist() == [
+        {"movie_id": 7, "title": "A (1995)", "genres": ["Drama"], "year": 1995}
+    ]
+
+
 def test_films_of_recbole(tmp_path):
     (tmp_path / "ml-100k.item").write_text(
         "item_id:token\tmovie_title:token_seq\trelease_year:token\tclass:token_seq\n"
@@ -89,14 +100,22 @@ def test_films_of_recbole(tmp_path):
     ]
 
 
+_USER_HEADER = "user_id:token\tage:token\tgender:token\toccupation:token\tzip_code:token\n"
+
+
 @pytest.mark.parametrize(
     ("name", "line"),
     [
         ("u.user", "1|24|M|10|85711\n"),
         ("users.dat", "1::M::24::10::85711\n"),
-        ("ml-100k.user", "user_id:token\tage:token\t...\n1\t24\tM\t10\t85711\n"),
+        ("ml-100k.user", _USER_HEADER + "1\t24\tM\t10\t85711\n"),
+        (
+            "x.user",
+            "zip_code:token\tuser_id:token\tgender:token\tage:token\toccupation:token\n"
+            "85711\t1\tM\t24\t10\n",
+        ),
     ],
-    ids=["100K", "1M", "recbole"],
+    ids=["100K", "1M", "recbole", "another-order"],
 )
 def test_people(tmp_path, name, line):
     (tmp_path / name).write_text(line)
@@ -108,9 +127,15 @@ def test_people(tmp_path, name, line):
 BAD = {
     "columns": ("u.data", "1\t2\t3\n", "Expected 4 columns, got 3"),
     "number": ("u.data", "1\t2\t3\t4\nx\t2\t3\t4\n", "invalid value 'x'"),
-    "missing": ("ratings.csv", "header\n1,2,3,4\n1,,3,4\n", "line 3: movie_id is missing"),
+    "missing": ("ratings.csv", "userId,movieId,rating,timestamp\n1,2,3,4\n1,,3,4\n",
+                "line 3: movie_id is missing"),
+    "no-header": ("ratings.csv", "1,2,3,4\n1,2,3,4\n", "line 1: the header '1,2,3,4' names no "),
+    "other-names": ("x.inter", "user\titem\trating\ttimestamp\n1\t2\t3\t4\n",
+                    "names no columns user_id or userId"),
+    "twice": ("ratings.csv", "userId,user_id,movieId,rating,timestamp\n1,2,3,4,5\n",
+              "names 2 columns user_id or userId"),
     "another": ("readme.txt", "", "no ratings of MovieLens"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "text", "message"), BAD.values(), ids=BAD)
