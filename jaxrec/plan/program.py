@@ -374,7 +374,14 @@ class Program:
         # Imported here, so that everything else runs without HiGHS.
         import highspy
 
-        solver = highspy.Highs()
+        class Silent(highspy.Highs):
+            """A solver without output, which begins with a banner when callbacks are enabled."""
+
+            def enableCallbacks(self) -> None:
+                self.silent()
+                super().enableCallbacks()
+
+        solver = Silent()
         solver.silent()
         solver.setOptionValue("time_limit", max(time_limit, 0.1))
         solver.setOptionValue("mip_rel_gap", gap)

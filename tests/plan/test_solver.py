@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import math
 
@@ -167,6 +168,12 @@ def test_a_start_that_does_not_fit_is_not_kept():
     assert not together.fits
     answer = solve(problem, together, time_limit=10, gap=1e-6)
     assert answer.solution.fits
+
+
+def test_the_solver_prints_nothing(capfd):
+    solve(problem_of([(10_000, 32, 2.0)] * 2), None, time_limit=10, gap=1e-6)
+    ctypes.CDLL(None).fflush(None)  # the solver prints by C's buffers
+    assert capfd.readouterr() == ("", "")
 
 
 def test_a_search_that_is_cut_short_has_a_bound():
