@@ -14,6 +14,7 @@ from typing import Any
 
 from jaxrec.atomic import write_atomically
 from jaxrec.data import contiguous
+from jaxrec.data.files import natural_order
 from jaxrec.data.parts import Conversion, Part, PartWriter, as_json, read_part, same_conversion
 from jaxrec.data.pipeline import ordered_map
 from jaxrec.data.text import BadLine, Block, DataError, RawClicks, blocks_of_lines, parse_lines
@@ -59,12 +60,7 @@ def source_files(path: str | os.PathLike[str]) -> list[pathlib.Path]:
     files = [p for p in path.iterdir() if p.is_file() and not p.name.startswith(".")]
     if not files:
         raise FileNotFoundError(2, "No file in this directory", str(path))
-    return sorted(files, key=lambda p: [(not w.isdecimal(), w.zfill(20)) for w in _words(p.name)])
-
-
-def _words(name: str) -> list[str]:
-    digits = "".join(c if c.isdecimal() else f"\0{c}\0" for c in name)
-    return [word for word in digits.split("\0") if word]
+    return natural_order(files)
 
 
 def convert(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import os
 import pathlib
 from collections.abc import Mapping, Sequence
@@ -11,9 +12,10 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
+from jaxrec.data.files import key_column, key_types, keys_of, parquet_files
 from jaxrec.data.npz import NpzMember
+from jaxrec.data.parquet_file import columns_of, open_parquet
 from jaxrec.data.text import DataError
 
 # Rows of a group of npy files, which have no groups of their own.
@@ -49,7 +51,9 @@ class ParquetGroups:
 
     Attributes:
         paths: The files, in order.
-        columns: Names of the columns that are read; None: all.
+        columns: Names of the columns that are read; None: all. The name of a directory
+            ``key=value`` on a file's path is a column of the file, which has no such column itself.
+        keys: Names of the directories' columns that are read if ``columns`` is None.
 
     Raises:
         OSError: A file cannot be read.
@@ -57,6 +61,7 @@ class ParquetGroups:
 
     Example:
         >>> import tempfile
+        >>> import pyarrow.parquet as pq
         >>> path = pathlib.Path(tempfile.mkdtemp(), "rows.parquet")
         >>> pq.write_table(pa.table({"id": [1, 2, 3]}), path, row_group_size=2)
         >>> groups = ParquetGroups((path,))
@@ -66,6 +71,7 @@ class ParquetGroups:
 
     paths: tuple[str | os.PathLike[str], ...]
     columns: tuple[str, ...] | None = None
+    keys: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.paths:
@@ -75,36 +81,69 @@ class ParquetGroups:
     def of_directory(
         cls, directory: str | os.PathLike[str], columns: Sequence[str] | None = None
     ) -> ParquetGroups:
-        """Return the row groups of a directory's Parquet files, in the order of their names.
+        """Return the row groups of a directory's Parquet files, in the order of their numbers.
+
+        Args:
+            directory: The directory, which may have directories named ``key=value``; or a pattern
+                of files or directories, such as ``parts/*.parquet``.
+            columns: Names of the columns that are read; None: all.
 
         Raises:
+            FileNotFoundError: There is no such file or directory.
             DataError: The directory has no Parquet files.
         """
-        paths = tuple(sorted(pathlib.Path(directory).glob("*.parquet")))
-        if not paths:
-            raise DataError(f"{directory}: there are no Parquet files in this directory")
-        return cls(paths, None if columns is None else tuple(columns))
+        files = parquet_files(directory)
+        return cls(files.paths, None if columns is None else tuple(columns), files.keys)
+
+    @functools.cached_property
+    def _key_types(self) -> dict[str, pa.DataType]:
+        """Types of the columns that names of directories stand for."""
+        return key_types(self.paths)
+
+    def _keys(self, path: pathlib.Path, stored: Sequence[str]) -> dict[str, str | None]:
+        """Return the keys that are columns of a file, which has the ``stored`` columns itself."""
+        wanted = self.columns or self.keys
+        return {n: x for n, x in keys_of(path).items() if n in wanted and n not in stored}
+
+    @functools.cached_property
+    def _files(self) -> tuple[tuple[pathlib.Path, pa.Schema, tuple[int, ...]], ...]:
+        """Path, columns and sizes of the row groups of each file."""
+        files = []
+        for path in map(pathlib.Path, self.paths):
+            with open_parquet(path) as file:
+                columns, metadata = columns_of(file), file.metadata
+            for name in self._keys(path, columns.names):
+                columns = columns.append(pa.field(name, self._key_types[name]))
+            for name in self.columns or ():
+                if name not in columns.names:
+                    raise DataError(
+                        f"{path} has no column {name!r}; its columns are {', '.join(columns.names)}"
+                    )
+            numbers = range(metadata.num_row_groups)
+            sizes = tuple(metadata.row_group(number).num_rows for number in numbers)
+            files.append((path, columns, sizes))
+        return tuple(files)
+
+    @property
+    def schemas(self) -> dict[pathlib.Path, pa.Schema]:
+        """Names and types of the columns of each file, keys of its directories included.
+
+        Raises:
+            OSError: A file cannot be read.
+            DataError: A file is not a Parquet file, or lacks a column.
+        """
+        return {path: columns for path, columns, _ in self._files}
 
     @functools.cached_property
     def _locations(self) -> tuple[tuple[pathlib.Path, int, int, int], ...]:
         """File, number in the file, first row in the file and number of rows of each group."""
         locations = []
-        for path in map(pathlib.Path, self.paths):
-            try:
-                metadata = pq.read_metadata(path)
-            except pa.ArrowInvalid as error:
-                raise DataError(f"{path} is not a Parquet file ({error})") from None
-            for name in self.columns or ():
-                if name not in metadata.schema.to_arrow_schema().names:
-                    raise DataError(
-                        f"{path} has no column {name!r}; its columns are "
-                        f"{', '.join(metadata.schema.to_arrow_schema().names)}"
-                    )
-            first = 0
-            for group in range(metadata.num_row_groups):
-                rows = metadata.row_group(group).num_rows
-                locations.append((path, group, first, rows))
-                first += rows
+        for path, _, sizes in self._files:
+            stops = itertools.accumulate(sizes)
+            locations += [
+                (path, number, stop - rows, rows)
+                for number, (rows, stop) in enumerate(zip(sizes, stops, strict=True))
+            ]
         return tuple(locations)
 
     @functools.cached_property
@@ -112,22 +151,30 @@ class ParquetGroups:
         """Number of rows of each group."""
         return tuple(rows for *_, rows in self._locations)
 
-    def read(self, group: int) -> pa.Table:
+    def read(self, group: int, columns: Sequence[str] | None = None) -> pa.Table:
         """Read the rows of a group.
+
+        Args:
+            group: Number of the group.
+            columns: Names of some of the columns; None: all that the groups have.
 
         Raises:
             OSError: The file cannot be read.
             DataError: The file is damaged: it is not a Parquet file, or a page's checksum differs.
         """
-        path, number, *_ = self._locations[group]
-        columns = None if self.columns is None else list(self.columns)
+        path, number, _, rows = self._locations[group]
+        columns = self.columns if columns is None else columns
         try:
-            with pq.ParquetFile(path, page_checksum_verification=True) as file:
-                return file.read_row_group(number, columns=columns, use_threads=False)
-        except (pa.ArrowInvalid, OSError) as error:
-            if isinstance(error, OSError) and error.errno is not None:
-                raise  # an error of the operating system, which names the file
+            with open_parquet(path, page_checksum_verification=True) as file:
+                stored = file.schema_arrow.names
+                wanted = None if columns is None else [name for name in columns if name in stored]
+                table = file.read_row_group(number, columns=wanted, use_threads=False)
+        except DataError as error:
             raise DataError(f"{path}, row group {number}: it cannot be read ({error})") from None
+        for name, value in self._keys(path, stored).items():
+            if columns is None or name in columns:
+                table = table.append_column(name, key_column(value, self._key_types[name], rows))
+        return table if columns is None else table.select(list(columns))
 
     def location(self, group: int) -> tuple[pathlib.Path, int]:
         """Return the file of a group and the number of the group's first row in it."""

@@ -14,6 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from jaxrec.data.parquet_file import open_parquet
 from jaxrec.data.text import LABEL, Block, DataError, RawClicks
 from jaxrec.data.transforms import CATEGORICAL_NAMES, DENSE_NAMES, NUM_CATEGORICAL
 
@@ -121,10 +122,8 @@ def is_part(path: pathlib.Path) -> bool:
     Raises:
         DataError: The file is not a Parquet file.
     """
-    try:
-        return _METADATA_KEY in (pq.read_metadata(path).metadata or {})
-    except pa.ArrowInvalid as error:
-        raise DataError(f"{path} is not a Parquet file ({error})") from None
+    with open_parquet(path) as file:
+        return _METADATA_KEY in (file.metadata.metadata or {})
 
 
 def read_part(path: pathlib.Path) -> Part:
@@ -133,10 +132,8 @@ def read_part(path: pathlib.Path) -> Part:
     Raises:
         DataError: `convert` did not write the file.
     """
-    try:
-        metadata = pq.read_metadata(path).metadata or {}
-    except pa.ArrowInvalid as error:
-        raise DataError(f"{path} is not a Parquet file ({error})") from None
+    with open_parquet(path) as file:
+        metadata = file.metadata.metadata or {}
     if _METADATA_KEY not in metadata:
         raise DataError(f"{path} was not written by `jaxrec data criteo`; give another output")
     content = json.loads(metadata[_METADATA_KEY])

@@ -18,6 +18,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from jaxrec.arguments import ConfigError, parse
 from jaxrec.atomic import write_atomically
 from jaxrec.data import DataError, ParquetGroups
+from jaxrec.data.files import key_column, key_types, keys_of, parquet_files
+from jaxrec.data.parquet_file import open_parquet
 from jaxrec.serve import ArtifactError, ServedModel, load
 from jaxrec.serve.artifact.outputs import arrow_column, output_columns
 
@@ -45,7 +47,7 @@ class PredictOptions:
     model: Annotated[pathlib.Path, tyro.conf.Positional, _required("MODEL")] = _NOT_GIVEN
     """Directory of the exported model."""
     input: Annotated[pathlib.Path, tyro.conf.Positional, _required("INPUT")] = _NOT_GIVEN
-    """Parquet file, or directory of Parquet files."""
+    """Parquet file, directory of Parquet files, or a pattern in quotes: 'parts/*.parquet'."""
     output: Annotated[
         pathlib.Path,
         tyro.conf.arg(aliases=["-o"], metavar="OUTPUT", help_behavior_hint="(required)"),
@@ -64,7 +66,7 @@ def run(options: Sequence[str]) -> int:
         raise ConfigError("give the model, the rows and the output: MODEL INPUT -o OUTPUT")
     if parsed.batch_size < 1:
         raise ConfigError(f"--batch-size must be above 0, got {parsed.batch_size}")
-    paths = _paths(parsed.input)
+    paths = parquet_files(parsed.input).paths
     if parsed.output.resolve() in [path.resolve() for path in paths]:
         raise ConfigError(f"{parsed.output} is one of the input files; give another output")
     if parsed.output.is_dir():
@@ -81,13 +83,6 @@ def run(options: Sequence[str]) -> int:
     seconds = time.perf_counter() - begun
     console.print(f"{rows:,} rows in {seconds:.1f} s; scores in {parsed.output}")
     return 0
-
-
-def _paths(path: pathlib.Path) -> list[pathlib.Path]:
-    """Return the Parquet files of a directory, or a single file."""
-    if path.is_dir():
-        return list(map(pathlib.Path, ParquetGroups.of_directory(path).paths))
-    return [path]
 
 
 def _predict(
@@ -126,9 +121,13 @@ def _scores(
     assert served.encoder is not None
     schema = served.encoder.schema
     columns = list(dict.fromkeys([*schema.dense, *schema.categorical, *options.keep]))
+    types = key_types(paths)
+    for name, vocabulary in served.encoder.vocabularies.items():
+        if name in types and not pa.types.is_integer(vocabulary.values.type):
+            types[name] = pa.string()
     for path in paths:
         first = 0
-        for rows in _read(path, columns, options.batch_size):
+        for rows in _read(path, columns, options.batch_size, types):
             encoded = served.encoder.encode(rows, path, first)
             batch = served.encoder.pack(encoded, len(rows))
             outputs = dict(_columns(served.predict(batch.dense, batch.features)))
@@ -138,32 +137,40 @@ def _scores(
             first += len(rows)
 
 
-def _read(path: pathlib.Path, columns: list[str], batch_size: int) -> Iterator[pa.Table]:
+def _read(
+    path: pathlib.Path, columns: list[str], batch_size: int, types: Mapping[str, pa.DataType]
+) -> Iterator[pa.Table]:
     """Yield the rows of a Parquet file, some at a time.
+
+    Args:
+        path: The file.
+        columns: Names of its columns, or of directories ``key=value``.
+        batch_size: Number of rows.
+        types: Types of the columns that are directories.
 
     Raises:
         OSError: The file cannot be read.
         DataError: It is not a Parquet file, is damaged, or lacks a column.
     """
-    try:
-        # Pages are read when they are needed: a row group need not fit memory.
-        with pq.ParquetFile(
-            path, pre_buffer=False, buffer_size=_BUFFER_BYTES, page_checksum_verification=True
-        ) as file:
+    keys = keys_of(path)
+    # Pages are read when they are needed: a row group need not fit memory.
+    with open_parquet(
+        path, pre_buffer=False, buffer_size=_BUFFER_BYTES, page_checksum_verification=True
+    ) as file:
+        stored = file.schema_arrow.names
+        for name in columns:
+            if name not in stored and name not in keys:
+                raise DataError(
+                    f"{path} has no column {name!r}; its columns are {', '.join(stored)}"
+                )
+        wanted = [name for name in columns if name in stored]
+        for batch in file.iter_batches(batch_size, columns=wanted):
+            rows = pa.Table.from_batches([batch])
             for name in columns:
-                if name not in file.schema_arrow.names:
-                    raise DataError(
-                        f"{path} has no column {name!r}; its columns are "
-                        f"{', '.join(file.schema_arrow.names)}"
-                    )
-            for batch in file.iter_batches(batch_size, columns=columns):
-                if len(batch):
-                    yield pa.Table.from_batches([batch])
-    except (pa.ArrowInvalid, OSError) as error:
-        if isinstance(error, OSError) and error.errno is not None:
-            raise  # an error of the operating system, which names the file
-        reason = " ".join(str(error).split())
-        raise DataError(f"{path} is not a Parquet file, or damaged ({reason})") from None
+                if name not in stored:
+                    rows = rows.append_column(name, key_column(keys[name], types[name], len(batch)))
+            if len(batch):
+                yield rows
 
 
 def _columns(outputs: Any) -> Mapping[str, pa.Array]:

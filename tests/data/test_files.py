@@ -1,0 +1,131 @@
+"""Which files are a data set, in which order, and the columns of their directories."""
+
+from __future__ import annotations
+
+import pathlib
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from jaxrec.data import DataError, ParquetGroups
+from jaxrec.data.conversion import source_files
+from jaxrec.data.files import key_types, keys_of, parquet_files
+
+pytestmark = pytest.mark.every_case
+
+
+def write(path: pathlib.Path, rows: dict | None = None) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.table(rows or {"x": [1]}), path)
+
+
+def names(path) -> list[str]:
+    files = parquet_files(path)
+    return [str(file.relative_to(files.root)) for file in files.paths]
+
+
+# Names as writers give them, in the order of their rows.
+WRITERS = {
+    "dask": [f"part.{number}.parquet" for number in range(12)],
+    "duckdb": [f"data_{number}.parquet" for number in range(12)],
+    "spark": [f"part-{number:05d}-6f2c.c000.snappy.parquet" for number in range(3)],
+    "fastparquet": [f"part.{number}.parq" for number in (9, 10, 11)],
+    "windows": ["A2.PARQUET", "A10.PARQUET"],
+    "pandas": ["x.parquet.gzip", "y.pq"],
+    "equal": ["part.01.parquet", "part.1.parquet"],
+    "keys": [f"day={day}/part-{part}.parquet" for day in (2, 10) for part in (1, 20)],
+}
+# Files beside them that are no rows of the data set.
+OTHERS = (
+    "_SUCCESS", "_metadata", "_common_metadata", ".part-00000.parquet.crc", "notes.txt",
+    "old.parquet.bak", "_temporary/0/part-0.parquet", ".x.parquet", "archive/z.parquet",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+def test_files_of_a_directory_in_the_order_of_their_numbers(tmp_path, writer):
+    for name in (*reversed(WRITERS[writer]), *OTHERS):
+        write(tmp_path / name)
+    assert names(tmp_path) == WRITERS[writer]
+    read = [path.name for path in ParquetGroups.of_directory(tmp_path).schemas]
+    assert read == [pathlib.Path(name).name for name in WRITERS[writer]]
+
+
+def test_text_files_have_the_same_order(tmp_path):
+    for name in ("day_10", "day_2", "day_2.gz"):
+        (tmp_path / name).touch()
+    assert [path.name for path in source_files(tmp_path)] == ["day_2", "day_2.gz", "day_10"]
+
+
+PATTERNS = {
+    "files": ("part.*.parquet", ["part.2.parquet", "part.10.parquet"]),
+    "directories": ("day=*", ["day=2/a.parquet", "day=10/a.parquet"]),
+    "inside": ("day=1?/*", ["day=10/a.parquet"]),
+    "all": ("*", ["day=2/a.parquet", "day=10/a.parquet", "part.2.parquet", "part.10.parquet"]),
+    "deep": ("**/a.parquet", ["day=2/a.parquet", "day=10/a.parquet"]),
+}
+
+
+@pytest.mark.parametrize(("pattern", "wanted"), PATTERNS.values(), ids=PATTERNS)
+def test_patterns(tmp_path, pattern, wanted):
+    for name in ("part.10.parquet", "part.2.parquet", "day=10/a.parquet", "day=2/a.parquet", "_S"):
+        write(tmp_path / name)
+    assert names(tmp_path / pattern) == wanted
+
+
+def test_a_name_with_brackets_is_a_file(tmp_path):
+    write(tmp_path / "rows[1].parquet")
+    assert names(tmp_path / "rows[1].parquet") == ["rows[1].parquet"]
+
+
+WRONG = {
+    "empty": ("none", "there are no Parquet files in this directory$"),
+    "below": ("below", r"in this directory; there are some in x, y"),
+    "pattern": ("empty*/x*.parquet", "no Parquet file matches this pattern"),
+    "delta": ("delta", "is a Delta table, whose log says which of its files count"),
+}
+
+
+@pytest.mark.parametrize(("path", "message"), WRONG.values(), ids=WRONG)
+def test_what_is_no_data_set(tmp_path, path, message):
+    for name in ("below/y/b.parquet", "below/x/a.parquet", "delta/a.parquet"):
+        write(tmp_path / name)
+    (tmp_path / "delta/_delta_log").mkdir()
+    (tmp_path / "none").mkdir()
+    with pytest.raises(DataError, match=message):
+        parquet_files(tmp_path / path)
+
+
+def test_keys_are_columns(tmp_path):
+    for day, country in ((1, "DE"), (12, "a%2Fb"), ("__HIVE_DEFAULT_PARTITION__", "FR")):
+        write(tmp_path / f"rows/day={day}/country={country}/part-0.parquet", {"x": [1, 2]})
+    groups = ParquetGroups.of_directory(tmp_path / "rows")
+    tables = [groups.read(group) for group in range(3)]
+    assert pa.concat_tables(tables).to_pydict() == {
+        "x": [1, 2] * 3,
+        "day": [1, 1, 12, 12, None, None],
+        "country": ["DE", "DE", "a/b", "a/b", "FR", "FR"],
+    }
+    for columns in (("country", "x"), ("day",)):
+        some = ParquetGroups(groups.paths, columns)
+        assert some.read(1) == tables[1].select(list(columns))
+    # A directory above the data set is a column for whoever asks.
+    part = ParquetGroups.of_directory(tmp_path / "rows/day=1")
+    assert part.read(0).column_names == ["x", "country"]
+    assert ParquetGroups(part.paths, ("day",)).read(0)["day"].to_pylist() == [1, 1]
+    with pytest.raises(DataError, match=r"has no column 'city'; its columns are x"):
+        _ = ParquetGroups(part.paths, ("city",)).sizes
+
+
+def test_a_column_of_the_file_comes_before_its_key(tmp_path):
+    """DuckDB writes both with WRITE_PARTITION_COLUMNS."""
+    write(tmp_path / "day=1/a.parquet", {"x": [1], "day": ["Monday"]})
+    assert ParquetGroups.of_directory(tmp_path).read(0).to_pydict() == {"x": [1], "day": ["Monday"]}
+
+
+def test_types_of_keys():
+    paths = [f"a={a}/b={b}/c=1=2/x" for a, b in (("1", "x"), ("-7", "2"), ("007", "3"))]
+    assert key_types(paths) == {"a": pa.int64(), "b": pa.string(), "c": pa.string()}
+    assert keys_of(paths[0]) == {"a": "1", "b": "x", "c": "1=2"}
+    assert key_types([f"a={10**18}/x"]) == {"a": pa.string()}
