@@ -33,7 +33,12 @@ TESTED_BY = {
         "data/parts",
         "data/text",
     ),
+    "data/test_common_types": (
+        "data/suspects",
+        "data/whole_floats",
+    ),
     "data/test_encoder": ("data/list_lengths",),
+    "data/test_files": ("data/parquet_file",),
     "data/test_schema": ("data/column_types",),
     "embed/kernels/test_primitives": (
         "embed/kernels/base",
@@ -253,7 +258,10 @@ TESTED_BY = {
         "arguments",
         "cli",
     ),
-    "train/test_columns": ("train/features",),
+    "train/test_columns": (
+        "train/features",
+        "train/model_columns",
+    ),
     "train/test_evaluation": ("train/routed_calls",),
     "train/test_options": ("train/config",),
     "train/test_trainer": ("train/train_steps",),

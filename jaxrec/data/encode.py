@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from jaxtyping import Bool, Float, Float32, Int
 
-from jaxrec.data.column_types import is_list
+from jaxrec.data.column_types import is_dense, is_list, value_type
 from jaxrec.data.frozen_vocabulary import FrozenVocabulary
 from jaxrec.data.schema import CategoricalColumn, DenseColumn
 from jaxrec.data.text import DataError
@@ -134,6 +134,15 @@ def present_numbers(
         raise location.error(
             row, f"the number is {values[row]}; replace it, by null where it is unknown"
         )
+    if options.transform == "log_counts":
+        is_large = (values < -(2.0**63)) | (values >= 2.0**63)
+        problem = "is not a count of 64 bits"
+    else:
+        is_large = np.abs(values) > np.finfo(np.float32).max
+        problem = "does not fit float32; take its log"
+    if options.transform != "log1p" and is_large.any():
+        row = np.argmax(is_large)
+        raise location.error(row, f"the number {values[row]:g} {problem}")
     return values, is_null
 
 
@@ -148,9 +157,6 @@ def encode_dense(
     elif options.transform == "log1p":
         encoded = np.copysign(np.log1p(np.abs(values)), values)
     elif options.transform == "log_counts":
-        if (outside := (values < -(2.0**63)) | (values >= 2.0**63)).any():
-            row = np.argmax(outside)
-            raise location.error(row, f"the number {values[row]:g} is not a count of 64 bits")
         encoded = log_counts(values.astype(np.int64))
     else:
         encoded = values
@@ -163,20 +169,80 @@ def encode_dense(
 
 
 def flat_values(
-    column: Any, location: Location
+    column: Any, options: CategoricalColumn, location: Location
 ) -> tuple[pa.Array, Int[np.ndarray, " rows"] | None]:
-    """Return a column's values and the lengths of its lists; None for a column without lists."""
+    """Return a column's values and the lengths of its lists; None for a column without lists.
+
+    Whole numbers of any type, and values that are all null, are integers.
+    """
     array = joined(column)
     if not is_list(array.type):
-        return array, None
+        flat = as_integers(array, location.error)
+        if options.missing == "error" and flat.null_count:
+            position = np.argmax(np.asarray(flat.is_null()))
+            raise location.error(
+                position, "the value is null; fill it, or give missing: unknown in the schema"
+            )
+        return flat, None
     lengths = pc.list_value_length(array).fill_null(0).to_numpy().astype(np.int64)
-    flat = array.flatten()
+
+    def error(position: int, problem: str) -> DataError:
+        return location.error(row_of(lengths, position), problem)
+
+    flat = as_integers(array.flatten(), error)
     if flat.null_count:
         position = np.argmax(np.asarray(flat.is_null()))
         raise location.error(
             row_of(lengths, position), "a value of the list is null; drop it or fill it"
         )
     return flat, lengths
+
+
+def as_integers(flat: pa.Array, error: Callable[[int, str], DataError]) -> pa.Array:
+    """Return bools, floats and decimals as int64, and NaN as null; other values as they are.
+
+    pandas writes a column of integers with nulls as floats.
+
+    Args:
+        flat: The values.
+        error: Function of a position and a problem, which makes the error of a value.
+
+    Raises:
+        DataError: A number is not whole, or its type does not hold all integers up to it.
+    """
+    kind = value_type(flat.type)
+    if not is_dense(kind) or pa.types.is_integer(kind):
+        return flat
+    if isinstance(flat.type, pa.DictionaryType):
+        flat = flat.cast(kind)
+    if pa.types.is_boolean(kind) or pa.types.is_null(kind):
+        return flat.cast(pa.int64())
+    if pa.types.is_decimal(kind):
+        return _integers_of_decimals(flat, error)
+    values, is_null = numbers(flat)
+    is_null = is_null | np.isnan(values)
+    if (is_wrong := ~is_null & ~are_whole(values, kind)).any():
+        position = int(np.argmax(is_wrong))
+        raise error(position, f"{values[position]:g} is not a whole number, as ids are")
+    return pa.array(np.where(is_null, 0, values).astype(np.int64), mask=is_null)
+
+
+def are_whole(
+    values: Float[np.ndarray, " values"], kind: pa.DataType
+) -> Bool[np.ndarray, " values"]:
+    """Return which numbers of a type of floats are integers, none of which it leaves out."""
+    digits = {16: 11, 32: 24}.get(kind.bit_width, 53)
+    return (np.abs(values) <= 2.0**digits) & (values == np.floor(values))
+
+
+def _integers_of_decimals(flat: pa.Array, error: Callable[[int, str], DataError]) -> pa.Array:
+    try:
+        return flat.cast(pa.int64())
+    except pa.ArrowInvalid:
+        for position, value in enumerate(flat.to_pylist()):
+            if value is not None and not (value == int(value) and -(2**63) <= value < 2**63):
+                raise error(position, f"{value} is not an integer of 64 bits") from None
+        raise
 
 
 def row_of(lengths: Int[np.ndarray, " rows"] | None, position: int | np.integer) -> int:
@@ -196,12 +262,7 @@ def encode_categorical(
 
     Raw ids of a column of encoding "dynamic" are int64.
     """
-    flat, lengths = flat_values(column, location)
-    if lengths is None and options.missing == "error" and flat.null_count:
-        position = np.argmax(np.asarray(flat.is_null()))
-        raise location.error(
-            position, "the value is null; fill it, or give missing: unknown in the schema"
-        )
+    flat, lengths = flat_values(column, options, location)
     try:
         if isinstance(vocabulary, Vocabulary):
             rows = pa.array(vocabulary(flat))

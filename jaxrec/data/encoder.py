@@ -119,8 +119,8 @@ class TableEncoder:
         """Make a batch of the rows of a table.
 
         Args:
-            table: Table with the columns of the schema. Labels are 0 if their column is missing,
-                as in rows to predict, and weights are 1.
+            table: Table with the columns of the schema. Labels are 0 if their column is missing
+                or of type null, as in rows to predict, and weights are 1.
             batch_size: Number of samples of the batch, filled up with padding; None: the number of
                 rows.
 
@@ -149,9 +149,11 @@ class TableEncoder:
 
         ones = np.ones(len(table), np.float32)
         label, weight = np.zeros_like(ones), ones
-        if schema.label in table.column_names:
+        # A column of type null is one of rows to predict.
+        given = {field.name for field in table.schema if not pa.types.is_null(field.type)}
+        if schema.label in given:
             label = encode_label(table[schema.label], location(schema.label))
-        if schema.weight is not None and schema.weight in table.column_names:
+        if schema.weight is not None and schema.weight in given:
             weight = encode_weight(table[schema.weight], location(schema.weight))
         columns = [label, weight]
         for name in (*schema.dense, *schema.categorical):
@@ -161,8 +163,10 @@ class TableEncoder:
             moments = self.moments.get(name, Moments())
             columns.append(encode_dense(table[name], dense, moments, location(name)))
         for name, options in schema.categorical.items():
-            vocabulary = self.vocabularies.get(name)
-            columns.append(encode_categorical(table[name], options, vocabulary, location(name)))
+            vocabulary, column = self.vocabularies.get(name), table[name]
+            if pa.types.is_null(column.type) and name in self.lengths:
+                column = pa.nulls(len(table), pa.list_(pa.null()))
+            columns.append(encode_categorical(column, options, vocabulary, location(name)))
         return pa.table(columns, [*_FIRST, *schema.dense, *schema.categorical])
 
     def pack(self, encoded: pa.Table, batch_size: int) -> ClickBatch:

@@ -1,4 +1,4 @@
-"""Learning of a schema's vocabularies and statistics in one pass over the training rows."""
+"""Learning of a schema's vocabularies and statistics in one pass, which checks all rows."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 import pyarrow as pa
 
 from jaxrec.data.column_types import check_columns, is_list
+from jaxrec.data.common_types import CommonTypes
 from jaxrec.data.encode import (
     Location,
     Moments,
@@ -27,12 +28,12 @@ from jaxrec.data.text import DataError
 from jaxrec.data.vocabulary import ValueCounts
 
 
-def needs_pass(schema: Schema, columns: pa.Schema) -> bool:
-    """Return whether an encoder of columns of these types has something to learn."""
+def needs_pass(schema: Schema, files: Iterable[pa.Schema]) -> bool:
+    """Return whether an encoder of files with these columns has something to learn."""
     return (
         any(options.is_learned for options in schema.dense.values())
         or any(options.encoding == "vocabulary" for options in schema.categorical.values())
-        or any(is_list(columns.field(name).type) for name in schema.categorical)
+        or any(is_list(each.field(name).type) for each in files for name in schema.categorical)
     )
 
 
@@ -45,12 +46,12 @@ def learn_encoder(
     """Learn the vocabularies, the means and the lengths of lists that a schema needs.
 
     One pass reads the rows group by group; memory grows with the number of distinct values. It also
-    checks the values of all other columns, so that training does not fail later.
+    checks the values of all other columns, so that neither training nor evaluation fails later.
 
     Args:
         schema: The schema.
         training: The training rows.
-        held_out: The held-out rows, of which only the lengths of lists are read.
+        held_out: The held-out rows, of which only the lengths of lists are learned.
         progress: Function of the number of rows of each group, called after the group.
 
     Raises:
@@ -61,34 +62,31 @@ def learn_encoder(
     moments = {name: Moments() for name, x in schema.dense.items() if x.is_learned}
     lengths: dict[str, ListLengths] = {}
     example: pa.Table | None = None
+    types = CommonTypes(schema.columns)
     for groups, is_training in ((training, True), (held_out, False)):
-        if not is_training and not lengths:
-            break
         for table, path, first in _tables(groups):
             check_columns(schema, table.schema, path)
             if example is None and is_training:
                 example = first_rows(schema, table)
+            types.add(table.schema, path)
             for name, options in schema.categorical.items():
                 location = Location(path, first, name)
-                flat, each = flat_values(table[name], location)
+                flat, each = flat_values(table[name], options, location)
                 if each is not None:
                     seen = ListLengths.of(each)
                     lengths[name] = lengths[name] + seen if name in lengths else seen
-                if not is_training:
-                    continue
-                if name in counts:
-                    _count(counts[name], flat, location)
-                else:
+                if name not in counts:
                     encode_categorical(table[name], options, None, location)
-            if is_training:
-                encode_label(table[schema.label], Location(path, first, schema.label))
-                if schema.weight is not None:
-                    encode_weight(table[schema.weight], Location(path, first, schema.weight))
-                for name, dense in schema.dense.items():
-                    location = Location(path, first, name)
-                    values, is_null = present_numbers(table[name], dense, location)
-                    if name in moments:
-                        moments[name] += Moments.of(values[~is_null])
+                elif is_training:
+                    _count(counts[name], flat, location)
+            encode_label(table[schema.label], Location(path, first, schema.label))
+            if schema.weight is not None:
+                encode_weight(table[schema.weight], Location(path, first, schema.weight))
+            for name, dense in schema.dense.items():
+                location = Location(path, first, name)
+                values, is_null = present_numbers(table[name], dense, location)
+                if name in moments and is_training:
+                    moments[name] += Moments.of(values[~is_null])
             progress(len(table))
     vocabularies = {}
     for name, found in counts.items():

@@ -29,7 +29,14 @@ from jaxrec.train.callbacks import SaveCheckpoints
 from jaxrec.train.checkpoint import CheckpointError, CheckpointManager, PreservationPolicy
 from jaxrec.train.click_metrics import HeldOutEvaluation, RunningMetrics, click_loss
 from jaxrec.train.config import CheckpointConfig, TrainConfig
-from jaxrec.train.datasets import LogDataset, ParquetDataset, bad_lines, run_batches, split_datasets
+from jaxrec.train.datasets import (
+    LogDataset,
+    ParquetDataset,
+    bad_lines,
+    check_held_out,
+    run_batches,
+    split_datasets,
+)
 from jaxrec.train.devices import Devices, plan_devices, simulate_cpus
 from jaxrec.train.features import FEATURES_DIRECTORY, is_parquet, run_encoder
 from jaxrec.train.interrupt import Interrupt, interruptible
@@ -37,6 +44,7 @@ from jaxrec.train.lock import lock_directory
 from jaxrec.train.model import CONFIG_FILE, make_model, table_configs
 from jaxrec.train.open_vocabularies import describe, describe_stores
 from jaxrec.train.options import is_written, load_config, parse_options, write_options
+from jaxrec.train.output import standard_output
 from jaxrec.train.progress import Progress
 from jaxrec.train.summary import HELD_OUT, SUMMARY_FILE, draw_summary, read_history
 from jaxrec.train.trace import StepTrace
@@ -73,7 +81,8 @@ def run(options: Sequence[str]) -> int:
         raise JobError(f"the processes of the job do not find each other: {error}") from None
     # Only process 0 prints.
     quiet = jax.process_index() != 0
-    console = Console(highlight=False, markup=False, soft_wrap=True, quiet=quiet)
+    output: Any = standard_output()
+    console = Console(file=output, highlight=False, markup=False, soft_wrap=True, quiet=quiet)
 
     def announce(signal: str) -> None:
         console.print(f"{signal}: stopping after this step")
@@ -137,6 +146,8 @@ def _train(config: TrainConfig, console: Console, interrupt: Interrupt) -> int:
         encoder = run_encoder(config, console)
     shard = Shard(jax.process_index(), jax.process_count())
     rows, held_out = split_datasets(config, shard, encoder)
+    if not config.eval_only:
+        check_held_out(held_out, config)
     with contextlib.nullcontext() if config.eval_only else lock_directory(output):
         trainer, devices = _make_trainer(config, encoder, rows, console)
         run = _Run(config, console, interrupt, output, rows, held_out, devices, trainer)
@@ -199,8 +210,15 @@ class _Run:
     def train(self) -> int:
         """Train, evaluate and save the model; return the exit code."""
         config, console, trainer = self.config, self.console, self.trainer
-        _start_output(self.output, config, self.devices.encoder, trainer)
         num_steps, batch_size = _num_steps(config, self.rows), config.data.batch_size
+        if trainer.step >= num_steps and (self.output / RESULTS_FILE).exists():
+            console.print(
+                f"{self.output} is finished: {trainer.step:,} steps of {num_steps:,} are made. To "
+                f"train on, give more epochs than {config.data.epochs}: --data.epochs; to evaluate "
+                "the model again: --eval-only"
+            )
+            return 0
+        _start_output(self.output, config, self.devices.encoder, trainer)
         console.print(
             f"{config.data.path or 'generated log'}: {len(self.rows):,} rows to train on, "
             f"{len(self.held_out):,} held out; {num_steps:,} steps of {batch_size:,}"

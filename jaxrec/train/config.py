@@ -33,14 +33,20 @@ class DataConfig:
     """Data of the run."""
 
     path: Annotated[pathlib.Path | None, tyro.conf.arg(aliases=["--data"])] = None
-    """Parquet file or directory of Parquet files, read in random order, with any columns or written
-    by `jaxrec data criteo`. Or text in Criteo's format, plain or gzip: a label, 13 integers and 26
+    """Parquet file, directory of Parquet files (also in directories key=value) or a pattern in
+    quotes, 'parts/*.parquet', read in random order, with any columns or written by
+    `jaxrec data criteo`. Or text in Criteo's format, plain or gzip: a label, 13 integers and 26
     hexadecimal ids per line, separated by tabs. By default a generated log."""
     schema: Annotated[pathlib.Path | None, tyro.conf.arg(aliases=["--schema"])] = None
     """YAML file with the encodings of Parquet columns, see docs/data.md. By default they follow
     from the types of the columns and are printed."""
     label: Annotated[str | None, tyro.conf.arg(aliases=["--label"])] = None
     """Name of the column of labels, 0 or 1, without a schema; by default label, click or target."""
+    weight: Annotated[str | None, tyro.conf.arg(aliases=["--weight"])] = None
+    """Name of the column of sample weights, 0 or above, without a schema. They weigh the rows in
+    the loss and in the metrics; by default all rows weigh 1."""
+    exclude: Annotated[tuple[str, ...], tyro.conf.arg(aliases=["--exclude"])] = ()
+    """Names of columns that are no features, without a schema."""
     eval_path: pathlib.Path | None = None
     """File or directory of the held-out rows; by default the last rows of the data."""
     eval_fraction: float = 0.1
@@ -67,10 +73,13 @@ class DataConfig:
             raise ConfigError(
                 f"data.eval-fraction must be between 0 and 1, got {self.eval_fraction}"
             )
-        if self.schema is not None and self.label is not None:
-            raise ConfigError("data.schema names the column of labels; leave data.label out")
-        if (self.schema is not None or self.label is not None) and self.path is None:
-            raise ConfigError("data.schema and data.label are for the Parquet file of --data")
+        given = [name for name in ("label", "weight", "exclude") if getattr(self, name)]
+        if self.schema is not None and given:
+            columns = "features" if given[0] == "exclude" else f"column of {given[0]}s"
+            raise ConfigError(f"data.schema names the {columns}; leave data.{given[0]} out")
+        if (self.schema is not None or given) and self.path is None:
+            name = "schema" if self.schema is not None else given[0]
+            raise ConfigError(f"data.{name} is for the Parquet files of --data")
         if self.eval_path is not None and self.path is None:
             raise ConfigError("data.eval-path holds out a file, but no file to train on is given")
 

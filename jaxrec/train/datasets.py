@@ -26,9 +26,16 @@ from jaxrec.data import (
     batches,
 )
 from jaxrec.data.encoder import EncodedGroups
+from jaxrec.data.formats import foreign_format
 from jaxrec.data.transforms import CATEGORICAL_NAMES, NUM_CATEGORICAL
 from jaxrec.train.config import DataConfig, TrainConfig
-from jaxrec.train.features import held_out_rows, is_parquet, learn_features, split_groups
+from jaxrec.train.features import (
+    check_rows,
+    held_out_rows,
+    is_parquet,
+    learn_features,
+    split_groups,
+)
 
 _ALONE = Shard()
 
@@ -192,7 +199,8 @@ def split_datasets(
     data = config.data
     if is_parquet(data.path):
         if encoder is None:
-            encoder = learn_features(data, is_dynamic=config.vocabulary.is_dynamic)
+            is_dynamic = config.vocabulary.is_dynamic
+            encoder = learn_features(data, is_dynamic=is_dynamic, model=config.model)
         training, held_out = split_groups(data, encoder.schema)
         return (
             ParquetDataset(training, encoder, config.seed, shard),
@@ -210,8 +218,12 @@ def _split(config: TrainConfig) -> tuple[LogDataset, LogDataset]:
         log = GeneratedLog(rows + data.generated_eval_rows, config.seed, id_bits=id_bits)
         whole = LogDataset(log, 0, log.num_rows, id_bits=id_bits)
         return dataclasses.replace(whole, stop=rows), dataclasses.replace(whole, start=rows)
-    if data.schema is not None or data.label is not None:
-        raise DataError(f"{data.path} is not a Parquet file; a schema is for the columns of one")
+    problem = foreign_format(data.path)
+    if data.schema is not None or data.label or data.weight or data.exclude:
+        raise DataError(
+            f"{data.path} is not a Parquet file; a schema is for the columns of one"
+            + (f": it {problem}" if problem else "")
+        )
     whole = _text(data.path, data, id_bits)
     if data.eval_path is not None:
         return whole, _text(data.eval_path, data, id_bits)
@@ -226,6 +238,24 @@ def bad_lines(*parts: LogDataset | ParquetDataset) -> dict[pathlib.Path, int]:
     return {pathlib.Path(file.path): file.bad_lines for file in files if file.bad_lines}
 
 
+def check_held_out(rows: LogDataset | ParquetDataset, config: TrainConfig) -> None:
+    """Read held-out rows that nothing has read, so that a bad value is found before training.
+
+    Raises:
+        OSError, DataError: A line is malformed, or a value is invalid.
+    """
+    if isinstance(rows, ParquetDataset):
+        # A new run has read its rows when it learned the encoder.
+        if config.resume is not None and config.data.eval_path is not None:
+            check_rows(rows.encoder, rows.groups)
+    elif isinstance(rows.log, CriteoFile) and rows.log.bad_rows == "fail":
+        # With "skip" all lines have been parsed to count them.
+        for _ in rows.log.chunks(rows.start, rows.stop):
+            pass
+
+
 def _text(path: pathlib.Path, data: DataConfig, id_bits: Literal[32, 64]) -> LogDataset:
+    if (problem := foreign_format(path)) is not None:
+        raise DataError(f"{path} {problem}")
     file = CriteoFile(path, (data.table_rows,) * NUM_CATEGORICAL, data.bad_rows, id_bits)
     return LogDataset(file, 0, file.num_rows, id_bits=id_bits)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 import time
+from collections.abc import Sequence
 
-import pyarrow.parquet as pq
+import pyarrow as pa
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -21,12 +22,19 @@ from jaxrec.data import (
     learn_encoder,
     read_schema,
 )
+from jaxrec.data.column_types import check_columns
+from jaxrec.data.common_types import CommonTypes
 from jaxrec.data.conversion import SUMMARY_FILE, read_summary
+from jaxrec.data.encoder import SCHEMA_FILE, EncodedGroups
+from jaxrec.data.files import ParquetFiles, has_pattern, parquet_files
 from jaxrec.data.learn import needs_pass
 from jaxrec.data.parts import is_part
 from jaxrec.data.schema import criteo_schema
+from jaxrec.data.suspects import suspects
 from jaxrec.data.transforms import NUM_CATEGORICAL
-from jaxrec.train.config import DataConfig, TrainConfig
+from jaxrec.data.whole_floats import are_ids, whole_floats
+from jaxrec.train.config import DataConfig, ModelConfig, TrainConfig
+from jaxrec.train.model_columns import check_model
 from jaxrec.train.open_vocabularies import check_fixed, with_dynamic_columns
 
 # Directory of the `TableEncoder` in a run's directory.
@@ -37,12 +45,12 @@ _MAGIC = b"PAR1"
 
 
 def is_parquet(path: pathlib.Path | None) -> bool:
-    """Return whether a path is a Parquet file or a directory, which holds Parquet files.
+    """Return whether a path is a Parquet file, or a directory or pattern of Parquet files.
 
     Raises:
         OSError: The file cannot be read.
     """
-    if path is None or path.is_dir():
+    if path is None or path.is_dir() or has_pattern(path):
         return path is not None
     with path.open("rb") as file:
         return file.read(len(_MAGIC)) == _MAGIC
@@ -61,41 +69,63 @@ def run_encoder(config: TrainConfig, console: Console) -> TableEncoder:
     """
     data, resume, is_dynamic = config.data, config.resume, config.vocabulary.is_dynamic
     if resume is None or not (resume / FEATURES_DIRECTORY).is_dir():
-        return learn_features(data, console, is_dynamic=is_dynamic)
+        return learn_features(data, console, is_dynamic=is_dynamic, model=config.model)
     encoder = TableEncoder.load(resume / FEATURES_DIRECTORY)
     schema = encoder.schema
     if data.schema is not None:
         schema = _with_vocabularies(read_schema(data.schema), data, is_dynamic)
-    if schema != encoder.schema or data.label not in (None, schema.label):
+    if (
+        schema != encoder.schema
+        or data.label not in (None, schema.label)
+        or data.weight not in (None, schema.weight)
+        or not {*schema.columns}.isdisjoint(data.exclude)
+    ):
         raise ConfigError(
-            f"the run has a schema of its own, {resume / FEATURES_DIRECTORY}/schema.yaml; leave "
-            "--schema and --label out"
+            f"the run has a schema of its own, {resume / FEATURES_DIRECTORY / SCHEMA_FILE}; leave "
+            "--schema, --label, --weight and --exclude out"
         )
     return encoder
 
 
 def learn_features(
-    data: DataConfig, console: Console | None = None, *, is_dynamic: bool = False
+    data: DataConfig,
+    console: Console | None = None,
+    *,
+    is_dynamic: bool = False,
+    model: ModelConfig | None = None,
 ) -> TableEncoder:
     """Find the schema of a run's files and learn its encoder from the training rows.
 
-    With several processes each of them learns the same encoder.
+    The types of all files are compared first. With several processes each of them learns the same
+    encoder.
 
     Args:
         data: The Parquet files.
         console: Console that shows an inferred schema and the sizes of the vocabularies.
         is_dynamic: Whether columns with a vocabulary get an open one, which is not learned.
+        model: The model that takes the columns; None: any.
 
     Raises:
         OSError, DataError, SchemaError: The rows cannot be read or do not fit the schema.
-        ConfigError: The schema does not fit ``is_dynamic``.
+        ConfigError: The schema does not fit ``is_dynamic`` or the model.
     """
     console = console or Console(quiet=True)
-    schema = _find_schema(data, console, is_dynamic)
+    schema = converted_schema(data, is_dynamic)
+    is_converted = schema is not None
+    if schema is None:
+        schema = _find_schema(data, console, is_dynamic)
+    if model is not None:
+        check_model(model, schema)
     training, held_out = split_groups(data, schema)
-    columns = pq.read_schema(training.location(0)[0])
-    if not needs_pass(schema, columns):
-        return TableEncoder(schema, {}, {}, {})
+    encoder = TableEncoder(schema, {}, {}, {})
+    if is_converted:
+        return encoder  # `jaxrec data criteo` has checked the values
+    for suspect in suspects(schema, training, by_name=data.schema is None):
+        console.print(f"warning: {suspect}")
+    assert isinstance(training.groups, ParquetGroups)
+    if not needs_pass(schema, training.groups.schemas.values()):
+        check_rows(encoder, held_out)
+        return encoder
     started, rows = time.perf_counter(), sum(training.sizes)
     bar = Progress(
         TextColumn("reading the columns"),
@@ -106,7 +136,7 @@ def learn_features(
         disable=not console.is_terminal,
     )
     with bar:
-        task = bar.add_task("", total=rows)
+        task = bar.add_task("", total=rows + sum(held_out.sizes))
         encoder = learn_encoder(
             schema, training, held_out, lambda count: bar.update(task, advance=count)
         )
@@ -118,15 +148,27 @@ def learn_features(
     return encoder
 
 
+def check_rows(encoder: TableEncoder, rows: GroupRange) -> None:
+    """Encode rows, so that an invalid value is found before training.
+
+    Raises:
+        OSError: The rows cannot be read.
+        DataError: A value is invalid.
+    """
+    groups = EncodedGroups(rows, encoder)
+    for group in range(len(groups.sizes)):
+        groups.read(group)
+
+
 def split_groups(data: DataConfig, schema: Schema) -> tuple[GroupRange, GroupRange]:
     """Return the training rows and the held-out rows of Parquet files, with a schema's columns.
 
     Raises:
         OSError, DataError: A file cannot be read, lacks a column, or has too few rows.
     """
-    whole = _all_rows(_paths(data.path), schema)
+    whole = _all_rows(_files(data.path).paths, schema)
     if data.eval_path is not None:
-        return whole, _all_rows(_paths(data.eval_path), schema)
+        return whole, _all_rows(_files(data.eval_path).paths, schema)
     middle = whole.stop - held_out_rows(data, whole.stop)
     return dataclasses.replace(whole, stop=middle), dataclasses.replace(whole, start=middle)
 
@@ -154,42 +196,94 @@ def _with_vocabularies(schema: Schema, data: DataConfig, is_dynamic: bool) -> Sc
     return schema
 
 
+def converted_schema(data: DataConfig, is_dynamic: bool = False) -> Schema | None:
+    """Return the schema of a directory that `jaxrec data criteo` has written; None: of another.
+
+    Raises:
+        ConfigError: The schema does not fit ``is_dynamic``.
+    """
+    directory = data.path
+    if data.schema is not None or directory is None or not directory.is_dir():
+        return None
+    first = _files(directory).paths[0]
+    if not ((directory / SUMMARY_FILE).exists() or is_part(first)) or first.parent != directory:
+        return None
+    # The user chooses the number of rows for raw ids.
+    rows = read_summary(directory).table_rows
+    if rows and is_dynamic:
+        raise ConfigError(
+            f"{directory}: `jaxrec data criteo` has made row indices of its ids; --vocabulary "
+            "dynamic takes raw ids: convert the log with --ids raw, or leave --vocabulary out"
+        )
+    return criteo_schema(rows or (data.table_rows,) * NUM_CATEGORICAL, is_dynamic=is_dynamic)
+
+
 def _find_schema(data: DataConfig, console: Console, is_dynamic: bool) -> Schema:
-    """Return the given schema, that of Criteo's columns, or one inferred from column types."""
+    """Return the given schema, or one inferred from the columns, which all files must fit."""
+    files = [_files(path) for path in (data.path, data.eval_path) if path is not None]
     if data.schema is not None:
-        return _with_vocabularies(read_schema(data.schema), data, is_dynamic)
-    first = _paths(data.path)[0]
-    directory = first.parent
-    if data.path == directory and ((directory / SUMMARY_FILE).exists() or is_part(first)):
-        # The user chooses the number of rows for raw ids.
-        rows = read_summary(directory).table_rows
-        if rows and is_dynamic:
-            raise ConfigError(
-                f"{directory}: `jaxrec data criteo` has made row indices of its ids; --vocabulary "
-                "dynamic takes raw ids: convert the log with --ids raw, or leave --vocabulary out"
-            )
-        return criteo_schema(rows or (data.table_rows,) * NUM_CATEGORICAL, is_dynamic=is_dynamic)
-    schema, left_out = infer_schema(pq.read_schema(first), data.label)
+        schema = _with_vocabularies(read_schema(data.schema), data, is_dynamic)
+        groups = [ParquetGroups(each.paths, schema.columns) for each in files]
+        types = CommonTypes(schema.columns)
+    else:
+        keys = tuple(dict.fromkeys(key for each in files for key in each.keys))
+        groups = [ParquetGroups(each.paths, keys=keys) for each in files]
+        types = CommonTypes(exclude=data.exclude)
+    columns = {path: x for rows in groups for path, x in rows.schemas.items()}
+    for path, each in columns.items():
+        types.add(each, path)
+    if data.schema is None:
+        schema = _inferred_schema(data, types, groups, console, is_dynamic)
+    for path, each in columns.items():
+        check_columns(schema, each, path)
+    return schema
+
+
+def _inferred_schema(
+    data: DataConfig,
+    types: CommonTypes,
+    groups: Sequence[ParquetGroups],
+    console: Console,
+    is_dynamic: bool,
+) -> Schema:
+    """Infer a schema from the types of the columns, and say what was decided."""
+    columns = types.schema
+    others = {data.label, data.weight, *data.exclude}
+    whole = whole_floats(pa.schema([x for x in columns if x.name not in others]), groups)
+    ids = are_ids(whole, types.mixed)
+    schema, left_out = infer_schema(
+        columns, data.label, weight=data.weight, exclude=data.exclude, ids=ids
+    )
     schema = _with_vocabularies(schema, data, is_dynamic)
     console.print(
         f"the schema by the types of the columns; --schema takes another:\n{schema.to_yaml()}"
     )
     for name, kind in left_out.items():
         console.print(f"left out: column {name!r} of type {kind}")
+    for names, kind, advice in (
+        ([n for n in schema.categorical if n in ids], "ids", "--schema can make them dense"),
+        ([n for n in schema.dense if n in whole], "numbers", "--schema can make them categorical"),
+    ):
+        if names:
+            console.print(
+                f"floats that are all whole, taken as {kind}: {', '.join(names)}; {advice}"
+            )
     return schema
 
 
-def _paths(path: pathlib.Path | None) -> tuple[pathlib.Path, ...]:
-    """Return the Parquet files of a directory, or a single file."""
+def _files(path: pathlib.Path | None) -> ParquetFiles:
+    """Return the Parquet files of a path.
+
+    Raises:
+        DataError: It is a file of another format.
+    """
     if path is None:
         raise ConfigError("give the Parquet files with --data")
-    if path.is_dir():
-        return tuple(map(pathlib.Path, ParquetGroups.of_directory(path).paths))
     if not is_parquet(path):
         raise DataError(
             f"{path} is not a Parquet file; columns with a schema are read from Parquet files"
         )
-    return (path,)
+    return parquet_files(path)
 
 
 def _all_rows(paths: tuple[pathlib.Path, ...], schema: Schema) -> GroupRange:

@@ -25,6 +25,7 @@ from jaxrec.train.checkpoint import CheckpointError, restore
 from jaxrec.train.config import TrainConfig
 from jaxrec.train.devices import Devices
 from jaxrec.train.features import FEATURES_DIRECTORY
+from jaxrec.train.model_columns import check_model
 from jaxrec.train.open_vocabularies import dynamic_features, settings
 from jaxrec.train.options import load_config
 
@@ -122,11 +123,8 @@ def _make(
     schedule = optax.linear_schedule(config.optimizer.table_learning_rate, 0.0, num_steps)
     tables = table_configs(config, encoder)
     num_dense = NUM_DENSE if encoder is None else len(encoder.schema.dense)
-    if options.name != "dcn_v2" and len({table.embedding_dim for table in _wide(tables)}) > 1:
-        raise ConfigError(
-            f"model.name {options.name} has tables of one width; leave embedding_dim out of the "
-            "schema, or take dcn_v2"
-        )
+    if encoder is not None:
+        check_model(options, encoder.schema)
 
     def collection(tables: Sequence[EmbeddingBagConfig]) -> EmbeddingBagCollection:
         return EmbeddingBagCollection(tables, optimizer=optim.rowwise_adagrad(schedule), rngs=rngs)
@@ -152,10 +150,6 @@ def _make(
             deep_layer_sizes=(*options.top_layer_sizes, 1),
             rngs=rngs,
             **types,
-        )
-    if not num_dense:
-        raise ConfigError(
-            "model.name dlrm needs a dense column, and there is none; take dcn_v2 or deepfm"
         )
     return DLRM(
         embeddings,

@@ -12,7 +12,9 @@ import yaml
 
 from jaxrec.arguments import ConfigError, parse, read_yaml
 from jaxrec.atomic import write_atomically
+from jaxrec.data.encoder import SCHEMA_FILE
 from jaxrec.train.config import TrainConfig
+from jaxrec.train.features import FEATURES_DIRECTORY
 
 _DEFAULT = TrainConfig()
 
@@ -74,9 +76,13 @@ def load_config(path: pathlib.Path) -> TrainConfig:
         ConfigError: The file is neither YAML nor TOML, or an option is unknown or has a bad value.
     """
     try:
-        return parse_options(read_options(path))
+        config = parse_options(read_options(path))
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
+    if config.data.schema is not None and is_written(path):
+        data = dataclasses.replace(config.data, schema=path.parent / config.data.schema)
+        config = dataclasses.replace(config, data=data)
+    return config
 
 
 def parse_options(options: Sequence[str], default: TrainConfig = _DEFAULT) -> TrainConfig:
@@ -98,9 +104,9 @@ def write_options(config: TrainConfig, path: pathlib.Path) -> None:
     options = _plain(config)
     for name in ("config", "resume", "output", "eval_only", "step", "profile", "job"):
         del options[name]
-    # The run's encoder holds the schema.
-    for name in ("schema", "label"):
-        del options["data"][name]
+    if config.data.schema is not None:
+        # The copy in the run's encoder, so that the run can be repeated and moved.
+        options["data"]["schema"] = str(pathlib.PurePath(FEATURES_DIRECTORY, SCHEMA_FILE))
     with write_atomically(path) as unfinished:
         unfinished.write_text(f"{_HEADER}\n{yaml.safe_dump(options, sort_keys=False)}")
 

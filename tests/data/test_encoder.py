@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import decimal
 import math
 from collections import Counter
 
@@ -144,9 +145,17 @@ WRONG = {
         "row 12 .*: a value of the list is null; drop it",
     ),
     "outside": ("shop", pa.array([[1], [], [2, 9], []]), "row 12 .*id 9 is outside .* of 9 rows"),
-    "negative": ("shop", pa.array([1, -1, 1, 1]), "row 11 .*: id -1 is outside"),
+    "negative": ("shop", pa.array([[1], [-1], [1], [1]]), "row 11 .*: id -1 is outside"),
     "kind": ("city", pa.array([1, 2, 3, 4]), "column 'city': the values are of Arrow type int64"),
-    "type": ("city", pa.array([1.0] * 4), "column 'city' is of type double; expected strings"),
+    "type": ("city", pa.nulls(4, pa.date32()), "column 'city' is of type date32.* expected string"),
+    "fraction": ("old", pa.array([1.0, 2.5, 3, 4]), "row 11 .*: 2.5 is not a whole number, as ids"),
+    "wide": ("old", pa.array([1.0, 2, 1e17, 4]), "row 12 .*: 1e.17 is not a whole number, as ids"),
+    "in-list": ("shop", pa.array([[1.0], [], [2, 2.5], []]), "row 12 .*: 2.5 is not a whole numbe"),
+    "decimal": (
+        "old",
+        pa.array([decimal.Decimal(x) for x in ("1.00", "2.50", "3.00", "4.00")]),
+        "row 11 .*: 2.50 is not an integer of 64 bits",
+    ),
     "strings": ("age", pa.array(["1"] * 4), "column 'age' is of type string; expected numbers"),
 }
 
@@ -159,11 +168,76 @@ def test_bad_values_are_named(name, values, message):
     assert repr(name) in str(raised.value)
 
 
-@pytest.mark.parametrize("case", sorted(set(WRONG) - {"large", "kind"}))
-def test_bad_values_are_found_before_training(case):
+@pytest.mark.parametrize("case", sorted(set(WRONG) - {"kind"}))
+@pytest.mark.parametrize("rows", ["training", "held-out"])
+def test_bad_values_are_found_before_training(case, rows):
     name, values, message = WRONG[case]
+    before = [] if rows == "training" else [[TABLE]]
     with pytest.raises(DataError, match=message.replace("row 1", "row ")):
-        learn_encoder(SCHEMA, [changed(name, values)])
+        learn_encoder(SCHEMA, *before, [changed(name, values)])
+
+
+# Columns of other types with the values of TABLE, as programs write them.
+SAME = {
+    "floats": ("old", pa.array([-1.0, 2.0**40, None, 6.0])),
+    "nan": ("old", pa.array(np.array([-1.0, 2.0**40, math.nan, 6.0]))),
+    "categories": ("old", pa.array([-1.0, 2.0**40, None, 6.0]).dictionary_encode()),
+    "decimals": ("old", pa.array([-1, 2**40, None, 6]).cast(pa.decimal128(38, 0))),
+    "lists": ("shop", pa.array([[1.0, 8.0], None, [], [0.0]])),
+    "labels": ("clicked", pa.array([False, True, True, False])),
+    "hours": ("hour", pa.array([0.0, 23.0, 12.0, 1.0], pa.float32())),
+}
+
+
+@pytest.mark.parametrize(("name", "values"), SAME.values(), ids=SAME)
+def test_numbers_of_any_type_are_the_same(name, values):
+    encoder = learn_encoder(SCHEMA, [TABLE])
+    assert encoder.encode(changed(name, values)).equals(encoder.encode(TABLE))
+    learned = learn_encoder(SCHEMA, [changed(name, values)])
+    assert learned.encode(TABLE).equals(encoder.encode(TABLE))
+
+
+def test_bools_are_numbers_and_ids():
+    schema = Schema.from_dict(
+        {
+            "label": "y",
+            "dense": ["b"],
+            "categorical": {"c": {"min_count": 1}, "d": {"min_count": 1}},
+        }
+    )
+    table = pa.table({name: pa.array([True, False, True, None]) for name in "bcd"})
+    table = table.append_column("y", pa.array([True, False, True, False]))
+    encoder = learn_encoder(schema, [table])
+    batch = encoder.batch(table)
+    assert batch.labels.tolist() == [1, 0, 1, 0]
+    np.testing.assert_allclose(batch.dense[:, 0], np.array([1, -2, 1, 0]) / math.sqrt(2), rtol=1e-6)
+    assert encoder.vocabularies["c"].values.to_pylist() == [1, 0]
+    assert bags(batch, "c") == bags(batch, "d") == [[1], [2], [1], [0]]
+
+
+@pytest.mark.parametrize("encoding", ["vocabulary", "hash", "ids", "modulo", "dynamic"])
+def test_columns_without_values(encoding):
+    """Those of a new user in a request, and of a part file: as if their type were known."""
+    rows = {} if encoding == "vocabulary" else {"num_embeddings": 9}
+    options = {"encoding": encoding, **rows}
+    schema = {"label": "y", "dense": ["x"], "categorical": {"c": options, "tags": options}}
+    columns = {"x": [1.0, 3.0], "c": [5, 5], "tags": [[5, 5], []], "y": [0, 1]}
+    unknown = pa.table({"x": pa.nulls(2), "c": pa.nulls(2), "tags": [[], []], "y": [0, 1]})
+    assert unknown.schema.types[2] == pa.list_(pa.null())
+    known = learn_encoder(Schema.from_dict(schema), [pa.table(columns)])
+    nulls = pa.table({**columns, "x": pa.nulls(2, pa.float64()), "c": pa.nulls(2, pa.int64()),
+                      "tags": pa.nulls(2, pa.list_(pa.int64()))})  # fmt: skip
+    wanted = known.encode(nulls)
+    for each in (unknown, unknown.set_column(2, "tags", pa.nulls(2))):
+        assert known.encode(each).equals(wanted)
+        parts = [each, pa.table(columns)]
+        assert learn_encoder(Schema.from_dict(schema), parts).encode(each).equals(wanted)
+    batch = known.batch(pa.Table.from_pylist([{"x": None, "c": None, "tags": None, "y": None}]))
+    assert batch.dense.tolist() == [[0]]
+    assert bags(batch, "c") == ([[0]] if encoding == "vocabulary" else [[]])
+    assert bags(batch, "tags") == [[]]
+    with pytest.raises(DataError, match="column 'y' is of type null; expected numbers"):
+        learn_encoder(Schema.from_dict(schema), [unknown.set_column(3, "y", pa.nulls(2))])
 
 
 def test_nulls_that_are_errors():
@@ -172,7 +246,7 @@ def test_nulls_that_are_errors():
         learn_encoder(Schema.from_dict(schema), [TABLE]).encode(TABLE)
     with pytest.raises(DataError, match="'city' has no values in the training rows"):
         learn_encoder(SCHEMA, [changed("city", pa.nulls(4, pa.string()))])
-    with pytest.raises(DataError, match=r"b.*: the column has values of Arrow type int64"):
+    with pytest.raises(DataError, match=r"'city' is of type int64, and of type string in the tabl"):
         learn_encoder(SCHEMA, [TABLE, changed("city", pa.array([1, 2, 3, 4]))])
 
 

@@ -370,6 +370,7 @@ def test_a_full_disk(tmp_path):
 
 IN_PROCESS = {
     "malformed": (["--data=bad.tsv"], 1, "bad.tsv, line 21, column 4 (I3)"),
+    "csv": (["--data=x.csv"], 1, "x.csv has 2 columns separated by commas (a, b), and Criteo's"),
     "missing": (["--data=missing.tsv"], 1, "missing.tsv: No such file or directory"),
     "unknown": (["--bogus"], 2, "unknown option --bogus; `jaxrec train --help`"),
     "config-missing": (["--config=missing.yaml"], 1, "missing.yaml: No such file"),
@@ -403,6 +404,7 @@ def test_what_goes_wrong_is_one_sentence(tmp_path, monkeypatch, capsys, options,
     write(tmp_path / "one", [GOOD])
     write(tmp_path / "bad.tsv", [GOOD] * 20 + [changed(3, "x")] + [GOOD] * 20)
     (tmp_path / "empty").touch()
+    (tmp_path / "x.csv").write_text("a,b\n1,2\n")
     (tmp_path / "bad.yaml").write_text("data: {bogus: 1}")
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken/config.yaml").touch()
@@ -411,6 +413,14 @@ def test_what_goes_wrong_is_one_sentence(tmp_path, monkeypatch, capsys, options,
     assert error.startswith("jaxrec train: ")
     assert message in error
     assert error.count("\n") == 1
+
+
+def test_a_malformed_held_out_line_is_found_before_training(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "bad.tsv", [GOOD] * 20 + [changed(3, "x")])
+    assert main(["train", *SMALL, "--data=bad.tsv", "--output=model"]) == 1
+    assert "bad.tsv, line 21, column 4 (I3)" in capsys.readouterr().err
+    assert not (tmp_path / "model/config.yaml").exists()
 
 
 def test_commands(capsys):

@@ -10,6 +10,7 @@ import re
 import jax
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 import yaml
@@ -21,7 +22,7 @@ from jaxrec.data.list_lengths import ListLengths
 from jaxrec.metrics import auc
 from jaxrec.train import Trainer, checkpoint, load_model
 from jaxrec.train.checkpoint.tree import saved_tree
-from jaxrec.train.click_metrics import click_loss
+from jaxrec.train.click_metrics import HeldOutEvaluation, click_loss
 from jaxrec.train.config import DataConfig, ModelConfig, TrainConfig
 from jaxrec.train.datasets import run_batches, split_datasets
 from jaxrec.train.devices import Devices
@@ -232,6 +233,66 @@ def test_capacities_on_devices(directory, monkeypatch):
     assert devices._capacities(mesh, usual) == {"city": 8, "tags": 8}
 
 
+def test_a_run_repeats_from_its_options(directory, tmp_path, monkeypatch, capsys):
+    """With its label, weight and schema, also when the schema's own file is gone."""
+    monkeypatch.chdir(tmp_path)
+    rows = table(400).rename_columns({"click": "y"})
+    pq.write_table(rows.append_column("copy", rows["y"]), "rows.parquet")
+    chosen = ["--label=y", "--weight=importance", "--exclude", "copy", "user"]
+    assert main(["train", "--data=rows.parquet", "--output=one", *SMALL, *chosen]) == 0
+    assert "copy" not in capsys.readouterr().out
+    assert main(["train", "one/config.yaml", "--output=two"]) == 0
+    schema = {"label": "y", "weight": "importance", "dense": ["age", "price"]}
+    schema["categorical"] = ["city", "item", "tags"]
+    pathlib.Path("own.yaml").write_text(yaml.safe_dump(schema))
+    options = ["--data=rows.parquet", "--schema=own.yaml", "--output=three"]
+    assert main(["train", *options, *SMALL]) == 0
+    pathlib.Path("own.yaml").unlink()
+    pathlib.Path("three").rename("moved")
+    assert main(["train", "moved/config.yaml", "--output=four"]) == 0
+    one = load_model("one").embeddings
+    for run in ("two", "moved", "four"):
+        assert TableEncoder.load(f"{run}/{FEATURES_DIRECTORY}").schema == Schema.from_dict(schema)
+        for name in ("city", "item", "tags"):
+            again = load_model(run).embeddings.table(name)
+            np.testing.assert_array_equal(one.table(name), again, err_msg=run)
+    # Nothing is left to do, and results stay.
+    results = pathlib.Path("four/results.json").read_bytes()
+    capsys.readouterr()
+    assert main(["train", "--resume=four"]) == 0
+    said = capsys.readouterr().out
+    assert "four is finished: 4 steps of 4 are made" in said
+    assert "--data.epochs" in said
+    assert pathlib.Path("four/results.json").read_bytes() == results
+    assert main(["train", "--resume=four", "--exclude=city", "--data.epochs=2"]) == 2
+    assert main(["train", "--resume=one", "--weight=age", "--data.epochs=2"]) == 2
+    assert "the run has a schema of its own" in capsys.readouterr().err
+
+
+def test_weights_weigh_loss_and_metrics(tmp_path, monkeypatch, capsys):
+    """Rows of weight 2 are as rows that are there twice, in what is reported."""
+    rows = table(400).select(["click", "importance", "price", "city"])
+    doubled = pc.equal(rows["importance"], 2.0)
+    pq.write_table(rows.set_column(1, "importance", pc.add(pc.cast(doubled, "int8"), 1)),
+                   tmp_path / "weighted.parquet")  # fmt: skip
+    data = dataclasses.replace(
+        CONFIG.data, path=tmp_path / "weighted.parquet", weight="importance", eval_fraction=0.5
+    )
+    config = dataclasses.replace(CONFIG, data=data)
+    encoder = learn_features(data)
+    assert encoder.schema.weight == "importance"
+    _, held_out = split_datasets(config, encoder=encoder)
+    model, _ = make_model(config, 10, encoder=encoder)
+    values = HeldOutEvaluation(model, held_out, batch_size=200)()
+    batch = encoder.batch(rows[200:])
+    p = 1 / (1 + np.exp(-np.asarray(predict(model, batch), np.float64)))
+    y, w = np.asarray(batch.labels), 1.0 + np.asarray(doubled)[200:]
+    losses = -np.where(y == 1, np.log(p), np.log(1 - p))
+    assert values["log_loss"] == pytest.approx((w * losses).sum() / w.sum(), rel=1e-5)
+    assert values["log_loss"] != pytest.approx(losses.mean(), rel=1e-5)
+    assert values["auc"] == pytest.approx(auc(p, y, w), abs=1e-6)
+
+
 def without(name):
     return lambda rows: rows.drop([name])
 
@@ -256,12 +317,27 @@ BAD = {
         {}, [], 1, "row 0 (from 0), column 'tags': a value of the list is null; drop it",
     ),
     "type": (
-        with_column("city", lambda rows: pa.array([1.5] * len(rows))), {}, [], 1,
-        "column 'city' is of type double; expected strings, bytes or integers, or lists of them",
+        with_column("city", lambda rows: pa.nulls(len(rows), pa.date32())), {}, [], 1,
+        "column 'city' is of type date32[day]; expected strings, bytes or integers, or lists of th",
     ),
     "no-label": (without("click"), None, [], 2, "is named label, click or target; name the label"),
     "other-label": (SAME, None, ["--label=y"], 2, "there is no column 'y'; the columns are"),
     "two-labels": (SAME, {}, ["--label=click"], 2, "names the column of labels; leave data.label"),
+    "held-out": (
+        with_column("click", lambda rows: pa.array([0.0, 1] * 49 + [1, float("nan")])), {}, [], 1,
+        "rows.parquet, row 99 (from 0), column 'click': the label is nan; labels must be 0 or 1",
+    ),
+    "held-out-number": (
+        with_column("age", lambda rows: pa.array([1.0] * 99 + [1e300])), {}, [], 1,
+        "row 99 (from 0), column 'age': the number 1e+300 does not fit float32; take its log",
+    ),
+    "text-label": (
+        with_column("click", lambda rows: pa.array(["yes", "no"] * 50)), None, [], 1,
+        "column 'click' is of type string; expected numbers",
+    ),
+    "two-weights": (SAME, {}, ["--weight=age"], 2, "names the column of weights; leave data.wei"),
+    "two-choices": (SAME, {}, ["--exclude=age"], 2, "names the features; leave data.exclude out"),
+    "no-exclude": (SAME, None, ["--exclude=y"], 2, "there is no column 'y'; the columns are"),
     "schema": (SAME, {"dense": {"price": {"transform": "log"}}}, [], 2, "must be one of standard"),
     "no-dense": (SAME, {"dense": {}}, [], 2, "dlrm needs a dense column, and there is none"),
     "widths": (
@@ -271,6 +347,9 @@ BAD = {
     "missing-schema": (SAME, None, ["--schema=never.yaml"], 1, "never.yaml: No such file"),
     "no-file": (SAME, {}, ["--data=never.parquet"], 1, "never.parquet: No such file"),
     "text": (SAME, {}, ["--data=schema.yaml"], 1, "schema.yaml is not a Parquet file; a schema is"),
+    "csv": (SAME, None, ["--data=rows.csv"], 1, "rows.csv has 2 columns separated by commas (a, "),
+    "csv-held-out": (SAME, None, ["--data.eval-path=rows.csv"], 1, "rows.csv is not a Parquet"),
+    "pattern": (SAME, None, ["--data=x*.parquet"], 1, "no Parquet file matches this pattern"),
     "few": (lambda rows: rows[:1], {}, [], 1, "1 rows are too few to train on some"),
     "empty": (lambda rows: rows[:0], {}, [], 1, "it has no rows"),
 }  # fmt: skip
@@ -282,11 +361,13 @@ def test_what_is_wrong_is_one_sentence(
 ):
     monkeypatch.chdir(tmp_path)
     pq.write_table(change(table(100)), "rows.parquet")
+    (tmp_path / "rows.csv").write_text("a,b\n1,2\n")
     if schema is not None:
         (tmp_path / "schema.yaml").write_text(yaml.safe_dump(SCHEMA | schema))
         options = ["--schema=schema.yaml", *options]
     assert main(["train", "--data=rows.parquet", *SMALL, "--output=model", *options]) == code
-    error = capsys.readouterr().err
+    said, error = capsys.readouterr()
     assert message in error
     assert error.count("\n") == 1
+    assert "learned the columns" not in said
     assert not (tmp_path / "model/config.yaml").exists()

@@ -1,0 +1,108 @@
+"""Columns that may be labels, copies of the label, or weights, and would be trained as features."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from jaxrec.data.column_types import LABEL_NAMES, is_dense, is_list
+from jaxrec.data.encode import joined, numbers
+from jaxrec.data.groups import GroupRange
+from jaxrec.data.schema import Schema
+
+# Numbers of row groups, and of rows of each, that are looked at.
+_GROUPS, _GROUP_ROWS = 4, 1 << 14
+
+# Words in the names of columns of 0 and 1 that are labels.
+_LABEL_WORD = re.compile(
+    r"label|target|click|conver[st]|purchas|bought|buy|like|love|install|subscri|outcome|response"
+)
+_WEIGHT_NAME = re.compile(r"(^|_)(weights?|importances?)$")
+
+# Share of the rows in which a copy of the label may differ from it.
+_DIFFERENT = 0.005
+# Numbers of rows below which nothing is concluded: of each label, and of the other label that a
+# value would have by chance.
+_MIN_ROWS, _MIN_CHANCE = 5, 10
+# Number of rows of a value, on average, from which values may tell the label.
+_MIN_REPEATS = 10
+
+
+def suspects(schema: Schema, rows: GroupRange, *, by_name: bool = True) -> Iterator[str]:
+    """Yield a sentence for each feature that looks like a label, a copy of the label or a weight.
+
+    Args:
+        schema: The schema.
+        rows: The rows, of which some thousand are read.
+        by_name: Whether names count, as they do unless the user has chosen the columns.
+    """
+    table = _sample(rows)
+    labels, _ = numbers(table[schema.label])
+    for name in (*schema.dense, *schema.categorical):
+        advice = f"--exclude {name}" if by_name else "leave it out of the schema"
+        column = joined(table[name])
+        if is_list(column.type):
+            continue
+        if (reason := _tells(column, labels)) is not None:
+            yield f"column {name!r} may come from the label {schema.label!r}: {reason}; {advice}"
+        elif by_name and schema.weight is None and _is_weight(name, column):
+            yield f"column {name!r} looks like weights of the rows; --weight {name}, or {advice}"
+        elif by_name and _is_label(name, column):
+            yield f"column {name!r} looks like another label, and is a feature; {advice}"
+
+
+def _sample(rows: GroupRange) -> pa.Table:
+    numbers_of_groups = np.linspace(0, len(rows.sizes) - 1, _GROUPS).astype(int)
+    tables = []
+    for group in dict.fromkeys(numbers_of_groups.tolist()):
+        table = rows.read(group)
+        # A copy, since a slice would keep the whole group.
+        tables.append(table.take(pa.array(np.arange(min(len(table), _GROUP_ROWS)))))
+    # Other files may write a column of numbers or strings in another type.
+    return pa.concat_tables([table for table in tables if table.schema.equals(tables[0].schema)])
+
+
+def _tells(column: pa.Array, labels: np.ndarray) -> str | None:
+    """Return how a column's values tell the labels; None if they do not."""
+    positives = int((labels == 1).sum())
+    if min(positives, len(labels) - positives) < _MIN_ROWS:
+        return None
+    if isinstance(column.type, pa.DictionaryType):
+        column = column.cast(column.type.value_type)
+    encoded = pc.dictionary_encode(column, null_encoding="encode")
+    codes, count = encoded.indices.to_numpy(), len(encoded.dictionary)
+    if count < 2 or count * _MIN_REPEATS > len(labels):
+        return None
+    totals = np.bincount(codes, minlength=count)
+    ones = np.bincount(codes, labels == 1, count)
+    different = np.minimum(ones, totals - ones)
+    if different.sum() <= _DIFFERENT * min(positives, len(labels) - positives):
+        return f"it tells {1 - different.sum() / len(labels):.1%} of {len(labels):,} labels"
+    if count <= 3:
+        share = positives / len(labels)
+        for code in range(count):
+            chance = totals[code] * np.array([1 - share, share])
+            for label, seen in enumerate((totals[code] - ones[code], ones[code])):
+                if seen == 0 and chance[label] >= _MIN_CHANCE:
+                    value = encoded.dictionary[code].as_py()
+                    return f"all {totals[code]:,} rows where it is {value!r} have label {1 - label}"
+    return None
+
+
+def _is_label(name: str, column: pa.Array) -> bool:
+    if not is_dense(column.type):
+        return False
+    values, is_null = numbers(column)
+    is_binary = (is_null | np.isin(values, (0, 1))).all() and not is_null.all()
+    return name in LABEL_NAMES or (bool(is_binary) and bool(_LABEL_WORD.search(name.lower())))
+
+
+def _is_weight(name: str, column: pa.Array) -> bool:
+    if not _WEIGHT_NAME.search(name.lower()) or not is_dense(column.type):
+        return False
+    values, is_null = numbers(column)
+    return bool((is_null | (values >= 0)).all())

@@ -1,0 +1,178 @@
+"""Types of columns over files, and what names and values say before anything is learned."""
+
+from __future__ import annotations
+
+import math
+import re
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from jaxrec.data import DataError, GroupRange, ParquetGroups, Schema
+from jaxrec.data.column_types import index_columns
+from jaxrec.data.common_types import CommonTypes
+from jaxrec.data.suspects import suspects
+from jaxrec.data.whole_floats import are_ids, whole_floats
+
+pytestmark = pytest.mark.every_case
+
+STRINGS = (pa.string(), pa.large_string(), pa.string_view(), pa.dictionary(pa.int8(), pa.string()))
+LISTS = (pa.list_(pa.string()), pa.large_list(pa.large_string()), pa.list_(pa.null()))
+AGREE = {
+    "strings": (STRINGS, pa.string()),
+    "lists": (LISTS, pa.list_(pa.string())),
+    "null": ((pa.null(), pa.int64(), pa.null()), pa.int64()),
+    "null-list": ((pa.null(), pa.list_(pa.null()), pa.list_(pa.int8())), pa.list_(pa.int8())),
+    "integers": ((pa.int8(), pa.int64(), pa.uint16()), pa.int8()),
+    "floats": ((pa.int64(), pa.float64(), pa.int64()), pa.float64()),
+    "numbers": ((pa.bool_(), pa.int64(), pa.decimal128(9, 2)), pa.bool_()),
+    "unused": ((pa.timestamp("s"), pa.struct([("a", pa.int8())])), pa.timestamp("s")),
+}
+
+
+@pytest.mark.parametrize(("kinds", "wanted"), AGREE.values(), ids=AGREE)
+def test_types_that_agree(kinds, wanted):
+    types = CommonTypes()
+    for number, kind in enumerate(kinds):
+        types.add(pa.schema({"x": kind}), f"{number}.parquet")
+    assert types.schema.field("x").type == wanted
+    assert types.mixed == ({"x"} if pa.float64() in kinds else set())
+
+
+DIFFER = {
+    "list": (pa.string(), pa.list_(pa.string())),
+    "number": (pa.string(), pa.int64()),
+    "bytes": (pa.string(), pa.binary()),
+    "of-lists": (pa.list_(pa.int64()), pa.list_(pa.string())),
+    "unused": (pa.string(), pa.timestamp("s")),
+}
+
+
+@pytest.mark.parametrize(("one", "other"), DIFFER.values(), ids=DIFFER)
+def test_types_that_differ_are_named(one, other):
+    for given in ({}, {"names": ["x"]}):
+        types = CommonTypes(**given)
+        types.add(pa.schema({"x": one}), "a.parquet")
+        with pytest.raises(DataError, match=r"^b.parquet, column 'x' is of type .* in a.parquet; "):
+            types.add(pa.schema({"x": other}), "b.parquet")
+    for given in ({"exclude": ["x"]}, {"names": ["y"]}):
+        types = CommonTypes(**given)
+        types.add(pa.schema({"x": one}), "a.parquet")
+        types.add(pa.schema({"x": other}), "b.parquet")
+
+
+def test_columns_that_a_file_lacks_are_named():
+    x, both = pa.schema({"x": pa.int8()}), pa.schema({"x": pa.int8(), "y": pa.string()})
+    for files, lacks in (((x, both), "a"), ((both, x), "b")):
+        types = CommonTypes()
+        types.add(files[0], "a")
+        with pytest.raises(DataError, match=rf"^{lacks} has no column 'y', .*--exclude y"):
+            types.add(files[1], "b")
+    with pytest.raises(DataError, match="a has 2 columns 'x'; give each a name"):
+        CommonTypes().add(pa.schema([("x", pa.int8())] * 2), "a")
+
+
+def test_indexes_of_pandas():
+    names = ["__index_level_0__", "__null_dask_index__", "day", "x"]
+    metadata = {"pandas": '{"index_columns": ["day", {"kind": "range", "name": "x"}]}'}
+    columns = pa.schema(dict.fromkeys(names, pa.int64()), metadata)
+    assert index_columns(columns) == {*names} - {"x"}
+    types = CommonTypes()
+    types.add(columns, "a")
+    types.add(columns.remove(0), "b")
+    assert index_columns(types.schema) == {*names} - {"x"}
+    for strange in (b"\xff", b"[]", b'{"index_columns": 3}'):
+        assert index_columns(pa.schema({"x": pa.int8()}, {b"pandas": strange})) == set()
+
+
+def of_columns(tmp_path, *tables: dict) -> list[ParquetGroups]:
+    paths = [tmp_path / f"{number}.parquet" for number in range(len(tables))]
+    for path, columns in zip(paths, tables, strict=True):
+        pq.write_table(pa.table(columns), path, row_group_size=2)
+    return [ParquetGroups(tuple(paths))]
+
+
+def test_floats_that_are_whole(tmp_path):
+    columns = {
+        "brand": pa.array([1.0, None, 7.0, 2.0**53]),
+        "segment": np.array([3.0, math.nan, 1.0, 0.0]),  # as fastparquet writes nulls
+        "age": [20.0, 30.0, 40.0, 50.0],
+        "userId": [5.0, 6.0, 7.0, 8.0],
+        "paid": [5.0, 6.0, 7.0, 8.5],
+        "huge": [1.0, 2.0, 3.0, 1e300],
+        "infinite": [1.0, 2.0, 3.0, math.inf],
+        "narrow": pa.array([1.0, 2.0, 2.0**25, None], pa.float32()),
+        "empty": pa.nulls(4, pa.float64()),
+        "count": pa.array([1, 2, 3, 4], pa.int64()),
+    }
+    later = columns | {"count": pa.array([1.0, 2.0, 3.0, 4.0])}
+    groups = of_columns(tmp_path, columns, later)
+    types = CommonTypes()
+    for path, each in groups[0].schemas.items():
+        types.add(each, path)
+    whole = whole_floats(types.schema, groups)
+    has_nulls = {"brand": True, "segment": True, "age": False, "userId": False, "count": False}
+    assert whole == has_nulls
+    assert are_ids(whole, types.mixed) == ["brand", "segment", "userId", "count"]
+
+
+ROWS = 400
+
+
+def said(tmp_path, columns: dict, schema: dict | None = None, **options) -> list[str]:
+    rng = np.random.default_rng(0)
+    label = (rng.random(ROWS) < 0.3).astype(int)
+    features = {name: x(label, rng) if callable(x) else x for name, x in columns.items()}
+    pq.write_table(pa.table({"y": label, **features}), tmp_path / "x.parquet", row_group_size=90)
+    roles = {"label": "y", "categorical": [*features]}
+    groups = ParquetGroups((tmp_path / "x.parquet",))
+    rows = GroupRange(groups, 0, ROWS)
+    return list(suspects(Schema.from_dict(schema or roles), rows, **options))
+
+
+SUSPECTS = {
+    "copy": (
+        lambda y, rng: y.astype(bool),
+        "may come from the label 'y': it tells 100.0% of 310 labels; ",
+    ),
+    "text": (lambda y, rng: np.array(["no", "yes"])[y], ": it tells 100.0% of 310 labels"),
+    "opposite": (lambda y, rng: 1.0 - y, ": it tells 100.0% of 310 labels"),
+    "rating": (lambda y, rng: y * 3 + rng.integers(0, 3, ROWS), ": it tells 100.0% of"),
+    "bought": (
+        lambda y, rng: y * (rng.random(ROWS) < 0.5),
+        r"all \d+ rows where it is 1(.0)? have label 1",
+    ),
+    "click": (lambda y, rng: rng.integers(0, 9, ROWS), "looks like another label"),
+    "is_converted": (lambda y, rng: rng.integers(0, 2, ROWS), "looks like another label"),
+    "sample_weight": (lambda y, rng: rng.random(ROWS), "looks like weights .*--weight sample_w"),
+}
+
+
+@pytest.mark.parametrize("name", SUSPECTS)
+def test_suspects(tmp_path, name):
+    values, message = SUSPECTS[name]
+    (sentence,) = said(tmp_path, {name: values})
+    assert re.match(f"column {name!r} .*{message}", sentence), sentence
+    assert f"--exclude {name}" in sentence
+
+
+def test_features_are_no_suspects(tmp_path):
+    features = {
+        "flag": lambda y, rng: rng.random(ROWS) < 0.2 + 0.5 * y,
+        "city": lambda y, rng: rng.integers(0, 30, ROWS).astype(str),
+        "user": lambda y, rng: np.arange(ROWS),  # tells all, once each
+        "constant": np.zeros(ROWS, int),
+        "weight_kg": lambda y, rng: rng.random(ROWS),
+        "weight": lambda y, rng: rng.normal(size=ROWS),  # some below 0
+        "target_id": lambda y, rng: rng.integers(0, 9, ROWS),
+        "nulls": pa.nulls(ROWS, pa.int8()),
+        "tags": pa.array([["click"]] * ROWS),
+    }
+    assert said(tmp_path, features) == []
+    # Names count no more where the user has named the columns; values do.
+    names = {"click": lambda y, rng: rng.integers(0, 9, ROWS), "liked": lambda y, rng: y}
+    (sentence,) = said(tmp_path, names, by_name=False)
+    assert "'liked' may come from the label" in sentence
+    assert "leave it out of the schema" in sentence
