@@ -115,18 +115,21 @@ class TableEncoder:
             }
         )
 
-    def batch(self, table: pa.Table, batch_size: int | None = None) -> ClickBatch:
+    def batch(
+        self, table: pa.Table | Mapping[str, Any], batch_size: int | None = None
+    ) -> ClickBatch:
         """Make a batch of the rows of a table.
 
         Args:
-            table: Table with the columns of the schema. Labels are 0 if their column is missing
-                or of type null, as in rows to predict, and weights are 1.
+            table: Table with the columns of the schema, or arrays by name. Labels are 0 if their
+                column is missing or of type null, as in rows to predict, and weights are 1.
             batch_size: Number of samples of the batch, filled up with padding; None: the number of
                 rows.
 
         Raises:
             DataError: A column is missing or has an invalid value.
         """
+        table = as_table(table)
         return self.pack(self.encode(table), len(table) if batch_size is None else batch_size)
 
     def encode(
@@ -271,6 +274,33 @@ class EncodedGroups:
             DataError: A column has an invalid value.
         """
         return self.encoder.encode(self.groups.read(group), *self.groups.location(group))
+
+
+def as_table(table: pa.Table | Mapping[str, Any]) -> pa.Table:
+    """Return arrays by name as a table; None and NaN in arrays of objects are nulls.
+
+    Raises:
+        DataError: A column has values of several kinds, or columns have different lengths.
+    """
+    if isinstance(table, pa.Table):
+        return table
+    if not isinstance(table, Mapping):
+        return pa.table(table)  # a data frame, or a record batch
+    columns = {}
+    for name, values in table.items():
+        is_object = isinstance(values, np.ndarray) and values.dtype == object
+        try:
+            given = isinstance(values, pa.Array | pa.ChunkedArray)
+            columns[name] = values if given else pa.array(values, from_pandas=is_object or None)
+        except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError) as error:
+            raise DataError(
+                f"the table, column {name!r}: its values are no column ({error}); expected values "
+                "of one kind, or lists of them"
+            ) from None
+    try:
+        return pa.table(columns)
+    except pa.ArrowInvalid as error:
+        raise DataError(f"the table: {' '.join(str(error).split())}") from None
 
 
 def bags_of(column: pa.Array) -> tuple[np.ndarray, np.ndarray]:

@@ -215,7 +215,8 @@ class Vocabulary:
                 f"{self.values.type}"
             )
         rows = np.zeros(len(plain), np.int32)
-        rows[known] = self._rows_of_present(present)
+        if len(present):
+            rows[known] = self._rows_of_present(present)
         if not self.num_unknown and not known.all():
             raise ValueError("a value is null, and the vocabulary has no rows for unknown values")
         return rows
@@ -288,7 +289,11 @@ class Vocabulary:
 def _as_arrow(column: Any) -> pa.Array | pa.ChunkedArray:
     if isinstance(column, pa.Array | pa.ChunkedArray):
         return column
-    return pa.array(np.asarray(column).reshape(-1))
+    try:
+        # None and NaN are nulls, as in columns of pandas.
+        return pa.array(np.asarray(column).reshape(-1), from_pandas=True)
+    except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
+        raise TypeError(f"the values are of several kinds ({error}); expected one kind") from None
 
 
 def _plain(values: pa.Array) -> pa.Array:

@@ -19,6 +19,7 @@ from jaxrec.data import (
     ParquetGroups,
     Schema,
     TableEncoder,
+    Vocabulary,
     learn_encoder,
 )
 from jaxrec.data.encode import Moments
@@ -213,6 +214,33 @@ def test_bools_are_numbers_and_ids():
     np.testing.assert_allclose(batch.dense[:, 0], np.array([1, -2, 1, 0]) / math.sqrt(2), rtol=1e-6)
     assert encoder.vocabularies["c"].values.to_pylist() == [1, 0]
     assert bags(batch, "c") == bags(batch, "d") == [[1], [2], [1], [0]]
+
+
+def test_arrays_of_objects_may_have_nulls():
+    """As columns of pandas: None, and NaN among strings, are nulls."""
+    options = {"city": {"min_count": 1}, "tags": {"min_count": 1}}
+    schema = Schema.from_dict({"label": "y", "dense": ["age"], "categorical": options})
+    columns = {"y": [0, 1], "age": [1.0, 3.0], "city": ["a", "a"], "tags": [["t"], []]}
+    encoder = learn_encoder(schema, [pa.table(columns)])
+    for none in (None, math.nan):
+        arrays = {
+            "age": np.array([none, 3], object),
+            "city": np.array(["a", none], object),
+            "tags": np.array([["t"], none], object),
+        }
+        batch = encoder.batch(arrays)
+        assert batch.dense.tolist() == [[0], [1]]
+        assert bags(batch, "city") == [[1], [0]]
+        assert bags(batch, "tags") == [[1], []]
+        known = Vocabulary.build(arrays["city"])
+        assert known.values.to_pylist() == ["a"]
+        assert known(arrays["city"]).tolist() == [1, 0]
+    with pytest.raises(DataError, match="column 'city': its values are no column"):
+        encoder.batch(arrays | {"city": np.array(["a", 3], object)})
+    with pytest.raises(DataError, match="the table: "):
+        encoder.batch(arrays | {"city": ["a"]})
+    with pytest.raises(TypeError, match="the values are of several kinds"):
+        Vocabulary.build(np.array(["a", 3], object))
 
 
 @pytest.mark.parametrize("encoding", ["vocabulary", "hash", "ids", "modulo", "dynamic"])

@@ -154,6 +154,9 @@ def test_parts_without_values_or_with_other_numbers(tmp_path):
     assert ids["brand"] == [[2], [1], [2], [1], [2], [0], [1], [1], [2], [1]]
     assert ids["tags"] == [[]] * 4 + [[1]] * 6
     assert batch.dense.tolist() == [[0]] * 10
+    # A new user, of whom nothing is known.
+    batch = encoder.batch(pa.Table.from_pylist([dict.fromkeys(training.column_names)]))
+    assert [batch.features[name].to_lists() for name in ids] == [[[0]], [[0]], [[]]]
 
 
 def test_whole_numbers_stay_numbers_where_nothing_says_ids(tmp_path):

@@ -175,8 +175,6 @@ class ServedModel:
                 "the model was exported without an encoder of columns; call predict with the "
                 "arguments of its function, or export it with encoder="
             )
-        if not isinstance(table, pa.Table):
-            table = pa.table(dict(table))
         batch = self.encoder.batch(table)
         return self.predict(batch.dense, batch.features)
 

@@ -18,6 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from jaxrec.arguments import ConfigError, parse
 from jaxrec.atomic import write_atomically
 from jaxrec.data import DataError, ParquetGroups
+from jaxrec.data.common_types import CommonTypes
 from jaxrec.data.files import key_column, key_types, keys_of, parquet_files
 from jaxrec.data.parquet_file import open_parquet
 from jaxrec.serve import ArtifactError, ServedModel, load
@@ -121,6 +122,7 @@ def _scores(
     assert served.encoder is not None
     schema = served.encoder.schema
     columns = list(dict.fromkeys([*schema.dense, *schema.categorical, *options.keep]))
+    kept = _kept_types(paths, options.keep)
     types = key_types(paths)
     for name, vocabulary in served.encoder.vocabularies.items():
         if name in types and not pa.types.is_integer(vocabulary.values.type):
@@ -133,8 +135,17 @@ def _scores(
             outputs = dict(_columns(served.predict(batch.dense, batch.features)))
             if clash := sorted(outputs.keys() & set(options.keep)):
                 raise DataError(f"--keep {clash[0]} has the name of a column of scores")
-            yield pa.table({name: rows[name] for name in options.keep} | outputs)
+            columns_kept = {field.name: rows[field.name].cast(field.type) for field in kept}
+            yield pa.table(columns_kept | outputs)
             first += len(rows)
+
+
+def _kept_types(paths: Sequence[pathlib.Path], keep: tuple[str, ...]) -> pa.Schema:
+    """Return the types of the columns that the output has, too, which files may store in others."""
+    types = CommonTypes(keep)
+    for path, columns in ParquetGroups(tuple(paths), keep).schemas.items():
+        types.add(columns, path)
+    return pa.schema([types.schema.field(name) for name in keep])
 
 
 def _read(

@@ -45,6 +45,30 @@ def test_scores_of_every_row_in_order(work, capsys, rows, batch_size):
     np.testing.assert_allclose(scores["score"].to_numpy(), expected, rtol=1e-5, atol=1e-5)
 
 
+def test_directories_are_columns_and_parts_may_have_no_values(work):
+    """The parts are read by their numbers; a part without cities is as one with nulls."""
+    table = columns(ROWS).drop_columns("label").append_column("row", pa.array(range(ROWS)))
+    cities = table["city"].to_pylist()
+    table = table.set_column(table.column_names.index("city"), "city", pa.array(
+        [None if number < 4 else city for number, city in enumerate(cities)], pa.string()
+    ))  # fmt: skip
+    for number in range(11):
+        part = table.slice(4 * number, 4 if number < 10 else ROWS)
+        if not number:
+            part = part.set_column(part.column_names.index("city"), "city", pa.nulls(4))
+        (work / f"by/part={number}").mkdir(parents=True)
+        pq.write_table(part, work / f"by/part={number}/x.parquet")
+    keep = ["--keep", "row", "part", "city"]
+    for path in ("by", "by/part=*"):
+        assert predict("model", path, "-o", "scores.parquet", *keep) == 0
+        scores = pq.read_table("scores.parquet")
+        assert scores["row"].to_pylist() == list(range(ROWS))
+        assert scores["part"].to_pylist() == [min(row // 4, 10) for row in range(ROWS)]
+        assert scores["city"].to_pylist() == table["city"].to_pylist()
+        expected = load("model").predict_columns(table)
+        np.testing.assert_allclose(scores["score"].to_numpy(), expected, rtol=1e-5, atol=1e-5)
+
+
 def test_columns_that_are_kept(work):
     kept = ["--keep", "row", "city"]
     assert predict("model", "rows.parquet", "--output", "scores.parquet", *kept) == 0
