@@ -39,9 +39,14 @@ COMMANDS = (
     ("jaxrec train --data OUTPUT", f"{SMALL} --output second"),
     ("jaxrec train --data clicks.parquet", "--data.batch-size 100 --output columns"),
     (
+        "jaxrec train --data clicks.parquet --label click --weight importance --exclude item user",
+        "--data.batch-size 100 --output chosen",
+    ),
+    (
         "jaxrec train --data clicks.parquet --schema schema.yaml --output run",
         "--data.batch-size 100",
     ),
+    ("jaxrec train run/config.yaml --output again", ""),
     ("jaxrec export run model", ""),
     ("jaxrec predict model clicks.parquet -o scores.parquet", ""),
     (

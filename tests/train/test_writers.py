@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import pathlib
+import re
 
 import numpy as np
 import pyarrow as pa
@@ -200,3 +201,13 @@ def test_suspects_are_said(tmp_path):
     assert encoder.batch(pq.read_table(path / "p0.parquet")).weights.tolist() == pytest.approx(
         weights
     )
+
+
+def test_progress_ends_at_its_total(tmp_path):
+    """Of the rows to train on and those held out, which are checked, too."""
+    path = write(tmp_path / "x", {"tags": [["a"]] * 30})
+    other = write(tmp_path / "y", {"tags": [["a"]] * 10})
+    text = io.StringIO()
+    console = Console(file=text, force_terminal=True, width=200)
+    learn_features(DataConfig(path=path, eval_path=other), console)
+    assert re.findall(r"(\d+)/(\d+)", text.getvalue())[-1] == ("40", "40")
