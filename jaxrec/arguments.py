@@ -7,6 +7,7 @@ import dataclasses
 import difflib
 import io
 import itertools
+import pathlib
 import re
 from collections.abc import Hashable, Iterator, Sequence
 from typing import Any, TypeVar
@@ -48,6 +49,11 @@ def parse(command: str, options: Sequence[str], default: Options) -> Options:
             raise
         raise ConfigError(_sentence(problem.getvalue())) from None
     if unknown:
+        if not unknown[0].startswith("-") and pathlib.Path(unknown[0]).exists():
+            raise ConfigError(
+                f"{unknown[0]} is a file too many; put a pattern of files in quotes, such as "
+                "'parts/*.parquet'"
+            )
         option = unknown[0].partition("=")[0]
         similar = _similar(option, list(_names(type(default))))
         raise ConfigError(

@@ -111,7 +111,10 @@ def _of_directory(directory: pathlib.Path) -> tuple[pathlib.Path, ...]:
     files = tuple(natural_order(_walk(directory)))
     if not files:
         below = sorted({p.parent.name for p in directory.glob("*/*") if _NAME.search(p.name)})
+        others = natural_order(p for p in directory.iterdir() if p.is_file())
         hint = f"; there are some in {', '.join(below[:5])}" if below else ""
+        if others and not below:
+            hint = f", but files such as {others[0].name}"
         raise DataError(f"{directory}: there are no Parquet files in this directory{hint}")
     return files
 

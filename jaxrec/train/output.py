@@ -45,9 +45,8 @@ class Output:
     def _lose(self, error: OSError) -> None:
         self._is_lost = True
         # The file still has a buffer, which Python writes when it ends.
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, self._file.fileno())
-        os.close(nowhere)
+        with contextlib.suppress(OSError), open(os.devnull, "w") as nowhere:
+            os.dup2(nowhere.fileno(), self._file.fileno())
         message = _LOST.format(error=error.strerror, pid=os.getpid())
         with contextlib.suppress(OSError):  # both may be one pipe
             print(message, file=self._report, flush=True)

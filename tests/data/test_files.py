@@ -82,6 +82,7 @@ def test_a_name_with_brackets_is_a_file(tmp_path):
 WRONG = {
     "empty": ("none", "there are no Parquet files in this directory$"),
     "below": ("below", r"in this directory; there are some in x, y"),
+    "text": ("text", "in this directory, but files such as a.csv$"),
     "pattern": ("empty*/x*.parquet", "no Parquet file matches this pattern"),
     "delta": ("delta", "is a Delta table, whose log says which of its files count"),
 }
@@ -93,6 +94,8 @@ def test_what_is_no_data_set(tmp_path, path, message):
         write(tmp_path / name)
     (tmp_path / "delta/_delta_log").mkdir()
     (tmp_path / "none").mkdir()
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text/a.csv").touch()
     with pytest.raises(DataError, match=message):
         parquet_files(tmp_path / path)
 
