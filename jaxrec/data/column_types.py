@@ -74,8 +74,8 @@ def infer_schema(
             continue
         if name in index:
             left_out[name] = f"{kind}, an index of pandas"
-        elif pa.types.is_null(kind):
-            left_out[name] = "null, which has no values"
+        elif pa.types.is_null(value_type(kind)):
+            left_out[name] = f"{kind}, which has no values"
         elif is_dense(kind) and not is_integral(kind) and name not in ids:
             dense[name] = DenseColumn()
         elif is_dense(kind) or is_categorical(kind, floats=False):

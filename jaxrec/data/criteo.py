@@ -108,6 +108,21 @@ class CriteoFile:
                     yield self._clicks(raw)[max(start - first, 0) : stop - first]
             first += rows
 
+    def check(self, start: int) -> None:
+        """Parse the rows from ``start`` on; rows that are left out by "skip" are fine.
+
+        Raises:
+            OSError: The file cannot be read.
+            DataError: A line from ``start`` on is malformed.
+        """
+        if self.bad_rows == "skip":
+            return  # all lines are parsed to count them
+        for block in blocks_of_lines(pathlib.Path(self.path), BLOCK_BYTES):
+            if block.first + block.count > start:
+                for bad in parse_lines(block, pathlib.Path(self.path), skip=True).bad:
+                    if bad.number > start:
+                        raise DataError(str(bad))
+
     def _parse(self, block: Block) -> RawClicks:
         return parse_lines(block, pathlib.Path(self.path), skip=self.bad_rows == "skip")
 

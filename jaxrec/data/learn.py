@@ -99,7 +99,8 @@ def learn_encoder(
             )
         except ValueError:
             raise DataError(
-                f"column {name!r} has no values in the training rows; leave it out of the schema"
+                f"column {name!r} has no values in the training rows; leave it out of the schema, "
+                f"or by --exclude {name}"
             ) from None
     return TableEncoder(schema, vocabularies, moments, lengths, example)
 

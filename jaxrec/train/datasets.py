@@ -248,10 +248,8 @@ def check_held_out(rows: LogDataset | ParquetDataset, config: TrainConfig) -> No
         # A new run has read its rows when it learned the encoder.
         if config.resume is not None and config.data.eval_path is not None:
             check_rows(rows.encoder, rows.groups)
-    elif isinstance(rows.log, CriteoFile) and rows.log.bad_rows == "fail":
-        # With "skip" all lines have been parsed to count them.
-        for _ in rows.log.chunks(rows.start, rows.stop):
-            pass
+    elif isinstance(rows.log, CriteoFile):
+        rows.log.check(rows.start)
 
 
 def _text(path: pathlib.Path, data: DataConfig, id_bits: Literal[32, 64]) -> LogDataset:

@@ -121,7 +121,13 @@ def test_inferred_from_types():
 
 
 def test_indexes_and_columns_without_values_are_left_out():
-    kinds = {"label": pa.int8(), "user": pa.string(), "never": pa.null(), "id": pa.decimal128(38)}
+    kinds = {
+        "label": pa.int8(),
+        "user": pa.string(),
+        "never": pa.null(),
+        "empty": pa.list_(pa.null()),
+        "id": pa.decimal128(38),
+    }
     index = {"__index_level_0__": pa.int64(), "day": pa.string()}
     columns = pa.schema(
         kinds | index, {"pandas": '{"index_columns": ["__index_level_0__", "day"]}'}
@@ -130,6 +136,7 @@ def test_indexes_and_columns_without_values_are_left_out():
     assert schema.columns == ("label", "user", "id")
     assert left_out == {
         "never": "null, which has no values",
+        "empty": "list<item: null>, which has no values",
         "__index_level_0__": "int64, an index of pandas",
         "day": "string, an index of pandas",
     }

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import pathlib
 import re
+import shutil
 
 import jax
 import numpy as np
@@ -28,6 +29,7 @@ from jaxrec.train.datasets import run_batches, split_datasets
 from jaxrec.train.devices import Devices
 from jaxrec.train.features import FEATURES_DIRECTORY, learn_features
 from jaxrec.train.model import make_model, predict
+from jaxrec.train.options import load_config
 
 ROOT = pathlib.Path(__file__).parents[2]
 DOCS = (ROOT / "docs/data.md").read_text()
@@ -233,40 +235,38 @@ def test_capacities_on_devices(directory, monkeypatch):
     assert devices._capacities(mesh, usual) == {"city": 8, "tags": 8}
 
 
-def test_a_run_repeats_from_its_options(directory, tmp_path, monkeypatch, capsys):
-    """With its label, weight and schema, also when the schema's own file is gone."""
+def test_a_run_repeats_from_its_options(trained, tmp_path, monkeypatch, capsys):
+    """With its label, weight and features, also from another directory."""
     monkeypatch.chdir(tmp_path)
     rows = table(400).rename_columns({"click": "y"})
     pq.write_table(rows.append_column("copy", rows["y"]), "rows.parquet")
     chosen = ["--label=y", "--weight=importance", "--exclude", "copy", "user"]
-    assert main(["train", "--data=rows.parquet", "--output=one", *SMALL, *chosen]) == 0
+    assert main(["train", "--data=rows.parquet", "--output=first", *SMALL, *chosen]) == 0
     assert "copy" not in capsys.readouterr().out
-    assert main(["train", "one/config.yaml", "--output=two"]) == 0
-    schema = {"label": "y", "weight": "importance", "dense": ["age", "price"]}
-    schema["categorical"] = ["city", "item", "tags"]
-    pathlib.Path("own.yaml").write_text(yaml.safe_dump(schema))
-    options = ["--data=rows.parquet", "--schema=own.yaml", "--output=three"]
-    assert main(["train", *options, *SMALL]) == 0
-    pathlib.Path("own.yaml").unlink()
-    pathlib.Path("three").rename("moved")
-    assert main(["train", "moved/config.yaml", "--output=four"]) == 0
-    one = load_model("one").embeddings
-    for run in ("two", "moved", "four"):
-        assert TableEncoder.load(f"{run}/{FEATURES_DIRECTORY}").schema == Schema.from_dict(schema)
-        for name in ("city", "item", "tags"):
-            again = load_model(run).embeddings.table(name)
-            np.testing.assert_array_equal(one.table(name), again, err_msg=run)
+    pathlib.Path("first").rename("moved")
+    assert main(["train", "moved/config.yaml", "--output=again"]) == 0
+    columns = ("y", "importance", "age", "price", "city", "item", "tags")
+    first, again = (load_model(run).embeddings for run in ("moved", "again"))
+    for run in ("moved", "again"):
+        assert TableEncoder.load(f"{run}/{FEATURES_DIRECTORY}").schema.columns == columns
+    for name in ("city", "item", "tags"):
+        np.testing.assert_array_equal(first.table(name), again.table(name))
+    # A run with a schema has a copy of it.
+    shutil.copytree(trained, "copy")
+    copied = load_config(pathlib.Path("copy/config.yaml")).data
+    assert copied.schema == pathlib.Path("copy/features/schema.yaml")
+    assert learn_features(copied).schema == Schema.from_dict(SCHEMA)
     # Nothing is left to do, and results stay.
-    results = pathlib.Path("four/results.json").read_bytes()
+    results = pathlib.Path("again/results.json").read_bytes()
     capsys.readouterr()
-    assert main(["train", "--resume=four"]) == 0
+    assert main(["train", "--resume=again"]) == 0
     said = capsys.readouterr().out
-    assert "four is finished: 4 steps of 4 are made" in said
+    assert "again is finished: 4 steps of 4 are made" in said
     assert "--data.epochs" in said
-    assert pathlib.Path("four/results.json").read_bytes() == results
-    assert main(["train", "--resume=four", "--exclude=city", "--data.epochs=2"]) == 2
-    assert main(["train", "--resume=one", "--weight=age", "--data.epochs=2"]) == 2
-    assert "the run has a schema of its own" in capsys.readouterr().err
+    assert pathlib.Path("again/results.json").read_bytes() == results
+    for option in ("--exclude=city", "--weight=age"):
+        assert main(["train", "--resume=again", option, "--data.epochs=2"]) == 2
+        assert "the run has a schema of its own" in capsys.readouterr().err
 
 
 def test_weights_weigh_loss_and_metrics(tmp_path, monkeypatch, capsys):
