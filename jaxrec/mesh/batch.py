@@ -15,9 +15,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrec.mesh.agree import gather_numbers, require_same
 from jaxrec.ragged import KeyedJaggedArray
+from jaxrec.ragged.bounds import INT32_BOUND
 from jaxrec.ragged.capacity import capacity_for
 from jaxrec.ragged.columns import numbers, whole_number
 from jaxrec.ragged.packing import id_bits_of
+from jaxrec.ragged.shared_bags import sample_capacity
 from jaxrec.ragged.wide_ids import WideIds
 
 # Count of the numbers that processes gather at a time.
@@ -114,13 +116,21 @@ class _Column:
     inverse: np.ndarray | None
 
     @property
-    def demand(self) -> tuple[int, int]:
-        """The capacity and the number of bags that the fullest device needs."""
-        bags = self.lengths.shape[1]
-        if self.inverse is not None:
-            # No device uses more bags than it has samples.
-            bags = min(capacity_for(bags), self.inverse.shape[1])
-        return capacity_for(int(self.lengths.sum(axis=1).max())), bags
+    def demand(self) -> tuple[int, int, int]:
+        """Capacity, number of bags and ids of all samples that the fullest device needs."""
+        capacity, bags = capacity_for(int(self.lengths.sum(axis=1).max())), self.lengths.shape[1]
+        if self.inverse is None:
+            return capacity, bags, 0
+        # No device uses more bags than it has samples.
+        return capacity, min(capacity_for(bags), self.inverse.shape[1]), self.ids_of_samples
+
+    @property
+    def ids_of_samples(self) -> int:
+        """Number of ids of all samples of the fullest device, as far as int32 holds it."""
+        if self.inverse is None:
+            return 0
+        of_samples = np.take_along_axis(self.lengths.astype(np.int64), self.inverse, axis=1)
+        return min(int(of_samples.sum(axis=1).max(initial=0)), INT32_BOUND - 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,9 +166,9 @@ class _Cut:
         """Return the batch with an axis over the devices.
 
         Args:
-            sizes: Capacity and number of bags of each key, one after the other.
+            sizes: `_Column.demand` of each key, one after the other, agreed on by all processes.
         """
-        capacities, strides = tuple(sizes[::2]), tuple(sizes[1::2])
+        capacities, strides = tuple(sizes[::3]), tuple(sizes[1::3])
         values = _fill([column.ids for column in self.columns], self.columns, capacities)
         lengths = np.zeros((self.devices, sum(strides)), np.int32)
         for column, start in zip(self.columns, np.cumsum((0, *strides)), strict=False):
@@ -178,6 +188,12 @@ class _Cut:
             capacities,
             strides,
             self.slot_keys,
+            ()
+            if inverse is None
+            else tuple(
+                sample_capacity(capacity, count, self.samples)
+                for capacity, count in zip(capacities, sizes[2::3], strict=True)
+            ),
         )
         batch = jax.tree.unflatten(jax.tree.structure(first), arrays)
         return batch._with(values=WideIds.of(values)) if self.is_wide else batch
@@ -281,8 +297,11 @@ def _fit(cuts: dict[str, _Cut | np.ndarray], capacities: Mapping[str, int]) -> l
                     f"{name}: a device has {needed} ids of key {key!r}, but its capacity is "
                     f"{capacities.get(key, 0)}"
                 )
-            # No device uses more bags than it has samples.
-            sizes += [capacities[key], cut.samples]
+            # No device uses more bags than it has samples. Several processes would have to agree on
+            # the number of ids of samples, so it is the largest possible.
+            alone = jax.process_count() == 1
+            ids_of_samples = column.ids_of_samples if alone else INT32_BOUND - 1
+            sizes += [capacities[key], cut.samples, ids_of_samples]
     return sizes
 
 

@@ -42,6 +42,7 @@ from jaxrec.mesh.placed_group import PlacedGroup
 from jaxrec.mesh.store import MeshStore, first, stack
 from jaxrec.optim.hyperparameter import Step, as_step
 from jaxrec.ragged import KeyedArray, KeyedJaggedArray
+from jaxrec.ragged.shared_bags import with_known_capacities
 from jaxrec.ragged.wide_ids import WideIds
 
 
@@ -89,6 +90,8 @@ class ShardedTables(MeshStore):
         routes: Routes | None = None,
     ) -> tuple[Activations, Residuals]:
         check_batch(self, features, is_weighted)
+        # Inside of `jax.shard_map` no array is known any more.
+        features = with_known_capacities(features)
 
         def on_device(rows, features, routes):
             features, turns = first(features), self.channel.turns
@@ -268,7 +271,9 @@ class ShardedTables(MeshStore):
             looked_up[name], lookups[name] = turns.run(pool, awaited, rows[name])
         if slices.is_pooled:
             return join_pooled(slices, features, layouts, looked_up, lookups, dtype, routes=routes)
-        outputs, residuals = split_rows(slices, layouts, looked_up, lookups, dtype, routes=routes)
+        outputs, residuals = split_rows(
+            slices, features, layouts, looked_up, lookups, dtype, routes=routes
+        )
         joined = {
             key: jnp.concatenate([outputs[each] for each in keys], axis=1)
             for key, keys in self.layout.slice_keys().items()

@@ -12,6 +12,7 @@ from jaxrec.ragged.bounds import BoundsMode, check_columns
 from jaxrec.ragged.capacity import capacity_for
 from jaxrec.ragged.columns import Column, by_name, feature_names, integers, whole_number
 from jaxrec.ragged.raw_ids import as_raw
+from jaxrec.ragged.shared_bags import capacities_of_samples, ordered_inverse
 
 
 class Packed(NamedTuple):
@@ -25,13 +26,15 @@ class Packed(NamedTuple):
     capacities: tuple[int, ...]
     strides: tuple[int, ...]
     slot_keys: tuple[str, ...] = ()
+    sample_capacities: tuple[int, ...] = ()
 
 
 class PackOptions(TypedDict, total=False):
     """Options of the constructors of a `KeyedJaggedArray` from host data.
 
     Attributes:
-        inverse_indices: ``[keys, batch]`` integers, the bag of each sample; features may then have
+        inverse_indices: The bag of each sample: ``[keys, batch]`` integers, or ``[batch]`` for each
+            feature by name, or TorchRec's pair ``(names, [keys, batch])``. Features may then have
             different numbers of bags. Without it bag ``b`` is sample ``b``'s.
         capacities: Capacity of some keys' segments by name, or of all in order. Other keys get
             `capacity_for` their ids.
@@ -116,14 +119,19 @@ def pack(
     columns = list(check_columns(by_key, bounds, bounds_mode, id_bits).values())
     needed = [column.values.size for column in columns]
     capacities = pinned_capacities(keys, needed, capacities)
+    lengths = _joined([column.lengths for column in columns], np.int32)
+    sample_capacities: tuple[int, ...] = ()
+    if inverse_indices is not None:
+        sample_capacities = capacities_of_samples(lengths, inverse_indices, strides, capacities)
     return Packed(
         values=as_raw(_padded([column.values for column in columns], capacities, id_type)),
-        lengths=_joined([column.lengths for column in columns], np.int32),
+        lengths=lengths,
         weights=_padded_weights(keys, columns, capacities) if any(weighted) else None,
         inverse_indices=inverse_indices,
         keys=keys,
         capacities=capacities,
         strides=strides,
+        sample_capacities=sample_capacities,
     )
 
 
@@ -241,7 +249,7 @@ def checked_inverse(keys: Sequence[str], strides: Sequence[int], inverse: Any) -
         TypeError: They are not integers.
         ValueError: The shape is wrong, or a feature has no such bag.
     """
-    inverse = integers("inverse_indices", "bag number", inverse)
+    inverse = integers("inverse_indices", "bag number", ordered_inverse(keys, inverse))
     if inverse.ndim != 2 or inverse.shape[0] != len(keys):
         raise ValueError(
             f"inverse_indices has shape {inverse.shape}; expected [{len(keys)} keys, batch]"
