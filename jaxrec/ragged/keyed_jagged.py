@@ -33,6 +33,7 @@ from jaxrec.ragged.packing import (
     checked_values,
     id_bits_of,
     pinned_capacities,
+    pinned_sample_capacities,
 )
 from jaxrec.ragged.raw_ids import as_raw, is_raw
 from jaxrec.ragged.shared_bags import expand
@@ -147,6 +148,8 @@ class KeyedJaggedArray(KeyedConstructors):
         )
         if (capacities := options.get("capacities")) is not None:
             batch = batch.with_capacities(capacities)
+        if (of_samples := options.get("sample_capacities")) is not None:
+            batch = batch._with_sample_capacities(of_samples)
         if (bounds := options.get("bounds")) is not None:
             batch = batch.with_checked_ids(bounds, options.get("bounds_mode", "raise"))
         return batch
@@ -388,6 +391,16 @@ class KeyedJaggedArray(KeyedConstructors):
 
     def _with(self, **fields: Any) -> KeyedJaggedArray:
         return KeyedJaggedArray._of(**(vars(self) | fields))
+
+    def _with_sample_capacities(self, given: Mapping[str, int] | Sequence[int]) -> KeyedJaggedArray:
+        if self.inverse_indices is None:
+            return self
+        lengths = columns.concrete("lengths", self.lengths)
+        inverse = columns.concrete("inverse_indices", self.inverse_indices)
+        pinned = pinned_sample_capacities(
+            self.keys, lengths, inverse, self.strides, self.capacities, given
+        )
+        return self._with(sample_capacities=pinned)
 
     def _without_keys(self) -> KeyedJaggedArray:
         """Return no keys of the batch; only ``inverse_indices`` know the number of samples."""

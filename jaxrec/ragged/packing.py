@@ -12,7 +12,7 @@ from jaxrec.ragged.bounds import BoundsMode, check_columns
 from jaxrec.ragged.capacity import capacity_for
 from jaxrec.ragged.columns import Column, by_name, feature_names, integers, whole_number
 from jaxrec.ragged.raw_ids import as_raw
-from jaxrec.ragged.shared_bags import capacities_of_samples, ordered_inverse
+from jaxrec.ragged.shared_bags import capacities_of_samples, demands_of_samples, ordered_inverse
 
 
 class Packed(NamedTuple):
@@ -38,6 +38,10 @@ class PackOptions(TypedDict, total=False):
             different numbers of bags. Without it bag ``b`` is sample ``b``'s.
         capacities: Capacity of some keys' segments by name, or of all in order. Other keys get
             `capacity_for` their ids.
+        sample_capacities: Where samples share bags, capacity of some keys by name, or of all in
+            order, once each sample has ids of its own (`KeyedJaggedArray.expanded`). Other keys get
+            their own capacity, doubled as often as needed. A loop that pins ``capacities`` pins
+            these, too, or a batch whose samples share more compiles anew.
         bounds: Number of ids of the features' tables, by name; ids must be below it. Ids of a
             feature without a bound must fit int32.
         bounds_mode: ``"raise"`` on an id outside (the default), ``"clamp"`` it to 0 with one
@@ -53,6 +57,7 @@ class PackOptions(TypedDict, total=False):
 
     inverse_indices: Any | None
     capacities: Mapping[str, int] | Sequence[int] | None
+    sample_capacities: Mapping[str, int] | Sequence[int] | None
     bounds: Mapping[str, int] | None
     bounds_mode: BoundsMode
     id_bits: Literal[32, 64]
@@ -77,6 +82,7 @@ def pack(
     varied_strides: bool = False,
     inverse_indices: Any | None = None,
     capacities: Mapping[str, int] | Sequence[int] | None = None,
+    sample_capacities: Mapping[str, int] | Sequence[int] | None = None,
     bounds: Mapping[str, int] | None = None,
     bounds_mode: str = "raise",
     id_bits: int = 32,
@@ -88,7 +94,8 @@ def pack(
         columns: Their data.
         varied_strides: Whether the columns may have different numbers of bags without
             ``inverse_indices``.
-        inverse_indices, capacities, bounds, bounds_mode, id_bits: See `PackOptions`.
+        inverse_indices, capacities, sample_capacities, bounds, bounds_mode, id_bits: See
+            `PackOptions`.
 
     Raises:
         ValueError: A key occurs twice, numbers of bags differ, some but not all features are
@@ -120,9 +127,11 @@ def pack(
     needed = [column.values.size for column in columns]
     capacities = pinned_capacities(keys, needed, capacities)
     lengths = _joined([column.lengths for column in columns], np.int32)
-    sample_capacities: tuple[int, ...] = ()
+    of_samples: tuple[int, ...] = ()
     if inverse_indices is not None:
-        sample_capacities = capacities_of_samples(lengths, inverse_indices, strides, capacities)
+        of_samples = pinned_sample_capacities(
+            keys, lengths, inverse_indices, strides, capacities, sample_capacities
+        )
     return Packed(
         values=as_raw(_padded([column.values for column in columns], capacities, id_type)),
         lengths=lengths,
@@ -131,7 +140,7 @@ def pack(
         keys=keys,
         capacities=capacities,
         strides=strides,
-        sample_capacities=sample_capacities,
+        sample_capacities=of_samples,
     )
 
 
@@ -195,6 +204,30 @@ def pinned_capacities(
     if sum(pinned) >= 2**31:
         raise ValueError(f"a batch holds fewer than 2**31 ids, but capacities sum to {sum(pinned)}")
     return pinned
+
+
+def pinned_sample_capacities(
+    keys: Sequence[str],
+    lengths: np.ndarray,
+    inverse: np.ndarray,
+    strides: Sequence[int],
+    capacities: Sequence[int],
+    given: Mapping[str, int] | Sequence[int] | None,
+) -> tuple[int, ...]:
+    """Return the capacity of each key once each sample has ids of its own.
+
+    Raises:
+        ValueError: A given one is too small, is for a key that is not there, or they are too many.
+    """
+    of_samples = capacities_of_samples(lengths, inverse, strides, capacities)
+    if given is None:
+        return of_samples
+    if isinstance(given, Mapping):
+        given = dict(zip(keys, of_samples, strict=True)) | dict(given)
+    try:
+        return pinned_capacities(keys, demands_of_samples(lengths, inverse, strides), given)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"sample_capacities, the ids of all samples: {error}") from None
 
 
 def _padded(

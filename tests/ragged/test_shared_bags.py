@@ -126,3 +126,17 @@ def test_inverse_indices_come_in_several_forms(inverse):
 def test_inverse_indices_by_name_are_checked(inverse, kind, message):
     with pytest.raises(kind, match=message):
         KeyedJaggedArray.from_lists(BAGS, inverse_indices=inverse)
+
+
+def test_capacities_of_samples_are_pinned():
+    options = {"sample_capacities": {"a": 12}}
+    for batch in (make(**options), KeyedJaggedArray.from_dict(make().to_dict(), **options)):
+        assert batch.sample_capacities == (12, 16)
+        assert batch.expanded().to_lists() == EXPANDED
+    assert make(sample_capacities=[5, 10]).expanded().capacities == (5, 10)
+    message = "sample_capacities, the ids of all samples: feature 'b' has 10 ids, .* capacity is 9"
+    for pack in (make, lambda **options: KeyedJaggedArray.from_dict(make().to_dict(), **options)):
+        with pytest.raises(ValueError, match=message):
+            pack(sample_capacities={"b": 9})
+        with pytest.raises(ValueError, match=r"name \['c'\]"):
+            pack(sample_capacities={"c": 9})
