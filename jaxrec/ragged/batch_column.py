@@ -1,4 +1,4 @@
-"""One column of a batch that knows more than its rows."""
+"""Columns with what a batch knows of them: bags that samples share, slots."""
 
 from __future__ import annotations
 

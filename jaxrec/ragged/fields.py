@@ -133,15 +133,11 @@ def checked_columns(columns: Any) -> dict[str, JaggedArray]:
 def column_facts(
     columns: Mapping[str, JaggedArray], has_inverse: bool
 ) -> tuple[AnyArray | None, tuple[str, ...], tuple[int, ...]]:
-    """Return what the columns of a batch know of it.
+    """Return ``inverse_indices``, ``slot_keys`` and ``sample_capacities`` of the columns' batch.
 
     Args:
         columns: Columns by name.
-        has_inverse: Whether the bags of samples are given for all columns.
-
-    Returns:
-        Their ``inverse_indices`` (None if they have none, or they are given), the keys of columns
-        of slots, and the capacities of samples.
+        has_inverse: Whether ``inverse_indices`` are given, in place of the columns' own.
 
     Raises:
         ValueError: Some columns have ``inverse_indices`` and some have none.

@@ -160,9 +160,9 @@ def on_each_device(function: Callable[..., Any], lengths: AnyArray, arrays: Sequ
 
 
 def known_capacities(batch: Any) -> tuple[int, ...]:
-    """Return the `KeyedJaggedArray.sample_capacities` of a batch, or what must take their place.
+    """Return the `KeyedJaggedArray.sample_capacities` of a batch.
 
-    They are computed where the arrays are known, and otherwise as large as they may be.
+    Missing ones are computed if the arrays are known, and are else the largest possible.
     """
     if batch.sample_capacities:
         return batch.sample_capacities

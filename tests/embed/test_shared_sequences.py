@@ -19,10 +19,11 @@ INVERSE = {"f": [2, 0, 1, 2], "g": [0, 1, 2, 1]}
 OF_SAMPLES = {key: [BAGS[key][bag] for bag in INVERSE[key]] for key in BAGS}
 BATCH = jaxrec.KeyedJaggedArray.from_lists(BAGS, inverse_indices=INVERSE)
 LONGEST, DIM = 2, 4
-PLACES = {
-    "one device": (None, None),
-    "rows": ({"f": row_wise(), "g": table_wise(1)}, AxisType.Auto),
-    "columns": ({"f": column_wise((0, 1)), "g": data_parallel()}, AxisType.Explicit),
+ROWS, COLUMNS = {"f": row_wise(), "g": table_wise(1)}, {"f": column_wise(), "g": data_parallel()}
+CASES = {
+    "one device": (None, None, 0.5),
+    "rows, bounded": (ROWS, AxisType.Auto, 0.5),
+    "columns": (COLUMNS, AxisType.Explicit, None),
 }
 
 
@@ -44,8 +45,7 @@ def padded(table: np.ndarray, bags: list[list[int]]) -> np.ndarray:
 
 
 @pytest.mark.every_case
-@pytest.mark.parametrize(("place", "axes"), PLACES.values(), ids=PLACES.keys())
-@pytest.mark.parametrize("bound", [None, 0.5], ids=["unbounded", "bounded"])
+@pytest.mark.parametrize(("place", "axes", "bound"), CASES.values(), ids=CASES.keys())
 def test_rows_and_gradients_are_those_of_samples(place, axes, bound):
     model, batch = make(jaxrec.optim.sgd(1.0, clip_value=bound)), BATCH
     before = {name: np.asarray(model.table(name)) for name in BAGS}
@@ -80,26 +80,25 @@ def test_rows_and_gradients_are_those_of_samples(place, axes, bound):
         np.testing.assert_allclose(model.table(key), rows, rtol=1e-5, atol=1e-6)
 
 
-def test_eager_lookups_carry_the_ids_of_samples():
-    found = make()(BATCH)
+def test_indices_are_the_ids_of_samples():
+    found = nnx.jit(lambda model: model(BATCH))(make())
     for key, bags in OF_SAMPLES.items():
-        column = found[key]
+        column, ids = found[key], np.concatenate(bags)
         assert column.lengths.tolist() == [len(bag) for bag in bags]
-        ids = np.concatenate(bags)
         assert column.weights[: len(ids)].tolist() == ids.tolist()
         assert not np.any(column.values[len(ids) :])
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_gradients_of_samples_are_added_in_float32(dtype):
+def test_gradients_of_samples_are_added_in_float32():
     config = jaxrec.EmbeddingConfig("f", 4, 1)
     model = jaxrec.EmbeddingCollection(
-        [config], optimizer=jaxrec.optim.sgd(1.0), dtype=dtype, rngs=nnx.Rngs(0)
+        [config], optimizer=jaxrec.optim.sgd(1.0), dtype="bfloat16", rngs=nnx.Rngs(0)
     )
     before = np.asarray(model.table("f"))
     batch = jaxrec.KeyedJaggedArray.from_lists({"f": [[2]]}, inverse_indices=[[0] * 257])
     # 256 + 1 is no number of bfloat16.
-    _, gradients = jaxrec.value_and_grad(lambda m: m(batch)["f"].values.sum())(model)
+    differentiate = jaxrec.value_and_grad(lambda m: m(batch)["f"].values.sum())
+    _, gradients = nnx.jit(differentiate)(model)
     model.apply_gradients(gradients.tables[""], 0)
     np.testing.assert_allclose(before - np.asarray(model.table("f")), [[0], [0], [257], [0]])
 
@@ -107,19 +106,30 @@ def test_gradients_of_samples_are_added_in_float32(dtype):
 def test_rows_of_bags_that_no_sample_has_keep_weights_and_state():
     model = make(jaxrec.optim.adam(0.1, weight_decay=0.5))
     before = np.asarray(model.table("g"))
-    _, gradients = jaxrec.value_and_grad(lambda m: m(BATCH)["g"].values.sum())(model)
+    differentiate = jaxrec.value_and_grad(lambda m: m(BATCH)["g"].values.sum())
+    _, gradients = nnx.jit(differentiate)(model)
     model.apply_gradients(gradients.tables[""], 0)
     moved = (np.asarray(model.table("g")) != before).any(axis=1)
-    assert np.flatnonzero(moved).tolist() == [4, 5, 6, 7]  # bag [9] is nobody's
+    assert np.flatnonzero(moved).tolist() == [4, 5, 6, 7]  # no sample has the bag [9]
+
+
+def test_tables_behind_a_cache():
+    raw = jaxrec.KeyedJaggedArray.from_lists(BAGS, inverse_indices=INVERSE, id_bits=64)
+    model = jaxrec.tier.make(make, {"f": jaxrec.tier.Cached(rows=4)})
+    model.load_rows("f", np.arange(10), np.asarray(make().table("f")))
+    look_up = nnx.jit(lambda model, batch: model(batch)["f"].to_padded_dense(LONGEST))
+    (found,) = [look_up(model, batch) for (batch,) in jaxrec.tier.ahead(model, [(raw,)])]
+    expected = padded(np.asarray(make().table("f")), OF_SAMPLES["f"])
+    np.testing.assert_array_equal(found, expected)
 
 
 def test_quantized_and_pruned_tables_and_the_functional_core():
     model = make()
-    for prune in (None, {"g": by_norm(share=0.3)}):
-        small = quantize(model, "float16", **({} if prune is None else {"prune": prune}))
-        dense = nnx.jit(lambda m: {k: c.to_padded_dense(2) for k, c in m(BATCH).items()})(small)
-        for key, bags in OF_SAMPLES.items():
-            np.testing.assert_array_equal(dense[key], padded(np.asarray(small.table(key)), bags))
+    small = quantize(model, "float16", prune={"g": by_norm(share=0.3)})
+    look_up = nnx.jit(lambda m: {key: c.to_padded_dense(LONGEST) for key, c in m(BATCH).items()})
+    for key, found in look_up(small).items():
+        expected = padded(np.asarray(small.table(key)), OF_SAMPLES[key])
+        np.testing.assert_array_equal(found, expected)
     tables = model.tables.get_value()
     rows, residuals = jaxrec.embed.lookup(tables, BATCH)
     lengths = BATCH.expanded()["f"].lengths
