@@ -186,18 +186,24 @@ def capacities_of_samples(
 ) -> tuple[int, ...]:
     """Return the capacity of each key once every sample has ids of its own; on the host.
 
+    A key without padding, whose bags have equally many ids, has none then, either. Others have
+    their `sample_capacity`.
+
     Args:
         lengths: ``[*devices, sum(strides)]``.
         inverse: ``[*devices, keys, batch]``.
         strides: Number of bags of each key.
         capacities: Capacity of each key.
     """
+    lengths, batch = np.asarray(lengths), np.shape(inverse)[-1]
+    result, first = [], 0
     demands = demands_of_samples(lengths, inverse, strides)
-    batch = np.shape(inverse)[-1]
-    return tuple(
-        sample_capacity(capacity, demand, batch)
-        for capacity, demand in zip(capacities, demands, strict=True)
-    )
+    for stride, capacity, demand in zip(strides, capacities, demands, strict=True):
+        of_bags = lengths[..., first : first + stride]
+        is_full = stride > 0 and bool((of_bags.astype(np.int64) * stride == capacity).all())
+        result.append(demand if is_full else sample_capacity(capacity, demand, batch))
+        first += stride
+    return tuple(result)
 
 
 def demands_of_samples(

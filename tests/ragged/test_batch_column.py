@@ -100,3 +100,14 @@ def test_a_part_without_keys_keeps_the_batch_size(kind):
     assert none.lengths.shape == (*batch.lengths.shape[:-1], 0)
     assert KeyedJaggedArray.concat([none, none]).batch_size == size
     assert equal(KeyedJaggedArray.concat([none, rest]), batch)
+
+
+def test_columns_are_equal_with_what_they_know():
+    batch = make("host")
+    again = jax.device_put(batch)
+    assert equal(batch["a"], again["a"])
+    assert not equal(batch["a"], JaggedArray.from_lists(BAGS["a"], [[0.5], [0.5, 0.5]]))
+    other = dataclasses.replace(batch, inverse_indices=[[1, 0, 1, 1], *INVERSE[1:]])
+    assert not equal(batch["a"], other["a"])
+    assert equal(batch["b"], other["b"])
+    assert not equal(batch, other)

@@ -140,3 +140,11 @@ def test_capacities_of_samples_are_pinned():
             pack(sample_capacities={"b": 9})
         with pytest.raises(ValueError, match=r"name \['c'\]"):
             pack(sample_capacities={"c": 9})
+
+
+def test_candidates_without_padding_stay_without():
+    """Bags of equally many ids, such as the candidates of a session, are rows of an array."""
+    batch = KeyedJaggedArray.from_lists(
+        {"c": [[1, 2], [3, 4], [5, 6]]}, inverse_indices={"c": [0, 2, 2, 1]}, capacities=[6]
+    ).expanded()
+    assert batch.values.reshape(4, 2).tolist() == [[1, 2], [5, 6], [5, 6], [3, 4]]
