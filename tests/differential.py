@@ -41,8 +41,9 @@ class Call:
     inverse: dict[str, list[int]] | None
     cotangents: dict[tuple[str, str], np.ndarray]
 
-    def bag_of(self, feature: str, sample: int) -> int:
-        return sample if self.inverse is None else self.inverse[feature][sample]
+    def bags_of_samples(self, feature: str) -> list[list[int]]:
+        bags = self.bags[feature]
+        return bags if self.inverse is None else [bags[i] for i in self.inverse[feature]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,9 +108,7 @@ def draw_case(rng: np.random.Generator, samples: int) -> Case:
     calls = int(rng.integers(1, 3))
     # For each call how many bags each feature has where samples share bags.
     shared = [
-        {f: int(rng.integers(1, samples + 3)) for f in used}
-        if is_pooled and rng.random() < 0.4
-        else None
+        {f: int(rng.integers(1, samples + 3)) for f in used} if rng.random() < 0.4 else None
         for _ in range(calls)
     ]
     is_bad = not is_weighted and rng.random() < 0.3
@@ -142,14 +141,14 @@ def _draw_call(rng, case, bounds, num_bags, is_bad) -> Call:
     inverse = None
     if num_bags is not None:
         inverse = {f: rng.integers(0, n, case.samples).tolist() for f, n in num_bags.items()}
-    cotangents = {}
+    call = Call(bags, inverse, {})
     for config, feature in case.outputs:
-        lines = case.samples if case.is_pooled else sum(map(len, bags[feature]))
+        lines = case.samples if case.is_pooled else sum(map(len, call.bags_of_samples(feature)))
         # Multiples of 1/16, which all types have; some are zeros.
         size = 2.0 ** rng.integers(-1, 5)
         values = rng.integers(-size, size + 1, (lines, config.embedding_dim)) / 16
-        cotangents[config.name, feature] = values
-    return Call(bags, inverse, cotangents)
+        call.cotangents[config.name, feature] = values
+    return call
 
 
 def draw_optimizer(rng: np.random.Generator) -> optim.RowOptimizer:
@@ -292,7 +291,7 @@ def check(case: Case, model: Model, place=None) -> None:
 
 def _place(case, call):
     batch = host_batch(call)
-    room = dict(zip(batch.keys, batch.capacities, strict=True))
+    room = dict(zip(batch.keys, batch.sample_capacities or batch.capacities, strict=True))
     cotangents = {}
     for (table, feature), values in call.cotangents.items():
         wide = 0 if case.is_pooled else room[feature] - len(values)
@@ -311,8 +310,7 @@ def as_float64(array) -> np.ndarray:
 def _lookups(case, call, config, feature, weights):
     """(line of the cotangent, row, scale) of each lookup of each sample."""
     line = 0
-    for sample in range(case.samples):
-        bag = call.bags[feature][call.bag_of(feature, sample)]
+    for sample, bag in enumerate(call.bags_of_samples(feature)):
         for row in bag:
             scale = weights[np.clip(row, 0, 23)] if case.is_weighted else 1.0
             if getattr(config, "pooling", "sum") == "mean" and case.is_pooled:

@@ -70,6 +70,12 @@ SHOWN = {
     "recipes: Use `nnx.value_and_grad`, or a teacher": lambda names: (
         "jaxrec.value_and_grad" in names["message"]
     ),
+    "serving: Export a program of your own": lambda names: (
+        names["again"].tolist() == names["scores_of"](*names["arguments"]).tolist()
+    ),
+    "recipes: Save by hand with Orbax": lambda names: (
+        len(names["shapes_and_places"](names["model"].over.kernel[...]).sharding.device_set) == 8
+    ),
     "recipes: Find ids that are too large": lambda names: "[0, 60)" in names["message"],
     "recipes: Predict one sample on a mesh": lambda names: names["logits"].shape == (1,),
     "recipes: Use `nnx.Embed` beside the tables": lambda names: names["rows_here"] == 512,

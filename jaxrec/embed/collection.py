@@ -14,12 +14,14 @@ from jaxtyping import Array, DTypeLike
 from jaxrec import optim
 from jaxrec.embed.config import EmbeddingBagConfig, EmbeddingConfig, TableConfig
 from jaxrec.embed.functional import init_tables
+from jaxrec.embed.lookup import warn_of_unused_weights
 from jaxrec.embed.not_finite import check_ids
 from jaxrec.embed.store import StoreFactory
 from jaxrec.embed.table_access import TableAccess
 from jaxrec.embed.traced_capacities import TracedCapacities
 from jaxrec.ragged import JaggedArray, KeyedArray, KeyedJaggedArray
 from jaxrec.ragged.raw_ids import is_raw, refuse
+from jaxrec.ragged.shared_bags import with_known_capacities
 
 # The key of each collection's first values, for rows that are drawn after the tables are made. Were
 # it an attribute of the module, Flax would compile a step anew for each key.
@@ -176,8 +178,13 @@ class EmbeddingBagCollection(Collection):
             KeyError: If the batch lacks a feature.
             ValueError: If an id is outside its table (seen outside of `jax.jit`; inside, it makes
                 the result NaN), or the collection is weighted and the batch is not.
+
+        Warns:
+            UserWarning: The batch has weights and the collection is not weighted.
         """
         self._check_batch(features)
+        if not self.is_weighted:
+            warn_of_unused_weights(features, self.configs)
         pooled = self.lookup(features, is_weighted=self.is_weighted, dtype=self.dtype)
         return cast(KeyedArray, pooled)
 
@@ -234,8 +241,9 @@ class EmbeddingCollection(Collection):
         Returns:
             For each feature of each table a `JaggedArray` whose ``values`` are
             ``[capacity, embedding_dim]``, zeros at padding; named after the feature, or
-            ``feature@table`` where several tables read the feature. A feature of a batch with
-            ``inverse_indices`` has its own number of bags, not the batch's.
+            ``feature@table`` where several tables read the feature. Where samples share bags
+            (``inverse_indices``), each sample has the embeddings of its own bags, in the
+            `KeyedJaggedArray.sample_capacities`.
 
         Raises:
             KeyError: If the batch lacks a feature.
@@ -243,10 +251,13 @@ class EmbeddingCollection(Collection):
                 embedding is NaN).
         """
         self._check_batch(features)
+        features = with_known_capacities(features)
         activations = cast(dict[str, Array], self.lookup(features, dtype=self.dtype))
-        result = {}
-        for output in self._store.layout.outputs:
-            column = features[output.feature]
+        outputs = self._store.layout.outputs
+        read = features.select(list(dict.fromkeys(output.feature for output in outputs)))
+        read, result = read.expanded(), {}
+        for output in outputs:
+            column = read[output.feature]
             indices = column.values if self.need_indices else None
             result[output.key] = JaggedArray(activations[output.key], column.lengths, indices)
         return result

@@ -10,6 +10,7 @@ from jaxtyping import Array, DTypeLike
 
 from jaxrec.embed.config import TableConfig
 from jaxrec.embed.layout import layout_tables
+from jaxrec.embed.lookup import warn_of_unused_weights
 from jaxrec.embed.row_gradients import Activations, Residuals, Routes
 from jaxrec.embed.store import StoreFactory, TableStore
 from jaxrec.embed.tables import Tables
@@ -91,7 +92,8 @@ def lookup(
         `KeyedArray` of ``[batch, sum(dims)]``, blocks by table and then by feature, over a mesh
         with the batch over its devices. Those of per-id tables are for each output the
         ``[capacity, dim]`` rows of its ids, zeros at padding, over a mesh
-        ``[devices, capacity, dim]``.
+        ``[devices, capacity, dim]``. Where samples share bags (``inverse_indices``), the rows are
+        those of the ids of ``features.expanded()``, sample by sample.
 
         An id outside its table gives NaN and updates nothing; `KeyedJaggedArray`'s constructors
         check ids on the host, with an error.
@@ -102,6 +104,9 @@ def lookup(
             of bags and no ``inverse_indices`` say which sample has which; the batch lies over a
             mesh and the tables do not, or the reverse.
 
+    Warns:
+        UserWarning: The tables are pooled, the batch has weights, and ``is_weighted`` is False.
+
     Example:
         >>> import jax, jaxrec
         >>> config = jaxrec.EmbeddingBagConfig("user", 10, 2, initializer="ones")
@@ -111,6 +116,8 @@ def lookup(
         >>> activations["user"].tolist()
         [[2.0, 2.0], [0.0, 0.0]]
     """
+    if not is_weighted:
+        warn_of_unused_weights(features, tables.configs)
     return tables.lookup(features, is_weighted=is_weighted, dtype=dtype, routes=routes)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -14,6 +15,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, DTypeLike, Float, Int32
 
 from jaxrec.embed.kernels import BAD_ROW, BagLayout, Lookups
+from jaxrec.embed.layout import Group
 from jaxrec.embed.row_gradients import RowGradients
 from jaxrec.embed.sealed import Sealed, seal
 from jaxrec.embed.store import TableStore
@@ -167,11 +169,18 @@ class Gradients:
         return self.scale(jnp.where(jnp.isfinite(norm), factor, jnp.nan))
 
     def is_finite(self) -> Bool[Array, ""]:
-        """Return whether the loss and all gradients are finite."""
-        calls = [call for calls in self.tables.values() for call in calls]
-        rows = [gradient.values for call in calls for gradient in call.values()]
-        leaves = [*jax.tree.leaves(self.dense), *rows]
-        finite = [jnp.all(jnp.isfinite(leaf)) for leaf in leaves]
+        """Return whether the loss and all gradients are finite.
+
+        A gradient of embeddings whose square float32 does not hold is not, where the tables' row
+        optimizer squares it (see `RowOptimizer.largest_gradient`).
+        """
+        finite = [jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(self.dense)]
+        finite += [
+            rows_are_finite(gradient, self.stores[path].groups[name])
+            for path, calls in self.tables.items()
+            for call in calls
+            for name, gradient in call.items()
+        ]
         return functools.reduce(operator.and_, finite, jnp.all(self.loss_is_finite.open()))
 
     def tied_to(self, value: Float[Array, ""]) -> Gradients:
@@ -216,6 +225,20 @@ class Gradients:
 
     def _table_squares(self) -> dict[str, dict[str, Float[Array, ""]]]:
         return {path: self.stores[path].table_squares(rows) for path, rows in self.rows().items()}
+
+
+def rows_are_finite(gradient: SealedRowGradients, group: Group) -> Bool[Array, ""]:
+    """Return whether a group's row optimizer can take the gradients of some lookups."""
+    largest = group.optimizer.largest_gradient
+    if largest == math.inf:
+        return jnp.all(jnp.isfinite(gradient.values))
+    lookups = gradient.open().lookups
+    limit = jnp.float32(largest)
+    if lookups.scales is not None:
+        is_row = (lookups.rows >= 0) & (lookups.rows < group.num_rows)
+        sizes = jnp.where(is_row, jnp.abs(lookups.scales), 0)
+        limit = limit / jnp.maximum(1, jnp.max(sizes, initial=0))
+    return jnp.all(jnp.abs(gradient.values.astype(jnp.float32)) <= limit)
 
 
 def mean_gradients(parts: Gradients | Sequence[Gradients]) -> Gradients:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+import warnings
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -13,11 +14,14 @@ import numpy as np
 from jaxtyping import Array, DTypeLike, Float, Int32
 
 from jaxrec.embed import kernels
+from jaxrec.embed.config import EmbeddingBagConfig, TableConfig
 from jaxrec.embed.formats import TableArray
 from jaxrec.embed.kernels import BagLayout, Lookups
 from jaxrec.embed.layout import Group, TableLayout
 from jaxrec.embed.row_gradients import Residuals
 from jaxrec.ragged import KeyedArray, KeyedJaggedArray
+from jaxrec.ragged.key_segments import take_segments
+from jaxrec.ragged.shared_bags import LOST, known_capacities, sample_ids
 from jaxrec.ragged.wide_ids import narrow
 
 
@@ -42,6 +46,25 @@ def require_weights(features: KeyedJaggedArray) -> None:
             "the collection is weighted and the batch has no weights; give them to the batch's "
             "constructor or make the collection with is_weighted=False"
         )
+
+
+def warn_of_unused_weights(features: KeyedJaggedArray, tables: Sequence[TableConfig]) -> None:
+    """Warn of a batch with weights where tables are pooled without.
+
+    Args:
+        features: The batch.
+        tables: The tables that are looked up.
+    """
+    if features.weights is None or not isinstance(tables[0], EmbeddingBagConfig):
+        return
+    names = ", ".join(repr(table.name) for table in tables)
+    read = ", ".join(dict.fromkeys(repr(f) for table in tables for f in table.feature_names))
+    warnings.warn(
+        f"the batch has weights, but the collection of the tables {names} is not weighted: the "
+        f"bags of {read} are pooled without weights. Make the collection with is_weighted=True, or "
+        "look up a batch without weights, dataclasses.replace(features, weights=None)",
+        stacklevel=3,
+    )
 
 
 def pool(
@@ -112,13 +135,12 @@ def of_used_bags(
 
     Lookups that are not pooled lose their bags.
     """
-    if not group.is_pooled:
-        return dataclasses.replace(lookups, bags=None)
-    if not shares_bags(features, layout):
-        return lookups
-    is_used = jnp.zeros(layout.num_bags, bool).at[_bag_of_sample(group, features, layout)].set(True)
-    rows = jnp.where(is_used[lookups.bags], lookups.rows, padding)
-    return dataclasses.replace(lookups, rows=rows)
+    if shares_bags(features, layout):
+        bags = _bag_of_sample(group, features, layout)
+        is_used = jnp.zeros(layout.num_bags, bool).at[bags].set(True)
+        rows = jnp.where(is_used[lookups.bags], lookups.rows, padding)
+        lookups = dataclasses.replace(lookups, rows=rows)
+    return lookups if group.is_pooled else dataclasses.replace(lookups, bags=None)
 
 
 def shares_bags(features: KeyedJaggedArray, layout: BagLayout) -> bool:
@@ -175,6 +197,7 @@ def join_pooled(
 
 def split_rows(
     tables: TableLayout,
+    features: KeyedJaggedArray,
     layouts: Mapping[str, BagLayout],
     rows: Mapping[str, Float[Array, "lookups dim"]],
     lookups: Mapping[str, Lookups],
@@ -183,21 +206,33 @@ def split_rows(
 ) -> tuple[dict[str, Float[Array, "_capacity _dim"]], Residuals]:
     """Return the outputs of a per-id collection and the residuals of the lookup.
 
+    Where samples share bags, each sample gets the rows of its bags: the outputs are those of
+    `KeyedJaggedArray.expanded`, though each row is looked up once a bag.
+
     Args:
         tables: The tables.
+        features: The batch.
         layouts: Layout of each group's features in the batch.
         rows: The row of each lookup of each group.
         lookups: The flat lookups of each group.
         dtype: Type of the outputs.
         **residuals: Further fields of `Residuals`.
     """
+    rows, lookup_of_line = dict(rows), {}
+    capacities = {name: layout.capacities for name, layout in layouts.items()}
+    for group in tables.groups:
+        name, layout = group.name, layouts[group.name]
+        if shares_bags(features, layout):
+            positions, capacities[name] = _positions_of_samples(group, features, layout)
+            rows[name] = kernels.row_lookup(rows[name], positions)
+            lookup_of_line[name] = positions
     outputs = {}
     for output in tables.outputs:
         name = tables.groups[output.group].name
-        ends = np.cumsum((0, *layouts[name].capacities))
+        ends = np.cumsum((0, *capacities[name]))
         start, end = ends[output.position : output.position + 2]
         outputs[output.key] = rows[name][start:end, : output.dim].astype(dtype)
-    return outputs, Residuals(dict(lookups), {}, tuple(layouts.values()), **residuals)
+    return outputs, Residuals(dict(lookups), lookup_of_line, tuple(layouts.values()), **residuals)
 
 
 def _bag_of_sample(
@@ -209,3 +244,19 @@ def _bag_of_sample(
         bags = np.arange(layout.num_bags, dtype=np.int32)[layout.bag_rows(position)]
         columns.append(jnp.asarray(bags)[inverse[features.keys.index(feature)]])
     return jnp.stack(columns, axis=1)
+
+
+def _positions_of_samples(
+    group: Group, features: KeyedJaggedArray, layout: BagLayout
+) -> tuple[Int32[Array, " sample_capacity"], tuple[int, ...]]:
+    """Return the lookup of each id of each sample, and the number of ids of each feature.
+
+    A position without an id has the number of lookups, and one without space `kernels.BAD_ROW`.
+    """
+    keys = [features.keys.index(feature) for feature, _ in group.features]
+    of_batch = known_capacities(features)
+    capacities = tuple(of_batch[key] for key in keys)
+    lengths = take_segments(jnp.asarray(features.lengths), layout.length_starts, layout.strides)
+    bags = jnp.asarray(features.inverse_indices)[np.array(keys, np.int32)]
+    found = sample_ids(lengths, bags, layout.strides, layout.capacities, capacities)
+    return jnp.where(found.positions == LOST, kernels.BAD_ROW, found.positions), capacities

@@ -12,7 +12,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Int
 
-from jaxrec.embed.gradients import Gradients
+from jaxrec.embed.gradients import Gradients, rows_are_finite
 from jaxrec.embed.taps import tapped_modules
 from jaxrec.ragged import KeyedJaggedArray
 from jaxrec.ragged.bounds import find_bad_ids
@@ -30,15 +30,24 @@ def report_not_finite(gradients: Gradients, step: Int[Array, ""]) -> None:
         NotFiniteError: The loss or a gradient is not finite; it names each of them. Compiled code
             raises `jax.errors.JaxRuntimeError` with the same text.
     """
-    is_finite = {"the loss": gradients.loss_is_finite.open()}
+    is_finite: dict[str, Array] = {"the loss": gradients.loss_is_finite.open()}
     for keys, leaf in jax.tree.leaves_with_path(gradients.dense):
         is_finite[f"the gradient of parameter {_name(keys)}"] = jnp.isfinite(leaf).all()
     for path, calls in gradients.tables.items():
         for call in calls:
-            for group, rows in call.items():
-                name = f"the gradient of the embeddings of {path or 'the model'}, group {group}"
-                finite = jnp.isfinite(rows.values).all()
-                is_finite[name] = is_finite[name] & finite if name in is_finite else finite
+            for name, rows in call.items():
+                group = gradients.stores[path].groups[name]
+                where = f"the gradient of the embeddings of {path or 'the model'}, group {name}"
+                optimizer, has_numbers = group.optimizer, jnp.isfinite(rows.values).all()
+                too_large = (
+                    f"{where} (beyond {optimizer.largest_gradient:.0e}, too large for the squares "
+                    f"that {type(optimizer).__name__} keeps in float32)"
+                )
+                for what, finite in (
+                    (where, has_numbers),
+                    (too_large, ~has_numbers | rows_are_finite(rows, group)),
+                ):
+                    is_finite[what] = is_finite[what] & finite if what in is_finite else finite
     _call_back(functools.partial(_raise_not_finite, tuple(is_finite)), step, *is_finite.values())
 
 

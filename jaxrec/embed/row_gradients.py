@@ -33,13 +33,14 @@ class Residuals:
     Attributes:
         lookups: Flat lookups of each group.
         bag_of_sample: For each group the bag of each sample and feature, as a row of the pooled
-            output; only where the batch has `inverse_indices`.
+            output; of tables that are not pooled the lookup of each line of the output, out of
+            range at padding. Only where the batch has `inverse_indices`.
         layouts: Layout of each group's features in the batch.
         routes: Routes of the groups that lie over a mesh.
     """
 
     lookups: dict[str, Lookups]
-    bag_of_sample: dict[str, Int32[Array, "batch features"]]
+    bag_of_sample: dict[str, Int32[Array, "..."]]
     layouts: tuple[BagLayout, ...] = dataclasses.field(metadata={"static": True})
     routes: Routes = dataclasses.field(default_factory=dict)
 
@@ -54,9 +55,9 @@ class RowGradients:
         values: ``[lines, dim]`` gradient of the looked-up embeddings.
         layouts: Layouts of the group's features in the batches that were looked up, in turn.
         route: Route of the lookup; None if there is none, or if there were several lookups.
-        bag_of_line: The bag of each line, where the optimizer bounds the gradients of samples
-            (``clip_value``) and samples share bags: `bound_samples` adds such lines up. None: line
-            ``i`` is the gradient of bag ``i``.
+        bag_of_line: The bag of each line (or the lookup, if bags are not pooled), where the
+            optimizer bounds the gradients of samples (``clip_value``) and samples share bags:
+            `bound_samples` adds such lines up. None: line ``i`` is the gradient of bag ``i``.
         is_applied: Whether the update takes place; None: it does.
     """
 
@@ -135,9 +136,10 @@ def add_samples(gradient: RowGradients, bound: float | None = None) -> RowGradie
         assert bound is not None
         values = jnp.clip(gradient.values.astype(jnp.float32), -bound, bound)
     else:
-        (layout,) = gradient.layouts
+        (layout,), lookups = gradient.layouts, gradient.lookups
+        count = lookups.rows.size if lookups.bags is None else layout.num_bags
         lines = Lookups(gradient.bag_of_line, None, None)
-        values = kernels.sum_rows(lines, gradient.values, layout.num_bags, bound)
+        values = kernels.sum_rows(lines, gradient.values, count, bound)
     return dataclasses.replace(gradient, values=values, bag_of_line=None)
 
 

@@ -116,7 +116,7 @@ class Tables(TableStore):
                 looked_up[name] = kernels.row_lookup(self.rows[name], lookups[name].rows)
         if self.layout.is_pooled:
             return join_pooled(self.layout, features, layouts, looked_up, lookups, dtype)
-        return split_rows(self.layout, layouts, looked_up, lookups, dtype)
+        return split_rows(self.layout, features, layouts, looked_up, lookups, dtype)
 
     def row_gradients(
         self, residuals: Residuals, cotangents: Activations

@@ -12,14 +12,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Int
 
 from jaxrec.mesh.agree import gather_numbers, require_same
 from jaxrec.mesh.call_checks import check_call
 from jaxrec.ragged import KeyedJaggedArray
+from jaxrec.ragged.bounds import INT32_BOUND
 from jaxrec.ragged.capacity import capacity_for
 from jaxrec.ragged.capacity_memory import CapacityMemory
 from jaxrec.ragged.columns import numbers, whole_number
 from jaxrec.ragged.packing import id_bits_of
+from jaxrec.ragged.shared_bags import sample_capacity
 from jaxrec.ragged.wide_ids import WideIds
 
 # Count of the numbers that processes gather at a time.
@@ -115,9 +118,18 @@ class _Column:
     inverse: np.ndarray | None
 
     @property
-    def demand(self) -> tuple[int, int]:
-        """The number of ids and the number of bags that the fullest device has."""
-        return int(self.lengths.sum(axis=1).max()), self.lengths.shape[1]
+    def demand(self) -> tuple[int, int, int]:
+        """The ids, the bags and the ids of all samples that the fullest device has."""
+        ids, bags = int(self.lengths.sum(axis=1).max()), self.lengths.shape[1]
+        # As far as int32 holds it, which processes exchange.
+        return ids, bags, min(int(self.of_samples.sum(axis=1).max(initial=0)), INT32_BOUND - 1)
+
+    @property
+    def of_samples(self) -> Int[np.ndarray, "devices samples"]:
+        """Number of ids of each sample; none where samples share no bags."""
+        if self.inverse is None:
+            return np.zeros((len(self.lengths), 0), np.int64)
+        return np.take_along_axis(self.lengths.astype(np.int64), self.inverse, axis=1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,14 +151,19 @@ class _Cut:
         return tuple(itertools.chain.from_iterable(column.demand for column in self.columns))
 
     @property
+    def is_shared(self) -> bool:
+        """Whether samples share bags."""
+        return any(column.inverse is not None for column in self.columns)
+
+    @property
     def kind(self) -> str:
         """Description of the batch that must be the same on all processes."""
         kind = ", ".join(sorted({column.ids.dtype.name for column in self.columns}))
-        shared = any(column.inverse is not None for column in self.columns)
         weighted = any(column.weights is not None for column in self.columns)
         return (
             f"{self.samples} samples a device of {kind} ids"
-            f"{' with weights' if weighted else ''}{' and inverse_indices' if shared else ''}, "
+            f"{' with weights' if weighted else ''}"
+            f"{' and inverse_indices' if self.is_shared else ''}, "
             f"keys {', '.join(self.keys)}"
             f"{', slots of ' + ', '.join(self.slot_keys) if self.slot_keys else ''}"
             f"{'' if self.memory is None else f', a Packer with sizes {self._remembered}'}"
@@ -159,37 +176,56 @@ class _Cut:
         return self.memory.sizes(self.keys, self.samples, self.all_devices)
 
     def sizes(self, demand: Sequence[int]) -> list[int]:
-        """Return the capacity and number of bags of each key, one after the other.
+        """Return the capacity, the number of bags and the sample capacity of each key.
 
         Args:
             demand: The most of each number of `demand` over all processes.
         """
-        ids, bags = demand[::2], list(demand[1::2])
+        ids, bags, of_samples = demand[::3], list(demand[1::3]), demand[2::3]
         # No device uses more bags than it has samples.
-        if any(column.inverse is not None for column in self.columns):
+        if self.is_shared:
             bags = [min(capacity_for(count), self.samples) for count in bags]
         if self.memory is None:
             capacities = [capacity_for(count) for count in ids]
+            sample_capacities = [
+                sample_capacity(*each, self.samples)
+                for each in zip(capacities, of_samples, strict=True)
+            ]
         else:
             bags = [self.samples] * len(bags)  # a number that never changes
-            missing = [self.samples - column.lengths.shape[1] for column in self.columns]
-            lengths = [
-                np.pad(column.lengths, ((0, 0), (0, empty))).reshape(-1)
-                for column, empty in zip(self.columns, missing, strict=True)
-            ]
-            fitting = self.memory.fit(
-                self.keys, self.samples, ids, lengths, devices=self.all_devices, agree=_most
+            fitting = self._fitting(self.memory, ids, of_samples)
+            capacities, sample_capacities = map(list, fitting)
+        triples = zip(capacities, bags, sample_capacities, strict=True)
+        return list(itertools.chain.from_iterable(triples))
+
+    def _fitting(
+        self, memory: CapacityMemory, ids: Sequence[int], of_samples: Sequence[int]
+    ) -> tuple[Sequence[int], Sequence[int]]:
+        """Return the capacities and the sample capacities that a packer remembers."""
+        missing = [self.samples - column.lengths.shape[1] for column in self.columns]
+        of_bags = [
+            np.pad(column.lengths, ((0, 0), (0, empty))).reshape(-1)
+            for column, empty in zip(self.columns, missing, strict=True)
+        ]
+        devices = self.all_devices
+        if not self.is_shared:
+            capacities = memory.fit(
+                self.keys, self.samples, ids, of_bags, devices=devices, agree=_most
             )
-            capacities = list(fitting)
-        return list(itertools.chain.from_iterable(zip(capacities, bags, strict=True)))
+            return capacities, of_samples
+        shared = [column.of_samples.reshape(-1) for column in self.columns]
+        demand = (*ids, *of_samples)
+        return memory.fit_shared(
+            self.keys, self.samples, demand, of_bags, shared, devices=devices, agree=_most
+        )
 
     def padded(self, sizes: Sequence[int]) -> KeyedJaggedArray:
         """Return the batch with an axis over the devices.
 
         Args:
-            sizes: Capacity and number of bags of each key, one after the other.
+            sizes: Capacity, number of bags and sample capacity of each key, one after the other.
         """
-        capacities, strides = tuple(sizes[::2]), tuple(sizes[1::2])
+        capacities, strides = tuple(sizes[::3]), tuple(sizes[1::3])
         values = _fill([column.ids for column in self.columns], self.columns, capacities)
         lengths = np.zeros((self.devices, sum(strides)), np.int32)
         for column, start in zip(self.columns, np.cumsum((0, *strides)), strict=False):
@@ -209,6 +245,7 @@ class _Cut:
             capacities,
             strides,
             self.slot_keys,
+            () if inverse is None else tuple(sizes[2::3]),
         )
         batch = jax.tree.unflatten(jax.tree.structure(first), arrays)
         return batch._with(values=WideIds.of(values)) if self.is_wide else batch
@@ -322,8 +359,12 @@ def _fit(cuts: dict[str, _Cut | np.ndarray], capacities: Mapping[str, int]) -> l
                     f"{name}: a device has {needed} ids of key {key!r}, but its capacity is "
                     f"{capacities.get(key, 0)}"
                 )
-            # No device uses more bags than it has samples.
-            sizes += [capacities[key], cut.samples]
+            # No device uses more bags than it has samples. Several processes would have to agree on
+            # the number of ids of samples, so it is the largest possible.
+            alone = jax.process_count() == 1
+            of_samples = column.demand[2] if alone or not cut.is_shared else INT32_BOUND - 1
+            capacity = capacities[key]
+            sizes += [capacity, cut.samples, sample_capacity(capacity, of_samples, cut.samples)]
     return sizes
 
 

@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int32
 
 from jaxrec.embed.config import TableConfig
 from jaxrec.embed.first_values import draw_and_scale, table_key
-from jaxrec.embed.formats import TableArray, as_table
+from jaxrec.embed.formats import RowFormat, TableArray, as_table
 from jaxrec.embed.formats.plain import PlainRows
 from jaxrec.embed.initialize import fill_rows, place_of
 from jaxrec.embed.layout import TableLayout
@@ -116,7 +116,7 @@ def shard_tables(
     sharded = _zeros(layout, mesh, replica_axis)
     for config in layout.configs:
         if config.inference_format is not None or not isinstance(config.row_format, PlainRows):
-            sharded = _copy_packed(tables, sharded, config.name)
+            sharded = _copy_packed(tables, sharded, config)
         elif isinstance(tables, MeshStore) and _are_on_same_devices(tables, sharded):
             sharded = _move(tables, sharded, config)
         elif isinstance(tables, Tables):
@@ -127,19 +127,42 @@ def shard_tables(
     return sharded
 
 
-def _copy_packed(tables: TableStore, sharded: ShardedTables, name: str) -> ShardedTables:
+def _copy_packed(tables: TableStore, sharded: ShardedTables, config: TableConfig) -> ShardedTables:
     """Return tables on a mesh with the rows of a packed table of a store.
 
-    The rows are copied as they are stored, unless either store cuts them by columns: then each part
-    of a row is packed with a scale of its own.
+    The rows are copied as they are stored, so that they read as before. A part of a row that is cut
+    by columns keeps the scale of the row until it is updated. Only where column slices of the mesh
+    take columns of several slices of the store, parts are packed anew.
     """
-    is_cut = len(list(sharded.layout.column_slices(name))) > 1
-    rows = None if is_cut else tables.stored_rows(name)
-    if rows is None:
+    name, placed = config.name, tables.placed
+    sources: dict[tuple[int, int], Array] = {}
+    if isinstance(placed, MeshStore):
+        sources = placed.stored_slices(name)
+    elif (whole := tables.stored_rows(name)) is not None:
+        sources = {(0, config.embedding_dim): whole}
+    slices = {
+        columns: _stored_columns(sources, columns, config.row_format)
+        for _, columns, _ in sharded.layout.column_slices(name)
+    }
+    known = {columns: rows for columns, rows in slices.items() if rows is not None}
+    if len(known) < len(slices):
         sharded = sharded.write(name, tables.read(name))
     else:
-        sharded = sharded.write_stored(name, rows)
+        sharded = sharded.write_stored(name, known)
     return sharded.write_state(name, tables.read_state(name))
+
+
+def _stored_columns(
+    sources: Mapping[tuple[int, int], Array], columns: tuple[int, int], row_format: RowFormat
+) -> Array | None:
+    """Return columns of a table as they are stored; None if no slice of it has all of them."""
+    for (first, stop), rows in sources.items():
+        if (first, stop) == columns:
+            return rows
+        if first <= columns[0] and columns[1] <= stop:
+            part = columns[0] - first, columns[1] - first
+            return row_format.take_columns(rows, stop - first, part)
+    return None
 
 
 def _are_on_same_devices(tables: MeshStore, sharded: ShardedTables) -> bool:

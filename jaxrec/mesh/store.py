@@ -253,31 +253,44 @@ class MeshStore(TableStore):
 
         None where the rows are cut by columns, so that each part has a scale of its own.
         """
-        config = self._config(name)
-        slices = list(self.layout.column_slices(name))
-        if len(slices) > 1:
-            return None
-        ((placed, _, shards),) = slices
-        array = stored(self.rows[placed.name])
-        width = config.row_format.width(config.embedding_dim)
-        whole = np.zeros((config.num_embeddings, width), array.dtype)
-        for start, stop, rows in read_shards(array, self.sharding(placed), placed, shards):
-            whole[start:stop] = rows
-        return jnp.asarray(whole)
+        slices = self.stored_slices(name)
+        return None if len(slices) > 1 else next(iter(slices.values()))
 
-    def write_stored(self: Store, name: str, rows: Array | np.ndarray) -> Store:
-        """Set the rows of a table to rows as they are stored; the table is not cut by columns.
+    def stored_slices(self, name: str) -> dict[tuple[int, int], Array]:
+        """Return the rows of a table's column slices as they are stored, copies.
+
+        Returns:
+            ``[num_embeddings, width]`` by the first column of the slice and the one after its last.
+        """
+        config, slices = self._config(name), {}
+        for placed, columns, shards in self.layout.column_slices(name):
+            array = stored(self.rows[placed.name])
+            width = config.row_format.width(columns[1] - columns[0])
+            whole = np.zeros((config.num_embeddings, width), array.dtype)
+            for start, stop, rows in read_shards(array, self.sharding(placed), placed, shards):
+                whole[start:stop] = rows
+            slices[columns] = jnp.asarray(whole)
+        return slices
+
+    def write_stored(
+        self: Store, name: str, slices: Mapping[tuple[int, int], Array | np.ndarray]
+    ) -> Store:
+        """Set the rows of a table to rows as they are stored.
 
         Args:
             name: Name of the table.
-            rows: What `stored_rows` returned, of a table of the same format.
+            slices: The rows of each column slice, as `stored_slices` returns them.
         """
-        ((placed, _, shards),) = self.layout.column_slices(name)
-        array = self.rows[placed.name]
-        columns = (0, rows.shape[1])
-        new = write_shards(stored(array), self.sharding(placed), placed, columns, shards, rows)
-        array = array.with_stored(stored(new)) if isinstance(array, PackedRows) else new
-        return dataclasses.replace(self, rows=self.rows | {placed.name: array})
+        new = dict(self.rows)
+        for placed, columns, shards in self.layout.column_slices(name):
+            array, rows = new[placed.name], slices[columns]
+            written = write_shards(
+                stored(array), self.sharding(placed), placed, (0, rows.shape[1]), shards, rows
+            )
+            if isinstance(array, PackedRows):
+                written = array.with_stored(stored(written))
+            new[placed.name] = written
+        return dataclasses.replace(self, rows=new)
 
     def read_state(self, name: str) -> dict[str, Array]:
         config = self._config(name)

@@ -43,6 +43,7 @@ from jaxrec.mesh.placed_group import PlacedGroup
 from jaxrec.mesh.store import MeshStore, first, stack
 from jaxrec.optim.hyperparameter import Step, as_step
 from jaxrec.ragged import KeyedArray, KeyedJaggedArray
+from jaxrec.ragged.shared_bags import with_known_capacities
 from jaxrec.ragged.wide_ids import WideIds
 
 
@@ -93,6 +94,8 @@ class ShardedTables(MeshStore):
         # A lookup is traced once for each program: own loops are compared here.
         tables = ", ".join(config.name for config in self.layout.configs)
         check_call("steps", f"traces a lookup in tables {tables}", lambda: batch_facts(features))
+        # Inside of `jax.shard_map` no array is known any more.
+        features = with_known_capacities(features)
 
         def on_device(rows, features, routes):
             features, turns = first(features), self.channel.turns
@@ -272,7 +275,9 @@ class ShardedTables(MeshStore):
             looked_up[name], lookups[name] = turns.run(pool, awaited, rows[name])
         if slices.is_pooled:
             return join_pooled(slices, features, layouts, looked_up, lookups, dtype, routes=routes)
-        outputs, residuals = split_rows(slices, layouts, looked_up, lookups, dtype, routes=routes)
+        outputs, residuals = split_rows(
+            slices, features, layouts, looked_up, lookups, dtype, routes=routes
+        )
         joined = {
             key: jnp.concatenate([outputs[each] for each in keys], axis=1)
             for key, keys in self.layout.slice_keys().items()

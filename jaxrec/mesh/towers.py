@@ -146,7 +146,8 @@ class TowerTables(ShardedTables):
     ) -> tuple[Activations, Residuals]:
         if features.inverse_indices is not None:
             raise ValueError(
-                "towers take batches in which each sample has its own bags, not shared"
+                "towers take batches in which each sample has its own bags, not shared; "
+                "batch.expanded() makes such a batch"
             )
         return super().lookup(features, is_weighted=is_weighted, dtype=dtype, routes=routes)
 

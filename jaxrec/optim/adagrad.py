@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 from jaxrec.optim import checks
 from jaxrec.optim.base import RowOptimizer, RowState
 from jaxrec.optim.hyperparameter import check_weight_decay, hyperparameter
-from jaxrec.optim.norm import limit_norm, mean_squares
+from jaxrec.optim.norm import limit_norm, mean_squares, root
 
 _WEIGHT_DECAY_MODES = ("none", "l2", "decoupled")
 
@@ -66,7 +66,7 @@ class adagrad(RowOptimizer):
         step: Int[Array, ""],
     ) -> tuple[Float[Array, "rows dim"], dict[str, Array]]:
         accumulator = state["accumulator"] + gradients * gradients
-        rows = rows - self.rate(step) * gradients / (jnp.sqrt(accumulator) + self.eps)
+        rows = rows - self.rate(step) * gradients / (root(accumulator) + self.eps)
         return limit_norm(rows, self.max_norm), {"accumulator": accumulator}
 
 
@@ -134,5 +134,5 @@ class rowwise_adagrad(RowOptimizer):
         accumulator = state["accumulator"] + mean_squares(gradients)
         if self.weight_decay_mode == "decoupled":
             rows = (1 - rate * self.weight_decay) * rows
-        rows = rows - (rate / (jnp.sqrt(accumulator) + self.eps))[:, None] * gradients
+        rows = rows - (rate / (root(accumulator) + self.eps))[:, None] * gradients
         return limit_norm(rows, self.max_norm), {"accumulator": accumulator}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from typing import ClassVar, TypeAlias
 
@@ -14,6 +15,7 @@ from jaxrec.optim import checks
 
 Schedule: TypeAlias = Callable[[Int[Array, ""]], Float[Array, ""] | float]
 STATE_DTYPES = ("float32", "bfloat16", "float8")
+LARGEST_SQUARED = 2.0**50  # its square times 2**27 is below float32's largest number
 RowState: TypeAlias = Mapping[str, Array]
 
 
@@ -73,6 +75,9 @@ class RowOptimizer(abc.ABC):
     # Whether `update` takes all sums over a row by the functions of `jaxrec.optim.norm`.
     sums_rows: ClassVar[bool] = False
 
+    # Whether `update` squares gradients, for state or for norms.
+    squares_gradients: ClassVar[bool] = True
+
     # Whether `sweep` changes rows between two steps.
     sweeps: ClassVar[bool] = False
 
@@ -90,6 +95,18 @@ class RowOptimizer(abc.ABC):
     def needs_whole_rows(self) -> bool:
         """Whether advancing some columns of a row needs the others."""
         return not self.is_elementwise or self.max_norm is not None
+
+    @property
+    def largest_gradient(self) -> float:
+        """Bound on the elements of gradients that float32 holds the squares of.
+
+        A step with a larger one is not finite, though its gradients are: `jaxrec.Optimizer` skips
+        it. The bound leaves room for sums of the gradients of a row and of their squares.
+        """
+        if self.clip_value is not None and self.clip_value <= LARGEST_SQUARED:
+            return math.inf
+        bounds_norms = self.clip_norm is not None or self.max_norm is not None
+        return LARGEST_SQUARED if self.squares_gradients or bounds_norms else math.inf
 
     def __post_init__(self) -> None:
         if callable(self.learning_rate):

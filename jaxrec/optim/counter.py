@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 from jaxrec.optim import checks
 from jaxrec.optim.base import RowOptimizer, RowState
 from jaxrec.optim.hyperparameter import check_weight_decay, hyperparameter
-from jaxrec.optim.norm import limit_norm, mean_squares, row_norms
+from jaxrec.optim.norm import limit_norm, mean_squares, root, row_norms
 
 _COUNTER_DECAYS = ("none", "l2", "decoupled", "adagradw")
 _COWCLIP_DECAYS = ("none", "l2", "decoupled")
@@ -91,8 +91,8 @@ class _CountingAdagrad(RowOptimizer):
         count = 1 + self._decayed_count(state["count"], gap)
         decayed = gradients + self.weight_decay * rows if self._is_coupled else gradients
         accumulator = state["accumulator"] + mean_squares(decayed)
-        root = jnp.sqrt(accumulator) + self.eps
-        counted = _Counted(iteration, gap, count, root, self.rate(step))
+        shifted = root(accumulator) + self.eps
+        counted = _Counted(iteration, gap, count, shifted, self.rate(step))
         shrinkage, rates = self._factors(counted, rows, decayed)
         rows = shrinkage[:, None] * rows - rates[:, None] * gradients
         return limit_norm(rows, self.max_norm), {
@@ -343,9 +343,9 @@ class rowwise_adagrad_cowclip(_CountingAdagrad):
     ) -> tuple[Float[Array, " rows"], Float[Array, " rows"]]:
         bounds = jnp.maximum(self.clip_ratio * row_norms(rows)[:, 0], self.clip_minimum)
         bounds, norms = counted.count * bounds, row_norms(decayed)[:, 0]
-        is_clipped = norms > bounds
+        is_within = norms <= bounds
         rates = counted.adagrad_rate * jnp.where(
-            is_clipped, bounds / jnp.where(is_clipped, norms, 1), 1
+            is_within, 1, bounds / jnp.where(is_within, 1, norms)
         )
         match self.weight_decay_mode:
             case "l2":

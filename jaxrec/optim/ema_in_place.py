@@ -101,6 +101,10 @@ class ema_in_place(RowOptimizer):
         return True
 
     @property
+    def squares_gradients(self) -> bool:  # type: ignore[override]  # as `is_trained`
+        return self.optimizer.squares_gradients or self.optimizer.max_norm is not None
+
+    @property
     def non_negative_state(self) -> tuple[str, ...]:  # type: ignore[override]  # as `is_trained`
         return self.optimizer.non_negative_state
 

@@ -29,6 +29,7 @@ class frozen(RowOptimizer):
 
     is_elementwise: ClassVar[bool] = True
     is_trained: ClassVar[bool] = False
+    squares_gradients: ClassVar[bool] = False
 
     learning_rate: float = 0.0
 

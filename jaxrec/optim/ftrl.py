@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxrec.optim import checks
 from jaxrec.optim.base import RowOptimizer, RowState
-from jaxrec.optim.norm import limit_norm
+from jaxrec.optim.norm import limit_norm, root
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -105,7 +105,7 @@ class ftrl(RowOptimizer):
 
     def _power(self, accumulator: Float[Array, "rows dim"]) -> Float[Array, "rows dim"]:
         if self.learning_rate_power == -0.5:
-            return jnp.sqrt(accumulator)
+            return root(accumulator)
         return accumulator**-self.learning_rate_power
 
     def _growth(

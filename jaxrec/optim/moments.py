@@ -7,6 +7,8 @@ import math
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jaxrec.optim.norm import root
+
 
 def moving_average(
     average: Float[Array, "*shape"], value: Float[Array, "*shape"], decay: float
@@ -30,7 +32,7 @@ def adam_direction(
     """
     first = first_moment / _unbiased_share(b1, count)
     second = second_moment / _unbiased_share(b2, count)
-    return first / (jnp.sqrt(second) + eps)
+    return first / (root(second) + eps)
 
 
 def _unbiased_share(decay: float, count: Array | int) -> Float[Array, "*shape"]:

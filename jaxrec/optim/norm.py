@@ -60,23 +60,32 @@ def mean_squares(rows: Float[Array, "rows dim"]) -> Float[Array, " rows"]:
     return sums_of_squares(rows) / (rows.shape[1] if cut is None else cut.dim)
 
 
+def root(squares: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+    """Return the square roots of sums of squares, NaN for one that float32 does not hold.
+
+    An infinite root would make the step of its row zero, and a row with such state would never
+    move again, without a word.
+    """
+    return jnp.where(squares < jnp.inf, jnp.sqrt(squares), jnp.nan)
+
+
 def limit_norm(rows: Float[Array, "rows dim"], max_norm: float | None) -> Float[Array, "rows dim"]:
     """Scale rows whose Euclidean norm exceeds ``max_norm`` down to it; None: no bound."""
     if max_norm is None:
         return rows
     norms = row_norms(rows)
     # The maximum keeps a row of zeros, whose quotient is not used, from dividing by zero.
-    return jnp.where(norms > max_norm, rows * (max_norm / jnp.maximum(norms, max_norm)), rows)
+    return jnp.where(norms <= max_norm, rows, rows * (max_norm / jnp.maximum(norms, max_norm)))
 
 
 def row_norms(rows: Float[Array, "rows dim"]) -> Float[Array, "rows 1"]:
     """Return the Euclidean norm of each row, as a column."""
-    return jnp.sqrt(sums_of_squares(rows))[:, None]
+    return root(sums_of_squares(rows))[:, None]
 
 
 def trust_ratio(
     numerator: Float[Array, "rows 1"], denominator: Float[Array, "rows 1"]
 ) -> Float[Array, "rows 1"]:
     """Return the quotient of two norms, and 1 where either is zero."""
-    defined = (numerator > 0) & (denominator > 0)
-    return jnp.where(defined, numerator / jnp.where(defined, denominator, 1), 1)
+    is_zero = (numerator == 0) | (denominator == 0)
+    return jnp.where(is_zero, 1, numerator / jnp.where(is_zero, 1, denominator))

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 from jaxrec.optim import checks
 from jaxrec.optim.base import RowOptimizer, RowState
 from jaxrec.optim.moments import moving_average
-from jaxrec.optim.norm import limit_norm, mean_squares
+from jaxrec.optim.norm import limit_norm, mean_squares, root
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,7 +63,7 @@ class rmsprop(RowOptimizer):
         step: Int[Array, ""],
     ) -> tuple[Float[Array, "rows dim"], dict[str, Array]]:
         second = moving_average(state["second_moment"], gradients * gradients, self.decay)
-        rows = rows - self.rate(step) * gradients / (jnp.sqrt(second) + self.eps)
+        rows = rows - self.rate(step) * gradients / (root(second) + self.eps)
         return limit_norm(rows, self.max_norm), {"second_moment": second}
 
 
@@ -138,5 +138,5 @@ class rowwise_rmsprop(RowOptimizer):
             shrinkage = 1 - jnp.clip(rate * self.ar_alpha * gap, 0, 1)
             rows = jnp.maximum(self.min_shrinkage, shrinkage)[:, None] * rows
             new_state["last_step"] = now
-        rows = rows - (rate / (jnp.sqrt(second) + self.eps))[:, None] * gradients
+        rows = rows - (rate / (root(second) + self.eps))[:, None] * gradients
         return limit_norm(rows, self.max_norm), new_state

@@ -33,6 +33,7 @@ class sgd(RowOptimizer):
     """
 
     is_elementwise: ClassVar[bool] = True
+    squares_gradients: ClassVar[bool] = False
 
     def init(self, num_rows: int, dim: int) -> dict[str, Array]:
         return {}
@@ -78,6 +79,7 @@ class momentum_sgd(RowOptimizer):
     """
 
     is_elementwise: ClassVar[bool] = True
+    squares_gradients: ClassVar[bool] = False
 
     momentum: float = 0.9
     nesterov: bool = False

@@ -51,6 +51,10 @@ class OptimizerWrapper(RowOptimizer):
         return self.optimizer.needs_whole_rows
 
     @property
+    def squares_gradients(self) -> bool:  # type: ignore[override]  # as `is_trained`
+        return self.optimizer.squares_gradients or self.optimizer.max_norm is not None
+
+    @property
     def non_negative_state(self) -> tuple[str, ...]:  # type: ignore[override]  # as `is_trained`
         return self.optimizer.non_negative_state
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxrec.ragged.bounds import INT32_BOUND
 from jaxrec.ragged.columns import by_name, whole_number
 from jaxrec.ragged.length_moments import LengthMoments
 
@@ -93,6 +94,60 @@ class CapacityMemory:
             sizes.append(tuple(first))
             return sizes[-1]
 
+    def of_batch(
+        self,
+        keys: tuple[str, ...],
+        lengths: Sequence[np.ndarray],
+        inverse: np.ndarray | None,
+        *,
+        samples: int | None = None,
+        first: Sequence[int] | None = None,
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the capacities and the sample capacities of a batch on the host.
+
+        Args:
+            keys: The keys.
+            lengths: For each key the lengths of the bags.
+            inverse: ``[keys, batch]`` the bag of each sample. None: samples share no bags, and the
+                batch has no sample capacities.
+            samples: Number of samples; None: that of the bags of the key with the most.
+            first: See `fit_shared`.
+        """
+        demand = [int(each.sum(dtype=np.int64)) for each in lengths]
+        if inverse is None:
+            samples = max(map(len, lengths), default=0) if samples is None else samples
+            return self.fit(keys, samples, demand, lengths, first=first), ()
+        shared = [own[bags] for own, bags in zip(lengths, inverse, strict=True)]
+        demand += [int(each.sum(dtype=np.int64)) for each in shared]
+        return self.fit_shared(keys, inverse.shape[1], demand, lengths, shared, first=first)
+
+    def fit_shared(
+        self,
+        keys: tuple[str, ...],
+        samples: int,
+        demand: Sequence[int],
+        of_bags: Sequence[np.ndarray],
+        of_samples: Sequence[np.ndarray],
+        *,
+        devices: int = 1,
+        first: Sequence[int] | None = None,
+        agree: Agree = tuple,
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the capacities and the sample capacities of a batch whose samples share bags.
+
+        Args:
+            keys, samples, devices, agree: See `fit`.
+            demand: For each key the ids of the bags of the fullest device, then for each key the
+                ids of all its samples.
+            of_bags: For each key the lengths of the bags.
+            of_samples: For each key the lengths of the samples' bags.
+            first: Both capacities of the first batch of its kind, if not made by ``lengths``.
+        """
+        names = (*keys, *(f"samples of {key}" for key in keys))
+        lengths = (*of_bags, *of_samples)
+        size = self.fit(names, samples, demand, lengths, devices=devices, first=first, agree=agree)
+        return size[: len(keys)], size[len(keys) :]
+
     def _larger(
         self,
         keys: tuple[str, ...],
@@ -118,7 +173,7 @@ class CapacityMemory:
             capacity = max(needed, before, int(likely), self.capacities.get(key, 0))
             if not (is_fixed and capacity):
                 capacity = max(1, -(-capacity // _MULTIPLE)) * _MULTIPLE
-            size.append(capacity)
+            size.append(min(capacity, INT32_BOUND - 1))
         return size
 
     def to_dict(self) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import Array, Bool
 
 from jaxrec.ragged.arrays import namespace
+from jaxrec.ragged.batch_column import BatchColumn
 from jaxrec.ragged.jagged import JaggedArray
 from jaxrec.ragged.keyed_array import KeyedArray
 from jaxrec.ragged.keyed_jagged import KeyedJaggedArray
@@ -46,7 +47,7 @@ def equal(first: Any, second: Any) -> bool | Bool[Array, ""]:
             raise TypeError(
                 f"equal compares a JaggedArray, KeyedJaggedArray or KeyedArray, got {array!r:.60}"
             )
-    if type(first) is not type(second):
+    if _kind(first) is not _kind(second):
         raise TypeError(
             f"equal compares two of one kind, got {type(first).__name__} and "
             f"{type(second).__name__}"
@@ -60,6 +61,10 @@ def equal(first: Any, second: Any) -> bool | Bool[Array, ""]:
     return bool(_compare(jax.device_get(first), jax.device_get(second)))
 
 
+def _kind(array: Any) -> type:
+    return next(kind for kind in _KINDS if isinstance(array, kind))
+
+
 def _static_difference(first: Any, second: Any) -> bool:
     """Return whether names, numbers of rows or kinds of weights differ."""
     if isinstance(first, JaggedArray):
@@ -68,12 +73,7 @@ def _static_difference(first: Any, second: Any) -> bool:
         return True
     if isinstance(first, KeyedArray):
         return any(first[key].shape != second[key].shape for key in first.keys)
-    inverse = first.inverse_indices, second.inverse_indices
-    if (inverse[0] is None) != (inverse[1] is None) or first.batch_size != second.batch_size:
-        return True
-    if inverse[0] is not None and inverse[0].shape != inverse[1].shape:
-        return True
-    if set(first.slot_keys) != set(second.slot_keys):
+    if first.batch_size != second.batch_size:
         return True
     return any(_column_shape(first[key]) != _column_shape(second[key]) for key in first.keys)
 
@@ -81,7 +81,11 @@ def _static_difference(first: Any, second: Any) -> bool:
 def _column_shape(column: JaggedArray) -> tuple[Any, ...]:
     batch_axes = column.lengths.ndim - 1
     element = column.values.shape[batch_axes + 1 :]
-    return column.lengths.shape, element, column.weights is None
+    inverse, are_slots = None, False
+    if isinstance(column, BatchColumn):
+        inverse, are_slots = column.inverse_indices, column.are_slots
+    samples = None if inverse is None else inverse.shape
+    return column.lengths.shape, element, column.weights is None, samples, are_slots
 
 
 def _compare(first: Any, second: Any) -> Any:
@@ -95,11 +99,6 @@ def _compare(first: Any, second: Any) -> Any:
             parts.append((first[key] == second[key]).all())
             continue
         parts.append(_equal_columns(first[key], second[key]))
-        if first.inverse_indices is not None:
-            one, other = (
-                each.inverse_indices[..., each.keys.index(key), :] for each in (first, second)
-            )
-            parts.append((one == other).all())
     return xp.stack([xp.asarray(part) for part in parts]).all() if parts else np.True_
 
 
@@ -125,4 +124,8 @@ def _equal_columns(first: JaggedArray, second: JaggedArray) -> Any:
     result = (first.lengths == second.lengths).all() & same(first.values, second.values)
     if first.weights is not None:
         result &= same(first.weights, second.weights)
+    if isinstance(first, BatchColumn) and first.inverse_indices is not None:
+        assert isinstance(second, BatchColumn)
+        are_same: Any = first.inverse_indices == second.inverse_indices
+        result &= are_same.all()
     return result

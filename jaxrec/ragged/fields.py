@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrec.ragged.arrays import AnyArray
+from jaxrec.ragged.batch_column import BatchColumn
 from jaxrec.ragged.bounds import INT32_BOUND, find_bad_ids
 from jaxrec.ragged.columns import (
     Column,
@@ -29,6 +31,11 @@ from jaxrec.ragged.key_segments import concatenate, concatenate_weights
 from jaxrec.ragged.packing import Packed, as_float32, checked_inverse, pack, pinned_capacities
 from jaxrec.ragged.raw_columns import raw_column
 from jaxrec.ragged.raw_ids import RawIds, as_raw, is_raw
+from jaxrec.ragged.shared_bags import (
+    capacities_of_samples,
+    demands_of_samples,
+    ordered_inverse,
+)
 from jaxrec.ragged.wide_ids import WideIds
 
 
@@ -41,6 +48,7 @@ def checked_fields(
     capacities: Sequence[int],
     strides: Sequence[int],
     slot_keys: Sequence[str] = (),
+    sample_capacities: Sequence[int] = (),
 ) -> Packed:
     """Check the fields of a `KeyedJaggedArray`.
 
@@ -53,11 +61,14 @@ def checked_fields(
     keys = feature_names(keys)
     capacities = _sizes("capacities", capacities)
     strides = _sizes("strides", strides)
+    sample_capacities = _sizes("sample_capacities", sample_capacities)
+    inverse_indices = ordered_inverse(keys, inverse_indices)
     if keys and not capacities:
         packed = _packed(values, lengths, weights, inverse_indices, keys, strides)
         return packed._replace(slot_keys=_checked_slot_keys(slot_keys, keys))
-    if len(capacities) != len(keys):
-        raise ValueError(f"{len(capacities)} capacities for {len(keys)} keys {keys}")
+    for name, sizes in (("capacities", capacities), ("sample_capacities", sample_capacities)):
+        if len(sizes) != len(keys) and (sizes or name == "capacities"):
+            raise ValueError(f"{len(sizes)} {name} for {len(keys)} keys {keys}")
     if not (is_raw(values) or isinstance(values, WideIds)):
         values = _array("values", "value", values, _numbers)
     lengths = _array("lengths", "length", lengths, integers)
@@ -89,6 +100,7 @@ def checked_fields(
             capacities,
             strides,
             _checked_slot_keys(slot_keys, keys),
+            sample_capacities if inverse_indices is not None else (),
         )
     )
 
@@ -116,6 +128,36 @@ def checked_columns(columns: Any) -> dict[str, JaggedArray]:
                 f"feature {key!r}: values must be real numbers, not of type {column.values.dtype}"
             )
     return columns
+
+
+def column_facts(
+    columns: Mapping[str, JaggedArray], has_inverse: bool
+) -> tuple[AnyArray | None, tuple[str, ...], tuple[int, ...]]:
+    """Return ``inverse_indices``, ``slot_keys`` and ``sample_capacities`` of the columns' batch.
+
+    Args:
+        columns: Columns by name.
+        has_inverse: Whether ``inverse_indices`` are given, in place of the columns' own.
+
+    Raises:
+        ValueError: Some columns have ``inverse_indices`` and some have none.
+    """
+    known = {key: column for key, column in columns.items() if isinstance(column, BatchColumn)}
+    slot_keys = tuple(key for key, column in known.items() if column.are_slots)
+    rows = {key: c.inverse_indices for key, c in known.items() if c.inverse_indices is not None}
+    if has_inverse or not rows:
+        return None, slot_keys, ()
+    if bare := [key for key in columns if key not in rows]:
+        raise ValueError(
+            f"features {bare} have no inverse_indices, but others do; give inverse_indices=, the "
+            "bag of each sample, for all"
+        )
+    sizes = {key: row.shape[-1] for key, row in rows.items()}
+    if len(set(sizes.values())) > 1:
+        raise ValueError(f"the features have different numbers of samples: {sizes}")
+    inverse = concatenate([row[..., None, :] for row in rows.values()], np.int32, axis=-2)
+    sample_capacities = tuple(known[key].sample_capacity for key in columns)
+    return inverse, slot_keys, sample_capacities if all(sample_capacities) else ()
 
 
 def with_raw_ids(feature: str, column: JaggedArray) -> JaggedArray:
@@ -162,7 +204,13 @@ def joined(batches: Sequence[Any]) -> Packed:
         tuple(itertools.chain.from_iterable(batch.capacities for batch in batches)),
         tuple(itertools.chain.from_iterable(batch.strides for batch in batches)),
         tuple(itertools.chain.from_iterable(batch.slot_keys for batch in batches)),
+        joined_capacities([batch.sample_capacities for batch in batches]),
     )
+
+
+def joined_capacities(parts: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    """Return the capacities of samples of all parts; none if a part has none."""
+    return tuple(itertools.chain.from_iterable(parts)) if all(parts) else ()
 
 
 def present(slot_keys: Sequence[str], keys: Sequence[str]) -> tuple[str, ...]:
@@ -195,7 +243,7 @@ def _packed(
 
 def _checked_on_host(fields: Packed) -> Packed:
     """Check the fields that lie on the host and make them 32 bits wide."""
-    values, lengths, weights, inverse, keys, capacities, strides, slot_keys = fields
+    values, lengths, weights, inverse, keys, capacities, strides, _, given = fields
     counts = _known_lengths(fields)
     if counts is not None and not _is_sound(fields, counts):
         _check_each_key(fields, counts)
@@ -210,7 +258,17 @@ def _checked_on_host(fields: Packed) -> Packed:
         for index in np.ndindex(inverse.shape[:-2]):
             checked_inverse(keys, strides, inverse[index])
         inverse = inverse.astype(np.int32, copy=False)
-    return Packed(values, lengths, weights, inverse, keys, capacities, strides, slot_keys)
+        if isinstance(lengths, np.ndarray):
+            demands = demands_of_samples(lengths, inverse, strides)
+            if not given or any(map(operator.lt, given, demands)):
+                given = capacities_of_samples(lengths, inverse, strides, capacities)
+    return fields._replace(
+        values=values,
+        lengths=lengths,
+        weights=weights,
+        inverse_indices=inverse,
+        sample_capacities=given,
+    )
 
 
 def _known_lengths(fields: Packed) -> np.ndarray | None:

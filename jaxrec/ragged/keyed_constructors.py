@@ -35,6 +35,7 @@ class KeyedConstructors:
         capacities: tuple[int, ...],
         strides: tuple[int, ...],
         slot_keys: tuple[str, ...] = (),
+        sample_capacities: tuple[int, ...] = (),
         memory: CapacityMemory | None = None,
     ) -> Batch:
         """Make a batch of fields that need no check, whatever the arrays are."""
@@ -43,7 +44,7 @@ class KeyedConstructors:
         fields["values"], fields["lengths"], fields["weights"] = values, lengths, weights
         fields["inverse_indices"] = inverse_indices
         fields["keys"], fields["capacities"], fields["strides"] = keys, capacities, strides
-        fields["slot_keys"] = slot_keys
+        fields["slot_keys"], fields["sample_capacities"] = slot_keys, sample_capacities
         if memory is not None:
             fields["memory"] = memory
         return batch

@@ -15,9 +15,11 @@ from jaxtyping import Array, Int32, Num
 from jaxrec.ragged import columns, printing
 from jaxrec.ragged.arrays import AnyArray, require_one_batch
 from jaxrec.ragged.bag_layout import bag_ids
+from jaxrec.ragged.batch_column import BatchColumn
 from jaxrec.ragged.fields import (
     checked_columns,
     checked_fields,
+    column_facts,
     joined,
     present,
     with_raw_ids,
@@ -31,8 +33,10 @@ from jaxrec.ragged.packing import (
     checked_values,
     id_bits_of,
     pinned_capacities,
+    pinned_sample_capacities,
 )
 from jaxrec.ragged.raw_ids import as_raw, is_raw
+from jaxrec.ragged.shared_bags import expand
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -64,6 +68,10 @@ class KeyedJaggedArray(KeyedConstructors):
         capacities: Length of each key's segment of ``values``.
         strides: Number of bags of each key.
         slot_keys: Keys whose values are slots assigned by `jaxrec.tier`, not ids.
+        sample_capacities: Where samples share bags, the capacity of each key once every sample has
+            ids of its own, as `expanded` gives them and `jaxrec.EmbeddingCollection` looks them up.
+            Computed of arrays on the host. Empty: unknown, and the largest possible (the key's
+            capacity for each sample) takes its place under jit.
 
     Raises:
         TypeError: A field is of another type, or traced arrays come without ``capacities``.
@@ -91,6 +99,7 @@ class KeyedJaggedArray(KeyedConstructors):
     capacities: tuple[int, ...] = dataclasses.field(default=(), metadata={"static": True})
     strides: tuple[int, ...] = dataclasses.field(default=(), metadata={"static": True})
     slot_keys: tuple[str, ...] = dataclasses.field(default=(), metadata={"static": True})
+    sample_capacities: tuple[int, ...] = dataclasses.field(default=(), metadata={"static": True})
 
     def __post_init__(self) -> None:
         vars(self).update(checked_fields(**vars(self))._asdict())
@@ -101,38 +110,46 @@ class KeyedJaggedArray(KeyedConstructors):
     ) -> KeyedJaggedArray:
         """Make a batch of columns as they are, capacities included; the inverse of `to_dict`.
 
-        A static concatenation that works under jit. Columns of different batch sizes make a batch
-        of variable strides, as in TorchRec.
+        A static concatenation that works under jit and over a mesh. Columns of different batch
+        sizes make a batch of variable strides, as in TorchRec. Columns of a batch whose samples
+        share bags bring their ``inverse_indices``.
 
         Args:
-            columns: One-dimensional columns by name, all with weights or none.
+            columns: Columns of scalars by name, all with weights or none.
             **options: `PackOptions`. With ``capacities`` the segments are refitted
                 (`with_capacities`), and only with ``bounds`` are ids looked at (`with_checked_ids`;
-                not under jit). ``inverse_indices`` are int32 arrays, taken as they are. If one
+                not under jit). ``inverse_indices`` take the place of the columns' own. If one
                 column has raw ids, the batch has, whatever ``id_bits``.
 
         Raises:
             TypeError: A column is not a `JaggedArray`.
-            ValueError: The elements of a column are not scalars, weights are missing, or an error
-                of the constructor or of the methods named.
+            ValueError: The elements of a column are not scalars, weights are missing, only some
+                columns have ``inverse_indices``, or an error of the constructor or of the methods
+                named.
         """
         columns = checked_columns(columns)
         if id_bits_of(options) == 64:
             columns = {key: with_raw_ids(key, column) for key, column in columns.items()}
-        if deep := [key for key, column in columns.items() if column.values.ndim != 1]:
+        if deep := [key for key, c in columns.items() if c.values.ndim != c.lengths.ndim]:
             raise ValueError(f"features {deep} have elements that are not scalars, as ids are")
         parts = tuple(columns.values())
+        inverse = options.get("inverse_indices")
+        own, slot_keys, sample_capacities = column_facts(columns, inverse is not None)
         batch = cls(
             concatenate([part.values for part in parts], np.int32),
             concatenate([part.lengths for part in parts], np.int32),
             concatenate_weights([part.weights for part in parts]),
-            options.get("inverse_indices"),
+            own if inverse is None else inverse,
             tuple(columns),
             tuple(part.capacity for part in parts),
             tuple(part.batch_size for part in parts),
+            slot_keys,
+            sample_capacities,
         )
         if (capacities := options.get("capacities")) is not None:
             batch = batch.with_capacities(capacities)
+        if (of_samples := options.get("sample_capacities")) is not None:
+            batch = batch._with_sample_capacities(of_samples)
         if (bounds := options.get("bounds")) is not None:
             batch = batch.with_checked_ids(bounds, options.get("bounds_mode", "raise"))
         return batch
@@ -198,7 +215,7 @@ class KeyedJaggedArray(KeyedConstructors):
         return self._column(self.keys.index(key))
 
     def to_dict(self) -> dict[str, JaggedArray]:
-        """Return all columns by name."""
+        """Return all columns by name; `from_dict` makes the same batch of them."""
         return dict(zip(self.keys, self._columns(), strict=True))
 
     def to_lists(self) -> dict[str, list[list[Any]]]:
@@ -216,7 +233,8 @@ class KeyedJaggedArray(KeyedConstructors):
 
         Args:
             indices: Positions of keys; they may repeat and leave keys out. `inverse_indices` follow
-                (TorchRec drops them).
+                (TorchRec drops them). A batch without keys keeps its batch size, by
+                ``inverse_indices`` of ``[0, batch]``.
 
         Raises:
             IndexError: A position has no key.
@@ -231,6 +249,8 @@ class KeyedJaggedArray(KeyedConstructors):
             raise IndexError(f"no key at {wrong}: the batch has {count} keys {list(self.keys)}")
         if list(indices) == list(range(count)):
             return self
+        if not len(indices):
+            return self._without_keys()
         ids, bags = np.cumsum((0, *self.capacities)), np.cumsum((0, *self.strides))
         spans = runs(indices)
         inverse = self.inverse_indices
@@ -247,6 +267,9 @@ class KeyedJaggedArray(KeyedConstructors):
             tuple(self.capacities[index] for index in indices),
             tuple(self.strides[index] for index in indices),
             present(self.slot_keys, [self.keys[index] for index in indices]),
+            tuple(self.sample_capacities[index] for index in indices)
+            if self.sample_capacities
+            else (),
             self.memory,
         )
 
@@ -285,12 +308,12 @@ class KeyedJaggedArray(KeyedConstructors):
             ValueError: Only some are weighted or have inverse indices, batch sizes differ, a key is
                 in two of them, or only some lie over a mesh.
         """
-        batches = [batch for batch in batches if batch.keys]
-        if not batches:
-            return KeyedJaggedArray.empty()
-        memories = [batch.memory for batch in batches]
+        with_keys = [batch for batch in batches if batch.keys]
+        if not with_keys:
+            return batches[0] if batches else KeyedJaggedArray.empty()
+        memories = [batch.memory for batch in with_keys]
         memory = memories[0] if all(each is memories[0] for each in memories) else None
-        return KeyedJaggedArray._of(*joined(batches), memory)
+        return KeyedJaggedArray._of(*joined(with_keys), memory)
 
     def with_capacities(self, capacities: Mapping[str, int] | Sequence[int]) -> KeyedJaggedArray:
         """Return the batch with segments of other capacities; keys not named keep theirs.
@@ -315,6 +338,30 @@ class KeyedJaggedArray(KeyedConstructors):
             weights=None if self.weights is None else refit(self.weights, self.capacities, wanted),
             capacities=wanted,
         )
+
+    def expanded(self) -> KeyedJaggedArray:
+        """Return the batch with bags of its own for each sample, where samples share bags.
+
+        Bag ``b`` of each key is then sample ``b``'s. Capacities are `sample_capacities`. Outside
+        of jit they are computed if they are unknown.
+
+        Returns:
+            The batch itself if it has no ``inverse_indices``. Under jit a key whose ids exceed a
+            capacity that was too small has the id -1 (and the weight NaN) throughout, which makes
+            its embeddings NaN.
+
+        Raises:
+            ValueError: The ids of all samples exceed int32.
+
+        Example:
+            >>> batch = KeyedJaggedArray.from_lists(
+            ...     {"f": [[1], [2, 3]]}, inverse_indices={"f": [1, 0, 1]})
+            >>> batch.expanded()
+            KeyedJaggedArray(batch_size=3, {
+                'f': [[2, 3], [1], [2, 3]],
+            })
+        """
+        return self if self.inverse_indices is None else expand(self)
 
     def with_checked_ids(
         self, bounds: Mapping[str, int], bounds_mode: str = "raise"
@@ -347,6 +394,30 @@ class KeyedJaggedArray(KeyedConstructors):
     def _with(self, **fields: Any) -> KeyedJaggedArray:
         return KeyedJaggedArray._of(**(vars(self) | fields))
 
+    def _with_sample_capacities(self, given: Mapping[str, int] | Sequence[int]) -> KeyedJaggedArray:
+        if self.inverse_indices is None:
+            return self
+        lengths = columns.concrete("lengths", self.lengths)
+        inverse = columns.concrete("inverse_indices", self.inverse_indices)
+        pinned = pinned_sample_capacities(
+            self.keys, lengths, inverse, self.strides, self.capacities, given
+        )
+        return self._with(sample_capacities=pinned)
+
+    def _without_keys(self) -> KeyedJaggedArray:
+        """Return no keys of the batch; only ``inverse_indices`` know the number of samples."""
+        axes = self.lengths.shape[:-1]
+        values = np.zeros((*axes, 0), self.values.dtype)
+        return KeyedJaggedArray._of(
+            as_raw(values) if is_raw(self.values) else values,
+            np.zeros((*axes, 0), np.int32),
+            None if self.weights is None else np.zeros((*axes, 0), np.float32),
+            np.zeros((*axes, 0, self.batch_size), np.int32),
+            (),
+            (),
+            (),
+        )
+
     def _columns(self) -> list[JaggedArray]:
         return [self._column(index) for index in range(len(self.keys))]
 
@@ -354,11 +425,17 @@ class KeyedJaggedArray(KeyedConstructors):
         start, bag = sum(self.capacities[:index]), sum(self.strides[:index])
         # A batch over a mesh has an axis in front, with one batch for each device.
         ids = (..., slice(start, start + self.capacities[index]))
-        return JaggedArray(
+        arrays = (
             self.values[ids],
             self.lengths[..., bag : bag + self.strides[index]],
             None if self.weights is None else self.weights[ids],
         )
+        inverse, are_slots = self.inverse_indices, self.keys[index] in self.slot_keys
+        if inverse is None and not are_slots:
+            return JaggedArray(*arrays)
+        inverse = None if inverse is None else inverse[..., index, :]
+        sample_capacity = self.sample_capacities[index] if self.sample_capacities else 0
+        return BatchColumn(*arrays, inverse, sample_capacity, are_slots)
 
     def __repr__(self) -> str:
         return printing.keyed_jagged(self)
@@ -366,7 +443,13 @@ class KeyedJaggedArray(KeyedConstructors):
 
 def _flatten(batch: KeyedJaggedArray) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     arrays = (batch.values, batch.lengths, batch.weights, batch.inverse_indices)
-    static = (batch.keys, batch.capacities, batch.strides, batch.slot_keys)
+    static = (
+        batch.keys,
+        batch.capacities,
+        batch.strides,
+        batch.slot_keys,
+        batch.sample_capacities,
+    )
     # Raw ids have a tree of their own: where jit knows the tree and the shapes, it does not ask
     # whether it takes the arrays.
     return arrays, (static, is_raw(batch.values))

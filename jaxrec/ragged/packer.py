@@ -14,6 +14,10 @@ from jaxrec.ragged.key_segments import refit
 from jaxrec.ragged.keyed_jagged import KeyedJaggedArray
 from jaxrec.ragged.length_moments import LengthMoments
 from jaxrec.ragged.packing import PackOptions
+from jaxrec.ragged.shared_bags import known_capacities
+
+# Options of the constructors that a packer answers.
+_CHOSEN = ("capacities", "sample_capacities")
 
 
 class Packer:
@@ -114,9 +118,9 @@ class Packer:
     def _packed(self, pack: Any, *arguments: Any) -> KeyedJaggedArray:
         """Call a constructor of `KeyedJaggedArray`; the last argument is its options."""
         *data, options = arguments
-        if options.get("capacities") is not None:
+        if given := [name for name in _CHOSEN if options.get(name) is not None]:
             raise TypeError(
-                "a Packer chooses the capacities: give Packer(capacities=) the smallest ones, or "
+                f"a Packer chooses the {given[0]}: give Packer(capacities=) the smallest ones, or "
                 "pack with KeyedJaggedArray's constructors"
             )
         batch: KeyedJaggedArray = pack(*data, **{**options, "capacities": self._memory})
@@ -187,15 +191,20 @@ def fitted(
     """Return a host batch in the capacities of a memory; see `CapacityMemory.fit`."""
     if lengths is None:
         lengths = np.split(np.asarray(batch.lengths), np.cumsum(batch.strides)[:-1])
-    demand = [int(each.sum()) for each in lengths]
-    wanted = memory.fit(batch.keys, batch.batch_size, demand, lengths, first=first)
+    inverse = None if batch.inverse_indices is None else np.asarray(batch.inverse_indices)
+    if inverse is not None and first is not None:
+        first = (*first, *known_capacities(batch))
+    wanted, of_samples = memory.of_batch(
+        batch.keys, lengths, inverse, samples=batch.batch_size, first=first
+    )
     if wanted == batch.capacities:
-        return batch._with(memory=memory)
+        return batch._with(sample_capacities=of_samples, memory=memory)
     weights = batch.weights
     return batch._with(
         values=refit(batch.values, batch.capacities, wanted),
         weights=None if weights is None else refit(weights, batch.capacities, wanted),
         capacities=wanted,
+        sample_capacities=of_samples,
         memory=memory,
     )
 

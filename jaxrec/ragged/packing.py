@@ -13,6 +13,7 @@ from jaxrec.ragged.capacity import capacity_for
 from jaxrec.ragged.capacity_memory import CapacityMemory
 from jaxrec.ragged.columns import Column, by_name, feature_names, integers, whole_number
 from jaxrec.ragged.raw_ids import as_raw
+from jaxrec.ragged.shared_bags import capacities_of_samples, demands_of_samples, ordered_inverse
 
 
 class Packed(NamedTuple):
@@ -26,16 +27,23 @@ class Packed(NamedTuple):
     capacities: tuple[int, ...]
     strides: tuple[int, ...]
     slot_keys: tuple[str, ...] = ()
+    sample_capacities: tuple[int, ...] = ()
 
 
 class PackOptions(TypedDict, total=False):
     """Options of the constructors of a `KeyedJaggedArray` from host data.
 
     Attributes:
-        inverse_indices: ``[keys, batch]`` integers, the bag of each sample; features may then have
+        inverse_indices: The bag of each sample: ``[keys, batch]`` integers, or ``[batch]`` for each
+            feature by name, or TorchRec's pair ``(names, [keys, batch])``. Features may then have
             different numbers of bags. Without it bag ``b`` is sample ``b``'s.
         capacities: Capacity of some keys' segments by name, or of all in order. Other keys get
             `capacity_for` their ids. `jaxrec.Packer` chooses them for a whole run.
+        sample_capacities: Where samples share bags, capacity of some keys by name, or of all in
+            order, once each sample has ids of its own (`KeyedJaggedArray.expanded`). Other keys get
+            their own capacity, doubled as often as needed. A loop that pins ``capacities`` pins
+            these, too, or a batch whose samples share more compiles anew. `jaxrec.Packer` chooses
+            both.
         bounds: Number of ids of the features' tables, by name; ids must be below it. Ids of a
             feature without a bound must fit int32.
         bounds_mode: ``"raise"`` on an id outside (the default), ``"clamp"`` it to 0 with one
@@ -51,6 +59,7 @@ class PackOptions(TypedDict, total=False):
 
     inverse_indices: Any | None
     capacities: Mapping[str, int] | Sequence[int] | None
+    sample_capacities: Mapping[str, int] | Sequence[int] | None
     bounds: Mapping[str, int] | None
     bounds_mode: BoundsMode
     id_bits: Literal[32, 64]
@@ -75,6 +84,7 @@ def pack(
     varied_strides: bool = False,
     inverse_indices: Any | None = None,
     capacities: Mapping[str, int] | Sequence[int] | CapacityMemory | None = None,
+    sample_capacities: Mapping[str, int] | Sequence[int] | None = None,
     bounds: Mapping[str, int] | None = None,
     bounds_mode: str = "raise",
     id_bits: int = 32,
@@ -86,8 +96,8 @@ def pack(
         columns: Their data.
         varied_strides: Whether the columns may have different numbers of bags without
             ``inverse_indices``.
-        inverse_indices, bounds, bounds_mode, id_bits: See `PackOptions`.
-        capacities: See `PackOptions`; or a memory, which chooses them.
+        inverse_indices, sample_capacities, bounds, bounds_mode, id_bits: See `PackOptions`.
+        capacities: See `PackOptions`; or a memory, which chooses both kinds.
 
     Raises:
         ValueError: A key occurs twice, numbers of bags differ, some but not all features are
@@ -118,21 +128,27 @@ def pack(
     columns = list(check_columns(by_key, bounds, bounds_mode, id_bits).values())
     needed = [column.values.size for column in columns]
     if isinstance(capacities, CapacityMemory):
-        samples = max(strides, default=0)
         if inverse_indices is not None:  # with as many bags as samples the number never changes
-            samples = inverse_indices.shape[1]
-            columns = [_with_bags(column, samples) for column in columns]
+            columns = [_with_bags(column, inverse_indices.shape[1]) for column in columns]
             strides = tuple(column.lengths.size for column in columns)
-        capacities = capacities.fit(keys, samples, needed, [column.lengths for column in columns])
+        of_bags = [column.lengths for column in columns]
+        capacities, sample_capacities = capacities.of_batch(keys, of_bags, inverse_indices)
     capacities = pinned_capacities(keys, needed, capacities)
+    lengths = _joined([column.lengths for column in columns], np.int32)
+    of_samples: tuple[int, ...] = ()
+    if inverse_indices is not None:
+        of_samples = pinned_sample_capacities(
+            keys, lengths, inverse_indices, strides, capacities, sample_capacities
+        )
     return Packed(
         values=as_raw(_padded([column.values for column in columns], capacities, id_type)),
-        lengths=_joined([column.lengths for column in columns], np.int32),
+        lengths=lengths,
         weights=_padded_weights(keys, columns, capacities) if any(weighted) else None,
         inverse_indices=inverse_indices,
         keys=keys,
         capacities=capacities,
         strides=strides,
+        sample_capacities=of_samples,
     )
 
 
@@ -204,6 +220,30 @@ def pinned_capacities(
     return pinned
 
 
+def pinned_sample_capacities(
+    keys: Sequence[str],
+    lengths: np.ndarray,
+    inverse: np.ndarray,
+    strides: Sequence[int],
+    capacities: Sequence[int],
+    given: Mapping[str, int] | Sequence[int] | None,
+) -> tuple[int, ...]:
+    """Return the capacity of each key once each sample has ids of its own.
+
+    Raises:
+        ValueError: A given one is too small, is for a key that is not there, or they are too many.
+    """
+    of_samples = capacities_of_samples(lengths, inverse, strides, capacities)
+    if given is None:
+        return of_samples
+    if isinstance(given, Mapping):
+        given = dict(zip(keys, of_samples, strict=True)) | dict(given)
+    try:
+        return pinned_capacities(keys, demands_of_samples(lengths, inverse, strides), given)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"sample_capacities, the ids of all samples: {error}") from None
+
+
 def _padded(
     arrays: Sequence[np.ndarray], capacities: Sequence[int], dtype: np.typing.DTypeLike
 ) -> np.ndarray:
@@ -256,7 +296,7 @@ def checked_inverse(keys: Sequence[str], strides: Sequence[int], inverse: Any) -
         TypeError: They are not integers.
         ValueError: The shape is wrong, or a feature has no such bag.
     """
-    inverse = integers("inverse_indices", "bag number", inverse)
+    inverse = integers("inverse_indices", "bag number", ordered_inverse(keys, inverse))
     if inverse.ndim != 2 or inverse.shape[0] != len(keys):
         raise ValueError(
             f"inverse_indices has shape {inverse.shape}; expected [{len(keys)} keys, batch]"

@@ -11,8 +11,6 @@ import numpy as np
 from jaxtyping import Array, Int, Int32, Shaped
 
 from jaxrec.ragged.arrays import AnyArray, require_one_batch, take, to_device
-from jaxrec.ragged.bag_layout import bag_ids, bag_starts
-from jaxrec.ragged.bounds import BAD_ID
 from jaxrec.ragged.keyed_jagged import KeyedJaggedArray
 from jaxrec.ragged.offsets import complete_cumsum, offsets_range, segment_ids
 from jaxrec.ragged.packing import pinned_capacities
@@ -52,14 +50,14 @@ def jagged_index_select(
         ([2, 3, 1, 2, 3, 0], [2, 1, 2])
     """
     _check_indices(indices, lengths.shape[0])
-    lengths, indices = jnp.asarray(lengths).astype(jnp.int32), jnp.asarray(indices)
-    indices = jnp.where(indices < 0, lengths.shape[0], indices)
-    out_lengths = take(lengths, indices)
+    bags, indices = jnp.asarray(lengths).astype(jnp.int32), jnp.asarray(indices)
+    indices = jnp.where(indices < 0, bags.shape[0], indices)
+    out_lengths = take(bags, indices)
     (capacity,) = _checked_capacities(
         ("values",), out_lengths[None], None if capacity is None else [capacity]
     )
     out_offsets = complete_cumsum(out_lengths)
-    source = take(take(complete_cumsum(lengths), indices), segment_ids(out_offsets, capacity))
+    source = take(take(complete_cumsum(bags), indices), segment_ids(out_offsets, capacity))
     source = source + offsets_range(out_offsets, capacity)
     source = jnp.where(jnp.arange(capacity) < out_offsets[-1], source, values.shape[0])
     return take(to_device(values), source), out_lengths
@@ -100,51 +98,33 @@ def keyed_jagged_index_select(
     """
     require_one_batch(features.lengths, "keyed_jagged_index_select")
     _check_indices(indices, features.batch_size)
-    ids, indices = to_device(features.values), jnp.asarray(indices)
+    indices = jnp.asarray(indices)
     if features.inverse_indices is not None:
         inverse_indices = jnp.asarray(features.inverse_indices)[:, indices]
-        return dataclasses.replace(features, inverse_indices=inverse_indices)
+        is_traced = isinstance(inverse_indices, jax.core.Tracer)
+        sample_capacities = features.sample_capacities if is_traced else ()
+        return dataclasses.replace(
+            features, inverse_indices=inverse_indices, sample_capacities=sample_capacities
+        )
     if len(set(features.strides)) > 1:
         raise ValueError(
             f"keys have different numbers of bags, {features.strides}, and no inverse_indices say "
             "which sample has which"
         )
-    indices = jnp.where(indices < 0, features.batch_size, indices)
-    by_key = (len(features.keys), features.batch_size)
-    lengths = jnp.asarray(features.lengths).reshape(by_key)
-    lengths = lengths.at[:, indices].get(mode="fill", fill_value=0)
+    bags = jnp.broadcast_to(indices, (len(features.keys), indices.shape[0]))
+    by_key = jnp.asarray(features.lengths).reshape(len(features.keys), features.batch_size)
+    lengths = by_key.at[:, jnp.where(indices < 0, features.batch_size, indices)].get(
+        mode="fill", fill_value=0
+    )
     if isinstance(lengths, jax.core.Tracer) and not isinstance(capacities, Sequence):
         capacities = features.capacity_per_key | dict(capacities or {})
     new_capacities = _checked_capacities(features.keys, lengths, capacities)
 
-    limits = np.array(new_capacities, np.int32)[:, None]
-    ends = jnp.cumsum(lengths, axis=1, dtype=jnp.int32)
-    fitting_ends = jnp.pad(jnp.minimum(ends, limits), [(0, 0), (1, 0)])
-    fitting = jnp.diff(fitting_ends, axis=1).reshape(-1)
-    strides = (indices.shape[0],) * len(features.keys)
-    bags = bag_ids(fitting, strides, new_capacities)
-    starts = bag_starts(features.lengths, features.strides, features.capacities).reshape(by_key)
-    starts = starts[:, indices].reshape(-1)
-    shifts = take(starts - bag_starts(fitting, strides, new_capacities), bags)
-    source = jnp.arange(sum(new_capacities), dtype=jnp.int32) + shifts
-    source = jnp.where(bags < fitting.shape[0], source, ids.shape[0])
-    lost = jnp.repeat(ends[:, -1:] > limits, indices.shape[0], axis=1).reshape(-1)
-    lost = take(lost, bags, fill_value=False)
-    values = take(ids, source)
-    weights = features.weights
-    if weights is not None:
-        weights = take(jnp.asarray(weights), source)
-        weights = jnp.where(lost, jnp.asarray(jnp.nan, weights.dtype), weights)
-    return KeyedJaggedArray(
-        jnp.where(lost, BAD_ID, values),
-        fitting,
-        weights,
-        None,
-        features.keys,
-        new_capacities,
-        strides,
-        features.slot_keys,
-    )
+    # The samples that are picked share the bags of the batch; then each gets its own.
+    ids = to_device(features.values)
+    return features._with(
+        values=ids, inverse_indices=bags, sample_capacities=new_capacities
+    ).expanded()
 
 
 def _check_indices(indices: Int[AnyArray, " selected"], count: int) -> None:

@@ -313,7 +313,8 @@ class Trainer:
 
         Raises:
             NotFiniteError: The loss or a gradient of more than ``max_skipped`` steps in a row is
-                not finite; the error names an id outside its table if there is one.
+                not finite; the error names an id outside its table if there is one. Up to two later
+                steps are under way by then; those that are finite are applied and counted.
             TypeError: The loss takes or returns something else, or a batch has no numbers.
             ValueError: There are no batches, or a batch has more samples than ``batch_size``.
             Exception: Any exception of the batches, the stages or a callback.

@@ -260,6 +260,38 @@ def test_a_batch_without_samples_of_sequences():
     np.testing.assert_array_equal(collection.table("a"), before)
 
 
+class TestWeightsThatAreNotUsed:
+    MESSAGE = r"the batch has weights, .* the tables 'a' is not weighted: the bags of 'a', 'b' are"
+
+    def collection(self, **options):
+        return jaxrec.EmbeddingBagCollection(
+            [Bag("a", 6, 2, feature_names=("a", "b"))], rngs=nnx.Rngs(0), **options
+        )
+
+    def batch(self):
+        both = {"a": [[1, 2]], "b": [[3]]}
+        return jaxrec.KeyedJaggedArray.from_lists(both, {"a": [[0.5, 2.0]], "b": [[1.0]]})
+
+    def test_a_collection_says_so_when_it_is_traced(self):
+        model, batch = self.collection(), self.batch()
+        look_up = nnx.jit(lambda model, batch: model(batch).values)
+        with pytest.warns(UserWarning, match=self.MESSAGE):
+            pooled = look_up(model, batch)
+        without = dataclasses.replace(batch, weights=None)
+        np.testing.assert_array_equal(pooled, look_up(model, without))
+        look_up(self.collection(is_weighted=True), batch)
+
+    def test_the_functional_core_says_so(self):
+        tables = self.collection().tables.get_value()
+        with pytest.warns(UserWarning, match=self.MESSAGE):
+            jaxrec.embed.lookup(tables, self.batch())
+        jaxrec.embed.lookup(tables, self.batch(), is_weighted=True)
+
+    def test_sequences_leave_weights_to_the_model(self):
+        config = jaxrec.EmbeddingConfig("a", 6, 2)
+        jaxrec.EmbeddingCollection([config], rngs=nnx.Rngs(0))(self.batch())
+
+
 def test_features_of_different_numbers_of_bags_need_inverse_indices():
     batch = jaxrec.KeyedJaggedArray.from_lengths(["a", "b"], [1, 2, 3], [1, 1, 1], strides=[2, 1])
     collection = jaxrec.EmbeddingBagCollection([Bag("a", 6, 2), Bag("b", 6, 2)], rngs=nnx.Rngs(0))

@@ -87,9 +87,11 @@ def place(case, call, mesh):
 
     counts, cotangents = {}, {}
     for table, feature in call.cotangents:
-        bags = call.bags[feature]
+        bags = call.bags_of_samples(feature)
         parts = [bags[start : start + samples] for start in range(0, case.samples, samples)]
         counts[case.key(table, feature)] = [sum(map(len, part)) for part in parts]
+    if batch.sample_capacities:
+        room = dict(zip(batch.keys, batch.sample_capacities, strict=True))
     for (table, feature), values in call.cotangents.items():
         key = case.key(table, feature)
         whole = np.zeros((DEVICES, room[feature], values.shape[1]), np.float32)

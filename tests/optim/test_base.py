@@ -173,6 +173,23 @@ def test_gradients_of_zero_are_harmless(optimizer, rows):
 
 
 @ALL
+def test_squares_beyond_float32_show(optimizer):
+    """A row never stops for ever with infinite state: it moves, or is NaN as by NaN gradients."""
+    large = jnp.full((2, 4), 1e30)
+    rows, _ = train(optimizer, jnp.ones((2, 4)), [large])
+    assert optimizer.largest_gradient == (2.0**50 if optimizer.squares_gradients else np.inf)
+    if optimizer.squares_gradients:
+        assert np.isnan(rows).all()
+    else:
+        assert (np.asarray(rows) < -1e25).all()
+    bounded = dataclasses.replace(optimizer, max_norm=1.0)
+    assert bounded.largest_gradient == 2.0**50
+    assert np.isnan(train(bounded, jnp.ones((2, 4)), [large])[0]).all()
+    clipped = dataclasses.replace(optimizer, clip_value=0.5)
+    assert clipped.largest_gradient == np.inf
+
+
+@ALL
 def test_rate_is_a_schedule_of_the_step(optimizer):
     schedule = optax.piecewise_constant_schedule(0.5, {2: 0.1})
     scheduled = dataclasses.replace(optimizer, learning_rate=schedule)

@@ -36,6 +36,19 @@ def test_clip_norm_is_per_table():
     np.testing.assert_allclose(table, expected, rtol=1e-6, atol=1e-12)
 
 
+def test_a_norm_beyond_float32_shows():
+    """No factor of zero stops the table without a word."""
+    table, _ = fused_update(
+        jnp.ones((2, 2)),
+        {},
+        per_id([1]),
+        jnp.full((1, 2), 1e30),
+        optim.sgd(1.0, clip_norm=1.0),
+        jnp.int32(0),
+    )
+    np.testing.assert_array_equal(table, [[1, 1], [np.nan, np.nan]])
+
+
 def test_clip_norm_scales_as_torchrec_does():
     gradients = np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)
     rows = np.array([5, 1, 5, 0, 2, 2, 2, 5])

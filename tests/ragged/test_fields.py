@@ -47,7 +47,7 @@ def test_the_arrays_of_torchrec_are_packed():
     assert batch["b"].weights_to_lists() == [[2.0], [3.0, 4.0]]
     assert batch.capacities == (8, 8)
     config = jaxrec.EmbeddingBagConfig("t", 6, 2, ["a", "b"])
-    collection = jaxrec.EmbeddingBagCollection([config], rngs=nnx.Rngs(0))
+    collection = jaxrec.EmbeddingBagCollection([config], is_weighted=True, rngs=nnx.Rngs(0))
     assert collection(batch).values.shape == (2, 4)
     varied = KeyedJaggedArray(keys=["a", "b"], values=[1, 2], lengths=[1, 1, 0], strides=[1, 2])
     assert varied.to_lists() == {"a": [[1]], "b": [[2], []]}

@@ -41,6 +41,21 @@ class RowFormat(abc.ABC):
     def unpack(self, packed: Shaped[Array, "n width"], dim: int) -> Float[Array, "n dim"]:
         """Return stored rows of ``dim`` columns in float32; traced."""
 
+    def take_columns(
+        self, packed: Shaped[Array, "n width"], dim: int, columns: tuple[int, int]
+    ) -> Shaped[Array, "n part_width"] | None:
+        """Return some columns of stored rows as they are stored; traced.
+
+        They unpack to the same numbers, with the scale of the whole row: packing them again may
+        round them. None, the default: they have to be packed anew.
+
+        Args:
+            packed: The stored rows.
+            dim: Number of columns of the whole rows.
+            columns: The first of the columns and the one after the last.
+        """
+        return None
+
     def pack_at_random(
         self, rows: Float[Array, "n dim"], noise: UInt32[Array, "n dim"]
     ) -> Shaped[Array, "n width"]:

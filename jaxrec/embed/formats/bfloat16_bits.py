@@ -6,7 +6,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, UInt16, UInt32
+from jaxtyping import Array, Float, Shaped, UInt16, UInt32
 
 from jaxrec.embed.formats.base import RowFormat
 from jaxrec.embed.formats.rounding import FloatGrid
@@ -25,6 +25,11 @@ class BFloat16Bits(RowFormat):
 
     def width(self, dim: int) -> int:
         return dim
+
+    def take_columns(
+        self, packed: Shaped[Array, "n dim"], dim: int, columns: tuple[int, int]
+    ) -> Shaped[Array, "n part_dim"]:
+        return packed[:, slice(*columns)]
 
     def pack(self, rows: Float[Array, "n dim"]) -> UInt16[Array, "n dim"]:
         return jax.lax.bitcast_convert_type(rows.astype(jnp.bfloat16), jnp.uint16)

@@ -6,7 +6,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, UInt8
+from jaxtyping import Array, Float, Shaped, UInt8
 
 from jaxrec.embed.formats.base import RowFormat
 
@@ -40,6 +40,11 @@ class Float8Rows(RowFormat):
 
     def width(self, dim: int) -> int:
         return dim
+
+    def take_columns(
+        self, packed: Shaped[Array, "n dim"], dim: int, columns: tuple[int, int]
+    ) -> Shaped[Array, "n part_dim"]:
+        return packed[:, slice(*columns)]
 
     def pack(self, rows: Float[Array, "n dim"]) -> UInt8[Array, "n dim"]:
         bits = jax.lax.bitcast_convert_type(rows.astype(jnp.float32), jnp.uint32)

@@ -45,6 +45,11 @@ class Fused8Rows(RowFormat):
         floats = jax.lax.bitcast_convert_type(trailer, jnp.float32)
         return packed[:, :dim].astype(jnp.float32) * floats[:, :1] + floats[:, 1:]
 
+    def take_columns(
+        self, packed: UInt8[Array, "n width"], dim: int, columns: tuple[int, int]
+    ) -> UInt8[Array, "n part_width"]:
+        return jnp.concatenate([packed[:, slice(*columns)], packed[:, dim:]], axis=1)
+
 
 def as_bytes(floats: Float[Array, "n 1"]) -> UInt8[Array, "n 4"]:
     """Return the bytes of a float32 of each row."""

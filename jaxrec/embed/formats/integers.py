@@ -73,6 +73,12 @@ class IntegerRows(RowFormat):
         scale, offset = halves[:, :1], halves[:, 1:]
         return self._split(packed[:, HEADER_BYTES:])[:, :dim].astype(jnp.float32) * scale + offset
 
+    def take_columns(
+        self, packed: UInt8[Array, "n width"], dim: int, columns: tuple[int, int]
+    ) -> UInt8[Array, "n part_width"]:
+        codes = self._split(packed[:, HEADER_BYTES:])[:, slice(*columns)]
+        return jnp.concatenate([packed[:, :HEADER_BYTES], self._join(codes)], axis=1)
+
     def scale_last(self, packed: UInt8[Array, "n width"]) -> UInt8[Array, "n width"]:
         """Return stored rows with the scale and the offset behind the codes."""
         return jnp.roll(packed, -HEADER_BYTES, axis=1)

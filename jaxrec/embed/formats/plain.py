@@ -31,6 +31,11 @@ class PlainRows(RowFormat):
     def width(self, dim: int) -> int:
         return dim
 
+    def take_columns(
+        self, packed: Shaped[Array, "n dim"], dim: int, columns: tuple[int, int]
+    ) -> Shaped[Array, "n part_dim"]:
+        return packed[:, slice(*columns)]
+
     def pack(self, rows: Float[Array, "n dim"]) -> Shaped[Array, "n dim"]:
         return rows.astype(self.dtype)
 

@@ -66,6 +66,18 @@ class ScaledFloat8Rows(RowFormat):
             scales = jnp.repeat(scales, self.block, axis=1)[:, :dim]
         return _decode(packed[:, :dim], self.code) * scales
 
+    def take_columns(
+        self, packed: UInt8[Array, "n width"], dim: int, columns: tuple[int, int]
+    ) -> UInt8[Array, "n part_width"] | None:
+        first, stop = columns
+        size = dim if self.block is None else self.block
+        starts = range(first, stop, size)
+        blocks = [start // size for start in starts]
+        if blocks != [(min(start + size, stop) - 1) // size for start in starts]:
+            return None  # columns of two blocks would share a scale
+        scales = packed[:, dim:].reshape(packed.shape[0], -1, 4)[:, np.array(blocks)]
+        return jnp.concatenate([packed[:, first:stop], scales.reshape(packed.shape[0], -1)], axis=1)
+
     def _pack(
         self, rows: Float[Array, "n dim"], noise: UInt32[Array, "n dim"] | None
     ) -> UInt8[Array, "n width"]:

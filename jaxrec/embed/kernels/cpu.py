@@ -61,6 +61,15 @@ _RULES: dict[type[RowOptimizer], tuple[int, tuple[str, ...]]] = {
 _DECAYS = {"none": 0, "l2": 1, "decoupled": 2}
 
 
+def library_targets() -> dict[str, str]:
+    """Return the targets that XLA calls in the library, and the symbol of each."""
+    targets: dict[str, str] = {}
+    for name in (*PRIMITIVES, *TARGETS):
+        if name in globals():
+            targets |= target_symbols(name)
+    return targets
+
+
 @functools.cache
 def _load() -> ctypes.CDLL | str:
     """Load the native library and register its functions with XLA, or return why there is none."""
@@ -70,10 +79,7 @@ def _load() -> ctypes.CDLL | str:
             "in a checkout by `pip install -e .`"
         )
     library = ctypes.CDLL(str(_LIBRARY))
-    targets: dict[str, str] = {}
-    for name in (*PRIMITIVES, *TARGETS):
-        if name in globals():
-            targets |= target_symbols(name)
+    targets = library_targets()
     if lacking := [target for target, symbol in targets.items() if not hasattr(library, symbol)]:
         return (
             f"the native library lacks {', '.join(lacking)}, as it was built from another version "

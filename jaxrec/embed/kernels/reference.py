@@ -22,6 +22,7 @@ from jaxrec.embed.kernels.rounding import random_bits, round_rows
 from jaxrec.embed.kernels.stretches import sum_by_table, sum_stretches
 from jaxrec.optim.base import RowOptimizer
 from jaxrec.optim.hyperparameter import Step, resolve
+from jaxrec.optim.norm import root
 
 
 def refuse(primitive: str, arguments: Mapping[str, Any]) -> str | None:
@@ -370,5 +371,5 @@ def norm_factors(
     squares = jnp.where(rows < num_rows, squares, 0)
     starts = jnp.asarray(table_starts[1:], jnp.int32)
     table = jnp.searchsorted(starts, rows, side="right", method="scan_unrolled")
-    norms = jnp.sqrt(sum_by_table(squares, table, len(table_starts)))
+    norms = root(sum_by_table(squares, table, len(table_starts)))
     return jnp.minimum(1, bound / (norms + 1e-6))[table]

@@ -12,6 +12,7 @@ from jaxrec.embed.kernels.stretches import sum_by_table
 from jaxrec.embed.row_gradients import RowGradients
 from jaxrec.mesh.channel import Channel
 from jaxrec.mesh.placed_group import PlacedGroup
+from jaxrec.optim.norm import root
 
 
 def table_squares(
@@ -62,5 +63,5 @@ def clip_factors(
         clip_norm: The bound.
         channel: Channel to the other devices.
     """
-    norms = jnp.sqrt(jax.lax.psum(squares, channel.axes))
+    norms = root(jax.lax.psum(squares, channel.axes))
     return jnp.minimum(1, clip_norm / (norms + 1e-6))

@@ -17,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from jaxrec.arguments import ConfigError, parse
 from jaxrec.atomic import write_atomically
-from jaxrec.data import DataError, ParquetGroups
+from jaxrec.data import DataError, ParquetGroups, Vocabulary
 from jaxrec.data.common_types import CommonTypes
 from jaxrec.data.files import key_column, key_types, keys_of, parquet_files
 from jaxrec.data.parquet_file import open_parquet
@@ -125,6 +125,8 @@ def _scores(
     kept = _kept_types(paths, options.keep)
     types = key_types(paths)
     for name, vocabulary in served.encoder.vocabularies.items():
+        if not isinstance(vocabulary, Vocabulary):
+            continue
         if name in types and not pa.types.is_integer(vocabulary.values.type):
             types[name] = pa.string()
     for path in paths:

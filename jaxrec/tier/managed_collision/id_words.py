@@ -43,6 +43,7 @@ class IdWords:
     keys: tuple[str, ...] = dataclasses.field(metadata={"static": True})
     capacities: tuple[int, ...] = dataclasses.field(metadata={"static": True})
     strides: tuple[int, ...] = dataclasses.field(metadata={"static": True})
+    sample_capacities: tuple[int, ...] = dataclasses.field(default=(), metadata={"static": True})
 
     @property
     def segments(self) -> dict[str, slice]:
@@ -82,6 +83,7 @@ class IdWords:
             self.keys,
             self.capacities,
             self.strides,
+            sample_capacities=self.sample_capacities,
         )
 
 
@@ -162,6 +164,7 @@ def _with_words(features: KeyedJaggedArray, words: Any, hour: Any) -> IdWords:
         features.keys,
         features.capacities,
         features.strides,
+        features.sample_capacities,
     )
 
 

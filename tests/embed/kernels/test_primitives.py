@@ -223,6 +223,24 @@ def test_a_batch_without_samples_updates_nothing(implementation):
     np.testing.assert_array_equal(kernels.sum_rows(lookups, jnp.zeros((0, 2)), 4), 0 * table)
 
 
+@pytest.mark.parametrize(
+    "optimizer",
+    ["adagrad", "rowwise_adagrad", "adam", "partial_rowwise_adam", "adagrad_max_norm"],
+)
+def test_squares_beyond_float32_show(implementation, optimizer):
+    """Rows of infinite state would never move again; other rows keep their numbers."""
+    optimizer, table = OPTIMIZERS[optimizer], jnp.ones((40, 20))
+    lookups = Lookups(jnp.arange(38, dtype=jnp.int32), None, None)
+    gradients = jnp.ones((38, 20)).at[7].set(1e30).at[9].set(jnp.float32(2**50))
+    state = optimizer.init(*table.shape)
+    new, _ = kernels.fused_update(table, state, lookups, gradients, optimizer, jnp.int32(0))
+    is_nan = np.isnan(new).all(axis=1)
+    assert np.flatnonzero(is_nan).tolist() == [7]
+    assert np.isfinite(new[~is_nan]).all()
+    assert (new[:38][~is_nan[:38]] != 1).all()
+    np.testing.assert_array_equal(new[38:], 1)
+
+
 def check_update(this: Case, optimizer: optim.RowOptimizer) -> None:
     """Two steps, so that the second begins with a state."""
     table, state = this.table, optimizer.init(*this.table.shape)

@@ -14,6 +14,13 @@ JAXREC_INLINE Bits random_bits(uint32_t row, uint32_t column, uint32_t step) {
   return mix(rows + columns * 0x85EBCA77u);
 }
 
+// The square roots of sums of squares plus `eps`, NaN for a sum that float does not hold: divided by
+// infinity, a step is zero, and the row would never move again, without a word. An infinite sum times
+// zero is NaN.
+JAXREC_INLINE Vec shifted_root(Vec squares, float eps) {
+  return square_root(squares) + (squares * 0.0f + eps);
+}
+
 JAXREC_INLINE Vec absolute(Vec x) { return as_floats(as_bits(x) & 0x7FFFFFFF); }
 
 // A value of the 16-bit type T above or below x, as rounding.py chooses it: adding random bits
@@ -77,8 +84,10 @@ struct RowWriter {
   }
   JAXREC_MEMBER void finish(int64_t dim) {
     if (!keeps) return;
-    float norm = __builtin_sqrtf(total(squares));
-    float scale = norm > step.max_norm ? step.max_norm / norm : 1.0f;
+    const float infinity = __builtin_inff(), sum = total(squares);
+    const float norm = sum < infinity ? __builtin_sqrtf(sum) : __builtin_nanf("");
+    const bool is_within = step.max_norm == infinity || norm <= step.max_norm;
+    const float scale = is_within ? 1.0f : step.max_norm / norm;
     write_kept<T>(row, index, step, kept, scale, dim);
   }
 };
@@ -152,7 +161,7 @@ void apply_adagrad(const Table& table, const Step& step, const Together& togethe
       Vec g = load(F32{}, gradient + column, Whole{});
       Vec sum = load(F32{}, accumulator + column, extent) + g * g;
       store(F32{}, accumulator + column, sum, extent);
-      Vec move = step.rate * g / (square_root(sum) + step.eps);
+      Vec move = step.rate * g / shifted_root(sum, step.eps);
       writer.put(column, load(T{}, row + column, extent) - move, extent);
     });
     writer.finish(table.dim);
@@ -178,7 +187,7 @@ void apply_rowwise_adagrad(const Table& table, const Step& step, const Together&
   for (int r = 0; r < together.count; ++r) step.first[together.rows[r]] = rates[r];
   for (int r = 0; r < kMostTogether; r += kWidth) {
     Vec sums = load(F32{}, rates + r, Whole{});
-    store(F32{}, rates + r, step.rate / (square_root(sums) + step.eps), Whole{});
+    store(F32{}, rates + r, step.rate / shifted_root(sums, step.eps), Whole{});
   }
   for (int r = 0; r < together.count; ++r) {
     auto* row = row_at<T>(table, together.rows[r]);
@@ -226,7 +235,7 @@ void apply_adam(const Table& table, const Step& step, const Together& together) 
         v = step.b2 * load(F32{}, second + column, extent) + step.rest2 * (g * g);
         store(F32{}, second + column, v, extent);
       }
-      Vec direction = m / share1 / (square_root(v / share2) + step.eps);
+      Vec direction = m / share1 / shifted_root(v / share2, step.eps);
       writer.put(column, w - step.rate * (direction + step.weight_decay * w), extent);
     });
     writer.finish(dim);
