@@ -57,7 +57,8 @@ def jagged_index_select(
         ("values",), out_lengths[None], None if capacity is None else [capacity]
     )
     out_offsets = complete_cumsum(out_lengths)
-    source = take(take(complete_cumsum(bags), indices), segment_ids(out_offsets, capacity))
+    starts = take(jnp.asarray(complete_cumsum(bags)), indices)
+    source = take(starts, segment_ids(out_offsets, capacity))
     source = source + offsets_range(out_offsets, capacity)
     source = jnp.where(jnp.arange(capacity) < out_offsets[-1], source, values.shape[0])
     return take(to_device(values), source), out_lengths
