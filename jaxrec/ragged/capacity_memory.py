@@ -168,10 +168,11 @@ class CapacityMemory:
             likely = moments.likely_ids(samples, deviations)
             if not is_known:
                 likely = min(likely, _MOST_TIMES * needed + _AND_IDS)
-            if not is_fixed or needed > before > 0:
+            is_larger = not is_fixed or needed > before > 0
+            if is_larger:
                 likely = max(likely, (1 + headroom) * max(needed, before))
             capacity = max(needed, before, int(likely), self.capacities.get(key, 0))
-            if not (is_fixed and capacity):
+            if is_larger or not capacity:
                 capacity = max(1, -(-capacity // _MULTIPLE)) * _MULTIPLE
             size.append(min(capacity, INT32_BOUND - 1))
         return size

@@ -101,12 +101,16 @@ class RoutedSteps:
             return
         unread: collections.deque[Any] = collections.deque()
         for following in itertools.chain(batches, (None,)):
-            # The last step routes its own batch again.
-            result, demand = self._routed(batch, batch if following is None else following)
+            # The last step routes its own batch again, and so does one before a batch of another
+            # shape: a program for each pair of shapes would compile too often.
+            is_alike = following is not None and _shape(following) == _shape(batch)
+            result, demand = self._routed(batch, following if is_alike else batch)
             yield batch, result
             if following is None:
                 return
             batch = following
+            if not is_alike:
+                self._route(batch)
             unread.append(demand)
             if len(unread) > MAX_UNREAD and self._capacities.observe(
                 jax.tree.map(on_host, unread.popleft())
@@ -129,3 +133,9 @@ class RoutedSteps:
 
     def _route_in_step(self, model: nnx.Module, batch: Any) -> dict[str, list[Ahead]]:
         return route_ahead(lambda model: self._forward(model, batch), model)
+
+
+def _shape(batch: Any) -> tuple[Any, list[Any]]:
+    """Return the structure of a batch and the shapes and types of its arrays."""
+    leaves, tree = jax.tree.flatten(batch)
+    return tree, list(map(jax.typeof, leaves))
