@@ -230,7 +230,13 @@ class Application:
 
     async def _example(self, request: Request) -> Response:
         self._check_host(request)
-        return self._json(200, self._predictor.columns.example())
+        # A line for each column, to be read and edited.
+        lines = [
+            b"  %s: %s" % (msgspec.json.encode(name), msgspec.json.encode(values))
+            for name, values in self._predictor.columns.example().items()
+        ]
+        content = b"{\n" + b",\n".join(lines) + b"\n}\n"
+        return self._respond(content, media_type=json_body.MEDIA_TYPE)
 
     async def _page(self, request: Request) -> Response:
         self._check_host(request)
