@@ -17,7 +17,7 @@ from tests.serve.artifact.edited import edit_programs, write_manifest
 from tests.serve.models import dlrm
 from tests.serve.record import RECORDED
 
-pytestmark = [pytest.mark.jax_version, pytest.mark.every_case]
+pytestmark = pytest.mark.jax_version
 
 
 @pytest.fixture
@@ -86,6 +86,7 @@ def test_arguments_and_results_are_those_of_the_manifest(model):
         load(model)
 
 
+@pytest.mark.slow
 def test_calls_of_jax_that_check_their_arguments_are_exported(tmp_path):
     """Linear algebra by LAPACK, and what XLA has names for."""
 
