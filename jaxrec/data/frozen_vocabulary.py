@@ -30,6 +30,10 @@ class FrozenVocabulary:
 
     ids: Int[np.ndarray, " size"]
 
+    def __len__(self) -> int:
+        """Number of known ids."""
+        return self.ids.size
+
     @property
     def num_embeddings(self) -> int:
         """Number of rows of the table."""
