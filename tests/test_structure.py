@@ -129,6 +129,7 @@ TESTED_BY = {
         "nn/swish",
         "nn/wide_deep",
     ),
+    "nn/test_interaction": ("nn/pair_derivatives",),
     "nn/test_multi_tower": (
         "mesh/towers",
         "nn/towers",

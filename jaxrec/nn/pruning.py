@@ -51,13 +51,14 @@ def first_addresses(num_ids: int, num_rows: int) -> Addresses:
 
 def count_uses(addresses: Addresses, column: JaggedArray) -> Addresses:
     """Add the occurrences of a column's ids; also of a column on a mesh."""
-    ones = jnp.ones_like(column.values, jnp.float32)
+    ids = jnp.asarray(column.values)
+    ones = jnp.ones_like(ids, jnp.float32)
     occurs = without_padding(ones, complete_cumsum(column.lengths))
 
     def count(ids: Array, occurs: Array, uses: Array) -> Array:
         return uses.at[ids].add(occurs, mode="drop")
 
-    uses = on_auto_axes(count, column.values, occurs, addresses.uses, is_replicated=True)
+    uses = on_auto_axes(count, ids, occurs, addresses.uses, is_replicated=True)
     return dataclasses.replace(addresses, uses=uses)
 
 

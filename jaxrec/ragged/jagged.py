@@ -209,7 +209,7 @@ class JaggedArray:
         def pad(lengths: Array, values: Array) -> Array:
             return jagged_to_padded_dense(values, complete_cumsum(lengths), size, padding_value)
 
-        dense = each_device(pad, self.lengths, to_device(values))
+        dense = each_device(pad, to_device(self.lengths), to_device(values))
         return dense if self.lengths.ndim == 1 else dense.reshape(-1, *dense.shape[2:])
 
     def _static_length(self, length: int | None) -> int:

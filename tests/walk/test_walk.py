@@ -27,7 +27,15 @@ from tests.walk.programs import program
 
 pytestmark = pytest.mark.jax_version
 
-EVERY_SETTING = pytest.mark.parametrize("setting", SETTINGS.values(), ids=list(SETTINGS))
+
+def slow_but_first(parameter, values):
+    """Parameters of which the first runs by default, and the others with ``--slow``."""
+    first, *others = values
+    slow = [pytest.param(values[name], marks=pytest.mark.slow, id=name) for name in others]
+    return pytest.mark.parametrize(parameter, [pytest.param(values[first], id=first), *slow])
+
+
+EVERY_SETTING = slow_but_first("setting", SETTINGS)
 RAGGED = {"each": EACH, "whole": WHOLE}
 
 
@@ -106,6 +114,7 @@ def test_operations_on_samples_over_a_mesh(setting):
     assert_equal(found, samples_on_one_device(), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("name", HOST)
 def test_operations_on_the_host(name):
     expected = HOST[name](batch_of())
@@ -115,7 +124,7 @@ def test_operations_on_the_host(name):
         np.testing.assert_array_equal(found, expected)
 
 
-EVERY_GROUP = pytest.mark.parametrize("kinds", modules.GROUPS.values(), ids=list(modules.GROUPS))
+EVERY_GROUP = slow_but_first("kinds", modules.GROUPS)
 
 
 def step_over_a_mesh(kinds, setting, mode="eval"):
