@@ -231,3 +231,19 @@ def test_time_bias_needs_timestamps():
 
 def test_time_buckets():
     assert time_bucket(jnp.array([-60, 60, 2**30]), 20).tolist() == [13, 13, 19]
+
+
+def test_second_derivatives_in_forward_mode_over_reverse_mode():
+    """As `jax.hessian` takes them, of a row of three elements and one of one."""
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((5, 1, 2)), jnp.float32)
+
+    def tiled(x):
+        return (jagged_attention(x, x, x, jnp.array([3, 1]), block_size=2) ** 2).sum()
+
+    def plain(x):
+        rows = x[:3, 0], x[3:4, 0]
+        attended = [jax.nn.softmax(row @ row.T * 2**-0.5) @ row for row in rows]
+        return sum((row**2).sum() for row in attended)
+
+    found, expected = (jax.jit(jax.hessian(loss))(x) for loss in (tiled, plain))
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
