@@ -39,9 +39,6 @@ class FrozenVocabulary:
         """Number of rows of the table."""
         return 1 + self.ids.size
 
-    def __len__(self) -> int:
-        return self.ids.size
-
     def __call__(self, ids: pa.Array) -> pa.Array:
         """Look up the row indices of raw ids.
 
