@@ -58,7 +58,8 @@ def _find_damage(directory: pathlib.Path) -> str:
     try:
         content = (directory / CHECKSUMS_FILE).read_bytes()
         files = json.loads(content)["files"]
-        is_whole = content == _content(files) and all(map(_is_entry, files.values()))
+        is_whole = isinstance(files, dict) and content == _content(files)
+        is_whole = is_whole and all(map(_is_entry, files.values()))
     except FileNotFoundError:
         return f"{CHECKSUMS_FILE} is missing"
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
@@ -96,7 +97,11 @@ def _find_damage(directory: pathlib.Path) -> str:
 
 def _is_entry(entry: Any) -> bool:
     """Return whether a file is described by its size and a list of checksums."""
-    return isinstance(entry, dict) and isinstance(entry.get("crc32"), list) and "bytes" in entry
+    return (
+        isinstance(entry, dict)
+        and isinstance(entry.get("crc32"), list)
+        and type(entry.get("bytes")) is int
+    )
 
 
 def _sizes(directory: pathlib.Path) -> dict[str, int]:
