@@ -17,7 +17,11 @@ from tests.fuzz import max_examples
 from tests.train.test_checkpoint import contents, make
 from tests.train.test_damage import STATE, assert_same, files_of, without_checksums
 
-pytestmark = pytest.mark.every_case
+pytestmark = [
+    pytest.mark.every_case,
+    # Orbax does not await its other reads after one that failed.
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +69,7 @@ FILES = [
 
 
 @pytest.mark.parametrize("file", FILES)
-@settings(max_examples=max_examples(5))
+@settings(max_examples=max_examples(3))
 @given(data=st.data())
 def test_edited_json(saved, tmp_path_factory, file, data):
     original, wanted, pair, undamaged = saved
@@ -83,7 +87,7 @@ def test_edited_json(saved, tmp_path_factory, file, data):
     checkpoint.restore(undamaged, *pair)
 
 
-@settings(max_examples=max_examples(5))
+@settings(max_examples=max_examples(3))
 @given(data=st.data())
 def test_damage_without_checksums(saved, tmp_path_factory, data):
     """As older versions wrote them: nothing but an error of ours, whatever Orbax raises."""

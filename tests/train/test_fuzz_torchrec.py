@@ -80,7 +80,7 @@ def folder(tmp_path_factory):
 @pytest.mark.parametrize(
     "name", ["x.npz", "compressed.npz", "x.pt", "dcp/.metadata", "dcp/__0_0.distcp"]
 )
-@settings(max_examples=max_examples(60))
+@settings(max_examples=max_examples(15))
 @given(data=st.data())
 def test_damaged_bytes(folder, name, data):
     """Whatever differs is found, since all numbers have checksums, or does not matter."""
@@ -113,7 +113,7 @@ HEADER = {
 CONTENT = np.arange(42, dtype=np.uint8).tobytes()
 
 
-@settings(max_examples=max_examples(60))
+@settings(max_examples=max_examples(30))
 @given(data=st.data())
 def test_safetensors(tmp_path_factory, data):
     """The numbers are those at the places that the header has, though it may be damaged."""
@@ -166,7 +166,7 @@ def elements_of(shape, strides, offset, elements):
     return NUMBERS[positions].reshape(shape)
 
 
-@settings(max_examples=max_examples(150))
+@settings(max_examples=max_examples(60))
 @given(
     shape=places,
     strides=places,
@@ -209,7 +209,7 @@ GLOBALS = st.sampled_from(
 )
 
 
-@settings(max_examples=max_examples(100))
+@settings(max_examples=max_examples(40))
 @given(data=st.data())
 def test_edited_pickles(tmp_path_factory, data):
     """Nodes are replaced, and the program itself is damaged, under a right checksum."""
@@ -246,7 +246,7 @@ def rows_of(shape, chunks, stored, files):
     return rows if (counts == 1).all() else None
 
 
-@settings(max_examples=max_examples(150))
+@settings(max_examples=max_examples(60))
 @given(data=st.data())
 def test_edited_shards(tmp_path_factory, data):
     """Sizes and places of shards and of their bytes are replaced by others."""

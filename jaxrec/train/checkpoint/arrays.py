@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import logging
 import os
 import pathlib
@@ -168,13 +167,7 @@ def _reader(path: pathlib.Path) -> Iterator[tuple[dict[str, Any], Callable[[Any,
             # Orbax raises a plain Exception where TensorStore cannot read.
             if type(error) is not Exception and not isinstance(error, _READ_ERRORS):
                 raise
-            problem = " ".join(str(error).split())[:200]
-            error.__traceback__ = error.__context__ = error.__cause__ = None
-        else:
-            return
-        # Reads that failed together are reported when they are collected: now, and not later.
-        gc.collect()
-    raise damaged(path, problem)
+            raise damaged(path, " ".join(str(error).split())[:200]) from None
 
 
 @contextlib.contextmanager
@@ -182,28 +175,25 @@ def quiet() -> Iterator[None]:
     """Silence Orbax's log, which repeats the errors that Orbax raises.
 
     After a failed write Orbax closes its event loop, and each concurrent write that ends later
-    raises "Event loop is closed" in a callback from C++. Concurrent reads that fail raise in
-    coroutines of Orbax that are not awaited. Python would print these errors by
+    raises "Event loop is closed" in a callback from C++. Python would print these errors by
     `sys.unraisablehook`.
     """
 
     def is_wanted(record: logging.LogRecord) -> bool:
         return "orbax" not in record.pathname
 
-    def without_late_errors(raised: Any) -> None:
-        code = getattr(raised.object, "cr_code", None)
-        is_read = code is not None and "orbax" in code.co_filename
-        if not is_read and str(raised.exc_value) != "Event loop is closed":
+    def without_late_writes(raised: Any) -> None:
+        if str(raised.exc_value) != "Event loop is closed":
             hook(raised)
 
     log, hook = logging.getLogger("absl"), sys.unraisablehook
     log.addFilter(is_wanted)
-    sys.unraisablehook = without_late_errors
+    sys.unraisablehook = without_late_writes
     try:
         yield
     finally:
         log.removeFilter(is_wanted)
-        if sys.unraisablehook is without_late_errors:
+        if sys.unraisablehook is without_late_writes:
             sys.unraisablehook = hook
 
 
