@@ -39,15 +39,6 @@ class Archive:
 
     Raises:
         OSError: The file cannot be read.
-
-    Example:
-        >>> import tempfile
-        >>> path = pathlib.Path(tempfile.mkdtemp(), "x.zip")
-        >>> with zipfile.ZipFile(path, "w") as file:
-        ...     file.writestr("a", "text")
-        >>> with Archive(path, "a zip file", ValueError) as archive:
-        ...     archive.names, archive.read("a", limit=100).tobytes()
-        (['a'], b'text')
     """
 
     def __init__(

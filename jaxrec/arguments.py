@@ -69,10 +69,6 @@ def read_yaml(text: str) -> Any:
 
     Raises:
         yaml.YAMLError: The text is not valid YAML, or a mapping has a key twice.
-
-    Example:
-        >>> read_yaml("data: {batch-size: 64}")
-        {'data': {'batch-size': 64}}
     """
     return yaml.load(text, _UniqueKeys)
 

@@ -22,14 +22,6 @@ def write_atomically(path: str | os.PathLike[str]) -> Iterator[pathlib.Path]:
 
     Raises:
         OSError: The file cannot be written.
-
-    Example:
-        >>> import tempfile
-        >>> path = pathlib.Path(tempfile.mkdtemp(), "results.txt")
-        >>> with write_atomically(path) as unfinished:
-        ...     _ = unfinished.write_text("auc 0.8")
-        >>> path.read_text(), unfinished.exists()
-        ('auc 0.8', False)
     """
     path = pathlib.Path(path)
     unfinished = path.with_name(f".{path.name}.unfinished")

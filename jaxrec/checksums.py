@@ -45,12 +45,7 @@ class Segment:
 
 
 def segments_of(file: str, size: int) -> list[Segment]:
-    """Cut a file of ``size`` bytes into segments of 64 MiB.
-
-    Example:
-        >>> [segment.size for segment in segments_of("rows.npy", (1 << 26) + 5)]
-        [67108864, 5]
-    """
+    """Cut a file of ``size`` bytes into segments of 64 MiB."""
     return [
         Segment(file, start, min(_SEGMENT_BYTES, size - start))
         for start in range(0, size, _SEGMENT_BYTES)

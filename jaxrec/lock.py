@@ -32,12 +32,6 @@ def lock(directory: str | os.PathLike[str], *, is_shared: bool = False) -> None:
     Raises:
         BlockingIOError: Another process has locked the directory, or this one has.
         OSError: The directory cannot be written.
-
-    Example:
-        >>> import tempfile
-        >>> directory = tempfile.mkdtemp()
-        >>> lock(directory)
-        >>> unlock(directory)
     """
     path = _path(directory)
     if path in _locks:

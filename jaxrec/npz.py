@@ -57,14 +57,6 @@ class NpzFile:
 
     Raises:
         OSError: The file cannot be read.
-
-    Example:
-        >>> import tempfile
-        >>> path = pathlib.Path(tempfile.mkdtemp(), "x.npz")
-        >>> np.savez_compressed(path, a=np.arange(3))
-        >>> with NpzFile(path, ValueError) as file:
-        ...     file.names, file.form("a").shape, file.read("a").tolist()
-        (['a'], (3,), [0, 1, 2])
     """
 
     def __init__(self, path: str | os.PathLike[str], error: type[Exception]) -> None:

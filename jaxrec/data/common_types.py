@@ -39,13 +39,6 @@ class CommonTypes:
         names: Names of the columns of a schema, which alone are compared; None: all that can be
             features, and all files must have them.
         exclude: Names of columns that are not compared.
-
-    Example:
-        >>> types = CommonTypes()
-        >>> types.add(pa.schema({"brand": pa.int64(), "city": pa.null()}), "a.parquet")
-        >>> types.add(pa.schema({"brand": pa.float64(), "city": pa.string()}), "b.parquet")
-        >>> types.schema.field("brand").type, types.mixed
-        (DataType(double), {'brand'})
     """
 
     def __init__(self, names: Collection[str] | None = None, exclude: Collection[str] = ()):

@@ -71,12 +71,6 @@ class ContiguousMap:
     Attributes:
         ids: ``[kept]``, ascending.
         numbers: ``[kept]`` int32, a permutation of 2, 3, 4, ...
-
-    Example:
-        >>> column = np.array([7, 5, 7, 9, 5], np.uint32)
-        >>> numbers = ContiguousMap.of(Appearances.count([column]), threshold=2)
-        >>> numbers(column).tolist(), numbers.num_rows
-        ([2, 3, 2, 1, 3], 4)
     """
 
     ids: Integer[np.ndarray, " kept"]

@@ -48,12 +48,6 @@ def parse_fields(lines: bytes | bytearray, rows: int) -> Fields | None:
 
     Returns:
         The columns; None if a line is not well-formed.
-
-    Example:
-        >>> line = b"\\t".join([b"1", *[b"-17"] * 13, *[b"0000001f"] * 26])
-        >>> labels, counts, hashes = parse_fields(line + b"\\n", 1)
-        >>> labels.tolist(), counts[0].tolist(), hashes[0].tolist()
-        ([1], [-17], [31])
     """
     columns = Fields(
         np.empty(rows, np.int32),

@@ -48,12 +48,7 @@ class ParquetFiles(NamedTuple):
 
 
 def natural_order(paths: Iterable[pathlib.Path]) -> list[pathlib.Path]:
-    """Sort paths by the numbers in their names.
-
-    Example:
-        >>> [p.name for p in natural_order(map(pathlib.Path, ["part.10", "part.2", "part.0"]))]
-        ['part.0', 'part.2', 'part.10']
-    """
+    """Sort paths by the numbers in their names."""
 
     def key(path: pathlib.Path) -> tuple[Any, str]:
         parts = [[(not w.isdecimal(), w.zfill(20)) for w in _words(part)] for part in path.parts]
@@ -133,12 +128,7 @@ def _walk(directory: pathlib.Path) -> Iterator[pathlib.Path]:
 
 
 def keys_of(path: str | os.PathLike[str]) -> dict[str, str | None]:
-    """Return the keys in the names of a file's directories; a missing key is None.
-
-    Example:
-        >>> keys_of("clicks/date=2024-03-01/country=C%C3%B4te/part-0.parquet")
-        {'date': '2024-03-01', 'country': 'Côte'}
-    """
+    """Return the keys in the names of a file's directories; a missing key is None."""
     keys: dict[str, str | None] = {}
     for part in pathlib.PurePath(path).parts[:-1]:
         name, is_key, value = part.partition("=")
@@ -149,12 +139,7 @@ def keys_of(path: str | os.PathLike[str]) -> dict[str, str | None]:
 
 
 def key_types(paths: Iterable[str | os.PathLike[str]]) -> dict[str, pa.DataType]:
-    """Return the Arrow types of the keys of files: int64 if all values are integers, else string.
-
-    Example:
-        >>> key_types(["day=1/city=Rome/a.parquet", "day=02/city=7/a.parquet"])
-        {'day': DataType(int64), 'city': DataType(string)}
-    """
+    """Return the Arrow types of the keys of files: int64 if all values are integers, or string."""
     types: dict[str, pa.DataType] = {}
     for path in paths:
         for name, value in keys_of(path).items():

@@ -22,10 +22,6 @@ class FrozenVocabulary:
 
     Attributes:
         ids: int64 ``[size]`` raw ids, ascending: integers themselves, and 64-bit hashes of strings.
-
-    Example:
-        >>> FrozenVocabulary(np.array([3, 7]))(pa.array([7, None, 5])).to_pylist()
-        [2, None, 0]
     """
 
     ids: Int[np.ndarray, " size"]

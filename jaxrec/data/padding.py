@@ -126,10 +126,6 @@ def num_samples(batch: Any) -> int:
 
     Raises:
         TypeError: The first leaf has no batch axis.
-
-    Example:
-        >>> num_samples((KeyedJaggedArray.from_lists({"user": [[7], [8, 9]]}), np.zeros(2)))
-        2
     """
     leaves = jax.tree.leaves(batch, is_leaf=_is_ragged)
     if not leaves:

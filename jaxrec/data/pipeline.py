@@ -228,11 +228,6 @@ def ordered_map(
 
     Raises:
         Exception: An exception of ``function`` is raised in place of the result.
-
-    Example:
-        >>> with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        ...     list(ordered_map(str, range(3), pool, ahead=2))
-        ['0', '1', '2']
     """
     pending: collections.deque[concurrent.futures.Future[Result]] = collections.deque()
     try:

@@ -93,14 +93,6 @@ def parse_lines(block: Block, path: pathlib.Path, *, skip: bool = False) -> RawC
 
     Raises:
         DataError: A line is malformed and ``skip`` is False.
-
-    Example:
-        >>> import tempfile
-        >>> path = pathlib.Path(tempfile.mkdtemp(), "day_0")
-        >>> _ = path.write_text("\\t".join(["1", *["17"] * 13, *["1f"] * 26]) + "\\n")
-        >>> rows = parse_lines(next(blocks_of_lines(path, 1 << 20)), path)
-        >>> rows.counts[0].tolist(), rows.hashes[0].tolist()
-        ([17], [31])
     """
     fields = parse_fields(block.lines, block.count)
     bad: list[BadLine] = []

@@ -19,11 +19,6 @@ def log_counts(counts: Int[np.ndarray, "*shape"]) -> Float[np.ndarray, "*shape"]
 
     Returns:
         float32.
-
-    Example:
-        >>> import numpy as np
-        >>> log_counts(np.array([-2, 0, 17])).round(2).tolist()
-        [0.0, 1.100000023841858, 3.0]
     """
     return np.log(np.maximum(counts, -2).astype(np.float32) + 3)
 
@@ -35,11 +30,6 @@ def log_counts_above(
 
     Returns:
         float32.
-
-    Example:
-        >>> import numpy as np
-        >>> log_counts_above(np.array([-1, 17]), -1).round(2).tolist()
-        [0.6899999976158142, 3.0]
     """
     return np.log((counts.astype(np.int64) - (smallest - 2)).astype(np.float32))
 
@@ -51,10 +41,5 @@ def table_ids(
 
     Returns:
         int32.
-
-    Example:
-        >>> import numpy as np
-        >>> table_ids(np.array([[0x68FD1E64, 0]]), (1000, 10)).tolist()
-        [[852, 0]]
     """
     return (hashes % np.array(table_rows, hashes.dtype)).astype(np.int32)

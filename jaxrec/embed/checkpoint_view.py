@@ -32,10 +32,6 @@ def part_rows(rows: int, parts: int) -> int:
 
     It is four binary digits followed by zeros: less than an eighth is padding, tables of like
     sizes share compiled programs, and parts divide into chunks of a file.
-
-    Example:
-        >>> [part_rows(rows, 8) for rows in (5, 128, 1000, 1_000_003)]
-        [1, 16, 128, 131072]
     """
     least = -(-rows // parts)
     unit = 1 << max(0, least.bit_length() - 4)

@@ -74,10 +74,6 @@ def row_indices(table: str, ids: Any, num_embeddings: int) -> np.ndarray:
     Raises:
         TypeError: The ids are not integers.
         ValueError: An id is outside the table, or ``ids`` has several axes.
-
-    Example:
-        >>> row_indices("item", [2, 0, 2], num_embeddings=3)
-        array([2, 0, 2])
     """
     array = as_ids(table, ids)
     if not array.size:

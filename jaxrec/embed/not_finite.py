@@ -105,14 +105,6 @@ def bad_id_of_batch(model: nnx.Module, batch: Any) -> str | None:
         model: A model with collections of tables.
         batch: Any pytree with `KeyedJaggedArray`s whose keys the collections read. With several
             processes this looks at the part that lies on this process's devices.
-
-    Example:
-        >>> import jaxrec
-        >>> config = jaxrec.EmbeddingBagConfig("user", num_embeddings=3, embedding_dim=2)
-        >>> model = jaxrec.EmbeddingBagCollection([config], rngs=nnx.Rngs(0))
-        >>> batch = jaxrec.KeyedJaggedArray.from_lists({"user": [[1], [2, 3]]})
-        >>> print(bad_id_of_batch(model, {"features": batch}).split(" (")[0])
-        feature 'user', sample 1: id 3 is outside [0, 3), the ids of its table
     """
     leaves = jax.tree.leaves(batch, is_leaf=lambda leaf: isinstance(leaf, KeyedJaggedArray))
     for features in leaves:

@@ -62,14 +62,6 @@ def seal(content: Content) -> Sealed[Content]:
 
     Raises:
         TypeError: An array is of another type.
-
-    Example:
-        >>> sealed = seal({"rows": jnp.array([3, 5])})
-        >>> jax.tree.map(lambda x: 2 * x, sealed)  # doctest: +IGNORE_EXCEPTION_DETAIL
-        Traceback (most recent call last):
-        TypeError: multiply does not accept dtypes
-        >>> sealed.open()["rows"].tolist()
-        [3, 5]
     """
     leaves, tree = jax.tree.flatten(content)
     arrays = [jnp.asarray(leaf) for leaf in leaves]

@@ -59,12 +59,7 @@ def measure_demand(ahead: Mapping[str, list[Ahead]]) -> dict[GroupPath, Float[Ar
 
 
 def capacity_factor(demand: float) -> float:
-    """Return the smallest capacity factor of the ladder for a demand, with a margin.
-
-    Example:
-        >>> [round(capacity_factor(demand), 2) for demand in (0.3, 0.95, 1.0, 7.9)]
-        [0.35, 1.0, 1.19, 9.51]
-    """
+    """Return the smallest capacity factor of the ladder for a demand, with a margin."""
     steps = math.log2(max(demand, 1e-3) * _MARGIN) * _STEPS_PER_DOUBLING
     return 2.0 ** (math.ceil(steps - 1e-9) / _STEPS_PER_DOUBLING)
 

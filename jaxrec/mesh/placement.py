@@ -189,10 +189,6 @@ def part_sizes(count: int, parts: int, shares: Sequence[float] = ()) -> np.ndarr
         count: The count.
         parts: Number of parts.
         shares: Relative size of each part; empty: equal sizes, the first parts may have one more.
-
-    Example:
-        >>> part_sizes(10, 4).tolist(), part_sizes(10, 3, (2, 1, 1)).tolist()
-        ([3, 3, 2, 2], [5, 3, 2])
     """
     if not shares:
         size, more = divmod(count, parts)

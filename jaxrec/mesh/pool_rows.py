@@ -38,12 +38,6 @@ class PoolRows(nnx.Module):
     Raises:
         ValueError: A size is below 1, or the rows do not divide by the devices.
         TypeError: Elements of the type are larger.
-
-    Example:
-        >>> rows = PoolRows(4, 2, "int32")
-        >>> rows.write(jnp.array([1, 3, 1]), jnp.array([[1, 2], [3, 4], [5, 6]], jnp.int32))
-        >>> rows.read(jnp.array([3, 1, 0])).tolist()
-        [[3, 4], [5, 6], [0, 0]]
     """
 
     def __init__(

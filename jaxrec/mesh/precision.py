@@ -65,10 +65,6 @@ def encoded_bytes(format: Format, width: int, bytes: int) -> int:
         format: The format.
         width: Columns of the row.
         bytes: Bytes of the row as it is, which it has in the format "float32".
-
-    Example:
-        >>> [encoded_bytes(format, 64, 256) for format in ("float32", "float16", "int8", "float8")]
-        [256, 128, 72, 68]
     """
     match format:
         case "float32":

@@ -32,12 +32,6 @@ def replica_axis_of(configs: Sequence[TableConfig], replica_axis: ReplicaAxis) -
 
     Raises:
         ValueError: The tables have different axes.
-
-    Example:
-        >>> import jaxrec
-        >>> tables = [jaxrec.EmbeddingBagConfig(name, 10, 4) for name in ("user", "item")]
-        >>> replica_axis_of(tables, {"user": "replica", "item": "replica"})
-        'replica'
     """
     if not isinstance(replica_axis, Mapping):
         return replica_axis

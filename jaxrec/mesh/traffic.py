@@ -86,15 +86,6 @@ def collectives(program: jax.stages.Compiled | str) -> list[Collective]:
 
     Returns:
         The collectives in the order of the text.
-
-    Example:
-        >>> text = '''HloModule step, num_partitions=8
-        ... ENTRY %main (x: f32[4]) -> f32[32] {
-        ...   %x = f32[4]{0} parameter(0)
-        ...   ROOT %all = f32[32]{0} all-gather(%x), replica_groups={{0,1,2,3,4,5,6,7}}
-        ... }'''
-        >>> [(found.kind, found.shape, found.sent_bytes) for found in collectives(text)]
-        [('all-gather', 'f32[32]', 112)]
     """
     text = program if isinstance(program, str) else program.as_text() or ""
     devices = math.prod(

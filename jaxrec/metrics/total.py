@@ -23,13 +23,6 @@ class Total:
     Attributes:
         high: Any shape, the sum, rounded.
         low: The same shape, the rounding error: the sum is ``high + low``.
-
-    Example:
-        >>> total = Total.zeros(())
-        >>> for _ in range(3):
-        ...     total = total + jnp.float32(16777216.0) + jnp.float32(1.0)
-        >>> float(total.on_host())
-        50331651.0
     """
 
     high: Float[Array, "*shape"]

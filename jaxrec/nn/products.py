@@ -29,13 +29,6 @@ def dot_general(
 
     Returns:
         ``[..., out_features]``.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> from flax import nnx
-        >>> layer = nnx.Linear(3, 2, dot_general=dot_general, rngs=nnx.Rngs(0))
-        >>> layer(jnp.ones((4, 3))).shape
-        (4, 2)
     """
     # A gradient of one column is a sum of rows, not a product.
     if jax.default_backend() == "cpu" and 1 < kernel.shape[1] < kernel.shape[0]:

@@ -39,12 +39,7 @@ class AddressVariable(nnx.Variable):
 
 
 def first_addresses(num_ids: int, num_rows: int) -> Addresses:
-    """Return addresses with rows for the first ids, the shared last row for all others.
-
-    Example:
-        >>> first_addresses(5, 3).rows.tolist()
-        [0, 1, 2, 2, 2]
-    """
+    """Return addresses with rows for the first ids, the shared last row for all others."""
     rows = jnp.minimum(jnp.arange(num_ids, dtype=jnp.int32), num_rows - 1)
     return Addresses(rows, jnp.zeros(num_ids, jnp.float32))
 
@@ -84,13 +79,6 @@ def reassign(
 
     Returns:
         The new addresses, and ``[num_rows]`` which rows have another id than before.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> addresses = Addresses(jnp.array([0, 1, 2, 2]), jnp.array([5.0, 0.0, 0.0, 7.0]))
-        >>> addresses, changed = reassign(addresses, 3)
-        >>> addresses.rows.tolist(), changed.tolist()
-        ([0, 2, 2, 1], [False, True, False])
     """
     rows, uses, shared = addresses.rows, addresses.uses, num_rows - 1
     has_row = rows != shared

@@ -74,12 +74,6 @@ def calibrate(
         memory: Bytes of each device; None: as many as it reports.
         seconds: Time for each measurement.
         report: Called with each measurement.
-
-    Example:
-        >>> import jax
-        >>> mesh = jax.make_mesh((1,), ("data",))
-        >>> calibrate(mesh, seconds=0.001).gather.byte > 0
-        True
     """
     bench = _Bench(mesh, seconds, report)
     sort = bench.sort()

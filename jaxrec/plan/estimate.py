@@ -154,10 +154,6 @@ def imbalance(loads: Sequence[float]) -> dict[str, float]:
     With ``p`` their shares of the sum and ``k`` their number, "max over mean" is ``k max p``,
     "total variation" ``sum |p - 1/k| / 2``, and "KL divergence" ``sum p log(p k)`` from even
     shares. They are 1, 0 and 0 where all loads are equal.
-
-    Example:
-        >>> imbalance([1.0, 3.0])["max over mean"]
-        1.5
     """
     loads_ = np.asarray(loads, float)
     if not loads_.sum():

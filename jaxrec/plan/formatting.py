@@ -6,12 +6,7 @@ from collections.abc import Sequence
 
 
 def format_bytes(bytes: float) -> str:
-    """Format bytes.
-
-    Example:
-        >>> format_bytes(1.5e9)
-        '1.50 GB'
-    """
+    """Format bytes."""
     for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if bytes >= scale:
             digits = ".3g" if bytes >= 100 * scale else ".2f"
@@ -20,12 +15,7 @@ def format_bytes(bytes: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Format seconds.
-
-    Example:
-        >>> format_seconds(0.00123)
-        '1.23 ms'
-    """
+    """Format seconds."""
     if seconds == 0:
         return "0"
     for unit, scale in (("s", 1.0), ("ms", 1e-3)):
@@ -36,12 +26,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_numbers(numbers: Sequence[int], total: int) -> str:
-    """Format numbers below ``total`` as ranges; "all" if none is missing.
-
-    Example:
-        >>> format_numbers([0, 1, 2, 5], total=8)
-        '0-2, 5'
-    """
+    """Format numbers below ``total`` as ranges; "all" if none is missing."""
     if len(numbers) == total and total > 1:
         return "all"
     runs: list[list[int]] = []

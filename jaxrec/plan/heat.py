@@ -39,10 +39,6 @@ class EvenHeat(Heat):
 
     Attributes:
         rows: Rows of the table.
-
-    Example:
-        >>> round(EvenHeat(rows=1000).distinct(500), 1)
-        393.6
     """
 
     rows: int
@@ -73,11 +69,6 @@ class SampledHeat(Heat):
         counts: Number of rows seen that many times.
         row_bins: Distinct rows seen in each of equal runs of the table's rows.
         lookup_bins: Lookups in each.
-
-    Example:
-        >>> heat = SampledHeat(100, 6, times=(4, 1), counts=(1, 2), row_bins=(3,), lookup_bins=(6,))
-        >>> heat.distinct(6), round(heat.distinct(3), 3)
-        (3.0, 1.938)
     """
 
     rows: int

@@ -15,11 +15,6 @@ class Perf:
     """Seconds of work on tables in one step, by phase; numbers, or arrays of one shape.
 
     TorchRec's `Perf`. "Compute" is a device's own work, "exchange" a collective.
-
-    Example:
-        >>> step = Perf(forward_compute=1.0) + Perf(forward_compute=0.5, prefetch=3.0) * 2
-        >>> step.forward_compute, step.prefetch, step.total
-        (2.0, 6.0, 8.0)
     """
 
     forward_compute: Seconds = 0.0

@@ -218,10 +218,6 @@ def smallest_number(
 
     Doubles, then bisects: any larger number must be enough, too. Returns None if no number is
     enough, or the deadline passes first.
-
-    Example:
-        >>> smallest_number(lambda n: n >= 5, 1, 100)
-        5
     """
     low, high = start - 1, start
     while time.monotonic() < deadline and not enough(high):

@@ -10,10 +10,6 @@ def capacity_for(count: int) -> int:
 
     The ladder has ``2**k`` and ``3 * 2**(k - 1)``: less than a third of a capacity above the
     smallest one is padding, and the counts up to a million need 35 capacities.
-
-    Example:
-        >>> [capacity_for(n) for n in (0, 8, 9, 13, 17, 25, 1000)]
-        [8, 8, 12, 16, 24, 32, 1024]
     """
     if count < 0:
         raise ValueError(f"a capacity holds a count of 0 or more, not {count}")

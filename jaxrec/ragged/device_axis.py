@@ -26,13 +26,6 @@ def each_device(
 
     Returns:
         The result. Over a mesh its arrays have the axis over the devices in front.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> from jaxrec.ragged import lengths_range
-        >>> lengths = jnp.array([[2, 1], [0, 3]])  # two devices
-        >>> each_device(lambda lengths: lengths_range(lengths, 3), lengths).tolist()
-        [[0, 1, 0], [0, 1, 2]]
     """
     if lengths.ndim == 1:
         return function(lengths, *arrays)

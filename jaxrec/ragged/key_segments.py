@@ -78,10 +78,6 @@ def take_segments(
         counts: Length of each segment.
         sizes: Length of each segment in the result, with padding behind it; None: ``counts``.
         fill: The padding.
-
-    Example:
-        >>> take_segments(jnp.arange(6), [4, 0], [2, 3], [4, 3], fill=-1).tolist()
-        [4, 5, -1, -1, 0, 1, 2]
     """
     sizes = counts if sizes is None else sizes
     if not array.shape[0] or not sum(counts):
@@ -112,12 +108,7 @@ def take_segments(
 
 
 def runs(indices: Sequence[int]) -> list[tuple[int, int]]:
-    """Return indices as the fewest runs ``[start, end)`` of consecutive ones.
-
-    Example:
-        >>> runs([2, 3, 0, 0, 1])
-        [(2, 4), (0, 1), (0, 2)]
-    """
+    """Return indices as the fewest runs ``[start, end)`` of consecutive ones."""
     result: list[tuple[int, int]] = []
     for index in indices:
         if result and result[-1][1] == index:

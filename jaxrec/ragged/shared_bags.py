@@ -236,10 +236,6 @@ def sample_capacity(capacity: int, demand: int, batch: int) -> int:
         capacity: Capacity of the key.
         demand: Number of ids of all samples.
         batch: Number of samples; each has at most ``capacity`` ids.
-
-    Example:
-        >>> [sample_capacity(8, demand, 100) for demand in (0, 8, 9, 17, 800)]
-        [8, 8, 16, 32, 800]
     """
     doubled = capacity << (max(demand - 1, 0) // max(capacity, 1)).bit_length()
     return min(doubled, capacity * max(batch, 1))

@@ -37,14 +37,6 @@ class Evaluation:
     batches chooses the capacities of the exchanges, as `jaxrec.train.RoutedSteps` does in training.
     Results are the same. A model with row stores is not routed ahead, since the rows of the next
     batch may take the place of those of a batch that is not evaluated yet.
-
-    Example:
-        >>> import numpy as np
-        >>> model = nnx.Linear(1, 1, kernel_init=nnx.initializers.ones, rngs=nnx.Rngs(0))
-        >>> evaluate = Evaluation()
-        >>> batches = [np.ones((2, 1), np.float32), np.zeros((1, 1), np.float32)]
-        >>> round(evaluate(model, lambda model, x: (model(x).mean(), {}), None, batches)["loss"], 6)
-        0.666667
     """
 
     def __init__(self) -> None:

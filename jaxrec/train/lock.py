@@ -27,11 +27,6 @@ def lock_directory(directory: str | os.PathLike[str]) -> Iterator[None]:
     Raises:
         BlockingIOError: Another run has locked the directory; all processes raise it.
         OSError: The directory cannot be written.
-
-    Example:
-        >>> import tempfile
-        >>> with lock_directory(tempfile.mkdtemp()):
-        ...     pass  # write here
     """
     error: OSError | None = None
     if jax.process_index() == 0:

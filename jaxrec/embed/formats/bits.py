@@ -20,13 +20,7 @@ _KEEPS_BFLOAT16 = jax.__version_info__ >= (0, 11)
 
 
 def as_bits(array: Shaped[TableArray, "..."]) -> Any:
-    """Return bfloat16 as uint16 of the same bits where XLA converts it, else the array as it is.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> of_bits(as_bits(jnp.array([1.5], jnp.bfloat16)), jnp.bfloat16)
-        Array([1.5], dtype=bfloat16)
-    """
+    """Return bfloat16 as uint16 of the same bits where XLA converts it, else the array as it is."""
     if isinstance(array, PackedRows) or array.dtype != jnp.bfloat16:
         return array
     if _KEEPS_BFLOAT16 or jax.default_backend() != "cpu":

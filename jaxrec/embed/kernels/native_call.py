@@ -33,10 +33,6 @@ def target_name(primitive: str, version: int | None = None) -> str:
     Args:
         primitive: Name of the primitive.
         version: One of the versions of a target that exported programs call; None: the newest.
-
-    Example:
-        >>> target_name("pooled_lookup"), target_name("fused_update")
-        ('jaxrec.pooled_lookup.v1', 'jaxrec_fused_update')
     """
     if primitive not in EXPORTED_VERSIONS:
         return f"jaxrec_{primitive}"
@@ -44,12 +40,7 @@ def target_name(primitive: str, version: int | None = None) -> str:
 
 
 def target_symbols(primitive: str) -> dict[str, str]:
-    """Return the names of a primitive's targets, all versions, and the library's symbol of each.
-
-    Example:
-        >>> target_symbols("row_lookup")
-        {'jaxrec.row_lookup.v1': 'jaxrec_row_lookup'}
-    """
+    """Return the names of a primitive's targets, all versions, and the library's symbol of each."""
     symbol = f"jaxrec_{primitive}"
     newer = range(2, EXPORTED_VERSIONS.get(primitive, 1) + 1)
     return {target_name(primitive, 1): symbol} | {

@@ -76,11 +76,6 @@ def check_vectors(vectors: Array, gradient: Array | None = None) -> tuple[int, i
 
     Raises:
         ValueError: An array has another shape.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> check_vectors(jnp.ones((2, 4, 3)), jnp.ones((2, 6)))
-        (2, 4, 3)
     """
     if vectors.ndim != 3:
         raise ValueError(

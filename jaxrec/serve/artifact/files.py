@@ -20,12 +20,7 @@ class ArtifactError(ValueError):
 
 
 def stored_dtype(dtype: str) -> np.dtype:
-    """Return the type of an npy file's elements: unsigned integers for types that NumPy lacks.
-
-    Example:
-        >>> stored_dtype("float32"), stored_dtype("bfloat16")
-        (dtype('float32'), dtype('uint16'))
-    """
+    """Return the type of an npy file's elements: unsigned integers for types that NumPy lacks."""
     kind = jnp.dtype(dtype)
     return kind if kind.isbuiltin == 1 else np.dtype(f"uint{8 * kind.itemsize}")
 

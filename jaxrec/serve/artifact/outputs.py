@@ -15,14 +15,7 @@ SCORE = "score"
 
 
 def output_columns(outputs: Any) -> dict[str, np.ndarray]:
-    """Return outputs by the names of their columns.
-
-    Example:
-        >>> list(output_columns({"a": (np.zeros(2), np.zeros(2)), "b": np.zeros(2)}))
-        ['a.0', 'a.1', 'b']
-        >>> list(output_columns(np.zeros(2)))
-        ['score']
-    """
+    """Return outputs by the names of their columns."""
     _, leaves = flatten(outputs, "")
     return {column_name(name): leaf for name, leaf in leaves}
 

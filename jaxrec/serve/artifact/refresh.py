@@ -40,23 +40,6 @@ class Refresher:
 
     Raises:
         ValueError: No folder has that URL.
-
-    Example:
-        >>> import jaxrec, pathlib, tempfile
-        >>> from flax import nnx
-        >>> config = jaxrec.EmbeddingBagConfig("user", num_embeddings=100, embedding_dim=8)
-        >>> model = jaxrec.EmbeddingBagCollection([config], rngs=nnx.Rngs(0))
-        >>> path, versions = pathlib.Path(tempfile.mkdtemp(), "model"), tempfile.mkdtemp()
-        >>> jaxrec.serve.export(model, path, batch_sizes=(1,), platforms=("cpu",))
-        >>> served = jaxrec.serve.load(path)
-        >>> refresher = Refresher(served, versions)
-        >>> model.load_rows("user", [3], np.ones((1, 8)))
-        >>> _ = jaxrec.tier.publish(model, versions)
-        >>> refresher.update(), refresher.update()
-        (1, 0)
-        >>> batch = jaxrec.KeyedJaggedArray.from_lists({"user": [[3]]})
-        >>> served.predict(batch)["user"][0, :2].tolist()
-        [1.0, 1.0]
     """
 
     def __init__(self, served: ServedModel, url: str | os.PathLike[str]) -> None:

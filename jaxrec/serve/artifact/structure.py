@@ -15,13 +15,6 @@ class Structure(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         kind: What this node is.
         keys: Keys of a dict, in order.
         parts: The nodes inside of a dict, a list or a tuple.
-
-    Example:
-        >>> structure, leaves = flatten({"a": (1, 2), "b": 3}, "batch")
-        >>> leaves
-        [("batch['a'][0]", 1), ("batch['a'][1]", 2), ("batch['b']", 3)]
-        >>> unflatten(structure, [10, 20, 30])
-        {'a': (10, 20), 'b': 30}
     """
 
     kind: Literal["leaf", "dict", "list", "tuple"] = "leaf"

@@ -315,12 +315,7 @@ class _Refusal(Response):
 
 
 def loopback_hosts(host: str) -> tuple[str, ...]:
-    """Return the names of a server that listens on a loopback address; none for other addresses.
-
-    Example:
-        >>> loopback_hosts("127.0.0.1"), loopback_hosts("0.0.0.0")
-        (('localhost', '127.0.0.1', '[::1]'), ())
-    """
+    """Return the names of a server that listens on a loopback address; none for other addresses."""
     with contextlib.suppress(ValueError):
         if not ipaddress.ip_address(host).is_loopback:
             return ()

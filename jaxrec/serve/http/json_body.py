@@ -99,12 +99,7 @@ def count_samples(columns: Mapping[str, Any], max_samples: int) -> int:
 
 
 def encode(columns: Mapping[str, np.ndarray]) -> bytes:
-    """Return a body of scores; a number that is not finite becomes null.
-
-    Example:
-        >>> encode({"score": np.float32([0.5, np.nan])})
-        b'{"score":[0.5,null]}'
-    """
+    """Return a body of scores; a number that is not finite becomes null."""
     return msgspec.json.encode(
         {
             name: (array if array.dtype.kind in "fiub" else array.astype(np.float32)).tolist()

@@ -16,12 +16,6 @@ def shared_copy(model: Model) -> Model:
     """Return a copy of a model whose variables are its own and share the model's arrays.
 
     Dense variables that are sharded over a mesh are whole on every device in the copy.
-
-    Example:
-        >>> model = nnx.Linear(1, 1, rngs=nnx.Rngs(0))
-        >>> copy = shared_copy(model)
-        >>> copy.kernel is model.kernel, copy.kernel.get_value() is model.kernel.get_value()
-        (False, True)
     """
     graph, state = nnx.split(model)
     # `nnx.split` returns the model's own variables; a map over the tree makes new ones.

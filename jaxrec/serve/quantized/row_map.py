@@ -28,11 +28,6 @@ class RowMap:
         before: ``[words]`` number of rows of the ids of all earlier words.
         num_ids: Number of ids.
         num_rows: Number of rows that remain.
-
-    Example:
-        >>> row_map = RowMap.of_kept(np.array([True, False, True, True]))
-        >>> row_map.find(jnp.array([0, 1, 2, 3, 4])).tolist()  # 1 is pruned, 4 out of range
-        [0, 3, 1, 2, -1]
     """
 
     kept: UInt32[Array, " words"]

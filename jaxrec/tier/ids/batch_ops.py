@@ -18,11 +18,6 @@ def distinct(
 
     Returns:
         The distinct ids, the position of each id among them, and how often each of them occurs.
-
-    Example:
-        >>> import numpy as np
-        >>> distinct(np.array([7, -3, 7]))
-        (array([ 7, -3]), array([0, 1, 0], dtype=int32), array([2, 1], dtype=int32))
     """
     ids = checked(ids, np.int64, "ids")
     _check_size(ids, "ids")
@@ -43,11 +38,6 @@ def smallest(
 
     Raises:
         ValueError: ``k`` is negative.
-
-    Example:
-        >>> import numpy as np
-        >>> smallest(np.array([5, 3, 3, 0], np.uint64), np.array([True, True, True, False]), 2)
-        array([1, 2], dtype=int32)
     """
     keys = checked(keys, np.uint64, "keys")
     _check_size(keys, "keys")
@@ -75,12 +65,6 @@ def mark_eligible(
 
     Raises:
         ValueError: One of the hits is beyond the slots.
-
-    Example:
-        >>> import numpy as np
-        >>> born, last_use = np.array([0, -1, 0, 0]), np.array([3, 3, 9, 3])
-        >>> mark_eligible(born, last_use, 5, np.array([-1, 3], np.int32))
-        (array([ True, False, False, False]), 1)
     """
     born = checked(born, np.int64, "born")
     last_use = checked(last_use, np.int64, "last_use", born.size)
@@ -107,13 +91,6 @@ def record_uses(
 
     Raises:
         ValueError: A slot has no count. Nothing is changed.
-
-    Example:
-        >>> import numpy as np
-        >>> counts, last_use = np.zeros(3, np.uint32), np.zeros(3, np.int64)
-        >>> record_uses(np.array([0, 2, -1, 2], np.int32), 7, counts, last_use)
-        >>> counts, last_use
-        (array([1, 0, 2], dtype=uint32), array([7, 0, 7]))
     """
     slots = checked(slots, np.int32, "slots")
     checked(counts, np.uint32, "counts")

@@ -32,14 +32,6 @@ class IdMap:
     Raises:
         ValueError: ``capacity``, ``threads`` or ``num_ids`` is outside of its range.
         MemoryError: The map does not fit in memory.
-
-    Example:
-        >>> import numpy as np
-        >>> from jaxrec.tier.ids.id_map import IdMap
-        >>> ids = IdMap(capacity=1000)
-        >>> ids.insert(np.array([2**60, -5]), np.array([0, 1], np.int32))
-        >>> ids.find(np.array([-5, 7, 2**60]))
-        array([ 1, -1,  0], dtype=int32)
     """
 
     def __init__(self, capacity: int, threads: int | None = None, num_ids: int | None = None):
@@ -139,17 +131,6 @@ def look_up(maps: Sequence[IdMap], ids: Sequence[Int64[np.ndarray, " _"]]) -> li
     Args:
         maps: The maps.
         ids: The ids of each map, with repeats.
-
-    Example:
-        >>> import numpy as np
-        >>> from jaxrec.tier.ids.id_map import IdMap, look_up
-        >>> ids = IdMap(capacity=10)
-        >>> ids.insert(np.array([5]), np.array([3], np.int32))
-        >>> [lookup] = look_up([ids], [np.array([8, 5, 6, 8])])
-        >>> lookup.slots, lookup.misses
-        (array([-1,  3, -1, -1], dtype=int32), array([0, 2, 3], dtype=int32))
-        >>> lookup.absent, lookup.inverse, lookup.counts
-        (array([8, 6]), array([0, 1, 0], dtype=int32), array([2, 1], dtype=int32))
     """
     if not maps:
         return []

@@ -66,19 +66,6 @@ def commit(changes: Sequence[MapChange], batch: int, power: int) -> list[np.ndar
 
     Raises:
         ValueError: A map has no room for an id, has it already, or the id is -1.
-
-    Example:
-        >>> import numpy as np
-        >>> ids = IdMap(capacity=1)
-        >>> ids.insert(np.array([7]), np.array([0], np.int32))
-        >>> records = SlotRecords(np.array([7]), np.array([1]),
-        ...                       np.ones(1, np.uint32), np.zeros(1, np.uint8))
-        >>> zero, slots = np.zeros(1, np.int32), np.array([-1], np.int32)
-        >>> commit([MapChange(ids, records, zero, np.array([5]), zero,
-        ...                   slots, zero, zero, zero)], batch=2, power=0)
-        [array([7])]
-        >>> ids.items(), slots, records.born
-        ((array([5]), array([0], dtype=int32)), array([0], dtype=int32), array([2]))
     """
     if not changes:
         return []

@@ -53,17 +53,6 @@ class RowsUnderWay:
 
     Args:
         num_ids: Ids are 0 to ``num_ids`` - 1; None: any int64 but -1.
-
-    Example:
-        >>> import numpy as np
-        >>> under_way = RowsUnderWay()
-        >>> evicted = under_way.add(np.array([7, 2**60]))
-        >>> [wanted] = under_way.find(np.array([5, 2**60]))
-        >>> wanted.evicted is evicted, wanted.index, wanted.positions
-        (True, array([1], dtype=int32), array([1]))
-        >>> under_way.remove(evicted)
-        >>> under_way.find(np.array([5, 2**60])), len(under_way)
-        ((), 0)
     """
 
     def __init__(self, num_ids: int | None = None) -> None:

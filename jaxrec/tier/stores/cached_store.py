@@ -184,10 +184,6 @@ def parse_bytes(text: str) -> int:
 
     Raises:
         ValueError: The text is not a size.
-
-    Example:
-        >>> parse_bytes("2GB"), parse_bytes("1.5 MB")
-        (2000000000, 1500000)
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]B|)", text.strip(), re.IGNORECASE)
     if match is None:

@@ -30,11 +30,6 @@ class Division:
 
     Raises:
         ValueError: There are more processes than buckets.
-
-    Example:
-        >>> import numpy as np
-        >>> Division(0, 2).owners(np.array([7, 8, 2**60]))
-        array([0, 1, 0])
     """
 
     process: int

@@ -47,15 +47,6 @@ class FileStore(RowStore):
 
     Args:
         directory: The directory of the file, made if it is missing. One run can have it open.
-
-    Example:
-        >>> import tempfile
-        >>> store = FileStore(tempfile.mkdtemp())
-        >>> store.open(RecordFormat(2, "rows uint8[2]", num_ids=10**12))
-        >>> store.put(np.array([3, 10**11]), np.array([[1, 2], [3, 4]], np.uint8))
-        >>> store.get(np.array([10**11, 4]))[0], len(store)
-        (array([ True, False]), 2)
-        >>> store.close()
     """
 
     def __init__(self, directory: str | pathlib.Path) -> None:

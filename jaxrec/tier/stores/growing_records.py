@@ -17,13 +17,6 @@ class GrowingRecords:
     Args:
         room: Number of records.
         width: Bytes of a record.
-
-    Example:
-        >>> records = GrowingRecords(2, width=3)
-        >>> records.array[1] = 7
-        >>> records.grow(1_000_000)
-        >>> records.array.shape, records.array[1]
-        ((1000000, 3), array([7, 7, 7], dtype=uint8))
     """
 
     def __init__(self, room: int, width: int) -> None:

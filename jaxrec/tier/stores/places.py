@@ -13,14 +13,6 @@ class Places:
     Args:
         room: Number of places at first.
         num_ids: Ids are 0 to ``num_ids`` - 1; None: any int64 but -1.
-
-    Example:
-        >>> import numpy as np
-        >>> places = Places(2)
-        >>> places.assign(np.array([7, 2**60, -5]))
-        array([0, 1, 2], dtype=int32)
-        >>> places.remove(np.array([7, 8])), places.room
-        (array([0], dtype=int32), 4)
     """
 
     def __init__(self, room: int, num_ids: int | None = None) -> None:

@@ -131,12 +131,6 @@ def holds_each_once(
     Args:
         shape: Shape of the array.
         boxes: Position of the first element and shape of each, not negative.
-
-    Example:
-        >>> holds_each_once((3, 4), [((0, 0), (3, 1)), ((0, 1), (3, 3))])
-        True
-        >>> holds_each_once((3,), [((0,), (2,)), ((1,), (1,))])  # 1 twice, 2 not
-        False
     """
     boxes = [box for box in boxes if 0 not in box[1]]
     if 0 in shape:
