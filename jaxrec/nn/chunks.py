@@ -168,7 +168,8 @@ def _forward(
     zeros = [
         jnp.zeros_like(leaf, jnp.promote_types(gradient.dtype, jnp.float32))
         if number < in_state
-        else jnp.zeros_like(leaf, gradient.dtype)
+        # It lies as the leaf does; XLA folds the choice.
+        else jnp.where(False, leaf, 0).astype(gradient.dtype)
         for number, (leaf, gradient) in enumerate(zip(whole, forms, strict=True))
     ]
     start = jnp.zeros((), form.dtype), zeros
