@@ -70,7 +70,9 @@ def jagged_unique_indices(
     # Ids of a group ascend, and its padding stands behind them, still within its segment.
     place = 2 * group_of + (~is_id).astype(jnp.int32)
     positions = jnp.arange(total, dtype=jnp.int32)
-    place, ids, order = jax.lax.sort((place, ids, positions), num_keys=2)
+    # Positions that lie as the ids: under `jax.vmap` over Explicit axes the sort would not say how
+    # the order lies.
+    place, ids, order = jax.lax.sort((place, ids, positions + 0 * place), num_keys=2)
     is_used = place % 2 == 0
     is_new = is_used & (
         (positions == 0) | (place != jnp.roll(place, 1)) | (ids != jnp.roll(ids, 1))

@@ -150,6 +150,7 @@ EACH = {
     "bucketize_sparse_features": lambda b: ragged.bucketize_sparse_features(b.lengths, b.ids, 3),
     "complete_cumsum": lambda b: complete_cumsum(b.lengths),
     "dense_to_jagged": lambda b: ragged.dense_to_jagged(b.dense, b.offsets, CAPACITY),
+    "Packer": lambda b: ragged.Packer().fit(b.keyed).lengths,
     "equal": lambda b: ragged.equal(b.keyed, b.keyed.permute([1, 0])),
     "exclusive_cumsum": lambda b: ragged.exclusive_cumsum(b.lengths),
     "expand_into_jagged_permute": lambda b: ragged.expand_into_jagged_permute(
@@ -273,6 +274,7 @@ SAMPLES = {
 }
 
 HOST = {
+    "Packer": lambda b: ragged.Packer().fit(b.keyed).lengths,
     "equal": lambda b: ragged.equal(b.keyed, b.keyed.permute([1, 0])),
     "hash_ids": lambda b: ragged.hash_ids(b.ids, 1000),
     "join_int64": lambda b: ragged.join_int64(ragged.split_int64(b.ids)),
