@@ -58,7 +58,8 @@ def sample_ids(
     bags = jnp.where(is_bag, bags + first_bags, lengths.shape[0])
     limits = np.array(sample_capacities, np.int32)[:, None]
     ends = jnp.cumsum(take(lengths, bags), axis=1, dtype=jnp.int32)
-    fitting = jnp.diff(jnp.minimum(ends, limits), prepend=0, axis=1).reshape(-1)
+    fitting_ends = jnp.pad(jnp.minimum(ends, limits), [(0, 0), (1, 0)])
+    fitting = jnp.diff(fitting_ends, axis=1).reshape(-1)
     samples = (batch,) * num_keys
     owner = bag_ids(fitting, samples, sample_capacities)
     starts = take(bag_starts(lengths, strides, capacities), bags).reshape(-1)
@@ -114,7 +115,7 @@ def expand(batch: Any) -> Any:
         found = find(lengths, inverse, batch.strides, batch.capacities, capacities)
 
         def pick(array: Any, lost: float) -> Any:
-            padded = xp.concatenate([array, xp.zeros(1, array.dtype)])
+            padded = xp.pad(array, (0, 1))
             picked = padded[xp.where(found.positions == LOST, array.shape[0], found.positions)]
             # Arrays are of several types, and -1 is a number of all of them by its bits alone.
             mark = np.asarray(lost).astype(array.dtype)
