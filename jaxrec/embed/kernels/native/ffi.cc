@@ -1,15 +1,15 @@
 // The primitives as XLA calls them: buffers and attributes in, buffers out.
 #include <algorithm>
-#include <limits>
-#include <string_view>
 #include <thread>
 #include <vector>
 
 #include "dot_products.h"
 #include "lookup.h"
 #include "new_rows.h"
+#include "operands.h"
 #include "runs.h"
 #include "shift.h"
+#include "update_operands.h"
 #include "update_rows.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -17,10 +17,6 @@ namespace ffi = xla::ffi;
 
 namespace jaxrec {
 namespace {
-
-using Ints = ffi::Buffer<ffi::S32>;
-using Floats = ffi::Buffer<ffi::F32>;
-using Numbers = ffi::Span<const int64_t>;
 
 // A team of the threads that XLA runs the program with, but of no more than there are cores: the
 // simulated devices of a test share one pool that is larger.
@@ -30,87 +26,39 @@ Team make_team(ffi::ThreadPool& pool) {
   return Team([&pool](std::function<void()> help) { pool.Schedule(std::move(help)); }, threads);
 }
 
-// The Python side asks for the types that it knows to be among these.
-Type type_of(ffi::DataType type) {
-  return type == ffi::F32 ? Type::kF32 : type == ffi::BF16 ? Type::kBF16 : Type::kF16;
-}
-
-Table table_of(void* data, ffi::DataType type, ffi::Span<const int64_t> dimensions) {
-  return {data, type_of(type), dimensions[0], dimensions[1]};
-}
-
-// Operands or results that are rows of one array, in one part or in equal parts.
-class Parts {
- public:
-  void add(void* rows, ffi::DataType type, ffi::Span<const int64_t> dimensions) {
-    places_.push_back(rows);
-    type_ = type_of(type);
-    part_rows_ = dimensions[0];
-    dim_ = dimensions[1];
+ffi::Error new_rows_call(ffi::ThreadPool pool, ffi::AnyBuffer row,
+                         ffi::Result<ffi::AnyBuffer> out) {
+  Checks checks;
+  const Dimensions of_row = row.dimensions(), of_rows = out->dimensions();
+  const bool is_fit = of_rows.size() == of_row.size() + 1 &&
+                      are_equal({of_rows.begin() + 1, of_row.size()}, of_row);
+  if (!is_fit) {
+    checks.require(false, "the result has the shape ", shape_of(of_rows), ", not that of rows ",
+                   shape_of(of_row));
   }
-  // Some of the remaining operands.
-  ffi::Error add(ffi::RemainingArgs operands, size_t count) {
-    for (size_t i = 0; i < count; ++i) {
-      auto part = operands.get<ffi::AnyBuffer>(i);
-      if (!part.has_value()) return part.error();
-      add(part->untyped_data(), part->element_type(), part->dimensions());
-    }
-    return ffi::Error::Success();
-  }
-  // All remaining results.
-  ffi::Error add(ffi::RemainingRets results) {
-    for (size_t i = 0; i < results.size(); ++i) {
-      auto part = results.get<ffi::AnyBuffer>(i);
-      if (!part.has_value()) return part.error();
-      add((*part)->untyped_data(), (*part)->element_type(), (*part)->dimensions());
-    }
-    return ffi::Error::Success();
-  }
-
-  Rows rows() const {
-    return {places_.data(), static_cast<int64_t>(places_.size()), part_rows_};
-  }
-  Type type() const { return type_; }
-  int64_t num_rows() const { return part_rows_ * static_cast<int64_t>(places_.size()); }
-  int64_t dim() const { return dim_; }
-
- private:
-  std::vector<void*> places_;
-  Type type_ = Type::kF32;
-  int64_t part_rows_ = 0, dim_ = 0;
-};
-
-// An operand that is not given has no elements.
-template <class Buffer>
-auto given(Buffer& buffer) {
-  return buffer.element_count() == 0 ? nullptr : buffer.typed_data();
-}
-
-// Nine numbers a feature: BagLayout's fields in base.py, then where its bags lie in the output.
-std::vector<Feature> read_layout(Numbers numbers) {
-  std::vector<Feature> features;
-  int64_t position = 0;
-  for (const int64_t* n = numbers.begin(); n != numbers.end(); n += 9) {
-    features.push_back({n[0], n[1], n[2], n[3], n[4], n[5], n[6] != 0, position, n[7], n[8]});
-    position += n[1];
-  }
-  return features;
-}
-
-ffi::Error new_rows_call(ffi::ThreadPool pool, ffi::AnyBuffer row, ffi::Result<ffi::AnyBuffer> out) {
+  const ffi::DataType type = row.element_type();
+  checks.require(type == out->element_type(), "`row` is ", type, ", the result ",
+                 out->element_type());
+  checks.require(has_whole_bytes(type), "`row` is ", type, ", of less than a byte");
+  if (!checks.passed()) return checks.error();
   Team team = make_team(pool);
-  new_rows(team, row.untyped_data(), row.size_bytes(), out->dimensions()[0], out->untyped_data());
+  new_rows(team, row.untyped_data(), row.size_bytes(), of_rows[0], out->untyped_data());
   return ffi::Error::Success();
 }
 
 ffi::Error pooled_lookup_call(ffi::ThreadPool pool, Ints ids, Ints lengths, Floats weights,
                               ffi::RemainingArgs table, ffi::RemainingRets results,
                               Numbers layout) {
-  Parts from, out;
-  if (ffi::Error error = from.add(table, table.size()); error.failure()) return error;
-  if (ffi::Error error = out.add(results); error.failure()) return error;
+  Checks checks;
+  Parts from(checks, "table"), out(checks, "result");
+  if (!from.add(table, table.size()) || !from.is_table() || !out.add(results)) {
+    return checks.error();
+  }
+  const Batch batch = read_batch(checks, ids, lengths, weights, layout, from.num_rows());
+  if (!fills(checks, batch, out.rows()) || !out.has_shape(out.num_rows(), from.dim())) {
+    return checks.error();
+  }
   Team team = make_team(pool);
-  const Batch batch = {ids.typed_data(), lengths.typed_data(), given(weights), read_layout(layout)};
   const Rows rows = from.rows();
   pooled_lookup(team, {&rows, 0, from.type(), from.num_rows(), from.dim()}, batch, out.rows(),
                 out.type());
@@ -120,17 +68,33 @@ ffi::Error pooled_lookup_call(ffi::ThreadPool pool, Ints ids, Ints lengths, Floa
 ffi::Error flatten_bags_call(ffi::ThreadPool pool, Ints ids, Ints lengths, Floats weights,
                              ffi::Result<Ints> rows, ffi::Result<Ints> bags,
                              ffi::Result<Floats> scales, Numbers layout, int64_t num_rows) {
+  Checks checks;
+  if (!checks.in_range("num_rows", num_rows, 0, kMostRows)) return checks.error();
+  const Batch batch = read_batch(checks, ids, lengths, weights, layout, num_rows);
+  int64_t positions = 0;
+  bool has_scales = batch.weights != nullptr;
+  for (const Feature& feature : batch.features) {
+    positions += feature.capacity;
+    has_scales |= feature.mean;
+  }
+  checks.has_length("rows", *rows, positions);
+  checks.has_length("bags", *bags, positions);
+  checks.has_length("scales", *scales, positions, !has_scales);
+  if (!checks.passed()) return checks.error();
   Team team = make_team(pool);
-  const Batch batch = {ids.typed_data(), lengths.typed_data(), given(weights), read_layout(layout)};
   flatten_bags(team, num_rows, batch, rows->typed_data(), bags->typed_data(), given(*scales));
   return ffi::Error::Success();
 }
 
 ffi::Error row_lookup_call(ffi::ThreadPool pool, Ints rows, ffi::RemainingArgs table,
                            ffi::RemainingRets results) {
-  Parts from, out;
-  if (ffi::Error error = from.add(table, table.size()); error.failure()) return error;
-  if (ffi::Error error = out.add(results); error.failure()) return error;
+  Checks checks;
+  Parts from(checks, "table"), out(checks, "result");
+  if (!checks.is_list("rows", rows) || !from.add(table, table.size()) || !from.is_table() ||
+      !out.add(results) || !out.has_type(from.type()) ||
+      !out.has_shape(rows.dimensions()[0], from.dim())) {
+    return checks.error();
+  }
   Team team = make_team(pool);
   const Rows source = from.rows();
   row_lookup(team, {&source, 0, from.type(), from.num_rows(), from.dim()}, rows.typed_data(),
@@ -138,41 +102,61 @@ ffi::Error row_lookup_call(ffi::ThreadPool pool, Ints rows, ffi::RemainingArgs t
   return ffi::Error::Success();
 }
 
-PackedTable packed_table_of(const ffi::Buffer<ffi::U8>& packed, int32_t code, int64_t dim) {
-  const auto dimensions = packed.dimensions();
-  return {packed.typed_data(), static_cast<Code>(code), dimensions[0], dimensions[1], dim};
-}
-
 ffi::Error packed_pooled_lookup_call(ffi::ThreadPool pool, Ints ids, Ints lengths, Floats weights,
-                                     ffi::Buffer<ffi::U8> packed,
-                                     ffi::Result<ffi::AnyBuffer> out, Numbers layout,
-                                     int32_t code) {
+                                     Bytes packed, ffi::Result<ffi::AnyBuffer> result,
+                                     Numbers layout, int32_t code) {
+  Checks checks;
+  Parts out(checks, "result");
+  if (!out.add(*result) || !out.has_columns()) return checks.error();
+  const PackedTable table = read_packed(checks, packed, code, out.dim());
+  const Batch batch = read_batch(checks, ids, lengths, weights, layout, table.num_rows);
+  if (!fills(checks, batch, out.rows())) return checks.error();
   Team team = make_team(pool);
-  const Batch batch = {ids.typed_data(), lengths.typed_data(), given(weights), read_layout(layout)};
-  packed_pooled_lookup(team, packed_table_of(packed, code, out->dimensions()[1]), batch,
-                       out->untyped_data(), type_of(out->element_type()));
+  packed_pooled_lookup(team, table, batch, result->untyped_data(), out.type());
   return ffi::Error::Success();
 }
 
-ffi::Error packed_row_lookup_call(ffi::ThreadPool pool, Ints rows, ffi::Buffer<ffi::U8> packed,
-                                  ffi::Result<ffi::AnyBuffer> out, int32_t code) {
+ffi::Error packed_row_lookup_call(ffi::ThreadPool pool, Ints rows, Bytes packed,
+                                  ffi::Result<ffi::AnyBuffer> result, int32_t code) {
+  Checks checks;
+  Parts out(checks, "result");
+  if (!checks.is_list("rows", rows) || !out.add(*result) || !out.has_columns() ||
+      !out.has_shape(rows.dimensions()[0], out.dim())) {
+    return checks.error();
+  }
+  const PackedTable table = read_packed(checks, packed, code, out.dim());
+  if (!checks.passed()) return checks.error();
   Team team = make_team(pool);
-  packed_row_lookup(team, packed_table_of(packed, code, out->dimensions()[1]), rows.typed_data(),
-                    rows.element_count(), out->untyped_data(), type_of(out->element_type()));
+  packed_row_lookup(team, table, rows.typed_data(), rows.element_count(), result->untyped_data(),
+                    out.type());
   return ffi::Error::Success();
 }
 
 ffi::Error build_runs_call(ffi::ThreadPool pool, Ints rows, ffi::Result<Ints> order,
                            ffi::Result<Ints> segments, ffi::Result<Ints> unique,
                            ffi::Result<Ints> inverse, int64_t num_rows) {
+  Checks checks;
+  if (!checks.is_list("rows", rows)) return checks.error();
+  const int64_t count = rows.dimensions()[0];
+  checks.in_range("num_rows", num_rows, 0, kMostRows);
+  checks.has_length("order", *order, count);
+  checks.has_length("segments", *segments, count);
+  checks.has_length("unique", *unique, count);
+  checks.has_length("inverse", *inverse, count);
+  if (!checks.passed()) return checks.error();
   Team team = make_team(pool);
-  build_runs(team, rows.typed_data(), rows.element_count(), num_rows, order->typed_data(),
-             segments->typed_data(), unique->typed_data(), inverse->typed_data());
+  build_runs(team, rows.typed_data(), count, num_rows, order->typed_data(), segments->typed_data(),
+             unique->typed_data(), inverse->typed_data());
   return ffi::Error::Success();
 }
 
 ffi::Error bucket_call(ffi::ThreadPool pool, Ints owners, ffi::Result<Ints> order,
                        ffi::Result<Ints> counts) {
+  Checks checks;
+  if (!checks.is_list("owners", owners) || !checks.is_list("counts", *counts) ||
+      !checks.has_length("order", *order, owners.dimensions()[0])) {
+    return checks.error();
+  }
   Team team = make_team(pool);
   bucket(team, owners.typed_data(), owners.element_count(), counts->element_count(),
          order->typed_data(), counts->typed_data());
@@ -181,6 +165,21 @@ ffi::Error bucket_call(ffi::ThreadPool pool, Ints owners, ffi::Result<Ints> orde
 
 ffi::Error shift_rows_call(ffi::ThreadPool pool, Ints rows, ffi::Result<Ints> out, Numbers starts,
                            Numbers shifts, int64_t num_rows, int64_t outside) {
+  Checks checks;
+  if (!checks.is_list("rows", rows)) return checks.error();
+  checks.has_length("result", *out, rows.dimensions()[0]);
+  checks.in_range("num_rows", num_rows, 0, kMostRows);
+  checks.in_range("outside", outside, -kMostRows - 1, kMostRows);
+  checks.require(starts.size() == shifts.size(), "`starts` has ", starts.size(),
+                 " elements, `shifts` ", shifts.size());
+  checks.require(starts.size() > 0 || num_rows == 0, "`starts` has no elements");
+  int64_t before = 0;
+  for (size_t i = 0; i < starts.size() && checks.passed(); ++i) {
+    checks.in_range("starts", starts[i], before, i == 0 ? 0 : kMostRows);
+    checks.in_range("shifts", shifts[i], -kMostRows - 1, kMostRows);
+    before = starts[i];
+  }
+  if (!checks.passed()) return checks.error();
   Team team = make_team(pool);
   shift_rows(team, rows.typed_data(), rows.element_count(), starts.begin(), shifts.begin(),
              static_cast<int64_t>(starts.size()), num_rows, static_cast<int32_t>(outside),
@@ -190,9 +189,14 @@ ffi::Error shift_rows_call(ffi::ThreadPool pool, Ints rows, ffi::Result<Ints> ou
 
 ffi::Error sum_rows_call(ffi::ThreadPool pool, Ints rows, Ints bags, Floats scales,
                          ffi::AnyBuffer gradients, ffi::RemainingRets results, float bound) {
-  Parts from, out;
-  from.add(gradients.untyped_data(), gradients.element_type(), gradients.dimensions());
-  if (ffi::Error error = out.add(results); error.failure()) return error;
+  Checks checks;
+  Parts from(checks, "gradients"), out(checks, "result");
+  if (!from.add(gradients) || !out.add(results) || !out.has_type(Type::kF32) ||
+      !out.has_shape(out.num_rows(), from.dim()) ||
+      !are_lookups(checks, rows, bags, scales, from.num_rows())) {
+    return checks.error();
+  }
+  if (from.dim() == 0) return ffi::Error::Success();
   Team team = make_team(pool);
   const Rows source = from.rows();
   sum_rows(team, out.rows(), out.num_rows(), rows.typed_data(), rows.element_count(),
@@ -200,46 +204,9 @@ ffi::Error sum_rows_call(ffi::ThreadPool pool, Ints rows, Ints bags, Floats scal
   return ffi::Error::Success();
 }
 
-// Reads the attributes of an update: the fields of `Step`, by name. The first failure stays.
-class StepReader {
- public:
-  explicit StepReader(ffi::Dictionary attributes) : attributes_(attributes) {}
-
-  template <class T>
-  T get(std::string_view name) {
-    auto value = attributes_.get<T>(name);
-    if (value.has_value()) return *value;
-    if (error.success()) error = value.error();
-    return T{};
-  }
-
-  ffi::Error error = ffi::Error::Success();
-
- private:
-  ffi::Dictionary attributes_;
-};
-
-Step read_step(StepReader& reader) {
-  Step step = {};
-  step.rule = static_cast<Rule>(reader.get<int32_t>("rule"));
-  step.eps = reader.get<float>("eps");
-  step.b1 = reader.get<float>("b1");
-  step.b2 = reader.get<float>("b2");
-  step.rest1 = reader.get<float>("rest1");
-  step.rest2 = reader.get<float>("rest2");
-  step.log_b1 = reader.get<float>("log_b1");
-  step.log_b2 = reader.get<float>("log_b2");
-  step.counts_rows = reader.get<bool>("counts_rows");
-  step.weight_decay = reader.get<float>("weight_decay");
-  step.decay = static_cast<Decay>(reader.get<int32_t>("decay"));
-  step.max_norm = reader.get<float>("max_norm");
-  step.stochastic = reader.get<bool>("stochastic");
-  return step;
-}
-
-// Operands: rows, bags (or none), scales (or none), [rate, share1, share2], number of the step; then
-// the parts of the gradients, and the table and its state, which are the results too, in the same
-// memory.
+// Operands: rows, bags (or none), scales (or none), [rate, share1, share2], number of the step;
+// then the parts of the gradients, and the table and its state, which are the results too, in the
+// same memory.
 ffi::Error fused_update_call(ffi::ThreadPool pool, Ints rows, Ints bags, Floats scales,
                              Floats rates, Ints number, ffi::RemainingArgs operands,
                              ffi::Result<ffi::AnyBuffer> table,
@@ -248,47 +215,110 @@ ffi::Error fused_update_call(ffi::ThreadPool pool, Ints rows, Ints bags, Floats 
   Step step = read_step(reader);
   const float bound = reader.get<float>("bound");
   const int64_t num_parts = reader.get<int64_t>("parts");
-  if (reader.error.failure()) return reader.error;
-  Parts gradients;
-  if (ffi::Error error = gradients.add(operands, num_parts); error.failure()) return error;
+  Checks checks;
+  checks.require(reader.error);
+  checks.in_range("rule", static_cast<int64_t>(step.rule), 0,
+                  static_cast<int64_t>(Rule::kPartialRowwiseAdam));
+  checks.in_range("decay", static_cast<int64_t>(step.decay), 0,
+                  static_cast<int64_t>(Decay::kDecoupled));
+  checks.require(!step.counts_rows || step.rule == Rule::kAdam,
+                 "`counts_rows` is set for a rule other than Adam");
+  const int64_t num_operands = static_cast<int64_t>(operands.size());
+  const int64_t num_arrays = 1 + static_cast<int64_t>(state.size());
+  checks.require(num_parts >= 1 && num_operands - num_arrays == num_parts, "there are ",
+                 num_operands, " operands, not ", num_parts, " parts of gradients and ", num_arrays,
+                 " arrays of the table");
+  checks.has_length("rates", rates, 3);
+  checks.require(number.element_count() == 1, "the number of the step has ",
+                 number.element_count(), " elements, not 1");
+  if (!checks.passed()) return checks.error();
+
+  Parts gradients(checks, "gradients"), to(checks, "table");
+  if (!to.add(*table) || !to.is_table() ||
+      !is_in_place(checks, operands, num_parts, to.first_part()) ||
+      !gradients.add(operands, num_parts) || !gradients.has_shape(gradients.num_rows(), to.dim()) ||
+      !are_lookups(checks, rows, bags, scales, gradients.num_rows())) {
+    return checks.error();
+  }
+  const std::vector<int64_t> sizes = state_sizes(step, to.num_rows(), to.dim());
+  checks.require(sizes.size() == state.size(), "there are ", state.size(),
+                 " arrays of state; the rule has ", sizes.size());
+  if (!checks.passed()) return checks.error();
+  float** places[] = {&step.first, &step.second, &step.counts};
+  for (size_t i = 0; i < sizes.size(); ++i) {
+    auto array = state.get<Floats>(i);
+    if (!array.has_value()) return array.error();
+    const int64_t size = static_cast<int64_t>((*array)->element_count());
+    checks.require(size == sizes[i], "array ", i, " of the state has ", size, " elements, not ",
+                   sizes[i]);
+    if (!is_in_place(checks, operands, num_parts + 1 + i, (*array)->typed_data())) {
+      return checks.error();
+    }
+    *places[i] = (*array)->typed_data();
+  }
   step.rate = rates.typed_data()[0];
   step.share1 = rates.typed_data()[1];
   step.share2 = rates.typed_data()[2];
   step.step = static_cast<uint32_t>(*number.typed_data());
-  float** places[] = {&step.first, &step.second, &step.counts};
-  for (size_t i = 0; i < state.size(); ++i) {
-    auto array = state.get<Floats>(i);
-    if (!array.has_value()) return array.error();
-    *places[i] = (*array)->typed_data();
-  }
   Team team = make_team(pool);
   const Rows source = gradients.rows();
-  fused_update(team, table_of(table->untyped_data(), table->element_type(), table->dimensions()),
-               step, rows.typed_data(), rows.element_count(),
+  fused_update(team, {to.first_part(), to.type(), to.num_rows(), to.dim()}, step, rows.typed_data(),
+               rows.element_count(),
                {&source, gradients.type(), gradients.dim(), given(bags), gradients.num_rows(),
                 given(scales), bound});
   return ffi::Error::Success();
 }
 
 // `[..., num_vectors, dim]`: all dimensions before are samples.
-Vectors vectors_of(const Floats& vectors) {
-  const auto dimensions = vectors.dimensions();
+Vectors read_vectors(Checks& checks, const Floats& vectors) {
+  const Dimensions dimensions = vectors.dimensions();
   const size_t rank = dimensions.size();
+  if (rank < 2 || dimensions[rank - 2] > kMostRows) {
+    checks.require(false, "`vectors` has the shape ", shape_of(dimensions), ", not [..., n, dim]");
+    return {};
+  }
   int64_t samples = 1;
   for (size_t i = 0; i + 2 < rank; ++i) samples *= dimensions[i];
   return {vectors.typed_data(), samples, dimensions[rank - 2], dimensions[rank - 1]};
 }
 
+// The products of the pairs of vectors `[..., n, dim]` are `[..., n * (n - 1) / 2]`.
+bool are_products(Checks& checks, const Floats& vectors, const Vectors& of,
+                  const Floats& products) {
+  if (!checks.passed()) return false;
+  const Dimensions dimensions = vectors.dimensions(), given = products.dimensions();
+  const size_t before = dimensions.size() - 2;
+  if (given.size() != before + 1 || given[before] != of.num_pairs() ||
+      !are_equal({given.begin(), before}, {dimensions.begin(), before})) {
+    checks.require(false, "the products have the shape ", shape_of(given), ", the vectors ",
+                   shape_of(dimensions), "; there are ", of.num_pairs(), " pairs");
+  }
+  return checks.passed();
+}
+
 ffi::Error pair_products_call(ffi::ThreadPool pool, Floats vectors, ffi::Result<Floats> products) {
+  Checks checks;
+  const Vectors of = read_vectors(checks, vectors);
+  if (!are_products(checks, vectors, of, *products)) return checks.error();
+  if (products->element_count() == 0) return ffi::Error::Success();
   Team team = make_team(pool);
-  pair_products(team, vectors_of(vectors), products->typed_data());
+  pair_products(team, of, products->typed_data());
   return ffi::Error::Success();
 }
 
 ffi::Error pair_gradients_call(ffi::ThreadPool pool, Floats vectors, Floats gradient,
                                ffi::Result<Floats> out) {
+  Checks checks;
+  const Vectors of = read_vectors(checks, vectors);
+  if (!are_products(checks, vectors, of, gradient)) return checks.error();
+  if (!are_equal(out->dimensions(), vectors.dimensions())) {
+    checks.require(false, "the result has the shape ", shape_of(out->dimensions()),
+                   ", the vectors ", shape_of(vectors.dimensions()));
+    return checks.error();
+  }
+  if (out->element_count() == 0) return ffi::Error::Success();
   Team team = make_team(pool);
-  pair_gradients(team, vectors_of(vectors), gradient.typed_data(), out->typed_data());
+  pair_gradients(team, of, gradient.typed_data(), out->typed_data());
   return ffi::Error::Success();
 }
 
@@ -297,9 +327,12 @@ ffi::Error pair_gradients_call(ffi::ThreadPool pool, Floats vectors, Floats grad
 
 #define JAXREC_VISIBLE __attribute__((visibility("default")))
 
-#define JAXREC_EXPORT(name, function, ...)                         \
-  extern "C" JAXREC_VISIBLE XLA_FFI_Error* name(XLA_FFI_CallFrame*); \
-  XLA_FFI_DEFINE_HANDLER_SYMBOL(name, function, __VA_ARGS__)
+#define JAXREC_EXPORT(name, function, ...)                                   \
+  extern "C" JAXREC_VISIBLE XLA_FFI_Error* name(XLA_FFI_CallFrame* frame) {  \
+    XLA_FFI_DEFINE_HANDLER(handler, function, __VA_ARGS__);                  \
+    return jaxrec::with_name(#name, frame->api, handler(frame));             \
+  }                                                                          \
+  static_assert(true, "a semicolon follows")
 
 JAXREC_EXPORT(jaxrec_new_rows, jaxrec::new_rows_call,
               ffi::Ffi::Bind()
@@ -342,7 +375,7 @@ JAXREC_EXPORT(jaxrec_packed_pooled_lookup, jaxrec::packed_pooled_lookup_call,
                   .Arg<jaxrec::Ints>()
                   .Arg<jaxrec::Ints>()
                   .Arg<jaxrec::Floats>()
-                  .Arg<ffi::Buffer<ffi::U8>>()
+                  .Arg<jaxrec::Bytes>()
                   .Ret<ffi::AnyBuffer>()
                   .Attr<jaxrec::Numbers>("layout")
                   .Attr<int32_t>("code"));
@@ -351,7 +384,7 @@ JAXREC_EXPORT(jaxrec_packed_row_lookup, jaxrec::packed_row_lookup_call,
               ffi::Ffi::Bind()
                   .Ctx<ffi::ThreadPool>()
                   .Arg<jaxrec::Ints>()
-                  .Arg<ffi::Buffer<ffi::U8>>()
+                  .Arg<jaxrec::Bytes>()
                   .Ret<ffi::AnyBuffer>()
                   .Attr<int32_t>("code"));
 

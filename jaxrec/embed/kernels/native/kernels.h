@@ -210,6 +210,8 @@ struct Kernels {
   void (*copy_rows)(const RowBlock&);
   void (*pool_packed)(const PackedBlock&);
   void (*unpack_rows)(const PackedRowBlock&);
+  // The bytes of a packed row of `dim` columns; 0: there is no such code.
+  int64_t (*packed_row_bytes)(Code, int64_t dim);
   void (*update)(UpdateBlock&);
   void (*sum_runs)(SumBlock&);
   // The sum of the gradients of entries [begin, end), in float32.

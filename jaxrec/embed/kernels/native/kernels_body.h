@@ -22,7 +22,8 @@ namespace {
 }  // namespace
 
 const Kernels kKernels = {JAXREC_ISA_NAME, pool, copy_rows, pool_packed, unpack_rows,
-                          update, sum_runs, sum, apply, add_rows, multiply_pairs, sum_pairs};
+                          packed_row_bytes_of, update, sum_runs, sum, apply, add_rows,
+                          multiply_pairs, sum_pairs};
 
 }  // namespace JAXREC_ISA
 }  // namespace jaxrec

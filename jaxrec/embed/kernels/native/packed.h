@@ -119,6 +119,12 @@ JAXREC_INLINE void with_codec(Code code, const Work& work) {
   }
 }
 
+int64_t packed_row_bytes_of(Code code, int64_t dim) {
+  int64_t bytes = 0;
+  with_codec(code, [&](auto codec) { bytes = packed_row_bytes<decltype(codec)>(dim); });
+  return bytes;
+}
+
 template <class Codec, class Sums>
 void pool_packed_bags(const PackedBlock& block) {
   const PackedTable& table = block.table;
