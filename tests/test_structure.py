@@ -44,7 +44,6 @@ TESTED_BY = {
         "embed/kernels/base",
         "embed/kernels/cpu",
         "embed/kernels/flat_lookups",
-        "embed/kernels/native_call",
         "embed/kernels/reference",
     ),
     "embed/kernels/test_packed": ("embed/kernels/cpu_packed",),

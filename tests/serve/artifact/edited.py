@@ -15,6 +15,7 @@ from jax.interpreters import mlir
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import stablehlo
 
+from jaxrec.serve import load
 from jaxrec.serve.artifact.files import describe_files
 
 
@@ -58,3 +59,14 @@ def edit_programs(
         if (bytecode := file.with_suffix(".mlirbc")).exists():
             bytecode.write_bytes(change(str(module)).encode() if is_text else artifact)
     write_checksums(path)
+
+
+def predict(connection, batch: tuple[Any, ...]) -> None:
+    """Load models and predict a batch with each; send its error, "" if there is none."""
+    while path := connection.recv():
+        try:
+            load(path).predict(*batch)
+        except Exception as error:
+            connection.send(f"{type(error).__name__}: {error}")
+        else:
+            connection.send("")

@@ -10,12 +10,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from hypothesis import HealthCheck, event, given, reject, settings
+from hypothesis import strategies as st
+from jaxlib.mlir import ir
 
 import jaxrec
 from jaxrec.serve import ArtifactError, export, load
+from tests.fuzz import max_examples
 from tests.serve.artifact.edited import edit_programs, write_manifest
 from tests.serve.models import dlrm
-from tests.serve.record import RECORDED
+from tests.serve.record import DTYPES, RECORDED, make_batch
 
 pytestmark = pytest.mark.jax_version
 
@@ -84,6 +88,71 @@ def test_arguments_and_results_are_those_of_the_manifest(model):
     write_manifest(model, lambda m: m["batch"]["sizes"][0]["capacities"][0].__setitem__(0, 64))
     with pytest.raises(ArtifactError, match=r"cpu-1.jax takes tensor<.*; by the manifest it takes"):
         load(model)
+
+
+@pytest.fixture(scope="module")
+def predictions(forks):
+    """Returns the error of a model's prediction; another process predicts, and may crash."""
+
+    def start():
+        return forks.start("tests.serve.artifact.edited:predict", make_batch(8))
+
+    fork = start()
+
+    def error_of(path):
+        nonlocal fork
+        try:
+            fork.connection.send(path)
+            return fork.connection.recv()
+        except (EOFError, BrokenPipeError, ConnectionResetError):
+            crashed, fork = fork, start()
+            pytest.fail(f"the process ended with {crashed.wait(60)}: {crashed.errors[-2000:]}")
+
+    yield error_of
+    fork.connection.send(None)
+
+
+# What stands in a call's attributes and shapes.
+NUMBER = re.compile(r"(?<![\w.@#%])-?\d+(?![\w.])|(?<=tensor<)\d+|(?<=x)\d+(?=x)")
+NUMBERS = st.one_of(
+    st.integers(-9, 200), st.sampled_from([2**31 - 1, 2**31, 2**32, 2**62, 2**63 - 1, -(2**63)])
+)
+
+
+def with_number(which: int, number: int):
+    """Return an edit of one number of jaxrec's calls."""
+
+    def change(text):
+        places = [
+            (call.start(1) + place.start(), call.start(1) + place.end())
+            for call in re.finditer(r"custom_call (@jaxrec\.[^\n]*)", text)
+            for place in NUMBER.finditer(call[1])
+        ]
+        start, end = places[which % len(places)]
+        # XLA itself ends the process where the bytes of an array are beyond int64.
+        is_extent = text[start - 1] in "<x"
+        return f"{text[:start]}{number % 256 if is_extent else number}{text[end:]}"
+
+    return change
+
+
+@pytest.mark.slow
+@settings(
+    max_examples=max_examples(40),
+    deadline=None,
+    suppress_health_check=[HealthCheck.filter_too_much],
+)
+@given(data=st.data())
+def test_calls_with_other_numbers(predictions, tmp_path_factory, data):
+    """Any prediction or error, never a crash."""
+    path = tmp_path_factory.mktemp("edited") / "model"
+    shutil.copytree(RECORDED / data.draw(st.sampled_from(DTYPES), "model"), path)
+    change = with_number(data.draw(st.integers(0, 2**16), "which"), data.draw(NUMBERS, "number"))
+    try:
+        edit_programs(path, change)
+    except (ir.MLIRError, ValueError):
+        reject()  # MLIR refuses the program
+    event(re.sub(r"\d+", "N", predictions(path))[:160])
 
 
 @pytest.mark.slow
