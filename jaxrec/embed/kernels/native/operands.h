@@ -135,15 +135,18 @@ inline std::vector<Feature> read_layout(Checks& checks, Numbers numbers, int64_t
                       " numbers, not nine for each feature")) {
     return {};
   }
-  std::vector<Feature> features;
   const int64_t num_features = static_cast<int64_t>(numbers.size()) / 9;
+  std::vector<Feature> features;
+  features.reserve(num_features);
   const bool is_interleaved = num_features > 0 && numbers[8] == num_features;
   int64_t position = 0, bags = 0;
   for (int64_t f = 0; f < num_features; ++f) {
     const int64_t* n = numbers.begin() + 9 * f;
-    for (int64_t i = 0; i < 9; ++i) {
-      checks.require(0 <= n[i] && n[i] <= kMostRows, "number ", i, " of feature ", f,
-                     " in `layout` is ", n[i], ", not 0 to ", kMostRows);
+    // All bits of kMostRows are ones.
+    const int64_t bits = n[0] | n[1] | n[2] | n[3] | n[4] | n[5] | n[6] | n[7] | n[8];
+    for (int64_t i = 0; i < 9 && (bits & ~kMostRows) != 0; ++i) {
+      checks.require((n[i] & ~kMostRows) == 0, "number ", i, " of feature ", f, " in `layout` is ",
+                     n[i], ", not 0 to ", kMostRows);
     }
     checks.require(n[0] + n[1] <= num_ids, "feature ", f, " in `layout` reads ids ", n[0], " to ",
                    n[0] + n[1], " of ", num_ids);
