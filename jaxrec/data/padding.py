@@ -187,12 +187,14 @@ def _with_empty_bags(batch: KeyedJaggedArray, missing: int) -> KeyedJaggedArray:
         empty = np.array(batch.strides, inverse.dtype)[:, None]
         inverse = np.concatenate([inverse, np.repeat(empty, missing, axis=1)], axis=1)
     bags = missing if inverse is None else 1
+    with_empty = [np.pad(of_key, (0, bags)) for of_key in lengths]
     padded = dataclasses.replace(
         batch,
-        lengths=np.concatenate([np.pad(of_key, (0, bags)) for of_key in lengths]),
+        lengths=np.concatenate(with_empty),
         inverse_indices=inverse,
         strides=tuple(stride + bags for stride in batch.strides),
     )
     if batch.memory is not None:  # the capacities of the packer's batches of this size
-        return fitted(padded, batch.memory, lengths)
+        # Empty bags of samples say nothing of the lengths of others, and shared bags are counted.
+        return fitted(padded, batch.memory, lengths if inverse is None else with_empty)
     return padded.with_capacities({key: n * (size + missing) for key, n in per_sample.items()})

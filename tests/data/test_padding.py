@@ -62,6 +62,16 @@ def test_shared_bags():
     np.testing.assert_array_equal(padded.inverse_indices, [[1, 0, 1, 2, 2, 2], [0, 0, 0, 1, 1, 1]])
 
 
+def test_shared_bags_of_a_packer():
+    rows = {"a": [[1, 2], [3]], "b": [[4]]}
+    bags = np.array([[1, 0, 1], [0, 0, 0]])
+    (padded, _), (alone, _) = (
+        pad_batch(of.from_lists(rows, inverse_indices=bags), 6)
+        for of in (jaxrec.Packer(), jaxrec.KeyedJaggedArray)
+    )
+    assert padded.expanded().to_lists() == alone.expanded().to_lists()
+
+
 def test_padding_alone():
     batch = jaxrec.KeyedJaggedArray.from_lists({"a": []}), np.zeros((0, 2), np.float32)
     (features, x), weights = pad_batch(batch, 2)

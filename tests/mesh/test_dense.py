@@ -333,7 +333,7 @@ def test_gradients_in_bfloat16_differ_by_their_rounding(placed):
     for name, value in found.items():
         each = np.stack([np.asarray(own[name], np.float64) / DEVICES for own in parts])
         error = np.abs(np.asarray(value, np.float64) - each.sum(0))
-        bound = 1e-7 * np.abs(each).sum(0) + 1e-9
+        bound = 2**-22 * np.abs(each).sum(0) + 1e-9  # sums in another order, in float32
         if name in SHARDED:
             bound += 2**-8 * np.abs(each).sum(0) * (2.01 if placed == "replicated" else 1)
             assert (error > 1e-3 * np.abs(each.sum(0))).any(), "nothing was rounded"

@@ -280,3 +280,22 @@ def test_threads_share_a_packer():
     for thread in threads:
         thread.join()
     assert len(shapes) <= 4
+
+
+@pytest.mark.parametrize("devices", [None, 4])
+def test_samples_that_share_bags_have_few_shapes(devices):
+    """The ids of all samples vary, by how many share a bag, more than those of the bags."""
+    rng, packer, shapes = np.random.default_rng(5), Packer(), set()
+    for number in range(60):
+        lists = {name: [[1] * n for n in rng.geometric(1 / 4, 24)] for name in ("a", "b", "c")}
+        bags = rng.integers(0, rng.integers(1, 25), (3, 64))
+        batch = packer.from_lists(lists, inverse_indices=bags)
+        if number == 0:
+            alone = KeyedJaggedArray.from_lists(lists, inverse_indices=bags)
+            assert batch.expanded().to_lists() == alone.expanded().to_lists()
+        if devices is not None:
+            batch = shard_batch(batch, jax.make_mesh((devices,), ("data",)))
+        shapes.add(jax.tree.structure(batch))
+        lengths = np.asarray(batch.expanded().lengths).reshape(*batch.lengths.shape[:-1], 3, -1)
+        assert (lengths.sum(-1) <= batch.sample_capacities).all()
+    assert len(shapes) <= 4
