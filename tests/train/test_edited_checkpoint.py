@@ -18,6 +18,7 @@ from tests.train.test_checkpoint import contents, make
 from tests.train.test_damage import STATE, assert_same, files_of, without_checksums
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.every_case,
     # Orbax does not await its other reads after one that failed.
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
