@@ -169,7 +169,7 @@ class TableEncoder:
             vocabulary, column = self.vocabularies.get(name), table[name]
             if pa.types.is_null(column.type) and name in self.lengths:
                 column = pa.nulls(len(table), pa.list_(pa.null()))
-            if vocabulary is None or isinstance(vocabulary, FrozenVocabulary):
+            if isinstance(vocabulary, FrozenVocabulary):
                 check_text(column, self.example, name, location(name).error)
             columns.append(encode_categorical(column, options, vocabulary, location(name)))
         return pa.table(columns, [*_FIRST, *schema.dense, *schema.categorical])

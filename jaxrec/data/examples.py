@@ -64,7 +64,7 @@ def check_text(column: Any, rows: pa.Table | None, name: str, error: Any) -> Non
         DataError: It is of the other kind.
     """
     given = value_type(column.type)
-    if rows is None or pa.types.is_null(given):
+    if rows is None or not len(column) or pa.types.is_null(given):
         return
     learned = value_type(rows.schema.field(name).type)
     if pa.types.is_null(learned) or is_text(given) == is_text(learned):
