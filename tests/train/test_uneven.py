@@ -14,7 +14,7 @@ from tests.train.ranker import WEIGHTED_GROUP, ids_of, make, weighted_loss, weig
 from tests.train.test_cli import SMALL
 from tests.train.uneven import data_of
 
-pytestmark = [pytest.mark.slow, pytest.mark.jax_version]
+pytestmark = pytest.mark.slow
 
 COUNTS = (20, 40)
 
