@@ -125,6 +125,7 @@ class _Center:
         self._lost_after, self._num_processes = lost_after, board.num_processes
         self._members: dict[int, _Lines] = {}
         self._left: set[int] = set()
+        self._is_ending = False
         self._token = secrets.token_hex(16)
         family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
         self._server = socket.create_server(
@@ -159,7 +160,8 @@ class _Center:
                 self._left.add(process)
         if messages is None and process is not None:
             del self._members[process]
-            if process not in self._left:
+            # Members that have heard this process's goodbye end without one of their own.
+            if process not in self._left and not self._is_ending:
                 for member in self._members.values():
                     member.send(_LOST, process)
                 _end(process, self._num_processes)
@@ -177,6 +179,7 @@ class _Center:
 
     def say_goodbye(self) -> None:
         """Tell the members that this process ends in order."""
+        self._is_ending = True
         for member in list(self._members.values()):
             member.send(_BYE)
 
