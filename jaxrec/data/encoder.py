@@ -26,7 +26,7 @@ from jaxrec.data.encode import (
     encode_weight,
     joined,
 )
-from jaxrec.data.examples import check_booleans, check_text, is_boolean, read_rows, write_rows
+from jaxrec.data.examples import check_booleans, is_boolean, read_rows, write_rows
 from jaxrec.data.frozen_vocabulary import FrozenVocabulary
 from jaxrec.data.groups import LocatedGroups
 from jaxrec.data.list_lengths import ListLengths
@@ -169,8 +169,6 @@ class TableEncoder:
             vocabulary, column = self.vocabularies.get(name), table[name]
             if pa.types.is_null(column.type) and name in self.lengths:
                 column = pa.nulls(len(table), pa.list_(pa.null()))
-            if isinstance(vocabulary, FrozenVocabulary):
-                check_text(column, self.example, name, location(name).error)
             columns.append(encode_categorical(column, options, vocabulary, location(name)))
         return pa.table(columns, [*_FIRST, *schema.dense, *schema.categorical])
 

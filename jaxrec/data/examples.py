@@ -9,7 +9,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from jaxrec.data.column_types import is_text, value_type
 from jaxrec.data.schema import Schema
 from jaxrec.data.text import DataError
 
@@ -47,29 +46,6 @@ def check_booleans(column: Any, error: Any) -> None:
     if (wrong := (numbers != 0) & (numbers != 1)).any():
         row = int(np.argmax(wrong))
         raise error(row, f"the value is {numbers[row]:g}; expected true or false")
-
-
-def check_text(column: Any, rows: pa.Table | None, name: str, error: Any) -> None:
-    """Check that a column has text where the training data has, and numbers where it has these.
-
-    Text and numbers have different raw ids, so that no id of the other kind would be known.
-
-    Args:
-        column: The column of a request.
-        rows: First rows of the training data; None: its types are unknown.
-        name: Name of the column.
-        error: Function of a row and a problem, which makes the error of a value.
-
-    Raises:
-        DataError: It is of the other kind.
-    """
-    given = value_type(column.type)
-    if rows is None or not len(column) or pa.types.is_null(given):
-        return
-    learned = value_type(rows.schema.field(name).type)
-    if pa.types.is_null(learned) or is_text(given) == is_text(learned):
-        return
-    raise error(0, f"the values are of Arrow type {given}, those of training were {learned}")
 
 
 def write_rows(rows: pa.Table, path: str | os.PathLike[str]) -> None:
