@@ -37,7 +37,7 @@ def infer_schema(
         columns: Names and types of the columns.
         label: Name of the label column; None: the first of `LABEL_NAMES` that the table has.
         weight: Name of the column of sample weights; None: all weights are 1.
-        exclude: Names of columns that are no features.
+        exclude: Names of columns to leave out of the features.
         ids: Names of columns of floats that hold integers, and become tables.
 
     Returns:

@@ -294,8 +294,8 @@ def as_table(table: pa.Table | Mapping[str, Any]) -> pa.Table:
             columns[name] = values if given else pa.array(values, from_pandas=is_object or None)
         except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError) as error:
             raise DataError(
-                f"the table, column {name!r}: its values are no column ({error}); expected values "
-                "of one kind, or lists of them"
+                f"the table, column {name!r}: Arrow cannot make a column of its values ({error}); "
+                "expected values of one kind, or lists of them"
             ) from None
     try:
         return pa.table(columns)

@@ -1,4 +1,4 @@
-"""What a file is that is neither Parquet nor a click log in Criteo's format, by its first bytes."""
+"""Recognition of other formats of data by a file's first bytes."""
 
 from __future__ import annotations
 

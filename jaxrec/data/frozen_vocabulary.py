@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 from jaxtyping import Int
 
 from jaxrec.atomic import write_atomically
+from jaxrec.data.parquet_file import read_checked
 from jaxrec.data.text import DataError
 
 
@@ -69,12 +70,7 @@ class FrozenVocabulary:
             OSError: The file cannot be read.
             DataError: The file holds no such vocabulary.
         """
-        try:
-            table = pq.read_table(path, page_checksum_verification=True)
-        except (pa.ArrowInvalid, OSError) as error:
-            if isinstance(error, OSError) and error.errno is not None:
-                raise  # an error of the operating system, which names the file
-            raise DataError(f"{path} is not a Parquet file, or damaged ({error})") from None
+        table = read_checked(path)
         if table.column_names != ["id"] or table["id"].type != pa.int64():
             raise DataError(f"{path} holds no frozen vocabulary")
         ids = table["id"].to_numpy()

@@ -53,8 +53,19 @@ def open_parquet(path: str | os.PathLike[str], **options: Any) -> Iterator[pq.Pa
         raise DataError(f"{path} is not a Parquet file, or damaged ({reason})") from None
 
 
+def read_checked(path: str | os.PathLike[str]) -> pa.Table:
+    """Read a whole small file that was written with checksums of its pages.
+
+    Raises:
+        OSError: The file cannot be read.
+        DataError: It is not a Parquet file, or it is damaged.
+    """
+    with open_parquet(path, page_checksum_verification=True) as file:
+        return file.read()
+
+
 def columns_of(file: pq.ParquetFile) -> pa.Schema:
-    """Return the columns of an open file; bytes whose Arrow type is unknown are no text or ids."""
+    """Return the columns of an open file; byte columns of an unknown Arrow type become opaque."""
     columns = file.schema_arrow
     if _OTHER_KEY not in (file.metadata.metadata or {}):
         return columns

@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 from jaxtyping import Int, UInt64
 
 from jaxrec.atomic import write_atomically
+from jaxrec.data.parquet_file import read_checked
 from jaxrec.data.text import DataError
 from jaxrec.ragged import hash_ids
 from jaxrec.ragged.arrow import map_values
@@ -273,12 +274,7 @@ class Vocabulary:
             OSError: The file cannot be read.
             DataError: The file holds no vocabulary.
         """
-        try:
-            table = pq.read_table(path, page_checksum_verification=True)
-        except (pa.ArrowInvalid, OSError) as error:
-            if isinstance(error, OSError) and error.errno is not None:
-                raise  # an error of the operating system, which names the file
-            raise DataError(f"{path} is not a Parquet file, or damaged ({error})") from None
+        table = read_checked(path)
         described = (table.schema.metadata or {}).get(_METADATA_KEY)
         if described is None:
             raise DataError(f"{path} holds no vocabulary; Vocabulary.save writes them")

@@ -51,8 +51,8 @@ def whole_floats(columns: pa.Schema, groups: Iterable[ParquetGroups]) -> dict[st
 def are_ids(whole: dict[str, bool], mixed: Collection[str]) -> list[str]:
     """Return which columns of `whole_floats` are integers to their writer: ids, to us.
 
-    Those are columns with nulls, without which pandas keeps integers as such; columns of integers
-    in other files; and columns with the name of an id.
+    Such columns have nulls (pandas writes integers with nulls as floats), or are integers in other
+    files, or have the name of an id.
     """
     return [
         name

@@ -107,7 +107,7 @@ class _Lines:
         """Wait for bytes; return the messages that are complete.
 
         Returns:
-            None at the end of the connection, and where its bytes are no messages.
+            None at the end of the connection, or if the bytes cannot be read as messages.
         """
         try:
             received = self.connection.recv(_MAX_BYTES)

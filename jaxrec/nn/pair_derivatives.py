@@ -92,7 +92,7 @@ def _define(name: str, compute: Callable[..., Array], type_of_result: Callable[.
 _TANGENTS = _define("pair_tangents", _compute_tangents, _type_of_products)
 _GRADIENTS = _define("pair_gradients", _compute_gradients, _type_of_vectors)
 
-# Of a cotangent and the operands: the transposes in the first operand and in the second.
+# The transposes with respect to the first operand and to the second.
 ad.defbilinear(
     _TANGENTS,
     lambda cotangent, _, tangents: pair_gradients(tangents, cotangent),

@@ -33,7 +33,7 @@ def bag_ids(
     per_key = jnp.diff(complete_cumsum(jnp.asarray(lengths))[np.cumsum((0, *strides))])
     starts = _starts(capacities)
     padding = jnp.zeros(total, jnp.int32)
-    # First the ends, which are static: under `jax.vmap` these are no scatter into a mapped array.
+    # The static ends come first: JAX 0.12 cannot scatter them into an array that `jax.vmap` maps.
     padding = padding.at[starts + np.array(capacities, np.int32)].add(-1, mode="drop")
     padding = padding.at[starts + per_key].add(1, mode="drop")
     return jnp.where(_count_marks(padding) > 0, bags, ids)

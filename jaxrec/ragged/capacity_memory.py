@@ -231,8 +231,8 @@ def checked_capacities(capacities: Any) -> dict[str, int]:
     """Return capacities by name.
 
     Raises:
-        TypeError: One is not an integer, or they are no mapping.
-        ValueError: One is negative.
+        TypeError: A capacity is not an integer, or ``capacities`` is not a mapping.
+        ValueError: A capacity is negative.
     """
     checked = {
         key: whole_number(f"the capacity of feature {key!r}", capacity)

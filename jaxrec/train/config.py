@@ -46,7 +46,7 @@ class DataConfig:
     """Name of the column of sample weights, 0 or above, without a schema. They weigh the rows in
     the loss and in the metrics; by default all rows weigh 1."""
     exclude: Annotated[tuple[str, ...], tyro.conf.arg(aliases=["--exclude"])] = ()
-    """Names of columns that are no features, without a schema."""
+    """Names of columns to leave out of the features, without a schema."""
     eval_path: pathlib.Path | None = None
     """File or directory of the held-out rows; by default the last rows of the data."""
     eval_fraction: float = 0.1

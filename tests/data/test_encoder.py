@@ -235,7 +235,7 @@ def test_arrays_of_objects_may_have_nulls():
         known = Vocabulary.build(arrays["city"])
         assert known.values.to_pylist() == ["a"]
         assert known(arrays["city"]).tolist() == [1, 0]
-    with pytest.raises(DataError, match="column 'city': its values are no column"):
+    with pytest.raises(DataError, match="column 'city': Arrow cannot make a column of its values"):
         encoder.batch(arrays | {"city": np.array(["a", 3], object)})
     with pytest.raises(DataError, match="the table: "):
         encoder.batch(arrays | {"city": ["a"]})

@@ -1,4 +1,4 @@
-"""What a program calls outside of itself, of what jaxrec knows.
+"""Check of the functions and transfers that an exported program calls.
 
 A custom call runs a function of the process by its name, with arguments that the program chooses.
 Some functions take an address among them, so that a program from elsewhere may call only those that
@@ -38,7 +38,7 @@ def parse_program(content: bytes) -> Any:
         Exception: The content is something else.
     """
     context = mlir.make_ir_context()
-    # What MLIR would print is part of the error.
+    # Keep MLIR from printing: its message is part of the error.
     with context:
         handler: Any = context.attach_diagnostic_handler(lambda diagnostic: True)
         try:

@@ -16,7 +16,7 @@ import redis.backoff
 import redis.exceptions
 import redis.retry
 
-# What the client puts before the server's answer to one of several commands: the whole command,
+# Prefix that the client adds to an error of one of several commands. It holds the whole command,
 # with the bytes of its records.
 _COMMAND = re.compile(r"Command # \d+ \(.*\) of pipeline caused error: ", re.DOTALL)
 _LONGEST_MESSAGE = 300
