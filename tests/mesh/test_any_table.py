@@ -151,7 +151,7 @@ def assert_close(tables, expected):
     ("kind", "optimizer"),
     list(itertools.product(["pooled", "per_id"], OPTIMIZERS))
     if IS_WHOLE
-    else [("pooled", "lamb"), ("per_id", "rowwise_adagrad")],
+    else [pytest.param("pooled", "lamb", marks=pytest.mark.slow), ("per_id", "rowwise_adagrad")],
 )
 def test_equal_to_one_device(mesh, kind, optimizer):
     first, (losses, tables), (more_losses, more_tables) = on_one_device(kind, optimizer)

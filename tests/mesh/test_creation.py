@@ -293,6 +293,7 @@ def wide_collection():
     return jaxrec.EmbeddingBagCollection(tables, optimizer=adam, rngs=nnx.Rngs(3))
 
 
+@pytest.mark.slow
 def test_no_device_holds_more_than_its_share_while_tables_move(mesh, small_copies):
     """From one device to eight, and from plan to plan: the new share and less than another."""
     model = wide_collection()

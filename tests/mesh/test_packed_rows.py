@@ -94,7 +94,7 @@ def largest_step(rows: np.ndarray, dtype: str) -> np.ndarray:
     return np.abs(rows).max(axis=1, keepdims=True) * (32 / 448)  # 448 is the largest e4m3
 
 
-@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3"])
+@pytest.mark.parametrize("dtype", ["int8", pytest.param("float8_e4m3", marks=pytest.mark.slow)])
 def test_training_is_that_of_one_device(dtype):
     alone, spread, losses = trained(dtype)
     np.testing.assert_allclose(*losses, rtol=1e-3)

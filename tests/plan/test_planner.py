@@ -172,6 +172,7 @@ class Both(nnx.Module):
         )
 
 
+@pytest.mark.slow
 def test_every_type_and_exchange_that_is_planned_is_carried_out():
     """A step on two hosts of four devices, beside the same on one device."""
     mesh = jax.make_mesh((2, 4), ("host", "device"))

@@ -176,6 +176,7 @@ def test_the_solver_prints_nothing(capfd):
     assert capfd.readouterr() == ("", "")
 
 
+@pytest.mark.slow
 def test_a_search_that_is_cut_short_has_a_bound():
     random = np.random.default_rng(0)
     shapes = [

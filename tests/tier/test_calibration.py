@@ -13,6 +13,7 @@ from jaxrec.tier.calibration import calibrate_caches
 from jaxrec.tier.tier import tier_of
 
 
+@pytest.mark.slow
 def test_rates_of_caches_are_measured(monkeypatch):
     monkeypatch.setattr(calibration, "_IDS", (32, 64))
     monkeypatch.setattr(calibration, "_ASSIGNED_IDS", (64, 4096))

@@ -63,7 +63,9 @@ def steps(model, optimizer, batches):
 
 
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
-@pytest.mark.parametrize(("before", "after"), [(1, 1), (8, 4), (1, 4)])
+@pytest.mark.parametrize(
+    ("before", "after"), [(1, 1), pytest.param(8, 4, marks=pytest.mark.slow), (1, 4)]
+)
 def test_a_restored_run_goes_on_as_if_undisturbed(tmp_path, settings, before, after):
     batches, _ = models.stream(24, 400, samples=8)
     model = make_model(settings, devices=before)

@@ -60,7 +60,9 @@ def mesh(request):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"semi_synchronous": True}], ids=["synchronous", "semi_synchronous"]
+    "options",
+    [{}, pytest.param({"semi_synchronous": True}, marks=pytest.mark.slow)],
+    ids=["synchronous", "semi_synchronous"],
 )
 def test_evicted_rows_return_as_they_left(mesh, options):
     batches, _ = models.stream(30, 200, samples=8)

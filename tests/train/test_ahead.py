@@ -105,7 +105,10 @@ def contents(model, optimizer):
     return jax.tree.map(np.asarray, jax.tree.leaves(nnx.state((model, optimizer))))
 
 
-@pytest.mark.parametrize("name", PLACEMENTS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow if name == "pooled" else ()) for name in PLACEMENTS],
+)
 def test_the_same_bits_as_steps_one_by_one(name, monkeypatch):
     if name in ("pooled", "copies"):  # between them every exchange
         as_users_do = functools.partial(jax.jit, compiler_options=AS_USERS_DO)
@@ -194,6 +197,7 @@ def semi_synchronous(name):
     return SemiSynchronousSteps(model, optimizer, loss_of, None, state, False), mesh
 
 
+@pytest.mark.slow
 def test_semi_synchronous_steps_have_the_same_bits_unrouted(monkeypatch):
     """Also where capacities change between a lookup and the step that uses its embeddings."""
     monkeypatch.setattr(capacity, "WINDOW", 2)

@@ -64,7 +64,11 @@ def never_stopped():
     return trained
 
 
-@pytest.mark.parametrize("steps", [5, 7], ids=["between-epochs", "in-the-second"])
+@pytest.mark.parametrize(
+    "steps",
+    [pytest.param(5, marks=pytest.mark.slow), 7],
+    ids=["between-epochs", "in-the-second"],
+)
 def test_stopped_and_resumed_is_as_never_stopped(tmp_path, never_stopped, steps):
     rows, _ = split_datasets(CONFIG)
     stopped = make_model(CONFIG, 10)

@@ -205,6 +205,7 @@ for directory in sys.argv[1:]:
 """
 
 
+@pytest.mark.slow
 def test_older_checkpoints_without_data_files(tmp_path):
     """One sentence each, and nothing of the threads that read."""
     tables = [jaxrec.EmbeddingBagConfig("a", 600, 4)]

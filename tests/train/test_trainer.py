@@ -270,6 +270,7 @@ def on_mesh(devices, placement, loss=loss, **options):
     )
 
 
+@pytest.mark.slow
 def test_goes_on_with_another_number_of_devices(tmp_path):
     """Eight devices, then two, then four, each with another placement."""
     data, never = batches(9), make(metrics=GROUP)

@@ -219,6 +219,7 @@ def test_other_accelerators_have_nothing_to_choose(capsys, model, monkeypatch):
     assert "there is one implementation for tpu" in errors
 
 
+@pytest.mark.slow
 def test_in_a_process_of_its_own(capsys, model, tmp_path, monkeypatch):
     """The real implementations and clock; which of them wins is not asserted."""
     model.write_text("".join(line for line in MODEL.splitlines(True) if "user" not in line))

@@ -74,6 +74,7 @@ def test_columns_of_a_generated_log(tmp_path):
         np.testing.assert_array_equal(batch.features[name].values, ids)
 
 
+@pytest.mark.slow
 def test_a_run_on_columns_of_ones_own(directory, tmp_path):  # noqa: F811
     run, model = tmp_path / "run", tmp_path / "model"
     data = [f"--data={directory / 'rows'}", f"--schema={directory / 'schema.yaml'}"]

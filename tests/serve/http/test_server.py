@@ -94,6 +94,7 @@ def test_sigint_ends_an_idle_server(path):
         assert server.wait(20) == 0
 
 
+@pytest.mark.slow
 def test_bodies_of_a_gigabyte_are_refused_in_little_memory(path):
     with process(path) as (client, server):
         assert client.post(BODY).status == 200
@@ -116,6 +117,7 @@ def test_bodies_of_a_gigabyte_are_refused_in_little_memory(path):
         assert peak_megabytes(server.pid) - before < 150
 
 
+@pytest.mark.slow
 def test_slow_clients_do_not_hinder_others(served):
     limits = Limits(drain=0.0, read_timeout=1.0)
     half = "POST /predict HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"

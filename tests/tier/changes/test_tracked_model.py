@@ -28,7 +28,7 @@ from tests.tier.changes.models import (
 pytestmark = pytest.mark.filterwarnings("ignore:the table .* thrashes")
 
 
-@pytest.mark.parametrize("devices", [1, 8])
+@pytest.mark.parametrize("devices", [1, pytest.param(8, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("settings", SETTINGS)
 def test_open_vocabularies(settings, devices):
     samples = 4 if devices == 1 else 8

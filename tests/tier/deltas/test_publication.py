@@ -333,6 +333,7 @@ def test_rows_are_not_taken_away_in_a_training_loop(tmp_path):
     assert_same(copy, model)
 
 
+@pytest.mark.slow
 def test_killed_publishers(tmp_path):
     """Whenever a publisher is killed, a copy is one of the versions, whole."""
     assert deltas.kill_repeatedly(tmp_path, kills=3) >= 2

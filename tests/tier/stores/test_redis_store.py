@@ -274,6 +274,7 @@ def test_flush_with_an_append_only_file(tmp_path):
         np.testing.assert_array_equal(store.get(np.arange(10))[1], random_records(10))
 
 
+@pytest.mark.slow
 def test_the_lock_is_renewed_and_given_back(redis_port):  # noqa: F811
     with opened(redis_port, "renewed", "&lock=2") as store:
         time.sleep(2.5)
@@ -321,6 +322,7 @@ sys.stdin.read()
         assert time.monotonic() - start < 20
 
 
+@pytest.mark.slow
 def test_encryption(tmp_path):
     if shutil.which("openssl") is None:
         pytest.skip("needs openssl to make a certificate")
@@ -343,6 +345,7 @@ def test_encryption(tmp_path):
             RedisStore.from_url(url).open(FORMAT)
 
 
+@pytest.mark.slow
 def test_kills(redis_port, tmp_path):  # noqa: F811
     url = f"redis://127.0.0.1:{redis_port}/0?prefix=kills&lock=1"
     with warnings.catch_warnings():
