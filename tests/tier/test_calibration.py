@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import jax
+import pytest
 
 from jaxrec.plan import Topology
 from jaxrec.plan.calibration import Measurement
