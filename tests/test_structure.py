@@ -227,7 +227,7 @@ TESTED_BY = {
         "tier/observer",
         "tier/changes/tracked_table",
     ),
-    "tier/test_row_file": ("tier/row_columns",),
+    "tier/test_row_file": ("files/rows",),
     "tier/stores/test_file_store": (
         "tier/stores/file_snapshot",
         "tier/stores/record_file",

@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from jaxtyping import Float, Int
 
-from jaxrec.atomic import write_atomically
+from jaxrec.files.atomic import write_atomically
 from jaxrec.serve.artifact.files import ArtifactError, check_files, describe_files
 from jaxrec.serve.artifact.load import ServedModel, load
 from jaxrec.serve.artifact.manifest import MANIFEST_FILE, StoredFile

@@ -9,13 +9,13 @@ import pathlib
 from collections.abc import Iterator
 
 import jax
+import numpy as np
 from flax import nnx
 
-from jaxrec.atomic import write_atomically
 from jaxrec.embed.collection import Collection
 from jaxrec.embed.row_access import TableRows, read, write
-from jaxrec.tier.model_tables import TableVocabulary, collections_of
-from jaxrec.tier.row_columns import (
+from jaxrec.files.atomic import write_atomically
+from jaxrec.files.rows import (
     ID,
     ROW,
     RowWriter,
@@ -25,6 +25,8 @@ from jaxrec.tier.row_columns import (
     numbers,
     open_rows,
 )
+from jaxrec.ragged.raw_ids import RESERVED
+from jaxrec.tier.model_tables import TableVocabulary, collections_of
 from jaxrec.tier.tier import Tier, tier_of
 
 
@@ -140,6 +142,11 @@ def import_rows(model: nnx.Module, table: str, path: str | os.PathLike[str]) -> 
     with tier.settled(model), open_rows(path) as file:
         state = check_columns(path, file.schema_arrow, found.shapes)
         ids = checked_ids(path, file, found.shapes, state)
+        if (reserved := ids == RESERVED).any():
+            raise ValueError(
+                f"{path}, row {int(np.argmax(reserved))} (from 0): id -1 (2**64 - 1 unsigned) is "
+                "reserved"
+            )
         vocabulary = found.of.vocabulary
         new_ids = ids[vocabulary.map.find(ids) < 0]
         if new_ids.size > (free := vocabulary.room - len(vocabulary)):

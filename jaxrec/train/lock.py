@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import jax
 
-from jaxrec.lock import lock, unlock
+from jaxrec.files.lock import lock, unlock
 from jaxrec.mesh.agree import gather_texts
 
 

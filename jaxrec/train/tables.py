@@ -13,9 +13,9 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from jaxtyping import Array
 
-from jaxrec.atomic import write_atomically
 from jaxrec.embed import EmbeddingBagCollection, EmbeddingCollection
 from jaxrec.embed.some_rows import read_ids
+from jaxrec.files.atomic import write_atomically
 from jaxrec.train.checkpoint import CheckpointError
 
 # Number of rows that are written or read at once.

@@ -19,7 +19,6 @@ from jaxrec.tier import (
     import_rows,
     lfu,
     make,
-    row_columns,
     row_file,
     ttl,
 )
@@ -88,7 +87,7 @@ def source():
 @pytest.fixture(params=[1, 1 << 16], ids=["small_parts", "one_part"])
 def sizes(request, monkeypatch):
     """Files of few rows are written in many parts."""
-    monkeypatch.setattr(row_columns, "_ROWS", 7 * request.param)
+    monkeypatch.setattr("jaxrec.files.rows._ROWS", 7 * request.param)
 
 
 @pytest.mark.parametrize("devices", [1, 4])

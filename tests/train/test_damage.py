@@ -158,8 +158,8 @@ def test_folders_that_are_missing(saved, other, folder):
 
 
 def test_checksums_cover_large_files_in_parts(saved, monkeypatch):
-    monkeypatch.setattr(jaxrec.checksums, "_SEGMENT_BYTES", 1000)
-    monkeypatch.setattr(jaxrec.checksums, "_BUFFER_BYTES", 300)
+    monkeypatch.setattr(jaxrec.files.manifest, "_SEGMENT_BYTES", 1000)
+    monkeypatch.setattr(jaxrec.files.manifest, "_BUFFER_BYTES", 300)
     checksums.write_checksums(saved)
     assert checksums.find_damage(saved) == ""
     largest = damage_of(saved, "flipped")
@@ -170,7 +170,7 @@ def test_unreadable_files(saved, other, monkeypatch):
     def readinto(self, directory):
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr(jaxrec.checksums.Segment, "checksum", readinto)
+    monkeypatch.setattr(jaxrec.files.manifest.Segment, "checksum", readinto)
     assert_refused(saved, *other, "cannot be read: Input/output error")
 
 

@@ -12,8 +12,8 @@ import jax
 from flax import nnx
 from jax.export import Exported
 
-from jaxrec.atomic import write_atomically
 from jaxrec.data import TableEncoder
+from jaxrec.files.atomic import write_atomically
 from jaxrec.serve.artifact.column_files import write_columns
 from jaxrec.serve.artifact.files import describe_files, write_array, write_rows
 from jaxrec.serve.artifact.inputs import batch_spec

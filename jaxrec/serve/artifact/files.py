@@ -11,7 +11,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrec.checksums import THREADS, Segment, segments_of
+from jaxrec.files.manifest import THREADS, Segment, segments_of
 from jaxrec.serve.artifact.manifest import MANIFEST_FILE, Manifest, StoredArray, StoredFile
 
 

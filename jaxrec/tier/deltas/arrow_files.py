@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from jaxrec.tier.row_columns import ID, ROW, STATE
+from jaxrec.files.rows import ID, ROW, STATE
 
 _DTYPE = b"dtype"
 _ARRAYS = pa.schema(

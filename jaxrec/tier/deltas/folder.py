@@ -20,7 +20,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.fs as pafs
 
-from jaxrec.lock import lock, unlock
+from jaxrec.files.lock import lock, unlock
 from jaxrec.tier.deltas.checked_stream import CheckedStream
 from jaxrec.tier.deltas.manifest import File, Manifest
 from jaxrec.tier.stores.snapshots import sync

@@ -15,8 +15,8 @@ import numpy as np
 from jaxrec.embed.collection import Collection
 from jaxrec.embed.config import TableConfig
 from jaxrec.embed.row_access import TableRows, read, write
+from jaxrec.files.rows import TableShapes
 from jaxrec.tier.deltas.manifest import TableFacts
-from jaxrec.tier.row_columns import TableShapes
 
 Values = dict[str, np.ndarray]
 """Rows ``[n, embedding_dim]`` under ``"rows"``, and optimizer state ``[n, ...]`` by name."""

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxrec.atomic import write_atomically
+from jaxrec.files.atomic import write_atomically
 from jaxrec.tier.stores.record_format import RecordFormat
 
 MANIFEST = "snapshot.json"

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from jaxrec.checksums import THREADS, Segment, segments_of
+from jaxrec.files.manifest import THREADS, Segment, segments_of
 from jaxrec.mesh.agree import gather_texts
 from jaxrec.tier.stores.snapshots import MANIFEST
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Array
 
-from jaxrec.npz import NpzFile
+from jaxrec.files.npz import NpzFile
 from jaxrec.train.checkpoint import CheckpointError
 from jaxrec.train.torchrec.distributed import open_distributed
 from jaxrec.train.torchrec.state_dict import StateDict

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxrec.atomic import write_atomically
 from jaxrec.embed import EmbeddingBagCollection
+from jaxrec.files.atomic import write_atomically
 from jaxrec.train.torchrec.layers import Collection, Layers, dense_arrays, dotted
 from jaxrec.train.torchrec.states import counters, dense_states, table_state_names
 

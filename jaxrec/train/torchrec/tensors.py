@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Shaped
 
-from jaxrec.archive import Archive
+from jaxrec.files.archive import Archive
 from jaxrec.train.checkpoint import CheckpointError
 from jaxrec.train.torchrec.pickles import (
     PICKLE_BYTES,

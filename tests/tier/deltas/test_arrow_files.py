@@ -12,7 +12,6 @@ import pytest
 
 from jaxrec.tier import (
     Subscriber,
-    row_columns,
 )
 from jaxrec.tier.deltas import arrow_files
 from tests.tier.deltas.models import (
@@ -53,7 +52,7 @@ def test_the_files_by_pyarrow(tmp_path):
 
 def test_small_parts(tmp_path, monkeypatch):
     """Rows are read and written a few at a time."""
-    monkeypatch.setattr(row_columns, "_ROWS", 7)
+    monkeypatch.setattr("jaxrec.files.rows._ROWS", 7)
     model, copy = trained_model("stored"), open_model("stored", "sgd")
     subscriber = Subscriber(copy, tmp_path)
     for _ in publish_and_train(model, tmp_path, draw_open, rounds=2, full_every=2):

@@ -13,8 +13,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from jaxrec.ragged.raw_ids import RESERVED
-
 # Largest numbers of rows, and of bytes of rows, that are written or read at once.
 _ROWS, _BYTES = 1 << 16, 1 << 25
 
@@ -171,11 +169,6 @@ def checked_ids(
                 )
         parts.append(ids.to_numpy())
     ids = np.concatenate(parts)
-    if (reserved := ids == RESERVED).any():
-        raise ValueError(
-            f"{path}, row {int(np.argmax(reserved))} (from 0): id -1 (2**64 - 1 unsigned) is "
-            "reserved"
-        )
     in_order = np.sort(ids)
     if (again := in_order[1:] == in_order[:-1]).any():
         raise ValueError(f"{path}: id {in_order[int(np.argmax(again))]} is there more than once")

@@ -12,7 +12,7 @@ from typing import Literal
 import numpy as np
 from jaxtyping import Shaped
 
-from jaxrec.archive import Archive
+from jaxrec.files.archive import Archive
 
 _SUFFIX = ".npy"
 
