@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 
 import jaxrec
 from jaxrec.train import CheckpointError, Trainer, checkpoint, restore_state
-from jaxrec.train.checkpoint import checksums, loading
-from jaxrec.train.checkpoint.checksums import CHECKSUMS_FILE
+from jaxrec.train.checkpoint import files, loading
+from jaxrec.train.checkpoint.files import CHECKSUMS_FILE
 from tests.fuzz import max_examples
 from tests.train.test_checkpoint import contents, make
 
@@ -160,10 +160,10 @@ def test_folders_that_are_missing(saved, other, folder):
 def test_checksums_cover_large_files_in_parts(saved, monkeypatch):
     monkeypatch.setattr(jaxrec.files.manifest, "_SEGMENT_BYTES", 1000)
     monkeypatch.setattr(jaxrec.files.manifest, "_BUFFER_BYTES", 300)
-    checksums.write_checksums(saved)
-    assert checksums.find_damage(saved) == ""
+    files.write_checksums(saved)
+    assert files.find_damage(saved) == ""
     largest = damage_of(saved, "flipped")
-    assert checksums.find_damage(saved) == f"{largest} does not have the bytes that were saved"
+    assert files.find_damage(saved) == f"{largest} does not have the bytes that were saved"
 
 
 def test_unreadable_files(saved, other, monkeypatch):

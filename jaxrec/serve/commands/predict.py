@@ -22,7 +22,7 @@ from jaxrec.data.files import key_column, key_types, keys_of, parquet_files
 from jaxrec.data.parquet_file import open_parquet
 from jaxrec.files.atomic import write_atomically
 from jaxrec.serve import ArtifactError, ServedModel, load
-from jaxrec.serve.artifact.outputs import arrow_column, output_columns
+from jaxrec.serve.artifact.batch_spec import arrow_column, output_columns
 
 USAGE_ERRORS = (ConfigError,)
 FAILURES = (ArtifactError, DataError)
