@@ -14,7 +14,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from jaxtyping import Float, Integer
 
-from jaxrec.atomic import write_atomically
 from jaxrec.data.conversion import files_of_sources, read_summary
 from jaxrec.data.groups import ParquetGroups
 from jaxrec.data.multi_hot import MultiHot
@@ -28,6 +27,7 @@ from jaxrec.data.transforms import (
     log_counts_above,
     table_ids,
 )
+from jaxrec.files.atomic import write_atomically
 
 Counts = Literal["log", "log_above_smallest", "raw"]
 COUNTS = ("log", "log_above_smallest", "raw")

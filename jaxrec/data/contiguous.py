@@ -12,9 +12,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from jaxtyping import Int, Integer
 
-from jaxrec.atomic import write_atomically
 from jaxrec.data.parts import parquet_writer
 from jaxrec.data.transforms import CATEGORICAL_NAMES
+from jaxrec.files.atomic import write_atomically
 
 MAPS_DIRECTORY = "maps"
 

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from jaxrec.atomic import write_atomically
 from jaxrec.data.click_batches import ClickBatch
 from jaxrec.data.column_types import check_columns
 from jaxrec.data.encode import (
@@ -33,6 +32,7 @@ from jaxrec.data.list_lengths import ListLengths
 from jaxrec.data.schema import Schema, read_schema
 from jaxrec.data.text import DataError
 from jaxrec.data.vocabulary import Vocabulary
+from jaxrec.files.atomic import write_atomically
 from jaxrec.ragged import Packer
 from jaxrec.ragged.capacity import capacity_for
 from jaxrec.ragged.length_moments import LengthMoments

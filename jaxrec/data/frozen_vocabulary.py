@@ -10,9 +10,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from jaxtyping import Int
 
-from jaxrec.atomic import write_atomically
 from jaxrec.data.parquet_file import read_checked
 from jaxrec.data.text import DataError
+from jaxrec.files.atomic import write_atomically
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Shaped
 
 from jaxrec.data.text import DataError
-from jaxrec.npz import NpzFile
+from jaxrec.files.npz import NpzFile
 
 # The oldest time that a zip file can have: equal arrays make equal files.
 _TIME = (1980, 1, 1, 0, 0, 0)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,8 @@ from jaxtyping import Array
 
 from jaxrec.mesh.watch import losses_first
 from jaxrec.ragged.capacity import capacity_for
+
+Result = TypeVar("Result")
 
 # Bytes of each process that `gather_rows` sends at once.
 _BYTES_AT_ONCE = 1 << 24
@@ -211,6 +213,36 @@ def raise_together(error: Exception | None) -> None:
         _gather_sizes([], error)
     if error is not None:
         raise error
+
+
+def on_process_zero(function: Callable[[], Result]) -> Result:
+    """Call a function in process 0, and return its result in all processes; each calls this.
+
+    Args:
+        function: Returns what JSON can hold.
+
+    Raises:
+        OSError: The function raised an OSError or a ValueError. Process 0 raises that error itself,
+            the others one of the same number.
+    """
+    if jax.process_count() == 1:
+        return function()
+    answer: dict[str, Any] = {}
+    error: Exception | None = None
+    if jax.process_index() == 0:
+        try:
+            answer = {"result": function()}
+        except (OSError, ValueError) as raised:
+            error = raised
+            answer = {"error": str(raised), "number": getattr(raised, "errno", None)}
+    first = json.loads(gather_texts(json.dumps(answer))[0])
+    if error is not None:
+        raise error
+    if "error" in first:
+        text = f"process 0 failed: {first['error']}"
+        # A number makes it an error of the same class, such as BlockingIOError.
+        raise OSError(text) if first["number"] is None else OSError(first["number"], text)
+    return first["result"]
 
 
 def _gather_sizes(sizes: Sequence[int], error: Exception | None = None) -> np.ndarray:

@@ -1,9 +1,9 @@
 """Serving models: quantized and pruned tables, export and prediction."""
 
 from jaxrec.serve.artifact.export import export as export
-from jaxrec.serve.artifact.files import ArtifactError as ArtifactError
 from jaxrec.serve.artifact.load import ServedModel as ServedModel
 from jaxrec.serve.artifact.load import load as load
+from jaxrec.serve.artifact.manifest import ArtifactError as ArtifactError
 from jaxrec.serve.native_calls import native_calls as native_calls
 from jaxrec.serve.quantized.pruned_tables import PrunedTables as PrunedTables
 from jaxrec.serve.quantized.pruning import Pruning as Pruning

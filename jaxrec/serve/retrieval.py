@@ -15,11 +15,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from jaxtyping import Float, Int
 
-from jaxrec.atomic import write_atomically
-from jaxrec.serve.artifact.files import ArtifactError, check_files, describe_files
-from jaxrec.serve.artifact.load import ServedModel, load
-from jaxrec.serve.artifact.manifest import MANIFEST_FILE, StoredFile
-from jaxrec.serve.artifact.outputs import output_columns
+from jaxrec.files.atomic import write_atomically
+from jaxrec.files.manifest import StoredFile, describe_files
+from jaxrec.serve.artifact.batch_spec import output_columns
+from jaxrec.serve.artifact.load import ServedModel, check_files, load
+from jaxrec.serve.artifact.manifest import MANIFEST_FILE, ArtifactError
 from jaxrec.serve.http.argument_columns import ArgumentColumns
 
 FORMAT = "jaxrec index 1"

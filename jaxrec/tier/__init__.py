@@ -1,9 +1,9 @@
 """Vocabularies beyond the rows of a table, and tables beyond device memory."""
 
 from jaxrec.tier.ahead import ahead as ahead
+from jaxrec.tier.changes.change_tracker import ChangedRows as ChangedRows
 from jaxrec.tier.changes.change_tracker import ChangeTracker as ChangeTracker
-from jaxrec.tier.changes.changes import ChangedRows as ChangedRows
-from jaxrec.tier.changes.changes import TableChanges as TableChanges
+from jaxrec.tier.changes.change_tracker import TableChanges as TableChanges
 from jaxrec.tier.close import close as close
 from jaxrec.tier.deltas.folder import VersionError as VersionError
 from jaxrec.tier.deltas.publication import PublishedVersion as PublishedVersion

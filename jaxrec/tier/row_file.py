@@ -1,53 +1,47 @@
-"""Files of ids and their rows: Parquet, written and read in parts."""
+"""Export and import of the rows of one table."""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Callable
+from typing import Any
 
 import jax
+import numpy as np
 from flax import nnx
 
-from jaxrec.atomic import write_atomically
-from jaxrec.embed.collection import Collection
-from jaxrec.embed.row_access import TableRows, read, write
-from jaxrec.tier.model_tables import TableVocabulary, collections_of
-from jaxrec.tier.row_columns import (
-    ID,
-    ROW,
-    RowWriter,
-    TableShapes,
-    check_columns,
-    checked_ids,
-    numbers,
-    open_rows,
-)
-from jaxrec.tier.tier import Tier, tier_of
+from jaxrec.files.atomic import write_atomically
+from jaxrec.files.rows import RowFile, RowWriter, Values, open_rows
+from jaxrec.ragged.raw_ids import RESERVED
+from jaxrec.tier.deltas.tables import OpenTable, PublishedTable, published_tables
+from jaxrec.tier.store import TierStore
+from jaxrec.tier.tier import tier_of
 
 
 def export_rows(
     model: nnx.Module,
-    table: str,
+    name: str,
     path: str | os.PathLike[str],
     *,
     with_state: bool = False,
     with_stored: bool = False,
 ) -> int:
-    """Write the ids of a table with an open vocabulary, and their rows, to a Parquet file.
+    """Write the ids of a table and their rows to a file.
 
-    Rows are read and written in parts, so that memory does not grow with the table. Call it in the
-    thread that trains, between two steps; with several processes, in each of them: process 0
-    writes.
+    The ids of a table with an open vocabulary are those that have a row; the ids of another one are
+    its row indices. Rows are read and written in parts, so that memory does not grow with the
+    table. Call it in the thread that trains, between two steps; with several processes, in each of
+    them: process 0 writes.
 
     Args:
-        model: A model of `jaxrec.tier.make`.
-        table: Name of the table.
-        path: The file, which appears when it is complete. Its columns are ``id``, int64 in
-            ascending order, and ``row``, a list of ``embedding_dim`` numbers of the table's type,
-            bfloat16 as float32. An id from 2**63 up has its bits as int64.
+        model: The model, or one of its collections.
+        name: Name of the table.
+        path: The file, which appears when it is complete. ``.parquet``: the columns ``id``, int64
+            in ascending order, and ``row``, a list of ``embedding_dim`` numbers of the table's
+            type, bfloat16 as float32. An id from 2**63 up has its bits as int64. ``.npy``, for a
+            table without an open vocabulary: the array ``[num_embeddings, embedding_dim]``.
         with_state: Whether the optimizer state of the rows is written too, as columns ``state_``
             and its name.
         with_stored: Whether the rows of evicted ids that the table's store holds follow.
@@ -56,10 +50,9 @@ def export_rows(
         The number of ids.
 
     Raises:
-        KeyError: The model has no such table with an open vocabulary.
-        TypeError: The model has no open vocabulary.
-        ValueError: The file's name does not end in .parquet; two tables have that name; or the
-            table has no store, with ``with_stored``.
+        KeyError: The model has no such table.
+        ValueError: The file's name has another ending; two tables have that name; or the table has
+            no store, with ``with_stored``.
         OSError: The file cannot be written.
 
     Example:
@@ -76,142 +69,199 @@ def export_rows(
         >>> pyarrow.parquet.read_table(path)["id"].to_pylist()
         [7, 1152921504606846976]
     """
-    path = _parquet_path(path, "written to")
-    tier, found = _find(model, table)
-    transfer = found.of.transfer
-    if with_stored and transfer is None:
+    path, table = pathlib.Path(path), _find(model, name)
+    _check_suffix(path, "written to", table)
+    if with_stored and not (isinstance(table, OpenTable) and table.of.transfer is not None):
         raise ValueError(
-            f"table {table!r} has no store, so that rows of evicted ids are lost; leave "
+            f"table {name!r} has no store, so that rows of evicted ids are lost; leave "
             "with_stored out, or give the table Dynamic(store='memory://')"
         )
+    if path.suffix == ".npy" and with_state:
+        raise ValueError(f"optimizer state is written to .parquet, got {path.name}")
     count = 0
     with contextlib.ExitStack() as stack:
-        stack.enter_context(tier.settled(model))
-        file: RowWriter | None = None
+        if isinstance(table, OpenTable):
+            stack.enter_context(table.tier.settled(model))
+        parts = table.scan(with_state, with_stored)
         if jax.process_index() == 0:
             unfinished = stack.enter_context(write_atomically(path))
-            file = RowWriter(unfinished, found.shapes, with_state=with_state)
-            stack.enter_context(contextlib.closing(file))
-        ids, rows = found.of.vocabulary.map.items()
-        for part in _parts(ids.size, found.shapes.rows_at_once):
-            request = TableRows(table, rows[part])
-            (values,) = read(found.collection.tables.get_value().placed, [request]).to_host()
-            if file is not None:
-                file.write(ids[part], values)
-            count += len(request.rows)
-        if with_stored and transfer is not None:
-            for stored_ids, records in transfer.scan(found.shapes.rows_at_once):
-                # A row that has come back from the store may still be there, as it was.
-                is_gone = found.of.vocabulary.map.find(stored_ids) < 0
-                values = transfer.layout.unpack(records[is_gone])[found.number]
-                if file is not None:
-                    file.write(stored_ids[is_gone], values)
-                count += int(is_gone.sum())
+            make = _npy_writer if path.suffix == ".npy" else _row_writer
+            write = make(stack, unfinished, table, with_state)
+        for ids, values in parts:
+            if jax.process_index() == 0:
+                write(ids, values)
+            count += ids.size
     return count
 
 
-def import_rows(model: nnx.Module, table: str, path: str | os.PathLike[str]) -> int:
-    """Set rows of a table with an open vocabulary from a file that `export_rows` wrote.
+def _row_writer(
+    stack: contextlib.ExitStack, path: pathlib.Path, table: PublishedTable, with_state: bool
+) -> Callable[[np.ndarray, Values], None]:
+    shapes = dict(sorted(table.shapes(with_state).items()))
+    return stack.enter_context(contextlib.closing(RowWriter(path, shapes))).write
 
-    Ids that have a row keep it, and its values are overwritten. Other ids get free rows without the
-    conditions of admission; no id is evicted. The optimizer state is read from the file. If the
-    file has none, new rows have a fresh state and the others keep theirs. For new ids, other
-    tables that read the same features get first values: import these tables too. The file is
-    checked before anything changes, and read in parts. Call it in the thread that trains, between
-    two steps; with several processes, in each of them: each reads the file.
+
+def _npy_writer(
+    stack: contextlib.ExitStack, path: pathlib.Path, table: PublishedTable, with_state: bool
+) -> Callable[[np.ndarray, Values], None]:
+    dtype = np.dtype(table.shapes(with_state)["rows"].dtype)
+    rows: Any = np.lib.format.open_memmap(
+        path,
+        "w+",
+        dtype if dtype.kind == "f" else np.float32,
+        (table.config.num_embeddings, table.config.embedding_dim),
+    )
+    stack.callback(rows.flush)
+
+    def write(ids: np.ndarray, values: Values) -> None:
+        rows[ids[0] : ids[-1] + 1] = values["rows"]
+
+    return write
+
+
+def import_rows(model: nnx.Module, name: str, path: str | os.PathLike[str]) -> int:
+    """Set rows of a table from a file that `export_rows` wrote.
+
+    In a table with an open vocabulary, ids that have a row keep it, and its values are overwritten.
+    Other ids get free rows without the conditions of admission; no id is evicted. For new ids,
+    other tables that read the same features get first values: import these tables too. The file of
+    another table has all of its rows.
+
+    The optimizer state is read from the file. If the file has none, new rows have a fresh state and
+    the others keep theirs. The file is checked before anything changes. Call it in the thread that
+    trains, between two steps; with several processes, in each of them: each reads the file.
 
     Args:
-        model: A model of `jaxrec.tier.make`.
-        table: Name of the table.
-        path: The Parquet file. Ids may have any order; columns other than ``id``, ``row`` and the
-            state's are ignored.
+        model: The model, or one of its collections.
+        name: Name of the table.
+        path: The file. Ids may have any order; columns other than ``id``, ``row`` and the state's
+            are ignored. Files that ``jaxrec.train.export_table`` wrote until 0.3, with the columns
+            ``row`` and ``embedding``, are read too.
 
     Returns:
         The number of ids.
 
     Raises:
-        KeyError, TypeError: As `export_rows`.
+        KeyError: As `export_rows`.
         ValueError: The file is damaged, or its rows have another width or type; an id is null,
-            repeated or -1; there are fewer free rows than new ids.
+            repeated or one that the table cannot have; or there are fewer free rows than new ids.
         OSError: The file cannot be read.
     """
-    path = _parquet_path(path, "read from")
-    tier, found = _find(model, table)
-    with tier.settled(model), open_rows(path) as file:
-        state = check_columns(path, file.schema_arrow, found.shapes)
-        ids = checked_ids(path, file, found.shapes, state)
-        vocabulary = found.of.vocabulary
-        new_ids = ids[vocabulary.map.find(ids) < 0]
-        if new_ids.size > (free := vocabulary.room - len(vocabulary)):
-            raise ValueError(
-                f"{path} has {ids.size:,} ids, of which {new_ids.size:,} have no row in table "
-                f"{table!r}, and {free:,} of its {vocabulary.room:,} rows for ids are free; "
-                "give it more rows (num_embeddings), or import fewer ids"
-            )
-        for part in _parts(new_ids.size, found.shapes.rows_at_once):
-            tier.give_rows(model, found.of, new_ids[part])
-        for batch in file.iter_batches(found.shapes.rows_at_once, columns=[ID, ROW, *state]):
-            requests = [TableRows(table, vocabulary.map.find(batch.column(ID).to_numpy()))]
-            values = {"rows": numbers(batch.column(ROW), found.shapes.rows)}
-            for name, key in state.items():
-                values[key] = numbers(batch.column(name), found.shapes.state[key])
-            store = found.collection.tables.get_value()
-            placed = write(store.placed, requests, [values])
-            found.collection.tables.set_value(store.with_placed(placed))
+    path, table = pathlib.Path(path), _find(model, name)
+    _check_suffix(path, "read from", table)
+    if path.suffix == ".npy":
+        return _load_npy(table, path)
+    with contextlib.ExitStack() as stack:
+        if isinstance(table, OpenTable):
+            stack.enter_context(table.tier.settled(model))
+        file = stack.enter_context(open_rows(path, name, table.shapes(with_state=True)))
+        return _load_open(table, file) if isinstance(table, OpenTable) else _load(table, file)
+
+
+def _load_open(table: OpenTable, file: RowFile) -> int:
+    """Set rows of an open vocabulary; the file is read twice, the first time to check it."""
+    ids = np.concatenate([np.zeros(0, np.int64), *(part for part, _ in file.parts())])
+    _check_distinct(file.path, ids)
+    if (reserved := ids == RESERVED).any():
+        raise ValueError(
+            f"{file.path}, row {int(np.argmax(reserved))} (from 0): id -1 (2**64 - 1 unsigned) is "
+            "reserved"
+        )
+    if table.of.num_ids is not None:
+        _check_range(file.path, ids, table.of.num_ids)
+    vocabulary, new_ids = table.of.vocabulary, table.without_row(ids)
+    free = vocabulary.room - len(vocabulary)
+    if table.of.transfer is None and new_ids.size > free:
+        raise ValueError(
+            f"{file.path} has {ids.size:,} ids, of which {new_ids.size:,} have no row in table "
+            f"{table.config.name!r}, and {free:,} of its {vocabulary.room:,} rows for ids are "
+            "free; give it more rows (num_embeddings), or import fewer ids"
+        )
+    table.give_rows(new_ids[:free])  # the others go to the store
+    for part, values in file.parts():
+        table.write(part, values)
     return int(ids.size)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Table:
-    """A table and its vocabulary.
+def _load(table: PublishedTable, file: RowFile) -> int:
+    """Set all rows of a table, and their state if the file has it."""
+    count = table.config.num_embeddings
+    arrays = {
+        key: np.zeros((count, *shape.shape[1:]), shape.dtype) for key, shape in file.shapes.items()
+    }
+    all_ids = [np.zeros(0, np.int64)]
+    for ids, values in file.parts():
+        _check_range(file.path, ids, count)
+        for key, array in arrays.items():
+            array[ids] = values[key]
+        all_ids.append(ids)
+    ids = np.concatenate(all_ids)
+    _check_distinct(file.path, ids)
+    if ids.size < count:
+        missing = np.setdiff1d(np.arange(count), ids)[0]
+        raise ValueError(f"{file.path} lacks id {missing} of the table's {count}")
+    table.collection.load_table(table.config.name, arrays.pop("rows"))
+    if arrays:
+        table.collection.load_table_state(table.config.name, arrays)
+    return count
 
-    Attributes:
-        of: The vocabulary.
-        number: Its number among the tables of the vocabulary.
-        collection: Its collection.
-        shapes: Shapes and types of its rows and state.
-    """
 
-    of: TableVocabulary
-    number: int
-    collection: Collection
-    shapes: TableShapes
-
-
-def _find(model: nnx.Module, name: str) -> tuple[Tier, _Table]:
-    if (tier := tier_of(model)) is None:
-        raise TypeError(
-            "the model has no table with an open vocabulary; make it with jaxrec.tier.make(model, "
-            "{table: jaxrec.tier.Dynamic()})"
+def _load_npy(table: PublishedTable, path: pathlib.Path) -> int:
+    try:
+        rows = np.lib.format.open_memmap(path, "r")
+    except (ValueError, OverflowError, TypeError) as error:
+        raise ValueError(f"{path} is not an npy file of numbers: {error}") from None
+    if not isinstance(rows, np.ndarray) or rows.dtype.kind not in "fiu":
+        raise ValueError(f"{path}: expected one array of numbers")
+    wanted = table.config.num_embeddings, table.config.embedding_dim
+    if rows.shape != wanted:
+        raise ValueError(
+            f"{path}: table {table.config.name!r} has shape {wanted}, the file's {rows.shape}"
         )
-    tables = [
-        (table, each, number)
-        for each in tier.vocabularies
-        for number, table in enumerate(each.tables)
-    ]
-    matching = [found for found in tables if found[0].config.name == name]
-    if not matching:
-        names = ", ".join(sorted({repr(table.config.name) for table, _, _ in tables}))
-        raise KeyError(f"no table {name!r} has an open vocabulary; tables with one: {names}")
-    if len(matching) > 1:
-        paths = " and ".join(table.collection or "the model" for table, _, _ in matching)
+    table.collection.load_table(table.config.name, rows)
+    return len(rows)
+
+
+def _find(model: nnx.Module, name: str) -> PublishedTable:
+    tables = list(published_tables(model).values())
+    found = [table for table in tables if table.config.name == name]
+    if not found:
+        names = ", ".join(sorted({repr(table.config.name) for table in tables}))
+        raise KeyError(f"no table is named {name!r}; there are {names}")
+    if len(found) > 1:
+        paths = " and ".join(table.path or "the model" for table in found)
         raise ValueError(
             f"{paths} have a table {name!r} each; give their tables different names to export or "
             "import one"
         )
-    (table, each, number) = matching[0]
-    collection = collections_of(model)[table.collection]
-    logical = collection.tables.get_value().checkpoint_shapes(name)
-    shapes = TableShapes(name, logical.rows, logical.state)
-    return tier, _Table(each, number, collection, shapes)
+    (table,) = found
+    tier, store = tier_of(model), table.collection.tables.get_value()
+    if tier is not None and not isinstance(table, OpenTable) and isinstance(store, TierStore):
+        open_tables = {
+            (each.collection, each.config.name) for of in tier.vocabularies for each in of.tables
+        }
+        if (store.path, name) in open_tables:
+            raise ValueError(
+                f"table {name!r} is kept by the model that jaxrec.tier.make made, of which this is "
+                "a part; give that model"
+            )
+    return table
 
 
-def _parts(count: int, size: int) -> Iterator[slice]:
-    return (slice(start, start + size) for start in range(0, count, size))
+def _check_suffix(path: pathlib.Path, verb: str, table: PublishedTable) -> None:
+    suffixes = (".parquet",) if isinstance(table, OpenTable) else (".npy", ".parquet")
+    if path.suffix not in suffixes:
+        raise ValueError(f"rows are {verb} {' or '.join(suffixes)}, got {path.name}")
 
 
-def _parquet_path(path: str | os.PathLike[str], verb: str) -> pathlib.Path:
-    path = pathlib.Path(path)
-    if path.suffix != ".parquet":
-        raise ValueError(f"rows are {verb} .parquet, got {path.name}")
-    return path
+def _check_range(path: pathlib.Path, ids: np.ndarray, count: int) -> None:
+    if ids.size and not 0 <= ids.min() <= ids.max() < count:
+        raise ValueError(
+            f"{path}: ids reach from {ids.min()} to {ids.max()}, but the table has {count}"
+        )
+
+
+def _check_distinct(path: pathlib.Path, ids: np.ndarray) -> None:
+    in_order = np.sort(ids)
+    if (again := in_order[1:] == in_order[:-1]).any():
+        raise ValueError(f"{path}: id {in_order[int(np.argmax(again))]} is there more than once")

@@ -8,9 +8,9 @@ from jaxrec.train.checkpoint import CheckpointError as CheckpointError
 from jaxrec.train.checkpoint import CheckpointManager as CheckpointManager
 from jaxrec.train.checkpoint import CheckpointMetadata as CheckpointMetadata
 from jaxrec.train.checkpoint import Difference as Difference
+from jaxrec.train.checkpoint import PreservationPolicy as PreservationPolicy
 from jaxrec.train.checkpoint import restore as restore
 from jaxrec.train.checkpoint import restore_state as restore_state
-from jaxrec.train.checkpoint.preservation import PreservationPolicy as PreservationPolicy
 from jaxrec.train.host_batch import put_batch as put_batch
 from jaxrec.train.model import load_model as load_model
 from jaxrec.train.step import CompiledStep as CompiledStep

@@ -27,6 +27,7 @@ from jaxrec.tier.vocabulary.vocabulary import TableFullError
 from jaxrec.train import checkpoint
 from jaxrec.train.callbacks import SaveCheckpoints
 from jaxrec.train.checkpoint import CheckpointError, CheckpointManager, PreservationPolicy
+from jaxrec.train.checkpoint.files import lock_directory
 from jaxrec.train.click_metrics import HeldOutEvaluation, RunningMetrics, click_loss
 from jaxrec.train.config import CheckpointConfig, TrainConfig
 from jaxrec.train.datasets import (
@@ -40,7 +41,6 @@ from jaxrec.train.datasets import (
 from jaxrec.train.devices import Devices, plan_devices, simulate_cpus
 from jaxrec.train.features import FEATURES_DIRECTORY, is_parquet, run_encoder
 from jaxrec.train.interrupt import Interrupt, interruptible
-from jaxrec.train.lock import lock_directory
 from jaxrec.train.model import CONFIG_FILE, make_model, table_configs
 from jaxrec.train.open_vocabularies import describe, describe_stores
 from jaxrec.train.options import is_written, load_config, parse_options, write_options

@@ -11,8 +11,8 @@ from typing import Any
 import yaml
 
 from jaxrec.arguments import ConfigError, parse, read_yaml
-from jaxrec.atomic import write_atomically
 from jaxrec.data.encoder import SCHEMA_FILE
+from jaxrec.files.atomic import write_atomically
 from jaxrec.train.config import TrainConfig
 from jaxrec.train.features import FEATURES_DIRECTORY
 

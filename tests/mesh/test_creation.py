@@ -28,7 +28,6 @@ from jaxrec.mesh import (
     table_row_wise,
     table_wise,
 )
-from jaxrec.train import tables
 
 pytestmark = pytest.mark.jax_version
 
@@ -277,7 +276,7 @@ def small_copies(monkeypatch):
     """Copies of 8,192 elements or 250 rows at a time."""
     for module in (shard_access, row_mover):
         monkeypatch.setattr(module, "COPY_ELEMENTS", 1 << 13)
-    monkeypatch.setattr(tables, "_ROWS", 250)
+    monkeypatch.setattr("jaxrec.files.rows._ROWS", 250)
     jax.clear_caches()
     yield
     jax.clear_caches()
@@ -317,8 +316,8 @@ def test_no_device_holds_a_table_while_it_is_exported_and_imported(mesh, small_c
     expected = model.rows("t0", np.arange(ROWS))
     with Peak() as peak:
         for suffix in (".npy", ".parquet"):
-            tables.export_table(model, "t0", tmp_path / f"t{suffix}")
-            tables.import_table(model, "t1", tmp_path / f"t{suffix}")
+            jaxrec.tier.export_rows(model, "t0", tmp_path / f"t{suffix}")
+            jaxrec.tier.import_rows(model, "t1", tmp_path / f"t{suffix}")
     np.testing.assert_array_equal(model.rows("t1", np.arange(ROWS)), expected)
     assert (peak.bytes - peak.before).max() < ROWS * WIDTH * 4 / 2
 

@@ -242,7 +242,10 @@ DAMAGES = {
         "has the format 'jaxrec index 2', and this jaxrec reads 'jaxrec index 1'",
     ),
     "vectors cut": (lambda path: cut(path / "index.faiss"), "index.faiss has .* bytes, but"),
-    "vectors": (lambda path: flip(path / "index.faiss"), "does not have the bytes of the export"),
+    "vectors": (
+        lambda path: flip(path / "index.faiss"),
+        "does not have the bytes that were exported",
+    ),
     "items": (lambda path: (path / "items.parquet").unlink(), "items.parquet cannot be read"),
 }
 

@@ -19,8 +19,6 @@ from jaxrec.tier import (
     import_rows,
     lfu,
     make,
-    row_columns,
-    row_file,
     ttl,
 )
 from jaxrec.tier.tier import tier_of
@@ -88,7 +86,7 @@ def source():
 @pytest.fixture(params=[1, 1 << 16], ids=["small_parts", "one_part"])
 def sizes(request, monkeypatch):
     """Files of few rows are written in many parts."""
-    monkeypatch.setattr(row_columns, "_ROWS", 7 * request.param)
+    monkeypatch.setattr("jaxrec.files.rows._ROWS", 7 * request.param)
 
 
 @pytest.mark.parametrize("devices", [1, 4])
@@ -192,6 +190,13 @@ def test_rows_in_a_store(tmp_path):
     for i, row in zip(written["id"].to_pylist(), written["row"].to_pylist(), strict=True):
         np.testing.assert_allclose(row, by_id[i], rtol=1e-5, atol=1e-6)
     import_rows(make_model(rows=500), "item", tmp_path / "all.parquet")
+    # Rows without room in the table go to its store.
+    small = make_model(Dynamic(store="memory://"), rows=120)
+    assert import_rows(small, "item", tmp_path / "all.parquet") == ids.size
+    np.testing.assert_array_equal(
+        small.embeddings.rows("item", written["id"].to_numpy()),
+        np.array(written["row"].to_pylist(), np.float32),
+    )
     with pytest.raises(ValueError, match="table 'item' has no store, so that rows of evicted ids"):
         export_rows(roomy, "item", tmp_path / "all.parquet", with_stored=True)
 
@@ -335,10 +340,10 @@ def test_a_failed_export_leaves_the_file_as_it_was(tmp_path, source, monkeypatch
     path = tmp_path / "rows.parquet"
     path.write_bytes(b"as it was")
 
-    def fail(*_):
+    def fail(*_, **__):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(row_file, "read", fail)
+    monkeypatch.setattr("jaxrec.tier.deltas.tables.read", fail)
     with pytest.raises(OSError, match="No space"):
         export_rows(source, "item", path)
     assert path.read_bytes() == b"as it was"
@@ -348,12 +353,10 @@ def test_a_failed_export_leaves_the_file_as_it_was(tmp_path, source, monkeypatch
 def test_tables_that_there_are_not(tmp_path, source):
     path = tmp_path / "rows.parquet"
     for call in (export_rows, import_rows):
-        with pytest.raises(
-            KeyError, match="no table 'age' has an open vocabulary; tables with one: 'item', 'item_"
-        ):
-            call(source, "age", path)
-        with pytest.raises(TypeError, match="no table with an open vocabulary; make it with"):
-            call(models.Ranker(10, "sgd"), "item", path)
+        with pytest.raises(KeyError, match="no table is named 'shop'; there are 'age', 'item', "):
+            call(source, "shop", path)
+        with pytest.raises(ValueError, match="'item' is kept by the model that"):
+            call(source.embeddings, "item", path)
     with pytest.raises(ValueError, match=r"rows are written to \.parquet, got rows\.npy"):
         export_rows(source, "item", tmp_path / "rows.npy")
     with pytest.raises(ValueError, match=r"rows are read from \.parquet, got rows\.npy"):

@@ -17,9 +17,13 @@ from flax import nnx
 
 import jaxrec
 from jaxrec.train import checkpoint
-from jaxrec.train.checkpoint import CheckpointError, CheckpointManager, CheckpointMetadata
+from jaxrec.train.checkpoint import (
+    CheckpointError,
+    CheckpointManager,
+    CheckpointMetadata,
+    PreservationPolicy,
+)
 from jaxrec.train.checkpoint.files import UNFINISHED
-from jaxrec.train.checkpoint.preservation import PreservationPolicy
 
 pytestmark = pytest.mark.jax_version
 

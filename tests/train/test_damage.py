@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 
 import jaxrec
 from jaxrec.train import CheckpointError, Trainer, checkpoint, restore_state
-from jaxrec.train.checkpoint import checksums, loading
-from jaxrec.train.checkpoint.checksums import CHECKSUMS_FILE
+from jaxrec.train.checkpoint import files, loading
+from jaxrec.train.checkpoint.files import CHECKSUMS_FILE
 from tests.fuzz import max_examples
 from tests.train.test_checkpoint import contents, make
 
@@ -158,19 +158,19 @@ def test_folders_that_are_missing(saved, other, folder):
 
 
 def test_checksums_cover_large_files_in_parts(saved, monkeypatch):
-    monkeypatch.setattr(jaxrec.checksums, "_SEGMENT_BYTES", 1000)
-    monkeypatch.setattr(jaxrec.checksums, "_BUFFER_BYTES", 300)
-    checksums.write_checksums(saved)
-    assert checksums.find_damage(saved) == ""
+    monkeypatch.setattr(jaxrec.files.manifest, "_SEGMENT_BYTES", 1000)
+    monkeypatch.setattr(jaxrec.files.manifest, "_BUFFER_BYTES", 300)
+    files.write_checksums(saved)
+    assert files.find_damage(saved) == ""
     largest = damage_of(saved, "flipped")
-    assert checksums.find_damage(saved) == f"{largest} does not have the bytes that were saved"
+    assert files.find_damage(saved) == f"{largest} does not have the bytes that were saved"
 
 
 def test_unreadable_files(saved, other, monkeypatch):
     def readinto(self, directory):
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr(jaxrec.checksums.Segment, "checksum", readinto)
+    monkeypatch.setattr(jaxrec.files.manifest.Segment, "checksum", readinto)
     assert_refused(saved, *other, "cannot be read: Input/output error")
 
 

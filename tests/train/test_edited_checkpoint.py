@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxrec.train import CheckpointError, checkpoint, restore_state
-from jaxrec.train.checkpoint.checksums import CHECKSUMS_FILE, write_checksums
+from jaxrec.train.checkpoint.files import CHECKSUMS_FILE, write_checksums
 from tests.damage import damaged, edited
 from tests.fuzz import max_examples
 from tests.train.test_checkpoint import contents, make

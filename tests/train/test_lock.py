@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from jaxrec.cli import main
-from jaxrec.train.lock import lock_directory
+from jaxrec.train.checkpoint.files import lock_directory
 from tests.train.test_cli import SMALL
 
 # Locks a file, says so, and waits to be killed.

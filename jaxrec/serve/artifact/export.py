@@ -5,30 +5,41 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import pathlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
+import pyarrow as pa
 from flax import nnx
 from jax.export import Exported
 
-from jaxrec.atomic import write_atomically
-from jaxrec.data import TableEncoder
-from jaxrec.serve.artifact.column_files import write_columns
-from jaxrec.serve.artifact.files import describe_files, write_array, write_rows
+from jaxrec.data import TableEncoder, Vocabulary
+from jaxrec.data.encode import Moments
+from jaxrec.data.examples import is_boolean
+from jaxrec.data.frozen_vocabulary import FrozenVocabulary
+from jaxrec.files.atomic import write_atomically
+from jaxrec.files.manifest import describe_files
 from jaxrec.serve.artifact.inputs import batch_spec
 from jaxrec.serve.artifact.manifest import (
+    FEATURES_DIRECTORY,
     MANIFEST_FILE,
+    CategoricalEncoding,
+    ColumnEncoding,
+    DenseEncoding,
     Manifest,
     Program,
     StoredArray,
+    VocabularyFiles,
+    stored_dtype,
 )
 from jaxrec.serve.artifact.programs import KERNELS, export_programs, native_targets
 from jaxrec.serve.artifact.pure_model import PureModel
 
 BATCH_SIZES = (1, 4, 16, 64, 256, 1024, 4096)
 
-FEATURES_DIRECTORY = "features"
+# Folder of the encoder in npy files, which C++ reads without Parquet and YAML.
+COLUMNS_DIRECTORY = "columns"
 
 
 def export(
@@ -181,3 +192,108 @@ def _write_arrays(
             write_array(directory / file, pure.dense[name])
         stored.append(StoredArray(name, file, dtype, shape, is_mapped=is_table))
     return tuple(stored)
+
+
+def write_array(path: pathlib.Path, array: np.ndarray) -> None:
+    """Write a small array."""
+    np.save(path, np.asarray(array, order="C").view(stored_dtype(array.dtype.name)))
+
+
+def write_rows(
+    path: pathlib.Path, shape: tuple[int, ...], dtype: str, parts: Iterable[tuple[int, np.ndarray]]
+) -> None:
+    """Write an array of rows by parts, so that it need not be in memory.
+
+    Args:
+        path: The file.
+        shape: Shape of the array, whose elements are zeros where no part lies.
+        dtype: Type of the array.
+        parts: First row and rows of each part.
+    """
+    if 0 in shape:
+        np.save(path, np.zeros(shape, stored_dtype(dtype)))
+        return
+    rows = np.lib.format.open_memmap(path, "w+", stored_dtype(dtype), shape)
+    for first, part in parts:
+        rows[first : first + len(part)] = part.view(stored_dtype(dtype))
+    rows.flush()
+
+
+def write_columns(directory: pathlib.Path, encoder: TableEncoder) -> ColumnEncoding:
+    """Write the moments and the vocabularies of an encoder, and describe its columns.
+
+    Args:
+        directory: Folder of the exported model; the files go to ``columns/``.
+        encoder: The encoder, without columns of encoding "dynamic".
+
+    Returns:
+        The description, which the manifest holds.
+    """
+    (directory / COLUMNS_DIRECTORY).mkdir()
+    moments = [encoder.moments.get(name, Moments()) for name in encoder.schema.dense]
+    numbers = np.array([(each.mean, each.scale) for each in moments], np.float64).reshape(-1, 2)
+    file = f"{COLUMNS_DIRECTORY}/moments.npy"
+    write_array(directory / file, numbers)
+    rows = encoder.table_rows
+    categorical = [
+        CategoricalEncoding(
+            name,
+            options.encoding,
+            rows[name],
+            options.missing == "error",
+            name in encoder.lengths,
+            vocabulary=_write_vocabulary(directory, number, vocabulary)
+            if isinstance(vocabulary := encoder.vocabularies.get(name), Vocabulary)
+            else None,
+            ids=_write_ids(directory, number, vocabulary)
+            if isinstance(vocabulary, FrozenVocabulary)
+            else None,
+            is_boolean=is_boolean(encoder.example, name),
+        )
+        for number, (name, options) in enumerate(encoder.schema.categorical.items())
+    ]
+    dense = [
+        DenseEncoding(name, options.transform, options.missing, is_boolean(encoder.example, name))
+        for name, options in encoder.schema.dense.items()
+    ]
+    return ColumnEncoding(tuple(dense), tuple(categorical), file)
+
+
+def _write_ids(directory: pathlib.Path, number: int, vocabulary: FrozenVocabulary) -> str:
+    file = f"{COLUMNS_DIRECTORY}/{number}.ids.npy"
+    write_array(directory / file, vocabulary.ids)
+    return file
+
+
+def _write_vocabulary(
+    directory: pathlib.Path, number: int, vocabulary: Vocabulary
+) -> VocabularyFiles:
+    index = vocabulary.index
+    arrays = {"hashes": index.hashes, "places": index.positions.astype(np.int32)}
+    is_integer = pa.types.is_integer(vocabulary.values.type)
+    if is_integer:
+        arrays["values"] = vocabulary.values.to_numpy()
+    else:
+        arrays["values"], arrays["offsets"] = _strings(vocabulary.values)
+    files = {name: f"{COLUMNS_DIRECTORY}/{number}.{name}.npy" for name in arrays}
+    for name, array in arrays.items():
+        write_array(directory / files[name], array)
+    return VocabularyFiles(
+        is_integer,
+        vocabulary.num_unknown,
+        index.seed,
+        files["hashes"],
+        files["places"],
+        files["values"],
+        files.get("offsets"),
+    )
+
+
+def _strings(values: pa.Array) -> tuple[np.ndarray, np.ndarray]:
+    """Return the bytes of all strings, one behind the other, and their offsets."""
+    if not len(values):
+        return np.empty(0, np.uint8), np.zeros(1, np.int64)
+    _, offsets, data = values.cast(pa.large_binary()).buffers()
+    starts = np.frombuffer(offsets, np.int64)[values.offset :][: len(values) + 1]
+    content = np.frombuffer(data or b"", np.uint8)[starts[0] : starts[-1]]
+    return content, starts - starts[0]

@@ -26,8 +26,9 @@ from jaxrec.serve.artifact.batch_spec import (
     Feature,
     Input,
     RaggedInput,
+    Structure,
+    flatten,
 )
-from jaxrec.serve.artifact.structure import Structure, flatten
 
 # Number of ids per sample that the capacities hold where neither an example nor the user says it.
 DEFAULT_IDS = 8

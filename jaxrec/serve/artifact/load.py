@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import pathlib
 import threading
@@ -10,19 +11,27 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pyarrow as pa
 
 from jaxrec.data import TableEncoder
 from jaxrec.embed.kernels import cpu, trial
 from jaxrec.embed.kernels.native_call import exported_targets
-from jaxrec.serve.artifact.batch_spec import ArrayInput
-from jaxrec.serve.artifact.export import FEATURES_DIRECTORY
-from jaxrec.serve.artifact.files import ArtifactError, check_files, read_array, read_manifest
-from jaxrec.serve.artifact.manifest import Manifest, Program
+from jaxrec.files.manifest import StoredFile, find_damage
+from jaxrec.files.npz import read_header
+from jaxrec.serve.artifact.batch_spec import ArrayInput, unflatten
+from jaxrec.serve.artifact.manifest import (
+    FEATURES_DIRECTORY,
+    ArtifactError,
+    Manifest,
+    Program,
+    StoredArray,
+    read_manifest,
+    stored_dtype,
+)
 from jaxrec.serve.artifact.program_file import read_program
 from jaxrec.serve.artifact.requests import Request
-from jaxrec.serve.artifact.structure import unflatten
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -284,3 +293,48 @@ def _check_targets(directory: pathlib.Path, program: Program) -> None:
     raise ArtifactError(
         f"{directory / program.file} calls {program.targets[0]}, which is missing here: {problem}"
     )
+
+
+def check_files(
+    directory: pathlib.Path, files: Mapping[str, StoredFile], *, with_checksums: bool = True
+) -> None:
+    """Check that the files of an exported model are those that were written.
+
+    Raises:
+        ArtifactError: A file is missing, or is not what was written; the message names it.
+    """
+    if damage := find_damage(directory, files, "exported", with_checksums=with_checksums):
+        raise ArtifactError(f"{directory}/{damage}")
+
+
+def read_array(directory: pathlib.Path, stored: StoredArray) -> np.ndarray:
+    """Return an array of the model, where it lies in the file or a copy.
+
+    Raises:
+        ArtifactError: The file holds no such array.
+    """
+    path = directory / stored.file
+    dtype = stored_dtype(stored.dtype)
+    try:
+        with path.open("rb") as file:
+            form = read_header(file)
+            size = path.stat().st_size
+    except Exception as error:
+        raise ArtifactError(f"{path} is not an npy file, or is cut short ({error})") from None
+    shape = form.shape
+    if (shape, form.dtype) != (stored.shape, dtype) or (form.order == "F" and len(shape) > 1):
+        raise ArtifactError(
+            f"{path} holds {form.dtype} of {shape}; the model has {stored.name} of {stored.dtype} "
+            f"and {stored.shape}"
+        )
+    # Before memory is taken for it.
+    if (wanted := form.start + math.prod(shape) * dtype.itemsize) != size:
+        raise ArtifactError(
+            f"{path} is not an npy file, or is cut short ({size:,} bytes instead of {wanted:,})"
+        )
+    is_mapped = stored.is_mapped and 0 not in stored.shape
+    try:
+        array = np.load(path, mmap_mode="r" if is_mapped else None, allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        raise ArtifactError(f"{path} is not an npy file, or is cut short ({error})") from None
+    return array.view(jnp.dtype(stored.dtype))

@@ -2,39 +2,30 @@
 
 from __future__ import annotations
 
-import json
 import math
-import zlib
-from typing import Any
+import pathlib
 
 import jax.numpy as jnp
 import msgspec
+import numpy as np
 
 from jaxrec.embed.formats import FORMATS
-from jaxrec.serve.artifact.batch_spec import ArrayInput, BatchSpec
-from jaxrec.serve.artifact.column_encoding import ColumnEncoding
-from jaxrec.serve.artifact.structure import Structure
+from jaxrec.files.manifest import StoredFile, seal, unseal
+from jaxrec.serve.artifact.batch_spec import ArrayInput, BatchSpec, Structure
 
 FORMAT = "jaxrec model 1"
 MANIFEST_FILE = "manifest.json"
 
-_CHECKSUM = "crc32"
+# Folder of the encoder of raw columns.
+FEATURES_DIRECTORY = "features"
 
 # Largest number of samples or ids of a batch, and of elements of an array.
 _MOST = 2**31 - 1
 _MOST_ELEMENTS = 1 << 46
 
 
-class StoredFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A file of the model.
-
-    Attributes:
-        bytes: Its size.
-        crc32: CRC-32 of each 64 MiB, as eight hex digits.
-    """
-
-    bytes: int
-    crc32: tuple[str, ...]
+class ArtifactError(ValueError):
+    """An exported model is missing, damaged, or cannot run here; the message names the file."""
 
 
 class StoredArray(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -54,6 +45,12 @@ class StoredArray(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     dtype: str
     shape: tuple[int, ...]
     is_mapped: bool = False
+
+
+def stored_dtype(dtype: str) -> np.dtype:
+    """Return the type of an npy file's elements: unsigned integers for types that NumPy lacks."""
+    kind = jnp.dtype(dtype)
+    return kind if kind.isbuiltin == 1 else np.dtype(f"uint{8 * kind.itemsize}")
 
 
 class StoredTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -117,6 +114,97 @@ class ArrayOutput(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     shape: tuple[int, ...]
 
 
+class DenseEncoding(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Encoding of a column of numbers.
+
+    Attributes:
+        name: The column.
+        transform: As of `jaxrec.data.DenseColumn`.
+        missing: As of `jaxrec.data.DenseColumn`.
+        is_boolean: Whether its values are true and false.
+    """
+
+    name: str
+    transform: str
+    missing: str
+    is_boolean: bool = False
+
+
+class VocabularyFiles(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Files of a vocabulary of ``size`` values.
+
+    Attributes:
+        is_integer: Whether the values are integers, else strings of bytes.
+        num_unknown: Number of rows for unknown values, before those of known ones.
+        seed: Seed of the hashes.
+        hashes: uint64 ``[size]`` hashes, ascending.
+        places: int32 ``[size]``, position of each hash's value.
+        values: int64 ``[size]`` integers, or uint8 ``[bytes]`` of all strings.
+        offsets: int64 ``[size + 1]`` offsets of the strings; None: integers.
+    """
+
+    is_integer: bool
+    num_unknown: int
+    seed: int
+    hashes: str
+    places: str
+    values: str
+    offsets: str | None
+
+
+class CategoricalEncoding(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True
+):
+    """Encoding of a column of strings or ids.
+
+    Attributes:
+        name: The column.
+        encoding: "vocabulary", "hash", "ids", "modulo" or "frozen", as of
+            `jaxrec.data.CategoricalColumn`.
+        num_embeddings: Number of rows of the table.
+        refuses_null: Whether a null is an error.
+        is_list: Whether each sample has a list.
+        vocabulary: Files of the vocabulary, if there is one.
+        ids: File of the int64 ``[size]`` raw ids of encoding "frozen", ascending: the row of the
+            first is 1, and row 0 is that of other ids.
+        is_boolean: Whether its values are true and false.
+    """
+
+    name: str
+    encoding: str
+    num_embeddings: int
+    refuses_null: bool
+    is_list: bool
+    vocabulary: VocabularyFiles | None
+    ids: str | None = None
+    is_boolean: bool = False
+
+
+class ColumnEncoding(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Encoding of raw columns.
+
+    Attributes:
+        dense: The columns of numbers, in the order of the dense features.
+        categorical: The other columns.
+        moments: File of float64 ``[dense, 2]``, mean and standard deviation of each dense column.
+    """
+
+    dense: tuple[DenseEncoding, ...]
+    categorical: tuple[CategoricalEncoding, ...]
+    moments: str
+
+    @property
+    def files(self) -> list[str]:
+        """Paths of all of its files."""
+        files = [self.moments]
+        for column in self.categorical:
+            if (each := column.vocabulary) is not None:
+                files += [each.hashes, each.places, each.values]
+                files += [] if each.offsets is None else [each.offsets]
+            files += [] if column.ids is None else [column.ids]
+        return files
+
+
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """Contents of an exported model: inputs, outputs, programs, tables and files.
 
@@ -149,8 +237,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
 
     def to_json(self) -> bytes:
         """Return the content of the file, which holds its own checksum."""
-        content = {"format": FORMAT, **msgspec.to_builtins(self)}
-        return json.dumps({**content, _CHECKSUM: _crc32(content)}, indent=1).encode()
+        return seal({"format": FORMAT, **msgspec.to_builtins(self)}, is_hex=True)
 
     @classmethod
     def from_json(cls, text: bytes) -> Manifest:
@@ -159,14 +246,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
         Raises:
             ValueError: It is not what `to_json` returned.
         """
-        content = json.loads(text)
-        if not isinstance(content, dict) or "format" not in content:
-            raise ValueError("it is not the manifest of an exported model")
-        crc = content.pop(_CHECKSUM, None)
-        if _crc32(content) != crc:
-            raise ValueError("its checksum does not match: the file was changed")
-        if (written := content.pop("format")) != FORMAT:
-            raise ValueError(f"its format is {written!r}, and this jaxrec reads {FORMAT!r}")
+        content = unseal(text, FORMAT)
         try:
             manifest = msgspec.convert(content, cls)
         except msgspec.MsgspecError as error:
@@ -287,5 +367,21 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
         raise KeyError(f"there is no program for {samples} samples on {platform}")
 
 
-def _crc32(content: dict[str, Any]) -> str:
-    return f"{zlib.crc32(json.dumps(content).encode()):08x}"
+def read_manifest(directory: pathlib.Path) -> Manifest:
+    """Read the manifest of an exported model.
+
+    Raises:
+        ArtifactError: There is none, or it is damaged.
+    """
+    path = directory / MANIFEST_FILE
+    try:
+        return Manifest.from_json(path.read_bytes())
+    except (FileNotFoundError, NotADirectoryError):
+        raise ArtifactError(
+            f"{directory} is not an exported model: {MANIFEST_FILE} is missing; jaxrec export and "
+            "jaxrec.serve.export write one"
+        ) from None
+    except OSError as error:
+        raise ArtifactError(f"{path} cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError, MemoryError) as error:
+        raise ArtifactError(f"{path} cannot be used: {error or type(error).__name__}") from None

@@ -1,23 +1,40 @@
-"""The file of a program, checked against the manifest before the program runs."""
+"""The file of a program, checked against the manifest and what it calls before it runs.
+
+A custom call runs a function of the process by its name, with arguments that the program chooses.
+Some functions take an address among them, so that a program from elsewhere may call only those that
+are known to check theirs.
+"""
 
 from __future__ import annotations
 
 import pathlib
+import re
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import export as jax_export
+from jax.interpreters import mlir
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import stablehlo
 
-from jaxrec.serve.artifact.files import ArtifactError
-from jaxrec.serve.artifact.manifest import Manifest, Program
-from jaxrec.serve.artifact.program_calls import (
-    is_of_jaxrec,
-    parse_program,
-    program_calls,
-    unknown_calls,
+from jaxrec.embed.kernels.native_call import exported_targets
+from jaxrec.serve.artifact.manifest import ArtifactError, Manifest, Program
+
+# Functions of JAX that check their arguments, and names that XLA turns into operations of its own.
+# `src/program_calls.cc` of cpp/ has the same.
+_OF_JAX = re.compile(
+    r"lapack_[a-z]+_ffi|cu(solver|sparse)_[a-z0-9]+_ffi"
+    r"|cu_(threefry2x32_ffi|lu_pivots_to_permutation)"
+    r"|Sharding|SPMDFullToShardShape|SPMDShardToFullShape|annotate_device_placement"
+    r"|AllocateBuffer|shape_assertion|mhlo\.(topk|erf|tan|ragged_dot)"
 )
+
+_CUSTOM_CALL = "stablehlo.custom_call"
+
+# Operations that wait for the host or another device.
+_TRANSFERS = ("stablehlo.infeed", "stablehlo.outfeed", "stablehlo.recv", "stablehlo.send")
 
 # Element types of MLIR that are not a letter and a number of bits.
 _ELEMENTS = {
@@ -131,3 +148,45 @@ def _signature(module: Any) -> tuple[list[str], list[str]]:
 
 def _first_line(error: Exception) -> str:
     return next(iter(str(error).splitlines()), type(error).__name__)
+
+
+def parse_program(content: bytes) -> Any:
+    """Parse a portable StableHLO artifact as an `ir.Module`.
+
+    Raises:
+        Exception: The content is something else.
+    """
+    context = mlir.make_ir_context()
+    # Keep MLIR from printing: its message is part of the error.
+    with context:
+        handler: Any = context.attach_diagnostic_handler(lambda diagnostic: True)
+        try:
+            return stablehlo.deserialize_portable_artifact(context, content)
+        finally:
+            handler.detach()
+
+
+def program_calls(module: Any) -> tuple[str, ...]:
+    """Return the targets of a module's custom calls, and the names of its transfers to the host."""
+    calls = set()
+
+    def visit(operation: Any) -> Any:
+        if operation.name == _CUSTOM_CALL:
+            calls.add(ir.StringAttr(operation.attributes["call_target_name"]).value)
+        elif operation.name in _TRANSFERS:
+            calls.add(operation.name)
+        return ir.WalkResult.ADVANCE
+
+    module.operation.walk(visit)
+    return tuple(sorted(calls))
+
+
+def is_of_jaxrec(target: str) -> bool:
+    """Return whether a target is a function of jaxrec's native library."""
+    return target.startswith("jaxrec")
+
+
+def unknown_calls(calls: tuple[str, ...]) -> list[str]:
+    """Return the calls that are neither of jaxrec's native library nor known ones of JAX."""
+    known = exported_targets()
+    return [each for each in calls if each not in known and not _OF_JAX.fullmatch(each)]

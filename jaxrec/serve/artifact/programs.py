@@ -12,16 +12,22 @@ from jax import export as jax_export
 from jaxrec.embed import kernels
 from jaxrec.embed.kernels.native_call import exported_targets
 from jaxrec.ragged import KeyedArray, KeyedJaggedArray
-from jaxrec.serve.artifact.batch_spec import ArrayInput, BatchSize, BatchSpec
+from jaxrec.serve.artifact.batch_spec import (
+    ArrayInput,
+    BatchSize,
+    BatchSpec,
+    Structure,
+    flatten,
+    unflatten,
+)
 from jaxrec.serve.artifact.manifest import ArrayOutput
-from jaxrec.serve.artifact.program_calls import (
+from jaxrec.serve.artifact.program_file import (
     is_of_jaxrec,
     parse_program,
     program_calls,
     unknown_calls,
 )
 from jaxrec.serve.artifact.pure_model import PureModel
-from jaxrec.serve.artifact.structure import Structure, flatten, unflatten
 
 # Implementations of the lookups in the programs of each platform: those whose calls later versions
 # of jaxrec and of JAX serve.

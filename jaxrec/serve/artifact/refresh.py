@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
@@ -12,19 +12,19 @@ import numpy as np
 from jaxtyping import Array, Float, Int32, Shaped
 
 from jaxrec.embed.formats import FORMATS, RowFormat, check_rows
+from jaxrec.files.rows import read_arrays, read_rows
 from jaxrec.serve.artifact.load import ServedModel
 from jaxrec.serve.artifact.manifest import StoredTable
 from jaxrec.serve.quantized.row_map import RowMap
 from jaxrec.tier import VersionError
-from jaxrec.tier.deltas.arrow_files import read_arrays, read_rows
-from jaxrec.tier.deltas.folder import VersionFolder, VersionName
+from jaxrec.tier.deltas.folder import Chain, Follower
 from jaxrec.tier.deltas.manifest import ROWS, File, Files, Manifest
 
 # Number of rows that are packed and written by one call of a compiled function.
 _PART = 1 << 12
 
 
-class Refresher:
+class Refresher(Follower):
     """Brings an exported model to the versions that `jaxrec.tier.publish` wrote.
 
     New values are complete before `ServedModel.replace` puts them in the place of the old ones, so
@@ -43,13 +43,8 @@ class Refresher:
     """
 
     def __init__(self, served: ServedModel, url: str | os.PathLike[str]) -> None:
-        self._served, self._folder = served, VersionFolder(url)
-        self._name: VersionName | None = None
-
-    @property
-    def version(self) -> int:
-        """Number of the version that the model has; 0: as it was exported."""
-        return 0 if self._name is None else self._name.version
+        super().__init__(url)
+        self._served = served
 
     def update(self) -> int:
         """Bring the model to the newest version.
@@ -76,35 +71,13 @@ class Refresher:
                 return len(chain)
             except VersionError as error:
                 damage = damage or error
-        raise VersionError(
-            f"{damage or f'{self._folder}: there is no full version to begin with'}; publish a "
-            "full version, by jaxrec.tier.publish with full_every=1"
-        )
+        raise self._no_way(damage)
 
-    def _chains(self, names: Sequence[VersionName]) -> Iterator[list[tuple[VersionName, bool]]]:
-        """Yield the versions that lead to the newest one, and whether each is taken as full."""
-        if self._name in names:
-            newer = names[names.index(self._name) + 1 :]
-            yield [(name, False) for name in newer]
-        for index in reversed(range(len(names))):
-            try:
-                is_full = self._folder.read_manifest(names[index]).full is not None
-            except VersionError:
-                continue
-            if is_full:
-                yield [(names[index], True)] + [(name, False) for name in names[index + 1 :]]
-
-    def _take_over(self, chain: Sequence[tuple[VersionName, bool]]) -> None:
+    def _take_over(self, chain: Chain) -> None:
         staged = _Staged(self._served)
         before = "" if self._name is None else self._name.token
         for name, is_full in chain:
-            manifest = self._folder.read_manifest(name)
-            files = manifest.full if is_full else manifest.delta
-            if files is None or not (is_full or manifest.base == before):
-                raise VersionError(
-                    f"{self._folder}: version {name.version} does not follow the version before "
-                    "it: versions between them are missing, or the publisher was started again"
-                )
+            manifest, files = self._read_version(name, is_full, before)
             self._read(manifest, files, staged)
             before = name.token
         self._served.replace(staged.arrays, chain[-1][0].version)

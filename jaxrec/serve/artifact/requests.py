@@ -13,8 +13,13 @@ import numpy as np
 from jaxrec.ragged import KeyedJaggedArray
 from jaxrec.ragged.bounds import INT32_BOUND, find_bad_ids
 from jaxrec.ragged.raw_ids import is_raw
-from jaxrec.serve.artifact.batch_spec import ArrayInput, BatchSize, BatchSpec, RaggedInput
-from jaxrec.serve.artifact.structure import leaves_of
+from jaxrec.serve.artifact.batch_spec import (
+    ArrayInput,
+    BatchSize,
+    BatchSpec,
+    RaggedInput,
+    leaves_of,
+)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

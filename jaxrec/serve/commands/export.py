@@ -23,7 +23,7 @@ from jaxrec.data.schema import criteo_schema
 from jaxrec.data.transforms import CATEGORICAL_NAMES, DENSE_NAMES
 from jaxrec.serve import export, load, quantize
 from jaxrec.serve.artifact.export import BATCH_SIZES
-from jaxrec.serve.artifact.files import ArtifactError
+from jaxrec.serve.artifact.manifest import ArtifactError
 from jaxrec.serve.commands.frozen_run import load_frozen
 from jaxrec.train import load_model
 from jaxrec.train.checkpoint import CheckpointError

@@ -16,13 +16,13 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from jaxrec.arguments import ConfigError, parse
-from jaxrec.atomic import write_atomically
 from jaxrec.data import DataError, ParquetGroups, Vocabulary
 from jaxrec.data.common_types import CommonTypes
 from jaxrec.data.files import key_column, key_types, keys_of, parquet_files
 from jaxrec.data.parquet_file import open_parquet
+from jaxrec.files.atomic import write_atomically
 from jaxrec.serve import ArtifactError, ServedModel, load
-from jaxrec.serve.artifact.outputs import arrow_column, output_columns
+from jaxrec.serve.artifact.batch_spec import arrow_column, output_columns
 
 USAGE_ERRORS = (ConfigError,)
 FAILURES = (ArtifactError, DataError)

@@ -10,7 +10,7 @@ import pyarrow as pa
 from flatbuffers import number_types
 from flatbuffers.table import Table as FlatTable
 
-from jaxrec.serve.artifact.outputs import arrow_column
+from jaxrec.serve.artifact.batch_spec import arrow_column
 from jaxrec.serve.http.errors import RequestError, invalid
 from jaxrec.serve.http.input_column import InputColumn
 from jaxrec.serve.http.input_columns import InputColumns

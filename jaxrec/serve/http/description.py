@@ -7,8 +7,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from jaxrec.serve.artifact.batch_spec import column_name
 from jaxrec.serve.artifact.load import ServedModel
-from jaxrec.serve.artifact.outputs import column_name
 from jaxrec.serve.http.input_columns import InputColumns
 from jaxrec.serve.http.limits import Limits
 

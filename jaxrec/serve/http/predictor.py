@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from jaxrec.serve.artifact.batch_spec import output_columns
 from jaxrec.serve.artifact.load import ServedModel
-from jaxrec.serve.artifact.outputs import output_columns
 from jaxrec.serve.artifact.requests import Request
 from jaxrec.serve.http.argument_columns import ArgumentColumns
 from jaxrec.serve.http.errors import RequestError, invalid

@@ -14,12 +14,12 @@ import optax
 import yaml
 from flax import nnx
 
-from jaxrec.atomic import write_atomically
 from jaxrec.embed.collection import Collection
 from jaxrec.embed.formats import FORMATS
 from jaxrec.embed.store import TableStore
 from jaxrec.embed.taps import tapped_modules
 from jaxrec.embed.variables import variables
+from jaxrec.files.atomic import write_atomically
 from jaxrec.serve.quantized.mesh_stores import on_one_device, row_formats
 from jaxrec.serve.quantized.model_copy import shared_copy
 from jaxrec.serve.quantized.paired_stores import quantized_stores

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import dataclasses
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
@@ -21,9 +22,12 @@ from jaxrec.mesh.agree import gather_ids
 from jaxrec.ragged import KeyedJaggedArray
 from jaxrec.tier.batches import HostBatch
 from jaxrec.tier.changes.change_flags import MAX_CONSUMERS
-from jaxrec.tier.changes.changes import ChangedRows, HandOver, TableChanges
-from jaxrec.tier.changes.tracked_model import TrackedModel
-from jaxrec.tier.changes.tracked_table import ChangedIds, TrackedOpenTable, TrackedTable
+from jaxrec.tier.changes.tracked_tables import (
+    ChangedIds,
+    TrackedModel,
+    TrackedOpenTable,
+    TrackedTable,
+)
 from jaxrec.tier.id_rows import raw_ids
 from jaxrec.tier.model_tables import TableVocabulary
 from jaxrec.tier.observer import TierObserver
@@ -31,6 +35,53 @@ from jaxrec.tier.tier import tier_of
 from jaxrec.tier.vocabulary.vocabulary import Assignment
 
 Batch = TypeVar("Batch")
+
+
+_NO_IDS = np.zeros(0, np.int64)
+
+
+@dataclasses.dataclass(frozen=True)
+class ChangedRows:
+    """Rows that changed.
+
+    Attributes:
+        ids: Sorted distinct ids, int64 ``[n]``; an id from 2**63 up has its bits as int64.
+        rows: The rows as they are now, ``[n, embedding_dim]``; None: they were not asked for.
+        state: Their optimizer state by name, ``[n, ...]``; None: it was not asked for.
+    """
+
+    ids: np.ndarray
+    rows: np.ndarray | None = None
+    state: dict[str, np.ndarray] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class TableChanges(ChangedRows):
+    """Changes of a table. ``ids``, ``rows`` and ``state`` are those of ids with a row.
+
+    Attributes:
+        removed: Ids of an open vocabulary that lost their rows, sorted, int64 ``[m]``. The consumer
+            may never have got some of them.
+        unknown: Changed rows that ids without a row of their own read
+            (`jaxrec.tier.Dynamic.unknown`); its ``ids`` are row indices of the table.
+    """
+
+    removed: np.ndarray = dataclasses.field(default_factory=_NO_IDS.copy)
+    unknown: ChangedRows = dataclasses.field(default_factory=lambda: ChangedRows(_NO_IDS.copy()))
+
+
+@dataclasses.dataclass
+class HandOver:
+    """Changes that a consumer takes over.
+
+    Attributes:
+        ids: Changed ids by the path of the table's collection and its name.
+        position: Name that the consumer gave the state of the model in which the last hand-over
+            ended, and gives the present one; None: it gave none, or read changes otherwise since.
+    """
+
+    ids: dict[tuple[str, str], ChangedIds]
+    position: str | None
 
 
 class ChangeTracker(TierObserver):

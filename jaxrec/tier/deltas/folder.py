@@ -14,16 +14,16 @@ import pathlib
 import re
 import urllib.parse
 import zlib
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeAlias
 
 import pyarrow as pa
 import pyarrow.fs as pafs
 
-from jaxrec.lock import lock, unlock
-from jaxrec.tier.deltas.checked_stream import CheckedStream
-from jaxrec.tier.deltas.manifest import File, Manifest
-from jaxrec.tier.stores.snapshots import sync
+from jaxrec.files.atomic import sync
+from jaxrec.files.lock import locked
+from jaxrec.files.manifest import CheckedStream
+from jaxrec.tier.deltas.manifest import File, Files, Manifest
 
 _NAME = re.compile(r"(\d{12})-([0-9a-f]{16})")
 _MANIFEST = ".json"
@@ -48,6 +48,10 @@ class VersionName:
 
     def __str__(self) -> str:
         return f"{self.version:012d}-{self.token}"
+
+
+# Versions that lead to another one, in order, and whether each is taken as a full one.
+Chain: TypeAlias = list[tuple[VersionName, bool]]
 
 
 class VersionFolder:
@@ -99,14 +103,8 @@ class VersionFolder:
             BlockingIOError: Another process publishes to it now.
             OSError: The folder cannot be made.
         """
-        if self.local is None:
+        with contextlib.nullcontext() if self.local is None else locked(self.local):
             yield
-            return
-        lock(self.local)
-        try:
-            yield
-        finally:
-            unlock(self.local)
 
     # Reading.
 
@@ -253,6 +251,68 @@ class VersionFolder:
 
     def _at(self, path: str) -> str:
         return f"{self._path.rstrip('/')}/{path}"
+
+
+class Follower:
+    """What follows the versions of a folder, each after the one before or from a full one on.
+
+    Args:
+        url: The folder, as for `VersionFolder`.
+    """
+
+    def __init__(self, url: str | os.PathLike[str]) -> None:
+        self._folder = VersionFolder(url)
+        self._name: VersionName | None = None
+
+    @property
+    def version(self) -> int:
+        """Number of the version that was reached; 0 before the first."""
+        return 0 if self._name is None else self._name.version
+
+    def _chains(self, names: Sequence[VersionName]) -> Iterator[Chain]:
+        """Yield ways to the newest version: by deltas, then from each full version, newest first.
+
+        Each is from the version that is reached when the way before turned out to be damaged.
+        """
+        if newer := [name for name in names if 0 < self.version < name.version]:
+            yield [(name, False) for name in newer]
+        # Without its version there, any can be the first: the folder may be another one.
+        after = self.version if self._name in names else 0
+        for index in reversed(range(len(names))):
+            if names[index].version <= after:
+                return
+            with contextlib.suppress(VersionError):
+                if self._folder.read_manifest(names[index]).full is not None:
+                    yield [(names[index], True), *((name, False) for name in names[index + 1 :])]
+
+    def _read_version(
+        self, name: VersionName, is_full: bool, before: str
+    ) -> tuple[Manifest, Files]:
+        """Return a version's manifest, and the files of its tables that lead to it.
+
+        Args:
+            name: The version.
+            is_full: Whether it is taken as a full one.
+            before: Token of the version before.
+
+        Raises:
+            VersionError: It is damaged, or does not follow that version.
+        """
+        manifest = self._folder.read_manifest(name)
+        files = manifest.full if is_full else manifest.delta
+        if files is None or not (is_full or manifest.base == before):
+            raise VersionError(
+                f"{self._folder}: version {name.version} does not follow the version before it: "
+                "versions between them are missing, or the publisher was started again"
+            )
+        return manifest, files
+
+    def _no_way(self, damage: VersionError | None) -> VersionError:
+        """Return the error where no way leads to the newest version."""
+        return VersionError(
+            f"{damage or f'{self._folder}: there is no full version to begin with'}; publish a "
+            "full version, by jaxrec.tier.publish with full_every=1"
+        )
 
 
 def _without_user(url: str) -> str:

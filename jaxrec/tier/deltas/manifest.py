@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import zlib
 from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
+from jaxrec.files.manifest import seal, unseal
+
 FORMAT = "jaxrec version 1"
 
 # Contents of a table's file: its rows, the ids that lost theirs, the rows that unknown ids read.
 ROWS, REMOVED, UNKNOWN = "rows", "removed", "unknown"
-
-_CHECKSUM = "crc32"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,9 +102,7 @@ class Manifest:
 
     def to_json(self) -> bytes:
         """Return the content of the file, which holds its own checksum."""
-        content = {"format": FORMAT, **dataclasses.asdict(self)}
-        crc = zlib.crc32(json.dumps(content).encode())
-        return json.dumps({**content, _CHECKSUM: crc}, indent=1).encode()
+        return seal({"format": FORMAT, **dataclasses.asdict(self)})
 
     @classmethod
     def from_json(cls, text: bytes) -> Manifest:
@@ -116,12 +112,7 @@ class Manifest:
             ValueError: It is not what `to_json` returned.
         """
         try:
-            content = json.loads(text)
-            crc = content.pop(_CHECKSUM)
-            if zlib.crc32(json.dumps(content).encode()) != crc:
-                raise ValueError("its checksum is another one")
-            if (written := content.pop("format")) != FORMAT:
-                raise ValueError(f"its format is {written!r}, this jaxrec reads {FORMAT!r}")
+            content = unseal(text, FORMAT)
             content["tables"] = {name: _facts(each) for name, each in content["tables"].items()}
             content["dense"] = File(**content["dense"])
             for kind in ("delta", "full"):

@@ -11,11 +11,10 @@ import jax
 import numpy as np
 from flax import nnx
 
-from jaxrec.embed.variables import dense_variables, value_like
-from jaxrec.mesh.agree import gather_texts
-from jaxrec.tier.deltas.arrow_files import read_arrays, read_rows
-from jaxrec.tier.deltas.compatibility import check_dense, check_tables
-from jaxrec.tier.deltas.folder import VersionError, VersionFolder, VersionName
+from jaxrec.embed.variables import dense_variables, plain, value_like
+from jaxrec.files.rows import Values, read_arrays, read_rows
+from jaxrec.mesh.agree import gather_texts, on_process_zero
+from jaxrec.tier.deltas.folder import Follower, VersionError, VersionName
 from jaxrec.tier.deltas.manifest import (
     REMOVED,
     ROWS,
@@ -25,16 +24,14 @@ from jaxrec.tier.deltas.manifest import (
     Manifest,
     TableFacts,
 )
-from jaxrec.tier.deltas.process_zero import on_process_zero
-from jaxrec.tier.deltas.table import PublishedTable, Values
-from jaxrec.tier.deltas.tables import published_tables
+from jaxrec.tier.deltas.tables import PublishedTable, published_tables
 from jaxrec.tier.tier import tier_of
 
 # Errors that processes agree on, the special ones first.
 _KINDS = (VersionError, OSError, ValueError)
 
 
-class Subscriber:
+class Subscriber(Follower):
     """Takes over the versions that `publish` wrote, into a copy of the model.
 
     The copy is made as the model was. Its tables may lie elsewhere: on one device or any mesh, in
@@ -78,14 +75,9 @@ class Subscriber:
         self, copy: nnx.Module, url: str | os.PathLike[str], *, with_state: bool = False
     ) -> None:
         published_tables(copy)
-        self._copy, self._folder, self._with_state = copy, VersionFolder(url), with_state
-        self._name: VersionName | None = None
+        super().__init__(url)
+        self._copy, self._with_state = copy, with_state
         self.step: int | None = None
-
-    @property
-    def version(self) -> int:
-        """Number of the version that the copy is; 0 before the first."""
-        return 0 if self._name is None else self._name.version
 
     @property
     def copy(self) -> nnx.Module:
@@ -161,43 +153,20 @@ class Subscriber:
     def _update(self, names: Sequence[VersionName]) -> int:
         if not names or names[-1] == self._name:
             return 0
-        newer = [name for name in names if 0 < self.version < name.version]
         count = 0
         damage: VersionError | None = None
-        try:
-            for name in newer:
-                self._take_over(name, is_full=False)
-                count += 1
-            if newer:
-                return count
-        except VersionError as error:
-            damage = error
-        # Without its version there, the copy may begin with any: the folder may be another one.
-        first = self.version if self._name in names else 0
-        for start in self._full_versions(names, first):
+        for chain in self._chains(names):
             reached = self._name
             try:
-                self._take_over(names[start], is_full=True)
-                for name in names[start + 1 :]:
-                    self._take_over(name, is_full=False)
-                return count + len(names) - start
+                for name, is_full in chain:
+                    self._take_over(name, is_full)
+                    count += 1
+                return count
             except VersionError as error:
-                damage = error if damage is None else damage
-                if self._name != reached:
-                    break
-        raise VersionError(
-            f"{damage or f'{self._folder}: there is no full version to begin with'}; publish a "
-            "full version, by jaxrec.tier.publish with full_every=1"
-        )
-
-    def _full_versions(self, names: Sequence[VersionName], after: int) -> Iterator[int]:
-        """Iterate over the indices of full versions after one, the newest first."""
-        for index in reversed(range(len(names))):
-            if names[index].version <= after:
-                return
-            with contextlib.suppress(VersionError):
-                if self._folder.read_manifest(names[index]).full is not None:
-                    yield index
+                damage = damage or error
+                if chain[0][1] and self._name != reached:
+                    break  # it is newer than all other full versions
+        raise self._no_way(damage)
 
     def _take_over(self, name: VersionName, is_full: bool) -> None:
         """Check a version, and bring the copy from the version before, or from any, to it.
@@ -238,7 +207,7 @@ class Subscriber:
         self, table: PublishedTable, files: dict[str, File], facts: TableFacts, is_full: bool
     ) -> None:
         if is_full and (facts.is_open or facts.seed is not None):
-            assert not isinstance(facts.seed, int)  # `check_tables` refuses it
+            assert not isinstance(facts.seed, int)  # `_check_tables` refuses it
             table.forget_others(self._ids(files.get(ROWS)), facts.seed)
         table.forget(self._ids(files.get(REMOVED)))
         for ids, values in self._rows(files.get(ROWS), table):
@@ -249,15 +218,8 @@ class Subscriber:
     def _checked(
         self, name: VersionName, is_full: bool, tables: dict[str, PublishedTable]
     ) -> _Incoming:
-        manifest = self._folder.read_manifest(name)
-        files = manifest.full if is_full else manifest.delta
-        if files is None or not (is_full or manifest.base == self._token):
-            raise VersionError(
-                f"{self._folder}: version {name.version} does not follow version {self.version}, "
-                "which the copy is: versions between them are missing, or the publisher was "
-                "started again"
-            )
-        check_tables(tables, manifest.tables, self._with_state)
+        manifest, files = self._read_version(name, is_full, self._token)
+        _check_tables(tables, manifest.tables, self._with_state)
         for of_table in files.values():
             for file in of_table.values():
                 self._folder.check(file)
@@ -278,7 +240,7 @@ class Subscriber:
                 )
         with self._folder.reading(manifest.dense) as source:
             dense = read_arrays(source)
-        check_dense(self._copy, dense)
+        _check_dense(self._copy, dense)
         return _Incoming(manifest, files, dense)
 
     def _rows(
@@ -342,3 +304,67 @@ def _agree(error: Exception | None) -> None:
             raise _KINDS[int(text[0])](text[1:]) from error
     if error is not None:
         raise error
+
+
+def _check_tables(
+    tables: dict[str, PublishedTable], published: dict[str, TableFacts], with_state: bool
+) -> None:
+    """Check that the tables of a copy can take over those that were published.
+
+    Raises:
+        ValueError: A table is missing or of another form.
+    """
+    if different := sorted(tables.keys() ^ published.keys()):
+        where = "the copy has not" if different[0] in published else "was not published"
+        raise ValueError(
+            f"table {different[0]!r} {where}; make the copy as the model that is published"
+        )
+    for name, table in tables.items():
+        mine, theirs = table.facts, published[name]
+        for field in ("embedding_dim", "dtype", "is_open", "unknown"):
+            _require_same(name, field, getattr(mine, field), getattr(theirs, field))
+        if not theirs.is_open:
+            _require_same(name, "num_embeddings", mine.num_embeddings, theirs.num_embeddings)
+        if isinstance(theirs.seed, int):
+            raise ValueError(
+                f"table {name!r} was published by an earlier jaxrec, in which ids without a row "
+                f"begin in another way (seed={theirs.seed}); publish it by this one"
+            )
+        if theirs.seed is not None:
+            _require_same(name, "initializer", table.initializer, theirs.initializer)
+        if with_state:
+            if theirs.state is None:
+                raise ValueError(
+                    f"table {name!r} was published without its optimizer state; publish with_state="
+                    "True, or leave with_state out here"
+                )
+            _require_same(name, "state", mine.state, theirs.state)
+
+
+def _require_same(table: str, field: str, mine: object, theirs: object) -> None:
+    if mine != theirs:
+        raise ValueError(
+            f"table {table!r} was published with {field}={theirs!r}, but the copy has {mine!r}; "
+            "make the copy as the model that is published"
+        )
+
+
+def _check_dense(copy: nnx.Module, published: dict[str, np.ndarray]) -> None:
+    """Check that a copy has the variables that were published.
+
+    Raises:
+        ValueError: It has others.
+    """
+    mine = {name: plain(x.get_raw_value()) for name, x in dense_variables(copy).items()}
+    if different := sorted(mine.keys() ^ published.keys()):
+        where = "the copy has not" if different[0] in published else "was not published"
+        raise ValueError(
+            f"variable {different[0]!r} {where}; make the copy as the model that is published"
+        )
+    for name, value in mine.items():
+        forms = [f"{np.dtype(x.dtype).name}{list(x.shape)}" for x in (published[name], value)]
+        if forms[0] != forms[1]:
+            raise ValueError(
+                f"variable {name!r} was published as {forms[0]}, but the copy has {forms[1]}; make "
+                "the copy as the model that is published"
+            )

@@ -14,11 +14,11 @@ from flax import nnx
 from jax.experimental import multihost_utils
 
 from jaxrec.embed.variables import dense_variables, plain
-from jaxrec.tier.changes.tracked_table import ChangedIds
-from jaxrec.tier.deltas.arrow_files import RowFileWriter, write_arrays
+from jaxrec.files.rows import RowWriter, Values, write_arrays
+from jaxrec.tier.changes.tracked_tables import ChangedIds
 from jaxrec.tier.deltas.folder import VersionFolder, VersionName
 from jaxrec.tier.deltas.manifest import REMOVED, ROWS, UNKNOWN, File
-from jaxrec.tier.deltas.table import PublishedTable, Values
+from jaxrec.tier.deltas.tables import PublishedTable
 
 
 class VersionWriter:
@@ -125,7 +125,7 @@ class _TableFile:
         )
         self._stack = contextlib.ExitStack()
         self._stream: Any = None
-        self._rows: RowFileWriter | None = None
+        self._rows: RowWriter | None = None
         self.file: File | None = None
 
     def write(self, ids: np.ndarray, values: Values) -> None:
@@ -136,7 +136,7 @@ class _TableFile:
     def _write(self, ids: np.ndarray, values: Values) -> None:
         if self._rows is None:
             self._stream = self._stack.enter_context(self._writer._folder.writing(self._path))
-            self._rows = RowFileWriter(self._stream, self._shapes)
+            self._rows = RowWriter(self._stream, self._shapes)
         self._rows.write(ids, values)
 
     def _complete(self) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from jaxrec.lock import lock, unlock
+from jaxrec.files.lock import lock, unlock
 from jaxrec.tier.stores import file_snapshot, snapshots
 from jaxrec.tier.stores.places import Places
 from jaxrec.tier.stores.record_file import RECORDS, RecordFile

@@ -11,7 +11,7 @@ from typing import Any
 
 import redis
 
-from jaxrec.lock import owner
+from jaxrec.files.lock import owner
 
 # Both change the key only if it has the value of this lock.
 _RENEW = "return redis.call('get',KEYS[1])==ARGV[1] and redis.call('pexpire',KEYS[1],ARGV[2]) or 0"

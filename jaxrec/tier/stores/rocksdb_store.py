@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from jaxrec.atomic import write_atomically
-from jaxrec.lock import lock, unlock
+from jaxrec.files.atomic import write_atomically
+from jaxrec.files.lock import lock, unlock
 from jaxrec.tier.stores import rocksdb_snapshot, snapshots
 from jaxrec.tier.stores.file_store import url_path
 from jaxrec.tier.stores.record_format import RecordFormat

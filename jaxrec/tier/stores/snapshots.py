@@ -12,7 +12,6 @@ import contextlib
 import dataclasses
 import importlib
 import json
-import os
 import pathlib
 import zlib
 from collections.abc import Callable, Iterable, Iterator
@@ -20,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxrec.atomic import write_atomically
+from jaxrec.files.atomic import sync, write_atomically
 from jaxrec.tier.stores.record_format import RecordFormat
 
 MANIFEST = "snapshot.json"
@@ -226,15 +225,6 @@ def read_records(
             start = column.offset * width
             records = values[start : start + len(batch) * width].reshape(-1, width)
             yield batch.column(0).to_numpy().copy(), records.copy()
-
-
-def sync(path: pathlib.Path) -> None:
-    """Wait until a file or a directory is durable."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _module(directory: pathlib.Path, manifest: Manifest) -> Any:

@@ -3,6 +3,7 @@
 from jaxrec.train.checkpoint.files import CheckpointError as CheckpointError
 from jaxrec.train.checkpoint.files import CheckpointMetadata as CheckpointMetadata
 from jaxrec.train.checkpoint.files import Difference as Difference
+from jaxrec.train.checkpoint.files import PreservationPolicy as PreservationPolicy
 from jaxrec.train.checkpoint.files import all_steps as all_steps
 from jaxrec.train.checkpoint.files import best_step as best_step
 from jaxrec.train.checkpoint.files import open_checkpoint as open_checkpoint
@@ -14,4 +15,3 @@ from jaxrec.train.checkpoint.loading import restore_state as restore_state
 from jaxrec.train.checkpoint.manager import CheckpointManager as CheckpointManager
 from jaxrec.train.checkpoint.manager import require_space as require_space
 from jaxrec.train.checkpoint.manager import save as save
-from jaxrec.train.checkpoint.preservation import PreservationPolicy as PreservationPolicy

@@ -1,17 +1,32 @@
-"""The files of a checkpoint: their names, checks and metadata."""
+"""The files of checkpoints: their names, checksums and metadata, and which ones are kept."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
+import math
 import os
 import pathlib
 import warnings
+import zlib
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Literal, TypeVar
 
-from jaxrec.train.checkpoint.checksums import CHECKSUMS_FILE, STORES, find_damage
-from jaxrec.train.checkpoint.preservation import PreservationPolicy
+import jax
+import msgspec
+
+from jaxrec.files import manifest
+from jaxrec.files.lock import locked
+from jaxrec.files.manifest import StoredFile, describe_files
+from jaxrec.mesh.agree import gather_texts, on_process_zero
+from jaxrec.tier.stores.snapshots import MANIFEST
+
+CHECKSUMS_FILE = "checksums.json"
+
+# Folder with snapshots of row stores. Their files, which may be sparse and of any size, have
+# checksums of their own, and the manifests of these are among the files that are checked here.
+STORES = "stores"
 
 # Orbax adds this to the name of an incomplete checkpoint.
 UNFINISHED = ".orbax-checkpoint-tmp"
@@ -19,14 +34,11 @@ UNFINISHED = ".orbax-checkpoint-tmp"
 # Entries of a checkpoint's folder.
 _ENTRIES = ("state", "tables", "run", STORES, "_CHECKPOINT_METADATA", CHECKSUMS_FILE)
 
-# Keys of run/metadata: the checkpoint was saved with checksums; its `Link`; the capacities of the
-# model's exchanges.
-_HAS_CHECKSUMS = "has_checksums"
-_LINK = "link"
-_CAPACITIES = "capacities"
-
 # Largest capacity factor that is taken over; the worst case of an exchange is one per device.
 _LARGEST_FACTOR = 1e9
+
+
+Content = TypeVar("Content")
 
 
 class CheckpointError(ValueError):
@@ -77,8 +89,7 @@ class CheckpointMetadata:
     differences: tuple[Difference, ...] = dataclasses.field(default=(), repr=False)
 
 
-@dataclasses.dataclass(frozen=True)
-class Link:
+class Link(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Place of a checkpoint in a chain of incremental ones.
 
     Attributes:
@@ -88,9 +99,100 @@ class Link:
         base_token: Token of that checkpoint.
     """
 
-    token: str = ""
-    base: int | None = None
-    base_token: str = ""
+    token: str
+    base: int | None
+    base_token: str
+
+
+NO_LINK = Link("", None, "")
+
+
+class _Capacity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A capacity of an exchange, as `jaxrec.mesh.capacity` describes it."""
+
+    collection: str
+    group: str
+    devices: int
+    exchange: str
+    factor: float
+
+
+class _RunFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Content of ``run/metadata``; earlier versions of jaxrec wrote fewer entries."""
+
+    step: int
+    batches: int | None = None
+    metrics: dict[str, float] = {}
+    plan: str | None = None
+    has_checksums: bool = False
+    link: Link = NO_LINK
+    capacities: list[_Capacity] = []
+
+
+@dataclasses.dataclass(frozen=True)
+class PreservationPolicy:
+    """Which checkpoints of a directory are kept; others are deleted after each save.
+
+    Attributes:
+        latest: Number of newest checkpoints to keep.
+        best: Number of checkpoints with the best ``metric`` to keep besides.
+        metric: Name of a saved metric.
+        mode: Whether the largest ("max") or the smallest ("min") value is the best.
+
+    Raises:
+        ValueError: A number is below 1 (``best``: 0), or ``best`` has no ``metric``.
+    """
+
+    latest: int = 1
+    best: int = 0
+    metric: str | None = None
+    mode: Literal["max", "min"] = "max"
+
+    def __post_init__(self) -> None:
+        if self.latest < 1 or self.best < 0 or (self.best and self.metric is None):
+            raise ValueError(
+                f"latest must be 1 or more and best 0 or more, and best needs a metric; got {self}"
+            )
+
+    def preserved(self, metrics: Mapping[int, Mapping[str, float]]) -> set[int]:
+        """Return the steps of the checkpoints to keep.
+
+        Args:
+            metrics: The metrics of each checkpoint by its step.
+
+        Example:
+            >>> policy = PreservationPolicy(latest=1, best=1, metric="auc")
+            >>> sorted(policy.preserved({1: {"auc": 0.7}, 2: {"auc": 0.6}, 3: {}}))
+            [1, 3]
+        """
+        return {*sorted(metrics)[-self.latest :], *self.ranked(metrics)[: self.best]}
+
+    def ranked(self, metrics: Mapping[int, Mapping[str, float]]) -> list[int]:
+        """Return the steps of the checkpoints that have the metric, the best first."""
+        sign = 1 if self.mode == "max" else -1
+        rated = [
+            (sign * value, step)
+            for step, values in metrics.items()
+            for name, value in values.items()
+            if name == self.metric and not math.isnan(value)
+        ]
+        return [step for _, step in sorted(rated, reverse=True)]
+
+
+@contextlib.contextmanager
+def lock_directory(directory: str | os.PathLike[str]) -> Iterator[None]:
+    """Lock a run's directory against other runs; make it if needed.
+
+    A process may lock a directory several times. With several processes each of them calls this,
+    and process 0 holds the lock.
+
+    Raises:
+        BlockingIOError: Another run has locked the directory; all processes raise it.
+        OSError: The directory cannot be written.
+    """
+    with contextlib.ExitStack() as stack:
+        on_process_zero(lambda: stack.enter_context(locked(directory, is_shared=True)))
+        yield
 
 
 def all_steps(directory: str | os.PathLike[str]) -> list[int]:
@@ -138,7 +240,7 @@ def open_checkpoint(directory: str | os.PathLike[str], step: int | None) -> path
     if step is not None and step not in complete:
         raise CheckpointError(f"{directory}: step {step} was not saved; there are {complete}")
     path = directory / str(complete[-1] if step is None else step)
-    if not (path / CHECKSUMS_FILE).exists() and not _read_run_file(path).get(_HAS_CHECKSUMS):
+    if not (path / CHECKSUMS_FILE).exists() and not _read_run_file(path).has_checksums:
         warnings.warn(
             f"{path}: this checkpoint was saved without checksums by an older jaxrec; damage to it "
             "would not be noticed. Save it anew",
@@ -195,50 +297,87 @@ def damaged(path: pathlib.Path, damage: str, broken: pathlib.Path | None = None)
     )
 
 
-def read_json(path: pathlib.Path) -> Any:
-    """Read a JSON file of a checkpoint, two folders below its directory."""
+def write_checksums(directory: pathlib.Path) -> None:
+    """Write ``checksums.json`` into a checkpoint: the sizes and checksums of its files.
+
+    Only files in subfolders count: Orbax changes the files of the folder itself afterwards.
+    """
+    (directory / CHECKSUMS_FILE).write_bytes(_content(describe_files(directory, _files(directory))))
+
+
+def find_damage(directory: pathlib.Path) -> str:
+    """Compare the files of a checkpoint with its checksums.
+
+    With several processes each of them calls this and reads a part of the files.
+
+    Returns:
+        The first damaged file and its damage, the same text in all processes; empty if all files
+        are whole.
+    """
     try:
-        return json.loads(path.read_text())
-    except (OSError, ValueError, RecursionError) as error:
-        checkpoint = path.parent.parent
-        raise damaged(
-            checkpoint, f"{path.relative_to(checkpoint)} cannot be read: {error}"
-        ) from None
+        damage = _find_damage(directory)
+    except OSError as error:
+        damage = f"{error.filename} cannot be read: {error.strerror}"
+    if jax.process_count() > 1:
+        damage = next(filter(None, gather_texts(damage)), "")
+    return damage
+
+
+def _find_damage(directory: pathlib.Path) -> str:
+    try:
+        content = (directory / CHECKSUMS_FILE).read_bytes()
+        saved = msgspec.convert(json.loads(content)["files"], dict[str, StoredFile])
+        is_same = content == _content(saved)
+    except FileNotFoundError:
+        return f"{CHECKSUMS_FILE} is missing"
+    except (ValueError, KeyError, TypeError, RecursionError, msgspec.MsgspecError):
+        is_same = False
+    if not is_same:
+        return f"{CHECKSUMS_FILE} is not what was saved"
+    if different := sorted(saved.keys() ^ set(_files(directory))):
+        how = "is missing" if different[0] in saved else "was added after the checkpoint was saved"
+        return f"{different[0]} {how}"
+    share = slice(jax.process_index(), None, jax.process_count())
+    return manifest.find_damage(directory, saved, "saved", share=share)
+
+
+def _files(directory: pathlib.Path) -> list[str]:
+    """Return the files in a checkpoint's subfolders that have checksums, by path."""
+    return [
+        path.relative_to(directory).as_posix()
+        for path in sorted(directory.glob("*/**/*"))
+        if path.is_file() and (path.name == MANIFEST or directory / STORES not in path.parents)
+    ]
+
+
+def _content(files: Mapping[str, StoredFile]) -> bytes:
+    """Return the content of ``checksums.json``, which ends with its own checksum."""
+    plain = msgspec.to_builtins(files)
+    crc = zlib.crc32(json.dumps(plain).encode())
+    return json.dumps({"files": plain, "crc32_of_files": f"{crc:08x}"}, indent=1).encode()
 
 
 def run_file(
     run: CheckpointMetadata, link: Link, capacities: list[dict[str, Any]]
 ) -> dict[str, Any]:
-    """Return the content of ``run/metadata``."""
+    """Return the content of ``run/metadata``, which `_RunFile` reads."""
     facts = dataclasses.asdict(run)
     del facts["differences"]  # between a checkpoint and the model that loaded it
-    return {
-        **facts,
-        _HAS_CHECKSUMS: True,
-        _LINK: dataclasses.asdict(link),
-        _CAPACITIES: capacities,
-    }
+    details = {"has_checksums": True, "link": msgspec.to_builtins(link), "capacities": capacities}
+    return facts | details
 
 
 def read_capacities(path: pathlib.Path) -> list[dict[str, Any]]:
     """Read the capacities of exchanges, for `jaxrec.mesh.capacity.restore_capacities`."""
-    capacities: list[dict[str, Any]] = _read_run_file(path).get(_CAPACITIES, [])
-    wanted = {"collection": str, "group": str, "devices": int, "exchange": str, "factor": float}
-    is_list = isinstance(capacities, list)
-    if not is_list or not all(_has_types(each, wanted) for each in capacities):
-        raise damaged(path, f"run/metadata has no capacities of exchanges in {_CAPACITIES!r}")
-    if not all(0 < each["factor"] <= _LARGEST_FACTOR for each in capacities):
+    capacities = _read_run_file(path).capacities
+    if not all(0 < each.factor <= _LARGEST_FACTOR for each in capacities):
         raise damaged(path, "run/metadata has a capacity factor that no exchange has")
-    return capacities
+    return msgspec.to_builtins(capacities)
 
 
 def read_link(path: pathlib.Path) -> Link:
     """Read a checkpoint's place in its chain; one that an older jaxrec saved is full."""
-    content = _read_run_file(path).get(_LINK, {})
-    wanted = {"token": str, "base": int | None, "base_token": str}
-    if content != {} and not _has_types(content, wanted):
-        raise damaged(path, f"run/metadata has no place in a chain in {_LINK!r}")
-    link = Link(**content)
+    link = _read_run_file(path).link
     # The step of the folder, under which others name this checkpoint: a chain has an end.
     if link.base is not None and not 0 <= link.base < int(path.name):
         raise damaged(path, f"run/metadata has step {link.base} as its base, which is no older one")
@@ -247,56 +386,25 @@ def read_link(path: pathlib.Path) -> Link:
 
 def read_run(path: pathlib.Path) -> CheckpointMetadata:
     """Read the metadata of a checkpoint."""
-    content = _read_run_file(path)
-    content.pop(_HAS_CHECKSUMS, None)
-    content.pop(_LINK, None)
-    content.pop(_CAPACITIES, None)
-    types = {"step": int, "batches": int | None, "metrics": dict, "plan": str | None}
-    metrics = content.get("metrics", {})
-    if not _has_types(content, {name: types.get(name, object) for name in content}) or not (
-        _has_types(metrics, dict.fromkeys(metrics, float))
-    ):
-        raise damaged(path, "run/metadata has entries of other types")
-    try:
-        return CheckpointMetadata(**content, differences=())
-    except TypeError as error:
-        raise damaged(path, f"run/metadata has other entries: {error}") from None
+    run = _read_run_file(path)
+    return CheckpointMetadata(run.step, run.batches, run.metrics, run.plan)
 
 
 def read_shapes(path: pathlib.Path) -> dict[str, dict[str, tuple[int, int]]]:
     """Read the rows on the devices and the columns of tables, by collection and table."""
-    content = read_json(path / "tables" / "metadata")
-    tables = list(content.values()) if isinstance(content, dict) else [None]
-    if not all(
-        isinstance(each, dict)
-        and all(
-            isinstance(shape, list) and [type(n) for n in shape] == [int, int] and min(shape) >= 0
-            for shape in each.values()
-        )
-        for each in tables
-    ):
+    shapes = _read_as(path, "tables/metadata", dict[str, dict[str, tuple[int, int]]])
+    if any(min(shape) < 0 for tables in shapes.values() for shape in tables.values()):
         raise damaged(path, "tables/metadata does not hold the shapes of tables")
-    return {
-        collection: {name: (shape[0], shape[1]) for name, shape in each.items()}
-        for collection, each in content.items()
-    }
+    return shapes
 
 
-def _has_types(content: Any, types: Mapping[str, Any]) -> bool:
-    """Return whether a JSON object has values of some types by name. Integers are numbers, too."""
-    return (
-        isinstance(content, dict)
-        and content.keys() == types.keys()
-        and all(
-            isinstance(content[name], int | float if kind is float else kind)
-            and not isinstance(content[name], bool)
-            for name, kind in types.items()
-        )
-    )
+def _read_run_file(path: pathlib.Path) -> _RunFile:
+    return _read_as(path, "run/metadata", _RunFile)
 
 
-def _read_run_file(path: pathlib.Path) -> dict[str, Any]:
-    content = read_json(path / "run" / "metadata")
-    if not isinstance(content, dict):
-        raise damaged(path, "run/metadata is not a JSON object")
-    return content
+def _read_as(path: pathlib.Path, file: str, kind: type[Content]) -> Content:
+    """Read a JSON file of a checkpoint, whose entries must have the types of ``kind``."""
+    try:
+        return msgspec.convert(json.loads((path / file).read_text()), kind)
+    except (OSError, ValueError, RecursionError, msgspec.MsgspecError) as error:
+        raise damaged(path, f"{file} cannot be read: {error}") from None

@@ -33,8 +33,8 @@ from jaxrec.train.checkpoint.arrays import (
     read_table,
     read_tables,
 )
-from jaxrec.train.checkpoint.checksums import STORES
 from jaxrec.train.checkpoint.files import (
+    STORES,
     CheckpointError,
     CheckpointMetadata,
     chain,

@@ -6,35 +6,43 @@ import contextlib
 import errno
 import os
 import pathlib
+import secrets
 import shutil
+import sys
 from collections.abc import Iterable, Mapping
 from types import TracebackType
 from typing import Any
 
 import jax
+import msgspec
+import numpy as np
 from flax import nnx
 
 from jaxrec.embed.variables import plain
+from jaxrec.mesh.agree import on_process_zero
 from jaxrec.mesh.capacity import describe_capacities
 from jaxrec.mesh.replicas import average_replicas, has_replicas
-from jaxrec.tier.changes.change_tracker import ChangeTracker
+from jaxrec.tier.changes.change_tracker import ChangeTracker, HandOver
+from jaxrec.tier.rows.written_ids import WrittenIds
 from jaxrec.train.checkpoint.arrays import os_errors, quiet
-from jaxrec.train.checkpoint.checksums import STORES, write_checksums
 from jaxrec.train.checkpoint.files import (
+    NO_LINK,
+    STORES,
     UNFINISHED,
     CheckpointError,
     CheckpointMetadata,
     Link,
+    PreservationPolicy,
     all_steps,
     chain,
     is_checkpoint,
+    lock_directory,
+    read_link,
     read_run,
     run_file,
+    write_checksums,
 )
-from jaxrec.train.checkpoint.increments import Increment, Increments
-from jaxrec.train.checkpoint.preservation import PreservationPolicy
-from jaxrec.train.checkpoint.tree import saved_tree, table_shapes
-from jaxrec.train.lock import lock_directory
+from jaxrec.train.checkpoint.tree import Changes, saved_tree, table_shapes
 
 # Bytes of a chunk of a table's file: the least that a device reads.
 _CHUNK_BYTES = 1 << 24
@@ -50,7 +58,7 @@ class CheckpointManager:
 
     Args:
         directory: Directory of the checkpoints, one folder each. The manager locks it against other
-            runs until it is closed (`jaxrec.train.lock.lock_directory`).
+            runs until it is closed (`jaxrec.train.checkpoint.files.lock_directory`).
         preservation_policy: Which checkpoints are kept; None: the newest. Those on which a kept one
             builds are kept too.
         tracker: Tracks the changes of the model, so that checkpoints after a full one are
@@ -91,7 +99,7 @@ class CheckpointManager:
         self._tracker = tracker
         self._increments = None
         if tracker is not None:
-            self._increments = Increments(self._directory, tracker, consumer, full_every)
+            self._increments = _Increments(self._directory, tracker, consumer, full_every)
         self._policy = preservation_policy or PreservationPolicy()
         with contextlib.ExitStack() as stack:
             stack.enter_context(lock_directory(self._directory))
@@ -100,7 +108,7 @@ class CheckpointManager:
             self._checkpointer, self._arguments = _orbax()
             stack.callback(self._checkpointer.close)
             self._resources = stack.pop_all()
-        self._under_way: tuple[pathlib.Path, Increment | None] | None = None
+        self._under_way: tuple[pathlib.Path, _Increment | None] | None = None
 
     @property
     def directory(self) -> pathlib.Path:
@@ -164,7 +172,7 @@ class CheckpointManager:
                 take = _no_changes if increment is None else increment.take
                 tree = saved_tree(model, optimizer, state, stores, take)
             chunks = ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES)
-            link = Link() if increment is None else increment.link
+            link = NO_LINK if increment is None else increment.link
             with os_errors(path):
                 self._checkpointer.save(
                     path,
@@ -225,6 +233,105 @@ class CheckpointManager:
         traceback: TracebackType | None,
     ) -> None:
         self.close()
+
+
+class _Increments:
+    """Decides which saves of a manager are incremental.
+
+    Args:
+        directory: Directory of the checkpoints.
+        tracker: Tracks the changes of the model.
+        consumer: Name of the tracker's consumer for these checkpoints.
+        full_every: Number of checkpoints from one full one to the next.
+    """
+
+    def __init__(
+        self, directory: pathlib.Path, tracker: ChangeTracker, consumer: str, full_every: int
+    ) -> None:
+        if consumer not in tracker.consumers:
+            names = ", ".join(map(repr, tracker.consumers))
+            raise KeyError(f"the tracker has no consumer {consumer!r}; it has {names}")
+        self._directory, self._tracker, self._consumer = directory, tracker, consumer
+        self._full_every = full_every
+        self._written: dict[str, WrittenIds] = {}
+        for each in tracker.vocabularies:
+            if each.transfer is not None:
+                self._written[each.name] = written = WrittenIds()
+                each.transfer.watchers.add(written)
+
+    def begin(self, step: int) -> _Increment:
+        """Prepare for the checkpoint of a step."""
+        return _Increment(self, step)
+
+    def hand_over(self) -> contextlib.AbstractContextManager[HandOver]:
+        """Enter the context of the tracker's changes."""
+        return self._tracker.hand_over(self._consumer)
+
+    def take_written(self) -> dict[str, np.ndarray | None]:
+        """Return the ids whose records in row stores changed; see `WrittenIds.take`."""
+        return {name: written.take() for name, written in self._written.items()}
+
+    def give_back_written(self, taken: Mapping[str, np.ndarray | None]) -> None:
+        """Note the result of `take_written` again."""
+        for name, ids in taken.items():
+            self._written[name].give_back(ids)
+
+    def link(self, step: int, position: str | None) -> Link:
+        """Return the place of the checkpoint of a step in a chain.
+
+        Args:
+            step: The step.
+            position: Step and token of the checkpoint since which changes are known.
+        """
+        token = secrets.token_hex(8)
+        if position is None:
+            return Link(token, None, "")
+        base, base_token = position.split()
+        path = self._directory / base
+        if int(base) >= step or (self._directory / str(step)).exists() or not path.exists():
+            return Link(token, None, "")
+        try:
+            follows = read_link(path).token == base_token and len(chain(path)) < self._full_every
+        except CheckpointError:
+            follows = False
+        return Link(token, int(base), base_token) if follows else Link(token, None, "")
+
+
+class _Increment:
+    """Changes that a checkpoint takes over when it is complete.
+
+    Args:
+        increments: The manager's.
+        step: Step of the checkpoint.
+    """
+
+    def __init__(self, increments: _Increments, step: int) -> None:
+        self._increments, self._step = increments, step
+        self._stack = contextlib.ExitStack()
+        self._changes: HandOver | None = None
+        self._written: dict[str, np.ndarray | None] = {}
+        self.link = NO_LINK
+
+    def take(self) -> Changes | None:
+        """Return the changes, if the checkpoint is incremental; None: it is full."""
+        self._written = self._increments.take_written()
+        self._changes = changes = self._stack.enter_context(self._increments.hand_over())
+        link = on_process_zero(
+            lambda: msgspec.structs.asdict(self._increments.link(self._step, changes.position))
+        )
+        self.link = Link(**link)
+        return None if self.link.base is None else Changes(changes.ids, self._written)
+
+    def complete(self) -> None:
+        """Record that the checkpoint is complete."""
+        if self._changes is not None:
+            self._changes.position = f"{self._step} {self.link.token}"
+        self._stack.close()
+
+    def fail(self) -> None:
+        """Leave the changes to the next checkpoint; call it where an error is handled."""
+        self._increments.give_back_written(self._written)
+        self._stack.__exit__(*sys.exc_info())
 
 
 def save(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pathlib
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
@@ -16,12 +17,24 @@ from jaxrec.embed import EmbeddingBagCollection, EmbeddingCollection
 from jaxrec.embed.config import TableConfig
 from jaxrec.embed.some_rows import read_ids
 from jaxrec.embed.variables import dense_variables, plain, variables
-from jaxrec.tier.changes.tracked_table import ChangedIds
+from jaxrec.tier.changes.tracked_tables import ChangedIds
 from jaxrec.tier.saved_stores import snapshot_stores
 from jaxrec.tier.tier import Tier, tier_of
-from jaxrec.train.checkpoint.increments import Changes
 
 Collection = EmbeddingBagCollection | EmbeddingCollection
+
+
+@dataclasses.dataclass(frozen=True)
+class Changes:
+    """Changes since the checkpoint before, which an incremental one saves.
+
+    Attributes:
+        tables: The changed ids, by path of the collection and name of the table.
+        stores: Ids whose records in the row store changed, by name of the vocabulary; None: all.
+    """
+
+    tables: Mapping[tuple[str, str], ChangedIds]
+    stores: Mapping[str, np.ndarray | None]
 
 
 TakeChanges: TypeAlias = Callable[[], Changes | None]

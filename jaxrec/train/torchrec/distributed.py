@@ -31,8 +31,7 @@ from jaxrec.train.torchrec.pickles import (
     shorten,
     torch_size,
 )
-from jaxrec.train.torchrec.state_dict import StateDict
-from jaxrec.train.torchrec.tensors import StoredTensor, TensorFile
+from jaxrec.train.torchrec.tensors import StateDict, StoredTensor, TensorFile
 
 METADATA_FILE = ".metadata"
 

@@ -10,11 +10,10 @@ from typing import Any
 import numpy as np
 from jaxtyping import Array
 
-from jaxrec.npz import NpzFile
+from jaxrec.files.npz import NpzFile
 from jaxrec.train.checkpoint import CheckpointError
 from jaxrec.train.torchrec.distributed import open_distributed
-from jaxrec.train.torchrec.state_dict import StateDict
-from jaxrec.train.torchrec.tensors import StoredTensor, TensorFile
+from jaxrec.train.torchrec.tensors import StateDict, StoredTensor, TensorFile
 
 TORCH_SUFFIXES = (".pt", ".pth", ".bin")
 

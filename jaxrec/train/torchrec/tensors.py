@@ -1,18 +1,19 @@
-"""Files of `torch.save`: an object with tensors, which are read one at a time."""
+"""State dicts, and files of `torch.save`: their arrays are read one at a time."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 import os
-from collections.abc import Mapping
+import pathlib
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Shaped
+from jaxtyping import Array, Shaped
 
-from jaxrec.archive import Archive
+from jaxrec.files.archive import Archive
 from jaxrec.train.checkpoint import CheckpointError
 from jaxrec.train.torchrec.pickles import (
     PICKLE_BYTES,
@@ -46,6 +47,23 @@ _WANTED = (
     "Save plain tensors, as model.state_dict() of an unsharded model has them; sharded models are "
     "saved by torch.distributed.checkpoint"
 )
+
+
+@dataclasses.dataclass(frozen=True)
+class StateDict:
+    """The arrays of a file by their dotted names, read one at a time.
+
+    Attributes:
+        path: The file, or the directory of a distributed checkpoint.
+        names: Names of the arrays.
+        read: Function that reads an array.
+        shape: Function that returns the shape of an array, without reading it.
+    """
+
+    path: pathlib.Path
+    names: Sequence[str]
+    read: Callable[[str], Array | np.ndarray]
+    shape: Callable[[str], tuple[int, ...]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

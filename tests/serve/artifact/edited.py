@@ -15,8 +15,8 @@ from jax.interpreters import mlir
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import stablehlo
 
+from jaxrec.files.manifest import describe_files
 from jaxrec.serve import load
-from jaxrec.serve.artifact.files import describe_files
 
 
 def write_manifest(path: pathlib.Path, change: Callable[[dict[str, Any]], Any]) -> None:

@@ -320,7 +320,7 @@ def test_damage_of_the_encoder_is_named(of_columns, tmp_path):
     path = pathlib.Path(shutil.copytree(of_columns[2], tmp_path / "model"))
     with (path / "features/vocabularies/city.parquet").open("r+b") as file:
         file.write(b"damage")
-    with pytest.raises(ArtifactError, match=r"city.parquet does not have the bytes of the export"):
+    with pytest.raises(ArtifactError, match=r"city.parquet does not have the bytes that"):
         load(path)
 
 

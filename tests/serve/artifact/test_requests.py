@@ -8,10 +8,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jaxrec
-from jaxrec.serve.artifact.batch_spec import ArrayInput, BatchSize, BatchSpec, Feature, RaggedInput
+from jaxrec.serve.artifact.batch_spec import (
+    ArrayInput,
+    BatchSize,
+    BatchSpec,
+    Feature,
+    RaggedInput,
+    Structure,
+)
 from jaxrec.serve.artifact.inputs import batch_spec
 from jaxrec.serve.artifact.requests import Request
-from jaxrec.serve.artifact.structure import Structure
 from tests.fuzz import max_examples
 from tests.serve.models import clicks, dlrm
 

@@ -13,8 +13,8 @@ from flax import nnx
 import jaxrec
 from jaxrec.data import Schema, learn_encoder
 from jaxrec.serve import export, load, quantize
+from jaxrec.serve.artifact.batch_spec import output_columns
 from jaxrec.serve.artifact.load import ServedModel
-from jaxrec.serve.artifact.outputs import output_columns
 from tests.serve.models import Case
 
 SIZES = (1, 8, 32)

@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jaxrec
+from jaxrec.files.rows import RowWriter
 from jaxrec.tier import Subscriber, VersionError, publish
-from jaxrec.tier.deltas.arrow_files import RowFileWriter
 from tests.fuzz import max_examples
 from tests.serve.artifact.test_damage import damage, edit
 
@@ -83,7 +83,7 @@ def test_ids_that_a_table_cannot_have(published, tmp_path, ids, message):
     newest = sorted(folder.glob("*.json"))[-1]
     file = files_of(json.loads(newest.read_text()))[-1]
     with (folder / file["name"]).open("wb") as stream:
-        rows = RowFileWriter(stream, {"rows": jax.ShapeDtypeStruct((0, 4), jnp.float32)})
+        rows = RowWriter(stream, {"rows": jax.ShapeDtypeStruct((0, 4), jnp.float32)})
         rows.write(np.array(ids), {"rows": np.zeros((2, 4), np.float32)})
         rows.close()
     write_checksums(folder, newest)

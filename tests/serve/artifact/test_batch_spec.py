@@ -7,7 +7,7 @@ from typing import NamedTuple
 import msgspec
 import pytest
 
-from jaxrec.serve.artifact.structure import Structure, flatten, leaves_of, unflatten
+from jaxrec.serve.artifact.batch_spec import Structure, flatten, leaves_of, unflatten
 
 pytestmark = pytest.mark.jax_version
 

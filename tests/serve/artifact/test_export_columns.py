@@ -12,8 +12,8 @@ import xxhash
 
 from jaxrec.data import Schema, TableEncoder, Vocabulary
 from jaxrec.data.encode import Moments
-from jaxrec.serve.artifact.column_encoding import ColumnEncoding, VocabularyFiles
-from jaxrec.serve.artifact.column_files import write_columns
+from jaxrec.serve.artifact.export import write_columns
+from jaxrec.serve.artifact.manifest import ColumnEncoding, VocabularyFiles
 
 pytestmark = pytest.mark.jax_version
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-import jaxrec.checksums
-from jaxrec.checksums import segments_of
+import jaxrec.files.manifest
+from jaxrec.files.manifest import segments_of
 
 
 @pytest.mark.every_case
 @pytest.mark.parametrize("place", [0, 299, 300, 999, 1000, 2499])
 def test_a_checksum_sees_each_byte(tmp_path, monkeypatch, place):
-    monkeypatch.setattr(jaxrec.checksums, "_SEGMENT_BYTES", 1000)
-    monkeypatch.setattr(jaxrec.checksums, "_BUFFER_BYTES", 300)
+    monkeypatch.setattr(jaxrec.files.manifest, "_SEGMENT_BYTES", 1000)
+    monkeypatch.setattr(jaxrec.files.manifest, "_BUFFER_BYTES", 300)
     content = bytearray(range(250)) * 10
 
     def checksums():

@@ -8,7 +8,7 @@ import zipfile
 
 import pytest
 
-from jaxrec.archive import Archive
+from jaxrec.files.archive import Archive
 
 pytestmark = pytest.mark.every_case
 

@@ -8,7 +8,7 @@ import zipfile
 import numpy as np
 import pytest
 
-from jaxrec.npz import NpzFile
+from jaxrec.files.npz import NpzFile
 
 pytestmark = pytest.mark.every_case
 

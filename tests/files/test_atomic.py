@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from jaxrec.atomic import write_atomically
+from jaxrec.files.atomic import write_atomically
 
 
 def names(directory):
@@ -55,7 +55,7 @@ def test_an_error_leaves_what_was_there(tmp_path, make):
 def test_the_leftover_of_a_killed_process_is_removed(tmp_path):
     program = """
 import os, signal, sys
-from jaxrec.atomic import write_atomically
+from jaxrec.files.atomic import write_atomically
 with write_atomically(sys.argv[1]) as unfinished:
     unfinished.mkdir()
     (unfinished / "half").touch()

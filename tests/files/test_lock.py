@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from jaxrec.lock import LOCK_FILE, lock, owner, unlock
+from jaxrec.files.lock import LOCK_FILE, lock, owner, unlock
 from tests.train.test_lock import is_locked, other_run
 
 

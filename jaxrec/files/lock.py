@@ -1,4 +1,9 @@
-"""Locks of directories against other processes."""
+"""Locks of directories against other processes.
+
+They are POSIX locks of the whole file (``lockf``), which work over NFS too. The package filelock
+has ``flock``: runs of earlier versions would not see it, file systems without locks are errors, and
+its errors do not say who holds the lock.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +14,7 @@ import os
 import pathlib
 import socket
 import warnings
+from collections.abc import Iterator
 from typing import TextIO
 
 LOCK_FILE = ".lock"
@@ -83,6 +89,16 @@ def unlock(directory: str | os.PathLike[str]) -> None:
     else:
         with contextlib.suppress(OSError):
             file.close()
+
+
+@contextlib.contextmanager
+def locked(directory: str | os.PathLike[str], *, is_shared: bool = False) -> Iterator[None]:
+    """Lock a directory in a ``with`` block; see `lock`."""
+    lock(directory, is_shared=is_shared)
+    try:
+        yield
+    finally:
+        unlock(directory)
 
 
 def owner() -> str:

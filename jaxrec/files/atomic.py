@@ -36,6 +36,15 @@ def write_atomically(path: str | os.PathLike[str]) -> Iterator[pathlib.Path]:
         raise
 
 
+def sync(path: pathlib.Path) -> None:
+    """Wait until a file or a directory is durable."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def _remove(path: pathlib.Path) -> None:
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)

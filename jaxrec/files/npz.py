@@ -12,7 +12,7 @@ from typing import Literal
 import numpy as np
 from jaxtyping import Shaped
 
-from jaxrec.archive import Archive
+from jaxrec.files.archive import Archive
 
 _SUFFIX = ".npy"
 
@@ -43,6 +43,15 @@ class NpyForm:
     dtype: np.dtype
     order: Literal["C", "F"]
     start: int
+
+
+def read_header(file: io.BufferedIOBase) -> NpyForm:
+    """Read the header of an npy file, which is a Python expression: damage may raise anything."""
+    version = np.lib.format.read_magic(file)
+    if version not in _READERS:
+        raise ValueError(f"version {version} of the format is unknown")
+    shape, is_fortran, dtype = _READERS[version](file)
+    return NpyForm(shape, dtype, "F" if is_fortran else "C", file.tell())
 
 
 class NpzFile:
@@ -87,13 +96,10 @@ class NpzFile:
         entry = name + _SUFFIX
         head, size = io.BytesIO(self._archive.head(entry, _HEADER_BYTES)), self._archive.size(entry)
         try:
-            version = np.lib.format.read_magic(head)
-            if version not in _READERS:
-                raise ValueError(f"version {version} of the format is unknown")
-            shape, is_fortran, dtype = _READERS[version](head)
+            form = read_header(head)
+            shape, dtype = form.shape, form.dtype
             if dtype.hasobject or dtype.subdtype or not dtype.itemsize or len(shape) > _AXES:
                 raise ValueError(f"it has type {dtype} and shape {shape}")
-            form = NpyForm(shape, dtype, "F" if is_fortran else "C", head.tell())
             wanted = math.prod(shape) * dtype.itemsize
             # NumPy counts an array without elements by its other sizes.
             largest = math.prod(filter(None, shape)) * dtype.itemsize
