@@ -224,7 +224,7 @@ TESTED_BY = {
     ),
     "tier/managed_collision/test_sorted_map": ("tier/managed_collision/evicted",),
     "tier/changes/test_change_tracker": (
-        "tier/observer",
+        "tier/planning/observer",
         "tier/changes/tracked_table",
     ),
     "tier/test_row_file": ("tier/row_columns",),
@@ -242,12 +242,12 @@ TESTED_BY = {
         "tier/stores/rocksdb_snapshot",
     ),
     "tier/stores/test_row_store": ("tier/stores/snapshots",),
-    "tier/test_ahead": ("tier/batch_order",),
-    "tier/test_tier": (
-        "tier/batch_ids",
-        "tier/model_tables",
-        "tier/moves",
-        "tier/pending_moves",
+    "tier/test_ahead": ("tier/planning/batch_order",),
+    "tier/planning/test_tier": (
+        "tier/planning/batch_ids",
+        "tier/planning/model_tables",
+        "tier/planning/moves",
+        "tier/planning/pending_moves",
     ),
     "train/test_checkpoint": (
         "embed/checkpoint_view",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from flax import nnx
 
-from jaxrec.tier.tier import Tier, tier_of
+from jaxrec.tier.planning.tier import Tier, tier_of
 
 
 def statistics(model: nnx.Module) -> dict[str, dict[str, float]]:

@@ -14,7 +14,8 @@ from flax import nnx
 from jaxrec.atomic import write_atomically
 from jaxrec.embed.collection import Collection
 from jaxrec.embed.row_access import TableRows, read, write
-from jaxrec.tier.model_tables import TableVocabulary, collections_of
+from jaxrec.tier.planning.model_tables import TableVocabulary, collections_of
+from jaxrec.tier.planning.tier import Tier, tier_of
 from jaxrec.tier.row_columns import (
     ID,
     ROW,
@@ -25,7 +26,6 @@ from jaxrec.tier.row_columns import (
     numbers,
     open_rows,
 )
-from jaxrec.tier.tier import Tier, tier_of
 
 
 def export_rows(

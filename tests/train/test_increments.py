@@ -10,8 +10,8 @@ from flax import nnx
 
 import jaxrec
 from jaxrec.tier import Cached, ChangeTracker, Dynamic, make
+from jaxrec.tier.planning.tier import tier_of
 from jaxrec.tier.stores import changes_snapshot
-from jaxrec.tier.tier import tier_of
 from jaxrec.train import checkpoint
 from jaxrec.train.checkpoint import (
     CheckpointError,

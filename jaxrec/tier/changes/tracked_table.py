@@ -9,7 +9,7 @@ import numpy as np
 from jaxrec.embed.config import TableConfig
 from jaxrec.ragged.raw_ids import RESERVED
 from jaxrec.tier.changes.change_flags import IdFlags, RowFlags
-from jaxrec.tier.model_tables import TableVocabulary
+from jaxrec.tier.planning.model_tables import TableVocabulary
 from jaxrec.tier.vocabulary.vocabulary import Assignment
 
 

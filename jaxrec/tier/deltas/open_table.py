@@ -11,9 +11,9 @@ from jaxrec.embed.collection import Collection
 from jaxrec.embed.config import TableConfig
 from jaxrec.tier.deltas.manifest import TableFacts
 from jaxrec.tier.deltas.table import PublishedTable, Values
-from jaxrec.tier.model_tables import TableVocabulary
+from jaxrec.tier.planning.model_tables import TableVocabulary
+from jaxrec.tier.planning.tier import Tier
 from jaxrec.tier.rows.first_rows import first_rows
-from jaxrec.tier.tier import Tier
 
 
 class OpenTable(PublishedTable):

@@ -25,7 +25,7 @@ from jaxrec.tier.deltas.table import PublishedTable
 from jaxrec.tier.deltas.tables import published_tables
 from jaxrec.tier.deltas.version_plan import VersionPlan, plan_version
 from jaxrec.tier.deltas.version_writer import VersionWriter
-from jaxrec.tier.tier import tier_of
+from jaxrec.tier.planning.tier import tier_of
 
 
 @dataclasses.dataclass(frozen=True)

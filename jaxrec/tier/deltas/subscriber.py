@@ -28,7 +28,7 @@ from jaxrec.tier.deltas.manifest import (
 from jaxrec.tier.deltas.process_zero import on_process_zero
 from jaxrec.tier.deltas.table import PublishedTable, Values
 from jaxrec.tier.deltas.tables import published_tables
-from jaxrec.tier.tier import tier_of
+from jaxrec.tier.planning.tier import tier_of
 
 # Errors that processes agree on, the special ones first.
 _KINDS = (VersionError, OSError, ValueError)

@@ -1,6 +1,6 @@
 """A table of a model as versions see it: rows by id, wherever they are.
 
-While tables are used the model is settled (`jaxrec.tier.tier.Tier.settled`): they agree with their
+While tables are used the model is settled (`Tier.settled`): they agree with their
 vocabularies, and all evicted rows are in their stores.
 """
 

@@ -9,7 +9,7 @@ from jaxrec.embed.taps import tapped_modules
 from jaxrec.tier.deltas.open_table import OpenTable
 from jaxrec.tier.deltas.plain_table import PlainTable
 from jaxrec.tier.deltas.table import PublishedTable
-from jaxrec.tier.tier import tier_of
+from jaxrec.tier.planning.tier import tier_of
 
 
 def published_tables(model: nnx.Module) -> dict[str, PublishedTable]:

@@ -10,8 +10,8 @@ import jax
 import numpy as np
 
 from jaxrec.mesh.agree import fail_together
-from jaxrec.tier.batches import HostBatch, Segment, fingerprint
-from jaxrec.tier.model_tables import TableVocabulary
+from jaxrec.tier.planning.batches import HostBatch, Segment, fingerprint
+from jaxrec.tier.planning.model_tables import TableVocabulary
 from jaxrec.tier.vocabulary.vocabulary import TableFullError, VocabularyFullError
 
 Gather: TypeAlias = Callable[[Sequence[np.ndarray]], list[list[np.ndarray]]]

@@ -6,12 +6,12 @@ import abc
 from collections.abc import Sequence
 from typing import Any
 
-from jaxrec.tier.planned_batch import PlannedBatch
+from jaxrec.tier.planning.planned_batch import PlannedBatch
 from jaxrec.tier.vocabulary.vocabulary import Assignment
 
 
 class TierObserver(abc.ABC):
-    """Follows what a `jaxrec.tier.tier.Tier` does to the tables, in the thread that trains."""
+    """Follows what a `Tier` does to the tables, in the thread that trains."""
 
     @abc.abstractmethod
     def moved(self, assignments: Sequence[Assignment]) -> None:

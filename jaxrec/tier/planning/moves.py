@@ -15,7 +15,7 @@ from jaxrec.embed.config import TableConfig
 from jaxrec.embed.row_access import RowsOnDevices, TableRows, read, write
 from jaxrec.embed.store import TableStore
 from jaxrec.mesh.store import MeshStore
-from jaxrec.tier.model_tables import TableVocabulary, collection_at
+from jaxrec.tier.planning.model_tables import TableVocabulary, collection_at
 from jaxrec.tier.rows.first_rows import NewRows, reset
 from jaxrec.tier.rows.row_exchange import (
     OwnedRows,

@@ -15,20 +15,19 @@ from flax import nnx
 
 from jaxrec.embed.found_ids import FoundIds
 from jaxrec.ragged import Packer
-from jaxrec.tier.batch_ids import BatchIds, Gather
-from jaxrec.tier.batch_order import BatchOrder
-from jaxrec.tier.foresight import ForeseenBatch
-from jaxrec.tier.id_rows import find_rows, raw_ids
 from jaxrec.tier.ids.batch_ops import distinct
 from jaxrec.tier.ids.id_map import Lookup, look_up
-from jaxrec.tier.model_tables import TableVocabulary, collections_of
-from jaxrec.tier.moves import NO_MOVE, Move, begin_move, move_rows
-from jaxrec.tier.observer import TierObserver
-from jaxrec.tier.pending_moves import PendingMoves
-from jaxrec.tier.planned_batch import PlannedBatch
+from jaxrec.tier.planning.batch_ids import BatchIds, Gather
+from jaxrec.tier.planning.batch_order import BatchOrder
+from jaxrec.tier.planning.foresight import ForeseenBatch
+from jaxrec.tier.planning.id_rows import find_rows, raw_ids
+from jaxrec.tier.planning.model_tables import TableVocabulary, collections_of
+from jaxrec.tier.planning.moves import NO_MOVE, Move, begin_move, move_rows
+from jaxrec.tier.planning.observer import TierObserver
+from jaxrec.tier.planning.pending_moves import PendingMoves
+from jaxrec.tier.planning.planned_batch import PlannedBatch
 from jaxrec.tier.rows.store_traffic import step_of
 from jaxrec.tier.rows.transfer import RowTransfer
-from jaxrec.tier.saved_stores import warn_of_earlier_rows
 from jaxrec.tier.store import TierStore
 from jaxrec.tier.vocabulary.vocabulary import (
     NO_CHANGE,
@@ -119,7 +118,8 @@ class Tier:
         Returns:
             The number of the sequence, for `end`.
         """
-        warn_of_earlier_rows(self.vocabularies)
+        for each in self.vocabularies:
+            each.warn_of_earlier_rows()
         with self._planning:
             return self.order.begin(undispatched)
 

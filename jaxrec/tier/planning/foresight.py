@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from jaxrec.data.pipeline import each_batch
-from jaxrec.tier.batch_ids import BatchIds
 from jaxrec.tier.ids.batch_ops import distinct
+from jaxrec.tier.planning.batch_ids import BatchIds
 
 
 @dataclasses.dataclass(frozen=True)

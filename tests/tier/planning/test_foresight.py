@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 import jaxrec
 from jaxrec.tier import Cached, make
-from jaxrec.tier.batch_ids import BatchIds
-from jaxrec.tier.foresight import foresee
-from jaxrec.tier.tier import tier_of
+from jaxrec.tier.planning.batch_ids import BatchIds
+from jaxrec.tier.planning.foresight import foresee
+from jaxrec.tier.planning.tier import tier_of
 from tests.fuzz import max_examples
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from jaxrec.tier.moves import NO_MOVE, Move
+from jaxrec.tier.planning.moves import NO_MOVE, Move
 from jaxrec.tier.vocabulary.vocabulary import Assignment
 
 

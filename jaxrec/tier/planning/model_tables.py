@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 
 from flax import nnx
 
@@ -54,6 +55,17 @@ class TableVocabulary:
         """Return the counts of the vocabulary, and those of its store if it has one."""
         counts = self.vocabulary.statistics.summary()
         return counts if self.transfer is None else counts | self.transfer.traffic.summary()
+
+    def warn_of_earlier_rows(self) -> None:
+        """Warn, once, if the store had rows when it was opened, and was not restored since."""
+        if self.transfer is not None and self.transfer.num_earlier:
+            warnings.warn(
+                f"table {self.name} begins with {self.transfer.num_earlier:,} rows of an earlier "
+                f"run, which {self.transfer.store!r} has; restore the checkpoint of that run, or "
+                "train with an empty store",
+                stacklevel=4,
+            )
+            self.transfer.num_earlier = 0
 
 
 def collections_of(model: nnx.Module) -> dict[str, Collection]:

@@ -11,7 +11,7 @@ from flax import nnx
 
 import jaxrec
 from jaxrec.tier import Dynamic, ahead, make, shared
-from jaxrec.tier.tier import tier_of
+from jaxrec.tier.planning.tier import tier_of
 from tests.tier import models
 
 NAMES = ("item", "query", "item_wide")
