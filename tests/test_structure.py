@@ -223,10 +223,7 @@ TESTED_BY = {
         "tier/managed_collision/probing",
     ),
     "tier/managed_collision/test_sorted_map": ("tier/managed_collision/evicted",),
-    "tier/changes/test_change_tracker": (
-        "tier/planning/observer",
-        "tier/changes/tracked_table",
-    ),
+    "tier/changes/test_change_tracker": ("tier/changes/tracked_table",),
     "tier/test_row_file": ("tier/row_columns",),
     "tier/stores/test_file_store": (
         "tier/stores/file_snapshot",
@@ -242,12 +239,9 @@ TESTED_BY = {
         "tier/stores/rocksdb_snapshot",
     ),
     "tier/stores/test_row_store": ("tier/stores/snapshots",),
-    "tier/test_ahead": ("tier/planning/batch_order",),
     "tier/planning/test_tier": (
-        "tier/planning/batch_ids",
         "tier/planning/model_tables",
         "tier/planning/moves",
-        "tier/planning/pending_moves",
     ),
     "train/test_checkpoint": (
         "embed/checkpoint_view",

@@ -17,9 +17,8 @@ from jaxrec.mesh.agree import fail_together, gather_id_lists
 from jaxrec.mesh.batch import shard_batch
 from jaxrec.mesh.store import MeshStore
 from jaxrec.tier.planning.batch_ids import BatchIds
-from jaxrec.tier.planning.foresight import foresee
+from jaxrec.tier.planning.batch_order import PlannedBatch, foresee
 from jaxrec.tier.planning.model_tables import collections_of
-from jaxrec.tier.planning.planned_batch import PlannedBatch
 from jaxrec.tier.planning.tier import tier_of
 
 

@@ -8,11 +8,10 @@ from typing import Any
 import numpy as np
 from flax import nnx
 
-from jaxrec.tier.planning.batches import HostBatch
+from jaxrec.tier.planning.batch_ids import HostBatch
+from jaxrec.tier.planning.batch_order import PlannedBatch
 from jaxrec.tier.planning.model_tables import TableVocabulary
-from jaxrec.tier.planning.observer import TierObserver
-from jaxrec.tier.planning.planned_batch import PlannedBatch
-from jaxrec.tier.planning.tier import tier_of
+from jaxrec.tier.planning.tier import TierObserver, tier_of
 from jaxrec.tier.vocabulary.vocabulary import Assignment
 
 # The id of a row that no id has; ids are never -1.

@@ -12,7 +12,7 @@ import pytest
 import jaxrec
 from jaxrec.tier import Cached, Dynamic, MissCounter, ahead, make
 from jaxrec.tier.planning.batch_ids import BatchIds
-from jaxrec.tier.planning.foresight import ForeseenBatch
+from jaxrec.tier.planning.batch_order import ForeseenBatch
 from jaxrec.tier.planning.tier import tier_of
 from jaxrec.train.checkpoint import restore, save
 from tests.tier import models

@@ -23,11 +23,10 @@ from jaxrec.tier.changes.change_flags import MAX_CONSUMERS
 from jaxrec.tier.changes.changes import ChangedRows, HandOver, TableChanges
 from jaxrec.tier.changes.tracked_model import TrackedModel
 from jaxrec.tier.changes.tracked_table import ChangedIds, TrackedOpenTable, TrackedTable
-from jaxrec.tier.planning.batches import HostBatch
+from jaxrec.tier.planning.batch_ids import HostBatch
 from jaxrec.tier.planning.id_rows import raw_ids
 from jaxrec.tier.planning.model_tables import TableVocabulary
-from jaxrec.tier.planning.observer import TierObserver
-from jaxrec.tier.planning.tier import tier_of
+from jaxrec.tier.planning.tier import TierObserver, tier_of
 from jaxrec.tier.vocabulary.vocabulary import Assignment
 
 Batch = TypeVar("Batch")

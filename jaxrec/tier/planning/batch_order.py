@@ -1,13 +1,93 @@
-"""Order in which batches are planned by one thread and taken by the training loop."""
+"""Batches in the order of the training loop: read ahead, planned, and taken."""
 
 from __future__ import annotations
 
 import collections
+import contextlib
+import dataclasses
+import itertools
 import threading
-from collections.abc import Mapping
-from typing import TypeAlias
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import numpy as np
+
+from jaxrec.data.pipeline import each_batch
+from jaxrec.tier.ids.batch_ops import distinct
+from jaxrec.tier.planning.batch_ids import BatchIds
+
+
+@dataclasses.dataclass(frozen=True)
+class ForeseenBatch:
+    """A batch and the ids of the batches after it.
+
+    Attributes:
+        batch: The host batch.
+        ids: Its ids.
+        coming: The distinct ids of each of the next batches, nearest first; for each of them an
+            int64 array for each vocabulary.
+    """
+
+    batch: Any
+    ids: BatchIds
+    coming: Sequence[Sequence[np.ndarray]] = ()
+
+
+def foresee(
+    batches: Iterable[Any], read_ids: Callable[[Any], BatchIds], num_ahead: int
+) -> Generator[ForeseenBatch, None, None]:
+    """Yield batches, each when ``num_ahead`` batches after it were read; the last ones have fewer.
+
+    An error of a batch is raised when all batches before it were yielded.
+    """
+    waiting: collections.deque[tuple[Any, BatchIds, list[np.ndarray]]] = collections.deque()
+    with contextlib.closing(_read(batches, read_ids, is_coming=num_ahead > 0)) as source:
+        error: Exception | None = None
+        while True:
+            try:
+                waiting.extend(itertools.islice(source, num_ahead + 1 - len(waiting)))
+            except Exception as raised:  # raised again after the batches before it
+                error = raised
+            if not waiting:
+                break
+            batch, ids, _ = waiting.popleft()
+            yield ForeseenBatch(batch, ids, [each for _, _, each in waiting])
+        if error is not None:
+            raise error
+
+
+def _read(
+    batches: Iterable[Any], read_ids: Callable[[Any], BatchIds], *, is_coming: bool
+) -> Generator[tuple[Any, BatchIds, list[np.ndarray]], None, None]:
+    """Yield each batch, its ids, and, if it is a coming one of others, its distinct ids."""
+    source: Iterator[Any] = each_batch(batches)
+    try:
+        for batch in source:
+            ids = read_ids(batch)
+            yield batch, ids, [distinct(each)[0] for each in ids.ids] if is_coming else []
+    finally:
+        if (close := getattr(source, "close", None)) is not None:
+            close()
+
+
+@dataclasses.dataclass(frozen=True)
+class PlannedBatch:
+    """A batch whose ids are replaced by rows.
+
+    Attributes:
+        batch: The batch, with rows.
+        number: Its number; of a batch of an evaluation, that of the last training batch before.
+        sequence: Its place in the order of planning (`PendingMoves`).
+        is_training: Whether it is a training batch.
+        source: The batch as it was.
+    """
+
+    batch: Any
+    number: int
+    sequence: int
+    is_training: bool
+    source: Any
+
 
 Mark: TypeAlias = tuple[int, int, int]
 """Fingerprint of a batch (`BatchIds.mark`)."""
@@ -88,22 +168,14 @@ class BatchOrder:
             self._is_taken.notify_all()
 
     def wait_for(self, number: int) -> None:
-        """Wait until a batch was taken.
-
-        Raises:
-            RuntimeError: The loop was ended.
-        """
+        """Wait until a batch was taken."""
         with self._is_taken:
             self._is_taken.wait_for(lambda: self.last_taken >= number or self._is_ended)
             if self._is_ended:
                 raise RuntimeError("the iterator over jaxrec.tier.ahead was closed")
 
     def forget_planned(self) -> None:
-        """Drop the batches that were planned and not taken, whose rows change.
-
-        Raises:
-            RuntimeError: A loop is under way.
-        """
+        """Drop the batches that were planned and not taken, whose rows change."""
         with self._lock:
             if self._planned and not self._is_ended:
                 raise RuntimeError(

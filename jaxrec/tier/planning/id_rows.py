@@ -91,19 +91,9 @@ def find_rows(
     *,
     is_written: bool,
 ) -> FoundIds:
-    """Return where the rows of some ids are.
+    """Return where the rows of some ids are, of the table with a number in its vocabulary.
 
-    Args:
-        each: The vocabulary.
-        number: Number of the table among those of the vocabulary.
-        ids: The ids, int64 ``[n]``.
-        rows: Their rows on the devices, int32 ``[n]``, -1 where there is none; changed.
-        keys: `Tier.keys`.
-        returning: As for `RowsInStore`.
-        is_written: Whether the rows are to be set.
-
-    Raises:
-        ValueError: An id to be written has no row, or occurs twice.
+    ``rows`` are those on the devices, int32 ``[n]``, -1 where there is none; they are changed.
     """
     table = each.tables[number].config.name
     if is_written:
@@ -135,16 +125,9 @@ def find_rows(
 
 
 def raw_ids(table: TableConfig, ids: Any, num_ids: int | None = None) -> np.ndarray:
-    """Return ids of a table whose rows a vocabulary assigns as batches have them, int64 ``[n]``.
+    """Return integers of 64 bits, or strings, as ids of a table, int64 ``[n]``.
 
-    Args:
-        table: The table.
-        ids: Integers of 64 bits, or strings, which are hashed.
-        num_ids: Number of ids of a table of fixed size; None: any id.
-
-    Raises:
-        TypeError: An id is neither an integer nor a string.
-        ValueError: There are several axes, or an id is -1 or does not fit 64 bits.
+    ``num_ids`` is the number of ids of a table of fixed size, None for any id.
     """
     if num_ids is not None:
         return row_indices(table.name, ids, num_ids)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import functools
 import threading
@@ -18,19 +19,16 @@ from jaxrec.ragged import Packer
 from jaxrec.tier.ids.batch_ops import distinct
 from jaxrec.tier.ids.id_map import Lookup, look_up
 from jaxrec.tier.planning.batch_ids import BatchIds, Gather
-from jaxrec.tier.planning.batch_order import BatchOrder
-from jaxrec.tier.planning.foresight import ForeseenBatch
+from jaxrec.tier.planning.batch_order import BatchOrder, ForeseenBatch, PlannedBatch
 from jaxrec.tier.planning.id_rows import find_rows, raw_ids
 from jaxrec.tier.planning.model_tables import TableVocabulary, collections_of
-from jaxrec.tier.planning.moves import NO_MOVE, Move, begin_move, move_rows
-from jaxrec.tier.planning.observer import TierObserver
-from jaxrec.tier.planning.pending_moves import PendingMoves
-from jaxrec.tier.planning.planned_batch import PlannedBatch
+from jaxrec.tier.planning.moves import NO_MOVE, Move, PendingMoves, begin_move, move_rows
 from jaxrec.tier.rows.store_traffic import step_of
 from jaxrec.tier.rows.transfer import RowTransfer
 from jaxrec.tier.store import TierStore
 from jaxrec.tier.vocabulary.vocabulary import (
     NO_CHANGE,
+    Assignment,
     LoadedRows,
     Proposal,
     TableFullError,
@@ -51,6 +49,26 @@ class _MustWaitError(Exception):
     def __init__(self, number: int) -> None:
         super().__init__(number)
         self.number = number
+
+
+class TierObserver(abc.ABC):
+    """Follows what a `Tier` does to the tables, in the thread that trains."""
+
+    @abc.abstractmethod
+    def moved(self, assignments: Sequence[Assignment]) -> None:
+        """Rows were evicted and given to new ids, for each vocabulary; the tables have changed."""
+
+    @abc.abstractmethod
+    def taken(self, batch: Any) -> None:
+        """The loop takes a training batch, on the host with rows in the place of ids."""
+
+    def given(self, planned: PlannedBatch) -> None:
+        """The loop takes a batch, of training or of evaluation; the tables have its rows."""
+        return
+
+    @abc.abstractmethod
+    def restored(self) -> None:
+        """The vocabularies are those of a checkpoint."""
 
 
 class Tier:
@@ -109,14 +127,9 @@ class Tier:
     # Planning: on the host.
 
     def begin(self, undispatched: int) -> int:
-        """Prepare for a new sequence of batches, which may begin with batches planned before.
+        """Start a new loop, and return its number. Its first batches may be planned already.
 
-        Args:
-            undispatched: Number of batches that may be taken before the step of the first of them
-                is dispatched.
-
-        Returns:
-            The number of the sequence, for `end`.
+        Before the step of a batch is dispatched, ``undispatched`` batches may be taken.
         """
         for each in self.vocabularies:
             each.warn_of_earlier_rows()
@@ -124,21 +137,13 @@ class Tier:
             return self.order.begin(undispatched)
 
     def end(self, loop: int) -> None:
-        """End a sequence of batches, if it is the last that was begun: `plan` no longer waits."""
+        """End a loop, if it is the last that was begun: `plan` no longer waits."""
         self.order.end(loop)
 
     def plan(self, foreseen: ForeseenBatch, held: int) -> PlannedBatch:
-        """Give the ids of a training batch their rows.
+        """Give the ids of a training batch their rows, beside those of ``held`` batches under way.
 
-        If the batch does not fit beside the batches under way, this waits until fewer of them are.
-
-        Args:
-            foreseen: The batch with its ids, and those of the batches after it as far as eviction
-                policies look at them. Several processes, which have the same ids, plan the same.
-            held: Number of batches that may be planned and not yet computed; their rows stay.
-
-        Raises:
-            ValueError: More distinct ids are in use than there are rows; nothing has changed.
+        Processes have the same ids, and so plan the same. A ValueError changes nothing.
         """
         while True:
             try:
@@ -170,20 +175,10 @@ class Tier:
         return rows, number, sequence
 
     def look_up(self, batch: Any, gather: Gather | None = None) -> PlannedBatch:
-        """Replace the ids of a batch of an evaluation by their rows.
+        """Replace the ids of an evaluation's batch by the rows of the last batch that was taken.
 
-        Rows are those that the ids had when the last training batch was taken. Ids whose rows are
-        in a store get rows, and other rows may go to the store; else nothing changes.
-
-        Args:
-            batch: A host batch; with several processes this process's part of it.
-            gather: Returns the ids of each process (`jaxrec.mesh.agree.gather_id_lists`). None:
-                the batch is whole.
-
-        Raises:
-            ValueError: More distinct ids are in use than there are rows, or a table of
-                fixed size has no such id.
-            TypeError: The batch has no `KeyedJaggedArray` on the host.
+        Ids whose rows are in a store get rows, and other rows may go to the store; else nothing
+        changes. ``gather`` is None if the batch is whole.
         """
         ids = BatchIds.of(batch, self.vocabularies, gather)
         rows, moves = [], [NO_MOVE] * len(self.vocabularies)
@@ -201,12 +196,10 @@ class Tier:
         return PlannedBatch(ids.with_rows(rows), number, sequence, False, batch)
 
     def _propose(self, foreseen: ForeseenBatch, number: int, held: int) -> list[Proposal]:
-        """Decide which rows the ids of a batch get, beside as many batches before it as fit.
-
-        Raises:
-            TableFullError: The batch does not fit beside those whose steps are not dispatched.
-            _MustWaitError: It fits after fewer batches are under way.
-        """
+        """Decide which rows the ids of a batch get, beside as many batches before it as fit."""
+        # A step that sums several batches is dispatched only when it has the last of them, maybe
+        # this one: to wait for the step would be to wait for ever. So the rows of its batches stay.
+        # Above that bound, to look fewer batches ahead is better than an error.
         maps = [each.vocabulary.map for each in self.vocabularies]
         lookups = look_up(maps, foreseen.ids.ids)
         least = min(held, self.order.undispatched)
@@ -246,14 +239,7 @@ class Tier:
     def _bring(
         self, v: int, transfer: RowTransfer, batch: BatchIds, number: int
     ) -> tuple[np.ndarray, Move]:
-        """Return the rows of an evaluation's ids; those that a store has get one.
-
-        Args:
-            v: Index of a vocabulary with a store.
-            transfer: Its transfer.
-            batch: The ids.
-            number: Number of the last training batch that was taken.
-        """
+        """Return the rows of an evaluation's ids; those that a store has get one."""
         each, ids = self.vocabularies[v], batch.ids[v]
         vocabulary = each.vocabulary
         rows = vocabulary.map.find(ids)
@@ -281,15 +267,9 @@ class Tier:
     def find_ids(
         self, collection: str, table: str, ids: Any, *, is_written: bool = False
     ) -> FoundIds:
-        """`jaxrec.embed.TableStore.find_ids` of a table whose rows a vocabulary assigns.
+        """Return where the rows of ids are now (`jaxrec.embed.TableStore.find_ids`).
 
-        Rows are those of the tables as they are now. Call it in the thread that trains.
-
-        Args:
-            collection: Path of the table's collection.
-            table: Name of the table.
-            ids: Ids as batches have them, ``[n]``.
-            is_written: Whether the rows are to be set.
+        Call it in the thread that trains.
         """
         v, each, found = next(
             (v, each, each_table)
@@ -321,14 +301,8 @@ class Tier:
     def apply(self, model: nnx.Module, planned: PlannedBatch) -> Any:
         """Make a model ready for a batch: evict rows, bring new ones. Return the batch.
 
-        Call it in the order of `plan`, in the thread that trains, between two steps.
-
-        Args:
-            model: The model, or a copy of it with its own tables.
-            planned: The batch.
-
-        Raises:
-            RuntimeError: A row store failed, or two loops train at once.
+        Call it in the order of `plan`, in the thread that trains, between two steps. The model may
+        be a copy with its own tables.
         """
         if not planned.is_training:
             if planned.number != self.order.last_taken or planned.sequence < self._pending.settled:
@@ -383,14 +357,9 @@ class Tier:
             yield
 
     def give_rows(self, model: nnx.Module, of: TableVocabulary, ids: np.ndarray) -> None:
-        """Give rows of one vocabulary to ids without any; call it within `settled`.
+        """Give free rows of one vocabulary to distinct ids, ``[n]``; call it within `settled`.
 
         Rows get the values that the store has, or first values.
-
-        Args:
-            model: The model.
-            of: The vocabulary.
-            ids: Distinct ids, int64 ``[n]``, not more than there are free rows.
         """
         assignment = of.vocabulary.give_rows(ids, self.order.last_taken)
         moves = [
@@ -399,20 +368,13 @@ class Tier:
         self._move(model, moves)
 
     def forget(self, model: nnx.Module, of: TableVocabulary, ids: np.ndarray) -> None:
-        """Take rows of one vocabulary away from ids, also in its store; call it within `settled`.
+        """Take the rows of distinct ids, ``[n]``, here and in the store; call it within `settled`.
 
-        Batches of an evaluation that have the rows are planned anew.
-
-        Args:
-            model: The model.
-            of: The vocabulary.
-            ids: Distinct ids, int64 ``[n]``; those without a row are skipped.
-
-        Raises:
-            RuntimeError: A training loop has planned batches with the rows.
+        Ids without a row are skipped.
         """
         self.order.forget_planned()
         assignment = of.vocabulary.remove(ids)
+        # A place in the order of its own, so that batches of an evaluation are planned anew.
         self._pending.add(self.order.last_planned, [NO_MOVE] * len(self.vocabularies))
         self.settle(model)
         if of.transfer is not None:
@@ -421,10 +383,7 @@ class Tier:
             observer.moved([assignment if each is of else NO_CHANGE for each in self.vocabularies])
 
     def state(self) -> dict[str, dict[str, np.ndarray]]:
-        """Return all that later batches depend on, but for rows, as arrays by vocabulary.
-
-        Call it, and copy the tables and the row stores, within `settled`.
-        """
+        """Return what later batches depend on, without rows, by vocabulary; within `settled`."""
         run = self.order.state()
         vocabularies = {
             each.name: {
@@ -459,12 +418,8 @@ class Tier:
     def load_state(self, state: Mapping[str, Mapping[str, np.ndarray]]) -> dict[str, LoadedRows]:
         """Take over the result of `state`; tables may have had other numbers of rows.
 
-        Args:
-            state: The state of `RUN_STATE` and of vocabularies; others stay as they are.
-
-        Returns:
-            For each of these vocabularies the rows of its ids before and after. The caller moves
-            the rows themselves, and brings those of dropped ids to the store.
+        Vocabularies without a state stay as they are. The caller moves the rows from where they
+        were to where they are, and brings those of dropped ids to the store.
         """
         rows = {}
         with self._planning:

@@ -11,7 +11,7 @@ from flax import nnx
 import jaxrec
 from jaxrec.tier import Dynamic, ahead, lfu, make, zeros
 from jaxrec.tier.planning.batch_ids import BatchIds
-from jaxrec.tier.planning.foresight import ForeseenBatch
+from jaxrec.tier.planning.batch_order import ForeseenBatch
 from jaxrec.tier.planning.model_tables import collection_at, collections_of
 from jaxrec.tier.planning.tier import tier_of
 from jaxrec.train import RoutedSteps

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import jaxrec
 from jaxrec.tier import Cached, make
 from jaxrec.tier.planning.batch_ids import BatchIds
-from jaxrec.tier.planning.foresight import foresee
+from jaxrec.tier.planning.batch_order import foresee
 from jaxrec.tier.planning.tier import tier_of
 from tests.fuzz import max_examples
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxrec.ragged import KeyedJaggedArray
-from jaxrec.tier.planning.batches import HostBatch, fingerprint
+from jaxrec.tier.planning.batch_ids import HostBatch, fingerprint
 from tests.fuzz import max_examples
 
 Labelled = collections.namedtuple("Labelled", "features label")
