@@ -40,17 +40,13 @@ from jaxrec.tier.managed_collision.time_to_live import (
 )
 from jaxrec.tier.managed_collision.time_to_live import SingleTTLEviction as SingleTTLEviction
 from jaxrec.tier.managed_collision.time_to_live import TTLEviction as TTLEviction
-from jaxrec.tier.miss_counter import MissCounter as MissCounter
+from jaxrec.tier.model_statistics import MissCounter as MissCounter
 from jaxrec.tier.model_statistics import statistics as statistics
 from jaxrec.tier.row_file import export_rows as export_rows
 from jaxrec.tier.row_file import import_rows as import_rows
 from jaxrec.tier.stores.row_store import RowStore as RowStore
-from jaxrec.tier.vocabulary.cached import Cached as Cached
-from jaxrec.tier.vocabulary.dynamic import Dynamic as Dynamic
-from jaxrec.tier.vocabulary.dynamic import default_row as default_row
-from jaxrec.tier.vocabulary.dynamic import shared as shared
-from jaxrec.tier.vocabulary.dynamic import zeros as zeros
 from jaxrec.tier.vocabulary.eviction import Eviction as Eviction
+from jaxrec.tier.vocabulary.eviction import Records as Records
 from jaxrec.tier.vocabulary.eviction import by_score as by_score
 from jaxrec.tier.vocabulary.eviction import distance_lfu as distance_lfu
 from jaxrec.tier.vocabulary.eviction import lfu as lfu
@@ -58,4 +54,8 @@ from jaxrec.tier.vocabulary.eviction import lfu_lru as lfu_lru
 from jaxrec.tier.vocabulary.eviction import lru as lru
 from jaxrec.tier.vocabulary.eviction import ttl as ttl
 from jaxrec.tier.vocabulary.next_use import farthest as farthest
-from jaxrec.tier.vocabulary.records import Records as Records
+from jaxrec.tier.vocabulary.settings import Cached as Cached
+from jaxrec.tier.vocabulary.settings import Dynamic as Dynamic
+from jaxrec.tier.vocabulary.settings import default_row as default_row
+from jaxrec.tier.vocabulary.settings import shared as shared
+from jaxrec.tier.vocabulary.settings import zeros as zeros

@@ -24,8 +24,7 @@ from jaxrec.tier.rows.transfer import RowTransfer
 from jaxrec.tier.store import TierStore, with_zeros
 from jaxrec.tier.stores import open_store, url_for
 from jaxrec.tier.stores.row_store import RowStore
-from jaxrec.tier.vocabulary.cached import Cached
-from jaxrec.tier.vocabulary.dynamic import Dynamic
+from jaxrec.tier.vocabulary.settings import Cached, Dynamic
 from jaxrec.tier.vocabulary.vocabulary import Vocabulary
 
 Model = TypeVar("Model", bound=nnx.Module)

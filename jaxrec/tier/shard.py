@@ -22,7 +22,7 @@ from jaxrec.plan import ShardingPlan
 from jaxrec.tier.make import make_named
 from jaxrec.tier.planning.model_tables import collections_of
 from jaxrec.tier.planning.tier import tier_of
-from jaxrec.tier.vocabulary.cached import Cached
+from jaxrec.tier.vocabulary.settings import Cached
 
 Model = TypeVar("Model", bound=nnx.Module)
 

@@ -9,8 +9,7 @@ import numpy as np
 
 from jaxrec.tier.ids.batch_ops import smallest
 from jaxrec.tier.ids.id_map import IdMap
-from jaxrec.tier.vocabulary.eviction import Eviction, lru
-from jaxrec.tier.vocabulary.records import Records
+from jaxrec.tier.vocabulary.eviction import Eviction, Records, lru
 
 
 @dataclasses.dataclass(frozen=True)

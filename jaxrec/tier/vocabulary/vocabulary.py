@@ -13,13 +13,10 @@ from jaxrec.tier.ids.batch_ops import mark_eligible, smallest
 from jaxrec.tier.ids.id_map import IdMap, Lookup, look_up
 from jaxrec.tier.ids.map_change import MapChange, SlotRecords, commit
 from jaxrec.tier.ids.mixing import mix
-from jaxrec.tier.vocabulary.dynamic import Dynamic
-from jaxrec.tier.vocabulary.eviction import FIRST_POWER
+from jaxrec.tier.vocabulary.counts import Sightings, Statistics, Uses
+from jaxrec.tier.vocabulary.eviction import FIRST_POWER, Records
 from jaxrec.tier.vocabulary.next_use import spare_coming
-from jaxrec.tier.vocabulary.records import Records
-from jaxrec.tier.vocabulary.sightings import Sightings
-from jaxrec.tier.vocabulary.statistics import Statistics
-from jaxrec.tier.vocabulary.uses import Uses
+from jaxrec.tier.vocabulary.settings import Dynamic
 
 # Seed of the draws of admission; beyond those of the hashes of `Sightings`.
 _ADMISSION_SEED = 1 << 20
