@@ -18,7 +18,7 @@ import jaxrec
 from jaxrec.metrics import NormalizedEntropy
 from jaxrec.ragged import KeyedJaggedArray, hash_ids
 from jaxrec.tier import Dynamic, lfu
-from jaxrec.tier.ids.mixing import mix
+from jaxrec.tier.ids.batch_ops import mix
 from jaxrec.tier.planning.tier import tier_of
 from jaxrec.train import compile_step
 

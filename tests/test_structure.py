@@ -199,10 +199,8 @@ TESTED_BY = {
     "tier/vocabulary/test_cached": ("tier/cached_tables",),
     "tier/test_stored_runs": ("tier/close",),
     "tier/ids/test_id_map": (
-        "tier/ids/arrays",
         "tier/ids/implementation",
         "tier/ids/library",
-        "tier/ids/reference",
     ),
     "tier/deltas/test_publication": (
         "tier/deltas/checked_stream",

@@ -6,7 +6,7 @@ import dataclasses
 
 import numpy as np
 
-from jaxrec.tier.ids.mixing import mix
+from jaxrec.tier.ids.batch_ops import mix
 
 # Number of buckets of ids. A process has a run of consecutive buckets.
 NUM_BUCKETS = 1024

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from jaxrec.tier.ids import implementation
-from jaxrec.tier.ids.record_array import PAGE_BYTES, RecordArray, stride
+from jaxrec.tier.ids.reference import PAGE_BYTES, RecordArray, stride
 from jaxrec.tier.stores.record_header import (
     FIRST_ROOM,
     FLUSHED,
@@ -52,7 +52,7 @@ class RecordFile:
 
     The file begins with a header of 64 KiB, which is text: a magic line, the format as JSON, and a
     checksum; at its end is the state of the records. These follow
-    (`jaxrec.tier.ids.record_array`), then a page that is never written. A file of ``num_ids`` has a
+    (`jaxrec.tier.ids.reference`), then a page that is never written. A file of ``num_ids`` has a
     slot for each id. Any other starts with 1,024 slots, which double.
 
     Args:

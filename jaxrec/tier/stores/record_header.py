@@ -7,7 +7,7 @@ import os
 import pathlib
 import zlib
 
-from jaxrec.tier.ids.record_array import PAGE_BYTES, stride
+from jaxrec.tier.ids.reference import PAGE_BYTES, stride
 from jaxrec.tier.stores.record_format import RecordFormat
 from jaxrec.tier.stores.snapshots import sync
 

@@ -7,8 +7,7 @@ import warnings
 
 import numpy as np
 
-from jaxrec.tier.ids.batch_ops import distinct, record_uses
-from jaxrec.tier.ids.mixing import mix
+from jaxrec.tier.ids.batch_ops import distinct, mix, record_uses
 from jaxrec.tier.vocabulary.eviction import MAX_POWER, Eviction, Records
 
 _HASHES = 4

@@ -6,7 +6,7 @@ import dataclasses
 
 import numpy as np
 
-from jaxrec.tier.ids.mixing import mix
+from jaxrec.tier.ids.batch_ops import mix
 from jaxrec.tier.stores.row_store import RowStore
 from jaxrec.tier.vocabulary.counts import MAX_SIGHTINGS
 from jaxrec.tier.vocabulary.eviction import Eviction, lru

@@ -9,10 +9,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from jaxrec.embed.config import MAX_ROWS
-from jaxrec.tier.ids.batch_ops import mark_eligible, smallest
-from jaxrec.tier.ids.id_map import IdMap, Lookup, look_up
-from jaxrec.tier.ids.map_change import MapChange, SlotRecords, commit
-from jaxrec.tier.ids.mixing import mix
+from jaxrec.tier.ids.batch_ops import mark_eligible, mix, smallest
+from jaxrec.tier.ids.id_map import IdMap, Lookup, MapChange, SlotRecords, commit, look_up
 from jaxrec.tier.vocabulary.counts import Sightings, Statistics, Uses
 from jaxrec.tier.vocabulary.eviction import FIRST_POWER, Records
 from jaxrec.tier.vocabulary.next_use import spare_coming

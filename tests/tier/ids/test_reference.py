@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from jaxrec.tier.ids import implementation, library, reference
-from jaxrec.tier.ids.record_array import stride
+from jaxrec.tier.ids.reference import stride
 from jaxrec.tier.stores.record_file import RecordFile
 from jaxrec.tier.stores.record_format import RecordFormat
 from jaxrec.tier.stores.record_header import create
