@@ -224,18 +224,11 @@ TESTED_BY = {
     "tier/changes/test_change_tracker": ("tier/changes/tracked_table",),
     "tier/test_row_file": ("tier/row_columns",),
     "tier/stores/test_file_store": (
-        "tier/stores/file_snapshot",
         "tier/stores/record_file",
         "tier/stores/record_header",
     ),
-    "tier/stores/test_redis_store": (
-        "tier/stores/redis_address",
-        "tier/stores/redis_lock",
-    ),
-    "tier/stores/test_rocksdb_store": (
-        "tier/stores/rocksdb_database",
-        "tier/stores/rocksdb_snapshot",
-    ),
+    "tier/stores/test_redis_store": ("tier/stores/redis_server",),
+    "tier/stores/test_rocksdb_store": ("tier/stores/rocksdb_database",),
     "tier/stores/test_row_store": ("tier/stores/snapshots",),
     "tier/planning/test_tier": (
         "tier/planning/model_tables",

@@ -15,8 +15,8 @@ from jaxrec.mesh.agree import raise_together
 from jaxrec.tier.planning.model_tables import TableVocabulary
 from jaxrec.tier.rows.transfer import RowTransfer
 from jaxrec.tier.stores import snapshots
-from jaxrec.tier.stores.changes_snapshot import apply_changes, is_changes, write_changes
-from jaxrec.tier.stores.division import Division
+from jaxrec.tier.stores.row_store import apply_changes, is_changes, write_changes
+from jaxrec.tier.stores.urls import Division
 
 
 def snapshot_stores(

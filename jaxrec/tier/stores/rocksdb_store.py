@@ -11,10 +11,10 @@ import numpy as np
 
 from jaxrec.atomic import write_atomically
 from jaxrec.lock import lock, unlock
-from jaxrec.tier.stores import rocksdb_snapshot, snapshots
+from jaxrec.tier.stores import snapshots
 from jaxrec.tier.stores.file_store import url_path
 from jaxrec.tier.stores.record_format import RecordFormat
-from jaxrec.tier.stores.rocksdb_database import Database
+from jaxrec.tier.stores.rocksdb_database import Database, copy_database, write_snapshot
 from jaxrec.tier.stores.row_store import RowStore
 
 _CURRENT = "current"
@@ -99,7 +99,7 @@ class RocksDBStore(RowStore):
 
     def snapshot(self, directory: pathlib.Path) -> None:
         with self._lock:
-            rocksdb_snapshot.write(directory, self._opened)
+            write_snapshot(directory, self._opened)
 
     def load_snapshot(self, directory: pathlib.Path) -> None:
         with self._lock:
@@ -109,7 +109,7 @@ class RocksDBStore(RowStore):
                 return
             path = self._new_path()
             try:
-                rocksdb_snapshot.copy_database(directory, path)
+                copy_database(directory, path)
                 database = Database(path)
             except BaseException:
                 shutil.rmtree(path, ignore_errors=True)

@@ -2,8 +2,9 @@
 
 A snapshot has the file ``snapshot.json``: its kind, the format of its records, and the size and
 CRC-32 of each of its other files. The kind ``"arrow"`` has all records in ``records.arrow``, an
-Arrow IPC file with the columns ``id`` and ``record``. Stores that have a quicker way write kinds of
-their own.
+Arrow IPC file with the columns ``id`` and ``record``; the kind ``"changes"`` has those that were
+written since an earlier snapshot, and the ids of those that were removed. Stores that have a
+quicker way write kinds of their own.
 """
 
 from __future__ import annotations
@@ -24,15 +25,15 @@ from jaxrec.atomic import write_atomically
 from jaxrec.tier.stores.record_format import RecordFormat
 
 MANIFEST = "snapshot.json"
-_RECORDS = "records.arrow"
+CHANGES = "changes"
+RECORDS = "records.arrow"
 _PART_BYTES = 1 << 22
 
 # Where other kinds are read and checked: modules with functions `read_snapshot(directory,
 # manifest)` and `check_snapshot(directory, manifest)`. Names, since these modules import this one.
 _KINDS = {
-    "changes": "jaxrec.tier.stores.changes_snapshot",
-    "file": "jaxrec.tier.stores.file_snapshot",
-    "rocksdb": "jaxrec.tier.stores.rocksdb_snapshot",
+    "file": "jaxrec.tier.stores.file_store",
+    "rocksdb": "jaxrec.tier.stores.rocksdb_database",
 }
 
 
@@ -121,7 +122,7 @@ def write(
     """
     details = {"count": 0}
     with writing(directory, "arrow", format, details) as unfinished:
-        details["count"] = write_records(unfinished / _RECORDS, format, parts)
+        details["count"] = write_records(unfinished / RECORDS, format, parts)
 
 
 def write_records(
@@ -192,7 +193,7 @@ def check(directory: pathlib.Path, format: RecordFormat) -> Manifest:
             )
         if crc is not None and _crc(path) != crc:
             raise ValueError(f"the snapshot is damaged: {path} has not the bytes that were saved")
-    if manifest.kind != "arrow":
+    if manifest.kind not in ("arrow", CHANGES):  # whose files all have checksums
         _module(directory, manifest).check_snapshot(directory, manifest)
     return manifest
 
@@ -205,9 +206,14 @@ def read(directory: pathlib.Path) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """
     directory = pathlib.Path(directory)
     manifest = read_manifest(directory)
+    if manifest.kind == CHANGES:
+        raise ValueError(
+            f"the snapshot {directory} has changes since an earlier snapshot, not all records; "
+            "load the checkpoint that it belongs to"
+        )
     if manifest.kind != "arrow":
         return _module(directory, manifest).read_snapshot(directory, manifest)
-    return read_records(directory / _RECORDS, manifest.format)
+    return read_records(directory / RECORDS, manifest.format)
 
 
 def read_records(

@@ -3,11 +3,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from jaxrec.tier.stores import changes_snapshot
-from jaxrec.tier.stores.changes_snapshot import apply_changes, is_changes, write_changes
+from jaxrec.tier.stores import row_store
 from jaxrec.tier.stores.file_store import FileStore
 from jaxrec.tier.stores.memory_store import MemoryStore
-from jaxrec.tier.stores.row_store import RecordFormat
+from jaxrec.tier.stores.row_store import RecordFormat, apply_changes, is_changes, write_changes
 
 FORMAT = RecordFormat(12, "rows of 3 columns")
 
@@ -27,7 +26,7 @@ def contents(store):
 
 @pytest.mark.parametrize("part", [3, 1 << 16])
 def test_a_store_is_brought_up_to_date(tmp_path, monkeypatch, part):
-    monkeypatch.setattr(changes_snapshot, "_PART", part)
+    monkeypatch.setattr(row_store, "_PART", part)
     rng = np.random.default_rng(0)
     first, second = opened(MemoryStore()), opened(FileStore(tmp_path / "store"))
     ids = rng.choice(1000, 100, replace=False)
@@ -62,4 +61,4 @@ def test_damage_is_found(tmp_path, file):
     content[-1] ^= 1
     (tmp_path / "changes" / file).write_bytes(content)
     with pytest.raises(ValueError, match="the snapshot is damaged"):
-        changes_snapshot.snapshots.check(tmp_path / "changes", FORMAT)
+        row_store.snapshots.check(tmp_path / "changes", FORMAT)
