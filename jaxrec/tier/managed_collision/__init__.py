@@ -1,8 +1,8 @@
 """Ids of any size in tables of fixed size, by maps that change in the training step."""
 
 from jaxrec.tier.managed_collision.evicted import EvictedSlots as EvictedSlots
-from jaxrec.tier.managed_collision.id_words import IdWords as IdWords
-from jaxrec.tier.managed_collision.id_words import id_words as id_words
+from jaxrec.tier.managed_collision.id_batch import IdBatch as IdBatch
+from jaxrec.tier.managed_collision.id_batch import id_words as id_words
 from jaxrec.tier.managed_collision.modules import (
     ManagedCollisionEmbeddingBagCollection as ManagedCollisionEmbeddingBagCollection,
 )
@@ -11,7 +11,6 @@ from jaxrec.tier.managed_collision.modules import (
 )
 from jaxrec.tier.managed_collision.multi_probe import MultiProbeConfig as MultiProbeConfig
 from jaxrec.tier.managed_collision.multi_probe import MultiProbeMap as MultiProbeMap
-from jaxrec.tier.managed_collision.murmur import murmur_hash3 as murmur_hash3
 from jaxrec.tier.managed_collision.policies import AverageThreshold as AverageThreshold
 from jaxrec.tier.managed_collision.policies import (
     DistanceLFUEvictionPolicy as DistanceLFUEvictionPolicy,
@@ -22,6 +21,7 @@ from jaxrec.tier.managed_collision.policies import LFUEvictionPolicy as LFUEvict
 from jaxrec.tier.managed_collision.policies import LRUEvictionPolicy as LRUEvictionPolicy
 from jaxrec.tier.managed_collision.policies import ProbabilisticThreshold as ProbabilisticThreshold
 from jaxrec.tier.managed_collision.policies import ThresholdFilter as ThresholdFilter
+from jaxrec.tier.managed_collision.probing import murmur_hash3 as murmur_hash3
 from jaxrec.tier.managed_collision.sorted_map import SortedMap as SortedMap
 from jaxrec.tier.managed_collision.sorted_map import SortedMapConfig as SortedMapConfig
 from jaxrec.tier.managed_collision.time_to_live import LRUEviction as LRUEviction

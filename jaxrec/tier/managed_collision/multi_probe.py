@@ -10,13 +10,23 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int32, UInt32
 
+from jaxrec.ragged.wide_ids import (
+    IdRuns,
+    WideIds,
+    equal_words,
+    find_runs,
+    search_words,
+    split_int64,
+)
 from jaxrec.tier.managed_collision.evicted import EvictedSlots
-from jaxrec.tier.managed_collision.id_order import IdRuns, equal, find_runs, search_ids
-from jaxrec.tier.managed_collision.matching import match_slots
-from jaxrec.tier.managed_collision.murmur import murmur_hash3
-from jaxrec.tier.managed_collision.probing import NEVER, NO_SLOT, Windows
+from jaxrec.tier.managed_collision.probing import (
+    NEVER,
+    NO_SLOT,
+    Windows,
+    match_slots,
+    murmur_hash3,
+)
 from jaxrec.tier.managed_collision.time_to_live import TTLEviction
-from jaxrec.tier.managed_collision.uint64 import UInt64, remainder
 
 # The id of an empty slot, -1.
 EMPTY_ID = (0xFFFFFFFF, 0xFFFFFFFF)
@@ -192,7 +202,7 @@ class MultiProbeMap:
 
     @property
     def _is_empty(self) -> Bool[Array, " slots"]:
-        return equal(self.identities, jnp.array(EMPTY_ID, jnp.uint32))
+        return equal_words(self.identities, jnp.array(EMPTY_ID, jnp.uint32))
 
     def _probe(self, ids: UInt32[Array, "n 2"]) -> _Probed:
         """Return the slots that each id may take."""
@@ -200,12 +210,12 @@ class MultiProbeMap:
         size = self.num_slots // config.total_num_buckets
         reserved = 0 if config.opt_in_prob is None else config.reserved_slots(self.num_slots)
         first = _bucket(ids, config) * size
-        hashes = UInt64(*jnp.moveaxis(murmur_hash3(ids), -1, 0))
-        start = remainder(hashes, size - reserved)
+        hashes = WideIds.of_words(murmur_hash3(ids))
+        start = hashes % (size - reserved)
         windows = Windows(first, start, size - reserved, min(config.max_probe, size - reserved))
         shared = first + start
         if reserved:
-            shared = first + size - reserved + remainder(hashes, reserved)
+            shared = first + size - reserved + hashes % reserved
         fallback = jnp.full_like(shared, NO_SLOT) if config.disable_fallback else shared
         return _Probed(windows, shared, fallback)
 
@@ -222,7 +232,7 @@ class MultiProbeMap:
         if count == 0:
             return self, jnp.zeros(0, jnp.int32), EvictedSlots.none(0, num_slots)
         probed = self._probe(ids)
-        is_valid &= ~equal(ids, jnp.array(EMPTY_ID, jnp.uint32))
+        is_valid &= ~equal_words(ids, jnp.array(EMPTY_ID, jnp.uint32))
         position = jnp.arange(count, dtype=jnp.int32)
         is_admitted = jnp.ones(count, bool)
         if rolls is not None and config.opt_in_prob is not None:
@@ -299,13 +309,10 @@ def _bucket(ids: UInt32[Array, "n 2"], config: MultiProbeConfig) -> Int32[Array,
         return jnp.zeros(ids.shape[0], jnp.int32)
     if config.input_hash_size:
         size = -(-config.input_hash_size // buckets)
-        starts = np.array([size * i for i in range(1, buckets)], np.uint64)
-        words = np.stack([starts >> np.uint64(32), starts & np.uint64(0xFFFFFFFF)], -1)
+        starts = split_int64(np.array([size * i for i in range(1, buckets)], np.uint64))
         # The number of starts at or below an id is the number of starts below id + 1.
-        low = ids[:, 1] + np.uint32(1)
-        after = jnp.stack([ids[:, 0] + (low == 0).astype(jnp.uint32), low], -1)
-        return search_ids(jnp.asarray(words.astype(np.uint32)), after)
+        return search_words(jnp.asarray(starts), (WideIds.of_words(ids) + 1).words)
     # A negative id has 2**64 too much as an unsigned one.
-    rest = remainder(UInt64(ids[:, 0], ids[:, 1]), buckets)
+    rest = WideIds.of_words(ids) % buckets
     is_negative = ids[:, 0] >> np.uint32(31) == 1
     return jnp.where(is_negative, (rest + buckets - 2**64 % buckets) % buckets, rest)

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int32, Num, UInt32
 
+from jaxrec.ragged.wide_ids import argsort_words, equal_words, find_runs, search_words
 from jaxrec.tier.managed_collision.evicted import EvictedSlots
-from jaxrec.tier.managed_collision.id_order import argsort_ids, equal, find_runs, search_ids
 from jaxrec.tier.managed_collision.policies import (
     COUNTS,
     LAST_ACCESS,
@@ -124,7 +124,7 @@ class SortedMap:
     @property
     def open_slots(self) -> Int32[Array, ""]:
         """Number of slots that no id has, without the last."""
-        is_empty = equal(self.ids, jnp.array(EMPTY_ID, jnp.uint32))
+        is_empty = equal_words(self.ids, jnp.array(EMPTY_ID, jnp.uint32))
         return jnp.sum(is_empty, dtype=jnp.int32) - 1
 
     @jax.jit
@@ -164,14 +164,14 @@ class SortedMap:
 
     def _find(self, ids: UInt32[Array, "n 2"]) -> tuple[Int32[Array, " n"], Bool[Array, " n"]]:
         """Return the position of each id in ``ids``, and whether it is there."""
-        position = search_ids(self.ids[:-1], ids)
-        found = equal(self.ids.at[position].get(mode="clip"), ids)
-        return position, found & ~equal(ids, jnp.array(EMPTY_ID, jnp.uint32))
+        position = search_words(self.ids[:-1], ids)
+        found = equal_words(self.ids.at[position].get(mode="clip"), ids)
+        return position, found & ~equal_words(ids, jnp.array(EMPTY_ID, jnp.uint32))
 
     def _record(self, ids: UInt32[Array, "n 2"], is_valid: Bool[Array, " n"]) -> SortedMap:
         """Return the map with the ids in its history."""
         iteration, size = self.iteration + 1, self.history.shape[0]
-        is_kept = is_valid & ~equal(ids, jnp.array(EMPTY_ID, jnp.uint32))
+        is_kept = is_valid & ~equal_words(ids, jnp.array(EMPTY_ID, jnp.uint32))
         place = self.history_length + jnp.cumsum(is_kept, dtype=jnp.int32) - 1
         place = jnp.where(is_kept, place, size)
         count = self.history_length + jnp.sum(is_kept, dtype=jnp.int32)
@@ -239,7 +239,7 @@ class SortedMap:
         )
         new_ids = replace(self.ids, ids)
         metadata = {name: replace(metadata[name], numbers[name]) for name in policy.metadata}
-        by_id = argsort_ids(new_ids)
+        by_id = argsort_words(new_ids)
         updated = dataclasses.replace(
             self,
             ids=new_ids[by_id],

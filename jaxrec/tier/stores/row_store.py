@@ -149,7 +149,7 @@ def is_changes(directory: pathlib.Path) -> bool:
 def write_changes(directory: pathlib.Path, store: RowStore, ids: np.ndarray) -> None:
     """Write a snapshot of the kind "changes": the records of distinct ids, int64 ``[n]``.
 
-    Ids without a record are in ``removed.npy``, in the place of those that lost it.
+    Ids that have no record now are in ``removed.npy``.
     """
     removed: list[np.ndarray] = [ids[:0]]
 

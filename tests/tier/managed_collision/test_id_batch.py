@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 import jaxrec
-from jaxrec.ragged import join_int64
 from jaxrec.tier.managed_collision import id_words
 
 IDS = {"user": [[-(2**63), 5], [], [2**63 - 1], [2**32]], "item": [[7], [8, 9], [10], []]}
@@ -18,12 +17,12 @@ IDS = {"user": [[-(2**63), 5], [], [2**63 - 1], [2**32]], "item": [[7], [8, 9], 
 
 def to_lists(batch, device=...):
     """The ids by feature and sample."""
-    lengths, words = np.asarray(batch.lengths)[device], np.asarray(batch.words)[device]
+    features = batch.features
+    lengths, values = np.asarray(features.lengths)[device], np.asarray(features.values)[device]
     result, bag = {}, 0
-    for (key, part), stride in zip(batch.segments.items(), batch.strides, strict=True):
+    for (key, part), stride in zip(batch.segments.items(), features.strides, strict=True):
         ends = np.cumsum(lengths[bag : bag + stride])
-        ids = join_int64(words[part])
-        result[key] = [each.tolist() for each in np.split(ids, ends)[:-1]]
+        result[key] = [each.tolist() for each in np.split(values[part], ends)[:-1]]
         bag += stride
     return result
 
@@ -31,7 +30,7 @@ def to_lists(batch, device=...):
 def test_ids_of_64_bits():
     batch = id_words(jaxrec.KeyedJaggedArray.from_lists(IDS, id_bits=64), hour=12)
     assert to_lists(batch) == IDS
-    assert batch.words.dtype == np.uint32
+    assert batch.features.values.low.dtype == np.uint32
     assert int(batch.hour) == 12
     assert batch.is_valid.tolist() == [True] * 4 + [False] * 4 + [True] * 4 + [False] * 4
 
@@ -46,11 +45,8 @@ def test_weights_and_shared_bags():
     batch = id_words(features)
     assert to_lists(batch) == {"user": [[2**40, 3]], "item": [[4], [5]]}
     assert abs(int(batch.hour) - time.time() / 3600) < 2
-    values = jnp.arange(16, dtype=jnp.int32)
-    remapped = batch.with_values(values)
-    assert remapped.to_lists() == {"user": [[0, 1]], "item": [[8], [9]]}
-    np.testing.assert_array_equal(remapped.weights, features.weights)
-    np.testing.assert_array_equal(remapped.inverse_indices, features.inverse_indices)
+    np.testing.assert_array_equal(batch.features.weights, features.weights)
+    np.testing.assert_array_equal(batch.features.inverse_indices, features.inverse_indices)
 
 
 @pytest.mark.parametrize("capacities", [None, {"user": 4, "item": 4}])
@@ -58,8 +54,8 @@ def test_a_batch_over_a_mesh(capacities):
     mesh = jax.make_mesh((2,), ("data",))
     features = jaxrec.KeyedJaggedArray.from_lists(IDS, id_bits=64)
     batch = id_words(features, mesh, capacities=capacities, hour=3)
-    assert batch.words.shape == (2, 8 if capacities else 16, 2)
-    assert len(batch.words.sharding.device_set) == 2
+    assert batch.features.values.shape == (2, 8 if capacities else 16)
+    assert len(batch.features.values.low.sharding.device_set) == 2
     for device in range(2):
         expected = {key: bags[2 * device : 2 * device + 2] for key, bags in IDS.items()}
         assert to_lists(batch, device) == expected
