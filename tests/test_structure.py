@@ -216,7 +216,6 @@ TESTED_BY = {
     ),
     "tier/deltas/test_subscriber": ("tier/deltas/compatibility",),
     "tier/managed_collision/test_modules": ("tier/managed_collision/row_reset",),
-    "tier/managed_collision/test_sorted_map": ("tier/managed_collision/evicted",),
     "tier/changes/test_change_tracker": ("tier/changes/tracked_table",),
     "tier/test_row_file": ("tier/row_columns",),
     "tier/stores/test_file_store": (

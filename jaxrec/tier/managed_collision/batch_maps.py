@@ -15,9 +15,9 @@ from jaxtyping import Array, Bool, Int32, UInt32
 from jaxrec.mesh.store import MeshStore, first, stack
 from jaxrec.ragged import KeyedJaggedArray, WideIds
 from jaxrec.ragged.bag_layout import bag_ids
-from jaxrec.tier.managed_collision.evicted import EvictedSlots
 from jaxrec.tier.managed_collision.id_batch import IdBatch
 from jaxrec.tier.managed_collision.multi_probe import MultiProbeConfig, MultiProbeMap
+from jaxrec.tier.managed_collision.policies import EvictedSlots
 from jaxrec.tier.managed_collision.probing import murmur_hash3
 from jaxrec.tier.managed_collision.sorted_map import SortedMap, SortedMapConfig
 
@@ -199,7 +199,7 @@ def _hours(mapped: MappedTables, counts: Sequence[int]) -> Int32[Array, " n"] | 
     """Return the time to live of each id; None without one."""
     if isinstance(mapped.config, SortedMapConfig) or mapped.config.eviction is None:
         return None
-    hours = mapped.config.eviction.hours(mapped.features)
+    hours = mapped.config.eviction.hours_to_live(mapped.features)
     return jnp.concatenate(
         [jnp.full(count, each, jnp.int32) for each, count in zip(hours, counts, strict=True)]
     )

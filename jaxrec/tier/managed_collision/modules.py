@@ -168,7 +168,7 @@ class ManagedCollisions(nnx.Module):
             if has_hours and not self.deterministic and features is not batch:
                 raise TypeError(
                     f"the map of tables {', '.join(each.tables)} evicts ids by the hour, which the "
-                    "batch lacks; make the batch by jaxrec.tier.id_words(batch)"
+                    "batch lacks; make the batch by jaxrec.tier.managed_collision.id_words(batch)"
                 )
         devices = store.mesh.size if isinstance(store, MeshStore) else None
         if devices is not None and (len(shape) != 2 or shape[0] != devices):

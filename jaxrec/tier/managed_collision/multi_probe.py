@@ -18,7 +18,7 @@ from jaxrec.ragged.wide_ids import (
     search_words,
     split_int64,
 )
-from jaxrec.tier.managed_collision.evicted import EvictedSlots
+from jaxrec.tier.managed_collision.policies import EvictedSlots
 from jaxrec.tier.managed_collision.probing import (
     NEVER,
     NO_SLOT,
@@ -26,7 +26,7 @@ from jaxrec.tier.managed_collision.probing import (
     match_slots,
     murmur_hash3,
 )
-from jaxrec.tier.managed_collision.time_to_live import TTLEviction
+from jaxrec.tier.vocabulary.eviction import Eviction
 
 # The id of an empty slot, -1.
 EMPTY_ID = (0xFFFFFFFF, 0xFFFFFFFF)
@@ -39,7 +39,8 @@ class MultiProbeConfig:
     Attributes:
         total_num_buckets: Number of equal parts of the slots. An id stays in its bucket.
         max_probe: Number of slots that an id may take, from its hash on.
-        eviction: When an id loses its slot; None: never.
+        eviction: When an id loses its slot: `jaxrec.tier.ttl` of whole hours, or TorchRec's
+            `SingleTTLEviction`, `LRUEviction`, `PerFeatureTTLEviction`; None: never.
         input_hash_size: 0: the bucket of an id is ``id % total_num_buckets``. Otherwise ids are
             below this number, and equal ranges of ids belong to each bucket.
         opt_in_prob: Percentage of new ids that get a slot at each occurrence, 1 to 100. Others
@@ -50,6 +51,7 @@ class MultiProbeConfig:
             the slot of its hash, which another id has, or a reserved slot.
 
     Raises:
+        TypeError: The policy has no hours.
         ValueError: A number is out of its range.
 
     Example:
@@ -59,7 +61,7 @@ class MultiProbeConfig:
 
     total_num_buckets: int = 1
     max_probe: int = 128
-    eviction: TTLEviction | None = None
+    eviction: Eviction | None = None
     input_hash_size: int = 0
     opt_in_prob: int | None = None
     percent_reserved_slots: float = 0
@@ -69,6 +71,8 @@ class MultiProbeConfig:
         for name in ("total_num_buckets", "max_probe"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be 1 or more, got {getattr(self, name)}")
+        if self.eviction is not None:
+            self.eviction.hours_to_live(())  # raises its error
         if not 0 <= self.input_hash_size < 2**63:
             raise ValueError(f"input_hash_size must be 0 to 2**63-1, got {self.input_hash_size}")
         if not 0 <= self.percent_reserved_slots < 100:

@@ -10,13 +10,8 @@ import numpy as np
 from jaxtyping import Array, Bool, Int32, Num, UInt32
 
 from jaxrec.ragged.wide_ids import argsort_words, equal_words, find_runs, search_words
-from jaxrec.tier.managed_collision.evicted import EvictedSlots
-from jaxrec.tier.managed_collision.policies import (
-    COUNTS,
-    LAST_ACCESS,
-    EvictionPolicy,
-    LFUEvictionPolicy,
-)
+from jaxrec.tier.managed_collision.policies import EvictedSlots
+from jaxrec.tier.vocabulary.eviction import COUNTS, LAST_ACCESS, Eviction, lfu
 
 # The id of an empty slot, 2**63 - 1.
 EMPTY_ID = (0x7FFFFFFF, 0xFFFFFFFF)
@@ -33,25 +28,31 @@ class SortedMapConfig:
         history_size: Number of ids that are kept between two updates; later ids are not counted.
             TorchRec's default is ``int(1.25 * eviction_interval * ids of the first batch)``. An id
             takes 8 bytes, with policies that use ``last_access_iter`` 12.
-        policy: Which ids keep a slot.
+        policy: Which ids keep a slot: `jaxrec.tier.lfu`, `lru`, `distance_lfu`, or these by
+            TorchRec's names, with a filter of the ids that may enter.
         eviction_interval: Number of batches between two updates.
 
     Raises:
+        TypeError: The policy has no scores.
         ValueError: A number is less than 1.
 
     Example:
         >>> SortedMapConfig(history_size=int(1.25 * 10 * 65536), eviction_interval=10).policy
-        LFUEvictionPolicy(threshold_filter=None)
+        Lfu()
     """
 
     history_size: int
-    policy: EvictionPolicy = LFUEvictionPolicy()  # noqa: RUF009 (frozen)
+    policy: Eviction = dataclasses.field(default_factory=lfu)
     eviction_interval: int = 1
 
     def __post_init__(self) -> None:
         for name in ("history_size", "eviction_interval"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be 1 or more, got {getattr(self, name)}")
+        if not isinstance(self.policy, Eviction) or not self.policy.metadata:
+            raise TypeError(
+                f"policy is one with scores, such as jaxrec.tier.lfu(), got {self.policy!r}"
+            )
 
     def init(self, num_slots: int) -> SortedMap:
         """Return an empty map.

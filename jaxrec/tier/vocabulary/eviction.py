@@ -1,17 +1,21 @@
-"""Eviction policies: the order in which ids lose their rows when no row is free.
+"""Eviction policies: which ids lose their rows when no row is free.
 
-A policy orders the rows by a key, an unsigned 64-bit integer. The rows with the smallest keys are
-evicted first; among equal keys, the lowest row index.
+A vocabulary on the host orders its rows by a key, an unsigned 64-bit integer. The rows with the
+smallest keys are evicted first; among equal keys, the lowest row index. Maps in the compiled step,
+where there are no 64-bit integers, keep the ids of highest score, in float32, or evict ids after
+some hours. A policy answers what it can.
 """
 
 from __future__ import annotations
 
-import abc
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float32, Int32, Num
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +60,9 @@ class Records:
         return Records(**{name: array[rows] for name, array in self.arrays().items()})
 
 
+# Numbers that maps in the compiled step keep for `Eviction.scores`.
+COUNTS, LAST_ACCESS = "counts", "last_access_iter"
+
 # Bits of a key that hold the number of a batch where frequency comes first.
 _BATCH_BITS = 40
 _MAX_COUNT = 2 ** (64 - _BATCH_BITS) - 1
@@ -65,13 +72,28 @@ FIRST_POWER = 5
 MAX_POWER = 31
 
 
-class Eviction(abc.ABC):
+class Eviction:
     """Interface of an eviction policy.
 
-    Derive a frozen dataclass from it, or use `by_score` for a policy of one formula.
+    Derive a frozen dataclass from it, or use `by_score` for a policy of one formula. Vocabularies
+    (`Dynamic`, `Cached`) ask for `keys`. Of the maps of `jaxrec.tier.managed_collision`, a
+    ``SortedMap`` asks for `scores`, and a ``MultiProbeMap`` for `hours_to_live`.
+
+    Attributes:
+        metadata: Names of the numbers that a sorted map keeps of each slot: ``"counts"``, the
+            occurrences since the id entered, and ``"last_access_iter"``, the batch in which the id
+            occurred last. Empty: the policy has no `scores`.
+        threshold_filter: The `jaxrec.tier.managed_collision.ThresholdFilter` of the ids that may
+            enter a sorted map; None: all.
+        is_lru: Whether a new id takes the slot that expired first among those that a multi-probe
+            map probes, and only if none of them is empty. False: it takes the first slot that is
+            empty or expired.
     """
 
-    @abc.abstractmethod
+    metadata: tuple[str, ...] = ()
+    threshold_filter: Any = None
+    is_lru: bool = False
+
     def keys(self, records: Records, batch: int) -> np.ndarray:
         """Return the order of eviction, uint64 ``[rows]``: the smallest are evicted first.
 
@@ -81,6 +103,36 @@ class Eviction(abc.ABC):
             records: Use of all rows; keys of free rows are not read.
             batch: Number of the present batch.
         """
+        raise TypeError(f"{self!r} is for maps of managed collisions, not for rows on the host")
+
+    @property
+    def orders_rows(self) -> bool:
+        """Whether the policy has `keys`."""
+        return type(self).keys is not Eviction.keys
+
+    def scores(
+        self, metadata: Mapping[str, Int32[Array, " ids"]], iteration: Int32[Array, ""]
+    ) -> Num[Array, " ids"]:
+        """Return the score of each id in a sorted map, of which the highest stay; traced.
+
+        Between equal scores, the id of the map stays and the new id does not enter.
+
+        Args:
+            metadata: The numbers of each id, by name. An empty slot has zeros.
+            iteration: Number of batches so far, this one included.
+
+        Returns:
+            int32 of 0 or more, or float32.
+        """
+        raise TypeError(f"{self!r} does not score ids in the compiled step")
+
+    def hours_to_live(self, features: Sequence[str]) -> np.ndarray:
+        """Return for how many hours a multi-probe map keeps ids of features, int32 ``[features]``.
+
+        Args:
+            features: Names of the features whose ids the map has.
+        """
+        raise TypeError(f"{self!r} does not say for how many hours ids are kept")
 
     def expired(self, records: Records, batch: int) -> np.ndarray | None:
         """Return whether each row has outlived its time, bool ``[rows]``; None: no row ever does.
@@ -121,17 +173,28 @@ class Eviction(abc.ABC):
 class Lru(Eviction):
     """Least recently used."""
 
+    metadata = (LAST_ACCESS,)
+    decay_exponent = 1.0
+
     def keys(self, records: Records, batch: int) -> np.ndarray:
         return records.last_use.view(np.uint64)
+
+    def scores(self, metadata, iteration):
+        return -_decay(iteration - metadata[LAST_ACCESS] + 1, self.decay_exponent)
 
 
 @dataclasses.dataclass(frozen=True)
 class Lfu(Eviction):
     """Least frequently used."""
 
+    metadata = (COUNTS,)
+
     def keys(self, records: Records, batch: int) -> np.ndarray:
         counts = np.minimum(records.count, _MAX_COUNT).astype(np.uint64)
         return (counts << np.uint64(_BATCH_BITS)) | records.last_use.astype(np.uint64)
+
+    def scores(self, metadata, iteration):
+        return metadata[COUNTS]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,15 +214,16 @@ class LfuLru(Eviction):
 class DistanceLfu(Eviction):
     """Smallest count divided by a power of the time since the last use."""
 
-    decay: float
-
-    def __post_init__(self) -> None:
-        if not self.decay > 0:
-            raise ValueError(f"distance_lfu: decay is above 0, got {self.decay}")
+    metadata = (COUNTS, LAST_ACCESS)
+    decay_exponent: float = 1.0
 
     def keys(self, records: Records, batch: int) -> np.ndarray:
         age = (batch - records.last_use + 1).astype(np.float64)
-        return ordered(records.count / age**self.decay)
+        return ordered(records.count / age**self.decay_exponent)
+
+    def scores(self, metadata, iteration):
+        distance = iteration - metadata[LAST_ACCESS] + 1
+        return metadata[COUNTS].astype(jnp.float32) / _decay(distance, self.decay_exponent)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,6 +250,11 @@ class TimeToLive(Eviction):
             return batch - records.last_use > self.batches
         assert self.hours is not None
         return self.seconds() - records.last_seconds > 3600 * self.hours
+
+    def hours_to_live(self, features: Sequence[str]) -> np.ndarray:
+        if self.hours is None or self.hours != int(self.hours):
+            raise ValueError(f"a multi-probe map evicts after whole hours, got {self!r}")
+        return np.full(len(features), self.hours, np.int32)
 
     @property
     def expiry_interval(self) -> int:
@@ -255,6 +324,8 @@ def distance_lfu(decay: float = 1.0) -> Eviction:
     Args:
         decay: Above 0; larger values forget faster.
     """
+    if not decay > 0:
+        raise ValueError(f"distance_lfu: decay is above 0, got {decay}")
     return DistanceLfu(decay)
 
 
@@ -297,3 +368,16 @@ def ordered(scores: np.ndarray) -> np.ndarray:
     bits = (scores + 0.0).view(np.uint64)  # -0.0 becomes 0.0
     sign = np.uint64(1 << 63)
     return np.where(bits & sign, ~bits, bits | sign)
+
+
+def _decay(distance: Int32[Array, " ids"], exponent: float) -> Float32[Array, " ids"]:
+    """Return ``distance ** exponent``, for common exponents with one rounding as in PyTorch."""
+    base = distance.astype(jnp.float32)
+    match exponent:
+        case 1.0:
+            return base
+        case 2.0:
+            return base * base
+        case 0.5:
+            return jnp.sqrt(base)
+    return base ** np.float32(exponent)

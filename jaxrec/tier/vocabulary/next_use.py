@@ -24,7 +24,8 @@ class Farthest(Eviction):
             raise TypeError(f"farthest: batches is an integer, got {self.batches!r}")
         if self.batches < 1:
             raise ValueError(f"farthest: batches is 1 or more, got {self.batches}")
-        if not isinstance(self.otherwise, Eviction) or self.otherwise.foresight:
+        is_policy = isinstance(self.otherwise, Eviction) and self.otherwise.orders_rows
+        if not is_policy or self.otherwise.foresight:
             raise TypeError(
                 "farthest: otherwise is a policy that looks at the past, such as "
                 f"jaxrec.tier.lfu(), got {self.otherwise!r}"

@@ -122,6 +122,8 @@ class Dynamic:
                     "store": "a URL such as 'memory://' or a jaxrec.tier.RowStore",
                 }[name]
                 raise TypeError(f"Dynamic: {name} is {wanted}, got {value!r}")
+        if not self.eviction.orders_rows:
+            raise TypeError(f"Dynamic: {self.eviction!r} is for maps of managed collisions alone")
         if isinstance(self.admit_after, bool) or not isinstance(self.admit_after, int):
             raise TypeError(f"Dynamic: admit_after is an integer, got {self.admit_after!r}")
         if not 1 <= self.admit_after <= MAX_SIGHTINGS:
