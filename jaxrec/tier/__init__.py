@@ -1,9 +1,9 @@
 """Vocabularies beyond the rows of a table, and tables beyond device memory."""
 
-import types as _types
 import warnings as _warnings
 from typing import Any as _Any
 
+from jaxrec._public import public_names as _public_names
 from jaxrec.tier import managed_collision as managed_collision
 from jaxrec.tier import stores as stores
 from jaxrec.tier.ahead import ahead as ahead
@@ -54,16 +54,11 @@ _MOVED = (
     "id_words",
 )
 
-__all__ = [
-    name
-    for name, value in vars().items()
-    if not name.startswith("_") and not isinstance(value, _types.ModuleType)
-]
-__all__ += ["managed_collision", "stores"]
+__all__ = sorted([*_public_names(globals()), "managed_collision", "stores"])
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return __all__
 
 
 def __getattr__(name: str) -> _Any:

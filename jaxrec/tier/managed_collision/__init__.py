@@ -1,5 +1,6 @@
 """Ids of any size in tables of fixed size, by maps that change in the training step."""
 
+from jaxrec._public import public_names as _public_names
 from jaxrec.tier.managed_collision.id_batch import IdBatch as IdBatch
 from jaxrec.tier.managed_collision.id_batch import id_words as id_words
 from jaxrec.tier.managed_collision.modules import (
@@ -28,3 +29,9 @@ from jaxrec.tier.managed_collision.policies import ThresholdFilter as ThresholdF
 from jaxrec.tier.managed_collision.probing import murmur_hash3 as murmur_hash3
 from jaxrec.tier.managed_collision.sorted_map import SortedMap as SortedMap
 from jaxrec.tier.managed_collision.sorted_map import SortedMapConfig as SortedMapConfig
+
+__all__ = _public_names(globals())
+
+
+def __dir__() -> list[str]:
+    return __all__
