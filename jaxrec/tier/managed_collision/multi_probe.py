@@ -174,6 +174,7 @@ class MultiProbeMap:
         found = probed.windows.find(self.identities, ids)
         return jnp.where(found == NO_SLOT, probed.fallback, found)
 
+    @jax.jit
     def update(
         self,
         ids: UInt32[Array, "n 2"],
@@ -202,36 +203,6 @@ class MultiProbeMap:
         """
         if (self.config.eviction is not None) and (expiry is None or hour is None):
             raise ValueError("a map with eviction needs the hours: expiry= and hour=")
-        return self._update(ids, is_valid, expiry, hour, rolls)
-
-    @property
-    def _is_empty(self) -> Bool[Array, " slots"]:
-        return equal_words(self.identities, jnp.array(EMPTY_ID, jnp.uint32))
-
-    def _probe(self, ids: UInt32[Array, "n 2"]) -> _Probed:
-        """Return the slots that each id may take."""
-        config = self.config
-        size = self.num_slots // config.total_num_buckets
-        reserved = 0 if config.opt_in_prob is None else config.reserved_slots(self.num_slots)
-        first = _bucket(ids, config) * size
-        hashes = WideIds.of_words(murmur_hash3(ids))
-        start = hashes % (size - reserved)
-        windows = Windows(first, start, size - reserved, min(config.max_probe, size - reserved))
-        shared = first + start
-        if reserved:
-            shared = first + size - reserved + hashes % reserved
-        fallback = jnp.full_like(shared, NO_SLOT) if config.disable_fallback else shared
-        return _Probed(windows, shared, fallback)
-
-    @jax.jit
-    def _update(
-        self,
-        ids: UInt32[Array, "n 2"],
-        is_valid: Bool[Array, " n"],
-        expiry: Int32[Array, " n"] | None,
-        hour: Int32[Array, ""] | None,
-        rolls: Int32[Array, " n"] | None,
-    ) -> tuple[MultiProbeMap, Int32[Array, " n"], EvictedSlots]:
         count, num_slots, config = ids.shape[0], self.num_slots, self.config
         if count == 0:
             return self, jnp.zeros(0, jnp.int32), EvictedSlots.none(0, num_slots)
@@ -274,6 +245,25 @@ class MultiProbeMap:
             metadata = metadata.at[touched].max(expiry, mode="drop")
         identities = self.identities.at[target].set(runs.ids, mode="drop")
         return dataclasses.replace(self, identities=identities, metadata=metadata), result, evicted
+
+    @property
+    def _is_empty(self) -> Bool[Array, " slots"]:
+        return equal_words(self.identities, jnp.array(EMPTY_ID, jnp.uint32))
+
+    def _probe(self, ids: UInt32[Array, "n 2"]) -> _Probed:
+        """Return the slots that each id may take."""
+        config = self.config
+        size = self.num_slots // config.total_num_buckets
+        reserved = 0 if config.opt_in_prob is None else config.reserved_slots(self.num_slots)
+        first = _bucket(ids, config) * size
+        hashes = WideIds.of_words(murmur_hash3(ids))
+        start = hashes % (size - reserved)
+        windows = Windows(first, start, size - reserved, min(config.max_probe, size - reserved))
+        shared = first + start
+        if reserved:
+            shared = first + size - reserved + hashes % reserved
+        fallback = jnp.full_like(shared, NO_SLOT) if config.disable_fallback else shared
+        return _Probed(windows, shared, fallback)
 
     def _preferences(self, hour: Int32[Array, ""] | None) -> Int32[Array, " slots"]:
         """Return how early a new id takes each slot: see `match_slots`."""

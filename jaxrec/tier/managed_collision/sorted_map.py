@@ -49,10 +49,9 @@ class SortedMapConfig:
         for name in ("history_size", "eviction_interval"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be 1 or more, got {getattr(self, name)}")
-        if not isinstance(self.policy, Eviction) or not self.policy.metadata:
-            raise TypeError(
-                f"policy is one with scores, such as jaxrec.tier.lfu(), got {self.policy!r}"
-            )
+        policy = self.policy
+        if not isinstance(policy, Eviction) or not policy.metadata or policy.foresight:
+            raise TypeError(f"policy is one with scores, such as jaxrec.tier.lfu(), got {policy!r}")
 
     def init(self, num_slots: int) -> SortedMap:
         """Return an empty map.
@@ -198,8 +197,9 @@ class SortedMap:
         is_valid = jnp.arange(size, dtype=jnp.int32) < self.history_length
         runs = find_runs(self.history, is_valid)
         counts = jnp.zeros(size, jnp.int32).at[runs.run].add(1, mode="drop")
-        if self.config.policy.threshold_filter is not None:
-            admitted = self.config.policy.threshold_filter.admit(counts, runs.count, key)
+        # Only policies by TorchRec's names have one.
+        if (threshold := getattr(self.config.policy, "threshold_filter", None)) is not None:
+            admitted = threshold.admit(counts, runs.count, key)
             counts = jnp.where(admitted, counts, 0)
         order = jnp.argsort(-counts, stable=True)
         numbers = {COUNTS: counts}

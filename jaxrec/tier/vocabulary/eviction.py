@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import ClassVar
 
 import jax.numpy as jnp
 import numpy as np
@@ -72,6 +72,7 @@ FIRST_POWER = 5
 MAX_POWER = 31
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
 class Eviction:
     """Interface of an eviction policy.
 
@@ -80,19 +81,23 @@ class Eviction:
     ``SortedMap`` asks for `scores`, and a ``MultiProbeMap`` for `hours_to_live`.
 
     Attributes:
+        foresight: Number of batches after the present one whose rows are evicted last, the farthest
+            first (`farthest`). `keys` orders the rows that none of them uses.
+        uses_power, uses_seconds: Whether `Records.power` and `Records.last_seconds` are kept.
+        expiry_interval: Number of batches from one search for expired rows to the next.
         metadata: Names of the numbers that a sorted map keeps of each slot: ``"counts"``, the
             occurrences since the id entered, and ``"last_access_iter"``, the batch in which the id
             occurred last. Empty: the policy has no `scores`.
-        threshold_filter: The `jaxrec.tier.managed_collision.ThresholdFilter` of the ids that may
-            enter a sorted map; None: all.
         is_lru: Whether a new id takes the slot that expired first among those that a multi-probe
             map probes, and only if none of them is empty. False: it takes the first slot that is
             empty or expired.
     """
 
-    metadata: tuple[str, ...] = ()
-    threshold_filter: Any = None
-    is_lru: bool = False
+    uses_power: ClassVar[bool] = False
+    metadata: ClassVar[tuple[str, ...]] = ()
+    is_lru: ClassVar[bool] = False
+
+    foresight: int = dataclasses.field(default=0, kw_only=True, repr=False)
 
     def keys(self, records: Records, batch: int) -> np.ndarray:
         """Return the order of eviction, uint64 ``[rows]``: the smallest are evicted first.
@@ -147,19 +152,6 @@ class Eviction:
         return 100
 
     @property
-    def foresight(self) -> int:
-        """Number of batches after the present one whose rows are evicted last, the farthest first.
-
-        `keys` orders the rows that none of them uses.
-        """
-        return 0
-
-    @property
-    def uses_power(self) -> bool:
-        """Whether `Records.power` is kept."""
-        return False
-
-    @property
     def uses_seconds(self) -> bool:
         """Whether `Records.last_seconds` is kept."""
         return False
@@ -201,13 +193,11 @@ class Lfu(Eviction):
 class LfuLru(Eviction):
     """Least frequency class, then least recently used."""
 
+    uses_power = True
+
     def keys(self, records: Records, batch: int) -> np.ndarray:
         power = records.power.astype(np.uint64) << np.uint64(_BATCH_BITS)
         return power | records.last_use.astype(np.uint64)
-
-    @property
-    def uses_power(self) -> bool:
-        return True
 
 
 @dataclasses.dataclass(frozen=True)
