@@ -8,6 +8,7 @@ import threading
 import urllib.parse
 import warnings
 from collections.abc import Iterator
+from typing import Self
 
 import numpy as np
 
@@ -30,7 +31,26 @@ from jaxrec.tier.stores.snapshots import Manifest
 _NEW = f"{RECORDS}.new"
 
 
-class FileStore(RowStore):
+class DirectoryStore(RowStore):
+    """Base of stores in a directory of their own, made if it is missing. One run has it open."""
+
+    def __init__(self, directory: str | pathlib.Path) -> None:
+        self.directory = pathlib.Path(directory).absolute()
+        self._lock = threading.RLock()
+
+    @classmethod
+    def from_url(cls, url: str) -> Self:
+        """Make the store of a URL such as ``"file:///data/users"``."""
+        return cls(url_path(url))
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({str(self.directory)!r})"
+
+    def _not_open(self) -> ValueError:
+        return ValueError(f"{self!r} is not open")
+
+
+class FileStore(DirectoryStore):
     """Records in a memory-mapped file of a directory: the store ``"file:///directory"``.
 
     Where the ids are a range, an id is the record's place in the file, which is as large as all
@@ -52,19 +72,10 @@ class FileStore(RowStore):
     """
 
     def __init__(self, directory: str | pathlib.Path) -> None:
-        self.directory = pathlib.Path(directory).absolute()
+        super().__init__(directory)
         self._path = self.directory / RECORDS
-        self._lock = threading.RLock()
         self._file: RecordFile | None = None
         self._places: Places | None = None
-
-    @classmethod
-    def from_url(cls, url: str) -> FileStore:
-        """Make the store of a URL such as ``"file:///data/users"``."""
-        return cls(url_path(url))
-
-    def __repr__(self) -> str:
-        return f"FileStore({str(self.directory)!r})"
 
     def open(self, format: RecordFormat) -> None:
         with self._lock:
@@ -192,9 +203,6 @@ class FileStore(RowStore):
                 stacklevel=4,
             )
         return self._file
-
-    def _not_open(self) -> ValueError:
-        return ValueError(f"{self!r} is not open")
 
     def _replace_file(self, old: RecordFile) -> None:
         """Put the file ``records.new`` in the place of the records."""

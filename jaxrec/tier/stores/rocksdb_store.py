@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pathlib
 import shutil
-import threading
 from collections.abc import Iterator
 
 import numpy as np
@@ -12,16 +11,15 @@ import numpy as np
 from jaxrec.atomic import write_atomically
 from jaxrec.lock import lock, unlock
 from jaxrec.tier.stores import snapshots
-from jaxrec.tier.stores.file_store import url_path
+from jaxrec.tier.stores.file_store import DirectoryStore
 from jaxrec.tier.stores.record_format import RecordFormat
 from jaxrec.tier.stores.rocksdb_database import Database, copy_database, write_snapshot
-from jaxrec.tier.stores.row_store import RowStore
 
 _CURRENT = "current"
 _NAME = "records-{}"
 
 
-class RocksDBStore(RowStore):
+class RocksDBStore(DirectoryStore):
     """Records in a RocksDB database of a directory: the store ``"rocksdb:///directory"``.
 
     A `put` is written whole or not at all, and outlives the process when it has returned, also if
@@ -36,17 +34,8 @@ class RocksDBStore(RowStore):
     """
 
     def __init__(self, directory: str | pathlib.Path) -> None:
-        self.directory = pathlib.Path(directory).absolute()
-        self._lock = threading.RLock()
+        super().__init__(directory)
         self._database: Database | None = None
-
-    @classmethod
-    def from_url(cls, url: str) -> RocksDBStore:
-        """Make the store of a URL such as ``"rocksdb:///data/users"``."""
-        return cls(url_path(url))
-
-    def __repr__(self) -> str:
-        return f"RocksDBStore({str(self.directory)!r})"
 
     def open(self, format: RecordFormat) -> None:
         with self._lock:
@@ -129,7 +118,7 @@ class RocksDBStore(RowStore):
     @property
     def _opened(self) -> Database:
         if self._database is None:
-            raise ValueError(f"{self!r} is not open")
+            raise self._not_open()
         return self._database
 
     def _current(self) -> str | None:
