@@ -196,6 +196,7 @@ TESTED_BY = {
     "serve/artifact/test_requests": ("serve/artifact/batch_spec",),
     "serve/commands/test_quantize": ("serve/quantized/saved_run",),
     "serve/test_swap": ("serve/quantized/model_copy",),
+    "tier/managed_collision/test_policies": ("_public",),
     "tier/vocabulary/test_cached": ("tier/cached_tables",),
     "tier/test_stored_runs": ("tier/close",),
     "tier/ids/test_id_map": (

@@ -215,9 +215,11 @@ def concatenate_wide(parts: Sequence[Any], axis: int = -1) -> Any:
     return jax.tree.map(lambda *arrays: jnp.concatenate(arrays, axis), *wide)
 
 
-def equal_words(a: Words, b: Words) -> Bool[Array, "*shape"]:
+def equal_words(
+    a: UInt32[Array, "*shape 2"], b: UInt32[Array, "*#shape 2"]
+) -> Bool[Array, "*shape"]:
     """Return where two ids are the same."""
-    return WideIds.of_words(a).is_equal(WideIds.of_words(b))
+    return (a[..., 0] == b[..., 0]) & (a[..., 1] == b[..., 1])
 
 
 def argsort_words(ids: UInt32[Array, "n 2"]) -> Int32[Array, " n"]:

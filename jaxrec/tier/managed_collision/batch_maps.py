@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
@@ -159,8 +159,8 @@ def _map_part(
         gather: Returns an array of each device, ``[devices, ...]``.
         device: This device's number.
     """
-    ids, segments, is_valid = batch.features.values, batch.segments, batch.is_valid
-    ids = WideIds(jnp.asarray(ids.high), jnp.asarray(ids.low))
+    segments, is_valid = batch.segments, batch.is_valid
+    ids = WideIds(jnp.asarray(batch.ids.high), jnp.asarray(batch.ids.low))
     values = ids.narrow()
     new_maps, evicted = list(maps), []
     if is_training:
@@ -183,7 +183,7 @@ def _map_part(
         for part, of_feature in zip(parts, jnp.split(slots, ends[:-1]), strict=True):
             own = of_feature.reshape(all_ids.shape[0], -1)[device]
             values = values.at[part].set(own)
-    lengths, weights = jnp.asarray(batch.features.lengths), batch.features.weights
+    lengths, weights = jnp.asarray(batch.features.lengths), cast(Any, batch.features.weights)
     values = jnp.where(is_valid, values, 0)
     if any(each.drops_ids for each in mapped):
         is_dropped = jnp.zeros(values.shape, bool)

@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import time
 from collections.abc import Mapping
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +36,11 @@ class IdBatch:
 
     features: KeyedJaggedArray
     hour: Int32[AnyArray, ""]
+
+    @property
+    def ids(self) -> WideIds:
+        """The ids."""
+        return cast(WideIds, self.features.values)
 
     @property
     def segments(self) -> dict[str, slice]:
@@ -108,7 +114,7 @@ def as_id_batch(features: KeyedJaggedArray | IdBatch) -> IdBatch:
             "the batch is a KeyedJaggedArray, or the result of id_words(batch), got "
             f"{type(features).__name__}"
         )
-    values = features.values
+    values: Any = features.values
     if isinstance(values, np.ndarray):
         return id_words(features)
     if not isinstance(values, WideIds):

@@ -8,7 +8,6 @@ import threading
 import urllib.parse
 import warnings
 from collections.abc import Iterator
-from typing import Self
 
 import numpy as np
 
@@ -39,7 +38,7 @@ class DirectoryStore(RowStore):
         self._lock = threading.RLock()
 
     @classmethod
-    def from_url(cls, url: str) -> Self:
+    def from_url(cls, url: str) -> DirectoryStore:
         """Make the store of a URL such as ``"file:///data/users"``."""
         return cls(url_path(url))
 
