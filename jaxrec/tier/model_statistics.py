@@ -75,11 +75,7 @@ def statistics(model: nnx.Module) -> dict[str, dict[str, float]]:
 
 
 def totals(model: nnx.Module) -> dict[str, float]:
-    """Return the statistics of all vocabularies together.
-
-    Raises:
-        TypeError: The model has no table of `jaxrec.tier.make`.
-    """
+    """Return the statistics of all vocabularies together."""
     tier = _tier(model)
     each = list(tier.statistics().values())
     names = dict.fromkeys(name for values in each for name in values)

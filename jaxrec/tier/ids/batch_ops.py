@@ -35,9 +35,6 @@ def smallest(
         keys: The keys.
         eligible: Whether each key may be chosen; None: each may.
         k: Number of indices; there are fewer where fewer keys are eligible.
-
-    Raises:
-        ValueError: ``k`` is negative.
     """
     keys = checked(keys, np.uint64, "keys")
     _check_size(keys, "keys")
@@ -62,9 +59,6 @@ def mark_eligible(
         last_use: Number of the last batch that used the slot. It must be below ``bound``.
         bound: Number of a batch.
         hits: Slots that stay; negative ones are skipped.
-
-    Raises:
-        ValueError: One of the hits is beyond the slots.
     """
     born = checked(born, np.int64, "born")
     last_use = checked(last_use, np.int64, "last_use", born.size)
@@ -88,9 +82,6 @@ def record_uses(
         counts: Number of uses of each slot, to which each use adds 1. They stop at the largest
             uint32.
         last_use: The last batch that used each slot, which becomes ``batch``.
-
-    Raises:
-        ValueError: A slot has no count. Nothing is changed.
     """
     slots = checked(slots, np.int32, "slots")
     checked(counts, np.uint32, "counts")

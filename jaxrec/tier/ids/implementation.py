@@ -29,12 +29,7 @@ def _warn(reason: str) -> None:
 
 
 def checked(array: np.ndarray, dtype: DTypeLike, name: str, size: int | None = None) -> np.ndarray:
-    """Return an array as one that native code can read: of a type, flat, contiguous and aligned.
-
-    Raises:
-        TypeError: The array is not a NumPy array of the type.
-        ValueError: The array has several axes, or another size than the one given.
-    """
+    """Return an array as one that native code can read: of a type, flat, contiguous and aligned."""
     if not isinstance(array, np.ndarray) or array.dtype != dtype:
         wanted = np.dtype(dtype)
         given = array.dtype if isinstance(array, np.ndarray) else type(array).__name__

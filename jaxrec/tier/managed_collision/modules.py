@@ -97,11 +97,7 @@ class ManagedCollisions(nnx.Module):
         return {each.name: self._map(each).open_slots for each in self._mapped}
 
     def id_map(self, table: str) -> IdMap:
-        """Return the map of a table.
-
-        Raises:
-            KeyError: The table has no map.
-        """
+        """Return the map of a table."""
         for each in self._mapped:
             if table in each.tables:
                 return self._map(each)
@@ -136,11 +132,7 @@ class ManagedCollisions(nnx.Module):
         return (embeddings, remapped) if self.return_remapped_features else embeddings
 
     def _is_routed_ahead(self) -> bool:
-        """Return whether this call only computes routes, for a step that comes later.
-
-        Raises:
-            TypeError: It computes embeddings for a later step.
-        """
+        """Return whether this call only computes routes, for a step that comes later."""
         probe = self._collection.probe
         if isinstance(probe, LookupProbe):
             raise TypeError(

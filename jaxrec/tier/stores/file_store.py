@@ -12,9 +12,9 @@ from collections.abc import Iterator
 import numpy as np
 
 from jaxrec.lock import lock, unlock
+from jaxrec.tier.ids.id_map import Places
 from jaxrec.tier.ids.reference import record_tags
 from jaxrec.tier.stores import snapshots
-from jaxrec.tier.stores.places import Places
 from jaxrec.tier.stores.record_file import RECORDS, RecordFile
 from jaxrec.tier.stores.record_format import RecordFormat
 from jaxrec.tier.stores.record_header import (
@@ -239,11 +239,7 @@ class FileStore(DirectoryStore):
 
 
 def url_path(url: str) -> pathlib.Path:
-    """Return the absolute path of a URL without a host.
-
-    Raises:
-        ValueError: The URL has a host, or no absolute path.
-    """
+    """Return the absolute path of a URL without a host."""
     parts = urllib.parse.urlsplit(url)
     path = urllib.parse.unquote(parts.path)
     if parts.netloc or not path.startswith("/") or path == "/" or parts.query or parts.fragment:

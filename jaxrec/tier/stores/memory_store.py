@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from jaxrec.tier.ids import implementation
-from jaxrec.tier.stores.places import Places
+from jaxrec.tier.ids.id_map import Places
 from jaxrec.tier.stores.record_format import RecordFormat
 from jaxrec.tier.stores.row_store import RowStore
 

@@ -60,11 +60,7 @@ class Address:
 
     @classmethod
     def from_url(cls, url: str) -> Address:
-        """Return the address of a URL such as ``"redis://host:6379/0?prefix=users&timeout=5"``.
-
-        Raises:
-            ValueError: The URL is something else, or has a password.
-        """
+        """Return the address of a URL such as ``"redis://host:6379/0?prefix=users&timeout=5"``."""
         parts = urllib.parse.urlsplit(url)
         if "@" in parts.netloc:
             raise ValueError(
@@ -185,11 +181,7 @@ class RedisLock:
         self._thread = threading.Thread(target=self._renew, name="row store lock", daemon=True)
 
     def acquire(self) -> None:
-        """Take the lock. If another run has it, wait until that one would have renewed it.
-
-        Raises:
-            BlockingIOError: The other run still has the lock.
-        """
+        """Take the lock. If another run has it, wait until that one would have renewed it."""
         before = time.monotonic()
         other, give_up = "", before
         while not self._client.set(self._key, self._value, nx=True, px=self._milliseconds):

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import redis
 
-from jaxrec.tier.stores.places import Places
+from jaxrec.tier.ids.id_map import Places
 from jaxrec.tier.stores.record_format import RecordFormat, ids_of, keys_of
 from jaxrec.tier.stores.redis_server import Address, RedisLock, clear_errors
 from jaxrec.tier.stores.row_store import RowStore

@@ -28,10 +28,6 @@ class Database:
         path: Directory of the database.
         format: Format of the records of a database that is made; None: it exists.
         is_writable: Whether records are written.
-
-    Raises:
-        ValueError: The database is damaged, or has no format.
-        OSError: It cannot be opened.
     """
 
     def __init__(

@@ -74,9 +74,6 @@ def writing(
 
     Yields:
         The directory in which the block writes files.
-
-    Raises:
-        FileExistsError: The directory exists.
     """
     directory = pathlib.Path(directory)
     if directory.exists():
@@ -151,11 +148,7 @@ def write_records(
 
 
 def read_manifest(directory: pathlib.Path) -> Manifest:
-    """Read ``snapshot.json``.
-
-    Raises:
-        ValueError: The file is missing or damaged.
-    """
+    """Read ``snapshot.json``."""
     path = pathlib.Path(directory) / MANIFEST
     try:
         content = json.loads(path.read_text())
@@ -174,11 +167,7 @@ def read_manifest(directory: pathlib.Path) -> Manifest:
 
 
 def check(directory: pathlib.Path, format: RecordFormat) -> Manifest:
-    """Check that a snapshot is whole and has a format, and return its manifest.
-
-    Raises:
-        ValueError: A file is damaged, or the format is another one.
-    """
+    """Check that a snapshot is whole and has a format, and return its manifest."""
     directory = pathlib.Path(directory)
     manifest = read_manifest(directory)
     format.check_same(manifest.format, f"the snapshot {directory}")
@@ -199,11 +188,7 @@ def check(directory: pathlib.Path, format: RecordFormat) -> Manifest:
 
 
 def read(directory: pathlib.Path) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Return an iterator over the records of a snapshot, as `jaxrec.tier.RowStore.scan` does.
-
-    Raises:
-        ValueError: The snapshot is damaged, or has changes since another snapshot alone.
-    """
+    """Return an iterator over the records of a snapshot, as `jaxrec.tier.RowStore.scan` does."""
     directory = pathlib.Path(directory)
     manifest = read_manifest(directory)
     if manifest.kind == CHANGES:

@@ -157,9 +157,6 @@ class Division:
         process: Index of the process.
         num_processes: Number of processes.
         num_ids: Ids are 0 to ``num_ids`` - 1; None: any 64-bit ids.
-
-    Raises:
-        ValueError: There are more processes than buckets.
     """
 
     process: int

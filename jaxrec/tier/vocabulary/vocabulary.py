@@ -106,9 +106,6 @@ class Vocabulary:
             ids without a row of their own.
         settings: Which ids get a row and which lose it.
         num_ids: Ids are 0 to ``num_ids`` - 1; None: any int64 but -1.
-
-    Raises:
-        ValueError: There is no row for ids, or int32 cannot number the rows.
     """
 
     def __init__(self, num_rows: int, settings: Dynamic, num_ids: int | None = None) -> None:
@@ -180,9 +177,6 @@ class Vocabulary:
             lookup: The ids in `map`, if they were looked up already.
             coming: Ids of each of the batches after this one, as far as they are known, nearest
                 first. Policies with a `foresight` look at them.
-
-        Raises:
-            VocabularyFullError: The ids of these batches do not fit the rows.
         """
         if lookup is None:
             (lookup,) = look_up([self.map], [ids])
@@ -247,9 +241,6 @@ class Vocabulary:
             hits: Rows of the batch's other ids, -1 where there is none; they stay.
             last_use: Rows that were used after this training batch stay.
             batch: Number of the next training batch; the ids count as unknown before it.
-
-        Raises:
-            VocabularyFullError: There are too few such rows; nothing has changed.
         """
         records, victims = self.records, _NO_ROWS
         if ids.size > self._num_free:
@@ -348,9 +339,6 @@ class Vocabulary:
             available: Number of those.
             batch: Number of the batch.
             coming: Ids of the batches after it that the policy looks at.
-
-        Raises:
-            VocabularyFullError: Fewer rows are eligible.
         """
         lacking = new_ids.size - free
         if lacking > available:

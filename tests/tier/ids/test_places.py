@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxrec.tier.stores.places import Places
+from jaxrec.tier.ids.id_map import Places
 from tests.fuzz import max_examples
 
 STEPS = st.lists(
