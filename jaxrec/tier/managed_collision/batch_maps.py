@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeAlias, cast
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -85,16 +85,13 @@ class Mapped(NamedTuple):
 
     Attributes:
         maps: The maps after the batch.
-        values: Slots of the ids of mapped features; other ids as they are.
-        lengths: Lengths of the bags, without ids that were dropped.
-        weights: Weights of the values, or None.
+        features: The batch with slots in the place of ids of mapped features, and without ids that
+            were dropped.
         evicted: The evicted slots of each map.
     """
 
     maps: tuple[IdMap, ...]
-    values: Int32[Array, "*devices capacity"]
-    lengths: Int32[Array, "*devices bags"]
-    weights: Array | None
+    features: KeyedJaggedArray
     evicted: tuple[EvictedSlots, ...]
 
 
@@ -134,11 +131,10 @@ def map_batch(
             return channel.gather(values).reshape(-1, *values.shape)
 
         result = _map_part(mapped, maps, own, key, is_training, gather, channel.index)
-        values, lengths, weights = stack((result.values, result.lengths, result.weights))
-        return Mapped(result.maps, values, lengths, weights, result.evicted)
+        return result._replace(features=stack(result.features))
 
     over_batch, everywhere = PartitionSpec(store.batch_axes), PartitionSpec()
-    specs = Mapped(everywhere, over_batch, over_batch, over_batch, everywhere)  # type: ignore[arg-type]
+    specs = Mapped(everywhere, over_batch, everywhere)  # type: ignore[arg-type]
     run = store.shard_map(on_device, (everywhere, over_batch, everywhere, everywhere), specs)
     return run(tuple(maps), batch.features, batch.hour, key)
 
@@ -183,7 +179,7 @@ def _map_part(
         for part, of_feature in zip(parts, jnp.split(slots, ends[:-1]), strict=True):
             own = of_feature.reshape(all_ids.shape[0], -1)[device]
             values = values.at[part].set(own)
-    lengths, weights = jnp.asarray(batch.features.lengths), cast(Any, batch.features.weights)
+    lengths, weights = jnp.asarray(batch.features.lengths), batch.features.weights
     values = jnp.where(is_valid, values, 0)
     if any(each.drops_ids for each in mapped):
         is_dropped = jnp.zeros(values.shape, bool)
@@ -192,7 +188,8 @@ def _map_part(
                 part = segments[feature]
                 is_dropped = is_dropped.at[part].set(values[part] < 0)
         values, lengths, weights = _drop(batch, values, is_valid & ~is_dropped)
-    return Mapped(tuple(new_maps), values, lengths, weights, tuple(evicted))
+    features = batch.features._with(values=values, lengths=lengths, weights=weights)
+    return Mapped(tuple(new_maps), features, tuple(evicted))
 
 
 def _hours(mapped: MappedTables, counts: Sequence[int]) -> Int32[Array, " n"] | None:
@@ -232,10 +229,3 @@ def _drop(
 
     weights = None if features.weights is None else move(jnp.asarray(features.weights))
     return move(values), lengths, weights
-
-
-def remapped_features(batch: IdBatch, mapped: Mapped) -> KeyedJaggedArray:
-    """Return a batch with slots in the place of its ids."""
-    return batch.features._with(
-        values=mapped.values, lengths=mapped.lengths, weights=mapped.weights
-    )

@@ -22,7 +22,6 @@ from jaxrec.tier.managed_collision.batch_maps import (
     MapConfig,
     MappedTables,
     map_batch,
-    remapped_features,
 )
 from jaxrec.tier.managed_collision.id_batch import IdBatch, as_id_batch
 from jaxrec.tier.managed_collision.multi_probe import MultiProbeConfig
@@ -127,9 +126,8 @@ class ManagedCollisions(nnx.Module):
                 store = reset_rows(store, each.tables, evicted, key)
             self._collection.tables.set_value(store)
             self.num_batches.set_value(count + 1)
-        remapped = remapped_features(batch, result)
-        embeddings = self._collection(remapped)
-        return (embeddings, remapped) if self.return_remapped_features else embeddings
+        embeddings = self._collection(result.features)
+        return (embeddings, result.features) if self.return_remapped_features else embeddings
 
     def _is_routed_ahead(self) -> bool:
         """Return whether this call only computes routes, for a step that comes later."""
