@@ -141,28 +141,13 @@ def num_cores() -> int:
     return os.cpu_count() or 1
 
 
-class SlotRecords(NamedTuple):
-    """Records that change when a slot changes hands, all ``[slots]``, contiguous.
-
-    Attributes:
-        ids: int64 id of each slot.
-        born: int64 number of the batch in which the id got the slot; -1: none has it.
-        counts: uint32 number of uses.
-        powers: uint8 frequency class.
-    """
-
-    ids: np.ndarray
-    born: np.ndarray
-    counts: np.ndarray
-    powers: np.ndarray
-
-
 class MapChange(NamedTuple):
     """Changes of a batch to one map and the records of its slots.
 
     Attributes:
         ids: The map.
-        records: The records.
+        records: The `jaxrec.tier.Records`, of which ``ids``, ``born``, ``count`` and ``power``
+            change.
         victims: Slots whose ids are removed, int32 ``[e]``.
         new_ids: Ids that are added, int64 ``[m]``.
         new_slots: Their slots, int32 ``[m]``; those of victims are free already.
@@ -173,7 +158,7 @@ class MapChange(NamedTuple):
     """
 
     ids: IdMap
-    records: SlotRecords
+    records: Any
     victims: np.ndarray
     new_ids: np.ndarray
     new_slots: np.ndarray

@@ -24,6 +24,7 @@ _INTERFACE = 5  # of native/library.cc
 _COUNT, _HANDLE = ctypes.c_int64, ctypes.c_void_p
 
 
+# ctypes calls `from_param` itself, so that the calls below can name arrays, not their addresses.
 class _Array:
     """Type of an argument that is a NumPy array, or None; the library gets its address."""
 
@@ -238,7 +239,7 @@ def commit(
         [
             (
                 handle._handle.value,
-                *_addresses(each.records),
+                *_addresses((records.ids, records.born, records.count, records.power)),
                 each.victims.ctypes.data,
                 each.victims.size,
                 evicted_ids.ctypes.data,
@@ -252,6 +253,7 @@ def commit(
                 each.absent_slots.ctypes.data,
             )
             for handle, each, evicted_ids in zip(maps, changes, evicted, strict=True)
+            for records in [each.records]
         ],
         np.uint64,
     )

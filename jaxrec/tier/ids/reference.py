@@ -238,8 +238,8 @@ def commit(
             return number, evicted
         records.ids[each.new_slots] = each.new_ids
         records.born[each.new_slots] = batch
-        records.counts[each.new_slots] = 0
-        records.powers[each.new_slots] = power
+        records.count[each.new_slots] = 0
+        records.power[each.new_slots] = power
         each.slots[each.misses] = each.absent_slots[each.inverse]
     return len(changes), evicted
 

@@ -180,6 +180,7 @@ def _map_part(
             own = of_feature.reshape(all_ids.shape[0], -1)[device]
             values = values.at[part].set(own)
     lengths, weights = jnp.asarray(batch.features.lengths), batch.features.weights
+    # Padding reads row 0, which every table has, and is in no bag.
     values = jnp.where(is_valid, values, 0)
     if any(each.drops_ids for each in mapped):
         is_dropped = jnp.zeros(values.shape, bool)

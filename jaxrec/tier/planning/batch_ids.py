@@ -182,6 +182,7 @@ class BatchIds:
         except Exception as error:
             if gather is None:
                 raise
+            # The others wait in `gather` for ids of this process: it must tell them.
             fail_together(error, len(vocabularies))
         if gather is None:
             mine = [slice(None)] * len(lists)

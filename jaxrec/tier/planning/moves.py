@@ -190,6 +190,8 @@ class _Entry:
     moves: tuple[Move, ...]
 
 
+# A batch is planned a few batches before its step, whose tables must still be those of the steps
+# before it. So its moves wait here until the loop takes it.
 class PendingMoves:
     """Queue of the moves of planned batches, of training and of evaluation. Threads may share it.
 
@@ -226,6 +228,7 @@ class PendingMoves:
 
     def undo(self, v: int, ids: np.ndarray, rows: np.ndarray) -> None:
         """Set the rows of ids to those on the devices, where no move is carried out yet."""
+        # The last moves first: an id may come and go several times while batches wait.
         for moves in reversed(self.after(-1)):
             rows[np.isin(ids, moves[v].assignment.new_ids)] = -1
             _restore(ids, rows, moves[v].assignment)

@@ -102,7 +102,12 @@ class Tier:
     @property
     def has_stores(self) -> bool:
         """Whether evicted rows of some table go to a store."""
-        return any(each.transfer is not None for each in self.vocabularies)
+        return bool(self.transfers)
+
+    @property
+    def transfers(self) -> list[RowTransfer]:
+        """The transfers of the vocabularies whose evicted rows go to a store."""
+        return [each.transfer for each in self.vocabularies if each.transfer is not None]
 
     @property
     def cached_tables(self) -> set[str]:
@@ -162,6 +167,8 @@ class Tier:
         ids = foreseen.ids
         mark = ids.mark
         if (number := self.order.replay(mark)) is not None:
+            # An earlier loop planned it and ended. Its ids have their rows, and must not be counted
+            # again: a run from a checkpoint would differ from one that goes on.
             sequence = self._pending.last
             rows = [self._rows_after(v, each, number) for v, each in enumerate(ids.ids)]
         else:
@@ -306,14 +313,17 @@ class Tier:
         """
         if not planned.is_training:
             if planned.number != self.order.last_taken or planned.sequence < self._pending.settled:
+                # It was planned ahead, and since then its rows may have gone to other ids.
                 planned = self.look_up(planned.source)
+            # Moves without a store wait for their training batch: what they evict is lost, and this
+            # evaluation may still read it.
             has_store = [each.transfer is not None for each in self.vocabularies]
             self._settle(model, planned.sequence, has_store)
             for observer in self.observers:
                 observer.given(planned)
             return planned.batch
         self.order.check_next(planned.number)
-        with step_of(each.transfer.traffic for each in self.vocabularies if each.transfer):
+        with step_of(transfer.traffic for transfer in self.transfers):
             self._settle(model, planned.sequence)
         self.order.take(planned.number)
         for observer in self.observers:
@@ -327,9 +337,8 @@ class Tier:
         Call it in the thread that trains. The tables then agree with the vocabularies.
         """
         self._settle(model, None)
-        for each in self.vocabularies:
-            if each.transfer is not None:
-                each.transfer.wait()
+        for transfer in self.transfers:
+            transfer.wait()
 
     def _settle(
         self, model: nnx.Module, sequence: int | None, wanted: Sequence[bool] | None = None
@@ -351,9 +360,8 @@ class Tier:
         """
         with self._planning:
             self._settle(model, None)
-            for each in self.vocabularies:
-                if each.transfer is not None:
-                    each.transfer.wait_together()
+            for transfer in self.transfers:
+                transfer.wait_together()
             yield
 
     def give_rows(self, model: nnx.Module, of: TableVocabulary, ids: np.ndarray) -> None:
@@ -400,9 +408,8 @@ class Tier:
 
         All processes have devices of the mesh on which the tables lie.
         """
-        for each in self.vocabularies:
-            if each.transfer is not None:
-                each.transfer.divide(jax.process_index(), jax.process_count())
+        for transfer in self.transfers:
+            transfer.divide(jax.process_index(), jax.process_count())
 
     def close(self, model: nnx.Module) -> None:
         """Bring all evicted rows to their stores, and close these; a second call does nothing."""
@@ -410,9 +417,8 @@ class Tier:
             return
         with self._planning:
             self.settle(model)
-            for each in self.vocabularies:
-                if each.transfer is not None:
-                    each.transfer.store.close()
+            for transfer in self.transfers:
+                transfer.store.close()
         self._is_closed = True
 
     def load_state(self, state: Mapping[str, Mapping[str, np.ndarray]]) -> dict[str, LoadedRows]:

@@ -44,7 +44,8 @@ def farthest(batches: int = 16, otherwise: Eviction | None = None) -> Eviction:
             "farthest: otherwise is a policy that looks at the past, such as "
             f"jaxrec.tier.lfu(), got {otherwise!r}"
         )
-    object.__setattr__(policy, "foresight", batches)  # of a dataclass that is frozen
+    # `dataclasses.replace` would call the constructor, and a user's policy may be no dataclass.
+    object.__setattr__(policy, "foresight", batches)
     return policy
 
 

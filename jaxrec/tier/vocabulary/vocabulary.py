@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxrec.embed.config import MAX_ROWS
 from jaxrec.tier.ids.batch_ops import mark_eligible, mix, smallest
-from jaxrec.tier.ids.id_map import IdMap, Lookup, MapChange, SlotRecords, commit, look_up
+from jaxrec.tier.ids.id_map import IdMap, Lookup, MapChange, commit, look_up
 from jaxrec.tier.vocabulary.counts import Sightings, Statistics, Uses
 from jaxrec.tier.vocabulary.eviction import FIRST_POWER, Records
 from jaxrec.tier.vocabulary.next_use import spare_coming
@@ -210,7 +210,7 @@ class Vocabulary:
             absent_rows = np.full(absent.size, -1, np.int32)
             absent_rows[admitted] = new_rows
         taken, of_misses = (new_ids, new_rows), (slots, misses, inverse, absent_rows)
-        return MapChange(self.map, self._slot_records, proposal.victims, *taken, *of_misses)
+        return MapChange(self.map, self._records, proposal.victims, *taken, *of_misses)
 
     def _end(self, proposal: Proposal, change: MapChange, evicted_ids: np.ndarray) -> Assignment:
         """Note the uses and the counts of a batch whose proposal was carried out."""
@@ -367,7 +367,6 @@ class Vocabulary:
     def _set_records(self, records: Records) -> None:
         self._records = records
         self._uses = Uses(records, self.settings.eviction)
-        self._slot_records = SlotRecords(records.ids, records.born, records.count, records.power)
 
     @property
     def _num_free(self) -> int:

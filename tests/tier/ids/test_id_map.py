@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxrec.tier.ids import implementation, library, reference
-from jaxrec.tier.ids.id_map import IdMap, Lookup, MapChange, SlotRecords, commit, look_up
+from jaxrec.tier.ids.id_map import IdMap, Lookup, MapChange, commit, look_up
+from jaxrec.tier.vocabulary.eviction import Records
 from tests.fuzz import max_examples
 
 IMPLEMENTATIONS = [reference]
@@ -387,12 +388,8 @@ class Table:
 
     def __init__(self, room: int) -> None:
         self.map = IdMap(room)
-        self.records = SlotRecords(
-            np.zeros(room, np.int64),
-            np.full(room, -1),
-            np.full(room, 9, np.uint32),
-            np.zeros(room, np.uint8),
-        )
+        self.records = Records.empty(room)
+        self.records.count[:] = 9
         self.expected: dict[int, tuple[int, int]] = {}
 
     def change(self, rng: np.random.Generator, batch: int) -> tuple[MapChange, list, list]:
@@ -435,8 +432,8 @@ class Table:
         np.testing.assert_array_equal(self.records.ids[slots], ids)
         assert self.records.born[slots].tolist() == births
         assert np.flatnonzero(self.records.born >= 0).tolist() == slots.tolist()
-        assert not self.records.counts[slots].any()
-        assert (self.records.powers[slots] == 5).all()
+        assert not self.records.count[slots].any()
+        assert (self.records.power[slots] == 5).all()
         assert len(self.map) == ids.size
         np.testing.assert_array_equal(self.map.find(ids), slots)
 

@@ -82,9 +82,7 @@ def test_policies_of_the_host_serve_in_the_step():
 
 
 def test_policies_are_refused_where_they_say_nothing():
-    with pytest.raises(
-        TypeError, match=r"policy is one with scores, .*, got LfuLru"
-    ):
+    with pytest.raises(TypeError, match=r"policy is one with scores, .*, got LfuLru"):
         SortedMapConfig(8, lfu_lru())
     with pytest.raises(TypeError, match=r"Lru\(\) does not say for how many hours"):
         MultiProbeConfig(eviction=lru())
@@ -95,9 +93,7 @@ def test_policies_are_refused_where_they_say_nothing():
 
 
 def test_former_names():
-    with pytest.warns(
-        DeprecationWarning, match=r"is now jaxrec\.tier\.managed_collision"
-    ):
+    with pytest.warns(DeprecationWarning, match=r"is now jaxrec\.tier\.managed_collision"):
         assert jaxrec.tier.LRUEviction is LRUEviction
     assert "LRUEviction" not in dir(jaxrec.tier)
     assert {"lru", "managed_collision"} < set(dir(jaxrec.tier))
