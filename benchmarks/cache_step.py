@@ -17,7 +17,7 @@ from benchmarks.vocabulary_step import Model, Run, quantiles
 from jaxrec.data import Pipeline
 from jaxrec.ragged import KeyedJaggedArray
 from jaxrec.tier import Cached, farthest, lfu, lru
-from jaxrec.tier.tier import tier_of
+from jaxrec.tier.planning.tier import tier_of
 from jaxrec.train import put_batch
 
 

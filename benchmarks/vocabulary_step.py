@@ -18,7 +18,7 @@ import jaxrec
 from jaxrec.data import Pipeline
 from jaxrec.ragged import KeyedJaggedArray
 from jaxrec.tier import Dynamic
-from jaxrec.tier.tier import tier_of
+from jaxrec.tier.planning.tier import tier_of
 from jaxrec.train import compile_step, put_batch
 
 

@@ -18,8 +18,8 @@ import jaxrec
 from jaxrec.metrics import NormalizedEntropy
 from jaxrec.ragged import KeyedJaggedArray, hash_ids
 from jaxrec.tier import Dynamic, lfu
-from jaxrec.tier.ids.mixing import mix
-from jaxrec.tier.tier import tier_of
+from jaxrec.tier.ids.batch_ops import mix
+from jaxrec.tier.planning.tier import tier_of
 from jaxrec.train import compile_step
 
 # Steps in which programs compile; their processor time is not counted.

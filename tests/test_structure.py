@@ -76,7 +76,10 @@ TESTED_BY = {
     "mesh/test_capacity": ("mesh/ahead",),
     "mesh/test_channel": ("mesh/simulated",),
     "mesh/test_batch_counts": ("mesh/notes",),
-    "mesh/test_processes": ("mesh/agree", "plan/one_plan"),
+    "mesh/test_processes": (
+        "mesh/agree",
+        "plan/one_plan",
+    ),
     "mesh/exchange/test_base": (
         "mesh/exchange/bags",
         "mesh/exchange/clipping",
@@ -189,13 +192,12 @@ TESTED_BY = {
     ),
     "serve/commands/test_quantize": ("serve/quantized/saved_run",),
     "serve/test_swap": ("serve/quantized/model_copy",),
+    "tier/managed_collision/test_policies": ("_public",),
     "tier/vocabulary/test_cached": ("tier/cached_tables",),
     "tier/test_stored_runs": ("tier/close",),
     "tier/ids/test_id_map": (
-        "tier/ids/arrays",
         "tier/ids/implementation",
         "tier/ids/library",
-        "tier/ids/reference",
     ),
     "tier/deltas/test_publication": (
         "tier/deltas/folder",
@@ -204,32 +206,16 @@ TESTED_BY = {
         "tier/deltas/version_writer",
     ),
     "tier/managed_collision/test_modules": ("tier/managed_collision/row_reset",),
-    "tier/managed_collision/test_multi_probe": (
-        "tier/managed_collision/matching",
-        "tier/managed_collision/probing",
-    ),
-    "tier/managed_collision/test_sorted_map": ("tier/managed_collision/evicted",),
-    "tier/changes/test_change_tracker": ("tier/observer",),
     "tier/stores/test_file_store": (
-        "tier/stores/file_snapshot",
         "tier/stores/record_file",
         "tier/stores/record_header",
     ),
-    "tier/stores/test_redis_store": (
-        "tier/stores/redis_address",
-        "tier/stores/redis_lock",
-    ),
-    "tier/stores/test_rocksdb_store": (
-        "tier/stores/rocksdb_database",
-        "tier/stores/rocksdb_snapshot",
-    ),
+    "tier/stores/test_redis_store": ("tier/stores/redis_server",),
+    "tier/stores/test_rocksdb_store": ("tier/stores/rocksdb_database",),
     "tier/stores/test_row_store": ("tier/stores/snapshots",),
-    "tier/test_ahead": ("tier/batch_order",),
-    "tier/test_tier": (
-        "tier/batch_ids",
-        "tier/model_tables",
-        "tier/moves",
-        "tier/pending_moves",
+    "tier/planning/test_tier": (
+        "tier/planning/model_tables",
+        "tier/planning/moves",
     ),
     "train/test_checkpoint": (
         "embed/checkpoint_view",

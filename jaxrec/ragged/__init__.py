@@ -53,5 +53,5 @@ from jaxrec.ragged.unique import UniqueIndices as UniqueIndices
 from jaxrec.ragged.unique import jagged_unique_indices as jagged_unique_indices
 from jaxrec.ragged.validation import validate as validate
 from jaxrec.ragged.wide_ids import WideIds as WideIds
-from jaxrec.ragged.words import join_int64 as join_int64
-from jaxrec.ragged.words import split_int64 as split_int64
+from jaxrec.ragged.wide_ids import join_int64 as join_int64
+from jaxrec.ragged.wide_ids import split_int64 as split_int64

@@ -16,11 +16,10 @@ from jaxrec.data.pipeline import Pipeline
 from jaxrec.mesh.agree import fail_together, gather_id_lists
 from jaxrec.mesh.batch import shard_batch
 from jaxrec.mesh.store import MeshStore
-from jaxrec.tier.batch_ids import BatchIds
-from jaxrec.tier.foresight import foresee
-from jaxrec.tier.model_tables import collections_of
-from jaxrec.tier.planned_batch import PlannedBatch
-from jaxrec.tier.tier import tier_of
+from jaxrec.tier.planning.batch_ids import BatchIds
+from jaxrec.tier.planning.batch_order import PlannedBatch, foresee
+from jaxrec.tier.planning.model_tables import collections_of
+from jaxrec.tier.planning.tier import tier_of
 
 
 def ahead(

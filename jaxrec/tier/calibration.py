@@ -57,9 +57,6 @@ def calibrate_caches(
         mesh: The same devices.
         seconds: Time for each measurement.
         report: Called with each measurement.
-
-    Raises:
-        OSError: A file cannot be written.
     """
     bench = _Bench(mesh, seconds, report)
     assign = bench.assign()

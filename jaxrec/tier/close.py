@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from flax import nnx
 
-from jaxrec.tier.tier import tier_of
+from jaxrec.tier.planning.tier import tier_of
 
 
 def close(model: nnx.Module) -> None:

@@ -17,15 +17,14 @@ from jaxrec.embed.row_keys import key_words
 from jaxrec.embed.taps import tapped_modules
 from jaxrec.optim import RowOptimizer
 from jaxrec.tier.cached_tables import cached_tables
-from jaxrec.tier.model_tables import TableVocabulary, TieredTable
+from jaxrec.tier.planning.model_tables import TableVocabulary, TieredTable
+from jaxrec.tier.planning.tier import Tier
 from jaxrec.tier.rows.record_layout import RecordLayout
 from jaxrec.tier.rows.transfer import RowTransfer
 from jaxrec.tier.store import TierStore, with_zeros
 from jaxrec.tier.stores import open_store, url_for
 from jaxrec.tier.stores.row_store import RowStore
-from jaxrec.tier.tier import Tier
-from jaxrec.tier.vocabulary.cached import Cached
-from jaxrec.tier.vocabulary.dynamic import Dynamic
+from jaxrec.tier.vocabulary.settings import Cached, Dynamic
 from jaxrec.tier.vocabulary.vocabulary import Vocabulary
 
 Model = TypeVar("Model", bound=nnx.Module)

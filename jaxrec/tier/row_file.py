@@ -16,8 +16,8 @@ from jaxrec.files.atomic import write_atomically
 from jaxrec.files.rows import RowFile, RowWriter, Values, open_rows
 from jaxrec.ragged.raw_ids import RESERVED
 from jaxrec.tier.deltas.tables import OpenTable, PublishedTable, published_tables
+from jaxrec.tier.planning.tier import tier_of
 from jaxrec.tier.store import TierStore
-from jaxrec.tier.tier import tier_of
 
 
 def export_rows(

@@ -6,31 +6,17 @@ import dataclasses
 import itertools
 import pathlib
 import urllib.parse
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import jax
 import numpy as np
 
 from jaxrec.mesh.agree import raise_together
-from jaxrec.tier.model_tables import TableVocabulary
+from jaxrec.tier.planning.model_tables import TableVocabulary
 from jaxrec.tier.rows.transfer import RowTransfer
 from jaxrec.tier.stores import snapshots
-from jaxrec.tier.stores.changes_snapshot import apply_changes, is_changes, write_changes
-from jaxrec.tier.stores.division import Division
-
-
-def warn_of_earlier_rows(vocabularies: Sequence[TableVocabulary]) -> None:
-    """Warn of stores that had rows when they were opened, and were not restored since; once."""
-    for each in vocabularies:
-        if each.transfer is not None and each.transfer.num_earlier:
-            warnings.warn(
-                f"table {each.name} begins with {each.transfer.num_earlier:,} rows of an earlier "
-                f"run, which {each.transfer.store!r} has; restore the checkpoint of that run, or "
-                "train with an empty store",
-                stacklevel=4,
-            )
-            each.transfer.num_earlier = 0
+from jaxrec.tier.stores.row_store import apply_changes, is_changes, write_changes
+from jaxrec.tier.stores.urls import Division
 
 
 def snapshot_stores(
@@ -38,7 +24,7 @@ def snapshot_stores(
     directory: pathlib.Path,
     written: Mapping[str, np.ndarray | None],
 ) -> None:
-    """Write the records of the row stores; call it within `jaxrec.tier.tier.Tier.settled`.
+    """Write the records of the row stores; call it within `Tier.settled`.
 
     With several processes all of them call it. Where the stores are divided each writes its part;
     else all stores are alike, and process 0 writes.

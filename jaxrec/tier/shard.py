@@ -20,9 +20,9 @@ from jaxrec.mesh.shard import Plan
 from jaxrec.mesh.store import MeshStore
 from jaxrec.plan import ShardingPlan
 from jaxrec.tier.make import make_named
-from jaxrec.tier.model_tables import collections_of
-from jaxrec.tier.tier import tier_of
-from jaxrec.tier.vocabulary.cached import Cached
+from jaxrec.tier.planning.model_tables import collections_of
+from jaxrec.tier.planning.tier import tier_of
+from jaxrec.tier.vocabulary.settings import Cached
 
 Model = TypeVar("Model", bound=nnx.Module)
 

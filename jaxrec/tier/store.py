@@ -53,7 +53,7 @@ class TierStore(WrappingStore):
     It looks up only batches in which a tier has replaced ids by rows.
 
     Attributes:
-        tier: The `jaxrec.tier.tier.Tier` of the model, its vocabularies on the host.
+        tier: The `jaxrec.tier.planning.tier.Tier` of the model, its vocabularies on the host.
         features: Features whose ids the tier replaces.
         zero_tables: Tables whose first row stays zero, for ids without a row of their own.
         whole: Configurations of the tables as the user gave them; ``inner`` has fewer rows of

@@ -12,7 +12,7 @@ from jaxrec.arguments import ConfigError
 from jaxrec.mesh.processes import check_processes
 from jaxrec.mesh.watch import LOST_AFTER_SECONDS
 from jaxrec.tier.stores import open_store
-from jaxrec.tier.vocabulary.dynamic import MAX_SIGHTINGS
+from jaxrec.tier.vocabulary.counts import MAX_SIGHTINGS
 
 
 def _positive(config: Any, *names: str) -> None:

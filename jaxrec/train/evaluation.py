@@ -14,7 +14,7 @@ from jaxrec.mesh.capacity import GroupPath, capacity_factors, set_capacity_facto
 from jaxrec.mesh.store import mesh_stores
 from jaxrec.metrics import MetricGroup
 from jaxrec.metrics.total import Total
-from jaxrec.tier.tier import tier_of
+from jaxrec.tier.planning.tier import tier_of
 from jaxrec.train.loss import Loss, Outputs, call_loss, sample_count
 from jaxrec.train.routed_calls import RoutedCalls
 from jaxrec.train.step import MAX_PENDING_STEPS

@@ -22,7 +22,7 @@ from jaxrec.tier import (
     zeros,
 )
 from jaxrec.tier.model_statistics import statistics, totals
-from jaxrec.tier.tier import tier_of
+from jaxrec.tier.planning.tier import tier_of
 from jaxrec.train.config import TrainConfig, VocabularyConfig
 
 # Prefix of the names of a table's statistics in the history: "vocabulary/cat_0/hits".

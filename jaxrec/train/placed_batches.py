@@ -14,7 +14,7 @@ from jaxrec.data.pipeline import each_batch
 from jaxrec.mesh.batch_counts import even_batches
 from jaxrec.mesh.processes import spans_processes
 from jaxrec.tier import ahead
-from jaxrec.tier.tier import tier_of
+from jaxrec.tier.planning.tier import tier_of
 
 # Number of batches whose ids get their rows ahead of the steps.
 _LOOK_AHEAD = 2

@@ -7,7 +7,7 @@ import time
 import numpy as np
 
 from jaxrec.tier import ahead
-from jaxrec.tier.tier import tier_of
+from jaxrec.tier.planning.tier import tier_of
 from tests.tier import sums
 
 

@@ -30,7 +30,7 @@ from jaxrec.tier import (
     publish,
     shared,
 )
-from jaxrec.tier.tier import tier_of
+from jaxrec.tier.planning.tier import tier_of
 from jaxrec.train.checkpoint import CheckpointManager, restore
 from tests.tier import models
 from tests.tier.vocabulary import test_cached

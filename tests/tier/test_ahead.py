@@ -12,7 +12,7 @@ import pytest
 
 from jaxrec.ragged import KeyedJaggedArray
 from jaxrec.tier import Dynamic, ahead, default_row, lfu, shared, zeros
-from jaxrec.tier.tier import tier_of
+from jaxrec.tier.planning.tier import tier_of
 from jaxrec.train import RoutedSteps
 from tests.tier import sums
 from tests.tier.loops import (

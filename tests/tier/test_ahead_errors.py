@@ -13,7 +13,7 @@ import pytest
 
 from jaxrec.ragged import KeyedJaggedArray
 from jaxrec.tier import Dynamic, ahead
-from jaxrec.tier.tier import tier_of
+from jaxrec.tier.planning.tier import tier_of
 from tests.tier import sums
 from tests.tier.loops import (
     resident_rows,

@@ -11,7 +11,7 @@ from jaxrec.plan import Topology
 from jaxrec.plan.calibration import Measurement
 from jaxrec.tier import calibration
 from jaxrec.tier.calibration import calibrate_caches
-from jaxrec.tier.tier import tier_of
+from jaxrec.tier.planning.tier import tier_of
 
 
 @pytest.mark.slow

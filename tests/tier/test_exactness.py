@@ -10,7 +10,7 @@ import pytest
 
 import jaxrec
 from jaxrec.tier import Dynamic, ahead, make
-from jaxrec.tier.tier import tier_of
+from jaxrec.tier.planning.tier import tier_of
 from tests.tier import models
 
 

@@ -8,9 +8,9 @@ from flax import nnx
 
 import jaxrec
 from jaxrec.tier import Dynamic, lfu, make, shared
+from jaxrec.tier.planning.tier import tier_of
 from jaxrec.tier.store import TierStore
 from jaxrec.tier.stores.memory_store import MemoryStore
-from jaxrec.tier.tier import tier_of
 from tests.tier import models
 
 config = jaxrec.EmbeddingBagConfig

@@ -11,9 +11,9 @@ import pytest
 
 import jaxrec
 from jaxrec.tier import Cached, Dynamic, MissCounter, ahead, make
-from jaxrec.tier.batch_ids import BatchIds
-from jaxrec.tier.foresight import ForeseenBatch
-from jaxrec.tier.tier import tier_of
+from jaxrec.tier.planning.batch_ids import BatchIds
+from jaxrec.tier.planning.batch_order import ForeseenBatch
+from jaxrec.tier.planning.tier import tier_of
 from jaxrec.train.checkpoint import restore, save
 from tests.tier import models
 from tests.tier.vocabulary.test_cached import NAMES, make_cached, make_stream

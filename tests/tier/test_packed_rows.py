@@ -12,7 +12,7 @@ from flax import nnx
 
 import jaxrec
 from jaxrec.tier import Cached, ChangeTracker, Dynamic, Subscriber, ahead, make, publish
-from jaxrec.tier.tier import tier_of
+from jaxrec.tier.planning.tier import tier_of
 from jaxrec.train.checkpoint import restore, save
 from tests.tier.deltas.models import assert_same
 from tests.tier.models import train_step

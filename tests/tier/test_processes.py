@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxrec.tier import ChangeTracker, Subscriber
-from jaxrec.tier.tier import tier_of
+from jaxrec.tier.planning.tier import tier_of
 from jaxrec.train.checkpoint import restore, save
 from tests.pairs import Pair
 from tests.tier import models, processes

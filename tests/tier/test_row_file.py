@@ -21,7 +21,7 @@ from jaxrec.tier import (
     make,
     ttl,
 )
-from jaxrec.tier.tier import tier_of
+from jaxrec.tier.planning.tier import tier_of
 from tests.tier import models
 
 NAMES = ("item", "query", "item_wide")

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxrec.embed.checkpoint_view import LogicalTable
-from jaxrec.tier.model_tables import TableVocabulary
+from jaxrec.tier.planning.model_tables import TableVocabulary
 from jaxrec.tier.rows.record_layout import RecordLayout
 from jaxrec.tier.rows.transfer import RowTransfer
 from jaxrec.tier.saved_stores import check_stores, load_stores, snapshot_stores

@@ -15,7 +15,7 @@ import jaxrec
 from jaxrec.mesh import row_wise, shard_batch, table_wise
 from jaxrec.plan import ParameterConstraints, Planner, ShardingPlan, TableCache, Topology
 from jaxrec.tier import Dynamic, ahead, close, make
-from jaxrec.tier.tier import tier_of
+from jaxrec.tier.planning.tier import tier_of
 from tests.tier import models
 from tests.tier.vocabulary.test_cached import (
     NAMES,

@@ -12,7 +12,7 @@ from flax import nnx
 
 import jaxrec
 from jaxrec.tier import Dynamic, ahead, default_row, make, zeros
-from jaxrec.tier.tier import tier_of
+from jaxrec.tier.planning.tier import tier_of
 from tests.tier import models
 
 pytestmark = pytest.mark.jax_version

@@ -10,8 +10,8 @@ from flax import nnx
 
 import jaxrec
 from jaxrec.tier import Cached, ChangeTracker, Dynamic, make
-from jaxrec.tier.stores import changes_snapshot
-from jaxrec.tier.tier import tier_of
+from jaxrec.tier.planning.tier import tier_of
+from jaxrec.tier.stores import row_store
 from jaxrec.train import checkpoint
 from jaxrec.train.checkpoint import (
     CheckpointError,
@@ -116,7 +116,7 @@ def contents(model):
 
 
 def is_changes(run, step):
-    return changes_snapshot.is_changes(run.directory / str(step) / "stores" / "user")
+    return row_store.is_changes(run.directory / str(step) / "stores" / "user")
 
 
 @pytest.mark.parametrize("name", STORES)

@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 import jaxrec
-from jaxrec.tier.tier import tier_of
+from jaxrec.tier.planning.tier import tier_of
 from jaxrec.train.placed_batches import placed_batches
 
 CONFIG = jaxrec.EmbeddingBagConfig("item", 20, 4)

@@ -6,7 +6,7 @@ import json
 
 import numpy as np
 
-from jaxrec.tier.tier import tier_of
+from jaxrec.tier.planning.tier import tier_of
 
 LAYERS = [
     "--model.embedding-dim=4",

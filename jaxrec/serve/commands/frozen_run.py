@@ -16,7 +16,7 @@ from jaxrec.embed.collection import Collection
 from jaxrec.embed.taps import tapped_modules
 from jaxrec.embed.variables import dense_variables, plain, value_like
 from jaxrec.tier.deltas.tables import PublishedTable, published_tables
-from jaxrec.tier.tier import tier_of
+from jaxrec.tier.planning.tier import tier_of
 from jaxrec.train.checkpoint import restore
 from jaxrec.train.config import TrainConfig, VocabularyConfig
 from jaxrec.train.model import make_model

@@ -20,7 +20,6 @@ from jaxrec.embed.store import TableStore
 from jaxrec.embed.taps import tapped_modules
 from jaxrec.mesh.agree import gather_ids
 from jaxrec.ragged import KeyedJaggedArray
-from jaxrec.tier.batches import HostBatch
 from jaxrec.tier.changes.change_flags import MAX_CONSUMERS
 from jaxrec.tier.changes.tracked_tables import (
     ChangedIds,
@@ -28,10 +27,10 @@ from jaxrec.tier.changes.tracked_tables import (
     TrackedOpenTable,
     TrackedTable,
 )
-from jaxrec.tier.id_rows import raw_ids
-from jaxrec.tier.model_tables import TableVocabulary
-from jaxrec.tier.observer import TierObserver
-from jaxrec.tier.tier import tier_of
+from jaxrec.tier.planning.batch_ids import HostBatch
+from jaxrec.tier.planning.id_rows import raw_ids
+from jaxrec.tier.planning.model_tables import TableVocabulary
+from jaxrec.tier.planning.tier import TierObserver, tier_of
 from jaxrec.tier.vocabulary.vocabulary import Assignment
 
 Batch = TypeVar("Batch")

@@ -17,8 +17,8 @@ from jaxrec.mesh.store import MeshStore
 from jaxrec.ragged.raw_ids import RESERVED
 from jaxrec.tier.changes.change_flags import IdFlags, RowFlags
 from jaxrec.tier.managed_collision.modules import ManagedCollisions
-from jaxrec.tier.model_tables import TableVocabulary
-from jaxrec.tier.tier import Tier
+from jaxrec.tier.planning.model_tables import TableVocabulary
+from jaxrec.tier.planning.tier import Tier
 from jaxrec.tier.vocabulary.vocabulary import Assignment, Vocabulary
 
 

@@ -25,7 +25,7 @@ from jaxrec.tier.deltas.manifest import (
 )
 from jaxrec.tier.deltas.tables import PublishedTable, published_tables
 from jaxrec.tier.deltas.version_writer import VersionWriter
-from jaxrec.tier.tier import tier_of
+from jaxrec.tier.planning.tier import tier_of
 
 
 @dataclasses.dataclass(frozen=True)

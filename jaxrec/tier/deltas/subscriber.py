@@ -25,7 +25,7 @@ from jaxrec.tier.deltas.manifest import (
     TableFacts,
 )
 from jaxrec.tier.deltas.tables import PublishedTable, published_tables
-from jaxrec.tier.tier import tier_of
+from jaxrec.tier.planning.tier import tier_of
 
 # Errors that processes agree on, the special ones first.
 _KINDS = (VersionError, OSError, ValueError)

@@ -19,9 +19,9 @@ from jaxrec.embed.row_access import TableRows, read, write
 from jaxrec.embed.taps import tapped_modules
 from jaxrec.files.rows import Shapes, Values, rows_at_once
 from jaxrec.tier.deltas.manifest import TableFacts
-from jaxrec.tier.model_tables import TableVocabulary
+from jaxrec.tier.planning.model_tables import TableVocabulary
+from jaxrec.tier.planning.tier import Tier, tier_of
 from jaxrec.tier.rows.first_rows import NewRows, first_rows, reset
-from jaxrec.tier.tier import Tier, tier_of
 
 
 class PublishedTable(abc.ABC):

@@ -6,7 +6,7 @@ import numpy as np
 from jaxtyping import Bool, Int32, Int64, UInt8, UInt32, UInt64
 
 from jaxrec.tier.ids import implementation
-from jaxrec.tier.ids.arrays import checked
+from jaxrec.tier.ids.implementation import checked
 
 _MAX_SIZE = 2**31 - 1
 
@@ -35,9 +35,6 @@ def smallest(
         keys: The keys.
         eligible: Whether each key may be chosen; None: each may.
         k: Number of indices; there are fewer where fewer keys are eligible.
-
-    Raises:
-        ValueError: ``k`` is negative.
     """
     keys = checked(keys, np.uint64, "keys")
     _check_size(keys, "keys")
@@ -62,9 +59,6 @@ def mark_eligible(
         last_use: Number of the last batch that used the slot. It must be below ``bound``.
         bound: Number of a batch.
         hits: Slots that stay; negative ones are skipped.
-
-    Raises:
-        ValueError: One of the hits is beyond the slots.
     """
     born = checked(born, np.int64, "born")
     last_use = checked(last_use, np.int64, "last_use", born.size)
@@ -88,9 +82,6 @@ def record_uses(
         counts: Number of uses of each slot, to which each use adds 1. They stop at the largest
             uint32.
         last_use: The last batch that used each slot, which becomes ``batch``.
-
-    Raises:
-        ValueError: A slot has no count. Nothing is changed.
     """
     slots = checked(slots, np.int32, "slots")
     checked(counts, np.uint32, "counts")
@@ -108,3 +99,16 @@ def record_uses(
 def _check_size(array: np.ndarray, name: str) -> None:
     if array.size > _MAX_SIZE:
         raise ValueError(f"there may be {_MAX_SIZE:,} {name}, not {array.size:,}")
+
+
+def mix(numbers: np.ndarray, seed: int) -> np.ndarray:
+    """Return well-mixed uint64 bits of 64-bit integers.
+
+    The finalizer of SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number
+    generators", 2014) of the numbers plus a multiple of its increment.
+    """
+    offset = np.uint64((seed + 1) * 0x9E3779B97F4A7C15 % 2**64)
+    bits = numbers.view(np.uint64) + offset
+    bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return bits ^ (bits >> np.uint64(31))

@@ -1,16 +1,16 @@
-"""A map from 64-bit ids to slots."""
+"""Maps from 64-bit ids to slots, the changes of a batch to them, and places in arrays that grow."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Int32, Int64
 
 from jaxrec.tier.ids import implementation
-from jaxrec.tier.ids.arrays import checked
+from jaxrec.tier.ids.implementation import checked
 
 MAX_CAPACITY = 2**31 - 1
 
@@ -28,10 +28,6 @@ class IdMap:
         num_ids: Ids are 0 to ``num_ids`` - 1; other ids are absent. If they are at most 16 times
             as many as there is room for, the map is an array that they index. None: any int64 but
             -1.
-
-    Raises:
-        ValueError: ``capacity``, ``threads`` or ``num_ids`` is outside of its range.
-        MemoryError: The map does not fit in memory.
     """
 
     def __init__(self, capacity: int, threads: int | None = None, num_ids: int | None = None):
@@ -61,12 +57,7 @@ class IdMap:
         return self._map.find(checked(ids, np.int64, "ids"), self.threads)
 
     def insert(self, ids: Int64[np.ndarray, " n"], slots: Int32[np.ndarray, " n"]) -> None:
-        """Add ids with their slots.
-
-        Raises:
-            ValueError: An id is in the map or occurs twice, the map cannot hold it, a slot is
-                negative, or there is no room. The map is as before.
-        """
+        """Add ids with their slots; where one is refused, none is added."""
         ids = checked(ids, np.int64, "ids")
         slots = checked(slots, np.int32, "slots", ids.size)
         inserted = self._map.insert(ids, slots)
@@ -90,11 +81,7 @@ class IdMap:
             raise ValueError(f"id {ids[inserted]} at position {inserted} {why}")
 
     def remove(self, ids: Int64[np.ndarray, " n"]) -> Int32[np.ndarray, " n"]:
-        """Remove ids and return the slots that they had.
-
-        Raises:
-            KeyError: An id is absent or occurs twice. The map is as before.
-        """
+        """Remove ids and return the slots that they had; where one is absent, none is removed."""
         ids = checked(ids, np.int64, "ids")
         slots, removed = self._map.remove(ids)
         if removed < ids.size:
@@ -152,3 +139,125 @@ def num_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+class MapChange(NamedTuple):
+    """Changes of a batch to one map and the records of its slots.
+
+    Attributes:
+        ids: The map.
+        records: The `jaxrec.tier.Records`, of which ``ids``, ``born``, ``count`` and ``power``
+            change.
+        victims: Slots whose ids are removed, int32 ``[e]``.
+        new_ids: Ids that are added, int64 ``[m]``.
+        new_slots: Their slots, int32 ``[m]``; those of victims are free already.
+        slots: Slot of each id of the batch, int32 ``[n]``, contiguous; changed.
+        misses: Positions in ``slots`` of the ids that had no slot, int32 ``[k]``.
+        inverse: For each of ``misses`` the index of its id in ``absent_slots``, int32 ``[k]``.
+        absent_slots: Slot of each absent id, -1 for none, int32.
+    """
+
+    ids: IdMap
+    records: Any
+    victims: np.ndarray
+    new_ids: np.ndarray
+    new_slots: np.ndarray
+    slots: np.ndarray
+    misses: np.ndarray
+    inverse: np.ndarray
+    absent_slots: np.ndarray
+
+
+def commit(changes: Sequence[MapChange], batch: int, power: int) -> list[np.ndarray]:
+    """Carry out the changes of a batch.
+
+    Args:
+        changes: The changes of each map. Arrays have the types that `MapChange` names.
+        batch: Number of the batch: ``born`` of new ids.
+        power: Frequency class of new ids; their count is 0.
+
+    Returns:
+        For each map the ids of its victims, int64 ``[e]``.
+    """
+    if not changes:
+        return []
+    maps: list[Any] = [each.ids._map for each in changes]
+    done, evicted = implementation.current().commit(maps, changes, batch, power)
+    if done < len(changes):
+        changes[done].ids.insert(changes[done].new_ids, changes[done].new_slots)  # raises its error
+        raise AssertionError("a map lacks an id that its records have")
+    return evicted
+
+
+class Places:
+    """Map of ids to places 0 to ``room`` - 1, with a list of the free ones.
+
+    Args:
+        room: Number of places at first.
+        num_ids: Ids are 0 to ``num_ids`` - 1; None: any int64 but -1.
+    """
+
+    def __init__(self, room: int, num_ids: int | None = None) -> None:
+        self._map = IdMap(room, num_ids=num_ids)
+        self._next = 0  # This place and those after it were never taken.
+        self._freed = np.zeros(0, np.int32)
+
+    def __len__(self) -> int:
+        return len(self._map)
+
+    @property
+    def room(self) -> int:
+        """Number of places."""
+        return self._map.capacity
+
+    def find(self, ids: np.ndarray) -> np.ndarray:
+        """Return the place of each id, int32, -1 where it has none."""
+        return self._map.find(ids)
+
+    def assign(self, ids: np.ndarray) -> np.ndarray:
+        """Return the place of each of distinct ids; those without one get one.
+
+        The room doubles where it is too small.
+        """
+        places = self._map.find(ids)
+        is_new = places < 0
+        count = int(is_new.sum())
+        if not count:
+            return places
+        wanted, room = len(self) + count, self.room
+        while room < wanted:
+            room *= 2
+        if room > self.room:
+            self._grow(room)
+        reused = min(count, self._freed.size)
+        fresh = np.arange(self._next, self._next + count - reused, dtype=np.int32)
+        new = np.concatenate([self._freed[self._freed.size - reused :], fresh])
+        self._map.insert(ids[is_new], new)
+        self._freed = self._freed[: self._freed.size - reused]
+        self._next += fresh.size
+        places[is_new] = new
+        return places
+
+    def load(self, ids: np.ndarray, places: np.ndarray, room: int) -> None:
+        """Set the map to given ids and their places."""
+        self._map = IdMap(room, num_ids=self._map.num_ids)
+        self._map.insert(ids, places)
+        self._next = int(places.max(initial=-1)) + 1
+        is_free = np.ones(self._next, bool)
+        is_free[places] = False
+        self._freed = np.flatnonzero(is_free).astype(np.int32)
+
+    def remove(self, ids: np.ndarray) -> np.ndarray:
+        """Free the places of distinct ids, and return them; ids without one are skipped."""
+        places = self._map.remove(ids[self._map.find(ids) >= 0])
+        self._freed = np.concatenate([self._freed, places])
+        return places
+
+    def items(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return all ids in ascending order, and the place of each."""
+        return self._map.items()
+
+    def _grow(self, room: int) -> None:
+        ids, places = self._map.items()
+        self._map = IdMap(room, num_ids=self._map.num_ids)
+        self._map.insert(ids, places)

@@ -1,10 +1,13 @@
-"""Choice of the code for id maps and batch operations: C++, or NumPy without the library."""
+"""Choice of the code for id maps and batch operations, C++ or NumPy, and checks of its arrays."""
 
 from __future__ import annotations
 
 import functools
 import warnings
 from types import ModuleType
+
+import numpy as np
+from numpy.typing import DTypeLike
 
 from jaxrec.tier.ids import library, reference
 
@@ -23,3 +26,18 @@ def _warn(reason: str) -> None:
     warnings.warn(
         f"id maps run in NumPy, up to fifty times slower: {reason}", RuntimeWarning, stacklevel=4
     )
+
+
+def checked(array: np.ndarray, dtype: DTypeLike, name: str, size: int | None = None) -> np.ndarray:
+    """Return an array as one that native code can read: of a type, flat, contiguous and aligned."""
+    if not isinstance(array, np.ndarray) or array.dtype != dtype:
+        wanted = np.dtype(dtype)
+        given = array.dtype if isinstance(array, np.ndarray) else type(array).__name__
+        raise TypeError(f"{name} must be a NumPy array of {wanted}, not {given}")
+    if array.ndim != 1 or size not in (None, array.size):
+        wanted_shape = "[n]" if size is None else f"[{size}]"
+        raise ValueError(f"{name} must have the shape {wanted_shape}, not {list(array.shape)}")
+    flags = array.flags
+    if flags.c_contiguous and flags.aligned:
+        return array
+    return np.require(array, requirements=("C_CONTIGUOUS", "ALIGNED"))

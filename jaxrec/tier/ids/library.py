@@ -16,49 +16,56 @@ from typing import Any
 
 import numpy as np
 
-from jaxrec.tier.ids.record_array import RecordArray
+from jaxrec.tier.ids.reference import RecordArray
 
 _LIBRARY = pathlib.Path(__file__).parents[1] / "native" / "libjaxrec_tier.so"
 _INTERFACE = 5  # of native/library.cc
 
-_COUNT, _POINTER = ctypes.c_int64, ctypes.c_void_p
+_COUNT, _HANDLE = ctypes.c_int64, ctypes.c_void_p
+
+
+# ctypes calls `from_param` itself, so that the calls below can name arrays, not their addresses.
+class _Array:
+    """Type of an argument that is a NumPy array, or None; the library gets its address."""
+
+    @staticmethod
+    def from_param(array: np.ndarray | None) -> ctypes.c_void_p | None:
+        return None if array is None else ctypes.c_void_p(array.ctypes.data)
+
+
+# The first arguments of functions on records: `RecordArray`'s `bytes`, and numbers.
+_FILE = (_Array, *[_COUNT] * 5, _Array, _COUNT)
 
 # By function of the library, the types of its arguments. Those that are not listed under _RESULTS
 # return a count.
 _ARGUMENTS = {
     "id_map_new": (_COUNT, ctypes.c_uint64, _COUNT),
-    "id_map_delete": (_POINTER,),
-    "id_map_num_bytes": (_POINTER,),
-    "id_map_size": (_POINTER,),
-    "id_map_find": (_POINTER, _POINTER, _COUNT, _POINTER, _COUNT),
-    "id_maps_look_up": (_COUNT, *[_POINTER] * 4, _COUNT, ctypes.c_uint64, *[_POINTER] * 5),
-    "id_map_insert": (_POINTER, _POINTER, _POINTER, _COUNT),
-    "id_map_remove": (_POINTER, _POINTER, _COUNT, _POINTER),
-    "id_map_items": (_POINTER, _COUNT, _POINTER, _POINTER),
-    "distinct": (_POINTER, _COUNT, ctypes.c_uint64, _POINTER, _POINTER, _POINTER),
-    "smallest": (_POINTER, _POINTER, _COUNT, _COUNT, _POINTER),
-    "mark_eligible": (_POINTER, _POINTER, _COUNT, _COUNT, _POINTER, _COUNT, _POINTER),
-    "commit": (_POINTER, _COUNT, _COUNT, _COUNT),
-    "fingerprint": (_POINTER, _POINTER, _COUNT, _POINTER),
-    "take_rows": (_POINTER, _COUNT, _POINTER, _COUNT, _POINTER),
-    "put_rows": (_POINTER, _COUNT, _POINTER, _COUNT, _POINTER),
-    "record_uses": (_POINTER, _COUNT, _COUNT, _POINTER, _POINTER, _COUNT),
-    "read_records": (
-        *(_POINTER, *[_COUNT] * 5, _POINTER, _COUNT),  # of the file
-        *(_POINTER, _POINTER, _COUNT, *[_POINTER] * 3, _COUNT),
-    ),
-    "write_records": (
-        *(_POINTER, *[_COUNT] * 5, _POINTER, _COUNT),  # of the file
-        *(_POINTER, _POINTER, _COUNT, _POINTER, _COUNT),
-    ),
-    "erase_records": (_POINTER, _COUNT, _COUNT, _COUNT, _POINTER, _COUNT),
+    "id_map_delete": (_HANDLE,),
+    "id_map_num_bytes": (_HANDLE,),
+    "id_map_size": (_HANDLE,),
+    "id_map_find": (_HANDLE, _Array, _COUNT, _Array, _COUNT),
+    "id_maps_look_up": (_COUNT, *[_Array] * 4, _COUNT, ctypes.c_uint64, *[_Array] * 5),
+    "id_map_insert": (_HANDLE, _Array, _Array, _COUNT),
+    "id_map_remove": (_HANDLE, _Array, _COUNT, _Array),
+    "id_map_items": (_HANDLE, _COUNT, _Array, _Array),
+    "distinct": (_Array, _COUNT, ctypes.c_uint64, _Array, _Array, _Array),
+    "smallest": (_Array, _Array, _COUNT, _COUNT, _Array),
+    "mark_eligible": (_Array, _Array, _COUNT, _COUNT, _Array, _COUNT, _Array),
+    "commit": (_Array, _COUNT, _COUNT, _COUNT),
+    "fingerprint": (_Array, _Array, _COUNT, _Array),
+    "take_rows": (_Array, _COUNT, _Array, _COUNT, _Array),
+    "put_rows": (_Array, _COUNT, _Array, _COUNT, _Array),
+    "record_uses": (_Array, _COUNT, _COUNT, _Array, _Array, _COUNT),
+    "read_records": (*_FILE, _Array, _Array, _COUNT, *[_Array] * 3, _COUNT),
+    "write_records": (*_FILE, _Array, _Array, _COUNT, _Array, _COUNT),
+    "erase_records": (_Array, _COUNT, _COUNT, _COUNT, _Array, _COUNT),
 }
 
 # Whether `read_records` sets the bits of the pages that it reads.
 MARKS_PAGES = True
 
 _RESULTS = {
-    "id_map_new": _POINTER,
+    "id_map_new": _HANDLE,
     "id_map_delete": None,
     "id_map_find": None,
     "fingerprint": None,
@@ -131,21 +138,15 @@ class Map:
 
     def find(self, ids: np.ndarray, threads: int) -> np.ndarray:
         slots = np.empty(ids.size, np.int32)
-        _library().jaxrec_id_map_find(
-            self._handle, ids.ctypes.data, ids.size, slots.ctypes.data, threads
-        )
+        _library().jaxrec_id_map_find(self._handle, ids, ids.size, slots, threads)
         return slots
 
     def insert(self, ids: np.ndarray, slots: np.ndarray) -> int:
-        return _library().jaxrec_id_map_insert(
-            self._handle, ids.ctypes.data, slots.ctypes.data, ids.size
-        )
+        return _library().jaxrec_id_map_insert(self._handle, ids, slots, ids.size)
 
     def remove(self, ids: np.ndarray) -> tuple[np.ndarray, int]:
         slots = np.empty(ids.size, np.int32)
-        removed = _library().jaxrec_id_map_remove(
-            self._handle, ids.ctypes.data, ids.size, slots.ctypes.data
-        )
+        removed = _library().jaxrec_id_map_remove(self._handle, ids, ids.size, slots)
         return slots, removed
 
     def items(self) -> tuple[np.ndarray, np.ndarray]:
@@ -153,9 +154,7 @@ class Map:
         while size > room:  # Another thread may add ids between the calls.
             room = size
             ids, slots = np.empty(room, np.int64), np.empty(room, np.int32)
-            size = _library().jaxrec_id_map_items(
-                self._handle, room, ids.ctypes.data, slots.ctypes.data
-            )
+            size = _library().jaxrec_id_map_items(self._handle, room, ids, slots)
         order = np.argsort(ids[:size])
         return ids[order], slots[order]
 
@@ -176,33 +175,25 @@ def look_up(
     _checked(
         _library().jaxrec_id_maps_look_up(
             len(maps),
-            handles.ctypes.data,
-            given.ctypes.data,
-            counts.ctypes.data,
-            taken.ctypes.data,
+            handles,
+            given,
+            counts,
+            taken,
             threads,
             _PASSING_SEED,
-            positions.ctypes.data,
-            unique.ctypes.data,
-            inverse.ctypes.data,
-            occurrences.ctypes.data,
-            sizes.ctypes.data,
+            positions,
+            unique,
+            inverse,
+            occurrences,
+            sizes,
         )
     )
     lookups: list[tuple[np.ndarray, ...]] = []
     start = first = 0
     for of_map, (num_positions, num_unique) in zip(slots, sizes.tolist(), strict=True):
         here = slice(start, start := start + num_positions)
-        distinct_here = slice(first, first := first + num_unique)
-        lookups.append(
-            (
-                of_map,
-                positions[here],
-                unique[distinct_here],
-                inverse[here],
-                occurrences[distinct_here],
-            )
-        )
+        once = slice(first, first := first + num_unique)
+        lookups.append((of_map, positions[here], unique[once], inverse[here], occurrences[once]))
     return lookups
 
 
@@ -211,14 +202,7 @@ def distinct(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     unique, inverse = np.empty(ids.size, np.int64), np.empty(ids.size, np.int32)
     counts = np.empty(ids.size, np.int32)
     size = _checked(
-        _library().jaxrec_distinct(
-            ids.ctypes.data,
-            ids.size,
-            _PASSING_SEED,
-            unique.ctypes.data,
-            inverse.ctypes.data,
-            counts.ctypes.data,
-        )
+        _library().jaxrec_distinct(ids, ids.size, _PASSING_SEED, unique, inverse, counts)
     )
     return unique[:size].copy(), inverse, counts[:size].copy()
 
@@ -226,23 +210,13 @@ def distinct(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 def smallest(keys: np.ndarray, eligible: np.ndarray | None, k: int) -> np.ndarray:
     """See `jaxrec.tier.ids.reference.smallest`."""
     indices = np.empty(k, np.int32)
-    flags = None if eligible is None else eligible.ctypes.data
-    size = _checked(
-        _library().jaxrec_smallest(keys.ctypes.data, flags, keys.size, k, indices.ctypes.data)
-    )
+    size = _checked(_library().jaxrec_smallest(keys, eligible, keys.size, k, indices))
     return indices[:size]
 
 
 def record_uses(slots: np.ndarray, batch: int, counts: np.ndarray, last_use: np.ndarray) -> int:
     """See `jaxrec.tier.ids.reference.record_uses`."""
-    return _library().jaxrec_record_uses(
-        slots.ctypes.data,
-        slots.size,
-        batch,
-        counts.ctypes.data,
-        last_use.ctypes.data,
-        counts.size,
-    )
+    return _library().jaxrec_record_uses(slots, slots.size, batch, counts, last_use, counts.size)
 
 
 def mark_eligible(
@@ -251,13 +225,7 @@ def mark_eligible(
     """See `jaxrec.tier.ids.reference.mark_eligible`."""
     eligible = np.empty(born.size, np.bool_)
     count = _library().jaxrec_mark_eligible(
-        born.ctypes.data,
-        last_use.ctypes.data,
-        born.size,
-        bound,
-        hits.ctypes.data,
-        hits.size,
-        eligible.ctypes.data,
+        born, last_use, born.size, bound, hits, hits.size, eligible
     )
     return eligible, count
 
@@ -271,7 +239,7 @@ def commit(
         [
             (
                 handle._handle.value,
-                *_addresses(each.records),
+                *_addresses((records.ids, records.born, records.count, records.power)),
                 each.victims.ctypes.data,
                 each.victims.size,
                 evicted_ids.ctypes.data,
@@ -285,10 +253,11 @@ def commit(
                 each.absent_slots.ctypes.data,
             )
             for handle, each, evicted_ids in zip(maps, changes, evicted, strict=True)
+            for records in [each.records]
         ],
         np.uint64,
     )
-    done = _checked(_library().jaxrec_commit(fields.ctypes.data, len(changes), batch, power))
+    done = _checked(_library().jaxrec_commit(fields, len(changes), batch, power))
     return done, evicted
 
 
@@ -297,26 +266,20 @@ def fingerprint(lists: Sequence[np.ndarray]) -> np.ndarray:
     sums = np.empty((len(lists), 2), np.uint64)
     sizes = np.array([each.size for each in lists], np.int64)
     starts = np.array(_addresses(lists), np.uintp)
-    _library().jaxrec_fingerprint(
-        starts.ctypes.data, sizes.ctypes.data, len(lists), sums.ctypes.data
-    )
+    _library().jaxrec_fingerprint(starts, sizes, len(lists), sums)
     return sums
 
 
 def take_rows(array: np.ndarray, places: np.ndarray) -> np.ndarray:
     """See `jaxrec.tier.ids.reference.take_rows`."""
     rows = np.empty((places.size, array.shape[1]), np.uint8)
-    _library().jaxrec_take_rows(
-        array.ctypes.data, array.shape[1], places.ctypes.data, places.size, rows.ctypes.data
-    )
+    _library().jaxrec_take_rows(array, array.shape[1], places, places.size, rows)
     return rows
 
 
 def put_rows(array: np.ndarray, places: np.ndarray, rows: np.ndarray) -> None:
     """See `jaxrec.tier.ids.reference.put_rows`."""
-    _library().jaxrec_put_rows(
-        array.ctypes.data, array.shape[1], places.ctypes.data, places.size, rows.ctypes.data
-    )
+    _library().jaxrec_put_rows(array, array.shape[1], places, places.size, rows)
 
 
 def read_records(
@@ -328,20 +291,15 @@ def read_records(
     if file.has_id and ids is None:
         found_ids = np.empty(slots.size, np.int64)
     _library().jaxrec_read_records(
-        file.bytes.ctypes.data,
-        file.start,
-        file.stride,
-        file.width,
-        file.has_id,
-        file.descriptor,
-        file.pages.ctypes.data,
+        *_file(file),
+        file.pages,
         file.seeks_data,
-        slots.ctypes.data,
-        None if ids is None else ids.ctypes.data,
+        slots,
+        ids,
         slots.size,
-        found_ids.ctypes.data,
-        found.ctypes.data,
-        out.ctypes.data,
+        found_ids,
+        found,
+        out,
         threads,
     )
     return found, found_ids, out
@@ -357,18 +315,13 @@ def write_records(
 ) -> int:
     """See `jaxrec.tier.ids.reference.write_records`."""
     return _library().jaxrec_write_records(
-        file.bytes.ctypes.data,
-        file.start,
-        file.stride,
-        file.width,
-        file.has_id,
-        file.descriptor,
-        file.pages.ctypes.data if through_map else None,
+        *_file(file),
+        file.pages if through_map else None,
         file.seeks_data,
-        slots.ctypes.data,
-        ids.ctypes.data,
+        slots,
+        ids,
         slots.size,
-        records.ctypes.data,
+        records,
         threads,
     )
 
@@ -376,13 +329,12 @@ def write_records(
 def erase_records(file: RecordArray, slots: np.ndarray) -> int:
     """See `jaxrec.tier.ids.reference.erase_records`."""
     return _library().jaxrec_erase_records(
-        file.bytes.ctypes.data,
-        file.start,
-        file.stride,
-        file.descriptor,
-        slots.ctypes.data,
-        slots.size,
+        file.bytes, file.start, file.stride, file.descriptor, slots, slots.size
     )
+
+
+def _file(file: RecordArray) -> tuple[Any, ...]:
+    return file.bytes, file.start, file.stride, file.width, file.has_id, file.descriptor
 
 
 def _addresses(arrays: Sequence[np.ndarray]) -> list[int]:

@@ -1,4 +1,4 @@
-"""Id maps and batch operations in NumPy.
+"""Id maps and batch operations in NumPy, and records in a mapped file.
 
 They define what `jaxrec.tier.ids.library` computes, and serve where the library is missing. The
 callers checked the arguments: `jaxrec.tier.ids.id_map` and `jaxrec.tier.ids.batch_ops`.
@@ -6,6 +6,7 @@ callers checked the arguments: `jaxrec.tier.ids.id_map` and `jaxrec.tier.ids.bat
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import os
 import threading
@@ -14,7 +15,55 @@ from typing import Any
 
 import numpy as np
 
-from jaxrec.tier.ids.record_array import RecordArray
+PAGE_BYTES = 4096
+_WORD = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class RecordArray:
+    """Records one after another in a mapped file.
+
+    A record starts with its tag, 8 bytes: 0 if it is absent, otherwise its checksum, which is never
+    0. A hole of a sparse file is therefore full of absent records, and a record that was written in
+    part counts as absent. Then come the id (8 bytes, if ``has_id``; otherwise the slot is the id),
+    the bytes of the record, and zeros up to a multiple of 8.
+
+    Attributes:
+        bytes: The whole file, uint8; shared with the file.
+        pages: Bits of the pages of 4,096 bytes that surely exist in the file, uint64. Only
+            these are written through ``bytes``: the process is killed if it writes to a new page
+            when the disk is full.
+        seeks_data: Whether ``lseek`` with SEEK_DATA finds further pages that exist.
+        descriptor: The open file.
+        start: Position of the first record in the file.
+        width: Bytes of a record.
+        has_id: Whether records have their id.
+    """
+
+    bytes: np.ndarray
+    pages: np.ndarray
+    seeks_data: bool
+    descriptor: int
+    start: int
+    width: int
+    has_id: bool
+
+    @property
+    def head(self) -> int:
+        """Bytes before those of the record."""
+        return 2 * _WORD if self.has_id else _WORD
+
+    @property
+    def stride(self) -> int:
+        """Bytes from one record to the next."""
+        return stride(self.width, self.has_id)
+
+
+def stride(width: int, has_id: bool) -> int:
+    """Return the bytes that a record of some width takes in the file."""
+    whole = width + (2 * _WORD if has_id else _WORD)
+    return (whole + _WORD - 1) // _WORD * _WORD
+
 
 _MAX_COUNT = np.iinfo(np.uint32).max
 
@@ -173,7 +222,7 @@ def mark_eligible(
 def commit(
     maps: Sequence[Map], changes: Sequence[Any], batch: int, power: int
 ) -> tuple[int, list[np.ndarray]]:
-    """Carry out the changes of a batch, map by map (`jaxrec.tier.ids.map_change.commit`).
+    """Carry out the changes of a batch, map by map (`jaxrec.tier.ids.id_map.commit`).
 
     Returns:
         The number of maps, or the index of the first one that refuses a new id or lacks the id of a
@@ -189,8 +238,8 @@ def commit(
             return number, evicted
         records.ids[each.new_slots] = each.new_ids
         records.born[each.new_slots] = batch
-        records.counts[each.new_slots] = 0
-        records.powers[each.new_slots] = power
+        records.count[each.new_slots] = 0
+        records.power[each.new_slots] = power
         each.slots[each.misses] = each.absent_slots[each.inverse]
     return len(changes), evicted
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -13,14 +13,13 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Int32, UInt32
 
 from jaxrec.mesh.store import MeshStore, first, stack
-from jaxrec.ragged import KeyedJaggedArray
+from jaxrec.ragged import KeyedJaggedArray, WideIds
 from jaxrec.ragged.bag_layout import bag_ids
-from jaxrec.tier.managed_collision.evicted import EvictedSlots
-from jaxrec.tier.managed_collision.id_words import IdWords
+from jaxrec.tier.managed_collision.id_batch import IdBatch
 from jaxrec.tier.managed_collision.multi_probe import MultiProbeConfig, MultiProbeMap
-from jaxrec.tier.managed_collision.murmur import murmur_hash3
+from jaxrec.tier.managed_collision.policies import EvictedSlots
+from jaxrec.tier.managed_collision.probing import murmur_hash3
 from jaxrec.tier.managed_collision.sorted_map import SortedMap, SortedMapConfig
-from jaxrec.tier.managed_collision.uint64 import UInt64, remainder
 
 MapConfig: TypeAlias = SortedMapConfig | MultiProbeConfig
 IdMap: TypeAlias = SortedMap | MultiProbeMap
@@ -86,23 +85,20 @@ class Mapped(NamedTuple):
 
     Attributes:
         maps: The maps after the batch.
-        values: Slots of the ids of mapped features; other ids as they are.
-        lengths: Lengths of the bags, without ids that were dropped.
-        weights: Weights of the values, or None.
+        features: The batch with slots in the place of ids of mapped features, and without ids that
+            were dropped.
         evicted: The evicted slots of each map.
     """
 
     maps: tuple[IdMap, ...]
-    values: Int32[Array, "*devices capacity"]
-    lengths: Int32[Array, "*devices bags"]
-    weights: Array | None
+    features: KeyedJaggedArray
     evicted: tuple[EvictedSlots, ...]
 
 
 def map_batch(
     mapped: Sequence[MappedTables],
     maps: Sequence[IdMap],
-    batch: IdWords,
+    batch: IdBatch,
     key: Array,
     *,
     is_training: bool,
@@ -126,35 +122,27 @@ def map_batch(
         return _map_part(mapped, maps, batch, key, is_training, lambda values: values[None], 0)
     channel = store.channel_over(store.batch_axes)
 
-    def on_device(maps: tuple[IdMap, ...], arrays: Any, hour: Array, key: Array) -> Mapped:
-        words, lengths, weights, inverse_indices = first(arrays)
-        own = dataclasses.replace(
-            batch,
-            words=words,
-            lengths=lengths,
-            weights=weights,
-            inverse_indices=inverse_indices,
-            hour=hour,
-        )
+    def on_device(
+        maps: tuple[IdMap, ...], features: KeyedJaggedArray, hour: Array, key: Array
+    ) -> Mapped:
+        own = IdBatch(first(features), hour)
 
         def gather(values: Array) -> Array:
             return channel.gather(values).reshape(-1, *values.shape)
 
         result = _map_part(mapped, maps, own, key, is_training, gather, channel.index)
-        values, lengths, weights = stack((result.values, result.lengths, result.weights))
-        return Mapped(result.maps, values, lengths, weights, result.evicted)
+        return result._replace(features=stack(result.features))
 
     over_batch, everywhere = PartitionSpec(store.batch_axes), PartitionSpec()
-    specs = Mapped(everywhere, over_batch, over_batch, over_batch, everywhere)  # type: ignore[arg-type]
+    specs = Mapped(everywhere, over_batch, everywhere)  # type: ignore[arg-type]
     run = store.shard_map(on_device, (everywhere, over_batch, everywhere, everywhere), specs)
-    arrays = batch.words, batch.lengths, batch.weights, batch.inverse_indices
-    return run(tuple(maps), arrays, batch.hour, key)
+    return run(tuple(maps), batch.features, batch.hour, key)
 
 
 def _map_part(
     mapped: Sequence[MappedTables],
     maps: Sequence[IdMap],
-    batch: IdWords,
+    batch: IdBatch,
     key: Array,
     is_training: bool,
     gather: Callable[[Array], Array],
@@ -167,30 +155,32 @@ def _map_part(
         gather: Returns an array of each device, ``[devices, ...]``.
         device: This device's number.
     """
-    words, segments, is_valid = jnp.asarray(batch.words), batch.segments, batch.is_valid
-    values = _small_ids(words)
+    segments, is_valid = batch.segments, batch.is_valid
+    ids = WideIds(jnp.asarray(batch.ids.high), jnp.asarray(batch.ids.low))
+    values = ids.narrow()
     new_maps, evicted = list(maps), []
     if is_training:
         # One message: the words of each id, and whether it is an id or padding.
-        all_ids = gather(jnp.concatenate([words, is_valid[:, None].astype(jnp.uint32)], axis=1))
+        all_ids = gather(jnp.stack([ids.high, ids.low, is_valid.astype(jnp.uint32)], axis=1))
     for number, (each, id_map) in enumerate(zip(mapped, maps, strict=True)):
         parts = [segments[feature] for feature in each.features]
         if not is_training:
             for part in parts:
-                values = values.at[part].set(id_map.remap(words[part]))
+                values = values.at[part].set(id_map.remap(ids[part].words))
             continue
         blocks = [all_ids[:, part].reshape(-1, 3) for part in parts]
-        ids = jnp.concatenate(blocks)
+        of_map = jnp.concatenate(blocks)
         hours = _hours(each, [block.shape[0] for block in blocks])
         new_maps[number], slots, dropped = each.update(
-            id_map, ids[:, :2], ids[:, 2] != 0, hours, jnp.asarray(batch.hour), key
+            id_map, of_map[:, :2], of_map[:, 2] != 0, hours, jnp.asarray(batch.hour), key
         )
         evicted.append(dropped)
         ends = np.cumsum([block.shape[0] for block in blocks])
         for part, of_feature in zip(parts, jnp.split(slots, ends[:-1]), strict=True):
             own = of_feature.reshape(all_ids.shape[0], -1)[device]
             values = values.at[part].set(own)
-    lengths, weights = jnp.asarray(batch.lengths), batch.weights
+    lengths, weights = jnp.asarray(batch.features.lengths), batch.features.weights
+    # Padding reads row 0, which every table has, and is in no bag.
     values = jnp.where(is_valid, values, 0)
     if any(each.drops_ids for each in mapped):
         is_dropped = jnp.zeros(values.shape, bool)
@@ -199,20 +189,15 @@ def _map_part(
                 part = segments[feature]
                 is_dropped = is_dropped.at[part].set(values[part] < 0)
         values, lengths, weights = _drop(batch, values, is_valid & ~is_dropped)
-    return Mapped(tuple(new_maps), values, lengths, weights, tuple(evicted))
-
-
-def _small_ids(words: UInt32[Array, "n 2"]) -> Int32[Array, " n"]:
-    """Return ids as int32; -1 for an id that does not fit, which no table has."""
-    low = jax.lax.bitcast_convert_type(words[:, 1], jnp.int32)
-    return jnp.where((words[:, 0] == 0) & (low >= 0), low, -1)
+    features = batch.features._with(values=values, lengths=lengths, weights=weights)
+    return Mapped(tuple(new_maps), features, tuple(evicted))
 
 
 def _hours(mapped: MappedTables, counts: Sequence[int]) -> Int32[Array, " n"] | None:
     """Return the time to live of each id; None without one."""
     if isinstance(mapped.config, SortedMapConfig) or mapped.config.eviction is None:
         return None
-    hours = mapped.config.eviction.hours(mapped.features)
+    hours = mapped.config.eviction.hours_to_live(mapped.features)
     return jnp.concatenate(
         [jnp.full(count, each, jnp.int32) for each, count in zip(hours, counts, strict=True)]
     )
@@ -223,29 +208,25 @@ def _rolls(is_valid: Bool[Array, " n"], key: Array) -> Int32[Array, " n"]:
     seed = jax.random.key_data(key)
     place = jnp.cumsum(is_valid, dtype=jnp.uint32)
     hashes = murmur_hash3(jnp.stack([jnp.broadcast_to(seed[0], place.shape), seed[1] ^ place], -1))
-    return remainder(UInt64(hashes[:, 0], hashes[:, 1]), 100)
+    return WideIds.of_words(hashes) % 100
 
 
 def _drop(
-    batch: IdWords, values: Int32[Array, " n"], is_kept: Bool[Array, " n"]
+    batch: IdBatch, values: Int32[Array, " n"], is_kept: Bool[Array, " n"]
 ) -> tuple[Int32[Array, " n"], Int32[Array, " bags"], Array | None]:
     """Return values, lengths and weights without some ids."""
-    bags = bag_ids(batch.lengths, batch.strides, batch.capacities)
-    lengths = jnp.zeros(sum(batch.strides), jnp.int32)
+    features = batch.features
+    bags = bag_ids(features.lengths, features.strides, features.capacities)
+    lengths = jnp.zeros(sum(features.strides), jnp.int32)
     lengths = lengths.at[bags].add(is_kept.astype(jnp.int32), mode="drop")
     before = jnp.cumsum(is_kept, dtype=jnp.int32) - is_kept.astype(jnp.int32)
     starts = np.repeat(
-        np.array([part.start for part in batch.segments.values()], np.int32), batch.capacities
+        np.array([part.start for part in batch.segments.values()], np.int32), features.capacities
     )
     place = jnp.where(is_kept, starts + before - before[starts], values.shape[0])
 
     def move(array: Array) -> Array:
         return jnp.zeros_like(array).at[place].set(array, mode="drop")
 
-    weights = None if batch.weights is None else move(jnp.asarray(batch.weights))
+    weights = None if features.weights is None else move(jnp.asarray(features.weights))
     return move(values), lengths, weights
-
-
-def remapped_features(batch: IdWords, mapped: Mapped) -> KeyedJaggedArray:
-    """Return a batch with slots in the place of its ids."""
-    return batch.with_values(mapped.values, mapped.lengths, mapped.weights)

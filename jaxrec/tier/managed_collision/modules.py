@@ -22,9 +22,8 @@ from jaxrec.tier.managed_collision.batch_maps import (
     MapConfig,
     MappedTables,
     map_batch,
-    remapped_features,
 )
-from jaxrec.tier.managed_collision.id_words import IdWords, as_id_words
+from jaxrec.tier.managed_collision.id_batch import IdBatch, as_id_batch
 from jaxrec.tier.managed_collision.multi_probe import MultiProbeConfig
 from jaxrec.tier.managed_collision.row_reset import reset_rows
 from jaxrec.tier.managed_collision.sorted_map import SortedMapConfig
@@ -97,20 +96,16 @@ class ManagedCollisions(nnx.Module):
         return {each.name: self._map(each).open_slots for each in self._mapped}
 
     def id_map(self, table: str) -> IdMap:
-        """Return the map of a table.
-
-        Raises:
-            KeyError: The table has no map.
-        """
+        """Return the map of a table."""
         for each in self._mapped:
             if table in each.tables:
                 return self._map(each)
         names = [name for each in self._mapped for name in each.tables]
         raise KeyError(f"table {table!r} has no map; tables with one are {names}")
 
-    def _look_up(self, features: KeyedJaggedArray | IdWords) -> Any:
+    def _look_up(self, features: KeyedJaggedArray | IdBatch) -> Any:
         store: TableStore = self._collection.tables.get_value()
-        batch = as_id_words(features)
+        batch = as_id_batch(features)
         self._check(batch, features, store)
         is_training = not self.deterministic
         key, count = self.key.get_value(), self.num_batches.get_value()
@@ -131,16 +126,11 @@ class ManagedCollisions(nnx.Module):
                 store = reset_rows(store, each.tables, evicted, key)
             self._collection.tables.set_value(store)
             self.num_batches.set_value(count + 1)
-        remapped = remapped_features(batch, result)
-        embeddings = self._collection(remapped)
-        return (embeddings, remapped) if self.return_remapped_features else embeddings
+        embeddings = self._collection(result.features)
+        return (embeddings, result.features) if self.return_remapped_features else embeddings
 
     def _is_routed_ahead(self) -> bool:
-        """Return whether this call only computes routes, for a step that comes later.
-
-        Raises:
-            TypeError: It computes embeddings for a later step.
-        """
+        """Return whether this call only computes routes, for a step that comes later."""
         probe = self._collection.probe
         if isinstance(probe, LookupProbe):
             raise TypeError(
@@ -155,27 +145,28 @@ class ManagedCollisions(nnx.Module):
         return cast(IdMap, jax.tree.unflatten(jax.tree.structure(form), arrays))
 
     def _check(
-        self, batch: IdWords, features: KeyedJaggedArray | IdWords, store: TableStore
+        self, batch: IdBatch, features: KeyedJaggedArray | IdBatch, store: TableStore
     ) -> None:
+        keys, shape = batch.features.keys, batch.features.values.shape
         for each in self._mapped:
-            if missing := [feature for feature in each.features if feature not in batch.keys]:
+            if missing := [feature for feature in each.features if feature not in keys]:
                 raise KeyError(
                     f"the map of tables {', '.join(each.tables)} takes features {missing}, which "
-                    f"the batch lacks; its keys are {', '.join(map(repr, batch.keys))}"
+                    f"the batch lacks; its keys are {', '.join(map(repr, keys))}"
                 )
             has_hours = isinstance(each.config, MultiProbeConfig) and each.config.eviction
             if has_hours and not self.deterministic and features is not batch:
                 raise TypeError(
                     f"the map of tables {', '.join(each.tables)} evicts ids by the hour, which the "
-                    "batch lacks; make the batch by jaxrec.tier.id_words(batch)"
+                    "batch lacks; make the batch by jaxrec.tier.managed_collision.id_words(batch)"
                 )
         devices = store.mesh.size if isinstance(store, MeshStore) else None
-        if devices is not None and (batch.words.ndim != 3 or batch.words.shape[0] != devices):
+        if devices is not None and (len(shape) != 2 or shape[0] != devices):
             raise ValueError(
                 f"the tables are over {devices} devices, but the batch has ids of shape "
-                f"{tuple(batch.words.shape[:-1])}; put it there by id_words(batch, mesh)"
+                f"{tuple(shape)}; put it there by id_words(batch, mesh)"
             )
-        if devices is None and batch.words.ndim != 2:
+        if devices is None and len(shape) != 1:
             raise ValueError(
                 "the batch lies over the devices of a mesh, but the tables are on one device; put "
                 "the model on the mesh with jaxrec.shard(model, plan, mesh)"
@@ -243,7 +234,7 @@ class ManagedCollisionEmbeddingBagCollection(ManagedCollisions):
         return self.embedding_bag_collection
 
     def __call__(
-        self, features: KeyedJaggedArray | IdWords
+        self, features: KeyedJaggedArray | IdBatch
     ) -> KeyedArray | tuple[KeyedArray, KeyedJaggedArray]:
         """Return the pooled embeddings of a batch.
 
@@ -301,7 +292,7 @@ class ManagedCollisionEmbeddingCollection(ManagedCollisions):
         return self.embedding_collection
 
     def __call__(
-        self, features: KeyedJaggedArray | IdWords
+        self, features: KeyedJaggedArray | IdBatch
     ) -> dict[str, JaggedArray] | tuple[dict[str, JaggedArray], KeyedJaggedArray]:
         """Return the embeddings of a batch's ids.
 

@@ -10,13 +10,23 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int32, UInt32
 
-from jaxrec.tier.managed_collision.evicted import EvictedSlots
-from jaxrec.tier.managed_collision.id_order import IdRuns, equal, find_runs, search_ids
-from jaxrec.tier.managed_collision.matching import match_slots
-from jaxrec.tier.managed_collision.murmur import murmur_hash3
-from jaxrec.tier.managed_collision.probing import NEVER, NO_SLOT, Windows
-from jaxrec.tier.managed_collision.time_to_live import TTLEviction
-from jaxrec.tier.managed_collision.uint64 import UInt64, remainder
+from jaxrec.ragged.wide_ids import (
+    IdRuns,
+    WideIds,
+    equal_words,
+    find_runs,
+    search_words,
+    split_int64,
+)
+from jaxrec.tier.managed_collision.policies import EvictedSlots
+from jaxrec.tier.managed_collision.probing import (
+    NEVER,
+    NO_SLOT,
+    Windows,
+    match_slots,
+    murmur_hash3,
+)
+from jaxrec.tier.vocabulary.eviction import Eviction
 
 # The id of an empty slot, -1.
 EMPTY_ID = (0xFFFFFFFF, 0xFFFFFFFF)
@@ -29,7 +39,8 @@ class MultiProbeConfig:
     Attributes:
         total_num_buckets: Number of equal parts of the slots. An id stays in its bucket.
         max_probe: Number of slots that an id may take, from its hash on.
-        eviction: When an id loses its slot; None: never.
+        eviction: When an id loses its slot: `jaxrec.tier.ttl` of whole hours, or TorchRec's
+            `SingleTTLEviction`, `LRUEviction`, `PerFeatureTTLEviction`; None: never.
         input_hash_size: 0: the bucket of an id is ``id % total_num_buckets``. Otherwise ids are
             below this number, and equal ranges of ids belong to each bucket.
         opt_in_prob: Percentage of new ids that get a slot at each occurrence, 1 to 100. Others
@@ -40,6 +51,7 @@ class MultiProbeConfig:
             the slot of its hash, which another id has, or a reserved slot.
 
     Raises:
+        TypeError: The policy has no hours.
         ValueError: A number is out of its range.
 
     Example:
@@ -49,7 +61,7 @@ class MultiProbeConfig:
 
     total_num_buckets: int = 1
     max_probe: int = 128
-    eviction: TTLEviction | None = None
+    eviction: Eviction | None = None
     input_hash_size: int = 0
     opt_in_prob: int | None = None
     percent_reserved_slots: float = 0
@@ -59,6 +71,8 @@ class MultiProbeConfig:
         for name in ("total_num_buckets", "max_probe"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be 1 or more, got {getattr(self, name)}")
+        if self.eviction is not None:
+            self.eviction.hours_to_live(())  # raises its error
         if not 0 <= self.input_hash_size < 2**63:
             raise ValueError(f"input_hash_size must be 0 to 2**63-1, got {self.input_hash_size}")
         if not 0 <= self.percent_reserved_slots < 100:
@@ -160,6 +174,7 @@ class MultiProbeMap:
         found = probed.windows.find(self.identities, ids)
         return jnp.where(found == NO_SLOT, probed.fallback, found)
 
+    @jax.jit
     def update(
         self,
         ids: UInt32[Array, "n 2"],
@@ -188,41 +203,11 @@ class MultiProbeMap:
         """
         if (self.config.eviction is not None) and (expiry is None or hour is None):
             raise ValueError("a map with eviction needs the hours: expiry= and hour=")
-        return self._update(ids, is_valid, expiry, hour, rolls)
-
-    @property
-    def _is_empty(self) -> Bool[Array, " slots"]:
-        return equal(self.identities, jnp.array(EMPTY_ID, jnp.uint32))
-
-    def _probe(self, ids: UInt32[Array, "n 2"]) -> _Probed:
-        """Return the slots that each id may take."""
-        config = self.config
-        size = self.num_slots // config.total_num_buckets
-        reserved = 0 if config.opt_in_prob is None else config.reserved_slots(self.num_slots)
-        first = _bucket(ids, config) * size
-        hashes = UInt64(*jnp.moveaxis(murmur_hash3(ids), -1, 0))
-        start = remainder(hashes, size - reserved)
-        windows = Windows(first, start, size - reserved, min(config.max_probe, size - reserved))
-        shared = first + start
-        if reserved:
-            shared = first + size - reserved + remainder(hashes, reserved)
-        fallback = jnp.full_like(shared, NO_SLOT) if config.disable_fallback else shared
-        return _Probed(windows, shared, fallback)
-
-    @jax.jit
-    def _update(
-        self,
-        ids: UInt32[Array, "n 2"],
-        is_valid: Bool[Array, " n"],
-        expiry: Int32[Array, " n"] | None,
-        hour: Int32[Array, ""] | None,
-        rolls: Int32[Array, " n"] | None,
-    ) -> tuple[MultiProbeMap, Int32[Array, " n"], EvictedSlots]:
         count, num_slots, config = ids.shape[0], self.num_slots, self.config
         if count == 0:
             return self, jnp.zeros(0, jnp.int32), EvictedSlots.none(0, num_slots)
         probed = self._probe(ids)
-        is_valid &= ~equal(ids, jnp.array(EMPTY_ID, jnp.uint32))
+        is_valid &= ~equal_words(ids, jnp.array(EMPTY_ID, jnp.uint32))
         position = jnp.arange(count, dtype=jnp.int32)
         is_admitted = jnp.ones(count, bool)
         if rolls is not None and config.opt_in_prob is not None:
@@ -260,6 +245,25 @@ class MultiProbeMap:
             metadata = metadata.at[touched].max(expiry, mode="drop")
         identities = self.identities.at[target].set(runs.ids, mode="drop")
         return dataclasses.replace(self, identities=identities, metadata=metadata), result, evicted
+
+    @property
+    def _is_empty(self) -> Bool[Array, " slots"]:
+        return equal_words(self.identities, jnp.array(EMPTY_ID, jnp.uint32))
+
+    def _probe(self, ids: UInt32[Array, "n 2"]) -> _Probed:
+        """Return the slots that each id may take."""
+        config = self.config
+        size = self.num_slots // config.total_num_buckets
+        reserved = 0 if config.opt_in_prob is None else config.reserved_slots(self.num_slots)
+        first = _bucket(ids, config) * size
+        hashes = WideIds.of_words(murmur_hash3(ids))
+        start = hashes % (size - reserved)
+        windows = Windows(first, start, size - reserved, min(config.max_probe, size - reserved))
+        shared = first + start
+        if reserved:
+            shared = first + size - reserved + hashes % reserved
+        fallback = jnp.full_like(shared, NO_SLOT) if config.disable_fallback else shared
+        return _Probed(windows, shared, fallback)
 
     def _preferences(self, hour: Int32[Array, ""] | None) -> Int32[Array, " slots"]:
         """Return how early a new id takes each slot: see `match_slots`."""
@@ -299,13 +303,10 @@ def _bucket(ids: UInt32[Array, "n 2"], config: MultiProbeConfig) -> Int32[Array,
         return jnp.zeros(ids.shape[0], jnp.int32)
     if config.input_hash_size:
         size = -(-config.input_hash_size // buckets)
-        starts = np.array([size * i for i in range(1, buckets)], np.uint64)
-        words = np.stack([starts >> np.uint64(32), starts & np.uint64(0xFFFFFFFF)], -1)
+        starts = split_int64(np.array([size * i for i in range(1, buckets)], np.uint64))
         # The number of starts at or below an id is the number of starts below id + 1.
-        low = ids[:, 1] + np.uint32(1)
-        after = jnp.stack([ids[:, 0] + (low == 0).astype(jnp.uint32), low], -1)
-        return search_ids(jnp.asarray(words.astype(np.uint32)), after)
+        return search_words(jnp.asarray(starts), (WideIds.of_words(ids) + 1).words)
     # A negative id has 2**64 too much as an unsigned one.
-    rest = remainder(UInt64(ids[:, 0], ids[:, 1]), buckets)
+    rest = WideIds.of_words(ids) % buckets
     is_negative = ids[:, 0] >> np.uint32(31) == 1
     return jnp.where(is_negative, (rest + buckets - 2**64 % buckets) % buckets, rest)

@@ -1,4 +1,7 @@
-"""Policies of a sorted map: the ids that may enter it, and the ids that it keeps."""
+"""Eviction in maps of managed collisions: filters of new ids, policies by TorchRec's names.
+
+The policies are those of `jaxrec.tier.vocabulary.eviction`, which serve on the host, too.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,9 @@ from collections.abc import Mapping
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float32, Int32, Num
+from jaxtyping import Array, Bool, Int32, UInt32
 
-COUNTS, LAST_ACCESS = "counts", "last_access_iter"
+from jaxrec.tier.vocabulary.eviction import DistanceLfu, Eviction, Lfu, Lru
 
 
 class ThresholdFilter(abc.ABC):
@@ -108,55 +111,20 @@ class ProbabilisticThreshold(ThresholdFilter):
         return (counts > 0) & (scores > jax.random.uniform(key, counts.shape, jnp.float32))
 
 
-class EvictionPolicy(abc.ABC):
-    """Scores the ids that compete for the slots of a sorted map; the highest scores stay.
-
-    Derive a frozen dataclass to write one. Between equal scores, the id of the map stays and the
-    new id does not enter.
-
-    Attributes:
-        metadata: Names of the numbers that the map keeps for each slot: ``"counts"``, the
-            occurrences since the id entered, and ``"last_access_iter"``, the update in which the
-            id occurred last.
-        threshold_filter: Which ids of a history may enter; None: all.
-    """
-
-    metadata: tuple[str, ...]
-    threshold_filter: ThresholdFilter | None
-
-    @abc.abstractmethod
-    def scores(
-        self, metadata: Mapping[str, Int32[Array, " ids"]], iteration: Int32[Array, ""]
-    ) -> Num[Array, " ids"]:
-        """Return the score of each id.
-
-        Args:
-            metadata: The numbers of each id, by name. An empty slot has zeros.
-            iteration: Number of batches so far, this one included.
-
-        Returns:
-            int32 of 0 or more, or float32.
-        """
-
-
 @dataclasses.dataclass(frozen=True)
-class LFUEvictionPolicy(EvictionPolicy):
-    """Keeps the ids that occurred most often: TorchRec's ``LFU_EvictionPolicy``.
+class LFUEvictionPolicy(Lfu):
+    """`jaxrec.tier.lfu` by TorchRec's name, ``LFU_EvictionPolicy``: keeps the most frequent ids.
 
     Attributes:
         threshold_filter: Which ids may enter; None: all.
     """
 
-    metadata = (COUNTS,)
     threshold_filter: ThresholdFilter | None = None
-
-    def scores(self, metadata, iteration):
-        return metadata[COUNTS]
 
 
 @dataclasses.dataclass(frozen=True)
-class LRUEvictionPolicy(EvictionPolicy):
-    """Keeps the ids that occurred last: TorchRec's ``LRU_EvictionPolicy``.
+class LRUEvictionPolicy(Lru):
+    """`jaxrec.tier.lru` by TorchRec's name, ``LRU_EvictionPolicy``: keeps the ids that came last.
 
     The score is ``-(iteration - last_access_iter + 1) ** decay_exponent`` in float32.
 
@@ -165,17 +133,13 @@ class LRUEvictionPolicy(EvictionPolicy):
         threshold_filter: Which ids may enter; None: all.
     """
 
-    metadata = (LAST_ACCESS,)
     decay_exponent: float = 1.0
     threshold_filter: ThresholdFilter | None = None
 
-    def scores(self, metadata, iteration):
-        return -_decay(iteration - metadata[LAST_ACCESS] + 1, self.decay_exponent)
-
 
 @dataclasses.dataclass(frozen=True)
-class DistanceLFUEvictionPolicy(EvictionPolicy):
-    """Keeps the ids that occurred often and lately: TorchRec's ``DistanceLFU_EvictionPolicy``.
+class DistanceLFUEvictionPolicy(DistanceLfu):
+    """`jaxrec.tier.distance_lfu` by TorchRec's name, ``DistanceLFU_EvictionPolicy``.
 
     The score is ``counts / (iteration - last_access_iter + 1) ** decay_exponent`` in float32.
 
@@ -184,23 +148,97 @@ class DistanceLFUEvictionPolicy(EvictionPolicy):
         threshold_filter: Which ids may enter; None: all.
     """
 
-    metadata = (COUNTS, LAST_ACCESS)
-    decay_exponent: float = 1.0
     threshold_filter: ThresholdFilter | None = None
 
-    def scores(self, metadata, iteration):
-        distance = iteration - metadata[LAST_ACCESS] + 1
-        return metadata[COUNTS].astype(jnp.float32) / _decay(distance, self.decay_exponent)
+
+@dataclasses.dataclass(frozen=True)
+class SingleTTLEviction(Eviction):
+    """Evicts ids that did not occur for some hours; TorchRec's ``SINGLE_TTL_EVICTION``.
+
+    Attributes:
+        ttl: Hours, 0 or more.
+
+    Example:
+        >>> SingleTTLEviction(24).hours_to_live(["a", "b"])
+        array([24, 24], dtype=int32)
+    """
+
+    ttl: int
+
+    def __post_init__(self) -> None:
+        _check_hours("ttl", self.ttl)
+
+    def hours_to_live(self, features):
+        return np.full(len(features), self.ttl, np.int32)
 
 
-def _decay(distance: Int32[Array, " ids"], exponent: float) -> Float32[Array, " ids"]:
-    """Return ``distance ** exponent``, for common exponents with one rounding as in PyTorch."""
-    base = distance.astype(jnp.float32)
-    match exponent:
-        case 1.0:
-            return base
-        case 2.0:
-            return base * base
-        case 0.5:
-            return jnp.sqrt(base)
-    return base ** np.float32(exponent)
+@dataclasses.dataclass(frozen=True)
+class LRUEviction(SingleTTLEviction):
+    """Evicts the id that did not occur for longest; TorchRec's ``LRU_EVICTION``.
+
+    Only ids that did not occur for ``ttl`` hours are evicted, and only where a new id finds no
+    empty slot.
+
+    Attributes:
+        ttl: Hours, 0 or more.
+    """
+
+    is_lru = True
+
+
+@dataclasses.dataclass(frozen=True)
+class PerFeatureTTLEviction(Eviction):
+    """Evicts ids after hours that differ by feature; TorchRec's ``PER_FEATURE_TTL_EVICTION``.
+
+    Attributes:
+        ttls: Hours by feature, 0 or more.
+
+    Raises:
+        KeyError: ``hours_to_live`` is asked for a feature without a number of hours.
+
+    Example:
+        >>> PerFeatureTTLEviction({"clicks": 24, "views": 2}).hours_to_live(["views"])
+        array([2], dtype=int32)
+    """
+
+    ttls: Mapping[str, int] | tuple[tuple[str, int], ...]
+
+    def __post_init__(self) -> None:
+        ttls = dict(self.ttls)
+        for feature, hours in ttls.items():
+            _check_hours(f"ttls[{feature!r}]", hours)
+        # A tuple, so that the policy can be hashed.
+        object.__setattr__(self, "ttls", tuple(ttls.items()))
+
+    def hours_to_live(self, features):
+        ttls = dict(self.ttls)
+        if missing := [feature for feature in features if feature not in ttls]:
+            raise KeyError(f"PerFeatureTTLEviction has no hours for features {missing}")
+        return np.array([ttls[feature] for feature in features], np.int32)
+
+
+def _check_hours(name: str, hours: int) -> None:
+    if isinstance(hours, bool) or not isinstance(hours, int | np.integer) or hours < 0:
+        raise ValueError(f"{name} must be a number of hours, 0 or more, got {hours!r}")
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class EvictedSlots:
+    """Slots that got another id in an update; their rows need a reset.
+
+    Attributes:
+        slots: The slots; the number of all slots from ``count`` on.
+        ids: The id that each slot got, as two words; zeros from ``count`` on.
+        count: Number of evicted slots.
+    """
+
+    slots: Int32[Array, " evicted"]
+    ids: UInt32[Array, "evicted 2"]
+    count: Int32[Array, ""]
+
+    @classmethod
+    def none(cls, capacity: int, num_slots: int) -> EvictedSlots:
+        """Return a list of no slots."""
+        ids = jnp.zeros((capacity, 2), jnp.uint32)
+        return cls(jnp.full(capacity, num_slots, jnp.int32), ids, jnp.int32(0))

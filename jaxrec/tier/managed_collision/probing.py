@@ -1,4 +1,4 @@
-"""The slots that ids probe, a few at a time."""
+"""Slots that ids probe from their hash on, and the slot that each of them gets."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int32, UInt32
 
-from jaxrec.tier.managed_collision.id_order import equal
+from jaxrec.ragged.wide_ids import WideIds, equal_words
 
 # "No slot", as a slot, and "never", as a preference.
 NO_SLOT: Final = -1
@@ -18,6 +18,47 @@ NEVER: Final = np.int32(np.iinfo(np.int32).max)
 
 # Slots of each id that are read at once: memory is ids * _STEP.
 _STEP = 16
+
+
+# Of `match_slots`.
+_State = tuple[Array, Array, Array, Array, Array, Array]
+
+
+def murmur_hash3(ids: UInt32[Array, "*shape 2"]) -> UInt32[Array, "*shape 2"]:
+    """Hash ids as FBGEMM's ``murmur_hash3(id, 0, 0)`` does.
+
+    MurmurHash3's mixing of the 16 bytes of the id and of 0, with its two halves joined by an
+    exclusive or (``murmur_hash3_2x64`` in FBGEMM's ``faster_hash_ops/common_utils.cuh``).
+
+    Args:
+        ids: ``[..., 2]`` uint32, as `jaxrec.ragged.split_int64` makes them.
+
+    Returns:
+        The 64-bit hashes in the same form.
+
+    Example:
+        >>> import numpy as np
+        >>> from jaxrec.ragged import join_int64, split_int64
+        >>> int(join_int64(murmur_hash3(jnp.asarray(split_int64(np.array([3])))))[0])
+        1573190477316769101
+    """
+    first = WideIds.of_words(ids) * 0x87C37B91114253D5
+    first = first.rotate_left(31) * 0x4CF5AD432745937F
+    first = first.rotate_left(27) * 5 + 0x52DCE729
+    # The second half is 0 up to here.
+    second = first * 5 + 0x38495AB5
+    first, second = first ^ 16, second ^ 16  # the length
+    first = first + second
+    second = second + first
+    first, second = _mix(first), _mix(second)
+    first = first + second
+    return (first ^ (second + first)).words
+
+
+def _mix(half: WideIds) -> WideIds:
+    half = (half ^ half.shift_right(33)) * 0xFF51AFD7ED558CCD
+    half = (half ^ half.shift_right(33)) * 0xC4CEB9FE1A85EC53
+    return half ^ half.shift_right(33)
 
 
 @jax.tree_util.register_dataclass
@@ -76,7 +117,7 @@ class Windows:
             probe, found, is_done = state
             probes = _probes(probe, ids.shape[0])
             slots = self.slots(jnp.minimum(probes, self.length - 1))
-            is_same = equal(identities[slots], ids[:, None]) & (probes < self.length)
+            is_same = equal_words(identities[slots], ids[:, None]) & (probes < self.length)
             ends = is_same if until is None else is_same | until[slots]
             place = jnp.argmax(ends, axis=1)[:, None]
             hit = jnp.take_along_axis(is_same, place, axis=1)[:, 0] & ~is_done
@@ -135,3 +176,63 @@ class Windows:
 def _probes(start: Int32[Array, ""], count: int) -> Int32[Array, "n step"]:
     probes = start + jnp.arange(_STEP, dtype=jnp.int32)
     return jnp.broadcast_to(probes, (count, _STEP))
+
+
+def match_slots(
+    windows: Windows,
+    preferences: Int32[Array, " slots"],
+    own: Int32[Array, " n"],
+    first: Int32[Array, " n"],
+    first_admitted: Int32[Array, " n"],
+) -> Int32[Array, " n"]:
+    """Return the slot that each distinct id gets, if each takes the best free slot at its turn.
+
+    All ids propose to their best slots at once, each slot keeps the id with the earliest turn, and
+    the others propose to their next slots (deferred acceptance; Gale and Shapley, "College
+    Admissions and the Stability of Marriage", 1962). Since the earliest turn of all keeps its first
+    choice, and so on by induction, the result is that of the turns one after the other. The number
+    of rounds is that of the longest chain of displaced ids, not the number of ids.
+
+    Args:
+        windows: The slots that each id probes.
+        preferences: Rank of each slot for a new id, -1 or more: an id takes the lowest rank in its
+            window, and the first of equal ranks. `NEVER`: the slot keeps its id.
+        own: The slot that the id has, `NO_SLOT` for none. The id keeps it at its first turn, unless
+            another id took it before; a slot of rank `NEVER` is not taken.
+        first: Turn of the first occurrence of each id; ``n`` or more past the last id.
+        first_admitted: Turn at which the id may take another slot; ``n`` for never.
+
+    Returns:
+        The slots; the number of slots for an id that gets none.
+    """
+    num_slots, count = preferences.shape[0], own.shape[0]
+
+    def go_on(state: _State) -> Bool[Array, ""]:
+        return jnp.any(state[0])
+
+    def step(state: _State) -> _State:
+        moves, slot, turn, preference, probe, earliest = state
+        is_able = moves & (first_admitted < count)
+        preference_next, probe_next = windows.next_choice(preferences, preference, probe, is_able)
+        proposes = is_able & (preference_next < NEVER)
+        next_slot = windows.slots(probe_next[:, None])[:, 0]
+        slot = jnp.where(moves, jnp.where(proposes, next_slot, num_slots), slot)
+        turn = jnp.where(moves, first_admitted, turn)
+        preference = jnp.where(proposes, preference_next, preference)
+        probe = jnp.where(proposes, probe_next, probe)
+        return settle(slot, turn, preference, probe, earliest)
+
+    def settle(
+        slot: Array, turn: Array, preference: Array, probe: Array, earliest: Array
+    ) -> _State:
+        earliest = earliest.at[slot].min(turn, mode="drop")
+        loses = (slot < num_slots) & (earliest.at[slot].get(mode="clip") != turn)
+        return loses, slot, turn, preference, probe, earliest
+
+    before_all = jnp.full(count, -2, jnp.int32)
+    earliest = jnp.full(num_slots, count, jnp.int32)
+    has_own = own != NO_SLOT
+    state = settle(jnp.where(has_own, own, num_slots), first, before_all, before_all, earliest)
+    is_waiting = ~has_own & (first < count)
+    state = (state[0] | is_waiting, *state[1:])
+    return jax.lax.while_loop(go_on, step, state)[1]

@@ -19,7 +19,7 @@ from jaxrec.embed.store import TableStore
 from jaxrec.embed.tables import Tables, write_slots
 from jaxrec.mesh.placed_group import PlacedGroup
 from jaxrec.mesh.store import MeshStore
-from jaxrec.tier.managed_collision.evicted import EvictedSlots
+from jaxrec.tier.managed_collision.policies import EvictedSlots
 
 # Rows that are written at once.
 _ROWS = 1024

@@ -9,14 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int32, Num, UInt32
 
-from jaxrec.tier.managed_collision.evicted import EvictedSlots
-from jaxrec.tier.managed_collision.id_order import argsort_ids, equal, find_runs, search_ids
-from jaxrec.tier.managed_collision.policies import (
-    COUNTS,
-    LAST_ACCESS,
-    EvictionPolicy,
-    LFUEvictionPolicy,
-)
+from jaxrec.ragged.wide_ids import argsort_words, equal_words, find_runs, search_words
+from jaxrec.tier.managed_collision.policies import EvictedSlots
+from jaxrec.tier.vocabulary.eviction import COUNTS, LAST_ACCESS, Eviction, lfu
 
 # The id of an empty slot, 2**63 - 1.
 EMPTY_ID = (0x7FFFFFFF, 0xFFFFFFFF)
@@ -33,25 +28,30 @@ class SortedMapConfig:
         history_size: Number of ids that are kept between two updates; later ids are not counted.
             TorchRec's default is ``int(1.25 * eviction_interval * ids of the first batch)``. An id
             takes 8 bytes, with policies that use ``last_access_iter`` 12.
-        policy: Which ids keep a slot.
+        policy: Which ids keep a slot: `jaxrec.tier.lfu`, `lru`, `distance_lfu`, or these by
+            TorchRec's names, with a filter of the ids that may enter.
         eviction_interval: Number of batches between two updates.
 
     Raises:
+        TypeError: The policy has no scores.
         ValueError: A number is less than 1.
 
     Example:
         >>> SortedMapConfig(history_size=int(1.25 * 10 * 65536), eviction_interval=10).policy
-        LFUEvictionPolicy(threshold_filter=None)
+        Lfu()
     """
 
     history_size: int
-    policy: EvictionPolicy = LFUEvictionPolicy()  # noqa: RUF009 (frozen)
+    policy: Eviction = dataclasses.field(default_factory=lfu)
     eviction_interval: int = 1
 
     def __post_init__(self) -> None:
         for name in ("history_size", "eviction_interval"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be 1 or more, got {getattr(self, name)}")
+        policy = self.policy
+        if not isinstance(policy, Eviction) or not policy.metadata or policy.foresight:
+            raise TypeError(f"policy is one with scores, such as jaxrec.tier.lfu(), got {policy!r}")
 
     def init(self, num_slots: int) -> SortedMap:
         """Return an empty map.
@@ -124,7 +124,7 @@ class SortedMap:
     @property
     def open_slots(self) -> Int32[Array, ""]:
         """Number of slots that no id has, without the last."""
-        is_empty = equal(self.ids, jnp.array(EMPTY_ID, jnp.uint32))
+        is_empty = equal_words(self.ids, jnp.array(EMPTY_ID, jnp.uint32))
         return jnp.sum(is_empty, dtype=jnp.int32) - 1
 
     @jax.jit
@@ -164,14 +164,14 @@ class SortedMap:
 
     def _find(self, ids: UInt32[Array, "n 2"]) -> tuple[Int32[Array, " n"], Bool[Array, " n"]]:
         """Return the position of each id in ``ids``, and whether it is there."""
-        position = search_ids(self.ids[:-1], ids)
-        found = equal(self.ids.at[position].get(mode="clip"), ids)
-        return position, found & ~equal(ids, jnp.array(EMPTY_ID, jnp.uint32))
+        position = search_words(self.ids[:-1], ids)
+        found = equal_words(self.ids.at[position].get(mode="clip"), ids)
+        return position, found & ~equal_words(ids, jnp.array(EMPTY_ID, jnp.uint32))
 
     def _record(self, ids: UInt32[Array, "n 2"], is_valid: Bool[Array, " n"]) -> SortedMap:
         """Return the map with the ids in its history."""
         iteration, size = self.iteration + 1, self.history.shape[0]
-        is_kept = is_valid & ~equal(ids, jnp.array(EMPTY_ID, jnp.uint32))
+        is_kept = is_valid & ~equal_words(ids, jnp.array(EMPTY_ID, jnp.uint32))
         place = self.history_length + jnp.cumsum(is_kept, dtype=jnp.int32) - 1
         place = jnp.where(is_kept, place, size)
         count = self.history_length + jnp.sum(is_kept, dtype=jnp.int32)
@@ -197,8 +197,9 @@ class SortedMap:
         is_valid = jnp.arange(size, dtype=jnp.int32) < self.history_length
         runs = find_runs(self.history, is_valid)
         counts = jnp.zeros(size, jnp.int32).at[runs.run].add(1, mode="drop")
-        if self.config.policy.threshold_filter is not None:
-            admitted = self.config.policy.threshold_filter.admit(counts, runs.count, key)
+        # Only policies by TorchRec's names have one.
+        if (threshold := getattr(self.config.policy, "threshold_filter", None)) is not None:
+            admitted = threshold.admit(counts, runs.count, key)
             counts = jnp.where(admitted, counts, 0)
         order = jnp.argsort(-counts, stable=True)
         numbers = {COUNTS: counts}
@@ -239,7 +240,7 @@ class SortedMap:
         )
         new_ids = replace(self.ids, ids)
         metadata = {name: replace(metadata[name], numbers[name]) for name in policy.metadata}
-        by_id = argsort_ids(new_ids)
+        by_id = argsort_words(new_ids)
         updated = dataclasses.replace(
             self,
             ids=new_ids[by_id],

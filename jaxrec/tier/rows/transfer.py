@@ -20,8 +20,8 @@ from jaxrec.tier.rows.record_layout import RecordLayout
 from jaxrec.tier.rows.store_traffic import StoreTraffic
 from jaxrec.tier.rows.under_way import EvictedRows, RowsUnderWay, WantedRows
 from jaxrec.tier.rows.written_ids import WrittenIds
-from jaxrec.tier.stores.division import Division
 from jaxrec.tier.stores.row_store import RecordFormat, RowStore
+from jaxrec.tier.stores.urls import Division
 
 _Thread = concurrent.futures.ThreadPoolExecutor
 

@@ -8,7 +8,7 @@ import threading
 
 import numpy as np
 
-from jaxrec.tier.stores.places import Places
+from jaxrec.tier.ids.id_map import Places
 
 _FIRST_ROOM = 1024
 

@@ -33,9 +33,6 @@ class CachedStore(RowStore):
     Args:
         store: The store below.
         memory: Bytes for records and their map.
-
-    Raises:
-        ValueError: ``memory`` is negative.
     """
 
     def __init__(self, store: RowStore, memory: int = DEFAULT_BYTES) -> None:
@@ -180,11 +177,7 @@ class CachedStore(RowStore):
 
 
 def parse_bytes(text: str) -> int:
-    """Return the bytes of a text such as ``"2GB"``.
-
-    Raises:
-        ValueError: The text is not a size.
-    """
+    """Return the bytes of a text such as ``"2GB"``."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]B|)", text.strip(), re.IGNORECASE)
     if match is None:
         raise ValueError(f"a size of memory is a number and KB, MB, GB or TB, got {text!r}")

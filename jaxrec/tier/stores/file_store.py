@@ -1,4 +1,4 @@
-"""Rows in a sparse file."""
+"""Rows in a sparse file, and its snapshots."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from collections.abc import Iterator
 import numpy as np
 
 from jaxrec.files.lock import lock, unlock
-from jaxrec.tier.stores import file_snapshot, snapshots
-from jaxrec.tier.stores.places import Places
+from jaxrec.tier.ids.id_map import Places
+from jaxrec.tier.ids.reference import record_tags
+from jaxrec.tier.stores import snapshots
 from jaxrec.tier.stores.record_file import RECORDS, RecordFile
 from jaxrec.tier.stores.record_format import RecordFormat
 from jaxrec.tier.stores.record_header import (
@@ -24,11 +25,31 @@ from jaxrec.tier.stores.record_header import (
     write_state,
 )
 from jaxrec.tier.stores.row_store import RowStore
+from jaxrec.tier.stores.snapshots import Manifest
 
 _NEW = f"{RECORDS}.new"
 
 
-class FileStore(RowStore):
+class DirectoryStore(RowStore):
+    """Base of stores in a directory of their own, made if it is missing. One run has it open."""
+
+    def __init__(self, directory: str | pathlib.Path) -> None:
+        self.directory = pathlib.Path(directory).absolute()
+        self._lock = threading.RLock()
+
+    @classmethod
+    def from_url(cls, url: str) -> DirectoryStore:
+        """Make the store of a URL such as ``"file:///data/users"``."""
+        return cls(url_path(url))
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({str(self.directory)!r})"
+
+    def _not_open(self) -> ValueError:
+        return ValueError(f"{self!r} is not open")
+
+
+class FileStore(DirectoryStore):
     """Records in a memory-mapped file of a directory: the store ``"file:///directory"``.
 
     Where the ids are a range, an id is the record's place in the file, which is as large as all
@@ -50,19 +71,10 @@ class FileStore(RowStore):
     """
 
     def __init__(self, directory: str | pathlib.Path) -> None:
-        self.directory = pathlib.Path(directory).absolute()
+        super().__init__(directory)
         self._path = self.directory / RECORDS
-        self._lock = threading.RLock()
         self._file: RecordFile | None = None
         self._places: Places | None = None
-
-    @classmethod
-    def from_url(cls, url: str) -> FileStore:
-        """Make the store of a URL such as ``"file:///data/users"``."""
-        return cls(url_path(url))
-
-    def __repr__(self) -> str:
-        return f"FileStore({str(self.directory)!r})"
 
     def open(self, format: RecordFormat) -> None:
         with self._lock:
@@ -148,7 +160,7 @@ class FileStore(RowStore):
 
     def snapshot(self, directory: pathlib.Path) -> None:
         with self._lock:
-            file_snapshot.write(directory, self._opened)
+            write_snapshot(directory, self._opened)
 
     def load_snapshot(self, directory: pathlib.Path) -> None:
         with self._lock:
@@ -160,7 +172,7 @@ class FileStore(RowStore):
                 return
             new = self.directory / _NEW
             try:
-                file_snapshot.copy_records(directory, manifest, new)
+                copy_records(directory, manifest, new)
             except BaseException:
                 new.unlink(missing_ok=True)
                 raise
@@ -190,9 +202,6 @@ class FileStore(RowStore):
                 stacklevel=4,
             )
         return self._file
-
-    def _not_open(self) -> ValueError:
-        return ValueError(f"{self!r} is not open")
 
     def _replace_file(self, old: RecordFile) -> None:
         """Put the file ``records.new`` in the place of the records."""
@@ -230,11 +239,7 @@ class FileStore(RowStore):
 
 
 def url_path(url: str) -> pathlib.Path:
-    """Return the absolute path of a URL without a host.
-
-    Raises:
-        ValueError: The URL has a host, or no absolute path.
-    """
+    """Return the absolute path of a URL without a host."""
     parts = urllib.parse.urlsplit(url)
     path = urllib.parse.unquote(parts.path)
     if parts.netloc or not path.startswith("/") or path == "/" or parts.query or parts.fragment:
@@ -243,3 +248,72 @@ def url_path(url: str) -> pathlib.Path:
             f"with three slashes, got {url!r}"
         )
     return pathlib.Path(path)
+
+
+_PART = 1 << 16  # records
+
+
+def write_snapshot(directory: pathlib.Path, file: RecordFile) -> None:
+    """Write a snapshot of the kind "file": a copy of a file, which does not change meanwhile."""
+    # The file is copied in the kernel. Its records have checksums of their own: to know that all
+    # are there, their number and the sum of these are enough.
+    details = _sums(file, are_whole=True)
+    with snapshots.writing(
+        directory, "file", file.format, details, lambda path: path.name == RECORDS
+    ) as unfinished:
+        file.copy_to(unfinished / RECORDS)
+
+
+def check_snapshot(directory: pathlib.Path, manifest: Manifest) -> None:
+    """Check that no record of a snapshot is missing or damaged."""
+    with contextlib.closing(_open_snapshot(directory, manifest)) as file:
+        sums = _sums(file)
+    if sums != manifest.details:
+        raise ValueError(
+            f"the snapshot is damaged: {file.path} has {sums['count']:,} whole records with the "
+            f"sum {sums['sum']:x}; {manifest.details['count']:,} with the sum "
+            f"{manifest.details['sum']:x} were saved"
+        )
+
+
+def read_snapshot(
+    directory: pathlib.Path, manifest: Manifest
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Iterate over the records of a snapshot."""
+    with contextlib.closing(_open_snapshot(directory, manifest)) as file:
+        yield from _records(file)
+
+
+def copy_records(directory: pathlib.Path, manifest: Manifest, path: pathlib.Path) -> None:
+    """Copy the file of a snapshot to a path."""
+    with contextlib.closing(_open_snapshot(directory, manifest)) as file:
+        file.copy_to(path)
+
+
+def _open_snapshot(directory: pathlib.Path, manifest: Manifest) -> RecordFile:
+    path = directory / RECORDS
+    if not path.is_file():
+        raise ValueError(f"the snapshot is damaged: {path} is missing")
+    file = RecordFile(path, is_writable=False)
+    manifest.format.check_same(file.format, str(path))
+    return file
+
+
+def _records(
+    file: RecordFile, *, are_whole: bool = False
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    for slots in file.slots(_PART):
+        found, ids, records = file.read_whole(slots) if are_whole else file.read(slots)
+        yield ids[found], records[found]
+
+
+def _sums(file: RecordFile, *, are_whole: bool = False) -> dict[str, int]:
+    """Return the number of a file's records and the sum of their checksums.
+
+    A damaged record is an error if the records ``are_whole``; otherwise it counts as absent.
+    """
+    count, total = 0, 0
+    for ids, records in _records(file, are_whole=are_whole):
+        count += ids.size
+        total += int(record_tags(ids, records).sum(dtype=np.uint64))
+    return {"count": count, "sum": total % 2**64}

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from jaxrec.tier.ids import implementation
-from jaxrec.tier.ids.record_array import PAGE_BYTES, RecordArray, stride
+from jaxrec.tier.ids.reference import PAGE_BYTES, RecordArray, stride
 from jaxrec.tier.stores.record_header import (
     FIRST_ROOM,
     FLUSHED,
@@ -52,7 +52,7 @@ class RecordFile:
 
     The file begins with a header of 64 KiB, which is text: a magic line, the format as JSON, and a
     checksum; at its end is the state of the records. These follow
-    (`jaxrec.tier.ids.record_array`), then a page that is never written. A file of ``num_ids`` has a
+    (`jaxrec.tier.ids.reference`), then a page that is never written. A file of ``num_ids`` has a
     slot for each id. Any other starts with 1,024 slots, which double.
 
     Args:
@@ -62,10 +62,6 @@ class RecordFile:
     Attributes:
         may_be_torn: Whether the process or the machine may have ended while records were written,
             and `remove_torn` has not been called since.
-
-    Raises:
-        ValueError: The file is damaged or truncated.
-        OSError: The file cannot be made, read or written.
     """
 
     def __init__(self, path: pathlib.Path, *, is_writable: bool = True) -> None:
@@ -129,11 +125,7 @@ class RecordFile:
         return implementation.current().read_records(self._records, slots, ids, self._threads())
 
     def write(self, slots: np.ndarray, ids: np.ndarray, records: np.ndarray) -> None:
-        """Write records into distinct slots.
-
-        Raises:
-            OSError: The disk is full, or cannot be written.
-        """
+        """Write records into distinct slots."""
         self._begin_writing()
         self._give_pages_back(slots.size)
         through_map = self._can_write_through_map(slots.size)
@@ -149,11 +141,7 @@ class RecordFile:
     def read_whole(
         self, slots: np.ndarray, ids: np.ndarray | None = None
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Read records as `read`, and check that those that are not found are absent.
-
-        Raises:
-            ValueError: A record has other bytes than were written.
-        """
+        """Read records as `read`, and check that those that are not found are absent."""
         found, found_ids, records = self.read(slots, ids)
         if not found.all():
             absent = np.flatnonzero(~found)

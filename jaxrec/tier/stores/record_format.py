@@ -1,9 +1,10 @@
-"""Formats of the records of row stores."""
+"""Formats of the records of row stores, and ids as keys of databases."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -74,3 +75,17 @@ class RecordFormat:
             position = int(is_wrong.argmax())
             allowed = "any id but -1" if self.num_ids is None else f"0 to {self.num_ids - 1:,}"
             raise ValueError(f"id {ids[position]} at position {position}: the store has {allowed}")
+
+
+KEY_BYTES = 8
+
+
+def keys_of(ids: np.ndarray) -> list[bytes]:
+    """Return int64 ids ``[n]`` as keys of 8 bytes, big-endian as a database sorts them."""
+    whole = ids.astype(">i8").tobytes()
+    return [whole[start : start + KEY_BYTES] for start in range(0, len(whole), KEY_BYTES)]
+
+
+def ids_of(keys: Iterable[bytes]) -> np.ndarray:
+    """Return the ids of `keys_of`."""
+    return np.frombuffer(b"".join(keys), ">i8").astype(np.int64)

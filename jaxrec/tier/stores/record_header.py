@@ -7,7 +7,7 @@ import os
 import pathlib
 import zlib
 
-from jaxrec.tier.ids.record_array import PAGE_BYTES, stride
+from jaxrec.tier.ids.reference import PAGE_BYTES, stride
 from jaxrec.tier.stores.record_format import RecordFormat
 from jaxrec.tier.stores.snapshots import sync
 
@@ -23,11 +23,7 @@ _MAGIC = "jaxrec records 1, little-endian"
 
 
 def create(path: pathlib.Path, format: RecordFormat) -> None:
-    """Make an empty file, which is there when it is whole.
-
-    Raises:
-        OSError: The file system cannot make a sparse file of this size.
-    """
+    """Make an empty file, which is there when it is whole."""
     text = f"{_MAGIC}\n{format.to_json()}\n"
     header = f"{text}{zlib.crc32(text.encode()):08x}\n".encode()
     if len(header) > HEADER_BYTES - _STATE_BYTES:
@@ -52,11 +48,7 @@ def create(path: pathlib.Path, format: RecordFormat) -> None:
 
 
 def read_format(path: pathlib.Path) -> RecordFormat:
-    """Read the format of a file's records.
-
-    Raises:
-        ValueError: The header is damaged.
-    """
+    """Read the format of a file's records."""
     with path.open("rb") as file:
         text = file.read(HEADER_BYTES - _STATE_BYTES).rstrip(b"\0").decode(errors="replace")
     magic, _, rest = text.partition("\n")
@@ -95,11 +87,7 @@ def file_size(room: int, step: int) -> int:
 
 
 def resize(descriptor: int, path: pathlib.Path, size: int) -> None:
-    """Set the size of an open file, without taking room on the disk.
-
-    Raises:
-        OSError: The file system refuses it.
-    """
+    """Set the size of an open file, without taking room on the disk."""
     try:
         os.ftruncate(descriptor, size)
     except OSError as error:

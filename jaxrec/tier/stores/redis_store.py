@@ -12,14 +12,12 @@ from typing import Any
 import numpy as np
 import redis
 
-from jaxrec.tier.stores.places import Places
-from jaxrec.tier.stores.record_format import RecordFormat
-from jaxrec.tier.stores.redis_address import Address, clear_errors
-from jaxrec.tier.stores.redis_lock import RedisLock
+from jaxrec.tier.ids.id_map import Places
+from jaxrec.tier.stores.record_format import RecordFormat, ids_of, keys_of
+from jaxrec.tier.stores.redis_server import Address, RedisLock, clear_errors
 from jaxrec.tier.stores.row_store import RowStore
 
 _CHUNK = 2048  # records of a command, so that other clients of the server need not wait long
-_KEY_BYTES = 8
 
 # Field of the hash that holds the generation of its records, which each run and each replacement
 # draws anew: without it the hash is another one. An id has 8 bytes.
@@ -88,7 +86,7 @@ class RedisStore(RowStore):
 
     def get(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         self.format.check_ids(ids)
-        keys, width = _keys(ids), self.format.width
+        keys, width = keys_of(ids), self.format.width
         values: list[bytes | None] = []
         least, lowered = self._least, self._lowered
         with clear_errors(self.address):
@@ -118,7 +116,7 @@ class RedisStore(RowStore):
 
     def delete(self, ids: np.ndarray) -> None:
         self.format.check_ids(ids)
-        keys = _keys(ids)
+        keys = keys_of(ids)
         with self._writing, clear_errors(self.address):
             least = self._least
             self._lower(least - len(keys))
@@ -144,7 +142,7 @@ class RedisStore(RowStore):
                 with clear_errors(self.address):
                     cursor, part = self._opened.hscan(self._records, max(cursor, 0), count=_CHUNK)
                 part.pop(_GENERATION, None)
-                ids = _ids(part)
+                ids = ids_of(part)
                 is_new = (seen.find(ids) < 0).tolist()
                 seen.assign(ids)
                 for new, (key, value) in zip(is_new, part.items(), strict=True):
@@ -158,7 +156,7 @@ class RedisStore(RowStore):
                 whole = bytearray().join(values[:size])
                 self._check_widths(whole, len(keys[:size]))
                 records = np.frombuffer(whole, np.uint8).reshape(-1, self.format.width)
-                yield _ids(keys[:size]), records
+                yield ids_of(keys[:size]), records
                 keys, values = keys[size:], values[size:]
 
     def __len__(self) -> int:
@@ -214,7 +212,7 @@ class RedisStore(RowStore):
 
     def _put(self, key: str, ids: np.ndarray, records: np.ndarray) -> tuple[int, int]:
         """Write records into a hash; return its number of fields before and after."""
-        fields, width, values = _keys(ids), self.format.width, records.tobytes()
+        fields, width, values = keys_of(ids), self.format.width, records.tobytes()
         pipeline = self._opened.pipeline(transaction=False)
         pipeline.hget(key, _GENERATION)
         pipeline.hlen(key)
@@ -296,12 +294,3 @@ class RedisStore(RowStore):
 
 def _new_generation() -> bytes:
     return secrets.token_hex(8).encode()
-
-
-def _keys(ids: np.ndarray) -> list[bytes]:
-    whole = ids.astype(">i8").tobytes()
-    return [whole[start : start + _KEY_BYTES] for start in range(0, len(whole), _KEY_BYTES)]
-
-
-def _ids(keys: Iterable[bytes]) -> np.ndarray:
-    return np.frombuffer(b"".join(keys), ">i8").astype(np.int64)

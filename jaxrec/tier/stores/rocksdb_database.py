@@ -1,21 +1,24 @@
-"""Records in a RocksDB database."""
+"""Records in a RocksDB database, and its snapshots."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import os
 import pathlib
+import shutil
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import rocksdict
 
-from jaxrec.tier.stores.record_format import RecordFormat
+from jaxrec.tier.stores import snapshots
+from jaxrec.tier.stores.record_format import KEY_BYTES, RecordFormat, ids_of, keys_of
+from jaxrec.tier.stores.snapshots import Manifest
 
 # Records have keys of 8 bytes.
 _FORMAT_KEY = b"format"
-_KEY_BYTES = 8
 
 
 class Database:
@@ -25,10 +28,6 @@ class Database:
         path: Directory of the database.
         format: Format of the records of a database that is made; None: it exists.
         is_writable: Whether records are written.
-
-    Raises:
-        ValueError: The database is damaged, or has no format.
-        OSError: It cannot be opened.
     """
 
     def __init__(
@@ -55,7 +54,7 @@ class Database:
     def get(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Read records, as `jaxrec.tier.RowStore.get`."""
         with self._clear_errors():
-            values = self._db.get(_keys(ids))
+            values = self._db.get(keys_of(ids))
         found = np.array([value is not None for value in values], bool)
         if not found.all():
             zeros = bytes(self.format.width)
@@ -67,7 +66,7 @@ class Database:
         """Write records, all or none."""
         batch, width = rocksdict.WriteBatch(raw_mode=True), self.format.width
         values = records.tobytes()
-        for start, key in zip(range(0, len(values), width), _keys(ids), strict=True):
+        for start, key in zip(range(0, len(values), width), keys_of(ids), strict=True):
             batch.put(key, values[start : start + width])
         with self._clear_errors():
             self._db.write(batch)
@@ -75,7 +74,7 @@ class Database:
     def delete(self, ids: np.ndarray) -> None:
         """Remove records."""
         batch = rocksdict.WriteBatch(raw_mode=True)
-        for key in _keys(ids):
+        for key in keys_of(ids):
             batch.delete(key)
         with self._clear_errors():
             self._db.write(batch)
@@ -90,11 +89,11 @@ class Database:
         while True:
             item = next(items, None)
             last = last if item is None else item[0]
-            if item is not None and len(item[0]) == _KEY_BYTES:
+            if item is not None and len(item[0]) == KEY_BYTES:
                 keys.append(item[0])
                 values.append(item[1])
             if keys and (item is None or len(keys) == size):
-                ids = np.frombuffer(b"".join(keys), ">i8").astype(np.int64)
+                ids = ids_of(keys)
                 records = np.frombuffer(bytearray().join(values), np.uint8)
                 yield ids, records.reshape(-1, self.format.width)
                 keys, values = [], []
@@ -106,7 +105,7 @@ class Database:
         """Count the records, which reads all keys."""
         count, key = 0, b""
         for key in self._db.keys():  # noqa: SIM118
-            count += len(key) == _KEY_BYTES
+            count += len(key) == KEY_BYTES
         self._check_end(key)
         return count
 
@@ -172,11 +171,6 @@ class Database:
             raise OSError(errno.EIO, f"RocksDB: {text}", str(self.path)) from None
 
 
-def _keys(ids: np.ndarray) -> list[bytes]:
-    whole = ids.astype(">i8").tobytes()
-    return [whole[start : start + _KEY_BYTES] for start in range(0, len(whole), _KEY_BYTES)]
-
-
 def options(may_create: bool) -> rocksdict.Options:
     """Return the options of databases of records."""
     options = rocksdict.Options(raw_mode=True)
@@ -189,3 +183,52 @@ def options(may_create: bool) -> rocksdict.Options:
     table.set_block_cache(rocksdict.Cache(64 << 20))
     options.set_block_based_table_factory(table)
     return options
+
+
+_DATABASE = "database"
+_TABLE = ".sst"  # a file of RocksDB that never changes, with a checksum of each block
+_PART = 1 << 16  # records
+
+
+def write_snapshot(directory: pathlib.Path, database: Database) -> None:
+    """Write a snapshot of the kind "rocksdb", which shares files with the database."""
+    with snapshots.writing(
+        directory, "rocksdb", database.format, {}, lambda path: path.suffix == _TABLE
+    ) as unfinished:
+        database.checkpoint(unfinished / _DATABASE)
+
+
+def check_snapshot(directory: pathlib.Path, manifest: Manifest) -> None:
+    """Check that no record of a snapshot is missing or damaged, by reading them."""
+    try:
+        with contextlib.closing(_open_snapshot(directory)) as database:
+            manifest.format.check_same(database.format, str(database.path))
+            database.count()
+    except OSError as error:
+        raise ValueError(f"the snapshot {directory} is damaged: {error}") from None
+
+
+def read_snapshot(
+    directory: pathlib.Path, manifest: Manifest
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Iterate over the records of a snapshot."""
+    with contextlib.closing(_open_snapshot(directory)) as database:
+        yield from database.scan(_PART)
+
+
+def copy_database(directory: pathlib.Path, path: pathlib.Path) -> None:
+    """Copy the database of a snapshot, by hard links of the files that never change."""
+    path.mkdir()
+    for source in sorted((directory / _DATABASE).iterdir()):
+        target = path / source.name
+        if source.suffix == _TABLE:
+            with contextlib.suppress(OSError):  # another file system
+                os.link(source, target)
+                continue
+        shutil.copyfile(source, target)
+        snapshots.sync(target)
+    snapshots.sync(path)
+
+
+def _open_snapshot(directory: pathlib.Path) -> Database:
+    return Database(directory / _DATABASE, is_writable=False)

@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import pathlib
 import shutil
-import threading
 from collections.abc import Iterator
 
 import numpy as np
 
 from jaxrec.files.atomic import write_atomically
 from jaxrec.files.lock import lock, unlock
-from jaxrec.tier.stores import rocksdb_snapshot, snapshots
-from jaxrec.tier.stores.file_store import url_path
+from jaxrec.tier.stores import snapshots
+from jaxrec.tier.stores.file_store import DirectoryStore
 from jaxrec.tier.stores.record_format import RecordFormat
-from jaxrec.tier.stores.rocksdb_database import Database
-from jaxrec.tier.stores.row_store import RowStore
+from jaxrec.tier.stores.rocksdb_database import Database, copy_database, write_snapshot
 
 _CURRENT = "current"
 _NAME = "records-{}"
 
 
-class RocksDBStore(RowStore):
+class RocksDBStore(DirectoryStore):
     """Records in a RocksDB database of a directory: the store ``"rocksdb:///directory"``.
 
     A `put` is written whole or not at all, and outlives the process when it has returned, also if
@@ -36,17 +34,8 @@ class RocksDBStore(RowStore):
     """
 
     def __init__(self, directory: str | pathlib.Path) -> None:
-        self.directory = pathlib.Path(directory).absolute()
-        self._lock = threading.RLock()
+        super().__init__(directory)
         self._database: Database | None = None
-
-    @classmethod
-    def from_url(cls, url: str) -> RocksDBStore:
-        """Make the store of a URL such as ``"rocksdb:///data/users"``."""
-        return cls(url_path(url))
-
-    def __repr__(self) -> str:
-        return f"RocksDBStore({str(self.directory)!r})"
 
     def open(self, format: RecordFormat) -> None:
         with self._lock:
@@ -99,7 +88,7 @@ class RocksDBStore(RowStore):
 
     def snapshot(self, directory: pathlib.Path) -> None:
         with self._lock:
-            rocksdb_snapshot.write(directory, self._opened)
+            write_snapshot(directory, self._opened)
 
     def load_snapshot(self, directory: pathlib.Path) -> None:
         with self._lock:
@@ -109,7 +98,7 @@ class RocksDBStore(RowStore):
                 return
             path = self._new_path()
             try:
-                rocksdb_snapshot.copy_database(directory, path)
+                copy_database(directory, path)
                 database = Database(path)
             except BaseException:
                 shutil.rmtree(path, ignore_errors=True)
@@ -129,7 +118,7 @@ class RocksDBStore(RowStore):
     @property
     def _opened(self) -> Database:
         if self._database is None:
-            raise ValueError(f"{self!r} is not open")
+            raise self._not_open()
         return self._database
 
     def _current(self) -> str | None:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import abc
 import pathlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 
 from jaxrec.tier.stores import snapshots
-from jaxrec.tier.stores.record_format import RecordFormat as RecordFormat
+from jaxrec.tier.stores.record_format import RecordFormat
+
+_REMOVED = "removed.npy"
+_PART = 1 << 16  # records
 
 
 class RowStore(abc.ABC):
@@ -136,3 +139,51 @@ class RowStore(abc.ABC):
             self.close()
         except Exception:
             pass
+
+
+def is_changes(directory: pathlib.Path) -> bool:
+    """Return whether a snapshot has only the changes since an earlier one."""
+    return snapshots.read_manifest(directory).kind == snapshots.CHANGES
+
+
+def write_changes(directory: pathlib.Path, store: RowStore, ids: np.ndarray) -> None:
+    """Write a snapshot of the kind "changes": the records of distinct ids, int64 ``[n]``.
+
+    Ids that have no record now are in ``removed.npy``.
+    """
+    removed: list[np.ndarray] = [ids[:0]]
+
+    def written() -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        for start in range(0, ids.size, _PART):
+            part = ids[start : start + _PART]
+            found, records = store.get(part)
+            removed.append(part[~found])
+            yield part[found], records[found]
+
+    with snapshots.writing(directory, snapshots.CHANGES, store.format, {}) as unfinished:
+        snapshots.write_records(unfinished / snapshots.RECORDS, store.format, written())
+        np.save(unfinished / _REMOVED, np.concatenate(removed))
+
+
+def apply_changes(
+    directory: pathlib.Path,
+    store: RowStore,
+    is_own: Callable[[np.ndarray], np.ndarray] | None = None,
+) -> None:
+    """Bring a store that has the records of the snapshot before to those of this one.
+
+    ``is_own`` returns whether the store has the records of ids, bool ``[n]``; None: of all.
+    """
+    manifest = snapshots.read_manifest(directory)
+    removed = np.load(directory / _REMOVED)
+    if is_own is not None:
+        removed = removed[is_own(removed)]
+    if removed.size:
+        store.delete(removed)
+    for ids, records in snapshots.read_records(directory / snapshots.RECORDS, manifest.format):
+        if is_own is not None:
+            mine = is_own(ids)
+            ids, records = ids[mine], records[mine]
+        if ids.size:
+            store.put(ids, records)
+    store.flush()

@@ -2,8 +2,9 @@
 
 A snapshot has the file ``snapshot.json``: its kind, the format of its records, and the size and
 CRC-32 of each of its other files. The kind ``"arrow"`` has all records in ``records.arrow``, an
-Arrow IPC file with the columns ``id`` and ``record``. Stores that have a quicker way write kinds of
-their own.
+Arrow IPC file with the columns ``id`` and ``record``; the kind ``"changes"`` has those that were
+written since an earlier snapshot, and the ids of those that were removed. Stores that have a
+quicker way write kinds of their own.
 """
 
 from __future__ import annotations
@@ -23,15 +24,15 @@ from jaxrec.files.atomic import sync, write_atomically
 from jaxrec.tier.stores.record_format import RecordFormat
 
 MANIFEST = "snapshot.json"
-_RECORDS = "records.arrow"
+CHANGES = "changes"
+RECORDS = "records.arrow"
 _PART_BYTES = 1 << 22
 
 # Where other kinds are read and checked: modules with functions `read_snapshot(directory,
 # manifest)` and `check_snapshot(directory, manifest)`. Names, since these modules import this one.
 _KINDS = {
-    "changes": "jaxrec.tier.stores.changes_snapshot",
-    "file": "jaxrec.tier.stores.file_snapshot",
-    "rocksdb": "jaxrec.tier.stores.rocksdb_snapshot",
+    "file": "jaxrec.tier.stores.file_store",
+    "rocksdb": "jaxrec.tier.stores.rocksdb_database",
 }
 
 
@@ -72,9 +73,6 @@ def writing(
 
     Yields:
         The directory in which the block writes files.
-
-    Raises:
-        FileExistsError: The directory exists.
     """
     directory = pathlib.Path(directory)
     if directory.exists():
@@ -120,7 +118,7 @@ def write(
     """
     details = {"count": 0}
     with writing(directory, "arrow", format, details) as unfinished:
-        details["count"] = write_records(unfinished / _RECORDS, format, parts)
+        details["count"] = write_records(unfinished / RECORDS, format, parts)
 
 
 def write_records(
@@ -149,11 +147,7 @@ def write_records(
 
 
 def read_manifest(directory: pathlib.Path) -> Manifest:
-    """Read ``snapshot.json``.
-
-    Raises:
-        ValueError: The file is missing or damaged.
-    """
+    """Read ``snapshot.json``."""
     path = pathlib.Path(directory) / MANIFEST
     try:
         content = json.loads(path.read_text())
@@ -172,11 +166,7 @@ def read_manifest(directory: pathlib.Path) -> Manifest:
 
 
 def check(directory: pathlib.Path, format: RecordFormat) -> Manifest:
-    """Check that a snapshot is whole and has a format, and return its manifest.
-
-    Raises:
-        ValueError: A file is damaged, or the format is another one.
-    """
+    """Check that a snapshot is whole and has a format, and return its manifest."""
     directory = pathlib.Path(directory)
     manifest = read_manifest(directory)
     format.check_same(manifest.format, f"the snapshot {directory}")
@@ -191,22 +181,23 @@ def check(directory: pathlib.Path, format: RecordFormat) -> Manifest:
             )
         if crc is not None and _crc(path) != crc:
             raise ValueError(f"the snapshot is damaged: {path} has not the bytes that were saved")
-    if manifest.kind != "arrow":
+    if manifest.kind not in ("arrow", CHANGES):  # whose files all have checksums
         _module(directory, manifest).check_snapshot(directory, manifest)
     return manifest
 
 
 def read(directory: pathlib.Path) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Return an iterator over the records of a snapshot, as `jaxrec.tier.RowStore.scan` does.
-
-    Raises:
-        ValueError: The snapshot is damaged, or has changes since another snapshot alone.
-    """
+    """Return an iterator over the records of a snapshot, as `jaxrec.tier.RowStore.scan` does."""
     directory = pathlib.Path(directory)
     manifest = read_manifest(directory)
+    if manifest.kind == CHANGES:
+        raise ValueError(
+            f"the snapshot {directory} has changes since an earlier snapshot, not all records; "
+            "load the checkpoint that it belongs to"
+        )
     if manifest.kind != "arrow":
         return _module(directory, manifest).read_snapshot(directory, manifest)
-    return read_records(directory / _RECORDS, manifest.format)
+    return read_records(directory / RECORDS, manifest.format)
 
 
 def read_records(

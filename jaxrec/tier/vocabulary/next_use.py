@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import copy
 from collections.abc import Sequence
 
 import numpy as np
@@ -10,51 +10,6 @@ import numpy as np
 from jaxrec.tier.ids.batch_ops import smallest
 from jaxrec.tier.ids.id_map import IdMap
 from jaxrec.tier.vocabulary.eviction import Eviction, lru
-from jaxrec.tier.vocabulary.records import Records
-
-
-@dataclasses.dataclass(frozen=True)
-class Farthest(Eviction):
-    """Farthest next use within some batches; rows that these do not use go first."""
-
-    batches: int
-    otherwise: Eviction
-
-    def __post_init__(self) -> None:
-        if isinstance(self.batches, bool) or not isinstance(self.batches, int):
-            raise TypeError(f"farthest: batches is an integer, got {self.batches!r}")
-        if self.batches < 1:
-            raise ValueError(f"farthest: batches is 1 or more, got {self.batches}")
-        if not isinstance(self.otherwise, Eviction) or self.otherwise.foresight:
-            raise TypeError(
-                "farthest: otherwise is a policy that looks at the past, such as "
-                f"jaxrec.tier.lfu(), got {self.otherwise!r}"
-            )
-
-    def keys(self, records: Records, batch: int) -> np.ndarray:
-        return self.otherwise.keys(records, batch)
-
-    def expired(self, records: Records, batch: int) -> np.ndarray | None:
-        return self.otherwise.expired(records, batch)
-
-    @property
-    def expiry_interval(self) -> int:
-        return self.otherwise.expiry_interval
-
-    @property
-    def foresight(self) -> int:
-        return self.batches
-
-    @property
-    def uses_power(self) -> bool:
-        return self.otherwise.uses_power
-
-    @property
-    def uses_seconds(self) -> bool:
-        return self.otherwise.uses_seconds
-
-    def seconds(self) -> float:
-        return self.otherwise.seconds()
 
 
 def farthest(batches: int = 16, otherwise: Eviction | None = None) -> Eviction:
@@ -79,7 +34,19 @@ def farthest(batches: int = 16, otherwise: Eviction | None = None) -> Eviction:
         >>> import jaxrec
         >>> users = jaxrec.tier.Cached(rows=1000, eviction=jaxrec.tier.farthest(batches=32))
     """
-    return Farthest(batches, lru() if otherwise is None else otherwise)
+    if isinstance(batches, bool) or not isinstance(batches, int):
+        raise TypeError(f"farthest: batches is an integer, got {batches!r}")
+    if batches < 1:
+        raise ValueError(f"farthest: batches is 1 or more, got {batches}")
+    policy = lru() if otherwise is None else copy.copy(otherwise)
+    if not isinstance(policy, Eviction) or not policy.orders_rows or policy.foresight:
+        raise TypeError(
+            "farthest: otherwise is a policy that looks at the past, such as "
+            f"jaxrec.tier.lfu(), got {otherwise!r}"
+        )
+    # `dataclasses.replace` would call the constructor, and a user's policy may be no dataclass.
+    object.__setattr__(policy, "foresight", batches)
+    return policy
 
 
 def spare_coming(

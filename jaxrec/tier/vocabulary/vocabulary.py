@@ -9,17 +9,12 @@ from collections.abc import Sequence
 import numpy as np
 
 from jaxrec.embed.config import MAX_ROWS
-from jaxrec.tier.ids.batch_ops import mark_eligible, smallest
-from jaxrec.tier.ids.id_map import IdMap, Lookup, look_up
-from jaxrec.tier.ids.map_change import MapChange, SlotRecords, commit
-from jaxrec.tier.ids.mixing import mix
-from jaxrec.tier.vocabulary.dynamic import Dynamic
-from jaxrec.tier.vocabulary.eviction import FIRST_POWER
+from jaxrec.tier.ids.batch_ops import mark_eligible, mix, smallest
+from jaxrec.tier.ids.id_map import IdMap, Lookup, MapChange, commit, look_up
+from jaxrec.tier.vocabulary.counts import Sightings, Statistics, Uses
+from jaxrec.tier.vocabulary.eviction import FIRST_POWER, Records
 from jaxrec.tier.vocabulary.next_use import spare_coming
-from jaxrec.tier.vocabulary.records import Records
-from jaxrec.tier.vocabulary.sightings import Sightings
-from jaxrec.tier.vocabulary.statistics import Statistics
-from jaxrec.tier.vocabulary.uses import Uses
+from jaxrec.tier.vocabulary.settings import Dynamic
 
 # Seed of the draws of admission; beyond those of the hashes of `Sightings`.
 _ADMISSION_SEED = 1 << 20
@@ -111,9 +106,6 @@ class Vocabulary:
             ids without a row of their own.
         settings: Which ids get a row and which lose it.
         num_ids: Ids are 0 to ``num_ids`` - 1; None: any int64 but -1.
-
-    Raises:
-        ValueError: There is no row for ids, or int32 cannot number the rows.
     """
 
     def __init__(self, num_rows: int, settings: Dynamic, num_ids: int | None = None) -> None:
@@ -185,9 +177,6 @@ class Vocabulary:
             lookup: The ids in `map`, if they were looked up already.
             coming: Ids of each of the batches after this one, as far as they are known, nearest
                 first. Policies with a `foresight` look at them.
-
-        Raises:
-            VocabularyFullError: The ids of these batches do not fit the rows.
         """
         if lookup is None:
             (lookup,) = look_up([self.map], [ids])
@@ -221,7 +210,7 @@ class Vocabulary:
             absent_rows = np.full(absent.size, -1, np.int32)
             absent_rows[admitted] = new_rows
         taken, of_misses = (new_ids, new_rows), (slots, misses, inverse, absent_rows)
-        return MapChange(self.map, self._slot_records, proposal.victims, *taken, *of_misses)
+        return MapChange(self.map, self._records, proposal.victims, *taken, *of_misses)
 
     def _end(self, proposal: Proposal, change: MapChange, evicted_ids: np.ndarray) -> Assignment:
         """Note the uses and the counts of a batch whose proposal was carried out."""
@@ -252,9 +241,6 @@ class Vocabulary:
             hits: Rows of the batch's other ids, -1 where there is none; they stay.
             last_use: Rows that were used after this training batch stay.
             batch: Number of the next training batch; the ids count as unknown before it.
-
-        Raises:
-            VocabularyFullError: There are too few such rows; nothing has changed.
         """
         records, victims = self.records, _NO_ROWS
         if ids.size > self._num_free:
@@ -353,9 +339,6 @@ class Vocabulary:
             available: Number of those.
             batch: Number of the batch.
             coming: Ids of the batches after it that the policy looks at.
-
-        Raises:
-            VocabularyFullError: Fewer rows are eligible.
         """
         lacking = new_ids.size - free
         if lacking > available:
@@ -384,7 +367,6 @@ class Vocabulary:
     def _set_records(self, records: Records) -> None:
         self._records = records
         self._uses = Uses(records, self.settings.eviction)
-        self._slot_records = SlotRecords(records.ids, records.born, records.count, records.power)
 
     @property
     def _num_free(self) -> int:

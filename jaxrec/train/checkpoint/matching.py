@@ -12,8 +12,8 @@ from flax import nnx
 
 from jaxrec.embed.config import TableConfig
 from jaxrec.embed.variables import dense_variables, plain, variables
+from jaxrec.tier.planning.tier import RUN_STATE, Tier, tier_of
 from jaxrec.tier.saved_stores import vocabulary_difference
-from jaxrec.tier.tier import RUN_STATE, Tier, tier_of
 from jaxrec.train.checkpoint.files import CheckpointError, Difference
 from jaxrec.train.checkpoint.tree import Collection, collections, placed_configs
 

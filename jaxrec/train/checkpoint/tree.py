@@ -18,8 +18,8 @@ from jaxrec.embed.config import TableConfig
 from jaxrec.embed.some_rows import read_ids
 from jaxrec.embed.variables import dense_variables, plain, variables
 from jaxrec.tier.changes.tracked_tables import ChangedIds
+from jaxrec.tier.planning.tier import Tier, tier_of
 from jaxrec.tier.saved_stores import snapshot_stores
-from jaxrec.tier.tier import Tier, tier_of
 
 Collection = EmbeddingBagCollection | EmbeddingCollection
 

@@ -9,7 +9,7 @@ from flax import nnx
 import jaxrec
 from jaxrec import mesh as m
 from jaxrec.tier import Dynamic, lfu, lru, make, shared
-from jaxrec.tier.tier import tier_of
+from jaxrec.tier.planning.tier import tier_of
 from tests.tier import models
 
 PLACEMENTS = {

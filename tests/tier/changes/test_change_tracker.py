@@ -177,8 +177,8 @@ def test_errors(case, plain_model, unchecked):
 def test_maps_in_the_compiled_step_are_refused():
     config = jaxrec.EmbeddingBagConfig("item", 100, 4)
     collection = jaxrec.EmbeddingBagCollection([config], rngs=nnx.Rngs(0))
-    model = jaxrec.tier.ManagedCollisionEmbeddingBagCollection(
-        collection, {"item": jaxrec.tier.MultiProbeConfig(100)}, rngs=nnx.Rngs(0)
+    model = jaxrec.tier.managed_collision.ManagedCollisionEmbeddingBagCollection(
+        collection, {"item": jaxrec.tier.managed_collision.MultiProbeConfig(100)}, rngs=nnx.Rngs(0)
     )
     with pytest.raises(TypeError, match="gives rows to ids in the compiled step"):
         ChangeTracker(model, ["c"])

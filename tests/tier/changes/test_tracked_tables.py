@@ -9,7 +9,7 @@ import pytest
 
 import jaxrec
 from jaxrec.tier import ChangeTracker, ahead
-from jaxrec.tier.tier import tier_of
+from jaxrec.tier.planning.tier import tier_of
 from tests.tier import models
 from tests.tier.changes.models import (
     OPEN,

@@ -32,7 +32,7 @@ from jaxrec.tier import (
     shared,
 )
 from jaxrec.tier.deltas.folder import VersionFolder
-from jaxrec.tier.tier import tier_of
+from jaxrec.tier.planning.tier import tier_of
 from tests.tier import models
 
 # Of the models that are killed.

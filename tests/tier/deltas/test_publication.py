@@ -23,7 +23,7 @@ from jaxrec.tier import (
 )
 from jaxrec.tier.deltas import folder
 from jaxrec.tier.deltas.folder import VersionFolder
-from jaxrec.tier.tier import tier_of
+from jaxrec.tier.planning.tier import tier_of
 from tests.fuzz import max_examples
 from tests.tier.deltas import models as deltas
 from tests.tier.deltas.models import (

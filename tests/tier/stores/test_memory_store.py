@@ -1,15 +1,17 @@
-"""Rows in the memory of the host, compared with a dict."""
+"""The store in memory, and records that grow there."""
 
 from __future__ import annotations
 
 import concurrent.futures
+import mmap
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxrec.tier.stores.memory_store import MemoryStore
+from jaxrec.tier.stores import memory_store
+from jaxrec.tier.stores.memory_store import GrowingRecords, MemoryStore
 from jaxrec.tier.stores.record_format import RecordFormat
 from tests.fuzz import max_examples
 
@@ -143,3 +145,29 @@ def test_threads():
 
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
         assert list(pool.map(work, range(4))) == [0] * 4
+
+
+class FixedMap(mmap.mmap):
+    """Memory of a platform that cannot grow it."""
+
+    def resize(self, newsize):
+        raise SystemError("mmap: resizing not available--no mremap()")
+
+
+@pytest.fixture(params=[mmap.mmap, FixedMap], ids=["in_place", "copied"])
+def _each_platform(request, monkeypatch):
+    monkeypatch.setattr(memory_store.mmap, "mmap", request.param)
+
+
+@pytest.mark.usefixtures("_each_platform")
+@pytest.mark.parametrize("width", [1, 3, 260])
+def test_records_stay_as_they_grow(width):
+    records = GrowingRecords(0, width)
+    expected = np.zeros((0, width), np.uint8)
+    for room in (1, 5, 10_000):
+        grown = np.zeros((room, width), np.uint8)
+        grown[: len(expected)] = expected
+        records.grow(room)
+        np.testing.assert_array_equal(records.array, grown)
+        expected = np.random.default_rng(room).integers(0, 256, (room, width), np.uint8)
+        records.array[:] = expected

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import redis
 
-from jaxrec.tier.stores import redis_address
+from jaxrec.tier.stores import redis_server as store_server
 from jaxrec.tier.stores.record_format import RecordFormat
 from jaxrec.tier.stores.redis_store import RedisStore
 from tests.tier.kills import kill_repeatedly
@@ -178,7 +178,7 @@ def test_an_unreachable_server():
 
 
 def test_a_server_that_dies_and_one_that_comes_back(tmp_path, monkeypatch):
-    monkeypatch.setattr(redis_address, "_LONGEST_PAUSE", 0.1)
+    monkeypatch.setattr(store_server, "_LONGEST_PAUSE", 0.1)
     with contextlib.ExitStack() as stack:
         with redis_server(tmp_path) as port:
             store = stack.enter_context(opened(port, "a", "&lock=60"))
@@ -188,7 +188,7 @@ def test_a_server_that_dies_and_one_that_comes_back(tmp_path, monkeypatch):
                 call()
         timer = threading.Timer(0.2, start_again, (tmp_path, port, stack))
         timer.start()
-        monkeypatch.setattr(redis_address, "_LONGEST_PAUSE", 1.0)
+        monkeypatch.setattr(store_server, "_LONGEST_PAUSE", 1.0)
         retrying = store.address.client()
         with contextlib.closing(retrying):
             assert retrying.ping()  # after a few attempts
@@ -206,7 +206,7 @@ def start_again(directory, port, stack):
 
 
 def test_an_answer_that_takes_too_long(redis_port, monkeypatch):  # noqa: F811
-    monkeypatch.setattr(redis_address, "_LONGEST_PAUSE", 0.01)
+    monkeypatch.setattr(store_server, "_LONGEST_PAUSE", 0.01)
     with opened(redis_port, "slow", "&lock=60&timeout=0.1") as store:
         redis.Redis(port=redis_port).client_pause(1500)
         with pytest.raises(ConnectionError, match="did not answer in 6 attempts"):

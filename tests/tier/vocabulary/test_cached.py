@@ -11,7 +11,7 @@ from flax import nnx
 import jaxrec
 from jaxrec.ragged import KeyedJaggedArray
 from jaxrec.tier import Cached, Dynamic, ahead, make
-from jaxrec.tier.tier import tier_of
+from jaxrec.tier.planning.tier import tier_of
 from jaxrec.train.checkpoint import CheckpointError, restore, save
 from tests.tier import models
 from tests.tier.test_exactness import PLACEMENTS, on_mesh

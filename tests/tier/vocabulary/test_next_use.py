@@ -15,7 +15,7 @@ import jaxrec
 from jaxrec.ragged import KeyedJaggedArray
 from jaxrec.tier import Cached, Dynamic, MissCounter, ahead, farthest, lfu, lru, make, ttl
 from jaxrec.tier.ids.id_map import IdMap
-from jaxrec.tier.tier import tier_of
+from jaxrec.tier.planning.tier import tier_of
 from jaxrec.tier.vocabulary.next_use import spare_coming
 from jaxrec.tier.vocabulary.vocabulary import Vocabulary
 from jaxrec.train.checkpoint import restore, save

@@ -1,0 +1,274 @@
+"""Host batches taken apart: their ids by vocabulary, of all processes, and rows in their place."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence, Set
+from typing import Any, TypeAlias
+
+import jax
+import numpy as np
+
+from jaxrec.mesh.agree import fail_together
+from jaxrec.ragged import KeyedJaggedArray
+from jaxrec.tier.ids import implementation
+from jaxrec.tier.planning.model_tables import TableVocabulary
+from jaxrec.tier.vocabulary.vocabulary import TableFullError, VocabularyFullError
+
+_MAX_ROW = np.iinfo(np.int32).max
+
+
+@dataclasses.dataclass(frozen=True)
+class Segment:
+    """The ids of one key of a batch.
+
+    Attributes:
+        batch: Number of the `KeyedJaggedArray` in the batch.
+        key: The key.
+        start: Where the ids begin in ``values``.
+        ids: The ids without padding, int64.
+        lengths: Numbers of ids of the bags.
+    """
+
+    batch: int
+    key: str
+    start: int
+    ids: np.ndarray
+    lengths: np.ndarray
+
+    def describe(self, position: int) -> str:
+        """Return the feature and the sample of an id."""
+        bag = int(np.searchsorted(np.cumsum(self.lengths), position, side="right"))
+        return f"feature {self.key!r}, sample {bag}"
+
+
+@dataclasses.dataclass(frozen=True)
+class HostBatch:
+    """A host batch, taken apart.
+
+    Attributes:
+        features: Its `KeyedJaggedArray`s.
+        leaves, tree: Its leaves, with ``features`` among them, and its structure.
+        segments: All keys of all of ``features``.
+    """
+
+    features: tuple[KeyedJaggedArray, ...]
+    leaves: Sequence[Any]
+    tree: Any
+    segments: tuple[Segment, ...]
+
+    @classmethod
+    def of(cls, batch: Any) -> HostBatch:
+        """Take a batch apart."""
+        leaves, tree = jax.tree.flatten(batch, is_leaf=_has_ids)
+        features = tuple(filter(_has_ids, leaves))
+        if not features:
+            raise TypeError(
+                f"a batch is a pytree with a KeyedJaggedArray, such as (features, labels), got "
+                f"{type(batch).__name__}"
+            )
+        segments = []
+        for number, each in enumerate(features):
+            if not isinstance(each.values, np.ndarray) or each.values.ndim != 1:
+                raise TypeError(
+                    "ids get their rows on the host, but the batch is on a device; give "
+                    "jaxrec.tier.ahead host batches, without shard_batch: it puts them on the mesh"
+                )
+            segments += _segments_of(number, each)
+        return cls(features, leaves, tree, tuple(segments))
+
+    def check_others(self, keys: Set[str]) -> None:
+        """Check that ids of keys other than some fit int32."""
+        for segment in self.segments:
+            if segment.key not in keys:
+                _check_int32(segment)
+
+    def with_rows(self, rows: Sequence[np.ndarray | None]) -> Any:
+        """Return the batch with other ids.
+
+        Args:
+            rows: For each segment int32 rows that take the place of its ids; None: the ids stay,
+                as int32.
+        """
+        values = [np.zeros(each.values.shape, np.int32) for each in self.features]
+        slot_keys: list[list[str]] = [[] for _ in self.features]
+        for segment, of_segment in zip(self.segments, rows, strict=True):
+            if of_segment is None:
+                _check_int32(segment)
+                of_segment = segment.ids
+            else:
+                slot_keys[segment.batch].append(segment.key)
+            stop = segment.start + segment.ids.size
+            values[segment.batch][segment.start : stop] = of_segment
+        features = iter(
+            each._with(values=value, slot_keys=tuple(keys))
+            for each, value, keys in zip(self.features, values, slot_keys, strict=True)
+        )
+        leaves = [next(features) if _has_ids(leaf) else leaf for leaf in self.leaves]
+        return jax.tree.unflatten(self.tree, leaves)
+
+
+def _has_ids(leaf: Any) -> bool:
+    return isinstance(leaf, KeyedJaggedArray)
+
+
+def fingerprint(ids: Sequence[np.ndarray]) -> tuple[int, int, int]:
+    """Return numbers that differ between batches of different ids, with near certainty."""
+    lists = [np.ascontiguousarray(of_vocabulary) for of_vocabulary in ids]
+    count, total, mixed = sum(each.size for each in lists), 0, 0
+    for of_list, bits in implementation.current().fingerprint(lists).tolist():
+        total = (total * 31 + of_list) % 2**63
+        mixed ^= bits
+    return count, total, mixed % 2**63
+
+
+def _segments_of(number: int, features: KeyedJaggedArray) -> list[Segment]:
+    segments, start, bag = [], 0, 0
+    lengths = np.asarray(features.lengths)
+    for key, capacity, stride in zip(
+        features.keys, features.capacities, features.strides, strict=True
+    ):
+        of_key = lengths[bag : bag + stride]
+        ids = np.asarray(features.values[start : start + int(of_key.sum())])
+        segments.append(Segment(number, key, start, ids.astype(np.int64, copy=False), of_key))
+        start, bag = start + capacity, bag + stride
+    return segments
+
+
+def _check_int32(segment: Segment) -> None:
+    is_bad = (segment.ids < 0) | (segment.ids > _MAX_ROW)
+    if is_bad.any():
+        position = int(np.argmax(is_bad))
+        raise ValueError(
+            f"{segment.describe(position)}: id {segment.ids[position]} is outside every table of "
+            "fixed size; hash the feature's ids with jaxrec.ragged.hash_ids(ids, num_embeddings), "
+            "or give its tables an open vocabulary with jaxrec.tier.Dynamic()"
+        )
+
+
+Gather: TypeAlias = Callable[[Sequence[np.ndarray]], list[list[np.ndarray]]]
+"""A function that returns the ids of each process (`jaxrec.mesh.agree.gather_id_lists`)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchIds:
+    """The ids of a batch, by vocabulary.
+
+    Attributes:
+        host: The batch; with several processes this process's part of it.
+        vocabularies: The vocabularies.
+        segments: Segments of ``host``, for each vocabulary.
+        ids: The ids of all processes, in their order, int64 ``[n]``, for each vocabulary.
+        mine: Range of this process's ids among them, for each vocabulary.
+    """
+
+    host: HostBatch
+    vocabularies: tuple[TableVocabulary, ...]
+    segments: tuple[tuple[Segment, ...], ...]
+    ids: tuple[np.ndarray, ...]
+    mine: tuple[slice, ...]
+
+    @classmethod
+    def of(
+        cls, batch: Any, vocabularies: Sequence[TableVocabulary], gather: Gather | None
+    ) -> BatchIds:
+        """Take the ids out of a host batch; ``gather`` is None where one process has it whole."""
+        try:
+            host = HostBatch.of(batch)
+            segments = tuple(_checked_segments(host, each) for each in vocabularies)
+            lists = [_joined(each) for each in segments]
+            if gather is not None:
+                host.check_others({key for each in vocabularies for key in each.features})
+        except Exception as error:
+            if gather is None:
+                raise
+            # The others wait in `gather` for ids of this process: it must tell them.
+            fail_together(error, len(vocabularies))
+        if gather is None:
+            mine = [slice(None)] * len(lists)
+        else:
+            gathered = gather(lists)
+            mine = [_own_range(of_processes) for of_processes in gathered]
+            lists = [np.concatenate(of_processes) for of_processes in gathered]
+        return cls(host, tuple(vocabularies), segments, tuple(lists), tuple(mine))
+
+    @property
+    def mark(self) -> tuple[int, int, int]:
+        """Numbers that differ between batches, with near certainty."""
+        return fingerprint(self.ids)
+
+    def with_rows(self, rows: Sequence[np.ndarray]) -> Any:
+        """Return this process's batch with rows in the place of ids.
+
+        Args:
+            rows: Row of each of ``ids``, int32 ``[n]``, for each vocabulary.
+        """
+        of_segment: dict[tuple[int, str], np.ndarray] = {}
+        for segments, of_all, mine in zip(self.segments, rows, self.mine, strict=True):
+            of_process, start = of_all[mine], 0
+            for segment in segments:
+                stop = start + segment.ids.size
+                of_segment[segment.batch, segment.key] = of_process[start:stop]
+                start = stop
+        return self.host.with_rows(
+            [of_segment.get((each.batch, each.key)) for each in self.host.segments]
+        )
+
+    def table_full(self, v: int, error: VocabularyFullError, held: int) -> TableFullError:
+        """Return an error that says where the batch has an id without room, and what to do."""
+        each, where = self.vocabularies[v], "the part of the batch of another process"
+        for segment in self.segments[v]:
+            is_first = segment.ids == error.first_id
+            if is_first.any():
+                where = segment.describe(int(np.argmax(is_first)))
+                break
+        rows = each.vocabulary.num_rows + error.needed - error.available
+        more = "num_embeddings" if each.num_ids is None else "jaxrec.tier.Cached(rows=...)"
+        later = ", or admit ids later (Dynamic(admit_after=...))" if each.num_ids is None else ""
+        return TableFullError(
+            f"{where}: no row of table {each.name} is left for id {error.first_id}: the batch has "
+            f"{error.needed:,} new ids, and {error.available:,} of the {error.room:,} rows for ids "
+            f"are not in use by it or by the {held} batches under way. Give the table {rows:,} "
+            f"rows or more ({more}), or make batches smaller{later}"
+        )
+
+
+def _checked_segments(host: HostBatch, each: TableVocabulary) -> tuple[Segment, ...]:
+    """Return the segments of a vocabulary, checked."""
+    segments = tuple(segment for segment in host.segments if segment.key in each.features)
+    for segment in segments:
+        if segment.key in host.features[segment.batch].slot_keys:
+            raise ValueError(
+                f"feature {segment.key!r} of the batch has rows already, not ids; give "
+                "jaxrec.tier.ahead each batch once"
+            )
+        _check_range(each, segment)
+    return segments
+
+
+def _check_range(each: TableVocabulary, segment: Segment) -> None:
+    """Check the ids of a table of fixed size."""
+    if each.num_ids is None or not segment.ids.size:
+        return
+    if segment.ids.min() >= 0 and segment.ids.max() < each.num_ids:
+        return
+    position = int(np.argmax((segment.ids < 0) | (segment.ids >= each.num_ids)))
+    raise ValueError(
+        f"{segment.describe(position)}: id {segment.ids[position]} is not in table {each.name}, "
+        f"whose ids are 0 to {each.num_ids - 1}; give the table more rows (num_embeddings), or "
+        "hash the feature's ids with jaxrec.ragged.hash_ids(ids, num_embeddings)"
+    )
+
+
+def _joined(segments: Sequence[Segment]) -> np.ndarray:
+    """Return the ids of segments, one after the other."""
+    if len(segments) == 1:
+        return segments[0].ids
+    return np.concatenate([np.zeros(0, np.int64), *(segment.ids for segment in segments)])
+
+
+def _own_range(of_processes: Sequence[np.ndarray]) -> slice:
+    """Return the range of this process's ids among those of all processes."""
+    process = jax.process_index()
+    start = sum(part.size for part in of_processes[:process])
+    return slice(start, start + of_processes[process].size)

@@ -1,0 +1,149 @@
+"""Rows of ids of a table whose rows a vocabulary assigns: in the table or in its row store."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from jaxrec.embed.config import TableConfig
+from jaxrec.embed.found_ids import FoundIds, OutsideRows, as_ids, check_distinct, row_indices
+from jaxrec.ragged.columns import Column
+from jaxrec.ragged.raw_columns import raw_column
+from jaxrec.tier.planning.model_tables import TableVocabulary
+from jaxrec.tier.rows.first_rows import first_rows
+from jaxrec.tier.rows.transfer import RowTransfer
+
+Returning: TypeAlias = Callable[[], AbstractContextManager[np.ndarray]]
+
+
+class RowsInStore(OutsideRows):
+    """Rows of evicted ids, which a row store has.
+
+    Args:
+        table: Name of the table.
+        number: Number of the table among those of its vocabulary.
+        transfer: The transfer of the vocabulary.
+        first: Returns the first rows and states of the vocabulary's tables, of ids that the store
+            does not have; None: these ids have no rows.
+        ids: Distinct ids or ids with repeats without a row in the table, int64 ``[n]``.
+        positions: Positions of these ids among those that were asked for.
+        returning: Enters a context in which no batch is planned, and gives the ids whose rows are
+            on their way back to the table.
+
+    Attributes:
+        ids: The ids that have a row, int64 ``[m]``.
+    """
+
+    def __init__(
+        self,
+        table: str,
+        number: int,
+        transfer: RowTransfer,
+        first: Callable[[np.ndarray], list[dict[str, np.ndarray]]] | None,
+        ids: np.ndarray,
+        positions: np.ndarray,
+        returning: Returning,
+    ) -> None:
+        self._table, self._number, self._transfer = table, number, transfer
+        self._returning = returning
+        # A transfer reads distinct ids.
+        distinct, inverse = np.unique(ids, return_inverse=True)
+        is_stored, self._tables = transfer.fetch(distinct).result()
+        if first is not None and not is_stored.all():
+            fresh = first(distinct[~is_stored])
+            for stored, begun in zip(self._tables, fresh, strict=True):
+                for name, values in stored.items():
+                    stored[name] = _merged(is_stored, values, begun[name])
+            is_stored = np.ones_like(is_stored)
+        place = np.cumsum(is_stored) - 1
+        mine = is_stored[inverse]
+        self.positions, self.ids = positions[mine], ids[mine]
+        self._index = place[inverse[mine]]
+
+    def read(self) -> dict[str, np.ndarray]:
+        return {name: x[self._index] for name, x in self._tables[self._number].items()}
+
+    def write(self, values: Mapping[str, np.ndarray]) -> None:
+        tables = [{name: x[self._index] for name, x in each.items()} for each in self._tables]
+        tables[self._number] |= values
+        with self._returning() as returning:
+            if (is_late := np.isin(self.ids, returning)).any():
+                raise RuntimeError(
+                    f"table {self._table!r}: the row of id {self.ids[np.argmax(is_late)]} is on "
+                    "its way back from the store, for a batch that jaxrec.tier.ahead has planned; "
+                    "set rows before or after the loop over ahead"
+                )
+            # Rows that were evicted before are written before.
+            self._transfer.wait_together()
+            self._transfer.put(self.ids, tables)
+
+
+def find_rows(
+    each: TableVocabulary,
+    number: int,
+    ids: np.ndarray,
+    rows: np.ndarray,
+    keys: Mapping[str, np.ndarray],
+    returning: Returning,
+    *,
+    is_written: bool,
+) -> FoundIds:
+    """Return where the rows of some ids are, of the table with a number in its vocabulary.
+
+    ``rows`` are those on the devices, int32 ``[n]``, -1 where there is none; they are changed.
+    """
+    table = each.tables[number].config.name
+    if is_written:
+        check_distinct(table, ids)
+    is_missing = rows < 0
+    outside = None
+    if each.transfer is not None and is_missing.any():
+
+        def first(ids: np.ndarray) -> list[dict[str, np.ndarray]]:
+            return [first_rows(t.config, t.optimizer, keys[t.collection], ids) for t in each.tables]
+
+        outside = RowsInStore(
+            table,
+            number,
+            each.transfer,
+            None if each.num_ids is None else first,
+            ids[is_missing],
+            np.flatnonzero(is_missing),
+            returning,
+        )
+        is_missing[outside.positions] = False
+    if is_written and is_missing.any():
+        raise ValueError(
+            f"table {table!r}: id {ids[np.argmax(is_missing)]} has no row; an id gets one in a "
+            "training batch, or from a file by jaxrec.tier.import_rows"
+        )
+    rows[is_missing] = each.vocabulary.settings.unknown.rows_of(ids[is_missing])
+    return FoundIds(rows, outside)
+
+
+def raw_ids(table: TableConfig, ids: Any, num_ids: int | None = None) -> np.ndarray:
+    """Return integers of 64 bits, or strings, as ids of a table, int64 ``[n]``.
+
+    ``num_ids`` is the number of ids of a table of fixed size, None for any id.
+    """
+    if num_ids is not None:
+        return row_indices(table.name, ids, num_ids)
+    array = as_ids(table.name, ids)
+    if not array.size:
+        return np.zeros(0, np.int64)
+    try:
+        lengths = np.ones(array.size, np.int64)
+        column = raw_column(table.feature_names[0], Column(array, lengths))
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"table {table.name!r}: {error}") from None
+    return np.asarray(column.values)
+
+
+def _merged(is_first: np.ndarray, first: np.ndarray, second: np.ndarray) -> np.ndarray:
+    """Return rows of one array where a flag is set, and of another elsewhere."""
+    merged = np.empty((is_first.size, *first.shape[1:]), first.dtype)
+    merged[is_first], merged[~is_first] = first, second
+    return merged

@@ -1,0 +1,88 @@
+"""The tables of a model that have open vocabularies."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+
+from flax import nnx
+
+from jaxrec.embed.collection import Collection
+from jaxrec.embed.config import TableConfig
+from jaxrec.embed.taps import tapped_modules
+from jaxrec.optim import RowOptimizer
+from jaxrec.tier.rows.transfer import RowTransfer
+from jaxrec.tier.store import TierStore
+from jaxrec.tier.vocabulary.vocabulary import Vocabulary
+
+
+@dataclasses.dataclass(frozen=True)
+class TieredTable:
+    """A table with an open vocabulary.
+
+    Attributes:
+        collection: Path of its collection in the model.
+        config: The table as the user gave it.
+        optimizer: Its row optimizer.
+    """
+
+    collection: str
+    config: TableConfig
+    optimizer: RowOptimizer
+
+
+@dataclasses.dataclass(frozen=True)
+class TableVocabulary:
+    """A vocabulary, the features whose ids it has, and the tables whose rows it assigns.
+
+    Attributes:
+        name: Names of the tables, joined by "+".
+        features: Keys of the batch.
+        tables: The tables; they have equally many rows.
+        vocabulary: The assignment of rows.
+        transfer: Moves evicted rows to a store and back; None: they are lost.
+        num_ids: Number of ids of tables of fixed size (`jaxrec.tier.Cached`); None: any id.
+    """
+
+    name: str
+    features: tuple[str, ...]
+    tables: tuple[TieredTable, ...]
+    vocabulary: Vocabulary
+    transfer: RowTransfer | None
+    num_ids: int | None = None
+
+    def statistics(self) -> dict[str, float]:
+        """Return the counts of the vocabulary, and those of its store if it has one."""
+        counts = self.vocabulary.statistics.summary()
+        return counts if self.transfer is None else counts | self.transfer.traffic.summary()
+
+    def warn_of_earlier_rows(self) -> None:
+        """Warn, once, if the store had rows when it was opened, and was not restored since."""
+        if self.transfer is not None and self.transfer.num_earlier:
+            warnings.warn(
+                f"table {self.name} begins with {self.transfer.num_earlier:,} rows of an earlier "
+                f"run, which {self.transfer.store!r} has; restore the checkpoint of that run, or "
+                "train with an empty store",
+                stacklevel=4,
+            )
+            self.transfer.num_earlier = 0
+
+
+def collections_of(model: nnx.Module) -> dict[str, Collection]:
+    """Return the collections with open vocabularies by path."""
+    return {
+        path: module
+        for path, module in tapped_modules(model).items()
+        if isinstance(module, Collection) and isinstance(module.tables.get_value(), TierStore)
+    }
+
+
+def collection_at(model: nnx.Module, path: str) -> Collection:
+    """Return the collection at a path that `collections_of` gave.
+
+    It does not walk over the model, which takes about a millisecond.
+    """
+    node: object = model
+    for name in path.split("/") if path else ():
+        node = getattr(node, "__dict__", {}).get(name)
+    return node if isinstance(node, Collection) else collections_of(model)[path]

@@ -1,0 +1,281 @@
+"""Rows that come and go in the tables of a model, and those that wait for their batch."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import cast
+
+import numpy as np
+from flax import nnx
+
+from jaxrec.embed.config import TableConfig
+from jaxrec.embed.row_access import RowsOnDevices, TableRows, read, write
+from jaxrec.embed.store import TableStore
+from jaxrec.mesh.store import MeshStore
+from jaxrec.tier.planning.model_tables import TableVocabulary, collection_at
+from jaxrec.tier.rows.first_rows import NewRows, reset
+from jaxrec.tier.rows.row_exchange import (
+    OwnedRows,
+    RowsAtOwners,
+    send_to_owners,
+    write_from_owners,
+)
+from jaxrec.tier.rows.transfer import StoredRows, receive
+from jaxrec.tier.rows.under_way import EvictedRows
+from jaxrec.tier.vocabulary.vocabulary import NO_CHANGE, Assignment
+
+
+@dataclasses.dataclass(frozen=True)
+class Move:
+    """Changes of a batch to the rows of one vocabulary's tables.
+
+    Attributes:
+        assignment: The changes.
+        evicted: The rows on their way to the store; None without a store.
+        fetched: Rows that come from there; None without a store.
+    """
+
+    assignment: Assignment
+    evicted: EvictedRows | None
+    fetched: StoredRows | None
+
+
+NO_MOVE = Move(NO_CHANGE, None, None)
+
+
+def begin_move(each: TableVocabulary, assignment: Assignment) -> Move:
+    """Announce the rows that leave for a store, and start to read those that return."""
+    if not assignment.new_ids.size and not assignment.evicted_ids.size:
+        return NO_MOVE
+    if each.transfer is None:
+        return Move(assignment, None, None)
+    # Fetch before announcing: rows that return were evicted by earlier batches.
+    fetched = each.transfer.fetch(assignment.new_ids) if assignment.new_ids.size else None
+    evicted = (
+        each.transfer.announce(assignment.evicted_ids) if assignment.evicted_ids.size else None
+    )
+    return Move(assignment, evicted, fetched)
+
+
+def move_rows(
+    model: nnx.Module,
+    vocabularies: Sequence[TableVocabulary],
+    moves: Sequence[Move],
+    keys: Mapping[str, np.ndarray],
+) -> None:
+    """Move rows out of a model's tables and into them, as a batch changes its vocabularies."""
+    if all(move is NO_MOVE for move in moves):
+        return
+    fetched = _receive(moves)
+    evicted: dict[tuple[int, str, str], tuple[_RowsToHost, int]] = {}
+    for path in dict.fromkeys(table.collection for each in vocabularies for table in each.tables):
+        collection = collection_at(model, path)
+        here = [
+            (v, t, table.config)
+            for v, each in enumerate(vocabularies)
+            for t, table in enumerate(each.tables)
+            if table.collection == path
+        ]
+        store = collection.tables.get_value()
+        placed = store.placed
+        leaving = [(v, config) for v, _, config in here if moves[v].evicted is not None]
+        if leaving:
+            rows = _RowsToHost(
+                _read(
+                    placed,
+                    [
+                        _request(vocabularies[v], config, out.evicted_rows, out.evicted_ids)
+                        for v, config in leaving
+                        for out in [moves[v].assignment]
+                    ],
+                )
+            )
+            for number, (v, config) in enumerate(leaving):
+                evicted[v, path, config.name] = rows, number
+        fresh, returning, values = [], [], []
+        for v, t, config in here:
+            new_rows, new_ids = moves[v].assignment.new_rows, moves[v].assignment.new_ids
+            if (stored := fetched.get(v)) is not None:
+                found, of_tables = stored
+                returning.append(_request(vocabularies[v], config, new_rows[found], new_ids[found]))
+                values.append(of_tables[t])
+                new_rows, new_ids = new_rows[~found], new_ids[~found]
+            fresh.append(NewRows(config, new_rows, new_ids))
+        placed = reset(placed, fresh, keys[path])
+        placed = _write(placed, returning, values)
+        collection.tables.set_value(store.with_placed(placed))
+    for v, (each, move) in enumerate(zip(vocabularies, moves, strict=True)):
+        if each.transfer is not None and move.evicted is not None:
+            if each.transfer.division is None:  # `receive` raises the errors of all processes
+                each.transfer.check()
+            parts = [evicted[v, table.collection, table.config.name] for table in each.tables]
+            each.transfer.send(move.evicted, functools.partial(_to_host, parts))
+
+
+def _receive(
+    moves: Sequence[Move],
+) -> dict[int, tuple[np.ndarray, list[dict[str, np.ndarray]]]]:
+    """Wait for the rows that return from stores, by index of the vocabulary."""
+    stored = {v: move.fetched for v, move in enumerate(moves) if move.fetched is not None}
+    return dict(zip(stored, receive(list(stored.values())), strict=True))
+
+
+def _request(
+    each: TableVocabulary, config: TableConfig, rows: np.ndarray, ids: np.ndarray
+) -> TableRows | OwnedRows:
+    """Return rows that travel between a table and the store of its vocabulary."""
+    owners = None if each.transfer is None else each.transfer.owners(ids)
+    if owners is None:
+        return TableRows(config.name, rows)
+    return OwnedRows(config.name, rows, owners)
+
+
+def _read(
+    placed: TableStore, requests: Sequence[TableRows | OwnedRows]
+) -> RowsOnDevices | RowsAtOwners:
+    """Gather rows that leave for the stores: all of them are divided, or none."""
+    if isinstance(requests[0], OwnedRows):
+        return send_to_owners(cast(MeshStore, placed), cast(Sequence[OwnedRows], requests))
+    return read(placed, cast(Sequence[TableRows], requests))
+
+
+def _write(
+    placed: TableStore,
+    requests: Sequence[TableRows | OwnedRows],
+    values: Sequence[Mapping[str, np.ndarray]],
+) -> TableStore:
+    """Set rows that return from the stores: all of them are divided, or none."""
+    if requests and isinstance(requests[0], OwnedRows):
+        store, owned = cast(MeshStore, placed), cast(Sequence[OwnedRows], requests)
+        return write_from_owners(store, owned, values)
+    return write(placed, cast(Sequence[TableRows], requests), values)
+
+
+class _RowsToHost:
+    """Rows of several vocabularies on the devices, which their threads bring to the host, once."""
+
+    def __init__(self, rows: RowsOnDevices | RowsAtOwners) -> None:
+        self._rows: RowsOnDevices | RowsAtOwners | None = rows
+        self._lock = threading.Lock()
+        self._on_host: list[dict[str, np.ndarray]] = []
+
+    def result(self) -> list[dict[str, np.ndarray]]:
+        """Return the rows and states of each of `read`'s requests."""
+        with self._lock:
+            if self._rows is not None:
+                self._on_host = self._rows.to_host()
+                self._rows = None  # the devices may use its memory for others
+            return self._on_host
+
+
+def _to_host(parts: Sequence[tuple[_RowsToHost, int]]) -> list[dict[str, np.ndarray]]:
+    return [rows.result()[number] for rows, number in parts]
+
+
+@dataclasses.dataclass
+class _Entry:
+    """Moves of one batch.
+
+    Attributes:
+        sequence: Place in the order of planning.
+        number: Number of the last training batch that was planned.
+        moves: A move for each vocabulary.
+    """
+
+    sequence: int
+    number: int
+    moves: tuple[Move, ...]
+
+
+# A batch is planned a few batches before its step, whose tables must still be those of the steps
+# before it. So its moves wait here until the loop takes it.
+class PendingMoves:
+    """Queue of the moves of planned batches, of training and of evaluation. Threads may share it.
+
+    Attributes:
+        last: Place in the order of planning of the last batch; 0 before the first.
+        settled: Place of the last batch when all moves were carried out at once.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._entries: list[_Entry] = []
+        self.last = self.settled = 0
+
+    def add(self, number: int, moves: Sequence[Move]) -> int:
+        """Append the moves of a batch; return its place in the order of planning."""
+        with self._lock:
+            self.last += 1
+            if any(move is not NO_MOVE for move in moves):
+                self._entries.append(_Entry(self.last, number, tuple(moves)))
+            return self.last
+
+    def after(self, number: int) -> list[tuple[Move, ...]]:
+        """Return the moves of batches after a training batch, in order."""
+        with self._lock:
+            return [entry.moves for entry in self._entries if entry.number > number]
+
+    def restore_rows(self, v: int, ids: np.ndarray, rows: np.ndarray, number: int) -> None:
+        """Set the rows of ids without one that batches after a training batch evict.
+
+        ``rows`` has the row of each id after all planned batches, -1 for none; it is changed.
+        """
+        for moves in self.after(number):
+            _restore(ids, rows, moves[v].assignment)
+
+    def undo(self, v: int, ids: np.ndarray, rows: np.ndarray) -> None:
+        """Set the rows of ids to those on the devices, where no move is carried out yet."""
+        # The last moves first: an id may come and go several times while batches wait.
+        for moves in reversed(self.after(-1)):
+            rows[np.isin(ids, moves[v].assignment.new_ids)] = -1
+            _restore(ids, rows, moves[v].assignment)
+
+    def coming_ids(self, v: int) -> np.ndarray:
+        """Return the ids that get rows of a vocabulary's tables, int64 ``[n]``."""
+        ids = [moves[v].assignment.new_ids for moves in self.after(-1)]
+        return np.concatenate([np.zeros(0, np.int64), *ids])
+
+    def carry_out(
+        self,
+        move: Callable[[Sequence[Move]], None],
+        sequence: int | None,
+        wanted: Sequence[bool] | None = None,
+    ) -> None:
+        """Carry out the moves of batches up to a place, None for all; those that fail stay.
+
+        ``move`` carries out the moves of a batch; ``wanted`` says of which vocabularies, None: all.
+        """
+        with self._lock:
+            last = self.last
+            entries = [e for e in self._entries if sequence is None or e.sequence <= sequence]
+        for entry in entries:
+            is_wanted = wanted or [True] * len(entry.moves)
+            pairs = list(zip(entry.moves, is_wanted, strict=True))
+            move([each if now else NO_MOVE for each, now in pairs])
+            with self._lock:
+                entry.moves = tuple(NO_MOVE if now else each for each, now in pairs)
+                self._entries = [
+                    e for e in self._entries if any(each is not NO_MOVE for each in e.moves)
+                ]
+        if sequence is None:
+            self.settled = last
+
+    def clear(self) -> None:
+        """Drop all moves."""
+        with self._lock:
+            self._entries.clear()
+
+
+def _restore(ids: np.ndarray, rows: np.ndarray, assignment: Assignment) -> None:
+    """Set the rows of evicted ids, where ids have none."""
+    missing = np.flatnonzero(rows < 0)
+    if not missing.size or not assignment.evicted_ids.size:
+        return
+    order = np.argsort(assignment.evicted_ids)
+    place = np.searchsorted(assignment.evicted_ids, ids[missing], sorter=order)
+    place = order[np.minimum(place, order.size - 1)]
+    is_match = assignment.evicted_ids[place] == ids[missing]
+    rows[missing[is_match]] = assignment.evicted_rows[place[is_match]]
