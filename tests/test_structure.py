@@ -19,26 +19,26 @@ ROOT = pathlib.Path(__file__).parents[1]
 
 # By test file, the modules that it tests beside its own.
 TESTED_BY = {
-    "data/test_binary": (
-        "data/npz",
-        "data/records",
+    "data/criteo/test_exports": (
+        "data/arrays",
+        "data/criteo/records",
     ),
     "data/test_click_batches": ("data/clicks",),
-    "data/test_conversion": (
+    "data/criteo/test_conversion": (
         "data/cli",
         "data/contiguous",
+        "data/criteo/parts",
+        "data/criteo/text",
         "data/encode",
         "data/groups",
         "data/learn",
-        "data/parts",
-        "data/text",
     ),
     "data/test_common_types": (
-        "data/suspects",
+        "data/column_values",
         "data/whole_floats",
     ),
-    "data/test_encoder": ("data/list_lengths",),
-    "data/test_files": ("data/parquet_file",),
+    "data/test_encoder": ("data/statistics",),
+    "data/test_files": ("data/parquet",),
     "data/test_schema": ("data/column_types",),
     "embed/kernels/test_primitives": (
         "embed/kernels/base",

@@ -9,8 +9,8 @@ from collections.abc import Collection
 
 import pyarrow as pa
 
+from jaxrec.data.criteo.text import DataError
 from jaxrec.data.schema import CategoricalColumn, DenseColumn, Schema, SchemaError
-from jaxrec.data.text import DataError
 
 # Default names of the label column; the first one present is taken.
 LABEL_NAMES = ("label", "click", "target")

@@ -19,7 +19,7 @@ from jaxrec.data.column_types import (
     is_text,
     value_type,
 )
-from jaxrec.data.text import DataError
+from jaxrec.data.criteo.text import DataError
 
 
 class _Column(NamedTuple):

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 from jaxtyping import Int, Integer
 
 from jaxrec.atomic import write_atomically
-from jaxrec.data.parts import parquet_writer
+from jaxrec.data.criteo.parts import parquet_writer
 from jaxrec.data.transforms import CATEGORICAL_NAMES
 
 MAPS_DIRECTORY = "maps"

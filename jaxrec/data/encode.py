@@ -13,9 +13,9 @@ import pyarrow.compute as pc
 from jaxtyping import Bool, Float, Float32, Int
 
 from jaxrec.data.column_types import is_dense, is_list, value_type
+from jaxrec.data.criteo.text import DataError
 from jaxrec.data.frozen_vocabulary import FrozenVocabulary
 from jaxrec.data.schema import CategoricalColumn, DenseColumn
-from jaxrec.data.text import DataError
 from jaxrec.data.transforms import log_counts
 from jaxrec.data.vocabulary import Vocabulary
 from jaxrec.ragged import hash_ids

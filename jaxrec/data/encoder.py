@@ -17,6 +17,7 @@ import pyarrow as pa
 from jaxrec.atomic import write_atomically
 from jaxrec.data.click_batches import ClickBatch
 from jaxrec.data.column_types import check_columns
+from jaxrec.data.criteo.text import DataError
 from jaxrec.data.encode import (
     Location,
     Moments,
@@ -29,9 +30,8 @@ from jaxrec.data.encode import (
 from jaxrec.data.examples import check_booleans, is_boolean, read_rows, write_rows
 from jaxrec.data.frozen_vocabulary import FrozenVocabulary
 from jaxrec.data.groups import LocatedGroups
-from jaxrec.data.list_lengths import ListLengths
 from jaxrec.data.schema import Schema, read_schema
-from jaxrec.data.text import DataError
+from jaxrec.data.statistics import ListLengths
 from jaxrec.data.vocabulary import Vocabulary
 from jaxrec.ragged import Packer
 from jaxrec.ragged.capacity import capacity_for

@@ -9,8 +9,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from jaxrec.data.criteo.text import DataError
 from jaxrec.data.schema import Schema
-from jaxrec.data.text import DataError
 
 NUM_ROWS = 2
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import pyarrow as pa
 
-from jaxrec.data.text import DataError
+from jaxrec.data.criteo.text import DataError
 
 # Ends of the names of Parquet files; pandas' documentation writes df.parquet.gzip.
 _NAME = re.compile(r"\.(parquet|parq|pq)(\.(brotli|gzip|lz4|snappy|zstd))?$", re.IGNORECASE)

@@ -8,8 +8,8 @@ import pathlib
 import re
 import zlib
 
-from jaxrec.data.fields import COLUMNS
-from jaxrec.data.text import is_compressed
+from jaxrec.data.criteo.fields import COLUMNS
+from jaxrec.data.criteo.text import is_compressed
 
 # Bytes that are looked at, and lines among them.
 _BYTES, _LINES = 1 << 16, 20

@@ -11,8 +11,8 @@ import pyarrow.parquet as pq
 from jaxtyping import Int
 
 from jaxrec.atomic import write_atomically
-from jaxrec.data.parquet_file import read_checked
-from jaxrec.data.text import DataError
+from jaxrec.data.criteo.text import DataError
+from jaxrec.data.parquet import read_checked
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

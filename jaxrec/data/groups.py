@@ -13,10 +13,10 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 import pyarrow as pa
 
+from jaxrec.data.arrays import NpzMember
+from jaxrec.data.criteo.text import DataError
 from jaxrec.data.files import key_column, key_types, keys_of, parquet_files
-from jaxrec.data.npz import NpzMember
-from jaxrec.data.parquet_file import columns_of, open_parquet
-from jaxrec.data.text import DataError
+from jaxrec.data.parquet import columns_of, open_parquet
 
 # Rows of a group of npy files, which have no groups of their own.
 NPY_GROUP_ROWS = 1 << 16

@@ -9,6 +9,7 @@ import pyarrow as pa
 
 from jaxrec.data.column_types import check_columns, is_list
 from jaxrec.data.common_types import CommonTypes
+from jaxrec.data.criteo.text import DataError
 from jaxrec.data.encode import (
     Location,
     Moments,
@@ -21,10 +22,9 @@ from jaxrec.data.encode import (
 from jaxrec.data.encoder import TableEncoder
 from jaxrec.data.examples import first_rows
 from jaxrec.data.groups import LocatedGroups
-from jaxrec.data.list_lengths import ListLengths
 from jaxrec.data.pipeline import Pipeline
 from jaxrec.data.schema import Schema
-from jaxrec.data.text import DataError
+from jaxrec.data.statistics import ListLengths
 from jaxrec.data.vocabulary import ValueCounts
 
 

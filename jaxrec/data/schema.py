@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args, get_type_hints
 
 import yaml
 
-from jaxrec.data.text import LABEL
+from jaxrec.data.criteo.text import LABEL
 from jaxrec.data.transforms import CATEGORICAL_NAMES, DENSE_NAMES
 
 

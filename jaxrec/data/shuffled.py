@@ -14,9 +14,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from jaxrec.data.criteo.text import DataError
 from jaxrec.data.groups import RowGroups
 from jaxrec.data.pipeline import ordered_map
-from jaxrec.data.text import DataError
 
 Batch = TypeVar("Batch")
 

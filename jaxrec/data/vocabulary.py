@@ -16,8 +16,8 @@ import pyarrow.parquet as pq
 from jaxtyping import Int, UInt64
 
 from jaxrec.atomic import write_atomically
-from jaxrec.data.parquet_file import read_checked
-from jaxrec.data.text import DataError
+from jaxrec.data.criteo.text import DataError
+from jaxrec.data.parquet import read_checked
 from jaxrec.ragged import hash_ids
 from jaxrec.ragged.arrow import map_values
 

@@ -23,14 +23,14 @@ from jaxrec.data import (
     read_schema,
 )
 from jaxrec.data.column_types import check_columns
+from jaxrec.data.column_values import suspects
 from jaxrec.data.common_types import CommonTypes
-from jaxrec.data.conversion import SUMMARY_FILE, read_summary
+from jaxrec.data.criteo.conversion import SUMMARY_FILE, read_summary
+from jaxrec.data.criteo.parts import is_part
 from jaxrec.data.encoder import SCHEMA_FILE, EncodedGroups
 from jaxrec.data.files import ParquetFiles, has_pattern, parquet_files
 from jaxrec.data.learn import needs_pass
-from jaxrec.data.parts import is_part
 from jaxrec.data.schema import criteo_schema
-from jaxrec.data.suspects import suspects
 from jaxrec.data.transforms import NUM_CATEGORICAL
 from jaxrec.data.whole_floats import are_ids, whole_floats
 from jaxrec.train.config import DataConfig, ModelConfig, TrainConfig

@@ -12,8 +12,8 @@ import pytest
 
 from jaxrec.data import DataError, GroupRange, ParquetGroups, Schema
 from jaxrec.data.column_types import index_columns
+from jaxrec.data.column_values import suspects
 from jaxrec.data.common_types import CommonTypes
-from jaxrec.data.suspects import suspects
 from jaxrec.data.whole_floats import are_ids, whole_floats
 
 pytestmark = pytest.mark.every_case

@@ -24,7 +24,7 @@ from jaxrec.data import (
 )
 from jaxrec.data.encode import Moments
 from jaxrec.data.encoder import EncodedGroups
-from jaxrec.data.list_lengths import ListLengths
+from jaxrec.data.statistics import ListLengths
 from jaxrec.ragged import hash_ids
 
 pytestmark = pytest.mark.every_case

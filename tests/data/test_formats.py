@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from jaxrec.data.formats import foreign_format
-from tests.data.test_criteo import GOOD, KAGGLE, changed
+from tests.data.criteo.test_log import GOOD, KAGGLE, changed
 
 pytestmark = pytest.mark.every_case
 

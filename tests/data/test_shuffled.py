@@ -18,7 +18,7 @@ from jaxrec.data import (
     Shard,
     to_numpy,
 )
-from jaxrec.data.parts import parquet_writer
+from jaxrec.data.criteo.parts import parquet_writer
 
 pytestmark = pytest.mark.every_case
 

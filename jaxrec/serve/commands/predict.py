@@ -20,7 +20,7 @@ from jaxrec.atomic import write_atomically
 from jaxrec.data import DataError, ParquetGroups, Vocabulary
 from jaxrec.data.common_types import CommonTypes
 from jaxrec.data.files import key_column, key_types, keys_of, parquet_files
-from jaxrec.data.parquet_file import open_parquet
+from jaxrec.data.parquet import open_parquet
 from jaxrec.serve import ArtifactError, ServedModel, load
 from jaxrec.serve.artifact.outputs import arrow_column, output_columns
 

@@ -14,8 +14,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from jaxrec.data.parquet_file import open_parquet
-from jaxrec.data.text import LABEL, Block, DataError, RawClicks
+from jaxrec.data.criteo.text import LABEL, Block, DataError, RawClicks
+from jaxrec.data.parquet import open_parquet
 from jaxrec.data.transforms import CATEGORICAL_NAMES, DENSE_NAMES, NUM_CATEGORICAL
 
 # Number of blocks of text in a row group.

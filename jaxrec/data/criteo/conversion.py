@@ -14,10 +14,24 @@ from typing import Any
 
 from jaxrec.atomic import write_atomically
 from jaxrec.data import contiguous
+from jaxrec.data.criteo.parts import (
+    Conversion,
+    Part,
+    PartWriter,
+    as_json,
+    read_part,
+    same_conversion,
+)
+from jaxrec.data.criteo.text import (
+    BadLine,
+    Block,
+    DataError,
+    RawClicks,
+    blocks_of_lines,
+    parse_lines,
+)
 from jaxrec.data.files import natural_order
-from jaxrec.data.parts import Conversion, Part, PartWriter, as_json, read_part, same_conversion
 from jaxrec.data.pipeline import ordered_map
-from jaxrec.data.text import BadLine, Block, DataError, RawClicks, blocks_of_lines, parse_lines
 
 # Bytes of text that a thread parses at once: its columns fit the processor's caches. Number of such
 # blocks in a Parquet file.

@@ -12,7 +12,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from jaxrec.data.text import DataError
+from jaxrec.data.criteo.text import DataError
 
 # Bytes of the length of the footer and of the magic bytes after it.
 _TAIL_BYTES = 8

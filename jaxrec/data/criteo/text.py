@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int, UInt32
 
-from jaxrec.data.fields import COLUMNS, HEX_DIGITS, parse_fields
+from jaxrec.data.criteo.fields import COLUMNS, HEX_DIGITS, parse_fields
 from jaxrec.data.transforms import NUM_CATEGORICAL, NUM_DENSE
 
 LABEL = "label"

@@ -28,12 +28,12 @@ from jaxrec.data import (
     write_npy,
     write_records,
 )
-from jaxrec.data.conversion import convert
-from jaxrec.data.parts import Conversion
-from jaxrec.data.records import RECORD_NAMES
+from jaxrec.data.criteo.conversion import convert
+from jaxrec.data.criteo.parts import Conversion
+from jaxrec.data.criteo.records import RECORD_NAMES
 from jaxrec.data.transforms import CATEGORICAL_NAMES
 from tests import golden
-from tests.data.test_conversion import two_files
+from tests.data.criteo.test_conversion import two_files
 
 ROWS = tuple(50 + 7 * i for i in range(26))
 SIZES = tuple(1 + i % 4 for i in range(26))

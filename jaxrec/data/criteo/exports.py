@@ -15,12 +15,12 @@ import pyarrow.parquet as pq
 from jaxtyping import Float, Integer
 
 from jaxrec.atomic import write_atomically
-from jaxrec.data.conversion import files_of_sources, read_summary
+from jaxrec.data.arrays import NpzWriter
+from jaxrec.data.criteo.conversion import files_of_sources, read_summary
+from jaxrec.data.criteo.records import RECORD_NAMES, RECORD_TYPE
+from jaxrec.data.criteo.text import LABEL, DataError
 from jaxrec.data.groups import ParquetGroups
 from jaxrec.data.multi_hot import MultiHot
-from jaxrec.data.npz import NpzWriter
-from jaxrec.data.records import RECORD_NAMES, RECORD_TYPE
-from jaxrec.data.text import LABEL, DataError
 from jaxrec.data.transforms import (
     CATEGORICAL_NAMES,
     DENSE_NAMES,

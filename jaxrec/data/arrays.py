@@ -10,7 +10,7 @@ from collections.abc import Iterable
 import numpy as np
 from jaxtyping import Shaped
 
-from jaxrec.data.text import DataError
+from jaxrec.data.criteo.text import DataError
 from jaxrec.npz import NpzFile
 
 # The oldest time that a zip file can have: equal arrays make equal files.

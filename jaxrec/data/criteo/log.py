@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Literal
 
 from jaxrec.data.clicks import Clicks
-from jaxrec.data.text import Block, DataError, RawClicks, blocks_of_lines, parse_lines
+from jaxrec.data.criteo.text import Block, DataError, RawClicks, blocks_of_lines, parse_lines
 from jaxrec.data.transforms import NUM_CATEGORICAL, NUM_DENSE, log_counts, table_ids
 
 BLOCK_BYTES = 1 << 23
@@ -20,7 +20,7 @@ BLOCK_BYTES = 1 << 23
 class CriteoFile:
     """A click log in Criteo's format: label, 13 integers and 26 hexadecimal ids a line.
 
-    `jaxrec.data.text.parse_lines` describes a line. Counts become ``log(x + 3)`` (`log_counts`),
+    `parse_lines` describes a line. Counts become ``log(x + 3)`` (`log_counts`),
     ids are taken modulo the rows of their tables (`table_ids`), or stay as they are. The file may
     be compressed by gzip.
 

@@ -10,8 +10,8 @@ import pathlib
 import numpy as np
 import pyarrow as pa
 
+from jaxrec.data.criteo.text import LABEL, DataError
 from jaxrec.data.groups import NPY_GROUP_ROWS
-from jaxrec.data.text import LABEL, DataError
 from jaxrec.data.transforms import CATEGORICAL_NAMES, DENSE_NAMES
 
 # Label, 13 counts and 26 ids of a row.

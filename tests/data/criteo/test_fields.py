@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxrec.data import fields
+from jaxrec.data.criteo import fields
 
 pytestmark = pytest.mark.every_case
 
