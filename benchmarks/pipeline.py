@@ -41,15 +41,8 @@ import tyro
 from flax import nnx
 
 import jaxrec
-from jaxrec.data import (
-    BatchSource,
-    Clicks,
-    GeneratedLog,
-    ParquetGroups,
-    Pipeline,
-    batches,
-    to_numpy,
-)
+from jaxrec.data import BatchSource, Clicks, GeneratedLog, ParquetGroups, Pipeline, batches
+from jaxrec.data.arrays import to_numpy
 from jaxrec.data.criteo.parts import parquet_writer
 from jaxrec.data.transforms import CATEGORICAL_NAMES, NUM_CATEGORICAL, NUM_DENSE, log_counts
 from jaxrec.nn import DLRM

@@ -1,29 +1,23 @@
 """Readers of data sets: click logs, MovieLens, interactions, Parquet and npy files."""
 
-from jaxrec.data.arrays import NpzMember as NpzMember
-from jaxrec.data.arrays import NpzWriter as NpzWriter
+import types as _types
+
+from jaxrec.data.arrays import NpyGroups as NpyGroups
 from jaxrec.data.arrays import npz_members as npz_members
-from jaxrec.data.click_batches import ClickBatch as ClickBatch
-from jaxrec.data.click_batches import batches as batches
+from jaxrec.data.clicks import ClickBatch as ClickBatch
 from jaxrec.data.clicks import ClickLog as ClickLog
 from jaxrec.data.clicks import Clicks as Clicks
+from jaxrec.data.clicks import batches as batches
 from jaxrec.data.column_types import infer_schema as infer_schema
 from jaxrec.data.criteo.exports import DayFiles as DayFiles
+from jaxrec.data.criteo.exports import RecordGroups as RecordGroups
 from jaxrec.data.criteo.exports import write_multi_hot as write_multi_hot
 from jaxrec.data.criteo.exports import write_npy as write_npy
 from jaxrec.data.criteo.exports import write_records as write_records
 from jaxrec.data.criteo.log import CriteoFile as CriteoFile
-from jaxrec.data.criteo.records import RecordGroups as RecordGroups
-from jaxrec.data.criteo.text import DataError as DataError
-from jaxrec.data.encode import Moments as Moments
 from jaxrec.data.encoder import TableEncoder as TableEncoder
+from jaxrec.data.files import DataError as DataError
 from jaxrec.data.generated import GeneratedLog as GeneratedLog
-from jaxrec.data.groups import GroupRange as GroupRange
-from jaxrec.data.groups import LocatedGroups as LocatedGroups
-from jaxrec.data.groups import NpyGroups as NpyGroups
-from jaxrec.data.groups import ParquetGroups as ParquetGroups
-from jaxrec.data.groups import RowGroups as RowGroups
-from jaxrec.data.groups import to_numpy as to_numpy
 from jaxrec.data.interactions import Interactions as Interactions
 from jaxrec.data.learn import learn_encoder as learn_encoder
 from jaxrec.data.movielens import movielens_movies as movielens_movies
@@ -33,6 +27,7 @@ from jaxrec.data.multi_hot import MultiHot as MultiHot
 from jaxrec.data.padding import WeightedBatch as WeightedBatch
 from jaxrec.data.padding import empty_batch as empty_batch
 from jaxrec.data.padding import pad_batch as pad_batch
+from jaxrec.data.parquet import ParquetGroups as ParquetGroups
 from jaxrec.data.pipeline import Pipeline as Pipeline
 from jaxrec.data.random_batches import RandomBatches as RandomBatches
 from jaxrec.data.schema import CategoricalColumn as CategoricalColumn

@@ -1,17 +1,22 @@
-"""Arrays of npz files, mapped into memory."""
+"""Columns of npy and npz files, mapped into memory; npz files written part by part."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import zipfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import numpy as np
+import pyarrow as pa
 from jaxtyping import Shaped
 
-from jaxrec.data.criteo.text import DataError
+from jaxrec.data.files import DataError
 from jaxrec.npz import NpzFile
+
+# Rows of a group of files that have no groups of their own.
+GROUP_ROWS = 1 << 16
 
 # The oldest time that a zip file can have: equal arrays make equal files.
 _TIME = (1980, 1, 1, 0, 0, 0)
@@ -71,6 +76,104 @@ def npz_members(path: str | os.PathLike[str]) -> dict[str, NpzMember]:
     """
     with NpzFile(path, DataError) as file:
         return {name: NpzMember(path, name) for name in file.names}
+
+
+@dataclasses.dataclass(frozen=True)
+class NpyGroups:
+    """Rows of npy files, one file for each column, such as TorchRec's ``day_0_dense.npy``.
+
+    An array ``[rows]`` becomes a column of numbers, an array ``[rows, k]`` a column of lists of
+    ``k`` numbers; `to_numpy` is the inverse. The files are memory-mapped. Arrays of an npz file are
+    columns, too (`npz_members`).
+
+    Attributes:
+        paths: The file of each column by name, or the `NpzMember`.
+        group_rows: Number of rows of a group.
+
+    Raises:
+        OSError: A file cannot be read.
+        DataError: The arrays have different numbers of rows, or more than two axes.
+
+    Example:
+        >>> import pathlib, tempfile
+        >>> path = pathlib.Path(tempfile.mkdtemp(), "dense.npy")
+        >>> np.save(path, np.arange(6, dtype=np.float32).reshape(3, 2))
+        >>> groups = NpyGroups({"dense": path}, group_rows=2)
+        >>> groups.sizes, to_numpy(groups.read(1)["dense"]).tolist()
+        ((2, 1), [[4.0, 5.0]])
+    """
+
+    paths: Mapping[str, str | os.PathLike[str] | NpzMember]
+    group_rows: int = GROUP_ROWS
+
+    @functools.cached_property
+    def _arrays(self) -> dict[str, np.ndarray]:
+        arrays = {}
+        for name, path in self.paths.items():
+            if isinstance(path, NpzMember):
+                arrays[name] = path.open()
+                continue
+            try:
+                arrays[name] = np.lib.format.open_memmap(path, "r")
+            except (ValueError, OverflowError, TypeError) as error:
+                raise DataError(f"{path} is not an npy file ({error})") from None
+        shapes = {name: array.shape for name, array in arrays.items()}
+        if len({shape[:1] for shape in shapes.values()}) != 1 or any(
+            len(shape) not in (1, 2) for shape in shapes.values()
+        ):
+            raise DataError(
+                f"arrays side by side are [rows] or [rows, k] with equal rows: {shapes}"
+            )
+        return arrays
+
+    @functools.cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """Number of rows of each group."""
+        return sizes_of_groups(len(next(iter(self._arrays.values()))), self.group_rows)
+
+    def read(self, group: int) -> pa.Table:
+        """Read the rows of a group."""
+        rows = slice(group * self.group_rows, (group + 1) * self.group_rows)
+        return pa.table({name: _column(array[rows]) for name, array in self._arrays.items()})
+
+
+def sizes_of_groups(rows: int, group_rows: int) -> tuple[int, ...]:
+    """Return the sizes of equal groups of rows, of which the last may be smaller."""
+    return tuple(min(group_rows, rows - start) for start in range(0, rows, group_rows))
+
+
+def _column(array: np.ndarray) -> pa.Array:
+    flat = pa.array(np.ascontiguousarray(array).reshape(-1))
+    return flat if array.ndim == 1 else pa.FixedSizeListArray.from_arrays(flat, array.shape[1])
+
+
+def to_numpy(column: pa.ChunkedArray) -> np.ndarray:
+    """Convert a column of numbers to ``[rows]``, a column of lists of ``k`` to ``[rows, k]``.
+
+    Raises:
+        DataError: A value is missing, or lists have different lengths.
+
+    Example:
+        >>> to_numpy(pa.chunked_array([[1, 2], [3]])).tolist()
+        [1, 2, 3]
+    """
+    if column.null_count:
+        raise DataError(
+            f"a column has {column.null_count} missing values, which arrays cannot hold; fill "
+            "them (pyarrow.compute.fill_null) before"
+        )
+    kind = column.type
+    if not isinstance(kind, pa.ListType | pa.FixedSizeListType):
+        return column.to_numpy()
+    flat = pa.chunked_array([chunk.flatten() for chunk in column.chunks], kind.value_type)
+    values = flat.to_numpy()
+    if isinstance(kind, pa.ListType):
+        lengths = {len(x) for x in column.to_pylist()}
+        if len(lengths) > 1:
+            raise DataError(
+                "lists of different lengths are not an array; KeyedJaggedArray.from_arrow"
+            )
+    return values.reshape(len(column), -1) if len(column) else values.reshape(0, 0)
 
 
 class NpzWriter:

@@ -13,11 +13,11 @@ import pyarrow.compute as pc
 from jaxtyping import Bool, Float, Float32, Int
 
 from jaxrec.data.column_types import is_dense, is_list, value_type
-from jaxrec.data.criteo.text import DataError
-from jaxrec.data.frozen_vocabulary import FrozenVocabulary
+from jaxrec.data.files import DataError
 from jaxrec.data.schema import CategoricalColumn, DenseColumn
+from jaxrec.data.statistics import Moments
 from jaxrec.data.transforms import log_counts
-from jaxrec.data.vocabulary import Vocabulary
+from jaxrec.data.vocabulary import FrozenVocabulary, Vocabulary
 from jaxrec.ragged import hash_ids
 from jaxrec.ragged.raw_ids import RESERVED
 
@@ -43,43 +43,6 @@ class Location:
         )
 
 
-@dataclasses.dataclass(frozen=True)
-class Moments:
-    """Mean and variance of numbers; the moments of two sets of numbers can be added.
-
-    Attributes:
-        count: Number of numbers.
-        mean: Mean of the numbers.
-        squares: Sum of squared differences from the mean.
-    """
-
-    count: int = 0
-    mean: float = 0.0
-    squares: float = 0.0
-
-    @property
-    def scale(self) -> float:
-        """Standard deviation; 1 if all numbers are equal."""
-        return (self.squares / self.count) ** 0.5 if self.squares > 0 else 1.0
-
-    @classmethod
-    def of(cls, values: Float[np.ndarray, " values"]) -> Moments:
-        if not values.size:
-            return cls()
-        mean = float(values.mean())
-        return cls(values.size, mean, float(np.square(values - mean).sum()))
-
-    def __add__(self, other: Moments) -> Moments:
-        """Return the moments of both sets (Chan, Golub and LeVeque 1983, "Algorithms for computing
-        the sample variance", equation 2.1)."""
-        count = self.count + other.count
-        if not count:
-            return self
-        apart, share = other.mean - self.mean, other.count / count
-        squares = self.squares + other.squares + apart**2 * self.count * share
-        return Moments(count, self.mean + apart * share, squares)
-
-
 def joined(column: pa.Array | pa.ChunkedArray) -> pa.Array:
     """Return a column as one array."""
     if isinstance(column, pa.Array):
@@ -94,6 +57,32 @@ def numbers(column: Any) -> tuple[Float[np.ndarray, " rows"], Bool[np.ndarray, "
     array = joined(column)
     is_null = np.asarray(array.is_null())
     return array.cast(pa.float64(), safe=False).fill_null(0).to_numpy(), is_null
+
+
+def is_boolean(rows: pa.Table | None, name: str) -> bool:
+    """Return whether a column is one of booleans, or of lists of these."""
+    if rows is None:
+        return False
+    kind = rows.schema.field(name).type
+    return pa.types.is_boolean(getattr(kind, "value_type", kind))
+
+
+def check_booleans(column: Any, error: Any) -> None:
+    """Check that the values of a column of booleans are booleans, or the numbers 0 and 1.
+
+    Args:
+        column: The column of a request.
+        error: Function of a row and a problem, which makes the error of a value.
+
+    Raises:
+        DataError: A value is another number.
+    """
+    if not (pa.types.is_floating(column.type) or pa.types.is_integer(column.type)):
+        return
+    numbers = column.cast(pa.float64(), safe=False).fill_null(0).to_numpy()
+    if (wrong := (numbers != 0) & (numbers != 1)).any():
+        row = int(np.argmax(wrong))
+        raise error(row, f"the value is {numbers[row]:g}; expected true or false")
 
 
 def encode_label(column: Any, location: Location) -> Float32[np.ndarray, " rows"]:

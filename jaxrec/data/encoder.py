@@ -13,26 +13,24 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 
 from jaxrec.atomic import write_atomically
-from jaxrec.data.click_batches import ClickBatch
+from jaxrec.data.clicks import ClickBatch
 from jaxrec.data.column_types import check_columns
-from jaxrec.data.criteo.text import DataError
 from jaxrec.data.encode import (
     Location,
-    Moments,
     encode_categorical,
     encode_dense,
     encode_label,
     encode_weight,
     joined,
 )
-from jaxrec.data.examples import check_booleans, is_boolean, read_rows, write_rows
-from jaxrec.data.frozen_vocabulary import FrozenVocabulary
+from jaxrec.data.files import DataError
 from jaxrec.data.groups import LocatedGroups
 from jaxrec.data.schema import Schema, read_schema
-from jaxrec.data.statistics import ListLengths
-from jaxrec.data.vocabulary import Vocabulary
+from jaxrec.data.statistics import ListLengths, Moments
+from jaxrec.data.vocabulary import FrozenVocabulary, Vocabulary
 from jaxrec.ragged import Packer
 from jaxrec.ragged.capacity import capacity_for
 from jaxrec.ragged.length_moments import LengthMoments
@@ -41,6 +39,9 @@ SCHEMA_FILE = "schema.yaml"
 STATISTICS_FILE = "statistics.json"
 VOCABULARIES = "vocabularies"
 EXAMPLE_FILE = "example.parquet"
+
+# Number of rows of the example.
+NUM_ROWS = 2
 
 # First columns of an encoded table; those of the features follow.
 _FIRST = ("label", "weight")
@@ -222,7 +223,7 @@ class TableEncoder:
                 vocabulary.save(_vocabulary_file(unfinished, name))
             (unfinished / STATISTICS_FILE).write_text(json.dumps(statistics) + "\n")
             if self.example is not None:
-                write_rows(self.example, unfinished / EXAMPLE_FILE)
+                pq.write_table(self.example, unfinished / EXAMPLE_FILE)
 
     @classmethod
     def load(cls, directory: str | os.PathLike[str]) -> TableEncoder:
@@ -250,7 +251,7 @@ class TableEncoder:
             if options.encoding in kinds
         }
         file = directory / EXAMPLE_FILE
-        example = read_rows(schema, file) if file.exists() else None
+        example = _read_example(schema, file) if file.exists() else None
         return cls(schema, vocabularies, moments, lengths, example)
 
 
@@ -274,6 +275,13 @@ class EncodedGroups:
             DataError: A column has an invalid value.
         """
         return self.encoder.encode(self.groups.read(group), *self.groups.location(group))
+
+
+def first_rows(schema: Schema, table: pa.Table) -> pa.Table:
+    """Return the first rows of the columns of features."""
+    columns = table.select([*schema.dense, *schema.categorical]).replace_schema_metadata(None)
+    # A copy: a slice would keep the whole table in memory.
+    return columns.take(np.arange(min(NUM_ROWS, len(table))))
 
 
 def as_table(table: pa.Table | Mapping[str, Any]) -> pa.Table:
@@ -314,3 +322,18 @@ def bags_of(column: pa.Array) -> tuple[np.ndarray, np.ndarray]:
 def _vocabulary_file(directory: pathlib.Path, name: str) -> pathlib.Path:
     # A column's name may hold characters that a file's name must not.
     return directory / VOCABULARIES / f"{urllib.parse.quote(name, safe=' ')}.parquet"
+
+
+def _read_example(schema: Schema, path: pathlib.Path) -> pa.Table:
+    """Read the rows of `TableEncoder.example`; raise DataError for a file with others."""
+    try:
+        rows = pq.read_table(path)
+    except (pa.ArrowException, OSError) as error:
+        raise DataError(f"{path} is not a Parquet file, or damaged ({error})") from None
+    names = [*schema.dense, *schema.categorical]
+    if rows.column_names != names or len(rows) > NUM_ROWS:
+        raise DataError(
+            f"{path} has {len(rows)} rows of the columns {', '.join(rows.column_names)}; expected "
+            f"{NUM_ROWS} of {', '.join(names)}"
+        )
+    return rows

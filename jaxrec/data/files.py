@@ -15,8 +15,6 @@ from typing import Any, NamedTuple
 
 import pyarrow as pa
 
-from jaxrec.data.criteo.text import DataError
-
 # Ends of the names of Parquet files; pandas' documentation writes df.parquet.gzip.
 _NAME = re.compile(r"\.(parquet|parq|pq)(\.(brotli|gzip|lz4|snappy|zstd))?$", re.IGNORECASE)
 
@@ -27,6 +25,10 @@ _LOGS = {"_delta_log": "a Delta table", ".hoodie": "a Hudi table"}
 _NO_KEY = "__HIVE_DEFAULT_PARTITION__"
 
 _INTEGER = re.compile(r"-?[0-9]{1,18}")
+
+
+class DataError(ValueError):
+    """A file is malformed; the message names the file, the line and the problem."""
 
 
 class ParquetFiles(NamedTuple):
@@ -60,6 +62,12 @@ def natural_order(paths: Iterable[pathlib.Path]) -> list[pathlib.Path]:
 def _words(name: str) -> list[str]:
     digits = "".join(c if c.isdecimal() else f"\0{c}\0" for c in name)
     return [word for word in digits.split("\0") if word]
+
+
+def is_compressed(path: pathlib.Path) -> bool:
+    """Return whether a file begins as gzip files do."""
+    with open(path, "rb") as file:
+        return file.read(2) == b"\x1f\x8b"
 
 
 def has_pattern(path: pathlib.Path) -> bool:

@@ -8,8 +8,8 @@ import pathlib
 import re
 import zlib
 
-from jaxrec.data.criteo.fields import COLUMNS
-from jaxrec.data.criteo.text import is_compressed
+from jaxrec.data.files import is_compressed
+from jaxrec.data.transforms import COLUMNS
 
 # Bytes that are looked at, and lines among them.
 _BYTES, _LINES = 1 << 16, 20

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.csv
 
-from jaxrec.data.criteo.text import DataError
+from jaxrec.data.files import DataError
 
 _RATING_TYPES = {
     "user_id": pa.int32(),

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from jaxrec.data.click_batches import ClickBatch
+from jaxrec.data.clicks import ClickBatch
 from jaxrec.data.pipeline import ordered_map
 from jaxrec.data.shuffled import Shard
 from jaxrec.ragged import KeyedJaggedArray

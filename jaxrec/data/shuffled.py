@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from jaxrec.data.criteo.text import DataError
+from jaxrec.data.files import DataError
 from jaxrec.data.groups import RowGroups
 from jaxrec.data.pipeline import ordered_map
 

@@ -19,7 +19,6 @@ from jaxrec.data import (
     CriteoFile,
     DataError,
     GeneratedLog,
-    GroupRange,
     Pipeline,
     Shard,
     TableEncoder,
@@ -27,6 +26,7 @@ from jaxrec.data import (
 )
 from jaxrec.data.encoder import EncodedGroups
 from jaxrec.data.formats import foreign_format
+from jaxrec.data.groups import GroupRange
 from jaxrec.data.transforms import CATEGORICAL_NAMES, NUM_CATEGORICAL
 from jaxrec.train.config import DataConfig, TrainConfig
 from jaxrec.train.features import (

@@ -14,9 +14,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from jaxrec.data.criteo.text import LABEL, Block, DataError, RawClicks
+from jaxrec.data.criteo.text import Block, RawClicks
+from jaxrec.data.files import DataError
 from jaxrec.data.parquet import open_parquet
-from jaxrec.data.transforms import CATEGORICAL_NAMES, DENSE_NAMES, NUM_CATEGORICAL
+from jaxrec.data.transforms import CATEGORICAL_NAMES, DENSE_NAMES, LABEL, NUM_CATEGORICAL
 
 # Number of blocks of text in a row group.
 GROUP_BLOCKS = 8

@@ -8,9 +8,9 @@ import numpy as np
 import pyarrow as pa
 
 from jaxrec.data import TableEncoder, Vocabulary
-from jaxrec.data.encode import Moments
-from jaxrec.data.examples import is_boolean
-from jaxrec.data.frozen_vocabulary import FrozenVocabulary
+from jaxrec.data.encode import is_boolean
+from jaxrec.data.statistics import Moments
+from jaxrec.data.vocabulary import FrozenVocabulary
 from jaxrec.serve.artifact.column_encoding import (
     CategoricalEncoding,
     ColumnEncoding,

@@ -184,7 +184,8 @@ def test_killed_and_gone_on_with(tmp_path):
     source = tmp_path / "log"
     source.write_bytes(KAGGLE.read_bytes() * 400)
     program = (
-        "import sys, pathlib; from jaxrec.data.criteo import conversion; conversion.BLOCK_BYTES = 100_000;"
+        "import sys, pathlib; from jaxrec.data.criteo import conversion;"
+        "conversion.BLOCK_BYTES = 100_000;"
         "conversion.PART_BLOCKS = 4; conversion.convert(*map(pathlib.Path, sys.argv[1:]),"
         "conversion.Conversion())"
     )

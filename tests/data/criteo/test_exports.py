@@ -16,21 +16,19 @@ from jaxrec.data import (
     DataError,
     MultiHot,
     NpyGroups,
-    NpzMember,
-    NpzWriter,
     ParquetGroups,
     RecordGroups,
     conversion,
     npz_members,
     parts,
-    to_numpy,
     write_multi_hot,
     write_npy,
     write_records,
 )
+from jaxrec.data.arrays import NpzMember, NpzWriter, to_numpy
 from jaxrec.data.criteo.conversion import convert
+from jaxrec.data.criteo.exports import RECORD_NAMES
 from jaxrec.data.criteo.parts import Conversion
-from jaxrec.data.criteo.records import RECORD_NAMES
 from jaxrec.data.transforms import CATEGORICAL_NAMES
 from tests import golden
 from tests.data.criteo.test_conversion import two_files

@@ -11,7 +11,7 @@ import pytest
 import xxhash
 
 from jaxrec.data import Schema, TableEncoder, Vocabulary
-from jaxrec.data.encode import Moments
+from jaxrec.data.statistics import Moments
 from jaxrec.serve.artifact.column_encoding import ColumnEncoding, VocabularyFiles
 from jaxrec.serve.artifact.column_files import write_columns
 

@@ -11,7 +11,7 @@ import pytest
 
 from jaxrec.cli import main
 from jaxrec.data import GeneratedLog
-from jaxrec.data.click_batches import batches
+from jaxrec.data.clicks import batches
 from jaxrec.data.criteo.log import CriteoFile
 from jaxrec.data.transforms import CATEGORICAL_NAMES
 from jaxrec.serve import load
