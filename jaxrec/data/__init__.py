@@ -18,6 +18,7 @@ from jaxrec.data.criteo.log import CriteoFile as CriteoFile
 from jaxrec.data.encoder import TableEncoder as TableEncoder
 from jaxrec.data.files import DataError as DataError
 from jaxrec.data.generated import GeneratedLog as GeneratedLog
+from jaxrec.data.generated import RandomBatches as RandomBatches
 from jaxrec.data.interactions import Interactions as Interactions
 from jaxrec.data.learn import learn_encoder as learn_encoder
 from jaxrec.data.movielens import movielens_movies as movielens_movies
@@ -29,7 +30,6 @@ from jaxrec.data.padding import empty_batch as empty_batch
 from jaxrec.data.padding import pad_batch as pad_batch
 from jaxrec.data.parquet import ParquetGroups as ParquetGroups
 from jaxrec.data.pipeline import Pipeline as Pipeline
-from jaxrec.data.random_batches import RandomBatches as RandomBatches
 from jaxrec.data.schema import CategoricalColumn as CategoricalColumn
 from jaxrec.data.schema import DenseColumn as DenseColumn
 from jaxrec.data.schema import Schema as Schema
@@ -42,3 +42,13 @@ from jaxrec.data.statistics import usual_capacity as usual_capacity
 from jaxrec.data.vocabulary import ValueCounts as ValueCounts
 from jaxrec.data.vocabulary import Vocabulary as Vocabulary
 from jaxrec.ragged import Packer as Packer
+
+__all__ = [
+    name
+    for name, value in globals().items()
+    if name[0] != "_" and not isinstance(value, _types.ModuleType)
+]
+
+
+def __dir__() -> list[str]:
+    return __all__

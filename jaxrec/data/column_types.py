@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import NamedTuple
 
 import pyarrow as pa
@@ -99,34 +99,23 @@ def index_columns(columns: pa.Schema) -> set[str]:
     return names & {*columns.names}
 
 
-def is_dense(kind: pa.DataType) -> bool:
-    """Return whether a column of an Arrow type can be a dense feature."""
-    types = pa.types
-    return (
-        types.is_floating(kind)
-        or types.is_integer(kind)
-        or types.is_boolean(kind)
-        or types.is_decimal(kind)
-        or types.is_null(kind)
-    )
+def _of_types(*names: str) -> Callable[[pa.DataType], bool]:
+    """Return a function that tells whether an Arrow type is one of these."""
+    checks = [getattr(pa.types, f"is_{name}") for name in names]
+    return lambda kind: any(check(kind) for check in checks)
+
+
+# Whether a column of an Arrow type can be a dense feature; is a list; holds strings, or bytes.
+is_dense = _of_types("floating", "integer", "boolean", "decimal", "null")
+is_list = _of_types("list", "large_list", "fixed_size_list", "list_view", "large_list_view")
+is_string = _of_types("string", "large_string", "string_view")
+is_bytes = _of_types("binary", "large_binary", "binary_view", "fixed_size_binary")
 
 
 def is_integral(kind: pa.DataType) -> bool:
     """Return whether an Arrow type is one of integers, or of decimals without fractions."""
     types = pa.types
     return types.is_integer(kind) or (types.is_decimal(kind) and kind.scale <= 0)
-
-
-def is_list(kind: pa.DataType) -> bool:
-    """Return whether an Arrow type is a list type."""
-    types = pa.types
-    return (
-        types.is_list(kind)
-        or types.is_large_list(kind)
-        or types.is_fixed_size_list(kind)
-        or types.is_list_view(kind)
-        or types.is_large_list_view(kind)
-    )
 
 
 def value_type(kind: pa.DataType) -> pa.DataType:
@@ -139,31 +128,12 @@ def value_type(kind: pa.DataType) -> pa.DataType:
 def is_categorical(kind: pa.DataType, encoding: str = "vocabulary", *, floats: bool = True) -> bool:
     """Return whether a column of an Arrow type can have an encoding of `CategoricalColumn`.
 
-    Args:
-        kind: The type.
-        encoding: The encoding.
-        floats: Whether floats, decimals and bools can, whose values must be whole numbers.
+    With ``floats`` also floats, decimals and bools can, whose values must be whole numbers.
     """
     types, kind = pa.types, value_type(kind)
     if types.is_integer(kind) or types.is_null(kind) or (floats and is_dense(kind)):
         return True
-    return encoding in ("vocabulary", "hash", "dynamic", "frozen") and is_text(kind)
-
-
-def is_text(kind: pa.DataType) -> bool:
-    """Return whether an Arrow type is one of strings or bytes."""
-    return is_string(kind) or (
-        pa.types.is_binary(kind)
-        or pa.types.is_large_binary(kind)
-        or pa.types.is_binary_view(kind)
-        or pa.types.is_fixed_size_binary(kind)
-    )
-
-
-def is_string(kind: pa.DataType) -> bool:
-    """Return whether an Arrow type is one of strings."""
-    types = pa.types
-    return types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)
+    return encoding not in ("ids", "modulo") and (is_string(kind) or is_bytes(kind))
 
 
 def check_columns(
@@ -317,4 +287,4 @@ def _kind(kind: pa.DataType) -> str:
         return "numbers"
     if is_string(kind):
         return "strings"
-    return "bytes" if is_text(kind) else str(kind)
+    return "bytes" if is_bytes(kind) else str(kind)

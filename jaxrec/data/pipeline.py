@@ -240,3 +240,11 @@ def ordered_map(
     finally:
         for future in pending:
             future.cancel()
+
+
+def made_ahead(
+    make: Callable[[int], Result], numbers: range, threads: int, ahead: int
+) -> Iterator[Result]:
+    """Yield the batches of some numbers, which threads of their own make ahead."""
+    with concurrent.futures.ThreadPoolExecutor(threads, "batches") as pool:
+        yield from ordered_map(make, numbers, pool, ahead)

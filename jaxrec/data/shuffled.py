@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 
 from jaxrec.data.files import DataError
 from jaxrec.data.groups import RowGroups
-from jaxrec.data.pipeline import ordered_map
+from jaxrec.data.pipeline import made_ahead
 
 Batch = TypeVar("Batch")
 
@@ -193,9 +193,7 @@ class BatchSource(Generic[Batch]):
             threads: Number of threads.
             prefetch: Number of batches that are made ahead.
         """
-        with concurrent.futures.ThreadPoolExecutor(threads, "batches") as pool:
-            numbers = range(start, len(self))
-            yield from ordered_map(self.__getitem__, numbers, pool, ahead=prefetch)
+        return made_ahead(self.__getitem__, range(start, len(self)), threads, prefetch)
 
     def dataset(self, start: int = 0, *, threads: int = 2, prefetch: int = 4) -> Any:
         """Return the batches as a Grain dataset, whose iterators save and restore their position.

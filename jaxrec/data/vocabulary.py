@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 from jaxtyping import Int, UInt64
 
 from jaxrec.atomic import write_atomically
+from jaxrec.data.column_types import is_bytes, is_string
 from jaxrec.data.files import DataError
 from jaxrec.data.parquet import read_checked
 from jaxrec.ragged import hash_ids
@@ -361,12 +362,12 @@ def _plain(values: pa.Array) -> pa.Array:
     kind = values.type
     if isinstance(kind, pa.DictionaryType):
         return _plain(values.cast(kind.value_type))
-    if pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind):
+    if is_string(kind):
         return values.cast(pa.large_string())
-    if pa.types.is_fixed_size_binary(kind):
-        return values.cast(pa.binary()).cast(pa.large_binary())
-    if pa.types.is_binary(kind) or pa.types.is_large_binary(kind) or pa.types.is_binary_view(kind):
-        return values.cast(pa.large_binary())
+    if is_bytes(kind):
+        # Arrow has no cast from bytes of a fixed size to large_binary.
+        fixed = pa.types.is_fixed_size_binary(kind)
+        return (values.cast(pa.binary()) if fixed else values).cast(pa.large_binary())
     if pa.types.is_integer(kind):
         return values.cast(pa.int64(), safe=False)
     if pa.types.is_null(kind):

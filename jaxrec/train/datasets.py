@@ -25,7 +25,7 @@ from jaxrec.data import (
     batches,
 )
 from jaxrec.data.encoder import EncodedGroups
-from jaxrec.data.formats import foreign_format
+from jaxrec.data.files import foreign_format
 from jaxrec.data.groups import GroupRange
 from jaxrec.data.transforms import CATEGORICAL_NAMES, NUM_CATEGORICAL
 from jaxrec.train.config import DataConfig, TrainConfig
