@@ -107,7 +107,7 @@ class BinnedAUC(SumMetric):
         return () if self.groups is None else (self.groups,)
 
     @property
-    def domains(self) -> tuple[Domain | None, Domain | None]:
+    def domains(self) -> Domains:
         return self.bins.domain, LABEL
 
     def sums(self, batch: Batch) -> dict[str, Float[Array, "tasks ..."]]:
@@ -234,7 +234,7 @@ class BinnedRAUC(SumMetric):
         _no_compat(self)
 
     @property
-    def domains(self) -> tuple[Domain | None, Domain | None]:
+    def domains(self) -> Domains:
         return self.bins.domain, self.label_bins.domain
 
     def sums(self, batch: Batch) -> dict[str, Float[Array, "tasks ..."]]:

@@ -47,6 +47,9 @@ class Domain:
         return f"{kind}between {self.low:g} and {self.high:g}"
 
 
+# Domains of predictions and of labels; None where a metric does not read them.
+Domains: TypeAlias = tuple[Domain | None, Domain | None]
+
 NUMBER = Domain()
 AMOUNT = Domain(low=0)
 PROBABILITY = Domain(low=0, high=1, remedy="turn logits into probabilities by jax.nn.sigmoid")

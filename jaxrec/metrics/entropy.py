@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from jaxrec.metrics.domain import LABEL, PROBABILITY, Domain
+from jaxrec.metrics.domain import LABEL, PROBABILITY
 from jaxrec.metrics.metric import ETA, Batch, SumMetric, Sums, SumState, Values, ratio
 
 
@@ -36,10 +36,7 @@ class NormalizedEntropy(SumMetric):
     """
 
     name: ClassVar[str] = "ne"
-
-    @property
-    def domains(self) -> tuple[Domain | None, Domain | None]:
-        return PROBABILITY, LABEL
+    domains: ClassVar[Domains] = (PROBABILITY, LABEL)
 
     def probabilities(self, batch: Batch) -> Float[Array, "tasks batch"]:
         """Return the predictions that are compared with the labels."""

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Shaped
 
-from jaxrec.metrics.domain import NUMBER, Domain
+from jaxrec.metrics.domain import NUMBER
 from jaxrec.metrics.metric import AnyArray, Batch, Metric, SumMetric, Sums, SumState, Values, ratio
 
 
@@ -46,6 +46,7 @@ class OutputMetric(Metric[Latest]):
     outputs: tuple[str, ...]
 
     name: ClassVar[str] = "output"
+    domains: ClassVar[Domains] = (None, None)
 
     @property
     def required(self) -> tuple[str, ...]:
@@ -54,10 +55,6 @@ class OutputMetric(Metric[Latest]):
     @property
     def whole(self) -> tuple[str, ...]:
         return ()
-
-    @property
-    def domains(self) -> tuple[Domain | None, Domain | None]:
-        return None, None
 
     def init(self) -> Latest:
         values = {name: jnp.zeros(self.tasks, jnp.float32) for name in self.outputs}
@@ -108,10 +105,7 @@ class ScalarMetric(SumMetric):
     """
 
     name: ClassVar[str] = "scalar"
-
-    @property
-    def domains(self) -> tuple[Domain | None, Domain | None]:
-        return None, NUMBER
+    domains: ClassVar[Domains] = (None, NUMBER)
 
     def sums(self, batch: Batch) -> dict[str, Float[Array, "tasks ..."]]:
         count = batch.real.sum(axis=1)

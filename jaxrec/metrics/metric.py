@@ -13,9 +13,8 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from jaxrec.metrics.domain import NUMBER, WEIGHT, AnyArray, Domain, as_numbers, check_domain
-from jaxrec.metrics.total import Total
-from jaxrec.metrics.window import BatchWindow
+from jaxrec.metrics.domain import NUMBER, WEIGHT, AnyArray, as_numbers, check_domain
+from jaxrec.metrics.sums import BatchWindow, Total
 
 Compat: TypeAlias = Literal["torchrec"] | None
 Sums: TypeAlias = Mapping[str, Float[np.ndarray, "tasks ..."]]
@@ -91,7 +90,7 @@ class Metric(abc.ABC, Generic[State]):
         return self.required
 
     @property
-    def domains(self) -> tuple[Domain | None, Domain | None]:
+    def domains(self) -> Domains:
         """Numbers that predictions and labels may be; None where the metric does not read them."""
         return NUMBER, NUMBER
 
