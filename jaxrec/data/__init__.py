@@ -1,7 +1,6 @@
 """Readers of data sets: click logs, MovieLens, interactions, Parquet and npy files."""
 
-import types as _types
-
+from jaxrec._public import public_names as _public_names
 from jaxrec.data.arrays import NpyGroups as NpyGroups
 from jaxrec.data.arrays import npz_members as npz_members
 from jaxrec.data.clicks import ClickBatch as ClickBatch
@@ -43,11 +42,7 @@ from jaxrec.data.vocabulary import ValueCounts as ValueCounts
 from jaxrec.data.vocabulary import Vocabulary as Vocabulary
 from jaxrec.ragged import Packer as Packer
 
-__all__ = [
-    name
-    for name, value in globals().items()
-    if name[0] != "_" and not isinstance(value, _types.ModuleType)
-]
+__all__ = _public_names(globals())
 
 
 def __dir__() -> list[str]:

@@ -1,7 +1,6 @@
 """Streaming metrics of predictions: pure functions on states that live in the compiled step."""
 
-import types as _types
-
+from jaxrec._public import public_names as _public_names
 from jaxrec.metrics.areas import AUC as AUC
 from jaxrec.metrics.areas import AUPRC as AUPRC
 from jaxrec.metrics.areas import RAUC as RAUC
@@ -75,11 +74,7 @@ from jaxrec.metrics.writers import TensorBoardWriter as TensorBoardWriter
 from jaxrec.metrics.writers import Writer as Writer
 from jaxrec.metrics.writers import Writers as Writers
 
-__all__ = [
-    name
-    for name, value in globals().items()
-    if name[0] != "_" and not isinstance(value, _types.ModuleType)
-]
+__all__ = _public_names(globals())
 
 
 def __dir__() -> list[str]:

@@ -10,8 +10,8 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from jaxrec.metrics.domain import AMOUNT, LABEL, NUMBER, PROBABILITY
-from jaxrec.metrics.entropy import check_coefficient, count_examples, recalibrated
-from jaxrec.metrics.metric import Batch, SumMetric, Sums, SumState, Values, ratio
+from jaxrec.metrics.entropy import CountsExamples, check_coefficient, recalibrated
+from jaxrec.metrics.metric import Batch, SumMetric, Sums, Values, ratio
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -69,19 +69,13 @@ class RecalibratedCalibration(Calibration):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ServingCalibration(Calibration):
+class ServingCalibration(CountsExamples, Calibration):
     """`Calibration` with its number of samples (``calibration``, ``total_examples``).
 
     ``total_examples`` counts the samples whose weight is above 0, over all time.
     """
 
     name: ClassVar[str] = "calibration"
-
-    def sums(self, batch: Batch) -> dict[str, Float[Array, "tasks ..."]]:
-        return super().sums(batch) | {"examples": count_examples(batch)}
-
-    def compute(self, state: SumState) -> Values:
-        return super().compute(state) | {"total_examples": state.lifetime["examples"].on_host()}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -176,7 +170,7 @@ class TensorWeightedAverage(WeightedAverage):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ServingLoss(TensorWeightedAverage):
+class ServingLoss(CountsExamples, TensorWeightedAverage):
     """The weighted mean of a loss that the model reports per sample, with the number of samples.
 
     Reports ``serving_`` and the name of the loss, and ``total_examples``, which counts the samples
@@ -195,14 +189,8 @@ class ServingLoss(TensorWeightedAverage):
         [1.5]
     """
 
-    def sums(self, batch: Batch) -> dict[str, Float[Array, "tasks ..."]]:
-        return super().sums(batch) | {"examples": count_examples(batch)}
-
     def values(self, sums: Sums) -> Values:
         return {f"serving_{self.tensor}": ratio(sums["total"], sums["weights"])}
-
-    def compute(self, state: SumState) -> Values:
-        return super().compute(state) | {"total_examples": state.lifetime["examples"].on_host()}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -155,12 +155,7 @@ class BinnedAUC(SumMetric):
         return area, np.where(pairs == 0, 0, tied / np.where(pairs == 0, 1, pairs)), pairs > 0
 
     def compute(self, state: SumState) -> Values:
-        outside = state.lifetime["outside"].on_host().sum()
-        if outside:
-            raise ValueError(
-                f"{outside:.0f} samples have a number of {self.groups!r} that is not in "
-                f"[0, {self.num_groups}); raise num_groups, or give the samples weight 0"
-            )
+        self.check_groups(state, self.groups, self.num_groups)
         return super().compute(state)
 
 

@@ -8,10 +8,10 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, Shaped
+from jaxtyping import Array, Float, Int
 
 from jaxrec.metrics.domain import NUMBER
-from jaxrec.metrics.metric import AnyArray, Batch, Metric, SumMetric, Sums, SumState, Values, ratio
+from jaxrec.metrics.metric import Batch, Metric, SumMetric, Sums, SumState, Values, ratio
 
 
 @jax.tree_util.register_dataclass
@@ -61,17 +61,7 @@ class OutputMetric(Metric[Latest]):
         samples = jnp.zeros(self.tasks, jnp.float32)
         return Latest(values, samples, jnp.zeros((), jnp.int32))
 
-    def update(
-        self,
-        state: Latest,
-        predictions: Shaped[AnyArray, "..."],
-        labels: Shaped[AnyArray, "..."],
-        weights: Shaped[AnyArray, "..."] | None = None,
-        **inputs: Shaped[AnyArray, "..."],
-    ) -> Latest:
-        batch = self.batch(predictions, labels, weights, inputs)
-        if not batch.real.shape[1]:
-            return state
+    def add(self, state: Latest, batch: Batch) -> Latest:
         values = {
             name: jnp.where(batch.real, x.astype(jnp.float32), 0).sum(axis=1)
             for name, x in batch.inputs.items()

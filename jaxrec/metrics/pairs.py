@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from jaxrec.metrics.metric import Batch, SumMetric, Sums, Values, ratio
-from jaxrec.metrics.sessions import sort_sessions
+from jaxrec.metrics.sessions import SessionMetric, sort_sessions
 
 # The same code runs within a compiled step (jax.numpy, float32) and on the host (NumPy, float64).
 AnyArray = Shaped[jax.Array | np.ndarray, " samples"]
@@ -192,7 +192,7 @@ Carry: TypeAlias = tuple[Array, Array, Array, Array]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SessionPairwiseAUC(SumMetric):
+class SessionPairwiseAUC(SessionMetric):
     """The share of pairs within sessions that predictions put in order (``session_pairwise_auc``).
 
     Over the pairs of samples of one session, within one batch, whose labels differ; equal
@@ -224,14 +224,9 @@ class SessionPairwiseAUC(SumMetric):
     weighted: bool = True
     labels_are_ranks: bool = False
     coverage: bool = False
-    sessions: str = "session"
 
     name: ClassVar[str] = "session_pairwise_auc"
     torchrec_undefined: ClassVar[float] = 0.5
-
-    @property
-    def required(self) -> tuple[str, ...]:
-        return (self.sessions,)
 
     def sums(self, batch: Batch) -> dict[str, Float[Array, "tasks ..."]]:
         labels = -batch.labels if self.labels_are_ranks else batch.labels

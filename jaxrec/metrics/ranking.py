@@ -11,12 +11,12 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxrec.metrics.domain import AMOUNT, LABEL, NUMBER, as_numbers
-from jaxrec.metrics.metric import Batch, SumMetric, Sums, Values, ratio
-from jaxrec.metrics.sessions import Sorted, sort_sessions
+from jaxrec.metrics.metric import Batch, Sums, Values, ratio
+from jaxrec.metrics.sessions import SessionMetric, Sorted, sort_sessions
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class NDCG(SumMetric):
+class NDCG(SessionMetric):
     """Normalized discounted cumulative gain, the mean over sessions (``ndcg``).
 
     ``DCG = sum gain(y) / log2(rank + 1)``, ranks by prediction from the highest down, over the DCG
@@ -56,7 +56,6 @@ class NDCG(SumMetric):
     drop_single: bool = False
     scale_by_weights: bool = False
     negative_tasks: tuple[bool, ...] | None = None
-    sessions: str = "session"
 
     name: ClassVar[str] = "ndcg"
 
@@ -69,10 +68,6 @@ class NDCG(SumMetric):
                 f"NDCG of {self.tasks} task(s): negative_tasks={self.negative_tasks} must have "
                 "an entry for each task"
             )
-
-    @property
-    def required(self) -> tuple[str, ...]:
-        return (self.sessions,)
 
     @property
     def domains(self) -> Domains:

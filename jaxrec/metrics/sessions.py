@@ -93,7 +93,23 @@ def rank_in_session(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SessionRecall(SumMetric):
+class SessionMetric(SumMetric):
+    """A metric of sessions, whose samples lie in one batch.
+
+    Attributes:
+        sessions: Name under which `update` gets the session of each sample, ``[batch]`` or
+            ``[tasks, batch]`` int32.
+    """
+
+    sessions: str = "session"
+
+    @property
+    def required(self) -> tuple[str, ...]:
+        return (self.sessions,)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SessionRecall(SessionMetric):
     """The share of the positive samples ranked high in their session (``recall_session_level``).
 
     A sample is taken for positive if fewer than ``top`` samples of its session, within the batch,
@@ -120,7 +136,6 @@ class SessionRecall(SumMetric):
 
     top: int
     rank_labels: bool = False
-    sessions: str = "session"
 
     name: ClassVar[str] = "recall_session_level"
 
@@ -128,10 +143,6 @@ class SessionRecall(SumMetric):
         super().__post_init__()
         if self.top < 1:
             raise ValueError(f"{type(self).__name__}: top={self.top} must be 1 or more")
-
-    @property
-    def required(self) -> tuple[str, ...]:
-        return (self.sessions,)
 
     @property
     def domains(self) -> Domains:
@@ -174,7 +185,7 @@ class SessionPrecision(SessionRecall):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class GroupedAUC(SumMetric):
+class GroupedAUC(SessionMetric):
     """The mean over sessions of the area under the ROC curve (``gauc``).
 
     Sessions lie within one batch; those with samples of both labels count. Pairs weigh the product
@@ -193,14 +204,9 @@ class GroupedAUC(SumMetric):
     """
 
     weighted_by: Literal["sessions", "samples"] = "sessions"
-    sessions: str = "session"
 
     name: ClassVar[str] = "gauc"
     domains: ClassVar[Domains] = (NUMBER, LABEL)
-
-    @property
-    def required(self) -> tuple[str, ...]:
-        return (self.sessions,)
 
     def sums(self, batch: Batch) -> dict[str, Float[Array, "tasks ..."]]:
         kept = jnp.ones_like(batch.real) if self.compat else batch.real
