@@ -8,10 +8,9 @@ from collections.abc import Iterable
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 from jaxtyping import Int, Integer
 
-from jaxrec.atomic import write_atomically
+from jaxrec.data.parquet import read_checked, write_checked
 
 # TorchRec's numbers: 0 is unused, 1 is the row of rare and unknown ids, 2 the first id's row.
 RARE = 1
@@ -91,12 +90,10 @@ class ContiguousMap:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a Parquet file with columns ``id`` and ``number``."""
-        table = pa.table({"id": self.ids, "number": self.numbers})
-        with write_atomically(path) as unfinished:
-            pq.write_table(table, unfinished, write_page_checksum=True)
+        write_checked(pa.table({"id": self.ids, "number": self.numbers}), path)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> ContiguousMap:
         """Read a file that `save` wrote."""
-        table = pq.read_table(path, page_checksum_verification=True)
+        table = read_checked(path)
         return cls(table["id"].to_numpy(), table["number"].to_numpy())

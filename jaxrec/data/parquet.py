@@ -13,6 +13,7 @@ from typing import Any, ClassVar, NamedTuple
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from jaxrec.atomic import write_atomically
 from jaxrec.data.files import DataError, parquet_files
 from jaxrec.data.groups import FileGroups
 
@@ -120,13 +121,14 @@ def open_parquet(path: str | os.PathLike[str], **options: Any) -> Iterator[pq.Pa
         raise DataError(f"{path} is not a Parquet file, or damaged ({reason})") from None
 
 
-def read_checked(path: str | os.PathLike[str]) -> pa.Table:
-    """Read a whole small file that was written with checksums of its pages.
+def write_checked(table: pa.Table, path: str | os.PathLike[str]) -> None:
+    """Write a file with checksums of its pages, complete or not at all."""
+    with write_atomically(path) as unfinished:
+        pq.write_table(table, unfinished, write_page_checksum=True)
 
-    Raises:
-        OSError: The file cannot be read.
-        DataError: It is not a Parquet file, or it is damaged.
-    """
+
+def read_checked(path: str | os.PathLike[str]) -> pa.Table:
+    """Read a whole small file that `write_checked` wrote."""
     with open_parquet(path, page_checksum_verification=True) as file:
         return file.read()
 

@@ -10,7 +10,6 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from types import TracebackType
 from typing import Any, TypeVar
 
 import jax
@@ -157,12 +156,7 @@ class Pipeline:
     def __enter__(self) -> Pipeline:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _read(self, batches: Iterable[Any], target: queue.Queue[_Message]) -> None:

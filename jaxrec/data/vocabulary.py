@@ -12,13 +12,11 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 from jaxtyping import Int, UInt64
 
-from jaxrec.atomic import write_atomically
 from jaxrec.data.column_types import is_bytes, is_string
 from jaxrec.data.files import DataError
-from jaxrec.data.parquet import read_checked
+from jaxrec.data.parquet import read_checked, write_checked
 from jaxrec.ragged import hash_ids
 from jaxrec.ragged.arrow import map_values
 
@@ -262,10 +260,7 @@ class Vocabulary:
         """
         metadata = {_METADATA_KEY: json.dumps({"num_unknown": self.num_unknown})}
         table = pa.table({"value": self.values, "count": self.counts})
-        with write_atomically(path) as unfinished:
-            pq.write_table(
-                table.replace_schema_metadata(metadata), unfinished, write_page_checksum=True
-            )
+        write_checked(table.replace_schema_metadata(metadata), path)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Vocabulary:
@@ -327,8 +322,7 @@ class FrozenVocabulary:
         Raises:
             OSError: The file cannot be written.
         """
-        with write_atomically(path) as unfinished:
-            pq.write_table(pa.table({"id": self.ids}), unfinished, write_page_checksum=True)
+        write_checked(pa.table({"id": self.ids}), path)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> FrozenVocabulary:

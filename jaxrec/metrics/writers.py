@@ -12,7 +12,6 @@ import os
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from types import TracebackType
 from typing import IO, Any, Protocol, TypeAlias
 
 from rich.console import Console
@@ -200,12 +199,7 @@ class Writers:
     def __enter__(self) -> Writers:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
