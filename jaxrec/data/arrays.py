@@ -29,25 +29,13 @@ class NpzMember:
     Attributes:
         path: The file.
         name: Name of the array.
-
-    Example:
-        >>> import pathlib, tempfile
-        >>> path = pathlib.Path(tempfile.mkdtemp(), "ids.npz")
-        >>> np.savez(path, first=np.arange(3), second=np.ones((2, 2)))
-        >>> NpzMember(path, "second").open().shape
-        (2, 2)
     """
 
     path: str | os.PathLike[str]
     name: str
 
     def open(self) -> Shaped[np.ndarray, "..."]:
-        """Map the array into memory, read-only.
-
-        Raises:
-            OSError: The file cannot be read.
-            DataError: The file is not an npz file, is cut short or compressed, or lacks the array.
-        """
+        """Map the array into memory, read-only."""
         with NpzFile(self.path, DataError) as file:
             if self.name not in file.names:
                 names = ", ".join(sorted(file.names))
@@ -148,15 +136,7 @@ def _column(array: np.ndarray) -> pa.Array:
 
 
 def to_numpy(column: pa.ChunkedArray) -> np.ndarray:
-    """Convert a column of numbers to ``[rows]``, a column of lists of ``k`` to ``[rows, k]``.
-
-    Raises:
-        DataError: A value is missing, or lists have different lengths.
-
-    Example:
-        >>> to_numpy(pa.chunked_array([[1, 2], [3]])).tolist()
-        [1, 2, 3]
-    """
+    """Convert a column of numbers to ``[rows]``, a column of lists of ``k`` to ``[rows, k]``."""
     if column.null_count:
         raise DataError(
             f"a column has {column.null_count} missing values, which arrays cannot hold; fill "
@@ -181,14 +161,6 @@ class NpzWriter:
 
     Args:
         path: The file.
-
-    Example:
-        >>> import pathlib, tempfile
-        >>> path = pathlib.Path(tempfile.mkdtemp(), "ids.npz")
-        >>> with NpzWriter(path) as writer:
-        ...     writer.write("a", (5,), np.int32, [np.arange(3), np.arange(2)])
-        >>> np.load(path)["a"].tolist()
-        [0, 1, 2, 0, 1]
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -208,9 +180,6 @@ class NpzWriter:
             shape: Its shape.
             dtype: Its type; parts are converted to it.
             parts: Rows, in order.
-
-        Raises:
-            ValueError: The parts have another number of elements than the shape.
         """
         header = {
             "descr": np.lib.format.dtype_to_descr(np.dtype(dtype)),

@@ -148,9 +148,6 @@ def check_columns(
         columns: The file's columns.
         path: The file.
         has_labels: Whether the columns of labels and weights are required.
-
-    Raises:
-        DataError: A column is missing or has a type that does not fit.
     """
     for name in schema.columns:
         is_label = name in (schema.label, schema.weight)
@@ -210,11 +207,7 @@ class CommonTypes:
         return pa.schema({name: x.kind for name, x in self._columns.items()}, metadata)
 
     def add(self, columns: pa.Schema, path: str | os.PathLike[str]) -> None:
-        """Compare the columns of one more file.
-
-        Raises:
-            DataError: A column is of another kind than in the files before, or only some have it.
-        """
+        """Compare the columns of one more file."""
         self._index |= index_columns(columns)
         names = columns.names
         for name, kind in zip(names, columns.types, strict=True):

@@ -268,12 +268,7 @@ class EncodedGroups:
         return self.groups.sizes
 
     def read(self, group: int) -> pa.Table:
-        """Read and encode the rows of a group.
-
-        Raises:
-            OSError: The rows cannot be read.
-            DataError: A column has an invalid value.
-        """
+        """Read and encode the rows of a group."""
         return self.encoder.encode(self.groups.read(group), *self.groups.location(group))
 
 
@@ -285,11 +280,7 @@ def first_rows(schema: Schema, table: pa.Table) -> pa.Table:
 
 
 def as_table(table: pa.Table | Mapping[str, Any]) -> pa.Table:
-    """Return arrays by name as a table; None and NaN in arrays of objects are nulls.
-
-    Raises:
-        DataError: A column has values of several kinds, or columns have different lengths.
-    """
+    """Return arrays by name as a table; None and NaN in arrays of objects are nulls."""
     if isinstance(table, pa.Table):
         return table
     if not isinstance(table, Mapping):

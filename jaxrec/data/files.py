@@ -87,10 +87,6 @@ def parquet_files(path: str | os.PathLike[str]) -> ParquetFiles:
     Args:
         path: A file; a directory, with the directories ``key=value`` in it; or a pattern of files
             or directories.
-
-    Raises:
-        FileNotFoundError: There is no such file or directory.
-        DataError: The directory has no Parquet files, or no file matches the pattern.
     """
     path = pathlib.Path(path)
     if path.is_dir():
@@ -202,9 +198,6 @@ def foreign_format(path: pathlib.Path) -> str | None:
 
     Args:
         path: A file that is no Parquet file, plain or gzip.
-
-    Raises:
-        OSError: The file cannot be read.
     """
     with path.open("rb") as file:
         start = file.read(_BYTES)

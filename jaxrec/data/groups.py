@@ -116,12 +116,7 @@ class FileGroups(abc.ABC):
 
     @property
     def schemas(self) -> dict[pathlib.Path, pa.Schema]:
-        """Names and types of the columns of each file, keys of its directories included.
-
-        Raises:
-            OSError: A file cannot be read.
-            DataError: A file is of another format, or lacks a column.
-        """
+        """Names and types of the columns of each file, keys of its directories included."""
         return {path: columns for path, columns, _ in self._files}
 
     @functools.cached_property
@@ -147,10 +142,6 @@ class FileGroups(abc.ABC):
         Args:
             group: Number of the group.
             columns: Names of some of the columns; None: all that the groups have.
-
-        Raises:
-            OSError: The file cannot be read.
-            DataError: The file is damaged.
         """
         path, number, _, rows = self._locations[group]
         columns = self.columns if columns is None else columns
@@ -179,9 +170,6 @@ class GroupRange:
     Attributes:
         groups: The row groups.
         start, stop: First row, and row after the last, counted over all groups.
-
-    Raises:
-        ValueError: The range is empty or exceeds the rows.
     """
 
     groups: RowGroups
@@ -215,11 +203,7 @@ class GroupRange:
         return self.groups.read(number).slice(low, high - low)
 
     def location(self, group: int) -> tuple[pathlib.Path, int]:
-        """Return the file of a group and the number of the group's first row in it.
-
-        Raises:
-            TypeError: ``groups`` have no locations.
-        """
+        """Return the file of a group and the number of the group's first row in it."""
         if not isinstance(self.groups, LocatedGroups):
             raise TypeError(f"{type(self.groups).__name__} has no method location")
         number, low, _ = self._cuts[group]

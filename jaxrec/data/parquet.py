@@ -99,10 +99,6 @@ def open_parquet(path: str | os.PathLike[str], **options: Any) -> Iterator[pq.Pa
     Args:
         path: The file.
         options: Options of `pyarrow.parquet.ParquetFile`.
-
-    Raises:
-        OSError: The file cannot be read.
-        DataError: It is not a Parquet file, or it is damaged; also if the block finds out.
     """
     try:
         with contextlib.ExitStack() as stack:

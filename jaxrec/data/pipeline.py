@@ -37,11 +37,7 @@ class _Message:
 
 
 def each_batch(batches: Any) -> Iterator[Any]:
-    """Iterate over batches; refuse a single batch, whose iterator would yield rows or keys.
-
-    Raises:
-        TypeError: ``batches`` is a single batch or not iterable.
-    """
+    """Iterate over batches; refuse a single batch, whose iterator would yield rows or keys."""
     is_one = isinstance(batches, np.ndarray | jax.Array | KeyedJaggedArray | Mapping | str)
     if is_one or not isinstance(batches, Iterable):
         raise TypeError(
@@ -219,9 +215,6 @@ def ordered_map(
         items: Its arguments.
         pool: The pool.
         ahead: Number of results that the pool computes before they are asked for.
-
-    Raises:
-        Exception: An exception of ``function`` is raised in place of the result.
     """
     pending: collections.deque[concurrent.futures.Future[Result]] = collections.deque()
     try:

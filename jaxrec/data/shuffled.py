@@ -80,7 +80,8 @@ class BatchSource(Generic[Batch]):
 
     Example:
         >>> import numpy as np, pathlib, tempfile
-        >>> from jaxrec.data import NpyGroups, to_numpy
+        >>> from jaxrec.data import NpyGroups
+        >>> from jaxrec.data.arrays import to_numpy
         >>> path = pathlib.Path(tempfile.mkdtemp(), "x.npy")
         >>> np.save(path, np.arange(10))
         >>> groups = NpyGroups({"x": path})

@@ -317,21 +317,12 @@ class FrozenVocabulary:
         return pa.array(rows, mask=np.asarray(ids.is_null()))
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write a Parquet file with the column ``id``, complete or not at all.
-
-        Raises:
-            OSError: The file cannot be written.
-        """
+        """Write a Parquet file with the column ``id``, complete or not at all."""
         write_checked(pa.table({"id": self.ids}), path)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> FrozenVocabulary:
-        """Read a file that `save` wrote.
-
-        Raises:
-            OSError: The file cannot be read.
-            DataError: The file holds no such vocabulary.
-        """
+        """Read a file that `save` wrote."""
         table = read_checked(path)
         if table.column_names != ["id"] or table["id"].type != pa.int64():
             raise DataError(f"{path} holds no frozen vocabulary")

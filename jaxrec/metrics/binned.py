@@ -67,7 +67,7 @@ class BinnedAUC(SumMetric):
     (``grouped_auc``, ``grouped_auc_error``).
 
     Attributes:
-        bins: Bins of the predictions.
+        bins: `Bins` of the predictions.
         groups: Name under which `update` gets the number of each sample's group, ``[batch]`` or
             ``[tasks, batch]`` int32; None: no groups.
         num_groups: Groups are numbered from 0 to this minus 1.
@@ -202,7 +202,7 @@ class BinnedRAUC(SumMetric):
     (M + L)]``; ``rauc_error`` is the distance to the farther end.
 
     Attributes:
-        bins: Bins of the predictions.
+        bins: `Bins` of the predictions.
         label_bins: Bins of the labels.
         one_label_a_bin: Whether each bin holds a single label, as with ratings: pairs within a bin
             of labels are then ties, and ``L`` is 0.

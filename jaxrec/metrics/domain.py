@@ -69,9 +69,6 @@ def as_numbers(who: str, name: str, array: Any) -> Shaped[AnyArray, "..."]:
         who: Name of the metric or function, for the error message.
         name: Name of the argument.
         array: Its value.
-
-    Raises:
-        TypeError: It does not hold real numbers or booleans, or is masked.
     """
     if isinstance(array, np.ma.MaskedArray):
         raise TypeError(
@@ -108,9 +105,6 @@ def check_domain(
         real: Weights of the samples, whose shape begins the array's; samples of weight 0 may hold
             anything. None: all count.
         nan: Whether NaN is allowed.
-
-    Raises:
-        ValueError: A number is outside; the message has the first such, and its position.
     """
     if not (_known(array) and (real is None or _known(real))):
         return

@@ -66,11 +66,7 @@ class Summary:
 
 
 def source_files(path: str | os.PathLike[str]) -> list[pathlib.Path]:
-    """Return the file, or the files of a directory by their numbers: ``day_2.gz``, ``day_10.gz``.
-
-    Raises:
-        FileNotFoundError: The directory has no files.
-    """
+    """Return the file, or the files of a directory by their numbers: ``day_2.gz``, ``day_10.gz``."""
     path = pathlib.Path(path)
     if not path.is_dir():
         return [path]
@@ -102,11 +98,6 @@ def convert(
         threads: Number of threads that parse; None: one per core.
         progress: Function of the bytes read so far and of all bytes.
         report: Function of each bad line that is left out.
-
-    Raises:
-        OSError: A file cannot be read or written.
-        DataError: A line is malformed, a gzip file is cut short, the log is empty, or ``output``
-            holds the result of another conversion or of another log.
     """
     files, output = source_files(source), pathlib.Path(output)
     sizes = {file.name: file.stat().st_size for file in files}
@@ -189,20 +180,12 @@ def _same_parts(output: pathlib.Path, files: Sequence[pathlib.Path]) -> None:
 
 
 def read_summary(output: str | os.PathLike[str]) -> Summary:
-    """Read the summary of a conversion.
-
-    Raises:
-        DataError: The conversion is not complete.
-    """
+    """Read the summary of a conversion."""
     return _read_summary(pathlib.Path(output))[1]
 
 
 def files_of_sources(output: str | os.PathLike[str]) -> dict[str, tuple[pathlib.Path, ...]]:
-    """Return the Parquet files of each text file of a conversion, in order, by the text's name.
-
-    Raises:
-        DataError: The conversion is not complete.
-    """
+    """Return the Parquet files of each text file of a conversion, in order, by the text's name."""
     output = pathlib.Path(output)
     return {
         name: tuple(sorted(output.glob(f"{glob.escape(_prefix(name, index))}-*.parquet")))

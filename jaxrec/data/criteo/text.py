@@ -116,10 +116,6 @@ def blocks_of_lines(
         size: Number of bytes of a block, without the rest of its last line.
         start: Number of decompressed bytes to skip: the ``end`` of an earlier block.
         first: Number of lines to skip.
-
-    Raises:
-        OSError: The file cannot be read.
-        DataError: The gzip file is cut short or damaged.
     """
     with open(path, "rb") as plain:
         file: Any = gzip.GzipFile(fileobj=plain) if is_compressed(path) else plain
@@ -169,9 +165,6 @@ def parse_lines(block: Block, path: pathlib.Path, *, skip: bool = False) -> RawC
         block: The lines.
         path: The lines' file, for errors.
         skip: Whether to leave out malformed lines and list them in ``bad``.
-
-    Raises:
-        DataError: A line is malformed and ``skip`` is False.
     """
     columns = parse_fields(block.lines, block.count)
     bad: list[BadLine] = []
