@@ -20,10 +20,12 @@ from jaxrec.data.clicks import ClickBatch
 from jaxrec.data.column_types import check_columns
 from jaxrec.data.encode import (
     Location,
+    check_booleans,
     encode_categorical,
     encode_dense,
     encode_label,
     encode_weight,
+    is_boolean,
     joined,
 )
 from jaxrec.data.files import DataError

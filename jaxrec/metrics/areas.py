@@ -8,7 +8,7 @@ from typing import ClassVar
 import numpy as np
 from jaxtyping import Float, Shaped
 
-from jaxrec.metrics.domain import LABEL, NUMBER, WEIGHT, Domain, as_numbers, check_domain
+from jaxrec.metrics.domain import LABEL, NUMBER, WEIGHT, Domain, Domains, as_numbers, check_domain
 from jaxrec.metrics.metric import Compat
 from jaxrec.metrics.pairs import concordance, count_pairs
 from jaxrec.metrics.samples import SampleMetric, Samples

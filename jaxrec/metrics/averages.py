@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from jaxrec.metrics.domain import AMOUNT, LABEL, NUMBER, PROBABILITY
+from jaxrec.metrics.domain import AMOUNT, LABEL, NUMBER, PROBABILITY, Domains
 from jaxrec.metrics.entropy import CountsExamples, check_coefficient, recalibrated
 from jaxrec.metrics.metric import Batch, SumMetric, Sums, Values, ratio
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jaxrec.metrics.domain import LABEL, NUMBER, PROBABILITY, Domain
+from jaxrec.metrics.domain import LABEL, NUMBER, PROBABILITY, Domain, Domains
 from jaxrec.metrics.metric import Batch, SumMetric, Sums, SumState, Values, ratio
 
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from jaxrec.metrics.domain import LABEL, PROBABILITY
+from jaxrec.metrics.domain import LABEL, PROBABILITY, Domains
 from jaxrec.metrics.metric import ETA, Batch, SumMetric, Sums, SumState, Values, ratio
 
 
@@ -208,7 +208,8 @@ class CountsExamples(SumMetric):
 
     def sums(self, batch: Batch) -> dict[str, Float[Array, "tasks ..."]]:
         examples = (batch.weights > 0).sum(axis=1).astype(jnp.float32)
-        return super().sums(batch) | {"examples": examples}
+        # The class that it is mixed into has the sums.
+        return super().sums(batch) | {"examples": examples}  # type: ignore[safe-super]
 
     def compute(self, state: SumState) -> Values:
         return super().compute(state) | {"total_examples": state.lifetime["examples"].on_host()}

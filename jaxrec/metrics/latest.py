@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jaxrec.metrics.domain import NUMBER
+from jaxrec.metrics.domain import NUMBER, Domains
 from jaxrec.metrics.metric import Batch, Metric, SumMetric, Sums, SumState, Values, ratio
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from jaxrec.metrics.domain import NUMBER, WEIGHT, AnyArray, as_numbers, check_domain
+from jaxrec.metrics.domain import NUMBER, WEIGHT, AnyArray, Domains, as_numbers, check_domain
 from jaxrec.metrics.sums import BatchWindow, Total
 
 Compat: TypeAlias = Literal["torchrec"] | None

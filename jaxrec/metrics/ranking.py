@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxrec.metrics.domain import AMOUNT, LABEL, NUMBER, as_numbers
+from jaxrec.metrics.domain import AMOUNT, LABEL, NUMBER, Domains, as_numbers
 from jaxrec.metrics.metric import Batch, Sums, Values, ratio
 from jaxrec.metrics.sessions import SessionMetric, Sorted, sort_sessions
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxrec.metrics.domain import LABEL, NUMBER
+from jaxrec.metrics.domain import LABEL, NUMBER, Domains
 from jaxrec.metrics.metric import Batch, SumMetric, Sums, Values, ratio
 
 

@@ -18,14 +18,13 @@ from jaxrec.data import (
     NpyGroups,
     ParquetGroups,
     RecordGroups,
-    conversion,
     npz_members,
-    parts,
     write_multi_hot,
     write_npy,
     write_records,
 )
 from jaxrec.data.arrays import NpzMember, NpzWriter, to_numpy
+from jaxrec.data.criteo import conversion, parts
 from jaxrec.data.criteo.conversion import convert
 from jaxrec.data.criteo.exports import RECORD_NAMES
 from jaxrec.data.criteo.parts import Conversion
