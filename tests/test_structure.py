@@ -19,6 +19,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 
 # By test file, the modules that it tests beside its own.
 TESTED_BY = {
+    "test_init": ("_public",),
     "data/criteo/test_exports": ("data/arrays",),
     "data/criteo/test_conversion": (
         "data/cli",
