@@ -66,7 +66,7 @@ class Summary:
 
 
 def source_files(path: str | os.PathLike[str]) -> list[pathlib.Path]:
-    """Return the file, or the files of a directory by their numbers: ``day_2.gz``, ``day_10.gz``."""
+    """Return the file, or the files of a directory in the order of the numbers in their names."""
     path = pathlib.Path(path)
     if not path.is_dir():
         return [path]
