@@ -41,16 +41,9 @@ import tyro
 from flax import nnx
 
 import jaxrec
-from jaxrec.data import (
-    BatchSource,
-    Clicks,
-    GeneratedLog,
-    ParquetGroups,
-    Pipeline,
-    batches,
-    to_numpy,
-)
-from jaxrec.data.parts import parquet_writer
+from jaxrec.data import BatchSource, Clicks, GeneratedLog, ParquetGroups, Pipeline, batches
+from jaxrec.data.arrays import to_numpy
+from jaxrec.data.criteo.parts import parquet_writer
 from jaxrec.data.transforms import CATEGORICAL_NAMES, NUM_CATEGORICAL, NUM_DENSE, log_counts
 from jaxrec.nn import DLRM
 from jaxrec.train import compile_step, put_batch
@@ -294,9 +287,9 @@ def _host_cost(options: Options) -> dict[str, float]:
 
 _CONVERT = """
 import json, pathlib, resource, sys, time
-from jaxrec.data.conversion import BLOCK_BYTES, convert
-from jaxrec.data.parts import Conversion
-from jaxrec.data.text import blocks_of_lines, parse_lines
+from jaxrec.data.criteo.conversion import BLOCK_BYTES, convert
+from jaxrec.data.criteo.parts import Conversion
+from jaxrec.data.criteo.text import blocks_of_lines, parse_lines
 source, output = map(pathlib.Path, sys.argv[1:])
 before, start = time.process_time(), time.perf_counter()
 if output.name == "read":

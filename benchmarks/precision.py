@@ -26,7 +26,7 @@ from flax import nnx
 
 import jaxrec
 from jaxrec.data import ClickBatch, GeneratedLog
-from jaxrec.data.click_batches import batches
+from jaxrec.data.clicks import batches
 from jaxrec.data.generated import TABLE_ROWS
 from jaxrec.data.transforms import CATEGORICAL_NAMES, NUM_DENSE
 from jaxrec.embed.formats import TABLE_FORMATS

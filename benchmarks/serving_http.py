@@ -57,7 +57,7 @@ def export_model(path: pathlib.Path, rows: int) -> None:
 
     import jaxrec
     from jaxrec.data import TableEncoder
-    from jaxrec.data.schema import criteo_schema
+    from jaxrec.data.criteo.log import criteo_schema
 
     encoder = TableEncoder(criteo_schema([rows] * 26), {}, {}, {})
     tables = [jaxrec.EmbeddingBagConfig(name, rows, 16) for name in encoder.schema.categorical]

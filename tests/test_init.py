@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.metadata
+import inspect
 import pkgutil
 import subprocess
 import sys
+from types import ModuleType
 
 import pytest
 
@@ -23,6 +26,15 @@ def test_names_are_listed_and_exist():
     assert jaxrec.__version__ == importlib.metadata.version("jaxrec")
     with pytest.raises(AttributeError, match="module 'jaxrec' has no attribute 'nonsense'"):
         jaxrec.nonsense  # noqa: B018
+
+
+@pytest.mark.parametrize("name", ["data", "metrics"])
+def test_dir_shows_the_public_names_of_a_package(name):
+    package = getattr(jaxrec, name)
+    imported = {node.asname for node in ast.walk(ast.parse(inspect.getsource(package)))
+                if isinstance(node, ast.alias)}  # fmt: skip
+    assert set(dir(package)) == {name for name in imported if not name.startswith("_")}
+    assert not any(isinstance(getattr(package, name), ModuleType) for name in dir(package))
 
 
 def test_modules_load_without_what_they_do_not_use():

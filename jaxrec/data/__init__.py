@@ -1,41 +1,34 @@
 """Readers of data sets: click logs, MovieLens, interactions, Parquet and npy files."""
 
-from jaxrec.data.binary import DayFiles as DayFiles
-from jaxrec.data.binary import write_multi_hot as write_multi_hot
-from jaxrec.data.binary import write_npy as write_npy
-from jaxrec.data.binary import write_records as write_records
-from jaxrec.data.click_batches import ClickBatch as ClickBatch
-from jaxrec.data.click_batches import batches as batches
+from jaxrec._public import public_names as _public_names
+from jaxrec.data.arrays import NpyGroups as NpyGroups
+from jaxrec.data.arrays import npz_members as npz_members
+from jaxrec.data.clicks import ClickBatch as ClickBatch
 from jaxrec.data.clicks import ClickLog as ClickLog
 from jaxrec.data.clicks import Clicks as Clicks
+from jaxrec.data.clicks import batches as batches
 from jaxrec.data.column_types import infer_schema as infer_schema
-from jaxrec.data.criteo import CriteoFile as CriteoFile
-from jaxrec.data.encode import Moments as Moments
+from jaxrec.data.criteo.exports import DayFiles as DayFiles
+from jaxrec.data.criteo.exports import RecordGroups as RecordGroups
+from jaxrec.data.criteo.exports import write_multi_hot as write_multi_hot
+from jaxrec.data.criteo.exports import write_npy as write_npy
+from jaxrec.data.criteo.exports import write_records as write_records
+from jaxrec.data.criteo.log import CriteoFile as CriteoFile
 from jaxrec.data.encoder import TableEncoder as TableEncoder
+from jaxrec.data.files import DataError as DataError
 from jaxrec.data.generated import GeneratedLog as GeneratedLog
-from jaxrec.data.groups import GroupRange as GroupRange
-from jaxrec.data.groups import LocatedGroups as LocatedGroups
-from jaxrec.data.groups import NpyGroups as NpyGroups
-from jaxrec.data.groups import ParquetGroups as ParquetGroups
-from jaxrec.data.groups import RowGroups as RowGroups
-from jaxrec.data.groups import to_numpy as to_numpy
+from jaxrec.data.generated import RandomBatches as RandomBatches
 from jaxrec.data.interactions import Interactions as Interactions
 from jaxrec.data.learn import learn_encoder as learn_encoder
-from jaxrec.data.list_lengths import ListLengths as ListLengths
-from jaxrec.data.list_lengths import usual_capacity as usual_capacity
 from jaxrec.data.movielens import movielens_movies as movielens_movies
 from jaxrec.data.movielens import movielens_ratings as movielens_ratings
 from jaxrec.data.movielens import movielens_users as movielens_users
 from jaxrec.data.multi_hot import MultiHot as MultiHot
-from jaxrec.data.npz import NpzMember as NpzMember
-from jaxrec.data.npz import NpzWriter as NpzWriter
-from jaxrec.data.npz import npz_members as npz_members
 from jaxrec.data.padding import WeightedBatch as WeightedBatch
 from jaxrec.data.padding import empty_batch as empty_batch
 from jaxrec.data.padding import pad_batch as pad_batch
+from jaxrec.data.parquet import ParquetGroups as ParquetGroups
 from jaxrec.data.pipeline import Pipeline as Pipeline
-from jaxrec.data.random_batches import RandomBatches as RandomBatches
-from jaxrec.data.records import RecordGroups as RecordGroups
 from jaxrec.data.schema import CategoricalColumn as CategoricalColumn
 from jaxrec.data.schema import DenseColumn as DenseColumn
 from jaxrec.data.schema import Schema as Schema
@@ -43,7 +36,14 @@ from jaxrec.data.schema import SchemaError as SchemaError
 from jaxrec.data.schema import read_schema as read_schema
 from jaxrec.data.shuffled import BatchSource as BatchSource
 from jaxrec.data.shuffled import Shard as Shard
-from jaxrec.data.text import DataError as DataError
+from jaxrec.data.statistics import ListLengths as ListLengths
+from jaxrec.data.statistics import usual_capacity as usual_capacity
 from jaxrec.data.vocabulary import ValueCounts as ValueCounts
 from jaxrec.data.vocabulary import Vocabulary as Vocabulary
 from jaxrec.ragged import Packer as Packer
+
+__all__ = _public_names(globals())
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -19,11 +19,12 @@ from rich.progress import (
 )
 
 from jaxrec.arguments import ConfigError, parse
-from jaxrec.data.binary import Counts, DayFiles, write_multi_hot, write_npy, write_records
-from jaxrec.data.conversion import convert, is_converted
+from jaxrec.data.criteo.conversion import convert, is_converted
+from jaxrec.data.criteo.exports import Counts, DayFiles, write_multi_hot, write_npy, write_records
+from jaxrec.data.criteo.parts import Conversion
+from jaxrec.data.criteo.text import BadLine
+from jaxrec.data.files import DataError
 from jaxrec.data.multi_hot import MLPERF_SIZES, MLPERF_TABLE_ROWS, MultiHot
-from jaxrec.data.parts import Conversion
-from jaxrec.data.text import BadLine, DataError
 from jaxrec.data.transforms import CATEGORICAL_NAMES, NUM_CATEGORICAL
 
 USAGE_ERRORS = (ConfigError,)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import pyarrow as pa
@@ -13,13 +13,18 @@ import pyarrow.compute as pc
 from jaxtyping import Bool, Float, Float32, Int
 
 from jaxrec.data.column_types import is_dense, is_list, value_type
-from jaxrec.data.frozen_vocabulary import FrozenVocabulary
+from jaxrec.data.files import DataError
 from jaxrec.data.schema import CategoricalColumn, DenseColumn
-from jaxrec.data.text import DataError
+from jaxrec.data.statistics import Moments
 from jaxrec.data.transforms import log_counts
-from jaxrec.data.vocabulary import Vocabulary
+from jaxrec.data.vocabulary import FrozenVocabulary, Vocabulary
 from jaxrec.ragged import hash_ids
 from jaxrec.ragged.raw_ids import RESERVED
+
+_TOO_LARGE = "the number {:g} does not fit float32; take its log"
+
+# Function of a position and a problem, which makes the error of a value.
+ValueErrors: TypeAlias = Callable[[int, str], DataError]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,41 +48,13 @@ class Location:
         )
 
 
-@dataclasses.dataclass(frozen=True)
-class Moments:
-    """Mean and variance of numbers; the moments of two sets of numbers can be added.
-
-    Attributes:
-        count: Number of numbers.
-        mean: Mean of the numbers.
-        squares: Sum of squared differences from the mean.
-    """
-
-    count: int = 0
-    mean: float = 0.0
-    squares: float = 0.0
-
-    @property
-    def scale(self) -> float:
-        """Standard deviation; 1 if all numbers are equal."""
-        return (self.squares / self.count) ** 0.5 if self.squares > 0 else 1.0
-
-    @classmethod
-    def of(cls, values: Float[np.ndarray, " values"]) -> Moments:
-        if not values.size:
-            return cls()
-        mean = float(values.mean())
-        return cls(values.size, mean, float(np.square(values - mean).sum()))
-
-    def __add__(self, other: Moments) -> Moments:
-        """Return the moments of both sets (Chan, Golub and LeVeque 1983, "Algorithms for computing
-        the sample variance", equation 2.1)."""
-        count = self.count + other.count
-        if not count:
-            return self
-        apart, share = other.mean - self.mean, other.count / count
-        squares = self.squares + other.squares + apart**2 * self.count * share
-        return Moments(count, self.mean + apart * share, squares)
+def _check(
+    bad: Bool[np.ndarray, " values"], error: ValueErrors, problem: str, values: Any = None
+) -> None:
+    """Raise the error of the first bad value; ``{}`` of the problem stands for the value."""
+    if bad.any():
+        position = int(np.argmax(bad))
+        raise error(position, problem if values is None else problem.format(values[position]))
 
 
 def joined(column: pa.Array | pa.ChunkedArray) -> pa.Array:
@@ -96,27 +73,37 @@ def numbers(column: Any) -> tuple[Float[np.ndarray, " rows"], Bool[np.ndarray, "
     return array.cast(pa.float64(), safe=False).fill_null(0).to_numpy(), is_null
 
 
+def is_boolean(rows: pa.Table | None, name: str) -> bool:
+    """Return whether a column is one of booleans, or of lists of these."""
+    if rows is None:
+        return False
+    kind = rows.schema.field(name).type
+    return pa.types.is_boolean(getattr(kind, "value_type", kind))
+
+
+def check_booleans(column: Any, error: ValueErrors) -> None:
+    """Check that a request's values for a column of booleans are booleans, or 0 and 1."""
+    if pa.types.is_floating(column.type) or pa.types.is_integer(column.type):
+        values, _ = numbers(column)
+        problem = "the value is {:g}; expected true or false"
+        _check((values != 0) & (values != 1), error, problem, values)
+
+
 def encode_label(column: Any, location: Location) -> Float32[np.ndarray, " rows"]:
     values, is_null = numbers(column)
-    bad = is_null | ((values != 0) & (values != 1))
-    if bad.any():
-        row = int(np.argmax(bad))
-        raise location.error(
-            row,
-            f"the label is {'null' if is_null[row] else f'{values[row]:g}'}; labels must be 0 or "
-            "1: make a column of them, or name another column as the label",
-        )
+    advice = "labels must be 0 or 1: make a column of them, or name another column as the label"
+    _check(is_null, location.error, f"the label is null; {advice}")
+    bad = (values != 0) & (values != 1)
+    _check(bad, location.error, f"the label is {{:g}}; {advice}", values)
     return values.astype(np.float32)
 
 
 def encode_weight(column: Any, location: Location) -> Float32[np.ndarray, " rows"]:
     values, is_null = numbers(column)
     weights = values.astype(np.float32)
-    bad = is_null | ~(weights >= 0) | np.isinf(weights)
-    if bad.any():
-        row = int(np.argmax(bad))
-        weight = "null" if is_null[row] else f"{values[row]:g}"
-        raise location.error(row, f"the weight is {weight}; weights must be 0 or above")
+    _check(is_null, location.error, "the weight is null; weights must be 0 or above")
+    bad = ~(weights >= 0) | np.isinf(weights)
+    _check(bad, location.error, "the weight is {:g}; weights must be 0 or above", values)
     return weights
 
 
@@ -125,24 +112,16 @@ def present_numbers(
 ) -> tuple[Float[np.ndarray, " rows"], Bool[np.ndarray, " rows"]]:
     """Return a dense column's numbers and the mask of nulls; check that the numbers are finite."""
     values, is_null = numbers(column)
-    if options.missing == "error" and is_null.any():
-        raise location.error(
-            np.argmax(is_null), "the number is null; fill it, or give missing: zero in the schema"
-        )
-    if not (is_finite := np.isfinite(values)).all():
-        row = np.argmax(~is_finite)
-        raise location.error(
-            row, f"the number is {values[row]}; replace it, by null where it is unknown"
-        )
+    if options.missing == "error":
+        problem = "the number is null; fill it, or give missing: zero in the schema"
+        _check(is_null, location.error, problem)
+    problem = "the number is {}; replace it, by null where it is unknown"
+    _check(~np.isfinite(values), location.error, problem, values)
     if options.transform == "log_counts":
         is_large = (values < -(2.0**63)) | (values >= 2.0**63)
-        problem = "is not a count of 64 bits"
-    else:
-        is_large = np.abs(values) > np.finfo(np.float32).max
-        problem = "does not fit float32; take its log"
-    if options.transform != "log1p" and is_large.any():
-        row = np.argmax(is_large)
-        raise location.error(row, f"the number {values[row]:g} {problem}")
+        _check(is_large, location.error, "the number {:g} is not a count of 64 bits", values)
+    elif options.transform != "log1p":
+        _check(np.abs(values) > np.finfo(np.float32).max, location.error, _TOO_LARGE, values)
     return values, is_null
 
 
@@ -162,9 +141,7 @@ def encode_dense(
         encoded = values
     with np.errstate(over="ignore"):
         encoded = encoded.astype(np.float32)
-    if not (is_finite := np.isfinite(encoded)).all():
-        row = np.argmax(~is_finite)
-        raise location.error(row, f"the number {values[row]:g} does not fit float32; take its log")
+    _check(~np.isfinite(encoded), location.error, _TOO_LARGE, values)
     return encoded
 
 
@@ -176,39 +153,37 @@ def flat_values(
     Whole numbers of any type, and values that are all null, are integers.
     """
     array = joined(column)
-    if not is_list(array.type):
-        flat = as_integers(array, location.error)
-        if options.missing == "error" and flat.null_count:
-            position = np.argmax(np.asarray(flat.is_null()))
-            raise location.error(
-                position, "the value is null; fill it, or give missing: unknown in the schema"
-            )
-        return flat, None
-    lengths = pc.list_value_length(array).fill_null(0).to_numpy().astype(np.int64)
-
-    def error(position: int, problem: str) -> DataError:
-        return location.error(row_of(lengths, position), problem)
-
-    flat = as_integers(array.flatten(), error)
-    if flat.null_count:
-        position = np.argmax(np.asarray(flat.is_null()))
-        raise location.error(
-            row_of(lengths, position), "a value of the list is null; drop it or fill it"
+    if is_list(array.type):
+        lengths = pc.list_value_length(array).fill_null(0).to_numpy().astype(np.int64)
+        array, problem = array.flatten(), "a value of the list is null; drop it or fill it"
+    else:
+        lengths, problem = (
+            None,
+            "the value is null; fill it, or give missing: unknown in the schema",
         )
+    error = _errors(lengths, location)
+    flat = as_integers(array, error)
+    if flat.null_count and (lengths is not None or options.missing == "error"):
+        _check(np.asarray(flat.is_null()), error, problem)
     return flat, lengths
 
 
-def as_integers(flat: pa.Array, error: Callable[[int, str], DataError]) -> pa.Array:
+def _errors(lengths: Int[np.ndarray, " rows"] | None, location: Location) -> ValueErrors:
+    """Return the errors of flat values, which name the rows of their lists."""
+    if lengths is None:
+        return location.error
+
+    def error(position: int, problem: str) -> DataError:
+        row = np.searchsorted(np.cumsum(lengths), position, side="right")
+        return location.error(row, problem)
+
+    return error
+
+
+def as_integers(flat: pa.Array, error: ValueErrors) -> pa.Array:
     """Return bools, floats and decimals as int64, and NaN as null; other values as they are.
 
-    pandas writes a column of integers with nulls as floats.
-
-    Args:
-        flat: The values.
-        error: Function of a position and a problem, which makes the error of a value.
-
-    Raises:
-        DataError: A number is not whole, or its type does not hold all integers up to it.
+    A number that is not whole, or larger than its type holds all integers, is an error.
     """
     kind = value_type(flat.type)
     if not is_dense(kind) or pa.types.is_integer(kind):
@@ -219,11 +194,11 @@ def as_integers(flat: pa.Array, error: Callable[[int, str], DataError]) -> pa.Ar
         return flat.cast(pa.int64())
     if pa.types.is_decimal(kind):
         return _integers_of_decimals(flat, error)
+    # pandas writes a column of integers with nulls as floats.
     values, is_null = numbers(flat)
     is_null = is_null | np.isnan(values)
-    if (is_wrong := ~is_null & ~are_whole(values, kind)).any():
-        position = int(np.argmax(is_wrong))
-        raise error(position, f"{values[position]:g} is not a whole number, as ids are")
+    problem = "{:g} is not a whole number, as ids are"
+    _check(~is_null & ~are_whole(values, kind), error, problem, values)
     return pa.array(np.where(is_null, 0, values).astype(np.int64), mask=is_null)
 
 
@@ -235,7 +210,7 @@ def are_whole(
     return (np.abs(values) <= 2.0**digits) & (values == np.floor(values))
 
 
-def _integers_of_decimals(flat: pa.Array, error: Callable[[int, str], DataError]) -> pa.Array:
+def _integers_of_decimals(flat: pa.Array, error: ValueErrors) -> pa.Array:
     try:
         return flat.cast(pa.int64())
     except pa.ArrowInvalid:
@@ -243,13 +218,6 @@ def _integers_of_decimals(flat: pa.Array, error: Callable[[int, str], DataError]
             if value is not None and not (value == int(value) and -(2**63) <= value < 2**63):
                 raise error(position, f"{value} is not an integer of 64 bits") from None
         raise
-
-
-def row_of(lengths: Int[np.ndarray, " rows"] | None, position: int | np.integer) -> int:
-    """Return the row of the value at a position of the flat values."""
-    if lengths is None:
-        return int(position)
-    return int(np.searchsorted(np.cumsum(lengths), position, side="right"))
 
 
 def encode_categorical(
@@ -267,7 +235,7 @@ def encode_categorical(
         if isinstance(vocabulary, Vocabulary):
             rows = pa.array(vocabulary(flat))
         else:
-            rows = _rows(flat, options, lambda at, text: location.error(row_of(lengths, at), text))
+            rows = _rows(flat, options, _errors(lengths, location))
             if options.encoding == "frozen":
                 if vocabulary is None:
                     raise ValueError("encoding frozen is of exported models alone; take dynamic")
@@ -282,15 +250,16 @@ def encode_categorical(
     return pa.ListArray.from_arrays(pa.array(offsets), rows)
 
 
-def _rows(
-    flat: pa.Array, options: CategoricalColumn, error: Callable[[int, str], DataError]
-) -> pa.Array:
+def _rows(flat: pa.Array, options: CategoricalColumn, error: ValueErrors) -> pa.Array:
     count = options.num_embeddings
     if count is None:
         raise ValueError("its vocabulary has not been learned")
     if flat.null_count:
-        rows = _rows(flat.drop_null(), options, error)
-        places = np.cumsum(np.asarray(flat.is_valid())) - 1
+        valid = np.asarray(flat.is_valid())
+        rows = _rows(
+            flat.drop_null(), options, lambda at, x: error(int(np.flatnonzero(valid)[at]), x)
+        )
+        places = np.cumsum(valid) - 1
         return rows.take(pa.array(places, mask=np.asarray(flat.is_null())))
     if options.encoding == "hash":
         return pa.array(hash_ids(flat, count))
@@ -302,17 +271,13 @@ def _rows(
     if options.encoding == "modulo":
         wide = ids if np.iinfo(ids.dtype).max >= count else ids.astype(np.int64)
         return pa.array((wide % wide.dtype.type(count)).astype(np.int32))
-    if (outside := (ids < 0) | (ids >= count)).any():
-        position = int(np.argmax(outside))
-        raise error(
-            position,
-            f"id {ids[position]} is outside of its table of {count} rows; give a larger "
-            "num_embeddings, or another encoding",
-        )
+    problem = f"is outside of its table of {count} rows; give a larger num_embeddings"
+    bad = (ids < 0) | (ids >= count)
+    _check(bad, error, f"id {{}} {problem}, or another encoding", ids)
     return pa.array(ids.astype(np.int32))
 
 
-def _raw_ids(flat: pa.Array, error: Callable[[int, str], DataError]) -> Int[np.ndarray, " values"]:
+def _raw_ids(flat: pa.Array, error: ValueErrors) -> Int[np.ndarray, " values"]:
     """Return integers by their bits, and strings and bytes by their hash, as int64."""
     kind = flat.type.value_type if isinstance(flat.type, pa.DictionaryType) else flat.type
     if not pa.types.is_integer(kind):
@@ -320,10 +285,6 @@ def _raw_ids(flat: pa.Array, error: Callable[[int, str], DataError]) -> Int[np.n
         return np.where(hashes == RESERVED, RESERVED - 1, hashes)
     wide = pa.int64() if pa.types.is_signed_integer(kind) else pa.uint64()
     ids = flat.cast(wide).to_numpy().view(np.int64)
-    if (reserved := ids == RESERVED).any():
-        raise error(
-            int(np.argmax(reserved)),
-            "id -1 (2**64 - 1 unsigned) is reserved, since many pipelines pad with it; make it "
-            "null, or give such ids another number",
-        )
+    problem = "id -1 (2**64 - 1 unsigned) is reserved, since many pipelines pad with it; make it "
+    _check(ids == RESERVED, error, problem + "null, or give such ids another number")
     return ids

@@ -13,25 +13,25 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 
-from jaxrec.data.click_batches import ClickBatch
+from jaxrec.data.clicks import ClickBatch
 from jaxrec.data.column_types import check_columns
 from jaxrec.data.encode import (
     Location,
-    Moments,
+    check_booleans,
     encode_categorical,
     encode_dense,
     encode_label,
     encode_weight,
+    is_boolean,
     joined,
 )
-from jaxrec.data.examples import check_booleans, is_boolean, read_rows, write_rows
-from jaxrec.data.frozen_vocabulary import FrozenVocabulary
+from jaxrec.data.files import DataError
 from jaxrec.data.groups import LocatedGroups
-from jaxrec.data.list_lengths import ListLengths
 from jaxrec.data.schema import Schema, read_schema
-from jaxrec.data.text import DataError
-from jaxrec.data.vocabulary import Vocabulary
+from jaxrec.data.statistics import ListLengths, Moments
+from jaxrec.data.vocabulary import FrozenVocabulary, Vocabulary
 from jaxrec.files.atomic import write_atomically
 from jaxrec.ragged import Packer
 from jaxrec.ragged.capacity import capacity_for
@@ -41,6 +41,9 @@ SCHEMA_FILE = "schema.yaml"
 STATISTICS_FILE = "statistics.json"
 VOCABULARIES = "vocabularies"
 EXAMPLE_FILE = "example.parquet"
+
+# Number of rows of the example.
+NUM_ROWS = 2
 
 # First columns of an encoded table; those of the features follow.
 _FIRST = ("label", "weight")
@@ -222,7 +225,7 @@ class TableEncoder:
                 vocabulary.save(_vocabulary_file(unfinished, name))
             (unfinished / STATISTICS_FILE).write_text(json.dumps(statistics) + "\n")
             if self.example is not None:
-                write_rows(self.example, unfinished / EXAMPLE_FILE)
+                pq.write_table(self.example, unfinished / EXAMPLE_FILE)
 
     @classmethod
     def load(cls, directory: str | os.PathLike[str]) -> TableEncoder:
@@ -250,7 +253,7 @@ class TableEncoder:
             if options.encoding in kinds
         }
         file = directory / EXAMPLE_FILE
-        example = read_rows(schema, file) if file.exists() else None
+        example = _read_example(schema, file) if file.exists() else None
         return cls(schema, vocabularies, moments, lengths, example)
 
 
@@ -267,21 +270,19 @@ class EncodedGroups:
         return self.groups.sizes
 
     def read(self, group: int) -> pa.Table:
-        """Read and encode the rows of a group.
-
-        Raises:
-            OSError: The rows cannot be read.
-            DataError: A column has an invalid value.
-        """
+        """Read and encode the rows of a group."""
         return self.encoder.encode(self.groups.read(group), *self.groups.location(group))
 
 
-def as_table(table: pa.Table | Mapping[str, Any]) -> pa.Table:
-    """Return arrays by name as a table; None and NaN in arrays of objects are nulls.
+def first_rows(schema: Schema, table: pa.Table) -> pa.Table:
+    """Return the first rows of the columns of features."""
+    columns = table.select([*schema.dense, *schema.categorical]).replace_schema_metadata(None)
+    # A copy: a slice would keep the whole table in memory.
+    return columns.take(np.arange(min(NUM_ROWS, len(table))))
 
-    Raises:
-        DataError: A column has values of several kinds, or columns have different lengths.
-    """
+
+def as_table(table: pa.Table | Mapping[str, Any]) -> pa.Table:
+    """Return arrays by name as a table; None and NaN in arrays of objects are nulls."""
     if isinstance(table, pa.Table):
         return table
     if not isinstance(table, Mapping):
@@ -314,3 +315,18 @@ def bags_of(column: pa.Array) -> tuple[np.ndarray, np.ndarray]:
 def _vocabulary_file(directory: pathlib.Path, name: str) -> pathlib.Path:
     # A column's name may hold characters that a file's name must not.
     return directory / VOCABULARIES / f"{urllib.parse.quote(name, safe=' ')}.parquet"
+
+
+def _read_example(schema: Schema, path: pathlib.Path) -> pa.Table:
+    """Read the rows of `TableEncoder.example`; raise DataError for a file with others."""
+    try:
+        rows = pq.read_table(path)
+    except (pa.ArrowException, OSError) as error:
+        raise DataError(f"{path} is not a Parquet file, or damaged ({error})") from None
+    names = [*schema.dense, *schema.categorical]
+    if rows.column_names != names or len(rows) > NUM_ROWS:
+        raise DataError(
+            f"{path} has {len(rows)} rows of the columns {', '.join(rows.column_names)}; expected "
+            f"{NUM_ROWS} of {', '.join(names)}"
+        )
+    return rows

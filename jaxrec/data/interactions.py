@@ -9,7 +9,7 @@ import os
 import numpy as np
 from jaxtyping import Float, Int32
 
-from jaxrec.data.text import DataError
+from jaxrec.data.files import DataError
 
 # One item to predict from, one for validation and one for testing.
 _SHORTEST = 3

@@ -7,24 +7,21 @@ from collections.abc import Callable, Iterable, Iterator
 
 import pyarrow as pa
 
-from jaxrec.data.column_types import check_columns, is_list
-from jaxrec.data.common_types import CommonTypes
+from jaxrec.data.column_types import CommonTypes, check_columns, is_list
 from jaxrec.data.encode import (
     Location,
-    Moments,
     encode_categorical,
     encode_label,
     encode_weight,
     flat_values,
     present_numbers,
 )
-from jaxrec.data.encoder import TableEncoder
-from jaxrec.data.examples import first_rows
+from jaxrec.data.encoder import TableEncoder, first_rows
+from jaxrec.data.files import DataError
 from jaxrec.data.groups import LocatedGroups
-from jaxrec.data.list_lengths import ListLengths
 from jaxrec.data.pipeline import Pipeline
 from jaxrec.data.schema import Schema
-from jaxrec.data.text import DataError
+from jaxrec.data.statistics import ListLengths, Moments
 from jaxrec.data.vocabulary import ValueCounts
 
 

@@ -5,44 +5,66 @@ from __future__ import annotations
 import dataclasses
 import os
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.csv
 
-from jaxrec.data.text import DataError
+from jaxrec.data.files import DataError
 
-_RATING_TYPES = {
-    "user_id": pa.int32(),
-    "movie_id": pa.int32(),
-    "rating": pa.float32(),
-    "timestamp": pa.int64(),
-}
+_INT, _TEXT = pa.int32(), pa.string()
+
+_GENRES = (
+    "unknown", "Action", "Adventure", "Animation", "Children's", "Comedy", "Crime", "Documentary",
+    "Drama", "Fantasy", "Film-Noir", "Horror", "Musical", "Mystery", "Romance", "Sci-Fi",
+    "Thriller", "War", "Western",
+)  # fmt: skip
+
+_RATINGS = {"user_id": _INT, "movie_id": _INT, "rating": pa.float32(), "timestamp": pa.int64()}
+_MOVIES = {"movie_id": _INT, "title": _TEXT, "genres": pa.list_(_TEXT), "year": _INT}
+_USERS = {"user_id": _INT, "age": _INT, "gender": _TEXT, "occupation": _TEXT, "zip_code": _TEXT}
 
 
 @dataclasses.dataclass(frozen=True)
 class _Format:
-    """Format of a file of ratings.
+    """Format of a file.
 
     Attributes:
         name: Name of the file, or for RecBole the end of its name.
         delimiter: Separator of values.
         columns: Names of the columns, "" for an empty column; None: the first line names them.
+        encoding: Encoding of the text.
+        quoted: Whether values may stand in quotes.
     """
 
     name: str
     delimiter: str
-    columns: tuple[str, ...] | None
+    columns: tuple[str, ...] | None = None
+    encoding: str = "utf-8"
+    quoted: bool = False
 
 
-_NAMES = tuple(_RATING_TYPES)
-_FORMATS = (
-    _Format("u.data", "\t", _NAMES),  # 100K
-    # 1M and 10M separate values by "::", which is an empty column between two colons.
+# Of 100K; of 1M and 10M, which separate values by "::", an empty column between two colons; of 20M
+# and later ones; of RecBole's copies.
+_RATING_FORMATS = (
+    _Format("u.data", "\t", tuple(_RATINGS)),
     _Format("ratings.dat", ":", ("user_id", "", "movie_id", "", "rating", "", "timestamp")),
-    _Format("ratings.csv", ",", None),  # 20M, 25M, 32M and "latest"
-    _Format(".inter", "\t", None),  # RecBole's copies
+    _Format("ratings.csv", ","),
+    _Format(".inter", "\t"),
+)
+_MOVIE_FORMATS = (
+    _Format("u.item", "|", ("movie_id", "title", "", "", "", *_GENRES), "latin-1"),
+    _Format("movies.dat", "::", encoding="latin-1"),
+    _Format("movies.csv", ",", quoted=True),
+    _Format(".item", "\t"),
+)
+_USER_FORMATS = (
+    _Format("u.user", "|", tuple(_USERS)),
+    _Format(
+        "users.dat", ":", ("user_id", "", "gender", "", "age", "", "occupation", "", "zip_code")
+    ),
+    _Format(".user", "\t"),
 )
 
 # Names of columns in the headers of GroupLens and RecBole, without their types.
@@ -54,11 +76,6 @@ _HEADERS = {
     "release_year": "year",
     "class": "genres",
 }
-_GENRES = (
-    "unknown", "Action", "Adventure", "Animation", "Children's", "Comedy", "Crime", "Documentary",
-    "Drama", "Fantasy", "Film-Noir", "Horror", "Musical", "Mystery", "Romance", "Sci-Fi",
-    "Thriller", "War", "Western",
-)  # fmt: skip
 
 
 def movielens_ratings(path: str | os.PathLike[str]) -> pa.Table:
@@ -83,32 +100,30 @@ def movielens_ratings(path: str | os.PathLike[str]) -> pa.Table:
         >>> movielens_ratings(path).to_pylist()[0]["movie_id"]
         1193
     """
-    file, layout = _ratings_file(pathlib.Path(path))
-    if layout.columns is None:
-        table = _read_named(file, layout.delimiter, _RATING_TYPES)
-    else:
-        names = [name or f"_{i}" for i, name in enumerate(layout.columns)]
-        table = _read(file, layout.delimiter, names, 0, _RATING_TYPES).select(list(_NAMES))
-    for name in _NAMES:
-        if missing := table[name].null_count:
+    path = pathlib.Path(path)
+    missing = "there are no ratings of MovieLens here; they are in u.data (100K), ratings.dat"
+    file, layout = _find(path, _RATING_FORMATS, f"{missing} (1M) or ratings.csv (20M, 25M)")
+    table = _read(file, layout, _RATINGS)
+    for name in _RATINGS:
+        if nulls := table[name].null_count:
             row = pc.index(pc.is_null(table[name]), True).as_py()
             line = row + (1 if layout.columns is not None else 2)
-            raise DataError(f"{file}, line {line}: {name} is missing ({missing} in all)")
+            raise DataError(f"{file}, line {line}: {name} is missing ({nulls} in all)")
     return table
 
 
-def _ratings_file(path: pathlib.Path) -> tuple[pathlib.Path, _Format]:
+def _find(
+    path: pathlib.Path, formats: Sequence[_Format], missing: str
+) -> tuple[pathlib.Path, _Format]:
+    """Return the file at a path, or of a directory, that has a format's name."""
     candidates = sorted(path.iterdir()) if path.is_dir() else [path]
-    for layout in _FORMATS:
+    for layout in formats:
         for file in candidates:
             if file.name.endswith(layout.name):
                 return file, layout
-    if not path.is_dir() and not path.exists():
+    if not path.exists():
         raise FileNotFoundError(2, "No such file or directory", str(path))
-    raise DataError(
-        f"{path}: there are no ratings of MovieLens here; they are in u.data (100K), ratings.dat "
-        "(1M) or ratings.csv (20M, 25M)"
-    )
+    raise DataError(f"{path}: {missing}")
 
 
 def movielens_movies(path: str | os.PathLike[str]) -> pa.Table:
@@ -127,43 +142,25 @@ def movielens_movies(path: str | os.PathLike[str]) -> pa.Table:
         DataError: There is no file of movies, or a line is malformed.
     """
     path = pathlib.Path(path)
-    if (path / "u.item").exists():
-        names = ["movie_id", "title", "released", "video", "url", *_GENRES]
-        types = {"movie_id": pa.int32(), **dict.fromkeys(names[1:5], pa.string())}
-        types |= dict.fromkeys(_GENRES, pa.int8())
-        table = _read(path / "u.item", "|", names, 0, types, encoding="latin-1")
+    missing = "there is no file of MovieLens movies here: u.item (100K), movies.dat (1M) or"
+    file, layout = _find(path, _MOVIE_FORMATS, f"{missing} movies.csv (20M, 25M)")
+    if layout.name == "movies.dat":
+        return _movies_of_lines(file, layout.encoding)
+    columns = {"movie_id": _INT, "title": _TEXT}
+    if layout.name == "u.item":
+        table = _read(file, layout, columns | dict.fromkeys(_GENRES, pa.int8()))
         flags = [table[genre].to_pylist() for genre in _GENRES]
         genres = [
             [genre for genre, flag in zip(_GENRES, row, strict=True) if flag]
             for row in zip(*flags, strict=True)
         ]
         return _movies(table["movie_id"], table["title"], genres)
-    if (path / "movies.dat").exists():
-        return _movies_of_lines(path / "movies.dat")
-    if (path / "movies.csv").exists():
-        types = {"movie_id": pa.int32(), "title": pa.string(), "genres": pa.string()}
-        table = _read_named(path / "movies.csv", ",", types, quoted=True)
+    if layout.name == "movies.csv":
+        table = _read(file, layout, columns | {"genres": _TEXT})
         return _movies(table["movie_id"], table["title"], _split(table["genres"].to_pylist()))
-    if file := _recbole_file(path, ".item"):
-        types = {"movie_id": pa.int32(), "title": pa.string()}
-        types |= {"year": pa.string(), "genres": pa.string()}
-        table = _read_named(file, "\t", types)
-        genres = [(text or "").split() for text in table["genres"].to_pylist()]
-        return _movies(table["movie_id"], table["title"], genres, table["year"])
-    raise DataError(
-        f"{path}: there is no file of MovieLens movies here: u.item (100K), movies.dat (1M) or "
-        "movies.csv (20M, 25M)"
-    )
-
-
-_MOVIES = pa.schema(
-    [
-        ("movie_id", pa.int32()),
-        ("title", pa.string()),
-        ("genres", pa.list_(pa.string())),
-        ("year", pa.int32()),
-    ]
-)
+    table = _read(file, layout, columns | {"genres": _TEXT, "year": _TEXT})
+    genres = [(text or "").split() for text in table["genres"].to_pylist()]
+    return _movies(table["movie_id"], table["title"], genres, table["year"])
 
 
 def _movies(
@@ -178,13 +175,13 @@ def _movies(
     else:
         found = pc.extract_regex(years, r"^(?P<year>[0-9]{4})$")
     found = pc.struct_field(found, "year").cast(pa.int32())
-    return pa.table([ids, titles, genres, found], _MOVIES)
+    return pa.table([ids, titles, genres, found], pa.schema(_MOVIES))
 
 
-def _movies_of_lines(file: pathlib.Path) -> pa.Table:
+def _movies_of_lines(file: pathlib.Path, encoding: str) -> pa.Table:
     """Parse lines ``id::title::genres``; titles contain colons, which CSV readers cannot parse."""
     ids, titles, genres = [], [], []
-    for number, line in enumerate(file.read_text("latin-1").splitlines(), start=1):
+    for number, line in enumerate(file.read_text(encoding).splitlines(), start=1):
         fields = line.split("::")
         if len(fields) != 3 or not fields[0].isdecimal():
             raise DataError(f"{file}, line {number}: expected id::title::genres, got {line!r}")
@@ -214,38 +211,38 @@ def movielens_users(path: str | os.PathLike[str]) -> pa.Table:
         OSError: The file cannot be read.
         DataError: There is no file of users, or a line is malformed.
     """
-    path = pathlib.Path(path)
-    types = {
-        "user_id": pa.int32(),
-        "age": pa.int32(),
-        "gender": pa.string(),
-        "occupation": pa.string(),
-        "zip_code": pa.string(),
-    }
-    if (path / "u.user").exists():
-        return _read(path / "u.user", "|", list(types), 0, types)
-    if (path / "users.dat").exists():
-        names = ["user_id", "_1", "gender", "_3", "age", "_5", "occupation", "_7", "zip_code"]
-        return _read(path / "users.dat", ":", names, 0, types).select(list(types))
-    if file := _recbole_file(path, ".user"):
-        return _read_named(file, "\t", types)
-    raise DataError(f"{path}: there is neither u.user (100K) nor users.dat (1M) here")
+    missing = "there is neither u.user (100K) nor users.dat (1M) here"
+    return _read(*_find(pathlib.Path(path), _USER_FORMATS, missing), _USERS)
 
 
-def _recbole_file(path: pathlib.Path, ending: str) -> pathlib.Path | None:
-    """Return the first file of a directory with an ending; None if there is none."""
-    return min(path.glob(f"*{ending}"), default=None)
+def _read(file: pathlib.Path, layout: _Format, types: dict[str, pa.DataType]) -> pa.Table:
+    """Read some columns of a file; raise DataError for a malformed header or line."""
+    if layout.columns is None:
+        names = _header(file, layout.delimiter, types)
+    else:
+        names = [name or f"_{i}" for i, name in enumerate(layout.columns)]
+    try:
+        return pyarrow.csv.read_csv(
+            file,
+            pyarrow.csv.ReadOptions(
+                use_threads=False,  # errors then name the row
+                column_names=names,
+                skip_rows=int(layout.columns is None),
+                encoding=layout.encoding,
+            ),
+            pyarrow.csv.ParseOptions(
+                delimiter=layout.delimiter, quote_char='"' if layout.quoted else False
+            ),
+            pyarrow.csv.ConvertOptions(
+                column_types=types, include_columns=list(types), null_values=[""]
+            ),
+        )
+    except pa.ArrowInvalid as error:
+        raise DataError(f"{file}: {' '.join(str(error).split())}") from None
 
 
-def _read_named(
-    file: pathlib.Path, delimiter: str, types: dict[str, pa.DataType], *, quoted: bool = False
-) -> pa.Table:
-    """Read the columns of ``types`` by the names in the first line, in any order.
-
-    Raises:
-        OSError: The file cannot be read.
-        DataError: The first line lacks a name, or a line is malformed.
-    """
+def _header(file: pathlib.Path, delimiter: str, types: Collection[str]) -> list[str]:
+    """Return the names in the first line, which may be in any order but must hold all ``types``."""
     with file.open(encoding="utf-8-sig", errors="replace") as opened:
         header = opened.readline().rstrip("\r\n")
     fields = [field.strip('"').partition(":")[0] for field in header.split(delimiter)]
@@ -257,29 +254,4 @@ def _read_named(
                 f"{file}, line 1: the header {header!r} names {names.count(name) or 'no'} columns "
                 f"{' or '.join(known)}"
             )
-    return _read(file, delimiter, names, 1, types, quoted=quoted).select(list(types))
-
-
-def _read(
-    file: pathlib.Path,
-    delimiter: str,
-    names: Sequence[str],
-    skip: int,
-    types: dict[str, pa.DataType],
-    *,
-    encoding: str = "utf-8",
-    quoted: bool = False,
-) -> pa.Table:
-    try:
-        return pyarrow.csv.read_csv(
-            file,
-            read_options=pyarrow.csv.ReadOptions(
-                column_names=list(names), skip_rows=skip, encoding=encoding, use_threads=False
-            ),
-            parse_options=pyarrow.csv.ParseOptions(
-                delimiter=delimiter, quote_char='"' if quoted else False
-            ),
-            convert_options=pyarrow.csv.ConvertOptions(column_types=types, null_values=[""]),
-        )
-    except pa.ArrowInvalid as error:
-        raise DataError(f"{file}: {' '.join(str(error).split())}") from None
+    return names

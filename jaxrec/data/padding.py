@@ -122,11 +122,7 @@ def empty_batch(batch: Any) -> Any:
 
 
 def num_samples(batch: Any) -> int:
-    """Return the number of samples of a batch, on the host, a device or a mesh.
-
-    Raises:
-        TypeError: The first leaf has no batch axis.
-    """
+    """Return the number of samples of a batch, on the host, a device or a mesh."""
     leaves = jax.tree.leaves(batch, is_leaf=_is_ragged)
     if not leaves:
         raise TypeError(f"a batch must have arrays of samples, got {batch!r}")

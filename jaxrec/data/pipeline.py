@@ -10,7 +10,6 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from types import TracebackType
 from typing import Any, TypeVar
 
 import jax
@@ -38,11 +37,7 @@ class _Message:
 
 
 def each_batch(batches: Any) -> Iterator[Any]:
-    """Iterate over batches; refuse a single batch, whose iterator would yield rows or keys.
-
-    Raises:
-        TypeError: ``batches`` is a single batch or not iterable.
-    """
+    """Iterate over batches; refuse a single batch, whose iterator would yield rows or keys."""
     is_one = isinstance(batches, np.ndarray | jax.Array | KeyedJaggedArray | Mapping | str)
     if is_one or not isinstance(batches, Iterable):
         raise TypeError(
@@ -157,12 +152,7 @@ class Pipeline:
     def __enter__(self) -> Pipeline:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _read(self, batches: Iterable[Any], target: queue.Queue[_Message]) -> None:
@@ -225,9 +215,6 @@ def ordered_map(
         items: Its arguments.
         pool: The pool.
         ahead: Number of results that the pool computes before they are asked for.
-
-    Raises:
-        Exception: An exception of ``function`` is raised in place of the result.
     """
     pending: collections.deque[concurrent.futures.Future[Result]] = collections.deque()
     try:
@@ -240,3 +227,11 @@ def ordered_map(
     finally:
         for future in pending:
             future.cancel()
+
+
+def made_ahead(
+    make: Callable[[int], Result], numbers: range, threads: int, ahead: int
+) -> Iterator[Result]:
+    """Yield the batches of some numbers, which threads of their own make ahead."""
+    with concurrent.futures.ThreadPoolExecutor(threads, "batches") as pool:
+        yield from ordered_map(make, numbers, pool, ahead)

@@ -10,9 +10,6 @@ from typing import Any, Literal, get_args, get_type_hints
 
 import yaml
 
-from jaxrec.data.text import LABEL
-from jaxrec.data.transforms import CATEGORICAL_NAMES, DENSE_NAMES
-
 
 class SchemaError(ValueError):
     """A schema cannot be read or does not fit the columns of a file."""
@@ -191,25 +188,6 @@ def read_schema(path: str | os.PathLike[str]) -> Schema:
         return Schema.from_dict(yaml.safe_load(pathlib.Path(path).read_text()))
     except (yaml.YAMLError, UnicodeDecodeError, SchemaError) as error:
         raise SchemaError(f"{path}: {' '.join(str(error).split())}") from None
-
-
-def criteo_schema(table_rows: Sequence[int], *, is_dynamic: bool = False) -> Schema:
-    """Return the schema of the Parquet files that `jaxrec data criteo` writes.
-
-    Args:
-        table_rows: Number of rows of the 26 tables.
-        is_dynamic: Whether the tables have open vocabularies; otherwise ids are taken modulo their
-            rows.
-    """
-    encoding: Literal["dynamic", "modulo"] = "dynamic" if is_dynamic else "modulo"
-    return Schema(
-        LABEL,
-        {name: DenseColumn("log_counts", "error") for name in DENSE_NAMES},
-        {
-            name: CategoricalColumn(encoding, rows, missing="error")
-            for name, rows in zip(CATEGORICAL_NAMES, table_rows, strict=True)
-        },
-    )
 
 
 def _mapping(where: str, content: Any) -> Mapping[Any, Any]:

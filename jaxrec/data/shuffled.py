@@ -14,9 +14,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from jaxrec.data.files import DataError
 from jaxrec.data.groups import RowGroups
-from jaxrec.data.pipeline import ordered_map
-from jaxrec.data.text import DataError
+from jaxrec.data.pipeline import made_ahead
 
 Batch = TypeVar("Batch")
 
@@ -80,7 +80,8 @@ class BatchSource(Generic[Batch]):
 
     Example:
         >>> import numpy as np, pathlib, tempfile
-        >>> from jaxrec.data import NpyGroups, to_numpy
+        >>> from jaxrec.data import NpyGroups
+        >>> from jaxrec.data.arrays import to_numpy
         >>> path = pathlib.Path(tempfile.mkdtemp(), "x.npy")
         >>> np.save(path, np.arange(10))
         >>> groups = NpyGroups({"x": path})
@@ -193,9 +194,7 @@ class BatchSource(Generic[Batch]):
             threads: Number of threads.
             prefetch: Number of batches that are made ahead.
         """
-        with concurrent.futures.ThreadPoolExecutor(threads, "batches") as pool:
-            numbers = range(start, len(self))
-            yield from ordered_map(self.__getitem__, numbers, pool, ahead=prefetch)
+        return made_ahead(self.__getitem__, range(start, len(self)), threads, prefetch)
 
     def dataset(self, start: int = 0, *, threads: int = 2, prefetch: int = 4) -> Any:
         """Return the batches as a Grain dataset, whose iterators save and restore their position.

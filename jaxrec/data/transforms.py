@@ -1,4 +1,4 @@
-"""Transforms of the columns of Criteo's click logs for a model."""
+"""Columns of Criteo's click logs, and their transforms for a model."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from jaxtyping import Float, Int, Integer
 
 NUM_DENSE = 13
 NUM_CATEGORICAL = 26
+COLUMNS = 1 + NUM_DENSE + NUM_CATEGORICAL
 
+LABEL = "label"
 DENSE_NAMES = tuple(f"int_{i}" for i in range(NUM_DENSE))
 CATEGORICAL_NAMES = tuple(f"cat_{i}" for i in range(NUM_CATEGORICAL))
 

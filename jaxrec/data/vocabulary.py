@@ -1,4 +1,4 @@
-"""Vocabularies: row indices of strings and 64-bit ids, the most frequent first."""
+"""Vocabularies: row indices of strings and 64-bit ids, learned from rows or frozen at an export."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 from jaxtyping import Int, UInt64
 
-from jaxrec.data.parquet_file import read_checked
-from jaxrec.data.text import DataError
-from jaxrec.files.atomic import write_atomically
+from jaxrec.data.column_types import is_bytes, is_string
+from jaxrec.data.files import DataError
+from jaxrec.data.parquet import read_checked, write_checked
 from jaxrec.ragged import hash_ids
 from jaxrec.ragged.arrow import map_values
 
@@ -261,10 +260,7 @@ class Vocabulary:
         """
         metadata = {_METADATA_KEY: json.dumps({"num_unknown": self.num_unknown})}
         table = pa.table({"value": self.values, "count": self.counts})
-        with write_atomically(path) as unfinished:
-            pq.write_table(
-                table.replace_schema_metadata(metadata), unfinished, write_page_checksum=True
-            )
+        write_checked(table.replace_schema_metadata(metadata), path)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Vocabulary:
@@ -282,6 +278,60 @@ class Vocabulary:
         return cls(values, table["count"].to_numpy(), **json.loads(described))
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class FrozenVocabulary:
+    """Raw ids that had a row of an open table, which change no more.
+
+    Row 0 of the table is for all other ids, and the rows of known ids follow in their order.
+
+    Attributes:
+        ids: int64 ``[size]`` raw ids, ascending: integers themselves, and 64-bit hashes of strings.
+    """
+
+    ids: Int[np.ndarray, " size"]
+
+    def __len__(self) -> int:
+        """Number of known ids."""
+        return self.ids.size
+
+    @property
+    def num_embeddings(self) -> int:
+        """Number of rows of the table."""
+        return 1 + self.ids.size
+
+    def __call__(self, ids: pa.Array) -> pa.Array:
+        """Look up the row indices of raw ids.
+
+        Args:
+            ids: int64 raw ids.
+
+        Returns:
+            int32 row indices; nulls stay null.
+        """
+        wanted = ids.fill_null(0).to_numpy()
+        places = np.searchsorted(self.ids, wanted)
+        known = np.zeros(wanted.size, bool)
+        inside = places < self.ids.size
+        known[inside] = self.ids[places[inside]] == wanted[inside]
+        rows = np.where(known, places + 1, 0).astype(np.int32)
+        return pa.array(rows, mask=np.asarray(ids.is_null()))
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write a Parquet file with the column ``id``, complete or not at all."""
+        write_checked(pa.table({"id": self.ids}), path)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> FrozenVocabulary:
+        """Read a file that `save` wrote."""
+        table = read_checked(path)
+        if table.column_names != ["id"] or table["id"].type != pa.int64():
+            raise DataError(f"{path} holds no frozen vocabulary")
+        ids = table["id"].to_numpy()
+        if table["id"].null_count or not (ids[1:] > ids[:-1]).all():
+            raise DataError(f"{path} holds ids that do not ascend")
+        return cls(ids)
+
+
 def _as_arrow(column: Any) -> pa.Array | pa.ChunkedArray:
     if isinstance(column, pa.Array | pa.ChunkedArray):
         return column
@@ -297,12 +347,12 @@ def _plain(values: pa.Array) -> pa.Array:
     kind = values.type
     if isinstance(kind, pa.DictionaryType):
         return _plain(values.cast(kind.value_type))
-    if pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind):
+    if is_string(kind):
         return values.cast(pa.large_string())
-    if pa.types.is_fixed_size_binary(kind):
-        return values.cast(pa.binary()).cast(pa.large_binary())
-    if pa.types.is_binary(kind) or pa.types.is_large_binary(kind) or pa.types.is_binary_view(kind):
-        return values.cast(pa.large_binary())
+    if is_bytes(kind):
+        # Arrow has no cast from bytes of a fixed size to large_binary.
+        fixed = pa.types.is_fixed_size_binary(kind)
+        return (values.cast(pa.binary()) if fixed else values).cast(pa.large_binary())
     if pa.types.is_integer(kind):
         return values.cast(pa.int64(), safe=False)
     if pa.types.is_null(kind):

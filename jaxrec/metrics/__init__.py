@@ -1,11 +1,18 @@
 """Streaming metrics of predictions: pure functions on states that live in the compiled step."""
 
+from jaxrec._public import public_names as _public_names
 from jaxrec.metrics.areas import AUC as AUC
 from jaxrec.metrics.areas import AUPRC as AUPRC
 from jaxrec.metrics.areas import RAUC as RAUC
+from jaxrec.metrics.areas import auc as auc
+from jaxrec.metrics.areas import average_precision as average_precision
+from jaxrec.metrics.areas import regression_auc as regression_auc
 from jaxrec.metrics.averages import Average as Average
 from jaxrec.metrics.averages import Calibration as Calibration
 from jaxrec.metrics.averages import ClickThroughRate as ClickThroughRate
+from jaxrec.metrics.averages import MeanAbsoluteError as MeanAbsoluteError
+from jaxrec.metrics.averages import MeanSquaredError as MeanSquaredError
+from jaxrec.metrics.averages import NormalizedMeanSquaredError as NormalizedMeanSquaredError
 from jaxrec.metrics.averages import NumMissingLabels as NumMissingLabels
 from jaxrec.metrics.averages import NumPositives as NumPositives
 from jaxrec.metrics.averages import RecalibratedCalibration as RecalibratedCalibration
@@ -15,20 +22,16 @@ from jaxrec.metrics.averages import SumOfWeights as SumOfWeights
 from jaxrec.metrics.averages import TensorWeightedAverage as TensorWeightedAverage
 from jaxrec.metrics.averages import WeightedAverage as WeightedAverage
 from jaxrec.metrics.averages import WeightedSumOfPredictions as WeightedSumOfPredictions
-from jaxrec.metrics.background import BackgroundWriter as BackgroundWriter
 from jaxrec.metrics.binned import BinnedAUC as BinnedAUC
 from jaxrec.metrics.binned import BinnedAUPRC as BinnedAUPRC
 from jaxrec.metrics.binned import BinnedRAUC as BinnedRAUC
-from jaxrec.metrics.binned import Bins as Bins
-from jaxrec.metrics.candidates import rank_metrics as rank_metrics
 from jaxrec.metrics.classification import Accuracy as Accuracy
 from jaxrec.metrics.classification import HindsightTargetPR as HindsightTargetPR
 from jaxrec.metrics.classification import MulticlassRecall as MulticlassRecall
+from jaxrec.metrics.classification import MultiLabelPrecision as MultiLabelPrecision
 from jaxrec.metrics.classification import Precision as Precision
 from jaxrec.metrics.classification import Recall as Recall
-from jaxrec.metrics.curves import auc as auc
-from jaxrec.metrics.curves import average_precision as average_precision
-from jaxrec.metrics.curves import regression_auc as regression_auc
+from jaxrec.metrics.classification import label_codes as label_codes
 from jaxrec.metrics.domain import Domain as Domain
 from jaxrec.metrics.entropy import (
     CalibrationFreeNormalizedEntropy as CalibrationFreeNormalizedEntropy,
@@ -48,33 +51,31 @@ from jaxrec.metrics.group import merge_over_axis as merge_over_axis
 from jaxrec.metrics.group import merge_over_processes as merge_over_processes
 from jaxrec.metrics.latest import OutputMetric as OutputMetric
 from jaxrec.metrics.latest import ScalarMetric as ScalarMetric
-from jaxrec.metrics.metric import Batch as Batch
 from jaxrec.metrics.metric import Metric as Metric
 from jaxrec.metrics.metric import SumMetric as SumMetric
-from jaxrec.metrics.metric import Sums as Sums
-from jaxrec.metrics.metric import SumState as SumState
-from jaxrec.metrics.metric import Values as Values
-from jaxrec.metrics.multilabel import MultiLabelPrecision as MultiLabelPrecision
-from jaxrec.metrics.multilabel import label_codes as label_codes
+from jaxrec.metrics.pairs import XAUC as XAUC
+from jaxrec.metrics.pairs import SessionPairwiseAUC as SessionPairwiseAUC
 from jaxrec.metrics.ranking import NDCG as NDCG
-from jaxrec.metrics.ranking import XAUC as XAUC
-from jaxrec.metrics.regression import MeanAbsoluteError as MeanAbsoluteError
-from jaxrec.metrics.regression import MeanSquaredError as MeanSquaredError
-from jaxrec.metrics.regression import NormalizedMeanSquaredError as NormalizedMeanSquaredError
+from jaxrec.metrics.ranking import rank_metrics as rank_metrics
 from jaxrec.metrics.samples import SampleMetric as SampleMetric
-from jaxrec.metrics.samples import Samples as Samples
 from jaxrec.metrics.samples import SampleWindow as SampleWindow
-from jaxrec.metrics.session_auc import GroupedAUC as GroupedAUC
-from jaxrec.metrics.session_auc import UserAUC as UserAUC
-from jaxrec.metrics.session_pairs import SessionPairwiseAUC as SessionPairwiseAUC
+from jaxrec.metrics.sessions import GroupedAUC as GroupedAUC
 from jaxrec.metrics.sessions import SessionPrecision as SessionPrecision
 from jaxrec.metrics.sessions import SessionRecall as SessionRecall
+from jaxrec.metrics.sessions import UserAUC as UserAUC
 from jaxrec.metrics.sessions import sessions_of as sessions_of
 from jaxrec.metrics.throughput import Throughput as Throughput
 from jaxrec.metrics.throughput import tower_qps as tower_qps
+from jaxrec.metrics.writers import BackgroundWriter as BackgroundWriter
 from jaxrec.metrics.writers import ConsoleWriter as ConsoleWriter
 from jaxrec.metrics.writers import CSVWriter as CSVWriter
 from jaxrec.metrics.writers import JSONLinesWriter as JSONLinesWriter
 from jaxrec.metrics.writers import TensorBoardWriter as TensorBoardWriter
 from jaxrec.metrics.writers import Writer as Writer
 from jaxrec.metrics.writers import Writers as Writers
+
+__all__ = _public_names(globals())
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,4 +1,4 @@
-"""AUC, AUPRC and RAUC over the last samples, exactly."""
+"""Areas under curves, exactly, on the host: of arrays, and of the last samples."""
 
 from __future__ import annotations
 
@@ -6,11 +6,177 @@ import dataclasses
 from typing import ClassVar
 
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Float, Shaped
 
-from jaxrec.metrics.curves import auc, average_precision, regression_auc
-from jaxrec.metrics.domain import LABEL, NUMBER, Domain
+from jaxrec.metrics.domain import LABEL, NUMBER, WEIGHT, Domain, Domains, as_numbers, check_domain
+from jaxrec.metrics.metric import Compat
+from jaxrec.metrics.pairs import concordance, count_pairs
 from jaxrec.metrics.samples import SampleMetric, Samples
+
+
+def auc(
+    scores: Shaped[np.ndarray, " samples"],
+    labels: Shaped[np.ndarray, " samples"],
+    weights: Shaped[np.ndarray, " samples"] | None = None,
+    *,
+    compat: Compat = None,
+) -> float:
+    """Return the area under the ROC curve, exactly, on the host.
+
+    The probability that a positive sample scores above a negative one, equal scores counting one
+    half (Mann and Whitney 1947, "On a test of whether one of two random variables is stochastically
+    larger than the other"; Fawcett 2006, "An introduction to ROC analysis", section 7).
+
+    Args:
+        scores: ``[samples]``, probabilities or logits: only their order matters.
+        labels: ``[samples]``, 0 or 1; a number between them is that share of a positive sample and
+            for the rest a negative one.
+        weights: ``[samples]``, 0 or above; None: all 1. A pair weighs the product of its two.
+        compat: ``"torchrec"`` gives equal scores the order of the samples, and leaves out the part
+            of the curve before the highest score, which matters where its label is between 0 and 1.
+
+    Returns:
+        The area, computed in float64; 0.5 where all samples are of one class, as in TorchRec.
+
+    Raises:
+        TypeError: An array does not hold real numbers.
+        ValueError: A score is NaN (it has no place in the order), a label is not between 0 and 1, a
+            weight is negative or not finite, or the arrays differ in length.
+
+    Example:
+        >>> import numpy as np
+        >>> auc(np.array([0.1, 0.4, 0.4, 0.8]), np.array([0, 0, 1, 1]))
+        0.875
+    """
+    samples = _checked("auc", scores, labels, weights, LABEL)
+    true, false = _steps(*samples, merge_ties=compat is None)
+    pairs = true.sum() * false.sum()
+    if pairs == 0:
+        return 0.5
+    before = np.cumsum(true) - true
+    below = false * (before + 0.5 * true)
+    return float((below if compat is None else below[1:]).sum() / pairs)
+
+
+def average_precision(
+    scores: Shaped[np.ndarray, " samples"],
+    labels: Shaped[np.ndarray, " samples"],
+    weights: Shaped[np.ndarray, " samples"] | None = None,
+) -> float:
+    """Return the area under the precision-recall curve, without interpolation, on the host.
+
+    The sum over thresholds of the gain in recall times the precision there; equal scores share a
+    threshold. Davis and Goadrich 2006, "The relationship between precision-recall and ROC curves",
+    say why not to interpolate.
+
+    Args:
+        scores, labels, weights: As for `auc`.
+
+    Returns:
+        The area, computed in float64; 0 without positive samples, as in TorchRec.
+
+    Raises:
+        TypeError, ValueError: As for `auc`.
+
+    Example:
+        >>> import numpy as np
+        >>> average_precision(np.array([0.1, 0.4, 0.6, 0.8]), np.array([0, 1, 0, 1])).__round__(3)
+        0.833
+    """
+    samples = _checked("average_precision", scores, labels, weights, LABEL)
+    true, false = _steps(*samples, merge_ties=True)
+    if true.sum() == 0:
+        return 0.0
+    true_positives = np.cumsum(true)
+    predicted = true_positives + np.cumsum(false)
+    precision = true_positives / np.where(predicted > 0, predicted, 1)
+    return float((true * precision).sum() / true.sum())
+
+
+def regression_auc(
+    scores: Shaped[np.ndarray, " samples"],
+    labels: Shaped[np.ndarray, " samples"],
+    weights: Shaped[np.ndarray, " samples"] | None = None,
+    *,
+    compat: Compat = None,
+) -> float:
+    """Return the share of pairs with different labels in which the higher label scores higher.
+
+    Equal scores count one half, and a pair weighs the product of its two: with labels 0 and 1 it is
+    `auc`. Known as concordance too (Harrell et al. 1996, "Multivariable prognostic models", section
+    5.5).
+
+    Args:
+        scores, weights: As for `auc`.
+        labels: ``[samples]``, any numbers.
+        compat: ``"torchrec"``: one minus the share of all pairs that is in the wrong order; equal
+            labels and equal scores are never wrong, and weights do not matter.
+
+    Returns:
+        The share, computed in float64 in ``samples log samples``; 0.5 without pairs, and under
+        ``compat="torchrec"`` 1.
+
+    Raises:
+        TypeError, ValueError: As for `auc`, but for the labels, which must only not be NaN.
+
+    Example:
+        >>> import numpy as np
+        >>> regression_auc(np.array([1.0, 2.0, 3.0]), np.array([5.0, 30.0, 20.0])).__round__(3)
+        0.667
+    """
+    scores, labels, weights = _checked("regression_auc", scores, labels, weights, NUMBER)
+    if compat is not None:
+        weights = np.ones(scores.size)
+    pairs = count_pairs(scores, labels, weights, np)
+    if compat is not None:
+        return float(1 - pairs.discordant / pairs.total) if pairs.total else 1.0
+    ordered, total = concordance(pairs)
+    return float(ordered / total) if total > 0 else 0.5
+
+
+def _steps(
+    scores: Float[np.ndarray, " samples"],
+    labels: Float[np.ndarray, " samples"],
+    weights: Float[np.ndarray, " samples"],
+    *,
+    merge_ties: bool,
+) -> tuple[Float[np.ndarray, " steps"], Float[np.ndarray, " steps"]]:
+    """Return the weights of positive and negative samples at each score, highest score first."""
+    order = np.argsort(-scores, kind="stable")
+    positives = (weights * labels)[order]
+    negatives = weights[order] - positives
+    if not merge_ties or scores.size == 0:
+        return positives, negatives
+    ranked = scores[order]
+    # Samples of one score stand together: they share one step of the curve.
+    firsts = np.flatnonzero(np.concatenate([[True], ranked[1:] != ranked[:-1]]))
+    return np.add.reduceat(positives, firsts), np.add.reduceat(negatives, firsts)
+
+
+def _checked(
+    who: str,
+    scores: Shaped[np.ndarray, " samples"],
+    labels: Shaped[np.ndarray, " samples"],
+    weights: Shaped[np.ndarray, " samples"] | None,
+    of_labels: Domain,
+) -> tuple[Float[np.ndarray, " samples"], ...]:
+    """Return scores, labels and weights in float64, all 1 if none were given."""
+    given = {"scores": scores, "labels": labels}
+    if weights is not None:
+        given["weights"] = weights
+    arrays = {name: np.asarray(as_numbers(who, name, array)) for name, array in given.items()}
+    shapes = [array.shape for array in arrays.values()]
+    if len(set(shapes)) > 1 or len(shapes[0]) != 1:
+        names = ", ".join(f"{name} of {array.shape}" for name, array in arrays.items())
+        raise ValueError(f"{who} takes arrays of one length, [samples]; got {names}")
+    columns = {name: array.astype(np.float64) for name, array in arrays.items()}
+    missing = np.isnan(columns["scores"]).sum()
+    if missing:
+        raise ValueError(f"{who}: {missing} of {shapes[0][0]} scores are NaN")
+    check_domain(who, "labels", columns["labels"], of_labels)
+    columns.setdefault("weights", np.ones(shapes[0]))
+    check_domain(who, "weights", columns["weights"], WEIGHT)
+    return columns["scores"], columns["labels"], columns["weights"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,7 +207,7 @@ class AUC(SampleMetric):
     name: ClassVar[str] = "auc"
 
     @property
-    def domains(self) -> tuple[Domain | None, Domain | None]:
+    def domains(self) -> Domains:
         return NUMBER, LABEL if self.label_threshold is None else NUMBER
 
     def value(self, samples: Samples) -> float:
@@ -69,10 +235,7 @@ class AUPRC(SampleMetric):
     """
 
     name: ClassVar[str] = "auprc"
-
-    @property
-    def domains(self) -> tuple[Domain | None, Domain | None]:
-        return NUMBER, LABEL
+    domains: ClassVar[Domains] = (NUMBER, LABEL)
 
     def value(self, samples: Samples) -> float:
         return average_precision(samples.predictions, samples.labels, samples.weights)

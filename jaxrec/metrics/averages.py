@@ -1,4 +1,4 @@
-"""Means and sums of predictions and labels."""
+"""Means and sums over samples: of predictions and labels, and of the errors of numbers."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import dataclasses
 from typing import ClassVar
 
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 
-from jaxrec.metrics.domain import AMOUNT, LABEL, NUMBER, PROBABILITY, Domain
-from jaxrec.metrics.entropy import check_coefficient, count_examples, recalibrated
-from jaxrec.metrics.metric import Batch, SumMetric, Sums, SumState, Values, ratio
+from jaxrec.metrics.domain import AMOUNT, LABEL, NUMBER, PROBABILITY, Domains
+from jaxrec.metrics.entropy import CountsExamples, check_coefficient, recalibrated
+from jaxrec.metrics.metric import Batch, SumMetric, Sums, Values, ratio
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,10 +31,7 @@ class Calibration(SumMetric):
 
     name: ClassVar[str] = "calibration"
     torchrec_undefined: ClassVar[float] = 0.0
-
-    @property
-    def domains(self) -> tuple[Domain | None, Domain | None]:
-        return AMOUNT, AMOUNT
+    domains: ClassVar[Domains] = (AMOUNT, AMOUNT)
 
     def probabilities(self, batch: Batch) -> Float[Array, "tasks batch"]:
         """Return the predictions that are compared with the labels."""
@@ -60,33 +58,24 @@ class RecalibratedCalibration(Calibration):
     coefficient: float = 1.0
 
     name: ClassVar[str] = "calibration"
+    domains: ClassVar[Domains] = (PROBABILITY, AMOUNT)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_coefficient(self, self.coefficient)
-
-    @property
-    def domains(self) -> tuple[Domain | None, Domain | None]:
-        return PROBABILITY, AMOUNT
 
     def probabilities(self, batch: Batch) -> Float[Array, "tasks batch"]:
         return recalibrated(batch.predictions, self.coefficient)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ServingCalibration(Calibration):
+class ServingCalibration(CountsExamples, Calibration):
     """`Calibration` with its number of samples (``calibration``, ``total_examples``).
 
     ``total_examples`` counts the samples whose weight is above 0, over all time.
     """
 
     name: ClassVar[str] = "calibration"
-
-    def sums(self, batch: Batch) -> dict[str, Float[Array, "tasks ..."]]:
-        return super().sums(batch) | {"examples": count_examples(batch)}
-
-    def compute(self, state: SumState) -> Values:
-        return super().compute(state) | {"total_examples": state.lifetime["examples"].on_host()}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -95,10 +84,7 @@ class ClickThroughRate(SumMetric):
 
     name: ClassVar[str] = "ctr"
     torchrec_undefined: ClassVar[float] = 0.0
-
-    @property
-    def domains(self) -> tuple[Domain | None, Domain | None]:
-        return None, LABEL
+    domains: ClassVar[Domains] = (None, LABEL)
 
     def sums(self, batch: Batch) -> dict[str, Float[Array, "tasks ..."]]:
         return {
@@ -139,10 +125,7 @@ class WeightedAverage(SumMetric):
     """
 
     name: ClassVar[str] = "weighted_avg"
-
-    @property
-    def domains(self) -> tuple[Domain | None, Domain | None]:
-        return NUMBER, None
+    domains: ClassVar[Domains] = (NUMBER, None)
 
     def averaged(self, batch: Batch) -> Float[Array, "tasks batch"]:
         """Return the numbers that are averaged."""
@@ -172,6 +155,7 @@ class TensorWeightedAverage(WeightedAverage):
     tensor: str
 
     name: ClassVar[str] = "weighted_avg"
+    domains: ClassVar[Domains] = (None, None)
 
     @property
     def required(self) -> tuple[str, ...]:
@@ -181,16 +165,12 @@ class TensorWeightedAverage(WeightedAverage):
     def whole(self) -> tuple[str, ...]:
         return ()
 
-    @property
-    def domains(self) -> tuple[Domain | None, Domain | None]:
-        return None, None
-
     def averaged(self, batch: Batch) -> Float[Array, "tasks batch"]:
         return batch.inputs[self.tensor].astype(jnp.float32)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ServingLoss(TensorWeightedAverage):
+class ServingLoss(CountsExamples, TensorWeightedAverage):
     """The weighted mean of a loss that the model reports per sample, with the number of samples.
 
     Reports ``serving_`` and the name of the loss, and ``total_examples``, which counts the samples
@@ -209,14 +189,8 @@ class ServingLoss(TensorWeightedAverage):
         [1.5]
     """
 
-    def sums(self, batch: Batch) -> dict[str, Float[Array, "tasks ..."]]:
-        return super().sums(batch) | {"examples": count_examples(batch)}
-
     def values(self, sums: Sums) -> Values:
         return {f"serving_{self.tensor}": ratio(sums["total"], sums["weights"])}
-
-    def compute(self, state: SumState) -> Values:
-        return super().compute(state) | {"total_examples": state.lifetime["examples"].on_host()}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -224,10 +198,7 @@ class SumOfWeights(SumMetric):
     """``sum w`` (``sum_weights``)."""
 
     name: ClassVar[str] = "sum_weights"
-
-    @property
-    def domains(self) -> tuple[Domain | None, Domain | None]:
-        return None, None
+    domains: ClassVar[Domains] = (None, None)
 
     def sums(self, batch: Batch) -> dict[str, Float[Array, "tasks ..."]]:
         return {"weights": batch.weights.sum(axis=1)}
@@ -241,10 +212,7 @@ class WeightedSumOfPredictions(SumMetric):
     """``sum w p`` (``weighted_sum_predictions``)."""
 
     name: ClassVar[str] = "weighted_sum_predictions"
-
-    @property
-    def domains(self) -> tuple[Domain | None, Domain | None]:
-        return NUMBER, None
+    domains: ClassVar[Domains] = (NUMBER, None)
 
     def sums(self, batch: Batch) -> dict[str, Float[Array, "tasks ..."]]:
         return {"predictions": (batch.weights * batch.predictions).sum(axis=1)}
@@ -262,10 +230,7 @@ class NumPositives(SumMetric):
     """
 
     name: ClassVar[str] = "num_positive_samples"
-
-    @property
-    def domains(self) -> tuple[Domain | None, Domain | None]:
-        return None, None
+    domains: ClassVar[Domains] = (None, None)
 
     def sums(self, batch: Batch) -> dict[str, Float[Array, "tasks ..."]]:
         if self.compat is not None:
@@ -286,10 +251,7 @@ class NumMissingLabels(SumMetric):
     """
 
     name: ClassVar[str] = "num_missing_labels"
-
-    @property
-    def domains(self) -> tuple[Domain | None, Domain | None]:
-        return None, None
+    domains: ClassVar[Domains] = (None, None)
 
     def sums(self, batch: Batch) -> dict[str, Float[Array, "tasks ..."]]:
         missing = jnp.isnan(batch.labels)
@@ -298,3 +260,80 @@ class NumMissingLabels(SumMetric):
 
     def values(self, sums: Sums) -> Values:
         return {self.name: sums["missing"]}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MeanSquaredError(SumMetric):
+    """``sum w (y - p)^2 / sum w``, its root, and the share of variance explained.
+
+    Reports ``mse``, ``rmse`` and ``r_squared = 1 - sum w (y - p)^2 / sum w (y - mean)^2``, which
+    has no value where all labels are equal.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> metric = MeanSquaredError(window=None)
+        >>> state = metric.update(metric.init(), jnp.array([1.0, 2.0]), jnp.array([1.0, 4.0]))
+        >>> metric.compute(state)["lifetime_mse"].tolist()
+        [2.0]
+    """
+
+    name: ClassVar[str] = "mse"
+
+    def sums(self, batch: Batch) -> dict[str, Float[Array, "tasks ..."]]:
+        weights, labels = batch.weights, batch.labels
+        return {
+            "squared_error": (weights * (labels - batch.predictions) ** 2).sum(axis=1),
+            "labels": (weights * labels).sum(axis=1),
+            "squared_labels": (weights * labels**2).sum(axis=1),
+            "weights": weights.sum(axis=1),
+        }
+
+    def values(self, sums: Sums) -> Values:
+        mse = ratio(sums["squared_error"], sums["weights"])
+        variation = sums["squared_labels"] - ratio(sums["labels"] ** 2, sums["weights"])
+        return {
+            "mse": mse,
+            "rmse": np.sqrt(mse),
+            "r_squared": 1 - ratio(sums["squared_error"], variation),
+        }
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MeanAbsoluteError(SumMetric):
+    """``sum w |y - p| / sum w`` (``mae``)."""
+
+    name: ClassVar[str] = "mae"
+
+    def sums(self, batch: Batch) -> dict[str, Float[Array, "tasks ..."]]:
+        error = jnp.abs(batch.labels - batch.predictions)
+        return {
+            "absolute_error": (batch.weights * error).sum(axis=1),
+            "weights": batch.weights.sum(axis=1),
+        }
+
+    def values(self, sums: Sums) -> Values:
+        return {self.name: ratio(sums["absolute_error"], sums["weights"])}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NormalizedMeanSquaredError(SumMetric):
+    """The squared error over that of a constant prediction (``nmse``, its root ``nrmse``).
+
+    Attributes:
+        constant: The prediction compared with; TorchRec's is 1.
+    """
+
+    constant: float = 1.0
+
+    name: ClassVar[str] = "nmse"
+
+    def sums(self, batch: Batch) -> dict[str, Float[Array, "tasks ..."]]:
+        weights, labels = batch.weights, batch.labels
+        return {
+            "squared_error": (weights * (labels - batch.predictions) ** 2).sum(axis=1),
+            "of_constant": (weights * (labels - self.constant) ** 2).sum(axis=1),
+        }
+
+    def values(self, sums: Sums) -> Values:
+        nmse = ratio(sums["squared_error"], sums["of_constant"])
+        return {"nmse": nmse, "nrmse": np.sqrt(nmse)}

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jaxrec.metrics.domain import LABEL, NUMBER, PROBABILITY, Domain
+from jaxrec.metrics.domain import LABEL, NUMBER, PROBABILITY, Domain, Domains
 from jaxrec.metrics.metric import Batch, SumMetric, Sums, SumState, Values, ratio
 
 
@@ -67,7 +67,7 @@ class BinnedAUC(SumMetric):
     (``grouped_auc``, ``grouped_auc_error``).
 
     Attributes:
-        bins: Bins of the predictions.
+        bins: `Bins` of the predictions.
         groups: Name under which `update` gets the number of each sample's group, ``[batch]`` or
             ``[tasks, batch]`` int32; None: no groups.
         num_groups: Groups are numbered from 0 to this minus 1.
@@ -107,7 +107,7 @@ class BinnedAUC(SumMetric):
         return () if self.groups is None else (self.groups,)
 
     @property
-    def domains(self) -> tuple[Domain | None, Domain | None]:
+    def domains(self) -> Domains:
         return self.bins.domain, LABEL
 
     def sums(self, batch: Batch) -> dict[str, Float[Array, "tasks ..."]]:
@@ -155,12 +155,7 @@ class BinnedAUC(SumMetric):
         return area, np.where(pairs == 0, 0, tied / np.where(pairs == 0, 1, pairs)), pairs > 0
 
     def compute(self, state: SumState) -> Values:
-        outside = state.lifetime["outside"].on_host().sum()
-        if outside:
-            raise ValueError(
-                f"{outside:.0f} samples have a number of {self.groups!r} that is not in "
-                f"[0, {self.num_groups}); raise num_groups, or give the samples weight 0"
-            )
+        self.check_groups(state, self.groups, self.num_groups)
         return super().compute(state)
 
 
@@ -207,7 +202,7 @@ class BinnedRAUC(SumMetric):
     (M + L)]``; ``rauc_error`` is the distance to the farther end.
 
     Attributes:
-        bins: Bins of the predictions.
+        bins: `Bins` of the predictions.
         label_bins: Bins of the labels.
         one_label_a_bin: Whether each bin holds a single label, as with ratings: pairs within a bin
             of labels are then ties, and ``L`` is 0.
@@ -234,7 +229,7 @@ class BinnedRAUC(SumMetric):
         _no_compat(self)
 
     @property
-    def domains(self) -> tuple[Domain | None, Domain | None]:
+    def domains(self) -> Domains:
         return self.bins.domain, self.label_bins.domain
 
     def sums(self, batch: Batch) -> dict[str, Float[Array, "tasks ..."]]:

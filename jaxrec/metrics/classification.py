@@ -1,4 +1,4 @@
-"""Metrics of the decisions of a classifier."""
+"""Metrics of the decisions of a classifier, of one label, a class or several labels."""
 
 from __future__ import annotations
 
@@ -8,15 +8,9 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float, Int
 
-from jaxrec.metrics.domain import (
-    BINARY_LABEL,
-    LABEL,
-    NUMBER,
-    PROBABILITY,
-    Domain,
-)
+from jaxrec.metrics.domain import BINARY_LABEL, LABEL, NUMBER, PROBABILITY, Domain, Domains
 from jaxrec.metrics.metric import Batch, SumMetric, Sums, Values, ratio
 
 
@@ -38,10 +32,7 @@ class Accuracy(SumMetric):
     threshold: float = 0.5
 
     name: ClassVar[str] = "accuracy"
-
-    @property
-    def domains(self) -> tuple[Domain | None, Domain | None]:
-        return NUMBER, BINARY_LABEL
+    domains: ClassVar[Domains] = (NUMBER, BINARY_LABEL)
 
     def sums(self, batch: Batch) -> dict[str, Float[Array, "tasks ..."]]:
         right = (batch.predictions >= self.threshold) == batch.labels
@@ -68,10 +59,7 @@ class Precision(SumMetric):
 
     name: ClassVar[str] = "precision"
     torchrec_undefined: ClassVar[float] = 0.0
-
-    @property
-    def domains(self) -> tuple[Domain | None, Domain | None]:
-        return NUMBER, LABEL
+    domains: ClassVar[Domains] = (NUMBER, LABEL)
 
     def sums(self, batch: Batch) -> dict[str, Float[Array, "tasks ..."]]:
         predicted = batch.weights * (batch.predictions >= self.threshold)
@@ -100,10 +88,7 @@ class Recall(SumMetric):
 
     name: ClassVar[str] = "recall"
     torchrec_undefined: ClassVar[float] = 0.0
-
-    @property
-    def domains(self) -> tuple[Domain | None, Domain | None]:
-        return NUMBER, LABEL
+    domains: ClassVar[Domains] = (NUMBER, LABEL)
 
     def sums(self, batch: Batch) -> dict[str, Float[Array, "tasks ..."]]:
         positive, predictions = batch.weights * batch.labels, batch.predictions
@@ -145,7 +130,7 @@ class MulticlassRecall(SumMetric):
         return (self.num_classes,)
 
     @property
-    def domains(self) -> tuple[Domain | None, Domain | None]:
+    def domains(self) -> Domains:
         if self.compat is not None:
             return NUMBER, NUMBER
         return NUMBER, Domain(low=0, high=self.num_classes - 1, whole=True)
@@ -190,6 +175,7 @@ class HindsightTargetPR(SumMetric):
     num_thresholds: int = 1000
 
     name: ClassVar[str] = "hindsight_target_pr"
+    domains: ClassVar[Domains] = (PROBABILITY, LABEL)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -198,10 +184,6 @@ class HindsightTargetPR(SumMetric):
                 f"HindsightTargetPR: target_precision={self.target_precision} must be in (0, 1] "
                 f"and num_thresholds={self.num_thresholds} 2 or more"
             )
-
-    @property
-    def domains(self) -> tuple[Domain | None, Domain | None]:
-        return PROBABILITY, LABEL
 
     def sums(self, batch: Batch) -> dict[str, Float[Array, "tasks ..."]]:
         thresholds = jnp.linspace(0, 1, self.num_thresholds, dtype=jnp.float32)
@@ -242,3 +224,91 @@ class HindsightTargetPR(SumMetric):
                 "hindsight_target_recall": np.nan_to_num(values["hindsight_target_recall"])
             }
         return {name: np.where(good.any(axis=1), x, np.nan) for name, x in values.items()}
+
+
+# Codes of more bits are not exact in float32.
+MAX_LABELS = 24
+
+
+def label_codes(labels: Bool[Array | np.ndarray, "*batch labels"]) -> Int[Array, "*batch"]:
+    """Encode the labels of each sample as one integer, label 0 in the lowest bit.
+
+    Args:
+        labels: Whether a sample has each of the labels, 24 at most.
+
+    Raises:
+        ValueError: There are more labels.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> label_codes(jnp.array([[True, False, True], [False, True, False]])).tolist()
+        [5, 2]
+    """
+    if labels.shape[-1] > MAX_LABELS:
+        raise ValueError(
+            f"label_codes takes up to {MAX_LABELS} labels, got {labels.shape[-1]}; use "
+            "several metrics for parts of them"
+        )
+    return jnp.asarray(labels, jnp.int32) @ (1 << jnp.arange(labels.shape[-1]))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MultiLabelPrecision(SumMetric):
+    """The precision of each label (``multi_label_precision``).
+
+    ``[tasks, num_labels]``. Predictions and labels are integers, as `label_codes` makes them: bit
+    ``i`` says whether the sample has label ``i``. A label that no prediction has is undefined.
+
+    ``compat="torchrec"`` reports 0 there, and ignores the bits of further labels.
+
+    Attributes:
+        num_labels: From 1 to 24.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> metric = MultiLabelPrecision(num_labels=2, window=None)
+        >>> scores = jnp.array([[0.9, 0.7], [0.8, 0.1]])
+        >>> truth = jnp.array([[True, True], [False, True]])
+        >>> state = metric.update(metric.init(), label_codes(scores > 0.5), label_codes(truth))
+        >>> metric.compute(state)["lifetime_multi_label_precision"].tolist()
+        [[0.5, 1.0]]
+    """
+
+    num_labels: int
+
+    name: ClassVar[str] = "multi_label_precision"
+    torchrec_undefined: ClassVar[float] = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 1 <= self.num_labels <= MAX_LABELS:
+            raise ValueError(
+                f"MultiLabelPrecision: num_labels={self.num_labels} must be from 1 to {MAX_LABELS}"
+            )
+
+    @property
+    def domains(self) -> Domains:
+        labels = MAX_LABELS if self.compat else self.num_labels
+        code = Domain(
+            low=0,
+            high=2**labels - 1,
+            whole=True,
+            remedy="encode whether each label applies by label_codes",
+        )
+        return code, code
+
+    def sums(self, batch: Batch) -> dict[str, Float[Array, "tasks ..."]]:
+        def bits(codes: Float[Array, "tasks batch"]) -> Float[Array, "tasks batch labels"]:
+            masks = 1 << jnp.arange(self.num_labels)[None, None]
+            return ((codes.astype(jnp.int32)[..., None] & masks) > 0).astype(jnp.float32)
+
+        predicted = batch.weights[..., None] * bits(batch.predictions)
+        labels = bits(batch.labels)
+        return {
+            "true_positives": (predicted * labels).sum(axis=1),
+            "false_positives": (predicted * (1 - labels)).sum(axis=1),
+        }
+
+    def values(self, sums: Sums) -> Values:
+        predicted = sums["true_positives"] + sums["false_positives"]
+        return {self.name: ratio(sums["true_positives"], predicted)}

@@ -47,6 +47,9 @@ class Domain:
         return f"{kind}between {self.low:g} and {self.high:g}"
 
 
+# Domains of predictions and of labels; None where a metric does not read them.
+Domains: TypeAlias = tuple[Domain | None, Domain | None]
+
 NUMBER = Domain()
 AMOUNT = Domain(low=0)
 PROBABILITY = Domain(low=0, high=1, remedy="turn logits into probabilities by jax.nn.sigmoid")
@@ -66,9 +69,6 @@ def as_numbers(who: str, name: str, array: Any) -> Shaped[AnyArray, "..."]:
         who: Name of the metric or function, for the error message.
         name: Name of the argument.
         array: Its value.
-
-    Raises:
-        TypeError: It does not hold real numbers or booleans, or is masked.
     """
     if isinstance(array, np.ma.MaskedArray):
         raise TypeError(
@@ -105,9 +105,6 @@ def check_domain(
         real: Weights of the samples, whose shape begins the array's; samples of weight 0 may hold
             anything. None: all count.
         nan: Whether NaN is allowed.
-
-    Raises:
-        ValueError: A number is outside; the message has the first such, and its position.
     """
     if not (_known(array) and (real is None or _known(real))):
         return

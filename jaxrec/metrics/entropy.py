@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from jaxrec.metrics.domain import LABEL, PROBABILITY, Domain
+from jaxrec.metrics.domain import LABEL, PROBABILITY, Domains
 from jaxrec.metrics.metric import ETA, Batch, SumMetric, Sums, SumState, Values, ratio
 
 
@@ -36,10 +36,7 @@ class NormalizedEntropy(SumMetric):
     """
 
     name: ClassVar[str] = "ne"
-
-    @property
-    def domains(self) -> tuple[Domain | None, Domain | None]:
-        return PROBABILITY, LABEL
+    domains: ClassVar[Domains] = (PROBABILITY, LABEL)
 
     def probabilities(self, batch: Batch) -> Float[Array, "tasks batch"]:
         """Return the predictions that are compared with the labels."""
@@ -206,24 +203,26 @@ class CalibrationFreeNormalizedEntropy(NormalizedEntropy):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ServingNormalizedEntropy(NormalizedEntropy):
+class CountsExamples(SumMetric):
+    """Adds ``total_examples`` to a metric: its samples of weight above 0, over all time."""
+
+    def sums(self, batch: Batch) -> dict[str, Float[Array, "tasks ..."]]:
+        examples = (batch.weights > 0).sum(axis=1).astype(jnp.float32)
+        # The class that it is mixed into has the sums.
+        return super().sums(batch) | {"examples": examples}  # type: ignore[safe-super]
+
+    def compute(self, state: SumState) -> Values:
+        return super().compute(state) | {"total_examples": state.lifetime["examples"].on_host()}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ServingNormalizedEntropy(CountsExamples, NormalizedEntropy):
     """`NormalizedEntropy` with its number of samples (``ne``, ``total_examples``).
 
     ``total_examples`` counts the samples whose weight is above 0, over all time.
     """
 
     name: ClassVar[str] = "ne"
-
-    def sums(self, batch: Batch) -> dict[str, Float[Array, "tasks ..."]]:
-        return super().sums(batch) | {"examples": count_examples(batch)}
-
-    def compute(self, state: SumState) -> Values:
-        return super().compute(state) | {"total_examples": state.lifetime["examples"].on_host()}
-
-
-def count_examples(batch: Batch) -> Float[Array, " tasks"]:
-    """Count the samples of weight above 0."""
-    return (batch.weights > 0).sum(axis=1).astype(jnp.float32)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -270,12 +269,7 @@ class SegmentedNormalizedEntropy(NormalizedEntropy):
         }
 
     def compute(self, state: SumState) -> Values:
-        outside = state.lifetime["outside"].on_host().sum()
-        if outside:
-            raise ValueError(
-                f"{outside:.0f} samples have a number of {self.groups!r} that is not in "
-                f"[0, {self.num_groups}); raise num_groups, or give the samples weight 0"
-            )
+        self.check_groups(state, self.groups, self.num_groups)
         return super().compute(state)
 
 

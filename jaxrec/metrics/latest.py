@@ -8,10 +8,10 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, Shaped
+from jaxtyping import Array, Float, Int
 
-from jaxrec.metrics.domain import NUMBER, Domain
-from jaxrec.metrics.metric import AnyArray, Batch, Metric, SumMetric, Sums, SumState, Values, ratio
+from jaxrec.metrics.domain import NUMBER, Domains
+from jaxrec.metrics.metric import Batch, Metric, SumMetric, Sums, SumState, Values, ratio
 
 
 @jax.tree_util.register_dataclass
@@ -46,6 +46,7 @@ class OutputMetric(Metric[Latest]):
     outputs: tuple[str, ...]
 
     name: ClassVar[str] = "output"
+    domains: ClassVar[Domains] = (None, None)
 
     @property
     def required(self) -> tuple[str, ...]:
@@ -55,26 +56,12 @@ class OutputMetric(Metric[Latest]):
     def whole(self) -> tuple[str, ...]:
         return ()
 
-    @property
-    def domains(self) -> tuple[Domain | None, Domain | None]:
-        return None, None
-
     def init(self) -> Latest:
         values = {name: jnp.zeros(self.tasks, jnp.float32) for name in self.outputs}
         samples = jnp.zeros(self.tasks, jnp.float32)
         return Latest(values, samples, jnp.zeros((), jnp.int32))
 
-    def update(
-        self,
-        state: Latest,
-        predictions: Shaped[AnyArray, "..."],
-        labels: Shaped[AnyArray, "..."],
-        weights: Shaped[AnyArray, "..."] | None = None,
-        **inputs: Shaped[AnyArray, "..."],
-    ) -> Latest:
-        batch = self.batch(predictions, labels, weights, inputs)
-        if not batch.real.shape[1]:
-            return state
+    def add(self, state: Latest, batch: Batch) -> Latest:
         values = {
             name: jnp.where(batch.real, x.astype(jnp.float32), 0).sum(axis=1)
             for name, x in batch.inputs.items()
@@ -108,10 +95,7 @@ class ScalarMetric(SumMetric):
     """
 
     name: ClassVar[str] = "scalar"
-
-    @property
-    def domains(self) -> tuple[Domain | None, Domain | None]:
-        return None, NUMBER
+    domains: ClassVar[Domains] = (None, NUMBER)
 
     def sums(self, batch: Batch) -> dict[str, Float[Array, "tasks ..."]]:
         count = batch.real.sum(axis=1)

@@ -13,9 +13,8 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from jaxrec.metrics.domain import NUMBER, WEIGHT, AnyArray, Domain, as_numbers, check_domain
-from jaxrec.metrics.total import Total
-from jaxrec.metrics.window import BatchWindow
+from jaxrec.metrics.domain import NUMBER, WEIGHT, AnyArray, Domains, as_numbers, check_domain
+from jaxrec.metrics.sums import BatchWindow, Total
 
 Compat: TypeAlias = Literal["torchrec"] | None
 Sums: TypeAlias = Mapping[str, Float[np.ndarray, "tasks ..."]]
@@ -91,7 +90,7 @@ class Metric(abc.ABC, Generic[State]):
         return self.required
 
     @property
-    def domains(self) -> tuple[Domain | None, Domain | None]:
+    def domains(self) -> Domains:
         """Numbers that predictions and labels may be; None where the metric does not read them."""
         return NUMBER, NUMBER
 
@@ -104,7 +103,6 @@ class Metric(abc.ABC, Generic[State]):
     def init(self) -> State:
         """Return the state before any sample."""
 
-    @abc.abstractmethod
     def update(
         self,
         state: State,
@@ -128,6 +126,12 @@ class Metric(abc.ABC, Generic[State]):
             ValueError: Shapes do not fit, an input is missing, or (outside of compiled functions) a
                 number is outside its domain.
         """
+        batch = self.batch(predictions, labels, weights, inputs)
+        return self.add(state, batch) if batch.real.shape[1] else state
+
+    @abc.abstractmethod
+    def add(self, state: State, batch: Batch) -> State:
+        """Add a checked batch of one sample or more to the state."""
 
     @abc.abstractmethod
     def merge(self, state: State, other: State) -> State:
@@ -272,17 +276,7 @@ class SumMetric(Metric[SumState]):
             BatchWindow.empty(slots, shapes, self.tasks) if slots else None,
         )
 
-    def update(
-        self,
-        state: SumState,
-        predictions: Shaped[AnyArray, "..."],
-        labels: Shaped[AnyArray, "..."],
-        weights: Shaped[AnyArray, "..."] | None = None,
-        **inputs: Shaped[AnyArray, "..."],
-    ) -> SumState:
-        batch = self.batch(predictions, labels, weights, inputs)
-        if not batch.real.shape[1]:
-            return state
+    def add(self, state: SumState, batch: Batch) -> SumState:
         broken = batch.broken.any(axis=1)
         sums = {
             name: x if name in self.counters else jnp.where(_along(broken, x), jnp.nan, x)
@@ -313,6 +307,14 @@ class SumMetric(Metric[SumState]):
             assert self.window is not None
             values |= self._reported("window", state.window.on_host(self.window))
         return values
+
+    def check_groups(self, state: SumState, groups: str | None, num_groups: int) -> None:
+        """Raise ValueError if samples were counted as ``outside`` of the groups."""
+        if outside := state.lifetime["outside"].on_host().sum():
+            raise ValueError(
+                f"{outside:.0f} samples have a number of {groups!r} that is not in "
+                f"[0, {num_groups}); raise num_groups, or give the samples weight 0"
+            )
 
     def _reported(self, prefix: str, sums: Sums) -> Values:
         undefined = self.torchrec_undefined if self.compat else float("nan")

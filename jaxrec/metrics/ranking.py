@@ -1,4 +1,4 @@
-"""Metrics of the order of samples: within a batch (XAUC) and within sessions (NDCG)."""
+"""Metrics of ranks: NDCG within sessions, and of a wanted item among candidates."""
 
 from __future__ import annotations
 
@@ -7,61 +7,16 @@ from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxrec.metrics.domain import AMOUNT, LABEL, NUMBER, Domain
-from jaxrec.metrics.metric import Batch, SumMetric, Sums, Values, ratio
-from jaxrec.metrics.pairs import concordance, count_pairs
-from jaxrec.metrics.sessions import Sorted, sort_sessions
+from jaxrec.metrics.domain import AMOUNT, LABEL, NUMBER, Domains, as_numbers
+from jaxrec.metrics.metric import Batch, Sums, Values, ratio
+from jaxrec.metrics.sessions import SessionMetric, Sorted, sort_sessions
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class XAUC(SumMetric):
-    """The share of pairs of a batch that predictions put in the order of their labels (``xauc``).
-
-    Pairs of samples of one batch with different labels count, with the product of their weights; a
-    pair of equal predictions counts one half. With labels 0 and 1 it is AUC. Zhan et al.
-    2022, "Deconfounding duration bias in watch-time prediction for video recommendation", section
-    5.1. A batch takes ``n log n``.
-
-    Under ``compat="torchrec"`` all pairs count: a pair of equal labels is in order if its
-    predictions are equal too, and a pair of equal predictions only then.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> metric = XAUC(window=None)
-        >>> predictions, labels = jnp.array([1.0, 2.0, 3.0]), jnp.array([10.0, 30.0, 20.0])
-        >>> state = metric.update(metric.init(), predictions, labels)
-        >>> round(metric.compute(state)["lifetime_xauc"].item(), 3)
-        0.667
-    """
-
-    name: ClassVar[str] = "xauc"
-
-    def sums(self, batch: Batch) -> dict[str, Float[Array, "tasks ..."]]:
-        pairs = jax.vmap(lambda p, y, w: _shares(p, y, w, self.compat is not None))(
-            batch.predictions, batch.labels, batch.weights
-        )
-        return {"ordered": pairs[0], "pairs": pairs[1]}
-
-    def values(self, sums: Sums) -> Values:
-        return {self.name: ratio(sums["ordered"], sums["pairs"])}
-
-
-def _shares(
-    predictions: Float[Array, " batch"],
-    labels: Float[Array, " batch"],
-    weights: Float[Array, " batch"],
-    torchrec: bool,
-) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    pairs = count_pairs(predictions, labels, weights, jnp)
-    if torchrec:
-        return pairs.concordant + pairs.tied_both, pairs.total
-    return concordance(pairs)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class NDCG(SumMetric):
+class NDCG(SessionMetric):
     """Normalized discounted cumulative gain, the mean over sessions (``ndcg``).
 
     ``DCG = sum gain(y) / log2(rank + 1)``, ranks by prediction from the highest down, over the DCG
@@ -101,7 +56,6 @@ class NDCG(SumMetric):
     drop_single: bool = False
     scale_by_weights: bool = False
     negative_tasks: tuple[bool, ...] | None = None
-    sessions: str = "session"
 
     name: ClassVar[str] = "ndcg"
 
@@ -116,11 +70,7 @@ class NDCG(SumMetric):
             )
 
     @property
-    def required(self) -> tuple[str, ...]:
-        return (self.sessions,)
-
-    @property
-    def domains(self) -> tuple[Domain | None, Domain | None]:
+    def domains(self) -> Domains:
         return NUMBER, AMOUNT if self.negative_tasks is None else LABEL
 
     def sums(self, batch: Batch) -> dict[str, Float[Array, "tasks ..."]]:
@@ -179,3 +129,40 @@ class NDCG(SumMetric):
         rank = jnp.arange(len(ranked.order)) - ranked.start + 1
         discount = 1 / jnp.log2(rank.astype(jnp.float32) + 1)
         return discount if self.k is None else jnp.where(rank <= self.k, discount, 0)
+
+
+def rank_metrics(scores: Float[np.ndarray, "samples candidates"], k: int = 10) -> dict[str, float]:
+    """Return the hit rate, NDCG and reciprocal rank of one wanted item among others.
+
+    With the item's rank ``r`` from 1: the share of samples with ``r <= k``; the mean of
+    ``1 / log2(r + 1)`` where ``r <= k`` and 0 elsewhere; the mean of ``1 / r`` (Sun et al. 2019,
+    arXiv:1904.06690, section 4.2). An equal score counts against the item, and so does NaN.
+
+    Args:
+        scores: ``[samples, candidates]``, the wanted item's first.
+        k: Ranks that count as a hit.
+
+    Returns:
+        ``HR@k``, ``NDCG@k`` and ``MRR``.
+
+    Raises:
+        TypeError: The scores are not real numbers.
+        ValueError: There are no samples, no other candidates, or ``k`` is below 1.
+
+    Example:
+        >>> rank_metrics(np.array([[0.5, 0.1, 0.9], [0.5, 0.1, 0.2]]), k=1)
+        {'HR@1': 0.5, 'NDCG@1': 0.5, 'MRR': 0.75}
+    """
+    scores = np.asarray(as_numbers("rank_metrics", "scores", scores))
+    if scores.ndim != 2 or scores.shape[0] < 1 or scores.shape[1] < 2 or k < 1:
+        raise ValueError(
+            "rank_metrics takes scores of [samples, candidates], of one sample or more with two or "
+            f"more candidates, and k of 1 or more; got {scores.shape} and k={k}"
+        )
+    rank = 1 + (~(scores[:, 1:] < scores[:, :1])).sum(axis=1)
+    hit = rank <= k
+    return {
+        f"HR@{k}": float(hit.mean()),
+        f"NDCG@{k}": float((hit / np.log2(rank + 1)).mean()),
+        "MRR": float((1 / rank).mean()),
+    }

@@ -9,9 +9,9 @@ from typing import ClassVar, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, Shaped
+from jaxtyping import Array, Bool, Float, Int
 
-from jaxrec.metrics.metric import AnyArray, Metric, Values
+from jaxrec.metrics.metric import Batch, Metric, Values
 
 # Predictions, labels, weights and groups.
 Columns: TypeAlias = tuple[Array, Array, Array, Array | None]
@@ -112,17 +112,7 @@ class SampleMetric(Metric[SampleWindow]):
             filled=jnp.zeros(self.tasks, jnp.int32),
         )
 
-    def update(
-        self,
-        state: SampleWindow,
-        predictions: Shaped[AnyArray, "..."],
-        labels: Shaped[AnyArray, "..."],
-        weights: Shaped[AnyArray, "..."] | None = None,
-        **inputs: Shaped[AnyArray, "..."],
-    ) -> SampleWindow:
-        batch = self.batch(predictions, labels, weights, inputs)
-        if not batch.real.shape[1]:
-            return state
+    def add(self, state: SampleWindow, batch: Batch) -> SampleWindow:
         counts = jnp.ones_like(batch.real) if self.compat else batch.real
         groups = None if self.groups is None else batch.inputs[self.groups].astype(jnp.int32)
         # The values are NaN until this sample has left the window.

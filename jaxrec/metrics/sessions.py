@@ -1,16 +1,17 @@
-"""Metrics of the rank of a sample within its session."""
+"""Metrics of the order of samples within sessions or users, whose samples lie in one batch."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar
+import functools
+from typing import ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxrec.metrics.domain import LABEL, NUMBER, Domain
+from jaxrec.metrics.domain import LABEL, NUMBER, Domains
 from jaxrec.metrics.metric import Batch, SumMetric, Sums, Values, ratio
 
 
@@ -92,7 +93,23 @@ def rank_in_session(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SessionRecall(SumMetric):
+class SessionMetric(SumMetric):
+    """A metric of sessions, whose samples lie in one batch.
+
+    Attributes:
+        sessions: Name under which `update` gets the session of each sample, ``[batch]`` or
+            ``[tasks, batch]`` int32.
+    """
+
+    sessions: str = "session"
+
+    @property
+    def required(self) -> tuple[str, ...]:
+        return (self.sessions,)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SessionRecall(SessionMetric):
     """The share of the positive samples ranked high in their session (``recall_session_level``).
 
     A sample is taken for positive if fewer than ``top`` samples of its session, within the batch,
@@ -119,7 +136,6 @@ class SessionRecall(SumMetric):
 
     top: int
     rank_labels: bool = False
-    sessions: str = "session"
 
     name: ClassVar[str] = "recall_session_level"
 
@@ -129,11 +145,7 @@ class SessionRecall(SumMetric):
             raise ValueError(f"{type(self).__name__}: top={self.top} must be 1 or more")
 
     @property
-    def required(self) -> tuple[str, ...]:
-        return (self.sessions,)
-
-    @property
-    def domains(self) -> tuple[Domain | None, Domain | None]:
+    def domains(self) -> Domains:
         return NUMBER, NUMBER if self.rank_labels else LABEL
 
     def sums(self, batch: Batch) -> dict[str, Float[Array, "tasks ..."]]:
@@ -170,3 +182,175 @@ class SessionPrecision(SessionRecall):
     def values(self, sums: Sums) -> Values:
         predicted = sums["true_positives"] + sums["false_positives"]
         return {self.name: ratio(sums["true_positives"], predicted)}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GroupedAUC(SessionMetric):
+    """The mean over sessions of the area under the ROC curve (``gauc``).
+
+    Sessions lie within one batch; those with samples of both labels count. Pairs weigh the product
+    of their weights, and equal predictions count one half. Zhou et al. 2018, "Deep interest network
+    for click-through rate prediction", section 6.2. ``gauc_num_samples`` is the number of sessions.
+
+    ``compat="torchrec"``: a positive does not rank above a negative of equal prediction that comes
+    later in the batch; sessions are left out if all predictions are equal, or if all are equal but
+    some are 0; and the mean is ``(sum + 1e-9) / (sessions + 2e-9)``, one half of no sessions.
+
+    Attributes:
+        weighted_by: Weight of a session in the mean: the same for each, or the weight of its
+            samples, as in Zhou et al.
+        sessions: Name under which `update` gets the session of each sample, ``[batch]`` or
+            ``[tasks, batch]`` int32; `sessions_of` makes it of TorchRec's ``num_candidates``.
+    """
+
+    weighted_by: Literal["sessions", "samples"] = "sessions"
+
+    name: ClassVar[str] = "gauc"
+    domains: ClassVar[Domains] = (NUMBER, LABEL)
+
+    def sums(self, batch: Batch) -> dict[str, Float[Array, "tasks ..."]]:
+        kept = jnp.ones_like(batch.real) if self.compat else batch.real
+        sessions = batch.inputs[self.sessions].astype(jnp.int32)
+        areas, weights, counts = jax.vmap(
+            functools.partial(_areas, torchrec=self.compat is not None)
+        )(batch.predictions, batch.labels, batch.weights, sessions, kept)
+        sizes = weights if self.weighted_by == "samples" else jnp.ones_like(weights)
+        return {
+            "auc": jnp.where(counts, sizes * areas, 0).sum(axis=1),
+            "size": jnp.where(counts, sizes, 0).sum(axis=1),
+            "sessions": counts.sum(axis=1).astype(jnp.float32),
+        }
+
+    def values(self, sums: Sums) -> Values:
+        mean = ratio(sums["auc"], sums["size"])
+        if self.compat is not None:
+            mean = (sums["auc"] + 1e-9) / (sums["size"] + 2e-9)
+        return {"gauc": mean, "gauc_num_samples": sums["sessions"]}
+
+
+def _areas(
+    predictions: Float[Array, " batch"],
+    labels: Float[Array, " batch"],
+    weights: Float[Array, " batch"],
+    sessions: Int[Array, " batch"],
+    kept: Bool[Array, " batch"],
+    *,
+    torchrec: bool = False,
+) -> tuple[Float[Array, " sessions"], Float[Array, " sessions"], Bool[Array, " sessions"]]:
+    """Return each session's area under the ROC curve, its weight, and whether it is defined."""
+    samples = len(labels)
+    ranked = sort_sessions(predictions, sessions, kept)
+    positive = (weights * labels)[ranked.order]
+    negative = (weights * (1 - labels))[ranked.order]
+
+    def of_sessions(x: Array) -> Float[Array, " sessions"]:
+        return jax.ops.segment_sum(x, ranked.session, samples)
+
+    until = _cumulate(negative, ranked.start)
+    if torchrec:
+        below = until
+    else:
+        tied = jax.ops.segment_sum(negative, ranked.tie, samples)[ranked.tie]
+        below = (until - negative)[ranked.tie_start] + tied / 2
+    positives, negatives = of_sessions(positive), of_sessions(negative)
+    counts = (positives > 0) & (negatives > 0)
+    pairs = positives * negatives
+    won = of_sessions(positive * below)
+    if torchrec:
+        areas = won / (pairs + 1e-10)
+        counts &= ~_all_alike(predictions, ranked)
+    else:
+        areas = won / jnp.where(counts, pairs, 1)
+    return areas, positives + negatives, counts
+
+
+def _cumulate(x: Float[Array, " batch"], start: Int[Array, " batch"]) -> Float[Array, " batch"]:
+    """Return cumulative sums from the start of each session.
+
+    A difference of sums over the whole batch would lose the digits of a short session.
+    """
+
+    def join(a: tuple[Array, Array], b: tuple[Array, Array]) -> tuple[Array, Array]:
+        return b[0], b[1] + jnp.where(a[0] == b[0], a[1], 0)
+
+    return jax.lax.associative_scan(join, (start, x))[1]
+
+
+def _all_alike(predictions: Float[Array, " batch"], ranked: Sorted) -> Bool[Array, " sessions"]:
+    """Return the sessions in which each prediction equals that of the first sample, or 0."""
+    samples = len(predictions)
+    first = jax.ops.segment_min(ranked.order, ranked.session, samples)
+    of_first = predictions[jnp.clip(first, 0, samples - 1)][
+        jnp.clip(ranked.session, 0, samples - 1)
+    ]
+    own = predictions[ranked.order]
+    other = ((own != of_first) & (own != 0)).astype(jnp.int32)
+    return jax.ops.segment_max(other, ranked.session, samples) <= 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class UserAUC(SumMetric):
+    """The area under the ROC curve of each user, and its means over users (``uauc``, ``wuauc``).
+
+    A user's samples lie within one batch; users with samples of both labels count. Pairs weigh the
+    product of their weights, and equal predictions count one half. Users have equal weights in
+    ``uauc``, and the weight of their samples in ``wuauc``: Zhou et al. 2018, "Deep interest network
+    for click-through rate prediction", section 6.2. ``uauc_num_users`` counts the users of each
+    batch. For users whose samples come in several batches see `AUC` with ``groups``.
+
+    ``compat`` must be None: TorchRec rounds predictions to 1e-4 and less as it sorts them.
+
+    Attributes:
+        users: Name under which `update` gets the user of each sample, ``[batch]`` or
+            ``[tasks, batch]`` int32.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> metric = UserAUC(window=None)
+        >>> state = metric.update(
+        ...     metric.init(),
+        ...     predictions=jnp.array([0.9, 0.1, 0.2, 0.3, 0.4]),
+        ...     labels=jnp.array([1.0, 0.0, 1.0, 0.0, 0.0]),
+        ...     users=jnp.array([7, 7, 8, 8, 8]),
+        ... )
+        >>> values = metric.compute(state)
+        >>> values["lifetime_uauc"].tolist(), round(values["lifetime_wuauc"].item(), 3)
+        ([0.5], 0.4)
+    """
+
+    users: str = "users"
+
+    name: ClassVar[str] = "uauc"
+    domains: ClassVar[Domains] = (NUMBER, LABEL)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.compat is not None:
+            raise ValueError(
+                "UserAUC: TorchRec rounds predictions as it sorts them, and its values cannot be "
+                "given; leave compat out, or take GroupedAUC"
+            )
+
+    @property
+    def required(self) -> tuple[str, ...]:
+        return (self.users,)
+
+    def sums(self, batch: Batch) -> dict[str, Float[Array, "tasks ..."]]:
+        users = batch.inputs[self.users].astype(jnp.int32)
+        areas, weights, counts = jax.vmap(_areas)(
+            batch.predictions, batch.labels, batch.weights, users, batch.real
+        )
+        areas, weights = jnp.where(counts, areas, 0), jnp.where(counts, weights, 0)
+        return {
+            "auc": areas.sum(axis=1),
+            "users": counts.sum(axis=1).astype(jnp.float32),
+            "weighted_auc": (weights * areas).sum(axis=1),
+            "weights": weights.sum(axis=1),
+        }
+
+    def values(self, sums: Sums) -> Values:
+        return {
+            "uauc": ratio(sums["auc"], sums["users"]),
+            "wuauc": ratio(sums["weighted_auc"], sums["weights"]),
+            "uauc_num_users": sums["users"],
+        }

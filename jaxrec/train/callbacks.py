@@ -6,8 +6,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 
 from jaxrec.mesh.replicas import average_replicas, synchronize_replicas
-from jaxrec.metrics.background import BackgroundWriter
-from jaxrec.metrics.writers import Writer
+from jaxrec.metrics.writers import BackgroundWriter, Writer
 from jaxrec.train.checkpoint import CheckpointManager, all_steps
 from jaxrec.train.open_vocabularies import scalars
 from jaxrec.train.trainer import Callback, StepResult, Trainer

@@ -20,8 +20,7 @@ from jaxrec.data import ClickBatch, DataError, SchemaError, Shard, TableEncoder
 from jaxrec.mesh.agree import gather_texts
 from jaxrec.mesh.processes import join_processes
 from jaxrec.mesh.watch import losses_first
-from jaxrec.metrics.background import BackgroundWriter, Values
-from jaxrec.metrics.writers import JSONLinesWriter
+from jaxrec.metrics.writers import BackgroundWriter, JSONLinesWriter, Values
 from jaxrec.plan import PlanError
 from jaxrec.tier.vocabulary.vocabulary import TableFullError
 from jaxrec.train import checkpoint

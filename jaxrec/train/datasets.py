@@ -19,14 +19,14 @@ from jaxrec.data import (
     CriteoFile,
     DataError,
     GeneratedLog,
-    GroupRange,
     Pipeline,
     Shard,
     TableEncoder,
     batches,
 )
 from jaxrec.data.encoder import EncodedGroups
-from jaxrec.data.formats import foreign_format
+from jaxrec.data.files import foreign_format
+from jaxrec.data.groups import GroupRange
 from jaxrec.data.transforms import CATEGORICAL_NAMES, NUM_CATEGORICAL
 from jaxrec.train.config import DataConfig, TrainConfig
 from jaxrec.train.features import (

@@ -13,7 +13,7 @@ from flax import nnx
 from jaxrec.mesh.capacity import GroupPath, capacity_factors, set_capacity_factors
 from jaxrec.mesh.store import mesh_stores
 from jaxrec.metrics import MetricGroup
-from jaxrec.metrics.total import Total
+from jaxrec.metrics.sums import Total
 from jaxrec.tier.planning.tier import tier_of
 from jaxrec.train.loss import Loss, Outputs, call_loss, sample_count
 from jaxrec.train.routed_calls import RoutedCalls

@@ -14,7 +14,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from jaxrec.arguments import ConfigError
 from jaxrec.data import (
     DataError,
-    GroupRange,
     ParquetGroups,
     Schema,
     TableEncoder,
@@ -22,17 +21,16 @@ from jaxrec.data import (
     learn_encoder,
     read_schema,
 )
-from jaxrec.data.column_types import check_columns
-from jaxrec.data.common_types import CommonTypes
-from jaxrec.data.conversion import SUMMARY_FILE, read_summary
+from jaxrec.data.column_types import CommonTypes, check_columns
+from jaxrec.data.column_values import are_ids, suspects, whole_floats
+from jaxrec.data.criteo.conversion import SUMMARY_FILE, read_summary
+from jaxrec.data.criteo.log import criteo_schema
+from jaxrec.data.criteo.parts import is_part
 from jaxrec.data.encoder import SCHEMA_FILE, EncodedGroups
 from jaxrec.data.files import ParquetFiles, has_pattern, parquet_files
+from jaxrec.data.groups import GroupRange
 from jaxrec.data.learn import needs_pass
-from jaxrec.data.parts import is_part
-from jaxrec.data.schema import criteo_schema
-from jaxrec.data.suspects import suspects
 from jaxrec.data.transforms import NUM_CATEGORICAL
-from jaxrec.data.whole_floats import are_ids, whole_floats
 from jaxrec.train.config import DataConfig, ModelConfig, TrainConfig
 from jaxrec.train.model_columns import check_model
 from jaxrec.train.open_vocabularies import check_fixed, with_dynamic_columns

@@ -13,18 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxrec.data import (
-    DataError,
-    GroupRange,
-    ParquetGroups,
-    Schema,
-    TableEncoder,
-    Vocabulary,
-    learn_encoder,
-)
-from jaxrec.data.encode import Moments
+from jaxrec.data import DataError, ParquetGroups, Schema, TableEncoder, Vocabulary, learn_encoder
 from jaxrec.data.encoder import EncodedGroups
-from jaxrec.data.list_lengths import ListLengths
+from jaxrec.data.groups import GroupRange
+from jaxrec.data.statistics import ListLengths, Moments
 from jaxrec.ragged import hash_ids
 
 pytestmark = pytest.mark.every_case

@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from jaxrec.data import DataError, ParquetGroups
-from jaxrec.data.conversion import source_files
+from jaxrec.data.criteo.conversion import source_files
 from jaxrec.data.files import key_types, keys_of, parquet_files
 
 pytestmark = pytest.mark.every_case

@@ -14,8 +14,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from jaxrec.data.formats import foreign_format
-from tests.data.test_criteo import GOOD, KAGGLE, changed
+from jaxrec.data.files import foreign_format
+from tests.data.criteo.test_log import GOOD, KAGGLE, changed
 
 pytestmark = pytest.mark.every_case
 

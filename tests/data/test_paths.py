@@ -18,9 +18,9 @@ from jaxrec.data import (
     movielens_users,
 )
 from jaxrec.data.contiguous import ContiguousMap
-from jaxrec.data.conversion import convert, is_converted, read_summary
-from jaxrec.data.parts import Conversion
-from tests.data.test_criteo import KAGGLE
+from jaxrec.data.criteo.conversion import convert, is_converted, read_summary
+from jaxrec.data.criteo.parts import Conversion
+from tests.data.criteo.test_log import KAGGLE
 
 
 def test_paths_as_text(tmp_path):

@@ -5,7 +5,8 @@ import pytest
 
 from jaxrec.data import DataError, Schema, SchemaError, read_schema
 from jaxrec.data.column_types import check_columns, infer_schema
-from jaxrec.data.schema import CategoricalColumn, DenseColumn, criteo_schema
+from jaxrec.data.criteo.log import criteo_schema
+from jaxrec.data.schema import CategoricalColumn, DenseColumn
 
 pytestmark = pytest.mark.every_case
 

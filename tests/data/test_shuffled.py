@@ -9,16 +9,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from jaxrec.data import (
-    BatchSource,
-    DataError,
-    GroupRange,
-    NpyGroups,
-    ParquetGroups,
-    Shard,
-    to_numpy,
-)
-from jaxrec.data.parts import parquet_writer
+from jaxrec.data import BatchSource, DataError, NpyGroups, ParquetGroups, Shard
+from jaxrec.data.arrays import to_numpy
+from jaxrec.data.criteo.parts import parquet_writer
+from jaxrec.data.groups import GroupRange
 
 pytestmark = pytest.mark.every_case
 

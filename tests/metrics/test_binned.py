@@ -11,11 +11,11 @@ from jaxrec.metrics import (
     BinnedAUC,
     BinnedAUPRC,
     BinnedRAUC,
-    Bins,
     auc,
     average_precision,
     regression_auc,
 )
+from jaxrec.metrics.binned import Bins
 
 ROWS = 24
 COARSE = Bins(count=8, low=0.0, high=1.0, spacing="linear")

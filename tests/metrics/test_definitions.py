@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from jaxrec import metrics
+from jaxrec.metrics.binned import Bins
 from tests.metrics import batches as samples
 from tests.metrics.oracle import DEFINITIONS, gauc
 
@@ -265,8 +266,8 @@ WRONG = {
     "k": (lambda: metrics.NDCG(k=0), "k=0 must be 1 or more"),
     "negative_tasks": (lambda: metrics.NDCG(negative_tasks=(True, True)), "an entry for each task"),
     "sample_window": (lambda: metrics.AUC(window=0), "window=0 must be 1 or more"),
-    "bins": (lambda: metrics.Bins(low=1.0, high=1.0), "must be 1 or more and low"),
-    "spacing": (lambda: metrics.Bins(spacing="log"), "must be 'logit' or 'linear'"),
+    "bins": (lambda: Bins(low=1.0, high=1.0), "must be 1 or more and low"),
+    "spacing": (lambda: Bins(spacing="log"), "must be 'logit' or 'linear'"),
     "binned_groups": (lambda: metrics.BinnedAUC(num_groups=2), "groups must name them"),
     "binned_compat": (lambda: metrics.BinnedRAUC(compat="torchrec"), "take RAUC"),
 }

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxrec import metrics
 from jaxrec.metrics import MetricGroup, Task, merge_all, merge_over_axis
+from jaxrec.metrics.binned import Bins
 from tests.metrics import batches as samples
 
 pytestmark = pytest.mark.jax_version
@@ -28,7 +29,7 @@ GROUP = MetricGroup(
         "ne": metrics.NormalizedEntropy(tasks=2, window=2 * TASKS * BATCH),
         "segmented": metrics.SegmentedNormalizedEntropy(tasks=2, num_groups=6, window=None),
         "auc": metrics.AUC(tasks=2, window=5 * BATCH, groups="groups"),
-        "binned": metrics.BinnedAUC(tasks=2, bins=metrics.Bins(count=64)),
+        "binned": metrics.BinnedAUC(tasks=2, bins=Bins(count=64)),
         "xauc": metrics.XAUC(tasks=2),
         "ndcg": metrics.NDCG(tasks=2),
         "uauc": metrics.UserAUC(tasks=2, users="session"),

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from jaxrec import metrics
 from jaxrec.metrics import auc, average_precision, rank_metrics, regression_auc
+from jaxrec.metrics.binned import Bins
 from tests.metrics.oracle import DEFINITIONS
 
 P, Y = np.array([0.25, 0.75, 0.5], np.float32), np.array([0.0, 1.0, 1.0], np.float32)
@@ -33,9 +34,9 @@ METRICS = {
     "auc": metrics.AUC(window=8, groups="groups"),
     "auprc": metrics.AUPRC(window=8, groups="groups"),
     "rauc": metrics.RAUC(window=8, groups="groups"),
-    "binned_auc": metrics.BinnedAUC(bins=metrics.Bins(count=8), groups="groups"),
-    "binned_auprc": metrics.BinnedAUPRC(bins=metrics.Bins(count=8), groups="groups"),
-    "binned_rauc": metrics.BinnedRAUC(bins=metrics.Bins(count=8), label_bins=metrics.Bins(count=8)),
+    "binned_auc": metrics.BinnedAUC(bins=Bins(count=8), groups="groups"),
+    "binned_auprc": metrics.BinnedAUPRC(bins=Bins(count=8), groups="groups"),
+    "binned_rauc": metrics.BinnedRAUC(bins=Bins(count=8), label_bins=Bins(count=8)),
     "scalar": metrics.ScalarMetric(),
     "output": metrics.OutputMetric(outputs=("x",)),
 }

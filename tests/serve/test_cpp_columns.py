@@ -14,7 +14,7 @@ from flax import nnx
 import jaxrec
 from jaxrec.data import DataError, Schema, learn_encoder
 from jaxrec.data.encoder import bags_of
-from jaxrec.data.frozen_vocabulary import FrozenVocabulary
+from jaxrec.data.vocabulary import FrozenVocabulary
 from jaxrec.serve.commands.frozen_run import with_vocabularies
 from jaxrec.serve.http.json_body import JsonDecoder
 from jaxrec.serve.http.predictor import Predictor, RequestError

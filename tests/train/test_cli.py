@@ -22,7 +22,7 @@ from jaxrec.embed.variables import dense_variables
 from jaxrec.train import checkpoint, load_model
 from jaxrec.train.config import DataConfig, TrainConfig
 from jaxrec.train.options import write_options
-from tests.data.test_criteo import GOOD, KAGGLE, changed, write
+from tests.data.criteo.test_log import GOOD, KAGGLE, changed, write
 from tests.forks import free_port
 
 pytestmark = pytest.mark.every_case

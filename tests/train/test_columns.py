@@ -19,7 +19,7 @@ import yaml
 import jaxrec
 from jaxrec.cli import main
 from jaxrec.data import ClickBatch, DataError, Schema, Shard, TableEncoder
-from jaxrec.data.list_lengths import ListLengths
+from jaxrec.data.statistics import ListLengths
 from jaxrec.metrics import auc
 from jaxrec.train import Trainer, checkpoint, load_model
 from jaxrec.train.checkpoint.tree import saved_tree

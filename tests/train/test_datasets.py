@@ -6,15 +6,15 @@ import numpy as np
 import pytest
 
 from jaxrec.data import Clicks, DataError, Shard
-from jaxrec.data.conversion import convert
-from jaxrec.data.parts import Conversion
+from jaxrec.data.criteo.conversion import convert
+from jaxrec.data.criteo.parts import Conversion
 from jaxrec.data.transforms import table_ids
 from jaxrec.train.click_metrics import HeldOutEvaluation
 from jaxrec.train.config import DataConfig, ModelConfig, TrainConfig
 from jaxrec.train.datasets import LogDataset, split_datasets
 from jaxrec.train.model import make_model
 from tests import golden
-from tests.data.test_criteo import KAGGLE
+from tests.data.criteo.test_log import KAGGLE
 
 BATCH = 64
 CONFIG = TrainConfig(

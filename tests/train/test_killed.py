@@ -18,13 +18,13 @@ import jax
 import numpy as np
 import pytest
 
-from jaxrec.data import conversion
-from jaxrec.data.parts import Conversion
+from jaxrec.data.criteo import conversion
+from jaxrec.data.criteo.parts import Conversion
 from jaxrec.data.transforms import NUM_CATEGORICAL
 from jaxrec.train import checkpoint
 from jaxrec.train.checkpoint.arrays import read_arrays
 from jaxrec.train.checkpoint.files import UNFINISHED
-from tests.data.test_criteo import KAGGLE
+from tests.data.criteo.test_log import KAGGLE
 from tests.train.test_cli import PROGRAM, SMALL
 
 KILLS = int(os.environ.get("JAXREC_TEST_KILLS", "0"))

@@ -15,9 +15,8 @@ from flax import nnx
 from jax.export import Exported
 
 from jaxrec.data import TableEncoder, Vocabulary
-from jaxrec.data.encode import Moments
-from jaxrec.data.examples import is_boolean
-from jaxrec.data.frozen_vocabulary import FrozenVocabulary
+from jaxrec.data.encode import Moments, is_boolean
+from jaxrec.data.vocabulary import FrozenVocabulary
 from jaxrec.files.atomic import write_atomically
 from jaxrec.files.manifest import describe_files
 from jaxrec.serve.artifact.inputs import batch_spec

@@ -18,8 +18,8 @@ from rich.filesize import decimal
 
 from jaxrec.arguments import ConfigError, parse
 from jaxrec.data import Clicks, DataError, SchemaError, TableEncoder
-from jaxrec.data.examples import NUM_ROWS, first_rows
-from jaxrec.data.schema import criteo_schema
+from jaxrec.data.criteo.log import criteo_schema
+from jaxrec.data.encoder import NUM_ROWS, first_rows
 from jaxrec.data.transforms import CATEGORICAL_NAMES, DENSE_NAMES
 from jaxrec.serve import export, load, quantize
 from jaxrec.serve.artifact.export import BATCH_SIZES

@@ -11,7 +11,7 @@ import numpy as np
 from flax import nnx
 
 from jaxrec.data import TableEncoder
-from jaxrec.data.frozen_vocabulary import FrozenVocabulary
+from jaxrec.data.vocabulary import FrozenVocabulary
 from jaxrec.embed.collection import Collection
 from jaxrec.embed.taps import tapped_modules
 from jaxrec.embed.variables import dense_variables, plain, value_like

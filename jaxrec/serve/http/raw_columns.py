@@ -11,9 +11,9 @@ import numpy as np
 import pyarrow as pa
 
 from jaxrec.data import TableEncoder, Vocabulary
-from jaxrec.data.encode import Moments, joined
+from jaxrec.data.encode import is_boolean, joined
 from jaxrec.data.encoder import bags_of
-from jaxrec.data.examples import is_boolean
+from jaxrec.data.statistics import Moments
 from jaxrec.serve.artifact.batch_spec import ArrayInput, BatchSpec
 from jaxrec.serve.artifact.requests import Column, Request, offsets_of
 from jaxrec.serve.http.input_column import InputColumn, Kind

@@ -11,8 +11,8 @@ import pytest
 
 from jaxrec.cli import main
 from jaxrec.data import GeneratedLog
-from jaxrec.data.click_batches import batches
-from jaxrec.data.criteo import CriteoFile
+from jaxrec.data.clicks import batches
+from jaxrec.data.criteo.log import CriteoFile
 from jaxrec.data.transforms import CATEGORICAL_NAMES
 from jaxrec.serve import load
 from jaxrec.serve.commands.export import column_encoder
@@ -23,7 +23,7 @@ from jaxrec.train import load_model
 from jaxrec.train.config import TrainConfig
 from jaxrec.train.model import predict
 from jaxrec.train.options import write_options
-from tests.data.test_criteo import KAGGLE
+from tests.data.criteo.test_log import KAGGLE
 from tests.train.test_columns import SCHEMA, SMALL, directory, table  # noqa: F401
 from tests.train.vocabulary_runs import rows_by_id
 

@@ -17,7 +17,7 @@ from jaxrec.train.checkpoint import CheckpointError
 from jaxrec.train.datasets import split_datasets
 from jaxrec.train.model import make_model
 from jaxrec.train.options import load_config, parse_options, write_options
-from tests.data.test_criteo import KAGGLE
+from tests.data.criteo.test_log import KAGGLE
 
 SMALL = [
     f"--data={KAGGLE}",

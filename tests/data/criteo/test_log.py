@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxrec.data import Clicks, CriteoFile, DataError, criteo
+from jaxrec.data import Clicks, CriteoFile, DataError
+from jaxrec.data.criteo import log as criteo_log
 from tests import golden
 
 pytestmark = pytest.mark.every_case
@@ -62,7 +63,7 @@ def test_against_the_plain_way():
 @pytest.mark.parametrize("block_bytes", [1, 300, 5000])
 def test_blocks_do_not_show(monkeypatch, block_bytes):
     whole = read(KAGGLE)
-    monkeypatch.setattr(criteo, "BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr(criteo_log, "BLOCK_BYTES", block_bytes)
     for start, stop in ((0, 50), (7, 31), (49, 50)):
         part = read(KAGGLE, start, stop)
         np.testing.assert_array_equal(part.ids, whole.ids[start:stop])
@@ -87,7 +88,7 @@ def test_ends_of_lines(tmp_path, change):
 @pytest.mark.parametrize("block_bytes", [1, 300, 1 << 20])
 @pytest.mark.parametrize("count", [1, 2, 5])
 def test_blank_lines_at_the_end_are_none(tmp_path, monkeypatch, end, block_bytes, count):
-    monkeypatch.setattr(criteo, "BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr(criteo_log, "BLOCK_BYTES", block_bytes)
     path = tmp_path / "log"
     path.write_bytes(KAGGLE.read_bytes().replace(b"\n", end) + end * count)
     assert CriteoFile(path, ROWS).num_rows == 50
@@ -105,7 +106,7 @@ def test_blank_lines_elsewhere_are_bad(tmp_path):
 @pytest.mark.parametrize("block_bytes", [1, 300, 1 << 20])
 def test_bad_lines_are_skipped(tmp_path, monkeypatch, block_bytes):
     """Rows are numbered as if they were not there."""
-    monkeypatch.setattr(criteo, "BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr(criteo_log, "BLOCK_BYTES", block_bytes)
     good = [line.split("\t") for line in KAGGLE.read_text().splitlines()]
     lines = [GOOD[:-1], *good[:20], changed(0, "2"), [], *good[20:], changed(3, "x")]
     log = CriteoFile(write(tmp_path / "log", lines), ROWS, bad_rows="skip")
@@ -192,7 +193,7 @@ def test_leading_zeros(tmp_path, zeros):
 
 
 def test_lines_count_over_blocks(monkeypatch, tmp_path):
-    monkeypatch.setattr(criteo, "BLOCK_BYTES", 100)
+    monkeypatch.setattr(criteo_log, "BLOCK_BYTES", 100)
     with pytest.raises(DataError, match="line 9, column 1 "):
         read(write(tmp_path / "log", [GOOD] * 8 + [changed(0, "?")]))
 

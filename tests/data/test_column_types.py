@@ -10,11 +10,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from jaxrec.data import DataError, GroupRange, ParquetGroups, Schema
-from jaxrec.data.column_types import index_columns
-from jaxrec.data.common_types import CommonTypes
-from jaxrec.data.suspects import suspects
-from jaxrec.data.whole_floats import are_ids, whole_floats
+from jaxrec.data import DataError, ParquetGroups, Schema
+from jaxrec.data.column_types import CommonTypes, index_columns
+from jaxrec.data.column_values import are_ids, suspects, whole_floats
+from jaxrec.data.groups import GroupRange
 
 pytestmark = pytest.mark.every_case
 

@@ -1,24 +1,92 @@
-"""Opening of Parquet files, also of those whose Arrow types PyArrow does not know."""
+"""Parquet files and their row groups, also with Arrow types that PyArrow does not know."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
 import os
 import pathlib
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar, NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from jaxrec.data.text import DataError
+from jaxrec.data.files import DataError, parquet_files
+from jaxrec.data.groups import FileGroups
+from jaxrec.files.atomic import write_atomically
 
 # Bytes of the length of the footer and of the magic bytes after it.
 _TAIL_BYTES = 8
 
 # Key of the Arrow schema in a footer, and a key of the same length that nothing reads.
 _KEY, _OTHER_KEY = b"ARROW:schema", b"arrow:SCHEMA"
+
+
+@dataclasses.dataclass(frozen=True)
+class ParquetGroups(FileGroups):
+    """The row groups of Parquet files.
+
+    Attributes:
+        paths: The files, in order.
+        columns: Names of the columns that are read; None: all. The name of a directory
+            ``key=value`` on a file's path is a column of the file, which has no such column itself.
+        keys: Names of the directories' columns that are read if ``columns`` is None.
+
+    Raises:
+        OSError: A file cannot be read.
+        DataError: A file is not a Parquet file, or lacks a column; or no file is given.
+
+    Example:
+        >>> import tempfile
+        >>> path = pathlib.Path(tempfile.mkdtemp(), "rows.parquet")
+        >>> pq.write_table(pa.table({"id": [1, 2, 3]}), path, row_group_size=2)
+        >>> groups = ParquetGroups((path,))
+        >>> groups.sizes, groups.read(1)["id"].to_pylist()
+        ((2, 1), [3])
+    """
+
+    format: ClassVar[str] = "Parquet"
+
+    @classmethod
+    def of_directory(
+        cls, directory: str | os.PathLike[str], columns: Sequence[str] | None = None
+    ) -> ParquetGroups:
+        """Return the row groups of a directory's Parquet files, in the order of their numbers.
+
+        Args:
+            directory: The directory, which may have directories named ``key=value``; or a pattern
+                of files or directories, such as ``parts/*.parquet``.
+            columns: Names of the columns that are read; None: all.
+
+        Raises:
+            FileNotFoundError: There is no such file or directory.
+            DataError: The directory has no Parquet files.
+        """
+        files = parquet_files(directory)
+        return cls(files.paths, None if columns is None else tuple(columns), files.keys)
+
+    @contextlib.contextmanager
+    def open(self, path: pathlib.Path) -> Iterator[_OpenParquet]:
+        with open_parquet(path, page_checksum_verification=True) as file:
+            yield _OpenParquet(file)
+
+
+class _OpenParquet(NamedTuple):
+    file: pq.ParquetFile
+
+    @property
+    def columns(self) -> pa.Schema:
+        return columns_of(self.file)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        metadata = self.file.metadata
+        return tuple(metadata.row_group(n).num_rows for n in range(metadata.num_row_groups))
+
+    def read(self, group: int, columns: list[str] | None) -> pa.Table:
+        return self.file.read_row_group(group, columns=columns, use_threads=False)
 
 
 @contextlib.contextmanager
@@ -31,10 +99,6 @@ def open_parquet(path: str | os.PathLike[str], **options: Any) -> Iterator[pq.Pa
     Args:
         path: The file.
         options: Options of `pyarrow.parquet.ParquetFile`.
-
-    Raises:
-        OSError: The file cannot be read.
-        DataError: It is not a Parquet file, or it is damaged; also if the block finds out.
     """
     try:
         with contextlib.ExitStack() as stack:
@@ -53,13 +117,14 @@ def open_parquet(path: str | os.PathLike[str], **options: Any) -> Iterator[pq.Pa
         raise DataError(f"{path} is not a Parquet file, or damaged ({reason})") from None
 
 
-def read_checked(path: str | os.PathLike[str]) -> pa.Table:
-    """Read a whole small file that was written with checksums of its pages.
+def write_checked(table: pa.Table, path: str | os.PathLike[str]) -> None:
+    """Write a file with checksums of its pages, complete or not at all."""
+    with write_atomically(path) as unfinished:
+        pq.write_table(table, unfinished, write_page_checksum=True)
 
-    Raises:
-        OSError: The file cannot be read.
-        DataError: It is not a Parquet file, or it is damaged.
-    """
+
+def read_checked(path: str | os.PathLike[str]) -> pa.Table:
+    """Read a whole small file that `write_checked` wrote."""
     with open_parquet(path, page_checksum_verification=True) as file:
         return file.read()
 

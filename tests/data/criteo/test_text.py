@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxrec.data import fields
+from jaxrec.data.criteo import text
 
 pytestmark = pytest.mark.every_case
 
@@ -37,7 +37,7 @@ def plain(lines):
 
 
 def parsed(lines):
-    columns = fields.parse_fields(b"".join(lines), b"".join(lines).count(b"\n"))
+    columns = text.parse_fields(b"".join(lines), b"".join(lines).count(b"\n"))
     if columns is None:
         return None
     assert [x.dtype for x in columns] == [np.int32, np.int32, np.uint32]
@@ -74,7 +74,7 @@ _LINES = st.lists(
 @given(lines=_LINES)
 def test_well_formed_lines(piece_bytes, lines):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fields, "_PIECE_BYTES", piece_bytes)
+        patch.setattr(text, "_PIECE_BYTES", piece_bytes)
         assert parsed(lines) == plain(lines) is not None
 
 
@@ -101,7 +101,7 @@ def test_every_byte_of_an_id(place):
         words[:, place] = np.arange(256)
         for byte, word in enumerate(words):
             numbers = word.view("<u8").copy()
-            good = fields._parse_hexadecimals(numbers)
+            good = text._parse_hexadecimals(numbers)
             assert good == (chr(byte) in "0123456789abcdefABCDEF")
             if good:
                 assert numbers.tolist() == [int(word.tobytes(), 16)]

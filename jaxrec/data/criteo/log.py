@@ -1,4 +1,4 @@
-"""Criteo's click logs in their published format, tab-separated text."""
+"""Criteo's click logs as text, and the schema of their columns."""
 
 from __future__ import annotations
 
@@ -6,12 +6,22 @@ import dataclasses
 import functools
 import os
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 from jaxrec.data.clicks import Clicks
-from jaxrec.data.text import Block, DataError, RawClicks, blocks_of_lines, parse_lines
-from jaxrec.data.transforms import NUM_CATEGORICAL, NUM_DENSE, log_counts, table_ids
+from jaxrec.data.criteo.text import Block, RawClicks, blocks_of_lines, parse_lines
+from jaxrec.data.files import DataError
+from jaxrec.data.schema import CategoricalColumn, DenseColumn, Schema
+from jaxrec.data.transforms import (
+    CATEGORICAL_NAMES,
+    DENSE_NAMES,
+    LABEL,
+    NUM_CATEGORICAL,
+    NUM_DENSE,
+    log_counts,
+    table_ids,
+)
 
 BLOCK_BYTES = 1 << 23
 
@@ -20,7 +30,7 @@ BLOCK_BYTES = 1 << 23
 class CriteoFile:
     """A click log in Criteo's format: label, 13 integers and 26 hexadecimal ids a line.
 
-    `jaxrec.data.text.parse_lines` describes a line. Counts become ``log(x + 3)`` (`log_counts`),
+    `parse_lines` describes a line. Counts become ``log(x + 3)`` (`log_counts`),
     ids are taken modulo the rows of their tables (`table_ids`), or stay as they are. The file may
     be compressed by gzip.
 
@@ -130,3 +140,22 @@ class CriteoFile:
         ids = raw.hashes.T
         ids = ids.astype("int64") if self.id_bits == 64 else table_ids(ids, self.table_rows)
         return Clicks(raw.labels.astype("float32"), log_counts(raw.counts.T), ids)
+
+
+def criteo_schema(table_rows: Sequence[int], *, is_dynamic: bool = False) -> Schema:
+    """Return the schema of the Parquet files that `jaxrec data criteo` writes.
+
+    Args:
+        table_rows: Number of rows of the 26 tables.
+        is_dynamic: Whether the tables have open vocabularies; otherwise ids are taken modulo their
+            rows.
+    """
+    encoding: Literal["dynamic", "modulo"] = "dynamic" if is_dynamic else "modulo"
+    return Schema(
+        LABEL,
+        {name: DenseColumn("log_counts", "error") for name in DENSE_NAMES},
+        {
+            name: CategoricalColumn(encoding, rows, missing="error")
+            for name, rows in zip(CATEGORICAL_NAMES, table_rows, strict=True)
+        },
+    )

@@ -4,25 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import os
 import pathlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from jaxtyping import Float, Integer
+from jaxtyping import Integer
 
-from jaxrec.data.conversion import files_of_sources, read_summary
-from jaxrec.data.groups import ParquetGroups
+from jaxrec.data.arrays import GROUP_ROWS, NpzWriter, sizes_of_groups
+from jaxrec.data.criteo.conversion import files_of_sources, read_summary
+from jaxrec.data.files import DataError
 from jaxrec.data.multi_hot import MultiHot
-from jaxrec.data.npz import NpzWriter
-from jaxrec.data.records import RECORD_NAMES, RECORD_TYPE
-from jaxrec.data.text import LABEL, DataError
+from jaxrec.data.parquet import ParquetGroups
 from jaxrec.data.transforms import (
     CATEGORICAL_NAMES,
     DENSE_NAMES,
+    LABEL,
     log_counts,
     log_counts_above,
     table_ids,
@@ -30,7 +31,17 @@ from jaxrec.data.transforms import (
 from jaxrec.files.atomic import write_atomically
 
 Counts = Literal["log", "log_above_smallest", "raw"]
-COUNTS = ("log", "log_above_smallest", "raw")
+
+# Dense features of counts and of the smallest count of their text file.
+_TRANSFORMS = {
+    "log": lambda counts, smallest: log_counts(counts),
+    "log_above_smallest": log_counts_above,
+    "raw": lambda counts, smallest: counts.astype(np.float32),
+}
+
+# Label, 13 counts and 26 ids of a record.
+RECORD_NAMES = (LABEL, *DENSE_NAMES, *CATEGORICAL_NAMES)
+RECORD_TYPE = np.dtype("<i4")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,24 +89,13 @@ def write_npy(
         >>> files = write_npy("OUTPUT", "npy")  # doctest: +SKIP
         >>> groups = NpyGroups({"dense": files[0].dense})  # doctest: +SKIP
     """
-    if counts not in COUNTS:
-        raise ValueError(f"counts is {counts!r}; expected one of {', '.join(COUNTS)}")
+    _check_counts(counts)
     made = []
     for day in _days(source):
         files = _day_files(output, day.name, "sparse.npy")
         ids = np.int64 if day.has_raw_ids else np.int32
-        with (
-            _array(files.labels, (day.rows, 1), np.int32) as labels,
-            _array(files.dense, (day.rows, len(DENSE_NAMES)), np.float32) as dense,
-            _array(files.sparse, (day.rows, len(CATEGORICAL_NAMES)), ids) as sparse,
-        ):
-            start = 0
-            for table in day.tables((LABEL, *DENSE_NAMES, *CATEGORICAL_NAMES)):
-                part = slice(start, start + len(table))
-                labels[part] = _columns(table, [LABEL])
-                dense[part] = _dense(_columns(table, DENSE_NAMES), counts, day.smallest)
-                sparse[part] = _columns(table, CATEGORICAL_NAMES)
-                start = part.stop
+        with _array(files.sparse, (day.rows, len(CATEGORICAL_NAMES)), ids) as sparse:
+            _write_labels_and_dense(day, files, counts, sparse)
         made.append(files)
     return made
 
@@ -126,8 +126,7 @@ def write_multi_hot(
         OSError, DataError: As `write_npy`.
         ValueError: ``multi_hot`` has another number of features, or an unknown ``counts``.
     """
-    if counts not in COUNTS:
-        raise ValueError(f"counts is {counts!r}; expected one of {', '.join(COUNTS)}")
+    _check_counts(counts)
     if len(multi_hot.keys) != len(CATEGORICAL_NAMES):
         raise ValueError(
             f"a click log has {len(CATEGORICAL_NAMES)} features, multi_hot has "
@@ -136,16 +135,7 @@ def write_multi_hot(
     made = []
     for day in _days(source):
         files = _day_files(output, day.name, "sparse_multi_hot.npz")
-        with (
-            _array(files.labels, (day.rows, 1), np.int32) as labels,
-            _array(files.dense, (day.rows, len(DENSE_NAMES)), np.float32) as dense,
-        ):
-            start = 0
-            for table in day.tables((LABEL, *DENSE_NAMES)):
-                part = slice(start, start + len(table))
-                labels[part] = _columns(table, [LABEL])
-                dense[part] = _dense(_columns(table, DENSE_NAMES), counts, day.smallest)
-                start = part.stop
+        _write_labels_and_dense(day, files, counts)
         with write_atomically(files.sparse) as unfinished, NpzWriter(unfinished) as writer:
             for feature, name in enumerate(CATEGORICAL_NAMES):
                 shape = day.rows, multi_hot.sizes[feature]
@@ -191,6 +181,61 @@ def write_records(source: str | os.PathLike[str], path: str | os.PathLike[str]) 
 
 
 @dataclasses.dataclass(frozen=True)
+class RecordGroups:
+    """Rows of a binary file of records: label, 13 counts and 26 ids, each int32.
+
+    The format of ``train_data.bin`` of MLPerf's DLRM v1 (``numpy_to_binary`` in
+    ``data_loader_terabyte.py`` of facebookresearch/dlrm), which has no header. The columns have the
+    names of `jaxrec data criteo`: ``label``, ``int_0`` to ``int_12``, ``cat_0`` to ``cat_25``. The
+    file is memory-mapped. `jaxrec.data.write_records` writes such files.
+
+    Attributes:
+        path: The file.
+        group_rows: Number of rows of a group.
+
+    Raises:
+        OSError: The file cannot be read.
+        DataError: The file is empty, or its size is not a multiple of a record's.
+
+    Example:
+        >>> import tempfile
+        >>> path = pathlib.Path(tempfile.mkdtemp(), "train_data.bin")
+        >>> np.arange(80, dtype=np.int32).tofile(path)
+        >>> groups = RecordGroups(path)
+        >>> groups.sizes, groups.read(0)["int_0"].to_pylist()
+        ((2,), [1, 41])
+    """
+
+    path: str | os.PathLike[str]
+    group_rows: int = GROUP_ROWS
+
+    @functools.cached_property
+    def _rows(self) -> np.ndarray:
+        size, record = pathlib.Path(self.path).stat().st_size, 4 * len(RECORD_NAMES)
+        if size == 0 or size % record:
+            raise DataError(
+                f"{self.path} has {size} bytes; records of {len(RECORD_NAMES)} 32-bit integers are "
+                f"a multiple of {record}"
+            )
+        return np.memmap(self.path, RECORD_TYPE, "r").reshape(-1, len(RECORD_NAMES))
+
+    @functools.cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """Number of rows of each group."""
+        return sizes_of_groups(len(self._rows), self.group_rows)
+
+    def read(self, group: int) -> pa.Table:
+        """Read the rows of a group."""
+        rows = self._rows[group * self.group_rows : (group + 1) * self.group_rows]
+        columns = np.ascontiguousarray(rows.T)
+        return pa.table(dict(zip(RECORD_NAMES, columns, strict=True)))
+
+    def location(self, group: int) -> tuple[pathlib.Path, int]:
+        """Return the file and the number of the group's first row."""
+        return pathlib.Path(self.path), group * self.group_rows
+
+
+@dataclasses.dataclass(frozen=True)
 class _Day:
     """The Parquet files of one text file.
 
@@ -215,11 +260,7 @@ class _Day:
 
 
 def _days(source: str | os.PathLike[str]) -> list[_Day]:
-    """Return the text files of a converted log, in order.
-
-    Raises:
-        DataError: The directory has no complete conversion.
-    """
+    """Return the text files of a converted log, in order."""
     smallest = read_summary(source).smallest
     days = []
     for name, paths in files_of_sources(source).items():
@@ -231,14 +272,34 @@ def _days(source: str | os.PathLike[str]) -> list[_Day]:
     return days
 
 
+def _check_counts(counts: str) -> None:
+    if counts not in _TRANSFORMS:
+        raise ValueError(f"counts is {counts!r}; expected one of {', '.join(_TRANSFORMS)}")
+
+
 def _day_files(output: str | os.PathLike[str], name: str, sparse: str) -> DayFiles:
     directory = pathlib.Path(output)
     directory.mkdir(parents=True, exist_ok=True)
-    return DayFiles(
-        directory / f"{name}_labels.npy",
-        directory / f"{name}_dense.npy",
-        directory / f"{name}_{sparse}",
-    )
+    return DayFiles(*(directory / f"{name}_{end}" for end in ("labels.npy", "dense.npy", sparse)))
+
+
+def _write_labels_and_dense(
+    day: _Day, files: DayFiles, counts: str, sparse: np.ndarray | None = None
+) -> None:
+    """Write the labels and dense features of a day; fill ``sparse`` with ids in the same pass."""
+    names = (LABEL, *DENSE_NAMES) if sparse is None else RECORD_NAMES
+    with (
+        _array(files.labels, (day.rows, 1), np.int32) as labels,
+        _array(files.dense, (day.rows, len(DENSE_NAMES)), np.float32) as dense,
+    ):
+        start = 0
+        for table in day.tables(names):
+            part = slice(start, start + len(table))
+            labels[part] = _columns(table, [LABEL])
+            dense[part] = _TRANSFORMS[counts](_columns(table, DENSE_NAMES), day.smallest)
+            if sparse is not None:
+                sparse[part] = _columns(table, CATEGORICAL_NAMES)
+            start = part.stop
 
 
 @contextlib.contextmanager
@@ -255,17 +316,6 @@ def _array(
 
 def _columns(table: pa.Table, names: Sequence[str]) -> Integer[np.ndarray, "rows columns"]:
     return np.stack([table[name].to_numpy() for name in names], axis=1)
-
-
-def _dense(
-    numbers: Integer[np.ndarray, "rows columns"], counts: str, smallest: int
-) -> Float[np.ndarray, "rows columns"]:
-    transforms: dict[str, Callable[[np.ndarray], np.ndarray]] = {
-        "log": log_counts,
-        "log_above_smallest": lambda numbers: log_counts_above(numbers, smallest),
-        "raw": lambda numbers: numbers.astype(np.float32),
-    }
-    return transforms[counts](numbers)
 
 
 def _bags(day: _Day, name: str, multi_hot: MultiHot, feature: int) -> Iterator[np.ndarray]:

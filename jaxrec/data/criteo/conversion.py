@@ -9,14 +9,27 @@ import itertools
 import json
 import os
 import pathlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from jaxrec.data import contiguous
-from jaxrec.data.files import natural_order
-from jaxrec.data.parts import Conversion, Part, PartWriter, as_json, read_part, same_conversion
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from jaxrec.data.contiguous import Appearances, ContiguousMap
+from jaxrec.data.criteo.parts import (
+    Conversion,
+    Part,
+    PartWriter,
+    as_json,
+    parquet_writer,
+    read_part,
+    same_conversion,
+)
+from jaxrec.data.criteo.text import BadLine, Block, RawClicks, blocks_of_lines, parse_lines
+from jaxrec.data.files import DataError, natural_order
 from jaxrec.data.pipeline import ordered_map
-from jaxrec.data.text import BadLine, Block, DataError, RawClicks, blocks_of_lines, parse_lines
+from jaxrec.data.transforms import CATEGORICAL_NAMES
 from jaxrec.files.atomic import write_atomically
 
 # Bytes of text that a thread parses at once: its columns fit the processor's caches. Number of such
@@ -26,6 +39,10 @@ PART_BLOCKS = 256
 
 SUMMARY_FILE = "summary.json"
 RAW_DIRECTORY = "raw"
+MAPS_DIRECTORY = "maps"
+
+# Number of ids of a column that are counted at once.
+COUNTED_IDS = 1 << 22
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,11 +66,7 @@ class Summary:
 
 
 def source_files(path: str | os.PathLike[str]) -> list[pathlib.Path]:
-    """Return the file, or the files of a directory by their numbers: ``day_2.gz``, ``day_10.gz``.
-
-    Raises:
-        FileNotFoundError: The directory has no files.
-    """
+    """Return the file, or the files of a directory in the order of the numbers in their names."""
     path = pathlib.Path(path)
     if not path.is_dir():
         return [path]
@@ -85,11 +98,6 @@ def convert(
         threads: Number of threads that parse; None: one per core.
         progress: Function of the bytes read so far and of all bytes.
         report: Function of each bad line that is left out.
-
-    Raises:
-        OSError: A file cannot be read or written.
-        DataError: A line is malformed, a gzip file is cut short, the log is empty, or ``output``
-            holds the result of another conversion or of another log.
     """
     files, output = source_files(source), pathlib.Path(output)
     sizes = {file.name: file.stat().st_size for file in files}
@@ -116,9 +124,7 @@ def convert(
         raise DataError(f"{source}: it has no rows")
     table_rows = conversion.rows_of_tables if conversion.ids == "hash" else ()
     if conversion.ids == "contiguous":
-        table_rows = contiguous.renumber(
-            parts, output, conversion.threshold, conversion.compression
-        )
+        table_rows = _renumber(parts, output, conversion)
     smallest: dict[str, int] = {}
     for part in made:
         smallest[part.source] = min(part.smallest, smallest.get(part.source, part.smallest))
@@ -161,7 +167,7 @@ def _named(files: Mapping[str, int | None]) -> str:
 
 def _same_parts(output: pathlib.Path, files: Sequence[pathlib.Path]) -> None:
     """Raise `DataError` if a Parquet file of an unfinished conversion has other sources."""
-    sources = {_part_prefix(file, index): file for index, file in enumerate(files)}
+    sources = {_prefix(file.name, index): file for index, file in enumerate(files)}
     for path in sorted(output.glob("*.parquet")):
         part, file = read_part(path), sources.get(path.name.rpartition("-")[0])
         made = {part.source: part.source_bytes}
@@ -174,20 +180,12 @@ def _same_parts(output: pathlib.Path, files: Sequence[pathlib.Path]) -> None:
 
 
 def read_summary(output: str | os.PathLike[str]) -> Summary:
-    """Read the summary of a conversion.
-
-    Raises:
-        DataError: The conversion is not complete.
-    """
+    """Read the summary of a conversion."""
     return _read_summary(pathlib.Path(output))[1]
 
 
 def files_of_sources(output: str | os.PathLike[str]) -> dict[str, tuple[pathlib.Path, ...]]:
-    """Return the Parquet files of each text file of a conversion, in order, by the text's name.
-
-    Raises:
-        DataError: The conversion is not complete.
-    """
+    """Return the Parquet files of each text file of a conversion, in order, by the text's name."""
     output = pathlib.Path(output)
     return {
         name: tuple(sorted(output.glob(f"{glob.escape(_prefix(name, index))}-*.parquet")))
@@ -252,12 +250,64 @@ def _convert_file(
 
 
 def _part_path(output: pathlib.Path, file: pathlib.Path, index: int, part: int) -> pathlib.Path:
-    return output / f"{_part_prefix(file, index)}-{part:05d}.parquet"
-
-
-def _part_prefix(file: pathlib.Path, index: int) -> str:
-    return _prefix(file.name, index)
+    return output / f"{_prefix(file.name, index)}-{part:05d}.parquet"
 
 
 def _prefix(name: str, index: int) -> str:
     return f"{index:03d}-{name.removesuffix('.gz')}"
+
+
+def _renumber(raw: pathlib.Path, output: pathlib.Path, conversion: Conversion) -> tuple[int, ...]:
+    """Copy Parquet files with row numbers in place of raw ids; return the rows of each table.
+
+    ``output / "maps"`` gets the maps of the columns. Existing files are not written again.
+    """
+    paths = sorted(raw.glob("*.parquet"))
+    (output / MAPS_DIRECTORY).mkdir(exist_ok=True)
+    maps = {}
+    for name in CATEGORICAL_NAMES:
+        path = output / MAPS_DIRECTORY / f"{name}.parquet"
+        if not path.exists():
+            ContiguousMap.of(Appearances.count(_column(paths, name)), conversion.threshold).save(
+                path
+            )
+        maps[name] = ContiguousMap.load(path)
+    for path in paths:
+        if not (output / path.name).exists():
+            _rewrite(path, output / path.name, maps, conversion.compression)
+    return tuple(numbers.num_rows for numbers in maps.values())
+
+
+def _column(paths: Iterable[pathlib.Path], name: str) -> Iterator[np.ndarray]:
+    pieces: list[np.ndarray] = []
+    for path in paths:
+        for batch in pq.ParquetFile(path, page_checksum_verification=True).iter_batches(
+            columns=[name]
+        ):
+            pieces.append(batch.column(0).to_numpy())
+            if sum(map(len, pieces)) >= COUNTED_IDS:
+                yield np.concatenate(pieces)
+                pieces = []
+    if pieces:
+        yield np.concatenate(pieces)
+
+
+def _rewrite(
+    source: pathlib.Path, target: pathlib.Path, maps: dict[str, ContiguousMap], compression: str
+) -> None:
+    file = pq.ParquetFile(source, page_checksum_verification=True)
+    schema = file.schema_arrow
+    for name in maps:
+        number = pa.field(name, pa.int32(), nullable=False)
+        schema = schema.set(schema.get_field_index(name), number)
+    with (
+        write_atomically(target) as unfinished,
+        parquet_writer(unfinished, schema, compression) as writer,
+    ):
+        for group in range(file.num_row_groups):
+            table = file.read_row_group(group)
+            columns = [
+                pa.array(maps[name](table[name].to_numpy())) if name in maps else table[name]
+                for name in schema.names
+            ]
+            writer.write_table(pa.table(columns, schema=schema), row_group_size=len(table))

@@ -14,9 +14,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from jaxrec.data.parquet_file import open_parquet
-from jaxrec.data.text import LABEL, Block, DataError, RawClicks
-from jaxrec.data.transforms import CATEGORICAL_NAMES, DENSE_NAMES, NUM_CATEGORICAL
+from jaxrec.data.criteo.text import Block, RawClicks
+from jaxrec.data.files import DataError
+from jaxrec.data.parquet import open_parquet
+from jaxrec.data.transforms import CATEGORICAL_NAMES, DENSE_NAMES, LABEL, NUM_CATEGORICAL
 
 # Number of blocks of text in a row group.
 GROUP_BLOCKS = 8
@@ -43,9 +44,6 @@ class Conversion:
         threshold: For "contiguous": number of appearances from which an id has its own row.
         bad_rows: "fail" at the first malformed line, or "skip", count and report malformed lines.
         compression: Compression of the Parquet files.
-
-    Raises:
-        ValueError: A number is below 1, or there are neither 1 nor 26 ``table_rows``.
     """
 
     ids: Literal["hash", "contiguous", "raw"] = "hash"
@@ -117,21 +115,13 @@ def as_json(conversion: Conversion) -> dict[str, Any]:
 
 
 def is_part(path: pathlib.Path) -> bool:
-    """Return whether `convert` wrote a Parquet file.
-
-    Raises:
-        DataError: The file is not a Parquet file.
-    """
+    """Return whether `convert` wrote a Parquet file."""
     with open_parquet(path) as file:
         return _METADATA_KEY in (file.metadata.metadata or {})
 
 
 def read_part(path: pathlib.Path) -> Part:
-    """Read the metadata of a Parquet file that `convert` wrote.
-
-    Raises:
-        DataError: `convert` did not write the file.
-    """
+    """Read the metadata of a Parquet file that `convert` wrote."""
     with open_parquet(path) as file:
         metadata = file.metadata.metadata or {}
     if _METADATA_KEY not in metadata:

@@ -14,14 +14,15 @@ import pyarrow.parquet as pq
 import pytest
 
 from jaxrec.cli import main
-from jaxrec.data import DataError, conversion, parts
+from jaxrec.data import DataError
 from jaxrec.data.contiguous import Appearances, ContiguousMap
-from jaxrec.data.conversion import convert as to_parquet
-from jaxrec.data.conversion import source_files
-from jaxrec.data.parts import Conversion
+from jaxrec.data.criteo import conversion, parts
+from jaxrec.data.criteo.conversion import convert as to_parquet
+from jaxrec.data.criteo.conversion import source_files
+from jaxrec.data.criteo.parts import Conversion
 from jaxrec.data.transforms import CATEGORICAL_NAMES, DENSE_NAMES, log_counts_above
 from tests import golden
-from tests.data.test_criteo import GOOD, KAGGLE, ROWS, changed, write
+from tests.data.criteo.test_log import GOOD, KAGGLE, ROWS, changed, write
 
 pytestmark = pytest.mark.every_case
 
@@ -183,7 +184,8 @@ def test_killed_and_gone_on_with(tmp_path):
     source = tmp_path / "log"
     source.write_bytes(KAGGLE.read_bytes() * 400)
     program = (
-        "import sys, pathlib; from jaxrec.data import conversion; conversion.BLOCK_BYTES = 100_000;"
+        "import sys, pathlib; from jaxrec.data.criteo import conversion;"
+        "conversion.BLOCK_BYTES = 100_000;"
         "conversion.PART_BLOCKS = 4; conversion.convert(*map(pathlib.Path, sys.argv[1:]),"
         "conversion.Conversion())"
     )

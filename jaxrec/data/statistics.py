@@ -1,4 +1,4 @@
-"""Lengths of a column's lists, and the capacities of batches of them."""
+"""Statistics of columns: moments of numbers, lengths of lists and the capacities of batches."""
 
 from __future__ import annotations
 
@@ -6,10 +6,47 @@ import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Float, Int
 
 from jaxrec.ragged.capacity import capacity_for
 from jaxrec.ragged.length_moments import LengthMoments
+
+
+@dataclasses.dataclass(frozen=True)
+class Moments:
+    """Mean and variance of numbers; the moments of two sets of numbers can be added.
+
+    Attributes:
+        count: Number of numbers.
+        mean: Mean of the numbers.
+        squares: Sum of squared differences from the mean.
+    """
+
+    count: int = 0
+    mean: float = 0.0
+    squares: float = 0.0
+
+    @property
+    def scale(self) -> float:
+        """Standard deviation; 1 if all numbers are equal."""
+        return (self.squares / self.count) ** 0.5 if self.squares > 0 else 1.0
+
+    @classmethod
+    def of(cls, values: Float[np.ndarray, " values"]) -> Moments:
+        if not values.size:
+            return cls()
+        mean = float(values.mean())
+        return cls(values.size, mean, float(np.square(values - mean).sum()))
+
+    def __add__(self, other: Moments) -> Moments:
+        """Return the moments of both sets (Chan, Golub and LeVeque 1983, "Algorithms for computing
+        the sample variance", equation 2.1)."""
+        count = self.count + other.count
+        if not count:
+            return self
+        apart, share = other.mean - self.mean, other.count / count
+        squares = self.squares + other.squares + apart**2 * self.count * share
+        return Moments(count, self.mean + apart * share, squares)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

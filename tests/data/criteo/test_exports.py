@@ -16,24 +16,21 @@ from jaxrec.data import (
     DataError,
     MultiHot,
     NpyGroups,
-    NpzMember,
-    NpzWriter,
     ParquetGroups,
     RecordGroups,
-    conversion,
     npz_members,
-    parts,
-    to_numpy,
     write_multi_hot,
     write_npy,
     write_records,
 )
-from jaxrec.data.conversion import convert
-from jaxrec.data.parts import Conversion
-from jaxrec.data.records import RECORD_NAMES
+from jaxrec.data.arrays import NpzMember, NpzWriter, to_numpy
+from jaxrec.data.criteo import conversion, parts
+from jaxrec.data.criteo.conversion import convert
+from jaxrec.data.criteo.exports import RECORD_NAMES
+from jaxrec.data.criteo.parts import Conversion
 from jaxrec.data.transforms import CATEGORICAL_NAMES
 from tests import golden
-from tests.data.test_conversion import two_files
+from tests.data.criteo.test_conversion import two_files
 
 ROWS = tuple(50 + 7 * i for i in range(26))
 SIZES = tuple(1 + i % 4 for i in range(26))

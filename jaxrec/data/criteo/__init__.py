@@ -1,0 +1,1 @@
+"""Criteo's click logs: their text, and their conversion to Parquet, npy files and records."""
