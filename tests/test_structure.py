@@ -64,8 +64,8 @@ TESTED_BY = {
         "embed/row_gradients",
     ),
     "embed/test_hyperparameters": (
-        "optim/hyperparameter",
-        "optim/wrapper",
+        "optim/hyperparameters",
+        "optim/wrappers",
     ),
     "embed/test_rows": (
         "embed/found_ids",

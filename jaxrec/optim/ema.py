@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxrec.optim import checks
 from jaxrec.optim.base import RowState
-from jaxrec.optim.wrapper import OptimizerWrapper
+from jaxrec.optim.wrappers import OptimizerWrapper
 
 AVERAGE_OFFSET = "average_offset"
 

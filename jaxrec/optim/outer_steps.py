@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxrec.optim import checks
 from jaxrec.optim.base import RowState
-from jaxrec.optim.wrapper import OptimizerWrapper
+from jaxrec.optim.wrappers import OptimizerWrapper
 
 # State of `diloco`: change of a row since the last outer step, and the velocity of outer steps.
 MOVED = "moved"

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxrec.optim import checks
 from jaxrec.optim.base import RowOptimizer, RowState
-from jaxrec.optim.hyperparameter import check_weight_decay, hyperparameter
+from jaxrec.optim.hyperparameters import check_weight_decay, hyperparameter
 from jaxrec.optim.moments import adam_direction, moving_average
 from jaxrec.optim.norm import limit_norm, mean_squares
 
