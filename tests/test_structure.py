@@ -63,10 +63,7 @@ TESTED_BY = {
         "embed/optimizer",
         "embed/row_gradients",
     ),
-    "embed/test_hyperparameters": (
-        "optim/hyperparameters",
-        "optim/wrappers",
-    ),
+    "embed/test_hyperparameters": ("optim/hyperparameters",),
     "embed/test_rows": (
         "embed/found_ids",
         "embed/some_rows",
@@ -135,11 +132,7 @@ TESTED_BY = {
     ),
     "nn/test_pools": ("mesh/pool_rows",),
     "nn/test_tiled_attention": ("nn/jagged_tiles",),
-    "optim/test_base": (
-        "optim/checks",
-        "optim/ema",
-        "optim/frozen",
-    ),
+    "optim/test_base": ("optim/checks",),
     "plan/test_cli": ("plan_command",),
     "plan/test_plan": ("plan/context",),
     "plan/test_solver": ("plan/program",),

@@ -8,10 +8,10 @@ import math
 from typing import ClassVar, Literal
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from jaxrec.optim import checks
-from jaxrec.optim.base import RowOptimizer, RowState
+from jaxrec.optim.base import Count, RowOptimizer, Rows, RowState, Updated
 from jaxrec.optim.hyperparameters import check_weight_decay, hyperparameter
 from jaxrec.optim.norm import limit_norm, mean_squares, root, row_norms
 
@@ -78,13 +78,7 @@ class _CountingAdagrad(RowOptimizer):
             "last_step": jnp.zeros(num_rows, jnp.float32),
         }
 
-    def update(
-        self,
-        rows: Float[Array, "rows dim"],
-        gradients: Float[Array, "rows dim"],
-        state: RowState,
-        step: Int[Array, ""],
-    ) -> tuple[Float[Array, "rows dim"], dict[str, Array]]:
+    def update(self, rows: Rows, gradients: Rows, state: RowState, step: Count) -> Updated:
         last = state["last_step"]
         iteration = jnp.asarray(step + 1, jnp.float32)
         gap = jnp.where(last == 0, 1, iteration - last)

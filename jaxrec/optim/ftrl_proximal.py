@@ -6,10 +6,10 @@ import dataclasses
 from typing import ClassVar
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from jaxrec.optim import checks
-from jaxrec.optim.base import RowOptimizer, RowState
+from jaxrec.optim.base import Count, RowOptimizer, Rows, RowState, Updated
 from jaxrec.optim.norm import limit_norm, root
 
 
@@ -74,13 +74,7 @@ class ftrl(RowOptimizer):
             "linear": jnp.zeros((num_rows, dim), jnp.float32),
         }
 
-    def update(
-        self,
-        rows: Float[Array, "rows dim"],
-        gradients: Float[Array, "rows dim"],
-        state: RowState,
-        step: Int[Array, ""],
-    ) -> tuple[Float[Array, "rows dim"], dict[str, Array]]:
+    def update(self, rows: Rows, gradients: Rows, state: RowState, step: Count) -> Updated:
         rate = self.rate(step)
         trains = rate > 0
         safe_rate = jnp.where(trains, rate, 1)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from jaxrec.optim import checks
-from jaxrec.optim.base import RowState
+from jaxrec.optim.base import Count, Rows, RowState, Updated
 from jaxrec.optim.wrappers import OptimizerWrapper
 
 # State of `diloco`: change of a row since the last outer step, and the velocity of outer steps.
@@ -83,13 +83,7 @@ class diloco(OptimizerWrapper):
         outer = {name: jnp.zeros((num_rows, dim), jnp.float32) for name in (MOVED, VELOCITY)}
         return self.optimizer.init(num_rows, dim) | outer
 
-    def update(
-        self,
-        rows: Float[Array, "rows dim"],
-        gradients: Float[Array, "rows dim"],
-        state: RowState,
-        step: Int[Array, ""],
-    ) -> tuple[Float[Array, "rows dim"], dict[str, Array]]:
+    def update(self, rows: Rows, gradients: Rows, state: RowState, step: Count) -> Updated:
         outer = {name: state[name] for name in (MOVED, VELOCITY)}
         inner = {name: array for name, array in state.items() if name not in outer}
         new_rows, inner = self.optimizer.update(rows, gradients, inner, step)

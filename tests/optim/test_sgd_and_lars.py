@@ -39,3 +39,31 @@ def test_nesterov_differs_from_heavy_ball():
     # The momentum becomes 0.5 * 2 + 1 = 2.
     assert heavy.update(rows, gradients, state, jnp.int32(1))[0].item() == 1 - 0.5 * 2
     assert nesterov.update(rows, gradients, state, jnp.int32(1))[0].item() == 1 - 0.5 * (1 + 1)
+
+
+# The trust ratio where a norm is zero; elsewhere the golden cases hold it.
+
+
+def first_update(optimizer, rows, gradients, momentum=0.0):
+    rows, gradients = jnp.asarray(rows, jnp.float32), jnp.asarray(gradients, jnp.float32)
+    state = {"momentum": jnp.full(rows.shape, momentum, jnp.float32)}
+    return optimizer.update(rows, gradients, state, jnp.int32(0))[0]
+
+
+def test_a_row_of_zeros_takes_the_plain_step():
+    found = first_update(optim.lars_sgd(0.1, eta=0.5), [[0.0, 0.0]], [[2.0, -2.0]])
+    np.testing.assert_allclose(found, [[-0.2, 0.2]], rtol=1e-6)
+
+
+def test_without_gradient_the_momentum_goes_on():
+    found = first_update(
+        optim.lars_sgd(0.1, momentum=0.5), [[3.0, 4.0]], [[0.0, 0.0]], momentum=1.0
+    )
+    np.testing.assert_allclose(found, [[2.5, 3.5]], rtol=1e-6)
+
+
+def test_decay_alone():
+    # a = lr eta |w| / (wd |w|) and m = a wd w = lr eta w.
+    optimizer = optim.lars_sgd(0.1, eta=0.5, weight_decay=0.25)
+    found = first_update(optimizer, [[3.0, 4.0]], [[0.0, 0.0]])
+    np.testing.assert_allclose(found, [[3.0 * 0.95, 4.0 * 0.95]], rtol=1e-6)
