@@ -121,7 +121,7 @@ TESTED_BY = {
         "nn/hstu",
         "nn/linear",
         "nn/positions",
-        "nn/sasrec",
+        "nn/transformers",
         "nn/swish",
         "nn/wide_deep",
     ),

@@ -47,8 +47,6 @@ from jaxrec.nn.pruning import PrunedEmbeddings as PrunedEmbeddings
 from jaxrec.nn.retrieval import TwoTower as TwoTower
 from jaxrec.nn.retrieval import in_batch_softmax_loss as in_batch_softmax_loss
 from jaxrec.nn.retrieval import sampled_softmax_loss as sampled_softmax_loss
-from jaxrec.nn.sasrec import SASRec as SASRec
-from jaxrec.nn.sasrec import SASRecBlock as SASRecBlock
 from jaxrec.nn.sequence import JaggedSelfAttention as JaggedSelfAttention
 from jaxrec.nn.sequence import PositionEmbedding as PositionEmbedding
 from jaxrec.nn.sequence import SequenceOptions as SequenceOptions
@@ -60,4 +58,6 @@ from jaxrec.nn.tiled_attention import jagged_attention as jagged_attention
 from jaxrec.nn.tiled_attention import time_bucket as time_bucket
 from jaxrec.nn.towers import EmbeddingTower as EmbeddingTower
 from jaxrec.nn.towers import EmbeddingTowerCollection as EmbeddingTowerCollection
+from jaxrec.nn.transformers import SASRec as SASRec
+from jaxrec.nn.transformers import SASRecBlock as SASRecBlock
 from jaxrec.nn.wide_deep import WideDeep as WideDeep

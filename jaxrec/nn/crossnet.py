@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, DTypeLike, Float
 
+from jaxrec.nn.arithmetic import dot_general
 from jaxrec.nn.dtypes import promote
-from jaxrec.nn.products import dot_general
 from jaxrec.ragged.arrays import AnyArray
 
 _glorot = nnx.initializers.glorot_normal()

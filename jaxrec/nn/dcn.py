@@ -10,9 +10,9 @@ from flax import nnx
 from jaxtyping import Array, DTypeLike, Float
 
 from jaxrec.embed import EmbeddingBagCollection
+from jaxrec.nn.click_model import num_columns
 from jaxrec.nn.crossnet import CrossNet, LowRankMixtureCrossNet
 from jaxrec.nn.mlp import MLP
-from jaxrec.nn.tables import num_columns
 from jaxrec.nn.wide_deep import with_dense
 from jaxrec.ragged import KeyedJaggedArray
 from jaxrec.ragged.arrays import AnyArray

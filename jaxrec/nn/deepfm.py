@@ -10,12 +10,12 @@ from flax import nnx
 from jaxtyping import Array, DTypeLike, Float
 
 from jaxrec.embed import EmbeddingBagCollection
+from jaxrec.nn.click_model import common_width, num_features
 from jaxrec.nn.dense import check_dense
 from jaxrec.nn.dtypes import promote
 from jaxrec.nn.factorization import FactorizationMachine, flatten_embeddings
 from jaxrec.nn.linear import LinearPart
 from jaxrec.nn.mlp import MLP, check_logit_layer
-from jaxrec.nn.tables import common_width, num_features
 from jaxrec.ragged import KeyedJaggedArray
 from jaxrec.ragged.arrays import AnyArray
 

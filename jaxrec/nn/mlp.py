@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, DTypeLike, Float
 
+from jaxrec.nn.arithmetic import dot_general
 from jaxrec.nn.dice import Dice
-from jaxrec.nn.products import dot_general
 from jaxrec.nn.swish import SwishLayerNorm
 from jaxrec.ragged.arrays import AnyArray
 

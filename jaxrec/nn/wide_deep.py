@@ -9,11 +9,11 @@ from flax import nnx
 from jaxtyping import Array, DTypeLike, Float
 
 from jaxrec.embed import EmbeddingBagCollection
+from jaxrec.nn.click_model import num_columns
 from jaxrec.nn.dense import check_dense
 from jaxrec.nn.dtypes import promote
 from jaxrec.nn.linear import LinearPart
 from jaxrec.nn.mlp import MLP, check_logit_layer
-from jaxrec.nn.tables import num_columns
 from jaxrec.ragged import KeyedJaggedArray
 from jaxrec.ragged.arrays import AnyArray
 

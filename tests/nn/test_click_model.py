@@ -4,7 +4,7 @@ import pytest
 from flax import nnx
 
 import jaxrec
-from jaxrec.nn.tables import common_width, num_columns, num_features
+from jaxrec.nn.click_model import common_width, num_columns, num_features
 
 TABLES = (
     jaxrec.EmbeddingBagConfig("user", 5, 4, feature_names=("user", "friend")),

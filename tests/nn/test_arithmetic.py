@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 from jaxrec.nn import MLP, LowRankCrossNet, MMoE, Perceptron
-from jaxrec.nn.products import dot_general
+from jaxrec.nn.arithmetic import dot_general
 
 pytestmark = pytest.mark.jax_version
 
