@@ -10,11 +10,10 @@ from flax import nnx
 from jaxtyping import Array, DTypeLike, Float
 
 from jaxrec.embed import EmbeddingBagCollection, EmbeddingCollection
-from jaxrec.nn.click_model import num_columns
-from jaxrec.nn.dtypes import promote
-from jaxrec.nn.mlp import MLP, Activation, check_logit_layer
+from jaxrec.nn.arithmetic import promote
+from jaxrec.nn.click_model import check_logit_layer, num_columns, with_dense
+from jaxrec.nn.mlp import MLP, Activation
 from jaxrec.nn.sequence import last_states
-from jaxrec.nn.wide_deep import with_dense
 from jaxrec.ragged import JaggedArray, KeyedJaggedArray, complete_cumsum, segment_ids
 from jaxrec.ragged.arrays import AnyArray
 from jaxrec.ragged.device_axis import each_device

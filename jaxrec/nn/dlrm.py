@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any, Required, TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -10,16 +11,32 @@ from flax import nnx
 from jaxtyping import Array, DTypeLike, Float
 
 from jaxrec.embed import EmbeddingBagCollection
-from jaxrec.nn.click_model import common_width, num_features
-from jaxrec.nn.dense import check_dense
-from jaxrec.nn.dtypes import promote
+from jaxrec.nn.arithmetic import promote
+from jaxrec.nn.click_model import (
+    ClickModel,
+    check_dense,
+    check_logit_layer,
+    common_width,
+    num_features,
+)
 from jaxrec.nn.interaction import DotInteraction, InteractionDCNArch, InteractionProjectionArch
-from jaxrec.nn.mlp import MLP, check_logit_layer
-from jaxrec.ragged import KeyedJaggedArray
+from jaxrec.nn.mlp import MLP
 from jaxrec.ragged.arrays import AnyArray
 
 
-class DLRM(nnx.Module):
+class DLRMOptions(TypedDict, total=False):
+    """Options of `DLRM` that `DLRM_DCN` and `DLRM_Projection` share."""
+
+    num_dense: Required[int]
+    bottom_layer_sizes: Required[Sequence[int]]
+    top_layer_sizes: Required[Sequence[int]]
+    dtype: DTypeLike | None
+    logit_dtype: DTypeLike | None
+    param_dtype: DTypeLike
+    rngs: Required[nnx.Rngs]
+
+
+class DLRM(ClickModel):
     """Predicts clicks from dense features and bags of ids.
 
     A bottom MLP embeds the dense features as one more vector beside the tables' vectors, dot
@@ -98,39 +115,9 @@ class DLRM(nnx.Module):
             rngs=rngs,
         )
 
-    def __call__(
-        self, dense: Float[AnyArray, "batch num_dense"], features: KeyedJaggedArray
-    ) -> Float[Array, " batch"]:
-        """Return the logits of a batch.
-
-        Args:
-            dense: ``[batch, num_dense]`` dense features.
-            features: The batch's ids, of every feature that the tables read.
-
-        Returns:
-            ``[batch]`` logits: the log-odds of a click.
-
-        Raises:
-            ValueError: ``dense`` has another number of columns, or of samples than the ids.
-        """
-        return self.logits(dense, self.look_up(features))
-
-    def look_up(self, features: KeyedJaggedArray) -> Float[Array, "batch columns"]:
-        """Return the pooled embeddings of a batch, which `logits` takes."""
-        return jnp.asarray(self.embeddings(features).values)
-
     def logits(
         self, dense: Float[AnyArray, "batch num_dense"], embedded: Float[Array, "batch columns"]
     ) -> Float[Array, " batch"]:
-        """Return the logits of samples whose embeddings are looked up.
-
-        Args:
-            dense: ``[batch, num_dense]`` dense features.
-            embedded: Result of `look_up`, or some rows of it (`sum_in_chunks`).
-
-        Raises:
-            ValueError: As for calls of the model.
-        """
         check_dense(dense, self.num_dense, embedded.shape[0])
         sparse = embedded.reshape(embedded.shape[0], -1, self.dim)
         vectors = promote(self.dtype, self.bottom(dense), sparse)
@@ -145,14 +132,9 @@ class DLRM_DCN(DLRM):
 
     Args:
         embeddings: The tables, all of one width, ``dim``.
-        num_dense: Number of dense features.
-        bottom_layer_sizes: Layers of the bottom MLP; the last is ``dim``.
-        top_layer_sizes: Layers of the top MLP; the last is 1.
         dcn_num_layers: Layers of the cross network.
         dcn_low_rank_dim: Its rank.
-        dtype: Type that MLPs and cross network compute in; None: float32, unless inputs are wider.
-        param_dtype: Type of their parameters.
-        rngs: Gives the random keys of their first values.
+        options: Of `DLRM`, all but the interaction; types and ``rngs`` are the cross network's too.
 
     Raises:
         ValueError: The tables differ in width, or a size is another than it should be.
@@ -174,33 +156,18 @@ class DLRM_DCN(DLRM):
         self,
         embeddings: EmbeddingBagCollection,
         *,
-        num_dense: int,
-        bottom_layer_sizes: Sequence[int],
-        top_layer_sizes: Sequence[int],
         dcn_num_layers: int,
         dcn_low_rank_dim: int,
-        dtype: DTypeLike | None = None,
-        param_dtype: DTypeLike = jnp.float32,
-        rngs: nnx.Rngs,
+        **options: Unpack[DLRMOptions],
     ):
-        super().__init__(
-            embeddings,
-            num_dense=num_dense,
-            bottom_layer_sizes=bottom_layer_sizes,
-            top_layer_sizes=top_layer_sizes,
-            interaction=InteractionDCNArch(
-                num_features(embeddings),
-                common_width("DLRM_DCN", embeddings.configs),
-                num_layers=dcn_num_layers,
-                low_rank=dcn_low_rank_dim,
-                dtype=dtype,
-                param_dtype=param_dtype,
-                rngs=rngs,
-            ),
-            dtype=dtype,
-            param_dtype=param_dtype,
-            rngs=rngs,
+        interaction = InteractionDCNArch(
+            num_features(embeddings),
+            common_width("DLRM_DCN", embeddings.configs),
+            num_layers=dcn_num_layers,
+            low_rank=dcn_low_rank_dim,
+            **_of_interaction(options),
         )
+        super().__init__(embeddings, interaction=interaction, **options)
 
 
 class DLRM_Projection(DLRM):
@@ -210,15 +177,10 @@ class DLRM_Projection(DLRM):
 
     Args:
         embeddings: The tables, all of one width, ``dim``.
-        num_dense: Number of dense features.
-        bottom_layer_sizes: Layers of the bottom MLP; the last is ``dim``.
-        top_layer_sizes: Layers of the top MLP; the last is 1.
         interaction_branch1_layer_sizes: Layers of the first projection; the last is a multiple of
             ``dim``.
         interaction_branch2_layer_sizes: Layers of the second; likewise.
-        dtype: Type that the MLPs compute in; None: float32, unless inputs are wider.
-        param_dtype: Type of the MLPs' parameters.
-        rngs: Gives the random keys of the MLPs' first values.
+        options: Of `DLRM`, all but the interaction; types and ``rngs`` are the projections' too.
 
     Raises:
         ValueError: The tables differ in width, or a size is another than it should be.
@@ -242,30 +204,20 @@ class DLRM_Projection(DLRM):
         self,
         embeddings: EmbeddingBagCollection,
         *,
-        num_dense: int,
-        bottom_layer_sizes: Sequence[int],
-        top_layer_sizes: Sequence[int],
         interaction_branch1_layer_sizes: Sequence[int],
         interaction_branch2_layer_sizes: Sequence[int],
-        dtype: DTypeLike | None = None,
-        param_dtype: DTypeLike = jnp.float32,
-        rngs: nnx.Rngs,
+        **options: Unpack[DLRMOptions],
     ):
-        super().__init__(
-            embeddings,
-            num_dense=num_dense,
-            bottom_layer_sizes=bottom_layer_sizes,
-            top_layer_sizes=top_layer_sizes,
-            interaction=InteractionProjectionArch(
-                num_features(embeddings),
-                common_width("DLRM_Projection", embeddings.configs),
-                branch1_layer_sizes=interaction_branch1_layer_sizes,
-                branch2_layer_sizes=interaction_branch2_layer_sizes,
-                dtype=dtype,
-                param_dtype=param_dtype,
-                rngs=rngs,
-            ),
-            dtype=dtype,
-            param_dtype=param_dtype,
-            rngs=rngs,
+        interaction = InteractionProjectionArch(
+            num_features(embeddings),
+            common_width("DLRM_Projection", embeddings.configs),
+            branch1_layer_sizes=interaction_branch1_layer_sizes,
+            branch2_layer_sizes=interaction_branch2_layer_sizes,
+            **_of_interaction(options),
         )
+        super().__init__(embeddings, interaction=interaction, **options)
+
+
+def _of_interaction(options: DLRMOptions) -> dict[str, Any]:
+    """Return the options that the interaction shares with the MLPs."""
+    return {key: options[key] for key in ("dtype", "param_dtype", "rngs") if key in options}

@@ -10,7 +10,7 @@ from flax import nnx
 from jaxtyping import Array, DTypeLike, Float
 
 from jaxrec.embed import EmbeddingCollection
-from jaxrec.nn.dtypes import promote
+from jaxrec.nn.arithmetic import promote
 from jaxrec.nn.sequence import SequenceModel, SequenceOptions, scaled
 from jaxrec.nn.tiled_attention import BLOCK, hstu_attention
 from jaxrec.ragged import JaggedArray, KeyedJaggedArray, complete_cumsum

@@ -4,57 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, DTypeLike, Float
 
-from jaxrec.embed.kernels import reference
+from jaxrec.nn.arithmetic import promote
 from jaxrec.nn.crossnet import LowRankCrossNet
-from jaxrec.nn.dtypes import promote
 from jaxrec.nn.mlp import MLP
-from jaxrec.nn.pair_derivatives import implementation, pair_tangents
-
-
-@jax.custom_jvp
-def pairwise_dots(vectors: Float[Array, "batch vectors dim"]) -> Float[Array, "batch pairs"]:
-    """Return the dot products of all pairs of a sample's vectors.
-
-    Training steps compute them, and their gradients, by the native kernels where those take the
-    vectors: float32, on a CPU, in a process that has one device. All else is computed in XLA.
-    Forward mode, `jax.hessian` and `jax.linearize` work, too.
-
-    Args:
-        vectors: ``[batch, n, dim]``.
-
-    Returns:
-        ``[batch, n * (n - 1) / 2]``, the pairs in the order (0, 1), (0, 2), ..., (1, 2), ...
-
-    Raises:
-        ValueError: The vectors have other than three dimensions.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> pairwise_dots(jnp.array([[[1.0, 0.0], [2.0, 3.0], [4.0, 5.0]]])).tolist()
-        [[2.0, 4.0, 23.0]]
-    """
-    return reference.pair_products(vectors)
-
-
-@jax.custom_jvp
-def _products(vectors: Float[Array, "batch vectors dim"]) -> Float[Array, "batch pairs"]:
-    """Return `pairwise_dots` of a training step; native calls have no derivatives of their own."""
-    return implementation().pair_products(vectors)
-
-
-def _products_and_tangents(
-    primals: tuple[Array], tangents: tuple[Array]
-) -> tuple[Float[Array, "batch pairs"], Float[Array, "batch pairs"]]:
-    return _products(*primals), pair_tangents(*primals, *tangents)
-
-
-pairwise_dots.defjvp(_products_and_tangents)
-_products.defjvp(_products_and_tangents)
+from jaxrec.nn.pair_products import pairwise_dots
 
 
 class DotInteraction(nnx.Module):

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, DTypeLike, Float
 
-from jaxrec.nn.arithmetic import dot_general
-from jaxrec.nn.dtypes import promote
-from jaxrec.nn.mlp import MLP, check_logit_layer
+from jaxrec.nn.arithmetic import dot_general, promote
+from jaxrec.nn.click_model import check_logit_layer
+from jaxrec.nn.mlp import MLP
 from jaxrec.ragged.arrays import AnyArray
 
 

@@ -13,7 +13,7 @@ from flax import nnx
 from jaxtyping import Array, DTypeLike, Float
 
 from jaxrec.embed import EmbeddingCollection
-from jaxrec.nn.dtypes import promote
+from jaxrec.nn.arithmetic import promote
 from jaxrec.nn.positions import positions_in_rows
 from jaxrec.nn.tiled_attention import BLOCK, jagged_attention
 from jaxrec.ragged import JaggedArray, KeyedJaggedArray, complete_cumsum
@@ -209,6 +209,27 @@ class SequenceModel(nnx.Module):
             for _ in range(num_blocks)
         )
         self.norm = nnx.LayerNorm(dim, **types)
+
+    def __call__(self, features: KeyedJaggedArray) -> dict[str, JaggedArray]:
+        """Return the state at each position of each sequence, beside other features' embeddings.
+
+        Args:
+            features: The batch.
+
+        Returns:
+            The result of the collection, with the states in place of the history's embeddings:
+            ``[capacity, dim]`` values. In a causal model the state of position ``i`` knows the
+            items up to it.
+
+        Raises:
+            ValueError: A sequence is longer than ``max_length`` (seen outside of `jax.jit`; inside,
+                the states past it become NaN).
+        """
+        return self.embed(features, self._encode)
+
+    def _encode(self, history: JaggedArray) -> Array:
+        """Return the states of the history's embeddings, ``[capacity, dim]``."""
+        raise NotImplementedError
 
     def embed(
         self, features: KeyedJaggedArray, encode: Callable[[JaggedArray], Array]

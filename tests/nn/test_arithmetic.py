@@ -1,4 +1,4 @@
-"""Products of layers: the numbers of NumPy, and the form in which gradients are computed."""
+"""Types of layers; products: the numbers of NumPy, and the form in which gradients are computed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 from jaxrec.nn import MLP, LowRankCrossNet, MMoE, Perceptron
-from jaxrec.nn.arithmetic import dot_general
+from jaxrec.nn.arithmetic import dot_general, promote
 
 pytestmark = pytest.mark.jax_version
 
@@ -85,3 +85,23 @@ def test_layers_that_narrow_use_the_form(make, count):
     x = jnp.ones((5, 8))
     assert jax.jit(jax.grad(loss)).lower(state, x).as_text().count("optimization_barrier") == count
     assert "optimization_barrier" not in jax.jit(loss).lower(state, x).as_text()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "types", "expected"),
+    [
+        (None, ("bfloat16", "float32"), "float32"),
+        (None, ("bfloat16", "float16"), "float32"),
+        (None, ("bfloat16", "bfloat16"), "bfloat16"),
+        ("bfloat16", ("float32", "float16"), "bfloat16"),
+    ],
+)
+def test_types(dtype, types, expected):
+    arrays = promote(dtype, *(jnp.ones(2, each) for each in types))
+    assert [array.dtype for array in arrays] == [jnp.dtype(expected)] * 2
+
+
+def test_values_stay():
+    short, integers = promote("float32", np.float16([0.5, -2]), np.arange(2))
+    np.testing.assert_array_equal(short, [0.5, -2])
+    np.testing.assert_array_equal(integers, [0, 1])

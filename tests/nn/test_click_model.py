@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from flax import nnx
 
 import jaxrec
+from jaxrec.nn import LinearPart
 from jaxrec.nn.click_model import common_width, num_columns, num_features
 
 TABLES = (
@@ -27,3 +29,14 @@ def test_sizes_are_those_of_the_pooled_output():
     pooled = bags(batch)
     assert num_columns(bags) == pooled.values.shape[1] == 18
     assert num_features(bags) == len(pooled.keys) == 4
+
+
+def test_the_old_name_of_a_lookup_says_the_new_one():
+    weights = jaxrec.EmbeddingBagCollection(
+        [jaxrec.EmbeddingBagConfig("user", 5, 1)], rngs=nnx.Rngs(0)
+    )
+    model = LinearPart(weights, rngs=nnx.Rngs(0))
+    batch = jaxrec.KeyedJaggedArray.from_lists({"user": [[1], [2, 3]]})
+    with pytest.warns(DeprecationWarning, match="LinearPart.look_up is called lookup now"):
+        found = model.look_up(batch)
+    np.testing.assert_array_equal(found, model.lookup(batch))

@@ -1,10 +1,10 @@
-"""Derivatives of the dot products of all pairs of a sample's vectors.
+"""Dot products of all pairs of a sample's vectors, which native kernels compute and differentiate.
 
-There are two, each linear in each of its arrays: `pair_tangents` gives the tangents of the products
-from those of the vectors, and `pair_gradients` the gradients of the vectors from those of the
-products. The transposes of both are these two again. They are primitives of JAX, so that forward
-mode, reverse mode and any mixture of the two reach the native kernel; a `jax.custom_vjp` would have
-no forward mode.
+Their derivatives are two functions, each linear in each of its arrays: `pair_tangents` gives the
+tangents of the products from those of the vectors, and `pair_gradients` the gradients of the
+vectors from those of the products. The transposes of both are these two again. They are primitives
+of JAX, so that forward mode, reverse mode and any mixture of the two reach the native kernel; a
+`jax.custom_vjp` would have no forward mode.
 """
 
 from __future__ import annotations
@@ -21,6 +21,47 @@ from jaxtyping import Array, Float
 
 from jaxrec.embed import kernels
 from jaxrec.embed.kernels import reference
+
+
+@jax.custom_jvp
+def pairwise_dots(vectors: Float[Array, "batch vectors dim"]) -> Float[Array, "batch pairs"]:
+    """Return the dot products of all pairs of a sample's vectors.
+
+    Training steps compute them, and their gradients, by the native kernels where those take the
+    vectors: float32, on a CPU, in a process that has one device. All else is computed in XLA.
+    Forward mode, `jax.hessian` and `jax.linearize` work, too.
+
+    Args:
+        vectors: ``[batch, n, dim]``.
+
+    Returns:
+        ``[batch, n * (n - 1) / 2]``, the pairs in the order (0, 1), (0, 2), ..., (1, 2), ...
+
+    Raises:
+        ValueError: The vectors have other than three dimensions.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> pairwise_dots(jnp.array([[[1.0, 0.0], [2.0, 3.0], [4.0, 5.0]]])).tolist()
+        [[2.0, 4.0, 23.0]]
+    """
+    return reference.pair_products(vectors)
+
+
+@jax.custom_jvp
+def _products(vectors: Float[Array, "batch vectors dim"]) -> Float[Array, "batch pairs"]:
+    """Return `pairwise_dots` of a training step; native calls have no derivatives of their own."""
+    return implementation().pair_products(vectors)
+
+
+def _products_and_tangents(
+    primals: tuple[Array], tangents: tuple[Array]
+) -> tuple[Float[Array, "batch pairs"], Float[Array, "batch pairs"]]:
+    return _products(*primals), pair_tangents(*primals, *tangents)
+
+
+pairwise_dots.defjvp(_products_and_tangents)
+_products.defjvp(_products_and_tangents)
 
 
 def implementation() -> ModuleType:
