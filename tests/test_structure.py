@@ -129,13 +129,8 @@ TESTED_BY = {
     "plan/test_cli": ("plan_command",),
     "plan/test_plan": ("plan/context",),
     "plan/test_solver": ("plan/program",),
-    "ragged/test_hashing": ("ragged/xxh64",),
-    "ragged/test_packer": ("ragged/capacity_memory",),
     "ragged/test_packing": ("ragged/keyed_constructors",),
-    "ragged/test_keyed_jagged": (
-        "ragged/arrays",
-        "ragged/columns",
-    ),
+    "ragged/test_keyed_jagged": ("ragged/columns",),
     "serve/quantized/test_pruned_tables": ("serve/quantized/quantized_store",),
     "serve/reports/test_quality_report": (
         "serve/quantized/paired_stores",

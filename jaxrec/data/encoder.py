@@ -34,8 +34,7 @@ from jaxrec.data.schema import Schema, read_schema
 from jaxrec.data.text import DataError
 from jaxrec.data.vocabulary import Vocabulary
 from jaxrec.ragged import Packer
-from jaxrec.ragged.capacity import capacity_for
-from jaxrec.ragged.length_moments import LengthMoments
+from jaxrec.ragged.capacity import LengthMoments, capacity_for
 
 SCHEMA_FILE = "schema.yaml"
 STATISTICS_FILE = "statistics.json"

@@ -15,8 +15,7 @@ from jaxrec.nn.click_model import check_logit_layer, num_columns, with_dense
 from jaxrec.nn.mlp import MLP, Activation
 from jaxrec.nn.sequence import last_states
 from jaxrec.ragged import JaggedArray, KeyedJaggedArray, complete_cumsum, segment_ids
-from jaxrec.ragged.arrays import AnyArray
-from jaxrec.ragged.device_axis import each_device
+from jaxrec.ragged.arrays import AnyArray, each_device
 from jaxrec.ragged.offsets import without_padding
 
 

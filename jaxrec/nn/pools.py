@@ -14,13 +14,9 @@ from jax.sharding import Mesh
 from jaxtyping import Array, DTypeLike, Int, Int32, Shaped
 
 from jaxrec.mesh.pool_rows import PoolRows
-from jaxrec.ragged import (
-    JaggedArray,
-    KeyedJaggedArray,
-    dense_to_jagged,
-    jagged_to_padded_dense,
-)
+from jaxrec.ragged import JaggedArray, KeyedJaggedArray
 from jaxrec.ragged.bounds import BAD_ID
+from jaxrec.ragged.fbgemm import dense_to_jagged, jagged_to_padded_dense
 from jaxrec.ragged.offsets import complete_cumsum
 
 Index = Int[Array | np.ndarray, " batch"]

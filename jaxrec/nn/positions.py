@@ -20,8 +20,7 @@ from jaxrec.ragged import (
     complete_cumsum,
     lengths_range,
 )
-from jaxrec.ragged.arrays import take
-from jaxrec.ragged.device_axis import each_device
+from jaxrec.ragged.arrays import each_device, take
 from jaxrec.ragged.offsets import without_padding
 
 

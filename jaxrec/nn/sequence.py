@@ -17,8 +17,7 @@ from jaxrec.nn.arithmetic import promote
 from jaxrec.nn.positions import positions_in_rows
 from jaxrec.nn.tiled_attention import BLOCK, jagged_attention
 from jaxrec.ragged import JaggedArray, KeyedJaggedArray, complete_cumsum
-from jaxrec.ragged.arrays import AnyArray, take
-from jaxrec.ragged.device_axis import each_device
+from jaxrec.ragged.arrays import AnyArray, each_device, take
 from jaxrec.ragged.offsets import without_padding
 
 _glorot = nnx.initializers.glorot_uniform()

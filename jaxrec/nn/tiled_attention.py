@@ -20,8 +20,7 @@ from jaxrec.nn.jagged_tiles import (
     plan_tiles,
     sum_tiles,
 )
-from jaxrec.ragged.arrays import AnyArray, take
-from jaxrec.ragged.device_axis import on_auto_axes
+from jaxrec.ragged.arrays import AnyArray, on_auto_axes, take
 
 BLOCK = 64
 

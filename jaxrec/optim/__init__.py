@@ -6,6 +6,8 @@ the bounds that `RowOptimizer` describes. Notation of their formulas: ``w`` is a
 gradient summed over its occurrences, ``lr`` the learning rate.
 """
 
+import types as _types
+
 from jaxrec.optim.adagrad_and_rmsprop import adagrad as adagrad
 from jaxrec.optim.adagrad_and_rmsprop import rmsprop as rmsprop
 from jaxrec.optim.adagrad_and_rmsprop import rowwise_adagrad as rowwise_adagrad
@@ -33,3 +35,13 @@ from jaxrec.optim.sgd_and_lars import sgd as sgd
 from jaxrec.optim.wrappers import OptimizerWrapper as OptimizerWrapper
 from jaxrec.optim.wrappers import ema as ema
 from jaxrec.optim.wrappers import ema_in_place as ema_in_place
+
+__all__ = [
+    name
+    for name, value in globals().items()
+    if name[0] != "_" and not isinstance(value, _types.ModuleType)
+]
+
+
+def __dir__() -> list[str]:
+    return __all__

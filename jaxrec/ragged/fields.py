@@ -13,8 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrec.ragged.arrays import AnyArray
-from jaxrec.ragged.batch_column import BatchColumn
-from jaxrec.ragged.bounds import INT32_BOUND, find_bad_ids
+from jaxrec.ragged.bounds import INT32_BOUND, find_bad_ids, raw_column
 from jaxrec.ragged.columns import (
     Column,
     bags_per_key,
@@ -26,10 +25,9 @@ from jaxrec.ragged.columns import (
     integers,
     whole_number,
 )
-from jaxrec.ragged.jagged import JaggedArray
+from jaxrec.ragged.jagged import BatchColumn, JaggedArray
 from jaxrec.ragged.key_segments import concatenate, concatenate_weights
 from jaxrec.ragged.packing import Packed, as_float32, checked_inverse, pack, pinned_capacities
-from jaxrec.ragged.raw_columns import raw_column
 from jaxrec.ragged.raw_ids import RawIds, as_raw, is_raw
 from jaxrec.ragged.shared_bags import (
     capacities_of_samples,

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, TypeVar, Unpack
 
 from jaxrec.ragged import arrow, columns, nested
-from jaxrec.ragged.capacity_memory import CapacityMemory
+from jaxrec.ragged.capacity import CapacityMemory
 from jaxrec.ragged.packing import PackOptions, id_bits_of, pack
 
 Batch = TypeVar("Batch", bound="KeyedConstructors")

@@ -14,8 +14,6 @@ from jaxtyping import Array, Int32, Num
 
 from jaxrec.ragged import columns, printing
 from jaxrec.ragged.arrays import AnyArray, require_one_batch
-from jaxrec.ragged.bag_layout import bag_ids
-from jaxrec.ragged.batch_column import BatchColumn
 from jaxrec.ragged.fields import (
     checked_columns,
     checked_fields,
@@ -24,10 +22,10 @@ from jaxrec.ragged.fields import (
     present,
     with_raw_ids,
 )
-from jaxrec.ragged.jagged import JaggedArray
+from jaxrec.ragged.jagged import BatchColumn, JaggedArray
 from jaxrec.ragged.key_segments import concatenate, concatenate_weights, refit, runs
 from jaxrec.ragged.keyed_constructors import KeyedConstructors
-from jaxrec.ragged.offsets import complete_cumsum
+from jaxrec.ragged.offsets import bag_ids, complete_cumsum
 from jaxrec.ragged.packing import (
     PackOptions,
     checked_values,

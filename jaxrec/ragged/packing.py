@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypedDict
 
+import jax
 import numpy as np
+from jaxtyping import Array, Int, Int32
 
 from jaxrec.ragged.arrays import AnyArray
 from jaxrec.ragged.bounds import BoundsMode, check_columns
-from jaxrec.ragged.capacity import capacity_for
-from jaxrec.ragged.capacity_memory import CapacityMemory
+from jaxrec.ragged.capacity import CapacityMemory, capacity_for
 from jaxrec.ragged.columns import Column, by_name, feature_names, integers, whole_number
 from jaxrec.ragged.raw_ids import as_raw
 from jaxrec.ragged.shared_bags import capacities_of_samples, demands_of_samples, ordered_inverse
@@ -309,3 +310,28 @@ def checked_inverse(keys: Sequence[str], strides: Sequence[int], inverse: Any) -
             f"but the feature has {strides[key]} bags"
         )
     return inverse.astype(np.int32)
+
+
+def check_indices(indices: Int[AnyArray, " selected"], count: int) -> None:
+    """Raise an error for an index out of range, where indices are known."""
+    if isinstance(indices, jax.core.Tracer):
+        return
+    indices = np.asarray(indices)
+    if (wrong := np.flatnonzero((indices < 0) | (indices >= count))).size:
+        raise IndexError(
+            f"indices[{wrong[0]}] is {indices[wrong[0]]}; expected 0 to {count - 1}, one of "
+            f"{count} rows"
+        )
+
+
+def checked_capacities(
+    keys: Sequence[str],
+    lengths: Int32[Array, "keys rows"],
+    capacities: Mapping[str, int] | Sequence[int] | None,
+) -> tuple[int, ...]:
+    """Return a capacity for each key, checked where lengths are known."""
+    if not isinstance(lengths, jax.core.Tracer):
+        return pinned_capacities(keys, np.asarray(lengths.sum(axis=1)).tolist(), capacities)
+    if capacities is None:
+        raise TypeError("a static capacity= is needed under jit")
+    return pinned_capacities(keys, [0] * len(keys), capacities)

@@ -13,9 +13,9 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Int32
 
 from jaxrec.ragged.arrays import AnyArray, namespace, take
-from jaxrec.ragged.bag_layout import bag_ids, bag_starts
 from jaxrec.ragged.bounds import BAD_ID, INT32_BOUND
 from jaxrec.ragged.columns import integers
+from jaxrec.ragged.offsets import bag_ids, bag_starts
 from jaxrec.ragged.raw_ids import like
 
 # Position of an id that has no space: no element of an array, nor the padding behind it.

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxrec.ragged import (
+from jaxrec.ragged.fbgemm import (
     jagged_1d_to_truncated_values,
     jagged_slice,
     pack_segments,

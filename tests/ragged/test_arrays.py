@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 
 from jaxrec.ragged import lengths_range
-from jaxrec.ragged.device_axis import each_device, on_auto_axes
+from jaxrec.ragged.arrays import each_device, on_auto_axes
 
 pytestmark = pytest.mark.jax_version
 
