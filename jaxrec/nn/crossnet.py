@@ -59,16 +59,10 @@ class CrossNet(nnx.Module):
         param_dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
     ):
+        types: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
         _check_sizes(in_features=in_features, num_layers=num_layers)
         self.layers = nnx.List(
-            nnx.Linear(
-                in_features,
-                in_features,
-                kernel_init=_glorot,
-                dtype=dtype,
-                param_dtype=param_dtype,
-                rngs=rngs,
-            )
+            nnx.Linear(in_features, in_features, kernel_init=_glorot, **types)
             for _ in range(num_layers)
         )
 
@@ -113,6 +107,7 @@ class LowRankCrossNet(nnx.Module):
         param_dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
     ):
+        types: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
         _check_sizes(in_features=in_features, num_layers=num_layers, low_rank=low_rank)
 
         def linear(columns: int, out: int, *, use_bias: bool) -> nnx.Linear:
@@ -121,10 +116,8 @@ class LowRankCrossNet(nnx.Module):
                 out,
                 use_bias=use_bias,
                 kernel_init=_glorot,
-                dtype=dtype,
-                param_dtype=param_dtype,
                 dot_general=dot_general,
-                rngs=rngs,
+                **types,
             )
 
         self.down = nnx.List(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import jax.numpy as jnp
 from flax import nnx
@@ -313,28 +313,16 @@ class SimpleDeepFMNN(ClickModel):
         param_dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
     ):
+        types: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
         self.dim = common_width("SimpleDeepFMNN", embeddings.configs)
         self.num_dense = num_dense
         self.compat = compat
         self.embeddings = embeddings
-        self.dense_arch = MLP(
-            num_dense,
-            (hidden_layer_size, self.dim),
-            dtype=dtype,
-            param_dtype=param_dtype,
-            rngs=rngs,
-        )
+        self.dense_arch = MLP(num_dense, (hidden_layer_size, self.dim), **types)
         self.interaction = FMInteractionArch(
-            (num_features(embeddings) + 1) * self.dim,
-            deep_fm_dimension,
-            compat=compat,
-            dtype=dtype,
-            param_dtype=param_dtype,
-            rngs=rngs,
+            (num_features(embeddings) + 1) * self.dim, deep_fm_dimension, compat=compat, **types
         )
-        self.head = nnx.Linear(
-            self.dim + deep_fm_dimension + 1, 1, dtype=dtype, param_dtype=param_dtype, rngs=rngs
-        )
+        self.head = nnx.Linear(self.dim + deep_fm_dimension + 1, 1, **types)
 
     def __call__(
         self, dense: Float[AnyArray, "batch num_dense"], features: KeyedJaggedArray

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -52,16 +53,10 @@ class TargetAttention(nnx.Module):
         param_dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
     ):
+        types: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
         check_logit_layer("layer_sizes", layer_sizes)
-        self.hidden = MLP(
-            4 * dim,
-            layer_sizes[:-1],
-            activation=activation,
-            dtype=dtype,
-            param_dtype=param_dtype,
-            rngs=rngs,
-        )
-        self.score = nnx.Linear(layer_sizes[-2], 1, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+        self.hidden = MLP(4 * dim, layer_sizes[:-1], activation=activation, **types)
+        self.score = nnx.Linear(layer_sizes[-2], 1, **types)
         self.dtype = dtype
 
     def __call__(
@@ -152,6 +147,7 @@ class DIN(nnx.Module):
         param_dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
     ):
+        types: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
         widths = {name: t.embedding_dim for t in items.configs for name in t.feature_names}
         features = [*pairs, *pairs.values()]
         if not pairs or set(features) - set(widths):
@@ -167,26 +163,11 @@ class DIN(nnx.Module):
         self.profile = profile
         self.num_dense = num_dense
         self.dtype = dtype
-        self.attention = TargetAttention(
-            dim,
-            layer_sizes=attention_layer_sizes,
-            dtype=dtype,
-            param_dtype=param_dtype,
-            rngs=rngs,
-        )
+        self.attention = TargetAttention(dim, layer_sizes=attention_layer_sizes, **types)
         columns = 2 * dim + num_dense + (0 if profile is None else num_columns(profile))
         check_logit_layer("top_layer_sizes", top_layer_sizes)
-        self.hidden = MLP(
-            columns,
-            top_layer_sizes[:-1],
-            activation=activation,
-            dtype=dtype,
-            param_dtype=param_dtype,
-            rngs=rngs,
-        )
-        self.head = nnx.Linear(
-            top_layer_sizes[-2], 1, dtype=dtype, param_dtype=param_dtype, rngs=rngs
-        )
+        self.hidden = MLP(columns, top_layer_sizes[:-1], activation=activation, **types)
+        self.head = nnx.Linear(top_layer_sizes[-2], 1, **types)
 
     def __call__(
         self, dense: Float[AnyArray, "batch num_dense"] | None, features: KeyedJaggedArray

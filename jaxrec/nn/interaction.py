@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
@@ -144,6 +145,7 @@ class InteractionProjectionArch(nnx.Module):
         param_dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
     ):
+        types: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
         for name, sizes in (("1", branch1_layer_sizes), ("2", branch2_layer_sizes)):
             if not sizes or sizes[-1] % dim:
                 raise ValueError(
@@ -151,12 +153,8 @@ class InteractionProjectionArch(nnx.Module):
                     f"{dim}; got branch{name}_layer_sizes={tuple(sizes)}"
                 )
         columns = (num_sparse_features + 1) * dim
-        self.branch1 = MLP(
-            columns, branch1_layer_sizes, dtype=dtype, param_dtype=param_dtype, rngs=rngs
-        )
-        self.branch2 = MLP(
-            columns, branch2_layer_sizes, dtype=dtype, param_dtype=param_dtype, rngs=rngs
-        )
+        self.branch1 = MLP(columns, branch1_layer_sizes, **types)
+        self.branch2 = MLP(columns, branch2_layer_sizes, **types)
         self.dtype = dtype
 
     def __call__(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import jax.numpy as jnp
 from flax import nnx
@@ -71,18 +71,11 @@ class Perceptron(nnx.Module):
         param_dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
     ):
+        types: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
         self.linear = nnx.Linear(
-            in_features,
-            out_features,
-            use_bias=bias,
-            dtype=dtype,
-            param_dtype=param_dtype,
-            dot_general=dot_general,
-            rngs=rngs,
+            in_features, out_features, use_bias=bias, dot_general=dot_general, **types
         )
-        self.activation = make_activation(
-            activation, out_features, dtype=dtype, param_dtype=param_dtype, rngs=rngs
-        )
+        self.activation = make_activation(activation, out_features, **types)
 
     def __call__(
         self, x: Float[AnyArray, "*batch in_features"]
@@ -255,16 +248,9 @@ class Dice(nnx.Module):
         param_dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
     ):
+        types: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
         self.slopes = nnx.Param(jnp.zeros(size, param_dtype))
-        self.normal = nnx.BatchNorm(
-            size,
-            use_bias=False,
-            use_scale=False,
-            epsilon=epsilon,
-            dtype=dtype,
-            param_dtype=param_dtype,
-            rngs=rngs,
-        )
+        self.normal = nnx.BatchNorm(size, use_bias=False, use_scale=False, epsilon=epsilon, **types)
         self.dtype = dtype
 
     def __call__(self, x: Float[AnyArray, "*batch columns"]) -> Float[Array, "*batch columns"]:

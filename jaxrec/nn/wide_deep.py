@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
@@ -128,18 +129,14 @@ class WideDeep(ClickModel):
         param_dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
     ):
+        types: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
         check_logit_layer("deep_layer_sizes", deep_layer_sizes)
         self.num_dense = num_dense
         self.dtype = dtype
-        self.wide = LinearPart(wide, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+        self.wide = LinearPart(wide, **types)
         self.embeddings = deep
         self.deep = MLP(
-            num_columns(deep) + num_dense,
-            deep_layer_sizes,
-            activation_on_last=False,
-            dtype=dtype,
-            param_dtype=param_dtype,
-            rngs=rngs,
+            num_columns(deep) + num_dense, deep_layer_sizes, activation_on_last=False, **types
         )
 
     def lookup(
