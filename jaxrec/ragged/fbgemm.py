@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -27,12 +28,17 @@ from jaxrec.ragged.bucketize import bucketize_sparse_features as bucketize_spars
 from jaxrec.ragged.offsets import complete_cumsum, offsets_range, segment_ids, without_padding
 from jaxrec.ragged.packing import check_indices, checked_capacities
 
+Values: TypeAlias = Shaped[AnyArray, "capacity *element"]
+Lengths: TypeAlias = Int[AnyArray, " rows"]
+Offsets: TypeAlias = Int[AnyArray, " offsets"]
+# Of nested rows one array for each level, outermost first.
+Levels: TypeAlias = Int[AnyArray, " _"] | Sequence[Int[AnyArray, " _"]]
+Fill: TypeAlias = float | int | bool
+Dense: TypeAlias = Num[AnyArray, "batch length *element"]
+
 
 def jagged_to_padded_dense(
-    values: Shaped[AnyArray, "capacity *element"],
-    offsets: Int[AnyArray, " _"] | Sequence[Int[AnyArray, " _"]],
-    max_lengths: int | Sequence[int],
-    padding_value: float | int | bool = 0,
+    values: Values, offsets: Levels, max_lengths: int | Sequence[int], padding_value: Fill = 0
 ) -> Shaped[Array, "..."]:
     """Copy the rows of a ragged array to a dense one, padded or cut at their ends.
 
@@ -78,9 +84,7 @@ def jagged_to_padded_dense(
 
 
 def dense_to_jagged(
-    dense: Shaped[AnyArray, "batch *lengths_and_element"],
-    offsets: Int[AnyArray, " _"] | Sequence[Int[AnyArray, " _"]],
-    capacity: int,
+    dense: Shaped[AnyArray, "batch *lengths_and_element"], offsets: Levels, capacity: int
 ) -> Shaped[Array, "{capacity} ..."]:
     """Concatenate the first elements of each row of a dense array.
 
@@ -117,11 +121,8 @@ def dense_to_jagged(
 
 
 def pack_segments(
-    values: Shaped[AnyArray, "capacity *element"],
-    lengths: Int[AnyArray, " segments"],
-    max_length: int,
-    padding_value: float | int | bool = 0,
-) -> Shaped[Array, "segments {max_length} *element"]:
+    values: Values, lengths: Lengths, max_length: int, padding_value: Fill = 0
+) -> Shaped[Array, "rows {max_length} *element"]:
     """Return each segment as a row of a dense array, ``[segments, max_length, ...]``.
 
     FBGEMM's ``pack_segments``; ``pack_segments_v2(pad_minf=True)`` is ``padding_value=-jnp.inf``.
@@ -134,9 +135,7 @@ def pack_segments(
     return jagged_to_padded_dense(values, complete_cumsum(lengths), max_length, padding_value)
 
 
-def segment_mask(
-    lengths: Int[AnyArray, " segments"], max_length: int
-) -> Bool[Array, "segments {max_length}"]:
+def segment_mask(lengths: Lengths, max_length: int) -> Bool[Array, "rows {max_length}"]:
     """Return which elements of `pack_segments` exist; FBGEMM's presence mask.
 
     Example:
@@ -148,9 +147,7 @@ def segment_mask(
 
 
 def unpack_segments(
-    packed: Shaped[AnyArray, "segments length *element"],
-    lengths: Int[AnyArray, " segments"],
-    capacity: int,
+    packed: Shaped[AnyArray, "rows length *element"], lengths: Lengths, capacity: int
 ) -> Shaped[Array, "{capacity} *element"]:
     """Concatenate the first elements of each row: the inverse of `pack_segments`.
 
@@ -168,8 +165,8 @@ def unpack_segments(
 
 
 def jagged_slice(
-    values: Shaped[AnyArray, "capacity *element"],
-    lengths: Int[AnyArray, " rows"],
+    values: Values,
+    lengths: Lengths,
     starts: Int[AnyArray, " rows"],
     max_length: int,
     capacity: int | None = None,
@@ -207,10 +204,7 @@ def jagged_slice(
 
 
 def jagged_1d_to_truncated_values(
-    values: Shaped[AnyArray, "capacity *element"],
-    lengths: Int[AnyArray, " rows"],
-    max_truncated_length: int,
-    capacity: int | None = None,
+    values: Values, lengths: Lengths, max_truncated_length: int, capacity: int | None = None
 ) -> Shaped[Array, "out_capacity *element"]:
     """Return the first elements of each row, at most ``max_truncated_length``, row after row.
 
@@ -227,8 +221,8 @@ def jagged_1d_to_truncated_values(
 
 
 def jagged_index_select(
-    values: Shaped[AnyArray, "capacity *element"],
-    lengths: Int[AnyArray, " rows"],
+    values: Values,
+    lengths: Lengths,
     indices: Int[AnyArray, " selected"],
     capacity: int | None = None,
 ) -> tuple[Shaped[Array, "out_capacity *element"], Int32[Array, " selected"]]:
@@ -331,9 +325,7 @@ def permute_sparse_data(
 
 
 def jagged_dense_elementwise_add(
-    x_values: Num[AnyArray, "capacity *element"],
-    x_offsets: Int[AnyArray, " offsets"],
-    y: Num[AnyArray, "batch length *element"],
+    x_values: Num[AnyArray, "capacity *element"], x_offsets: Offsets, y: Dense
 ) -> Num[Array, "batch length *element"]:
     """Return the dense sum of a ragged and a dense array, ``padded(x) + y``; FBGEMM's op.
 
@@ -343,9 +335,7 @@ def jagged_dense_elementwise_add(
 
 
 def jagged_dense_elementwise_add_jagged_output(
-    x_values: Num[AnyArray, "capacity *element"],
-    x_offsets: Int[AnyArray, " offsets"],
-    y: Num[AnyArray, "batch length *element"],
+    x_values: Num[AnyArray, "capacity *element"], x_offsets: Offsets, y: Dense
 ) -> Num[Array, "capacity *element"]:
     """Return the ragged sum of a ragged and a dense array; FBGEMM's op.
 
@@ -357,19 +347,14 @@ def jagged_dense_elementwise_add_jagged_output(
 
 
 def jagged_dense_dense_elementwise_add_jagged_output(
-    x_values: Num[AnyArray, "capacity *element"],
-    x_offsets: Int[AnyArray, " offsets"],
-    y_0: Num[AnyArray, "batch length *element"],
-    y_1: Num[AnyArray, "batch length *element"],
+    x_values: Num[AnyArray, "capacity *element"], x_offsets: Offsets, y_0: Dense, y_1: Dense
 ) -> Num[Array, "capacity *element"]:
     """Compute `jagged_dense_elementwise_add_jagged_output` with ``y_0 + y_1``; FBGEMM's op."""
     return jagged_dense_elementwise_add_jagged_output(x_values, x_offsets, y_0 + y_1)
 
 
 def jagged_dense_elementwise_mul(
-    x_values: Num[AnyArray, "capacity *element"],
-    x_offsets: Int[AnyArray, " offsets"],
-    y: Num[AnyArray, "batch length *element"],
+    x_values: Num[AnyArray, "capacity *element"], x_offsets: Offsets, y: Dense
 ) -> Num[Array, "capacity *element"]:
     """Return the ragged product of a ragged and a dense array; FBGEMM's op.
 
@@ -382,7 +367,7 @@ def jagged_dense_elementwise_mul(
 
 def jagged_dense_bmm(
     x_values: Float[AnyArray, "capacity inner"],
-    x_offsets: Int[AnyArray, " offsets"],
+    x_offsets: Offsets,
     y: Float[AnyArray, "batch inner columns"],
     max_length: int,
 ) -> Float[Array, "capacity columns"]:
@@ -398,7 +383,7 @@ def jagged_dense_bmm(
 def jagged_jagged_bmm(
     x_values: Float[AnyArray, "capacity rows"],
     y_values: Float[AnyArray, "capacity columns"],
-    offsets: Int[AnyArray, " offsets"],
+    offsets: Offsets,
     max_length: int,
 ) -> Float[Array, "batch rows columns"]:
     """Return ``x_b^T y_b`` for each row ``b`` of two arrays that are ragged alike.
@@ -413,7 +398,7 @@ def jagged_jagged_bmm(
 def batched_dense_vec_jagged_2d_mul(
     v: Float[AnyArray, "batch_heads length"],
     a_values: Float[AnyArray, "capacity heads_dims"],
-    a_offsets: Int[AnyArray, " offsets"],
+    a_offsets: Offsets,
 ) -> Float[Array, "batch_heads dim"]:
     """Sum each row's vectors, weighted for each head: attention's weights times its values.
 
@@ -447,7 +432,7 @@ def batched_dense_vec_jagged_2d_mul(
 
 
 def jagged_softmax(
-    values: Float[AnyArray, "capacity *element"], offsets: Int[AnyArray, " offsets"]
+    values: Float[AnyArray, "capacity *element"], offsets: Offsets
 ) -> Float[Array, "capacity *element"]:
     """Compute the softmax over the elements of each row, column by column.
 
@@ -470,9 +455,7 @@ def jagged_softmax(
 
 
 def segment_sum_csr(
-    values: Num[AnyArray, "capacity *element"],
-    csr_seg: Int[AnyArray, " offsets"],
-    batch_size: int = 1,
+    values: Num[AnyArray, "capacity *element"], csr_seg: Offsets, batch_size: int = 1
 ) -> Num[Array, "segments *element"]:
     """Sum ``values[csr_seg[i] * batch_size:csr_seg[i + 1] * batch_size]`` for each segment ``i``.
 

@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, Int, Num, Shaped
 
 from jaxrec.ragged import fbgemm
 from jaxrec.ragged.arrays import AnyArray, require_one_batch
+from jaxrec.ragged.fbgemm import Dense, Fill
 from jaxrec.ragged.jagged import JaggedArray
 
 Arguments = ParamSpec("Arguments")
@@ -130,7 +131,7 @@ def jagged_1d_to_truncated_values(
 
 @_column_first
 def jagged_to_padded_dense(
-    column: JaggedArray, max_length: int, padding_value: float | int | bool = 0
+    column: JaggedArray, max_length: int, padding_value: Fill = 0
 ) -> Shaped[Array, "batch {max_length} *element"]:
     """Return `JaggedArray.to_padded_dense` of a column; FBGEMM's op.
 
@@ -168,7 +169,7 @@ def segment_sum_csr(column: JaggedArray) -> Num[Array, "batch *element"]:
 
 @_column_first
 def jagged_dense_elementwise_add(
-    column: JaggedArray, y: Num[AnyArray, "batch length *element"]
+    column: JaggedArray, y: Dense
 ) -> Num[Array, "batch length *element"]:
     """Return the dense sum of a column and a dense array; rows are cut to ``length``.
 
@@ -178,9 +179,7 @@ def jagged_dense_elementwise_add(
 
 
 @_column_first
-def jagged_dense_elementwise_add_jagged_output(
-    column: JaggedArray, y: Num[AnyArray, "batch length *element"]
-) -> JaggedArray:
+def jagged_dense_elementwise_add_jagged_output(column: JaggedArray, y: Dense) -> JaggedArray:
     """Return the ragged sum of a column and a dense array.
 
     FBGEMM's op of that name. Elements of ``y`` past a row are left out; where a row of ``y`` ends
@@ -198,18 +197,14 @@ def jagged_dense_elementwise_add_jagged_output(
 
 @_column_first
 def jagged_dense_dense_elementwise_add_jagged_output(
-    column: JaggedArray,
-    y_0: Num[AnyArray, "batch length *element"],
-    y_1: Num[AnyArray, "batch length *element"],
+    column: JaggedArray, y_0: Dense, y_1: Dense
 ) -> JaggedArray:
     """Compute `jagged_dense_elementwise_add_jagged_output` with ``y_0 + y_1``; FBGEMM's op."""
     return jagged_dense_elementwise_add_jagged_output(column, y_0 + y_1)
 
 
 @_column_first
-def jagged_dense_elementwise_mul(
-    column: JaggedArray, y: Num[AnyArray, "batch length *element"]
-) -> JaggedArray:
+def jagged_dense_elementwise_mul(column: JaggedArray, y: Dense) -> JaggedArray:
     """Return the ragged product of a column and a dense array, as the sum treats their rows.
 
     FBGEMM's op of that name; see `jagged_dense_elementwise_add_jagged_output`.
