@@ -332,9 +332,7 @@ class SimpleDeepFMNN(ClickModel):
         return nnx.sigmoid(logits) if self.compat == "torchrec" else logits
 
     def logits(
-        self,
-        dense: Float[AnyArray, "batch num_dense"],
-        embedded: Float[Array, "batch columns"],
+        self, dense: Float[AnyArray, "batch num_dense"], embedded: Float[Array, "batch columns"]
     ) -> Float[Array, " batch"]:
         check_dense(dense, self.num_dense, embedded.shape[0])
         sparse = embedded.reshape(embedded.shape[0], -1, self.dim)

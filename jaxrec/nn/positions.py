@@ -13,13 +13,7 @@ from jaxtyping import Array, DTypeLike, Float, Int32
 
 from jaxrec.embed import EmbeddingBagCollection
 from jaxrec.embed.config import TableConfig
-from jaxrec.ragged import (
-    JaggedArray,
-    KeyedArray,
-    KeyedJaggedArray,
-    complete_cumsum,
-    lengths_range,
-)
+from jaxrec.ragged import JaggedArray, KeyedArray, KeyedJaggedArray, complete_cumsum, lengths_range
 from jaxrec.ragged.arrays import each_device, take
 from jaxrec.ragged.offsets import without_padding
 

@@ -128,9 +128,7 @@ class JaggedSelfAttention(nnx.Module):
         self.block_size = block_size
 
     def __call__(
-        self,
-        states: Float[AnyArray, "*devices capacity dim"],
-        lengths: AnyArray,
+        self, states: Float[AnyArray, "*devices capacity dim"], lengths: AnyArray
     ) -> Float[Array, "*devices capacity dim"]:
         """Map ``[capacity, dim]`` states, of rows of the given lengths, to the same shape."""
         states = without_padding(states, complete_cumsum(lengths))

@@ -165,15 +165,7 @@ def hstu_attention(
     biases = jax.tree.map(jnp.asarray, {"position": position_bias, "time": time_bias})
     attend = functools.partial(_attend_pointwise, tile=functools.partial(_hstu_tile, scale=scale))
     return _tiled(
-        attend,
-        lengths,
-        timestamps,
-        query,
-        key,
-        value,
-        biases,
-        causal=True,
-        block_size=block_size,
+        attend, lengths, timestamps, query, key, value, biases, causal=True, block_size=block_size
     )
 
 

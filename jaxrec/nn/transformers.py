@@ -162,11 +162,7 @@ class SASRec(SequenceModel):
     """
 
     def __init__(
-        self,
-        items: EmbeddingCollection,
-        *,
-        num_heads: int = 1,
-        **options: Unpack[SequenceOptions],
+        self, items: EmbeddingCollection, *, num_heads: int = 1, **options: Unpack[SequenceOptions]
     ):
         super().__init__(items, functools.partial(SASRecBlock, num_heads=num_heads), **options)
 
@@ -209,11 +205,7 @@ class BERT4Rec(SequenceModel):
     """
 
     def __init__(
-        self,
-        items: EmbeddingCollection,
-        *,
-        num_heads: int = 2,
-        **options: Unpack[SequenceOptions],
+        self, items: EmbeddingCollection, *, num_heads: int = 2, **options: Unpack[SequenceOptions]
     ):
         super().__init__(items, functools.partial(BERT4RecBlock, num_heads=num_heads), **options)
         dim = self.positions.vectors.shape[1]

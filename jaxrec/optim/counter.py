@@ -111,10 +111,7 @@ class _CountingAdagrad(RowOptimizer):
 
     @abc.abstractmethod
     def _factors(
-        self,
-        counted: _Counted,
-        rows: Float[Array, "rows dim"],
-        decayed: Float[Array, "rows dim"],
+        self, counted: _Counted, rows: Float[Array, "rows dim"], decayed: Float[Array, "rows dim"]
     ) -> tuple[Float[Array, " rows"], Float[Array, " rows"]]:
         """Return the factors of the rows and of their gradients, ``w <- shrinkage w - rate g``.
 
@@ -222,10 +219,7 @@ class rowwise_adagrad_with_counter(_CountingAdagrad):
         return self.weight_decay_mode == "l2"
 
     def _factors(
-        self,
-        counted: _Counted,
-        rows: Float[Array, "rows dim"],
-        decayed: Float[Array, "rows dim"],
+        self, counted: _Counted, rows: Float[Array, "rows dim"], decayed: Float[Array, "rows dim"]
     ) -> tuple[Float[Array, " rows"], Float[Array, " rows"]]:
         unadjusted = counted.adagrad_rate
         shrinkage, lazy = self._shrinkage(counted)
@@ -330,10 +324,7 @@ class rowwise_adagrad_cowclip(_CountingAdagrad):
         return self.weight_decay_mode == "l2"
 
     def _factors(
-        self,
-        counted: _Counted,
-        rows: Float[Array, "rows dim"],
-        decayed: Float[Array, "rows dim"],
+        self, counted: _Counted, rows: Float[Array, "rows dim"], decayed: Float[Array, "rows dim"]
     ) -> tuple[Float[Array, " rows"], Float[Array, " rows"]]:
         bounds = jnp.maximum(self.clip_ratio * row_norms(rows)[:, 0], self.clip_minimum)
         bounds, norms = counted.count * bounds, row_norms(decayed)[:, 0]

@@ -87,9 +87,7 @@ def require_one_batch(lengths: AnyArray, operation: str) -> None:
 
 
 def each_device(
-    function: Callable[..., Any],
-    lengths: Int[AnyArray, "*devices rows"],
-    *arrays: Any,
+    function: Callable[..., Any], lengths: Int[AnyArray, "*devices rows"], *arrays: Any
 ) -> Any:
     """Call ``function(lengths, *arrays)`` with one batch, or with that of each device.
 

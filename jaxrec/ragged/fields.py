@@ -29,11 +29,7 @@ from jaxrec.ragged.jagged import BatchColumn, JaggedArray
 from jaxrec.ragged.key_segments import concatenate, concatenate_weights
 from jaxrec.ragged.packing import Packed, as_float32, checked_inverse, pack, pinned_capacities
 from jaxrec.ragged.raw_ids import RawIds, as_raw, is_raw
-from jaxrec.ragged.shared_bags import (
-    capacities_of_samples,
-    demands_of_samples,
-    ordered_inverse,
-)
+from jaxrec.ragged.shared_bags import capacities_of_samples, demands_of_samples, ordered_inverse
 from jaxrec.ragged.wide_ids import WideIds
 
 

@@ -95,9 +95,7 @@ class JaggedArray:
                 flat_weights = flat_weights.astype(np.float32)
         padded = np.pad(values, [padding, *[(0, 0)] * (values.ndim - 1)])
         return cls(
-            as_raw(padded) if id_bits == 64 else padded,
-            lengths.astype(np.int32),
-            flat_weights,
+            as_raw(padded) if id_bits == 64 else padded, lengths.astype(np.int32), flat_weights
         )
 
     @classmethod

@@ -122,10 +122,7 @@ class KeyedConstructors:
 
     @classmethod
     def from_arrow(
-        cls: type[Batch],
-        data: Any,
-        weights: Any | None = None,
-        **options: Unpack[PackOptions],
+        cls: type[Batch], data: Any, weights: Any | None = None, **options: Unpack[PackOptions]
     ) -> Batch:
         """Make a batch of Arrow columns; needs pyarrow.
 

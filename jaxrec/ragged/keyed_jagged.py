@@ -441,13 +441,7 @@ class KeyedJaggedArray(KeyedConstructors):
 
 def _flatten(batch: KeyedJaggedArray) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     arrays = (batch.values, batch.lengths, batch.weights, batch.inverse_indices)
-    static = (
-        batch.keys,
-        batch.capacities,
-        batch.strides,
-        batch.slot_keys,
-        batch.sample_capacities,
-    )
+    static = (batch.keys, batch.capacities, batch.strides, batch.slot_keys, batch.sample_capacities)
     # Raw ids have a tree of their own: where jit knows the tree and the shapes, it does not ask
     # whether it takes the arrays.
     return arrays, (static, is_raw(batch.values))

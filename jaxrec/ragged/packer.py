@@ -50,9 +50,7 @@ class Packer:
     """
 
     def __init__(
-        self,
-        lengths: Mapping[str, Any] | None = None,
-        capacities: Mapping[str, int] | None = None,
+        self, lengths: Mapping[str, Any] | None = None, capacities: Mapping[str, int] | None = None
     ):
         known = {
             key: integers(f"lengths of feature {key!r}", "length", array)

@@ -184,9 +184,7 @@ def checked_values(
 
 
 def pinned_capacities(
-    keys: Sequence[str],
-    needed: Sequence[int],
-    capacities: Mapping[str, int] | Sequence[int] | None,
+    keys: Sequence[str], needed: Sequence[int], capacities: Mapping[str, int] | Sequence[int] | None
 ) -> tuple[int, ...]:
     """Return the capacity of each key: the given one, else `capacity_for` its ids.
 
