@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, TypeAlias, get_args
 
 import jax.numpy as jnp
 from jaxtyping import Array
@@ -14,7 +14,7 @@ from jaxrec.optim.base import Count, RowOptimizer, Rows, RowState, Updated
 from jaxrec.optim.hyperparameters import check_weight_decay, hyperparameter
 from jaxrec.optim.norm import limit_norm, mean_squares, root
 
-_WEIGHT_DECAY_MODES = ("none", "l2", "decoupled")
+_WeightDecay: TypeAlias = Literal["none", "l2", "decoupled"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -103,7 +103,7 @@ class rowwise_adagrad(RowOptimizer):
 
     eps: float = 1e-8
     weight_decay: float | hyperparameter = 0.0
-    weight_decay_mode: Literal["none", "l2", "decoupled"] = "none"
+    weight_decay_mode: _WeightDecay = "none"
     initial_accumulator_value: float = 0.0
 
     def __post_init__(self) -> None:
@@ -111,7 +111,7 @@ class rowwise_adagrad(RowOptimizer):
         checks.positive(self, "eps")
         check_weight_decay(self)
         checks.non_negative(self, "initial_accumulator_value")
-        checks.one_of(self, "weight_decay_mode", _WEIGHT_DECAY_MODES)
+        checks.one_of(self, "weight_decay_mode", get_args(_WeightDecay))
 
     def init(self, num_rows: int, dim: int) -> dict[str, Array]:
         return {"accumulator": jnp.full(num_rows, self.initial_accumulator_value, jnp.float32)}

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jaxrec.ragged.columns import WIDE_IDS, Column, by_name
+from jaxrec.ragged.columns import WIDE_IDS, Column, by_name, check_weight_lengths, sample_of
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -55,15 +55,7 @@ def from_arrow(
     if weights is None:
         return Column(values, lengths)
     flat_weights, weight_lengths = _flat(feature, weights, "floating point", _is_number)
-    if not np.array_equal(weight_lengths, lengths):
-        if weight_lengths.size != lengths.size:
-            where, ids, num_weights = f"feature {feature!r}", lengths.size, weight_lengths.size
-            raise ValueError(f"{where} has {ids} samples but weights for {num_weights}")
-        sample = np.flatnonzero(weight_lengths != lengths)[0]
-        raise ValueError(
-            f"feature {feature!r}, sample {sample}: {lengths[sample]} ids but "
-            f"{weight_lengths[sample]} weights; each id needs one weight"
-        )
+    check_weight_lengths(feature, lengths, weight_lengths)
     return Column(values, lengths, flat_weights)
 
 
@@ -94,9 +86,9 @@ def _flat(
     flat = _decoded(array.flatten())  # without the rows that are null
     if flat.null_count:
         position = int(np.flatnonzero(np.asarray(flat.is_null()))[0])
-        sample = np.searchsorted(np.cumsum(lengths), position, side="right")
         raise ValueError(
-            f"feature {feature!r}, sample {sample} has a null inside its list; fill or drop it"
+            f"feature {feature!r}, sample {sample_of(lengths, position)} has a null inside its "
+            "list; fill or drop it"
         )
     return _unboxed(flat), lengths
 

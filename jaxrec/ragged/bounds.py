@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import numpy as np
 
-from jaxrec.ragged.columns import WIDE_IDS, Column, is_integer, whole_number
+from jaxrec.ragged.columns import WIDE_IDS, Column, is_integer, sample_of, whole_number
 from jaxrec.ragged.hashing import hash_ids
 from jaxrec.ragged.raw_ids import RESERVED
 
@@ -54,7 +54,7 @@ def find_bad_ids(
         return None
     positions = np.flatnonzero((ids < 0) | (ids >= limit))
     bad = ids[positions[0]]
-    sample = first_sample + np.searchsorted(np.cumsum(lengths), positions[0], side="right")
+    sample = first_sample + sample_of(lengths, positions[0])
     message = f"feature {feature!r}, sample {sample}: id {bad} "
     if bound is not None:
         message += f"is outside [0, {bound}), the ids of its table"
@@ -228,5 +228,4 @@ def _kind(value: Any) -> str | None:
 
 
 def _where(feature: str, lengths: np.ndarray, position: int) -> str:
-    sample = np.searchsorted(np.cumsum(lengths), position, side="right")
-    return f"feature {feature!r}, sample {sample}"
+    return f"feature {feature!r}, sample {sample_of(lengths, position)}"

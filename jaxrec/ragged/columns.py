@@ -314,6 +314,25 @@ def is_real(kind: type) -> bool:
     return is_integer(kind) or issubclass(kind, float | np.floating)
 
 
+def sample_of(lengths: np.ndarray, position: int) -> int:
+    """Return the sample that the id at a position of a column belongs to; for errors."""
+    return int(np.searchsorted(np.cumsum(lengths), position, side="right"))
+
+
+def check_weight_lengths(feature: str, lengths: np.ndarray, of_weights: np.ndarray) -> None:
+    """Raise a ValueError unless a feature's weights are nested as its ids are."""
+    if of_weights.size != lengths.size:
+        raise ValueError(
+            f"feature {feature!r} has {lengths.size} samples but weights for {of_weights.size}"
+        )
+    if (differs := np.flatnonzero(of_weights != lengths)).size:
+        sample = differs[0]
+        raise ValueError(
+            f"feature {feature!r}, sample {sample}: {lengths[sample]} ids but "
+            f"{of_weights[sample]} weights; each id needs one weight"
+        )
+
+
 def _slices(ends: np.ndarray) -> list[slice]:
     return [slice(*pair) for pair in itertools.pairwise([0, *ends.tolist()])]
 

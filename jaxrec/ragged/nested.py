@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxrec.ragged.columns import WIDE_IDS, Column, is_integer, is_real
+from jaxrec.ragged.columns import WIDE_IDS, Column, check_weight_lengths, is_integer, is_real
 
 # A number beyond this is infinite in float32.
 _LARGEST = int(np.finfo(np.float32).max)
@@ -29,16 +29,7 @@ def from_lists(feature: str, rows: Any, weights: Any | None = None, *, id_bits: 
     if weights is None:
         return Column(values, lengths)
     weight_lengths, flat_weights = _flat(feature, "weight", weights)
-    if len(weight_lengths) != len(lengths):
-        raise ValueError(
-            f"feature {feature!r} has {len(lengths)} samples but weights for {len(weight_lengths)}"
-        )
-    if (differs := np.flatnonzero(weight_lengths != lengths)).size:
-        sample = differs[0]
-        raise ValueError(
-            f"feature {feature!r}, sample {sample}: {lengths[sample]} ids but "
-            f"{weight_lengths[sample]} weights; each id needs one weight"
-        )
+    check_weight_lengths(feature, lengths, weight_lengths)
     return Column(values, lengths, flat_weights)
 
 

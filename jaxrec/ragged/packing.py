@@ -12,7 +12,7 @@ from jaxtyping import Array, Int, Int32
 from jaxrec.ragged.arrays import AnyArray
 from jaxrec.ragged.bounds import BoundsMode, check_columns
 from jaxrec.ragged.capacity import CapacityMemory, capacity_for
-from jaxrec.ragged.columns import Column, by_name, feature_names, integers, whole_number
+from jaxrec.ragged.columns import Column, by_name, feature_names, integers, sample_of, whole_number
 from jaxrec.ragged.raw_ids import as_raw
 from jaxrec.ragged.shared_bags import capacities_of_samples, demands_of_samples, ordered_inverse
 
@@ -276,10 +276,10 @@ def as_float32(feature: str, weights: np.ndarray, lengths: np.ndarray) -> np.nda
         narrow = weights.astype(np.float32, copy=False)
     if not (finite := np.isfinite(narrow)).all():
         position = int(np.argmin(finite))
-        sample = np.searchsorted(np.cumsum(lengths), position, side="right")
         raise ValueError(
-            f"feature {feature!r}, sample {sample}: weight {weights[position]} is not finite in "
-            "float32, the type of weights; one such weight would spoil every row of its batch"
+            f"feature {feature!r}, sample {sample_of(lengths, position)}: weight "
+            f"{weights[position]} is not finite in float32, the type of weights; one such weight "
+            "would spoil every row of its batch"
         )
     return narrow
 
