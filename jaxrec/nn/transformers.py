@@ -50,8 +50,8 @@ class _Block(nnx.Module):
             **types,
         )
         self.attention_norm, self.dense_norm = (nnx.LayerNorm(dim, **types) for _ in range(2))
-        self.hidden = nnx.Linear(dim, hidden, kernel_init=self._kernel_truncated_normal, **types)
-        self.out = nnx.Linear(hidden, dim, kernel_init=self._kernel_truncated_normal, **types)
+        self.hidden = nnx.Linear(dim, hidden, kernel_init=self._kernel_init, **types)
+        self.out = nnx.Linear(hidden, dim, kernel_init=self._kernel_init, **types)
         self.dropout = nnx.Dropout(dropout_rate, rngs=rngs)
         self.dtype = dtype
 

@@ -54,7 +54,7 @@ def find_bad_ids(
         return None
     positions = np.flatnonzero((ids < 0) | (ids >= limit))
     bad = ids[positions[0]]
-    sample = first_sample + sample_of(lengths, positions[0])
+    sample = first_sample + sample_of(lengths, int(positions[0]))
     message = f"feature {feature!r}, sample {sample}: id {bad} "
     if bound is not None:
         message += f"is outside [0, {bound}), the ids of its table"
