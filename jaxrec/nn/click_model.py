@@ -25,6 +25,8 @@ class ClickModel(nnx.Module):
     serves the whole batch, and `sum_in_chunks` runs the layers over some of its results at a time.
     """
 
+    embeddings: EmbeddingBagCollection
+
     def __call__(
         self, dense: Float[AnyArray, "batch num_dense"] | None, features: KeyedJaggedArray
     ) -> Float[Array, " batch"]:
@@ -54,9 +56,7 @@ class ClickModel(nnx.Module):
         )
         return self.lookup(features)
 
-    def logits(
-        self, dense: Float[AnyArray, "batch num_dense"] | None, embedded: Any
-    ) -> Float[Array, " batch"]:
+    def logits(self, dense: Any, embedded: Any) -> Float[Array, " batch"]:
         """Return the logits of samples whose embeddings are looked up.
 
         Args:

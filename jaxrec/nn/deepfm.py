@@ -325,7 +325,7 @@ class SimpleDeepFMNN(ClickModel):
         self.head = nnx.Linear(self.dim + deep_fm_dimension + 1, 1, **types)
 
     def __call__(
-        self, dense: Float[AnyArray, "batch num_dense"], features: KeyedJaggedArray
+        self, dense: Float[AnyArray, "batch num_dense"] | None, features: KeyedJaggedArray
     ) -> Float[Array, " batch"]:
         """Return the logits of a batch, ``[batch]``; probabilities with ``compat="torchrec"``."""
         logits = super().__call__(dense, features)

@@ -6,7 +6,7 @@ import dataclasses
 from typing import ClassVar
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
 from jaxrec.optim import checks
 from jaxrec.optim.base import Count, RowOptimizer, Rows, RowState, Updated
@@ -97,17 +97,12 @@ class ftrl(RowOptimizer):
             "linear": jnp.where(trains, linear, state["linear"]),
         }
 
-    def _power(self, accumulator: Float[Array, "rows dim"]) -> Float[Array, "rows dim"]:
+    def _power(self, accumulator: Rows) -> Rows:
         if self.learning_rate_power == -0.5:
             return root(accumulator)
         return accumulator**-self.learning_rate_power
 
-    def _growth(
-        self,
-        accumulator: Float[Array, "rows dim"],
-        gradients: Float[Array, "rows dim"],
-        power: Float[Array, "rows dim"],
-    ) -> Float[Array, "rows dim"]:
+    def _growth(self, accumulator: Rows, gradients: Rows, power: Rows) -> Rows:
         """Return ``n'^p - n^p``, given ``n``, the gradients and ``n'^p``.
 
         The difference of two numbers that are almost equal would lose their digits. For

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
 from jaxrec.optim import checks
 from jaxrec.optim.base import Count, Rows, RowState, Updated
@@ -90,9 +90,7 @@ class diloco(OptimizerWrapper):
         outer[MOVED] = outer[MOVED] + (new_rows - rows)
         return new_rows, inner | outer
 
-    def outer_step(
-        self, rows: Float[Array, "rows dim"], state: RowState
-    ) -> tuple[Float[Array, "rows dim"], dict[str, Array]]:
+    def outer_step(self, rows: Rows, state: RowState) -> Updated:
         """Make an outer step.
 
         Args:

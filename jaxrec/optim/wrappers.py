@@ -203,10 +203,10 @@ class ema_in_place(OptimizerWrapper):
     def update(self, rows: Rows, gradients: Rows, state: RowState, step: Count) -> Updated:
         return self.optimizer.update(rows, gradients, state, step)
 
-    def is_sweep_due(self, step: Int[Array, ""]) -> Bool[Array, ""]:
+    def is_sweep_due(self, step: Count) -> Bool[Array, ""]:
         iteration = jnp.asarray(step) + 2  # the next one, counted from 1
         return (iteration % self.every == 0) & (iteration >= self.start)
 
-    def sweep(self, rows: Float[Array, "rows dim"]) -> Float[Array, "rows dim"]:
+    def sweep(self, rows: Rows) -> Rows:
         fast, slow = jnp.split(rows, 2, axis=1)
         return jnp.concatenate([fast, slow + self.coefficient * (fast - slow)], axis=1)
