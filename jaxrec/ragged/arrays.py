@@ -74,9 +74,6 @@ def require_one_batch(lengths: AnyArray, operation: str) -> None:
     Args:
         lengths: The lengths of its bags.
         operation: Name of what needs one batch.
-
-    Raises:
-        ValueError: ``lengths`` has an axis in front, over the devices.
     """
     if lengths.ndim > 1:
         raise ValueError(

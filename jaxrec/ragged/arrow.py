@@ -14,12 +14,7 @@ if TYPE_CHECKING:
 
 
 def named_columns(data: Any) -> dict[str, Any]:
-    """Return the columns of a table or record batch by name; a mapping as it is.
-
-    Raises:
-        TypeError: The column is of another type.
-        ValueError: Two columns have one name.
-    """
+    """Return the columns of a table or record batch by name; a mapping as it is."""
     if not _is_table(data):
         return by_name("data", data)
     names = list(data.column_names)
@@ -45,10 +40,6 @@ def from_arrow(
             dictionaries of these or of integers.
         weights: An Array of the same nesting, of floating point.
         id_bits: 32, or 64 for raw ids; strings and binary values stay in Arrow.
-
-    Raises:
-        TypeError: The array is of another type.
-        ValueError: There is a null inside a list, or the weights are not shaped like the ids.
     """
     wanted, accepts = ("integers", _is_integer) if id_bits == 32 else ("integers, strings", _is_id)
     values, lengths = _flat(feature, array, wanted, accepts)
@@ -110,10 +101,6 @@ def map_values(
 
     Returns:
         Arrow array with the same chunks and lists; a null list stays null.
-
-    Raises:
-        TypeError: It is not an Arrow column.
-        ValueError: A value is null, and ``function`` does not accept nulls.
     """
     import pyarrow as pa
     import pyarrow.compute as pc

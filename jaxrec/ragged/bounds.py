@@ -85,11 +85,6 @@ def check_columns(
 
     Returns:
         The columns; the given ones are not written to.
-
-    Raises:
-        ValueError: An id is outside (names the feature, the sample, the id and the bound), or a
-            bound is not positive, exceeds integers of these bits or belongs to no feature, or an
-            error of `raw_column`.
     """
     if mode not in get_args(BoundsMode):
         raise ValueError(f"bounds_mode is {mode!r}; expected one of {get_args(BoundsMode)}")
@@ -134,10 +129,6 @@ def raw_column(feature: str, column: Column, *, is_bounded: bool = False) -> Col
         column: Its ids: integers, strings or bytes in a NumPy array, or strings in an Arrow array.
         is_bounded: Whether the feature has a bound, which hashes cannot have. Its integers are
             returned as they are.
-
-    Raises:
-        TypeError: An id is neither an integer nor a string, or they are mixed.
-        ValueError: An id is null, does not fit 64 bits or is -1, or strings have a bound.
     """
     values: Any = column.values
     strings = _strings(feature, values, column.lengths)
@@ -178,11 +169,7 @@ def _strings(feature: str, values: Any, lengths: np.ndarray) -> Any:
 
 
 def _by_bits(feature: str, integers: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Return integers as int64, those from 2**63 up by their bits.
-
-    Raises:
-        ValueError: One does not fit 64 bits.
-    """
+    """Return integers as int64, those from 2**63 up by their bits."""
     if integers.dtype.kind == "i":
         return integers.astype(np.int64, copy=False)
     if integers.dtype.kind == "u":

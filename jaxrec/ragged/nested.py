@@ -20,10 +20,6 @@ def from_lists(feature: str, rows: Any, weights: Any | None = None, *, id_bits: 
     """Make a column of a list of bags, each a list, tuple or one-dimensional array of ids.
 
     ``id_bits`` 64 takes ids of any type.
-
-    Raises:
-        TypeError: An id is not an integer, or a bag is not a list.
-        ValueError: The weights are not shaped like the ids.
     """
     lengths, values = _flat(feature, "id", rows, id_bits)
     if weights is None:
@@ -38,10 +34,6 @@ def flat_elements(rows: Sequence[Any]) -> tuple[np.ndarray, np.ndarray]:
 
     Returns:
         ``[elements, ...]`` of at most 32 bits, and ``[rows]`` int64.
-
-    Raises:
-        TypeError: Elements are not numbers, or differ in shape.
-        ValueError: An integer does not fit int32, or a number float32.
     """
     if bare := [index for index, row in enumerate(rows) if not hasattr(row, "__len__")]:
         raise TypeError(f"row {bare[0]} is {_shown(rows[bare[0]])}; expected a list of elements")

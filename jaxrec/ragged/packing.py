@@ -67,11 +67,7 @@ class PackOptions(TypedDict, total=False):
 
 
 def id_bits_of(options: PackOptions) -> int:
-    """Return the option ``id_bits``.
-
-    Raises:
-        ValueError: It is neither 32 nor 64.
-    """
+    """Return the option ``id_bits``."""
     id_bits = options.get("id_bits", 32)
     if id_bits not in (32, 64):
         raise ValueError(f"id_bits is {id_bits!r}; expected 32 or 64")
@@ -99,12 +95,6 @@ def pack(
             ``inverse_indices``.
         inverse_indices, sample_capacities, bounds, bounds_mode, id_bits: See `PackOptions`.
         capacities: See `PackOptions`; or a memory, which chooses both kinds.
-
-    Raises:
-        ValueError: A key occurs twice, numbers of bags differ, some but not all features are
-            weighted, a weight is not finite in float32, a capacity is too small, an inverse index
-            or an id is out of range.
-        TypeError: A key is not a string, or a capacity or a bound is not an integer.
     """
     keys = feature_names(keys)
     if repeated := {key for key in keys if keys.count(key) > 1}:
@@ -167,11 +157,7 @@ def checked_values(
     bounds_mode: str,
     id_bits: int,
 ) -> np.ndarray | None:
-    """Return the columns' values, repaired and padded; None if no id needed repair.
-
-    Raises:
-        ValueError: A key occurs twice, or as `check_columns`.
-    """
+    """Return the columns' values, repaired and padded; None if no id needed repair."""
     if len(set(keys)) < len(keys):
         raise ValueError(f"keys occur more than once in {tuple(keys)}")
     by_key = dict(zip(keys, columns, strict=True))
@@ -186,11 +172,7 @@ def checked_values(
 def pinned_capacities(
     keys: Sequence[str], needed: Sequence[int], capacities: Mapping[str, int] | Sequence[int] | None
 ) -> tuple[int, ...]:
-    """Return the capacity of each key: the given one, else `capacity_for` its ids.
-
-    Raises:
-        ValueError: One is too small, is given for a key that is not there, or they are too many.
-    """
+    """Return the capacity of each key: the given one, else `capacity_for` its ids."""
     if not isinstance(capacities, Mapping | Sequence | np.ndarray | None):
         raise TypeError(
             f"capacities is {capacities!r}; expected capacities by name, {{name: capacity}}, or "
@@ -227,11 +209,7 @@ def pinned_sample_capacities(
     capacities: Sequence[int],
     given: Mapping[str, int] | Sequence[int] | None,
 ) -> tuple[int, ...]:
-    """Return the capacity of each key once each sample has ids of its own.
-
-    Raises:
-        ValueError: A given one is too small, is for a key that is not there, or they are too many.
-    """
+    """Return the capacity of each key once each sample has ids of its own."""
     of_samples = capacities_of_samples(lengths, inverse, strides, capacities)
     if given is None:
         return of_samples
@@ -267,11 +245,7 @@ def _padded_weights(
 
 
 def as_float32(feature: str, weights: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Return the weights of a column as float32.
-
-    Raises:
-        ValueError: One is NaN, or infinite in float32.
-    """
+    """Return the weights of a column as float32."""
     with np.errstate(over="ignore"):
         narrow = weights.astype(np.float32, copy=False)
     if not (finite := np.isfinite(narrow)).all():
@@ -289,12 +263,7 @@ def _joined(arrays: Sequence[np.ndarray], dtype: np.typing.DTypeLike) -> np.ndar
 
 
 def checked_inverse(keys: Sequence[str], strides: Sequence[int], inverse: Any) -> np.ndarray:
-    """Return the bag of each sample, ``[keys, batch]`` int32.
-
-    Raises:
-        TypeError: They are not integers.
-        ValueError: The shape is wrong, or a feature has no such bag.
-    """
+    """Return the bag of each sample, ``[keys, batch]`` int32."""
     inverse = integers("inverse_indices", "bag number", ordered_inverse(keys, inverse))
     if inverse.ndim != 2 or inverse.shape[0] != len(keys):
         raise ValueError(

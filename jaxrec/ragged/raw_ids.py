@@ -39,9 +39,6 @@ def refuse(where: str = "values") -> NoReturn:
 
     Args:
         where: Name of the array.
-
-    Raises:
-        ValueError: Always.
     """
     raise ValueError(f"{where}: {_MESSAGE}")
 

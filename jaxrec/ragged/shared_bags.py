@@ -249,10 +249,6 @@ def ordered_inverse(keys: Sequence[str], inverse: Any) -> Any:
         keys: Names of the features, in the order of the result's rows.
         inverse: ``[keys, batch]``; or ``[batch]`` for each feature by name; or the pair
             ``(names, [keys, batch])``. None stays None.
-
-    Raises:
-        ValueError: A feature is missing or unknown, or features have different numbers of samples.
-        TypeError: The bags of a feature are not integers.
     """
     if isinstance(inverse, tuple) and len(inverse) == 2 and _are_names(inverse[0]):
         names, rows = inverse

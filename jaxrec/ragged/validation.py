@@ -81,11 +81,7 @@ def _checked_bounds(bounds: Mapping[str, int] | None, names: Sequence[str]) -> d
 
 
 def _on_host(batch: Ragged) -> Ragged:
-    """Return a batch with its arrays on the host.
-
-    Raises:
-        TypeError: It is traced.
-    """
+    """Return a batch with its arrays on the host."""
     for leaf in jax.tree.leaves(batch):
         if isinstance(leaf, jax.core.Tracer):
             raise TypeError("validate needs the numbers of a batch: call it outside of jax.jit")
