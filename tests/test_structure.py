@@ -118,7 +118,6 @@ TESTED_BY = {
         "nn/transformers",
         "nn/wide_deep",
     ),
-    "nn/test_interaction": ("nn/pair_products",),
     "nn/test_multi_tower": (
         "mesh/towers",
         "nn/towers",

@@ -18,12 +18,12 @@ from jaxrec.nn.din import TargetAttention as TargetAttention
 from jaxrec.nn.dlrm import DLRM as DLRM
 from jaxrec.nn.dlrm import DLRM_DCN as DLRM_DCN
 from jaxrec.nn.dlrm import DLRM_Projection as DLRM_Projection
+from jaxrec.nn.dlrm import DotInteraction as DotInteraction
+from jaxrec.nn.dlrm import InteractionArch as InteractionArch
+from jaxrec.nn.dlrm import InteractionDCNArch as InteractionDCNArch
+from jaxrec.nn.dlrm import InteractionProjectionArch as InteractionProjectionArch
 from jaxrec.nn.hstu import HSTU as HSTU
 from jaxrec.nn.hstu import HSTUBlock as HSTUBlock
-from jaxrec.nn.interaction import DotInteraction as DotInteraction
-from jaxrec.nn.interaction import InteractionArch as InteractionArch
-from jaxrec.nn.interaction import InteractionDCNArch as InteractionDCNArch
-from jaxrec.nn.interaction import InteractionProjectionArch as InteractionProjectionArch
 from jaxrec.nn.mlp import MLP as MLP
 from jaxrec.nn.mlp import Activation as Activation
 from jaxrec.nn.mlp import Dice as Dice

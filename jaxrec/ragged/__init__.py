@@ -17,14 +17,7 @@ from jaxrec.ragged.offsets import inclusive_cumsum as inclusive_cumsum
 from jaxrec.ragged.offsets import lengths_range as lengths_range
 from jaxrec.ragged.offsets import offsets_range as offsets_range
 from jaxrec.ragged.offsets import segment_ids as segment_ids
-from jaxrec.ragged.operations import (
-    jagged_1d_to_truncated_values as jagged_1d_to_truncated_values,
-)
 from jaxrec.ragged.operations import jagged_dense_bmm as jagged_dense_bmm
-from jaxrec.ragged.operations import (
-    jagged_dense_dense_elementwise_add_jagged_output as jagged_dense_dense_elementwise_add_jagged_output,  # noqa: E501
-)
-from jaxrec.ragged.operations import jagged_dense_elementwise_add as jagged_dense_elementwise_add
 from jaxrec.ragged.operations import (
     jagged_dense_elementwise_add_jagged_output as jagged_dense_elementwise_add_jagged_output,
 )
@@ -33,7 +26,6 @@ from jaxrec.ragged.operations import jagged_index_select as jagged_index_select
 from jaxrec.ragged.operations import jagged_jagged_bmm as jagged_jagged_bmm
 from jaxrec.ragged.operations import jagged_slice as jagged_slice
 from jaxrec.ragged.operations import jagged_softmax as jagged_softmax
-from jaxrec.ragged.operations import jagged_to_padded_dense as jagged_to_padded_dense
 from jaxrec.ragged.operations import segment_sum_csr as segment_sum_csr
 from jaxrec.ragged.packer import Packer as Packer
 from jaxrec.ragged.packing import PackOptions as PackOptions
@@ -61,6 +53,10 @@ _OF_FBGEMM = (
     "dense_to_jagged",
     "expand_into_jagged_permute",
     "invert_permute",
+    "jagged_1d_to_truncated_values",
+    "jagged_dense_dense_elementwise_add_jagged_output",
+    "jagged_dense_elementwise_add",
+    "jagged_to_padded_dense",
     "pack_segments",
     "permute_sparse_data",
     "segment_mask",

@@ -2,8 +2,8 @@
 
 They are functions of ``torch.ops.fbgemm`` under their names, with static capacities where FBGEMM
 computes a size. ``values`` are ``[capacity, ...]``: elements past the last row are padding, which
-is never read, and zeros in results. ``offsets`` are ``[rows + 1]``, ascending from 0. The functions
-of the same names in `jaxrec.ragged` take a `JaggedArray`.
+is never read, and zeros in results. ``offsets`` are ``[rows + 1]``, ascending from 0. Functions of
+the same names in `jaxrec.ragged` take a `JaggedArray`.
 """
 
 from __future__ import annotations

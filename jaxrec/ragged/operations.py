@@ -13,11 +13,11 @@ import warnings
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
-from jaxtyping import Array, Float, Int, Num, Shaped
+from jaxtyping import Array, Float, Int, Num
 
 from jaxrec.ragged import fbgemm
 from jaxrec.ragged.arrays import AnyArray, require_one_batch
-from jaxrec.ragged.fbgemm import Dense, Fill
+from jaxrec.ragged.fbgemm import Dense
 from jaxrec.ragged.jagged import JaggedArray
 
 Arguments = ParamSpec("Arguments")
@@ -114,35 +114,6 @@ def jagged_slice(
 
 
 @_column_first
-def jagged_1d_to_truncated_values(
-    column: JaggedArray, max_truncated_length: int, capacity: int | None = None
-) -> JaggedArray:
-    """Return the first elements of each row, at most ``max_truncated_length``; FBGEMM's op.
-
-    The capacity is that of `jagged_slice`.
-
-    Example:
-        >>> jagged_1d_to_truncated_values(JaggedArray.from_lists([[1], [2, 3, 4]]), 2).to_lists()
-        [[1], [2, 3]]
-    """
-    starts = column.lengths * 0
-    return jagged_slice(column, starts, max_truncated_length, capacity)
-
-
-@_column_first
-def jagged_to_padded_dense(
-    column: JaggedArray, max_length: int, padding_value: Fill = 0
-) -> Shaped[Array, "batch {max_length} *element"]:
-    """Return `JaggedArray.to_padded_dense` of a column; FBGEMM's op.
-
-    Example:
-        >>> jagged_to_padded_dense(JaggedArray.from_lists([[1], [2, 3]]), 3, -1).tolist()
-        [[1, -1, -1], [2, 3, -1]]
-    """
-    return column.to_padded_dense(max_length, padding_value)
-
-
-@_column_first
 def jagged_softmax(column: JaggedArray) -> JaggedArray:
     """Compute the softmax over the elements of each row, column by column.
 
@@ -168,17 +139,6 @@ def segment_sum_csr(column: JaggedArray) -> Num[Array, "batch *element"]:
 
 
 @_column_first
-def jagged_dense_elementwise_add(
-    column: JaggedArray, y: Dense
-) -> Num[Array, "batch length *element"]:
-    """Return the dense sum of a column and a dense array; rows are cut to ``length``.
-
-    FBGEMM's op of that name.
-    """
-    return fbgemm.jagged_dense_elementwise_add(column.values, column.offsets, y)
-
-
-@_column_first
 def jagged_dense_elementwise_add_jagged_output(column: JaggedArray, y: Dense) -> JaggedArray:
     """Return the ragged sum of a column and a dense array.
 
@@ -193,14 +153,6 @@ def jagged_dense_elementwise_add_jagged_output(column: JaggedArray, y: Dense) ->
     """
     sums = fbgemm.jagged_dense_elementwise_add_jagged_output(column.values, column.offsets, y)
     return _with_values(column, sums)
-
-
-@_column_first
-def jagged_dense_dense_elementwise_add_jagged_output(
-    column: JaggedArray, y_0: Dense, y_1: Dense
-) -> JaggedArray:
-    """Compute `jagged_dense_elementwise_add_jagged_output` with ``y_0 + y_1``; FBGEMM's op."""
-    return jagged_dense_elementwise_add_jagged_output(column, y_0 + y_1)
 
 
 @_column_first

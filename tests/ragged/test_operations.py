@@ -23,19 +23,15 @@ MATRICES = RNG.normal(size=(3, 4, 2)).astype(np.float32)
 
 # By operation: arguments behind the column, and behind the values and offsets (or lengths).
 CASES = {
-    "jagged_to_padded_dense": (2, -1.0),
     "jagged_softmax": (),
     "segment_sum_csr": (),
-    "jagged_dense_elementwise_add": (DENSE,),
     "jagged_dense_elementwise_add_jagged_output": (DENSE,),
-    "jagged_dense_dense_elementwise_add_jagged_output": (DENSE, DENSE + 1),
     "jagged_dense_elementwise_mul": (DENSE,),
     "jagged_dense_bmm": (MATRICES, 3),
 }
 PICKS = {
     "jagged_index_select": (ORDER, 9),
     "jagged_slice": (STARTS, 2),
-    "jagged_1d_to_truncated_values": (2,),
 }
 
 
@@ -57,7 +53,6 @@ def test_picked_rows_keep_their_weights(name):
     rows = {
         "jagged_index_select": [(2, 5), (0, 2), (2, 5)],
         "jagged_slice": [(1, 2), (0, 0), (4, 5)],
-        "jagged_1d_to_truncated_values": [(0, 2), (0, 0), (2, 4)],
     }[name]
     assert found.lengths.tolist() == [end - start for start, end in rows]
     wanted = np.concatenate([np.arange(start, end) for start, end in rows])
@@ -77,8 +72,6 @@ def test_products_of_two_columns():
 def test_a_column_over_a_mesh_is_refused():
     stacked = JaggedArray(VALUES[None], LENGTHS[None], WEIGHTS[None])
     for name, arguments in (CASES | PICKS).items():
-        if name == "jagged_to_padded_dense":
-            continue  # it gives the rows of all devices
         with pytest.raises(ValueError, match="needs one batch, and this one lies over a mesh"):
             getattr(ragged, name)(stacked, *arguments)
 

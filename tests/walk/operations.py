@@ -169,16 +169,20 @@ EACH = {
     ),
     "inclusive_cumsum": lambda b: ragged.inclusive_cumsum(b.lengths),
     "invert_permute": lambda b: fbgemm.invert_permute(b.order),
-    "jagged_1d_to_truncated_values": lambda b: ragged.jagged_1d_to_truncated_values(b.column, 2),
+    "jagged_1d_to_truncated_values": lambda b: fbgemm.jagged_1d_to_truncated_values(
+        b.values, b.lengths, 2
+    ),
     "jagged_attention": lambda b: nn.jagged_attention(
         b.heads, b.heads, b.heads, b.lengths, block_size=3
     ),
     "jagged_dense_bmm": lambda b: ragged.jagged_dense_bmm(b.column, b.matrix, LENGTH),
     "jagged_dense_dense_elementwise_add_jagged_output": lambda b: (
-        ragged.jagged_dense_dense_elementwise_add_jagged_output(b.column, b.dense, b.dense**2)
+        fbgemm.jagged_dense_dense_elementwise_add_jagged_output(
+            b.values, b.offsets, b.dense, b.dense**2
+        )
     ),
-    "jagged_dense_elementwise_add": lambda b: ragged.jagged_dense_elementwise_add(
-        b.column, b.dense
+    "jagged_dense_elementwise_add": lambda b: fbgemm.jagged_dense_elementwise_add(
+        b.values, b.offsets, b.dense
     ),
     "jagged_dense_elementwise_add_jagged_output": lambda b: (
         ragged.jagged_dense_elementwise_add_jagged_output(b.column, b.dense)
@@ -193,7 +197,7 @@ EACH = {
         ragged.jagged_softmax(b.column),
         fbgemm.jagged_softmax(b.scores, b.offsets),
     ),
-    "jagged_to_padded_dense": lambda b: ragged.jagged_to_padded_dense(b.column, LENGTH),
+    "jagged_to_padded_dense": lambda b: fbgemm.jagged_to_padded_dense(b.values, b.offsets, LENGTH),
     "jagged_unique_indices": lambda b: ragged.jagged_unique_indices(b.keyed, [["a", "b"]]),
     "keyed_jagged_index_select": lambda b: ragged.keyed_jagged_index_select(b.keyed, b.order),
     "lengths_range": lambda b: ragged.lengths_range(b.lengths, CAPACITY),
