@@ -83,6 +83,8 @@ def _spread(
     lengths: Array, target: Float[Array, "rows dim"], values: Float[Array, "capacity dim"]
 ) -> Float[Array, "capacity dim"]:
     """Return the target of each element's row; zeros at padding."""
+    # Histories are not padded: a row of 3 items costs 3, beside one of 300. The targets are brought
+    # to the items by a gather, and the items' sums back to the rows by a segment sum.
     rows = segment_ids(complete_cumsum(lengths), values.shape[0])
     return target.at[rows].get(mode="fill", fill_value=0)
 

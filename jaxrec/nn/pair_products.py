@@ -66,6 +66,8 @@ _products.defjvp(_products_and_tangents)
 
 def implementation() -> ModuleType:
     """Return the module of the kernels: XLA alone can divide them over several devices."""
+    # Asked when a step is traced. A native call is opaque to XLA's partitioner, which would gather
+    # the whole batch on every device to make it.
     return kernels if jax.device_count() == 1 else reference
 
 

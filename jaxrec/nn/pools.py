@@ -244,6 +244,8 @@ class RowOfBags:
 
     def unpack(self, rows: Int32[Array, "batch width"]) -> KeyedJaggedArray:
         """Return rows as a batch; traced."""
+        # Floats lie in the row by their bits: one int32 array holds lengths, ids and weights, and a
+        # lookup over a mesh sends one row where it would send three.
         count = len(self.lengths)
         starts = np.cumsum([count, *(n for _, n in self.lengths)])
         columns = {}

@@ -61,6 +61,8 @@ class PositionWeightedModule(nnx.Module):
 
     def weights(self, column: JaggedArray, name: str) -> Float[Array, "*devices capacity"]:
         """Return the weights of a column's ids; ``name`` is the column's in errors."""
+        # Compiled code cannot raise an error, and a clipped position would train a wrong weight
+        # unseen. NaN reaches the loss, where someone looks.
         count = self.position_weight.shape[0]
         if not isinstance(column.lengths, jax.core.Tracer):
             longest = int(np.max(np.asarray(column.lengths), initial=0))

@@ -232,6 +232,8 @@ class SequenceModel(nnx.Module):
         self, features: KeyedJaggedArray, encode: Callable[[JaggedArray], Array]
     ) -> dict[str, JaggedArray]:
         """Return all embeddings of a batch, those of the history replaced by ``encode`` of them."""
+        # One lookup for all features: the items that follow, negatives and candidates are rows of
+        # the same table, and each row is then updated once a step.
         embedded = self.items(features)
         history = embedded[self.history]
         return embedded | {self.history: dataclasses.replace(history, values=encode(history))}

@@ -13,6 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxrec.optim import checks
 
+# Arguments and results of `RowOptimizer.update`: its rows are those of a batch, not of a table.
 Rows: TypeAlias = Float[Array, "rows dim"]
 RowState: TypeAlias = Mapping[str, Array]
 Updated: TypeAlias = tuple[Rows, dict[str, Array]]
@@ -160,6 +161,8 @@ class RowOptimizer(abc.ABC):
         """Return whether `sweep` follows the update that ``step`` updates came before."""
         return jnp.zeros((), bool)
 
+    # `update` sees the rows of a batch alone. What changes all rows of a table is a method of its
+    # own, so that the usual step never walks a whole table.
     def sweep(self, rows: Float[Array, "rows dim"]) -> Float[Array, "rows dim"]:
         """Change rows between two steps; stores call this for all rows of a table.
 

@@ -25,6 +25,8 @@ def schedule(owner: Any, name: str) -> None:
     function = getattr(owner, name)
     if function.__class__.__module__.startswith("jaxrec."):
         return
+    # A function that ignores its argument is usually a closure over a number that its author means
+    # to change between steps. The compiled step would hold the first number without a word.
     depends = True
 
     def evaluate(step: jax.Array) -> jax.Array:

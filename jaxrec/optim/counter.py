@@ -55,6 +55,8 @@ class _Counted:
 class _CountingAdagrad(RowOptimizer):
     """The accumulator and the counter that the optimizers of this file share."""
 
+    # State is float32, as that of all row optimizers: counters and numbers of steps are exact up to
+    # 2**24, and one step more or less matters little after sixteen million.
     sums_rows: ClassVar[bool] = True
 
     eps: float = 1e-8

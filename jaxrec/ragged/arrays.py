@@ -32,6 +32,8 @@ def take(array: Array, *indices: Array, fill_value: float | int | bool = 0) -> A
     An index past the end is not read, and passes no gradient back. Over Explicit axes the result
     lies as the indices, which are of one shape, and the axes of the array that are not indexed.
     """
+    # Clipped, as JAX reads by default, an index of padding would read the last element, and send it
+    # a gradient.
     if 0 in array.shape[: len(indices)]:  # a gather needs something to read
         shape = (*indices[0].shape, *array.shape[len(indices) :])
         return jnp.full(shape, fill_value, array.dtype)

@@ -50,6 +50,7 @@ def find_bad_ids(
         id_bits: 32, or 64 for tables of more rows than int32 can number.
     """
     limit = 2 ** (id_bits - 1) if bound is None else bound
+    # Two reductions pass nearly every batch; positions are only looked for in a bad one.
     if ids.size == 0 or (ids.min() >= 0 and ids.max() < limit):
         return None
     positions = np.flatnonzero((ids < 0) | (ids >= limit))

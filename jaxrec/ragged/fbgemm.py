@@ -365,6 +365,8 @@ def jagged_dense_elementwise_mul(
     return without_padding(x_values, x_offsets) * y_values
 
 
+# Products of rows pad them to a static `max_length` and multiply densely: XLA's batched products
+# take one shape, and a product for each row would compile a program for each batch.
 def jagged_dense_bmm(
     x_values: Float[AnyArray, "capacity inner"],
     x_offsets: Offsets,

@@ -120,6 +120,7 @@ class JaggedArray:
         Raises:
             ValueError: An integer on the host does not fit int32.
         """
+        # The capacity is static, so it holds the longest rows that there could be.
         batch, length = dense.shape[:2]
         if lengths is None:
             lengths = jnp.full(batch, length, jnp.int32)

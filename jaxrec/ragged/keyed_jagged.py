@@ -99,6 +99,9 @@ class KeyedJaggedArray(KeyedConstructors):
     slot_keys: tuple[str, ...] = dataclasses.field(default=(), metadata={"static": True})
     sample_capacities: tuple[int, ...] = dataclasses.field(default=(), metadata={"static": True})
 
+    # Users come through here, and get checks. What makes a batch of another batch's arrays calls
+    # `_of` instead: JAX rebuilds batches many times a step, of tracers and placeholders, in which
+    # there is nothing to check.
     def __post_init__(self) -> None:
         vars(self).update(checked_fields(**vars(self))._asdict())
 

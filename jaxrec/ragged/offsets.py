@@ -51,6 +51,8 @@ def segment_ids(offsets: Int[AnyArray, " offsets"], capacity: int) -> Int32[Arra
         >>> segment_ids(np.array([0, 2, 2, 3]), 5).tolist()
         [0, 0, 2, 3, 3]
     """
+    # The segment of a position is the number of segments that end at or before it: a scatter and a
+    # running sum, where a binary search would read the offsets a dozen times for each position.
     ends = jnp.zeros(capacity, jnp.int32).at[offsets[1:]].add(1, mode="drop")
     return jnp.cumsum(ends, dtype=jnp.int32)
 

@@ -196,6 +196,7 @@ def pinned_capacities(
                 f"feature {key!r} has {count} ids, but its capacity is {capacity}; "
                 f"give it at least {count} (on the ladder: {capacity_for(count)})"
             )
+    # Positions of ids are int32 on a device, whatever the ids are.
     if sum(pinned) >= 2**31:
         raise ValueError(f"a batch holds fewer than 2**31 ids, but capacities sum to {sum(pinned)}")
     return pinned
@@ -225,6 +226,7 @@ def _padded(
     arrays: Sequence[np.ndarray], capacities: Sequence[int], dtype: np.typing.DTypeLike
 ) -> np.ndarray:
     """Put each array at the front of its segment, zeros behind it."""
+    # Zeros are ids of every table: code that forgets the padding reads a row that exists.
     padded = np.zeros(sum(capacities), dtype)
     start = 0
     for array, capacity in zip(arrays, capacities, strict=True):

@@ -79,6 +79,8 @@ def _sample_ids_on_host(
     sample_capacities: Sequence[int],
 ) -> SampleIds:
     """Compute `sample_ids` of NumPy arrays; the capacities hold all ids."""
+    # The loop is over keys, tens or hundreds of them; NumPy runs over samples and ids. Readers
+    # expand batches in threads of their own, where a compiled program would wait for the device.
     positions = np.full(sum(sample_capacities), sum(capacities), np.int32)
     all_taken = [np.zeros(0, np.int32)]
     first_bag = first_id = start = 0
