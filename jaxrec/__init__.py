@@ -4,6 +4,7 @@ The names here are what most programs need: batches (`KeyedJaggedArray`, `Packer
 (`EmbeddingBagCollection`, `EmbeddingCollection`), the training step (`value_and_grad`, `Optimizer`)
 and `shard`. The packages, from the bottom up:
 
+* `files`: atomic writes, locks, manifests with checksums, files of rows
 * `ragged`: ragged batches as padded arrays, and operations on them
 * `optim`: row optimizers, which change the rows of tables
 * `embed`: tables, lookup and fused update on one device
@@ -16,6 +17,7 @@ and `shard`. The packages, from the bottom up:
 * `train`: compiled steps, the training loop, checkpoints
 * `serve`: quantization, export, prediction and the server
 * `tune`: the fastest kernels for a model's shapes
+* `commands`: the commands of `jaxrec` on the command line
 """
 
 import importlib
