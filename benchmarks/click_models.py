@@ -35,7 +35,7 @@ def main() -> None:
 
     def train_step(model, optimizer, dense, features, labels):
         def loss_fn(model):
-            embedded = model.look_up(features)
+            embedded = model.lookup(features)
             total, _ = jaxrec.nn.sum_in_chunks(losses, model, dense, embedded, labels)
             return total / options.batch
 

@@ -80,7 +80,7 @@ def main(options: Options) -> None:
 
     def train_step(model, optimizer, dense, features, labels):
         def loss_fn(model):
-            embedded = model.look_up(features)
+            embedded = model.lookup(features)
             if not options.chunks:
                 return losses(model, dense, embedded, labels).mean()
             total, _ = jaxrec.nn.sum_in_chunks(losses, model, dense, embedded, labels)

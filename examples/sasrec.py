@@ -20,8 +20,9 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -62,38 +63,43 @@ class Settings:
     """Of first values, order, dropout and negatives; the evaluation draws the same ones always."""
 
 
-def make_model(settings: Settings, num_items: int) -> SASRec:
-    rngs = nnx.Rngs(settings.seed)
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """What a model learns from sequences, and how it is asked what comes next."""
+
+    train: list[np.ndarray]
+    sample: Callable[[np.random.Generator, np.ndarray], tuple[np.ndarray, np.ndarray]]
+    """From a sequence to a training sample."""
+    question: Callable[[np.ndarray], np.ndarray]
+    """From the items before the one to predict, to a history."""
+    counts: Callable[[jaxrec.KeyedJaggedArray], jax.Array]
+    """Which positions of a batch's histories have a loss."""
+
+
+def item_table(settings: Settings, num_rows: int, rngs: nnx.Rngs) -> jaxrec.EmbeddingCollection:
+    initializer = nnx.initializers.normal(0.02)
     table = jaxrec.EmbeddingConfig(
-        "item", num_items + 1, settings.dim, FEATURES, initializer=nnx.initializers.normal(0.02)
+        "item", num_rows, settings.dim, FEATURES, initializer=initializer
     )
     optimizer = jaxrec.optim.adam(settings.learning_rate)
-    return SASRec(
-        jaxrec.EmbeddingCollection([table], optimizer=optimizer, rngs=rngs),
-        max_length=settings.max_length, num_blocks=settings.num_blocks,
-        num_heads=settings.num_heads, dropout_rate=settings.dropout_rate,
-        block_size=32, rngs=rngs,
-    )  # fmt: skip
+    return jaxrec.EmbeddingCollection([table], optimizer=optimizer, rngs=rngs)
+
+
+def options_of(settings: Settings) -> dict[str, int | float]:
+    names = ("max_length", "num_blocks", "num_heads", "dropout_rate")
+    return {name: getattr(settings, name) for name in names} | {"block_size": 32}
+
+
+def read(settings: Settings) -> Interactions:
+    made = Interactions.generate(settings.num_users, settings.num_items, seed=0)
+    data = Interactions.read(settings.data) if settings.data else made
+    print(f"{len(data.sequences)} sequences of {data.num_items} items\n{settings}")
+    return data
 
 
 def pack(packer: jaxrec.Packer, size: int, **rows: Sequence) -> jaxrec.KeyedJaggedArray:
     """A batch of some features; bags of the others are empty."""
     return packer.from_lists({key: list(rows.get(key, [()] * size)) for key in FEATURES})
-
-
-def train_step(model, optimizer, batch):
-    def loss_fn(model):
-        out = model(batch)
-        losses = sampled_softmax_loss(
-            out["history"].values, out["targets"].values, out["negatives"].values,
-            positive_ids=batch["targets"].values, negative_ids=batch["negatives"].values,
-        )  # fmt: skip
-        real = jnp.arange(losses.shape[0]) < batch["history"].lengths.sum()
-        return jnp.where(real, losses, 0).sum() / real.sum()
-
-    loss, gradients = jaxrec.value_and_grad(loss_fn)(model)
-    optimizer.update(model, gradients)
-    return loss
 
 
 @nnx.jit
@@ -102,22 +108,34 @@ def score(model, batch):
     return candidate_scores(out["history"], out["candidates"].values)
 
 
-def main(settings: Settings) -> dict[str, float]:
-    made = Interactions.generate(settings.num_users, settings.num_items, seed=0)
-    data = Interactions.read(settings.data) if settings.data else made
-    print(f"{len(data.sequences)} sequences of {data.num_items} items\n{settings}")
-    train = [row[-settings.max_length - 1 :] for row in data.before(-2) if len(row) > 1]
+def train(
+    settings: Settings, data: Interactions, model: nnx.Module, task: Task
+) -> dict[str, float]:
+    """Train, and return the metrics of the held-out items at the best epoch."""
     candidates = {place: data.candidates(place, seed=-place) for place in (-1, -2)}
-    size = settings.batch_size
     packer, held_out_packer = jaxrec.Packer(), jaxrec.Packer()
     rng, popularity = np.random.default_rng(settings.seed), data.popularity
+    size = settings.batch_size
 
-    model = make_model(settings, data.num_items)
+    def train_step(model, optimizer, batch):
+        def loss_fn(model):
+            out = model(batch)
+            losses = sampled_softmax_loss(
+                out["history"].values, out["targets"].values, out["negatives"].values,
+                positive_ids=batch["targets"].values, negative_ids=batch["negatives"].values,
+            )  # fmt: skip
+            counts = task.counts(batch)
+            return jnp.where(counts, losses, 0).sum() / counts.sum()
+
+        loss, gradients = jaxrec.value_and_grad(loss_fn)(model)
+        optimizer.update(model, gradients)
+        return loss
+
     optimizer = jaxrec.Optimizer(model, optax.adam(settings.learning_rate))
     step = compile_step(train_step, model, optimizer)
 
     def evaluate(place: int) -> dict[str, float]:
-        histories = [row[-settings.max_length :] for row in data.before(place)]
+        histories = [task.question(row) for row in data.before(place)]
         model.eval()
         scores = []
         for start in range(0, len(histories), size):
@@ -130,11 +148,12 @@ def main(settings: Settings) -> dict[str, float]:
 
     best, most, begun = {}, -1.0, time.perf_counter()
     for epoch in range(1, settings.epochs + 1):
-        order, losses = rng.permutation(len(train)), []
+        order, losses = rng.permutation(len(task.train)), []
         for start in range(0, len(order) - size + 1, size):
-            rows = [train[row] for row in order[start : start + size]]
+            rows = [task.train[row] for row in order[start : start + size]]
             negatives = rng.choice(len(popularity), (size, settings.negatives), p=popularity)
-            histories, targets = [row[:-1] for row in rows], [row[1:] for row in rows]
+            samples = [task.sample(rng, row) for row in rows]
+            histories, targets = zip(*samples, strict=True)
             batch = pack(packer, size, history=histories, targets=targets, negatives=negatives)
             losses.append(step(batch))
         minutes = (time.perf_counter() - begun) / 60
@@ -150,6 +169,20 @@ def main(settings: Settings) -> dict[str, float]:
     found = ", ".join(f"{name} {value:.4f}" for name, value in best.items())
     print(f"test: last item among itself and 100 by popularity, seed {settings.seed}: {found}")
     return best
+
+
+def main(settings: Settings) -> dict[str, float]:
+    data = read(settings)
+    longest, rngs = settings.max_length, nnx.Rngs(settings.seed)
+    items = item_table(settings, data.num_items + 1, rngs)
+    model = SASRec(items, rngs=rngs, **options_of(settings))
+    task = Task(
+        train=[row[-longest - 1 :] for row in data.before(-2) if len(row) > 1],
+        sample=lambda _, row: (row[:-1], row[1:]),
+        question=lambda row: row[-longest:],
+        counts=lambda batch: jnp.arange(batch["history"].capacity) < batch["history"].lengths.sum(),
+    )
+    return train(settings, data, model, task)
 
 
 if __name__ == "__main__":

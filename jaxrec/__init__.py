@@ -1,4 +1,24 @@
-"""Recommender models with very large embedding tables, in JAX."""
+"""Recommender models with very large embedding tables, in JAX.
+
+The names here are what most programs need: batches (`KeyedJaggedArray`, `Packer`), tables
+(`EmbeddingBagCollection`, `EmbeddingCollection`), the training step (`value_and_grad`, `Optimizer`)
+and `shard`. The packages, from the bottom up:
+
+* `files`: atomic writes, locks, manifests with checksums, files of rows
+* `ragged`: ragged batches as padded arrays, and operations on them
+* `optim`: row optimizers, which change the rows of tables
+* `embed`: tables, lookup and fused update on one device
+* `mesh`: tables over many devices: placements, shards, exchanges
+* `plan`: which placement for which table
+* `nn`: modules and models of recommender systems
+* `metrics`: streaming metrics of predictions
+* `data`: readers of data sets, vocabularies, generated logs
+* `tier`: open vocabularies, and tables beyond device memory
+* `train`: compiled steps, the training loop, checkpoints
+* `serve`: quantization, export, prediction and the server
+* `tune`: the fastest kernels for a model's shapes
+* `commands`: the commands of `jaxrec` on the command line
+"""
 
 import importlib
 import importlib.metadata

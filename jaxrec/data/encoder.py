@@ -34,8 +34,7 @@ from jaxrec.data.statistics import ListLengths, Moments
 from jaxrec.data.vocabulary import FrozenVocabulary, Vocabulary
 from jaxrec.files.atomic import write_atomically
 from jaxrec.ragged import Packer
-from jaxrec.ragged.capacity import capacity_for
-from jaxrec.ragged.length_moments import LengthMoments
+from jaxrec.ragged.capacity import LengthMoments, capacity_for
 
 SCHEMA_FILE = "schema.yaml"
 STATISTICS_FILE = "statistics.json"

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 from jaxtyping import Float, Int
 
-from jaxrec.ragged.capacity import capacity_for
-from jaxrec.ragged.length_moments import LengthMoments
+from jaxrec.ragged.capacity import LengthMoments, capacity_for
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,5 +1,7 @@
 """Tables, lookup and fused update on one device."""
 
+import types as _types
+
 from jaxrec.embed.collection import EmbeddingBagCollection as EmbeddingBagCollection
 from jaxrec.embed.collection import EmbeddingCollection as EmbeddingCollection
 from jaxrec.embed.collection import TableVariable as TableVariable
@@ -16,3 +18,13 @@ from jaxrec.embed.store import StoreFactory as StoreFactory
 from jaxrec.embed.store import TableStore as TableStore
 from jaxrec.embed.tables import Tables as Tables
 from jaxrec.embed.wrapping_store import WrappingStore as WrappingStore
+
+__all__ = [
+    name
+    for name, value in globals().items()
+    if name[0] != "_" and not isinstance(value, _types.ModuleType)
+]
+
+
+def __dir__() -> list[str]:
+    return __all__

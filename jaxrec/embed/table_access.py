@@ -15,7 +15,7 @@ from jaxrec.embed.some_rows import read_ids, write_ids
 from jaxrec.embed.store import TableStore
 from jaxrec.embed.tables import check_state
 from jaxrec.embed.taps import TappedModule
-from jaxrec.optim.ema import AVERAGE_OFFSET
+from jaxrec.optim.wrappers import AVERAGE_OFFSET
 
 
 class TableAccess(TappedModule):

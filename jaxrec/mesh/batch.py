@@ -18,8 +18,7 @@ from jaxrec.mesh.agree import gather_numbers, require_same
 from jaxrec.mesh.call_checks import check_call
 from jaxrec.ragged import KeyedJaggedArray
 from jaxrec.ragged.bounds import INT32_BOUND
-from jaxrec.ragged.capacity import capacity_for
-from jaxrec.ragged.capacity_memory import CapacityMemory
+from jaxrec.ragged.capacity import CapacityMemory, capacity_for
 from jaxrec.ragged.columns import numbers, whole_number
 from jaxrec.ragged.packing import id_bits_of
 from jaxrec.ragged.shared_bags import sample_capacity

@@ -1,40 +1,40 @@
 """Modules and models of recommender systems, as Flax NNX modules."""
 
-from jaxrec.nn.bert4rec import BERT4Rec as BERT4Rec
-from jaxrec.nn.bert4rec import BERT4RecBlock as BERT4RecBlock
+import types as _types
+
 from jaxrec.nn.chunks import sum_in_chunks as sum_in_chunks
 from jaxrec.nn.crossnet import CrossNet as CrossNet
+from jaxrec.nn.crossnet import DCNv2 as DCNv2
 from jaxrec.nn.crossnet import LowRankCrossNet as LowRankCrossNet
 from jaxrec.nn.crossnet import LowRankMixtureCrossNet as LowRankMixtureCrossNet
 from jaxrec.nn.crossnet import VectorCrossNet as VectorCrossNet
-from jaxrec.nn.dcn import DCNv2 as DCNv2
 from jaxrec.nn.deepfm import DeepFM as DeepFM
+from jaxrec.nn.deepfm import FactorizationMachine as FactorizationMachine
 from jaxrec.nn.deepfm import FMInteractionArch as FMInteractionArch
 from jaxrec.nn.deepfm import SimpleDeepFMNN as SimpleDeepFMNN
-from jaxrec.nn.dice import Dice as Dice
+from jaxrec.nn.deepfm import flatten_embeddings as flatten_embeddings
 from jaxrec.nn.din import DIN as DIN
 from jaxrec.nn.din import TargetAttention as TargetAttention
 from jaxrec.nn.dlrm import DLRM as DLRM
 from jaxrec.nn.dlrm import DLRM_DCN as DLRM_DCN
 from jaxrec.nn.dlrm import DLRM_Projection as DLRM_Projection
-from jaxrec.nn.factorization import FactorizationMachine as FactorizationMachine
-from jaxrec.nn.factorization import flatten_embeddings as flatten_embeddings
+from jaxrec.nn.dlrm import DotInteraction as DotInteraction
+from jaxrec.nn.dlrm import InteractionArch as InteractionArch
+from jaxrec.nn.dlrm import InteractionDCNArch as InteractionDCNArch
+from jaxrec.nn.dlrm import InteractionProjectionArch as InteractionProjectionArch
 from jaxrec.nn.hstu import HSTU as HSTU
 from jaxrec.nn.hstu import HSTUBlock as HSTUBlock
-from jaxrec.nn.interaction import DotInteraction as DotInteraction
-from jaxrec.nn.interaction import InteractionArch as InteractionArch
-from jaxrec.nn.interaction import InteractionDCNArch as InteractionDCNArch
-from jaxrec.nn.interaction import InteractionProjectionArch as InteractionProjectionArch
-from jaxrec.nn.interaction import pairwise_dots as pairwise_dots
-from jaxrec.nn.linear import LinearPart as LinearPart
 from jaxrec.nn.mlp import MLP as MLP
 from jaxrec.nn.mlp import Activation as Activation
+from jaxrec.nn.mlp import Dice as Dice
 from jaxrec.nn.mlp import Perceptron as Perceptron
+from jaxrec.nn.mlp import SwishLayerNorm as SwishLayerNorm
 from jaxrec.nn.multi_tower import DisaggregatedMultiTower as DisaggregatedMultiTower
 from jaxrec.nn.multitask import PLE as PLE
 from jaxrec.nn.multitask import ExtractionLayer as ExtractionLayer
 from jaxrec.nn.multitask import Gate as Gate
 from jaxrec.nn.multitask import MMoE as MMoE
+from jaxrec.nn.pair_products import pairwise_dots as pairwise_dots
 from jaxrec.nn.pools import KeyedJaggedTensorPool as KeyedJaggedTensorPool
 from jaxrec.nn.pools import TensorPool as TensorPool
 from jaxrec.nn.positions import (
@@ -47,17 +47,29 @@ from jaxrec.nn.pruning import PrunedEmbeddings as PrunedEmbeddings
 from jaxrec.nn.retrieval import TwoTower as TwoTower
 from jaxrec.nn.retrieval import in_batch_softmax_loss as in_batch_softmax_loss
 from jaxrec.nn.retrieval import sampled_softmax_loss as sampled_softmax_loss
-from jaxrec.nn.sasrec import SASRec as SASRec
-from jaxrec.nn.sasrec import SASRecBlock as SASRecBlock
 from jaxrec.nn.sequence import JaggedSelfAttention as JaggedSelfAttention
 from jaxrec.nn.sequence import PositionEmbedding as PositionEmbedding
 from jaxrec.nn.sequence import SequenceOptions as SequenceOptions
 from jaxrec.nn.sequence import candidate_scores as candidate_scores
 from jaxrec.nn.sequence import last_states as last_states
-from jaxrec.nn.swish import SwishLayerNorm as SwishLayerNorm
 from jaxrec.nn.tiled_attention import hstu_attention as hstu_attention
 from jaxrec.nn.tiled_attention import jagged_attention as jagged_attention
 from jaxrec.nn.tiled_attention import time_bucket as time_bucket
 from jaxrec.nn.towers import EmbeddingTower as EmbeddingTower
 from jaxrec.nn.towers import EmbeddingTowerCollection as EmbeddingTowerCollection
+from jaxrec.nn.transformers import BERT4Rec as BERT4Rec
+from jaxrec.nn.transformers import BERT4RecBlock as BERT4RecBlock
+from jaxrec.nn.transformers import SASRec as SASRec
+from jaxrec.nn.transformers import SASRecBlock as SASRecBlock
+from jaxrec.nn.wide_deep import LinearPart as LinearPart
 from jaxrec.nn.wide_deep import WideDeep as WideDeep
+
+__all__ = [
+    name
+    for name, value in globals().items()
+    if name[0] != "_" and not isinstance(value, _types.ModuleType)
+]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -133,6 +133,8 @@ def _forward(
     call: Callable[..., Any], chunks: int, state: Any, arrays: Any
 ) -> tuple[tuple[Float[Array, ""], Any], Any]:
     """Return the sum and the outputs; and the gradients, None for what has none."""
+    # Gradients are computed here, not in the backward pass: a chunk's activations are still in the
+    # cache, and need not be kept. The sum is linear in its cotangent, so `_backward` only scales.
     (state, arrays), is_wanted = _values_and_flags((state, arrays))
     cut = _cut(arrays, chunks)
     leaves, structure = jax.tree.flatten((state, cut))
@@ -205,6 +207,7 @@ def _values_and_flags(tree: Any) -> tuple[Any, list[bool]]:
 
 def _cut(arrays: Any, chunks: int) -> Any:
     """Return arrays ``[batch, ...]`` as ``[samples, chunks, ...]``."""
+    # A chunk takes every n-th sample: contiguous chunks would each lie on one device of a mesh.
     return jax.tree.map(lambda x: jnp.reshape(x, (-1, chunks, *jnp.shape(x)[1:])), arrays)
 
 

@@ -1,20 +1,22 @@
-"""Cross networks: explicit feature crosses of a degree that grows by one each layer.
+"""Cross networks, whose explicit feature crosses grow by a degree each layer, and DCN V2.
 
-All take ``x_0`` of ``[batch, in_features]`` and give ``[batch, in_features]``. ``x_l`` is the input
-of layer ``l``, ``*`` the elementwise product.
+All networks take ``x_0`` of ``[batch, in_features]`` and give ``[batch, in_features]``. ``x_l`` is
+the input of layer ``l``, ``*`` the elementwise product.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Literal
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
 
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, DTypeLike, Float
 
-from jaxrec.nn.dtypes import promote
-from jaxrec.nn.products import dot_general
+from jaxrec.embed import EmbeddingBagCollection
+from jaxrec.nn.arithmetic import dot_general, promote
+from jaxrec.nn.click_model import ClickModel, num_columns, with_dense
+from jaxrec.nn.mlp import MLP
 from jaxrec.ragged.arrays import AnyArray
 
 _glorot = nnx.initializers.glorot_normal()
@@ -57,16 +59,10 @@ class CrossNet(nnx.Module):
         param_dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
     ):
+        types: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
         _check_sizes(in_features=in_features, num_layers=num_layers)
         self.layers = nnx.List(
-            nnx.Linear(
-                in_features,
-                in_features,
-                kernel_init=_glorot,
-                dtype=dtype,
-                param_dtype=param_dtype,
-                rngs=rngs,
-            )
+            nnx.Linear(in_features, in_features, kernel_init=_glorot, **types)
             for _ in range(num_layers)
         )
 
@@ -111,6 +107,7 @@ class LowRankCrossNet(nnx.Module):
         param_dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
     ):
+        types: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
         _check_sizes(in_features=in_features, num_layers=num_layers, low_rank=low_rank)
 
         def linear(columns: int, out: int, *, use_bias: bool) -> nnx.Linear:
@@ -119,10 +116,8 @@ class LowRankCrossNet(nnx.Module):
                 out,
                 use_bias=use_bias,
                 kernel_init=_glorot,
-                dtype=dtype,
-                param_dtype=param_dtype,
                 dot_general=dot_general,
-                rngs=rngs,
+                **types,
             )
 
         self.down = nnx.List(
@@ -282,3 +277,90 @@ class LowRankMixtureCrossNet(nnx.Module):
         if self.gates is None:
             return jnp.ones((x.shape[0], 1), x.dtype)
         return nnx.softmax(x @ self.gates[...].astype(x.dtype).T, axis=1)
+
+
+class DCNv2(ClickModel):
+    """Predicts clicks by a cross network and a deep network, one after the other or side by side.
+
+    Wang et al. 2021, "DCN V2: Improved deep & cross network and practical lessons for web-scale
+    learning to rank systems" (arXiv:2008.13535), figure 1. Embeddings may differ in width.
+
+    Args:
+        embeddings: The tables.
+        num_dense: Number of dense features, which stand in front of the embeddings.
+        cross_layers: Layers of the cross network.
+        low_rank: Rank of its matrices; None: full (equation 1). With a rank the layers are
+            mixtures of ``num_experts`` low-rank experts (equation 4).
+        num_experts: Experts of a low-rank layer.
+        deep_layer_sizes: Layers of the deep network; a linear head reads the last.
+        structure: "stacked": the deep network sees the cross network's output. "parallel": both see
+            the input, and the logit is a linear function of both outputs.
+        dtype: Type that the dense part computes in; None: float32, unless inputs are wider.
+        logit_dtype: Type that the last layer computes in and the logits have; None: ``dtype``.
+        param_dtype: Type of the dense parameters.
+        rngs: Gives the random keys of first values.
+
+    Raises:
+        ValueError: A size is below 1, the structure is neither of the two, or there are several
+            experts of full rank.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import jaxrec
+        >>> rngs = nnx.Rngs(0)
+        >>> tables = [jaxrec.EmbeddingBagConfig(name, 100, 8) for name in ("user", "item")]
+        >>> model = DCNv2(jaxrec.EmbeddingBagCollection(tables, rngs=rngs), num_dense=3,
+        ...               cross_layers=2, low_rank=4, num_experts=2, deep_layer_sizes=(16,),
+        ...               rngs=rngs)
+        >>> ids = jaxrec.KeyedJaggedArray.from_lists({"user": [[1], [2]], "item": [[3, 4], []]})
+        >>> model(jnp.ones((2, 3)), ids).shape
+        (2,)
+    """
+
+    def __init__(
+        self,
+        embeddings: EmbeddingBagCollection,
+        *,
+        num_dense: int = 0,
+        cross_layers: int,
+        low_rank: int | None = None,
+        num_experts: int = 1,
+        deep_layer_sizes: Sequence[int],
+        structure: Literal["stacked", "parallel"] = "stacked",
+        dtype: DTypeLike | None = None,
+        logit_dtype: DTypeLike | None = None,
+        param_dtype: DTypeLike = jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        if structure not in ("stacked", "parallel"):
+            raise ValueError(f"structure is 'stacked' or 'parallel', got {structure!r}")
+        if low_rank is None and num_experts != 1:
+            raise ValueError(f"num_experts={num_experts} needs low_rank=; give both or neither")
+        columns = num_columns(embeddings) + num_dense
+        types: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype}
+        self.embeddings = embeddings
+        self.num_dense = num_dense
+        self.dtype = dtype
+        self.structure = structure
+        self.cross: Callable[[Array], Array]
+        if low_rank is None:
+            self.cross = CrossNet(columns, cross_layers, rngs=rngs, **types)
+        else:
+            self.cross = LowRankMixtureCrossNet(
+                columns, cross_layers, num_experts, low_rank, rngs=rngs, **types
+            )
+        self.deep = MLP(columns, deep_layer_sizes, rngs=rngs, **types)
+        last = deep_layer_sizes[-1] + (columns if structure == "parallel" else 0)
+        of_head = types if logit_dtype is None else types | {"dtype": logit_dtype}
+        self.head = nnx.Linear(last, 1, rngs=rngs, **of_head)
+
+    def logits(
+        self,
+        dense: Float[AnyArray, "batch num_dense"] | None,
+        embedded: Float[Array, "batch columns"],
+    ) -> Float[Array, " batch"]:
+        inputs = with_dense(embedded, dense, self.num_dense, self.dtype)
+        crossed = self.cross(inputs)
+        if self.structure == "stacked":
+            return self.head(self.deep(crossed))[:, 0]
+        return self.head(jnp.concatenate([crossed, self.deep(inputs)], axis=1))[:, 0]

@@ -1,26 +1,113 @@
-"""Models that put a factorization machine beside a deep network."""
+"""Factorization machines, and models that put one beside a deep network."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, DTypeLike, Float
 
 from jaxrec.embed import EmbeddingBagCollection
-from jaxrec.nn.dense import check_dense
-from jaxrec.nn.dtypes import promote
-from jaxrec.nn.factorization import FactorizationMachine, flatten_embeddings
-from jaxrec.nn.linear import LinearPart
-from jaxrec.nn.mlp import MLP, check_logit_layer
-from jaxrec.nn.tables import common_width, num_features
+from jaxrec.nn.arithmetic import promote
+from jaxrec.nn.click_model import (
+    ClickModel,
+    check_dense,
+    check_logit_layer,
+    common_width,
+    num_features,
+)
+from jaxrec.nn.mlp import MLP
+from jaxrec.nn.wide_deep import LinearPart
 from jaxrec.ragged import KeyedJaggedArray
 from jaxrec.ragged.arrays import AnyArray
 
 
-class DeepFM(nnx.Module):
+def flatten_embeddings(
+    embeddings: Sequence[Float[AnyArray, "batch *_"]],
+) -> Float[Array, "batch columns"]:
+    """Concatenate embeddings of ``[batch, ...]``, flattened, into one ``[batch, columns]``.
+
+    An `MLP` of it is TorchRec's DeepFM module, the deep half of that model.
+
+    Raises:
+        ValueError: There are none.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> flatten_embeddings([jnp.ones((2, 3, 4)), jnp.ones((2, 4))]).shape
+        (2, 16)
+    """
+    if not embeddings:
+        raise ValueError("there are no embeddings; give at least one array of [batch, ...]")
+    return jnp.concatenate(
+        [jnp.asarray(array).reshape(array.shape[0], -1) for array in embeddings], axis=1
+    )
+
+
+class FactorizationMachine(nnx.Module):
+    """The sum over all pairs of features of the dot products of their embeddings.
+
+    ``sum_{i<j} v_i . v_j``, computed as ``sum_d ((sum_i v_id)^2 - sum_i v_id^2) / 2``: Rendle 2010,
+    "Factorization machines" (ICDM), lemma 3.1, and Guo et al. 2017, "DeepFM: A
+    factorization-machine based neural network for CTR prediction" (arXiv:1703.04247), equation 2.
+
+    Args:
+        compat: "torchrec" takes every number of the inputs for a feature of one dimension, as
+            TorchRec's module does: ``((sum x)^2 - sum x^2) / 2`` over all of them.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> vectors = jnp.array([[[1.0, 2.0], [3.0, 4.0]]])
+        >>> FactorizationMachine()([vectors]).tolist()  # 1 * 3 + 2 * 4
+        [[11.0]]
+        >>> FactorizationMachine(compat="torchrec")([vectors]).tolist()
+        [[35.0]]
+    """
+
+    def __init__(self, *, compat: Literal["torchrec"] | None = None):
+        self.compat = compat
+
+    def __call__(
+        self, embeddings: Sequence[Float[AnyArray, "batch *_"]]
+    ) -> Float[Array, "batch 1"]:
+        """Return the second-order term of each sample.
+
+        Args:
+            embeddings: Arrays of ``[batch, dim]``, one feature, or ``[batch, features, dim]``.
+
+        Returns:
+            ``[batch, 1]``; sums are taken in float32 or wider.
+
+        Raises:
+            ValueError: There are none, or they differ in ``dim`` (with ``compat="torchrec"`` they
+                may, and have any rank).
+        """
+        if self.compat == "torchrec":
+            vectors = flatten_embeddings(embeddings)[:, :, None]
+        else:
+            vectors = _stack(embeddings)
+        wide = vectors.astype(jnp.promote_types(vectors.dtype, jnp.float32))
+        total = wide.sum(axis=1)
+        pairs = (total * total - (wide * wide).sum(axis=1)) / 2
+        return pairs.sum(axis=1, keepdims=True).astype(vectors.dtype)
+
+
+def _stack(embeddings: Sequence[Float[AnyArray, "batch *_"]]) -> Float[Array, "batch n dim"]:
+    shapes = [array.shape for array in embeddings]
+    if not shapes or len({shape[-1] for shape in shapes}) > 1 or {len(s) for s in shapes} - {2, 3}:
+        raise ValueError(
+            "embeddings are [batch, dim] or [batch, features, dim] with one dim, "
+            f"got the shapes {shapes}"
+        )
+    return jnp.concatenate(
+        [jnp.asarray(array).reshape(array.shape[0], -1, array.shape[-1]) for array in embeddings],
+        axis=1,
+    )
+
+
+class DeepFM(ClickModel):
     """Predicts clicks by a factorization machine and a deep network over the same embeddings.
 
     ``logit = linear(x) + sum_{i<j} v_i . v_j + MLP(v_1, ..., v_n)``: Guo et al. 2017, "DeepFM: A
@@ -102,43 +189,17 @@ class DeepFM(nnx.Module):
         self.dtype = dtype
         self.logit_dtype = logit_dtype
 
-    def __call__(
-        self, dense: Float[AnyArray, "batch num_dense"] | None, features: KeyedJaggedArray
-    ) -> Float[Array, " batch"]:
-        """Return the logits of a batch.
-
-        Args:
-            dense: ``[batch, num_dense]`` dense features; None if the model has none.
-            features: The batch's ids, of every feature that the tables read.
-
-        Returns:
-            ``[batch]`` logits: the log-odds of a click.
-
-        Raises:
-            ValueError: ``dense`` is missing, or given to a model that has none.
-        """
-        return self.logits(dense, self.look_up(features))
-
-    def look_up(
+    def lookup(
         self, features: KeyedJaggedArray
     ) -> tuple[Float[Array, "batch tables"], Float[Array, "batch columns"]]:
         """Return the linear part's weights and the pooled embeddings, which `logits` takes."""
-        return self.linear.look_up(features), jnp.asarray(self.embeddings(features).values)
+        return self.linear.lookup(features), jnp.asarray(self.embeddings(features).values)
 
     def logits(
         self,
         dense: Float[AnyArray, "batch num_dense"] | None,
         embedded: tuple[Float[Array, "batch tables"], Float[Array, "batch columns"]],
     ) -> Float[Array, " batch"]:
-        """Return the logits of samples whose embeddings are looked up.
-
-        Args:
-            dense: ``[batch, num_dense]`` dense features; None if the model has none.
-            embedded: Result of `look_up`, or some rows of it (`sum_in_chunks`).
-
-        Raises:
-            ValueError: As for calls of the model.
-        """
         weights, pooled = embedded
         linear = self.linear.logits(dense, weights)
         fields = pooled.reshape(pooled.shape[0], -1, self.dim)
@@ -206,7 +267,7 @@ class FMInteractionArch(nnx.Module):
         return jnp.concatenate([dense, deep, self.fm(vectors)], axis=1)
 
 
-class SimpleDeepFMNN(nnx.Module):
+class SimpleDeepFMNN(ClickModel):
     """Predicts clicks from dense features and bags of ids, with a factorization machine.
 
     TorchRec's model of that name: two layers embed the dense features, `FMInteractionArch` combines
@@ -252,65 +313,27 @@ class SimpleDeepFMNN(nnx.Module):
         param_dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
     ):
+        types: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
         self.dim = common_width("SimpleDeepFMNN", embeddings.configs)
         self.num_dense = num_dense
         self.compat = compat
         self.embeddings = embeddings
-        self.dense_arch = MLP(
-            num_dense,
-            (hidden_layer_size, self.dim),
-            dtype=dtype,
-            param_dtype=param_dtype,
-            rngs=rngs,
-        )
+        self.dense_arch = MLP(num_dense, (hidden_layer_size, self.dim), **types)
         self.interaction = FMInteractionArch(
-            (num_features(embeddings) + 1) * self.dim,
-            deep_fm_dimension,
-            compat=compat,
-            dtype=dtype,
-            param_dtype=param_dtype,
-            rngs=rngs,
+            (num_features(embeddings) + 1) * self.dim, deep_fm_dimension, compat=compat, **types
         )
-        self.head = nnx.Linear(
-            self.dim + deep_fm_dimension + 1, 1, dtype=dtype, param_dtype=param_dtype, rngs=rngs
-        )
+        self.head = nnx.Linear(self.dim + deep_fm_dimension + 1, 1, **types)
 
     def __call__(
-        self, dense: Float[AnyArray, "batch num_dense"], features: KeyedJaggedArray
+        self, dense: Float[AnyArray, "batch num_dense"] | None, features: KeyedJaggedArray
     ) -> Float[Array, " batch"]:
-        """Return the logits of a batch.
-
-        Args:
-            dense: ``[batch, num_dense]`` dense features.
-            features: The batch's ids, of every feature that the tables read.
-
-        Returns:
-            ``[batch]`` logits, or probabilities with ``compat="torchrec"``.
-
-        Raises:
-            ValueError: ``dense`` has another number of columns, or of samples than the ids.
-        """
-        logits = self.logits(dense, self.look_up(features))
+        """Return the logits of a batch, ``[batch]``; probabilities with ``compat="torchrec"``."""
+        logits = super().__call__(dense, features)
         return nnx.sigmoid(logits) if self.compat == "torchrec" else logits
 
-    def look_up(self, features: KeyedJaggedArray) -> Float[Array, "batch columns"]:
-        """Return the pooled embeddings of a batch, which `logits` takes."""
-        return jnp.asarray(self.embeddings(features).values)
-
     def logits(
-        self,
-        dense: Float[AnyArray, "batch num_dense"],
-        embedded: Float[Array, "batch columns"],
+        self, dense: Float[AnyArray, "batch num_dense"], embedded: Float[Array, "batch columns"]
     ) -> Float[Array, " batch"]:
-        """Return the logits of samples whose embeddings are looked up, whatever ``compat`` is.
-
-        Args:
-            dense: ``[batch, num_dense]`` dense features.
-            embedded: Result of `look_up`, or some rows of it (`sum_in_chunks`).
-
-        Raises:
-            ValueError: As for calls of the model.
-        """
         check_dense(dense, self.num_dense, embedded.shape[0])
         sparse = embedded.reshape(embedded.shape[0], -1, self.dim)
         return self.head(self.interaction(self.dense_arch(dense), sparse))[:, 0]

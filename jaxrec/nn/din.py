@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,14 +11,12 @@ from flax import nnx
 from jaxtyping import Array, DTypeLike, Float
 
 from jaxrec.embed import EmbeddingBagCollection, EmbeddingCollection
-from jaxrec.nn.dtypes import promote
-from jaxrec.nn.mlp import MLP, Activation, check_logit_layer
+from jaxrec.nn.arithmetic import promote
+from jaxrec.nn.click_model import check_logit_layer, num_columns, with_dense
+from jaxrec.nn.mlp import MLP, Activation
 from jaxrec.nn.sequence import last_states
-from jaxrec.nn.tables import num_columns
-from jaxrec.nn.wide_deep import with_dense
 from jaxrec.ragged import JaggedArray, KeyedJaggedArray, complete_cumsum, segment_ids
-from jaxrec.ragged.arrays import AnyArray
-from jaxrec.ragged.device_axis import each_device
+from jaxrec.ragged.arrays import AnyArray, each_device
 from jaxrec.ragged.offsets import without_padding
 
 
@@ -54,16 +53,10 @@ class TargetAttention(nnx.Module):
         param_dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
     ):
+        types: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
         check_logit_layer("layer_sizes", layer_sizes)
-        self.hidden = MLP(
-            4 * dim,
-            layer_sizes[:-1],
-            activation=activation,
-            dtype=dtype,
-            param_dtype=param_dtype,
-            rngs=rngs,
-        )
-        self.score = nnx.Linear(layer_sizes[-2], 1, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+        self.hidden = MLP(4 * dim, layer_sizes[:-1], activation=activation, **types)
+        self.score = nnx.Linear(layer_sizes[-2], 1, **types)
         self.dtype = dtype
 
     def __call__(
@@ -90,6 +83,8 @@ def _spread(
     lengths: Array, target: Float[Array, "rows dim"], values: Float[Array, "capacity dim"]
 ) -> Float[Array, "capacity dim"]:
     """Return the target of each element's row; zeros at padding."""
+    # Histories are not padded: a row of 3 items costs 3, beside one of 300. The targets are brought
+    # to the items by a gather, and the items' sums back to the rows by a segment sum.
     rows = segment_ids(complete_cumsum(lengths), values.shape[0])
     return target.at[rows].get(mode="fill", fill_value=0)
 
@@ -154,6 +149,7 @@ class DIN(nnx.Module):
         param_dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
     ):
+        types: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
         widths = {name: t.embedding_dim for t in items.configs for name in t.feature_names}
         features = [*pairs, *pairs.values()]
         if not pairs or set(features) - set(widths):
@@ -169,26 +165,11 @@ class DIN(nnx.Module):
         self.profile = profile
         self.num_dense = num_dense
         self.dtype = dtype
-        self.attention = TargetAttention(
-            dim,
-            layer_sizes=attention_layer_sizes,
-            dtype=dtype,
-            param_dtype=param_dtype,
-            rngs=rngs,
-        )
+        self.attention = TargetAttention(dim, layer_sizes=attention_layer_sizes, **types)
         columns = 2 * dim + num_dense + (0 if profile is None else num_columns(profile))
         check_logit_layer("top_layer_sizes", top_layer_sizes)
-        self.hidden = MLP(
-            columns,
-            top_layer_sizes[:-1],
-            activation=activation,
-            dtype=dtype,
-            param_dtype=param_dtype,
-            rngs=rngs,
-        )
-        self.head = nnx.Linear(
-            top_layer_sizes[-2], 1, dtype=dtype, param_dtype=param_dtype, rngs=rngs
-        )
+        self.hidden = MLP(columns, top_layer_sizes[:-1], activation=activation, **types)
+        self.head = nnx.Linear(top_layer_sizes[-2], 1, **types)
 
     def __call__(
         self, dense: Float[AnyArray, "batch num_dense"] | None, features: KeyedJaggedArray

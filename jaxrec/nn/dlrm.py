@@ -1,8 +1,9 @@
-"""The deep learning recommendation model, with three ways in which its vectors interact."""
+"""The deep learning recommendation model, and three ways in which its vectors interact."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any, Required, TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -10,16 +11,191 @@ from flax import nnx
 from jaxtyping import Array, DTypeLike, Float
 
 from jaxrec.embed import EmbeddingBagCollection
-from jaxrec.nn.dense import check_dense
-from jaxrec.nn.dtypes import promote
-from jaxrec.nn.interaction import DotInteraction, InteractionDCNArch, InteractionProjectionArch
-from jaxrec.nn.mlp import MLP, check_logit_layer
-from jaxrec.nn.tables import common_width, num_features
-from jaxrec.ragged import KeyedJaggedArray
+from jaxrec.nn.arithmetic import promote
+from jaxrec.nn.click_model import (
+    ClickModel,
+    check_dense,
+    check_logit_layer,
+    common_width,
+    num_features,
+)
+from jaxrec.nn.crossnet import LowRankCrossNet
+from jaxrec.nn.mlp import MLP
+from jaxrec.nn.pair_products import pairwise_dots
 from jaxrec.ragged.arrays import AnyArray
 
 
-class DLRM(nnx.Module):
+class DotInteraction(nnx.Module):
+    """The dense vector beside the dot products of all pairs of vectors, itself among them.
+
+    TorchRec's InteractionArch; the interaction of Naumov et al. 2019, "Deep learning recommendation
+    model for personalization and recommendation systems" (arXiv:1906.00091), section 2.1.4.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> DotInteraction()(jnp.ones((4, 16)), jnp.ones((4, 26, 16))).shape
+        (4, 367)
+    """
+
+    def __call__(
+        self, dense: Float[Array, "batch dim"], sparse: Float[Array, "batch features dim"]
+    ) -> Float[Array, "batch columns"]:
+        """Combine a sample's vectors.
+
+        Args:
+            dense: ``[batch, dim]``, the embedding of the dense features.
+            sparse: ``[batch, features, dim]``, the pooled embeddings.
+
+        Returns:
+            ``[batch, dim + features * (features + 1) / 2]``: ``dense``, then `pairwise_dots` of
+            ``dense`` and the rows of ``sparse``.
+        """
+        vectors = jnp.concatenate([dense[:, None], sparse], axis=1)
+        return jnp.concatenate([dense, pairwise_dots(vectors)], axis=1)
+
+    @staticmethod
+    def out_features(features: int, dim: int) -> int:
+        """Return the number of output columns for sparse features of a dimension."""
+        return dim + features * (features + 1) // 2
+
+
+InteractionArch = DotInteraction  # TorchRec's name
+
+
+class InteractionDCNArch(nnx.Module):
+    """A cross network over all vectors of a sample side by side, the dense one first.
+
+    TorchRec's module of that name; the interaction of MLPerf's DLRM-DCNv2.
+
+    Args:
+        num_sparse_features: Number of sparse features.
+        dim: Width of the vectors.
+        num_layers: Layers of the `LowRankCrossNet`.
+        low_rank: Its rank.
+        dtype: Type that it computes in; None: the wider of the input's and ``param_dtype``.
+        param_dtype: Type of the parameters.
+        rngs: Gives the random keys of the kernels' first values.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> arch = InteractionDCNArch(26, 16, num_layers=3, low_rank=8, rngs=nnx.Rngs(0))
+        >>> arch(jnp.ones((4, 16)), jnp.ones((4, 26, 16))).shape
+        (4, 432)
+    """
+
+    def __init__(
+        self,
+        num_sparse_features: int,
+        dim: int,
+        *,
+        num_layers: int,
+        low_rank: int,
+        dtype: DTypeLike | None = None,
+        param_dtype: DTypeLike = jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        self.crossnet = LowRankCrossNet(
+            (num_sparse_features + 1) * dim,
+            num_layers,
+            low_rank,
+            dtype=dtype,
+            param_dtype=param_dtype,
+            rngs=rngs,
+        )
+
+    def __call__(
+        self, dense: Float[Array, "batch dim"], sparse: Float[Array, "batch features dim"]
+    ) -> Float[Array, "batch columns"]:
+        """Combine ``[batch, dim]`` and ``[batch, features, dim]``.
+
+        Returns:
+            ``[batch, (features + 1) * dim]``.
+        """
+        return self.crossnet(jnp.concatenate([dense, sparse.reshape(len(sparse), -1)], axis=1))
+
+
+class InteractionProjectionArch(nnx.Module):
+    """Dot products of two sets of projections of a sample's vectors, beside the dense vector.
+
+    Two MLPs see all vectors side by side. The first gives ``n`` vectors of ``dim``, the second a
+    matrix of ``dim`` rows and ``m`` columns; their product has ``n * m`` numbers, where the dot
+    products of all pairs of 26 features would have 351. TorchRec's module of that name; Naumov et
+    al. 2019 (arXiv:1906.00091), section 2.1.4, whose pairs it compresses.
+
+    Args:
+        num_sparse_features: Number of sparse features.
+        dim: Width of the vectors.
+        branch1_layer_sizes: Layers of the first MLP; the last is ``n * dim``.
+        branch2_layer_sizes: Layers of the second; the last is ``dim * m``. Its output is read row
+            by row of the matrix, as in TorchRec.
+        dtype: Type that it computes in; None: the wider of the input's and ``param_dtype``.
+        param_dtype: Type of the parameters.
+        rngs: Gives the random keys of the kernels' first values.
+
+    Raises:
+        ValueError: The size of a last layer is not a multiple of ``dim``.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> arch = InteractionProjectionArch(
+        ...     26, 16, branch1_layer_sizes=(64, 3 * 16), branch2_layer_sizes=(64, 16 * 2),
+        ...     rngs=nnx.Rngs(0))
+        >>> arch(jnp.ones((4, 16)), jnp.ones((4, 26, 16))).shape
+        (4, 22)
+    """
+
+    def __init__(
+        self,
+        num_sparse_features: int,
+        dim: int,
+        *,
+        branch1_layer_sizes: Sequence[int],
+        branch2_layer_sizes: Sequence[int],
+        dtype: DTypeLike | None = None,
+        param_dtype: DTypeLike = jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        types: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
+        for name, sizes in (("1", branch1_layer_sizes), ("2", branch2_layer_sizes)):
+            if not sizes or sizes[-1] % dim:
+                raise ValueError(
+                    f"branch {name} of the interaction ends with a multiple of the vectors' width, "
+                    f"{dim}; got branch{name}_layer_sizes={tuple(sizes)}"
+                )
+        columns = (num_sparse_features + 1) * dim
+        self.branch1 = MLP(columns, branch1_layer_sizes, **types)
+        self.branch2 = MLP(columns, branch2_layer_sizes, **types)
+        self.dtype = dtype
+
+    def __call__(
+        self, dense: Float[Array, "batch dim"], sparse: Float[Array, "batch features dim"]
+    ) -> Float[Array, "batch columns"]:
+        """Combine ``[batch, dim]`` and ``[batch, features, dim]``.
+
+        Returns:
+            ``[batch, dim + n * m]``.
+        """
+        batch, dim = dense.shape
+        dense, sparse = promote(self.dtype, dense, sparse)
+        vectors = jnp.concatenate([dense, sparse.reshape(batch, -1)], axis=1)
+        first = self.branch1(vectors).reshape(batch, -1, dim)
+        second = self.branch2(vectors).reshape(batch, dim, -1)
+        return jnp.concatenate([dense, (first @ second).reshape(batch, -1)], axis=1)
+
+
+class DLRMOptions(TypedDict, total=False):
+    """Options of `DLRM` that `DLRM_DCN` and `DLRM_Projection` share."""
+
+    num_dense: Required[int]
+    bottom_layer_sizes: Required[Sequence[int]]
+    top_layer_sizes: Required[Sequence[int]]
+    dtype: DTypeLike | None
+    logit_dtype: DTypeLike | None
+    param_dtype: DTypeLike
+    rngs: Required[nnx.Rngs]
+
+
+class DLRM(ClickModel):
     """Predicts clicks from dense features and bags of ids.
 
     A bottom MLP embeds the dense features as one more vector beside the tables' vectors, dot
@@ -70,6 +246,7 @@ class DLRM(nnx.Module):
         param_dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
     ):
+        types: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
         dim = common_width(type(self).__name__, embeddings.configs)
         if not bottom_layer_sizes or bottom_layer_sizes[-1] != dim:
             raise ValueError(
@@ -81,9 +258,7 @@ class DLRM(nnx.Module):
         self.num_dense = num_dense
         self.dtype = dtype
         self.embeddings = embeddings
-        self.bottom = MLP(
-            num_dense, bottom_layer_sizes, dtype=dtype, param_dtype=param_dtype, rngs=rngs
-        )
+        self.bottom = MLP(num_dense, bottom_layer_sizes, **types)
         self.interaction = DotInteraction() if interaction is None else interaction
         interactions = jax.eval_shape(
             self.interaction, jnp.zeros((1, dim)), jnp.zeros((1, num_features(embeddings), dim))
@@ -92,45 +267,13 @@ class DLRM(nnx.Module):
             interactions.shape[1],
             top_layer_sizes,
             activation_on_last=False,
-            dtype=dtype,
             output_dtype=logit_dtype,
-            param_dtype=param_dtype,
-            rngs=rngs,
+            **types,
         )
-
-    def __call__(
-        self, dense: Float[AnyArray, "batch num_dense"], features: KeyedJaggedArray
-    ) -> Float[Array, " batch"]:
-        """Return the logits of a batch.
-
-        Args:
-            dense: ``[batch, num_dense]`` dense features.
-            features: The batch's ids, of every feature that the tables read.
-
-        Returns:
-            ``[batch]`` logits: the log-odds of a click.
-
-        Raises:
-            ValueError: ``dense`` has another number of columns, or of samples than the ids.
-        """
-        return self.logits(dense, self.look_up(features))
-
-    def look_up(self, features: KeyedJaggedArray) -> Float[Array, "batch columns"]:
-        """Return the pooled embeddings of a batch, which `logits` takes."""
-        return jnp.asarray(self.embeddings(features).values)
 
     def logits(
         self, dense: Float[AnyArray, "batch num_dense"], embedded: Float[Array, "batch columns"]
     ) -> Float[Array, " batch"]:
-        """Return the logits of samples whose embeddings are looked up.
-
-        Args:
-            dense: ``[batch, num_dense]`` dense features.
-            embedded: Result of `look_up`, or some rows of it (`sum_in_chunks`).
-
-        Raises:
-            ValueError: As for calls of the model.
-        """
         check_dense(dense, self.num_dense, embedded.shape[0])
         sparse = embedded.reshape(embedded.shape[0], -1, self.dim)
         vectors = promote(self.dtype, self.bottom(dense), sparse)
@@ -145,14 +288,9 @@ class DLRM_DCN(DLRM):
 
     Args:
         embeddings: The tables, all of one width, ``dim``.
-        num_dense: Number of dense features.
-        bottom_layer_sizes: Layers of the bottom MLP; the last is ``dim``.
-        top_layer_sizes: Layers of the top MLP; the last is 1.
         dcn_num_layers: Layers of the cross network.
         dcn_low_rank_dim: Its rank.
-        dtype: Type that MLPs and cross network compute in; None: float32, unless inputs are wider.
-        param_dtype: Type of their parameters.
-        rngs: Gives the random keys of their first values.
+        options: Of `DLRM`, all but the interaction; types and ``rngs`` are the cross network's too.
 
     Raises:
         ValueError: The tables differ in width, or a size is another than it should be.
@@ -174,33 +312,18 @@ class DLRM_DCN(DLRM):
         self,
         embeddings: EmbeddingBagCollection,
         *,
-        num_dense: int,
-        bottom_layer_sizes: Sequence[int],
-        top_layer_sizes: Sequence[int],
         dcn_num_layers: int,
         dcn_low_rank_dim: int,
-        dtype: DTypeLike | None = None,
-        param_dtype: DTypeLike = jnp.float32,
-        rngs: nnx.Rngs,
+        **options: Unpack[DLRMOptions],
     ):
-        super().__init__(
-            embeddings,
-            num_dense=num_dense,
-            bottom_layer_sizes=bottom_layer_sizes,
-            top_layer_sizes=top_layer_sizes,
-            interaction=InteractionDCNArch(
-                num_features(embeddings),
-                common_width("DLRM_DCN", embeddings.configs),
-                num_layers=dcn_num_layers,
-                low_rank=dcn_low_rank_dim,
-                dtype=dtype,
-                param_dtype=param_dtype,
-                rngs=rngs,
-            ),
-            dtype=dtype,
-            param_dtype=param_dtype,
-            rngs=rngs,
+        interaction = InteractionDCNArch(
+            num_features(embeddings),
+            common_width("DLRM_DCN", embeddings.configs),
+            num_layers=dcn_num_layers,
+            low_rank=dcn_low_rank_dim,
+            **_of_interaction(options),
         )
+        super().__init__(embeddings, interaction=interaction, **options)
 
 
 class DLRM_Projection(DLRM):
@@ -210,15 +333,10 @@ class DLRM_Projection(DLRM):
 
     Args:
         embeddings: The tables, all of one width, ``dim``.
-        num_dense: Number of dense features.
-        bottom_layer_sizes: Layers of the bottom MLP; the last is ``dim``.
-        top_layer_sizes: Layers of the top MLP; the last is 1.
         interaction_branch1_layer_sizes: Layers of the first projection; the last is a multiple of
             ``dim``.
         interaction_branch2_layer_sizes: Layers of the second; likewise.
-        dtype: Type that the MLPs compute in; None: float32, unless inputs are wider.
-        param_dtype: Type of the MLPs' parameters.
-        rngs: Gives the random keys of the MLPs' first values.
+        options: Of `DLRM`, all but the interaction; types and ``rngs`` are the projections' too.
 
     Raises:
         ValueError: The tables differ in width, or a size is another than it should be.
@@ -242,30 +360,20 @@ class DLRM_Projection(DLRM):
         self,
         embeddings: EmbeddingBagCollection,
         *,
-        num_dense: int,
-        bottom_layer_sizes: Sequence[int],
-        top_layer_sizes: Sequence[int],
         interaction_branch1_layer_sizes: Sequence[int],
         interaction_branch2_layer_sizes: Sequence[int],
-        dtype: DTypeLike | None = None,
-        param_dtype: DTypeLike = jnp.float32,
-        rngs: nnx.Rngs,
+        **options: Unpack[DLRMOptions],
     ):
-        super().__init__(
-            embeddings,
-            num_dense=num_dense,
-            bottom_layer_sizes=bottom_layer_sizes,
-            top_layer_sizes=top_layer_sizes,
-            interaction=InteractionProjectionArch(
-                num_features(embeddings),
-                common_width("DLRM_Projection", embeddings.configs),
-                branch1_layer_sizes=interaction_branch1_layer_sizes,
-                branch2_layer_sizes=interaction_branch2_layer_sizes,
-                dtype=dtype,
-                param_dtype=param_dtype,
-                rngs=rngs,
-            ),
-            dtype=dtype,
-            param_dtype=param_dtype,
-            rngs=rngs,
+        interaction = InteractionProjectionArch(
+            num_features(embeddings),
+            common_width("DLRM_Projection", embeddings.configs),
+            branch1_layer_sizes=interaction_branch1_layer_sizes,
+            branch2_layer_sizes=interaction_branch2_layer_sizes,
+            **_of_interaction(options),
         )
+        super().__init__(embeddings, interaction=interaction, **options)
+
+
+def _of_interaction(options: DLRMOptions) -> dict[str, Any]:
+    """Return the options that the interaction shares with the MLPs."""
+    return {key: options[key] for key in ("dtype", "param_dtype", "rngs") if key in options}

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import functools
-from typing import Unpack
+from typing import Any, Unpack
 
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, DTypeLike, Float
 
 from jaxrec.embed import EmbeddingCollection
-from jaxrec.nn.dtypes import promote
+from jaxrec.nn.arithmetic import promote
 from jaxrec.nn.sequence import SequenceModel, SequenceOptions, scaled
 from jaxrec.nn.tiled_attention import BLOCK, hstu_attention
 from jaxrec.ragged import JaggedArray, KeyedJaggedArray, complete_cumsum
@@ -64,6 +64,7 @@ class HSTUBlock(nnx.Module):
         param_dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
     ):
+        types: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
         self.num_heads = num_heads
         self.qk_dim = dim // num_heads if qk_dim is None else qk_dim
         self.value_dim = dim // num_heads if value_dim is None else value_dim
@@ -77,19 +78,12 @@ class HSTUBlock(nnx.Module):
         values = num_heads * self.value_dim
 
         def dense(columns: int, out: int) -> nnx.Linear:
-            return nnx.Linear(
-                columns,
-                out,
-                kernel_init=nnx.initializers.glorot_uniform(),
-                dtype=dtype,
-                param_dtype=param_dtype,
-                rngs=rngs,
-            )
+            return nnx.Linear(columns, out, kernel_init=nnx.initializers.glorot_uniform(), **types)
 
         self.inputs = dense(dim, 2 * values + 2 * num_heads * self.qk_dim)
         self.out = dense(values, dim)
-        self.norm = nnx.LayerNorm(dim, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
-        self.attended_norm = nnx.LayerNorm(values, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+        self.norm = nnx.LayerNorm(dim, **types)
+        self.attended_norm = nnx.LayerNorm(values, **types)
         draw = nnx.initializers.normal(0.02)
         self.position_bias = nnx.Param(draw(rngs.params(), (max_length, num_heads), param_dtype))
         self.time_bias = nnx.data(

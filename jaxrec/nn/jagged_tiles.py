@@ -16,7 +16,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int, Int32, Shaped
+from jaxtyping import Array, Bool, Int32, Shaped
 
 from jaxrec.ragged import complete_cumsum, segment_ids
 
@@ -41,7 +41,7 @@ class TilePlan:
         active: ``[blocks + 1]`` number of blocks of queries with a tile in each step.
         chunks: ``[blocks + 1]`` number of trips of the loop in each step.
         steps: Number of steps.
-        marks: ``[blocks, block]`` a number for each element, such as its time, or None.
+        marks: What tiles know of each element, such as its time: a pytree of ``[blocks, block]``.
         num_rows: Number of rows.
         at_once: Number of tiles of a trip.
         causal: Whether a query sees only keys up to its own position.
@@ -53,7 +53,7 @@ class TilePlan:
     active: Int32[Array, "*devices steps"]
     chunks: Int32[Array, " steps"]
     steps: Int32[Array, ""]
-    marks: Int[Array, "*devices blocks block"] | None
+    marks: Any
     num_rows: int = dataclasses.field(metadata={"static": True})
     at_once: int = dataclasses.field(metadata={"static": True})
     causal: bool = dataclasses.field(metadata={"static": True})
@@ -76,9 +76,8 @@ class Tiles:
         queries: ``[tiles]`` blocks of queries, each once; the number of blocks where there is no
             tile.
         keys: ``[tiles]`` blocks of keys.
-        mask: ``[tiles, block, block]`` whether query (second axis) and key (third) are of one row,
-            and the key is not after the query if the plan is causal.
-        marks: Marks of the queries and of the keys, each ``[tiles, block]``, or None.
+        mask: ``[tiles, block, block]`` whether the query (second axis) sees the key (third).
+        marks: Marks of the queries and of the keys, pytrees of ``[tiles, block]``.
         distance: ``[tiles or 1, block, block]`` places from key to query.
     """
 
@@ -86,12 +85,12 @@ class Tiles:
     keys: Int32[Array, " tiles"]
     mask: Bool[Array, "tiles block block"]
     distance: Int32[Array, "_ block block"]
-    marks: tuple[Int[Array, "tiles block"], Int[Array, "tiles block"]] | None
+    marks: tuple[Any, Any]
 
 
 def plan_tiles(
     lengths: Int32[Array, " rows"],
-    marks: Int[Array, " capacity"] | None,
+    marks: Any,
     *,
     capacity: int,
     block: int,
@@ -99,6 +98,9 @@ def plan_tiles(
     causal: bool,
 ) -> TilePlan:
     """Return the tiles of a ragged array of ``capacity`` elements."""
+    # Rows lie one behind the other, so the blocks of keys that a block of queries meets are
+    # consecutive: those from the start of its first row to its own diagonal, or to the end of its
+    # last row. Their number is all that the loop must know of a block.
     num_blocks = max(1, -(-capacity // block))
     offsets = jnp.asarray(complete_cumsum(lengths))
     segments = segment_ids(offsets, num_blocks * block)
@@ -122,7 +124,7 @@ def plan_tiles(
         active=active,
         chunks=-(-active // at_once),
         steps=counts.max(initial=0),
-        marks=None if marks is None else blocks_of(marks, num_blocks, block),
+        marks=jax.tree.map(lambda mark: blocks_of(mark, num_blocks, block), marks),
         num_rows=lengths.shape[0],
         at_once=at_once,
         causal=causal,
@@ -145,6 +147,8 @@ def over_devices(function: Callable[..., Any], plan: TilePlan, shared: Any, *arr
     """
     if plan.order.ndim == 1:
         return function(plan, shared, *arrays)
+    # A device whose trips are done goes on with tiles that do not exist, which add nothing. Under
+    # `jax.vmap` a loop of a length of its own for each device would run all lanes to the longest.
     together = dataclasses.replace(plan, chunks=plan.chunks.max(0), steps=plan.steps.max())
     axes = dataclasses.replace(jax.tree.map(lambda _: 0, together), chunks=None, steps=None)
     in_axes = (axes, None, *(0 for _ in arrays))
@@ -173,12 +177,29 @@ def _tiles(plan: TilePlan, t: Array, c: Array) -> Tiles:
     # In a causal plan all tiles of a step lie equally far from the diagonal.
     apart = t[None] if plan.causal else queries - keys
     distance = (apart * plan.block)[:, None, None] + offset[None]
+    mask = _mask(plan, queries, keys, exists, distance)
+    marks = _take_marks(plan, queries), _take_marks(plan, keys)
+    return Tiles(jnp.where(exists, queries, plan.num_blocks), keys, mask, distance, marks)
+
+
+def _mask(
+    plan: TilePlan,
+    queries: Int32[Array, " tiles"],
+    keys: Int32[Array, " tiles"],
+    exists: Bool[Array, " tiles"],
+    distance: Int32[Array, "_ block block"],
+) -> Bool[Array, "tiles block block"]:
+    """Return which queries see which keys: those of their row, in a causal plan not after them."""
+    # The only place that decides it element by element. A mask that depends on more than rows and
+    # distance brings it as marks; one that empties whole tiles also shortens the plan, in
+    # `plan_tiles`, since a masked tile costs as much as another.
     rows, columns = plan.segments[queries][:, :, None], plan.segments[keys][:, None, :]
     mask = (rows == columns) & (rows < plan.num_rows) & exists[:, None, None]
-    if plan.causal:
-        mask = mask & (distance >= 0)
-    marks = None if plan.marks is None else (plan.marks[queries], plan.marks[keys])
-    return Tiles(jnp.where(exists, queries, plan.num_blocks), keys, mask, distance, marks)
+    return mask & (distance >= 0) if plan.causal else mask
+
+
+def _take_marks(plan: TilePlan, blocks: Int32[Array, " tiles"]) -> Any:
+    return jax.tree.map(lambda mark: mark[blocks], plan.marks)
 
 
 def _sum_tiles(
@@ -211,6 +232,8 @@ def _sum_tiles(
     return loop(plan, lambda tiles, out: _add(out, tiles.queries, contributions(tiles)), zeros)
 
 
+# Reverse mode of the loop itself would keep every tile of the forward pass, which is the matrix of
+# all pairs again. The backward pass makes a tile anew and differentiates it alone.
 def _forward(tile, plan, shared, queries, keys):
     return _sum_tiles(tile, plan, shared, queries, keys), (plan, shared, queries, keys)
 

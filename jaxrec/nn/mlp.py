@@ -1,17 +1,15 @@
-"""Stacks of dense layers."""
+"""Stacks of dense layers, and their activations."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, DTypeLike, Float
 
-from jaxrec.nn.dice import Dice
-from jaxrec.nn.products import dot_general
-from jaxrec.nn.swish import SwishLayerNorm
+from jaxrec.nn.arithmetic import dot_general, promote
 from jaxrec.ragged.arrays import AnyArray
 
 Activation: TypeAlias = (
@@ -29,11 +27,7 @@ def make_activation(
     param_dtype: DTypeLike,
     rngs: nnx.Rngs,
 ) -> Callable[[Array], Array]:
-    """Return the activation behind a layer of ``size`` columns.
-
-    Raises:
-        ValueError: No activation has that name.
-    """
+    """Return the activation behind a layer of ``size`` columns; a ValueError says their names."""
     if activation == "swish_layernorm":
         return SwishLayerNorm(size, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
     if activation == "dice":
@@ -46,20 +40,6 @@ def make_activation(
             )
         return _BY_NAME[activation]
     return activation
-
-
-def check_logit_layer(name: str, layer_sizes: Sequence[int]) -> None:
-    """Check the layer sizes of a network that ends with a logit.
-
-    Args:
-        name: Name of the argument.
-        layer_sizes: Columns of each layer's output.
-
-    Raises:
-        ValueError: The last layer has another size than 1.
-    """
-    if not layer_sizes or layer_sizes[-1] != 1:
-        raise ValueError(f"{name} ends with 1, the column of the logit; got {tuple(layer_sizes)}")
 
 
 class Perceptron(nnx.Module):
@@ -91,18 +71,11 @@ class Perceptron(nnx.Module):
         param_dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
     ):
+        types: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
         self.linear = nnx.Linear(
-            in_features,
-            out_features,
-            use_bias=bias,
-            dtype=dtype,
-            param_dtype=param_dtype,
-            dot_general=dot_general,
-            rngs=rngs,
+            in_features, out_features, use_bias=bias, dot_general=dot_general, **types
         )
-        self.activation = make_activation(
-            activation, out_features, dtype=dtype, param_dtype=param_dtype, rngs=rngs
-        )
+        self.activation = make_activation(activation, out_features, **types)
 
     def __call__(
         self, x: Float[AnyArray, "*batch in_features"]
@@ -189,3 +162,100 @@ class MLP(nnx.Module):
             if i < len(self.activations):
                 hidden = self.activations[i](hidden)
         return hidden
+
+
+class SwishLayerNorm(nnx.Module):
+    """``x * sigmoid(LayerNorm(x))``.
+
+    TorchRec's module of that name: Ramachandran et al. 2017, "Searching for activation functions"
+    (arXiv:1710.05941), with a layer norm (Ba et al. 2016, arXiv:1607.06450) inside of the gate.
+
+    Args:
+        shape: Sizes of the last axes, which are normalised together; a number is one axis.
+        epsilon: Added to the variance.
+        dtype: Type that it computes in; None: the wider of the input's and ``param_dtype``.
+        param_dtype: Type of the parameters.
+        rngs: Not drawn from: scales start as ones and biases as zeros.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> SwishLayerNorm(2, rngs=nnx.Rngs(0))(jnp.array([[-1.0, 1.0]])).round(3).tolist()
+        [[-0.269..., 0.731...]]
+    """
+
+    def __init__(
+        self,
+        shape: int | Sequence[int],
+        *,
+        epsilon: float = 1e-5,
+        dtype: DTypeLike | None = None,
+        param_dtype: DTypeLike = jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        self.shape = (shape,) if isinstance(shape, int) else tuple(shape)
+        self.epsilon = epsilon
+        self.dtype = dtype
+        self.scale = nnx.Param(jnp.ones(self.shape, param_dtype))
+        self.bias = nnx.Param(jnp.zeros(self.shape, param_dtype))
+
+    def __call__(self, x: Float[AnyArray, "*axes"]) -> Float[Array, "*axes"]:
+        """Map ``[..., *shape]`` to the same shape.
+
+        Raises:
+            ValueError: The last axes have other sizes.
+        """
+        rank = len(self.shape)
+        if x.shape[x.ndim - rank :] != self.shape:
+            raise ValueError(f"the last axes are {self.shape}, but the input is {x.shape}")
+        x, scale, bias = promote(self.dtype, x, self.scale[...], self.bias[...])
+        # Moments need more than 16 bits of precision.
+        wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        axes = tuple(range(-rank, 0))
+        centred = wide - wide.mean(axes, keepdims=True)
+        variance = (centred * centred).mean(axes, keepdims=True)
+        normal = (centred / jnp.sqrt(variance + self.epsilon)).astype(x.dtype)
+        align = (1,) * (x.ndim - rank)
+        scale, bias = scale.reshape(align + self.shape), bias.reshape(align + self.shape)
+        return x * nnx.sigmoid(normal * scale + bias)
+
+
+class Dice(nnx.Module):
+    """``p(s) s + (1 - p(s)) a s`` with ``p(s) = sigmoid((s - E[s]) / sqrt(Var[s] + epsilon))``.
+
+    Zhou et al. 2018, "Deep interest network for click-through rate prediction" (arXiv:1706.06978),
+    equation 4. Mean and variance are the batch's in training, and running averages of them after
+    ``model.eval()``.
+
+    Args:
+        size: Columns.
+        epsilon: Added to the variance.
+        dtype: Type that it computes in; None: the wider of the input's and ``param_dtype``.
+        param_dtype: Type of the slopes ``a``, which start as zeros, and of the averages.
+        rngs: Not drawn from.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> Dice(1, rngs=nnx.Rngs(0))(jnp.array([[-1.0], [1.0]])).round(3).tolist()
+        [[-0.269...], [0.731...]]
+    """
+
+    def __init__(
+        self,
+        size: int,
+        *,
+        epsilon: float = 1e-8,
+        dtype: DTypeLike | None = None,
+        param_dtype: DTypeLike = jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        types: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
+        self.slopes = nnx.Param(jnp.zeros(size, param_dtype))
+        self.normal = nnx.BatchNorm(size, use_bias=False, use_scale=False, epsilon=epsilon, **types)
+        self.dtype = dtype
+
+    def __call__(self, x: Float[AnyArray, "*batch columns"]) -> Float[Array, "*batch columns"]:
+        """Map ``[..., size]`` to the same shape."""
+        x, slopes = promote(self.dtype, x, self.slopes[...])
+        gate = nnx.sigmoid(self.normal(x))
+        slopes = slopes.reshape((1,) * (x.ndim - 1) + slopes.shape)
+        return gate * x + (1 - gate) * slopes * x

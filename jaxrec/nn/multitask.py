@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, DTypeLike, Float
 
-from jaxrec.nn.dtypes import promote
-from jaxrec.nn.mlp import MLP, check_logit_layer
-from jaxrec.nn.products import dot_general
+from jaxrec.nn.arithmetic import dot_general, promote
+from jaxrec.nn.click_model import check_logit_layer
+from jaxrec.nn.mlp import MLP
 from jaxrec.ragged.arrays import AnyArray
 
 
@@ -39,14 +40,9 @@ class Gate(nnx.Module):
         param_dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
     ):
+        types: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
         self.linear = nnx.Linear(
-            in_features,
-            num_experts,
-            use_bias=False,
-            dtype=dtype,
-            param_dtype=param_dtype,
-            dot_general=dot_general,
-            rngs=rngs,
+            in_features, num_experts, use_bias=False, dot_general=dot_general, **types
         )
         self.dtype = dtype
 
@@ -98,28 +94,18 @@ class MMoE(nnx.Module):
         param_dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
     ):
+        types: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
         if min(num_tasks, num_experts) < 1:
             raise ValueError(
                 f"num_tasks and num_experts are 1 or more, got {num_tasks} and {num_experts}"
             )
         check_logit_layer("tower_layer_sizes", tower_layer_sizes)
         self.experts = nnx.List(
-            MLP(in_features, expert_layer_sizes, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
-            for _ in range(num_experts)
+            MLP(in_features, expert_layer_sizes, **types) for _ in range(num_experts)
         )
-        self.gates = nnx.List(
-            Gate(in_features, num_experts, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
-            for _ in range(num_tasks)
-        )
+        self.gates = nnx.List(Gate(in_features, num_experts, **types) for _ in range(num_tasks))
         self.towers = nnx.List(
-            MLP(
-                expert_layer_sizes[-1],
-                tower_layer_sizes,
-                activation_on_last=False,
-                dtype=dtype,
-                param_dtype=param_dtype,
-                rngs=rngs,
-            )
+            MLP(expert_layer_sizes[-1], tower_layer_sizes, activation_on_last=False, **types)
             for _ in range(num_tasks)
         )
 
@@ -170,6 +156,7 @@ class ExtractionLayer(nnx.Module):
         param_dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
     ):
+        types: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
         if min(num_tasks, task_experts, shared_experts) < 1:
             raise ValueError(
                 "num_tasks, task_experts and shared_experts are 1 or more, got "
@@ -177,15 +164,10 @@ class ExtractionLayer(nnx.Module):
             )
 
         def group(count: int) -> list[MLP]:
-            return [
-                MLP(
-                    in_features, expert_layer_sizes, dtype=dtype, param_dtype=param_dtype, rngs=rngs
-                )
-                for _ in range(count)
-            ]
+            return [MLP(in_features, expert_layer_sizes, **types) for _ in range(count)]
 
         def gate(count: int) -> Gate:
-            return Gate(in_features, count, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+            return Gate(in_features, count, **types)
 
         # One group of experts per task, then the shared group; the gates in the same order.
         groups = [*[group(task_experts) for _ in range(num_tasks)], group(shared_experts)]
@@ -261,6 +243,7 @@ class PLE(nnx.Module):
         param_dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
     ):
+        types: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
         if num_levels < 1:
             raise ValueError(f"num_levels is 1 or more, got {num_levels}")
         check_logit_layer("tower_layer_sizes", tower_layer_sizes)
@@ -273,21 +256,12 @@ class PLE(nnx.Module):
                 shared_experts=shared_experts,
                 expert_layer_sizes=expert_layer_sizes,
                 gate_shared=level < num_levels - 1,
-                dtype=dtype,
-                param_dtype=param_dtype,
-                rngs=rngs,
+                **types,
             )
             for level in range(num_levels)
         )
         self.towers = nnx.List(
-            MLP(
-                expert_layer_sizes[-1],
-                tower_layer_sizes,
-                activation_on_last=False,
-                dtype=dtype,
-                param_dtype=param_dtype,
-                rngs=rngs,
-            )
+            MLP(expert_layer_sizes[-1], tower_layer_sizes, activation_on_last=False, **types)
             for _ in range(num_tasks)
         )
 

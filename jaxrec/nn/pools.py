@@ -14,13 +14,9 @@ from jax.sharding import Mesh
 from jaxtyping import Array, DTypeLike, Int, Int32, Shaped
 
 from jaxrec.mesh.pool_rows import PoolRows
-from jaxrec.ragged import (
-    JaggedArray,
-    KeyedJaggedArray,
-    dense_to_jagged,
-    jagged_to_padded_dense,
-)
+from jaxrec.ragged import JaggedArray, KeyedJaggedArray
 from jaxrec.ragged.bounds import BAD_ID
+from jaxrec.ragged.fbgemm import dense_to_jagged, jagged_to_padded_dense
 from jaxrec.ragged.offsets import complete_cumsum
 
 Index = Int[Array | np.ndarray, " batch"]
@@ -248,6 +244,8 @@ class RowOfBags:
 
     def unpack(self, rows: Int32[Array, "batch width"]) -> KeyedJaggedArray:
         """Return rows as a batch; traced."""
+        # Floats lie in the row by their bits: one int32 array holds lengths, ids and weights, and a
+        # lookup over a mesh sends one row where it would send three.
         count = len(self.lengths)
         starts = np.cumsum([count, *(n for _, n in self.lengths)])
         columns = {}

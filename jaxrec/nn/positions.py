@@ -13,15 +13,8 @@ from jaxtyping import Array, DTypeLike, Float, Int32
 
 from jaxrec.embed import EmbeddingBagCollection
 from jaxrec.embed.config import TableConfig
-from jaxrec.ragged import (
-    JaggedArray,
-    KeyedArray,
-    KeyedJaggedArray,
-    complete_cumsum,
-    lengths_range,
-)
-from jaxrec.ragged.arrays import take
-from jaxrec.ragged.device_axis import each_device
+from jaxrec.ragged import JaggedArray, KeyedArray, KeyedJaggedArray, complete_cumsum, lengths_range
+from jaxrec.ragged.arrays import each_device, take
 from jaxrec.ragged.offsets import without_padding
 
 
@@ -68,6 +61,8 @@ class PositionWeightedModule(nnx.Module):
 
     def weights(self, column: JaggedArray, name: str) -> Float[Array, "*devices capacity"]:
         """Return the weights of a column's ids; ``name`` is the column's in errors."""
+        # Compiled code cannot raise an error, and a clipped position would train a wrong weight
+        # unseen. NaN reaches the loss, where someone looks.
         count = self.position_weight.shape[0]
         if not isinstance(column.lengths, jax.core.Tracer):
             longest = int(np.max(np.asarray(column.lengths), initial=0))

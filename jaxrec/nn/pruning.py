@@ -14,9 +14,8 @@ from jaxtyping import Array, Bool, Float32, Int32
 from jaxrec.embed import EmbeddingBagCollection, EmbeddingCollection
 from jaxrec.embed.not_finite import check_ids
 from jaxrec.ragged import JaggedArray, KeyedArray, KeyedJaggedArray, complete_cumsum
-from jaxrec.ragged.arrays import take
+from jaxrec.ragged.arrays import on_auto_axes, take
 from jaxrec.ragged.bounds import BAD_ID
-from jaxrec.ragged.device_axis import on_auto_axes
 from jaxrec.ragged.offsets import without_padding
 
 

@@ -12,8 +12,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxrec.ragged import KeyedJaggedArray
-from jaxrec.ragged.arrays import AnyArray
-from jaxrec.ragged.device_axis import on_auto_axes
+from jaxrec.ragged.arrays import AnyArray, on_auto_axes
 
 
 def sampled_softmax_loss(

@@ -13,12 +13,11 @@ from flax import nnx
 from jaxtyping import Array, DTypeLike, Float
 
 from jaxrec.embed import EmbeddingCollection
-from jaxrec.nn.dtypes import promote
+from jaxrec.nn.arithmetic import promote
 from jaxrec.nn.positions import positions_in_rows
 from jaxrec.nn.tiled_attention import BLOCK, jagged_attention
 from jaxrec.ragged import JaggedArray, KeyedJaggedArray, complete_cumsum
-from jaxrec.ragged.arrays import AnyArray, take
-from jaxrec.ragged.device_axis import each_device
+from jaxrec.ragged.arrays import AnyArray, each_device, take
 from jaxrec.ragged.offsets import without_padding
 
 _glorot = nnx.initializers.glorot_uniform()
@@ -129,9 +128,7 @@ class JaggedSelfAttention(nnx.Module):
         self.block_size = block_size
 
     def __call__(
-        self,
-        states: Float[AnyArray, "*devices capacity dim"],
-        lengths: AnyArray,
+        self, states: Float[AnyArray, "*devices capacity dim"], lengths: AnyArray
     ) -> Float[Array, "*devices capacity dim"]:
         """Map ``[capacity, dim]`` states, of rows of the given lengths, to the same shape."""
         states = without_padding(states, complete_cumsum(lengths))
@@ -210,10 +207,33 @@ class SequenceModel(nnx.Module):
         )
         self.norm = nnx.LayerNorm(dim, **types)
 
+    def __call__(self, features: KeyedJaggedArray) -> dict[str, JaggedArray]:
+        """Return the state at each position of each sequence, beside other features' embeddings.
+
+        Args:
+            features: The batch.
+
+        Returns:
+            The result of the collection, with the states in place of the history's embeddings:
+            ``[capacity, dim]`` values. In a causal model the state of position ``i`` knows the
+            items up to it.
+
+        Raises:
+            ValueError: A sequence is longer than ``max_length`` (seen outside of `jax.jit`; inside,
+                the states past it become NaN).
+        """
+        return self.embed(features, self._encode)
+
+    def _encode(self, history: JaggedArray) -> Array:
+        """Return the states of the history's embeddings, ``[capacity, dim]``."""
+        raise NotImplementedError
+
     def embed(
         self, features: KeyedJaggedArray, encode: Callable[[JaggedArray], Array]
     ) -> dict[str, JaggedArray]:
         """Return all embeddings of a batch, those of the history replaced by ``encode`` of them."""
+        # One lookup for all features: the items that follow, negatives and candidates are rows of
+        # the same table, and each row is then updated once a step.
         embedded = self.items(features)
         history = embedded[self.history]
         return embedded | {self.history: dataclasses.replace(history, values=encode(history))}

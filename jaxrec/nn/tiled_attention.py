@@ -20,8 +20,7 @@ from jaxrec.nn.jagged_tiles import (
     plan_tiles,
     sum_tiles,
 )
-from jaxrec.ragged.arrays import AnyArray, take
-from jaxrec.ragged.device_axis import on_auto_axes
+from jaxrec.ragged.arrays import AnyArray, on_auto_axes, take
 
 BLOCK = 64
 
@@ -165,16 +164,9 @@ def hstu_attention(
         raise ValueError("time_bias and timestamps come together; give both or neither")
     biases = jax.tree.map(jnp.asarray, {"position": position_bias, "time": time_bias})
     attend = functools.partial(_attend_pointwise, tile=functools.partial(_hstu_tile, scale=scale))
+    marks = None if timestamps is None else {"time": timestamps}
     return _tiled(
-        attend,
-        lengths,
-        timestamps,
-        query,
-        key,
-        value,
-        biases,
-        causal=True,
-        block_size=block_size,
+        attend, lengths, marks, query, key, value, biases, causal=True, block_size=block_size
     )
 
 
@@ -193,9 +185,9 @@ def _hstu_tile(biases: Any, q: Array, keys: Any, tiles: Tiles, *, scale: float) 
         table = biases["position"].astype(scores.dtype)
         bias = take(table, jnp.clip(tiles.distance, 0, table.shape[0] - 1))
         scores = scores + jnp.moveaxis(bias, -1, 1)
-    if biases["time"] is not None and tiles.marks is not None:
+    if biases["time"] is not None:
         table = biases["time"].astype(scores.dtype)
-        of_queries, of_keys = tiles.marks
+        of_queries, of_keys = (marks["time"] for marks in tiles.marks)
         bucket = time_bucket(of_queries[:, :, None] - of_keys[:, None, :], table.shape[0])
         scores = scores + jnp.moveaxis(take(table, bucket), -1, 1)
     weights = jnp.where(tiles.mask[:, None], nnx.silu(scores) * scale, 0)
@@ -220,7 +212,7 @@ def time_bucket(elapsed: Int[Array, "*axes"], num_buckets: int) -> Int32[Array, 
 def _tiled(
     attend: Callable[..., Array],
     lengths: AnyArray,
-    marks: AnyArray | None,
+    marks: Any,
     query: AnyArray,
     key: AnyArray,
     value: AnyArray,
@@ -241,7 +233,7 @@ def _tiled(
         causal=causal,
     )
 
-    def call(lengths: Array, marks: Array | None, shared: Any, *arrays: Array) -> Array:
+    def call(lengths: Array, marks: Any, shared: Any, *arrays: Array) -> Array:
         plan = (plan_of if lengths.ndim == 1 else jax.vmap(plan_of))(lengths, marks)
         return over_devices(attend, plan, shared, *arrays)
 

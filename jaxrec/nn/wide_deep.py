@@ -1,24 +1,89 @@
-"""Wide & deep learning."""
+"""Wide & deep learning, and logistic regression, its wide part."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, DTypeLike, Float
 
 from jaxrec.embed import EmbeddingBagCollection
-from jaxrec.nn.dense import check_dense
-from jaxrec.nn.dtypes import promote
-from jaxrec.nn.linear import LinearPart
-from jaxrec.nn.mlp import MLP, check_logit_layer
-from jaxrec.nn.tables import num_columns
+from jaxrec.nn.arithmetic import promote
+from jaxrec.nn.click_model import (
+    ClickModel,
+    check_dense,
+    check_logit_layer,
+    num_columns,
+    with_dense,
+)
+from jaxrec.nn.mlp import MLP
 from jaxrec.ragged import KeyedJaggedArray
 from jaxrec.ragged.arrays import AnyArray
 
 
-class WideDeep(nnx.Module):
+class LinearPart(ClickModel):
+    """Logistic regression over dense features and bags of ids: ``b + w . x``.
+
+    Args:
+        weights: Tables of width 1: the weight of each id.
+        num_dense: Number of dense features.
+        dtype: Type that it computes in; None: float32, unless inputs are wider.
+        param_dtype: Type of the bias and of the dense features' weights.
+        rngs: Not drawn from: the dense features' weights and the bias start as zeros.
+
+    Raises:
+        ValueError: A table is wider than 1.
+
+    Example:
+        >>> import jaxrec
+        >>> weights = jaxrec.EmbeddingBagCollection(
+        ...     [jaxrec.EmbeddingBagConfig("user", 100, 1)], rngs=nnx.Rngs(0))
+        >>> ids = jaxrec.KeyedJaggedArray.from_lists({"user": [[1], [2, 3]]})
+        >>> LinearPart(weights, rngs=nnx.Rngs(0))(None, ids).shape
+        (2,)
+    """
+
+    def __init__(
+        self,
+        weights: EmbeddingBagCollection,
+        *,
+        num_dense: int = 0,
+        dtype: DTypeLike | None = None,
+        param_dtype: DTypeLike = jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        if wide := {t.name: t.embedding_dim for t in weights.configs if t.embedding_dim != 1}:
+            raise ValueError(
+                f"tables of a linear part have embedding_dim=1, one weight an id; got {wide}"
+            )
+        self.weights = weights
+        self.dense_weights = nnx.Param(jnp.zeros(num_dense, param_dtype))
+        self.bias = nnx.Param(jnp.zeros((), param_dtype))
+        self.dtype = dtype
+
+    def lookup(self, features: KeyedJaggedArray) -> Float[Array, "batch tables"]:
+        """Return the sums of the ids' weights, which `logits` takes."""
+        return jnp.asarray(self.weights(features).values)
+
+    def logits(
+        self,
+        dense: Float[AnyArray, "batch num_dense"] | None,
+        embedded: Float[Array, "batch tables"],
+    ) -> Float[Array, " batch"]:
+        check_dense(dense, self.dense_weights.shape[0], embedded.shape[0])
+        logits, weights, bias = promote(
+            self.dtype, embedded, self.dense_weights[...], self.bias[...]
+        )
+        logits = logits.sum(axis=1) + bias
+        if dense is not None:
+            values, weights = promote(self.dtype, dense, weights)
+            logits = logits + values @ weights
+        return logits
+
+
+class WideDeep(ClickModel):
     """Predicts clicks by a linear model that remembers and a deep network that generalizes.
 
     ``logit = w . x + b + MLP(embeddings, dense)``: Cheng et al. 2016, "Wide & deep learning for
@@ -64,74 +129,27 @@ class WideDeep(nnx.Module):
         param_dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
     ):
+        types: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
         check_logit_layer("deep_layer_sizes", deep_layer_sizes)
         self.num_dense = num_dense
         self.dtype = dtype
-        self.wide = LinearPart(wide, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+        self.wide = LinearPart(wide, **types)
         self.embeddings = deep
         self.deep = MLP(
-            num_columns(deep) + num_dense,
-            deep_layer_sizes,
-            activation_on_last=False,
-            dtype=dtype,
-            param_dtype=param_dtype,
-            rngs=rngs,
+            num_columns(deep) + num_dense, deep_layer_sizes, activation_on_last=False, **types
         )
 
-    def __call__(
-        self, dense: Float[AnyArray, "batch num_dense"] | None, features: KeyedJaggedArray
-    ) -> Float[Array, " batch"]:
-        """Return the logits of a batch.
-
-        Args:
-            dense: ``[batch, num_dense]`` dense features; None if the model has none.
-            features: The batch's ids, of every feature that the tables read.
-
-        Returns:
-            ``[batch]`` logits: the log-odds of a click.
-
-        Raises:
-            ValueError: ``dense`` is missing, or has another number of columns.
-        """
-        return self.logits(dense, self.look_up(features))
-
-    def look_up(
+    def lookup(
         self, features: KeyedJaggedArray
     ) -> tuple[Float[Array, "batch tables"], Float[Array, "batch columns"]]:
         """Return the wide tables' weights and the pooled embeddings, which `logits` takes."""
-        return self.wide.look_up(features), jnp.asarray(self.embeddings(features).values)
+        return self.wide.lookup(features), jnp.asarray(self.embeddings(features).values)
 
     def logits(
         self,
         dense: Float[AnyArray, "batch num_dense"] | None,
         embedded: tuple[Float[Array, "batch tables"], Float[Array, "batch columns"]],
     ) -> Float[Array, " batch"]:
-        """Return the logits of samples whose embeddings are looked up.
-
-        Args:
-            dense: ``[batch, num_dense]`` dense features; None if the model has none.
-            embedded: Result of `look_up`, or some rows of it (`sum_in_chunks`).
-
-        Raises:
-            ValueError: As for calls of the model.
-        """
         weights, pooled = embedded
         inputs = with_dense(pooled, dense, self.num_dense, self.dtype)
         return self.wide.logits(None, weights) + self.deep(inputs)[:, 0]
-
-
-def with_dense(
-    pooled: Float[AnyArray, "batch columns"],
-    dense: Float[AnyArray, "batch num_dense"] | None,
-    num_dense: int,
-    dtype: DTypeLike | None,
-) -> Float[Array, "batch all_columns"]:
-    """Concatenate dense features and pooled embeddings, in one type.
-
-    Raises:
-        ValueError: There are not ``num_dense`` dense features, or of other samples.
-    """
-    check_dense(dense, num_dense, pooled.shape[0])
-    if dense is None:
-        return jnp.asarray(pooled)
-    return jnp.concatenate(promote(dtype, dense, pooled), axis=1)

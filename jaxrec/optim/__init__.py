@@ -6,30 +6,42 @@ the bounds that `RowOptimizer` describes. Notation of their formulas: ``w`` is a
 gradient summed over its occurrences, ``lr`` the learning rate.
 """
 
-from jaxrec.optim.adagrad import adagrad as adagrad
-from jaxrec.optim.adagrad import rowwise_adagrad as rowwise_adagrad
-from jaxrec.optim.adam import adam as adam
-from jaxrec.optim.adam import partial_rowwise_adam as partial_rowwise_adam
+import types as _types
+
+from jaxrec.optim.adagrad_and_rmsprop import adagrad as adagrad
+from jaxrec.optim.adagrad_and_rmsprop import rmsprop as rmsprop
+from jaxrec.optim.adagrad_and_rmsprop import rowwise_adagrad as rowwise_adagrad
+from jaxrec.optim.adagrad_and_rmsprop import rowwise_rmsprop as rowwise_rmsprop
+from jaxrec.optim.adam_and_lamb import adam as adam
+from jaxrec.optim.adam_and_lamb import lamb as lamb
+from jaxrec.optim.adam_and_lamb import partial_rowwise_adam as partial_rowwise_adam
+from jaxrec.optim.adam_and_lamb import partial_rowwise_lamb as partial_rowwise_lamb
 from jaxrec.optim.base import RowOptimizer as RowOptimizer
 from jaxrec.optim.base import RowState as RowState
 from jaxrec.optim.base import Schedule as Schedule
+from jaxrec.optim.base import frozen as frozen
 from jaxrec.optim.counter import rowwise_adagrad_cowclip as rowwise_adagrad_cowclip
 from jaxrec.optim.counter import rowwise_adagrad_with_counter as rowwise_adagrad_with_counter
-from jaxrec.optim.diloco import diloco as diloco
-from jaxrec.optim.ema import ema as ema
-from jaxrec.optim.ema_in_place import ema_in_place as ema_in_place
-from jaxrec.optim.frozen import frozen as frozen
-from jaxrec.optim.ftrl import ftrl as ftrl
-from jaxrec.optim.hyperparameter import hyperparameter as hyperparameter
-from jaxrec.optim.lamb import lamb as lamb
-from jaxrec.optim.lamb import partial_rowwise_lamb as partial_rowwise_lamb
-from jaxrec.optim.lars import lars_sgd as lars_sgd
+from jaxrec.optim.ftrl_proximal import ftrl as ftrl
+from jaxrec.optim.hyperparameters import hyperparameter as hyperparameter
 from jaxrec.optim.norm import mean_squares as mean_squares
 from jaxrec.optim.norm import row_norms as row_norms
-from jaxrec.optim.rmsprop import rmsprop as rmsprop
-from jaxrec.optim.rmsprop import rowwise_rmsprop as rowwise_rmsprop
+from jaxrec.optim.outer_steps import diloco as diloco
 from jaxrec.optim.schedules import WarmupStage as WarmupStage
 from jaxrec.optim.schedules import warmup as warmup
-from jaxrec.optim.sgd import momentum_sgd as momentum_sgd
-from jaxrec.optim.sgd import sgd as sgd
-from jaxrec.optim.wrapper import OptimizerWrapper as OptimizerWrapper
+from jaxrec.optim.sgd_and_lars import lars_sgd as lars_sgd
+from jaxrec.optim.sgd_and_lars import momentum_sgd as momentum_sgd
+from jaxrec.optim.sgd_and_lars import sgd as sgd
+from jaxrec.optim.wrappers import OptimizerWrapper as OptimizerWrapper
+from jaxrec.optim.wrappers import ema as ema
+from jaxrec.optim.wrappers import ema_in_place as ema_in_place
+
+__all__ = [
+    name
+    for name, value in globals().items()
+    if name[0] != "_" and not isinstance(value, _types.ModuleType)
+]
+
+
+def __dir__() -> list[str]:
+    return __all__

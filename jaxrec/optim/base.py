@@ -1,4 +1,4 @@
-"""The interface of row optimizers."""
+"""The interface of row optimizers, and the one that leaves rows as they are."""
 
 from __future__ import annotations
 
@@ -13,10 +13,15 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxrec.optim import checks
 
-Schedule: TypeAlias = Callable[[Int[Array, ""]], Float[Array, ""] | float]
+# Arguments and results of `RowOptimizer.update`: its rows are those of a batch, not of a table.
+Rows: TypeAlias = Float[Array, "rows dim"]
+RowState: TypeAlias = Mapping[str, Array]
+Updated: TypeAlias = tuple[Rows, dict[str, Array]]
+Count: TypeAlias = Int[Array, ""]
+Schedule: TypeAlias = Callable[[Count], Float[Array, ""] | float]
+
 STATE_DTYPES = ("float32", "bfloat16", "float8")
 LARGEST_SQUARED = 2.0**50  # its square times 2**27 is below float32's largest number
-RowState: TypeAlias = Mapping[str, Array]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,6 +161,8 @@ class RowOptimizer(abc.ABC):
         """Return whether `sweep` follows the update that ``step`` updates came before."""
         return jnp.zeros((), bool)
 
+    # `update` sees the rows of a batch alone. What changes all rows of a table is a method of its
+    # own, so that the usual step never walks a whole table.
     def sweep(self, rows: Float[Array, "rows dim"]) -> Float[Array, "rows dim"]:
         """Change rows between two steps; stores call this for all rows of a table.
 
@@ -171,3 +178,41 @@ class RowOptimizer(abc.ABC):
         """Return the learning rate of the update after ``step`` updates."""
         rate = self.learning_rate
         return jnp.asarray(rate(step) if callable(rate) else rate, jnp.float32)
+
+
+@dataclasses.dataclass(frozen=True)
+class frozen(RowOptimizer):
+    """A row optimizer that leaves rows as they are, without state or the cost of a gradient.
+
+    ``trainable=False`` of a table's config gives the table this optimizer.
+
+    State: none.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import jaxrec.optim
+        >>> optimizer = jaxrec.optim.frozen()
+        >>> rows, state = optimizer.update(jnp.ones((1, 2)), jnp.ones((1, 2)), {}, jnp.int32(0))
+        >>> rows.tolist(), state
+        ([[1.0, 1.0]], {})
+    """
+
+    is_elementwise: ClassVar[bool] = True
+    is_trained: ClassVar[bool] = False
+    squares_gradients: ClassVar[bool] = False
+
+    learning_rate: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.learning_rate != 0:
+            raise ValueError(
+                "frozen: rows that are not trained have no learning rate, got "
+                f"learning_rate={self.learning_rate!r}"
+            )
+
+    def init(self, num_rows: int, dim: int) -> dict[str, Array]:
+        return {}
+
+    def update(self, rows: Rows, gradients: Rows, state: RowState, step: Count) -> Updated:
+        return rows, {}

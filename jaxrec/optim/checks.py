@@ -25,6 +25,8 @@ def schedule(owner: Any, name: str) -> None:
     function = getattr(owner, name)
     if function.__class__.__module__.startswith("jaxrec."):
         return
+    # A function that ignores its argument is usually a closure over a number that its author means
+    # to change between steps. The compiled step would hold the first number without a word.
     depends = True
 
     def evaluate(step: jax.Array) -> jax.Array:
@@ -66,20 +68,12 @@ def share(owner: Any, *names: str) -> None:
 
 def count(owner: Any, *names: str) -> None:
     """Require each of these fields to be an integer >= 1 that an int32 holds."""
-    for name in names:
-        value = getattr(owner, name)
-        is_int = isinstance(value, numbers.Integral) and not isinstance(value, bool)
-        if not (is_int and 1 <= value < 2**31):
-            raise _error(owner, name, "an integer in [1, 2**31)")
+    _check_integers(owner, names, 1)
 
 
 def whole(owner: Any, *names: str) -> None:
     """Require each of these fields to be an integer >= 0 that an int32 holds."""
-    for name in names:
-        value = getattr(owner, name)
-        is_int = isinstance(value, numbers.Integral) and not isinstance(value, bool)
-        if not (is_int and 0 <= value < 2**31):
-            raise _error(owner, name, "an integer in [0, 2**31)")
+    _check_integers(owner, names, 0)
 
 
 def one_of(owner: Any, name: str, allowed: Collection[str]) -> None:
@@ -104,6 +98,14 @@ def _check_numbers(
         is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
         if not (is_number and abs(value) <= _LARGEST and holds(value)):
             raise _error(owner, name, wanted)
+
+
+def _check_integers(owner: Any, names: tuple[str, ...], least: int) -> None:
+    for name in names:
+        value = getattr(owner, name)
+        is_int = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+        if not (is_int and least <= value < 2**31):
+            raise _error(owner, name, f"an integer in [{least}, 2**31)")
 
 
 def _error(owner: Any, name: str, wanted: str) -> ValueError:

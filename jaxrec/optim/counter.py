@@ -5,26 +5,23 @@ from __future__ import annotations
 import abc
 import dataclasses
 import math
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, TypeAlias, get_args
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from jaxrec.optim import checks
-from jaxrec.optim.base import RowOptimizer, RowState
-from jaxrec.optim.hyperparameter import check_weight_decay, hyperparameter
+from jaxrec.optim.base import Count, RowOptimizer, Rows, RowState, Updated
+from jaxrec.optim.hyperparameters import check_weight_decay, hyperparameter
 from jaxrec.optim.norm import limit_norm, mean_squares, root, row_norms
 
-_COUNTER_DECAYS = ("none", "l2", "decoupled", "adagradw")
-_COWCLIP_DECAYS = ("none", "l2", "decoupled")
-_RATE_MODES = (
-    "equal",
-    "tail_increase",
-    "tail_decrease",
-    "counter_sgd",
-    "sqrt_counter",
-    "capped_counter",
-)
+_CounterDecay: TypeAlias = Literal["none", "l2", "decoupled", "adagradw"]
+_CowclipDecay: TypeAlias = Literal["none", "l2", "decoupled"]
+_RateMode: TypeAlias = Literal[
+    "equal", "tail_increase", "tail_decrease", "counter_sgd", "sqrt_counter", "capped_counter"
+]
+
+PerRow: TypeAlias = Float[Array, " rows"]
 
 # The largest and the smallest factor of a rate in the modes of rare ids.
 _MAX_INCREASE, _MIN_DECREASE = 10.0, 0.1
@@ -58,6 +55,8 @@ class _Counted:
 class _CountingAdagrad(RowOptimizer):
     """The accumulator and the counter that the optimizers of this file share."""
 
+    # State is float32, as that of all row optimizers: counters and numbers of steps are exact up to
+    # 2**24, and one step more or less matters little after sixteen million.
     sums_rows: ClassVar[bool] = True
 
     eps: float = 1e-8
@@ -78,13 +77,7 @@ class _CountingAdagrad(RowOptimizer):
             "last_step": jnp.zeros(num_rows, jnp.float32),
         }
 
-    def update(
-        self,
-        rows: Float[Array, "rows dim"],
-        gradients: Float[Array, "rows dim"],
-        state: RowState,
-        step: Int[Array, ""],
-    ) -> tuple[Float[Array, "rows dim"], dict[str, Array]]:
+    def update(self, rows: Rows, gradients: Rows, state: RowState, step: Count) -> Updated:
         last = state["last_step"]
         iteration = jnp.asarray(step + 1, jnp.float32)
         gap = jnp.where(last == 0, 1, iteration - last)
@@ -101,9 +94,7 @@ class _CountingAdagrad(RowOptimizer):
             "last_step": jnp.full_like(last, step + 1),
         }
 
-    def _decayed_count(
-        self, count: Float[Array, " rows"], gap: Float[Array, " rows"]
-    ) -> Float[Array, " rows"]:
+    def _decayed_count(self, count: PerRow, gap: PerRow) -> PerRow:
         if self.halflife is None:
             return count
         if self.halflife == 0:
@@ -116,12 +107,7 @@ class _CountingAdagrad(RowOptimizer):
         """Whether the weight decay is part of the gradient that the accumulator sees."""
 
     @abc.abstractmethod
-    def _factors(
-        self,
-        counted: _Counted,
-        rows: Float[Array, "rows dim"],
-        decayed: Float[Array, "rows dim"],
-    ) -> tuple[Float[Array, " rows"], Float[Array, " rows"]]:
+    def _factors(self, counted: _Counted, rows: Rows, decayed: Rows) -> tuple[PerRow, PerRow]:
         """Return the factors of the rows and of their gradients, ``w <- shrinkage w - rate g``.
 
         Args:
@@ -197,10 +183,8 @@ class rowwise_adagrad_with_counter(_CountingAdagrad):
         ([[0.375, 1.375]], [1.0])
     """
 
-    weight_decay_mode: Literal["none", "l2", "decoupled", "adagradw"] = "none"
-    learning_rate_mode: Literal[
-        "equal", "tail_increase", "tail_decrease", "counter_sgd", "sqrt_counter", "capped_counter"
-    ] = "equal"
+    weight_decay_mode: _CounterDecay = "none"
+    learning_rate_mode: _RateMode = "equal"
     adjustment: float = 1.0
     adjust_after: int = 0
     tail_threshold: float = 0.0
@@ -209,8 +193,8 @@ class rowwise_adagrad_with_counter(_CountingAdagrad):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        checks.one_of(self, "weight_decay_mode", _COUNTER_DECAYS)
-        checks.one_of(self, "learning_rate_mode", _RATE_MODES)
+        checks.one_of(self, "weight_decay_mode", get_args(_CounterDecay))
+        checks.one_of(self, "learning_rate_mode", get_args(_RateMode))
         checks.non_negative(self, "adjustment", "tail_threshold")
         checks.whole(self, "adjust_after")
         checks.boolean(self, "tail_threshold_is_ratio")
@@ -227,12 +211,7 @@ class rowwise_adagrad_with_counter(_CountingAdagrad):
     def _is_coupled(self) -> bool:
         return self.weight_decay_mode == "l2"
 
-    def _factors(
-        self,
-        counted: _Counted,
-        rows: Float[Array, "rows dim"],
-        decayed: Float[Array, "rows dim"],
-    ) -> tuple[Float[Array, " rows"], Float[Array, " rows"]]:
+    def _factors(self, counted: _Counted, rows: Rows, decayed: Rows) -> tuple[PerRow, PerRow]:
         unadjusted = counted.adagrad_rate
         shrinkage, lazy = self._shrinkage(counted)
         rates = lazy * jnp.where(
@@ -243,7 +222,7 @@ class rowwise_adagrad_with_counter(_CountingAdagrad):
         is_adjusted = counted.iteration > self.adjust_after
         return jnp.where(is_adjusted, shrinkage, 1), jnp.where(is_adjusted, rates, unadjusted)
 
-    def _shrinkage(self, counted: _Counted) -> tuple[Float[Array, " rows"], Float[Array, " rows"]]:
+    def _shrinkage(self, counted: _Counted) -> tuple[PerRow, PerRow]:
         """Return the factor of the rows, and that of the rate."""
         ones = jnp.ones_like(counted.count)
         decay, count, halflife = self.weight_decay, counted.count, self.halflife or 0
@@ -322,25 +301,20 @@ class rowwise_adagrad_cowclip(_CountingAdagrad):
         [[0.875, 0.875, 0.875, 0.875]]
     """
 
-    weight_decay_mode: Literal["none", "l2", "decoupled"] = "none"
+    weight_decay_mode: _CowclipDecay = "none"
     clip_ratio: float = 0.0
     clip_minimum: float = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        checks.one_of(self, "weight_decay_mode", _COWCLIP_DECAYS)
+        checks.one_of(self, "weight_decay_mode", get_args(_CowclipDecay))
         checks.non_negative(self, "clip_ratio", "clip_minimum")
 
     @property
     def _is_coupled(self) -> bool:
         return self.weight_decay_mode == "l2"
 
-    def _factors(
-        self,
-        counted: _Counted,
-        rows: Float[Array, "rows dim"],
-        decayed: Float[Array, "rows dim"],
-    ) -> tuple[Float[Array, " rows"], Float[Array, " rows"]]:
+    def _factors(self, counted: _Counted, rows: Rows, decayed: Rows) -> tuple[PerRow, PerRow]:
         bounds = jnp.maximum(self.clip_ratio * row_norms(rows)[:, 0], self.clip_minimum)
         bounds, norms = counted.count * bounds, row_norms(decayed)[:, 0]
         is_within = norms <= bounds

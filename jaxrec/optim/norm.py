@@ -27,6 +27,8 @@ class CutRows:
     is_column: Bool[Array, "*rows dim"] | None = None
 
 
+# A variable of the context, not an argument: `update` has the interface that users implement, and
+# they should not have to know that a kernel pads rows or that a mesh cuts them by columns.
 _cut_rows: contextvars.ContextVar[CutRows | None] = contextvars.ContextVar("cut_rows", default=None)
 
 

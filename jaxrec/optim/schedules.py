@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from typing import Literal, TypeAlias, get_args
 
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxrec.optim import checks
 
-_POLICIES = (
+_Policy: TypeAlias = Literal[
     "none",
     "linear",
     "constant",
@@ -20,7 +20,7 @@ _POLICIES = (
     "inv_sqrt",
     "cosine_annealing_warm_restarts",
     "interpolate",
-)
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,16 +62,7 @@ class WarmupStage:
             ``start_interpolating_iters`` below ``max_iters`` and an ``end_value``.
     """
 
-    policy: Literal[
-        "none",
-        "linear",
-        "constant",
-        "poly",
-        "step",
-        "inv_sqrt",
-        "cosine_annealing_warm_restarts",
-        "interpolate",
-    ] = "linear"
+    policy: _Policy = "linear"
     max_iters: int = 1
     value: float = 1.0
     lr_scale: float = 1.0
@@ -81,7 +72,7 @@ class WarmupStage:
     end_value: float | None = None
 
     def __post_init__(self) -> None:
-        checks.one_of(self, "policy", _POLICIES)
+        checks.one_of(self, "policy", get_args(_Policy))
         checks.count(self, "max_iters", "sgdr_period")
         checks.non_negative(self, "value", "lr_scale")
         if self.decay_iters is not None:

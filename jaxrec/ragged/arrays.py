@@ -1,15 +1,16 @@
-"""Arrays that lie on the host (NumPy) or on a device (JAX)."""
+"""Arrays on the host (NumPy), on a device (JAX) or over a mesh, with an axis over its devices."""
 
 from __future__ import annotations
 
 import types
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from jaxtyping import Array
+from jaxtyping import Array, Int
 
 from jaxrec.ragged.raw_ids import is_raw, refuse
 
@@ -31,6 +32,8 @@ def take(array: Array, *indices: Array, fill_value: float | int | bool = 0) -> A
     An index past the end is not read, and passes no gradient back. Over Explicit axes the result
     lies as the indices, which are of one shape, and the axes of the array that are not indexed.
     """
+    # Clipped, as JAX reads by default, an index of padding would read the last element, and send it
+    # a gradient.
     if 0 in array.shape[: len(indices)]:  # a gather needs something to read
         shape = (*indices[0].shape, *array.shape[len(indices) :])
         return jnp.full(shape, fill_value, array.dtype)
@@ -73,9 +76,6 @@ def require_one_batch(lengths: AnyArray, operation: str) -> None:
     Args:
         lengths: The lengths of its bags.
         operation: Name of what needs one batch.
-
-    Raises:
-        ValueError: ``lengths`` has an axis in front, over the devices.
     """
     if lengths.ndim > 1:
         raise ValueError(
@@ -83,3 +83,48 @@ def require_one_batch(lengths: AnyArray, operation: str) -> None:
             f"of {lengths.shape[0]} devices. Use {operation} before jaxrec.mesh.shard_batch, or on "
             "each device's batch inside of jax.shard_map"
         )
+
+
+def each_device(
+    function: Callable[..., Any], lengths: Int[AnyArray, "*devices rows"], *arrays: Any
+) -> Any:
+    """Call ``function(lengths, *arrays)`` with one batch, or with that of each device.
+
+    Args:
+        function: A function of one batch.
+        lengths: ``[rows]``; over a mesh ``[devices, rows]``.
+        *arrays: Further pytrees of the batch. Over a mesh they have the same axis in front.
+
+    Returns:
+        The result. Over a mesh its arrays have the axis over the devices in front.
+    """
+    if lengths.ndim == 1:
+        return function(lengths, *arrays)
+    return on_auto_axes(jax.vmap(function), lengths, *arrays)
+
+
+def on_auto_axes(function: Callable[..., Any], *arguments: Any, is_replicated: bool = False) -> Any:
+    """Call a function in which XLA chooses shardings, as it does over Auto axes.
+
+    Over Explicit axes JAX refuses a gather, a scatter or a product whose result could lie in
+    several ways. This function decides for its results, and leaves what is between to XLA.
+
+    Args:
+        function: The function.
+        *arguments: Its arguments, pytrees of arrays.
+        is_replicated: Whether the results are replicated. Otherwise their first axis lies as that
+            of the first argument over Explicit axes.
+
+    Returns:
+        The results. Where no argument lies over Explicit axes, this only calls the function.
+    """
+    sharding = explicit_sharding(arguments)
+    if sharding is None:
+        return function(*arguments)
+    types = zip(sharding.mesh.axis_names, sharding.mesh.axis_types, strict=True)
+    explicit = tuple(name for name, kind in types if kind == AxisType.Explicit)
+    spec = PartitionSpec() if is_replicated else PartitionSpec(*sharding.spec[:1])
+    call = jax.sharding.auto_axes(
+        function, axes=explicit, out_sharding=NamedSharding(sharding.mesh, spec)
+    )
+    return call(*arguments)

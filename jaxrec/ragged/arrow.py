@@ -7,19 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jaxrec.ragged.columns import WIDE_IDS, Column, by_name
+from jaxrec.ragged.columns import WIDE_IDS, Column, by_name, check_weight_lengths, sample_of
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
 
 def named_columns(data: Any) -> dict[str, Any]:
-    """Return the columns of a table or record batch by name; a mapping as it is.
-
-    Raises:
-        TypeError: The column is of another type.
-        ValueError: Two columns have one name.
-    """
+    """Return the columns of a table or record batch by name; a mapping as it is."""
     if not _is_table(data):
         return by_name("data", data)
     names = list(data.column_names)
@@ -45,25 +40,13 @@ def from_arrow(
             dictionaries of these or of integers.
         weights: An Array of the same nesting, of floating point.
         id_bits: 32, or 64 for raw ids; strings and binary values stay in Arrow.
-
-    Raises:
-        TypeError: The array is of another type.
-        ValueError: There is a null inside a list, or the weights are not shaped like the ids.
     """
     wanted, accepts = ("integers", _is_integer) if id_bits == 32 else ("integers, strings", _is_id)
     values, lengths = _flat(feature, array, wanted, accepts)
     if weights is None:
         return Column(values, lengths)
     flat_weights, weight_lengths = _flat(feature, weights, "floating point", _is_number)
-    if not np.array_equal(weight_lengths, lengths):
-        if weight_lengths.size != lengths.size:
-            where, ids, num_weights = f"feature {feature!r}", lengths.size, weight_lengths.size
-            raise ValueError(f"{where} has {ids} samples but weights for {num_weights}")
-        sample = np.flatnonzero(weight_lengths != lengths)[0]
-        raise ValueError(
-            f"feature {feature!r}, sample {sample}: {lengths[sample]} ids but "
-            f"{weight_lengths[sample]} weights; each id needs one weight"
-        )
+    check_weight_lengths(feature, lengths, weight_lengths)
     return Column(values, lengths, flat_weights)
 
 
@@ -94,9 +77,9 @@ def _flat(
     flat = _decoded(array.flatten())  # without the rows that are null
     if flat.null_count:
         position = int(np.flatnonzero(np.asarray(flat.is_null()))[0])
-        sample = np.searchsorted(np.cumsum(lengths), position, side="right")
         raise ValueError(
-            f"feature {feature!r}, sample {sample} has a null inside its list; fill or drop it"
+            f"feature {feature!r}, sample {sample_of(lengths, position)} has a null inside its "
+            "list; fill or drop it"
         )
     return _unboxed(flat), lengths
 
@@ -118,10 +101,6 @@ def map_values(
 
     Returns:
         Arrow array with the same chunks and lists; a null list stays null.
-
-    Raises:
-        TypeError: It is not an Arrow column.
-        ValueError: A value is null, and ``function`` does not accept nulls.
     """
     import pyarrow as pa
     import pyarrow.compute as pc

@@ -1,15 +1,16 @@
-"""Checks of ids against the number of ids of their table, on the host."""
+"""Checks of ids on the host: row indices against their table's bound, raw ids by their bits."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from typing import Literal, NamedTuple, TypeAlias, get_args
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import numpy as np
 
-from jaxrec.ragged.columns import WIDE_IDS, Column, whole_number
-from jaxrec.ragged.raw_columns import raw_column
+from jaxrec.ragged.columns import WIDE_IDS, Column, is_integer, sample_of, whole_number
+from jaxrec.ragged.hashing import hash_ids
+from jaxrec.ragged.raw_ids import RESERVED
 
 BoundsMode: TypeAlias = Literal["raise", "clamp", "ignore"]
 
@@ -49,11 +50,12 @@ def find_bad_ids(
         id_bits: 32, or 64 for tables of more rows than int32 can number.
     """
     limit = 2 ** (id_bits - 1) if bound is None else bound
+    # Two reductions pass nearly every batch; positions are only looked for in a bad one.
     if ids.size == 0 or (ids.min() >= 0 and ids.max() < limit):
         return None
     positions = np.flatnonzero((ids < 0) | (ids >= limit))
     bad = ids[positions[0]]
-    sample = first_sample + np.searchsorted(np.cumsum(lengths), positions[0], side="right")
+    sample = first_sample + sample_of(lengths, int(positions[0]))
     message = f"feature {feature!r}, sample {sample}: id {bad} "
     if bound is not None:
         message += f"is outside [0, {bound}), the ids of its table"
@@ -84,11 +86,6 @@ def check_columns(
 
     Returns:
         The columns; the given ones are not written to.
-
-    Raises:
-        ValueError: An id is outside (names the feature, the sample, the id and the bound), or a
-            bound is not positive, exceeds integers of these bits or belongs to no feature, or an
-            error of `raw_column`.
     """
     if mode not in get_args(BoundsMode):
         raise ValueError(f"bounds_mode is {mode!r}; expected one of {get_args(BoundsMode)}")
@@ -123,3 +120,100 @@ def check_columns(
         total = sum(column.values.size for column in columns.values())
         warnings.warn(f"{count} of {total} ids became 0; the first: {first}", stacklevel=4)
     return checked
+
+
+def raw_column(feature: str, column: Column, *, is_bounded: bool = False) -> Column:
+    """Return a column with int64 ids: integers by their bits, strings by their hash.
+
+    Args:
+        feature: Its name, for errors.
+        column: Its ids: integers, strings or bytes in a NumPy array, or strings in an Arrow array.
+        is_bounded: Whether the feature has a bound, which hashes cannot have. Its integers are
+            returned as they are.
+    """
+    values: Any = column.values
+    strings = _strings(feature, values, column.lengths)
+    if strings is not None:
+        if is_bounded:
+            raise ValueError(
+                f"bounds names {feature!r}, whose ids are strings: their 64-bit hashes have no "
+                "bound; make row indices of them with jaxrec.ragged.hash_ids(ids, num_embeddings)"
+            )
+        hashes = np.asarray(hash_ids(strings, None)).view(np.int64)
+        return column._replace(values=np.where(hashes == RESERVED, RESERVED - 1, hashes))
+    if is_bounded:
+        return column
+    ids = _by_bits(feature, values, column.lengths)
+    if (reserved := ids == RESERVED).any():
+        position = int(np.argmax(reserved))
+        raise ValueError(
+            f"{_where(feature, column.lengths, position)}: id {values[position]} is reserved, "
+            "since many pipelines pad with -1 (2**64 - 1 unsigned); leave padding out, or give "
+            "such an id another number"
+        )
+    return column if ids is values else column._replace(values=ids)
+
+
+def _strings(feature: str, values: Any, lengths: np.ndarray) -> Any:
+    """Return strings or bytes as `hash_ids` takes them, None if the ids are integers."""
+    if not isinstance(values, np.ndarray):  # Arrow's
+        return values
+    if values.dtype.kind in "iu":
+        return None
+    objects = values.tolist()
+    kinds = set(map(type, objects))
+    if all(map(is_integer, kinds)):
+        return None
+    if not any(all(issubclass(kind, of) for kind in kinds) for of in (str, bytes)):
+        raise _unfit(feature, objects, lengths)
+    return objects
+
+
+def _by_bits(feature: str, integers: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """Return integers as int64, those from 2**63 up by their bits."""
+    if integers.dtype.kind == "i":
+        return integers.astype(np.int64, copy=False)
+    if integers.dtype.kind == "u":
+        return integers.astype(np.uint64).view(np.int64)
+    objects = integers.tolist()
+    try:
+        return np.fromiter(objects, np.uint64, len(objects)).view(np.int64)
+    except OverflowError:
+        pass
+    for position, value in enumerate(objects):
+        if not -(2**63) <= value < 2**64:
+            raise ValueError(
+                f"{_where(feature, lengths, position)}: id {value} does not fit 64 bits, signed or "
+                "not; give such ids as strings, which are hashed"
+            )
+    words = (int(value) & (2**64 - 1) for value in objects)
+    return np.fromiter(words, np.uint64, len(objects)).view(np.int64)
+
+
+def _unfit(feature: str, values: list[Any], lengths: np.ndarray) -> Exception:
+    """Return the error for the first value that is null, or not of the kind of those before it."""
+    kinds = [_kind(value) for value in values]
+    position = next(i for i, kind in enumerate(kinds) if kind in (None, "null") or kind != kinds[0])
+    value, kind = values[position], kinds[position]
+    where = f"{_where(feature, lengths, position)}: id {value!r:.60} ({type(value).__name__})"
+    if kind == "null":
+        return ValueError(f"{where} is null; drop nulls or fill them with a value")
+    if kind is None:
+        return TypeError(f"{where} is neither an integer nor a string")
+    return TypeError(
+        f"{where} is among {kinds[0]}; the ids of a feature are all integers, all strings or all "
+        "bytes"
+    )
+
+
+def _kind(value: Any) -> str | None:
+    """Return the plural of a value's kind; None if ids are not of it."""
+    if value is None or (isinstance(value, float) and value != value):
+        return "null"
+    if is_integer(type(value)):
+        return "integers"
+    return "strings" if isinstance(value, str) else "bytes" if isinstance(value, bytes) else None
+
+
+def _where(feature: str, lengths: np.ndarray, position: int) -> str:
+    return f"feature {feature!r}, sample {sample_of(lengths, position)}"

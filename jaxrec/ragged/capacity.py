@@ -1,6 +1,15 @@
-"""Static capacities for ragged data: a short ladder of them, so that few programs compile."""
+"""Static capacities: a short ladder of them, and those that a run of batches shares."""
 
 from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxrec.ragged.bounds import INT32_BOUND
+from jaxrec.ragged.columns import by_name, whole_number
 
 SMALLEST = 8
 
@@ -16,3 +25,276 @@ def capacity_for(count: int) -> int:
     power = max(SMALLEST, 1 << max(count - 1, 0).bit_length())
     three_quarters = power // 4 * 3
     return three_quarters if three_quarters >= SMALLEST and count <= three_quarters else power
+
+
+class LengthMoments(NamedTuple):
+    """Distribution of a feature's number of ids per sample.
+
+    Attributes:
+        mean: Mean length.
+        variance: Variance of the lengths.
+        skew: Third central moment over the variance; large where a few samples have most ids.
+    """
+
+    mean: float
+    variance: float
+    skew: float
+
+    @classmethod
+    def of(cls, lengths: np.ndarray, counts: np.ndarray | None = None) -> LengthMoments:
+        """Return the moments of lengths, ``[samples]``, each of which counts ``counts`` times."""
+        if not np.size(lengths) or (counts is not None and not np.sum(counts)):
+            return cls(0.0, 0.0, 0.0)
+        mean = float(np.average(lengths, weights=counts))
+        deviations = np.asarray(lengths, np.float64) - mean
+        variance = float(np.average(deviations**2, weights=counts))
+        third = float(np.average(deviations**3, weights=counts))
+        return cls(mean, variance, third / variance if variance else 0.0)
+
+    def likely_ids(self, samples: int, deviations: float) -> float:
+        """Return a number of ids that few batches of ``samples`` samples exceed.
+
+        It is a quantile of a normal distribution's, ``deviations`` standard deviations above the
+        mean, corrected for the skew of the sum (the first term of the expansion of Cornish and
+        Fisher, "Moments and cumulants in the specification of distributions", 1938).
+        """
+        spread = deviations * (samples * self.variance) ** 0.5
+        return samples * self.mean + spread + max(0.0, (deviations**2 - 1) / 6 * self.skew)
+
+
+# Standard deviations above the mean of a first size: of 500 batches with 100 features, one or two
+# exceed it. Each further size adds two more, so that a steady stream of batches ends with three.
+_FIRST_DEVIATIONS, _MORE_DEVIATIONS = 4.0, 2.0
+
+# The second size is at least 1/8 larger than the first in all features whose lengths vary, the
+# third 1/2 larger than the second, and each further one twice as large as the one before: lengths
+# of any distribution, and those that grow all the time, cause few sizes, too.
+_FIRST_HEADROOM = 1 / 8
+
+# A size is at most two times the ids of the batch that asks for it and these: one very long sample
+# says little about the batches after it.
+_MOST_TIMES, _AND_IDS = 2, 64
+
+# Capacities are multiples of this, apart from those of features whose samples, at least so many,
+# all have equally many ids. These have no padding.
+_MULTIPLE = 8
+
+# The most of each number over all processes.
+Agree = Callable[[Sequence[int]], Sequence[int]]
+
+# Names of keys, number of samples of a device and number of devices.
+_Kind = tuple[tuple[str, ...], int, int]
+
+
+class CapacityMemory:
+    """The capacities of the batches so far, so that later batches take the same.
+
+    For each kind of batch there are sizes: a capacity for every key. A batch takes the first size
+    that holds it. If there is none, a larger one is made, with headroom in all keys at once, so
+    that the other keys do not ask for one each.
+
+    Args:
+        lengths: Moments of the lengths of some features, if they are known before the first batch.
+        capacities: Smallest capacity of some features.
+    """
+
+    def __init__(self, lengths: Mapping[str, LengthMoments], capacities: Mapping[str, int]) -> None:
+        self.lengths, self.capacities = dict(lengths), dict(capacities)
+        self._sizes: dict[_Kind, list[tuple[int, ...]]] = {}
+        self._lock = threading.Lock()  # readers pack in several threads
+
+    def sizes(
+        self, keys: tuple[str, ...], samples: int, devices: int = 1
+    ) -> tuple[tuple[int, ...], ...]:
+        """Return the sizes of a kind of batch so far, in ascending order."""
+        return tuple(self._sizes.get((keys, samples, devices), ()))
+
+    def fit(
+        self,
+        keys: tuple[str, ...],
+        samples: int,
+        demand: Sequence[int],
+        lengths: Sequence[np.ndarray],
+        *,
+        devices: int = 1,
+        first: Sequence[int] | None = None,
+        agree: Agree = tuple,
+    ) -> tuple[int, ...]:
+        """Return the capacities of a batch.
+
+        Args:
+            keys: The keys.
+            samples: Number of samples of a device.
+            demand: For each key the number of ids of the fullest device.
+            lengths: For each key the lengths of the bags, of all devices of this process; not of
+                samples that are padding.
+            devices: Number of devices.
+            first: The size of the first batch of its kind; None: one made by ``lengths``.
+            agree: Function that returns the most over all processes of each of some numbers;
+                ``demand`` is agreed on already.
+        """
+        with self._lock:
+            sizes = self._sizes.setdefault((keys, samples, devices), [])
+            for size in sizes:
+                if all(need <= most for need, most in zip(demand, size, strict=True)):
+                    return size
+            if first is None or sizes:
+                last = sizes[-1] if sizes else (0,) * len(keys)
+                first = agree(self._larger(keys, samples, demand, lengths, last, len(sizes)))
+            sizes.append(tuple(first))
+            return sizes[-1]
+
+    def of_batch(
+        self,
+        keys: tuple[str, ...],
+        lengths: Sequence[np.ndarray],
+        inverse: np.ndarray | None,
+        *,
+        samples: int | None = None,
+        first: Sequence[int] | None = None,
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the capacities and the sample capacities of a batch on the host.
+
+        Args:
+            keys: The keys.
+            lengths: For each key the lengths of the bags.
+            inverse: ``[keys, batch]`` the bag of each sample. None: samples share no bags, and the
+                batch has no sample capacities.
+            samples: Number of samples; None: that of the bags of the key with the most.
+            first: See `fit_shared`.
+        """
+        demand = [int(each.sum(dtype=np.int64)) for each in lengths]
+        if inverse is None:
+            samples = max(map(len, lengths), default=0) if samples is None else samples
+            return self.fit(keys, samples, demand, lengths, first=first), ()
+        shared = [own[bags] for own, bags in zip(lengths, inverse, strict=True)]
+        demand += [int(each.sum(dtype=np.int64)) for each in shared]
+        return self.fit_shared(keys, inverse.shape[1], demand, lengths, shared, first=first)
+
+    def fit_shared(
+        self,
+        keys: tuple[str, ...],
+        samples: int,
+        demand: Sequence[int],
+        of_bags: Sequence[np.ndarray],
+        of_samples: Sequence[np.ndarray],
+        *,
+        devices: int = 1,
+        first: Sequence[int] | None = None,
+        agree: Agree = tuple,
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the capacities and the sample capacities of a batch whose samples share bags.
+
+        Args:
+            keys, samples, devices, agree: See `fit`.
+            demand: For each key the ids of the bags of the fullest device, then for each key the
+                ids of all its samples.
+            of_bags: For each key the lengths of the bags.
+            of_samples: For each key the lengths of the samples' bags.
+            first: Both capacities of the first batch of its kind, if not made by ``lengths``.
+        """
+        names = (*keys, *(f"samples of {key}" for key in keys))
+        lengths = (*of_bags, *of_samples)
+        size = self.fit(names, samples, demand, lengths, devices=devices, first=first, agree=agree)
+        return size[: len(keys)], size[len(keys) :]
+
+    def _larger(
+        self,
+        keys: tuple[str, ...],
+        samples: int,
+        demand: Sequence[int],
+        lengths: Sequence[np.ndarray],
+        last: Sequence[int],
+        count: int,
+    ) -> list[int]:
+        """Return the size after ``count`` others, the ``last`` of which does not hold a batch."""
+        deviations = _FIRST_DEVIATIONS + _MORE_DEVIATIONS * count
+        headroom = min(1.0, _FIRST_HEADROOM * 4 ** (count - 1)) if count else 0.0
+        size = []
+        for key, needed, bags, before in zip(keys, demand, lengths, last, strict=True):
+            is_known = key in self.lengths and not count
+            moments = self.lengths[key] if is_known else LengthMoments.of(bags)
+            is_fixed = not moments.variance and (is_known or bags.size >= _MULTIPLE)
+            likely = moments.likely_ids(samples, deviations)
+            if not is_known:
+                likely = min(likely, _MOST_TIMES * needed + _AND_IDS)
+            is_larger = not is_fixed or needed > before > 0
+            if is_larger:
+                likely = max(likely, (1 + headroom) * max(needed, before))
+            capacity = max(needed, before, int(likely), self.capacities.get(key, 0))
+            if is_larger or not capacity:
+                capacity = max(1, -(-capacity // _MULTIPLE)) * _MULTIPLE
+            size.append(min(capacity, INT32_BOUND - 1))
+        return size
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the memory as lists, dictionaries and numbers, for JSON."""
+        with self._lock:
+            return {
+                "lengths": {key: list(moments) for key, moments in self.lengths.items()},
+                "capacities": dict(self.capacities),
+                "sizes": [
+                    {
+                        "keys": list(keys),
+                        "samples": samples,
+                        "devices": devices,
+                        "capacities": [list(size) for size in sizes],
+                    }
+                    for (keys, samples, devices), sizes in self._sizes.items()
+                ],
+            }
+
+    @classmethod
+    def from_dict(cls, saved: Mapping[str, Any]) -> CapacityMemory:
+        """Return the memory that `to_dict` described.
+
+        Raises:
+            ValueError: It describes something else.
+        """
+        try:
+            lengths = {
+                str(key): LengthMoments(*map(float, moments))
+                for key, moments in saved["lengths"].items()
+            }
+            memory = cls(lengths, checked_capacities(saved["capacities"]))
+            for each in saved["sizes"]:
+                keys = tuple(map(str, each["keys"]))
+                sizes = [tuple(map(_count, size)) for size in each["capacities"]]
+                if any(len(size) != len(keys) for size in sizes):
+                    raise ValueError(f"a size of keys {list(keys)} has other numbers of capacities")
+                memory._sizes[keys, _count(each["samples"]), _count(each["devices"])] = sizes
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise ValueError(
+                f"Packer.from_dict takes what Packer.to_dict returned, got {saved!r:.80} "
+                f"({type(error).__name__}: {error})"
+            ) from None
+        return memory
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_lock"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _lock=threading.Lock())
+
+
+def checked_capacities(capacities: Any) -> dict[str, int]:
+    """Return capacities by name.
+
+    Raises:
+        TypeError: A capacity is not an integer, or ``capacities`` is not a mapping.
+        ValueError: A capacity is negative.
+    """
+    checked = {
+        key: whole_number(f"the capacity of feature {key!r}", capacity)
+        for key, capacity in by_name("capacities", capacities).items()
+    }
+    if negative := {key: capacity for key, capacity in checked.items() if capacity < 0}:
+        raise ValueError(f"capacities must be 0 or more, got {negative}")
+    return checked
+
+
+def _count(number: Any) -> int:
+    number = whole_number("a size", number)
+    if number < 0:
+        raise ValueError(f"a size must be 0 or more, got {number}")
+    return number

@@ -40,10 +40,6 @@ def from_dense(
     """Make a column of a dense array: ``[batch]`` ids, or ``[batch, k]`` with k per sample.
 
     ``id_bits`` 64 takes ids of any type.
-
-    Raises:
-        TypeError: The ids are not integers.
-        ValueError: The array has another rank, or the weights another shape.
     """
     array = _ids(f"feature {feature!r}", array, id_bits)
     if array.ndim not in (1, 2):
@@ -80,11 +76,6 @@ def from_flat(
         weights: ``[ids]`` or None.
         strides: Bags of each key; None: all have the same number.
         id_bits: 64 takes values of any type.
-
-    Raises:
-        TypeError: Values or lengths are not integers.
-        ValueError: Lengths are negative or do not sum to the number of values, weights have another
-            shape, or lengths do not divide among the keys.
     """
     values, lengths = _ids("values", values, id_bits), integers("lengths", "length", lengths)
     for name, array in (("values", values), ("lengths", lengths)):
@@ -121,12 +112,7 @@ def from_flat(
 def lengths_of_offsets(
     keys: Sequence[str], offsets: Any, strides: Sequence[int] | None
 ) -> np.ndarray:
-    """Return the lengths of bags, given ``offsets`` (``[bags + 1]``, ascending from 0).
-
-    Raises:
-        TypeError: The offsets are not integers.
-        ValueError: They do not start at 0, or descend.
-    """
+    """Return the lengths of bags, given ``offsets`` (``[bags + 1]``, ascending from 0)."""
     offsets = integers("offsets", "offset", offsets)
     if offsets.ndim != 1 or offsets.size == 0:
         raise ValueError(f"offsets has shape {offsets.shape}; expected [bags + 1]")
@@ -142,11 +128,7 @@ def lengths_of_offsets(
 
 
 def bags_per_key(num_keys: int, bags: int, strides: Sequence[int] | None) -> tuple[int, ...]:
-    """Return ``strides``, or the equal share of ``bags`` that falls to each key.
-
-    Raises:
-        ValueError: There is no equal share, or the strides do not sum to ``bags``.
-    """
+    """Return ``strides``, or the equal share of ``bags`` that falls to each key."""
     if strides is None:
         if bags % num_keys if num_keys else bags:
             raise ValueError(
@@ -179,11 +161,7 @@ def _ids(where: str, array: Any, id_bits: int) -> np.ndarray:
 
 
 def integers(where: str, what: str, array: Any) -> np.ndarray:
-    """Return ``array`` as NumPy integers, of type object where they exceed 64 bits.
-
-    Raises:
-        TypeError: It holds something else, or is traced.
-    """
+    """Return ``array`` as NumPy integers, of type object where they exceed 64 bits."""
     array = concrete(where, array)
     if array.dtype.kind in "iu":
         return array
@@ -196,11 +174,7 @@ def integers(where: str, what: str, array: Any) -> np.ndarray:
 
 
 def floats(where: str, what: str, array: Any) -> np.ndarray:
-    """Return ``array`` as a NumPy array of real numbers.
-
-    Raises:
-        TypeError: It holds something else, or is traced.
-    """
+    """Return ``array`` as a NumPy array of real numbers."""
     array = concrete(where, array)
     if array.dtype.kind in "iu":
         return array
@@ -210,12 +184,7 @@ def floats(where: str, what: str, array: Any) -> np.ndarray:
 
 
 def concrete(where: str, array: Any) -> np.ndarray:
-    """Return ``array`` on the host, in the machine's byte order.
-
-    Raises:
-        TypeError: It is traced, or is not an array, such as rows of different lengths.
-        ValueError: Elements of it are masked.
-    """
+    """Return ``array`` on the host, in the machine's byte order."""
     if isinstance(array, jax.core.Tracer):
         raise TypeError(
             f"{where}: the array is traced, but batches are packed and checked on the host, "
@@ -235,13 +204,7 @@ def concrete(where: str, array: Any) -> np.ndarray:
 
 
 def numbers(where: str, array: Any) -> np.ndarray:
-    """Return ``array`` on the host, of a type that devices have.
-
-    Raises:
-        TypeError: It is traced, or has no numbers.
-        ValueError: An integer does not fit the widest type of devices, to which JAX would cut it,
-            elements are masked, or they are raw ids.
-    """
+    """Return ``array`` on the host, of a type that devices have."""
     if is_raw(array):
         refuse(where)
     array = concrete(where, array)
@@ -264,22 +227,14 @@ def numbers(where: str, array: Any) -> np.ndarray:
 
 
 def whole_number(name: str, value: Any) -> int:
-    """Return ``value`` as an int.
-
-    Raises:
-        TypeError: It is not an integer.
-    """
+    """Return ``value`` as an int."""
     if not is_integer(type(value)):
         raise TypeError(f"{name}: {value!r} is not an integer")
     return int(value)
 
 
 def feature_names(keys: Any) -> tuple[str, ...]:
-    """Return ``keys`` as names of features.
-
-    Raises:
-        TypeError: They are a string, or no sequence of strings.
-    """
+    """Return ``keys`` as names of features."""
     if isinstance(keys, str):
         raise TypeError(f"keys is the string {keys!r}; expected a sequence of names, [{keys!r}]")
     if not isinstance(keys, Iterable):
@@ -291,11 +246,7 @@ def feature_names(keys: Any) -> tuple[str, ...]:
 
 
 def by_name(name: str, data: Any) -> dict[str, Any]:
-    """Return ``data``, a mapping by the names of features; None: an empty one.
-
-    Raises:
-        TypeError: It is not a mapping.
-    """
+    """Return ``data``, a mapping by the names of features; None: an empty one."""
     if not isinstance(data, Mapping | None):
         raise TypeError(
             f"{name} is {data!r:.60} ({type(data).__name__}); expected a mapping by the names of "
@@ -312,6 +263,25 @@ def is_integer(kind: type) -> bool:
 def is_real(kind: type) -> bool:
     """Return whether values of a type are real numbers; bools are not."""
     return is_integer(kind) or issubclass(kind, float | np.floating)
+
+
+def sample_of(lengths: np.ndarray, position: int) -> int:
+    """Return the sample that the id at a position of a column belongs to; for errors."""
+    return int(np.searchsorted(np.cumsum(lengths), position, side="right"))
+
+
+def check_weight_lengths(feature: str, lengths: np.ndarray, of_weights: np.ndarray) -> None:
+    """Raise a ValueError unless a feature's weights are nested as its ids are."""
+    if of_weights.size != lengths.size:
+        raise ValueError(
+            f"feature {feature!r} has {lengths.size} samples but weights for {of_weights.size}"
+        )
+    if (differs := np.flatnonzero(of_weights != lengths)).size:
+        sample = differs[0]
+        raise ValueError(
+            f"feature {feature!r}, sample {sample}: {lengths[sample]} ids but "
+            f"{of_weights[sample]} weights; each id needs one weight"
+        )
 
 
 def _slices(ends: np.ndarray) -> list[slice]:

@@ -9,8 +9,7 @@ import numpy as np
 from jaxtyping import Array, Bool
 
 from jaxrec.ragged.arrays import namespace
-from jaxrec.ragged.batch_column import BatchColumn
-from jaxrec.ragged.jagged import JaggedArray
+from jaxrec.ragged.jagged import BatchColumn, JaggedArray
 from jaxrec.ragged.keyed_array import KeyedArray
 from jaxrec.ragged.keyed_jagged import KeyedJaggedArray
 from jaxrec.ragged.wide_ids import WideIds

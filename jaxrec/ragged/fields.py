@@ -13,8 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrec.ragged.arrays import AnyArray
-from jaxrec.ragged.batch_column import BatchColumn
-from jaxrec.ragged.bounds import INT32_BOUND, find_bad_ids
+from jaxrec.ragged.bounds import INT32_BOUND, find_bad_ids, raw_column
 from jaxrec.ragged.columns import (
     Column,
     bags_per_key,
@@ -26,16 +25,11 @@ from jaxrec.ragged.columns import (
     integers,
     whole_number,
 )
-from jaxrec.ragged.jagged import JaggedArray
+from jaxrec.ragged.jagged import BatchColumn, JaggedArray
 from jaxrec.ragged.key_segments import concatenate, concatenate_weights
 from jaxrec.ragged.packing import Packed, as_float32, checked_inverse, pack, pinned_capacities
-from jaxrec.ragged.raw_columns import raw_column
 from jaxrec.ragged.raw_ids import RawIds, as_raw, is_raw
-from jaxrec.ragged.shared_bags import (
-    capacities_of_samples,
-    demands_of_samples,
-    ordered_inverse,
-)
+from jaxrec.ragged.shared_bags import capacities_of_samples, demands_of_samples, ordered_inverse
 from jaxrec.ragged.wide_ids import WideIds
 
 
@@ -54,9 +48,6 @@ def checked_fields(
 
     Without ``capacities`` the arrays are TorchRec's, without padding, and are packed. With them
     arrays on the host are checked whole, and others (on a device, or traced) by shape and type.
-
-    Raises:
-        TypeError, ValueError: A field does not fit the description of the class.
     """
     keys = feature_names(keys)
     capacities = _sizes("capacities", capacities)
@@ -106,11 +97,7 @@ def checked_fields(
 
 
 def checked_columns(columns: Any) -> dict[str, JaggedArray]:
-    """Return ``data`` as columns by name.
-
-    Raises:
-        TypeError: They are something else.
-    """
+    """Return ``data`` as columns by name."""
     columns = by_name("columns", columns)
     for key, column in columns.items():
         if not isinstance(column, JaggedArray):
@@ -138,9 +125,6 @@ def column_facts(
     Args:
         columns: Columns by name.
         has_inverse: Whether ``inverse_indices`` are given, in place of the columns' own.
-
-    Raises:
-        ValueError: Some columns have ``inverse_indices`` and some have none.
     """
     known = {key: column for key, column in columns.items() if isinstance(column, BatchColumn)}
     slot_keys = tuple(key for key, column in known.items() if column.are_slots)
@@ -161,11 +145,7 @@ def column_facts(
 
 
 def with_raw_ids(feature: str, column: JaggedArray) -> JaggedArray:
-    """Return a column on the host with raw ids, checked, in its capacity.
-
-    Raises:
-        TypeError, ValueError: As `raw_column`, or the column is traced.
-    """
+    """Return a column on the host with raw ids, checked, in its capacity."""
     values, lengths = concrete(feature, column.values), concrete(feature, column.lengths)
     ids = raw_column(feature, Column(values[: lengths.sum()], lengths)).values
     padded = np.pad(ids, (0, len(values) - len(ids)))
@@ -173,12 +153,7 @@ def with_raw_ids(feature: str, column: JaggedArray) -> JaggedArray:
 
 
 def joined(batches: Sequence[Any]) -> Packed:
-    """Return the fields of one batch with the keys of several `KeyedJaggedArray`s.
-
-    Raises:
-        ValueError: Only some are weighted or have inverse indices, batch sizes differ, a key is in
-            two of them, or only some lie over a mesh.
-    """
+    """Return the fields of one batch with the keys of several `KeyedJaggedArray`s."""
     keys = tuple(itertools.chain.from_iterable(batch.keys for batch in batches))
     for first, second in itertools.combinations(batches, 2):
         if shared := sorted(set(first.keys) & set(second.keys)):
@@ -307,11 +282,7 @@ def _is_sound(fields: Packed, lengths: np.ndarray) -> bool:
 
 
 def _check_each_key(fields: Packed, lengths: np.ndarray) -> None:
-    """Check the lengths, ids and weights that a batch uses, key by key.
-
-    Raises:
-        ValueError: One is out of range; the message names the feature and the sample.
-    """
+    """Check the lengths, ids and weights that a batch uses, key by key."""
     values, weights = fields.values, fields.weights
     for index in np.ndindex(lengths.shape[:-1]):  # one, unless batches are stacked
         bag = id_ = 0
@@ -332,12 +303,7 @@ def _check_each_key(fields: Packed, lengths: np.ndarray) -> None:
 
 
 def _checked_slot_keys(slot_keys: Any, keys: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the slot keys in the order of the keys.
-
-    Raises:
-        TypeError: They are a string.
-        ValueError: One is not among the keys.
-    """
+    """Return the slot keys in the order of the keys."""
     if isinstance(slot_keys, str):
         raise TypeError(f"slot_keys is the string {slot_keys!r}; expected a sequence of keys")
     if unknown := [key for key in slot_keys if key not in keys]:
@@ -346,11 +312,7 @@ def _checked_slot_keys(slot_keys: Any, keys: tuple[str, ...]) -> tuple[str, ...]
 
 
 def _count(key: str, lengths: np.ndarray, capacity: int) -> int:
-    """Return the number of ids of a key.
-
-    Raises:
-        ValueError: A length is negative, or there are more ids than the capacity.
-    """
+    """Return the number of ids of a key."""
     if lengths.size == 0:
         return 0
     if lengths.min() < 0:
@@ -371,11 +333,7 @@ def _numbers(where: str, what: str, array: Any) -> np.ndarray:
 
 
 def _narrow(values: np.ndarray, is_checked: bool) -> np.ndarray:
-    """Return values of 32 bits at most; integers in padding may be cut if the others are checked.
-
-    Raises:
-        ValueError: Another integer does not fit.
-    """
+    """Return values of 32 bits at most; integers in padding may be cut where others are checked."""
     if values.dtype.kind not in "iuO":
         return values.astype(np.float32) if values.dtype == np.float64 else values
     if not (is_checked and values.dtype.kind in "iu") and values.dtype != np.int32 and values.size:
@@ -387,11 +345,7 @@ def _narrow(values: np.ndarray, is_checked: bool) -> np.ndarray:
 
 
 def _array(name: str, what: str, array: Any, convert: Callable[..., np.ndarray]) -> AnyArray:
-    """Return a JAX array as it is, integers as int32, and anything else as a NumPy array.
-
-    Raises:
-        TypeError: It is not an array of the wanted kind of numbers.
-    """
+    """Return a JAX array as it is, integers as int32, and anything else as a NumPy array."""
     if not _is_of_jax(array):
         return convert(name, what, array)
     only_integers = convert is integers

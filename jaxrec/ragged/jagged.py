@@ -1,4 +1,4 @@
-"""One ragged column as a padded array."""
+"""One ragged column as a padded array, by itself or as a batch knows it."""
 
 from __future__ import annotations
 
@@ -13,14 +13,13 @@ from jax.tree_util import GetAttrKey
 from jaxtyping import Array, Int, Int32, Shaped
 
 from jaxrec.ragged import nested, printing
-from jaxrec.ragged.arrays import AnyArray, require_one_batch, to_device
+from jaxrec.ragged.arrays import AnyArray, each_device, require_one_batch, to_device
+from jaxrec.ragged.bounds import raw_column
 from jaxrec.ragged.capacity import capacity_for
 from jaxrec.ragged.columns import floats
-from jaxrec.ragged.dense import dense_to_jagged, jagged_to_padded_dense
-from jaxrec.ragged.device_axis import each_device
+from jaxrec.ragged.fbgemm import dense_to_jagged, jagged_to_padded_dense
 from jaxrec.ragged.offsets import complete_cumsum, segment_ids
 from jaxrec.ragged.packing import id_bits_of
-from jaxrec.ragged.raw_columns import raw_column
 from jaxrec.ragged.raw_ids import as_raw, is_raw
 
 
@@ -96,9 +95,7 @@ class JaggedArray:
                 flat_weights = flat_weights.astype(np.float32)
         padded = np.pad(values, [padding, *[(0, 0)] * (values.ndim - 1)])
         return cls(
-            as_raw(padded) if id_bits == 64 else padded,
-            lengths.astype(np.int32),
-            flat_weights,
+            as_raw(padded) if id_bits == 64 else padded, lengths.astype(np.int32), flat_weights
         )
 
     @classmethod
@@ -123,6 +120,7 @@ class JaggedArray:
         Raises:
             ValueError: An integer on the host does not fit int32.
         """
+        # The capacity is static, so it holds the longest rows that there could be.
         batch, length = dense.shape[:2]
         if lengths is None:
             lengths = jnp.full(batch, length, jnp.int32)
@@ -245,4 +243,48 @@ jax.tree_util.register_pytree_with_keys(
     lambda column: (tuple(zip(_PATHS, _flatten(column)[0], strict=True)), is_raw(column.values)),
     _unflatten,
     _flatten,
+)
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class BatchColumn(JaggedArray):
+    """A column of a batch whose samples share bags, or of slots of `jaxrec.tier`.
+
+    `KeyedJaggedArray.from_dict` takes what `to_dict` gave: a column keeps what the batch knew of
+    it. The rows are bags, of which samples may share one.
+
+    Attributes:
+        inverse_indices: ``[batch]`` int32, the row of each sample; None: row ``b`` is sample
+            ``b``'s.
+        sample_capacity: See `KeyedJaggedArray.sample_capacities`; 0: unknown.
+        are_slots: Whether the values are slots assigned by `jaxrec.tier`.
+    """
+
+    inverse_indices: Int32[AnyArray, " samples"] | None = None
+    sample_capacity: int = 0
+    are_slots: bool = False
+
+
+def _flatten_of_batch(column: BatchColumn) -> tuple[tuple[Any, ...], tuple[int, bool, bool]]:
+    arrays = (column.values, column.lengths, column.weights, column.inverse_indices)
+    return arrays, (column.sample_capacity, column.are_slots, is_raw(column.values))
+
+
+def _unflatten_of_batch(static: tuple[int, bool, bool], arrays: Iterable[Any]) -> BatchColumn:
+    sample_capacity, are_slots, has_raw_ids = static
+    values, lengths, weights, inverse_indices = arrays
+    values = as_raw(values) if has_raw_ids else values
+    return BatchColumn(values, lengths, weights, inverse_indices, sample_capacity, are_slots)
+
+
+_BATCH_PATHS = (*_PATHS, GetAttrKey("inverse_indices"))
+
+
+def _flatten_with_paths(column: BatchColumn) -> tuple[tuple[Any, ...], tuple[int, bool, bool]]:
+    arrays, static = _flatten_of_batch(column)
+    return tuple(zip(_BATCH_PATHS, arrays, strict=True)), static
+
+
+jax.tree_util.register_pytree_with_keys(
+    BatchColumn, _flatten_with_paths, _unflatten_of_batch, _flatten_of_batch
 )

@@ -35,11 +35,7 @@ def concatenate(arrays: Sequence[Any], dtype: Any, axis: int = -1) -> Any:
 
 
 def concatenate_weights(weights: Sequence[AnyArray | None]) -> AnyArray | None:
-    """Concatenate weights; None where all are None.
-
-    Raises:
-        ValueError: Only some of them are None.
-    """
+    """Concatenate weights; None where all are None."""
     arrays = [array for array in weights if array is not None]
     if arrays and len(arrays) < len(weights):
         num_missing = len(weights) - len(arrays)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, TypeVar, Unpack
 
 from jaxrec.ragged import arrow, columns, nested
-from jaxrec.ragged.capacity_memory import CapacityMemory
+from jaxrec.ragged.capacity import CapacityMemory
 from jaxrec.ragged.packing import PackOptions, id_bits_of, pack
 
 Batch = TypeVar("Batch", bound="KeyedConstructors")
@@ -122,10 +122,7 @@ class KeyedConstructors:
 
     @classmethod
     def from_arrow(
-        cls: type[Batch],
-        data: Any,
-        weights: Any | None = None,
-        **options: Unpack[PackOptions],
+        cls: type[Batch], data: Any, weights: Any | None = None, **options: Unpack[PackOptions]
     ) -> Batch:
         """Make a batch of Arrow columns; needs pyarrow.
 

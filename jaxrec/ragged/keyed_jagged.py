@@ -14,8 +14,6 @@ from jaxtyping import Array, Int32, Num
 
 from jaxrec.ragged import columns, printing
 from jaxrec.ragged.arrays import AnyArray, require_one_batch
-from jaxrec.ragged.bag_layout import bag_ids
-from jaxrec.ragged.batch_column import BatchColumn
 from jaxrec.ragged.fields import (
     checked_columns,
     checked_fields,
@@ -24,10 +22,10 @@ from jaxrec.ragged.fields import (
     present,
     with_raw_ids,
 )
-from jaxrec.ragged.jagged import JaggedArray
+from jaxrec.ragged.jagged import BatchColumn, JaggedArray
 from jaxrec.ragged.key_segments import concatenate, concatenate_weights, refit, runs
 from jaxrec.ragged.keyed_constructors import KeyedConstructors
-from jaxrec.ragged.offsets import complete_cumsum
+from jaxrec.ragged.offsets import bag_ids, complete_cumsum
 from jaxrec.ragged.packing import (
     PackOptions,
     checked_values,
@@ -101,6 +99,9 @@ class KeyedJaggedArray(KeyedConstructors):
     slot_keys: tuple[str, ...] = dataclasses.field(default=(), metadata={"static": True})
     sample_capacities: tuple[int, ...] = dataclasses.field(default=(), metadata={"static": True})
 
+    # Users come through here, and get checks. What makes a batch of another batch's arrays calls
+    # `_of` instead: JAX rebuilds batches many times a step, of tracers and placeholders, in which
+    # there is nothing to check.
     def __post_init__(self) -> None:
         vars(self).update(checked_fields(**vars(self))._asdict())
 
@@ -443,13 +444,7 @@ class KeyedJaggedArray(KeyedConstructors):
 
 def _flatten(batch: KeyedJaggedArray) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     arrays = (batch.values, batch.lengths, batch.weights, batch.inverse_indices)
-    static = (
-        batch.keys,
-        batch.capacities,
-        batch.strides,
-        batch.slot_keys,
-        batch.sample_capacities,
-    )
+    static = (batch.keys, batch.capacities, batch.strides, batch.slot_keys, batch.sample_capacities)
     # Raw ids have a tree of their own: where jit knows the tree and the shapes, it does not ask
     # whether it takes the arrays.
     return arrays, (static, is_raw(batch.values))

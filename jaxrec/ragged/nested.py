@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxrec.ragged.columns import WIDE_IDS, Column, is_integer, is_real
+from jaxrec.ragged.columns import WIDE_IDS, Column, check_weight_lengths, is_integer, is_real
 
 # A number beyond this is infinite in float32.
 _LARGEST = int(np.finfo(np.float32).max)
@@ -20,25 +20,12 @@ def from_lists(feature: str, rows: Any, weights: Any | None = None, *, id_bits: 
     """Make a column of a list of bags, each a list, tuple or one-dimensional array of ids.
 
     ``id_bits`` 64 takes ids of any type.
-
-    Raises:
-        TypeError: An id is not an integer, or a bag is not a list.
-        ValueError: The weights are not shaped like the ids.
     """
     lengths, values = _flat(feature, "id", rows, id_bits)
     if weights is None:
         return Column(values, lengths)
     weight_lengths, flat_weights = _flat(feature, "weight", weights)
-    if len(weight_lengths) != len(lengths):
-        raise ValueError(
-            f"feature {feature!r} has {len(lengths)} samples but weights for {len(weight_lengths)}"
-        )
-    if (differs := np.flatnonzero(weight_lengths != lengths)).size:
-        sample = differs[0]
-        raise ValueError(
-            f"feature {feature!r}, sample {sample}: {lengths[sample]} ids but "
-            f"{weight_lengths[sample]} weights; each id needs one weight"
-        )
+    check_weight_lengths(feature, lengths, weight_lengths)
     return Column(values, lengths, flat_weights)
 
 
@@ -47,10 +34,6 @@ def flat_elements(rows: Sequence[Any]) -> tuple[np.ndarray, np.ndarray]:
 
     Returns:
         ``[elements, ...]`` of at most 32 bits, and ``[rows]`` int64.
-
-    Raises:
-        TypeError: Elements are not numbers, or differ in shape.
-        ValueError: An integer does not fit int32, or a number float32.
     """
     if bare := [index for index, row in enumerate(rows) if not hasattr(row, "__len__")]:
         raise TypeError(f"row {bare[0]} is {_shown(rows[bare[0]])}; expected a list of elements")
@@ -93,6 +76,8 @@ def _flat(feature: str, what: str, rows: Any, id_bits: int = 32) -> tuple[np.nda
     """Return the lengths and concatenation of rows; no Python code runs per sample or id."""
     if isinstance(rows, str | bytes | Mapping) or not hasattr(rows, "__len__"):
         raise TypeError(f"feature {feature!r} is {_shown(rows)}; expected a list of lists")
+    # Types are gathered by `map` at C speed and judged once each: a look at every row in Python
+    # would take longer than all the rest.
     kinds = set(map(type, rows))
     if not all(issubclass(kind, list | tuple | np.ndarray) for kind in kinds):
         sample, row = _first(rows, lambda row: not isinstance(row, list | tuple | np.ndarray))

@@ -8,11 +8,10 @@ from typing import Any, Unpack
 import jax
 import numpy as np
 
-from jaxrec.ragged.capacity_memory import CapacityMemory, checked_capacities
+from jaxrec.ragged.capacity import CapacityMemory, LengthMoments, checked_capacities
 from jaxrec.ragged.columns import by_name, integers
 from jaxrec.ragged.key_segments import refit
 from jaxrec.ragged.keyed_jagged import KeyedJaggedArray
-from jaxrec.ragged.length_moments import LengthMoments
 from jaxrec.ragged.packing import PackOptions
 from jaxrec.ragged.shared_bags import known_capacities
 
@@ -51,9 +50,7 @@ class Packer:
     """
 
     def __init__(
-        self,
-        lengths: Mapping[str, Any] | None = None,
-        capacities: Mapping[str, int] | None = None,
+        self, lengths: Mapping[str, Any] | None = None, capacities: Mapping[str, int] | None = None
     ):
         known = {
             key: integers(f"lengths of feature {key!r}", "length", array)

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypedDict
 
+import jax
 import numpy as np
+from jaxtyping import Array, Int, Int32
 
 from jaxrec.ragged.arrays import AnyArray
 from jaxrec.ragged.bounds import BoundsMode, check_columns
-from jaxrec.ragged.capacity import capacity_for
-from jaxrec.ragged.capacity_memory import CapacityMemory
-from jaxrec.ragged.columns import Column, by_name, feature_names, integers, whole_number
+from jaxrec.ragged.capacity import CapacityMemory, capacity_for
+from jaxrec.ragged.columns import Column, by_name, feature_names, integers, sample_of, whole_number
 from jaxrec.ragged.raw_ids import as_raw
 from jaxrec.ragged.shared_bags import capacities_of_samples, demands_of_samples, ordered_inverse
 
@@ -66,11 +67,7 @@ class PackOptions(TypedDict, total=False):
 
 
 def id_bits_of(options: PackOptions) -> int:
-    """Return the option ``id_bits``.
-
-    Raises:
-        ValueError: It is neither 32 nor 64.
-    """
+    """Return the option ``id_bits``."""
     id_bits = options.get("id_bits", 32)
     if id_bits not in (32, 64):
         raise ValueError(f"id_bits is {id_bits!r}; expected 32 or 64")
@@ -98,12 +95,6 @@ def pack(
             ``inverse_indices``.
         inverse_indices, sample_capacities, bounds, bounds_mode, id_bits: See `PackOptions`.
         capacities: See `PackOptions`; or a memory, which chooses both kinds.
-
-    Raises:
-        ValueError: A key occurs twice, numbers of bags differ, some but not all features are
-            weighted, a weight is not finite in float32, a capacity is too small, an inverse index
-            or an id is out of range.
-        TypeError: A key is not a string, or a capacity or a bound is not an integer.
     """
     keys = feature_names(keys)
     if repeated := {key for key in keys if keys.count(key) > 1}:
@@ -166,11 +157,7 @@ def checked_values(
     bounds_mode: str,
     id_bits: int,
 ) -> np.ndarray | None:
-    """Return the columns' values, repaired and padded; None if no id needed repair.
-
-    Raises:
-        ValueError: A key occurs twice, or as `check_columns`.
-    """
+    """Return the columns' values, repaired and padded; None if no id needed repair."""
     if len(set(keys)) < len(keys):
         raise ValueError(f"keys occur more than once in {tuple(keys)}")
     by_key = dict(zip(keys, columns, strict=True))
@@ -183,15 +170,9 @@ def checked_values(
 
 
 def pinned_capacities(
-    keys: Sequence[str],
-    needed: Sequence[int],
-    capacities: Mapping[str, int] | Sequence[int] | None,
+    keys: Sequence[str], needed: Sequence[int], capacities: Mapping[str, int] | Sequence[int] | None
 ) -> tuple[int, ...]:
-    """Return the capacity of each key: the given one, else `capacity_for` its ids.
-
-    Raises:
-        ValueError: One is too small, is given for a key that is not there, or they are too many.
-    """
+    """Return the capacity of each key: the given one, else `capacity_for` its ids."""
     if not isinstance(capacities, Mapping | Sequence | np.ndarray | None):
         raise TypeError(
             f"capacities is {capacities!r}; expected capacities by name, {{name: capacity}}, or "
@@ -215,6 +196,7 @@ def pinned_capacities(
                 f"feature {key!r} has {count} ids, but its capacity is {capacity}; "
                 f"give it at least {count} (on the ladder: {capacity_for(count)})"
             )
+    # Positions of ids are int32 on a device, whatever the ids are.
     if sum(pinned) >= 2**31:
         raise ValueError(f"a batch holds fewer than 2**31 ids, but capacities sum to {sum(pinned)}")
     return pinned
@@ -228,11 +210,7 @@ def pinned_sample_capacities(
     capacities: Sequence[int],
     given: Mapping[str, int] | Sequence[int] | None,
 ) -> tuple[int, ...]:
-    """Return the capacity of each key once each sample has ids of its own.
-
-    Raises:
-        ValueError: A given one is too small, is for a key that is not there, or they are too many.
-    """
+    """Return the capacity of each key once each sample has ids of its own."""
     of_samples = capacities_of_samples(lengths, inverse, strides, capacities)
     if given is None:
         return of_samples
@@ -248,6 +226,7 @@ def _padded(
     arrays: Sequence[np.ndarray], capacities: Sequence[int], dtype: np.typing.DTypeLike
 ) -> np.ndarray:
     """Put each array at the front of its segment, zeros behind it."""
+    # Zeros are ids of every table: code that forgets the padding reads a row that exists.
     padded = np.zeros(sum(capacities), dtype)
     start = 0
     for array, capacity in zip(arrays, capacities, strict=True):
@@ -268,19 +247,15 @@ def _padded_weights(
 
 
 def as_float32(feature: str, weights: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Return the weights of a column as float32.
-
-    Raises:
-        ValueError: One is NaN, or infinite in float32.
-    """
+    """Return the weights of a column as float32."""
     with np.errstate(over="ignore"):
         narrow = weights.astype(np.float32, copy=False)
     if not (finite := np.isfinite(narrow)).all():
         position = int(np.argmin(finite))
-        sample = np.searchsorted(np.cumsum(lengths), position, side="right")
         raise ValueError(
-            f"feature {feature!r}, sample {sample}: weight {weights[position]} is not finite in "
-            "float32, the type of weights; one such weight would spoil every row of its batch"
+            f"feature {feature!r}, sample {sample_of(lengths, position)}: weight "
+            f"{weights[position]} is not finite in float32, the type of weights; one such weight "
+            "would spoil every row of its batch"
         )
     return narrow
 
@@ -290,12 +265,7 @@ def _joined(arrays: Sequence[np.ndarray], dtype: np.typing.DTypeLike) -> np.ndar
 
 
 def checked_inverse(keys: Sequence[str], strides: Sequence[int], inverse: Any) -> np.ndarray:
-    """Return the bag of each sample, ``[keys, batch]`` int32.
-
-    Raises:
-        TypeError: They are not integers.
-        ValueError: The shape is wrong, or a feature has no such bag.
-    """
+    """Return the bag of each sample, ``[keys, batch]`` int32."""
     inverse = integers("inverse_indices", "bag number", ordered_inverse(keys, inverse))
     if inverse.ndim != 2 or inverse.shape[0] != len(keys):
         raise ValueError(
@@ -309,3 +279,28 @@ def checked_inverse(keys: Sequence[str], strides: Sequence[int], inverse: Any) -
             f"but the feature has {strides[key]} bags"
         )
     return inverse.astype(np.int32)
+
+
+def check_indices(indices: Int[AnyArray, " selected"], count: int) -> None:
+    """Raise an error for an index out of range, where indices are known."""
+    if isinstance(indices, jax.core.Tracer):
+        return
+    indices = np.asarray(indices)
+    if (wrong := np.flatnonzero((indices < 0) | (indices >= count))).size:
+        raise IndexError(
+            f"indices[{wrong[0]}] is {indices[wrong[0]]}; expected 0 to {count - 1}, one of "
+            f"{count} rows"
+        )
+
+
+def checked_capacities(
+    keys: Sequence[str],
+    lengths: Int32[Array, "keys rows"],
+    capacities: Mapping[str, int] | Sequence[int] | None,
+) -> tuple[int, ...]:
+    """Return a capacity for each key, checked where lengths are known."""
+    if not isinstance(lengths, jax.core.Tracer):
+        return pinned_capacities(keys, np.asarray(lengths.sum(axis=1)).tolist(), capacities)
+    if capacities is None:
+        raise TypeError("a static capacity= is needed under jit")
+    return pinned_capacities(keys, [0] * len(keys), capacities)

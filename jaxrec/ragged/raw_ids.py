@@ -29,6 +29,7 @@ class RawIds(np.ndarray):
     def __jax_array__(self) -> NoReturn:
         refuse()
 
+    # What is computed from ids is not an id: ``ids % 1000`` are row indices, which JAX may have.
     def __array_wrap__(self, array: Any, context: Any = None, return_scalar: bool = False) -> Any:
         array = np.asarray(array)
         return array[()] if return_scalar else array
@@ -39,9 +40,6 @@ def refuse(where: str = "values") -> NoReturn:
 
     Args:
         where: Name of the array.
-
-    Raises:
-        ValueError: Always.
     """
     raise ValueError(f"{where}: {_MESSAGE}")
 

@@ -1,67 +1,20 @@
-"""Rows and samples picked from ragged arrays."""
+"""Samples and distinct ids picked from a batch."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int, Int32, Shaped
+from jaxtyping import Array, Int, Int32
 
-from jaxrec.ragged.arrays import AnyArray, require_one_batch, take, to_device
+from jaxrec.ragged.arrays import AnyArray, require_one_batch, to_device
 from jaxrec.ragged.keyed_jagged import KeyedJaggedArray
-from jaxrec.ragged.offsets import complete_cumsum, offsets_range, segment_ids
-from jaxrec.ragged.packing import pinned_capacities
-
-
-def jagged_index_select(
-    values: Shaped[AnyArray, "capacity *element"],
-    lengths: Int[AnyArray, " rows"],
-    indices: Int[AnyArray, " selected"],
-    capacity: int | None = None,
-) -> tuple[Shaped[Array, "out_capacity *element"], Int32[Array, " selected"]]:
-    """Concatenate rows ``indices[0], indices[1], ...`` of a ragged array.
-
-    FBGEMM's op of that name. Differentiable with respect to the values.
-
-    Args:
-        values: ``[capacity, ...]``.
-        lengths: ``[rows]``.
-        indices: ``[selected]`` from 0 to ``rows - 1``; they may repeat.
-        capacity: Capacity of the result. None: `capacity_for` its elements; not under jit.
-
-    Returns:
-        ``[capacity, ...]`` values with zeros as padding, and ``[selected]`` lengths. Under jit,
-        where no error can be raised, an index out of range gives an empty row, and elements beyond
-        the capacity are left out: lengths then sum to more than it.
-
-    Raises:
-        IndexError: An index is out of range.
-        TypeError: The capacity is missing under jit.
-        ValueError: The capacity is too small.
-
-    Example:
-        >>> import numpy as np
-        >>> rows = np.array([1, 2, 3], np.int32), np.array([1, 2], np.int32)
-        >>> values, lengths = jagged_index_select(*rows, np.array([1, 0, 1]), capacity=6)
-        >>> values.tolist(), lengths.tolist()
-        ([2, 3, 1, 2, 3, 0], [2, 1, 2])
-    """
-    _check_indices(indices, lengths.shape[0])
-    bags, indices = jnp.asarray(lengths).astype(jnp.int32), jnp.asarray(indices)
-    indices = jnp.where(indices < 0, bags.shape[0], indices)
-    out_lengths = take(bags, indices)
-    (capacity,) = _checked_capacities(
-        ("values",), out_lengths[None], None if capacity is None else [capacity]
-    )
-    out_offsets = complete_cumsum(out_lengths)
-    starts = take(jnp.asarray(complete_cumsum(bags)), indices)
-    source = take(starts, segment_ids(out_offsets, capacity))
-    source = source + offsets_range(out_offsets, capacity)
-    source = jnp.where(jnp.arange(capacity) < out_offsets[-1], source, values.shape[0])
-    return take(to_device(values), source), out_lengths
+from jaxrec.ragged.offsets import complete_cumsum
+from jaxrec.ragged.packing import check_indices, checked_capacities
 
 
 def keyed_jagged_index_select(
@@ -98,7 +51,7 @@ def keyed_jagged_index_select(
         {'f': [[2, 3], [1]]}
     """
     require_one_batch(features.lengths, "keyed_jagged_index_select")
-    _check_indices(indices, features.batch_size)
+    check_indices(indices, features.batch_size)
     indices = jnp.asarray(indices)
     if features.inverse_indices is not None:
         inverse_indices = jnp.asarray(features.inverse_indices)[:, indices]
@@ -119,7 +72,7 @@ def keyed_jagged_index_select(
     )
     if isinstance(lengths, jax.core.Tracer) and not isinstance(capacities, Sequence):
         capacities = features.capacity_per_key | dict(capacities or {})
-    new_capacities = _checked_capacities(features.keys, lengths, capacities)
+    new_capacities = checked_capacities(features.keys, lengths, capacities)
 
     # The samples that are picked share the bags of the batch; then each gets its own.
     ids = to_device(features.values)
@@ -128,26 +81,107 @@ def keyed_jagged_index_select(
     ).expanded()
 
 
-def _check_indices(indices: Int[AnyArray, " selected"], count: int) -> None:
-    """Raise an error for an index out of range, where indices are known."""
-    if isinstance(indices, jax.core.Tracer):
-        return
-    indices = np.asarray(indices)
-    if (wrong := np.flatnonzero((indices < 0) | (indices >= count))).size:
-        raise IndexError(
-            f"indices[{wrong[0]}] is {indices[wrong[0]]}; expected 0 to {count - 1}, one of "
-            f"{count} rows"
+class UniqueIndices(NamedTuple):
+    """The distinct ids of groups of features.
+
+    Attributes:
+        unique: For each group one bag of its distinct ids, ascending, under the name of the group's
+            first feature.
+        inverse: ``[capacity]`` int32. ``unique.values[inverse[i]]`` is the id at position ``i`` of
+            the batch's values; at padding the length of ``unique.values``, which
+            ``rows.at[inverse].get(mode="fill")`` leaves out.
+    """
+
+    unique: KeyedJaggedArray
+    inverse: Int32[Array, " capacity"]
+
+
+def jagged_unique_indices(
+    features: KeyedJaggedArray, groups: Sequence[Sequence[str]] | None = None
+) -> UniqueIndices:
+    """Return each id of a batch once, and where it went; works under jit.
+
+    FBGEMM's op of that name. Rows of a table are then looked up once an id: look ``unique`` up with
+    a `jaxrec.EmbeddingCollection`, compute on its rows, and read ``rows[inverse]``.
+
+    Args:
+        features: The batch; its weights are left out.
+        groups: Keys whose ids are of one table, group by group, each key in one group. None: each
+            key is a group.
+
+    Raises:
+        KeyError: A group names a key that the batch lacks.
+        ValueError: A group is empty, a key of the batch is in two groups or in none, the batch has
+            raw ids, or it lies over a mesh.
+
+    Example:
+        >>> batch = KeyedJaggedArray.from_lists({"a": [[5, 3], [5]], "b": [[3], []]})
+        >>> unique, inverse = jagged_unique_indices(batch, groups=[["a", "b"]])
+        >>> unique.to_lists()
+        {'a': [[3, 5]]}
+        >>> inverse.tolist()[:3]
+        [1, 0, 1]
+    """
+    require_one_batch(features.lengths, "jagged_unique_indices")
+    groups = [[key] for key in features.keys] if groups is None else [list(g) for g in groups]
+    _check_groups(features, groups)
+    by_group = features.select([key for group in groups for key in group])
+    capacities = tuple(sum(features.capacity_per_key[key] for key in group) for group in groups)
+    ids = to_device(by_group.values)
+    total = ids.shape[0]
+    group_of = jnp.asarray(np.repeat(np.arange(len(groups), dtype=np.int32), capacities))
+    starts = np.concatenate([[0], np.cumsum(capacities)]).astype(np.int32)
+    is_id = by_group.segment_ids < by_group.lengths.shape[0]
+
+    # Ids of a group ascend, and its padding stands behind them, still within its segment.
+    place = 2 * group_of + (~is_id).astype(jnp.int32)
+    positions = jnp.arange(total, dtype=jnp.int32)
+    # Positions that lie as the ids: under `jax.vmap` over Explicit axes the sort would not say how
+    # the order lies.
+    place, ids, order = jax.lax.sort((place, ids, positions + 0 * place), num_keys=2)
+    is_used = place % 2 == 0
+    is_new = is_used & (
+        (positions == 0) | (place != jnp.roll(place, 1)) | (ids != jnp.roll(ids, 1))
+    )
+    counted = complete_cumsum(is_new.astype(jnp.int32))
+    before = counted[starts]
+    first = jnp.asarray(starts[:-1]) - before[:-1]
+    slots = counted[1:] - 1 + first[place // 2] if groups else positions
+    unique = jnp.zeros(total, ids.dtype).at[jnp.where(is_new, slots, total)].set(ids, mode="drop")
+    inverse = jnp.zeros(total, jnp.int32).at[order].set(jnp.where(is_used, slots, total))
+    return UniqueIndices(
+        KeyedJaggedArray(
+            unique,
+            jnp.diff(before),
+            keys=tuple(group[0] for group in groups),
+            capacities=capacities,
+            strides=(1,) * len(groups),
+        ),
+        _in_batch_order(features, by_group, inverse),
+    )
+
+
+def _check_groups(features: KeyedJaggedArray, groups: Sequence[Sequence[str]]) -> None:
+    if not all(groups):
+        raise ValueError(f"jagged_unique_indices: a group has at least one key, got {groups}")
+    named = [key for group in groups for key in group]
+    if unknown := [key for key in named if key not in features.keys]:
+        raise KeyError(f"no keys {unknown} among {list(features.keys)}")
+    if sorted(named) != sorted(features.keys):
+        raise ValueError(
+            "jagged_unique_indices: each key is in one group; the keys are "
+            f"{list(features.keys)} and the groups {groups}"
         )
 
 
-def _checked_capacities(
-    keys: Sequence[str],
-    lengths: Int32[Array, "keys rows"],
-    capacities: Mapping[str, int] | Sequence[int] | None,
-) -> tuple[int, ...]:
-    """Return a capacity for each key, checked where lengths are known."""
-    if not isinstance(lengths, jax.core.Tracer):
-        return pinned_capacities(keys, np.asarray(lengths.sum(axis=1)).tolist(), capacities)
-    if capacities is None:
-        raise TypeError("a static capacity= is needed under jit")
-    return pinned_capacities(keys, [0] * len(keys), capacities)
+def _in_batch_order(
+    features: KeyedJaggedArray, by_group: KeyedJaggedArray, inverse: Int32[Array, " capacity"]
+) -> Int32[Array, " capacity"]:
+    """Return numbers of the positions of a permuted batch in the order of the batch."""
+    capacities = by_group.capacities
+    starts = dict(zip(by_group.keys, np.cumsum((0, *capacities))[:-1].tolist(), strict=True))
+    parts = [
+        inverse[starts[key] : starts[key] + capacity]
+        for key, capacity in features.capacity_per_key.items()
+    ]
+    return jnp.concatenate(parts) if parts else inverse

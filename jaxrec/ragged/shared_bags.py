@@ -13,9 +13,9 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Int32
 
 from jaxrec.ragged.arrays import AnyArray, namespace, take
-from jaxrec.ragged.bag_layout import bag_ids, bag_starts
 from jaxrec.ragged.bounds import BAD_ID, INT32_BOUND
 from jaxrec.ragged.columns import integers
+from jaxrec.ragged.offsets import bag_ids, bag_starts
 from jaxrec.ragged.raw_ids import like
 
 # Position of an id that has no space: no element of an array, nor the padding behind it.
@@ -79,6 +79,8 @@ def _sample_ids_on_host(
     sample_capacities: Sequence[int],
 ) -> SampleIds:
     """Compute `sample_ids` of NumPy arrays; the capacities hold all ids."""
+    # The loop is over keys, tens or hundreds of them; NumPy runs over samples and ids. Readers
+    # expand batches in threads of their own, where a compiled program would wait for the device.
     positions = np.full(sum(sample_capacities), sum(capacities), np.int32)
     all_taken = [np.zeros(0, np.int32)]
     first_bag = first_id = start = 0
@@ -249,10 +251,6 @@ def ordered_inverse(keys: Sequence[str], inverse: Any) -> Any:
         keys: Names of the features, in the order of the result's rows.
         inverse: ``[keys, batch]``; or ``[batch]`` for each feature by name; or the pair
             ``(names, [keys, batch])``. None stays None.
-
-    Raises:
-        ValueError: A feature is missing or unknown, or features have different numbers of samples.
-        TypeError: The bags of a feature are not integers.
     """
     if isinstance(inverse, tuple) and len(inverse) == 2 and _are_names(inverse[0]):
         names, rows = inverse

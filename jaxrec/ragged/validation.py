@@ -8,12 +8,11 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
-from jaxrec.ragged.bounds import find_bad_ids
+from jaxrec.ragged.bounds import find_bad_ids, raw_column
 from jaxrec.ragged.columns import Column, by_name, whole_number
 from jaxrec.ragged.jagged import JaggedArray
 from jaxrec.ragged.keyed_jagged import KeyedJaggedArray
 from jaxrec.ragged.packing import as_float32, checked_inverse
-from jaxrec.ragged.raw_columns import raw_column
 from jaxrec.ragged.raw_ids import is_raw
 from jaxrec.ragged.wide_ids import WideIds
 
@@ -82,11 +81,7 @@ def _checked_bounds(bounds: Mapping[str, int] | None, names: Sequence[str]) -> d
 
 
 def _on_host(batch: Ragged) -> Ragged:
-    """Return a batch with its arrays on the host.
-
-    Raises:
-        TypeError: It is traced.
-    """
+    """Return a batch with its arrays on the host."""
     for leaf in jax.tree.leaves(batch):
         if isinstance(leaf, jax.core.Tracer):
             raise TypeError("validate needs the numbers of a batch: call it outside of jax.jit")

@@ -45,7 +45,7 @@ def click_loss(model: Model, batch: ClickBatch) -> tuple[Float[Array, ""], Mappi
     """
     batch = with_rows(model, batch)
     labels, weights = jnp.asarray(batch.labels), jnp.asarray(batch.weights)
-    embedded = model.look_up(batch.features)
+    embedded = model.lookup(batch.features)
     cross_entropy, logits = sum_in_chunks(
         _cross_entropy, model, batch.dense, embedded, labels, weights
     )

@@ -69,10 +69,10 @@ def train(model, batch, samples):
     def step(model, optimizer, dense, features, labels):
         def loss_fn(model):
             if samples is None:
-                losses, outputs = cross_entropy(model, dense, model.look_up(features), labels)
+                losses, outputs = cross_entropy(model, dense, model.lookup(features), labels)
                 return losses.mean(), outputs
             total, outputs = sum_in_chunks(
-                cross_entropy, model, dense, model.look_up(features), labels, samples=samples
+                cross_entropy, model, dense, model.lookup(features), labels, samples=samples
             )
             return total / labels.shape[0], outputs
 
@@ -106,7 +106,7 @@ def test_a_step_is_that_of_the_whole_batch(name, samples):
 def test_logits_of_looked_up_embeddings_are_those_of_a_call(name):
     model, (dense, features, _) = MODELS[name](nnx.Rngs(0)), batch_of()
     np.testing.assert_array_equal(
-        model.logits(dense, model.look_up(features)), model(dense, features)
+        model.logits(dense, model.lookup(features)), model(dense, features)
     )
 
 

@@ -7,7 +7,7 @@ from flax import nnx
 
 import jaxrec
 from jaxrec.nn import DLRM
-from jaxrec.nn.dense import check_dense
+from jaxrec.nn.click_model import check_dense
 
 
 def make_dlrm(*, dims=(4, 4), bottom=(6, 4), top=(5, 1)):

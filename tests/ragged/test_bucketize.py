@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxrec import ragged
+from jaxrec.ragged import fbgemm
 
 FEATURES, BATCH, CAPACITY, BUCKETS = 2, 2, 16, 3
 bags = st.lists(
@@ -80,19 +80,19 @@ def test_in_turn(bags):
     check(in_turn(*flat(bags)), bags, lambda _, value: (value % BUCKETS, value // BUCKETS))
 
 
-blocks = jax.jit(functools.partial(ragged.block_bucketize_sparse_features, num_buckets=BUCKETS))
-uneven = jax.jit(ragged.boundary_bucketize_sparse_features)
-in_turn = jax.jit(functools.partial(ragged.bucketize_sparse_features, num_buckets=BUCKETS))
+blocks = jax.jit(functools.partial(fbgemm.block_bucketize_sparse_features, num_buckets=BUCKETS))
+uneven = jax.jit(fbgemm.boundary_bucketize_sparse_features)
+in_turn = jax.jit(functools.partial(fbgemm.bucketize_sparse_features, num_buckets=BUCKETS))
 
 
 @pytest.mark.parametrize(
     "call",
     [
-        lambda ids: ragged.block_bucketize_sparse_features(np.array([1]), ids, np.array([5]), 2),
-        lambda ids: ragged.boundary_bucketize_sparse_features(
+        lambda ids: fbgemm.block_bucketize_sparse_features(np.array([1]), ids, np.array([5]), 2),
+        lambda ids: fbgemm.boundary_bucketize_sparse_features(
             np.array([1]), ids, np.array([[0, 5]])
         ),
-        lambda ids: ragged.bucketize_sparse_features(np.array([1]), ids, 2),
+        lambda ids: fbgemm.bucketize_sparse_features(np.array([1]), ids, 2),
     ],
     ids=["blocks", "boundaries", "in_turn"],
 )
@@ -105,6 +105,6 @@ def test_wide_ids_are_not_cut(call):
 
 def test_strides_that_do_not_fit():
     with pytest.raises(ValueError, match="3 lengths do not divide among 2 keys"):
-        ragged.block_bucketize_sparse_features(
+        fbgemm.block_bucketize_sparse_features(
             np.array([1, 0, 1]), np.array([1, 2]), np.array([5, 5]), 2
         )

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
+import scipy.stats
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxrec.ragged.capacity import capacity_for
+from jaxrec.ragged.capacity import LengthMoments, capacity_for
 
 
 def test_the_first_rungs():
@@ -27,3 +29,27 @@ def test_a_rung_holds_its_count_and_little_more(count):
 def test_a_negative_count():
     with pytest.raises(ValueError, match="0 or more, not -1"):
         capacity_for(-1)
+
+
+def test_moments_of_lengths_and_of_their_histogram():
+    lengths = np.random.default_rng(0).geometric(0.1, 1000)
+    moments = LengthMoments.of(lengths)
+    assert moments.mean == pytest.approx(lengths.mean())
+    assert moments.variance == pytest.approx(lengths.var())
+    skew = scipy.stats.skew(lengths) * lengths.std()
+    assert moments.skew == pytest.approx(skew)
+    assert LengthMoments.of(*np.unique(lengths, return_counts=True)) == pytest.approx(moments)
+    assert LengthMoments.of(np.zeros(0, int)) == (0, 0, 0)
+    assert LengthMoments.of(np.array([3, 3])) == (3, 0, 0)
+
+
+@pytest.mark.parametrize("samples", [64, 512])
+@pytest.mark.parametrize("mean", [2, 30])
+def test_likely_ids_are_the_quantile_of_a_sum(mean, samples):
+    """A sum of geometric lengths has a negative binomial distribution."""
+    p = 1 / mean
+    moments = LengthMoments(mean, (1 - p) / p**2, (2 - p) / p)
+    for deviations in (3, 4, 5):
+        tail = scipy.stats.norm.sf(deviations)
+        exact = samples + scipy.stats.nbinom.isf(tail, samples, p)
+        assert moments.likely_ids(samples, deviations) == pytest.approx(exact, rel=0.02)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxrec.ragged import dense_to_jagged, jagged_to_padded_dense
+from jaxrec.ragged.fbgemm import dense_to_jagged, jagged_to_padded_dense
 from tests.ragged.jagged_cases import (
     BATCH,
     CAPACITY,

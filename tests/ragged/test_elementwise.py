@@ -6,7 +6,7 @@ import jax
 import numpy as np
 from hypothesis import given, settings
 
-from jaxrec import ragged
+from jaxrec.ragged import fbgemm
 from tests.ragged.jagged_cases import BATCH, LENGTH, flatten, lengths, make_rows, padded, seeds
 
 
@@ -31,10 +31,10 @@ def test_elementwise(lengths, seed):
 @jax.jit
 def apply_all(x, offsets, y, z):
     return (
-        ragged.jagged_dense_elementwise_add(x, offsets, y),
-        ragged.jagged_dense_elementwise_add_jagged_output(x, offsets, y),
-        ragged.jagged_dense_dense_elementwise_add_jagged_output(x, offsets, y, z),
-        ragged.jagged_dense_elementwise_mul(x, offsets, y),
+        fbgemm.jagged_dense_elementwise_add(x, offsets, y),
+        fbgemm.jagged_dense_elementwise_add_jagged_output(x, offsets, y),
+        fbgemm.jagged_dense_dense_elementwise_add_jagged_output(x, offsets, y, z),
+        fbgemm.jagged_dense_elementwise_mul(x, offsets, y),
     )
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jaxrec import ragged
-from jaxrec.ragged import JaggedArray, KeyedArray, KeyedJaggedArray
+from jaxrec.ragged import JaggedArray, KeyedArray, KeyedJaggedArray, fbgemm
 from tests import golden
 
 pytestmark = [pytest.mark.every_case, pytest.mark.jax_version]
@@ -221,32 +221,32 @@ def call(kind: str, arrays, meta, inputs):
     offsets = arrays.get("offsets", arrays.get("x_offsets", arrays.get("a_offsets")))
     if kind == "padded_dense":
         length = meta["max_length"]
-        return ragged.jagged_to_padded_dense(*inputs, offsets, length, meta.get("padding_value", 0))
+        return fbgemm.jagged_to_padded_dense(*inputs, offsets, length, meta.get("padding_value", 0))
     if kind == "two_levels":
         levels = [arrays["offsets_0"], arrays["offsets_1"]]
-        return ragged.jagged_to_padded_dense(*inputs, levels, arrays["out"].shape[1:3])
+        return fbgemm.jagged_to_padded_dense(*inputs, levels, arrays["out"].shape[1:3])
     if kind == "dense_to_jagged":
-        return ragged.dense_to_jagged(*inputs, offsets, int(offsets[-1]) + SPARE)
+        return fbgemm.dense_to_jagged(*inputs, offsets, int(offsets[-1]) + SPARE)
     if kind == "add_two":
-        return ragged.jagged_dense_dense_elementwise_add_jagged_output(
+        return fbgemm.jagged_dense_dense_elementwise_add_jagged_output(
             inputs[0], offsets, *inputs[1:]
         )
     if kind.startswith("jagged_dense_elementwise"):
-        return getattr(ragged, kind)(inputs[0], offsets, inputs[1])
+        return getattr(fbgemm, kind)(inputs[0], offsets, inputs[1])
     if kind == "softmax":
-        return ragged.jagged_softmax(*inputs, offsets)
+        return fbgemm.jagged_softmax(*inputs, offsets)
     if kind == "jagged_jagged_bmm":
-        return ragged.jagged_jagged_bmm(*inputs, offsets, meta["max_L"])
+        return fbgemm.jagged_jagged_bmm(*inputs, offsets, meta["max_L"])
     if kind == "jagged_dense_bmm":
-        return ragged.jagged_dense_bmm(inputs[0], offsets, inputs[1], meta["max_L"])
+        return fbgemm.jagged_dense_bmm(inputs[0], offsets, inputs[1], meta["max_L"])
     if kind == "vectors":
-        return ragged.batched_dense_vec_jagged_2d_mul(*inputs, offsets)
+        return fbgemm.batched_dense_vec_jagged_2d_mul(*inputs, offsets)
     if kind == "index_select":
         capacity = len(arrays["out_values"]) + SPARE
         rows = (*inputs, arrays["lengths"])
-        return ragged.jagged_index_select(*rows, arrays["indices"], capacity)[0]
+        return fbgemm.jagged_index_select(*rows, arrays["indices"], capacity)[0]
     assert kind == "segment_sum"
-    return ragged.segment_sum_csr(*inputs, arrays["csr_seg"], int(arrays["batch_size"]))
+    return fbgemm.segment_sum_csr(*inputs, arrays["csr_seg"], int(arrays["batch_size"]))
 
 
 @pytest.mark.parametrize("name", JAGGED_FUNCTIONS)
@@ -295,7 +295,7 @@ def check_padded(out, expected, tolerance) -> None:
 def test_lengths_of_jagged_index_select():
     arrays = golden.load("kjt", "jagged_index_select")
     rows = arrays["values"], arrays["lengths"]
-    _, lengths = ragged.jagged_index_select(*rows, arrays["indices"])
+    _, lengths = fbgemm.jagged_index_select(*rows, arrays["indices"])
     np.testing.assert_array_equal(lengths, arrays["out_lengths"])
 
 
@@ -315,14 +315,14 @@ def test_cumsum_2d():
 
 def test_invert_permute():
     arrays = golden.load("kjt", "invert_permute")
-    np.testing.assert_array_equal(ragged.invert_permute(arrays["permute"]), arrays["out"])
+    np.testing.assert_array_equal(fbgemm.invert_permute(arrays["permute"]), arrays["out"])
 
 
 @pytest.mark.parametrize("name", [n for n in names_starting("permute_") if "sparse" in n])
 def test_permute_sparse_data(name):
     arrays = golden.load("kjt", name)
     count = len(arrays["out_values"])
-    permute = jax.jit(ragged.permute_sparse_data, static_argnums=4)
+    permute = jax.jit(fbgemm.permute_sparse_data, static_argnums=4)
     lengths, values, weights = permute(
         arrays["permute"], arrays["lengths"], arrays["values"], arrays["weights"], count + SPARE
     )
@@ -334,7 +334,7 @@ def test_permute_sparse_data(name):
 def test_expand_into_jagged_permute():
     arrays = golden.load("kjt", "expand_into_jagged_permute")
     count = len(arrays["out"])
-    expanded = ragged.expand_into_jagged_permute(
+    expanded = fbgemm.expand_into_jagged_permute(
         arrays["permute"], arrays["input_offsets"], arrays["output_offsets"], count + SPARE
     )
     np.testing.assert_array_equal(expanded[:count], arrays["out"])
@@ -386,11 +386,11 @@ def test_block_bucketize(name):
     strides = None if strides is None else strides.tolist()
     if "pos_0" in arrays:
         boundaries = np.stack([arrays["pos_0"], arrays["pos_1"]])
-        deal = functools.partial(ragged.boundary_bucketize_sparse_features, strides=strides)
+        deal = functools.partial(fbgemm.boundary_bucketize_sparse_features, strides=strides)
         dealt = jax.jit(deal)(arrays["lengths"], ids, boundaries)
     else:
         deal = functools.partial(
-            ragged.block_bucketize_sparse_features, num_buckets=num_buckets, strides=strides
+            fbgemm.block_bucketize_sparse_features, num_buckets=num_buckets, strides=strides
         )
         dealt = jax.jit(deal)(arrays["lengths"], ids, arrays["block_sizes"])
     dealt = jax.device_get(dealt)
@@ -400,11 +400,11 @@ def test_block_bucketize(name):
 def test_bucketize_sparse_features():
     arrays = golden.load("kjt", "bucketize_sparse_features")
     ids = np.pad(arrays["indices"], (0, SPARE))
-    dealt = ragged.bucketize_sparse_features(arrays["lengths"], ids, 3)
+    dealt = fbgemm.bucketize_sparse_features(arrays["lengths"], ids, 3)
     assert_bucketized(dealt, arrays, dealt.ids)
 
 
-def assert_bucketized(dealt: ragged.Bucketized, arrays, ids) -> None:
+def assert_bucketized(dealt: fbgemm.Bucketized, arrays, ids) -> None:
     count = len(arrays["indices"])
     np.testing.assert_array_equal(dealt.lengths, arrays["out_lengths"])
     np.testing.assert_array_equal(ids[:count], arrays["out_indices"])

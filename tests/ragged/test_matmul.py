@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from jaxrec import ragged
+from jaxrec.ragged import fbgemm
 from tests.ragged.jagged_cases import BATCH, LENGTH, flatten, lengths, make_rows, padded, seeds
 
 HEADS, DIM = 2, 3
@@ -36,9 +36,9 @@ def test_products(lengths, seed):
     np.testing.assert_allclose(jagged, expected, rtol=1e-6)
 
 
-dense_bmm = jax.jit(functools.partial(ragged.jagged_dense_bmm, max_length=LENGTH))
-jagged_bmm = jax.jit(functools.partial(ragged.jagged_jagged_bmm, max_length=LENGTH))
-vectors_mul = jax.jit(ragged.batched_dense_vec_jagged_2d_mul)
+dense_bmm = jax.jit(functools.partial(fbgemm.jagged_dense_bmm, max_length=LENGTH))
+jagged_bmm = jax.jit(functools.partial(fbgemm.jagged_jagged_bmm, max_length=LENGTH))
+vectors_mul = jax.jit(fbgemm.batched_dense_vec_jagged_2d_mul)
 
 
 @given(lengths, seeds)
@@ -68,6 +68,6 @@ def gradients_of_vectors_mul(vectors, values, offsets):
 @pytest.mark.parametrize(("rows", "columns"), [(5, 6), (4, 5)], ids=["batch", "heads"])
 def test_shapes_that_fit_no_heads(rows, columns):
     with pytest.raises(ValueError, match="fit no number of heads over a batch of 2; expected"):
-        ragged.batched_dense_vec_jagged_2d_mul(
+        fbgemm.batched_dense_vec_jagged_2d_mul(
             np.ones((rows, 3), np.float32), np.ones((6, columns), np.float32), np.array([0, 1, 2])
         )

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxrec import ragged
+from jaxrec.ragged.offsets import bag_ids, bag_starts, spread
 
 lengths = st.lists(st.integers(0, 4), min_size=5, max_size=5)
 CAPACITY = 20
@@ -50,3 +51,44 @@ def test_nothing():
     assert ragged.segment_ids(np.array([0]), 2).tolist() == [0, 0]
     assert ragged.offsets_range(np.array([0]), 2).tolist() == [0, 0]
     assert ragged.lengths_range(np.zeros(0, np.int32), 2).tolist() == [0, 0]
+
+
+pytestmark = pytest.mark.every_case
+
+CASES = {
+    "one key": ([2, 0, 3], (3,), (7,)),
+    "two keys": ([1, 2, 0, 4], (2, 2), (5, 4)),
+    "unequal strides": ([1, 0, 2, 3, 0], (1, 4), (2, 9)),
+    "a key of padding": ([0, 0, 1], (2, 1), (3, 1)),
+    "full": ([2, 1, 3], (2, 1), (3, 3)),
+    "a key without bags": ([2, 1], (0, 2), (0, 3)),
+}
+cases = pytest.mark.parametrize(("lengths", "strides", "capacities"), CASES.values(), ids=CASES)
+
+
+def count(lengths, strides, capacities):
+    starts, ids, bag, position = [], [], 0, 0
+    for stride, capacity in zip(strides, capacities, strict=True):
+        end = position + capacity
+        for _ in range(stride):
+            starts.append(position)
+            ids += [bag] * lengths[bag]
+            position += lengths[bag]
+            bag += 1
+        ids += [sum(strides)] * (end - position)
+        position = end
+    return starts, ids
+
+
+@cases
+def test_starts_and_bags_of_positions(lengths, strides, capacities):
+    starts, ids = count(lengths, strides, capacities)
+    lengths = np.array(lengths, np.int32)
+    np.testing.assert_array_equal(bag_starts(lengths, strides, capacities), starts)
+    np.testing.assert_array_equal(bag_ids(lengths, strides, capacities), ids)
+
+
+@cases
+def test_spread(lengths, strides, capacities):
+    keys = np.arange(len(strides), dtype=np.int32)
+    np.testing.assert_array_equal(spread(keys, strides), np.repeat(keys, strides))

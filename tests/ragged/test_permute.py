@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxrec import ragged
+from jaxrec.ragged import fbgemm
 
 SEGMENTS, BAGS, CAPACITY = 3, 2, 24
 bags = st.lists(st.lists(st.integers(0, 99), max_size=4), min_size=6, max_size=6)
@@ -42,19 +42,19 @@ def test_segments(bags, order):
     np.testing.assert_array_equal(places[len(expected) :], len(flat))
 
 
-permute = jax.jit(functools.partial(ragged.permute_sparse_data, capacity=CAPACITY))
-expand = jax.jit(functools.partial(ragged.expand_into_jagged_permute, capacity=CAPACITY))
+permute = jax.jit(functools.partial(fbgemm.permute_sparse_data, capacity=CAPACITY))
+expand = jax.jit(functools.partial(fbgemm.expand_into_jagged_permute, capacity=CAPACITY))
 
 
 @given(st.permutations(range(6)))
 @settings(max_examples=10)
 def test_invert(order):
-    inverse = ragged.invert_permute(np.array(order))
+    inverse = fbgemm.invert_permute(np.array(order))
     np.testing.assert_array_equal(np.array(order)[inverse], np.arange(6))
 
 
 def test_without_weights_and_capacity():
-    lengths, values, weights = ragged.permute_sparse_data(
+    lengths, values, weights = fbgemm.permute_sparse_data(
         np.array([1, 0]), np.array([1, 2]), np.array([7, 8, 9])
     )
     assert (lengths.tolist(), values.tolist()) == ([2, 1], [8, 9, 7, 0, 0, 0, 0, 0])
@@ -63,8 +63,8 @@ def test_without_weights_and_capacity():
 
 def test_errors():
     with pytest.raises(IndexError, match=r"indices\[1\] is 2"):
-        ragged.permute_sparse_data(np.array([1, 2]), np.array([1, 2]), np.array([7, 8, 9]))
+        fbgemm.permute_sparse_data(np.array([1, 2]), np.array([1, 2]), np.array([7, 8, 9]))
     with pytest.raises(ValueError, match="has 4 ids, but its capacity is 3"):
-        ragged.permute_sparse_data(
+        fbgemm.permute_sparse_data(
             np.array([1, 1]), np.array([1, 2]), np.array([7, 8, 9]), capacity=3
         )

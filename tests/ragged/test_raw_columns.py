@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxrec.ragged import KeyedJaggedArray, hash_ids, raw_columns
+from jaxrec.ragged import KeyedJaggedArray, bounds, hash_ids
 
 pytestmark = pytest.mark.every_case
 
@@ -137,7 +137,7 @@ def test_features_may_differ_in_kind():
 @pytest.mark.parametrize("make", [list, np.array], ids=["lists", "arrays"])
 def test_the_hash_that_is_reserved_is_moved(monkeypatch, make):
     monkeypatch.setattr(
-        raw_columns, "hash_ids", lambda values, _: np.full(len(values), 2**64 - 1, np.uint64)
+        bounds, "hash_ids", lambda values, _: np.full(len(values), 2**64 - 1, np.uint64)
     )
     assert pack_lists([make(["a"]), make(["b", "c"])]).to_lists() == {"f": [[-2], [-2, -2]]}
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from jaxrec.ragged import segment_sum_csr
+from jaxrec.ragged.fbgemm import segment_sum_csr
 from tests.ragged.jagged_cases import CAPACITY, flatten, lengths, make_rows, seeds
 
 

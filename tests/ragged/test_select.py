@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxrec.ragged import KeyedJaggedArray, jagged_index_select, keyed_jagged_index_select
+from jaxrec.ragged import KeyedJaggedArray, keyed_jagged_index_select
+from jaxrec.ragged.fbgemm import jagged_index_select
 from tests.ragged.jagged_cases import BATCH, flatten, lengths, make_rows, seeds
 from tests.ragged.strategies import weights_like
 

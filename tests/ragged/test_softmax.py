@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from jaxrec.ragged import jagged_softmax
+from jaxrec.ragged.fbgemm import jagged_softmax
 from tests.ragged.jagged_cases import CAPACITY, flatten, lengths, make_rows, seeds
 
 softmax = jax.jit(jagged_softmax)

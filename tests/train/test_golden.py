@@ -15,7 +15,6 @@ from jax.sharding import AxisType
 import jaxrec
 from jaxrec.mesh import column_wise, data_parallel, row_wise, shard_batch, table_wise
 from jaxrec.nn import DLRM, DLRM_DCN, SimpleDeepFMNN
-from jaxrec.ragged import jagged_to_padded_dense
 from jaxrec.train import compile_step
 from tests import golden
 
@@ -76,7 +75,7 @@ class Attention(nnx.Module):
     def _pool(self, sequence):
         if sequence.values.ndim == 3:  # sharded, ragged for each device
             return jax.vmap(self._pool)(sequence).reshape(-1, sequence.values.shape[2])
-        dense = jagged_to_padded_dense(sequence.values, sequence.offsets, self.max_len)
+        dense = sequence.to_padded_dense(self.max_len)
         valid = jnp.arange(self.max_len)[None, :] < sequence.lengths[:, None]
         scores = jnp.where(valid, self.att(dense)[:, :, 0], -1e9)
         weights = jax.nn.softmax(scores, axis=1) * valid

@@ -18,7 +18,7 @@ from flax import nnx
 from jaxtyping import Array
 
 from jaxrec import nn, ragged
-from jaxrec.ragged import JaggedArray, KeyedArray, KeyedJaggedArray, complete_cumsum
+from jaxrec.ragged import JaggedArray, KeyedArray, KeyedJaggedArray, complete_cumsum, fbgemm
 from tests.walk.meshes import DEVICES
 
 ROWS, CAPACITY, LENGTH, DIM, IDS = 3, 8, 4, 4, 20
@@ -138,22 +138,22 @@ EACH = {
         "b"
     ],
     "WideIds": lambda b: ragged.WideIds(b.ids >> 31, b.ids).is_below(7),
-    "batched_dense_vec_jagged_2d_mul": lambda b: ragged.batched_dense_vec_jagged_2d_mul(
+    "batched_dense_vec_jagged_2d_mul": lambda b: fbgemm.batched_dense_vec_jagged_2d_mul(
         b.per_head, b.values, b.offsets
     ),
-    "block_bucketize_sparse_features": lambda b: ragged.block_bucketize_sparse_features(
+    "block_bucketize_sparse_features": lambda b: fbgemm.block_bucketize_sparse_features(
         b.lengths, b.ids, jnp.array([7], jnp.int32), num_buckets=3
     ),
-    "boundary_bucketize_sparse_features": lambda b: ragged.boundary_bucketize_sparse_features(
+    "boundary_bucketize_sparse_features": lambda b: fbgemm.boundary_bucketize_sparse_features(
         b.lengths, b.ids, jnp.array([[0, 3, 11, 20]], jnp.int32)
     ),
-    "bucketize_sparse_features": lambda b: ragged.bucketize_sparse_features(b.lengths, b.ids, 3),
+    "bucketize_sparse_features": lambda b: fbgemm.bucketize_sparse_features(b.lengths, b.ids, 3),
     "complete_cumsum": lambda b: complete_cumsum(b.lengths),
-    "dense_to_jagged": lambda b: ragged.dense_to_jagged(b.dense, b.offsets, CAPACITY),
+    "dense_to_jagged": lambda b: fbgemm.dense_to_jagged(b.dense, b.offsets, CAPACITY),
     "Packer": lambda b: ragged.Packer().fit(b.keyed).lengths,
     "equal": lambda b: ragged.equal(b.keyed, b.keyed.permute([1, 0])),
     "exclusive_cumsum": lambda b: ragged.exclusive_cumsum(b.lengths),
-    "expand_into_jagged_permute": lambda b: ragged.expand_into_jagged_permute(
+    "expand_into_jagged_permute": lambda b: fbgemm.expand_into_jagged_permute(
         b.order, b.offsets, complete_cumsum(b.lengths[b.order]), CAPACITY
     ),
     "hstu_attention": lambda b: nn.hstu_attention(
@@ -168,48 +168,48 @@ EACH = {
         block_size=3,
     ),
     "inclusive_cumsum": lambda b: ragged.inclusive_cumsum(b.lengths),
-    "invert_permute": lambda b: ragged.invert_permute(b.order),
-    "jagged_1d_to_truncated_values": lambda b: ragged.jagged_1d_to_truncated_values(
+    "invert_permute": lambda b: fbgemm.invert_permute(b.order),
+    "jagged_1d_to_truncated_values": lambda b: fbgemm.jagged_1d_to_truncated_values(
         b.values, b.lengths, 2
     ),
     "jagged_attention": lambda b: nn.jagged_attention(
         b.heads, b.heads, b.heads, b.lengths, block_size=3
     ),
-    "jagged_dense_bmm": lambda b: ragged.jagged_dense_bmm(b.values, b.offsets, b.matrix, LENGTH),
+    "jagged_dense_bmm": lambda b: ragged.jagged_dense_bmm(b.column, b.matrix, LENGTH),
     "jagged_dense_dense_elementwise_add_jagged_output": lambda b: (
-        ragged.jagged_dense_dense_elementwise_add_jagged_output(
+        fbgemm.jagged_dense_dense_elementwise_add_jagged_output(
             b.values, b.offsets, b.dense, b.dense**2
         )
     ),
-    "jagged_dense_elementwise_add": lambda b: ragged.jagged_dense_elementwise_add(
+    "jagged_dense_elementwise_add": lambda b: fbgemm.jagged_dense_elementwise_add(
         b.values, b.offsets, b.dense
     ),
     "jagged_dense_elementwise_add_jagged_output": lambda b: (
-        ragged.jagged_dense_elementwise_add_jagged_output(b.values, b.offsets, b.dense)
+        ragged.jagged_dense_elementwise_add_jagged_output(b.column, b.dense)
     ),
     "jagged_dense_elementwise_mul": lambda b: ragged.jagged_dense_elementwise_mul(
-        b.values, b.offsets, b.dense
+        b.column, b.dense
     ),
-    "jagged_index_select": lambda b: ragged.jagged_index_select(b.values, b.lengths, b.order, 9),
-    "jagged_jagged_bmm": lambda b: ragged.jagged_jagged_bmm(b.values, b.values, b.offsets, LENGTH),
-    "jagged_slice": lambda b: ragged.jagged_slice(b.values, b.lengths, b.order, 2),
+    "jagged_index_select": lambda b: ragged.jagged_index_select(b.column, b.order, 9),
+    "jagged_jagged_bmm": lambda b: ragged.jagged_jagged_bmm(b.column, b.column, LENGTH),
+    "jagged_slice": lambda b: ragged.jagged_slice(b.column, b.order, 2),
     "jagged_softmax": lambda b: (
-        ragged.jagged_softmax(b.values, b.offsets),
-        ragged.jagged_softmax(b.scores, b.offsets),
+        ragged.jagged_softmax(b.column),
+        fbgemm.jagged_softmax(b.scores, b.offsets),
     ),
-    "jagged_to_padded_dense": lambda b: ragged.jagged_to_padded_dense(b.values, b.offsets, LENGTH),
+    "jagged_to_padded_dense": lambda b: fbgemm.jagged_to_padded_dense(b.values, b.offsets, LENGTH),
     "jagged_unique_indices": lambda b: ragged.jagged_unique_indices(b.keyed, [["a", "b"]]),
     "keyed_jagged_index_select": lambda b: ragged.keyed_jagged_index_select(b.keyed, b.order),
     "lengths_range": lambda b: ragged.lengths_range(b.lengths, CAPACITY),
     "offsets_range": lambda b: ragged.offsets_range(b.offsets, CAPACITY),
-    "pack_segments": lambda b: ragged.pack_segments(b.values, b.lengths, LENGTH, 2.0),
-    "permute_sparse_data": lambda b: ragged.permute_sparse_data(
+    "pack_segments": lambda b: fbgemm.pack_segments(b.values, b.lengths, LENGTH, 2.0),
+    "permute_sparse_data": lambda b: fbgemm.permute_sparse_data(
         b.order, b.lengths, b.ids, b.scores, CAPACITY
     ),
     "segment_ids": lambda b: ragged.segment_ids(b.offsets, CAPACITY),
-    "segment_mask": lambda b: ragged.segment_mask(b.lengths, LENGTH),
-    "segment_sum_csr": lambda b: ragged.segment_sum_csr(b.values, b.offsets),
-    "unpack_segments": lambda b: ragged.unpack_segments(b.dense, b.lengths, CAPACITY),
+    "segment_mask": lambda b: fbgemm.segment_mask(b.lengths, LENGTH),
+    "segment_sum_csr": lambda b: ragged.segment_sum_csr(b.column),
+    "unpack_segments": lambda b: fbgemm.unpack_segments(b.dense, b.lengths, CAPACITY),
 }
 
 WHOLE = {

@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Int32, UInt32
 
 from jaxrec.mesh.store import MeshStore, first, stack
 from jaxrec.ragged import KeyedJaggedArray, WideIds
-from jaxrec.ragged.bag_layout import bag_ids
+from jaxrec.ragged.offsets import bag_ids
 from jaxrec.tier.managed_collision.id_batch import IdBatch
 from jaxrec.tier.managed_collision.multi_probe import MultiProbeConfig, MultiProbeMap
 from jaxrec.tier.managed_collision.policies import EvictedSlots

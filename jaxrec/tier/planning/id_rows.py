@@ -10,8 +10,8 @@ import numpy as np
 
 from jaxrec.embed.config import TableConfig
 from jaxrec.embed.found_ids import FoundIds, OutsideRows, as_ids, check_distinct, row_indices
+from jaxrec.ragged.bounds import raw_column
 from jaxrec.ragged.columns import Column
-from jaxrec.ragged.raw_columns import raw_column
 from jaxrec.tier.planning.model_tables import TableVocabulary
 from jaxrec.tier.rows.first_rows import first_rows
 from jaxrec.tier.rows.transfer import RowTransfer
