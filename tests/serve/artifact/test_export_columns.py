@@ -11,7 +11,6 @@ import pytest
 import xxhash
 
 from jaxrec.data import Schema, TableEncoder, Vocabulary
-from jaxrec.data.encode import Moments
 from jaxrec.data.statistics import Moments
 from jaxrec.serve.artifact.export import write_columns
 from jaxrec.serve.artifact.manifest import ColumnEncoding, VocabularyFiles
