@@ -11,9 +11,7 @@ import numpy as np
 from jaxtyping import Array, Shaped
 
 from jaxrec.embed.formats import RowFormat, TableArray, as_table
-from jaxrec.embed.formats.bfloat16_bits import BFloat16Bits
-from jaxrec.embed.formats.plain import PlainRows
-from jaxrec.embed.formats.scaled_float8 import UNSIGNED, ScaledFloat8Rows
+from jaxrec.embed.formats.floats import UNSIGNED, BFloat16Bits, PlainRows, ScaledFloat8Rows
 from jaxrec.optim import RowOptimizer
 
 _FLOAT32 = PlainRows("float32")

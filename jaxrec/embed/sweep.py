@@ -7,8 +7,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32, Shaped
 
 from jaxrec.embed.formats import PackedRows, TableArray
-from jaxrec.embed.formats.plain import PlainRows
-from jaxrec.embed.kernels.rounding import random_bits, round_rows
+from jaxrec.embed.formats.floats import PlainRows
+from jaxrec.embed.formats.rounding import random_bits, round_rows
 from jaxrec.optim import RowOptimizer
 from jaxrec.optim.hyperparameter import Step, UpdateStep
 

@@ -11,10 +11,8 @@ import numpy as np
 from jaxtyping import Array, DTypeLike, Float, Int32
 
 from jaxrec.embed.formats import PackedRows, RowFormat
-from jaxrec.embed.formats.float8 import Float8Rows
-from jaxrec.embed.formats.integers import IntegerRows
-from jaxrec.embed.formats.scaled_float8 import ScaledFloat8Rows
-from jaxrec.embed.formats.trained_int8 import TrainedInt8Rows
+from jaxrec.embed.formats.floats import Float8Rows, ScaledFloat8Rows
+from jaxrec.embed.formats.integers import IntegerRows, TrainedInt8Rows
 from jaxrec.embed.kernels.base import BagLayout
 from jaxrec.embed.kernels.native_call import layout_numbers, native_function, optional_operand
 

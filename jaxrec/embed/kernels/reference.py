@@ -14,11 +14,11 @@ import numpy as np
 from jaxtyping import Array, DTypeLike, Float, Int32, Shaped
 
 from jaxrec.embed.formats import PackedRows, TableArray, is_packed
+from jaxrec.embed.formats.rounding import random_bits, round_rows
 from jaxrec.embed.kernels.base import BagLayout, Buckets, Lookups, Runs
 from jaxrec.embed.kernels.flat_lookups import flatten_bags as flatten_bags
 from jaxrec.embed.kernels.pairs import pair_gradients as pair_gradients
 from jaxrec.embed.kernels.pairs import pair_products as pair_products
-from jaxrec.embed.kernels.rounding import random_bits, round_rows
 from jaxrec.embed.kernels.stretches import sum_by_table, sum_stretches
 from jaxrec.optim.base import RowOptimizer
 from jaxrec.optim.hyperparameter import Step, resolve

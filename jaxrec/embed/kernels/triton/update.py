@@ -12,9 +12,9 @@ from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, DTypeLike, Float
 
 from jaxrec.embed.formats import is_packed
+from jaxrec.embed.formats.rounding import round_rows
 from jaxrec.embed.kernels import reference
 from jaxrec.embed.kernels.base import Lookups
-from jaxrec.embed.kernels.rounding import round_rows
 from jaxrec.embed.kernels.triton.readers import refuse_packed
 from jaxrec.embed.kernels.triton.runs import Runs
 from jaxrec.embed.kernels.triton.sorted_lookups import SortedLookups
