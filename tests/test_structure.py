@@ -43,10 +43,9 @@ TESTED_BY = {
     "embed/kernels/test_primitives": (
         "embed/kernels/base",
         "embed/kernels/cpu",
-        "embed/kernels/flat_lookups",
         "embed/kernels/reference",
+        "embed/kernels/updates",
     ),
-    "embed/kernels/test_packed": ("embed/kernels/cpu_packed",),
     "embed/test_collection": (
         "embed/functional",
         "embed/initialize",
