@@ -54,10 +54,7 @@ TESTED_BY = {
         "embed/lookup",
     ),
     "embed/test_formats": ("embed/state",),
-    "embed/test_differentiate": (
-        "embed/differentiation",
-        "embed/taps",
-    ),
+    "embed/test_training_step": ("embed/taps",),
     "embed/test_gradients": (
         "embed/optimizer",
         "embed/row_gradients",
@@ -71,7 +68,7 @@ TESTED_BY = {
         "embed/some_rows",
         "embed/table_access",
     ),
-    "embed/test_skipped_steps": ("embed/not_finite",),
+    "embed/test_skipped_steps": ("embed/batch_checks",),
     "mesh/test_capacity": ("mesh/ahead",),
     "mesh/test_channel": ("mesh/simulated",),
     "mesh/test_batch_counts": ("mesh/notes",),
