@@ -20,11 +20,23 @@ import jax
 import jax.numpy as jnp
 import jaxlib
 import numpy as np
-from jaxtyping import Array, DTypeLike, Float, Int32
+from jaxtyping import Array, DTypeLike, Float
 
-from jaxrec.embed.formats import PackedRows, TableArray, is_packed
+from jaxrec.embed.formats import PackedRows, is_packed
 from jaxrec.embed.kernels import updates
-from jaxrec.embed.kernels.base import BagLayout, Buckets, Lookups, Runs
+from jaxrec.embed.kernels.base import (
+    BagLayout,
+    BagRows,
+    Buckets,
+    Ids,
+    Lengths,
+    Lookups,
+    RowIndices,
+    Runs,
+    State,
+    Table,
+    Weights,
+)
 from jaxrec.embed.kernels.native_call import (
     CODES,
     MAX_DIM,
@@ -160,16 +172,16 @@ def new_rows(row: Array, num_rows: int) -> Array:
 
 
 def pooled_lookup(
-    table: Float[TableArray, "rows dim"],
-    ids: Int32[Array, " ids"],
-    lengths: Int32[Array, " all_bags"],
-    weights: Float[Array, " ids"] | None,
+    table: Table,
+    ids: Ids,
+    lengths: Lengths,
+    weights: Weights,
     layout: BagLayout,
     dtype: DTypeLike,
     *,
     parts_in: int = 1,
     parts_out: int = 1,
-) -> Float[Array, "bags dim"]:
+) -> BagRows:
     """Return the sum or mean of each bag's rows; see `jaxrec.embed.kernels.reference`."""
     bags = ids, lengths, optional_operand(weights, jnp.float32)
     numbers, shape = layout_numbers(layout), (layout.num_bags, table.shape[1])
@@ -182,11 +194,7 @@ def pooled_lookup(
 
 
 def flatten_bags(
-    ids: Int32[Array, " ids"],
-    lengths: Int32[Array, " all_bags"],
-    weights: Float[Array, " ids"] | None,
-    layout: BagLayout,
-    num_rows: int,
+    ids: Ids, lengths: Lengths, weights: Weights, layout: BagLayout, num_rows: int
 ) -> Lookups:
     """Return a batch as flat lookups; see `jaxrec.embed.kernels.reference`."""
     positions = layout.num_positions
@@ -207,11 +215,7 @@ def flatten_bags(
 
 
 def row_lookup(
-    table: Float[TableArray, "rows dim"],
-    rows: Int32[Array, " n"],
-    *,
-    parts_in: int = 1,
-    parts_out: int = 1,
+    table: Table, rows: RowIndices, *, parts_in: int = 1, parts_out: int = 1
 ) -> Float[Array, "n dim"]:
     """Return the rows; see `jaxrec.embed.kernels.reference`."""
     shape = rows.size, table.shape[1]
@@ -222,7 +226,7 @@ def row_lookup(
     return join_rows(lookup(rows, *split_rows(table, parts_in)))
 
 
-def build_runs(rows: Int32[Array, " n"], num_rows: int) -> Runs:
+def build_runs(rows: RowIndices, num_rows: int) -> Runs:
     """Sort lookups by row; see `jaxrec.embed.kernels.reference`."""
     results = [jax.ShapeDtypeStruct(rows.shape, jnp.int32)] * 4
     return Runs(*native_function("build_runs", results)(rows, num_rows=np.int64(num_rows)))
@@ -238,12 +242,8 @@ def bucket(owners: Int32[Array, " n"], num_owners: int) -> Buckets:
 
 
 def shift_rows(
-    rows: Int32[Array, " n"],
-    starts: tuple[int, ...],
-    shifts: tuple[int, ...],
-    num_rows: int,
-    outside: int,
-) -> Int32[Array, " n"]:
+    rows: RowIndices, starts: tuple[int, ...], shifts: tuple[int, ...], num_rows: int, outside: int
+) -> RowIndices:
     """Number rows anew; see `jaxrec.embed.kernels.reference`."""
     (shifted,) = native_function("shift_rows", [jax.ShapeDtypeStruct(rows.shape, jnp.int32)])(
         rows,
@@ -257,7 +257,7 @@ def shift_rows(
 
 def sum_rows(
     lookups: Lookups,
-    gradients: Float[Array, "bags dim"],
+    gradients: BagRows,
     num_rows: int,
     bound: float | None = None,
     *,
@@ -276,16 +276,16 @@ def sum_rows(
 
 
 def fused_update(
-    table: Float[TableArray, "rows dim"],
-    state: dict[str, TableArray],
+    table: Table,
+    state: State,
     lookups: Lookups,
-    gradients: Float[Array, "bags dim"],
+    gradients: BagRows,
     optimizer: RowOptimizer,
     step: Step,
     table_starts: tuple[int, ...] = (0,),
     *,
     parts_in: int = 1,
-) -> tuple[Float[TableArray, "rows dim"], dict[str, TableArray]]:
+) -> tuple[Table, State]:
     """Update the rows that occur; see `jaxrec.embed.kernels.reference`.
 
     For packed rows, and for an optimizer that the library does not know, it sums the gradients and

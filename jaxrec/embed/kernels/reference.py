@@ -13,8 +13,18 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, DTypeLike, Float, Int, Int32, Shaped
 
-from jaxrec.embed.formats import TableArray
-from jaxrec.embed.kernels.base import BAD_ROW, BagLayout, Buckets, Lookups
+from jaxrec.embed.kernels.base import (
+    BAD_ROW,
+    BagLayout,
+    BagRows,
+    Buckets,
+    Ids,
+    Lengths,
+    Lookups,
+    RowIndices,
+    Table,
+    Weights,
+)
 from jaxrec.embed.kernels.stretches import sum_stretches
 from jaxrec.embed.kernels.updates import build_runs as build_runs
 from jaxrec.embed.kernels.updates import fused_update as fused_update
@@ -44,16 +54,16 @@ def new_rows(row: Shaped[Array, "*shape"], num_rows: int) -> Shaped[Array, "num_
 
 
 def pooled_lookup(
-    table: Float[TableArray, "rows dim"],
-    ids: Int32[Array, " ids"],
-    lengths: Int32[Array, " all_bags"],
-    weights: Float[Array, " ids"] | None,
+    table: Table,
+    ids: Ids,
+    lengths: Lengths,
+    weights: Weights,
     layout: BagLayout,
     dtype: DTypeLike,
     *,
     parts_in: int = 1,
     parts_out: int = 1,
-) -> Float[Array, "bags dim"]:
+) -> BagRows:
     """Return the sum or mean of each bag's rows.
 
     Args:
@@ -93,11 +103,7 @@ def pooled_lookup(
 
 
 def flatten_bags(
-    ids: Int32[Array, " ids"],
-    lengths: Int32[Array, " all_bags"],
-    weights: Float[Array, " ids"] | None,
-    layout: BagLayout,
-    num_rows: int,
+    ids: Ids, lengths: Lengths, weights: Weights, layout: BagLayout, num_rows: int
 ) -> Lookups:
     """Return a batch as flat lookups into a table of ``num_rows`` rows.
 
@@ -135,11 +141,7 @@ def flatten_bags(
 
 
 def row_lookup(
-    table: Float[TableArray, "rows dim"],
-    rows: Int32[Array, " n"],
-    *,
-    parts_in: int = 1,
-    parts_out: int = 1,
+    table: Table, rows: RowIndices, *, parts_in: int = 1, parts_out: int = 1
 ) -> Float[Array, "n dim"]:
     """Return ``table[rows]``: zeros at padding, NaN at a bad row.
 
@@ -180,12 +182,8 @@ def bucket(owners: Int32[Array, " n"], num_owners: int) -> Buckets:
 
 
 def shift_rows(
-    rows: Int32[Array, " n"],
-    starts: tuple[int, ...],
-    shifts: tuple[int, ...],
-    num_rows: int,
-    outside: int,
-) -> Int32[Array, " n"]:
+    rows: RowIndices, starts: tuple[int, ...], shifts: tuple[int, ...], num_rows: int, outside: int
+) -> RowIndices:
     """Number rows anew: add to each the shift of the stretch of rows that it lies in.
 
     Args:
@@ -323,7 +321,7 @@ def _sum_features(bag_lengths: Int32[Array, " bags"], layout: BagLayout) -> Int3
     return jnp.diff(ends, prepend=0)
 
 
-def _repeat(counts: Int32[Array, " n"], size: int) -> Callable[[Array], Array]:
+def _repeat(counts: RowIndices, size: int) -> Callable[[Array], Array]:
     """Return a function that repeats each of ``n`` values as often as counted, ``size`` in all.
 
     It is `jax.numpy.repeat` without its comparisons of positions, which are in bounds.

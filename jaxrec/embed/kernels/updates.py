@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int32, Shaped
 from jaxrec.embed.formats import PackedRows, TableArray, is_packed
 from jaxrec.embed.formats.floats import PlainRows
 from jaxrec.embed.formats.rounding import random_bits, round_rows
-from jaxrec.embed.kernels.base import Lookups, Runs
+from jaxrec.embed.kernels.base import BagRows, Lookups, RowIndices, Runs, State, Table
 from jaxrec.embed.kernels.stretches import sum_by_table, sum_stretches
 from jaxrec.optim.base import RowOptimizer
 from jaxrec.optim.hyperparameter import Step, UpdateStep, resolve
@@ -27,7 +27,7 @@ _BLOCK_ELEMENTS = 1 << 20
 _SWEEP_SALT = 0x5EED
 
 
-def build_runs(rows: Int32[Array, " n"], num_rows: int) -> Runs:
+def build_runs(rows: RowIndices, num_rows: int) -> Runs:
     """Sort lookups by row, stably, and cut them into runs of equal rows.
 
     Args:
@@ -54,7 +54,7 @@ def build_runs(rows: Int32[Array, " n"], num_rows: int) -> Runs:
 
 def sum_rows(
     lookups: Lookups,
-    gradients: Float[Array, "bags dim"],
+    gradients: BagRows,
     num_rows: int,
     bound: float | None = None,
     *,
@@ -86,16 +86,16 @@ def sum_rows(
 
 
 def fused_update(
-    table: Float[TableArray, "rows dim"],
-    state: dict[str, TableArray],
+    table: Table,
+    state: State,
     lookups: Lookups,
-    gradients: Float[Array, "bags dim"],
+    gradients: BagRows,
     optimizer: RowOptimizer,
     step: Step,
     table_starts: tuple[int, ...] = (0,),
     *,
     parts_in: int = 1,
-) -> tuple[Float[TableArray, "rows dim"], dict[str, TableArray]]:
+) -> tuple[Table, State]:
     """Sum the gradients of each row that occurs, apply the optimizer and write each row once.
 
     The table and its state change in place where they are donated.
@@ -119,14 +119,14 @@ def fused_update(
 
 
 def update_unique(
-    table: Float[TableArray, "rows dim"],
-    state: dict[str, TableArray],
+    table: Table,
+    state: State,
     unique: Int32[Array, " lookups"],
     gradients: Float[Array, "lookups dim"],
     optimizer: RowOptimizer,
     step: Step,
     table_starts: tuple[int, ...],
-) -> tuple[Float[TableArray, "rows dim"], dict[str, TableArray]]:
+) -> tuple[Table, State]:
     """Update rows as `fused_update` does, given `Runs.unique` and the gradient of each run."""
     optimizer, step = resolve(optimizer, step)
     if optimizer.clip_norm is not None:
@@ -159,7 +159,7 @@ def update_unique(
 
 
 def _sum_runs(
-    lookups: Lookups, runs: Runs, gradients: Float[Array, "bags dim"], bound: float | None
+    lookups: Lookups, runs: Runs, gradients: BagRows, bound: float | None
 ) -> Float[Array, "lookups dim"]:
     """Return the sum of the gradients of each run, each element clipped to the bound."""
     if gradients.shape[0] == 0:  # a batch without samples, which has padding only
@@ -177,14 +177,14 @@ def _sum_runs(
     return sum_stretches(load, (bags, scales), runs.segments, bags.size, gradients.shape[1])
 
 
-def _put_rows(array: TableArray, rows: Int32[Array, " n"], values: Array) -> TableArray:
+def _put_rows(array: TableArray, rows: RowIndices, values: Array) -> TableArray:
     """Set ascending rows in place, each element rounded to nearest; see `_put_stored`."""
     if isinstance(array, PackedRows):
         return array.with_stored(_put_stored(array.stored, rows, array.row_format.pack(values)))
     return _put_stored(array, rows, values.astype(array.dtype))
 
 
-def _put_stored(array: Array, rows: Int32[Array, " n"], values: Array) -> Array:
+def _put_stored(array: Array, rows: RowIndices, values: Array) -> Array:
     """Set ascending rows in place, those past the end left out."""
 
     def scatter(array: Array, values: Array) -> Array:
@@ -208,7 +208,7 @@ def _put_stored(array: Array, rows: Int32[Array, " n"], values: Array) -> Array:
 
 def norm_factors(
     squares: Float[Array, " n"],
-    rows: Int32[Array, " n"],
+    rows: RowIndices,
     bound: float,
     table_starts: tuple[int, ...],
     num_rows: int,
@@ -230,11 +230,8 @@ def norm_factors(
 
 
 def sweep_rows(
-    table: Float[TableArray, "rows dim"],
-    optimizer: RowOptimizer,
-    step: Step,
-    is_applied: Bool[Array, ""] | None = None,
-) -> Float[TableArray, "rows dim"]:
+    table: Table, optimizer: RowOptimizer, step: Step, is_applied: Bool[Array, ""] | None = None
+) -> Table:
     """Apply `RowOptimizer.sweep` to all rows where it is due; traced, in place where donated.
 
     Args:
@@ -271,7 +268,7 @@ def sweep_rows(
 def _swept(
     table: TableArray,
     stored: Shaped[Array, "n width"],
-    rows: Int32[Array, " n"],
+    rows: RowIndices,
     optimizer: RowOptimizer,
     count: Int32[Array, ""],
 ) -> Shaped[Array, "n width"]:

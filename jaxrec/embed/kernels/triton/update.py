@@ -13,7 +13,7 @@ from jaxtyping import Array, DTypeLike, Float
 
 from jaxrec.embed.formats import is_packed
 from jaxrec.embed.formats.rounding import round_rows
-from jaxrec.embed.kernels.base import Lookups
+from jaxrec.embed.kernels.base import BagRows, Lookups
 from jaxrec.embed.kernels.triton.readers import refuse_packed
 from jaxrec.embed.kernels.triton.runs import Runs
 from jaxrec.embed.kernels.triton.sorted_lookups import SortedLookups
@@ -46,7 +46,7 @@ def fused_update(
     table: Float[Array, "rows dim"],
     state: dict[str, Array],
     lookups: Lookups,
-    gradients: Float[Array, "bags dim"],
+    gradients: BagRows,
     optimizer: RowOptimizer,
     step: Step,
     table_starts: tuple[int, ...] = (0,),
@@ -93,7 +93,7 @@ def fused_update(
 
 def sum_rows(
     lookups: Lookups,
-    gradients: Float[Array, "bags dim"],
+    gradients: BagRows,
     num_rows: int,
     bound: float | None = None,
     *,
