@@ -21,17 +21,9 @@ _MANY = 5
 
 
 def check_ids(features: KeyedJaggedArray, bounds: Mapping[str, int], *, always: bool) -> None:
-    """Raise at an id outside its tables.
+    """Raise a ValueError at an id outside its tables, given each feature's number of ids.
 
-    Args:
-        features: A batch, on the host, on one device or over a mesh.
-        bounds: For each feature the number of ids that its tables have.
-        always: Whether compiled code calls back to the host to check; otherwise batches that are
-            being traced are not checked.
-
-    Raises:
-        ValueError: An id is outside its table. Compiled code raises `jax.errors.JaxRuntimeError`
-            with the same text.
+    A batch that is being traced is checked only with ``always``, by a call back to the host.
     """
     if not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(features)):
         _raise_bad_id(bounds, features)
@@ -59,10 +51,7 @@ def _raise_bad_id(bounds: Mapping[str, int], features: KeyedJaggedArray) -> None
 def bad_id_of_batch(model: nnx.Module, batch: Any) -> str | None:
     """Return a sentence about an id outside its table, of any batch in a pytree; None: all fit.
 
-    Args:
-        model: A model with collections of tables.
-        batch: Any pytree with `KeyedJaggedArray`s whose keys the collections read. With several
-            processes this looks at the part that lies on this process's devices.
+    With several processes it looks at the part that lies on this process's devices.
     """
     leaves = jax.tree.leaves(batch, is_leaf=lambda leaf: isinstance(leaf, KeyedJaggedArray))
     for features in leaves:

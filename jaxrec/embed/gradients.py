@@ -70,11 +70,7 @@ class Sealed(Generic[Content]):
 
 
 def seal(content: Content) -> Sealed[Content]:
-    """Seal a pytree of arrays of 32-bit numbers or booleans.
-
-    Raises:
-        TypeError: An array is of another type.
-    """
+    """Seal a pytree of arrays of 32-bit numbers or booleans."""
     leaves, tree = jax.tree.flatten(content)
     arrays = [jnp.asarray(leaf) for leaf in leaves]
     dtypes = tuple(array.dtype.name for array in arrays)

@@ -27,107 +27,6 @@ from jaxrec.embed.row_gradients import Activations, Routes
 from jaxrec.embed.store import TableStore
 from jaxrec.ragged import KeyedJaggedArray
 
-_LOST = (
-    "a loss looks embeddings up inside jax.lax.scan, jax.lax.cond, jax.vmap, jax.checkpoint, "
-    "jax.jit or nnx.scan, or on a copy of its model, and the gradient of that lookup cannot leave "
-    "it. Look the ids up outside and pass the embeddings in; use nnx.remat and nnx.jit in place of "
-    "jax.checkpoint and jax.jit. For micro-batches, scan over jaxrec.value_and_grad itself and "
-    "give the stacked gradients to jaxrec.mean_gradients"
-)
-
-
-@dataclasses.dataclass(eq=False)
-class Differentiation:
-    """One evaluation by `jaxrec.value_and_grad`.
-
-    Attributes:
-        trace: State of JAX's tracing where the loss begins.
-        is_nested: Whether a lookup took place inside another transformation.
-    """
-
-    trace: Any = None
-    is_nested: bool = False
-
-    def begin(self) -> None:
-        """Record that the loss begins here."""
-        self.trace = _trace_state()
-
-    def require_gradient(self, variable: nnx.Variable) -> None:
-        """Record a lookup; raise where its gradient cannot leave the trace.
-
-        Args:
-            variable: A variable of the module that looks up.
-        """
-        self.is_nested |= self.trace != _trace_state()
-        if not can_change(variable):
-            raise lost_gradient()
-
-
-# A context variable, since a loss may also read collections that are not part of its model.
-_current: contextvars.ContextVar[Differentiation | None] = contextvars.ContextVar(
-    "jaxrec_differentiation", default=None
-)
-
-
-def current_differentiation() -> Differentiation | None:
-    """Return the evaluation by `jaxrec.value_and_grad` that is under way, if one is."""
-    return _current.get()
-
-
-@contextlib.contextmanager
-def differentiating() -> Iterator[Differentiation]:
-    """Let `jaxrec.value_and_grad` differentiate lookups, while this lasts.
-
-    Errors of a loss with lookups in other transformations are raised with the remedy.
-    """
-    differentiation = Differentiation()
-    token = _current.set(differentiation)
-    try:
-        yield differentiation
-    except Exception as error:
-        if differentiation.is_nested and _LOST not in str(error):
-            raise lost_gradient() from error
-        raise
-    finally:
-        _current.reset(token)
-
-
-def lost_gradient() -> RuntimeError:
-    """Return the error of a loss with a lookup whose gradient cannot leave it."""
-    return RuntimeError(_LOST)
-
-
-def can_change(variable: nnx.Variable) -> bool:
-    """Return whether JAX's current trace is that of a variable."""
-    return variable._can_update
-
-
-def require_jaxrec_gradient(features: KeyedJaggedArray | None) -> None:
-    """Raise where something else than `jaxrec.value_and_grad` differentiates a lookup.
-
-    Args:
-        features: The batch; the gradient of its weights alone is allowed. None: the rows are read
-            without a batch.
-
-    Raises:
-        TypeError: `nnx.grad`, `jax.grad` or the like is at work.
-    """
-    # JAX does not export its current trace. Without it this check is skipped.
-    trace = getattr(getattr(jax_core, "trace_ctx", None), "trace", None)
-    if type(trace).__name__ not in ("JVPTrace", "LinearizeTrace"):
-        return
-    if all(getattr(leaf, "_trace", None) is not trace for leaf in jax.tree.leaves(features)):
-        raise TypeError(
-            "a model with embedding tables is differentiated by nnx.value_and_grad, nnx.grad or "
-            "jax.grad, which leave its tables untrained; use jaxrec.value_and_grad and "
-            "jaxrec.Optimizer. Where the tables are to stay as they are, call model.eval() first "
-            "or give them trainable=False"
-        )
-
-
-def _trace_state() -> Any:
-    return get_opaque_trace_state(convention="nnx")
-
 
 class Tap(nnx.Variable):
     """Zeros added to the activations of one call of a collection, or to a table that is read."""
@@ -205,8 +104,7 @@ class TappedModule(nnx.Module):
         """Update the rows of any number of lookups, each once; `jaxrec.Optimizer` calls this.
 
         Args:
-            gradients: For each lookup the gradients of each group's rows, as in
-                ``Gradients.tables[path]``.
+            gradients: Those of each lookup, as in ``Gradients.tables[path]``.
             step: Number of updates made before, 0 at the first.
             is_applied: False leaves every row and its state as it is; None: True.
         """
@@ -222,6 +120,8 @@ class TappedModule(nnx.Module):
             require_jaxrec_gradient(features)
         if self.probe is not None:
             return self.probe.lookup(tables, features, **options)
+        # The first tap whose residuals are missing is that of this call: calls come in the order in
+        # which they were probed.
         for tap, slot in zip(self.taps, self.residuals, strict=True):
             if slot.get_value() is not None:
                 continue
@@ -240,12 +140,7 @@ class TappedModule(nnx.Module):
         return tables.lookup(features, **options)[0]
 
     def read_table(self, name: str) -> Float[Array, "rows dim"]:
-        """Return a copy of a table, with its tap added if there is one.
-
-        Raises:
-            KeyError: There is no table of that name.
-            TypeError: A loss reads it, and it is too large or lies over a mesh.
-        """
+        """Return a copy of a table, with its tap added if there is one."""
         tables: TableStore = self.tables.get_value()
         if current_differentiation() is None:
             return tables.read(name)
@@ -338,3 +233,104 @@ def zeros_like(shape: jax.ShapeDtypeStruct) -> jax.Array:
         return zeros
     # Over an explicit mesh a tap must lie as the embeddings do, or its gradient is gathered.
     return jax.sharding.reshard(zeros, shape.sharding)
+
+
+# Lookups whose gradient would be lost
+#
+# Nothing would fail: a lookup in `jax.lax.scan` finds rows, the loss falls by the dense parameters,
+# and the tables never learn. A module's variables can be written only in the trace that they belong
+# to, so that a lookup that cannot leave its residuals there is an error with the remedy. Some
+# transformations fail on their own before it comes to that, with errors of JAX or Flax about leaked
+# tracers. `is_nested` remembers that a lookup took place inside, and the remedy replaces them.
+
+_LOST = (
+    "a loss looks embeddings up inside jax.lax.scan, jax.lax.cond, jax.vmap, jax.checkpoint, "
+    "jax.jit or nnx.scan, or on a copy of its model, and the gradient of that lookup cannot leave "
+    "it. Look the ids up outside and pass the embeddings in; use nnx.remat and nnx.jit in place of "
+    "jax.checkpoint and jax.jit. For micro-batches, scan over jaxrec.value_and_grad itself and "
+    "give the stacked gradients to jaxrec.mean_gradients"
+)
+
+
+@dataclasses.dataclass(eq=False)
+class Differentiation:
+    """One evaluation by `jaxrec.value_and_grad`, which knows whether lookups can report to it.
+
+    Attributes:
+        trace: State of JAX's tracing where the loss begins.
+        is_nested: Whether a lookup took place inside another transformation.
+    """
+
+    trace: Any = None
+    is_nested: bool = False
+
+    def begin(self) -> None:
+        """Record that the loss begins here."""
+        self.trace = _trace_state()
+
+    def require_gradient(self, variable: nnx.Variable) -> None:
+        """Record a lookup; raise where its gradient cannot leave the module's variables."""
+        self.is_nested |= self.trace != _trace_state()
+        if not can_change(variable):
+            raise lost_gradient()
+
+
+# A context variable, since a loss may also read collections that are not part of its model.
+_current: contextvars.ContextVar[Differentiation | None] = contextvars.ContextVar(
+    "jaxrec_differentiation", default=None
+)
+
+
+def current_differentiation() -> Differentiation | None:
+    """Return the evaluation by `jaxrec.value_and_grad` that is under way, if one is."""
+    return _current.get()
+
+
+@contextlib.contextmanager
+def differentiating() -> Iterator[Differentiation]:
+    """Let `jaxrec.value_and_grad` differentiate lookups, while this lasts.
+
+    Errors of a loss with lookups in other transformations are raised with the remedy.
+    """
+    differentiation = Differentiation()
+    token = _current.set(differentiation)
+    try:
+        yield differentiation
+    except Exception as error:
+        if differentiation.is_nested and _LOST not in str(error):
+            raise lost_gradient() from error
+        raise
+    finally:
+        _current.reset(token)
+
+
+def lost_gradient() -> RuntimeError:
+    """Return the error of a loss with a lookup whose gradient cannot leave it."""
+    return RuntimeError(_LOST)
+
+
+def can_change(variable: nnx.Variable) -> bool:
+    """Return whether JAX's current trace is that of a variable."""
+    return variable._can_update
+
+
+def require_jaxrec_gradient(features: KeyedJaggedArray | None) -> None:
+    """Raise a TypeError where something else than `jaxrec.value_and_grad` differentiates a lookup.
+
+    The gradient of the batch's weights alone is allowed.
+    """
+    # JAX does not export its current trace. Without it this check is skipped.
+    trace = getattr(getattr(jax_core, "trace_ctx", None), "trace", None)
+    if type(trace).__name__ not in ("JVPTrace", "LinearizeTrace"):
+        return
+    if all(getattr(leaf, "_trace", None) is not trace for leaf in jax.tree.leaves(features)):
+        raise TypeError(
+            "a model with embedding tables is differentiated by nnx.value_and_grad, nnx.grad or "
+            "jax.grad, which leave its tables untrained; use jaxrec.value_and_grad and "
+            "jaxrec.Optimizer. Where the tables are to stay as they are, call model.eval() first "
+            "or give them trainable=False"
+        )
+
+
+def _trace_state() -> Any:
+    return get_opaque_trace_state(convention="nnx")

@@ -26,8 +26,9 @@ import pathlib
 import platform
 import tempfile
 import threading
+import typing
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
@@ -39,6 +40,9 @@ from jaxrec.embed.kernels.trial import Form, size_of
 # Largest ratio of a call's size to that of a choice for it. Batches are padded, and the last one
 # may be smaller.
 SIZE_RATIO = 4.0
+
+# What reading a file raises that is not one of ours.
+_DAMAGE = (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,16 +72,7 @@ class TunedCall:
     @classmethod
     def from_json(cls, fields: Any) -> TunedCall:
         """Read a choice as JSON has it; a ValueError says what is wrong with it."""
-        kinds = {
-            "form": str,
-            "lookups": int,
-            "bags": int,
-            "implementation": str,
-            "options": dict,
-            "milliseconds": float,
-            "default": str,
-            "default_milliseconds": float,
-        }
+        kinds = typing.get_type_hints(cls) | {"options": dict}
         if not isinstance(fields, dict) or fields.keys() != kinds.keys():
             raise ValueError("a choice has other fields")
         if wrong := [name for name, kind in kinds.items() if type(fields[name]) is not kind]:
@@ -136,8 +131,8 @@ class Answers:
             passed = {name: tuple(map(str, forms)) for name, forms in content["passed"].items()}
         except FileNotFoundError:
             return empty
-        except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as e:
-            reason = str(e) if type(e) is ValueError else f"{type(e).__name__}: {e}"
+        except _DAMAGE as error:
+            reason = str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"
             problem = f"{empty.path} is left out: {reason}; `jaxrec tune` writes it anew"
             return dataclasses.replace(empty, problem=problem)
         return dataclasses.replace(empty, passed=passed, calls=calls)
@@ -189,27 +184,16 @@ class Answers:
 
     def of_other_versions(self) -> int:
         """Return the number of choices kept for this device by other versions or drivers."""
-        return sum(
-            len(content["calls"])
-            for content in _contents(self.path.parent.glob("*.json"))
-            if content["environment"].get("device") == self.environment["device"]
-            and content["environment"] != self.environment
-        )
+        return sum(map(self._count_others, self.path.parent.glob("*.json")))
 
-
-def _contents(paths: Iterable[pathlib.Path]) -> Iterable[dict[str, Any]]:
-    """Yield the contents of those files that hold choices."""
-    for path in paths:
+    def _count_others(self, path: pathlib.Path) -> int:
         try:
             content = json.loads(path.read_text())
-        except (OSError, ValueError, RecursionError):
-            continue
-        if (
-            isinstance(content, dict)
-            and isinstance(content.get("environment"), dict)
-            and isinstance(content.get("calls"), list)
-        ):
-            yield content
+            environment = content["environment"]
+            is_other = environment["device"] == self.environment["device"]
+            return len(content["calls"]) if is_other and environment != self.environment else 0
+        except _DAMAGE:
+            return 0
 
 
 @functools.cache
@@ -243,12 +227,11 @@ class Trials:
     Args:
         name: Name of the implementation.
         kernels: Its module.
-        reference: The module that it is compared with.
         card: The device.
     """
 
-    def __init__(self, name: str, kernels: ModuleType, reference: ModuleType, card: Any):
-        self.name, self.kernels, self.reference, self.card = name, kernels, reference, card
+    def __init__(self, name: str, kernels: ModuleType, card: Any):
+        self.name, self.kernels, self.card = name, kernels, card
         self._results: dict[Form, str | None] = {}
         self._lock = threading.Lock()
 
@@ -285,7 +268,7 @@ class Trials:
 
     def _try(self, form: Form) -> str | None:
         with jax.default_device(self.card):
-            return trial.compare(form, self.kernels, self.reference)
+            return trial.compare(form, getattr(self.kernels, form.primitive))
 
 
 def cache_directory() -> pathlib.Path:

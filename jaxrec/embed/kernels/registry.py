@@ -110,10 +110,8 @@ IMPLEMENTATIONS = (
 @functools.cache
 def _trials(implementation: Implementation) -> Trials | None:
     """Return the trials of an implementation on this process's card; None: there is no card."""
-    if not (cards := trial.cards()):
-        return None
-    reference = IMPLEMENTATIONS[-1].module
-    return Trials(implementation.name, implementation.module, reference, cards[0])
+    cards = trial.cards()
+    return Trials(implementation.name, implementation.module, cards[0]) if cards else None
 
 
 @dataclasses.dataclass(frozen=True)

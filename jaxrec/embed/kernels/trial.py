@@ -11,11 +11,9 @@ A new primitive is described here: by `Form.of` and `size_of`, and by an example
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 import warnings
 from collections.abc import Callable, Mapping
-from types import ModuleType
 from typing import Any, TypeAlias
 
 import jax
@@ -23,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrec.embed.formats import PackedRows, RowFormat, is_packed
+from jaxrec.embed.kernels import reference
 from jaxrec.embed.kernels.base import BagLayout, Lookups
 from jaxrec.optim.base import RowOptimizer
 from jaxrec.optim.hyperparameter import with_numbers
@@ -217,31 +216,24 @@ def _is_defined_in_jaxrec(value: Any) -> bool:
     return type(value).__module__.startswith("jaxrec.")
 
 
-def compare(form: Form, kernels: ModuleType, reference: ModuleType) -> str | None:
-    """Run a form's examples by both modules; return what is wrong with the first, None: nothing."""
-    problems = (_compare_by(*each, form, kernels, reference) for each in form.examples())
+def compare(form: Form, kernel: Callable[..., Any]) -> str | None:
+    """Run a form's examples by a kernel; return what is wrong with the first, None: nothing."""
+    problems = (_compare(*example, form.primitive, kernel) for example in form.examples())
     return next((problem for problem in problems if problem is not None), None)
 
 
-def _compare_by(
-    arrays: Arguments,
-    static: Arguments,
-    form: Form,
-    kernels: ModuleType,
-    reference: ModuleType,
+def _compare(
+    arrays: Arguments, static: Arguments, primitive: str, kernel: Callable[..., Any]
 ) -> str | None:
-    """Run one example by both modules; see `compare`."""
-
-    def run(module: ModuleType) -> list[np.ndarray]:
-        function = functools.partial(getattr(module, form.primitive), **static)
-        results = jax.jit(lambda arrays: function(**arrays))(arrays)
+    def run(function: Callable[..., Any]) -> list[np.ndarray]:
+        results = jax.jit(lambda arrays: function(**arrays, **static))(arrays)
         return [np.asarray(result) for result in jax.tree.leaves(results)]
 
     try:
-        expected = run(reference)
+        expected = run(getattr(reference, primitive))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # JAX warns that Pallas' Triton backend is deprecated.
-            first, second = run(kernels), run(kernels)
+            first, second = run(kernel), run(kernel)
     except Exception as error:
         return f"it fails: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
     for wanted, found, again in zip(expected, first, second, strict=True):

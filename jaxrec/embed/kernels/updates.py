@@ -215,12 +215,8 @@ def norm_factors(
 ) -> Float[Array, " n"]:
     """Return the factors of rows' gradients that make each table's norm at most ``bound``.
 
-    Args:
-        squares: The sum of the squares of each row's gradient.
-        rows: The rows, each once, ascending; one past the table counts for nothing.
-        bound: `RowOptimizer.clip_norm`.
-        table_starts: First row of each table.
-        num_rows: End of the last table.
+    ``rows`` occur once and ascend; one past the last table counts for nothing. ``squares`` are the
+    sums of the squares of their gradients.
     """
     squares = jnp.where(rows < num_rows, squares, 0)
     starts = jnp.asarray(table_starts[1:], jnp.int32)
@@ -232,13 +228,10 @@ def norm_factors(
 def sweep_rows(
     table: Table, optimizer: RowOptimizer, step: Step, is_applied: Bool[Array, ""] | None = None
 ) -> Table:
-    """Apply `RowOptimizer.sweep` to all rows where it is due; traced, in place where donated.
+    """Apply `RowOptimizer.sweep` to all rows where it is due after the update of this step.
 
-    Args:
-        table: The rows.
-        optimizer: Their row optimizer.
-        step: Number of updates made before the one that this follows.
-        is_applied: Whether the update was made; None: it was.
+    It is traced, and in place where the table is donated. ``is_applied`` says whether the update
+    was made; None: it was.
     """
     num_rows, dim = table.shape
     if not optimizer.sweeps or 0 in (num_rows, dim):
