@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+import itertools
 from typing import Any
 
 import jax
@@ -174,15 +174,12 @@ class Optimizer(nnx.Optimizer):
         self, model: nnx.Module, gradients: nnx.State, is_applied: Bool[Array, ""], **kwargs: Any
     ) -> None:
         """Advance the dense parameters and optax's state, unless the step is skipped."""
-        variables = [
-            *_variables(nnx.state(model, self.wrt)),
-            *_variables(self.opt_state),
-            self.step,
-        ]
+        variables = _variables((nnx.state(model, self.wrt), self.opt_state, self.step))
         before = [variable.get_raw_value() for variable in variables]
         super().update(model, gradients, **kwargs)
         for variable, old in zip(variables, before, strict=True):
-            variable.set_raw_value(_select(is_applied, variable.get_raw_value(), old))
+            new = variable.get_raw_value()
+            variable.set_raw_value(jax.tree.map(functools.partial(_select, is_applied), new, old))
         # XLA chooses the sharding of a result, unless it is said; the next step takes the same.
         for variable, sharding in self._update_shardings(model):
             variable.set_raw_value(put(variable.get_raw_value(), sharding))
@@ -256,20 +253,16 @@ def _check_accumulates_nothing(opt_state: Any) -> None:
 
 
 def _initial_hyperparameters(model: nnx.Module) -> dict[str, Hyperparameter]:
-    found: dict[str, float] = {}
-    for each in _model_hyperparameters(model):
-        if found.setdefault(each.name, each.value) != each.value:
+    values: dict[str, float] = {}
+    stores = [module.tables.get_value() for module in tapped_modules(model).values()]
+    optimizers = [optimizer for store in stores for optimizer in store.row_optimizers]
+    for each in itertools.chain(*map(find_hyperparameters, optimizers)):
+        if values.setdefault(each.name, each.value) != each.value:
             raise ValueError(
                 f"two row optimizers have a hyperparameter {each.name!r} with different values, "
-                f"{found[each.name]} and {each.value}; give them one value or two names"
+                f"{values[each.name]} and {each.value}; give them one value or two names"
             )
-    return {name: Hyperparameter(jnp.asarray(v, jnp.float32)) for name, v in found.items()}
-
-
-def _model_hyperparameters(model: nnx.Module) -> Iterator[hyperparameter]:
-    for module in tapped_modules(model).values():
-        for optimizer in module.tables.get_value().row_optimizers:
-            yield from find_hyperparameters(optimizer)
+    return {name: Hyperparameter(jnp.asarray(v, jnp.float32)) for name, v in values.items()}
 
 
 def _variables(tree: Any) -> list[nnx.Variable]:
@@ -277,10 +270,5 @@ def _variables(tree: Any) -> list[nnx.Variable]:
     return [leaf for leaf in leaves if isinstance(leaf, nnx.Variable)]
 
 
-def _select(condition: Bool[Array, ""], new: Any, old: Any) -> Any:
-    """``new`` where the condition holds, else ``old``, leaf by leaf."""
-
-    def select(new: Array, old: Array) -> Array:
-        return new if new is old else jnp.where(condition, new, old)
-
-    return jax.tree.map(select, new, old)
+def _select(condition: Bool[Array, ""], new: Array, old: Array) -> Array:
+    return new if new is old else jnp.where(condition, new, old)

@@ -130,17 +130,18 @@ def value_and_grad(
                 differentiation.begin()
                 return loss(model, *args, **kwargs)
 
+            # The numbers are those of the page above.
             own = _of_this_trace(model)
             before = _values(own)
-            with tapped(own, probe_calls(bound, own, args)):
+            with tapped(own, probe_calls(bound, own, args)):  # 1 and 2
                 value, gradients = nnx.value_and_grad(
                     bound, argnums=nnx.DiffState(0, nnx.Any(wrt, Tap)), has_aux=has_aux
                 )(own, *args)
                 taps, dense = nnx.split_state(gradients, Tap, ...)
-                tables = _table_gradients(own, taps)
+                tables = _table_gradients(own, taps)  # 3 and 4
         scalar = value[0] if has_aux else value
         is_finite = jnp.isfinite(scalar)
-        _keep_finite(own, before, is_finite)
+        _keep_finite(before, is_finite)
         if own is not model:
             _require_unchanged(before)
         stores = {
@@ -148,6 +149,7 @@ def value_and_grad(
             for path, module in tapped_modules(own).items()
             if path in tables
         }
+        # 5; the update, 6, is that of `jaxrec.Optimizer`.
         return value, Gradients.of(dense, tie_to(scalar, tables), stores, is_finite)
 
     return evaluate
@@ -171,15 +173,15 @@ _Values = list[tuple[nnx.Variable, Any]]
 
 def _values(model: nnx.Module) -> _Values:
     """Return the variables that a loss may change, with their present values."""
-    held = {id(module.tables) for module in tapped_modules(model).values()}
+    stores = {id(module.tables) for module in tapped_modules(model).values()}
     return [
         (variable, variable.get_raw_value())
         for _, variable in nnx.iter_graph(model)
-        if _is_variable(variable) and id(variable) not in held
+        if _is_variable(variable) and id(variable) not in stores
     ]
 
 
-def _keep_finite(model: nnx.Module, before: _Values, is_finite: Bool[Array, ""]) -> None:
+def _keep_finite(before: _Values, is_finite: Bool[Array, ""]) -> None:
     """Set changed variables back to the values before where the loss is not finite."""
 
     def keep(new: Any, old: Any) -> Any:
@@ -189,8 +191,7 @@ def _keep_finite(model: nnx.Module, before: _Values, is_finite: Bool[Array, ""])
 
     for variable, old in before:
         new = variable.get_raw_value()
-        trees: list[Any] = [jax.tree.structure(new), jax.tree.structure(old)]
-        if new is not old and trees[0] == trees[1]:
+        if new is not old and jax.tree.structure(new) == jax.tree.structure(old):
             variable.set_raw_value(jax.tree.map(keep, new, old))
 
 
@@ -212,13 +213,13 @@ def _table_gradients(model: nnx.Module, taps: nnx.State) -> dict[str, Calls]:
         cotangents.setdefault("/".join(map(str, parents)), {})[kind, call] = tap.get_value()
     tables = {}
     for path, module in tapped_modules(model).items():
-        store, found = module.tables.get_value(), cotangents.get(path, {})
+        store, own = module.tables.get_value(), cotangents.get(path, {})
         calls = [
-            store.row_gradients(_residuals(variable), found["taps", call])
+            store.row_gradients(_residuals(variable), own["taps", call])
             for call, variable in enumerate(module.residuals)
         ]
         calls += [
-            store.dense_gradients(name, found["table_taps", name]) for name in module.table_taps
+            store.dense_gradients(name, own["table_taps", name]) for name in module.table_taps
         ]
         if calls:
             tables[path] = calls

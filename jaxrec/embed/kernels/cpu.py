@@ -199,17 +199,11 @@ def flatten_bags(
     """Return a batch as flat lookups; see `jaxrec.embed.kernels.reference`."""
     positions = layout.num_positions
     has_scales = weights is not None or any(layout.means)
-    results = [
-        jax.ShapeDtypeStruct((positions,), jnp.int32),
-        jax.ShapeDtypeStruct((positions,), jnp.int32),
-        jax.ShapeDtypeStruct((positions if has_scales else 0,), jnp.float32),
-    ]
+    results = [jax.ShapeDtypeStruct((positions,), jnp.int32)] * 2
+    results += [jax.ShapeDtypeStruct((positions if has_scales else 0,), jnp.float32)]
+    operands = ids, lengths, optional_operand(weights, jnp.float32)
     rows, bags, scales = native_function("flatten_bags", results)(
-        ids,
-        lengths,
-        optional_operand(weights, jnp.float32),
-        layout=layout_numbers(layout),
-        num_rows=np.int64(num_rows),
+        *operands, layout=layout_numbers(layout), num_rows=np.int64(num_rows)
     )
     return Lookups(rows, bags, scales if has_scales else None)
 
@@ -234,10 +228,7 @@ def build_runs(rows: RowIndices, num_rows: int) -> Runs:
 
 def bucket(owners: Int32[Array, " n"], num_owners: int) -> Buckets:
     """Group lookups by owner; see `jaxrec.embed.kernels.reference`."""
-    results = [
-        jax.ShapeDtypeStruct(owners.shape, jnp.int32),
-        jax.ShapeDtypeStruct((num_owners,), jnp.int32),
-    ]
+    results = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in (owners.shape, (num_owners,))]
     return Buckets(*native_function("bucket", results)(owners))
 
 
