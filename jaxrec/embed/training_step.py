@@ -191,7 +191,8 @@ def _keep_finite(before: _Values, is_finite: Bool[Array, ""]) -> None:
 
     for variable, old in before:
         new = variable.get_raw_value()
-        if new is not old and jax.tree.structure(new) == jax.tree.structure(old):
+        trees: list[Any] = [jax.tree.structure(new), jax.tree.structure(old)]
+        if new is not old and trees[0] == trees[1]:
             variable.set_raw_value(jax.tree.map(keep, new, old))
 
 

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import jaxlib
 import numpy as np
-from jaxtyping import Array, DTypeLike, Float
+from jaxtyping import Array, DTypeLike, Float, Int32
 
 from jaxrec.embed.formats import PackedRows, is_packed
 from jaxrec.embed.kernels import updates
