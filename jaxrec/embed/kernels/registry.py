@@ -18,8 +18,8 @@ The module has
   values that `jaxrec tune` tries.
 
 It uses `base`, `reference` and `updates`, and knows nothing of the registry, which imports it by
-its name when it is first asked: Pallas takes long to import, and most processes have no GPU. The
-contracts in pyproject.toml hold that no import runs back.
+its name when it is first asked: Pallas takes long to import, and most processes have no GPU. A
+contract in pyproject.toml, which names it too, holds that no import runs back.
 
 **A new primitive** is a function in `reference`, a line in `jaxrec/embed/kernels/__init__.py` and,
 where implementations are tried or timed, its forms and an example in `trial`.
