@@ -18,7 +18,7 @@ from jaxrec.arguments import ConfigError, parse
 from jaxrec.embed import kernels
 from jaxrec.embed.formats import FORMATS, TABLE_FORMATS, RowFormat, TableArray, as_table, is_packed
 from jaxrec.embed.kernels import BagLayout, Choice, Lookups, cpu, trial
-from jaxrec.embed.kernels.tuning import Tuning, cores, processor, tunable_device
+from jaxrec.embed.kernels.answers import Answers, cores, processor, tunable_device
 from jaxrec.tier.ids import library as id_map_library
 
 USAGE_ERRORS = (ConfigError,)
@@ -151,11 +151,11 @@ def describe(call: str, choice: Choice) -> list[str]:
     return lines
 
 
-def read_tuning() -> tuple[Tuning | None, list[str]]:
+def read_tuning() -> tuple[Answers | None, list[str]]:
     """Return the choices that `jaxrec tune` kept for this machine, and their problems."""
     if (device := tunable_device(_platform())) is None:
         return None, []
-    tuning = Tuning.read(device)
+    tuning = Answers.read(device)
     found = [] if tuning.problem is None else [f"{tuning.problem}."]
     if not tuning.calls and (count := tuning.of_other_versions()):
         found.append(

@@ -35,10 +35,9 @@ TESTED_BY = {
     "embed/kernels/test_primitives": (
         "embed/kernels/base",
         "embed/kernels/cpu",
-        "embed/kernels/flat_lookups",
         "embed/kernels/reference",
+        "embed/kernels/updates",
     ),
-    "embed/kernels/test_packed": ("embed/kernels/cpu_packed",),
     "embed/test_collection": (
         "embed/functional",
         "embed/initialize",
@@ -47,10 +46,7 @@ TESTED_BY = {
         "embed/lookup",
     ),
     "embed/test_formats": ("embed/state",),
-    "embed/test_differentiate": (
-        "embed/differentiation",
-        "embed/taps",
-    ),
+    "embed/test_training_step": ("embed/taps",),
     "embed/test_gradients": (
         "embed/optimizer",
         "embed/row_gradients",
@@ -61,7 +57,7 @@ TESTED_BY = {
         "embed/some_rows",
         "embed/table_access",
     ),
-    "embed/test_skipped_steps": ("embed/not_finite",),
+    "embed/test_skipped_steps": ("embed/batch_checks",),
     "mesh/test_capacity": ("mesh/ahead",),
     "mesh/test_channel": ("mesh/simulated",),
     "mesh/test_batch_counts": ("mesh/notes",),

@@ -12,7 +12,7 @@ import numpy as np
 from jax import Array
 
 from jaxrec.embed.formats import FORMATS, TABLE_FORMATS, RowFormat, TableArray, as_table
-from jaxrec.embed.formats.plain import PlainRows
+from jaxrec.embed.formats.floats import PlainRows
 from jaxrec.embed.kernels import BagLayout
 
 # Formats of packed rows: quantized ones, and those of tables that are trained.

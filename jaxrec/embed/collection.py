@@ -12,13 +12,12 @@ from flax import nnx
 from jaxtyping import Array, DTypeLike
 
 from jaxrec import optim
+from jaxrec.embed.batch_checks import TracedCapacities, check_ids
 from jaxrec.embed.config import EmbeddingBagConfig, EmbeddingConfig, TableConfig
 from jaxrec.embed.functional import init_tables
 from jaxrec.embed.lookup import warn_of_unused_weights
-from jaxrec.embed.not_finite import check_ids
 from jaxrec.embed.store import StoreFactory
 from jaxrec.embed.table_access import TableAccess
-from jaxrec.embed.traced_capacities import TracedCapacities
 from jaxrec.ragged import JaggedArray, KeyedArray, KeyedJaggedArray
 from jaxrec.ragged.raw_ids import is_raw, refuse
 from jaxrec.ragged.shared_bags import with_known_capacities

@@ -12,7 +12,7 @@ from jaxtyping import Array, DTypeLike
 
 from jaxrec.embed.first_values import INITIALIZERS
 from jaxrec.embed.formats import TABLE_FORMATS, RowFormat, check_rows
-from jaxrec.embed.formats.plain import PlainRows
+from jaxrec.embed.formats.floats import PlainRows
 from jaxrec.optim import RowOptimizer
 
 Initializer: TypeAlias = Callable[[Array, tuple[int, ...], DTypeLike], Array]

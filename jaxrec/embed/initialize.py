@@ -11,8 +11,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int32
 
 from jaxrec.embed.first_values import draw_and_scale, draw_rows, slice_columns
-from jaxrec.embed.formats import TableArray
-from jaxrec.embed.formats.bits import as_bits, of_bits
+from jaxrec.embed.formats import TableArray, as_bits, of_bits
 from jaxrec.embed.row_keys import KeyWords
 
 # Rows are drawn in blocks of about this many elements, so that memory beyond the table stays small.

@@ -1,8 +1,9 @@
-"""The optimizer of a model with tables."""
+"""The optimizer of a model with tables; `jaxrec.embed.training_step` tells what comes before it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+import itertools
 from typing import Any
 
 import jax
@@ -11,14 +12,18 @@ import numpy as np
 import optax
 from flax import nnx
 from jax.sharding import NamedSharding
-from jaxtyping import Array, Bool
+from jaxtyping import Array, Bool, Int
 
-from jaxrec.embed.gradients import Gradients
-from jaxrec.embed.not_finite import report_not_finite
+from jaxrec.embed.batch_checks import call_back
+from jaxrec.embed.gradients import Gradients, rows_are_finite
 from jaxrec.embed.placed_variables import put, update_shardings, without_placements
 from jaxrec.embed.taps import tapped_modules
 from jaxrec.optim import RowOptimizer, hyperparameter
 from jaxrec.optim.hyperparameters import UpdateStep, find_hyperparameters
+
+
+class NotFiniteError(ArithmeticError):
+    """The loss or a gradient of a step is NaN or infinite."""
 
 
 class Hyperparameter(nnx.Variable):
@@ -153,7 +158,7 @@ class Optimizer(nnx.Optimizer):
         values = {name: variable.get_value() for name, variable in self._values.items()}
         step = UpdateStep(self.step.get_value().astype(jnp.int32), values)
         if self.debug:
-            report_not_finite(grads, step.count)
+            _report_not_finite(grads, step.count)
         # Gradients are computed before the updates that read them, not fused into each: programs
         # that differ elsewhere, such as those of `RoutedSteps`, then give the same bits.
         dense, is_applied = jax.lax.optimization_barrier((grads.dense, is_applied))
@@ -169,15 +174,12 @@ class Optimizer(nnx.Optimizer):
         self, model: nnx.Module, gradients: nnx.State, is_applied: Bool[Array, ""], **kwargs: Any
     ) -> None:
         """Advance the dense parameters and optax's state, unless the step is skipped."""
-        variables = [
-            *_variables(nnx.state(model, self.wrt)),
-            *_variables(self.opt_state),
-            self.step,
-        ]
+        variables = _variables((nnx.state(model, self.wrt), self.opt_state, self.step))
         before = [variable.get_raw_value() for variable in variables]
         super().update(model, gradients, **kwargs)
         for variable, old in zip(variables, before, strict=True):
-            variable.set_raw_value(_select(is_applied, variable.get_raw_value(), old))
+            new = variable.get_raw_value()
+            variable.set_raw_value(jax.tree.map(functools.partial(_select, is_applied), new, old))
         # XLA chooses the sharding of a result, unless it is said; the next step takes the same.
         for variable, sharding in self._update_shardings(model):
             variable.set_raw_value(put(variable.get_raw_value(), sharding))
@@ -185,6 +187,41 @@ class Optimizer(nnx.Optimizer):
     def _update_shardings(self, model: nnx.Module) -> list[tuple[nnx.Variable, NamedSharding]]:
         """Return where the variables of a dense update lie, if a parameter is placed."""
         return update_shardings(nnx.state(model, self.wrt), nnx.state(self.opt_state))
+
+
+def _report_not_finite(gradients: Gradients, step: Int[Array, ""]) -> None:
+    """Raise `NotFiniteError` on the host, from compiled code too; it names what is not finite."""
+    is_finite: dict[str, Array] = {"the loss": gradients.loss_is_finite.open()}
+    for keys, leaf in jax.tree.leaves_with_path(gradients.dense):
+        is_finite[f"the gradient of parameter {_path_name(keys)}"] = jnp.isfinite(leaf).all()
+    for path, calls in gradients.tables.items():
+        for call in calls:
+            for name, rows in call.items():
+                group = gradients.stores[path].groups[name]
+                where = f"the gradient of the embeddings of {path or 'the model'}, group {name}"
+                optimizer, has_numbers = group.optimizer, jnp.isfinite(rows.values).all()
+                too_large = (
+                    f"{where} (beyond {optimizer.largest_gradient:.0e}, too large for the squares "
+                    f"that {type(optimizer).__name__} keeps in float32)"
+                )
+                for what, finite in (
+                    (where, has_numbers),
+                    (too_large, ~has_numbers | rows_are_finite(rows, group)),
+                ):
+                    is_finite[what] = is_finite[what] & finite if what in is_finite else finite
+    call_back(functools.partial(_raise_not_finite, tuple(is_finite)), step, *is_finite.values())
+
+
+def _raise_not_finite(names: tuple[str, ...], step: Any, *is_finite: Any) -> None:
+    wrong = [name for name, finite in zip(names, is_finite, strict=True) if not finite]
+    if wrong:
+        raise NotFiniteError(
+            f"the step after update {int(step)} is skipped: not finite are {', '.join(wrong)}"
+        )
+
+
+def _path_name(path: tuple[Any, ...]) -> str:
+    return "/".join(str(getattr(key, "key", getattr(key, "name", key))) for key in path)
 
 
 def _on_arrays(tx: optax.GradientTransformation) -> optax.GradientTransformation:
@@ -216,20 +253,16 @@ def _check_accumulates_nothing(opt_state: Any) -> None:
 
 
 def _initial_hyperparameters(model: nnx.Module) -> dict[str, Hyperparameter]:
-    found: dict[str, float] = {}
-    for each in _model_hyperparameters(model):
-        if found.setdefault(each.name, each.value) != each.value:
+    values: dict[str, float] = {}
+    stores = [module.tables.get_value() for module in tapped_modules(model).values()]
+    optimizers = [optimizer for store in stores for optimizer in store.row_optimizers]
+    for each in itertools.chain(*map(find_hyperparameters, optimizers)):
+        if values.setdefault(each.name, each.value) != each.value:
             raise ValueError(
                 f"two row optimizers have a hyperparameter {each.name!r} with different values, "
-                f"{found[each.name]} and {each.value}; give them one value or two names"
+                f"{values[each.name]} and {each.value}; give them one value or two names"
             )
-    return {name: Hyperparameter(jnp.asarray(v, jnp.float32)) for name, v in found.items()}
-
-
-def _model_hyperparameters(model: nnx.Module) -> Iterator[hyperparameter]:
-    for module in tapped_modules(model).values():
-        for optimizer in module.tables.get_value().row_optimizers:
-            yield from find_hyperparameters(optimizer)
+    return {name: Hyperparameter(jnp.asarray(v, jnp.float32)) for name, v in values.items()}
 
 
 def _variables(tree: Any) -> list[nnx.Variable]:
@@ -237,10 +270,5 @@ def _variables(tree: Any) -> list[nnx.Variable]:
     return [leaf for leaf in leaves if isinstance(leaf, nnx.Variable)]
 
 
-def _select(condition: Bool[Array, ""], new: Any, old: Any) -> Any:
-    """``new`` where the condition holds, else ``old``, leaf by leaf."""
-
-    def select(new: Array, old: Array) -> Array:
-        return new if new is old else jnp.where(condition, new, old)
-
-    return jax.tree.map(select, new, old)
+def _select(condition: Bool[Array, ""], new: Array, old: Array) -> Array:
+    return new if new is old else jnp.where(condition, new, old)

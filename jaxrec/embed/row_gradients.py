@@ -1,4 +1,9 @@
-"""Gradients of looked-up embeddings as gradients of rows."""
+"""Gradients of looked-up embeddings as gradients of rows.
+
+Step 4 of `jaxrec.embed.training_step`. A gradient stays a list of lookups beside the gradients of
+their bags for as long as possible: calls are joined, and samples that share a bag are added up, but
+the sum over the lookups of a row is left to the update, which has to sort them anyway.
+"""
 
 from __future__ import annotations
 
@@ -75,16 +80,7 @@ class RowGradients:
     def sum_by_row(
         self, num_rows: int, clip_value: float | None = None, **hints: Any
     ) -> tuple[kernels.Runs, Float[Array, "lookups dim"]]:
-        """Sum the gradients of each row.
-
-        Args:
-            num_rows: Number of rows of the array that ``lookups`` index.
-            clip_value: Bound on the absolute value of an element of a line; None: no bound.
-            **hints: Hints to `jaxrec.embed.kernels.sum_rows`.
-
-        Returns:
-            The runs of equal rows, and the sum of each run.
-        """
+        """Return the runs of equal rows, and the sum of each run; hints are those of `sum_rows`."""
         runs = kernels.build_runs(self.lookups.rows, num_rows)
         by_run = dataclasses.replace(self.lookups, rows=runs.inverse)
         return runs, kernels.sum_rows(by_run, self.values, runs.unique.size, clip_value, **hints)
@@ -93,13 +89,7 @@ class RowGradients:
 def group_gradients(
     layout: TableLayout, residuals: Residuals, cotangents: Activations
 ) -> dict[str, RowGradients]:
-    """Return the gradients of each group's rows.
-
-    Args:
-        layout: The tables.
-        residuals: Residuals that the lookup returned beside the activations.
-        cotangents: The gradient of the loss with respect to the activations.
-    """
+    """Return the gradients of each group's rows, given those of the looked-up embeddings."""
     gradients = {}
     blocks = _group_blocks(layout, cotangents)
     for group, bags, block in zip(layout.groups, residuals.layouts, blocks, strict=True):
@@ -108,6 +98,7 @@ def group_gradients(
             bag_of_line = residuals.bag_of_sample[group.name].reshape(-1)
         route = residuals.routes.get(group.name)
         gradient = RowGradients(residuals.lookups[group.name], lines, (bags,), route, bag_of_line)
+        # A bound on samples' gradients holds before they are added: `bound_samples` does it then.
         if group.optimizer.clip_value is None:
             gradient = add_samples(gradient)
         gradients[group.name] = gradient
@@ -124,12 +115,7 @@ def table_gradient(
 
 
 def add_samples(gradient: RowGradients, bound: float | None = None) -> RowGradients:
-    """Add the gradients of the samples that share a bag.
-
-    Args:
-        gradient: The gradient of one lookup.
-        bound: Bound on the absolute value of an element of a sample's gradient; None: no bound.
-    """
+    """Add the gradients of the samples that share a bag, each element bounded before."""
     if bound is None and gradient.bag_of_line is None:
         return gradient
     if gradient.bag_of_line is None:
@@ -146,18 +132,8 @@ def add_samples(gradient: RowGradients, bound: float | None = None) -> RowGradie
 def bound_samples(
     parts: Sequence[RowGradients], optimizer: RowOptimizer
 ) -> tuple[list[RowGradients], RowOptimizer]:
-    """Bound the gradients of samples that share bags, and add them.
-
-    Where no bags are shared, the kernels bound gradients while they sum them, and the gradients
-    are returned as they are.
-
-    Args:
-        parts: The gradients of several lookups of a group.
-        optimizer: The group's optimizer.
-
-    Returns:
-        The gradients of bags, and the optimizer without the bound if it has been applied.
-    """
+    """Return the gradients of bags, and the optimizer without the bound if it was applied here."""
+    # Where no bags are shared, the kernels bound gradients while they sum them.
     if all(part.bag_of_line is None for part in parts):
         return list(parts), optimizer
     bounded = [add_samples(part, optimizer.clip_value) for part in parts]

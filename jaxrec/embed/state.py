@@ -11,9 +11,7 @@ import numpy as np
 from jaxtyping import Array, Shaped
 
 from jaxrec.embed.formats import RowFormat, TableArray, as_table
-from jaxrec.embed.formats.bfloat16_bits import BFloat16Bits
-from jaxrec.embed.formats.plain import PlainRows
-from jaxrec.embed.formats.scaled_float8 import UNSIGNED, ScaledFloat8Rows
+from jaxrec.embed.formats.floats import UNSIGNED, BFloat16Bits, PlainRows, ScaledFloat8Rows
 from jaxrec.optim import RowOptimizer
 
 _FLOAT32 = PlainRows("float32")
@@ -23,16 +21,9 @@ _BLOCK = 128
 
 
 def state_format(optimizer: RowOptimizer, name: str, num_axes: int) -> RowFormat:
-    """Return the format of one array of a row optimizer's state.
-
-    Arrays of one number a row stay float32: they are small beside the rows, and such a number
-    counts for all of the row.
-
-    Args:
-        optimizer: The row optimizer.
-        name: Name of the array.
-        num_axes: Number of its axes.
-    """
+    """Return the format of one array of a row optimizer's state, which has one axis or two."""
+    # Numbers of whole rows stay float32: they are small beside the rows, and each counts for all of
+    # its row.
     is_exact = name in optimizer.exact_state or optimizer.state_dtype == "float32"
     if num_axes == 1 or is_exact:
         return _FLOAT32
@@ -47,13 +38,7 @@ def new_state(
     dim: int,
     new_rows: Callable[[Shaped[np.ndarray, "..."]], Array],
 ) -> dict[str, TableArray]:
-    """Return the state of fresh rows of ``dim`` columns.
-
-    Args:
-        optimizer: The row optimizer.
-        dim: Number of columns of the rows.
-        new_rows: Makes an array of equal rows from one of them as it is stored.
-    """
+    """Return the state of fresh rows; ``new_rows`` repeats a row as it is stored."""
     with jax.ensure_compile_time_eval():  # also where a model is made abstractly
         first = {name: np.asarray(array) for name, array in optimizer.init(1, dim).items()}
         formats = {name: state_format(optimizer, name, x.ndim) for name, x in first.items()}

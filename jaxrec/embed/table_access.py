@@ -10,11 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Shaped
 
-from jaxrec.embed.differentiation import current_differentiation, require_jaxrec_gradient
 from jaxrec.embed.some_rows import read_ids, write_ids
 from jaxrec.embed.store import TableStore
 from jaxrec.embed.tables import check_state
-from jaxrec.embed.taps import TappedModule
+from jaxrec.embed.taps import TappedModule, current_differentiation, require_jaxrec_gradient
 from jaxrec.optim.wrappers import AVERAGE_OFFSET
 
 

@@ -16,9 +16,9 @@ from jaxrec.embed import kernels
 from jaxrec.embed.checkpoint_view import LogicalTable, part_rows, put_rows, take_rows
 from jaxrec.embed.config import TableConfig, check_num_rows
 from jaxrec.embed.first_values import table_key
-from jaxrec.embed.formats import PackedRows, TableArray, as_table, is_packed
-from jaxrec.embed.formats.bits import as_bits, of_bits
+from jaxrec.embed.formats import PackedRows, TableArray, as_bits, as_table, is_packed, of_bits
 from jaxrec.embed.initialize import initialize_rows
+from jaxrec.embed.kernels.updates import sweep_rows
 from jaxrec.embed.layout import Group, TableLayout
 from jaxrec.embed.lookup import flatten, join_pooled, lookup_weights, pool, shares_bags, split_rows
 from jaxrec.embed.row_gradients import (
@@ -35,7 +35,6 @@ from jaxrec.embed.row_gradients import (
 from jaxrec.embed.row_slots import RowSlots
 from jaxrec.embed.state import new_state
 from jaxrec.embed.store import TableStore
-from jaxrec.embed.sweep import sweep_rows
 from jaxrec.optim import RowOptimizer
 from jaxrec.optim.hyperparameters import Step, as_step
 from jaxrec.ragged import KeyedJaggedArray

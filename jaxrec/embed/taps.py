@@ -1,28 +1,29 @@
 """Taps: how the gradient of looked-up embeddings leaves a differentiated model.
 
-A collection adds a *tap*, an array of zeros, to the embeddings that it looks up. The gradient with
-respect to the tap is the gradient with respect to the embeddings, and it exists without any table
-being differentiated. Taps must have the embeddings' shapes, so the model is first traced
-abstractly, with a `TapProbe` in each collection that records them. Everything that leaves the
-differentiated function leaves it as an `nnx.Variable`, so that Flax carries it out of `nnx.remat`
-and the like. A whole table that the loss reads gets a tap of the table's shape.
+`jaxrec.embed.training_step` tells what they are for. Everything that leaves the differentiated
+function leaves it as an `nnx.Variable`, so that Flax carries it out of `nnx.remat` and the like.
+Lookups whose gradient cannot leave are errors: `Differentiation` finds those in transformations
+that carry nothing out, `require_jaxrec_gradient` those that something else differentiates.
 """
 
 from __future__ import annotations
 
 import abc
+import contextlib
+import contextvars
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax._src import core as jax_core
+from jax.extend.core import get_opaque_trace_state
 from jaxtyping import Array, Bool, Float
 
-from jaxrec.embed.differentiation import current_differentiation, require_jaxrec_gradient
-from jaxrec.embed.row_gradients import Activations, Routes, RowGradients
-from jaxrec.embed.sealed import Sealed
+from jaxrec.embed.gradients import SealedCalls
+from jaxrec.embed.row_gradients import Activations, Routes
 from jaxrec.embed.store import TableStore
 from jaxrec.ragged import KeyedJaggedArray
 
@@ -96,15 +97,14 @@ class TappedModule(nnx.Module):
 
     def apply_gradients(
         self,
-        gradients: Sequence[Mapping[str, Sealed[RowGradients] | Any]],
+        gradients: SealedCalls,
         step: Any,
         is_applied: Bool[Array, ""] | None = None,
     ) -> None:
         """Update the rows of any number of lookups, each once; `jaxrec.Optimizer` calls this.
 
         Args:
-            gradients: For each lookup the gradients of each group's rows, as in
-                ``Gradients.tables[path]``.
+            gradients: Those of each lookup, as in ``Gradients.tables[path]``.
             step: Number of updates made before, 0 at the first.
             is_applied: False leaves every row and its state as it is; None: True.
         """
@@ -120,6 +120,8 @@ class TappedModule(nnx.Module):
             require_jaxrec_gradient(features)
         if self.probe is not None:
             return self.probe.lookup(tables, features, **options)
+        # The first tap whose residuals are missing is that of this call: calls come in the order in
+        # which they were probed.
         for tap, slot in zip(self.taps, self.residuals, strict=True):
             if slot.get_value() is not None:
                 continue
@@ -138,12 +140,7 @@ class TappedModule(nnx.Module):
         return tables.lookup(features, **options)[0]
 
     def read_table(self, name: str) -> Float[Array, "rows dim"]:
-        """Return a copy of a table, with its tap added if there is one.
-
-        Raises:
-            KeyError: There is no table of that name.
-            TypeError: A loss reads it, and it is too large or lies over a mesh.
-        """
+        """Return a copy of a table, with its tap added if there is one."""
         tables: TableStore = self.tables.get_value()
         if current_differentiation() is None:
             return tables.read(name)
@@ -213,24 +210,20 @@ def probe_calls(loss: Callable[..., Any], model: nnx.Module, args: tuple) -> dic
     return probes
 
 
-def attach(model: nnx.Module, probes: Mapping[str, TapProbe]) -> None:
-    """Give every collection a tap for each of its calls and for each table that is read."""
+@contextlib.contextmanager
+def tapped(model: nnx.Module, probes: Mapping[str, TapProbe]) -> Iterator[None]:
+    """Give collections a tap for each of their calls and tables that are read, while this lasts."""
     for path, module in tapped_modules(model).items():
         probe = probes[path]
-        module.taps = nnx.List(
-            [Tap(jax.tree.map(zeros_like, shape)) for shape in probe.activations]
-        )
+        module.taps = nnx.List([Tap(jax.tree.map(zeros_like, each)) for each in probe.activations])
         module.residuals = nnx.List([TapResiduals(None) for _ in probe.activations])
-        taps = {name: Tap(zeros_like(shape)) for name, shape in probe.tables.items()}
-        module.table_taps = nnx.Dict(taps)
-
-
-def detach(model: nnx.Module) -> None:
-    """Remove taps and residuals."""
-    for module in tapped_modules(model).values():
-        module.taps = nnx.List([])
-        module.residuals = nnx.List([])
-        module.table_taps = nnx.Dict({})
+        module.table_taps = nnx.Dict({k: Tap(zeros_like(v)) for k, v in probe.tables.items()})
+    try:
+        yield
+    finally:
+        for module in tapped_modules(model).values():
+            module.taps, module.residuals = nnx.List([]), nnx.List([])
+            module.table_taps = nnx.Dict({})
 
 
 def zeros_like(shape: jax.ShapeDtypeStruct) -> jax.Array:
@@ -240,3 +233,104 @@ def zeros_like(shape: jax.ShapeDtypeStruct) -> jax.Array:
         return zeros
     # Over an explicit mesh a tap must lie as the embeddings do, or its gradient is gathered.
     return jax.sharding.reshard(zeros, shape.sharding)
+
+
+# Lookups whose gradient would be lost
+#
+# Nothing would fail: a lookup in `jax.lax.scan` finds rows, the loss falls by the dense parameters,
+# and the tables never learn. A module's variables can be written only in the trace that they belong
+# to, so that a lookup that cannot leave its residuals there is an error with the remedy. Some
+# transformations fail on their own before it comes to that, with errors of JAX or Flax about leaked
+# tracers. `is_nested` remembers that a lookup took place inside, and the remedy replaces them.
+
+_LOST = (
+    "a loss looks embeddings up inside jax.lax.scan, jax.lax.cond, jax.vmap, jax.checkpoint, "
+    "jax.jit or nnx.scan, or on a copy of its model, and the gradient of that lookup cannot leave "
+    "it. Look the ids up outside and pass the embeddings in; use nnx.remat and nnx.jit in place of "
+    "jax.checkpoint and jax.jit. For micro-batches, scan over jaxrec.value_and_grad itself and "
+    "give the stacked gradients to jaxrec.mean_gradients"
+)
+
+
+@dataclasses.dataclass(eq=False)
+class Differentiation:
+    """One evaluation by `jaxrec.value_and_grad`, which knows whether lookups can report to it.
+
+    Attributes:
+        trace: State of JAX's tracing where the loss begins.
+        is_nested: Whether a lookup took place inside another transformation.
+    """
+
+    trace: Any = None
+    is_nested: bool = False
+
+    def begin(self) -> None:
+        """Record that the loss begins here."""
+        self.trace = _trace_state()
+
+    def require_gradient(self, variable: nnx.Variable) -> None:
+        """Record a lookup; raise where its gradient cannot leave the module's variables."""
+        self.is_nested |= self.trace != _trace_state()
+        if not can_change(variable):
+            raise lost_gradient()
+
+
+# A context variable, since a loss may also read collections that are not part of its model.
+_current: contextvars.ContextVar[Differentiation | None] = contextvars.ContextVar(
+    "jaxrec_differentiation", default=None
+)
+
+
+def current_differentiation() -> Differentiation | None:
+    """Return the evaluation by `jaxrec.value_and_grad` that is under way, if one is."""
+    return _current.get()
+
+
+@contextlib.contextmanager
+def differentiating() -> Iterator[Differentiation]:
+    """Let `jaxrec.value_and_grad` differentiate lookups, while this lasts.
+
+    Errors of a loss with lookups in other transformations are raised with the remedy.
+    """
+    differentiation = Differentiation()
+    token = _current.set(differentiation)
+    try:
+        yield differentiation
+    except Exception as error:
+        if differentiation.is_nested and _LOST not in str(error):
+            raise lost_gradient() from error
+        raise
+    finally:
+        _current.reset(token)
+
+
+def lost_gradient() -> RuntimeError:
+    """Return the error of a loss with a lookup whose gradient cannot leave it."""
+    return RuntimeError(_LOST)
+
+
+def can_change(variable: nnx.Variable) -> bool:
+    """Return whether JAX's current trace is that of a variable."""
+    return variable._can_update
+
+
+def require_jaxrec_gradient(features: KeyedJaggedArray | None) -> None:
+    """Raise a TypeError where something else than `jaxrec.value_and_grad` differentiates a lookup.
+
+    The gradient of the batch's weights alone is allowed.
+    """
+    # JAX does not export its current trace. Without it this check is skipped.
+    trace = getattr(getattr(jax_core, "trace_ctx", None), "trace", None)
+    if type(trace).__name__ not in ("JVPTrace", "LinearizeTrace"):
+        return
+    if all(getattr(leaf, "_trace", None) is not trace for leaf in jax.tree.leaves(features)):
+        raise TypeError(
+            "a model with embedding tables is differentiated by nnx.value_and_grad, nnx.grad or "
+            "jax.grad, which leave its tables untrained; use jaxrec.value_and_grad and "
+            "jaxrec.Optimizer. Where the tables are to stay as they are, call model.eval() first "
+            "or give them trainable=False"
+        )
+
+
+def _trace_state() -> Any:
+    return get_opaque_trace_state(convention="nnx")

@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Int32
 from jaxrec.embed.config import TableConfig
 from jaxrec.embed.first_values import draw_and_scale, table_key
 from jaxrec.embed.formats import RowFormat, TableArray, as_table
-from jaxrec.embed.formats.plain import PlainRows
+from jaxrec.embed.formats.floats import PlainRows
 from jaxrec.embed.initialize import fill_rows, place_of
 from jaxrec.embed.layout import TableLayout
 from jaxrec.embed.row_keys import KeyWords

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 
 from jaxrec.embed.config import MAX_ROWS, EmbeddingBagConfig, TableConfig
-from jaxrec.embed.formats.plain import PlainRows
+from jaxrec.embed.formats.floats import PlainRows
 from jaxrec.embed.layout import Group, Output, TableLayout, layout_tables
 from jaxrec.mesh.exchange import ROWS, Cut, Exchange, choose_exchange
 from jaxrec.mesh.placed_group import PlacedGroup, PlacedShard

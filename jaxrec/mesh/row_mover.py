@@ -17,8 +17,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Int32, Shaped
 
-from jaxrec.embed.formats import TableArray
-from jaxrec.embed.formats.bits import as_bits, of_bits
+from jaxrec.embed.formats import TableArray, as_bits, of_bits
 from jaxrec.mesh.channel import Channel
 from jaxrec.mesh.placed_group import PlacedGroup, PlacedShard
 from jaxrec.mesh.shard_access import COPY_ELEMENTS, over_devices, owners

@@ -19,8 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int32, Shaped
 
 from jaxrec.embed import kernels
-from jaxrec.embed.formats import PackedRows, TableArray
-from jaxrec.embed.formats.bits import as_bits, of_bits
+from jaxrec.embed.formats import PackedRows, TableArray, as_bits, of_bits
 from jaxrec.mesh.placed_group import PlacedGroup, PlacedShard
 from jaxrec.ragged.capacity import capacity_for
 

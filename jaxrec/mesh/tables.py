@@ -16,6 +16,7 @@ from jaxtyping import Array, Bool, DTypeLike, Float, Int32
 from jaxrec.embed.config import refuse_training
 from jaxrec.embed.formats import TableArray
 from jaxrec.embed.kernels import BagLayout, Lookups
+from jaxrec.embed.kernels.updates import sweep_rows
 from jaxrec.embed.lookup import (
     flatten,
     join_pooled,
@@ -34,7 +35,6 @@ from jaxrec.embed.row_gradients import (
     group_parts,
     merge,
 )
-from jaxrec.embed.sweep import sweep_rows
 from jaxrec.mesh.call_checks import batch_facts, check_call
 from jaxrec.mesh.channel import Turns
 from jaxrec.mesh.exchange import Exchange, Request

@@ -12,7 +12,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float32, Int32
 
 from jaxrec.embed import EmbeddingBagCollection, EmbeddingCollection
-from jaxrec.embed.not_finite import check_ids
+from jaxrec.embed.batch_checks import check_ids
 from jaxrec.ragged import JaggedArray, KeyedArray, KeyedJaggedArray, complete_cumsum
 from jaxrec.ragged.arrays import on_auto_axes, take
 from jaxrec.ragged.bounds import BAD_ID

@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxrec.embed.config import EmbeddingBagConfig, TableConfig
 from jaxrec.embed.formats import RowFormat
-from jaxrec.embed.formats.plain import PlainRows
+from jaxrec.embed.formats.floats import PlainRows
 from jaxrec.embed.state import state_bytes
 from jaxrec.optim import RowOptimizer
 from jaxrec.plan.constraints import ParameterConstraints

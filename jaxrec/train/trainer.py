@@ -19,8 +19,8 @@ from flax import nnx
 
 from jaxrec.data import empty_batch, pad_batch
 from jaxrec.embed import Optimizer
-from jaxrec.embed.not_finite import NotFiniteError as NotFiniteError
-from jaxrec.embed.not_finite import bad_id_of_batch
+from jaxrec.embed.batch_checks import bad_id_of_batch
+from jaxrec.embed.optimizer import NotFiniteError as NotFiniteError
 from jaxrec.mesh.store import mesh_stores
 from jaxrec.mesh.watch import losses_first
 from jaxrec.metrics import MetricGroup

@@ -2,6 +2,5 @@
 
 * `calls`: the calls that a model's tables make.
 * `search`: the implementations and options that are timed, and the choice.
-* `stopwatch`: the time of a call.
 * `cli`: the command, its progress and its tables.
 """

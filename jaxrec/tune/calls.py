@@ -17,10 +17,9 @@ from jax import Array
 from jaxrec import optim
 from jaxrec.embed.config import EmbeddingBagConfig, TableConfig
 from jaxrec.embed.formats import TableArray, as_table
-from jaxrec.embed.formats.plain import PlainRows
+from jaxrec.embed.formats.floats import PlainRows
 from jaxrec.embed.kernels import BagLayout, Lookups, reference
-from jaxrec.embed.kernels.trial import Form
-from jaxrec.embed.kernels.tuning import size_of
+from jaxrec.embed.kernels.trial import Form, size_of
 from jaxrec.embed.layout import Group, layout_tables
 from jaxrec.embed.state import new_state, state_bytes
 from jaxrec.plan.constraints import ParameterConstraints

@@ -17,12 +17,18 @@ from rich.table import Table
 
 from jaxrec.arguments import ConfigError, parse
 from jaxrec.embed.kernels import trial
-from jaxrec.embed.kernels.dispatch import Implementation
-from jaxrec.embed.kernels.tuning import TunedCall, Tuning, kept_for, tunable_device
+from jaxrec.embed.kernels.answers import Answers, TunedCall, kept_for, tunable_device
+from jaxrec.embed.kernels.registry import Implementation
 from jaxrec.plan.model_file import read_model_file
 from jaxrec.tune.calls import Batch, Call, calls_of
-from jaxrec.tune.search import choose, default_for, implementations_for, timings_of
-from jaxrec.tune.stopwatch import Stopwatch, Timing
+from jaxrec.tune.search import (
+    Stopwatch,
+    Timing,
+    choose,
+    default_for,
+    implementations_for,
+    timings_of,
+)
 
 USAGE_ERRORS = (ConfigError,)
 FAILURES = (RuntimeError, ValueError)
@@ -82,7 +88,7 @@ def run(options: Sequence[str]) -> int:
     platform = "cuda" if trial.cards() else jax.default_backend()
     if platform not in ("cpu", "cuda"):
         raise RuntimeError(f"there is one implementation for {platform}, and nothing to choose")
-    tuning = Tuning.read(tunable_device(platform))
+    tuning = Answers.read(tunable_device(platform))
     if parsed.forget:
         tuning.path.unlink(missing_ok=True)  # a damaged file, too
         kept_for.cache_clear()
@@ -117,7 +123,7 @@ def _calls(options: TuneOptions) -> list[Call]:
     return calls_of(tables, model.constraints, batch)
 
 
-def _tune(options: TuneOptions, calls: Sequence[Call], platform: str, tuning: Tuning) -> int:
+def _tune(options: TuneOptions, calls: Sequence[Call], platform: str, tuning: Answers) -> int:
     console = Console(highlight=False, markup=False, soft_wrap=True)
     errors = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
     if tuning.problem is not None:
@@ -202,7 +208,7 @@ def _text(options: Mapping[str, int]) -> str:
 
 
 def _json(
-    tuning: Tuning, results: Sequence[tuple[Call, Sequence[Timing], TunedCall | None]]
+    tuning: Answers, results: Sequence[tuple[Call, Sequence[Timing], TunedCall | None]]
 ) -> dict[str, object]:
     return {
         "environment": dict(tuning.environment),

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from jaxrec.embed.formats import FORMATS
-from jaxrec.embed.formats.float8 import Float8Rows
+from jaxrec.embed.formats.floats import Float8Rows
 from tests import golden
 from tests.embed import row_oracle
 

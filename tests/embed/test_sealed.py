@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrec.embed.sealed import seal
+from jaxrec.embed.gradients import seal
 
 CONTENT = {
     "rows": np.array([[-1, 0, 5], [2**31 - 1, -(2**31), 7]], np.int32),

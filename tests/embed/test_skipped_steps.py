@@ -10,7 +10,8 @@ import pytest
 from flax import nnx
 
 import jaxrec
-from jaxrec.embed.not_finite import NotFiniteError, bad_id_of_batch
+from jaxrec.embed.batch_checks import bad_id_of_batch
+from jaxrec.embed.optimizer import NotFiniteError
 
 PLACEMENTS = {
     "one device": None,

@@ -11,8 +11,7 @@ import pytest
 
 from jaxrec.embed.config import TableConfig
 from jaxrec.embed.formats import TABLE_FORMATS, PackedRows, check_rows
-from jaxrec.embed.formats.bfloat16_bits import BFloat16Bits
-from jaxrec.embed.formats.scaled_float8 import UNSIGNED, ScaledFloat8Rows
+from jaxrec.embed.formats.floats import UNSIGNED, BFloat16Bits, ScaledFloat8Rows
 from tests.embed import trained_oracle
 
 FORMATS = {name: TABLE_FORMATS[name] for name in trained_oracle.NAMES}

@@ -6,12 +6,12 @@ import functools
 import types
 from collections.abc import Callable
 
-from jaxrec.embed.kernels import dispatch, reference
+from jaxrec.embed.kernels import reference, registry
 
 PRIMITIVES = ("pooled_lookup", "row_lookup", "fused_update", "sum_rows")
 
 
-class FakeImplementation(dispatch.Implementation):
+class FakeImplementation(registry.Implementation):
     """The reference under another name, with options that change nothing."""
 
     @property
@@ -41,7 +41,7 @@ def _module() -> types.ModuleType:
 
 
 FAKE = FakeImplementation("fake", ("cpu",))
-REFERENCE = dispatch.IMPLEMENTATIONS[-1]
+REFERENCE = registry.IMPLEMENTATIONS[-1]
 
 
 class FakeClock:

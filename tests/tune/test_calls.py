@@ -10,9 +10,8 @@ import pytest
 
 from jaxrec import EmbeddingBagConfig, EmbeddingConfig, optim
 from jaxrec.embed import apply_gradients, init_tables, lookup
-from jaxrec.embed.kernels import dispatch
-from jaxrec.embed.kernels.trial import Form
-from jaxrec.embed.kernels.tuning import size_of
+from jaxrec.embed.kernels import registry
+from jaxrec.embed.kernels.trial import Form, size_of
 from jaxrec.plan import ParameterConstraints
 from jaxrec.ragged import KeyedJaggedArray
 from jaxrec.tune.calls import Batch, calls_of
@@ -39,7 +38,7 @@ IDS = {"a1": 2.0, "a2": 0.5, "s": 3.0}  # one in the other features
 def made(monkeypatch):
     """Form and size of each call that is chosen an implementation for."""
     calls = set()
-    choose = dispatch.Primitive.choose
+    choose = registry.Primitive.choose
 
     def noting(primitive, arguments, **options):
         if primitive.name in ("pooled_lookup", "row_lookup", "fused_update", "sum_rows"):
@@ -47,7 +46,7 @@ def made(monkeypatch):
             calls.add((form, size_of(primitive.name, arguments)))
         return choose(primitive, arguments, **options)
 
-    monkeypatch.setattr(dispatch.Primitive, "choose", noting)
+    monkeypatch.setattr(registry.Primitive, "choose", noting)
     return calls
 
 
@@ -102,7 +101,7 @@ def test_arrays_are_arguments(primitive, is_weighted):
             arguments = {**arrays, **call.static}
             assert Form.of(primitive, arguments) == call.form
             assert size_of(primitive, arguments) == call.size
-            getattr(dispatch.IMPLEMENTATIONS[-1].module, primitive)(**arguments)
+            getattr(registry.IMPLEMENTATIONS[-1].module, primitive)(**arguments)
 
 
 def test_tables_are_cut_to_the_memory():

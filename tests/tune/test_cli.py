@@ -14,9 +14,9 @@ import pytest
 
 from jaxrec.cli import main
 from jaxrec.embed import kernels
-from jaxrec.embed.kernels import dispatch, tuning
-from jaxrec.embed.kernels.tuning import Tuning, kept_for
-from jaxrec.tune.stopwatch import Stopwatch, Timing
+from jaxrec.embed.kernels import answers, registry
+from jaxrec.embed.kernels.answers import Answers, kept_for
+from jaxrec.tune.search import Stopwatch, Timing
 from tests.tune.fakes import FAKE, REFERENCE
 
 pytestmark = pytest.mark.every_case
@@ -40,7 +40,7 @@ def model(tmp_path) -> pathlib.Path:
 @pytest.fixture
 def foretold(monkeypatch, tmp_path):
     """Two implementations on CPUs, whose times are foretold: by default the reference runs."""
-    monkeypatch.setattr(dispatch, "IMPLEMENTATIONS", (REFERENCE, FAKE))
+    monkeypatch.setattr(registry, "IMPLEMENTATIONS", (REFERENCE, FAKE))
     monkeypatch.setenv("JAXREC_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.delenv("JAXREC_KERNELS", raising=False)
     kept_for.cache_clear()
@@ -64,8 +64,8 @@ def run(capsys, *arguments):
     return code, captured.out, captured.err
 
 
-def kept() -> Tuning:
-    return Tuning.read(jax.devices("cpu")[0])
+def kept() -> Answers:
+    return Answers.read(jax.devices("cpu")[0])
 
 
 @pytest.mark.usefixtures("foretold")
@@ -154,7 +154,7 @@ def test_doctor_shows_choices(capsys, model, monkeypatch):
         "  row_lookup D4 float32, 24 lookups in 24 bags: fake, width 4, 1 ms (reference: 8 ms)\n"
     ) in text
     assert "  row_lookup of float32 rows of 4: fake (width 4, by jaxrec tune)\n" in text
-    monkeypatch.setattr(tuning, "_library_digest", lambda: "another")
+    monkeypatch.setattr(answers, "_library_digest", lambda: "another")
     main(["doctor", "--dim", "4"])
     text = capsys.readouterr().out
     assert "4 choices of jaxrec tune are not used, as they were made with other versions" in text

@@ -5,11 +5,17 @@ from __future__ import annotations
 import pytest
 
 from jaxrec import EmbeddingConfig, optim
-from jaxrec.embed.kernels import dispatch
+from jaxrec.embed.kernels import registry
 from jaxrec.plan import ParameterConstraints
 from jaxrec.tune.calls import Batch, calls_of
-from jaxrec.tune.search import choose, default_for, fastest, implementations_for, timings_of
-from jaxrec.tune.stopwatch import Timing
+from jaxrec.tune.search import (
+    Timing,
+    choose,
+    default_for,
+    fastest,
+    implementations_for,
+    timings_of,
+)
 from tests.tune.fakes import FAKE, REFERENCE
 
 pytestmark = pytest.mark.every_case
@@ -87,7 +93,7 @@ def test_nothing_works():
 
 def test_implementations_of_a_platform(monkeypatch):
     monkeypatch.delenv("JAXREC_KERNELS", raising=False)
-    monkeypatch.setattr(dispatch, "IMPLEMENTATIONS", (*BOTH, dispatch.IMPLEMENTATIONS[1]))
+    monkeypatch.setattr(registry, "IMPLEMENTATIONS", (*BOTH, registry.IMPLEMENTATIONS[1]))
     assert implementations_for(COPY, "cpu") == BOTH
     assert [each.name for each in implementations_for(COPY, "cuda")] == ["reference", "triton"]
     assert default_for(COPY, "cpu") == "fake"

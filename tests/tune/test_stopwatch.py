@@ -6,9 +6,9 @@ import pytest
 
 from jaxrec import EmbeddingBagConfig, EmbeddingConfig, optim
 from jaxrec.plan import ParameterConstraints
-from jaxrec.tune import stopwatch
+from jaxrec.tune import search
 from jaxrec.tune.calls import Batch, calls_of
-from jaxrec.tune.stopwatch import ROUNDS, Stopwatch
+from jaxrec.tune.search import ROUNDS, Stopwatch
 from tests.tune.fakes import FAKE, REFERENCE, FakeClock
 
 pytestmark = pytest.mark.every_case
@@ -31,7 +31,7 @@ def test_the_median_of_rounds():
     clock = FakeClock(lambda read: durations[read // 2] if read % 2 else 1000.0)
     timing = Stopwatch(COPY, seconds=ROUNDS * 0.5 * 4, clock=clock).time(FAKE, {"width": 4})
     assert clock.reads == 2 * len(durations)
-    assert timing == stopwatch.Timing("fake", {"width": 4}, milliseconds=1e3 * 7.0 / 4)
+    assert timing == search.Timing("fake", {"width": 4}, milliseconds=1e3 * 7.0 / 4)
 
 
 def test_a_clock_that_stands_still():
@@ -41,7 +41,7 @@ def test_a_clock_that_stands_still():
 @pytest.mark.parametrize("key", CALLS, ids=str)
 def test_the_reference_is_timed_on_every_call(key):
     timing = Stopwatch(CALLS[key], 1e-6, FakeClock(lambda read: 1.0)).time(REFERENCE, {})
-    assert timing == stopwatch.Timing("reference", {}, milliseconds=1e3)
+    assert timing == search.Timing("reference", {}, milliseconds=1e3)
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_what_fails_is_not_timed(key, options, reason):
 
 
 def test_wrong_results_on_the_call_alone(monkeypatch):
-    monkeypatch.setattr(stopwatch.trial, "compare", lambda *_: None)
+    monkeypatch.setattr(search.trial, "compare", lambda *_: None)
     timing = Stopwatch(CALLS["fused_update", "bags"], 1.0).time(FAKE, {})
     assert timing.failure == "its results differ from the reference's on this call"
 

@@ -1,16 +1,15 @@
 """Formats of stored rows: how a row of floats becomes bytes and back."""
 
 from jaxrec.embed.formats.base import RowFormat as RowFormat
-from jaxrec.embed.formats.check_rows import check_rows as check_rows
-from jaxrec.embed.formats.float8 import Float8Rows
-from jaxrec.embed.formats.integers import IntegerRows
+from jaxrec.embed.formats.base import check_rows as check_rows
+from jaxrec.embed.formats.floats import Float8Rows, PlainRows, ScaledFloat8Rows
+from jaxrec.embed.formats.integers import IntegerRows, TrainedInt8Rows
 from jaxrec.embed.formats.packed_rows import PackedRows as PackedRows
 from jaxrec.embed.formats.packed_rows import TableArray as TableArray
+from jaxrec.embed.formats.packed_rows import as_bits as as_bits
 from jaxrec.embed.formats.packed_rows import as_table as as_table
 from jaxrec.embed.formats.packed_rows import is_packed as is_packed
-from jaxrec.embed.formats.plain import PlainRows
-from jaxrec.embed.formats.scaled_float8 import ScaledFloat8Rows
-from jaxrec.embed.formats.trained_int8 import TrainedInt8Rows
+from jaxrec.embed.formats.packed_rows import of_bits as of_bits
 
 
 def _by_name(*formats: RowFormat) -> dict[str, RowFormat]:

@@ -1,4 +1,4 @@
-"""Rows of 8-, 4- or 2-bit codes with a scale and an offset each."""
+"""Rows of integers with a scale and an offset each: an element is ``scale * code + offset``."""
 
 from __future__ import annotations
 
@@ -7,11 +7,20 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, UInt8
+from jaxtyping import Array, Float, UInt8, UInt32
 
 from jaxrec.embed.formats.base import RowFormat
+from jaxrec.embed.formats.rounding import (
+    SMALLEST_SCALE,
+    as_bytes,
+    cut_bits,
+    divide,
+    round_up_or_down,
+)
 
-HEADER_BYTES = 4
+HEADER_BYTES = 4  # of IntegerRows
+_TRAILER_BYTES = 8  # of Fused8Rows
+_SMALLEST_NORMAL = float(np.finfo(np.float32).tiny)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,14 +67,13 @@ class IntegerRows(RowFormat):
         offset = jnp.min(rows, axis=1, keepdims=True).astype(jnp.float16)
         low = offset.astype(jnp.float32)
         span = jnp.max(rows, axis=1, keepdims=True) - low
-        # XLA multiplies by the reciprocal of a constant divisor, which rounds otherwise.
-        top = jnp.where(jnp.isnan(span), jnp.nan, jnp.float32(2**self.bits - 1))
-        scale = jnp.where(span == 0, 1, span / top).astype(jnp.float16)
+        exact = divide(span, 2**self.bits - 1)
+        scale = jnp.where(span == 0, 1, exact).astype(jnp.float16)
         # A scale whose reciprocal is infinite stands for a row of equal elements.
         scale = jnp.where(jnp.isinf(1 / scale.astype(jnp.float32)), jnp.float16(1), scale)
         codes = jnp.round((rows - low) * (1 / scale.astype(jnp.float32)))
         codes = jnp.clip(codes, 0, 2**self.bits - 1).astype(jnp.uint8)
-        return jnp.concatenate([_as_bytes(scale), _as_bytes(offset), self._join(codes)], axis=1)
+        return jnp.concatenate([as_bytes(scale), as_bytes(offset), self._join(codes)], axis=1)
 
     def unpack(self, packed: UInt8[Array, "n width"], dim: int) -> Float[Array, "n dim"]:
         header = packed[:, :HEADER_BYTES].reshape(packed.shape[0], 2, 2)
@@ -104,5 +112,79 @@ class IntegerRows(RowFormat):
         return separate.reshape(codes.shape[0], codes.shape[1] * self.codes_per_byte)
 
 
-def _as_bytes(halves: Float[Array, "n 1"]) -> UInt8[Array, "n 2"]:
-    return jax.lax.bitcast_convert_type(halves[:, 0], jnp.uint8)
+@dataclasses.dataclass(frozen=True)
+class Fused8Rows(RowFormat):
+    """The layout of FBGEMM's ``FloatToFused8BitRowwiseQuantized``, in which rows also travel.
+
+    A stored row is the codes, the scale, then the offset. An element is ``scale * code + offset``.
+    """
+
+    dtype = "uint8"
+    max_abs = float(np.finfo(np.float32).max / 2)  # The difference of two elements is finite.
+
+    @property
+    def name(self) -> str:
+        return "int8_float32"
+
+    def width(self, dim: int) -> int:
+        return dim + _TRAILER_BYTES
+
+    def pack(self, rows: Float[Array, "n dim"]) -> UInt8[Array, "n width"]:
+        rows = rows.astype(jnp.float32)
+        offset = jnp.min(rows, axis=1, keepdims=True)
+        span = jnp.max(rows, axis=1, keepdims=True) - offset
+        scale = divide(span, 255)
+        codes = jnp.round((rows - offset) * (255 / (span + jnp.float32(1e-8))))
+        return jnp.concatenate([codes.astype(jnp.uint8), as_bytes(scale), as_bytes(offset)], axis=1)
+
+    def unpack(self, packed: UInt8[Array, "n width"], dim: int) -> Float[Array, "n dim"]:
+        trailer = packed[:, dim:].reshape(packed.shape[0], 2, 4)
+        floats = jax.lax.bitcast_convert_type(trailer, jnp.float32)
+        return packed[:, :dim].astype(jnp.float32) * floats[:, :1] + floats[:, 1:]
+
+    def take_columns(
+        self, packed: UInt8[Array, "n width"], dim: int, columns: tuple[int, int]
+    ) -> UInt8[Array, "n part_width"]:
+        return jnp.concatenate([packed[:, slice(*columns)], packed[:, dim:]], axis=1)
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainedInt8Rows(Fused8Rows):
+    """Rows of integers in the layout of FBGEMM's 8-bit training tables.
+
+    The row's smallest element has the code 0 and is the offset; its largest element has the code
+    255. Where the elements spread over more than 1/64 of the offset, the scale is rounded to 16
+    significant bits.
+    """
+
+    @property
+    def name(self) -> str:
+        return "int8"
+
+    def pack(self, rows: Float[Array, "n dim"]) -> UInt8[Array, "n width"]:
+        return self._pack(rows.astype(jnp.float32), None)
+
+    def pack_at_random(
+        self, rows: Float[Array, "n dim"], noise: UInt32[Array, "n dim"]
+    ) -> UInt8[Array, "n width"]:
+        return self._pack(rows, noise)
+
+    def _pack(
+        self, rows: Float[Array, "n dim"], noise: UInt32[Array, "n dim"] | None
+    ) -> UInt8[Array, "n width"]:
+        offset = jnp.min(rows, axis=1, keepdims=True)
+        # Zeros have one sign, and subnormal numbers are zeros.
+        offset = jnp.where(jnp.abs(offset) < _SMALLEST_NORMAL, 0, offset)
+        largest = jnp.max(rows, axis=1, keepdims=True)
+        exact = divide(largest - offset, 255)
+        rounded = cut_bits(exact, 8, None if noise is None else noise[:, :1] << 24)
+        scale = jnp.where(rounded * 255 >= jnp.abs(offset) * (1 / 64), rounded, exact)
+        scale = jnp.maximum(scale, SMALLEST_SCALE)
+        codes = (rows - offset) / scale
+        codes = jnp.round(codes) if noise is None else round_up_or_down(codes, noise)
+        codes = jnp.where((rows == largest) & (scale > SMALLEST_SCALE), 255, codes)
+        codes = jnp.clip(codes, 0, 255)
+        if noise is not None:
+            # Where the offset's last bit is larger than a code, several codes are one float.
+            codes = jnp.round(((codes * scale + offset) - offset) / scale)
+        return jnp.concatenate([codes.astype(jnp.uint8), as_bytes(scale), as_bytes(offset)], axis=1)

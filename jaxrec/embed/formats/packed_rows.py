@@ -1,4 +1,4 @@
-"""Arrays of rows that are stored in a row format."""
+"""Arrays of rows: plain ones, and ones that are stored in a row format."""
 
 from __future__ import annotations
 
@@ -9,13 +9,18 @@ from typing import Any, TypeAlias, TypeGuard
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int32, Shaped
+from jaxtyping import Array, DTypeLike, Float, Int32, Shaped
 
 from jaxrec.embed.formats.base import RowFormat
-from jaxrec.embed.formats.plain import PlainRows
+from jaxrec.embed.formats.floats import PlainRows
 
 # Number of elements that are unpacked at a time.
 _BLOCK_ELEMENTS = 1 << 20
+
+# XLA's scatter of bfloat16 on CPUs converted the whole table to float32 and back, in a loop each
+# time around, until JAX 0.11. Integers of the same bits cost one copy of the table there, and would
+# cost it everywhere else too, where the scatter is in place; float16 never was converted.
+_KEEPS_BFLOAT16 = jax.__version_info__ >= (0, 11)
 
 
 @jax.tree_util.register_dataclass
@@ -146,3 +151,19 @@ def _unpack(rows: PackedRows) -> Float[Array, "n dim"]:
 def is_packed(value: Any) -> TypeGuard[PackedRows]:
     """Return whether a value is packed rows: a leaf, for `jax.tree.map` over arrays of rows."""
     return isinstance(value, PackedRows)
+
+
+def as_bits(array: Shaped[TableArray, "..."]) -> Any:
+    """Return bfloat16 as uint16 of the same bits where XLA converts it, else the array as it is."""
+    if isinstance(array, PackedRows) or array.dtype != jnp.bfloat16:
+        return array
+    if _KEEPS_BFLOAT16 or jax.default_backend() != "cpu":
+        return array
+    return jax.lax.bitcast_convert_type(array, jnp.uint16)
+
+
+def of_bits(bits: Shaped[TableArray, "..."], dtype: DTypeLike) -> Any:
+    """Return the array of a type that `as_bits` took."""
+    if isinstance(bits, PackedRows) or bits.dtype == dtype:
+        return bits
+    return jax.lax.bitcast_convert_type(bits, dtype)

@@ -6,10 +6,10 @@ from jaxrec.embed.kernels.base import BagLayout as BagLayout
 from jaxrec.embed.kernels.base import Buckets as Buckets
 from jaxrec.embed.kernels.base import Lookups as Lookups
 from jaxrec.embed.kernels.base import Runs as Runs
-from jaxrec.embed.kernels.dispatch import Choice as Choice
-from jaxrec.embed.kernels.dispatch import Primitive
-from jaxrec.embed.kernels.dispatch import describe as describe
-from jaxrec.embed.kernels.dispatch import use_kernels as use_kernels
+from jaxrec.embed.kernels.registry import Choice as Choice
+from jaxrec.embed.kernels.registry import Primitive
+from jaxrec.embed.kernels.registry import describe as describe
+from jaxrec.embed.kernels.registry import use_kernels as use_kernels
 
 new_rows = Primitive(reference.new_rows, static=("num_rows",))
 pooled_lookup = Primitive(reference.pooled_lookup, static=("layout", "dtype"))

@@ -27,11 +27,23 @@ in two parts of a result.
 from __future__ import annotations
 
 import dataclasses
+from typing import TypeAlias
 
 import jax
 from jaxtyping import Array, Float, Int32
 
+from jaxrec.embed.formats import TableArray
+
 BAD_ROW = -1
+
+# Operands of the primitives. Every implementation has them, so that their shapes stand here.
+Table: TypeAlias = Float[TableArray, "rows dim"]  # a group's rows, plain or packed
+State: TypeAlias = dict[str, TableArray]  # their optimizer state, by the optimizer's names
+Ids: TypeAlias = Int32[Array, " ids"]  # of all keys of a batch
+Lengths: TypeAlias = Int32[Array, " all_bags"]  # of all its bags
+Weights: TypeAlias = Float[Array, " ids"] | None  # of each id; None: 1
+RowIndices: TypeAlias = Int32[Array, " n"]
+BagRows: TypeAlias = Float[Array, "bags dim"]  # pooled rows, or their gradients: one row a bag
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,54 +20,68 @@ import jax
 import jax.numpy as jnp
 import jaxlib
 import numpy as np
-from jaxtyping import Array, DTypeLike, Float, Int, Int32
+from jaxtyping import Array, DTypeLike, Float, Int32
 
-from jaxrec.embed.formats import PackedRows, TableArray, is_packed
-from jaxrec.embed.kernels import reference
-from jaxrec.embed.kernels.base import BagLayout, Buckets, Lookups, Runs
-from jaxrec.embed.kernels.cpu_packed import (
-    TARGETS,
-    packed_pooled_lookup,
-    packed_row_lookup,
-    refuse_packed,
+from jaxrec.embed.formats import PackedRows, is_packed
+from jaxrec.embed.kernels import updates
+from jaxrec.embed.kernels.base import (
+    BagLayout,
+    BagRows,
+    Buckets,
+    Ids,
+    Lengths,
+    Lookups,
+    RowIndices,
+    Runs,
+    State,
+    Table,
+    Weights,
 )
-from jaxrec.embed.kernels.dispatch import PRIMITIVES
 from jaxrec.embed.kernels.native_call import (
+    CODES,
     MAX_DIM,
     ROW_TYPES,
+    RULES,
+    is_fused,
     join_rows,
     layout_numbers,
     native_function,
     optional_operand,
     part_shapes,
+    rates,
+    settings,
     split_rows,
     target_symbols,
 )
-from jaxrec.embed.kernels.pairs import check_vectors
-from jaxrec.optim import adagrad, adam, partial_rowwise_adam, rowwise_adagrad, sgd
+from jaxrec.embed.kernels.reference import check_vectors
 from jaxrec.optim.base import RowOptimizer
-from jaxrec.optim.hyperparameters import Step, hyperparameter, resolve
+from jaxrec.optim.hyperparameters import Step, resolve
 
 _LIBRARY = pathlib.Path(__file__).parent / "native" / "libjaxrec.so"
 
-# The order of enum Rule in native/kernels.h, and each rule's state in the order of enum's Step.
-_RULES: dict[type[RowOptimizer], tuple[int, tuple[str, ...]]] = {
-    sgd: (0, ()),
-    adagrad: (1, ("accumulator",)),
-    rowwise_adagrad: (2, ("accumulator",)),
-    adam: (3, ("first_moment", "second_moment", "count")),
-    partial_rowwise_adam: (4, ("first_moment", "second_moment")),
-}
-_DECAYS = {"none": 0, "l2": 1, "decoupled": 2}
+# The functions of the library: the primitives below, and lookups of packed rows.
+_FUNCTIONS = (
+    "new_rows",
+    "pooled_lookup",
+    "flatten_bags",
+    "row_lookup",
+    "build_runs",
+    "bucket",
+    "shift_rows",
+    "sum_rows",
+    "fused_update",
+    "pair_products",
+    "pair_gradients",
+    "packed_pooled_lookup",
+    "packed_row_lookup",
+)
 
 
 def library_targets() -> dict[str, str]:
     """Return the targets that XLA calls in the library, and the symbol of each."""
-    targets: dict[str, str] = {}
-    for name in (*PRIMITIVES, *TARGETS):
-        if name in globals():
-            targets |= target_symbols(name)
-    return targets
+    return {
+        target: symbol for name in _FUNCTIONS for target, symbol in target_symbols(name).items()
+    }
 
 
 @functools.cache
@@ -123,9 +137,8 @@ def missing() -> str | None:
 
 def refuse(primitive: str, arguments: Mapping[str, Any]) -> str | None:
     """Return the reason why the library does not take a call of a primitive; None: it does."""
-    library = _load()
-    if isinstance(library, str):
-        return library
+    if (reason := missing()) is not None:
+        return reason
     vectors = arguments.get("vectors")
     if vectors is not None and vectors.dtype.name != "float32":
         return f"vectors are float32, not {vectors.dtype.name}"
@@ -138,8 +151,8 @@ def refuse(primitive: str, arguments: Mapping[str, Any]) -> str | None:
     table = arguments.get("table")
     if table is None:
         return None
-    if is_packed(table) and (reason := refuse_packed(primitive, arguments)) is not None:
-        return reason
+    if is_packed(table) and primitive != "fused_update" and table.row_format not in CODES:
+        return f"it does not unpack {table.row_format.name}"
     if table.dtype.name not in ROW_TYPES:
         return f"rows are {', '.join(ROW_TYPES)}, not {table.dtype.name}"
     if table.shape[1] > MAX_DIM:
@@ -159,70 +172,55 @@ def new_rows(row: Array, num_rows: int) -> Array:
 
 
 def pooled_lookup(
-    table: Float[TableArray, "rows dim"],
-    ids: Int32[Array, " ids"],
-    lengths: Int32[Array, " all_bags"],
-    weights: Float[Array, " ids"] | None,
+    table: Table,
+    ids: Ids,
+    lengths: Lengths,
+    weights: Weights,
     layout: BagLayout,
     dtype: DTypeLike,
     *,
     parts_in: int = 1,
     parts_out: int = 1,
-) -> Float[Array, "bags dim"]:
+) -> BagRows:
     """Return the sum or mean of each bag's rows; see `jaxrec.embed.kernels.reference`."""
+    bags = ids, lengths, optional_operand(weights, jnp.float32)
+    numbers, shape = layout_numbers(layout), (layout.num_bags, table.shape[1])
     if isinstance(table, PackedRows):
-        return packed_pooled_lookup(table, ids, lengths, weights, layout, dtype)
-    results = part_shapes((layout.num_bags, table.shape[1]), dtype, parts_out)
-    pooled = native_function("pooled_lookup", results)(
-        ids,
-        lengths,
-        optional_operand(weights, jnp.float32),
-        *split_rows(table, parts_in),
-        layout=layout_numbers(layout),
-    )
-    return join_rows(pooled)
+        lookup = native_function("packed_pooled_lookup", part_shapes(shape, dtype, 1))
+        code = np.int32(CODES[table.row_format])
+        return join_rows(lookup(*bags, table.stored, layout=numbers, code=code))
+    lookup = native_function("pooled_lookup", part_shapes(shape, dtype, parts_out))
+    return join_rows(lookup(*bags, *split_rows(table, parts_in), layout=numbers))
 
 
 def flatten_bags(
-    ids: Int32[Array, " ids"],
-    lengths: Int32[Array, " all_bags"],
-    weights: Float[Array, " ids"] | None,
-    layout: BagLayout,
-    num_rows: int,
+    ids: Ids, lengths: Lengths, weights: Weights, layout: BagLayout, num_rows: int
 ) -> Lookups:
     """Return a batch as flat lookups; see `jaxrec.embed.kernels.reference`."""
     positions = layout.num_positions
     has_scales = weights is not None or any(layout.means)
-    results = [
-        jax.ShapeDtypeStruct((positions,), jnp.int32),
-        jax.ShapeDtypeStruct((positions,), jnp.int32),
-        jax.ShapeDtypeStruct((positions if has_scales else 0,), jnp.float32),
-    ]
+    results = [jax.ShapeDtypeStruct((positions,), jnp.int32)] * 2
+    results += [jax.ShapeDtypeStruct((positions if has_scales else 0,), jnp.float32)]
+    operands = ids, lengths, optional_operand(weights, jnp.float32)
     rows, bags, scales = native_function("flatten_bags", results)(
-        ids,
-        lengths,
-        optional_operand(weights, jnp.float32),
-        layout=layout_numbers(layout),
-        num_rows=np.int64(num_rows),
+        *operands, layout=layout_numbers(layout), num_rows=np.int64(num_rows)
     )
     return Lookups(rows, bags, scales if has_scales else None)
 
 
 def row_lookup(
-    table: Float[TableArray, "rows dim"],
-    rows: Int32[Array, " n"],
-    *,
-    parts_in: int = 1,
-    parts_out: int = 1,
+    table: Table, rows: RowIndices, *, parts_in: int = 1, parts_out: int = 1
 ) -> Float[Array, "n dim"]:
     """Return the rows; see `jaxrec.embed.kernels.reference`."""
+    shape = rows.size, table.shape[1]
     if isinstance(table, PackedRows):
-        return packed_row_lookup(table, rows)
-    results = part_shapes((rows.size, table.shape[1]), table.dtype, parts_out)
-    return join_rows(native_function("row_lookup", results)(rows, *split_rows(table, parts_in)))
+        lookup = native_function("packed_row_lookup", part_shapes(shape, table.dtype, 1))
+        return join_rows(lookup(rows, table.stored, code=np.int32(CODES[table.row_format])))
+    lookup = native_function("row_lookup", part_shapes(shape, table.dtype, parts_out))
+    return join_rows(lookup(rows, *split_rows(table, parts_in)))
 
 
-def build_runs(rows: Int32[Array, " n"], num_rows: int) -> Runs:
+def build_runs(rows: RowIndices, num_rows: int) -> Runs:
     """Sort lookups by row; see `jaxrec.embed.kernels.reference`."""
     results = [jax.ShapeDtypeStruct(rows.shape, jnp.int32)] * 4
     return Runs(*native_function("build_runs", results)(rows, num_rows=np.int64(num_rows)))
@@ -230,20 +228,13 @@ def build_runs(rows: Int32[Array, " n"], num_rows: int) -> Runs:
 
 def bucket(owners: Int32[Array, " n"], num_owners: int) -> Buckets:
     """Group lookups by owner; see `jaxrec.embed.kernels.reference`."""
-    results = [
-        jax.ShapeDtypeStruct(owners.shape, jnp.int32),
-        jax.ShapeDtypeStruct((num_owners,), jnp.int32),
-    ]
+    results = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in (owners.shape, (num_owners,))]
     return Buckets(*native_function("bucket", results)(owners))
 
 
 def shift_rows(
-    rows: Int32[Array, " n"],
-    starts: tuple[int, ...],
-    shifts: tuple[int, ...],
-    num_rows: int,
-    outside: int,
-) -> Int32[Array, " n"]:
+    rows: RowIndices, starts: tuple[int, ...], shifts: tuple[int, ...], num_rows: int, outside: int
+) -> RowIndices:
     """Number rows anew; see `jaxrec.embed.kernels.reference`."""
     (shifted,) = native_function("shift_rows", [jax.ShapeDtypeStruct(rows.shape, jnp.int32)])(
         rows,
@@ -257,7 +248,7 @@ def shift_rows(
 
 def sum_rows(
     lookups: Lookups,
-    gradients: Float[Array, "bags dim"],
+    gradients: BagRows,
     num_rows: int,
     bound: float | None = None,
     *,
@@ -276,16 +267,16 @@ def sum_rows(
 
 
 def fused_update(
-    table: Float[TableArray, "rows dim"],
-    state: dict[str, TableArray],
+    table: Table,
+    state: State,
     lookups: Lookups,
-    gradients: Float[Array, "bags dim"],
+    gradients: BagRows,
     optimizer: RowOptimizer,
     step: Step,
     table_starts: tuple[int, ...] = (0,),
     *,
     parts_in: int = 1,
-) -> tuple[Float[TableArray, "rows dim"], dict[str, TableArray]]:
+) -> tuple[Table, State]:
     """Update the rows that occur; see `jaxrec.embed.kernels.reference`.
 
     For packed rows, and for an optimizer that the library does not know, it sums the gradients and
@@ -295,18 +286,16 @@ def fused_update(
         runs = build_runs(lookups.rows, table.shape[0])
         at = dataclasses.replace(lookups, rows=runs.inverse)
         sums = sum_rows(at, gradients, runs.unique.size, optimizer.clip_value)
-        return reference.update_unique(
-            table, state, runs.unique, sums, optimizer, step, table_starts
-        )
+        return updates.update_unique(table, state, runs.unique, sums, optimizer, step, table_starts)
     optimizer, step = resolve(optimizer, step)
-    rule, names = _RULES[type(optimizer)]
+    rule, names = RULES[type(optimizer)]
     names = tuple(name for name in names if name in state)
     arrays = [table, *(state[name] for name in names)]
     operands = [
         lookups.rows,
         optional_operand(lookups.bags, jnp.int32),
         optional_operand(lookups.scales, jnp.float32),
-        _rates(optimizer, step),
+        rates(optimizer, step),
         step.astype(jnp.int32),
         *split_rows(gradients, parts_in),
     ]
@@ -317,7 +306,7 @@ def fused_update(
         *arrays,
         parts=np.int64(parts_in),
         rule=np.int32(rule),
-        **_settings(optimizer),
+        **settings(optimizer),
     )
     return new_table, dict(zip(names, new_state, strict=True))
 
@@ -339,49 +328,3 @@ def pair_gradients(
     call = native_function("pair_gradients", [form], vmap_method="broadcast_all")
     (gradients,) = call(vectors, gradient.astype(vectors.dtype))
     return gradients
-
-
-def is_fused(optimizer: RowOptimizer) -> bool:
-    """Return whether the library knows an optimizer with its settings."""
-    settings = getattr(optimizer, "weight_decay", None)
-    if isinstance(settings, hyperparameter) or optimizer.state_dtype != "float32":
-        return False
-    return type(optimizer) in _RULES and optimizer.clip_norm is None
-
-
-def _rates(optimizer: RowOptimizer, step: Int[Array, ""]) -> Float[Array, " 3"]:
-    """Return the numbers that change every step: the learning rate, and Adam's ``1 - b^t``."""
-    count = step.astype(jnp.float32) + 1
-    shares = [
-        -jnp.expm1(count * math.log(decay)) if decay else jnp.ones((), jnp.float32)
-        for decay in (getattr(optimizer, "b1", 0), getattr(optimizer, "b2", 0))
-    ]
-    return jnp.stack([optimizer.rate(step), *shares])
-
-
-def _settings(optimizer: RowOptimizer) -> dict[str, Any]:
-    """Return the fields of `Step` in native/kernels.h that an optimizer fixes."""
-
-    def setting(name: str) -> float:
-        return getattr(optimizer, name, 0.0)
-
-    def bound(name: str) -> np.float32:
-        value = getattr(optimizer, name)
-        return np.float32(math.inf if value is None else value)
-
-    b1, b2 = setting("b1"), setting("b2")
-    return {
-        "eps": np.float32(setting("eps")),
-        "b1": np.float32(b1),
-        "b2": np.float32(b2),
-        "rest1": np.float32(1 - b1),
-        "rest2": np.float32(1 - b2),
-        "log_b1": np.float32(math.log(b1) if b1 else 0),
-        "log_b2": np.float32(math.log(b2) if b2 else 0),
-        "counts_rows": bool(setting("rowwise_bias_correction")),
-        "weight_decay": np.float32(setting("weight_decay")),
-        "decay": np.int32(_DECAYS[getattr(optimizer, "weight_decay_mode", "none")]),
-        "max_norm": bound("max_norm"),
-        "bound": bound("clip_value"),
-        "stochastic": optimizer.stochastic_rounding,
-    }

@@ -1,18 +1,51 @@
-"""Calls of the native library: its operands and results as XLA passes them."""
+"""Calls of the native library: its functions, operands and results as XLA passes them.
+
+Layouts of batches and settings of optimizers are attributes of a call: numbers that are part of the
+compiled program. What changes from step to step, such as the learning rate, is an operand.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, DTypeLike
+from jaxtyping import Array, DTypeLike, Float, Int
 
+from jaxrec.embed.formats import RowFormat
+from jaxrec.embed.formats.floats import Float8Rows, ScaledFloat8Rows
+from jaxrec.embed.formats.integers import IntegerRows, TrainedInt8Rows
 from jaxrec.embed.kernels.base import BagLayout
+from jaxrec.optim import adagrad, adam, partial_rowwise_adam, rowwise_adagrad, sgd
+from jaxrec.optim.base import RowOptimizer
+from jaxrec.optim.hyperparameters import hyperparameter
 
 ROW_TYPES = ("float32", "bfloat16", "float16")
 MAX_DIM = 4096
+
+# The order of enum Code in native/kernels.h.
+CODES: dict[RowFormat, int] = {
+    IntegerRows(bits=8): 0,
+    IntegerRows(bits=4): 1,
+    IntegerRows(bits=2): 2,
+    Float8Rows(): 3,
+    TrainedInt8Rows(): 4,
+    ScaledFloat8Rows("float8_e4m3fn"): 5,
+    ScaledFloat8Rows("float8_e5m2"): 6,
+}
+
+# The order of enum Rule in native/kernels.h, and each rule's state in the order of enum's Step.
+RULES: dict[type[RowOptimizer], tuple[int, tuple[str, ...]]] = {
+    sgd: (0, ()),
+    adagrad: (1, ("accumulator",)),
+    rowwise_adagrad: (2, ("accumulator",)),
+    adam: (3, ("first_moment", "second_moment", "count")),
+    partial_rowwise_adam: (4, ("first_moment", "second_moment")),
+}
+_DECAYS = {"none": 0, "l2": 1, "decoupled": 2}
 
 # Versions of the targets that exported programs call. A program that was exported with an earlier
 # jaxrec keeps its calls, so that the library must serve every version up to this one: a change of a
@@ -106,3 +139,49 @@ def native_function(
     return jax.ffi.ffi_call(
         target_name(target), results, vmap_method=vmap_method, input_output_aliases=in_place
     )
+
+
+def is_fused(optimizer: RowOptimizer) -> bool:
+    """Return whether the library knows an optimizer with its settings."""
+    decay = getattr(optimizer, "weight_decay", None)
+    if isinstance(decay, hyperparameter) or optimizer.state_dtype != "float32":
+        return False
+    return type(optimizer) in RULES and optimizer.clip_norm is None
+
+
+def rates(optimizer: RowOptimizer, step: Int[Array, ""]) -> Float[Array, " 3"]:
+    """Return the numbers that change every step: the learning rate, and Adam's ``1 - b^t``."""
+    count = step.astype(jnp.float32) + 1
+    shares = [
+        -jnp.expm1(count * math.log(decay)) if decay else jnp.ones((), jnp.float32)
+        for decay in (getattr(optimizer, "b1", 0), getattr(optimizer, "b2", 0))
+    ]
+    return jnp.stack([optimizer.rate(step), *shares])
+
+
+def settings(optimizer: RowOptimizer) -> dict[str, Any]:
+    """Return the fields of `Step` in native/kernels.h that an optimizer fixes."""
+
+    def setting(name: str) -> float:
+        return getattr(optimizer, name, 0.0)
+
+    def bound(name: str) -> np.float32:
+        value = getattr(optimizer, name)
+        return np.float32(math.inf if value is None else value)
+
+    b1, b2 = setting("b1"), setting("b2")
+    return {
+        "eps": np.float32(setting("eps")),
+        "b1": np.float32(b1),
+        "b2": np.float32(b2),
+        "rest1": np.float32(1 - b1),
+        "rest2": np.float32(1 - b2),
+        "log_b1": np.float32(math.log(b1) if b1 else 0),
+        "log_b2": np.float32(math.log(b2) if b2 else 0),
+        "counts_rows": bool(setting("rowwise_bias_correction")),
+        "weight_decay": np.float32(setting("weight_decay")),
+        "decay": np.int32(_DECAYS[getattr(optimizer, "weight_decay_mode", "none")]),
+        "max_norm": bound("max_norm"),
+        "bound": bound("clip_value"),
+        "stochastic": optimizer.stochastic_rounding,
+    }

@@ -5,24 +5,34 @@ This implementation runs on every device and takes every type; tests compare the
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, DTypeLike, Float, Int32, Shaped
+from jaxtyping import Array, DTypeLike, Float, Int, Int32, Shaped
 
-from jaxrec.embed.formats import PackedRows, TableArray, is_packed
-from jaxrec.embed.kernels.base import BagLayout, Buckets, Lookups, Runs
+from jaxrec.embed.kernels.base import (
+    BAD_ROW,
+    BagLayout,
+    BagRows,
+    Buckets,
+    Ids,
+    Lengths,
+    Lookups,
+    RowIndices,
+    Table,
+    Weights,
+)
 from jaxrec.embed.kernels.flat_lookups import flatten_bags as flatten_bags
 from jaxrec.embed.kernels.pairs import pair_gradients as pair_gradients
 from jaxrec.embed.kernels.pairs import pair_products as pair_products
-from jaxrec.embed.kernels.rounding import random_bits, round_rows
-from jaxrec.embed.kernels.stretches import sum_by_table, sum_stretches
-from jaxrec.optim.base import RowOptimizer
-from jaxrec.optim.hyperparameters import Step, resolve
-from jaxrec.optim.norm import root
+from jaxrec.embed.kernels.stretches import sum_stretches
+from jaxrec.embed.kernels.updates import build_runs as build_runs
+from jaxrec.embed.kernels.updates import fused_update as fused_update
+from jaxrec.embed.kernels.updates import sum_rows as sum_rows
+from jaxrec.ragged.key_segments import take_segments
 
 
 def refuse(primitive: str, arguments: Mapping[str, Any]) -> str | None:
@@ -47,16 +57,16 @@ def new_rows(row: Shaped[Array, "*shape"], num_rows: int) -> Shaped[Array, "num_
 
 
 def pooled_lookup(
-    table: Float[TableArray, "rows dim"],
-    ids: Int32[Array, " ids"],
-    lengths: Int32[Array, " all_bags"],
-    weights: Float[Array, " ids"] | None,
+    table: Table,
+    ids: Ids,
+    lengths: Lengths,
+    weights: Weights,
     layout: BagLayout,
     dtype: DTypeLike,
     *,
     parts_in: int = 1,
     parts_out: int = 1,
-) -> Float[Array, "bags dim"]:
+) -> BagRows:
     """Return the sum or mean of each bag's rows.
 
     Args:
@@ -95,12 +105,46 @@ def pooled_lookup(
     return sum_stretches(load, terms, bags, layout.num_bags, table.shape[1]).astype(dtype)
 
 
+def flatten_bags(
+    ids: Ids, lengths: Lengths, weights: Weights, layout: BagLayout, num_rows: int
+) -> Lookups:
+    """Return a batch as flat lookups into a table of ``num_rows`` rows.
+
+    The other arguments are those of `pooled_lookup`.
+    """
+    positions = take_segments(ids, layout.id_starts, layout.capacities)
+    bag_lengths = take_segments(lengths, layout.length_starts, layout.strides)
+
+    # Padding is one more bag at the end of each feature, so that bags tile the positions exactly.
+    bag_ends = np.cumsum(layout.strides)
+    padding = jnp.asarray(layout.capacities, jnp.int32) - _sum_features(bag_lengths, layout)
+    extents = _insert(bag_lengths, bag_ends, padding)
+    at_extents = _repeat(extents, layout.num_positions)
+    is_padding = at_extents(_insert(np.zeros(layout.num_bags, bool), bag_ends, True))
+    bags = at_extents(_insert(_output_rows(layout), bag_ends, 0))
+
+    feature = np.repeat(np.arange(layout.num_features), layout.capacities)
+    row_counts = np.asarray(layout.row_counts, np.int32)[feature]
+    row_offsets = np.asarray(layout.row_offsets, np.int32)[feature]
+    # As unsigned numbers, negative ids are past the end: a comparison with zeros would keep the
+    # zeros of `_repeat` in memory on GPUs.
+    outside = positions.astype(jnp.uint32) >= row_counts.astype(np.uint32)
+    rows = jnp.where(outside, BAD_ROW, positions + row_offsets)
+    rows = jnp.where(is_padding, num_rows, rows)
+
+    scales = None
+    if weights is not None:
+        scales = take_segments(weights, layout.id_starts, layout.capacities)
+    if any(layout.means):
+        is_mean = np.repeat(np.asarray(layout.means), layout.strides)
+        divisors = jnp.where(is_mean, jnp.maximum(bag_lengths, 1), 1)
+        shares = 1.0 / at_extents(_insert(divisors, bag_ends, 1)).astype(jnp.float32)
+        scales = shares if scales is None else scales * shares
+    return Lookups(rows, bags.astype(jnp.int32), scales)
+
+
 def row_lookup(
-    table: Float[TableArray, "rows dim"],
-    rows: Int32[Array, " n"],
-    *,
-    parts_in: int = 1,
-    parts_out: int = 1,
+    table: Table, rows: RowIndices, *, parts_in: int = 1, parts_out: int = 1
 ) -> Float[Array, "n dim"]:
     """Return ``table[rows]``: zeros at padding, NaN at a bad row.
 
@@ -119,31 +163,6 @@ def row_lookup(
     beyond = jnp.where(rows < 0, table.shape[0] + 1, rows)
     values = table.at[beyond].get(mode="fill", fill_value=jnp.nan)
     return jnp.where((rows == table.shape[0])[:, None], jnp.zeros((), table.dtype), values)
-
-
-def build_runs(rows: Int32[Array, " n"], num_rows: int) -> Runs:
-    """Sort lookups by row, stably, and cut them into runs of equal rows.
-
-    Args:
-        rows: Row of each lookup; one outside ``[0, num_rows)`` counts as ``num_rows``.
-        num_rows: Number of rows of the table.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> from jaxrec.embed import kernels
-        >>> runs = kernels.build_runs(jnp.array([5, 2, 5]), num_rows=8)
-        >>> runs.order.tolist(), runs.unique.tolist(), runs.inverse.tolist()
-        ([1, 0, 2], [2, 5, 8], [1, 0, 1])
-    """
-    rows = jnp.where((rows < 0) | (rows > num_rows), num_rows, rows)
-    positions = jnp.arange(rows.size, dtype=jnp.int32)
-    sorted_rows, order = jax.lax.sort((rows, positions), num_keys=1, is_stable=True)
-    starts = jnp.ones(rows.shape, bool).at[1:].set(sorted_rows[1:] != sorted_rows[:-1])
-    segments = jnp.cumsum(starts) - 1
-    unique = jnp.full(rows.shape, num_rows, jnp.int32).at[segments].set(sorted_rows)
-    segments = segments.astype(jnp.int32)
-    inverse = jnp.zeros(rows.shape, jnp.int32).at[order].set(segments, unique_indices=True)
-    return Runs(order, segments, unique, inverse)
 
 
 def bucket(owners: Int32[Array, " n"], num_owners: int) -> Buckets:
@@ -166,12 +185,8 @@ def bucket(owners: Int32[Array, " n"], num_owners: int) -> Buckets:
 
 
 def shift_rows(
-    rows: Int32[Array, " n"],
-    starts: tuple[int, ...],
-    shifts: tuple[int, ...],
-    num_rows: int,
-    outside: int,
-) -> Int32[Array, " n"]:
+    rows: RowIndices, starts: tuple[int, ...], shifts: tuple[int, ...], num_rows: int, outside: int
+) -> RowIndices:
     """Number rows anew: add to each the shift of the stretch of rows that it lies in.
 
     Args:
@@ -198,178 +213,142 @@ def shift_rows(
     return jnp.where(is_row, rows + shift, outside).astype(jnp.int32)
 
 
-def sum_rows(
-    lookups: Lookups,
-    gradients: Float[Array, "bags dim"],
-    num_rows: int,
-    bound: float | None = None,
-    *,
-    parts_out: int = 1,
-) -> Float[Array, "num_rows dim"]:
-    """Return the sum of the gradients of each row's lookups; `pooled_lookup` transposed.
+def pair_products(vectors: Float[Array, "batch n dim"]) -> Float[Array, "batch pairs"]:
+    """Return the dot products of all pairs of a sample's vectors.
 
     Args:
-        lookups: Row, bag and factor of each lookup; rows outside are left out.
-        gradients: The gradient of each bag.
-        num_rows: Number of rows of the result.
-        bound: Bound on the absolute value of each element of a bag's gradient; None: no bound.
-        parts_out: Hint for the result; see `jaxrec.embed.kernels.base`.
+        vectors: ``[batch, n, dim]``, on one device.
 
     Returns:
-        ``[num_rows, dim]`` of float32.
+        ``[batch, n * (n - 1) / 2]``, the pairs in the order (0, 1), (0, 2), ..., (1, 2), ...
+
+    Raises:
+        ValueError: The vectors have other than three dimensions.
 
     Example:
         >>> import jax.numpy as jnp
         >>> from jaxrec.embed import kernels
-        >>> lookups = kernels.Lookups(jnp.array([1, 1, 5]), jnp.array([0, 1, 1]), None)
-        >>> kernels.sum_rows(lookups, jnp.array([[1.0], [10.0]]), num_rows=2).tolist()
-        [[0.0], [11.0]]
+        >>> kernels.pair_products(jnp.array([[[1.0, 0.0], [2.0, 3.0], [4.0, 5.0]]])).tolist()
+        [[2.0, 4.0, 23.0]]
     """
-    runs = build_runs(lookups.rows, num_rows)
-    sums = _sum_runs(lookups, runs, gradients, bound)
-    zeros = jnp.zeros((num_rows, gradients.shape[1]), jnp.float32)
-    return zeros.at[runs.unique].set(sums, mode="drop", indices_are_sorted=True)
+    batch, n, _ = check_vectors(vectors)
+    gram = jnp.einsum("bid,bjd->bij", vectors, vectors).reshape(batch, n * n)
+    return jnp.take(gram, _positions_of_pairs(n), axis=1, mode="clip")
 
 
-def fused_update(
-    table: Float[TableArray, "rows dim"],
-    state: dict[str, TableArray],
-    lookups: Lookups,
-    gradients: Float[Array, "bags dim"],
-    optimizer: RowOptimizer,
-    step: Step,
-    table_starts: tuple[int, ...] = (0,),
-    *,
-    parts_in: int = 1,
-) -> tuple[Float[TableArray, "rows dim"], dict[str, TableArray]]:
-    """Sum the gradients of each row that occurs, apply the optimizer and write each row once.
+def pair_gradients(
+    vectors: Float[Array, "batch n dim"], gradient: Float[Array, "batch pairs"]
+) -> Float[Array, "batch n dim"]:
+    """Return the gradients of the vectors, given those of `pair_products`.
 
-    The table and its state change in place where they are donated.
+    A vector's gradient is the sum of the sample's other vectors, each times the gradient of its
+    product with this one.
 
     Args:
-        table: The group's rows.
-        state: Their optimizer state.
-        lookups: Row, bag and factor of each lookup.
-        gradients: The gradient of each bag.
-        optimizer: The row optimizer.
-        step: Number of updates made before this one, and the current hyperparameters.
-        table_starts: First row of each table of the group, for bounds on a table's gradient.
-        parts_in: Hint for the gradients; see `jaxrec.embed.kernels.base`.
+        vectors: ``[batch, n, dim]``, on one device.
+        gradient: ``[batch, n * (n - 1) / 2]``.
 
     Returns:
-        The new rows and the new state.
+        ``[batch, n, dim]``.
+
+    Raises:
+        ValueError: The vectors have other than three dimensions, or there are gradients of other
+            pairs than theirs.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from jaxrec.embed import kernels
+        >>> vectors = jnp.array([[[1.0, 0.0], [2.0, 3.0]]])
+        >>> kernels.pair_gradients(vectors, jnp.array([[10.0]])).tolist()
+        [[[20.0, 30.0], [10.0, 0.0]]]
     """
-    runs = build_runs(lookups.rows, table.shape[0])
-    sums = _sum_runs(lookups, runs, gradients, optimizer.clip_value)
-    return update_unique(table, state, runs.unique, sums, optimizer, step, table_starts)
+    # XLA's own derivative scatters the gradients of pairs into a triangle and multiplies it twice,
+    # once transposed. Gathering them into the symmetric matrix takes one multiplication and no
+    # scatter.
+    batch, n, _ = check_vectors(vectors, gradient)
+    padded = jnp.pad(gradient, ((0, 0), (0, 1)))
+    symmetric = jnp.take(padded, _pairs_of_positions(n), axis=1, mode="clip").reshape(batch, n, n)
+    return jnp.einsum("bij,bjd->bid", symmetric, vectors)
 
 
-def update_unique(
-    table: Float[TableArray, "rows dim"],
-    state: dict[str, TableArray],
-    unique: Int32[Array, " lookups"],
-    gradients: Float[Array, "lookups dim"],
-    optimizer: RowOptimizer,
-    step: Step,
-    table_starts: tuple[int, ...],
-) -> tuple[Float[TableArray, "rows dim"], dict[str, TableArray]]:
-    """Update rows as `fused_update` does, given `Runs.unique` and the gradient of each run."""
-    optimizer, step = resolve(optimizer, step)
-    if optimizer.clip_norm is not None:
-        squares = jnp.sum(gradients**2, axis=1)
-        clip_norm, num_rows = optimizer.clip_norm, table.shape[0]
-        factors = norm_factors(squares, unique, clip_norm, table_starts, num_rows)
-        gradients = gradients * factors[:, None]
-
-    def at_runs(array: TableArray) -> Array:
-        values = array.at[unique].get(mode="fill", fill_value=0, indices_are_sorted=True)
-        return values.astype(jnp.float32)
-
-    def put(array: TableArray, values: Array, salt: int) -> TableArray:
-        if not optimizer.stochastic_rounding:
-            return _put_rows(array, unique, values)
-        if is_packed(array):
-            noise = random_bits(unique, step, values.shape[1], salt)
-            stored = array.row_format.pack_at_random(values, noise)
-            return array.with_stored(_put_stored(array.stored, unique, stored))
-        return _put_rows(array, unique, round_rows(values, unique, step, array.dtype, salt))
-
-    rows, new_state = optimizer.update(
-        at_runs(table), gradients, {name: at_runs(array) for name, array in state.items()}, step
-    )
-    new_table = put(table, rows, salt=0)
-    return new_table, {
-        name: put(array, new_state[name], salt)
-        for salt, (name, array) in enumerate(sorted(state.items()), start=1)
-    }
-
-
-def _sum_runs(
-    lookups: Lookups, runs: Runs, gradients: Float[Array, "bags dim"], bound: float | None
-) -> Float[Array, "lookups dim"]:
-    """Return the sum of the gradients of each run, each element clipped to the bound."""
-    if gradients.shape[0] == 0:  # a batch without samples, which has padding only
-        return jnp.zeros((runs.order.size, gradients.shape[1]), jnp.float32)
-    bags = runs.order if lookups.bags is None else lookups.bags[runs.order]
-    scales = None if lookups.scales is None else lookups.scales[runs.order]
-
-    def load(terms: tuple[Array, Array | None]) -> Array:
-        bag, scale = terms
-        values = gradients[bag].astype(jnp.float32)
-        if bound is not None:
-            values = jnp.clip(values, -bound, bound)
-        return values if scale is None else values * scale[:, None].astype(jnp.float32)
-
-    return sum_stretches(load, (bags, scales), runs.segments, bags.size, gradients.shape[1])
-
-
-def _put_rows(array: TableArray, rows: Int32[Array, " n"], values: Array) -> TableArray:
-    """Set ascending rows in place, each element rounded to nearest; see `_put_stored`."""
-    if isinstance(array, PackedRows):
-        return array.with_stored(_put_stored(array.stored, rows, array.row_format.pack(values)))
-    return _put_stored(array, rows, values.astype(array.dtype))
-
-
-def _put_stored(array: Array, rows: Int32[Array, " n"], values: Array) -> Array:
-    """Set ascending rows in place, those past the end left out."""
-
-    def scatter(array: Array, values: Array) -> Array:
-        # Rows of the table occur once. Said to be unique, 16-bit ones are stored on GPUs without
-        # loops of compare-and-swap.
-        return array.at[rows].set(values, mode="drop", indices_are_sorted=True, unique_indices=True)
-
-    def scatter_bits(array: Array) -> Array:
-        bits = jax.lax.bitcast_convert_type
-        new = scatter(bits(array, jnp.uint16), bits(values, jnp.uint16))
-        return bits(new, array.dtype)
-
-    if not jnp.issubdtype(array.dtype, jnp.floating) or array.dtype.itemsize == 4:
-        return scatter(array, values)
-    # On CPUs XLA scatters 16-bit floats through a float32 copy of the whole table, and in a loop it
-    # makes one for each row.
-    return jax.lax.platform_dependent(
-        array, cpu=scatter_bits, default=lambda array: scatter(array, values)
-    )
-
-
-def norm_factors(
-    squares: Float[Array, " n"],
-    rows: Int32[Array, " n"],
-    bound: float,
-    table_starts: tuple[int, ...],
-    num_rows: int,
-) -> Float[Array, " n"]:
-    """Return the factors of rows' gradients that make each table's norm at most ``bound``.
+def check_vectors(vectors: Array, gradient: Array | None = None) -> tuple[int, int, int]:
+    """Return the number of samples, of vectors of each, and of columns.
 
     Args:
-        squares: The sum of the squares of each row's gradient.
-        rows: The rows, each once, ascending; one past the table counts for nothing.
-        bound: `RowOptimizer.clip_norm`.
-        table_starts: First row of each table.
-        num_rows: End of the last table.
+        vectors: ``[batch, n, dim]``.
+        gradient: The gradients of their products, ``[batch, n * (n - 1) / 2]``, if there are any.
+
+    Raises:
+        ValueError: An array has another shape.
     """
-    squares = jnp.where(rows < num_rows, squares, 0)
-    starts = jnp.asarray(table_starts[1:], jnp.int32)
-    table = jnp.searchsorted(starts, rows, side="right", method="scan_unrolled")
-    norms = root(sum_by_table(squares, table, len(table_starts)))
-    return jnp.minimum(1, bound / (norms + 1e-6))[table]
+    if vectors.ndim != 3:
+        raise ValueError(
+            f"the vectors whose pairs are multiplied are [batch, n, dim]; got {vectors.shape}"
+        )
+    batch, n, dim = vectors.shape
+    pairs = n * (n - 1) // 2
+    if gradient is not None and gradient.shape != (batch, pairs):
+        raise ValueError(
+            f"{batch} samples of {n} vectors have gradients of their pairs [{batch}, {pairs}]; "
+            f"got {gradient.shape}"
+        )
+    return batch, n, dim
+
+
+@functools.cache
+def _positions_of_pairs(n: int) -> Int[np.ndarray, " pairs"]:
+    """Return the position of each pair in the flattened ``[n, n]`` matrix."""
+    first, second = np.triu_indices(n, 1)
+    return (first * n + second).astype(np.int32)
+
+
+@functools.cache
+def _pairs_of_positions(n: int) -> Int[np.ndarray, " positions"]:
+    """Return the pair at each position of the flattened matrix; the number of pairs where none."""
+    pairs = np.full((n, n), n * (n - 1) // 2, np.int32)
+    first, second = np.triu_indices(n, 1)
+    pairs[first, second] = pairs[second, first] = np.arange(first.size)
+    return pairs.reshape(-1)
+
+
+def _sum_features(bag_lengths: Int32[Array, " bags"], layout: BagLayout) -> Int32[Array, " f"]:
+    """Return the sum of each feature's lengths.
+
+    A sum by segment would be a scatter, in which the threads of a GPU add to a few numbers in turn.
+    """
+    if len(set(layout.strides)) == 1:
+        return jnp.sum(bag_lengths.reshape(layout.num_features, -1), axis=1, dtype=jnp.int32)
+    # The sum up to a feature's end, less the sum up to its start. Both may wrap around.
+    sums = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(bag_lengths, dtype=jnp.int32)])
+    ends = sums[np.cumsum(layout.strides)]
+    return jnp.diff(ends, prepend=0)
+
+
+def _repeat(counts: RowIndices, size: int) -> Callable[[Array], Array]:
+    """Return a function that repeats each of ``n`` values as often as counted, ``size`` in all.
+
+    It is `jax.numpy.repeat` without its comparisons of positions, which are in bounds.
+    """
+    starts = jnp.cumsum(counts) - counts
+    starting = jnp.zeros(size, jnp.int32).at[starts].add(1, mode="drop")
+    value = jnp.cumsum(starting) - 1
+    return lambda values: values.at[value].get(
+        mode="promise_in_bounds", wrap_negative_indices=False
+    )
+
+
+def _insert(array: Array | np.ndarray, positions: np.ndarray, values: Any) -> Array:
+    """Insert ``values`` before ``positions`` (static) of ``array``, as `numpy.insert` does."""
+    # jnp.insert computes the order on the device, and XLA takes seconds to fold it.
+    order = np.insert(np.arange(len(array)), positions, len(array) + np.arange(len(positions)))
+    array = jnp.asarray(array)
+    values = jnp.broadcast_to(jnp.asarray(values, array.dtype), positions.shape)
+    return jnp.concatenate([array, values])[order]
+
+
+def _output_rows(layout: BagLayout) -> np.ndarray:
+    """Return the output row of each bag, bags in feature order."""
+    rows = np.arange(layout.num_bags)
+    if layout.is_interleaved:
+        return rows.reshape(-1, layout.num_features).T.ravel()
+    return rows

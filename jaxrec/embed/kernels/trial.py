@@ -1,39 +1,27 @@
-"""Kernels are tried on the card at hand before they run by default.
+"""Forms of calls, and the trial of a kernel on one.
 
 The tests interpret and compile the kernels for GPUs without a card. What a card computes is tried
 on the card itself, the first time that a form of a call is needed: a primitive with its types,
 width and optimizer. The kernel runs twice on small data. Both results must be the same bits and
 agree with the reference. Where they do not, the reference runs the form, and a warning says why.
 
-Forms that passed are kept in the user's cache directory, for each card, driver, version of JAX and
-text of the kernels; JAXREC_CACHE_DIR names another directory. Forms that failed are tried again by
-the next process: the card may have had no memory left.
+A new primitive is described here: by `Form.of` and `size_of`, and by an example.
 """
 
 from __future__ import annotations
 
-import concurrent.futures
-import contextvars
 import dataclasses
-import functools
-import hashlib
-import importlib.metadata
 import itertools
-import json
-import os
-import pathlib
-import tempfile
-import threading
 import warnings
-from collections.abc import Mapping
-from types import ModuleType
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxrec.embed.formats import PackedRows, RowFormat, is_packed
+from jaxrec.embed.kernels import reference
 from jaxrec.embed.kernels.base import BagLayout, Lookups
 from jaxrec.optim.base import RowOptimizer
 from jaxrec.optim.hyperparameters import with_numbers
@@ -42,6 +30,11 @@ NUM_ROWS = 50
 BAGS_EACH = 1100  # of each feature of the batch that lookups are tried on: two blocks of bags
 NUM_BAGS = 64  # of the batch that updates are tried on
 NUM_LOOKUPS = 20_000  # nine tenths of one row, so that parts of its run are summed in blocks
+
+
+Arguments: TypeAlias = dict[str, Any]
+Example: TypeAlias = tuple[Arguments, Arguments]
+"""Arguments of a call by name: trees of NumPy arrays, and static values."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,70 +109,100 @@ class Form:
             return True
         return _is_of_jaxrec(self.optimizer) and " at 0x" not in str(self)
 
-    def examples(self) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-        """Return arguments of small calls: trees of NumPy arrays, and static values.
+    def examples(self) -> list[Example]:
+        """Return small calls.
 
         A lookup of bags is tried with bags of three lengths, for which kernels have other tiles.
-        Other primitives have one example.
         """
-        if self.primitive != "pooled_lookup":
-            return [self._example(0)]
-        return [self._example(shortest) for shortest in (0, 10, 40)]
+        shortest = (0, 10, 40) if self.primitive == "pooled_lookup" else (0,)
+        return [_EXAMPLES[self.primitive](self, np.random.default_rng(0), n) for n in shortest]
 
-    def _example(self, shortest: int) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return one example. Bags have ``shortest`` to ``shortest + 6`` ids; one has 0, one 300.
 
-        Sums are of whole numbers, so that they are exact in whatever order they are taken. Packed
-        rows hold no whole numbers, but numbers of one sign, whose sums differ in the last bits.
-        """
-        rng = np.random.default_rng(0)
-        arrays: dict[str, Any]
+def size_of(primitive: str, arguments: Mapping[str, Any]) -> tuple[int, int]:
+    """Return the numbers of lookups and of bags of a call, given its arguments by name."""
+    match primitive:
+        case "pooled_lookup":
+            return arguments["layout"].num_positions, arguments["layout"].num_bags
+        case "row_lookup":
+            return (arguments["rows"].size,) * 2
+        case _:
+            return arguments["lookups"].rows.size, arguments["gradients"].shape[0]
 
-        def whole(*shape: int) -> np.ndarray:
-            return rng.integers(-4, 5, shape).astype(self.dtype)
 
-        def table() -> Any:
-            if self.row_format is None:
-                return whole(NUM_ROWS, self.dim)
-            rows = jnp.asarray(rng.integers(0, 9, (NUM_ROWS, self.dim)), jnp.float32)
-            packed = PackedRows(self.row_format.pack(rows), self.row_format, self.dim)
-            return jax.tree.map(np.asarray, packed)
+# The examples. Sums are of whole numbers, so that they are exact in whatever order they are taken.
+# Packed rows hold no whole numbers, but numbers of one sign, whose sums differ in the last bits.
 
-        if self.primitive == "row_lookup":
-            rows = rng.integers(-1, NUM_ROWS + 2, 100).astype(np.int32)
-            return {"table": table(), "rows": rows}, {}
-        if self.primitive in ("pooled_lookup", "flatten_bags"):
-            each = BAGS_EACH
-            lengths = shortest + rng.integers(0, 7, 2 * each).astype(np.int32)
-            lengths[[3, each + 10]] = 0, 300
-            capacities = int(lengths[:each].sum()) + 5, int(lengths[each:].sum()) + 5
-            ids = rng.integers(0, NUM_ROWS // 2, sum(capacities)).astype(np.int32)
-            ids[10] = NUM_ROWS
-            weights = np.float32(2.0) ** rng.integers(-2, 3, ids.size)
-            arrays = {"ids": ids, "lengths": lengths, "weights": weights if self.weighted else None}
-            half = NUM_ROWS // 2
-            layout = BagLayout(
-                (0, capacities[0]), capacities, (0, each), (each, each), (0, half), (half, half),
-                (False, self.primitive == "pooled_lookup" or self.averaged),
-            )  # fmt: skip
-            if self.primitive == "flatten_bags":
-                return arrays, {"layout": layout, "num_rows": NUM_ROWS}
-            return arrays | {"table": table()}, {"layout": layout, "dtype": self.other_dtype}
-        rows = np.where(
-            rng.random(NUM_LOOKUPS) < 0.9, 3, rng.integers(-1, NUM_ROWS + 2, NUM_LOOKUPS)
-        )
-        bags: Any = rng.integers(0, NUM_BAGS, NUM_LOOKUPS).astype(np.int32)
-        scales: Any = np.float32(2.0) ** rng.integers(-1, 2, NUM_LOOKUPS)
-        gradients = rng.integers(-4, 5, (NUM_BAGS, self.dim))
-        lookups = Lookups(jnp.asarray(rows, jnp.int32), bags, scales if self.weighted else None)
-        if self.primitive == "sum_rows":
-            arrays = {"lookups": lookups, "gradients": gradients.astype(self.dtype)}
-            return arrays, {"num_rows": NUM_ROWS, "bound": 2.0 if self.bounded else None}
-        assert self.optimizer is not None
-        state = jax.tree.map(np.asarray, self.optimizer.init(NUM_ROWS, self.dim))
-        arrays = {"table": table(), "state": state, "lookups": lookups}
-        arrays |= {"gradients": gradients.astype(self.other_dtype), "step": np.int32(3)}
-        return arrays, {"optimizer": self.optimizer, "table_starts": (0, NUM_ROWS // 2)}
+
+def _table(form: Form, rng: np.random.Generator) -> Any:
+    if form.row_format is None:
+        return rng.integers(-4, 5, (NUM_ROWS, form.dim)).astype(form.dtype)
+    rows = jnp.asarray(rng.integers(0, 9, (NUM_ROWS, form.dim)), jnp.float32)
+    packed = PackedRows(form.row_format.pack(rows), form.row_format, form.dim)
+    return jax.tree.map(np.asarray, packed)
+
+
+def _row_lookup(form: Form, rng: np.random.Generator, _: int) -> Example:
+    rows = rng.integers(-1, NUM_ROWS + 2, 100).astype(np.int32)
+    return {"table": _table(form, rng), "rows": rows}, {}
+
+
+def _batch(
+    form: Form, rng: np.random.Generator, shortest: int, *, is_averaged: bool
+) -> tuple[Arguments, BagLayout]:
+    """Return bags of ``shortest`` to ``shortest + 6`` ids, of which one has 0 and one 300."""
+    each, half = BAGS_EACH, NUM_ROWS // 2
+    lengths = shortest + rng.integers(0, 7, 2 * each).astype(np.int32)
+    lengths[[3, each + 10]] = 0, 300
+    capacities = int(lengths[:each].sum()) + 5, int(lengths[each:].sum()) + 5
+    ids = rng.integers(0, half, sum(capacities)).astype(np.int32)
+    ids[10] = NUM_ROWS
+    weights = np.float32(2.0) ** rng.integers(-2, 3, ids.size)
+    layout = BagLayout(
+        (0, capacities[0]), capacities, (0, each), (each, each), (0, half), (half, half),
+        (False, is_averaged),
+    )  # fmt: skip
+    return {"ids": ids, "lengths": lengths, "weights": weights if form.weighted else None}, layout
+
+
+def _flatten_bags(form: Form, rng: np.random.Generator, shortest: int) -> Example:
+    arrays, layout = _batch(form, rng, shortest, is_averaged=form.averaged)
+    return arrays, {"layout": layout, "num_rows": NUM_ROWS}
+
+
+def _pooled_lookup(form: Form, rng: np.random.Generator, shortest: int) -> Example:
+    arrays, layout = _batch(form, rng, shortest, is_averaged=True)
+    return {**arrays, "table": _table(form, rng)}, {"layout": layout, "dtype": form.other_dtype}
+
+
+def _gradients(form: Form, rng: np.random.Generator, dtype: str) -> Arguments:
+    rows = np.where(rng.random(NUM_LOOKUPS) < 0.9, 3, rng.integers(-1, NUM_ROWS + 2, NUM_LOOKUPS))
+    bags: Any = rng.integers(0, NUM_BAGS, NUM_LOOKUPS).astype(np.int32)
+    scales: Any = np.float32(2.0) ** rng.integers(-1, 2, NUM_LOOKUPS)
+    gradients = rng.integers(-4, 5, (NUM_BAGS, form.dim)).astype(dtype)
+    lookups = Lookups(jnp.asarray(rows, jnp.int32), bags, scales if form.weighted else None)
+    return {"lookups": lookups, "gradients": gradients}
+
+
+def _sum_rows(form: Form, rng: np.random.Generator, _: int) -> Example:
+    bound = 2.0 if form.bounded else None
+    return _gradients(form, rng, form.dtype), {"num_rows": NUM_ROWS, "bound": bound}
+
+
+def _fused_update(form: Form, rng: np.random.Generator, _: int) -> Example:
+    assert form.optimizer is not None
+    arrays = _gradients(form, rng, form.other_dtype) | {"table": _table(form, rng)}
+    state = jax.tree.map(np.asarray, form.optimizer.init(NUM_ROWS, form.dim))
+    static = {"optimizer": form.optimizer, "table_starts": (0, NUM_ROWS // 2)}
+    return {**arrays, "state": state, "step": np.int32(3)}, static
+
+
+_EXAMPLES: dict[str, Callable[[Form, np.random.Generator, int], Example]] = {
+    "row_lookup": _row_lookup,
+    "flatten_bags": _flatten_bags,
+    "pooled_lookup": _pooled_lookup,
+    "sum_rows": _sum_rows,
+    "fused_update": _fused_update,
+}
 
 
 def _is_of_jaxrec(optimizer: RowOptimizer) -> bool:
@@ -193,31 +216,24 @@ def _is_defined_in_jaxrec(value: Any) -> bool:
     return type(value).__module__.startswith("jaxrec.")
 
 
-def compare(form: Form, kernels: ModuleType, reference: ModuleType) -> str | None:
-    """Run a form's examples by both modules; return what is wrong with the first, None: nothing."""
-    problems = (_compare_by(*each, form, kernels, reference) for each in form.examples())
+def compare(form: Form, kernel: Callable[..., Any]) -> str | None:
+    """Run a form's examples by a kernel; return what is wrong with the first, None: nothing."""
+    problems = (_compare(*example, form.primitive, kernel) for example in form.examples())
     return next((problem for problem in problems if problem is not None), None)
 
 
-def _compare_by(
-    arrays: dict[str, Any],
-    static: dict[str, Any],
-    form: Form,
-    kernels: ModuleType,
-    reference: ModuleType,
+def _compare(
+    arrays: Arguments, static: Arguments, primitive: str, kernel: Callable[..., Any]
 ) -> str | None:
-    """Run one example by both modules; see `compare`."""
-
-    def run(module: ModuleType) -> list[np.ndarray]:
-        function = functools.partial(getattr(module, form.primitive), **static)
-        results = jax.jit(lambda arrays: function(**arrays))(arrays)
+    def run(function: Callable[..., Any]) -> list[np.ndarray]:
+        results = jax.jit(lambda arrays: function(**arrays, **static))(arrays)
         return [np.asarray(result) for result in jax.tree.leaves(results)]
 
     try:
-        expected = run(reference)
+        expected = run(getattr(reference, primitive))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # JAX warns that Pallas' Triton backend is deprecated.
-            first, second = run(kernels), run(kernels)
+            first, second = run(kernel), run(kernel)
     except Exception as error:
         return f"it fails: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
     for wanted, found, again in zip(expected, first, second, strict=True):
@@ -243,127 +259,3 @@ def cards() -> list[Any]:
         return jax.local_devices(backend="cuda")
     except RuntimeError:
         return []
-
-
-class Trials:
-    """The results of the trials of one implementation on one kind of card.
-
-    Args:
-        name: Name of the implementation.
-        kernels: Its module.
-        reference: The module that it is compared with.
-        card: The device.
-        directory: Where the forms that passed are kept.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        kernels: ModuleType,
-        reference: ModuleType,
-        card: Any,
-        directory: pathlib.Path,
-    ):
-        self.name, self.kernels, self.reference, self.card = name, kernels, reference, card
-        environment = {"card": card.device_kind, **versions(card)}
-        digest = hashlib.sha256(json.dumps([name, environment]).encode()).hexdigest()[:16]
-        self.path = directory / f"trials-{digest}.json"
-        self.environment = environment
-        self._results: dict[Form, str | None] = {}
-        self._lock = threading.Lock()
-
-    def failure(self, form: Form) -> str | None:
-        """Return what is wrong with a form; None: nothing. Warns of it once.
-
-        The first call for a form tries it, unless it passed in an earlier process.
-        """
-        with self._lock:
-            if form not in self._results:
-                self._results[form] = result = self._find(form)
-                if result is not None:
-                    warnings.warn(
-                        f"jaxrec computes {form} by XLA on this {self.card.device_kind}, more "
-                        f"slowly: its {self.name} kernel did not pass the trial, since {result}. "
-                        "Please report this with the output of `jaxrec doctor`; "
-                        "JAXREC_KERNELS=reference chooses XLA without this warning",
-                        RuntimeWarning,
-                        stacklevel=2,
-                    )
-            return self._results[form]
-
-    def _find(self, form: Form) -> str | None:
-        passed = read_passed(self.path)
-        if form.is_lasting and str(form) in passed:
-            return None
-        # In a thread and a context of its own, apart from the trace, mesh and settings of the call.
-        with concurrent.futures.ThreadPoolExecutor(1) as pool:
-            result = pool.submit(contextvars.Context().run, self._try, form).result()
-        if form.is_lasting and result is None:
-            passed = sorted({*passed, str(form)})
-            # Where that is not possible, the next process tries the form again.
-            write_json(self.path, {"environment": self.environment, "passed": passed})
-        return result
-
-    def _try(self, form: Form) -> str | None:
-        with jax.default_device(self.card):
-            return compare(form, self.kernels, self.reference)
-
-
-def read_passed(path: pathlib.Path) -> list[str]:
-    """Return the forms that a file keeps; none where it is missing or damaged."""
-    try:
-        passed = json.loads(path.read_text())["passed"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return []
-    is_sound = isinstance(passed, list) and all(isinstance(form, str) for form in passed)
-    return passed if is_sound else []
-
-
-def versions(device: Any) -> dict[str, str]:
-    """Return the driver of a device, and the versions of JAX, jaxrec and the kernels' text."""
-    return {
-        "platform": device.client.platform_version,
-        "jax": jax.__version__,
-        "jaxrec": _version(),
-        "kernels": _text_digest(),
-    }
-
-
-def write_json(path: pathlib.Path, content: dict[str, Any]) -> bool:
-    """Write a file, and return whether that was possible; several processes may do so at once."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-            json.dump(content, file, indent=1)
-        os.replace(file.name, path)
-    except OSError:
-        return False
-    return True
-
-
-def cache_directory() -> pathlib.Path:
-    """Return where the forms that passed, and the choices of `jaxrec tune`, are kept."""
-    if named := os.environ.get("JAXREC_CACHE_DIR"):
-        return pathlib.Path(named)
-    import platformdirs  # An import of jaxrec.embed does not need it.
-
-    return platformdirs.user_cache_path("jaxrec")
-
-
-def _version() -> str:
-    # A checkout on the path is not installed. Of a damaged installation the version is None, and
-    # for Python 3.14 and later an error.
-    try:
-        version: str | None = importlib.metadata.version("jaxrec")
-    except (importlib.metadata.PackageNotFoundError, KeyError):
-        version = None
-    return version or "not installed"
-
-
-@functools.cache
-def _text_digest() -> str:
-    """Return a digest of the kernels' text, so that a changed kernel is tried again."""
-    digest = hashlib.sha256()
-    for path in sorted(pathlib.Path(__file__).parent.rglob("*.py")):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()

@@ -24,7 +24,7 @@ from jaxtyping import Array, Float
 
 from jaxrec.embed.formats import TableArray
 from jaxrec.embed.kernels import BagLayout
-from jaxrec.embed.kernels.reference import update_unique
+from jaxrec.embed.kernels.updates import update_unique
 from jaxrec.embed.row_gradients import RowGradients
 from jaxrec.mesh.channel import Channel
 from jaxrec.mesh.exchange.clipping import clip_tables

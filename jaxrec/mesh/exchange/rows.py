@@ -25,8 +25,8 @@ from jaxtyping import Array, Bool, Float, Int32
 from jaxrec.embed import kernels
 from jaxrec.embed.formats import TableArray
 from jaxrec.embed.kernels import BagLayout, Lookups
-from jaxrec.embed.kernels.reference import update_unique
 from jaxrec.embed.kernels.stretches import sum_stretches
+from jaxrec.embed.kernels.updates import update_unique
 from jaxrec.embed.lookup import pool
 from jaxrec.embed.row_gradients import RowGradients
 from jaxrec.mesh.channel import Channel, ListLengths, run_if

@@ -9,7 +9,7 @@ from typing import ClassVar
 import numpy as np
 
 from jaxrec.embed.formats import RowFormat
-from jaxrec.embed.formats.plain import PlainRows
+from jaxrec.embed.formats.floats import PlainRows
 from jaxrec.embed.state import state_bytes
 from jaxrec.mesh.exchange import Exchange
 from jaxrec.mesh.precision import Precision, encoded_bytes

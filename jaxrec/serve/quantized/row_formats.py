@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from jaxrec.embed.config import TableConfig
 from jaxrec.embed.formats import FORMATS, RowFormat
-from jaxrec.embed.formats.fused8 import Fused8Rows
+from jaxrec.embed.formats.integers import Fused8Rows
 
 ROW_FORMATS: Mapping[str, RowFormat] = {**FORMATS, Fused8Rows().name: Fused8Rows()}
 """The formats of rows outside of tables, by name."""

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from jax import Array
 
-from jaxrec.embed.kernels import BagLayout, dispatch, use_kernels
+from jaxrec.embed.kernels import BagLayout, registry, use_kernels
 from jaxrec.embed.kernels.triton.tile import Tile
 
 
@@ -97,14 +97,14 @@ def triton_kernels() -> Iterator[None]:
         dataclasses.replace(each, platforms=(*each.platforms, "cpu"))
         if each.name == "triton"
         else each
-        for each in dispatch.IMPLEMENTATIONS
+        for each in registry.IMPLEMENTATIONS
     )
 
     def interpreted(*arguments: Any, interpret: bool, **options: Any) -> Any:
         return launch(*arguments, interpret=True, **options)
 
     with pytest.MonkeyPatch.context() as patch, use_kernels("triton", "reference"):
-        patch.setattr(dispatch, "IMPLEMENTATIONS", on_cpus)
+        patch.setattr(registry, "IMPLEMENTATIONS", on_cpus)
         patch.setattr(Tile, "launch", interpreted)
         yield
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxrec.embed import kernels
-from jaxrec.embed.kernels.pairs import check_vectors
+from jaxrec.embed.kernels.reference import check_vectors
 from tests.embed.kernels import oracle
 
 pytestmark = pytest.mark.jax_version

@@ -9,17 +9,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import triton as pltriton
-from jaxtyping import Array, DTypeLike, Float, Int32
+from jaxtyping import DTypeLike
 
 from jaxrec.embed.kernels import reference
-from jaxrec.embed.kernels.base import BAD_ROW, BagLayout, Lookups
+from jaxrec.embed.kernels.base import BAD_ROW, BagLayout, Ids, Lengths, Lookups, Weights
 from jaxrec.embed.kernels.triton.extents import Blocks, bag_extents, bag_rows, starts_of
 
 
 def flatten_bags(
-    ids: Int32[Array, " ids"],
-    lengths: Int32[Array, " all_bags"],
-    weights: Float[Array, " ids"] | None,
+    ids: Ids,
+    lengths: Lengths,
+    weights: Weights,
     layout: BagLayout,
     num_rows: int,
     *,
@@ -50,7 +50,7 @@ def flatten_bags(
     return Lookups(*blocks.launch(kernel, inputs, outputs, interpret=interpret))
 
 
-def _scale_dtype(weights: Float[Array, " ids"] | None, layout: BagLayout) -> DTypeLike | None:
+def _scale_dtype(weights: Weights, layout: BagLayout) -> DTypeLike | None:
     """Return the type of the factors of lookups; None: all are 1."""
     if weights is None:
         return jnp.float32 if any(layout.means) else None

@@ -8,27 +8,26 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import triton as pltriton
-from jaxtyping import Array, DTypeLike, Float, Int32
+from jaxtyping import Array, DTypeLike, Float
 
-from jaxrec.embed.formats import TableArray
-from jaxrec.embed.kernels.base import BagLayout
+from jaxrec.embed.kernels.base import BagLayout, BagRows, Ids, Lengths, RowIndices, Table, Weights
 from jaxrec.embed.kernels.triton.extents import bag_extents, bag_rows, segment_of
 from jaxrec.embed.kernels.triton.readers import Reader, reader_of
 from jaxrec.embed.kernels.triton.tile import ELEMENTS, Found, Tile, cdiv
 
 
 def pooled_lookup(
-    table: Float[TableArray, "rows dim"],
-    ids: Int32[Array, " ids"],
-    lengths: Int32[Array, " all_bags"],
-    weights: Float[Array, " ids"] | None,
+    table: Table,
+    ids: Ids,
+    lengths: Lengths,
+    weights: Weights,
     layout: BagLayout,
     dtype: DTypeLike,
     *,
     elements: int | None = None,
     warps: int | None = None,
     interpret: bool = False,
-) -> Float[Array, "bags dim"]:
+) -> BagRows:
     """Return the sum or mean of each bag's rows; see `jaxrec.embed.kernels.reference`.
 
     Args:
@@ -48,8 +47,8 @@ def pooled_lookup(
 
 
 def row_lookup(
-    table: Float[TableArray, "rows dim"],
-    rows: Int32[Array, " n"],
+    table: Table,
+    rows: RowIndices,
     *,
     elements: int = ELEMENTS,
     warps: int | None = None,

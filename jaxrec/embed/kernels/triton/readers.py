@@ -18,10 +18,8 @@ from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Bool, Float, Int32
 
 from jaxrec.embed.formats import PackedRows, RowFormat, TableArray
-from jaxrec.embed.formats.float8 import Float8Rows
-from jaxrec.embed.formats.fused8 import Fused8Rows
-from jaxrec.embed.formats.integers import HEADER_BYTES, IntegerRows
-from jaxrec.embed.formats.scaled_float8 import ScaledFloat8Rows
+from jaxrec.embed.formats.floats import Float8Rows, ScaledFloat8Rows
+from jaxrec.embed.formats.integers import HEADER_BYTES, Fused8Rows, IntegerRows
 from jaxrec.embed.kernels.triton.tile import ELEMENTS, Tile
 
 Terms: TypeAlias = tuple[Array, ...]

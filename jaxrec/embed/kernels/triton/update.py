@@ -12,13 +12,13 @@ from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, DTypeLike, Float
 
 from jaxrec.embed.formats import is_packed
-from jaxrec.embed.kernels import reference
-from jaxrec.embed.kernels.base import Lookups
-from jaxrec.embed.kernels.rounding import round_rows
+from jaxrec.embed.formats.rounding import round_rows
+from jaxrec.embed.kernels.base import BagRows, Lookups
 from jaxrec.embed.kernels.triton.readers import refuse_packed
 from jaxrec.embed.kernels.triton.runs import Runs
 from jaxrec.embed.kernels.triton.sorted_lookups import SortedLookups
 from jaxrec.embed.kernels.triton.tile import RUN_ELEMENTS, Tile
+from jaxrec.embed.kernels.updates import norm_factors
 from jaxrec.optim.base import RowOptimizer
 from jaxrec.optim.hyperparameters import Step, numbers_of_step, resolve, with_numbers
 from jaxrec.optim.norm import cut_rows
@@ -46,7 +46,7 @@ def fused_update(
     table: Float[Array, "rows dim"],
     state: dict[str, Array],
     lookups: Lookups,
-    gradients: Float[Array, "bags dim"],
+    gradients: BagRows,
     optimizer: RowOptimizer,
     step: Step,
     table_starts: tuple[int, ...] = (0,),
@@ -81,7 +81,7 @@ def fused_update(
         output = jax.ShapeDtypeStruct((size,), jnp.float32)
         squares = launch(kernel, (runs, by_row, sums), output, size)
         rows, clip_norm = runs.rows[:size], optimizer.clip_norm
-        factors = reference.norm_factors(squares, rows, clip_norm, table_starts, num_rows)
+        factors = norm_factors(squares, rows, clip_norm, table_starts, num_rows)
 
     set_now, step = resolve(optimizer, step)
     numbers = (jnp.stack(numbers_of_step(set_now, step)), jnp.reshape(step, 1))
@@ -93,7 +93,7 @@ def fused_update(
 
 def sum_rows(
     lookups: Lookups,
-    gradients: Float[Array, "bags dim"],
+    gradients: BagRows,
     num_rows: int,
     bound: float | None = None,
     *,

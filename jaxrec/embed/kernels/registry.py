@@ -1,10 +1,28 @@
-"""Primitives, and the choice of the implementation that runs a call of one.
+"""The registry of implementations, and the choice of the one that runs a call.
 
-Each implementation says which calls it takes. The first that takes a call runs it, chosen for each
-platform that the program may be lowered for. `use_kernels` or the environment variable
-JAXREC_KERNELS name others, and `describe` tells which one was chosen and why. Kernels for GPUs that
-were chosen by default are checked on the card before their first use; see
-`jaxrec.embed.kernels.trial`.
+`IMPLEMENTATIONS` lists them in order of preference. The first that takes a call runs it, chosen for
+each platform that the program may be lowered for. Three things come before this order: names that
+the user gave (`use_kernels`, or the environment variable JAXREC_KERNELS), a choice of `jaxrec tune`
+for calls like this one, and a trial that a kernel for GPUs did not pass on the card at hand. The
+last two are answers of this machine (`jaxrec.embed.kernels.answers`). `describe` tells which
+implementation was chosen and why.
+
+**A new implementation** is a module or a folder beside this file, and a line in `IMPLEMENTATIONS`.
+The module has
+
+* a function for each primitive that it implements, with the name and the arguments of the function
+  in `jaxrec.embed.kernels.reference`; hints may be missing;
+* ``refuse(primitive, arguments) -> str | None``, the reason why it does not take a call, in words
+  that `jaxrec doctor` prints;
+* ``OPTIONS``, if it has any: by primitive, keyword arguments that change the speed alone, with the
+  values that `jaxrec tune` tries.
+
+It uses `base`, `reference` and `updates`, and knows nothing of the registry, which imports it by
+its name when it is first asked: Pallas takes long to import, and most processes have no GPU. A
+contract in pyproject.toml, which names it too, holds that no import runs back.
+
+**A new primitive** is a function in `reference`, a line in `jaxrec/embed/kernels/__init__.py` and,
+where implementations are tried or timed, its forms and an example in `trial`.
 """
 
 from __future__ import annotations
@@ -23,8 +41,8 @@ from typing import Any, Generic, ParamSpec, TypeVar
 import jax
 
 from jaxrec.embed.kernels import trial
-from jaxrec.embed.kernels.trial import Form, Trials
-from jaxrec.embed.kernels.tuning import TunedCall, kept_for
+from jaxrec.embed.kernels.answers import Trials, TunedCall, kept_for
+from jaxrec.embed.kernels.trial import Form
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -37,12 +55,6 @@ PRIMITIVES: dict[str, Primitive] = {}
 @dataclasses.dataclass(frozen=True)
 class Implementation:
     """Some of the primitives, as functions of a module.
-
-    The module has a function for each primitive that it implements, with the name and the arguments
-    of the function in `jaxrec.embed.kernels.reference`, hints aside; and a function
-    ``refuse(primitive, arguments) -> str | None``, the reason why it does not take a call. It may
-    have ``OPTIONS``: by primitive, keyword arguments that change the speed alone, with the values
-    that `jaxrec tune` tries.
 
     Attributes:
         name: Name in `use_kernels`; also the module's.
@@ -81,6 +93,12 @@ class Implementation:
         failure = trials.failure(Form.of(primitive, arguments))
         return None if failure is None else f"on this {trials.card.device_kind} {failure}"
 
+    def follows(self, call: TunedCall, primitive: str, arguments: Mapping[str, Any]) -> bool:
+        """Return whether a choice of `jaxrec tune` for this implementation still holds here."""
+        values = self.options(primitive)
+        is_known = all(value in values.get(name, ()) for name, value in call.options.items())
+        return is_known and self.refuse(primitive, arguments, is_named=False) is None
+
 
 IMPLEMENTATIONS = (
     Implementation("cpu", ("cpu",)),
@@ -92,10 +110,8 @@ IMPLEMENTATIONS = (
 @functools.cache
 def _trials(implementation: Implementation) -> Trials | None:
     """Return the trials of an implementation on this process's card; None: there is no card."""
-    if not (cards := trial.cards()):
-        return None
-    module, reference = implementation.module, IMPLEMENTATIONS[-1].module
-    return Trials(implementation.name, module, reference, cards[0], trial.cache_directory())
+    cards = trial.cards()
+    return Trials(implementation.name, implementation.module, cards[0]) if cards else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -273,7 +289,7 @@ def describe(primitive: str, *args: Any, **kwargs: Any) -> Choice:
 @functools.cache
 def _warn_if_missing() -> None:
     """Warn once that a CPU computes without the native library."""
-    reason = importlib.import_module("jaxrec.embed.kernels.cpu").missing()
+    reason = _find(["cpu"])[0].module.missing()
     if reason is not None and jax.default_backend() == "cpu":
         warnings.warn(
             f"lookups and updates of tables run in XLA, up to twenty times slower: {reason}. "
@@ -323,22 +339,14 @@ def _tuned(primitive: str, arguments: Mapping[str, Any]) -> dict[str, TunedCall]
     """Return the choices of `jaxrec tune` for a call that can be followed, by platform."""
     calls = {}
     for platform in TUNED_PLATFORMS:
-        tuning = kept_for(platform)
-        call = None if tuning is None else tuning.find(primitive, arguments)
-        if call is not None and _can_follow(call, platform, primitive, arguments):
-            calls[platform] = call
+        answers = kept_for(platform)
+        if answers is None or (call := answers.find(primitive, arguments)) is None:
+            continue
+        for each in IMPLEMENTATIONS:
+            is_chosen = each.name == call.implementation and platform in each.platforms
+            if is_chosen and each.follows(call, primitive, arguments):
+                calls[platform] = call
     return calls
-
-
-def _can_follow(
-    call: TunedCall, platform: str, primitive: str, arguments: Mapping[str, Any]
-) -> bool:
-    for each in IMPLEMENTATIONS:
-        if each.name == call.implementation and platform in each.platforms:
-            values = each.options(primitive)
-            is_known = all(value in values.get(name, ()) for name, value in call.options.items())
-            return is_known and each.refuse(primitive, arguments, is_named=False) is None
-    return False
 
 
 def _named_implementations() -> tuple[Implementation, ...] | None:

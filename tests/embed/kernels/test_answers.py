@@ -1,4 +1,4 @@
-"""Choices that `jaxrec tune` keeps: read, left out, and followed."""
+"""Answers of this machine: choices that `jaxrec tune` keeps are read, left out, and followed."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ import pytest
 
 from jaxrec import optim
 from jaxrec.embed import kernels
-from jaxrec.embed.kernels import dispatch, reference, trial, triton, tuning
-from jaxrec.embed.kernels.trial import Form, compare
-from jaxrec.embed.kernels.tuning import SIZE_RATIO, TunedCall, Tuning, kept_for
+from jaxrec.embed.kernels import answers, reference, registry, triton
+from jaxrec.embed.kernels.answers import SIZE_RATIO, Answers, TunedCall, kept_for
+from jaxrec.embed.kernels.trial import Form, compare, size_of
 
 pytestmark = pytest.mark.jax_version
 
@@ -43,28 +43,28 @@ def widths(monkeypatch, tmp_path):
     module.row_lookup = functools.partial(made_up_lookup, _widths=seen)
     module.OPTIONS = {"row_lookup": {"width": (2, 3)}}
 
-    class MadeUp(dispatch.Implementation):
+    class MadeUp(registry.Implementation):
         @property
         def module(self):
             return module
 
-    implementations = (dispatch.IMPLEMENTATIONS[-1], MadeUp("made_up", ("cpu",)))
-    monkeypatch.setattr(dispatch, "IMPLEMENTATIONS", implementations)
+    implementations = (registry.IMPLEMENTATIONS[-1], MadeUp("made_up", ("cpu",)))
+    monkeypatch.setattr(registry, "IMPLEMENTATIONS", implementations)
     monkeypatch.setenv("JAXREC_CACHE_DIR", str(tmp_path))
     monkeypatch.delenv("JAXREC_KERNELS", raising=False)
-    for cache in (kept_for, dispatch._program):
+    for cache in (kept_for, registry._program):
         cache.cache_clear()
     yield seen
-    for cache in (kept_for, dispatch._program):
+    for cache in (kept_for, registry._program):
         cache.cache_clear()
 
 
-def empty() -> Tuning:
-    return Tuning.read(jax.devices("cpu")[0])
+def empty() -> Answers:
+    return Answers.read(jax.devices("cpu")[0])
 
 
-def keep(*calls: TunedCall) -> Tuning:
-    kept = functools.reduce(Tuning.with_call, calls, empty())
+def keep(*calls: TunedCall) -> Answers:
+    kept = functools.reduce(Answers.with_call, calls, empty())
     assert kept.write()
     kept_for.cache_clear()
     return kept
@@ -152,7 +152,8 @@ def test_processes_of_one_run_follow_no_choices(monkeypatch):
 
 
 def damaged(content: object) -> bytes:
-    return json.dumps({"environment": empty().environment, "calls": content}).encode()
+    kept = {"environment": empty().environment, "passed": {}, "calls": content}
+    return json.dumps(kept).encode()
 
 
 @pytest.mark.usefixtures("widths")
@@ -171,9 +172,11 @@ def damaged(content: object) -> bytes:
         (lambda: damaged([dataclasses.asdict(CALL) | {"lookups": "16"}]), "lookups of a choice is"),
         (lambda: damaged([dataclasses.asdict(CALL) | {"options": {"width": 0.5}}]), "options of a"),
         (lambda: b'{"environment": {"jax": "0.1"}, "calls": []}', "other versions"),
+        (lambda: damaged([]).replace(b"{}", b"3"), "AttributeError"),
+        (lambda: damaged([]).replace(b"{}", b'{"made_up": 3}'), "TypeError"),
     ],
     ids=["empty", "cut", "bytes", "list", "mapping", "deep", "number", "numbers", "few", "text",
-         "fraction", "foreign"],
+         "fraction", "foreign", "passed", "forms"],
 )  # fmt: skip
 def test_a_file_of_no_use_is_left_out_with_a_warning(make, reason):
     path = empty().path
@@ -186,6 +189,17 @@ def test_a_file_of_no_use_is_left_out_with_a_warning(make, reason):
     assert str(path) in empty().problem
     assert keep(CALL).problem is None
     assert choice_for().tuned == {"cpu": CALL}
+
+
+@pytest.mark.usefixtures("widths")
+def test_choices_and_trials_keep_each_other():
+    chosen, form = empty(), Form("row_lookup", "float32", 2)
+    assert empty().with_passed("made_up", form).write()
+    assert chosen.with_call(CALL).write()  # which was read before
+    assert empty().passed == {"made_up": (FORM,)}
+    assert empty().with_passed("triton", form).write()
+    assert empty().passed == {"made_up": (FORM,), "triton": (FORM,)}
+    assert empty().calls == (CALL,)
 
 
 @pytest.mark.usefixtures("widths")
@@ -204,11 +218,11 @@ def test_choices_of_another_version_are_not_followed(monkeypatch, version):
         case "jax":
             monkeypatch.setattr(jax, "__version__", "99.0")
         case "driver":
-            monkeypatch.setattr(tuning, "_library_digest", lambda: "missing")
+            monkeypatch.setattr(answers, "_library_digest", lambda: "missing")
         case "jaxrec":
-            monkeypatch.setattr(trial.importlib.metadata, "version", lambda name: "99.0")
+            monkeypatch.setattr(answers.importlib.metadata, "version", lambda name: "99.0")
         case "processor":
-            monkeypatch.setattr(tuning, "cores", lambda: 1000)
+            monkeypatch.setattr(answers, "cores", lambda: 1000)
     kept_for.cache_clear()
     assert choice_for().tuned == {}
     assert empty().problem is None
@@ -218,16 +232,16 @@ def test_choices_of_another_version_are_not_followed(monkeypatch, version):
 @pytest.mark.usefixtures("widths")
 def test_files_that_are_none_count_for_nothing(tmp_path):
     for name, text in {"a": "{", "b": "[]", "c": '{"environment": 3}', "d": "{}"}.items():
-        (tmp_path / f"tuning-{name}.json").write_text(text)
+        (tmp_path / f"answers-{name}.json").write_text(text)
     assert empty().of_other_versions() == 0
 
 
 def test_sizes():
     layout = kernels.BagLayout((0,), (7,), (0,), (2,), (0,), (3,), (False,))
-    assert tuning.size_of("pooled_lookup", {"layout": layout}) == (7, 2)
-    assert tuning.size_of("row_lookup", {"rows": ROWS}) == (16, 16)
+    assert size_of("pooled_lookup", {"layout": layout}) == (7, 2)
+    assert size_of("row_lookup", {"rows": ROWS}) == (16, 16)
     arguments = {"lookups": kernels.Lookups(ROWS, None, None), "gradients": TABLE}
-    assert tuning.size_of("fused_update", arguments) == (16, 32)
+    assert size_of("fused_update", arguments) == (16, 32)
 
 
 @pytest.mark.parametrize("primitive", list(triton.OPTIONS))
@@ -236,7 +250,5 @@ def test_options_of_gpu_kernels_do_not_change_results(primitive, end):
     options = {name: values[end] for name, values in triton.OPTIONS[primitive].items()}
     rule = optim.rowwise_adagrad(0.01) if primitive == "fused_update" else None
     form = Form(primitive, "float32", 24, "" if "_rows" in primitive else "float32", optimizer=rule)
-    kernel = types.ModuleType("kernel")
-    function = getattr(triton, primitive)
-    setattr(kernel, primitive, functools.partial(function, interpret=True, **options))
-    assert compare(form, kernel, reference) is None
+    kernel = functools.partial(getattr(triton, primitive), interpret=True, **options)
+    assert compare(form, kernel) is None

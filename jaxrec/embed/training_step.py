@@ -1,4 +1,57 @@
-"""Differentiation of models that look embeddings up."""
+"""A training step: differentiation of models that look embeddings up."""
+
+# One training step, from the loss to the rows
+#
+# A table may have a billion rows, of which a batch reads some thousands. Were it a parameter, JAX
+# would return its gradient as an array of the table's shape, zeros nearly everywhere, and optax
+# would walk over all of it at every step. So tables are not parameters. They live in a
+# `TableVariable`, which is not an `nnx.Param`: optax, weight decay, clipping and averages of
+# parameters never see them. How does their gradient leave the loss, then? Follow one step.
+#
+# 1. Probe (`taps.probe_calls`). The loss is traced once for shapes alone, and each collection notes
+#    the shape of the embeddings of every call. Only the loss knows how often it looks up: it may
+#    call a collection twice, or not at all. Nothing is computed here.
+#
+# 2. Tap (`taps.tapped`, `TappedModule.lookup`). Each of these calls gets a *tap*, zeros of the
+#    shape that was noted, and adds it to the embeddings that it looked up. That changes no number,
+#    but the gradient with respect to the tap is the gradient with respect to the embeddings.
+#    `nnx.value_and_grad` over parameters and taps now gives all that is needed, and differentiates
+#    no table.
+#
+#    Three shorter ways do not work. A table as a `jax.Ref` that a backward rule changes is silently
+#    not trained where nothing differentiated reaches the rule, is updated once for each lookup, and
+#    cannot be exported. A rule that returns the new table as its cotangent breaks when a table is
+#    looked up twice: JAX adds cotangents, and so adds two tables up. Sparse cotangents are
+#    rejected: a cotangent has the type of what it belongs to.
+#
+# 3. Residuals. A lookup also returns what its update will need: the row of each id, its bag and its
+#    factor. They leave the loss in an `nnx.Variable`, since Flax carries variables out of
+#    `nnx.remat` and `nnx.jit`. `jax.lax.scan`, `jax.vmap` and the like carry nothing out. A lookup
+#    in there would be a table that never learns in a model whose loss falls anyway, so it is an
+#    error (`taps.Differentiation`).
+#
+# 4. Cotangents become gradients of rows (`_table_gradients`, then `row_gradients`). The gradient of
+#    a tap is that of each bag, ``[bags, dim]``; with the residuals it says what each row gets.
+#    Nothing is added up yet. A row must be updated once a step, however many ids, features, calls
+#    and micro-batches it occurs in: Adagrad of a sum is not the sum of two Adagrads.
+#
+# 5. `Gradients` carries both kinds to the optimizer. It is a pytree, so that it crosses `jax.jit`
+#    and `jax.lax.scan`, and people do arithmetic on pytrees of gradients. Row indices are among its
+#    leaves; doubled along with the gradients, they would update other rows. So they are sealed, and
+#    arithmetic on them is an error. The gradients of rows are also tied to the loss
+#    (`gradients.tie_to`). Where they do not depend on the embeddings, nothing else tells XLA to
+#    read a table before it is written, and it would read from a copy of the whole table.
+#
+# 6. Update (`optimizer`, then `Tables.update`). optax takes the gradients of parameters. Each
+#    collection's store takes those of its rows: the lookups of all calls are sorted by row, the
+#    gradients of a row are added up, and one kernel reads each row with its state, applies the row
+#    optimizer and writes it once, in place if the model was donated. The cost grows with the ids of
+#    the batch and not with the table. Where the loss or a gradient is not finite, every row number
+#    becomes that of padding, so that nothing is written. To choose between the old and the new
+#    table, XLA would have to hold both.
+#
+# The compiled step has no copy of a table's shape, and a table's memory stays where it was:
+# tests/embed/test_compiled.py holds both.
 
 from __future__ import annotations
 
@@ -11,10 +64,16 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool
 
-from jaxrec.embed.differentiation import can_change, differentiating, lost_gradient
-from jaxrec.embed.gradients import Gradients, tie_to
-from jaxrec.embed.row_gradients import RowGradients
-from jaxrec.embed.taps import Tap, attach, detach, probe_calls, tapped_modules
+from jaxrec.embed.gradients import Calls, Gradients, tie_to
+from jaxrec.embed.taps import (
+    Tap,
+    can_change,
+    differentiating,
+    lost_gradient,
+    probe_calls,
+    tapped,
+    tapped_modules,
+)
 
 
 def value_and_grad(
@@ -71,20 +130,18 @@ def value_and_grad(
                 differentiation.begin()
                 return loss(model, *args, **kwargs)
 
+            # The numbers are those of the page above.
             own = _of_this_trace(model)
-            before = _values(own, wrt)
-            attach(own, probe_calls(bound, own, args))
-            try:
+            before = _values(own)
+            with tapped(own, probe_calls(bound, own, args)):  # 1 and 2
                 value, gradients = nnx.value_and_grad(
                     bound, argnums=nnx.DiffState(0, nnx.Any(wrt, Tap)), has_aux=has_aux
                 )(own, *args)
                 taps, dense = nnx.split_state(gradients, Tap, ...)
-                tables = _table_gradients(own, taps)
-            finally:
-                detach(own)
+                tables = _table_gradients(own, taps)  # 3 and 4
         scalar = value[0] if has_aux else value
         is_finite = jnp.isfinite(scalar)
-        _keep_finite(own, before, is_finite)
+        _keep_finite(before, is_finite)
         if own is not model:
             _require_unchanged(before)
         stores = {
@@ -92,8 +149,8 @@ def value_and_grad(
             for path, module in tapped_modules(own).items()
             if path in tables
         }
-        tables = tie_to(scalar, tables)
-        return value, Gradients.of(dense, tables, stores, is_finite)
+        # 5; the update, 6, is that of `jaxrec.Optimizer`.
+        return value, Gradients.of(dense, tie_to(scalar, tables), stores, is_finite)
 
     return evaluate
 
@@ -114,17 +171,17 @@ def _is_variable(node: Any) -> bool:
 _Values = list[tuple[nnx.Variable, Any]]
 
 
-def _values(model: nnx.Module, wrt: Any) -> _Values:
+def _values(model: nnx.Module) -> _Values:
     """Return the variables that a loss may change, with their present values."""
-    held = {id(module.tables) for module in tapped_modules(model).values()}
+    stores = {id(module.tables) for module in tapped_modules(model).values()}
     return [
         (variable, variable.get_raw_value())
         for _, variable in nnx.iter_graph(model)
-        if _is_variable(variable) and id(variable) not in held
+        if _is_variable(variable) and id(variable) not in stores
     ]
 
 
-def _keep_finite(model: nnx.Module, before: _Values, is_finite: Bool[Array, ""]) -> None:
+def _keep_finite(before: _Values, is_finite: Bool[Array, ""]) -> None:
     """Set changed variables back to the values before where the loss is not finite."""
 
     def keep(new: Any, old: Any) -> Any:
@@ -150,22 +207,20 @@ def _require_unchanged(before: _Values) -> None:
             )
 
 
-def _table_gradients(
-    model: nnx.Module, taps: nnx.State
-) -> dict[str, list[dict[str, RowGradients]]]:
+def _table_gradients(model: nnx.Module, taps: nnx.State) -> dict[str, Calls]:
     """Return the gradients of rows, by path of the collection and call by call."""
     cotangents: dict[str, dict[Any, Any]] = {}
     for (*parents, kind, call), tap in nnx.to_flat_state(taps):
         cotangents.setdefault("/".join(map(str, parents)), {})[kind, call] = tap.get_value()
     tables = {}
     for path, module in tapped_modules(model).items():
-        store, found = module.tables.get_value(), cotangents.get(path, {})
+        store, own = module.tables.get_value(), cotangents.get(path, {})
         calls = [
-            store.row_gradients(_residuals(variable), found["taps", call])
+            store.row_gradients(_residuals(variable), own["taps", call])
             for call, variable in enumerate(module.residuals)
         ]
         calls += [
-            store.dense_gradients(name, found["table_taps", name]) for name in module.table_taps
+            store.dense_gradients(name, own["table_taps", name]) for name in module.table_taps
         ]
         if calls:
             tables[path] = calls

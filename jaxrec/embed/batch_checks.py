@@ -1,88 +1,38 @@
-"""Reports of steps that are not finite, and of ids outside their tables that make them so."""
+"""Checks of a batch against a collection: ids outside their tables, and capacities that vary."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Int
 
-from jaxrec.embed.gradients import Gradients, rows_are_finite
 from jaxrec.embed.taps import tapped_modules
 from jaxrec.ragged import KeyedJaggedArray
 from jaxrec.ragged.bounds import find_bad_ids
 from jaxrec.ragged.wide_ids import WideIds
 
-
-class NotFiniteError(ArithmeticError):
-    """The loss or a gradient of a step is NaN or infinite."""
-
-
-def report_not_finite(gradients: Gradients, step: Int[Array, ""]) -> None:
-    """Raise on the host, from compiled code too, where a loss or a gradient is not finite.
-
-    Raises:
-        NotFiniteError: The loss or a gradient is not finite; it names each of them. Compiled code
-            raises `jax.errors.JaxRuntimeError` with the same text.
-    """
-    is_finite: dict[str, Array] = {"the loss": gradients.loss_is_finite.open()}
-    for keys, leaf in jax.tree.leaves_with_path(gradients.dense):
-        is_finite[f"the gradient of parameter {_name(keys)}"] = jnp.isfinite(leaf).all()
-    for path, calls in gradients.tables.items():
-        for call in calls:
-            for name, rows in call.items():
-                group = gradients.stores[path].groups[name]
-                where = f"the gradient of the embeddings of {path or 'the model'}, group {name}"
-                optimizer, has_numbers = group.optimizer, jnp.isfinite(rows.values).all()
-                too_large = (
-                    f"{where} (beyond {optimizer.largest_gradient:.0e}, too large for the squares "
-                    f"that {type(optimizer).__name__} keeps in float32)"
-                )
-                for what, finite in (
-                    (where, has_numbers),
-                    (too_large, ~has_numbers | rows_are_finite(rows, group)),
-                ):
-                    is_finite[what] = is_finite[what] & finite if what in is_finite else finite
-    _call_back(functools.partial(_raise_not_finite, tuple(is_finite)), step, *is_finite.values())
-
-
-def _raise_not_finite(names: tuple[str, ...], step: Any, *is_finite: Any) -> None:
-    wrong = [name for name, finite in zip(names, is_finite, strict=True) if not finite]
-    if wrong:
-        raise NotFiniteError(
-            f"the step after update {int(step)} is skipped: not finite are {', '.join(wrong)}"
-        )
-
-
-def _name(path: tuple[Any, ...]) -> str:
-    return "/".join(str(getattr(key, "key", getattr(key, "name", key))) for key in path)
+# Number of combinations at which a loop is told. A `jaxrec.Packer` makes two or three.
+_MANY = 5
 
 
 def check_ids(features: KeyedJaggedArray, bounds: Mapping[str, int], *, always: bool) -> None:
-    """Raise at an id outside its tables.
+    """Raise a ValueError at an id outside its tables, given each feature's number of ids.
 
-    Args:
-        features: A batch, on the host, on one device or over a mesh.
-        bounds: For each feature the number of ids that its tables have.
-        always: Whether compiled code calls back to the host to check; otherwise batches that are
-            being traced are not checked.
-
-    Raises:
-        ValueError: An id is outside its table. Compiled code raises `jax.errors.JaxRuntimeError`
-            with the same text.
+    A batch that is being traced is checked only with ``always``, by a call back to the host.
     """
     if not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(features)):
         _raise_bad_id(bounds, features)
     elif always:
-        _call_back(functools.partial(_raise_bad_id, bounds), features)
+        call_back(functools.partial(_raise_bad_id, bounds), features)
 
 
-def _call_back(function: Any, *arrays: Any) -> None:
+def call_back(function: Callable[..., None], *arrays: Any) -> None:
+    """Call a function of arrays on the host, where they are traced when they have values."""
     if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(arrays)):
         jax.debug.callback(function, *arrays)
     else:
@@ -101,10 +51,7 @@ def _raise_bad_id(bounds: Mapping[str, int], features: KeyedJaggedArray) -> None
 def bad_id_of_batch(model: nnx.Module, batch: Any) -> str | None:
     """Return a sentence about an id outside its table, of any batch in a pytree; None: all fit.
 
-    Args:
-        model: A model with collections of tables.
-        batch: Any pytree with `KeyedJaggedArray`s whose keys the collections read. With several
-            processes this looks at the part that lies on this process's devices.
+    With several processes it looks at the part that lies on this process's devices.
     """
     leaves = jax.tree.leaves(batch, is_leaf=lambda leaf: isinstance(leaf, KeyedJaggedArray))
     for features in leaves:
@@ -158,3 +105,46 @@ def _parts(features: KeyedJaggedArray) -> Iterator[tuple[int, np.ndarray, np.nda
                 yield device, ids, own
     else:
         yield from zip(range(len(values)), np.asarray(values), np.asarray(lengths), strict=True)
+
+
+class TracedCapacities:
+    """The combinations of capacities that a collection was traced with; warns once of many.
+
+    It belongs to a collection, and to the copies of it that Flax makes in each trace. All are
+    equal, so that models with equal collections share compiled programs.
+    """
+
+    def __init__(self) -> None:
+        self._seen: dict[tuple[object, ...], set[tuple[int, ...]]] = {}
+        self._has_warned = False
+
+    def add(self, name: str, features: KeyedJaggedArray) -> None:
+        """Record the capacities of a traced batch for the collection called ``name``."""
+        if self._has_warned or not isinstance(features.lengths, jax.core.Tracer):
+            return
+        kind = (features.keys, features.strides, features.lengths.shape)
+        seen = self._seen.setdefault(kind, set())
+        seen.add(features.capacities)
+        if len(seen) < _MANY:
+            return
+        self._has_warned = True
+        changed = [
+            key
+            for key, capacities in zip(features.keys, zip(*seen, strict=True), strict=True)
+            if len(set(capacities)) > 1
+        ]
+        names = ", ".join(map(repr, changed[:3])) + (", ..." if len(changed) > 3 else "")
+        warnings.warn(
+            f"{name} was compiled for {_MANY} combinations of capacities of the same features "
+            f"({len(changed)} of {len(features.keys)} differ: {names}), and each new one compiles "
+            "the step anew. Pack all batches with one packer = jaxrec.Packer(), which remembers "
+            "capacities: packer.from_lists(...) in place of KeyedJaggedArray.from_lists(...), and "
+            "packer.fit(batch) for batches that were packed elsewhere",
+            stacklevel=4,
+        )
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, TracedCapacities)
+
+    def __hash__(self) -> int:
+        return hash(TracedCapacities)

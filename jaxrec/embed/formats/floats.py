@@ -1,4 +1,4 @@
-"""Rows of scaled 8-bit floats that are trained; see `jaxrec.embed.formats.scales`."""
+"""Rows of floats: as they are, as integers of the same bits, and of 8 bits, scaled or not."""
 
 from __future__ import annotations
 
@@ -7,17 +7,131 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Shaped, UInt8, UInt32
+from jaxtyping import Array, Float, Shaped, UInt8, UInt16, UInt32
 
 from jaxrec.embed.formats.base import RowFormat
-from jaxrec.embed.formats.fused8 import as_bytes
-from jaxrec.embed.formats.rounding import FloatGrid, cut_bits
-from jaxrec.embed.formats.scales import SMALLEST_SCALE, divide
+from jaxrec.embed.formats.rounding import SMALLEST_SCALE, FloatGrid, as_bytes, cut_bits, divide
 
 # Floats of 5 bits of exponent and 3 of fraction without a sign, for sums of squares. All codes are
 # finite; the bias of the exponent is 15.
 UNSIGNED = "ufloat8_e5m3"
 _UNSIGNED_GRID = FloatGrid(fraction_bits=3, smallest_normal=2.0**-14, largest=1.875 * 2.0**16)
+
+_FRACTION_BITS = 3  # of Float8Rows
+
+
+class UnscaledRows(RowFormat):
+    """Base of formats that store one number for each column, and nothing beside them."""
+
+    def width(self, dim: int) -> int:
+        return dim
+
+    def take_columns(
+        self, packed: Shaped[Array, "n dim"], dim: int, columns: tuple[int, int]
+    ) -> Shaped[Array, "n part_dim"]:
+        return packed[:, slice(*columns)]
+
+
+@dataclasses.dataclass(frozen=True)
+class PlainRows(UnscaledRows):
+    """Rows of "float32", "bfloat16" or "float16", rounded to nearest, ties to even.
+
+    Attributes:
+        dtype: The type.
+    """
+
+    dtype: str
+
+    @property
+    def name(self) -> str:
+        return self.dtype
+
+    @property
+    def max_abs(self) -> float:
+        return float(jnp.finfo(self.dtype).max)
+
+    def pack(self, rows: Float[Array, "n dim"]) -> Shaped[Array, "n dim"]:
+        return rows.astype(self.dtype)
+
+    def unpack(self, packed: Shaped[Array, "n dim"], dim: int) -> Float[Array, "n dim"]:
+        return packed.astype(jnp.float32)
+
+
+@dataclasses.dataclass(frozen=True)
+class BFloat16Bits(UnscaledRows):
+    """Rows of bfloat16 as uint16: XLA's CPU backend copies whole arrays of 16-bit floats."""
+
+    dtype = "uint16"
+    max_abs = float(jnp.finfo(jnp.bfloat16).max)
+
+    @property
+    def name(self) -> str:
+        return "bfloat16"
+
+    def pack(self, rows: Float[Array, "n dim"]) -> UInt16[Array, "n dim"]:
+        return jax.lax.bitcast_convert_type(rows.astype(jnp.bfloat16), jnp.uint16)
+
+    def pack_at_random(
+        self, rows: Float[Array, "n dim"], noise: UInt32[Array, "n dim"]
+    ) -> UInt16[Array, "n dim"]:
+        return self.pack(FloatGrid.of("bfloat16").round(rows, noise))
+
+    def unpack(self, packed: UInt16[Array, "n dim"], dim: int) -> Float[Array, "n dim"]:
+        floats = jax.lax.bitcast_convert_type(packed, jnp.bfloat16)
+        return floats.astype(jnp.float32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Float8Rows(UnscaledRows):
+    """Floats of a sign, four bits of exponent and three of fraction, without a scale.
+
+    The layout is that of FBGEMM's inference tables and of ``FloatToHFP8Quantized``. There are no
+    infinities and no NaN. `pack` rounds to nearest, ties to even, and bounds elements by `max_abs`,
+    at which FBGEMM keeps the topmost exponent free.
+
+    Attributes:
+        exponent_bias: Bias of the exponent: 7 in tables (largest element 240), 15 in FBGEMM's
+            communication (largest element 0.9375).
+    """
+
+    exponent_bias: int = 7
+
+    dtype = "uint8"
+
+    @property
+    def name(self) -> str:
+        return "float8"
+
+    @property
+    def max_abs(self) -> float:
+        return 1.875 * 2.0 ** (14 - self.exponent_bias)
+
+    def pack(self, rows: Float[Array, "n dim"]) -> UInt8[Array, "n dim"]:
+        bits = jax.lax.bitcast_convert_type(rows.astype(jnp.float32), jnp.uint32)
+        size = jax.lax.bitcast_convert_type(bits & 0x7FFFFFFF, jnp.float32)
+        size = jnp.minimum(size, jnp.float32(self.max_abs))
+        size_bits = jax.lax.bitcast_convert_type(size, jnp.uint32)
+        dropped = 23 - _FRACTION_BITS
+        is_odd = (size_bits >> dropped) & 1
+        rounded = (size_bits + (1 << (dropped - 1)) - 1 + is_odd) >> dropped
+        normal = rounded - ((127 - self.exponent_bias) << _FRACTION_BITS)
+        # Elements below the smallest normal one are multiples of its last bit.
+        smallest = 2.0 ** (1 - self.exponent_bias)
+        subnormal = jnp.round(size * (2**_FRACTION_BITS / smallest)).astype(jnp.uint32)
+        codes = jnp.where(size < smallest, subnormal, normal) | ((bits >> 24) & 0x80)
+        return codes.astype(jnp.uint8)
+
+    def unpack(self, packed: UInt8[Array, "n dim"], dim: int) -> Float[Array, "n dim"]:
+        codes = packed.astype(jnp.uint32)
+        size = codes & 0x7F
+        normal = (size << (23 - _FRACTION_BITS)) + ((127 - self.exponent_bias) << 23)
+        smallest = 2.0 ** (1 - self.exponent_bias)
+        floats = jnp.where(
+            size < 2**_FRACTION_BITS,
+            size.astype(jnp.float32) * (smallest / 2**_FRACTION_BITS),
+            jax.lax.bitcast_convert_type(normal, jnp.float32),
+        )
+        return jnp.where(codes & 0x80 != 0, -floats, floats)
 
 
 @dataclasses.dataclass(frozen=True)

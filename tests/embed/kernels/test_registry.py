@@ -11,7 +11,7 @@ import pytest
 
 from jaxrec import optim
 from jaxrec.embed import kernels
-from jaxrec.embed.kernels import cpu, dispatch, reference, triton
+from jaxrec.embed.kernels import cpu, reference, registry, triton
 
 pytestmark = pytest.mark.jax_version
 
@@ -23,9 +23,9 @@ def no_library(monkeypatch):
     """A checkout in which nothing was built."""
     monkeypatch.setattr(cpu, "_load", lambda: "the native library was not built")
     monkeypatch.delenv("JAXREC_KERNELS", raising=False)
-    dispatch._warn_if_missing.cache_clear()
+    registry._warn_if_missing.cache_clear()
     yield
-    dispatch._warn_if_missing.cache_clear()
+    registry._warn_if_missing.cache_clear()
 
 
 @pytest.mark.usefixtures("no_library")
@@ -98,12 +98,12 @@ def test_a_call_that_no_implementation_takes():
 @pytest.mark.parametrize("module", [cpu, triton], ids=lambda module: module.__name__)
 def test_implementations_have_the_parameters_of_the_reference(module):
     """Hints may be missing, and GPU kernels add options with defaults, such as ``interpret``."""
-    functions = [name for name in dispatch.PRIMITIVES if hasattr(module, name)]
+    functions = [name for name in registry.PRIMITIVES if hasattr(module, name)]
     assert functions
     for name in functions:
         wanted = inspect.signature(getattr(reference, name)).parameters
         given = inspect.signature(getattr(module, name)).parameters
-        hints = dispatch.PRIMITIVES[name].hints
+        hints = registry.PRIMITIVES[name].hints
         options = [name for name, x in given.items() if x.kind is x.KEYWORD_ONLY]
         assert all(given[name].default is not inspect.Parameter.empty for name in options)
         names = [x for x in given if x not in options]

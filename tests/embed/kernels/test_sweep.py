@@ -11,7 +11,7 @@ from flax import nnx
 
 import jaxrec
 from jaxrec.embed.formats import TABLE_FORMATS, as_table
-from jaxrec.embed.sweep import sweep_rows
+from jaxrec.embed.kernels.updates import sweep_rows
 from jaxrec.optim import ema_in_place, rowwise_adagrad, sgd
 from tests import golden
 from tests.copies import find_copies
@@ -86,7 +86,7 @@ def test_lookups_and_rows_are_fbgemms():
     [(dtype, 24) for dtype in TABLE_FORMATS] + [("float32", 1), ("float32", 10**6)],
 )
 def test_each_row_once_whatever_the_blocks(monkeypatch, dtype, block):
-    monkeypatch.setattr("jaxrec.embed.sweep._BLOCK_ELEMENTS", block)
+    monkeypatch.setattr("jaxrec.embed.kernels.updates._BLOCK_ELEMENTS", block)
     row_format = TABLE_FORMATS[dtype]
     values = np.random.default_rng(0).normal(size=(7, 6)).astype(np.float32)
     table = as_table(row_format.pack(jnp.asarray(values)), row_format, 6)
@@ -118,7 +118,7 @@ def test_stochastic_rounding_keeps_the_mean(dtype):
 
 def test_tables_stay_where_they_are(monkeypatch):
     # A table of one block is copied, as any block is.
-    monkeypatch.setattr("jaxrec.embed.sweep._BLOCK_ELEMENTS", 1 << 14)
+    monkeypatch.setattr("jaxrec.embed.kernels.updates._BLOCK_ELEMENTS", 1 << 14)
     rule = ema_in_place(optimizer=rowwise_adagrad(0.1), every=2)
     state, compiled = compile_step(rule, square_loss)
     assert find_copies(compiled, (ROWS + SMALL, DIM)) == []

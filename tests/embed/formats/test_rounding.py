@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from jaxrec.embed.kernels.rounding import round_rows
+from jaxrec.embed.formats.rounding import round_rows
 
 pytestmark = pytest.mark.jax_version
 
