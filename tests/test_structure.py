@@ -19,13 +19,20 @@ ROOT = pathlib.Path(__file__).parents[1]
 
 # By test file, the modules that it tests beside its own.
 TESTED_BY = {
+    "commands/test_commands": ("arguments",),
+    "commands/test_export": (
+        "data/frozen_vocabulary",
+        "serve/exported_run",
+    ),
+    "commands/test_predict": ("serve/artifact/outputs",),
+    "commands/test_quantize": ("serve/quantized/saved_run",),
     "data/test_binary": (
         "data/npz",
         "data/records",
     ),
     "data/test_click_batches": ("data/clicks",),
     "data/test_conversion": (
-        "data/cli",
+        "commands/data",
         "data/contiguous",
         "data/encode",
         "data/groups",
@@ -140,7 +147,6 @@ TESTED_BY = {
         "optim/ema",
         "optim/frozen",
     ),
-    "plan/test_cli": ("plan_command",),
     "plan/test_plan": ("plan/context",),
     "plan/test_solver": ("plan/program",),
     "ragged/test_hashing": ("ragged/xxh64",),
@@ -167,11 +173,6 @@ TESTED_BY = {
         "serve/artifact/manifest",
     ),
     "serve/artifact/test_program_file": ("serve/artifact/program_calls",),
-    "serve/commands/test_export": (
-        "data/frozen_vocabulary",
-        "serve/commands/frozen_run",
-    ),
-    "serve/commands/test_predict": ("serve/artifact/outputs",),
     "serve/http/test_app": (
         "serve/http/argument_columns",
         "serve/http/arrow_body",
@@ -185,7 +186,7 @@ TESTED_BY = {
     ),
     "serve/http/test_raw_columns": ("data/examples",),
     "serve/http/test_server": (
-        "serve/commands/serve",
+        "commands/serve",
         "serve/http/body",
         "serve/http/protocol",
     ),
@@ -194,7 +195,6 @@ TESTED_BY = {
         "serve/quantized/row_formats",
     ),
     "serve/artifact/test_requests": ("serve/artifact/batch_spec",),
-    "serve/commands/test_quantize": ("serve/quantized/saved_run",),
     "serve/test_swap": ("serve/quantized/model_copy",),
     "tier/vocabulary/test_cached": ("tier/cached_tables",),
     "tier/test_stored_runs": ("tier/close",),
@@ -253,10 +253,6 @@ TESTED_BY = {
         "embed/checkpoint_view",
         "embed/variables",
         "train/devices",
-    ),
-    "train/test_cli": (
-        "arguments",
-        "cli",
     ),
     "train/test_columns": (
         "train/features",

@@ -15,7 +15,7 @@ import jaxrec
 from jaxrec.data import DataError, Schema, learn_encoder
 from jaxrec.data.encoder import bags_of
 from jaxrec.data.frozen_vocabulary import FrozenVocabulary
-from jaxrec.serve.commands.frozen_run import with_vocabularies
+from jaxrec.serve.exported_run import with_vocabularies
 from jaxrec.serve.http.json_body import JsonDecoder
 from jaxrec.serve.http.predictor import Predictor, RequestError
 from tests.serve import cpp

@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 import jaxrec
-from jaxrec.cli import main
+from jaxrec.commands import main
 from jaxrec.data import ClickBatch, DataError, Schema, Shard, TableEncoder
 from jaxrec.data.list_lengths import ListLengths
 from jaxrec.metrics import auc

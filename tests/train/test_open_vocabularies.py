@@ -14,7 +14,7 @@ import pytest
 
 import jaxrec
 from jaxrec.arguments import ConfigError
-from jaxrec.cli import main
+from jaxrec.commands import main
 from jaxrec.data import CategoricalColumn, CriteoFile, GeneratedLog, Schema
 from jaxrec.data.conversion import convert
 from jaxrec.data.parts import Conversion

@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 import jaxrec
-from jaxrec.cli import main
+from jaxrec.commands import main
 from jaxrec.data import TableEncoder
 from jaxrec.metrics import auc
 from jaxrec.train import load_model, progress

@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from jaxrec.cli import main
+from jaxrec.commands import main
 from jaxrec.serve.http.limits import Limits
 from jaxrec.serve.http.protocol import LimitedProtocol
 from jaxrec.serve.http.server import address_of, allow_connections, listen

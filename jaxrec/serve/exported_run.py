@@ -1,26 +1,82 @@
-"""Runs with open vocabularies as models with fixed ones, which have all ids of a checkpoint."""
+"""The model of a run of `jaxrec train` as `jaxrec export` writes it, with its columns' encoding."""
 
 from __future__ import annotations
 
 import dataclasses
 import pathlib
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import jax
 import numpy as np
+import pyarrow as pa
 from flax import nnx
+from jaxtyping import Array
 
-from jaxrec.data import TableEncoder
+from jaxrec.data import Clicks, DataError, SchemaError, TableEncoder
+from jaxrec.data.examples import NUM_ROWS, first_rows
 from jaxrec.data.frozen_vocabulary import FrozenVocabulary
+from jaxrec.data.schema import criteo_schema
+from jaxrec.data.transforms import CATEGORICAL_NAMES, DENSE_NAMES
 from jaxrec.embed.collection import Collection
 from jaxrec.embed.taps import tapped_modules
 from jaxrec.embed.variables import dense_variables, plain, value_like
 from jaxrec.tier.deltas.table import PublishedTable
 from jaxrec.tier.deltas.tables import published_tables
 from jaxrec.tier.tier import tier_of
-from jaxrec.train.checkpoint import restore
+from jaxrec.train.checkpoint import CheckpointError, restore
 from jaxrec.train.config import TrainConfig, VocabularyConfig
-from jaxrec.train.model import make_model
+from jaxrec.train.datasets import ParquetDataset, split_datasets
+from jaxrec.train.features import FEATURES_DIRECTORY
+from jaxrec.train.model import CONFIG_FILE, make_model, table_rows
+from jaxrec.train.options import load_config
+
+
+def click_scores(model: nnx.Module, dense: Array, features: Any) -> dict[str, Array]:
+    """Return the probability of a click and its logit, ``[batch]`` each."""
+    call: Any = model
+    logits = call(dense, features)
+    return {"probability": jax.nn.sigmoid(logits), "logit": logits}
+
+
+def column_encoder(directory: pathlib.Path) -> TableEncoder:
+    """Return the encoder of a run's columns; that of Criteo's columns for other click logs.
+
+    Raises:
+        CheckpointError: There is no run.
+        OSError, SchemaError, DataError: The encoder cannot be read.
+    """
+    if not (directory / CONFIG_FILE).exists():
+        raise CheckpointError(
+            f"{directory}: there is no saved model here ({CONFIG_FILE} is missing)"
+        )
+    config = load_config(directory / CONFIG_FILE)
+    if (directory / FEATURES_DIRECTORY).is_dir():
+        return TableEncoder.load(directory / FEATURES_DIRECTORY)
+    schema = criteo_schema(table_rows(config), is_dynamic=config.vocabulary.is_dynamic)
+    return TableEncoder(schema, {}, {}, {})
+
+
+def with_example(config: TrainConfig, encoder: TableEncoder) -> TableEncoder:
+    """Return an encoder that keeps some training rows, if it can be found which they were."""
+    if encoder.example is not None:
+        return encoder
+    try:
+        training, _ = split_datasets(config, encoder=encoder)
+        if isinstance(training, ParquetDataset):
+            rows = training.groups.read(0)
+        else:
+            rows = _columns(next(training.log.chunks(training.start, training.start + NUM_ROWS)))
+    except (OSError, DataError, SchemaError):  # the data are elsewhere by now
+        return encoder
+    return dataclasses.replace(encoder, example=first_rows(encoder.schema, rows))
+
+
+def _columns(clicks: Clicks) -> pa.Table:
+    """Return rows of a log in Criteo's format as `jaxrec data criteo` writes them."""
+    counts = np.round(np.exp(clicks.dense.T) - 3).astype(np.int32)
+    names = (*DENSE_NAMES, *CATEGORICAL_NAMES)
+    return pa.table(dict(zip(names, (*counts, *clicks.ids.T), strict=True)))
 
 
 def load_frozen(

@@ -8,9 +8,9 @@ import pyarrow.parquet as pq
 import pytest
 from flax import nnx
 
-from jaxrec.cli import main
+from jaxrec.commands import main
+from jaxrec.commands.predict import _columns
 from jaxrec.serve import export, load
-from jaxrec.serve.commands.predict import _columns
 from tests.serve.artifact.test_load import columns, of_columns  # noqa: F401
 from tests.serve.record import RECORDED
 

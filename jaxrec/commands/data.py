@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import tyro
 from rich.console import Console
@@ -18,7 +18,7 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-from jaxrec.arguments import ConfigError, parse
+from jaxrec.arguments import NOT_GIVEN, ConfigError, parse, required
 from jaxrec.data.binary import Counts, DayFiles, write_multi_hot, write_npy, write_records
 from jaxrec.data.conversion import convert, is_converted
 from jaxrec.data.multi_hot import MLPERF_SIZES, MLPERF_TABLE_ROWS, MultiHot
@@ -33,9 +33,6 @@ FORMATS = ("criteo", "npy", "multi-hot", "records")
 
 # Number of bad lines that are printed; all are counted.
 MAX_PRINTED = 20
-
-# Default of required paths; no file has this name.
-_NOT_GIVEN = pathlib.Path("\0")
 
 USAGE = """usage: jaxrec data FORMAT INPUT OUTPUT [OPTIONS]
 
@@ -52,10 +49,6 @@ INPUT is the directory of the Parquet files, OUTPUT a directory, or for records 
 `jaxrec data FORMAT --help` lists options."""
 
 
-def _required(name: str) -> Any:
-    return tyro.conf.arg(metavar=name, help_behavior_hint="(required)")
-
-
 @dataclasses.dataclass(frozen=True)
 class CriteoOptions:
     """Write Criteo's click log (Kaggle or 1TB) as Parquet files.
@@ -63,9 +56,9 @@ class CriteoOptions:
     The same command continues a conversion that was stopped.
     """
 
-    input: Annotated[pathlib.Path, tyro.conf.Positional, _required("INPUT")] = _NOT_GIVEN
+    input: Annotated[pathlib.Path, tyro.conf.Positional, required("INPUT")] = NOT_GIVEN
     """Text file, plain or gzip, or a directory of them."""
-    output: Annotated[pathlib.Path, tyro.conf.Positional, _required("OUTPUT")] = _NOT_GIVEN
+    output: Annotated[pathlib.Path, tyro.conf.Positional, required("OUTPUT")] = NOT_GIVEN
     """Directory of the Parquet files."""
     ids: Literal["hash", "contiguous", "raw"] = "hash"
     """How ids become row indices. hash: the id modulo table-rows. contiguous: the order of first
@@ -86,9 +79,9 @@ class CriteoOptions:
 class NpyOptions:
     """Write the Parquet files of a click log as TorchRec's npy files, three for each text file."""
 
-    input: Annotated[pathlib.Path, tyro.conf.Positional, _required("INPUT")] = _NOT_GIVEN
+    input: Annotated[pathlib.Path, tyro.conf.Positional, required("INPUT")] = NOT_GIVEN
     """Directory of the Parquet files of jaxrec data criteo."""
-    output: Annotated[pathlib.Path, tyro.conf.Positional, _required("OUTPUT")] = _NOT_GIVEN
+    output: Annotated[pathlib.Path, tyro.conf.Positional, required("OUTPUT")] = NOT_GIVEN
     """Directory of the npy files."""
     counts: Counts = "log"
     """How counts become dense features. log: log(x + 3). log_above_smallest: log(x - smallest + 2)
@@ -111,9 +104,9 @@ class MultiHotOptions(NpyOptions):
 class RecordOptions:
     """Write the Parquet files of a click log as one file of MLPerf's binary records."""
 
-    input: Annotated[pathlib.Path, tyro.conf.Positional, _required("INPUT")] = _NOT_GIVEN
+    input: Annotated[pathlib.Path, tyro.conf.Positional, required("INPUT")] = NOT_GIVEN
     """Directory of the Parquet files of jaxrec data criteo, with ids hash or contiguous."""
-    output: Annotated[pathlib.Path, tyro.conf.Positional, _required("OUTPUT")] = _NOT_GIVEN
+    output: Annotated[pathlib.Path, tyro.conf.Positional, required("OUTPUT")] = NOT_GIVEN
     """The file."""
 
 
@@ -161,7 +154,7 @@ def _records(options: RecordOptions) -> int:
 
 
 def _check_paths(source: pathlib.Path, output: pathlib.Path) -> None:
-    if _NOT_GIVEN in (source, output):
+    if NOT_GIVEN in (source, output):
         raise ConfigError(
             "give the Parquet files of `jaxrec data criteo` and an output: INPUT OUTPUT"
         )
@@ -173,7 +166,7 @@ def _report(made: Sequence[DayFiles]) -> None:
 
 
 def _criteo(options: CriteoOptions) -> int:
-    if _NOT_GIVEN in (options.input, options.output):
+    if NOT_GIVEN in (options.input, options.output):
         raise ConfigError("give the log and the directory of the Parquet files: INPUT OUTPUT")
     if options.threads is not None and options.threads < 1:
         raise ConfigError(f"threads must be 1 or more, got {options.threads}")

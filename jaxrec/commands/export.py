@@ -5,43 +5,26 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-import jax
-import numpy as np
-import pyarrow as pa
 import tyro
 from flax import nnx
-from jaxtyping import Array
 from rich.console import Console
 from rich.filesize import decimal
 
-from jaxrec.arguments import ConfigError, parse
-from jaxrec.data import Clicks, DataError, SchemaError, TableEncoder
-from jaxrec.data.examples import NUM_ROWS, first_rows
-from jaxrec.data.schema import criteo_schema
-from jaxrec.data.transforms import CATEGORICAL_NAMES, DENSE_NAMES
+from jaxrec.arguments import NOT_GIVEN, ConfigError, parse, required
+from jaxrec.data import DataError, SchemaError
 from jaxrec.serve import export, load, quantize
 from jaxrec.serve.artifact.export import BATCH_SIZES
 from jaxrec.serve.artifact.files import ArtifactError
-from jaxrec.serve.commands.frozen_run import load_frozen
+from jaxrec.serve.exported_run import click_scores, column_encoder, load_frozen, with_example
 from jaxrec.train import load_model
 from jaxrec.train.checkpoint import CheckpointError
-from jaxrec.train.config import TrainConfig
-from jaxrec.train.datasets import ParquetDataset, split_datasets
-from jaxrec.train.features import FEATURES_DIRECTORY
-from jaxrec.train.model import CONFIG_FILE, table_rows
+from jaxrec.train.model import CONFIG_FILE
 from jaxrec.train.options import load_config
 
 USAGE_ERRORS = (ConfigError,)
 FAILURES = (ArtifactError, CheckpointError, DataError, FileExistsError, SchemaError, ValueError)
-
-# Default of required paths; no file has this name.
-_NOT_GIVEN = pathlib.Path("\0")
-
-
-def _required(name: str) -> Any:
-    return tyro.conf.arg(metavar=name, help_behavior_hint="(required)")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,9 +35,9 @@ class ExportOptions:
     its logit.
     """
 
-    run: Annotated[pathlib.Path, tyro.conf.Positional, _required("RUN")] = _NOT_GIVEN
+    run: Annotated[pathlib.Path, tyro.conf.Positional, required("RUN")] = NOT_GIVEN
     """Directory of the run."""
-    model: Annotated[pathlib.Path, tyro.conf.Positional, _required("MODEL")] = _NOT_GIVEN
+    model: Annotated[pathlib.Path, tyro.conf.Positional, required("MODEL")] = NOT_GIVEN
     """Directory of the exported model; one that is there is replaced."""
     step: int | None = None
     """Step of the checkpoint; by default the newest."""
@@ -71,7 +54,7 @@ class ExportOptions:
 def run(options: Sequence[str]) -> int:
     """Run ``jaxrec export``; return the exit code."""
     parsed = parse("export", options, ExportOptions())
-    if _NOT_GIVEN in (parsed.run, parsed.model):
+    if NOT_GIVEN in (parsed.run, parsed.model):
         raise ConfigError("give the directories of the run and of the model: RUN MODEL")
     console = Console(highlight=False, markup=False, soft_wrap=True)
     encoder = column_encoder(parsed.run)
@@ -103,50 +86,3 @@ def run(options: Sequence[str]) -> int:
     )
     console.print(f"model exported to {parsed.model}")
     return 0
-
-
-def click_scores(model: nnx.Module, dense: Array, features: Any) -> dict[str, Array]:
-    """Return the probability of a click and its logit, ``[batch]`` each."""
-    call: Any = model
-    logits = call(dense, features)
-    return {"probability": jax.nn.sigmoid(logits), "logit": logits}
-
-
-def column_encoder(directory: pathlib.Path) -> TableEncoder:
-    """Return the encoder of a run's columns; that of Criteo's columns for other click logs.
-
-    Raises:
-        CheckpointError: There is no run.
-        OSError, SchemaError, DataError: The encoder cannot be read.
-    """
-    if not (directory / CONFIG_FILE).exists():
-        raise CheckpointError(
-            f"{directory}: there is no saved model here ({CONFIG_FILE} is missing)"
-        )
-    config = load_config(directory / CONFIG_FILE)
-    if (directory / FEATURES_DIRECTORY).is_dir():
-        return TableEncoder.load(directory / FEATURES_DIRECTORY)
-    schema = criteo_schema(table_rows(config), is_dynamic=config.vocabulary.is_dynamic)
-    return TableEncoder(schema, {}, {}, {})
-
-
-def with_example(config: TrainConfig, encoder: TableEncoder) -> TableEncoder:
-    """Return an encoder that keeps some training rows, if it can be found which they were."""
-    if encoder.example is not None:
-        return encoder
-    try:
-        training, _ = split_datasets(config, encoder=encoder)
-        if isinstance(training, ParquetDataset):
-            rows = training.groups.read(0)
-        else:
-            rows = _columns(next(training.log.chunks(training.start, training.start + NUM_ROWS)))
-    except (OSError, DataError, SchemaError):  # the data are elsewhere by now
-        return encoder
-    return dataclasses.replace(encoder, example=first_rows(encoder.schema, rows))
-
-
-def _columns(clicks: Clicks) -> pa.Table:
-    """Return rows of a log in Criteo's format as `jaxrec data criteo` writes them."""
-    counts = np.round(np.exp(clicks.dense.T) - 3).astype(np.int32)
-    names = (*DENSE_NAMES, *CATEGORICAL_NAMES)
-    return pa.table(dict(zip(names, (*counts, *clicks.ids.T), strict=True)))

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxrec.cli import main
+from jaxrec.commands import main
 from jaxrec.embed import kernels
 from jaxrec.embed.kernels import dispatch, tuning
 from jaxrec.embed.kernels.tuning import Tuning, kept_for
@@ -224,9 +224,11 @@ def test_in_a_process_of_its_own(capsys, model, tmp_path, monkeypatch):
     model.write_text("".join(line for line in MODEL.splitlines(True) if "user" not in line))
     monkeypatch.setenv("JAXREC_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.delenv("JAXREC_KERNELS", raising=False)
-    command = pathlib.Path(sys.executable).with_name("jaxrec")
     done = subprocess.run(
-        [command, "tune", model, "--seconds", "0.001"], capture_output=True, text=True, check=False
+        [sys.executable, "-P", "-m", "jaxrec", "tune", model, "--seconds", "0.001"],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr, done.stderr

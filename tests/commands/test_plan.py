@@ -8,13 +8,20 @@ import sys
 import jax
 import pytest
 
-from jaxrec.cli import main
+from jaxrec.commands import main
 from jaxrec.mesh import table_wise
 from jaxrec.plan import Planner, ShardingPlan, Topology, statistics
 from jaxrec.plan.model_file import read_model_file
 from tests.plan.models import MODEL, batch_of
 
 pytestmark = pytest.mark.every_case
+
+
+@pytest.fixture
+def model(tmp_path):
+    path = tmp_path / "model.yaml"
+    path.write_text(MODEL)
+    return path
 
 
 def run(capsys, *arguments):

@@ -1,12 +1,13 @@
 """The command line: ``jaxrec COMMAND``.
 
-Each command has a module, which is imported when the command is given, so that a command does not
+Each command is a module of this package with a function ``run(options)``, which returns the exit
+code, and with tuples of exception types, ``USAGE_ERRORS`` and ``FAILURES``, of which only the
+message is printed. The module is imported when its command is given, so that a command does not
 wait for the imports of others.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import importlib
 import importlib.metadata
@@ -18,38 +19,16 @@ from jaxrec.memory import keep_freed_memory
 USAGE_ERROR = 2
 FAILURE = 1
 
-
-@dataclasses.dataclass(frozen=True)
-class Command:
-    """A command of ``jaxrec``.
-
-    Attributes:
-        module: Name of a module with a function ``run(options) -> int``, which returns the exit
-            code, and with tuples of exception types ``USAGE_ERRORS`` and ``FAILURES``, of which
-            only the message is printed.
-        summary: Description for the list of commands.
-        keeps_memory: Whether the process keeps freed memory.
-    """
-
-    module: str
-    summary: str
-    keeps_memory: bool = False
-
-
 COMMANDS = {
-    "train": Command(
-        "jaxrec.train.cli", "trains a model on Parquet files or click logs", keeps_memory=True
-    ),
-    "quantize": Command(
-        "jaxrec.serve.commands.quantize", "makes the tables of a trained model smaller"
-    ),
-    "data": Command("jaxrec.data.cli", "writes click logs as Parquet files"),
-    "plan": Command("jaxrec.plan_command", "finds the best sharding of tables over devices"),
-    "export": Command("jaxrec.serve.commands.export", "writes a trained model for prediction"),
-    "predict": Command("jaxrec.serve.commands.predict", "predicts the rows of Parquet files"),
-    "serve": Command("jaxrec.serve.commands.serve", "answers requests over HTTP"),
-    "tune": Command("jaxrec.tune.cli", "times the kernels on your shapes and keeps the fastest"),
-    "doctor": Command("jaxrec.doctor", "says what runs on this machine, and what is missing"),
+    "train": "trains a model on Parquet files or click logs",
+    "quantize": "makes the tables of a trained model smaller",
+    "data": "writes click logs as Parquet files",
+    "plan": "finds the best sharding of tables over devices",
+    "export": "writes a trained model for prediction",
+    "predict": "predicts the rows of Parquet files",
+    "serve": "answers requests over HTTP",
+    "tune": "times the kernels on your shapes and keeps the fastest",
+    "doctor": "says what runs on this machine, and what is missing",
 }
 
 
@@ -82,9 +61,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(name: str, options: Sequence[str]) -> int:
-    if COMMANDS[name].keeps_memory:
-        keep_freed_memory()  # before the imports
-    command = importlib.import_module(COMMANDS[name].module)
+    if name == "train":
+        keep_freed_memory()  # It has an effect only before the imports.
+    command = importlib.import_module(f"jaxrec.commands.{name}")
     try:
         return command.run(options)
     except command.USAGE_ERRORS as error:
@@ -94,7 +73,7 @@ def _run(name: str, options: Sequence[str]) -> int:
 
 
 def _usage() -> str:
-    commands = "\n".join(f"  {name:8} {command.summary}" for name, command in COMMANDS.items())
+    commands = "\n".join(f"  {name:8} {summary}" for name, summary in COMMANDS.items())
     return (
         f"usage: jaxrec COMMAND [OPTIONS]\n\n{commands}\n\n"
         "`jaxrec COMMAND --help` lists options, `jaxrec --version` prints the version."

@@ -8,8 +8,7 @@ import pathlib
 import jax
 import pytest
 
-from jaxrec import doctor
-from jaxrec.cli import main
+from jaxrec.commands import doctor, main
 from jaxrec.embed.kernels import Choice, cpu, trial
 from jaxrec.tier.ids import library
 

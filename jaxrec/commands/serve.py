@@ -6,23 +6,18 @@ import dataclasses
 import logging
 import pathlib
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated
 
 import tyro
 
-from jaxrec.arguments import ConfigError, parse
+from jaxrec.arguments import NOT_GIVEN, ConfigError, parse, required
 from jaxrec.serve import ArtifactError, load
 from jaxrec.serve.artifact.refresh import Refresher
 
 USAGE_ERRORS = (ConfigError,)
 FAILURES = (ArtifactError, ValueError)
 
-_NOT_GIVEN = pathlib.Path("\0")
 _MEGABYTE = 1 << 20
-
-
-def _required(name: str) -> Any:
-    return tyro.conf.arg(metavar=name, help_behavior_hint="(required)")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +27,7 @@ class ServeOptions:
     POST /predict takes JSON and Arrow bodies; GET / is a page to try it.
     """
 
-    model: Annotated[pathlib.Path, tyro.conf.Positional, _required("MODEL")] = _NOT_GIVEN
+    model: Annotated[pathlib.Path, tyro.conf.Positional, required("MODEL")] = NOT_GIVEN
     """Directory of the exported model."""
     host: str = "127.0.0.1"
     """Address that the server listens on; 0.0.0.0 is all of this machine's."""
@@ -72,7 +67,7 @@ class ServeOptions:
 def run(options: Sequence[str]) -> int:
     """Run ``jaxrec serve``; return the exit code."""
     parsed = parse("serve", options, ServeOptions())
-    if parsed.model == _NOT_GIVEN:
+    if parsed.model == NOT_GIVEN:
         raise ConfigError("give the directory of an exported model: MODEL")
     _check(parsed)
     try:

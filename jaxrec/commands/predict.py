@@ -15,7 +15,7 @@ import tyro
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from jaxrec.arguments import ConfigError, parse
+from jaxrec.arguments import NOT_GIVEN, ConfigError, parse, required
 from jaxrec.atomic import write_atomically
 from jaxrec.data import DataError, ParquetGroups, Vocabulary
 from jaxrec.data.common_types import CommonTypes
@@ -30,12 +30,6 @@ FAILURES = (ArtifactError, DataError)
 # Bytes of a column that are read from a file at a time.
 _BUFFER_BYTES = 1 << 18
 
-_NOT_GIVEN = pathlib.Path("\0")
-
-
-def _required(name: str) -> Any:
-    return tyro.conf.arg(metavar=name, help_behavior_hint="(required)")
-
 
 @dataclasses.dataclass(frozen=True)
 class PredictOptions:
@@ -45,14 +39,14 @@ class PredictOptions:
     row of the input, in the same order.
     """
 
-    model: Annotated[pathlib.Path, tyro.conf.Positional, _required("MODEL")] = _NOT_GIVEN
+    model: Annotated[pathlib.Path, tyro.conf.Positional, required("MODEL")] = NOT_GIVEN
     """Directory of the exported model."""
-    input: Annotated[pathlib.Path, tyro.conf.Positional, _required("INPUT")] = _NOT_GIVEN
+    input: Annotated[pathlib.Path, tyro.conf.Positional, required("INPUT")] = NOT_GIVEN
     """Parquet file, directory of Parquet files, or a pattern in quotes: 'parts/*.parquet'."""
     output: Annotated[
         pathlib.Path,
         tyro.conf.arg(aliases=["-o"], metavar="OUTPUT", help_behavior_hint="(required)"),
-    ] = _NOT_GIVEN
+    ] = NOT_GIVEN
     """Parquet file of the scores."""
     keep: tuple[str, ...] = ()
     """Columns of the input that the output has, too."""
@@ -63,7 +57,7 @@ class PredictOptions:
 def run(options: Sequence[str]) -> int:
     """Run ``jaxrec predict``; return the exit code."""
     parsed = parse("predict", options, PredictOptions())
-    if _NOT_GIVEN in (parsed.model, parsed.input, parsed.output):
+    if NOT_GIVEN in (parsed.model, parsed.input, parsed.output):
         raise ConfigError("give the model, the rows and the output: MODEL INPUT -o OUTPUT")
     if parsed.batch_size < 1:
         raise ConfigError(f"--batch-size must be above 0, got {parsed.batch_size}")

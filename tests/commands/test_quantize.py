@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxrec.cli import main
+from jaxrec.commands import main
 from jaxrec.serve import by_frequency, count_ids, load_quantized, quantize
 from jaxrec.train import checkpoint, load_model
 from jaxrec.train.checkpoint import CheckpointError
@@ -154,7 +154,7 @@ def test_a_row_with_a_nan(work, capsys, monkeypatch):
         model.embeddings.load_rows("cat_3", [7], np.full((1, 4), np.nan))
         return model
 
-    monkeypatch.setattr("jaxrec.serve.commands.quantize.load_model", load)
+    monkeypatch.setattr("jaxrec.commands.quantize.load_model", load)
     assert main(["quantize", "run"]) == 1
     error = capsys.readouterr().err
     assert error.startswith("jaxrec quantize: table 'cat_3', row 7, column 0 is nan")

@@ -9,13 +9,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from jaxrec.cli import main
+from jaxrec.commands import main
 from jaxrec.data import GeneratedLog
 from jaxrec.data.click_batches import batches
 from jaxrec.data.criteo import CriteoFile
 from jaxrec.data.transforms import CATEGORICAL_NAMES
 from jaxrec.serve import load
-from jaxrec.serve.commands.export import column_encoder
+from jaxrec.serve.exported_run import column_encoder
 from jaxrec.serve.http.json_body import JsonDecoder
 from jaxrec.serve.http.predictor import Predictor
 from jaxrec.serve.http.raw_columns import RawColumns
