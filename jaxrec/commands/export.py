@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from typing import Annotated, Literal
 
 import tyro
-from flax import nnx
 from rich.console import Console
 from rich.filesize import decimal
 
@@ -17,11 +16,8 @@ from jaxrec.data import DataError, SchemaError
 from jaxrec.serve import export, load, quantize
 from jaxrec.serve.artifact.export import BATCH_SIZES
 from jaxrec.serve.artifact.files import ArtifactError
-from jaxrec.serve.exported_run import click_scores, column_encoder, load_frozen, with_example
-from jaxrec.train import load_model
+from jaxrec.serve.exported_run import click_scores, load_run
 from jaxrec.train.checkpoint import CheckpointError
-from jaxrec.train.model import CONFIG_FILE
-from jaxrec.train.options import load_config
 
 USAGE_ERRORS = (ConfigError,)
 FAILURES = (ArtifactError, CheckpointError, DataError, FileExistsError, SchemaError, ValueError)
@@ -57,16 +53,7 @@ def run(options: Sequence[str]) -> int:
     if NOT_GIVEN in (parsed.run, parsed.model):
         raise ConfigError("give the directories of the run and of the model: RUN MODEL")
     console = Console(highlight=False, markup=False, soft_wrap=True)
-    encoder = column_encoder(parsed.run)
-    config = load_config(parsed.run / CONFIG_FILE)
-    encoder = with_example(config, encoder)
-    if encoder.example is not None and not parsed.example:
-        encoder = dataclasses.replace(encoder, example=encoder.example.slice(0, 0))
-    model: nnx.Module
-    if encoder.schema.dynamic:
-        model, encoder = load_frozen(parsed.run, config, encoder, parsed.step)
-    else:
-        model = load_model(parsed.run, parsed.step)
+    model, encoder = load_run(parsed.run, parsed.step, has_example=parsed.example)
     if parsed.dtype is not None:
         model = quantize(model, parsed.dtype)
     export(

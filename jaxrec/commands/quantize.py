@@ -14,7 +14,7 @@ import tyro
 from flax import nnx
 
 from jaxrec.arguments import ConfigError, parse
-from jaxrec.data import ClickBatch, DataError, SchemaError, TableEncoder
+from jaxrec.data import ClickBatch, DataError, SchemaError
 from jaxrec.embed.formats import FORMATS
 from jaxrec.embed.taps import tapped_modules
 from jaxrec.serve.quantized.pruning import Pruning, by_frequency, by_norm, count_ids
@@ -25,9 +25,8 @@ from jaxrec.serve.reports.quality_report import QualityReport, quality
 from jaxrec.train.checkpoint import CheckpointError, all_steps
 from jaxrec.train.config import TrainConfig
 from jaxrec.train.datasets import LogDataset, ParquetDataset, split_datasets
-from jaxrec.train.features import FEATURES_DIRECTORY
-from jaxrec.train.model import CONFIG_FILE, load_model, predict
-from jaxrec.train.options import load_config
+from jaxrec.train.features import saved_encoder
+from jaxrec.train.model import load_model, predict, saved_config
 
 PICTURE_FILE = "quality.png"
 QUALITY_FILE = "quality.json"
@@ -88,7 +87,7 @@ def run(options: Sequence[str]) -> int:
     if not parsed.run:
         raise ConfigError("give the directory of a run of jaxrec train: jaxrec quantize RUN")
     source = pathlib.Path(parsed.run)
-    config = _run_config(source)
+    config = _read_config(source)
     out = _free_directory(parsed.out or source.with_name(f"{source.name}-{parsed.dtype}"))
     model = load_model(source, parsed.step)
     widths = {
@@ -102,9 +101,7 @@ def run(options: Sequence[str]) -> int:
     shares = {
         name: float(share) for name, share in _by_table("--prune", parsed.prune, names).items()
     }
-    features = source / FEATURES_DIRECTORY
-    encoder = TableEncoder.load(features) if features.is_dir() else None
-    rows, held_out = split_datasets(config, encoder=encoder)
+    rows, held_out = split_datasets(config, encoder=saved_encoder(source))
     rules = _rules(model, shares, rows if parsed.prune_by == "frequency" else None, config)
     print(f"quantizing {len(names)} tables of {source}")
     try:
@@ -127,7 +124,7 @@ def run(options: Sequence[str]) -> int:
     return 0
 
 
-def _run_config(source: pathlib.Path) -> TrainConfig:
+def _read_config(source: pathlib.Path) -> TrainConfig:
     """Return the options of a run.
 
     Raises:
@@ -138,11 +135,7 @@ def _run_config(source: pathlib.Path) -> TrainConfig:
         raise QuantizeError(
             f"{source} is quantized already; quantize the run that it was made from"
         )
-    if not (source / CONFIG_FILE).exists():
-        raise CheckpointError(
-            f"{source}: there is no run of jaxrec train here ({CONFIG_FILE} is missing)"
-        )
-    config = load_config(source / CONFIG_FILE)
+    config = saved_config(source)
     if config.vocabulary.is_dynamic:
         raise QuantizeError(
             f"{source}: its tables have open vocabularies (--vocabulary dynamic), which cannot be "

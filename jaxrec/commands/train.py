@@ -25,10 +25,19 @@ from jaxrec.metrics.writers import JSONLinesWriter
 from jaxrec.plan import PlanError
 from jaxrec.tier.vocabulary.vocabulary import TableFullError
 from jaxrec.train import checkpoint
-from jaxrec.train.callbacks import SaveCheckpoints
+from jaxrec.train.callbacks import SaveCheckpoints, StepTrace
 from jaxrec.train.checkpoint import CheckpointError, CheckpointManager, PreservationPolicy
 from jaxrec.train.click_metrics import HeldOutEvaluation, RunningMetrics, click_loss
-from jaxrec.train.config import CheckpointConfig, TrainConfig
+from jaxrec.train.config import (
+    CONFIG_FILE,
+    FEATURES_DIRECTORY,
+    CheckpointConfig,
+    TrainConfig,
+    is_written,
+    load_config,
+    parse_options,
+    write_options,
+)
 from jaxrec.train.datasets import (
     LogDataset,
     ParquetDataset,
@@ -38,16 +47,19 @@ from jaxrec.train.datasets import (
     split_datasets,
 )
 from jaxrec.train.devices import Devices, plan_devices, simulate_cpus
-from jaxrec.train.features import FEATURES_DIRECTORY, is_parquet, run_encoder
+from jaxrec.train.features import is_parquet, run_encoder
 from jaxrec.train.interrupt import Interrupt, interruptible
 from jaxrec.train.lock import lock_directory
-from jaxrec.train.model import CONFIG_FILE, make_model, table_configs
+from jaxrec.train.model import make_model, saved_config, table_configs
 from jaxrec.train.open_vocabularies import describe, describe_stores
-from jaxrec.train.options import is_written, load_config, parse_options, write_options
-from jaxrec.train.output import standard_output
-from jaxrec.train.progress import Progress
-from jaxrec.train.summary import HELD_OUT, SUMMARY_FILE, draw_summary, read_history
-from jaxrec.train.trace import StepTrace
+from jaxrec.train.progress import (
+    HELD_OUT,
+    SUMMARY_FILE,
+    Progress,
+    draw_summary,
+    read_history,
+    standard_output,
+)
 from jaxrec.train.trainer import NotFiniteError, Trainer
 
 RESULTS_FILE = "results.json"
@@ -108,9 +120,7 @@ def train_config(options: Sequence[str]) -> TrainConfig:
     if named.resume is not None:
         if named.config is not None:
             raise ConfigError("--resume goes on with a run's own options; leave --config out")
-        if not (named.resume / CONFIG_FILE).exists():
-            raise CheckpointError(f"{named.resume}: there is no saved run here")
-        default = load_config(named.resume / CONFIG_FILE)
+        default = saved_config(named.resume)
         config = parse_options(options, dataclasses.replace(default, output=named.resume))
         _check_resumed(config, default)
         return config

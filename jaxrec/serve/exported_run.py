@@ -24,12 +24,11 @@ from jaxrec.embed.variables import dense_variables, plain, value_like
 from jaxrec.tier.deltas.table import PublishedTable
 from jaxrec.tier.deltas.tables import published_tables
 from jaxrec.tier.tier import tier_of
-from jaxrec.train.checkpoint import CheckpointError, restore
+from jaxrec.train.checkpoint import restore
 from jaxrec.train.config import TrainConfig, VocabularyConfig
 from jaxrec.train.datasets import ParquetDataset, split_datasets
-from jaxrec.train.features import FEATURES_DIRECTORY
-from jaxrec.train.model import CONFIG_FILE, make_model, table_rows
-from jaxrec.train.options import load_config
+from jaxrec.train.features import saved_encoder
+from jaxrec.train.model import load_model, make_model, saved_config, table_rows
 
 
 def click_scores(model: nnx.Module, dense: Array, features: Any) -> dict[str, Array]:
@@ -39,25 +38,40 @@ def click_scores(model: nnx.Module, dense: Array, features: Any) -> dict[str, Ar
     return {"probability": jax.nn.sigmoid(logits), "logit": logits}
 
 
-def column_encoder(directory: pathlib.Path) -> TableEncoder:
-    """Return the encoder of a run's columns; that of Criteo's columns for other click logs.
+def load_run(
+    path: pathlib.Path, step: int | None, *, has_example: bool
+) -> tuple[nnx.Module, TableEncoder]:
+    """Load the model of a run and the encoder of its columns.
+
+    Args:
+        path: Directory of the run.
+        step: The checkpoint's step; None: the newest.
+        has_example: Whether the encoder keeps some training rows.
 
     Raises:
-        CheckpointError: There is no run.
-        OSError, SchemaError, DataError: The encoder cannot be read.
+        CheckpointError: There is no such run or checkpoint, or it is damaged.
+        OSError, SchemaError, DataError: A file cannot be read.
     """
-    if not (directory / CONFIG_FILE).exists():
-        raise CheckpointError(
-            f"{directory}: there is no saved model here ({CONFIG_FILE} is missing)"
-        )
-    config = load_config(directory / CONFIG_FILE)
-    if (directory / FEATURES_DIRECTORY).is_dir():
-        return TableEncoder.load(directory / FEATURES_DIRECTORY)
+    config = saved_config(path)
+    encoder = _with_example(config, column_encoder(path))
+    if encoder.example is not None and not has_example:
+        # The types of the columns stay known.
+        encoder = dataclasses.replace(encoder, example=encoder.example.slice(0, 0))
+    if encoder.schema.dynamic:
+        return _load_frozen(path, config, encoder, step)
+    return load_model(path, step), encoder
+
+
+def column_encoder(path: pathlib.Path) -> TableEncoder:
+    """Return the encoder of a run's columns; that of Criteo's columns for other click logs."""
+    config = saved_config(path)
+    if (encoder := saved_encoder(path)) is not None:
+        return encoder
     schema = criteo_schema(table_rows(config), is_dynamic=config.vocabulary.is_dynamic)
     return TableEncoder(schema, {}, {}, {})
 
 
-def with_example(config: TrainConfig, encoder: TableEncoder) -> TableEncoder:
+def _with_example(config: TrainConfig, encoder: TableEncoder) -> TableEncoder:
     """Return an encoder that keeps some training rows, if it can be found which they were."""
     if encoder.example is not None:
         return encoder
@@ -79,25 +93,14 @@ def _columns(clicks: Clicks) -> pa.Table:
     return pa.table(dict(zip(names, (*counts, *clicks.ids.T), strict=True)))
 
 
-def load_frozen(
-    directory: pathlib.Path, config: TrainConfig, encoder: TableEncoder, step: int | None
+def _load_frozen(
+    path: pathlib.Path, config: TrainConfig, encoder: TableEncoder, step: int | None
 ) -> tuple[nnx.Module, TableEncoder]:
     """Load a run with open vocabularies as a model that knows the ids of its checkpoint.
 
     Row 0 of each table is the row that ids without one read, and the others are those of known ids,
-    also of ids whose rows were evicted to a store.
-
-    Args:
-        directory: Directory of the run.
-        config: Its configuration.
-        encoder: Encoder of its columns, with columns of encoding "dynamic".
-        step: The checkpoint's step; None: the newest.
-
-    Returns:
-        The model, and the encoder with columns of encoding "frozen" in the place of these.
-
-    Raises:
-        CheckpointError: There is no such checkpoint, or it is damaged.
+    also of ids whose rows were evicted to a store. The encoder's columns of encoding "dynamic"
+    become "frozen".
     """
     vocabulary = config.vocabulary
     if vocabulary.store is not None:
@@ -105,7 +108,7 @@ def load_frozen(
         vocabulary = dataclasses.replace(vocabulary, store="memory://")
     opened = dataclasses.replace(config, vocabulary=vocabulary)
     model, _ = make_model(opened, num_steps=1, encoder=encoder)
-    restore(directory, model, step=step)
+    restore(path, model, step=step)
     tier = tier_of(model)
     assert tier is not None
     with tier.settled(model):
@@ -124,10 +127,10 @@ def load_frozen(
         target = variables[name]
         value = np.asarray(plain(variable.get_raw_value()))
         target.set_value(value_like(value, target.get_raw_value()))
-    for path, module in tapped_modules(copy).items():
+    for place, module in tapped_modules(copy).items():
         assert isinstance(module, Collection)
         for each in module.configs:
-            rows = tables[f"{path}/{each.name}" if path else each.name].rows
+            rows = tables[f"{place}/{each.name}" if place else each.name].rows
             module.load_table(each.name, rows)
     return copy, frozen
 

@@ -20,10 +20,9 @@ from jaxrec.metrics import Calibration, LogLoss, NormalizedEntropy, auc
 from jaxrec.nn import sum_in_chunks
 from jaxrec.train.datasets import LogDataset, ParquetDataset
 from jaxrec.train.evaluation import Evaluation
-from jaxrec.train.host_batch import put_batch
 from jaxrec.train.model import Model, with_rows
 from jaxrec.train.open_vocabularies import describe, scalars
-from jaxrec.train.placed_batches import placed_batches
+from jaxrec.train.placed_batches import placed_batches, put_batch
 from jaxrec.train.progress import Progress
 from jaxrec.train.trainer import Callback, StepResult, Trainer
 

@@ -19,7 +19,7 @@ from jaxrec.mesh.dense import DenseName
 from jaxrec.plan import Planner, ShardingPlan, Topology
 from jaxrec.ragged import KeyedJaggedArray
 from jaxrec.ragged.capacity import capacity_for
-from jaxrec.train.host_batch import put_batch
+from jaxrec.train.placed_batches import put_batch
 
 Model = TypeVar("Model", bound=nnx.Module)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import pathlib
 import time
 from collections.abc import Sequence
@@ -33,12 +34,8 @@ from jaxrec.data.schema import criteo_schema
 from jaxrec.data.suspects import suspects
 from jaxrec.data.transforms import NUM_CATEGORICAL
 from jaxrec.data.whole_floats import are_ids, whole_floats
-from jaxrec.train.config import DataConfig, ModelConfig, TrainConfig
-from jaxrec.train.model_columns import check_model
+from jaxrec.train.config import FEATURES_DIRECTORY, DataConfig, ModelConfig, TrainConfig
 from jaxrec.train.open_vocabularies import check_fixed, with_dynamic_columns
-
-# Directory of the `TableEncoder` in a run's directory.
-FEATURES_DIRECTORY = "features"
 
 # First bytes of a Parquet file.
 _MAGIC = b"PAR1"
@@ -56,6 +53,12 @@ def is_parquet(path: pathlib.Path | None) -> bool:
         return file.read(len(_MAGIC)) == _MAGIC
 
 
+def saved_encoder(path: str | os.PathLike[str]) -> TableEncoder | None:
+    """Load the encoder of a saved run; None: the run is not on Parquet files."""
+    features = pathlib.Path(path, FEATURES_DIRECTORY)
+    return TableEncoder.load(features) if features.is_dir() else None
+
+
 def run_encoder(config: TrainConfig, console: Console) -> TableEncoder:
     """Load the encoder of a resumed run, or learn the encoder of a new run.
 
@@ -68,9 +71,9 @@ def run_encoder(config: TrainConfig, console: Console) -> TableEncoder:
         ConfigError: The resumed run has another schema; or the schema does not fit --vocabulary.
     """
     data, resume, is_dynamic = config.data, config.resume, config.vocabulary.is_dynamic
-    if resume is None or not (resume / FEATURES_DIRECTORY).is_dir():
+    encoder = None if resume is None else saved_encoder(resume)
+    if resume is None or encoder is None:
         return learn_features(data, console, is_dynamic=is_dynamic, model=config.model)
-    encoder = TableEncoder.load(resume / FEATURES_DIRECTORY)
     schema = encoder.schema
     if data.schema is not None:
         schema = _with_vocabularies(read_schema(data.schema), data, is_dynamic)
@@ -115,7 +118,7 @@ def learn_features(
     if schema is None:
         schema = _find_schema(data, console, is_dynamic)
     if model is not None:
-        check_model(model, schema)
+        model.check_columns(schema)
     training, held_out = split_groups(data, schema)
     encoder = TableEncoder(schema, {}, {}, {})
     if is_converted:

@@ -22,14 +22,10 @@ from jaxrec.nn import DLRM, DCNv2, DeepFM
 from jaxrec.ragged.raw_ids import is_raw
 from jaxrec.tier import ahead, make
 from jaxrec.train.checkpoint import CheckpointError, restore
-from jaxrec.train.config import TrainConfig
+from jaxrec.train.config import CONFIG_FILE, TrainConfig, load_config
 from jaxrec.train.devices import Devices
-from jaxrec.train.features import FEATURES_DIRECTORY
-from jaxrec.train.model_columns import check_model
+from jaxrec.train.features import saved_encoder
 from jaxrec.train.open_vocabularies import dynamic_features, settings
-from jaxrec.train.options import load_config
-
-CONFIG_FILE = "config.yaml"
 
 Model: TypeAlias = DLRM | DCNv2 | DeepFM
 
@@ -124,7 +120,7 @@ def _make(
     tables = table_configs(config, encoder)
     num_dense = NUM_DENSE if encoder is None else len(encoder.schema.dense)
     if encoder is not None:
-        check_model(options, encoder.schema)
+        options.check_columns(encoder.schema)
 
     def collection(tables: Sequence[EmbeddingBagConfig]) -> EmbeddingBagCollection:
         return EmbeddingBagCollection(tables, optimizer=optim.rowwise_adagrad(schedule), rngs=rngs)
@@ -187,6 +183,19 @@ def with_rows(model: Model, batch: ClickBatch) -> ClickBatch:
     return batch
 
 
+def saved_config(path: str | os.PathLike[str]) -> TrainConfig:
+    """Return the configuration of a saved run.
+
+    Raises:
+        CheckpointError: There is no saved run.
+        OSError, ConfigError: Its file cannot be read.
+    """
+    config_file = pathlib.Path(path, CONFIG_FILE)
+    if not config_file.exists():
+        raise CheckpointError(f"{path}: there is no saved run here ({CONFIG_FILE} is missing)")
+    return load_config(config_file)
+
+
 def load_model(directory: str | os.PathLike[str], step: int | None = None) -> Model:
     """Load the model that `jaxrec train` saved in a directory.
 
@@ -198,13 +207,7 @@ def load_model(directory: str | os.PathLike[str], step: int | None = None) -> Mo
         CheckpointError: There is no saved model, or it is damaged.
         OSError: The model cannot be read.
     """
-    config_file = pathlib.Path(directory, CONFIG_FILE)
-    if not config_file.exists():
-        raise CheckpointError(
-            f"{directory}: there is no saved model here ({CONFIG_FILE} is missing)"
-        )
-    features = pathlib.Path(directory, FEATURES_DIRECTORY)
-    encoder = TableEncoder.load(features) if features.is_dir() else None
-    model, _ = make_model(load_config(config_file), num_steps=1, encoder=encoder)
+    config = saved_config(directory)
+    model, _ = make_model(config, num_steps=1, encoder=saved_encoder(directory))
     restore(directory, model, step=step)
     return model

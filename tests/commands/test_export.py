@@ -20,9 +20,8 @@ from jaxrec.serve.http.json_body import JsonDecoder
 from jaxrec.serve.http.predictor import Predictor
 from jaxrec.serve.http.raw_columns import RawColumns
 from jaxrec.train import load_model
-from jaxrec.train.config import TrainConfig
+from jaxrec.train.config import TrainConfig, write_options
 from jaxrec.train.model import predict
-from jaxrec.train.options import write_options
 from tests.data.test_criteo import KAGGLE
 from tests.train.test_columns import SCHEMA, SMALL, directory, table  # noqa: F401
 from tests.train.vocabulary_runs import rows_by_id
@@ -162,7 +161,7 @@ def test_tables_are_quantized_on_request(of_text, tmp_path):
     ("arguments", "code", "message"),
     [
         ([], 2, "jaxrec export: give the directories of the run and of the model: RUN MODEL\n"),
-        (["missing", "model"], 1, "jaxrec export: missing: there is no saved model here"),
+        (["missing", "model"], 1, "jaxrec export: missing: there is no saved run here"),
         (["run", "model", "--step", "7"], 1, "7"),
         (["run", "run"], 1, "run exists and is not an exported model; give another path"),
         (["run", "model", "--batch-sizes", "0"], 1, "batch_sizes are whole numbers of 1 or more"),

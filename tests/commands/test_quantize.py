@@ -14,9 +14,9 @@ from jaxrec.commands import main
 from jaxrec.serve import by_frequency, count_ids, load_quantized, quantize
 from jaxrec.train import checkpoint, load_model
 from jaxrec.train.checkpoint import CheckpointError
+from jaxrec.train.config import load_config, parse_options, write_options
 from jaxrec.train.datasets import split_datasets
 from jaxrec.train.model import make_model
-from jaxrec.train.options import load_config, parse_options, write_options
 from tests.data.test_criteo import KAGGLE
 
 SMALL = [
@@ -102,7 +102,7 @@ def test_two_collections(work, capsys):
     ("options", "code", "message"),
     [
         ([], 2, "give the directory of a run of jaxrec train: jaxrec quantize RUN"),
-        (["nowhere"], 1, "nowhere: there is no run of jaxrec train here (config.yaml is missing)"),
+        (["nowhere"], 1, "nowhere: there is no saved run here (config.yaml is missing)"),
         (["run", "--dtype", "int5"], 2, "invalid choice 'int5' for argument '--dtype'"),
         (["run", "--per-table", "user"], 2, "--per-table takes NAME=VALUE, got 'user'"),
         (["run", "--per-table", "cat_1=int5"], 2, "--per-table cat_1=int5: 'int5' is not one of"),

@@ -18,8 +18,7 @@ import yaml
 from jaxrec.commands import main
 from jaxrec.embed.variables import dense_variables
 from jaxrec.train import checkpoint, load_model
-from jaxrec.train.config import DataConfig, TrainConfig
-from jaxrec.train.options import write_options
+from jaxrec.train.config import DataConfig, TrainConfig, write_options
 from tests.data.test_criteo import GOOD, KAGGLE, changed, write
 from tests.forks import free_port
 

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from jaxrec.commands import main
-from jaxrec.train.output import Output
+from jaxrec.train.progress import Output
 from tests.commands.test_train import SMALL
 
 

@@ -6,8 +6,7 @@ import pathlib
 import pytest
 
 from jaxrec.arguments import ConfigError
-from jaxrec.train.config import TrainConfig
-from jaxrec.train.options import load_config, parse_options, write_options
+from jaxrec.train.config import TrainConfig, load_config, parse_options, write_options
 
 pytestmark = pytest.mark.every_case
 
