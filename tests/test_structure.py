@@ -175,20 +175,15 @@ TESTED_BY = {
     "serve/artifact/test_program_file": ("serve/artifact/program_calls",),
     "serve/http/test_app": (
         "serve/http/argument_columns",
-        "serve/http/arrow_body",
         "serve/http/batcher",
-        "serve/http/description",
-        "serve/http/errors",
-        "serve/http/input_column",
+        "serve/http/bodies",
         "serve/http/input_columns",
-        "serve/http/json_body",
         "serve/http/metrics",
     ),
     "serve/http/test_raw_columns": ("data/examples",),
     "serve/http/test_server": (
         "commands/serve",
-        "serve/http/body",
-        "serve/http/protocol",
+        "serve/http/limits",
     ),
     "serve/quantized/test_quantize": (
         "serve/quantized/packing",

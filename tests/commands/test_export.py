@@ -16,7 +16,7 @@ from jaxrec.data.criteo import CriteoFile
 from jaxrec.data.transforms import CATEGORICAL_NAMES
 from jaxrec.serve import load
 from jaxrec.serve.exported_run import column_encoder
-from jaxrec.serve.http.json_body import JsonDecoder
+from jaxrec.serve.http.bodies import JsonDecoder
 from jaxrec.serve.http.predictor import Predictor
 from jaxrec.serve.http.raw_columns import RawColumns
 from jaxrec.train import load_model

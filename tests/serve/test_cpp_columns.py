@@ -16,7 +16,7 @@ from jaxrec.data import DataError, Schema, learn_encoder
 from jaxrec.data.encoder import bags_of
 from jaxrec.data.frozen_vocabulary import FrozenVocabulary
 from jaxrec.serve.exported_run import with_vocabularies
-from jaxrec.serve.http.json_body import JsonDecoder
+from jaxrec.serve.http.bodies import JsonDecoder
 from jaxrec.serve.http.predictor import Predictor, RequestError
 from tests.serve import cpp
 from tests.serve.artifact.edited import write_manifest

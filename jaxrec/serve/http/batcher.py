@@ -10,10 +10,9 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 
-from jaxrec.serve.http.errors import RequestError, busy
-from jaxrec.serve.http.limits import Limits
+from jaxrec.serve.http.bodies import Payload
+from jaxrec.serve.http.limits import Limits, RequestError, busy
 from jaxrec.serve.http.metrics import Metrics
-from jaxrec.serve.http.payload import Payload
 from jaxrec.serve.http.predictor import Scores
 
 logger = logging.getLogger(__name__)

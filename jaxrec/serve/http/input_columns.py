@@ -1,15 +1,119 @@
-"""The columns of requests: those of a model's encoder, or those of the arguments of a model."""
+"""The columns of requests: their types in JSON and in Arrow, and how they become inputs."""
 
 from __future__ import annotations
 
 import abc
+import dataclasses
+import types
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import pyarrow as pa
 
 from jaxrec.serve.artifact.requests import Request
-from jaxrec.serve.http.input_column import InputColumn
+
+Kind = Literal["number", "integer", "bool", "text", "text or integer"]
+
+_JSON: dict[Kind, Any] = {
+    "number": float,
+    "integer": int,
+    "bool": bool,
+    "text": str,
+    "text or integer": int | str,
+}
+_INT64 = range(-(2**63), 2**63)
+
+
+@dataclasses.dataclass(frozen=True)
+class InputColumn:
+    """A column of the requests that a model answers.
+
+    Attributes:
+        name: Its name.
+        kind: Type of its values.
+        is_list: Whether each sample has a list of any number of values.
+        shape: Shape of the values of a sample, for arrays; () otherwise.
+        num_ids: Ids are from 0 to ``num_ids - 1``; None: any value.
+        may_be_null: Whether the value or the list of a sample may be missing.
+        arrow_type: Arrow type of the values; None: it follows from them.
+        example: Values of an example, one for each sample.
+    """
+
+    name: str
+    kind: Kind
+    is_list: bool = False
+    shape: tuple[int, ...] = ()
+    num_ids: int | None = None
+    may_be_null: bool = False
+    arrow_type: pa.DataType | None = None
+    example: tuple[Any, ...] = ()
+
+    @property
+    def json_type(self) -> Any:
+        """Type of the column in a JSON body."""
+        sample = _JSON[self.kind]
+        for _ in range(self.depth):
+            sample = types.GenericAlias(list, (sample,))
+        return types.GenericAlias(list, (sample | None if self.may_be_null else sample,))
+
+    @property
+    def depth(self) -> int:
+        """Number of nested lists of a sample."""
+        return len(self.shape) + self.is_list
+
+    def as_arrow(self, values: list[Any]) -> pa.Array:
+        """Return the values of a JSON body as an Arrow array.
+
+        Raises:
+            ValueError: A value does not fit the type, or they have different types.
+        """
+        kind = self.arrow_type
+        if kind is None:
+            kind = self._type_of(values)
+        for _ in range(self.depth):
+            kind = pa.list_(kind)
+        try:
+            return pa.array(values, kind)
+        except (ValueError, TypeError, OverflowError) as error:
+            raise ValueError(self._problem(values) or f"column {self.name!r}: {error}") from None
+
+    def describe(self) -> dict[str, Any]:
+        """Return the column as the endpoint's ``/model`` shows it."""
+        return {
+            "name": self.name,
+            "type": self.kind,
+            "is_list": self.is_list,
+            "shape": list(self.shape),
+            "num_ids": self.num_ids,
+            "may_be_null": self.may_be_null,
+        }
+
+    def _type_of(self, values: list[Any]) -> pa.DataType:
+        """Return the type of values that are text or integers."""
+        flat = (each for value in values for each in (value if self.is_list else (value,)) or ())
+        first = next((each for each in flat if each is not None), "")
+        if isinstance(first, str):
+            return pa.string()
+        return pa.uint64() if self._largest(values) not in _INT64 else pa.int64()
+
+    def _largest(self, values: list[Any]) -> int:
+        flat = [each for value in values for each in (value if self.is_list else (value,)) or ()]
+        return max((each for each in flat if isinstance(each, int)), default=0)
+
+    def _problem(self, values: list[Any]) -> str:
+        """Return which sample has an integer that does not fit, or another type than others."""
+        kinds: set[type] = set()
+        for sample, value in enumerate(values):
+            for each in (value if self.is_list else (value,)) or ():
+                if isinstance(each, int) and each not in _INT64 and self.kind == "integer":
+                    return f"column {self.name!r}, sample {sample}: {each} does not fit 64 bits"
+                kinds |= {type(each)} - {type(None)}
+                if len(kinds) > 1:
+                    return (
+                        f"column {self.name!r}, sample {sample}: {each!r} is of another type than "
+                        "the values before it; give either text or integers"
+                    )
+        return ""
 
 
 class InputColumns(abc.ABC):

@@ -16,8 +16,7 @@ from jaxrec.data.encoder import bags_of
 from jaxrec.data.examples import is_boolean
 from jaxrec.serve.artifact.batch_spec import ArrayInput, BatchSpec
 from jaxrec.serve.artifact.requests import Column, Request, offsets_of
-from jaxrec.serve.http.input_column import InputColumn, Kind
-from jaxrec.serve.http.input_columns import InputColumns
+from jaxrec.serve.http.input_columns import InputColumn, InputColumns, Kind
 
 
 class RawColumns(InputColumns):

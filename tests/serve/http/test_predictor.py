@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxrec.serve.http.errors import RequestError
-from jaxrec.serve.http.payload import Payload
+from jaxrec.serve.http.bodies import Payload
+from jaxrec.serve.http.limits import RequestError
 from jaxrec.serve.http.predictor import Predictor
 from tests.fuzz import max_examples
 from tests.serve.http.fuzz import Bodies, decoders, outcome

@@ -13,8 +13,8 @@ from flax import nnx
 import jaxrec
 from jaxrec.data import DataError, Schema, learn_encoder
 from jaxrec.serve import export, load
-from jaxrec.serve.http.errors import RequestError
-from jaxrec.serve.http.json_body import JsonDecoder
+from jaxrec.serve.http.bodies import JsonDecoder
+from jaxrec.serve.http.limits import RequestError
 from jaxrec.serve.http.predictor import Predictor
 
 TABLE = pa.table(

@@ -1,23 +1,28 @@
-"""Arrow bodies: IPC streams of record batches."""
+"""Bodies of requests and responses: columns by name, in JSON or as an Arrow IPC stream."""
 
 from __future__ import annotations
 
+import dataclasses
+import re
 import struct
 from collections.abc import Mapping
+from typing import Any
 
+import msgspec
 import numpy as np
 import pyarrow as pa
 from flatbuffers import number_types
 from flatbuffers.table import Table as FlatTable
 
 from jaxrec.serve.artifact.outputs import arrow_column
-from jaxrec.serve.http.errors import RequestError, invalid
-from jaxrec.serve.http.input_column import InputColumn
-from jaxrec.serve.http.input_columns import InputColumns
-from jaxrec.serve.http.json_body import missing
-from jaxrec.serve.http.payload import Payload
+from jaxrec.serve.http.input_columns import InputColumn, InputColumns
+from jaxrec.serve.http.limits import RequestError, invalid
 
-MEDIA_TYPE = "application/vnd.apache.arrow.stream"
+JSON = "application/json"
+ARROW = "application/vnd.apache.arrow.stream"
+
+# The place of a wrong value at the end of msgspec's messages.
+_PLACE = re.compile(r"(.*) - at `\$\.(.*)`", re.DOTALL)
 
 # Places of fields in the tables of format/Message.fbs of Arrow's specification.
 _HEADER_TYPE, _HEADER, _COMPRESSION = 6, 8, 10
@@ -27,6 +32,111 @@ _DICTIONARY_BATCH, _RECORD_BATCH = 2, 3
 _DAMAGE = (
     ValueError, TypeError, KeyError, IndexError, OverflowError, MemoryError, OSError, struct.error,
 )  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Payload:
+    """The samples of a request.
+
+    Attributes:
+        columns: The columns by name: lists of a JSON body, or the table of an Arrow body.
+        num_samples: Number of samples, the length of each column.
+        num_bytes: Size of the body.
+    """
+
+    columns: Mapping[str, list[Any]] | pa.Table
+    num_samples: int
+    num_bytes: int = 0
+
+
+class JsonDecoder:
+    """Decodes JSON bodies such as ``{"age": [31, 52], "tags": [["a"], []]}``.
+
+    Columns that the model does not read are left out.
+
+    Args:
+        columns: The columns of the model.
+        max_samples: Largest number of samples of a body.
+    """
+
+    def __init__(self, columns: InputColumns, max_samples: int) -> None:
+        self._names, self._max_samples = columns.names, max_samples
+        self._fields = [f"column{number}" for number in range(len(self._names))]
+        fields = [
+            (field, column.json_type)
+            for field, column in zip(self._fields, columns.columns, strict=True)
+        ]
+        renamed = dict(zip(self._fields, self._names, strict=True))
+        body = msgspec.defstruct("Body", fields, rename=renamed, kw_only=True)
+        self._decoder = msgspec.json.Decoder(body)
+
+    def decode(self, body: bytes | bytearray) -> Payload:
+        """Return the columns of a body.
+
+        Raises:
+            RequestError: The body is not JSON, lacks a column, or has a value of another type; the
+                message names the column and the sample.
+        """
+        try:
+            decoded = self._decoder.decode(body)
+        except msgspec.ValidationError as error:
+            raise invalid(self._explain(str(error))) from None
+        except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+            raise invalid(f"the body is not JSON: {error}") from None
+        columns = {
+            name: getattr(decoded, field)
+            for name, field in zip(self._names, self._fields, strict=True)
+        }
+        return Payload(columns, count_samples(columns, self._max_samples), len(body))
+
+    def _explain(self, message: str) -> str:
+        if found := re.fullmatch(r"Object missing required field `(.*)`", message, re.DOTALL):
+            return missing(found.group(1), self._names)
+        if (found := _PLACE.fullmatch(message)) is not None:
+            problem, place = found.groups()
+            fitting = [name for name in self._names if place.startswith(name)]
+            name = max(fitting, key=len, default=None)
+            if name is not None:
+                indices = re.findall(r"\[(\d+)\]", place[len(name) :])
+                where = f", sample {indices[0]}" if indices else ""
+                return f"column {name!r}{where}: {problem[0].lower()}{problem[1:]}"
+        return f"the body must be an object of columns by name: {message}"
+
+
+def missing(name: str, names: tuple[str, ...]) -> str:
+    """Return the error of a body without a column."""
+    return f"the request has no column {name!r}; the model reads {', '.join(map(repr, names))}"
+
+
+def count_samples(columns: Mapping[str, Any], max_samples: int) -> int:
+    """Return the number of samples of columns.
+
+    Raises:
+        RequestError: Columns have different numbers of samples, or too many.
+    """
+    sizes = {name: len(values) for name, values in columns.items()}
+    (first, size), *_ = sizes.items() or [("", 0)]
+    for name, other in sizes.items():
+        if other != size:
+            raise invalid(
+                f"column {name!r} has {other} samples, but column {first!r} has {size}; give one "
+                "value or list for each sample"
+            )
+    if size > max_samples:
+        raise RequestError(
+            413, f"the request has {size:,} samples, and the server takes {max_samples:,} at most"
+        )
+    return size
+
+
+def encode_json(columns: Mapping[str, np.ndarray]) -> bytes:
+    """Return a body of scores; a number that is not finite becomes null."""
+    return msgspec.json.encode(
+        {
+            name: (array if array.dtype.kind in "fiub" else array.astype(np.float32)).tolist()
+            for name, array in columns.items()
+        }
+    )
 
 
 class ArrowDecoder:
@@ -95,7 +205,7 @@ class ArrowDecoder:
         return table
 
 
-def encode(columns: Mapping[str, np.ndarray]) -> bytes:
+def encode_arrow(columns: Mapping[str, np.ndarray]) -> bytes:
     """Return a body of scores."""
     table = pa.table({name: arrow_column(array) for name, array in columns.items()})
     sink = pa.BufferOutputStream()
