@@ -157,11 +157,6 @@ TESTED_BY = {
         "ragged/columns",
     ),
     "serve/quantized/test_pruned_tables": ("serve/quantized/quantized_store",),
-    "serve/reports/test_quality_report": (
-        "serve/quantized/paired_stores",
-        "serve/reports/quality_plot",
-        "serve/reports/table_quality",
-    ),
     "serve/artifact/test_export": (
         "serve/artifact/inputs",
         "serve/artifact/programs",
@@ -184,6 +179,10 @@ TESTED_BY = {
     "serve/http/test_server": (
         "commands/serve",
         "serve/http/limits",
+    ),
+    "serve/quantized/test_quality_report": (
+        "serve/quantized/paired_stores",
+        "serve/quantized/table_quality",
     ),
     "serve/quantized/test_quantize": (
         "serve/quantized/packing",

@@ -1,4 +1,4 @@
-"""Check of the functions and transfers that an exported program calls.
+"""Functions that an exported program calls: their names for `jax.export`, and checks of a program.
 
 A custom call runs a function of the process by its name, with arguments that the program chooses.
 Some functions take an address among them, so that a program from elsewhere may call only those that
@@ -10,10 +10,12 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from jax import export as jax_export
 from jax.interpreters import mlir
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import stablehlo
 
+from jaxrec.embed.kernels import cpu
 from jaxrec.embed.kernels.native_call import exported_targets
 
 # Functions of JAX that check their arguments, and names that XLA turns into operations of its own.
@@ -71,3 +73,32 @@ def unknown_calls(calls: tuple[str, ...]) -> list[str]:
     """Return the calls that are neither of jaxrec's native library nor known ones of JAX."""
     known = exported_targets()
     return [each for each in calls if each not in known and not _OF_JAX.fullmatch(each)]
+
+
+def native_calls() -> list[jax_export.DisabledSafetyCheck]:
+    """Return the ``disabled_checks`` with which `jax.export` takes jaxrec's native functions.
+
+    On a CPU lookups, updates and dot products call jaxrec's library, and JAX exports calls only
+    that it knows. A program with such calls runs where jaxrec was imported, and its first lookup of
+    any kind, or ``native_calls()``, has loaded the library. Later versions of jaxrec serve the
+    lookups; the other calls are those of this version. Within
+    ``jaxrec.embed.kernels.use_kernels("reference")`` programs are exported without native calls.
+
+    `jaxrec.serve.export` needs none of this.
+
+    Returns:
+        One check for each function of the library.
+
+    Example:
+        >>> import jax, jaxrec, numpy as np
+        >>> from flax import nnx
+        >>> config = jaxrec.EmbeddingBagConfig("user", num_embeddings=10, embedding_dim=4)
+        >>> model = jaxrec.EmbeddingBagCollection([config], rngs=nnx.Rngs(0))
+        >>> batch = jaxrec.KeyedJaggedArray.from_lists({"user": [[3, 5], [7]]})
+        >>> exported = jax.export.export(
+        ...     jax.jit(lambda batch: model(batch).values), disabled_checks=native_calls())(batch)
+        >>> exported.call(batch).shape
+        (2, 4)
+    """
+    cpu.missing()  # loads the library, where there is one
+    return [jax_export.DisabledSafetyCheck.custom_call(name) for name in cpu.library_targets()]

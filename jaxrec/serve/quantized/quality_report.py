@@ -18,8 +18,7 @@ from jaxrec.metrics import NormalizedEntropy, auc
 from jaxrec.plan.formatting import format_bytes
 from jaxrec.serve.quantized.model_copy import shared_copy
 from jaxrec.serve.quantized.paired_stores import paired_stores, stores
-from jaxrec.serve.reports.quality_plot import draw
-from jaxrec.serve.reports.table_quality import TableQuality, table_quality
+from jaxrec.serve.quantized.table_quality import TableQuality, draw, table_quality
 
 Predict: TypeAlias = Callable[[Any, Any], tuple[Any, ...]]
 """Function of a model and a batch that returns logits, labels and, optionally, weights."""
