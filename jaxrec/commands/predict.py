@@ -13,7 +13,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import tyro
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from jaxrec.arguments import NOT_GIVEN, ConfigError, parse, required
 from jaxrec.atomic import write_atomically
@@ -23,6 +22,7 @@ from jaxrec.data.files import key_column, key_types, keys_of, parquet_files
 from jaxrec.data.parquet_file import open_parquet
 from jaxrec.serve import ArtifactError, ServedModel, load
 from jaxrec.serve.artifact.outputs import arrow_column, output_columns
+from jaxrec.train.progress import counted
 
 USAGE_ERRORS = (ConfigError,)
 FAILURES = (ArtifactError, DataError)
@@ -85,17 +85,9 @@ def _predict(
 ) -> int:
     """Write the scores of all rows; return the number of rows."""
     total = sum(ParquetGroups(tuple(paths)).sizes)
-    bar = Progress(
-        TextColumn("predicting"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        console=console,
-        disable=not console.is_terminal,
-    )
     with contextlib.ExitStack() as stack:
         unfinished = stack.enter_context(write_atomically(options.output))
-        task = stack.enter_context(bar).add_task("", total=total)
+        advance = stack.enter_context(counted(console, "predicting", total))
         writer = None
         for table in _scores(options, served, paths):
             if writer is None:
@@ -103,7 +95,7 @@ def _predict(
                     pq.ParquetWriter(unfinished, table.schema, write_page_checksum=True)
                 )
             writer.write_table(table)
-            bar.update(task, advance=len(table))
+            advance(len(table))
         if writer is None:
             raise DataError(f"{options.input} has no rows")
     return total

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 
 import pyarrow as pa
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from jaxrec.arguments import ConfigError
 from jaxrec.data import (
@@ -36,6 +35,7 @@ from jaxrec.data.transforms import NUM_CATEGORICAL
 from jaxrec.data.whole_floats import are_ids, whole_floats
 from jaxrec.train.config import FEATURES_DIRECTORY, DataConfig, ModelConfig, TrainConfig
 from jaxrec.train.open_vocabularies import check_fixed, with_dynamic_columns
+from jaxrec.train.progress import counted
 
 # First bytes of a Parquet file.
 _MAGIC = b"PAR1"
@@ -130,19 +130,8 @@ def learn_features(
         check_rows(encoder, held_out)
         return encoder
     started, rows = time.perf_counter(), sum(training.sizes)
-    bar = Progress(
-        TextColumn("reading the columns"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        console=console,
-        disable=not console.is_terminal,
-    )
-    with bar:
-        task = bar.add_task("", total=rows + sum(held_out.sizes))
-        encoder = learn_encoder(
-            schema, training, held_out, lambda count: bar.update(task, advance=count)
-        )
+    with counted(console, "reading the columns", rows + sum(held_out.sizes)) as advance:
+        encoder = learn_encoder(schema, training, held_out, advance)
     console.print(
         f"learned the columns from {rows:,} rows in {time.perf_counter() - started:.1f} s"
     )

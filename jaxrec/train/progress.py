@@ -18,6 +18,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemaini
 from rich.progress import Progress as Bar
 from rich.table import Column
 
+from jaxrec.plan.plot import require_matplotlib
+
 # Seconds between two updates of the bar, and between two printed lines.
 BAR_SECONDS = 0.2
 LINE_SECONDS = 5.0
@@ -165,6 +167,22 @@ class Progress:
                 self._paused_for += self._clock() - self._paused_at
 
 
+@contextlib.contextmanager
+def counted(console: Console, title: str, total: int) -> Iterator[Callable[[int], None]]:
+    """Show a bar on a terminal while this lasts; yield a function that counts some more rows."""
+    bar = Bar(
+        TextColumn(title),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        disable=not console.is_terminal,
+    )
+    with bar:
+        task = bar.add_task("", total=total)
+        yield lambda count: bar.update(task, advance=count)
+
+
 def _fixed(width: int) -> Column:
     """Return a column that a narrow terminal does not cut."""
     return Column(min_width=width, no_wrap=True)
@@ -218,7 +236,7 @@ def standard_output() -> Output:
 
 
 def read_history(path: pathlib.Path) -> dict[int, dict[str, float]]:
-    """Read the values that `jaxrec.metrics.JSONLinesWriter` wrote, by step and name.
+    """Return the values that `jaxrec.metrics.JSONLinesWriter` wrote, by step and name.
 
     The last value counts: a resumed run writes the steps after its checkpoint again. An incomplete
     line of a killed run is left out.
@@ -241,24 +259,8 @@ def draw_summary(
     results: Mapping[str, float | None],
     path: pathlib.Path,
 ) -> None:
-    """Draw the curves of a run.
-
-    Args:
-        history: Values by step and name, as `read_history` returns them.
-        results: Values on held-out rows at the end, drawn as lines.
-        path: The picture's file.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-        OSError: The file cannot be written.
-    """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ImportError(
-            "a picture of the run needs matplotlib: pip install 'jaxrec[plot]'"
-        ) from None
-    figure = Figure(figsize=(10, 7), layout="constrained")
+    """Draw the curves of a run, by step and name, and its final held-out results as lines."""
+    figure = require_matplotlib()(figsize=(10, 7), layout="constrained")
     for axes, (name, title, result) in zip(figure.subplots(2, 2).flat, CURVES, strict=True):
         steps = [step for step, values in history.items() if name in values]
         # A curve of one point is invisible without a marker.
