@@ -125,12 +125,7 @@ def run(options: Sequence[str]) -> int:
 
 
 def _read_config(source: pathlib.Path) -> TrainConfig:
-    """Return the options of a run.
-
-    Raises:
-        QuantizeError: Its model cannot be quantized.
-        CheckpointError: There is no run.
-    """
+    """Return the options of a run whose model can be quantized."""
     if is_quantized(source):
         raise QuantizeError(
             f"{source} is quantized already; quantize the run that it was made from"
@@ -158,11 +153,7 @@ def _split(option: str, assignment: str) -> tuple[str, str]:
 
 
 def _by_table(option: str, assignments: Sequence[str], names: Sequence[str]) -> dict[str, str]:
-    """Return the value of each table that an option names or whose pattern fits.
-
-    Raises:
-        ConfigError: A name or a pattern fits no table.
-    """
+    """Return the value of each table that an option names or whose pattern fits."""
     values: dict[str, str] = {}
     for assignment in assignments:
         pattern, value = _split(option, assignment)

@@ -41,16 +41,10 @@ def click_scores(model: nnx.Module, dense: Array, features: Any) -> dict[str, Ar
 def load_run(
     path: pathlib.Path, step: int | None, *, has_example: bool
 ) -> tuple[nnx.Module, TableEncoder]:
-    """Load the model of a run and the encoder of its columns.
+    """Load the model of a run and the encoder of its columns, from a step's checkpoint or the
+    newest.
 
-    Args:
-        path: Directory of the run.
-        step: The checkpoint's step; None: the newest.
-        has_example: Whether the encoder keeps some training rows.
-
-    Raises:
-        CheckpointError: There is no such run or checkpoint, or it is damaged.
-        OSError, SchemaError, DataError: A file cannot be read.
+    With ``has_example`` the encoder keeps some training rows, else their types alone.
     """
     config = saved_config(path)
     encoder = _with_example(config, column_encoder(path))

@@ -180,11 +180,7 @@ class ModelConfig:
                 )
 
     def check_columns(self, schema: Schema) -> None:
-        """Check that the model can take the columns of a schema.
-
-        Raises:
-            ConfigError: It cannot; the message names the models that can.
-        """
+        """Check that the model can take the columns of a schema."""
         widths = {x.embedding_dim or self.embedding_dim for x in schema.categorical.values()}
         if self.name != "dcn_v2" and len(widths) > 1:
             raise ConfigError(
@@ -354,12 +350,7 @@ def _tokens(config: type, options: Mapping[str, Any], prefix: str) -> Iterator[l
 
 
 def load_config(path: pathlib.Path) -> TrainConfig:
-    """Read the configuration of a YAML or TOML file; other options have their defaults.
-
-    Raises:
-        OSError: The file cannot be read.
-        ConfigError: The file is neither YAML nor TOML, or an option is unknown or has a bad value.
-    """
+    """Read the configuration of a YAML or TOML file; other options have their defaults."""
     try:
         config = parse_options(_read_options(path))
     except ConfigError as error:
@@ -371,16 +362,7 @@ def load_config(path: pathlib.Path) -> TrainConfig:
 
 
 def parse_options(options: Sequence[str], default: TrainConfig = _DEFAULT) -> TrainConfig:
-    """Parse command-line arguments.
-
-    Args:
-        options: The arguments.
-        default: Values of the options that are not given.
-
-    Raises:
-        ConfigError: An option is unknown or has a wrong value.
-        SystemExit: The arguments ask for help, which has been printed.
-    """
+    """Parse command-line arguments; ``default`` has the values of options that are not given."""
     return parse("train", options, default)
 
 

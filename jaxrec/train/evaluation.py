@@ -29,19 +29,8 @@ Loss = Callable[..., tuple[Float[Array, ""], Outputs]]
 def call_loss(
     loss: Loss, model: nnx.Module, batch: Any, *, has_metrics: bool
 ) -> tuple[Float[Array, ""], Outputs]:
-    """Call ``loss(model, batch)``, or ``loss(model, batch, weights)`` for a `WeightedBatch`.
-
-    Args:
-        loss: The loss function.
-        model: The model.
-        batch: A batch, or a `WeightedBatch`.
-        has_metrics: Whether metrics read the outputs.
-
-    Returns:
-        The loss and the outputs.
-
-    Raises:
-        TypeError: The function takes other arguments, or returns something else.
+    """Call ``loss(model, batch)``, or ``loss(model, batch, weights)`` for a `WeightedBatch`; check
+    the arguments that it takes, and the outputs if metrics read them.
     """
     is_weighted = isinstance(batch, WeightedBatch)
     arguments = (model, *batch) if is_weighted else (model, batch)
@@ -108,20 +97,8 @@ class Evaluation:
     def __call__(
         self, model: nnx.Module, loss: Loss, group: MetricGroup | None, batches: Iterable[Any]
     ) -> dict[str, float]:
-        """Compute the mean loss and metrics over batches.
-
-        Args:
-            model: The model; it does not change.
-            loss: The loss function, as of `jaxrec.train.Trainer`.
-            group: The metrics; None: only the loss.
-            batches: Batches on the devices.
-
-        Returns:
-            ``loss``, the mean over all samples, and the metrics by name.
-
-        Raises:
-            TypeError: The loss takes or returns something else.
-            ValueError: There are no batches.
+        """Return ``loss``, the mean over all samples of the batches, and the group's metrics by
+        name.
         """
 
         def add_batch(
@@ -149,16 +126,7 @@ class Evaluation:
         return {"loss": float(total.on_host() / samples.on_host()), **values}
 
     def outputs(self, model: nnx.Module, loss: Loss, batches: Iterable[Any]) -> Iterator[Outputs]:
-        """Yield the outputs of the loss function for each batch.
-
-        Args:
-            model: The model; it does not change.
-            loss: The loss function, as of `jaxrec.train.Trainer`.
-            batches: Batches on the devices.
-
-        Raises:
-            TypeError: The loss takes or returns something else.
-        """
+        """Yield the outputs of the loss function for each batch on the devices."""
 
         def outputs_of(model: nnx.Module, carry: None, batch: Any) -> tuple[None, Outputs]:
             return None, call_loss(loss, model, batch, has_metrics=True)[1]
@@ -204,12 +172,9 @@ class Evaluation:
 
 
 def _in_evaluation_mode(model: nnx.Module, factors: Mapping[GroupPath, float] | None) -> nnx.Module:
-    """Return a copy of the model in evaluation mode, which shares the model's arrays.
+    """Return a copy of the model in evaluation mode that shares its arrays.
 
-    Args:
-        model: The model.
-        factors: Capacity factors for a copy with variables of its own; None: the copy shares the
-            model's variables.
+    With capacity factors the copy has variables of its own, so that the model keeps its factors.
     """
     copy = nnx.merge(*nnx.split(model), copy=factors is not None)
     copy.eval()

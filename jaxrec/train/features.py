@@ -42,11 +42,7 @@ _MAGIC = b"PAR1"
 
 
 def is_parquet(path: pathlib.Path | None) -> bool:
-    """Return whether a path is a Parquet file, or a directory or pattern of Parquet files.
-
-    Raises:
-        OSError: The file cannot be read.
-    """
+    """Return whether a path is a Parquet file, or a directory or pattern of Parquet files."""
     if path is None or path.is_dir() or has_pattern(path):
         return path is not None
     with path.open("rb") as file:
@@ -60,15 +56,8 @@ def saved_encoder(path: str | os.PathLike[str]) -> TableEncoder | None:
 
 
 def run_encoder(config: TrainConfig, console: Console) -> TableEncoder:
-    """Load the encoder of a resumed run, or learn the encoder of a new run.
-
-    Args:
-        config: The configuration of a run on Parquet files.
-        console: Console that shows an inferred schema and the sizes of the vocabularies.
-
-    Raises:
-        OSError, DataError, SchemaError: The rows cannot be read or do not fit the schema.
-        ConfigError: The resumed run has another schema; or the schema does not fit --vocabulary.
+    """Load the encoder of a resumed run, or learn that of a new run; the console shows its
+    schema.
     """
     data, resume, is_dynamic = config.data, config.resume, config.vocabulary.is_dynamic
     encoder = None if resume is None else saved_encoder(resume)
@@ -100,17 +89,8 @@ def learn_features(
     """Find the schema of a run's files and learn its encoder from the training rows.
 
     The types of all files are compared first. With several processes each of them learns the same
-    encoder.
-
-    Args:
-        data: The Parquet files.
-        console: Console that shows an inferred schema and the sizes of the vocabularies.
-        is_dynamic: Whether columns with a vocabulary get an open one, which is not learned.
-        model: The model that takes the columns; None: any.
-
-    Raises:
-        OSError, DataError, SchemaError: The rows cannot be read or do not fit the schema.
-        ConfigError: The schema does not fit ``is_dynamic`` or the model.
+    encoder. With ``is_dynamic`` columns get open vocabularies, which are not learned; with a model,
+    its demands on the columns are checked.
     """
     console = console or Console(quiet=True)
     schema = converted_schema(data, is_dynamic)
@@ -141,23 +121,14 @@ def learn_features(
 
 
 def check_rows(encoder: TableEncoder, rows: GroupRange) -> None:
-    """Encode rows, so that an invalid value is found before training.
-
-    Raises:
-        OSError: The rows cannot be read.
-        DataError: A value is invalid.
-    """
+    """Encode rows, so that an invalid value is found before training."""
     groups = EncodedGroups(rows, encoder)
     for group in range(len(groups.sizes)):
         groups.read(group)
 
 
 def split_groups(data: DataConfig, schema: Schema) -> tuple[GroupRange, GroupRange]:
-    """Return the training rows and the held-out rows of Parquet files, with a schema's columns.
-
-    Raises:
-        OSError, DataError: A file cannot be read, lacks a column, or has too few rows.
-    """
+    """Return the training rows and the held-out rows of Parquet files, with a schema's columns."""
     whole = _all_rows(_files(data.path).paths, schema)
     if data.eval_path is not None:
         return whole, _all_rows(_files(data.eval_path).paths, schema)
@@ -166,11 +137,7 @@ def split_groups(data: DataConfig, schema: Schema) -> tuple[GroupRange, GroupRan
 
 
 def held_out_rows(data: DataConfig, count: int) -> int:
-    """Return the number of held-out rows of ``count`` rows.
-
-    Raises:
-        DataError: No training rows are left.
-    """
+    """Return the number of held-out rows of ``count`` rows; refuse to leave none to train on."""
     held_out = max(1, round(count * data.eval_fraction))
     if held_out >= count:
         raise DataError(
@@ -189,11 +156,7 @@ def _with_vocabularies(schema: Schema, data: DataConfig, is_dynamic: bool) -> Sc
 
 
 def converted_schema(data: DataConfig, is_dynamic: bool = False) -> Schema | None:
-    """Return the schema of a directory that `jaxrec data criteo` has written; None: of another.
-
-    Raises:
-        ConfigError: The schema does not fit ``is_dynamic``.
-    """
+    """Return the schema of a directory that `jaxrec data criteo` has written; None: of another."""
     directory = data.path
     if data.schema is not None or directory is None or not directory.is_dir():
         return None
@@ -264,11 +227,7 @@ def _inferred_schema(
 
 
 def _files(path: pathlib.Path | None) -> ParquetFiles:
-    """Return the Parquet files of a path.
-
-    Raises:
-        DataError: It is a file of another format.
-    """
+    """Return the Parquet files of a path."""
     if path is None:
         raise ConfigError("give the Parquet files with --data")
     if not is_parquet(path):

@@ -45,14 +45,8 @@ def table_rows(config: TrainConfig) -> tuple[int, ...]:
 def table_configs(
     config: TrainConfig, encoder: TableEncoder | None = None
 ) -> list[EmbeddingBagConfig]:
-    """Return the configurations of the model's tables.
-
-    Args:
-        config: The configuration.
-        encoder: Encoder of Parquet files; None: the data are text in Criteo's format or generated.
-
-    Raises:
-        ConfigError: Two tables have one name.
+    """Return the configurations of the model's tables; without an encoder those of Criteo's
+    columns.
     """
     dtype, dim = config.model.table_dtype, config.model.embedding_dim
     if encoder is None:
@@ -90,11 +84,7 @@ def make_model(
     devices: Devices = _ONE_DEVICE,
     encoder: TableEncoder | None = None,
 ) -> tuple[Model, Optimizer]:
-    """Make a model and its optimizer for a run of ``num_steps`` steps.
-
-    Raises:
-        ConfigError: The columns do not fit the model.
-    """
+    """Make a model and its optimizer for a run of ``num_steps`` steps."""
     rates = config.optimizer
 
     tables = table_configs(config, encoder)
@@ -163,12 +153,7 @@ def _wide(tables: Sequence[EmbeddingBagConfig]) -> list[EmbeddingBagConfig]:
 
 
 def predict(model: Model, batch: ClickBatch) -> Float[Array, " batch"]:
-    """Compute the logits of a batch.
-
-    Args:
-        model: The model.
-        batch: The batch; see `with_rows`.
-    """
+    """Compute the logits of a batch, ``[batch]``; see `with_rows`."""
     batch = with_rows(model, batch)
     return model(batch.dense, batch.features)
 
@@ -184,12 +169,7 @@ def with_rows(model: Model, batch: ClickBatch) -> ClickBatch:
 
 
 def saved_config(path: str | os.PathLike[str]) -> TrainConfig:
-    """Return the configuration of a saved run.
-
-    Raises:
-        CheckpointError: There is no saved run.
-        OSError, ConfigError: Its file cannot be read.
-    """
+    """Return the configuration of a saved run; CheckpointError: there is none."""
     config_file = pathlib.Path(path, CONFIG_FILE)
     if not config_file.exists():
         raise CheckpointError(f"{path}: there is no saved run here ({CONFIG_FILE} is missing)")

@@ -88,23 +88,11 @@ def placed_batches(
     accumulate: int = 1,
     empty: Callable[[Any], Any] | None = None,
 ) -> AbstractContextManager[Iterator[Any]]:
-    """Process batches in threads, give their ids rows, and put them on the devices.
+    """Return a context with the batches on the devices, which threads process and place ahead.
 
-    Ids get rows if the model has open vocabularies (`jaxrec.tier.ahead`). If the model is on
-    devices of several processes, these have equally many batches (`jaxrec.mesh.even_batches`).
-    Threads end with the context.
-
-    Args:
-        model: The model that takes the batches.
-        batches: Host batches.
-        *stages: Functions of a host batch, in order, each with its own thread.
-        place: Function that puts a batch on the devices.
-        is_training: Whether new ids get rows, as for `jaxrec.tier.ahead`.
-        accumulate: Number of batches whose gradients one update sums.
-        empty: As for `jaxrec.mesh.even_batches`, from a batch after the stages.
-
-    Returns:
-        A context with the iterator over the batches.
+    Each stage is a function of a host batch with a thread of its own. Ids get rows if the model has
+    open vocabularies (`jaxrec.tier.ahead`). If the model is on devices of several processes, these
+    have equally many batches (`jaxrec.mesh.even_batches`, to which ``empty`` goes).
     """
     is_shared, tier = spans_processes(model), tier_of(model)
     if tier is None and not is_shared:

@@ -128,13 +128,7 @@ class Progress:
         return self._clock() - self._shown > self._seconds
 
     def show(self, step: int, ne: float, ids: str = "") -> None:
-        """Show the step and the running NE.
-
-        Args:
-            step: Number of the step.
-            ne: The running NE.
-            ids: Text about the ids of open vocabularies.
-        """
+        """Show the step, the running NE, and a text about the ids of open vocabularies."""
         self._shown = self._clock()
         speed = self.samples_per_second
         rate = f"{speed:,.0f} samples/s" if speed else "compiling"

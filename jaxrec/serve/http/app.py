@@ -134,10 +134,8 @@ class Application:
         await self._follower.follow()
 
     async def _until_started(self) -> None:
-        """Wait until the model is loaded.
-
-        Raises:
-            RequestError: That takes too long, or too many requests wait.
+        """Wait until the model is loaded; refuse if that takes too long or too many requests
+        wait.
         """
         if self._is_started.is_set():
             return
@@ -319,11 +317,7 @@ def loopback_hosts(host: str) -> tuple[str, ...]:
 
 
 def _accepted(header: str, default: str) -> str:
-    """Return the media type of a response, given the ``Accept`` header and the body's type.
-
-    Raises:
-        RequestError: The client accepts neither JSON nor Arrow.
-    """
+    """Return the media type of a response, given the ``Accept`` header and the body's type."""
     kinds = [each.partition(";")[0].strip().lower() for each in header.split(",") if each.strip()]
     for kind in kinds:
         if kind in (JSON, ARROW):

@@ -56,11 +56,7 @@ class Batcher:
         self.thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="predict")
 
     async def submit(self, payload: Payload) -> Scores:
-        """Return the scores of a request.
-
-        Raises:
-            RequestError: The request is wrong, too many requests wait, or it took too long.
-        """
+        """Return the scores of a request; refuse it if too many wait, or if it takes too long."""
         limits = self._limits
         if self._active >= limits.max_concurrent:
             raise busy(f"{self._active} requests are under way; try again later")

@@ -79,11 +79,8 @@ class Predictor:
         return [results[number] for number in range(len(payloads))]
 
     def _scores(self, request: Request, sizes: Mapping[int, int]) -> dict[int, Scores]:
-        """Return the scores of some requests, whose samples follow each other in one request.
-
-        Args:
-            request: The samples.
-            sizes: Number of samples of each request, in order.
+        """Return the scores of some requests, whose samples follow each other in one; sizes are in
+        order.
         """
         variables = self.served.variables
         columns = output_columns(self.served.predict_request(request, variables))
@@ -136,11 +133,7 @@ class Follower:
         self._seconds, self._metrics = seconds, metrics
 
     async def begin(self) -> None:
-        """Take over the versions that are there before the first request.
-
-        Raises:
-            ValueError: They are of another model.
-        """
+        """Take over the versions that are there before the first request."""
         if self._refresher is not None:
             try:
                 await self._update(self._refresher)

@@ -164,11 +164,8 @@ class LimitedProtocol(HttpToolsProtocol):
     def _refuse(self, status: str, problem: str, *, is_sending: bool = False) -> None:
         """Answer without a request, and close the connection.
 
-        Args:
-            status: Status of the response.
-            problem: Its message.
-            is_sending: Whether the client is sending: what it sends is read and forgotten for a
-                moment, since a connection that is closed with unread bytes is reset.
+        What a client that is sending sends is read and forgotten for a moment, since a connection
+        that is closed with unread bytes is reset.
         """
         if self.transport.is_closing() or self._discarded is not None:
             return
@@ -263,15 +260,7 @@ class ModelServer(uvicorn.Server):
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a socket that listens.
-
-    Args:
-        host: Address or name of this machine.
-        port: Port; 0: any free one.
-
-    Raises:
-        OSError: The address cannot be used.
-    """
+    """Return a socket that listens at an address or name of this machine; port 0: any free one."""
     (family, _, _, _, address), *_ = socket.getaddrinfo(
         host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
     )
@@ -296,11 +285,7 @@ def allow_connections(wanted: int) -> int:
 
 
 def serve(application: Application, listener: socket.socket) -> None:
-    """Answer requests until a signal.
-
-    Raises:
-        Exception: The error that ended the start of the model.
-    """
+    """Answer requests until a signal; raise the error that ended the start of the model."""
     # The thread that predicts and the one that answers take turns often: with Python's 5 ms each
     # response would wait for that long.
     sys.setswitchinterval(_SWITCH_SECONDS)
