@@ -110,10 +110,14 @@ def _scores(
     columns = list(dict.fromkeys([*schema.dense, *schema.categorical, *options.keep]))
     kept = _kept_types(paths, options.keep)
     types = key_types(paths)
-    for name, vocabulary in served.encoder.vocabularies.items():
-        if not isinstance(vocabulary, Vocabulary):
-            continue
-        if name in types and not pa.types.is_integer(vocabulary.values.type):
+    is_text = {
+        name: not pa.types.is_integer(vocabulary.values.type)
+        for name, vocabulary in served.encoder.vocabularies.items()
+        if isinstance(vocabulary, Vocabulary)
+    }
+    # Directories such as shop=7 may name only numbers here, and others in training.
+    for name in types:
+        if (is_text | served.encoder.is_text).get(name):
             types[name] = pa.string()
     for path in paths:
         first = 0
@@ -139,17 +143,10 @@ def _kept_types(paths: Sequence[pathlib.Path], keep: tuple[str, ...]) -> pa.Sche
 def _read(
     path: pathlib.Path, columns: list[str], batch_size: int, types: Mapping[str, pa.DataType]
 ) -> Iterator[pa.Table]:
-    """Yield the rows of a Parquet file, some at a time.
+    """Yield the rows of a Parquet file, some at a time, with columns that are keys of its
+    directories.
 
-    Args:
-        path: The file.
-        columns: Names of its columns, or of directories ``key=value``.
-        batch_size: Number of rows.
-        types: Types of the columns that are directories.
-
-    Raises:
-        OSError: The file cannot be read.
-        DataError: It is not a Parquet file, is damaged, or lacks a column.
+    ``types`` are those of the keys.
     """
     keys = keys_of(path)
     # Pages are read when they are needed: a row group need not fit memory.

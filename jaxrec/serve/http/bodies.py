@@ -60,34 +60,55 @@ class JsonDecoder:
     """
 
     def __init__(self, columns: InputColumns, max_samples: int) -> None:
-        self._names, self._max_samples = columns.names, max_samples
+        self._columns, self._names = columns.columns, columns.names
+        self._max_samples = max_samples
         self._fields = [f"column{number}" for number in range(len(self._names))]
-        fields = [
-            (field, column.json_type)
-            for field, column in zip(self._fields, columns.columns, strict=True)
-        ]
-        renamed = dict(zip(self._fields, self._names, strict=True))
-        body = msgspec.defstruct("Body", fields, rename=renamed, kw_only=True)
-        self._decoder = msgspec.json.Decoder(body)
+        self._decoder = self._decoder_of([each.json_type() for each in self._columns])
+        self._decoder_with_floats = self._decoder_of(
+            [each.json_type(with_floats=True) for each in self._columns]
+        )
 
     def decode(self, body: bytes | bytearray) -> Payload:
-        """Return the columns of a body.
-
-        Raises:
-            RequestError: The body is not JSON, lacks a column, or has a value of another type; the
-                message names the column and the sample.
-        """
+        """Return the columns of a body; errors name the column and the sample."""
         try:
-            decoded = self._decoder.decode(body)
+            columns = self._decode(body)
         except msgspec.ValidationError as error:
             raise invalid(self._explain(str(error))) from None
         except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
             raise invalid(f"the body is not JSON: {error}") from None
-        columns = {
-            name: getattr(decoded, field)
-            for name, field in zip(self._names, self._fields, strict=True)
-        }
         return Payload(columns, count_samples(columns, self._max_samples), len(body))
+
+    def _decoder_of(self, types: list[Any]) -> msgspec.json.Decoder:
+        body = msgspec.defstruct(
+            "Body",
+            list(zip(self._fields, types, strict=True)),
+            rename=dict(zip(self._fields, self._names, strict=True)),
+            kw_only=True,
+        )
+        return msgspec.json.Decoder(body)
+
+    def _decode(self, body: bytes | bytearray) -> dict[str, list[Any]]:
+        try:
+            return self._by_name(self._decoder.decode(body))
+        except msgspec.ValidationError as error:
+            if "got `float`" not in str(error):
+                raise
+        # pandas writes the integers of a column with nulls as 3.0. Few bodies have such floats, and
+        # only those pay for a look at each value.
+        columns = self._by_name(self._decoder_with_floats.decode(body))
+        try:
+            return {
+                each.name: each.whole(columns[each.name])
+                if each.takes_integers
+                else columns[each.name]
+                for each in self._columns
+            }
+        except ValueError as error:
+            raise invalid(str(error)) from None
+
+    def _by_name(self, decoded: Any) -> dict[str, list[Any]]:
+        fields = zip(self._names, self._fields, strict=True)
+        return {name: getattr(decoded, field) for name, field in fields}
 
     def _explain(self, message: str) -> str:
         if found := re.fullmatch(r"Object missing required field `(.*)`", message, re.DOTALL):
@@ -109,11 +130,7 @@ def missing(name: str, names: tuple[str, ...]) -> str:
 
 
 def count_samples(columns: Mapping[str, Any], max_samples: int) -> int:
-    """Return the number of samples of columns.
-
-    Raises:
-        RequestError: Columns have different numbers of samples, or too many.
-    """
+    """Return the number of samples, equal in all columns."""
     sizes = {name: len(values) for name, values in columns.items()}
     (first, size), *_ = sizes.items() or [("", 0)]
     for name, other in sizes.items():
@@ -155,12 +172,7 @@ class ArrowDecoder:
         self._max_samples = max_samples
 
     def decode(self, body: bytes | bytearray) -> Payload:
-        """Return the columns of a body.
-
-        Raises:
-            RequestError: The body is not an Arrow stream, or is damaged, lacks a column, or has a
-                column of a type that requests do not have.
-        """
+        """Return the columns of a body."""
         buffer = pa.py_buffer(bytes(body))
         try:
             table = self._read(buffer)

@@ -23,6 +23,9 @@ _JSON: dict[Kind, Any] = {
 }
 _INT64 = range(-(2**63), 2**63)
 
+# A float up to this leaves no integer out; larger ones may not be the integer that was meant.
+_MOST_WHOLE = 2.0**53
+
 
 @dataclasses.dataclass(frozen=True)
 class InputColumn:
@@ -48,13 +51,35 @@ class InputColumn:
     arrow_type: pa.DataType | None = None
     example: tuple[Any, ...] = ()
 
-    @property
-    def json_type(self) -> Any:
-        """Type of the column in a JSON body."""
+    def json_type(self, *, with_floats: bool = False) -> Any:
+        """Return the type of the column in a JSON body; with floats in the place of integers."""
         sample = _JSON[self.kind]
+        if with_floats and self.takes_integers:
+            sample = sample | float
         for _ in range(self.depth):
             sample = types.GenericAlias(list, (sample,))
         return types.GenericAlias(list, (sample | None if self.may_be_null else sample,))
+
+    @property
+    def takes_integers(self) -> bool:
+        """Whether its values may be integers."""
+        return self.kind in ("integer", "text or integer")
+
+    def whole(self, values: list[Any]) -> list[Any]:
+        """Return the values of a JSON body with integers in the place of floats such as 3.0."""
+
+        def integer(value: Any, sample: int) -> Any:
+            if isinstance(value, list):
+                return [integer(each, sample) for each in value]
+            if not isinstance(value, float):
+                return value
+            if not (abs(value) <= _MOST_WHOLE and value.is_integer()):
+                raise ValueError(
+                    f"column {self.name!r}, sample {sample}: expected an integer, got {value!r}"
+                )
+            return int(value)
+
+        return [integer(value, sample) for sample, value in enumerate(values)]
 
     @property
     def depth(self) -> int:
@@ -62,11 +87,7 @@ class InputColumn:
         return len(self.shape) + self.is_list
 
     def as_arrow(self, values: list[Any]) -> pa.Array:
-        """Return the values of a JSON body as an Arrow array.
-
-        Raises:
-            ValueError: A value does not fit the type, or they have different types.
-        """
+        """Return the values of a JSON body as an Arrow array."""
         kind = self.arrow_type
         if kind is None:
             kind = self._type_of(values)
@@ -89,16 +110,13 @@ class InputColumn:
         }
 
     def _type_of(self, values: list[Any]) -> pa.DataType:
-        """Return the type of values that are text or integers."""
-        flat = (each for value in values for each in (value if self.is_list else (value,)) or ())
-        first = next((each for each in flat if each is not None), "")
-        if isinstance(first, str):
-            return pa.string()
-        return pa.uint64() if self._largest(values) not in _INT64 else pa.int64()
-
-    def _largest(self, values: list[Any]) -> int:
+        """Return the type of values that are text or integers, or integers with or without sign."""
         flat = [each for value in values for each in (value if self.is_list else (value,)) or ()]
-        return max((each for each in flat if isinstance(each, int)), default=0)
+        first = next((each for each in flat if each is not None), None)
+        if isinstance(first, str) or (first is None and self.kind != "integer"):
+            return pa.string()
+        largest = max((each for each in flat if isinstance(each, int)), default=0)
+        return pa.int64() if largest in _INT64 else pa.uint64()
 
     def _problem(self, values: list[Any]) -> str:
         """Return which sample has an integer that does not fit, or another type than others."""
@@ -133,19 +151,12 @@ class InputColumns(abc.ABC):
     def request(self, table: pa.Table) -> Request:
         """Return the samples of a table that has all of these columns.
 
-        Raises:
-            ValueError, TypeError: A value cannot be that of a sample; the message names the column
-                and the sample.
+        A ValueError or TypeError names the column and the sample whose value is wrong.
         """
 
     def table(self, parts: Sequence[Any]) -> pa.Table:
-        """Return the columns of some JSON bodies, one after the other.
-
-        Args:
-            parts: For each body its columns by name.
-
-        Raises:
-            ValueError: Values do not fit the type of a column.
+        """Return the columns of some JSON bodies, one after the other, from each body's columns by
+        name.
         """
         arrays = []
         for column in self.columns:
