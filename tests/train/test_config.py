@@ -85,7 +85,7 @@ WRONG_OPTIONS = {
     "both": (["--epoch", "3"], "--epoch, did you mean --data.epochs\\?"),
     "in-two-groups": (["--learning-rates", "3"], "did you mean --optimizer.learning-rate"),
     "positional": (["bogus"], "unknown option bogus"),
-    "files": ([__file__], "test_options.py is a file too many; put a pattern of files in quotes"),
+    "files": ([__file__], "test_config.py is a file too many; put a pattern of files in quotes"),
     "no-number": (["--seed", "x"], "--seed.*invalid literal.*'x'"),
     "no-value": (["--seed"], "--seed"),
     "choice": (["--model.table-dtype", "int8"], "invalid choice 'int8'"),
