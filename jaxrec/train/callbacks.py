@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import pathlib
 from collections.abc import Callable, Mapping
-from types import TracebackType
 
 import jax
 
@@ -188,10 +187,5 @@ class StepTrace(Callback):
     def __enter__(self) -> StepTrace:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._stop()

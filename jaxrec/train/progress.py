@@ -10,7 +10,6 @@ import pathlib
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from types import TracebackType
 from typing import Any, TextIO
 
 from rich.console import Console
@@ -99,12 +98,7 @@ class Progress:
             self._console.print("compiling the training step")
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._bar.stop()
 
     @property
