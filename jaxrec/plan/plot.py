@@ -26,7 +26,7 @@ def require_matplotlib() -> Any:
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            "drawing needs matplotlib: pip install 'jaxrec[plot]'", name="matplotlib"
+            "drawing a plan needs matplotlib: pip install 'jaxrec[plot]'", name="matplotlib"
         ) from error
     return Figure
 
