@@ -227,8 +227,8 @@ class ModelServer(uvicorn.Server):
         """Answer what is under way, and close all connections."""
         await self._pause(self._application.limits.drain)
         # The system completes connections by itself, and resets those that wait in a listener when
-        # it is closed. So they are accepted first; a connection that begins in the microseconds
-        # between is reset, or else refused.
+        # it is closed. So we accept them first. A connection that begins between the two calls,
+        # microseconds apart, is still reset; a load balancer that heeds /ready opens none by then.
         waiting: list[socket.socket] = []
         for listener in sockets or []:
             with contextlib.suppress(BlockingIOError, InterruptedError):
@@ -236,9 +236,9 @@ class ModelServer(uvicorn.Server):
                     waiting.append(listener.accept()[0])
         for server in self.servers:
             server.close()
+        loop = asyncio.get_running_loop()
         for connection in waiting:
             connection.setblocking(False)
-            loop = asyncio.get_running_loop()
             await loop.connect_accepted_socket(self._protocol, connection)
         await self._pause(_LAST_REQUEST_SECONDS, until_closed=True)
         await super().shutdown(sockets)
